@@ -1,0 +1,277 @@
+"""The command line: ``kbf train | evaluate | compare | data | floor [overrides]``. The only file that knows hydra.
+
+Nothing heavy is imported before a command runs, so that ``kbf --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from kbf import __version__
+
+COMMANDS = {
+    "train": (
+        "fit one model on one data set and score it",
+        [
+            ("kbf train", "the Kernel Bayes Filter on the rotation data"),
+            ("kbf train model=lstm data=oscillatory n_train=900 seed=3", "another model, another problem"),
+            ("kbf train model=lstm model.training.lr=0.01 run_dir=runs/mine", "other hyper-parameters, a place of your own"),
+            ("kbf train ckpt_path=runs/mine/checkpoints/last.ckpt", "go on with an interrupted run"),
+            ("kbf train --multirun model=kbf,lstm seed=0,1,2", "a sweep; add launcher=joblib to run it in parallel"),
+        ],
+    ),
+    "evaluate": (
+        "score a checkpoint, from itself alone",
+        [
+            ("kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt", "on the test part of its own data"),
+            ("kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt seed=7 data.n_test=1000", "on other draws of it"),
+            ("kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt data=oscillatory", "on another problem"),
+        ],
+    ),
+    "compare": (
+        "many models on the same sequences: table, test, picture",
+        [
+            ("kbf compare data=rotation n_train=100,300 runs=5", "all models; resumes where it was stopped"),
+            ("kbf compare models=kbf,lstm,ekf n_train=300 runs=30 workers=4", "some models, in four processes"),
+            ("kbf compare experiment=quick", "a first look"),
+        ],
+    ),
+    "data": (
+        "write a data set as arrays, with a picture",
+        [("kbf data data=oscillatory n_train=500 seed=1", "data.npz and data.png")],
+    ),
+    "floor": (
+        "the least error that any filter can reach",
+        [("kbf floor data=rotation n_train=300 runs=30", "with its standard error over 30 draws of the data")],
+    ),
+}
+FLAGS = """\
+  -h, --help       this text
+  --cfg            print the configuration and stop
+  -m, --multirun   run once for each combination of comma-separated values
+  --debug          show the traceback of an error"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0, 1 when a part of a comparison failed, 2 for input that cannot be used."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--version" in words:
+        print(f"kbf {__version__}")
+        return 0
+    flags = {word for word in words if word.startswith("-")}
+    words = [word for word in words if word not in flags]
+    if not words:
+        print(general_help())
+        return 0 if flags & {"-h", "--help"} else 2
+    command, overrides = words[0], words[1:]
+    unknown = flags - {"-h", "--help", "--cfg", "-m", "--multirun", "--debug"}
+    if command not in COMMANDS or unknown:
+        wrong = f"no command {command!r}" if command not in COMMANDS else f"no option {sorted(unknown)[0]}"
+        print(f"kbf: there is {wrong}; see kbf --help", file=sys.stderr)
+        return 2
+    if flags & {"-h", "--help"}:
+        print(command_help(command))
+        return 0
+    try:
+        return run(command, overrides, flags)
+    except KeyboardInterrupt:
+        print("\nkbf: interrupted; what was finished is kept", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if "--debug" in flags or not expected(error):
+            raise
+        print(f"kbf {command}: {one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def run(command: str, overrides: list[str], flags: set[str]) -> int:
+    """Compose the configuration and hand it to the command."""
+    if flags & {"-m", "--multirun"}:
+        return multirun(command, overrides)
+    config = configure(command, overrides)
+    if "--cfg" in flags:
+        from omegaconf import OmegaConf
+
+        print(OmegaConf.to_yaml(OmegaConf.create({k: v for k, v in config.items() if k not in ("bases", "explicit", "recipe")})))
+        return 0
+    code = execute(command, config)
+    return code if isinstance(code, int) else 0
+
+
+def execute(command: str, config: dict[str, Any]) -> Any:
+    """Call the command; what it needs is imported here."""
+    import importlib
+
+    return importlib.import_module(f"kbf.commands.{command}").run(config)
+
+
+def configure(command: str, overrides: list[str]) -> dict[str, Any]:
+    """The configuration of a command as a plain dict.
+
+    Resolved, but for two entries that are filled in later, with other seeds or sizes: ``recipe`` (data, n_train, seed) and, for a
+    comparison, ``bases`` (a training configuration for each model). ``explicit`` tells what the command line spoke of.
+    """
+    if command == "evaluate":
+        return configure_evaluation(overrides)
+    if command == "compare":
+        overrides = [as_list(word) for word in overrides]
+    composed = compose(command, overrides)
+    keys = [word.lstrip("+~").split("=")[0].split("@")[0] for word in overrides]
+    explicit = {
+        "run_dir": "run_dir" in keys,
+        "model": any(key.split(".")[0] in ("model", "data", "n_train", "seed", "experiment") for key in keys),
+    }
+    recipe = {key: plain(composed, resolve=False)[key] for key in ("data", "n_train", "seed")}
+    if command != "compare":
+        return {**plain(composed), "recipe": recipe, "explicit": explicit}
+    return comparison(composed, recipe, [word for word in overrides if word.startswith("hydra.")])
+
+
+def comparison(composed: Any, recipe: dict[str, Any], search: list[str]) -> dict[str, Any]:
+    """The configuration of a comparison: that of each model around the same data."""
+    from omegaconf import OmegaConf
+
+    several = {key: [v] if isinstance(v := composed[key], int | str) else list(v) for key in ("n_train", "models")}
+    first = OmegaConf.create({**composed, "n_train": several["n_train"][0]})
+    trainer = plain(composed, resolve=False)["trainer"]
+    bases = {}
+    for model in several["models"]:
+        net = plain(compose("train", [f"model={model}", "logger=none", *search]), resolve=False)["model"]
+        bases[str(net["name"])] = {**recipe, "model": net, "trainer": trainer}
+    whole = {key: value for key, value in plain(first, skip=("trainer",)).items() if key != "n_train"}
+    return {**whole, **several, "recipe": recipe, "bases": bases}
+
+
+def configure_evaluation(overrides: list[str]) -> dict[str, Any]:
+    """The configuration of an evaluation: the checkpoint's own data, changed by what the command line says of it."""
+    from omegaconf import OmegaConf
+
+    other_data = any(word.startswith("data=") for word in overrides)
+    settings = [word for word in overrides if not word.lstrip("+~").startswith("data.")]
+    composed = compose("evaluate", overrides if other_data else settings)
+    from kbf.training import CheckpointError, read_checkpoint
+
+    stored = read_checkpoint(composed.checkpoint)["hyper_parameters"]["config"]
+    if "recipe" not in stored and not other_data:
+        raise CheckpointError(f"{composed.checkpoint} does not say what data it was trained on: give data=NAME")
+    recipe = dict(stored.get("recipe", {}))
+    recipe |= {key: composed[key] for key in ("n_train", "seed") if composed[key] is not None}
+    if other_data:
+        recipe["data"] = plain(composed, resolve=False)["data"]
+    tree = OmegaConf.create(recipe)
+    OmegaConf.set_struct(tree, True)
+    if not other_data:
+        tree.merge_with_dotlist([word for word in overrides if word not in settings])
+    config = plain(composed, skip=("data", "n_train", "seed"))
+    return {**config, **plain(tree), "own_data": other_data}
+
+
+def compose(command: str, overrides: list[str]) -> Any:
+    """Hydra's configuration of a command."""
+    import hydra
+
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3", job_name="kbf"):
+        return hydra.compose(command, overrides)
+
+
+def plain(config: Any, *, resolve: bool = True, skip: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A configuration as a plain dict, without hydra's own part."""
+    from omegaconf import OmegaConf
+
+    if skip:
+        config = OmegaConf.masked_copy(config, [key for key in config if key not in skip])
+    container: Any = OmegaConf.to_container(config, resolve=resolve, throw_on_missing=True)
+    return container
+
+
+def multirun(command: str, overrides: list[str]) -> int:
+    """Let hydra sweep: its launchers and sweepers work as they are. Each run has hydra's output directory as its own."""
+    import os
+
+    import hydra
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach main(), which prints one line
+    if not any(word.startswith("run_dir=") for word in overrides):
+        overrides = [*overrides, "run_dir='${hydra:runtime.output_dir}'"]
+    sys.argv = [sys.argv[0], "--multirun", *overrides]
+    hydra.main(config_path=str(config_dir()), config_name=command, version_base="1.3")(Task(command))()
+    return 0
+
+
+class Task:
+    """One run of a sweep. Returns the validation error where there is one, for sweepers that minimise."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __call__(self, composed: Any) -> float | None:
+        """Run it; the progress bars of several runs at once would be a mess."""
+        config = plain(composed)
+        recipe = {key: plain(composed, resolve=False)[key] for key in ("data", "n_train", "seed") if key in config}
+        if "trainer" in config:
+            config["trainer"] = {**config["trainer"], "callbacks": None, "enable_progress_bar": False}
+        told = execute(self.command, {**config, "recipe": recipe, "explicit": {"run_dir": True, "model": True}})
+        return told.get("validation.mse") if isinstance(told, dict) else None
+
+
+def config_dir() -> Path:
+    """The configurations: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    for directory in (package / "configs", package.parent / "configs"):
+        if (directory / "train.yaml").is_file():
+            return directory
+    raise FileNotFoundError(f"no configurations in {package} nor in {package.parent}: is kbf installed completely?")
+
+
+def as_list(word: str) -> str:
+    """``n_train=100,300`` as hydra's ``n_train=[100,300]``."""
+    key, _, value = word.partition("=")
+    return f"{key}=[{value}]" if key in ("n_train", "models") and not value.startswith("[") else word
+
+
+def expected(error: Exception) -> bool:
+    """Whether an error is the input's fault, and not ours."""
+    kinds: tuple[type[Exception], ...] = (ValueError, FileNotFoundError, PermissionError, NotADirectoryError)
+    return isinstance(error, kinds) or type(error).__module__.split(".")[0] in ("hydra", "omegaconf")
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error, and of what caused it, on one line."""
+    texts = [str(error)]
+    if type(error).__module__.startswith("hydra") and error.__cause__ is not None:
+        texts.append(str(error.__cause__).split("\n")[0])
+    return ": ".join(" ".join(text.split()) for text in texts if text)
+
+
+def general_help() -> str:
+    """What ``kbf --help`` says."""
+    lines = ["Kernel Bayes Filter in PyTorch.", "", "usage: kbf COMMAND [key=value ...]", "", "commands:"]
+    lines += [f"  {name:<10}{what}" for name, (what, _) in COMMANDS.items()]
+    lines += ["", "options:", FLAGS, "  --version        the version", "", "examples:"]
+    lines += [f"  {examples[0][0]}" for _, examples in COMMANDS.values()]
+    return "\n".join([*lines, "", "kbf COMMAND --help tells what can be set."])
+
+
+def command_help(command: str) -> str:
+    """What ``kbf COMMAND --help`` says: purpose, examples, and the configuration with its groups."""
+    what, examples = COMMANDS[command]
+    lines = [f"kbf {command}: {what}", "", "examples:"]
+    for line, meaning in examples:
+        lines += [f"  {line}", f"      {meaning}"]
+    directory = config_dir()
+    text = (directory / f"{command}.yaml").read_text(encoding="utf-8")
+    body = text.partition("\n\n")[2].partition("\nhydra:")[0].rstrip()
+    lines += ["", "settings (key=value):", *[f"  {line}" for line in body.splitlines() if line]]
+    groups = [line.strip("- \n").split(":")[0] for line in text.partition("\n\n")[0].splitlines() if line.startswith("  - ")]
+    lines += ["", "groups (group=choice; group.key=value changes a key of the choice):"]
+    for group in groups:
+        if group != "_self_":
+            choices = sorted(path.stem for path in (directory / group).glob("*.yaml"))
+            lines.append(f"  {group:<12}{', '.join(choices)}")
+    return "\n".join([*lines, "", "options:", FLAGS])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What the commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from kbf import __version__
+from kbf.data.source import Data
+from kbf.evaluation import Score, summary
+from kbf.files import replacing
+
+console = Console()
+
+
+def start(threads: int | None = None) -> None:
+    """Settings of a process: its threads, and no denormal numbers, which make arithmetic several times slower."""
+    torch.set_flush_denormal(True)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def test_metrics(result: Score, least: Score | None) -> dict[str, float | None]:
+    """The flat keys that every scored run has; null where there is no floor, or one sequence gives no standard error."""
+    told = summary(result.mse.tolist(), [None] * len(result.mse) if least is None else least.mse.tolist())
+    floor = None if least is None else least.mse.mean().item()
+    values = {"test.mse": told["mse"], "test.mse_se": told["se"], "test.floor": floor, "test.excess": told["excess"]}
+    values |= {f"test.{name}": value for name, value in result.diagnostics.items()}
+    return {name: None if value is None or value != value else value for name, value in values.items()}
+
+
+def about(config: Mapping[str, Any], data: Data) -> dict[str, Any]:
+    """What a result belongs to."""
+    return {
+        "data": config["data"].get("name"),
+        "model": config["model"]["name"],
+        "n_train": sum(len(s.states) for s in data.train),
+        "n_test": sum(len(s.states) for s in data.test),
+        "seed": config["seed"],
+        "version": __version__,
+    }
+
+
+def show(title: str, values: Mapping[str, Any], keys: list[str] | None = None) -> None:
+    """A two-column table on the screen."""
+    console.print(f"[bold]{title}[/]", highlight=False)
+    table = Table(show_header=False)
+    for name in keys or values:
+        if values.get(name) is not None:
+            table.add_row(name, shown(values[name]))
+    console.print(table)
+
+
+def shown(value: Any) -> str:
+    """A number as people read it."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def save_arrays(path: Path, arrays: Mapping[str, Tensor]) -> None:
+    """Write tensors as one compressed npz, in one step."""
+    import numpy
+
+    values: dict[str, Any] = {name: value.detach().cpu().numpy() for name, value in arrays.items()}
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        numpy.savez_compressed(file, **values)
+
+
+def resolved(recipe: Mapping[str, Any], **values: Any) -> dict[str, Any]:
+    """A configuration with its interpolations filled in, after some of its top-level ``values`` were changed."""
+    from omegaconf import OmegaConf
+
+    filled = OmegaConf.to_container(OmegaConf.create({**recipe, **values}), resolve=True, throw_on_missing=True)
+    assert isinstance(filled, dict)
+    return {str(key): value for key, value in filled.items()}

@@ -1,0 +1,152 @@
+"""``kbf compare``: many models on the same sequences; every finished run is a file, so that a killed comparison goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kbf import __version__
+from kbf.commands.common import console, resolved, start
+from kbf.commands.pool import run_all
+from kbf.commands.train import finish
+from kbf.data.source import load_data
+from kbf.evaluation import data_floor, mean_and_error, summary, wilcoxon_pairs
+from kbf.files import write_csv, write_json
+from kbf.plots import comparison_figure, save
+from kbf.training import train
+
+FLOOR = "floor"
+"""The name under which the floor of a data set is kept beside the models."""
+
+
+class Cell(NamedTuple):
+    """One model on one data set: what to run, and the file for its result."""
+
+    model: str
+    n_train: int
+    seed: int
+    config: dict[str, Any]
+    path: Path
+
+
+def run(config: dict[str, Any]) -> int:
+    """Run what is missing, then make the tables and the picture; returns 1 if a run failed.
+
+    ``config["bases"]`` holds an unresolved configuration of ``kbf train`` for each model.
+    """
+    start()
+    directory = Path(config["run_dir"])
+    cells = make_cells(config, directory / "cells")
+    results = {cell.path: json.loads(cell.path.read_text(encoding="utf-8")) for cell in cells if cell.path.exists()}
+    missing = [cell for cell in cells if cell.path not in results]
+    if results:
+        console.print(f"{len(results)} of {len(cells)} runs are there already", highlight=False)
+    failed = 0
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=console) as progress, closing(run_all(run_cell, missing, config["workers"])) as finished:
+        bar = progress.add_task("starting", total=len(missing))
+        for cell, result in finished:
+            if "error" in result:
+                failed += 1
+                progress.console.print(f"[red]failed[/] {named(cell)}: {escape(result['error'])}", highlight=False)
+            else:
+                write_json(cell.path, result)
+                results[cell.path] = result
+            progress.update(bar, advance=1, description=named(cell))
+    report(config["data"]["name"], {(c.model, c.n_train, c.seed): results[c.path] for c in cells if c.path in results}, directory)
+    if failed:
+        console.print(f"[red]{failed} runs failed[/]; the same command tries them again", highlight=False)
+    return 1 if failed else 0
+
+
+def make_cells(config: dict[str, Any], directory: Path) -> list[Cell]:
+    """All runs, seed by seed; the hash in a file's name is of everything that its result depends on."""
+    cells = []
+    for seed in range(config["seed"], config["seed"] + config["runs"]):
+        for n in config["n_train"]:
+            for model in [FLOOR, *config["bases"]]:
+                base = config["bases"].get(model) or {**config["recipe"], "model": {"name": FLOOR}, "trainer": {}}
+                values = resolved(base, n_train=n, seed=seed)
+                if model == FLOOR:
+                    values["particles"] = config["particles"]
+                values["trainer"] |= {"callbacks": None, "enable_progress_bar": False}
+                key = hashlib.sha256(json.dumps([values, __version__], sort_keys=True).encode()).hexdigest()[:10]
+                path = directory / f"{config['data']['name']}-n{n}-seed{seed}-{model}-{key}.json"
+                cells.append(Cell(model, n, seed, values, path))
+    return cells
+
+
+def named(cell: Cell) -> str:
+    """What a run is called on the screen."""
+    return f"{cell.config['data']['name']}, n {cell.n_train}, seed {cell.seed}: {cell.model}"
+
+
+def run_cell(cell: Cell) -> dict[str, Any]:
+    """One model on one data set, from the data to the score."""
+    config, began = cell.config, time.perf_counter()
+    data = load_data(config["data"], trust=True)
+    told = {"data": config["data"]["name"], "model": cell.model, "n_train": cell.n_train, "seed": cell.seed, "version": __version__}
+    if cell.model == FLOOR:
+        least = data_floor(data, particles=config["particles"], seed=cell.seed)
+        mse = None if least is None else least.mse.mean().item()
+        return {**told, "test.mse": mse, "seconds": time.perf_counter() - began}
+    with tempfile.TemporaryDirectory() as directory:
+        trained = train(config, data.train, Path(directory), trust=True)
+        assert trained is not None
+        _, metrics = finish(config, data, trained, None, began)
+    return {**metrics, **told}
+
+
+def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], directory: Path) -> None:
+    """Tables on the screen and as CSV, the tests between pairs, and the picture."""
+    rows: list[dict[str, Any]] = []
+    tests: list[dict[str, Any]] = []
+    for n in sorted({n for _, n, _ in results}):
+        floors = {seed: r["test.mse"] for (model, m, seed), r in results.items() if model == FLOOR and m == n}
+        by_model: dict[str, dict[int, dict[str, Any]]] = {}
+        for (model, m, seed), result in results.items():
+            if model != FLOOR and m == n:
+                by_model.setdefault(model, {})[seed] = result
+        for model, runs in by_model.items():
+            told = summary([r["test.mse"] for r in runs.values()], [floors.get(seed) for seed in runs])
+            known = [floors[seed] for seed in runs if floors.get(seed) is not None]
+            floor = mean_and_error(known)[0] if len(known) == len(runs) else math.nan
+            seconds = mean_and_error([r["seconds"] for r in runs.values()])[0]
+            rows.append({"data": name, "n_train": n, "model": model, "runs": len(runs), **told, "floor": floor, "seconds": seconds})
+        pairs = wilcoxon_pairs({model: {s: r["test.mse"] for s, r in runs.items()} for model, runs in by_model.items()})
+        tests += [{"data": name, "n_train": n, **pair} for pair in pairs]
+        if by_model:
+            show_table(f"{name}, {n} training steps", [row for row in rows if row["n_train"] == n])
+    if not rows:
+        return
+    write_csv(directory / "results.csv", rows)
+    if tests:
+        write_csv(directory / "wilcoxon.csv", tests)
+    save(comparison_figure(rows, title=f"{name}: {max(row['runs'] for row in rows)} runs"), directory / "comparison.png")
+    console.print(f"in [bold]{directory}[/]: results.csv, wilcoxon.csv, comparison.png", highlight=False)
+
+
+def show_table(title: str, rows: list[dict[str, Any]]) -> None:
+    """One training size, the best model first."""
+    console.print(f"\n[bold]{title}[/]", highlight=False)
+    table = Table()
+    for header in ("model", "error", "± s.e.", "excess", "± s.e.", "runs", "seconds a run"):
+        table.add_column(header, justify="left" if header == "model" else "right")
+    for row in sorted(rows, key=lambda row: row["mse"]):
+        excess = [f"{100 * row[key]:.1f} %" if row[key] == row[key] else "" for key in ("excess", "excess_se")]
+        se = f"{row['se']:.4f}" if row["se"] == row["se"] else ""
+        table.add_row(row["model"], f"{row['mse']:.4f}", se, *excess, str(row["runs"]), f"{row['seconds']:.1f}")
+    floor = rows[0]["floor"]
+    if floor == floor:
+        table.add_row("floor", f"{floor:.4f}", "", "0", "", "", "", style="dim")
+    console.print(table)

@@ -1,0 +1,41 @@
+"""``kbf data``: write a data set as arrays, with a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kbf.commands.common import console, save_arrays, show, start
+from kbf.data.source import load_data
+from kbf.plots import save, track_figure
+
+
+def run(config: dict[str, Any]) -> dict[str, Any]:
+    """Make the data, write it, say what it is."""
+    start(config["threads"])
+    data = load_data(config["data"], trust=True)
+    directory = Path(config["run_dir"])
+    arrays: dict[str, Tensor] = {}
+    told: dict[str, Any] = {}
+    for part in ("train", "test"):
+        sequences = getattr(data, part)
+        for k, sequence in enumerate(sequences):
+            arrays |= {f"{part}_{name}_{k}": leaf for name, leaf in sequence._asdict().items() if leaf is not None}
+        told |= {
+            f"{part} sequences": len(sequences),
+            f"{part} steps": sum(len(s.states) for s in sequences),
+            f"{part} steps without observation": sum(0 if s.mask is None else int((~s.mask).sum()) for s in sequences),
+        }
+    first = data.train[0]
+    told |= {
+        "state": tuple(first.states.shape[1:]),
+        "observation": tuple(first.obs.shape[1:]),
+        "true model known": data.problem is not None,
+    }
+    save_arrays(directory / "data.npz", arrays)
+    save(track_figure(first, title=f"{config['data']['name']}, the first training steps"), directory / "data.png")
+    show(str(config["data"]["name"]), told)
+    console.print(f"in [bold]{directory}[/]: data.npz, data.png", highlight=False)
+    return told

@@ -1,0 +1,36 @@
+"""``kbf floor``: the least error that any filter can reach on a data set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kbf.commands.common import console, resolved, show, start
+from kbf.data.source import load_data
+from kbf.evaluation import data_floor, mean_and_error
+
+
+def run(config: dict[str, Any]) -> dict[str, Any]:
+    """The floor of each seed, their mean and its standard error.
+
+    Raises:
+        ValueError: data without a known true model.
+    """
+    start(config["threads"])
+    values = []
+    for seed in range(config["seed"], config["seed"] + config["runs"]):
+        with console.status(f"seed {seed}"):
+            data = load_data(resolved(config["recipe"], seed=seed)["data"], trust=True)
+            least = data_floor(data, particles=config["particles"], seed=seed)
+        if least is None:
+            raise ValueError(f"no true model of {config['data'].get('name')} is known, so there is no floor")
+        values.append(least.mse.mean().item())
+    mean, se = mean_and_error(values)
+    told = {
+        "floor": mean,
+        "standard error": se,
+        "runs": len(values),
+        "n_train": config["n_train"],
+        "particles": config["particles"],
+    }
+    show(f"floor of {config['data']['name']}", told)
+    return told

@@ -1,0 +1,81 @@
+"""Independent jobs in worker processes, where one that fails or dies does not take the others along."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Generator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+Job = TypeVar("Job")
+
+
+def run_all(work: Callable[[Job], dict[str, Any]], jobs: list[Job], workers: int) -> Generator[tuple[Job, dict[str, Any]]]:
+    """Run all jobs and yield each with its result as it is done; a failed one has the key ``error`` instead.
+
+    Args:
+        work: a function at the top level of a module.
+        jobs: what to give it, in this order.
+        workers: processes, each with one thread; 0 runs in this process.
+    """
+    if workers == 0:
+        for job in jobs:
+            yield job, attempt(work, job)
+        return
+    waiting, deaths = list(jobs), Counter[int]()
+    while waiting:
+        running: dict[Future[dict[str, Any]], Job] = {}
+        pool = ProcessPoolExecutor(min(workers, len(waiting)), multiprocessing.get_context("spawn"), start_worker)
+        try:
+            while waiting or running:
+                while waiting and len(running) < workers:
+                    future = pool.submit(attempt, work, waiting[0])
+                    running[future] = waiting.pop(0)
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    result = future.result()
+                    yield running.pop(future), result
+        except BrokenProcessPool:  # a worker was killed, perhaps for its memory: nobody knows which job was in it
+            for job in running.values():
+                deaths[id(job)] += 1
+                if deaths[id(job)] < 2:
+                    waiting.insert(0, job)
+                else:
+                    yield job, {"error": "its process died twice; was there enough memory?"}
+        except BaseException:
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def attempt(work: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, Any]:
+    """The result of a job, or its error."""
+    try:
+        return work(job)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "traceback": traceback.format_exc()}
+
+
+def start_worker() -> None:
+    """Settings of a worker: one thread, no denormal numbers, and the end when the parent is gone or Ctrl-C is pressed."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    threading.Thread(target=follow_parent, daemon=True).start()
+
+
+def follow_parent() -> None:
+    """Wait for the parent's end, then leave: a killed comparison must not go on in the dark."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

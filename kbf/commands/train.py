@@ -1,0 +1,145 @@
+"""``kbf train``: fit one model, score it, leave a run directory."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from kbf.build import build
+from kbf.commands.common import about, console, show, start, test_metrics
+from kbf.data.source import Data, load_data
+from kbf.data.windows import split
+from kbf.evaluation import Score, data_floor, floor, score
+from kbf.files import write_json, write_text
+from kbf.plots import save, track_figure
+from kbf.training import CheckpointError, Trained, log_track, read_checkpoint, train
+
+
+def run(config: dict[str, Any]) -> dict[str, Any]:
+    """Train, score, write; returns the metrics.
+
+    Raises:
+        ValueError: a configuration or data that cannot be used, with what to change.
+    """
+    start(config["threads"])
+    ckpt_path = None if config["ckpt_path"] is None else Path(config["ckpt_path"])
+    trust = True
+    if ckpt_path is not None:
+        config, trust = resumed(config, ckpt_path)
+    directory = Path(config["run_dir"])
+    data = load_data(config["data"], trust=trust)
+    least = data_floor(data, particles=config["particles"], seed=config["seed"])
+    prepare_directory(directory, ckpt_path, config)
+    loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]
+    began = time.perf_counter()
+    trained = train(
+        config,
+        data.train,
+        directory / "checkpoints",
+        ckpt_path=ckpt_path,
+        validation_floor=held_floor(config, data) if loggers else None,
+        loggers=loggers,
+        trust=trust,
+    )
+    if trained is None:  # a helper process of a distributed run
+        return {}
+    result, metrics = finish(config, data, trained, least, began)
+    title = f"{metrics['model']} on {metrics['data']}, {metrics['n_train']} training steps"
+    figure = track_figure(data.test[0], result.estimates[0], title=f"{title}: test error {metrics['test.mse']:.4f}")
+    save(figure, directory / "track.png")
+    write_json(directory / "metrics.json", metrics)
+    flat = {name: value if isinstance(value, str | int | float | bool) else str(value) for name, value in flatten(config)}
+    for logger in loggers:
+        numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
+        try:
+            logger.log_hyperparams(flat, numbers)
+        except TypeError:  # only TensorBoard takes both at once
+            logger.log_hyperparams(flat)
+            logger.log_metrics(numbers)
+        logger.save()
+    log_track(loggers, "track/test", data.test[0], result.estimates[0], trained.epochs)
+    for logger in loggers:
+        logger.finalize("success")
+    show(title, metrics, ["test.mse", "test.floor", "test.excess", "validation.mse", "epochs", "seconds"])
+    console.print(f"in [bold]{directory}[/]: metrics.json, track.png, checkpoints/best.ckpt", highlight=False)
+    return metrics
+
+
+def finish(config: dict[str, Any], data: Data, trained: Trained, least: Score | None, began: float) -> tuple[Score, dict[str, Any]]:
+    """Score a trained model on the test part: the scores, and its metrics as flat keys."""
+    fitted = time.perf_counter()
+    module = trained.module
+    result = score(trained.filter, data.test, seed=config["seed"], dtype=module.model_dtype, device=module.device)
+    metrics = about(config, data) | test_metrics(result, least)
+    validated = trained.validation_mse
+    metrics |= {"validation.mse": validated, "epochs": trained.epochs}
+    metrics |= {"seconds.fit": fitted - began, "seconds.test": time.perf_counter() - fitted}
+    if hasattr(module.net, "hyperparameters"):
+        metrics |= {f"hyperparameters.{name}": value for name, value in module.net.hyperparameters().items()}
+    return result, metrics | {"seconds": time.perf_counter() - began}
+
+
+def resumed(config: dict[str, Any], ckpt_path: Path) -> tuple[dict[str, Any], bool]:
+    """The configuration of a run that goes on, and whether to trust it.
+
+    With nothing said of model and data on the command line they are the checkpoint's own; otherwise they must be equal to them.
+    """
+    stored = read_checkpoint(ckpt_path)["hyper_parameters"]["config"]
+    keys = ("model", "data", "recipe", "n_train", "seed")
+    if missing := [key for key in keys if key not in stored]:
+        raise CheckpointError(f"{ckpt_path} was not written by kbf train: its configuration lacks {', '.join(missing)}")
+    home = ckpt_path.resolve().parent.parent
+    config = {**config, "run_dir": config["run_dir"] if config["explicit"]["run_dir"] else str(home)}
+    if not config["explicit"]["model"]:
+        return {**config, **{key: stored[key] for key in keys}, "trainer": with_limits(config, stored)}, config["trust"]
+    mine, theirs = (dict(flatten({key: c[key] for key in keys})) for c in (config, stored))
+    different = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+    if different:
+        told = "; ".join(f"{key}: {theirs.get(key)} there, {mine.get(key)} here" for key in different[:3])
+        raise ValueError(f"{ckpt_path} is of a run with another configuration ({told}). Leave the overrides out to take its own.")
+    return config, True
+
+
+def with_limits(config: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+    """The trainer of now, with the epochs and the clipping of the checkpoint's model."""
+    training = stored["model"].get("training") or {}
+    return {**config["trainer"], "max_epochs": training.get("epochs", 1), "gradient_clip_val": training.get("clip")}
+
+
+def prepare_directory(directory: Path, ckpt_path: Path | None, config: dict[str, Any]) -> None:
+    """Make the run directory: a fresh run clears the results of one before, a resumed one brings its best checkpoint."""
+    from yaml import safe_dump
+
+    checkpoints = directory / "checkpoints"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    if ckpt_path is None:
+        old = [*directory.glob("events.out.tfevents.*"), *checkpoints.glob("*.ckpt"), directory / "metrics.json"]
+        for path in old:
+            path.unlink(missing_ok=True)
+    elif ckpt_path.resolve().parent != checkpoints.resolve() and (best := ckpt_path.parent / "best.ckpt").exists():
+        shutil.copyfile(best, checkpoints / "best.ckpt")
+    write_text(directory / "config.yaml", safe_dump({k: v for k, v in config.items() if k != "explicit"}, sort_keys=False))
+
+
+def held_floor(config: dict[str, Any], data: Data) -> float | None:
+    """The floor of the held-out part of the training sequences, where the true model explains the observations themselves."""
+    training = config["model"].get("training") or {}
+    if data.problem is None or not training.get("validation") or data.decoded is not data.test:
+        return None
+    fit, held = split(data.train, training["validation"])
+    return floor(data.problem, fit, held, particles=min(config["particles"], 4000)).mse.mean().item()
+
+
+def flatten(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested keys with dots between them.
+
+    >>> flatten({"a": {"b": 1}, "c": [2]})
+    [('a.b', 1), ('c', '[2]')]
+    """
+    if not isinstance(config, dict):
+        return [(prefix, json.dumps(config) if isinstance(config, list) else config)]
+    return [pair for key, value in config.items() for pair in flatten(value, f"{prefix}.{key}" if prefix else str(key))]

@@ -1,0 +1,98 @@
+"""Pieces of recordings: splits, folds, and windows inside them. No piece crosses the end of a sequence."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from kbf.sequence import Sequence
+
+
+class Span(NamedTuple):
+    """Steps start, ..., stop - 1 of one sequence."""
+
+    sequence: int
+    start: int
+    stop: int
+
+
+def cut(lengths: list[int], bounds: list[int]) -> list[list[Span]]:
+    """Cut the steps of all sequences, laid one behind the other, at ``bounds``: the spans of each part.
+
+    >>> cut([4, 3], [0, 5, 7])
+    [[Span(sequence=0, start=0, stop=4), Span(sequence=1, start=0, stop=1)], [Span(sequence=1, start=1, stop=3)]]
+    """
+    starts = [sum(lengths[:k]) for k in range(len(lengths))]
+    parts = []
+    for low, high in itertools.pairwise(bounds):
+        spans = [Span(k, max(low - s, 0), min(high - s, n)) for k, (s, n) in enumerate(zip(starts, lengths, strict=True))]
+        parts.append([span for span in spans if span.start < span.stop])
+    return parts
+
+
+def folds(lengths: list[int], count: int) -> list[list[Span]]:
+    """``count`` contiguous chunks of equal size (to one step).
+
+    Raises:
+        ValueError: more folds than steps.
+    """
+    total = sum(lengths)
+    if not 1 <= count <= total:
+        raise ValueError(f"{total} training steps cannot be cut into {count} folds")
+    return cut(lengths, [round(total * k / count) for k in range(count + 1)])
+
+
+def split(sequences: list[Sequence], fraction: float) -> tuple[list[Sequence], list[Sequence]]:
+    """Hold out the last ``fraction`` of all steps: (the part to fit, the part held out); the second is empty for fraction 0.
+
+    Raises:
+        ValueError: a fraction outside [0, 1), or too few steps to leave two in each part.
+    """
+    lengths = [len(s.states) for s in sequences]
+    total = sum(lengths)
+    held = round(fraction * total)
+    if not 0 <= fraction < 1:
+        raise ValueError(f"the validation fraction must be in [0, 1), got {fraction}")
+    if fraction > 0 and (held < 2 or total - held < 2):
+        raise ValueError(f"holding out {fraction:g} of {total} training steps leaves {total - held} to fit and {held} to validate")
+    fit, rest = cut(lengths, [0, total - held, total])
+    return take(sequences, fit), take(sequences, rest)
+
+
+def take(sequences: list[Sequence], spans: list[Span]) -> list[Sequence]:
+    """The given spans as sequences of their own."""
+    return [piece(sequences[k], start, stop) for k, start, stop in spans]
+
+
+def without(sequences: list[Sequence], spans: list[Span]) -> list[Sequence]:
+    """The memory without the given spans: what is left of each sequence, cut where a span was."""
+    left = []
+    for k, sequence in enumerate(sequences):
+        edges = [0]
+        for span in sorted(s for s in spans if s.sequence == k):
+            edges += [span.start, span.stop]
+        edges.append(len(sequence.states))
+        left += [piece(sequence, a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+    return left
+
+
+def windows(spans: list[Span], length: int, stride: int = 1) -> list[Span]:
+    """All windows of ``length`` steps inside the spans, each starting ``stride`` steps after the one before."""
+    return [Span(k, first, first + length) for k, start, stop in spans for first in range(start, stop - length + 1, stride)]
+
+
+def stack(sequences: list[Sequence], spans: list[Span]) -> Sequence:
+    """Windows of one length as a batch ``b T``; it has a mask if any of their sequences has."""
+    pieces = take(sequences, spans)
+    mask = None
+    if any(p.mask is not None for p in pieces):
+        mask = torch.stack([p.states.new_ones(len(p.states), dtype=torch.bool) if p.mask is None else p.mask for p in pieces])
+    return Sequence(torch.stack([p.states for p in pieces]), torch.stack([p.obs for p in pieces]), mask)
+
+
+def piece(sequence: Sequence, start: int, stop: int) -> Sequence:
+    """Steps start, ..., stop - 1 of a sequence."""
+    mask = None if sequence.mask is None else sequence.mask[start:stop]
+    return Sequence(sequence.states[start:stop], sequence.obs[start:stop], mask)

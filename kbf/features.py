@@ -1,0 +1,97 @@
+"""Explicit feature maps psi with psi(x)^T psi(y) ~ k(x, y): what makes a kernel method cost O(n p^2) instead of O(n^3).
+
+A feature map is a function from points ``*b n q`` to features ``*b n p``. Gradients flow to the kernel's bandwidth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Generator, Tensor
+
+from kbf.kernels import Bandwidth, Kernel
+from kbf.linalg import cholesky, pivoted_cholesky
+
+FeatureMap = Callable[[Tensor], Tensor]
+
+
+def nystrom(kernel: Kernel, landmarks: Float[Tensor, "m ..."], *, jitter: float = 1e-10, check: bool = True) -> FeatureMap:
+    """psi(x) = L^-1 k(landmarks, x) with L L^T = k(landmarks, landmarks) + jitter I.
+
+    psi(x)^T psi(y) is the kernel projected on the span of the landmarks: exact when one of the two is a landmark.
+
+    Args:
+        kernel: k.
+        landmarks: ``m q``, for instance the training points at `pivots`.
+        jitter: relative to the largest diagonal entry of the landmarks' Gram matrix. 1e-10 is for float64; float32 needs 1e-6.
+        check: as in `kbf.linalg.psd_solve`.
+
+    Returns:
+        The map ``*b n q`` -> ``*b n m``.
+
+    Raises:
+        NotPositiveDefiniteError: landmarks so close to each other that the jitter does not carry the factorisation.
+
+    References: Williams and Seeger (2001).
+    """
+    gram = kernel(landmarks, landmarks)
+    factor = cholesky(gram, reg=jitter * gram.diagonal().max().detach(), check=check)
+
+    def features(x: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(factor, kernel(landmarks, x), upper=False).mT
+
+    return features
+
+
+def pivots(kernel: Kernel, x: Float[Tensor, "n ..."], *, rank: int, tol: float = 0.0) -> Int[Tensor, " r"]:
+    """Positions of the landmarks that the pivoted Cholesky factorisation of k(x, x) picks, best first.
+
+    `nystrom` at these landmarks *is* the incomplete Cholesky factor (without its jitter), as a function that takes new points too.
+
+    Args:
+        kernel: k.
+        x: ``n q``.
+        rank: the most that may be picked.
+        tol: stop once trace(G - L L^T) <= tol trace(G).
+
+    References: LCKME draft, section 4.1; Fukumizu et al., section 4.2.
+    """
+    with torch.no_grad():
+        diagonal = kernel(x[:, None], x[:, None])[:, 0, 0]
+        return pivoted_cholesky(lambda i: kernel(x, x[i][None])[:, 0], diagonal, rank, tol)[1]
+
+
+def random_fourier(
+    q: int, p: int, *, bandwidth: Bandwidth, generator: Generator | None = None, dtype: torch.dtype = torch.float64
+) -> FeatureMap:
+    """Random Fourier features of the Gaussian kernel: sqrt(2/p) (cos(w^T x), sin(w^T x)), w ~ N(0, 1/bandwidth^2), p/2 of them.
+
+    The error of psi(x)^T psi(y) falls like p^(-1/2).
+
+    Args:
+        q: components of a point.
+        p: number of features, even.
+        bandwidth: of the Gaussian kernel: a number, or a length for each component.
+        generator: draws the frequencies.
+        dtype: of the frequencies.
+
+    Returns:
+        The map ``*b n q`` -> ``*b n p``, on the device and in the type of its points.
+
+    Raises:
+        ValueError: p is odd.
+
+    References: Rahimi and Recht (2007); LCKME draft, section 4.4. With cosine and sine in pairs psi(x)^T psi(x) = 1 exactly.
+    """
+    if p % 2:
+        raise ValueError(f"random_fourier: p must be even (cosine and sine of each frequency), got {p}")
+    frequencies = torch.randn(q, p // 2, dtype=dtype, generator=generator)
+
+    def features(x: Tensor) -> Tensor:
+        phase = (x / bandwidth) @ frequencies.to(x)
+        return math.sqrt(2 / p) * torch.cat([phase.cos(), phase.sin()], -1)
+
+    return features

@@ -1,0 +1,153 @@
+"""The filter protocol, and the one loop that every method of the project runs through.
+
+A filter carries a *state*: a NamedTuple of tensors, each with the batch ``b`` in front (the state law). That law alone
+gives every filter missing data, ragged batches, truncated back-propagation, moves between devices, and a running filter
+that can be saved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Generator, Tensor
+
+from kbf.sequence import Sequence, check_finite
+
+S = TypeVar("S", bound="tuple[Any, ...]")  # a NamedTuple; beartype refuses NamedTuple itself as a hint
+
+
+@runtime_checkable
+class Filter(Protocol[S]):
+    """Predict and update; every method is pure and returns a new state."""
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> S:
+        """The state before anything was seen, for ``batch`` sequences: the distribution of the training states."""
+        ...
+
+    def predict(self, state: S, *, generator: Generator | None = None) -> S:
+        """Move one step in time."""
+        ...
+
+    def update(self, state: S, obs: Tensor) -> S:
+        """Take in one observation of each sequence, ``b *x``."""
+        ...
+
+    def estimate(self, state: S) -> Tensor:
+        """The mean of the latent state, ``b d``."""
+        ...
+
+
+@runtime_checkable
+class FilterModel(Protocol):
+    """The recipe of a filter. Kernel filters build their operators from the memory; a recurrent net returns itself."""
+
+    def condition(self, memory: Sequence | list[Sequence] | None) -> Filter[Any]:
+        """A filter over the points of ``memory``."""
+        ...
+
+
+class Rollout(NamedTuple):
+    """What the loop returns: estimates ``b T d``, the last state, and diagnostics by name, each ``b T``."""
+
+    estimates: Tensor
+    state: Any
+    diagnostics: dict[str, Tensor]
+
+
+def rollout(
+    filter: Filter[Any],
+    obs: Float[Tensor, "b T *x"],
+    *,
+    mask: Bool[Tensor, "b T"] | None = None,
+    state: Any = None,
+    generator: Generator | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Rollout:
+    """Run a filter over sequences of observations: move, observe, estimate, T times.
+
+    Where ``mask`` is False nothing was observed, and the predicted state is kept. Predicting h steps ahead is h masked steps.
+
+    Args:
+        filter: anything with ``init, predict, update, estimate``; if it has ``diagnostics(state)`` too, they are collected.
+        obs: ``b T *x``.
+        mask: ``b T`` or None for all observed.
+        state: go on from here instead of from ``filter.init``.
+        generator: randomness of the filters that need any.
+        progress: called with t after each step.
+
+    Raises:
+        ValueError: a wrong shape, or NaN or infinite values among the observations that are not masked.
+    """
+    if obs.ndim < 3:
+        raise ValueError(f"observations must be (batch, time, ...), got {tuple(obs.shape)}; a single sequence is obs[None]")
+    batch, steps = obs.shape[:2]
+    if mask is None:
+        check_finite(obs.flatten(0, 1), "observations")
+    else:
+        if mask.shape != (batch, steps):
+            raise ValueError(f"mask must be {(batch, steps)}, got {tuple(mask.shape)}")
+        check_finite(obs[mask], "observations")
+        obs = torch.where(mask.reshape(batch, steps, *[1] * (obs.ndim - 2)), obs, torch.zeros_like(obs))
+    if state is None:
+        state = filter.init(batch, generator=generator)
+    diagnose = getattr(filter, "diagnostics", None)
+    estimates: list[Tensor] = []
+    diagnostics: list[dict[str, Tensor]] = []
+    for t in range(steps):
+        state = step(filter, state, obs[:, t], mask=None if mask is None else mask[:, t], generator=generator)
+        estimates.append(filter.estimate(state))
+        if diagnose is not None:
+            diagnostics.append(diagnose(state))
+        if progress is not None:
+            progress(t)
+    stacked = {k: torch.stack([d[k] for d in diagnostics], 1) for k in (diagnostics[0] if diagnostics else {})}
+    return Rollout(torch.stack(estimates, 1), state, stacked)
+
+
+def step(
+    filter: Filter[Any],
+    state: Any,
+    obs: Float[Tensor, "b *x"],
+    *,
+    mask: Bool[Tensor, " b"] | None = None,
+    generator: Generator | None = None,
+) -> Any:
+    """One step of a running filter: predict, then update with ``obs`` (``b *x``) where ``mask`` (``b``) is True."""
+    predicted = filter.predict(state, generator=generator)
+    updated = filter.update(predicted, obs)
+    return updated if mask is None else where(mask, updated, predicted)
+
+
+def where(mask: Bool[Tensor, " b"], a: S, b: S) -> S:
+    """State by state of the batch: ``a`` where the mask is True, ``b`` elsewhere."""
+    pick = [torch.where(mask.reshape(-1, *[1] * (u.ndim - 1)), u, v) for u, v in zip(a, b, strict=True)]
+    return cast(S, type(a)(*pick))
+
+
+def save_state(state: Any, path: str | os.PathLike[str]) -> None:
+    """Write the state of a running filter; a kill in the middle leaves the old file or none."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    torch.save(state._asdict(), temporary)
+    os.replace(temporary, path)
+
+
+def load_state(filter: Filter[S], path: str | os.PathLike[str]) -> S:
+    """Read a state written by `save_state` back for ``filter``.
+
+    Raises:
+        ValueError: the file holds the state of another kind of filter.
+    """
+    like: Any = filter.init(1)
+    leaves = torch.load(path, weights_only=True, map_location=like[0].device)
+    if set(leaves) != set(like._fields):
+        raise ValueError(f"{path} holds a state of {sorted(leaves)}, this filter's has {sorted(like._fields)}")
+    for name, leaf in zip(like._fields, like, strict=True):
+        if leaves[name].shape[1:] != leaf.shape[1:]:
+            raise ValueError(f"{path}: {name} is {tuple(leaves[name].shape[1:])} wide, this filter needs {tuple(leaf.shape[1:])}")
+    return cast(S, type(like)(**leaves))

@@ -1,0 +1,91 @@
+"""Extended Kalman filter: the Kalman filter of the model linearised at the mean, with Jacobians by autodiff."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor, nn
+
+from kbf.filters.gaussian import GaussianState, gaussian_init, kalman_predict, kalman_update, started
+from kbf.sequence import Sequence
+from kbf.ssm import OrientationModel, StateSpaceModel
+
+
+def linearise(f: Callable[[Tensor], Tensor], m: Float[Tensor, "b d"]) -> tuple[Float[Tensor, "b e d"], Float[Tensor, "b e"]]:
+    """First-order Taylor series f(z) ~ F z + a at m: the Jacobian F = f'(m) and a = f(m) - F m. Gradients are kept.
+
+    >>> F, a = linearise(lambda z: z.square(), torch.tensor([[3.0]]))
+    >>> F.item(), a.item()
+    (6.0, -9.0)
+    """
+
+    def twice(z: Tensor) -> tuple[Tensor, Tensor]:
+        value = f(z)
+        return value, value
+
+    # reverse mode: forward mode (torch 2.15) turns float32 into float64 in such f as z[0] + 0.4, and takes twice the time
+    F, value = torch.func.vmap(torch.func.jacrev(twice, has_aux=True))(m)
+    return F, value - (F @ m[..., None])[..., 0]
+
+
+class ExtendedKalmanFilter:
+    """Extended Kalman filter for z' = f(z) + N(0, Q), x = h(z) + N(0, R).
+
+    f is linearised at the filtered mean and h at the predicted one; gradients flow through both Jacobians.
+
+    References: Sarkka (2013), algorithm 5.4.
+    """
+
+    def __init__(self, model: StateSpaceModel) -> None:
+        """``model``: f and h must be differentiable and map one point ``d`` as well as a batch of them."""
+        self.model = model
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> GaussianState:
+        """N(m0, P0) for each sequence."""
+        return gaussian_init(self.model, batch)
+
+    def predict(self, state: GaussianState, *, generator: Generator | None = None) -> GaussianState:
+        """Mean f(m), covariance F P F^T + Q with F = f'(m)."""
+        F, a = linearise(self.model.f, state.mean)
+        return kalman_predict(*state, F, self.model.Q, a)
+
+    def update(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> GaussianState:
+        """Observe ``b q``: `kalman_update` with H = h'(m)."""
+        H, c = linearise(self.model.h, state.mean)
+        return kalman_update(*state, obs, H, self.model.R, c)
+
+    def estimate(self, state: GaussianState) -> Float[Tensor, "b d"]:
+        """The mean, ``b d``."""
+        return state.mean
+
+    def covariance(self, state: GaussianState) -> Float[Tensor, "b d d"]:
+        """The covariance, ``b d d``."""
+        return state.cov
+
+
+class EKF(nn.Module):
+    """The extended Kalman filter that knows the true model, as a baseline.
+
+    It has no parameters and no buffers: the model is given, the start comes from the memory.
+    """
+
+    def __init__(self, model: StateSpaceModel | OrientationModel) -> None:
+        """``model``: the true one; an `OrientationModel` is used in its additive form."""
+        super().__init__()
+        self.model = model
+
+    def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
+        """Nothing to choose."""
+
+    def condition(self, memory: Sequence | list[Sequence] | None) -> ExtendedKalmanFilter:
+        """The filter started from the mean and covariance of the training states, in their dtype and on their device.
+
+        Args:
+            memory: the training part; None starts from the model's own m0 and P0.
+
+        Raises:
+            ValueError: fewer than two training states, or an `OrientationModel` without a memory.
+        """
+        return ExtendedKalmanFilter(started(self.model, memory))

@@ -1,0 +1,252 @@
+"""Gaussian moments: the Kalman filter's two steps, the Rauch-Tung-Striebel smoother, and what EKF and UKF share.
+
+Every covariance update is in a form that is a sum of squares, so that it stays symmetric and positive semi-definite in float32 too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Generator, Tensor
+
+from kbf.filters.base import Filter, step
+from kbf.linalg import psd_solve
+from kbf.sequence import Sequence, as_sequences
+from kbf.ssm import OrientationModel, StateSpaceModel
+
+
+class GaussianState(NamedTuple):
+    """N(mean, cov): mean ``b d``, cov ``b d d``."""
+
+    mean: Tensor
+    cov: Tensor
+
+
+class Moments(NamedTuple):
+    """The same at every step of a sequence: mean ``b T d``, cov ``b T d d``."""
+
+    mean: Tensor
+    cov: Tensor
+
+
+class LinearModel(NamedTuple):
+    """z' = A z + a + N(0, Q), x = C z + c + N(0, R), with z_0 ~ N(m0, P0).
+
+    Attributes:
+        A: ``d d``. a: ``d``. Q: ``d d``.
+        C: ``q d``. c: ``q``. R: ``q q``.
+        m0: ``d``. P0: ``d d``. Mean and covariance before the first move.
+    """
+
+    A: Tensor
+    a: Tensor
+    Q: Tensor
+    C: Tensor
+    c: Tensor
+    R: Tensor
+    m0: Tensor
+    P0: Tensor
+
+
+def kalman_predict(
+    mean: Float[Tensor, "b d"],
+    cov: Float[Tensor, "b d d"],
+    F: Float[Tensor, "*f d d"],
+    Q: Float[Tensor, "*g d d"],
+    a: Float[Tensor, "*h d"] | float = 0.0,
+) -> GaussianState:
+    """Move N(m, P) by z' = F z + a + N(0, Q): mean F m + a, covariance F P F^T + Q.
+
+    Args:
+        mean: ``b d``.
+        cov: ``b d d``.
+        F: ``d d``, or ``b d d`` with one matrix for each sequence (as linearisation makes them).
+        Q: ``d d`` or ``b d d``.
+        a: ``d`` or ``b d``.
+
+    References: Sarkka (2013), equation 4.20.
+    """
+    return GaussianState((F @ mean[..., None])[..., 0] + a, F @ cov @ F.mT + Q)
+
+
+def kalman_update(
+    mean: Float[Tensor, "b d"],
+    cov: Float[Tensor, "b d d"],
+    x: Float[Tensor, "b q"],
+    H: Float[Tensor, "*f q d"],
+    R: Float[Tensor, "*g q q"],
+    c: Float[Tensor, "*h q"] | float = 0.0,
+) -> GaussianState:
+    """Condition N(m, P) on x = H z + c + N(0, R), in Joseph form.
+
+    S = H P H^T + R, K = P H^T S^-1; mean m + K (x - H m - c), covariance (I - K H) P (I - K H)^T + K R K^T.
+
+    Args:
+        mean: ``b d``.
+        cov: ``b d d``.
+        x: ``b q``.
+        H: ``q d`` or ``b q d``.
+        R: ``q q`` or ``b q q``.
+        c: ``q`` or ``b q``.
+
+    Raises:
+        NotPositiveDefiniteError: S is singular (R = 0 where the state is already known).
+
+    >>> mean, cov = torch.zeros(1, 1), torch.eye(1)[None]
+    >>> kalman_update(mean, cov, torch.tensor([[2.0]]), torch.eye(1), torch.eye(1))
+    GaussianState(mean=tensor([[1.]]), cov=tensor([[[0.5000]]]))
+
+    References: Sarkka (2013), equation 4.21; the Joseph form: Bucy and Joseph (1968).
+    """
+    S = H @ cov @ H.mT + R
+    K = psd_solve(S, H @ cov).mT
+    residual = x - (H @ mean[..., None])[..., 0] - c
+    I_KH = torch.eye(mean.shape[-1], dtype=cov.dtype, device=cov.device) - K @ H
+    return GaussianState(mean + (K @ residual[..., None])[..., 0], I_KH @ cov @ I_KH.mT + K @ R @ K.mT)
+
+
+def rts_step(
+    filtered: GaussianState,
+    following: GaussianState,
+    F: Float[Tensor, "*f d d"],
+    Q: Float[Tensor, "*g d d"],
+    a: Float[Tensor, "*h d"] | float = 0.0,
+) -> GaussianState:
+    """One step backwards: the smoothed moments at t, from the filtered ones at t and the smoothed ones at t + 1.
+
+    With m⁻, P⁻ the prediction from t to t + 1 and G = P F^T (P⁻)^-1: mean m + G (m^s - m⁻), covariance
+    P + G (P^s - P⁻) G^T = (I - G F) P (I - G F)^T + G (P^s + Q) G^T.
+
+    Args:
+        filtered: moments at t given x_1 ... x_t.
+        following: moments at t + 1 given all observations.
+        F: the move from t to t + 1 is z' = F z + a + N(0, Q).
+        Q: as in `kalman_predict`.
+        a: as in `kalman_predict`.
+
+    Raises:
+        NotPositiveDefiniteError: P⁻ is singular (a state known exactly that moves without noise).
+
+    References: Sarkka (2013), equation 8.6; Rauch, Tung and Striebel (1965).
+    """
+    predicted = kalman_predict(*filtered, F, Q, a)
+    G = psd_solve(predicted.cov, F @ filtered.cov).mT
+    I_GF = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device) - G @ F
+    mean = filtered.mean + (G @ (following.mean - predicted.mean)[..., None])[..., 0]
+    return GaussianState(mean, I_GF @ filtered.cov @ I_GF.mT + G @ (following.cov + Q) @ G.mT)
+
+
+def rts_smoother(
+    filtered: Moments,
+    F: Float[Tensor, "*f d d"],
+    Q: Float[Tensor, "*g d d"],
+    a: Float[Tensor, "*h d"] | float = 0.0,
+) -> Moments:
+    """Rauch-Tung-Striebel smoother: moments of every z_t given *all* observations, by `rts_step` from the end.
+
+    Args:
+        filtered: the filter's moments (see `filter_moments`), ``b T d`` and ``b T d d``.
+        F: ``d d``, or anything that broadcasts to ``b T-1 d d``, entry t for the move from step t to t + 1.
+        Q: likewise.
+        a: likewise.
+
+    References: Sarkka (2013), theorem 8.2.
+    """
+    b, T, d = filtered.mean.shape
+    F, Q = F.expand(b, T - 1, d, d), Q.expand(b, T - 1, d, d)
+    a = torch.as_tensor(a, dtype=Q.dtype, device=Q.device).expand(b, T - 1, d)
+    smoothed = [GaussianState(filtered.mean[:, -1], filtered.cov[:, -1])]
+    for t in reversed(range(T - 1)):
+        now = GaussianState(filtered.mean[:, t], filtered.cov[:, t])
+        smoothed.append(rts_step(now, smoothed[-1], F[:, t], Q[:, t], a[:, t]))
+    mean, cov = zip(*reversed(smoothed), strict=True)
+    return Moments(torch.stack(mean, 1), torch.stack(cov, 1))
+
+
+def filter_moments(filter: Filter[GaussianState], obs: Float[Tensor, "b T q"], mask: Bool[Tensor, "b T"] | None = None) -> Moments:
+    """Run a Gaussian filter and keep the moments of every step, for the smoother (`rollout` keeps the estimates alone).
+
+    Args:
+        filter: Kalman, extended or unscented Kalman filter.
+        obs: ``b T q``.
+        mask: ``b T``, False = not observed (the values there must be finite).
+    """
+    state, states = filter.init(len(obs)), []
+    for t in range(obs.shape[1]):
+        state = step(filter, state, obs[:, t], mask=None if mask is None else mask[:, t])
+        states.append(state)
+    mean, cov = zip(*states, strict=True)
+    return Moments(torch.stack(mean, 1), torch.stack(cov, 1))
+
+
+class KalmanFilter:
+    """The exact filter of a linear model with Gaussian noises (Sarkka (2013), theorem 4.2).
+
+    >>> one = torch.eye(1)
+    >>> kf = KalmanFilter(LinearModel(A=one, a=one[0], Q=0 * one, C=one, c=0 * one[0], R=one, m0=0 * one[0], P0=one))
+    >>> kf.estimate(kf.update(kf.predict(kf.init(1)), torch.tensor([[3.0]])))
+    tensor([[2.]])
+    """
+
+    def __init__(self, model: LinearModel) -> None:
+        """``model``: its tensors may require gradients; the filter keeps them."""
+        self.model = model
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> GaussianState:
+        """N(m0, P0) for each sequence."""
+        return gaussian_init(self.model, batch)
+
+    def predict(self, state: GaussianState, *, generator: Generator | None = None) -> GaussianState:
+        """Move: `kalman_predict` with A, a and Q."""
+        return kalman_predict(*state, self.model.A, self.model.Q, self.model.a)
+
+    def update(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> GaussianState:
+        """Observe ``b q``: `kalman_update` with C, c and R."""
+        return kalman_update(*state, obs, self.model.C, self.model.R, self.model.c)
+
+    def estimate(self, state: GaussianState) -> Float[Tensor, "b d"]:
+        """The mean, ``b d``."""
+        return state.mean
+
+    def covariance(self, state: GaussianState) -> Float[Tensor, "b d d"]:
+        """The covariance, ``b d d``."""
+        return state.cov
+
+
+def gaussian_init(model: LinearModel | StateSpaceModel, batch: int) -> GaussianState:
+    """N(m0, P0) of a model, ``batch`` times."""
+    return GaussianState(model.m0.expand(batch, *model.m0.shape), model.P0.expand(batch, *model.P0.shape))
+
+
+def training_moments(memory: Sequence | list[Sequence]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
+    """Mean ``d`` and covariance ``d d`` (divided by n - 1) of the training states: where every Gaussian filter starts.
+
+    Raises:
+        ValueError: fewer than two states.
+    """
+    z = torch.cat([s.states for s in as_sequences(memory)])
+    if len(z) < 2:
+        raise ValueError(f"a covariance of the training states needs at least 2 of them, got {len(z)}")
+    return z.mean(0), torch.cov(z.mT).reshape(z.shape[1], z.shape[1])
+
+
+def started(model: StateSpaceModel | OrientationModel, memory: Sequence | list[Sequence] | None) -> StateSpaceModel:
+    """The true model, started from the mean and covariance of the training states, in their dtype and on their device.
+
+    Args:
+        model: an `OrientationModel` becomes its additive form.
+        memory: the training part; None keeps the model's own m0 and P0.
+
+    Raises:
+        ValueError: an `OrientationModel` without a memory: it has no m0 and P0 of its own.
+    """
+    if memory is None:
+        if isinstance(model, OrientationModel):
+            raise ValueError("an OrientationModel has no start of its own: condition on a memory of training states")
+        return model
+    m0, P0 = training_moments(memory)
+    if isinstance(model, OrientationModel):
+        return model.additive(m0, P0)
+    return model._replace(m0=m0, P0=P0, Q=model.Q.to(m0), R=model.R.to(m0))

@@ -1,0 +1,127 @@
+"""Bootstrap particle filter: draw from the transition, weigh by the likelihood, resample when the weights degenerate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor, nn
+
+from kbf.filters.resampling import effective_sample_size, systematic
+from kbf.sequence import Sequence, as_sequences
+from kbf.ssm import StateSpace, StateSpaceModel
+
+
+class ParticleState(NamedTuple):
+    """Weighted particles: particles ``b P d``, log_weights ``b P`` that are normalised (their exponentials sum to 1)."""
+
+    particles: Tensor
+    log_weights: Tensor
+
+
+class BootstrapFilter:
+    """Bootstrap filter: z_i ~ p(z | z_i'), w_i proportional to w_i' p(x | z_i).
+
+    A batch element whose effective sample size is under ``threshold`` P is resampled at the *start* of predict, so that the
+    estimate after an update uses the weights before they are thrown away. Resampling picks particles: gradients flow through the
+    chosen particles and through the weights, not through the choice.
+
+    Where *every* particle has likelihood zero (log weights all -inf) the weights are reset to uniform: the estimate is then the
+    mean of the prediction without weights, and the ``ess`` diagnostic jumps to P. It is never NaN.
+
+    References: Gordon, Salmond and Smith (1993); Doucet and Johansen (2009) for adaptive resampling.
+    """
+
+    def __init__(
+        self,
+        model: StateSpace,
+        initial: Float[Tensor, "n d"],
+        particles: int,
+        threshold: float = 0.5,
+        *,
+        resample: Callable[..., Tensor] = systematic,
+    ) -> None:
+        """The filter of one model.
+
+        Args:
+            model: draws moves and gives the likelihood. The matrices of a `StateSpaceModel` are converted to the dtype and
+                device of ``initial``: float32 states make a float32 filter.
+            initial: ``n d``, samples of the state before the first move (the training states), drawn with replacement.
+            particles: P.
+            threshold: share of P under which the effective sample size triggers resampling; 0 never, 1 (nearly) always.
+            resample: a scheme of `kbf.filters.resampling`.
+
+        Raises:
+            ValueError: no particles or no initial states.
+        """
+        if particles < 1 or len(initial) < 1:
+            raise ValueError(f"a particle filter needs particles and initial states, got {particles} and {len(initial)}")
+        if isinstance(model, StateSpaceModel):
+            model = model._replace(Q=model.Q.to(initial), R=model.R.to(initial))
+        self.model, self.initial, self.particles, self.threshold, self.resample = model, initial, particles, threshold, resample
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> ParticleState:
+        """P initial states for each sequence, drawn with replacement, with equal weights."""
+        size, device = (batch, self.particles), self.initial.device
+        chosen = torch.randint(len(self.initial), size, device=device, generator=generator)
+        return ParticleState(self.initial[chosen], self.initial.new_full(size, -math.log(self.particles)))
+
+    def predict(self, state: ParticleState, *, generator: Generator | None = None) -> ParticleState:
+        """Resample where the effective sample size is low, then draw z' for each particle."""
+        particles, log_weights = state
+        low = effective_sample_size(log_weights) < self.threshold * self.particles
+        if low.any():  # resampling costs as much as the move
+            chosen = self.resample(log_weights, generator)
+            chosen = torch.where(low[:, None], chosen, torch.arange(self.particles, device=chosen.device))
+            particles = particles.gather(1, chosen[..., None].expand_as(particles))
+            log_weights = torch.where(low[:, None], -math.log(self.particles), log_weights)
+        return ParticleState(self.model.move(particles, generator), log_weights)
+
+    def update(self, state: ParticleState, obs: Float[Tensor, "b q"]) -> ParticleState:
+        """Weigh by the likelihood of the observation, ``b q``; if it is zero for all particles, weigh them equally."""
+        log_weights = state.log_weights + self.model.log_likelihood(obs[:, None], state.particles)
+        possible = (log_weights > -math.inf).any(-1, keepdim=True)
+        log_weights = torch.where(possible, log_weights, 0)
+        return state._replace(log_weights=log_weights.log_softmax(-1))
+
+    def estimate(self, state: ParticleState) -> Float[Tensor, "b d"]:
+        """The weighted mean, ``b d``."""
+        return (state.log_weights.exp()[:, None] @ state.particles)[:, 0]
+
+    def covariance(self, state: ParticleState) -> Float[Tensor, "b d d"]:
+        """The weighted covariance (divided by the sum of weights, 1), ``b d d``."""
+        centred = state.particles - self.estimate(state)[:, None]
+        return (state.log_weights.exp()[..., None] * centred).mT @ centred
+
+    def diagnostics(self, state: ParticleState) -> dict[str, Tensor]:
+        """``ess``, the effective sample size ``b``."""
+        return {"ess": effective_sample_size(state.log_weights)}
+
+
+class ParticleFilter(nn.Module):
+    """The bootstrap filter that knows the true model; with 20,000 particles, the floor: the error that no filter can beat.
+
+    No parameters, no buffers: the model is given, and the first particles are training states.
+    """
+
+    def __init__(self, model: StateSpace, particles: int = 4000, threshold: float = 0.5) -> None:
+        """Arguments as in `BootstrapFilter`."""
+        super().__init__()
+        self.model, self.particles, self.threshold = model, particles, threshold
+
+    def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
+        """Nothing to choose."""
+
+    def condition(self, memory: Sequence | list[Sequence] | None) -> BootstrapFilter:
+        """The filter started from the training states, in their dtype and on their device.
+
+        Raises:
+            ValueError: no memory: the first particles are drawn from it.
+        """
+        if memory is None:
+            raise ValueError("a particle filter draws its first particles from the training states: give condition() a memory")
+        states = torch.cat([s.states for s in as_sequences(memory)])
+        return BootstrapFilter(self.model, states, self.particles, self.threshold)

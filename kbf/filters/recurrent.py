@@ -1,0 +1,191 @@
+"""Recurrent baseline: encoder, LSTM cell, linear read-out; the filter and its recipe are one module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Sizes
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+
+from kbf.sequence import Sequence, as_sequences
+
+
+class RecurrentState(NamedTuple):
+    """State of an `LSTMFilter`.
+
+    Attributes:
+        h: ``b k``, hidden state. c: ``b k``, cell state.
+        gates: ``b 4k``, U h + bias from the h *before* the last predict: update adds the observation's part to it.
+        before: ``b k``, the c before the last predict.
+    """
+
+    h: Tensor
+    c: Tensor
+    gates: Tensor
+    before: Tensor
+
+
+def lstm_gates(gates: Float[Tensor, "b four_k"], c: Float[Tensor, "b k"]) -> tuple[Float[Tensor, "b k"], Float[Tensor, "b k"]]:
+    """Cell of an LSTM: c' = s(f) c + s(i) tanh(g), h' = s(o) tanh(c').
+
+    (i, f, g, o) are the four parts of the gates, s is the logistic function.
+
+    References: Hochreiter and Schmidhuber (1997); Gers et al. (2000) for f. The order is that of `torch.nn.LSTM`.
+    """
+    i, f, g, o = gates.chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+class LSTMFilter(nn.Module):
+    """LSTM over encoded observations, as a filter: gates = U h + bias + W (e(x), 1) with an observation, U h + bias without.
+
+    The input of the cell is the encoded observation and a flag that says "observed"; a missing observation is the zero input.
+    Predict computes U h + bias and moves h and c on as a step without observation; update takes the same U h + bias, adds the
+    observation's part and moves the *old* h and c on. So a step with an observation costs one cell (the products with U and W
+    once each), a masked step moves on in time by U alone, and h masked steps predict h steps ahead. One observation a step: a
+    second update replaces the first.
+
+    Observations and states are standardised by the training part (`prepare`); the estimate is in the units of the data.
+    Windows of whole sequences go through ``forward``: the same numbers as the step-by-step filter, encoded all at once.
+    """
+
+    x_mean: Tensor
+    x_scale: Tensor
+    z_mean: Tensor
+    z_scale: Tensor
+
+    def __init__(
+        self,
+        d: int,
+        q: int | tuple[int, ...],
+        *,
+        hidden: int = 64,
+        sizes: Sizes[int] = (64, 32),
+        encoder: nn.Module | None = None,
+        features: int | None = None,
+        generator: Generator | None = None,
+    ) -> None:
+        """An untrained net.
+
+        Args:
+            d: components of the state.
+            q: components of an observation, or its shape (an image: ``c h w``).
+            hidden: k, size of h and c.
+            sizes: widths of the encoder, an MLP with ReLU over flattened observations; the last is what the cell sees.
+            encoder: takes its place, standardised ``b *x`` -> ``b features``. Needs ``features``.
+            features: width of ``encoder``'s output.
+            generator: of the first weights (those of a given ``encoder`` are left alone).
+
+        Raises:
+            ValueError: an encoder without ``features``, or ``features`` without an encoder.
+        """
+        super().__init__()
+        if (encoder is None) != (features is None):
+            raise ValueError("give encoder and features (the width of its output) together, or neither")
+        self.shape = (q,) if isinstance(q, int) else tuple(q)
+        self.rnn = nn.LSTM((features or sizes[-1]) + 1, hidden, batch_first=True)
+        self.readout = nn.Linear(hidden, d)
+        mlp = encoder is None
+        self.encoder = multi_layer(math.prod(self.shape), sizes) if encoder is None else encoder
+        for layer in [self.rnn, self.readout, *(self.encoder.modules() if mlp else [])]:
+            uniform_start(layer, generator)
+        self.register_buffer("x_mean", torch.zeros(self.shape))
+        self.register_buffer("x_scale", torch.ones(self.shape))
+        self.register_buffer("z_mean", torch.zeros(d))
+        self.register_buffer("z_scale", torch.ones(d))
+
+    def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
+        """Store mean and standard deviation of the training part's observations and states.
+
+        Components of a vector have a scale each, the pixels of an image one for all. Constant components are left unscaled.
+
+        Raises:
+            ValueError: states or observations of another size than the net was built for, or no observation at all.
+        """
+        sequences = as_sequences(memory)
+        z = torch.cat([s.states for s in sequences])
+        x = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences])
+        if z.shape[1:] != self.z_mean.shape or x.shape[1:] != self.shape or len(x) == 0:
+            raise ValueError(
+                f"the net is built for states {tuple(self.z_mean.shape)} and observations {self.shape}, "
+                f"the memory holds {tuple(z.shape[1:])} and {len(x)} observations {tuple(x.shape[1:])}"
+            )
+        for mean, scale, values in ((self.x_mean, self.x_scale, x), (self.z_mean, self.z_scale, z)):
+            variance = values.var(0, correction=0)
+            spread = (variance if variance.ndim == 1 else variance.mean()).sqrt()
+            mean.copy_(values.mean(0))
+            scale.copy_(torch.where(spread > 0, spread, 1))
+
+    def condition(self, memory: Sequence | list[Sequence] | None = None) -> LSTMFilter:
+        """The net itself: it needs no memory."""
+        return self
+
+    def encode(self, obs: Float[Tensor, "b *x"]) -> Float[Tensor, "b k"]:
+        """The input of the cell for observations ``b *x``: encoded, with the flag 1 behind."""
+        e = self.encoder((obs - self.x_mean) / self.x_scale)
+        return torch.cat([e, e.new_ones(len(e), 1)], -1)
+
+    def recur(self, h: Float[Tensor, "b k"]) -> Float[Tensor, "b four_k"]:
+        """U h + bias."""
+        _, U, bias, more_bias = self.rnn.all_weights[0]
+        return functional.linear(h, U, bias + more_bias)
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> RecurrentState:
+        """Start from h = c = 0: the estimate is near the mean of the training states."""
+        zero = self.z_mean.new_zeros(batch, self.rnn.hidden_size)
+        return RecurrentState(zero, zero, self.recur(zero), zero)
+
+    def predict(self, state: RecurrentState, *, generator: Generator | None = None) -> RecurrentState:
+        """Move on without observation."""
+        gates = self.recur(state.h)
+        return RecurrentState(*lstm_gates(gates, state.c), gates, state.c)
+
+    def update(self, state: RecurrentState, obs: Float[Tensor, "b *x"]) -> RecurrentState:
+        """The same move, with the observation ``b *x``."""
+        W = self.rnn.all_weights[0][0]
+        h, c = lstm_gates(state.gates + functional.linear(self.encode(obs), W), state.before)
+        return state._replace(h=h, c=c)
+
+    def estimate(self, state: RecurrentState) -> Float[Tensor, "b d"]:
+        """The read-out of h, ``b d``, in the units of the data."""
+        return self.z_mean + self.z_scale * self.readout(state.h)
+
+    def forward(self, obs: Float[Tensor, "b T *x"], mask: Bool[Tensor, "b T"] | None = None) -> Float[Tensor, "b T d"]:
+        """The estimates of a `rollout` from the start, all observations encoded at once: fast, for training.
+
+        Args:
+            obs: ``b T *x``.
+            mask: ``b T``, False = not observed (the values there must be finite).
+        """
+        u = self.encode(obs.flatten(0, 1)).unflatten(0, obs.shape[:2])
+        h, _ = self.rnn(u if mask is None else torch.where(mask[..., None], u, 0))
+        return self.z_mean + self.z_scale * self.readout(h)
+
+
+def multi_layer(q: int, sizes: Sizes[int]) -> nn.Sequential:
+    """Flatten, then linear layers of the given widths with ReLU between them."""
+    layers: list[nn.Module] = [nn.Flatten(1)]
+    for k, (a, b) in enumerate(zip([q, *sizes[:-1]], sizes, strict=True)):
+        layers += [nn.ReLU(), nn.Linear(a, b)] if k else [nn.Linear(a, b)]
+    return nn.Sequential(*layers)
+
+
+def uniform_start(layer: nn.Module, generator: Generator | None) -> None:
+    """Draw the weights of a linear layer or an LSTM anew, U(-1, 1) / sqrt(inputs or hidden), with forget biases of 1.
+
+    References: Jozefowicz et al. (2015) for the forget bias.
+    """
+    if not isinstance(layer, nn.Linear | nn.LSTM):
+        return
+    bound = (layer.in_features if isinstance(layer, nn.Linear) else layer.hidden_size) ** -0.5
+    for parameter in layer.parameters():
+        nn.init.uniform_(parameter, -bound, bound, generator=generator)
+    if isinstance(layer, nn.LSTM):
+        _, _, bias, more_bias = layer.all_weights[0]
+        for values, start in ((bias, 1.0), (more_bias, 0.0)):
+            nn.init.constant_(values[layer.hidden_size : 2 * layer.hidden_size], start)

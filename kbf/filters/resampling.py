@@ -1,0 +1,59 @@
+"""Resampling: P indices whose expected counts are P times the weights. All of it batched over ``b``.
+
+Each scheme inverts the cumulative weights at P points of [0, 1); they differ in how the points are drawn. Cumulative sums are
+in float64, so that 20,000 float32 weights are resampled exactly.
+
+References: Douc, Cappe and Moulines (2005), who compare them.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Generator, Tensor
+
+
+def systematic(log_weights: Float[Tensor, "b P"], generator: Generator | None = None) -> Int[Tensor, "b P"]:
+    """One uniform number u for each batch element, points (i + u) / P: index k comes floor or ceil of P w_k times.
+
+    >>> systematic(torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log())
+    tensor([[0, 0, 1, 2]])
+    """
+    b, P = log_weights.shape
+    u = torch.rand(b, 1, dtype=torch.float64, device=log_weights.device, generator=generator)
+    return invert(log_weights, (torch.arange(P, device=u.device) + u) / P)
+
+
+def stratified(log_weights: Float[Tensor, "b P"], generator: Generator | None = None) -> Int[Tensor, "b P"]:
+    """A uniform number of its own in each of P strata, points (i + u_i) / P."""
+    b, P = log_weights.shape
+    u = torch.rand(b, P, dtype=torch.float64, device=log_weights.device, generator=generator)
+    return invert(log_weights, (torch.arange(P, device=u.device) + u) / P)
+
+
+def multinomial(log_weights: Float[Tensor, "b P"], generator: Generator | None = None) -> Int[Tensor, "b P"]:
+    """P independent draws, in ascending order: the highest variance of the three."""
+    u = torch.rand(log_weights.shape, dtype=torch.float64, device=log_weights.device, generator=generator)
+    return invert(log_weights, u.sort(-1).values)
+
+
+RESAMPLING = {"systematic": systematic, "stratified": stratified, "multinomial": multinomial}
+"""The schemes, by the names that the configs use."""
+
+
+def invert(log_weights: Float[Tensor, "b P"], points: Float[Tensor, "b m"]) -> Int[Tensor, "b m"]:
+    """Index k with cdf_{k-1} <= point < cdf_k, of weights that need not be normalised; a weight of zero is never chosen."""
+    cdf = log_weights.detach().double().softmax(-1).cumsum(-1)
+    points = points.clamp_max(1 - torch.finfo(torch.float64).eps)
+    return torch.searchsorted(cdf / cdf[:, -1:], points.contiguous(), right=True)
+
+
+def effective_sample_size(log_weights: Float[Tensor, "b P"]) -> Float[Tensor, " b"]:
+    """(sum w)^2 / sum w^2, between 1 and P; the weights need not be normalised. NaN where every weight is zero.
+
+    >>> effective_sample_size(torch.zeros(1, 8))
+    tensor([8.])
+
+    References: Kong, Liu and Wong (1994).
+    """
+    return (2 * log_weights.logsumexp(-1) - (2 * log_weights).logsumexp(-1)).exp()

@@ -1,0 +1,278 @@
+"""Kernel Bayes Filters as models: what is chosen from the training part, and how a memory becomes a filter.
+
+`KBF` filters over the recording itself. `EnlargedKBF` filters over a larger memory drawn from a model learned from the recording.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor, nn
+
+from kbf import features, rules
+from kbf.filters.kernel import (
+    DenseUpdate,
+    KernelBayesFilter,
+    Operator,
+    PrimalUpdate,
+    RelativeRatio,
+    density_transition,
+    ratio_operator,
+    ratio_operator_primal,
+    transition_operator,
+    transition_operator_primal,
+)
+from kbf.filters.learned import LearnedModel, learn_model
+from kbf.kernels import KERNELS, median_distance
+from kbf.linalg import cholesky
+from kbf.sequence import Sequence, as_sequences, transitions
+from kbf.ssm import simulate
+
+DENSE_RULES = {
+    "importance_weighted": rules.importance_weighted,
+    "original": rules.original,
+    "pseudo_inverse": lambda ratio, gram, query, reg: rules.pseudo_inverse(ratio, gram, query),
+}
+RATIOS = ("kulsif", "tikhonov", "relative", "one")
+
+
+class NystromFeatures(nn.Module):
+    """`kbf.features.nystrom` at the pivots of the pivoted Cholesky factorisation, with everything it needs in buffers."""
+
+    landmarks: Tensor
+    whiten: Tensor
+    bandwidth: Tensor
+
+    def __init__(self, kernel: str, bandwidth: Tensor, points: Float[Tensor, "n q"], rank: int, tol: float) -> None:
+        """Features of ``kernel`` spanned by at most ``rank`` of the ``points`` (fewer if the trace residual falls to ``tol``)."""
+        super().__init__()
+        self.kernel = kernel
+        k = partial(KERNELS[kernel], bandwidth=bandwidth)
+        landmarks = points[features.pivots(k, points, rank=rank, tol=tol)]
+        gram = k(landmarks, landmarks)
+        eye = torch.eye(len(landmarks), dtype=points.dtype, device=points.device)
+        self.register_buffer("landmarks", landmarks)
+        self.register_buffer("whiten", torch.linalg.solve_triangular(cholesky(gram, reg=1e-10), eye, upper=False).mT)
+        self.register_buffer("bandwidth", bandwidth)
+
+    def forward(self, x: Float[Tensor, "m q"]) -> Float[Tensor, "m p"]:
+        """psi(x) = L^-1 k(landmarks, x)."""
+        return KERNELS[self.kernel](x.to(self.landmarks), self.landmarks, bandwidth=self.bandwidth) @ self.whiten
+
+
+class KBF(nn.Module):
+    """Kernel Bayes Filter over the training recordings, by any rule and any ratio, with full Gram matrices or features.
+
+    Six hyper-parameters, all differentiable through the rollout: bandwidths of the states' kernel for the ratio and for the
+    transition and of the observations' kernel; ridges eta (ratio), lambda' (transition) and lambda (rule; delta of the original).
+    """
+
+    log_bandwidth: nn.Parameter
+    log_reg: nn.Parameter
+
+    def __init__(
+        self,
+        rule: str = "importance_weighted",
+        ratio: str = "kulsif",
+        kernel: str = "gaussian",
+        rank: int | None = 64,
+        tol: float = 1e-9,
+        normalise: bool = True,
+        select: str = "median",
+        learn: bool = True,
+        factors: tuple[float, float, float] = (0.35, 0.35, 0.7),
+        regs: tuple[float, float, float] = (3e-4, 3e-4, 3e-4),
+        alpha: float = 0.1,
+        dtype: str = "float64",
+    ) -> None:
+        """What to build; the numbers come from `prepare`.
+
+        Args:
+            rule: importance_weighted, original or pseudo_inverse (the last with rank=None only).
+            ratio: kulsif, tikhonov, relative (with rank=None), or one: no prior at all, each observation by itself.
+            kernel: a name in `kbf.kernels.KERNELS`.
+            rank: most features of each kernel; None works with full Gram matrices.
+            tol: stop adding features once the trace residual of the Gram matrix falls to this share.
+            normalise: scale weights to sum 1.
+            select: median (``factors`` times the median distances, ``regs``) or paper (the grid of Xu et al., on the last
+                min(200, 0.3 n) training steps).
+            learn: let training move the six numbers.
+            factors: bandwidths over median distances: ratio, transition, observation.
+            regs: eta, lambda', lambda.
+            alpha: of the relative ratio.
+            dtype: float32 or float64, of the filter's steps; what is done once is done in float64.
+        """
+        super().__init__()
+        choices = {"rule": (rule, DENSE_RULES), "ratio": (ratio, RATIOS), "kernel": (kernel, KERNELS), "select": (select, ("median", "paper"))}
+        for name, (value, allowed) in choices.items():
+            if value not in allowed:
+                raise ValueError(f"KBF: {name} must be one of {', '.join(allowed)}; got {value!r}")
+        if rank is not None and (rule == "pseudo_inverse" or ratio == "relative"):
+            raise ValueError(f"KBF: rule={rule} with ratio={ratio} needs full Gram matrices, set rank to null")
+        self.rule, self.ratio, self.kernel, self.rank, self.tol = rule, ratio, kernel, rank, tol
+        self.normalise, self.select, self.factors, self.alpha = normalise, select, factors, alpha
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.log_bandwidth = nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=learn)
+        self.log_reg = nn.Parameter(torch.tensor(regs, dtype=torch.float64).log(), requires_grad=learn)
+
+    def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
+        """Set bandwidths (and with select=paper the ridges) from the training part."""
+        states, obs = stacked(memory)
+        if self.select == "paper":
+            from kbf.selection import paper_grid
+
+            paper_grid(self, memory)
+        else:
+            medians = torch.stack([median_distance(states), median_distance(states), median_distance(obs)])
+            self.set(medians * torch.tensor(self.factors), self.log_reg.exp())
+
+    def set(self, bandwidths: Tensor, regs: Tensor) -> None:
+        """Put numbers in: bandwidths (ratio, transition, observation) and ridges (eta, lambda', lambda)."""
+        with torch.no_grad():
+            self.log_bandwidth.copy_(bandwidths.log())
+            self.log_reg.copy_(regs.log())
+
+    def hyperparameters(self) -> dict[str, float]:
+        """The six numbers by name, for logs."""
+        values = [*self.log_bandwidth.detach().exp().tolist(), *self.log_reg.detach().exp().tolist()]
+        names = ["bandwidth/ratio", "bandwidth/transition", "bandwidth/observation", "reg/ratio", "reg/transition", "reg/rule"]
+        return dict(zip(names, values, strict=True))
+
+    def condition(self, memory: Sequence | list[Sequence] | None) -> KernelBayesFilter:
+        """Build the operators over a memory; differentiable in bandwidths and ridges."""
+        sequences = as_sequences(memory or [])
+        states, obs = stacked(sequences)
+        pairs = transitions([len(s.states) for s in sequences], states.device)
+        ratio_width, transition_width, obs_width = self.log_bandwidth.exp()
+        eta, reg_transition, reg = self.log_reg.exp()
+        if self.rank is None:
+            kernel = KERNELS[self.kernel]
+            gram = kernel(states, states, bandwidth=ratio_width)
+            transition = transition_operator(kernel(states, states, bandwidth=transition_width), pairs, reg_transition)
+            ratio = RelativeRatio(gram, eta, self.alpha) if self.ratio == "relative" else ratio_operator(gram, eta)
+            update: nn.Module = DenseUpdate(DENSE_RULES[self.rule], kernel, obs_width, obs, reg).to(self.dtype)
+        else:
+            transition_map, ratio_map, obs_map = (
+                NystromFeatures(self.kernel, width, points, self.rank, self.tol)
+                for width, points in ((transition_width, states), (ratio_width, states), (obs_width, obs))
+            )
+            transition = transition_operator_primal(transition_map(states), pairs, reg_transition)
+            ratio = ratio_operator_primal(ratio_map(states), eta)
+            update = PrimalUpdate(obs_map, obs[:, None], reg, rule=self.rule, dtype=self.dtype)
+        if self.ratio == "one":
+            ratio = One()
+        return KernelBayesFilter(
+            states.to(self.dtype),
+            transition.to(self.dtype),
+            ratio.to(self.dtype),
+            update,
+            normalise=self.normalise,
+            clip=self.ratio != "tikhonov",
+        )
+
+
+class One(nn.Module):
+    """The ratio r = 1, whatever the prediction: the filter becomes a chain of regressions ("COND")."""
+
+    def forward(self, w: Tensor) -> Tensor:
+        """Ones."""
+        return torch.ones_like(w)
+
+
+class EnlargedKBF(nn.Module):
+    """Kernel Bayes Filter over a memory that is drawn from a model learned from the recording, as large as one likes.
+
+    1. The maps z -> z' and z -> x are learned by kernel ridge regression with Gaussian residuals (`kbf.filters.learned`).
+    2. A long run of that model is cut down to ``points`` states by k-means; each has a mass, the share of the run that it stands
+       for, and ``draws`` observations.
+    3. The transition is the learned density's ratio to the memory's (`density_transition`), and the update is the
+       importance-weighted rule in its primal form.
+
+    Nothing needs tuning: with so many points the rule's bandwidth and ridge hardly matter.
+    """
+
+    def __init__(
+        self,
+        points: int = 1000,
+        draws: int = 8,
+        run: int = 32_000,
+        rank: int = 48,
+        factor: float = 0.5,
+        reg: float = 1e-4,
+        seed: int = 0,
+        dtype: str = "float32",
+    ) -> None:
+        """What to draw.
+
+        Args:
+            points: states in the memory.
+            draws: observations of each.
+            run: states simulated before they are cut down.
+            rank: most features of the observations' Gaussian kernel.
+            factor: its bandwidth over the median distance of the training observations.
+            reg: lambda of the rule.
+            seed: of the draws; the same recording gives the same filter.
+            dtype: of the filter's steps.
+        """
+        super().__init__()
+        self.points, self.draws, self.run, self.rank, self.factor, self.reg, self.seed = points, draws, run, rank, factor, reg, seed
+        self.dtype: torch.dtype = getattr(torch, dtype)
+
+    def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
+        """Nothing to choose beforehand."""
+
+    @torch.no_grad()
+    def condition(self, memory: Sequence | list[Sequence] | None) -> KernelBayesFilter:
+        """Learn the model, draw the memory, build the operators."""
+        sequences = as_sequences(memory or [])
+        model = learn_model(sequences)
+        recorded, recorded_obs = stacked(sequences)
+        generator = torch.Generator(recorded.device).manual_seed(self.seed)
+        start = recorded[torch.randint(len(recorded), (100,), device=recorded.device, generator=generator)]
+        drawn = simulate(model, start, -(-self.run // len(start)), generator).states.flatten(0, 1)
+        states, mass = quantise(drawn, self.points, generator)
+        obs = self.observations(model, states)
+        mean, scale = model.transition.predict(states)
+        transition = density_transition(model.transition.log_density_given(states[:, None], mean, scale), mass)
+        width = self.factor * median_distance(recorded_obs)
+        update = PrimalUpdate(NystromFeatures("gaussian", width, obs[:, 0], self.rank, 1e-9), obs, self.reg, dtype=self.dtype)
+        return KernelBayesFilter(
+            states.to(self.dtype), transition.to(self.dtype), None, update, prior=mass.to(self.dtype), normalise=True
+        )
+
+    def observations(self, model: LearnedModel, states: Float[Tensor, "n d"]) -> Float[Tensor, "n k q"]:
+        """``draws`` observations of each state, from a scrambled Sobol sequence: its blocks fill the noise evenly."""
+        mean, scale = model.observation.predict(states)
+        sobol = torch.quasirandom.SobolEngine(mean.shape[-1], scramble=True, seed=self.seed)
+        uniform = sobol.draw(len(states) * self.draws, dtype=mean.dtype).to(mean).clamp(1e-9, 1 - 1e-9)
+        white = torch.special.ndtri(uniform).unflatten(0, (len(states), self.draws))
+        noise = white @ torch.linalg.cholesky(model.observation.noise).mT
+        return mean[:, None] + scale.sqrt()[:, None, None] * noise
+
+
+def quantise(
+    points: Float[Tensor, "n d"], m: int, generator: Generator | None = None, *, rounds: int = 5
+) -> tuple[Float[Tensor, "k d"], Float[Tensor, " k"]]:
+    """k-means: at most m centres ``k d`` that stand for the points, and the share of the points that each stands for, ``k``."""
+    centres = points[torch.randperm(len(points), device=points.device, generator=generator)[:m]]
+    shares = centres.new_ones(len(centres))
+    for _ in range(rounds):
+        nearest = torch.cdist(points.float(), centres.float()).argmin(1)
+        counts = torch.zeros_like(shares).index_add(0, nearest, points.new_ones(len(points)))
+        sums = torch.zeros_like(centres).index_add(0, nearest, points)
+        taken = counts > 0
+        centres, shares = sums[taken] / counts[taken, None], counts[taken] / len(points)
+    return centres, shares
+
+
+def stacked(memory: list[Sequence]) -> tuple[Tensor, Tensor]:
+    """States ``n d`` and observations ``n *x`` of all sequences, one behind the other, in float64.
+
+    Raises:
+        ValueError: a masked step: a kernel filter's memory needs the observation of each of its points.
+    """
+    if any(s.mask is not None and not bool(s.mask.all()) for s in memory):
+        raise ValueError("a kernel filter needs every observation of its memory: cut the recordings at missing steps")
+    return torch.cat([s.states for s in memory]).double(), torch.cat([s.obs for s in memory]).double()

@@ -1,0 +1,131 @@
+"""Density ratios r_i ~ pi(z_i) / p(z_i) of a prior to the training distribution, at the n training points.
+
+The prior comes as its embedding: g_i = m_Pi(z_i) = sum_j a_j k_Z(z_i, u_j). A ratio has mean about 1 over the training points, and
+every ridge is n * reg.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kbf.linalg import cholesky, psd_solve, safe_sqrt
+
+Ratio = Float[Tensor, "*b n"]
+
+
+def tikhonov(gram: Float[Tensor, "n n"], prior: Float[Tensor, "*b n"], reg: float | Tensor) -> Ratio:
+    """Weights gamma = n (G_Z + n reg I)^-1 g of the original rule. May be negative.
+
+    Args:
+        gram: G_Z ``n n``.
+        prior: g ``*b n``, the prior embedding at the training points.
+        reg: eta (the original rule's epsilon).
+
+    Raises:
+        NotPositiveDefiniteError: G_Z + n reg I is not positive definite, or holds NaN.
+
+    References: Fukumizu et al., equation 12 (step 2 of Figure 1); Xu et al. (2022), equation 1. In equation 18 of the former and in
+    Proposition 1 of Johno et al. (2018) stands gamma / n.
+    """
+    n = gram.shape[-1]
+    return n * psd_solve(gram, prior[..., None], reg=n * reg)[..., 0]
+
+
+def kulsif(gram: Float[Tensor, "n n"], prior: Float[Tensor, "*b n"], reg: float | Tensor) -> Ratio:
+    """KuLSIF: r = max(0, n (G_Z + n reg I)^-1 g), unconstrained least-squares importance fitting clipped at zero.
+
+    r minimises sum_i r(z_i)^2 / (2n) - m_Pi(r) + reg/2 ||r||^2 over the RKHS before the clipping; arguments and errors as in
+    `tikhonov`.
+
+    References: Kanamori, Suzuki and Sugiyama (2012); Xu et al. (2022), Algorithm 1, step 2.
+    """
+    return tikhonov(gram, prior, reg).clamp_min(0)
+
+
+def relative(
+    gram: Float[Tensor, "n n"], prior_gram: Float[Tensor, "n m"], weights: Float[Tensor, "*b m"], reg: float | Tensor, alpha: float
+) -> Ratio:
+    """The relative ratio pi / (alpha pi + (1 - alpha) p), at most 1/alpha: bounded, of lower variance. alpha = 0 is KuLSIF.
+
+    r minimises alpha/2 sum_j a_j r(u_j)^2 + (1 - alpha)/(2n) sum_i r(z_i)^2 - sum_j a_j r(u_j) + reg/2 ||r||^2 over the span of the
+    k_Z(., z_i). Negative a_j would make the first term unbounded: there (and only there) they count as zero, a+ = max(0, a).
+    The minimiser is the KuLSIF ratio to (1 - alpha) p of a damped prior,
+
+        r = n ((1 - alpha) G + n reg I)^-1 K b,    b_j = a_j - alpha a+_j v_j,    v_j = r(u_j),
+
+    and v solves (I + alpha W A+) v = W a, where W maps b to v: W = K^T G^-1 ((1 - alpha) G / n + reg I)^-1 K.
+
+    Args:
+        gram: G = G_Z ``n n``.
+        prior_gram: K = k_Z(z_i, u_j) ``n m``.
+        weights: a ``*b m``.
+        reg: eta > 0.
+        alpha: in [0, 1).
+
+    Returns:
+        ``*b n``, clipped to [0, 1/alpha].
+
+    Raises:
+        ValueError: alpha out of range. NotPositiveDefiniteError: as in `tikhonov`.
+
+    References: Yamada et al. (2013), here with the RKHS norm as the penalty.
+    """
+    if not 0 <= alpha < 1:
+        raise ValueError(f"relative: alpha must be in [0, 1), got {alpha}")
+    n = gram.shape[-1]
+    # G = L L^T; the jitter touches W only, where directions of G this small count for nothing
+    jitter = 10 * n * torch.finfo(gram.dtype).eps * gram.detach().diagonal().max()
+    factor = cholesky(gram, reg=jitter)
+    prior_features = torch.linalg.solve_triangular(factor, prior_gram, upper=False)
+    W = prior_features.mT @ psd_solve((1 - alpha) / n * factor.mT @ factor, prior_features, reg=reg)
+    root = safe_sqrt(weights)
+    damping = psd_solve(alpha * root[..., :, None] * W * root[..., None, :], (root * (weights @ W))[..., None], reg=1.0)[..., 0]
+    damped = weights - alpha * root * damping
+    r = n * psd_solve((1 - alpha) * gram, (damped @ prior_gram.mT)[..., None], reg=n * reg)[..., 0]
+    return r.clamp(0, 1 / alpha if alpha > 0 else None)
+
+
+def true_ratio(log_prior: Float[Tensor, "*b n"], log_density: Float[Tensor, " n"]) -> Ratio:
+    """exp(log pi(z_i) - log p(z_i)), when both densities are known ("IW-TrueRatio" of Xu et al. (2022), section 6.1)."""
+    return (log_prior - log_density).exp()
+
+
+def kulsif_loo(
+    gram: Float[Tensor, "n n"], cross: Float[Tensor, "n m"], gram_prior: Float[Tensor, "m m"], reg: float | Tensor
+) -> Float[Tensor, ""]:
+    """Leave-one-out score of KuLSIF for choosing reg and the bandwidth, in closed form; lower is better.
+
+    The mean over l = 1 .. min(n, m) of r_{-l}(z_l)^2 / 2 - r_{-l}(u_l), where r_{-l} is fitted without z_l and u_l and not clipped:
+
+        r_{-l} = sum_{j != l} k(., u_j) / ((m - 1) reg) + sum_{i != l} c_i k(., z_i),
+        c = -(G_{-l} + (n - 1) reg I)^-1 s_{-l} / ((m - 1) reg),    s_i = sum_{j != l} k(z_i, u_j).
+
+    With B = (G + (n - 1) reg I)^-1 computed once, deleting row and column l turns (G_{-l} + ..)^-1 s_{-l} into
+    B s - B_{:l} (B s)_l / B_ll: O(n^3 + n^2 m) for all l together.
+
+    Args:
+        gram: G = k(z_i, z_j) ``n n``.
+        cross: k(z_i, u_j) ``n m``.
+        gram_prior: k(u_i, u_j) ``m m``, u a sample of the prior.
+        reg: eta > 0.
+
+    Raises:
+        ValueError: fewer than two training or prior points. NotPositiveDefiniteError: as in `tikhonov`.
+
+    References: Kanamori, Suzuki and Sugiyama (2012).
+    """
+    n, m = cross.shape
+    if min(n, m) < 2:
+        raise ValueError(f"kulsif_loo needs at least two training and two prior points, got {n} and {m}")
+    pairs = torch.arange(min(n, m), device=gram.device)
+    eye = torch.eye(n, dtype=gram.dtype, device=gram.device)
+    B = psd_solve(gram, eye, reg=(n - 1) * reg)
+    scale = 1 / ((m - 1) * reg)
+    s = (cross.sum(1, keepdim=True) - cross)[:, pairs]  # column l: without u_l
+    solved = B @ s
+    c = -scale * (solved - B[:, pairs] * (solved[pairs, pairs] / B[pairs, pairs]))  # column l: zero at z_l itself
+    at_z = (gram[:, pairs] * c).sum(0) + scale * s[pairs, pairs]
+    at_u = (cross[:, pairs] * c).sum(0) + scale * (gram_prior.sum(1) - gram_prior.diagonal())[pairs]
+    return (at_z.square() / 2 - at_u).mean()

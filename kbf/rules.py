@@ -1,0 +1,159 @@
+"""The kernel Bayes' rules, side by side: weights ``*b n`` of the posterior embedding sum_i w_i k_Z(., z_i) given one observation.
+
+Letters: G = G_X ``n n`` the Gram matrix of the training observations, g = k_X(X, x) ``*b n`` the new observation against them,
+gamma or r ``*b n`` the density ratio of the prior (`kbf.ratios`), D = diag(r), n training points.
+Every rule is differentiable in all of its arguments. At a ratio of exactly 0 the dual importance-weighted rule has a kink (it takes
+negative ratios for 0) and gives the gradient 0; its primal form is smooth there.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kbf.linalg import psd_solve, safe_sqrt
+
+Weights = Float[Tensor, "*b n"]
+
+
+def importance_weighted(
+    ratio: Float[Tensor, "*b n"], gram: Float[Tensor, "n n"], query: Float[Tensor, "*b n"], reg: float | Tensor
+) -> Weights:
+    """Weights w = sqrt(D) (sqrt(D) G sqrt(D) + n reg I)^-1 sqrt(D) g: importance-weighted kernel ridge regression.
+
+    With r = 1 it is the conditional mean embedding. The system is symmetric positive definite for every reg > 0.
+
+    Args:
+        ratio: r ``*b n``.
+        gram: G ``n n``.
+        query: g ``*b n``.
+        reg: lambda.
+
+    Raises:
+        NotPositiveDefiniteError: with n, reg and the smallest eigenvalue.
+
+    References: Xu et al. (2022), Algorithm 1, step 3, and equation 4. The authors' code calls this reg ``reg2``.
+    """
+    n = gram.shape[-1]
+    root = safe_sqrt(ratio)
+    system = root[..., :, None] * gram * root[..., None, :]
+    return root * psd_solve(system, (root * query)[..., None], reg=n * reg)[..., 0]
+
+
+def importance_weighted_primal(
+    ratio: Float[Tensor, "*b n"],
+    features: Float[Tensor, "n p"],
+    query: Float[Tensor, "*b p"],
+    reg: float | Tensor,
+    *,
+    check: bool = True,
+) -> Weights:
+    """Weights w = D Psi (Psi^T D Psi + n reg I_p)^-1 psi(x): the same weights when G = Psi Psi^T, in O(n p^2). No root is needed.
+
+    Args:
+        ratio: r ``*b n``.
+        features: Psi ``n p``.
+        query: psi(x) ``*b p``.
+        reg: lambda.
+        check: as in `kbf.linalg.psd_solve`.
+
+    References: Xu et al. (2022), section 3.3, the last formula (which drops the n before lambda).
+    """
+    n = features.shape[-2]
+    system = (features.mT * ratio[..., None, :]) @ features
+    solved = psd_solve(system, query[..., None], reg=n * reg, check=check)
+    return ratio * (features @ solved)[..., 0]
+
+
+def original(
+    ratio: Float[Tensor, "*b n"], gram: Float[Tensor, "n n"], query: Float[Tensor, "*b n"], delta: float | Tensor
+) -> Weights:
+    """Weights w = L G ((L G)^2 + delta I)^-1 L g with L = diag(gamma), gamma of either sign (`kbf.ratios.tikhonov`).
+
+    Args:
+        ratio: gamma ``*b n``, of mean about 1.
+        gram: G ``n n``.
+        query: g ``*b n``.
+        delta: the ridge, not scaled by n. Where a paper's mu is gamma / n (Johno et al. (2018), Theorem 3; Fukumizu et al.,
+            equation 19), its delta is this one over n^2.
+
+    References: Fukumizu et al., equation 14 (step 3 of Figure 1); Xu et al. (2022), equation 2. The authors' code calls this
+    delta ``reg2``.
+    """
+    n = gram.shape[-1]
+    weighted = ratio[..., :, None] * gram
+    shift = torch.as_tensor(delta, dtype=gram.dtype, device=gram.device) * torch.eye(n, dtype=gram.dtype, device=gram.device)
+    solved = torch.linalg.solve(weighted @ weighted + shift, (ratio * query)[..., None])
+    return (weighted @ solved)[..., 0]
+
+
+def pseudo_inverse(
+    ratio: Float[Tensor, "*b n"], gram: Float[Tensor, "n n"], query: Float[Tensor, "*b n"], rtol: float = 1e-10
+) -> Weights:
+    """Weights w = (L G)^+ L g with L = diag(gamma): "KBR2", the rule without any ridge.
+
+    Args:
+        ratio: gamma ``*b n`` (for KBR2 itself: G_Z^+ g).
+        gram: G ``n n``.
+        query: g ``*b n``.
+        rtol: singular values below rtol times the largest count as zero.
+
+    References: Johno, Nakamoto and Saigo (2018), section 4.1.3.
+    """
+    weighted = ratio[..., :, None] * gram
+    return (torch.linalg.pinv(weighted, rtol=rtol) @ (ratio * query)[..., None])[..., 0]
+
+
+def original_primal(
+    ratio: Float[Tensor, "*b n"], features: Float[Tensor, "n p"], query: Float[Tensor, "*b p"], delta: float | Tensor
+) -> Weights:
+    """Weights w = L Psi C (C^2 + delta I_p)^-1 psi(x), C = Psi^T L Psi: those of `original` when G = Psi Psi^T, in O(n p^2).
+
+    From `original` by (L Psi C Psi^T + delta I)^-1 L Psi = L Psi (C^2 + delta I)^-1.
+    """
+    inner = (features.mT * ratio[..., None, :]) @ features
+    shift = torch.as_tensor(delta, dtype=features.dtype, device=features.device) * torch.eye(
+        inner.shape[-1], dtype=features.dtype, device=features.device
+    )
+    solved = torch.linalg.solve(inner @ inner + shift, query[..., None])
+    return ratio * (features @ (inner @ solved))[..., 0]
+
+
+def second_moments(features: Float[Tensor, "n k p"]) -> Float[Tensor, "n t"]:
+    """The lower triangle of (1/k) sum_k psi_ik psi_ik^T for each memory point, t = p (p + 1) / 2 columns: a constant in time."""
+    p = features.shape[-1]
+    row, column = torch.tril_indices(p, p, device=features.device)
+    return torch.stack([(f[:, row] * f[:, column]) for f in features.unbind(1)]).mean(0)
+
+
+def importance_weighted_moments(
+    ratio: Float[Tensor, "*b n"],
+    features: Float[Tensor, "n p"],
+    moments: Float[Tensor, "n t"],
+    query: Float[Tensor, "*b p"],
+    reg: float | Tensor,
+    *,
+    check: bool = True,
+) -> Weights:
+    """The importance-weighted rule in its primal form for points that were each observed k times (k = 1 included).
+
+    Sum_i r_i (1/k) sum_k psi_ik psi_ik^T takes the place of Psi^T D Psi, and the mean feature of a point that of its feature: the
+    weights are those of all k observations, summed over the observations of each point. With the products at hand
+    (`second_moments`) the sum over the memory is one matrix product, whatever k and the batch.
+
+    Args:
+        ratio: r ``*b n``.
+        features: mean features of each point ``n p``.
+        moments: `second_moments` ``n t``.
+        query: psi(x) ``*b p``.
+        reg: lambda.
+        check: as in `kbf.linalg.psd_solve`.
+    """
+    n, p = features.shape
+    row, column = torch.tril_indices(p, p, device=features.device)
+    packed = ratio @ moments
+    place = torch.empty(p, p, dtype=torch.long, device=features.device)
+    place[row, column] = place[column, row] = torch.arange(len(row), device=features.device)
+    solved = psd_solve(packed[..., place], query[..., None], reg=n * reg, check=check)
+    return ratio * (solved[..., 0] @ features.mT)

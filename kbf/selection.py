@@ -1,0 +1,163 @@
+"""Choosing bandwidths and ridges from the training part alone: leave-one-out, kernel-mean cross-validation, validation, the paper's grid.
+
+The gradient of the filter's own error is the fifth way; it is the training of `kbf.training` (bandwidths and ridges are parameters).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kbf.embeddings import cme_loo, cme_weights
+from kbf.filters.base import Filter, FilterModel, rollout
+from kbf.kernels import KERNELS, Kernel, median_distance
+from kbf.sequence import Sequence, transitions
+
+T = TypeVar("T")
+
+PAPER_SCALES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
+PAPER_REGS = (5e-5, 1e-4, 5e-4)
+PAPER_TRANSITION_REGS = (5e-5, 1e-4, 5e-4, 1e-3, 5e-3)
+
+
+def split_validation(memory: list[Sequence], share: float = 0.3, most: int = 200) -> tuple[list[Sequence], Sequence]:
+    """Cut the last min(most, share n) steps off the longest training sequence.
+
+    Raises:
+        ValueError: too little is left on either side.
+    """
+    k = max(range(len(memory)), key=lambda i: len(memory[i].states))
+    n = len(memory[k].states)
+    held = min(most, int(share * sum(len(s.states) for s in memory)), n - 10)
+    if held < 5:
+        raise ValueError(f"the longest training sequence has {n} steps: too few to hold out a part for validation (15 are needed)")
+    head, tail = (Sequence(*(None if leaf is None else leaf[part] for leaf in memory[k])) for part in (slice(n - held), slice(n - held, n)))
+    return [*memory[:k], head, *memory[k + 1 :]], tail
+
+
+@torch.no_grad()
+def validation_error(filter: Filter[Any], held: Sequence, *, generator: torch.Generator | None = None) -> float:
+    """Mean over time of ||zhat - z||^2 of a filter on a held-out sequence; infinity if it breaks down."""
+    mask = None if held.mask is None else held.mask[None]
+    estimates = rollout(filter, held.obs[None], mask=mask, generator=generator).estimates[0]
+    error = (estimates - held.states).square().sum(-1).mean().item()
+    return error if math.isfinite(error) else math.inf
+
+
+def best_of(candidates: Iterable[T], score: Callable[[T], float]) -> T:
+    """The candidate of lowest score.
+
+    Raises:
+        ValueError: no candidate has a finite score.
+    """
+    scored = [(score(candidate), i, candidate) for i, candidate in enumerate(candidates)]
+    finite = [entry for entry in scored if math.isfinite(entry[0])]
+    if not finite:
+        raise ValueError(f"none of {len(scored)} settings gives a finite score")
+    return min(finite, key=lambda entry: entry[:2])[2]
+
+
+def choose_by_validation(candidates: Iterable[T], build: Callable[[T], FilterModel], memory: list[Sequence]) -> T:
+    """The candidate whose filter, conditioned on the first part of the training sequence, errs least on the last part."""
+    head, held = split_validation(memory)
+    return best_of(candidates, lambda c: validation_error(build(c).condition(head), held))
+
+
+def choose_reg(gram_x: Float[Tensor, "n n"], gram_y: Float[Tensor, "n n"], regs: Iterable[float]) -> float:
+    """The ridge of the conditional mean embedding of y given x with the lowest closed-form leave-one-out score."""
+    return best_of(regs, lambda reg: cme_loo(gram_x, gram_y, reg).item())
+
+
+def choose_transition_reg(kernel: Kernel, memory: list[Sequence], regs: Iterable[float] = PAPER_TRANSITION_REGS) -> float:
+    """The ridge of the embedding of the next state given this one, by leave-one-out over the transition pairs of a memory."""
+    states = torch.cat([s.states for s in memory])
+    pairs = transitions([len(s.states) for s in memory], states.device)
+    source, target = states[pairs.source], states[pairs.target]
+    return choose_reg(kernel(source, source), kernel(target, target), regs)
+
+
+def kernel_mean_cv(
+    build: Callable[[Tensor, Tensor], Callable[[Tensor], Tensor]],
+    kernel: Kernel,
+    x: Float[Tensor, "n q"],
+    z: Float[Tensor, "n d"],
+    *,
+    folds: int = 10,
+) -> Tensor:
+    """Kernel-mean cross-validation: how far the average of the posteriors given the held-out x is from the held-out z, in the RKHS.
+
+    Averaged over x, the posteriors must give back the prior: ||(1/|F|) sum_{a in F} m_post(x_a) - m_Z(F)||^2, mean over the folds F.
+    It needs no likelihood, and scores any rule, bandwidth and ridge.
+
+    Args:
+        build: (x, z) of the training folds -> a function from held-out x ``m q`` to weights ``m n'`` over the training points.
+        kernel: k_Z in whose RKHS the means are compared.
+        x: observations. z: states.
+        folds: how many; the points are dealt out in turn, so give them in random order or as they came.
+
+    References: Fukumizu, Song and Gretton, section 4.2.
+    """
+    n = len(x)
+    if not 2 <= folds <= n:
+        raise ValueError(f"kernel_mean_cv: {folds} folds of {n} points")
+    fold = torch.arange(n, device=x.device) % folds
+    scores = []
+    for f in range(folds):
+        train, held = fold != f, fold == f
+        w = build(x[train], z[train])(x[held]).mean(0)
+        u = torch.full((int(held.sum()),), 1 / int(held.sum()), dtype=z.dtype, device=z.device)
+        scores.append(w @ kernel(z[train], z[train]) @ w - 2 * w @ kernel(z[train], z[held]) @ u + u @ kernel(z[held], z[held]) @ u)
+    return torch.stack(scores).mean()
+
+
+def conditional_mean(kernel: Kernel, reg: float) -> Callable[[Tensor, Tensor], Callable[[Tensor], Tensor]]:
+    """What `kernel_mean_cv` scores when the rule is the conditional mean embedding with this kernel and ridge."""
+
+    def build(x: Tensor, z: Tensor) -> Callable[[Tensor], Tensor]:
+        gram = kernel(x, x)
+        return lambda queries: cme_weights(gram, kernel(queries, x), reg)
+
+    return build
+
+
+class Tunable(Protocol):
+    """A kernel filter whose numbers can be set from outside: `kbf.nn.kernel_bayes.KBF`."""
+
+    kernel: str
+
+    def set(self, bandwidths: Tensor, regs: Tensor) -> None:
+        """Put bandwidths (ratio, transition, observation) and ridges (eta, lambda', lambda) in."""
+        ...
+
+    def condition(self, memory: Sequence | list[Sequence] | None) -> Filter[Any]:
+        """The filter over a memory."""
+        ...
+
+
+def paper_grid(model: Tunable, memory: list[Sequence]) -> None:
+    """Set a kernel filter as Xu et al. tune theirs, with the training part as the judge.
+
+    Kernels exp(-||a - b||^2 / s), s = scale times the median squared distance (diagonal included), one scale for states and
+    observations; eta = lambda' by the leave-one-out score of the transitions; scale and lambda (their reg2) by the filter's error
+    on the last min(200, 0.3 n) training steps.
+    """
+    states, obs = torch.cat([s.states for s in memory]), torch.cat([s.obs for s in memory])
+    medians = torch.stack([median_distance(states, diagonal=True)] * 2 + [median_distance(obs, diagonal=True)])
+    head, held = split_validation(memory)
+
+    def numbers(scale: float, reg: float) -> tuple[Tensor, Tensor]:
+        bandwidths = medians * math.sqrt(scale / 2)
+        eta = choose_transition_reg(partial(KERNELS[model.kernel], bandwidth=bandwidths[1]), memory)
+        return bandwidths, torch.tensor([eta, eta, reg], dtype=torch.float64)
+
+    def score(numbers: tuple[Tensor, Tensor]) -> float:
+        model.set(*numbers)
+        return validation_error(model.condition(head), held)
+
+    model.set(*best_of([numbers(scale, reg) for scale in PAPER_SCALES for reg in PAPER_REGS], score))

@@ -1,0 +1,126 @@
+"""The one record that every part of the project passes around.
+
+Shape letters, the same in every docstring and annotation of the project:
+
+====  =====================================================================
+``b``  batch of sequences (``*b``: any number of leading batch dimensions)
+``T``  time steps
+``d``  components of the latent state z
+``x``  shape of one observation (``*x``: ``q`` numbers, or ``c h w`` for an image)
+``q``  components of an observation that is a vector
+``n``  points of the training memory
+``m``  other points (landmarks, transitions, queries)
+``p``  columns of an explicit feature map; ``r`` its rank
+``P``  particles
+====  =====================================================================
+
+One time convention: z_0 comes from the prior, then the state *moves*, then it is *observed*.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sequence(NamedTuple):
+    """States and observations of one recording, or of a batch of equally long ones.
+
+    Attributes:
+        states: ``*b T d``, the latent states z_t, in the units of the data.
+        obs: ``*b T *x``, the observations x_t.
+        mask: ``*b T`` bool or None; False where nothing was observed. None means all observed.
+    """
+
+    states: Tensor
+    obs: Tensor
+    mask: Tensor | None = None
+
+
+class Transitions(NamedTuple):
+    """Positions of the pairs (z_i, z_i') of a memory: source ``m`` and target ``m``, as indices into it."""
+
+    source: Tensor
+    target: Tensor
+
+
+def as_sequences(memory: Sequence | list[Sequence] | tuple[Sequence, ...]) -> list[Sequence]:
+    """Check a memory and return it as a list of single sequences.
+
+    Raises:
+        ValueError: a sequence is no ``T d`` / ``T *x`` pair of one length, the sequences disagree in d or x, a state or an
+            observed value is NaN or infinite, or there is nothing in the memory.
+    """
+    sequences = [memory] if isinstance(memory, Sequence) else list(memory)
+    if not sequences:
+        raise ValueError("the memory holds no sequence")
+    for k, s in enumerate(sequences):
+        if s.states.ndim != 2 or s.obs.ndim < 2 or len(s.states) != len(s.obs):
+            raise ValueError(
+                f"sequence {k}: states must be (T, d) and observations (T, ...) of one length, "
+                f"got {tuple(s.states.shape)} and {tuple(s.obs.shape)}"
+            )
+        if s.states.shape[1:] != sequences[0].states.shape[1:] or s.obs.shape[1:] != sequences[0].obs.shape[1:]:
+            raise ValueError(f"sequence {k}: its states or observations have another shape than those of sequence 0")
+        if s.mask is not None and s.mask.shape != s.states.shape[:1]:
+            raise ValueError(f"sequence {k}: mask must be ({len(s.states)},), got {tuple(s.mask.shape)}")
+        check_finite(s.states, f"sequence {k}: states")
+        observed = s.obs if s.mask is None else s.obs[s.mask]
+        check_finite(observed, f"sequence {k}: observations")
+    return sequences
+
+
+def check_finite(values: Tensor, name: str) -> None:
+    """Raise a ValueError that counts the NaN and infinite entries of ``values`` and says what to do."""
+    if values.is_floating_point() and not torch.isfinite(values).all():
+        bad = (~torch.isfinite(values)).reshape(len(values), -1).any(-1).nonzero().flatten()
+        raise ValueError(
+            f"{name} hold NaN or infinite values in {len(bad)} of {len(values)} rows (first: row {int(bad[0])}). "
+            "To treat such observations as missing, mark them in the mask: kbf.sequence.mask_missing(sequence) does it."
+        )
+
+
+def mask_missing(sequence: Sequence) -> Sequence:
+    """Mark every observation with a NaN or infinite entry as missing, and put zeros in its place."""
+    finite = torch.isfinite(sequence.obs).flatten(sequence.states.ndim - 1).all(-1)
+    mask = finite if sequence.mask is None else finite & sequence.mask
+    keep = mask.reshape(mask.shape + (1,) * (sequence.obs.ndim - mask.ndim))
+    return sequence._replace(obs=torch.where(keep, sequence.obs, torch.zeros_like(sequence.obs)), mask=mask)
+
+
+def transitions(lengths: list[int], device: torch.device | None = None) -> Transitions:
+    """Pairs (i, i + 1) of sequences that lie one behind the other; no pair crosses the end of a sequence.
+
+    >>> transitions([3, 2])
+    Transitions(source=tensor([0, 1, 3]), target=tensor([1, 2, 4]))
+    """
+    starts = [sum(lengths[:k]) for k in range(len(lengths))]
+    parts = [torch.arange(s, s + length - 1, device=device) for s, length in zip(starts, lengths, strict=True)]
+    source = torch.cat(parts)
+    return Transitions(source, source + 1)
+
+
+def observed_pairs(sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+    """States ``n d`` and observations ``n *x`` of the steps that were observed, of all sequences."""
+    keep = [slice(None) if s.mask is None else s.mask for s in sequences]
+    states = torch.cat([s.states[k] for s, k in zip(sequences, keep, strict=True)])
+    return states, torch.cat([s.obs[k] for s, k in zip(sequences, keep, strict=True)])
+
+
+def pad(sequences: list[Sequence]) -> Sequence:
+    """Stack sequences of different lengths into one batch; the steps behind the end of each are masked.
+
+    States of the padding are NaN (an error over them would be noticed), observations zero, mask False.
+    """
+    length = max(len(s.states) for s in sequences)
+    first = sequences[0]
+    states = first.states.new_full((len(sequences), length, *first.states.shape[1:]), float("nan"))
+    obs = first.obs.new_zeros((len(sequences), length, *first.obs.shape[1:]))
+    mask = torch.zeros(len(sequences), length, dtype=torch.bool, device=first.states.device)
+    for k, s in enumerate(sequences):
+        t = len(s.states)
+        states[k, :t], obs[k, :t] = s.states, s.obs
+        mask[k, :t] = True if s.mask is None else s.mask
+    return Sequence(states, obs, mask)

@@ -1,0 +1,25 @@
+"""One thread for every test, double-precision data by name, and nothing of kbf (its shapes are checked as it is imported)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """The same numbers in every run of a test."""
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def normal(rng):
+    """``normal(3, 2)``: a float64 tensor of standard normal numbers; consecutive calls go on in one stream."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape))
+
+    return draw
