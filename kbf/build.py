@@ -8,7 +8,9 @@ from typing import Any
 
 
 def build(config: Any, *, trust: bool = False, **extra: Any) -> Any:
-    """Build what ``config`` describes: a dict with ``_target_`` becomes a call of it, with the other keys as arguments.
+    """Build what ``config`` describes.
+
+    A dict with ``_target_`` becomes a call of it, with the other keys as arguments; a list becomes a tuple.
 
     Args:
         config: nested dicts, lists and plain values, already resolved.
@@ -26,7 +28,7 @@ def build(config: Any, *, trust: bool = False, **extra: Any) -> Any:
     ValueError: 'os.getcwd' is not part of kbf: only a configuration that you trust may name it (trust=true)
     """
     if isinstance(config, list | tuple):
-        return [build(value, trust=trust) for value in config]
+        return tuple(build(value, trust=trust) for value in config)
     if not isinstance(config, dict):
         return config
     arguments = {key: build(value, trust=trust) for key, value in config.items() if key != "_target_"} | extra
@@ -34,10 +36,16 @@ def build(config: Any, *, trust: bool = False, **extra: Any) -> Any:
         return arguments
     target = locate(config["_target_"], trust=trust)
     try:
-        inspect.signature(target).bind(**arguments)
+        signature = inspect.signature(target)
+    except ValueError:  # some classes of C have none
+        return target(**arguments)
+    try:
+        signature.bind(**arguments)
+        return target(**arguments)
     except TypeError as error:
+        if "argument" not in str(error):
+            raise
         raise ValueError(f"{config['_target_']}: {error}") from error
-    return target(**arguments)
 
 
 def locate(name: str, *, trust: bool = False) -> Any:

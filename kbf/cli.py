@@ -111,22 +111,31 @@ def configure(command: str, overrides: list[str]) -> dict[str, Any]:
     """The configuration of a command as a plain dict.
 
     Resolved, but for two entries that are filled in later, with other seeds or sizes: ``recipe`` (data, n_train, seed) and, for a
-    comparison, ``bases`` (a training configuration for each model). ``explicit`` tells what the command line spoke of.
+    comparison, ``bases`` (a training configuration for each model). ``explicit``: the command line spoke of model or data.
     """
     if command == "evaluate":
         return configure_evaluation(overrides)
     if command == "compare":
         overrides = [as_list(word) for word in overrides]
+    given = dict(word.lstrip("+~").split("=", 1) for word in overrides if "=" in word)
+    if "ckpt_path" in given and "run_dir" not in given:  # a run goes on where it is
+        overrides = [*overrides, f"run_dir='{Path(given['ckpt_path'].strip(chr(39))).resolve().parent.parent}'"]
     composed = compose(command, overrides)
-    keys = [word.lstrip("+~").split("=")[0].split("@")[0] for word in overrides]
-    explicit = {
-        "run_dir": "run_dir" in keys,
-        "model": any(key.split(".")[0] in ("model", "data", "n_train", "seed", "experiment") for key in keys),
-    }
+    check_numbers(composed)
+    spoken = {key.split(".")[0] for key in given} & {"model", "data", "n_train", "seed", "experiment"}
     recipe = {key: plain(composed, resolve=False)[key] for key in ("data", "n_train", "seed")}
     if command != "compare":
-        return {**plain(composed), "recipe": recipe, "explicit": explicit}
+        return {**plain(composed), "recipe": recipe, "explicit": bool(spoken)}
     return comparison(composed, recipe, [word for word in overrides if word.startswith("hydra.")])
+
+
+def check_numbers(config: Any) -> None:
+    """Raise if a setting that counts something is no whole number."""
+    for key in ("n_train", "seed", "runs", "particles", "workers"):
+        values = config.get(key) or 0
+        for value in [values] if isinstance(values, int | float | str) else values:
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{key} must be a whole number, got {value!r}")
 
 
 def comparison(composed: Any, recipe: dict[str, Any], search: list[str]) -> dict[str, Any]:
@@ -212,7 +221,7 @@ class Task:
         recipe = {key: plain(composed, resolve=False)[key] for key in ("data", "n_train", "seed") if key in config}
         if "trainer" in config:
             config["trainer"] = {**config["trainer"], "callbacks": None, "enable_progress_bar": False}
-        told = execute(self.command, {**config, "recipe": recipe, "explicit": {"run_dir": True, "model": True}})
+        told = execute(self.command, {**config, "recipe": recipe, "explicit": True})
         return told.get("validation.mse") if isinstance(told, dict) else None
 
 
@@ -241,7 +250,9 @@ def one_line(error: Exception) -> str:
     """The message of an error, and of what caused it, on one line."""
     texts = [str(error)]
     if type(error).__module__.startswith("hydra") and error.__cause__ is not None:
-        texts.append(str(error.__cause__).split("\n")[0])
+        texts.append(str(error.__cause__))
+    for noise in ("Config search path", "full_key:"):  # where hydra looked, and what it calls the key
+        texts = [text.partition(noise)[0] for text in texts]
     return ": ".join(" ".join(text.split()) for text in texts if text)
 
 

@@ -46,6 +46,16 @@ def nystrom(kernel: Kernel, landmarks: Float[Tensor, "m ..."], *, jitter: float 
     return features
 
 
+def nystrom_whitening(gram: Float[Tensor, "m m"], *, jitter: float = 1e-10) -> Float[Tensor, "m m"]:
+    """W = L^-T with L L^T the landmarks' Gram matrix: psi(x)^T = k(x, landmarks) W, when the same map is used at many times.
+
+    The jitter and the errors are those of `nystrom`.
+    """
+    factor = cholesky(gram, reg=jitter * gram.diagonal().max().detach())
+    eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return torch.linalg.solve_triangular(factor, eye, upper=False).mT
+
+
 def pivots(kernel: Kernel, x: Float[Tensor, "n ..."], *, rank: int, tol: float = 0.0) -> Int[Tensor, " r"]:
     """Positions of the landmarks that the pivoted Cholesky factorisation of k(x, x) picks, best first.
 

@@ -60,6 +60,23 @@ def imq(x: Points, y: Others, *, bandwidth: Bandwidth) -> Gram:
     return (1 + squared_distance(x / bandwidth, y / bandwidth)).rsqrt()
 
 
+def arcsine(x: Points, y: Others, *, bias: float, slope: float) -> Gram:
+    """Kernel of an infinitely wide network of sigmoids (erf): (2/pi) arcsin(2 s(x, y) / sqrt((1 + 2 s(x, x)) (1 + 2 s(y, y)))).
+
+    s(x, y) = bias^2 + slope^2 <x, y>. Not stationary: with a small bias and a steep slope it looks at the *direction* of a point
+    from the origin, as a turning state asks for; with a gentle slope it is nearly linear.
+
+    Args:
+        x: ``*b n q``. y: ``*b m q``.
+        bias: standard deviation of the units' offsets. slope: of their weights, one over the units of the points.
+
+    References: Williams (1998), Computation with infinite neural networks.
+    """
+    own_x, own_y = (bias**2 + slope**2 * p.square().sum(-1) for p in (x, y))
+    scale = (1 + 2 * own_x)[..., :, None] * (1 + 2 * own_y)[..., None, :]
+    return 2 / math.pi * torch.asin(2 * (bias**2 + slope**2 * (x @ y.mT)) * scale.rsqrt())
+
+
 def linear(x: Points, y: Others) -> Gram:
     """<x, y>: with a linear kernel on the states, the embedding is the mean."""
     return x @ y.mT

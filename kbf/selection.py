@@ -1,14 +1,15 @@
-"""Choosing bandwidths and ridges from the training part alone: leave-one-out, kernel-mean cross-validation, validation, the paper's grid.
+"""Choosing bandwidths and ridges from the training part alone: leave-one-out, kernel means, validation, the paper's grid.
 
-The gradient of the filter's own error is the fifth way; it is the training of `kbf.training` (bandwidths and ridges are parameters).
+The gradient of the filter's own error is the fifth way: the training of `kbf.training`, where bandwidths and ridges are parameters.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -17,7 +18,8 @@ from torch import Tensor
 from kbf.embeddings import cme_loo, cme_weights
 from kbf.filters.base import Filter, FilterModel, rollout
 from kbf.kernels import KERNELS, Kernel, median_distance
-from kbf.sequence import Sequence, transitions
+from kbf.linalg import NotPositiveDefiniteError
+from kbf.sequence import Sequence, as_sequences, transitions
 
 T = TypeVar("T")
 
@@ -27,23 +29,31 @@ PAPER_TRANSITION_REGS = (5e-5, 1e-4, 5e-4, 1e-3, 5e-3)
 
 
 def split_validation(memory: list[Sequence], share: float = 0.3, most: int = 200) -> tuple[list[Sequence], Sequence]:
-    """Cut the last min(most, share n) steps off the longest training sequence.
+    """Cut the last min(most, share n) steps off the longest of the training sequences, which have n steps together.
+
+    At least ten steps of that sequence are left, and at least five are cut off.
 
     Raises:
-        ValueError: too little is left on either side.
+        ValueError: the sequences are too short for that.
     """
     k = max(range(len(memory)), key=lambda i: len(memory[i].states))
-    n = len(memory[k].states)
-    held = min(most, int(share * sum(len(s.states) for s in memory)), n - 10)
-    if held < 5:
-        raise ValueError(f"the longest training sequence has {n} steps: too few to hold out a part for validation (15 are needed)")
-    head, tail = (Sequence(*(None if leaf is None else leaf[part] for leaf in memory[k])) for part in (slice(n - held), slice(n - held, n)))
+    total, longest = sum(len(s.states) for s in memory), memory[k]
+    cut = len(longest.states) - min(most, int(share * total), len(longest.states) - 10)
+    if len(longest.states) - cut < 5:
+        raise ValueError(
+            f"too short to hold out a part for validation: of {total} training steps, of which the longest sequence has "
+            f"{len(longest.states)}, at least 5 must be held out (at most {share:.0%} of all) and 10 of that sequence kept"
+        )
+    head, tail = (
+        Sequence(longest.states[part], longest.obs[part], None if longest.mask is None else longest.mask[part])
+        for part in (slice(cut), slice(cut, None))
+    )
     return [*memory[:k], head, *memory[k + 1 :]], tail
 
 
 @torch.no_grad()
 def validation_error(filter: Filter[Any], held: Sequence, *, generator: torch.Generator | None = None) -> float:
-    """Mean over time of ||zhat - z||^2 of a filter on a held-out sequence; infinity if it breaks down."""
+    """Mean over time of ||zhat - z||^2 of a filter on a held-out sequence; infinity if its estimates are not finite."""
     mask = None if held.mask is None else held.mask[None]
     estimates = rollout(filter, held.obs[None], mask=mask, generator=generator).estimates[0]
     error = (estimates - held.states).square().sum(-1).mean().item()
@@ -51,15 +61,19 @@ def validation_error(filter: Filter[Any], held: Sequence, *, generator: torch.Ge
 
 
 def best_of(candidates: Iterable[T], score: Callable[[T], float]) -> T:
-    """The candidate of lowest score.
+    """The candidate of lowest score; one whose matrices are not positive definite has none.
 
     Raises:
         ValueError: no candidate has a finite score.
     """
-    scored = [(score(candidate), i, candidate) for i, candidate in enumerate(candidates)]
+    tried, scored = 0, []
+    for candidate in candidates:
+        tried += 1
+        with suppress(NotPositiveDefiniteError):
+            scored.append((score(candidate), tried, candidate))
     finite = [entry for entry in scored if math.isfinite(entry[0])]
     if not finite:
-        raise ValueError(f"none of {len(scored)} settings gives a finite score")
+        raise ValueError(f"none of {tried} settings gives a finite score")
     return min(finite, key=lambda entry: entry[:2])[2]
 
 
@@ -76,7 +90,7 @@ def choose_reg(gram_x: Float[Tensor, "n n"], gram_y: Float[Tensor, "n n"], regs:
 
 def choose_transition_reg(kernel: Kernel, memory: list[Sequence], regs: Iterable[float] = PAPER_TRANSITION_REGS) -> float:
     """The ridge of the embedding of the next state given this one, by leave-one-out over the transition pairs of a memory."""
-    states = torch.cat([s.states for s in memory])
+    states = torch.cat([s.states for s in memory]).double()
     pairs = transitions([len(s.states) for s in memory], states.device)
     source, target = states[pairs.source], states[pairs.target]
     return choose_reg(kernel(source, source), kernel(target, target), regs)
@@ -92,16 +106,21 @@ def kernel_mean_cv(
 ) -> Tensor:
     """Kernel-mean cross-validation: how far the average of the posteriors given the held-out x is from the held-out z, in the RKHS.
 
-    Averaged over x, the posteriors must give back the prior: ||(1/|F|) sum_{a in F} m_post(x_a) - m_Z(F)||^2, mean over the folds F.
-    It needs no likelihood, and scores any rule, bandwidth and ridge.
+    Averaged over x, the posteriors must give back the prior. The score is the mean over the folds F of
+    ||(1/|F|) sum_{a in F} m_post(x_a) - (1/|F|) sum_{a in F} k_Z(., z_a)||^2, the posteriors from the points outside of F. It needs
+    no likelihood, and scores any rule, bandwidth and ridge.
 
     Args:
         build: (x, z) of the training folds -> a function from held-out x ``m q`` to weights ``m n'`` over the training points.
         kernel: k_Z in whose RKHS the means are compared.
-        x: observations. z: states.
+        x: observations ``n q``.
+        z: states ``n d``.
         folds: how many; the points are dealt out in turn, so give them in random order or as they came.
 
-    References: Fukumizu, Song and Gretton, section 4.2.
+    Raises:
+        ValueError: fewer than two folds, or more than points.
+
+    References: Fukumizu et al., section 4.2 (the sum over the folds there, the mean here).
     """
     n = len(x)
     if not 2 <= folds <= n:
@@ -126,6 +145,7 @@ def conditional_mean(kernel: Kernel, reg: float) -> Callable[[Tensor, Tensor], C
     return build
 
 
+@runtime_checkable
 class Tunable(Protocol):
     """A kernel filter whose numbers can be set from outside: `kbf.nn.kernel_bayes.KBF`."""
 
@@ -146,18 +166,21 @@ def paper_grid(model: Tunable, memory: list[Sequence]) -> None:
     Kernels exp(-||a - b||^2 / s), s = scale times the median squared distance (diagonal included), one scale for states and
     observations; eta = lambda' by the leave-one-out score of the transitions; scale and lambda (their reg2) by the filter's error
     on the last min(200, 0.3 n) training steps.
+
+    References: Xu et al. (2022), section 6.2 (there eta by KuLSIF's leave-one-out score; the rest as in their published code).
     """
-    states, obs = torch.cat([s.states for s in memory]), torch.cat([s.obs for s in memory])
+    memory = as_sequences(memory)
+    states, obs = torch.cat([s.states for s in memory]).double(), torch.cat([s.obs for s in memory]).flatten(1).double()
     medians = torch.stack([median_distance(states, diagonal=True)] * 2 + [median_distance(obs, diagonal=True)])
     head, held = split_validation(memory)
-
-    def numbers(scale: float, reg: float) -> tuple[Tensor, Tensor]:
+    candidates: list[tuple[Tensor, Tensor]] = []
+    for scale in PAPER_SCALES:
         bandwidths = medians * math.sqrt(scale / 2)
         eta = choose_transition_reg(partial(KERNELS[model.kernel], bandwidth=bandwidths[1]), memory)
-        return bandwidths, torch.tensor([eta, eta, reg], dtype=torch.float64)
+        candidates += [(bandwidths, bandwidths.new_tensor([eta, eta, reg])) for reg in PAPER_REGS]
 
     def score(numbers: tuple[Tensor, Tensor]) -> float:
         model.set(*numbers)
         return validation_error(model.condition(head), held)
 
-    model.set(*best_of([numbers(scale, reg) for scale in PAPER_SCALES for reg in PAPER_REGS], score))
+    model.set(*best_of(candidates, score))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,6 +91,7 @@ class FilterTraining(lightning.LightningModule):
         self.net.to(self.model_dtype)
         self.memory = Memory(cast_all(sequences or [], self.model_dtype))
         self.validation_floor: float | None = None
+        self.ready: list[Filter[Any]] = []  # a filter that is made already; in a list, since its buffers are not the module's own
         self.held_out: tuple[Sequence, Tensor] | None = None
 
     @property
@@ -106,7 +106,10 @@ class FilterTraining(lightning.LightningModule):
     def training_step(self, task: Task, batch_index: int) -> Tensor:
         """Mean over windows and time, after ``burn_in`` steps, of ||z_hat - z||^2."""
         assert self.how is not None
-        torch.manual_seed(1_000_003 * (self.config["seed"] + 1) + self.global_step)  # dropout: the same after a resume
+        seed = 1_000_003 * (self.config["seed"] + 1) + self.global_step  # dropout: the same after a resume
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":  # without this test torch.manual_seed records a stack trace for a GPU at each step
+            torch.cuda.manual_seed(seed)
         found, first = estimates(self.net.condition(task.memory), task.windows), self.how.burn_in
         loss = mse(found[:, first:], task.windows.states[:, first:]).mean()
         if not torch.isfinite(loss):
@@ -144,10 +147,9 @@ class FilterTraining(lightning.LightningModule):
         """The optimiser, and a learning rate that stays or falls to zero along half a cosine."""
         assert self.how is not None
         parameters = [p for p in self.net.parameters() if p.requires_grad]
-        make = choose(OPTIMISERS, self.how.optimiser, "model.training.optimiser")
-        optimiser = make(parameters, lr=self.how.lr, weight_decay=self.how.weight_decay)
-        if choose({"constant": False, "cosine": True}, self.how.schedule, "model.training.schedule"):
-            steps = int(self.trainer.estimated_stepping_batches)
+        optimiser = OPTIMISERS[self.how.optimiser](parameters, lr=self.how.lr, weight_decay=self.how.weight_decay)
+        if self.how.schedule == "cosine":
+            steps = int(self.trainer.estimated_stepping_batches) * self.how.epochs // (self.trainer.max_epochs or self.how.epochs)
             cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
             return {"optimizer": optimiser, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
         return optimiser
@@ -155,7 +157,7 @@ class FilterTraining(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the operators of the filter over all the recordings beside the parameters."""
         with torch.no_grad():
-            filter = self.filter()
+            filter = self.ready[0] if self.ready else self.filter()
         operators = filter.state_dict() if isinstance(filter, nn.Module) and filter is not self.net else {}
         checkpoint["kbf"] = {"version": __version__, "operators": dict(operators)}
 
@@ -259,14 +261,26 @@ def train(
             read_checkpoint(ckpt_path)
         trainer.fit(module, tasks, ckpt_path=ckpt_path)
     else:
+        module.to(trainer.strategy.root_device).eval()
         module.net.prepare(module.memory.sequences(), generator)
+        with torch.no_grad():
+            module.ready.append(module.filter())
         trainer.strategy.connect(module)
         for name in ("best.ckpt", "last.ckpt"):
             trainer.save_checkpoint(directory / name)
     if not trainer.is_global_zero:
         return None
+    if module.ready:
+        return Trained(module, module.ready[0], 0)
     best = load_filter(directory / "best.ckpt", device=trainer.strategy.root_device, trust=trust)
     return Trained(best.module, best.filter, trainer.current_epoch, checkpoints.best if math.isfinite(checkpoints.best) else None)
+
+
+def check(config: dict[str, Any], sequences: list[Sequence], *, trust: bool = False) -> None:
+    """Raise what `train` would raise of a configuration that cannot be built or data that is too short, before anything is done."""
+    module = FilterTraining(config, sequences, trust=trust)
+    if module.learns and module.how is not None:
+        FilterDataModule(sequences, module.how, config["seed"])
 
 
 def load_filter(path: str | os.PathLike[str], *, device: str | torch.device = "cpu", trust: bool = False) -> Trained:
@@ -311,17 +325,13 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(f"there is no checkpoint {path}")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, KeyError, ValueError, OSError, pickle.UnpicklingError) as error:
+    except Exception as error:  # what comes out of a file that is no checkpoint is beyond listing
         reason = str(error).strip().split("\n")[0][:200]
-        raise CheckpointError(f"{path} is no checkpoint that can be read ({len_of(path)} bytes): {reason}") from error
+        size = Path(path).stat().st_size
+        raise CheckpointError(f"{path} ({size} bytes) is no checkpoint, or damaged: {type(error).__name__}: {reason}") from error
     if not isinstance(checkpoint, dict) or not {"kbf", "state_dict", "hyper_parameters"} <= checkpoint.keys():
         raise CheckpointError(f"{path} was not written by kbf: it lacks its entries")
     return checkpoint
-
-
-def len_of(path: str | os.PathLike[str]) -> int:
-    """Size of a file."""
-    return Path(path).stat().st_size
 
 
 def take_shapes(module: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -366,14 +376,11 @@ def read_training(config: dict[str, Any] | None) -> Training | None:
         raise ValueError(f"model.training has no {wrong[0]!r}; it has {', '.join(known)}")
     if missing := {"epochs", "lr"} - config.keys():
         raise ValueError(f"model.training needs {' and '.join(sorted(missing))}")
-    return Training(**config)
-
-
-def choose(options: Mapping[str, Any], name: str, key: str) -> Any:
-    """One of the options, or an error that lists them."""
-    if name not in options:
-        raise ValueError(f"{key} must be one of {', '.join(options)}; got {name!r}")
-    return options[name]
+    training = Training(**config)
+    for key, options in (("optimiser", list(OPTIMISERS)), ("schedule", ["constant", "cosine"])):
+        if (chosen := getattr(training, key)) not in options:
+            raise ValueError(f"model.training.{key} must be one of {', '.join(options)}; got {chosen!r}")
+    return training
 
 
 def quiet() -> None:

@@ -188,6 +188,13 @@ def test_relative_is_bounded_where_the_ratio_is_not(normal):
         assert 0.5 / alpha < r.max() <= 1 / alpha
 
 
+def test_relative_is_clipped_where_the_fit_overshoots(normal):
+    z, u = normal(60, 1), 0.15 * normal(60, 1) + 1.0
+    r = ratios.relative(KERNEL(z, z), KERNEL(z, u), torch.full((60,), 1 / 60, dtype=F64), 1e-4, 0.9)
+    assert r.max() == 1 / 0.9
+    assert r.min() == 0
+
+
 def test_relative_comes_near_its_definition(normal):
     z, u = normal(400, 1), 0.5 * normal(400, 1)
     pi, p = (torch.distributions.Normal(0.0, s).log_prob(z[:, 0]).exp() for s in (0.5, 1.0))

@@ -16,13 +16,16 @@ from typing import Any, TypeVar
 Job = TypeVar("Job")
 
 
-def run_all(work: Callable[[Job], dict[str, Any]], jobs: list[Job], workers: int) -> Generator[tuple[Job, dict[str, Any]]]:
+def run_all(
+    work: Callable[[Job], dict[str, Any]], jobs: list[Job], workers: int, start: Callable[[], None] | None = None
+) -> Generator[tuple[Job, dict[str, Any]]]:
     """Run all jobs and yield each with its result as it is done; a failed one has the key ``error`` instead.
 
     Args:
         work: a function at the top level of a module.
         jobs: what to give it, in this order.
-        workers: processes, each with one thread; 0 runs in this process.
+        workers: processes; 0 runs in this process.
+        start: called first in each process; None for `start_worker`.
     """
     if workers == 0:
         for job in jobs:
@@ -31,7 +34,7 @@ def run_all(work: Callable[[Job], dict[str, Any]], jobs: list[Job], workers: int
     waiting, deaths = list(jobs), Counter[int]()
     while waiting:
         running: dict[Future[dict[str, Any]], Job] = {}
-        pool = ProcessPoolExecutor(min(workers, len(waiting)), multiprocessing.get_context("spawn"), start_worker)
+        pool = ProcessPoolExecutor(min(workers, len(waiting)), multiprocessing.get_context("spawn"), start or start_worker)
         try:
             while waiting or running:
                 while waiting and len(running) < workers:

@@ -16,7 +16,7 @@ from kbf.data.windows import split
 from kbf.evaluation import Score, data_floor, floor, score
 from kbf.files import write_json, write_text
 from kbf.plots import save, track_figure
-from kbf.training import CheckpointError, Trained, log_track, read_checkpoint, train
+from kbf.training import CheckpointError, Trained, check, log_track, read_checkpoint, train
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -32,6 +32,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         config, trust = resumed(config, ckpt_path)
     directory = Path(config["run_dir"])
     data = load_data(config["data"], trust=trust)
+    check(config, data.train, trust=trust)
     least = data_floor(data, particles=config["particles"], seed=config["seed"])
     prepare_directory(directory, ckpt_path, config)
     loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]
@@ -92,12 +93,11 @@ def resumed(config: dict[str, Any], ckpt_path: Path) -> tuple[dict[str, Any], bo
     keys = ("model", "data", "recipe", "n_train", "seed")
     if missing := [key for key in keys if key not in stored]:
         raise CheckpointError(f"{ckpt_path} was not written by kbf train: its configuration lacks {', '.join(missing)}")
-    home = ckpt_path.resolve().parent.parent
-    config = {**config, "run_dir": config["run_dir"] if config["explicit"]["run_dir"] else str(home)}
-    if not config["explicit"]["model"]:
+    if not config["explicit"]:
         return {**config, **{key: stored[key] for key in keys}, "trainer": with_limits(config, stored)}, config["trust"]
     mine, theirs = (dict(flatten({key: c[key] for key in keys})) for c in (config, stored))
-    different = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+    more = {"model.training.epochs"}  # a run may go on for longer
+    different = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key) and key not in more)
     if different:
         told = "; ".join(f"{key}: {theirs.get(key)} there, {mine.get(key)} here" for key in different[:3])
         raise ValueError(f"{ckpt_path} is of a run with another configuration ({told}). Leave the overrides out to take its own.")

@@ -93,6 +93,8 @@ class EpochOrder(Sampler[Batch]):
         return self.total() // self.world
 
     def __iter__(self) -> Iterator[Batch]:
+        # A generator: it looks at the epoch when the first batch is asked for. Lightning makes the iterator of a resumed run
+        # earlier, before it knows the epoch.
         generator = torch.Generator().manual_seed(1_000_003 * (self.seed + 1) + self.epoch)
         batches: list[Batch] = []
         for fold, chunk in enumerate(self.chunks):
@@ -100,7 +102,7 @@ class EpochOrder(Sampler[Batch]):
             size = self.size(chunk)
             batches += [(fold, [chunk[i] for i in order[k : k + size]]) for k in range(0, len(chunk), size)]
         shuffled = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
-        return iter(shuffled[self.rank :: self.world][: len(self)])
+        yield from shuffled[self.rank :: self.world][: len(self)]
 
 
 class FilterDataModule(lightning.LightningDataModule):

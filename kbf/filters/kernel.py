@@ -10,13 +10,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
 
 from kbf import ratios, rules
 from kbf.linalg import psd_solve
 from kbf.metrics import effective_sample_size, negative_mass
 from kbf.sequence import Transitions
+
+
+CACHED = 2**24
+"""Bytes up to which the products of features are kept (`kbf.rules.second_moments`): what stays in a processor's cache."""
 
 
 class KernelState(NamedTuple):
@@ -46,9 +50,11 @@ def transition_operator(gram: Float[Tensor, "n n"], pairs: Transitions, reg: flo
     """P: the conditional mean embedding of the next state. Row target(i) of P is row i of (G_ss + m reg I)^-1 G_s:.
 
     Args:
-        gram: G_Z ``n n``. pairs: m transitions (source, target). reg: lambda'.
+        gram: G_Z ``n n``.
+        pairs: m transitions (source, target).
+        reg: lambda'.
 
-    References: Xu et al. (2022), Algorithm 2; Fukumizu et al., equation 18.
+    References: Xu et al. (2022), Algorithm 2, step 4; Fukumizu et al., equation 18, the two factors on the right.
     """
     source = gram[pairs.source]
     solved = psd_solve(source[:, pairs.source], source, reg=len(pairs.source) * reg)
@@ -63,7 +69,10 @@ def transition_operator_primal(features: Float[Tensor, "n r"], pairs: Transition
 
 
 def ratio_operator(gram: Float[Tensor, "n n"], reg: float | Tensor) -> Operator:
-    """A = n (G_Z + n reg I)^-1 G_Z: from the weights of a prior over the memory points to gamma at these points."""
+    """A = n (G_Z + n reg I)^-1 G_Z: from the weights of a prior over the memory points to gamma at these points.
+
+    References: Xu et al. (2022), equation 1, with the prior m_Pi = sum_i w_i phi(z_i).
+    """
     n = len(gram)
     return Operator(n * psd_solve(gram, gram, reg=n * reg))
 
@@ -78,8 +87,9 @@ def density_transition(log_density: Float[Tensor, "n n"], mass: Float[Tensor, " 
     """P from a transition density: P_ij = m_i q(z_i | z_j) / sum_k m_k q(z_i | z_k).
 
     The predicted density at z_i, sum_j w_j q(z_i | z_j), over that of the memory after a move, sum_k m_k q(z_i | z_k), is a density
-    ratio; times its mass m_i it is the importance weight of the memory point. So P w is the predicted embedding as a weighted
-    sample of the memory, and n P w the ratio r (times n m) that the rule needs: the operator A is then n I.
+    ratio r_i; times its mass m_i it is the importance weight of the memory point. So P w is the predicted embedding as a weighted
+    sample of the memory, and n P w, n m_i r_i at point i, what the rule needs (where each point counts 1/n): the operator A is then
+    n I. The memory itself does not move: P m = m.
 
     Args:
         log_density: log q(z_i | z_j), row i the target, column j the source; a constant is of no matter.
@@ -130,9 +140,9 @@ class DenseUpdate(nn.Module):
         self.register_buffer("gram", kernel(obs, obs, bandwidth=bandwidth))
         self.register_buffer("reg", torch.as_tensor(reg, dtype=obs.dtype))
 
-    def forward(self, ratio: Float[Tensor, "b n"], obs: Float[Tensor, "b q"]) -> Float[Tensor, "b n"]:
+    def forward(self, ratio: Float[Tensor, "b n"], obs: Float[Tensor, "b *x"]) -> Float[Tensor, "b n"]:
         """The posterior's weights."""
-        query = self.kernel(obs.to(self.obs), self.obs, bandwidth=self.bandwidth)
+        query = self.kernel(obs.flatten(1).to(self.obs), self.obs, bandwidth=self.bandwidth)
         return self.rule(ratio, self.gram, query, self.reg)
 
 
@@ -161,23 +171,32 @@ class PrimalUpdate(nn.Module):
             psi: ``m *x`` -> ``m p``, differentiable.
             obs: k observations of each memory point.
             reg: lambda (delta for the original rule).
-            rule: "importance_weighted" or "original".
+            rule: "importance_weighted" or "original" (the latter for k = 1).
             dtype: of the rule's arithmetic, when it is not that of the features.
+
+        Raises:
+            ValueError: another rule, or the original rule with several observations of a point.
         """
         super().__init__()
         n, k = obs.shape[:2]
+        if rule not in ("importance_weighted", "original") or (rule == "original" and k > 1):
+            raise ValueError(f"a rule over features is importance_weighted, or original with k = 1; got {rule} with k = {k}")
         features = psi(obs.flatten(0, 1)).unflatten(0, (n, k))
         features = features.to(dtype or features.dtype)
         self.psi, self.rule = psi, rule
         self.register_buffer("features", features.mean(1))
-        self.register_buffer("moments", rules.second_moments(features) if rule == "importance_weighted" else None)
+        p = features.shape[-1]
+        keep = rule == "importance_weighted" and (k > 1 or n * p * (p + 1) // 2 * features.element_size() <= CACHED)
+        self.register_buffer("moments", rules.second_moments(features) if keep else None)
         self.register_buffer("reg", torch.as_tensor(reg, dtype=features.dtype))
 
     def forward(self, ratio: Float[Tensor, "b n"], obs: Tensor) -> Float[Tensor, "b n"]:
         """The posterior's weights."""
         query = self.psi(obs).to(self.features.dtype)
-        if self.moments is None:
+        if self.rule == "original":
             return rules.original_primal(ratio, self.features, query, self.reg)
+        if self.moments is None:
+            return rules.importance_weighted_primal(ratio, self.features, query, self.reg, check=False)
         return rules.importance_weighted_moments(ratio, self.features, self.moments, query, self.reg, check=False)
 
 
@@ -187,7 +206,9 @@ class KernelBayesFilter(nn.Module):
     1. predict: w <- P w.
     2. update: gamma = A w, r = max(0, gamma) (clipped unless the rule takes signed ratios), then w = rule(r, observation).
 
-    Weights may be negative and need not sum to 1; with ``normalise`` they are scaled to sum 1 (and ratios to mean 1).
+    Weights may be negative and need not sum to 1; with ``normalise`` they are scaled to sum 1 (and ratios to mean 1). Then an
+    observation so far from those of the memory that the posterior's weights have no positive sum is passed over: the prediction
+    is kept. Without ``normalise`` weights stay as they come, and such an observation leaves a filter that estimates 0.
 
     References: Xu et al. (2022), Algorithm 2 (here the loop moves first: z_0 from the prior, move, observe).
     """
@@ -229,21 +250,25 @@ class KernelBayesFilter(nn.Module):
         return KernelState(self.prior.expand(batch, -1), self.states.new_zeros(batch))
 
     def predict(self, state: KernelState, *, generator: Generator | None = None) -> KernelState:
-        """w <- P w."""
+        """Move: w <- P w."""
         weights = self.transition(state.weights)
         return state._replace(weights=self.scaled(weights, 1))
 
     def update(self, state: KernelState, obs: Tensor) -> KernelState:
-        """w <- rule(max(0, A w), x)."""
+        """Observe ``b *x``: w <- rule(max(0, A w), x)."""
         n = len(self.states)
         gamma = n * state.weights if self.ratio is None else self.ratio(state.weights)
         ratio = self.scaled(gamma.clamp_min(0), n) if self.clip else gamma
         weights = self.rule(ratio, obs)
-        return KernelState(self.scaled(weights, 1), (gamma <= 0).to(gamma).mean(-1))
+        if self.normalise:
+            weights = torch.where(positive_sum(weights), self.scaled(weights, 1), state.weights)
+        return KernelState(weights, (gamma <= 0).to(gamma).mean(-1))
 
-    def scaled(self, weights: Float[Tensor, "b n"], total: float) -> Float[Tensor, "b n"]:
-        """Weights with the given sum if this filter normalises, else as they are."""
-        return weights * (total / weights.sum(-1, keepdim=True)) if self.normalise else weights
+    def scaled(self, weights: Float[Tensor, "b n"], total: int) -> Float[Tensor, "b n"]:
+        """Weights with the given sum if this filter normalises and their sum is positive, else as they are."""
+        if not self.normalise:
+            return weights
+        return weights / torch.where(positive_sum(weights), weights.sum(-1, keepdim=True), total) * total
 
     def estimate(self, state: KernelState) -> Float[Tensor, "b d"]:
         """The mean, sum_i w_i z_i."""
@@ -258,3 +283,8 @@ class KernelBayesFilter(nn.Module):
             "negative_mass": negative_mass(w),
             "clipped": state.clipped,
         }
+
+
+def positive_sum(weights: Float[Tensor, "b n"]) -> Bool[Tensor, "b 1"]:
+    """Whether the weights can be divided by their sum."""
+    return weights.sum(-1, keepdim=True) > torch.finfo(weights.dtype).tiny

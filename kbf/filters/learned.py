@@ -13,9 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from kbf.features import nystrom, pivots
+from kbf.features import nystrom_whitening, pivots
 from kbf.filters.particle import BootstrapFilter
-from kbf.kernels import gaussian, median_distance
+from kbf.kernels import Kernel, arcsine, gaussian, median_distance
+from kbf.linalg import cholesky
 from kbf.sequence import Sequence, as_sequences, observed_pairs, transitions
 from kbf.ssm import normal
 
@@ -23,20 +24,23 @@ from kbf.ssm import normal
 class RidgeMap(NamedTuple):
     """A regression with its predictive distribution: y | u ~ N(mean(u), scale(u) noise).
 
-    Kernel ridge regression y = A^T phi(u) in r Nystrom features phi of a Gaussian kernel is Bayesian linear regression with
+    Kernel ridge regression y = A^T phi(u) in r Nystrom features phi of a kernel is Bayesian linear regression with
     noise covariance S and prior variance S / (n reg); its predictive covariance is S times
     scale(u) = 1 + phi(u)^T (Phi^T Phi + n reg I)^-1 phi(u) + (k(u, u) - phi(u)^T phi(u)) / (n reg),
-    which grows where there are no training points.
+    which grows where there are no training points. With all training points as landmarks it is the predictive variance of a
+    Gaussian process whose kernel is k / (n reg), in units of the noise. Computed in float64, answered in the type of u.
 
     Attributes:
-        landmarks: ``r d``. bandwidth: of the Gaussian kernel. coefficients: A ``r q``. offset: ``q``, the mean of y.
+        landmarks: ``r d``. whiten: ``r r``, L^-T with L L^T their Gram matrix. kernel: k, all filled in.
+        coefficients: A ``r q``. offset: ``q``, the mean of y.
         factor: ``r r``, (Phi^T Phi + n reg I)^-1. noise: S ``q q``. ridge: n reg.
 
-    References: Rasmussen and Williams (2006), equations 2.11 and 2.25.
+    References: Rasmussen and Williams (2006), equations 2.11, 2.25 and 2.26.
     """
 
     landmarks: Tensor
-    bandwidth: Tensor
+    whiten: Tensor
+    kernel: Kernel
     coefficients: Tensor
     offset: Tensor
     factor: Tensor
@@ -45,33 +49,36 @@ class RidgeMap(NamedTuple):
 
     def features(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b r"]:
         """phi(u)."""
-        shape = u.shape[:-1]
-        phi = nystrom(partial(gaussian, bandwidth=self.bandwidth), self.landmarks)(u.reshape(-1, u.shape[-1]))
-        return phi.reshape(*shape, -1)
+        rows = u.reshape(-1, u.shape[-1]).to(self.landmarks)
+        phi = self.kernel(rows, self.landmarks) @ self.whiten
+        return phi.reshape(*u.shape[:-1], -1)
 
     def predict(self, u: Float[Tensor, "*b d"]) -> tuple[Float[Tensor, "*b q"], Float[Tensor, "*b"]]:
         """The mean and the scale of the predictive distribution at u."""
         phi = self.features(u)
-        outside = (1 - phi.square().sum(-1)).clamp_min(0) / self.ridge
-        return self.offset + phi @ self.coefficients, 1 + ((phi @ self.factor) * phi).sum(-1) + outside
+        each = u[..., None, :].to(self.landmarks)
+        outside = (self.kernel(each, each)[..., 0, 0] - phi.square().sum(-1)).clamp_min(0) / self.ridge
+        mean, scale = self.offset + phi @ self.coefficients, 1 + ((phi @ self.factor) * phi).sum(-1) + outside
+        return mean.to(u), scale.to(u)
 
     def sample(self, u: Float[Tensor, "*b d"], generator: Generator | None = None) -> Float[Tensor, "*b q"]:
         """Draw y from the predictive distribution at u."""
         mean, scale = self.predict(u)
-        root = torch.linalg.cholesky(self.noise)
+        root = cholesky(self.noise).to(mean)
         return mean + scale.sqrt()[..., None] * (normal(mean, generator) @ root.mT)
 
     def log_density(self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]) -> Float[Tensor, "*e"]:
-        """log p(y | u), without the constant that does not depend on u; y and u broadcast."""
+        """The logarithm of p(y | u) without -1/2 log det(2 pi S), which depends on neither; y and u broadcast."""
         return self.log_density_given(y, *self.predict(u))
 
     def log_density_given(
         self, y: Float[Tensor, "*b q"], mean: Float[Tensor, "*c q"], scale: Float[Tensor, "*c"]
     ) -> Float[Tensor, "*e"]:
         """The same from a mean and scale that are at hand."""
-        root = torch.linalg.cholesky(self.noise)
-        white = torch.linalg.solve_triangular(root, (y - mean)[..., None], upper=False)[..., 0]
-        return -0.5 * white.square().sum(-1) / scale - 0.5 * y.shape[-1] * scale.log()
+        residual = y - mean
+        rows = residual.reshape(-1, residual.shape[-1])  # one solve for all rows: many small ones take far longer
+        white = torch.linalg.solve_triangular(cholesky(self.noise).mT.to(rows), rows, upper=True, left=False)
+        return -0.5 * white.square().sum(-1).reshape(residual.shape[:-1]) / scale - 0.5 * y.shape[-1] * scale.log()
 
 
 def fit_ridge_map(
@@ -79,32 +86,45 @@ def fit_ridge_map(
     y: Float[Tensor, "n q"],
     *,
     factors: tuple[float, ...] = tuple(2.0 ** (k / 2) for k in range(-7, 6)),
+    slopes: tuple[float, ...] = (1.0, 3.0, 10.0, 30.0, 100.0),
+    biases: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0),
     regs: tuple[float, ...] = tuple(10.0 ** (-k / 2) for k in range(1, 15)),
-    rank: int = 256,
+    rank: int = 128,
 ) -> RidgeMap:
-    """Fit y on u; bandwidth and ridge minimise the leave-one-out predictive log loss, in closed form.
+    """Fit y on u; kernel (Gaussian or arcsine), its numbers and the ridge minimise the leave-one-out predictive log loss, in closed form.
 
     With H_i = 1 - phi_i^T (Phi^T Phi + n reg I)^-1 phi_i, the residual of point i when it is left out is e_i / H_i and its scale
-    is 1 / H_i; the noise is S = (1/n) sum_i H_i (e_i / H_i)(e_i / H_i)^T, and the score log det S - q mean_i log H_i.
+    is 1 / H_i (offset, landmarks and the ridge n reg stay as they are); the noise is
+    S = (1/n) sum_i H_i (e_i / H_i)(e_i / H_i)^T, and the score log det S - q mean_i log H_i.
 
     Args:
-        u: inputs ``n d``. y: outputs ``n q``.
-        factors: bandwidths to try, times the median distance of the inputs. regs: ridges to try.
+        u: inputs ``n d``.
+        y: outputs ``n q``. S is given 1e-9 of their mean variance on its diagonal: a constant component does no harm.
+        factors: bandwidths of the Gaussian kernel to try, times the median distance of the inputs.
+        slopes: of the arcsine kernel, over the root mean square of the inputs' norms; none tries only the Gaussian kernel.
+        biases: of the arcsine kernel, for each slope.
+        regs: ridges to try.
         rank: most features.
 
     Raises:
-        ValueError: fewer than ten points.
+        ValueError: fewer than ten points, or outputs that are all the same.
     """
     n, q = y.shape
+    u, y = u.double(), y.double()
     if n < 10:
         raise ValueError(f"a kernel ridge map needs at least 10 pairs, got {n}")
     offset = y.mean(0)
+    least = 1e-9 * y.var(0).mean() * torch.eye(q, dtype=y.dtype, device=y.device)
+    if not least.trace() > 0:
+        raise ValueError(f"a kernel ridge map needs outputs that vary, got {n} times {offset.tolist()}")
     best: tuple[float, RidgeMap] | None = None
-    median = median_distance(u)
-    for bandwidth in [factor * median for factor in factors]:
-        kernel = partial(gaussian, bandwidth=bandwidth)
-        landmarks = u[pivots(kernel, u, rank=rank, tol=1e-9)]
-        phi = nystrom(kernel, landmarks)(u)
+    median, size = median_distance(u), u.square().sum(-1).mean().sqrt().item()
+    kernels: list[Kernel] = [partial(gaussian, bandwidth=factor * median) for factor in factors]
+    kernels += [partial(arcsine, bias=bias, slope=slope / size) for slope in slopes for bias in biases]
+    for kernel in kernels:
+        landmarks = u[pivots(kernel, u, rank=rank, tol=1e-6)]
+        whiten = nystrom_whitening(kernel(landmarks, landmarks))
+        phi = kernel(u, landmarks) @ whiten
         values, vectors = torch.linalg.eigh(phi.mT @ phi)
         rotated = phi @ vectors
         target = rotated.mT @ (y - offset)
@@ -112,12 +132,12 @@ def fit_ridge_map(
             shrunk = 1 / (values.clamp_min(0) + ridge)
             held_out = 1 - (rotated.square() @ shrunk)
             error = (y - offset - rotated @ (shrunk[:, None] * target)) / held_out[:, None]
-            noise = (held_out[:, None] * error).mT @ error / n
+            noise = (held_out[:, None] * error).mT @ error / n + least
             score = (torch.logdet(noise) - q * held_out.log().mean()).item()
             if best is None or score < best[0]:
                 inverse = (vectors * shrunk) @ vectors.mT
                 coefficients = vectors @ (shrunk[:, None] * target)
-                best = score, RidgeMap(landmarks, bandwidth, coefficients, offset, inverse, noise, u.new_tensor(ridge))
+                best = score, RidgeMap(landmarks, whiten, kernel, coefficients, offset, inverse, noise, u.new_tensor(ridge))
     assert best is not None
     return best[1]
 
@@ -137,15 +157,15 @@ class LearnedModel(NamedTuple):
         return self.observation.sample(z, generator)
 
     def log_likelihood(self, x: Float[Tensor, "*b q"], z: Float[Tensor, "*c d"]) -> Float[Tensor, "*e"]:
-        """log p(x | z), up to a constant."""
+        """The logarithm of p(x | z), up to a constant."""
         return self.observation.log_density(x, z)
 
 
 def learn_model(memory: Sequence | list[Sequence]) -> LearnedModel:
-    """Both maps from the transition pairs and the observed points of a memory.
+    """Both maps from the transition pairs and the observed points of a memory, in float64.
 
     Raises:
-        ValueError: too few points, or observations that are not vectors.
+        ValueError: too few points, observations that are not vectors, or states or observations that do not vary.
     """
     sequences = as_sequences(memory)
     if sequences[0].obs.ndim != 2:

@@ -15,7 +15,6 @@ from kbf import features, rules
 from kbf.filters.kernel import (
     DenseUpdate,
     KernelBayesFilter,
-    Operator,
     PrimalUpdate,
     RelativeRatio,
     density_transition,
@@ -26,8 +25,7 @@ from kbf.filters.kernel import (
 )
 from kbf.filters.learned import LearnedModel, learn_model
 from kbf.kernels import KERNELS, median_distance
-from kbf.linalg import cholesky
-from kbf.sequence import Sequence, as_sequences, transitions
+from kbf.sequence import Sequence, as_sequences, observed_pairs, transitions
 from kbf.ssm import simulate
 
 DENSE_RULES = {
@@ -51,20 +49,19 @@ class NystromFeatures(nn.Module):
         self.kernel = kernel
         k = partial(KERNELS[kernel], bandwidth=bandwidth)
         landmarks = points[features.pivots(k, points, rank=rank, tol=tol)]
-        gram = k(landmarks, landmarks)
-        eye = torch.eye(len(landmarks), dtype=points.dtype, device=points.device)
         self.register_buffer("landmarks", landmarks)
-        self.register_buffer("whiten", torch.linalg.solve_triangular(cholesky(gram, reg=1e-10), eye, upper=False).mT)
+        self.register_buffer("whiten", features.nystrom_whitening(k(landmarks, landmarks)))
         self.register_buffer("bandwidth", bandwidth)
 
-    def forward(self, x: Float[Tensor, "m q"]) -> Float[Tensor, "m p"]:
-        """psi(x) = L^-1 k(landmarks, x)."""
-        return KERNELS[self.kernel](x.to(self.landmarks), self.landmarks, bandwidth=self.bandwidth) @ self.whiten
+    def forward(self, x: Float[Tensor, "m *x"]) -> Float[Tensor, "m p"]:
+        """The features psi(x) = L^-1 k(landmarks, x)."""
+        return KERNELS[self.kernel](x.flatten(1).to(self.landmarks), self.landmarks, bandwidth=self.bandwidth) @ self.whiten
 
 
 class KBF(nn.Module):
     """Kernel Bayes Filter over the training recordings, by any rule and any ratio, with full Gram matrices or features.
 
+    Observations of any shape are compared by their flattened entries.
     Six hyper-parameters, all differentiable through the rollout: bandwidths of the states' kernel for the ratio and for the
     transition and of the observations' kernel; ridges eta (ratio), lambda' (transition) and lambda (rule; delta of the original).
     """
@@ -103,12 +100,23 @@ class KBF(nn.Module):
             regs: eta, lambda', lambda.
             alpha: of the relative ratio.
             dtype: float32 or float64, of the filter's steps; what is done once is done in float64.
+
+        Raises:
+            ValueError: an unknown name, or a combination that does not exist.
         """
         super().__init__()
-        choices = {"rule": (rule, DENSE_RULES), "ratio": (ratio, RATIOS), "kernel": (kernel, KERNELS), "select": (select, ("median", "paper"))}
+        choices = {
+            "rule": (rule, DENSE_RULES),
+            "ratio": (ratio, RATIOS),
+            "kernel": (kernel, KERNELS),
+            "select": (select, ("median", "paper")),
+            "dtype": (dtype, ("float32", "float64")),
+        }
         for name, (value, allowed) in choices.items():
             if value not in allowed:
                 raise ValueError(f"KBF: {name} must be one of {', '.join(allowed)}; got {value!r}")
+        if rule == "importance_weighted" and ratio == "tikhonov":
+            raise ValueError("KBF: rule=importance_weighted needs a ratio that is not negative, ratio=tikhonov is; use kulsif")
         if rank is not None and (rule == "pseudo_inverse" or ratio == "relative"):
             raise ValueError(f"KBF: rule={rule} with ratio={ratio} needs full Gram matrices, set rank to null")
         self.rule, self.ratio, self.kernel, self.rank, self.tol = rule, ratio, kernel, rank, tol
@@ -119,14 +127,14 @@ class KBF(nn.Module):
 
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
         """Set bandwidths (and with select=paper the ridges) from the training part."""
-        states, obs = stacked(memory)
         if self.select == "paper":
             from kbf.selection import paper_grid
 
             paper_grid(self, memory)
         else:
+            states, obs = stacked(as_sequences(memory))
             medians = torch.stack([median_distance(states), median_distance(states), median_distance(obs)])
-            self.set(medians * torch.tensor(self.factors), self.log_reg.exp())
+            self.set(medians * medians.new_tensor(self.factors), self.log_reg.exp())
 
     def set(self, bandwidths: Tensor, regs: Tensor) -> None:
         """Put numbers in: bandwidths (ratio, transition, observation) and ridges (eta, lambda', lambda)."""
@@ -141,10 +149,16 @@ class KBF(nn.Module):
         return dict(zip(names, values, strict=True))
 
     def condition(self, memory: Sequence | list[Sequence] | None) -> KernelBayesFilter:
-        """Build the operators over a memory; differentiable in bandwidths and ridges."""
+        """Build the operators over a memory; differentiable in bandwidths and ridges.
+
+        Raises:
+            ValueError: a memory without two successive steps, with missing observations, or with NaN or infinite values.
+        """
         sequences = as_sequences(memory or [])
         states, obs = stacked(sequences)
         pairs = transitions([len(s.states) for s in sequences], states.device)
+        if len(pairs.source) == 0:
+            raise ValueError(f"a kernel filter learns from pairs of successive steps, its {len(sequences)} sequences have none")
         ratio_width, transition_width, obs_width = self.log_bandwidth.exp()
         eta, reg_transition, reg = self.log_reg.exp()
         if self.rank is None:
@@ -225,10 +239,14 @@ class EnlargedKBF(nn.Module):
 
     @torch.no_grad()
     def condition(self, memory: Sequence | list[Sequence] | None) -> KernelBayesFilter:
-        """Learn the model, draw the memory, build the operators."""
-        sequences = as_sequences(memory or [])
+        """Learn the model, draw the memory, build the operators.
+
+        Raises:
+            ValueError: as `kbf.filters.learned.learn_model`.
+        """
+        sequences = [s._replace(states=s.states.double(), obs=s.obs.double()) for s in as_sequences(memory or [])]
         model = learn_model(sequences)
-        recorded, recorded_obs = stacked(sequences)
+        recorded, recorded_obs = torch.cat([s.states for s in sequences]), observed_pairs(sequences)[1]
         generator = torch.Generator(recorded.device).manual_seed(self.seed)
         start = recorded[torch.randint(len(recorded), (100,), device=recorded.device, generator=generator)]
         drawn = simulate(model, start, -(-self.run // len(start)), generator).states.flatten(0, 1)
@@ -268,11 +286,11 @@ def quantise(
 
 
 def stacked(memory: list[Sequence]) -> tuple[Tensor, Tensor]:
-    """States ``n d`` and observations ``n *x`` of all sequences, one behind the other, in float64.
+    """States ``n d`` and flattened observations ``n q`` of all sequences, one behind the other, in float64.
 
     Raises:
         ValueError: a masked step: a kernel filter's memory needs the observation of each of its points.
     """
     if any(s.mask is not None and not bool(s.mask.all()) for s in memory):
         raise ValueError("a kernel filter needs every observation of its memory: cut the recordings at missing steps")
-    return torch.cat([s.states for s in memory]).double(), torch.cat([s.obs for s in memory]).double()
+    return torch.cat([s.states for s in memory]).double(), torch.cat([s.obs for s in memory]).flatten(1).double()

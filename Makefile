@@ -1,0 +1,27 @@
+.PHONY: help install demo test lint format clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+
+install:  ## make .venv and install kbf into it
+	scripts/bootstrap
+
+demo:  ## set up, then train, evaluate and compare on the rotation problem
+	scripts/demo
+
+test: lint  ## set up with the tools for development, then check and test everything
+	.venv/bin/python -m pytest -n 2
+
+lint:
+	scripts/bootstrap dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/pyright
+
+format:  ## put the code into its standard form
+	scripts/bootstrap dev
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+clean:  ## remove the environment and what the commands wrote
+	rm -rf .venv runs multirun outputs

@@ -1,0 +1,233 @@
+"""The commands from end to end, and one clear line for each kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from kbf import __version__
+from kbf.cli import COMMANDS, compose, config_dir, configure, main
+
+QUICK = ["n_train=60", "data.n_test=20", "particles=200"]
+QUIET = ["trainer.enable_progress_bar=false", "trainer.callbacks=[]"]
+
+
+def learning(model: str, **training) -> list[str]:
+    """Overrides that do not depend on how a model's configuration is tuned."""
+    training = {
+        "epochs": 3,
+        "batch_size": 16,
+        "window": 8,
+        "stride": 2,
+        "burn_in": 0,
+        "validation": 0.2,
+        "patience": None,
+    } | training
+    values = {key: "null" if value is None else value for key, value in training.items()}
+    return [f"model={model}", *(f"++model.training.{key}={value}" for key, value in values.items())]
+
+
+BRIEF = [*learning("lstm"), "logger=none", *QUIET]
+
+
+def metrics(directory) -> dict:
+    return json.loads((directory / "metrics.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A finished run of a model without gradient."""
+    directory = tmp_path_factory.mktemp("train")
+    assert main(["train", "model=kalman", *QUICK, f"run_dir={directory}"]) == 0
+    return directory
+
+
+def test_train_leaves_a_run_directory(run_dir, capsys):
+    names = {path.name for path in run_dir.iterdir()}
+    assert {"config.yaml", "metrics.json", "track.png", "checkpoints"} <= names
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    told = metrics(run_dir)
+    assert told.keys() >= {"test.mse", "test.excess", "test.floor", "n_train", "seed", "seconds", "model", "data"}
+    assert told["test.excess"] == pytest.approx(told["test.mse"] / told["test.floor"] - 1)
+    assert (told["n_train"], told["seed"], told["n_test"]) == (60, 0, 20)
+    assert not list(run_dir.rglob(".*")), "temporary files are left"
+
+
+def test_tensorboard_is_worth_opening(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model = learning("kbf_tuned", epochs=2, folds=2, validation=0.3)
+    assert main(["train", *model, *QUICK, *QUIET, f"run_dir={tmp_path}"]) == 0
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = events.Tags()
+    assert {"train/loss", "validation/mse", "validation/excess", "learning_rate", "test.mse", "test.excess"} <= set(tags["scalars"])
+    assert {f"filter/{name}" for name in ("ess", "weight_sum", "negative_mass", "clipped")} <= set(tags["scalars"])
+    assert sum(tag.startswith("hyperparameters/") for tag in tags["scalars"]) >= 6
+    assert {"track/validation", "track/test"} <= set(tags["images"])
+    moves = [event.value for event in events.Scalars("hyperparameters/reg/rule")]
+    assert len(moves) == 2
+    assert moves[0] != moves[1]
+    assert "_hparams_/session_start_info" in events.summary_metadata
+
+
+def test_evaluate_from_the_checkpoint_alone(run_dir, tmp_path):
+    checkpoint = run_dir / "checkpoints" / "best.ckpt"
+    assert main(["evaluate", f"checkpoint={checkpoint}", "particles=200", f"run_dir={tmp_path}"]) == 0
+    told = metrics(tmp_path)
+    assert told["test.mse"] == metrics(run_dir)["test.mse"]
+    assert told["test.floor"] == metrics(run_dir)["test.floor"]
+    arrays = np.load(tmp_path / "predictions.npz")
+    errors = ((arrays["estimates_0"] - arrays["states_0"]) ** 2).sum(-1)
+    assert errors.mean() == pytest.approx(told["test.mse"])
+    assert (tmp_path / "track.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "name"),
+    [(["data.n_test=33", "seed=5"], 33, "rotation"), (["data=oscillatory"], 200, "oscillatory"), (["n_train=80"], 20, "rotation")],
+)
+def test_evaluate_on_other_data(run_dir, tmp_path, overrides, steps, name):
+    checkpoint = run_dir / "checkpoints" / "best.ckpt"
+    assert main(["evaluate", f"checkpoint={checkpoint}", "particles=200", f"run_dir={tmp_path}", *overrides]) == 0
+    told = metrics(tmp_path)
+    assert (told["n_test"], told["data"]) == (steps, name)
+    assert told["test.mse"] != metrics(run_dir)["test.mse"]
+
+
+def test_resume_from_the_command_line(tmp_path, capsys):
+    train = ["train", *QUICK, *BRIEF]
+    assert main([*train, f"run_dir={tmp_path / 'whole'}"]) == 0
+    assert main([*train, "trainer.max_epochs=1", f"run_dir={tmp_path / 'cut'}"]) == 0
+    checkpoint = tmp_path / "cut" / "checkpoints" / "last.ckpt"
+    assert main([*train, "seed=1", f"ckpt_path={checkpoint}"]) == 2
+    assert "seed: 0 there, 1 here" in capsys.readouterr().err
+    elsewhere = tmp_path / "elsewhere"
+    plain = ["logger=none", *QUIET, "particles=200"]
+    assert main(["train", f"ckpt_path={checkpoint}", f"run_dir={elsewhere}", *plain]) == 0
+    assert main(["train", f"ckpt_path={checkpoint}", *plain]) == 0
+    for directory in (elsewhere, tmp_path / "cut"):
+        told, whole = metrics(directory), metrics(tmp_path / "whole")
+        assert told["epochs"] == 3
+        assert {k: v for k, v in told.items() if "seconds" not in k} == {k: v for k, v in whole.items() if "seconds" not in k}
+
+
+def test_data_and_floor(tmp_path, capsys):
+    assert main(["data", "data=orientation", "n_train=12", "data.n_test=5", f"run_dir={tmp_path}"]) == 0
+    arrays = np.load(tmp_path / "data.npz")
+    assert arrays["train_states_0"].shape == (12, 2)
+    assert arrays["test_obs_0"].shape == (5, 2)
+    assert (tmp_path / "data.png").exists()
+    capsys.readouterr()
+    assert main(["floor", "n_train=30", "runs=2", "particles=100", "data.n_test=10"]) == 0
+    assert "standard error" in capsys.readouterr().out
+
+
+def test_multirun(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["kbf"])
+    overrides = [*QUICK, "model=kalman,frame", "logger=csv", f"hydra.sweep.dir={tmp_path}"]
+    assert main(["train", "--multirun", *overrides]) == 0
+    assert [metrics(tmp_path / k)["model"] for k in ("0", "1")] == ["kalman", "frame"]
+    assert not (tmp_path / "2").exists()
+
+
+def test_help_and_version(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in COMMANDS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"kbf {__version__}"
+    for command in COMMANDS:
+        assert main([command, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert f"kbf {command}" in text
+        assert "settings" in text
+        assert "rotation" in text
+        for key in compose(command, ["checkpoint=x"] if command == "evaluate" else []):
+            assert str(key) in text or key in ("data", "model", "trainer", "logger"), key
+
+
+def test_help_answers_at_once():
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "kbf.cli", "--help"], check=True, capture_output=True)
+    assert time.perf_counter() - began < 1
+
+
+def test_every_choice_composes():
+    directory = config_dir()
+    for group in ("data", "model", "trainer", "logger"):
+        for path in (directory / group).glob("*.yaml"):
+            assert configure("train", [f"{group}={path.stem}"])["run_dir"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "no command 'trian'"),
+        (["train", "--fast"], "no option --fast"),
+        (["train", "n_trian=5"], "Key 'n_trian' is not in struct"),
+        (["train", "model=none_such"], "Could not find 'model/none_such' Available options in 'model': ekf"),
+        (["train", "model=lstm", "model.training.speed=5"], "Key 'speed' is not in struct"),
+        (["train", "model=lstm", "+model.training.speed=5"], "model.training has no 'speed'"),
+        (["train", "model=kalman", "+model.net.speed=5"], "unexpected keyword argument 'speed'"),
+        (["train", "model=kalman", "model.net._target_=kbf.no.Such"], "'kbf.no.Such' does not exist"),
+        (["train", "n_train=1"], "n_train 1 and n_test 200"),
+        (["train", *learning("lstm"), "n_train=5"], "leaves 4 to fit and 1 to validate"),
+        (["train", *learning("lstm", window=20), "n_train=20"], "no window of 20 steps fits: 16 steps to fit"),
+        (["train", "ckpt_path=none.ckpt"], "there is no checkpoint none.ckpt"),
+        (["train", "model=lstm", "model.training.optimiser=best"], "one of adam, adamw, sgd; got 'best'"),
+        (["evaluate"], "Missing mandatory value: checkpoint"),
+        (["evaluate", "checkpoint=none.ckpt"], "there is no checkpoint none.ckpt"),
+        (["evaluate", "checkpoint=none.ckpt", "data=none_such"], "Could not find 'data/none_such'"),
+        (["compare", "models=[none_such]"], "Could not find 'model/none_such'"),
+        (["data", "n_train=abc"], "n_train must be a whole number, got 'abc'"),
+        (["compare", "n_train=100,-5"], "n_train must be a whole number, got -5"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert len(told.err.strip().splitlines()) == 1
+    assert "Traceback" not in told.out + told.err
+    assert list(tmp_path.iterdir()) == [], "something half-written is left"
+
+
+def test_damaged_and_foreign_checkpoints(run_dir, tmp_path, capsys):
+    whole = (run_dir / "checkpoints" / "best.ckpt").read_bytes()
+    (tmp_path / "cut.ckpt").write_bytes(whole[:1000])
+    torch.save({"weights": torch.zeros(2)}, tmp_path / "foreign.ckpt")
+    for name, message in (("cut", "is no checkpoint, or damaged"), ("foreign", "was not written by kbf")):
+        assert main(["evaluate", f"checkpoint={tmp_path / name}.ckpt", f"run_dir={tmp_path / 'out'}"]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_of_another_shape(run_dir, tmp_path, capsys, monkeypatch):
+    from kbf.data.synthetic import SyntheticData
+
+    original = SyntheticData.__init__
+
+    def wider(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.test = [s._replace(obs=torch.cat([s.obs, s.obs], 1)) for s in self.test]
+
+    monkeypatch.setattr(SyntheticData, "__init__", wider)
+    checkpoint = run_dir / "checkpoints" / "best.ckpt"
+    assert main(["evaluate", f"checkpoint={checkpoint}", f"run_dir={tmp_path / 'out'}"]) == 2
+    assert "observations have the shape (4,), those that" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(ValueError, match="n_train 1"):
+        main(["train", "n_train=1", "--debug"])

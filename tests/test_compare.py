@@ -1,0 +1,131 @@
+"""`kbf compare`: the same results however it runs, and nothing lost when it is killed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jobs
+import pytest
+
+from kbf.cli import configure, main
+from kbf.commands import compare
+from kbf.commands.pool import run_all
+
+SMALL = ["n_train=40", "data.n_test=15", "particles=200", "models=kalman,frame"]
+
+
+def cells(directory) -> dict[str, dict]:
+    return {path.name: json.loads(path.read_text()) for path in (directory / "cells").glob("*.json")}
+
+
+def errors(directory) -> dict[str, float]:
+    return {name: cell["test.mse"] for name, cell in cells(directory).items()}
+
+
+def test_tables_and_picture(tmp_path, capsys):
+    overrides = [f"run_dir={tmp_path}", *SMALL, "n_train=40,50", "runs=2", "workers=0"]
+    assert main(["compare", *overrides]) == 0
+    assert len(cells(tmp_path)) == 2 * 2 * 3
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert [(row["n_train"], row["model"]) for row in rows] == [(n, m) for n in ("40", "50") for m in ("kalman", "frame")]
+    by = {(c["model"], c["n_train"], c["seed"]): c["test.mse"] for c in cells(tmp_path).values()}
+    mine = [by["kalman", 50, s] for s in (0, 1)]
+    floors = [by["floor", 50, s] for s in (0, 1)]
+    row = rows[2]
+    assert float(row["mse"]) == pytest.approx(sum(mine) / 2)
+    assert float(row["excess"]) == pytest.approx(sum(mine) / sum(floors) - 1)
+    assert {"se", "excess_se", "seconds", "floor", "runs"} <= row.keys()
+    tests = list(csv.DictReader((tmp_path / "wilcoxon.csv").open()))
+    assert [(t["n_train"], t["first"], t["second"]) for t in tests] == [("40", "kalman", "frame"), ("50", "kalman", "frame")]
+    assert (tmp_path / "comparison.png").stat().st_size > 5000
+    told = capsys.readouterr().out
+    assert "rotation, 50 training steps" in told
+    assert f"{float(row['mse']):.4f}" in told
+
+
+def test_finished_runs_are_not_done_again(tmp_path, monkeypatch):
+    overrides = [f"run_dir={tmp_path}", *SMALL, "runs=1", "workers=0"]
+    main(["compare", *overrides])
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "cells").iterdir()}
+    done = []
+    original = compare.run_cell
+    monkeypatch.setattr(compare, "run_cell", lambda cell: done.append(cell) or original(cell))
+    assert main(["compare", *overrides]) == 0
+    assert not done
+    assert main(["compare", *overrides, "runs=2"]) == 0
+    assert {(cell.model, cell.seed) for cell in done} == {("floor", 1), ("kalman", 1), ("frame", 1)}
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+    done.clear()
+    main(["compare", *overrides, "data.n_test=16"])  # other data: other results
+    assert len(done) == 3
+
+
+def test_a_failing_run_is_reported_and_the_rest_goes_on(tmp_path, capsys, monkeypatch):
+    original = compare.run_cell
+
+    def fail(cell):
+        if cell.model == "kalman" and cell.seed == 1:
+            raise ValueError("the [reason]")
+        return original(cell)
+
+    monkeypatch.setattr(compare, "run_cell", fail)
+    overrides = [f"run_dir={tmp_path}", *SMALL, "runs=2", "workers=0"]
+    assert main(["compare", *overrides]) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "failed rotation, n 40, seed 1: kalman: ValueError: the [reason]" in told
+    assert len(cells(tmp_path)) == 5
+    rows = {row["model"]: row for row in csv.DictReader((tmp_path / "results.csv").open())}
+    assert (rows["kalman"]["runs"], rows["frame"]["runs"]) == ("1", "2")
+    monkeypatch.undo()
+    assert main(["compare", *overrides]) == 0
+    assert len(cells(tmp_path)) == 6
+
+
+def alive(session: int) -> list[str]:
+    """Processes of a session."""
+    return subprocess.run(["ps", "-o", "pid=", "--sid", str(session)], capture_output=True, text=True, check=False).stdout.split()
+
+
+@pytest.mark.slow
+def test_killed_and_in_several_processes(tmp_path):
+    """The workers' results are those of a single process, and a kill in the middle loses no finished run."""
+    command = [sys.executable, "-m", "kbf.cli", "compare", *SMALL, "runs=4", "workers=1"]
+    process = subprocess.Popen([*command, f"run_dir={tmp_path / 'killed'}"], stdout=subprocess.DEVNULL, start_new_session=True)
+    limit = time.monotonic() + 60
+    while not list((tmp_path / "killed" / "cells").glob("[!.]*.json")) and time.monotonic() < limit:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = errors(tmp_path / "killed")
+    assert kept
+    main(["compare", *SMALL, "runs=4", "workers=0", f"run_dir={tmp_path / 'whole'}"])
+    assert main(["compare", *SMALL, "runs=4", "workers=0", f"run_dir={tmp_path / 'killed'}"]) == 0
+    assert kept.items() <= errors(tmp_path / "killed").items()
+    assert errors(tmp_path / "killed") == errors(tmp_path / "whole")
+    while alive(process.pid) and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert not alive(process.pid), "the workers outlived their parent"
+
+
+def test_a_worker_that_dies_does_not_take_the_others_along():
+    results = dict(run_all(jobs.die_or_double, [1, 2, 3, 4, 5, 6], 2, start=jobs.nothing))
+    assert {job: r["value"] for job, r in results.items() if "value" in r} == {1: 2, 2: 4, 5: 10, 6: 12}
+    assert results[4]["error"] == "ValueError: no fours"
+    assert "died twice" in results[3]["error"]
+
+
+def test_every_model_of_the_default_table_can_be_composed():
+    config = configure("compare", [])
+    assert set(config["bases"]) >= {"kalman", "lstm", "ekf", "ukf", "particle", "frame"}
+    made = compare.make_cells(config, compare.Path("cells"))
+    assert len(made) == len({cell.path for cell in made}) == 5 * 4 * (len(config["bases"]) + 1)
+    problem = {"_target_": "kbf.ssm.rotation"}
+    (ekf,) = [cell for cell in made if (cell.model, cell.n_train, cell.seed) == ("ekf", 500, 2)]
+    assert ekf.config["model"]["net"]["model"] == problem
+    assert (ekf.config["data"]["source"]["n_train"], ekf.config["data"]["source"]["seed"]) == (500, 2)
