@@ -118,10 +118,10 @@ def configure(command: str, overrides: list[str]) -> dict[str, Any]:
     if command == "compare":
         overrides = [as_list(word) for word in overrides]
     given = dict(word.lstrip("+~").split("=", 1) for word in overrides if "=" in word)
-    if "ckpt_path" in given and "run_dir" not in given:  # a run goes on where it is
+    if given.get("ckpt_path", "null") != "null" and "run_dir" not in given:  # a run goes on where it is
         overrides = [*overrides, f"run_dir='{Path(given['ckpt_path'].strip(chr(39))).resolve().parent.parent}'"]
     composed = compose(command, overrides)
-    check_numbers(composed)
+    check_numbers(composed, several=("n_train",) if command == "compare" else ())
     spoken = {key.split(".")[0] for key in given} & {"model", "data", "n_train", "seed", "experiment"}
     recipe = {key: plain(composed, resolve=False)[key] for key in ("data", "n_train", "seed")}
     if command != "compare":
@@ -129,13 +129,13 @@ def configure(command: str, overrides: list[str]) -> dict[str, Any]:
     return comparison(composed, recipe, [word for word in overrides if word.startswith("hydra.")])
 
 
-def check_numbers(config: Any) -> None:
-    """Raise if a setting that counts something is no whole number."""
+def check_numbers(config: Any, several: tuple[str, ...]) -> None:
+    """Raise if a setting that counts something is no whole number, or for those in ``several`` no list of them."""
     for key in ("n_train", "seed", "runs", "particles", "workers"):
-        values = config.get(key) or 0
-        for value in [values] if isinstance(values, int | float | str) else values:
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"{key} must be a whole number, got {value!r}")
+        value: Any = config.get(key) or 0
+        for number in [value] if key not in several or isinstance(value, int | float | str) else value:
+            if not isinstance(number, int) or number < 0:
+                raise ValueError(f"{key} must be a whole number, got {number!r}")
 
 
 def comparison(composed: Any, recipe: dict[str, Any], search: list[str]) -> dict[str, Any]:

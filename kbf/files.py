@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
@@ -23,6 +24,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def copy(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Copy a file in one step."""
+    with replacing(path) as temporary:
+        shutil.copyfile(source, temporary)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -147,9 +147,7 @@ def oscillatory(
     )
 
 
-def simulate(
-    model: StateSpace, z0: Float[Tensor, "*b d"], steps: int, generator: Generator | None = None
-) -> Sequence:
+def simulate(model: StateSpace, z0: Float[Tensor, "*b d"], steps: int, generator: Generator | None = None) -> Sequence:
     """Draw a sequence of ``steps`` states and observations that starts *after* z0: move, then observe."""
     states, obs, z = [], [], z0
     for _ in range(steps):

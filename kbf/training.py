@@ -19,11 +19,13 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from kbf import __version__
 from kbf.build import build
 from kbf.data.module import FilterDataModule, Task, Training
+from kbf.files import copy
 from kbf.filters.base import Filter, rollout
 from kbf.filters.recurrent import LSTMFilter
 from kbf.metrics import mse
@@ -194,11 +196,12 @@ class Checkpoints(Checkpoint):
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Compare, save, perhaps stop."""
         score = trainer.callback_metrics.get("validation/mse")
-        self.wait += 1
-        if score is None or float(score) < self.best:
-            self.best, self.wait = float("inf") if score is None else float(score), 0
-            trainer.save_checkpoint(self.directory / "best.ckpt")
+        better = score is None or float(score) < self.best
+        self.best = float(score) if better and score is not None else self.best
+        self.wait = 0 if better else self.wait + 1
         trainer.save_checkpoint(self.directory / "last.ckpt")
+        if better and trainer.is_global_zero:
+            copy(self.directory / "last.ckpt", self.directory / "best.ckpt")
         self.stop_if_done(trainer)
 
     def stop_if_done(self, trainer: lightning.Trainer) -> None:
@@ -252,7 +255,8 @@ def train(
     settings = {key: value for key, value in config["trainer"].items() if key != "callbacks"}
     trainer = build(settings, trust=True, callbacks=callbacks, logger=loggers or False)
     generator = torch.Generator().manual_seed(config["seed"])
-    directory.mkdir(parents=True, exist_ok=True)
+    if trainer.is_global_zero:
+        directory.mkdir(parents=True, exist_ok=True)
     if module.learns and module.how is not None:
         tasks = FilterDataModule(module.memory.sequences(), module.how, config["seed"])
         module.net.prepare(tasks.fit, generator)
@@ -266,8 +270,8 @@ def train(
         with torch.no_grad():
             module.ready.append(module.filter())
         trainer.strategy.connect(module)
-        for name in ("best.ckpt", "last.ckpt"):
-            trainer.save_checkpoint(directory / name)
+        trainer.save_checkpoint(directory / "last.ckpt")
+        copy(directory / "last.ckpt", directory / "best.ckpt")
     if not trainer.is_global_zero:
         return None
     if module.ready:
@@ -383,9 +387,14 @@ def read_training(config: dict[str, Any] | None) -> Training | None:
     return training
 
 
+def is_main_process() -> bool:
+    """False in the helper processes of a distributed run, which write nothing."""
+    return getattr(rank_zero_only, "rank", 0) == 0
+
+
 def quiet() -> None:
     """Silence what Lightning says to everybody and what does not apply here."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     texts = ("does not have many workers", "GPU available but not used", "number of training batches", "litlogger")
-    for text in (*texts, "Total length of", "isinstance.treespec, LeafSpec"):
+    for text in (*texts, "Total length of", "sync_dist=True", "isinstance.treespec, LeafSpec"):
         warnings.filterwarnings("ignore", f".*{text}.*")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kbf import ratios, rules
 from kbf.embeddings import cme_weights
+from kbf.filters import kernel
 from kbf.filters.base import Filter, rollout
 from kbf.filters.gaussian import KalmanFilter, LinearModel
 from kbf.filters.kernel import (
@@ -213,6 +214,17 @@ def test_update_over_k_draws_is_the_rule_over_all_of_them(normal):
     torch.testing.assert_close(update(ratio, x), every.unflatten(-1, (n, k)).sum(-1), rtol=1e-10, atol=1e-10)
 
 
+def test_update_is_the_same_with_and_without_stored_products(normal, monkeypatch):
+    obs, ratio, x = normal(7, 1, 2), normal(3, 7).square(), normal(3, 2)
+    stored = PrimalUpdate(features_of(obs), obs, 0.05)
+    monkeypatch.setattr(kernel, "CACHED", 0)
+    fresh = PrimalUpdate(features_of(obs), obs, 0.05)
+    assert stored.moments is not None
+    assert fresh.moments is None
+    torch.testing.assert_close(stored(ratio, x), fresh(ratio, x), rtol=1e-10, atol=1e-10)
+    assert PrimalUpdate(features_of(obs), obs.expand(7, 3, 2), 0.05).moments is not None, "several observations a point need them"
+
+
 @pytest.mark.parametrize("rule", ["importance_weighted", "original"])
 def test_dense_update_is_the_update_over_its_features(normal, rule):
     obs, ratio, x = normal(7, 2), normal(3, 7).abs(), normal(3, 2)
@@ -365,6 +377,20 @@ def test_weights_are_normalised_or_left_alone():
     ratio = gamma.clamp_min(0) * 40 / gamma.clamp_min(0).sum()
     w = filter.rule(ratio, test.obs[:, 0])
     torch.testing.assert_close(filter.update(state, test.obs[:, 0]).weights, w / w.sum())
+
+
+def test_without_a_ratio_operator_the_ratio_is_n_times_the_weights(normal):
+    z, seen = normal(8, 2), []
+
+    class Watch(nn.Module):
+        def forward(self, ratio, obs):
+            seen.append(ratio)
+            return ratio
+
+    filter = KernelBayesFilter(z, nn.Identity(), None, Watch())
+    state = KernelState(normal(3, 8), torch.zeros(3, dtype=F64))
+    filter.update(state, normal(3, 2))
+    torch.testing.assert_close(seen[0], (8 * state.weights).clamp_min(0))
 
 
 def test_diagnostics_say_what_the_weights_are():

@@ -13,7 +13,7 @@ import reference
 import torch
 
 from kbf import kernels
-from kbf.kernels import KERNELS, delta, gaussian, linear, matern, median_distance, product, trace
+from kbf.kernels import KERNELS, arcsine, delta, gaussian, linear, matern, median_distance, product, trace
 
 F64 = torch.float64
 
@@ -31,6 +31,11 @@ def matern_of_two(x, y, nu):
     return {0.5: 1, 1.5: 1 + a, 2.5: 1 + a + a * a / 3}[nu] * math.exp(-a)
 
 
+def arcsine_of_two(x, y, bias, slope):
+    xx, yy, xy = (bias**2 + slope**2 * sum(a * b for a, b in zip(u, v, strict=True)) for u, v in ((x, x), (y, y), (x, y)))
+    return 2 / math.pi * math.asin(2 * xy / math.sqrt((1 + 2 * xx) * (1 + 2 * yy)))
+
+
 CASES = {
     "gaussian": Case(partial(gaussian, bandwidth=0.8), lambda x, y: reference.gaussian(x, y, 0.8)),
     "gaussian, a length for each component": Case(
@@ -45,6 +50,7 @@ CASES = {
     "matern32": Case(partial(KERNELS["matern32"], bandwidth=0.8), partial(matern_of_two, nu=1.5)),
     "matern52": Case(partial(KERNELS["matern52"], bandwidth=0.8), partial(matern_of_two, nu=2.5)),
     "imq": Case(partial(KERNELS["imq"], bandwidth=0.8), lambda x, y: 1 / math.sqrt(1 + math.dist(x, y) ** 2 / 0.64)),
+    "arcsine": Case(partial(arcsine, bias=0.5, slope=3.0), lambda x, y: arcsine_of_two(x, y, 0.5, 3.0)),
     "linear": Case(linear, lambda x, y: sum(a * b for a, b in zip(x, y, strict=True))),
     "trace": Case(trace, lambda x, y: float(np.trace(x @ y.T)), shape=(3, 3)),
     "delta": Case(delta, lambda x, y: float(all(a == b for a, b in zip(x, y, strict=True))), smooth=False),
@@ -139,6 +145,15 @@ def test_gradient_of_the_bandwidth(normal):
 def test_matern_refuses_another_nu(normal):
     with pytest.raises(ValueError, match=r"nu must be .* got 2"):
         matern(normal(2, 1), normal(2, 1), bandwidth=1.0, nu=2.0)
+
+
+def test_arcsine_is_a_wide_network_of_error_functions(normal):
+    """k(x, y) = E[erf(v + <w, x>) erf(v + <w, y>)] over random units, within 5 standard errors."""
+    x, bias, slope, units = normal(6, 3), 0.7, 1.5, 40_000
+    hidden = torch.erf(bias * normal(units, 1) + slope * normal(units, 3) @ x.mT)
+    products = hidden[:, :, None] * hidden[:, None, :]
+    gap = (products.mean(0) - arcsine(x, x, bias=bias, slope=slope)).abs()
+    assert (gap < 5 * products.std(0) / math.sqrt(units)).all()
 
 
 def test_product_refuses_parts_that_do_not_cover(normal):

@@ -201,7 +201,7 @@ class Watched(KBF):
 @pytest.fixture
 def small_grid(monkeypatch):
     """Two scales and two ridges in place of 18 settings."""
-    monkeypatch.setattr(selection, "PAPER_SCALES", (0.25, 1.0))
+    monkeypatch.setattr(selection, "PAPER_SCALES", (1.0, 0.25))
     monkeypatch.setattr(selection, "PAPER_REGS", (1e-4, 5e-4))
 
 
@@ -214,7 +214,7 @@ def test_paper_grid_is_the_least_validation_error(small_grid):
     squared = [np.sort(np.square(v.numpy()[:, None] - v.numpy()).sum(-1).ravel()) for v in (states, obs)]
     s_z, s_x = (d[(len(d) - 1) // 2] for d in squared)  # of an even number, the lower of the two in the middle
     settings, errors = [], []
-    for scale in (0.25, 1.0):
+    for scale in (1.0, 0.25):
         G, K = (np.exp(-np.square(v.numpy()[:, None] - v.numpy()).sum(-1) / (scale * s_z)) for v in (source, target))
         etas = (5e-5, 1e-4, 5e-4, 1e-3, 5e-3)
         eta = etas[int(np.argmin([reference.cme_loo(G, K, reg) for reg in etas]))]
@@ -229,7 +229,7 @@ def test_paper_grid_is_the_least_validation_error(small_grid):
     model = KBF(normalise=False, rank=None, select="paper")
     model.prepare(memory)
     np.testing.assert_allclose(list(model.hyperparameters().values()), settings[int(np.argmin(errors))], rtol=1e-9)
-    assert len(set(errors)) == 4
+    assert 0 < np.argmin(errors) < 3, "neither the first nor the last that is tried"
 
 
 def test_paper_grid_filters_over_the_first_part_only(small_grid):

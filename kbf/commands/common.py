@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +31,7 @@ def start(threads: int | None = None) -> None:
         torch.set_num_threads(threads)
 
 
-def test_metrics(result: Score, least: Score | None) -> dict[str, float | None]:
+def score_metrics(result: Score, least: Score | None) -> dict[str, float | None]:
     """The flat keys that every scored run has; null where there is no floor, or one sequence gives no standard error."""
     told = summary(result.mse.tolist(), [None] * len(result.mse) if least is None else least.mse.tolist())
     floor = None if least is None else least.mse.mean().item()
@@ -44,6 +49,28 @@ def about(config: Mapping[str, Any], data: Data) -> dict[str, Any]:
         "n_test": sum(len(s.states) for s in data.test),
         "seed": config["seed"],
         "version": __version__,
+    }
+
+
+def provenance() -> dict[str, Any]:
+    """What made a result: the command line, the commit of the checkout it ran from, the machine and the versions."""
+    root = Path(__file__).parents[2]
+    git = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # an installed wheel
+        commit = None
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
+    return {
+        "command": "kbf " + shlex.join(sys.argv[1:]),
+        "commit": commit,
+        "processor": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "kbf": __version__,
     }
 
 

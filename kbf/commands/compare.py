@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kbf import __version__
-from kbf.commands.common import console, resolved, start
+from kbf.commands.common import console, provenance, resolved, start
 from kbf.commands.pool import run_all
 from kbf.commands.train import finish
 from kbf.data.source import load_data
@@ -130,10 +130,13 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
     if not rows:
         return
     write_csv(directory / "results.csv", rows)
+    keys = ("data", "n_train", "seed", "model", "test.mse", "seconds")
+    write_csv(directory / "runs.csv", [{key: result[key] for key in keys} for _, result in sorted(results.items())])
+    write_json(directory / "about.json", provenance())
     if tests:
         write_csv(directory / "wilcoxon.csv", tests)
     save(comparison_figure(rows, title=f"{name}: {max(row['runs'] for row in rows)} runs"), directory / "comparison.png")
-    console.print(f"in [bold]{directory}[/]: results.csv, wilcoxon.csv, comparison.png", highlight=False)
+    console.print(f"in [bold]{directory}[/]: results.csv, runs.csv, wilcoxon.csv, comparison.png, about.json", highlight=False)
 
 
 def show_table(title: str, rows: list[dict[str, Any]]) -> None:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kbf.commands.common import about, console, save_arrays, show, start, test_metrics
+from kbf.commands.common import about, console, save_arrays, score_metrics, show, start
 from kbf.data.source import load_data
 from kbf.evaluation import data_floor, score
 from kbf.files import write_json
@@ -27,7 +27,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     least = data_floor(data, particles=config["particles"], seed=config["seed"])
     began = time.perf_counter()
     result = score(loaded.filter, data.test, seed=config["seed"], dtype=loaded.module.model_dtype, device=config["device"])
-    metrics = about({**config, "model": loaded.module.config["model"]}, data) | test_metrics(result, least)
+    metrics = about({**config, "model": loaded.module.config["model"]}, data) | score_metrics(result, least)
     metrics |= {"checkpoint": str(config["checkpoint"]), "seconds": time.perf_counter() - began}
     directory = Path(config["run_dir"])
     arrays = {}

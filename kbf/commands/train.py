@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 from kbf.build import build
-from kbf.commands.common import about, console, show, start, test_metrics
+from kbf.commands.common import about, console, score_metrics, show, start
 from kbf.data.source import Data, load_data
 from kbf.data.windows import split
 from kbf.evaluation import Score, data_floor, floor, score
-from kbf.files import write_json, write_text
+from kbf.files import copy, write_json, write_text
 from kbf.plots import save, track_figure
-from kbf.training import CheckpointError, Trained, check, log_track, read_checkpoint, train
+from kbf.training import CheckpointError, Trained, check, is_main_process, log_track, read_checkpoint, train
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +33,8 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     data = load_data(config["data"], trust=trust)
     check(config, data.train, trust=trust)
     least = data_floor(data, particles=config["particles"], seed=config["seed"])
-    prepare_directory(directory, ckpt_path, config)
+    if is_main_process():
+        prepare_directory(directory, ckpt_path, config)
     loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]
     began = time.perf_counter()
     trained = train(
@@ -75,7 +75,7 @@ def finish(config: dict[str, Any], data: Data, trained: Trained, least: Score | 
     fitted = time.perf_counter()
     module = trained.module
     result = score(trained.filter, data.test, seed=config["seed"], dtype=module.model_dtype, device=module.device)
-    metrics = about(config, data) | test_metrics(result, least)
+    metrics = about(config, data) | score_metrics(result, least)
     validated = trained.validation_mse
     metrics |= {"validation.mse": validated, "epochs": trained.epochs}
     metrics |= {"seconds.fit": fitted - began, "seconds.test": time.perf_counter() - fitted}
@@ -121,7 +121,7 @@ def prepare_directory(directory: Path, ckpt_path: Path | None, config: dict[str,
         for path in old:
             path.unlink(missing_ok=True)
     elif ckpt_path.resolve().parent != checkpoints.resolve() and (best := ckpt_path.parent / "best.ckpt").exists():
-        shutil.copyfile(best, checkpoints / "best.ckpt")
+        copy(best, checkpoints / "best.ckpt")
     write_text(directory / "config.yaml", safe_dump({k: v for k, v in config.items() if k != "explicit"}, sort_keys=False))
 
 

@@ -18,7 +18,6 @@ from kbf.linalg import psd_solve
 from kbf.metrics import effective_sample_size, negative_mass
 from kbf.sequence import Transitions
 
-
 CACHED = 2**24
 """Bytes up to which the products of features are kept (`kbf.rules.second_moments`): what stays in a processor's cache."""
 

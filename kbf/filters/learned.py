@@ -91,7 +91,7 @@ def fit_ridge_map(
     regs: tuple[float, ...] = tuple(10.0 ** (-k / 2) for k in range(1, 15)),
     rank: int = 128,
 ) -> RidgeMap:
-    """Fit y on u; kernel (Gaussian or arcsine), its numbers and the ridge minimise the leave-one-out predictive log loss, in closed form.
+    """Fit y on u; kernel (Gaussian or arcsine), its numbers and the ridge minimise the leave-one-out log loss, in closed form.
 
     With H_i = 1 - phi_i^T (Phi^T Phi + n reg I)^-1 phi_i, the residual of point i when it is left out is e_i / H_i and its scale
     is 1 / H_i (offset, landmarks and the ridge n reg stay as they are); the noise is
