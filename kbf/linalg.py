@@ -47,6 +47,8 @@ def cholesky(a: Float[Tensor, "*a n n"], *, reg: float | Tensor = 0.0, check: bo
     shift = torch.as_tensor(reg, dtype=a.dtype, device=a.device)
     shifted = a + shift[..., None, None] * torch.eye(n, dtype=a.dtype, device=a.device)
     factor, info = torch.linalg.cholesky_ex(shifted)
+    if not check:
+        return torch.where((info == 0)[..., None, None], factor, torch.nan)
     if check and bool((info != 0).any()):
         if not torch.isfinite(shifted).all():
             raise NotPositiveDefiniteError(f"a {n} x {n} matrix to be solved holds NaN or infinite entries")

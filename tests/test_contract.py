@@ -19,6 +19,7 @@ from kbf.filters.base import Filter, FilterModel, load_state, rollout, save_stat
 from kbf.filters.ekf import EKF
 from kbf.filters.frame import FrameRegression
 from kbf.filters.kalman_learned import LearnedKalman
+from kbf.filters.kernel import KernelBayesFilter, KernelState, Operator
 from kbf.filters.learned import LearnedParticleFilter
 from kbf.filters.particle import ParticleFilter
 from kbf.filters.recurrent import LSTMFilter
@@ -406,3 +407,19 @@ def test_gradients_do_not_see_masked_observations(case):
     assert torch.isfinite(obs.grad).all()
     assert (obs.grad[~case.mask] == 0).all()
     assert (obs.grad[case.mask] != 0).any()
+
+
+def test_a_damaged_state_file_and_one_of_another_precision_give_one_clear_error(tmp_path):
+    filter = KernelBayesFilter(torch.zeros(3, 2), Operator(torch.eye(3)), None, torch.nn.Identity())
+    path = tmp_path / "state.pt"
+    path.write_bytes(b"no state at all")
+    with pytest.raises(ValueError, match="damaged"):
+        load_state(filter, path)
+    save_state(KernelState(torch.zeros(1, 3).double(), torch.zeros(1).double()), path)
+    with pytest.raises(ValueError, match="float64"):
+        load_state(filter, path)
+
+
+def test_no_steps_at_all_is_refused():
+    with pytest.raises(ValueError, match="length 0"):
+        rollout(FrameRegression().condition([Sequence(torch.randn(20, 2), torch.randn(20, 2))]), torch.zeros(1, 0, 2))

@@ -153,3 +153,10 @@ def test_pivoted_cholesky_of_zero_and_of_nan():
     assert pivots.shape == (0,)
     with pytest.raises(ValueError, match="NaN"):
         factor_of(torch.full((4, 4), math.nan, dtype=F64), 2)
+
+
+def test_an_unchecked_factor_of_an_indefinite_matrix_is_nan_and_says_nothing_false():
+    a = torch.stack([torch.eye(3), torch.diag(torch.tensor([1.0, -1.0, 1.0]))]).double()
+    solved = psd_solve(a, torch.ones(3, 1, dtype=torch.float64), check=False)
+    assert solved[0].isfinite().all()
+    assert solved[1].isnan().all()

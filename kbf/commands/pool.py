@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import traceback
-from collections import Counter
 from collections.abc import Callable, Generator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -31,25 +30,27 @@ def run_all(
         for job in jobs:
             yield job, attempt(work, job)
         return
-    waiting, deaths = list(jobs), Counter[int]()
-    while waiting:
+    waiting: list[Job] = list(jobs)
+    suspects: list[Job] = []  # were running when a process died
+    while waiting or suspects:
+        alone = bool(suspects)
+        queue = [suspects.pop(0)] if alone else waiting
         running: dict[Future[dict[str, Any]], Job] = {}
-        pool = ProcessPoolExecutor(min(workers, len(waiting)), multiprocessing.get_context("spawn"), start or start_worker)
+        pool = ProcessPoolExecutor(min(workers, len(queue)), multiprocessing.get_context("spawn"), start or start_worker)
         try:
-            while waiting or running:
-                while waiting and len(running) < workers:
-                    future = pool.submit(attempt, work, waiting[0])
-                    running[future] = waiting.pop(0)
+            while queue or running:
+                while queue and len(running) < workers:
+                    future = pool.submit(attempt, work, queue[0])
+                    running[future] = queue.pop(0)
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     result = future.result()
                     yield running.pop(future), result
         except BrokenProcessPool:  # a worker was killed, perhaps for its memory: nobody knows which job was in it
-            for job in running.values():
-                deaths[id(job)] += 1
-                if deaths[id(job)] < 2:
-                    waiting.insert(0, job)
-                else:
+            if alone:
+                for job in running.values():
                     yield job, {"error": "its process died twice; was there enough memory?"}
+            else:
+                suspects = list(running.values())
         except BaseException:
             for child in multiprocessing.active_children():
                 child.terminate()

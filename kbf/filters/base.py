@@ -8,6 +8,7 @@ that can be saved.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
@@ -86,6 +87,8 @@ def rollout(
     if obs.ndim < 3:
         raise ValueError(f"observations must be (batch, time, ...), got {tuple(obs.shape)}; a single sequence is obs[None]")
     batch, steps = obs.shape[:2]
+    if steps == 0:
+        raise ValueError("there are no observations to filter: time has length 0")
     if mask is None:
         check_finite(obs.flatten(0, 1), "observations")
     else:
@@ -141,13 +144,18 @@ def load_state(filter: Filter[S], path: str | os.PathLike[str]) -> S:
     """Read a state written by `save_state` back for ``filter``.
 
     Raises:
-        ValueError: the file holds the state of another kind of filter.
+        ValueError: the file is damaged, or holds the state of another kind of filter.
     """
     like: Any = filter.init(1)
-    leaves = torch.load(path, weights_only=True, map_location=like[0].device)
-    if set(leaves) != set(like._fields):
+    try:
+        leaves = torch.load(path, weights_only=True, map_location=like[0].device)
+    except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is damaged, or not the state of a filter: {type(error).__name__}") from error
+    if not isinstance(leaves, dict) or set(leaves) != set(like._fields):
         raise ValueError(f"{path} holds a state of {sorted(leaves)}, this filter's has {sorted(like._fields)}")
     for name, leaf in zip(like._fields, like, strict=True):
         if leaves[name].shape[1:] != leaf.shape[1:]:
             raise ValueError(f"{path}: {name} is {tuple(leaves[name].shape[1:])} wide, this filter needs {tuple(leaf.shape[1:])}")
+        if leaves[name].dtype != leaf.dtype:
+            raise ValueError(f"{path}: {name} is {leaves[name].dtype}, this filter works in {leaf.dtype}")
     return cast(S, type(like)(**leaves))
