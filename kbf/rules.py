@@ -139,8 +139,9 @@ def importance_weighted_moments(
     """The importance-weighted rule in its primal form for points that were each observed k times (k = 1 included).
 
     Sum_i r_i (1/k) sum_k psi_ik psi_ik^T takes the place of Psi^T D Psi, and the mean feature of a point that of its feature: the
-    weights are those of all k observations, summed over the observations of each point. With the products at hand
-    (`second_moments`) the sum over the memory is one matrix product, whatever k and the batch.
+    weights are those of the rule over all n k observations with the same lambda, each ratio repeated k times, summed over the
+    observations of each point (both sides of the system are divided by k). With the products at hand (`second_moments`) the sum
+    over the memory is one matrix product, whatever k and the batch.
 
     Args:
         ratio: r ``*b n``.
