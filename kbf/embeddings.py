@@ -63,7 +63,7 @@ class Embedding:
     def expect(self, f: Callable[[Tensor], Tensor]) -> Tensor:
         """The expectation sum_i w_i f(z_i) ``*b *k``, for f from the points ``n d`` to ``n *k``.
 
-        References: Fukumizu et al., equation 15; LCKME draft, equation 2.
+        References: Fukumizu et al., equation 15.
         """
         return torch.tensordot(self.weights, f(self.points), dims=1)
 
@@ -105,7 +105,7 @@ class Embedding:
         Raises:
             ValueError: points that are no vectors.
 
-        References: Fukumizu et al., section 4.1; LCKME draft, equation 3.
+        References: Fukumizu et al., section 4.1.
         """
         points = self._vectors("mode")
         w = self.weights.reshape(-1, len(points))
@@ -183,7 +183,7 @@ def cme_weights(gram: Float[Tensor, "n n"], query: Float[Tensor, "*b n"], reg: f
     Raises:
         NotPositiveDefiniteError: with n, reg and the smallest eigenvalue.
 
-    References: Song et al. (2009); LCKME draft, equation 1.
+    References: Song et al. (2009).
     """
     n = gram.shape[-1]
     return psd_solve(gram, query[..., None], reg=n * reg)[..., 0]

@@ -67,7 +67,7 @@ def pivots(kernel: Kernel, x: Float[Tensor, "n ..."], *, rank: int, tol: float =
         rank: the most that may be picked.
         tol: stop once trace(G - L L^T) <= tol trace(G).
 
-    References: LCKME draft, section 4.1; Fukumizu et al., section 4.2.
+    References: Fukumizu et al., section 4.2.
     """
     with torch.no_grad():
         diagonal = kernel(x[:, None], x[:, None])[:, 0, 0]
@@ -94,7 +94,7 @@ def random_fourier(
     Raises:
         ValueError: p is odd.
 
-    References: Rahimi and Recht (2007); LCKME draft, section 4.4. With cosine and sine in pairs psi(x)^T psi(x) = 1 exactly.
+    References: Rahimi and Recht (2007). With cosine and sine in pairs psi(x)^T psi(x) = 1 exactly.
     """
     if p % 2:
         raise ValueError(f"random_fourier: p must be even (cosine and sine of each frequency), got {p}")

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,6 +228,7 @@ def train(
     validation_floor: float | None = None,
     loggers: list[Logger] | None = None,
     trust: bool = False,
+    begin: Callable[[], None] = lambda: None,
 ) -> Trained | None:
     """Prepare a model on the training part, fit what learns by gradient, and leave ``best.ckpt`` and ``last.ckpt``.
 
@@ -239,6 +240,7 @@ def train(
         validation_floor: least possible error on the held-out part, to log the excess over it.
         loggers: where the curves go.
         trust: allow ``_target_`` outside of this package.
+        begin: called when the model has taken the data and before the first file is written: an earlier run may be cleared then.
 
     Returns:
         The best model; None in the helper processes of a distributed run.
@@ -255,21 +257,25 @@ def train(
     settings = {key: value for key, value in config["trainer"].items() if key != "callbacks"}
     trainer = build(settings, trust=True, callbacks=callbacks, logger=loggers or False)
     generator = torch.Generator().manual_seed(config["seed"])
-    if trainer.is_global_zero:
-        directory.mkdir(parents=True, exist_ok=True)
     if module.learns and module.how is not None:
         tasks = FilterDataModule(module.memory.sequences(), module.how, config["seed"])
         module.net.prepare(tasks.fit, generator)
         module.validation_floor = validation_floor
         if ckpt_path is not None:
             read_checkpoint(ckpt_path)
+        if trainer.is_global_zero:
+            begin()
+        directory.mkdir(parents=True, exist_ok=True)
         trainer.fit(module, tasks, ckpt_path=ckpt_path)
     else:
         module.to(trainer.strategy.root_device).eval()
         module.net.prepare(module.memory.sequences(), generator)
         with torch.no_grad():
             module.ready.append(module.filter())
+        if trainer.is_global_zero:
+            begin()
         trainer.strategy.connect(module)
+        directory.mkdir(parents=True, exist_ok=True)
         trainer.save_checkpoint(directory / "last.ckpt")
         copy(directory / "last.ckpt", directory / "best.ckpt")
     if not trainer.is_global_zero:

@@ -37,7 +37,7 @@ def gaussian_gram(x: Array, y: Array, bandwidth: float) -> Array:
 
 
 def cme(G: Array, g: Array, reg: float) -> Array:
-    """Conditional mean embedding: (G + n reg I)^-1 g (LCKME draft, equation 1)."""
+    """Conditional mean embedding: (G + n reg I)^-1 g."""
     n = len(G)
     return np.linalg.solve(G + n * reg * np.eye(n), g)
 

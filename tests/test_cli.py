@@ -78,6 +78,13 @@ def test_tensorboard_is_worth_opening(tmp_path):
     assert "_hparams_/session_start_info" in events.summary_metadata
 
 
+def test_a_run_that_fails_leaves_an_earlier_one_as_it_was(run_dir, capsys):
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    assert main(["train", "model=particle_learned", "n_train=5", f"run_dir={run_dir}"]) == 2
+    assert "at least 10" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
 def test_evaluate_from_the_checkpoint_alone(run_dir, tmp_path):
     checkpoint = run_dir / "checkpoints" / "best.ckpt"
     assert main(["evaluate", f"checkpoint={checkpoint}", "particles=200", f"run_dir={tmp_path}"]) == 0

@@ -44,9 +44,23 @@ def test_tables_and_picture(tmp_path, capsys):
     tests = list(csv.DictReader((tmp_path / "wilcoxon.csv").open()))
     assert [(t["n_train"], t["first"], t["second"]) for t in tests] == [("40", "kalman", "frame"), ("50", "kalman", "frame")]
     assert (tmp_path / "comparison.png").stat().st_size > 5000
+    runs = list(csv.DictReader((tmp_path / "runs.csv").open()))
+    assert len(runs) == 2 * 2 * 3
+    assert sorted(float(r["test.mse"]) for r in runs if (r["model"], r["n_train"]) == ("kalman", "50")) == pytest.approx(
+        sorted(mine)
+    )
+    about = json.loads((tmp_path / "about.json").read_text())
+    assert about["command"].startswith("kbf ")
+    assert about["commits"] == sorted({str(c["commit"]) for c in cells(tmp_path).values()})
     told = capsys.readouterr().out
     assert "rotation, 50 training steps" in told
     assert f"{float(row['mse']):.4f}" in told
+
+
+def test_tests_of_another_comparison_do_not_stay(tmp_path):
+    (tmp_path / "wilcoxon.csv").write_text("old")
+    assert main(["compare", f"run_dir={tmp_path}", *SMALL[:3], "models=kalman", "runs=1", "workers=0"]) == 0
+    assert not (tmp_path / "wilcoxon.csv").exists()
 
 
 def test_finished_runs_are_not_done_again(tmp_path, monkeypatch):

@@ -323,3 +323,9 @@ def test_enlarged_filter_is_better_than_the_recording_alone(quick_fit):
     plain, enlarged = (estimates(m, memory, test.obs) for m in (prepared(memory), small(points=200, run=4000)))
     errors = [(e - test.states).square().sum(-1).mean() for e in (plain, enlarged)]
     assert errors[1] < errors[0]
+
+
+@pytest.mark.parametrize("wrong", [{"points": 0}, {"draws": 0}, {"rank": -1}, {"dtype": "float8"}])
+def test_an_enlarged_memory_of_no_size_is_refused(wrong):
+    with pytest.raises(ValueError, match="at least 1 and dtype"):
+        EnlargedKBF(**wrong)

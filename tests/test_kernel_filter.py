@@ -462,3 +462,13 @@ def test_gradients_through_ratio_rule_and_three_steps(changes):
         assert clipped[0].max() > 0.1
     norms = [g.norm() for g in torch.autograd.grad(estimates(*start).sum(), start)]
     assert min(norms) > 1e-3
+
+
+def test_nan_weights_are_seen_and_not_taken_for_an_outlier():
+    class Broken(torch.nn.Module):
+        def forward(self, ratio, obs):
+            return ratio * torch.nan
+
+    filter = KernelBayesFilter(torch.zeros(3, 2), Operator(torch.eye(3)), None, Broken(), normalise=True)
+    state = filter.update(filter.init(1), torch.zeros(1, 2))
+    assert filter.estimate(state).isnan().all()

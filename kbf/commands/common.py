@@ -52,19 +52,22 @@ def about(config: Mapping[str, Any], data: Data) -> dict[str, Any]:
     }
 
 
-def provenance() -> dict[str, Any]:
-    """What made a result: the command line, the commit of the checkout it ran from, the machine and the versions."""
-    root = Path(__file__).parents[2]
-    git = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+def commit() -> str | None:
+    """The commit of the checkout that the code runs from, "-dirty" with changes; None for an installed wheel."""
+    git = ["git", "-C", str(Path(__file__).parents[2]), "describe", "--always", "--dirty"]
     try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # an installed wheel
-        commit = None
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def provenance() -> dict[str, Any]:
+    """What made a result: the command line, the commit, the machine and the versions."""
     info = Path("/proc/cpuinfo")
     names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
     return {
         "command": "kbf " + shlex.join(sys.argv[1:]),
-        "commit": commit,
+        "commit": commit(),
         "processor": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kbf import __version__
-from kbf.commands.common import console, provenance, resolved, start
+from kbf.commands.common import commit, console, provenance, resolved, start
 from kbf.commands.pool import run_all
 from kbf.commands.train import finish
 from kbf.data.source import load_data
@@ -96,6 +96,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     config, began = cell.config, time.perf_counter()
     data = load_data(config["data"], trust=True)
     told = {"data": config["data"]["name"], "model": cell.model, "n_train": cell.n_train, "seed": cell.seed, "version": __version__}
+    told["commit"] = commit()
     if cell.model == FLOOR:
         least = data_floor(data, particles=config["particles"], seed=cell.seed)
         mse = None if least is None else least.mse.mean().item()
@@ -132,11 +133,17 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
     write_csv(directory / "results.csv", rows)
     keys = ("data", "n_train", "seed", "model", "test.mse", "seconds")
     write_csv(directory / "runs.csv", [{key: result[key] for key in keys} for _, result in sorted(results.items())])
-    write_json(directory / "about.json", provenance())
+    commits = sorted({str(result.get("commit")) for result in results.values()})
+    write_json(directory / "about.json", provenance() | {"commits": commits})
+    if len(commits) > 1:
+        console.print(f"[yellow]these runs are of several commits[/] ({', '.join(commits)}); delete cells/ to make them anew")
+    written = ["results.csv", "runs.csv", "comparison.png", "about.json"]
+    (directory / "wilcoxon.csv").unlink(missing_ok=True)  # of other models, perhaps
     if tests:
         write_csv(directory / "wilcoxon.csv", tests)
+        written.insert(2, "wilcoxon.csv")
     save(comparison_figure(rows, title=f"{name}: {max(row['runs'] for row in rows)} runs"), directory / "comparison.png")
-    console.print(f"in [bold]{directory}[/]: results.csv, runs.csv, wilcoxon.csv, comparison.png, about.json", highlight=False)
+    console.print(f"in [bold]{directory}[/]: {', '.join(written)}", highlight=False)
 
 
 def show_table(title: str, rows: list[dict[str, Any]]) -> None:

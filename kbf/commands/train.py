@@ -15,7 +15,7 @@ from kbf.data.windows import split
 from kbf.evaluation import Score, data_floor, floor, score
 from kbf.files import copy, write_json, write_text
 from kbf.plots import save, track_figure
-from kbf.training import CheckpointError, Trained, check, is_main_process, log_track, read_checkpoint, train
+from kbf.training import CheckpointError, Trained, check, log_track, read_checkpoint, train
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -33,8 +33,6 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     data = load_data(config["data"], trust=trust)
     check(config, data.train, trust=trust)
     least = data_floor(data, particles=config["particles"], seed=config["seed"])
-    if is_main_process():
-        prepare_directory(directory, ckpt_path, config)
     loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]
     began = time.perf_counter()
     trained = train(
@@ -45,6 +43,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         validation_floor=held_floor(config, data) if loggers else None,
         loggers=loggers,
         trust=trust,
+        begin=lambda: prepare_directory(directory, ckpt_path, config),
     )
     if trained is None:  # a helper process of a distributed run
         return {}

@@ -75,7 +75,7 @@ class EpochOrder(Sampler[Batch]):
         self.chunks, self.batch_size, self.seed, self.rank, self.world = chunks, batch_size, seed, rank, world
         self.epoch = 0
         if len(self) < 1:
-            raise ValueError(f"{self.total()} batches an epoch are too few for {world} processes: lower training.batch_size")
+            raise ValueError(f"{self.total()} batches an epoch are too few for {world} processes: lower model.training.batch_size")
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the trainer before each epoch."""
@@ -136,7 +136,7 @@ class FilterDataModule(lightning.LightningDataModule):
             raise ValueError(
                 f"no window of {training.window} steps fits: {sum(lengths)} steps to fit ({total} for training, "
                 f"{training.validation:g} of them held out) in {training.folds} folds leave at most {longest} in a row. "
-                "Use a shorter training.window, fewer training.folds, or more data."
+                "Use a shorter model.training.window, fewer model.training.folds, or more data."
             )
         self.batch_size, self.order_seed = training.batch_size, seed
 

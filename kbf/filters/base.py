@@ -120,7 +120,10 @@ def step(
     mask: Bool[Tensor, " b"] | None = None,
     generator: Generator | None = None,
 ) -> Any:
-    """One step of a running filter: predict, then update with ``obs`` (``b *x``) where ``mask`` (``b``) is True."""
+    """One step of a running filter: predict, then update with ``obs`` (``b *x``) where ``mask`` (``b``) is True.
+
+    Nothing is checked here, for speed: mask a NaN observation and put a number in its place, or the state becomes NaN.
+    """
     predicted = filter.predict(state, generator=generator)
     updated = filter.update(predicted, obs)
     return updated if mask is None else where(mask, updated, predicted)

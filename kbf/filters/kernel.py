@@ -285,5 +285,5 @@ class KernelBayesFilter(nn.Module):
 
 
 def positive_sum(weights: Float[Tensor, "b n"]) -> Bool[Tensor, "b 1"]:
-    """Whether the weights can be divided by their sum."""
-    return weights.sum(-1, keepdim=True) > torch.finfo(weights.dtype).tiny
+    """Whether the weights can be divided by their sum; True for NaN, which is passed on to be seen."""
+    return ~(weights.sum(-1, keepdim=True) <= torch.finfo(weights.dtype).tiny)

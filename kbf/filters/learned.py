@@ -1,7 +1,7 @@
 """A state-space model learned from recordings: transition and observation maps by kernel ridge regression, with Gaussian residuals.
 
 It feeds two filters: the bootstrap particle filter on the learned model (here), and the Kernel Bayes Filter whose memory is
-enlarged by draws from it (`kbf.filters.kernel`).
+enlarged by draws from it (`kbf.nn.kernel_bayes`).
 """
 
 from __future__ import annotations

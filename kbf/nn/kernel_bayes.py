@@ -25,6 +25,7 @@ from kbf.filters.kernel import (
 )
 from kbf.filters.learned import LearnedModel, learn_model
 from kbf.kernels import KERNELS, median_distance
+from kbf.linalg import cholesky
 from kbf.sequence import Sequence, as_sequences, observed_pairs, transitions
 from kbf.ssm import simulate
 
@@ -231,6 +232,9 @@ class EnlargedKBF(nn.Module):
             dtype: of the filter's steps.
         """
         super().__init__()
+        sizes = {"points": points, "draws": draws, "run": run, "rank": rank}
+        if dtype not in ("float32", "float64") or min(sizes.values()) < 1:
+            raise ValueError(f"EnlargedKBF: sizes must be at least 1 and dtype float32 or float64; got {sizes} and {dtype!r}")
         self.points, self.draws, self.run, self.rank, self.factor, self.reg, self.seed = points, draws, run, rank, factor, reg, seed
         self.dtype: torch.dtype = getattr(torch, dtype)
 
@@ -266,7 +270,7 @@ class EnlargedKBF(nn.Module):
         sobol = torch.quasirandom.SobolEngine(mean.shape[-1], scramble=True, seed=self.seed)
         uniform = sobol.draw(len(states) * self.draws, dtype=mean.dtype).to(mean).clamp(1e-9, 1 - 1e-9)
         white = torch.special.ndtri(uniform).unflatten(0, (len(states), self.draws))
-        noise = white @ torch.linalg.cholesky(model.observation.noise).mT
+        noise = white @ cholesky(model.observation.noise).mT
         return mean[:, None] + scale.sqrt()[:, None, None] * noise
 
 
@@ -275,9 +279,9 @@ def quantise(
 ) -> tuple[Float[Tensor, "k d"], Float[Tensor, " k"]]:
     """k-means: at most m centres ``k d`` that stand for the points, and the share of the points that each stands for, ``k``."""
     centres = points[torch.randperm(len(points), device=points.device, generator=generator)[:m]]
-    shares = centres.new_ones(len(centres))
+    shares, middle = centres.new_ones(len(centres)), points.mean(0)
     for _ in range(rounds):
-        nearest = torch.cdist(points.float(), centres.float()).argmin(1)
+        nearest = torch.cdist((points - middle).float(), (centres - middle).float()).argmin(1)
         counts = torch.zeros_like(shares).index_add(0, nearest, points.new_ones(len(points)))
         sums = torch.zeros_like(centres).index_add(0, nearest, points)
         taken = counts > 0
