@@ -19,7 +19,6 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from kbf import __version__
@@ -391,11 +390,6 @@ def read_training(config: dict[str, Any] | None) -> Training | None:
         if (chosen := getattr(training, key)) not in options:
             raise ValueError(f"model.training.{key} must be one of {', '.join(options)}; got {chosen!r}")
     return training
-
-
-def is_main_process() -> bool:
-    """False in the helper processes of a distributed run, which write nothing."""
-    return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def quiet() -> None:

@@ -164,28 +164,33 @@ class KBF(nn.Module):
         eta, reg_transition, reg = self.log_reg.exp()
         if self.rank is None:
             kernel = KERNELS[self.kernel]
-            gram = kernel(states, states, bandwidth=ratio_width)
             transition = transition_operator(kernel(states, states, bandwidth=transition_width), pairs, reg_transition)
-            ratio = RelativeRatio(gram, eta, self.alpha) if self.ratio == "relative" else ratio_operator(gram, eta)
             update: nn.Module = DenseUpdate(DENSE_RULES[self.rule], kernel, obs_width, obs, reg).to(self.dtype)
         else:
-            transition_map, ratio_map, obs_map = (
+            transition_map, obs_map = (
                 NystromFeatures(self.kernel, width, points, self.rank, self.tol)
-                for width, points in ((transition_width, states), (ratio_width, states), (obs_width, obs))
+                for width, points in ((transition_width, states), (obs_width, obs))
             )
             transition = transition_operator_primal(transition_map(states), pairs, reg_transition)
-            ratio = ratio_operator_primal(ratio_map(states), eta)
             update = PrimalUpdate(obs_map, obs[:, None], reg, rule=self.rule, dtype=self.dtype)
-        if self.ratio == "one":
-            ratio = One()
         return KernelBayesFilter(
             states.to(self.dtype),
             transition.to(self.dtype),
-            ratio.to(self.dtype),
+            self.ratio_of(states, ratio_width, eta).to(self.dtype),
             update,
             normalise=self.normalise,
             clip=self.ratio != "tikhonov",
         )
+
+    def ratio_of(self, states: Float[Tensor, "n d"], bandwidth: Tensor, eta: Tensor) -> nn.Module:
+        """The operator of the chosen ratio over the memory's states."""
+        if self.ratio == "one":
+            return One()
+        if self.rank is not None:
+            features = NystromFeatures(self.kernel, bandwidth, states, self.rank, self.tol)
+            return ratio_operator_primal(features(states), eta)
+        gram = KERNELS[self.kernel](states, states, bandwidth=bandwidth)
+        return RelativeRatio(gram, eta, self.alpha) if self.ratio == "relative" else ratio_operator(gram, eta)
 
 
 class One(nn.Module):
