@@ -17,6 +17,7 @@ from kbf.features import nystrom_whitening, pivots
 from kbf.filters.particle import BootstrapFilter
 from kbf.kernels import Kernel, arcsine, gaussian, median_distance
 from kbf.linalg import cholesky
+from kbf.manifolds import FLAT, Manifold, manifold_of
 from kbf.sequence import Sequence, as_sequences, observed_pairs, transitions
 from kbf.ssm import normal
 
@@ -30,10 +31,14 @@ class RidgeMap(NamedTuple):
     which grows where there are no training points. With all training points as landmarks it is the predictive variance of a
     Gaussian process whose kernel is k / (n reg), in units of the noise. Computed in float64, answered in the type of u.
 
+    On a manifold (headings as unit vectors, `kbf.manifolds`) the mean is brought back to it, and the noise is a displacement
+    along it: y = exp(project(mean(u)), e), e ~ N(0, scale(u) S).
+
     Attributes:
         landmarks: ``r d``. whiten: ``r r``, L^-T with L L^T their Gram matrix. kernel: k, all filled in.
         coefficients: A ``r q``. offset: ``q``, the mean of y.
-        factor: ``r r``, (Phi^T Phi + n reg I)^-1. noise: S ``q q``. ridge: n reg.
+        factor: ``r r``, (Phi^T Phi + n reg I)^-1. noise: S ``k k``, k = q in flat space. ridge: n reg.
+        manifold: where y lives.
 
     References: Rasmussen and Williams (2006), equations 2.11, 2.25 and 2.26.
     """
@@ -46,6 +51,7 @@ class RidgeMap(NamedTuple):
     factor: Tensor
     noise: Tensor
     ridge: Tensor
+    manifold: Manifold = FLAT
 
     def features(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b r"]:
         """phi(u)."""
@@ -59,13 +65,20 @@ class RidgeMap(NamedTuple):
         each = u[..., None, :].to(self.landmarks)
         outside = (self.kernel(each, each)[..., 0, 0] - phi.square().sum(-1)).clamp_min(0) / self.ridge
         mean, scale = self.offset + phi @ self.coefficients, 1 + ((phi @ self.factor) * phi).sum(-1) + outside
-        return mean.to(u), scale.to(u)
+        return self.manifold.project(mean).to(u), scale.to(u)
 
     def sample(self, u: Float[Tensor, "*b d"], generator: Generator | None = None) -> Float[Tensor, "*b q"]:
         """Draw y from the predictive distribution at u."""
         mean, scale = self.predict(u)
+        white = normal(mean.new_empty(*mean.shape[:-1], len(self.noise)), generator)
+        return self.displaced(mean, scale, white)
+
+    def displaced(
+        self, mean: Float[Tensor, "*b q"], scale: Float[Tensor, "*b"], white: Float[Tensor, "*b k"]
+    ) -> Float[Tensor, "*b q"]:
+        """The mean with noise: from ``white``, standard normal, to covariance scale S."""
         root = cholesky(self.noise).to(mean)
-        return mean + scale.sqrt()[..., None] * (normal(mean, generator) @ root.mT)
+        return self.manifold.exp(mean, scale.sqrt()[..., None] * (white @ root.mT))
 
     def log_density(self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]) -> Float[Tensor, "*e"]:
         """The logarithm of p(y | u) without -1/2 log det(2 pi S), which depends on neither; y and u broadcast."""
@@ -75,8 +88,13 @@ class RidgeMap(NamedTuple):
         self, y: Float[Tensor, "*b q"], mean: Float[Tensor, "*c q"], scale: Float[Tensor, "*c"]
     ) -> Float[Tensor, "*e"]:
         """The same from a mean and scale that are at hand."""
-        residual = y - mean
+        residual, period = self.manifold.log(mean, y), self.manifold.period
         rows = residual.reshape(-1, residual.shape[-1])  # one solve for all rows: many small ones take far longer
+        if period is not None:  # the density is that of all displacements that lead to y: three turns are enough
+            turns = period * torch.tensor([[-1.0], [0.0], [1.0]]).to(rows)
+            exponents = -0.5 * (rows + turns.unsqueeze(1)).square() / self.noise.to(rows)
+            square = exponents.reshape(3, *residual.shape[:-1]) / scale
+            return square.logsumexp(0) - 0.5 * scale.log()
         white = torch.linalg.solve_triangular(cholesky(self.noise).mT.to(rows), rows, upper=True, left=False)
         return -0.5 * white.square().sum(-1).reshape(residual.shape[:-1]) / scale - 0.5 * y.shape[-1] * scale.log()
 
@@ -93,9 +111,10 @@ def fit_ridge_map(
 ) -> RidgeMap:
     """Fit y on u; kernel (Gaussian or arcsine), its numbers and the ridge minimise the leave-one-out log loss, in closed form.
 
-    With H_i = 1 - phi_i^T (Phi^T Phi + n reg I)^-1 phi_i, the residual of point i when it is left out is e_i / H_i and its scale
-    is 1 / H_i (offset, landmarks and the ridge n reg stay as they are); the noise is
-    S = (1/n) sum_i H_i (e_i / H_i)(e_i / H_i)^T, and the score log det S - q mean_i log H_i.
+    With H_i = 1 - phi_i^T (Phi^T Phi + n reg I)^-1 phi_i, the mean at point i when it is left out is y_i - e_i / H_i and its scale
+    is 1 / H_i (offset, landmarks and the ridge n reg stay as they are); with v_i the displacement from that mean to y_i
+    (e_i / H_i in flat space) the noise is S = (1/n) sum_i H_i v_i v_i^T, and the score log det S - k mean_i log H_i.
+    Pairs y of norm 1 are taken as points of the circle.
 
     Args:
         u: inputs ``n d``.
@@ -109,12 +128,13 @@ def fit_ridge_map(
     Raises:
         ValueError: fewer than ten points, or outputs that are all the same.
     """
-    n, q = y.shape
+    n = len(y)
     u, y = u.double(), y.double()
     if n < 10:
         raise ValueError(f"a kernel ridge map needs at least 10 pairs, got {n}")
-    offset = y.mean(0)
-    least = 1e-9 * y.var(0).mean() * torch.eye(q, dtype=y.dtype, device=y.device)
+    offset, manifold = y.mean(0), manifold_of(y)
+    k = manifold.log(y[:1], y[:1]).shape[-1]
+    least = 1e-9 * y.var(0).mean() * torch.eye(k, dtype=y.dtype, device=y.device)
     if not least.trace() > 0:
         raise ValueError(f"a kernel ridge map needs outputs that vary, got {n} times {offset.tolist()}")
     best: tuple[float, RidgeMap] | None = None
@@ -132,12 +152,16 @@ def fit_ridge_map(
             shrunk = 1 / (values.clamp_min(0) + ridge)
             held_out = 1 - (rotated.square() @ shrunk)
             error = (y - offset - rotated @ (shrunk[:, None] * target)) / held_out[:, None]
-            noise = (held_out[:, None] * error).mT @ error / n + least
-            score = (torch.logdet(noise) - q * held_out.log().mean()).item()
+            moved = manifold.log(manifold.project(y - error), y)
+            noise = (held_out[:, None] * moved).mT @ moved / n + least
+            score = (torch.logdet(noise) - k * held_out.log().mean()).item()
             if best is None or score < best[0]:
                 inverse = (vectors * shrunk) @ vectors.mT
                 coefficients = vectors @ (shrunk[:, None] * target)
-                best = score, RidgeMap(landmarks, whiten, kernel, coefficients, offset, inverse, noise, u.new_tensor(ridge))
+                best = (
+                    score,
+                    RidgeMap(landmarks, whiten, kernel, coefficients, offset, inverse, noise, u.new_tensor(ridge), manifold),
+                )
     assert best is not None
     return best[1]
 

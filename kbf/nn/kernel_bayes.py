@@ -25,7 +25,6 @@ from kbf.filters.kernel import (
 )
 from kbf.filters.learned import LearnedModel, learn_model
 from kbf.kernels import KERNELS, median_distance
-from kbf.linalg import cholesky
 from kbf.sequence import Sequence, as_sequences, observed_pairs, transitions
 from kbf.ssm import simulate
 
@@ -272,11 +271,11 @@ class EnlargedKBF(nn.Module):
     def observations(self, model: LearnedModel, states: Float[Tensor, "n d"]) -> Float[Tensor, "n k q"]:
         """``draws`` observations of each state, from a scrambled Sobol sequence: its blocks fill the noise evenly."""
         mean, scale = model.observation.predict(states)
-        sobol = torch.quasirandom.SobolEngine(mean.shape[-1], scramble=True, seed=self.seed)
+        sobol = torch.quasirandom.SobolEngine(len(model.observation.noise), scramble=True, seed=self.seed)
         uniform = sobol.draw(len(states) * self.draws, dtype=mean.dtype).to(mean).clamp(1e-9, 1 - 1e-9)
         white = torch.special.ndtri(uniform).unflatten(0, (len(states), self.draws))
-        noise = white @ cholesky(model.observation.noise).mT
-        return mean[:, None] + scale.sqrt()[:, None, None] * noise
+        each, scales = mean[:, None].expand(-1, self.draws, -1), scale[:, None].expand(-1, self.draws)
+        return model.observation.displaced(each, scales, white)
 
 
 def quantise(
