@@ -21,6 +21,8 @@ _HOME = {
     "ParticleFilter": "kbf.filters.particle",
     "LSTMFilter": "kbf.filters.recurrent",
     "FrameRegression": "kbf.filters.frame",
+    "DSprites": "kbf.data.dsprites",
+    "OrientationImages": "kbf.data.dmlab",
     "SyntheticData": "kbf.data.synthetic",
     "simulate": "kbf.ssm",
     "score": "kbf.evaluation",

@@ -1,4 +1,4 @@
-"""The command line: ``kbf train | evaluate | compare | data | floor [overrides]``. The only file that knows hydra.
+"""The command line: ``kbf train | evaluate | compare | data | data render | floor [overrides]``. The only file that knows hydra.
 
 Nothing heavy is imported before a command runs, so that ``kbf --help`` answers at once.
 """
@@ -42,6 +42,14 @@ COMMANDS = {
         "write a data set as arrays, with a picture",
         [("kbf data data=oscillatory n_train=500 seed=1", "data.npz and data.png")],
     ),
+    "data render": (
+        "write the views of a full rotation, as frames for data=dmlab",
+        [
+            ("kbf data render dmlab level=nav_maze_static_01 out=lab.npz", "DeepMind Lab itself; goes on where it was stopped"),
+            ("kbf data render maze seed=3 turns=2 out=maze.npz", "this package's ray caster, which needs nothing else"),
+            ("kbf train data=dmlab data.frames=lab.npz", "the frames as data"),
+        ],
+    ),
     "floor": (
         "the least error that any filter can reach",
         [("kbf floor data=rotation n_train=300 runs=30", "with its standard error over 30 draws of the data")],
@@ -65,6 +73,10 @@ def main(argv: list[str] | None = None) -> int:
     if not words:
         print(general_help())
         return 0 if flags & {"-h", "--help"} else 2
+    if words[:2] == ["data", "render"]:  # the one command of two words, and the name of a renderer after it
+        words[:2] = ["data render"]
+        if len(words) > 1 and "=" not in words[1]:
+            words[1] = f"renderer={words[1]}"
     command, overrides = words[0], words[1:]
     unknown = flags - {"-h", "--help", "--cfg", "-m", "--multirun", "--debug"}
     if command not in COMMANDS or unknown:
@@ -104,7 +116,7 @@ def execute(command: str, config: dict[str, Any]) -> Any:
     """Call the command; what it needs is imported here."""
     import importlib
 
-    return importlib.import_module(f"kbf.commands.{command}").run(config)
+    return importlib.import_module(f"kbf.commands.{short(command)}").run(config)
 
 
 def configure(command: str, overrides: list[str]) -> dict[str, Any]:
@@ -115,6 +127,10 @@ def configure(command: str, overrides: list[str]) -> dict[str, Any]:
     """
     if command == "evaluate":
         return configure_evaluation(overrides)
+    if command == "data render":
+        composed = compose(command, overrides)
+        check_numbers(composed)
+        return plain(composed)
     if command == "compare":
         overrides = [as_list(word) for word in overrides]
     given = dict(word.lstrip("+~").split("=", 1) for word in overrides if "=" in word)
@@ -129,9 +145,9 @@ def configure(command: str, overrides: list[str]) -> dict[str, Any]:
     return comparison(composed, recipe, [word for word in overrides if word.startswith("hydra.")])
 
 
-def check_numbers(config: Any, several: tuple[str, ...]) -> None:
+def check_numbers(config: Any, several: tuple[str, ...] = ()) -> None:
     """Raise if a setting that counts something is no whole number, or for those in ``several`` no list of them."""
-    for key in ("n_train", "seed", "runs", "particles", "workers"):
+    for key in ("n_train", "seed", "runs", "particles", "workers", "turns"):
         value: Any = config.get(key) or 0
         for number in [value] if key not in several or isinstance(value, int | float | str) else value:
             if not isinstance(number, int) or number < 0:
@@ -182,7 +198,7 @@ def compose(command: str, overrides: list[str]) -> Any:
     import hydra
 
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3", job_name="kbf"):
-        return hydra.compose(command, overrides)
+        return hydra.compose(short(command), overrides)
 
 
 def plain(config: Any, *, resolve: bool = True, skip: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -205,7 +221,7 @@ def multirun(command: str, overrides: list[str]) -> int:
     if not any(word.startswith("run_dir=") for word in overrides):
         overrides = [*overrides, "run_dir='${hydra:runtime.output_dir}'"]
     sys.argv = [sys.argv[0], "--multirun", *overrides]
-    hydra.main(config_path=str(config_dir()), config_name=command, version_base="1.3")(Task(command))()
+    hydra.main(config_path=str(config_dir()), config_name=short(command), version_base="1.3")(Task(command))()
     return 0
 
 
@@ -223,6 +239,11 @@ class Task:
             config["trainer"] = {**config["trainer"], "callbacks": None, "enable_progress_bar": False}
         told = execute(self.command, {**config, "recipe": recipe, "explicit": True})
         return told.get("validation.mse") if isinstance(told, dict) else None
+
+
+def short(command: str) -> str:
+    """The name of a command's configuration and module."""
+    return command.split()[-1]
 
 
 def config_dir() -> Path:
@@ -259,7 +280,7 @@ def one_line(error: Exception) -> str:
 def general_help() -> str:
     """What ``kbf --help`` says."""
     lines = ["Kernel Bayes Filter in PyTorch.", "", "usage: kbf COMMAND [key=value ...]", "", "commands:"]
-    lines += [f"  {name:<10}{what}" for name, (what, _) in COMMANDS.items()]
+    lines += [f"  {name:<13}{what}" for name, (what, _) in COMMANDS.items()]
     lines += ["", "options:", FLAGS, "  --version        the version", "", "examples:"]
     lines += [f"  {examples[0][0]}" for _, examples in COMMANDS.values()]
     return "\n".join([*lines, "", "kbf COMMAND --help tells what can be set."])
@@ -272,11 +293,12 @@ def command_help(command: str) -> str:
     for line, meaning in examples:
         lines += [f"  {line}", f"      {meaning}"]
     directory = config_dir()
-    text = (directory / f"{command}.yaml").read_text(encoding="utf-8")
+    text = (directory / f"{short(command)}.yaml").read_text(encoding="utf-8")
     body = text.partition("\n\n")[2].partition("\nhydra:")[0].rstrip()
     lines += ["", "settings (key=value):", *[f"  {line}" for line in body.splitlines() if line]]
     groups = [line.strip("- \n").split(":")[0] for line in text.partition("\n\n")[0].splitlines() if line.startswith("  - ")]
-    lines += ["", "groups (group=choice; group.key=value changes a key of the choice):"]
+    if groups:
+        lines += ["", "groups (group=choice; group.key=value changes a key of the choice):"]
     for group in groups:
         if group != "_self_":
             choices = sorted(path.stem for path in (directory / group).glob("*.yaml"))

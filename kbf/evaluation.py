@@ -15,7 +15,7 @@ from kbf.data.source import Data
 from kbf.filters.base import Filter, rollout
 from kbf.filters.particle import BootstrapFilter
 from kbf.metrics import excess, mse
-from kbf.sequence import Sequence, pad
+from kbf.sequence import Sequence, as_float, pad
 from kbf.ssm import StateSpace
 
 
@@ -68,7 +68,7 @@ def score(
         group = sequences[first : first + batch_size]
         batch = pad(group)
         mask = None if all(s.mask is None and len(s.states) == batch.states.shape[1] for s in group) else batch.mask
-        obs = batch.obs.to(device, dtype)
+        obs = as_float(batch.obs.to(device), dtype)
         run = rollout(filter, obs, mask=None if mask is None else mask.to(device), generator=generator, progress=progress)
         for k, sequence in enumerate(group):
             steps = len(sequence.states)

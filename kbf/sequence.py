@@ -72,6 +72,22 @@ def as_sequences(memory: Sequence | list[Sequence] | tuple[Sequence, ...]) -> li
     return sequences
 
 
+def as_float(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Images as floating-point numbers: uint8 divided by 255, floating-point numbers as they are, in ``dtype``.
+
+    Raises:
+        ValueError: whole numbers other than uint8, whose range is not known.
+
+    >>> as_float(torch.tensor([0, 51, 255], dtype=torch.uint8), torch.float32)
+    tensor([0.0000, 0.2000, 1.0000])
+    """
+    if x.dtype == torch.uint8:
+        return x.to(dtype) / 255
+    if not x.is_floating_point():
+        raise ValueError(f"images are uint8 or floating-point numbers around [0, 1], not {str(x.dtype).removeprefix('torch.')}")
+    return x.to(dtype)
+
+
 def check_finite(values: Tensor, name: str) -> None:
     """Raise a ValueError that counts the NaN and infinite entries of ``values`` and says what to do."""
     if values.is_floating_point() and not torch.isfinite(values).all():

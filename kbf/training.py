@@ -24,13 +24,15 @@ from torch import Tensor, nn
 from kbf import __version__
 from kbf.build import build
 from kbf.data.module import FilterDataModule, Task, Training
+from kbf.data.windows import folds
 from kbf.files import copy
 from kbf.filters.base import Filter, rollout
 from kbf.filters.recurrent import LSTMFilter
 from kbf.metrics import mse
-from kbf.sequence import Sequence
-
-OPTIMISERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+from kbf.nn.coding import Code, CodedFilter
+from kbf.nn.feature_filter import FeatureKBF
+from kbf.pretraining import OPTIMISERS, Coding, LastCheckpoint, build_code, fit_code, read_coding, seed_step
+from kbf.sequence import Sequence, as_float
 
 KEPT = ("model", "data", "recipe", "n_train", "seed")
 """What a checkpoint keeps of a configuration."""
@@ -90,7 +92,11 @@ class FilterTraining(lightning.LightningModule):
         self.how = read_training(config["model"].get("training"))
         self.net: Any = build(config["model"]["net"], trust=trust)
         self.net.to(self.model_dtype)
-        self.memory = Memory(cast_all(sequences or [], self.model_dtype))
+        d = sequences[0].states.shape[1] if sequences else 1  # a checkpoint brings its own
+        self.coding, self.code = self.build_coding(config["model"].get("coding"), d, trust)
+        images = self.coding is not None  # encoders take them as they are stored
+        self.memory = Memory(list(sequences or []) if images else cast_all(sequences or [], self.model_dtype))
+        self.observation = tuple(sequences[0].obs.shape[1:]) if sequences else None
         self.validation_floor: float | None = None
         self.ready: list[Filter[Any]] = []  # a filter that is made already; in a list, since its buffers are not the module's own
         self.held_out: tuple[Sequence, Tensor] | None = None
@@ -100,17 +106,25 @@ class FilterTraining(lightning.LightningModule):
         """Whether anything is to be learned by gradient."""
         return self.how is not None and any(p.requires_grad for p in self.net.parameters())
 
+    def build_coding(self, config: dict[str, Any] | None, d: int, trust: bool) -> tuple[Coding | None, Code | None]:
+        """How encoders are fitted before all else, and the code that they make; none for a net with an encoder of its own."""
+        if config is None:
+            return None, None
+        how = read_coding({key: build(value, trust=trust) for key, value in config.items() if key != "encoder"})
+        if isinstance(self.net, FeatureKBF):
+            return how._replace(members=1), None
+        encoders = [build(config["encoder"], trust=trust) for _ in range(how.members)]
+        return how, build_code(encoders, d)
+
     def filter(self) -> Filter[Any]:
         """The filter over all the recordings."""
-        return self.net.condition(self.memory.sequences())
+        inner = self.net.condition(self.memory.sequences())
+        return inner if self.code is None else CodedFilter(self.code, inner, self.model_dtype).to(self.device)
 
     def training_step(self, task: Task, batch_index: int) -> Tensor:
         """Mean over windows and time, after ``burn_in`` steps, of ||z_hat - z||^2."""
         assert self.how is not None
-        seed = 1_000_003 * (self.config["seed"] + 1) + self.global_step  # dropout: the same after a resume
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":  # without this test torch.manual_seed records a stack trace for a GPU at each step
-            torch.cuda.manual_seed(seed)
+        seed_step(self.config["seed"], self.global_step, self.device)
         found, first = estimates(self.net.condition(task.memory), task.windows), self.how.burn_in
         loss = mse(found[:, first:], task.windows.states[:, first:]).mean()
         if not torch.isfinite(loss):
@@ -158,14 +172,15 @@ class FilterTraining(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the operators of the filter over all the recordings beside the parameters."""
         with torch.no_grad():
-            filter = self.ready[0] if self.ready else self.filter()
+            filter = inner_filter(self.ready[0] if self.ready else self.filter())
         operators = filter.state_dict() if isinstance(filter, nn.Module) and filter is not self.net else {}
-        checkpoint["kbf"] = {"version": __version__, "operators": dict(operators)}
+        checkpoint["kbf"] = {"version": __version__, "operators": dict(operators), "observation": self.observation}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the recordings, and the shapes of what depends on them, from the checkpoint before its values are loaded."""
         self.memory = Memory.from_state(checkpoint["state_dict"], "memory.").to(self.device)
-        take_shapes(self.net, {k.removeprefix("net."): v for k, v in checkpoint["state_dict"].items() if k.startswith("net.")})
+        self.observation = checkpoint["kbf"].get("observation") or tuple(self.memory.sequences()[0].obs.shape[1:])
+        take_shapes(self, {k: v for k, v in checkpoint["state_dict"].items() if k.startswith(("net.", "code."))})
 
 
 class Checkpoints(Checkpoint):
@@ -252,16 +267,22 @@ def train(
     kept = {key: config[key] for key in KEPT if key in config}
     module = FilterTraining(kept, sequences, trust=trust)
     checkpoints = Checkpoints(directory, module.how.patience if module.how else None)
-    callbacks = [*build(config["trainer"].get("callbacks") or [], trust=True), checkpoints]
     settings = {key: value for key, value in config["trainer"].items() if key != "callbacks"}
-    trainer = build(settings, trust=True, callbacks=callbacks, logger=loggers or False)
     generator = torch.Generator().manual_seed(config["seed"])
+    stored = {} if ckpt_path is None else read_checkpoint(ckpt_path)
+    if module.coding is not None:
+        begin = started(begin)
+        if stored and stored["kbf"].get("stage") != "coding":
+            module.on_load_checkpoint(stored)
+            module.load_state_dict(stored["state_dict"])
+        else:
+            encode(module, settings, bars(config), loggers, directory, ckpt_path, begin)
+            ckpt_path = None
+    trainer = build(settings, trust=True, callbacks=[*bars(config), checkpoints], logger=loggers or False)
     if module.learns and module.how is not None:
         tasks = FilterDataModule(module.memory.sequences(), module.how, config["seed"])
         module.net.prepare(tasks.fit, generator)
         module.validation_floor = validation_floor
-        if ckpt_path is not None:
-            read_checkpoint(ckpt_path)
         if trainer.is_global_zero:
             begin()
         directory.mkdir(parents=True, exist_ok=True)
@@ -285,11 +306,76 @@ def train(
     return Trained(best.module, best.filter, trainer.current_epoch, checkpoints.best if math.isfinite(checkpoints.best) else None)
 
 
+def encode(
+    module: FilterTraining,
+    settings: dict[str, Any],
+    callbacks: list[Any],
+    loggers: list[Logger] | None,
+    directory: Path,
+    ckpt_path: Path | None,
+    begin: Callable[[], None],
+) -> None:
+    """The first stage: fit the encoders; a code takes the place of the images in the memory, each coded by who has not seen it."""
+    how, sequences = module.coding, module.memory.sequences()
+    assert how is not None
+    path = directory / "coding.ckpt"
+    trainer = build(
+        settings | {"max_epochs": how.epochs, "gradient_clip_val": how.clip},
+        trust=True,
+        callbacks=[*callbacks, LastCheckpoint(path)],
+        logger=loggers or False,
+    )
+    if trainer.is_global_zero:
+        begin()
+    directory.mkdir(parents=True, exist_ok=True)
+    code = module.code
+    if code is None:  # a net whose own features are to be fitted; what will be held out later is held out now
+        sequences = FilterDataModule(sequences, module.how, module.config["seed"]).fit if module.how else sequences
+        code = build_code([module.net.encoder], sequences[0].states.shape[1])
+    lengths = [len(s.states) for s in sequences]
+    chunk = torch.zeros(sum(lengths), dtype=torch.long)
+    starts = [sum(lengths[:k]) for k in range(len(lengths))]
+    for k, spans in enumerate(folds(lengths, how.members)):
+        for span in spans:
+            chunk[starts[span.sequence] + span.start : starts[span.sequence] + span.stop] = k
+    seen = torch.cat(
+        [torch.ones(n, dtype=torch.bool) if s.mask is None else s.mask for n, s in zip(lengths, sequences, strict=True)]
+    )
+    obs, states = torch.cat([s.obs for s in sequences]), torch.cat([s.states for s in sequences])
+    fit_code(trainer, module.config, code, how, (obs[seen], states[seen], chunk[seen]), ckpt_path)
+    code.to("cpu")
+    if module.code is not None:
+        coded = [code.crossfit(s, held) for s, held in zip(sequences, chunk.split(lengths), strict=True)]
+        module.memory = Memory(cast_all(coded, module.model_dtype))
+    path.unlink(missing_ok=True)
+
+
+def bars(config: dict[str, Any]) -> list[Any]:
+    """The trainer's callbacks, made anew for each stage."""
+    return list(build(config["trainer"].get("callbacks") or [], trust=True))
+
+
+def started(begin: Callable[[], None]) -> Callable[[], None]:
+    """``begin``, but only for the first call: the second stage must not clear what the first wrote."""
+    calls: list[None] = []
+
+    def once() -> None:
+        if not calls:
+            calls.append(None)
+            begin()
+
+    return once
+
+
 def check(config: dict[str, Any], sequences: list[Sequence], *, trust: bool = False) -> None:
     """Raise what `train` would raise of a configuration that cannot be built or data that is too short, before anything is done."""
-    module = FilterTraining(config, sequences, trust=trust)
+    module = FilterTraining(config, sequences, trust=trust).eval()
     if module.learns and module.how is not None:
         FilterDataModule(sequences, module.how, config["seed"])
+    if module.coding is not None:  # one image through each encoder tells of wrong shapes and missing weights
+        with torch.no_grad():
+            for encoder in [module.net.encoder] if module.code is None else module.code.encoders:
+                encoder(sequences[0].obs[:1])
 
 
 def load_filter(path: str | os.PathLike[str], *, device: str | torch.device = "cpu", trust: bool = False) -> Trained:
@@ -313,10 +399,11 @@ def load_filter(path: str | os.PathLike[str], *, device: str | torch.device = "c
         with torch.no_grad():
             filter = module.filter()
         operators = checkpoint["kbf"]["operators"]
-        if isinstance(filter, nn.Module) and operators:
-            take_shapes(filter, operators)
-            filter.load_state_dict(operators)
-            filter.eval()
+        inner: Any = inner_filter(filter)
+        if isinstance(inner, nn.Module) and operators:
+            take_shapes(inner, operators)
+            inner.load_state_dict(operators)
+            inner.eval()
     except (RuntimeError, KeyError, TypeError) as error:
         version = checkpoint["kbf"]["version"]
         reason = " ".join(str(error).split())[:300]
@@ -360,9 +447,14 @@ def estimates(filter: Filter[Any], windows: Sequence) -> Tensor:
     return rollout(filter, windows.obs, mask=windows.mask).estimates
 
 
+def inner_filter(filter: Filter[Any]) -> Filter[Any]:
+    """What is behind the encoders, if there are any."""
+    return filter.inner if isinstance(filter, CodedFilter) else filter
+
+
 def cast_all(sequences: list[Sequence], dtype: torch.dtype) -> list[Sequence]:
     """The same recordings in another dtype."""
-    return [s._replace(states=s.states.to(dtype), obs=s.obs.to(dtype)) for s in sequences]
+    return [s._replace(states=s.states.to(dtype), obs=as_float(s.obs, dtype)) for s in sequences]
 
 
 def log_track(loggers: list[Any], tag: str, sequence: Sequence, found: Tensor, step: int) -> None:

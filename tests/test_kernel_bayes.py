@@ -195,13 +195,13 @@ def test_memories_that_do_not_serve():
         enlarged.condition(good._replace(obs=good.obs[:, None]))
 
 
-def test_stacked_is_in_order_flat_and_double():
+def test_stacked_is_in_order_and_keeps_the_shape_of_observations():
     a, b = recordings(3, 4)
-    masked = b._replace(mask=torch.ones(4, dtype=torch.bool), obs=b.obs[:, None].float(), states=b.states.float())
+    masked = b._replace(mask=torch.ones(4, dtype=torch.bool), obs=b.obs[:, None], states=b.states.float())
     states, obs = stacked([a._replace(obs=a.obs[:, None]), masked])
     assert states.dtype == obs.dtype == F64
     torch.testing.assert_close(states, torch.cat([a.states, b.states]), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(obs, torch.cat([a.obs, b.obs]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(obs, torch.cat([a.obs, b.obs])[:, None])
 
 
 # the enlarged memory

@@ -13,26 +13,29 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "kbf").rglob("*.py"))
 LAYERS = [
     ["kbf", "kbf.files", "kbf.build", "kbf.sequence", "kbf.linalg"],
-    ["kbf.kernels", "kbf.features", "kbf.metrics", "kbf.ssm"],
+    ["kbf.kernels", "kbf.features", "kbf.metrics", "kbf.ssm", "kbf.manifolds", "kbf.render"],
     ["kbf.embeddings", "kbf.ratios", "kbf.rules"],
     ["kbf.filters"],
     ["kbf.selection", "kbf.smoothing", "kbf.plots", "kbf.nn", "kbf.data"],
-    ["kbf.training", "kbf.evaluation"],
+    ["kbf.training", "kbf.pretraining", "kbf.evaluation"],
     ["kbf.experiments"],
     ["kbf.commands", "kbf.cli"],
 ]
 NEIGHBOURS = {  # who may import whom inside one layer
     "kbf.sequence": {"kbf.linalg"},
     "kbf.features": {"kbf.kernels"},
+    "kbf.manifolds": {"kbf.ssm"},
+    "kbf.render": {"kbf.render"},
     "kbf.filters": {"kbf.filters"},
     "kbf.nn": {"kbf.nn", "kbf.selection"},
     "kbf.data": {"kbf.data"},
+    "kbf.training": {"kbf.pretraining"},
     "kbf.experiments": {"kbf.experiments"},
     "kbf.commands": {"kbf.commands"},
 }
 ONLY_IN = {
     "hydra": {"kbf.cli"},
-    "lightning": {"kbf.training", "kbf.data.module"},
+    "lightning": {"kbf.training", "kbf.pretraining", "kbf.data.module"},
     "matplotlib": {"kbf.plots"},
 }
 

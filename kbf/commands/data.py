@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kbf.build import build
 from kbf.commands.common import console, save_arrays, show, start
 from kbf.data.source import load_data
 from kbf.plots import save, track_figure
@@ -33,6 +34,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         "state": tuple(first.states.shape[1:]),
         "observation": tuple(first.obs.shape[1:]),
         "true model known": data.problem is not None,
+        "views": getattr(build(config["data"]["source"], trust=True), "renderer", None),  # of images: who rendered them
     }
     save_arrays(directory / "data.npz", arrays)
     save(track_figure(first, title=f"{config['data']['name']}, the first training steps"), directory / "data.png")

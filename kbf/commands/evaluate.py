@@ -11,7 +11,8 @@ from kbf.data.source import load_data
 from kbf.evaluation import data_floor, score
 from kbf.files import write_json
 from kbf.plots import save, track_figure
-from kbf.training import load_filter
+from kbf.sequence import Sequence
+from kbf.training import FilterTraining, load_filter
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     start(config["threads"])
     loaded = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
     data = load_data(config["data"], trust=config["trust"] or config["own_data"])
-    check_shapes(loaded.module.memory.sequences()[0], data.test[0], config["checkpoint"])
+    check_shapes(loaded.module, data.test[0], config["checkpoint"])
     least = data_floor(data, particles=config["particles"], seed=config["seed"])
     began = time.perf_counter()
     result = score(loaded.filter, data.test, seed=config["seed"], dtype=loaded.module.model_dtype, device=config["device"])
@@ -47,11 +48,12 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     return metrics
 
 
-def check_shapes(memory: Any, sequence: Any, checkpoint: str) -> None:
+def check_shapes(module: FilterTraining, sequence: Sequence, checkpoint: str) -> None:
     """Raise if the data has other shapes than what the filter was trained on."""
-    for name, mine, theirs in (("states", memory.states, sequence.states), ("observations", memory.obs, sequence.obs)):
-        if mine.shape[1:] != theirs.shape[1:]:
+    states = module.memory.sequences()[0].states.shape[1:]
+    for name, mine, theirs in (("states", states, sequence.states), ("observations", module.observation, sequence.obs)):
+        if tuple(mine or ()) != tuple(theirs.shape[1:]):
             raise ValueError(
                 f"the data's {name} have the shape {tuple(theirs.shape[1:])}, "
-                f"those that {checkpoint} was trained on {tuple(mine.shape[1:])}"
+                f"those that {checkpoint} was trained on {tuple(mine or ())}"
             )

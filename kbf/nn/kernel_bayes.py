@@ -133,7 +133,7 @@ class KBF(nn.Module):
             paper_grid(self, memory)
         else:
             states, obs = stacked(as_sequences(memory))
-            medians = torch.stack([median_distance(states), median_distance(states), median_distance(obs)])
+            medians = torch.stack([median_distance(states)] * 2 + [median_distance(obs.flatten(1).double())])
             self.set(medians * medians.new_tensor(self.factors), self.log_reg.exp())
 
     def set(self, bandwidths: Tensor, regs: Tensor) -> None:
@@ -162,24 +162,27 @@ class KBF(nn.Module):
         ratio_width, transition_width, obs_width = self.log_bandwidth.exp()
         eta, reg_transition, reg = self.log_reg.exp()
         if self.rank is None:
-            kernel = KERNELS[self.kernel]
-            transition = transition_operator(kernel(states, states, bandwidth=transition_width), pairs, reg_transition)
-            update: nn.Module = DenseUpdate(DENSE_RULES[self.rule], kernel, obs_width, obs, reg).to(self.dtype)
+            gram = KERNELS[self.kernel](states, states, bandwidth=transition_width)
+            transition = transition_operator(gram, pairs, reg_transition)
         else:
-            transition_map, obs_map = (
-                NystromFeatures(self.kernel, width, points, self.rank, self.tol)
-                for width, points in ((transition_width, states), (obs_width, obs))
-            )
+            transition_map = NystromFeatures(self.kernel, transition_width, states, self.rank, self.tol)
             transition = transition_operator_primal(transition_map(states), pairs, reg_transition)
-            update = PrimalUpdate(obs_map, obs[:, None], reg, rule=self.rule, dtype=self.dtype)
         return KernelBayesFilter(
             states.to(self.dtype),
             transition.to(self.dtype),
             self.ratio_of(states, ratio_width, eta).to(self.dtype),
-            update,
+            self.update_of(obs, obs_width, reg),
             normalise=self.normalise,
             clip=self.ratio != "tikhonov",
         )
+
+    def update_of(self, obs: Tensor, bandwidth: Tensor, reg: Tensor) -> nn.Module:
+        """The rule over the memory's observations ``n *x``."""
+        obs = obs.flatten(1).double()
+        if self.rank is None:
+            return DenseUpdate(DENSE_RULES[self.rule], KERNELS[self.kernel], bandwidth, obs, reg).to(self.dtype)
+        features = NystromFeatures(self.kernel, bandwidth, obs, self.rank, self.tol)
+        return PrimalUpdate(features, obs[:, None], reg, rule=self.rule, dtype=self.dtype)
 
     def ratio_of(self, states: Float[Tensor, "n d"], bandwidth: Tensor, eta: Tensor) -> nn.Module:
         """The operator of the chosen ratio over the memory's states."""
@@ -294,11 +297,11 @@ def quantise(
 
 
 def stacked(memory: list[Sequence]) -> tuple[Tensor, Tensor]:
-    """States ``n d`` and flattened observations ``n q`` of all sequences, one behind the other, in float64.
+    """States ``n d`` in float64 and observations ``n *x`` as they are, of all sequences, one behind the other.
 
     Raises:
         ValueError: a masked step: a kernel filter's memory needs the observation of each of its points.
     """
     if any(s.mask is not None and not bool(s.mask.all()) for s in memory):
         raise ValueError("a kernel filter needs every observation of its memory: cut the recordings at missing steps")
-    return torch.cat([s.states for s in memory]).double(), torch.cat([s.obs for s in memory]).flatten(1).double()
+    return torch.cat([s.states for s in memory]).double(), torch.cat([s.obs for s in memory])

@@ -1,0 +1,85 @@
+"""Images that are changed at random before an encoder learns from them.
+
+Only what leaves the state alone is of use: moved or turned images show another position or heading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from kbf.sequence import as_float
+
+
+class Augment(nn.Module):
+    """Random transforms of the images in training, nothing in eval mode; then the encoder, if there is one.
+
+    Each image gets draws of its own: the random transforms of torchvision draw once for all that they are given, and are given one
+    image at a time. A transform with an attribute ``whole = True``, as those of this file, is given the batch. All draws come from
+    PyTorch's global generator, which the training loop seeds in each step.
+
+    In a configuration::
+
+        _target_: kbf.nn.augment.Augment
+        transforms:
+          - {_target_: kbf.nn.augment.PixelNoise, sd: 0.1}
+          - {_target_: torchvision.transforms.v2.GaussianBlur, kernel_size: 3}
+        encoder: {_target_: kbf.nn.encoders.CNN, q: "${data.q}"}
+    """
+
+    def __init__(self, transforms: Many[Callable[[Tensor], Tensor]], encoder: nn.Module | None = None) -> None:
+        """``transforms``, of float images ``c h w`` in [0, 1], happen in this order; ``encoder`` sees what comes out."""
+        super().__init__()
+        self.transforms, self.encoder = tuple(transforms), encoder
+        if encoder is not None:
+            self.features: int = encoder.features  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Shaped[Tensor, "m *x"]) -> Shaped[Tensor, "m ..."]:
+        """Features ``m p``, or the images ``m *x`` where there is no encoder."""
+        if self.training:
+            first = next(self.parameters(), None)
+            x = as_float(x, x.dtype if x.is_floating_point() else torch.float32 if first is None else first.dtype)
+            for transform in self.transforms if len(x) else ():
+                whole = getattr(transform, "whole", False)
+                x = transform(x) if whole else torch.stack([transform(image) for image in x])
+        return x if self.encoder is None else self.encoder(x)
+
+
+class PixelNoise(nn.Module):
+    """Adds Gaussian noise of standard deviation ``sd`` to each number."""
+
+    whole = True
+
+    def __init__(self, sd: float) -> None:
+        super().__init__()
+        self.sd = sd
+
+    def forward(self, x: Float[Tensor, "*x"]) -> Float[Tensor, "*x"]:
+        """Noisy images; they may leave [0, 1]."""
+        return x + self.sd * torch.randn_like(x)
+
+
+class RandomShift(nn.Module):
+    """Moves each image by its own random whole number of pixels, at most ``pixels`` along each side; the edge is repeated.
+
+    References: Yarats, Kostrikov and Fergus (2021), section 3.1.
+    """
+
+    whole = True
+
+    def __init__(self, pixels: int) -> None:
+        super().__init__()
+        self.pixels = pixels
+
+    def forward(self, x: Float[Tensor, "m c h w"]) -> Float[Tensor, "m c h w"]:
+        """Moved images."""
+        m, _, h, w = x.shape
+        shift = torch.randint(-self.pixels, self.pixels + 1, (2, m, 1), device=x.device)
+        rows = (torch.arange(h, device=x.device) + shift[0]).clamp(0, h - 1)  # m h
+        columns = (torch.arange(w, device=x.device) + shift[1]).clamp(0, w - 1)  # m w
+        each = torch.arange(m, device=x.device)[:, None, None]
+        return x.movedim(1, -1)[each, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)

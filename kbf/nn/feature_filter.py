@@ -1,0 +1,70 @@
+"""Kernel Bayes Filter whose observation kernel is learned: k(x, x') = psi(x)^T psi(x') with an encoder psi."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from kbf.filters.kernel import PrimalUpdate
+from kbf.nn.kernel_bayes import KBF
+
+
+class FeatureKBF(KBF):
+    """Kernel Bayes Filter over the recording, with features of an encoder in the rule ("IW(NN)" with a net fitted in two stages).
+
+    Two routes train it. Two-stage: the encoder first, by the ridge loss of its features (`kbf.pretraining`), then the filter.
+    End to end: the loss is the filter's own error, and its gradient reaches the encoder, both bandwidths of the states and the
+    three ridges, through the rule, the ratio and all steps of a window. The bandwidth of the observations is of no matter here.
+
+    The net stays in eval mode while it is trained end to end, so that statistics of batch norm, fitted before, do not change, and
+    the same image has the same features in the memory and in a window.
+
+    References: Xu et al. (2022), section 3.3 and appendix B.2, for the first route.
+    """
+
+    def __init__(self, encoder: nn.Module, constant: bool = True, **settings: Any) -> None:
+        """What to build.
+
+        Args:
+            encoder: ``m *x`` -> ``m p``.
+            constant: add a feature that is 1 everywhere, the offset of the regression inside the rule.
+            settings: of `KBF`; the rule must be importance_weighted or original.
+
+        Raises:
+            ValueError: as `KBF`; or a rule that has no form for features.
+        """
+        super().__init__(**settings)
+        if self.rule == "pseudo_inverse":
+            raise ValueError("FeatureKBF: rule=pseudo_inverse needs full Gram matrices; use importance_weighted or original")
+        self.psi = Psi(encoder, constant)
+
+    @property
+    def encoder(self) -> nn.Module:
+        """The net inside."""
+        return self.psi.encoder
+
+    def train(self, mode: bool = True) -> FeatureKBF:
+        """As always, but for the encoder."""
+        super().train(mode)
+        self.psi.eval()
+        return self
+
+    def update_of(self, obs: Tensor, bandwidth: Tensor, reg: Tensor) -> nn.Module:
+        """The rule over the features of the memory's observations ``n *x``."""
+        return PrimalUpdate(self.psi, obs[:, None], reg, rule=self.rule, dtype=self.dtype)
+
+
+class Psi(nn.Module):
+    """Features of an encoder, in batches, with a constant one behind them if that is wanted."""
+
+    def __init__(self, encoder: nn.Module, constant: bool, batch_size: int = 256) -> None:
+        super().__init__()
+        self.encoder, self.constant, self.batch_size = encoder, constant, batch_size
+
+    def forward(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m p"]:
+        """psi(x)."""
+        psi = torch.cat([self.encoder(part) for part in x.split(self.batch_size)]).float()
+        return torch.cat([psi, torch.ones_like(psi[:, :1])], -1) if self.constant else psi

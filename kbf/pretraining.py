@@ -1,0 +1,263 @@
+"""The first of two stages: encoders learn to predict the state from single observations, before any filter is built.
+
+Each member of a `kbf.nn.coding.Code` learns from all recordings but one contiguous chunk, which says how good it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from kbf import __version__
+from kbf.features import random_fourier
+from kbf.kernels import median_distance
+from kbf.nn.augment import Augment
+from kbf.nn.coding import Code
+from kbf.nn.losses import ridge_loss, ridge_weights, split_ridge_loss
+
+LOSSES = ("linear", "ridge", "split")
+OPTIMISERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+class Coding(NamedTuple):
+    """How encoders learn: the ``coding`` part of a model's configuration, without the encoder itself.
+
+    Attributes:
+        epochs: passes over the images. lr: learning rate, its peak with schedule onecycle. weight_decay: of the optimiser.
+        optimiser: adam, adamw or sgd. schedule: constant or onecycle. clip: largest norm of a gradient, None for any.
+        batch_size: images in a batch (up to rounding: batches are of equal size), None for all of them.
+        members: encoders; with 1 there is no held-out chunk, and codes of the recordings look better than those of new images.
+        loss: linear (a linear head learns along), ridge (`kbf.nn.losses.ridge_loss`, the paper's) or split (`split_ridge_loss`).
+        reg: lambda of the last two. targets: states, or fourier: random Fourier features of them.
+        fourier: how many of these, with the median bandwidth.
+        augment: random transforms of the images (`kbf.nn.augment.Augment`).
+    """
+
+    epochs: int
+    lr: float
+    weight_decay: float = 0.0
+    optimiser: str = "adamw"
+    schedule: str = "onecycle"
+    clip: float | None = None
+    batch_size: int | None = 64
+    members: int = 4
+    loss: str = "linear"
+    reg: float = 1e-3
+    targets: str = "states"
+    fourier: int = 100
+    augment: tuple[Any, ...] = ()
+
+
+def read_coding(config: dict[str, Any]) -> Coding:
+    """Check the ``coding`` part of a configuration.
+
+    Raises:
+        ValueError: unknown, missing or impossible settings.
+    """
+    known = Coding._fields
+    if wrong := [key for key in config if key not in known]:
+        raise ValueError(f"model.coding has no {wrong[0]!r}; it has encoder, {', '.join(known)}")
+    if missing := {"epochs", "lr"} - config.keys():
+        raise ValueError(f"model.coding needs {' and '.join(sorted(missing))}")
+    coding = Coding(**config)
+    options = {
+        "loss": LOSSES,
+        "targets": ("states", "fourier"),
+        "optimiser": tuple(OPTIMISERS),
+        "schedule": ("constant", "onecycle"),
+    }
+    for key, allowed in options.items():
+        if (chosen := getattr(coding, key)) not in allowed:
+            raise ValueError(f"model.coding.{key} must be one of {', '.join(allowed)}; got {chosen!r}")
+    for key in ("epochs", "members"):
+        if getattr(coding, key) < 1:
+            raise ValueError(f"model.coding.{key} must be at least 1; got {getattr(coding, key)}")
+    if coding.targets == "fourier" and coding.loss == "linear":
+        raise ValueError("model.coding.loss=linear regresses on states: use ridge or split with targets=fourier")
+    return coding
+
+
+class Frames(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Batches of rows: images as they are stored, states, and the number of the chunk that each lies in."""
+
+    def __init__(self, obs: Tensor, states: Tensor, chunk: Tensor) -> None:
+        self.obs, self.states, self.chunk = obs, states, chunk
+
+    def __getitem__(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.obs[rows], self.states[rows], self.chunk[rows]
+
+
+class RowOrder(Sampler[Tensor]):
+    """Rows in batches of equal size (to one), in an order that depends on (seed, epoch) alone; each process has its share."""
+
+    def __init__(self, rows: int, batch_size: int | None, seed: int, rank: int = 0, world: int = 1) -> None:
+        self.rows, self.seed, self.rank, self.world, self.epoch = rows, seed, rank, world, 0
+        self.batches = -(-rows // min(batch_size or rows, rows))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the trainer before each epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(1_000_003 * (self.seed + 1) + self.epoch))
+        yield from (batch[self.rank :: self.world] for batch in order.tensor_split(self.batches))
+
+
+class CodeTraining(lightning.LightningModule):
+    """Fit the members of a code side by side; each skips the images of its own chunk."""
+
+    def __init__(self, config: dict[str, Any], code: Code, how: Coding, states: Tensor) -> None:
+        """Prepare.
+
+        Args:
+            config: what checkpoints keep of the configuration; its ``seed`` is used.
+            code: to be fitted, in place.
+            how: the settings.
+            states: ``n d``, of the training part.
+        """
+        super().__init__()
+        self.save_hyperparameters("config", logger=False)
+        self.config, self.how, self.code = config, how, code
+        code.prepare(states)
+        self.augment = Augment(how.augment)
+        self.fourier = None
+        if how.targets == "fourier":
+            width = median_distance(states) / code.z_scale.double()
+            generator = torch.Generator().manual_seed(config["seed"])
+            self.fourier = random_fourier(states.shape[1], how.fourier, bandwidth=width.cpu(), generator=generator)
+
+    def targets(self, states: Tensor) -> Tensor:
+        """What is regressed on: standardised states, or random Fourier features of them."""
+        y = (states - self.code.z_mean.to(states)) / self.code.z_scale.to(states)
+        return (y if self.fourier is None else self.fourier(y)).float()
+
+    def losses(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """One loss for each member, over the images outside of its chunk."""
+        obs, states, chunk = batch
+        images, y = self.augment(obs), self.targets(states)
+        found = []
+        for k, (encoder, head) in enumerate(zip(self.code.encoders, self.code.heads, strict=True)):
+            mine = (chunk != k).nonzero()[:, 0] if len(self.code.encoders) > 1 else slice(None)
+            psi = encoder(images[mine])
+            if self.how.loss == "linear":
+                found.append((head(psi) - y[mine]).square().sum(-1).mean())
+            else:  # the solve stays in double precision whatever the encoder ran in
+                loss = ridge_loss if self.how.loss == "ridge" else split_ridge_loss
+                found.append(
+                    loss(psi.double(), y[mine].double(), self.how.reg).float() + 0 * sum(p.sum() for p in head.parameters())
+                )
+        return torch.stack(found)
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_index: int) -> Tensor:
+        """The sum over members."""
+        seed_step(self.config["seed"] + 7919 * self.global_rank, self.global_step, self.device)
+        losses = self.losses(batch)
+        if not torch.isfinite(losses).all():
+            raise ValueError(f"the loss of the encoders became {losses.tolist()}: try a smaller model.coding.lr ({self.how.lr:g})")
+        self.log("coding/loss", losses.mean(), prog_bar=True, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
+        return losses.sum()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_index: int) -> None:
+        """Mean over the images of ||code - z||^2, each coded by the member that has not seen it; for the linear head."""
+        obs, states, chunk = batch
+        square = torch.zeros(len(obs), device=self.device)
+        for k in range(len(self.code.encoders)):
+            if (mine := chunk == k).any():
+                square[mine] = (self.code.member(k, obs[mine]) - states[mine].float()).square().sum(-1)
+        self.log("coding/validation", square.mean(), prog_bar=True, batch_size=len(obs), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        """The optimiser; with schedule onecycle the learning rate rises to its peak and falls to zero."""
+        parameters = [p for p in self.code.parameters() if p.requires_grad]
+        optimiser = OPTIMISERS[self.how.optimiser](parameters, lr=self.how.lr, weight_decay=self.how.weight_decay)
+        if self.how.schedule == "constant":
+            return optimiser
+        steps = int(self.trainer.estimated_stepping_batches)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimiser, self.how.lr, total_steps=steps + 1)
+        return {"optimizer": optimiser, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+
+    @torch.no_grad()
+    def close(self, obs: Tensor, states: Tensor, chunk: Tensor) -> None:
+        """Heads in closed form for the losses that have none of their own: ridge regression on the final features."""
+        self.code.eval()
+        if self.how.loss == "linear":
+            return
+        y = ((states - self.code.z_mean.to(states)) / self.code.z_scale.to(states)).double()
+        for k, (encoder, head) in enumerate(zip(self.code.encoders, self.code.heads, strict=True)):
+            mine = chunk != k if len(self.code.encoders) > 1 else torch.ones_like(chunk, dtype=torch.bool)
+            psi = torch.cat([encoder(part) for part in obs[mine].split(256)]).double()
+            middle = psi.mean(0)
+            weights = ridge_weights(psi - middle, y[mine] - y[mine].mean(0), self.how.reg, torch.ones_like(y[mine][:, 0]))
+            head.load_state_dict({"weight": weights.mT, "bias": y[mine].mean(0) - middle @ weights})
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Say what the file is."""
+        checkpoint["kbf"] = {"version": __version__, "stage": "coding", "operators": {}}
+
+
+class LastCheckpoint(Checkpoint):
+    """``coding.ckpt``, at most every few seconds: an interrupted first stage goes on from it."""
+
+    def __init__(self, path: Path, seconds: float = 10.0) -> None:
+        self.path, self.seconds, self.saved = path, seconds, 0.0
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Save when the last time is long enough ago."""
+        import time
+
+        if trainer.strategy.broadcast(time.monotonic() - self.saved > self.seconds):
+            trainer.save_checkpoint(self.path)
+            self.saved = time.monotonic()
+
+
+def fit_code(
+    trainer: lightning.Trainer,
+    config: dict[str, Any],
+    code: Code,
+    how: Coding,
+    data: tuple[Tensor, Tensor, Tensor],
+    ckpt_path: Path | None = None,
+) -> CodeTraining:
+    """Fit a code to images ``n *x``, states ``n d`` and their chunks ``n``; on every process the same code comes out."""
+    obs, states, chunk = data
+    module = CodeTraining(config, code, how, states)
+    frames = Frames(obs, states, chunk)
+    rank, world = trainer.global_rank, trainer.world_size
+    order = RowOrder(len(obs), how.batch_size, config["seed"], rank, world)
+    least = len(obs) // len(order) // world
+    if least < 2:
+        raise ValueError(f"batches of {least} images are too small to learn from: raise model.coding.batch_size or use more data")
+    everything = [torch.arange(len(obs))[rank::world]] if len(code.encoders) > 1 else []
+    loaders = [DataLoader(frames, sampler=order, batch_size=None), DataLoader(frames, sampler=everything, batch_size=None)]  # pyright: ignore[reportArgumentType]
+    trainer.fit(module, loaders[0], loaders[1] if everything else None, ckpt_path=ckpt_path)
+    module.close(obs, states, chunk)
+    return module
+
+
+def seed_step(seed: int, step: int, device: torch.device) -> None:
+    """Seed what a training step draws (dropout, augmentation): the same after a resume."""
+    number = 1_000_003 * (seed + 1) + step
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":  # without this test torch.manual_seed records a stack trace for a GPU at each step
+        torch.cuda.manual_seed(number)
+
+
+def build_code(encoders: list[nn.Module], d: int) -> Code:
+    """A code of encoders, each of which must say how many features it has.
+
+    Raises:
+        ValueError: an encoder without ``features``.
+    """
+    for encoder in encoders:
+        if not hasattr(encoder, "features"):
+            raise ValueError(f"the encoder {type(encoder).__name__} needs an attribute 'features', the width of its output")
+    return Code(encoders, d)
