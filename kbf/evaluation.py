@@ -26,11 +26,28 @@ class Score(NamedTuple):
         mse: one number a sequence, the mean over time of ||z_hat - z||^2, summed over the components of the state.
         estimates: ``T d`` for each sequence.
         diagnostics: means over sequences and time, by name.
+        covariances: ``T d d`` for each sequence, if they were asked for and the filter knows them.
     """
 
     mse: Tensor
     estimates: list[Tensor]
     diagnostics: dict[str, float]
+    covariances: list[Tensor] | None = None
+
+
+class Watched:
+    """A filter that has its ``covariance`` among its diagnostics, where the loop collects it."""
+
+    NAME = "covariance"
+
+    def __init__(self, filter: Filter[Any]) -> None:
+        self.filter = filter
+        self.init, self.predict, self.update, self.estimate = filter.init, filter.predict, filter.update, filter.estimate
+
+    def diagnostics(self, state: Any) -> dict[str, Tensor]:
+        """The filter's own, and its covariance ``b d d`` if it has one."""
+        own, spread = (getattr(self.filter, name, lambda _: None)(state) for name in ("diagnostics", "covariance"))
+        return (own or {}) | ({} if spread is None else {self.NAME: spread})
 
 
 @torch.no_grad()
@@ -42,6 +59,7 @@ def score(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
     batch_size: int = 32,
+    covariances: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Score:
     """Run a filter over sequences, from its own start, and compare its estimates with the states.
@@ -53,6 +71,7 @@ def score(
         dtype: what the filter takes. The errors are computed in float64.
         device: where the filter is.
         batch_size: sequences that go through the loop at once.
+        covariances: collect what the filter's method ``covariance(state) -> b d d``, if it has one, says of its estimates.
         progress: called after each step with its number.
 
     Raises:
@@ -63,13 +82,16 @@ def score(
     generator = torch.Generator(device).manual_seed(seed)
     errors: list[Tensor] = []
     estimates: list[Tensor] = []
+    spreads: list[Tensor] = []
     collected: dict[str, list[Tensor]] = {}
+    watched = Watched(filter) if covariances else filter
     for first in range(0, len(sequences), batch_size):
         group = sequences[first : first + batch_size]
         batch = pad(group)
         mask = None if all(s.mask is None and len(s.states) == batch.states.shape[1] for s in group) else batch.mask
         obs = as_float(batch.obs.to(device), dtype)
-        run = rollout(filter, obs, mask=None if mask is None else mask.to(device), generator=generator, progress=progress)
+        run = rollout(watched, obs, mask=None if mask is None else mask.to(device), generator=generator, progress=progress)
+        spread = run.diagnostics.pop(Watched.NAME, None)
         for k, sequence in enumerate(group):
             steps = len(sequence.states)
             found = run.estimates[k, :steps].to("cpu", torch.float64)
@@ -78,10 +100,12 @@ def score(
                 raise ValueError(f"the filter's estimate is not finite at {len(bad)} of {steps} steps, first at step {int(bad[0])}")
             estimates.append(found)
             errors.append(mse(found, sequence.states.to(found)))
+            if spread is not None:
+                spreads.append(spread[k, :steps].to("cpu", torch.float64))
             for name, values in run.diagnostics.items():
                 collected.setdefault(name, []).append(values[k, :steps].double().mean())
     diagnostics = {name: torch.stack(values).mean().item() for name, values in collected.items()}
-    return Score(torch.stack(errors), estimates, diagnostics)
+    return Score(torch.stack(errors), estimates, diagnostics, spreads or None)
 
 
 def floor(problem: StateSpace, train: list[Sequence], test: list[Sequence], *, particles: int = 20_000, seed: int = 0) -> Score:

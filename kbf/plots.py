@@ -50,8 +50,12 @@ DOTS = ((TRUTH, 6.0), (ESTIMATE, 4.0))
 TRAIL = 20
 """Steps of the past that stay in an animation."""
 Extent = tuple[float, float, float, float]
+Values = tuple[Tensor, Tensor, Tensor | None]
+"""States ``t d``, estimates ``t d``, covariances ``t d d`` or None."""
 Show = Callable[[Tensor, Tensor, Tensor | None], None]
 """Draws a true state ``d``, its estimate ``d`` and the estimate's covariance ``d d`` or None, in place of the ones before."""
+SEEN_DOT = Line2D([], [], color=SEEN, marker="o", ms=4, ls="", label="observation")
+SPREAD = Patch(color=ESTIMATE, alpha=0.3, lw=0, label="1 and 2 standard deviations")
 STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -72,20 +76,22 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
         figure.savefig(temporary, dpi=150)
 
 
-def track_figure(sequence: Sequence, found: Tensor | None = None, *, title: str = "", steps: int = 100) -> Figure:
+def track_figure(
+    sequence: Sequence, found: Tensor | None = None, covariances: Tensor | None = None, *, title: str = "", steps: int = 100
+) -> Figure:
     """Truth, observation and estimate of one sequence, over time and in the plane of the first two components.
 
     Args:
         sequence: ``T d``; observations are drawn where they are vectors like the state, except where they are masked.
         found: estimates ``T d``, or None to show the data alone.
+        covariances: of the estimates ``T d d``: bands of 1 and 2 standard deviations.
         title: above the picture.
         steps: how many of the first steps to show.
     """
     z = sequence.states[:steps].double().flatten(1).cpu()
-    x = sequence.obs[:steps].double().cpu() if sequence.obs.shape[1:] == sequence.states.shape[1:] else None
-    if x is not None and sequence.mask is not None:
-        x = torch.where(sequence.mask[:steps, None].cpu(), x, torch.nan)
+    x = visible(sequence, len(z))
     e = None if found is None else found[:steps].double().flatten(1).cpu()
+    C = None if covariances is None else covariances[:steps].double().cpu()
     shown = min(z.shape[1], 4)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.5, max(4.0, 1.9 * shown)), layout="constrained")
@@ -99,19 +105,36 @@ def track_figure(sequence: Sequence, found: Tensor | None = None, *, title: str 
             axes.plot(time, z[:, k], color=TRUTH, lw=1.2)
             if e is not None:
                 axes.plot(time, e[:, k], color=ESTIMATE, lw=1.4)
+                draw_bands(axes, e, C, k)
             axes.set_ylabel(f"$z_{{{k + 1}}}$", rotation=0, labelpad=10)
-            axes.set_xlim(0, len(z) - 1)
+            axes.set_xlim(0, max(len(z) - 1, 1))
             axes.tick_params(labelbottom=k == shown - 1)
         panels[-1].set_xlabel("time step")
         if plane:
             draw_plane(figure.add_subplot(grid[:, 1]), z, x, e)
         handles = [Line2D([], [], color=TRUTH, label="true state")]
-        handles += [Line2D([], [], color=SEEN, marker="o", ms=4, ls="", label="observation")] if x is not None else []
+        handles += [SEEN_DOT] if x is not None else []
         handles += [Line2D([], [], color=ESTIMATE, label="estimate")] if e is not None else []
-        figure.legend(handles=handles, loc="outside lower center", ncols=3)
+        handles += [SPREAD] if C is not None else []
+        figure.legend(handles=handles, loc="outside lower center", ncols=4)
         if title:
             figure.suptitle(title, fontsize=10.5)
     return figure
+
+
+def visible(sequence: Sequence, n: int) -> Tensor | None:
+    """The first n observations where they are vectors like the state, NaN where nothing was observed; else None."""
+    if sequence.obs.shape[1:] != sequence.states.shape[1:] or sequence.obs.ndim != 2:
+        return None
+    x = sequence.obs[:n].double().cpu()
+    return x if sequence.mask is None else torch.where(sequence.mask[:n, None].cpu(), x, torch.nan)
+
+
+def draw_bands(axes: Axes, e: Tensor, C: Tensor | None, k: int) -> None:
+    """1 and 2 standard deviations around component k of the estimates, where they are known."""
+    for width in (1, 2) if C is not None else ():
+        sd = width * C[:, k, k].clamp(min=0).sqrt()  # pyright: ignore[reportOptionalSubscript]
+        axes.fill_between(range(len(e)), e[:, k] - sd, e[:, k] + sd, color=ESTIMATE, alpha=0.14, lw=0)
 
 
 def draw_plane(axes: Axes, z: Tensor, x: Tensor | None, e: Tensor | None) -> None:
@@ -180,31 +203,38 @@ def comparison_figure(rows: Many[Mapping[str, Any]], *, title: str = "") -> Figu
 
 def frame_grid(
     sequence: Sequence,
-    estimates: Shaped[Tensor, "t d"],
+    estimates: Shaped[Tensor, "t d"] | None = None,
     covariances: Shaped[Tensor, "t d d"] | None = None,
     steps: int = 24,
     columns: int = 8,
     kind: str = "auto",
     extent: Extent | None = None,
+    names: Many[str] | None = None,
+    called: str = "estimate",
     title: str = "",
 ) -> Figure:
     """The first observed frames, each with its true and its estimated state.
 
     Args:
         sequence: states ``T d`` and frames ``T c h w``, uint8 or floating-point numbers around [0, 1].
-        estimates: of the states, as many as there are.
+        estimates: of the states, as many as there are; None to show the data alone.
         covariances: of the estimates.
         steps: how many of the first steps to show.
         columns: frames in a row.
         kind: how states are shown: compass (headings (cos, sin)), map (positions in the plane), rows (a line for each component),
             or auto, which takes what fits the states.
         extent: of positions: the coordinates of the picture's left, right, bottom and top edge. They are then drawn in the picture.
+        names: above the frames, in place of the time.
+        called: what the estimates are.
         title: above the picture.
 
     Raises:
         ValueError: observations that are no images, no step at all, or a kind that is unknown or does not fit the states.
     """
-    z, e, C = shown_steps(sequence, estimates, covariances, steps)
+    known = sequence.states.new_full(sequence.states.shape, torch.nan) if estimates is None else estimates
+    z, e, C = shown_steps(sequence, known, covariances, steps)
+    if sequence.obs.ndim != 4:
+        raise ValueError(f"frames are (channels, height, width), these observations are {tuple(sequence.obs.shape[1:])}")
     kind = state_kind(z, kind)
     extent = extent if kind == "map" else None
     frames, columns = sequence.obs[: len(z)].cpu(), min(columns, len(z))
@@ -221,17 +251,18 @@ def frame_grid(
             line, column = divmod(t, columns)
             axes = figure.add_subplot(grid[line * len(sizes), column])
             draw_frame(axes, extent)(frames[t], seen(sequence, t))
-            axes.set_title(step_name(sequence, t), fontsize=7.5, pad=2.5, color="#555555")
+            axes.set_title(step_name(sequence, t) if names is None else names[t], fontsize=7.5, pad=2.5, color="#555555")
             below = figure.add_subplot(grid[line * len(sizes) + 1, column]) if panel else axes
             if kind == "rows":
                 show = draw_rows(below, limits(z, e), named=column == 0)
             elif kind == "compass":
                 show = draw_compass(corner(axes, aspect))
             else:
-                show = draw_map(below, None if extent else view(z, e, sizes[-1] / 1.3))
+                show = draw_map(below, None, 0.75) if extent else draw_map(below, view(z, e, sizes[-1] / 1.3))
                 below.set(xticks=[], yticks=[])
             show(z[t], e[t], None if C is None else C[t])
-        figure.legend(handles=state_handles(kind, C is not None), loc="outside lower center", ncols=4)
+        handles = state_handles(kind, C is not None, called)
+        figure.legend(handles=handles if estimates is not None else handles[:1], loc="outside lower center", ncols=4)
         if title:
             figure.suptitle(title, fontsize=10.5)
     return figure
@@ -248,53 +279,49 @@ def animate(
     extent: Extent | None = None,
     title: str = "",
 ) -> None:
-    """Write a GIF: the observed frame, beside it the plane of the states, below it the components over time.
+    """Write a GIF: the observed frame, if there is one, beside it the plane of the states; and the components over time.
 
     Args:
         path: ends in .gif; the file is whole or absent.
-        sequence: and ``estimates``, ``covariances``, ``kind``, ``extent``, ``title``: as for `frame_grid`; but of states with three
-            and more components the plane shows the first two.
+        sequence: and ``estimates``, ``covariances``, ``kind``, ``extent``, ``title``: as for `frame_grid`; but observations may be
+            vectors, drawn where they are like the state, and of states with three and more components the plane shows the first
+            two.
         fps: steps a second.
         steps: how many of the first steps to show.
 
     Raises:
-        ValueError: as `frame_grid`, or another suffix.
+        ValueError: no step at all, a kind that is unknown or does not fit the states, or another suffix.
     """
     if Path(path).suffix.lower() != ".gif":
         raise ValueError(f"an animation is a .gif, not {path}")
     z, e, C = shown_steps(sequence, estimates, covariances, steps)
     kind = "map" if z.shape[1] > 2 else state_kind(z, kind)
     extent = extent if kind == "map" else None
-    n, shown = len(z), min(z.shape[1], 4)
+    n, shown, images, x = len(z), min(z.shape[1], 4), sequence.obs.ndim == 4, visible(sequence, len(z))
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, (3.9 if title else 3.6) + 0.8 * shown), layout="constrained")
-        grid = figure.add_gridspec(1 + shown, 2, height_ratios=[3.1, *[0.8] * shown])
-        axes = figure.add_subplot(grid[0, :] if kind == "rows" else grid[0, 0])
-        show_frame, trails, shows = draw_frame(axes, extent), [], []
-        if kind != "rows":
-            plane = figure.add_subplot(grid[0, 1])
-            if kind == "compass":
-                shows.append(draw_compass(plane, 1.8))
-            else:
-                shows.append(draw_map(plane, view(z, e, down=extent is not None and extent[2] > extent[3]), 1.5))
-                shows += [draw_map(axes, None)] if extent else []
-                trails = [plane.plot([], [], color=color, lw=1.1, alpha=0.45, zorder=1.5)[0] for color in (TRUTH, ESTIMATE)]
-                plane.set_xlabel("$z_1$")
-                plane.set_ylabel("$z_2$", rotation=0, labelpad=8)
-        series = [draw_series(figure.add_subplot(grid[1 + k, :]), z, e, C, k, last=k == shown - 1) for k in range(shown)]
-        figure.legend(handles=state_handles(kind, C is not None), loc="outside lower center", ncols=4)
+        high = 3.2 + 0.8 * shown if images else max(3.3, 0.9 * shown)
+        figure = Figure(figsize=(7.2, high + (0.7 if title else 0.4)), layout="constrained")
+        shows: list[Callable[[int], None]] = []
+        if images:
+            grid = figure.add_gridspec(1 + shown, 2, height_ratios=[3.1, *[0.8] * shown])
+            top = figure.add_subplot(grid[0, :] if kind == "rows" else grid[0, 0])
+            shows.append(draw_frames(top, sequence, (z, e, C), extent))
+            plane, below = None if kind == "rows" else figure.add_subplot(grid[0, 1]), [grid[1 + k, :] for k in range(shown)]
+        else:
+            grid = figure.add_gridspec(shown, 1 if kind == "rows" else 2)
+            plane, below = None if kind == "rows" else figure.add_subplot(grid[:, 0]), [grid[k, -1] for k in range(shown)]
+        if plane is not None:
+            shows.append(draw_moves(plane, (z, e, C), x, kind, extent is not None and extent[2] > extent[3]))
+        panels = [figure.add_subplot(cell) for cell in below]
+        shows += [draw_series(axes, z, e, C, x, k, last=k == shown - 1) for k, axes in enumerate(panels)]
+        handles = state_handles(kind if images or kind == "compass" else "rows", False)
+        handles += [SEEN_DOT] if x is not None else []
+        figure.legend(handles=handles + ([SPREAD] if C is not None else []), loc="outside lower center", ncols=4)
         figure.suptitle(title, fontsize=10.5)
-        name = axes.set_title(step_name(sequence, 0), fontsize=9, color="#555555")
         canvas, pages = FigureCanvasAgg(figure), []
         for t in range(n):
-            show_frame(sequence.obs[t].cpu(), seen(sequence, t))
-            name.set_text(step_name(sequence, t))
             for show in shows:
-                show(z[t], e[t], None if C is None else C[t])
-            for trail, values in zip(trails, (z, e), strict=False):
-                trail.set_data(values[max(0, t - TRAIL) : t + 1, 0], values[max(0, t - TRAIL) : t + 1, 1])
-            for move in series:
-                move(t)
+                show(t)
             canvas.draw()
             figure.set_layout_engine("none")  # once is enough
             pages.append(Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize())
@@ -308,10 +335,8 @@ def shown_steps(
     """States, estimates and covariances of the first steps, as matplotlib takes them.
 
     Raises:
-        ValueError: observations that are no images, or no step at all.
+        ValueError: no step at all.
     """
-    if sequence.obs.ndim != 4:
-        raise ValueError(f"frames are (channels, height, width), these observations are {tuple(sequence.obs.shape[1:])}")
     n = min(steps, len(sequence.states), len(estimates))
     if n < 1:
         raise ValueError("there is no step to show")
@@ -367,6 +392,51 @@ def draw_frame(axes: Axes, extent: Extent | None = None) -> Callable[[Tensor, bo
         shown[0].set_alpha(1.0 if seen else 0.15)
 
     return show
+
+
+def draw_frames(axes: Axes, sequence: Sequence, values: Values, extent: Extent | None) -> Callable[[int], None]:
+    """What comes back shows the frame of step t, and with an extent truth and estimate in it."""
+    name = axes.set_title(step_name(sequence, 0), fontsize=9, color="#555555")
+    show_frame = draw_frame(axes, extent)
+    show_frame(sequence.obs[0].cpu(), seen(sequence, 0))
+    dots = draw_map(axes, None) if extent else None
+
+    def show(t: int) -> None:
+        show_frame(sequence.obs[t].cpu(), seen(sequence, t))
+        name.set_text(step_name(sequence, t))
+        if dots is not None:
+            dots(*at(values, t))
+
+    return show
+
+
+def draw_moves(axes: Axes, values: Values, x: Tensor | None, kind: str, down: bool) -> Callable[[int], None]:
+    """What comes back shows step t in the plane of the first two components, behind it where states and estimates came from."""
+    z, e, _ = values
+    trails: list[tuple[Any, Tensor]] = []
+    if x is not None:
+        trails.append((axes.plot([], [], "o", color=SEEN, ms=4, alpha=0.5, mew=0, zorder=1.4)[0], x))
+    if kind == "compass":
+        state = draw_compass(axes, 1.8)
+    else:
+        state = draw_map(axes, view(z, e if x is None else torch.cat([e, x]), down=down), 1.5)
+        for color, points in ((TRUTH, z), (ESTIMATE, e)):
+            trails.append((axes.plot([], [], color=color, lw=1.1, alpha=0.45, zorder=1.5)[0], points))
+        axes.set_xlabel("$z_1$")
+        axes.set_ylabel("$z_2$", rotation=0, labelpad=8)
+
+    def show(t: int) -> None:
+        state(*at(values, t))
+        for trail, points in trails:
+            trail.set_data(points[max(0, t - TRAIL) : t + 1, 0], points[max(0, t - TRAIL) : t + 1, 1])
+
+    return show
+
+
+def at(values: Values, t: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """State, estimate and covariance of step t."""
+    z, e, C = values
+    return z[t], e[t], None if C is None else C[t]
 
 
 def corner(axes: Axes, aspect: float) -> Axes:
@@ -468,16 +538,16 @@ def draw_rows(axes: Axes, ends: tuple[float, float], named: bool) -> Show:
     return show
 
 
-def draw_series(axes: Axes, z: Tensor, e: Tensor, C: Tensor | None, k: int, last: bool) -> Callable[[int], None]:
-    """Component k over time, with a band of 2 standard deviations; what comes back moves "now" and pales the steps after it."""
+def draw_series(axes: Axes, z: Tensor, e: Tensor, C: Tensor | None, x: Tensor | None, k: int, last: bool) -> Callable[[int], None]:
+    """Component k over time, with bands of standard deviations; what comes back moves "now" and pales the steps after it."""
     time, end = range(len(z)), max(len(z) - 1, 1)
-    for width in (1, 2) if C is not None else ():
-        sd = width * C[:, k, k].clamp(min=0).sqrt()  # pyright: ignore[reportOptionalSubscript]
-        axes.fill_between(time, e[:, k] - sd, e[:, k] + sd, color=ESTIMATE, alpha=0.14, lw=0)
+    draw_bands(axes, e, C, k)
+    if x is not None:
+        axes.plot(time, x[:, k], "o", color=SEEN, ms=3, alpha=0.65, mew=0)
     axes.plot(time, z[:, k], color=TRUTH, lw=1.2)
     axes.plot(time, e[:, k], color=ESTIMATE, lw=1.4)
     axes.set_ylabel(f"$z_{{{k + 1}}}$", rotation=0, labelpad=10)
-    axes.set(xlim=(0, end), ylim=limits(z[:, k : k + 1], e[:, k : k + 1]))
+    axes.set(xlim=(0, end), ylim=limits(*(values[:, k : k + 1] for values in (z, e, x) if values is not None)))
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.tick_params(labelbottom=last)
     if last:
@@ -493,9 +563,9 @@ def draw_series(axes: Axes, z: Tensor, e: Tensor, C: Tensor | None, k: int, last
     return move
 
 
-def limits(z: Tensor, e: Tensor) -> tuple[float, float]:
+def limits(*parts: Tensor) -> tuple[float, float]:
     """Least and greatest of all finite numbers, with a margin."""
-    values = torch.cat([z, e]).flatten()
+    values = torch.cat([part.flatten() for part in parts])
     values = values[values.isfinite()]
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     margin = 0.1 * (high - low) or 0.5
@@ -515,36 +585,33 @@ def view(z: Tensor, e: Tensor, aspect: float = 1.0, down: bool = False) -> Exten
     return (x - half / aspect, x + half / aspect, *((y + half, y - half) if down else (y - half, y + half)))
 
 
-def state_handles(kind: str, spread: bool) -> list[Any]:
+def state_handles(kind: str, spread: bool, called: str = "estimate") -> list[Any]:
     """What the legend says."""
     what = {"compass": "heading", "map": "position", "rows": "state"}[kind]
     look: Any = {"marker": r"$\rightarrow$", "ms": 13, "ls": ""} if kind == "compass" else {"marker": "o", "ms": 5, "ls": ""}
     handles: list[Any] = [
         Line2D([], [], color=TRUTH, label=f"true {what}", **look),
-        Line2D([], [], color=ESTIMATE, label="estimate", **look),
+        Line2D([], [], color=ESTIMATE, label=called, **look),
     ]
     if spread:
-        label = "1 standard deviation" if kind == "rows" else "1 and 2 standard deviations"
-        handles.append(Patch(color=ESTIMATE, alpha=0.3, lw=0, label=label))
+        one = Patch(color=ESTIMATE, alpha=0.3, lw=0, label="1 standard deviation")
+        handles.append(one if kind == "rows" else SPREAD)
     return handles
 
 
-def embedding_header(states: Shaped[Tensor, "n d"]) -> list[str]:
-    """Names of the columns of `embedding_metadata`, for TensorBoard's ``add_embedding(metadata_header=...)``.
+def embedding_table(states: Shaped[Tensor, "n d"], **more: Many[Any]) -> tuple[list[str], list[list[str]]]:
+    """Names of columns, and a row of texts for each state: for TensorBoard's ``add_embedding(metadata_header=..., metadata=...)``.
 
-    >>> embedding_header(torch.zeros(5, 2))
-    ['point', 'z_1', 'z_2']
+    The columns are the components of the state, for unit vectors in the plane their angle in degrees, and those in ``more``.
+
+    >>> embedding_table(torch.tensor([[0.5, 2.0]]), time=[7])
+    (['z_1', 'z_2', 'time'], [['0.5', '2', '7']])
     """
-    return ["point", *(f"z_{k + 1}" for k in range(states.shape[1]))]
-
-
-def embedding_metadata(states: Shaped[Tensor, "n d"]) -> list[list[str]]:
-    """A row of texts for each state: its position in the recording, and its components.
-
-    >>> embedding_metadata(torch.tensor([[0.5, 2.0]]))
-    [['0', '0.5', '2']]
-    """
-    return [[str(k), *(f"{value:.4g}" for value in row)] for k, row in enumerate(states.tolist())]
+    columns: dict[str, Many[Any]] = {f"z_{k + 1}": [f"{value:.4g}" for value in z] for k, z in enumerate(states.mT.tolist())}
+    if state_kind(states) == "compass":
+        columns["angle"] = [f"{value:.1f}" for value in torch.atan2(states[:, 1], states[:, 0]).rad2deg().tolist()]
+    columns |= more
+    return list(columns), [[str(value) for value in row] for row in zip(*columns.values(), strict=True)]
 
 
 def thumbnails(images: Shaped[Tensor, "n c h w"], side: int = 32) -> Float[Tensor, "n 3 s s"]:

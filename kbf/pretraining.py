@@ -5,6 +5,8 @@ Each member of a `kbf.nn.coding.Code` learns from all recordings but one contigu
 
 from __future__ import annotations
 
+import math
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,8 @@ from kbf.kernels import median_distance
 from kbf.nn.augment import Augment
 from kbf.nn.coding import Code
 from kbf.nn.losses import ridge_loss, ridge_weights, split_ridge_loss
+from kbf.pictures import log_codes, log_features
+from kbf.sequence import as_float
 
 LOSSES = ("linear", "ridge", "split")
 OPTIMISERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -66,6 +70,7 @@ def read_coding(config: dict[str, Any]) -> Coding:
     if missing := {"epochs", "lr"} - config.keys():
         raise ValueError(f"model.coding needs {' and '.join(sorted(missing))}")
     coding = Coding(**config)
+    coding = coding._replace(augment=tuple(coding.augment or ()))
     options = {
         "loss": LOSSES,
         "targets": ("states", "fourier"),
@@ -75,11 +80,19 @@ def read_coding(config: dict[str, Any]) -> Coding:
     for key, allowed in options.items():
         if (chosen := getattr(coding, key)) not in allowed:
             raise ValueError(f"model.coding.{key} must be one of {', '.join(allowed)}; got {chosen!r}")
-    for key in ("epochs", "members"):
-        if getattr(coding, key) < 1:
-            raise ValueError(f"model.coding.{key} must be at least 1; got {getattr(coding, key)}")
+    for key in ("epochs", "members", "fourier", "batch_size"):
+        value = getattr(coding, key)
+        if (type(value) is not int or value < 1) and (key, value) != ("batch_size", None):
+            raise ValueError(f"model.coding.{key} must be a whole number, at least 1; got {value!r}")
+    for key, least in (("lr", "> 0"), ("reg", "> 0"), ("clip", "> 0"), ("weight_decay", ">= 0")):
+        value = getattr(coding, key)
+        good = isinstance(value, int | float) and (value > 0 or (value == 0 and least == ">= 0"))
+        if not good and (key, value) != ("clip", None):
+            raise ValueError(f"model.coding.{key} must be a number {least}; got {value!r}")
     if coding.targets == "fourier" and coding.loss == "linear":
         raise ValueError("model.coding.loss=linear regresses on states: use ridge or split with targets=fourier")
+    if coding.targets == "fourier" and coding.fourier % 2:
+        raise ValueError(f"model.coding.fourier must be even (a cosine and a sine of each frequency); got {coding.fourier}")
     return coding
 
 
@@ -88,6 +101,9 @@ class Frames(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
     def __init__(self, obs: Tensor, states: Tensor, chunk: Tensor) -> None:
         self.obs, self.states, self.chunk = obs, states, chunk
+
+    def __len__(self) -> int:
+        return len(self.obs)
 
     def __getitem__(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.obs[rows], self.states[rows], self.chunk[rows]
@@ -113,27 +129,32 @@ class RowOrder(Sampler[Tensor]):
 
 
 class CodeTraining(lightning.LightningModule):
-    """Fit the members of a code side by side; each skips the images of its own chunk."""
+    """Fit the members of a code side by side; each skips the images of its own chunk.
 
-    def __init__(self, config: dict[str, Any], code: Code, how: Coding, states: Tensor) -> None:
+    The losses of ridge regression have no use for the heads: these are fitted in closed form whenever codes are asked for.
+    """
+
+    def __init__(self, config: dict[str, Any], code: Code, how: Coding, frames: Frames) -> None:
         """Prepare.
 
         Args:
             config: what checkpoints keep of the configuration; its ``seed`` is used.
             code: to be fitted, in place.
             how: the settings.
-            states: ``n d``, of the training part.
+            frames: all that there is to learn from.
         """
         super().__init__()
         self.save_hyperparameters("config", logger=False)
-        self.config, self.how, self.code = config, how, code
-        code.prepare(states)
+        self.config, self.how, self.code, self.frames = config, how, code, frames
+        code.prepare(frames.states)
+        code.heads.requires_grad_(how.loss == "linear")
         self.augment = Augment(how.augment)
+        self.extent: Any = None
         self.fourier = None
         if how.targets == "fourier":
-            width = median_distance(states) / code.z_scale.double()
+            width = (median_distance(frames.states) / code.z_scale).item()
             generator = torch.Generator().manual_seed(config["seed"])
-            self.fourier = random_fourier(states.shape[1], how.fourier, bandwidth=width.cpu(), generator=generator)
+            self.fourier = random_fourier(frames.states.shape[1], how.fourier, bandwidth=width, generator=generator)
 
     def targets(self, states: Tensor) -> Tensor:
         """What is regressed on: standardised states, or random Fourier features of them."""
@@ -146,16 +167,22 @@ class CodeTraining(lightning.LightningModule):
         images, y = self.augment(obs), self.targets(states)
         found = []
         for k, (encoder, head) in enumerate(zip(self.code.encoders, self.code.heads, strict=True)):
-            mine = (chunk != k).nonzero()[:, 0] if len(self.code.encoders) > 1 else slice(None)
+            mine = self.not_of(k, chunk)
+            if len(mine) < 2:  # a small batch, nearly all of it of this member's own chunk: nothing to learn from
+                own = [p.flatten()[:1].sum() for p in (*encoder.parameters(), *head.parameters()) if p.requires_grad]
+                found.append(0 * torch.stack(own).sum())
+                continue
             psi = encoder(images[mine])
             if self.how.loss == "linear":
                 found.append((head(psi) - y[mine]).square().sum(-1).mean())
             else:  # the solve stays in double precision whatever the encoder ran in
                 loss = ridge_loss if self.how.loss == "ridge" else split_ridge_loss
-                found.append(
-                    loss(psi.double(), y[mine].double(), self.how.reg).float() + 0 * sum(p.sum() for p in head.parameters())
-                )
+                found.append(loss(psi.double(), y[mine].double(), self.how.reg).float())
         return torch.stack(found)
+
+    def not_of(self, k: int, chunk: Tensor) -> Tensor:
+        """Positions of the rows that member k learns from: those outside of its chunk, or all where it is the only one."""
+        return (chunk != k if len(self.code.encoders) > 1 else torch.ones_like(chunk)).nonzero()[:, 0]
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_index: int) -> Tensor:
         """The sum over members."""
@@ -166,14 +193,24 @@ class CodeTraining(lightning.LightningModule):
         self.log("coding/loss", losses.mean(), prog_bar=True, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
         return losses.sum()
 
+    def on_validation_epoch_start(self) -> None:
+        """Heads for the features as they are now."""
+        self.close()
+
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_index: int) -> None:
-        """Mean over the images of ||code - z||^2, each coded by the member that has not seen it; for the linear head."""
+        """Mean over the images of ||code - z||^2, each coded by the member that has not seen it."""
         obs, states, chunk = batch
         square = torch.zeros(len(obs), device=self.device)
         for k in range(len(self.code.encoders)):
             if (mine := chunk == k).any():
-                square[mine] = (self.code.member(k, obs[mine]) - states[mine].float()).square().sum(-1)
+                square[mine] = (self.code.member(k, obs[mine]) - states[mine]).square().sum(-1).to(square)
         self.log("coding/validation", square.mean(), prog_bar=True, batch_size=len(obs), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        """Now and then a picture of images with their codes; here, where the trainer brings train mode back after it."""
+        if self.current_epoch % max(1, self.how.epochs // 5) == 0 and self.trainer.is_global_zero:
+            frames = (self.frames.obs, self.frames.states, self.frames.chunk)
+            log_codes(list(self.loggers), self.code, frames, self.current_epoch, extent=self.extent)
 
     def configure_optimizers(self) -> Any:
         """The optimiser; with schedule onecycle the learning rate rises to its peak and falls to zero."""
@@ -186,18 +223,21 @@ class CodeTraining(lightning.LightningModule):
         return {"optimizer": optimiser, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
     @torch.no_grad()
-    def close(self, obs: Tensor, states: Tensor, chunk: Tensor) -> None:
-        """Heads in closed form for the losses that have none of their own: ridge regression on the final features."""
+    def close(self) -> None:
+        """Heads in closed form for the losses that have none of their own: ridge regression on the features of all images."""
         self.code.eval()
         if self.how.loss == "linear":
             return
-        y = ((states - self.code.z_mean.to(states)) / self.code.z_scale.to(states)).double()
+        obs, states, chunk = self.frames.obs, self.frames.states, self.frames.chunk
+        z_mean, z_scale = self.code.z_mean.double(), self.code.z_scale.double()
+        y = (states.to(z_mean) - z_mean) / z_scale
         for k, (encoder, head) in enumerate(zip(self.code.encoders, self.code.heads, strict=True)):
-            mine = chunk != k if len(self.code.encoders) > 1 else torch.ones_like(chunk, dtype=torch.bool)
-            psi = torch.cat([encoder(part) for part in obs[mine].split(256)]).double()
-            middle = psi.mean(0)
-            weights = ridge_weights(psi - middle, y[mine] - y[mine].mean(0), self.how.reg, torch.ones_like(y[mine][:, 0]))
-            head.load_state_dict({"weight": weights.mT, "bias": y[mine].mean(0) - middle @ weights})
+            mine = self.not_of(k, chunk)
+            parts = [as_float(obs[rows], torch.float32).to(self.device) for rows in mine.split(256)]
+            psi, known = torch.cat([encoder(part) for part in parts]).double(), y[mine.to(y.device)]
+            middle, centre = psi.mean(0), known.mean(0)
+            weights = ridge_weights(psi - middle, known - centre, self.how.reg, torch.ones_like(known[:, 0]))
+            head.load_state_dict({"weight": weights.mT, "bias": centre - middle @ weights})
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Say what the file is."""
@@ -208,13 +248,12 @@ class LastCheckpoint(Checkpoint):
     """``coding.ckpt``, at most every few seconds: an interrupted first stage goes on from it."""
 
     def __init__(self, path: Path, seconds: float = 10.0) -> None:
-        self.path, self.seconds, self.saved = path, seconds, 0.0
+        self.path, self.seconds, self.saved = path, seconds, -math.inf
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Save when the last time is long enough ago."""
-        import time
-
-        if trainer.strategy.broadcast(time.monotonic() - self.saved > self.seconds):
+        """Save when the last time is long enough ago, and at the end."""
+        last = trainer.current_epoch + 1 == trainer.max_epochs
+        if trainer.strategy.broadcast(last or time.monotonic() - self.saved > self.seconds):
             trainer.save_checkpoint(self.path)
             self.saved = time.monotonic()
 
@@ -226,20 +265,28 @@ def fit_code(
     how: Coding,
     data: tuple[Tensor, Tensor, Tensor],
     ckpt_path: Path | None = None,
+    extent: Any = None,
 ) -> CodeTraining:
-    """Fit a code to images ``n *x``, states ``n d`` and their chunks ``n``; on every process the same code comes out."""
+    """Fit a code to images ``n *x``, states ``n d`` and their chunks ``n``; on every process the same code comes out.
+
+    ``extent`` is for its pictures (`kbf.plots.frame_grid`).
+    """
     obs, states, chunk = data
-    module = CodeTraining(config, code, how, states)
     frames = Frames(obs, states, chunk)
+    module = CodeTraining(config, code, how, frames)
+    module.train()
+    module.extent = extent
     rank, world = trainer.global_rank, trainer.world_size
     order = RowOrder(len(obs), how.batch_size, config["seed"], rank, world)
-    least = len(obs) // len(order) // world
-    if least < 2:
-        raise ValueError(f"batches of {least} images are too small to learn from: raise model.coding.batch_size or use more data")
-    everything = [torch.arange(len(obs))[rank::world]] if len(code.encoders) > 1 else []
+    everything = torch.arange(len(obs))[rank::world].split(256) if len(code.encoders) > 1 else []
     loaders = [DataLoader(frames, sampler=order, batch_size=None), DataLoader(frames, sampler=everything, batch_size=None)]  # pyright: ignore[reportArgumentType]
     trainer.fit(module, loaders[0], loaders[1] if everything else None, ckpt_path=ckpt_path)
-    module.close(obs, states, chunk)
+    module.close()
+    if world > 1:  # statistics of batch norm differ between processes
+        code.load_state_dict(trainer.strategy.broadcast(code.state_dict()))
+    if trainer.is_global_zero:
+        log_codes(trainer.loggers, code, data, how.epochs, extent=extent)
+        log_features(trainer.loggers, code, data, how.epochs)
     return module
 
 
@@ -249,6 +296,40 @@ def seed_step(seed: int, step: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":  # without this test torch.manual_seed records a stack trace for a GPU at each step
         torch.cuda.manual_seed(number)
+
+
+def check_batches(rows: int, how: Coding, world: int = 1) -> None:
+    """Raise if ``rows`` images, shared out to ``world`` processes, are too few for batches that can be learned from.
+
+    Raises:
+        ValueError: with the numbers.
+    """
+    least = rows // len(RowOrder(rows, how.batch_size, 0)) // world if rows else 0
+    if least < 2:
+        raise ValueError(
+            f"{rows} images in batches of {how.batch_size or 'all'} for {world} processes leave batches of {least}, "
+            "too few to learn from: raise model.coding.batch_size or use more data"
+        )
+
+
+def check_encoder(encoder: nn.Module, images: Tensor) -> None:
+    """Raise if an encoder, in eval mode, does not make of ``m *x`` images what it promises: wrong shapes, missing weights.
+
+    Raises:
+        ValueError: images that it does not take, or features of another width than its attribute says.
+    """
+    name, first = type(encoder).__name__, next(encoder.parameters(), None)
+    width = getattr(encoder, "features", None)
+    try:
+        with torch.no_grad():
+            psi = encoder(as_float(images, torch.float32 if first is None else first.dtype))
+    except (RuntimeError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"the encoder {name} does not take images of shape {tuple(images.shape[1:])}: {reason}") from error
+    if tuple(psi.shape) != (len(images), width):
+        raise ValueError(
+            f"the encoder {name} made features {tuple(psi.shape[1:])} of an image, its attribute 'features' is {width}"
+        )
 
 
 def build_code(encoders: list[nn.Module], d: int) -> Code:

@@ -155,6 +155,10 @@ class Tunable(Protocol):
         """Put bandwidths (ratio, transition, observation) and ridges (eta, lambda', lambda) in."""
         ...
 
+    def obs_scale(self, obs: Tensor, *, diagonal: bool = False) -> Tensor:
+        """The median distance of observations ``n *x``."""
+        ...
+
     def condition(self, memory: Sequence | list[Sequence] | None) -> Filter[Any]:
         """The filter over a memory."""
         ...
@@ -170,8 +174,8 @@ def paper_grid(model: Tunable, memory: list[Sequence]) -> None:
     References: Xu et al. (2022), section 6.2 (there eta by KuLSIF's leave-one-out score; the rest as in their published code).
     """
     memory = as_sequences(memory)
-    states, obs = torch.cat([s.states for s in memory]).double(), torch.cat([s.obs for s in memory]).flatten(1).double()
-    medians = torch.stack([median_distance(states, diagonal=True)] * 2 + [median_distance(obs, diagonal=True)])
+    states, obs = torch.cat([s.states for s in memory]).double(), torch.cat([s.obs for s in memory])
+    medians = torch.stack([median_distance(states, diagonal=True)] * 2 + [model.obs_scale(obs, diagonal=True).to(states)])
     head, held = split_validation(memory)
     candidates: list[tuple[Tensor, Tensor]] = []
     for scale in PAPER_SCALES:

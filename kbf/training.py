@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,14 +26,26 @@ from kbf import __version__
 from kbf.build import build
 from kbf.data.module import FilterDataModule, Task, Training
 from kbf.data.windows import folds
-from kbf.files import copy
+from kbf.files import copy, replacing
 from kbf.filters.base import Filter, rollout
 from kbf.filters.recurrent import LSTMFilter
 from kbf.metrics import mse
+from kbf.nn.augment import Augment
 from kbf.nn.coding import Code, CodedFilter
 from kbf.nn.feature_filter import FeatureKBF
-from kbf.pretraining import OPTIMISERS, Coding, LastCheckpoint, build_code, fit_code, read_coding, seed_step
-from kbf.sequence import Sequence, as_float
+from kbf.pictures import log_track
+from kbf.pretraining import (
+    OPTIMISERS,
+    Coding,
+    LastCheckpoint,
+    build_code,
+    check_batches,
+    check_encoder,
+    fit_code,
+    read_coding,
+    seed_step,
+)
+from kbf.sequence import Sequence, as_float, observed_pairs
 
 KEPT = ("model", "data", "recipe", "n_train", "seed")
 """What a checkpoint keeps of a configuration."""
@@ -96,8 +109,10 @@ class FilterTraining(lightning.LightningModule):
         self.coding, self.code = self.build_coding(config["model"].get("coding"), d, trust)
         images = self.coding is not None  # encoders take them as they are stored
         self.memory = Memory(list(sequences or []) if images else cast_all(sequences or [], self.model_dtype))
+        self.augment = Augment(self.coding.augment if self.coding else ())
         self.observation = tuple(sequences[0].obs.shape[1:]) if sequences else None
         self.validation_floor: float | None = None
+        self.borrowed_seconds = 0.0
         self.ready: list[Filter[Any]] = []  # a filter that is made already; in a list, since its buffers are not the module's own
         self.held_out: tuple[Sequence, Tensor] | None = None
 
@@ -113,19 +128,37 @@ class FilterTraining(lightning.LightningModule):
         how = read_coding({key: build(value, trust=trust) for key, value in config.items() if key != "encoder"})
         if isinstance(self.net, FeatureKBF):
             return how._replace(members=1), None
-        encoders = [build(config["encoder"], trust=trust) for _ in range(how.members)]
-        return how, build_code(encoders, d)
+        if config.get("encoder") is None:
+            raise ValueError("model.coding needs encoder")
+        with torch.random.fork_rng(devices=[]):  # whatever the net has drawn: models on one data set start from one code
+            torch.manual_seed(1_000_003 * (self.config["seed"] + 1) - 1)
+            encoders = [build(config["encoder"], trust=trust) for _ in range(how.members)]
+            return how, build_code(encoders, d)
 
+    @torch.no_grad()
     def filter(self) -> Filter[Any]:
-        """The filter over all the recordings."""
+        """The filter over all the recordings; the module is left in eval mode."""
+        self.eval()
         inner = self.net.condition(self.memory.sequences())
-        return inner if self.code is None else CodedFilter(self.code, inner, self.model_dtype).to(self.device)
+        return inner if self.code is None else CodedFilter(self.code, inner, self.model_dtype).to(self.device).eval()
+
+    def take_codes(self, stored: dict[str, Any]) -> None:
+        """A code that was fitted before, the coded recordings, and the time that it took."""
+        assert self.code is not None
+        self.borrowed_seconds = float(stored["seconds"])
+        self.code.load_state_dict(stored["code"])
+        coded = Memory.from_state(stored["memory"], "").sequences()
+        self.memory = Memory(cast_all(coded, self.model_dtype))
 
     def training_step(self, task: Task, batch_index: int) -> Tensor:
         """Mean over windows and time, after ``burn_in`` steps, of ||z_hat - z||^2."""
         assert self.how is not None
         seed_step(self.config["seed"], self.global_step, self.device)
-        found, first = estimates(self.net.condition(task.memory), task.windows), self.how.burn_in
+        if isinstance(self.net, FeatureKBF):
+            found = self.net.estimates(task.memory, task.windows, self.augment)
+        else:
+            found = estimates(self.net.condition(task.memory), task.windows)
+        first = self.how.burn_in
         loss = mse(found[:, first:], task.windows.states[:, first:]).mean()
         if not torch.isfinite(loss):
             raise ValueError(
@@ -161,7 +194,11 @@ class FilterTraining(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         """The optimiser, and a learning rate that stays or falls to zero along half a cosine."""
         assert self.how is not None
-        parameters = [p for p in self.net.parameters() if p.requires_grad]
+        named = [(name, p) for name, p in self.net.named_parameters() if p.requires_grad]
+        parameters: list[dict[str, Any]] = [{"params": [p for name, p in named if "encoder." not in name]}]
+        lr = self.how.lr if self.how.lr_encoder is None else self.how.lr_encoder
+        parameters += [{"params": [p for name, p in named if "encoder." in name], "lr": lr}]
+        parameters = [group for group in parameters if group["params"]]
         optimiser = OPTIMISERS[self.how.optimiser](parameters, lr=self.how.lr, weight_decay=self.how.weight_decay)
         if self.how.schedule == "cosine":
             steps = int(self.trainer.estimated_stepping_batches) * self.how.epochs // (self.trainer.max_epochs or self.how.epochs)
@@ -171,8 +208,9 @@ class FilterTraining(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the operators of the filter over all the recordings beside the parameters."""
-        with torch.no_grad():
-            filter = inner_filter(self.ready[0] if self.ready else self.filter())
+        training = self.training
+        filter = inner_filter(self.ready[0] if self.ready else self.filter())
+        self.train(training)
         operators = filter.state_dict() if isinstance(filter, nn.Module) and filter is not self.net else {}
         checkpoint["kbf"] = {"version": __version__, "operators": dict(operators), "observation": self.observation}
 
@@ -214,8 +252,10 @@ class Checkpoints(Checkpoint):
         self.best = float(score) if better and score is not None else self.best
         self.wait = 0 if better else self.wait + 1
         trainer.save_checkpoint(self.directory / "last.ckpt")
-        if better and trainer.is_global_zero:
-            copy(self.directory / "last.ckpt", self.directory / "best.ckpt")
+        if trainer.is_global_zero:
+            if better:
+                copy(self.directory / "last.ckpt", self.directory / "best.ckpt")
+            (self.directory / "coding.ckpt").unlink(missing_ok=True)
         self.stop_if_done(trainer)
 
     def stop_if_done(self, trainer: lightning.Trainer) -> None:
@@ -243,6 +283,8 @@ def train(
     loggers: list[Logger] | None = None,
     trust: bool = False,
     begin: Callable[[], None] = lambda: None,
+    codes: Path | None = None,
+    extent: tuple[float, float, float, float] | None = None,
 ) -> Trained | None:
     """Prepare a model on the training part, fit what learns by gradient, and leave ``best.ckpt`` and ``last.ckpt``.
 
@@ -255,6 +297,8 @@ def train(
         loggers: where the curves go.
         trust: allow ``_target_`` outside of this package.
         begin: called when the model has taken the data and before the first file is written: an earlier run may be cleared then.
+        codes: a file that keeps the fitted code of these images: taken from there if it exists, written there if not.
+        extent: of states that are positions in an image, for the pictures (`kbf.plots.frame_grid`).
 
     Returns:
         The best model; None in the helper processes of a distributed run.
@@ -275,9 +319,18 @@ def train(
         if stored and stored["kbf"].get("stage") != "coding":
             module.on_load_checkpoint(stored)
             module.load_state_dict(stored["state_dict"])
+        elif codes is not None and codes.is_file() and module.code is not None:
+            module.take_codes(torch.load(codes, map_location="cpu", weights_only=True))
         else:
-            encode(module, settings, bars(config), loggers, directory, ckpt_path, begin)
+            began = time.perf_counter()
+            encode(module, settings, bars(config), loggers, directory, ckpt_path, begin, extent)
             ckpt_path = None
+            if codes is not None and module.code is not None:
+                stored = {"code": module.code.state_dict(), "memory": module.memory.state_dict()}
+                with replacing(codes) as temporary:
+                    torch.save(stored | {"seconds": time.perf_counter() - began}, temporary)
+        if module.code is not None:
+            module.code.requires_grad_(False).eval()
     trainer = build(settings, trust=True, callbacks=[*bars(config), checkpoints], logger=loggers or False)
     if module.learns and module.how is not None:
         tasks = FilterDataModule(module.memory.sequences(), module.how, config["seed"])
@@ -290,14 +343,15 @@ def train(
     else:
         module.to(trainer.strategy.root_device).eval()
         module.net.prepare(module.memory.sequences(), generator)
-        with torch.no_grad():
-            module.ready.append(module.filter())
+        module.ready.append(module.filter())
         if trainer.is_global_zero:
             begin()
         trainer.strategy.connect(module)
         directory.mkdir(parents=True, exist_ok=True)
         trainer.save_checkpoint(directory / "last.ckpt")
-        copy(directory / "last.ckpt", directory / "best.ckpt")
+        if trainer.is_global_zero:
+            copy(directory / "last.ckpt", directory / "best.ckpt")
+            (directory / "coding.ckpt").unlink(missing_ok=True)
     if not trainer.is_global_zero:
         return None
     if module.ready:
@@ -314,40 +368,42 @@ def encode(
     directory: Path,
     ckpt_path: Path | None,
     begin: Callable[[], None],
+    extent: Any = None,
 ) -> None:
     """The first stage: fit the encoders; a code takes the place of the images in the memory, each coded by who has not seen it."""
     how, sequences = module.coding, module.memory.sequences()
     assert how is not None
-    path = directory / "coding.ckpt"
     trainer = build(
         settings | {"max_epochs": how.epochs, "gradient_clip_val": how.clip},
         trust=True,
-        callbacks=[*callbacks, LastCheckpoint(path)],
+        callbacks=[*callbacks, LastCheckpoint(directory / "coding.ckpt")],
         logger=loggers or False,
     )
-    if trainer.is_global_zero:
-        begin()
-    directory.mkdir(parents=True, exist_ok=True)
     code = module.code
     if code is None:  # a net whose own features are to be fitted; what will be held out later is held out now
         sequences = FilterDataModule(sequences, module.how, module.config["seed"]).fit if module.how else sequences
         code = build_code([module.net.encoder], sequences[0].states.shape[1])
-    lengths = [len(s.states) for s in sequences]
-    chunk = torch.zeros(sum(lengths), dtype=torch.long)
-    starts = [sum(lengths[:k]) for k in range(len(lengths))]
-    for k, spans in enumerate(folds(lengths, how.members)):
-        for span in spans:
-            chunk[starts[span.sequence] + span.start : starts[span.sequence] + span.stop] = k
-    seen = torch.cat(
-        [torch.ones(n, dtype=torch.bool) if s.mask is None else s.mask for n, s in zip(lengths, sequences, strict=True)]
-    )
-    obs, states = torch.cat([s.obs for s in sequences]), torch.cat([s.states for s in sequences])
-    fit_code(trainer, module.config, code, how, (obs[seen], states[seen], chunk[seen]), ckpt_path)
+    held = held_by([len(s.states) for s in sequences], how.members)
+    states, obs = observed_pairs(sequences)
+    chunk = torch.cat([h if s.mask is None else h[s.mask] for h, s in zip(held, sequences, strict=True)])
+    check_batches(len(obs), how, trainer.world_size)
+    if trainer.is_global_zero:
+        begin()
+    directory.mkdir(parents=True, exist_ok=True)
+    fit_code(trainer, module.config, code, how, (obs, states, chunk), ckpt_path, extent)
     code.to("cpu")
     if module.code is not None:
-        coded = [code.crossfit(s, held) for s, held in zip(sequences, chunk.split(lengths), strict=True)]
+        coded = [code.crossfit(s, own) for s, own in zip(sequences, held, strict=True)]
         module.memory = Memory(cast_all(coded, module.model_dtype))
-    path.unlink(missing_ok=True)
+
+
+def held_by(lengths: list[int], members: int) -> list[Tensor]:
+    """For each step of each sequence the number of the member of a code that does not learn from it: contiguous chunks."""
+    held = [torch.zeros(n, dtype=torch.long) for n in lengths]
+    for k, spans in enumerate(folds(lengths, members)):
+        for span in spans:
+            held[span.sequence][span.start : span.stop] = k
+    return held
 
 
 def bars(config: dict[str, Any]) -> list[Any]:
@@ -373,9 +429,11 @@ def check(config: dict[str, Any], sequences: list[Sequence], *, trust: bool = Fa
     if module.learns and module.how is not None:
         FilterDataModule(sequences, module.how, config["seed"])
     if module.coding is not None:  # one image through each encoder tells of wrong shapes and missing weights
-        with torch.no_grad():
-            for encoder in [module.net.encoder] if module.code is None else module.code.encoders:
-                encoder(sequences[0].obs[:1])
+        for encoder in [module.net.encoder] if module.code is None else module.code.encoders:
+            check_encoder(encoder, sequences[0].obs[:1])
+        fit = FilterDataModule(sequences, module.how, config["seed"]).fit if module.code is None and module.how else sequences
+        folds([len(s.states) for s in fit], module.coding.members)
+        check_batches(len(observed_pairs(fit)[1]), module.coding)
 
 
 def load_filter(path: str | os.PathLike[str], *, device: str | torch.device = "cpu", trust: bool = False) -> Trained:
@@ -390,14 +448,14 @@ def load_filter(path: str | os.PathLike[str], *, device: str | torch.device = "c
         CheckpointError: no such file, not a checkpoint of this project, or one that does not fit the installed version.
     """
     checkpoint = read_checkpoint(path)
+    if checkpoint["kbf"].get("stage") == "coding":
+        raise CheckpointError(f"{path} is of a run whose encoders were still learning: go on with kbf train ckpt_path={path}")
     config = checkpoint["hyper_parameters"]["config"]
     try:
         module = FilterTraining(config, trust=trust)
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"])
-        module.to(device).eval()
-        with torch.no_grad():
-            filter = module.filter()
+        filter = module.to(device).filter()
         operators = checkpoint["kbf"]["operators"]
         inner: Any = inner_filter(filter)
         if isinstance(inner, nn.Module) and operators:
@@ -457,17 +515,6 @@ def cast_all(sequences: list[Sequence], dtype: torch.dtype) -> list[Sequence]:
     return [s._replace(states=s.states.to(dtype), obs=as_float(s.obs, dtype)) for s in sequences]
 
 
-def log_track(loggers: list[Any], tag: str, sequence: Sequence, found: Tensor, step: int) -> None:
-    """A picture of truth and estimate, for the loggers that take pictures."""
-    takers = [logger for logger in loggers if hasattr(getattr(logger, "experiment", None), "add_figure")]
-    if takers:
-        from kbf.plots import track_figure
-
-        figure = track_figure(sequence, found)
-        for logger in takers:
-            logger.experiment.add_figure(tag, figure, step)
-
-
 def read_training(config: dict[str, Any] | None) -> Training | None:
     """The ``training`` part of a model's configuration; None for a model that does not learn by gradient."""
     if config is None:
@@ -488,5 +535,5 @@ def quiet() -> None:
     """Silence what Lightning says to everybody and what does not apply here."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     texts = ("does not have many workers", "GPU available but not used", "number of training batches", "litlogger")
-    for text in (*texts, "Total length of", "sync_dist=True", "isinstance.treespec, LeafSpec"):
+    for text in (*texts, "in eval mode at the start", "Total length of", "sync_dist=True", "isinstance.treespec, LeafSpec"):
         warnings.filterwarnings("ignore", f".*{text}.*")

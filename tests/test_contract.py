@@ -20,7 +20,7 @@ from kbf.filters.ekf import EKF
 from kbf.filters.frame import FrameRegression
 from kbf.filters.kalman_learned import LearnedKalman
 from kbf.filters.kernel import KernelBayesFilter, KernelState, Operator
-from kbf.filters.learned import LearnedParticleFilter
+from kbf.filters.learned import LearnedParticleFilter, ObservationParticleFilter, PixelParticleFilter
 from kbf.filters.particle import ParticleFilter
 from kbf.filters.recurrent import LSTMFilter
 from kbf.filters.ukf import UKF
@@ -57,6 +57,25 @@ def kbf(**changes: Any) -> Kind:
     return Kind(lambda dtype: KBF(**{"rank": 8, "tol": 0.0, "regs": (1e-3, 1e-3, 1e-3), "dtype": dtype, **changes}))
 
 
+class Sensors(nn.Linear):
+    """An encoder that says its width, as those of images do."""
+
+    features = 5
+
+    def __init__(self) -> None:
+        super().__init__(Q, self.features)
+
+
+def lstm(**changes: Any) -> Kind:
+    """An untrained net; each recipe has an encoder of its own."""
+
+    def recipe(dtype: str) -> LSTMFilter:
+        own = copy.deepcopy(changes)
+        return LSTMFilter(D, Q, hidden=7, **{"sizes": (6, 5), "generator": generator(), **own}).to(getattr(torch, dtype))
+
+    return Kind(recipe)
+
+
 TABLE: dict[str, Kind] = {
     "kbf": kbf(),
     "kbf-as-it-comes": kbf(normalise=False),
@@ -73,7 +92,13 @@ TABLE: dict[str, Kind] = {
     "kalman-learned": Kind(lambda dtype: LearnedKalman()),
     "particle": Kind(lambda dtype: ParticleFilter(turning(getattr(torch, dtype)), particles=64), random=True),
     "particle-learned": Kind(lambda dtype: LearnedParticleFilter(particles=64), random=True),
-    "lstm": Kind(lambda dtype: LSTMFilter(D, Q, hidden=7, sizes=(6, 5), generator=generator()).to(getattr(torch, dtype))),
+    "particle-observation": Kind(
+        lambda dtype: ObservationParticleFilter(turning(getattr(torch, dtype)), particles=64), random=True
+    ),
+    "particle-pixels": Kind(lambda dtype: PixelParticleFilter(turning(getattr(torch, dtype)), particles=64), random=True),
+    "lstm": lstm(),
+    "lstm-feedback": lstm(feedback=True),
+    "lstm-images": lstm(encoder=Sensors()),
     "frame": Kind(lambda dtype: FrameRegression()),
 }
 
@@ -200,13 +225,13 @@ def test_start_is_the_distribution_of_the_training_states(case):
     """Its mean is theirs; exactly, or as closely as particles, a drawn memory or an untrained net can say."""
     mean = torch.cat([s.states for s in memory(case.dtype)]).mean(0)
     found = case.filter.estimate(case.filter.init(1, generator=generator()))[0].detach()
-    loose = case.kind.random or case.name in ("kbf-enlarged", "lstm")
+    loose = case.kind.random or case.name.startswith(("kbf-enlarged", "lstm"))
     torch.testing.assert_close(found, mean, rtol=0, atol=0.35 if loose else 1e-5)
 
 
 def test_filter_knows_more_than_nothing(case):
     """Smoke: after a few observations every filter but the untrained net is nearer to the states than their mean is."""
-    if case.name == "lstm":
+    if case.name.startswith("lstm"):
         return
     test = data(40, case.dtype, seed=21, batch=4)
     error = (run(case, test.obs).estimates[:, 5:] - test.states[:, 5:]).square().sum(-1).mean()
@@ -368,7 +393,7 @@ def test_recipe_is_restored_by_its_state_dict(case):
     """What `prepare` chose is in the recipe's state_dict: over the same memory the filter is the same."""
     other: Any = TABLE[case.name].recipe(str(case.dtype).removeprefix("torch."))
     other.load_state_dict(copy.deepcopy(case.recipe.state_dict()))
-    if case.name in ("kbf-enlarged", "particle-learned"):
+    if case.name.startswith(("kbf-enlarged", "particle-")):
         assert not case.recipe.state_dict(), "nothing is chosen beforehand"
         return
     with torch.no_grad():
@@ -382,7 +407,7 @@ def test_recipe_is_restored_by_its_state_dict(case):
 @pytest.mark.parametrize("name", TABLE)
 def test_broken_memories_are_refused(name):
     recipe: Any = TABLE[name].recipe("float64")
-    if name == "lstm":
+    if name.startswith("lstm"):
         recipe.condition(None)  # needs none
         return
     good = memory(torch.float64)

@@ -14,10 +14,10 @@ FILES = sorted((ROOT / "kbf").rglob("*.py"))
 LAYERS = [
     ["kbf", "kbf.files", "kbf.build", "kbf.sequence", "kbf.linalg"],
     ["kbf.kernels", "kbf.features", "kbf.metrics", "kbf.ssm", "kbf.manifolds", "kbf.render"],
-    ["kbf.embeddings", "kbf.ratios", "kbf.rules"],
+    ["kbf.embeddings", "kbf.cme", "kbf.ratios", "kbf.rules"],
     ["kbf.filters"],
     ["kbf.selection", "kbf.smoothing", "kbf.plots", "kbf.nn", "kbf.data"],
-    ["kbf.training", "kbf.pretraining", "kbf.evaluation"],
+    ["kbf.training", "kbf.pretraining", "kbf.pictures", "kbf.evaluation"],
     ["kbf.experiments"],
     ["kbf.commands", "kbf.cli"],
 ]
@@ -29,7 +29,8 @@ NEIGHBOURS = {  # who may import whom inside one layer
     "kbf.filters": {"kbf.filters"},
     "kbf.nn": {"kbf.nn", "kbf.selection"},
     "kbf.data": {"kbf.data"},
-    "kbf.training": {"kbf.pretraining"},
+    "kbf.training": {"kbf.pretraining", "kbf.pictures"},
+    "kbf.pretraining": {"kbf.pictures"},
     "kbf.experiments": {"kbf.experiments"},
     "kbf.commands": {"kbf.commands"},
 }

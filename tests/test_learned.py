@@ -297,7 +297,7 @@ def test_particle_filter_refuses_a_memory_it_cannot_learn_from():
     with pytest.raises(ValueError, match="needs a memory"):
         LearnedParticleFilter().condition(None)
     images = short._replace(obs=short.obs[:, None].expand(-1, 3, 2))
-    with pytest.raises(ValueError, match="needs vectors"):
+    with pytest.raises(ValueError, match="needs observations that are vectors"):
         LearnedParticleFilter().condition(images)
 
 

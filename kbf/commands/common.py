@@ -49,7 +49,7 @@ def about(config: Mapping[str, Any], data: Data) -> dict[str, Any]:
         "n_test": sum(len(s.states) for s in data.test),
         "seed": config["seed"],
         "version": __version__,
-    }
+    } | ({} if data.renderer is None else {"renderer": data.renderer})
 
 
 def commit() -> str | None:
@@ -99,6 +99,30 @@ def save_arrays(path: Path, arrays: Mapping[str, Tensor]) -> None:
     values: dict[str, Any] = {name: value.detach().cpu().numpy() for name, value in arrays.items()}
     with replacing(path) as temporary, temporary.open("wb") as file:
         numpy.savez_compressed(file, **values)
+
+
+def write_pictures(config: Mapping[str, Any], data: Data, result: Score, title: str) -> list[str]:
+    """Draw the first test sequence into the run directory; returns the names of the files.
+
+    ``track.png`` for all data, ``frames.png`` for images, and ``filter.gif`` as ``config`` says: ``animation`` and
+    ``animation_steps``.
+    """
+    from kbf import plots
+
+    directory, images = Path(config["run_dir"]), data.test[0].obs.ndim == 4
+    sequence, found = data.test[0], result.estimates[0]
+    spread = None if result.covariances is None else result.covariances[0]
+    title = f"{title}: test error {result.mse.mean().item():.4f}"
+    plots.save(plots.track_figure(sequence, found, spread, title=title), directory / "track.png")
+    names = ["track.png"]
+    if images:
+        plots.save(plots.frame_grid(sequence, found, spread, extent=data.extent, title=title), directory / "frames.png")
+        names.append("frames.png")
+    steps = config["animation_steps"]
+    if steps and (images if config["animation"] is None else config["animation"]):
+        plots.animate(directory / "filter.gif", sequence, found, spread, steps=steps, extent=data.extent, title=title)
+        names.append("filter.gif")
+    return names
 
 
 def resolved(recipe: Mapping[str, Any], **values: Any) -> dict[str, Any]:

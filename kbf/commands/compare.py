@@ -7,7 +7,7 @@ import json
 import math
 import tempfile
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from kbf import __version__
 from kbf.commands.common import commit, console, provenance, resolved, start
 from kbf.commands.pool import run_all
 from kbf.commands.train import finish
+from kbf.data.download import one_at_a_time
 from kbf.data.source import load_data
 from kbf.evaluation import data_floor, mean_and_error, summary, wilcoxon_pairs
 from kbf.files import write_csv, write_json
@@ -48,7 +49,7 @@ def run(config: dict[str, Any]) -> int:
     directory = Path(config["run_dir"])
     cells = make_cells(config, directory / "cells")
     results = {cell.path: json.loads(cell.path.read_text(encoding="utf-8")) for cell in cells if cell.path.exists()}
-    missing = [cell for cell in cells if cell.path not in results]
+    missing = in_order([cell for cell in cells if cell.path not in results])
     if results:
         console.print(f"{len(results)} of {len(cells)} runs are there already", highlight=False)
     failed = 0
@@ -96,16 +97,34 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     config, began = cell.config, time.perf_counter()
     data = load_data(config["data"], trust=True)
     told = {"data": config["data"]["name"], "model": cell.model, "n_train": cell.n_train, "seed": cell.seed, "version": __version__}
-    told["commit"] = commit()
+    told |= {"commit": commit(), "renderer": data.renderer}
     if cell.model == FLOOR:
         least = data_floor(data, particles=config["particles"], seed=cell.seed)
         mse = None if least is None else least.mse.mean().item()
         return {**told, "test.mse": mse, "seconds": time.perf_counter() - began}
-    with tempfile.TemporaryDirectory() as directory:
-        trained = train(config, data.train, Path(directory), trust=True)
+    codes = codes_of(cell)
+    cell.path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as directory, one_at_a_time(codes) if codes and not codes.exists() else nullcontext():
+        trained = train(config, data.train, Path(directory), trust=True, codes=codes)
         assert trained is not None
         _, metrics = finish(config, data, trained, None, began)
     return {**metrics, **told}
+
+
+def codes_of(cell: Cell) -> Path | None:
+    """Where the encoded images of a run are kept: models with the same encoders on the same images share them."""
+    coding = cell.config["model"].get("coding")
+    if not coding or not coding.get("encoder"):
+        return None
+    key = json.dumps([cell.config["data"], coding, cell.seed, cell.n_train, __version__], sort_keys=True)
+    return cell.path.with_name(f"codes-{hashlib.sha256(key.encode()).hexdigest()[:10]}.pt")
+
+
+def in_order(cells: list[Cell]) -> list[Cell]:
+    """One run for each set of encoded images first: the others then find it made."""
+    seen: set[Path | None] = {None}
+    firsts = [cell for cell in cells if (path := codes_of(cell)) not in seen and not seen.add(path)]
+    return [*firsts, *(cell for cell in cells if cell not in firsts)]
 
 
 def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], directory: Path) -> None:
@@ -123,11 +142,25 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
             known = [floors[seed] for seed in runs if floors.get(seed) is not None]
             floor = mean_and_error(known)[0] if len(known) == len(runs) else math.nan
             seconds = mean_and_error([r["seconds"] for r in runs.values()])[0]
-            rows.append({"data": name, "n_train": n, "model": model, "runs": len(runs), **told, "floor": floor, "seconds": seconds})
+            source = next((r["renderer"] for r in runs.values() if r.get("renderer")), "")
+            rows.append(
+                {
+                    "data": name,
+                    "renderer": source,
+                    "n_train": n,
+                    "model": model,
+                    "runs": len(runs),
+                    **told,
+                    "floor": floor,
+                    "seconds": seconds,
+                }
+            )
         pairs = wilcoxon_pairs({model: {s: r["test.mse"] for s, r in runs.items()} for model, runs in by_model.items()})
         tests += [{"data": name, "n_train": n, **pair} for pair in pairs]
         if by_model:
-            show_table(f"{name}, {n} training steps", [row for row in rows if row["n_train"] == n])
+            mine = [row for row in rows if row["n_train"] == n]
+            shown = f"; images: {mine[0]['renderer']}" if mine[0]["renderer"] else ""
+            show_table(f"{name}, {n} training steps{shown}", mine)
     if not rows:
         return
     write_csv(directory / "results.csv", rows)

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kbf.build import build
 from kbf.commands.common import console, save_arrays, show, start
 from kbf.data.source import load_data
-from kbf.plots import save, track_figure
+from kbf.plots import frame_grid, save, track_figure
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -34,10 +33,13 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         "state": tuple(first.states.shape[1:]),
         "observation": tuple(first.obs.shape[1:]),
         "true model known": data.problem is not None,
-        "views": getattr(build(config["data"]["source"], trust=True), "renderer", None),  # of images: who rendered them
+        "views": data.renderer,  # of images: who rendered them
     }
     save_arrays(directory / "data.npz", arrays)
-    save(track_figure(first, title=f"{config['data']['name']}, the first training steps"), directory / "data.png")
+    title = f"{config['data']['name']}, the first training steps"
+    images = first.obs.ndim == 4
+    figure = frame_grid(first, extent=data.extent, title=title) if images else track_figure(first, title=title)
+    save(figure, directory / "data.png")
     show(str(config["data"]["name"]), told)
     console.print(f"in [bold]{directory}[/]: data.npz, data.png", highlight=False)
     return told

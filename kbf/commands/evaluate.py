@@ -6,11 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kbf.commands.common import about, console, save_arrays, score_metrics, show, start
+from kbf.commands.common import about, console, save_arrays, score_metrics, show, start, write_pictures
 from kbf.data.source import load_data
 from kbf.evaluation import data_floor, score
 from kbf.files import write_json
-from kbf.plots import save, track_figure
 from kbf.sequence import Sequence
 from kbf.training import FilterTraining, load_filter
 
@@ -27,7 +26,14 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     check_shapes(loaded.module, data.test[0], config["checkpoint"])
     least = data_floor(data, particles=config["particles"], seed=config["seed"])
     began = time.perf_counter()
-    result = score(loaded.filter, data.test, seed=config["seed"], dtype=loaded.module.model_dtype, device=config["device"])
+    result = score(
+        loaded.filter,
+        data.test,
+        seed=config["seed"],
+        dtype=loaded.module.model_dtype,
+        device=config["device"],
+        covariances=True,
+    )
     metrics = about({**config, "model": loaded.module.config["model"]}, data) | score_metrics(result, least)
     metrics |= {"checkpoint": str(config["checkpoint"]), "seconds": time.perf_counter() - began}
     directory = Path(config["run_dir"])
@@ -36,15 +42,14 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         arrays |= {f"estimates_{k}": found, f"states_{k}": sequence.states}
         if sequence.mask is not None:
             arrays[f"mask_{k}"] = sequence.mask
+        if result.covariances is not None:
+            arrays[f"covariances_{k}"] = result.covariances[k]
     title = f"{metrics['model']} on {metrics['data']}"
     save_arrays(directory / "predictions.npz", arrays | {"mse": result.mse})
-    save(
-        track_figure(data.test[0], result.estimates[0], title=f"{title}: test error {metrics['test.mse']:.4f}"),
-        directory / "track.png",
-    )
+    names = write_pictures(config, data, result, title)
     write_json(directory / "metrics.json", metrics)
     show(title, {k: v for k, v in metrics.items() if k not in ("checkpoint", "version")})
-    console.print(f"in [bold]{directory}[/]: metrics.json, predictions.npz, track.png", highlight=False)
+    console.print(f"in [bold]{directory}[/]: metrics.json, predictions.npz, {', '.join(names)}", highlight=False)
     return metrics
 
 

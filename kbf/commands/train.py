@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 from kbf.build import build
-from kbf.commands.common import about, console, score_metrics, show, start
+from kbf.commands.common import about, console, score_metrics, show, start, write_pictures
 from kbf.data.source import Data, load_data
 from kbf.data.windows import split
 from kbf.evaluation import Score, data_floor, floor, score
 from kbf.files import copy, write_json, write_text
-from kbf.plots import save, track_figure
-from kbf.training import CheckpointError, Trained, check, log_track, read_checkpoint, train
+from kbf.pictures import log_frames, log_track
+from kbf.training import CheckpointError, Trained, check, read_checkpoint, train
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -44,13 +45,13 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         loggers=loggers,
         trust=trust,
         begin=lambda: prepare_directory(directory, ckpt_path, config),
+        extent=data.extent,
     )
     if trained is None:  # a helper process of a distributed run
         return {}
     result, metrics = finish(config, data, trained, least, began)
     title = f"{metrics['model']} on {metrics['data']}, {metrics['n_train']} training steps"
-    figure = track_figure(data.test[0], result.estimates[0], title=f"{title}: test error {metrics['test.mse']:.4f}")
-    save(figure, directory / "track.png")
+    names = write_pictures(config, data, result, title)
     write_json(directory / "metrics.json", metrics)
     flat = {name: value if isinstance(value, str | int | float | bool) else str(value) for name, value in flatten(config)}
     for logger in loggers:
@@ -61,11 +62,15 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
             logger.log_hyperparams(flat)
             logger.log_metrics(numbers)
         logger.save()
-    log_track(loggers, "track/test", data.test[0], result.estimates[0], trained.epochs)
+    spread = None if result.covariances is None else result.covariances[0]
+    shown = (data.test[0], result.estimates[0], trained.epochs)
+    log_track(loggers, "track/test", *shown, covariances=spread)
+    if data.test[0].obs.ndim == 4:
+        log_frames(loggers, "frames/test", *shown, covariances=spread, extent=data.extent)
     for logger in loggers:
         logger.finalize("success")
     show(title, metrics, ["test.mse", "test.floor", "test.excess", "validation.mse", "epochs", "seconds"])
-    console.print(f"in [bold]{directory}[/]: metrics.json, track.png, checkpoints/best.ckpt", highlight=False)
+    console.print(f"in [bold]{directory}[/]: metrics.json, {', '.join(names)}, checkpoints/best.ckpt", highlight=False)
     return metrics
 
 
@@ -73,10 +78,11 @@ def finish(config: dict[str, Any], data: Data, trained: Trained, least: Score | 
     """Score a trained model on the test part: the scores, and its metrics as flat keys."""
     fitted = time.perf_counter()
     module = trained.module
-    result = score(trained.filter, data.test, seed=config["seed"], dtype=module.model_dtype, device=module.device)
+    result = score(trained.filter, data.test, seed=config["seed"], dtype=module.model_dtype, device=module.device, covariances=True)
     metrics = about(config, data) | score_metrics(result, least)
     validated = trained.validation_mse
     metrics |= {"validation.mse": validated, "epochs": trained.epochs}
+    began -= module.borrowed_seconds  # the time that the encoders took when they were fitted for another model
     metrics |= {"seconds.fit": fitted - began, "seconds.test": time.perf_counter() - fitted}
     if hasattr(module.net, "hyperparameters"):
         metrics |= {f"hyperparameters.{name}": value for name, value in module.net.hyperparameters().items()}
@@ -116,9 +122,12 @@ def prepare_directory(directory: Path, ckpt_path: Path | None, config: dict[str,
     checkpoints = directory / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     if ckpt_path is None:
-        old = [*directory.glob("events.out.tfevents.*"), *checkpoints.glob("*.ckpt"), directory / "metrics.json"]
+        written = ("metrics.json", "track.png", "frames.png", "filter.gif", "projector_config.pbtxt")
+        old = [*directory.glob("events.out.tfevents.*"), *checkpoints.glob("*.ckpt"), *(directory / name for name in written)]
         for path in old:
             path.unlink(missing_ok=True)
+        for path in directory.glob("[0-9]" * 5 + "/features"):  # of TensorBoard's projector
+            shutil.rmtree(path.parent)
     elif ckpt_path.resolve().parent != checkpoints.resolve() and (best := ckpt_path.parent / "best.ckpt").exists():
         copy(best, checkpoints / "best.ckpt")
     write_text(directory / "config.yaml", safe_dump({k: v for k, v in config.items() if k != "explicit"}, sort_keys=False))

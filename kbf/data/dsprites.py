@@ -116,6 +116,8 @@ class DSprites:
         train: a list of one sequence, states float64 ``T 2``, observations float32 ``T 1 64 64``. test: likewise.
         problem: the model, which sees the shown position.
         decoded: the test part as the problem sees it, observations ``T 2``: what a perfect decoder of the pictures would see.
+        renderer: where the pictures are from.
+        extent: coordinates of the left, right, bottom and top edge of a picture.
 
     References: Xu et al. (2022), section 6; Matthey et al. (2017) for the pictures.
     """
@@ -169,6 +171,9 @@ class DSprites:
         self.train = [s._replace(obs=seen(s.obs)) for s in shown.train]
         self.test = [s._replace(obs=seen(s.obs)) for s in shown.test]
         self.decoded: list[Sequence] = shown.test
+        self.renderer = "drawn by kbf" if images == "rendered" else "the published dSprites"
+        edge = 2 * float(self.problem.axis[-1])  # the positions take up the middle half of a picture
+        self.extent = (-edge, edge, edge, -edge)
 
 
 def frames_of(images: str, sha256: str | None = None) -> Callable[[Tensor], Tensor]:

@@ -29,6 +29,7 @@ class Training(NamedTuple):
             memory left, for models that use none.
         validation: share of the training part, its last steps, that is held out. patience: epochs without a new best validation
             error after which to stop, None for never.
+        lr_encoder: learning rate of an encoder inside the net; None for that of all else.
     """
 
     epochs: int
@@ -44,6 +45,7 @@ class Training(NamedTuple):
     folds: int = 5
     validation: float = 0.2
     patience: int | None = None
+    lr_encoder: float | None = None
 
 
 class Task(NamedTuple):

@@ -16,19 +16,23 @@ class Data(NamedTuple):
         train: recordings to learn from. test: recordings to score on, which nothing may be learned from.
         problem: the true model, or None. With it there is a floor.
         decoded: the test sequences as the problem observes them: ``test`` itself, or for images what they show.
+        renderer: of images, who rendered them. extent: the coordinates of an image's left, right, bottom and top edge, where
+            states are positions in it.
     """
 
     train: list[Sequence]
     test: list[Sequence]
     problem: StateSpace | None
     decoded: list[Sequence]
+    renderer: str | None = None
+    extent: tuple[float, float, float, float] | None = None
 
 
 def load_data(config: dict[str, Any], *, trust: bool = False) -> Data:
     """Build and check the data set of a ``data`` configuration.
 
-    ``config["source"]`` names a class whose objects have ``train`` and ``test`` (lists of `Sequence`) and may have ``problem``
-    and ``decoded``. With ``config["missing"]``, NaN observations are treated as missing.
+    ``config["source"]`` names a class whose objects have ``train`` and ``test`` (lists of `Sequence`) and may have ``problem``,
+    ``decoded``, ``renderer`` and ``extent``. With ``config["missing"]``, NaN observations are treated as missing.
 
     Raises:
         ValueError: shapes that do not fit, or NaN or infinite values that are not to be treated as missing.
@@ -45,4 +49,5 @@ def load_data(config: dict[str, Any], *, trust: bool = False) -> Data:
             hint = " From the command line: data.missing=true." if "NaN" in str(error) else ""
             raise ValueError(f"{name} data {config.get('name', '')}: {error}{hint}") from error
     decoded = getattr(source, "decoded", None) or parts["test"]
-    return Data(parts["train"], parts["test"], getattr(source, "problem", None), decoded)
+    problem, renderer, extent = (getattr(source, name, None) for name in ("problem", "renderer", "extent"))
+    return Data(parts["train"], parts["test"], problem, decoded, renderer, extent)

@@ -19,6 +19,9 @@ from torch import Generator, Tensor
 
 from kbf.sequence import Sequence, check_finite
 
+VECTORS = "images must be encoded first: set model.coding, as in model.coding='${data.coding}'"
+"""What to do about observations that are images, in errors of filters of vectors."""
+
 S = TypeVar("S", bound="tuple[Any, ...]")  # a NamedTuple; beartype refuses NamedTuple itself as a hint
 
 
@@ -133,6 +136,12 @@ def where(mask: Bool[Tensor, " b"], a: S, b: S) -> S:
     """State by state of the batch: ``a`` where the mask is True, ``b`` elsewhere."""
     pick = [torch.where(mask.reshape(-1, *[1] * (u.ndim - 1)), u, v) for u, v in zip(a, b, strict=True)]
     return cast(S, type(a)(*pick))
+
+
+def check_vectors(sequences: list[Sequence], name: str) -> None:
+    """Raise a ValueError if observations are no vectors; ``name`` says what needs them."""
+    if sequences[0].obs.ndim != 2:
+        raise ValueError(f"{name} needs observations that are vectors, got {tuple(sequences[0].obs.shape[1:])}; {VECTORS}")
 
 
 def save_state(state: Any, path: str | os.PathLike[str]) -> None:

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from kbf.filters.gaussian import GaussianState, gaussian_init, kalman_predict, kalman_update, started
+from kbf.filters.gaussian import AdditiveModel, GaussianState, gaussian_init, kalman_predict, kalman_update, started
 from kbf.sequence import Sequence
-from kbf.ssm import OrientationModel, StateSpaceModel
+from kbf.ssm import OrientationModel
 
 
 def linearise(f: Callable[[Tensor], Tensor], m: Float[Tensor, "b d"]) -> tuple[Float[Tensor, "b e d"], Float[Tensor, "b e"]]:
@@ -38,7 +38,7 @@ class ExtendedKalmanFilter:
     References: Sarkka (2013), algorithm 5.4.
     """
 
-    def __init__(self, model: StateSpaceModel) -> None:
+    def __init__(self, model: AdditiveModel) -> None:
         """``model``: f and h must be differentiable and map one point ``d`` as well as a batch of them."""
         self.model = model
 
@@ -71,7 +71,7 @@ class EKF(nn.Module):
     It has no parameters and no buffers: the model is given, the start comes from the memory.
     """
 
-    def __init__(self, model: StateSpaceModel | OrientationModel) -> None:
+    def __init__(self, model: AdditiveModel | OrientationModel) -> None:
         """``model``: the true one; an `OrientationModel` is used in its additive form."""
         super().__init__()
         self.model = model

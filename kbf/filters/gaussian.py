@@ -5,13 +5,13 @@ Every covariance update is in a form that is a sum of squares, so that it stays 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
-from kbf.filters.base import Filter, step
+from kbf.filters.base import Filter, check_vectors, step
 from kbf.linalg import psd_solve
 from kbf.sequence import Sequence, as_sequences
 from kbf.ssm import OrientationModel, StateSpaceModel
@@ -29,6 +29,41 @@ class Moments(NamedTuple):
 
     mean: Tensor
     cov: Tensor
+
+
+@runtime_checkable
+class AdditiveModel(Protocol):
+    """Anything with the equations of a `kbf.ssm.StateSpaceModel`: z' = f(z) + N(0, Q), x = h(z') + N(0, R), z_0 ~ N(m0, P0)."""
+
+    @property
+    def f(self) -> Any:  # pyright takes the function in a NamedTuple for a method
+        """The function ``*b d`` -> ``*b d``."""
+        ...
+
+    @property
+    def h(self) -> Any:  # pyright takes the function in a NamedTuple for a method
+        """The function ``*b d`` -> ``*b q``."""
+        ...
+
+    @property
+    def Q(self) -> Tensor:
+        """``d d``."""
+        ...
+
+    @property
+    def R(self) -> Tensor:
+        """``q q``."""
+        ...
+
+    @property
+    def m0(self) -> Tensor:
+        """``d``."""
+        ...
+
+    @property
+    def P0(self) -> Tensor:
+        """``d d``."""
+        ...
 
 
 class LinearModel(NamedTuple):
@@ -215,7 +250,7 @@ class KalmanFilter:
         return state.cov
 
 
-def gaussian_init(model: LinearModel | StateSpaceModel, batch: int) -> GaussianState:
+def gaussian_init(model: LinearModel | AdditiveModel, batch: int) -> GaussianState:
     """N(m0, P0) of a model, ``batch`` times."""
     return GaussianState(model.m0.expand(batch, *model.m0.shape), model.P0.expand(batch, *model.P0.shape))
 
@@ -232,7 +267,7 @@ def training_moments(memory: Sequence | list[Sequence]) -> tuple[Float[Tensor, "
     return z.mean(0), torch.cov(z.mT).reshape(z.shape[1], z.shape[1])
 
 
-def started(model: StateSpaceModel | OrientationModel, memory: Sequence | list[Sequence] | None) -> StateSpaceModel:
+def started(model: AdditiveModel | OrientationModel, memory: Sequence | list[Sequence] | None) -> AdditiveModel:
     """The true model, started from the mean and covariance of the training states, in their dtype and on their device.
 
     Args:
@@ -240,13 +275,14 @@ def started(model: StateSpaceModel | OrientationModel, memory: Sequence | list[S
         memory: the training part; None keeps the model's own m0 and P0.
 
     Raises:
-        ValueError: an `OrientationModel` without a memory: it has no m0 and P0 of its own.
+        ValueError: an `OrientationModel` without a memory: it has no m0 and P0 of its own. Or observations that are no vectors.
     """
     if memory is None:
         if isinstance(model, OrientationModel):
             raise ValueError("an OrientationModel has no start of its own: condition on a memory of training states")
         return model
+    check_vectors(as_sequences(memory), "a Gaussian filter")
     m0, P0 = training_moments(memory)
     if isinstance(model, OrientationModel):
         return model.additive(m0, P0)
-    return model._replace(m0=m0, P0=P0, Q=model.Q.to(m0), R=model.R.to(m0))
+    return StateSpaceModel(model.f, model.h, model.Q.to(m0), model.R.to(m0), m0, P0)

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
+from kbf.filters.base import check_vectors
 from kbf.filters.gaussian import KalmanFilter, LinearModel, training_moments
 from kbf.sequence import Sequence, as_sequences
 
@@ -41,8 +42,7 @@ def fit_linear(memory: Sequence | list[Sequence]) -> LinearModel:
     References: multivariate linear regression, e.g. Hastie, Tibshirani and Friedman (2009), section 3.2.4.
     """
     sequences = as_sequences(memory)
-    if sequences[0].obs.ndim != 2:
-        raise ValueError(f"a linear model needs observations that are vectors, got {tuple(sequences[0].obs.shape[1:])}")
+    check_vectors(sequences, "a linear model")
     z = torch.cat([s.states[:-1] for s in sequences])
     z_next = torch.cat([s.states[1:] for s in sequences])
     z_seen = torch.cat([s.states if s.mask is None else s.states[s.mask] for s in sequences])

@@ -283,6 +283,18 @@ class KernelBayesFilter(nn.Module):
             "clipped": state.clipped,
         }
 
+    def covariance(self, state: KernelState) -> Float[Tensor, "b d d"]:
+        """Of the state, ``b d d``: sum_i w_i (z_i - m)(z_i - m)^T / sum_i w_i around the estimate m; no variance is negative.
+
+        Negative weights may make one: negative eigenvalues are set to 0. NaN where an estimate is not finite.
+        """
+        w, m = state.weights, self.estimate(state)
+        centred = self.states - m[:, None]
+        second = (w[..., None] * centred).mT @ centred / torch.where(positive_sum(w), w.sum(-1, keepdim=True), 1)[..., None]
+        values, vectors = torch.linalg.eigh(second.nan_to_num(0, 0, 0))
+        known = second.isfinite().all(-1).all(-1)
+        return torch.where(known[:, None, None], (vectors * values.clamp_min(0)[:, None]) @ vectors.mT, torch.nan)
+
 
 def positive_sum(weights: Float[Tensor, "b n"]) -> Bool[Tensor, "b 1"]:
     """Whether the weights can be divided by their sum; True for NaN, which is passed on to be seen."""

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
+from kbf.filters.base import VECTORS
 from kbf.filters.resampling import effective_sample_size, systematic
 from kbf.sequence import Sequence, as_sequences
 from kbf.ssm import StateSpace, StateSpaceModel
@@ -59,9 +60,8 @@ class BootstrapFilter:
         """
         if particles < 1 or len(initial) < 1:
             raise ValueError(f"a particle filter needs particles and initial states, got {particles} and {len(initial)}")
-        if isinstance(model, StateSpaceModel):
-            model = model._replace(Q=model.Q.to(initial), R=model.R.to(initial))
-        self.model, self.initial, self.particles, self.threshold, self.resample = model, initial, particles, threshold, resample
+        self.model = in_type_of(model, initial)
+        self.initial, self.particles, self.threshold, self.resample = initial, particles, threshold, resample
 
     def init(self, batch: int, *, generator: Generator | None = None) -> ParticleState:
         """P initial states for each sequence, drawn with replacement, with equal weights."""
@@ -80,8 +80,8 @@ class BootstrapFilter:
             log_weights = torch.where(low[:, None], -math.log(self.particles), log_weights)
         return ParticleState(self.model.move(particles, generator), log_weights)
 
-    def update(self, state: ParticleState, obs: Float[Tensor, "b q"]) -> ParticleState:
-        """Weigh by the likelihood of the observation, ``b q``; if it is zero for all particles, weigh them equally."""
+    def update(self, state: ParticleState, obs: Float[Tensor, "b *x"]) -> ParticleState:
+        """Weigh by the likelihood of the observation, ``b *x``; if it is zero for all particles, weigh them equally."""
         log_weights = state.log_weights + self.model.log_likelihood(obs[:, None], state.particles)
         possible = (log_weights > -math.inf).any(-1, keepdim=True)
         log_weights = torch.where(possible, log_weights, 0)
@@ -99,6 +99,11 @@ class BootstrapFilter:
     def diagnostics(self, state: ParticleState) -> dict[str, Tensor]:
         """``ess``, the effective sample size ``b``."""
         return {"ess": effective_sample_size(state.log_weights)}
+
+
+def in_type_of(model: StateSpace, states: Float[Tensor, "n d"]) -> StateSpace:
+    """The model with its matrices in the dtype and on the device of ``states``, if it is a `StateSpaceModel`."""
+    return model._replace(Q=model.Q.to(states), R=model.R.to(states)) if isinstance(model, StateSpaceModel) else model
 
 
 class ParticleFilter(nn.Module):
@@ -119,9 +124,13 @@ class ParticleFilter(nn.Module):
         """The filter started from the training states, in their dtype and on their device.
 
         Raises:
-            ValueError: no memory: the first particles are drawn from it.
+            ValueError: no memory: the first particles are drawn from it. Or observations of another shape than the model's.
         """
         if memory is None:
             raise ValueError("a particle filter draws its first particles from the training states: give condition() a memory")
-        states = torch.cat([s.states for s in as_sequences(memory)])
+        sequences = as_sequences(memory)
+        states, shape = torch.cat([s.states for s in sequences]), sequences[0].obs.shape[1:]
+        expected = self.model.observe(states[:1], Generator(states.device).manual_seed(0)).shape[1:]
+        if shape != expected:
+            raise ValueError(f"the true model sees {tuple(expected)}, the observations are {tuple(shape)}; {VECTORS}")
         return BootstrapFilter(self.model, states, self.particles, self.threshold)

@@ -7,10 +7,11 @@ from collections.abc import Sequence as Sizes
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
+from kbf.filters.base import VECTORS
 from kbf.sequence import Sequence, as_sequences
 
 
@@ -19,7 +20,7 @@ class RecurrentState(NamedTuple):
 
     Attributes:
         h: ``b k``, hidden state. c: ``b k``, cell state.
-        gates: ``b 4k``, U h + bias from the h *before* the last predict: update adds the observation's part to it.
+        gates: ``b 4k``, U h + bias from the h *before* the last predict (`LSTMFilter.recur`): update adds the observation's part.
         before: ``b k``, the c before the last predict.
     """
 
@@ -50,8 +51,13 @@ class LSTMFilter(nn.Module):
     once each), a masked step moves on in time by U alone, and h masked steps predict h steps ahead. One observation a step: a
     second update replaces the first.
 
-    Observations and states are standardised by the training part (`prepare`); the estimate is in the units of the data.
+    States are standardised by the training part (`prepare`), and so are observations, unless the encoder is one of images: such a
+    one says how wide its output is (`kbf.nn.encoders`), and gets images as they are. The estimate is in the units of the data.
     Windows of whole sequences go through ``forward``: the same numbers as the step-by-step filter, encoded all at once.
+
+    With ``feedback`` the estimate before the last move enters the cell as well, in standard units: gates = ... + V y, y = R h + r
+    the read-out. As y is linear in h, U + V R and bias + V r take the place of U and bias: the net can represent what it can
+    without, no more, from other weights; training alone may end elsewhere.
     """
 
     x_mean: Tensor
@@ -68,6 +74,7 @@ class LSTMFilter(nn.Module):
         sizes: Sizes[int] = (64, 32),
         encoder: nn.Module | None = None,
         features: int | None = None,
+        feedback: bool = False,
         generator: Generator | None = None,
     ) -> None:
         """An untrained net.
@@ -77,22 +84,28 @@ class LSTMFilter(nn.Module):
             q: components of an observation, or its shape (an image: ``c h w``).
             hidden: k, size of h and c.
             sizes: widths of the encoder, an MLP with ReLU over flattened observations; the last is what the cell sees.
-            encoder: takes its place, standardised ``b *x`` -> ``b features``. Needs ``features``.
-            features: width of ``encoder``'s output.
+            encoder: takes its place, ``b *x`` -> ``b features``. It gets standardised observations, or images as they are if it has
+                an attribute ``features``, as those of `kbf.nn.encoders`.
+            features: width of ``encoder``'s output; None takes its own ``features``.
+            feedback: let the previous estimate enter the cell.
             generator: of the first weights (those of a given ``encoder`` are left alone).
 
         Raises:
-            ValueError: an encoder without ``features``, or ``features`` without an encoder.
+            ValueError: an encoder that does not say its width without ``features``, or ``features`` without an encoder.
         """
         super().__init__()
+        own = getattr(encoder, "features", None)
+        self.raw = isinstance(own, int)  # some nets of torchvision have a module of this name
+        features = own if features is None and isinstance(own, int) else features
         if (encoder is None) != (features is None):
             raise ValueError("give encoder and features (the width of its output) together, or neither")
         self.shape = (q,) if isinstance(q, int) else tuple(q)
         self.rnn = nn.LSTM((features or sizes[-1]) + 1, hidden, batch_first=True)
         self.readout = nn.Linear(hidden, d)
+        self.feedback = nn.Linear(d, 4 * hidden, bias=False) if feedback else None
         mlp = encoder is None
         self.encoder = multi_layer(math.prod(self.shape), sizes) if encoder is None else encoder
-        for layer in [self.rnn, self.readout, *(self.encoder.modules() if mlp else [])]:
+        for layer in [self.rnn, self.readout, *(self.encoder.modules() if mlp else []), *([self.feedback] if feedback else [])]:
             uniform_start(layer, generator)
         self.register_buffer("x_mean", torch.zeros(self.shape))
         self.register_buffer("x_scale", torch.ones(self.shape))
@@ -100,7 +113,7 @@ class LSTMFilter(nn.Module):
         self.register_buffer("z_scale", torch.ones(d))
 
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
-        """Store mean and standard deviation of the training part's observations and states.
+        """Store mean and standard deviation of the training part's states, and of its observations where these are standardised.
 
         Components of a vector have a scale each, the pixels of an image one for all. Constant components are left unscaled.
 
@@ -114,8 +127,10 @@ class LSTMFilter(nn.Module):
             raise ValueError(
                 f"the net is built for states {tuple(self.z_mean.shape)} and observations {self.shape}, "
                 f"the memory holds {tuple(z.shape[1:])} and {len(x)} observations {tuple(x.shape[1:])}"
+                + (f"; {VECTORS}" if x.ndim > 2 and len(self.shape) == 1 else "")
             )
-        for mean, scale, values in ((self.x_mean, self.x_scale, x), (self.z_mean, self.z_scale, z)):
+        of_states, of_obs = (self.z_mean, self.z_scale, z), (self.x_mean, self.x_scale, x)
+        for mean, scale, values in [of_states] if self.raw else [of_states, of_obs]:
             variance = values.var(0, correction=0)
             spread = (variance if variance.ndim == 1 else variance.mean()).sqrt()
             mean.copy_(values.mean(0))
@@ -125,15 +140,22 @@ class LSTMFilter(nn.Module):
         """The net itself: it needs no memory."""
         return self
 
-    def encode(self, obs: Float[Tensor, "b *x"]) -> Float[Tensor, "b k"]:
+    def encode(self, obs: Shaped[Tensor, "b *x"]) -> Float[Tensor, "b k"]:
         """The input of the cell for observations ``b *x``: encoded, with the flag 1 behind."""
-        e = self.encoder((obs - self.x_mean) / self.x_scale)
+        e = self.encoder(obs if self.raw else (obs - self.x_mean) / self.x_scale)
         return torch.cat([e, e.new_ones(len(e), 1)], -1)
+
+    def recurrence(self) -> tuple[Float[Tensor, "four_k k"], Float[Tensor, " four_k"]]:
+        """U and bias; with feedback U + V R and bias + V r."""
+        _, U, bias, more_bias = self.rnn.all_weights[0]
+        if self.feedback is None:
+            return U, bias + more_bias
+        V = self.feedback.weight
+        return U + V @ self.readout.weight, bias + more_bias + V @ self.readout.bias
 
     def recur(self, h: Float[Tensor, "b k"]) -> Float[Tensor, "b four_k"]:
         """U h + bias."""
-        _, U, bias, more_bias = self.rnn.all_weights[0]
-        return functional.linear(h, U, bias + more_bias)
+        return functional.linear(h, *self.recurrence())
 
     def init(self, batch: int, *, generator: Generator | None = None) -> RecurrentState:
         """Start from h = c = 0: the estimate is near the mean of the training states."""
@@ -145,7 +167,7 @@ class LSTMFilter(nn.Module):
         gates = self.recur(state.h)
         return RecurrentState(*lstm_gates(gates, state.c), gates, state.c)
 
-    def update(self, state: RecurrentState, obs: Float[Tensor, "b *x"]) -> RecurrentState:
+    def update(self, state: RecurrentState, obs: Shaped[Tensor, "b *x"]) -> RecurrentState:
         """The same move, with the observation ``b *x``."""
         W = self.rnn.all_weights[0][0]
         h, c = lstm_gates(state.gates + functional.linear(self.encode(obs), W), state.before)
@@ -155,15 +177,24 @@ class LSTMFilter(nn.Module):
         """The read-out of h, ``b d``, in the units of the data."""
         return self.z_mean + self.z_scale * self.readout(state.h)
 
-    def forward(self, obs: Float[Tensor, "b T *x"], mask: Bool[Tensor, "b T"] | None = None) -> Float[Tensor, "b T d"]:
+    def forward(self, obs: Shaped[Tensor, "b T *x"], mask: Bool[Tensor, "b T"] | None = None) -> Float[Tensor, "b T d"]:
         """The estimates of a `rollout` from the start, all observations encoded at once: fast, for training.
 
         Args:
             obs: ``b T *x``.
             mask: ``b T``, False = not observed (the values there must be finite).
         """
-        u = self.encode(obs.flatten(0, 1)).unflatten(0, obs.shape[:2])
-        h, _ = self.rnn(u if mask is None else torch.where(mask[..., None], u, 0))
+        if mask is None:
+            u = self.encode(obs.flatten(0, 1)).unflatten(0, obs.shape[:2])
+        else:  # batch norm must not see what was not observed
+            u = self.z_mean.new_zeros(*mask.shape, self.rnn.input_size)
+            u[mask] = self.encode(obs[mask])
+        if self.feedback is None:
+            h, _ = self.rnn(u)
+        else:
+            U, bias = self.recurrence()
+            weights = {"weight_hh_l0": U, "bias_ih_l0": bias, "bias_hh_l0": torch.zeros_like(bias)}
+            h, _ = torch.func.functional_call(self.rnn, weights, (u,))
         return self.z_mean + self.z_scale * self.readout(h)
 
 

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from kbf.filters.gaussian import GaussianState, gaussian_init, kalman_predict, kalman_update, started
+from kbf.filters.gaussian import AdditiveModel, GaussianState, gaussian_init, kalman_predict, kalman_update, started
 from kbf.linalg import cholesky
 from kbf.sequence import Sequence
-from kbf.ssm import OrientationModel, StateSpaceModel
+from kbf.ssm import OrientationModel
 
 
 def sigma_points(
@@ -52,7 +52,7 @@ class UnscentedKalmanFilter:
     References: Sarkka (2013), algorithm 5.14; Lefebvre et al. (2002) for the statistical linearisation.
     """
 
-    def __init__(self, model: StateSpaceModel, *, alpha: float = 1.0, beta: float = 0.0, kappa: float | None = None) -> None:
+    def __init__(self, model: AdditiveModel, *, alpha: float = 1.0, beta: float = 0.0, kappa: float | None = None) -> None:
         """The filter of one model.
 
         Args:
@@ -121,7 +121,7 @@ class UKF(nn.Module):
 
     def __init__(
         self,
-        model: StateSpaceModel | OrientationModel,
+        model: AdditiveModel | OrientationModel,
         *,
         alpha: float = 1.0,
         beta: float = 0.0,

@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 
 from kbf.filters.base import Filter
 from kbf.manifolds import CIRCLE, FLAT, Manifold, manifold_of
-from kbf.sequence import Sequence
+from kbf.sequence import Sequence, as_float
 
 
 class Code(nn.Module):
@@ -46,8 +46,9 @@ class Code(nn.Module):
 
     def prepare(self, states: Float[Tensor, "n d"]) -> None:
         """Keep mean, scale and manifold of the training states."""
+        spread = states.var(0, correction=0).mean().sqrt()
         self.z_mean.copy_(states.mean(0))
-        self.z_scale.copy_(states.var(0).mean().sqrt())
+        self.z_scale.copy_(torch.where(spread > 0, spread, 1))
         self.circle.fill_(manifold_of(states) is CIRCLE)
 
     @property
@@ -57,7 +58,7 @@ class Code(nn.Module):
 
     def member(self, k: int, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m d"]:
         """The code of member k alone, as it was regressed."""
-        return self.z_mean + self.z_scale * self.heads[k](self.encoders[k](x))
+        return self.z_mean + self.z_scale * self.heads[k](self.encoders[k](as_float(x, self.z_mean.dtype)))
 
     def forward(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m d"]:
         """The code of new images."""
@@ -103,3 +104,8 @@ class CodedFilter(nn.Module):
         """The inner filter's, if it has any."""
         diagnose = getattr(self.inner, "diagnostics", None)
         return {} if diagnose is None else diagnose(state)
+
+    def covariance(self, state: Any) -> Tensor | None:
+        """The inner filter's, ``b d d``; None if it has none."""
+        spread = getattr(self.inner, "covariance", None)
+        return None if spread is None else spread(state)

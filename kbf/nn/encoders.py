@@ -55,7 +55,7 @@ class Encoder(nn.Module):
 
 
 class CNN(Encoder):
-    """Convolutions with stride 2, each with normalisation and ReLU, then dropout and a linear layer."""
+    """Convolutions with stride 2, each with normalisation and ReLU, then dropout and linear layers with ReLU between them."""
 
     def __init__(
         self,
@@ -65,6 +65,7 @@ class CNN(Encoder):
         kernel: int = 3,
         dropout: float = 0.0,
         norm: str = "group",
+        hidden: Sizes[int] = (),
     ) -> None:
         """An untrained net.
 
@@ -73,8 +74,9 @@ class CNN(Encoder):
             features: p.
             channels: of the blocks; each halves the height and the width.
             kernel: odd, pixels along a side of the filters.
-            dropout: share of the numbers before the linear layer that are set to 0 in training.
+            dropout: share of the numbers before the linear layers that are set to 0 in training.
             norm: group (each image by itself), batch (training needs several images at once), or none.
+            hidden: widths of linear layers before the features.
 
         Raises:
             ValueError: ``q`` that is no image, an even kernel, or an unknown norm.
@@ -85,7 +87,9 @@ class CNN(Encoder):
         for a, b in zip([c, *channels[:-1]], channels, strict=True):
             blocks += block(a, b, kernel, 2, norm)
             h, w = -(-h // 2), -(-w // 2)
-        self.net = nn.Sequential(*blocks, nn.Flatten(), nn.Dropout(dropout), nn.Linear(channels[-1] * h * w, features))
+        widths = [channels[-1] * h * w, *hidden, features]
+        layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())][:-1]
+        self.net = nn.Sequential(*blocks, nn.Flatten(), nn.Dropout(dropout), *layers)
 
     def encode(self, x: Float[Tensor, "m c h w"]) -> Float[Tensor, "m p"]:
         """Features of images that are floating-point numbers already."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
+from kbf.filters.base import rollout
 from kbf.filters.kernel import PrimalUpdate
 from kbf.nn.kernel_bayes import KBF
+from kbf.sequence import Sequence, as_float
 
 
 class FeatureKBF(KBF):
@@ -25,7 +28,7 @@ class FeatureKBF(KBF):
     References: Xu et al. (2022), section 3.3 and appendix B.2, for the first route.
     """
 
-    def __init__(self, encoder: nn.Module, constant: bool = True, **settings: Any) -> None:
+    def __init__(self, encoder: nn.Module | None, constant: bool = True, **settings: Any) -> None:
         """What to build.
 
         Args:
@@ -34,12 +37,14 @@ class FeatureKBF(KBF):
             settings: of `KBF`; the rule must be importance_weighted or original.
 
         Raises:
-            ValueError: as `KBF`; or a rule that has no form for features.
+            ValueError: as `KBF`; a rule that has no form for features; or no encoder, where the data names none.
         """
         super().__init__(**settings)
+        if encoder is None:
+            raise ValueError("FeatureKBF learns features of images, and this data brings no encoder: name one in model.net.encoder")
         if self.rule == "pseudo_inverse":
             raise ValueError("FeatureKBF: rule=pseudo_inverse needs full Gram matrices; use importance_weighted or original")
-        self.psi = Psi(encoder, constant)
+        self.psi = Psi(encoder, constant).eval()
 
     @property
     def encoder(self) -> nn.Module:
@@ -52,9 +57,28 @@ class FeatureKBF(KBF):
         self.psi.eval()
         return self
 
+    def obs_scale(self, obs: Tensor, *, diagonal: bool = False) -> Tensor:
+        """1: no bandwidth of images is used."""
+        return torch.ones((), dtype=torch.float64, device=obs.device)
+
     def update_of(self, obs: Tensor, bandwidth: Tensor, reg: Tensor) -> nn.Module:
         """The rule over the features of the memory's observations ``n *x``."""
         return PrimalUpdate(self.psi, obs[:, None], reg, rule=self.rule, dtype=self.dtype)
+
+    def estimates(
+        self, memory: list[Sequence], windows: Sequence, change: Callable[[Tensor], Tensor] | None = None
+    ) -> Float[Tensor, "b T d"]:
+        """The estimates of a `rollout` of the filter over ``memory``, all images encoded at once: fast, for training.
+
+        Args:
+            memory: recordings.
+            windows: a batch ``b T``.
+            change: of the windows' images ``m *x``, before they are encoded.
+        """
+        filter, images = self.condition(memory), windows.obs.flatten(0, 1)
+        features = self.psi(images if change is None else change(images))
+        filter.rule.psi = nn.Identity()  # the filter is new, and nobody else's
+        return rollout(filter, features.unflatten(0, windows.obs.shape[:2]), mask=windows.mask).estimates
 
 
 class Psi(nn.Module):
@@ -65,6 +89,9 @@ class Psi(nn.Module):
         self.encoder, self.constant, self.batch_size = encoder, constant, batch_size
 
     def forward(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m p"]:
-        """psi(x)."""
-        psi = torch.cat([self.encoder(part) for part in x.split(self.batch_size)]).float()
+        """psi(x), at least in single precision."""
+        first = next(self.encoder.parameters(), None)
+        dtype = torch.float32 if first is None else first.dtype
+        psi = torch.cat([self.encoder(as_float(part, dtype)) for part in x.split(self.batch_size)])
+        psi = psi.to(torch.promote_types(psi.dtype, torch.float32))
         return torch.cat([psi, torch.ones_like(psi[:, :1])], -1) if self.constant else psi

@@ -133,8 +133,12 @@ class KBF(nn.Module):
             paper_grid(self, memory)
         else:
             states, obs = stacked(as_sequences(memory))
-            medians = torch.stack([median_distance(states)] * 2 + [median_distance(obs.flatten(1).double())])
+            medians = torch.stack([median_distance(states)] * 2 + [self.obs_scale(obs).to(states)])
             self.set(medians * medians.new_tensor(self.factors), self.log_reg.exp())
+
+    def obs_scale(self, obs: Tensor, *, diagonal: bool = False) -> Tensor:
+        """The median distance of observations ``n *x``, in whose units their bandwidth is chosen."""
+        return median_distance(obs.flatten(1).double(), diagonal=diagonal)
 
     def set(self, bandwidths: Tensor, regs: Tensor) -> None:
         """Put numbers in: bandwidths (ratio, transition, observation) and ridges (eta, lambda', lambda)."""
