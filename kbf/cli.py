@@ -18,6 +18,7 @@ COMMANDS = {
             ("kbf train", "the Kernel Bayes Filter on the rotation data"),
             ("kbf train model=lstm data=oscillatory n_train=900 seed=3", "another model, another problem"),
             ("kbf train model=lstm model.training.lr=0.01 run_dir=runs/mine", "other hyper-parameters, a place of your own"),
+            ("kbf train data=dsprites encoder@data.coding.encoder=resnet18", "images, and another encoder for them"),
             ("kbf train ckpt_path=runs/mine/checkpoints/last.ckpt", "go on with an interrupted run"),
             ("kbf train --multirun model=kbf,lstm seed=0,1,2", "a sweep; add launcher=joblib to run it in parallel"),
         ],
@@ -28,6 +29,7 @@ COMMANDS = {
             ("kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt", "on the test part of its own data"),
             ("kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt seed=7 data.n_test=1000", "on other draws of it"),
             ("kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt data=oscillatory", "on another problem"),
+            ("kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt animation=true", "with a moving picture, filter.gif"),
         ],
     ),
     "compare": (
@@ -147,7 +149,7 @@ def configure(command: str, overrides: list[str]) -> dict[str, Any]:
 
 def check_numbers(config: Any, several: tuple[str, ...] = ()) -> None:
     """Raise if a setting that counts something is no whole number, or for those in ``several`` no list of them."""
-    for key in ("n_train", "seed", "runs", "particles", "workers", "turns"):
+    for key in ("n_train", "seed", "runs", "particles", "workers", "turns", "animation_steps"):
         value: Any = config.get(key) or 0
         for number in [value] if key not in several or isinstance(value, int | float | str) else value:
             if not isinstance(number, int) or number < 0:

@@ -96,8 +96,16 @@ def read_coding(config: dict[str, Any]) -> Coding:
     return coding
 
 
-class Frames(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Batches of rows: images as they are stored, states, and the number of the chunk that each lies in."""
+class Rows(NamedTuple):
+    """Images ``m *x`` as they are stored, their states ``m d``, and the number ``m`` of the chunk that each lies in."""
+
+    obs: Tensor
+    states: Tensor
+    chunk: Tensor
+
+
+class Frames(Dataset[Rows]):
+    """Batches of rows."""
 
     def __init__(self, obs: Tensor, states: Tensor, chunk: Tensor) -> None:
         self.obs, self.states, self.chunk = obs, states, chunk
@@ -105,8 +113,8 @@ class Frames(Dataset[tuple[Tensor, Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.obs)
 
-    def __getitem__(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.obs[rows], self.states[rows], self.chunk[rows]
+    def __getitem__(self, rows: Tensor) -> Rows:
+        return Rows(self.obs[rows], self.states[rows], self.chunk[rows])
 
 
 class RowOrder(Sampler[Tensor]):
@@ -161,7 +169,7 @@ class CodeTraining(lightning.LightningModule):
         y = (states - self.code.z_mean.to(states)) / self.code.z_scale.to(states)
         return (y if self.fourier is None else self.fourier(y)).float()
 
-    def losses(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def losses(self, batch: Rows) -> Tensor:
         """One loss for each member, over the images outside of its chunk."""
         obs, states, chunk = batch
         images, y = self.augment(obs), self.targets(states)
@@ -184,7 +192,7 @@ class CodeTraining(lightning.LightningModule):
         """Positions of the rows that member k learns from: those outside of its chunk, or all where it is the only one."""
         return (chunk != k if len(self.code.encoders) > 1 else torch.ones_like(chunk)).nonzero()[:, 0]
 
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_index: int) -> Tensor:
+    def training_step(self, batch: Rows, batch_index: int) -> Tensor:
         """The sum over members."""
         seed_step(self.config["seed"] + 7919 * self.global_rank, self.global_step, self.device)
         losses = self.losses(batch)
@@ -197,7 +205,7 @@ class CodeTraining(lightning.LightningModule):
         """Heads for the features as they are now."""
         self.close()
 
-    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_index: int) -> None:
+    def validation_step(self, batch: Rows, batch_index: int) -> None:
         """Mean over the images of ||code - z||^2, each coded by the member that has not seen it."""
         obs, states, chunk = batch
         square = torch.zeros(len(obs), device=self.device)
@@ -219,7 +227,8 @@ class CodeTraining(lightning.LightningModule):
         if self.how.schedule == "constant":
             return optimiser
         steps = int(self.trainer.estimated_stepping_batches)
-        cycle = torch.optim.lr_scheduler.OneCycleLR(optimiser, self.how.lr, total_steps=steps + 1)
+        adaptive = self.how.optimiser != "sgd"  # sgd is to stay without momentum
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimiser, self.how.lr, total_steps=steps + 1, cycle_momentum=adaptive)
         return {"optimizer": optimiser, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
     @torch.no_grad()
@@ -280,7 +289,7 @@ def fit_code(
     order = RowOrder(len(obs), how.batch_size, config["seed"], rank, world)
     everything = torch.arange(len(obs))[rank::world].split(256) if len(code.encoders) > 1 else []
     loaders = [DataLoader(frames, sampler=order, batch_size=None), DataLoader(frames, sampler=everything, batch_size=None)]  # pyright: ignore[reportArgumentType]
-    trainer.fit(module, loaders[0], loaders[1] if everything else None, ckpt_path=ckpt_path)
+    fit(trainer, module, loaders[0], loaders[1] if everything else None, ckpt_path=ckpt_path)
     module.close()
     if world > 1:  # statistics of batch norm differ between processes
         code.load_state_dict(trainer.strategy.broadcast(code.state_dict()))
@@ -288,6 +297,16 @@ def fit_code(
         log_codes(trainer.loggers, code, data, how.epochs, extent=extent)
         log_features(trainer.loggers, code, data, how.epochs)
     return module
+
+
+def fit(trainer: lightning.Trainer, *args: Any, **settings: Any) -> None:
+    """``trainer.fit``, but Ctrl-C stays a KeyboardInterrupt: the trainer turns it into the end of the process."""
+    try:
+        trainer.fit(*args, **settings)
+    except SystemExit as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        raise
 
 
 def seed_step(seed: int, step: int, device: torch.device) -> None:

@@ -33,7 +33,7 @@ from kbf.metrics import mse
 from kbf.nn.augment import Augment
 from kbf.nn.coding import Code, CodedFilter
 from kbf.nn.feature_filter import FeatureKBF
-from kbf.pictures import log_track
+from kbf.pictures import log_frames, log_track
 from kbf.pretraining import (
     OPTIMISERS,
     Coding,
@@ -41,6 +41,7 @@ from kbf.pretraining import (
     build_code,
     check_batches,
     check_encoder,
+    fit,
     fit_code,
     read_coding,
     seed_step,
@@ -115,6 +116,7 @@ class FilterTraining(lightning.LightningModule):
         self.borrowed_seconds = 0.0
         self.ready: list[Filter[Any]] = []  # a filter that is made already; in a list, since its buffers are not the module's own
         self.held_out: tuple[Sequence, Tensor] | None = None
+        self.extent: tuple[float, float, float, float] | None = None
 
     @property
     def learns(self) -> bool:
@@ -189,7 +191,10 @@ class FilterTraining(lightning.LightningModule):
         if self.held_out is not None and self.current_epoch % max(1, self.how.epochs // 5) == 0:
             sequence, found = self.held_out
             first = Sequence(*(None if leaf is None else leaf[0].cpu() for leaf in sequence))  # pyright: ignore[reportArgumentType]
-            log_track(list(self.loggers), "track/validation", first, found[0].detach().cpu(), self.current_epoch)
+            shown = (first, found[0].detach().cpu(), self.current_epoch)
+            log_track(list(self.loggers), "track/validation", *shown)
+            if first.obs.ndim == 4:
+                log_frames(list(self.loggers), "frames/validation", *shown, extent=self.extent)
 
     def configure_optimizers(self) -> Any:
         """The optimiser, and a learning rate that stays or falls to zero along half a cosine."""
@@ -310,6 +315,7 @@ def train(
     lightning.seed_everything(config["seed"], verbose=False)
     kept = {key: config[key] for key in KEPT if key in config}
     module = FilterTraining(kept, sequences, trust=trust)
+    module.extent = extent
     checkpoints = Checkpoints(directory, module.how.patience if module.how else None)
     settings = {key: value for key, value in config["trainer"].items() if key != "callbacks"}
     generator = torch.Generator().manual_seed(config["seed"])
@@ -323,7 +329,7 @@ def train(
             module.take_codes(torch.load(codes, map_location="cpu", weights_only=True))
         else:
             began = time.perf_counter()
-            encode(module, settings, bars(config), loggers, directory, ckpt_path, begin, extent)
+            encode(module, settings, bars(config), loggers, directory, ckpt_path, begin)
             ckpt_path = None
             if codes is not None and module.code is not None:
                 stored = {"code": module.code.state_dict(), "memory": module.memory.state_dict()}
@@ -339,7 +345,7 @@ def train(
         if trainer.is_global_zero:
             begin()
         directory.mkdir(parents=True, exist_ok=True)
-        trainer.fit(module, tasks, ckpt_path=ckpt_path)
+        fit(trainer, module, tasks, ckpt_path=ckpt_path)
     else:
         module.to(trainer.strategy.root_device).eval()
         module.net.prepare(module.memory.sequences(), generator)
@@ -357,6 +363,7 @@ def train(
     if module.ready:
         return Trained(module, module.ready[0], 0)
     best = load_filter(directory / "best.ckpt", device=trainer.strategy.root_device, trust=trust)
+    best.module.borrowed_seconds = module.borrowed_seconds
     return Trained(best.module, best.filter, trainer.current_epoch, checkpoints.best if math.isfinite(checkpoints.best) else None)
 
 
@@ -368,7 +375,6 @@ def encode(
     directory: Path,
     ckpt_path: Path | None,
     begin: Callable[[], None],
-    extent: Any = None,
 ) -> None:
     """The first stage: fit the encoders; a code takes the place of the images in the memory, each coded by who has not seen it."""
     how, sequences = module.coding, module.memory.sequences()
@@ -390,7 +396,7 @@ def encode(
     if trainer.is_global_zero:
         begin()
     directory.mkdir(parents=True, exist_ok=True)
-    fit_code(trainer, module.config, code, how, (obs, states, chunk), ckpt_path, extent)
+    fit_code(trainer, module.config, code, how, (obs, states, chunk), ckpt_path, module.extent)
     code.to("cpu")
     if module.code is not None:
         coded = [code.crossfit(s, own) for s, own in zip(sequences, held, strict=True)]
@@ -535,5 +541,6 @@ def quiet() -> None:
     """Silence what Lightning says to everybody and what does not apply here."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     texts = ("does not have many workers", "GPU available but not used", "number of training batches", "litlogger")
-    for text in (*texts, "in eval mode at the start", "Total length of", "sync_dist=True", "isinstance.treespec, LeafSpec"):
+    texts += ("in eval mode at the start", "have no `val_dataloader`")
+    for text in (*texts, "Total length of", "sync_dist=True", "isinstance.treespec, LeafSpec"):
         warnings.filterwarnings("ignore", f".*{text}.*")

@@ -50,7 +50,7 @@ def run_dir(tmp_path_factory):
 
 def test_train_leaves_a_run_directory(run_dir, capsys):
     names = {path.name for path in run_dir.iterdir()}
-    assert {"config.yaml", "metrics.json", "track.png", "checkpoints"} <= names
+    assert {"config.yaml", "metrics.json", "track.png", "checkpoints"} <= names and "filter.gif" not in names
     assert any(name.startswith("events.out.tfevents") for name in names)
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     told = metrics(run_dir)

@@ -144,3 +144,51 @@ def test_every_model_of_the_default_table_can_be_composed():
     (ekf,) = [cell for cell in made if (cell.model, cell.n_train, cell.seed) == ("ekf", 500, 2)]
     assert ekf.config["model"]["net"]["model"] == problem
     assert (ekf.config["data"]["source"]["n_train"], ekf.config["data"]["source"]["seed"]) == (500, 2)
+
+
+IMAGES = [
+    "data=dsprites",
+    "n_train=40",
+    "data.n_test=15",
+    "particles=200",
+    "workers=0",
+    "runs=1",
+    "data.coding.epochs=1",
+    "data.coding.members=2",
+]
+
+
+def test_models_share_the_codes_of_images_and_each_scores_as_if_alone(tmp_path):
+    shared, alone = tmp_path / "shared", tmp_path / "alone"
+    assert main(["compare", *IMAGES, "models=kalman,frame", f"run_dir={shared}"]) == 0
+    (codes,) = (shared / "cells").glob("codes-*.pt")
+    made = codes.stat().st_mtime_ns
+    assert main(["compare", *IMAGES, "models=frame", f"run_dir={alone}"]) == 0
+    mine = [e for name, e in errors(shared).items() if "frame" in name]
+    assert mine == [e for name, e in errors(alone).items() if "frame" in name]
+    assert main(["compare", *IMAGES, "models=kalman,frame,ukf", f"run_dir={shared}"]) == 0
+    assert codes.stat().st_mtime_ns == made
+    by = {cell["model"]: cell for cell in cells(shared).values()}
+    assert by["frame"]["seconds"] > by["frame"]["seconds.test"]
+    assert by["frame"]["renderer"] == "drawn by kbf"
+    rows = list(csv.DictReader((shared / "results.csv").open()))
+    assert {row["renderer"] for row in rows} == {"drawn by kbf"}
+
+
+def test_one_run_for_each_set_of_codes_comes_first(tmp_path):
+    config = configure("compare", [*IMAGES, "runs=2", "models=kbf_paper,kalman,frame", f"run_dir={tmp_path}"])
+    made = compare.make_cells(config, tmp_path)
+    ordered = compare.in_order(made)
+    assert sorted(ordered, key=made.index) == made
+    assert [(cell.model, cell.seed) for cell in ordered[:2]] == [("kalman", 0), ("kalman", 1)]
+    assert compare.codes_of(made[0]) is None  # the floor
+    paths = {(cell.model, cell.seed): compare.codes_of(cell) for cell in made}
+    assert paths["kbf_paper", 0] is None
+    assert paths["kalman", 0] == paths["frame", 0] != paths["frame", 1]
+
+
+@pytest.mark.parametrize("name", ["dsprites", "dmlab", "dsprites_e2e", "dmlab_e2e"])
+def test_image_experiments_compose(name):
+    config = configure("compare", [f"experiment={name}"])
+    assert config["data"]["name"] in name
+    assert set(config["models"]) == set(config["bases"])

@@ -12,7 +12,7 @@ from matplotlib.quiver import Quiver
 from PIL import Image
 
 from kbf import plots
-from kbf.plots import ESTIMATE, TRUTH, animate, embedding_header, embedding_metadata, frame_grid, picture, state_kind, thumbnails
+from kbf.plots import ESTIMATE, TRUTH, animate, embedding_table, frame_grid, picture, state_kind, thumbnails, track_figure
 from kbf.sequence import Sequence
 
 T = 5
@@ -27,6 +27,12 @@ def headings(mask: bool = False) -> Sequence:
 def states(d: int) -> Sequence:
     generator = torch.Generator().manual_seed(1)
     return Sequence(torch.randn(T, d, generator=generator), torch.rand(T, 1, 6, 6, generator=generator) * 1.4 - 0.2)
+
+
+def vectors(d: int, q: int | None = None) -> Sequence:
+    z = states(d).states
+    x = z + 0.1 if q is None else torch.zeros(T, q)
+    return Sequence(z, x, torch.arange(T) != 1)
 
 
 def covariance(d: int) -> torch.Tensor:
@@ -120,6 +126,26 @@ def test_a_filter_that_broke_down_is_drawn_as_far_as_it_goes(data, tmp_path):
     assert (tmp_path / "grid.png").stat().st_size > 1000
 
 
+def test_the_data_alone_and_other_names():
+    data = states(2)
+    figure = frame_grid(data, extent=(-3.0, 3.0, 3.0, -3.0))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["true position"]
+    assert all(dots(axes, TRUTH)[0] == pytest.approx(z.tolist()) for axes, z in zip(figure.axes, data.states, strict=True))
+    named = frame_grid(data, data.states, names=list("abcde"), called="code")
+    assert [axes.get_title() for axes in named.axes[::2]] == list("abcde")
+    assert named.legends[0].get_texts()[1].get_text() == "code"
+
+
+def test_a_track_with_bands():
+    data = vectors(2)
+    figure = track_figure(data, data.states, covariance(2))
+    for k, axes in enumerate(figure.axes[:2]):
+        one, two = (band.get_paths()[0].vertices[:, 1] for band in axes.collections)
+        assert one.max() == pytest.approx(data.states[:, k].max().item() + 0.2)
+        assert two.min() == pytest.approx(data.states[:, k].min().item() - 0.4)
+    assert len(figure.legends[0].get_texts()) == 4
+
+
 def test_pictures_of_all_kinds_of_frames():
     byte = torch.tensor([0, 51, 255], dtype=torch.uint8).reshape(3, 1, 1)
     assert picture(byte).flatten().tolist() == [0, 0.2, 1] and picture(byte).shape == (1, 1, 3)
@@ -128,9 +154,8 @@ def test_pictures_of_all_kinds_of_frames():
 
 
 def test_what_cannot_be_drawn():
-    vectors = Sequence(torch.randn(T, 2), torch.randn(T, 3))
     with pytest.raises(ValueError, match=r"frames are .* these observations are \(3,\)"):
-        frame_grid(vectors, vectors.states)
+        frame_grid(vectors(2, q=3))
     with pytest.raises(ValueError, match="no step"):
         frame_grid(states(2), states(2).states, steps=0)
     with pytest.raises(ValueError, match=r"\.gif, not film\.mp4"):
@@ -139,8 +164,17 @@ def test_what_cannot_be_drawn():
 
 @pytest.mark.parametrize(
     ("data", "extent"),
-    [(headings(mask=True), None), (states(2), None), (states(2), (-3.0, 3.0, 3.0, -3.0)), (states(1), None), (states(5), None)],
-    ids=["compass", "map", "overlay", "line", "five"],
+    [
+        (headings(mask=True), None),
+        (states(2), None),
+        (states(2), (-3.0, 3.0, 3.0, -3.0)),
+        (states(1), None),
+        (states(5), None),
+        (vectors(2), None),
+        (vectors(1), None),
+        (vectors(3, q=5), None),
+    ],
+    ids=["compass", "map", "overlay", "line", "five", "plane", "number", "unlike"],
 )
 def test_animation(data, extent, tmp_path):
     path = tmp_path / "film.gif"
@@ -170,8 +204,11 @@ def test_an_animation_that_is_interrupted_leaves_the_one_before(tmp_path, monkey
 
 def test_what_tensorboard_embeds():
     z = torch.tensor([[0.5, -1.0], [0.123456, 2.0]])
-    rows = embedding_metadata(z)
-    assert rows == [["0", "0.5", "-1"], ["1", "0.1235", "2"]] and len(embedding_header(z)) == len(rows[0])
+    assert embedding_table(z) == (["z_1", "z_2"], [["0.5", "-1"], ["0.1235", "2"]])
+    assert embedding_table(torch.tensor([[0.0, -1.0]]), seen=["no"]) == (
+        ["z_1", "z_2", "angle", "seen"],
+        [["0", "-1", "-90.0", "no"]],
+    )
     small = thumbnails(torch.full((2, 1, 40, 80), 255, dtype=torch.uint8), side=16)
     assert small.shape == (2, 3, 16, 16) and small.dtype == torch.float32
     assert small[:, :, 4:12].min() > 0.99 and small[:, :, :4].max() == small[:, :, 12:].max() == 0

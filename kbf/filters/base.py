@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Shaped
 from torch import Generator, Tensor
 
 from kbf.sequence import Sequence, check_finite
@@ -27,7 +27,11 @@ S = TypeVar("S", bound="tuple[Any, ...]")  # a NamedTuple; beartype refuses Name
 
 @runtime_checkable
 class Filter(Protocol[S]):
-    """Predict and update; every method is pure and returns a new state."""
+    """Predict and update; every method is pure and returns a new state.
+
+    A filter may have two more: ``diagnostics(state)``, a dict of numbers ``b`` by name, and ``covariance(state)``, that of its
+    estimate, ``b d d``.
+    """
 
     def init(self, batch: int, *, generator: Generator | None = None) -> S:
         """The state before anything was seen, for ``batch`` sequences: the distribution of the training states."""
@@ -65,7 +69,7 @@ class Rollout(NamedTuple):
 
 def rollout(
     filter: Filter[Any],
-    obs: Float[Tensor, "b T *x"],
+    obs: Shaped[Tensor, "b T *x"],
     *,
     mask: Bool[Tensor, "b T"] | None = None,
     state: Any = None,
@@ -118,7 +122,7 @@ def rollout(
 def step(
     filter: Filter[Any],
     state: Any,
-    obs: Float[Tensor, "b *x"],
+    obs: Shaped[Tensor, "b *x"],
     *,
     mask: Bool[Tensor, " b"] | None = None,
     generator: Generator | None = None,

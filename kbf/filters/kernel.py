@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor, nn
 
 from kbf import ratios, rules
@@ -158,7 +158,7 @@ class PrimalUpdate(nn.Module):
     def __init__(
         self,
         psi: nn.Module,
-        obs: Float[Tensor, "n k *x"],
+        obs: Shaped[Tensor, "n k *x"],
         reg: float | Tensor,
         *,
         rule: str = "importance_weighted",

@@ -331,9 +331,9 @@ class PixelParticleFilter(nn.Module):
 
     p(x | z) is a product over all pixels of Gaussians around a learned image m(z): kernel ridge regression of the pixels on the
     state, with the leave-one-out residual variance of each pixel (`PixelModel`). Errors of m are shared by many pixels, and the
-    product counts them as so many independent ones: log likelihoods of particles differ by hundreds, few particles have any weight,
-    and where no training state is near, m is the mean image, which may explain a picture better than a wrong place does. From
-    there the filter does not come back. With ``predictive`` the variance grows where m is not known, and it stays on the track.
+    product counts them as so many independent ones: log likelihoods of particles differ by hundreds, and few particles have any
+    weight. Where no training state is near, m is the mean image, which may explain a picture better than a wrong place does: some
+    runs lose the track. With ``predictive`` the variance grows where m is not known, which keeps them on it.
 
     Xu et al. show a particle filter on images that "performs significantly worse [...] since likelihood evaluation is unstable in
     the high dimensional observation space, despite the true dynamics being available". They do not say what its likelihood was,

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from kbf.filters.base import rollout
 from kbf.filters.kernel import PrimalUpdate
-from kbf.nn.kernel_bayes import KBF
-from kbf.sequence import Sequence, as_float
+from kbf.nn.kernel_bayes import KBF, stacked
+from kbf.sequence import Sequence, as_float, as_sequences
 
 
 class FeatureKBF(KBF):
@@ -28,12 +28,14 @@ class FeatureKBF(KBF):
     References: Xu et al. (2022), section 3.3 and appendix B.2, for the first route.
     """
 
-    def __init__(self, encoder: nn.Module | None, constant: bool = True, **settings: Any) -> None:
+    def __init__(self, encoder: nn.Module | None, constant: bool = True, standardise: bool = True, **settings: Any) -> None:
         """What to build.
 
         Args:
             encoder: ``m *x`` -> ``m p``.
             constant: add a feature that is 1 everywhere, the offset of the regression inside the rule.
+            standardise: shift and scale the features so that those of the training part, when `prepare` is called, have mean 0 and
+                mean ||psi||^2 = 1: the ridges then mean the same for every encoder.
             settings: of `KBF`; the rule must be importance_weighted or original.
 
         Raises:
@@ -44,6 +46,7 @@ class FeatureKBF(KBF):
             raise ValueError("FeatureKBF learns features of images, and this data brings no encoder: name one in model.net.encoder")
         if self.rule == "pseudo_inverse":
             raise ValueError("FeatureKBF: rule=pseudo_inverse needs full Gram matrices; use importance_weighted or original")
+        self.standardise = standardise
         self.psi = Psi(encoder, constant).eval()
 
     @property
@@ -56,6 +59,12 @@ class FeatureKBF(KBF):
         super().train(mode)
         self.psi.eval()
         return self
+
+    def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
+        """Set the features' mean and scale, then what `KBF` sets."""
+        if self.standardise:
+            self.psi.prepare(stacked(as_sequences(memory))[1])
+        super().prepare(memory, generator)
 
     def obs_scale(self, obs: Tensor, *, diagonal: bool = False) -> Tensor:
         """1: no bandwidth of images is used."""
@@ -82,16 +91,33 @@ class FeatureKBF(KBF):
 
 
 class Psi(nn.Module):
-    """Features of an encoder, in batches, with a constant one behind them if that is wanted."""
+    """Features of an encoder, in batches, shifted and scaled, with a constant one behind them if that is wanted."""
+
+    mean: Tensor
+    scale: Tensor
 
     def __init__(self, encoder: nn.Module, constant: bool, batch_size: int = 256) -> None:
         super().__init__()
         self.encoder, self.constant, self.batch_size = encoder, constant, batch_size
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+
+    @torch.no_grad()
+    def prepare(self, x: Shaped[Tensor, "m *x"]) -> None:
+        """Give the features of these images mean 0 and mean squared norm 1."""
+        psi = self.encode(x)
+        self.mean = psi.mean(0).to(self.mean)
+        size = (psi - self.mean).square().sum(-1).mean().sqrt()
+        self.scale = torch.where(size > 0, size, 1).to(self.scale)
 
     def forward(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m p"]:
         """psi(x), at least in single precision."""
+        psi = (self.encode(x) - self.mean) / self.scale
+        return torch.cat([psi, torch.ones_like(psi[:, :1])], -1) if self.constant else psi
+
+    def encode(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m p"]:
+        """What the encoder says."""
         first = next(self.encoder.parameters(), None)
         dtype = torch.float32 if first is None else first.dtype
         psi = torch.cat([self.encoder(as_float(part, dtype)) for part in x.split(self.batch_size)])
-        psi = psi.to(torch.promote_types(psi.dtype, torch.float32))
-        return torch.cat([psi, torch.ones_like(psi[:, :1])], -1) if self.constant else psi
+        return psi.to(torch.promote_types(psi.dtype, torch.float32))
