@@ -191,7 +191,7 @@ def test_memories_that_do_not_serve():
         model.prepare([Sequence(good.states[:1], good.obs[:1])])
     with pytest.raises(ValueError, match="at least 10 pairs"):
         enlarged.condition(Sequence(good.states[:9], good.obs[:9]))
-    with pytest.raises(ValueError, match="needs vectors"):
+    with pytest.raises(ValueError, match="observations that are vectors"):
         enlarged.condition(good._replace(obs=good.obs[:, None]))
 
 

@@ -201,7 +201,7 @@ def test_two_processes_share_both_stages(tmp_path, model):
     assert main([*words, f"run_dir={tmp_path / 'one'}"]) == 0
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "both")
     assert one["epochs"] == two["epochs"]
-    assert two["test.mse"] == pytest.approx(one["test.mse"], rel=0.5)
+    assert two["test.mse"] < 2.5 * one["test.mse"]  # end to end, two processes make half as many steps in an epoch
     assert main(["evaluate", f"checkpoint={tmp_path / 'both' / 'checkpoints' / 'best.ckpt'}", f"run_dir={tmp_path / 'again'}"]) == 0
     assert metrics(tmp_path / "again")["test.mse"] == two["test.mse"]
 
