@@ -91,7 +91,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(command, overrides, flags)
     except KeyboardInterrupt:
-        print("\nkbf: interrupted; what was finished is kept", file=sys.stderr)
+        print(
+            "\nkbf: interrupted; what was finished is kept (kbf train ckpt_path=RUN/checkpoints/last.ckpt goes on, or coding.ckpt)",
+            file=sys.stderr,
+        )
         return 130
     except Exception as error:
         if "--debug" in flags or not expected(error):
@@ -305,6 +308,9 @@ def command_help(command: str) -> str:
         if group != "_self_":
             choices = sorted(path.stem for path in (directory / group).glob("*.yaml"))
             lines.append(f"  {group:<12}{', '.join(choices)}")
+    if "data" in groups:
+        choices = sorted(path.stem for path in (directory / "encoder").glob("*.yaml"))
+        lines.append(f"  encoder@data.coding.encoder, for images: {', '.join(choices)}")
     return "\n".join([*lines, "", "options:", FLAGS])
 
 

@@ -66,9 +66,9 @@ def read_coding(config: dict[str, Any]) -> Coding:
     """
     known = Coding._fields
     if wrong := [key for key in config if key not in known]:
-        raise ValueError(f"model.coding has no {wrong[0]!r}; it has encoder, {', '.join(known)}")
+        raise ValueError(f"data.coding has no {wrong[0]!r}; it has encoder, {', '.join(known)}")
     if missing := {"epochs", "lr"} - config.keys():
-        raise ValueError(f"model.coding needs {' and '.join(sorted(missing))}")
+        raise ValueError(f"data.coding needs {' and '.join(sorted(missing))}")
     coding = Coding(**config)
     coding = coding._replace(augment=tuple(coding.augment or ()))
     options = {
@@ -79,20 +79,20 @@ def read_coding(config: dict[str, Any]) -> Coding:
     }
     for key, allowed in options.items():
         if (chosen := getattr(coding, key)) not in allowed:
-            raise ValueError(f"model.coding.{key} must be one of {', '.join(allowed)}; got {chosen!r}")
+            raise ValueError(f"data.coding.{key} must be one of {', '.join(allowed)}; got {chosen!r}")
     for key in ("epochs", "members", "fourier", "batch_size"):
         value = getattr(coding, key)
         if (type(value) is not int or value < 1) and (key, value) != ("batch_size", None):
-            raise ValueError(f"model.coding.{key} must be a whole number, at least 1; got {value!r}")
+            raise ValueError(f"data.coding.{key} must be a whole number, at least 1; got {value!r}")
     for key, least in (("lr", "> 0"), ("reg", "> 0"), ("clip", "> 0"), ("weight_decay", ">= 0")):
         value = getattr(coding, key)
         good = isinstance(value, int | float) and (value > 0 or (value == 0 and least == ">= 0"))
         if not good and (key, value) != ("clip", None):
-            raise ValueError(f"model.coding.{key} must be a number {least}; got {value!r}")
+            raise ValueError(f"data.coding.{key} must be a number {least}; got {value!r}")
     if coding.targets == "fourier" and coding.loss == "linear":
-        raise ValueError("model.coding.loss=linear regresses on states: use ridge or split with targets=fourier")
+        raise ValueError("data.coding.loss=linear regresses on states: use ridge or split with targets=fourier")
     if coding.targets == "fourier" and coding.fourier % 2:
-        raise ValueError(f"model.coding.fourier must be even (a cosine and a sine of each frequency); got {coding.fourier}")
+        raise ValueError(f"data.coding.fourier must be even (a cosine and a sine of each frequency); got {coding.fourier}")
     return coding
 
 
@@ -197,7 +197,7 @@ class CodeTraining(lightning.LightningModule):
         seed_step(self.config["seed"] + 7919 * self.global_rank, self.global_step, self.device)
         losses = self.losses(batch)
         if not torch.isfinite(losses).all():
-            raise ValueError(f"the loss of the encoders became {losses.tolist()}: try a smaller model.coding.lr ({self.how.lr:g})")
+            raise ValueError(f"the loss of the encoders became {losses.tolist()}: try a smaller data.coding.lr ({self.how.lr:g})")
         self.log("coding/loss", losses.mean(), prog_bar=True, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
         return losses.sum()
 
@@ -327,7 +327,7 @@ def check_batches(rows: int, how: Coding, world: int = 1) -> None:
     if least < 2:
         raise ValueError(
             f"{rows} images in batches of {how.batch_size or 'all'} for {world} processes leave batches of {least}, "
-            "too few to learn from: raise model.coding.batch_size or use more data"
+            "too few to learn from: raise data.coding.batch_size or use more data"
         )
 
 

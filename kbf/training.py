@@ -131,7 +131,10 @@ class FilterTraining(lightning.LightningModule):
         if isinstance(self.net, FeatureKBF):
             return how._replace(members=1), None
         if config.get("encoder") is None:
-            raise ValueError("model.coding needs encoder")
+            raise ValueError("data.coding needs encoder")
+        if not isinstance(config["encoder"], dict):
+            name = config["encoder"]
+            raise ValueError(f"data.coding.encoder must be a class and its settings: write encoder@data.coding.encoder={name}")
         with torch.random.fork_rng(devices=[]):  # whatever the net has drawn: models on one data set start from one code
             torch.manual_seed(1_000_003 * (self.config["seed"] + 1) - 1)
             encoders = [build(config["encoder"], trust=trust) for _ in range(how.members)]
@@ -414,7 +417,9 @@ def held_by(lengths: list[int], members: int) -> list[Tensor]:
 
 def bars(config: dict[str, Any]) -> list[Any]:
     """The trainer's callbacks, made anew for each stage."""
-    return list(build(config["trainer"].get("callbacks") or [], trust=True))
+    shown = config["trainer"].get("enable_progress_bar", True)  # Lightning refuses a progress bar that is switched off
+    callbacks = [c for c in config["trainer"].get("callbacks") or [] if shown or "ProgressBar" not in str(c.get("_target_"))]
+    return list(build(callbacks, trust=True))
 
 
 def started(begin: Callable[[], None]) -> Callable[[], None]:

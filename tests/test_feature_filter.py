@@ -256,6 +256,7 @@ def test_operators_are_made_in_eval_mode(tmp_path, monkeypatch):
     assert module.augment.training
     filter = module.filter()
     assert isinstance(filter, KernelBayesFilter)
+    assert not any(m.training for m in module.modules())
     torch.testing.assert_close(filter.rule.features, checkpoint["kbf"]["operators"]["rule.features"])
     module.train()
     module.on_save_checkpoint({})

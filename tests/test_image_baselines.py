@@ -178,9 +178,9 @@ def test_filters_of_vectors_refuse_images_in_one_sentence():
         LearnedKalman(),
         learned.LearnedParticleFilter(),
     ):
-        with pytest.raises(ValueError, match=r"images must be encoded first: set model\.coding"):
+        with pytest.raises(ValueError, match=r"images must be encoded first: give the data a coding"):
             recipe.condition(images)
-    with pytest.raises(ValueError, match=r"set model\.coding"):
+    with pytest.raises(ValueError, match="give the data a coding"):
         LSTMFilter(2, 2).prepare([images])
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import kbf.training
 from kbf.linalg import psd_solve
 from kbf.nn import losses
 from kbf.nn.augment import PixelNoise
-from kbf.nn.coding import Code
+from kbf.nn.coding import Code, CodedFilter
 from kbf.nn.encoders import CNN
 from kbf.pretraining import (
     CodeTraining,
@@ -260,6 +261,7 @@ def test_the_first_stage_is_kept_until_the_second_has_a_checkpoint(tmp_path, mon
         with pytest.raises(ZeroDivisionError):
             train(config(), data, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"coding.ckpt"}
+    assert read_checkpoint(tmp_path / "coding.ckpt")["epoch"] == CODING["epochs"] - 1
     train(config(), data, tmp_path, ckpt_path=tmp_path / "coding.ckpt")
     train(config(), data, tmp_path / "whole")
     assert all(torch.equal(v, code_of(tmp_path / "whole")[k]) for k, v in code_of(tmp_path).items())
@@ -302,6 +304,10 @@ def test_memory_holds_codes_and_no_images(tmp_path):
     sizes = {tuple(value.shape) for name, value in checkpoint["state_dict"].items() if name.startswith("memory.")}
     assert sizes == {(50, 2), (30, 2)}
     assert checkpoint["kbf"]["observation"] == (1, SIDE, SIDE)
+    loaded = load_filter(tmp_path / "best.ckpt").filter
+    assert isinstance(loaded, CodedFilter) and not any(m.training for m in loaded.modules())
+    trained.module.train()
+    assert not any(m.training for m in trained.module.filter().code.modules())
     code, held = trained.module.code, held_by([50, 30], 2)
     assert code is not None
     for k, sequence in enumerate(trained.module.memory.sequences()):
@@ -309,8 +315,11 @@ def test_memory_holds_codes_and_no_images(tmp_path):
         torch.testing.assert_close(sequence.states, data[k].states)
 
 
-def test_missing_images_are_not_learned_from_and_stay_missing(tmp_path):
-    """What is in their place changes nothing."""
+def test_missing_images_are_not_learned_from_and_stay_missing(tmp_path, monkeypatch):
+    """What is in their place changes nothing; the others keep their chunks."""
+    given = []
+    original = kbf.training.fit_code
+    monkeypatch.setattr(kbf.training, "fit_code", lambda *a: given.append(a[4]) or original(*a))
     data = blobs(50, 30)
     mask = torch.rand(50, generator=torch.Generator().manual_seed(0)) < 0.7
     runs = []
@@ -319,6 +328,11 @@ def test_missing_images_are_not_learned_from_and_stay_missing(tmp_path):
         trained = train(config(), [Sequence(data[0].states, spoiled, mask), data[1]], tmp_path / str(value))
         assert trained is not None
         runs.append(trained.module)
+    obs, states, chunk = given[0]
+    held = held_by([50, 30], 2)
+    assert torch.equal(chunk, torch.cat([held[0][mask], held[1]]))
+    assert len(obs) == len(states) == len(chunk)
+    assert torch.equal(obs, torch.cat([data[0].obs[mask], data[1].obs]))
     a, b = (run.code.state_dict() for run in runs)
     assert all(torch.equal(a[name], b[name]) for name in a)
     first = runs[0].memory.sequences()[0]
@@ -350,7 +364,7 @@ def test_an_unfinished_first_stage_is_no_filter(tmp_path, monkeypatch):
 
 def test_a_diverging_loss_is_one_error(tmp_path, monkeypatch):
     monkeypatch.setattr(CNN, "encode", lambda self, x: torch.full((len(x), 8), float("nan")))
-    with pytest.raises(ValueError, match=r"loss of the encoders became \[nan, nan\]: try a smaller model.coding.lr \(0.02\)"):
+    with pytest.raises(ValueError, match=r"loss of the encoders became \[nan, nan\]: try a smaller data.coding.lr \(0.02\)"):
         train(config(), blobs(50), tmp_path)
 
 
@@ -399,21 +413,21 @@ def test_processes_share_each_batch():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speed": 1}, "model.coding has no 'speed'; it has encoder, epochs, lr"),
-        ({"loss": "hinge"}, "model.coding.loss must be one of linear, ridge, split; got 'hinge'"),
-        ({"targets": "pixels"}, "model.coding.targets must be one of states, fourier"),
-        ({"optimiser": "lbfgs"}, "model.coding.optimiser must be one of adam, adamw, sgd"),
-        ({"schedule": "cosine"}, "model.coding.schedule must be one of constant, onecycle"),
-        ({"members": 0}, "model.coding.members must be a whole number, at least 1; got 0"),
-        ({"epochs": 1.5}, "model.coding.epochs must be a whole number, at least 1; got 1.5"),
-        ({"batch_size": 0}, "model.coding.batch_size must be a whole number, at least 1; got 0"),
-        ({"lr": 0}, "model.coding.lr must be a number > 0; got 0"),
-        ({"lr": "fast"}, "model.coding.lr must be a number > 0; got 'fast'"),
-        ({"reg": -1.0}, "model.coding.reg must be a number > 0; got -1.0"),
-        ({"weight_decay": -1.0}, "model.coding.weight_decay must be a number >= 0"),
+        ({"speed": 1}, "data.coding has no 'speed'; it has encoder, epochs, lr"),
+        ({"loss": "hinge"}, "data.coding.loss must be one of linear, ridge, split; got 'hinge'"),
+        ({"targets": "pixels"}, "data.coding.targets must be one of states, fourier"),
+        ({"optimiser": "lbfgs"}, "data.coding.optimiser must be one of adam, adamw, sgd"),
+        ({"schedule": "cosine"}, "data.coding.schedule must be one of constant, onecycle"),
+        ({"members": 0}, "data.coding.members must be a whole number, at least 1; got 0"),
+        ({"epochs": 1.5}, "data.coding.epochs must be a whole number, at least 1; got 1.5"),
+        ({"batch_size": 0}, "data.coding.batch_size must be a whole number, at least 1; got 0"),
+        ({"lr": 0}, "data.coding.lr must be a number > 0; got 0"),
+        ({"lr": "fast"}, "data.coding.lr must be a number > 0; got 'fast'"),
+        ({"reg": -1.0}, "data.coding.reg must be a number > 0; got -1.0"),
+        ({"weight_decay": -1.0}, "data.coding.weight_decay must be a number >= 0"),
         ({"targets": "fourier"}, "use ridge or split with targets=fourier"),
-        ({"targets": "fourier", "loss": "ridge", "fourier": 5}, "model.coding.fourier must be even"),
-        ({"encoder": None}, "model.coding needs encoder"),
+        ({"targets": "fourier", "loss": "ridge", "fourier": 5}, "data.coding.fourier must be even"),
+        ({"encoder": None}, "data.coding needs encoder"),
         ({"members": 99}, "50 training steps cannot be cut into 99 folds"),
         ({"batch_size": 1}, "50 images in batches of 1 for 1 processes leave batches of 1, too few"),
         ({"encoder": ENCODER | {"q": [3, 8, 8]}}, "images of 1 x 8 x 8, the encoder was built for 3 x 8 x 8"),
@@ -432,7 +446,7 @@ def test_settings_that_cannot_be_are_one_line_before_anything_is_written(changes
 
 
 def test_missing_settings():
-    with pytest.raises(ValueError, match=r"model\.coding needs epochs and lr"):
+    with pytest.raises(ValueError, match=r"data\.coding needs epochs and lr"):
         read_coding({})
     assert read_coding({"epochs": 1, "lr": 0.1, "augment": None, "clip": None, "batch_size": None}).augment == ()
 

@@ -81,7 +81,7 @@ def make_cells(config: dict[str, Any], directory: Path) -> list[Cell]:
                 if model == FLOOR:
                     values["particles"] = config["particles"]
                 values["trainer"] |= {"callbacks": None, "enable_progress_bar": False}
-                key = hashlib.sha256(json.dumps([values, __version__], sort_keys=True).encode()).hexdigest()[:10]
+                key = hashed([values, *fingerprints(values["data"])])
                 path = directory / f"{config['data']['name']}-n{n}-seed{seed}-{model}-{key}.json"
                 cells.append(Cell(model, n, seed, values, path))
     return cells
@@ -116,8 +116,19 @@ def codes_of(cell: Cell) -> Path | None:
     coding = cell.config["model"].get("coding")
     if not coding or not coding.get("encoder"):
         return None
-    key = json.dumps([cell.config["data"], coding, cell.seed, cell.n_train, __version__], sort_keys=True)
-    return cell.path.with_name(f"codes-{hashlib.sha256(key.encode()).hexdigest()[:10]}.pt")
+    key = hashed([cell.config["data"], coding, cell.seed, cell.n_train, *fingerprints(cell.config["data"])])
+    return cell.path.with_name(f"codes-{key}.pt")
+
+
+def hashed(values: list[Any]) -> str:
+    """A short name for values and this version."""
+    return hashlib.sha256(json.dumps([*values, __version__], sort_keys=True).encode()).hexdigest()[:10]
+
+
+def fingerprints(data: dict[str, Any]) -> list[list[Any]]:
+    """Size and time of the files that a data set names: another file under the same name is other data."""
+    paths = [Path(value) for value in data.values() if isinstance(value, str) and value]
+    return [[path.stat().st_size, path.stat().st_mtime_ns] for path in paths if path.is_file()]
 
 
 def in_order(cells: list[Cell]) -> list[Cell]:

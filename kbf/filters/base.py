@@ -19,7 +19,7 @@ from torch import Generator, Tensor
 
 from kbf.sequence import Sequence, check_finite
 
-VECTORS = "images must be encoded first: set model.coding, as in model.coding='${data.coding}'"
+VECTORS = "images must be encoded first: give the data a coding with an encoder, as in configs/data/dsprites.yaml"
 """What to do about observations that are images, in errors of filters of vectors."""
 
 S = TypeVar("S", bound="tuple[Any, ...]")  # a NamedTuple; beartype refuses NamedTuple itself as a hint

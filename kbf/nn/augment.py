@@ -5,8 +5,8 @@ Only what leaves the state alone is of use: moved or turned images show another 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Many
+from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
@@ -31,10 +31,12 @@ class Augment(nn.Module):
         encoder: {_target_: kbf.nn.encoders.CNN, q: "${data.q}"}
     """
 
-    def __init__(self, transforms: Many[Callable[[Tensor], Tensor]], encoder: nn.Module | None = None) -> None:
+    def __init__(self, transforms: Many[Any] | None, encoder: nn.Module | None = None) -> None:
         """``transforms``, of float images ``c h w`` in [0, 1], happen in this order; ``encoder`` sees what comes out."""
         super().__init__()
-        self.transforms, self.encoder = tuple(transforms), encoder
+        self.transforms, self.encoder = tuple(transforms or ()), encoder
+        if wrong := [t for t in self.transforms if not callable(t)]:
+            raise ValueError(f"augmentation needs transforms, each with its _target_; got {wrong[0]!r}")
         if encoder is not None:
             self.features: int = encoder.features  # pyright: ignore[reportAttributeAccessIssue]
 
