@@ -1,4 +1,4 @@
-"""The command line: ``kbf train | evaluate | compare | data | data render | floor [overrides]``. The only file that knows hydra.
+"""The command line: ``kbf COMMAND [overrides]``, the commands of `COMMANDS`. The only file that knows hydra.
 
 Nothing heavy is imported before a command runs, so that ``kbf --help`` answers at once.
 """
@@ -40,6 +40,14 @@ COMMANDS = {
             ("kbf compare experiment=quick", "a first look"),
         ],
     ),
+    "reproduce": (
+        "an experiment of a paper: figures, tests and a verdict",
+        [
+            ("kbf reproduce posterior_mean", "as in the paper; resumes where it was stopped"),
+            ("kbf reproduce all preset=quick workers=2", "every experiment, in less than an hour"),
+            ("kbf reproduce --list", "their names"),
+        ],
+    ),
     "data": (
         "write a data set as arrays, with a picture",
         [("kbf data data=oscillatory n_train=500 seed=1", "data.npz and data.png")],
@@ -77,16 +85,25 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if flags & {"-h", "--help"} else 2
     if words[:2] == ["data", "render"]:  # the one command of two words, and the name of a renderer after it
         words[:2] = ["data render"]
-        if len(words) > 1 and "=" not in words[1]:
-            words[1] = f"renderer={words[1]}"
+        positional = "renderer"
+    else:
+        positional = "name"
+    if words[0] in ("data render", "reproduce") and len(words) > 1 and "=" not in words[1]:
+        words[1] = f"{positional}={words[1]}"
     command, overrides = words[0], words[1:]
-    unknown = flags - {"-h", "--help", "--cfg", "-m", "--multirun", "--debug"}
+    known = {"-h", "--help", "--cfg", "-m", "--multirun", "--debug"}
+    unknown = flags - (known | {"--list"} if command == "reproduce" else known)
     if command not in COMMANDS or unknown:
         wrong = f"no command {command!r}" if command not in COMMANDS else f"no option {sorted(unknown)[0]}"
         print(f"kbf: there is {wrong}; see kbf --help", file=sys.stderr)
         return 2
     if flags & {"-h", "--help"}:
         print(command_help(command))
+        return 0
+    if "--list" in flags:
+        from kbf.experiments import EXPERIMENTS
+
+        print("\n".join(f"{name:<20}{where}" for name, where in EXPERIMENTS.items()))
         return 0
     try:
         return run(command, overrides, flags)
@@ -132,7 +149,7 @@ def configure(command: str, overrides: list[str]) -> dict[str, Any]:
     """
     if command == "evaluate":
         return configure_evaluation(overrides)
-    if command == "data render":
+    if command in ("data render", "reproduce"):
         composed = compose(command, overrides)
         check_numbers(composed)
         return plain(composed)

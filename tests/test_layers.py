@@ -16,7 +16,7 @@ LAYERS = [
     ["kbf.kernels", "kbf.features", "kbf.metrics", "kbf.ssm", "kbf.manifolds", "kbf.render"],
     ["kbf.embeddings", "kbf.cme", "kbf.ratios", "kbf.rules"],
     ["kbf.filters"],
-    ["kbf.selection", "kbf.smoothing", "kbf.plots", "kbf.nn", "kbf.data"],
+    ["kbf.selection", "kbf.smoothing", "kbf.plots", "kbf.charts", "kbf.nn", "kbf.data"],
     ["kbf.training", "kbf.pretraining", "kbf.pictures", "kbf.evaluation"],
     ["kbf.experiments"],
     ["kbf.commands", "kbf.cli"],
@@ -27,6 +27,7 @@ NEIGHBOURS = {  # who may import whom inside one layer
     "kbf.manifolds": {"kbf.ssm"},
     "kbf.render": {"kbf.render"},
     "kbf.filters": {"kbf.filters"},
+    "kbf.charts": {"kbf.plots"},
     "kbf.nn": {"kbf.nn", "kbf.selection"},
     "kbf.data": {"kbf.data"},
     "kbf.training": {"kbf.pretraining", "kbf.pictures"},
@@ -37,7 +38,7 @@ NEIGHBOURS = {  # who may import whom inside one layer
 ONLY_IN = {
     "hydra": {"kbf.cli"},
     "lightning": {"kbf.training", "kbf.pretraining", "kbf.data.module"},
-    "matplotlib": {"kbf.plots"},
+    "matplotlib": {"kbf.plots", "kbf.charts"},
 }
 
 

@@ -1,0 +1,109 @@
+"""Charts of tables: lines with error bars, in panels. What every comparison, benchmark and experiment draws with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from typing import Any, Literal
+
+import matplotlib
+from matplotlib import ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kbf.plots import MARKERS, PALETTE, STYLE, TRUTH
+
+Row = Mapping[str, Any]
+
+
+def curves(
+    rows: Many[Row],
+    *,
+    x: str,
+    y: str,
+    by: str,
+    se: str | None = None,
+    panel: str | None = None,
+    log: Literal["", "x", "y", "xy"] = "",
+    xlabel: str = "",
+    ylabel: str = "",
+    title: str = "",
+    level: tuple[float, str] | None = None,
+    share_y: bool = False,
+) -> Figure:
+    """One line for each value of ``by``, one panel for each value of ``panel``, in the order in which they come.
+
+    Args:
+        rows: a row for each point, as in a CSV file; points without a finite ``y`` are left out.
+        x: column of the horizontal axis; texts are set side by side.
+        y: column of the vertical axis.
+        by: column that tells the lines apart.
+        se: column of the error bars.
+        panel: column that tells the panels apart; None for a single one.
+        log: axes with a logarithmic scale.
+        xlabel: below each panel; the column's name unless given.
+        ylabel: beside the first panel; the column's name unless given.
+        title: above everything.
+        level: a horizontal line and what it is.
+        share_y: the same vertical axis for all panels.
+
+    Raises:
+        ValueError: no rows.
+    """
+    if not rows:
+        raise ValueError("there are no rows to draw")
+    panels = list(dict.fromkeys(row[panel] for row in rows)) if panel else [None]
+    lines = list(dict.fromkeys(row[by] for row in rows))
+    across = min(len(panels), 4)
+    down = -(-len(panels) // across)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(3.7 * across + 1.9, 3.3 * down + 0.3), layout="constrained")
+        grid = figure.subplots(down, across, squeeze=False, sharey=share_y).flatten()
+        for axes, here in zip(grid, panels, strict=False):
+            mine = [row for row in rows if panel is None or row[panel] == here]
+            draw_lines(axes, mine, lines, x, y, by, se, log)
+            if level is not None:
+                axes.axhline(level[0], color=TRUTH, lw=1.2, ls=(0, (5, 2)), label=level[1])
+            axes.set_xlabel(xlabel or x)
+            if here is not None:
+                axes.set_title(str(here), fontsize=9.5)
+        for axes in grid[len(panels) :]:
+            axes.set_visible(False)
+        for row in grid.reshape(down, across):
+            row[0].set_ylabel(ylabel or y)
+        handles = {name: handle for axes in grid for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+        figure.legend(handles.values(), handles.keys(), loc="outside right center", labelspacing=0.7)
+        if title:
+            figure.suptitle(title, fontsize=10.5)
+    return figure
+
+
+def draw_lines(axes: Axes, rows: Many[Row], lines: list[Any], x: str, y: str, by: str, se: str | None, log: str) -> None:
+    """The lines of one panel; each keeps its colour and its mark in all panels."""
+    places = list(dict.fromkeys(row[x] for row in rows))
+    words = any(isinstance(place, str) for place in places)
+    for k, line in enumerate(lines):
+        mine = [row for row in rows if row[by] == line and row[y] is not None and abs(row[y]) < float("inf")]
+        mine = mine if words else sorted(mine, key=lambda row: row[x])
+        bars = None if se is None else [row[se] if row[se] is not None and row[se] == row[se] else 0 for row in mine]
+        axes.errorbar(
+            [places.index(row[x]) if words else row[x] for row in mine],
+            [row[y] for row in mine],
+            bars,
+            color=PALETTE[k % len(PALETTE)],
+            marker=MARKERS[k % len(MARKERS)],
+            ms=4.5,
+            lw=0 if words else 1.2,
+            capsize=2.5,
+            elinewidth=1,
+            label=str(line),
+        )
+    if words:
+        axes.set_xticks(range(len(places)), places, rotation=30, ha="right")
+    if "x" in log:
+        axes.set_xscale("log")
+        if len(places) <= 8 and all(abs(place) >= 1e-3 for place in places):  # the points themselves, as plain numbers
+            axes.set_xticks(places, [f"{place:g}" for place in places])
+            axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    if "y" in log:
+        axes.set_yscale("log")

@@ -1,0 +1,168 @@
+"""``kbf reproduce``: the experiments of the papers; every finished piece is a file, so that a killed run goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kbf import __version__
+from kbf.commands.common import commit, console, provenance, start
+from kbf.commands.pool import run_all
+from kbf.experiments import EXPERIMENTS
+from kbf.experiments.base import Experiment, Verdict
+from kbf.files import write_csv, write_json, write_text
+from kbf.plots import save
+
+ANSWERS = {True: "reproduced", False: "not reproduced", None: "undecided"}
+
+
+class Piece(NamedTuple):
+    """A piece of an experiment: its settings, and the file for its rows."""
+
+    name: str
+    job: dict[str, Any]
+    path: Path
+
+
+def run(config: dict[str, Any]) -> int:
+    """Run one experiment, or all of them; returns 1 if a piece failed.
+
+    Raises:
+        ValueError: an unknown experiment or preset, or a frames file for an experiment that has no images.
+    """
+    start()
+    name = config["name"]
+    if name != "all":
+        return reproduce(name, config)
+    failed = [name for name in EXPERIMENTS if reproduce(name, config | {"name": name, "run_dir": f"{config['run_dir']}/{name}"})]
+    overview(Path(config["run_dir"]))
+    if failed:
+        console.print(f"[red]pieces of {', '.join(failed)} failed[/]; the same command tries them again", highlight=False)
+    return 1 if failed else 0
+
+
+def reproduce(name: str, config: dict[str, Any]) -> int:
+    """One experiment, from its missing pieces to the verdict."""
+    began, directory = time.perf_counter(), Path(config["run_dir"])
+    experiment, settings = read_settings(name, config)
+    pieces = [Piece(name, job, directory / "cells" / f"{hashed(name, job)}.json") for job in experiment.jobs(settings)]
+    done = {piece.path: json.loads(piece.path.read_text(encoding="utf-8")) for piece in pieces if piece.path.exists()}
+    missing = [piece for piece in pieces if piece.path not in done]
+    console.print(f"\n[bold]{name}[/] {EXPERIMENTS[name]} ({config['preset']})", highlight=False)
+    if done:
+        console.print(f"{len(done)} of {len(pieces)} pieces are there already", highlight=False)
+    failed = 0
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=console) as progress, closing(run_all(work, missing, config["workers"])) as finished:
+        bar = progress.add_task(name, total=len(missing))
+        for piece, result in finished:
+            if "error" in result:
+                failed += 1
+                progress.console.print(f"[red]failed[/] {piece.job}: {escape(result['error'])}", highlight=False)
+            else:
+                write_json(piece.path, result)
+                done[piece.path] = result
+            progress.update(bar, advance=1)
+    results = [done[piece.path] for piece in pieces if piece.path in done]
+    if failed:
+        told = f"{failed} of {len(pieces)} pieces failed; the same command tries them again"
+        console.print(f"[red]{told}[/]; {directory} keeps what was finished", highlight=False)
+        return 1
+    report(name, experiment, results, config, directory, time.perf_counter() - began)
+    return 0
+
+
+def read_settings(name: str, config: dict[str, Any]) -> tuple[Experiment, dict[str, Any]]:
+    """The experiment's module and the settings of its preset, changed by what the command line says."""
+    if name not in EXPERIMENTS:
+        raise ValueError(f"there is no experiment {name!r}; there are {', '.join(EXPERIMENTS)}, and all")
+    experiment: Any = importlib.import_module(f"kbf.experiments.{name}")
+    if config["preset"] not in experiment.PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(experiment.PRESETS)}, got {config['preset']!r}")
+    settings = {**experiment.PRESETS[config["preset"]], "seed": config["seed"]}
+    if config["runs"] is not None:
+        if config["runs"] < 1:
+            raise ValueError("runs must be at least 1")
+        settings["runs"] = config["runs"]
+    if config["frames"] is not None and "frames" in settings:
+        if not Path(config["frames"]).is_file():
+            raise FileNotFoundError(f"frames: there is no file {config['frames']}")
+        settings["frames"] = str(Path(config["frames"]).resolve())
+    return experiment, settings
+
+
+def work(piece: Piece) -> dict[str, Any]:
+    """One piece, in a worker process."""
+    began = time.perf_counter()
+    rows = importlib.import_module(f"kbf.experiments.{piece.name}").work(piece.job)
+    return {"job": piece.job, "rows": rows, "seconds": time.perf_counter() - began, "commit": commit()}
+
+
+def hashed(name: str, job: dict[str, Any]) -> str:
+    """The name of a piece: what its rows depend on, and this version."""
+    text = json.dumps([name, job, __version__], sort_keys=True)
+    files = [Path(value) for value in job.values() if isinstance(value, str) and value.startswith("/")]
+    prints = [[path.stat().st_size, path.stat().st_mtime_ns] for path in files if path.is_file()]
+    return hashlib.sha256((text + json.dumps(prints)).encode()).hexdigest()[:16]
+
+
+def report(name: str, experiment: Experiment, results: list[Any], config: dict[str, Any], directory: Path, seconds: float) -> None:
+    """Tables, tests, picture and verdicts, on the screen and as files."""
+    rows = [row for result in results for row in result["rows"]]
+    verdicts, tests = experiment.judge(rows), experiment.tests(rows)
+    write_csv(directory / "results.csv", rows)
+    (directory / "tests.csv").unlink(missing_ok=True)  # of other settings, perhaps
+    if tests:
+        write_csv(directory / "tests.csv", tests)
+    save(experiment.draw(rows), directory / "figure.png")
+    about = provenance() | {
+        "experiment": name,
+        "preset": config["preset"],
+        "commits": sorted({str(result["commit"]) for result in results}),
+        "seconds of work": round(sum(result["seconds"] for result in results), 1),
+    }
+    write_json(directory / "about.json", about)
+    write_json(
+        directory / "verdict.json", {"experiment": name, "preset": config["preset"], "verdicts": [v._asdict() for v in verdicts]}
+    )
+    write_text(directory / "verdict.md", verdict_text(name, experiment, verdicts, about))
+    table = Table()
+    for header in ("finding", "here", ""):
+        table.add_column(header)
+    for verdict in verdicts:
+        style = {True: "green", False: "red", None: "yellow"}[verdict.reproduced]
+        table.add_row(escape(verdict.finding), escape(verdict.ours), f"[{style}]{ANSWERS[verdict.reproduced]}[/]")
+    console.print(table)
+    written = ["results.csv", *(["tests.csv"] if tests else []), "figure.png", "verdict.md", "about.json"]
+    console.print(f"in [bold]{directory}[/]: {', '.join(written)} ({seconds:.0f} s)", highlight=False)
+
+
+def verdict_text(name: str, experiment: Experiment, verdicts: list[Verdict], about: dict[str, Any]) -> str:
+    """The verdict file: what the paper found, what came out here, and what was chosen."""
+    marked = "" if about["preset"] == "full" else f" (preset {about['preset']}: fewer runs or smaller than in the paper)"
+    lines = [f"# {name}", "", f"{EXPERIMENTS[name]}{marked}.", "", f"`{about['command']}`", ""]
+    lines += ["| finding of the paper | here | verdict |", "|---|---|---|"]
+    lines += [f"| {v.finding} | {v.ours} | {ANSWERS[v.reproduced]} |" for v in verdicts]
+    return "\n".join([*lines, "", " ".join(experiment.NOTES.split()), ""])
+
+
+def overview(directory: Path) -> None:
+    """All verdicts in one table: ``summary.md``."""
+    lines = ["| experiment | preset | finding of the paper | here | verdict |", "|---|---|---|---|---|"]
+    for name in EXPERIMENTS:
+        path = directory / name / "verdict.json"
+        if path.is_file():
+            told = json.loads(path.read_text(encoding="utf-8"))
+            for v in told["verdicts"]:
+                lines.append(f"| `{name}` | {told['preset']} | {v['finding']} | {v['ours']} | {ANSWERS[v['reproduced']]} |")
+    write_text(directory / "summary.md", "\n".join([*lines, ""]))
+    console.print(f"\nall verdicts are in [bold]{directory / 'summary.md'}[/]", highlight=False)

@@ -1,0 +1,99 @@
+"""What the files of this folder share: the parts of an experiment, and tables of means.
+
+A file ``NAME.py`` holds one experiment as
+
+- ``PRESETS``: settings by name, "full" (the paper's), "quick" (minutes) and "smoke" (seconds); each has ``runs``;
+- ``jobs(settings) -> list[Job]``: the independent pieces of work, each a dict of plain values, everything that its rows depend on;
+- ``work(job) -> list[Row]``: the rows of one piece, with the job's own keys in them where the other parts need these;
+- ``judge(rows) -> list[Verdict]``: the paper's findings against ours;
+- ``tests(rows) -> list[Row]``: the paper's significance tests (none: an empty list);
+- ``draw(rows) -> Figure``: the paper's picture;
+- ``NOTES``: what the paper leaves open, and what was chosen.
+
+`kbf.commands.reproduce` runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from kbf.charts import Figure
+from kbf.evaluation import mean_and_error, wilcoxon_pairs
+
+Job = dict[str, Any]
+Row = dict[str, Any]
+Settings = dict[str, Any]
+
+
+class Verdict(NamedTuple):
+    """A finding of the paper, what came out here in numbers, and whether it was reproduced (None: it cannot be said)."""
+
+    finding: str
+    ours: str
+    reproduced: bool | None
+
+
+@runtime_checkable
+class Experiment(Protocol):
+    """The parts of an experiment's module."""
+
+    PRESETS: Mapping[str, Settings]
+    NOTES: str
+
+    def jobs(self, settings: Settings) -> list[Job]:
+        """The pieces of work."""
+        ...
+
+    def work(self, job: Job) -> list[Row]:
+        """The rows of one piece."""
+        ...
+
+    def judge(self, rows: list[Row]) -> list[Verdict]:
+        """The verdicts."""
+        ...
+
+    def tests(self, rows: list[Row]) -> list[Row]:
+        """The significance tests."""
+        ...
+
+    def draw(self, rows: list[Row]) -> Figure:
+        """The picture."""
+        ...
+
+
+def means(rows: Many[Mapping[str, Any]], by: Many[str], *values: str) -> list[Row]:
+    """Mean and standard error (``NAME_se``) of columns over the rows that agree in ``by``, and how many these are (``runs``).
+
+    >>> means([{"n": 1, "mse": 2.0}, {"n": 1, "mse": 4.0}], ["n"], "mse")
+    [{'n': 1, 'mse': 3.0, 'mse_se': 1.0, 'runs': 2}]
+    """
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in by), []).append(row)
+    table = []
+    for key, members in groups.items():
+        told: Row = dict(zip(by, key, strict=True))
+        for value in values:
+            told[value], told[f"{value}_se"] = mean_and_error([row[value] for row in members])
+        table.append({**told, "runs": len(members)})
+    return table
+
+
+def column(rows: Many[Mapping[str, Any]], value: str, **fixed: Any) -> list[float]:
+    """A column of the rows with the given values, in their order."""
+    return [row[value] for row in rows if all(row[key] == wanted for key, wanted in fixed.items())]
+
+
+def wilcoxon(rows: Many[Mapping[str, Any]], value: str, by: Many[str], *, method: str = "method", run: str = "run") -> list[Row]:
+    """Wilcoxon signed-rank tests of ``value`` between all pairs of methods, over runs, for each combination of ``by``."""
+    told: list[Row] = []
+    for key in dict.fromkeys(tuple(row[name] for name in by) for row in rows):
+        fixed = dict(zip(by, key, strict=True))
+        mine = [row for row in rows if all(row[name] == wanted for name, wanted in fixed.items())]
+        errors: dict[str, dict[int, float]] = {}
+        for row in mine:
+            errors.setdefault(row[method], {})[row[run]] = row[value]
+        told += [fixed | pair for pair in wilcoxon_pairs(errors)]
+    return told
