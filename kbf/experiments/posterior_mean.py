@@ -115,5 +115,5 @@ def tests(rows: list[Row]) -> list[Row]:
 def draw(rows: list[Row]) -> Figure:
     """Figure 1."""
     table = means(rows, ["d", "method"], "mse")
-    labels = {"xlabel": "dimension d", "ylabel": "squared error of the posterior mean"}
-    return curves(table, x="d", y="mse", by="method", se="mse_se", log="xy", **labels)
+    name = "squared error of the posterior mean"
+    return curves(table, x="d", y="mse", by="method", se="mse_se", log="xy", xlabel="dimension d", ylabel=name)
