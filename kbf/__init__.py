@@ -11,6 +11,8 @@ _HOME = {
     "Sequence": "kbf.sequence",
     "rollout": "kbf.filters.base",
     "step": "kbf.filters.base",
+    "Live": "kbf.filters.live",
+    "tune_process": "kbf.process",
     "save_state": "kbf.filters.base",
     "load_state": "kbf.filters.base",
     "KBF": "kbf.nn.kernel_bayes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
+from itertools import pairwise
 from typing import Any, Literal
 
 import matplotlib
@@ -30,6 +31,8 @@ def curves(
     title: str = "",
     level: tuple[float, str] | None = None,
     share_y: bool = False,
+    marks: Mapping[tuple[Any, Any], str] | None = None,
+    across: int = 4,
 ) -> Figure:
     """One line for each value of ``by``, one panel for each value of ``panel``, in the order in which they come.
 
@@ -46,6 +49,8 @@ def curves(
         title: above everything.
         level: a horizontal line and what it is.
         share_y: the same vertical axis for all panels.
+        marks: short texts at the top, such as the stars of a test, by (panel, x); the panel is None where there is a single one.
+        across: the most panels side by side.
 
     Raises:
         ValueError: no rows.
@@ -54,7 +59,7 @@ def curves(
         raise ValueError("there are no rows to draw")
     panels = list(dict.fromkeys(row[panel] for row in rows)) if panel else [None]
     lines = list(dict.fromkeys(row[by] for row in rows))
-    across = min(len(panels), 4)
+    across = min(len(panels), across)
     down = -(-len(panels) // across)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3.7 * across + 1.9, 3.3 * down + 0.3), layout="constrained")
@@ -64,6 +69,9 @@ def curves(
             draw_lines(axes, mine, lines, x, y, by, se, log)
             if level is not None:
                 axes.axhline(level[0], color=TRUTH, lw=1.2, ls=(0, (5, 2)), label=level[1])
+            for (place, at), mark in (marks or {}).items():
+                if place == here:
+                    axes.text(at, 1.0, mark, transform=axes.get_xaxis_transform(), ha="center", va="top")
             axes.set_xlabel(xlabel or x)
             if here is not None:
                 axes.set_title(str(here), fontsize=9.5)
@@ -102,7 +110,8 @@ def draw_lines(axes: Axes, rows: Many[Row], lines: list[Any], x: str, y: str, by
         axes.set_xticks(range(len(places)), places, rotation=30, ha="right")
     if "x" in log:
         axes.set_xscale("log")
-        if len(places) <= 8 and all(abs(place) >= 1e-3 for place in places):  # the points themselves, as plain numbers
+        plain = len(places) <= 8 and all(place >= 1e-3 for place in places)
+        if plain and all(b / a > 1.3 for a, b in pairwise(sorted(places))):  # the points themselves, where the numbers have room
             axes.set_xticks(places, [f"{place:g}" for place in places])
             axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     if "y" in log:

@@ -48,6 +48,14 @@ COMMANDS = {
             ("kbf reproduce --list", "their names"),
         ],
     ),
+    "bench": (
+        "a benchmark: both sides in one process, with ratios",
+        [
+            ("kbf bench step", "one step of a filter against the dense and the published one"),
+            ("kbf bench all threads=2", "every benchmark, with two threads"),
+            ("kbf bench --list", "their names"),
+        ],
+    ),
     "data": (
         "write a data set as arrays, with a picture",
         [("kbf data data=oscillatory n_train=500 seed=1", "data.npz and data.png")],
@@ -88,11 +96,11 @@ def main(argv: list[str] | None = None) -> int:
         positional = "renderer"
     else:
         positional = "name"
-    if words[0] in ("data render", "reproduce") and len(words) > 1 and "=" not in words[1]:
+    if words[0] in ("data render", "reproduce", "bench") and len(words) > 1 and "=" not in words[1]:
         words[1] = f"{positional}={words[1]}"
     command, overrides = words[0], words[1:]
     known = {"-h", "--help", "--cfg", "-m", "--multirun", "--debug"}
-    unknown = flags - (known | {"--list"} if command == "reproduce" else known)
+    unknown = flags - (known | {"--list"} if command in ("reproduce", "bench") else known)
     if command not in COMMANDS or unknown:
         wrong = f"no command {command!r}" if command not in COMMANDS else f"no option {sorted(unknown)[0]}"
         print(f"kbf: there is {wrong}; see kbf --help", file=sys.stderr)
@@ -101,9 +109,11 @@ def main(argv: list[str] | None = None) -> int:
         print(command_help(command))
         return 0
     if "--list" in flags:
+        from kbf.bench import BENCHMARKS
         from kbf.experiments import EXPERIMENTS
 
-        print("\n".join(f"{name:<20}{where}" for name, where in EXPERIMENTS.items()))
+        names = BENCHMARKS if command == "bench" else EXPERIMENTS
+        print("\n".join(f"{name:<20}{what}" for name, what in names.items()))
         return 0
     try:
         return run(command, overrides, flags)
@@ -137,7 +147,10 @@ def run(command: str, overrides: list[str], flags: set[str]) -> int:
 def execute(command: str, config: dict[str, Any]) -> Any:
     """Call the command; what it needs is imported here."""
     import importlib
+    import os
 
+    if command == "bench":  # NumPy's own threads are set before it is loaded
+        os.environ["OMP_NUM_THREADS"] = str(config["threads"])
     return importlib.import_module(f"kbf.commands.{short(command)}").run(config)
 
 
@@ -149,7 +162,7 @@ def configure(command: str, overrides: list[str]) -> dict[str, Any]:
     """
     if command == "evaluate":
         return configure_evaluation(overrides)
-    if command in ("data render", "reproduce"):
+    if command in ("data render", "reproduce", "bench"):
         composed = compose(command, overrides)
         check_numbers(composed)
         return plain(composed)

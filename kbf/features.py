@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from kbf.kernels import Bandwidth, Kernel
+from kbf.kernels import Bandwidth, Kernel, evenly
 from kbf.linalg import cholesky, pivoted_cholesky
 
 FeatureMap = Callable[[Tensor], Tensor]
 
 
-def nystrom(kernel: Kernel, landmarks: Float[Tensor, "m ..."], *, jitter: float = 1e-10, check: bool = True) -> FeatureMap:
+def nystrom(kernel: Kernel, landmarks: Float[Tensor, "m ..."], *, jitter: float = 1e-10) -> FeatureMap:
     """psi(x) = L^-1 k(landmarks, x) with L L^T = k(landmarks, landmarks) + jitter I.
 
     psi(x)^T psi(y) is the kernel projected on the span of the landmarks: exact when one of the two is a landmark.
@@ -27,7 +27,6 @@ def nystrom(kernel: Kernel, landmarks: Float[Tensor, "m ..."], *, jitter: float 
         kernel: k.
         landmarks: ``m q``, for instance the training points at `pivots`.
         jitter: relative to the largest diagonal entry of the landmarks' Gram matrix. 1e-10 is for float64; float32 needs 1e-6.
-        check: as in `kbf.linalg.psd_solve`.
 
     Returns:
         The map ``*b n q`` -> ``*b n m``.
@@ -38,7 +37,7 @@ def nystrom(kernel: Kernel, landmarks: Float[Tensor, "m ..."], *, jitter: float 
     References: Williams and Seeger (2001).
     """
     gram = kernel(landmarks, landmarks)
-    factor = cholesky(gram, reg=jitter * gram.diagonal().max().detach(), check=check)
+    factor = cholesky(gram, reg=jitter * gram.diagonal().max().detach())
 
     def features(x: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(factor, kernel(landmarks, x), upper=False).mT
@@ -56,7 +55,7 @@ def nystrom_whitening(gram: Float[Tensor, "m m"], *, jitter: float = 1e-10) -> F
     return torch.linalg.solve_triangular(factor, eye, upper=False).mT
 
 
-def pivots(kernel: Kernel, x: Float[Tensor, "n ..."], *, rank: int, tol: float = 0.0) -> Int[Tensor, " r"]:
+def pivots(kernel: Kernel, x: Float[Tensor, "n ..."], *, rank: int, tol: float = 0.0, limit: int = 8192) -> Int[Tensor, " r"]:
     """Positions of the landmarks that the pivoted Cholesky factorisation of k(x, x) picks, best first.
 
     `nystrom` at these landmarks *is* the incomplete Cholesky factor (without its jitter), as a function that takes new points too.
@@ -66,12 +65,15 @@ def pivots(kernel: Kernel, x: Float[Tensor, "n ..."], *, rank: int, tol: float =
         x: ``n q``.
         rank: the most that may be picked.
         tol: stop once trace(G - L L^T) <= tol trace(G).
+        limit: of more points than this, an evenly spaced subsample is looked at.
 
     References: Fukumizu et al., section 4.2.
     """
     with torch.no_grad():
+        among = evenly(len(x), limit, x.device)
+        x = x[among]
         diagonal = kernel(x[:, None], x[:, None])[:, 0, 0]
-        return pivoted_cholesky(lambda i: kernel(x, x[i][None])[:, 0], diagonal, rank, tol)[1]
+        return among[pivoted_cholesky(lambda i: kernel(x, x[i][None])[:, 0], diagonal, rank, tol)[1]]
 
 
 def random_fourier(

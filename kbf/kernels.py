@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial, reduce
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kbf.linalg import safe_sqrt, squared_distance
@@ -123,6 +123,13 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
 """Kernels with one bandwidth, by the names that the configs use. Each has the value 1 at equal points."""
 
 
+def evenly(n: int, limit: int, device: torch.device | str | None = None) -> Int[Tensor, " m"]:
+    """Positions of min(n, limit) of n points, evenly spaced: the subsample that large data is looked at by."""
+    if n <= limit:
+        return torch.arange(n, device=device)
+    return torch.linspace(0, n - 1, limit, dtype=torch.float64, device=device).long()
+
+
 def median_distance(x: Float[Tensor, "n q"], *, limit: int = 2000, diagonal: bool = False) -> Tensor:
     """Median Euclidean distance between training points, a length to start a bandwidth from.
 
@@ -138,8 +145,7 @@ def median_distance(x: Float[Tensor, "n q"], *, limit: int = 2000, diagonal: boo
     """
     if len(x) < 2:
         raise ValueError(f"median_distance needs at least two points, got {len(x)}")
-    if len(x) > limit:
-        x = x[torch.linspace(0, len(x) - 1, limit, dtype=torch.float64, device=x.device).long()]
+    x = x[evenly(len(x), limit, x.device)]
     distance = squared_distance(x, x).sqrt()
     if diagonal:
         median = distance.flatten().median()

@@ -8,6 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+FEW = 2**13
+"""Numbers in the differences of all pairs of points up to which these are formed one by one: a step of a filter has few."""
+
 
 class NotPositiveDefiniteError(ValueError):
     """A matrix that must be positive definite is not, or holds NaN."""
@@ -25,7 +28,7 @@ def psd_solve(
         b: ``*b n m``.
         reg: added to the diagonal: a scalar, or one value for each matrix of the batch.
         check: ask the factorisation whether it went well. False saves a device synchronisation inside a loop, where the
-            caller looks at the result once at the end.
+            caller looks at the result once at the end: where it did not go well, X is NaN.
 
     Raises:
         NotPositiveDefiniteError: with n, reg and the smallest eigenvalue. Nothing is retried behind the caller's back.
@@ -33,39 +36,49 @@ def psd_solve(
     >>> psd_solve(torch.eye(2), torch.ones(2, 1), reg=1.0).flatten()
     tensor([0.5000, 0.5000])
     """
-    factor = cholesky(a, reg=reg, check=check)
-    if factor.ndim == 2:
+    if check:
+        factor = cholesky(a, reg=reg)
+    else:
+        factor, info = torch.linalg.cholesky_ex(shifted(a, reg))
+        b = b.masked_fill((info != 0)[..., None, None], torch.nan)
+    if factor.ndim == 2 and b.ndim > 2:
         columns = b.movedim(-2, 0)
         return torch.cholesky_solve(columns.flatten(1), factor).reshape(columns.shape).movedim(0, -2)
-    batch = torch.broadcast_shapes(factor.shape[:-2], b.shape[:-2])
-    return torch.cholesky_solve(b.expand(*batch, *b.shape[-2:]), factor.expand(*batch, *factor.shape[-2:]))
+    return torch.cholesky_solve(b, factor)
 
 
-def cholesky(a: Float[Tensor, "*a n n"], *, reg: float | Tensor = 0.0, check: bool = True) -> Float[Tensor, "*c n n"]:
+def cholesky(a: Float[Tensor, "*a n n"], *, reg: float | Tensor = 0.0) -> Float[Tensor, "*c n n"]:
     """Lower Cholesky factor of A + reg I. Arguments and errors as in `psd_solve`."""
-    n = a.shape[-1]
-    shift = torch.as_tensor(reg, dtype=a.dtype, device=a.device)
-    shifted = a + shift[..., None, None] * torch.eye(n, dtype=a.dtype, device=a.device)
-    factor, info = torch.linalg.cholesky_ex(shifted)
-    if not check:
-        return torch.where((info == 0)[..., None, None], factor, torch.nan)
-    if check and bool((info != 0).any()):
-        if not torch.isfinite(shifted).all():
+    moved = shifted(a, reg)
+    factor, info = torch.linalg.cholesky_ex(moved)
+    if bool((info != 0).any()):
+        n, shift = a.shape[-1], torch.as_tensor(reg).max()
+        if not torch.isfinite(moved).all():
             raise NotPositiveDefiniteError(f"a {n} x {n} matrix to be solved holds NaN or infinite entries")
-        smallest = torch.linalg.eigvalsh(shifted.detach()).min().item()
+        smallest = torch.linalg.eigvalsh(moved.detach()).min().item()
         raise NotPositiveDefiniteError(
-            f"a {n} x {n} matrix is not positive definite in {a.dtype}: after adding reg = {float(shift.max()):.3g} its smallest "
+            f"a {n} x {n} matrix is not positive definite in {a.dtype}: after adding reg = {float(shift):.3g} its smallest "
             f"eigenvalue is {smallest:.3g}. Use a larger ridge, float64, or a lower rank."
         )
     return factor
 
 
-def squared_distance(x: Float[Tensor, "*b n q"], y: Float[Tensor, "*c m q"]) -> Float[Tensor, "*d n m"]:
-    """Squared Euclidean distances ||x_i - y_j||^2, expanded into one matrix product.
+def shifted(a: Float[Tensor, "*a n n"], reg: float | Tensor) -> Float[Tensor, "*c n n"]:
+    """A + reg I, without making I."""
+    shift = torch.as_tensor(reg, dtype=a.dtype, device=a.device)
+    out = a.clone() if shift.ndim == 0 else a + torch.zeros_like(shift)[..., None, None]
+    out.diagonal(dim1=-2, dim2=-1).add_(shift[..., None])
+    return out
 
-    The points are centred first, so that the expansion does not cancel when they are far from the origin; what is left is an
+
+def squared_distance(x: Float[Tensor, "*b n q"], y: Float[Tensor, "*c m q"]) -> Float[Tensor, "*d n m"]:
+    """Squared Euclidean distances ||x_i - y_j||^2: of few points as they stand, else expanded into one matrix product.
+
+    For the product the points are centred first, so that it does not cancel when they are far from the origin; what is left is an
     error of a few eps times the squared spread of the points. Gradients are finite everywhere, at equal points as well.
     """
+    if x.ndim == y.ndim == 2 and x.shape[0] * y.shape[0] * x.shape[1] <= FEW:
+        return (x[:, None] - y).square().sum(-1)
     centre = y.mean(-2, keepdim=True).detach()
     x, y = x - centre, y - centre
     cross = x @ y.mT

@@ -87,6 +87,43 @@ def relative(
     return r.clamp(0, 1 / alpha if alpha > 0 else None)
 
 
+def relative_primal(
+    features: Float[Tensor, "n r"],
+    prior_features: Float[Tensor, "m r"],
+    weights: Float[Tensor, "*b m"],
+    reg: float | Tensor,
+    alpha: float,
+    *,
+    check: bool = True,
+) -> Ratio:
+    """`relative` from features, G = F F^T and K = F U^T, in O((n + m) r^2).
+
+    The minimiser is r(z) = f(z)^T c with
+
+        c = (alpha U^T A+ U + (1 - alpha) / n F^T F + reg I_r)^-1 U^T a,    A+ = diag(max(0, a)).
+
+    Args:
+        features: F ``n r``, of the training points.
+        prior_features: U ``m r``, of the points of the prior.
+        weights: a ``*b m``.
+        reg: eta > 0.
+        alpha: in [0, 1).
+        check: as in `kbf.linalg.psd_solve`.
+
+    Returns:
+        ``*b n``, clipped to [0, 1/alpha].
+
+    Raises:
+        ValueError: alpha out of range. NotPositiveDefiniteError: as in `tikhonov`.
+    """
+    if not 0 <= alpha < 1:
+        raise ValueError(f"relative: alpha must be in [0, 1), got {alpha}")
+    of_prior = (prior_features * weights.clamp_min(0)[..., None]).mT @ prior_features
+    system = alpha * of_prior + (1 - alpha) / len(features) * features.mT @ features
+    c = psd_solve(system, (weights @ prior_features)[..., None], reg=reg, check=check)
+    return (features @ c)[..., 0].clamp(0, 1 / alpha if alpha > 0 else None)
+
+
 def true_ratio(log_prior: Float[Tensor, "*b n"], log_density: Float[Tensor, " n"]) -> Ratio:
     """exp(log pi(z_i) - log p(z_i)), when both densities are known ("IW-TrueRatio" of Xu et al. (2022), section 6.1)."""
     return (log_prior - log_density).exp()

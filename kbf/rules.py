@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kbf.distributed import Total, alone
 from kbf.linalg import psd_solve, safe_sqrt
 
 Weights = Float[Tensor, "*b n"]
@@ -43,27 +44,29 @@ def importance_weighted(
 
 def importance_weighted_primal(
     ratio: Float[Tensor, "*b n"],
-    features: Float[Tensor, "n p"],
+    features: Float[Tensor, "*#b n p"],
     query: Float[Tensor, "*b p"],
     reg: float | Tensor,
     *,
     check: bool = True,
+    total: Total = alone,
 ) -> Weights:
     """Weights w = D Psi (Psi^T D Psi + n reg I_p)^-1 psi(x): the same weights when G = Psi Psi^T, in O(n p^2). No root is needed.
 
     Args:
         ratio: r ``*b n``.
-        features: Psi ``n p``.
+        features: Psi ``n p``, or others for each of the batch ``*b n p``.
         query: psi(x) ``*b p``.
         reg: lambda.
         check: as in `kbf.linalg.psd_solve`.
+        total: adds Psi^T D Psi up over processes that share the points (`kbf.distributed`); n is the number of them here.
 
     References: Xu et al. (2022), section 3.3, the last formula (which drops the n before lambda).
     """
     n = features.shape[-2]
-    system = (features.mT * ratio[..., None, :]) @ features
+    system = total((features * ratio[..., None]).mT @ features)
     solved = psd_solve(system, query[..., None], reg=n * reg, check=check)
-    return ratio * (features @ solved)[..., 0]
+    return ratio * (solved[..., 0] @ features.mT if features.ndim == 2 else (features @ solved)[..., 0])
 
 
 def original(
@@ -129,12 +132,13 @@ def second_moments(features: Float[Tensor, "n k p"]) -> Float[Tensor, "n t"]:
 
 def importance_weighted_moments(
     ratio: Float[Tensor, "*b n"],
-    features: Float[Tensor, "n p"],
-    moments: Float[Tensor, "n t"],
+    features: Float[Tensor, "*#b n p"],
+    moments: Float[Tensor, "*#b n t"],
     query: Float[Tensor, "*b p"],
     reg: float | Tensor,
     *,
     check: bool = True,
+    total: Total = alone,
 ) -> Weights:
     """The importance-weighted rule in its primal form for points that were each observed k times (k = 1 included).
 
@@ -150,11 +154,12 @@ def importance_weighted_moments(
         query: psi(x) ``*b p``.
         reg: lambda.
         check: as in `kbf.linalg.psd_solve`.
+        total: as in `importance_weighted_primal`.
     """
-    n, p = features.shape
+    n, p = features.shape[-2:]
     row, column = torch.tril_indices(p, p, device=features.device)
-    packed = ratio @ moments
+    packed = total((ratio[..., None, :] @ moments)[..., 0, :] if moments.ndim > 2 else ratio @ moments)
     place = torch.empty(p, p, dtype=torch.long, device=features.device)
     place[row, column] = place[column, row] = torch.arange(len(row), device=features.device)
     solved = psd_solve(packed[..., place], query[..., None], reg=n * reg, check=check)
-    return ratio * (solved[..., 0] @ features.mT)
+    return ratio * (solved[..., 0] @ features.mT if features.ndim == 2 else (features @ solved)[..., 0])

@@ -120,6 +120,25 @@ def published_filter(
     Dense diagonal products and a general solve in every step, weights as they come. The paper starts from 1/n at the first
     observation; here the loop moves first, so it starts from P (1/n). Our ``lam_rule`` is the authors' ``reg2``.
     """
+    step, w = published_step(states, obs, bandwidth_ratio, bandwidth_transition, bandwidth_obs, eta, lam_transition, lam_rule)
+    estimates = np.empty((len(test_obs), states.shape[1]))
+    for t in range(len(test_obs)):
+        w = step(w, test_obs[t])
+        estimates[t] = w @ states
+    return estimates
+
+
+def published_step(
+    states: Array,
+    obs: Array,
+    bandwidth_ratio: float,
+    bandwidth_transition: float,
+    bandwidth_obs: float,
+    eta: float,
+    lam_transition: float,
+    lam_rule: float,
+) -> tuple[Callable[[Array, Array], Array], Array]:
+    """One step of that filter, (weights, observation) -> weights, and the weights to start from."""
     n = len(states)
     G_Z = _fast_gaussian_gram(states, states, bandwidth_ratio)
     G_X = _fast_gaussian_gram(obs, obs, bandwidth_obs)
@@ -127,16 +146,15 @@ def published_filter(
     G_sources = _fast_gaussian_gram(states[:-1], states, bandwidth_transition)
     P = np.zeros((n, n))
     P[1:] = np.linalg.solve(G_sources[:, :-1] + (n - 1) * lam_transition * np.eye(n - 1), G_sources)
-    w = np.full(n, 1 / n)
-    estimates = np.empty((len(test_obs), states.shape[1]))
-    for t in range(len(test_obs)):
+
+    def step(w: Array, x: Array) -> Array:
         w = P @ w
         D = np.diag(np.maximum(A @ w, 0))
         root = np.sqrt(D)
-        g = _fast_gaussian_gram(obs, test_obs[t : t + 1], bandwidth_obs)[:, 0]
-        w = root @ np.linalg.solve(root @ G_X @ root + n * lam_rule * np.eye(n), root @ g)
-        estimates[t] = w @ states
-    return estimates
+        g = _fast_gaussian_gram(obs, x[None], bandwidth_obs)[:, 0]
+        return root @ np.linalg.solve(root @ G_X @ root + n * lam_rule * np.eye(n), root @ g)
+
+    return step, np.full(n, 1 / n)
 
 
 def _fast_gaussian_gram(x: Array, y: Array, bandwidth: float) -> Array:

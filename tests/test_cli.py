@@ -156,7 +156,7 @@ def test_help_and_version(capsys):
         text = capsys.readouterr().out
         assert f"kbf {command}" in text
         assert "settings" in text
-        assert "rotation" in text or command == "reproduce"
+        assert "rotation" in text or command in ("reproduce", "bench")
         for key in compose(command, ["checkpoint=x"] if command == "evaluate" else []):
             assert str(key) in text or key in ("data", "model", "trainer", "logger"), key
 

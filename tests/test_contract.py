@@ -19,8 +19,9 @@ from kbf.filters.base import Filter, FilterModel, load_state, rollout, save_stat
 from kbf.filters.ekf import EKF
 from kbf.filters.frame import FrameRegression
 from kbf.filters.kalman_learned import LearnedKalman
-from kbf.filters.kernel import KernelBayesFilter, KernelState, Operator
+from kbf.filters.kernel import KernelBayesFilter, KernelState
 from kbf.filters.learned import LearnedParticleFilter, ObservationParticleFilter, PixelParticleFilter
+from kbf.filters.operators import Operator
 from kbf.filters.particle import ParticleFilter
 from kbf.filters.recurrent import LSTMFilter
 from kbf.filters.ukf import UKF
@@ -440,7 +441,7 @@ def test_a_damaged_state_file_and_one_of_another_precision_give_one_clear_error(
     path.write_bytes(b"no state at all")
     with pytest.raises(ValueError, match="damaged"):
         load_state(filter, path)
-    save_state(KernelState(torch.zeros(1, 3).double(), torch.zeros(1).double()), path)
+    save_state(KernelState(torch.zeros(1, 3).double()), path)
     with pytest.raises(ValueError, match="float64"):
         load_state(filter, path)
 

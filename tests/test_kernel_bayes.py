@@ -165,7 +165,8 @@ def test_choices_that_do_not_exist():
         ({"select": "test"}, "select must be one of median, paper"),
         ({"dtype": "float16"}, "dtype must be one of float32, float64"),
         ({"rule": "pseudo_inverse"}, "needs full Gram matrices"),
-        ({"ratio": "relative"}, "needs full Gram matrices"),
+        ({"local": 5, "rank": None}, "local needs features"),
+        ({"local": 5, "rule": "original", "ratio": "tikhonov"}, "local needs features"),
         ({"ratio": "tikhonov"}, "needs a ratio that is not negative"),
     ):
         with pytest.raises(ValueError, match=message):

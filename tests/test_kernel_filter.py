@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from kbf import ratios, rules
 from kbf.embeddings import cme_weights
-from kbf.filters import kernel
+from kbf.filters import operators
 from kbf.filters.base import Filter, rollout
 from kbf.filters.gaussian import KalmanFilter, LinearModel
-from kbf.filters.kernel import (
+from kbf.filters.kernel import KernelBayesFilter, KernelState
+from kbf.filters.operators import (
     DenseUpdate,
-    KernelBayesFilter,
-    KernelState,
     Operator,
     PrimalUpdate,
     RelativeRatio,
@@ -111,7 +110,7 @@ def test_original_filter_in_the_scaling_of_fukumizu(rank, tol):
     model = published(rule="original", ratio="tikhonov", rank=rank, tol=0.0)
     found = rollout(model.condition(memory), test.obs[None])
     np.testing.assert_allclose(found.estimates[0].detach().numpy(), np.stack(estimates), rtol=0, atol=tol)
-    assert found.diagnostics["clipped"].sum().item() == pytest.approx(negative / n)
+    assert negative > 0 and (found.diagnostics["clipped"] == 0).all(), "the original rule keeps the sign of its ratios"
     assert negative > 0
 
 
@@ -184,10 +183,10 @@ def test_pairs_never_cross_the_end_of_a_sequence():
     for rank in (None, 50):
         two, other, one = (published(rank=rank, tol=0.0).condition(m) for m in ([a, b], [b, a], [first(whole)]))
         order = torch.cat([torch.arange(20, 50), torch.arange(20)])
-        predicted = two.predict(KernelState(w, w[:, 0])).weights
+        predicted = two.predict(KernelState(w)).weights
         assert (predicted[0, [0, 20]] == 0).all(), "nothing moves to the first state of a sequence"
-        assert one.predict(KernelState(w, w[:, 0])).weights[0, 20] != 0
-        swapped = other.predict(KernelState(w[:, order], w[:, 0])).weights
+        assert one.predict(KernelState(w)).weights[0, 20] != 0
+        swapped = other.predict(KernelState(w[:, order])).weights
         torch.testing.assert_close(swapped, predicted[:, order], rtol=1e-5, atol=1e-5)
         test = recording(12, seed=1)
         found, again = rollout(two, test.obs), rollout(other, test.obs)
@@ -215,9 +214,9 @@ def test_update_over_k_draws_is_the_rule_over_all_of_them(normal):
 
 
 def test_update_is_the_same_with_and_without_stored_products(normal, monkeypatch):
-    obs, ratio, x = normal(7, 1, 2), normal(3, 7).square(), normal(3, 2)
+    obs, ratio, x = normal(7, 1, 2), normal(operators.PACKED, 7).square(), normal(operators.PACKED, 2)
     stored = PrimalUpdate(features_of(obs), obs, 0.05)
-    monkeypatch.setattr(kernel, "CACHED", 0)
+    monkeypatch.setattr(operators, "KEPT", 0)
     fresh = PrimalUpdate(features_of(obs), obs, 0.05)
     assert stored.moments is not None
     assert fresh.moments is None
@@ -388,7 +387,7 @@ def test_without_a_ratio_operator_the_ratio_is_n_times_the_weights(normal):
             return ratio
 
     filter = KernelBayesFilter(z, nn.Identity(), None, Watch())
-    state = KernelState(normal(3, 8), torch.zeros(3, dtype=F64))
+    state = KernelState(normal(3, 8))
     filter.update(state, normal(3, 2))
     torch.testing.assert_close(seen[0], (8 * state.weights).clamp_min(0))
 

@@ -12,13 +12,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "kbf").rglob("*.py"))
 LAYERS = [
-    ["kbf", "kbf.files", "kbf.build", "kbf.sequence", "kbf.linalg"],
+    ["kbf", "kbf.files", "kbf.build", "kbf.sequence", "kbf.linalg", "kbf.distributed", "kbf.process"],
     ["kbf.kernels", "kbf.features", "kbf.metrics", "kbf.ssm", "kbf.manifolds", "kbf.render"],
     ["kbf.embeddings", "kbf.cme", "kbf.ratios", "kbf.rules"],
     ["kbf.filters"],
     ["kbf.selection", "kbf.smoothing", "kbf.plots", "kbf.charts", "kbf.nn", "kbf.data"],
     ["kbf.training", "kbf.pretraining", "kbf.pictures", "kbf.evaluation"],
-    ["kbf.experiments"],
+    ["kbf.experiments", "kbf.bench"],
     ["kbf.commands", "kbf.cli"],
 ]
 NEIGHBOURS = {  # who may import whom inside one layer
@@ -33,6 +33,7 @@ NEIGHBOURS = {  # who may import whom inside one layer
     "kbf.training": {"kbf.pretraining", "kbf.pictures"},
     "kbf.pretraining": {"kbf.pictures"},
     "kbf.experiments": {"kbf.experiments"},
+    "kbf.bench": {"kbf.bench"},
     "kbf.commands": {"kbf.commands"},
 }
 ONLY_IN = {

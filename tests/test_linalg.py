@@ -60,7 +60,10 @@ def test_error_of_one_matrix_in_a_batch(normal):
     a[2] = -a[2]
     with pytest.raises(NotPositiveDefiniteError, match="smallest eigenvalue is -"):
         cholesky(a)
-    assert cholesky(a, check=False).shape == (4, 3, 3)
+    unchecked = psd_solve(a, torch.ones(4, 3, 1, dtype=F64), check=False)
+    assert unchecked[2].isnan().all() and torch.isfinite(unchecked[[0, 1, 3]]).all()
+    single = psd_solve(a[2], torch.ones(4, 3, 1, dtype=F64), check=False)
+    assert single.shape == (4, 3, 1) and single.isnan().all()
 
 
 def test_error_of_nan():

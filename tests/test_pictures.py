@@ -236,7 +236,7 @@ def test_covariance_of_weighted_particles(normal):
 
 def kernel_covariance(states: Tensor, weights: Tensor) -> Tensor:
     filter = KernelBayesFilter(states, nn.Identity(), None, nn.Identity())
-    return filter.covariance(KernelState(weights, torch.zeros(len(weights))))
+    return filter.covariance(KernelState(weights))
 
 
 def test_covariance_of_a_kernel_mean(normal):

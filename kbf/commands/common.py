@@ -20,15 +20,14 @@ from kbf import __version__
 from kbf.data.source import Data
 from kbf.evaluation import Score, summary
 from kbf.files import replacing
+from kbf.process import tune_process
 
 console = Console()
 
 
 def start(threads: int | None = None) -> None:
-    """Settings of a process: its threads, and no denormal numbers, which make arithmetic several times slower."""
-    torch.set_flush_denormal(True)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    """Settings of a process."""
+    tune_process(threads)
 
 
 def score_metrics(result: Score, least: Score | None) -> dict[str, float | None]:

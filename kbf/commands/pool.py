@@ -68,12 +68,11 @@ def attempt(work: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, Any]:
 
 
 def start_worker() -> None:
-    """Settings of a worker: one thread, no denormal numbers, and the end when the parent is gone or Ctrl-C is pressed."""
-    import torch
+    """Settings of a worker: one thread, fast small steps, and the end when the parent is gone or Ctrl-C is pressed."""
+    from kbf.process import tune_process
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
+    tune_process(threads=1)
     threading.Thread(target=follow_parent, daemon=True).start()
 
 

@@ -29,8 +29,8 @@ S = TypeVar("S", bound="tuple[Any, ...]")  # a NamedTuple; beartype refuses Name
 class Filter(Protocol[S]):
     """Predict and update; every method is pure and returns a new state.
 
-    A filter may have two more: ``diagnostics(state)``, a dict of numbers ``b`` by name, and ``covariance(state)``, that of its
-    estimate, ``b d d``.
+    A filter may have three more: ``diagnostics(state)``, a dict of numbers ``b`` by name; ``covariance(state)``, that of its
+    estimate, ``b d d``; and ``step(state, obs)``, predict and update in one where that is faster.
     """
 
     def init(self, batch: int, *, generator: Generator | None = None) -> S:
@@ -131,6 +131,8 @@ def step(
 
     Nothing is checked here, for speed: mask a NaN observation and put a number in its place, or the state becomes NaN.
     """
+    if mask is None and hasattr(filter, "step"):
+        return cast(Any, filter).step(state, obs)
     predicted = filter.predict(state, generator=generator)
     updated = filter.update(predicted, obs)
     return updated if mask is None else where(mask, updated, predicted)

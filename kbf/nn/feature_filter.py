@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Generator, Tensor, nn
 
+from kbf.distributed import Total, alone
 from kbf.filters.base import rollout
-from kbf.filters.kernel import PrimalUpdate
+from kbf.filters.operators import PrimalUpdate
 from kbf.nn.kernel_bayes import KBF, stacked
 from kbf.sequence import Sequence, as_float, as_sequences
 
@@ -70,9 +71,9 @@ class FeatureKBF(KBF):
         """1: no bandwidth of images is used."""
         return torch.ones((), dtype=torch.float64, device=obs.device)
 
-    def update_of(self, obs: Tensor, bandwidth: Tensor, reg: Tensor) -> nn.Module:
+    def update_of(self, obs: Tensor, bandwidth: Tensor, reg: Tensor, total: Total = alone) -> nn.Module:
         """The rule over the features of the memory's observations ``n *x``."""
-        return PrimalUpdate(self.psi, obs[:, None], reg, rule=self.rule, dtype=self.dtype)
+        return PrimalUpdate(self.psi, obs[:, None], reg, rule=self.rule, dtype=self.dtype, local=self.local, total=total)
 
     def estimates(
         self, memory: list[Sequence], windows: Sequence, change: Callable[[Tensor], Tensor] | None = None

@@ -12,19 +12,22 @@ from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from kbf import features, rules
-from kbf.filters.kernel import (
+from kbf.distributed import Total, alone, gather
+from kbf.filters.kernel import KernelBayesFilter
+from kbf.filters.learned import LearnedModel, learn_model
+from kbf.filters.operators import (
+    BLOCK,
     DenseUpdate,
-    KernelBayesFilter,
     PrimalUpdate,
     RelativeRatio,
+    RelativeRatioPrimal,
     density_transition,
     ratio_operator,
     ratio_operator_primal,
     transition_operator,
     transition_operator_primal,
 )
-from kbf.filters.learned import LearnedModel, learn_model
-from kbf.kernels import KERNELS, median_distance
+from kbf.kernels import KERNELS, evenly, median_distance
 from kbf.sequence import Sequence, as_sequences, observed_pairs, transitions
 from kbf.ssm import simulate
 
@@ -34,6 +37,8 @@ DENSE_RULES = {
     "pseudo_inverse": lambda ratio, gram, query, reg: rules.pseudo_inverse(ratio, gram, query),
 }
 RATIOS = ("kulsif", "tikhonov", "relative", "one")
+SAMPLE = 4096
+"""Points of each process among which processes that share a memory look for landmarks."""
 
 
 class NystromFeatures(nn.Module):
@@ -43,11 +48,18 @@ class NystromFeatures(nn.Module):
     whiten: Tensor
     bandwidth: Tensor
 
-    def __init__(self, kernel: str, bandwidth: Tensor, points: Float[Tensor, "n q"], rank: int, tol: float) -> None:
-        """Features of ``kernel`` spanned by at most ``rank`` of the ``points`` (fewer if the trace residual falls to ``tol``)."""
+    def __init__(
+        self, kernel: str, bandwidth: Tensor, points: Float[Tensor, "n q"], rank: int, tol: float, total: Total = alone
+    ) -> None:
+        """Features of ``kernel`` spanned by at most ``rank`` of the ``points`` (fewer if the trace residual falls to ``tol``).
+
+        Processes that share a memory (``total``) look at a sample of all their points and choose alike.
+        """
         super().__init__()
         self.kernel = kernel
         k = partial(KERNELS[kernel], bandwidth=bandwidth)
+        if total is not alone:
+            points = gather(points[evenly(len(points), SAMPLE)])
         landmarks = points[features.pivots(k, points, rank=rank, tol=tol)]
         self.register_buffer("landmarks", landmarks)
         self.register_buffer("whiten", features.nystrom_whitening(k(landmarks, landmarks)))
@@ -56,6 +68,10 @@ class NystromFeatures(nn.Module):
     def forward(self, x: Float[Tensor, "m *x"]) -> Float[Tensor, "m p"]:
         """The features psi(x) = L^-1 k(landmarks, x)."""
         return KERNELS[self.kernel](x.flatten(1).to(self.landmarks), self.landmarks, bandwidth=self.bandwidth) @ self.whiten
+
+    def all(self, points: Float[Tensor, "n q"]) -> Float[Tensor, "n p"]:
+        """Those of many points, by blocks: the kernel's intermediate arrays stay small."""
+        return torch.cat([self(block) for block in points.split(BLOCK)])
 
 
 class KBF(nn.Module):
@@ -83,15 +99,17 @@ class KBF(nn.Module):
         regs: tuple[float, float, float] = (3e-4, 3e-4, 3e-4),
         alpha: float = 0.1,
         dtype: str = "float64",
+        local: int | None = None,
     ) -> None:
         """What to build; the numbers come from `prepare`.
 
         Args:
             rule: importance_weighted, original or pseudo_inverse (the last with rank=None only).
-            ratio: kulsif, tikhonov, relative (with rank=None), or one: no prior at all, each observation by itself.
+            ratio: kulsif, tikhonov, relative, or one: no prior at all, each observation by itself.
             kernel: a name in `kbf.kernels.KERNELS`.
             rank: most features of each kernel; None works with full Gram matrices.
-            tol: stop adding features once the trace residual of the Gram matrix falls to this share.
+            tol: stop adding features once the trace residual of the Gram matrix falls to this share (`ranks` tells how many
+                there are); with enough of them the filter is that of full matrices, to about this tolerance.
             normalise: scale weights to sum 1.
             select: median (``factors`` times the median distances, ``regs``) or paper (the grid of Xu et al., on the last
                 min(200, 0.3 n) training steps).
@@ -100,6 +118,7 @@ class KBF(nn.Module):
             regs: eta, lambda', lambda.
             alpha: of the relative ratio.
             dtype: float32 or float64, of the filter's steps; what is done once is done in float64.
+            local: with rank and rule=importance_weighted, only the points of the so many largest ratios take part in an update.
 
         Raises:
             ValueError: an unknown name, or a combination that does not exist.
@@ -117,9 +136,11 @@ class KBF(nn.Module):
                 raise ValueError(f"KBF: {name} must be one of {', '.join(allowed)}; got {value!r}")
         if rule == "importance_weighted" and ratio == "tikhonov":
             raise ValueError("KBF: rule=importance_weighted needs a ratio that is not negative, ratio=tikhonov is; use kulsif")
-        if rank is not None and (rule == "pseudo_inverse" or ratio == "relative"):
-            raise ValueError(f"KBF: rule={rule} with ratio={ratio} needs full Gram matrices, set rank to null")
-        self.rule, self.ratio, self.kernel, self.rank, self.tol = rule, ratio, kernel, rank, tol
+        if rank is not None and rule == "pseudo_inverse":
+            raise ValueError(f"KBF: rule={rule} needs full Gram matrices, set rank to null")
+        if local is not None and (rank is None or rule != "importance_weighted"):
+            raise ValueError(f"KBF: local needs features and rule=importance_weighted; got rank={rank} and rule={rule}")
+        self.rule, self.ratio, self.kernel, self.rank, self.tol, self.local = rule, ratio, kernel, rank, tol, local
         self.normalise, self.select, self.factors, self.alpha = normalise, select, factors, alpha
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.log_bandwidth = nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=learn)
@@ -152,12 +173,20 @@ class KBF(nn.Module):
         names = ["bandwidth/ratio", "bandwidth/transition", "bandwidth/observation", "reg/ratio", "reg/transition", "reg/rule"]
         return dict(zip(names, values, strict=True))
 
-    def condition(self, memory: Sequence | list[Sequence] | None) -> KernelBayesFilter:
-        """Build the operators over a memory; differentiable in bandwidths and ridges.
+    def condition(self, memory: Sequence | list[Sequence] | None, total: Total = alone) -> KernelBayesFilter:
+        """Build the operators over a memory, in time and space O(n) with features; differentiable in bandwidths and ridges.
+
+        Args:
+            memory: the recordings; where processes share a memory, those of this process.
+            total: `kbf.distributed.all_sum` where they do: all processes call this, and run the filter, in step.
 
         Raises:
-            ValueError: a memory without two successive steps, with missing observations, or with NaN or infinite values.
+            ValueError: a memory without two successive steps, with missing observations, or with NaN or infinite values; or a
+                shared one with full Gram matrices, or a rule or ratio other than the importance-weighted ones.
         """
+        if total is not alone and (self.rank is None or self.rule != "importance_weighted" or self.ratio == "relative"):
+            told = f"rank={self.rank}, rule={self.rule}, ratio={self.ratio}"
+            raise ValueError(f"KBF: a memory that processes share needs features and the importance-weighted rule; got {told}")
         sequences = as_sequences(memory or [])
         states, obs = stacked(sequences)
         pairs = transitions([len(s.states) for s in sequences], states.device)
@@ -169,32 +198,37 @@ class KBF(nn.Module):
             gram = KERNELS[self.kernel](states, states, bandwidth=transition_width)
             transition = transition_operator(gram, pairs, reg_transition)
         else:
-            transition_map = NystromFeatures(self.kernel, transition_width, states, self.rank, self.tol)
-            transition = transition_operator_primal(transition_map(states), pairs, reg_transition)
+            transition_map = NystromFeatures(self.kernel, transition_width, states, self.rank, self.tol, total)
+            transition = transition_operator_primal(transition_map.all(states), pairs, reg_transition, total)
         return KernelBayesFilter(
             states.to(self.dtype),
             transition.to(self.dtype),
-            self.ratio_of(states, ratio_width, eta).to(self.dtype),
-            self.update_of(obs, obs_width, reg),
+            self.ratio_of(states, ratio_width, eta, total).to(self.dtype),
+            self.update_of(obs, obs_width, reg, total),
             normalise=self.normalise,
             clip=self.ratio != "tikhonov",
+            total=total,
         )
 
-    def update_of(self, obs: Tensor, bandwidth: Tensor, reg: Tensor) -> nn.Module:
+    def update_of(self, obs: Tensor, bandwidth: Tensor, reg: Tensor, total: Total = alone) -> nn.Module:
         """The rule over the memory's observations ``n *x``."""
         obs = obs.flatten(1).double()
         if self.rank is None:
             return DenseUpdate(DENSE_RULES[self.rule], KERNELS[self.kernel], bandwidth, obs, reg).to(self.dtype)
-        features = NystromFeatures(self.kernel, bandwidth, obs, self.rank, self.tol)
-        return PrimalUpdate(features, obs[:, None], reg, rule=self.rule, dtype=self.dtype)
+        features = NystromFeatures(self.kernel, bandwidth, obs, self.rank, self.tol, total)
+        return PrimalUpdate(features, obs[:, None], reg, rule=self.rule, dtype=self.dtype, local=self.local, total=total)
 
-    def ratio_of(self, states: Float[Tensor, "n d"], bandwidth: Tensor, eta: Tensor) -> nn.Module:
+    def ratio_of(self, states: Float[Tensor, "n d"], bandwidth: Tensor, eta: Tensor, total: Total = alone) -> nn.Module:
         """The operator of the chosen ratio over the memory's states."""
         if self.ratio == "one":
             return One()
         if self.rank is not None:
-            features = NystromFeatures(self.kernel, bandwidth, states, self.rank, self.tol)
-            return ratio_operator_primal(features(states), eta)
+            features = NystromFeatures(self.kernel, bandwidth, states, self.rank, self.tol, total).all(states)
+            return (
+                RelativeRatioPrimal(features, eta, self.alpha)
+                if self.ratio == "relative"
+                else ratio_operator_primal(features, eta, total)
+            )
         gram = KERNELS[self.kernel](states, states, bandwidth=bandwidth)
         return RelativeRatio(gram, eta, self.alpha) if self.ratio == "relative" else ratio_operator(gram, eta)
 

@@ -1,0 +1,15 @@
+"""Benchmarks: each claim about speed or precision is one of these, and runs both sides in one process: ``kbf bench NAME``."""
+
+BENCHMARKS = {
+    "step": "one step of a filter, against the dense textbook filter and the published arithmetic",
+    "rank": "error and time against rank, for wide and narrow kernels",
+    "batch": "many sequences at once, against the bare matrix products",
+    "scale": "time and memory against the number of training points",
+    "local": "only the points of the largest ratios: error against time",
+    "online": "latency, memory and error over a million steps",
+    "precision": "float32 against float64, part by part",
+    "end_to_end": "training an encoder through the filter, by features and by Gram matrices",
+    "cme": "cheap conditional mean embeddings: error against time",
+    "peers": "the same work by other libraries",
+}
+"""Every benchmark with what it compares; the module of that name in this folder makes it."""

@@ -1,0 +1,138 @@
+"""A filter at work: one observation in, one estimate out, for as long as it takes."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Generator, Tensor, nn
+
+from kbf.filters.base import Filter, load_state, save_state, step, where
+
+
+class Live:
+    """A running filter. Its state has a fixed size, so that nothing grows, however long it runs.
+
+    >>> from kbf.filters.gaussian import KalmanFilter, LinearModel
+    >>> one, half = torch.eye(1), torch.full((1, 1), 0.5)
+    >>> live = Live(KalmanFilter(LinearModel(one, half, one, half, torch.zeros(1), half)))
+    >>> live.step(torch.ones(1, 1)), live.step(None)
+    (tensor([[0.6667]]), tensor([[0.6667]]))
+    """
+
+    def __init__(
+        self,
+        filter: Filter[Any],
+        batch: int = 1,
+        *,
+        compiled: Shaped[Tensor, "b *x"] | None = None,
+        generator: Generator | None = None,
+    ) -> None:
+        """Start from the prior.
+
+        Args:
+            filter: any filter; its module, if it is one, is set to eval mode.
+            batch: sequences that are filtered at once.
+            compiled: an observation, as an example of shape and type, to compile the step for (`compile_step`); None runs it as
+                it is written.
+            generator: randomness of the filters that need any.
+        """
+        self.filter = filter.eval() if isinstance(filter, nn.Module) else filter
+        self.generator = generator
+        self.state: Any = filter.init(batch, generator=generator)
+        self.fast = None if compiled is None else compile_step(filter, compiled)
+
+    @torch.inference_mode()
+    def step(self, obs: Shaped[Tensor, "b *x"] | None) -> Tensor:
+        """Move, and observe ``b *x``: the estimates ``b d``.
+
+        A sequence whose observation has NaN or infinite entries, or all with None, has observed nothing: its state moves only.
+        """
+        if obs is None:
+            self.state = self.filter.predict(self.state, generator=self.generator)
+            return self.filter.estimate(self.state)
+        if not math.isfinite(obs.sum().item()):  # a single number for the usual case
+            seen = torch.isfinite(obs).flatten(1).all(1)
+            obs = torch.where(seen.reshape(-1, *[1] * (obs.ndim - 1)), obs, torch.zeros_like(obs))
+            self.state = step(self.filter, self.state, obs, mask=seen, generator=self.generator)
+            return self.filter.estimate(self.state)
+        if self.fast is None:
+            self.state = step(self.filter, self.state, obs, generator=self.generator)
+            return self.filter.estimate(self.state)
+        *leaves, estimate = self.fast(*self.state, obs)
+        self.state = type(self.state)(*leaves)
+        return estimate
+
+    def restart(self, which: Shaped[Tensor, " b"] | None = None) -> None:
+        """Back to the prior: all sequences, or those where ``which`` is True."""
+        fresh = self.filter.init(len(self.state[0]), generator=self.generator)
+        self.state = fresh if which is None else where(which, fresh, self.state)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state, whole or not at all."""
+        save_state(self.state, path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a written state.
+
+        Raises:
+            ValueError: as `kbf.filters.base.load_state`, or a state of another batch.
+        """
+        state: Any = load_state(self.filter, path)
+        if len(state[0]) != len(self.state[0]):
+            raise ValueError(f"{path} holds {len(state[0])} sequences, this filter runs {len(self.state[0])}")
+        self.state = state
+
+
+class Step(nn.Module):
+    """(leaves of the state, observation) -> (leaves of the next state, estimate): what is compiled."""
+
+    def __init__(self, filter: Filter[Any]) -> None:
+        super().__init__()
+        self.filter, self.kind = filter, type(filter.init(1))
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """One step."""
+        state = step(self.filter, self.kind(*inputs[:-1]), inputs[-1])
+        return (*state, self.filter.estimate(state))
+
+
+def compile_step(filter: Filter[Any], obs: Shaped[Tensor, "b *x"]) -> Callable[..., tuple[Tensor, ...]]:
+    """The step of a deterministic filter, compiled for observations of one shape and type.
+
+    On a CPU it becomes machine code without Python (PyTorch's AOTInductor; it needs a C++ compiler, and takes some seconds), on a
+    GPU it is captured as a CUDA graph.
+
+    Args:
+        filter: a module whose steps need no random numbers.
+        obs: an example, ``b *x``.
+
+    Returns:
+        (leaves of the state, observation) -> (leaves of the next state, estimate).
+
+    Raises:
+        ValueError: a filter that is no module; or no C++ compiler.
+    """
+    if not isinstance(filter, nn.Module):
+        raise ValueError(f"only filters that are modules can be compiled, {type(filter).__name__} is none")
+    module = Step(filter).eval()
+    inputs = (*(leaf.contiguous() for leaf in filter.init(len(obs))), obs)
+    if obs.device.type == "cuda":
+        graph = torch.compile(module, mode="reduce-overhead", fullgraph=True)
+        return lambda *inputs: tuple(leaf.clone() for leaf in graph(*inputs))  # the next replay overwrites them
+    with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
+        exported = torch.export.export(module, inputs)
+        try:
+            package = torch._inductor.aoti_compile_and_package(exported, package_path=str(Path(directory) / "step.pt2"))
+        except Exception as error:
+            if "compiler" not in str(error).lower():
+                raise
+            raise ValueError(f"compiling a filter's step needs a C++ compiler (g++ or clang++): {error}") from error
+        loaded = torch._inductor.aoti_load_package(package)
+    return lambda *inputs: tuple(loaded(*inputs))

@@ -1,0 +1,264 @@
+"""What is constant in time in a Kernel Bayes Filter, made once from the memory.
+
+P moves weights one step in time, A turns a predicted embedding into a density ratio at the memory points, and an update is a rule
+of `kbf.rules` over the memory's observations. Each comes from full Gram matrices, or from features ("primal"): then it costs
+O(n r) or O(n p^2) a step, and its sums over the memory may be spread over processes (``total``, `kbf.distributed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from kbf import ratios, rules
+from kbf.distributed import Total, alone
+from kbf.linalg import psd_solve
+from kbf.sequence import Transitions
+
+PACKED = 8
+"""Sequences in a batch from which products of features that are kept (`kbf.rules.second_moments`) are faster than new ones."""
+KEPT = 2**26
+"""Bytes up to which these products are kept."""
+BLOCK = 16_384
+"""Memory points whose features are made at a time."""
+
+
+class Operator(nn.Module):
+    """A linear map of weights, w -> left (right^T w): ``n r`` twice; dense when right is None (then left is ``n n``)."""
+
+    left: Tensor
+    right: Tensor | None
+
+    def __init__(self, left: Float[Tensor, "n r"], right: Float[Tensor, "n r"] | None = None, total: Total = alone) -> None:
+        super().__init__()
+        self.register_buffer("left", left)
+        self.register_buffer("right", right)
+        self.total = total
+
+    def forward(self, w: Float[Tensor, "b n"]) -> Float[Tensor, "b n"]:
+        """Apply it to a batch of weights."""
+        return w @ self.left.mT if self.right is None else self.total(w @ self.right) @ self.left.mT
+
+
+def transition_operator(gram: Float[Tensor, "n n"], pairs: Transitions, reg: float | Tensor) -> Operator:
+    """P: the conditional mean embedding of the next state. Row target(i) of P is row i of (G_ss + m reg I)^-1 G_s:.
+
+    Args:
+        gram: G_Z ``n n``.
+        pairs: m transitions (source, target).
+        reg: lambda'.
+
+    References: Xu et al. (2022), Algorithm 2, step 4; Fukumizu et al., equation 18, the two factors on the right.
+    """
+    source = gram[pairs.source]
+    solved = psd_solve(source[:, pairs.source], source, reg=len(pairs.source) * reg)
+    return Operator(torch.zeros_like(gram).index_copy(0, pairs.target, solved))
+
+
+def transition_operator_primal(
+    features: Float[Tensor, "n r"], pairs: Transitions, reg: float | Tensor, total: Total = alone
+) -> Operator:
+    """The same from features, G_Z = F F^T: rows F_s (F_s^T F_s + m reg I_r)^-1 on the left, F on the right."""
+    source = features[pairs.source]
+    solved = psd_solve(total(source.mT @ source), source.mT, reg=count(source, total) * reg).mT
+    return Operator(torch.zeros_like(features).index_copy(0, pairs.target, solved), features, total)
+
+
+def ratio_operator(gram: Float[Tensor, "n n"], reg: float | Tensor) -> Operator:
+    """A = n (G_Z + n reg I)^-1 G_Z: from the weights of a prior over the memory points to gamma at these points.
+
+    References: Xu et al. (2022), equation 1, with the prior m_Pi = sum_i w_i phi(z_i).
+    """
+    n = len(gram)
+    return Operator(n * psd_solve(gram, gram, reg=n * reg))
+
+
+def ratio_operator_primal(features: Float[Tensor, "n r"], reg: float | Tensor, total: Total = alone) -> Operator:
+    """The same from features, G_Z = F F^T: n F (F^T F + n reg I_r)^-1 on the left, F on the right."""
+    n = count(features, total)
+    return Operator(n * psd_solve(total(features.mT @ features), features.mT, reg=n * reg).mT, features, total)
+
+
+def compose(outer: nn.Module | None, inner: nn.Module) -> Operator | None:
+    """w -> outer (inner w) as one operator, where both are of low rank: half the work. None where they are not."""
+    if not (isinstance(outer, Operator) and isinstance(inner, Operator)) or outer.right is None or inner.right is None:
+        return None
+    return Operator(outer.left @ outer.total(outer.right.mT @ inner.left), inner.right, outer.total)
+
+
+def density_transition(log_density: Float[Tensor, "n n"], mass: Float[Tensor, " n"]) -> Operator:
+    """P from a transition density: P_ij = m_i q(z_i | z_j) / sum_k m_k q(z_i | z_k).
+
+    The predicted density at z_i, sum_j w_j q(z_i | z_j), over that of the memory after a move, sum_k m_k q(z_i | z_k), is a density
+    ratio r_i; times its mass m_i it is the importance weight of the memory point. So P w is the predicted embedding as a weighted
+    sample of the memory, and n P w, n m_i r_i at point i, what the rule needs (where each point counts 1/n): the operator A is then
+    n I. The memory itself does not move: P m = m.
+
+    Args:
+        log_density: log q(z_i | z_j), row i the target, column j the source; a constant is of no matter.
+        mass: m ``n``, the share of the memory's distribution that each point stands for, sum 1; 1/n for a plain sample.
+    """
+    log_mass = mass.log()
+    return Operator((log_mass[:, None] + log_density - (log_density + log_mass).logsumexp(-1, keepdim=True)).exp())
+
+
+class RelativeRatio(nn.Module):
+    """The relative ratio (`kbf.ratios.relative`) of the predicted embedding, from the memory points' Gram matrix G_Z ..."""
+
+    gram: Tensor
+    reg: Tensor
+
+    def __init__(self, gram: Float[Tensor, "n n"], reg: float | Tensor, alpha: float) -> None:
+        super().__init__()
+        self.register_buffer("gram", gram)
+        self.register_buffer("reg", torch.as_tensor(reg, dtype=gram.dtype))
+        self.alpha = alpha
+
+    def forward(self, w: Float[Tensor, "b n"]) -> Float[Tensor, "b n"]:
+        """r_alpha at the memory points."""
+        return ratios.relative(self.gram, self.gram, w, self.reg, self.alpha)
+
+
+class RelativeRatioPrimal(nn.Module):
+    """... and from features F, G_Z = F F^T (`kbf.ratios.relative_primal`)."""
+
+    features: Tensor
+    reg: Tensor
+
+    def __init__(self, features: Float[Tensor, "n r"], reg: float | Tensor, alpha: float) -> None:
+        super().__init__()
+        self.register_buffer("features", features)
+        self.register_buffer("reg", torch.as_tensor(reg, dtype=features.dtype))
+        self.alpha = alpha
+
+    def forward(self, w: Float[Tensor, "b n"]) -> Float[Tensor, "b n"]:
+        """r_alpha at the memory points."""
+        return ratios.relative_primal(self.features, self.features, w, self.reg, self.alpha, check=False)
+
+
+class DenseUpdate(nn.Module):
+    """A rule of `kbf.rules` over the full Gram matrix of the memory's observations: (ratio, x) -> weights."""
+
+    obs: Tensor
+    bandwidth: Tensor
+    gram: Tensor
+    reg: Tensor
+
+    def __init__(
+        self,
+        rule: Callable[..., Tensor],
+        kernel: Callable[..., Tensor],
+        bandwidth: Tensor,
+        obs: Float[Tensor, "n q"],
+        reg: float | Tensor,
+    ) -> None:
+        """The update of a rule (ratio, gram, query, reg) and a kernel of `kbf.kernels` with its bandwidth."""
+        super().__init__()
+        self.rule, self.kernel = rule, kernel
+        self.register_buffer("obs", obs)
+        self.register_buffer("bandwidth", bandwidth)
+        self.register_buffer("gram", kernel(obs, obs, bandwidth=bandwidth))
+        self.register_buffer("reg", torch.as_tensor(reg, dtype=obs.dtype))
+
+    def forward(self, ratio: Float[Tensor, "b n"], obs: Float[Tensor, "b *x"]) -> Float[Tensor, "b n"]:
+        """The posterior's weights."""
+        query = self.kernel(obs.flatten(1).to(self.obs), self.obs, bandwidth=self.bandwidth)
+        return self.rule(ratio, self.gram, query, self.reg)
+
+
+class PrimalUpdate(nn.Module):
+    """The importance-weighted or the original rule over features psi of the observations, O(n p^2) a step: (ratio, x) -> weights.
+
+    Each memory point may come with k observations (`kbf.rules.importance_weighted_moments`). Points of ratio 0 have weight 0 and
+    nothing to say: for a single sequence their rows are left out. With ``local`` only the points of the largest ratios take part,
+    O(local p^2).
+    """
+
+    features: Tensor
+    moments: Tensor | None
+    reg: Tensor
+
+    def __init__(
+        self,
+        psi: nn.Module,
+        obs: Shaped[Tensor, "n k *x"],
+        reg: float | Tensor,
+        *,
+        rule: str = "importance_weighted",
+        dtype: torch.dtype | None = None,
+        local: int | None = None,
+        total: Total = alone,
+    ) -> None:
+        """The update of a feature map.
+
+        Args:
+            psi: ``m *x`` -> ``m p``, differentiable.
+            obs: k observations of each memory point.
+            reg: lambda (delta for the original rule).
+            rule: "importance_weighted" or "original" (the latter for k = 1).
+            dtype: of the rule's arithmetic, when it is not that of the features.
+            local: the points that take part, those with the largest ratios; None for all.
+            total: adds up over processes that share the memory.
+
+        Raises:
+            ValueError: another rule, or the original rule with several observations of a point, with ``local`` or shared.
+        """
+        super().__init__()
+        n, k = obs.shape[:2]
+        plain = k == 1 and local is None and total is alone
+        if rule not in ("importance_weighted", "original") or (rule == "original" and not plain):
+            told = f"{rule} with k = {k}, local = {local}{'' if total is alone else ', shared'}"
+            raise ValueError(f"a rule over features is importance_weighted, or original with k = 1 and all points; got {told}")
+        if local is not None and local < 1:
+            raise ValueError(f"local must be at least 1, got {local}")
+        features = torch.cat([psi(part.flatten(0, 1)).unflatten(0, (len(part), k)) for part in obs.split(BLOCK)])
+        features = features.to(dtype or features.dtype)
+        self.psi, self.rule, self.local, self.several, self.total = psi, rule, local, k > 1, total
+        self.register_buffer("features", features.mean(1) if self.several else features[:, 0])
+        p = features.shape[-1]
+        keep = rule == "importance_weighted" and (self.several or n * p * (p + 1) // 2 * features.element_size() <= KEPT)
+        self.register_buffer("moments", rules.second_moments(features) if keep else None)
+        share = count(obs, total) / n if rule == "importance_weighted" else 1  # a rule's ridge is reg times its own points
+        self.register_buffer("reg", torch.as_tensor(reg * share, dtype=features.dtype))
+
+    def forward(self, ratio: Float[Tensor, "b n"], obs: Tensor) -> Float[Tensor, "b n"]:
+        """The posterior's weights."""
+        query = self.psi(obs).to(self.features.dtype)
+        if self.rule == "original":
+            return rules.original_primal(ratio, self.features, query, self.reg)
+        n, rows = len(self.features), self.rows(ratio)
+        if rows is None:
+            return self.over(ratio, self.features, self.moments, query, self.reg)
+        moments = take(self.moments, rows) if self.moments is not None and self.several else None
+        w = self.over(ratio.gather(-1, rows), take(self.features, rows), moments, query, self.reg * (n / rows.shape[-1]))
+        return torch.zeros_like(ratio).scatter(-1, rows, w)
+
+    def over(self, ratio: Tensor, features: Tensor, moments: Tensor | None, query: Tensor, reg: Tensor) -> Float[Tensor, "b m"]:
+        """The importance-weighted rule over some points, by the products of their features where these are kept and faster."""
+        if moments is not None and (self.several or len(ratio) >= PACKED):
+            return rules.importance_weighted_moments(ratio, features, moments, query, reg, check=False, total=self.total)
+        return rules.importance_weighted_primal(ratio, features, query, reg, check=False, total=self.total)
+
+    def rows(self, ratio: Float[Tensor, "b n"]) -> Int[Tensor, "b m"] | None:
+        """The memory points that take part in a step, or None for all."""
+        n, p = self.features.shape
+        if self.local is not None and self.local < n:
+            return ratio.topk(self.local, sorted=False).indices
+        worth = len(ratio) == 1 and p >= 128 and not self.several  # fewer: to multiply by zero is as fast
+        if worth and ratio.device.type == "cpu" and not torch.compiler.is_compiling():  # their number is not known beforehand
+            rows = ratio.nonzero()[:, 1][None]
+            return rows if rows.shape[-1] > 0 else None
+        return None
+
+
+def take(table: Float[Tensor, "n p"], rows: Int[Tensor, "b m"]) -> Float[Tensor, "*b m p"]:
+    """Rows of a table for each of a batch; those of a single one without the batch, which is several times faster."""
+    return table.index_select(0, rows[0]) if len(rows) == 1 else table[rows]
+
+
+def count(points: Tensor, total: Total) -> Tensor:
+    """How many points a memory has, over all processes that share it."""
+    return total(torch.tensor(float(len(points)), dtype=torch.float64, device=points.device))

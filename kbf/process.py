@@ -1,0 +1,31 @@
+"""Settings of a process that make small steps fast on a CPU. The commands use them; your own program may, once, at its start."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Names of glibc's ``mallopt``."""
+
+
+def tune_process(threads: int | None = None) -> None:
+    """Flush denormal numbers to zero, keep freed memory at hand, and set the number of threads.
+
+    Arithmetic with denormal numbers is several times slower. And glibc gives arrays of more than 128 KiB back to the system as soon
+    as they are freed: a filter's step, which needs such arrays again and again, would spend most of its time on page faults.
+
+    Args:
+        threads: of PyTorch; None leaves them as they are. One is fastest where matrices are small.
+    """
+    torch.set_flush_denormal(True)
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # another C library
+        mallopt = None
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the largest that it takes
+        mallopt(M_TRIM_THRESHOLD, 2**30)
+    if threads is not None:
+        torch.set_num_threads(threads)
