@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kbf.embeddings import cme_loo, cme_weights
 from kbf.filters.base import Filter, FilterModel, rollout
-from kbf.kernels import KERNELS, Kernel, median_distance
+from kbf.kernels import KERNELS, Kernel, evenly, median_distance
 from kbf.linalg import NotPositiveDefiniteError
 from kbf.sequence import Sequence, as_sequences, transitions
 
@@ -86,6 +86,41 @@ def choose_by_validation(candidates: Iterable[T], build: Callable[[T], FilterMod
 def choose_reg(gram_x: Float[Tensor, "n n"], gram_y: Float[Tensor, "n n"], regs: Iterable[float]) -> float:
     """The ridge of the conditional mean embedding of y given x with the lowest closed-form leave-one-out score."""
     return best_of(regs, lambda reg: cme_loo(gram_x, gram_y, reg).item())
+
+
+LOO_FACTORS = (0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.5)
+LOO_REGS = (1e-5, 5e-5, 2e-4, 1e-3, 5e-3, 2e-2)
+
+
+def closed_form(model: Tunable, memory: list[Sequence], *, most: int = 500) -> None:
+    """Set a kernel filter by leave-one-out scores alone, on a subsample: its cost does not depend on the size of the memory.
+
+    Bandwidth and ridge of the transition minimise the score of the next state given this one; the ratio takes the same (as in the
+    published code of Xu et al.). Those of the rule minimise the score of the state given the observation. Both are compared in the
+    RKHS of the state with the median distance as bandwidth.
+
+    Args:
+        model: gets the numbers.
+        memory: recordings.
+        most: pairs of the subsample, evenly spaced.
+
+    References: maths of the score: `kbf.embeddings.cme_loo`.
+    """
+    memory = as_sequences(memory)
+    states, obs = torch.cat([s.states for s in memory]).double(), torch.cat([s.obs for s in memory])
+    pairs = transitions([len(s.states) for s in memory], states.device)
+    chosen = evenly(len(pairs.source), most, states.device)
+    source, target = states[pairs.source[chosen]], states[pairs.target[chosen]]
+    seen = obs[pairs.target[chosen]].flatten(1).double()
+    k, length, obs_length = KERNELS[model.kernel], median_distance(states), model.obs_scale(obs).to(states)
+    gram = k(target, target, bandwidth=length)
+
+    def choose(x: Tensor, unit: Tensor) -> tuple[Tensor, float]:
+        candidates = [(unit * factor, reg) for factor in LOO_FACTORS for reg in LOO_REGS]
+        return best_of(candidates, lambda c: cme_loo(k(x, x, bandwidth=c[0]), gram, c[1]).item())
+
+    (move, reg_move), (see, reg_see) = choose(source, length), choose(seen, obs_length)
+    model.set(torch.stack([move, move, see]), states.new_tensor([reg_move, reg_move, reg_see]))
 
 
 def choose_transition_reg(kernel: Kernel, memory: list[Sequence], regs: Iterable[float] = PAPER_TRANSITION_REGS) -> float:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from kbf import __version__
 from kbf.build import build
 from kbf.data.module import FilterDataModule, Task, Training
-from kbf.data.windows import folds
+from kbf.data.windows import folds, take
+from kbf.distributed import Total, all_sum
 from kbf.files import copy, replacing
 from kbf.filters.base import Filter, rollout
 from kbf.filters.recurrent import LSTMFilter
@@ -33,6 +34,7 @@ from kbf.metrics import mse
 from kbf.nn.augment import Augment
 from kbf.nn.coding import Code, CodedFilter
 from kbf.nn.feature_filter import FeatureKBF
+from kbf.nn.kernel_bayes import KBF
 from kbf.pictures import log_frames, log_track
 from kbf.pretraining import (
     OPTIMISERS,
@@ -106,6 +108,8 @@ class FilterTraining(lightning.LightningModule):
         self.how = read_training(config["model"].get("training"))
         self.net: Any = build(config["model"]["net"], trust=trust)
         self.net.to(self.model_dtype)
+        if self.how is not None and self.how.shared and not isinstance(self.net, KBF):
+            raise ValueError(f"model.training.shared: only kernel filters share a memory, not {type(self.net).__name__}")
         d = sequences[0].states.shape[1] if sequences else 1  # a checkpoint brings its own
         self.coding, self.code = self.build_coding(config["model"].get("coding"), d, trust)
         images = self.coding is not None  # encoders take them as they are stored
@@ -159,10 +163,11 @@ class FilterTraining(lightning.LightningModule):
         """Mean over windows and time, after ``burn_in`` steps, of ||z_hat - z||^2."""
         assert self.how is not None
         seed_step(self.config["seed"], self.global_step, self.device)
+        memory = self.share(task.memory)
         if isinstance(self.net, FeatureKBF):
-            found = self.net.estimates(task.memory, task.windows, self.augment)
+            found = self.net.estimates(memory[0], task.windows, self.augment, *memory[1:])
         else:
-            found = estimates(self.net.condition(task.memory), task.windows)
+            found = estimates(self.net.condition(*memory), task.windows)
         first = self.how.burn_in
         loss = mse(found[:, first:], task.windows.states[:, first:]).mean()
         if not torch.isfinite(loss):
@@ -173,9 +178,19 @@ class FilterTraining(lightning.LightningModule):
         self.log("train/loss", loss, prog_bar=True, on_step=False, on_epoch=True, batch_size=len(found), sync_dist=True)
         return loss
 
+    def share(self, memory: list[Sequence]) -> tuple[list[Sequence]] | tuple[list[Sequence], Total]:
+        """What a filter is conditioned on: a memory, or this process's share of it and how the shares' sums add up.
+
+        A share is a stretch of the recordings laid one behind the other; where one is cut, a transition is lost.
+        """
+        world = self.trainer.world_size
+        if self.how is None or not self.how.shared or world == 1:
+            return (memory,)
+        return take(memory, folds([len(s.states) for s in memory], world)[self.global_rank]), all_sum
+
     def validation_step(self, task: Task, batch_index: int) -> None:
         """Error of the held-out part from its first step on, its excess over the floor, and how the filter is doing."""
-        run = rollout(self.net.condition(task.memory), task.windows.obs, mask=task.windows.mask)
+        run = rollout(self.net.condition(*self.share(task.memory)), task.windows.obs, mask=task.windows.mask)
         states = task.windows.states  # NaN behind the end of the shorter ones
         error = mse(run.estimates, states, states.isfinite().all(-1)).mean()
         self.log("validation/mse", error, prog_bar=True, batch_size=1, sync_dist=True)

@@ -88,6 +88,10 @@ def test_batches_are_of_one_fold_and_hold_every_window_once():
     assert list(EpochOrder(chunks, 5, seed=2)) != batches
 
 
+def test_a_fold_without_a_window_has_no_batch():
+    assert len(list(EpochOrder([windows(spans, 3) for spans in folds([8], 3)], None, seed=0))) == 2  # folds of 3, 2 and 3 steps
+
+
 def test_processes_share_the_batches_out():
     chunks = [windows(spans, 3) for spans in folds([33], 3)]
     alone = list(EpochOrder(chunks, 4, seed=0))

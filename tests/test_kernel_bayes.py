@@ -162,7 +162,7 @@ def test_choices_that_do_not_exist():
         ({"rule": "bayes"}, "rule must be one of importance_weighted, original, pseudo_inverse; got 'bayes'"),
         ({"ratio": "true"}, "ratio must be one of kulsif"),
         ({"kernel": "linear"}, "kernel must be one of gaussian"),
-        ({"select": "test"}, "select must be one of median, paper"),
+        ({"select": "test"}, "select must be one of median, loo, paper"),
         ({"dtype": "float16"}, "dtype must be one of float32, float64"),
         ({"rule": "pseudo_inverse"}, "needs full Gram matrices"),
         ({"local": 5, "rank": None}, "local needs features"),

@@ -30,6 +30,8 @@ class Training(NamedTuple):
         validation: share of the training part, its last steps, that is held out. patience: epochs without a new best validation
             error after which to stop, None for never.
         lr_encoder: learning rate of an encoder inside the net; None for that of all else.
+        shared: of several processes each takes every so-many-th batch, with a memory of its own (False), or all take every batch,
+            each with its share of the memory's points, whose sums they add up (True): one memory, too large for one machine.
     """
 
     epochs: int
@@ -46,6 +48,7 @@ class Training(NamedTuple):
     validation: float = 0.2
     patience: int | None = None
     lr_encoder: float | None = None
+    shared: bool = False
 
 
 class Task(NamedTuple):
@@ -85,7 +88,7 @@ class EpochOrder(Sampler[Batch]):
 
     def size(self, chunk: list[Span]) -> int:
         """Windows in a batch of this fold."""
-        return min(self.batch_size or len(chunk), max(len(chunk), 1))
+        return max(1, min(self.batch_size or len(chunk), len(chunk)))
 
     def total(self) -> int:
         """Batches of an epoch, of all processes together."""
@@ -140,11 +143,11 @@ class FilterDataModule(lightning.LightningDataModule):
                 f"{training.validation:g} of them held out) in {training.folds} folds leave at most {longest} in a row. "
                 "Use a shorter model.training.window, fewer model.training.folds, or more data."
             )
-        self.batch_size, self.order_seed = training.batch_size, seed
+        self.batch_size, self.order_seed, self.shared = training.batch_size, seed, training.shared
 
     def train_dataloader(self) -> DataLoader[Task]:
         """One `Task` for each batch; no workers, since the data is in memory."""
-        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer and not self.shared else (0, 1)
         order = EpochOrder(self.chunks, self.batch_size, self.order_seed, rank, world)
         return DataLoader(FoldTasks(self.fit, self.folds), sampler=order, batch_size=None)
 

@@ -76,7 +76,7 @@ class FeatureKBF(KBF):
         return PrimalUpdate(self.psi, obs[:, None], reg, rule=self.rule, dtype=self.dtype, local=self.local, total=total)
 
     def estimates(
-        self, memory: list[Sequence], windows: Sequence, change: Callable[[Tensor], Tensor] | None = None
+        self, memory: list[Sequence], windows: Sequence, change: Callable[[Tensor], Tensor] | None = None, total: Total = alone
     ) -> Float[Tensor, "b T d"]:
         """The estimates of a `rollout` of the filter over ``memory``, all images encoded at once: fast, for training.
 
@@ -84,8 +84,9 @@ class FeatureKBF(KBF):
             memory: recordings.
             windows: a batch ``b T``.
             change: of the windows' images ``m *x``, before they are encoded.
+            total: as in `KBF.condition`.
         """
-        filter, images = self.condition(memory), windows.obs.flatten(0, 1)
+        filter, images = self.condition(memory, total), windows.obs.flatten(0, 1)
         features = self.psi(images if change is None else change(images))
         filter.rule.psi = nn.Identity()  # the filter is new, and nobody else's
         return rollout(filter, features.unflatten(0, windows.obs.shape[:2]), mask=windows.mask).estimates

@@ -111,8 +111,8 @@ class KBF(nn.Module):
             tol: stop adding features once the trace residual of the Gram matrix falls to this share (`ranks` tells how many
                 there are); with enough of them the filter is that of full matrices, to about this tolerance.
             normalise: scale weights to sum 1.
-            select: median (``factors`` times the median distances, ``regs``) or paper (the grid of Xu et al., on the last
-                min(200, 0.3 n) training steps).
+            select: median (``factors`` times the median distances, ``regs``), loo (leave-one-out scores in closed form, on a
+                subsample) or paper (the grid of Xu et al., on the last min(200, 0.3 n) training steps).
             learn: let training move the six numbers.
             factors: bandwidths over median distances: ratio, transition, observation.
             regs: eta, lambda', lambda.
@@ -128,7 +128,7 @@ class KBF(nn.Module):
             "rule": (rule, DENSE_RULES),
             "ratio": (ratio, RATIOS),
             "kernel": (kernel, KERNELS),
-            "select": (select, ("median", "paper")),
+            "select": (select, ("median", "loo", "paper")),
             "dtype": (dtype, ("float32", "float64")),
         }
         for name, (value, allowed) in choices.items():
@@ -148,10 +148,10 @@ class KBF(nn.Module):
 
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
         """Set bandwidths (and with select=paper the ridges) from the training part."""
-        if self.select == "paper":
-            from kbf.selection import paper_grid
+        if self.select != "median":
+            from kbf.selection import closed_form, paper_grid
 
-            paper_grid(self, memory)
+            (paper_grid if self.select == "paper" else closed_form)(self, memory)
         else:
             states, obs = stacked(as_sequences(memory))
             medians = torch.stack([median_distance(states)] * 2 + [self.obs_scale(obs).to(states)])
@@ -184,8 +184,10 @@ class KBF(nn.Module):
             ValueError: a memory without two successive steps, with missing observations, or with NaN or infinite values; or a
                 shared one with full Gram matrices, or a rule or ratio other than the importance-weighted ones.
         """
-        if total is not alone and (self.rank is None or self.rule != "importance_weighted" or self.ratio == "relative"):
-            told = f"rank={self.rank}, rule={self.rule}, ratio={self.ratio}"
+        if total is not alone and (
+            self.rank is None or self.local or self.rule != "importance_weighted" or self.ratio == "relative"
+        ):
+            told = f"rank={self.rank}, local={self.local}, rule={self.rule}, ratio={self.ratio}"
             raise ValueError(f"KBF: a memory that processes share needs features and the importance-weighted rule; got {told}")
         sequences = as_sequences(memory or [])
         states, obs = stacked(sequences)

@@ -1,0 +1,152 @@
+"""A running filter: the same as a rollout, missing observations, saved states, compiled steps, and nothing that grows."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kbf.filters.base import rollout
+from kbf.filters.ekf import EKF
+from kbf.filters.live import Live, compile_step
+from kbf.nn.kernel_bayes import KBF
+from kbf.process import tune_process
+from kbf.ssm import oscillatory, simulate
+
+F64 = torch.float64
+compiler = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+
+
+def recording(steps: int, seed: int = 0, batch: int = 1):
+    start = torch.tensor([1.0, 0.0], dtype=F64).expand(batch, 2)
+    return simulate(oscillatory(), start, steps, torch.Generator().manual_seed(seed))
+
+
+def kernel_filter(**settings):
+    whole = recording(80)
+    model = KBF(**{"rank": 16, **settings})
+    memory = whole._replace(states=whole.states[0], obs=whole.obs[0])
+    model.prepare([memory])
+    return model.condition(memory)
+
+
+@pytest.mark.parametrize("settings", [{}, {"normalise": False}, {"rank": None}])
+def test_live_is_the_rollout(settings):
+    filter, obs = kernel_filter(**settings), recording(12, seed=1, batch=2).obs
+    live = Live(filter, batch=2)
+    found = torch.stack([live.step(obs[:, t]) for t in range(12)], 1)
+    torch.testing.assert_close(found, rollout(filter, obs).estimates.detach())
+
+
+def test_missing_observations_are_masked_ones():
+    filter, obs = kernel_filter(), recording(6, seed=1, batch=2).obs
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    mask[0, 2] = mask[:, 4] = False
+    gaps = torch.where(mask[..., None], obs, torch.nan)
+    gaps[0, 2, 1] = 0.3  # one missing component is a missing observation
+    live = Live(filter, batch=2)
+    found = [live.step(None if t == 4 else gaps[:, t]) for t in range(6)]
+    torch.testing.assert_close(torch.stack(found, 1), rollout(filter, obs, mask=mask).estimates.detach())
+    infinite = obs[:, 0].clone()
+    infinite[1] = torch.inf
+    assert torch.isfinite(Live(filter, batch=2).step(infinite)).all()
+
+
+def test_state_is_saved_and_taken_up_again(tmp_path):
+    filter, obs = kernel_filter(), recording(6, seed=1).obs
+    first = Live(filter)
+    for t in range(3):
+        first.step(obs[:, t])
+    first.save(tmp_path / "state.pt")
+    again = Live(filter)
+    again.load(tmp_path / "state.pt")
+    assert torch.equal(again.step(obs[:, 3]), first.step(obs[:, 3]))
+    with pytest.raises(ValueError, match="holds 1 sequences, this filter runs 2"):
+        Live(filter, batch=2).load(tmp_path / "state.pt")
+    again.restart()
+    assert torch.equal(again.step(obs[:, 0]), Live(filter).step(obs[:, 0]))
+
+
+def test_one_of_a_batch_is_restarted():
+    filter, obs = kernel_filter(), recording(4, seed=1, batch=2).obs
+    live = Live(filter, batch=2)
+    for t in range(3):
+        live.step(obs[:, t])
+    kept = live.state.weights[1].clone()
+    live.restart(torch.tensor([True, False]))
+    assert torch.equal(live.state.weights[0], filter.init(1).weights[0])
+    assert torch.equal(live.state.weights[1], kept)
+
+
+def test_nothing_grows():
+    """5,000 steps keep the size of the state and, but for a page or two, of the process; the error does not drift."""
+    tune_process()
+    filter, sequence = kernel_filter(dtype="float32"), recording(5000, seed=1)
+    live, errors = Live(filter), []
+    before = None
+    for t in range(5000):
+        found = live.step(sequence.obs[:, t].float())
+        errors.append((found - sequence.states[:, t]).square().sum())
+        if t == 1000:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert before is not None and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4096  # KiB
+    assert live.state.weights.shape == (1, 80)
+    first, last = torch.stack(errors[:2500]).mean(), torch.stack(errors[2500:]).mean()
+    assert abs(first - last) < 0.2 * first
+
+
+@compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"normalise": False}, {}], ids=["published", "normalised"])
+def test_compiled_is_eager(settings):
+    filter, obs = kernel_filter(dtype="float32", **settings), recording(20, seed=1).obs.float()
+    fast, slow = Live(filter, compiled=obs[:, 0]), Live(filter)
+    for t in range(20):
+        x = None if t == 7 else obs[:, t]
+        torch.testing.assert_close(fast.step(x), slow.step(x), rtol=1e-4, atol=1e-5)
+
+
+WHOLE = """
+import torch
+from kbf.filters.live import Step
+from kbf.nn.kernel_bayes import KBF
+from kbf.sequence import Sequence
+
+draw = torch.Generator().manual_seed(0)
+z = torch.randn(60, 2, dtype=torch.float64, generator=draw)
+model = KBF(rank=16, normalise=NORMALISE)
+model.prepare([Sequence(z, z)])
+filter = model.condition(Sequence(z, z)).requires_grad_(False)
+whole = torch.compile(Step(filter), fullgraph=True, backend="eager")
+state, obs = filter.init(3), z[:3]
+torch.testing.assert_close(whole(*state, obs)[-1], filter.estimate(filter.step(state, obs)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_step_is_one_graph(normalise):
+    """torch.compile finds no break in it: nothing waits for a value. In a process without the checks of shapes, which it cannot take."""
+    code = WHOLE.replace("NORMALISE", str(normalise))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_only_modules_are_compiled():
+    with pytest.raises(ValueError, match="only filters that are modules can be compiled"):
+        compile_step(
+            EKF(oscillatory()).condition(recording(20)._replace(states=recording(20).states[0], obs=recording(20).obs[0])),
+            torch.zeros(1, 2),
+        )
+
+
+def test_tune_process_sets_threads():
+    before = torch.get_num_threads()
+    tune_process(threads=1)
+    assert torch.get_num_threads() == 1
+    assert (torch.tensor([1e-40]) * 1.0).item() == 0, "a denormal number"
+    torch.set_num_threads(before)

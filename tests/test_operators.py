@@ -1,0 +1,152 @@
+"""The cheap ways of a step against the plain ones: composed operators, points left out, products kept, ratios in features."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kbf import ratios, rules
+from kbf.distributed import alone
+from kbf.filters.base import rollout, step
+from kbf.filters.operators import PACKED, Operator, PrimalUpdate, compose, count
+from kbf.nn.kernel_bayes import KBF
+from kbf.ssm import oscillatory, simulate
+
+F64 = torch.float64
+
+
+def recording(steps: int, seed: int = 0, batch: int = 1):
+    start = torch.tensor([1.0, 0.0], dtype=F64).expand(batch, 2)
+    return simulate(oscillatory(), start, steps, torch.Generator().manual_seed(seed))
+
+
+def memory(steps: int, seed: int = 0):
+    whole = recording(steps, seed)
+    return whole._replace(states=whole.states[0], obs=whole.obs[0])
+
+
+def published(**changes) -> KBF:
+    model = KBF(**{"normalise": False, "tol": 0.0, "learn": False, **changes})
+    model.set(torch.tensor([0.7, 0.5, 0.8], dtype=F64), torch.tensor([1e-3, 5e-4, 2e-4], dtype=F64))
+    return model
+
+
+def test_composed_is_one_after_the_other(normal):
+    outer, inner = Operator(normal(6, 3), normal(6, 3)), Operator(normal(6, 2), normal(6, 2))
+    both = compose(outer, inner)
+    assert both is not None and both.right is not None and both.right.shape == (6, 2)
+    w = normal(4, 6)
+    torch.testing.assert_close(both(w), outer(inner(w)))
+    assert compose(Operator(normal(6, 6)), inner) is None
+    assert compose(None, inner) is None
+
+
+def test_count_is_a_number(normal):
+    assert count(normal(5, 2), alone).item() == 5
+    assert count(normal(5, 2), lambda x: x + 2).item() == 7
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"normalise": True}, {"rule": "original", "ratio": "tikhonov"}, {"ratio": "one"}, {"rank": None}]
+)
+def test_step_is_predict_and_update(changes):
+    filter = published(**{"rank": 20, **changes}).condition(memory(60))
+    obs = recording(6, seed=1, batch=3).obs
+    state = filter.init(3)
+    for t in range(6):
+        apart = filter.update(filter.predict(state), obs[:, t])
+        state = step(filter, state, obs[:, t])
+        torch.testing.assert_close(state.weights, apart.weights, rtol=1e-8, atol=1e-9)
+    assert (filter.moved_ratio is not None) == (changes in ({}, {"rule": "original", "ratio": "tikhonov"}))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("draws", [1, 3])
+def test_local_points_are_the_rule_over_them_alone(normal, batch, draws):
+    """The ridge stays n lambda for the n points of the memory."""
+    n, m, psi = 9, 4, nn.Linear(2, 5).double().requires_grad_(False)
+    obs, ratio, x = normal(n, draws, 2), normal(batch, n).square(), normal(batch, 2)
+    found = PrimalUpdate(psi, obs, 0.05, local=m)(ratio, x)
+    for b in range(batch):
+        rows = ratio[b].argsort(descending=True)[:m]
+        plain = PrimalUpdate(psi, obs[rows], 0.05 * n / m)(ratio[b : b + 1, rows], x[b : b + 1])
+        expected = torch.zeros(1, n, dtype=F64).index_copy(1, rows, plain)
+        torch.testing.assert_close(found[b : b + 1], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_local_of_all_points_is_the_whole_filter():
+    test = recording(8, seed=1, batch=2).obs
+    whole, local = (rollout(published(rank=20, local=m).condition(memory(50)), test).estimates for m in (None, 50))
+    torch.testing.assert_close(whole, local)
+    most, few = (rollout(published(rank=20, local=m).condition(memory(50)), test).estimates for m in (44, 10))
+    assert 0 < (most - whole).abs().mean() < 0.2 * (few - whole).abs().mean()
+
+
+def test_clipped_points_are_left_out_without_a_trace(normal):
+    """With many features and one sequence only points of positive ratio are looked at; the weights of the others are 0."""
+    psi = nn.Sequential(nn.Linear(2, 128), nn.Tanh()).double().requires_grad_(False)
+    obs, x = normal(40, 1, 2), normal(1, 2)
+    ratio = normal(1, 40).clamp_min(0)
+    update = PrimalUpdate(psi, obs, 0.01)
+    rows = update.rows(ratio)
+    assert rows is not None and rows[0].tolist() == [i for i in range(40) if ratio[0, i] > 0]
+    plain = rules.importance_weighted_primal(ratio, psi(obs[:, 0]), psi(x), 0.01)
+    torch.testing.assert_close(update(ratio, x), plain, rtol=1e-8, atol=1e-10)
+    assert update.rows(ratio.expand(2, -1)) is None, "each of a batch would need rows of its own"
+    nothing = update(torch.zeros(1, 40, dtype=F64), x)
+    assert (nothing == 0).all()
+
+
+def test_a_large_batch_takes_kept_products_and_a_small_one_does_not(normal, monkeypatch):
+    psi = nn.Linear(2, 5).double().requires_grad_(False)
+    update = PrimalUpdate(psi, normal(7, 1, 2), 0.05)
+    ratio, x = normal(PACKED, 7).square(), normal(PACKED, 2)
+    whole = update(ratio, x)
+    each = torch.cat([update(ratio[b : b + 1], x[b : b + 1]) for b in range(PACKED)])
+    torch.testing.assert_close(whole, each, rtol=1e-10, atol=1e-12)
+    used = []
+    monkeypatch.setattr(rules, "importance_weighted_moments", lambda *a, **k: used.append("kept") or a[0])
+    monkeypatch.setattr(rules, "importance_weighted_primal", lambda *a, **k: used.append("new") or a[0])
+    update(ratio, x)
+    update(ratio[:1], x[:1])
+    assert used == ["kept", "new"]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5])
+def test_relative_ratio_in_features_is_that_of_their_gram_matrix(normal, alpha):
+    F, U, a = normal(9, 4), normal(6, 4), normal(3, 6)
+    found = ratios.relative_primal(F, U, a, 0.05, alpha)
+    jitter = 1e-9 * torch.eye(9, dtype=F64)  # the dense form needs a Gram matrix of full rank
+    torch.testing.assert_close(found, ratios.relative(F @ F.mT + jitter, F @ U.mT, a, 0.05, alpha), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="alpha must be"):
+        ratios.relative_primal(F, U, a, 0.05, 1.0)
+
+
+def test_relative_filter_in_features_is_the_dense_one():
+    test = recording(10, seed=1, batch=2).obs
+    dense, low = (
+        rollout(published(rank=rank, ratio="relative", normalise=True).condition(memory(40)), test).estimates for rank in (None, 40)
+    )
+    torch.testing.assert_close(low, dense, rtol=0, atol=2e-4)
+
+
+def test_tolerance_bounds_the_difference_to_full_matrices():
+    """What is left out of a Gram matrix counts against the ridge, n lambda with lambda = 2e-4."""
+    test = recording(30, seed=1).obs
+    dense = rollout(published(rank=None).condition(memory(150)), test).estimates
+    apart = []
+    for tol in (1e-5, 1e-7):
+        low = published(rank=150, tol=tol).condition(memory(150))
+        assert low.rule.features.shape[1] < 110
+        apart.append((rollout(low, test).estimates - dense).abs().max())
+        assert apart[-1] < 4 * tol / 2e-4
+    assert apart[1] < 0.1 * apart[0]
+
+
+def test_bad_numbers():
+    psi, obs = nn.Identity(), torch.zeros(4, 1, 2)
+    with pytest.raises(ValueError, match="local must be at least 1"):
+        PrimalUpdate(psi, obs, 0.1, local=0)
+    with pytest.raises(ValueError, match="original with k = 1 and all points"):
+        PrimalUpdate(psi, obs, 0.1, rule="original", local=2)
