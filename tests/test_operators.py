@@ -83,19 +83,17 @@ def test_local_of_all_points_is_the_whole_filter():
     assert 0 < (most - whole).abs().mean() < 0.2 * (few - whole).abs().mean()
 
 
-def test_clipped_points_are_left_out_without_a_trace(normal):
-    """With many features and one sequence only points of positive ratio are looked at; the weights of the others are 0."""
-    psi = nn.Sequential(nn.Linear(2, 128), nn.Tanh()).double().requires_grad_(False)
-    obs, x = normal(40, 1, 2), normal(1, 2)
-    ratio = normal(1, 40).clamp_min(0)
-    update = PrimalUpdate(psi, obs, 0.01)
-    rows = update.rows(ratio)
-    assert rows is not None and rows[0].tolist() == [i for i in range(40) if ratio[0, i] > 0]
-    plain = rules.importance_weighted_primal(ratio, psi(obs[:, 0]), psi(x), 0.01)
-    torch.testing.assert_close(update(ratio, x), plain, rtol=1e-8, atol=1e-10)
-    assert update.rows(ratio.expand(2, -1)) is None, "each of a batch would need rows of its own"
-    nothing = update(torch.zeros(1, 40, dtype=F64), x)
-    assert (nothing == 0).all()
+@pytest.mark.parametrize("batch", [(), (1,), (3,)])
+@pytest.mark.parametrize("p", [3, 70])
+def test_covariance_by_blocks_and_without_clipped_points(normal, monkeypatch, batch, p):
+    """Whatever the blocks, and whether points of ratio 0 are left out or not."""
+    monkeypatch.setattr(rules, "BLOCK", 4 * p)
+    F, ratio = normal(11, p), normal(*batch, 11).clamp_min(0)
+    expected = torch.einsum("...n,np,nq->...pq", ratio, F, F)
+    torch.testing.assert_close(rules.weighted_covariance(ratio, F), expected)
+    each = F.expand(*batch, 11, p) * torch.arange(1.0, 2.0 + len(batch))[-1]
+    torch.testing.assert_close(rules.weighted_covariance(ratio, each), expected * (1.0 + len(batch)) ** 2)
+    assert (rules.weighted_covariance(torch.zeros_like(ratio), F) == 0).all()
 
 
 def test_a_large_batch_takes_kept_products_and_a_small_one_does_not(normal, monkeypatch):

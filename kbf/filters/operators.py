@@ -172,9 +172,8 @@ class DenseUpdate(nn.Module):
 class PrimalUpdate(nn.Module):
     """The importance-weighted or the original rule over features psi of the observations, O(n p^2) a step: (ratio, x) -> weights.
 
-    Each memory point may come with k observations (`kbf.rules.importance_weighted_moments`). Points of ratio 0 have weight 0 and
-    nothing to say: for a single sequence their rows are left out. With ``local`` only the points of the largest ratios take part,
-    O(local p^2).
+    Each memory point may come with k observations (`kbf.rules.importance_weighted_moments`). With ``local`` only the points of the
+    largest ratios take part, O(local p^2).
     """
 
     features: Tensor
@@ -229,11 +228,12 @@ class PrimalUpdate(nn.Module):
         query = self.psi(obs).to(self.features.dtype)
         if self.rule == "original":
             return rules.original_primal(ratio, self.features, query, self.reg)
-        n, rows = len(self.features), self.rows(ratio)
-        if rows is None:
+        n = len(self.features)
+        if self.local is None or self.local >= n:
             return self.over(ratio, self.features, self.moments, query, self.reg)
+        rows = ratio.topk(self.local, sorted=False).indices
         moments = take(self.moments, rows) if self.moments is not None and self.several else None
-        w = self.over(ratio.gather(-1, rows), take(self.features, rows), moments, query, self.reg * (n / rows.shape[-1]))
+        w = self.over(ratio.gather(-1, rows), take(self.features, rows), moments, query, self.reg * (n / self.local))
         return torch.zeros_like(ratio).scatter(-1, rows, w)
 
     def over(self, ratio: Tensor, features: Tensor, moments: Tensor | None, query: Tensor, reg: Tensor) -> Float[Tensor, "b m"]:
@@ -241,17 +241,6 @@ class PrimalUpdate(nn.Module):
         if moments is not None and (self.several or len(ratio) >= PACKED):
             return rules.importance_weighted_moments(ratio, features, moments, query, reg, check=False, total=self.total)
         return rules.importance_weighted_primal(ratio, features, query, reg, check=False, total=self.total)
-
-    def rows(self, ratio: Float[Tensor, "b n"]) -> Int[Tensor, "b m"] | None:
-        """The memory points that take part in a step, or None for all."""
-        n, p = self.features.shape
-        if self.local is not None and self.local < n:
-            return ratio.topk(self.local, sorted=False).indices
-        worth = len(ratio) == 1 and p >= 128 and not self.several  # fewer: to multiply by zero is as fast
-        if worth and ratio.device.type == "cpu" and not torch.compiler.is_compiling():  # their number is not known beforehand
-            rows = ratio.nonzero()[:, 1][None]
-            return rows if rows.shape[-1] > 0 else None
-        return None
 
 
 def take(table: Float[Tensor, "n p"], rows: Int[Tensor, "b m"]) -> Float[Tensor, "*b m p"]:
