@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory) -> None:
+    """What the tests download or simulate does not land among the user's files."""
+    os.environ["KBF_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture
