@@ -13,7 +13,8 @@ import torch
 
 import kbf.render
 from kbf.cli import main
-from kbf.data.dmlab import OrientationImages, cache_dir
+from kbf.data.dmlab import OrientationImages
+from kbf.data.download import cache_dir
 from kbf.data.frames import Frames, as_observations, check_frames, nearest, read_frames, write_frames
 from kbf.data.source import load_data
 from kbf.render import dmlab
@@ -275,16 +276,6 @@ def test_a_cache_that_cannot_be_written_is_a_warning(rendered, tmp_path, monkeyp
     monkeypatch.setenv("KBF_CACHE", str(tmp_path / "taken" / "cache"))
     with pytest.warns(UserWarning, match="cannot be kept .* KBF_CACHE"):
         assert OrientationImages(9, 4, **SMALL).train[0].obs.shape == (9, 3, 6, 8)
-
-
-def test_where_the_cache_is(monkeypatch):
-    monkeypatch.setenv("KBF_CACHE", "/a")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert cache_dir() == Path("/a")
-    monkeypatch.delenv("KBF_CACHE")
-    assert cache_dir() == Path("/b/kbf")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_dir() == Path.home() / ".cache" / "kbf"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
+from kbf.data.download import cache_dir
 from kbf.data.frames import Frames, as_observations, check_frames, nearest, read_frames, write_frames
 from kbf.sequence import Sequence
 from kbf.ssm import OrientationModel, simulate
@@ -169,9 +170,3 @@ def installed(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def cache_dir() -> Path:
-    """Where rendered views are kept: ``$KBF_CACHE``, else ``$XDG_CACHE_HOME/kbf``, else ``~/.cache/kbf``."""
-    own, common = os.environ.get("KBF_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return Path(own) if own else (Path(common) if common else Path.home() / ".cache") / "kbf"
