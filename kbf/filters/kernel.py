@@ -23,7 +23,7 @@ class KernelState(NamedTuple):
 
 
 class KernelBayesFilter(nn.Module):
-    """The filter over n memory points; every operator is a buffer. Nothing in a step waits for the device.
+    """The filter over n memory points; every operator is a buffer. On a GPU nothing in a step waits for it.
 
     1. predict: w <- P w.
     2. update: gamma = A w, r = max(0, gamma) (clipped unless the rule takes signed ratios), then w = rule(r, observation).

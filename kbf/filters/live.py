@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +129,7 @@ def compile_step(filter: Filter[Any], obs: Shaped[Tensor, "b *x"]) -> Callable[.
     if obs.device.type == "cuda":
         graph = torch.compile(module, mode="reduce-overhead", fullgraph=True)
         return lambda *inputs: tuple(leaf.clone() for leaf in graph(*inputs))  # the next replay overwrites them
-    with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
+    with torch.no_grad(), quietly(), tempfile.TemporaryDirectory() as directory:
         exported = torch.export.export(module, inputs)
         try:
             package = torch._inductor.aoti_compile_and_package(exported, package_path=str(Path(directory) / "step.pt2"))
@@ -136,3 +139,19 @@ def compile_step(filter: Filter[Any], obs: Shaped[Tensor, "b *x"]) -> Callable[.
             raise ValueError(f"compiling a filter's step needs a C++ compiler (g++ or clang++): {error}") from error
         loaded = torch._inductor.aoti_load_package(package)
     return lambda *inputs: tuple(loaded(*inputs))
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the compiler's remarks on itself."""
+    loggers = [logging.getLogger(name) for name in ("torch._inductor.ir", "torch.utils.cpp_extension")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
