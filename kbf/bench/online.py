@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import resource
 import time
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
 
 
 def work(
-    name: str, filter: Filter[object], compiled: torch.Tensor | None, steps: int, chunk: int, device: str, tell: Tell
+    name: str, filter: Filter[Any], compiled: torch.Tensor | None, steps: int, chunk: int, device: str, tell: Tell
 ) -> list[Row]:
     """Ten parts of a run of one filter."""
     live, generator = Live(filter, compiled=compiled), torch.Generator().manual_seed(1)

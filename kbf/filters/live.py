@@ -23,10 +23,10 @@ class Live:
     """A running filter. Its state has a fixed size, so that nothing grows, however long it runs.
 
     >>> from kbf.filters.gaussian import KalmanFilter, LinearModel
-    >>> one, half = torch.eye(1), torch.full((1, 1), 0.5)
-    >>> live = Live(KalmanFilter(LinearModel(one, half, one, half, torch.zeros(1), half)))
-    >>> live.step(torch.ones(1, 1)), live.step(None)
-    (tensor([[0.6667]]), tensor([[0.6667]]))
+    >>> one, zero = torch.eye(1), torch.zeros(1)
+    >>> live = Live(KalmanFilter(LinearModel(A=one, a=zero, Q=0 * one, C=one, c=zero, R=one, m0=zero, P0=one)))
+    >>> live.step(torch.tensor([[3.0]])), live.step(torch.tensor([[3.0]])), live.step(None)
+    (tensor([[1.5000]]), tensor([[2.]]), tensor([[2.]]))
     """
 
     def __init__(
