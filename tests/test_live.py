@@ -130,7 +130,7 @@ torch.testing.assert_close(whole(*state, obs)[-1], filter.estimate(filter.step(s
 @pytest.mark.slow
 @pytest.mark.parametrize("normalise", [True, False])
 def test_a_step_is_one_graph(normalise):
-    """torch.compile finds no break in it: nothing waits for a value. (In a process without the checks of shapes: it cannot take them.)"""
+    """torch.compile finds no break in it: nothing waits for a value. (Not in this process: it cannot take the checks of shapes.)"""
     code = WHOLE.replace("NORMALISE", str(normalise))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
