@@ -116,3 +116,54 @@ def draw_lines(axes: Axes, rows: Many[Row], lines: list[Any], x: str, y: str, by
             axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     if "y" in log:
         axes.set_yscale("log")
+
+
+def comparison_figure(rows: Many[Mapping[str, Any]], *, title: str = "") -> Figure:
+    """Error of each model against the number of training steps, with standard errors, above the floor.
+
+    Args:
+        rows: with ``model``, ``n_train``, ``mse``, ``se`` and ``floor`` (NaN where it is not known).
+        title: above the picture.
+    """
+    sizes = sorted({row["n_train"] for row in rows})
+    last = max(sizes)
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    order = sorted(models, key=lambda m: -min((r["mse"] for r in rows if r["model"] == m and r["n_train"] == last), default=0))
+    positions = {n: k for k, n in enumerate(sizes)}
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.2 + 0.9 * len(sizes), 4.6), layout="constrained")
+        axes = figure.add_subplot()
+        for k, model in enumerate(order):
+            mine = sorted((row for row in rows if row["model"] == model), key=lambda row: row["n_train"])
+            shift = 0.32 * (k / max(len(order) - 1, 1) - 0.5)  # side by side, so that error bars can be read
+            axes.errorbar(
+                [positions[row["n_train"]] + shift for row in mine],
+                [row["mse"] for row in mine],
+                [0 if row["se"] != row["se"] else row["se"] for row in mine],
+                color=PALETTE[models.index(model) % len(PALETTE)],
+                marker=MARKERS[models.index(model) % len(MARKERS)],
+                ms=5,
+                lw=1.2,
+                capsize=2.5,
+                elinewidth=1,
+                label=model,
+            )
+        floors = {row["n_train"]: row["floor"] for row in rows if row["floor"] == row["floor"]}
+        if floors:
+            known = sorted(floors)
+            edges = [positions[known[0]] - 0.35, *[positions[n] for n in known], positions[known[-1]] + 0.35]
+            values = [floors[n] for n in [known[0], *known, known[-1]]]
+            axes.plot(edges, values, color=TRUTH, lw=1.3, ls=(0, (5, 2)), label="floor (true model)")
+        axes.set_yscale("log")
+        ticks = ticker.LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0), numticks=30)
+        axes.yaxis.set_major_locator(ticks)
+        axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%.3g"))
+        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+        axes.set_xticks(list(positions.values()), [str(n) for n in sizes])
+        axes.grid(visible=False, axis="x")
+        axes.set_xlabel("training steps $n$")
+        axes.set_ylabel("mean squared error")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), labelspacing=0.7)
+        if title:
+            axes.set_title(title, fontsize=10.5)
+    return figure

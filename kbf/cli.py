@@ -118,10 +118,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(command, overrides, flags)
     except KeyboardInterrupt:
-        print(
-            "\nkbf: interrupted; what was finished is kept (kbf train ckpt_path=RUN/checkpoints/last.ckpt goes on, or coding.ckpt)",
-            file=sys.stderr,
-        )
+        advice = " (kbf train ckpt_path=RUN/checkpoints/last.ckpt goes on, or coding.ckpt)" if command == "train" else ""
+        print(f"\nkbf: interrupted; what was finished is kept{advice}", file=sys.stderr)
         return 130
     except Exception as error:
         if "--debug" in flags or not expected(error):
@@ -149,7 +147,7 @@ def execute(command: str, config: dict[str, Any]) -> Any:
     import importlib
     import os
 
-    if command == "bench":  # NumPy's own threads are set before it is loaded
+    if command == "bench" and config["threads"]:  # NumPy's own threads are set before it is loaded
         os.environ["OMP_NUM_THREADS"] = str(config["threads"])
     return importlib.import_module(f"kbf.commands.{short(command)}").run(config)
 
@@ -182,7 +180,7 @@ def configure(command: str, overrides: list[str]) -> dict[str, Any]:
 
 def check_numbers(config: Any, several: tuple[str, ...] = ()) -> None:
     """Raise if a setting that counts something is no whole number, or for those in ``several`` no list of them."""
-    for key in ("n_train", "seed", "runs", "particles", "workers", "turns", "animation_steps"):
+    for key in ("n_train", "seed", "runs", "particles", "workers", "turns", "animation_steps", "threads"):
         value: Any = config.get(key) or 0
         for number in [value] if key not in several or isinstance(value, int | float | str) else value:
             if not isinstance(number, int) or number < 0:
@@ -332,12 +330,12 @@ def command_help(command: str) -> str:
     body = text.partition("\n\n")[2].partition("\nhydra:")[0].rstrip()
     lines += ["", "settings (key=value):", *[f"  {line}" for line in body.splitlines() if line]]
     groups = [line.strip("- \n").split(":")[0] for line in text.partition("\n\n")[0].splitlines() if line.startswith("  - ")]
+    groups = [group for group in groups if group != "_self_"]
     if groups:
         lines += ["", "groups (group=choice; group.key=value changes a key of the choice):"]
     for group in groups:
-        if group != "_self_":
-            choices = sorted(path.stem for path in (directory / group).glob("*.yaml"))
-            lines.append(f"  {group:<12}{', '.join(choices)}")
+        choices = sorted(path.stem for path in (directory / group).glob("*.yaml"))
+        lines.append(f"  {group:<12}{', '.join(choices)}")
     if "data" in groups:
         choices = sorted(path.stem for path in (directory / "encoder").glob("*.yaml"))
         lines.append(f"  encoder@data.coding.encoder, for images: {', '.join(choices)}")

@@ -77,6 +77,8 @@ def squared_distance(x: Float[Tensor, "*b n q"], y: Float[Tensor, "*c m q"]) -> 
     For the product the points are centred first, so that it does not cancel when they are far from the origin; what is left is an
     error of a few eps times the squared spread of the points. Gradients are finite everywhere, at equal points as well.
     """
+    if x.shape[-1] != y.shape[-1]:
+        raise ValueError(f"points of {x.shape[-1]} components have no distance to points of {y.shape[-1]}")
     if x.ndim == y.ndim == 2 and x.shape[0] * y.shape[0] * x.shape[1] <= FEW:
         return (x[:, None] - y).square().sum(-1)
     centre = y.mean(-2, keepdim=True).detach()

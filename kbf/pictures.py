@@ -33,9 +33,9 @@ def log_track(
 
 
 def log_frames(loggers: list[Any], tag: str, sequence: Sequence, found: Tensor, step: int, **settings: Any) -> None:
-    """Images with truth and estimate; ``settings`` of `kbf.plots.frame_grid`."""
+    """Images with truth and estimate; ``settings`` of `kbf.frame_plots.frame_grid`."""
     for taker in takers(loggers, "add_figure"):
-        from kbf.plots import frame_grid
+        from kbf.frame_plots import frame_grid
 
         taker.add_figure(tag, frame_grid(sequence, found, **settings), step)
 
@@ -53,7 +53,7 @@ def log_codes(
         data: observations ``n *x`` (only images ``n c h w`` are drawn), states ``n d``, and for each the number of the member that
             has not seen it ``n``; a single member has seen them all.
         step: epoch.
-        extent: as for `kbf.plots.frame_grid`.
+        extent: as for `kbf.frame_plots.frame_grid`.
         frames: how many.
     """
     obs, states, chunk = data
@@ -70,7 +70,7 @@ def log_features(loggers: list[Any], code: Code, data: tuple[Tensor, Tensor, Ten
     """Features by the first encoder of at most `SHOWN` images, with states and thumbnails, for the projector; as `log_codes`."""
     obs, states, chunk = data
     for taker in takers(loggers, "add_embedding"):
-        from kbf.plots import embedding_table, thumbnails
+        from kbf.frame_plots import embedding_table, thumbnails
 
         code.eval()
         rows = spread(len(obs), SHOWN)

@@ -278,7 +278,7 @@ def fit_code(
 ) -> CodeTraining:
     """Fit a code to images ``n *x``, states ``n d`` and their chunks ``n``; on every process the same code comes out.
 
-    ``extent`` is for its pictures (`kbf.plots.frame_grid`).
+    ``extent`` is for its pictures (`kbf.frame_plots.frame_grid`).
     """
     obs, states, chunk = data
     frames = Frames(obs, states, chunk)

@@ -18,7 +18,12 @@ def tune_process(threads: int | None = None) -> None:
 
     Args:
         threads: of PyTorch; None leaves them as they are. One is fastest where matrices are small.
+
+    Raises:
+        ValueError: no thread at all.
     """
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
     torch.set_flush_denormal(True)
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -75,6 +75,7 @@ def weighted_covariance(ratio: Float[Tensor, "*b n"], features: Float[Tensor, "*
     """Psi^T D Psi, by blocks of points that stay in a processor's cache; where it is worth it, without points of ratio 0."""
     p, batch = features.shape[-1], max(1, ratio.shape[:-1].numel())
     sparse = batch == 1 and p >= 64 and ratio.device.type == "cpu" and not torch.compiler.is_compiling()  # on a GPU: it would wait
+    sparse = sparse and not ratio.requires_grad  # the ratio 0 has a gradient too
     size = max(1, BLOCK // (batch * p))
     total: Tensor | None = None
     for r, f in zip(ratio.split(size, -1), features.split(size, -2), strict=True):

@@ -321,7 +321,7 @@ def train(
         trust: allow ``_target_`` outside of this package.
         begin: called when the model has taken the data and before the first file is written: an earlier run may be cleared then.
         codes: a file that keeps the fitted code of these images: taken from there if it exists, written there if not.
-        extent: of states that are positions in an image, for the pictures (`kbf.plots.frame_grid`).
+        extent: of states that are positions in an image, for the pictures (`kbf.frame_plots.frame_grid`).
 
     Returns:
         The best model; None in the helper processes of a distributed run.

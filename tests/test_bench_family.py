@@ -26,7 +26,7 @@ def module(name):
 def test_smoke(name, tmp_path, monkeypatch):
     if name == "peers":  # whatever is installed here: the others take seconds to import
         monkeypatch.setattr(module(name), "library", lambda asked: library(asked) if asked.startswith("filterpy") else None)
-    main(["bench", name, "size=smoke", f"run_dir={tmp_path}"])
+    assert main(["bench", name, "size=smoke", f"run_dir={tmp_path}"]) == 0
     assert {file.name for file in tmp_path.iterdir()} >= {"results.csv", "figure.png", "claims.md", "about.json"}
 
 

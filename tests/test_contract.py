@@ -441,6 +441,15 @@ def test_a_damaged_state_file_and_one_of_another_precision_give_one_clear_error(
     path.write_bytes(b"no state at all")
     with pytest.raises(ValueError, match="damaged"):
         load_state(filter, path)
+    for other in ("a text", [1, 2], {"weights": 3}, {1: torch.zeros(1), "weights": torch.zeros(1)}):
+        torch.save(other, path)
+        with pytest.raises(ValueError, match=r"not the state of a filter|holds a state of"):
+            load_state(filter, path)
+    path.write_text("plain text", encoding="utf-8")
+    with pytest.raises(ValueError, match="damaged"):
+        load_state(filter, path)
+    with pytest.raises(FileNotFoundError):
+        load_state(filter, tmp_path / "nothing.pt")
     save_state(KernelState(torch.zeros(1, 3).double()), path)
     with pytest.raises(ValueError, match="float64"):
         load_state(filter, path)

@@ -9,11 +9,12 @@ import pytest
 import scipy.stats
 import torch
 
+from kbf.charts import comparison_figure
 from kbf.data.synthetic import SyntheticData
 from kbf.evaluation import floor, mean_and_error, score, summary, wilcoxon_pairs
 from kbf.filters.kalman_learned import LearnedKalman
 from kbf.filters.particle import ParticleFilter
-from kbf.plots import comparison_figure, save, track_figure
+from kbf.plots import save, track_figure
 from kbf.sequence import Sequence
 from kbf.ssm import rotation, simulate
 

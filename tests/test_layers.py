@@ -16,7 +16,7 @@ LAYERS = [
     ["kbf.kernels", "kbf.features", "kbf.metrics", "kbf.ssm", "kbf.manifolds", "kbf.render"],
     ["kbf.embeddings", "kbf.cme", "kbf.ratios", "kbf.rules"],
     ["kbf.filters"],
-    ["kbf.selection", "kbf.smoothing", "kbf.plots", "kbf.charts", "kbf.nn", "kbf.data"],
+    ["kbf.selection", "kbf.smoothing", "kbf.plots", "kbf.frame_plots", "kbf.charts", "kbf.nn", "kbf.data"],
     ["kbf.training", "kbf.pretraining", "kbf.pictures", "kbf.evaluation"],
     ["kbf.experiments", "kbf.bench"],
     ["kbf.commands", "kbf.cli"],
@@ -28,6 +28,7 @@ NEIGHBOURS = {  # who may import whom inside one layer
     "kbf.render": {"kbf.render"},
     "kbf.filters": {"kbf.filters"},
     "kbf.charts": {"kbf.plots"},
+    "kbf.frame_plots": {"kbf.plots"},
     "kbf.nn": {"kbf.nn", "kbf.selection"},
     "kbf.data": {"kbf.data"},
     "kbf.training": {"kbf.pretraining", "kbf.pictures"},
@@ -39,7 +40,7 @@ NEIGHBOURS = {  # who may import whom inside one layer
 ONLY_IN = {
     "hydra": {"kbf.cli"},
     "lightning": {"kbf.training", "kbf.pretraining", "kbf.data.module"},
-    "matplotlib": {"kbf.plots", "kbf.charts"},
+    "matplotlib": {"kbf.plots", "kbf.frame_plots", "kbf.charts"},
 }
 
 

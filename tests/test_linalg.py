@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import numpy as np
@@ -77,6 +78,14 @@ def test_squared_distance_is_the_double_loop(normal):
     x, y = normal(2, 4, 3), normal(5, 3)
     expected = torch.stack([torch.stack([torch.stack([(a - b).square().sum() for b in y]) for a in one]) for one in x])
     torch.testing.assert_close(squared_distance(x, y), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [3, 3000])
+def test_points_of_other_widths_have_no_distance(n):
+    with pytest.raises(ValueError, match="points of 1 components have no distance to points of 2"):
+        inspect.unwrap(squared_distance)(
+            torch.zeros(n, 1), torch.zeros(4, 2)
+        )  # without the checks of shapes, which come first here
 
 
 def test_squared_distance_far_from_the_origin_keeps_its_digits(normal):

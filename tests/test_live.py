@@ -136,6 +136,41 @@ def test_a_step_is_one_graph(normalise):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@compiler
+@pytest.mark.slow
+def test_compiled_code_gets_what_it_was_made_for():
+    """It looks at neither shapes, types nor strides itself, and would read beyond the end of what it gets."""
+    filter, obs = kernel_filter(dtype="float32"), recording(9, seed=1, batch=2).obs
+    fast, slow = Live(filter, batch=2, compiled=obs[:, 0].float()), Live(filter, batch=2)
+    for t in range(9):  # float64, and a view with strides
+        torch.testing.assert_close(fast.step(obs[:, t]), slow.step(obs[:, t]), rtol=1e-4, atol=1e-5)
+    for wrong in (torch.zeros(2, 1), torch.zeros(2, 3)):
+        with pytest.raises(ValueError, match=r"compiled for \(2, 2\), got"):
+            fast.step(wrong)
+    with pytest.raises(ValueError, match="compiled for 1 sequences, and to run 2"):
+        Live(filter, batch=2, compiled=obs[:1, 0].float())
+    with pytest.raises(ValueError, match="cannot be compiled, run it as it is"):
+        Live(kernel_filter(rank=None), compiled=obs[:1, 0])
+
+
+@pytest.mark.parametrize("obs", [torch.zeros(3, 2), torch.zeros(1, 2), torch.zeros(2)])
+def test_observations_of_another_batch(obs):
+    with pytest.raises(ValueError, match="the batch in front"):
+        Live(kernel_filter(), batch=2).step(obs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"rank": None}])
+@pytest.mark.parametrize("width", [1, 3])
+def test_observations_of_another_width(settings, width):
+    with pytest.raises((ValueError, TypeError), match=r"points of \d components|Type-check error"):  # here shapes are checked
+        Live(kernel_filter(**settings), batch=2).step(torch.zeros(2, width, dtype=F64))
+
+
+def test_restart_of_another_batch():
+    with pytest.raises(ValueError, match="which is for 3 sequences, this filter runs 2"):
+        Live(kernel_filter(), batch=2).restart(torch.tensor([True, False, True]))
+
+
 def test_only_modules_are_compiled():
     with pytest.raises(ValueError, match="only filters that are modules can be compiled"):
         compile_step(
@@ -145,6 +180,8 @@ def test_only_modules_are_compiled():
 
 
 def test_tune_process_sets_threads():
+    with pytest.raises(ValueError, match="threads must be at least 1"):
+        tune_process(threads=0)
     before = torch.get_num_threads()
     tune_process(threads=1)
     assert torch.get_num_threads() == 1

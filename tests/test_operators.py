@@ -142,6 +142,42 @@ def test_tolerance_bounds_the_difference_to_full_matrices():
     assert apart[1] < 0.1 * apart[0]
 
 
+def test_a_ratio_of_zero_has_a_gradient_too(normal):
+    F, ratio = normal(6, 70), normal(1, 6).clamp_min(0).requires_grad_()
+    (gradient,) = torch.autograd.grad(rules.weighted_covariance(ratio, F).sum(), ratio)
+    torch.testing.assert_close(gradient[0], F.sum(1).square())
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"rank": 0}, "rank must be a whole number"),
+        ({"local": -3}, "local must be a whole number"),
+        ({"tol": -1.0}, "tol must be in"),
+        ({"tol": float("nan")}, "tol must be in"),
+        ({"regs": (0.0, 1e-3, 1e-3)}, "factors and regs positive"),
+        ({"select": "loo", "rule": "original", "ratio": "tikhonov"}, "select=loo gives the ridge of"),
+    ],
+)
+def test_settings_that_make_no_filter(settings, told):
+    with pytest.raises(ValueError, match=told):
+        KBF(**settings)
+
+
+def test_leave_one_out_chooses_well_and_whatever_the_size():
+    """Better than the median on a wavy recording; the same from a memory far larger than the subsample that is looked at."""
+    whole, test = memory(400), recording(200, seed=1)
+    errors = {}
+    for select in ("median", "loo"):
+        model = KBF(select=select, rank=100, learn=False)
+        model.prepare([whole])
+        errors[select] = (rollout(model.condition(whole), test.obs).estimates - test.states).square().sum(-1).mean()
+    assert errors["loo"] < 1.05 * errors["median"]
+    assert errors["loo"] < 0.08
+    with pytest.raises(ValueError, match="needs every observation of its memory"):
+        KBF(select="loo").prepare([whole._replace(mask=torch.arange(400) != 7)])
+
+
 def test_bad_numbers():
     psi, obs = nn.Identity(), torch.zeros(4, 1, 2)
     with pytest.raises(ValueError, match="local must be at least 1"):

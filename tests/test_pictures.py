@@ -101,7 +101,7 @@ def test_what_cannot_be_shown_is_not_drawn(monkeypatch):
     log_features([board], code(3), (obs.flatten(1), states, chunk), 0)
     assert not board.figures and board.embeddings["features", 0][2] is None
     monkeypatch.setattr("kbf.plots.track_figure", None)
-    monkeypatch.setattr("kbf.plots.frame_grid", None)
+    monkeypatch.setattr("kbf.frame_plots.frame_grid", None)
     sequence = Sequence(states, obs)
     log_track([PLAIN], "track", sequence, states, 0)
     log_frames([PLAIN], "frames", sequence, states, 0)

@@ -12,7 +12,8 @@ from matplotlib.quiver import Quiver
 from PIL import Image
 
 from kbf import plots
-from kbf.plots import ESTIMATE, TRUTH, animate, embedding_table, frame_grid, picture, state_kind, thumbnails, track_figure
+from kbf.frame_plots import animate, embedding_table, frame_grid, picture, state_kind, thumbnails
+from kbf.plots import ESTIMATE, TRUTH, track_figure
 from kbf.sequence import Sequence
 
 T = 5

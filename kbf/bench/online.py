@@ -89,7 +89,7 @@ def claims(rows: list[Row]) -> list[Claim]:
         steps, bad = mine[-1]["steps so far"], sum(row["not finite"] for row in mine)
         told.append(Claim(f"{name}: every estimate finite", f"{bad} of {steps:,} are not", bad == 0))
         grown = mine[-1]["memory, MiB"] - mine[1]["memory, MiB"]
-        told.append(Claim(f"{name}: memory does not grow", f"{grown:+.1f} MiB from the second tenth to the last", grown < 4))
+        told.append(Claim(f"{name}: memory does not grow", f"{grown:+.1f} MiB from the second tenth to the last", grown < 2))
         apart = mine[-1]["error"] / mine[0]["error"] - 1
         measured = f"{mine[0]['error']:.4f} in the first tenth, {mine[-1]['error']:.4f} in the last"
         noise = 30 / math.sqrt(steps / 10)  # successive errors hang together; three standard errors and more

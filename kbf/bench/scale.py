@@ -1,7 +1,7 @@
 """Time and memory of a filter against the number of its training points: conditioning, a step, and the choice of its numbers.
 
 Nothing is n x n: landmarks, medians and leave-one-out scores look at subsamples, features are made by blocks, and what is kept are
-arrays of n times the rank. Memory is the process's largest resident set, above what it was at the start.
+arrays of n times the rank. Memory is the process's largest resident set since the start of the benchmark.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import resource
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,7 +32,9 @@ RECORDINGS = 10
 def run(settings: Settings, tell: Tell) -> list[Row]:
     """Each size in turn, the smallest first, so that the largest resident set is that of the size at hand."""
     torch.manual_seed(0)
-    device, before = settings["device"], gibibytes()
+    device = settings["device"]
+    reset_peak()
+    before = gibibytes()
     rows = []
     for n in settings["sizes"]:
         tell(f"{n:,} training points")
@@ -60,8 +64,20 @@ def recordings(n: int) -> list[Sequence]:
     return [Sequence(z, x) for z, x in zip(drawn.states, drawn.obs, strict=True)]
 
 
+STATUS, PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def reset_peak() -> None:
+    """Forget the largest resident set so far, where the system lets us: what ran before must not count."""
+    with suppress(OSError):
+        PEAK.write_text("5", encoding="ascii")
+
+
 def gibibytes() -> float:
-    """The largest resident set of this process so far."""
+    """The largest resident set of this process since `reset_peak`."""
+    with suppress(OSError, StopIteration):
+        line = next(line for line in STATUS.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
@@ -76,8 +92,9 @@ def claims(rows: list[Row]) -> list[Claim]:
     """Linear time and memory, and 100,000 points within 4 GB."""
     told = []
     for key in ("conditioning, seconds", "step, milliseconds", "memory above the start, GiB"):
-        found = slope(rows, key)
-        told.append(Claim(f"{key.split(',')[0]}: slope of the log-log line at most 1.1", f"{found:.2f}", found <= 1.1))
+        found, grown = slope(rows, key), rows[-1][key] > rows[0][key] > 0
+        target = f"{key.split(',')[0]}: slope of the log-log line at most 1.1, from 10,000 points on"
+        told.append(Claim(target, f"{found:.2f}" if grown else "nothing grew", found <= 1.1 if grown else None))
     last = rows[-1]
     measured = f"{last['memory, GiB'] * 2**30 / 1e9:.2f} GB at {last['training points']:,} points of rank {last['rank']}"
     enough = last["memory, GiB"] * 2**30 < 4e9 if last["training points"] >= 100_000 else None

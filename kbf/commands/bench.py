@@ -35,7 +35,12 @@ def run(config: dict[str, Any]) -> int:
         raise ValueError(f"device must be cpu or cuda, got {config['device']!r}")
     for each in BENCHMARKS if name == "all" else [name]:
         directory = Path(config["run_dir"]) / (each if name == "all" else "")
-        measure(each, config, directory)
+        try:
+            measure(each, config, directory)
+        except ValueError as error:
+            if name != "all":
+                raise
+            console.print(f"[yellow]left out[/]: {escape(str(error))}", highlight=False)
     return 0
 
 

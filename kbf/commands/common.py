@@ -106,7 +106,7 @@ def write_pictures(config: Mapping[str, Any], data: Data, result: Score, title: 
     ``track.png`` for all data, ``frames.png`` for images, and ``filter.gif`` as ``config`` says: ``animation`` and
     ``animation_steps``.
     """
-    from kbf import plots
+    from kbf import frame_plots, plots
 
     directory, images = Path(config["run_dir"]), data.test[0].obs.ndim == 4
     sequence, found = data.test[0], result.estimates[0]
@@ -115,11 +115,11 @@ def write_pictures(config: Mapping[str, Any], data: Data, result: Score, title: 
     plots.save(plots.track_figure(sequence, found, spread, title=title), directory / "track.png")
     names = ["track.png"]
     if images:
-        plots.save(plots.frame_grid(sequence, found, spread, extent=data.extent, title=title), directory / "frames.png")
+        plots.save(frame_plots.frame_grid(sequence, found, spread, extent=data.extent, title=title), directory / "frames.png")
         names.append("frames.png")
     steps = config["animation_steps"]
     if steps and (images if config["animation"] is None else config["animation"]):
-        plots.animate(directory / "filter.gif", sequence, found, spread, steps=steps, extent=data.extent, title=title)
+        frame_plots.animate(directory / "filter.gif", sequence, found, spread, steps=steps, extent=data.extent, title=title)
         names.append("filter.gif")
     return names
 

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kbf import __version__
+from kbf.charts import comparison_figure
 from kbf.commands.common import commit, console, provenance, resolved, start
 from kbf.commands.pool import run_all
 from kbf.commands.train import finish
@@ -23,7 +24,7 @@ from kbf.data.download import one_at_a_time
 from kbf.data.source import load_data
 from kbf.evaluation import data_floor, mean_and_error, summary, wilcoxon_pairs
 from kbf.files import write_csv, write_json
-from kbf.plots import comparison_figure, save
+from kbf.plots import save
 from kbf.training import train
 
 FLOOR = "floor"

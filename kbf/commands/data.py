@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kbf.commands.common import console, save_arrays, show, start
 from kbf.data.source import load_data
-from kbf.plots import frame_grid, save, track_figure
+from kbf.frame_plots import frame_grid
+from kbf.plots import save, track_figure
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:

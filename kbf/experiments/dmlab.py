@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kbf.charts import Figure
 from kbf.data.dmlab import OrientationImages
 from kbf.experiments import images
 from kbf.experiments.base import Job, Row, Settings, Verdict

@@ -8,7 +8,6 @@ that can be saved.
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
@@ -167,10 +166,14 @@ def load_state(filter: Filter[S], path: str | os.PathLike[str]) -> S:
     like: Any = filter.init(1)
     try:
         leaves = torch.load(path, weights_only=True, map_location=like[0].device)
-    except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # whatever a file that is none of ours makes of the reader
         raise ValueError(f"{path} is damaged, or not the state of a filter: {type(error).__name__}") from error
-    if not isinstance(leaves, dict) or set(leaves) != set(like._fields):
-        raise ValueError(f"{path} holds a state of {sorted(leaves)}, this filter's has {sorted(like._fields)}")
+    if not isinstance(leaves, dict) or not all(isinstance(leaf, Tensor) for leaf in leaves.values()):
+        raise ValueError(f"{path} is not the state of a filter: it holds {type(leaves).__name__}")
+    if set(leaves) != set(like._fields):
+        raise ValueError(f"{path} holds a state of {sorted(map(str, leaves))}, this filter's has {sorted(like._fields)}")
     for name, leaf in zip(like._fields, like, strict=True):
         if leaves[name].shape[1:] != leaf.shape[1:]:
             raise ValueError(f"{path}: {name} is {tuple(leaves[name].shape[1:])} wide, this filter needs {tuple(leaf.shape[1:])}")

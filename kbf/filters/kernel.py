@@ -23,7 +23,9 @@ class KernelState(NamedTuple):
 
 
 class KernelBayesFilter(nn.Module):
-    """The filter over n memory points; every operator is a buffer. On a GPU nothing in a step waits for it.
+    """The filter over n memory points; every operator is a buffer.
+
+    With features and the importance-weighted rule nothing in a step waits for a GPU.
 
     1. predict: w <- P w.
     2. update: gamma = A w, r = max(0, gamma) (clipped unless the rule takes signed ratios), then w = rule(r, observation).

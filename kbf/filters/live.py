@@ -42,10 +42,15 @@ class Live:
         Args:
             filter: any filter; its module, if it is one, is set to eval mode.
             batch: sequences that are filtered at once.
-            compiled: an observation, as an example of shape and type, to compile the step for (`compile_step`); None runs it as
-                it is written.
+            compiled: an observation ``b *x``, as an example of shape and type, to compile the step for (`compile_step`); None runs
+                it as it is written.
             generator: randomness of the filters that need any.
+
+        Raises:
+            ValueError: an example of another batch, or as `compile_step`.
         """
+        if compiled is not None and len(compiled) != batch:
+            raise ValueError(f"the step is to be compiled for {len(compiled)} sequences, and to run {batch}")
         self.filter = filter.eval() if isinstance(filter, nn.Module) else filter
         self.generator = generator
         self.state: Any = filter.init(batch, generator=generator)
@@ -56,10 +61,15 @@ class Live:
         """Move, and observe ``b *x``: the estimates ``b d``.
 
         A sequence whose observation has NaN or infinite entries, or all with None, has observed nothing: its state moves only.
+
+        Raises:
+            ValueError: observations of another batch or width.
         """
         if obs is None:
             self.state = self.filter.predict(self.state, generator=self.generator)
             return self.filter.estimate(self.state)
+        if obs.ndim < 2 or len(obs) != len(self.state[0]):
+            raise ValueError(f"observations must be {(len(self.state[0]), '...')}, the batch in front; got {tuple(obs.shape)}")
         if not math.isfinite(obs.sum().item()):  # a single number for the usual case
             seen = torch.isfinite(obs).flatten(1).all(1)
             obs = torch.where(seen.reshape(-1, *[1] * (obs.ndim - 1)), obs, torch.zeros_like(obs))
@@ -73,7 +83,13 @@ class Live:
         return estimate
 
     def restart(self, which: Shaped[Tensor, " b"] | None = None) -> None:
-        """Back to the prior: all sequences, or those where ``which`` is True."""
+        """Back to the prior: all sequences, or those where ``which`` is True.
+
+        Raises:
+            ValueError: ``which`` of another batch.
+        """
+        if which is not None and len(which) != len(self.state[0]):
+            raise ValueError(f"which is for {len(which)} sequences, this filter runs {len(self.state[0])}")
         fresh = self.filter.init(len(self.state[0]), generator=self.generator)
         self.state = fresh if which is None else where(which, fresh, self.state)
 
@@ -120,7 +136,8 @@ def compile_step(filter: Filter[Any], obs: Shaped[Tensor, "b *x"]) -> Callable[.
         (leaves of the state, observation) -> (leaves of the next state, estimate).
 
     Raises:
-        ValueError: a filter that is no module; or no C++ compiler.
+        ValueError: a filter that is no module, or whose step looks at values, as a rule over full Gram matrices does; or no
+            C++ compiler. The result raises it for leaves of another shape.
     """
     if not isinstance(filter, nn.Module):
         raise ValueError(f"only filters that are modules can be compiled, {type(filter).__name__} is none")
@@ -128,9 +145,13 @@ def compile_step(filter: Filter[Any], obs: Shaped[Tensor, "b *x"]) -> Callable[.
     inputs = (*(leaf.contiguous() for leaf in filter.init(len(obs))), obs)
     if obs.device.type == "cuda":
         graph = torch.compile(module, mode="reduce-overhead", fullgraph=True)
-        return lambda *inputs: tuple(leaf.clone() for leaf in graph(*inputs))  # the next replay overwrites them
+        return fitting(inputs, lambda *given: tuple(leaf.clone() for leaf in graph(*given)))  # the next replay overwrites them
     with torch.no_grad(), quietly(), tempfile.TemporaryDirectory() as directory:
-        exported = torch.export.export(module, inputs)
+        try:
+            exported = torch.export.export(module, inputs)
+        except Exception as error:
+            first = str(error).strip().split("\n")[0]
+            raise ValueError(f"the step of this filter cannot be compiled, run it as it is: {first}") from error
         try:
             package = torch._inductor.aoti_compile_and_package(exported, package_path=str(Path(directory) / "step.pt2"))
         except Exception as error:
@@ -138,7 +159,20 @@ def compile_step(filter: Filter[Any], obs: Shaped[Tensor, "b *x"]) -> Callable[.
                 raise
             raise ValueError(f"compiling a filter's step needs a C++ compiler (g++ or clang++): {error}") from error
         loaded = torch._inductor.aoti_load_package(package)
-    return lambda *inputs: tuple(loaded(*inputs))
+    return fitting(inputs, lambda *given: tuple(loaded(*given)))
+
+
+def fitting(inputs: tuple[Tensor, ...], run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """``run`` for inputs like these: compiled code looks neither at shapes nor at types, and would read beyond their ends."""
+    kinds = [(leaf.shape, leaf.dtype, leaf.device) for leaf in inputs]
+
+    def checked(*given: Tensor) -> tuple[Tensor, ...]:
+        for leaf, (shape, _, _) in zip(given, kinds, strict=True):
+            if leaf.shape != shape:
+                raise ValueError(f"this step is compiled for {tuple(shape)}, got {tuple(leaf.shape)}")
+        return run(*(leaf.to(device, dtype).contiguous() for leaf, (_, dtype, device) in zip(given, kinds, strict=True)))
+
+    return checked
 
 
 @contextmanager

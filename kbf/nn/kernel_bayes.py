@@ -138,6 +138,14 @@ class KBF(nn.Module):
             raise ValueError("KBF: rule=importance_weighted needs a ratio that is not negative, ratio=tikhonov is; use kulsif")
         if rank is not None and rule == "pseudo_inverse":
             raise ValueError(f"KBF: rule={rule} needs full Gram matrices, set rank to null")
+        numbers = {"rank": rank, "local": local}
+        for name, number in numbers.items():
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise ValueError(f"KBF: {name} must be a whole number of at least 1, or null; got {number}")
+        if not 0 <= tol < 1 or not min(*factors, *regs) > 0:
+            raise ValueError(f"KBF: tol must be in [0, 1), factors and regs positive; got {tol}, {factors} and {regs}")
+        if select == "loo" and rule != "importance_weighted":
+            raise ValueError(f"KBF: select=loo gives the ridge of rule=importance_weighted, not of {rule}")
         if local is not None and (rank is None or rule != "importance_weighted"):
             raise ValueError(f"KBF: local needs features and rule=importance_weighted; got rank={rank} and rule={rule}")
         self.rule, self.ratio, self.kernel, self.rank, self.tol, self.local = rule, ratio, kernel, rank, tol, local
@@ -148,12 +156,12 @@ class KBF(nn.Module):
 
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
         """Set bandwidths (and with select=paper the ridges) from the training part."""
+        states, obs = stacked(as_sequences(memory))
         if self.select != "median":
             from kbf.selection import closed_form, paper_grid
 
             (paper_grid if self.select == "paper" else closed_form)(self, memory)
         else:
-            states, obs = stacked(as_sequences(memory))
             medians = torch.stack([median_distance(states)] * 2 + [self.obs_scale(obs).to(states)])
             self.set(medians * medians.new_tensor(self.factors), self.log_reg.exp())
 
@@ -202,15 +210,21 @@ class KBF(nn.Module):
         else:
             transition_map = NystromFeatures(self.kernel, transition_width, states, self.rank, self.tol, total)
             transition = transition_operator_primal(transition_map.all(states), pairs, reg_transition, total)
-        return KernelBayesFilter(
+        filter = KernelBayesFilter(
             states.to(self.dtype),
-            transition.to(self.dtype),
-            self.ratio_of(states, ratio_width, eta, total).to(self.dtype),
+            transition,
+            self.ratio_of(states, ratio_width, eta, total),
             self.update_of(obs, obs_width, reg, total),
             normalise=self.normalise,
             clip=self.ratio != "tikhonov",
             total=total,
         )
+        for operator in (filter.transition, filter.ratio, filter.moved_ratio):
+            if operator is not None:
+                operator.to(self.dtype)
+        if filter.moved_ratio is not None:
+            filter.moved_ratio.right = transition.right  # one array
+        return filter
 
     def update_of(self, obs: Tensor, bandwidth: Tensor, reg: Tensor, total: Total = alone) -> nn.Module:
         """The rule over the memory's observations ``n *x``."""
