@@ -151,8 +151,13 @@ def verdict_text(name: str, experiment: Experiment, verdicts: list[Verdict], abo
     marked = "" if about["preset"] == "full" else f" (preset {about['preset']}: fewer runs or smaller than in the paper)"
     lines = [f"# {name}", "", f"{EXPERIMENTS[name]}{marked}.", "", f"`{about['command']}`", ""]
     lines += ["| finding of the paper | here | verdict |", "|---|---|---|"]
-    lines += [f"| {v.finding} | {v.ours} | {ANSWERS[v.reproduced]} |" for v in verdicts]
+    lines += [f"| {cell(v.finding)} | {cell(v.ours)} | {ANSWERS[v.reproduced]} |" for v in verdicts]
     return "\n".join([*lines, "", " ".join(experiment.NOTES.split()), ""])
+
+
+def cell(text: str) -> str:
+    """Text in a table of Markdown, where a bar would end it."""
+    return text.replace("|", "\\|")
 
 
 def overview(directory: Path) -> None:
@@ -163,6 +168,7 @@ def overview(directory: Path) -> None:
         if path.is_file():
             told = json.loads(path.read_text(encoding="utf-8"))
             for v in told["verdicts"]:
-                lines.append(f"| `{name}` | {told['preset']} | {v['finding']} | {v['ours']} | {ANSWERS[v['reproduced']]} |")
+                words = [cell(v["finding"]), cell(v["ours"]), ANSWERS[v["reproduced"]]]
+                lines.append(f"| `{name}` | {told['preset']} | {' | '.join(words)} |")
     write_text(directory / "summary.md", "\n".join([*lines, ""]))
     console.print(f"\nall verdicts are in [bold]{directory / 'summary.md'}[/]", highlight=False)
