@@ -192,3 +192,9 @@ def test_image_experiments_compose(name):
     config = configure("compare", [f"experiment={name}"])
     assert config["data"]["name"] in name
     assert set(config["models"]) == set(config["bases"])
+
+
+def test_two_models_of_one_name_are_refused(capsys):
+    """Their results would overwrite each other."""
+    assert main(["compare", "models=kalman,kalman", "n_train=40"]) == 2
+    assert "two of them have the name 'kalman'" in capsys.readouterr().err
