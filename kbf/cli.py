@@ -198,7 +198,7 @@ def comparison(composed: Any, recipe: dict[str, Any], search: list[str]) -> dict
     for model in several["models"]:
         net = plain(compose("train", [f"model={model}", "logger=none", *search]), resolve=False)["model"]
         if str(net["name"]) in bases:
-            raise ValueError(f"models: two of them have the name {net['name']!r}; results are kept by name, so give one another name")
+            raise ValueError(f"models: two of them have the name {net['name']!r}, by which results are kept: give one another")
         bases[str(net["name"])] = {**recipe, "model": net, "trainer": trainer}
     whole = {key: value for key, value in plain(first, skip=("trainer",)).items() if key != "n_train"}
     return {**whole, **several, "recipe": recipe, "bases": bases}
