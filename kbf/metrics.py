@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kbf.distributed import Total, alone
 from kbf.linalg import cholesky
 
 
@@ -96,14 +97,17 @@ def coverage(
     return _over_time(inside.to(states.dtype), mask)
 
 
-def effective_sample_size(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
-    """(sum w)^2 / sum w^2: n for equal weights, 1 for a single one; with negative weights it may fall below 1."""
-    return weights.sum(-1).square() / weights.square().sum(-1)
+def effective_sample_size(weights: Float[Tensor, "*b n"], total: Total = alone) -> Float[Tensor, "*b"]:
+    """(sum w)^2 / sum w^2: n for equal weights, 1 for a single one; with negative weights it may fall below 1.
+
+    ``total`` adds the sums up over processes that share the weights (`kbf.distributed`).
+    """
+    return total(weights.sum(-1)).square() / total(weights.square().sum(-1))
 
 
-def negative_mass(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
-    """Sum of the negative weights, at most 0."""
-    return weights.clamp_max(0).sum(-1)
+def negative_mass(weights: Float[Tensor, "*b n"], total: Total = alone) -> Float[Tensor, "*b"]:
+    """Sum of the negative weights, at most 0; ``total`` as in `effective_sample_size`."""
+    return total(weights.clamp_max(0).sum(-1))
 
 
 def _difference(a: Tensor, b: Tensor, mask: Tensor | None) -> Tensor:

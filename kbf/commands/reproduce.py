@@ -37,7 +37,7 @@ def run(config: dict[str, Any]) -> int:
     """Run one experiment, or all of them; returns 1 if a piece failed.
 
     Raises:
-        ValueError: an unknown experiment or preset, or a frames file for an experiment that has no images.
+        ValueError: an unknown experiment or preset, or no runs. FileNotFoundError: a frames file that is not there.
     """
     start()
     name = config["name"]

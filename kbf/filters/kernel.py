@@ -14,6 +14,7 @@ from torch import Generator, Tensor, nn
 
 from kbf.distributed import Total, alone
 from kbf.filters.operators import compose, count
+from kbf.metrics import effective_sample_size, negative_mass
 
 
 class KernelState(NamedTuple):
@@ -116,11 +117,10 @@ class KernelBayesFilter(nn.Module):
         After an update those are the memory points whose ratio was clipped (or passed over by `PrimalUpdate`'s ``local``).
         """
         w, total = state.weights, self.total
-        sums, squares = total(w.sum(-1)), total(w.square().sum(-1))
         return {
-            "ess": sums.square() / squares,
-            "weight_sum": sums,
-            "negative_mass": total(w.clamp_max(0).sum(-1)),
+            "ess": effective_sample_size(w, total),
+            "weight_sum": total(w.sum(-1)),
+            "negative_mass": negative_mass(w, total),
             "clipped": total((w == 0).to(w).sum(-1)) / self.n,
         }
 

@@ -108,8 +108,8 @@ class KBF(nn.Module):
             ratio: kulsif, tikhonov, relative, or one: no prior at all, each observation by itself.
             kernel: a name in `kbf.kernels.KERNELS`.
             rank: most features of each kernel; None works with full Gram matrices.
-            tol: stop adding features once the trace residual of the Gram matrix falls to this share (`ranks` tells how many
-                there are); with enough of them the filter is that of full matrices, to about this tolerance.
+            tol: stop adding features once the trace residual of the Gram matrix falls to this share ; if ``rank`` allows
+                it, estimates are then those of full matrices to about 2 sqrt(tol) (`kbf bench rank`).
             normalise: scale weights to sum 1.
             select: median (``factors`` times the median distances, ``regs``), loo (leave-one-out scores in closed form, on a
                 subsample) or paper (the grid of Xu et al., on the last min(200, 0.3 n) training steps).
