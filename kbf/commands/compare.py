@@ -7,18 +7,16 @@ import json
 import math
 import tempfile
 import time
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kbf import __version__
 from kbf.charts import comparison_figure
 from kbf.commands.common import commit, console, provenance, resolved, start
-from kbf.commands.pool import run_all
+from kbf.commands.resume import finish_all
 from kbf.commands.train import finish
 from kbf.data.download import one_at_a_time
 from kbf.data.source import load_data
@@ -49,22 +47,7 @@ def run(config: dict[str, Any]) -> int:
     start()
     directory = Path(config["run_dir"])
     cells = make_cells(config, directory / "cells")
-    results = {cell.path: json.loads(cell.path.read_text(encoding="utf-8")) for cell in cells if cell.path.exists()}
-    missing = in_order([cell for cell in cells if cell.path not in results])
-    if results:
-        console.print(f"{len(results)} of {len(cells)} runs are there already", highlight=False)
-    failed = 0
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=console) as progress, closing(run_all(run_cell, missing, config["workers"])) as finished:
-        bar = progress.add_task("starting", total=len(missing))
-        for cell, result in finished:
-            if "error" in result:
-                failed += 1
-                progress.console.print(f"[red]failed[/] {named(cell)}: {escape(result['error'])}", highlight=False)
-            else:
-                write_json(cell.path, result)
-                results[cell.path] = result
-            progress.update(bar, advance=1, description=named(cell))
+    results, failed = finish_all(run_cell, cells, config["workers"], name="runs", called=named, order=in_order)
     report(config["data"]["name"], {(c.model, c.n_train, c.seed): results[c.path] for c in cells if c.path in results}, directory)
     if failed:
         console.print(f"[red]{failed} runs failed[/]; the same command tries them again", highlight=False)

@@ -6,17 +6,15 @@ import hashlib
 import importlib
 import json
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kbf import __version__
 from kbf.commands.common import commit, console, provenance, start
-from kbf.commands.pool import run_all
+from kbf.commands.resume import finish_all
 from kbf.experiments import EXPERIMENTS
 from kbf.experiments.base import Experiment, Verdict
 from kbf.files import write_csv, write_json, write_text
@@ -55,23 +53,10 @@ def reproduce(name: str, config: dict[str, Any]) -> int:
     began, directory = time.perf_counter(), Path(config["run_dir"])
     experiment, settings = read_settings(name, config)
     pieces = [Piece(name, job, directory / "cells" / f"{hashed(name, job)}.json") for job in experiment.jobs(settings)]
-    done = {piece.path: json.loads(piece.path.read_text(encoding="utf-8")) for piece in pieces if piece.path.exists()}
-    missing = [piece for piece in pieces if piece.path not in done]
     console.print(f"\n[bold]{name}[/] {EXPERIMENTS[name]} ({config['preset']})", highlight=False)
-    if done:
-        console.print(f"{len(done)} of {len(pieces)} pieces are there already", highlight=False)
-    failed = 0
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=console) as progress, closing(run_all(work, missing, config["workers"])) as finished:
-        bar = progress.add_task(name, total=len(missing))
-        for piece, result in finished:
-            if "error" in result:
-                failed += 1
-                progress.console.print(f"[red]failed[/] {piece.job}: {escape(result['error'])}", highlight=False)
-            else:
-                write_json(piece.path, result)
-                done[piece.path] = result
-            progress.update(bar, advance=1)
+    done, failed = finish_all(
+        work, pieces, config["workers"], name="pieces", called=lambda piece: str(piece.job), shown=lambda piece: piece.name
+    )
     results = [done[piece.path] for piece in pieces if piece.path in done]
     if failed:
         told = f"{failed} of {len(pieces)} pieces failed; the same command tries them again"
