@@ -1,4 +1,4 @@
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo test lint format docs release clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -23,5 +23,14 @@ format:  ## put the code into its standard form
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
+docs:  ## set up with the tools for the documentation, then build its pages into runs/docs
+	scripts/bootstrap dev,docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict -f scripts/docs/mkdocs.yml
+	@echo "open runs/docs/index.html"
+
+release:  ## build wheel and source archive into dist/, install the wheel elsewhere and use it
+	scripts/bootstrap dev
+	scripts/check_release
+
 clean:  ## remove the environment and what the commands wrote
-	rm -rf .venv runs multirun outputs
+	rm -rf .venv runs dist multirun outputs

@@ -8,13 +8,16 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import matplotlib
+import torch
 from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import Tensor
 
-from kbf.plots import MARKERS, PALETTE, STYLE, TRUTH
+from kbf.plots import GREY, MARKERS, PALETTE, STYLE, TRUTH
 
 Row = Mapping[str, Any]
+PARTS = {"train": PALETTE[1], "validation": PALETTE[2], "test": PALETTE[0], "": GREY}
 
 
 def curves(
@@ -166,4 +169,56 @@ def comparison_figure(rows: Many[Mapping[str, Any]], *, title: str = "") -> Figu
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), labelspacing=0.7)
         if title:
             axes.set_title(title, fontsize=10.5)
+    return figure
+
+
+def series_figure(columns: Mapping[str, Many[Tensor]], parts: Many[Many[str]], *, title: str = "", most: int = 16) -> Figure:
+    """Columns over all steps, one panel each, sequences one behind the other; colours tell the part that a step is in.
+
+    Args:
+        columns: by name, one tensor ``T`` for each sequence.
+        parts: for each sequence and step train, validation, test, or "" for none.
+        title: above the picture.
+        most: panels.
+    """
+    kinds = [part for each in parts for part in each]
+    edges = [sum(len(each) for each in parts[:k]) for k in range(1, len(parts))]
+    with matplotlib.rc_context(STYLE):
+        shown = list(columns.items())[:most]
+        figure = Figure(figsize=(11, 1.0 + 1.3 * max(1, len(shown))), layout="constrained")
+        panels = figure.subplots(max(1, len(shown)), sharex=True, squeeze=False)[:, 0]
+        for axes, (name, each) in zip(panels, shown, strict=False):
+            values = torch.cat(list(each)).double()
+            for part, colour in PARTS.items():
+                if part not in kinds:
+                    continue
+                inside = torch.tensor([kind == part for kind in kinds])[: len(values)]
+                axes.plot(torch.where(inside, values, torch.nan), ".-", color=colour, lw=0.8, ms=1.5, label=part or "not used")
+            for edge in edges:
+                axes.axvline(edge - 0.5, color=GREY, lw=0.6)
+            axes.set_ylabel(name, rotation=0, ha="right")
+        panels[-1].set_xlabel("step")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        figure.suptitle(title, fontsize=10.5)
+    return figure
+
+
+def scatter_figure(parts: Mapping[str, Tensor], names: Many[str], *, title: str = "", most: int = 5) -> Figure:
+    """Every pair of the first components of points ``n d``, coloured by part; of a single component its values in order."""
+    width = min(len(names), most)
+    with matplotlib.rc_context(STYLE):
+        side = max(1, width - 1)
+        figure = Figure(figsize=(2.6 + 2.4 * side, 2.6 + 2.2 * side), layout="constrained")
+        grid = figure.subplots(side, side, squeeze=False)
+        for i in range(side):
+            for j in range(side):
+                axes = grid[i, j]
+                axes.set_visible(j <= i)
+                for part, points in parts.items():
+                    first = points[:, j] if width > 1 else torch.arange(len(points))
+                    axes.plot(first, points[:, i + 1 if width > 1 else 0], ".", ms=2.5, color=PARTS[part], label=part, alpha=0.6)
+                axes.set_xlabel(names[j] if width > 1 else "step")
+                axes.set_ylabel(names[i + 1] if width > 1 else names[0])
+        figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        figure.suptitle(title, fontsize=10.5)
     return figure

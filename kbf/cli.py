@@ -19,7 +19,9 @@ COMMANDS = {
             ("kbf train model=lstm data=oscillatory n_train=900 seed=3", "another model, another problem"),
             ("kbf train model=lstm model.training.lr=0.01 run_dir=runs/mine", "other hyper-parameters, a place of your own"),
             ("kbf train data=dsprites encoder@data.coding.encoder=resnet18", "images, and another encoder for them"),
+            ("kbf train data=own data.path=rec.csv data.states=[x,y] data.observations=[a,b]", "recordings of your own"),
             ("kbf train ckpt_path=runs/mine/checkpoints/last.ckpt", "go on with an interrupted run"),
+            ("kbf train model=auto", "tries several models on held-out steps and keeps the best"),
             ("kbf train --multirun model=kbf,lstm seed=0,1,2", "a sweep; add launcher=joblib to run it in parallel"),
         ],
     ),
@@ -30,6 +32,31 @@ COMMANDS = {
             ("kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt seed=7 data.n_test=1000", "on other draws of it"),
             ("kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt data=oscillatory", "on another problem"),
             ("kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt animation=true", "with a moving picture, filter.gif"),
+            ("kbf evaluate checkpoint=example:rotation", "a trained filter that comes with kbf"),
+            ("kbf evaluate checkpoint=best.ckpt smooth=true horizon=5", "with hindsight, and 1 to 5 steps ahead"),
+        ],
+    ),
+    "filter": (
+        "estimates of new observations, from files or as they come",
+        [
+            ("kbf filter checkpoint=best.ckpt input=rec.csv output=estimates.csv", "a recording; each line an observation"),
+            ("sensor | kbf filter checkpoint=best.ckpt input=- state=now.pt", "a stream; a restart goes on from now.pt"),
+            ("kbf filter checkpoint=best.ckpt input=views output=out.npz covariance=full", "a folder of images"),
+        ],
+    ),
+    "export": (
+        "one step of a filter as a program for other machines",
+        [
+            ("kbf export checkpoint=best.ckpt format=onnx out=step.onnx", "for ONNX Runtime; scripts/serve.py serves it"),
+            ("kbf export checkpoint=best.ckpt format=torch_export out=step.pt2", "for torch.export.load and AOTInductor"),
+            ("kbf export checkpoint=best.ckpt format=torchscript out=step.pt", "for torch.jit.load, and LibTorch in C++"),
+        ],
+    ),
+    "append": (
+        "add recordings to a trained filter's memory, without training again",
+        [
+            ("kbf append checkpoint=best.ckpt data.path=new.csv out=better.ckpt", "more recordings with the same columns"),
+            ("kbf append checkpoint=best.ckpt data.path=new.csv out=better.ckpt budget=5000", "and no more than 5,000 points"),
         ],
     ),
     "compare": (
@@ -44,7 +71,7 @@ COMMANDS = {
         "an experiment of a paper: figures, tests and a verdict",
         [
             ("kbf reproduce posterior_mean", "as in the paper; resumes where it was stopped"),
-            ("kbf reproduce all preset=quick workers=2", "every experiment, in less than an hour"),
+            ("kbf reproduce all preset=quick workers=2", "every experiment, in a quarter of an hour"),
             ("kbf reproduce --list", "their names"),
         ],
     ),
@@ -66,11 +93,23 @@ COMMANDS = {
             ("kbf data render dmlab level=nav_maze_static_01 out=lab.npz", "DeepMind Lab itself; goes on where it was stopped"),
             ("kbf data render maze seed=3 turns=2 out=maze.npz", "this package's ray caster, which needs nothing else"),
             ("kbf train data=dmlab data.frames=lab.npz", "the frames as data"),
+            ("kbf data render pendulum steps=1000 out=pendulum.npz", "Gymnasium's pendulum: recordings for data=own"),
+        ],
+    ),
+    "data check": (
+        "read a recording of your own: what is in it, and what is wrong with it",
+        [
+            ("kbf data check rec.csv data.states=[x,y] data.observations=[a,b]", "report.md, series.png, states.png, and warnings"),
+            ("kbf data check runs.npz data.split=sequence data.test=0.3", "arrays of several recordings"),
+            ("kbf train data=own data.path=rec.csv data.states=[x,y] data.observations=[a,b]", "the same settings learn from it"),
         ],
     ),
     "floor": (
         "the least error that any filter can reach",
-        [("kbf floor data=rotation n_train=300 runs=30", "with its standard error over 30 draws of the data")],
+        [
+            ("kbf floor data=rotation n_train=300 runs=30", "with its standard error over 30 draws of the data"),
+            ("kbf floor data=rotation smooth=true", "of any smoother"),
+        ],
     ),
 }
 FLAGS = """\
@@ -91,9 +130,14 @@ def main(argv: list[str] | None = None) -> int:
     if not words:
         print(general_help())
         return 0 if flags & {"-h", "--help"} else 2
-    if words[:2] == ["data", "render"]:  # the one command of two words, and the name of a renderer after it
+    if words[:2] == ["data", "render"]:  # a command of two words, and the name of a renderer after it
         words[:2] = ["data render"]
         positional = "renderer"
+    elif words[:2] == ["data", "check"]:  # and a file after it, whose name hydra must not read
+        words[:2] = ["data check"]
+        if len(words) > 1 and "=" not in words[1]:
+            words[1] = f"data.path={quoted(words[1])}"
+        positional = "path"
     else:
         positional = "name"
     if words[0] in ("data render", "reproduce", "bench") and len(words) > 1 and "=" not in words[1]:
@@ -158,9 +202,9 @@ def configure(command: str, overrides: list[str]) -> dict[str, Any]:
     Resolved, but for two entries that are filled in later, with other seeds or sizes: ``recipe`` (data, n_train, seed) and, for a
     comparison, ``bases`` (a training configuration for each model). ``explicit``: the command line spoke of model or data.
     """
-    if command == "evaluate":
-        return configure_evaluation(overrides)
-    if command in ("data render", "reproduce", "bench"):
+    if command in ("evaluate", "append"):
+        return configure_evaluation(overrides, command)
+    if command in ("data render", "reproduce", "bench", "filter", "export"):
         composed = compose(command, overrides)
         check_numbers(composed)
         return plain(composed)
@@ -180,7 +224,8 @@ def configure(command: str, overrides: list[str]) -> dict[str, Any]:
 
 def check_numbers(config: Any, several: tuple[str, ...] = ()) -> None:
     """Raise if a setting that counts something is no whole number, or for those in ``several`` no list of them."""
-    for key in ("n_train", "seed", "runs", "particles", "workers", "turns", "animation_steps", "threads"):
+    counts = ("n_train", "seed", "runs", "particles", "workers", "turns", "steps", "sequences", "animation_steps", "threads")
+    for key in (*counts, "lag", "horizon"):
         value: Any = config.get(key) or 0
         for number in [value] if key not in several or isinstance(value, int | float | str) else value:
             if not isinstance(number, int) or number < 0:
@@ -204,13 +249,14 @@ def comparison(composed: Any, recipe: dict[str, Any], search: list[str]) -> dict
     return {**whole, **several, "recipe": recipe, "bases": bases}
 
 
-def configure_evaluation(overrides: list[str]) -> dict[str, Any]:
-    """The configuration of an evaluation: the checkpoint's own data, changed by what the command line says of it."""
+def configure_evaluation(overrides: list[str], command: str = "evaluate") -> dict[str, Any]:
+    """The configuration of a command on a checkpoint: the checkpoint's own data, changed by what the command line says of it."""
     from omegaconf import OmegaConf
 
     other_data = any(word.startswith("data=") for word in overrides)
     settings = [word for word in overrides if not word.lstrip("+~").startswith("data.")]
-    composed = compose("evaluate", overrides if other_data else settings)
+    composed = compose(command, overrides if other_data else settings)
+    check_numbers(composed)
     from kbf.training import CheckpointError, read_checkpoint
 
     stored = read_checkpoint(composed.checkpoint)["hyper_parameters"]["config"]
@@ -224,6 +270,8 @@ def configure_evaluation(overrides: list[str]) -> dict[str, Any]:
     OmegaConf.set_struct(tree, True)
     if not other_data:
         tree.merge_with_dotlist([word for word in overrides if word not in settings])
+        if any(word.startswith("data.path=") for word in overrides) and is_own(tree.data):
+            other_recordings(tree, overrides)
     config = plain(composed, skip=("data", "n_train", "seed"))
     return {**config, **plain(tree), "own_data": other_data}
 
@@ -233,7 +281,48 @@ def compose(command: str, overrides: list[str]) -> Any:
     import hydra
 
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3", job_name="kbf"):
-        return hydra.compose(short(command), overrides)
+        composed = hydra.compose(short(command), overrides)
+    return filled(composed, overrides)
+
+
+def is_own(data: Any) -> bool:
+    """Whether a ``data`` configuration is of recordings of one's own."""
+    return data is not None and (data.get("source") or {}).get("_target_") == "kbf.data.own.source.OwnData"
+
+
+def filled(composed: Any, overrides: list[str]) -> Any:
+    """The configuration, with what only the file can tell of recordings of one's own: shapes, and the number of training steps."""
+    if not is_own(composed.get("data")) or composed.data.path is None:
+        return composed
+    from omegaconf import OmegaConf
+
+    from kbf.data.own import complete
+
+    composed.data.path = str(Path(str(composed.data.path)).expanduser().resolve())  # a checkpoint must find it from anywhere
+    spoken = any(word.startswith("n_train=") for word in overrides)
+    source = OmegaConf.to_container(OmegaConf.create({**plain(composed, resolve=False), "n_train": None}).data.source, resolve=True)
+    told = complete({key: value for key, value in source.items() if key != "_target_"})  # pyright: ignore
+    if told["image"] is None:
+        composed.data.coding = None
+    if not spoken and "n_train" in composed:
+        composed.n_train = told["n_train"]
+    for key in ("d", "q", "image", "k", "boundary", "time_step"):
+        composed.data[key] = told[key]
+    return composed
+
+
+def other_recordings(tree: Any, overrides: list[str]) -> None:
+    """Other recordings for a checkpoint's filter: all their steps are for the test, if nothing else is said."""
+    tree.data.path = str(Path(tree.data.path).expanduser().resolve())
+    tree.n_train = None
+    if not any(word.startswith(("data.test=", "data.split=")) for word in overrides):
+        tree.data.test = "all"
+
+
+def quoted(word: str) -> str:
+    """A word that hydra takes as it is, whatever is in it."""
+    escaped = word.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def plain(config: Any, *, resolve: bool = True, skip: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -268,6 +357,9 @@ class Task:
 
     def __call__(self, composed: Any) -> float | None:
         """Run it; the progress bars of several runs at once would be a mess."""
+        from hydra.core.hydra_config import HydraConfig
+
+        composed = filled(composed, list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else [])
         config = plain(composed)
         recipe = {key: plain(composed, resolve=False)[key] for key in ("data", "n_train", "seed") if key in config}
         if "trainer" in config:

@@ -564,7 +564,12 @@ def _at_landmarks(kernel: Kernel, landmarks: Tensor, x: Tensor, z: Tensor, reg: 
     double = landmarks.double()
     jitter = torch.finfo(double.dtype).eps ** (2 / 3)  # 4e-11: above the rounding of a Gram matrix, far below m reg
     whiten = features.nystrom_whitening(kernel(double, double), jitter=jitter)
-    return feature_ridge(lambda rows: kernel(rows.double(), double), x, z, reg, whiten=whiten, block=block)
+    return feature_ridge(partial(_against, kernel, double), x, z, reg, whiten=whiten, block=block)
+
+
+def _against(kernel: Kernel, landmarks: Tensor, rows: Tensor) -> Tensor:
+    """k(rows, landmarks) in the type of the landmarks; a function of the module, so that a fit can be pickled."""
+    return kernel(rows.to(landmarks.dtype), landmarks)
 
 
 def _by_rows(f: Callable[[Tensor], Tensor], query: Tensor, x: Tensor, block: int) -> Tensor:

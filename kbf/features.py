@@ -5,8 +5,8 @@ A feature map is a function from points ``*b n q`` to features ``*b n p``. Gradi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -100,10 +100,10 @@ def random_fourier(
     """
     if p % 2:
         raise ValueError(f"random_fourier: p must be even (cosine and sine of each frequency), got {p}")
-    frequencies = torch.randn(q, p // 2, dtype=dtype, generator=generator)
+    return partial(_cosines, bandwidth, torch.randn(q, p // 2, dtype=dtype, generator=generator))
 
-    def features(x: Tensor) -> Tensor:
-        phase = (x / bandwidth) @ frequencies.to(x)
-        return math.sqrt(2 / p) * torch.cat([phase.cos(), phase.sin()], -1)
 
-    return features
+def _cosines(bandwidth: Bandwidth, frequencies: Tensor, x: Tensor) -> Tensor:
+    """The features of `random_fourier`; a function of the module, so that what holds it can be pickled."""
+    phase = (x / bandwidth) @ frequencies.to(x)
+    return frequencies.shape[1] ** -0.5 * torch.cat([phase.cos(), phase.sin()], -1)

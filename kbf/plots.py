@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import matplotlib
@@ -10,10 +12,11 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.patches import Ellipse, Patch
 from torch import Tensor
 
 from kbf.files import replacing
+from kbf.reliability import CURVE, Reliability
 from kbf.sequence import Sequence
 
 TRUTH, ESTIMATE, SEEN, GREY = "#1b1b1b", "#d1495b", "#7aa6c2", "#8a8a8a"
@@ -34,6 +37,8 @@ PALETTE = [
 MARKERS = "osD^vP*Xh<>d"
 SEEN_DOT = Line2D([], [], color=SEEN, marker="o", ms=4, ls="", label="observation")
 SPREAD = Patch(color=ESTIMATE, alpha=0.3, lw=0, label="1 and 2 standard deviations")
+REGION = Line2D([], [], color=ESTIMATE, alpha=0.5, lw=0.7, marker="o", ms=9, mfc="none", ls="", label="95 % region")
+ALARM: Any = {"color": "#edae49", "marker": "v", "ms": 5, "ls": "", "mew": 0, "clip_on": False}
 STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -55,7 +60,14 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 
 def track_figure(
-    sequence: Sequence, found: Tensor | None = None, covariances: Tensor | None = None, *, title: str = "", steps: int = 100
+    sequence: Sequence,
+    found: Tensor | None = None,
+    covariances: Tensor | None = None,
+    *,
+    title: str = "",
+    steps: int = 100,
+    alarms: Tensor | None = None,
+    radius2: Tensor | None = None,
 ) -> Figure:
     """Truth, observation and estimate of one sequence, over time and in the plane of the first two components.
 
@@ -65,6 +77,8 @@ def track_figure(
         covariances: of the estimates ``T d d``: bands of 1 and 2 standard deviations.
         title: above the picture.
         steps: how many of the first steps to show.
+        alarms: ``T`` bool, steps that a monitor called strange: marked at the top.
+        radius2: squared radius of the 95 % regions by the covariances, drawn around some of the estimates in the plane.
     """
     z = sequence.states[:steps].double().flatten(1).cpu()
     x = visible(sequence, len(z))
@@ -88,13 +102,22 @@ def track_figure(
             axes.set_xlim(0, max(len(z) - 1, 1))
             axes.tick_params(labelbottom=k == shown - 1)
         panels[-1].set_xlabel("time step")
+        strange = [] if alarms is None else alarms[:steps].nonzero().flatten().tolist()
+        if strange:
+            panels[0].plot(strange, [1.0] * len(strange), transform=panels[0].get_xaxis_transform(), **ALARM)
+        regions: list[Line2D] = []
         if plane:
-            draw_plane(figure.add_subplot(grid[:, 1]), z, x, e)
+            axes = figure.add_subplot(grid[:, 1])
+            draw_plane(axes, z, x, e)
+            if e is not None and C is not None and radius2 is not None:
+                draw_regions(axes, e, C, float(radius2))
+                regions = [REGION]
         handles = [Line2D([], [], color=TRUTH, label="true state")]
         handles += [SEEN_DOT] if x is not None else []
         handles += [Line2D([], [], color=ESTIMATE, label="estimate")] if e is not None else []
         handles += [SPREAD] if C is not None else []
-        figure.legend(handles=handles, loc="outside lower center", ncols=4)
+        handles += regions + ([Line2D([], [], label="alarm", **ALARM)] if strange else [])
+        figure.legend(handles=handles, loc="outside lower center", ncols=5)
         if title:
             figure.suptitle(title, fontsize=10.5)
     return figure
@@ -126,3 +149,37 @@ def draw_plane(axes: Axes, z: Tensor, x: Tensor | None, e: Tensor | None) -> Non
     axes.set_aspect("equal")
     axes.set_xlabel("$z_1$")
     axes.set_ylabel("$z_2$", rotation=0)
+
+
+def draw_regions(axes: Axes, e: Tensor, C: Tensor, radius2: float, most: int = 25) -> None:
+    """Ellipses {z: (z - e)^T C^-1 (z - e) <= radius2} around some of the estimates, in the plane of the first two components."""
+    for t in range(0, len(e), -(-len(e) // most)):
+        values, vectors = torch.linalg.eigh(C[t, :2, :2])
+        wide, high = (2 * (radius2 * values.clamp(min=0)).sqrt()).tolist()
+        angle = math.degrees(math.atan2(float(vectors[1, 0]), float(vectors[0, 0])))
+        middle = float(e[t, 0]), float(e[t, 1])
+        axes.add_patch(Ellipse(middle, wide, high, angle=angle, fill=False, color=ESTIMATE, alpha=0.5, lw=0.7))
+
+
+def calibration_figure(sides: Mapping[str, Reliability], *, title: str = "") -> Figure:
+    """What regions of each level cover (on the diagonal, if they are right), and the histogram of the PIT (flat, if it is).
+
+    Args:
+        sides: by name, such as before and after recalibration.
+        title: above the picture.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9.5, 4.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        left.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (5, 2)))
+        right.axhline(1, color=GREY, lw=1, ls=(0, (5, 2)))
+        for k, (name, found) in enumerate(sides.items()):
+            left.plot(CURVE, found.curve, color=PALETTE[k], marker=MARKERS[k], ms=4, lw=1.2, label=name)
+            pit = found.pit.flatten().tolist()
+            right.hist(pit, bins=10, range=(0, 1), density=True, histtype="step", color=PALETTE[k], lw=1.4, label=name)
+        left.set(xlabel="level of the region", ylabel="share of true states inside", xlim=(0, 1), ylim=(0, 1), aspect="equal")
+        right.set(xlabel="PIT: $P(z_k \\leq$ true value), all components", ylabel="density", xlim=(0, 1))
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=len(sides))
+        if title:
+            figure.suptitle(title, fontsize=10.5)
+    return figure

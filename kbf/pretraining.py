@@ -41,6 +41,7 @@ class Coding(NamedTuple):
         reg: lambda of the last two. targets: states, or fourier: random Fourier features of them.
         fourier: how many of these, with the median bandwidth.
         augment: random transforms of the images (`kbf.nn.augment.Augment`).
+        visible: numbers of the components of the state that an image tells, None for all: codes have these alone.
     """
 
     epochs: int
@@ -56,6 +57,19 @@ class Coding(NamedTuple):
     targets: str = "states"
     fourier: int = 100
     augment: tuple[Any, ...] = ()
+    visible: tuple[int, ...] | None = None
+
+    def told(self, states: Tensor) -> Tensor:
+        """What an image tells of states ``n d``, ``n k``.
+
+        Raises:
+            ValueError: a component that the states do not have.
+        """
+        if self.visible is None:
+            return states
+        if max(self.visible) >= states.shape[1]:
+            raise ValueError(f"data.coding.visible names component {max(self.visible)}, the states have 0 to {states.shape[1] - 1}")
+        return states[:, list(self.visible)]
 
 
 def read_coding(config: dict[str, Any]) -> Coding:
@@ -84,6 +98,11 @@ def read_coding(config: dict[str, Any]) -> Coding:
         value = getattr(coding, key)
         if (type(value) is not int or value < 1) and (key, value) != ("batch_size", None):
             raise ValueError(f"data.coding.{key} must be a whole number, at least 1; got {value!r}")
+    shown = coding.visible
+    if shown is not None and (
+        not isinstance(shown, tuple) or not shown or not all(type(k) is int and k >= 0 for k in shown) or len({*shown}) < len(shown)
+    ):
+        raise ValueError(f"data.coding.visible must be null or different numbers of components, as [0, 1]; got {shown!r}")
     for key, least in (("lr", "> 0"), ("reg", "> 0"), ("clip", "> 0"), ("weight_decay", ">= 0")):
         value = getattr(coding, key)
         good = isinstance(value, int | float) and (value > 0 or (value == 0 and least == ">= 0"))

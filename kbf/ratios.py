@@ -166,3 +166,56 @@ def kulsif_loo(
     at_z = (gram[:, pairs] * c).sum(0) + scale * s[pairs, pairs]
     at_u = (cross[:, pairs] * c).sum(0) + scale * (gram_prior.sum(1) - gram_prior.diagonal())[pairs]
     return (at_z.square() / 2 - at_u).mean()
+
+
+def relative_coef(gram: Float[Tensor, "m m"], n: int, reg: float | Tensor, alpha: float) -> Float[Tensor, " m"]:
+    """The relative ratio as a function of any x: b of r(x) = sum_l b_l k(x, p_l), before it is clipped to [0, 1/alpha].
+
+    r minimises alpha/(2 m') sum_j r(u_j)^2 + (1 - alpha)/(2n) sum_i r(z_i)^2 - 1/m' sum_j r(u_j) + reg/2 ||r||^2 over the RKHS, for
+    samples z of p and u of pi. With the pooled points (z, u), d = (0, 1/m') and D = diag((1 - alpha)/n, alpha/m'),
+
+        b = (reg I + D G)^-1 d = (d - D^1/2 (reg I + D^1/2 G D^1/2)^-1 D^1/2 G d) / reg.
+
+    alpha = 0 is KuLSIF. `relative` has its centres at the z alone.
+
+    Args:
+        gram: G of the pooled points, the z before the u.
+        n: how many of them are z.
+        reg: eta > 0.
+        alpha: in [0, 1).
+
+    Raises:
+        ValueError: alpha out of range, or no z or no u. NotPositiveDefiniteError: as in `tikhonov`.
+
+    References: Kanamori, Suzuki and Sugiyama (2012); Yamada et al. (2013), here with the RKHS norm as the penalty.
+    """
+    d, root = _pooled(gram, n, alpha)
+    factor = cholesky(root[:, None] * gram * root, reg=reg)
+    return (d - root * torch.cholesky_solve((root * (gram @ d))[:, None], factor)[:, 0]) / reg
+
+
+def relative_loo(gram: Float[Tensor, "m m"], n: int, reg: float | Tensor, alpha: float) -> Float[Tensor, ""]:
+    """Leave-one-out score of `relative_coef` for choosing reg and the bandwidth, in closed form; lower is better.
+
+    The minimised sum without its penalty, each point's terms at the r that is fitted without that point (weights d, D and reg as
+    they are): r_{-l}(p_l) = (r(p_l) - d_l q_l) / (1 - D_l q_l), where q_l is the value at p_l of the fit to d = e_l alone,
+    q = diag(G - G D^1/2 (reg I + D^1/2 G D^1/2)^-1 D^1/2 G) / reg. Arguments and errors as in `relative_coef`.
+    """
+    d, root = _pooled(gram, n, alpha)
+    D = root.square()
+    half = torch.linalg.solve_triangular(cholesky(root[:, None] * gram * root, reg=reg), root[:, None] * gram, upper=False)
+    fit = (gram @ d - half.mT @ (half @ d)) / reg
+    own = (gram.diagonal() - half.square().sum(0)) / reg
+    left_out = (fit - d * own) / (1 - D * own)
+    return (D * left_out.square() / 2 - d * left_out).sum()
+
+
+def _pooled(gram: Tensor, n: int, alpha: float) -> tuple[Tensor, Tensor]:
+    """The d and the root of D of `relative_coef`."""
+    m = len(gram) - n
+    if not 0 <= alpha < 1:
+        raise ValueError(f"the relative ratio needs alpha in [0, 1), got {alpha}")
+    if min(n, m) < 1:
+        raise ValueError(f"a density ratio needs points of both samples, got {n} and {m}")
+    prior = gram.new_tensor([0.0] * n + [1.0] * m)
+    return prior / m, (alpha / m * prior + (1 - alpha) / n * (1 - prior)).sqrt()

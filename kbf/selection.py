@@ -19,7 +19,7 @@ from kbf.embeddings import cme_loo, cme_weights
 from kbf.filters.base import Filter, FilterModel, rollout
 from kbf.kernels import KERNELS, Kernel, evenly, median_distance
 from kbf.linalg import NotPositiveDefiniteError
-from kbf.sequence import Sequence, as_sequences, transitions
+from kbf.sequence import Sequence, as_sequences, moves, transitions
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def split_validation(memory: list[Sequence], share: float = 0.3, most: int = 200
             f"{len(longest.states)}, at least 5 must be held out (at most {share:.0%} of all) and 10 of that sequence kept"
         )
     head, tail = (
-        Sequence(longest.states[part], longest.obs[part], None if longest.mask is None else longest.mask[part])
+        Sequence(*(None if leaf is None else leaf[part] for leaf in longest))  # pyright: ignore[reportArgumentType]
         for part in (slice(cut), slice(cut, None))
     )
     return [*memory[:k], head, *memory[k + 1 :]], tail
@@ -54,8 +54,8 @@ def split_validation(memory: list[Sequence], share: float = 0.3, most: int = 200
 @torch.no_grad()
 def validation_error(filter: Filter[Any], held: Sequence, *, generator: torch.Generator | None = None) -> float:
     """Mean over time of ||zhat - z||^2 of a filter on a held-out sequence; infinity if its estimates are not finite."""
-    mask = None if held.mask is None else held.mask[None]
-    estimates = rollout(filter, held.obs[None], mask=mask, generator=generator).estimates[0]
+    mask, controls = (None if leaf is None else leaf[None] for leaf in (held.mask, held.controls))
+    estimates = rollout(filter, held.obs[None], mask=mask, controls=controls, generator=generator).estimates[0]
     error = (estimates - held.states).square().sum(-1).mean().item()
     return error if math.isfinite(error) else math.inf
 
@@ -113,22 +113,37 @@ def closed_form(model: Tunable, memory: list[Sequence], *, most: int = 500) -> N
     source, target = states[pairs.source[chosen]], states[pairs.target[chosen]]
     seen = obs[pairs.target[chosen]].flatten(1).double()
     k, length, obs_length = KERNELS[model.kernel], median_distance(states), model.obs_scale(obs).to(states)
-    gram = k(target, target, bandwidth=length)
+    gram, acted = k(target, target, bandwidth=length), control_gram(model, memory, chosen)
 
-    def choose(x: Tensor, unit: Tensor) -> tuple[Tensor, float]:
+    def choose(x: Tensor, unit: Tensor, near: Tensor | float = 1.0) -> tuple[Tensor, float]:
         candidates = [(unit * factor, reg) for factor in LOO_FACTORS for reg in LOO_REGS]
-        return best_of(candidates, lambda c: cme_loo(k(x, x, bandwidth=c[0]), gram, c[1]).item())
+        return best_of(candidates, lambda c: cme_loo(near * k(x, x, bandwidth=c[0]), gram, c[1]).item())
 
-    (move, reg_move), (see, reg_see) = choose(source, length), choose(seen, obs_length)
+    (move, reg_move), (see, reg_see) = choose(source, length, acted), choose(seen, obs_length)
     model.set(torch.stack([move, move, see]), states.new_tensor([reg_move, reg_move, reg_see]))
 
 
-def choose_transition_reg(kernel: Kernel, memory: list[Sequence], regs: Iterable[float] = PAPER_TRANSITION_REGS) -> float:
-    """The ridge of the embedding of the next state given this one, by leave-one-out over the transition pairs of a memory."""
+@torch.no_grad()
+def control_gram(model: Tunable, memory: list[Sequence], rows: Tensor | None = None) -> Tensor | float:
+    """k_U among the controls of (some) recorded moves, by which the states' Gram matrix is multiplied; 1 without controls."""
+    controls, widths = moves(memory)[2], getattr(model, "log_control", None)
+    if controls is None or widths is None:
+        return 1.0
+    u = controls.double() if rows is None else controls[rows].double()
+    return KERNELS[model.kernel](u, u, bandwidth=widths.exp())
+
+
+def choose_transition_reg(
+    kernel: Kernel, memory: list[Sequence], regs: Iterable[float] = PAPER_TRANSITION_REGS, near: Tensor | float = 1.0
+) -> float:
+    """The ridge of the embedding of the next state given this one, by leave-one-out over the transition pairs of a memory.
+
+    ``near``: `control_gram`, where the next state depends on a control as well.
+    """
     states = torch.cat([s.states for s in memory]).double()
     pairs = transitions([len(s.states) for s in memory], states.device)
     source, target = states[pairs.source], states[pairs.target]
-    return choose_reg(kernel(source, source), kernel(target, target), regs)
+    return choose_reg(near * kernel(source, source), kernel(target, target), regs)
 
 
 def kernel_mean_cv(
@@ -215,7 +230,8 @@ def paper_grid(model: Tunable, memory: list[Sequence]) -> None:
     candidates: list[tuple[Tensor, Tensor]] = []
     for scale in PAPER_SCALES:
         bandwidths = medians * math.sqrt(scale / 2)
-        eta = choose_transition_reg(partial(KERNELS[model.kernel], bandwidth=bandwidths[1]), memory)
+        kernel = partial(KERNELS[model.kernel], bandwidth=bandwidths[1])
+        eta = choose_transition_reg(kernel, memory, near=control_gram(model, memory))
         candidates += [(bandwidths, bandwidths.new_tensor([eta, eta, reg])) for reg in PAPER_REGS]
 
     def score(numbers: tuple[Tensor, Tensor]) -> float:

@@ -8,6 +8,7 @@ Shape letters, the same in every docstring and annotation of the project:
 ``d``  components of the latent state z
 ``x``  shape of one observation (``*x``: ``q`` numbers, or ``c h w`` for an image)
 ``q``  components of an observation that is a vector
+``k``  components of a control
 ``n``  points of the training memory
 ``m``  other points (landmarks, transitions, queries)
 ``p``  columns of an explicit feature map; ``r`` its rank
@@ -32,11 +33,13 @@ class Sequence(NamedTuple):
         states: ``*b T d``, the latent states z_t, in the units of the data.
         obs: ``*b T *x``, the observations x_t.
         mask: ``*b T`` bool or None; False where nothing was observed. None means all observed.
+        controls: ``*b T k`` or None: u_t is the control that acts in the move *to* step t (or the time that the move takes).
     """
 
     states: Tensor
     obs: Tensor
     mask: Tensor | None = None
+    controls: Tensor | None = None
 
 
 class Transitions(NamedTuple):
@@ -46,12 +49,16 @@ class Transitions(NamedTuple):
     target: Tensor
 
 
-def as_sequences(memory: Sequence | list[Sequence] | tuple[Sequence, ...]) -> list[Sequence]:
+def as_sequences(memory: Sequence | list[Sequence] | tuple[Sequence, ...], *, partial: bool = False) -> list[Sequence]:
     """Check a memory and return it as a list of single sequences.
 
+    Args:
+        memory: one or more recordings.
+        partial: observations may hold NaN, where a sensor was silent.
+
     Raises:
-        ValueError: a sequence is no ``T d`` / ``T *x`` pair of one length, the sequences disagree in d or x, a state or an
-            observed value is NaN or infinite, or there is nothing in the memory.
+        ValueError: a sequence is no ``T d`` / ``T *x`` pair of one length, the sequences disagree in d or x or in their controls
+            ``T k``, a state, a control or an observed value is NaN or infinite, or there is nothing in the memory.
     """
     sequences = [memory] if isinstance(memory, Sequence) else list(memory)
     if not sequences:
@@ -67,9 +74,39 @@ def as_sequences(memory: Sequence | list[Sequence] | tuple[Sequence, ...]) -> li
         if s.mask is not None and s.mask.shape != s.states.shape[:1]:
             raise ValueError(f"sequence {k}: mask must be ({len(s.states)},), got {tuple(s.mask.shape)}")
         check_finite(s.states, f"sequence {k}: states")
-        observed = s.obs if s.mask is None else s.obs[s.mask]
-        check_finite(observed, f"sequence {k}: observations")
+        if not partial:
+            check_finite(s.obs if s.mask is None else s.obs[s.mask], f"sequence {k}: observations")
+        check_controls(s, sequences[0], k)
     return sequences
+
+
+def check_controls(sequence: Sequence, first: Sequence, k: int) -> None:
+    """Raise a ValueError unless the controls of sequence k are finite, ``T k``, and as wide as those of the first one."""
+    if (sequence.controls is None) != (first.controls is None):
+        without, given = (k, 0) if sequence.controls is None else (0, k)
+        raise ValueError(f"sequence {without} has no controls, sequence {given} has: give them for all recordings, or for none")
+    if sequence.controls is None or first.controls is None:
+        return
+    length, width = len(sequence.states), first.controls.shape[-1]
+    if sequence.controls.shape != (length, width):
+        told = f"controls must be {(length, width)}, one row a step, got {tuple(sequence.controls.shape)}"
+        raise ValueError(f"sequence {k}: {told}")
+    if bad := (~torch.isfinite(sequence.controls)).any(-1).nonzero().flatten().tolist():
+        told = f"controls hold NaN or infinite values in {len(bad)} of {length} rows (first: row {bad[0]})"
+        raise ValueError(f"sequence {k}: {told}; a control is always known, also that of the first row: fill them in")
+
+
+def control_width(memory: Sequence | list[Sequence]) -> int:
+    """Components of the controls of recordings, 0 where they have none."""
+    first = memory if isinstance(memory, Sequence) else memory[0]
+    return 0 if first.controls is None else first.controls.shape[-1]
+
+
+def moves(sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """All pairs of successive states, source ``m d`` and target ``m d``, and the control ``m k`` of each move if there are any."""
+    source, target = (torch.cat([s.states[part] for s in sequences]) for part in (slice(-1), slice(1, None)))
+    acted = [s.controls[1:] for s in sequences if s.controls is not None]
+    return source, target, torch.cat(acted) if acted else None
 
 
 def as_float(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -128,15 +165,18 @@ def observed_pairs(sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
 def pad(sequences: list[Sequence]) -> Sequence:
     """Stack sequences of different lengths into one batch; the steps behind the end of each are masked.
 
-    States of the padding are NaN (an error over them would be noticed), observations zero, mask False.
+    States of the padding are NaN (an error over them would be noticed), observations and controls zero, mask False.
     """
     length = max(len(s.states) for s in sequences)
     first = sequences[0]
     states = first.states.new_full((len(sequences), length, *first.states.shape[1:]), float("nan"))
     obs = first.obs.new_zeros((len(sequences), length, *first.obs.shape[1:]))
     mask = torch.zeros(len(sequences), length, dtype=torch.bool, device=first.states.device)
+    controls = None if first.controls is None else first.controls.new_zeros(len(sequences), length, first.controls.shape[-1])
     for k, s in enumerate(sequences):
         t = len(s.states)
         states[k, :t], obs[k, :t] = s.states, s.obs
         mask[k, :t] = True if s.mask is None else s.mask
-    return Sequence(states, obs, mask)
+        if controls is not None and s.controls is not None:
+            controls[k, :t] = s.controls
+    return Sequence(states, obs, mask, controls)

@@ -64,6 +64,10 @@ class StateSpaceModel(NamedTuple):
         """log N(x; h(z), R)."""
         return gaussian_log_density(x - self.h(z), self.R)
 
+    def log_transition(self, after: Float[Tensor, "*b d"], z: Float[Tensor, "*c d"]) -> Float[Tensor, "*e"]:
+        """log N(z'; f(z), Q), what a smoother needs; z' and z broadcast."""
+        return gaussian_log_density_of_pairs(after, self.f(z), self.Q)
+
 
 class OrientationModel(NamedTuple):
     """A heading that turns: theta' = theta + turn + N(0, sigma_z^2), seen as theta + N(0, sigma_x^2); z = (cos, sin).
@@ -86,11 +90,12 @@ class OrientationModel(NamedTuple):
         return rotate(z, self.sigma_x * normal(z[..., 0], generator))
 
     def log_likelihood(self, x: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]) -> Float[Tensor, "*e"]:
-        """Log density of the wrapped normal (three turns of the circle are exact to rounding for sigma_x < 1)."""
-        gap = torch.atan2(x[..., 1] * z[..., 0] - x[..., 0] * z[..., 1], (x * z).sum(-1))
-        turns = 2 * math.pi * torch.arange(-1, 2, dtype=z.dtype, device=z.device)
-        exponent = -0.5 * ((gap[..., None] + turns) / self.sigma_x).square()
-        return exponent.logsumexp(-1) - math.log(self.sigma_x * math.sqrt(2 * math.pi))
+        """Log density of the noisy heading."""
+        return wrapped_log_density(x, z, self.sigma_x)
+
+    def log_transition(self, after: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]) -> Float[Tensor, "*e"]:
+        """Log density of a turn from z to z', what a smoother needs; z' and z broadcast."""
+        return wrapped_log_density(after, rotate(z, torch.as_tensor(self.turn, dtype=z.dtype, device=z.device)), self.sigma_z)
 
     def additive(self, m0: Tensor, P0: Tensor) -> StateSpaceModel:
         """The same in the form that Gaussian filters need: mean rotation, noises of equal second moments in the plane."""
@@ -163,6 +168,14 @@ def rotate(z: Float[Tensor, "*b 2"], angle: Float[Tensor, "*b"] | Float[Tensor, 
     return torch.stack([c * z[..., 0] - s * z[..., 1], s * z[..., 0] + c * z[..., 1]], -1)
 
 
+def wrapped_log_density(x: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"], sigma: float) -> Float[Tensor, "*e"]:
+    """Log density of a wrapped normal at the angle from z to x (three turns of the circle are exact to rounding for sigma < 1)."""
+    gap = torch.atan2(x[..., 1] * z[..., 0] - x[..., 0] * z[..., 1], (x * z).sum(-1))
+    turns = 2 * math.pi * torch.arange(-1, 2, dtype=z.dtype, device=z.device)
+    exponent = -0.5 * ((gap[..., None] + turns) / sigma).square()
+    return exponent.logsumexp(-1) - math.log(sigma * math.sqrt(2 * math.pi))
+
+
 def normal(like: Tensor, generator: Generator | None = None) -> Tensor:
     """Standard normal numbers of the shape, type and device of ``like``."""
     return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
@@ -182,3 +195,14 @@ def gaussian_log_density(residual: Float[Tensor, "*b q"], covariance: Float[Tens
     white = torch.linalg.solve_triangular(factor.mT, rows, upper=True, left=False).reshape(residual.shape)
     constant = factor.diagonal().log().sum() + 0.5 * residual.shape[-1] * math.log(2 * math.pi)
     return -0.5 * white.square().sum(-1) - constant
+
+
+def gaussian_log_density_of_pairs(
+    x: Float[Tensor, "*b q"], mean: Float[Tensor, "*c q"], covariance: Float[Tensor, "q q"]
+) -> Float[Tensor, "*e"]:
+    """log N(x; mean, covariance) for x and means that broadcast to many pairs: each is whitened once, not once for each pair."""
+    factor = cholesky(covariance)
+    rows = [torch.linalg.solve_triangular(factor.mT, y.reshape(-1, y.shape[-1]), upper=True, left=False) for y in (x, mean)]
+    white, centre = (row.reshape(y.shape) for row, y in zip(rows, (x, mean), strict=True))
+    constant = factor.diagonal().log().sum() + 0.5 * x.shape[-1] * math.log(2 * math.pi)
+    return -0.5 * (white - centre).square().sum(-1) - constant

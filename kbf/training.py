@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -25,16 +26,19 @@ from torch import Tensor, nn
 from kbf import __version__
 from kbf.build import build
 from kbf.data.module import FilterDataModule, Task, Training
+from kbf.data.own import Boundary
 from kbf.data.windows import folds, take
 from kbf.distributed import Total, all_sum
 from kbf.files import copy, replacing
 from kbf.filters.base import Filter, rollout
 from kbf.filters.recurrent import LSTMFilter
 from kbf.metrics import mse
+from kbf.monitor import Monitor
 from kbf.nn.augment import Augment
 from kbf.nn.coding import Code, CodedFilter
 from kbf.nn.feature_filter import FeatureKBF
 from kbf.nn.kernel_bayes import KBF
+from kbf.nn.scaling import ScaledFilter, Scaling
 from kbf.pictures import log_frames, log_track
 from kbf.pretraining import (
     OPTIMISERS,
@@ -49,9 +53,12 @@ from kbf.pretraining import (
     seed_step,
 )
 from kbf.sequence import Sequence, as_float, observed_pairs
+from kbf.uncertainty import Calibration
 
 KEPT = ("model", "data", "recipe", "n_train", "seed")
 """What a checkpoint keeps of a configuration."""
+OLDEST = (0, 1)
+"""The first version whose checkpoints this one reads."""
 
 
 class CheckpointError(ValueError):
@@ -72,7 +79,7 @@ class Memory(nn.Module):
         """The recordings."""
         buffers = dict(self.named_buffers())
         count = sum(name.startswith("states_") for name in buffers)
-        return [Sequence(buffers[f"states_{k}"], buffers[f"obs_{k}"], buffers.get(f"mask_{k}")) for k in range(count)]
+        return [Sequence(*(buffers.get(f"{name}_{k}") for name in Sequence._fields)) for k in range(count)]  # pyright: ignore[reportArgumentType]
 
     @staticmethod
     def from_state(state: Mapping[str, Tensor], prefix: str) -> Memory:
@@ -106,6 +113,8 @@ class FilterTraining(lightning.LightningModule):
         self.config = config
         self.model_dtype: torch.dtype = getattr(torch, config["model"].get("dtype") or "float64")
         self.how = read_training(config["model"].get("training"))
+        if "candidates" in config["model"]:
+            raise ValueError("model=auto chooses a model from the data: that is for kbf train, name one here")
         self.net: Any = build(config["model"]["net"], trust=trust)
         self.net.to(self.model_dtype)
         if self.how is not None and self.how.shared and not isinstance(self.net, KBF):
@@ -113,7 +122,9 @@ class FilterTraining(lightning.LightningModule):
         d = sequences[0].states.shape[1] if sequences else 1  # a checkpoint brings its own
         self.coding, self.code = self.build_coding(config["model"].get("coding"), d, trust)
         images = self.coding is not None  # encoders take them as they are stored
-        self.memory = Memory(list(sequences or []) if images else cast_all(sequences or [], self.model_dtype))
+        self.scaling = build_scaling(config.get("data") or {}, sequences)
+        scaled = self.in_units_of_the_filter(sequences or [])
+        self.memory = Memory(scaled if images else cast_all(scaled, self.model_dtype))
         self.augment = Augment(self.coding.augment if self.coding else ())
         self.observation = tuple(sequences[0].obs.shape[1:]) if sequences else None
         self.validation_floor: float | None = None
@@ -142,14 +153,24 @@ class FilterTraining(lightning.LightningModule):
         with torch.random.fork_rng(devices=[]):  # whatever the net has drawn: models on one data set start from one code
             torch.manual_seed(1_000_003 * (self.config["seed"] + 1) - 1)
             encoders = [build(config["encoder"], trust=trust) for _ in range(how.members)]
-            return how, build_code(encoders, d)
+            return how, build_code(encoders, d if how.visible is None else len(how.visible))
 
     @torch.no_grad()
     def filter(self) -> Filter[Any]:
         """The filter over all the recordings; the module is left in eval mode."""
         self.eval()
-        inner = self.net.condition(self.memory.sequences())
-        return inner if self.code is None else CodedFilter(self.code, inner, self.model_dtype).to(self.device).eval()
+        filter = self.net.condition(self.memory.sequences())
+        if self.code is not None:
+            filter = CodedFilter(self.code, filter, self.model_dtype).to(self.device).eval()
+        return filter if self.scaling is None else ScaledFilter(self.scaling, filter, self.model_dtype).to(self.device).eval()
+
+    def in_units_of_the_filter(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Recordings as the memory holds them, if there is a scaling."""
+        return list(sequences) if self.scaling is None else [self.scaling(s) for s in sequences]
+
+    def in_units_of_the_data(self, states: Tensor) -> Tensor:
+        """States or estimates as people know them."""
+        return states if self.scaling is None else self.scaling.states(states)
 
     def take_codes(self, stored: dict[str, Any]) -> None:
         """A code that was fitted before, the coded recordings, and the time that it took."""
@@ -190,15 +211,17 @@ class FilterTraining(lightning.LightningModule):
 
     def validation_step(self, task: Task, batch_index: int) -> None:
         """Error of the held-out part from its first step on, its excess over the floor, and how the filter is doing."""
-        run = rollout(self.net.condition(*self.share(task.memory)), task.windows.obs, mask=task.windows.mask)
-        states = task.windows.states  # NaN behind the end of the shorter ones
-        error = mse(run.estimates, states, states.isfinite().all(-1)).mean()
+        filter = self.net.condition(*self.share(task.memory))
+        run = rollout(filter, task.windows.obs, mask=task.windows.mask, controls=task.windows.controls)
+        states = self.in_units_of_the_data(task.windows.states)  # NaN behind the end of the shorter ones
+        found = self.in_units_of_the_data(run.estimates)
+        error = mse(found, states, states.isfinite().all(-1)).mean()
         self.log("validation/mse", error, prog_bar=True, batch_size=1, sync_dist=True)
         if self.validation_floor is not None:
             self.log("validation/excess", error / self.validation_floor - 1, batch_size=1, sync_dist=True)
         for name, values in run.diagnostics.items():
             self.log(f"filter/{name}", values.mean(), batch_size=1, sync_dist=True)
-        self.held_out = task.windows, run.estimates
+        self.held_out = task.windows._replace(states=states), found
 
     def on_train_epoch_end(self) -> None:
         """Log the hyper-parameters that move, the learning rate, and now and then a picture of the held-out track."""
@@ -241,7 +264,7 @@ class FilterTraining(lightning.LightningModule):
         """Take the recordings, and the shapes of what depends on them, from the checkpoint before its values are loaded."""
         self.memory = Memory.from_state(checkpoint["state_dict"], "memory.").to(self.device)
         self.observation = checkpoint["kbf"].get("observation") or tuple(self.memory.sequences()[0].obs.shape[1:])
-        take_shapes(self, {k: v for k, v in checkpoint["state_dict"].items() if k.startswith(("net.", "code."))})
+        take_shapes(self, {k: v for k, v in checkpoint["state_dict"].items() if k.startswith(("net.", "code.", "scaling."))})
 
 
 class Checkpoints(Checkpoint):
@@ -288,12 +311,18 @@ class Checkpoints(Checkpoint):
 
 
 class Trained(NamedTuple):
-    """A model with its best parameters, the filter over its recordings, the epochs it took, and its least validation error."""
+    """A model with its best parameters, the filter over its recordings, the epochs it took, and its least validation error.
+
+    ``calibration`` and ``monitor``: what held-out steps of the training data said of the filter's covariances and of its
+    predictions; None where nobody asked (`kbf.held_out`), in older checkpoints, and without covariances the first of them.
+    """
 
     module: FilterTraining
     filter: Filter[Any]
     epochs: int
     validation_mse: float | None = None
+    calibration: Calibration | None = None
+    monitor: Monitor | None = None
 
 
 def train(
@@ -308,6 +337,7 @@ def train(
     begin: Callable[[], None] = lambda: None,
     codes: Path | None = None,
     extent: tuple[float, float, float, float] | None = None,
+    validation: list[Sequence] | None = None,
 ) -> Trained | None:
     """Prepare a model on the training part, fit what learns by gradient, and leave ``best.ckpt`` and ``last.ckpt``.
 
@@ -322,6 +352,7 @@ def train(
         begin: called when the model has taken the data and before the first file is written: an earlier run may be cleared then.
         codes: a file that keeps the fitted code of these images: taken from there if it exists, written there if not.
         extent: of states that are positions in an image, for the pictures (`kbf.frame_plots.frame_grid`).
+        validation: recordings to validate on; without them ``model.training.validation`` holds out a part of the training part.
 
     Returns:
         The best model; None in the helper processes of a distributed run.
@@ -347,7 +378,7 @@ def train(
             module.take_codes(torch.load(codes, map_location="cpu", weights_only=True))
         else:
             began = time.perf_counter()
-            encode(module, settings, bars(config), loggers, directory, ckpt_path, begin)
+            encode(module, settings, bars(config), loggers, directory, ckpt_path, begin, validation)
             ckpt_path = None
             if codes is not None and module.code is not None:
                 stored = {"code": module.code.state_dict(), "memory": module.memory.state_dict()}
@@ -357,7 +388,7 @@ def train(
             module.code.requires_grad_(False).eval()
     trainer = build(settings, trust=True, callbacks=[*bars(config), checkpoints], logger=loggers or False)
     if module.learns and module.how is not None:
-        tasks = FilterDataModule(module.memory.sequences(), module.how, config["seed"])
+        tasks = FilterDataModule(module.memory.sequences(), module.how, config["seed"], held_recordings(module, validation))
         module.net.prepare(tasks.fit, generator)
         module.validation_floor = validation_floor
         if trainer.is_global_zero:
@@ -393,6 +424,7 @@ def encode(
     directory: Path,
     ckpt_path: Path | None,
     begin: Callable[[], None],
+    validation: list[Sequence] | None = None,
 ) -> None:
     """The first stage: fit the encoders; a code takes the place of the images in the memory, each coded by who has not seen it."""
     how, sequences = module.coding, module.memory.sequences()
@@ -405,8 +437,9 @@ def encode(
     )
     code = module.code
     if code is None:  # a net whose own features are to be fitted; what will be held out later is held out now
-        sequences = FilterDataModule(sequences, module.how, module.config["seed"]).fit if module.how else sequences
-        code = build_code([module.net.encoder], sequences[0].states.shape[1])
+        if module.how is not None and not validation:
+            sequences = FilterDataModule(sequences, module.how, module.config["seed"]).fit
+        code = build_code([module.net.encoder], how.told(sequences[0].states).shape[1])
     held = held_by([len(s.states) for s in sequences], how.members)
     states, obs = observed_pairs(sequences)
     chunk = torch.cat([h if s.mask is None else h[s.mask] for h, s in zip(held, sequences, strict=True)])
@@ -414,11 +447,21 @@ def encode(
     if trainer.is_global_zero:
         begin()
     directory.mkdir(parents=True, exist_ok=True)
-    fit_code(trainer, module.config, code, how, (obs, states, chunk), ckpt_path, module.extent)
+    fit_code(trainer, module.config, code, how, (obs, how.told(states), chunk), ckpt_path, module.extent)
     code.to("cpu")
     if module.code is not None:
         coded = [code.crossfit(s, own) for s, own in zip(sequences, held, strict=True)]
         module.memory = Memory(cast_all(coded, module.model_dtype))
+
+
+@torch.no_grad()
+def held_recordings(module: FilterTraining, validation: list[Sequence] | None) -> list[Sequence]:
+    """Recordings to validate on as the filter takes them: in its units, and images coded."""
+    held = module.in_units_of_the_filter(validation or [])
+    code = module.code
+    if code is not None:
+        held = [s._replace(obs=torch.cat([code(part) for part in s.obs.split(256)])) for s in held]
+    return held if module.coding is not None and code is None else cast_all(held, module.model_dtype)
 
 
 def held_by(lengths: list[int], members: int) -> list[Tensor]:
@@ -449,24 +492,28 @@ def started(begin: Callable[[], None]) -> Callable[[], None]:
     return once
 
 
-def check(config: dict[str, Any], sequences: list[Sequence], *, trust: bool = False) -> None:
+def check(
+    config: dict[str, Any], sequences: list[Sequence], *, trust: bool = False, validation: list[Sequence] | None = None
+) -> None:
     """Raise what `train` would raise of a configuration that cannot be built or data that is too short, before anything is done."""
     module = FilterTraining(config, sequences, trust=trust).eval()
     if module.learns and module.how is not None:
-        FilterDataModule(sequences, module.how, config["seed"])
+        FilterDataModule(sequences, module.how, config["seed"], validation)
     if module.coding is not None:  # one image through each encoder tells of wrong shapes and missing weights
         for encoder in [module.net.encoder] if module.code is None else module.code.encoders:
             check_encoder(encoder, sequences[0].obs[:1])
-        fit = FilterDataModule(sequences, module.how, config["seed"]).fit if module.code is None and module.how else sequences
+        cut = module.code is None and not validation and module.how
+        fit = FilterDataModule(sequences, cut, config["seed"]).fit if cut else sequences
         folds([len(s.states) for s in fit], module.coding.members)
         check_batches(len(observed_pairs(fit)[1]), module.coding)
+        module.coding.told(sequences[0].states)
 
 
 def load_filter(path: str | os.PathLike[str], *, device: str | torch.device = "cpu", trust: bool = False) -> Trained:
     """A filter from its checkpoint alone: memory, bandwidths and operators are inside.
 
     Args:
-        path: of a ``best.ckpt`` or ``last.ckpt``.
+        path: of a ``best.ckpt`` or ``last.ckpt``, or ``example:rotation``, one that comes with kbf.
         device: where to.
         trust: allow the checkpoint to name classes outside of this package.
 
@@ -492,26 +539,56 @@ def load_filter(path: str | os.PathLike[str], *, device: str | torch.device = "c
         version = checkpoint["kbf"]["version"]
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"checkpoint {path} (kbf {version}) does not fit kbf {__version__}: {reason}") from error
-    return Trained(module, filter, checkpoint["epoch"])
+    learned = checkpoint["kbf"]
+    calibration, monitor = Calibration.read(learned.get("calibration"), device), Monitor.read(learned.get("monitor"), device)
+    return Trained(module, filter, checkpoint["epoch"], None, calibration, monitor)
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The contents of a checkpoint of this project, on the CPU; nothing in the file is executed.
+    """The contents of a checkpoint of this project (or ``example:NAME``), on the CPU; nothing in the file is executed.
 
     Raises:
-        CheckpointError: no such file, damaged, or of another project.
+        CheckpointError: no such file, damaged, of another project, or of a version that this one does not read.
     """
-    if not Path(path).is_file():
+    file = checkpoint_file(path)
+    if not file.is_file():
         raise CheckpointError(f"there is no checkpoint {path}")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # what comes out of a file that is no checkpoint is beyond listing
         reason = str(error).strip().split("\n")[0][:200]
-        size = Path(path).stat().st_size
+        size = file.stat().st_size
         raise CheckpointError(f"{path} ({size} bytes) is no checkpoint, or damaged: {type(error).__name__}: {reason}") from error
     if not isinstance(checkpoint, dict) or not {"kbf", "state_dict", "hyper_parameters"} <= checkpoint.keys():
         raise CheckpointError(f"{path} was not written by kbf: it lacks its entries")
+    check_version(path, str(checkpoint["kbf"].get("version")))
     return checkpoint
+
+
+def checkpoint_file(path: str | os.PathLike[str]) -> Path:
+    """Where a checkpoint is: ``example:NAME`` is one that comes with kbf.
+
+    Raises:
+        CheckpointError: no example of this name.
+    """
+    name = str(path).removeprefix("example:")
+    if name == str(path):
+        return Path(path)
+    shipped = {file.stem: file for file in sorted((Path(__file__).parent / "checkpoints").glob("*.ckpt"))}
+    if name not in shipped:
+        raise CheckpointError(f"there is no {path}; kbf comes with {', '.join(f'example:{stem}' for stem in shipped) or 'none'}")
+    return shipped[name]
+
+
+def check_version(path: str | os.PathLike[str], written: str) -> None:
+    """Raise a CheckpointError if ``written``, the version that wrote a checkpoint, has a format that this one does not know."""
+    there, here = (tuple(map(int, re.findall(r"\d+", version)[:2])) for version in (written, __version__))
+    if len(there) < 2:
+        raise CheckpointError(f"{path} does not say which version of kbf wrote it")
+    if there > here:
+        raise CheckpointError(f"{path} was written by kbf {written}, this is kbf {__version__}: pip install -U kbf")
+    if there < OLDEST:
+        raise CheckpointError(f"{path} was written by kbf {written}, which kbf {__version__} no longer reads: train it again")
 
 
 def take_shapes(module: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -527,18 +604,45 @@ def take_shapes(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 def estimates(filter: Filter[Any], windows: Sequence) -> Tensor:
     """``b T d``: the rollout's, or a recurrent net's own faster way to the same numbers."""
     if isinstance(filter, LSTMFilter):
-        return filter(windows.obs, windows.mask)
-    return rollout(filter, windows.obs, mask=windows.mask).estimates
+        return filter(windows.obs, windows.mask, windows.controls)
+    return rollout(filter, windows.obs, mask=windows.mask, controls=windows.controls).estimates
 
 
 def inner_filter(filter: Filter[Any]) -> Filter[Any]:
-    """What is behind the encoders, if there are any."""
-    return filter.inner if isinstance(filter, CodedFilter) else filter
+    """What is behind units and encoders, if there are any."""
+    while isinstance(filter, ScaledFilter | CodedFilter):
+        filter = filter.inner
+    return filter
+
+
+def build_scaling(data: dict[str, Any], sequences: list[Sequence] | None) -> Scaling | None:
+    """The units of ``data.normalise``: those of the training part, or empty where a checkpoint brings them; None for none.
+
+    Raises:
+        ValueError: neither standard nor none.
+    """
+    how = data.get("normalise") or "none"
+    if how not in ("standard", "none"):
+        raise ValueError(f"data.normalise must be standard or none, got {how!r}")
+    if how == "none":
+        return None
+    if not sequences:
+        return Scaling()
+    boundary = None if data.get("boundary") is None else Boundary.from_dict(data["boundary"])
+    free = [None, None] if boundary is None else [boundary.free("states"), boundary.free("observations") or None]
+    return Scaling().prepare(sequences, *free)
 
 
 def cast_all(sequences: list[Sequence], dtype: torch.dtype) -> list[Sequence]:
     """The same recordings in another dtype."""
-    return [s._replace(states=s.states.to(dtype), obs=as_float(s.obs, dtype)) for s in sequences]
+    return [
+        s._replace(
+            states=s.states.to(dtype),
+            obs=as_float(s.obs, dtype),
+            controls=None if s.controls is None else s.controls.to(dtype),
+        )
+        for s in sequences
+    ]
 
 
 def read_training(config: dict[str, Any] | None) -> Training | None:

@@ -156,7 +156,7 @@ def test_help_and_version(capsys):
         text = capsys.readouterr().out
         assert f"kbf {command}" in text
         assert "settings" in text
-        assert "rotation" in text or command in ("reproduce", "bench")
+        assert "rotation" in text or command in ("reproduce", "bench", "export")
         for key in compose(command, ["checkpoint=x"] if command == "evaluate" else []):
             assert str(key) in text or key in ("data", "model", "trainer", "logger"), key
 
@@ -180,7 +180,7 @@ def test_every_choice_composes():
         (["trian"], "no command 'trian'"),
         (["train", "--fast"], "no option --fast"),
         (["train", "n_trian=5"], "Key 'n_trian' is not in struct"),
-        (["train", "model=none_such"], "Could not find 'model/none_such' Available options in 'model': ekf"),
+        (["train", "model=none_such"], "Could not find 'model/none_such' Available options in 'model': auto ekf"),
         (["train", "model=lstm", "model.training.speed=5"], "Key 'speed' is not in struct"),
         (["train", "model=lstm", "+model.training.speed=5"], "model.training has no 'speed'"),
         (["train", "model=kalman", "+model.net.speed=5"], "unexpected keyword argument 'speed'"),

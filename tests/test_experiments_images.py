@@ -210,7 +210,7 @@ def tiny(steps=0, seed=0):
 
 
 def test_the_loss_over_windows_is_that_of_a_loop():
-    net, (states, obs, _) = tiny(3)
+    net, (states, obs, *_) = tiny(3)
     states, losses = states.float(), []
     for first in range(len(obs) - 9):
         found = rollout(net, obs[None, first : first + 10]).estimates[0]

@@ -43,7 +43,7 @@ def blob(z: torch.Tensor) -> torch.Tensor:
 
 def recording(n: int = 80, seed: int = 0, noise: float = 0.1) -> Sequence:
     model = oscillatory(sigma_x=0.05)
-    states, seen, _ = simulate(model, model.m0, n, generator(seed))
+    states, seen, *_ = simulate(model, model.m0, n, generator(seed))
     return Sequence(states, blob(seen) + noise * torch.randn(n, *SHAPE, dtype=F64, generator=generator(seed + 100)))
 
 

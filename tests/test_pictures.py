@@ -162,7 +162,8 @@ def test_a_run_on_images_leaves_pictures(run_dir):
 def test_an_evaluation_on_images_leaves_pictures_and_covariances(run_dir, tmp_path):
     words = ["evaluate", f"checkpoint={run_dir / 'checkpoints' / 'best.ckpt'}", "particles=20", f"run_dir={tmp_path}"]
     assert main([*words, "animation=false"]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.json", "predictions.npz", "track.png", "frames.png"}
+    names = {"metrics.json", "predictions.npz", "track.png", "frames.png", "calibration.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
     arrays = np.load(tmp_path / "predictions.npz")
     assert arrays["covariances_0"].shape == (4, 2, 2) and (np.linalg.eigvalsh(arrays["covariances_0"]) > 0).all()
     assert json.loads((tmp_path / "metrics.json").read_text())["renderer"] == "drawn by kbf"

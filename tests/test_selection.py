@@ -60,6 +60,7 @@ def recordings(*lengths: int) -> list[Sequence]:
 def test_split_cuts_the_end_off_the_longest_sequence(lengths, share, most, cut, held):
     memory = recordings(*lengths)
     mask = torch.arange(lengths[cut]) % 7 > 0
+    memory = [s._replace(controls=s.obs[:, :1]) for s in memory]
     memory[cut] = memory[cut]._replace(mask=mask)
     kept, tail = split_validation(memory, share, most)
     n = lengths[cut]

@@ -262,6 +262,6 @@ def test_check_finds_what_cannot_be_trained(data, training, message):
 
 
 def test_a_diverging_loss_is_one_error(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(LSTMFilter, "forward", lambda self, obs, mask=None: torch.full((*obs.shape[:2], 2), float("nan")))
+    monkeypatch.setattr(LSTMFilter, "forward", lambda self, obs, *_: torch.full((*obs.shape[:2], 2), float("nan")))
     with pytest.raises(ValueError, match=r"loss became nan in epoch 0.*lr is 0.01"):
         train(config(LSTM), data.train, Path(tmp_path))

@@ -56,7 +56,9 @@ def test_a_checkpoint_of_images_is_enough(run_dir, tmp_path):
     evaluate = ["evaluate", f"checkpoint={run_dir / 'checkpoints' / 'best.ckpt'}", "particles=50"]
     assert main([*evaluate, f"run_dir={tmp_path / 'same'}"]) == 0
     mine, theirs = metrics(tmp_path / "same"), metrics(run_dir)
-    assert mine == {key: theirs[key] for key in mine}
+    alarms = {"test.novelty_alarms", "test.surprise_alarms", "test.lost"}  # of an evaluation alone
+    assert mine.keys() >= alarms
+    assert {key: mine[key] for key in mine.keys() - alarms} == {key: theirs[key] for key in mine.keys() - alarms}
     assert main([*evaluate, f"run_dir={tmp_path / 'other'}", "seed=5"]) == 0
     assert metrics(tmp_path / "other")["test.mse"] != theirs["test.mse"]
 

@@ -9,10 +9,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -21,6 +22,9 @@ from kbf.data.source import Data
 from kbf.evaluation import Score, summary
 from kbf.files import replacing
 from kbf.process import tune_process
+from kbf.reliability import Reliability, reliability
+from kbf.sequence import Sequence
+from kbf.uncertainty import Calibration
 
 console = Console()
 
@@ -30,6 +34,22 @@ def start(threads: int | None = None) -> None:
     tune_process(threads)
 
 
+def tell(data: Data) -> None:
+    """What a person should know of the data."""
+    for note in data.notes:
+        console.print(f"[yellow]{escape(note)}[/]", highlight=False)
+
+
+def estimate_rows(data: Data, result: Score) -> list[dict[str, Any]]:
+    """Estimates of the test part in a person's own columns, one row a step."""
+    rows = []
+    for k, found in enumerate(result.estimates):
+        columns = data.boundary.decode(found, None if result.covariances is None else result.covariances[k])
+        values = zip(*(column.tolist() for column in columns.values()), strict=True)
+        rows += [{"sequence": k, "step": t, **dict(zip(columns, row, strict=True))} for t, row in enumerate(values)]
+    return rows
+
+
 def score_metrics(result: Score, least: Score | None) -> dict[str, float | None]:
     """The flat keys that every scored run has; null where there is no floor, or one sequence gives no standard error."""
     told = summary(result.mse.tolist(), [None] * len(result.mse) if least is None else least.mse.tolist())
@@ -37,6 +57,25 @@ def score_metrics(result: Score, least: Score | None) -> dict[str, float | None]
     values = {"test.mse": told["mse"], "test.mse_se": told["se"], "test.floor": floor, "test.excess": told["excess"]}
     values |= {f"test.{name}": value for name, value in result.diagnostics.items()}
     return {name: None if value is None or value != value else value for name, value in values.items()}
+
+
+def reliability_of(result: Score, sequences: list[Sequence], calibration: Calibration | None) -> dict[str, Reliability]:
+    """What the filter's covariances are worth on the scored steps: as they are, under "raw", and recalibrated, under "".
+
+    Empty for a filter without covariances; without a calibration "raw" alone.
+    """
+    if result.covariances is None:
+        return {}
+    z, m, C = (torch.cat(parts) for parts in ([s.states.double() for s in sequences], result.estimates, result.covariances))
+    known = z.isfinite().all(-1)
+    sides = {"raw": None} | ({} if calibration is None else {"": calibration})
+    return {name: reliability(z[known], m[known], C[known], each) for name, each in sides.items()} if known.any() else {}
+
+
+def reliability_metrics(found: Mapping[str, Reliability]) -> dict[str, float]:
+    """As flat keys: test.coverage_95 and the like, recalibrated, and the same with _raw behind."""
+    behind = {"raw": "_raw", "": ""}
+    return {f"test.{key}{behind[name]}": value for name, each in found.items() for key, value in each.numbers.items()}
 
 
 def about(config: Mapping[str, Any], data: Data) -> dict[str, Any]:
@@ -100,7 +139,14 @@ def save_arrays(path: Path, arrays: Mapping[str, Tensor]) -> None:
         numpy.savez_compressed(file, **values)
 
 
-def write_pictures(config: Mapping[str, Any], data: Data, result: Score, title: str) -> list[str]:
+class Drawn(NamedTuple):
+    """What is drawn of the first test sequence besides its estimates: alarms ``T``, and the squared radius of its 95 % regions."""
+
+    alarms: Tensor | None = None
+    radius2: Tensor | None = None
+
+
+def write_pictures(config: Mapping[str, Any], data: Data, result: Score, title: str, drawn: Drawn | None = None) -> list[str]:
     """Draw the first test sequence into the run directory; returns the names of the files.
 
     ``track.png`` for all data, ``frames.png`` for images, and ``filter.gif`` as ``config`` says: ``animation`` and
@@ -112,7 +158,8 @@ def write_pictures(config: Mapping[str, Any], data: Data, result: Score, title: 
     sequence, found = data.test[0], result.estimates[0]
     spread = None if result.covariances is None else result.covariances[0]
     title = f"{title}: test error {result.mse.mean().item():.4f}"
-    plots.save(plots.track_figure(sequence, found, spread, title=title), directory / "track.png")
+    track = plots.track_figure(sequence, found, spread, title=title, **(drawn or Drawn())._asdict())
+    plots.save(track, directory / "track.png")
     names = ["track.png"]
     if images:
         plots.save(frame_plots.frame_grid(sequence, found, spread, extent=data.extent, title=title), directory / "frames.png")

@@ -22,9 +22,12 @@ from kbf.data.download import one_at_a_time
 from kbf.data.source import load_data
 from kbf.evaluation import data_floor, mean_and_error, summary, wilcoxon_pairs
 from kbf.files import write_csv, write_json
+from kbf.held_out import learn
 from kbf.plots import save
+from kbf.reliability import LEVELS
 from kbf.training import train
 
+COVERAGE = tuple(f"coverage_{round(100 * level)}" for level in LEVELS)
 FLOOR = "floor"
 """The name under which the floor of a data set is kept beside the models."""
 
@@ -64,6 +67,8 @@ def make_cells(config: dict[str, Any], directory: Path) -> list[Cell]:
                 values = resolved(base, n_train=n, seed=seed)
                 if model == FLOOR:
                     values["particles"] = config["particles"]
+                elif config["calibrate"]:
+                    values["calibrate"] = True
                 values["trainer"] |= {"callbacks": None, "enable_progress_bar": False}
                 key = hashed([values, *fingerprints(values["data"])])
                 path = directory / f"{config['data']['name']}-n{n}-seed{seed}-{model}-{key}.json"
@@ -89,8 +94,10 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     codes = codes_of(cell)
     cell.path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory, one_at_a_time(codes) if codes and not codes.exists() else nullcontext():
-        trained = train(config, data.train, Path(directory), trust=True, codes=codes)
+        trained = train(config, data.train, Path(directory), trust=True, codes=codes, validation=data.validation)
         assert trained is not None
+        if config.get("calibrate"):
+            trained = learn(trained, data.validation, seed=cell.seed)
         _, metrics = finish(config, data, trained, None, began)
     return {**metrics, **told}
 
@@ -137,6 +144,7 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
             known = [floors[seed] for seed in runs if floors.get(seed) is not None]
             floor = mean_and_error(known)[0] if len(known) == len(runs) else math.nan
             seconds = mean_and_error([r["seconds"] for r in runs.values()])[0]
+            covered = {key: mean_and_error([r.get(f"test.{key}", math.nan) for r in runs.values()])[0] for key in COVERAGE}
             source = next((r["renderer"] for r in runs.values() if r.get("renderer")), "")
             rows.append(
                 {
@@ -148,6 +156,7 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
                     **told,
                     "floor": floor,
                     "seconds": seconds,
+                    **covered,
                 }
             )
         pairs = wilcoxon_pairs({model: {s: r["test.mse"] for s, r in runs.items()} for model, runs in by_model.items()})
@@ -158,7 +167,8 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
             show_table(f"{name}, {n} training steps{shown}", mine)
     if not rows:
         return
-    write_csv(directory / "results.csv", rows)
+    empty = [key for key in COVERAGE if all(row[key] != row[key] for row in rows)]
+    write_csv(directory / "results.csv", [{key: value for key, value in row.items() if key not in empty} for row in rows])
     keys = ("data", "n_train", "seed", "model", "test.mse", "seconds")
     write_csv(directory / "runs.csv", [{key: result[key] for key in keys} for _, result in sorted(results.items())])
     commits = sorted({str(result.get("commit")) for result in results.values()})
@@ -174,16 +184,32 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
     console.print(f"in [bold]{directory}[/]: {', '.join(written)}", highlight=False)
 
 
+def named_shares(keys: list[str]) -> list[str]:
+    """What the shares are called on the screen.
+
+    >>> named_shares(["coverage_95"])
+    ['in 95 %']
+    """
+    return [f"in {key.removeprefix('coverage_')} %" for key in keys]
+
+
+def shares(row: dict[str, Any], keys: list[str]) -> list[str]:
+    """Shares of a row as percentages; empty where a model has none."""
+    return [f"{100 * row[key]:.1f} %" if row[key] == row[key] else "" for key in keys]
+
+
 def show_table(title: str, rows: list[dict[str, Any]]) -> None:
     """One training size, the best model first."""
     console.print(f"\n[bold]{title}[/]", highlight=False)
     table = Table()
-    for header in ("model", "error", "± s.e.", "excess", "± s.e.", "runs", "seconds a run"):
+    covered = [key for key in COVERAGE if any(row[key] == row[key] for row in rows)]
+    for header in ("model", "error", "± s.e.", "excess", "± s.e.", "runs", "seconds a run", *named_shares(covered)):
         table.add_column(header, justify="left" if header == "model" else "right")
     for row in sorted(rows, key=lambda row: row["mse"]):
         excess = [f"{100 * row[key]:.1f} %" if row[key] == row[key] else "" for key in ("excess", "excess_se")]
         se = f"{row['se']:.4f}" if row["se"] == row["se"] else ""
-        table.add_row(row["model"], f"{row['mse']:.4f}", se, *excess, str(row["runs"]), f"{row['seconds']:.1f}")
+        told = [f"{row['mse']:.4f}", se, *excess, str(row["runs"]), f"{row['seconds']:.1f}", *shares(row, covered)]
+        table.add_row(row["model"], *told)
     floor = rows[0]["floor"]
     if floor == floor:
         table.add_row("floor", f"{floor:.4f}", "", "0", "", "", "", style="dim")

@@ -20,7 +20,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     directory = Path(config["run_dir"])
     arrays: dict[str, Tensor] = {}
     told: dict[str, Any] = {}
-    for part in ("train", "test"):
+    for part in ("train", "validation", "test") if data.validation else ("train", "test"):
         sequences = getattr(data, part)
         for k, sequence in enumerate(sequences):
             arrays |= {f"{part}_{name}_{k}": leaf for name, leaf in sequence._asdict().items() if leaf is not None}

@@ -6,12 +6,30 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kbf.commands.common import about, console, save_arrays, score_metrics, show, start, write_pictures
-from kbf.data.source import load_data
+import torch
+
+from kbf.commands.common import (
+    Drawn,
+    about,
+    console,
+    estimate_rows,
+    reliability_metrics,
+    reliability_of,
+    save_arrays,
+    score_metrics,
+    show,
+    start,
+    tell,
+    write_pictures,
+)
+from kbf.commands.looking import look
+from kbf.data.source import Data, load_data
 from kbf.evaluation import data_floor, score
-from kbf.files import write_json
+from kbf.files import write_csv, write_json
+from kbf.monitor import Check, watch
+from kbf.plots import calibration_figure, save
 from kbf.sequence import Sequence
-from kbf.training import FilterTraining, load_filter
+from kbf.training import FilterTraining, Trained, load_filter
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -23,6 +41,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     start(config["threads"])
     loaded = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
     data = load_data(config["data"], trust=config["trust"] or config["own_data"])
+    tell(data)
     check_shapes(loaded.module, data.test[0], config["checkpoint"])
     least = data_floor(data, particles=config["particles"], seed=config["seed"])
     began = time.perf_counter()
@@ -35,6 +54,15 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         covariances=True,
     )
     metrics = about({**config, "model": loaded.module.config["model"]}, data) | score_metrics(result, least)
+    reliable = reliability_of(result, data.test, loaded.calibration)
+    metrics |= reliability_metrics(reliable)
+    if loaded.calibration is not None and result.covariances is not None:
+        result = result._replace(covariances=[loaded.calibration.covariance(C) for C in result.covariances])
+    checks = alarms(loaded, data, config)
+    metrics |= alarm_metrics(checks, 0.0 if loaded.monitor is None else loaded.monitor.rate.item())
+    title = f"{metrics['model']} on {metrics['data']}"
+    looked = look(config, loaded, data, title)
+    metrics |= looked.metrics
     metrics |= {"checkpoint": str(config["checkpoint"]), "seconds": time.perf_counter() - began}
     directory = Path(config["run_dir"])
     arrays = {}
@@ -44,13 +72,40 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
             arrays[f"mask_{k}"] = sequence.mask
         if result.covariances is not None:
             arrays[f"covariances_{k}"] = result.covariances[k]
-    title = f"{metrics['model']} on {metrics['data']}"
-    save_arrays(directory / "predictions.npz", arrays | {"mse": result.mse})
-    names = write_pictures(config, data, result, title)
+    save_arrays(directory / "predictions.npz", arrays | looked.arrays | {"mse": result.mse})
+    drawn = Drawn(checks[0].alarm if checks else None, None if loaded.calibration is None else loaded.calibration.radius2(0.95))
+    names = [*write_pictures(config, data, result, title, drawn), *looked.names]
+    if data.boundary is not None:
+        write_csv(directory / "estimates.csv", estimate_rows(data, result))
+        names.append("estimates.csv")
+    if reliable:
+        sides = {"the filter's own" if name else "recalibrated": each for name, each in reliable.items()}
+        save(calibration_figure(sides, title=title), directory / "calibration.png")
+        names.append("calibration.png")
     write_json(directory / "metrics.json", metrics)
     show(title, {k: v for k, v in metrics.items() if k not in ("checkpoint", "version")})
+    if reliable and loaded.calibration is None:
+        told = "this checkpoint has no calibration: its regions are the filter's own. kbf train writes one (calibrate=true)"
+        console.print(f"[yellow]{told}[/]", highlight=False)
     console.print(f"in [bold]{directory}[/]: metrics.json, predictions.npz, {', '.join(names)}", highlight=False)
     return metrics
+
+
+def alarms(loaded: Trained, data: Data, config: dict[str, Any]) -> list[Check]:
+    """What the checkpoint's monitor says of each test sequence; empty without one."""
+    if loaded.monitor is None:
+        return []
+    settings: Any = {"dtype": loaded.module.model_dtype, "device": config["device"], "seed": config["seed"]}
+    return watch(loaded.monitor, loaded.filter, data.test, **settings)
+
+
+def alarm_metrics(checks: list[Check], rate: float) -> dict[str, float]:
+    """The shares of steps with a novel or a surprising observation or a track that was found lost."""
+    if not checks:
+        return {}
+    novelty, surprise, lost = (torch.cat([getattr(check, name) for check in checks]) for name in ("novelty", "surprise", "lost"))
+    found = {"novelty_alarms": novelty < rate, "surprise_alarms": surprise < rate, "lost": lost}
+    return {f"test.{name}": alarm.double().mean().item() for name, alarm in found.items()}
 
 
 def check_shapes(module: FilterTraining, sequence: Sequence, checkpoint: str) -> None:

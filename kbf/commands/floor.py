@@ -6,23 +6,27 @@ from typing import Any
 
 from kbf.commands.common import console, resolved, show, start
 from kbf.data.source import load_data
-from kbf.evaluation import data_floor, mean_and_error
+from kbf.evaluation import data_floor, mean_and_error, smoothing_floor
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
     """The floor of each seed, their mean and its standard error.
 
     Raises:
-        ValueError: data without a known true model.
+        ValueError: data without a known true model, or for a smoother one without a density of its moves.
     """
     start(config["threads"])
     values = []
     for seed in range(config["seed"], config["seed"] + config["runs"]):
         with console.status(f"seed {seed}"):
             data = load_data(resolved(config["recipe"], seed=seed)["data"], trust=True)
-            least = data_floor(data, particles=config["particles"], seed=seed)
+            if config["smooth"]:
+                least = smoothing_floor(data, lag=config["lag"], particles=config["particles"], seed=seed)
+            else:
+                least = data_floor(data, particles=config["particles"], seed=seed)
         if least is None:
-            raise ValueError(f"no true model of {config['data'].get('name')} is known, so there is no floor")
+            known = "no density of the true moves" if config["smooth"] and data.problem is not None else "no true model"
+            raise ValueError(f"{known} of {config['data'].get('name')} is known, so there is no floor")
         values.append(least.mse.mean().item())
     mean, se = mean_and_error(values)
     told = {
@@ -32,5 +36,5 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         "n_train": config["n_train"],
         "particles": config["particles"],
     }
-    show(f"floor of {config['data']['name']}", told)
+    show(f"{'smoothing floor' if config['smooth'] else 'floor'} of {config['data']['name']}", told)
     return told

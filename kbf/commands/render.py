@@ -1,4 +1,4 @@
-"""``kbf data render``: the views of a full turn as a frames file, with a picture."""
+"""``kbf data render``: the views of a full turn as a frames file, with a picture; or recordings of a simulator (`record`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torchvision.utils import make_grid, save_image
 
 import kbf.render
+from kbf.commands import record
 from kbf.commands.common import console, show, start
 from kbf.data.dmlab import VIEWS, render_turn
 from kbf.data.frames import Frames, check_frames, write_frames
@@ -26,10 +27,12 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         ValueError: no such renderer, a setting that cannot be, or views that are no full turn.
     """
     start()
+    if config["renderer"] == "pendulum":
+        return record.run(config)
     name, turns, out = config["renderer"], config["turns"], Path(config["out"]).expanduser()
     size = config["size"]
     if name not in NAMES:
-        raise ValueError(f"there is no renderer {name!r}; renderers: {', '.join(NAMES)}")
+        raise ValueError(f"there is no renderer {name!r}; renderers: {', '.join(NAMES)}, pendulum")
     if out.suffix != ".npz":
         raise ValueError(f"out must end in .npz, got {out}")
     if not turns:

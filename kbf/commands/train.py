@@ -9,12 +9,26 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from kbf.build import build
-from kbf.commands.common import about, console, score_metrics, show, start, write_pictures
+from kbf.commands import auto
+from kbf.commands.common import (
+    about,
+    console,
+    reliability_metrics,
+    reliability_of,
+    score_metrics,
+    show,
+    start,
+    tell,
+    write_pictures,
+)
 from kbf.data.source import Data, load_data
 from kbf.data.windows import split
 from kbf.evaluation import Score, data_floor, floor, score
-from kbf.files import copy, write_json, write_text
+from kbf.files import copy, write_csv, write_json, write_text
+from kbf.held_out import learn_and_keep
 from kbf.pictures import log_frames, log_track
 from kbf.training import CheckpointError, Trained, check, read_checkpoint, train
 
@@ -32,7 +46,12 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         config, trust = resumed(config, ckpt_path)
     directory = Path(config["run_dir"])
     data = load_data(config["data"], trust=trust)
-    check(config, data.train, trust=trust)
+    tell(data)
+    tried: list[auto.Row] = []
+    if "candidates" in config["model"]:
+        config, tried = auto.choose(config, data, trust=trust)
+        auto.show_choice(tried)
+    check(config, data.train, trust=trust, validation=data.validation)
     least = data_floor(data, particles=config["particles"], seed=config["seed"])
     loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]
     began = time.perf_counter()
@@ -44,11 +63,14 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         validation_floor=held_floor(config, data) if loggers else None,
         loggers=loggers,
         trust=trust,
-        begin=lambda: prepare_directory(directory, ckpt_path, config),
+        begin=lambda: prepare_directory(directory, ckpt_path, config, tried),
         extent=data.extent,
+        validation=data.validation,
     )
     if trained is None:  # a helper process of a distributed run
         return {}
+    if config["calibrate"]:
+        trained = calibrated(trained, data, directory / "checkpoints", config["seed"])
     result, metrics = finish(config, data, trained, least, began)
     title = f"{metrics['model']} on {metrics['data']}, {metrics['n_train']} training steps"
     names = write_pictures(config, data, result, title)
@@ -69,9 +91,19 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         log_frames(loggers, "frames/test", *shown, covariances=spread, extent=data.extent)
     for logger in loggers:
         logger.finalize("success")
-    show(title, metrics, ["test.mse", "test.floor", "test.excess", "validation.mse", "epochs", "seconds"])
+    show(title, metrics, ["test.mse", "test.floor", "test.excess", "test.coverage_95", "validation.mse", "epochs", "seconds"])
     console.print(f"in [bold]{directory}[/]: metrics.json, {', '.join(names)}, checkpoints/best.ckpt", highlight=False)
     return metrics
+
+
+def calibrated(trained: Trained, data: Data, directory: Path, seed: int) -> Trained:
+    """The model with its calibration and its monitor, in its checkpoints too; without, and told why, where data is too short."""
+    with console.status("learning from held-out parts of the training data how sure the filter may be"):
+        try:
+            return learn_and_keep(trained, directory, data.validation, seed=seed)
+        except ValueError as error:
+            console.print(f"[yellow]no calibration and no alarms[/]: {escape(str(error))}", highlight=False)
+            return trained
 
 
 def finish(config: dict[str, Any], data: Data, trained: Trained, least: Score | None, began: float) -> tuple[Score, dict[str, Any]]:
@@ -80,6 +112,9 @@ def finish(config: dict[str, Any], data: Data, trained: Trained, least: Score | 
     module = trained.module
     result = score(trained.filter, data.test, seed=config["seed"], dtype=module.model_dtype, device=module.device, covariances=True)
     metrics = about(config, data) | score_metrics(result, least)
+    metrics |= reliability_metrics(reliability_of(result, data.test, trained.calibration))
+    if trained.calibration is not None and result.covariances is not None:
+        result = result._replace(covariances=[trained.calibration.covariance(C) for C in result.covariances])
     validated = trained.validation_mse
     metrics |= {"validation.mse": validated, "epochs": trained.epochs}
     began -= module.borrowed_seconds  # the time that the encoders took when they were fitted for another model
@@ -115,14 +150,19 @@ def with_limits(config: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any
     return {**config["trainer"], "max_epochs": training.get("epochs", 1), "gradient_clip_val": training.get("clip")}
 
 
-def prepare_directory(directory: Path, ckpt_path: Path | None, config: dict[str, Any]) -> None:
-    """Make the run directory: a fresh run clears the results of one before, a resumed one brings its best checkpoint."""
+def prepare_directory(
+    directory: Path, ckpt_path: Path | None, config: dict[str, Any], tried: list[dict[str, Any]] | None = None
+) -> None:
+    """Make the run directory: a fresh run clears the results of one before, a resumed one brings its best checkpoint.
+
+    ``tried``: what model=auto tried, for ``auto.csv``.
+    """
     from yaml import safe_dump
 
     checkpoints = directory / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     if ckpt_path is None:
-        written = ("metrics.json", "track.png", "frames.png", "filter.gif", "projector_config.pbtxt")
+        written = ("metrics.json", "auto.csv", "track.png", "frames.png", "filter.gif", "projector_config.pbtxt")
         old = [*directory.glob("events.out.tfevents.*"), *checkpoints.glob("*.ckpt"), *(directory / name for name in written)]
         for path in old:
             path.unlink(missing_ok=True)
@@ -130,6 +170,8 @@ def prepare_directory(directory: Path, ckpt_path: Path | None, config: dict[str,
             shutil.rmtree(path.parent)
     elif ckpt_path.resolve().parent != checkpoints.resolve() and (best := ckpt_path.parent / "best.ckpt").exists():
         copy(best, checkpoints / "best.ckpt")
+    if tried:
+        write_csv(directory / "auto.csv", tried)
     write_text(directory / "config.yaml", safe_dump({k: v for k, v in config.items() if k != "explicit"}, sort_keys=False))
 
 

@@ -82,7 +82,7 @@ class OrientationImages:
         self.renderer = described(table.about, frames)
         self.problem = OrientationModel(turn, sigma_z, sigma_x)
         start = torch.tensor([1.0, 0.0], dtype=torch.float64)
-        states, headings, _ = simulate(self.problem, start, n_train + n_test, Generator().manual_seed(seed))
+        states, headings, *_ = simulate(self.problem, start, n_train + n_test, Generator().manual_seed(seed))
         shown, which = nearest(table.yaw_degrees, torch.atan2(headings[:, 1], headings[:, 0])).unique(return_inverse=True)
         views = as_observations(table.images[shown], (height, width))[which]
         obs = views + pixel_noise * pixels(views.shape, seed)

@@ -25,7 +25,7 @@ from kbf.data.sprites import PIXELS, SIZES, check_factors, render_sprites
 from kbf.data.synthetic import SyntheticData
 from kbf.files import replacing
 from kbf.sequence import Sequence
-from kbf.ssm import gaussian_noise, normal, oscillatory
+from kbf.ssm import gaussian_log_density_of_pairs, gaussian_noise, normal, oscillatory
 
 FILE = "dsprites_ndarray_co1sh3sc6or40x32y32_64x64.npz"
 URL = f"https://github.com/google-deepmind/dsprites-dataset/raw/master/{FILE}"
@@ -61,6 +61,10 @@ class PositionModel(NamedTuple):
     def observe(self, z: Float[Tensor, "*b 2"], generator: Generator | None = None) -> Float[Tensor, "*b 2"]:
         """Draw the shown position, a point of the grid: one beyond the border is shown on the border."""
         return self.axis.to(z)[self.cell(z + self.sigma_x * normal(z, generator))]
+
+    def log_transition(self, after: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]) -> Float[Tensor, "*e"]:
+        """log N(z'; f(z), Q); z' and z broadcast."""
+        return gaussian_log_density_of_pairs(after, self.f(z), self.Q.to(z))
 
     def cell(self, x: Float[Tensor, "*b 2"]) -> Int[Tensor, "*b 2"]:
         """Indices of the points of the grid next to x."""

@@ -117,19 +117,20 @@ class FilterDataModule(lightning.LightningDataModule):
         fit: sequences to fit. held: sequences to validate on, the last steps of the recordings; may be empty.
     """
 
-    def __init__(self, sequences: list[Sequence], training: Training, seed: int) -> None:
+    def __init__(self, sequences: list[Sequence], training: Training, seed: int, validation: list[Sequence] | None = None) -> None:
         """Cut the recordings.
 
         Args:
             sequences: the training part, in the model's dtype.
             training: how to cut them.
             seed: of the order of the batches.
+            validation: recordings to validate on, in place of a part of the training part.
 
         Raises:
             ValueError: too few steps for the split, the folds or the window, with the numbers.
         """
         super().__init__()
-        self.fit, self.held = split(sequences, training.validation)
+        self.fit, self.held = (sequences, validation) if validation else split(sequences, training.validation)
         lengths = [len(s.states) for s in self.fit]
         self.folds = folds(lengths, training.folds)
         self.chunks = [windows(spans, training.window, training.stride) for spans in self.folds]

@@ -18,6 +18,9 @@ class Data(NamedTuple):
         decoded: the test sequences as the problem observes them: ``test`` itself, or for images what they show.
         renderer: of images, who rendered them. extent: the coordinates of an image's left, right, bottom and top edge, where
             states are positions in it.
+        validation: recordings to choose by; without them models that need some hold out a part of ``train``.
+        boundary: of data with named columns, what leads from them to states and back (`kbf.data.own.Boundary`).
+        notes: what a person should know of the data, in sentences.
     """
 
     train: list[Sequence]
@@ -26,28 +29,38 @@ class Data(NamedTuple):
     decoded: list[Sequence]
     renderer: str | None = None
     extent: tuple[float, float, float, float] | None = None
+    validation: list[Sequence] = []  # noqa: RUF012 (a tuple of lists, never changed)
+    boundary: Any = None
+    notes: tuple[str, ...] = ()
 
 
 def load_data(config: dict[str, Any], *, trust: bool = False) -> Data:
     """Build and check the data set of a ``data`` configuration.
 
     ``config["source"]`` names a class whose objects have ``train`` and ``test`` (lists of `Sequence`) and may have ``problem``,
-    ``decoded``, ``renderer`` and ``extent``. With ``config["missing"]``, NaN observations are treated as missing.
+    ``decoded``, ``renderer``, ``extent``, ``validation``, ``boundary`` and ``notes``. With ``config["missing"]``, NaN observations
+    are treated as missing, with ``config["partial"]`` they may be silent sensors. A source with ``unscored`` may have no training
+    part, and test steps whose state is NaN: not known, and not scored.
 
     Raises:
         ValueError: shapes that do not fit, or NaN or infinite values that are not to be treated as missing.
     """
     source = build(config["source"], trust=trust)
     parts = {}
-    for name in ("train", "test"):
-        sequences = list(getattr(source, name))
+    unscored = getattr(source, "unscored", False)
+    for name in ("train", "validation", "test"):
+        sequences = list(getattr(source, name, []))
         if config.get("missing"):
             sequences = [mask_missing(s) for s in sequences]
+        checked = [s._replace(states=s.states.nan_to_num()) for s in sequences] if unscored and name == "test" else sequences
         try:
-            parts[name] = as_sequences(sequences)
+            if sequences or (name != "validation" and not unscored):
+                as_sequences(checked, partial=bool(config.get("partial")))
+            parts[name] = sequences
         except ValueError as error:
             hint = " From the command line: data.missing=true." if "NaN" in str(error) else ""
             raise ValueError(f"{name} data {config.get('name', '')}: {error}{hint}") from error
     decoded = getattr(source, "decoded", None) or parts["test"]
     problem, renderer, extent = (getattr(source, name, None) for name in ("problem", "renderer", "extent"))
-    return Data(parts["train"], parts["test"], problem, decoded, renderer, extent)
+    boundary, notes = getattr(source, "boundary", None), tuple(getattr(source, "notes", ()))
+    return Data(parts["train"], parts["test"], problem, decoded, renderer, extent, parts["validation"], boundary, notes)

@@ -42,7 +42,7 @@ class SyntheticData:
         if n_train < 2 or n_test < 1:
             raise ValueError(f"synthetic data needs n_train >= 2 and n_test >= 1, got n_train {n_train} and n_test {n_test}")
         z0 = torch.as_tensor(getattr(problem, "m0", (1.0, 0.0)) if start is None else start, dtype=torch.float64)
-        states, obs, _ = simulate(problem, z0, n_train + n_test, torch.Generator().manual_seed(seed))
+        states, obs, *_ = simulate(problem, z0, n_train + n_test, torch.Generator().manual_seed(seed))
         self.problem = problem
         self.train = [Sequence(states[:n_train], obs[:n_train])]
         self.test = [Sequence(states[n_train:], obs[n_train:])]

@@ -89,10 +89,10 @@ def stack(sequences: list[Sequence], spans: list[Span]) -> Sequence:
     mask = None
     if any(p.mask is not None for p in pieces):
         mask = torch.stack([p.states.new_ones(len(p.states), dtype=torch.bool) if p.mask is None else p.mask for p in pieces])
-    return Sequence(torch.stack([p.states for p in pieces]), torch.stack([p.obs for p in pieces]), mask)
+    controls = None if pieces[0].controls is None else torch.stack([p.controls for p in pieces if p.controls is not None])
+    return Sequence(torch.stack([p.states for p in pieces]), torch.stack([p.obs for p in pieces]), mask, controls)
 
 
 def piece(sequence: Sequence, start: int, stop: int) -> Sequence:
     """Steps start, ..., stop - 1 of a sequence."""
-    mask = None if sequence.mask is None else sequence.mask[start:stop]
-    return Sequence(sequence.states[start:stop], sequence.obs[start:stop], mask)
+    return Sequence(*(None if leaf is None else leaf[start:stop] for leaf in sequence))  # pyright: ignore[reportArgumentType]

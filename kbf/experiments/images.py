@@ -86,7 +86,7 @@ def models(problem: Problem) -> dict[str, dict[str, Any]]:
         CODED_LSTM: {
             "dtype": "float32",
             "coding": coding,
-            "net": {"_target_": "kbf.filters.recurrent.LSTMFilter", "d": 2, "q": [2]},
+            "net": {"_target_": "kbf.filters.recurrent.LSTMFilter", "d": 2, "q": [2], "controls": 0},
             "training": {**windows, **lstm, "burn_in": 0, "folds": 1, **problem.lstm},
         },
         CODED_PARTICLES: {"coding": coding, "net": observed},

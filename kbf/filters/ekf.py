@@ -8,7 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from kbf.filters.gaussian import AdditiveModel, GaussianState, gaussian_init, kalman_predict, kalman_update, started
+from kbf.filters.base import Backward, Now
+from kbf.filters.gaussian import AdditiveModel, GaussianState, gaussian_init, kalman_predict, kalman_update, rts_step, started
+from kbf.filters.turning import TurningFilter, TurningModel, turning_filter
 from kbf.sequence import Sequence
 from kbf.ssm import OrientationModel
 
@@ -28,6 +30,15 @@ def linearise(f: Callable[[Tensor], Tensor], m: Float[Tensor, "b d"]) -> tuple[F
     # reverse mode: forward mode (torch 2.15) turns float32 into float64 in such f as z[0] + 0.4, and takes twice the time
     F, value = torch.func.vmap(torch.func.jacrev(twice, has_aux=True))(m)
     return F, value - (F @ m[..., None])[..., 0]
+
+
+def extended(
+    f: Callable[[Tensor], Tensor], m: Float[Tensor, "b d"], L: Float[Tensor, "b d d"]
+) -> tuple[Float[Tensor, "b e d"], Float[Tensor, "b e"], Float[Tensor, "b e e"]]:
+    """The same of f(m + L u) ~ F u + a, u ~ N(0, I), with an Omega of zeros for what the line leaves out."""
+    F, a = linearise(f, m)
+    value = a + (F @ m[..., None])[..., 0]
+    return F @ L, value, torch.zeros(*value.shape, value.shape[-1], dtype=m.dtype, device=m.device)
 
 
 class ExtendedKalmanFilter:
@@ -64,6 +75,20 @@ class ExtendedKalmanFilter:
         """The covariance, ``b d d``."""
         return state.cov
 
+    def smoother(self) -> Backward:
+        """Extended Rauch-Tung-Striebel: `rts_step` with f linearised at the filtered mean, as in predict.
+
+        References: Sarkka (2013), theorem 9.1.
+        """
+
+        def step_back(
+            now: Now, following: GaussianState, *, control: Tensor | None = None, generator: Generator | None = None
+        ) -> GaussianState:
+            F, a = linearise(self.model.f, now.state.mean)
+            return rts_step(now.state, following, F, self.model.Q, a)
+
+        return step_back
+
 
 class EKF(nn.Module):
     """The extended Kalman filter that knows the true model, as a baseline.
@@ -71,21 +96,23 @@ class EKF(nn.Module):
     It has no parameters and no buffers: the model is given, the start comes from the memory.
     """
 
-    def __init__(self, model: AdditiveModel | OrientationModel) -> None:
-        """``model``: the true one; an `OrientationModel` is used in its additive form."""
+    def __init__(self, model: AdditiveModel | OrientationModel | TurningModel) -> None:
+        """``model``: the true one; an `OrientationModel` is used in its additive form, a `TurningModel` in (theta, omega)."""
         super().__init__()
         self.model = model
 
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
         """Nothing to choose."""
 
-    def condition(self, memory: Sequence | list[Sequence] | None) -> ExtendedKalmanFilter:
+    def condition(self, memory: Sequence | list[Sequence] | None) -> ExtendedKalmanFilter | TurningFilter:
         """The filter started from the mean and covariance of the training states, in their dtype and on their device.
 
         Args:
             memory: the training part; None starts from the model's own m0 and P0.
 
         Raises:
-            ValueError: fewer than two training states, or an `OrientationModel` without a memory.
+            ValueError: fewer than two training states, or an `OrientationModel` or `TurningModel` without a memory.
         """
+        if isinstance(self.model, TurningModel):
+            return turning_filter(self.model, memory, extended)
         return ExtendedKalmanFilter(started(self.model, memory))

@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 
 from kbf.kernels import KERNELS, median_distance
 from kbf.linalg import psd_solve
-from kbf.sequence import Sequence, as_sequences
+from kbf.sequence import Sequence, as_sequences, control_width
 
 
 class FrameState(NamedTuple):
@@ -30,15 +30,16 @@ class FrameFilter:
         points: Float[Tensor, "n q"],
         alpha: Float[Tensor, "n d"],
         mean: Float[Tensor, " d"],
+        controlled: int = 0,
     ) -> None:
-        """Kernel of observations; X ``n q``; alpha ``n d``; m ``d``."""
-        self.kernel, self.points, self.alpha, self.mean = kernel, points, alpha, mean
+        """Kernel of observations; X ``n q``; alpha ``n d``; m ``d``; components of the controls, which it does not look at."""
+        self.kernel, self.points, self.alpha, self.mean, self.controlled = kernel, points, alpha, mean, controlled
 
     def init(self, batch: int, *, generator: Generator | None = None) -> FrameState:
         """The mean of the training states."""
         return FrameState(self.mean.expand(batch, len(self.mean)))
 
-    def predict(self, state: FrameState, *, generator: Generator | None = None) -> FrameState:
+    def predict(self, state: FrameState, *, control: Tensor | None = None, generator: Generator | None = None) -> FrameState:
         """The mean of the training states: without an observation nothing else is known."""
         return FrameState(self.mean.expand_as(state.estimate))
 
@@ -119,7 +120,8 @@ class FrameRegression(nn.Module):
             raise ValueError("FrameRegression regresses on a memory: give condition() the training sequences")
         x, z, mean = observed(memory)
         kernel = self.at(x, float(self.factor))
-        return FrameFilter(kernel, x, psd_solve(kernel(x, x), z, reg=len(x) * float(self.reg)), mean)
+        alpha = psd_solve(kernel(x, x), z, reg=len(x) * float(self.reg))
+        return FrameFilter(kernel, x, alpha, mean, control_width(memory))
 
     def at(self, x: Float[Tensor, "n q"], factor: float) -> Callable[[Tensor, Tensor], Tensor]:
         """The kernel with the bandwidth of ``factor`` times the median distance of x."""

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
-from kbf.filters.base import Filter, check_vectors, step
+from kbf.filters.base import Backward, Filter, Now, check_vectors, step
 from kbf.linalg import psd_solve
 from kbf.sequence import Sequence, as_sequences
 from kbf.ssm import OrientationModel, StateSpaceModel
@@ -67,12 +67,13 @@ class AdditiveModel(Protocol):
 
 
 class LinearModel(NamedTuple):
-    """z' = A z + a + N(0, Q), x = C z + c + N(0, R), with z_0 ~ N(m0, P0).
+    """z' = A z + B u + a + N(0, Q), x = C z + c + N(0, R), with z_0 ~ N(m0, P0).
 
     Attributes:
         A: ``d d``. a: ``d``. Q: ``d d``.
         C: ``q d``. c: ``q``. R: ``q q``.
         m0: ``d``. P0: ``d d``. Mean and covariance before the first move.
+        B: ``d k``, or None for a model without controls u.
     """
 
     A: Tensor
@@ -83,6 +84,7 @@ class LinearModel(NamedTuple):
     R: Tensor
     m0: Tensor
     P0: Tensor
+    B: Tensor | None = None
 
 
 def kalman_predict(
@@ -228,14 +230,21 @@ class KalmanFilter:
     def __init__(self, model: LinearModel) -> None:
         """``model``: its tensors may require gradients; the filter keeps them."""
         self.model = model
+        self.controlled = 0 if model.B is None else model.B.shape[1]
 
     def init(self, batch: int, *, generator: Generator | None = None) -> GaussianState:
         """N(m0, P0) for each sequence."""
         return gaussian_init(self.model, batch)
 
-    def predict(self, state: GaussianState, *, generator: Generator | None = None) -> GaussianState:
-        """Move: `kalman_predict` with A, a and Q."""
-        return kalman_predict(*state, self.model.A, self.model.Q, self.model.a)
+    def predict(
+        self, state: GaussianState, *, control: Float[Tensor, "b k"] | None = None, generator: Generator | None = None
+    ) -> GaussianState:
+        """Move: `kalman_predict` with A, a + B u and Q."""
+        return kalman_predict(*state, self.model.A, self.model.Q, self.offset(control))
+
+    def offset(self, control: Float[Tensor, "b k"] | None) -> Float[Tensor, "*b d"]:
+        """The part a + B u of a move that the state has no part in."""
+        return self.model.a if control is None or self.model.B is None else self.model.a + control @ self.model.B.mT
 
     def update(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> GaussianState:
         """Observe ``b q``: `kalman_update` with C, c and R."""
@@ -248,6 +257,16 @@ class KalmanFilter:
     def covariance(self, state: GaussianState) -> Float[Tensor, "b d d"]:
         """The covariance, ``b d d``."""
         return state.cov
+
+    def smoother(self) -> Backward:
+        """Rauch-Tung-Striebel: `rts_step` with A, a + B u and Q."""
+
+        def step_back(
+            now: Now, following: GaussianState, *, control: Tensor | None = None, generator: Generator | None = None
+        ) -> GaussianState:
+            return rts_step(now.state, following, self.model.A, self.model.Q, self.offset(control))
+
+        return step_back
 
 
 def gaussian_init(model: LinearModel | AdditiveModel, batch: int) -> GaussianState:

@@ -8,7 +8,7 @@ from torch import Generator, Tensor, nn
 
 from kbf.filters.base import check_vectors
 from kbf.filters.gaussian import KalmanFilter, LinearModel, training_moments
-from kbf.sequence import Sequence, as_sequences
+from kbf.sequence import Sequence, as_sequences, moves
 
 
 def regress(
@@ -31,25 +31,25 @@ def regress(
 
 
 def fit_linear(memory: Sequence | list[Sequence]) -> LinearModel:
-    """Fit z' = A z + a + N(0, Q) to the transitions and x = C z + c + N(0, R) to the observations, by least squares.
+    """Fit z' = A z + B u + a + N(0, Q) to the transitions and x = C z + c + N(0, R) to the observations, by least squares.
 
     Pairs do not cross the end of a sequence; masked observations are left out. m0 and P0 are the mean and covariance of the
     training states.
 
     Raises:
-        ValueError: observations that are no vectors, or fewer than 2 d + 1 transitions or d + 1 + q observations.
+        ValueError: observations that are no vectors, or fewer than 2 d + k + 1 transitions or d + 1 + q observations.
 
     References: multivariate linear regression, e.g. Hastie, Tibshirani and Friedman (2009), section 3.2.4.
     """
     sequences = as_sequences(memory)
     check_vectors(sequences, "a linear model")
-    z = torch.cat([s.states[:-1] for s in sequences])
-    z_next = torch.cat([s.states[1:] for s in sequences])
+    z, z_next, u = moves(sequences)
     z_seen = torch.cat([s.states if s.mask is None else s.states[s.mask] for s in sequences])
     x = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences])
-    A, a, Q = regress(z, z_next, "transitions")
+    AB, a, Q = regress(z if u is None else torch.cat([z, u], -1), z_next, "transitions")
+    A, B = AB[:, : z.shape[1]], None if u is None else AB[:, z.shape[1] :]
     C, c, R = regress(z_seen, x, "observations")
-    return LinearModel(A, a, Q, C, c, R, *training_moments(sequences))
+    return LinearModel(A, a, Q, C, c, R, *training_moments(sequences), B)
 
 
 class LearnedKalman(nn.Module):

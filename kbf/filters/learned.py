@@ -18,9 +18,9 @@ from kbf.features import nystrom_whitening, pivots
 from kbf.filters.base import check_vectors
 from kbf.filters.particle import BootstrapFilter, in_type_of
 from kbf.kernels import Kernel, arcsine, gaussian, median_distance
-from kbf.linalg import cholesky
+from kbf.linalg import cholesky, squared_distance
 from kbf.manifolds import FLAT, Manifold, manifold_of
-from kbf.sequence import Sequence, as_float, as_sequences, observed_pairs, transitions
+from kbf.sequence import Sequence, as_float, as_sequences, moves, observed_pairs
 from kbf.ssm import StateSpace, normal
 
 
@@ -107,6 +107,17 @@ class RidgeMap(NamedTuple):
             white = torch.linalg.solve_triangular(cholesky(self.noise).mT.to(rows), rows, upper=True, left=False)
         return -0.5 * white.square().sum(-1).reshape(residual.shape[:-1]) / scale - 0.5 * y.shape[-1] * scale.log()
 
+    def log_density_table(
+        self, y: Float[Tensor, "n q"], mean: Float[Tensor, "m q"], scale: Float[Tensor, " m"]
+    ) -> Float[Tensor, "n m"]:
+        """The same for every y under every prediction; in flat space by one product of matrices, some ten times faster."""
+        if self.manifold.period is not None:
+            return self.log_density_given(y[:, None], mean, scale)
+        noise = self.noise.diag() if self.noise.ndim == 1 else self.noise
+        root = cholesky(noise).mT.to(y)
+        white = [torch.linalg.solve_triangular(root, rows, upper=True, left=False) for rows in (y, mean)]
+        return -0.5 * squared_distance(*white) / scale - 0.5 * y.shape[-1] * scale.log()
+
 
 def fit_ridge_map(
     u: Float[Tensor, "n d"],
@@ -182,15 +193,45 @@ def fit_ridge_map(
     return best[1]
 
 
+class Join(NamedTuple):
+    """(z, u) as one vector, the input of a map: every control is shifted and scaled to spread as the states do.
+
+    Attributes:
+        shift: ``k``, the mean control. scale: ``k``, states' spread over the control's.
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def __call__(self, z: Float[Tensor, "*b d"], u: Float[Tensor, "*c k"]) -> Float[Tensor, "*e"]:
+        """``*b d+k``; u broadcasts."""
+        scaled = ((u - self.shift) * self.scale).to(z)
+        return torch.cat([z, scaled.expand(*z.shape[:-1], scaled.shape[-1])], -1)
+
+
+def join_of(z: Float[Tensor, "m d"], u: Float[Tensor, "m k"]) -> Join:
+    """That of the recorded moves; a control that never changes is left out (its scale is 0)."""
+    spread, own = z.var(0, correction=0).mean().sqrt(), u.std(0, correction=0)
+    return Join(u.mean(0), torch.where(own > 0, spread / own, 0))
+
+
 class LearnedModel(NamedTuple):
-    """A `kbf.ssm.StateSpace` made of two regressions: z' on z, and x on z."""
+    """A `kbf.ssm.StateSpace` made of two regressions: z' on z, or on (z, u) with a control u, and x on z."""
 
     transition: RidgeMap
     observation: RidgeMap
+    join: Join | None = None
 
-    def move(self, z: Float[Tensor, "*b d"], generator: Generator | None = None) -> Float[Tensor, "*b d"]:
-        """Draw z' given z."""
-        return self.transition.sample(z, generator)
+    @property
+    def controlled(self) -> int:
+        """Components of the control."""
+        return 0 if self.join is None else len(self.join.shift)
+
+    def move(
+        self, z: Float[Tensor, "*b d"], generator: Generator | None = None, *, control: Tensor | None = None
+    ) -> Float[Tensor, "*b d"]:
+        """Draw z' given z and the control, which broadcasts."""
+        return self.transition.sample(z if self.join is None or control is None else self.join(z, control), generator)
 
     def observe(self, z: Float[Tensor, "*b d"], generator: Generator | None = None) -> Float[Tensor, "*b q"]:
         """Draw x given z."""
@@ -199,6 +240,12 @@ class LearnedModel(NamedTuple):
     def log_likelihood(self, x: Float[Tensor, "*b q"], z: Float[Tensor, "*c d"]) -> Float[Tensor, "*e"]:
         """The logarithm of p(x | z), up to a constant."""
         return self.observation.log_density(x, z)
+
+    def log_transition(
+        self, after: Float[Tensor, "*b d"], z: Float[Tensor, "*c d"], *, control: Tensor | None = None
+    ) -> Float[Tensor, "*e"]:
+        """The logarithm of p(z' | z), or p(z' | z, u), up to a constant; z', z and u broadcast."""
+        return self.transition.log_density(after, z if self.join is None or control is None else self.join(z, control))
 
 
 def learn_model(memory: Sequence | list[Sequence]) -> LearnedModel:
@@ -209,10 +256,11 @@ def learn_model(memory: Sequence | list[Sequence]) -> LearnedModel:
     """
     sequences = as_sequences(memory)
     check_vectors(sequences, "a learned observation map")
-    states = torch.cat([s.states for s in sequences])
-    pairs = transitions([len(s.states) for s in sequences], states.device)
+    source, target, u = moves(sequences)
     seen, obs = observed_pairs(sequences)
-    return LearnedModel(fit_ridge_map(states[pairs.source], states[pairs.target]), fit_ridge_map(seen, obs))
+    join = None if u is None else join_of(source, u)
+    inputs = source if join is None or u is None else join(source, u)
+    return LearnedModel(fit_ridge_map(inputs, target), fit_ridge_map(seen, obs), join)
 
 
 class LearnedParticleFilter(nn.Module):

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 from torch import Generator, Tensor, nn
 
-from kbf.filters.base import Filter, load_state, save_state, step, where
+from kbf.filters.base import Filter, check_controlled, load_state, move, save_state, step, where
 
 
 class Live:
@@ -53,30 +53,38 @@ class Live:
             raise ValueError(f"the step is to be compiled for {len(compiled)} sequences, and to run {batch}")
         self.filter = filter.eval() if isinstance(filter, nn.Module) else filter
         self.generator = generator
+        self.controlled, self.partial = (getattr(filter, name, False) for name in ("controlled", "partial"))
         self.state: Any = filter.init(batch, generator=generator)
         self.fast = None if compiled is None else compile_step(filter, compiled)
 
     @torch.inference_mode()
-    def step(self, obs: Shaped[Tensor, "b *x"] | None) -> Tensor:
+    def step(self, obs: Shaped[Tensor, "b *x"] | None, control: Float[Tensor, "b k"] | None = None) -> Tensor:
         """Move, and observe ``b *x``: the estimates ``b d``.
 
         A sequence whose observation has NaN or infinite entries, or all with None, has observed nothing: its state moves only.
+        Where the filter knows its sensors, only those with such entries are silent.
+
+        Args:
+            obs: what was observed, or None.
+            control: ``b k``, of the move to this step, for a filter made from recordings with controls.
 
         Raises:
-            ValueError: observations of another batch or width.
+            ValueError: observations or controls of another batch or width, or controls for a filter that takes none.
         """
+        if self.controlled or control is not None:
+            check_controlled(self.filter, control, (len(self.state[0]),))
         if obs is None:
-            self.state = self.filter.predict(self.state, generator=self.generator)
+            self.state = move(self.filter, self.state, control=control, generator=self.generator)
             return self.filter.estimate(self.state)
         if obs.ndim < 2 or len(obs) != len(self.state[0]):
             raise ValueError(f"observations must be {(len(self.state[0]), '...')}, the batch in front; got {tuple(obs.shape)}")
-        if not math.isfinite(obs.sum().item()):  # a single number for the usual case
+        if not self.partial and not math.isfinite(obs.sum().item()):  # a single number for the usual case
             seen = torch.isfinite(obs).flatten(1).all(1)
             obs = torch.where(seen.reshape(-1, *[1] * (obs.ndim - 1)), obs, torch.zeros_like(obs))
-            self.state = step(self.filter, self.state, obs, mask=seen, generator=self.generator)
+            self.state = step(self.filter, self.state, obs, mask=seen, control=control, generator=self.generator)
             return self.filter.estimate(self.state)
         if self.fast is None:
-            self.state = step(self.filter, self.state, obs, generator=self.generator)
+            self.state = step(self.filter, self.state, obs, control=control, generator=self.generator)
             return self.filter.estimate(self.state)
         *leaves, estimate = self.fast(*self.state, obs)
         self.state = type(self.state)(*leaves)
@@ -136,9 +144,11 @@ def compile_step(filter: Filter[Any], obs: Shaped[Tensor, "b *x"]) -> Callable[.
         (leaves of the state, observation) -> (leaves of the next state, estimate).
 
     Raises:
-        ValueError: a filter that is no module, or whose step looks at values, as a rule over full Gram matrices does; or no
-            C++ compiler. The result raises it for leaves of another shape.
+        ValueError: a filter that takes controls or silent sensors, or is no module, or whose step looks at values; or
+            no C++ compiler. The result raises it for leaves of another shape.
     """
+    if getattr(filter, "controlled", 0) or getattr(filter, "partial", False):
+        raise ValueError("the step of a filter with controls, or with sensors that may be silent, is not compiled: run it as it is")
     if not isinstance(filter, nn.Module):
         raise ValueError(f"only filters that are modules can be compiled, {type(filter).__name__} is none")
     module = Step(filter).eval()

@@ -24,6 +24,8 @@ KEPT = 2**26
 """Bytes up to which these products are kept."""
 BLOCK = 16_384
 """Memory points whose features are made at a time."""
+SAMPLE = 4096
+"""Points of each process among which processes that share a memory look for landmarks."""
 
 
 class Operator(nn.Module):
@@ -65,6 +67,44 @@ def transition_operator_primal(
     source = features[pairs.source]
     solved = psd_solve(total(source.mT @ source), source.mT, reg=count(source, total) * reg).mT
     return Operator(torch.zeros_like(features).index_copy(0, pairs.target, solved), features, total)
+
+
+class ControlledTransition(nn.Module):
+    """P(u): the conditional mean embedding of the next state given state *and* control, with the product kernel k_Z k_U.
+
+    The embedding of a filter's (z, u), weights w over the memory and one control u, has at a pair (z_l, u_l) the value
+    (right^T w)_l k_U(u_l, u), right = k_Z(Z, z_l). So P(u) w = left ((right^T w) * k_U(u_l, u)), O(n r) a step, with
+
+    - all m recorded pairs for l: left = (G_Z * G_U + m reg I)^-1, as in `transition_operator`;
+    - r of them, landmarks of features psi = W^T k(l, .), Psi of all pairs: left = Psi (Psi^T Psi + m reg I)^-1 W^T.
+
+    References: Song, Huang, Smola, Fukumizu (2009) for embeddings of controlled (conditioned) transitions.
+    """
+
+    left: Tensor
+    right: Tensor
+    controls: Tensor
+    bandwidth: Tensor
+
+    def __init__(
+        self,
+        left: Float[Tensor, "n r"],
+        right: Float[Tensor, "n r"],
+        controls: Float[Tensor, "r k"],
+        kernel: Callable[..., Tensor],
+        bandwidth: Float[Tensor, " k"],
+        total: Total = alone,
+    ) -> None:
+        """left, right and u_l as above; k_U and its bandwidth, one length for each control."""
+        super().__init__()
+        for name, value in (("left", left), ("right", right), ("controls", controls), ("bandwidth", bandwidth)):
+            self.register_buffer(name, value)
+        self.kernel, self.total, self.controlled = kernel, total, controls.shape[1]
+
+    def forward(self, w: Float[Tensor, "b n"], control: Float[Tensor, "b k"]) -> Float[Tensor, "b n"]:
+        """P(u) w."""
+        near = self.kernel(control.to(self.controls), self.controls, bandwidth=self.bandwidth)
+        return (self.total(w @ self.right) * near) @ self.left.mT
 
 
 def ratio_operator(gram: Float[Tensor, "n n"], reg: float | Tensor) -> Operator:

@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from kbf.filters.base import VECTORS
+from kbf.filters.backwards import particle_backward
+from kbf.filters.base import VECTORS, Backward, Now
 from kbf.filters.resampling import effective_sample_size, systematic
 from kbf.sequence import Sequence, as_sequences
 from kbf.ssm import StateSpace, StateSpaceModel
@@ -48,7 +49,8 @@ class BootstrapFilter:
         """The filter of one model.
 
         Args:
-            model: draws moves and gives the likelihood. The matrices of a `StateSpaceModel` are converted to the dtype and
+            model: draws moves and gives the likelihood; if it has an attribute ``controlled`` that is not 0, its ``move`` takes a
+                ``control``. The matrices of a `StateSpaceModel` are converted to the dtype and
                 device of ``initial``: float32 states make a float32 filter.
             initial: ``n d``, samples of the state before the first move (the training states), drawn with replacement.
             particles: P.
@@ -62,6 +64,7 @@ class BootstrapFilter:
             raise ValueError(f"a particle filter needs particles and initial states, got {particles} and {len(initial)}")
         self.model = in_type_of(model, initial)
         self.initial, self.particles, self.threshold, self.resample = initial, particles, threshold, resample
+        self.controlled = getattr(model, "controlled", 0)
 
     def init(self, batch: int, *, generator: Generator | None = None) -> ParticleState:
         """P initial states for each sequence, drawn with replacement, with equal weights."""
@@ -69,7 +72,9 @@ class BootstrapFilter:
         chosen = torch.randint(len(self.initial), size, device=device, generator=generator)
         return ParticleState(self.initial[chosen], self.initial.new_full(size, -math.log(self.particles)))
 
-    def predict(self, state: ParticleState, *, generator: Generator | None = None) -> ParticleState:
+    def predict(
+        self, state: ParticleState, *, control: Float[Tensor, "b k"] | None = None, generator: Generator | None = None
+    ) -> ParticleState:
         """Resample where the effective sample size is low, then draw z' for each particle."""
         particles, log_weights = state
         low = effective_sample_size(log_weights) < self.threshold * self.particles
@@ -78,7 +83,8 @@ class BootstrapFilter:
             chosen = torch.where(low[:, None], chosen, torch.arange(self.particles, device=chosen.device))
             particles = particles.gather(1, chosen[..., None].expand_as(particles))
             log_weights = torch.where(low[:, None], -math.log(self.particles), log_weights)
-        return ParticleState(self.model.move(particles, generator), log_weights)
+        acted = {} if control is None else {"control": control[:, None]}
+        return ParticleState(self.model.move(particles, generator, **acted), log_weights)
 
     def update(self, state: ParticleState, obs: Float[Tensor, "b *x"]) -> ParticleState:
         """Weigh by the likelihood of the observation, ``b *x``; if it is zero for all particles, weigh them equally."""
@@ -99,6 +105,23 @@ class BootstrapFilter:
     def diagnostics(self, state: ParticleState) -> dict[str, Tensor]:
         """``ess``, the effective sample size ``b``."""
         return {"ess": effective_sample_size(state.log_weights)}
+
+    def smoother(self) -> Backward:
+        """Forward filtering, backward smoothing (`kbf.filters.backwards.particle_backward`), over at most 1,000 particles a time.
+
+        Raises:
+            ValueError: a model that does not know the density of its moves.
+        """
+        dynamics = getattr(self.model, "dynamics", self.model)
+        if not hasattr(dynamics, "log_transition"):
+            raise ValueError(f"a smoother needs the density of a move: {type(dynamics).__name__} has no log_transition(z', z)")
+
+        def step_back(
+            now: Now, following: ParticleState, *, control: Tensor | None = None, generator: Generator | None = None
+        ) -> ParticleState:
+            return ParticleState(*particle_backward(dynamics, now.state, following, control=control, generator=generator))
+
+        return step_back
 
 
 def in_type_of(model: StateSpace, states: Float[Tensor, "n d"]) -> StateSpace:

@@ -55,6 +55,8 @@ class LSTMFilter(nn.Module):
     one says how wide its output is (`kbf.nn.encoders`), and gets images as they are. The estimate is in the units of the data.
     Windows of whole sequences go through ``forward``: the same numbers as the step-by-step filter, encoded all at once.
 
+    Controls enter the cell beside the observation, standardised, whether something is observed or not.
+
     With ``feedback`` the estimate before the last move enters the cell as well, in standard units: gates = ... + V y, y = R h + r
     the read-out. As y is linear in h, U + V R and bias + V r take the place of U and bias: the net can represent what it can
     without, no more, from other weights; training alone may end elsewhere.
@@ -64,6 +66,8 @@ class LSTMFilter(nn.Module):
     x_scale: Tensor
     z_mean: Tensor
     z_scale: Tensor
+    u_mean: Tensor
+    u_scale: Tensor
 
     def __init__(
         self,
@@ -75,6 +79,7 @@ class LSTMFilter(nn.Module):
         encoder: nn.Module | None = None,
         features: int | None = None,
         feedback: bool = False,
+        controls: int = 0,
         generator: Generator | None = None,
     ) -> None:
         """An untrained net.
@@ -88,6 +93,7 @@ class LSTMFilter(nn.Module):
                 an attribute ``features``, as those of `kbf.nn.encoders`.
             features: width of ``encoder``'s output; None takes its own ``features``.
             feedback: let the previous estimate enter the cell.
+            controls: k, components of a control; 0 for recordings without.
             generator: of the first weights (those of a given ``encoder`` are left alone).
 
         Raises:
@@ -100,7 +106,8 @@ class LSTMFilter(nn.Module):
         if (encoder is None) != (features is None):
             raise ValueError("give encoder and features (the width of its output) together, or neither")
         self.shape = (q,) if isinstance(q, int) else tuple(q)
-        self.rnn = nn.LSTM((features or sizes[-1]) + 1, hidden, batch_first=True)
+        self.controlled = controls
+        self.rnn = nn.LSTM((features or sizes[-1]) + 1 + controls, hidden, batch_first=True)
         self.readout = nn.Linear(hidden, d)
         self.feedback = nn.Linear(d, 4 * hidden, bias=False) if feedback else None
         mlp = encoder is None
@@ -111,14 +118,17 @@ class LSTMFilter(nn.Module):
         self.register_buffer("x_scale", torch.ones(self.shape))
         self.register_buffer("z_mean", torch.zeros(d))
         self.register_buffer("z_scale", torch.ones(d))
+        if controls:
+            self.register_buffer("u_mean", torch.zeros(controls))
+            self.register_buffer("u_scale", torch.ones(controls))
 
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
-        """Store mean and standard deviation of the training part's states, and of its observations where these are standardised.
+        """Store mean and standard deviation of the training part's states and controls, and of observations that are standardised.
 
         Components of a vector have a scale each, the pixels of an image one for all. Constant components are left unscaled.
 
         Raises:
-            ValueError: states or observations of another size than the net was built for, or no observation at all.
+            ValueError: states, observations or controls of another size than the net was built for, or no observation at all.
         """
         sequences = as_sequences(memory)
         z = torch.cat([s.states for s in sequences])
@@ -129,8 +139,14 @@ class LSTMFilter(nn.Module):
                 f"the memory holds {tuple(z.shape[1:])} and {len(x)} observations {tuple(x.shape[1:])}"
                 + (f"; {VECTORS}" if x.ndim > 2 and len(self.shape) == 1 else "")
             )
+        width = 0 if sequences[0].controls is None else sequences[0].controls.shape[1]
+        if width != self.controlled:
+            raise ValueError(f"the net is built for {self.controlled} controls (model.net.controls), the memory holds {width}")
         of_states, of_obs = (self.z_mean, self.z_scale, z), (self.x_mean, self.x_scale, x)
-        for mean, scale, values in [of_states] if self.raw else [of_states, of_obs]:
+        standard = [of_states] if self.raw else [of_states, of_obs]
+        if width:
+            standard.append((self.u_mean, self.u_scale, torch.cat([s.controls for s in sequences if s.controls is not None])))
+        for mean, scale, values in standard:
             variance = values.var(0, correction=0)
             spread = (variance if variance.ndim == 1 else variance.mean()).sqrt()
             mean.copy_(values.mean(0))
@@ -162,14 +178,19 @@ class LSTMFilter(nn.Module):
         zero = self.z_mean.new_zeros(batch, self.rnn.hidden_size)
         return RecurrentState(zero, zero, self.recur(zero), zero)
 
-    def predict(self, state: RecurrentState, *, generator: Generator | None = None) -> RecurrentState:
-        """Move on without observation."""
+    def predict(
+        self, state: RecurrentState, *, control: Float[Tensor, "b u"] | None = None, generator: Generator | None = None
+    ) -> RecurrentState:
+        """Move on without observation, with the control if there is one."""
         gates = self.recur(state.h)
+        if control is not None:
+            gates = gates + functional.linear(self.standard(control), self.rnn.all_weights[0][0][:, -self.controlled :])
         return RecurrentState(*lstm_gates(gates, state.c), gates, state.c)
 
     def update(self, state: RecurrentState, obs: Shaped[Tensor, "b *x"]) -> RecurrentState:
         """The same move, with the observation ``b *x``."""
         W = self.rnn.all_weights[0][0]
+        W = W[:, : -self.controlled] if self.controlled else W
         h, c = lstm_gates(state.gates + functional.linear(self.encode(obs), W), state.before)
         return state._replace(h=h, c=c)
 
@@ -177,18 +198,30 @@ class LSTMFilter(nn.Module):
         """The read-out of h, ``b d``, in the units of the data."""
         return self.z_mean + self.z_scale * self.readout(state.h)
 
-    def forward(self, obs: Shaped[Tensor, "b T *x"], mask: Bool[Tensor, "b T"] | None = None) -> Float[Tensor, "b T d"]:
+    def standard(self, control: Float[Tensor, "*b u"]) -> Float[Tensor, "*b u"]:
+        """Controls in standard units."""
+        return (control - self.u_mean) / self.u_scale
+
+    def forward(
+        self,
+        obs: Shaped[Tensor, "b T *x"],
+        mask: Bool[Tensor, "b T"] | None = None,
+        controls: Float[Tensor, "b T u"] | None = None,
+    ) -> Float[Tensor, "b T d"]:
         """The estimates of a `rollout` from the start, all observations encoded at once: fast, for training.
 
         Args:
             obs: ``b T *x``.
             mask: ``b T``, False = not observed (the values there must be finite).
+            controls: ``b T k``, for a net that takes some.
         """
         if mask is None:
             u = self.encode(obs.flatten(0, 1)).unflatten(0, obs.shape[:2])
         else:  # batch norm must not see what was not observed
-            u = self.z_mean.new_zeros(*mask.shape, self.rnn.input_size)
+            u = self.z_mean.new_zeros(*mask.shape, self.rnn.input_size - self.controlled)
             u[mask] = self.encode(obs[mask])
+        if controls is not None:
+            u = torch.cat([u, self.standard(controls)], -1)
         if self.feedback is None:
             h, _ = self.rnn(u)
         else:

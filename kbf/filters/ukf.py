@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from kbf.filters.gaussian import AdditiveModel, GaussianState, gaussian_init, kalman_predict, kalman_update, started
+from kbf.filters.base import Backward, Now
+from kbf.filters.gaussian import AdditiveModel, GaussianState, gaussian_init, kalman_predict, kalman_update, rts_step, started
+from kbf.filters.turning import TurningFilter, TurningModel, turning_filter
 from kbf.linalg import cholesky
 from kbf.sequence import Sequence
 from kbf.ssm import OrientationModel
@@ -37,6 +40,19 @@ def sigma_points(
     cov_weights = mean_weights.clone()
     cov_weights[0] += 1 - alpha**2 + beta
     return points, mean_weights, cov_weights
+
+
+def unscented(
+    f: Callable[[Tensor], Tensor], m: Float[Tensor, "b d"], L: Float[Tensor, "b d d"], sigma: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Float[Tensor, "b e d"], Float[Tensor, "b e"], Float[Tensor, "b e e"]]:
+    """F, a and Omega of f(m + L u) ~ F u + a + N(0, Omega), u ~ N(0, I), from the `sigma_points` of u."""
+    points, mean_weights, cov_weights = (part.to(m) for part in sigma)
+    y = f(m[:, None] + points @ L.mT)
+    a = mean_weights @ y
+    dy = y - a[:, None]
+    weighted = cov_weights[:, None] * dy
+    F = weighted.mT @ points
+    return F, a, weighted.mT @ dy - F @ F.mT
 
 
 class UnscentedKalmanFilter:
@@ -73,12 +89,7 @@ class UnscentedKalmanFilter:
         self, f: Callable[[Tensor], Tensor], m: Float[Tensor, "b d"], L: Float[Tensor, "b d d"]
     ) -> tuple[Float[Tensor, "b e d"], Float[Tensor, "b e"], Float[Tensor, "b e e"]]:
         """F, a and Omega of f(m + L u) ~ F u + a + N(0, Omega), u ~ N(0, I)."""
-        y = f(m[:, None] + self.points @ L.mT)
-        a = self.mean_weights @ y
-        dy = y - a[:, None]
-        weighted = self.cov_weights[:, None] * dy
-        F = weighted.mT @ self.points
-        return F, a, weighted.mT @ dy - F @ F.mT
+        return unscented(f, m, L, (self.points, self.mean_weights, self.cov_weights))
 
     def root(self, cov: Float[Tensor, "b d d"]) -> Float[Tensor, "b d d"]:
         """Cholesky factor of P + jitter I, jitter = 10 eps times the mean diagonal of P + Q: P = 0 is allowed."""
@@ -109,6 +120,22 @@ class UnscentedKalmanFilter:
         """The covariance, ``b d d``."""
         return state.cov
 
+    def smoother(self) -> Backward:
+        """Unscented Rauch-Tung-Striebel: `rts_step` of u ~ N(0, I) with f linearised over the sigma points, back to z = m + L u.
+
+        References: Sarkka (2008), algorithm 1.
+        """
+
+        def step_back(
+            now: Now, following: GaussianState, *, control: Tensor | None = None, generator: Generator | None = None
+        ) -> GaussianState:
+            L = self.root(now.state.cov)
+            F, a, Omega = self.linearise(self.model.f, now.state.mean, L)
+            u, U = rts_step(whitened(now.state), following, F, Omega + self.model.Q, a)
+            return GaussianState(now.state.mean + (L @ u[..., None])[..., 0], L @ U @ L.mT)
+
+        return step_back
+
 
 def whitened(state: GaussianState) -> GaussianState:
     """N(0, I) of the shape of ``state``."""
@@ -121,7 +148,7 @@ class UKF(nn.Module):
 
     def __init__(
         self,
-        model: AdditiveModel | OrientationModel,
+        model: AdditiveModel | OrientationModel | TurningModel,
         *,
         alpha: float = 1.0,
         beta: float = 0.0,
@@ -134,7 +161,10 @@ class UKF(nn.Module):
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
         """Nothing to choose."""
 
-    def condition(self, memory: Sequence | list[Sequence] | None) -> UnscentedKalmanFilter:
+    def condition(self, memory: Sequence | list[Sequence] | None) -> UnscentedKalmanFilter | TurningFilter:
         """The filter started from the mean and covariance of the training states. Arguments and errors as in `EKF`."""
+        if isinstance(self.model, TurningModel):
+            sigma = sigma_points(3, self.alpha, self.beta, 0.0 if self.kappa is None else self.kappa)
+            return turning_filter(self.model, memory, partial(unscented, sigma=sigma))
         model = started(self.model, memory)
         return UnscentedKalmanFilter(model, alpha=self.alpha, beta=self.beta, kappa=self.kappa)

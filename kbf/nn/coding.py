@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Generator, Tensor, nn
 
-from kbf.filters.base import Filter
+from kbf.filters.base import Backward, Filter, move, smoother_of
 from kbf.manifolds import CIRCLE, FLAT, Manifold, manifold_of
 from kbf.sequence import Sequence, as_float
 
@@ -35,7 +35,7 @@ class Code(nn.Module):
 
         Args:
             encoders: ``m *x`` -> ``m p`` with an attribute ``features``, p; one for each member.
-            d: components of the state.
+            d: components of the state that an image tells.
         """
         super().__init__()
         self.encoders = nn.ModuleList(encoders)
@@ -63,13 +63,16 @@ class Code(nn.Module):
     def forward(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m d"]:
         """The code of new images."""
         codes = [self.member(k, x) for k in range(len(self.encoders))]
-        return self.manifold.project(torch.stack(codes).mean(0))
+        mean = torch.stack(codes).mean(0)
+        if mean.shape[-1] != 2:
+            return mean
+        return torch.where(self.circle, CIRCLE.project(mean), mean)  # a step that is exported cannot ask which it is
 
     @torch.no_grad()
     def crossfit(self, sequence: Sequence, held: Shaped[Tensor, " T"], batch_size: int = 256) -> Sequence:
         """The sequence with codes ``T d`` for observations; step t is coded by member ``held[t]``, which has not seen it."""
         self.eval()
-        codes = torch.zeros_like(sequence.states, dtype=self.z_mean.dtype)
+        codes = self.z_mean.new_zeros(len(held), len(self.z_mean))
         for k in range(len(self.encoders)):
             for rows in (held == k).nonzero()[:, 0].split(batch_size):
                 codes[rows] = self.manifold.project(self.member(k, sequence.obs[rows]))
@@ -83,18 +86,23 @@ class CodedFilter(nn.Module):
         """``inner`` takes codes of type ``dtype``."""
         super().__init__()
         self.code, self.inner, self.dtype = code, inner, dtype
+        self.controlled = getattr(inner, "controlled", 0)
 
     def init(self, batch: int, *, generator: Generator | None = None) -> Any:
         """The state of the inner filter, as in all that follows."""
         return self.inner.init(batch, generator=generator)
 
-    def predict(self, state: Any, *, generator: Generator | None = None) -> Any:
+    def predict(self, state: Any, *, control: Tensor | None = None, generator: Generator | None = None) -> Any:
         """Move."""
-        return self.inner.predict(state, generator=generator)
+        return move(self.inner, state, control=control, generator=generator)
+
+    def observed(self, obs: Shaped[Tensor, "b *x"]) -> Tensor:
+        """What the inner filter observes: the codes."""
+        return self.code(obs).to(self.dtype)
 
     def update(self, state: Any, obs: Shaped[Tensor, "b *x"]) -> Any:
         """Code the images, then observe the codes."""
-        return self.inner.update(state, self.code(obs).to(self.dtype))
+        return self.inner.update(state, self.observed(obs))
 
     def estimate(self, state: Any) -> Tensor:
         """The inner filter's, ``b d``."""
@@ -109,3 +117,7 @@ class CodedFilter(nn.Module):
         """The inner filter's, ``b d d``; None if it has none."""
         spread = getattr(self.inner, "covariance", None)
         return None if spread is None else spread(state)
+
+    def smoother(self) -> Backward:
+        """The inner filter's."""
+        return smoother_of(self.inner)

@@ -47,6 +47,8 @@ class FeatureKBF(KBF):
             raise ValueError("FeatureKBF learns features of images, and this data brings no encoder: name one in model.net.encoder")
         if self.rule == "pseudo_inverse":
             raise ValueError("FeatureKBF: rule=pseudo_inverse needs full Gram matrices; use importance_weighted or original")
+        if self.sensors is not None:
+            raise ValueError("FeatureKBF: an encoder looks at the whole observation, its sensors cannot be told apart; use KBF")
         self.standardise = standardise
         self.psi = Psi(encoder, constant).eval()
 
@@ -89,7 +91,8 @@ class FeatureKBF(KBF):
         filter, images = self.condition(memory, total), windows.obs.flatten(0, 1)
         features = self.psi(images if change is None else change(images))
         filter.rule.psi = nn.Identity()  # the filter is new, and nobody else's
-        return rollout(filter, features.unflatten(0, windows.obs.shape[:2]), mask=windows.mask).estimates
+        seen = features.unflatten(0, windows.obs.shape[:2])
+        return rollout(filter, seen, mask=windows.mask, controls=windows.controls).estimates
 
 
 class Psi(nn.Module):

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -13,11 +15,15 @@ from torch import Generator, Tensor, nn
 
 from kbf import features, rules
 from kbf.distributed import Total, alone, gather
+from kbf.filters.backwards import RuleBackward
 from kbf.filters.kernel import KernelBayesFilter
 from kbf.filters.learned import LearnedModel, learn_model
 from kbf.filters.operators import (
     BLOCK,
+    SAMPLE,
+    ControlledTransition,
     DenseUpdate,
+    Operator,
     PrimalUpdate,
     RelativeRatio,
     RelativeRatioPrimal,
@@ -28,7 +34,9 @@ from kbf.filters.operators import (
     transition_operator_primal,
 )
 from kbf.kernels import KERNELS, evenly, median_distance
-from kbf.sequence import Sequence, as_sequences, observed_pairs, transitions
+from kbf.nn.controlled import BEFORE, ControlledDensity, control_spread, controlled_run, controlled_transition
+from kbf.nn.sensors import SensorUpdate, present, read_sensors, sensor_scale, silent_where_masked
+from kbf.sequence import Sequence, Transitions, as_sequences, moves, observed_pairs, transitions
 from kbf.ssm import simulate
 
 DENSE_RULES = {
@@ -36,9 +44,11 @@ DENSE_RULES = {
     "original": rules.original,
     "pseudo_inverse": lambda ratio, gram, query, reg: rules.pseudo_inverse(ratio, gram, query),
 }
+PAIRS = 4
+"""Features of pairs (state, control) over those of states: more of them vary."""
+FINER = 4
+"""Draws of a state's observation with controls over those without: a prediction that knows the control covers fewer states."""
 RATIOS = ("kulsif", "tikhonov", "relative", "one")
-SAMPLE = 4096
-"""Points of each process among which processes that share a memory look for landmarks."""
 
 
 class NystromFeatures(nn.Module):
@@ -80,10 +90,13 @@ class KBF(nn.Module):
     Observations of any shape are compared by their flattened entries.
     Six hyper-parameters, all differentiable through the rollout: bandwidths of the states' kernel for the ratio and for the
     transition and of the observations' kernel; ridges eta (ratio), lambda' (transition) and lambda (rule; delta of the original).
+    Where the recordings have controls, the transition is from (z, u), and each control has a bandwidth too.
     """
 
     log_bandwidth: nn.Parameter
     log_reg: nn.Parameter
+    log_control: nn.Parameter | None
+    sensor_scale: Tensor
 
     def __init__(
         self,
@@ -100,6 +113,7 @@ class KBF(nn.Module):
         alpha: float = 0.1,
         dtype: str = "float64",
         local: int | None = None,
+        sensors: Many[Many[int]] | None = None,
     ) -> None:
         """What to build; the numbers come from `prepare`.
 
@@ -119,6 +133,8 @@ class KBF(nn.Module):
             alpha: of the relative ratio.
             dtype: float32 or float64, of the filter's steps; what is done once is done in float64.
             local: with rank and rule=importance_weighted, only the points of the so many largest ratios take part in an update.
+            sensors: the columns of the observation that belong to each sensor, as [[0, 1], [2]]; then any sensor may be silent
+                (NaN), in the recordings and later (`kbf.nn.sensors`). It needs kernel=gaussian, select=median and normalise.
 
         Raises:
             ValueError: an unknown name, or a combination that does not exist.
@@ -148,15 +164,27 @@ class KBF(nn.Module):
             raise ValueError(f"KBF: select=loo gives the ridge of rule=importance_weighted, not of {rule}")
         if local is not None and (rank is None or rule != "importance_weighted"):
             raise ValueError(f"KBF: local needs features and rule=importance_weighted; got rank={rank} and rule={rule}")
+        if sensors is not None and (kernel != "gaussian" or select != "median" or not normalise):
+            told = f"kernel={kernel}, select={select}, normalise={normalise}"
+            raise ValueError(f"KBF: sensors need kernel=gaussian, select=median and normalise=true; got {told}")
         self.rule, self.ratio, self.kernel, self.rank, self.tol, self.local = rule, ratio, kernel, rank, tol, local
         self.normalise, self.select, self.factors, self.alpha = normalise, select, factors, alpha
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.log_bandwidth = nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=learn)
         self.log_reg = nn.Parameter(torch.tensor(regs, dtype=torch.float64).log(), requires_grad=learn)
+        self.register_parameter("log_control", None)
+        self.sensors = None if sensors is None else read_sensors(sensors)
+        if self.sensors is not None:
+            self.register_buffer("sensor_scale", torch.ones(sum(map(len, self.sensors)), dtype=torch.float64))
 
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
         """Set bandwidths (and with select=paper the ridges) from the training part."""
-        states, obs = stacked(as_sequences(memory))
+        sequences = self.recordings(memory)
+        states, obs = stacked(sequences)
+        if self.sensors is not None:
+            self.sensor_scale.copy_(sensor_scale(obs.double(), self.sensors))
+        if (controls := moves(sequences)[2]) is not None:
+            self.log_control = nn.Parameter(control_spread(controls).log(), requires_grad=self.log_reg.requires_grad)
         if self.select != "median":
             from kbf.selection import closed_form, paper_grid
 
@@ -165,8 +193,15 @@ class KBF(nn.Module):
             medians = torch.stack([median_distance(states)] * 2 + [self.obs_scale(obs).to(states)])
             self.set(medians * medians.new_tensor(self.factors), self.log_reg.exp())
 
+    def recordings(self, memory: Sequence | list[Sequence] | None) -> list[Sequence]:
+        """The memory as a list, checked."""
+        return as_sequences(memory or []) if self.sensors is None else silent_where_masked(memory or [])
+
     def obs_scale(self, obs: Tensor, *, diagonal: bool = False) -> Tensor:
         """The median distance of observations ``n *x``, in whose units their bandwidth is chosen."""
+        if self.sensors is not None:
+            whole = obs[present(obs, self.sensors).all(-1)].double() / self.sensor_scale
+            return median_distance(whole) if len(whole) > 1 else torch.ones_like(self.sensor_scale[0])
         return median_distance(obs.flatten(1).double(), diagonal=diagonal)
 
     def set(self, bandwidths: Tensor, regs: Tensor) -> None:
@@ -176,10 +211,28 @@ class KBF(nn.Module):
             self.log_reg.copy_(regs.log())
 
     def hyperparameters(self) -> dict[str, float]:
-        """The six numbers by name, for logs."""
+        """The six numbers, and the bandwidths of controls, by name, for logs."""
         values = [*self.log_bandwidth.detach().exp().tolist(), *self.log_reg.detach().exp().tolist()]
         names = ["bandwidth/ratio", "bandwidth/transition", "bandwidth/observation", "reg/ratio", "reg/transition", "reg/rule"]
-        return dict(zip(names, values, strict=True))
+        widths = [] if self.log_control is None else self.log_control.detach().exp().tolist()
+        controls = {f"bandwidth/control_{k}": width for k, width in enumerate(widths)}
+        return dict(zip(names, values, strict=True)) | controls
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """As always; the bandwidths of controls, which exist with controls only, are made for those that come."""
+        if (stored := state_dict.get(f"{prefix}log_control")) is not None:
+            self.log_control = nn.Parameter(torch.zeros_like(stored), requires_grad=self.log_reg.requires_grad)
+        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def condition(self, memory: Sequence | list[Sequence] | None, total: Total = alone) -> KernelBayesFilter:
         """Build the operators over a memory, in time and space O(n) with features; differentiable in bandwidths and ridges.
@@ -192,24 +245,18 @@ class KBF(nn.Module):
             ValueError: a memory without two successive steps, with missing observations, or with NaN or infinite values; or a
                 shared one with full Gram matrices, or a rule or ratio other than the importance-weighted ones.
         """
-        if total is not alone and (
-            self.rank is None or self.local or self.rule != "importance_weighted" or self.ratio == "relative"
-        ):
+        whole = self.rank is None or self.local or self.sensors
+        if total is not alone and (whole or self.rule != "importance_weighted" or self.ratio == "relative"):
             told = f"rank={self.rank}, local={self.local}, rule={self.rule}, ratio={self.ratio}"
             raise ValueError(f"KBF: a memory that processes share needs features and the importance-weighted rule; got {told}")
-        sequences = as_sequences(memory or [])
+        sequences = self.recordings(memory)
         states, obs = stacked(sequences)
-        pairs = transitions([len(s.states) for s in sequences], states.device)
+        pairs, controls = transitions([len(s.states) for s in sequences], states.device), moves(sequences)[2]
         if len(pairs.source) == 0:
             raise ValueError(f"a kernel filter learns from pairs of successive steps, its {len(sequences)} sequences have none")
         ratio_width, transition_width, obs_width = self.log_bandwidth.exp()
         eta, reg_transition, reg = self.log_reg.exp()
-        if self.rank is None:
-            gram = KERNELS[self.kernel](states, states, bandwidth=transition_width)
-            transition = transition_operator(gram, pairs, reg_transition)
-        else:
-            transition_map = NystromFeatures(self.kernel, transition_width, states, self.rank, self.tol, total)
-            transition = transition_operator_primal(transition_map.all(states), pairs, reg_transition, total)
+        transition = self.transition_of(states, pairs, controls, transition_width, reg_transition, total)
         filter = KernelBayesFilter(
             states.to(self.dtype),
             transition,
@@ -218,6 +265,7 @@ class KBF(nn.Module):
             normalise=self.normalise,
             clip=self.ratio != "tikhonov",
             total=total,
+            backward=RuleBackward(*pairs, KERNELS[self.kernel], transition_width, controls, self.log_control),
         )
         for operator in (filter.transition, filter.ratio, filter.moved_ratio):
             if operator is not None:
@@ -226,9 +274,40 @@ class KBF(nn.Module):
             filter.moved_ratio.right = transition.right  # one array
         return filter
 
+    def transition_of(
+        self,
+        states: Float[Tensor, "n d"],
+        pairs: Transitions,
+        controls: Tensor | None,
+        bandwidth: Tensor,
+        reg: Tensor,
+        total: Total = alone,
+    ) -> Operator | ControlledTransition:
+        """P over the recorded moves; P(u) where they have controls ``m k``.
+
+        Raises:
+            ValueError: controls, and `prepare` has not chosen their bandwidths.
+        """
+        if controls is not None:
+            if self.log_control is None or self.log_control.shape != controls.shape[1:]:
+                raise ValueError(f"KBF: prepare() chooses the bandwidths of {controls.shape[1]} controls: call it before")
+            widths = (bandwidth, self.log_control.exp())
+            rank = None if self.rank is None else PAIRS * self.rank
+            return controlled_transition(states, pairs, controls.double(), self.kernel, widths, reg, rank, self.tol, total)
+        if self.rank is None:
+            return transition_operator(KERNELS[self.kernel](states, states, bandwidth=bandwidth), pairs, reg)
+        features = NystromFeatures(self.kernel, bandwidth, states, self.rank, self.tol, total)
+        return transition_operator_primal(features.all(states), pairs, reg, total)
+
     def update_of(self, obs: Tensor, bandwidth: Tensor, reg: Tensor, total: Total = alone) -> nn.Module:
         """The rule over the memory's observations ``n *x``."""
         obs = obs.flatten(1).double()
+        if self.sensors is not None:
+            return SensorUpdate(lambda part: self.rule_over(part, bandwidth, reg, total), obs, self.sensors, self.sensor_scale)
+        return self.rule_over(obs, bandwidth, reg, total)
+
+    def rule_over(self, obs: Float[Tensor, "n q"], bandwidth: Tensor, reg: Tensor, total: Total = alone) -> nn.Module:
+        """The rule over observations as vectors."""
         if self.rank is None:
             return DenseUpdate(DENSE_RULES[self.rule], KERNELS[self.kernel], bandwidth, obs, reg).to(self.dtype)
         features = NystromFeatures(self.kernel, bandwidth, obs, self.rank, self.tol, total)
@@ -265,6 +344,9 @@ class EnlargedKBF(nn.Module):
        for, and ``draws`` observations.
     3. The transition is the learned density's ratio to the memory's (`density_transition`), and the update is the
        importance-weighted rule in its primal form.
+
+    Where the recordings have controls, the map is (z, u) -> z', the run is under recorded controls, and the transition is made anew
+    in each step for its control (`kbf.nn.controlled.ControlledDensity`): O(points^2), some ten times the time of a step without.
 
     Nothing needs tuning: with so many points the rule's bandwidth and ridge hardly matter.
     """
@@ -309,29 +391,37 @@ class EnlargedKBF(nn.Module):
         Raises:
             ValueError: as `kbf.filters.learned.learn_model`.
         """
-        sequences = [s._replace(states=s.states.double(), obs=s.obs.double()) for s in as_sequences(memory or [])]
+        sequences = [
+            s._replace(states=s.states.double(), obs=s.obs.double(), controls=None if s.controls is None else s.controls.double())
+            for s in as_sequences(memory or [])
+        ]
         model = learn_model(sequences)
         recorded, recorded_obs = torch.cat([s.states for s in sequences]), observed_pairs(sequences)[1]
         generator = torch.Generator(recorded.device).manual_seed(self.seed)
-        start = recorded[torch.randint(len(recorded), (100,), device=recorded.device, generator=generator)]
-        drawn = simulate(model, start, -(-self.run // len(start)), generator).states.flatten(0, 1)
-        states, mass = quantise(drawn, self.points, generator)
+        if model.controlled:
+            before, acted, drawn = controlled_run(model, sequences, self.run, generator)
+            states, mass = quantise(drawn, self.points, generator)
+            some = evenly(len(before), BEFORE, before.device)
+            transition = ControlledDensity(model, states, mass, (before[some], acted[some]), self.dtype)
+        else:
+            start = recorded[torch.randint(len(recorded), (100,), device=recorded.device, generator=generator)]
+            drawn = simulate(model, start, -(-self.run // len(start)), generator).states.flatten(0, 1)
+            states, mass = quantise(drawn, self.points, generator)
+            mean, scale = model.transition.predict(states)
+            transition = density_transition(model.transition.log_density_given(states[:, None], mean, scale), mass).to(self.dtype)
         obs = self.observations(model, states)
-        mean, scale = model.transition.predict(states)
-        transition = density_transition(model.transition.log_density_given(states[:, None], mean, scale), mass)
         width = self.factor * median_distance(recorded_obs)
         update = PrimalUpdate(NystromFeatures("gaussian", width, obs[:, 0], self.rank, 1e-9), obs, self.reg, dtype=self.dtype)
-        return KernelBayesFilter(
-            states.to(self.dtype), transition.to(self.dtype), None, update, prior=mass.to(self.dtype), normalise=True
-        )
+        return KernelBayesFilter(states.to(self.dtype), transition, None, update, prior=mass.to(self.dtype), normalise=True)
 
     def observations(self, model: LearnedModel, states: Float[Tensor, "n d"]) -> Float[Tensor, "n k q"]:
         """``draws`` observations of each state, from a scrambled Sobol sequence: its blocks fill the noise evenly."""
         mean, scale = model.observation.predict(states)
+        draws = self.draws * (FINER if model.controlled else 1)
         sobol = torch.quasirandom.SobolEngine(len(model.observation.noise), scramble=True, seed=self.seed)
-        uniform = sobol.draw(len(states) * self.draws, dtype=mean.dtype).to(mean).clamp(1e-9, 1 - 1e-9)
-        white = torch.special.ndtri(uniform).unflatten(0, (len(states), self.draws))
-        each, scales = mean[:, None].expand(-1, self.draws, -1), scale[:, None].expand(-1, self.draws)
+        uniform = sobol.draw(len(states) * draws, dtype=mean.dtype).to(mean).clamp(1e-9, 1 - 1e-9)
+        white = torch.special.ndtri(uniform).unflatten(0, (len(states), draws))
+        each, scales = mean[:, None].expand(-1, draws, -1), scale[:, None].expand(-1, draws)
         return model.observation.displaced(each, scales, white)
 
 
@@ -357,5 +447,6 @@ def stacked(memory: list[Sequence]) -> tuple[Tensor, Tensor]:
         ValueError: a masked step: a kernel filter's memory needs the observation of each of its points.
     """
     if any(s.mask is not None and not bool(s.mask.all()) for s in memory):
-        raise ValueError("a kernel filter needs every observation of its memory: cut the recordings at missing steps")
+        told = "a kernel filter needs every observation of its memory: cut the recordings at missing steps"
+        raise ValueError(f"{told} (data=own: data.cut_missing=true)")
     return torch.cat([s.states for s in memory]).double(), torch.cat([s.obs for s in memory])

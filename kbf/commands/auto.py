@@ -1,0 +1,87 @@
+"""``kbf train model=auto``: try several models on a validation part, and go on with the best."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kbf.commands.common import console, shown
+from kbf.data.source import Data
+from kbf.data.windows import split
+from kbf.evaluation import score
+from kbf.sequence import Sequence
+from kbf.training import train
+
+Row = dict[str, Any]
+
+
+def choose(config: dict[str, Any], data: Data, *, trust: bool = False) -> tuple[dict[str, Any], list[Row]]:
+    """The configuration of the best candidate, and what was tried: ``model, validation.mse, seconds, note``, the best first.
+
+    Each candidate learns from the training part without its last steps, and is scored on these (or on ``data.validation``) by the
+    loop that scores everything. One that cannot be built or does not fit the data is noted and left out. No test data is seen.
+
+    Raises:
+        ValueError: too few training steps to hold some out, or no candidate that works.
+    """
+    auto = config["model"]
+    fit, held = (data.train, data.validation) if data.validation else split(data.train, auto["validation"])
+    n, rows = sum(len(s.states) for s in fit), []
+    columns = [TextColumn("trying {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with tempfile.TemporaryDirectory() as scratch, Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=len(auto["candidates"]))
+        for name, model in auto["candidates"].items():
+            progress.update(bar, description=escape(name))
+            rows.append({"model": name, **tried(with_model(config, model), name, n, fit, held, Path(scratch), data, trust)})
+            progress.advance(bar)
+    rows.sort(key=lambda row: (row["validation.mse"] is None, row["validation.mse"]))
+    best = rows[0]["model"]
+    if rows[0]["validation.mse"] is None:
+        told = "; ".join(f"{row['model']}: {row['note']}" for row in rows)
+        raise ValueError(f"model=auto: none of the models works on this data. {told}")
+    return with_model(config, auto["candidates"][best]), rows
+
+
+def tried(
+    config: dict[str, Any], name: str, n: int, fit: list[Sequence], held: list[Sequence], scratch: Path, data: Data, trust: bool
+) -> Row:
+    """One candidate: its error on the held-out part, its time, and if there is no error why."""
+    auto, began = config["auto"], time.perf_counter()
+    error, note = None, ""
+    if not (auto["least"].get(name) or 0) <= n <= (auto["most"].get(name) or n):
+        note = f"not tried on {n} training steps"
+    else:
+        quiet = {**config, "trainer": {**config["trainer"], "callbacks": None, "enable_progress_bar": False}}
+        codes = scratch / "codes.pt"  # of images, fitted once
+        try:
+            trained = train(quiet, fit, scratch / name, trust=trust, codes=codes, extent=data.extent)
+            if trained is None:
+                raise ValueError("model=auto runs in one process: use trainer=cpu or trainer=gpu")
+            module = trained.module
+            found = score(trained.filter, held, seed=config["seed"], dtype=module.model_dtype, device=module.device)
+            error = found.mse.mean().item()
+        except ValueError as failed:
+            note = " ".join(str(failed).split())
+    return {"validation.mse": error, "seconds": round(time.perf_counter() - began, 2), "note": note}
+
+
+def with_model(config: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with one of the candidates as its model, and a trainer that goes with it."""
+    training = model.get("training") or {}
+    limits = {"max_epochs": training.get("epochs", 1), "gradient_clip_val": training.get("clip")}
+    return {**config, "auto": config.get("auto", config["model"]), "model": model, "trainer": {**config["trainer"], **limits}}
+
+
+def show_choice(rows: list[Row]) -> None:
+    """The table on the screen."""
+    table = Table("model", "validation.mse", "seconds", "", title="model=auto: the first is chosen")
+    for row in rows:
+        error = "" if row["validation.mse"] is None else shown(row["validation.mse"])
+        table.add_row(row["model"], error, shown(row["seconds"]), escape(row["note"]))
+    console.print(table)

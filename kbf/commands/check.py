@@ -1,0 +1,65 @@
+"""``kbf data check``: read a recording of one's own; say what is in it, and warn of what will hurt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from kbf.build import build
+from kbf.charts import scatter_figure, series_figure
+from kbf.commands.common import console, start
+from kbf.data.own.report import all_columns, cell, examine, markdown
+from kbf.data.own.source import OwnData
+from kbf.files import write_text
+from kbf.plots import save
+
+
+def run(config: dict[str, Any]) -> int:
+    """Read, look, write; returns 0, with warnings or without.
+
+    Raises:
+        ValueError, FileNotFoundError: data that cannot be used.
+    """
+    start(config["threads"])
+    data = build(config["data"]["source"])
+    if not isinstance(data, OwnData):
+        raise ValueError(f"kbf data check looks at recordings of your own, not at data={config['data']['name']}")
+    report = examine(data)
+    directory = Path(config["run_dir"])
+    path = str(config["data"]["path"])
+    write_text(directory / "report.md", markdown(path, report))
+    save(series_figure(all_columns(data), parts_of_steps(data), title=path), directory / "series.png")
+    parts = {part: torch.cat([s.states for s in getattr(data, part)]) for part in data.spans if getattr(data, part)}
+    save(scatter_figure(parts, data.boundary.inside("states"), title=path), directory / "states.png")
+    for rows in (report.sequences, report.columns):
+        show_table(rows)
+    for warning in report.warnings:
+        console.print(f"[yellow]warning[/] {escape(warning)}", highlight=False)
+    told = f"{len(report.warnings)} warnings" if report.warnings else "no warnings"
+    console.print(f"{told}; in [bold]{directory}[/]: report.md, series.png, states.png", highlight=False)
+    return 0
+
+
+def show_table(rows: list[dict[str, Any]], most: int = 20) -> None:
+    """Rows of one kind on the screen, the first of them."""
+    if not rows:
+        return
+    table = Table(*rows[0])
+    for row in rows[:most]:
+        table.add_row(*(escape(cell(row.get(key))) for key in rows[0]))
+    console.print(table)
+    if len(rows) > most:
+        console.print(f"... and {len(rows) - most} more", highlight=False)
+
+
+def parts_of_steps(data: OwnData) -> list[list[str]]:
+    """For each sequence the part that each of its steps is in; "" for none."""
+    found = [[""] * len(recording.obs) for recording in data.recordings]
+    for part, spans in data.spans.items():
+        for k, start_, stop in spans:
+            found[k][start_:stop] = [part] * (stop - start_)
+    return found

@@ -1,0 +1,73 @@
+"""``kbf export``: one step of a trained filter as a program for other machines, compared with the filter before it is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kbf.commands.common import console, start
+from kbf.commands.filter import boundary_of
+from kbf.export import export
+from kbf.training import Trained, load_filter
+
+
+def run(config: dict[str, Any]) -> int:
+    """Load, export, compare; returns the exit code.
+
+    Raises:
+        CheckpointError: a checkpoint that cannot be loaded. ValueError: a filter that cannot be exported.
+    """
+    start(1)
+    if not isinstance(config["steps"], int) or config["steps"] < 1:
+        raise ValueError(f"steps must be a whole number of at least 1, got {config['steps']!r}")
+    trained, path = load_filter(config["checkpoint"], trust=config["trust"]), Path(config["out"])
+    states = undone(trained, "z", torch.cat([s.states for s in trained.module.memory.sequences()]))
+    obs, controls = examples(trained, config["steps"])
+    boundary, stored = boundary_of(trained), trained.module.config
+    with console.status(f"writing and comparing {path}"):
+        found = export(
+            trained.filter,
+            path,
+            config["format"],
+            obs,
+            torch.where((sd := states.std(0)) > 0, sd, 1.0),
+            controls=controls,
+            calibration=trained.calibration,
+            about={
+                "model": stored["model"].get("name"),
+                "data": (stored.get("data") or {}).get("name"),
+                "format": config["format"],
+                "states": boundary.inside("states"),
+                "observations": boundary.inside("observations"),
+                "controls": list(boundary.controls),
+                "boundary": boundary.to_dict(),
+            },
+        )
+    told = f"largest difference to the filter over {len(obs)} steps: {found.estimate:.1e} (estimates)"
+    told += f", {found.covariance:.1e} (covariances), in standard deviations of the state"
+    if found.own is not None:
+        told += f"; to the filter as it is, in float32, {found.own:.1e}"
+    console.print(f"[bold]{path}[/], {path.name}.json: {told}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def examples(trained: Trained, steps: int) -> tuple[Tensor, Tensor | None]:
+    """Observations ``T *x`` to compare on, with their controls: the recordings' own with noise, for images random ones."""
+    generator = torch.Generator().manual_seed(0)
+    sequence, shape, dtype = trained.module.memory.sequences()[0], trained.module.observation or (), trained.module.model_dtype
+    if len(shape) > 1:
+        return torch.rand(steps, *shape, generator=generator, dtype=dtype), None
+    rows = torch.arange(steps) % len(sequence.obs)
+    obs = undone(trained, "x", sequence.obs.nan_to_num()[rows]).to(dtype)
+    noise = 0.1 * obs.std(0, correction=0) * torch.randn(obs.shape, generator=generator, dtype=dtype)
+    controls = None if sequence.controls is None else undone(trained, "u", sequence.controls[rows]).to(dtype)
+    return obs + noise, controls
+
+
+def undone(trained: Trained, side: str, values: Tensor) -> Tensor:
+    """States (z), observations (x) or controls (u) of the memory in the units of the data."""
+    scaling = trained.module.scaling
+    return values if scaling is None else values * getattr(scaling, f"{side}_scale") + getattr(scaling, f"{side}_mean")

@@ -1,0 +1,77 @@
+"""Before and behind the filter, for ``kbf evaluate``: smoothed estimates, and predictions some steps ahead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from kbf.charts import curves
+from kbf.data.source import Data
+from kbf.evaluation import floor_ahead, score_ahead, score_smoothed, smoothing_floor
+from kbf.plots import save, track_figure
+from kbf.training import Trained
+
+
+class Looked(NamedTuple):
+    """Flat keys for ``metrics.json``, arrays for ``predictions.npz``, and names of pictures."""
+
+    metrics: dict[str, float | None]
+    arrays: dict[str, Tensor]
+    names: list[str]
+
+
+def look(config: dict[str, Any], loaded: Trained, data: Data, title: str) -> Looked:
+    """What ``smooth``, ``lag`` and ``horizon`` ask for; each leaves a picture in the run directory.
+
+    Raises:
+        ValueError: a filter without a smoother, a negative lag, or a horizon longer than the test part.
+    """
+    looked = Looked({}, {}, [])
+    if config["smooth"] or config["lag"] is not None:
+        back(config, loaded, data, title, looked)
+    if config["horizon"]:
+        ahead(config, loaded, data, title, looked)
+    return looked
+
+
+def settings(config: dict[str, Any], loaded: Trained) -> dict[str, Any]:
+    """Those of every score."""
+    return {"seed": config["seed"], "dtype": loaded.module.model_dtype, "device": config["device"]}
+
+
+def back(config: dict[str, Any], loaded: Trained, data: Data, title: str, looked: Looked) -> None:
+    """Smooth the test part. Covariances are the smoother's own: the filter's calibration says nothing of them."""
+    result = score_smoothed(loaded.filter, data.test, lag=config["lag"], **settings(config, loaded))
+    least = smoothing_floor(data, lag=config["lag"], particles=config["particles"], seed=config["seed"])
+    error = result.mse.mean().item()
+    looked.metrics["test.mse_smoothed"] = error
+    looked.metrics["test.smoothing_floor"] = None if least is None else least.mse.mean().item()
+    for k, found in enumerate(result.estimates):
+        looked.arrays[f"smoothed_{k}"] = found
+        if result.covariances is not None:
+            looked.arrays[f"smoothed_covariances_{k}"] = result.covariances[k]
+    known = "all observations" if config["lag"] is None else f"{config['lag']} later observations"
+    spread = None if result.covariances is None else result.covariances[0]
+    figure = track_figure(data.test[0], result.estimates[0], spread, title=f"{title}: error with {known} {error:.4f}")
+    save(figure, Path(config["run_dir"]) / "smoothed.png")
+    looked.names.append("smoothed.png")
+
+
+def ahead(config: dict[str, Any], loaded: Trained, data: Data, title: str, looked: Looked) -> None:
+    """Predict the test part from 1 to ``horizon`` steps before."""
+    result = score_ahead(loaded.filter, data.test, config["horizon"], **settings(config, loaded))
+    least = floor_ahead(data, config["horizon"], particles=config["particles"], seed=config["seed"])
+    sides = {"filter": result} | ({} if least is None else {"floor (true model)": least})
+    rows = [
+        {"steps": k, "error": error, "of": name}
+        for name, each in sides.items()
+        for k, error in enumerate(each.mse.mean(0).tolist(), 1)
+    ]
+    for row in rows:
+        looked.metrics[f"test.{'mse' if row['of'] == 'filter' else 'floor'}_ahead_{row['steps']}"] = row["error"]
+    looked.arrays.update({f"ahead_{k}": found for k, found in enumerate(result.estimates)})
+    figure = curves(rows, x="steps", y="error", by="of", xlabel="steps ahead", ylabel="mean squared error", title=title)
+    save(figure, Path(config["run_dir"]) / "ahead.png")
+    looked.names.append("ahead.png")

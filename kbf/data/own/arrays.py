@@ -1,0 +1,237 @@
+"""Files of named arrays: npz, folders of npy, HDF5, Zarr. Nothing is unpickled.
+
+A recording is ``states`` ``(T, d)`` and ``observations`` (or ``obs``) ``(T, ...)``, if there are any with ``mask``, ``times``,
+``controls``. Several of them are one array ``(B, T, ...)``, with ``lengths`` where they end earlier; or one array with
+``sequence``, an id for each step; or arrays of their own: ``states_0``, ``states_1``, ..., ``train_states_0``, ... (as kbf writes
+them), or groups of an HDF5 or Zarr file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from kbf.data.own.images import as_images
+from kbf.data.own.recordings import Contents, Layout, Recording, by_sequence, need
+
+CALLED = {
+    "states": ["states"],
+    "observations": ["observations", "obs"],
+    "controls": ["controls"],
+    "mask": ["mask"],
+    "time": ["times", "time"],
+    "sequence": ["sequence"],
+}
+"""What arrays are called, if the layout does not say it."""
+
+Get = Callable[[str], Any]
+
+
+def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
+    """The recordings of a file of arrays.
+
+    Raises:
+        ValueError: damaged, arrays that are not there, that are no numbers, or whose shapes do not fit.
+    """
+    with opened(path) as (names, get):
+        if not names:
+            raise ValueError(f"{path} holds no arrays")
+        found = {role: keys_of(names, role, getattr(layout, role), path) for role in CALLED}
+        for role in ("states", "observations") if states else ("observations",):
+            if not found[role]:
+                raise ValueError(f"{path}: there are no {role}: data.{role}=NAME names one of {', '.join(names)}")
+        wanted = list(found["states"] if states else found["observations"])
+        if missing := [name for name in wanted if name not in found["observations"]]:
+            raise ValueError(f"{path}: the sequence {missing[0] or 'of states'} has no observations; it has {', '.join(names)}")
+        recordings = []
+        for name in wanted:
+            loaded = {
+                role: numbers(get(keys[name]), path, keys[name])
+                for role, keys in found.items()
+                if name in keys and role != "sequence" and (states or role != "states")
+            }
+            lengths = numbers(get("lengths"), path, "lengths") if "lengths" in names else None
+            ids = numpy.asarray(get(found["sequence"][name])).astype(str).tolist() if name in found["sequence"] else None
+            recordings += recordings_of(path, layout, name or path.stem, loaded, lengths, ids)
+    first = recordings[0]
+    return Contents(
+        recordings,
+        column_names(layout.states, first.states, "z", path),
+        column_names(layout.observations, first.obs, "x", path) if first.obs.ndim == 2 else [],
+        column_names(layout.controls, first.controls, "u", path),
+    )
+
+
+def keys_of(names: list[str], role: str, said: list[str] | str | None, path: Path) -> dict[str, str]:
+    """The arrays of one role, by the name of their sequence ("" where one array holds all)."""
+    called = [said] if isinstance(said, str) else CALLED[role]
+    if isinstance(said, str) and said in names:
+        return {"": said}
+    found = {}
+    for key in names:
+        for word in called:
+            group, _, leaf = key.rpartition("/")
+            match = re.fullmatch(rf"(?:(.+)_)?{re.escape(word)}(?:_(\d+))?", leaf)
+            if match:
+                found["_".join(part for part in (group, match[1], match[2]) if part)] = key
+    if isinstance(said, str) and not found:
+        raise ValueError(f"{path}: there is no array {said!r} (data.{role}); it has {', '.join(names)}")
+    return dict(sorted(found.items(), key=lambda pair: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", pair[0])]))
+
+
+def numbers(array: Any, path: Path, name: str) -> Tensor:
+    """An array as a tensor: uint8 and bool as they are, all else float64.
+
+    Raises:
+        ValueError: no numbers, or infinite ones.
+    """
+    array = numpy.asarray(array)
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{path}, array {name}: it holds {array.dtype}, not numbers")
+    if array.dtype in (numpy.uint8, numpy.bool_):
+        return torch.from_numpy(numpy.ascontiguousarray(array))
+    values = torch.from_numpy(array.astype("float64"))
+    if bool(values.isinf().any()):
+        raise ValueError(f"{path}, array {name}, row {int(values.isinf().nonzero()[0, 0])}: infinite")
+    return values
+
+
+def recordings_of(
+    path: Path, layout: Layout, name: str, loaded: dict[str, Tensor], lengths: Tensor | None, ids: list[str] | None
+) -> list[Recording]:
+    """One recording, or those that one array holds.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+    """
+    obs, states = loaded["observations"], loaded.get("states")
+    # A batch of sequences is told by the states; without them by images having three dimensions and vectors one.
+    alone = states.ndim <= 2 if states is not None else obs.ndim in (1, 2, 4) or (obs.dtype == torch.uint8 and obs.ndim == 3)
+    if lengths is not None and len(lengths) == len(obs):
+        alone = False
+    if not alone:
+        count = len(obs)
+        ends = [obs.shape[1]] * count if lengths is None else [int(v) for v in lengths]
+        for role, leaf in loaded.items():
+            if leaf.ndim < 2 or leaf.shape[:2] != obs.shape[:2]:
+                raise ValueError(
+                    f"{path}: {role} {tuple(leaf.shape)} and observations {tuple(obs.shape)} are not (B, T, ...) alike"
+                )
+        if len(ends) != count or not all(0 < end <= obs.shape[1] for end in ends):
+            raise ValueError(f"{path}: lengths must be {count} numbers from 1 to {obs.shape[1]}")
+        each = [{role: leaf[k, : ends[k]] for role, leaf in loaded.items()} for k in range(count)]
+        return [one(path, layout, f"{name}_{k}", leaves) for k, leaves in enumerate(each)]
+    recording = one(path, layout, name, loaded)
+    if ids is None:
+        return [recording]
+    if len(ids) != len(recording.obs):
+        raise ValueError(f"{path}: {len(recording.obs)} observations, but sequence of length {len(ids)}")
+    return by_sequence(recording, ids)
+
+
+def one(path: Path, layout: Layout, name: str, loaded: dict[str, Tensor]) -> Recording:
+    """A recording of arrays ``T ...``."""
+    obs, states, mask = loaded["observations"], loaded.get("states"), loaded.get("mask")
+    for role, leaf in loaded.items():
+        if len(leaf) != len(obs):
+            raise ValueError(f"{path}: sequence {name} has {len(obs)} observations, but {role} of length {len(leaf)}")
+    if not len(obs):
+        raise ValueError(f"{path}: sequence {name} has no steps")
+    obs = obs[:, None] if obs.ndim == 1 else obs
+    for role in ("states", "controls"):
+        if role in loaded and loaded[role].ndim > 2:
+            raise ValueError(f"{path}: {role} must be (T, number), got {tuple(loaded[role].shape)}")
+    if obs.ndim > 2:
+        if obs.is_floating_point() and not bool((seen := obs.isfinite().flatten(1).all(1)).all()):
+            mask = seen if mask is None else seen & mask.bool()
+        obs = as_images(obs, layout.size, f"{path}, sequence {name}")
+    wide = {role: columns(loaded[role]) for role in ("states", "controls") if role in loaded}
+    times = loaded["time"].double() if "time" in loaded else None
+    return Recording(
+        name,
+        obs if obs.ndim == 4 else obs.double(),
+        None if states is None else wide["states"],
+        None if mask is None else mask.bool(),
+        times,
+        wide.get("controls"),
+        str(path),
+    )
+
+
+def columns(values: Tensor) -> Tensor:
+    """``T`` or ``T c`` as ``T c`` float64."""
+    return (values[:, None] if values.ndim == 1 else values).double()
+
+
+def column_names(said: list[str] | str | None, values: Tensor | None, letter: str, path: Path) -> list[str]:
+    """Names of an array's columns: the configuration's list, or z1, z2, ..."""
+    if values is None:
+        return []
+    width = values.shape[1]
+    if isinstance(said, list) and len(said) != width:
+        raise ValueError(f"{path}: {len(said)} names ({', '.join(said)}) for an array of {width} columns")
+    return list(said) if isinstance(said, list) else [f"{letter}{k + 1}" for k in range(width)]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[list[str], Get]]:
+    """The names of the arrays of a file, and how to get one.
+
+    Raises:
+        ValueError: damaged, or of another kind.
+    """
+    suffix = path.suffix.lower()
+    try:
+        if suffix == ".npz":
+            with numpy.load(path, allow_pickle=False) as file:
+                yield list(file.files), lambda name: file[name]
+        elif suffix in (".h5", ".hdf5"):
+            h5py = need("h5py", path)
+            with h5py.File(path, "r") as file:
+                names: list[str] = []
+                file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+                yield names, lambda name: file[name][()]
+        elif suffix == ".zarr":
+            group = opened_zarr(path)
+            yield list(group), lambda name: group[name][...]
+        else:
+            stems = {file.stem: file for file in (path.glob("*.npy") if path.is_dir() else path.parent.glob(f"{path.name}*.npy"))}
+            files = {stem if path.is_dir() else stem.removeprefix(path.name).lstrip("_-."): file for stem, file in stems.items()}
+            yield list(files), lambda name: numpy.load(files[name], allow_pickle=False)
+    except ValueError as error:
+        if "pickle" not in str(error) or str(path) in str(error):
+            raise
+        raise ValueError(f"{path} holds Python objects, which are not read: save plain arrays of numbers") from error
+    except (OSError, EOFError, KeyError, zipfile_error()) as error:
+        raise ValueError(f"{path} is damaged, or no {suffix or 'npy'} file: {error}") from error
+
+
+def zipfile_error() -> type[Exception]:
+    """What a damaged npz raises."""
+    from zipfile import BadZipFile
+
+    return BadZipFile
+
+
+def opened_zarr(path: Path) -> dict[str, Any]:
+    """The arrays of a Zarr group by name.
+
+    Raises:
+        ValueError: damaged, or an array that is encoded by pickle, which would run code of the file.
+    """
+    zarr = need("zarr", path)
+    for file in [*path.rglob(".zarray"), *path.rglob("zarr.json")]:
+        if "pickle" in file.read_text(encoding="utf-8", errors="replace"):
+            raise ValueError(f"{file} holds pickled Python objects, which are not read: save plain arrays of numbers")
+    try:
+        group = zarr.open_group(str(path), mode="r")
+        return {name: item for name, item in group.members(max_depth=None) if isinstance(item, zarr.Array)}
+    except Exception as error:  # zarr's own kinds, of several modules
+        raise ValueError(f"{path} is no Zarr group, or damaged: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,204 @@
+"""The data set that recordings of one's own make: ``data=own``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kbf.data.own.boundary import Boundary, boundary_of
+from kbf.data.own.parts import Share, cut_at, first_steps, split, where_known
+from kbf.data.own.recordings import Contents, Layout, Recording, layout_of, plain, read
+from kbf.data.own.times import GAP, check_times, encode_recording, median_step, pieces_at_gaps, uneven, with_time_control
+from kbf.data.windows import Span, take
+from kbf.sequence import Sequence, control_width
+
+LAST: dict[tuple[Any, ...], Contents] = {}
+"""The file that was read last, by path, age and layout: a configuration asks for its shapes, then the command for the data."""
+
+
+class OwnData:
+    """Recordings of a file, cut into parts.
+
+    Where a recording has a gap in time it is cut. Steps whose state is not known are no training points: training sequences are cut
+    there. In the test part their observations count, and they are not scored; their states are NaN.
+
+    Attributes:
+        train, validation, test: lists of `Sequence`, float64 (images uint8).
+        boundary: names and kinds of the columns. time_step: the median time between steps, or None.
+        spans: where each part lies in ``recordings``, by name. notes: what a person should know of the times, in sentences.
+    """
+
+    unscored = True  # a test step may have no known state
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        *,
+        states: Many[str] | str | None = None,
+        observations: Many[str] | str | None = None,
+        controls: Many[str] | str | None = None,
+        time: str | None = None,
+        sequence: str | None = None,
+        mask: str | None = None,
+        images: str | None = None,
+        table: str | None = None,
+        size: Many[int] | None = None,
+        angles: Many[str] = (),
+        rotations: Many[Many[str]] = (),
+        angle_unit: str = "radians",
+        time_as_control: bool = False,
+        partial: bool = False,
+        cut_missing: bool = False,
+        split: str = "time",
+        validation: Share | Many[str] = 0.0,
+        test: Share | Many[str] = 0.2,
+        n_train: int | None = None,
+        boundary: dict[str, Any] | None = None,
+        time_step: float | None = None,
+    ) -> None:
+        """Read and cut.
+
+        Args:
+            path, states, ..., size: as `kbf.data.own.recordings.Layout`.
+            angles: columns that are angles. angle_unit: radians or degrees.
+            rotations: groups of 4 columns (quaternion w x y z) or 9 (matrix, by rows).
+            time_as_control: the time that each move takes is a control.
+            partial: a step counts as observed where any of its columns is (for models with sensors), not only where all are.
+            cut_missing: cut training sequences where an observation is missing, for models that bear no gaps.
+            split, validation, test: as `kbf.data.own.parts.split`.
+            n_train: only the first so many training steps; None for all.
+            boundary: of a checkpoint, that the columns must be those of. time_step: its median time step.
+
+        Raises:
+            FileNotFoundError, ValueError: as the readers; and parts that nothing is left of.
+        """
+        if path is None:
+            raise ValueError("data=own needs a file: data.path=FILE")
+        layout = layout_of(
+            {
+                **{"states": states, "observations": observations, "controls": controls, "time": time, "sequence": sequence},
+                **{"mask": mask, "images": images, "table": table, "size": size},
+            }
+        )
+        contents = read_once(Path(path).expanduser(), layout)
+        self.boundary = chosen_boundary(contents, boundary, plain(angles), plain(rotations), angle_unit, str(path))
+        for recording in contents.recordings:
+            check_times(recording)
+        self.time_step = median_step(contents.recordings) if time_step is None else time_step
+        self.recordings = contents.recordings
+        if time_as_control:
+            self.recordings = [with_time_control(recording, self.time_step) for recording in self.recordings]
+        whole = [self.sequence(recording, partial) for recording in self.recordings]
+        known = [s.states.isfinite().all(1) for s in whole]
+        pieces = [pieces_at_gaps(recording, self.time_step) for recording in self.recordings]
+        lengths = [len(s.states) for s in whole]
+        names = [recording.name for recording in self.recordings]
+        parts = split_parts(names, lengths, split, validation, test)
+        self.spans = {part: cut_at(spans, pieces) for part, spans in parts.items()}
+        for part in ("train", "validation"):
+            usable = [k if s.mask is None or not cut_missing else k & s.mask for k, s in zip(known, whole, strict=True)]
+            self.spans[part] = where_known(self.spans[part], lambda k, usable=usable: usable[k])
+        self.spans["test"] = [span for span in self.spans["test"] if bool(known[span.sequence][span.start : span.stop].any())]
+        if n_train is not None and test != "all":
+            self.spans["train"] = first_steps(self.spans["train"], n_train)
+        parts_of = {part: take(whole, spans) for part, spans in self.spans.items()}
+        self.train, self.validation, self.test = (
+            [s._replace(mask=None) if s.mask is not None and bool(s.mask.all()) else s for s in parts_of[part]]
+            for part in ("train", "validation", "test")
+        )
+        if not self.test or (test != "all" and sum(len(s.states) for s in self.train) < 2):
+            told = ", ".join(f"{part} {sum(s.stop - s.start for s in spans)}" for part, spans in self.spans.items())
+            raise ValueError(f"{path}: too few steps with known states ({told} of {sum(lengths)}): change data.test or data.split")
+        self.notes = self.remarks(pieces, known, time_as_control)
+
+    def sequence(self, recording: Recording, partial: bool) -> Sequence:
+        """A whole recording as filters see it; NaN where a state is not known, 0 where nothing was observed."""
+        obs, states, mask, controls = encode_recording(recording, self.boundary, partial=partial)
+        assert states is not None
+        if mask is not None and obs.ndim == 2:
+            obs = torch.where(mask[:, None], obs, 0)
+        return Sequence(states, obs, mask, controls=controls)
+
+    def remarks(self, pieces: list[list[tuple[int, int]]], known: list[Tensor], time_as_control: bool) -> list[str]:
+        """What a person should know of the times and of steps without a state."""
+        notes = []
+        cuts = sum(len(each) - 1 for each in pieces)
+        if cuts:
+            first = next(r.place(each[1][0]) for r, each in zip(self.recordings, pieces, strict=True) if len(each) > 1)
+            notes.append(f"{cuts} gaps in time of more than {GAP:g} median steps: recordings are cut there (first: {first})")
+        total, off, where = uneven(self.recordings, self.time_step)
+        if off and not time_as_control:
+            notes.append(
+                f"{off} of {total} moves take another time than the median, by more than 1 % (first: {where}). Filters take all "
+                "moves for equally long: data.time_as_control=true gives them the time of each, or resample the recording"
+            )
+        missing = sum(int((~k).sum()) for k in known)
+        if missing:
+            notes.append(f"{missing} steps without a state: they are no training points, and are not scored")
+        return notes
+
+
+def split_parts(
+    names: list[str], lengths: list[int], how: str, validation: Share | Many[str], test: Share | Many[str]
+) -> dict[str, list[Span]]:
+    """`split`, of settings that may bring lists as tuples."""
+    return split(names, lengths, how, plain(validation), plain(test))
+
+
+def chosen_boundary(
+    contents: Contents, given: dict[str, Any] | None, angles: list[str], rotations: list[list[str]], unit: str, path: str
+) -> Boundary:
+    """The boundary of a file, or the given one if the file has its columns.
+
+    Raises:
+        ValueError: other columns than the boundary's.
+    """
+    if given is None:
+        return boundary_of(contents.states, contents.observations, contents.controls, angles, rotations, unit)
+    boundary = Boundary.from_dict(given)
+    for side in ("states", "observations"):
+        mine, theirs = getattr(contents, side), boundary.columns(side)
+        if sorted(mine) != sorted(theirs):
+            raise ValueError(f"{path}: its {side} are {', '.join(mine)}; those of the training {', '.join(theirs) or 'images'}")
+    return boundary
+
+
+def read_once(path: Path, layout: Layout) -> Contents:
+    """`read`, but the last file is kept until it changes."""
+    age = path.stat().st_mtime_ns if path.exists() else 0
+    key = (str(path), age, repr(layout))
+    if key not in LAST:
+        contents = read(path, layout)
+        LAST.clear()
+        LAST[key] = contents
+    return LAST[key]
+
+
+def complete(source: dict[str, Any]) -> dict[str, Any]:
+    """What only the file can tell a ``data`` configuration: shapes, boundary, median time step and the number of training steps.
+
+    Args:
+        source: the arguments of `OwnData`.
+
+    Returns:
+        ``d``, ``q``, ``image`` (shape of an image, or None), ``k`` (components of a control), ``boundary``, ``time_step`` and
+        ``n_train``.
+    """
+    data = OwnData(**source)
+    first = data.test[0]
+    d, shape = first.states.shape[1], list(first.obs.shape[1:])
+    images = len(shape) == 3
+    return {
+        "d": d,
+        "q": [d] if images else shape,
+        "image": shape if images else None,
+        "k": control_width(data.test),
+        "boundary": data.boundary.to_dict(),
+        "time_step": data.time_step,
+        "n_train": sum(len(s.states) for s in data.train),
+    }

@@ -1,0 +1,267 @@
+"""Estimators for scikit-learn: the conditional mean embedding, and density ratios. NumPy in, NumPy out, all in float64.
+
+They are what `kbf.cme` and `kbf.ratios` compute, with the numbers chosen from the training data, and work in pipelines, grid
+searches and cross-validation. Needs ``pip install "kbf[sklearn]"``. One bandwidth serves all columns of X: put a StandardScaler
+in front. X and y are whatever scikit-learn takes for arrays.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets, type_of_target
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Generator, Tensor
+
+from kbf.cme import CONDITIONAL_MEANS
+from kbf.embeddings import Embedding
+from kbf.kernels import KERNELS, Kernel, evenly, median_distance
+from kbf.ratios import relative_coef, relative_loo
+from kbf.selection import best_of, choose_reg
+
+Array = NDArray[np.float64]
+REGS = tuple(float(reg) for reg in np.logspace(-8, 0, 17))
+MOST = 1000
+"""Points at which leave-one-out scores are computed, evenly spaced: their cost does not grow with the data."""
+
+
+class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
+    """E[y | x] and the whole conditional law of y, as weights of the training outputs: sum_i w_i(x) y_i.
+
+    w(x) = (G + n reg I)^-1 k(x) in the exact form. As there is no intercept, predictions go to 0 far from the training inputs.
+
+    Args:
+        kernel: a name of `kbf.kernels.KERNELS`.
+        bandwidth: a length in the units of X; None takes the median distance between training inputs.
+        reg: lambda > 0; None takes the one of `REGS` with the least leave-one-out error of the mean (in closed form, for the exact
+            form, at up to `MOST` evenly spaced pairs). `nadaraya_watson` has no use for it.
+        form: a name of `kbf.cme.CONDITIONAL_MEANS`.
+        size: of the cheap forms: pivots, landmarks, features, neighbours or points; of `divide_and_conquer`: parts.
+        random_state: of the forms that draw.
+
+    Attributes:
+        bandwidth_, reg_: the numbers in use. cme_: the `kbf.cme.ConditionalMean`. y_: the outputs ``n d``, a tensor.
+        n_features_in_: columns of X.
+
+    >>> x = np.linspace(0, 6, 60)[:, None]
+    >>> fit = ConditionalMeanEmbedding().fit(x, np.sin(x[:, 0]))
+    >>> fit.predict([[1.5]]).round(2), fit.weights([[1.5]]).shape
+    (array([1.]), (1, 60))
+    """
+
+    def __init__(
+        self,
+        *,
+        kernel: Any = "gaussian",
+        bandwidth: Any = None,
+        reg: Any = None,
+        form: Any = "exact",
+        size: Any = 100,
+        random_state: Any = None,
+    ) -> None:  # scikit-learn wants settings to be looked at by fit and not before
+        self.kernel, self.bandwidth, self.reg = kernel, bandwidth, reg
+        self.form, self.size, self.random_state = form, size, random_state
+
+    def fit(self, X: Any, y: Any) -> ConditionalMeanEmbedding:
+        """Choose what is None, and fit.
+
+        Args:
+            X: inputs ``n q``. y: outputs ``n`` or ``n d``.
+
+        Raises:
+            ValueError: arrays that scikit-learn refuses, a setting out of range, or no bandwidth for inputs that mostly coincide.
+        """
+        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
+        known("form", self.form, CONDITIONAL_MEANS)
+        x, z = torch.tensor(X), torch.tensor(y, dtype=torch.float64)
+        self.y_, self.single_ = z.reshape(len(z), -1), z.ndim == 1
+        self.bandwidth_ = bandwidth_of(x, self.bandwidth)
+        kernel = kernel_of(self.kernel, self.bandwidth_)
+        if self.form == "random_fourier" and self.kernel != "gaussian":
+            raise ValueError(f"random_fourier features are of the gaussian kernel, not of {self.kernel!r}")
+        self.reg_ = self._choose(kernel, x) if self.reg is None else positive("reg", self.reg)
+        fit = CONDITIONAL_MEANS[self.form]
+        takes = signature(fit).parameters
+        settings: dict[str, Any] = {name: int(self.size) for name in ("m", "s", "rank") if name in takes}
+        settings |= {"reg": self.reg_} if "reg" in takes else {}
+        if "generator" in takes:
+            settings["generator"] = Generator().manual_seed(int(check_random_state(self.random_state).randint(2**31)))
+        self.cme_ = fit(kernel if "kernel" in takes else self.bandwidth_, x=x, z=self.y_, **settings)
+        return self
+
+    def predict(self, X: Any) -> Array:
+        """The conditional means sum_i w_i(x) y_i, ``m`` or ``m d`` as y was."""
+        queries = self._queries(X)
+        mean = self.cme_.mean(queries).numpy()
+        return mean[:, 0] if self.single_ else mean
+
+    def weights(self, X: Any) -> Array:
+        """The weights w(x) of the training outputs, ``m n``: of either sign, and their sum need not be 1."""
+        queries = self._queries(X)
+        return self.cme_.weights(queries).numpy()
+
+    def embedding(self, X: Any) -> Embedding:
+        """The conditional law of y as a batch of weighted samples: ``embedding(X).cov()``, ``.expect(f)``, ``.mode(kernel)``."""
+        queries = self._queries(X)
+        return Embedding(self.y_, self.cme_.weights(queries))
+
+    def _queries(self, X: Any) -> Tensor:
+        check_is_fitted(self)
+        return torch.tensor(validate_data(self, X, dtype=np.float64, reset=False))
+
+    def _choose(self, kernel: Kernel, x: Tensor) -> float:
+        some = evenly(len(x), MOST)
+        x, z = x[some], self.y_[some]
+        return choose_reg(kernel(x, x), z @ z.mT, REGS)
+
+    def __sklearn_tags__(self) -> Any:
+        """Several outputs at once are welcome."""
+        tags = super().__sklearn_tags__()
+        tags.target_tags.single_output, tags.target_tags.multi_output = True, True
+        return tags
+
+
+class RelativeRatio(ClassifierMixin, BaseEstimator):
+    """The relative density ratio r(x) = pi(x) / (alpha pi(x) + (1 - alpha) p(x)) of two samples (RuLSIF), bounded by 1/alpha.
+
+    y has two labels: the smaller one (0) for the sample of p below the line, the larger one (1) for that of pi above it. A ratio
+    makes a probabilistic classifier: with r0 = pi/p and the shares s of the labels, P(1 | x) = r0 s1 / (r0 s1 + s0).
+
+    Args:
+        alpha: in [0, 1); 0 is KuLSIF.
+        kernel: a name of `kbf.kernels.KERNELS`.
+        bandwidth: a length in the units of X; None takes the median distance between all points.
+        reg: eta > 0; None takes the one of nine from 1/min(n, m) to 1 with the least closed-form leave-one-out score, at up to
+            `MOST` evenly spaced points of each sample. Theory wants none smaller, and the score would where samples do not overlap.
+
+    Attributes:
+        classes_: the two labels. bandwidth_, reg_: the numbers in use. points_, coef_: r(x) = sum_l coef_l k(x, points_l), clipped.
+        share_: of the larger label in y. n_features_in_: columns of X.
+
+    >>> x = np.random.default_rng(0).normal(size=(400, 1)) * np.repeat([[1.0], [0.5]], 200, axis=0)
+    >>> fit = RelativeRatio().fit(x, np.repeat([0, 1], 200))
+    >>> bool(fit.ratio([[0.0]]) > 1 > fit.ratio([[1.5]])), fit.predict([[0.0], [1.5]])
+    (True, array([1, 0]))
+
+    References: Yamada et al. (2013); Kanamori, Suzuki and Sugiyama (2012).
+    """
+
+    def __init__(self, *, alpha: Any = 0.1, kernel: Any = "gaussian", bandwidth: Any = None, reg: Any = None) -> None:
+        self.alpha, self.kernel, self.bandwidth, self.reg = alpha, kernel, bandwidth, reg
+
+    def fit(self, X: Any, y: Any) -> RelativeRatio:
+        """Choose what is None, and fit.
+
+        Args:
+            X: the points of both samples ``n q``. y: their labels ``n``.
+
+        Raises:
+            ValueError: arrays that scikit-learn refuses, not two labels, a setting out of range, or no bandwidth for points that
+                mostly coincide.
+        """
+        X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
+        check_classification_targets(y)
+        self.classes_ = np.unique(y)
+        if len(self.classes_) > 2:
+            kind = type_of_target(y, input_name="y")
+            raise ValueError(f"Only binary classification is supported. The type of the target is {kind}.")
+        if len(self.classes_) < 2:
+            raise ValueError(f"a density ratio needs two samples, but y has one class only: {self.classes_[0]!r}")
+        samples = [torch.tensor(X[y == label]) for label in self.classes_]
+        alpha = self._alpha()
+        self.share_ = len(samples[1]) / len(y)
+        self.points_ = torch.cat(samples)
+        self.bandwidth_ = bandwidth_of(self.points_, self.bandwidth)
+        kernel = kernel_of(self.kernel, self.bandwidth_)
+        if self.reg is None:
+            few = [sample[evenly(len(sample), MOST)] for sample in samples]
+            gram = kernel(torch.cat(few), torch.cat(few))
+            regs = map(float, np.geomspace(1 / min(map(len, samples)), 1, 9))
+            self.reg_ = best_of(regs, lambda reg: relative_loo(gram, len(few[0]), reg, alpha).item())
+        else:
+            self.reg_ = positive("reg", self.reg)
+        self.coef_ = relative_coef(kernel(self.points_, self.points_), len(samples[0]), self.reg_, alpha)
+        return self
+
+    def ratio(self, X: Any) -> Array:
+        """r(x) of each row of X, clipped to [0, 1/alpha]."""
+        check_is_fitted(self)
+        x = torch.tensor(validate_data(self, X, dtype=np.float64, reset=False))
+        kernel, alpha = kernel_of(self.kernel, self.bandwidth_), self._alpha()
+        values = torch.cat([kernel(rows, self.points_) @ self.coef_ for rows in x.split(1024)])
+        return values.clamp(0, 1 / alpha if alpha > 0 else None).numpy()
+
+    def predict_proba(self, X: Any) -> Array:
+        """P(label | x) ``m 2``, in the order of ``classes_``; pi/p = (1 - alpha) r / (1 - alpha r)."""
+        r, alpha = self.ratio(X), self._alpha()
+        upper, lower = self.share_ * (1 - alpha) * r, (1 - self.share_) * (1 - alpha * r).clip(0)
+        one = upper / (upper + lower)
+        return np.stack([1 - one, one], axis=1)
+
+    def predict(self, X: Any) -> NDArray[Any]:
+        """The more probable label."""
+        chosen = self.predict_proba(X).argmax(1)
+        return self.classes_[chosen]
+
+    def _alpha(self) -> float:
+        return float(self.alpha)
+
+    def __sklearn_tags__(self) -> Any:
+        """Two labels, no more."""
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_class = False
+        return tags
+
+
+class KuLSIF(RelativeRatio):
+    """The density ratio r(x) = pi(x) / p(x) of two samples by kernel unconstrained least-squares importance fitting.
+
+    `RelativeRatio` with alpha = 0: not bounded, so of larger variance where p is small.
+
+    References: Kanamori, Suzuki and Sugiyama (2012).
+    """
+
+    def __init__(self, *, kernel: Any = "gaussian", bandwidth: Any = None, reg: Any = None) -> None:
+        self.kernel, self.bandwidth, self.reg = kernel, bandwidth, reg
+
+    def _alpha(self) -> float:
+        return 0.0
+
+
+def bandwidth_of(x: Tensor, given: float | None) -> float:
+    """The bandwidth that was given, or the median distance between the points."""
+    return median_distance(x).item() if given is None else positive("bandwidth", given)
+
+
+def kernel_of(name: str, bandwidth: float) -> Kernel:
+    """A kernel with its bandwidth filled in."""
+    return partial(known("kernel", name, KERNELS), bandwidth=bandwidth)
+
+
+def known(what: str, name: str, table: dict[str, Any]) -> Any:
+    """The entry of a table.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if name not in table:
+        raise ValueError(f"{what} must be one of {', '.join(table)}, got {name!r}")
+    return table[name]
+
+
+def positive(what: str, value: float) -> float:
+    """The number, if it is positive.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not value > 0:
+        raise ValueError(f"{what} must be positive, got {value!r}")
+    return float(value)

@@ -1,0 +1,51 @@
+"""Docstrings as Markdown: tables of equals signs become blocks of code, full names of the project links, each argument a line."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+RULE = r"=+(?: +=+)+$"
+TABLE = re.compile(rf"^( *){RULE}\n(?:.*\S.*\n)+?\1{RULE}(?:\n(?:.*\S.*\n)+?\1{RULE})?", re.MULTILINE)
+NAME = re.compile(r"(?<!`)`(kbf(?:\.\w+)+)`(?!`)")
+SEVERAL = re.compile(r"^( {4}\w+(?:, \w+)+): ", re.MULTILINE)
+
+
+class Markdown(griffe.Extension):
+    """Goes over every docstring when the package has been read."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Rewrite them all."""
+        self.rewrite(pkg, pkg)
+
+    def rewrite(self, thing: Any, package: griffe.Module) -> None:
+        """One docstring, and those below it."""
+        if thing.docstring is not None:
+            names = [parameter.name for parameter in thing.parameters] if thing.is_function else []
+            thing.docstring.value = markdown(one_a_line(thing.docstring.value, names), package)
+        for member in getattr(thing, "members", {}).values():
+            if not member.is_alias:
+                self.rewrite(member, package)
+
+
+def one_a_line(text: str, names: list[str]) -> str:
+    """``x: ``n q``. z: ``n d``.`` with a line for each of these arguments; ``a, b: ...`` as one name without a space."""
+    head, args, rest = text.partition("\nArgs:\n")
+    if args and names:
+        rest = re.sub(rf"(?<=[.;]) ({'|'.join(map(re.escape, names))}): ", r"\n    \1: ", rest)
+    return SEVERAL.sub(lambda match: f"{match[1].replace(', ', ',')}: ", head + args + rest)
+
+
+def markdown(text: str, package: griffe.Module) -> str:
+    """The text of a docstring, for a page of the reference."""
+
+    def link(match: re.Match[str]) -> str:
+        try:
+            package[match[1].split(".", 1)[1]]
+        except KeyError:
+            return match[0]
+        return f"[`{match[1]}`][]"
+
+    return NAME.sub(link, TABLE.sub(lambda match: f"{match[1]}```text\n{match[0]}\n{match[1]}```", text))

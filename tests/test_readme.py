@@ -1,0 +1,118 @@
+"""What README.md and the documentation tell people to type works: Python as it stands, commands up to their configuration."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from kbf.cli import main
+from kbf.data.synthetic import SyntheticData
+from kbf.ssm import rotation
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ROOT / "scripts" / "docs" / "pages"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TUTORIAL = (PAGES / "tutorial.md").read_text(encoding="utf-8")
+PLACEHOLDER = re.compile(r"\b(NAME|COMMAND|PATH|RUN)\b|…|\.\.\.")
+ELSEWHERE = ("launcher", "run_dir")
+"""Settings that need a plugin, or a running hydra."""
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[str]:
+    """Every ``kbf ...`` of blocks for the shell and of code within lines, without comments and placeholders."""
+    lines = [line for block in blocks(text, "sh") for line in block.splitlines()]
+    lines += re.findall(r"`(kbf [^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    found = [line.partition("#")[0].strip() for line in lines if line.startswith("kbf ")]
+    return sorted({line for line in found if len(line.split()) > 2 and not PLACEHOLDER.search(line)})
+
+
+def words(line: str) -> list[str]:
+    """What the shell hands over, with the checkpoint that is there in place of those that are not, and the first run of a sweep."""
+    given = shlex.split(line)[1:]
+    if given[0] == "evaluate":
+        given = ["checkpoint=example:rotation" if re.match("checkpoint=(?!runs/arm/)", word) else word for word in given]
+    if "--multirun" in given:
+        given = [word.partition(",")[0] for word in given if word != "--multirun" and word.partition("=")[0] not in ELSEWHERE]
+    return given
+
+
+def run_python(text: str, directory: Path, monkeypatch) -> dict:
+    """Run the blocks of a page one after the other in a directory; their names."""
+    monkeypatch.chdir(directory)
+    names: dict = {}
+    for block in blocks(text, "python"):
+        exec(compile(block, "page", "exec"), names)
+    return names
+
+
+def test_the_commands_are_found():
+    found = commands(README)
+    assert len(found) > 40 and "kbf compare data=rotation runs=30" in found
+    assert not any("#" in line or "`" in line for line in found)
+
+
+@pytest.fixture(scope="module")
+def arm(tmp_path_factory):
+    """A directory with the recordings and the checkpoint that the README speaks of."""
+    directory = tmp_path_factory.mktemp("arm")
+    data = SyntheticData(rotation(), n_train=60, n_test=2).train[0]
+    rows = [",".join(map(str, row)) for row in torch.cat([data.states, data.obs], 1).tolist()]
+    for name in ("rec", "other", "more", "new"):
+        (directory / f"{name}.csv").write_text("\n".join(["x,y,a,b", *rows]))
+    columns = ["data=own", f"data.path={directory / 'rec.csv'}", "data.states=[x,y]", "data.observations=[a,b]"]
+    cheap = ["model=kalman", "logger=none", "calibrate=false", "trainer.enable_progress_bar=false"]
+    assert main(["train", *columns, *cheap, f"run_dir={directory / 'runs' / 'arm'}"]) == 0
+    return directory
+
+
+@pytest.mark.parametrize("line", commands(README))
+def test_the_commands_of_the_readme_can_be_typed(line, arm, monkeypatch, capsys):
+    monkeypatch.chdir(arm)
+    code = main([*words(line), *([] if "--list" in line else ["--cfg"])])
+    assert code == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_python_of_the_readme(tmp_path, monkeypatch, capsys):
+    names = run_python(README, tmp_path, monkeypatch)
+    error = float(capsys.readouterr().out.split("\n")[0].removeprefix("tensor(").partition(",")[0].rstrip(")"))
+    assert error < 0.08, "the filter of the snippet is no good"
+    live = names["live"]
+    live.save("state.pt")
+    live.load("state.pt")
+
+
+@pytest.mark.slow
+def test_python_of_the_library_page(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("sklearn")
+    names = run_python((PAGES / "library.md").read_text(encoding="utf-8"), tmp_path, monkeypatch)
+    assert names["error"] < 0.02 and names["result"].mse < 0.06
+    assert names["regression"].score(names["observations"], names["states"]) > 0.8
+    assert names["ratio"].ratio([[0.5]]) > 1.5
+    assert "0.0" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_tutorial(tmp_path, monkeypatch, capsys):
+    """Every command of it, in order, with the cheapest model in place of the default one."""
+    run_python(TUTORIAL, tmp_path, monkeypatch)
+    lines = [line for block in blocks(TUTORIAL, "sh") for line in block.splitlines()]
+    assert [line.split()[1] for line in lines] == ["data", "train", "compare", "evaluate", "evaluate", "filter", "append", "export"]
+    quick = {
+        "train": ["model=kalman", "logger=none", "calibrate=false", "trainer.enable_progress_bar=false"],
+        "compare": ["--cfg"],
+        "append": ["data.path=arm.csv", "--cfg"],
+        "export": ["--cfg"],
+    }
+    for line in lines:
+        given = shlex.split(line)[1:]
+        assert main([*given, *quick.get(given[0], [])]) == 0, capsys.readouterr().err
+    assert len((tmp_path / "runs" / "estimates.csv").read_text().splitlines()) == 501
