@@ -426,6 +426,20 @@ def test_an_observation_like_none_before_is_passed_over(rank, dtype):
         assert torch.isfinite(parameter.grad).all()
 
 
+def test_weights_that_nearly_cancel_are_passed_over():
+    """Divided by their sum they would put the estimate a thousand times as far out as any point."""
+    z = tensor([[1.0, 0.0], [-1.0, 0.0]])
+
+    class Cancels(nn.Module):
+        def forward(self, ratio, obs):
+            return torch.cat([1 + obs, -torch.ones_like(obs)], -1)
+
+    filter = KernelBayesFilter(z, nn.Identity(), None, Cancels(), normalise=True)
+    state = KernelState(tensor([[0.25, 0.75]]).expand(2, 2))
+    after = filter.update(state, tensor([[1e-3], [1.0]]))
+    torch.testing.assert_close(after.weights, tensor([[0.25, 0.75], [2.0, -1.0]]))
+
+
 # gradients
 
 

@@ -19,6 +19,9 @@ from kbf.filters.base import Backward, Now
 from kbf.filters.operators import Operator, compose, count
 from kbf.metrics import effective_sample_size, negative_mass
 
+LEAST = 0.05
+"""Least sum of weights over that of their absolute values with which weights are normalised; it is usually 0.5 to 1."""
+
 
 class KernelState(NamedTuple):
     """Weights ``b n`` over the memory points."""
@@ -35,7 +38,7 @@ class KernelBayesFilter(nn.Module):
     2. update: gamma = A w, r = max(0, gamma) (clipped unless the rule takes signed ratios), then w = rule(r, observation).
 
     Weights may be negative and need not sum to 1; with ``normalise`` they are scaled to sum 1 (and ratios to mean 1). Then an
-    observation so far from those of the memory that the posterior's weights have no positive sum is passed over: the prediction
+    observation so far from those of the memory that the posterior's weights cancel (`LEAST`) is passed over: the prediction
     is kept. Without ``normalise`` weights stay as they come, and such an observation leaves a filter that estimates 0.
 
     References: Xu et al. (2022), Algorithm 2 (here the loop moves first: z_0 from the prior, move, observe).
@@ -149,9 +152,12 @@ class KernelBayesFilter(nn.Module):
         return torch.where(positive, weights * (to / scale), weights if otherwise is None else otherwise)
 
     def scale(self, weights: Float[Tensor, "b n"]) -> tuple[Bool[Tensor, "b 1"], Float[Tensor, "b 1"]]:
-        """Whether the weights can be divided by their sum, and that sum or else 1. NaN is passed on, to be seen."""
-        sums = self.total(weights.sum(-1, keepdim=True))
-        positive = ~(sums <= torch.finfo(weights.dtype).tiny)
+        """Whether the weights can be divided by their sum, and that sum or else 1. NaN is passed on, to be seen.
+
+        They cannot where positive and negative ones nearly cancel (`LEAST`): an estimate might come out far from all points.
+        """
+        sums, sizes = self.total(torch.stack([weights.sum(-1), weights.abs().sum(-1)], -1)).split(1, -1)
+        positive = ~(sums <= (LEAST * sizes).clamp_min(torch.finfo(weights.dtype).tiny))
         return positive, torch.where(positive, sums, 1)
 
     def estimate(self, state: KernelState) -> Float[Tensor, "b d"]:
