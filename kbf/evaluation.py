@@ -215,8 +215,7 @@ def floor(problem: StateSpace, train: list[Sequence], test: list[Sequence], *, p
         particles: how many.
         seed: of the particles.
     """
-    states = torch.cat([s.states for s in train]).double()
-    return score(BootstrapFilter(problem, states, particles), test, seed=seed, batch_size=4)
+    return score(true_filter(problem, train, particles), test, seed=seed, batch_size=4)
 
 
 def data_floor(data: Data, *, particles: int = 20_000, seed: int = 0) -> Score | None:
@@ -232,20 +231,21 @@ def smoothing_floor(data: Data, *, lag: int | None = None, particles: int = 20_0
     The way back goes over 500 of the particles (`kbf.filters.backwards`): its error is 0.3 % above that of the exact smoother of a
     linear-Gaussian model. None where no true model is known, or not the density of its moves.
     """
-    if not hasattr(data.problem, "log_transition"):
+    if data.problem is None or not hasattr(data.problem, "log_transition"):
         return None
-    return score_smoothed(true_filter(data, particles), data.decoded, lag=lag, seed=seed)
+    return score_smoothed(true_filter(data.problem, data.train, particles), data.decoded, lag=lag, seed=seed)
 
 
 def floor_ahead(data: Data, horizon: int, *, particles: int = 20_000, seed: int = 0) -> Ahead | None:
     """The least error of any prediction 1 to h steps ahead, or None where no true model is known."""
-    return None if data.problem is None else score_ahead(true_filter(data, particles), data.decoded, horizon, seed=seed)
+    if data.problem is None:
+        return None
+    return score_ahead(true_filter(data.problem, data.train, particles), data.decoded, horizon, seed=seed)
 
 
-def true_filter(data: Data, particles: int) -> BootstrapFilter:
+def true_filter(problem: StateSpace, train: list[Sequence], particles: int) -> BootstrapFilter:
     """The particle filter that knows the true model, started from the training states."""
-    assert data.problem is not None
-    return BootstrapFilter(data.problem, torch.cat([s.states for s in data.train]).double(), particles)
+    return BootstrapFilter(problem, torch.cat([s.states for s in train]).double(), particles)
 
 
 def mean_and_error(values: Many[float]) -> tuple[float, float]:

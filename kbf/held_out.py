@@ -141,9 +141,8 @@ def learn(trained: Trained, validation: Many[Sequence] = (), *, rate: float = 1e
     settings: Any = {"dtype": module.model_dtype, "device": module.device}
     held: Held = [(trained.filter, list(validation))] if validation else held_out(module.net, memory)
     calibration = learn_calibration(held, seed=seed, **settings)
-    scaling = getattr(module, "scaling", None)
-    if calibration is not None and scaling is not None and not validation:  # the folds are in scaled units
-        calibration = calibration._replace(floor=calibration.floor * scaling.z_scale.cpu().square())
+    if calibration is not None and module.scaling is not None and not validation:  # the folds are in scaled units
+        calibration = calibration._replace(floor=calibration.floor * module.scaling.z_scale.cpu().square())
     return trained._replace(calibration=calibration, monitor=learn_monitor(held, memory, rate=rate, **settings))
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kbf.commands.common import console, show, start, tell
+from kbf.data.own.parts import where_known
 from kbf.data.source import load_data
-from kbf.data.windows import Span, piece
+from kbf.data.windows import Span, take
 from kbf.evaluation import score
 from kbf.memory import append, check_like
 from kbf.sequence import Sequence
@@ -54,7 +55,5 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
 
 def known(sequence: Sequence) -> list[Sequence]:
     """The stretches of a recording in which the state is known."""
-    there = sequence.states.isfinite().all(-1).tolist()
-    edges = [t for t in range(1, len(there)) if there[t] != there[t - 1]]
-    spans = [Span(0, a, b) for a, b in zip([0, *edges], [*edges, len(there)], strict=True) if there[a]]
-    return [piece(sequence, span.start, span.stop) for span in spans]
+    there = sequence.states.isfinite().all(-1)
+    return take([sequence], where_known([Span(0, 0, len(there))], lambda _: there))

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kbf.commands.common import console, shown
+from kbf.commands.common import console, shown, with_limits
 from kbf.data.source import Data
 from kbf.data.windows import split
 from kbf.evaluation import score
@@ -73,9 +73,7 @@ def tried(
 
 def with_model(config: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     """The configuration with one of the candidates as its model, and a trainer that goes with it."""
-    training = model.get("training") or {}
-    limits = {"max_epochs": training.get("epochs", 1), "gradient_clip_val": training.get("clip")}
-    return {**config, "auto": config.get("auto", config["model"]), "model": model, "trainer": {**config["trainer"], **limits}}
+    return {**config, "auto": config.get("auto", config["model"]), "model": model, "trainer": with_limits(config["trainer"], model)}
 
 
 def show_choice(rows: list[Row]) -> None:

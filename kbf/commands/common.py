@@ -72,6 +72,13 @@ def reliability_of(result: Score, sequences: list[Sequence], calibration: Calibr
     return {name: reliability(z[known], m[known], C[known], each) for name, each in sides.items()} if known.any() else {}
 
 
+def recalibrated(result: Score, calibration: Calibration | None) -> Score:
+    """The scores with recalibrated covariances, where there are any and a calibration."""
+    if calibration is None or result.covariances is None:
+        return result
+    return result._replace(covariances=[calibration.covariance(C) for C in result.covariances])
+
+
 def reliability_metrics(found: Mapping[str, Reliability]) -> dict[str, float]:
     """As flat keys: test.coverage_95 and the like, recalibrated, and the same with _raw behind."""
     behind = {"raw": "_raw", "": ""}
@@ -169,6 +176,12 @@ def write_pictures(config: Mapping[str, Any], data: Data, result: Score, title: 
         frame_plots.animate(directory / "filter.gif", sequence, found, spread, steps=steps, extent=data.extent, title=title)
         names.append("filter.gif")
     return names
+
+
+def with_limits(trainer: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """A trainer with the epochs and the clipping of a model."""
+    training = model.get("training") or {}
+    return {**trainer, "max_epochs": training.get("epochs", 1), "gradient_clip_val": training.get("clip")}
 
 
 def resolved(recipe: Mapping[str, Any], **values: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kbf.commands.common import (
     about,
     console,
     estimate_rows,
+    recalibrated,
     reliability_metrics,
     reliability_of,
     save_arrays,
@@ -56,8 +57,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     metrics = about({**config, "model": loaded.module.config["model"]}, data) | score_metrics(result, least)
     reliable = reliability_of(result, data.test, loaded.calibration)
     metrics |= reliability_metrics(reliable)
-    if loaded.calibration is not None and result.covariances is not None:
-        result = result._replace(covariances=[loaded.calibration.covariance(C) for C in result.covariances])
+    result = recalibrated(result, loaded.calibration)
     checks = alarms(loaded, data, config)
     metrics |= alarm_metrics(checks, 0.0 if loaded.monitor is None else loaded.monitor.rate.item())
     title = f"{metrics['model']} on {metrics['data']}"

@@ -16,12 +16,14 @@ from kbf.commands import auto
 from kbf.commands.common import (
     about,
     console,
+    recalibrated,
     reliability_metrics,
     reliability_of,
     score_metrics,
     show,
     start,
     tell,
+    with_limits,
     write_pictures,
 )
 from kbf.data.source import Data, load_data
@@ -113,8 +115,7 @@ def finish(config: dict[str, Any], data: Data, trained: Trained, least: Score | 
     result = score(trained.filter, data.test, seed=config["seed"], dtype=module.model_dtype, device=module.device, covariances=True)
     metrics = about(config, data) | score_metrics(result, least)
     metrics |= reliability_metrics(reliability_of(result, data.test, trained.calibration))
-    if trained.calibration is not None and result.covariances is not None:
-        result = result._replace(covariances=[trained.calibration.covariance(C) for C in result.covariances])
+    result = recalibrated(result, trained.calibration)
     validated = trained.validation_mse
     metrics |= {"validation.mse": validated, "epochs": trained.epochs}
     began -= module.borrowed_seconds  # the time that the encoders took when they were fitted for another model
@@ -134,7 +135,9 @@ def resumed(config: dict[str, Any], ckpt_path: Path) -> tuple[dict[str, Any], bo
     if missing := [key for key in keys if key not in stored]:
         raise CheckpointError(f"{ckpt_path} was not written by kbf train: its configuration lacks {', '.join(missing)}")
     if not config["explicit"]:
-        return {**config, **{key: stored[key] for key in keys}, "trainer": with_limits(config, stored)}, config["trust"]
+        return {**config, **{key: stored[key] for key in keys}, "trainer": with_limits(config["trainer"], stored["model"])}, config[
+            "trust"
+        ]
     mine, theirs = (dict(flatten({key: c[key] for key in keys})) for c in (config, stored))
     more = {"model.training.epochs"}  # a run may go on for longer
     different = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key) and key not in more)
@@ -142,12 +145,6 @@ def resumed(config: dict[str, Any], ckpt_path: Path) -> tuple[dict[str, Any], bo
         told = "; ".join(f"{key}: {theirs.get(key)} there, {mine.get(key)} here" for key in different[:3])
         raise ValueError(f"{ckpt_path} is of a run with another configuration ({told}). Leave the overrides out to take its own.")
     return config, True
-
-
-def with_limits(config: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
-    """The trainer of now, with the epochs and the clipping of the checkpoint's model."""
-    training = stored["model"].get("training") or {}
-    return {**config["trainer"], "max_epochs": training.get("epochs", 1), "gradient_clip_val": training.get("clip")}
 
 
 def prepare_directory(
