@@ -1,13 +1,14 @@
-"""Where states and observations live: how to subtract, add noise, and come back, on a flat space and on the circle.
+"""Where states and observations live: how to subtract, add noise, and come back, where some pairs of components are angles.
 
 A regression with noise needs three maps of a manifold: ``project`` brings a regressed mean back to it, ``log`` tells the
-displacement from one point to another, and ``exp`` displaces a point. In a flat space they are the identity, y - m and m + v.
+displacement from one point to another, and ``exp`` displaces a point. In a flat space they are the identity, y - m and m + v; on
+the circle the nearest unit vector, the angle between two, and a turn. A pose (x, y, cos, sin) has two components of the one kind
+and one angle.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,19 +19,52 @@ from kbf.ssm import rotate
 
 
 class Manifold(NamedTuple):
-    """A manifold in R^q whose displacements are vectors of k components.
+    """Vectors ``q`` of which some pairs of neighbours are points of the circle; a displacement has k = q - c components.
 
     Attributes:
-        project: ``*b q`` -> ``*b q``, a point near the manifold to one on it.
-        log: base ``*b q``, point ``*b q`` -> displacement ``*b k``.
-        exp: base ``*b q``, displacement ``*b k`` -> point ``*b q``.
-        period: displacements that differ by a multiple of it lead to one point; None if all lead to different points.
+        circles: the first component of each of the c pairs (cos, sin), rising; none in flat space.
     """
 
-    project: Callable[[Tensor], Tensor]
-    log: Callable[[Tensor, Tensor], Tensor]
-    exp: Callable[[Tensor, Tensor], Tensor]
-    period: float | None
+    circles: tuple[int, ...] = ()
+
+    def project(self, y: Float[Tensor, "*b q"]) -> Float[Tensor, "*b q"]:
+        """A point near the manifold to one on it."""
+        if not self.circles:
+            return y
+        parts = self.parts(y, 2)
+        return torch.cat([project_circle(part) if circle else part for circle, part in parts], -1)
+
+    def log(self, base: Float[Tensor, "*b q"], y: Float[Tensor, "*c q"]) -> Float[Tensor, "*e"]:
+        """The displacement ``*e k`` from one point to another; they broadcast."""
+        if not self.circles:
+            return y - base
+        pairs = zip(self.parts(base, 2), self.parts(y, 2), strict=True)
+        return torch.cat([circle_log(m, part) if circle else part - m for (circle, m), (_, part) in pairs], -1)
+
+    def exp(self, base: Float[Tensor, "*b q"], v: Float[Tensor, "*b k"]) -> Float[Tensor, "*b q"]:
+        """The point that is displaced by v."""
+        if not self.circles:
+            return base + v
+        pairs = zip(self.parts(base, 2), self.parts(v, 1), strict=True)
+        return torch.cat([circle_exp(m, part) if circle else m + part for (circle, m), (_, part) in pairs], -1)
+
+    def turns(self, k: int) -> Float[Tensor, "t k"]:
+        """Displacements of k components that lead back to where they start: none, and each angle once round either way."""
+        once = 2 * math.pi * torch.eye(k, dtype=torch.float64)[[start - before for before, start in enumerate(self.circles)]]
+        return torch.cat([once.new_zeros(1, k), once, -once])
+
+    def parts(self, y: Float[Tensor, "*b q"], width: int) -> list[tuple[bool, Float[Tensor, "*b p"]]]:
+        """The angles, ``width`` components each, and what is between them; told is which is which."""
+        found, at, shift = [], 0, 0
+        for start in self.circles:
+            start = start - shift
+            if start > at:
+                found.append((False, y[..., at:start]))
+            found.append((True, y[..., start : start + width]))
+            at, shift = start + width, shift + 2 - width
+        if at < y.shape[-1]:
+            found.append((False, y[..., at:]))
+        return found
 
 
 def project_circle(y: Float[Tensor, "*b 2"]) -> Float[Tensor, "*b 2"]:
@@ -55,15 +89,19 @@ def circle_exp(base: Float[Tensor, "*b 2"], v: Float[Tensor, "*b 1"]) -> Float[T
     return rotate(base, v[..., 0])
 
 
-FLAT = Manifold(lambda y: y, lambda base, y: y - base, lambda base, v: base + v, None)
-CIRCLE = Manifold(project_circle, circle_log, circle_exp, 2 * math.pi)
+FLAT, CIRCLE = Manifold(), Manifold((0,))
 
 
 def manifold_of(points: Float[Tensor, "n q"], tol: float = 1e-4) -> Manifold:
-    """The circle if the points are pairs of norm 1 (up to ``tol``), else flat space.
+    """Neighbouring components that vary and whose norm is 1 in all points (up to ``tol``) are angles.
 
-    >>> manifold_of(torch.tensor([[0.6, 0.8], [0.0, -1.0]])) is CIRCLE
-    True
+    >>> manifold_of(torch.tensor([[5.0, 0.6, 0.8], [2.0, 0.0, -1.0]]))
+    Manifold(circles=(1,))
     """
-    circle = points.shape[-1] == 2 and bool(((points.square().sum(-1) - 1).abs() < 2 * tol).all())
-    return CIRCLE if circle else FLAT
+    squares, vary = points.square(), (points != points[:1]).any(0)
+    unit = ((squares[:, :-1] + squares[:, 1:] - 1).abs() < 2 * tol).all(0) & vary[:-1]
+    circles: list[int] = []
+    for start in unit.nonzero()[:, 0].tolist():
+        if not circles or start > circles[-1] + 1:  # a component belongs to one angle
+            circles.append(start)
+    return Manifold(tuple(circles))

@@ -13,7 +13,7 @@ from kbf.data.synthetic import SyntheticData
 from kbf.evaluation import floor, score
 from kbf.filters.learned import RidgeMap, fit_ridge_map
 from kbf.kernels import gaussian
-from kbf.manifolds import CIRCLE, FLAT, circle_exp, circle_log, manifold_of, project_circle
+from kbf.manifolds import CIRCLE, FLAT, Manifold, circle_exp, circle_log, manifold_of, project_circle
 from kbf.nn.kernel_bayes import EnlargedKBF
 from kbf.ssm import OrientationModel
 
@@ -29,13 +29,21 @@ def wrapped(angle: Tensor) -> Tensor:
     return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
 
 
-@pytest.mark.parametrize("manifold", [FLAT, CIRCLE], ids=["flat", "circle"])
-def test_exp_undoes_log(normal, manifold):
-    base, point = (manifold.project(normal(50, 2)) for _ in range(2))
+POSE = Manifold((2, 5))
+"""(x, y, cos a, sin a, h, cos b, sin b): displacements (x, y, a, h, b)."""
+
+
+@pytest.mark.parametrize(
+    ("manifold", "q", "angles"), [(FLAT, 2, []), (CIRCLE, 2, [0]), (POSE, 7, [2, 4])], ids=["flat", "circle", "pose"]
+)
+def test_exp_undoes_log(normal, manifold, q, angles):
+    base, point = (manifold.project(normal(50, q)) for _ in range(2))
     torch.testing.assert_close(manifold.exp(base, manifold.log(base, point)), point)
-    v = normal(50, manifold.log(base, point).shape[-1])
-    back = manifold.log(base, manifold.exp(base, v))
-    torch.testing.assert_close(back, v if manifold.period is None else wrapped(v))
+    v = 2 * normal(50, manifold.log(base, point).shape[-1])
+    assert v.shape[-1] == q - len(angles)
+    back, once = manifold.log(base, manifold.exp(base, v)), v.clone()
+    once[:, angles] = wrapped(v[:, angles])
+    torch.testing.assert_close(back, once)
     torch.testing.assert_close(manifold.project(point), point)
     assert (manifold.log(base, base).abs() < 1e-15).all()
 
@@ -68,11 +76,59 @@ def test_projection_and_recognition(normal):
     leaf = torch.cat([normal(2, 2), torch.zeros(1, 2, dtype=F64)]).requires_grad_()
     project_circle(leaf).sum().backward()
     assert leaf.grad is not None and torch.isfinite(leaf.grad).all()
-    assert manifold_of(on) is CIRCLE
-    assert manifold_of(on.float()) is CIRCLE
-    assert manifold_of(on * 1.001) is FLAT
-    assert manifold_of(torch.cat([on, points[:1]])) is FLAT
-    assert manifold_of(torch.cat([on, on], 1)) is FLAT
+    assert manifold_of(on) == CIRCLE
+    assert manifold_of(on.float()) == CIRCLE
+    assert manifold_of(on * 1.001) == FLAT
+    assert manifold_of(torch.cat([on, points[:1]])) == FLAT
+    assert manifold_of(torch.cat([points, on, points[:, :1], on.flip(1)], 1)) == POSE
+    assert manifold_of(torch.cat([on, on], 1)) == Manifold((0, 2))
+    assert manifold_of(torch.tensor([[1.0, 0.0], [1.0, 0.0]])) == FLAT  # constant components are no angle
+    assert manifold_of(points[:, :1]) == FLAT
+
+
+def test_a_pose_is_taken_apart(normal):
+    """Each component of a displacement is that of its own part."""
+    base, point = (POSE.project(normal(9, 7)) for _ in range(2))
+    found, flat = POSE.log(base, point), point - base
+    parts = [flat[:, :2], circle_log(base[:, 2:4], point[:, 2:4]), flat[:, 4:5], circle_log(base[:, 5:], point[:, 5:])]
+    torch.testing.assert_close(found, torch.cat(parts, 1))
+    torch.testing.assert_close(POSE.project(base), base)
+    assert POSE.log(base[:, None], point).shape == (9, 9, 5)
+    turns = POSE.turns(5)
+    assert turns.shape == (5, 5)
+    for turn in turns:
+        torch.testing.assert_close(POSE.exp(base, turn.expand(9, 5)), base)
+    assert FLAT.turns(3).tolist() == [[0, 0, 0]]
+
+
+def turning_run(steps: int, seed: int = 0) -> Tensor:
+    """(position, cos, sin): theta' = theta + 0.4 + e_1, position' = 0.5 position + e_2, e with standard deviations 0.2 and 0.3 and
+    correlation 0.8."""
+    cov = torch.tensor([[0.04, 0.048], [0.048, 0.09]], dtype=F64)
+    e = torch.randn(steps, 2, dtype=F64, generator=torch.Generator().manual_seed(seed)) @ torch.linalg.cholesky(cov).mT
+    theta, position = (0.4 + e[:, 0]).cumsum(0), [torch.zeros((), dtype=F64)]
+    for noise in e[1:, 1]:
+        position.append(0.5 * position[-1] + noise)
+    return torch.cat([torch.stack(position)[:, None], heading(theta)], 1)
+
+
+def test_noise_of_an_angle_beside_other_components():
+    """S is that of (position, angle), correlation and all; draws stay on the circle; the density is a normalised one."""
+    z = turning_run(600)
+    fitted = fit_ridge_map(z[:-1], z[1:])
+    assert fitted.manifold == Manifold((1,))
+    truth = torch.tensor([[0.09, 0.048], [0.048, 0.04]], dtype=F64)
+    torch.testing.assert_close(fitted.noise, truth, rtol=0.15, atol=0)
+    u = z[7:8].expand(20_000, 3)
+    drawn = fitted.sample(u, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(drawn[:, 1:].norm(dim=-1), torch.ones(len(drawn), dtype=F64))
+    mean, scale = fitted.predict(u[:1])
+    torch.testing.assert_close(fitted.expected(mean, scale)[0], drawn.mean(0), rtol=0, atol=0.01)
+    position, angle = torch.meshgrid(torch.linspace(-6, 6, 401, dtype=F64), torch.arange(0, 6.28, 0.04, dtype=F64), indexing="ij")
+    grid = torch.cat([position[..., None], heading(angle)], -1).flatten(0, 1)
+    wide = fitted._replace(noise=20 * fitted.noise)  # an angle that may come round
+    log_density = wide.log_density_table(grid, *wide.predict(u[:1]))[:, 0] - 0.5 * torch.logdet(2 * math.pi * wide.noise)
+    assert log_density.exp().sum().item() * 0.03 * 0.04 == pytest.approx(1, abs=0.01)
 
 
 def ridge_map(noise: float) -> RidgeMap:
@@ -120,7 +176,7 @@ def test_turn_and_noise_are_recovered():
     theta = (0.4 + 0.2 * torch.randn(400, dtype=F64, generator=generator)).cumsum(0)
     z = heading(theta)
     fitted = fit_ridge_map(z[:-1], z[1:])
-    assert fitted.manifold is CIRCLE
+    assert fitted.manifold == CIRCLE
     assert fitted.noise.shape == (1, 1)
     assert fitted.noise.sqrt().item() == pytest.approx(0.2, rel=0.1)
     grid = torch.arange(0, 6.3, 0.1, dtype=F64)

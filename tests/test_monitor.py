@@ -185,7 +185,7 @@ def known(model) -> KernelBayesFilter:
     log_density = gaussian_log_density(z[:, None] - model.f(z), model.Q)
     obs = torch.stack([model.observe(z, torch.Generator().manual_seed(k)) for k in range(4)], 1)
     psi = NystromFeatures("gaussian", 0.5 * median_distance(obs[:, 0]), obs[:, 0], 48, 1e-9)
-    transition = density_transition(log_density, torch.full((len(z),), 1 / len(z), dtype=z.dtype))
+    transition = density_transition(log_density, torch.full((len(z),), 1 / len(z), dtype=z.dtype), z, model.f(z))
     return KernelBayesFilter(z, transition, None, PrimalUpdate(psi, obs, 1e-4), normalise=True)
 
 

@@ -28,13 +28,13 @@ FEW = 500
 def density_backward(
     move: Callable[[Tensor], Tensor], w: Float[Tensor, "b n"], following: Float[Tensor, "b n"]
 ) -> Float[Tensor, "b n"]:
-    """The likelihood b at z_t of all that came later, on the points of a memory, where P_ij is q(z_i | z_j) up to a factor in i.
+    """The likelihood b at z_t of all that came later, on the points of a memory; P_ij is q(z_i | z_j) up to factors in i and in j.
 
         b_j = sum_i P_ij h_i / sum_i P_ij,  h_i = max(0, w^{s+}_i / (P w)_i)
 
-    h is the same at z_{t+1}: what is smoothed there over what was predicted, and b its mean over the moves from z_j. The factors
-    cancel in P_ij h_i. Where the filter's signed weights predict nothing, (P w)_i <= 0, h is not known, and i is left out of both
-    sums. If nothing came later, w^{s+} = P w, then b = 1.
+    h is the same at z_{t+1}: what is smoothed there over what was predicted, and b its mean over the moves from z_j. Factors in i
+    cancel in P_ij h_i, those in j in the quotient. Where the filter's signed weights predict nothing, (P w)_i <= 0, h is not known,
+    and i is left out of both sums. If nothing came later, w^{s+} = P w, then b = 1.
 
     Args:
         move: w -> P w; what pulls back through it is its transpose.

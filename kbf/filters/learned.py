@@ -33,8 +33,8 @@ class RidgeMap(NamedTuple):
     which grows where there are no training points. With all training points as landmarks it is the predictive variance of a
     Gaussian process whose kernel is k / (n reg), in units of the noise. Computed in float64, answered in the type of u.
 
-    On a manifold (headings as unit vectors, `kbf.manifolds`) the mean is brought back to it, and the noise is a displacement
-    along it: y = exp(project(mean(u)), e), e ~ N(0, scale(u) S).
+    On a manifold (`kbf.manifolds`: headings as unit vectors, alone or beside other components) the mean is brought back to it, and
+    the noise is a displacement along it: y = exp(project(mean(u)), e), e ~ N(0, scale(u) S).
 
     Attributes:
         landmarks: ``r d``. whiten: ``r r``, L^-T with L L^T their Gram matrix. kernel: k, all filled in.
@@ -86,6 +86,14 @@ class RidgeMap(NamedTuple):
         coloured = white * self.noise.sqrt().to(mean) if self.noise.ndim == 1 else white @ cholesky(self.noise).to(mean).mT
         return self.manifold.exp(mean, scale.sqrt()[..., None] * coloured)
 
+    def expected(self, mean: Float[Tensor, "*b q"], scale: Float[Tensor, "*b"]) -> Float[Tensor, "*b q"]:
+        """E y of a prediction: where a pair is a point of the circle, shorter than 1, by exp(-variance of the angle / 2)."""
+        length = torch.ones_like(mean)
+        for before, start in enumerate(self.manifold.circles):
+            angle = start - before  # of the displacement
+            length[..., start : start + 2] = (-scale * self.noise[angle, angle].to(scale) / 2).exp()[..., None]
+        return mean * length
+
     def log_density(self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]) -> Float[Tensor, "*e"]:
         """The logarithm of p(y | u) without -1/2 log det(2 pi S), which depends on neither; y and u broadcast."""
         return self.log_density_given(y, *self.predict(u))
@@ -94,29 +102,26 @@ class RidgeMap(NamedTuple):
         self, y: Float[Tensor, "*b q"], mean: Float[Tensor, "*c q"], scale: Float[Tensor, "*c"]
     ) -> Float[Tensor, "*e"]:
         """The same from a mean and scale that are at hand."""
-        residual, period = self.manifold.log(mean, y), self.manifold.period
+        residual = self.manifold.log(mean, y)
         rows = residual.reshape(-1, residual.shape[-1])  # one solve for all rows: many small ones take far longer
-        if period is not None:  # the density is that of all displacements that lead to y: three turns are enough
-            turns = period * torch.tensor([[-1.0], [0.0], [1.0]]).to(rows)
-            exponents = -0.5 * (rows + turns.unsqueeze(1)).square() / self.noise.to(rows)
-            square = exponents.reshape(3, *residual.shape[:-1]) / scale
-            return square.logsumexp(0) - 0.5 * scale.log()
+        white, turns = self.whitened(rows), self.whitened(self.manifold.turns(rows.shape[-1]).to(rows))
+        # the density is that of all displacements that lead to y
+        exponents = torch.stack([-0.5 * (white + turn).square().sum(-1).reshape(residual.shape[:-1]) / scale for turn in turns])
+        return exponents.logsumexp(0) - 0.5 * rows.shape[-1] * scale.log()
+
+    def whitened(self, rows: Float[Tensor, "m k"]) -> Float[Tensor, "m k"]:
+        """Displacements in units of the noise, S^-1/2 v."""
         if self.noise.ndim == 1:
-            white = rows / self.noise.sqrt().to(rows)
-        else:
-            white = torch.linalg.solve_triangular(cholesky(self.noise).mT.to(rows), rows, upper=True, left=False)
-        return -0.5 * white.square().sum(-1).reshape(residual.shape[:-1]) / scale - 0.5 * y.shape[-1] * scale.log()
+            return rows / self.noise.sqrt().to(rows)
+        return torch.linalg.solve_triangular(cholesky(self.noise).mT.to(rows), rows, upper=True, left=False)
 
     def log_density_table(
         self, y: Float[Tensor, "n q"], mean: Float[Tensor, "m q"], scale: Float[Tensor, " m"]
     ) -> Float[Tensor, "n m"]:
         """The same for every y under every prediction; in flat space by one product of matrices, some ten times faster."""
-        if self.manifold.period is not None:
+        if self.manifold.circles:
             return self.log_density_given(y[:, None], mean, scale)
-        noise = self.noise.diag() if self.noise.ndim == 1 else self.noise
-        root = cholesky(noise).mT.to(y)
-        white = [torch.linalg.solve_triangular(root, rows, upper=True, left=False) for rows in (y, mean)]
-        return -0.5 * squared_distance(*white) / scale - 0.5 * y.shape[-1] * scale.log()
+        return -0.5 * squared_distance(self.whitened(y), self.whitened(mean)) / scale - 0.5 * y.shape[-1] * scale.log()
 
 
 def fit_ridge_map(
@@ -135,7 +140,7 @@ def fit_ridge_map(
     With H_i = 1 - phi_i^T (Phi^T Phi + n reg I)^-1 phi_i, the mean at point i when it is left out is y_i - e_i / H_i and its scale
     is 1 / H_i (offset, landmarks and the ridge n reg stay as they are); with v_i the displacement from that mean to y_i
     (e_i / H_i in flat space) the noise is S = (1/n) sum_i H_i v_i v_i^T, and the score log det S - k mean_i log H_i.
-    Pairs y of norm 1 are taken as points of the circle.
+    Neighbouring components of y whose norm is always 1 are taken as points of the circle.
 
     Args:
         u: inputs ``n d``.
@@ -154,7 +159,7 @@ def fit_ridge_map(
     u, y = u.double(), y.double()
     if n < 10:
         raise ValueError(f"a kernel ridge map needs at least 10 pairs, got {n}")
-    offset, manifold = y.mean(0), manifold_of(y)
+    offset, manifold = y.mean(0), FLAT if diagonal else manifold_of(y)
     k = manifold.log(y[:1], y[:1]).shape[-1]
     least = 1e-9 * y.var(0).mean()
     if not least > 0:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kbf import ratios, rules
 from kbf.distributed import Total, alone
+from kbf.filters.moments import match_means
 from kbf.linalg import psd_solve
 from kbf.sequence import Transitions
 
@@ -129,20 +130,25 @@ def compose(outer: nn.Module | None, inner: nn.Module) -> Operator | None:
     return Operator(outer.left @ outer.total(outer.right.mT @ inner.left), inner.right, outer.total)
 
 
-def density_transition(log_density: Float[Tensor, "n n"], mass: Float[Tensor, " n"]) -> Operator:
-    """P from a transition density: P_ij = m_i q(z_i | z_j) / sum_k m_k q(z_i | z_k).
+def density_transition(
+    log_density: Float[Tensor, "n n"], mass: Float[Tensor, " n"], points: Float[Tensor, "n d"], means: Float[Tensor, "n d"]
+) -> Operator:
+    """P from a transition density: column j weighs the points by m_i q(z_i | z_j) / p(z_i), tilted to have the mean E[z' | z_j].
 
-    The predicted density at z_i, sum_j w_j q(z_i | z_j), over that of the memory after a move, sum_k m_k q(z_i | z_k), is a density
-    ratio r_i; times its mass m_i it is the importance weight of the memory point. So P w is the predicted embedding as a weighted
-    sample of the memory, and n P w, n m_i r_i at point i, what the rule needs (where each point counts 1/n): the operator A is then
-    n I. The memory itself does not move: P m = m.
+    p(z_i) = sum_k m_k q(z_i | z_k) is the density of the memory after a move, and m_i / p(z_i) the volume that point i stands for.
+    Where moves are small beside the gaps between points, these weights alone stick to points or run ahead: the tilt
+    (`kbf.filters.moments`) makes every predicted mean exact (Z^T P = E[z' | z], a column's sum is 1). On a fine memory it hardly
+    matters. So P w is the predicted embedding as a weighted sample of the memory, and n P w, n m_i r_i at point i, what the rule
+    needs (where each point counts 1/n): the operator A is then n I.
 
     Args:
         log_density: log q(z_i | z_j), row i the target, column j the source; a constant is of no matter.
         mass: m ``n``, the share of the memory's distribution that each point stands for, sum 1; 1/n for a plain sample.
+        points: z ``n d``. means: E[z' | z_j] ``n d``.
     """
     log_mass = mass.log()
-    return Operator((log_mass[:, None] + log_density - (log_density + log_mass).logsumexp(-1, keepdim=True)).exp())
+    log_weight = log_mass[:, None] + log_density - (log_density + log_mass).logsumexp(-1, keepdim=True)
+    return Operator(match_means(log_weight.mT, points, means).mT)
 
 
 class RelativeRatio(nn.Module):

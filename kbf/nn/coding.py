@@ -49,7 +49,7 @@ class Code(nn.Module):
         spread = states.var(0, correction=0).mean().sqrt()
         self.z_mean.copy_(states.mean(0))
         self.z_scale.copy_(torch.where(spread > 0, spread, 1))
-        self.circle.fill_(manifold_of(states) is CIRCLE)
+        self.circle.fill_(states.shape[-1] == 2 and manifold_of(states) == CIRCLE)
 
     @property
     def manifold(self) -> Manifold:

@@ -34,6 +34,7 @@ from kbf.filters.operators import (
     transition_operator_primal,
 )
 from kbf.kernels import KERNELS, evenly, median_distance
+from kbf.manifolds import FLAT, Manifold
 from kbf.nn.controlled import BEFORE, ControlledDensity, control_spread, controlled_run, controlled_transition
 from kbf.nn.sensors import SensorUpdate, present, read_sensors, sensor_scale, silent_where_masked
 from kbf.sequence import Sequence, Transitions, as_sequences, moves, observed_pairs, transitions
@@ -342,8 +343,8 @@ class EnlargedKBF(nn.Module):
     1. The maps z -> z' and z -> x are learned by kernel ridge regression with Gaussian residuals (`kbf.filters.learned`).
     2. A long run of that model is cut down to ``points`` states by k-means; each has a mass, the share of the run that it stands
        for, and ``draws`` observations.
-    3. The transition is the learned density's ratio to the memory's (`density_transition`), and the update is the
-       importance-weighted rule in its primal form.
+    3. The transition is the learned density's ratio to the memory's, with exact means (`density_transition`), and the update is
+       the importance-weighted rule in its primal form.
 
     Where the recordings have controls, the map is (z, u) -> z', the run is under recorded controls, and the transition is made anew
     in each step for its control (`kbf.nn.controlled.ControlledDensity`): O(points^2), some ten times the time of a step without.
@@ -400,15 +401,16 @@ class EnlargedKBF(nn.Module):
         generator = torch.Generator(recorded.device).manual_seed(self.seed)
         if model.controlled:
             before, acted, drawn = controlled_run(model, sequences, self.run, generator)
-            states, mass = quantise(drawn, self.points, generator)
+            states, mass = quantise(drawn, self.points, generator, model.transition.manifold)
             some = evenly(len(before), BEFORE, before.device)
             transition = ControlledDensity(model, states, mass, (before[some], acted[some]), self.dtype)
         else:
             start = recorded[torch.randint(len(recorded), (100,), device=recorded.device, generator=generator)]
             drawn = simulate(model, start, -(-self.run // len(start)), generator).states.flatten(0, 1)
-            states, mass = quantise(drawn, self.points, generator)
+            states, mass = quantise(drawn, self.points, generator, model.transition.manifold)
             mean, scale = model.transition.predict(states)
-            transition = density_transition(model.transition.log_density_given(states[:, None], mean, scale), mass).to(self.dtype)
+            log_density = model.transition.log_density_given(states[:, None], mean, scale)
+            transition = density_transition(log_density, mass, states, model.transition.expected(mean, scale)).to(self.dtype)
         obs = self.observations(model, states)
         width = self.factor * median_distance(recorded_obs)
         update = PrimalUpdate(NystromFeatures("gaussian", width, obs[:, 0], self.rank, 1e-9), obs, self.reg, dtype=self.dtype)
@@ -426,9 +428,12 @@ class EnlargedKBF(nn.Module):
 
 
 def quantise(
-    points: Float[Tensor, "n d"], m: int, generator: Generator | None = None, *, rounds: int = 5
+    points: Float[Tensor, "n d"], m: int, generator: Generator | None = None, manifold: Manifold = FLAT, *, rounds: int = 5
 ) -> tuple[Float[Tensor, "k d"], Float[Tensor, " k"]]:
-    """k-means: at most m centres ``k d`` that stand for the points, and the share of the points that each stands for, ``k``."""
+    """k-means: at most m centres ``k d`` that stand for the points, and the share of the points that each stands for, ``k``.
+
+    The centres lie on the manifold of the points.
+    """
     centres = points[torch.randperm(len(points), device=points.device, generator=generator)[:m]]
     shares, middle = centres.new_ones(len(centres)), points.mean(0)
     for _ in range(rounds):
@@ -436,7 +441,7 @@ def quantise(
         counts = torch.zeros_like(shares).index_add(0, nearest, points.new_ones(len(points)))
         sums = torch.zeros_like(centres).index_add(0, nearest, points)
         taken = counts > 0
-        centres, shares = sums[taken] / counts[taken, None], counts[taken] / len(points)
+        centres, shares = manifold.project(sums[taken] / counts[taken, None]), counts[taken] / len(points)
     return centres, shares
 
 

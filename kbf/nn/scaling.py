@@ -13,7 +13,7 @@ from jaxtyping import Float, Shaped
 from torch import Generator, Tensor, nn
 
 from kbf.filters.base import Backward, Filter, Now, move, smoother_of
-from kbf.manifolds import FLAT, manifold_of
+from kbf.manifolds import manifold_of
 from kbf.sequence import Sequence
 
 
@@ -90,8 +90,8 @@ class Scaling(nn.Module):
 def spread(values: Float[Tensor, "n c"], free: list[bool] | None) -> tuple[Float[Tensor, " c"], Float[Tensor, " c"]]:
     """Mean and standard deviation of each column over its finite entries; 0 and 1 for those that are not free, 1 for constants."""
     kept = torch.ones(values.shape[1], dtype=torch.bool) if free is None else torch.tensor(free)
-    if manifold_of(values) is not FLAT:
-        kept = torch.zeros_like(kept)
+    for cosine in manifold_of(values).circles:
+        kept[cosine : cosine + 2] = False
     known = values.isfinite()
     count = known.sum(0).clamp_min(1)
     mean = torch.where(known, values, 0).sum(0) / count
