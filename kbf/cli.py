@@ -152,6 +152,9 @@ def main(argv: list[str] | None = None) -> int:
     if flags & {"-h", "--help"}:
         print(command_help(command))
         return 0
+    if stray := [word for word in overrides if "=" not in word and not word.startswith("~")]:
+        print(f"kbf {command}: {stray[0]!r} is no setting: write key=value; see kbf {command} --help", file=sys.stderr)
+        return 2
     if "--list" in flags:
         from kbf.bench import BENCHMARKS
         from kbf.experiments import EXPERIMENTS
@@ -223,13 +226,16 @@ def configure(command: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def check_numbers(config: Any, several: tuple[str, ...] = ()) -> None:
-    """Raise if a setting that counts something is no whole number, or for those in ``several`` no list of them."""
+    """Raise if a number that counts is no whole number, or for those in ``several`` no list of them, a switch no bool."""
     counts = ("n_train", "seed", "runs", "particles", "workers", "turns", "steps", "sequences", "animation_steps", "threads")
     for key in (*counts, "lag", "horizon"):
         value: Any = config.get(key) or 0
         for number in [value] if key not in several or isinstance(value, int | float | str) else value:
             if not isinstance(number, int) or number < 0:
                 raise ValueError(f"{key} must be a whole number, got {number!r}")
+    for key in ("smooth", "calibrate", "alarms", "compile", "animation", "trust"):
+        if not isinstance(value := config.get(key), bool | None):
+            raise ValueError(f"{key} must be true or false, got {value!r}")
 
 
 def comparison(composed: Any, recipe: dict[str, Any], search: list[str]) -> dict[str, Any]:
@@ -269,7 +275,10 @@ def configure_evaluation(overrides: list[str], command: str = "evaluate") -> dic
     tree = OmegaConf.create(recipe)
     OmegaConf.set_struct(tree, True)
     if not other_data:
-        tree.merge_with_dotlist([word for word in overrides if word not in settings])
+        try:
+            tree.merge_with_dotlist([word for word in overrides if word not in settings])
+        except AttributeError as error:  # omegaconf's own kind: a key that is not there
+            raise ValueError(no_setting(str(getattr(error, "full_key", "")), tree)) from error
         if any(word.startswith("data.path=") for word in overrides) and is_own(tree.data):
             other_recordings(tree, overrides)
     config = plain(composed, skip=("data", "n_train", "seed"))
@@ -279,10 +288,35 @@ def configure_evaluation(overrides: list[str], command: str = "evaluate") -> dic
 def compose(command: str, overrides: list[str]) -> Any:
     """Hydra's configuration of a command."""
     import hydra
+    from hydra.errors import ConfigCompositionException
 
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3", job_name="kbf"):
-        composed = hydra.compose(short(command), overrides)
+        try:
+            composed = hydra.compose(short(command), overrides)
+        except ConfigCompositionException as error:
+            key = str(error).partition("Could not override '")[2].partition("'")[0]
+            if not key or "is not in struct" not in str(error.__cause__):
+                raise
+            groups = [
+                word for word in overrides if "." not in word.partition("=")[0] and (config_dir() / word.split("=")[0]).is_dir()
+            ]
+            raise ValueError(no_setting(key, hydra.compose(short(command), groups))) from error
     return filled(composed, overrides)
+
+
+def no_setting(key: str, config: Any) -> str:
+    """What to say of a setting that a configuration does not have: what comes near, or which data set has it."""
+    import difflib
+
+    from omegaconf import DictConfig, OmegaConf
+
+    group, _, rest = key.partition(".")
+    if group == "data" and rest in OmegaConf.load(config_dir() / "data" / "own.yaml"):
+        return f"there is no setting {key} here: recordings of your own are data=own"
+    inside, dot, last = key.rpartition(".")
+    beside = OmegaConf.select(config, inside) if inside else config
+    near = difflib.get_close_matches(last, [str(name) for name in beside] if isinstance(beside, DictConfig) else [], 1, cutoff=0.7)
+    return f"there is no setting {key}" + (f"; did you mean {inside}{dot}{near[0]}?" if near else "; see kbf COMMAND --help")
 
 
 def is_own(data: Any) -> bool:
@@ -390,16 +424,23 @@ def as_list(word: str) -> str:
 
 def expected(error: Exception) -> bool:
     """Whether an error is the input's fault, and not ours."""
-    kinds: tuple[type[Exception], ...] = (ValueError, FileNotFoundError, PermissionError, NotADirectoryError)
-    return isinstance(error, kinds) or type(error).__module__.split(".")[0] in ("hydra", "omegaconf")
+    return isinstance(error, ValueError | OSError) or type(error).__module__.split(".")[0] in ("hydra", "omegaconf")
 
 
 def one_line(error: Exception) -> str:
     """The message of an error, and of what caused it, on one line."""
     texts = [str(error)]
+    if isinstance(error, OSError) and error.strerror:  # the system's own: which file, and what is wrong with it
+        texts = [str(name) for name in (error.filename2 or error.filename,) if name] + [error.strerror.lower()]
+    if override := getattr(error, "override", None):
+        texts.insert(0, f"{override!r} cannot be read (brackets must close, other signs need quotes: \"key='a b'\")")
     if type(error).__module__.startswith("hydra") and error.__cause__ is not None:
         texts.append(str(error.__cause__))
-    for noise in ("Config search path", "full_key:"):  # where hydra looked, and what it calls the key
+    for noise in (
+        "Config search path",
+        "full_key:",
+        "See https://hydra.cc",
+    ):  # where hydra looked, what it calls the key, its manual
         texts = [text.partition(noise)[0] for text in texts]
     return ": ".join(" ".join(text.split()) for text in texts if text)
 
@@ -421,8 +462,12 @@ def command_help(command: str) -> str:
         lines += [f"  {line}", f"      {meaning}"]
     directory = config_dir()
     text = (directory / f"{short(command)}.yaml").read_text(encoding="utf-8")
-    body = text.partition("\n\n")[2].partition("\nhydra:")[0].rstrip()
-    lines += ["", "settings (key=value):", *[f"  {line}" for line in body.splitlines() if line]]
+    head, _, body = text.partition("\n\n")
+    lines[1:1] = [line.removeprefix("# ") for line in head.splitlines()[1:] if line.startswith("#")]
+    lines += ["", "settings (key=value):", *[f"  {line}" for line in body.partition("\nhydra:")[0].splitlines() if line]]
+    if command == "data check":
+        own = (directory / "data" / "own.yaml").read_text(encoding="utf-8").partition("\n\n")[2].partition("\nd: ")[0]
+        lines += ["", "settings of the recording:", *[f"  data.{line}" for line in own.splitlines()[1:]]]
     groups = [line.strip("- \n").split(":")[0] for line in text.partition("\n\n")[0].splitlines() if line.startswith("  - ")]
     groups = [group for group in groups if group != "_self_"]
     if groups:
@@ -433,6 +478,7 @@ def command_help(command: str) -> str:
     if "data" in groups:
         choices = sorted(path.stem for path in (directory / "encoder").glob("*.yaml"))
         lines.append(f"  encoder@data.coding.encoder, for images: {', '.join(choices)}")
+        lines += ["  settings of data=own: kbf data check --help"] if command != "data check" else []
     return "\n".join([*lines, "", "options:", FLAGS])
 
 

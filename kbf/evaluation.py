@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,10 @@ from kbf.sequence import Sequence, as_float, pad
 from kbf.smoothing import predict_ahead, smooth
 from kbf.ssm import StateSpace
 
+Watch = Callable[..., Any]
+"""(filter, predicted state, x_t, *, last, mask) -> a NamedTuple of tensors ``b ...``: what is said of each observation before the
+update. ``last`` is what was said of the one before, ``mask`` ``b`` or None. `kbf.monitor.Monitor.check` is one."""
+
 
 class Score(NamedTuple):
     """What a filter did on some sequences.
@@ -28,15 +33,17 @@ class Score(NamedTuple):
         estimates: ``T d`` for each sequence.
         diagnostics: means over sequences and time, by name.
         covariances: ``T d d`` for each sequence, if they were asked for and the filter knows them.
+        watched: for each sequence what ``watch`` said of its steps, fields ``T ...``; empty if nobody watched.
     """
 
     mse: Tensor
     estimates: list[Tensor]
     diagnostics: dict[str, float]
     covariances: list[Tensor] | None = None
+    watched: Many[Any] = ()
 
 
-class Watched:
+class WithCovariance:
     """A filter that has its ``covariance`` among its diagnostics, where the loop collects it."""
 
     NAME = "covariance"
@@ -62,6 +69,7 @@ def score(
     device: torch.device | str = "cpu",
     batch_size: int = 32,
     covariances: bool = False,
+    watch: Watch | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Score:
     """Run a filter over sequences, from its own start, and compare its estimates with the states.
@@ -74,6 +82,7 @@ def score(
         device: where the filter is.
         batch_size: sequences that go through the loop at once.
         covariances: collect what the filter's method ``covariance(state) -> b d d``, if it has one, says of its estimates.
+        watch: looks at each step before the update.
         progress: called after each step with its number.
 
     Raises:
@@ -86,31 +95,42 @@ def score(
     estimates: list[Tensor] = []
     spreads: list[Tensor] = []
     collected: dict[str, list[Tensor]] = {}
-    watched = Watched(filter) if covariances else filter
+    told: list[Any] = []
+    reporting = WithCovariance(filter) if covariances else filter
     for first in range(0, len(sequences), batch_size):
         group = sequences[first : first + batch_size]
         batch = pad(group)
         mask = None if all(s.mask is None and len(s.states) == batch.states.shape[1] for s in group) else batch.mask
         obs = as_float(batch.obs.to(device), dtype)
+        notes: list[Any] = []
         run = rollout(
-            watched,
+            reporting,
             obs,
             mask=None if mask is None else mask.to(device),
             controls=None if batch.controls is None else batch.controls.to(device, dtype),
             generator=generator,
             progress=progress,
+            before=None if watch is None else partial(note, notes, watch, filter),
         )
-        spread = run.diagnostics.pop(Watched.NAME, None)
+        whole = type(notes[0])._make(torch.stack(leaves, 1).cpu() for leaves in zip(*notes, strict=True)) if notes else None
+        spread = run.diagnostics.pop(WithCovariance.NAME, None)
         for k, sequence in enumerate(group):
             steps = len(sequence.states)
             estimates.append(run.estimates[k, :steps].to("cpu", torch.float64))
             errors.append(error_of(estimates[-1], sequence.states))
+            if whole is not None:
+                told.append(type(whole)._make(leaf[k, :steps] for leaf in whole))
             if spread is not None:
                 spreads.append(spread[k, :steps].to("cpu", torch.float64))
             for name, values in run.diagnostics.items():
                 collected.setdefault(name, []).append(values[k, :steps].double().mean())
     diagnostics = {name: torch.stack(values).mean().item() for name, values in collected.items()}
-    return Score(torch.stack(errors), estimates, diagnostics, spreads or None)
+    return Score(torch.stack(errors), estimates, diagnostics, spreads or None, told)
+
+
+def note(notes: list[Any], watch: Watch, filter: Filter[Any], predicted: Any, x: Tensor, mask: Tensor | None) -> None:
+    """Append what is said of a step."""
+    notes.append(watch(filter, predicted, x, last=notes[-1] if notes else None, mask=mask))
 
 
 def error_of(found: Tensor, states: Tensor) -> Tensor:

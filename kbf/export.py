@@ -27,6 +27,7 @@ from kbf.filters.base import Filter, move, where
 from kbf.filters.kernel import KernelState
 from kbf.filters.particle import ParticleState
 from kbf.nn.coding import Code, CodedFilter
+from kbf.nn.controlled import ControlledDensity
 from kbf.uncertainty import Calibration
 
 TOLERANCE = 1e-5
@@ -164,6 +165,9 @@ def refuse(filter: Filter[Any]) -> None:
         )
     if getattr(filter, "partial", False):
         raise ValueError("a filter whose sensors may be silent chooses its rule step by step, and is not exported")
+    if isinstance(filter, nn.Module) and any(isinstance(part, ControlledDensity) for part in filter.modules()):
+        told = "a drawn memory with controls (model=kbf) makes its transition anew in each step, and is not exported"
+        raise ValueError(f"{told}; kbf_tuned, kbf_paper, kalman and lstm are")
 
 
 def copied(filter: Any) -> Any:

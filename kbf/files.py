@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import shutil
@@ -15,9 +16,15 @@ from typing import Any
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path beside ``path`` to write to; it takes the place of ``path`` at the end, or vanishes on an error."""
+    """A temporary path beside ``path`` to write to; it takes the place of ``path`` at the end, or vanishes on an error.
+
+    Raises:
+        OSError: ``path`` is a folder, or its folder cannot be made.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f".{os.getpid()}-{path.name}")
     try:
         yield temporary

@@ -6,43 +6,66 @@ run through new data. A person's own validation part takes the place of the fold
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from kbf.data.windows import folds, piece, take, without
-from kbf.evaluation import score
+from kbf.evaluation import score, score_smoothed
 from kbf.files import copy, replacing
 from kbf.filters.base import Filter, FilterModel
 from kbf.filters.kernel import KernelBayesFilter
 from kbf.kernels import evenly
-from kbf.monitor import KEPT, WINDOW, Monitor, fit_tail, innermost, middle, moved, predictions, surprise_of
-from kbf.sequence import Sequence, as_float, observed_pairs, pad
-from kbf.training import Trained, load_filter, read_checkpoint
+from kbf.monitor import KEPT, WINDOW, Monitor, fit_tail, innermost, middle, surprise_of
+from kbf.sequence import Sequence, as_float, observed_pairs
+from kbf.training import Trained, held_by, load_filter, read_checkpoint
 from kbf.uncertainty import Calibration, calibrate
 
 FOLDS = 5
 MOST = 5000
 """Most steps that are filtered, of large recordings the first of each fold."""
+LEAST = 10
+"""Observations without a silent sensor that a monitor needs."""
 NUMBERS = 2**22
 """Most numbers in the observations that a monitor keeps: of large images there are fewer."""
-Held = list[tuple[Filter[Any], list[Sequence]]]
+Held = Iterable[tuple[Filter[Any], list[Sequence]]]
 """Filters, each with sequences that it has not learned from."""
 
 
+class Surprise(NamedTuple):
+    """`kbf.monitor.surprise_of` an observation, ``b``; NaN where there is none, or the filter has no kernel."""
+
+    surprise: Tensor
+
+
+class Run(NamedTuple):
+    """What filters said of sequences that they have not learned from.
+
+    Attributes:
+        states: ``m d``, one sequence behind the other, with their estimates ``m d`` and covariances ``m d d`` (None without).
+        surprises: ``T`` for each sequence.
+    """
+
+    states: Tensor
+    estimates: Tensor
+    covariances: Tensor | None
+    surprises: list[Tensor]
+
+
 def held_out(net: FilterModel, memory: list[Sequence], count: int = FOLDS, most: int = MOST) -> Held:
-    """For each of ``count`` folds: the filter over the others, and the fold.
+    """For each of ``count`` folds: the filter over the others, made when it is asked for, and the fold.
 
     Raises:
         ValueError: too few steps for the folds, or for the model without one of them.
     """
-    parts = folds([len(s.states) for s in memory], count)
     left = -(-most // count)
-    return [(net.condition(without(memory, spans)), first_steps(take(memory, spans), left)) for spans in parts]
+    for spans in folds([len(s.states) for s in memory], count):
+        yield net.condition(without(memory, spans)), first_steps(take(memory, spans), left)
 
 
 def first_steps(sequences: list[Sequence], most: int) -> list[Sequence]:
@@ -55,74 +78,87 @@ def first_steps(sequences: list[Sequence], most: int) -> list[Sequence]:
     return kept
 
 
-def learn_calibration(
-    held: Held, *, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu", seed: int = 0
-) -> Calibration | None:
-    """The calibration of the covariances of these filters; None if they have none."""
-    states, means, covariances = [], [], []
+def run_through(held: Held, *, seed: int = 0, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Run:
+    """Run each filter through its sequences, from its start; arguments as of `kbf.evaluation.score`."""
+    states, means, covariances, surprises = [], [], [], []
     for filter, sequences in held:
-        found = score(filter, sequences, seed=seed, dtype=dtype, device=device, covariances=True)
-        if found.covariances is None:
-            return None
+        found = score(filter, sequences, seed=seed, dtype=dtype, device=device, covariances=True, watch=surprise)
         states += [s.states.double().cpu() for s in sequences]
         means += found.estimates
-        covariances += found.covariances
-    return calibrate(torch.cat(states), torch.cat(means), torch.cat(covariances))
+        covariances += found.covariances or []
+        surprises += [each.surprise for each in found.watched]
+    return Run(torch.cat(states), torch.cat(means), torch.cat(covariances) if covariances else None, surprises)
+
+
+def surprise(
+    filter: Filter[Any], predicted: Any, obs: Shaped[Tensor, "b *x"], *, last: Surprise | None = None, mask: Tensor | None = None
+) -> Surprise:
+    """What `run_through` watches."""
+    inner, x = innermost(filter, obs)
+    unknown = torch.full((len(obs),), torch.nan, device=obs.device)
+    if not isinstance(inner, KernelBayesFilter):
+        return Surprise(unknown)
+    found = surprise_of(inner, predicted.weights, x)
+    return Surprise(found if mask is None else torch.where(mask, found, unknown.to(found)))
+
+
+def learn_calibration(run: Run) -> Calibration | None:
+    """The calibration of the covariances of a run; None if it has none."""
+    return None if run.covariances is None else calibrate(run.states, run.estimates, run.covariances)
 
 
 @torch.no_grad()
 def learn_monitor(
-    held: Held,
+    run: Run,
     memory: list[Sequence],
     *,
     rate: float = 1e-3,
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
-) -> Monitor:
-    """A monitor from filters, each with sequences that it has not learned from, and the recordings.
+) -> Monitor | None:
+    """A monitor from a run through held-out sequences, and the recordings.
+
+    How far an observation is from those of the training, the recordings tell themselves: each from those of the other folds, since
+    the steps just before and after it are nearer to it than any will be to a new one.
 
     Args:
-        held: as `held_out` makes it.
+        run: of filters through what they have not learned from.
         memory: the recordings, with observations as the innermost filter sees them.
         rate: false alarms a step and kind.
         dtype: what the filters take. device: where they are.
+
+    Returns:
+        None where sensors are silent in all but `LEAST` observations: there is no distance then.
 
     Raises:
         ValueError: a rate that is not between 0 and 1, or fewer than ten steps.
     """
     if not 0 < rate < 1:
         raise ValueError(f"a monitor's false alarm rate must be between 0 and 1, got {rate}")
+    own = held_by([len(s.states) for s in memory], FOLDS)
+    fold = torch.cat([h if s.mask is None else h[s.mask.cpu()] for h, s in zip(own, memory, strict=True)]).to(device)
     seen = observed_pairs(memory)[1].to(device)
-    seen = seen[seen.flatten(1).isfinite().all(1)]  # with silent sensors there is no distance
-    seen = seen[evenly(len(seen), 8 * KEPT)]
+    whole = seen.flatten(1).isfinite().all(1)
+    if int(whole.sum()) < LEAST <= len(seen):
+        return None
+    seen, fold = seen[whole], fold[whole]
+    some = evenly(len(seen), 8 * KEPT)
+    seen, fold = seen[some], fold[some]
     rows = evenly(len(seen), max(2, min(KEPT, NUMBERS // seen[0].numel())), device)
     flat = as_float(seen, dtype).flatten(1)
-    distance = torch.cdist(flat, flat[rows])
-    distance[rows, torch.arange(len(rows), device=rows.device)] = torch.inf  # each is compared with the others
-    runs = [surprises(filter, moved(pad(sequences), device), dtype) for filter, sequences in held]
-    scores = torch.cat([run.flatten() for run in runs])
+    distance = torch.cdist(flat, flat[rows]).masked_fill(fold[:, None] == fold[rows], torch.inf).amin(1)
+    surprises = [each.to(device, dtype) for each in run.surprises]
+    scores = torch.cat(surprises)
     surprise = lost = None
     if not scores.isnan().all():
-        surprise, lost = fit_tail(scores), fit_tail(torch.cat([medians(run).flatten() for run in runs]))
-    return Monitor(flat[rows], fit_tail(distance.amin(1)), surprise, lost, torch.tensor(rate, dtype=dtype, device=device))
+        surprise, lost = fit_tail(scores), fit_tail(torch.cat([medians(each) for each in surprises]))
+    novelty = fit_tail(distance[distance.isfinite()])
+    return Monitor(flat[rows], novelty, surprise, lost, torch.tensor(rate, dtype=dtype, device=device))
 
 
-def surprises(filter: Filter[Any], batch: Sequence, dtype: torch.dtype) -> Float[Tensor, "b T"]:
-    """The surprise at each step of a batch, by a filter from its start; NaN where nothing was observed or there is no kernel."""
-    steps = batch.states.shape[:2]
-    found = batch.states.new_full(steps, torch.nan, dtype=dtype)
-    if not isinstance(innermost(filter, batch.obs[:, 0])[0], KernelBayesFilter):
-        return found
-    for t, (predicted, x, _) in enumerate(predictions(filter, batch, dtype)):
-        inner: Any
-        inner, seen = innermost(filter, x)
-        found[:, t] = surprise_of(inner, predicted.weights, seen).to(found)
-    return found if batch.mask is None else found.masked_fill(~batch.mask, torch.nan)
-
-
-def medians(run: Float[Tensor, "b T"]) -> Float[Tensor, "b T"]:
+def medians(run: Float[Tensor, "*b T"]) -> Float[Tensor, "*b T"]:
     """The median of the last `WINDOW` surprises at each step, as `Monitor.check` makes it."""
-    return middle(torch.nn.functional.pad(run, (WINDOW - 1, 0), value=torch.nan).unfold(1, WINDOW, 1))
+    return middle(torch.nn.functional.pad(run, (WINDOW - 1, 0), value=torch.nan).unfold(-1, WINDOW, 1))
 
 
 def learn(trained: Trained, validation: Many[Sequence] = (), *, rate: float = 1e-3, seed: int = 0) -> Trained:
@@ -138,12 +174,40 @@ def learn(trained: Trained, validation: Many[Sequence] = (), *, rate: float = 1e
         ValueError: too few steps.
     """
     module, memory = trained.module, trained.module.memory.sequences()
-    settings: Any = {"dtype": module.model_dtype, "device": module.device}
+    settings: Any = {"dtype": module.input_dtype if validation else module.model_dtype, "device": module.device}
     held: Held = [(trained.filter, list(validation))] if validation else held_out(module.net, memory)
-    calibration = learn_calibration(held, seed=seed, **settings)
-    if calibration is not None and module.scaling is not None and not validation:  # the folds are in scaled units
-        calibration = calibration._replace(floor=calibration.floor * module.scaling.z_scale.cpu().square())
-    return trained._replace(calibration=calibration, monitor=learn_monitor(held, memory, rate=rate, **settings))
+    run = run_through(held, seed=seed, **settings)
+    calibration = learn_calibration(run)
+    if calibration is not None and not validation:  # the folds are in scaled units
+        calibration = in_units_of_the_data(calibration, trained)
+    monitor = learn_monitor(run, memory, rate=rate, dtype=module.model_dtype, device=module.device)
+    return trained._replace(calibration=calibration, monitor=monitor)
+
+
+def learn_smoothed(trained: Trained, *, lag: int | None = None, seed: int = 0) -> Calibration:
+    """The calibration of smoothed covariances: the filters over the other folds, and their smoothers, run through each.
+
+    Args:
+        trained: a model whose filter has covariances and a smoother.
+        lag: as of `kbf.smoothing.smooth`. seed: of filters that draw.
+
+    Raises:
+        ValueError: too few steps, or a filter without a smoother.
+    """
+    module = trained.module
+    states, means, covariances = [], [], []
+    for filter, sequences in held_out(module.net, module.memory.sequences()):
+        found = score_smoothed(filter, sequences, lag=lag, seed=seed, dtype=module.model_dtype, device=module.device)
+        states += [s.states.double().cpu() for s in sequences]
+        means += found.estimates
+        covariances += found.covariances or []
+    return in_units_of_the_data(calibrate(torch.cat(states), torch.cat(means), torch.cat(covariances)), trained)
+
+
+def in_units_of_the_data(calibration: Calibration, trained: Trained) -> Calibration:
+    """A calibration that was learned in scaled units."""
+    scaling = trained.module.scaling
+    return calibration if scaling is None else calibration._replace(floor=calibration.floor * scaling.z_scale.cpu().square())
 
 
 def stored(trained: Trained) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from kbf.features import nystrom_whitening, pivots
 from kbf.files import replacing
 from kbf.held_out import learn, stored
 from kbf.kernels import gaussian, median_distance
-from kbf.sequence import Sequence, as_sequences, control_width
-from kbf.training import FilterTraining, Memory, Trained, held_recordings, inner_filter, load_filter, read_checkpoint
+from kbf.sequence import Sequence, as_sequences
+from kbf.training import Memory, Trained, check_like, held_recordings, inner_filter, load_filter, read_checkpoint
 
 CHUNK = 20
 """Steps that are kept or left out together: a transition needs both of its ends."""
@@ -68,14 +68,14 @@ def append(
     module = trained.module
     if inner_filter(trained.filter) is module.net:
         raise ValueError(f"{checkpoint} is of a model without a memory ({module.config['model']['name']}): train it again instead")
-    check_like(module, recordings, str(checkpoint))
+    check_like(module, as_sequences(recordings, partial=bool(getattr(module.net, "sensors", None)))[0], checkpoint)
     memory = module.memory.sequences()
     before = points(memory)
     memory += held_recordings(module, recordings)
     memory = memory if budget is None else prune(memory, budget)
     module.memory = Memory(memory).to(module.device)
     found = Trained(module, module.filter(), trained.epochs)
-    if trained.monitor is not None:
+    if trained.calibration is not None or trained.monitor is not None:
         found = learn(found, seed=seed)
     write(found, checkpoint, out)
     return Appended(found, before, points(recordings), points(memory))
@@ -84,20 +84,6 @@ def append(
 def points(memory: list[Sequence]) -> int:
     """Steps in all recordings together."""
     return sum(len(s.states) for s in memory)
-
-
-def check_like(module: FilterTraining, recordings: list[Sequence], checkpoint: str) -> None:
-    """Raise a ValueError unless recordings have the states, observations and controls that the filter was trained on."""
-    new, old = as_sequences(recordings, partial=bool(getattr(module.net, "sensors", None)))[0], module.memory.sequences()[0]
-    for name, mine, theirs in (
-        ("states", tuple(old.states.shape[1:]), tuple(new.states.shape[1:])),
-        ("observations", tuple(module.observation or ()), tuple(new.obs.shape[1:])),
-        ("controls", (control_width(old),), (control_width(new),)),
-    ):
-        if mine != theirs:
-            raise ValueError(
-                f"the {name} of the new recordings have the shape {theirs}, those that {checkpoint} learned from {mine}"
-            )
 
 
 def write(trained: Trained, checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:

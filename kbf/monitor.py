@@ -10,7 +10,6 @@ Three numbers are looked at, each against what it was at steps of the training d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from kbf.filters.base import Filter, move, where
 from kbf.filters.kernel import KernelBayesFilter
 from kbf.filters.operators import DenseUpdate, PrimalUpdate
 from kbf.kernels import evenly
-from kbf.sequence import Sequence, as_float, pad
+from kbf.sequence import as_float
 
 WINDOW = 5
 """Surprises that the verdict "lost" looks at; it needs more than half of them."""
@@ -217,42 +216,3 @@ def middle(recent: Float[Tensor, "*b w"]) -> Float[Tensor, "*b"]:
     """The median of those that are not NaN; NaN where these are not more than half."""
     enough = (~recent.isnan()).sum(-1) > recent.shape[-1] // 2
     return torch.where(enough, recent.nanmedian(-1).values, torch.nan)
-
-
-def moved(sequence: Sequence, device: torch.device | str) -> Sequence:
-    """A recording on another device."""
-    return Sequence(*(None if leaf is None else leaf.to(device) for leaf in sequence))  # pyright: ignore[reportArgumentType]
-
-
-def predictions(
-    filter: Filter[Any], batch: Sequence, dtype: torch.dtype, generator: Generator | None = None
-) -> Iterator[tuple[Any, Tensor, Tensor | None]]:
-    """The loop of `kbf.filters.base.rollout`, seen before each update: predicted state, observation ``b *x`` and mask ``b``."""
-    state = filter.init(len(batch.states), generator=generator)
-    for t in range(batch.states.shape[1]):
-        mask, x = (None if batch.mask is None else batch.mask[:, t]), as_float(batch.obs[:, t], dtype)
-        control = None if batch.controls is None else batch.controls[:, t].to(dtype)
-        state = move(filter, state, control=control, generator=generator)
-        yield state, x, mask
-        updated = filter.update(state, x)
-        state = updated if mask is None else where(mask, updated, state)
-
-
-@torch.no_grad()
-def watch(
-    monitor: Monitor,
-    filter: Filter[Any],
-    sequences: list[Sequence],
-    *,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-) -> list[Check]:
-    """The check of each step of each sequence (fields ``T``), without restarts; arguments as of `kbf.evaluation.score`."""
-    last, checks = None, []
-    generator = torch.Generator(device).manual_seed(seed)
-    for predicted, x, mask in predictions(filter, moved(pad(sequences), device), dtype, generator):
-        last = monitor.check(filter, predicted, x, last=last, mask=mask)
-        checks.append(last)
-    every = Check._make(torch.stack(leaves, 1).cpu() for leaves in zip(*checks, strict=True))
-    return [Check._make(leaf[k, : len(s.states)] for leaf in every) for k, s in enumerate(sequences)]

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning
 import torch
+from jaxtyping import Float
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -26,6 +28,8 @@ from kbf.pictures import log_codes, log_features
 from kbf.sequence import as_float
 
 LOSSES = ("linear", "ridge", "split")
+TOLD = 0.05
+"""Share of the states' variance below which images tell next to nothing."""
 OPTIMISERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
@@ -113,6 +117,17 @@ def read_coding(config: dict[str, Any]) -> Coding:
     if coding.targets == "fourier" and coding.fourier % 2:
         raise ValueError(f"data.coding.fourier must be even (a cosine and a sine of each frequency); got {coding.fourier}")
     return coding
+
+
+def warn_of_chance(states: Float[Tensor, "n d"], codes: Float[Tensor, "n k"], how: Coding) -> None:
+    """Warn where codes of images that their encoders have not seen explain less than `TOLD` of what images tell of the states."""
+    shown = how.told(states)
+    unexplained = (codes - shown).square().sum() / (shown - shown.mean(0)).square().sum()
+    if unexplained > 1 - TOLD:  # not where states do not vary
+        share = max(0, round(100 * (1 - unexplained.item())))
+        told = f"the encoders learned next to nothing: on images new to them they explain {share} % of the states' variance"
+        advice = "kbf data check shows some; more recordings, data.coding.epochs, another data.coding.lr or data/encoder may help"
+        warnings.warn(f"{told} ({advice})", stacklevel=2)
 
 
 class Rows(NamedTuple):

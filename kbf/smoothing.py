@@ -24,20 +24,6 @@ class Smoothed(NamedTuple):
     covariances: Tensor | None
 
 
-class Recorded:
-    """A filter that keeps what it predicts."""
-
-    def __init__(self, filter: Filter[Any]) -> None:
-        self.filter, self.predicted = filter, list[Any]()
-        self.init, self.update, self.estimate = filter.init, filter.update, filter.estimate
-        self.controlled, self.partial = (getattr(filter, name, False) for name in ("controlled", "partial"))
-
-    def predict(self, state: Any, **given: Any) -> Any:
-        """Move."""
-        self.predicted.append(self.filter.predict(state, **given))
-        return self.predicted[-1]
-
-
 def smooth(
     filter: Filter[Any],
     obs: Shaped[Tensor, "b T *x"],
@@ -71,9 +57,11 @@ def smooth(
     """
     if lag is not None and lag < 0:
         raise ValueError(f"a smoother's lag is the number of later observations that it waits for, at least 0; got {lag}")
-    back, recorded = smoother_of(filter), Recorded(filter)
+    back = smoother_of(filter)
     states: list[Any] = []
-    rollout(recorded, obs, mask=mask, controls=controls, generator=generator, states=states)
+    predicted: list[Any] = []
+    keep = {"states": states, "before": lambda state, obs, mask: predicted.append(state)}
+    rollout(filter, obs, mask=mask, controls=controls, generator=generator, **keep)
 
     if mask is not None:  # whatever stands where nothing was observed
         obs = torch.where(mask.reshape(*mask.shape, *[1] * (obs.ndim - 2)), obs, torch.zeros_like(obs))
@@ -86,7 +74,7 @@ def smooth(
     def walk(state: Any, times: range) -> Any:
         """From the smoothed state after the last of the times back to the first."""
         for t in reversed(times):
-            now = Now(states[t], recorded.predicted[t], partial(observe, t=t))
+            now = Now(states[t], predicted[t], partial(observe, t=t))
             state = back(now, state, control=None if controls is None else controls[:, t + 1], generator=generator)
         return state
 

@@ -51,8 +51,9 @@ from kbf.pretraining import (
     fit_code,
     read_coding,
     seed_step,
+    warn_of_chance,
 )
-from kbf.sequence import Sequence, as_float, observed_pairs
+from kbf.sequence import Sequence, as_float, control_width, observed_pairs
 from kbf.uncertainty import Calibration
 
 KEPT = ("model", "data", "recipe", "n_train", "seed")
@@ -163,6 +164,11 @@ class FilterTraining(lightning.LightningModule):
         if self.code is not None:
             filter = CodedFilter(self.code, filter, self.model_dtype).to(self.device).eval()
         return filter if self.scaling is None else ScaledFilter(self.scaling, filter, self.model_dtype).to(self.device).eval()
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """What the filter takes. In front of a scaling float64: far from zero single precision would not tell values apart."""
+        return torch.float64 if self.scaling is not None and len(self.scaling.x_mean) else self.model_dtype
 
     def in_units_of_the_filter(self, sequences: list[Sequence]) -> list[Sequence]:
         """Recordings as the memory holds them, if there is a scaling."""
@@ -451,6 +457,8 @@ def encode(
     code.to("cpu")
     if module.code is not None:
         coded = [code.crossfit(s, own) for s, own in zip(sequences, held, strict=True)]
+        if how.members > 1:
+            warn_of_chance(*observed_pairs(coded), how)
         module.memory = Memory(cast_all(coded, module.model_dtype))
 
 
@@ -519,7 +527,9 @@ def load_filter(path: str | os.PathLike[str], *, device: str | torch.device = "c
 
     Raises:
         CheckpointError: no such file, not a checkpoint of this project, or one that does not fit the installed version.
+        ValueError: a device that is not there.
     """
+    check_device(device)
     checkpoint = read_checkpoint(path)
     if checkpoint["kbf"].get("stage") == "coding":
         raise CheckpointError(f"{path} is of a run whose encoders were still learning: go on with kbf train ckpt_path={path}")
@@ -544,6 +554,14 @@ def load_filter(path: str | os.PathLike[str], *, device: str | torch.device = "c
     return Trained(module, filter, checkpoint["epoch"], None, calibration, monitor)
 
 
+def check_device(device: str | torch.device) -> None:
+    """Raise a ValueError unless PyTorch has this device."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # no such word, or no driver
+        raise ValueError(f"device={device}: PyTorch sees no such device on this machine (cpu is always there)") from error
+
+
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The contents of a checkpoint of this project (or ``example:NAME``), on the CPU; nothing in the file is executed.
 
@@ -556,9 +574,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # what comes out of a file that is no checkpoint is beyond listing
-        reason = str(error).strip().split("\n")[0][:200]
-        size = file.stat().st_size
-        raise CheckpointError(f"{path} ({size} bytes) is no checkpoint, or damaged: {type(error).__name__}: {reason}") from error
+        raise CheckpointError(f"{path} ({file.stat().st_size} bytes) is no checkpoint, or damaged") from error
     if not isinstance(checkpoint, dict) or not {"kbf", "state_dict", "hyper_parameters"} <= checkpoint.keys():
         raise CheckpointError(f"{path} was not written by kbf: it lacks its entries")
     check_version(path, str(checkpoint["kbf"].get("version")))
@@ -599,6 +615,18 @@ def take_shapes(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         held = None if owner is None else getattr(owner, leaf, None)
         if isinstance(held, Tensor) and held.shape != value.shape:
             held.data = torch.empty(value.shape, dtype=held.dtype, device=held.device)
+
+
+def check_like(module: FilterTraining, new: Sequence, checkpoint: str | os.PathLike[str]) -> None:
+    """Raise a ValueError unless a recording has the states, observations and controls of those that a filter was trained on."""
+    old = module.memory.sequences()[0]
+    for name, mine, theirs in (
+        ("states", tuple(old.states.shape[1:]), tuple(new.states.shape[1:])),
+        ("observations", tuple(module.observation or ()), tuple(new.obs.shape[1:])),
+        ("controls", (control_width(old),), (control_width(new),)),
+    ):
+        if mine != theirs:
+            raise ValueError(f"the data's {name} have the shape {theirs}, those that {checkpoint} was trained on {mine}")
 
 
 def estimates(filter: Filter[Any], windows: Sequence) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kbf.nn.controlled
 from kbf.data.windows import Span, folds, split, stack, without
 from kbf.evaluation import score
 from kbf.filters import learned
@@ -378,7 +379,7 @@ def test_a_control_that_never_changes_is_left_out():
 
 
 def test_columns_are_the_learned_density_over_the_memory():
-    """A naive loop, a sum of 1, and from a fine memory of the plane the mean and covariance of the prediction."""
+    """A naive loop and a tilt, a sum of 1, the exact mean, and from a fine memory of the plane the covariance of the prediction."""
     model = learn_model([pushed()])
     assert model.join is not None
     assert model.controlled == 1
@@ -392,9 +393,21 @@ def test_columns_are_the_learned_density_over_the_memory():
         states[:, None], *model.transition.predict(model.join(before[200:900], acted[200:900]))
     )
     volume = 1 / density.exp().sum(1)
+    linear = torch.cat([states, torch.ones(200, 1)], 1)
     for j in range(5):
+        mean, _ = model.transition.predict(model.join(states[j], u[0]))
+        torch.testing.assert_close(columns[:, j] @ states, mean, rtol=0, atol=1e-3)
         q = model.transition.log_density(states, model.join(states[j], u[0])).exp() * volume
-        torch.testing.assert_close(columns[:, j], q / q.sum(), rtol=1e-6, atol=1e-10)
+        seen = columns[:, j] > 1e-12
+        ratio = (columns[seen, j] / q[seen]).log()  # linear in z
+        fitted = linear[seen] @ torch.linalg.lstsq(linear[seen], ratio[:, None]).solution[:, 0]
+        torch.testing.assert_close(ratio, fitted, rtol=1e-6, atol=1e-6)
+    with pytest.MonkeyPatch.context() as patch:  # all columns beyond the first five as they are
+        patch.setattr(kbf.nn.controlled, "EXACT", 5)
+        w = torch.linspace(2, 1, 200).double()
+        plain = torch.stack([(model.transition.log_density(states, model.join(z, u[0])).exp() * volume) for z in states[5:]], 1)
+        expected = columns @ w[:5] + (plain / plain.sum(0)) @ w[5:]
+        torch.testing.assert_close(P(w[None], u)[0], expected, rtol=1e-6, atol=1e-9)
     axis = torch.linspace(-4, 4, 60).double()
     grid = torch.cartesian_prod(axis, axis)
     even = ControlledDensity(model, grid, torch.full((3600,), 1 / 3600).double(), (before[:50], acted[:50]))

@@ -151,6 +151,10 @@ def test_what_is_not_exported(tmp_path):
         written(MODELS["kalman"](), tmp_path / "step", "tflite")
     with pytest.raises(ValueError, match="ONNX cannot say what this filter does"):
         written(conditioned(KBF(rank=None, rule="pseudo_inverse"), recording(8)), tmp_path / "step", "onnx")
+    steered = recording(40)._replace(controls=torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None].sin())
+    drawn = conditioned(EnlargedKBF(points=20, draws=2, run=400, rank=8), steered)
+    with pytest.raises(ValueError, match="makes its transition anew in each step, and is not exported; kbf_tuned"):
+        written(drawn, tmp_path / "step", "onnx")
     looking = MODELS["normalised"]()
     looking.rule.register_forward_hook(lambda _, inputs, w: w if bool((w > 0).any()) else None)
     with pytest.raises(ValueError, match="the step of this filter cannot be exported"):

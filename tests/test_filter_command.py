@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from kbf.cli import main
-from kbf.commands.lines import LineError, Lines, Names
+from kbf.commands.estimates import Tracker
+from kbf.commands.filter import boundary_of
+from kbf.commands.lines import LineError, Lines, Names, Row
 from kbf.data.own.boundary import Boundary, Part
 from kbf.filters.base import rollout
 from kbf.ssm import oscillatory, simulate
@@ -128,7 +130,7 @@ def test_arrays_are_read_too(kalman, obs, tmp_path):
     assert main(["filter", f"checkpoint={kalman}", f"input={tmp_path}/wide.npz", f"output={tmp_path}/wide.csv"]) == 2
 
 
-@pytest.mark.parametrize("gap", ["", "nan,0.2", ",0.3", "null,null", "0.1,inf"])
+@pytest.mark.parametrize("gap", [",", "nan,0.2", ",0.3", "null,null", "0.1,inf"])
 def test_missing_observations(gap, checkpoint, obs, monkeypatch, capsys):
     lines = text(obs).splitlines()
     lines[4] = gap
@@ -141,13 +143,13 @@ def test_missing_observations(gap, checkpoint, obs, monkeypatch, capsys):
 
 def test_json_null_is_missing(kalman, obs, monkeypatch, capsys):
     rows = [json.dumps(row) for row in obs.tolist()]
-    rows[0], rows[3] = "null", "[null, 0.5]"
+    rows[0], rows[3], rows[5] = "null", "[null, 0.5]", "[NaN, 0.5]"
     _, out, err = fed(monkeypatch, capsys, "\n".join(rows), f"checkpoint={kalman}")
-    mask = torch.tensor([t not in (0, 3) for t in range(12)])
+    mask = torch.tensor([t not in (0, 3, 5) for t in range(12)])
     torch.testing.assert_close(
         columns([json.loads(line) for line in out.splitlines()], "z_0", "z_1"), expected(kalman, obs, mask)[0], rtol=1e-7, atol=1e-8
     )
-    assert "2 without observation" in err
+    assert "3 without observation" in err
 
 
 def test_another_recording_starts_from_the_prior(kalman, obs, monkeypatch, capsys):
@@ -188,6 +190,9 @@ def test_bad_lines(line, told, kalman, obs, tmp_path, monkeypatch, capsys):
         ("[1, true]", "line 2, column 'x_1' (2): 'True' is not a number"),
         ("[1, 2", "line 2, column 6: this is no JSON"),
         ("7", "line 2: it holds a int"),
+        ("[null, 1e]", "line 2, column"),
+        ("[" * 100_000, "line 2: this is no JSON of numbers"),
+        ("[1, " + "9" * 5000 + "]", "line 2: this is no JSON of numbers"),
     ],
 )
 def test_bad_json(line, told, kalman, monkeypatch, capsys):
@@ -198,6 +203,29 @@ def test_bad_json(line, told, kalman, monkeypatch, capsys):
 def test_a_header_without_the_columns(kalman, monkeypatch, capsys):
     code, out, err = fed(monkeypatch, capsys, "time,x_0\n1,2\n", f"checkpoint={kalman}")
     assert code == 2 and "line 1: there is no column 'x_1' in 'time,x_0'; x_0, x_1 are needed" in err and out == ""
+
+
+def test_a_header_that_names_a_column_twice(kalman, monkeypatch, capsys):
+    code, _, err = fed(monkeypatch, capsys, "x_0,x_1,x_0\n1,2,3\n", f"checkpoint={kalman}")
+    assert code == 2 and "line 1: two columns are called 'x_0'" in err
+    code, _, err = fed(monkeypatch, capsys, "x_0,x_1,sequence\n1,2,\n", f"checkpoint={kalman}")
+    assert code == 2 and "line 2, column 'sequence': it does not say which recording this is" in err
+
+
+def test_nothing_is_overwritten(kalman, tmp_path, capsys):
+    (tmp_path / "rec.csv").write_text("0.1,0.2\n")
+    (tmp_path / "empty.csv").write_text("x_0,x_1\n")
+    (tmp_path / "folder.csv").mkdir()
+    for name, more, told in (
+        ("rec", f"output={tmp_path}/../{tmp_path.name}/rec.csv", "would overwrite the input"),
+        ("rec", f"output={tmp_path}/folder.csv", "folder.csv: is a directory"),
+        ("rec", f"state={tmp_path}", "cannot be written"),
+        ("empty", f"output={tmp_path}/out.csv", "empty.csv: there is no observation in it"),
+    ):
+        assert main(["filter", f"checkpoint={kalman}", f"input={tmp_path}/{name}.csv", more]) == 2
+        err = capsys.readouterr().err
+        assert told in err and err.count("\n") == 1
+    assert (tmp_path / "rec.csv").read_text() == "0.1,0.2\n" and not (tmp_path / "out.csv").exists()
 
 
 def test_an_error_leaves_the_old_output(kalman, tmp_path, capsys):
@@ -241,7 +269,7 @@ def test_lines_that_come_together_are_filtered_as_one_by_one(checkpoint, monkeyp
     first, second = (simulate(oscillatory(), start, 60, torch.Generator().manual_seed(seed)).obs[0] for seed in (3, 4))
     away = torch.cat([first, -second[:, [1, 0]].flip(0), 50 + first[:2], first[5:20]])  # a path that the model does not know
     lines = text(away).splitlines()
-    lines[7] = lines[70] = ""
+    lines[7] = lines[70] = lines[71] = ","
     whole = "\n".join(lines)
     words = [f"checkpoint={checkpoint}", f"state={checkpoint.parent}/block.pt"]
     _, together, _ = fed(monkeypatch, capsys, whole, *words)
@@ -258,6 +286,18 @@ def test_lines_that_come_together_are_filtered_as_one_by_one(checkpoint, monkeyp
     )
     quiet = [row["step"] for row in table(together)]
     assert quiet == [str(t) for t in range(len(away))]
+
+
+def test_missing_observations_pass_through_the_window(checkpoint, obs):
+    """The verdict "lost" is of the last steps, whether these come one by one or together."""
+    trained = load_filter(checkpoint)
+    rows = [Row(x[None]) for x in obs[:5]] + [Row(None)] * 3
+    one, together = (Tracker(trained, boundary_of(trained)) for _ in range(2))
+    together.through(rows)
+    for row in rows:
+        one.through([row])
+    torch.testing.assert_close(one.recent, together.recent, equal_nan=True)
+    assert one.recent.isnan().tolist() == [False, False, True, True, True]
 
 
 def test_the_monitor_is_that_of_the_library(checkpoint, obs, monkeypatch, capsys):
@@ -341,13 +381,15 @@ def read(lines, names, **settings):
 
 
 def test_angles_and_controls():
-    rows = read(["u,turn,a", f"2,{math.pi / 2},7", "", "3,0,8"], Names(BOUNDARY))
+    rows = read(["u,turn,a", f"2,{math.pi / 2},7", "2,0,", "3,0,8"], Names(BOUNDARY))
     torch.testing.assert_close(rows[0].obs, torch.tensor([[7.0, 0.0, 1.0]], dtype=F64))
     assert rows[0].control.tolist() == [[2.0]]
-    assert rows[1].obs is None and rows[1].control.tolist() == [[2.0]], "the control of the step before"
+    assert rows[1].obs is None and rows[1].control.tolist() == [[2.0]]
     assert rows[2].obs.tolist() == [[8.0, 1.0, 0.0]]
+    rows = read(["[7, 0, 2]", "null"], Names(BOUNDARY))
+    assert rows[1].obs is None and rows[1].control.tolist() == [[2.0]], "the control of the step before"
     with pytest.raises(LineError, match="line 1: the first line must hold u"):
-        read([""], Names(BOUNDARY))
+        read(["null"], Names(BOUNDARY))
     with pytest.raises(LineError, match="line 2: u must be there at each step"):
         read(["1,2,3", "1,2,"], Names(BOUNDARY))
 
@@ -360,7 +402,7 @@ def test_silent_sensors():
 
 def test_elapsed_time_is_a_control():
     names = Names(Boundary((Part("number", ("z",)),), (Part("number", ("a",)),)), "t", "run", True, 0.5)
-    rows = read(["t,a", "10,1", "10.25,1", "", "11.5,1", "20,1"], names)
+    rows = read(["[1, 10]", "[1, 10.25]", "null", "[1, 11.5]", "[1, 20]"], names)
     assert [row.control.item() for row in rows] == [0.5, 0.25, 0.5, 0.75, 0.5]
     assert read(["1,11.5"], names, clock=11.25)[0].control.item() == 0.25, "a stream that goes on"
     assert [row.gap for row in rows] == [False, False, False, False, True] and rows[-1].clock == 20
@@ -370,6 +412,49 @@ def test_elapsed_time_is_a_control():
         read(["t,a", ",1"], names)
     dated = read(["t,a", "2024-01-01T00:00:00,1", "2024-01-01T00:00:01,1"], names)
     assert dated[1].control.item() == 1.0 and dated[1].time == "2024-01-01T00:00:01"
+
+
+def test_a_line_that_cannot_be_read_costs_one_step():
+    """Its time is guessed, by a usual step; what comes after may be before that, and is read all the same."""
+    names, told = Names(Boundary((Part("number", ("z",)),), (Part("number", ("a",)),)), "t", "run", True, 1.0), []
+    rows = read(["t,a", "10,1", "10.1,1", "10.2,?", "10.3,1", "10.4,1"], names, skip=told.append)
+    assert len(told) == 1 and [row.obs is None for row in rows] == [False, False, True, False, False]
+    assert [row.control.item() for row in rows] == pytest.approx([1, 0.1, 1, 1, 0.1]) and rows[-1].clock == 10.4
+
+
+def test_a_blank_line_is_no_step():
+    """As in recordings to learn from; a row of empty cells is a step. What is there is told, whatever blank lines follow it."""
+    names = Names(Boundary((Part("number", ("z",)),), (Part("number", ("a",)), Part("number", ("b",)))))
+    rows = list(Lines([b"\xef\xbb\xbf\na,b\r\n\r\n1,2\n", b"  \n,\n\n", b"\n3,4"], names, F64))
+    assert [row.obs is None for row in rows] == [False, True, False]
+    assert [row.more for row in rows] == [False, False, False]
+    tabs = read(["a\tb", "1\t", "\t", "5\t6"], names, partial=True)
+    assert [None if row.obs is None else row.obs[0].nan_to_num(0).tolist() for row in tabs] == [[1, 0], None, [5, 6]]
+    with pytest.raises(LineError, match="line 4, column 'b'"):
+        read(["1,2", "", "", "1,x"], names)
+
+
+def test_a_stream_goes_on_in_its_recording(kalman, obs, tmp_path, monkeypatch, capsys):
+    """The state file knows whose state it is: another recording starts from the prior."""
+    words = [f"checkpoint={kalman}", f"state={tmp_path}/now.pt"]
+    rows = [f"{a!r},{b!r}" for a, b in obs.tolist()]
+    for name, wanted in (("ä 1", expected(kalman, obs)[0][5:]), ("other", expected(kalman, obs[5:])[0])):
+        (tmp_path / "now.pt").unlink(missing_ok=True)
+        fed(monkeypatch, capsys, "\n".join(["sequence,x_0,x_1", *[f"ä 1,{row}" for row in rows[:5]]]), *words)
+        _, out, _ = fed(monkeypatch, capsys, "\n".join(["sequence,x_0,x_1", *[f"{name},{row}" for row in rows[5:]]]), *words)
+        found = torch.tensor([[float(v) for v in line.split(",")[2:5:2]] for line in out.splitlines()], dtype=F64)
+        torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-8)
+
+
+def test_times_of_arrays_are_told_in_full(tmp_path, kalman, obs, monkeypatch):
+    """Seconds since 1970 with their fractions."""
+    from kbf.commands import filter as command
+    from kbf.data.own.recordings import Observations
+
+    times = 1_763_733_000 + 0.25 * torch.arange(12, dtype=F64)
+    monkeypatch.setattr(command, "read_observations", lambda *_: [Observations(obs, times, None, "it")])
+    rows = command.array_rows({"input": "it.npz", "output": "-", "device": "cpu"}, {}, load_filter(kalman))
+    assert [float(row.time) for row in rows] == times.tolist()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+import reference
 import torch
 
 from kbf.bench import smoothing
@@ -17,9 +18,12 @@ from kbf.evaluation import data_floor, floor_ahead, score_ahead, score_smoothed,
 from kbf.filters.base import rollout
 from kbf.filters.gaussian import KalmanFilter, LinearModel
 from kbf.filters.kalman_learned import LearnedKalman
+from kbf.held_out import learn_smoothed
 from kbf.sequence import Sequence
 from kbf.smoothing import smooth
 from kbf.ssm import StateSpaceModel, rotate, rotation, simulate
+from kbf.training import load_filter, train
+from kbf.uncertainty import squared_distance
 
 F64 = torch.float64
 
@@ -96,17 +100,34 @@ def test_floors_are_those_of_the_exact_filter():
 
 
 def test_without_a_true_model_there_is_no_floor(data):
-    class Blind:
-        def move(self, z, generator=None):
-            return z
-
-        observe = move
-
-        def log_likelihood(self, x, z):
-            return -(x - z).square().sum(-1)
-
     assert smoothing_floor(data._replace(problem=None)) is None and floor_ahead(data._replace(problem=None), 2) is None
-    assert smoothing_floor(data._replace(problem=Blind())) is None
+    assert smoothing_floor(data._replace(problem=reference.Blind())) is None
+
+
+def test_smoothed_covariances_are_recalibrated(tmp_path):
+    """Regions around smoothed states hold their share of new states, in units of the data; with a lag it is another smoother."""
+    whole = SyntheticData(rotation(), n_train=300, n_test=400)
+    train_part, test_part = (
+        [s._replace(states=1000 * s.states, obs=7 * s.obs) for s in part] for part in (whole.train, whole.test)
+    )
+    trainer = {
+        "_target_": "lightning.Trainer",
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "enable_progress_bar": False,
+        "logger": False,
+    }
+    model = {"name": "kalman", "net": {"_target_": "kbf.filters.kalman_learned.LearnedKalman"}, "training": None, "coding": None}
+    trained = train({"model": model, "data": {"normalise": "standard"}, "trainer": trainer, "seed": 0}, train_part, tmp_path)
+    assert trained is not None
+    smoothed = score_smoothed(trained.filter, test_part)
+    assert smoothed.covariances is not None
+    learned = learn_smoothed(trained)
+    for level in (0.5, 0.9):
+        inside = learned.contains(test_part[0].states, smoothed.estimates[0], smoothed.covariances[0], level)
+        assert inside.double().mean().item() == pytest.approx(level, abs=0.06)
+    assert not torch.equal(learn_smoothed(trained, lag=1).scores, learned.scores)
+    assert trained.module.scaling is not None and learned.floor.mean() > 1e-4 * trained.module.scaling.z_scale.square().mean()
 
 
 # Commands
@@ -130,11 +151,26 @@ def test_evaluate_looks_back_and_ahead(checkpoint, tmp_path):
     with np.load(tmp_path / "predictions.npz") as arrays:
         error = np.square(arrays["smoothed_0"] - arrays["states_0"]).sum(-1).mean()
         assert error == pytest.approx(told["test.mse_smoothed"])
+        assert "test.coverage_95_raw_smoothed" in told and "test.coverage_95_smoothed" not in told
         assert arrays["ahead_0"].shape == (3, 20, 2) and arrays["smoothed_covariances_0"].shape == (20, 2, 2)
         one = np.square(arrays["ahead_0"][0, 2:-1] - arrays["states_0"][3:]).sum(-1).mean()
         assert one == pytest.approx(told["test.mse_ahead_1"])
     for name in ("smoothed.png", "ahead.png", "track.png"):
         assert (tmp_path / name).stat().st_size > 5000
+
+
+def test_evaluate_recalibrates_what_is_smoothed(tmp_path):
+    quick = ["n_train=60", "data.n_test=20", "particles=200", "logger=none"]
+    assert main(["train", "model=kalman", *quick, f"run_dir={tmp_path}"]) == 0
+    best = tmp_path / "checkpoints" / "best.ckpt"
+    assert main(["evaluate", f"checkpoint={best}", "particles=200", f"run_dir={tmp_path / 'out'}", "lag=2"]) == 0
+    told = json.loads((tmp_path / "out" / "metrics.json").read_text(encoding="utf-8"))
+    learned = learn_smoothed(load_filter(best), lag=2)
+    with np.load(tmp_path / "out" / "predictions.npz") as arrays:
+        found = [torch.from_numpy(arrays[f"{name}_0"]) for name in ("states", "smoothed", "smoothed_covariances")]
+    share = (squared_distance(*found) <= learned.radius2(0.95)).double().mean().item()
+    assert share == pytest.approx(told["test.coverage_95_smoothed"])
+    assert "test.coverage_95_raw_smoothed" in told
 
 
 def test_a_lag_alone_smooths(checkpoint, tmp_path):

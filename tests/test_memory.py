@@ -84,13 +84,13 @@ def test_what_does_not_fit_is_one_clear_error_and_nothing_is_written(tmp_path):
     for wrong, message in (
         (
             good._replace(states=good.states[:, :1]),
-            r"the states of the new recordings have the shape \(1,\), those that .* from \(2,\)",
+            r"the data's states have the shape \(1,\), those that .* was trained on \(2,\)",
         ),
         (
             good._replace(obs=good.obs.expand(2, -1, -1).movedim(0, 2)),
-            r"the observations of the new recordings have the shape \(2, 2\)",
+            r"the data's observations have the shape \(2, 2\)",
         ),
-        (good._replace(controls=good.obs), r"the controls of the new recordings have the shape \(2,\), .* from \(0,\)"),
+        (good._replace(controls=good.obs), r"the data's controls have the shape \(2,\), .* on \(0,\)"),
         (good._replace(states=good.states * float("nan")), "NaN"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -7,10 +7,12 @@ import math
 import pytest
 import torch
 
+from kbf.evaluation import score
+from kbf.filters.base import rollout
 from kbf.filters.kalman_learned import LearnedKalman
 from kbf.filters.kernel import KernelBayesFilter
 from kbf.filters.operators import PrimalUpdate, density_transition
-from kbf.held_out import held_out, learn_monitor, medians, surprises
+from kbf.held_out import Run, held_out, learn_monitor, medians, run_through
 from kbf.kernels import gaussian, median_distance
 from kbf.monitor import (
     LEAST,
@@ -21,9 +23,7 @@ from kbf.monitor import (
     innermost,
     middle,
     nearest,
-    predictions,
     surprise_of,
-    watch,
 )
 from kbf.nn.kernel_bayes import KBF, NystromFeatures
 from kbf.nn.scaling import ScaledFilter, Scaling
@@ -59,7 +59,7 @@ def filter(net, memory) -> KernelBayesFilter:
 
 @pytest.fixture(scope="module")
 def monitor(net, memory) -> Monitor:
-    return learn_monitor(held_out(net, memory), memory)
+    return learn_monitor(run_through(held_out(net, memory)), memory)
 
 
 # -- tails --
@@ -135,14 +135,14 @@ def test_the_median_of_the_last_ones():
 
 
 def test_a_stopped_rollout_and_check_agree(filter, monitor):
-    """`watch` is the loop of `check`, masks and all; one by one as in a batch."""
+    """What `score` watches is the loop of `check`, masks and all; one by one as in a batch."""
     sequences = draw(3, 20, 5)
     sequences[1] = sequences[1]._replace(mask=torch.arange(20) % 3 > 0)
     sequences[2] = Sequence(sequences[2].states[:8], sequences[2].obs[:8])
-    found = watch(monitor, filter, sequences)
+    found = score(filter, sequences, watch=monitor.check).watched
     assert [len(check.alarm) for check in found] == [20, 20, 8]
     for sequence, together in zip(sequences, found, strict=True):
-        alone = watch(monitor, filter, [sequence])[0]
+        alone = score(filter, [sequence], watch=monitor.check).watched[0]
         for mine, theirs in zip(together, alone, strict=True):
             torch.testing.assert_close(mine, theirs, equal_nan=True)
     assert bool((found[1].novelty.isnan() == (torch.arange(20) % 3 == 0)).all())
@@ -151,8 +151,8 @@ def test_a_stopped_rollout_and_check_agree(filter, monitor):
 
 def test_false_alarms_come_at_the_rate(net, filter, memory):
     """Over 100 x 25 fresh steps, at a nominal rate of 1 %; what was learned is from 300 steps, so it is not exact."""
-    monitor = learn_monitor(held_out(net, memory), memory, rate=0.01)
-    found = watch(monitor, filter, draw(100, 25, 7))
+    monitor = learn_monitor(run_through(held_out(net, memory)), memory, rate=0.01)
+    found = score(filter, draw(100, 25, 7), watch=monitor.check).watched
     for name in ("novelty", "surprise"):
         share = (torch.cat([getattr(check, name) for check in found]) < 0.01).double().mean().item()
         assert 0.002 < share < 0.03, name
@@ -163,7 +163,7 @@ def test_an_observation_from_outside_raises_the_alarm_at_once(filter, monitor):
     sequences = draw(20, 16, 8)
     for s in sequences:
         s.obs[10] = 4 * s.obs[10] / s.obs[10].norm()
-    found = watch(monitor, filter, sequences)
+    found = score(filter, sequences, watch=monitor.check).watched
     before = torch.stack([check.alarm[:10] for check in found])
     assert before.double().mean().item() < 0.03
     assert all(bool(check.novelty[10] < monitor.rate) and bool(check.alarm[10]) for check in found)
@@ -193,7 +193,7 @@ def test_a_kidnapped_state_is_found_and_recovered():
     """At step 20 the state jumps to the opposite place. With restarts the error is back within six steps, without it is not."""
     model = stuck_model()
     filter, memory = known(model), draw(3, 80, 1, model)
-    monitor = learn_monitor([(filter, memory)], memory)
+    monitor = learn_monitor(run_through([(filter, memory)]), memory)
     sequences = pad(draw(15, 32, 2, model))
     z, x = sequences.states.clone(), sequences.obs.clone()
     z[:, 20:], x[:, 20:] = -z[:, 20:], x[:, 20:] - 2 * z[:, 20:]
@@ -231,7 +231,7 @@ def test_a_lost_track_is_told_once_and_starts_from_the_prior(filter, monitor):
 
 def test_a_filter_without_a_kernel_is_judged_by_novelty_alone(memory):
     filter = LearnedKalman().condition(memory)
-    monitor = learn_monitor([(filter, draw(2, 20, 3))], memory)
+    monitor = learn_monitor(run_through([(filter, draw(2, 20, 3))]), memory)
     assert monitor.surprise is None and monitor.lost is None
     far = monitor.check(filter, filter.predict(filter.init(1)), torch.full((1, 2), 9.0, dtype=torch.float64))
     assert far.surprise.isnan().all() and bool(far.alarm) and not bool(far.lost)
@@ -247,10 +247,10 @@ def test_behind_scalings_and_codes(net, filter, memory, monitor):
     assert found is inner
     torch.testing.assert_close(seen, scaling.observation(x))
     scaled = [scaling(s._replace(states=5 * s.states, obs=3 * s.obs + 1)) for s in memory]
-    learned = learn_monitor(held_out(net, scaled), scaled)
+    learned = learn_monitor(run_through(held_out(net, scaled)), scaled)
     raw = [s._replace(states=5 * s.states, obs=3 * s.obs + 1) for s in draw(2, 10, 4)]
-    outside = watch(learned, wrapped, raw)
-    within = watch(learned, inner, [scaling(s) for s in raw])
+    outside = score(wrapped, raw, watch=learned.check).watched
+    within = score(inner, [scaling(s) for s in raw], watch=learned.check).watched
     for mine, theirs in zip(outside, within, strict=True):
         torch.testing.assert_close(mine.novelty, theirs.novelty)
         torch.testing.assert_close(mine.surprise, theirs.surprise)
@@ -262,28 +262,68 @@ def test_silent_sensors_and_missing_observations_raise_nothing(filter, monitor):
     assert found.novelty.isnan().all() and not bool(found.alarm) and not bool(found.lost)
     whole = draw(1, 6, 3)[0]
     whole.obs[2] = torch.nan
-    check = watch(monitor, filter, [mask_missing(whole)])[0]
+    check = score(filter, [mask_missing(whole)], watch=monitor.check).watched[0]
     assert check.novelty.isnan().tolist() == [False, False, True, False, False, False]
 
 
-def test_predictions_are_those_of_the_plain_loop(filter):
+def test_a_watcher_sees_each_step_before_the_update(filter):
+    """Predicted states, observations and masks of the plain loop; the filter's own way is not changed by it."""
     sequence = draw(1, 6, 9)[0]
-    state = filter.init(1)
-    for t, (predicted, x, mask) in enumerate(predictions(filter, pad([sequence]), torch.float64)):
-        state = filter.predict(state)
-        torch.testing.assert_close(predicted.weights, state.weights)
-        assert mask is not None and bool(mask) and torch.equal(x[0], sequence.obs[t])
-        state = filter.update(state, x)
-    assert surprises(filter, pad([sequence]), torch.float64).shape == (1, 6)
+    mask = torch.tensor([[True, True, False, True, True, True]])
+    for given in (None, mask):
+        seen = []
+        run = rollout(filter, sequence.obs[None], mask=given, before=lambda *step, seen=seen: seen.append(step))
+        state = filter.init(1)
+        for t, (predicted, x, told) in enumerate(seen):
+            state = filter.predict(state)
+            torch.testing.assert_close(predicted.weights, state.weights)
+            assert told is None if given is None else torch.equal(told, mask[:, t])
+            assert torch.equal(x[0], torch.zeros(2).to(x) if told is not None and not told else sequence.obs[t])
+            state = state if told is not None and not told else filter.update(state, x)
+            torch.testing.assert_close(run.estimates[:, t], filter.estimate(state))
+        assert len(seen) == 6
+        torch.testing.assert_close(run.estimates, rollout(filter, sequence.obs[None], mask=given).estimates)
+    surprises = run_through([(filter, [sequence._replace(mask=mask[0])])]).surprises
+    assert surprises[0].isnan().tolist() == [False, False, True, False, False, False]
+
+
+def slow(n: int, seed: int) -> Sequence:
+    """A state that takes some 30 steps to forget, and is observed nearly without noise."""
+    white = torch.randn(n + 1, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    z, a = [white[0]], math.exp(-1 / 30)
+    for e in white[1:]:
+        z.append(a * z[-1] + math.sqrt(1 - a * a) * e)
+    states = torch.stack(z[1:])
+    return Sequence(states, states + 0.02 * white[1:].flip(0))
+
+
+def test_neighbours_in_time_make_nothing_novel():
+    """Steps just before and after an observation are nearer to it than those of the training are to a new one."""
+    shares, no_run = [], Run(*[torch.zeros(0)] * 3, [torch.full((20,), torch.nan)])
+    for seed in range(4):
+        memory = [slow(1000, seed)]
+        monitor = learn_monitor(no_run, memory, rate=0.01)
+        assert monitor is not None
+        shares.append((monitor.novelty.p_value(nearest(slow(2000, 9 + seed).obs, monitor.obs)) < 0.01).double().mean().item())
+    assert sum(shares) / 4 < 0.04  # 0.13 if only the step itself is left out
+
+
+def test_sensors_that_never_speak_together_have_no_monitor():
+    """There is no distance between observations that are never whole; too few steps are another matter."""
+    silent = torch.rand(60, 2, dtype=torch.float64)
+    silent[::2, 0] = silent[1::2, 1] = torch.nan
+    memory = [Sequence(torch.zeros(60, 2, dtype=torch.float64), silent)]
+    assert learn_monitor(Run(*[torch.zeros(0)] * 3, [torch.zeros(60)]), memory) is None
 
 
 def test_large_images_are_kept_in_part(memory):
     """Of images with 840,000 numbers a few are kept, and a rate is a rate."""
     images = [Sequence(torch.zeros(12, 2), torch.rand(12, 3, 700, 400, generator=torch.Generator().manual_seed(0)))]
-    monitor = learn_monitor([(LearnedKalman().condition(memory), images)], images, dtype=torch.float32)
+    nothing = Run(*[torch.zeros(0)] * 3, [torch.full((12,), torch.nan)])
+    monitor = learn_monitor(nothing, images, dtype=torch.float32)
     assert monitor.obs.shape == (4, 840_000)
     with pytest.raises(ValueError, match="rate must be between 0 and 1, got 2"):
-        learn_monitor([], images, rate=2.0)
+        learn_monitor(nothing, images, rate=2.0)
 
 
 def test_it_is_kept_as_plain_tensors(monitor, filter, tmp_path):

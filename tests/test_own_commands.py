@@ -3,16 +3,19 @@
 import csv
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
 from kbf.cli import configure, main
+from kbf.commands.compare import fingerprints
 from kbf.data.source import load_data
+from kbf.evaluation import score
 from kbf.sequence import Sequence
 from kbf.ssm import OrientationModel, oscillatory, simulate
-from kbf.training import FilterTraining, load_filter
+from kbf.training import FilterTraining, load_filter, train
 
 QUICK = ["logger=none", "trainer.enable_progress_bar=false", "particles=50", "calibrate=false"]
 SMALL = ["+model.net.points=60", "+model.net.run=800", "+model.net.draws=4"]
@@ -211,3 +214,75 @@ def test_images_are_coded(tmp_path):
     loaded = load_filter(tmp_path / "run" / "checkpoints" / "best.ckpt")
     assert loaded.module.observation == (1, 16, 16)
     assert loaded.filter.estimate(loaded.filter.init(1)).item() == pytest.approx(places[:96].mean(), abs=1)
+
+
+def test_all_of_a_recording_is_learned_from(table, tmp_path, capsys):
+    """data.test=0: a filter, its calibration and no score; whoever scores is told that there is nothing to score on."""
+    words = ["data=own", path_of(table), *COLUMNS, "data.test=0"]
+    quick = [word for word in QUICK if "calibrate" not in word]
+    assert main(["train", *words, "model=kalman", f"run_dir={tmp_path}", *quick]) == 0
+    assert "no test part, and no score" in " ".join(capsys.readouterr().out.split())
+    told = metrics(tmp_path)
+    assert (told["n_train"], told["n_test"]) == (220, 0) and not any(name.startswith("test.") for name in told)
+    best = tmp_path / "checkpoints" / "best.ckpt"
+    assert load_filter(best).calibration is not None
+    for command in (["evaluate", f"checkpoint={best}"], ["compare", *words, "models=kalman", "runs=1", "workers=0"]):
+        code = main([*command, f"run_dir={tmp_path / command[0]}"])
+        seen = capsys.readouterr()
+        assert code != 0 and "there is no test part" in " ".join((seen.out + seen.err).split())
+    assert main(["data", "check", *words[1:], f"run_dir={tmp_path / 'check'}"]) == 0
+    assert main(["evaluate", f"checkpoint={best}", path_of(table), f"run_dir={tmp_path / 'again'}"]) == 0
+
+
+def test_observations_far_from_zero_reach_a_filter_of_single_precision(tmp_path):
+    """They are brought to its units before they lose digits."""
+    drawn = simulate(oscillatory(), torch.tensor([1.0, 0.0]).double(), 60, torch.Generator().manual_seed(0))
+    net = {"_target_": "kbf.filters.recurrent.LSTMFilter", "d": 2, "q": 2}
+    trainer = {
+        "_target_": "lightning.Trainer",
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "enable_progress_bar": False,
+        "logger": False,
+    }
+    model = {"name": "lstm", "net": net, "dtype": "float32", "training": None, "coding": None}
+    found = []
+    for away in (0.0, 2.0**27):
+        recording = Sequence(drawn.states, drawn.obs + away)
+        torch.manual_seed(0)
+        made = train({"model": model, "data": {"normalise": "standard"}, "trainer": trainer, "seed": 0}, [recording], tmp_path)
+        found.append(score(made.filter, [recording], dtype=made.module.input_dtype).estimates[0])
+        assert made.module.model_dtype == torch.float32
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=0)
+
+
+def test_appended_recordings_are_cut_at_missing_steps(table, tmp_path, capsys):
+    """data.cut_missing=true reaches the steps that the training kept to score on."""
+    paper = ["model=kbf_paper", "model.net.rank=8", "data.cut_missing=true"]
+    assert main(["train", "data=own", path_of(table), *COLUMNS, *paper, f"run_dir={tmp_path}", *QUICK]) == 0
+    best = tmp_path / "checkpoints" / "best.ckpt"
+    other = shutil.copy(table, tmp_path / "other.csv")
+    words = [f"checkpoint={best}", path_of(other), f"out={tmp_path / 'more.ckpt'}"]
+    assert main(["append", *words, "data.cut_missing=false"]) == 2
+    assert "data.cut_missing=true" in capsys.readouterr().err
+    assert main(["append", f"checkpoint={best}", words[2]]) == 2
+    assert "has learned from these recordings: data.path=FILE" in capsys.readouterr().err
+    assert main(["append", *words[:2], f"out={other}"]) == 2
+    assert "would overwrite the recordings" in capsys.readouterr().err
+    assert main(["append", *words]) == 0
+    more = load_filter(tmp_path / "more.ckpt").module.memory.sequences()
+    assert sum(len(s.states) for s in more) == 171 + 214  # of 176 and 220 steps, five and six have no observation
+
+
+def test_a_changed_recording_is_other_data(tmp_path, monkeypatch):
+    """In the key of a comparison's results: a file, one in the home directory, a folder, files with one beginning."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("rec.csv", "views/1.png", "run_obs.npy"):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("old")
+        path = {"views/1.png": tmp_path / "views", "run_obs.npy": tmp_path / "run"}.get(name, "~/rec.csv")
+        before = fingerprints({"name": "own", "path": str(path), "table": None})
+        assert before and before == fingerprints({"name": "own", "path": str(path)})
+        file.write_text("newer")
+        assert fingerprints({"name": "own", "path": str(path)}) != before

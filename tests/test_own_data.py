@@ -68,7 +68,7 @@ def test_whole_sequences(tmp_path):
         ({"test": ["r0"], "validation": ["r0"]}, "both name 'r0'"),
         ({"test": ["r0", "r1"]}, "leaves a part empty"),
         ({"test": 1.5}, r"data.test must be a share in \[0, 1\)"),
-        ({"test": 0.0}, "data.test must be a share above 0"),
+        ({"test": 0.0, "split": "sequence", "validation": ["r0", "r1"]}, "leaves a part empty"),
         ({"test": 0.6, "validation": 0.4}, "leave something to learn from"),
         ({"validation": "some"}, "data.validation must be a share"),
         ({"split": "random"}, "data.split must be time or sequence"),
@@ -230,6 +230,8 @@ def test_an_angle_that_nobody_declared(tmp_path, unit, period):
     told = warnings_of(path, observations=["a", "h"])
     assert f"column h: it jumps by {period:.4g}, as an angle in {unit} does: data.angles=[h] data.angle_unit={unit}" in told
     assert "jumps" not in warnings_of(path, observations=["a", "h"], angles=["h"], angle_unit=unit)
+    joined = [(v + 0.6 * period) % period if t >= 150 else v for t, v in enumerate(heading)]  # two recordings, not told apart
+    assert "jumps" in warnings_of(written(tmp_path / "c.csv", (300,), h=joined), observations=["a", "h"])
     uniform = np.random.default_rng(0).uniform(0, period, 300)  # any moves: no angle that turns
     assert "jumps" not in warnings_of(written(tmp_path / "b.csv", (300,), h=list(uniform)), observations=["a", "h"])
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from kbf.data.own import recordings
-from kbf.data.own.recordings import Layout, read, read_observations
+from kbf.data.own.recordings import Layout, layout_of, read, read_observations
 
 T = 12
 LAYOUT = Layout(states=["x", "y"], observations=["a", "b", "c"], controls=["u"], time="t", sequence="run")
@@ -67,6 +67,34 @@ def test_csv(tmp_path, delimiter):
     assert [r.name for r in contents.recordings] == ["r0", "r1"]
     assert contents.recordings[1].place(0) == f"{tmp_path / 'rec.csv'}, row {T + 2}"
     assert (contents.states, contents.observations, contents.controls) == (["x", "y"], ["a", "b", "c"], ["u"])
+
+
+def test_a_blank_line_is_no_step_and_a_row_of_empty_cells_is_one(tmp_path):
+    """As in what a running filter reads."""
+    path = tmp_path / "rec.csv"
+    for mark in ",\t":
+        path.write_text(f"\n\nx{mark}a\n1{mark}2\n\n   \n{mark}\n3{mark}4\n\n")
+        (found,) = read(path, Layout(states=["x"], observations=["a"])).recordings
+        assert found.obs[:, 0].nan_to_num(-1).tolist() == [2, -1, 4] and found.states[:, 0].nan_to_num(-1).tolist() == [1, -1, 3]
+        assert found.rows.tolist() == [4, 7, 8]
+    path.write_text('x\n1\n\n""\n2\n')
+    (found,) = read(path, Layout(states=["x"], observations=["x"])).recordings
+    assert found.obs[:, 0].nan_to_num(-1).tolist() == [1, -1, 2], "csv writers quote the empty cell of a single column"
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_column_may_serve_twice(kind, tmp_path):
+    """As state, observation and control, and the time too: it is read once."""
+    table = [{"t": 0.5 * k, "x": float(k), "a": 10.0 * k} for k in range(5)]
+    if kind == "csv":
+        path = write_csv(tmp_path / "rec.csv", table)
+    else:
+        arrow, path = pytest.importorskip("pyarrow"), tmp_path / "rec.parquet"
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(table), path)
+    (found,) = read(path, Layout(states=["x", "t"], observations=["a", "x"], controls=["x"], time="t")).recordings
+    x, t = torch.arange(5.0).double(), 0.5 * torch.arange(5.0).double()
+    assert torch.equal(found.states, torch.stack([x, t], 1)) and torch.equal(found.obs, torch.stack([10 * x, x], 1))
+    assert torch.equal(found.controls, x[:, None]) and torch.equal(found.times, t)
 
 
 def test_rows_of_runs_may_be_mixed(tmp_path):
@@ -160,7 +188,7 @@ def test_lengths_cut_padded_batches(tmp_path):
     np.savez(tmp_path / "a.npz", states=np.ones((2, 5, 1)), obs=np.ones((2, 5, 3)), lengths=[5, 3], mask=np.ones((2, 5)))
     assert [len(r.obs) for r in read(tmp_path / "a.npz", Layout()).recordings] == [5, 3]
     np.savez(tmp_path / "b.npz", states=np.ones((2, 5, 1)), obs=np.ones((2, 5, 3)), lengths=[5, 6])
-    with pytest.raises(ValueError, match="lengths must be 2 numbers from 1 to 5"):
+    with pytest.raises(ValueError, match="lengths must be 2 whole numbers from 1 to 5"):
         read(tmp_path / "b.npz", Layout())
 
 
@@ -312,7 +340,8 @@ def test_broken_images(tmp_path):
         ("1,2,3\n4,5,6\n", "the first line must name the columns, got 1, 2, 3"),
         ("x,y,y,a\n1,2,3,4\n", "two columns are called 'y'"),
         ("x,yy,a\n1,2,3\n", "there is no column 'y'; it has x, yy, a; did you mean 'yy'?"),
-        ('x,y,a\n1,2,"3\n', "is no CSV"),
+        ('x,y,a\n1,2,3\n1,2,"3\n', "rec.csv, row 3: this is no CSV"),
+        ("x;y;a\n1;2,5;3\n", "row 2, column y: '2,5' is no number: decimals need a point"),
     ],
 )
 def test_broken_csv(tmp_path, text, message):
@@ -374,7 +403,7 @@ class Bomb:
 def test_nothing_is_unpickled(tmp_path):
     mark = tmp_path / "exploded"
     np.savez(tmp_path / "a.npz", states=np.array([Bomb(mark)], dtype=object), obs=np.ones((1, 1)))
-    with pytest.raises(ValueError, match=r"a.npz holds Python objects, which are not read"):
+    with pytest.raises(ValueError, match=r"a.npz, array states holds Python objects, which are not read"):
         read(tmp_path / "a.npz", Layout())
     (tmp_path / "b.npz").write_bytes(pickle.dumps(Bomb(mark)))
     with pytest.raises(ValueError, match=r"b.npz"):
@@ -406,6 +435,28 @@ def test_nothing_is_unpickled(tmp_path):
         ({"states": np.ones((0, 1)), "obs": np.ones((0, 1))}, "has no steps"),
         ({"states": np.ones((4, 1)), "obs": np.ones((4, 7, 6, 8))}, "images have 1 or 3 channels"),
         ({}, "holds no arrays"),
+        ({"states": np.ones((4, 1)), "obs": np.array(1.0)}, "array obs: it is a single value"),
+        ({"states": np.ones((4, 1)), "obs": np.ones((4, 0))}, "its observations have no columns"),
+        ({"states": np.ones((4, 1)), "obs": np.ones((4, 2)), "mask": np.ones((4, 2))}, r"mask must be \(T,\), got \(4, 2\)"),
+        ({"states": np.ones((4, 1)), "obs": np.ones((4, 2)), "times": np.ones((4, 2))}, r"time must be \(T,\), got \(4, 2\)"),
+        ({"states": np.ones((4, 1)), "obs": np.ones((4, 2)), "sequence": np.ones((4, 2))}, r"sequence of shape \(4, 2\)"),
+        (
+            {"states": np.ones((4, 1)), "obs": np.ones((4, 2)), "sequence": ["a", "a", "", "b"]},
+            "step 2: data.sequence does not say",
+        ),
+        ({"states": np.ones((2, 4, 1)), "obs": np.ones((2, 4, 1)), "lengths": [2.5, 4]}, "lengths must be 2 whole numbers"),
+        (
+            {"states_0": np.ones((4, 1)), "obs_0": np.ones((4, 1)), "states_1": np.ones((4, 1)), "obs_1": np.ones((4, 2))},
+            r"the observations of sequence 1 are \(2,\), those of 0 \(1,\): all sequences must be alike",
+        ),
+        (
+            {"states_0": np.ones((4, 1)), "obs_0": np.ones((4, 1)), "obs_1": np.ones((4, 1))},
+            "obs_1 has no states beside it, others have",
+        ),
+        (
+            {"states": np.ones((4, 1)), "obs": np.ones((4, 1)), "raw_obs": np.ones((4, 1)), "controls": np.ones((4, 1))},
+            "raw_obs has no states beside it, others have: .* data.observations=NAME",
+        ),
     ],
 )
 def test_arrays_that_do_not_fit(tmp_path, values, message):
@@ -505,3 +556,85 @@ def test_new_recordings_are_cut_at_gaps_and_checked(tmp_path):
     path.write_text("t,a\n0,1\n0.1,2\n0.1,3\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"new.csv, row 4: time 0.1 after 0.1; times must grow"):
         read_observations(path, config)
+
+
+@pytest.mark.parametrize("name", ["run.npy", "a.h5", "a.zarr"])
+def test_a_damaged_array_is_named(tmp_path, name):
+    if name == "run.npy":
+        np.save(tmp_path / "run_states.npy", np.ones((50, 2)))
+        np.save(tmp_path / "run_obs.npy", np.ones((50, 2)))
+        path, file, called = tmp_path / "run", tmp_path / "run_obs.npy", "array obs: damaged"
+    elif name == "a.h5":
+        path = file = tmp_path / name
+        with pytest.importorskip("h5py").File(path, "w") as group:
+            for key in ("states", "obs"):
+                group.create_dataset(key, data=np.random.default_rng(0).normal(size=(500, 2)), fletcher32=True, chunks=True)
+        called = "damaged"
+    else:
+        path = tmp_path / name
+        group = pytest.importorskip("zarr").open_group(str(path), mode="w")
+        for key in ("states", "obs"):
+            group.create_array(key, data=np.random.default_rng(0).normal(size=(50, 2)))
+        file = next(f for f in (path / "obs" / "c").rglob("*") if f.is_file())
+        called = "array obs: damaged"
+    whole = bytearray(file.read_bytes())
+    cut = whole[:200] if name != "a.h5" else whole[:-3000] + bytes(200) + whole[-2800:]
+    file.write_bytes(cut)
+    with pytest.raises(ValueError, match=called):
+        read(path, Layout())
+
+
+def test_observations_of_another_kind_of_file(tmp_path):
+    """Columns of the training's table are no arrays; one .npy is observations; dates of arrays are seconds."""
+    config = {
+        **LAYOUT._asdict(),
+        "boundary": recordings.Boundary.from_dict(
+            {
+                "states": [["number", ["x"]], ["number", ["y"]]],
+                "observations": [["number", [n]] for n in "abc"],
+                "controls": [],
+                "unit": "radians",
+            }
+        ).to_dict(),
+        "controls": None,
+    }
+    a = arrays()
+    day = np.datetime64("2026-01-01") + (a["times"] * 1e6).astype("timedelta64[us]")
+    np.savez(tmp_path / "a.npz", obs=a["obs"], times=day)
+    (found,) = read_observations(tmp_path / "a.npz", config)
+    np.testing.assert_allclose(found.times.diff(), 0.1, atol=1e-5)
+    np.save(tmp_path / "lone.npy", a["obs"])
+    (found,) = read_observations(tmp_path / "lone.npy", config)
+    assert found.obs.shape == (T, 3) and found.times is None
+    with pytest.raises(ValueError, match="is one array, and there are no states beside it"):
+        read(tmp_path / "lone.npy", Layout())
+    with pytest.raises(ValueError, match=r"there is no array 't' \(data.time\)"):
+        read(tmp_path / "a.npz", Layout(states="obs", time="t"))
+
+
+def test_parquet_dates_as_text_and_decimals(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = {
+        "x": arrow.array([1, 2]).cast(arrow.decimal128(30, 2)),
+        "a": [1.0, 2.0],
+        "t": ["2026-01-01T00:00:00", "2026-01-01T00:00:01"],
+    }
+    parquet.write_table(arrow.table(table), tmp_path / "a.parquet")
+    layout = Layout(states=["x"], observations=["a"], time="t")
+    (found,) = read(tmp_path / "a.parquet", layout).recordings
+    assert found.times.diff().tolist() == [1.0] and found.states.flatten().tolist() == [1.0, 2.0]
+    parquet.write_table(arrow.table({**table, "t": ["0", "noon"]}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"b.parquet, row 2, column t: 'noon' is no number and no date"):
+        read(tmp_path / "b.parquet", layout)
+
+
+def test_a_row_that_names_no_sequence(tmp_path):
+    table = rows()
+    table[3]["run"] = ""
+    with pytest.raises(ValueError, match=r"row 5: data.sequence does not say which recording this is"):
+        read(write_csv(tmp_path / "rec.csv", table), LAYOUT)
+
+
+def test_a_size_that_is_one_number():
+    with pytest.raises(ValueError, match=r"data.size must be \[height,width\] in pixels, got 24"):
+        layout_of({"size": 24})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from copy import deepcopy
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from kbf.pretraining import (
     check_encoder,
     fit_code,
     read_coding,
+    warn_of_chance,
 )
 from kbf.sequence import Sequence
 from kbf.training import CheckpointError, Checkpoints, check, held_by, load_filter, read_checkpoint, train
@@ -313,6 +315,23 @@ def test_memory_holds_codes_and_no_images(tmp_path):
     for k, sequence in enumerate(trained.module.memory.sequences()):
         torch.testing.assert_close(sequence.obs, code.crossfit(data[k], held[k]).obs)
         torch.testing.assert_close(sequence.states, data[k].states)
+
+
+def test_encoders_that_learn_nothing_are_told_of(tmp_path):
+    data = blobs(50, 30)
+    noise = [s._replace(states=torch.rand(s.states.shape, generator=torch.Generator().manual_seed(k))) for k, s in enumerate(data)]
+    with pytest.warns(UserWarning, match=r"learned next to nothing: .* 0 % of the states' variance"):
+        train(config(), noise, tmp_path)
+
+
+@pytest.mark.parametrize(("error", "warned"), [(0.96, True), (0.94, False)])
+def test_next_to_nothing_is_five_percent_of_the_variance_that_images_tell_of(error, warned):
+    states = torch.cat([torch.tensor([[-1.0], [1.0]]).repeat(50, 1), 99 * torch.ones(100, 1)], 1)  # the second is not told of
+    codes = states[:, :1] + math.sqrt(error)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_chance(states, codes, Coding(epochs=1, lr=0.1, visible=(0,)))
+    assert bool(caught) == warned
 
 
 def test_missing_images_are_not_learned_from_and_stay_missing(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+import reference
 import torch
 from torch import Tensor, nn
 
@@ -218,6 +219,19 @@ def test_likelihood_of_the_future():
     assert density_backward(Operator(nowhere), w, later)[0, 2] == 0
 
 
+def test_ripples_of_signed_weights_cancel_in_the_likelihood_of_the_future():
+    """On a fine grid, h = N(x; z', r^2) and ripples of both signs: b is N(x; a z, q^2 + r^2), without what they leave if cut."""
+    grid, a, q, r, x = torch.linspace(-5, 5, 501, dtype=F64), 0.9, 0.5, 0.3, 0.7
+    P = (-0.5 * ((grid[:, None] - a * grid) / q).square()).exp()
+    P = P / P.sum(0)
+    w = (-0.5 * (grid / 0.6).square()).softmax(0)[None]
+    h = (-0.5 * ((x - grid) / r).square()).exp() + 0.2 * (12 * grid).cos()
+    b = density_backward(Operator(P), w, (w @ P.mT) * h)[0]
+    truth = (-0.5 * (x - a * grid).square() / (q**2 + r**2)).exp() * r / math.sqrt(q**2 + r**2)
+    inside = grid.abs() < 3
+    torch.testing.assert_close(b[inside], truth[inside], atol=1e-4, rtol=0)
+
+
 @torch.no_grad()
 def test_nothing_more_observed_changes_nothing():
     model = oscillatory()
@@ -334,7 +348,7 @@ def test_controlled_recordings():
     u = torch.randn(2, 260, 1, dtype=F64, generator=g)
     z, states = torch.zeros(2, 1, dtype=F64), []
     for t in range(260):
-        z = 0.8 * z + u[:, t] + 0.1 * torch.randn(2, 1, dtype=F64, generator=g)
+        z = 0.8 * z + u[:, t] + 0.3 * torch.randn(2, 1, dtype=F64, generator=g)
         states.append(z)
     z = torch.stack(states, 1)
     x = z + 0.8 * torch.randn(z.shape, dtype=F64, generator=g)
@@ -519,18 +533,8 @@ def test_what_has_no_smoother_says_so():
             smooth(net.condition([memory]), x)
         with pytest.raises(ValueError, match="has no smoother"):
             smooth(CodedFilter(Code([Double()], 2), net.condition([memory]), F64), x)
-
-    class Blind:
-        def move(self, z, generator=None):
-            return z
-
-        observe = move
-
-        def log_likelihood(self, x, z):
-            return -(x - z).square().sum(-1)
-
     with pytest.raises(ValueError, match=r"density of a move: Blind has no log_transition"):
-        smooth(BootstrapFilter(Blind(), memory.states, 10), x)
+        smooth(BootstrapFilter(reference.Blind(), memory.states, 10), x)
     plain = KernelBayesFilter(memory.states, Operator(torch.eye(60, dtype=F64)), Operator(torch.eye(60, dtype=F64)), Table(x))
     with pytest.raises(ValueError, match="made without the pairs of the recording"):
         smooth(plain, x)

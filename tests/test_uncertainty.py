@@ -18,7 +18,7 @@ from kbf.embeddings import Embedding
 from kbf.filters.kalman_learned import LearnedKalman
 from kbf.filters.kernel import KernelBayesFilter, KernelState
 from kbf.filters.operators import Operator
-from kbf.held_out import first_steps, held_out, keep, learn_and_keep, learn_calibration
+from kbf.held_out import first_steps, held_out, keep, learn_and_keep, learn_calibration, run_through
 from kbf.kernels import gaussian
 from kbf.nn.kernel_bayes import KBF, One
 from kbf.plots import calibration_figure
@@ -248,7 +248,7 @@ def test_no_filter_sees_its_own_fold():
             seen.append(torch.cat([s.states for s in memory]))
             return LearnedKalman().condition(memory)
 
-    held = held_out(Spy(), data.train, 4)
+    held = list(held_out(Spy(), data.train, 4))
     assert len(held) == 4 and sum(len(s.states) for _, part in held for s in part) == 60
     for memory, (_, part) in zip(seen, held, strict=True):
         assert len(memory) == 45
@@ -267,7 +267,7 @@ def test_the_first_steps():
 def test_a_kalman_filter_is_calibrated_by_what_it_has_not_seen():
     """Held-out regions hold their share on new data; no covariances, no calibration."""
     data = SyntheticData(rotation(), n_train=400, n_test=400)
-    learned = learn_calibration(held_out(LearnedKalman(), data.train))
+    learned = learn_calibration(run_through(held_out(LearnedKalman(), data.train)))
     assert learned is not None and int(learned.steps) == 400
     from kbf.evaluation import score
 
@@ -281,7 +281,7 @@ def test_a_kalman_filter_is_calibrated_by_what_it_has_not_seen():
             filter = LearnedKalman().condition(memory)
             return type("Filter", (), {k: staticmethod(getattr(filter, k)) for k in ("init", "predict", "update", "estimate")})()
 
-    assert learn_calibration(held_out(Plain(), data.train)) is None
+    assert learn_calibration(run_through(held_out(Plain(), data.train))) is None
 
 
 # -- checkpoints --
@@ -320,7 +320,7 @@ def test_kbf_settings_reach_the_folds():
     net = KBF(learn=False, rank=16)
     net.prepare(data.train)
     before = net.log_bandwidth.clone()
-    held_out(net, data.train, 3)
+    assert len(list(held_out(net, data.train, 3))) == 3
     assert torch.equal(net.log_bandwidth, before)
 
 

@@ -116,7 +116,7 @@ def filters(name: str, data: Data, settings: Settings, seed: int, tell: Tell) ->
             with torch.enable_grad():
                 trained = train(config, data.train, Path(directory), codes=Path(directory) / "codes.pt")
             assert trained is not None
-            yield model, trained.filter, trained.module.model_dtype
+            yield model, trained.filter, trained.module.input_dtype
 
 
 def claims(rows: list[Row]) -> list[Claim]:

@@ -11,9 +11,9 @@ from kbf.data.own.parts import where_known
 from kbf.data.source import load_data
 from kbf.data.windows import Span, take
 from kbf.evaluation import score
-from kbf.memory import append, check_like
+from kbf.memory import append
 from kbf.sequence import Sequence
-from kbf.training import load_filter
+from kbf.training import check_like, load_filter
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -27,13 +27,15 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     if budget is not None and (not isinstance(budget, int) or budget < 1):
         raise ValueError(f"budget must be a whole number of points, or null for all; got {budget!r}")
     loaded = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
+    check_new(config, loaded.module.config, out)
     data = load_data(config["data"], trust=config["trust"] or config["own_data"])
     tell(data)
-    recordings = [part for whole in (*data.train, *data.validation, *data.test) for part in known(whole)]
+    cut = bool(config["data"].get("cut_missing"))
+    recordings = [part for whole in (*data.train, *data.validation, *data.test) for part in known(whole, cut_missing=cut)]
     if not recordings:
         raise ValueError("there is no step with a known state in these recordings: nothing can be added")
-    check_like(loaded.module, recordings, config["checkpoint"])
-    settings: Any = {"seed": config["seed"] or 0, "dtype": loaded.module.model_dtype, "device": config["device"]}
+    check_like(loaded.module, recordings[0], config["checkpoint"])
+    settings: Any = {"seed": config["seed"] or 0, "dtype": loaded.module.input_dtype, "device": config["device"]}
     with console.status("the old filter on the new recordings"):
         error = score(loaded.filter, recordings, **settings).mse.mean().item()
     with console.status("the new memory"):
@@ -53,7 +55,17 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     return {**told, "checkpoint": str(out)}
 
 
-def known(sequence: Sequence) -> list[Sequence]:
-    """The stretches of a recording in which the state is known."""
+def check_new(config: dict[str, Any], stored: dict[str, Any], out: Path) -> None:
+    """Raise a ValueError if the recordings are those that the checkpoint has learned from, or if ``out`` is their file."""
+    path = config["data"].get("path")
+    if path == stored["data"].get("path") if path is not None else config["data"] == stored["data"]:
+        raise ValueError("the checkpoint has learned from these recordings: data.path=FILE (or seed=NUMBER) says what is new")
+    if path is not None and out.expanduser().resolve() == Path(path):
+        raise ValueError(f"out={out} would overwrite the recordings")
+
+
+def known(sequence: Sequence, *, cut_missing: bool = False) -> list[Sequence]:
+    """The stretches of a recording in which the state is known; with ``cut_missing`` also the observation, as in training."""
     there = sequence.states.isfinite().all(-1)
+    there = there & sequence.mask if cut_missing and sequence.mask is not None else there
     return take([sequence], where_known([Span(0, 0, len(there))], lambda _: there))

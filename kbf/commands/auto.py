@@ -64,7 +64,7 @@ def tried(
             if trained is None:
                 raise ValueError("model=auto runs in one process: use trainer=cpu or trainer=gpu")
             module = trained.module
-            found = score(trained.filter, held, seed=config["seed"], dtype=module.model_dtype, device=module.device)
+            found = score(trained.filter, held, seed=config["seed"], dtype=module.input_dtype, device=module.device)
             error = found.mse.mean().item()
         except ValueError as failed:
             note = " ".join(str(failed).split())

@@ -39,7 +39,8 @@ def run(config: dict[str, Any]) -> int:
         show_table(rows)
     for warning in report.warnings:
         console.print(f"[yellow]warning[/] {escape(warning)}", highlight=False)
-    told = f"{len(report.warnings)} warnings" if report.warnings else "no warnings"
+    count = len(report.warnings)
+    told = f"{count or 'no'} warning{'' if count == 1 else 's'}"
     console.print(f"{told}; in [bold]{directory}[/]: report.md, series.png, states.png", highlight=False)
     return 0
 

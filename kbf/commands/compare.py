@@ -85,6 +85,8 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     """One model on one data set, from the data to the score."""
     config, began = cell.config, time.perf_counter()
     data = load_data(config["data"], trust=True)
+    if not data.test:
+        raise ValueError("there is no test part to compare models on: data.test must be above 0")
     told = {"data": config["data"]["name"], "model": cell.model, "n_train": cell.n_train, "seed": cell.seed, "version": __version__}
     told |= {"commit": commit(), "renderer": data.renderer}
     if cell.model == FLOOR:
@@ -117,9 +119,14 @@ def hashed(values: list[Any]) -> str:
 
 
 def fingerprints(data: dict[str, Any]) -> list[list[Any]]:
-    """Size and time of the files that a data set names: another file under the same name is other data."""
-    paths = [Path(value) for value in data.values() if isinstance(value, str) and value]
-    return [[path.stat().st_size, path.stat().st_mtime_ns] for path in paths if path.is_file()]
+    """Size and time of the files that a data set names, and of those in the folder at its path: changed files are other data."""
+    paths = [Path(value).expanduser() for value in data.values() if isinstance(value, str) and value]
+    found = [path for path in paths if path.is_file()]
+    if data.get("path"):  # a folder, or what the names of several files begin with
+        path = Path(data["path"]).expanduser()
+        inside = path.rglob("*") if path.is_dir() else [] if path.is_file() else path.parent.glob(f"{path.name}*")
+        found += sorted(file for file in inside if file.is_file())
+    return [[path.stat().st_size, path.stat().st_mtime_ns] for path in found]
 
 
 def in_order(cells: list[Cell]) -> list[Cell]:

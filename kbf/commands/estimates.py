@@ -106,6 +106,8 @@ class Tracker:
         obs = [row.obs if row.obs is not None and bool(torch.isfinite(row.obs).all()) else None for row in rows]
         known = [x for x in obs if x is not None]
         if not known:
+            if self.recent is not None:
+                self.recent = torch.cat([self.recent, torch.full_like(self.recent, torch.nan)[: len(rows)]])[-WINDOW:]
             return [""] * len(rows)
         seen = torch.tensor([x is not None for x in obs], device=known[0].device)
         filled = torch.cat([torch.zeros_like(known[0]) if x is None else x for x in obs])

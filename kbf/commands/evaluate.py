@@ -24,13 +24,12 @@ from kbf.commands.common import (
     write_pictures,
 )
 from kbf.commands.looking import look
-from kbf.data.source import Data, load_data
+from kbf.data.source import load_data
 from kbf.evaluation import data_floor, score
 from kbf.files import write_csv, write_json
-from kbf.monitor import Check, watch
+from kbf.monitor import Check
 from kbf.plots import calibration_figure, save
-from kbf.sequence import Sequence
-from kbf.training import FilterTraining, Trained, load_filter
+from kbf.training import check_like, load_filter
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -43,22 +42,25 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     loaded = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
     data = load_data(config["data"], trust=config["trust"] or config["own_data"])
     tell(data)
-    check_shapes(loaded.module, data.test[0], config["checkpoint"])
+    if not data.test:
+        raise ValueError("there is no test part to score on (data.test=0): name another recording with data.path=FILE")
+    check_like(loaded.module, data.test[0], config["checkpoint"])
     least = data_floor(data, particles=config["particles"], seed=config["seed"])
     began = time.perf_counter()
     result = score(
         loaded.filter,
         data.test,
         seed=config["seed"],
-        dtype=loaded.module.model_dtype,
+        dtype=loaded.module.input_dtype,
         device=config["device"],
         covariances=True,
+        watch=None if loaded.monitor is None else loaded.monitor.check,
     )
     metrics = about({**config, "model": loaded.module.config["model"]}, data) | score_metrics(result, least)
     reliable = reliability_of(result, data.test, loaded.calibration)
     metrics |= reliability_metrics(reliable)
     result = recalibrated(result, loaded.calibration)
-    checks = alarms(loaded, data, config)
+    checks = list(result.watched)
     metrics |= alarm_metrics(checks, 0.0 if loaded.monitor is None else loaded.monitor.rate.item())
     title = f"{metrics['model']} on {metrics['data']}"
     looked = look(config, loaded, data, title)
@@ -91,14 +93,6 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     return metrics
 
 
-def alarms(loaded: Trained, data: Data, config: dict[str, Any]) -> list[Check]:
-    """What the checkpoint's monitor says of each test sequence; empty without one."""
-    if loaded.monitor is None:
-        return []
-    settings: Any = {"dtype": loaded.module.model_dtype, "device": config["device"], "seed": config["seed"]}
-    return watch(loaded.monitor, loaded.filter, data.test, **settings)
-
-
 def alarm_metrics(checks: list[Check], rate: float) -> dict[str, float]:
     """The shares of steps with a novel or a surprising observation or a track that was found lost."""
     if not checks:
@@ -106,14 +100,3 @@ def alarm_metrics(checks: list[Check], rate: float) -> dict[str, float]:
     novelty, surprise, lost = (torch.cat([getattr(check, name) for check in checks]) for name in ("novelty", "surprise", "lost"))
     found = {"novelty_alarms": novelty < rate, "surprise_alarms": surprise < rate, "lost": lost}
     return {f"test.{name}": alarm.double().mean().item() for name, alarm in found.items()}
-
-
-def check_shapes(module: FilterTraining, sequence: Sequence, checkpoint: str) -> None:
-    """Raise if the data has other shapes than what the filter was trained on."""
-    states = module.memory.sequences()[0].states.shape[1:]
-    for name, mine, theirs in (("states", states, sequence.states), ("observations", module.observation, sequence.obs)):
-        if tuple(mine or ()) != tuple(theirs.shape[1:]):
-            raise ValueError(
-                f"the data's {name} have the shape {tuple(theirs.shape[1:])}, "
-                f"those that {checkpoint} was trained on {tuple(mine or ())}"
-            )

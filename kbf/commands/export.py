@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kbf.commands.common import console, start
-from kbf.commands.filter import boundary_of
+from kbf.commands.filter import boundary_of, same
 from kbf.export import export
 from kbf.training import Trained, load_filter
 
@@ -24,6 +24,8 @@ def run(config: dict[str, Any]) -> int:
     if not isinstance(config["steps"], int) or config["steps"] < 1:
         raise ValueError(f"steps must be a whole number of at least 1, got {config['steps']!r}")
     trained, path = load_filter(config["checkpoint"], trust=config["trust"]), Path(config["out"])
+    if same(config["checkpoint"], config["out"]):
+        raise ValueError(f"out={path} would overwrite the checkpoint")
     states = undone(trained, "z", torch.cat([s.states for s in trained.module.memory.sequences()]))
     obs, controls = examples(trained, config["steps"])
     boundary, stored = boundary_of(trained), trained.module.config
@@ -57,7 +59,7 @@ def run(config: dict[str, Any]) -> int:
 def examples(trained: Trained, steps: int) -> tuple[Tensor, Tensor | None]:
     """Observations ``T *x`` to compare on, with their controls: the recordings' own with noise, for images random ones."""
     generator = torch.Generator().manual_seed(0)
-    sequence, shape, dtype = trained.module.memory.sequences()[0], trained.module.observation or (), trained.module.model_dtype
+    sequence, shape, dtype = trained.module.memory.sequences()[0], trained.module.observation or (), trained.module.input_dtype
     if len(shape) > 1:
         return torch.rand(steps, *shape, generator=generator, dtype=dtype), None
     rows = torch.arange(steps) % len(sequence.obs)

@@ -88,7 +88,7 @@ def run(config: dict[str, Any]) -> int:
     check(config)
     trained = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
     data, boundary = layout_of(trained), boundary_of(trained)
-    example = torch.zeros(1, *(trained.module.observation or ()), dtype=trained.module.model_dtype, device=config["device"])
+    example = torch.zeros(1, *(trained.module.observation or ()), dtype=trained.module.input_dtype, device=config["device"])
     tracker = Tracker(
         trained,
         boundary,
@@ -109,6 +109,8 @@ def run(config: dict[str, Any]) -> int:
                 rows = array_rows(config, data | {"boundary": boundary.to_dict()}, trained)
             each = iter(rows)
             first = next(each, None)  # it tells JSON from CSV
+            if first is None and config["input"] != "-":
+                raise ValueError(f"{config['input']}: there is no observation in it")
             began, json = time.perf_counter(), isinstance(rows, Lines) and rows.json
             table = stack.enter_context(opened(config["output"], json=json, header=running.steps == 0))
             running.through(each if first is None else itertools.chain([first], each), table)
@@ -127,7 +129,7 @@ def run(config: dict[str, Any]) -> int:
 
 
 class Running:
-    """A tracker's way through its rows, and the file that its state is kept in, with the number of steps and the last time."""
+    """A tracker's way through its rows, and the file that keeps its state, the number of steps, the last time and the recording."""
 
     def __init__(self, tracker: Tracker, path: str | None, every: int | None) -> None:
         self.tracker, self.path, self.every = tracker, None if path is None else Path(path), every
@@ -140,6 +142,8 @@ class Running:
             kept = read_leaves(self.path)
             self.steps = int(kept.get("steps", 0))
             self.clock = float(kept["clock"]) if "clock" in kept else None
+            self.sequence = bytes(kept["sequence"].tolist()).decode() if "sequence" in kept else None
+            self.started = "sequence" in kept
 
     def through(self, rows: Iterable[Row], table: Table) -> None:
         """Filter and write all rows, those together that are there already; save the state every now and then."""
@@ -180,8 +184,9 @@ class Running:
     def save(self) -> None:
         """Write the state, if there is a file for it and something to keep."""
         if self.path is not None and self.done:
-            clock = {} if self.clock is None else {"clock": torch.tensor(self.clock, dtype=torch.float64)}
-            save_state(self.tracker.live.state, self.path, steps=torch.tensor(self.steps), **clock)
+            others = {} if self.clock is None else {"clock": torch.tensor(self.clock, dtype=torch.float64)}
+            others |= {} if self.sequence is None else {"sequence": torch.tensor(list(self.sequence.encode()), dtype=torch.uint8)}
+            save_state(self.tracker.live.state, self.path, steps=torch.tensor(self.steps), **others)
 
 
 def check(config: dict[str, Any]) -> None:
@@ -197,8 +202,23 @@ def check(config: dict[str, Any]) -> None:
         raise ValueError("output: standard input may never end, so its estimates are not kept for an .npz; write .csv or .jsonl")
     if source != "-" and not Path(source).expanduser().exists():
         raise FileNotFoundError(f"input: there is no file or folder {source}")
-    if config["device"] == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda: PyTorch sees no CUDA device on this machine")
+    kept = [name for name in ("input", "checkpoint", "state") if config[name] is not None and same(config[name], target)]
+    if kept:
+        raise ValueError(f"output={target} would overwrite the {kept[0]}")
+    if config["state"] is not None:
+        check_state(Path(config["state"]))
+
+
+def same(path: str, other: str) -> bool:
+    """Whether two settings name one file."""
+    return "-" not in (path, other) and Path(path).expanduser().resolve() == Path(other).expanduser().resolve()
+
+
+def check_state(path: Path) -> None:
+    """Raise a ValueError or an OSError if a state could not be written at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"state: {path} cannot be written")
 
 
 def layout_of(trained: Trained) -> dict[str, Any]:
@@ -244,18 +264,19 @@ def text_rows(
         chunks: Iterable[bytes] = ear.chunks(sys.stdin.buffer)
     else:
         path = Path(config["input"]).expanduser()
-        silent = config["output"] == "-" and sys.stdout.isatty()
+        silent = not told.is_terminal or (config["output"] == "-" and sys.stdout.isatty())
         file = stack.enter_context(rich.progress.open(path, "rb", description="filtering", console=told, disable=silent))
         chunks = iter(lambda: file.read(CHUNK), b"")
     skip = (lambda text: told.print(text, markup=False)) if config["on_error"] == "skip" else None
     return Lines(
         chunks,
         names_of(layout_of(trained), boundary),
-        trained.module.model_dtype,
+        trained.module.input_dtype,
         config["device"],
         source="standard input" if config["input"] == "-" else str(config["input"]),
         skip=skip,
         clock=running.clock,
+        sequence=running.sequence,
         partial=bool(getattr(trained.filter, "partial", False)),
     )
 
@@ -267,14 +288,16 @@ def array_rows(config: dict[str, Any], data: dict[str, Any], trained: Trained) -
         ValueError: observations of another shape than those of the training.
     """
     recordings = read_observations(config["input"], data)
-    shape, dtype, device = tuple(trained.module.observation or ()), trained.module.model_dtype, config["device"]
+    shape, dtype, device = tuple(trained.module.observation or ()), trained.module.input_dtype, config["device"]
+    told = Console(stderr=True)
+    silent = config["output"] == "-" or not told.is_terminal
     for r in recordings:
         if tuple(r.obs.shape[1:]) != shape:
             raise ValueError(f"{config['input']}: observations are {tuple(r.obs.shape[1:])}, those of the training {shape}")
-        for t in rich.progress.track(range(len(r.obs)), r.name, console=Console(stderr=True), disable=config["output"] == "-"):
+        for t in rich.progress.track(range(len(r.obs)), r.name, console=told, disable=silent):
             x = None if r.mask is not None and not r.mask[t] else as_float(r.obs[t : t + 1], dtype).to(device)
             control = None if r.controls is None else r.controls[t : t + 1].to(device, dtype)
-            time, name = None if r.times is None else f"{r.times[t].item():.9g}", r.name if len(recordings) > 1 else None
+            time, name = None if r.times is None else f"{r.times[t].item():.15g}", r.name if len(recordings) > 1 else None
             yield Row(x, control, time, name, more=t + 1 < len(r.obs))
 
 

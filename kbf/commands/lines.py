@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -64,9 +65,10 @@ class LineError(ValueError):
 class Lines:
     """Rows of a stream of lines.
 
-    An empty line is a step without observation, and so is one whose observation has an empty, ``nan`` or ``null`` cell (where the
-    filter knows its sensors, only those are silent). The first line may be a header: columns are then found by their names, and
-    others are left alone. A JSON line is null, a list of numbers in the order of a CSV line, or an object by names.
+    A line whose observation has an empty, ``nan`` or ``null`` cell is a step without observation (where the filter knows its
+    sensors, only those are silent). A blank line is no step, as in recordings to learn from. The first line may be a header:
+    columns are then found by their names, and others are left alone. A JSON line is null (a step without observation), a list of
+    numbers in the order of a CSV line, or an object by names.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Lines:
         source: str = "standard input",
         skip: Callable[[str], None] | None = None,
         clock: float | None = None,
+        sequence: str | None = None,
         partial: bool = False,
     ) -> None:
         """Lines of a source.
@@ -89,7 +92,7 @@ class Lines:
             dtype: of the tensors, with their device.
             source: what errors call the input.
             skip: takes the message of a line that cannot be read; it then counts as a step without observation. None raises it.
-            clock: the time of the step before the first, where a stream goes on.
+            clock: the time of the step before the first, where a stream goes on. sequence: its recording.
             partial: the filter takes observations in which some sensors are silent.
         """
         self.chunks, self.names, self.dtype, self.device = chunks, names, dtype, device
@@ -103,7 +106,8 @@ class Lines:
         self.turned = any(part.kind != "number" for part in names.boundary.observations)
         self.q = len(names.boundary.columns("observations"))
         self.controls: list[float] | None = None if self.needed[self.q :] else []
-        self.sequence: str | None = None
+        self.sequence = sequence
+        self.assumed = False  # the clock is that of a step which did not tell its time
         self.bad = 0
 
     def __iter__(self) -> Iterator[Row]:
@@ -112,10 +116,9 @@ class Lines:
         Raises:
             LineError: with source, line and column, if there is no ``skip``.
         """
-        for at, (line, more) in enumerate(self.lines(), 1):
+        for at, text, more in self.lines():
             try:
-                text = line.decode("utf-8-sig" if at == 1 else "utf-8", errors="replace").strip()
-                if self.places is None and text and self.opened(text):
+                if self.places is None and self.opened(text):
                     continue
                 yield self.row(text)._replace(more=more)
             except LineError as error:
@@ -124,22 +127,23 @@ class Lines:
                     raise LineError(message) from None
                 self.skip(message)
                 self.bad += 1
-                yield self.row("")._replace(more=more)
+                yield self.unknown()._replace(more=more)
 
-    def lines(self) -> Iterator[tuple[bytes, bool]]:
-        """Each line, and whether the next one is there already."""
-        rest = b""
-        for chunk in self.chunks:
-            *lines, rest = (rest + chunk).split(b"\n")
-            for k, line in enumerate(lines, 1):
-                yield line, k < len(lines)
+    def lines(self) -> Iterator[tuple[int, str, bool]]:
+        """Number and text of each line that is not blank, and whether the next such one is there already."""
+        rest, at = b"", 0
+        for chunk in itertools.chain(self.chunks, [None]):
+            *lines, rest = (rest + chunk).split(b"\n") if chunk is not None else (rest, b"")
+            texts = [part.decode("utf-8", errors="replace").lstrip("\ufeff").strip(" \r") for part in lines]
+            told = [(at + k, text) for k, text in enumerate(texts, 1) if text]
+            at += len(lines)
+            for k, (line, text) in enumerate(told, 1):
+                yield line, text, k < len(told)
             if len(rest) > LONGEST:
                 raise LineError(f"{self.source}: no end of a line in {LONGEST:,} bytes; this is no text of observations")
-        if rest:
-            yield rest, False
 
     def opened(self, text: str) -> bool:
-        """Look at the first line with text: JSON or CSV, and where the columns are. Returns whether it is a header."""
+        """Look at the first line: JSON or CSV, and where the columns are. Returns whether it is a header."""
         self.json = text[0] in "[{" or text == "null"
         needed = self.needed
         self.delimiter = max(",;\t", key=text.count)
@@ -147,6 +151,10 @@ class Lines:
         if self.json or all(number(cell) is not None for cell in cells):
             self.places = list(range(len(needed)))
             return False
+        if "\ufffd" in text or "\0" in text:
+            raise LineError(": this is no text in UTF-8")
+        if twice := [name for name in needed if cells.count(name) > 1]:
+            raise LineError(f": two columns are called {twice[0]!r}")
         if gone := [name for name in needed if name not in cells]:
             told = f"{', '.join(needed)} are needed, in a header or as numbers in this order"
             raise LineError(f": there is no column {gone[0]!r} in {text[:80]!r}; {told}")
@@ -156,29 +164,29 @@ class Lines:
 
     def row(self, text: str) -> Row:
         """One line as a row."""
-        time = sequence = None
-        if not text:
-            values = self.unseen()
-        elif self.json:
-            values, time, sequence = self.from_json(text)
-        else:
-            cells = self.split(text)
-            if len(cells) != self.width:
-                raise LineError(f": it has {len(cells)} columns in place of {self.width}")
-            assert self.places is not None
-            values = [self.number(cells[place], place) for place in self.places]
-            time, sequence = (cells[at] if (at := self.optional.get(key)) is not None else None for key in self.names[1:3])
-        return self.made(values, time, sequence if text else self.sequence)
+        if self.json:
+            return self.from_json(text)
+        cells = self.split(text)
+        if len(cells) != self.width:
+            raise LineError(f": it has {len(cells)} columns in place of {self.width}")
+        assert self.places is not None
+        values = [self.number(cells[place], place) for place in self.places]
+        time, sequence = (cells[at] if (at := self.optional.get(key)) is not None else None for key in self.names[1:3])
+        if sequence == "":
+            raise LineError(f", column {self.names.sequence!r}: it does not say which recording this is")
+        return self.made(values, time, sequence)
 
-    def from_json(self, text: str) -> tuple[list[float], str | None, str | None]:
-        """Values, time and recording of a JSON line."""
+    def from_json(self, text: str) -> Row:
+        """A JSON line as a row."""
         try:
             found = json.loads(text)
         except json.JSONDecodeError as error:
             raise LineError(f", column {error.colno}: this is no JSON: {error.msg}") from None
+        except (ValueError, RecursionError):  # a number of thousands of digits, or brackets in brackets
+            raise LineError(": this is no JSON of numbers") from None
         needed = self.needed
         if found is None:
-            found = self.unseen()
+            return self.unknown()
         if isinstance(found, dict):
             if gone := [name for name in needed if name not in found]:
                 raise LineError(f": the object has no {gone[0]!r}; {', '.join(needed)} are needed")
@@ -189,14 +197,16 @@ class Lines:
         if not isinstance(found, list) or len(found) != len(needed):
             held = f"{len(found)} entries" if isinstance(found, list) else f"a {type(found).__name__}"
             raise LineError(f": it holds {held} in place of {len(needed)} numbers ({', '.join(needed)})")
-        return [self.number(value, k) for k, value in enumerate(found)], time, sequence
+        return self.made([self.number(value, k) for k, value in enumerate(found)], time, sequence)
 
-    def unseen(self) -> list[float]:
-        """Nothing was observed: the controls of the step before go on, and so does time, by a usual step."""
+    def unknown(self) -> Row:
+        """A step of which nothing is known: the controls of the step before go on, and so does time, by a usual step."""
         if self.controls is None:
             raise LineError(f": the first line must hold {', '.join(self.needed[self.q :])}")
         after = [self.clock + self.names.step] if self.names.elapsed and self.clock is not None and self.names.step else []
-        return [math.nan] * self.q + self.controls + after
+        row = self.made([math.nan] * self.q + self.controls + after, None, self.sequence)
+        self.assumed = True
+        return row
 
     def number(self, cell: object, place: int) -> float:
         """A cell, or an entry of a JSON line, as a number; NaN if it is missing."""
@@ -208,7 +218,7 @@ class Lines:
         if isinstance(cell, str):
             value = seconds(cell) if self.names.elapsed and column == self.names.time else number(cell)
         elif isinstance(cell, int | float) and not isinstance(cell, bool):
-            value = float(cell)
+            value = math.inf if abs(cell) > 1e300 else float(cell)  # whole numbers may be larger than any float
         if value is None:
             raise LineError(f", column {column!r} ({place + 1}): {str(cell)[:40]!r} is not a number")
         return value
@@ -223,12 +233,13 @@ class Lines:
         now = values[-1] if self.names.elapsed else seconds(time or "") if self.names.step else None
         gap = False
         if now is not None and self.names.step is not None and math.isfinite(now):
-            if before is not None and now <= before:
-                raise LineError(f", column {self.names.time!r}: time {now:g} does not come after {before:g}")
+            early = before is not None and now <= before
+            if early and not self.assumed:
+                raise LineError(f", column {self.names.time!r}: time {now:.15g} does not come after {before:.15g}")
             gap = before is not None and now - before > GAP * self.names.step
             if self.names.elapsed:
-                control = [*control, self.names.step if before is None or gap else now - before]
-            self.clock, time = now, time or f"{now:.9g}"
+                control = [*control, self.names.step if before is None or gap or early else now - before]
+            self.clock, self.assumed, time = now, False, time or f"{now:.15g}"
         self.sequence = sequence
         steer = torch.tensor([control], dtype=self.dtype, device=self.device) if control else None
         return Row(self.observed(values[:q]), steer, time, sequence, self.clock, gap)
@@ -247,5 +258,8 @@ class Lines:
 
     def split(self, text: str) -> list[str]:
         """The cells of a CSV line."""
-        cells = next(csv.reader([text], delimiter=self.delimiter)) if '"' in text else text.split(self.delimiter)
+        try:
+            cells = next(csv.reader([text], delimiter=self.delimiter)) if '"' in text else text.split(self.delimiter)
+        except csv.Error as error:
+            raise LineError(f": this is no CSV: {error}") from None
         return [cell.strip() for cell in cells]

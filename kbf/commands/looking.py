@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kbf.charts import curves
+from kbf.commands.common import console, recalibrated, reliability_metrics, reliability_of
 from kbf.data.source import Data
 from kbf.evaluation import floor_ahead, score_ahead, score_smoothed, smoothing_floor
+from kbf.held_out import learn_smoothed
 from kbf.plots import save, track_figure
 from kbf.training import Trained
 
@@ -38,12 +40,18 @@ def look(config: dict[str, Any], loaded: Trained, data: Data, title: str) -> Loo
 
 def settings(config: dict[str, Any], loaded: Trained) -> dict[str, Any]:
     """Those of every score."""
-    return {"seed": config["seed"], "dtype": loaded.module.model_dtype, "device": config["device"]}
+    return {"seed": config["seed"], "dtype": loaded.module.input_dtype, "device": config["device"]}
 
 
 def back(config: dict[str, Any], loaded: Trained, data: Data, title: str, looked: Looked) -> None:
-    """Smooth the test part. Covariances are the smoother's own: the filter's calibration says nothing of them."""
-    result = score_smoothed(loaded.filter, data.test, lag=config["lag"], **settings(config, loaded))
+    """Smooth the test part. Covariances are recalibrated if the filter's are, by what the smoother says of the training's folds."""
+    result, calibration = score_smoothed(loaded.filter, data.test, lag=config["lag"], **settings(config, loaded)), None
+    if result.covariances is not None and loaded.calibration is not None:
+        with console.status("learning from held-out parts of the training data how sure the smoother may be"):
+            calibration = learn_smoothed(loaded, lag=config["lag"], seed=config["seed"])
+    reliable = reliability_metrics(reliability_of(result, data.test, calibration))
+    looked.metrics.update({f"{name}_smoothed": value for name, value in reliable.items() if name.startswith("test.coverage_")})
+    result = recalibrated(result, calibration)
     least = smoothing_floor(data, lag=config["lag"], particles=config["particles"], seed=config["seed"])
     error = result.mse.mean().item()
     looked.metrics["test.mse_smoothed"] = error
@@ -54,7 +62,9 @@ def back(config: dict[str, Any], loaded: Trained, data: Data, title: str, looked
             looked.arrays[f"smoothed_covariances_{k}"] = result.covariances[k]
     known = "all observations" if config["lag"] is None else f"{config['lag']} later observations"
     spread = None if result.covariances is None else result.covariances[0]
-    figure = track_figure(data.test[0], result.estimates[0], spread, title=f"{title}: error with {known} {error:.4f}")
+    radius2 = None if calibration is None else calibration.radius2(0.95)
+    told = f"{title}: error with {known} {error:.4f}"
+    figure = track_figure(data.test[0], result.estimates[0], spread, title=told, radius2=radius2)
     save(figure, Path(config["run_dir"]) / "smoothed.png")
     looked.names.append("smoothed.png")
 

@@ -75,7 +75,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         trained = calibrated(trained, data, directory / "checkpoints", config["seed"])
     result, metrics = finish(config, data, trained, least, began)
     title = f"{metrics['model']} on {metrics['data']}, {metrics['n_train']} training steps"
-    names = write_pictures(config, data, result, title)
+    names = [] if result is None else write_pictures(config, data, result, title)
     write_json(directory / "metrics.json", metrics)
     flat = {name: value if isinstance(value, str | int | float | bool) else str(value) for name, value in flatten(config)}
     for logger in loggers:
@@ -86,15 +86,19 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
             logger.log_hyperparams(flat)
             logger.log_metrics(numbers)
         logger.save()
-    spread = None if result.covariances is None else result.covariances[0]
-    shown = (data.test[0], result.estimates[0], trained.epochs)
-    log_track(loggers, "track/test", *shown, covariances=spread)
-    if data.test[0].obs.ndim == 4:
-        log_frames(loggers, "frames/test", *shown, covariances=spread, extent=data.extent)
+    if result is not None:
+        spread = None if result.covariances is None else result.covariances[0]
+        shown = (data.test[0], result.estimates[0], trained.epochs)
+        log_track(loggers, "track/test", *shown, covariances=spread)
+        if data.test[0].obs.ndim == 4:
+            log_frames(loggers, "frames/test", *shown, covariances=spread, extent=data.extent)
     for logger in loggers:
         logger.finalize("success")
     show(title, metrics, ["test.mse", "test.floor", "test.excess", "test.coverage_95", "validation.mse", "epochs", "seconds"])
-    console.print(f"in [bold]{directory}[/]: metrics.json, {', '.join(names)}, checkpoints/best.ckpt", highlight=False)
+    if result is None:
+        console.print("[yellow]all steps were learned from[/]: there is no test part, and no score", highlight=False)
+    written = ", ".join(["metrics.json", *names, "checkpoints/best.ckpt"])
+    console.print(f"in [bold]{directory}[/]: {written}", highlight=False)
     return metrics
 
 
@@ -102,20 +106,28 @@ def calibrated(trained: Trained, data: Data, directory: Path, seed: int) -> Trai
     """The model with its calibration and its monitor, in its checkpoints too; without, and told why, where data is too short."""
     with console.status("learning from held-out parts of the training data how sure the filter may be"):
         try:
-            return learn_and_keep(trained, directory, data.validation, seed=seed)
+            found = learn_and_keep(trained, directory, data.validation, seed=seed)
         except ValueError as error:
             console.print(f"[yellow]no calibration and no alarms[/]: {escape(str(error))}", highlight=False)
             return trained
+    if found.monitor is None:
+        console.print("[yellow]no alarms[/]: at nearly no training step all sensors have spoken", highlight=False)
+    return found
 
 
-def finish(config: dict[str, Any], data: Data, trained: Trained, least: Score | None, began: float) -> tuple[Score, dict[str, Any]]:
-    """Score a trained model on the test part: the scores, and its metrics as flat keys."""
+def finish(
+    config: dict[str, Any], data: Data, trained: Trained, least: Score | None, began: float
+) -> tuple[Score | None, dict[str, Any]]:
+    """Score a trained model on the test part, if there is one: the scores, and its metrics as flat keys."""
     fitted = time.perf_counter()
-    module = trained.module
-    result = score(trained.filter, data.test, seed=config["seed"], dtype=module.model_dtype, device=module.device, covariances=True)
-    metrics = about(config, data) | score_metrics(result, least)
-    metrics |= reliability_metrics(reliability_of(result, data.test, trained.calibration))
-    result = recalibrated(result, trained.calibration)
+    module, result = trained.module, None
+    metrics = about(config, data)
+    if data.test:
+        found = score(
+            trained.filter, data.test, seed=config["seed"], dtype=module.input_dtype, device=module.device, covariances=True
+        )
+        metrics |= score_metrics(found, least) | reliability_metrics(reliability_of(found, data.test, trained.calibration))
+        result = recalibrated(found, trained.calibration)
     validated = trained.validation_mse
     metrics |= {"validation.mse": validated, "epochs": trained.epochs}
     began -= module.borrowed_seconds  # the time that the encoders took when they were fitted for another model

@@ -30,11 +30,12 @@ def density_backward(
 ) -> Float[Tensor, "b n"]:
     """The likelihood b at z_t of all that came later, on the points of a memory; P_ij is q(z_i | z_j) up to factors in i and in j.
 
-        b_j = sum_i P_ij h_i / sum_i P_ij,  h_i = max(0, w^{s+}_i / (P w)_i)
+        b_j = max(0, sum_i P_ij h_i / sum_i P_ij),  h_i = w^{s+}_i / (P w)_i
 
     h is the same at z_{t+1}: what is smoothed there over what was predicted, and b its mean over the moves from z_j. Factors in i
-    cancel in P_ij h_i, those in j in the quotient. Where the filter's signed weights predict nothing, (P w)_i <= 0, h is not known,
-    and i is left out of both sums. If nothing came later, w^{s+} = P w, then b = 1.
+    cancel in P_ij h_i, those in j in the quotient. h has a sign, like the rule's weights: its ripples cancel in the mean, and to
+    cut them would leave a wide pedestal of what lies between. Only b is cut at 0. Where the filter predicts nothing,
+    (P w)_i <= 0, h is not known, and i is left out of both sums. If nothing came later, w^{s+} = P w, then b = 1.
 
     Args:
         move: w -> P w; what pulls back through it is its transpose.
@@ -43,9 +44,9 @@ def density_backward(
     """
     predicted, transpose = torch.func.vjp(move, w)[:2]
     known = predicted > torch.finfo(w.dtype).eps * predicted.amax(-1, keepdim=True)  # the rest is rounding
-    h = torch.where(known, following / torch.where(known, predicted, 1), 0).clamp_min(0)
+    h = torch.where(known, following / torch.where(known, predicted, 1), 0)
     mass = transpose(known.to(w))[0]
-    return transpose(h)[0] / torch.where(mass > 0, mass, 1)
+    return (transpose(h)[0] / torch.where(mass > 0, mass, 1)).clamp_min(0)
 
 
 class RuleBackward(nn.Module):

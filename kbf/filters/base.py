@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor
 
+from kbf.files import replacing
 from kbf.sequence import Sequence, check_finite
 
 CONTROLLED = "kbf, kbf_tuned, kbf_paper, particle_learned, kalman and lstm"
@@ -32,6 +32,10 @@ S = TypeVar("S", bound="tuple[Any, ...]")  # a NamedTuple; beartype refuses Name
 Backward = Callable[..., Any]
 """One step back in time, (`Now` at t, smoothed state at t + 1, *, control=None, generator=None) -> smoothed state at t. The
 control ``b k`` is that of the move from t to t + 1."""
+
+
+Before = Callable[[Any, Tensor, Tensor | None], None]
+"""What looks at a step before the update: (predicted state, x_t, mask ``b`` or None)."""
 
 
 class Now(NamedTuple):
@@ -100,6 +104,7 @@ def rollout(
     generator: Generator | None = None,
     progress: Callable[[int], None] | None = None,
     states: list[Any] | None = None,
+    before: Before | None = None,
 ) -> Rollout:
     """Run a filter over sequences of observations: move, observe, estimate, T times.
 
@@ -114,6 +119,7 @@ def rollout(
         generator: randomness of the filters that need any.
         progress: called with t after each step.
         states: a list that takes in the state after each step.
+        before: called before each update.
 
     Raises:
         ValueError: a wrong shape, NaN or infinite values among the observations that are not masked, or controls for a filter that
@@ -141,7 +147,7 @@ def rollout(
     diagnostics: list[dict[str, Tensor]] = []
     for t in range(steps):
         now, control = (None if each is None else each[:, t] for each in (mask, controls))
-        state = step(filter, state, obs[:, t], mask=now, control=control, generator=generator)
+        state = step(filter, state, obs[:, t], mask=now, control=control, generator=generator, before=before)
         estimates.append(filter.estimate(state))
         if states is not None:
             states.append(state)
@@ -161,14 +167,17 @@ def step(
     mask: Bool[Tensor, " b"] | None = None,
     control: Float[Tensor, "b k"] | None = None,
     generator: Generator | None = None,
+    before: Before | None = None,
 ) -> Any:
     """One step of a running filter: predict (``control``: ``b k``), then update with ``obs`` (``b *x``) where ``mask`` is True.
 
     Nothing is checked here, for speed: mask a NaN observation and put a number in its place, or the state becomes NaN.
     """
-    if mask is None and control is None and hasattr(filter, "step"):
+    if before is None and mask is None and control is None and hasattr(filter, "step"):
         return cast(Any, filter).step(state, obs)
     predicted = move(filter, state, control=control, generator=generator)
+    if before is not None:
+        before(predicted, obs, mask)
     updated = filter.update(predicted, obs)
     return updated if mask is None else where(mask, updated, predicted)
 
@@ -222,10 +231,8 @@ def check_vectors(sequences: list[Sequence], name: str) -> None:
 
 def save_state(state: Any, path: str | os.PathLike[str], **others: Tensor) -> None:
     """Write the state of a running filter, and ``others`` beside it; a kill in the middle leaves the old file or none."""
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    torch.save({**state._asdict(), **others}, temporary)
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        torch.save({**state._asdict(), **others}, temporary)
 
 
 def read_leaves(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:

@@ -8,12 +8,18 @@ from torch import Tensor
 
 STEPS, LEAST = 50, 1e-6
 """Newton steps at most, and the least part of one; a memory that is fine enough needs two or three."""
+REACH = 1000.0
+"""Length of a step at most: where all weight is at one point, the curvature says nothing."""
 ENOUGH = 1e-5
 """Error of a mean, in standard deviations of the points, that is let be."""
 
 
 def match_means(
-    log_weight: Float[Tensor, "m n"], points: Float[Tensor, "n d"], means: Float[Tensor, "m d"], reg: float = 1e-6
+    log_weight: Float[Tensor, "m n"],
+    points: Float[Tensor, "n d"],
+    means: Float[Tensor, "m d"],
+    reg: float = 1e-6,
+    steps: int = STEPS,
 ) -> Float[Tensor, "m n"]:
     """Rows p_j of weights with sum 1 and sum_i p_ji z_i = means_j, of all such the least relative entropy to those given.
 
@@ -25,7 +31,7 @@ def match_means(
     finite where a mean lies outside of the points, and leaves a gap of reg l there. O(m n d^2) a step, for the rows that need it.
 
     Args:
-        log_weight: b ``m n``, up to a constant in each row. points: z ``n d``. means: ``m d``. reg: of the dual.
+        log_weight: b ``m n``, up to a constant in each row. points: z ``n d``. means: ``m d``. reg: of the dual. steps: at most.
 
     References: Farmer and Toda (2017), Discretizing nonlinear, non-Gaussian Markov processes with exact conditional moments.
     """
@@ -38,13 +44,14 @@ def match_means(
         return (b + tilt @ z.mT).logsumexp(-1) - (tilt * goal).sum(-1) + reg / 2 * tilt.square().sum(-1)
 
     tilt, todo = torch.zeros_like(target), torch.arange(len(target), device=z.device)
-    for _ in range(STEPS):
+    for _ in range(steps):
         b, old, goal = log_weight[todo], tilt[todo], target[todo]
         p = (b + old @ z.mT).softmax(-1)
         mean = p @ z
         slope = mean - goal + reg * old
         curvature = (p @ squares).unflatten(-1, (d, d)) - mean[:, :, None] * mean[:, None, :] + reg * eye
-        step, before, size = torch.linalg.solve(curvature, slope), dual(b, old, goal), torch.ones_like(goal[:, :1])
+        step, before = torch.linalg.solve(curvature, slope), dual(b, old, goal)
+        size = (REACH / step.norm(dim=-1, keepdim=True)).clamp_max(1)
         rising = torch.arange(len(todo), device=z.device)
         while len(rising) and float(size.min()) > LEAST:
             after = dual(b[rising], old[rising] - size[rising] * step[rising], goal[rising])

@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 
 from kbf.distributed import Total, alone, gather
 from kbf.features import nystrom_whitening, pivots
 from kbf.filters.learned import Join, LearnedModel, RidgeMap
+from kbf.filters.moments import match_means
 from kbf.filters.operators import BLOCK, SAMPLE, ControlledTransition, count
 from kbf.kernels import KERNELS, evenly, product
 from kbf.linalg import psd_solve
@@ -26,6 +27,8 @@ BEFORE = 4000
 """Moves of that run over which the density of the memory's states is a mean."""
 PART = 500
 """States of the memory whose density is computed at a time."""
+EXACT, ROUGH, LITTLE = 64, 12, 1e-3
+"""Columns of P(u) whose means are made exact, Newton steps for that, and the share of all weight that others are made from."""
 
 
 def control_spread(controls: Float[Tensor, "m k"]) -> Float[Tensor, " k"]:
@@ -75,10 +78,11 @@ def controlled_transition(
 
 
 class ControlledDensity(nn.Module):
-    """P(u) from a learned density: row i, column j is s_i q(z_i | z_j, u) / sum_k s_k q(z_k | z_j, u), s_i = m_i / p(z_i).
+    """P(u) from a learned density: row i, column j is s_i q(z_i | z_j, u) / sum_k s_k q(z_k | z_j, u), s_i = m_i / p(z_i), tilted.
 
     m is the mass of the memory's states, p the density of the distribution that they stand for, the mean of q(. | z, u) over the
-    moves that led to it: so s_i is the volume around z_i, and a column the distribution of z' over the memory. O(n^2) a step.
+    moves that led to it: so s_i is the volume around z_i, and a column the distribution of z' over the memory, made anew in each
+    step. As on a memory without controls, a tilt makes its mean exact (`kbf.filters.moments`).
     """
 
     states: Tensor
@@ -121,13 +125,24 @@ class ControlledDensity(nn.Module):
         return RidgeMap(kernel=kernel, **own)
 
     def forward(self, w: Float[Tensor, "b n"], control: Float[Tensor, "b k"]) -> Float[Tensor, "b n"]:
-        """P(u) w."""
-        q, join, moved = self.map(), Join(self.shift, self.get_buffer("scale")), []
+        """P(u) w: means are exact for the `EXACT` columns of largest weight, as in `kbf.filters.operators.density_transition`."""
+        moved = []
         for weights, u in zip(w, control, strict=True):
-            prediction = (part.to(self.dtype) for part in q.predict(join(self.states, u)))
-            density = q.log_density_table(self.states.to(self.dtype), *prediction)
-            moved.append((density + self.log_volume[:, None].to(density)).softmax(0) @ weights.to(density))
+            order = weights.abs().argsort(descending=True)
+            first, rest = order[:EXACT], order[EXACT:]
+            log_weight, means = self.columns(first, u, self.states.dtype)
+            moved.append(weights[first].to(means) @ match_means(log_weight.mT, self.states, means, steps=ROUGH))
+            if weights[rest].abs().sum() > LITTLE * weights.abs().sum():  # as at the start, when the state may be anywhere
+                others, _ = self.columns(rest, u, self.dtype)
+                moved[-1] = moved[-1] + (others.softmax(0) @ weights[rest].to(others)).to(means)
         return torch.stack(moved).to(w)
+
+    def columns(self, which: Int[Tensor, " m"], u: Float[Tensor, " k"], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Logarithms ``n m`` of some columns of P(u), up to a constant in each, and the means ``m d`` that they should have."""
+        q, join = self.map(), Join(self.shift, self.get_buffer("scale"))
+        mean, scale = (part.to(dtype) for part in q.predict(join(self.states[which], u)))
+        density = q.log_density_table(self.states.to(dtype), mean, scale)
+        return density + self.log_volume[:, None].to(dtype), q.expected(mean, scale)
 
 
 def controlled_run(

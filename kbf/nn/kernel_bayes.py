@@ -347,7 +347,7 @@ class EnlargedKBF(nn.Module):
        the importance-weighted rule in its primal form.
 
     Where the recordings have controls, the map is (z, u) -> z', the run is under recorded controls, and the transition is made anew
-    in each step for its control (`kbf.nn.controlled.ControlledDensity`): O(points^2), some ten times the time of a step without.
+    in each step for its control (`kbf.nn.controlled.ControlledDensity`): many times the time of a step without.
 
     Nothing needs tuning: with so many points the rule's bandwidth and ridge hardly matter.
     """

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy
 import torch
@@ -43,13 +44,14 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
     with opened(path) as (names, get):
         if not names:
             raise ValueError(f"{path} holds no arrays")
-        found = {role: keys_of(names, role, getattr(layout, role), path) for role in CALLED}
+        found = {role: keys_of(names, role, said_of(layout, role, names, states), path) for role in CALLED}
         for role in ("states", "observations") if states else ("observations",):
             if not found[role]:
                 raise ValueError(f"{path}: there are no {role}: data.{role}=NAME names one of {', '.join(names)}")
         wanted = list(found["states"] if states else found["observations"])
         if missing := [name for name in wanted if name not in found["observations"]]:
             raise ValueError(f"{path}: the sequence {missing[0] or 'of states'} has no observations; it has {', '.join(names)}")
+        check_all_there(path, found, states)
         recordings = []
         for name in wanted:
             loaded = {
@@ -58,8 +60,9 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
                 if name in keys and role != "sequence" and (states or role != "states")
             }
             lengths = numbers(get("lengths"), path, "lengths") if "lengths" in names else None
-            ids = numpy.asarray(get(found["sequence"][name])).astype(str).tolist() if name in found["sequence"] else None
+            ids = numpy.asarray(get(found["sequence"][name])) if name in found["sequence"] else None
             recordings += recordings_of(path, layout, name or path.stem, loaded, lengths, ids)
+    check_widths(path, recordings)
     first = recordings[0]
     return Contents(
         recordings,
@@ -67,6 +70,33 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
         column_names(layout.observations, first.obs, "x", path) if first.obs.ndim == 2 else [],
         column_names(layout.controls, first.controls, "u", path),
     )
+
+
+def said_of(layout: Layout, role: str, names: list[str], states: bool) -> list[str] | str | None:
+    """What the layout calls a role. A file to filter may be of another kind than the training's: columns are no arrays of it."""
+    said = getattr(layout, role)
+    return None if not states and isinstance(said, str) and said not in names else said
+
+
+def check_all_there(path: Path, found: dict[str, dict[str, str]], states: bool) -> None:
+    """Raise a ValueError if some sequences of a file have states, controls or times, and others do not."""
+    roles = ("states", "controls", "time") if states else ("controls", "time")
+    for role, name in [(role, name) for role in roles if found[role] for name in found["observations"] if name not in found[role]]:
+        told = f"{found['observations'][name]} has no {role} beside it, others have"
+        raise ValueError(f"{path}: {told}: add them (NaN for states not known), or name one array: data.observations=NAME")
+
+
+def check_widths(path: Path, recordings: list[Recording]) -> None:
+    """Raise a ValueError unless all recordings of a file have columns alike, and at least one, and images of one size."""
+    for role in ("obs", "states", "controls"):
+        shapes = [None if (leaf := getattr(r, role)) is None else tuple(leaf.shape[1:]) for r in recordings]
+        word = "observations" if role == "obs" else role
+        for shape, recording in zip(shapes, recordings, strict=True):
+            if shape is not None and 0 in shape:
+                raise ValueError(f"{path}, sequence {recording.name}: its {word} have no columns")
+            if shape != shapes[0]:
+                told = f"the {word} of sequence {recording.name} are {shape}, those of {recordings[0].name} {shapes[0]}"
+                raise ValueError(f"{path}: {told}: all sequences must be alike")
 
 
 def keys_of(names: list[str], role: str, said: list[str] | str | None, path: Path) -> dict[str, str]:
@@ -87,12 +117,16 @@ def keys_of(names: list[str], role: str, said: list[str] | str | None, path: Pat
 
 
 def numbers(array: Any, path: Path, name: str) -> Tensor:
-    """An array as a tensor: uint8 and bool as they are, all else float64.
+    """An array as a tensor: uint8 and bool as they are, dates in seconds since 1970, all else float64.
 
     Raises:
-        ValueError: no numbers, or infinite ones.
+        ValueError: no numbers, or infinite ones, or one alone.
     """
     array = numpy.asarray(array)
+    if array.dtype.kind == "M":  # dates and times
+        array = numpy.where(numpy.isnat(array), numpy.nan, array.astype("datetime64[us]").astype("int64") / 1e6)
+    if not array.ndim:
+        raise ValueError(f"{path}, array {name}: it is a single value, not one for each step")
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{path}, array {name}: it holds {array.dtype}, not numbers")
     if array.dtype in (numpy.uint8, numpy.bool_):
@@ -104,7 +138,7 @@ def numbers(array: Any, path: Path, name: str) -> Tensor:
 
 
 def recordings_of(
-    path: Path, layout: Layout, name: str, loaded: dict[str, Tensor], lengths: Tensor | None, ids: list[str] | None
+    path: Path, layout: Layout, name: str, loaded: dict[str, Tensor], lengths: Tensor | None, ids: numpy.ndarray | None
 ) -> list[Recording]:
     """One recording, or those that one array holds.
 
@@ -118,27 +152,28 @@ def recordings_of(
         alone = False
     if not alone:
         count = len(obs)
-        ends = [obs.shape[1]] * count if lengths is None else [int(v) for v in lengths]
+        ends = [obs.shape[1]] * count if lengths is None else lengths.flatten().nan_to_num().int().tolist()
         for role, leaf in loaded.items():
             if leaf.ndim < 2 or leaf.shape[:2] != obs.shape[:2]:
                 raise ValueError(
                     f"{path}: {role} {tuple(leaf.shape)} and observations {tuple(obs.shape)} are not (B, T, ...) alike"
                 )
-        if len(ends) != count or not all(0 < end <= obs.shape[1] for end in ends):
-            raise ValueError(f"{path}: lengths must be {count} numbers from 1 to {obs.shape[1]}")
+        whole = lengths is None or (lengths.ndim == 1 and bool((lengths == lengths.round()).all()))
+        if not whole or len(ends) != count or not all(0 < end <= obs.shape[1] for end in ends):
+            raise ValueError(f"{path}: lengths must be {count} whole numbers from 1 to {obs.shape[1]}")
         each = [{role: leaf[k, : ends[k]] for role, leaf in loaded.items()} for k in range(count)]
         return [one(path, layout, f"{name}_{k}", leaves) for k, leaves in enumerate(each)]
     recording = one(path, layout, name, loaded)
     if ids is None:
         return [recording]
-    if len(ids) != len(recording.obs):
-        raise ValueError(f"{path}: {len(recording.obs)} observations, but sequence of length {len(ids)}")
-    return by_sequence(recording, ids)
+    if ids.size != len(recording.obs) or len(ids) != ids.size:
+        raise ValueError(f"{path}: {len(recording.obs)} observations, but sequence of shape {ids.shape}")
+    return by_sequence(recording, ids.astype(str).flatten().tolist())
 
 
 def one(path: Path, layout: Layout, name: str, loaded: dict[str, Tensor]) -> Recording:
     """A recording of arrays ``T ...``."""
-    obs, states, mask = loaded["observations"], loaded.get("states"), loaded.get("mask")
+    obs, states, mask = loaded["observations"], loaded.get("states"), None
     for role, leaf in loaded.items():
         if len(leaf) != len(obs):
             raise ValueError(f"{path}: sequence {name} has {len(obs)} observations, but {role} of length {len(leaf)}")
@@ -148,17 +183,22 @@ def one(path: Path, layout: Layout, name: str, loaded: dict[str, Tensor]) -> Rec
     for role in ("states", "controls"):
         if role in loaded and loaded[role].ndim > 2:
             raise ValueError(f"{path}: {role} must be (T, number), got {tuple(loaded[role].shape)}")
+    for role in ("time", "mask"):
+        if role in loaded and loaded[role].numel() != len(obs):
+            raise ValueError(f"{path}: {role} must be (T,), got {tuple(loaded[role].shape)}")
+    if "mask" in loaded:
+        mask = loaded["mask"].bool().flatten()
     if obs.ndim > 2:
         if obs.is_floating_point() and not bool((seen := obs.isfinite().flatten(1).all(1)).all()):
-            mask = seen if mask is None else seen & mask.bool()
+            mask = seen if mask is None else seen & mask
         obs = as_images(obs, layout.size, f"{path}, sequence {name}")
     wide = {role: columns(loaded[role]) for role in ("states", "controls") if role in loaded}
-    times = loaded["time"].double() if "time" in loaded else None
+    times = loaded["time"].double().flatten() if "time" in loaded else None
     return Recording(
         name,
         obs if obs.ndim == 4 else obs.double(),
         None if states is None else wide["states"],
-        None if mask is None else mask.bool(),
+        mask,
         times,
         wide.get("controls"),
         str(path),
@@ -191,33 +231,45 @@ def opened(path: Path) -> Iterator[tuple[list[str], Get]]:
     try:
         if suffix == ".npz":
             with numpy.load(path, allow_pickle=False) as file:
-                yield list(file.files), lambda name: file[name]
+                yield list(file.files), guarded(path, file.__getitem__)
         elif suffix in (".h5", ".hdf5"):
             h5py = need("h5py", path)
             with h5py.File(path, "r") as file:
                 names: list[str] = []
                 file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-                yield names, lambda name: file[name][()]
+                yield names, guarded(path, lambda name: file[name][()])
         elif suffix == ".zarr":
             group = opened_zarr(path)
-            yield list(group), lambda name: group[name][...]
+            yield list(group), guarded(path, lambda name: group[name][...])
+        elif suffix == ".npy":  # one array
+            yield ["observations"], guarded(path, lambda _: numpy.load(path, allow_pickle=False))
         else:
             stems = {file.stem: file for file in (path.glob("*.npy") if path.is_dir() else path.parent.glob(f"{path.name}*.npy"))}
             files = {stem if path.is_dir() else stem.removeprefix(path.name).lstrip("_-."): file for stem, file in stems.items()}
-            yield list(files), lambda name: numpy.load(files[name], allow_pickle=False)
+            yield list(files), guarded(path, lambda name: numpy.load(files[name], allow_pickle=False))
     except ValueError as error:
-        if "pickle" not in str(error) or str(path) in str(error):
+        if str(path) in str(error):
             raise
-        raise ValueError(f"{path} holds Python objects, which are not read: save plain arrays of numbers") from error
-    except (OSError, EOFError, KeyError, zipfile_error()) as error:
+        raise ValueError(f"{path} is damaged, or no {suffix or 'npy'} file: {error}") from error
+    except (OSError, EOFError, KeyError, RuntimeError, BadZipFile) as error:  # RuntimeError: of h5py
         raise ValueError(f"{path} is damaged, or no {suffix or 'npy'} file: {error}") from error
 
 
-def zipfile_error() -> type[Exception]:
-    """What a damaged npz raises."""
-    from zipfile import BadZipFile
+def guarded(path: Path, get: Get) -> Get:
+    """The same, with one kind of error, which names the array."""
 
-    return BadZipFile
+    def careful(name: str) -> Any:
+        try:
+            return get(name)
+        except Exception as error:  # each library has kinds of its own
+            if "Object arrays" in str(error):
+                raise ValueError(
+                    f"{path}, array {name} holds Python objects, which are not read: save plain arrays of numbers"
+                ) from error
+            reason = "it does not begin as an array" if "pickle" in str(error) else str(error) or type(error).__name__
+            raise ValueError(f"{path}, array {name}: damaged: {reason}") from error
+
+    return careful
 
 
 def opened_zarr(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def split(names: list[str], lengths: list[int], how: str, validation: Share, tes
     """The spans of ``train``, ``validation`` and ``test``.
 
     By time, the last share of *each* sequence is the test, and the validation part lies before it. By sequence, the last so many
-    sequences are the test and those before them the validation part, or those that are named.
+    sequences are the test and those before them the validation part, or those that are named. A test part of 0 is none.
 
     Raises:
         ValueError: shares that are none or leave nothing to learn from, or names that are not there or stand in both parts.
@@ -29,8 +29,8 @@ def split(names: list[str], lengths: list[int], how: str, validation: Share, tes
     if how == "sequence" or isinstance(test, list) or isinstance(validation, list):
         return by_sequence(names, whole, validation, test)
     v, t = share_of("validation", validation), share_of("test", test)
-    if t == 0 or v + t >= 1:
-        raise ValueError(f"data.test must be a share above 0 and leave something to learn from: got {t:g}, and validation {v:g}")
+    if v + t >= 1:
+        raise ValueError(f"data.test and data.validation must leave something to learn from: got {t:g} and {v:g}")
     parts: dict[str, list[Span]] = {"train": [], "validation": [], "test": []}
     for k, length in enumerate(lengths):
         first_test = length - round(t * length)
@@ -59,7 +59,7 @@ def by_sequence(names: list[str], whole: list[Span], validation: Share, test: Sh
         share = share_of(part, value)
         count = max(1, round(share * len(names))) if share > 0 else 0
         chosen[part], free = free[len(free) - count :], free[: max(0, len(free) - count)]
-    if not chosen["test"] or not free:
+    if not free or (test != 0 and not chosen["test"]):
         held = f"{len(chosen['validation'])} to validate, {len(chosen['test'])} to test"
         told = f"{len(names)} sequences: {len(free)} to learn from, {held}"
         raise ValueError(f"data.split=sequence leaves a part empty ({told}); data.split=time cuts each sequence instead")

@@ -89,8 +89,8 @@ def read(path: str | os.PathLike[str], layout: Layout, *, states: bool = True) -
     """Read a file or folder of any known kind.
 
     Args:
-        path: ``.csv``, ``.tsv``, ``.parquet``, ``.npz``, ``.h5``/``.hdf5``, ``.zarr``, a video, a folder of images, or a folder or
-            prefix of ``.npy`` files.
+        path: ``.csv``, ``.tsv``, ``.parquet``, ``.npz``, ``.h5``/``.hdf5``, ``.zarr``, a video, a folder of images, a folder or
+            prefix of ``.npy`` files, or without states one ``.npy`` of observations.
         layout: where things stand in it.
         states: whether they are needed.
 
@@ -107,6 +107,11 @@ def read(path: str | os.PathLike[str], layout: Layout, *, states: bool = True) -
         **dict.fromkeys(images.VIDEOS, images.read),
     }
     if suffix not in readers:
+        if suffix == ".npy" and path.is_file():
+            if states:
+                told = f"the folder {path.parent}, or what the names of several begin with, as data.path"
+                raise ValueError(f"{path} is one array, and there are no states beside it: give {told}")
+            return arrays.read(path, layout, states=False)
         if path.is_dir() and not any(path.glob("*.npy")):
             return images.read(path, layout, states=states)
         if path.is_dir() or any(path.parent.glob(f"{path.name}*.npy")):
@@ -170,8 +175,15 @@ def check_width(recording: Recording, boundary: Boundary) -> None:
 
 
 def layout_of(config: dict[str, Any]) -> Layout:
-    """The part of a ``data`` configuration that says where things stand."""
-    return Layout(**{name: plain(config.get(name)) for name in Layout._fields})
+    """The part of a ``data`` configuration that says where things stand.
+
+    Raises:
+        ValueError: a size that is no list.
+    """
+    layout = Layout(**{name: plain(config.get(name)) for name in Layout._fields})
+    if not isinstance(layout.size, list | None):
+        raise ValueError(f"data.size must be [height,width] in pixels, got {layout.size}")
+    return layout
 
 
 def plain(value: Any) -> Any:
@@ -199,7 +211,13 @@ def rows_of(chosen: Tensor, recording: Recording, name: str) -> Recording:
 
 
 def by_sequence(whole: Recording, ids: list[str]) -> list[Recording]:
-    """One recording for each id, in the order in which they come."""
+    """One recording for each id, in the order in which they come.
+
+    Raises:
+        ValueError: a step without an id.
+    """
+    if lost := [step for step, name in enumerate(ids) if name in ("", "nan")]:
+        raise ValueError(f"{whole.place(lost[0])}: data.sequence does not say which recording this is")
     order = list(dict.fromkeys(ids))
     number = torch.tensor([{name: k for k, name in enumerate(order)}[name] for name in ids]) if len(order) > 1 else None
     if number is None:

@@ -84,7 +84,7 @@ def few(data: OwnData) -> list[str]:
     told = []
     if 0 < steps["train"] < FEW:
         told.append(f"only {steps['train']} training steps: filters learned from fewer than {FEW} are poor")
-    if steps["test"] < FEW // 2:
+    if 0 < steps["test"] < FEW // 2:
         told.append(f"only {steps['test']} test steps: the error measured on them is itself uncertain")
     blind = sum(int((~s.mask).sum()) for s in data.train if s.mask is not None)
     if blind > 0.5 * steps["train"] > 0:
@@ -117,7 +117,7 @@ def column_warnings(name: str, each: list[Tensor], data: OwnData) -> list[str]:
 
 
 def looks_like_angle(each: list[Tensor]) -> float | None:
-    """2 pi or 360 if a column has that range and jumps over all of it, while other moves are small."""
+    """2 pi or 360 if a column has that range and jumps over all of it, while nearly all other moves are small."""
     moves = torch.cat([column.diff().abs() for column in each])
     moves = moves[moves.isfinite()]
     values = torch.cat(each)
@@ -125,7 +125,8 @@ def looks_like_angle(each: list[Tensor]) -> float | None:
     extent = float(values.max() - values.min())
     for period in (2 * math.pi, 360.0):
         jumps = moves > 0.8 * period
-        if 0.9 * period < extent < 1.01 * period and bool(jumps.any()) and float(moves[~jumps].max()) < 0.5 * period:
+        others = moves[~jumps] > 0.5 * period  # few: where recordings that nobody told apart meet
+        if 0.9 * period < extent < 1.01 * period and bool(jumps.any()) and float(others.double().mean()) < 0.01:
             return period
     return None
 
@@ -187,7 +188,7 @@ def outside(name: str, train: list[Tensor], test: list[Tensor], most: int = 2000
     Distances to the nearest training point, in standard deviations of the training part; for a training point its neighbours in
     time do not count. A test point is outside where its distance is twice that which 99 % of the training points keep.
     """
-    if not train:
+    if not train or not test:
         return []
     points, when = torch.cat(train), torch.cat([torch.arange(len(t)) + 1_000_000_000 * k for k, t in enumerate(train)])
     keep = points.isfinite().all(1)

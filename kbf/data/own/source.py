@@ -79,6 +79,9 @@ class OwnData:
         """
         if path is None:
             raise ValueError("data=own needs a file: data.path=FILE")
+        for name, value in (("time_as_control", time_as_control), ("partial", partial), ("cut_missing", cut_missing)):
+            if not isinstance(value, bool):
+                raise ValueError(f"data.{name} must be true or false, got {value!r}")
         layout = layout_of(
             {
                 **{"states": states, "observations": observations, "controls": controls, "time": time, "sequence": sequence},
@@ -111,7 +114,7 @@ class OwnData:
             [s._replace(mask=None) if s.mask is not None and bool(s.mask.all()) else s for s in parts_of[part]]
             for part in ("train", "validation", "test")
         )
-        if not self.test or (test != "all" and sum(len(s.states) for s in self.train) < 2):
+        if (not self.test and test != 0) or (test != "all" and sum(len(s.states) for s in self.train) < 2):
             told = ", ".join(f"{part} {sum(s.stop - s.start for s in spans)}" for part, spans in self.spans.items())
             raise ValueError(f"{path}: too few steps with known states ({told} of {sum(lengths)}): change data.test or data.split")
         self.notes = self.remarks(pieces, known, time_as_control)
@@ -190,14 +193,14 @@ def complete(source: dict[str, Any]) -> dict[str, Any]:
         ``n_train``.
     """
     data = OwnData(**source)
-    first = data.test[0]
+    first = [*data.train, *data.test][0]
     d, shape = first.states.shape[1], list(first.obs.shape[1:])
     images = len(shape) == 3
     return {
         "d": d,
         "q": [d] if images else shape,
         "image": shape if images else None,
-        "k": control_width(data.test),
+        "k": control_width(first),
         "boundary": data.boundary.to_dict(),
         "time_step": data.time_step,
         "n_train": sum(len(s.states) for s in data.train),

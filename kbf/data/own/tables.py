@@ -47,7 +47,8 @@ def read_table(path: Path, layout: Layout, sides: dict[str, Any]) -> Table:
     words = [name for name in (layout.sequence, layout.images) if name]
     check_columns(path, header_of(path), [*numbers, *words, *([layout.time] if layout.time else [])])
     reader = read_parquet if is_parquet(path) else read_csv
-    return reader(path, numbers, words, layout.time)
+    once = [name for name in dict.fromkeys(numbers) if name != layout.time]  # a column may serve twice: as state and observation
+    return reader(path, once, words, layout.time)
 
 
 def recordings_of(
@@ -114,23 +115,26 @@ def check_columns(path: Path, header: list[str], wanted: list[str]) -> None:
 
 
 def lines(path: Path) -> Any:
-    """Line number and cells of each line that is not empty; the delimiter is what stands most often in the first.
+    """Line number and cells of each line that is not blank; the delimiter is what stands most often in the first.
 
     Raises:
         ValueError: not a text file in UTF-8.
     """
+    done = 0
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            first = file.readline()
+            first = next((line for line in file if line.strip()), "")
             file.seek(0)
             reader = csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True)
             for cells in reader:
-                if cells:
+                spaces = len(cells) == 1 and cells[0] != "" and not cells[0].strip(" ")
+                if cells and not spaces:
                     yield reader.line_num, [cell.strip() for cell in cells]
+                done = reader.line_num
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error.reason} at byte {error.start}") from error
+        raise ValueError(f"{path} is no text in UTF-8: {error.reason} at byte {error.start}; save it as UTF-8") from error
     except csv.Error as error:
-        raise ValueError(f"{path} is no CSV: {error}") from error
+        raise ValueError(f"{path}, row {done + 1}: this is no CSV: {error}") from error
 
 
 def number(cell: str) -> float | None:
@@ -168,7 +172,9 @@ def read_csv(path: Path, numbers: list[str], words: list[str], time: str | None)
         for place, name, reader in readers:
             value = reader(cells[place])
             if value is None or math.isinf(value):
-                raise ValueError(f"{path}, row {line}, column {name}: {cells[place]!r} is no {'finite ' if value else ''}number")
+                comma = ": decimals need a point" if number(cells[place].replace(",", ".")) is not None and value is None else ""
+                told = f"{cells[place]!r} is no {'finite ' if value else ''}number{comma}"
+                raise ValueError(f"{path}, row {line}, column {name}: {told}")
             columns[name].append(value)
         for name, place in places.items():
             texts[name].append(cells[place])
@@ -209,6 +215,10 @@ def read_parquet(path: Path, numbers: list[str], words: list[str], time: str | N
             column = need("pyarrow.compute", path).divide(since, 1e6)
         elif arrow.types.is_boolean(column.type):
             column = column.cast(arrow.int8())
+        elif arrow.types.is_decimal(column.type):
+            column = column.cast(arrow.float64())
+        elif name == time and arrow.types.is_string(column.type):
+            column = dates(path, name, column.to_pylist(), arrow)
         if not (arrow.types.is_integer(column.type) or arrow.types.is_floating(column.type)):
             raise ValueError(f"{path}, column {name}: it holds {column.type}, not numbers (row 1: {column[0].as_py()!r})")
         values = torch.tensor(column.cast(arrow.float64(), safe=False).to_numpy(), dtype=torch.float64)
@@ -217,3 +227,12 @@ def read_parquet(path: Path, numbers: list[str], words: list[str], time: str | N
         columns[name] = values
     texts = {name: ["" if v is None else str(v) for v in table[name].to_pylist()] for name in words}
     return Table(columns, texts, torch.arange(1, table.num_rows + 1))
+
+
+def dates(path: Path, name: str, cells: list[str | None], arrow: Any) -> Any:
+    """A column of times that are written as text, in seconds."""
+    found = [seconds(cell or "") for cell in cells]
+    if None in found:
+        row = found.index(None)
+        raise ValueError(f"{path}, row {row + 1}, column {name}: {cells[row]!r} is no number and no date")
+    return arrow.array(found)
