@@ -316,7 +316,11 @@ def no_setting(key: str, config: Any) -> str:
     inside, dot, last = key.rpartition(".")
     beside = OmegaConf.select(config, inside) if inside else config
     near = difflib.get_close_matches(last, [str(name) for name in beside] if isinstance(beside, DictConfig) else [], 1, cutoff=0.7)
-    return f"there is no setting {key}" + (f"; did you mean {inside}{dot}{near[0]}?" if near else "; see kbf COMMAND --help")
+    if near:
+        return f"there is no setting {key}; did you mean {inside}{dot}{near[0]}?"
+    if "." in inside or inside == "trainer":  # what is in there goes to a class, which refuses what it does not know
+        return f"there is no setting {key}; one that a class takes and its configuration leaves out: +{key}=VALUE"
+    return f"there is no setting {key}; see kbf COMMAND --help"
 
 
 def is_own(data: Any) -> bool:

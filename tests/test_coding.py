@@ -75,13 +75,13 @@ def test_new_images_get_the_mean():
 def test_codes_are_scaled_like_states_and_live_where_they_do():
     code, z = telling(3.0), 5 * states(30) + torch.tensor([7.0, -1.0])
     code.prepare(z)
-    assert code.manifold is FLAT
+    assert code.manifold == FLAT
     expected = z.mean(0) + 3 * z.var(0, correction=0).mean().sqrt()
     torch.testing.assert_close(code(images(2))[0], expected.float())
     circle = torch.nn.functional.normalize(states(30), dim=-1)
     two = telling(3.0, -2.0)
     two.prepare(circle)
-    assert two.manifold is CIRCLE
+    assert two.manifold == CIRCLE
     raw = torch.stack([two.member(k, images(2)) for k in range(2)])
     assert not torch.allclose(raw.norm(dim=-1), torch.ones(2, 2))
     torch.testing.assert_close(two(images(2)), torch.nn.functional.normalize(raw.mean(0), dim=-1))

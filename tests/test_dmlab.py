@@ -548,7 +548,7 @@ def test_the_command_renders_with_another_renderer(rendered, tmp_path, capsys):
         (["maze", "turns=0"], "turns must be at least 1, got 0"),
         (["maze", "turns=x"], "turns must be a whole number"),
         (["maze", "out=picture.png"], "out must end in .npz"),
-        (["maze", "speed=3"], "Key 'speed' is not in struct"),
+        (["maze", "speed=3"], "there is no setting speed; did you mean seed?"),
     ],
 )
 def test_bad_input_to_the_command_is_one_line(rendered, tmp_path, monkeypatch, capsys, words, message):

@@ -144,7 +144,7 @@ def test_observation_density_of_codes_flat_and_on_the_circle(few):
     turning = OrientationModel()
     ring = simulate(turning, torch.tensor([1.0, 0.0], dtype=F64), 100, generator())
     filter = ObservationParticleFilter(turning, particles=2000).condition(ring)
-    assert filter.model.observation.manifold is CIRCLE and filter.model.observation.noise.shape == (1, 1)
+    assert filter.model.observation.manifold == CIRCLE and filter.model.observation.noise.shape == (1, 1)
     assert 0.15 < filter.model.observation.noise.sqrt().item() < 0.25  # sigma_x is 0.2
     test = simulate(turning, torch.tensor([1.0, 0.0], dtype=F64), 60, generator(9))
     ours, best = (

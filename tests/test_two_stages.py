@@ -131,7 +131,10 @@ def test_killed_in_the_second_stage_and_on_from_there(tmp_path, model, monkeypat
     ("overrides", "message"),
     [
         (["data.coding.encoder.q=[3,8,8]"], "images of 1 x 64 x 64, the encoder was built for 3 x 8 x 8"),
-        (["data.coding.loss=hinge"], "Key 'loss' is not in struct"),
+        (
+            ["data.coding.loss=hinge"],
+            "there is no setting data.coding.loss; one that a class takes and its configuration leaves out: +",
+        ),
         (["+data.coding.loss=hinge"], "data.coding.loss must be one of linear, ridge, split; got 'hinge'"),
         (["data.coding.members=0"], "data.coding.members must be a whole number, at least 1; got 0"),
         (["data.coding.members=100"], "60 training steps cannot be cut into 100 folds"),
