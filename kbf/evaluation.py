@@ -248,8 +248,8 @@ def data_floor(data: Data, *, particles: int = 20_000, seed: int = 0) -> Score |
 def smoothing_floor(data: Data, *, lag: int | None = None, particles: int = 20_000, seed: int = 0) -> Score | None:
     """The least error that any smoother can reach: the particle smoother that knows the true model.
 
-    The way back goes over 500 of the particles (`kbf.filters.backwards`): its error is 0.3 % above that of the exact smoother of a
-    linear-Gaussian model. None where no true model is known, or not the density of its moves.
+    The way back goes over 500 of the particles (`kbf.filters.backwards`). None where no true model is known, or
+    not the density of its moves.
     """
     if data.problem is None or not hasattr(data.problem, "log_transition"):
         return None

@@ -60,8 +60,11 @@ def smooth(
     back = smoother_of(filter)
     states: list[Any] = []
     predicted: list[Any] = []
-    keep = {"states": states, "before": lambda state, obs, mask: predicted.append(state)}
-    rollout(filter, obs, mask=mask, controls=controls, generator=generator, **keep)
+
+    def keep(state: Any, obs: Tensor, mask: Tensor | None) -> None:
+        predicted.append(state)
+
+    rollout(filter, obs, mask=mask, controls=controls, generator=generator, states=states, before=keep)
 
     if mask is not None:  # whatever stands where nothing was observed
         obs = torch.where(mask.reshape(*mask.shape, *[1] * (obs.ndim - 2)), obs, torch.zeros_like(obs))

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+TRAINER = {"_target_": "lightning.Trainer", "accelerator": "cpu", "max_epochs": 1, "enable_progress_bar": False, "logger": False}
+"""Of one epoch, on the CPU, that shows nothing."""
 
 
 def gaussian(x: Array, y: Array, bandwidth: float) -> float:

@@ -125,6 +125,8 @@ def test_memory_is_counted_from_the_start_of_the_benchmark():
     del block
     scale.reset_peak()
     before = scale.gibibytes()
+    if before - scale.gibibytes("VmRSS") > 0.1:
+        pytest.skip("this system does not let a process forget its peak")
     block = torch.ones(2**25)
     assert 0.1 < scale.gibibytes() - before < 0.2
     del block

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from reference import TRAINER
 
 from kbf.bench import smoothing
 from kbf.cli import main
@@ -110,15 +111,8 @@ def test_smoothed_covariances_are_recalibrated(tmp_path):
     train_part, test_part = (
         [s._replace(states=1000 * s.states, obs=7 * s.obs) for s in part] for part in (whole.train, whole.test)
     )
-    trainer = {
-        "_target_": "lightning.Trainer",
-        "accelerator": "cpu",
-        "max_epochs": 1,
-        "enable_progress_bar": False,
-        "logger": False,
-    }
     model = {"name": "kalman", "net": {"_target_": "kbf.filters.kalman_learned.LearnedKalman"}, "training": None, "coding": None}
-    trained = train({"model": model, "data": {"normalise": "standard"}, "trainer": trainer, "seed": 0}, train_part, tmp_path)
+    trained = train({"model": model, "data": {"normalise": "standard"}, "trainer": TRAINER, "seed": 0}, train_part, tmp_path)
     assert trained is not None
     smoothed = score_smoothed(trained.filter, test_part)
     assert smoothed.covariances is not None

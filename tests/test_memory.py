@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import TRAINER
 
 from kbf.cli import main
 from kbf.data.synthetic import SyntheticData
@@ -19,7 +20,6 @@ from kbf.sequence import Sequence
 from kbf.ssm import rotation
 from kbf.training import CheckpointError, load_filter, train
 
-TRAINER = {"_target_": "lightning.Trainer", "accelerator": "cpu", "max_epochs": 1, "enable_progress_bar": False, "logger": False}
 KBF_NET = {"_target_": "kbf.nn.kernel_bayes.KBF", "rank": 24}
 
 

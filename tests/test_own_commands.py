@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from reference import TRAINER
 
 from kbf.cli import configure, main
 from kbf.commands.compare import fingerprints
@@ -238,19 +239,12 @@ def test_observations_far_from_zero_reach_a_filter_of_single_precision(tmp_path)
     """They are brought to its units before they lose digits."""
     drawn = simulate(oscillatory(), torch.tensor([1.0, 0.0]).double(), 60, torch.Generator().manual_seed(0))
     net = {"_target_": "kbf.filters.recurrent.LSTMFilter", "d": 2, "q": 2}
-    trainer = {
-        "_target_": "lightning.Trainer",
-        "accelerator": "cpu",
-        "max_epochs": 1,
-        "enable_progress_bar": False,
-        "logger": False,
-    }
     model = {"name": "lstm", "net": net, "dtype": "float32", "training": None, "coding": None}
     found = []
     for away in (0.0, 2.0**27):
         recording = Sequence(drawn.states, drawn.obs + away)
         torch.manual_seed(0)
-        made = train({"model": model, "data": {"normalise": "standard"}, "trainer": trainer, "seed": 0}, [recording], tmp_path)
+        made = train({"model": model, "data": {"normalise": "standard"}, "trainer": TRAINER, "seed": 0}, [recording], tmp_path)
         found.append(score(made.filter, [recording], dtype=made.module.input_dtype).estimates[0])
         assert made.module.model_dtype == torch.float32
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=0)

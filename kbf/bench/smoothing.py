@@ -21,6 +21,7 @@ from kbf.data.source import Data
 from kbf.data.synthetic import SyntheticData
 from kbf.evaluation import data_floor, mean_and_error, score, score_smoothed, smoothing_floor
 from kbf.experiments import dmlab, dsprites
+from kbf.experiments.images import quiet_trainer
 from kbf.filters.base import Filter
 from kbf.filters.ekf import EKF
 from kbf.filters.kalman_learned import LearnedKalman
@@ -105,14 +106,12 @@ def filters(name: str, data: Data, settings: Settings, seed: int, tell: Tell) ->
             yield model, net.condition(data.train), torch.float64
         return
     problem = IMAGES[name][1]
-    trainer = {"_target_": "lightning.Trainer", "accelerator": "cpu", "devices": 1, "max_epochs": 1, "log_every_n_steps": 1}
-    trainer |= {"enable_progress_bar": False, "enable_model_summary": False}
     with tempfile.TemporaryDirectory() as directory:
         for model, net in NETS.items():
             tell(f"{name}, run {seed}: {model}")
             known = {"model": problem.model} if model == "particle_observation" else {}
             recipe = {"coding": {**problem.coding, "encoder": problem.encoder}, "net": {**net, **known}, "training": None}
-            config = {"model": recipe, "trainer": trainer, "seed": seed}
+            config = {"model": recipe, "trainer": quiet_trainer(None), "seed": seed}
             with torch.enable_grad():
                 trained = train(config, data.train, Path(directory), codes=Path(directory) / "codes.pt")
             assert trained is not None

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.data.dmlab import installed, pixels
+from kbf.data.dmlab import check_lengths, installed, pixels
 from kbf.data.download import cache_dir
 from kbf.files import replacing
 from kbf.sequence import Sequence
@@ -139,8 +139,7 @@ class Pendulum:
         Raises:
             ValueError: fewer than two training steps or no test step, or Gymnasium or pygame are not installed.
         """
-        if n_train < 2 or n_test < 1:
-            raise ValueError(f"image data needs n_train >= 2 and n_test >= 1, got n_train {n_train} and n_test {n_test}")
+        check_lengths(n_train, n_test)
         self.problem = problem or PendulumModel()
         run = kept_run(self.problem, n_train + n_test, seed)
         states, obs = self.problem.embed(run.y), noisy(run.frames, pixel_noise, seed)

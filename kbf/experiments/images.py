@@ -152,7 +152,16 @@ def error_of(method: str, problem: Problem, data: Any, job: Job, directory: Path
         model["training"] = {**how, "window": min(how["window"], job["n"] // how["folds"])}
     if method == CODED and job["points"] is not None:
         model["net"] = {**model["net"], "points": job["points"], "run": 32 * job["points"]}
-    how = model["training"] or {"epochs": 1, "clip": None}
+    config = {"model": model, "trainer": quiet_trainer(model["training"]), "seed": seed}
+    codes = directory / "codes.pt" if method in (CODED_LSTM, CODED_PARTICLES, CODED) else None
+    trained = train(config, data.train, directory, codes=codes)
+    assert trained is not None
+    return score(trained.filter, data.test, seed=seed, dtype=trained.module.model_dtype).mse.item()
+
+
+def quiet_trainer(how: dict[str, Any] | None) -> dict[str, Any]:
+    """Settings of a trainer on the CPU that shows nothing, for a model whose ``training`` is ``how``."""
+    how = how or {"epochs": 1, "clip": None}
     trainer = {
         "_target_": "lightning.Trainer",
         "accelerator": "cpu",
@@ -161,12 +170,7 @@ def error_of(method: str, problem: Problem, data: Any, job: Job, directory: Path
         "log_every_n_steps": 1,
     }
     trainer |= {"max_epochs": how["epochs"], "gradient_clip_val": how["clip"], "use_distributed_sampler": False}
-    trainer |= {"enable_progress_bar": False, "enable_model_summary": False}
-    config = {"model": model, "trainer": trainer, "seed": seed}
-    codes = directory / "codes.pt" if method in (CODED_LSTM, CODED_PARTICLES, CODED) else None
-    trained = train(config, data.train, directory, codes=codes)
-    assert trained is not None
-    return score(trained.filter, data.test, seed=seed, dtype=trained.module.model_dtype).mse.item()
+    return trainer | {"enable_progress_bar": False, "enable_model_summary": False}
 
 
 def published_lstm(recording: Sequence, encoder: nn.Module, steps: int, lr: float = 1e-3) -> LSTMFilter:

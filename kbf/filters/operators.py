@@ -133,9 +133,12 @@ def compose(outer: nn.Module | None, inner: nn.Module) -> Operator | None:
 def density_transition(
     log_density: Float[Tensor, "n n"], mass: Float[Tensor, " n"], points: Float[Tensor, "n d"], means: Float[Tensor, "n d"]
 ) -> Operator:
-    """P from a transition density: column j weighs the points by m_i q(z_i | z_j) / p(z_i), tilted to have the mean E[z' | z_j].
+    """P from a transition density: points weighed by volume times density, each column tilted to have the mean E[z' | z_j].
 
-    p(z_i) = sum_k m_k q(z_i | z_k) is the density of the memory after a move, and m_i / p(z_i) the volume that point i stands for.
+        P_ij = v_i q(z_i | z_j) exp(l_j . z_i) / sum_k v_k q(z_k | z_j) exp(l_j . z_k),    v_i = m_i / p(z_i),
+        sum_i P_ij z_i = E[z' | z_j]
+
+    p(z_i) = sum_k m_k q(z_i | z_k) is the density of the memory after a move, and v_i the volume that point i stands for.
     Where moves are small beside the gaps between points, these weights alone stick to points or run ahead: the tilt
     (`kbf.filters.moments`) makes every predicted mean exact (Z^T P = E[z' | z], a column's sum is 1). On a fine memory it hardly
     matters. So P w is the predicted embedding as a weighted sample of the memory, and n P w, n m_i r_i at point i, what the rule
