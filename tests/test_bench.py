@@ -122,10 +122,11 @@ def test_claims_of_scale():
 def test_memory_is_counted_from_the_start_of_the_benchmark():
     scale = module("scale")
     block = torch.ones(2**26)  # 256 MiB
+    peak = scale.gibibytes()
     del block
     scale.reset_peak()
     before = scale.gibibytes()
-    if before - scale.gibibytes("VmRSS") > 0.1:
+    if before > peak - 0.2:
         pytest.skip("this system does not let a process forget its peak")
     block = torch.ones(2**25)
     assert 0.1 < scale.gibibytes() - before < 0.2

@@ -193,7 +193,7 @@ def naive_weights(memory: Sequence, images: Tensor, G: np.ndarray, G_Y: np.ndarr
 def test_kernel_filters_are_the_published_equations(original, trace):
     movie, beta, T = linear_movie(48, 0.1), 0.7, 40
     memory, images = camera.part(movie, 0, T), movie.obs[T:]
-    found = filters.on_pixels(memory, beta, EPS, rank=T, trace=trace, original=original)(images)
+    found = filters.on_pixels(rank=T, trace=trace, original=original)(memory, beta, EPS)(images)
     x, z = memory.obs.flatten(1), memory.states
     k_x = partial(gaussian, bandwidth=beta * median_distance(x))
     k_z = partial(gaussian, bandwidth=beta * median_distance(z))
@@ -217,7 +217,7 @@ def test_each_frame_is_kernel_ridge_regression():
     weights = np.linalg.solve(k(x, x).numpy() + T * EPS * np.eye(T), k(x, images.flatten(1)).numpy()).T
     means = np.einsum("tn,nij->tij", weights, memory.states.reshape(-1, 3, 3).numpy())
     best = [Rotation.align_vectors(mean.T, np.eye(3))[0].as_matrix() for mean in means]
-    np.testing.assert_allclose(filters.each_frame(memory, 0.7, EPS, rank=T)(images), np.stack(best), atol=1e-4)
+    np.testing.assert_allclose(filters.each_frame(rank=T)(memory, 0.7, EPS)(images), np.stack(best), atol=1e-4)
 
 
 def test_learned_features_are_learned_and_repeatable():

@@ -186,6 +186,12 @@ def test_cross_validation_takes_the_lowest_score():
         assert scores[r["sigma"], r["ridge"]] == min(scores.values())
 
 
+def test_forms_of_all_points_are_timed_once_a_run():
+    timed = [job for job in ckme_nonlinear.jobs(smoke(ckme_nonlinear, m=[5, 10, 20])) if job["kind"] == "time"]
+    assert [CKME in job["methods"] for job in timed] == 2 * [True, False, False]
+    assert {r["method"] for r in cme_study.work(timed[1], ckme_nonlinear.problem(20, 2, 3, 0))} == set(METHODS) - {CKME, NWKR}
+
+
 def invented(**error):
     """Rows as of a study in which each method has the error that is given for it (1 for others)."""
     rows = []

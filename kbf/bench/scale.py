@@ -73,10 +73,10 @@ def reset_peak() -> None:
         PEAK.write_text("5", encoding="ascii")
 
 
-def gibibytes(field: str = "VmHWM") -> float:
-    """The largest resident set of this process since `reset_peak`; ``VmRSS``: the present one."""
+def gibibytes() -> float:
+    """The largest resident set of this process since `reset_peak`."""
     with suppress(OSError, StopIteration):
-        line = next(line for line in STATUS.read_text(encoding="ascii").splitlines() if line.startswith(field))
+        line = next(line for line in STATUS.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 

@@ -88,15 +88,15 @@ def builders(job: Job) -> dict[str, tuple[Callable[..., Estimator], tuple[str, s
     """How each method is made of a memory and two numbers, and where the candidates of these are."""
     on, image, linear = partial(on_pixels, rank=job["rank"]), ("betas", "epsilons"), ("components", "factors")
     return {
-        KBR: (partial(on, trace=False, original=True), image),
-        KBR_TRACE: (partial(on, trace=True, original=True), image),
-        IW: (partial(on, trace=False, original=False), image),
-        IW_TRACE: (partial(on, trace=True, original=False), image),
+        KBR: (on(trace=False, original=True), image),
+        KBR_TRACE: (on(trace=True, original=True), image),
+        IW: (on(trace=False, original=False), image),
+        IW_TRACE: (on(trace=True, original=False), image),
         NEURAL: (neural(), ("steps", "epsilons")),
         KALMAN: (kalman, linear),
         QUATERNION: (partial(kalman, quaternion=True), linear),
         PROJECTED: (partial(kalman, project=True), linear),
-        FRAME: (partial(each_frame, rank=job["rank"]), image),
+        FRAME: (each_frame(rank=job["rank"]), image),
     }
 
 

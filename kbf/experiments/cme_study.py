@@ -45,7 +45,9 @@ def jobs(settings: Settings) -> list[Job]:
     kinds = [{"kind": "grid", "n": n, "d": d, "m": local_size(n)}]
     problems = dict.fromkeys([*((size, d) for size in settings["sizes"]), *((n, inputs) for inputs in settings["dimensions"])])
     kinds += [{"kind": "chosen", "n": size, "d": inputs, "m": local_size(size)} for size, inputs in problems]
-    kinds += [{"kind": "time", "n": settings["time_n"], "d": d, "m": m} for m in settings["m"]]
+    for i, m in enumerate(settings["m"]):  # those of all points have no m: once
+        methods = [method for method in METHODS if i == 0 or method not in ALL_POINTS]
+        kinds.append({"kind": "time", "n": settings["time_n"], "d": d, "m": m, "methods": methods})
     seeds = range(settings["seed"], settings["seed"] + settings["runs"])
     return [{**kind, "run": run, **shared} for run in seeds for kind in kinds]
 
@@ -58,8 +60,9 @@ def work(job: Job, p: Problem) -> list[Row]:
         return [row(job, p, method, *at) for at in grid for method in METHODS]
     parts = split(p.x, p.y, variance=variance_y)
     rows = []
-    for method in METHODS:
-        chosen = best_of(grid, lambda at, to=method: cv_score(parts, to, variance=at[0], reg=at[1], m=m, seed=seed))
+    for method in job.get("methods", METHODS):
+        mine = [at for at in grid if at[1] == job["ridges"][0]] if method == NWKR else grid  # it has no ridge
+        chosen = best_of(mine, lambda at, to=method: cv_score(parts, to, variance=at[0], reg=at[1], m=m, seed=seed))
         rows.append(row(job, p, method, *chosen))
     return rows
 

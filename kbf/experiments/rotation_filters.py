@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -20,7 +21,7 @@ from kbf.filters.gaussian import KalmanFilter
 from kbf.filters.kalman_learned import fit_linear
 from kbf.filters.kernel import KernelBayesFilter
 from kbf.filters.operators import PrimalUpdate, ratio_operator_primal, transition_operator_primal
-from kbf.kernels import gaussian, median_distance
+from kbf.kernels import Kernel, gaussian, median_distance
 from kbf.nn.encoders import CNN
 from kbf.nn.feature_filter import Psi
 from kbf.nn.kernel_bayes import NystromFeatures
@@ -43,8 +44,19 @@ def pixels(images: Images, beta: float, rank: int) -> NystromFeatures:
     return NystromFeatures("gaussian", beta * median_distance(x), x, rank, 1e-9)
 
 
+def entries(states: Float[Tensor, "T 9"], beta: float, rank: int) -> tuple[Float[Tensor, "T r"], Kernel]:
+    """Features of the states for a Gaussian kernel of the nine entries, with bandwidth beta times their median distance; and it."""
+    width = beta * median_distance(states)
+    return NystromFeatures("gaussian", width, states, rank, 1e-9)(states), partial(gaussian, bandwidth=width)
+
+
 def kernel_bayes(
-    memory: Sequence, psi: nn.Module, eps: float, *, gauss: tuple[float, int] | None = None, original: bool = False
+    memory: Sequence,
+    psi: nn.Module,
+    eps: float,
+    *,
+    gauss: tuple[Float[Tensor, "T r"], Kernel] | None = None,
+    original: bool = False,
 ) -> Estimator:
     """The kernel Bayes filter by the importance-weighted or the original rule, with the image features ``psi``.
 
@@ -53,54 +65,66 @@ def kernel_bayes(
 
     Args:
         memory: the training part.
-        psi: ``m c h w`` -> ``m p``.
+        psi: ``m c h w`` -> ``m p``; applied to all images of a film at once.
         eps: all ridges.
-        gauss: beta and rank of a Gaussian kernel of the states; the estimate is the pre-image. None for the kernel tr(A B^T), whose
+        gauss: `entries`, for a Gaussian kernel of the states; the estimate is the pre-image. None for the kernel tr(A B^T), whose
             features are the nine entries themselves; the estimate is in SO(3).
         original: which rule.
     """
     z, T = memory.states, len(memory.states)
-    if gauss is None:
-        phi, k = z, None
-    else:
-        width = gauss[0] * median_distance(z)
-        phi, k = NystromFeatures("gaussian", width, z, gauss[1], 1e-9)(z), partial(gaussian, bandwidth=width)
+    phi, k = gauss or (z, None)
     P, A = transition_operator_primal(phi, transitions([T]), eps), ratio_operator_primal(phi, eps)
     rule, reg = ("original", 2 * eps * T**2) if original else ("importance_weighted", eps)
-    update = PrimalUpdate(psi, memory.obs[:, None], reg, rule=rule, dtype=z.dtype)
+    update = PrimalUpdate(nn.Identity(), psi(memory.obs)[:, None], reg, rule=rule, dtype=z.dtype)
     filter = Weights(KernelBayesFilter(z, P, A, update, normalise=not original, clip=not original))
 
     def estimates(images: Images) -> Tensor:
-        w = rollout(filter, images[None]).estimates[0]
+        w = rollout(filter, psi(images)[None]).estimates[0]
         return project_so3(w, matrices(z)) if k is None else matrices(Embedding(z, w).mode(k))
 
     return estimates
 
 
-def on_pixels(memory: Sequence, beta: float, eps: float, *, rank: int, trace: bool, original: bool) -> Estimator:
+def once(make: Callable[[Sequence, Any], Any]) -> Callable[[Sequence, Any], Any]:
+    """The same function of a memory and a number, which keeps what it made for the next candidate (memories differ in length)."""
+    made: dict[tuple[int, Any], Any] = {}
+
+    def get(memory: Sequence, number: Any) -> Any:
+        key = len(memory.obs), number
+        if key not in made:
+            made[key] = make(memory, number)
+        return made[key]
+
+    return get
+
+
+def on_pixels(*, rank: int, trace: bool, original: bool) -> Callable[[Sequence, float, float], Estimator]:
     """KBR and IW with a Gaussian kernel between images, and ``trace`` or a Gaussian kernel between states."""
-    psi = pixels(memory.obs, beta, rank)
-    return kernel_bayes(memory, psi, eps, gauss=None if trace else (beta, rank), original=original)
+    images = once(lambda memory, beta: pixels(memory.obs, beta, rank))
+    states = once(lambda memory, beta: None if trace else entries(memory.states, beta, rank))
+
+    def build(memory: Sequence, beta: float, eps: float) -> Estimator:
+        return kernel_bayes(memory, images(memory, beta), eps, gauss=states(memory, beta), original=original)
+
+    return build
 
 
-def each_frame(memory: Sequence, beta: float, eps: float, *, rank: int) -> Estimator:
+def each_frame(*, rank: int) -> Callable[[Sequence, float, float], Estimator]:
     """No filter: the conditional mean embedding of the rotation given one image."""
-    psi = pixels(memory.obs, beta, rank)
-    features, rotations = psi(memory.obs), matrices(memory.states)
-    return lambda images: project_so3(cme_weights_primal(features, psi(images), eps), rotations)
+    images = once(lambda memory, beta: pixels(memory.obs, beta, rank))
+
+    def build(memory: Sequence, beta: float, eps: float) -> Estimator:
+        psi = images(memory, beta)
+        features, rotations = psi(memory.obs), matrices(memory.states)
+        return lambda film: project_so3(cme_weights_primal(features, psi(film), eps), rotations)
+
+    return build
 
 
 def neural() -> Callable[[Sequence, int, float], Estimator]:
     """IW(NN): features of a net by the ridge loss first, then the filter (Xu et al. (2022), section 3.3); a net is fitted once."""
-    fitted: dict[tuple[int, int], Psi] = {}
-
-    def build(memory: Sequence, steps: int, eps: float) -> Estimator:
-        key = len(memory.obs), steps
-        if key not in fitted:
-            fitted[key] = fit_features(memory, steps)
-        return kernel_bayes(memory, fitted[key], eps)
-
-    return build
+    fitted = once(fit_features)
+    return lambda memory, steps, eps: kernel_bayes(memory, fitted(memory, steps), eps)
 
 
 def fit_features(memory: Sequence, steps: int, *, batch: int = 128, lr: float = 3e-3, reg: float = 1e-3) -> Psi:
