@@ -206,8 +206,7 @@ def score_ahead(
     """
     if isinstance(filter, nn.Module):
         filter.eval()
-    if horizon >= (shortest := min(len(s.states) for s in sequences)):
-        raise ValueError(f"predictions {horizon} steps ahead need test sequences of more steps; the shortest has {shortest}")
+    check_horizon(sequences, horizon)
     generator = torch.Generator(device).manual_seed(seed)
     errors, estimates = [], []
     for s in sequences:
@@ -216,6 +215,12 @@ def score_ahead(
         errors.append(torch.stack([error_of(each, s.states[horizon:]) for each in made]))
         estimates.append(found)
     return Ahead(torch.stack(errors), estimates)
+
+
+def check_horizon(sequences: list[Sequence], horizon: int) -> None:
+    """Raise a ValueError unless every sequence is longer than the horizon."""
+    if horizon >= (shortest := min(len(s.states) for s in sequences)):
+        raise ValueError(f"predictions {horizon} steps ahead need test sequences of more steps; the shortest has {shortest}")
 
 
 def alone(sequence: Sequence, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:

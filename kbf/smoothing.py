@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor
 
-from kbf.filters.base import Filter, Now, move, rollout, smoother_of, where
+from kbf.filters.base import Backward, Filter, Now, move, rollout, smoother_of, where
 
 
 class Smoothed(NamedTuple):
@@ -22,6 +22,13 @@ class Smoothed(NamedTuple):
 
     estimates: Tensor
     covariances: Tensor | None
+
+
+def check_smoother(filter: Filter[Any], lag: int | None) -> Backward:
+    """The filter's way back; raise a ValueError where it has none, or for a negative lag."""
+    if lag is not None and lag < 0:
+        raise ValueError(f"a smoother's lag is the number of later observations that it waits for, at least 0; got {lag}")
+    return smoother_of(filter)
 
 
 def smooth(
@@ -55,9 +62,7 @@ def smooth(
     >>> smooth(kf, torch.tensor([[[3.0], [3.0]]])).estimates.flatten()
     tensor([2., 2.])
     """
-    if lag is not None and lag < 0:
-        raise ValueError(f"a smoother's lag is the number of later observations that it waits for, at least 0; got {lag}")
-    back = smoother_of(filter)
+    back = check_smoother(filter, lag)
     states: list[Any] = []
     predicted: list[Any] = []
 

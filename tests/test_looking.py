@@ -178,13 +178,14 @@ def test_a_lag_alone_smooths(checkpoint, tmp_path):
     [
         ("lag=-1", "lag must be a whole number, got -1"),
         ("horizon=soon", "horizon must be a whole number"),
-        ("horizon=20", "20 steps ahead"),
+        ("smooth=true horizon=20", "20 steps ahead"),
     ],
 )
 def test_impossible_settings_are_one_line(checkpoint, tmp_path, capsys, word, said):
-    assert main(["evaluate", f"checkpoint={checkpoint}", "particles=100", f"run_dir={tmp_path}", word]) == 2
+    assert main(["evaluate", f"checkpoint={checkpoint}", "particles=100", f"run_dir={tmp_path}", *word.split()]) == 2
     told = capsys.readouterr().err
     assert said in told and told.count("\n") == 1
+    assert not list(tmp_path.glob("*.png"))  # refused before any work
 
 
 def test_a_model_without_a_smoother_is_one_line(tmp_path, capsys):

@@ -12,6 +12,7 @@ from PIL import Image
 
 from kbf.data.own import recordings
 from kbf.data.own.recordings import Layout, layout_of, read, read_observations
+from kbf.data.own.source import OwnData
 
 T = 12
 LAYOUT = Layout(states=["x", "y"], observations=["a", "b", "c"], controls=["u"], time="t", sequence="run")
@@ -155,6 +156,16 @@ def test_one_recording_in_arrays(tmp_path, suffix):
     contents = read(tmp_path / f"rec{suffix}", Layout())
     check(contents, 1)
     assert (contents.states, contents.observations, contents.controls) == (["z1", "z2"], ["x1", "x2", "x3"], ["u1"])
+
+
+def test_chunks_of_a_zarr_that_have_no_file_are_told(tmp_path):
+    group = pytest.importorskip("zarr").open_group(str(tmp_path / "a.zarr"), mode="w")
+    for name, width in (("states", 2), ("observations", 3)):
+        group.create_array(name, data=1 + np.random.default_rng(0).random((40, width)), chunks=(10, width))
+    assert read(tmp_path / "a.zarr", Layout()).notes == ()
+    (tmp_path / "a.zarr" / "observations" / "c" / "2" / "0").unlink()
+    (note,) = OwnData(str(tmp_path / "a.zarr")).notes
+    assert "array observations: 1 of 4 chunks have no file and are read as 0.0: is the copy complete?" in note
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".h5", ".zarr"])

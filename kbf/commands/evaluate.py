@@ -23,7 +23,7 @@ from kbf.commands.common import (
     tell,
     write_pictures,
 )
-from kbf.commands.looking import look
+from kbf.commands.looking import check_asked, look
 from kbf.data.source import load_data
 from kbf.evaluation import data_floor, score
 from kbf.files import write_csv, write_json
@@ -45,6 +45,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     if not data.test:
         raise ValueError("there is no test part to score on (data.test=0): name another recording with data.path=FILE")
     check_like(loaded.module, data.test[0], config["checkpoint"])
+    check_asked(config, loaded, data)
     least = data_floor(data, particles=config["particles"], seed=config["seed"])
     began = time.perf_counter()
     result = score(

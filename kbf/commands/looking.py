@@ -10,9 +10,10 @@ from torch import Tensor
 from kbf.charts import curves
 from kbf.commands.common import console, recalibrated, reliability_metrics, reliability_of
 from kbf.data.source import Data
-from kbf.evaluation import floor_ahead, score_ahead, score_smoothed, smoothing_floor
+from kbf.evaluation import check_horizon, floor_ahead, score_ahead, score_smoothed, smoothing_floor
 from kbf.held_out import learn_smoothed
 from kbf.plots import save, track_figure
+from kbf.smoothing import check_smoother
 from kbf.training import Trained
 
 
@@ -24,14 +25,27 @@ class Looked(NamedTuple):
     names: list[str]
 
 
-def look(config: dict[str, Any], loaded: Trained, data: Data, title: str) -> Looked:
-    """What ``smooth``, ``lag`` and ``horizon`` ask for; each leaves a picture in the run directory.
+def check_asked(config: dict[str, Any], loaded: Trained, data: Data) -> None:
+    """Refuse, before any work, what `look` could not do.
 
     Raises:
         ValueError: a filter without a smoother, a negative lag, or a horizon longer than the test part.
     """
+    if backwards(config):
+        check_smoother(loaded.filter, config["lag"])
+    if config["horizon"]:
+        check_horizon(data.test, config["horizon"])
+
+
+def backwards(config: dict[str, Any]) -> bool:
+    """Whether smoothed estimates are asked for."""
+    return config["smooth"] or config["lag"] is not None
+
+
+def look(config: dict[str, Any], loaded: Trained, data: Data, title: str) -> Looked:
+    """What ``smooth``, ``lag`` and ``horizon`` ask for; each leaves a picture in the run directory."""
     looked = Looked({}, {}, [])
-    if config["smooth"] or config["lag"] is not None:
+    if backwards(config):
         back(config, loaded, data, title, looked)
     if config["horizon"]:
         ahead(config, loaded, data, title, looked)

@@ -69,6 +69,7 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
         column_names(layout.states, first.states, "z", path),
         column_names(layout.observations, first.obs, "x", path) if first.obs.ndim == 2 else [],
         column_names(layout.controls, first.controls, "u", path),
+        not_stored(path) if path.suffix.lower() == ".zarr" else (),
     )
 
 
@@ -287,3 +288,16 @@ def opened_zarr(path: Path) -> dict[str, Any]:
         return {name: item for name, item in group.members(max_depth=None) if isinstance(item, zarr.Array)}
     except Exception as error:  # zarr's own kinds, of several modules
         raise ValueError(f"{path} is no Zarr group, or damaged: {str(error).splitlines()[0]}") from error
+
+
+def not_stored(path: Path) -> tuple[str, ...]:
+    """A sentence for each array of a Zarr group of which parts have no file: they are read as the fill value.
+
+    That is how a Zarr keeps a part that holds nothing else, and also what a copy looks like that was cut short.
+    """
+    counts = [(name, array.nchunks_initialized, array.nchunks, array.fill_value) for name, array in opened_zarr(path).items()]
+    return tuple(
+        f"{path}, array {name}: {total - there} of {total} chunks have no file and are read as {fill}: is the copy complete?"
+        for name, there, total, fill in counts
+        if there < total
+    )

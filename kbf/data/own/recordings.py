@@ -62,12 +62,13 @@ class Recording(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a file holds: recordings, and the names of their columns (no observation columns for images)."""
+    """What a file holds: recordings, the names of their columns (no observation columns for images), and what looks odd."""
 
     recordings: list[Recording]
     states: list[str]
     observations: list[str]
     controls: list[str]
+    notes: tuple[str, ...] = ()
 
 
 class Observations(NamedTuple):

@@ -30,7 +30,7 @@ class OwnData:
     Attributes:
         train, validation, test: lists of `Sequence`, float64 (images uint8).
         boundary: names and kinds of the columns. time_step: the median time between steps, or None.
-        spans: where each part lies in ``recordings``, by name. notes: what a person should know of the times, in sentences.
+        spans: where each part lies in ``recordings``, by name. notes: what a person should know of files and times, in sentences.
     """
 
     unscored = True  # a test step may have no known state
@@ -117,7 +117,7 @@ class OwnData:
         if (not self.test and test != 0) or (test != "all" and sum(len(s.states) for s in self.train) < 2):
             told = ", ".join(f"{part} {sum(s.stop - s.start for s in spans)}" for part, spans in self.spans.items())
             raise ValueError(f"{path}: too few steps with known states ({told} of {sum(lengths)}): change data.test or data.split")
-        self.notes = self.remarks(pieces, known, time_as_control)
+        self.notes = [*contents.notes, *self.remarks(pieces, known, time_as_control)]
 
     def sequence(self, recording: Recording, partial: bool) -> Sequence:
         """A whole recording as filters see it; NaN where a state is not known, 0 where nothing was observed."""
