@@ -29,7 +29,7 @@ _HOME = {
     "simulate": "kbf.ssm",
     "score": "kbf.evaluation",
     "floor": "kbf.evaluation",
-    "load_filter": "kbf.training",
+    "load_filter": "kbf.checkpoint",
 }
 
 

@@ -263,7 +263,7 @@ def configure_evaluation(overrides: list[str], command: str = "evaluate") -> dic
     settings = [word for word in overrides if not word.lstrip("+~").startswith("data.")]
     composed = compose(command, overrides if other_data else settings)
     check_numbers(composed)
-    from kbf.training import CheckpointError, read_checkpoint
+    from kbf.checkpoint import CheckpointError, read_checkpoint
 
     stored = read_checkpoint(composed.checkpoint)["hyper_parameters"]["config"]
     if "recipe" not in stored and not other_data:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from kbf.checkpoint import Trained, load_filter, read_checkpoint
 from kbf.data.windows import folds, piece, take, without
 from kbf.evaluation import score, score_smoothed
 from kbf.files import copy, replacing
@@ -23,7 +24,7 @@ from kbf.filters.kernel import KernelBayesFilter
 from kbf.kernels import evenly
 from kbf.monitor import KEPT, WINDOW, Monitor, fit_tail, innermost, middle, surprise_of
 from kbf.sequence import Sequence, as_float, observed_pairs
-from kbf.training import Trained, held_by, load_filter, read_checkpoint
+from kbf.training import held_by
 from kbf.uncertainty import Calibration, calibrate
 
 FOLDS = 5

@@ -15,13 +15,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from kbf.checkpoint import Trained, check_like, load_filter, read_checkpoint
 from kbf.data.windows import Span, take
 from kbf.features import nystrom_whitening, pivots
 from kbf.files import replacing
 from kbf.held_out import learn, stored
 from kbf.kernels import gaussian, median_distance
+from kbf.module import Memory, inner_filter
 from kbf.sequence import Sequence, as_sequences
-from kbf.training import Memory, Trained, check_like, held_recordings, inner_filter, load_filter, read_checkpoint
+from kbf.training import held_recordings
 
 CHUNK = 20
 """Steps that are kept or left out together: a transition needs both of its ends."""
@@ -59,7 +61,7 @@ def append(
         recordings: in the units of the data. Each is a recording of its own: no transition leads to it from those before.
         out: the new checkpoint; it may be the old one.
         budget: most points of the new memory (`prune`); None keeps all.
-        device: where to work. trust: as of `kbf.training.load_filter`. seed: of filters that draw.
+        device: where to work. trust: as of `kbf.checkpoint.load_filter`. seed: of filters that draw.
 
     Raises:
         CheckpointError: a checkpoint that cannot be loaded. ValueError: a model without a memory, or recordings of other shapes.

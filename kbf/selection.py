@@ -1,6 +1,6 @@
 """Choosing bandwidths and ridges from the training part alone: leave-one-out, kernel means, validation, the paper's grid.
 
-The gradient of the filter's own error is the fifth way: the training of `kbf.training`, where bandwidths and ridges are parameters.
+The gradient of the filter's own error is the fifth way: the training of `kbf.module`, where bandwidths and ridges are parameters.
 """
 
 from __future__ import annotations

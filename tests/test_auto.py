@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from kbf.checkpoint import load_filter
 from kbf.cli import configure, main
 from kbf.commands import auto
 from kbf.data.source import load_data
 from kbf.data.windows import split
 from kbf.evaluation import score
-from kbf.training import FilterTraining, load_filter, train
+from kbf.module import FilterTraining
+from kbf.training import train
 
 FEW = ["~model.candidates.kbf", "~model.candidates.kbf_tuned", "~model.candidates.kbf_paper", "~model.candidates.lstm"]
 SETTINGS = ["n_train=80", "data.n_test=20", "particles=50", "logger=none", "trainer.enable_progress_bar=false", "animation=false"]

@@ -24,13 +24,13 @@ from kbf.filters.operators import ControlledTransition
 from kbf.filters.particle import ParticleFilter
 from kbf.filters.recurrent import LSTMFilter
 from kbf.kernels import delta, gaussian
+from kbf.module import Memory, cast_all
 from kbf.nn.coding import Code, CodedFilter
 from kbf.nn.controlled import ControlledDensity, control_spread, controlled_run, controlled_transition
 from kbf.nn.kernel_bayes import KBF, EnlargedKBF
 from kbf.selection import choose_transition_reg, control_gram
 from kbf.sequence import Sequence, as_sequences, moves, pad, transitions
 from kbf.ssm import rotation
-from kbf.training import Memory, cast_all
 
 TURN = 0.8 * torch.tensor([[math.cos(0.3), -math.sin(0.3)], [math.sin(0.3), math.cos(0.3)]], dtype=torch.float64)
 PUSH = torch.tensor([[1.0], [0.5]], dtype=torch.float64)
@@ -431,7 +431,7 @@ def test_state_dict_holds_the_learned_density():
             pytest.skip("another number of centres")
         state = first.state_dict()
         if {k: v.shape for k, v in other.state_dict().items()} != {k: v.shape for k, v in state.items()}:
-            from kbf.training import take_shapes
+            from kbf.module import take_shapes
 
             take_shapes(other, state)
         assert not torch.allclose(rollout(other, obs, controls=u).estimates, wanted)

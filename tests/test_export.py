@@ -240,7 +240,7 @@ def test_serving(command):
     """Two observations, one missing, over HTTP, against the filter."""
     script = Path(__file__).parents[1] / "scripts" / "serve.py"
     assert "torch" not in script.read_text().replace("PyTorch", "") and "import kbf" not in script.read_text()
-    from kbf.training import load_filter
+    from kbf.checkpoint import load_filter
 
     filter = load_filter(command / "checkpoints" / "best.ckpt").filter
     with subprocess.Popen(

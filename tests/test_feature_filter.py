@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import kbf.training
+from kbf.checkpoint import load_filter, read_checkpoint
 from kbf.cli import configure
 from kbf.data.module import FilterDataModule, Training
 from kbf.evaluation import score
 from kbf.filters.base import rollout
 from kbf.filters.kernel import KernelBayesFilter
+from kbf.module import FilterTraining
 from kbf.nn.augment import Augment, PixelNoise
 from kbf.nn.encoders import CNN
 from kbf.nn.feature_filter import FeatureKBF
@@ -21,7 +23,7 @@ from kbf.nn.kernel_bayes import KBF
 from kbf.rules import importance_weighted
 from kbf.selection import paper_grid
 from kbf.sequence import Sequence
-from kbf.training import FilterTraining, check, load_filter, read_checkpoint, train
+from kbf.training import check, train
 
 SHAPE = (1, 6, 6)
 TRAINER = {

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from kbf.checkpoint import load_filter
 from kbf.cli import main
 from kbf.commands.estimates import Tracker
 from kbf.commands.filter import boundary_of
@@ -22,7 +23,6 @@ from kbf.commands.lines import LineError, Lines, Names, Row
 from kbf.data.own.boundary import Boundary, Part
 from kbf.filters.base import rollout
 from kbf.ssm import oscillatory, simulate
-from kbf.training import load_filter
 
 TRAIN = ["data=oscillatory", "n_train=60", "particles=50", "data.n_test=10", "logger=none", "trainer.enable_progress_bar=false"]
 F64 = torch.float64

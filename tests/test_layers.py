@@ -29,6 +29,8 @@ LAYERS = [
         "kbf.data",
     ],
     [
+        "kbf.module",
+        "kbf.checkpoint",
         "kbf.training",
         "kbf.pretraining",
         "kbf.pictures",
@@ -54,10 +56,12 @@ NEIGHBOURS = {  # who may import whom inside one layer
     "kbf.frame_plots": {"kbf.plots"},
     "kbf.nn": {"kbf.nn", "kbf.selection"},
     "kbf.data": {"kbf.data"},
-    "kbf.training": {"kbf.pretraining", "kbf.pictures"},
+    "kbf.module": {"kbf.pretraining", "kbf.pictures"},
+    "kbf.checkpoint": {"kbf.module"},
+    "kbf.training": {"kbf.module", "kbf.checkpoint", "kbf.pretraining"},
     "kbf.pretraining": {"kbf.pictures"},
-    "kbf.held_out": {"kbf.training", "kbf.evaluation"},
-    "kbf.memory": {"kbf.training", "kbf.held_out"},
+    "kbf.held_out": {"kbf.checkpoint", "kbf.training", "kbf.evaluation"},
+    "kbf.memory": {"kbf.module", "kbf.checkpoint", "kbf.training", "kbf.held_out"},
     "kbf.experiments": {"kbf.experiments"},
     "kbf.bench": {"kbf.bench", "kbf.experiments"},
     "kbf.export": {"kbf.export_ops"},
@@ -65,7 +69,7 @@ NEIGHBOURS = {  # who may import whom inside one layer
 }
 ONLY_IN = {
     "hydra": {"kbf.cli"},
-    "lightning": {"kbf.training", "kbf.pretraining", "kbf.data.module"},
+    "lightning": {"kbf.module", "kbf.training", "kbf.pretraining", "kbf.data.module"},
     "matplotlib": {"kbf.plots", "kbf.frame_plots", "kbf.charts"},
     "sklearn": {"kbf.sklearn"},
 }

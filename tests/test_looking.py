@@ -12,6 +12,7 @@ import torch
 from reference import TRAINER
 
 from kbf.bench import smoothing
+from kbf.checkpoint import load_filter
 from kbf.cli import main
 from kbf.data.source import Data
 from kbf.data.synthetic import SyntheticData
@@ -23,7 +24,7 @@ from kbf.held_out import learn_smoothed
 from kbf.sequence import Sequence
 from kbf.smoothing import smooth
 from kbf.ssm import StateSpaceModel, rotate, rotation, simulate
-from kbf.training import load_filter, train
+from kbf.training import train
 from kbf.uncertainty import squared_distance
 
 F64 = torch.float64

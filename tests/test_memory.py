@@ -9,6 +9,7 @@ import pytest
 import torch
 from reference import TRAINER
 
+from kbf.checkpoint import CheckpointError, load_filter
 from kbf.cli import main
 from kbf.data.synthetic import SyntheticData
 from kbf.data.windows import Span, piece
@@ -18,7 +19,7 @@ from kbf.memory import CHUNK, append, chunks, coverage_features, gain, joined, p
 from kbf.nn.kernel_bayes import KBF
 from kbf.sequence import Sequence
 from kbf.ssm import rotation
-from kbf.training import CheckpointError, load_filter, train
+from kbf.training import train
 
 KBF_NET = {"_target_": "kbf.nn.kernel_bayes.KBF", "rank": 24}
 

@@ -10,13 +10,15 @@ import pytest
 import torch
 from reference import TRAINER
 
+from kbf.checkpoint import load_filter
 from kbf.cli import configure, main
 from kbf.commands.compare import fingerprints
 from kbf.data.source import load_data
 from kbf.evaluation import score
+from kbf.module import FilterTraining
 from kbf.sequence import Sequence
 from kbf.ssm import OrientationModel, oscillatory, simulate
-from kbf.training import FilterTraining, load_filter, train
+from kbf.training import train
 
 QUICK = ["logger=none", "trainer.enable_progress_bar=false", "particles=50", "calibrate=false"]
 SMALL = ["+model.net.points=60", "+model.net.run=800", "+model.net.draws=4"]

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from kbf.build import build
+from kbf.checkpoint import load_filter
 from kbf.cli import compose, main, plain
 from kbf.commands.common import resolved
 from kbf.data import pendulum
@@ -27,7 +28,7 @@ from kbf.frame_plots import animate, frame_grid
 from kbf.pretraining import read_coding
 from kbf.sequence import Sequence
 from kbf.ssm import OrientationModel, simulate
-from kbf.training import load_filter, train
+from kbf.training import train
 
 F64 = torch.float64
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import kbf.training
+from kbf.checkpoint import CheckpointError, load_filter, read_checkpoint
 from kbf.linalg import psd_solve
 from kbf.nn import losses
 from kbf.nn.augment import PixelNoise
@@ -31,7 +32,7 @@ from kbf.pretraining import (
     warn_of_chance,
 )
 from kbf.sequence import Sequence
-from kbf.training import CheckpointError, Checkpoints, check, held_by, load_filter, read_checkpoint, train
+from kbf.training import Checkpoints, check, held_by, train
 
 SIDE = 8
 TRAINER = {

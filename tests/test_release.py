@@ -16,9 +16,9 @@ import torch
 import yaml
 
 import kbf
-from kbf import training
+from kbf import checkpoint as checkpoints
+from kbf.checkpoint import CheckpointError, load_filter, read_checkpoint
 from kbf.cli import main
-from kbf.training import CheckpointError, load_filter, read_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -96,7 +96,7 @@ def test_the_example_evaluates_at_once(tmp_path, capsys):
     told = json.loads((tmp_path / "metrics.json").read_text())
     assert told["test.mse"] == pytest.approx(0.0402, abs=2e-4)
     assert (told["model"], told["data"], told["n_train"]) == ("kbf", "rotation", 300)
-    assert training.checkpoint_file("example:rotation").stat().st_size < 1e6
+    assert checkpoints.checkpoint_file("example:rotation").stat().st_size < 1e6
 
 
 @pytest.mark.parametrize("name", ["example:nothing", "example:", "example:../checkpoints/rotation"])
@@ -115,7 +115,7 @@ def written(tmp_path):
     """The example, as if another version had written it."""
 
     def write(version: str | None) -> Path:
-        checkpoint = torch.load(training.checkpoint_file("example:rotation"), weights_only=True)
+        checkpoint = torch.load(checkpoints.checkpoint_file("example:rotation"), weights_only=True)
         checkpoint["kbf"]["version"] = version
         torch.save(checkpoint, tmp_path / "other.ckpt")
         return tmp_path / "other.ckpt"
@@ -138,8 +138,8 @@ def test_a_newer_version_asks_for_an_upgrade(version, written, capsys):
 
 
 def test_a_version_that_is_no_longer_read(written, monkeypatch):
-    monkeypatch.setattr(training, "OLDEST", (0, 5))
-    monkeypatch.setattr(training, "__version__", "0.7.0")
+    monkeypatch.setattr(checkpoints, "OLDEST", (0, 5))
+    monkeypatch.setattr(checkpoints, "__version__", "0.7.0")
     assert read_checkpoint(written("0.5.0"))
     with pytest.raises(CheckpointError, match=r"kbf 0.4.9, which kbf 0.7.0 no longer reads: train it again"):
         read_checkpoint(written("0.4.9"))

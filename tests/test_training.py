@@ -10,22 +10,15 @@ import torch
 from torch import nn
 
 from kbf.build import build
+from kbf.checkpoint import CheckpointError, load_filter, read_checkpoint
 from kbf.data.synthetic import SyntheticData
 from kbf.evaluation import score
 from kbf.filters.base import rollout
 from kbf.filters.recurrent import LSTMFilter
+from kbf.module import FilterTraining, estimates
 from kbf.sequence import Sequence
 from kbf.ssm import rotation
-from kbf.training import (
-    CheckpointError,
-    Checkpoints,
-    FilterTraining,
-    check,
-    estimates,
-    load_filter,
-    read_checkpoint,
-    train,
-)
+from kbf.training import Checkpoints, check, train
 
 TRAINER = {
     "_target_": "lightning.Trainer",

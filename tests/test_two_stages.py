@@ -12,10 +12,10 @@ import time
 import pytest
 import torch
 
+from kbf.checkpoint import read_checkpoint
 from kbf.cli import main
 from kbf.data.dsprites import DSprites
 from kbf.pretraining import LastCheckpoint
-from kbf.training import read_checkpoint
 
 CODING = ["data.coding.members=2", "data.coding.epochs=3", "data.coding.encoder.keypoints=2", "data.coding.encoder.kernel=3"]
 DATA = ["data=dsprites", "n_train=60", "data.n_test=20", "particles=50", *CODING]

@@ -12,6 +12,7 @@ import pytest
 import scipy.stats
 import torch
 
+from kbf.checkpoint import load_filter
 from kbf.cli import main
 from kbf.data.synthetic import SyntheticData
 from kbf.embeddings import Embedding
@@ -25,7 +26,7 @@ from kbf.plots import calibration_figure
 from kbf.reliability import CURVE, LEVELS, crps, energy_score, reliability
 from kbf.sequence import Sequence
 from kbf.ssm import rotation
-from kbf.training import load_filter, train
+from kbf.training import train
 from kbf.uncertainty import KEPT, Calibration, calibrate, chi_square, density_level, floor_of, herd, log_density, squared_distance
 
 

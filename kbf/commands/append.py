@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kbf.checkpoint import check_like, load_filter
 from kbf.commands.common import console, show, start, tell
 from kbf.data.own.parts import where_known
 from kbf.data.source import load_data
@@ -13,7 +14,6 @@ from kbf.data.windows import Span, take
 from kbf.evaluation import score
 from kbf.memory import append
 from kbf.sequence import Sequence
-from kbf.training import check_like, load_filter
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Generator, Tensor
 
+from kbf.checkpoint import Trained
 from kbf.commands.lines import Row
 from kbf.data.own.boundary import Boundary
 from kbf.filters.base import move
 from kbf.filters.live import Live
 from kbf.monitor import WINDOW, Monitor, middle
-from kbf.training import Trained
 
 Values = dict[str, float | int | str | None]
 """A row of the output: numbers and words by column."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kbf.checkpoint import check_like, load_filter
 from kbf.commands.common import (
     Drawn,
     about,
@@ -29,7 +30,6 @@ from kbf.evaluation import data_floor, score
 from kbf.files import write_csv, write_json
 from kbf.monitor import Check
 from kbf.plots import calibration_figure, save
-from kbf.training import check_like, load_filter
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kbf.checkpoint import Trained, load_filter
 from kbf.commands.common import console, start
 from kbf.commands.filter import boundary_of, same
 from kbf.export import export
-from kbf.training import Trained, load_filter
 
 
 def run(config: dict[str, Any]) -> int:

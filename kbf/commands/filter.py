@@ -16,6 +16,7 @@ import rich.progress
 import torch
 from rich.console import Console
 
+from kbf.checkpoint import Trained, load_filter
 from kbf.commands.common import start
 from kbf.commands.estimates import Csv, JsonLines, Npz, Table, Tracker, Values
 from kbf.commands.lines import LineError, Lines, Names, Row
@@ -24,7 +25,6 @@ from kbf.data.own.boundary import Part
 from kbf.files import replacing
 from kbf.filters.base import read_leaves, save_state
 from kbf.sequence import as_float
-from kbf.training import Trained, load_filter
 
 TEXT = (".csv", ".jsonl")
 """Files that are read line by line."""

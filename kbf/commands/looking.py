@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kbf.charts import curves
+from kbf.checkpoint import Trained
 from kbf.commands.common import console, recalibrated, reliability_metrics, reliability_of
 from kbf.data.source import Data
 from kbf.evaluation import check_horizon, floor_ahead, score_ahead, score_smoothed, smoothing_floor
 from kbf.held_out import learn_smoothed
 from kbf.plots import save, track_figure
 from kbf.smoothing import check_smoother
-from kbf.training import Trained
 
 
 class Looked(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any
 from rich.markup import escape
 
 from kbf.build import build
+from kbf.checkpoint import CheckpointError, Trained, read_checkpoint
 from kbf.commands import auto
 from kbf.commands.common import (
     about,
@@ -32,7 +33,7 @@ from kbf.evaluation import Score, data_floor, floor, score
 from kbf.files import copy, write_csv, write_json, write_text
 from kbf.held_out import learn_and_keep
 from kbf.pictures import log_frames, log_track
-from kbf.training import CheckpointError, Trained, check, read_checkpoint, train
+from kbf.training import check, train
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
