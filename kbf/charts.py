@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from itertools import pairwise
@@ -85,7 +86,7 @@ def curves(
         handles = {name: handle for axes in grid for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside right center", labelspacing=0.7)
         if title:
-            figure.suptitle(title, fontsize=10.5)
+            figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=10.5)
     return figure
 
 

@@ -145,6 +145,11 @@ def test_marks_are_above_their_places():
     assert [[(t.get_position()[0], t.get_text()) for t in axes.texts] for axes in figure.axes] == [[], [(2, "!")]]
 
 
+def test_long_titles_have_lines():
+    figure = curves([{"x": x, "y": 1.0, "m": "a"} for x in (1, 2)], x="x", y="y", by="m", title=20 * "four ")
+    assert figure.get_suptitle().split("\n") == ["four " * 11 + "four", "four " * 7 + "four"]
+
+
 NAMES = {
     images.ORIGINAL: "kbr_original",
     images.WEIGHTED: "kbf_paper",
