@@ -29,7 +29,7 @@ from kbf.nn.feature_filter import FeatureKBF
 from kbf.nn.kernel_bayes import KBF
 from kbf.nn.scaling import ScaledFilter, Scaling
 from kbf.pictures import log_frames, log_track
-from kbf.pretraining import OPTIMISERS, Coding, build_code, read_coding, seed_step
+from kbf.pretraining import OPTIMISERS, Coding, build_code, read_coding, read_settings, seed_step
 from kbf.sequence import Sequence, as_float
 
 
@@ -298,13 +298,5 @@ def read_training(config: dict[str, Any] | None) -> Training | None:
     """The ``training`` part of a model's configuration; None for a model that does not learn by gradient."""
     if config is None:
         return None
-    known = Training._fields
-    if wrong := [key for key in config if key not in known]:
-        raise ValueError(f"model.training has no {wrong[0]!r}; it has {', '.join(known)}")
-    if missing := {"epochs", "lr"} - config.keys():
-        raise ValueError(f"model.training needs {' and '.join(sorted(missing))}")
-    training = Training(**config)
-    for key, options in (("optimiser", list(OPTIMISERS)), ("schedule", ["constant", "cosine"])):
-        if (chosen := getattr(training, key)) not in options:
-            raise ValueError(f"model.training.{key} must be one of {', '.join(options)}; got {chosen!r}")
-    return training
+    options = {"optimiser": tuple(OPTIMISERS), "schedule": ("constant", "cosine")}
+    return read_settings(Training, config, "model.training", options)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import lightning
 import torch
@@ -30,6 +32,7 @@ from kbf.sequence import as_float
 LOSSES = ("linear", "ridge", "split")
 TOLD = 0.05
 """Share of the states' variance below which images tell next to nothing."""
+Settings = TypeVar("Settings", bound=tuple)
 OPTIMISERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
@@ -76,28 +79,44 @@ class Coding(NamedTuple):
         return states[:, list(self.visible)]
 
 
+def read_settings(
+    kind: type[Settings], config: dict[str, Any], name: str, options: Mapping[str, Many[str]], others: Many[str] = ()
+) -> Settings:
+    """A part of a configuration as a tuple of settings of this ``kind``, with ``epochs`` and ``lr`` among them.
+
+    Args:
+        kind: a NamedTuple. config: its fields. name: what the part is called.
+        options: the words that a field may be. others: settings that stand beside these.
+
+    Raises:
+        ValueError: unknown or missing settings, or a word that is no option.
+    """
+    known: tuple[str, ...] = kind._fields  # pyright: ignore[reportAttributeAccessIssue]
+    if wrong := [key for key in config if key not in known]:
+        raise ValueError(f"{name} has no {wrong[0]!r}; it has {', '.join([*others, *known])}")
+    if missing := {"epochs", "lr"} - config.keys():
+        raise ValueError(f"{name} needs {' and '.join(sorted(missing))}")
+    settings = kind(**config)
+    for key, allowed in options.items():
+        if (chosen := getattr(settings, key)) not in allowed:
+            raise ValueError(f"{name}.{key} must be one of {', '.join(allowed)}; got {chosen!r}")
+    return settings
+
+
 def read_coding(config: dict[str, Any]) -> Coding:
     """Check the ``coding`` part of a configuration.
 
     Raises:
         ValueError: unknown, missing or impossible settings.
     """
-    known = Coding._fields
-    if wrong := [key for key in config if key not in known]:
-        raise ValueError(f"data.coding has no {wrong[0]!r}; it has encoder, {', '.join(known)}")
-    if missing := {"epochs", "lr"} - config.keys():
-        raise ValueError(f"data.coding needs {' and '.join(sorted(missing))}")
-    coding = Coding(**config)
-    coding = coding._replace(augment=tuple(coding.augment or ()))
     options = {
         "loss": LOSSES,
         "targets": ("states", "fourier"),
         "optimiser": tuple(OPTIMISERS),
         "schedule": ("constant", "onecycle"),
     }
-    for key, allowed in options.items():
-        if (chosen := getattr(coding, key)) not in allowed:
-            raise ValueError(f"data.coding.{key} must be one of {', '.join(allowed)}; got {chosen!r}")
+    coding = read_settings(Coding, config, "data.coding", options, others=("encoder",))
+    coding = coding._replace(augment=tuple(coding.augment or ()))
     for key in ("epochs", "members", "fourier", "batch_size"):
         value = getattr(coding, key)
         if (type(value) is not int or value < 1) and (key, value) != ("batch_size", None):

@@ -17,6 +17,7 @@ from torch import Generator, Tensor
 
 from kbf.data.download import cache_dir
 from kbf.data.frames import Frames, as_observations, check_frames, nearest, read_frames, write_frames
+from kbf.data.synthetic import check_lengths
 from kbf.sequence import Sequence
 from kbf.ssm import OrientationModel, simulate
 
@@ -72,7 +73,7 @@ class OrientationImages:
             ValueError: fewer than two training steps or no test step, or frames that are no full turn.
             FileNotFoundError: no such frames file.
         """
-        check_lengths(n_train, n_test)
+        check_lengths("image", n_train, n_test)
         height, width = size
         if frames is None:
             table = embedded(renderer, level, render_seed, (2 * height, 2 * width))
@@ -161,12 +162,6 @@ def render_turn(
     except ModuleNotFoundError as error:
         raise ValueError(f"renderer {renderer}: {error}") from error
     return Frames(rendered.images, rendered.yaw_degrees, {**rendered.about, "size": list(size)})
-
-
-def check_lengths(n_train: int, n_test: int) -> None:
-    """Raise a ValueError unless there is a move to learn from and a step to score."""
-    if n_train < 2 or n_test < 1:
-        raise ValueError(f"image data needs n_train >= 2 and n_test >= 1, got n_train {n_train} and n_test {n_test}")
 
 
 def installed(package: str) -> str | None:

@@ -20,8 +20,9 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.data.dmlab import check_lengths, installed, pixels
+from kbf.data.dmlab import installed, pixels
 from kbf.data.download import cache_dir
+from kbf.data.synthetic import check_lengths
 from kbf.files import replacing
 from kbf.sequence import Sequence
 from kbf.ssm import OrientationModel, normal, rotate
@@ -139,7 +140,7 @@ class Pendulum:
         Raises:
             ValueError: fewer than two training steps or no test step, or Gymnasium or pygame are not installed.
         """
-        check_lengths(n_train, n_test)
+        check_lengths("image", n_train, n_test)
         self.problem = problem or PendulumModel()
         run = kept_run(self.problem, n_train + n_test, seed)
         states, obs = self.problem.embed(run.y), noisy(run.frames, pixel_noise, seed)

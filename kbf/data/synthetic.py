@@ -39,10 +39,15 @@ class SyntheticData:
         Raises:
             ValueError: fewer than two training steps or no test step.
         """
-        if n_train < 2 or n_test < 1:
-            raise ValueError(f"synthetic data needs n_train >= 2 and n_test >= 1, got n_train {n_train} and n_test {n_test}")
+        check_lengths("synthetic", n_train, n_test)
         z0 = torch.as_tensor(getattr(problem, "m0", (1.0, 0.0)) if start is None else start, dtype=torch.float64)
         states, obs, *_ = simulate(problem, z0, n_train + n_test, torch.Generator().manual_seed(seed))
         self.problem = problem
         self.train = [Sequence(states[:n_train], obs[:n_train])]
         self.test = [Sequence(states[n_train:], obs[n_train:])]
+
+
+def check_lengths(kind: str, n_train: int, n_test: int) -> None:
+    """Raise a ValueError unless there is a move to learn from and a step to score."""
+    if n_train < 2 or n_test < 1:
+        raise ValueError(f"{kind} data needs n_train >= 2 and n_test >= 1, got n_train {n_train} and n_test {n_test}")

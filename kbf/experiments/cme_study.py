@@ -61,7 +61,7 @@ def work(job: Job, p: Problem) -> list[Row]:
     parts = split(p.x, p.y, variance=variance_y)
     rows = []
     for method in job.get("methods", METHODS):
-        mine = [at for at in grid if at[1] == job["ridges"][0]] if method == NWKR else grid  # it has no ridge
+        mine = grid if method != NWKR else list(product(job["sigmas"], job["ridges"][:1]))  # it has no ridge
         chosen = best_of(mine, lambda at, to=method: cv_score(parts, to, variance=at[0], reg=at[1], m=m, seed=seed))
         rows.append(row(job, p, method, *chosen))
     return rows
