@@ -41,7 +41,7 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
     Raises:
         ValueError: damaged, arrays that are not there, that are no numbers, or whose shapes do not fit.
     """
-    with opened(path) as (names, get):
+    with opened(path) as (names, get, notes):
         if not names:
             raise ValueError(f"{path} holds no arrays")
         found = {role: keys_of(names, role, said_of(layout, role, names, states), path) for role in CALLED}
@@ -69,7 +69,7 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
         column_names(layout.states, first.states, "z", path),
         column_names(layout.observations, first.obs, "x", path) if first.obs.ndim == 2 else [],
         column_names(layout.controls, first.controls, "u", path),
-        not_stored(path) if path.suffix.lower() == ".zarr" else (),
+        notes,
     )
 
 
@@ -222,8 +222,8 @@ def column_names(said: list[str] | str | None, values: Tensor | None, letter: st
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[list[str], Get]]:
-    """The names of the arrays of a file, and how to get one.
+def opened(path: Path) -> Iterator[tuple[list[str], Get, tuple[str, ...]]]:
+    """The names of the arrays of a file, how to get one, and what looks odd.
 
     Raises:
         ValueError: damaged, or of another kind.
@@ -232,22 +232,22 @@ def opened(path: Path) -> Iterator[tuple[list[str], Get]]:
     try:
         if suffix == ".npz":
             with numpy.load(path, allow_pickle=False) as file:
-                yield list(file.files), guarded(path, file.__getitem__)
+                yield list(file.files), guarded(path, file.__getitem__), ()
         elif suffix in (".h5", ".hdf5"):
             h5py = need("h5py", path)
             with h5py.File(path, "r") as file:
                 names: list[str] = []
                 file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-                yield names, guarded(path, lambda name: file[name][()])
+                yield names, guarded(path, lambda name: file[name][()]), ()
         elif suffix == ".zarr":
             group = opened_zarr(path)
-            yield list(group), guarded(path, lambda name: group[name][...])
+            yield list(group), guarded(path, lambda name: group[name][...]), not_stored(path, group)
         elif suffix == ".npy":  # one array
-            yield ["observations"], guarded(path, lambda _: numpy.load(path, allow_pickle=False))
+            yield ["observations"], guarded(path, lambda _: numpy.load(path, allow_pickle=False)), ()
         else:
             stems = {file.stem: file for file in (path.glob("*.npy") if path.is_dir() else path.parent.glob(f"{path.name}*.npy"))}
             files = {stem if path.is_dir() else stem.removeprefix(path.name).lstrip("_-."): file for stem, file in stems.items()}
-            yield list(files), guarded(path, lambda name: numpy.load(files[name], allow_pickle=False))
+            yield list(files), guarded(path, lambda name: numpy.load(files[name], allow_pickle=False)), ()
     except ValueError as error:
         if str(path) in str(error):
             raise
@@ -290,12 +290,12 @@ def opened_zarr(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no Zarr group, or damaged: {str(error).splitlines()[0]}") from error
 
 
-def not_stored(path: Path) -> tuple[str, ...]:
+def not_stored(path: Path, group: dict[str, Any]) -> tuple[str, ...]:
     """A sentence for each array of a Zarr group of which parts have no file: they are read as the fill value.
 
     That is how a Zarr keeps a part that holds nothing else, and also what a copy looks like that was cut short.
     """
-    counts = [(name, array.nchunks_initialized, array.nchunks, array.fill_value) for name, array in opened_zarr(path).items()]
+    counts = [(name, array.nchunks_initialized, array.nchunks, array.fill_value) for name, array in group.items()]
     return tuple(
         f"{path}, array {name}: {total - there} of {total} chunks have no file and are read as {fill}: is the copy complete?"
         for name, there, total, fill in counts
