@@ -7,14 +7,17 @@ import importlib
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from kbf.cli import main
-from kbf.commands.reproduce import hashed
-from kbf.experiments import EXPERIMENTS
-from kbf.experiments.base import column, means, wilcoxon
-from kbf.experiments.posterior_mean import problem
+from kbf.commands.reproduce import hashed, verdict_text
+from kbf.experiments import EXPERIMENTS, posterior_mean
+from kbf.experiments.base import Verdict, all_of, column, counted, means, wilcoxon
+from kbf.experiments.gaussian_model import gaussian_model
+from kbf.kernels import median_distance
+from tests import reference
 
 WRITTEN = [name for name in EXPERIMENTS if importlib.util.find_spec(f"kbf.experiments.{name}")]  # pyright: ignore
 
@@ -110,13 +113,73 @@ def test_wilcoxon_of_rows():
     assert pair["mean_difference"] == -1
 
 
-def test_the_true_posterior_mean_is_bayes():
-    """Weighted by its likelihood, a large prior sample has the mean that `problem` tells."""
-    p = problem(1, 4, 3, seed=0)
-    A = torch.randn(2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    V = A.mT @ A / 2 + 2 * torch.eye(2, dtype=torch.float64)
-    z = torch.randn(400_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * (V[1, 1] / 2).sqrt()
-    for at, truth in zip(p.queries[:, 0], p.truth[:, 0], strict=True):
-        mean, variance = 1 + V[0, 1] / V[1, 1] * z, V[0, 0] - V[0, 1] ** 2 / V[1, 1]
-        weights = torch.softmax(-0.5 * (at - mean).square() / variance, 0)
-        assert (weights @ z - truth).abs() < 0.01
+def test_answers_and_counts():
+    paper = [Verdict("a", "1", answer) for answer in (True, False, None)]
+    assert [v.answer for v in paper] == ["reproduced", "not reproduced", "undecided"]
+    asked = Verdict("b", "2", True, asked=True)
+    assert (asked.text, asked.answer) == ("asked here: b", "yes")
+    assert counted([*paper, asked]).endswith("1 reproduced, 1 not, 1 undecided; asked here: 1 yes, 0 no, 0 undecided")
+    assert counted([asked]) == "asked here: 1 yes, 0 no, 0 undecided"
+    assert [all_of(answers) for answers in ([True, True], [True, None], [None, False], [])] == [True, None, False, True]
+
+
+def test_the_verdict_file_says_how_it_was_made():
+    about = {"experiment": "posterior_mean", "preset": "full", "runs": 30, "commits": ["aa"], "command": "kbf reproduce"}
+    experiment = importlib.import_module("kbf.experiments.posterior_mean")
+    text = verdict_text(experiment, [Verdict("a | b", "1", None)], about)
+    assert "figure 1" in text and "(preset full; 30 runs)" in text and "| a \\| b | 1 | undecided |" in text
+    mixed = verdict_text(experiment, [], about | {"commits": ["aa", "bb"], "preset": "quick", "runs": 1})
+    assert "smaller than in the paper; 1 run; its pieces are of the commits aa, bb" in mixed
+
+
+def posterior_rows(**error):
+    """Eight runs at two dimensions; methods err by 1 times the dimension unless told, IW by half of it."""
+    methods = {"original": 1.0, "original, n^2 delta": 0.8, "IW": 0.5, "IW, true ratio": 0.9, "the prior's mean": 3.0} | error
+    return [
+        {"d": d, "run": run, "method": m, "mse": d * e + 0.001 * run}
+        for m, e in methods.items()
+        for d in (2, 4)
+        for run in range(8)
+    ]
+
+
+def test_verdicts_on_the_posterior_mean():
+    def answers(rows):
+        return [v.reproduced for v in posterior_mean.judge(rows)]
+
+    assert answers(posterior_rows()) == [True] * 5
+    assert answers([row for row in posterior_rows() if row["run"] < 4]) == [None, None, True, None, None]  # p is 1/8 at the least
+    assert answers(posterior_rows(original=0.4)) == [False, True, True, True, True]
+    assert answers(posterior_rows(**{"original, n^2 delta": 0.4, "IW, true ratio": 0.4})) == [True, False, True, False, True]
+    assert answers([row | {"d": 6 - row["d"]} for row in posterior_rows()])[2] is False
+    assert answers(posterior_rows(**{"the prior's mean": 0.4}))[4] is False
+    assert "in 8 of 8 runs" in posterior_mean.judge(posterior_rows())[0].ours
+
+
+def test_the_errors_of_the_posterior_mean():
+    """Each method again by NumPy: rules of Xu et al., equations 2 and 4, and the truth from the joint covariance."""
+    d, n, q, seed = 2, 12, 5, 3
+    model = gaussian_model(d, generator := torch.Generator().manual_seed(seed), scale=1 / (2 * d))
+    A = torch.randn(2 * d, 2 * d, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).numpy()
+    np.testing.assert_allclose(model.V, A.T @ A / (2 * d) + 2 * np.eye(2 * d))
+    z, x = model.pairs(n, generator)
+    drawn, queries = model.prior(n, generator), model.queries(q, generator)
+    truth = model.posterior_mean(queries).numpy()
+    length_z, length_x = median_distance(z).item(), median_distance(x).item()
+    z, x, drawn, queries = (t.numpy() for t in (z, x, drawn, queries))
+    G_Z, G_X = reference.gaussian_gram(z, z, length_z), reference.gaussian_gram(x, x, length_x)
+    gamma = reference.tikhonov(G_Z, reference.gaussian_gram(z, drawn, length_z).mean(1), 0.2)
+    P = model.P.numpy()  # half of the covariance of z
+    known = np.sqrt(2**d) * np.exp(-0.25 * np.einsum("ni,ij,nj->n", z, np.linalg.inv(P), z))
+    found = {row["method"]: row["mse"] for row in posterior_mean.work({"d": d, "n": n, "queries": q, "run": seed})}
+    assert set(found) == {"original", "original, n^2 delta", "IW", "IW, true ratio", "IW, relative ratio", "the prior's mean"}
+    g = reference.gaussian_gram(x, queries, length_x).T
+    ways = {
+        "original": [reference.original_rule(gamma, G_X, row, 0.2) for row in g],
+        "original, n^2 delta": [reference.original_rule(gamma, G_X, row, 0.2 * n**2) for row in g],
+        "IW": [reference.importance_weighted_rule(np.maximum(gamma, 0), G_X, row, 0.2) for row in g],
+        "IW, true ratio": [reference.importance_weighted_rule(known, G_X, row, 0.2) for row in g],
+        "the prior's mean": np.zeros((q, n)),
+    }
+    for method, weights in ways.items():
+        assert found[method] == pytest.approx(((np.array(weights) @ z - truth) ** 2).sum(1).mean(), rel=1e-6), method

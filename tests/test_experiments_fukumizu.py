@@ -132,7 +132,7 @@ def test_rules_of_the_kde_comparison(model):
     prior, queries = model.prior(20, seeded(2)), model.queries(4, seeded(3))
     lengths = median_distance(z) / 2, 2 * median_distance(x)
     expected = rules_by_reference(z, x, prior, queries, *(float(s) for s in lengths))
-    for rule, name in ((kde.KBR, "KBR"), (kde.IW, "IW")):
+    for rule, name in ((kde.KBR, "KBR"), (kde.PRINTED, "printed"), (kde.IW, "IW")):
         found = kde.posterior(rule, x, z, prior, *lengths)(gaussian(queries, x, bandwidth=lengths[1]))
         np.testing.assert_allclose(found, expected[name], rtol=1e-6, atol=1e-9)
 
@@ -174,6 +174,8 @@ def test_errors_of_a_piece():
     expected = rules_by_reference(z, x, prior, queries, float(median_distance(z)), float(median_distance(x)))
     (median,) = (row for row in rows if row["method"] == "KBR, median")
     assert median["mse"] == pytest.approx(np.mean((np.array(expected["KBR"]) @ z.numpy() - truth) ** 2))
+    (printed,) = (row for row in rows if row["method"] == kde.PRINTED)
+    assert printed["mse"] == pytest.approx(np.mean((np.array(expected["printed"]) @ z.numpy() - truth) ** 2))
     errors = {row["bandwidth"]: row["mse"] for row in rows if row["method"] == kde.KDE}
     assert sorted(errors) == sorted((*kde.SMALLER, *kde.BANDWIDTHS))
     for h in (0.7, 20.0):
@@ -184,13 +186,17 @@ def test_errors_of_a_piece():
     assert chosen["mse"] == errors[chosen["bandwidth"]]
 
 
-def kde_rows(factor: float = 1.0):
-    """Eight runs at two dimensions; KBR is ``factor`` times as wrong as the best density estimate but one, which has h = 0.5."""
+def kde_rows(factor: float = 1.0, printed: float = 1.0):
+    """Eight runs at two dimensions; KBR is ``factor`` times as wrong as the best density estimate but one, which has h = 0.5.
+
+    ``printed`` is the factor with delta as printed.
+    """
     rows = []
     for d in (2, 4):
         for run in range(8):
             level = d + 0.01 * run
             kernel = {f"{rule}, {way}": factor * level for rule in (kde.KBR, kde.IW) for way in (kde.MEDIAN, kde.CV)}
+            kernel[kde.PRINTED] = printed * level
             rows += [{"d": d, "run": run, "method": m, "bandwidth": 1.0, "mse": e} for m, e in kernel.items()]
             rows.append({"d": d, "run": run, "method": "KDE+IW, CV", "bandwidth": 20.0, "mse": 3 * level})
             for h in (*kde.SMALLER, *kde.BANDWIDTHS):
@@ -203,17 +209,18 @@ def test_best_bandwidths():
     rows = kde.with_best(kde_rows())
     chosen = {row["method"]: row["bandwidth"] for row in rows if row["method"].startswith(kde.KDE)}
     assert chosen == {f"{kde.KDE}, {kde.CV}": 20.0, f"{kde.KDE}, {kde.BEST}": 8.0, f"{kde.KDE}, {kde.MORE}": 0.5}
-    assert len(rows) == 2 * 8 * 7
+    assert len(rows) == 2 * 8 * 8
 
 
 def test_verdicts_of_the_kde_comparison():
-    better, growing = kde.judge(kde_rows(0.5))
+    better, growing, printed = kde.judge(kde_rows(0.5, printed=4.0))
     assert (
         better.reproduced is True
         and "smaller at 2 of 2, largest p = 0.0078" in better.ours
         and f"{kde.MORE} at 0 of 2" in better.ours
     )
-    assert growing.reproduced is True
+    assert growing.reproduced is True and printed.reproduced is False and printed.asked
+    assert kde.judge(kde_rows(4.0, printed=0.5))[2].reproduced is True
     assert kde.judge(kde_rows(2.5))[0].reproduced is False
     assert kde.judge([row for row in kde_rows(0.5) if row["run"] < 5])[0].reproduced is None  # p is 1/16 at the least
     assert kde.judge([row | {"d": 6 - row["d"]} for row in kde_rows()])[1].reproduced is False
@@ -340,6 +347,7 @@ def abc_rows(kernel: float, printed: float):
 def test_verdicts_of_the_abc_comparison():
     time, simulations, own, printed = abc.judge(abc_rows(0.1, 10.0))
     assert (time.reproduced, simulations.reproduced, own.reproduced, printed.reproduced) == (True, True, False, True)
+    assert [v.asked for v in (time, simulations, own, printed)] == [False, True, False, True]
     assert "KBR at 3 of 3 sizes" in time.ours
     time, simulations, own, _ = abc.judge(abc_rows(30.0, 10.0))  # 30 / n against 1 / sqrt(n), and against 1 / sqrt(10 n)
     assert (time.reproduced, simulations.reproduced, own.reproduced) == (None, None, True)

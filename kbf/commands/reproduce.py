@@ -16,11 +16,9 @@ from kbf import __version__
 from kbf.commands.common import commit, console, provenance, start
 from kbf.commands.resume import finish_all
 from kbf.experiments import EXPERIMENTS
-from kbf.experiments.base import Experiment, Verdict
+from kbf.experiments.base import Experiment, Verdict, counted
 from kbf.files import write_csv, write_json, write_text
 from kbf.plots import save
-
-ANSWERS = {True: "reproduced", False: "not reproduced", None: "undecided"}
 
 
 class Piece(NamedTuple):
@@ -62,7 +60,8 @@ def reproduce(name: str, config: dict[str, Any]) -> int:
         told = f"{failed} of {len(pieces)} pieces failed; the same command tries them again"
         console.print(f"[red]{told}[/]; {directory} keeps what was finished", highlight=False)
         return 1
-    report(name, experiment, results, config, directory, time.perf_counter() - began)
+    told = {"experiment": name, "preset": config["preset"], "runs": settings["runs"]}
+    report(experiment, results, told, directory, time.perf_counter() - began)
     return 0
 
 
@@ -100,8 +99,8 @@ def hashed(name: str, job: dict[str, Any]) -> str:
     return hashlib.sha256((text + json.dumps(prints)).encode()).hexdigest()[:16]
 
 
-def report(name: str, experiment: Experiment, results: list[Any], config: dict[str, Any], directory: Path, seconds: float) -> None:
-    """Tables, tests, picture and verdicts, on the screen and as files."""
+def report(experiment: Experiment, results: list[Any], told: dict[str, Any], directory: Path, seconds: float) -> None:
+    """Tables, tests, picture and verdicts, on the screen and as files; ``told`` is experiment, preset and runs."""
     rows = [row for result in results for row in result["rows"]]
     verdicts, tests = experiment.judge(rows), experiment.tests(rows)
     write_csv(directory / "results.csv", rows)
@@ -109,34 +108,36 @@ def report(name: str, experiment: Experiment, results: list[Any], config: dict[s
     if tests:
         write_csv(directory / "tests.csv", tests)
     save(experiment.draw(rows), directory / "figure.png")
-    about = provenance() | {
-        "experiment": name,
-        "preset": config["preset"],
+    about = {
+        **provenance(),
+        **told,
         "commits": sorted({str(result["commit"]) for result in results}),
         "seconds of work": round(sum(result["seconds"] for result in results), 1),
     }
     write_json(directory / "about.json", about)
-    write_json(
-        directory / "verdict.json", {"experiment": name, "preset": config["preset"], "verdicts": [v._asdict() for v in verdicts]}
-    )
-    write_text(directory / "verdict.md", verdict_text(name, experiment, verdicts, about))
+    write_json(directory / "verdict.json", {**told, "verdicts": [v._asdict() for v in verdicts]})
+    write_text(directory / "verdict.md", verdict_text(experiment, verdicts, about))
     table = Table()
     for header in ("finding", "here", ""):
         table.add_column(header)
     for verdict in verdicts:
         style = {True: "green", False: "red", None: "yellow"}[verdict.reproduced]
-        table.add_row(escape(verdict.finding), escape(verdict.ours), f"[{style}]{ANSWERS[verdict.reproduced]}[/]")
+        table.add_row(escape(verdict.text), escape(verdict.ours), f"[{style}]{verdict.answer}[/]")
     console.print(table)
+    console.print(counted(verdicts), highlight=False)
     written = ["results.csv", *(["tests.csv"] if tests else []), "figure.png", "verdict.md", "about.json"]
     console.print(f"in [bold]{directory}[/]: {', '.join(written)} ({seconds:.0f} s)", highlight=False)
 
 
-def verdict_text(name: str, experiment: Experiment, verdicts: list[Verdict], about: dict[str, Any]) -> str:
+def verdict_text(experiment: Experiment, verdicts: list[Verdict], about: dict[str, Any]) -> str:
     """The verdict file: what the paper found, what came out here, and what was chosen."""
-    marked = "" if about["preset"] == "full" else f" (preset {about['preset']}: fewer runs or smaller than in the paper)"
-    lines = [f"# {name}", "", f"{EXPERIMENTS[name]}{marked}.", "", f"`{about['command']}`", ""]
-    lines += ["| finding of the paper | here | verdict |", "|---|---|---|"]
-    lines += [f"| {cell(v.finding)} | {cell(v.ours)} | {ANSWERS[v.reproduced]} |" for v in verdicts]
+    marked = "" if about["preset"] == "full" else ": fewer runs or smaller than in the paper"
+    made = f"preset {about['preset']}{marked}; {about['runs']} run{'s' if about['runs'] > 1 else ''}"
+    if len(about["commits"]) > 1:
+        made += f"; its pieces are of the commits {', '.join(about['commits'])}"
+    lines = [f"# {about['experiment']}", "", f"{EXPERIMENTS[about['experiment']]} ({made}).", "", f"`{about['command']}`", ""]
+    lines += [f"{counted(verdicts).capitalize()}.", "", "| finding | here | verdict |", "|---|---|---|"]
+    lines += [f"| {cell(v.text)} | {cell(v.ours)} | {v.answer} |" for v in verdicts]
     return "\n".join([*lines, "", " ".join(experiment.NOTES.split()), ""])
 
 
@@ -147,13 +148,13 @@ def cell(text: str) -> str:
 
 def overview(directory: Path) -> None:
     """All verdicts in one table: ``summary.md``."""
-    lines = ["| experiment | preset | finding of the paper | here | verdict |", "|---|---|---|---|---|"]
+    lines = ["| experiment | preset, runs | finding | here | verdict |", "|---|---|---|---|---|"]
     for name in EXPERIMENTS:
         path = directory / name / "verdict.json"
         if path.is_file():
             told = json.loads(path.read_text(encoding="utf-8"))
-            for v in told["verdicts"]:
-                words = [cell(v["finding"]), cell(v["ours"]), ANSWERS[v["reproduced"]]]
-                lines.append(f"| `{name}` | {told['preset']} | {' | '.join(words)} |")
+            for v in (Verdict(**fields) for fields in told["verdicts"]):
+                words = [f"`{name}`", f"{told['preset']}, {told['runs']}", cell(v.text), cell(v.ours), v.answer]
+                lines.append(f"| {' | '.join(words)} |")
     write_text(directory / "summary.md", "\n".join([*lines, ""]))
     console.print(f"\nall verdicts are in [bold]{directory / 'summary.md'}[/]", highlight=False)

@@ -2,10 +2,10 @@
 
 A file ``NAME.py`` holds one experiment as
 
-- ``PRESETS``: settings by name, "full" (the paper's), "quick" (minutes) and "smoke" (seconds); each has ``runs``;
+- ``PRESETS``: settings by name, each with ``runs``: "full" (the paper's; fewer runs where these take hours), "quick" and "smoke";
 - ``jobs(settings) -> list[Job]``: the independent pieces of work, each a dict of plain values, everything that its rows depend on;
 - ``work(job) -> list[Row]``: the rows of one piece, with the job's own keys in them where the other parts need these;
-- ``judge(rows) -> list[Verdict]``: the paper's findings against ours;
+- ``judge(rows) -> list[Verdict]``: the paper's findings against ours, and questions of ours;
 - ``tests(rows) -> list[Row]``: the paper's significance tests (none: an empty list);
 - ``draw(rows) -> Figure``: the paper's picture;
 - ``NOTES``: what the paper leaves open, and what was chosen.
@@ -28,11 +28,49 @@ Settings = dict[str, Any]
 
 
 class Verdict(NamedTuple):
-    """A finding of the paper, what came out here in numbers, and whether it was reproduced (None: it cannot be said)."""
+    """A finding, what came out here in numbers, and whether it was reproduced (None: it cannot be said).
+
+    ``asked``: the finding is none of the paper's, but a question of ours, and the answer is yes or no.
+    """
 
     finding: str
     ours: str
     reproduced: bool | None
+    asked: bool = False
+
+    @property
+    def text(self) -> str:
+        """The finding, and whose it is."""
+        return f"asked here: {self.finding}" if self.asked else self.finding
+
+    @property
+    def answer(self) -> str:
+        """The verdict in a word."""
+        yes, no = ("yes", "no") if self.asked else ("reproduced", "not reproduced")
+        return {True: yes, False: no, None: "undecided"}[self.reproduced]
+
+
+def counted(verdicts: Many[Verdict]) -> str:
+    """How many findings came out, those of the paper and ours by themselves.
+
+    >>> counted([Verdict("a", "", True), Verdict("b", "", None), Verdict("c", "", False, asked=True)])
+    'findings of the paper: 1 reproduced, 0 not, 1 undecided; asked here: 0 yes, 1 no, 0 undecided'
+    """
+    parts = []
+    for asked, name, (yes, no) in ((False, "findings of the paper", ("reproduced", "not")), (True, "asked here", ("yes", "no"))):
+        mine = [v.reproduced for v in verdicts if v.asked == asked]
+        if mine:
+            parts.append(f"{name}: {mine.count(True)} {yes}, {mine.count(False)} {no}, {mine.count(None)} undecided")
+    return "; ".join(parts)
+
+
+SLIGHTLY = 0.25
+"""What "slightly" means in the verdicts: by less than a quarter, at the largest size."""
+
+
+def all_of(answers: Many[bool | None]) -> bool | None:
+    """True if all are, False if one is, else None."""
+    return False if False in answers else None if None in answers else True
 
 
 @runtime_checkable

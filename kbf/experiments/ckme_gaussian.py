@@ -52,8 +52,8 @@ PRESETS["smoke"] = PRESETS["full"] | {
 }
 LARGEST = 10_000
 """The most points of CKME."""
-NOTES = """The draft is unfinished: it has captions, but neither pictures nor a text on results; the findings are what its sections
-1 and 3 claim for the local form. It gives no n, d, m, grids or sigma_y for figures 1-7; here d_y = 2, sigma_y = 1 (a variance, as
+NOTES = """The draft is unfinished: it has captions, but neither pictures nor a text on results; the questions are what its sections
+1 and 3 hope of the local form. It gives no n, d, m, grids or sigma_y for figures 1-7; here d_y = 2, sigma_y = 1 (a variance, as
 all its sigmas), m = n^(2/3) (its k in section 5.4) for every cheap form, sizes and grids as in the presets. The ridge is epsilon
 over k(x, x): weights depend on this alone, and one grid then serves all sigma and d. Bandwidth and ridge are chosen for each
 method from one grid, by 5-fold cross-validation of the RKHS distance, 40 points of each fold (figures 4-7); figures 2 and 3 show
@@ -123,14 +123,14 @@ def large(job: Job) -> list[Row]:
 
 
 def judge(rows: list[Row]) -> list[Verdict]:
-    """The claims for figures 1-7, and for figure 8."""
+    """The questions on figures 1-7, and for figure 8."""
     table = means([r for r in rows if r["kind"] == "large"], ["method", "n"], "mean", "seconds")
     full = max((r for r in table if r["method"] == CKME), key=lambda r: r["n"])
     same, local = (next(r for r in table if r["method"] == LCKME and r["n"] == n) for n in (full["n"], max(r["n"] for r in table)))
     ours = "; ".join(f"{r['method']} at n = {r['n']}: error {r['mean']:.3g} in {r['seconds']:.2g} s" for r in (full, same, local))
     better = local["mean"] < full["mean"] and local["seconds"] < full["seconds"]
     finding = "LCKME goes on to n where CKME is out of reach, with a smaller error in less time"
-    return [*cme_study.judge(rows), Verdict(finding, ours, better)]
+    return [*cme_study.judge(rows), Verdict(finding, ours, better, asked=True)]
 
 
 def tests(rows: list[Row]) -> list[Row]:

@@ -41,8 +41,8 @@ PRESETS["smoke"] = PRESETS["full"] | {
     **{"runs": 2, "n": 40, "queries": 3, "sigmas": [0.1, 1.0], "ridges": [1e-3], "sizes": [20, 40], "dimensions": [2, 4]},
     **{"time_n": 40, "m": [5]},
 }
-NOTES = """The draft is unfinished: it has captions, but neither pictures nor a text on results; the findings are what its sections
-1 and 3 claim for the local form. It gives no c, sigma, V, n, m or grids; here c = 10, sigma = 0.1 d_x, so that the bumps overlap
+NOTES = """The draft is unfinished: it has captions, but neither pictures nor a text on results; the questions are what its sections
+1 and 3 hope of the local form. It gives no c, sigma, V, n, m or grids; here c = 10, sigma = 0.1 d_x, so that the bumps overlap
 in every dimension, and y is brought to units in which f has variance 1 (over uniform x) and the noise V = 0.1; d_y = 1, as its
 gamma are numbers. sigma_y = 0.1 (a variance, as all its sigmas). All else, choices and errors, is as in ckme_gaussian: m = n^(2/3)
 for every cheap form; the ridge is epsilon over k(x, x); bandwidth and ridge are chosen for each method from one grid by 5-fold
@@ -81,7 +81,7 @@ def work(job: Job) -> list[Row]:
 
 
 def judge(rows: list[Row]) -> list[Verdict]:
-    """The claims for figures 9-15."""
+    """The questions on figures 9-15."""
     return cme_study.judge(rows)
 
 

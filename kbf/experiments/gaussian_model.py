@@ -1,4 +1,4 @@
-"""The Gaussian model of Fukumizu et al., section 5.1: training pairs, a prior of its own, and the posterior mean in closed form."""
+"""A Gaussian model with a prior of its own and the posterior mean in closed form (Fukumizu et al., 5.1; Xu et al., 6.1)."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class GaussianModel(NamedTuple):
         return (x - 1) @ psd_solve(self.B @ self.P @ self.B.mT + self.R, self.B @ self.P)
 
 
-def gaussian_model(d: int, generator: Generator) -> GaussianModel:
-    """V = A^T A + 2 I with A ``2d 2d`` standard normal (Fukumizu et al., section 5.1)."""
+def gaussian_model(d: int, generator: Generator, *, scale: float = 1.0) -> GaussianModel:
+    """V = scale A^T A + 2 I with A ``2d 2d`` standard normal: scale 1 in Fukumizu et al., 1 / (2 d) in Xu et al."""
     A = partial(torch.randn, dtype=torch.float64, generator=generator)(2 * d, 2 * d)
-    V = A.mT @ A + 2 * torch.eye(2 * d, dtype=torch.float64)
+    V = scale * A.mT @ A + 2 * torch.eye(2 * d, dtype=torch.float64)
     (V_zz, V_zx), (_, V_xx) = (block.chunk(2, -1) for block in V.chunk(2))
     B = psd_solve(V_zz, V_zx).mT
     return GaussianModel(V, B, V_xx - B @ V_zx, V_zz / 2)
