@@ -121,7 +121,8 @@ CURVED = PLANE | {low.EXTENDED: 1.15}
         ({}, {}, [True, True, True]),
         ({low.EXTENDED: 1.15}, {}, [False, True, True]),
         ({}, {low.EXTENDED: 1.05}, [True, False, True]),
-        ({low.WEIGHTED: 1.25}, {}, [True, True, False]),
+        ({low.WEIGHTED: 1.21, low.PARTICLES: 0.99}, {}, [True, True, False]),
+        ({low.PARTICLES: 0.8}, {}, [False, True, True]),  # more than slightly better
         ({}, {low.WEIGHTED: 1.21}, [True, True, False]),
     ],
 )
