@@ -61,7 +61,9 @@ def judge(rows: list[Row]) -> list[Verdict]:
     strong = images.ranking(rows, ADDED)
     return [
         Verdict(
-            "the LSTM performs the worst", f"{images.ranking(rows, learned)}. Not in the paper: {strong}", all(c.won for c in last)
+            "the LSTM performs the worst (of those that know nothing of the model)",
+            f"{images.ranking(rows, learned)}. Not in the paper: {strong}",
+            all(c.won for c in last),
         ),
         Verdict(
             "IW and IW(NN) are significantly better than the original rule",
