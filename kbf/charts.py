@@ -118,6 +118,10 @@ def draw_lines(axes: Axes, rows: Many[Row], lines: list[Any], x: str, y: str, by
         if plain and all(b / a > 1.3 for a, b in pairwise(sorted(places))):  # the points themselves, where the numbers have room
             axes.set_xticks(places, [f"{place:g}" for place in places])
             axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+        else:  # 2 and 5 between few powers of ten
+            low, high = axes.get_xlim()
+            axes.xaxis.set_minor_locator(ticker.LogLocator(subs=(2.0, 5.0)))
+            axes.xaxis.set_minor_formatter(ticker.StrMethodFormatter("{x:g}") if high < 30 * low else ticker.NullFormatter())
     if "y" in log:
         axes.set_yscale("log")
 

@@ -258,6 +258,14 @@ def test_points_that_are_close_are_no_ticks(places, plain):
     assert ([float(t) for t in figure.axes[0].get_xticks()] == list(places)) is plain
 
 
+def test_a_narrow_axis_has_few_labels():
+    figure = curves([{"x": 0.23 + 0.1 * k, "y": 1.0, "m": "a"} for k in range(20)], x="x", y="y", by="m", log="x")
+    figure.canvas.draw()
+    axis = figure.axes[0].xaxis
+    low, high = axis.get_view_interval()
+    assert [t.get_text() for t in axis.get_ticklabels(which="minor") if low < t.get_position()[0] < high] == ["0.5", "2"]
+
+
 # cross-validated bandwidths
 
 
