@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
@@ -114,8 +115,7 @@ def draw_lines(axes: Axes, rows: Many[Row], lines: list[Any], x: str, y: str, by
         axes.set_xticks(range(len(places)), places, rotation=30, ha="right")
     if "x" in log:
         axes.set_xscale("log")
-        plain = len(places) <= 8 and all(place >= 1e-3 for place in places)
-        if plain and all(b / a > 1.3 for a, b in pairwise(sorted(places))):  # the points themselves, where the numbers have room
+        if all(place > 0 for place in places) and have_room(sorted(places)):  # the points themselves
             axes.set_xticks(places, [f"{place:g}" for place in places])
             axes.xaxis.set_minor_formatter(ticker.NullFormatter())
         else:  # 2 and 5 between few powers of ten
@@ -124,6 +124,20 @@ def draw_lines(axes: Axes, rows: Many[Row], lines: list[Any], x: str, y: str, by
             axes.xaxis.set_minor_formatter(ticker.StrMethodFormatter("{x:g}") if high < 30 * low else ticker.NullFormatter())
     if "y" in log:
         axes.set_yscale("log")
+
+
+def have_room(places: list[Any]) -> bool:
+    """Whether numbers, in order, can stand below a logarithmic axis of some 36 characters without touching.
+
+    >>> have_room([100, 200, 500, 1000]), have_room([10_000, 20_000, 40_000, 70_000, 100_000])
+    (True, False)
+    """
+    if not 0 < len(places) <= 8 or places[0] < 1e-3:
+        return False
+    whole = math.log(places[-1] / places[0])
+    wide = [(len(f"{a:g}") + len(f"{b:g}")) / 2 + 1 for a, b in pairwise(places)]
+    gaps = [math.log(b / a) for a, b in pairwise(places)]
+    return all(gap > math.log(1.3) and 36 * gap > length * whole for gap, length in zip(gaps, wide, strict=True))
 
 
 def comparison_figure(rows: Many[Mapping[str, Any]], *, title: str = "") -> Figure:
