@@ -186,16 +186,17 @@ def test_errors_of_a_piece():
     assert chosen["mse"] == errors[chosen["bandwidth"]]
 
 
-def kde_rows(factor: float = 1.0, printed: float = 1.0):
+def kde_rows(factor: float = 1.0, printed: float = 1.0, weighted: float = 1.0):
     """Eight runs at two dimensions; KBR is ``factor`` times as wrong as the best density estimate but one, which has h = 0.5.
 
-    ``printed`` is the factor with delta as printed.
+    ``printed`` is the factor with delta as printed, ``weighted`` that of the IW rule's error over KBR's.
     """
     rows = []
     for d in (2, 4):
         for run in range(8):
             level = d + 0.01 * run
-            kernel = {f"{rule}, {way}": factor * level for rule in (kde.KBR, kde.IW) for way in (kde.MEDIAN, kde.CV)}
+            kernel = {f"{kde.KBR}, {way}": factor * level for way in (kde.MEDIAN, kde.CV)}
+            kernel |= {f"{kde.IW}, {way}": weighted * factor * level for way in (kde.MEDIAN, kde.CV)}
             kernel[kde.PRINTED] = printed * level
             rows += [{"d": d, "run": run, "method": m, "bandwidth": 1.0, "mse": e} for m, e in kernel.items()]
             rows.append({"d": d, "run": run, "method": "KDE+IW, CV", "bandwidth": 20.0, "mse": 3 * level})
@@ -213,7 +214,7 @@ def test_best_bandwidths():
 
 
 def test_verdicts_of_the_kde_comparison():
-    better, growing, printed = kde.judge(kde_rows(0.5, printed=4.0))
+    better, growing, printed, _ = kde.judge(kde_rows(0.5, printed=4.0))
     assert (
         better.reproduced is True
         and "smaller at 2 of 2, largest p = 0.0078" in better.ours
@@ -221,6 +222,12 @@ def test_verdicts_of_the_kde_comparison():
     )
     assert growing.reproduced is True and printed.reproduced is False and printed.asked
     assert kde.judge(kde_rows(4.0, printed=0.5))[2].reproduced is True
+    assert [kde.judge(kde_rows(weighted=share))[3].reproduced for share in (0.8, 1.2)] == [True, False]
+    assert kde.judge([row for row in kde_rows(weighted=0.8) if row["run"] < 5])[3].reproduced is None
+    one = [
+        row | {"mse": 9.0} if row["method"] == f"{kde.IW}, {kde.CV}" and row["d"] == 2 else row for row in kde_rows(weighted=0.8)
+    ]
+    assert kde.judge(one)[3].reproduced is False
     assert kde.judge(kde_rows(2.5))[0].reproduced is False
     assert kde.judge([row for row in kde_rows(0.5) if row["run"] < 5])[0].reproduced is None  # p is 1/16 at the least
     assert kde.judge([row | {"d": 6 - row["d"]} for row in kde_rows()])[1].reproduced is False
