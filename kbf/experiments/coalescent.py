@@ -73,11 +73,12 @@ def work(job: Job) -> list[Row]:
     method, m, run = job["method"], job["m"], job["run"]
     grid = tuple(product(job["factors"], job["ridges"][:1] if method == NWKR else job["ridges"]))
     factor, reg, held = tuned(method, m, job["n"], job["seed"], job["held"], grid)
-    x, y = scaled(simulations(job["n"], job["seed"]))
-    at, truth = scaled(observations(job["observed"], job["seed"], run), like=simulations(job["n"], job["seed"]))
-    most = m if method == CKME else job["n"]
+    table = simulations(job["n"], job["seed"])
+    x, y = scaled(table)
+    at, truth = scaled(observations(job["observed"], job["seed"], run), like=table)
+    variance, most = (factor * median_distance(x).item()) ** 2, m if method == CKME else job["n"]
     began = time.process_time()
-    fitted = fit(method, x[:most], y[:most], variance=(factor * median_distance(x).item()) ** 2, reg=reg, m=m, seed=run)
+    fitted = fit(method, x[:most], y[:most], variance=variance, reg=reg, m=m, seed=run)
     mean = fitted.mean(at)
     seconds = time.process_time() - began
     row = {"run": run, "method": method, "m": m, "factor": factor, "ridge": reg, "held": held, "seconds": seconds}
