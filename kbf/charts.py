@@ -115,7 +115,7 @@ def draw_lines(axes: Axes, rows: Many[Row], lines: list[Any], x: str, y: str, by
         axes.set_xticks(range(len(places)), places, rotation=30, ha="right")
     if "x" in log:
         axes.set_xscale("log")
-        if all(place > 0 for place in places) and have_room(sorted(places)):  # the points themselves
+        if have_room(sorted(places)):  # the points themselves
             axes.set_xticks(places, [f"{place:g}" for place in places])
             axes.xaxis.set_minor_formatter(ticker.NullFormatter())
         else:  # 2 and 5 between few powers of ten

@@ -68,6 +68,11 @@ SLIGHTLY = 0.25
 """What "slightly" means in the verdicts: by less than a quarter, at the largest size."""
 
 
+def surely(won: bool, p_value: float) -> bool | None:
+    """Whether something is better with significance; None if it is better, but not by enough to be sure."""
+    return False if not won else True if p_value < 0.05 else None
+
+
 def all_of(answers: Many[bool | None]) -> bool | None:
     """True if all are, False if one is, else None."""
     return False if False in answers else None if None in answers else True
@@ -135,3 +140,8 @@ def wilcoxon(rows: Many[Mapping[str, Any]], value: str, by: Many[str], *, method
             errors.setdefault(row[method], {})[row[run]] = row[value]
         told += [fixed | pair for pair in wilcoxon_pairs(errors)]
     return told
+
+
+def p_values(tests: Many[Row], by: str) -> dict[tuple[Any, frozenset[str]], float]:
+    """The p-values of tests by the value of a column and the two methods, in any order."""
+    return {(test[by], frozenset((test["first"], test["second"]))): test["p_value"] for test in tests}

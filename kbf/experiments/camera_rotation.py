@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from kbf.charts import Figure, curves
-from kbf.experiments.base import Job, Row, Settings, Verdict, means, wilcoxon
+from kbf.experiments.base import Job, Row, Settings, Verdict, means, p_values, wilcoxon
 from kbf.experiments.rotation_filters import Estimator, each_frame, kalman, neural, on_pixels
 from kbf.experiments.rotations import film, walk
 from kbf.selection import best_of
@@ -129,7 +129,7 @@ def work(job: Job) -> list[Row]:
 def judge(rows: list[Row]) -> list[Verdict]:
     """Three statements that table 1 makes, and questions of ours."""
     told = {(row["noise"], row["method"]): row["error"] for row in means(rows, ["noise", "method"], "error")}
-    p = {(row["noise"], frozenset((row["first"], row["second"]))): row["p_value"] for row in tests(rows)}
+    p = p_values(tests(rows), "noise")
     noises, runs = sorted({row["noise"] for row in rows}), len({row["run"] for row in rows})
 
     def compare(finding: str, better: list[str], worse: list[str], *, significantly: bool = False, asked: bool = False) -> Verdict:

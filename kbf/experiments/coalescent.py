@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kbf.charts import Figure, curves
-from kbf.experiments.base import Job, Row, Settings, Verdict, all_of, means, wilcoxon
+from kbf.experiments.base import Job, Row, Settings, Verdict, all_of, means, p_values, wilcoxon
 from kbf.experiments.cme_forms import CKME, DIVIDED, ICF, LCKME, LEVERAGE, METHODS, NWKR, RANDOM, RFF, fit
 from kbf.experiments.coalescent_data import PRIOR, chunk, observations, simulations, sizes
 from kbf.kernels import gaussian, median_distance
@@ -125,7 +125,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
     """Whether the local form is ahead, each method at the size that the simulations taken out choose."""
     table = means(rows, ["method", "m"], *ERRORS, "seconds", "held")
     best = {method: min((r for r in table if r["method"] == method), key=lambda r: r["held"]) for method in METHODS}
-    mine, p = best[LCKME], {(t["error"], frozenset((t["first"], t["second"]))): t["p_value"] for t in tests(rows)}
+    mine, p = best[LCKME], p_values(tests(rows), "error")
 
     def ahead(one: Row, other: Row, errors: Many[str] = tuple(ERRORS)) -> bool | None:
         """Whether one is more accurate than another, in all errors; None where it cannot be told."""

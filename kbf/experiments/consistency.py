@@ -205,8 +205,8 @@ def tests(rows: list[Row]) -> list[Row]:
 
 def draw(rows: list[Row]) -> Figure:
     """Errors against n, each with the line of its proven rate."""
-    errors = [row for row in rows if row["quantity"] != CLIPPED]
-    table = means(errors, ["quantity", "n", "method", "scale"], "error")
+    kept = [row for row in rows if row["quantity"] != CLIPPED]
+    table = means(kept, ["quantity", "n", "method", "scale"], "error")
     shown = [row | {"line": f"{row['method']}, s = {row['scale']:g}"} for row in table]
     scale = max(row["scale"] for row in rows)
     for (what, method), rate in PROVEN.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 from jaxtyping import Float
@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 from kbf import ratios, rules
 from kbf.charts import Figure, curves
-from kbf.experiments.base import Job, Row, Settings, Verdict, means, wilcoxon
+from kbf.experiments.base import Job, Row, Settings, Verdict, means, p_values, surely, wilcoxon
 from kbf.experiments.gaussian_model import gaussian_model
 from kbf.kernels import gaussian, median_distance
 from kbf.linalg import squared_distance
@@ -151,7 +151,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
     error = {(row["d"], row["method"]): row["mse"] for row in means(told, ["d", "method"], "mse")}
     dimensions = sorted({row["d"] for row in rows})
     both, theirs = [f"{KBR}, {way}" for way in (MEDIAN, CV)], [f"{KDE}, {way}" for way in (CV, BEST)]
-    pairs = {(test["d"], test["first"], test["second"]): test["p_value"] for test in tests(rows)}
+    p_value = p_values(tests(rows), "d")
 
     def ahead(finding: str, ours: list[str], *, asked: bool = False) -> Verdict:
         """Significantly so if every one of ours is at every dimension; undecided where only a p-value is too large."""
@@ -159,16 +159,16 @@ def judge(rows: list[Row]) -> list[Verdict]:
         def wins(theirs: list[str]) -> int:
             return sum(max(error[d, m] for m in ours) < min(error[d, m] for m in theirs) for d in dimensions)
 
-        p = max(value for (_, first, second), value in pairs.items() if first in ours and second in theirs)
+        p = max(p_value[d, frozenset(pair)] for d in dimensions for pair in product(ours, theirs))
         listed = "; ".join(f"d = {d}: " + ", ".join(f"{error[d, m]:.3g}" for m in (*ours, *theirs)) for d in dimensions)
         better, more, of = wins(theirs), wins([f"{KDE}, {MORE}"]), len(dimensions)
         text = f"smaller at {better} of {of}, largest p = {p:.2g} ({'; '.join((*ours, *theirs))} at {listed}); "
         text += f"smaller than the {MORE} at {more} of {of}"
-        return Verdict(finding, text, False if better < of else (True if p < 0.05 else None), asked)
+        return Verdict(finding, text, surely(better == of, p), asked)
 
     alike = [(d, f"{KBR}, {way}", f"{IW}, {way}") for d in dimensions for way in (MEDIAN, CV)]
     won = sum(error[d, weighted] < error[d, original] for d, original, weighted in alike)
-    p = max(pairs[pair] for pair in alike)
+    p = max(p_value[d, frozenset(pair)] for d, *pair in alike)
     listed = "; ".join(f"d = {d}: {error[d, f'{KBR}, {CV}']:.3g} and {error[d, f'{IW}, {CV}']:.3g}" for d in dimensions)
     weighted = f"smaller at {won} of {len(alike)}, largest p = {p:.2g} (by CV at {listed})"
     growing = sum(all(error[a, m] < error[b, m] for a, b in pairwise(dimensions)) for m in (*both, *theirs))
@@ -179,7 +179,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
         Verdict(
             "the IW rule significantly outperforms KBR at every dimension, by median and by CV",
             weighted,
-            False if won < len(alike) else (True if p < 0.05 else None),
+            surely(won == len(alike), p),
             asked=True,
         ),
     ]

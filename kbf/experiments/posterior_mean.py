@@ -13,7 +13,7 @@ from torch import Generator
 
 from kbf import ratios, rules
 from kbf.charts import Figure, curves
-from kbf.experiments.base import Job, Row, Settings, Verdict, column, means, wilcoxon
+from kbf.experiments.base import Job, Row, Settings, Verdict, column, means, p_values, surely, wilcoxon
 from kbf.experiments.gaussian_model import gaussian_model
 from kbf.kernels import gaussian, median_distance
 from kbf.ssm import gaussian_log_density
@@ -71,7 +71,7 @@ def work(job: Job) -> list[Row]:
 def judge(rows: list[Row]) -> list[Verdict]:
     """The paper's three statements, and whether IW is ahead of the other scaling and of no answer at all."""
     error = {(row["d"], row["method"]): row["mse"] for row in means(rows, ["d", "method"], "mse")}
-    p = {(row["d"], frozenset((row["first"], row["second"]))): row["p_value"] for row in tests(rows)}
+    p = p_values(tests(rows), "d")
     dimensions = sorted({row["d"] for row in rows})
     last = dimensions[-1]
 
@@ -82,7 +82,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
         listed = "; ".join(f"d = {d}: {error[d, worse]:.3g} and {error[d, better]:.3g}" for d in dimensions)
         ours = f"smaller at {len(won)} of {len(dimensions)}, largest p = {largest:.2g} ({worse} and {better}: {listed}); "
         ours += f"at d = {last} in {wins} of {len(column(rows, 'mse', d=last, method=better))} runs"
-        return Verdict(finding, ours, False if len(won) < len(dimensions) else True if largest < 0.05 else None, asked)
+        return Verdict(finding, ours, surely(len(won) == len(dimensions), largest), asked)
 
     growing = [m for m in (ORIGINAL, WEIGHTED) if all(error[a, m] < error[b, m] for a, b in pairwise(dimensions))]
     return [
