@@ -1,4 +1,4 @@
-.PHONY: help install demo test lint format docs release clean
+.PHONY: help install demo test lint format docs release torture clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -13,24 +13,28 @@ test: lint  ## set up with the tools for development, then check and test everyt
 	.venv/bin/python -m pytest -n 2
 
 lint:
-	scripts/bootstrap dev
+	scripts/bootstrap dev,docs
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright
 
 format:  ## put the code into its standard form
-	scripts/bootstrap dev
+	scripts/bootstrap dev,docs
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
 docs:  ## set up with the tools for the documentation, then build its pages into runs/docs
 	scripts/bootstrap dev,docs
-	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict -f scripts/docs/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
 	@echo "open runs/docs/index.html"
 
 release:  ## build wheel and source archive into dist/, install the wheel elsewhere and use it
-	scripts/bootstrap dev
+	scripts/bootstrap dev,docs
 	scripts/check_release
+
+torture:  ## kill, damage and mislead kbf a thousand times and more, and count (docs/torture.md)
+	scripts/bootstrap dev
+	.venv/bin/python tests/torture/run.py --page
 
 clean:  ## remove the environment and what the commands wrote
 	rm -rf .venv runs dist multirun outputs

@@ -1,8 +1,14 @@
-"""Kernel Bayes Filter in PyTorch. ``import kbf`` costs nothing: a name is loaded when it is used."""
+"""Kernel Bayes Filter in PyTorch. ``import kbf`` costs nothing: a name is loaded when it is used.
+
+Types, for editors and checkers, stand in ``__init__.pyi`` beside this file, here and in the folders below.
+"""
 
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -11,34 +17,85 @@ _HOME = {
     "Sequence": "kbf.sequence",
     "rollout": "kbf.filters.base",
     "step": "kbf.filters.base",
+    "smooth": "kbf.filters.smoothing",
+    "predict_ahead": "kbf.filters.smoothing",
     "Live": "kbf.filters.live",
-    "tune_process": "kbf.process",
-    "save_state": "kbf.filters.base",
-    "load_state": "kbf.filters.base",
-    "KBF": "kbf.nn.kernel_bayes",
-    "EnlargedKBF": "kbf.nn.kernel_bayes",
+    "tune_process": "kbf.runtime.process",
+    "save_state": "kbf.filters.state_file",
+    "load_state": "kbf.filters.state_file",
+    "kernel_bayes_filter": "kbf.filters.kernel.algorithm",
+    "KBF": "kbf.filters.kernel.kbf",
+    "SimulatedMemoryKBF": "kbf.filters.kernel.simulated_memory",
     "EKF": "kbf.filters.ekf",
     "UKF": "kbf.filters.ukf",
-    "LearnedKalman": "kbf.filters.kalman_learned",
+    "LearnedKalman": "kbf.filters.kalman_fitted",
     "ParticleFilter": "kbf.filters.particle",
-    "LSTMFilter": "kbf.filters.recurrent",
-    "FrameRegression": "kbf.filters.frame",
+    "LSTMFilter": "kbf.filters.lstm",
+    "FrameRegression": "kbf.filters.regression",
+    "Data": "kbf.data.dataset",
     "DSprites": "kbf.data.dsprites",
     "OrientationImages": "kbf.data.dmlab",
     "SyntheticData": "kbf.data.synthetic",
     "simulate": "kbf.ssm",
-    "score": "kbf.evaluation",
-    "floor": "kbf.evaluation",
-    "load_filter": "kbf.checkpoint",
+    "score": "kbf.evaluation.score",
+    "floor": "kbf.evaluation.floors",
+    "load_filter": "kbf.training.checkpoint",
+    "FilterTraining": "kbf.training.filter_stage",
+    "FilterDataModule": "kbf.training.datamodule",
 }
+"""Public names, and the files that hold them."""
+
+_SHORT = {
+    "smoothing": "kbf.filters.smoothing",
+    "kernels": "kbf.rkhs.kernels",
+    "rules": "kbf.rkhs.rules",
+    "ratios": "kbf.rkhs.ratios",
+    "metrics": "kbf.evaluation.metrics",
+}
+"""Modules with a short name as well."""
+
+__all__ = [*sorted(_HOME), "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def _on_demand(package: str) -> tuple[Callable[[str], ModuleType], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a package whose modules are attributes of it, loaded when they are asked for.
+
+    Args:
+        package: the full name of a package, as in ``__getattr__, __dir__ = _on_demand(__name__)`` at its top.
+
+    >>> import kbf.rkhs
+    >>> kbf.rkhs.kernels.__name__
+    'kbf.rkhs.kernels'
+    """
+
+    def get(name: str) -> ModuleType:
+        full = f"{package}.{name}"
+        try:
+            if name.startswith("_"):
+                raise ModuleNotFoundError(name=full)
+            return importlib.import_module(full)
+        except ModuleNotFoundError as error:
+            if error.name != full:  # a module of this name needs one that is not installed
+                raise
+            raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+
+    def names() -> list[str]:
+        import pkgutil
+
+        return sorted(module.name for module in pkgutil.iter_modules(sys.modules[package].__path__))
+
+    return get, names
+
+
+_module, _modules = _on_demand(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from the file that holds it."""
+    """Load a public name from the file that holds it, or a module."""
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'kbf' has no attribute {name!r}")
+    return importlib.import_module(_SHORT[name]) if name in _SHORT else _module(name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({"__version__", *_modules(), *_HOME, *_SHORT})

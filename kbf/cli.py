@@ -1,15 +1,31 @@
-"""The command line: ``kbf COMMAND [overrides]``, the commands of `COMMANDS`. The only file that knows hydra.
+"""The command line: ``kbf COMMAND [overrides]``, the commands of `COMMANDS`. What their configuration is: `kbf.config`.
 
 Nothing heavy is imported before a command runs, so that ``kbf --help`` answers at once.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kbf import __version__
+from kbf.config import (
+    choices_of,
+    composing,
+    config_dir,
+    configure,
+    groups_of,
+    hydra_of,
+    prepare,
+    short,
+    words_for_hydra,
+)
+from kbf.runtime.words import exists, literal_path
 
 COMMANDS = {
     "train": (
@@ -47,9 +63,16 @@ COMMANDS = {
     "export": (
         "one step of a filter as a program for other machines",
         [
-            ("kbf export checkpoint=best.ckpt format=onnx out=step.onnx", "for ONNX Runtime; scripts/serve.py serves it"),
+            ("kbf export checkpoint=best.ckpt format=onnx out=step.onnx", "for ONNX Runtime; kbf serve serves it"),
             ("kbf export checkpoint=best.ckpt format=torch_export out=step.pt2", "for torch.export.load and AOTInductor"),
             ("kbf export checkpoint=best.ckpt format=torchscript out=step.pt", "for torch.jit.load, and LibTorch in C++"),
+        ],
+    ),
+    "serve": (
+        "the step of a filter over HTTP",
+        [
+            ("kbf serve program=step.onnx", "POST /step with JSON, GET /health; for this machine alone"),
+            ("kbf serve program=step.onnx host=0.0.0.0 hosts=[filter.example.org]", "for others, behind a proxy"),
         ],
     ),
     "append": (
@@ -113,322 +136,275 @@ COMMANDS = {
     ),
 }
 FLAGS = """\
-  -h, --help       this text
-  --cfg            print the configuration and stop
-  -m, --multirun   run once for each combination of comma-separated values
-  --debug          show the traceback of an error"""
+  -h, --help           this text
+  -m, --multirun       run once for each combination of comma-separated values
+  --cfg [WHICH]        print the configuration and stop: job, hydra or all as composed (--resolve fills in what refers to other
+                       settings; --package NAME prints a part); with nothing behind it what the command would get
+  --info [WHAT]        how it was composed: defaults, defaults-tree, config, plugins, searchpath or all
+  --config-dir FOLDER  where to look for more choices (data/mine.yaml is then data=mine); as hydra.searchpath=[file://FOLDER]
+  --config-name NAME   another primary configuration than that of the command
+  --shell-completion   install=bash (zsh, fish): eval "$(kbf --shell-completion install=bash)"
+  --debug              show the traceback of an error"""
+VALUES: dict[str, Any] = {
+    "--cfg": ("job", "hydra", "all"),
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+    "--config-dir": None,
+    "--config-name": None,
+    "--package": None,
+}
+"""Options that a word may follow: one of these, or None for any, which must be there."""
+ABBREVIATIONS = {
+    **{"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-i": "--info", "-p": "--package"},
+    **{"-cd": "--config-dir", "-cn": "--config-name", "-sc": "--shell-completion"},
+}
+OPTIONS = {"--help", "--version", "--multirun", "--resolve", "--debug", "--list", "--shell-completion", *VALUES}
+
+
+def read_words(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The words of a command line without its options, and the options with what follows them.
+
+    Raises:
+        ValueError: an option that is not there, or one without the word that it needs.
+
+    >>> read_words(["train", "--cfg", "job", "seed=1", "-m"])
+    (['train', 'seed=1'], {'--cfg': 'job', '--multirun': ''})
+    """
+    left, rest, options = [], list(words), {}
+    while rest:
+        word, given, value = rest.pop(0).partition("=")
+        if not word.startswith("-"):
+            left.append(word + given + value)
+            continue
+        name = ABBREVIATIONS.get(word, word)
+        if name not in OPTIONS or (given and name not in VALUES):
+            raise ValueError(f"there is no option {word}")
+        choices = VALUES.get(name, ())
+        if not given and rest and not rest[0].startswith("-") and (choices is None or rest[0] in choices):
+            value = rest.pop(0)
+        if choices is None and not value:
+            raise ValueError(f"{word} needs a word behind it")
+        if choices and value and value not in choices:
+            raise ValueError(f"{word} must be followed by one of {', '.join(choices)}; got {value!r}")
+        options[name] = value
+    return left, options
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, 1 when a part of a comparison failed, 2 for input that cannot be used."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if "--version" in words:
+    words, code = sys.argv[1:] if argv is None else argv, 0
+    try:
+        code = interpret(words)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:  # a full disk, or a reader that has gone: when Python ends it would try again, and say so in its words
+        if "--debug" in words:
+            raise
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return code or refuse(f"standard output: {one_line(error)}")
+    return code
+
+
+def interpret(argv: list[str]) -> int:
+    """`main`, whose output may still be on its way."""
+    try:
+        words, options = read_words(argv)
+    except ValueError as error:
+        return refuse(f"{error}; see kbf --help")
+    if "--version" in options:
         print(f"kbf {__version__}")
         return 0
-    flags = {word for word in words if word.startswith("-")}
-    words = [word for word in words if word not in flags]
+    if "--shell-completion" in options:
+        return complete_words(words)
     if not words:
         print(general_help())
-        return 0 if flags & {"-h", "--help"} else 2
+        return 0 if "--help" in options else 2
     if words[:2] == ["data", "render"]:  # a command of two words, and the name of a renderer after it
         words[:2] = ["data render"]
         positional = "renderer"
     elif words[:2] == ["data", "check"]:  # and a file after it, whose name hydra must not read
         words[:2] = ["data check"]
-        if len(words) > 1 and "=" not in words[1]:
-            words[1] = f"data.path={quoted(words[1])}"
+        if len(words) > 1 and ("=" not in words[1] or exists(words[1])):
+            words[1] = literal_path(f"data.path={words[1]}")
         positional = "path"
     else:
         positional = "name"
     if words[0] in ("data render", "reproduce", "bench") and len(words) > 1 and "=" not in words[1]:
         words[1] = f"{positional}={words[1]}"
     command, overrides = words[0], words[1:]
-    known = {"-h", "--help", "--cfg", "-m", "--multirun", "--debug"}
-    unknown = flags - (known | {"--list"} if command in ("reproduce", "bench") else known)
-    if command not in COMMANDS or unknown:
-        wrong = f"no command {command!r}" if command not in COMMANDS else f"no option {sorted(unknown)[0]}"
-        print(f"kbf: there is {wrong}; see kbf --help", file=sys.stderr)
-        return 2
-    if flags & {"-h", "--help"}:
+    if command not in COMMANDS:
+        return refuse(f"there is no command {command!r}; see kbf --help")
+    if "--list" in options and command not in ("reproduce", "bench"):
+        return refuse("there is no option --list; see kbf --help")
+    if "--help" in options:
         print(command_help(command))
         return 0
-    if stray := [word for word in overrides if "=" not in word and not word.startswith("~")]:
-        print(f"kbf {command}: {stray[0]!r} is no setting: write key=value; see kbf {command} --help", file=sys.stderr)
-        return 2
-    if "--list" in flags:
+    if stray := [word for word in overrides if not word.lstrip("+~").partition("=")[0] or ("=" not in word and word[0] != "~")]:
+        return refuse(f"{stray[0]!r} is no setting: write key=value; see kbf {command} --help", command)
+    if "--list" in options:
         from kbf.bench import BENCHMARKS
         from kbf.experiments import EXPERIMENTS
 
         names = BENCHMARKS if command == "bench" else EXPERIMENTS
         print("\n".join(f"{name:<20}{what}" for name, what in names.items()))
         return 0
+    if "--multirun" not in options:
+        overrides = [literal_path(word) for word in overrides]
     try:
-        return run(command, overrides, flags)
+        return run(command, overrides, options)
     except KeyboardInterrupt:
         advice = " (kbf train ckpt_path=RUN/checkpoints/last.ckpt goes on, or coding.ckpt)" if command == "train" else ""
         print(f"\nkbf: interrupted; what was finished is kept{advice}", file=sys.stderr)
         return 130
     except Exception as error:
-        if "--debug" in flags or not expected(error):
+        if "--debug" in options or not expected(error):
             raise
-        print(f"kbf {command}: {one_line(error)}", file=sys.stderr)
-        return 2
+        return refuse(one_line(error), command)
 
 
-def run(command: str, overrides: list[str], flags: set[str]) -> int:
-    """Compose the configuration and hand it to the command."""
-    if flags & {"-m", "--multirun"}:
-        return multirun(command, overrides)
-    config = configure(command, overrides)
-    if "--cfg" in flags:
-        from omegaconf import OmegaConf
+def refuse(reason: str, command: str = "") -> int:
+    """Say on one line why nothing is done; returns the exit code."""
+    print(f"kbf{command and ' '}{command}: {reason}", file=sys.stderr)
+    return 2
 
-        print(OmegaConf.to_yaml(OmegaConf.create({k: v for k, v in config.items() if k not in ("bases", "explicit", "recipe")})))
+
+def run(command: str, overrides: list[str], options: dict[str, str]) -> int:
+    """Compose the configuration and hand it to the command, or show it."""
+    folders: tuple[str, ...] = ()
+    if folder := options.get("--config-dir"):
+        if not Path(folder).is_dir():
+            raise ValueError(f"--config-dir: there is no folder {folder}")
+        folders = (f"file://{Path(folder).resolve()}",)
+    name = options.get("--config-name")
+    if "--info" in options:
+        words = words_for_hydra(command, overrides)
+        with hydra_of(command, folders) as hydra, logging_as_before():
+            hydra.show_info(options["--info"] or "all", name or short(command), words)
         return 0
-    code = execute(command, config)
+    if "--cfg" in options or "--resolve" in options or "--package" in options:
+        print(shown_configuration(command, overrides, options, name, folders), end="")
+        return 0
+    if "--multirun" in options:
+        return multirun(command, overrides, name, folders)
+    code = execute(command, configure(command, overrides, name=name, folders=folders))
     return code if isinstance(code, int) else 0
+
+
+@contextmanager
+def logging_as_before() -> Iterator[None]:
+    """Take back what happens inside of ``with`` to the handlers and the level of Python's root logger."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def shown_configuration(
+    command: str, overrides: list[str], options: dict[str, str], name: str | None, folders: tuple[str, ...]
+) -> str:
+    """What ``--cfg`` prints, as YAML."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    which = options.get("--cfg", "")
+    with composing(command, overrides, name=name, folders=folders) as composed:
+        config: Any = prepare(command, composed, overrides)
+        if which in ("", "job"):
+            inside = ("bases", "explicit", "recipe", "own_data")
+            config = composed if which and "--resolve" not in options else {k: v for k, v in config.items() if k not in inside}
+        else:
+            hydra: Any = OmegaConf.create(OmegaConf.to_container(HydraConfig.instance().cfg, resolve=False))  # pyright: ignore
+            del hydra.hydra["help"], hydra.hydra["hydra_help"]  # templates of texts
+            config = OmegaConf.merge(hydra, composed) if which == "all" else hydra
+        config = OmegaConf.create(config)
+        if "--resolve" in options:
+            config = OmegaConf.create(OmegaConf.to_container(config, resolve=True, throw_on_missing=False))  # pyright: ignore
+        if part := options.get("--package"):
+            config = OmegaConf.select(config, part)
+            if config is None:
+                raise ValueError(f"--package: there is no {part} in this configuration")
+        return OmegaConf.to_yaml(config) if OmegaConf.is_config(config) else f"{config}\n"
+
+
+def complete_words(words: list[str]) -> int:
+    """``install=SHELL`` and ``uninstall=SHELL`` print what the shell evaluates; ``query=SHELL`` what may come next on its line.
+
+    The line is in COMP_LINE, as of every program that Hydra completes; its first word after ``kbf`` is the command.
+    """
+    line = os.environ.get("COMP_LINE", "")
+    known, (program, _, rest) = sorted({name.split()[0] for name in COMMANDS}), line.partition(" ")
+    command, ended, others = rest.lstrip().partition(" ")
+    if words and words[0].startswith("query=") and not ended:
+        print("\n".join(name for name in known if name.startswith(command)))
+        return 0
+    if (two := others.split(" ")[0]) and f"{command} {two}" in COMMANDS:
+        command, others = f"{command} {two}", others.partition(" ")[2]
+    os.environ["COMP_LINE"] = f"{program} {others}"
+    try:
+        with hydra_of(command or "train") as hydra:
+            hydra.shell_completion(short(command or "train"), words)
+    except (ValueError, FileNotFoundError) as error:
+        return refuse(f"--shell-completion: {one_line(error)}")
+    return 0
 
 
 def execute(command: str, config: dict[str, Any]) -> Any:
     """Call the command; what it needs is imported here."""
     import importlib
-    import os
 
     if command == "bench" and config["threads"]:  # NumPy's own threads are set before it is loaded
         os.environ["OMP_NUM_THREADS"] = str(config["threads"])
     return importlib.import_module(f"kbf.commands.{short(command)}").run(config)
 
 
-def configure(command: str, overrides: list[str]) -> dict[str, Any]:
-    """The configuration of a command as a plain dict.
-
-    Resolved, but for two entries that are filled in later, with other seeds or sizes: ``recipe`` (data, n_train, seed) and, for a
-    comparison, ``bases`` (a training configuration for each model). ``explicit``: the command line spoke of model or data.
-    """
-    if command in ("evaluate", "append"):
-        return configure_evaluation(overrides, command)
-    if command in ("data render", "reproduce", "bench", "filter", "export"):
-        composed = compose(command, overrides)
-        check_numbers(composed)
-        return plain(composed)
-    if command == "compare":
-        overrides = [as_list(word) for word in overrides]
-    given = dict(word.lstrip("+~").split("=", 1) for word in overrides if "=" in word)
-    if given.get("ckpt_path", "null") != "null" and "run_dir" not in given:  # a run goes on where it is
-        overrides = [*overrides, f"run_dir='{Path(given['ckpt_path'].strip(chr(39))).resolve().parent.parent}'"]
-    composed = compose(command, overrides)
-    check_numbers(composed, several=("n_train",) if command == "compare" else ())
-    spoken = {key.split(".")[0] for key in given} & {"model", "data", "n_train", "seed", "experiment"}
-    recipe = {key: plain(composed, resolve=False)[key] for key in ("data", "n_train", "seed")}
-    if command != "compare":
-        return {**plain(composed), "recipe": recipe, "explicit": bool(spoken)}
-    return comparison(composed, recipe, [word for word in overrides if word.startswith("hydra.")])
-
-
-def check_numbers(config: Any, several: tuple[str, ...] = ()) -> None:
-    """Raise if a number that counts is no whole number, or for those in ``several`` no list of them, a switch no bool."""
-    counts = ("n_train", "seed", "runs", "particles", "workers", "turns", "steps", "sequences", "animation_steps", "threads")
-    for key in (*counts, "lag", "horizon"):
-        value: Any = config.get(key) or 0
-        for number in [value] if key not in several or isinstance(value, int | float | str) else value:
-            if not isinstance(number, int) or number < 0:
-                raise ValueError(f"{key} must be a whole number, got {number!r}")
-    for key in ("smooth", "calibrate", "alarms", "compile", "animation", "trust"):
-        if not isinstance(value := config.get(key), bool | None):
-            raise ValueError(f"{key} must be true or false, got {value!r}")
-
-
-def comparison(composed: Any, recipe: dict[str, Any], search: list[str]) -> dict[str, Any]:
-    """The configuration of a comparison: that of each model around the same data."""
-    from omegaconf import OmegaConf
-
-    several = {key: [v] if isinstance(v := composed[key], int | str) else list(v) for key in ("n_train", "models")}
-    first = OmegaConf.create({**composed, "n_train": several["n_train"][0]})
-    trainer = plain(composed, resolve=False)["trainer"]
-    bases = {}
-    for model in several["models"]:
-        net = plain(compose("train", [f"model={model}", "logger=none", *search]), resolve=False)["model"]
-        if str(net["name"]) in bases:
-            raise ValueError(f"models: two of them have the name {net['name']!r}, by which results are kept: give one another")
-        bases[str(net["name"])] = {**recipe, "model": net, "trainer": trainer}
-    whole = {key: value for key, value in plain(first, skip=("trainer",)).items() if key != "n_train"}
-    return {**whole, **several, "recipe": recipe, "bases": bases}
-
-
-def configure_evaluation(overrides: list[str], command: str = "evaluate") -> dict[str, Any]:
-    """The configuration of a command on a checkpoint: the checkpoint's own data, changed by what the command line says of it."""
-    from omegaconf import OmegaConf
-
-    other_data = any(word.startswith("data=") for word in overrides)
-    settings = [word for word in overrides if not word.lstrip("+~").startswith("data.")]
-    composed = compose(command, overrides if other_data else settings)
-    check_numbers(composed)
-    from kbf.checkpoint import CheckpointError, read_checkpoint
-
-    stored = read_checkpoint(composed.checkpoint)["hyper_parameters"]["config"]
-    if "recipe" not in stored and not other_data:
-        raise CheckpointError(f"{composed.checkpoint} does not say what data it was trained on: give data=NAME")
-    recipe = dict(stored.get("recipe", {}))
-    recipe |= {key: composed[key] for key in ("n_train", "seed") if composed[key] is not None}
-    if other_data:
-        recipe["data"] = plain(composed, resolve=False)["data"]
-    tree = OmegaConf.create(recipe)
-    OmegaConf.set_struct(tree, True)
-    if not other_data:
-        try:
-            tree.merge_with_dotlist([word for word in overrides if word not in settings])
-        except AttributeError as error:  # omegaconf's own kind: a key that is not there
-            raise ValueError(no_setting(str(getattr(error, "full_key", "")), tree)) from error
-        if any(word.startswith("data.path=") for word in overrides) and is_own(tree.data):
-            other_recordings(tree, overrides)
-    config = plain(composed, skip=("data", "n_train", "seed"))
-    return {**config, **plain(tree), "own_data": other_data}
-
-
-def compose(command: str, overrides: list[str]) -> Any:
-    """Hydra's configuration of a command."""
-    import hydra
-    from hydra.errors import ConfigCompositionException
-
-    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3", job_name="kbf"):
-        try:
-            composed = hydra.compose(short(command), overrides)
-        except ConfigCompositionException as error:
-            key = str(error).partition("Could not override '")[2].partition("'")[0]
-            if not key or "is not in struct" not in str(error.__cause__):
-                raise
-            groups = [
-                word for word in overrides if "." not in word.partition("=")[0] and (config_dir() / word.split("=")[0]).is_dir()
-            ]
-            raise ValueError(no_setting(key, hydra.compose(short(command), groups))) from error
-    return filled(composed, overrides)
-
-
-def no_setting(key: str, config: Any) -> str:
-    """What to say of a setting that a configuration does not have: what comes near, or which data set has it."""
-    import difflib
-
-    from omegaconf import DictConfig, OmegaConf
-
-    group, _, rest = key.partition(".")
-    if group == "data" and rest in OmegaConf.load(config_dir() / "data" / "own.yaml"):
-        return f"there is no setting {key} here: recordings of your own are data=own"
-    inside, dot, last = key.rpartition(".")
-    beside = OmegaConf.select(config, inside) if inside else config
-    near = difflib.get_close_matches(last, [str(name) for name in beside] if isinstance(beside, DictConfig) else [], 1, cutoff=0.7)
-    if near:
-        return f"there is no setting {key}; did you mean {inside}{dot}{near[0]}?"
-    if "." in inside or inside == "trainer":  # what is in there goes to a class, which refuses what it does not know
-        return f"there is no setting {key}; one that a class takes and its configuration leaves out: +{key}=VALUE"
-    return f"there is no setting {key}; see kbf COMMAND --help"
-
-
-def is_own(data: Any) -> bool:
-    """Whether a ``data`` configuration is of recordings of one's own."""
-    return data is not None and (data.get("source") or {}).get("_target_") == "kbf.data.own.source.OwnData"
-
-
-def filled(composed: Any, overrides: list[str]) -> Any:
-    """The configuration, with what only the file can tell of recordings of one's own: shapes, and the number of training steps."""
-    if not is_own(composed.get("data")) or composed.data.path is None:
-        return composed
-    from omegaconf import OmegaConf
-
-    from kbf.data.own import complete
-
-    composed.data.path = str(Path(str(composed.data.path)).expanduser().resolve())  # a checkpoint must find it from anywhere
-    spoken = any(word.startswith("n_train=") for word in overrides)
-    source = OmegaConf.to_container(OmegaConf.create({**plain(composed, resolve=False), "n_train": None}).data.source, resolve=True)
-    told = complete({key: value for key, value in source.items() if key != "_target_"})  # pyright: ignore
-    if told["image"] is None:
-        composed.data.coding = None
-    if not spoken and "n_train" in composed:
-        composed.n_train = told["n_train"]
-    for key in ("d", "q", "image", "k", "boundary", "time_step"):
-        composed.data[key] = told[key]
-    return composed
-
-
-def other_recordings(tree: Any, overrides: list[str]) -> None:
-    """Other recordings for a checkpoint's filter: all their steps are for the test, if nothing else is said."""
-    tree.data.path = str(Path(tree.data.path).expanduser().resolve())
-    tree.n_train = None
-    if not any(word.startswith(("data.test=", "data.split=")) for word in overrides):
-        tree.data.test = "all"
-
-
-def quoted(word: str) -> str:
-    """A word that hydra takes as it is, whatever is in it."""
-    escaped = word.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
-def plain(config: Any, *, resolve: bool = True, skip: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A configuration as a plain dict, without hydra's own part."""
-    from omegaconf import OmegaConf
-
-    if skip:
-        config = OmegaConf.masked_copy(config, [key for key in config if key not in skip])
-    container: Any = OmegaConf.to_container(config, resolve=resolve, throw_on_missing=True)
-    return container
-
-
-def multirun(command: str, overrides: list[str]) -> int:
-    """Let hydra sweep: its launchers and sweepers work as they are. Each run has hydra's output directory as its own."""
-    import os
-
-    import hydra
-
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach main(), which prints one line
-    if not any(word.startswith("run_dir=") for word in overrides):
-        overrides = [*overrides, "run_dir='${hydra:runtime.output_dir}'"]
-    sys.argv = [sys.argv[0], "--multirun", *overrides]
-    hydra.main(config_path=str(config_dir()), config_name=short(command), version_base="1.3")(Task(command))()
-    return 0
+def multirun(command: str, overrides: list[str], name: str | None = None, folders: tuple[str, ...] = ()) -> int:
+    """Let Hydra sweep: its launchers and sweepers work as they are. Returns the largest exit code of the runs."""
+    words = [*words_for_hydra(command, overrides, sweep=True), "hydra.mode=MULTIRUN"]
+    with hydra_of(command, folders) as hydra, logging_as_before():
+        results = hydra.multirun(config_name=name or short(command), task_function=Task(command), overrides=words)
+    codes = [job.return_value for batch in results or [] for job in batch]
+    return max((code for code in codes if type(code) is int), default=0)
 
 
 class Task:
-    """One run of a sweep. Returns the validation error where there is one, for sweepers that minimise."""
+    """One run of a sweep."""
 
     def __init__(self, command: str) -> None:
         self.command = command
 
-    def __call__(self, composed: Any) -> float | None:
-        """Run it; the progress bars of several runs at once would be a mess."""
+    def __call__(self, composed: Any) -> float | int | None:
+        """Run it, without progress bars: those of several runs at once would be a mess.
+
+        Returns:
+            Of a training run the error on steps that it has not learned from (``held_out.mse``, else ``validation.mse``), for
+            sweepers that minimise: they get it from every model, since a run of theirs holds steps out (``hold_out``) if the
+            command line says nothing else. Of another command its exit code.
+        """
         from hydra.core.hydra_config import HydraConfig
 
-        composed = filled(composed, list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else [])
-        config = plain(composed)
-        recipe = {key: plain(composed, resolve=False)[key] for key in ("data", "n_train", "seed") if key in config}
+        job = HydraConfig.get()
+        config = prepare(self.command, composed, list(job.overrides.task))
         if "trainer" in config:
-            config["trainer"] = {**config["trainer"], "callbacks": None, "enable_progress_bar": False}
-        told = execute(self.command, {**config, "recipe": recipe, "explicit": True})
-        return told.get("validation.mse") if isinstance(told, dict) else None
-
-
-def short(command: str) -> str:
-    """The name of a command's configuration and module."""
-    return command.split()[-1]
-
-
-def config_dir() -> Path:
-    """The configurations: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    for directory in (package / "configs", package.parent / "configs"):
-        if (directory / "train.yaml").is_file():
-            return directory
-    raise FileNotFoundError(f"no configurations in {package} nor in {package.parent}: is kbf installed completely?")
-
-
-def as_list(word: str) -> str:
-    """``n_train=100,300`` as hydra's ``n_train=[100,300]``."""
-    key, _, value = word.partition("=")
-    return f"{key}=[{value}]" if key in ("n_train", "models") and not value.startswith("[") else word
+            config["trainer"] = {**config["trainer"], "enable_progress_bar": False}
+        searches = not str(job.sweeper["_target_"]).endswith(".BasicSweeper")
+        if searches and config.get("hold_out") == 0:
+            config["hold_out"] = 0.2
+        result = execute(self.command, config)
+        if isinstance(result, dict):
+            return result.get("held_out.mse", result.get("validation.mse"))
+        return result
 
 
 def expected(error: Exception) -> bool:
-    """Whether an error is the input's fault, and not ours."""
-    return isinstance(error, ValueError | OSError) or type(error).__module__.split(".")[0] in ("hydra", "omegaconf")
+    """Whether an error is the input's fault, or a missing package, and not ours."""
+    if isinstance(error, ImportError):  # of an extra, missing or broken; Lightning says it in words, without a name
+        return (error.name or "").split(".")[0] != "kbf"
+    if type(error) is RuntimeError and "home directory" in str(error):  # of ~somebody
+        return True
+    return isinstance(error, ValueError | OSError) or type(error).__module__.split(".")[0] in ("hydra", "omegaconf", "lightning")
 
 
 def one_line(error: Exception) -> str:
@@ -453,7 +429,7 @@ def general_help() -> str:
     """What ``kbf --help`` says."""
     lines = ["Kernel Bayes Filter in PyTorch.", "", "usage: kbf COMMAND [key=value ...]", "", "commands:"]
     lines += [f"  {name:<13}{what}" for name, (what, _) in COMMANDS.items()]
-    lines += ["", "options:", FLAGS, "  --version        the version", "", "examples:"]
+    lines += ["", "options:", FLAGS, "  --version            the version", "", "examples:"]
     lines += [f"  {examples[0][0]}" for _, examples in COMMANDS.values()]
     return "\n".join([*lines, "", "kbf COMMAND --help tells what can be set."])
 
@@ -472,16 +448,13 @@ def command_help(command: str) -> str:
     if command == "data check":
         own = (directory / "data" / "own.yaml").read_text(encoding="utf-8").partition("\n\n")[2].partition("\nd: ")[0]
         lines += ["", "settings of the recording:", *[f"  data.{line}" for line in own.splitlines()[1:]]]
-    groups = [line.strip("- \n").split(":")[0] for line in text.partition("\n\n")[0].splitlines() if line.startswith("  - ")]
-    groups = [group for group in groups if group != "_self_"]
+    groups = groups_of(command)
     if groups:
         lines += ["", "groups (group=choice; group.key=value changes a key of the choice):"]
     for group in groups:
-        choices = sorted(path.stem for path in (directory / group).glob("*.yaml"))
-        lines.append(f"  {group:<12}{', '.join(choices)}")
+        lines.append(f"  {group:<12}{', '.join(choices_of(command, group))}")
     if "data" in groups:
-        choices = sorted(path.stem for path in (directory / "encoder").glob("*.yaml"))
-        lines.append(f"  encoder@data.coding.encoder, for images: {', '.join(choices)}")
+        lines.append(f"  encoder@data.coding.encoder, for images: {', '.join(choices_of(command, 'encoder'))}")
         lines += ["  settings of data=own: kbf data check --help"] if command != "data check" else []
     return "\n".join([*lines, "", "options:", FLAGS])
 

@@ -54,17 +54,17 @@ class Manifold(NamedTuple):
         return torch.cat([once.new_zeros(1, k), once, -once])
 
     def parts(self, y: Float[Tensor, "*b q"], width: int) -> list[tuple[bool, Float[Tensor, "*b p"]]]:
-        """The angles, ``width`` components each, and what is between them; told is which is which."""
-        found, at, shift = [], 0, 0
+        """y cut into its angles (``width`` components each) and the stretches between them, as pairs (is an angle, components)."""
+        pieces, at, shift = [], 0, 0
         for start in self.circles:
             start = start - shift
             if start > at:
-                found.append((False, y[..., at:start]))
-            found.append((True, y[..., start : start + width]))
+                pieces.append((False, y[..., at:start]))
+            pieces.append((True, y[..., start : start + width]))
             at, shift = start + width, shift + 2 - width
         if at < y.shape[-1]:
-            found.append((False, y[..., at:]))
-        return found
+            pieces.append((False, y[..., at:]))
+        return pieces
 
 
 def project_circle(y: Float[Tensor, "*b 2"]) -> Float[Tensor, "*b 2"]:

@@ -20,13 +20,52 @@ One time convention: z_0 comes from the prior, then the state *moves*, then it i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kbf.runtime import notebook
 
-class Sequence(NamedTuple):
+Array = Tensor | np.ndarray
+"""What may be given as data: tensors, and NumPy arrays, which become tensors."""
+
+
+@overload
+def tensor_of(values: Array, name: str) -> Tensor: ...
+@overload
+def tensor_of(values: Array | None, name: str) -> Tensor | None: ...
+def tensor_of(values: Any, name: str) -> Any:
+    """A NumPy array, or what can be read as one (of pandas, JAX), as a tensor that shares its memory if it can; others as they are.
+
+    Raises:
+        ValueError: a list, or an array whose entries are no numbers; ``name`` is in the message.
+
+    >>> tensor_of(np.arange(3.0), "states")
+    tensor([0., 1., 2.], dtype=torch.float64)
+    """
+    if isinstance(values, list):
+        raise ValueError(f"{name} must be a tensor or a NumPy array, got a list: numpy.asarray({name}) makes an array of it")
+    if isinstance(values, Tensor) or not hasattr(values, "__array__"):
+        return values
+    array = np.asarray(values)
+    if array.dtype.kind not in "buif":
+        raise ValueError(f"{name} must be numbers, got an array of {array.dtype}: {name}.astype(float) turns them into numbers")
+    array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+class SequenceFields(NamedTuple):
+    """What a `Sequence` holds."""
+
+    states: Tensor
+    obs: Tensor
+    mask: Tensor | None = None
+    controls: Tensor | None = None
+
+
+class Sequence(SequenceFields):
     """States and observations of one recording, or of a batch of equally long ones.
 
     Attributes:
@@ -34,12 +73,28 @@ class Sequence(NamedTuple):
         obs: ``*b T *x``, the observations x_t.
         mask: ``*b T`` bool or None; False where nothing was observed. None means all observed.
         controls: ``*b T k`` or None: u_t is the control that acts in the move *to* step t (or the time that the move takes).
+
+    >>> Sequence(states=np.zeros((300, 2)), obs=np.zeros((300, 3)))
+    Sequence(states: 300 x 2 float64, obs: 300 x 3 float64)
     """
 
-    states: Tensor
-    obs: Tensor
-    mask: Tensor | None = None
-    controls: Tensor | None = None
+    __slots__ = ()
+
+    def __new__(cls, states: Array, obs: Array, mask: Array | None = None, controls: Array | None = None) -> Sequence:
+        """Tensors as they are; NumPy arrays become tensors.
+
+        Raises:
+            ValueError: lists, or arrays whose entries are no numbers.
+        """
+        acted = tensor_of(controls, "controls")
+        return super().__new__(cls, tensor_of(states, "states"), tensor_of(obs, "obs"), tensor_of(mask, "mask"), acted)
+
+    def __repr__(self) -> str:
+        return notebook.described("Sequence", self._asdict())
+
+    def _repr_html_(self) -> str:
+        first = self.states.flatten(0, -3)[0] if self.states.ndim > 2 else self.states
+        return notebook.page("Sequence", self._asdict(), first, "states")
 
 
 class Transitions(NamedTuple):
@@ -61,6 +116,10 @@ def as_sequences(memory: Sequence | list[Sequence] | tuple[Sequence, ...], *, pa
             ``T k``, a state, a control or an observed value is NaN or infinite, or there is nothing in the memory.
     """
     sequences = [memory] if isinstance(memory, Sequence) else list(memory)
+    for s in sequences:
+        if not isinstance(s, Sequence):
+            raise ValueError(f"recordings are kbf.Sequence(states, observations) or a list of such, got a {type(s).__name__}")
+    sequences = [Sequence(*s) for s in sequences]
     if not sequences:
         raise ValueError("the memory holds no sequence")
     for k, s in enumerate(sequences):
@@ -73,7 +132,7 @@ def as_sequences(memory: Sequence | list[Sequence] | tuple[Sequence, ...], *, pa
             raise ValueError(f"sequence {k}: its states or observations have another shape than those of sequence 0")
         if s.mask is not None and s.mask.shape != s.states.shape[:1]:
             raise ValueError(f"sequence {k}: mask must be ({len(s.states)},), got {tuple(s.mask.shape)}")
-        check_finite(s.states, f"sequence {k}: states")
+        check_finite(s.states, f"sequence {k}: states", advice=KNOWN_STATES)
         if not partial:
             check_finite(s.obs if s.mask is None else s.obs[s.mask], f"sequence {k}: observations")
         check_controls(s, sequences[0], k)
@@ -112,6 +171,8 @@ def moves(sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor | None]:
 def as_float(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Images as floating-point numbers: uint8 divided by 255, floating-point numbers as they are, in ``dtype``.
 
+    A finite number beyond the range of ``dtype`` becomes its largest: it stays a number.
+
     Raises:
         ValueError: whole numbers other than uint8, whose range is not known.
 
@@ -122,16 +183,30 @@ def as_float(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype) / 255
     if not x.is_floating_point():
         raise ValueError(f"images are uint8 or floating-point numbers around [0, 1], not {str(x.dtype).removeprefix('torch.')}")
-    return x.to(dtype)
+    largest = torch.finfo(dtype).max
+    return x.to(dtype) if torch.finfo(x.dtype).max <= largest else torch.where(x.isinf(), x, x.clamp(-largest, largest)).to(dtype)
 
 
-def check_finite(values: Tensor, name: str) -> None:
-    """Raise a ValueError that counts the NaN and infinite entries of ``values`` and says what to do."""
+def silent_where_masked(sequences: Sequence | list[Sequence]) -> list[Sequence]:
+    """Recordings, checked, without masks: a step that is masked is one at which no sensor spoke."""
+    return [
+        s if s.mask is None else s._replace(obs=torch.where(s.mask[:, None], s.obs, torch.nan), mask=None)
+        for s in as_sequences(sequences, partial=True)
+    ]
+
+
+MASK_MISSING = "To treat such observations as missing, mark them in the mask: kbf.sequence.mask_missing(sequence) does it."
+"""What to do about NaN among observations."""
+KNOWN_STATES = "A filter learns from known states: leave such rows out, or fill them in; a recording may be cut there in two."
+"""What to do about NaN among states."""
+
+
+def check_finite(values: Tensor, name: str, *, advice: str = MASK_MISSING) -> None:
+    """Raise a ValueError that counts the NaN and infinite entries of ``values`` and says what to do (``advice``)."""
     if values.is_floating_point() and not torch.isfinite(values).all():
         bad = (~torch.isfinite(values)).reshape(len(values), -1).any(-1).nonzero().flatten()
         raise ValueError(
-            f"{name} hold NaN or infinite values in {len(bad)} of {len(values)} rows (first: row {int(bad[0])}). "
-            "To treat such observations as missing, mark them in the mask: kbf.sequence.mask_missing(sequence) does it."
+            f"{name} hold NaN or infinite values in {len(bad)} of {len(values)} rows (first: row {int(bad[0])}). {advice}"
         )
 
 

@@ -1,8 +1,8 @@
 """Estimators for scikit-learn: the conditional mean embedding, and density ratios. NumPy in, NumPy out, all in float64.
 
-They are what `kbf.cme` and `kbf.ratios` compute, with the numbers chosen from the training data, and work in pipelines, grid
-searches and cross-validation. Needs ``pip install "kbf[sklearn]"``. One bandwidth serves all columns of X: put a StandardScaler
-in front. X and y are whatever scikit-learn takes for arrays.
+They are what `kbf.rkhs.conditional_means` and `kbf.rkhs.ratios` compute, with the numbers chosen from the training data, and work
+in pipelines, grid searches and cross-validation. Needs ``pip install "kbf[sklearn]"``. One bandwidth serves all columns of X: put
+a StandardScaler in front. X and y are whatever scikit-learn takes for arrays.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Generator, Tensor
 
-from kbf.cme import CONDITIONAL_MEANS
-from kbf.embeddings import Embedding
-from kbf.kernels import KERNELS, Kernel, evenly, median_distance
-from kbf.ratios import relative_coef, relative_loo
-from kbf.selection import best_of, choose_reg
+from kbf.filters.kernel.selection import best_of, choose_reg
+from kbf.rkhs.conditional_means.base import ConditionalMean
+from kbf.rkhs.conditional_means.table import CONDITIONAL_MEANS
+from kbf.rkhs.embeddings import Embedding
+from kbf.rkhs.kernels import KERNELS, Kernel, median_distance
+from kbf.rkhs.linalg import evenly
+from kbf.rkhs.ratios import relative_coef, relative_loo
 
 Array = NDArray[np.float64]
 REGS = tuple(float(reg) for reg in np.logspace(-8, 0, 17))
-MOST = 1000
-"""Points at which leave-one-out scores are computed, evenly spaced: their cost does not grow with the data."""
+MOST_LOO_POINTS = 1000
+"""Leave-one-out scores are computed at no more than this many points, evenly spaced, so that their cost stays bounded."""
 
 
 class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
@@ -38,16 +40,17 @@ class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
     w(x) = (G + n reg I)^-1 k(x) in the exact form. As there is no intercept, predictions go to 0 far from the training inputs.
 
     Args:
-        kernel: a name of `kbf.kernels.KERNELS`.
+        kernel: a name of `kbf.rkhs.kernels.KERNELS`.
         bandwidth: a length in the units of X; None takes the median distance between training inputs.
         reg: lambda > 0; None takes the one of `REGS` with the least leave-one-out error of the mean (in closed form, for the exact
-            form, at up to `MOST` evenly spaced pairs). `nadaraya_watson` has no use for it.
-        form: a name of `kbf.cme.CONDITIONAL_MEANS`.
+            form, at up to `MOST_LOO_POINTS` evenly spaced pairs). `nadaraya_watson` has no use for it.
+        form: a name of `kbf.rkhs.conditional_means.table.CONDITIONAL_MEANS`.
         size: of the cheap forms: pivots, landmarks, features, neighbours or points; of `divide_and_conquer`: parts.
         random_state: of the forms that draw.
 
     Attributes:
-        bandwidth_, reg_: the numbers in use. cme_: the `kbf.cme.ConditionalMean`. y_: the outputs ``n d``, a tensor.
+        bandwidth_, reg_: the numbers in use. cme_: the `kbf.rkhs.conditional_means.base.ConditionalMean`. y_: the outputs ``n d``,
+        a tensor.
         n_features_in_: columns of X.
 
     >>> x = np.linspace(0, 6, 60)[:, None]
@@ -55,6 +58,18 @@ class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
     >>> fit.predict([[1.5]]).round(2), fit.weights([[1.5]]).shape
     (array([1.]), (1, 60))
     """
+
+    kernel: Any
+    bandwidth: Any
+    reg: Any
+    form: Any
+    size: Any
+    random_state: Any
+    y_: Tensor
+    single_: bool
+    bandwidth_: float
+    reg_: float
+    cme_: ConditionalMean
 
     def __init__(
         self,
@@ -117,7 +132,7 @@ class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
         return torch.tensor(validate_data(self, X, dtype=np.float64, reset=False))
 
     def _choose(self, kernel: Kernel, x: Tensor) -> float:
-        some = evenly(len(x), MOST)
+        some = evenly(len(x), MOST_LOO_POINTS)
         x, z = x[some], self.y_[some]
         return choose_reg(kernel(x, x), z @ z.mT, REGS)
 
@@ -136,10 +151,11 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
 
     Args:
         alpha: in [0, 1); 0 is KuLSIF.
-        kernel: a name of `kbf.kernels.KERNELS`.
+        kernel: a name of `kbf.rkhs.kernels.KERNELS`.
         bandwidth: a length in the units of X; None takes the median distance between all points.
         reg: eta > 0; None takes the one of nine from 1/min(n, m) to 1 with the least closed-form leave-one-out score, at up to
-            `MOST` evenly spaced points of each sample. Theory wants none smaller, and the score would where samples do not overlap.
+            `MOST_LOO_POINTS` evenly spaced points of each sample. Theory wants none smaller than that; the score alone would
+            choose a smaller one where the samples do not overlap.
 
     Attributes:
         classes_: the two labels. bandwidth_, reg_: the numbers in use. points_, coef_: r(x) = sum_l coef_l k(x, points_l), clipped.
@@ -152,6 +168,17 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
 
     References: Yamada et al. (2013); Kanamori, Suzuki and Sugiyama (2012).
     """
+
+    alpha: Any
+    kernel: Any
+    bandwidth: Any
+    reg: Any
+    classes_: NDArray[Any]
+    share_: float
+    points_: Tensor
+    bandwidth_: float
+    reg_: float
+    coef_: Tensor
 
     def __init__(self, *, alpha: Any = 0.1, kernel: Any = "gaussian", bandwidth: Any = None, reg: Any = None) -> None:
         self.alpha, self.kernel, self.bandwidth, self.reg = alpha, kernel, bandwidth, reg
@@ -181,7 +208,7 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
         self.bandwidth_ = bandwidth_of(self.points_, self.bandwidth)
         kernel = kernel_of(self.kernel, self.bandwidth_)
         if self.reg is None:
-            few = [sample[evenly(len(sample), MOST)] for sample in samples]
+            few = [sample[evenly(len(sample), MOST_LOO_POINTS)] for sample in samples]
             gram = kernel(torch.cat(few), torch.cat(few))
             regs = map(float, np.geomspace(1 / min(map(len, samples)), 1, 9))
             self.reg_ = best_of(regs, lambda reg: relative_loo(gram, len(few[0]), reg, alpha).item())
@@ -227,6 +254,10 @@ class KuLSIF(RelativeRatio):
 
     References: Kanamori, Suzuki and Sugiyama (2012).
     """
+
+    kernel: Any
+    bandwidth: Any
+    reg: Any
 
     def __init__(self, *, kernel: Any = "gaussian", bandwidth: Any = None, reg: Any = None) -> None:
         self.kernel, self.bandwidth, self.reg = kernel, bandwidth, reg

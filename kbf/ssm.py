@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.linalg import cholesky
+from kbf.rkhs.linalg import cholesky
 from kbf.sequence import Sequence
 
 
@@ -31,6 +31,35 @@ class StateSpace(Protocol):
 
     def log_likelihood(self, x: Tensor, z: Tensor) -> Tensor:
         """log p(x | z), ``*b`` (x and z broadcast)."""
+        ...
+
+
+@runtime_checkable
+class KnownTransition(Protocol):
+    """A state-space model that a particle smoother can go back in."""
+
+    def log_transition(self, after: Tensor, z: Tensor) -> Tensor:
+        """log p(z' | z), up to a constant, ``*b`` (z' and z broadcast)."""
+        ...
+
+
+@runtime_checkable
+class ControlledDynamics(Protocol):
+    """A state-space model whose ``move`` may take a ``control``."""
+
+    @property
+    def controlled(self) -> int:
+        """Components of the control; 0 for none."""
+        ...
+
+
+@runtime_checkable
+class OverDynamics(Protocol):
+    """A state-space model whose states move as those of another."""
+
+    @property
+    def dynamics(self) -> StateSpace:
+        """The other."""
         ...
 
 

@@ -7,9 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from jaxtyping import Bool, Float
 from numpy.typing import NDArray
+from torch import Tensor
+
+from kbf.filters.base import Filter, step
+from kbf.filters.gaussian import GaussianState, rts_step
 
 Array = NDArray[np.float64]
 TRAINER = {"_target_": "lightning.Trainer", "accelerator": "cpu", "max_epochs": 1, "enable_progress_bar": False, "logger": False}
@@ -174,3 +181,53 @@ class Blind:
 
     def log_likelihood(self, x, z):
         return -(x - z).square().sum(-1)
+
+
+class Moments(NamedTuple):
+    """The same at every step of a sequence: mean ``b T d``, cov ``b T d d``."""
+
+    mean: Tensor
+    cov: Tensor
+
+
+def rts_smoother(
+    filtered: Moments,
+    F: Float[Tensor, "*f d d"],
+    Q: Float[Tensor, "*g d d"],
+    a: Float[Tensor, "*h d"] | float = 0.0,
+) -> Moments:
+    """Rauch-Tung-Striebel smoother: moments of every z_t given *all* observations, by `rts_step` from the end.
+
+    Args:
+        filtered: the filter's moments (see `filter_moments`), ``b T d`` and ``b T d d``.
+        F: ``d d``, or anything that broadcasts to ``b T-1 d d``, entry t for the move from step t to t + 1.
+        Q: likewise.
+        a: likewise.
+
+    References: Sarkka (2013), theorem 8.2.
+    """
+    b, T, d = filtered.mean.shape
+    F, Q = F.expand(b, T - 1, d, d), Q.expand(b, T - 1, d, d)
+    a = torch.as_tensor(a, dtype=Q.dtype, device=Q.device).expand(b, T - 1, d)
+    smoothed = [GaussianState(filtered.mean[:, -1], filtered.cov[:, -1])]
+    for t in reversed(range(T - 1)):
+        now = GaussianState(filtered.mean[:, t], filtered.cov[:, t])
+        smoothed.append(rts_step(now, smoothed[-1], F[:, t], Q[:, t], a[:, t]))
+    mean, cov = zip(*reversed(smoothed), strict=True)
+    return Moments(torch.stack(mean, 1), torch.stack(cov, 1))
+
+
+def filter_moments(filter: Filter[GaussianState], obs: Float[Tensor, "b T q"], mask: Bool[Tensor, "b T"] | None = None) -> Moments:
+    """Run a Gaussian filter and keep the moments of every step, for the smoother (`rollout` keeps the estimates alone).
+
+    Args:
+        filter: Kalman, extended or unscented Kalman filter.
+        obs: ``b T q``.
+        mask: ``b T``, False = not observed (the values there must be finite).
+    """
+    state, states = filter.init(len(obs)), []
+    for t in range(obs.shape[1]):
+        state = step(filter, state, obs[:, t], mask=None if mask is None else mask[:, t])
+        states.append(state)
+    mean, cov = zip(*states, strict=True)
+    return Moments(torch.stack(mean, 1), torch.stack(cov, 1))

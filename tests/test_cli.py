@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from kbf import __version__
-from kbf.cli import COMMANDS, compose, config_dir, configure, main
+from kbf.cli import COMMANDS, expected, main
+from kbf.config import compose, config_dir, configure
+from kbf.training.checkpoint import read_checkpoint
 
 QUICK = ["n_train=60", "data.n_test=20", "particles=200"]
-QUIET = ["trainer.enable_progress_bar=false", "trainer.callbacks=[]"]
+QUIET = ["trainer.enable_progress_bar=false"]
 
 
 def learning(model: str, **training) -> list[str]:
@@ -68,19 +73,46 @@ def test_tensorboard_is_worth_opening(tmp_path):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     tags = events.Tags()
-    assert {"train/loss", "validation/mse", "validation/excess", "learning_rate", "test.mse", "test.excess"} <= set(tags["scalars"])
+    assert {"train/loss", "validation/mse", "validation/excess", "train/learning_rate", "test/mse", "test/excess"} <= set(
+        tags["scalars"]
+    )
     assert {f"filter/{name}" for name in ("ess", "weight_sum", "negative_mass", "clipped")} <= set(tags["scalars"])
     assert sum(tag.startswith("hyperparameters/") for tag in tags["scalars"]) >= 6
     assert {"track/validation", "track/test"} <= set(tags["images"])
     moves = [event.value for event in events.Scalars("hyperparameters/reg/rule")]
     assert len(moves) == 2
     assert moves[0] != moves[1]
-    assert "_hparams_/session_start_info" in events.summary_metadata
+    groups = {"train", "validation", "filter", "hyperparameters", "test", "seconds"}
+    assert {tag.partition("/")[0] for tag in tags["scalars"]} == groups | {"epoch"}  # the last is Lightning's own
+    steps = {events.Scalars(tag)[-1].step for tag in tags["scalars"]} | {events.Images("track/test")[-1].step}
+    assert len(steps) == 1, "the last points of all curves, the results and the last picture lie at one step"
+    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == steps.pop() + 1
+    assert events.Scalars("validation/best_mse")[0].value == pytest.approx(metrics(tmp_path)["validation.mse"])
+    columns = hparams_of(events)
+    assert columns["session_start_info"].hparams["model.name"].string_value == "kbf_tuned"
+    assert columns["session_start_info"].hparams["model.training.lr"].number_value == 0.05
+    assert {"data.name", "n_train", "seed"} <= set(columns["session_start_info"].hparams)
+    assert 5 <= len(columns["session_start_info"].hparams) <= 12
+    results = {info.name.tag for info in columns["experiment"].metric_infos}
+    assert {"test/mse", "test/excess", "validation/best_mse", "seconds/fit"} <= results <= set(tags["scalars"])
+    kept = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
+    assert kept["config"]["model"]["name"] == "kbf_tuned" and kept["config"]["n_train"] == 60
+
+
+def hparams_of(events) -> dict:
+    """What TensorBoard's page HParams is told: of the run, and of all."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    told = {
+        name: HParamsPluginData.FromString(events.summary_metadata[f"_hparams_/{name}"].plugin_data.content)
+        for name in ("session_start_info", "experiment")
+    }
+    return {name: getattr(each, name) for name, each in told.items()}
 
 
 def test_a_run_that_fails_leaves_an_earlier_one_as_it_was(run_dir, capsys):
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    assert main(["train", "model=particle_learned", "n_train=5", f"run_dir={run_dir}"]) == 2
+    assert main(["train", "model=particle_learned", "n_train=5", f"run_dir={run_dir}", "overwrite=true"]) == 2
     assert "at least 10" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
@@ -156,7 +188,7 @@ def test_help_and_version(capsys):
         text = capsys.readouterr().out
         assert f"kbf {command}" in text
         assert "settings" in text
-        assert "rotation" in text or command in ("reproduce", "bench", "export")
+        assert "rotation" in text or command in ("reproduce", "bench", "export", "serve")
         for key in compose(command, ["checkpoint=x"] if command == "evaluate" else []):
             assert str(key) in text or key in ("data", "model", "trainer", "logger"), key
 
@@ -185,7 +217,7 @@ def test_every_choice_composes():
         (["train", "data.states=[x"], "'data.states=[x' cannot be read (brackets must close"),
         (["train", "calibrate=maybe"], "calibrate must be true or false, got 'maybe'"),
         (["train", "model=kalman", "run_dir=/dev/null/run", "n_train=20"], "/dev/null/run"),
-        (["train", "model=none_such"], "Could not find 'model/none_such' Available options in 'model': auto ekf"),
+        (["train", "model=none_such"], "Could not find 'model/none_such' Available options in 'model': auto backprop_kf ekf"),
         (
             ["train", "model=lstm", "model.training.widow=5"],
             "there is no setting model.training.widow; did you mean model.training.window?",
@@ -203,7 +235,7 @@ def test_every_choice_composes():
         (["evaluate", "checkpoint=none.ckpt", "data=none_such"], "Could not find 'data/none_such'"),
         (["compare", "models=[none_such]"], "Could not find 'model/none_such'"),
         (["data", "n_train=abc"], "n_train must be a whole number, got 'abc'"),
-        (["compare", "n_train=100,-5"], "n_train must be a whole number, got -5"),
+        (["compare", "n_train=100,-5"], "n_train must be at least 0, got -5"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -246,3 +278,26 @@ def test_data_of_another_shape(run_dir, tmp_path, capsys, monkeypatch):
 def test_debug_shows_the_traceback():
     with pytest.raises(ValueError, match="n_train 1"):
         main(["train", "n_train=1", "--debug"])
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"], ["bench", "--list"]])
+@pytest.mark.parametrize("buffered", [True, False])
+def test_output_that_cannot_be_written_is_one_line(words, buffered):
+    """A full disk, and a reader that has gone: also what Python itself says of it when it ends."""
+    if not Path("/dev/full").exists():
+        pytest.skip("no device that is always full")
+    environment = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
+    reading, gone = os.pipe()
+    os.close(reading)
+    for file in (os.open("/dev/full", os.O_WRONLY), gone):
+        program = [sys.executable, "-m", "kbf.cli", *words]
+        done = subprocess.run(program, stdout=file, stderr=subprocess.PIPE, text=True, env=environment)
+        os.close(file)
+        assert done.returncode == 2 and done.stderr.startswith("kbf: standard output: "), done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_package_that_is_missing_or_broken_is_no_traceback():
+    assert expected(ImportError("libGL.so.1: cannot open shared object file", name="av"))
+    assert expected(ModuleNotFoundError("No module named 'h5py'", name="h5py"))
+    assert not expected(ModuleNotFoundError("No module named 'kbf.nothing'", name="kbf.nothing"))

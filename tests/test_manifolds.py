@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from kbf.data.synthetic import SyntheticData
-from kbf.evaluation import floor, score
-from kbf.filters.learned import RidgeMap, fit_ridge_map
-from kbf.kernels import gaussian
+from kbf.evaluation.floors import floor
+from kbf.evaluation.score import score
+from kbf.filters.kernel.simulated_memory import SimulatedMemoryKBF
+from kbf.filters.ridge_map import RidgeMap, fit_ridge_map
 from kbf.manifolds import CIRCLE, FLAT, Manifold, circle_exp, circle_log, manifold_of, project_circle
-from kbf.nn.kernel_bayes import EnlargedKBF
+from kbf.rkhs.kernels import gaussian
 from kbf.ssm import OrientationModel
 
 F64 = torch.float64
@@ -189,6 +190,6 @@ def test_turn_and_noise_are_recovered():
 
 def test_the_enlarged_filter_is_near_the_particle_filter_on_headings():
     data = SyntheticData(OrientationModel(), n_train=300, n_test=200, seed=100)
-    found = score(EnlargedKBF(points=300, draws=4, run=6000, rank=24).condition(data.train), data.test).mse.mean().item()
+    found = score(SimulatedMemoryKBF(points=300, draws=4, run=6000, rank=24).condition(data.train), data.test).mse.mean().item()
     least = floor(OrientationModel(), data.train, data.test, particles=1000).mse.mean().item()
     assert least < found < 1.1 * least

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from kbf.cli import main
 from kbf.data.synthetic import SyntheticData
+from kbf.rkhs.kernels import KERNELS
+from kbf.rkhs.ratios import RATIOS
+from kbf.rkhs.rules import RULES
 from kbf.ssm import rotation
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ROOT / "scripts" / "docs" / "pages"
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TUTORIAL = (PAGES / "tutorial.md").read_text(encoding="utf-8")
+TUTORIAL = (DOCS / "tutorial.md").read_text(encoding="utf-8")
+PAGES = [
+    README,
+    *(page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md")) if page.stem not in ("tutorial", "extending")),
+]
+"""All but those whose commands are run one after the other."""
 PLACEHOLDER = re.compile(r"\b(NAME|COMMAND|PATH|RUN)\b|…|\.\.\.")
 ELSEWHERE = ("launcher", "run_dir")
 """Settings that need a plugin, or a running hydra."""
@@ -54,8 +65,8 @@ def run_python(text: str, directory: Path, monkeypatch) -> dict:
 
 
 def test_the_commands_are_found():
-    found = commands(README)
-    assert len(found) > 40 and "kbf compare data=rotation runs=30" in found
+    found = commands("\n\n".join(PAGES))
+    assert len(found) > 60 and "kbf compare data=rotation runs=30" in found
     assert not any("#" in line or "`" in line for line in found)
 
 
@@ -65,18 +76,25 @@ def arm(tmp_path_factory):
     directory = tmp_path_factory.mktemp("arm")
     data = SyntheticData(rotation(), n_train=60, n_test=2).train[0]
     rows = [",".join(map(str, row)) for row in torch.cat([data.states, data.obs], 1).tolist()]
-    for name in ("rec", "other", "more", "new"):
+    (directory / "views").mkdir()
+    for k in range(len(rows)):
+        Image.new("L", (48, 36), 40 + 3 * k).save(directory / "views" / f"{k}.png")
+    for name in ("rec", "other", "more", "new", "views/states"):
         (directory / f"{name}.csv").write_text("\n".join(["x,y,a,b", *rows]))
+    headings = torch.atan2(data.states[:, 1], data.states[:, 0])[:, None]
+    runs = [f"{k // 20},{k}," + ",".join(map(str, row)) for k, row in enumerate(torch.cat([headings, data.obs], 1).tolist())]
+    (directory / "runs.csv").write_text("\n".join(["run,t,heading,a,b", *runs]))
     columns = ["data=own", f"data.path={directory / 'rec.csv'}", "data.states=[x,y]", "data.observations=[a,b]"]
     cheap = ["model=kalman", "logger=none", "calibrate=false", "trainer.enable_progress_bar=false"]
     assert main(["train", *columns, *cheap, f"run_dir={directory / 'runs' / 'arm'}"]) == 0
     return directory
 
 
-@pytest.mark.parametrize("line", commands(README))
-def test_the_commands_of_the_readme_can_be_typed(line, arm, monkeypatch, capsys):
+@pytest.mark.parametrize("line", commands("\n\n".join(PAGES)))
+def test_the_commands_can_be_typed(line, arm, monkeypatch, capsys):
     monkeypatch.chdir(arm)
-    code = main([*words(line), *([] if "--list" in line else ["--cfg"])])
+    shown = any(flag in line.split() for flag in ("--list", "--cfg", "--info"))
+    code = main([*words(line), *([] if shown else ["--cfg"])])
     assert code == 0, capsys.readouterr().err
 
 
@@ -93,7 +111,7 @@ def test_python_of_the_readme(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_python_of_the_library_page(tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn")
-    names = run_python((PAGES / "library.md").read_text(encoding="utf-8"), tmp_path, monkeypatch)
+    names = run_python((DOCS / "library.md").read_text(encoding="utf-8"), tmp_path, monkeypatch)
     assert names["error"] < 0.02 and names["result"].mse < 0.06
     assert names["regression"].score(names["observations"], names["states"]) > 0.8
     assert names["ratio"].ratio([[0.5]]) > 1.5
@@ -116,3 +134,41 @@ def test_the_tutorial(tmp_path, monkeypatch, capsys):
         given = shlex.split(line)[1:]
         assert main([*given, *quick.get(given[0], [])]) == 0, capsys.readouterr().err
     assert len((tmp_path / "runs" / "estimates.csv").read_text().splitlines()) == 501
+
+
+@pytest.fixture
+def extending(tmp_path, monkeypatch):
+    """The page's module, with its configurations in the working directory; what it adds to the tables is gone afterwards."""
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "extending.md").read_text(encoding="utf-8")
+    (tmp_path / "my_kbf.py").write_text("\n\n".join(blocks(page, "python")))
+    for text in blocks(page, "yaml"):
+        path = tmp_path / text.partition("\n")[0].removeprefix("# ")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("my_kbf"), [line for block in blocks(page, "sh") for line in block.splitlines()]
+    sys.modules.pop("my_kbf")
+    for table, name in ((KERNELS, "rational_quadratic"), (RULES, "nadaraya_watson"), (RATIOS, "bounded")):
+        table.pop(name)
+
+
+@pytest.mark.slow
+def test_the_page_on_extending(extending, capsys):
+    page, lines = extending
+    raw = (page.recording.test[0].obs - page.recording.test[0].states).square().sum(-1).mean().item()
+    assert max(page.kernel_error, page.rule_error, page.ratio_error, page.filter_error) < 0.85 * raw
+    for unfit in ({"rule": "nadaraya_watson"}, {"ratio": "bounded"}):
+        with pytest.raises(ValueError, match="set rank to null"):
+            page.kbf.KBF(**unfit)
+    assert page.features.shape == (5, 16) and page.first.shape == (1, 2)
+    assert page.drift_error < 0.5 * page.drift.test[0].states.var().item()
+    assert page.verdicts[0].reproduced is True and len(page.rows) == 12
+    quick = ["n_train=60", "particles=100", "logger=none", "calibrate=false", "trainer.enable_progress_bar=false"]
+    more = {"data=dsprites": ["model=kalman", "data.coding.epochs=1", "data.coding.members=2"], "data=drift": ["model=kalman"]}
+    for line in lines:
+        given = shlex.split(line)[1:]
+        words = [word for key, added in more.items() if key in given for word in added]
+        words += ["model.training.epochs=2"] if "model=lstm" in given else []
+        assert main([*given, *words, *(quick if given[0] == "train" else ["particles=100"])]) == 0, capsys.readouterr().err
+    assert len(Path("epochs.txt").read_text().splitlines()) == 2

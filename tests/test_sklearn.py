@@ -17,9 +17,9 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from kbf import ratios
-from kbf.cme import CONDITIONAL_MEANS
-from kbf.kernels import gaussian, median_distance
+from kbf.rkhs import ratios
+from kbf.rkhs.conditional_means.table import CONDITIONAL_MEANS
+from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.sklearn import REGS, ConditionalMeanEmbedding, KuLSIF, RelativeRatio
 
 KERNEL = partial(gaussian, bandwidth=0.7)
@@ -177,7 +177,7 @@ def test_leave_one_out_is_the_loop(alpha, samples):
 
 def test_relative_is_the_same_where_the_centres_are(normal):
     z = normal(30, 1)
-    u = z[:12]  # inside the span that `kbf.ratios.relative` looks in
+    u = z[:12]  # inside the span that `kbf.rkhs.ratios.relative` looks in
     points, gram = pooled(z, u)
     coef = ratios.relative_coef(gram, 30, 1e-2, 0.3)
     weights = torch.full((12,), 1 / 12, dtype=torch.float64)

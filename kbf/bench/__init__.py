@@ -8,6 +8,7 @@ BENCHMARKS = {
     "local": "only the points of the largest ratios: error against time",
     "filter": "kbf filter on standard input: observations a second, and memory",
     "online": "latency, memory and error over a million steps",
+    "checks": "a running filter with the looks at what goes in and out, against the bare arithmetic",
     "precision": "float32 against float64, part by part",
     "end_to_end": "training an encoder through the filter, by features and by Gram matrices",
     "cme": "cheap conditional mean embeddings: error against time",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kbf.charts import Figure
+from kbf.plots.charts import Figure
 
 Row = dict[str, Any]
 Settings = dict[str, Any]
@@ -28,7 +28,7 @@ Tell = Callable[[str], None]
 
 
 class Claim(NamedTuple):
-    """What was to be reached, what was measured, and whether it was reached (None: it cannot be said here)."""
+    """A target, what was measured, and whether the target was reached (None: there is none, or it cannot be said here)."""
 
     target: str
     measured: str
@@ -42,11 +42,11 @@ class Benchmark(Protocol):
     SIZES: Mapping[str, Settings]
 
     def run(self, settings: Settings, tell: Tell) -> list[Row]:
-        """Measure."""
+        """Measure; returns the rows of the table."""
         ...
 
     def claims(self, rows: list[Row]) -> list[Claim]:
-        """Compare with what was to be reached."""
+        """Compare the rows with the targets."""
         ...
 
     def draw(self, rows: list[Row]) -> Figure:
@@ -55,7 +55,7 @@ class Benchmark(Protocol):
 
 
 def alternate(sides: Mapping[str, Callable[[], object]], *, rounds: int = 7, seconds: float = 0.2) -> dict[str, float]:
-    """Median seconds of a call of each side, the sides taken in turn ``rounds`` times: what disturbs the machine disturbs all.
+    """Median seconds of a call of each side. The sides run in turn, ``rounds`` times, so that other load disturbs all alike.
 
     In its turn a side is called for about ``seconds``, at least once; the first call of each is not counted.
     """
@@ -81,12 +81,6 @@ def synchronise() -> None:
     """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def matrix_rate(dtype: torch.dtype = torch.float32, *, device: torch.device | str = "cpu", n: int = 1024) -> float:
-    """Floating-point operations a second of a large matrix product, 2 n^3 each: what no filter can be faster than."""
-    a = torch.randn(n, n, dtype=dtype, device=device)
-    return 2 * n**3 / alternate({"product": lambda: a @ a}, rounds=5)["product"]
 
 
 def largest(a: Tensor, b: Tensor) -> float:

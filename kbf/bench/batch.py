@@ -1,8 +1,8 @@
 """Many sequences at once, against the bare matrix products and against one filter for each sequence.
 
 The floor is Psi^T D Psi of each sequence as matrix products, 2 n p^2 operations each, at the rate that this machine reaches for a
-large product of float32, timed in turn with the sides. (Kept products of features, `kbf.rules.second_moments`, need half of them.)
-The sides: `kbf.rollout`, which makes diagnostics as well; `kbf.step` and the estimate as they are written; the same compiled
+large product of float32, timed in turn with the sides. (Kept products of features, `kbf.rkhs.rules.second_moments`, need half of
+them.) The sides: `kbf.rollout`, which makes diagnostics as well; `kbf.step` and the estimate as they are written; the same compiled
 (`kbf.filters.live.compile_step`); and as many filters of one sequence each. The sequences are windows of one recording.
 """
 
@@ -10,23 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kbf.bench.base import Claim, Row, Settings, Tell, alternate, largest
 from kbf.bench.problem import problem
-from kbf.charts import Figure, curves
 from kbf.filters.base import rollout, step
-from kbf.filters.kernel import KernelBayesFilter
+from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.live import compile_step
+from kbf.plots.charts import Figure, curves
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {"n": 900, "rank": 64, "batches": [1, 4, 16, 64, 256], "steps": 5, "rounds": 7, "seconds": 0.1, "compile": True},
     "smoke": {"n": 60, "rank": 8, "batches": [1, 16], "steps": 2, "rounds": 1, "seconds": 0.01, "compile": False},
 }
 ROLLOUT, WRITTEN, COMPILED, SINGLE = "rollout", "as written", "compiled", "one by one"
-LARGE = 1024
+PRODUCT_SIZE = 1024
 """Rows and columns of the product that tells the machine's rate."""
 
 
@@ -37,7 +38,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
     p = problem(n, steps=steps + max(settings["batches"]))
     filter = p.filter(rank, dtype="float32").condition(p.memory).to(device)
     widths = p.ranks(filter)
-    large, rows = torch.randn(LARGE, LARGE, device=device), []
+    large, rows = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=device), []
     for batch in settings["batches"]:
         obs = torch.stack([p.test.obs[i : i + steps] for i in range(batch)]).float().to(device)
         sides: dict[str, Callable[[], Tensor]] = {
@@ -52,7 +53,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
         tell(f"{batch} at once")
         timed = {**sides, "product": lambda: large @ large}
         seconds = alternate(timed, rounds=settings["rounds"], seconds=settings["seconds"])
-        floor = n * widths[1] ** 2 * batch / LARGE**3 * seconds["product"]
+        floor = n * widths[1] ** 2 * batch / PRODUCT_SIZE**3 * seconds["product"]
         exact = sides[ROLLOUT]()
         for name, side in sides.items():
             took = seconds[name] / steps
@@ -76,30 +77,30 @@ def written(filter: KernelBayesFilter, obs: Tensor) -> Tensor:
 
 
 def compiled(filter: KernelBayesFilter, fast: Callable[..., tuple[Tensor, ...]], obs: Tensor) -> Tensor:
-    """The same by a compiled step."""
+    """The last estimates of sequences ``b T *x``, by a compiled step."""
     weights, estimate = filter.init(len(obs)).weights.contiguous(), obs
     for x in obs.unbind(1):
-        weights, estimate = fast(weights, x)
+        weights, estimate, _ = fast(weights, x)
     return estimate
 
 
 def claims(rows: list[Row]) -> list[Claim]:
-    """The ratio to the floor that was to be reached, and what batches and compiling bring."""
+    """Compare the ratio to the floor with its target, and say what batches and compiling bring."""
     at = {(row["batch"], row["side"]): row for row in rows}
     batches = list(dict.fromkeys(row["batch"] for row in rows))
-    told = []
+    verdicts = []
     for side in (WRITTEN, ROLLOUT):
         row = at.get((64, side))
         ratio = None if row is None else row["times the floor"]
         measured = "not measured" if row is None else f"{ratio:.2f} times ({row['microseconds a sequence']:.0f} us a sequence)"
         target = f"64 sequences, {side}: a step takes at most 3 times the bare matrix products"
-        told.append(Claim(target, measured, None if ratio is None else ratio <= 3))
+        verdicts.append(Claim(target, measured, None if ratio is None else ratio <= 3))
     gain = "; ".join(f"{b}: {at[b, WRITTEN]['times one by one']:.3g} times" for b in batches)
-    told.append(Claim("a batch is faster than one by one", gain, None))
+    verdicts.append(Claim("a batch is faster than one by one", gain, None))
     if (batches[0], COMPILED) in at:
         gain = "; ".join(f"{b}: {at[b, WRITTEN]['microseconds'] / at[b, COMPILED]['microseconds']:.3g} times" for b in batches)
-        told.append(Claim("compiled is faster than as written", gain, None))
-    return told
+        verdicts.append(Claim("compiled is faster than as written", gain, None))
+    return verdicts
 
 
 def draw(rows: list[Row]) -> Figure:

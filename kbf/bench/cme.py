@@ -1,4 +1,4 @@
-"""Cheap conditional mean embeddings (`kbf.cme`): the error of the conditional mean against the time that it takes.
+"""Cheap conditional mean embeddings (`kbf.rkhs.conditional_means`): their error against the time that they take.
 
 The regression is the move of the oscillatory model, z -> E[z'] = f(z), known exactly: n pairs of successive states, and new states
 as queries. All forms take bandwidth and ridge from one grid by the closed-form leave-one-out error on the training pairs. Those
@@ -12,17 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 from torch import Generator, Tensor
 
-from kbf import cme, features
 from kbf.bench.base import Claim, Row, Settings, Tell, alternate
-from kbf.charts import Figure, curves
 from kbf.data.synthetic import SyntheticData
-from kbf.kernels import evenly, gaussian, median_distance
+from kbf.plots.charts import Figure, curves
+from kbf.rkhs import conditional_means, features
+from kbf.rkhs.kernels import gaussian, median_distance
+from kbf.rkhs.linalg import evenly
 from kbf.ssm import oscillatory
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {
         "n": 5000,
         "queries": 1000,
@@ -37,11 +39,11 @@ SIZES = {
     | {"rank": 40, "turns": {"rounds": 1, "seconds": 0.01}},
 }
 EXACT = "exact"
-SAMPLE = 400
+SCORED_POINTS = 400
 """Training pairs at which an estimator of its own is scored."""
 
 Grid = list[tuple[float, float]]
-Fit = Callable[[float, float], cme.ConditionalMean]
+Fit = Callable[[float, float], conditional_means.ConditionalMean]
 """(bandwidth, reg) -> a fitted form."""
 
 
@@ -87,28 +89,28 @@ def forms(x: Tensor, z: Tensor, sizes: list[int], neighbours: list[int]) -> dict
     """
     n, search = len(x), "tree" if x.device.type == "cpu" else "kernel"
 
-    def of(form: Callable[..., cme.ConditionalMean], **settings: object) -> Fit:
+    def of(form: Callable[..., conditional_means.ConditionalMean], **settings: object) -> Fit:
         return lambda width, reg: form(partial(gaussian, bandwidth=width), x, z, reg, **settings)
 
-    def drawn(form: Callable[..., cme.ConditionalMean], **settings: object) -> Fit:
+    def drawn(form: Callable[..., conditional_means.ConditionalMean], **settings: object) -> Fit:
         return lambda width, reg: of(form, generator=Generator().manual_seed(0), **settings)(width, reg)
 
     def fourier(m: int) -> Fit:
-        return lambda width, reg: cme.random_fourier(width, x, z, reg, m=m, generator=Generator().manual_seed(0))
+        return lambda width, reg: conditional_means.random_fourier(width, x, z, reg, m=m, generator=Generator().manual_seed(0))
 
-    def nadaraya_watson(width: float, reg: float) -> cme.ConditionalMean:
-        return cme.nadaraya_watson(partial(gaussian, bandwidth=width), x, z)
+    def nadaraya_watson(width: float, reg: float) -> conditional_means.ConditionalMean:
+        return conditional_means.nadaraya_watson(partial(gaussian, bandwidth=width), x, z)
 
-    table: dict[tuple[str, int], tuple[Fit, bool]] = {(EXACT, n): (of(cme.exact), False)}
+    table: dict[tuple[str, int], tuple[Fit, bool]] = {(EXACT, n): (of(conditional_means.exact), False)}
     for m in sizes:
-        table["incomplete Cholesky", m] = of(cme.incomplete_cholesky, rank=m), False
-        table["Nyström", m] = drawn(cme.nystrom, m=m), False
-        table["Nyström, leverage scores", m] = drawn(cme.nystrom, m=m, sampling="leverage"), False
+        table["incomplete Cholesky", m] = of(conditional_means.incomplete_cholesky, rank=m), False
+        table["Nyström", m] = drawn(conditional_means.nystrom, m=m), False
+        table["Nyström, leverage scores", m] = drawn(conditional_means.nystrom, m=m, sampling="leverage"), False
         table["random Fourier", m] = fourier(m), False
-        table["divide and conquer", m] = drawn(cme.divide_and_conquer, s=max(1, n // m)), False
-        table["subsample", m] = drawn(cme.subsample, m=m), True
+        table["divide and conquer", m] = drawn(conditional_means.divide_and_conquer, s=max(1, n // m)), False
+        table["subsample", m] = drawn(conditional_means.subsample, m=m), True
     for m in neighbours:
-        table["nearest", m] = of(cme.nearest, m=m, search=search), True
+        table["nearest", m] = of(conditional_means.nearest, m=m, search=search), True
     table["Nadaraya-Watson", n] = nadaraya_watson, True
     return table
 
@@ -119,7 +121,9 @@ def of_all(grid: Grid, x: Tensor, z: Tensor, rank: int) -> tuple[float, float]:
     for bandwidth in {bandwidth for bandwidth, _ in grid}:
         kernel = partial(gaussian, bandwidth=bandwidth)
         bases[bandwidth] = features.nystrom(kernel, x[features.pivots(kernel, x, rank=rank, tol=1e-9)])
-    return min(grid, key=lambda at: cme.feature_loo(cme.feature_ridge(bases[at[0]], x, z, at[1]), z).item())
+    return min(
+        grid, key=lambda at: conditional_means.feature_loo(conditional_means.feature_ridge(bases[at[0]], x, z, at[1]), z).item()
+    )
 
 
 def best(grid: Grid, fit: Fit, x: Tensor, z: Tensor) -> tuple[float, float]:
@@ -127,9 +131,9 @@ def best(grid: Grid, fit: Fit, x: Tensor, z: Tensor) -> tuple[float, float]:
     return min(grid, key=lambda at: left_out(fit(*at), x, z))
 
 
-def left_out(fit: cme.ConditionalMean, x: Tensor, z: Tensor) -> float:
+def left_out(fit: conditional_means.ConditionalMean, x: Tensor, z: Tensor) -> float:
     """Mean over some training pairs of ||z_i - m_{-i}(x_i)||^2 = ||z_i - m(x_i)||^2 / (1 - w_i(x_i))^2."""
-    rows = evenly(len(x), SAMPLE, x.device)
+    rows = evenly(len(x), SCORED_POINTS, x.device)
     weights = fit.weights(x[rows])
     own = weights.gather(1, rows[:, None])
     return ((z[rows] - weights @ z) / (1 - own)).square().sum(-1).mean().item()

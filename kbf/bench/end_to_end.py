@@ -1,11 +1,11 @@
 """Training an encoder through the filter: the rule over p features (primal) against the rule over their Gram matrix (dual).
 
-One step of training, as `kbf.nn.feature_filter.FeatureKBF` takes it: the encoder is applied to the memory and to a batch of
-windows, the operators are built, the windows are filtered, and the loss, the filter's mean squared error, is differentiated with
-respect to encoder, bandwidths and ridges. Both sides have the same encoder, and the same transition and ratio of low rank, made for
-the primal form: only the rule differs, `importance_weighted_moments` over Psi ``n p`` or `importance_weighted` over the full Gram
-matrix Psi Psi^T ``n n``. So the ratios are smaller than they would be against full Gram matrices throughout. Both compute the same
-weights; loss and gradient are compared in float64.
+One step of training, as `kbf.filters.kernel.learned_features.FeatureKBF` takes it: the encoder is applied to the memory and to a
+batch of windows, the operators are built, the windows are filtered, and the loss, the filter's mean squared error, is
+differentiated with respect to encoder, bandwidths and ridges. Both sides have the same encoder, and the same transition and ratio
+of low rank, made for the primal form: only the rule differs, `importance_weighted_moments` over Psi ``n p`` or
+`importance_weighted` over the full Gram matrix Psi Psi^T ``n n``. So the ratios are smaller than they would be against full Gram
+matrices throughout. Both compute the same weights; loss and gradient are compared in float64.
 
 The memory is what autograd keeps from the forward pass for the backward pass, each storage counted once; on a GPU it is the peak
 of what is allocated beyond what was there before.
@@ -14,21 +14,22 @@ of what is allocated beyond what was there before.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kbf import rules
 from kbf.bench.base import Claim, Row, Settings, Tell, alternate, synchronise
-from kbf.charts import Figure, curves
 from kbf.data.synthetic import SyntheticData
-from kbf.distributed import Total, alone
-from kbf.filters.operators import DenseUpdate
-from kbf.nn.feature_filter import FeatureKBF
+from kbf.filters.kernel.learned_features import FeatureKBF
+from kbf.filters.kernel.shared import SharedMemory
+from kbf.filters.kernel.updates import DenseUpdate
+from kbf.plots.charts import Figure, curves
+from kbf.rkhs import rules
 from kbf.sequence import Sequence
 from kbf.ssm import oscillatory
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {"sizes": [125, 250, 500], "p": 32, "windows": 8, "steps": 20, "rounds": 3},
     "smoke": {"sizes": [40], "p": 4, "windows": 2, "steps": 5, "rounds": 1},
 }
@@ -38,7 +39,7 @@ PRIMAL, DUAL = "primal", "dual"
 class DualKBF(FeatureKBF):
     """The same filter, its rule over the full Gram matrix of the features."""
 
-    def update_of(self, obs: Tensor, bandwidth: Tensor, reg: Tensor, total: Total = alone) -> nn.Module:
+    def update_of(self, obs: Tensor, bandwidth: Tensor, reg: Tensor, memory: SharedMemory) -> nn.Module:
         """The dual rule; a query comes as features, and the bandwidth is of no matter."""
         return DenseUpdate(rules.importance_weighted, inner, bandwidth, self.psi(obs), reg).to(self.dtype)
 
@@ -99,11 +100,11 @@ def moved(sequence: Sequence, device: str) -> Sequence:
 
 def loss_of(net: FeatureKBF, memory: Sequence, windows: Sequence) -> Tensor:
     """The filter's mean squared error over the windows."""
-    return (net.estimates([memory], windows) - windows.states).square().sum(-1).mean()
+    return (net.window_estimates([memory], windows) - windows.states).square().sum(-1).mean()
 
 
 def train_step(net: FeatureKBF, memory: Sequence, windows: Sequence) -> tuple[float, Tensor]:
-    """The loss, and its gradient in all that is learned, as one vector."""
+    """The loss, and its gradient with respect to all learned parameters as one vector."""
     net.zero_grad()
     loss = loss_of(net, memory, windows)
     loss.backward()
@@ -131,15 +132,15 @@ def held(net: FeatureKBF, memory: Sequence, windows: Sequence) -> int:
 
 
 def claims(rows: list[Row]) -> list[Claim]:
-    """What the primal form saves at the largest n, and that nothing is lost."""
+    """Time and memory that the primal form saves at the largest n, and whether losses and gradients are equal."""
     row = max((row for row in rows if row["form"] == PRIMAL), key=lambda row: row["n"])
     where = f"n = {row['n']}, p = {row['p']}"
-    told = [
+    verdicts = [
         Claim(f"at least 10 times {words} than the dual form, {where}", f"{row[key]:.1f} times", row[key] >= 10)
         for words, key in (("faster", "times faster than dual"), ("less memory", "times less memory than dual"))
     ]
     apart = max(max(row["loss apart"], row["gradients apart"]) for row in rows)
-    return [*told, Claim("the same loss and gradient to 1e-6, relative", f"{apart:.1e}", apart <= 1e-6)]
+    return [*verdicts, Claim("the same loss and gradient to 1e-6, relative", f"{apart:.1e}", apart <= 1e-6)]
 
 
 def draw(rows: list[Row]) -> Figure:

@@ -11,21 +11,21 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from kbf.bench.base import Claim, Row, Settings, Tell
-from kbf.charts import Figure, curves
+from kbf.plots.charts import Figure, curves
 from kbf.ssm import oscillatory, simulate
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {"n": 900, "lines": 20_000, "models": ("kbf_paper", "kbf")},
     "smoke": {"n": 60, "lines": 1000, "models": ("kalman",)},
 }
 KBF = [sys.executable, "-m", "kbf.cli"]
-LEAST = 1000
+LEAST_RATE = 1000
 """Observations a second to be reached."""
 
 
@@ -92,7 +92,7 @@ def feed(pipe: IO[bytes], lines: list[bytes]) -> None:
 
 
 def processor(pid: int) -> float:
-    """Seconds that a process was running, where the system tells."""
+    """CPU seconds of a process, where the system reports them."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -101,7 +101,7 @@ def processor(pid: int) -> float:
 
 
 def memory(pid: int) -> float:
-    """What a process holds, where the system tells."""
+    """Resident memory of a process, where the system reports it."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
     except OSError:
@@ -110,15 +110,15 @@ def memory(pid: int) -> float:
 
 def claims(rows: list[Row]) -> list[Claim]:
     """Fast enough, in constant memory."""
-    told = []
+    verdicts = []
     for name in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == name]
         rate, own = (sorted(row[key] for row in mine)[len(mine) // 2] for key in ("a second", "a second of its own time"))
         words = f"{rate:,.0f} by the clock, {own:,.0f} of the process's own time (medians of ten parts)"
-        told.append(Claim(f"{name}: {LEAST:,} observations a second", words, rate >= LEAST))
+        verdicts.append(Claim(f"{name}: {LEAST_RATE:,} observations a second", words, rate >= LEAST_RATE))
         grown = mine[-1]["memory, MiB"] - mine[1]["memory, MiB"]
-        told.append(Claim(f"{name}: memory does not grow", f"{grown:+.1f} MiB from the second part to the last", grown < 4))
-    return told
+        verdicts.append(Claim(f"{name}: memory does not grow", f"{grown:+.1f} MiB from the second part to the last", grown < 4))
+    return verdicts
 
 
 def draw(rows: list[Row]) -> Figure:

@@ -1,13 +1,14 @@
 """Updates by the memory points of the largest ratios only: error against time, batch 1, features in float32.
 
 "all" is the rule as its formula stands, Psi^T D Psi over every point in one product. Points of ratio 0 have weight 0: to leave them
-out ("positive") changes nothing but time, and `kbf.rules` does so by itself, by blocks, for one sequence on a CPU. `KBF(local=m)`
-takes the m points of the largest ratios, and is an approximation.
+out ("positive") changes nothing but time, and `kbf.rkhs.rules` does so by itself, by blocks, for one sequence on a CPU.
+`KBF(local=m)` takes the m points of the largest ratios, and is an approximation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +16,14 @@ from torch import Tensor, nn
 from kbf.bench.base import Claim, Row, Settings, Tell, alternate, largest
 from kbf.bench.problem import problem
 from kbf.bench.step import stepper
-from kbf.charts import Figure, curves
 from kbf.filters.base import rollout
-from kbf.filters.kernel import KernelBayesFilter
+from kbf.filters.kernel.filter import KernelBayesFilter
+from kbf.filters.kernel.updates import PrimalUpdate
 from kbf.filters.live import Live
-from kbf.filters.operators import PrimalUpdate
-from kbf.linalg import psd_solve
+from kbf.plots.charts import Figure, curves
+from kbf.rkhs.linalg import psd_solve
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {"n": 5000, "rank": 128, "steps": 500, "points": [2500, 1000, 500, 250, 100], "rounds": 9, "seconds": 0.2},
     "smoke": {"n": 300, "rank": 128, "steps": 20, "points": [150, 50], "rounds": 1, "seconds": 0.01},
 }
@@ -65,18 +66,18 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
     tell("time of a step")
     sides: dict[str, Callable[[], object]] = {name: stepper(Live(each), obs[0]) for name, each in filters.items()}
     seconds = alternate(sides, rounds=settings["rounds"], seconds=settings["seconds"])
-    errors = {name: (found.estimates[0].cpu() - truth).square().sum(-1).mean().item() for name, found in runs.items()}
+    errors = {name: (rolled.estimates[0].cpu() - truth).square().sum(-1).mean().item() for name, rolled in runs.items()}
     return [
         {
             "points": name,
-            "points that take part": n if name == ALL else n * (1 - found.diagnostics["clipped"].mean().item()),
+            "points that take part": n if name == ALL else n * (1 - rolled.diagnostics["clipped"].mean().item()),
             "microseconds": 1e6 * seconds[name],
             "times faster than all": seconds[ALL] / seconds[name],
             "error": errors[name],
             "error above all": errors[name] / errors[ALL] - 1,
-            "largest difference": largest(found.estimates, runs[ALL].estimates),
+            "largest difference": largest(rolled.estimates, runs[ALL].estimates),
         }
-        for name, found in runs.items()
+        for name, rolled in runs.items()
     ]
 
 
@@ -84,11 +85,11 @@ def claims(rows: list[Row]) -> list[Claim]:
     """The fewest points whose error is at most 1 % above that of all, and what they bring."""
     local = [row for row in rows if row["points"] not in (ALL, POSITIVE)]
     good = [row for row in local if row["error above all"] <= 0.01]
-    told = "none of those tried"
+    fewest = "none of those tried"
     if good:
         least = min(good, key=lambda row: int(row["points"]))
-        told = f"{least['points']} ({100 * least['error above all']:+.2g} %), {least['times faster than all']:.3g} times faster"
-    claims = [Claim("the fewest points of the largest ratios with an error at most 1 % above that of all points", told, None)]
+        fewest = f"{least['points']} ({100 * least['error above all']:+.2g} %), {least['times faster than all']:.3g} times faster"
+    claims = [Claim("the fewest points of the largest ratios with an error at most 1 % above that of all points", fewest, None)]
     for row in rows:
         if row["points"] == POSITIVE:
             share = f"{row['points that take part']:.0f} points, {row['times faster than all']:.3g} times faster"

@@ -14,13 +14,13 @@ import torch
 
 from kbf.bench.base import Claim, Row, Settings, Tell
 from kbf.bench.problem import problem
-from kbf.charts import Figure, curves
 from kbf.filters.base import Filter
+from kbf.filters.kernel.simulated_memory import SimulatedMemoryKBF
 from kbf.filters.live import Live
-from kbf.nn.kernel_bayes import EnlargedKBF
+from kbf.plots.charts import Figure, curves
 from kbf.ssm import oscillatory, simulate
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {"n": 900, "steps": 1_000_000, "others": 20_000, "chunk": 10_000, "compile": True},
     "smoke": {"n": 60, "steps": 2000, "others": 400, "chunk": 100, "compile": False},
 }
@@ -34,7 +34,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
     p = problem(settings["n"])
     device, example = settings["device"], p.test.obs[:1].float().to(settings["device"])
     low = p.filter(settings["n"], 1e-6, dtype="float32").condition(p.memory).to(device)
-    enlarged = EnlargedKBF().condition(p.memory).to(device)
+    enlarged = SimulatedMemoryKBF().condition(p.memory).to(device)
     compiled = example if settings["compile"] else None
     sides = [
         ("published filter", low, compiled, settings["steps"]),
@@ -56,14 +56,14 @@ def work(
             tell(f"{name}: {part * (steps // 10) + first:,} of {steps:,} steps")
             drawn = simulate(oscillatory(), z, chunk, generator)
             z, states, seen = drawn.states[:, -1], drawn.states[0], drawn.obs.transpose(0, 1).float().to(device)
-            found = torch.empty_like(states)
+            estimates = torch.empty_like(states)
             for t in range(chunk):
                 began = time.perf_counter_ns()
                 estimate = live.step(seen[t])
-                found[t] = estimate[0]  # on a GPU: waits for it, as a reader of estimates does
+                estimates[t] = estimate[0]  # on a GPU: waits for it, as a reader of estimates does
                 latencies.append(time.perf_counter_ns() - began)
-            bad += int((~torch.isfinite(found)).any(-1).sum())
-            total += (found - states).square().sum().item()
+            bad += int((~torch.isfinite(estimates)).any(-1).sum())
+            total += (estimates - states).square().sum().item()
         micro = torch.tensor(latencies, dtype=torch.float64) / 1e3
         row: Row = {"filter": name, "steps so far": (part + 1) * (steps // 10), "not finite": bad, "error": total / len(latencies)}
         for share in (0.5, 0.99, 0.999):
@@ -73,7 +73,7 @@ def work(
 
 
 def resident() -> float:
-    """What the process holds now (where the system tells), or at most held."""
+    """Resident memory of the process in MiB; its maximum so far where the system does not report the present value."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * resource.getpagesize() / 2**20
@@ -83,22 +83,22 @@ def resident() -> float:
 
 def claims(rows: list[Row]) -> list[Claim]:
     """No NaN, no growth, no drift."""
-    told = []
+    verdicts = []
     for name in dict.fromkeys(row["filter"] for row in rows):
         mine = [row for row in rows if row["filter"] == name]
         steps, bad = mine[-1]["steps so far"], sum(row["not finite"] for row in mine)
-        told.append(Claim(f"{name}: every estimate finite", f"{bad} of {steps:,} are not", bad == 0))
+        verdicts.append(Claim(f"{name}: every estimate finite", f"{bad} of {steps:,} are not", bad == 0))
         grown = mine[-1]["memory, MiB"] - mine[1]["memory, MiB"]
-        told.append(Claim(f"{name}: memory does not grow", f"{grown:+.1f} MiB from the second tenth to the last", grown < 2))
+        verdicts.append(Claim(f"{name}: memory does not grow", f"{grown:+.1f} MiB from the second tenth to the last", grown < 2))
         apart = mine[-1]["error"] / mine[0]["error"] - 1
         measured = f"{mine[0]['error']:.4f} in the first tenth, {mine[-1]['error']:.4f} in the last"
         noise = 30 / math.sqrt(steps / 10)  # successive errors hang together; three standard errors and more
-        told.append(Claim(f"{name}: the error does not drift", measured, abs(apart) < max(0.01, noise)))
+        verdicts.append(Claim(f"{name}: the error does not drift", measured, abs(apart) < max(0.01, noise)))
         keys = ("50 %, microseconds", "99 %, microseconds", "99.9 %, microseconds")
         median, high, higher = (sorted(row[key] for row in mine)[5] for key in keys)
         words = f"{median:.0f}, {high:.0f} and {higher:.0f} us: {1e6 / median:,.0f} observations a second"
-        told.append(Claim(f"{name}: latency, 50, 99 and 99.9 %", words, None))
-    return told
+        verdicts.append(Claim(f"{name}: latency, 50, 99 and 99.9 %", words, None))
+    return verdicts
 
 
 def draw(rows: list[Row]) -> Figure:

@@ -18,15 +18,15 @@ from kbf.bench.base import Claim, Row, Settings, Tell, alternate, largest
 from kbf.bench.peers_filters import extended, kalman, unscented
 from kbf.bench.peers_regression import exact, landmarks, ratio
 from kbf.bench.peers_sides import Side
-from kbf.charts import Figure, curves
+from kbf.plots.charts import Figure, curves
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {"batches": [1, 64], "steps": 200, "ratio": [2000, 500], "exact": [2000, 1000], "landmarks": [20_000, 200, 1000]}
     | {"turns": {"rounds": 5, "seconds": 0.2}},
     "smoke": {"batches": [2], "steps": 4, "ratio": [40, 10], "exact": [30, 5], "landmarks": [30, 5, 5]}
     | {"turns": {"rounds": 1, "seconds": 0.01}},
 }
-LIBRARIES = {
+LIBRARIES: dict[str, Any] = {
     "Kalman filter": ("filterpy", "torch_kf", "dynamax"),
     "EKF": ("filterpy", "dynamax"),
     "UKF": ("filterpy", "dynamax"),
@@ -54,19 +54,19 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
 
 
 def works(settings: Settings) -> dict[tuple[str, str], dict[str, Side]]:
-    """(work, size) -> the sides, ours first."""
-    steps, told = settings["steps"], {}
+    """The sides of each task, by (task, size); ours comes first."""
+    steps, sides = settings["steps"], {}
     for batch in settings["batches"]:
         size = f"{batch} x {steps} steps"
         for work, make in {"Kalman filter": kalman, "EKF": extended, "UKF": unscented}.items():
-            told[work, size] = make(batch, steps, library)
+            sides[work, size] = make(batch, steps, library)
     n, m = settings["ratio"]
-    told["density ratio", f"n = {n}, m = {m}"] = ratio(n, m, library)
+    sides["density ratio", f"n = {n}, m = {m}"] = ratio(n, m, library)
     n, queries = settings["exact"]
-    told["ridge regression", f"n = {n}"] = exact(n, queries, library)
+    sides["ridge regression", f"n = {n}"] = exact(n, queries, library)
     n, m, queries = settings["landmarks"]
-    told["ridge regression, landmarks", f"n = {n}, m = {m}"] = landmarks(n, m, queries, library)
-    return told
+    sides["ridge regression, landmarks", f"n = {n}, m = {m}"] = landmarks(n, m, queries, library)
+    return sides
 
 
 def measured(work: str, size: str, sides: dict[str, Side], **turns: Any) -> list[Row]:
@@ -99,26 +99,26 @@ def library(name: str) -> Any:
 
 
 def version(name: str) -> str:
-    """Of the library that a side belongs to."""
+    """The name of the library that a side belongs to."""
     return metadata.version(name.split(",")[0])
 
 
 def claims(rows: list[Row]) -> list[Claim]:
-    """Equal numbers are to be reached, for each library; times are told."""
-    told = []
+    """For each library: whether its numbers equal ours, and how its times compare."""
+    verdicts = []
     for name in dict.fromkeys(name for names in LIBRARIES.values() for name in names):
         mine = [row for row in rows if row["library"].split(",")[0] == name]
         checked = [row for row in mine if row["tolerance"] is not None]
         target = f"the same numbers as {name}"
         if not checked:
-            told.append(Claim(target, "not installed", None))
+            verdicts.append(Claim(target, "not installed", None))
             continue
         equal = all(row["largest difference"] <= row["tolerance"] for row in checked)
         words = f"largest difference {max(row['largest difference'] for row in checked):.1e}, {len(checked)} comparisons"
-        told.append(Claim(target, words, equal))
+        verdicts.append(Claim(target, words, equal))
         times = "; ".join(f"{row['work']} ({row['size']}) {row['times ours']:.2g}" for row in mine)
-        told.append(Claim(f"time of {name} over ours", times, None))
-    return told
+        verdicts.append(Claim(f"time of {name} over ours", times, None))
+    return verdicts
 
 
 def draw(rows: list[Row]) -> Figure:

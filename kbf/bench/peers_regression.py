@@ -1,13 +1,13 @@
 """Density ratios and ridge regressions of `kbf` and of other libraries, on the same points in float64.
 
 densratio's uLSIF is least squares over kernels at the points of the numerator with the penalty reg ||coef||^2: that is
-`kbf.ratios.relative_primal` with these kernel values as the features. It then cuts negative coefficients, ours negative ratios: the
-numbers agree where no coefficient is negative, as with the wide kernel and the strong ridge here. `kbf.ratios.kulsif` has the RKHS
-norm for a penalty, as the filters need it: another estimator, for comparison.
+`kbf.rkhs.ratios.relative_primal` with these kernel values as the features. It then cuts negative coefficients, ours negative
+ratios: the numbers agree where no coefficient is negative, as with the wide kernel and the strong ridge here.
+`kbf.rkhs.ratios.kulsif` has the RKHS norm for a penalty, as the filters need it: another estimator, for comparison.
 
-A Gaussian process's posterior mean with the noise n reg is the conditional mean `kbf.cme.exact`, and that of its sparse form (SGPR)
-the ridge on Nyström features of the same landmarks. gpytorch is told to factorise; left alone it takes conjugate gradients where
-there are more than 800 points, to a tolerance, in a second row.
+A Gaussian process's posterior mean with the noise n reg is the conditional mean `kbf.rkhs.conditional_means.all_points.exact`,
+and that of its sparse form (SGPR) the ridge on Nyström features of the same landmarks. gpytorch is told to factorise; left alone
+it takes conjugate gradients where there are more than 800 points, to a tolerance, in a second row.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from kbf import cme, features, ratios
 from kbf.bench.peers_sides import Side
-from kbf.kernels import gaussian
+from kbf.rkhs import conditional_means, features, ratios
+from kbf.rkhs.kernels import gaussian
 from kbf.ssm import oscillatory
 
 WIDTH, REG = 0.4, 1e-4
@@ -58,13 +58,13 @@ def pairs(n: int, queries: int) -> tuple[Tensor, Tensor, Tensor]:
 def exact(n: int, queries: int, library: Callable[[str], Any]) -> dict[str, Side]:
     """Fit to n pairs, and predict."""
     x, z, query = pairs(n, queries)
-    sides = {"kbf": Side(lambda: cme.exact(partial(gaussian, bandwidth=WIDTH), x, z, REG).mean(query)[:, 0])}
+    sides = {"kbf": Side(lambda: conditional_means.exact(partial(gaussian, bandwidth=WIDTH), x, z, REG).mean(query)[:, 0])}
     if library("gpytorch"):
         gp = library("gpytorch")
         sides["gpytorch"] = Side(partial(posterior, gp, x, z, query, factorise=True), 1e-6)
         tolerance = gp.settings.eval_cg_tolerance.value()
-        told = f"conjugate gradients to {tolerance:g}" if n > gp.settings.max_cholesky_size.value() else "factorised: few points"
-        sides["gpytorch, as it comes"] = Side(partial(posterior, gp, x, z, query), None, told)
+        note = f"conjugate gradients to {tolerance:g}" if n > gp.settings.max_cholesky_size.value() else "factorised: few points"
+        sides["gpytorch, as it comes"] = Side(partial(posterior, gp, x, z, query), None, note)
     return sides
 
 
@@ -75,7 +75,7 @@ def landmarks(n: int, m: int, queries: int, library: Callable[[str], Any]) -> di
     points = x[features.pivots(kernel, x, rank=m)]
 
     def ours() -> Tensor:
-        return cme.feature_ridge(features.nystrom(kernel, points, jitter=JITTER), x, z, REG).mean(query)[:, 0]
+        return conditional_means.feature_ridge(features.nystrom(kernel, points, jitter=JITTER), x, z, REG).mean(query)[:, 0]
 
     sides = {"kbf": Side(ours)}
     if library("gpytorch"):

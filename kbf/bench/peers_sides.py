@@ -17,7 +17,7 @@ OMEGA, BETA, M = 0.4, 0.4, 8.0
 
 
 class Side(NamedTuple):
-    """One way to do the work: a call for its numbers, and how far they may be from ours (None: they are others, see the note)."""
+    """One implementation of a task: a call that returns its numbers, and how far they may be from ours (None: see the note)."""
 
     call: Callable[[], Tensor]
     tolerance: float | None = 1e-8
@@ -30,13 +30,13 @@ def turning() -> StateSpaceModel:
 
 
 def move(xp: Any, z: Any) -> Any:
-    """Its f, in numpy or jax.numpy."""
+    """The oscillatory model's f, in numpy or jax.numpy."""
     theta = xp.arctan2(z[1], z[0]) + OMEGA
     return (1 + BETA * xp.sin(M * theta)) * xp.stack([xp.cos(theta), xp.sin(theta)])
 
 
 def jacobian(xp: Any, z: Any) -> Any:
-    """Its f', written out."""
+    """The Jacobian of f, written out."""
     theta = xp.arctan2(z[1], z[0]) + OMEGA
     along = xp.stack([xp.cos(theta), xp.sin(theta)])
     turn = BETA * M * xp.cos(M * theta) * along + (1 + BETA * xp.sin(M * theta)) * xp.stack([-along[1], along[0]])
@@ -51,7 +51,7 @@ def by_filterpy(
     before: Callable[[Any], None] = lambda filter: None,
 ) -> Tensor:
     """Run a filter of filterpy over each sequence; ``before`` each move."""
-    found = torch.empty(*obs.shape[:2], len(model.m0), dtype=torch.float64)
+    means = torch.empty(*obs.shape[:2], len(model.m0), dtype=torch.float64)
     for b, sequence in enumerate(obs.numpy()):
         filter = one()
         filter.x, filter.P, filter.Q, filter.R = (v.numpy().copy() for v in (model.m0, model.P0, model.Q, model.R))
@@ -59,8 +59,8 @@ def by_filterpy(
             before(filter)
             filter.predict()
             update(filter, x)
-            found[b, t] = torch.from_numpy(filter.x)
-    return found
+            means[b, t] = torch.from_numpy(filter.x)
+    return means
 
 
 def numbers(library: Callable[[str], Any]) -> Callable[[Tensor], Any]:

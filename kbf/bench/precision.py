@@ -9,24 +9,26 @@ landmarks stops before them (and then there are fewer features). Last, steps in 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from kbf.bench.base import Claim, Row, Settings, Tell, alternate, largest
 from kbf.bench.problem import REGS, Problem, problem
 from kbf.bench.step import stepper
-from kbf.charts import Figure, curves
-from kbf.features import nystrom_whitening
 from kbf.filters.base import rollout
-from kbf.filters.kernel import KernelBayesFilter
+from kbf.filters.kernel.filter import KernelBayesFilter
+from kbf.filters.kernel.operators import Operator, ratio_operator_primal, transition_operator_primal
+from kbf.filters.kernel.updates import PrimalUpdate
 from kbf.filters.live import Live
-from kbf.filters.operators import Operator, PrimalUpdate, ratio_operator_primal, transition_operator_primal
-from kbf.kernels import gaussian
-from kbf.linalg import NotPositiveDefiniteError, psd_solve
-from kbf.nn.kernel_bayes import NystromFeatures
+from kbf.plots.charts import Figure, curves
+from kbf.rkhs.features import NystromFeatures, nystrom_whitening
+from kbf.rkhs.kernels import gaussian
+from kbf.rkhs.linalg import NotPositiveDefiniteError
 from kbf.sequence import transitions
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {"n": 900, "steps": 200, "tolerances": [1e-4, 1e-6, 1e-8, 1e-10, 1e-12], "rounds": 5, "seconds": 0.1},
     "smoke": {"n": 80, "steps": 20, "tolerances": [1e-3, 1e-9], "rounds": 1, "seconds": 0.01},
 }
@@ -38,11 +40,9 @@ COARSE = "steps, products in bfloat16"
 class CoarseUpdate(PrimalUpdate):
     """The importance-weighted rule with its one large product, Psi^T D Psi, in bfloat16."""
 
-    def over(self, ratio: Tensor, features: Tensor, moments: Tensor | None, query: Tensor, reg: Tensor) -> Tensor:
-        """The rule over some points."""
-        system = ((features * ratio[..., None]).bfloat16().mT @ features.bfloat16()).to(features.dtype)
-        solved = psd_solve(system, query[..., None], reg=features.shape[-2] * reg, check=False)
-        return ratio * (solved[..., 0] @ features.mT)
+    def covariance(self, ratio: Tensor, features: Tensor, moments: Tensor | None) -> Tensor:
+        """Psi^T D Psi of these points."""
+        return ((features * ratio[..., None]).bfloat16().mT @ features.bfloat16()).to(features.dtype)
 
 
 def variants(p: Problem, tol: float) -> dict[str, KernelBayesFilter | None]:
@@ -93,29 +93,29 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
     for tol in settings["tolerances"]:
         tell(f"tolerance {tol:g}")
         filters = {name: None if made is None else made.to(device) for name, made in variants(p, tol).items()}
-        exact, found, sides = filters[EXACT], {}, {}
+        exact, estimates_of, sides = filters[EXACT], {}, {}
         assert exact is not None
         for name, each in filters.items():
             if each is not None:
                 obs = p.test.obs[None].to(device, torch.float64 if name == EXACT else torch.float32)
-                found[name] = rollout(each, obs).estimates[0].cpu().double()
+                estimates_of[name] = rollout(each, obs).estimates[0].cpu().double()
                 sides[name] = stepper(Live(each), obs[0])
         tell(f"tolerance {tol:g}: time of a step")
         seconds = alternate(sides, rounds=settings["rounds"], seconds=settings["seconds"])
-        least = (found[EXACT] - truth).square().sum(-1).mean()
+        least = (estimates_of[EXACT] - truth).square().sum(-1).mean()
         for name, each in filters.items():
-            estimates = found.get(name, torch.full_like(truth, torch.nan))
+            estimates = estimates_of.get(name, torch.full_like(truth, torch.nan))
             states, observations = p.ranks(exact if each is None else each)
             row: Row = {"in float32": name, "tolerance": tol, "ranks": f"{states} and {observations}"}
             row |= {"microseconds": 1e6 * seconds.get(name, float("nan")), "finite": bool(estimates.isfinite().all())}
-            row["largest difference"] = largest(estimates, found[EXACT])
+            row["largest difference"] = largest(estimates, estimates_of[EXACT])
             rows.append(row | {"error above float64": ((estimates - truth).square().sum(-1).mean() / least - 1).item()})
     return rows
 
 
 def claims(rows: list[Row]) -> list[Claim]:
-    """That steps in float32 are enough, and what is lost with each further part."""
-    told = []
+    """Whether steps in float32 are enough, and the error that each further part in low precision adds."""
+    verdicts = []
     for name in dict.fromkeys(row["in float32"] for row in rows if row["in float32"] != EXACT):
         mine = [row for row in rows if row["in float32"] == name]
         good = [row["largest difference"] for row in mine if row["finite"]]
@@ -124,8 +124,8 @@ def claims(rows: list[Row]) -> list[Claim]:
         words += [f"fails at {', '.join(failed)}"] if failed else []
         reached = not failed and max(good) <= 1e-4 if name == STEPS else None
         target = f"float32 in {name}" + (": estimates equal to 1e-4 at every tolerance" if name == STEPS else "")
-        told.append(Claim(target, ", ".join(words), reached))
-    return told
+        verdicts.append(Claim(target, ", ".join(words), reached))
+    return verdicts
 
 
 def draw(rows: list[Row]) -> Figure:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from kbf.data.synthetic import SyntheticData
-from kbf.filters.kernel import KernelBayesFilter
-from kbf.filters.operators import Operator, PrimalUpdate
-from kbf.kernels import median_distance
-from kbf.nn.kernel_bayes import KBF
+from kbf.filters.kernel.filter import KernelBayesFilter
+from kbf.filters.kernel.kbf import KBF
+from kbf.filters.kernel.operators import Operator
+from kbf.filters.kernel.updates import PrimalUpdate
+from kbf.rkhs.kernels import median_distance
 from kbf.sequence import Sequence
 from kbf.ssm import oscillatory
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from kbf.bench.base import Claim, Row, Settings, Tell, alternate, largest
 from kbf.bench.problem import problem
 from kbf.bench.step import stepper
-from kbf.charts import Figure, curves
 from kbf.filters.base import rollout
 from kbf.filters.live import Live
+from kbf.plots.charts import Figure, curves
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {
         "n": 900,
         "steps": 200,
@@ -30,7 +31,7 @@ SIZES = {
     },
     "smoke": {"n": 60, "steps": 20, "scales": [0.5, 2], "tolerances": [1e-2, 1e-4], "rounds": 1, "seconds": 0.01},
 }
-BOUND = 2.0
+LARGEST_CONSTANT = 2.0
 """The largest difference over the root of the tolerance that the claim allows."""
 
 
@@ -49,11 +50,11 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
         here: list[Row] = []
         for tol in settings["tolerances"]:
             low = p.filter(n, tol, dtype="float32").condition(p.memory).to(device)
-            found = rollout(low, obs.float()).estimates[0].cpu().double()
+            estimates = rollout(low, obs.float()).estimates[0].cpu().double()
             states, observations = p.ranks(low)
             row: Row = {"scale": float(scale), "tolerance": tol, "rank of states": states, "rank of observations": observations}
-            row |= {"largest difference": largest(found, exact)}
-            here.append(row | {"error above dense": ((found - truth).square().sum(-1).mean() / least - 1).item()})
+            row |= {"largest difference": largest(estimates, exact)}
+            here.append(row | {"error above dense": ((estimates - truth).square().sum(-1).mean() / least - 1).item()})
             sides[f"{tol:g}"] = stepper(Live(low), obs[0].float())
         tell(f"scale {scale:g}: time of a step")
         seconds = alternate(sides, rounds=settings["rounds"], seconds=settings["seconds"])
@@ -64,19 +65,19 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
 
 
 def claims(rows: list[Row]) -> list[Claim]:
-    """What the tolerance promises, at every width, and the rank that it takes."""
+    """Whether errors stay within the tolerance's bound at every width, and the rank that this takes."""
     worst = max(rows, key=lambda row: row["largest difference"] / math.sqrt(row["tolerance"]))
     times = worst["largest difference"] / math.sqrt(worst["tolerance"])
-    told = [
+    verdicts = [
         Claim(
-            f"at every scale and tolerance estimates differ by at most {BOUND:g} sqrt(tolerance)",
+            f"at every scale and tolerance estimates differ by at most {LARGEST_CONSTANT:g} sqrt(tolerance)",
             f"{times:.2g} sqrt(tolerance) at the most (scale {worst['scale']:g}, tolerance {worst['tolerance']:g})",
-            times <= BOUND,
+            times <= LARGEST_CONSTANT,
         )
     ]
     fine = [row for row in rows if row["tolerance"] <= 1e-4]
     far = max((abs(row["error above dense"]) for row in fine), default=None)
-    told.append(
+    verdicts.append(
         Claim(
             "at every scale the error is within 0.5 % of the dense filter's from tolerance 1e-4 on",
             "not measured" if far is None else f"within {100 * far:.2g} %",
@@ -90,7 +91,10 @@ def claims(rows: list[Row]) -> list[Claim]:
             row = min(good, key=lambda row: row["rank of states"])
             ranks = f"{row['rank of states']} and {row['rank of observations']}"
             needed.append(f"scale {scale:g}: {ranks} ({row['times faster than dense']:.3g} times faster than dense)")
-    return [*told, Claim("ranks of states and observations that estimates equal to 1e-3 take", "; ".join(needed) or "none", None)]
+    return [
+        *verdicts,
+        Claim("ranks of states and observations that estimates equal to 1e-3 take", "; ".join(needed) or "none", None),
+    ]
 
 
 def draw(rows: list[Row]) -> Figure:

@@ -11,18 +11,19 @@ import resource
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from kbf.bench.base import Claim, Row, Settings, Tell, alternate
-from kbf.charts import Figure, curves
+from kbf.filters.kernel.kbf import KBF
 from kbf.filters.live import Live
-from kbf.nn.kernel_bayes import KBF
+from kbf.plots.charts import Figure, curves
 from kbf.sequence import Sequence
 from kbf.ssm import oscillatory, simulate
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {"sizes": [1000, 3000, 10_000, 30_000, 100_000], "rank": 256, "rounds": 5},
     "smoke": {"sizes": [200, 400], "rank": 16, "rounds": 1},
 }
@@ -68,7 +69,7 @@ STATUS, PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def reset_peak() -> None:
-    """Forget the largest resident set so far, where the system lets us: what ran before must not count."""
+    """Reset the peak of the resident memory, where the system allows it, so that earlier work does not count."""
     with suppress(OSError):
         PEAK.write_text("5", encoding="ascii")
 
@@ -82,7 +83,7 @@ def gibibytes() -> float:
 
 
 def slope(rows: list[Row], key: str, least: int = 10_000) -> float:
-    """Of the line through log(key) against log(n), over sizes that are large enough for n to matter."""
+    """Slope of the line through log(key) against log(n), over sizes that are large enough for n to matter."""
     large = [row for row in rows if row["training points"] >= least] if len(rows) > 2 else rows
     n, values = ([math.log(max(row[name], 1e-12)) for row in large] for name in ("training points", key))
     return float(np.polyfit(n, values, 1)[0])
@@ -90,15 +91,15 @@ def slope(rows: list[Row], key: str, least: int = 10_000) -> float:
 
 def claims(rows: list[Row]) -> list[Claim]:
     """Linear time and memory, and 100,000 points within 4 GB."""
-    told = []
+    verdicts = []
     for key in ("conditioning, seconds", "step, milliseconds", "memory above the start, GiB"):
-        found, grown = slope(rows, key), rows[-1][key] > rows[0][key] > 0
+        exponent, grown = slope(rows, key), rows[-1][key] > rows[0][key] > 0
         target = f"{key.split(',')[0]}: slope of the log-log line at most 1.1, from 10,000 points on"
-        told.append(Claim(target, f"{found:.2f}" if grown else "nothing grew", found <= 1.1 if grown else None))
+        verdicts.append(Claim(target, f"{exponent:.2f}" if grown else "nothing grew", exponent <= 1.1 if grown else None))
     last = rows[-1]
     measured = f"{last['memory, GiB'] * 2**30 / 1e9:.2f} GB at {last['training points']:,} points of rank {last['rank']}"
     enough = last["memory, GiB"] * 2**30 < 4e9 if last["training points"] >= 100_000 else None
-    return [*told, Claim("100,000 training points under 4 GB, PyTorch and all", measured, enough)]
+    return [*verdicts, Claim("100,000 training points under 4 GB, PyTorch and all", measured, enough)]
 
 
 def draw(rows: list[Row]) -> Figure:

@@ -14,24 +14,25 @@ from typing import Any
 import torch
 
 from kbf.bench.base import Claim, Row, Settings, Tell
-from kbf.charts import Figure, curves
+from kbf.data.dataset import Data
 from kbf.data.dmlab import OrientationImages
 from kbf.data.dsprites import DSprites
-from kbf.data.source import Data
 from kbf.data.synthetic import SyntheticData
-from kbf.evaluation import data_floor, mean_and_error, score, score_smoothed, smoothing_floor
-from kbf.experiments import dmlab, dsprites
-from kbf.experiments.images import quiet_trainer
+from kbf.evaluation.floors import data_floor, smoothing_floor
+from kbf.evaluation.score import score, score_smoothed
+from kbf.evaluation.statistics import mean_and_error
+from kbf.experiments.images import Problem, configured
 from kbf.filters.base import Filter
 from kbf.filters.ekf import EKF
-from kbf.filters.kalman_learned import LearnedKalman
-from kbf.filters.learned import LearnedParticleFilter
+from kbf.filters.kalman_fitted import LearnedKalman
+from kbf.filters.kernel.simulated_memory import SimulatedMemoryKBF
+from kbf.filters.particle_learned import LearnedParticleFilter
 from kbf.filters.ukf import UKF
-from kbf.nn.kernel_bayes import EnlargedKBF
+from kbf.plots.charts import Figure, curves
 from kbf.ssm import oscillatory, rotation
-from kbf.training import train
+from kbf.training.train import train
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {
         "n": 300,
         "n_test": 200,
@@ -43,14 +44,9 @@ SIZES = {
     "smoke": {"n": 40, "n_test": 12, "runs": {"rotation": 2}, "particles": 200, "points": 60, "seed": 0},
 }
 KBF = "kbf"
-VECTORS = {"rotation": rotation, "oscillatory": oscillatory}
-IMAGES = {"dsprites": (DSprites, dsprites.PROBLEM), "dmlab": (OrientationImages, dmlab.PROBLEM)}
-NETS: dict[str, dict[str, Any]] = {
-    KBF: {"_target_": "kbf.nn.kernel_bayes.EnlargedKBF"},
-    "particle_learned": {"_target_": "kbf.filters.learned.LearnedParticleFilter"},
-    "kalman": {"_target_": "kbf.filters.kalman_learned.LearnedKalman"},
-    "particle_observation": {"_target_": "kbf.filters.learned.ObservationParticleFilter"},
-}
+VECTORS: dict[str, Any] = {"rotation": rotation, "oscillatory": oscillatory}
+IMAGES: dict[str, Any] = {"dsprites": DSprites, "dmlab": OrientationImages}
+MODELS = (KBF, "particle_learned", "kalman", "particle_observation")
 """Models of codes of images, and one more, which knows the true moves: it shows how much of an error is that of the codes."""
 
 
@@ -92,7 +88,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
 def data_of(name: str, settings: Settings, seed: int) -> Data:
     """A data set; for images the problem sees what they show."""
     n, n_test = settings["n"], settings["n_test"]
-    source: Any = SyntheticData(VECTORS[name](), n, n_test, seed) if name in VECTORS else IMAGES[name][0](n, n_test, seed)
+    source: Any = SyntheticData(VECTORS[name](), n, n_test, seed) if name in VECTORS else IMAGES[name](n, n_test, seed)
     return Data(source.train, source.test, source.problem, getattr(source, "decoded", source.test))
 
 
@@ -100,18 +96,19 @@ def filters(name: str, data: Data, settings: Settings, seed: int, tell: Tell) ->
     """Filters by model, each with the type of its observations; of images all share their encoders. EKF and UKF know the truth."""
     if name in VECTORS:
         problem: Any = data.problem
-        models = {KBF: EnlargedKBF(settings["points"]), "particle_learned": LearnedParticleFilter(), "kalman": LearnedKalman()}
+        models = {
+            KBF: SimulatedMemoryKBF(settings["points"]),
+            "particle_learned": LearnedParticleFilter(),
+            "kalman": LearnedKalman(),
+        }
         for model, net in {**models, "ekf": EKF(problem), "ukf": UKF(problem)}.items():
             tell(f"{name}, run {seed}: {model}")
             yield model, net.condition(data.train), torch.float64
         return
-    problem = IMAGES[name][1]
     with tempfile.TemporaryDirectory() as directory:
-        for model, net in NETS.items():
+        for model in MODELS:
             tell(f"{name}, run {seed}: {model}")
-            known = {"model": problem.model} if model == "particle_observation" else {}
-            recipe = {"coding": {**problem.coding, "encoder": problem.encoder}, "net": {**net, **known}, "training": None}
-            config = {"model": recipe, "trainer": quiet_trainer(None), "seed": seed}
+            config = {**configured(Problem(name), model), "seed": seed}
             with torch.enable_grad():
                 trained = train(config, data.train, Path(directory), codes=Path(directory) / "codes.pt")
             assert trained is not None
@@ -120,7 +117,7 @@ def filters(name: str, data: Data, settings: Settings, seed: int, tell: Tell) ->
 
 def claims(rows: list[Row]) -> list[Claim]:
     """Half of the gap between the floors, on each data set."""
-    told, knowing = [], {row["data"]: row["smoother"] for row in rows if row["model"] == "particle_observation"}
+    verdicts, knowing = [], {row["data"]: row["smoother"] for row in rows if row["model"] == "particle_observation"}
     for row in rows:
         if row["model"] == KBF:
             half = (row["filtering floor"] + row["smoothing floor"]) / 2
@@ -128,8 +125,8 @@ def claims(rows: list[Row]) -> list[Claim]:
             measured = f"{row['smoother']:.4f} ({100 * row['share of the gap']:.0f} % of the gap)"
             if row["data"] in knowing:
                 measured += f"; with the true moves and the same codes {knowing[row['data']]:.4f}"
-            told.append(Claim(target, measured, row["smoother"] <= half))
-    return told
+            verdicts.append(Claim(target, measured, row["smoother"] <= half))
+    return verdicts
 
 
 def draw(rows: list[Row]) -> Figure:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kbf.bench.base import Claim, Row, Settings, Tell, alternate, largest
 from kbf.bench.problem import REGS, problem, reference
-from kbf.charts import Figure, curves
 from kbf.filters.base import rollout
 from kbf.filters.live import Live
+from kbf.plots.charts import Figure, curves
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {"n": 900, "tolerances": [1e-2, 3e-3, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7], "rounds": 9, "compile": True},
     "smoke": {"n": 60, "tolerances": [1e-2, 1e-4], "rounds": 1, "compile": False},
 }
@@ -42,11 +42,11 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
         step, w = code.published_step(
             p.memory.states.double().numpy(), p.memory.obs.double().numpy(), *p.bandwidths.tolist(), *REGS
         )
-        found, z, state = [], p.memory.states.double(), w
+        published, z, state = [], p.memory.states.double(), w
         for x in obs[0, :20].numpy():
             state = step(state, x)
-            found.append(torch.from_numpy(state) @ z)
-        estimates[PUBLISHED], ranks[PUBLISHED] = torch.stack(found), ""
+            published.append(torch.from_numpy(state) @ z)
+        estimates[PUBLISHED], ranks[PUBLISHED] = torch.stack(published), ""
         sides[PUBLISHED] = lambda: step(w, obs[0, 0].numpy())
     for tol in settings["tolerances"]:
         low = p.filter(settings["n"], tol, dtype="float32").condition(p.memory).to(device)
@@ -61,20 +61,18 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
     seconds = alternate(sides, rounds=settings["rounds"])
     rows = []
     for name in sides:
-        found = estimates[name].double()
-        steps = len(found)  # the published code makes fewer
-        error, least = ((side[:steps] - truth[:steps]).square().sum(-1).mean() for side in (found, exact))
+        own = estimates[name].double()
+        steps = len(own)  # the published code makes fewer
+        error, least = ((side[:steps] - truth[:steps]).square().sum(-1).mean() for side in (own, exact))
         row: Row = {"side": name, "ranks": ranks[name], "compiled": "compiled" in name, "microseconds": 1e6 * seconds[name]}
         row |= {"times faster than dense": seconds[DENSE] / seconds[name]}
         row["times faster than published"] = seconds[PUBLISHED] / seconds[name] if PUBLISHED in seconds else float("nan")
-        rows.append(
-            row | {"largest difference": largest(found, exact[: len(found)]), "error above dense": (error / least - 1).item()}
-        )
+        rows.append(row | {"largest difference": largest(own, exact[: len(own)]), "error above dense": (error / least - 1).item()})
     return rows
 
 
 def stepper(live: Live, obs: Tensor) -> Callable[[], object]:
-    """A call that takes the next observation, round and round."""
+    """A function that filters the next observation, starting over at the end of the sequence."""
     at = [0]
 
     def call() -> Tensor:
@@ -85,8 +83,8 @@ def stepper(live: Live, obs: Tensor) -> Callable[[], object]:
 
 
 def claims(rows: list[Row]) -> list[Claim]:
-    """The ratios that were to be reached."""
-    told = []
+    """Compare the ratios of times with their targets."""
+    verdicts = []
     for limit, key, words in (
         (1e-4, "largest difference", "estimates equal to 1e-4"),
         (5e-3, "error above dense", "equal error within 0.5 %"),
@@ -101,12 +99,12 @@ def claims(rows: list[Row]) -> list[Claim]:
             measured = (
                 "no rank is as exact" if best is None else f"{ratio:.0f} times ({best['side']}, {best['microseconds']:.0f} us)"
             )
-            told.append(
+            verdicts.append(
                 Claim(
                     f"at least {times} times faster than {against}, {words}", measured, ratio >= times if ratio == ratio else None
                 )
             )
-    return told
+    return verdicts
 
 
 def draw(rows: list[Row]) -> Figure:

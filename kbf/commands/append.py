@@ -6,18 +6,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kbf.checkpoint import check_like, load_filter
-from kbf.commands.common import console, show, start, tell
+from kbf.commands.common import console, show, start, tell, tell_files
+from kbf.data.dataset import load_data
 from kbf.data.own.parts import where_known
-from kbf.data.source import load_data
 from kbf.data.windows import Span, take
-from kbf.evaluation import score
-from kbf.memory import append
+from kbf.evaluation.score import score
 from kbf.sequence import Sequence
+from kbf.training.append import append
+from kbf.training.checkpoint import check_like, load_filter
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
-    """Read, append, write; returns what is told.
+    """Read the recordings, append them to the memory and write the new checkpoint; returns the summary that is printed.
 
     Raises:
         CheckpointError: a checkpoint that cannot be loaded. ValueError: recordings that do not fit it.
@@ -28,6 +28,8 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"budget must be a whole number of points, or null for all; got {budget!r}")
     loaded = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
     check_new(config, loaded.module.config, out)
+    if not config["own_data"]:
+        tell_files(config["data"], config["checkpoint"])
     data = load_data(config["data"], trust=config["trust"] or config["own_data"])
     tell(data)
     cut = bool(config["data"].get("cut_missing"))
@@ -39,7 +41,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     with console.status("the old filter on the new recordings"):
         error = score(loaded.filter, recordings, **settings).mse.mean().item()
     with console.status("the new memory"):
-        found = append(
+        appended = append(
             config["checkpoint"],
             recordings,
             out,
@@ -48,11 +50,11 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
             trust=config["trust"],
             seed=config["seed"] or 0,
         )
-    told = {"points before": found.before, "points added": found.added, "points kept": found.kept}
-    told |= {"error of the old filter on the new recordings": error, "seconds": time.perf_counter() - began}
-    show(f"{config['checkpoint']}, with more recordings", told)
+    summary = {"points before": appended.before, "points added": appended.added, "points kept": appended.kept}
+    summary |= {"error of the old filter on the new recordings": error, "seconds": time.perf_counter() - began}
+    show(f"{config['checkpoint']}, with more recordings", summary)
     console.print(f"in [bold]{out}[/]", highlight=False)
-    return {**told, "checkpoint": str(out)}
+    return {**summary, "checkpoint": str(out)}
 
 
 def check_new(config: dict[str, Any], stored: dict[str, Any], out: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kbf.commands.common import console, shown, with_limits
-from kbf.data.source import Data
+from kbf.commands.common import console, shown, with_limits, without_net_under
+from kbf.data.dataset import Data
 from kbf.data.windows import split
-from kbf.evaluation import score
+from kbf.evaluation.score import score
+from kbf.runtime.files import scratch
 from kbf.sequence import Sequence
-from kbf.training import train
+from kbf.training.train import train
 
 Row = dict[str, Any]
 
@@ -31,25 +31,27 @@ def choose(config: dict[str, Any], data: Data, *, trust: bool = False) -> tuple[
         ValueError: too few training steps to hold some out, or no candidate that works.
     """
     auto = config["model"]
-    fit, held = (data.train, data.validation) if data.validation else split(data.train, auto["validation"])
+    fit, held = held_out_part(data, auto["validation"])
     n, rows = sum(len(s.states) for s in fit), []
     columns = [TextColumn("trying {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    with tempfile.TemporaryDirectory() as scratch, Progress(*columns, console=console, transient=True) as progress:
+    with scratch(config["run_dir"]) as folder, Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(auto["candidates"]))
         for name, model in auto["candidates"].items():
             progress.update(bar, description=escape(name))
-            rows.append({"model": name, **tried(with_model(config, model), name, n, fit, held, Path(scratch), data, trust)})
+            rows.append(
+                {"model": name, **tried(with_model(config, without_net_under(model)), name, n, fit, held, folder, data, trust)}
+            )
             progress.advance(bar)
     rows.sort(key=lambda row: (row["validation.mse"] is None, row["validation.mse"]))
     best = rows[0]["model"]
     if rows[0]["validation.mse"] is None:
-        told = "; ".join(f"{row['model']}: {row['note']}" for row in rows)
-        raise ValueError(f"model=auto: none of the models works on this data. {told}")
+        reasons = "; ".join(f"{row['model']}: {row['note']}" for row in rows)
+        raise ValueError(f"model=auto: none of the models works on this data. {reasons}")
     return with_model(config, auto["candidates"][best]), rows
 
 
 def tried(
-    config: dict[str, Any], name: str, n: int, fit: list[Sequence], held: list[Sequence], scratch: Path, data: Data, trust: bool
+    config: dict[str, Any], name: str, n: int, fit: list[Sequence], held: list[Sequence], folder: Path, data: Data, trust: bool
 ) -> Row:
     """One candidate: its error on the held-out part, its time, and if there is no error why."""
     auto, began = config["auto"], time.perf_counter()
@@ -57,18 +59,37 @@ def tried(
     if not (auto["least"].get(name) or 0) <= n <= (auto["most"].get(name) or n):
         note = f"not tried on {n} training steps"
     else:
-        quiet = {**config, "trainer": {**config["trainer"], "callbacks": None, "enable_progress_bar": False}}
-        codes = scratch / "codes.pt"  # of images, fitted once
+        codes = folder / "codes.pt"  # of images, fitted once
         try:
-            trained = train(quiet, fit, scratch / name, trust=trust, codes=codes, extent=data.extent)
-            if trained is None:
-                raise ValueError("model=auto runs in one process: use trainer=cpu or trainer=gpu")
-            module = trained.module
-            found = score(trained.filter, held, seed=config["seed"], dtype=module.input_dtype, device=module.device)
-            error = found.mse.mean().item()
+            error = held_out_error(config, fit, held, folder / name, trust=trust, codes=codes, extent=data.extent)
         except ValueError as failed:
             note = " ".join(str(failed).split())
     return {"validation.mse": error, "seconds": round(time.perf_counter() - began, 2), "note": note}
+
+
+def held_out_part(data: Data, share: float) -> tuple[list[Sequence], list[Sequence]]:
+    """What to fit and what to score a choice on: the data's own validation part, else the last ``share`` of the training part."""
+    return (data.train, data.validation) if data.validation else split(data.train, share)
+
+
+def held_out_error(
+    config: dict[str, Any], fit: list[Sequence], held: list[Sequence], directory: Path, *, trust: bool = False, **settings: Any
+) -> float:
+    """The mean squared error on ``held`` of the model of ``config`` after it was fitted to ``fit``.
+
+    Args:
+        config: of ``kbf train``. fit: recordings to learn from. held: recordings to score on. directory: for checkpoints.
+        trust, settings: as of `kbf.training.train.train`.
+
+    Raises:
+        ValueError: data that is too short for the model, or several processes.
+    """
+    quiet = {**config, "callbacks": None, "trainer": {**config["trainer"], "enable_progress_bar": False}}
+    trained = train(quiet, fit, directory, trust=trust, **settings)
+    if trained is None:
+        raise ValueError("model=auto and hold_out run in one process: use trainer=cpu or trainer=gpu")
+    module = trained.module
+    return score(trained.filter, held, seed=config["seed"], dtype=module.input_dtype, device=module.device).mse.mean().item()
 
 
 def with_model(config: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +98,7 @@ def with_model(config: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
 
 
 def show_choice(rows: list[Row]) -> None:
-    """The table on the screen."""
+    """Print the candidates and their validation errors."""
     table = Table("model", "validation.mse", "seconds", "", title="model=auto: the first is chosen")
     for row in rows:
         error = "" if row["validation.mse"] is None else shown(row["validation.mse"])

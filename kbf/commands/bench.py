@@ -13,10 +13,10 @@ from rich.table import Table
 from kbf.bench import BENCHMARKS
 from kbf.bench.base import Benchmark, Claim
 from kbf.commands.common import console, provenance, start
-from kbf.files import write_csv, write_json, write_text
-from kbf.plots import save
+from kbf.plots.tracks import save
+from kbf.runtime.files import write_csv, write_json, write_text
 
-ANSWERS = {True: "reached", False: "missed", None: ""}
+ANSWERS: dict[bool | None, str] = {True: "reached", False: "missed", None: ""}
 
 
 def run(config: dict[str, Any]) -> int:
@@ -60,17 +60,17 @@ def measure(name: str, config: dict[str, Any], directory: Path) -> None:
     console.print(f"{machine}; PyTorch {about['torch']}", highlight=False)
     with console.status("measuring") as status:
         rows = benchmark.run({**benchmark.SIZES[config["size"]], "device": config["device"]}, lambda text: status.update(text))
-    told = benchmark.claims(rows)
+    claims = benchmark.claims(rows)
     write_csv(directory / "results.csv", rows)
     save(benchmark.draw(rows), directory / "figure.png")
     write_json(directory / "about.json", about)
-    write_text(directory / "claims.md", claims_text(name, machine, told))
+    write_text(directory / "claims.md", claims_text(name, machine, claims))
     show_rows(rows)
-    if told:
+    if claims:
         table = Table()
         for header in ("to be reached", "measured", ""):
             table.add_column(header)
-        for claim in told:
+        for claim in claims:
             table.add_row(escape(claim.target), escape(claim.measured), ANSWERS[claim.reached])
         console.print(table)
     console.print(f"in [bold]{directory}[/]: results.csv, figure.png, claims.md, about.json", highlight=False)

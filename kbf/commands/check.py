@@ -9,23 +9,23 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from kbf.build import build
-from kbf.charts import scatter_figure, series_figure
 from kbf.commands.common import console, start
 from kbf.data.own.report import all_columns, cell, examine, markdown
 from kbf.data.own.source import OwnData
-from kbf.files import write_text
-from kbf.plots import save
+from kbf.plots.charts import scatter_figure, series_figure
+from kbf.plots.tracks import save
+from kbf.runtime.files import write_text
+from kbf.runtime.instantiate import build
 
 
 def run(config: dict[str, Any]) -> int:
-    """Read, look, write; returns 0, with warnings or without.
+    """Read the recording, print and write the report; returns 0, with warnings or without.
 
     Raises:
         ValueError, FileNotFoundError: data that cannot be used.
     """
     start(config["threads"])
-    data = build(config["data"]["source"])
+    data = build(config["data"]["source"], trust=True)
     if not isinstance(data, OwnData):
         raise ValueError(f"kbf data check looks at recordings of your own, not at data={config['data']['name']}")
     report = examine(data)
@@ -40,13 +40,13 @@ def run(config: dict[str, Any]) -> int:
     for warning in report.warnings:
         console.print(f"[yellow]warning[/] {escape(warning)}", highlight=False)
     count = len(report.warnings)
-    told = f"{count or 'no'} warning{'' if count == 1 else 's'}"
-    console.print(f"{told}; in [bold]{directory}[/]: report.md, series.png, states.png", highlight=False)
+    count_text = f"{count or 'no'} warning{'' if count == 1 else 's'}"
+    console.print(f"{count_text}; in [bold]{directory}[/]: report.md, series.png, states.png", highlight=False)
     return 0
 
 
 def show_table(rows: list[dict[str, Any]], most: int = 20) -> None:
-    """Rows of one kind on the screen, the first of them."""
+    """Print the first rows of a table."""
     if not rows:
         return
     table = Table(*rows[0])
@@ -59,8 +59,8 @@ def show_table(rows: list[dict[str, Any]], most: int = 20) -> None:
 
 def parts_of_steps(data: OwnData) -> list[list[str]]:
     """For each sequence the part that each of its steps is in; "" for none."""
-    found = [[""] * len(recording.obs) for recording in data.recordings]
+    part_of_step = [[""] * len(recording.obs) for recording in data.recordings]
     for part, spans in data.spans.items():
         for k, start_, stop in spans:
-            found[k][start_:stop] = [part] * (stop - start_)
-    return found
+            part_of_step[k][start_:stop] = [part] * (stop - start_)
+    return part_of_step

@@ -1,4 +1,4 @@
-"""What the commands share."""
+"""Helpers that several commands share: tables on the screen, scores as flat keys, pictures, provenance."""
 
 from __future__ import annotations
 
@@ -18,49 +18,66 @@ from rich.table import Table
 from torch import Tensor
 
 from kbf import __version__
-from kbf.data.source import Data
-from kbf.evaluation import Score, summary
-from kbf.files import replacing
-from kbf.process import tune_process
-from kbf.reliability import Reliability, reliability
+from kbf.data.dataset import Data
+from kbf.evaluation.calibration import Calibration
+from kbf.evaluation.metrics import nmse
+from kbf.evaluation.score import Score
+from kbf.evaluation.scoring_rules import Reliability, reliability
+from kbf.evaluation.statistics import summary
+from kbf.runtime.files import replacing
+from kbf.runtime.process import tune_process
+from kbf.runtime.registry import files_named
 from kbf.sequence import Sequence
-from kbf.uncertainty import Calibration
 
-console = Console()
+console: Console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
+"""In a file or a pipe tables are as wide as they need to be, not cut at 80 columns."""
 
 
 def start(threads: int | None = None) -> None:
-    """Settings of a process."""
+    """Set the number of threads and the floating-point mode of this process."""
     tune_process(threads)
 
 
 def tell(data: Data) -> None:
-    """What a person should know of the data."""
+    """Print the notes that reading the data left."""
     for note in data.notes:
         console.print(f"[yellow]{escape(note)}[/]", highlight=False)
 
 
+def columns_of(data: Data) -> list[str]:
+    """Names of the components of the state, as filters see them; empty where nobody named them."""
+    names = [] if data.boundary is None else data.boundary.inside("states")
+    part = [*data.train, *data.test][:1]
+    return names if part and len(names) == part[0].states.shape[1] else []
+
+
 def estimate_rows(data: Data, result: Score) -> list[dict[str, Any]]:
-    """Estimates of the test part in a person's own columns, one row a step."""
+    """Estimates of the test part in the recording's own columns and units, one row a step."""
     rows = []
-    for k, found in enumerate(result.estimates):
-        columns = data.boundary.decode(found, None if result.covariances is None else result.covariances[k])
+    for k, estimates in enumerate(result.estimates):
+        columns = data.boundary.decode(estimates, None if result.covariances is None else result.covariances[k])
         values = zip(*(column.tolist() for column in columns.values()), strict=True)
         rows += [{"sequence": k, "step": t, **dict(zip(columns, row, strict=True))} for t, row in enumerate(values)]
     return rows
 
 
-def score_metrics(result: Score, least: Score | None) -> dict[str, float | None]:
-    """The flat keys that every scored run has; null where there is no floor, or one sequence gives no standard error."""
-    told = summary(result.mse.tolist(), [None] * len(result.mse) if least is None else least.mse.tolist())
+def score_metrics(result: Score, least: Score | None, sequences: list[Sequence]) -> dict[str, float | None]:
+    """The flat keys that every scored run has; null where there is no floor, or one sequence gives no standard error.
+
+    ``test.nmse`` is the mean of the components' `kbf.evaluation.metrics.nmse` over all test steps, ``test.nmse.0`` the first's.
+    """
+    figures = summary(result.mse.tolist(), [None] * len(result.mse) if least is None else least.mse.tolist())
     floor = None if least is None else least.mse.mean().item()
-    values = {"test.mse": told["mse"], "test.mse_se": told["se"], "test.floor": floor, "test.excess": told["excess"]}
+    values = {"test.mse": figures["mse"], "test.mse_se": figures["se"], "test.floor": floor, "test.excess": figures["excess"]}
+    by_component = nmse(torch.cat(result.estimates), torch.cat([s.states.double() for s in sequences]))
+    values["test.nmse"] = by_component.nanmean().item()
+    values |= {f"test.nmse.{k}": value for k, value in enumerate(by_component.tolist())}
     values |= {f"test.{name}": value for name, value in result.diagnostics.items()}
     return {name: None if value is None or value != value else value for name, value in values.items()}
 
 
 def reliability_of(result: Score, sequences: list[Sequence], calibration: Calibration | None) -> dict[str, Reliability]:
-    """What the filter's covariances are worth on the scored steps: as they are, under "raw", and recalibrated, under "".
+    """How reliable the filter's covariances are on the scored steps: as they are (key "raw") and recalibrated (key "").
 
     Empty for a filter without covariances; without a calibration "raw" alone.
     """
@@ -79,14 +96,14 @@ def recalibrated(result: Score, calibration: Calibration | None) -> Score:
     return result._replace(covariances=[calibration.covariance(C) for C in result.covariances])
 
 
-def reliability_metrics(found: Mapping[str, Reliability]) -> dict[str, float]:
-    """As flat keys: test.coverage_95 and the like, recalibrated, and the same with _raw behind."""
+def reliability_metrics(reliabilities: Mapping[str, Reliability]) -> dict[str, float]:
+    """Reliabilities as flat keys: ``test.coverage_95`` and so on for recalibrated covariances, with ``_raw`` for raw ones."""
     behind = {"raw": "_raw", "": ""}
-    return {f"test.{key}{behind[name]}": value for name, each in found.items() for key, value in each.numbers.items()}
+    return {f"test.{key}{behind[name]}": value for name, each in reliabilities.items() for key, value in each.numbers.items()}
 
 
 def about(config: Mapping[str, Any], data: Data) -> dict[str, Any]:
-    """What a result belongs to."""
+    """Data set, model, sizes, seed and version of a result."""
     return {
         "data": config["data"].get("name"),
         "model": config["model"]["name"],
@@ -107,7 +124,7 @@ def commit() -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """What made a result: the command line, the commit, the machine and the versions."""
+    """Where a result comes from: command line, commit, machine and versions."""
     info = Path("/proc/cpuinfo")
     names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
     return {
@@ -133,7 +150,7 @@ def show(title: str, values: Mapping[str, Any], keys: list[str] | None = None) -
 
 
 def shown(value: Any) -> str:
-    """A number as people read it."""
+    """A value as text, floats with four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -147,7 +164,7 @@ def save_arrays(path: Path, arrays: Mapping[str, Tensor]) -> None:
 
 
 class Drawn(NamedTuple):
-    """What is drawn of the first test sequence besides its estimates: alarms ``T``, and the squared radius of its 95 % regions."""
+    """Drawn besides the estimates of the first test sequence: alarms ``T``, and the squared radius of the 95 % regions."""
 
     alarms: Tensor | None = None
     radius2: Tensor | None = None
@@ -159,29 +176,43 @@ def write_pictures(config: Mapping[str, Any], data: Data, result: Score, title: 
     ``track.png`` for all data, ``frames.png`` for images, and ``filter.gif`` as ``config`` says: ``animation`` and
     ``animation_steps``.
     """
-    from kbf import frame_plots, plots
+    from kbf.plots import animation, frames, tracks
 
     directory, images = Path(config["run_dir"]), data.test[0].obs.ndim == 4
-    sequence, found = data.test[0], result.estimates[0]
+    sequence, estimates = data.test[0], result.estimates[0]
     spread = None if result.covariances is None else result.covariances[0]
     title = f"{title}: test error {result.mse.mean().item():.4f}"
-    track = plots.track_figure(sequence, found, spread, title=title, **(drawn or Drawn())._asdict())
-    plots.save(track, directory / "track.png")
+    track = tracks.track_figure(sequence, estimates, spread, title=title, names=columns_of(data), **(drawn or Drawn())._asdict())
+    tracks.save(track, directory / "track.png")
     names = ["track.png"]
     if images:
-        plots.save(frame_plots.frame_grid(sequence, found, spread, extent=data.extent, title=title), directory / "frames.png")
+        tracks.save(frames.frame_grid(sequence, estimates, spread, extent=data.extent, title=title), directory / "frames.png")
         names.append("frames.png")
     steps = config["animation_steps"]
     if steps and (images if config["animation"] is None else config["animation"]):
-        frame_plots.animate(directory / "filter.gif", sequence, found, spread, steps=steps, extent=data.extent, title=title)
+        animation.animate(directory / "filter.gif", sequence, estimates, spread, steps=steps, extent=data.extent, title=title)
         names.append("filter.gif")
     return names
+
+
+def tell_files(data: Mapping[str, Any], checkpoint: object) -> None:
+    """Say which files a checkpoint's own configuration of the data makes us read."""
+    for path in files_named(data):
+        console.print(f"[dim]reading {escape(path)}, which {escape(str(checkpoint))} names[/]", highlight=False, soft_wrap=True)
+
+
+def without_net_under(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's configuration without the net under it: a run that learns nothing from held-out parts does not choose by them."""
+    return {key: value for key, value in model.items() if key != "net_under"}
 
 
 def with_limits(trainer: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """A trainer with the epochs and the clipping of a model."""
     training = model.get("training") or {}
-    return {**trainer, "max_epochs": training.get("epochs", 1), "gradient_clip_val": training.get("clip")}
+    limits = {"max_epochs": training.get("epochs", 1), "gradient_clip_val": training.get("clip")}
+    if wrong := [value for value in limits.values() if not isinstance(value, int | float | None)]:  # of a checkpoint, perhaps
+        raise ValueError(f"model.training: epochs and clip must be numbers, got {wrong[0]!r}")
+    return {**trainer, **limits}
 
 
 def resolved(recipe: Mapping[str, Any], **values: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import tempfile
+import re
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,20 +14,21 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from kbf import __version__
-from kbf.charts import comparison_figure
-from kbf.commands.common import commit, console, provenance, resolved, start
+from kbf.commands.common import commit, console, provenance, resolved, start, without_net_under
 from kbf.commands.resume import finish_all
 from kbf.commands.train import finish
+from kbf.data.dataset import load_data
 from kbf.data.download import one_at_a_time
-from kbf.data.source import load_data
-from kbf.evaluation import data_floor, mean_and_error, summary, wilcoxon_pairs
-from kbf.files import write_csv, write_json
-from kbf.held_out import learn
-from kbf.plots import save
-from kbf.reliability import LEVELS
-from kbf.training import train
+from kbf.evaluation.floors import data_floor
+from kbf.evaluation.scoring_rules import COVERAGE_LEVELS
+from kbf.evaluation.statistics import mean_and_error, summary, wilcoxon_pairs
+from kbf.plots.charts import comparison_figure
+from kbf.plots.tracks import save
+from kbf.runtime.files import scratch, sweep, write_csv, write_json
+from kbf.training.held_out_calibration import learn
+from kbf.training.train import train
 
-COVERAGE = tuple(f"coverage_{round(100 * level)}" for level in LEVELS)
+COVERAGE_COLUMNS = tuple(f"coverage_{round(100 * level)}" for level in COVERAGE_LEVELS)
 FLOOR = "floor"
 """The name under which the floor of a data set is kept beside the models."""
 
@@ -50,7 +51,8 @@ def run(config: dict[str, Any]) -> int:
     start()
     directory = Path(config["run_dir"])
     cells = make_cells(config, directory / "cells")
-    results, failed = finish_all(run_cell, cells, config["workers"], name="runs", called=named, order=in_order)
+    sweep(directory / "cells")  # what a killed comparison left
+    results, failed = finish_all(run_cell, cells, config["workers"], name="runs", called=named, order=in_order, whole=is_result)
     report(config["data"]["name"], {(c.model, c.n_train, c.seed): results[c.path] for c in cells if c.path in results}, directory)
     if failed:
         console.print(f"[red]{failed} runs failed[/]; the same command tries them again", highlight=False)
@@ -59,6 +61,9 @@ def run(config: dict[str, Any]) -> int:
 
 def make_cells(config: dict[str, Any], directory: Path) -> list[Cell]:
     """All runs, seed by seed; the hash in a file's name is of everything that its result depends on."""
+    for kind, name in (("data", config["data"]["name"]), *(("model", name) for name in config["bases"])):
+        if not re.fullmatch(r"[\w. +-]+", str(name)) or str(name).startswith("."):
+            raise ValueError(f"{kind}.name={name} cannot be part of the names of files: letters, digits, spaces and . + - _ can")
     cells = []
     for seed in range(config["seed"], config["seed"] + config["runs"]):
         for n in config["n_train"]:
@@ -69,15 +74,26 @@ def make_cells(config: dict[str, Any], directory: Path) -> list[Cell]:
                     values["particles"] = config["particles"]
                 elif config["calibrate"]:
                     values["calibrate"] = True
-                values["trainer"] |= {"callbacks": None, "enable_progress_bar": False}
+                else:
+                    values["model"] = without_net_under(values["model"])
+                values["trainer"] |= {"enable_progress_bar": False}
                 key = hashed([values, *fingerprints(values["data"])])
                 path = directory / f"{config['data']['name']}-n{n}-seed{seed}-{model}-{key}.json"
                 cells.append(Cell(model, n, seed, values, path))
     return cells
 
 
+def is_result(stored: dict[str, Any]) -> bool:
+    """Whether what a file holds is the result of a run; where no true model is known the floor has no error."""
+    error, seconds = stored.get("test.mse"), stored.get("seconds")
+    floor = error is None and stored.get("model") == FLOOR
+    words = all(isinstance(stored.get(key), str) for key in ("data", "model"))
+    counts = all(type(stored.get(key)) is int for key in ("n_train", "seed"))
+    return words and counts and isinstance(seconds, int | float) and (floor or isinstance(error, int | float))
+
+
 def named(cell: Cell) -> str:
-    """What a run is called on the screen."""
+    """The label of a run in the progress bar."""
     return f"{cell.config['data']['name']}, n {cell.n_train}, seed {cell.seed}: {cell.model}"
 
 
@@ -87,21 +103,27 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     data = load_data(config["data"], trust=True)
     if not data.test:
         raise ValueError("there is no test part to compare models on: data.test must be above 0")
-    told = {"data": config["data"]["name"], "model": cell.model, "n_train": cell.n_train, "seed": cell.seed, "version": __version__}
-    told |= {"commit": commit(), "renderer": data.renderer}
+    about_run = {
+        "data": config["data"]["name"],
+        "model": cell.model,
+        "n_train": cell.n_train,
+        "seed": cell.seed,
+        "version": __version__,
+    }
+    about_run |= {"commit": commit(), "renderer": data.renderer}
     if cell.model == FLOOR:
         least = data_floor(data, particles=config["particles"], seed=cell.seed)
         mse = None if least is None else least.mse.mean().item()
-        return {**told, "test.mse": mse, "seconds": time.perf_counter() - began}
+        return {**about_run, "test.mse": mse, "seconds": time.perf_counter() - began}
     codes = codes_of(cell)
     cell.path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as directory, one_at_a_time(codes) if codes and not codes.exists() else nullcontext():
-        trained = train(config, data.train, Path(directory), trust=True, codes=codes, validation=data.validation)
+    with scratch(cell.path.parent) as directory, one_at_a_time(codes) if codes and not codes.exists() else nullcontext():
+        trained = train(config, data.train, directory, trust=True, codes=codes, validation=data.validation)
         assert trained is not None
         if config.get("calibrate"):
             trained = learn(trained, data.validation, seed=cell.seed)
         _, metrics = finish(config, data, trained, None, began)
-    return {**metrics, **told}
+    return {**metrics, **about_run}
 
 
 def codes_of(cell: Cell) -> Path | None:
@@ -121,12 +143,12 @@ def hashed(values: list[Any]) -> str:
 def fingerprints(data: dict[str, Any]) -> list[list[Any]]:
     """Size and time of the files that a data set names, and of those in the folder at its path: changed files are other data."""
     paths = [Path(value).expanduser() for value in data.values() if isinstance(value, str) and value]
-    found = [path for path in paths if path.is_file()]
+    files = [path for path in paths if path.is_file()]
     if data.get("path"):  # a folder, or what the names of several files begin with
         path = Path(data["path"]).expanduser()
         inside = path.rglob("*") if path.is_dir() else [] if path.is_file() else path.parent.glob(f"{path.name}*")
-        found += sorted(file for file in inside if file.is_file())
-    return [[path.stat().st_size, path.stat().st_mtime_ns] for path in found]
+        files += sorted(file for file in inside if file.is_file())
+    return [[path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
 def in_order(cells: list[Cell]) -> list[Cell]:
@@ -147,11 +169,13 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
             if model != FLOOR and m == n:
                 by_model.setdefault(model, {})[seed] = result
         for model, runs in by_model.items():
-            told = summary([r["test.mse"] for r in runs.values()], [floors.get(seed) for seed in runs])
+            figures = summary([r["test.mse"] for r in runs.values()], [floors.get(seed) for seed in runs])
             known = [floors[seed] for seed in runs if floors.get(seed) is not None]
             floor = mean_and_error(known)[0] if len(known) == len(runs) else math.nan
             seconds = mean_and_error([r["seconds"] for r in runs.values()])[0]
-            covered = {key: mean_and_error([r.get(f"test.{key}", math.nan) for r in runs.values()])[0] for key in COVERAGE}
+            covered = {key: mean_and_error([r.get(f"test.{key}", math.nan) for r in runs.values()])[0] for key in COVERAGE_COLUMNS}
+            scaled = normalised(list(runs.values()))
+            passed = mean_and_error([r.get("test.passed_over") or 0.0 for r in runs.values()])[0]
             source = next((r["renderer"] for r in runs.values() if r.get("renderer")), "")
             rows.append(
                 {
@@ -160,10 +184,12 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
                     "n_train": n,
                     "model": model,
                     "runs": len(runs),
-                    **told,
+                    **figures,
                     "floor": floor,
                     "seconds": seconds,
+                    **scaled,
                     **covered,
+                    "passed_over": passed,
                 }
             )
         pairs = wilcoxon_pairs({model: {s: r["test.mse"] for s, r in runs.items()} for model, runs in by_model.items()})
@@ -174,7 +200,8 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
             show_table(f"{name}, {n} training steps{shown}", mine)
     if not rows:
         return
-    empty = [key for key in COVERAGE if all(row[key] != row[key] for row in rows)]
+    empty = [key for key in COVERAGE_COLUMNS if all(row[key] != row[key] for row in rows)]
+    empty += [] if any(row["passed_over"] for row in rows) else ["passed_over"]
     write_csv(directory / "results.csv", [{key: value for key, value in row.items() if key not in empty} for row in rows])
     keys = ("data", "n_train", "seed", "model", "test.mse", "seconds")
     write_csv(directory / "runs.csv", [{key: result[key] for key in keys} for _, result in sorted(results.items())])
@@ -191,8 +218,18 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
     console.print(f"in [bold]{directory}[/]: {', '.join(written)}", highlight=False)
 
 
+def normalised(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean and standard error of the NMSE over runs, its means by component, seconds of the fit, and steps a second of the test."""
+    value, error = mean_and_error([run.get("test.nmse", math.nan) for run in runs])
+    columns = {"nmse": value, "nmse_se": error}
+    keys = sorted({key for run in runs for key in run if key.startswith("test.nmse.")}, key=lambda key: int(key.split(".")[-1]))
+    for key in [*keys, "seconds.fit", "seconds.step"]:
+        columns[key.removeprefix("test.")] = mean_and_error([run.get(key, math.nan) for run in runs])[0]
+    return columns
+
+
 def named_shares(keys: list[str]) -> list[str]:
-    """What the shares are called on the screen.
+    """Headings of the coverage columns.
 
     >>> named_shares(["coverage_95"])
     ['in 95 %']
@@ -209,15 +246,23 @@ def show_table(title: str, rows: list[dict[str, Any]]) -> None:
     """One training size, the best model first."""
     console.print(f"\n[bold]{title}[/]", highlight=False)
     table = Table()
-    covered = [key for key in COVERAGE if any(row[key] == row[key] for row in rows)]
-    for header in ("model", "error", "± s.e.", "excess", "± s.e.", "runs", "seconds a run", *named_shares(covered)):
+    covered = [key for key in COVERAGE_COLUMNS if any(row[key] == row[key] for row in rows)]
+    without_floor = all(row["floor"] != row["floor"] for row in rows)  # errors in units of the data say little alone
+    relative = "NMSE" if without_floor else "excess"
+    for header in ("model", "error", "± s.e.", relative, "± s.e.", "runs", "seconds a run", *named_shares(covered)):
         table.add_column(header, justify="left" if header == "model" else "right")
-    for row in sorted(rows, key=lambda row: row["mse"]):
-        excess = [f"{100 * row[key]:.1f} %" if row[key] == row[key] else "" for key in ("excess", "excess_se")]
+    order = "nmse" if without_floor and all(row["nmse"] == row["nmse"] for row in rows) else "mse"
+    for row in sorted(rows, key=lambda row: row[order]):
+        if without_floor:
+            excess = [f"{row[key]:.4f}" if row[key] == row[key] else "" for key in ("nmse", "nmse_se")]
+        else:
+            excess = [f"{100 * row[key]:.1f} %" if row[key] == row[key] else "" for key in ("excess", "excess_se")]
         se = f"{row['se']:.4f}" if row["se"] == row["se"] else ""
-        told = [f"{row['mse']:.4f}", se, *excess, str(row["runs"]), f"{row['seconds']:.1f}", *shares(row, covered)]
-        table.add_row(row["model"], *told)
+        cells = [f"{row['mse']:.4f}", se, *excess, str(row["runs"]), f"{row['seconds']:.1f}", *shares(row, covered)]
+        table.add_row(row["model"], *cells)
     floor = rows[0]["floor"]
     if floor == floor:
         table.add_row("floor", f"{floor:.4f}", "", "0", "", "", "", style="dim")
     console.print(table)
+    if passed := [f"{row['model']} {100 * row['passed_over']:.2f} %" for row in rows if row["passed_over"]]:
+        console.print(f"share of steps whose observation was passed over as impossible: {', '.join(passed)}", highlight=False)

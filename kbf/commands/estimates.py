@@ -1,4 +1,4 @@
-"""Estimates as rows of a table: what a running filter tells at each step, and where it is written."""
+"""Estimates as rows of a table: computed by a running filter step by step, and written as CSV, JSON lines or npz."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Generator, Tensor
 
-from kbf.checkpoint import Trained
 from kbf.commands.lines import Row
 from kbf.data.own.boundary import Boundary
-from kbf.filters.base import move
+from kbf.evaluation.calibration import Calibration
+from kbf.evaluation.monitor import WINDOW, Monitor, middle
+from kbf.filters.base import covariance_of, diagnostics_of, move, observe
 from kbf.filters.live import Live
-from kbf.monitor import WINDOW, Monitor, middle
+from kbf.training.checkpoint import Trained
 
 Values = dict[str, float | int | str | None]
 """A row of the output: numbers and words by column."""
 
 
-class Tracker:
-    """A running filter, and all that is told of its estimates."""
+class LiveEstimator:
+    """A running filter that turns rows of observations into rows of estimates, standard deviations, diagnostics and alarms."""
+
+    boundary: Boundary
+    calibration: Calibration | None
 
     def __init__(
         self,
@@ -39,11 +43,11 @@ class Tracker:
 
         Args:
             trained: filter, calibration and monitor of a checkpoint.
-            boundary: from components of the state to columns.
+            boundary: from components of the state to named columns.
             covariance: sd (a standard deviation for each column), full (all entries as well) or none.
-            alarms: look at each observation with the checkpoint's monitor, if it has one; a lost track starts again.
+            alarms: judge each observation with the checkpoint's monitor, if it has one; a lost track starts again from the prior.
             compiled: as in `Live`.
-            generator: of filters that draw.
+            generator: randomness of filters that draw particles.
 
         Raises:
             ValueError: covariances of a filter that has none, or another word.
@@ -51,19 +55,17 @@ class Tracker:
         if covariance not in ("sd", "full", "none"):
             raise ValueError(f"covariance must be sd, full or none, got {covariance!r}")
         self.filter: Any = trained.filter
-        self.live = Live(trained.filter, compiled=compiled, generator=generator)
+        self.live: Live = Live(trained.filter, compiled=compiled, generator=generator)
         self.boundary, self.calibration = boundary, trained.calibration
-        self.monitor = trained.monitor if alarms else None
-        spread = getattr(self.filter, "covariance", None)
-        has = spread is not None and spread(self.live.state) is not None
-        if covariance == "full" and not has:
+        self.monitor: Monitor | None = trained.monitor if alarms else None
+        has_covariance = covariance_of(self.filter, self.live.state) is not None
+        if covariance == "full" and not has_covariance:
             raise ValueError("covariance=full: this model has no covariances, set covariance=sd or none")
-        self.spread = spread if has and covariance != "none" else None
+        self.with_covariance: bool = has_covariance and covariance != "none"
         d = len(boundary.inside("states"))
-        self.entries = [(i, j) for i in range(d) for j in range(i, d)] if covariance == "full" else []
-        self.diagnose = getattr(self.filter, "diagnostics", lambda _: {})
+        self.entries: list[tuple[int, int]] = [(i, j) for i in range(d) for j in range(i, d)] if covariance == "full" else []
         self.recent: Tensor | None = None  # the monitor's last scores, 1 WINDOW
-        self.alarms = 0
+        self.alarms: int = 0
 
     def restart(self) -> None:
         """Back to the prior."""
@@ -71,95 +73,107 @@ class Tracker:
         self.recent = None
 
     @torch.inference_mode()
-    def through(self, rows: list[Row]) -> list[Values]:
-        """Move and observe row by row, then tell of all at once: that costs little more than to tell of one."""
-        states, words = [], []
+    def filter_rows(self, rows: list[Row]) -> list[Values]:
+        """Estimates of rows of one sequence. The filter runs row by row; outputs are computed in one batch, which is cheaper."""
+        states, alarms = [], []
         while len(states) < len(rows):
             rest = rows[len(states) :]
-            before, after = self.run(rest)
-            found = [] if self.monitor is None else self.judged(self.monitor, before, rest)
-            sound = found.index("lost") if "lost" in found else len(rest)
-            states, words = states + after[:sound], words + found[:sound]
-            if sound < len(rest):  # what came after was filtered in vain
+            predicted, updated, passed_over = self.step_through(rest)
+            verdicts = [] if self.monitor is None else self.verdicts(self.monitor, predicted, rest)
+            valid = verdicts.index("lost") if "lost" in verdicts else len(rest)
+            states, alarms = states + updated[:valid], alarms + verdicts[:valid]
+            if valid < len(rest):  # the rows behind it were filtered from a lost track: start again at this one
                 self.restart()
-                self.live.step(rest[sound].obs, rest[sound].control)
-                states, words = [*states, self.live.state], [*words, "lost"]
-        self.alarms += sum(word != "" for word in words)
-        told = self.told(together(states))
-        return told if self.monitor is None else [values | {"alarm": word} for values, word in zip(told, words, strict=True)]
+                self.live.passed_over = passed_over[valid]
+                self.live.step(rest[valid].obs, rest[valid].control)
+                states, alarms = [*states, self.live.state], [*alarms, "lost"]
+        self.alarms += sum(alarm != "" for alarm in alarms)
+        output = self.output_rows(concatenated(states))
+        return output if self.monitor is None else [values | {"alarm": a} for values, a in zip(output, alarms, strict=True)]
 
-    def run(self, rows: list[Row]) -> tuple[list[Any], list[Any]]:
-        """States before each observation, for the monitor, and behind it."""
-        live, before, after = self.live, [], []
+    def step_through(self, rows: list[Row]) -> tuple[list[Any], list[Any], list[int]]:
+        """States predicted for each row (empty without a monitor, which alone needs them), and updated with its observation.
+
+        And how many observations had been passed over before each row.
+        """
+        live, predicted, updated, passed_over = self.live, [], [], []
         for row in rows:
+            passed_over.append(live.passed_over)
             if self.monitor is not None:
-                before.append(move(self.filter, live.state, control=row.control, generator=live.generator))
-            if self.monitor is None or live.fast is not None or row.obs is None or not torch.isfinite(row.obs).all():
+                predicted.append(move(self.filter, live.state, control=row.control, generator=live.generator))
+            if self.monitor is None or live.fast is not None:
                 live.step(row.obs, row.control)
+            elif row.obs is None:
+                live.state = predicted[-1]
             else:
-                live.state = self.filter.update(before[-1], row.obs)
-            after.append(live.state)
-        return before, after
+                live.state, passed = observe(self.filter, predicted[-1], row.obs)
+                live.count(passed, row.obs)
+            updated.append(live.state)
+        return predicted, updated, passed_over
 
-    def judged(self, monitor: Monitor, before: list[Any], rows: list[Row]) -> list[str]:
-        """What the monitor says of each row: novel, surprise, lost or nothing. Behind the first that is lost nothing is right."""
-        obs = [row.obs if row.obs is not None and bool(torch.isfinite(row.obs).all()) else None for row in rows]
-        known = [x for x in obs if x is not None]
-        if not known:
+    def verdicts(self, monitor: Monitor, predicted: list[Any], rows: list[Row]) -> list[str]:
+        """The monitor's verdict on each row: novel, surprise, lost or nothing; those behind the first "lost" are not valid."""
+        obs = [None if row.obs is None or bool(row.obs.isnan().any()) else row.obs for row in rows]
+        observed = [x for x in obs if x is not None]
+        if not observed:
             if self.recent is not None:
                 self.recent = torch.cat([self.recent, torch.full_like(self.recent, torch.nan)[: len(rows)]])[-WINDOW:]
             return [""] * len(rows)
-        seen = torch.tensor([x is not None for x in obs], device=known[0].device)
-        filled = torch.cat([torch.zeros_like(known[0]) if x is None else x for x in obs])
-        found = monitor.check(self.filter, together(before), filled, mask=seen)
-        scores = found.recent[:, -1]
+        mask = torch.tensor([x is not None for x in obs], device=observed[0].device)
+        filled = torch.cat([torch.zeros_like(observed[0]) if x is None else x for x in obs])
+        checks = monitor.check(self.filter, concatenated(predicted), filled, mask=mask)
+        scores = checks.recent[:, -1]
         window = scores.new_full((WINDOW,), torch.nan) if self.recent is None else self.recent
         series = torch.cat([window, scores])
         self.recent = series[-WINDOW:]
-        lost = found.lost
+        lost = checks.lost
         if monitor.lost is not None:
             lost = monitor.lost.p_value(middle(series.unfold(0, WINDOW, 1)[1:])) < monitor.rate
-        flags = zip(lost.tolist(), (found.novelty < monitor.rate).tolist(), found.alarm.tolist(), strict=True)
-        return ["lost" if a else "novel" if b else "surprise" if c else "" for a, b, c in flags]
+        flags = zip(lost.tolist(), (checks.novelty < monitor.rate).tolist(), checks.alarm.tolist(), strict=True)
+        return ["lost" if is_lost else "novel" if is_novel else "surprise" if alarm else "" for is_lost, is_novel, alarm in flags]
 
-    def told(self, state: Any) -> list[Values]:
+    def output_rows(self, state: Any) -> list[Values]:
         """Estimates, standard deviations and diagnostics of a batch of states, a row for each."""
-        C = None if self.spread is None else self.spread(state)
+        C = covariance_of(self.filter, state) if self.with_covariance else None
         if C is not None and self.calibration is not None:
             C = self.calibration.covariance(C)
         columns = self.boundary.decode(self.filter.estimate(state), C)
         columns |= {f"cov_{i}_{j}": C[:, i, j] for i, j in self.entries} if C is not None else {}
-        columns |= self.diagnose(state)
+        columns |= diagnostics_of(self.filter, state)
         return [dict(zip(columns, values, strict=True)) for values in zip(*(c.tolist() for c in columns.values()), strict=True)]
 
 
-def together(states: list[Any]) -> Any:
+def concatenated(states: list[Any]) -> Any:
     """States of single sequences as one of a batch."""
     return type(states[0])(*(torch.cat(leaves) for leaves in zip(*states, strict=True)))
 
 
 @runtime_checkable
-class Table(Protocol):
-    """Where rows go. The columns are those of the first row."""
+class RowWriter(Protocol):
+    """Takes rows of estimates. The columns are those of the first row."""
 
     def write(self, rows: list[Values]) -> None:
-        """Rows that came together."""
+        """Write a block of rows."""
         ...
 
     def close(self) -> None:
-        """The end: what is not yet written."""
+        """Write what is still kept back."""
         ...
 
 
-class Csv:
-    """Lines of numbers, flushed as they come, so that a reader behind a pipe has them at once."""
+class CsvWriter:
+    """Comma-separated lines, flushed after each block so that a reader behind a pipe has them at once."""
+
+    file: Any
+    flush: bool
+    header: bool
 
     def __init__(self, file: Any, *, header: bool = True, flush: bool = True) -> None:
         self.file, self.header, self.flush = file, header, flush
-        self.writer = csv.writer(file, lineterminator="\n")
+        self.writer: Any = csv.writer(file, lineterminator="\n")
 
     def write(self, rows: list[Values]) -> None:
-        """Lines, with the header before the first."""
+        """Write lines; the header comes before the first."""
         if self.header:
             self.writer.writerow(rows[0])
             self.header = False
@@ -169,42 +183,45 @@ class Csv:
             self.file.flush()
 
     def close(self) -> None:
-        """Everything is written."""
+        """Nothing is kept back."""
 
 
-class JsonLines:
-    """An object a line; numbers that are not finite are null."""
+class JsonLinesWriter:
+    """One JSON object a line; numbers that are not finite become null."""
+
+    file: Any
+    flush: bool
 
     def __init__(self, file: Any, *, flush: bool = True) -> None:
         self.file, self.flush = file, flush
 
     def write(self, rows: list[Values]) -> None:
-        """Lines."""
+        """Write lines."""
         for values in rows:
-            known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-            self.file.write(json.dumps(known) + "\n")
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+            self.file.write(json.dumps(finite) + "\n")
         if self.flush:
             self.file.flush()
 
     def close(self) -> None:
-        """Everything is written."""
+        """Nothing is kept back."""
 
 
-class Npz:
-    """An array for each column, written at the end: the rows are kept until then."""
+class NpzWriter:
+    """One array for each column, written at the end; until then the rows are kept in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.columns: dict[str, list[Any]] = {}
 
     def write(self, rows: list[Values]) -> None:
-        """Keep rows."""
+        """Keep rows until `close`."""
         for values in rows:
             for name, value in values.items():
                 self.columns.setdefault(name, []).append("" if value is None else value)
 
     def close(self) -> None:
-        """The file."""
+        """Write the file."""
         import numpy
 
         with self.path.open("wb") as file:

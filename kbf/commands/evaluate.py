@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from kbf.checkpoint import check_like, load_filter
 from kbf.commands.common import (
     Drawn,
     about,
@@ -22,14 +21,17 @@ from kbf.commands.common import (
     show,
     start,
     tell,
+    tell_files,
     write_pictures,
 )
-from kbf.commands.looking import check_asked, look
-from kbf.data.source import load_data
-from kbf.evaluation import data_floor, score
-from kbf.files import write_csv, write_json
-from kbf.monitor import Check
-from kbf.plots import calibration_figure, save
+from kbf.commands.smoothing_and_prediction import check_requested, score_requested
+from kbf.data.dataset import load_data
+from kbf.evaluation.floors import data_floor
+from kbf.evaluation.monitor import Check
+from kbf.evaluation.score import score
+from kbf.plots.tracks import calibration_figure, save
+from kbf.runtime.files import write_csv, write_json
+from kbf.training.checkpoint import check_like, load_filter
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -40,12 +42,14 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     """
     start(config["threads"])
     loaded = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
+    if not config["own_data"]:
+        tell_files(config["data"], config["checkpoint"])
     data = load_data(config["data"], trust=config["trust"] or config["own_data"])
     tell(data)
     if not data.test:
         raise ValueError("there is no test part to score on (data.test=0): name another recording with data.path=FILE")
     check_like(loaded.module, data.test[0], config["checkpoint"])
-    check_asked(config, loaded, data)
+    check_requested(config, loaded, data)
     least = data_floor(data, particles=config["particles"], seed=config["seed"])
     began = time.perf_counter()
     result = score(
@@ -57,27 +61,27 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         covariances=True,
         watch=None if loaded.monitor is None else loaded.monitor.check,
     )
-    metrics = about({**config, "model": loaded.module.config["model"]}, data) | score_metrics(result, least)
+    metrics = about({**config, "model": loaded.module.config["model"]}, data) | score_metrics(result, least, data.test)
     reliable = reliability_of(result, data.test, loaded.calibration)
     metrics |= reliability_metrics(reliable)
     result = recalibrated(result, loaded.calibration)
     checks = list(result.watched)
     metrics |= alarm_metrics(checks, 0.0 if loaded.monitor is None else loaded.monitor.rate.item())
     title = f"{metrics['model']} on {metrics['data']}"
-    looked = look(config, loaded, data, title)
-    metrics |= looked.metrics
+    further = score_requested(config, loaded, data, title)
+    metrics |= further.metrics
     metrics |= {"checkpoint": str(config["checkpoint"]), "seconds": time.perf_counter() - began}
     directory = Path(config["run_dir"])
     arrays = {}
-    for k, (sequence, found) in enumerate(zip(data.test, result.estimates, strict=True)):
-        arrays |= {f"estimates_{k}": found, f"states_{k}": sequence.states}
+    for k, (sequence, estimates) in enumerate(zip(data.test, result.estimates, strict=True)):
+        arrays |= {f"estimates_{k}": estimates, f"states_{k}": sequence.states}
         if sequence.mask is not None:
             arrays[f"mask_{k}"] = sequence.mask
         if result.covariances is not None:
             arrays[f"covariances_{k}"] = result.covariances[k]
-    save_arrays(directory / "predictions.npz", arrays | looked.arrays | {"mse": result.mse})
+    save_arrays(directory / "predictions.npz", arrays | further.arrays | {"mse": result.mse})
     drawn = Drawn(checks[0].alarm if checks else None, None if loaded.calibration is None else loaded.calibration.radius2(0.95))
-    names = [*write_pictures(config, data, result, title, drawn), *looked.names]
+    names = [*write_pictures(config, data, result, title, drawn), *further.pictures]
     if data.boundary is not None:
         write_csv(directory / "estimates.csv", estimate_rows(data, result))
         names.append("estimates.csv")
@@ -88,8 +92,8 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     write_json(directory / "metrics.json", metrics)
     show(title, {k: v for k, v in metrics.items() if k not in ("checkpoint", "version")})
     if reliable and loaded.calibration is None:
-        told = "this checkpoint has no calibration: its regions are the filter's own. kbf train writes one (calibrate=true)"
-        console.print(f"[yellow]{told}[/]", highlight=False)
+        hint = "this checkpoint has no calibration: its regions are the filter's own. kbf train writes one (calibrate=true)"
+        console.print(f"[yellow]{hint}[/]", highlight=False)
     console.print(f"in [bold]{directory}[/]: metrics.json, predictions.npz, {', '.join(names)}", highlight=False)
     return metrics
 
@@ -99,5 +103,5 @@ def alarm_metrics(checks: list[Check], rate: float) -> dict[str, float]:
     if not checks:
         return {}
     novelty, surprise, lost = (torch.cat([getattr(check, name) for check in checks]) for name in ("novelty", "surprise", "lost"))
-    found = {"novelty_alarms": novelty < rate, "surprise_alarms": surprise < rate, "lost": lost}
-    return {f"test.{name}": alarm.double().mean().item() for name, alarm in found.items()}
+    alarms = {"novelty_alarms": novelty < rate, "surprise_alarms": surprise < rate, "lost": lost}
+    return {f"test.{name}": alarm.double().mean().item() for name, alarm in alarms.items()}

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kbf.checkpoint import Trained, load_filter
 from kbf.commands.common import console, start
-from kbf.commands.filter import boundary_of, same
-from kbf.export import export
+from kbf.commands.filter import boundary_of, same_file
+from kbf.export.step import export
+from kbf.training.checkpoint import Trained, load_filter
 
 
 def run(config: dict[str, Any]) -> int:
@@ -24,13 +24,13 @@ def run(config: dict[str, Any]) -> int:
     if not isinstance(config["steps"], int) or config["steps"] < 1:
         raise ValueError(f"steps must be a whole number of at least 1, got {config['steps']!r}")
     trained, path = load_filter(config["checkpoint"], trust=config["trust"]), Path(config["out"])
-    if same(config["checkpoint"], config["out"]):
+    if same_file(config["checkpoint"], config["out"]):
         raise ValueError(f"out={path} would overwrite the checkpoint")
     states = undone(trained, "z", torch.cat([s.states for s in trained.module.memory.sequences()]))
     obs, controls = examples(trained, config["steps"])
     boundary, stored = boundary_of(trained), trained.module.config
     with console.status(f"writing and comparing {path}"):
-        found = export(
+        difference = export(
             trained.filter,
             path,
             config["format"],
@@ -48,11 +48,11 @@ def run(config: dict[str, Any]) -> int:
                 "boundary": boundary.to_dict(),
             },
         )
-    told = f"largest difference to the filter over {len(obs)} steps: {found.estimate:.1e} (estimates)"
-    told += f", {found.covariance:.1e} (covariances), in standard deviations of the state"
-    if found.own is not None:
-        told += f"; to the filter as it is, in float32, {found.own:.1e}"
-    console.print(f"[bold]{path}[/], {path.name}.json: {told}", highlight=False, soft_wrap=True)
+    message = f"largest difference to the filter over {len(obs)} steps: {difference.estimate:.1e} (estimates)"
+    message += f", {difference.covariance:.1e} (covariances), in standard deviations of the state"
+    if difference.own is not None:
+        message += f"; to the filter as it is, in float32, {difference.own:.1e}"
+    console.print(f"[bold]{path}[/], {path.name}.json: {message}", highlight=False, soft_wrap=True)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import signal
@@ -16,65 +17,75 @@ import rich.progress
 import torch
 from rich.console import Console
 
-from kbf.checkpoint import Trained, load_filter
 from kbf.commands.common import start
-from kbf.commands.estimates import Csv, JsonLines, Npz, Table, Tracker, Values
-from kbf.commands.lines import LineError, Lines, Names, Row
+from kbf.commands.estimates import CsvWriter, JsonLinesWriter, LiveEstimator, NpzWriter, RowWriter, Values
+from kbf.commands.lines import InputColumns, LineError, Row, RowReader
 from kbf.data.own import Boundary, read_observations
 from kbf.data.own.boundary import Part
-from kbf.files import replacing
-from kbf.filters.base import read_leaves, save_state
+from kbf.filters.base import control_components, knows_sensors
+from kbf.filters.state_file import read_leaves
+from kbf.runtime.files import replacing
 from kbf.sequence import as_float
+from kbf.training.checkpoint import Trained, checkpoint_file, load_filter
 
-TEXT = (".csv", ".jsonl")
+TEXT_SUFFIXES = (".csv", ".jsonl")
 """Files that are read line by line."""
 
+BYTES_PER_READ = 2**13
+"""The most bytes that are read at a time."""
 
-CHUNK, BLOCK = 2**13, 64
-"""Bytes that are read at a time, at most, and rows that are told of at a time, of those that are there already."""
-
-
-class Stopped(Exception):
-    """Ctrl-C or SIGTERM came: not an error, the end of the input."""
+ROWS_PER_BATCH = 64
+"""The most rows whose estimates are computed and written together, of those that have already arrived."""
 
 
-class Ear:
-    """Listens for Ctrl-C and SIGTERM. One that comes while input is waited for ends the wait, another what has been read."""
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM arrived while waiting for input: not an error, but the end of the input."""
+
+
+class SignalListener:
+    """Turns Ctrl-C and SIGTERM into the end of the input.
+
+    A signal that arrives while waiting for input ends the wait; one that arrives during the work lets the rows that were read be
+    filtered first.
+    """
+
+    stopped: bool
+    waiting: bool
 
     def __init__(self) -> None:
         self.waiting = self.stopped = False
 
-    def hear(self, *_: object) -> None:
-        """A signal."""
+    def on_signal(self, *_: object) -> None:
+        """The signal handler."""
         self.stopped = True
         if self.waiting:
-            raise Stopped
+            raise Interrupted
 
     def chunks(self, file: Any) -> Iterator[bytes]:
-        """What a binary file brings, as soon as it is there, up to its end or a signal."""
+        """Bytes of a binary file as soon as they arrive, until its end or a signal."""
         try:
             while True:
                 self.waiting = True
                 if self.stopped:
                     return
-                chunk = file.read1(CHUNK)
+                chunk = file.read1(BYTES_PER_READ)
                 self.waiting = False
                 if not chunk:
                     return
                 yield chunk
-        except Stopped:
+        except Interrupted:
             return
         finally:
             self.waiting = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While this lasts."""
-        before = {number: signal.signal(number, self.hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        """A context in which this listener handles SIGINT and SIGTERM; the former handlers come back at its end."""
+        previous = {number: signal.signal(number, self.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
 
@@ -85,11 +96,11 @@ def run(config: dict[str, Any]) -> int:
         CheckpointError: a checkpoint that cannot be loaded. ValueError, FileNotFoundError: input that does not fit it.
     """
     start(config["threads"])
-    check(config)
+    check_settings(config)
     trained = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
     data, boundary = layout_of(trained), boundary_of(trained)
     example = torch.zeros(1, *(trained.module.observation or ()), dtype=trained.module.input_dtype, device=config["device"])
-    tracker = Tracker(
+    estimator = LiveEstimator(
         trained,
         boundary,
         covariance=config["covariance"],
@@ -97,119 +108,159 @@ def run(config: dict[str, Any]) -> int:
         compiled=example if config["compile"] else None,
         generator=torch.Generator(config["device"]).manual_seed(config["seed"]),
     )
-    told, ear = Console(stderr=True, highlight=False, soft_wrap=True), Ear()
+    messages, listener = Console(stderr=True, highlight=False, soft_wrap=True), SignalListener()
     live = config["input"] == "-" and config["output"] == "-"
-    running = Running(tracker, config["state"], config["save_every"] if live else None)
-    began, bad = time.perf_counter(), 0
+    running = FilterRun(estimator, config["state"], config["save_every"] if live else None, identity(config["checkpoint"]))
+    began, unreadable = time.perf_counter(), 0
     try:
         with ExitStack() as stack:
             if is_text(config["input"], boundary, data):
-                rows: Iterable[Row] = text_rows(config, trained, boundary, running, ear, stack, told)
+                rows: Iterable[Row] = text_rows(config, trained, boundary, running, listener, stack, messages)
             else:
                 rows = array_rows(config, data | {"boundary": boundary.to_dict()}, trained)
-            each = iter(rows)
-            first = next(each, None)  # it tells JSON from CSV
+            remaining = iter(rows)
+            first = next(remaining, None)  # it shows whether the text is JSON or CSV
             if first is None and config["input"] != "-":
                 raise ValueError(f"{config['input']}: there is no observation in it")
-            began, json = time.perf_counter(), isinstance(rows, Lines) and rows.json
-            table = stack.enter_context(opened(config["output"], json=json, header=running.steps == 0))
-            running.through(each if first is None else itertools.chain([first], each), table)
-            bad = rows.bad if isinstance(rows, Lines) else 0
+            began, json = time.perf_counter(), isinstance(rows, RowReader) and rows.json
+            writer = stack.enter_context(open_writer(config["output"], json=json, header=running.steps == 0))
+            running.filter_rows(remaining if first is None else itertools.chain([first], remaining), writer)
+            unreadable = rows.unreadable if isinstance(rows, RowReader) else 0
     except Exception:
-        if live:  # what was told is told
+        if live:  # estimates have been written: the next run goes on behind them
             running.save()
         raise
     running.save()
     seconds = max(time.perf_counter() - began, 1e-9)
     parts = [f"{running.done:,} steps", f"{running.missing:,} without observation"]
-    parts += [f"{bad:,} lines could not be read"] if bad else []
-    parts += [f"{tracker.alarms:,} alarms"] if tracker.monitor is not None else []
-    told.print(f"{', '.join(parts)}; {running.done / seconds:,.0f} a second")
+    parts += [f"{unreadable:,} lines could not be read"] if unreadable else []
+    parts += [f"{estimator.live.passed_over:,} passed over ({100 * estimator.live.passed_over / max(running.done, 1):.1f} %)"]
+    parts += [f"{estimator.alarms:,} alarms"] if estimator.monitor is not None else []
+    messages.print(f"{', '.join(parts)}; {running.done / seconds:,.0f} a second")
     return 0
 
 
-class Running:
-    """A tracker's way through its rows, and the file that keeps its state, the number of steps, the last time and the recording."""
+class FilterRun:
+    """A live estimator applied to all rows, and the file that keeps its state, number of steps, last time and recording."""
 
-    def __init__(self, tracker: Tracker, path: str | None, every: int | None) -> None:
-        self.tracker, self.path, self.every = tracker, None if path is None else Path(path), every
+    estimator: LiveEstimator
+    path: Path | None
+    every: int | None
+    checkpoint: bytes
+    started: bool
+    done: int
+
+    def __init__(self, estimator: LiveEstimator, path: str | None, every: int | None, checkpoint: bytes) -> None:
+        """Go on from the state in ``path``, if there is one.
+
+        Args:
+            estimator: of the checkpoint.
+            path: of the state; None for none.
+            every: steps between writings of it; None writes at the end alone.
+            checkpoint: its `identity`.
+
+        Raises:
+            ValueError: a state of another checkpoint, or one that cannot be read.
+        """
+        self.estimator, self.path, self.every, self.checkpoint = estimator, None if path is None else Path(path), every, checkpoint
         self.steps = self.done = self.missing = 0
         self.sequence: str | None = None
         self.clock: float | None = None
         self.started = False
         if self.path is not None and self.path.exists():
-            tracker.live.load(self.path)
-            kept = read_leaves(self.path)
-            self.steps = int(kept.get("steps", 0))
-            self.clock = float(kept["clock"]) if "clock" in kept else None
-            self.sequence = bytes(kept["sequence"].tolist()).decode() if "sequence" in kept else None
-            self.started = "sequence" in kept
+            stored = read_leaves(self.path)
+            if "checkpoint" not in stored or bytes(stored["checkpoint"].tolist()) != checkpoint:
+                raise ValueError(f"state: {path} was not written with this checkpoint: name the one it belongs to, or another file")
+            estimator.live.load(self.path)
+            estimator.recent = None if (recent := stored.get("recent")) is None else recent.to(estimator.live.state[0].device)
+            self.steps = int(stored.get("steps", 0))
+            self.clock = float(stored["clock"]) if "clock" in stored else None
+            self.sequence = bytes(stored["sequence"].tolist()).decode() if "sequence" in stored else None
+            self.started = "sequence" in stored
 
-    def through(self, rows: Iterable[Row], table: Table) -> None:
-        """Filter and write all rows, those together that are there already; save the state every now and then."""
+    def filter_rows(self, rows: Iterable[Row], writer: RowWriter) -> None:
+        """Filter all rows and write their estimates; rows that have already arrived go through together, up to `ROWS_PER_BATCH`."""
         waiting: list[Row] = []
         try:
             for row in rows:
                 if row.gap or (self.started and row.sequence != self.sequence):
-                    self.tell(waiting, table)
-                    self.tracker.restart()
+                    self.filter_batch(waiting, writer)
+                    self.estimator.restart()
                     self.steps = 0
                 self.sequence, self.started = row.sequence, True
                 waiting.append(row)
-                if not row.more or len(waiting) == BLOCK:
-                    self.tell(waiting, table)
+                if not row.next_ready or len(waiting) == ROWS_PER_BATCH:
+                    self.filter_batch(waiting, writer)
         except LineError:
-            self.tell(waiting, table)
+            self.filter_batch(waiting, writer)
             raise
-        self.tell(waiting, table)
-        table.close()
+        self.filter_batch(waiting, writer)
+        writer.close()
 
-    def tell(self, rows: list[Row], table: Table) -> None:
-        """Filter rows of one sequence and write what is found; the list is emptied."""
+    def filter_batch(self, rows: list[Row], writer: RowWriter) -> None:
+        """Filter rows of one sequence, write their estimates and empty the list; every ``save_every`` steps save the state."""
         if not rows:
             return
-        told = []
-        for row, values in zip(rows, self.tracker.through(rows), strict=True):
-            named: Values = {} if row.sequence is None else {"sequence": row.sequence}
-            named |= {"step": self.steps} if row.time is None else {"step": self.steps, "time": row.time}
-            told.append(named | values)
+        output: list[Values] = []
+        for row, values in zip(rows, self.estimator.filter_rows(rows), strict=True):
+            position: Values = {} if row.sequence is None else {"sequence": row.sequence}
+            position |= {"step": self.steps} if row.time is None else {"step": self.steps, "time": row.time}
+            output.append(position | values)
             self.steps += 1
             self.missing += row.obs is None
         before, self.done, self.clock = self.done, self.done + len(rows), rows[-1].clock
         rows.clear()
-        table.write(told)
+        writer.write(output)
         if self.every is not None and self.done // self.every > before // self.every:
             self.save()
 
     def save(self) -> None:
         """Write the state, if there is a file for it and something to keep."""
         if self.path is not None and self.done:
-            others = {} if self.clock is None else {"clock": torch.tensor(self.clock, dtype=torch.float64)}
-            others |= {} if self.sequence is None else {"sequence": torch.tensor(list(self.sequence.encode()), dtype=torch.uint8)}
-            save_state(self.tracker.live.state, self.path, steps=torch.tensor(self.steps), **others)
+            position = {} if self.clock is None else {"clock": torch.tensor(self.clock, dtype=torch.float64)}
+            position |= {} if self.sequence is None else {"sequence": torch.tensor(list(self.sequence.encode()), dtype=torch.uint8)}
+            position |= {} if self.estimator.recent is None else {"recent": self.estimator.recent}
+            mine = torch.tensor(list(self.checkpoint), dtype=torch.uint8)
+            self.estimator.live.save(self.path, steps=torch.tensor(self.steps), checkpoint=mine, **position)
 
 
-def check(config: dict[str, Any]) -> None:
-    """Raise if settings do not go together, before anything is loaded."""
+def identity(checkpoint: str) -> bytes:
+    """What tells a checkpoint from every other: the SHA-256 sum of its file."""
+    with checkpoint_file(checkpoint).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def check_settings(config: dict[str, Any]) -> None:
+    """Refuse settings that contradict each other, before anything is loaded.
+
+    Raises:
+        ValueError: a setting that is unknown or impossible, or an output that would overwrite an input.
+        FileNotFoundError: there is no input.
+    """
     source, target, every = str(config["input"]), str(config["output"]), config["save_every"]
     if config["on_error"] not in ("stop", "skip"):
         raise ValueError(f"on_error must be stop or skip, got {config['on_error']!r}")
-    if not isinstance(every, int) or every < 1:
+    if type(every) is not int or every < 1:
         raise ValueError(f"save_every must be a whole number of at least 1, got {every!r}")
-    if target != "-" and Path(target).suffix not in (*TEXT, ".npz"):
+    if target != "-" and Path(target).suffix not in (*TEXT_SUFFIXES, ".npz"):
         raise ValueError(f"output must be - (standard output) or end in .csv, .jsonl or .npz, got {target}")
     if source == "-" and target.endswith(".npz"):
         raise ValueError("output: standard input may never end, so its estimates are not kept for an .npz; write .csv or .jsonl")
+    for name, closed in (("input", source == "-" and sys.stdin is None), ("output", target == "-" and sys.stdout is None)):
+        if closed:
+            raise ValueError(f"{name}=- is standard {name}, which is closed: name a file")
     if source != "-" and not Path(source).expanduser().exists():
         raise FileNotFoundError(f"input: there is no file or folder {source}")
-    kept = [name for name in ("input", "checkpoint", "state") if config[name] is not None and same(config[name], target)]
-    if kept:
-        raise ValueError(f"output={target} would overwrite the {kept[0]}")
+    overwritten = [
+        name for name in ("input", "checkpoint", "state") if config[name] is not None and same_file(config[name], target)
+    ]
+    if overwritten:
+        raise ValueError(f"output={target} would overwrite the {overwritten[0]}")
     if config["state"] is not None:
         check_state(Path(config["state"]))
 
 
-def same(path: str, other: str) -> bool:
+def same_file(path: str, other: str) -> bool:
     """Whether two settings name one file."""
     return "-" not in (path, other) and Path(path).expanduser().resolve() == Path(other).expanduser().resolve()
 
@@ -222,7 +273,7 @@ def check_state(path: Path) -> None:
 
 
 def layout_of(trained: Trained) -> dict[str, Any]:
-    """What the checkpoint knows of columns and files: nothing for built-in data, whose settings mean other things."""
+    """The data settings of a checkpoint trained on somebody's own recordings; empty for built-in data, which has no columns."""
     data = trained.module.config.get("data") or {}
     return data if data.get("boundary") else {}
 
@@ -234,13 +285,13 @@ def boundary_of(trained: Trained) -> Boundary:
     shape = trained.module.observation or ()
     d, q = trained.module.memory.sequences()[0].states.shape[1], shape[0] if len(shape) == 1 else 0
     states, observations = (tuple(Part("number", (f"{letter}_{k}",)) for k in range(n)) for letter, n in (("z", d), ("x", q)))
-    return Boundary(states, observations, tuple(f"u_{k}" for k in range(int(getattr(trained.filter, "controlled", 0)))))
+    return Boundary(states, observations, tuple(f"u_{k}" for k in range(control_components(trained.filter))))
 
 
-def names_of(data: dict[str, Any], boundary: Boundary) -> Names:
-    """The columns of a text."""
+def columns_of(data: dict[str, Any], boundary: Boundary) -> InputColumns:
+    """The columns of a text, from the data settings of the checkpoint."""
     time, sequence = data.get("time") or "time", data.get("sequence") or "sequence"
-    return Names(boundary, time, sequence, bool(data.get("time_as_control")), data.get("time_step"))
+    return InputColumns(boundary, time, sequence, bool(data.get("time_as_control")), data.get("time_step"))
 
 
 def is_text(source: str, boundary: Boundary, data: dict[str, Any]) -> bool:
@@ -251,33 +302,39 @@ def is_text(source: str, boundary: Boundary, data: dict[str, Any]) -> bool:
     """
     if source == "-" and not boundary.observations:
         raise ValueError("images come as files, not on standard input: input=FOLDER, a video or an npz")
-    whole = data.get("images") or data.get("mask") or not boundary.observations
-    return source == "-" or (Path(source).suffix.lower() in TEXT and not whole)
+    needs_whole = data.get("images") or data.get("mask") or not boundary.observations
+    return source == "-" or (Path(source).suffix.lower() in TEXT_SUFFIXES and not needs_whole)
 
 
 def text_rows(
-    config: dict[str, Any], trained: Trained, boundary: Boundary, running: Running, ear: Ear, stack: ExitStack, told: Console
-) -> Lines:
+    config: dict[str, Any],
+    trained: Trained,
+    boundary: Boundary,
+    running: FilterRun,
+    listener: SignalListener,
+    stack: ExitStack,
+    messages: Console,
+) -> RowReader:
     """The rows of a text; of standard input up to a signal, of a file with a bar that shows how far it is read."""
     if config["input"] == "-":
-        stack.enter_context(ear.listening())
-        chunks: Iterable[bytes] = ear.chunks(sys.stdin.buffer)
+        stack.enter_context(listener.listening())
+        chunks: Iterable[bytes] = listener.chunks(sys.stdin.buffer)
     else:
         path = Path(config["input"]).expanduser()
-        silent = not told.is_terminal or (config["output"] == "-" and sys.stdout.isatty())
-        file = stack.enter_context(rich.progress.open(path, "rb", description="filtering", console=told, disable=silent))
-        chunks = iter(lambda: file.read(CHUNK), b"")
-    skip = (lambda text: told.print(text, markup=False)) if config["on_error"] == "skip" else None
-    return Lines(
+        hidden = not messages.is_terminal or (config["output"] == "-" and sys.stdout.isatty())
+        file = stack.enter_context(rich.progress.open(path, "rb", description="filtering", console=messages, disable=hidden))
+        chunks = iter(lambda: file.read(BYTES_PER_READ), b"")
+    report = (lambda text: messages.print(text, markup=False)) if config["on_error"] == "skip" else None
+    return RowReader(
         chunks,
-        names_of(layout_of(trained), boundary),
+        columns_of(layout_of(trained), boundary),
         trained.module.input_dtype,
         config["device"],
         source="standard input" if config["input"] == "-" else str(config["input"]),
-        skip=skip,
+        on_unreadable=report,
         clock=running.clock,
         sequence=running.sequence,
-        partial=bool(getattr(trained.filter, "partial", False)),
+        partial=knows_sensors(trained.filter),
     )
 
 
@@ -289,30 +346,30 @@ def array_rows(config: dict[str, Any], data: dict[str, Any], trained: Trained) -
     """
     recordings = read_observations(config["input"], data)
     shape, dtype, device = tuple(trained.module.observation or ()), trained.module.input_dtype, config["device"]
-    told = Console(stderr=True)
-    silent = config["output"] == "-" or not told.is_terminal
+    messages = Console(stderr=True)
+    hidden = config["output"] == "-" or not messages.is_terminal
     for r in recordings:
         if tuple(r.obs.shape[1:]) != shape:
             raise ValueError(f"{config['input']}: observations are {tuple(r.obs.shape[1:])}, those of the training {shape}")
-        for t in rich.progress.track(range(len(r.obs)), r.name, console=told, disable=silent):
+        for t in rich.progress.track(range(len(r.obs)), r.name, console=messages, disable=hidden):
             x = None if r.mask is not None and not r.mask[t] else as_float(r.obs[t : t + 1], dtype).to(device)
             control = None if r.controls is None else r.controls[t : t + 1].to(device, dtype)
             time, name = None if r.times is None else f"{r.times[t].item():.15g}", r.name if len(recordings) > 1 else None
-            yield Row(x, control, time, name, more=t + 1 < len(r.obs))
+            yield Row(x, control, time, name, next_ready=t + 1 < len(r.obs))
 
 
 @contextmanager
-def opened(target: str, *, json: bool, header: bool) -> Iterator[Table]:
-    """The table to write to: standard output, or a file that is there when all has been written."""
+def open_writer(target: str, *, json: bool, header: bool) -> Iterator[RowWriter]:
+    """The writer of estimates: to standard output, or to a file that appears once all rows are written."""
     if target == "-":
         try:
-            yield JsonLines(sys.stdout) if json else Csv(sys.stdout, header=header)
+            yield JsonLinesWriter(sys.stdout) if json else CsvWriter(sys.stdout, header=header)
         except BrokenPipeError:  # whoever read the estimates has gone; nothing is left for Python to flush at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     with replacing(target) as temporary:
         if target.endswith(".npz"):
-            yield Npz(temporary)
+            yield NpzWriter(temporary)
             return
         with temporary.open("w", newline="", encoding="utf-8") as file:
-            yield JsonLines(file, flush=False) if target.endswith(".jsonl") else Csv(file, flush=False)
+            yield JsonLinesWriter(file, flush=False) if target.endswith(".jsonl") else CsvWriter(file, flush=False)

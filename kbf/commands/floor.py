@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kbf.commands.common import console, resolved, show, start
-from kbf.data.source import load_data
-from kbf.evaluation import data_floor, mean_and_error, smoothing_floor
+from kbf.data.dataset import load_data
+from kbf.evaluation.floors import data_floor, smoothing_floor
+from kbf.evaluation.statistics import mean_and_error
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -29,12 +30,12 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{known} of {config['data'].get('name')} is known, so there is no floor")
         values.append(least.mse.mean().item())
     mean, se = mean_and_error(values)
-    told = {
+    summary = {
         "floor": mean,
         "standard error": se,
         "runs": len(values),
         "n_train": config["n_train"],
         "particles": config["particles"],
     }
-    show(f"{'smoothing floor' if config['smooth'] else 'floor'} of {config['data']['name']}", told)
-    return told
+    show(f"{'smoothing floor' if config['smooth'] else 'floor'} of {config['data']['name']}", summary)
+    return summary

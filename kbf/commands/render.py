@@ -1,4 +1,4 @@
-"""``kbf data render``: the views of a full turn as a frames file, with a picture; or recordings of a simulator (`record`)."""
+"""``kbf data render``: the views of a full turn as a frames file, with a picture; or a simulator's recordings."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torchvision.utils import make_grid, save_image
 
-import kbf.render
-from kbf.commands import record
+import kbf.data.render
+from kbf.commands import render_pendulum
 from kbf.commands.common import console, show, start
 from kbf.data.dmlab import VIEWS, render_turn
 from kbf.data.frames import Frames, check_frames, write_frames
-from kbf.files import replacing
-from kbf.render import dmlab
+from kbf.data.render import dmlab
+from kbf.runtime.files import replacing
 
-NAMES = ("dmlab", *kbf.render.NAMES)
+NAMES = ("dmlab", *kbf.data.render.NAMES)
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     """
     start()
     if config["renderer"] == "pendulum":
-        return record.run(config)
+        return render_pendulum.run(config)
     name, turns, out = config["renderer"], config["turns"], Path(config["out"]).expanduser()
     size = config["size"]
     if name not in NAMES:
@@ -40,8 +40,8 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(size, list) or len(size) != 2 or not all(isinstance(side, int) and side > 0 for side in size):
         raise ValueError(f"size must be [height,width] in pixels, got {size}")
     part = out.with_name(f"{out.name}.part")
-    level, seed, sides = config["level"], config["seed"], (size[0], size[1])
-    views = dmlab.expected_views(turns) if name == "dmlab" else VIEWS * turns
+    level, seed, sides, look = config["level"], config["seed"], (size[0], size[1]), config["look"]
+    views = dmlab.expected_views(turns, look or 1) if name == "dmlab" else VIEWS * turns
     columns = [TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task(name, total=views)
@@ -50,7 +50,8 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
             progress.update(bar, completed=done)
 
         if name == "dmlab":
-            frames = Frames(*dmlab.turn_round(part, level=level, seed=seed, size=sides, turns=turns, progress=tell))
+            turned = dmlab.turn_round(part, level=level, seed=seed, size=sides, turns=turns, look=look, progress=tell)
+            frames = Frames(*turned)
         else:
             frames = render_turn(name, views, level, seed, sides, tell)
         progress.update(bar, total=len(frames.images), completed=len(frames.images))
@@ -59,11 +60,11 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     part.unlink(missing_ok=True)
     picture = out.with_suffix(".png")
     contact_sheet(frames, picture)
-    told = {key: frames.about.get(key) for key in ("renderer", "level", "seed")}
-    told |= {"views": turn.views, "size": f"{size[0]} x {size[1]}", "largest gap": f"{turn.gap:.3f} degrees"}
-    show(str(out), told)
+    summary = {key: frames.about.get(key) for key in ("renderer", "level", "seed")}
+    summary |= {"views": turn.views, "size": f"{size[0]} x {size[1]}", "largest gap": f"{turn.gap:.3f} degrees"}
+    show(str(out), summary)
     console.print(f"{picture.name} shows them; the data: [bold]data=dmlab data.frames={out}[/]", highlight=False)
-    return told
+    return summary
 
 
 def contact_sheet(frames: Frames, path: Path, count: int = 24) -> None:

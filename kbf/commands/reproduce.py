@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +18,8 @@ from kbf.commands.common import commit, console, provenance, start
 from kbf.commands.resume import finish_all
 from kbf.experiments import EXPERIMENTS
 from kbf.experiments.base import Experiment, Verdict, counted
-from kbf.files import write_csv, write_json, write_text
-from kbf.plots import save
+from kbf.plots.tracks import save
+from kbf.runtime.files import scratch, sweep, write_csv, write_json, write_text
 
 
 class Piece(NamedTuple):
@@ -51,17 +52,18 @@ def reproduce(name: str, config: dict[str, Any]) -> int:
     began, directory = time.perf_counter(), Path(config["run_dir"])
     experiment, settings = read_settings(name, config)
     pieces = [Piece(name, job, directory / "cells" / f"{hashed(name, job)}.json") for job in experiment.jobs(settings)]
+    sweep(directory / "cells")  # what a killed one left
     console.print(f"\n[bold]{name}[/] {EXPERIMENTS[name]} ({config['preset']})", highlight=False)
     done, failed = finish_all(
         work, pieces, config["workers"], name="pieces", called=lambda piece: str(piece.job), shown=lambda piece: piece.name
     )
     results = [done[piece.path] for piece in pieces if piece.path in done]
     if failed:
-        told = f"{failed} of {len(pieces)} pieces failed; the same command tries them again"
-        console.print(f"[red]{told}[/]; {directory} keeps what was finished", highlight=False)
+        message = f"{failed} of {len(pieces)} pieces failed; the same command tries them again"
+        console.print(f"[red]{message}[/]; {directory} keeps what was finished", highlight=False)
         return 1
-    told = {"experiment": name, "preset": config["preset"], "runs": settings["runs"]}
-    report(experiment, results, told, directory, time.perf_counter() - began)
+    message = {"experiment": name, "preset": config["preset"], "runs": settings["runs"]}
+    report(experiment, results, message, directory, time.perf_counter() - began)
     return 0
 
 
@@ -85,9 +87,14 @@ def read_settings(name: str, config: dict[str, Any]) -> tuple[Experiment, dict[s
 
 
 def work(piece: Piece) -> dict[str, Any]:
-    """One piece, in a worker process."""
-    began = time.perf_counter()
-    rows = importlib.import_module(f"kbf.experiments.{piece.name}").work(piece.job)
+    """One piece, in a worker process; what is written meanwhile for a while only lies beside its target, not in TMPDIR."""
+    began, usual = time.perf_counter(), tempfile.tempdir
+    with scratch(piece.path.parent) as folder:
+        tempfile.tempdir = str(folder)
+        try:
+            rows = importlib.import_module(f"kbf.experiments.{piece.name}").work(piece.job)
+        finally:
+            tempfile.tempdir = usual
     return {"job": piece.job, "rows": rows, "seconds": time.perf_counter() - began, "commit": commit()}
 
 
@@ -99,8 +106,8 @@ def hashed(name: str, job: dict[str, Any]) -> str:
     return hashlib.sha256((text + json.dumps(prints)).encode()).hexdigest()[:16]
 
 
-def report(experiment: Experiment, results: list[Any], told: dict[str, Any], directory: Path, seconds: float) -> None:
-    """Tables, tests, picture and verdicts, on the screen and as files; ``told`` is experiment, preset and runs."""
+def report(experiment: Experiment, results: list[Any], about_run: dict[str, Any], directory: Path, seconds: float) -> None:
+    """Tables, tests, picture and verdicts, on the screen and as files; ``about_run`` is experiment, preset and runs."""
     rows = [row for result in results for row in result["rows"]]
     verdicts, tests = experiment.judge(rows), experiment.tests(rows)
     write_csv(directory / "results.csv", rows)
@@ -110,12 +117,12 @@ def report(experiment: Experiment, results: list[Any], told: dict[str, Any], dir
     save(experiment.draw(rows), directory / "figure.png")
     about = {
         **provenance(),
-        **told,
+        **about_run,
         "commits": sorted({str(result["commit"]) for result in results}),
         "seconds of work": round(sum(result["seconds"] for result in results), 1),
     }
     write_json(directory / "about.json", about)
-    write_json(directory / "verdict.json", {**told, "verdicts": [v._asdict() for v in verdicts]})
+    write_json(directory / "verdict.json", {**about_run, "verdicts": [v._asdict() for v in verdicts]})
     write_text(directory / "verdict.md", verdict_text(experiment, verdicts, about))
     table = Table()
     for header in ("finding", "here", ""):
@@ -130,7 +137,7 @@ def report(experiment: Experiment, results: list[Any], told: dict[str, Any], dir
 
 
 def verdict_text(experiment: Experiment, verdicts: list[Verdict], about: dict[str, Any]) -> str:
-    """The verdict file: what the paper found, what came out here, and what was chosen."""
+    """The verdict file: the paper's findings, ours beside them, and what we chose where the paper leaves something open."""
     marked = "" if about["preset"] == "full" else ": fewer runs or smaller than in the paper"
     made = f"preset {about['preset']}{marked}; {about['runs']} run{'s' if about['runs'] > 1 else ''}"
     if len(about["commits"]) > 1:
@@ -152,9 +159,9 @@ def overview(directory: Path) -> None:
     for name in EXPERIMENTS:
         path = directory / name / "verdict.json"
         if path.is_file():
-            told = json.loads(path.read_text(encoding="utf-8"))
-            for v in (Verdict(**fields) for fields in told["verdicts"]):
-                words = [f"`{name}`", f"{told['preset']}, {told['runs']}", cell(v.text), cell(v.ours), v.answer]
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            for v in (Verdict(**fields) for fields in stored["verdicts"]):
+                words = [f"`{name}`", f"{stored['preset']}, {stored['runs']}", cell(v.text), cell(v.ours), v.answer]
                 lines.append(f"| {' | '.join(words)} |")
     write_text(directory / "summary.md", "\n".join([*lines, ""]))
     console.print(f"\nall verdicts are in [bold]{directory / 'summary.md'}[/]", highlight=False)

@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kbf.commands.common import console
-from kbf.commands.pool import run_all
-from kbf.files import write_json
+from kbf.commands.worker_pool import run_all
+from kbf.runtime.files import write_json
 
 
 @runtime_checkable
@@ -29,6 +29,20 @@ class Kept(Protocol):
 Piece = TypeVar("Piece", bound=Kept)
 
 
+def read_result(path: Path, whole: Callable[[dict[str, Any]], bool] = bool) -> dict[str, Any] | None:
+    """What is kept of a piece; None if nothing is, or if the file is damaged: then the work is done again."""
+    if not path.exists():
+        return None
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(result, dict) and whole(result):
+            return result
+    except (ValueError, RecursionError):
+        pass
+    console.print(f"[yellow]{escape(str(path))} is damaged[/]: it is made again", highlight=False, soft_wrap=True)
+    return None
+
+
 def finish_all(
     work: Callable[[Piece], dict[str, Any]],
     pieces: list[Piece],
@@ -38,6 +52,7 @@ def finish_all(
     called: Callable[[Piece], str],
     shown: Callable[[Piece], str] | None = None,
     order: Callable[[list[Piece]], list[Piece]] = list,
+    whole: Callable[[dict[str, Any]], bool] = bool,
 ) -> tuple[dict[Path, dict[str, Any]], int]:
     """Do what is missing: the results by file, and how many pieces failed.
 
@@ -49,8 +64,9 @@ def finish_all(
         called: what they call one, where it failed.
         shown: what stands beside the bar when it is done; None for the same.
         order: in which the missing ones begin.
+        whole: whether a result that was read from a file has all that is needed of it.
     """
-    done = {piece.path: json.loads(piece.path.read_text(encoding="utf-8")) for piece in pieces if piece.path.exists()}
+    done = {piece.path: stored for piece in pieces if (stored := read_result(piece.path, whole)) is not None}
     missing = order([piece for piece in pieces if piece.path not in done])
     if done:
         console.print(f"{len(done)} of {len(pieces)} {name} are there already", highlight=False)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import time
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 
-from kbf.build import build
-from kbf.checkpoint import CheckpointError, Trained, read_checkpoint
 from kbf.commands import auto
+from kbf.commands.beside import beside, show_tried
 from kbf.commands.common import (
     about,
     console,
@@ -24,78 +23,107 @@ from kbf.commands.common import (
     show,
     start,
     tell,
+    tell_files,
     with_limits,
+    without_net_under,
     write_pictures,
 )
-from kbf.data.source import Data, load_data
+from kbf.data.dataset import Data, load_data
 from kbf.data.windows import split
-from kbf.evaluation import Score, data_floor, floor, score
-from kbf.files import copy, write_csv, write_json, write_text
-from kbf.held_out import learn_and_keep
-from kbf.pictures import log_frames, log_track
-from kbf.training import check, train
+from kbf.evaluation.floors import data_floor, floor
+from kbf.evaluation.score import Score, score
+from kbf.filters.best_of import BestOf
+from kbf.runtime.files import LOCK, copy, locked, scratch, write_csv, write_json, write_text
+from kbf.runtime.instantiate import build
+from kbf.training.callbacks import BEST, ENCODERS, LAST
+from kbf.training.checkpoint import CheckpointError, Trained, read_checkpoint
+from kbf.training.held_out_calibration import learn_and_keep
+from kbf.training.log_pictures import log_frames, log_track
+from kbf.training.log_results import log_results
+from kbf.training.train import check, is_helper, train
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
     """Train, score, write; returns the metrics.
 
     Raises:
-        ValueError: a configuration or data that cannot be used, with what to change.
+        ValueError: a configuration or data that cannot be used, with what to change; or another process that writes to the folder.
     """
+    with ExitStack() as lock:
+        return train_and_score(config, lock)
+
+
+def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
+    """`run`, which takes the run's folder (``lock``) when it begins to write there."""
     start(config["threads"])
     ckpt_path = None if config["ckpt_path"] is None else Path(config["ckpt_path"])
     trust = True
     if ckpt_path is not None:
         config, trust = resumed(config, ckpt_path)
+        tell_files(config["data"], ckpt_path)
     directory = Path(config["run_dir"])
+    check_free(directory, ckpt_path, overwrite=config["overwrite"])
+    loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]
     data = load_data(config["data"], trust=trust)
     tell(data)
     tried: list[auto.Row] = []
     if "candidates" in config["model"]:
         config, tried = auto.choose(config, data, trust=trust)
         auto.show_choice(tried)
+    if not config["calibrate"]:
+        config = {**config, "model": without_net_under(config["model"])}
     check(config, data.train, trust=trust, validation=data.validation)
     least = data_floor(data, particles=config["particles"], seed=config["seed"])
-    loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]
+    held_out = {} if not config["hold_out"] else {"held_out.mse": error_without_last_steps(config, data, trust=trust)}
     began = time.perf_counter()
-    trained = train(
-        config,
-        data.train,
-        directory / "checkpoints",
-        ckpt_path=ckpt_path,
-        validation_floor=held_floor(config, data) if loggers else None,
-        loggers=loggers,
-        trust=trust,
-        begin=lambda: prepare_directory(directory, ckpt_path, config, tried),
-        extent=data.extent,
-        validation=data.validation,
-    )
+
+    def begin() -> None:
+        check_free(directory, ckpt_path, overwrite=config["overwrite"])  # another run may have ended meanwhile
+        lock.enter_context(locked(directory))
+        prepare_directory(directory, ckpt_path, config, tried)
+
+    silent = not config["model"].get("training") and not config["model"].get("coding")  # else there is a progress bar
+    steps = sum(len(s.states) for s in data.train)
+    with console.status(f"fitting {escape(config['model']['name'])} to {steps:,} steps") if silent else nullcontext():
+        trained = train(
+            config,
+            data.train,
+            directory / "checkpoints",
+            ckpt_path=ckpt_path,
+            validation_floor=held_floor(config, data) if loggers else None,
+            loggers=loggers,
+            trust=trust,
+            begin=begin,
+            extent=data.extent,
+            validation=data.validation,
+        )
     if trained is None:  # a helper process of a distributed run
         return {}
     if config["calibrate"]:
         trained = calibrated(trained, data, directory / "checkpoints", config["seed"])
     result, metrics = finish(config, data, trained, least, began)
+    metrics |= held_out
     title = f"{metrics['model']} on {metrics['data']}, {metrics['n_train']} training steps"
     names = [] if result is None else write_pictures(config, data, result, title)
     write_json(directory / "metrics.json", metrics)
-    flat = {name: value if isinstance(value, str | int | float | bool) else str(value) for name, value in flatten(config)}
-    for logger in loggers:
-        numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
-        try:
-            logger.log_hyperparams(flat, numbers)
-        except TypeError:  # only TensorBoard takes both at once
-            logger.log_hyperparams(flat)
-            logger.log_metrics(numbers)
-        logger.save()
+    last_step = max(0, trained.steps - 1)  # that of the last point of the curves
+    log_results(loggers, config, metrics, last_step)
     if result is not None:
         spread = None if result.covariances is None else result.covariances[0]
-        shown = (data.test[0], result.estimates[0], trained.epochs)
+        shown = (data.test[0], result.estimates[0], last_step)
         log_track(loggers, "track/test", *shown, covariances=spread)
         if data.test[0].obs.ndim == 4:
             log_frames(loggers, "frames/test", *shown, covariances=spread, extent=data.extent)
     for logger in loggers:
         logger.finalize("success")
-    show(title, metrics, ["test.mse", "test.floor", "test.excess", "test.coverage_95", "validation.mse", "epochs", "seconds"])
+    if isinstance(trained.module.net, BestOf):
+        show_tried(trained.module.net, directory)
+    of_the_test = [f"test.{name}" for name in ("mse", "nmse", "floor", "excess", "coverage_95")]
+    of_the_test += ["test.passed_over"] if metrics.get("test.passed_over") else []
+    show(title, metrics, [*of_the_test, "validation.mse", "held_out.mse", "epochs", "seconds"])
+    if result is not None:
+        metrics |= beside(config, data, result)
+        write_json(directory / "metrics.json", metrics)
     if result is None:
         console.print("[yellow]all steps were learned from[/]: there is no test part, and no score", highlight=False)
     written = ", ".join(["metrics.json", *names, "checkpoints/best.ckpt"])
@@ -103,17 +131,24 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     return metrics
 
 
+def error_without_last_steps(config: dict[str, Any], data: Data, *, trust: bool) -> float:
+    """``held_out.mse``: the error on the last ``hold_out`` of the training part of a fit to the rest, which is then forgotten."""
+    fit, held = auto.held_out_part(data, config["hold_out"])
+    with scratch(config["run_dir"]) as folder, console.status("a fit without the last steps of the training part"):
+        return auto.held_out_error(config, fit, held, folder, trust=trust, extent=data.extent)
+
+
 def calibrated(trained: Trained, data: Data, directory: Path, seed: int) -> Trained:
     """The model with its calibration and its monitor, in its checkpoints too; without, and told why, where data is too short."""
     with console.status("learning from held-out parts of the training data how sure the filter may be"):
         try:
-            found = learn_and_keep(trained, directory, data.validation, seed=seed)
+            calibrated = learn_and_keep(trained, directory, data.validation, seed=seed)
         except ValueError as error:
             console.print(f"[yellow]no calibration and no alarms[/]: {escape(str(error))}", highlight=False)
             return trained
-    if found.monitor is None:
+    if calibrated.monitor is None:
         console.print("[yellow]no alarms[/]: at nearly no training step all sensors have spoken", highlight=False)
-    return found
+    return calibrated
 
 
 def finish(
@@ -124,15 +159,19 @@ def finish(
     module, result = trained.module, None
     metrics = about(config, data)
     if data.test:
-        found = score(
+        scores = score(
             trained.filter, data.test, seed=config["seed"], dtype=module.input_dtype, device=module.device, covariances=True
         )
-        metrics |= score_metrics(found, least) | reliability_metrics(reliability_of(found, data.test, trained.calibration))
-        result = recalibrated(found, trained.calibration)
+        metrics |= score_metrics(scores, least, data.test)
+        metrics |= reliability_metrics(reliability_of(scores, data.test, trained.calibration))
+        result = recalibrated(scores, trained.calibration)
     validated = trained.validation_mse
     metrics |= {"validation.mse": validated, "epochs": trained.epochs}
     began -= module.borrowed_seconds  # the time that the encoders took when they were fitted for another model
-    metrics |= {"seconds.fit": fitted - began, "seconds.test": time.perf_counter() - fitted}
+    tested = time.perf_counter() - fitted
+    metrics |= {"seconds.fit": fitted - began, "seconds.test": tested}
+    if data.test:  # sequences run beside each other: a step of the loop is one of each
+        metrics["seconds.step"] = tested / max(len(s.states) for s in data.test)
     if hasattr(module.net, "hyperparameters"):
         metrics |= {f"hyperparameters.{name}": value for name, value in module.net.hyperparameters().items()}
     return result, metrics | {"seconds": time.perf_counter() - began}
@@ -155,9 +194,32 @@ def resumed(config: dict[str, Any], ckpt_path: Path) -> tuple[dict[str, Any], bo
     more = {"model.training.epochs"}  # a run may go on for longer
     different = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key) and key not in more)
     if different:
-        told = "; ".join(f"{key}: {theirs.get(key)} there, {mine.get(key)} here" for key in different[:3])
-        raise ValueError(f"{ckpt_path} is of a run with another configuration ({told}). Leave the overrides out to take its own.")
+        differences = "; ".join(f"{key}: {theirs.get(key)} there, {mine.get(key)} here" for key in different[:3])
+        raise ValueError(
+            f"{ckpt_path} is of a run with another configuration ({differences}). Leave the overrides out to take its own."
+        )
     return config, True
+
+
+def check_free(directory: Path, ckpt_path: Path | None, *, overwrite: bool) -> None:
+    """Raise a ValueError if a run that is not the one that goes on has left its results or its checkpoints in a folder.
+
+    Or if another process writes there now; the helper processes of a distributed run belong to the one that does.
+    """
+    if is_helper():
+        return
+    if (directory / LOCK).exists():
+        with locked(directory):
+            pass
+    checkpoints = directory / "checkpoints"
+    if overwrite or (ckpt_path is not None and ckpt_path.resolve().parent == checkpoints.resolve()):
+        return
+    if (directory / "metrics.json").exists():
+        raise ValueError(f"{directory} holds a finished run: name another run_dir, or replace it with overwrite=true")
+    for name in (LAST, ENCODERS, BEST):
+        if (checkpoints / name).exists():
+            goes_on = f"kbf train ckpt_path={checkpoints / name} goes on with it"
+            raise ValueError(f"{directory} holds an interrupted run: {goes_on}; overwrite=true begins anew")
 
 
 def prepare_directory(
@@ -172,14 +234,29 @@ def prepare_directory(
     checkpoints = directory / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     if ckpt_path is None:
-        written = ("metrics.json", "auto.csv", "track.png", "frames.png", "filter.gif", "projector_config.pbtxt")
+        written = (
+            "metrics.json",
+            "auto.csv",
+            "tried.csv",
+            "track.png",
+            "frames.png",
+            "filter.gif",
+            "projector_config.pbtxt",
+            "hparams.yaml",
+        )
         old = [*directory.glob("events.out.tfevents.*"), *checkpoints.glob("*.ckpt"), *(directory / name for name in written)]
         for path in old:
             path.unlink(missing_ok=True)
-        for path in directory.glob("[0-9]" * 5 + "/features"):  # of TensorBoard's projector
+        for path in directory.glob("[0-9]" * 5 + "*/features"):  # of TensorBoard's projector
             shutil.rmtree(path.parent)
-    elif ckpt_path.resolve().parent != checkpoints.resolve() and (best := ckpt_path.parent / "best.ckpt").exists():
-        copy(best, checkpoints / "best.ckpt")
+    elif ckpt_path.resolve().parent != checkpoints.resolve():
+        own, brought = checkpoints / BEST, ckpt_path.parent / BEST
+        for name in (LAST, ENCODERS):  # of another run, perhaps, which would not go with the best that comes now
+            (checkpoints / name).unlink(missing_ok=True)
+        if brought.exists():
+            copy(brought, own)
+        elif own.exists() and read_checkpoint(own)["hyper_parameters"] != read_checkpoint(ckpt_path)["hyper_parameters"]:
+            own.unlink()
     if tried:
         write_csv(directory / "auto.csv", tried)
     write_text(directory / "config.yaml", safe_dump({k: v for k, v in config.items() if k != "explicit"}, sort_keys=False))

@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 from kbf.data.download import cache_dir
 from kbf.data.frames import Frames, as_observations, check_frames, nearest, read_frames, write_frames
 from kbf.data.synthetic import check_lengths
+from kbf.runtime.notebook import Shown
 from kbf.sequence import Sequence
 from kbf.ssm import OrientationModel, simulate
 
@@ -25,7 +26,7 @@ VIEWS = 1800
 """Views of the table that is rendered where no frames file is given: one every 0.2 degrees."""
 
 
-class OrientationImages:
+class OrientationImages(Shown):
     """theta' = theta + turn + N(0, sigma_z^2) from theta = 0; z = (cos, sin)(theta); x = the view at theta + N(0, sigma_x^2).
 
     One trajectory: its first ``n_train`` steps to learn from, the ``n_test`` steps after them as the test. It moves, then
@@ -64,7 +65,8 @@ class OrientationImages:
             n_test: steps to score on.
             seed: of the headings and the noise.
             frames: a frames file; None for views of ``renderer``, which are rendered once and kept (see `cache_dir`).
-            renderer: a renderer of `kbf.render` ("maze", "vizdoom"). level: its scene; None for its own choice. render_seed: of
+            renderer: a renderer of `kbf.data.render` ("maze", "vizdoom"). level: its scene; None for its own choice. render_seed:
+            of
                 the scene.
             size: (height, width) of the observations.
             turn: radians a step. sigma_z, sigma_x: radians. pixel_noise: standard deviation; pixels are not clipped.
@@ -79,16 +81,16 @@ class OrientationImages:
             table = embedded(renderer, level, render_seed, (2 * height, 2 * width))
         else:
             table = checked(Path(frames).expanduser())
-        self.renderer = described(table.about, frames)
-        self.problem = OrientationModel(turn, sigma_z, sigma_x)
+        self.renderer: str = described(table.about, frames)
+        self.problem: OrientationModel = OrientationModel(turn, sigma_z, sigma_x)
         start = torch.tensor([1.0, 0.0], dtype=torch.float64)
         states, headings, *_ = simulate(self.problem, start, n_train + n_test, Generator().manual_seed(seed))
         shown, which = nearest(table.yaw_degrees, torch.atan2(headings[:, 1], headings[:, 0])).unique(return_inverse=True)
         views = as_observations(table.images[shown], (height, width))[which]
         obs = views + pixel_noise * pixels(views.shape, seed)
-        self.train = [Sequence(states[:n_train], obs[:n_train])]
-        self.test = [Sequence(states[n_train:], obs[n_train:])]
-        self.decoded = [Sequence(states[n_train:], headings[n_train:])]
+        self.train: list[Sequence] = [Sequence(states[:n_train], obs[:n_train])]
+        self.test: list[Sequence] = [Sequence(states[n_train:], obs[n_train:])]
+        self.decoded: list[Sequence] = [Sequence(states[n_train:], headings[n_train:])]
 
 
 def pixels(shape: torch.Size, seed: int) -> Float[Tensor, "T *x"]:
@@ -116,16 +118,16 @@ def described(about: dict[str, Any], path: str | os.PathLike[str] | None) -> str
 
 
 def embedded(renderer: str, level: str | None, seed: int, size: tuple[int, int]) -> Frames:
-    """Views of a renderer of `kbf.render`, `VIEWS` of them, rendered the first time and kept in the cache.
+    """Views of a renderer of `kbf.data.render`, `VIEWS` of them, rendered the first time and kept in the cache.
 
     The name of the file holds a hash of everything that the views depend on. Processes that come at once each render them; the
     last one's file stays.
     """
-    import kbf.render
+    import kbf.data.render
 
     if renderer == "dmlab":
         raise ValueError("the views of DeepMind Lab come from a file: 'kbf data render dmlab out=FILE', then data.frames=FILE")
-    sources = [path.read_text(encoding="utf-8") for path in sorted(Path(kbf.render.__path__[0]).glob("*.py"))]
+    sources = [path.read_text(encoding="utf-8") for path in sorted(Path(kbf.data.render.__path__[0]).glob("*.py"))]
     key = json.dumps([renderer, level, seed, size, VIEWS, sources, installed("labmaze"), installed("vizdoom")])
     path = cache_dir() / f"{renderer}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
     try:
@@ -149,16 +151,16 @@ def render_turn(
     size: tuple[int, int],
     progress: Callable[[int], None] | None = None,
 ) -> Frames:
-    """One turn in ``views`` even steps, by a renderer of `kbf.render`.
+    """One turn in ``views`` even steps, by a renderer of `kbf.data.render`.
 
     Raises:
         ValueError: there is no such renderer or level, or it needs a package that is not installed.
     """
-    import kbf.render
+    import kbf.data.render
 
     yaw = torch.arange(views, dtype=torch.float64) * (360 / views) - 180
     try:
-        rendered = kbf.render.render(renderer, yaw, level=level, seed=seed, size=size, progress=progress)
+        rendered = kbf.data.render.render(renderer, yaw, level=level, seed=seed, size=size, progress=progress)
     except ModuleNotFoundError as error:
         raise ValueError(f"renderer {renderer}: {error}") from error
     return Frames(rendered.images, rendered.yaw_degrees, {**rendered.about, "size": list(size)})

@@ -88,9 +88,9 @@ def check(path: str | os.PathLike[str], checksums: Mapping[str, str] | None) -> 
     """Raise a ValueError if the file has other checksums than these (hexadecimal, by algorithm)."""
     for name, expected in (checksums or {}).items():
         with open(path, "rb") as file:
-            found = hashlib.file_digest(file, lambda name=name: hashlib.new(name, usedforsecurity=False)).hexdigest()
-        if found != expected.lower():
-            raise ValueError(f"{path} has the {name} checksum {found}, expected {expected}")
+            digest = hashlib.file_digest(file, lambda name=name: hashlib.new(name, usedforsecurity=False)).hexdigest()
+        if digest != expected.lower():
+            raise ValueError(f"{path} has the {name} checksum {digest}, expected {expected}")
 
 
 @contextmanager

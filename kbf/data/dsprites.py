@@ -23,14 +23,17 @@ from torch import Generator, Tensor
 from kbf.data.download import cache_dir, check, download, one_at_a_time
 from kbf.data.sprites import PIXELS, SIZES, check_factors, render_sprites
 from kbf.data.synthetic import SyntheticData
-from kbf.files import replacing
+from kbf.runtime.files import replacing
+from kbf.runtime.notebook import Shown
 from kbf.sequence import Sequence
 from kbf.ssm import gaussian_log_density_of_pairs, gaussian_noise, normal, oscillatory
 
-FILE = "dsprites_ndarray_co1sh3sc6or40x32y32_64x64.npz"
-URL = f"https://github.com/google-deepmind/dsprites-dataset/raw/master/{FILE}"
+FILE_NAME = "dsprites_ndarray_co1sh3sc6or40x32y32_64x64.npz"
+URL = f"https://github.com/google-deepmind/dsprites-dataset/raw/master/{FILE_NAME}"
 MD5 = "7da33b31b13a06f4b04a70402ce90c2e"  # the authors publish none; this one many independent projects check the file with
-HELP = f"{FILE} can be had from {URL} by any other way: give its path as data.images=PATH; data.images=rendered needs no file"
+DOWNLOAD_HINT = (
+    f"{FILE_NAME} can be had from {URL} by any other way: give its path as data.images=PATH; data.images=rendered needs no file"
+)
 
 
 class PositionModel(NamedTuple):
@@ -109,7 +112,7 @@ def position_model(
     return PositionModel(base.f, base.h, base.Q, R, base.m0, base.P0, sigma_x, axis)
 
 
-class DSprites:
+class DSprites(Shown):
     """One trajectory of a sprite: ``n_train`` pictures to learn from, the ``n_test`` pictures after them as the test.
 
     It starts at the model's m0, moves, and is then shown: at the point of a grid of 32 x 32 next to z + N(0, sigma_x^2 I), with
@@ -159,7 +162,7 @@ class DSprites:
         """
         if pixel_noise < 0:
             raise ValueError(f"pixel_noise must not be negative, got {pixel_noise}")
-        self.problem = position_model() if problem is None else problem
+        self.problem: PositionModel = position_model() if problem is None else problem
         shown = SyntheticData(self.problem, n_train, n_test, seed)
         sprite = torch.tensor([shape, scale, orientation])
         check_factors(torch.cat([sprite, sprite.new_zeros(2)])[None])
@@ -172,12 +175,12 @@ class DSprites:
             noise = torch.stack([torch.randn(PIXELS, PIXELS, generator=generator) for _ in cells])
             return (source(factors).float()[which] + pixel_noise * noise)[:, None]
 
-        self.train = [s._replace(obs=seen(s.obs)) for s in shown.train]
-        self.test = [s._replace(obs=seen(s.obs)) for s in shown.test]
+        self.train: list[Sequence] = [s._replace(obs=seen(s.obs)) for s in shown.train]
+        self.test: list[Sequence] = [s._replace(obs=seen(s.obs)) for s in shown.test]
         self.decoded: list[Sequence] = shown.test
         self.renderer = "drawn by kbf" if images == "rendered" else "the published dSprites"
         edge = 2 * float(self.problem.axis[-1])  # the positions take up the middle half of a picture
-        self.extent = (-edge, edge, edge, -edge)
+        self.extent: tuple[float, float, float, float] = (-edge, edge, edge, -edge)
 
 
 def frames_of(images: str, sha256: str | None = None) -> Callable[[Tensor], Tensor]:
@@ -186,13 +189,13 @@ def frames_of(images: str, sha256: str | None = None) -> Callable[[Tensor], Tens
         return render_sprites
     if images == "download":
         try:
-            path = download(URL, cache_dir() / "dsprites" / FILE, {"sha256": sha256} if sha256 else {"md5": MD5}, tell)
+            path = download(URL, cache_dir() / "dsprites" / FILE_NAME, {"sha256": sha256} if sha256 else {"md5": MD5}, tell)
         except ValueError as error:
-            raise ValueError(f"{error}. {HELP}") from error
+            raise ValueError(f"{error}. {DOWNLOAD_HINT}") from error
     else:
         path = Path(images).expanduser()
         if not path.is_file():
-            raise FileNotFoundError(f"there is no file {path}: data.images must be rendered, download, or the path of {FILE}")
+            raise FileNotFoundError(f"there is no file {path}: data.images must be rendered, download, or the path of {FILE_NAME}")
         check(path, {"sha256": sha256} if sha256 else None)
     frames = open_dsprites(path)
     return lambda factors: torch.from_numpy(frames[frame_index(factors.numpy())])

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, interpolate
 
-from kbf.files import replacing
+from kbf.runtime.files import replacing
 
 LARGEST_GAP = 5.0
 """Degrees between neighbouring views that still count as a full turn."""
@@ -80,7 +80,7 @@ def read_frames(path: str | os.PathLike[str]) -> Frames:
 
 
 def faults(arrays: dict[str, Any]) -> str | None:
-    """What is wrong with the arrays of a frames file, or None."""
+    """The first thing wrong with the arrays of a frames file, or None."""
     missing = [name for name in ("images", "yaw_degrees") if name not in arrays]
     if missing:
         return f"the array {missing[0]!r} is missing"

@@ -23,15 +23,18 @@ from torch import Generator, Tensor
 from kbf.data.dmlab import installed, pixels
 from kbf.data.download import cache_dir
 from kbf.data.synthetic import check_lengths
-from kbf.files import replacing
+from kbf.runtime.files import replacing
+from kbf.runtime.notebook import Shown
 from kbf.sequence import Sequence
 from kbf.ssm import OrientationModel, normal, rotate
 
 GRAVITY, DT, MAX_SPEED, MAX_TORQUE = 10.0, 0.05, 8.0, 2.0
 """Of Pendulum-v1; its mass and length are 1."""
-SIDE, BLOCK = 32, 10
+IMAGE_SIDE, PIXEL_BLOCK = 32, 10
 """Pixels along a side of an observation, each the mean over so many rendered ones; the pendulum stays within them."""
-MISSING = "the pendulum is simulated and rendered by Gymnasium and pygame, which are not installed: pip install 'kbf[examples]'"
+INSTALL_HINT = (
+    "the pendulum is simulated and rendered by Gymnasium and pygame, which are not installed: pip install 'kbf[examples]'"
+)
 
 
 class PendulumModel(NamedTuple):
@@ -105,7 +108,7 @@ class Run(NamedTuple):
     frames: Tensor
 
 
-class Pendulum:
+class Pendulum(Shown):
     """One run of Gymnasium's Pendulum-v1: its first ``n_train`` steps to learn from, the ``n_test`` steps after them as the test.
 
     It starts as Gymnasium's ``reset(seed=seed)`` has it, moves, and is then shown: the middle of the picture that ``render`` draws
@@ -141,14 +144,14 @@ class Pendulum:
             ValueError: fewer than two training steps or no test step, or Gymnasium or pygame are not installed.
         """
         check_lengths("image", n_train, n_test)
-        self.problem = problem or PendulumModel()
+        self.problem: PendulumModel = problem or PendulumModel()
         run = kept_run(self.problem, n_train + n_test, seed)
         states, obs = self.problem.embed(run.y), noisy(run.frames, pixel_noise, seed)
         angle = torch.stack([run.shown.cos(), run.shown.sin()], -1)
-        self.train = [Sequence(states[:n_train], obs[:n_train])]
-        self.test = [Sequence(states[n_train:], obs[n_train:])]
-        self.decoded = [Sequence(states[n_train:], angle[n_train:])]
-        self.renderer = f"Gymnasium {installed('gymnasium')}, Pendulum-v1"
+        self.train: list[Sequence] = [Sequence(states[:n_train], obs[:n_train])]
+        self.test: list[Sequence] = [Sequence(states[n_train:], obs[n_train:])]
+        self.decoded: list[Sequence] = [Sequence(states[n_train:], angle[n_train:])]
+        self.renderer: str = f"Gymnasium {installed('gymnasium')}, Pendulum-v1"
 
 
 def simulate_run(model: PendulumModel, steps: int, seed: int, progress: Callable[[int], None] | None = None) -> Run:
@@ -169,7 +172,7 @@ def simulate_run(model: PendulumModel, steps: int, seed: int, progress: Callable
         import gymnasium
         import pygame  # noqa: F401  # Gymnasium looks for it when it renders
     except ModuleNotFoundError as error:
-        raise ValueError(MISSING) from error
+        raise ValueError(INSTALL_HINT) from error
     env = gymnasium.make("Pendulum-v1", render_mode="rgb_array", max_episode_steps=-1, disable_env_checker=True)
     env.reset(seed=seed)
     generator = Generator().manual_seed(seed)
@@ -200,9 +203,9 @@ def photograph(env: Any, angle: float) -> np.ndarray:
     pendulum.state, pendulum.last_u = np.array([angle, state[1]]), None  # None: no arrow
     picture = env.render()
     pendulum.state, pendulum.last_u = state, torque
-    edge = (len(picture) - SIDE * BLOCK) // 2
-    middle = picture[edge : edge + SIDE * BLOCK, edge : edge + SIDE * BLOCK]
-    means = middle.reshape(SIDE, BLOCK, SIDE, BLOCK, 3).mean((1, 3))
+    edge = (len(picture) - IMAGE_SIDE * PIXEL_BLOCK) // 2
+    middle = picture[edge : edge + IMAGE_SIDE * PIXEL_BLOCK, edge : edge + IMAGE_SIDE * PIXEL_BLOCK]
+    means = middle.reshape(IMAGE_SIDE, PIXEL_BLOCK, IMAGE_SIDE, PIXEL_BLOCK, 3).mean((1, 3))
     return means.round().astype(np.uint8).transpose(2, 0, 1)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from kbf.runtime.notebook import Shown
 from kbf.sequence import Sequence
 from kbf.ssm import StateSpace, simulate
 
 
-class SyntheticData:
+class SyntheticData(Shown):
     """One trajectory of a known model: its first ``n_train`` steps to learn from, the ``n_test`` steps after them as the test.
 
     The trajectory starts at ``start``, moves, and then observes. With one seed, a longer training part begins with the shorter.
@@ -43,8 +44,8 @@ class SyntheticData:
         z0 = torch.as_tensor(getattr(problem, "m0", (1.0, 0.0)) if start is None else start, dtype=torch.float64)
         states, obs, *_ = simulate(problem, z0, n_train + n_test, torch.Generator().manual_seed(seed))
         self.problem = problem
-        self.train = [Sequence(states[:n_train], obs[:n_train])]
-        self.test = [Sequence(states[n_train:], obs[n_train:])]
+        self.train: list[Sequence] = [Sequence(states[:n_train], obs[:n_train])]
+        self.test: list[Sequence] = [Sequence(states[n_train:], obs[n_train:])]
 
 
 def check_lengths(kind: str, n_train: int, n_test: int) -> None:

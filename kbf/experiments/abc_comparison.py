@@ -8,21 +8,22 @@ from __future__ import annotations
 import math
 import time
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.charts import Figure, curves
-from kbf.embeddings import cme_weights_primal
 from kbf.experiments.base import Job, Row, Settings, Verdict, means, wilcoxon
 from kbf.experiments.gaussian_model import GaussianModel, gaussian_model
-from kbf.kernels import Kernel, gaussian, median_distance
-from kbf.linalg import pivoted_cholesky, psd_solve, squared_distance
+from kbf.plots.charts import Figure, curves
+from kbf.rkhs.embeddings import cme_weights_primal
+from kbf.rkhs.kernels import Kernel, gaussian, median_distance
+from kbf.rkhs.linalg import pivoted_cholesky, psd_solve, squared_distance
 
 COND, KBR, PRINTED, IW, ABC = "COND", "KBR", "KBR, delta as printed", "IW rule", "ABC"
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "full": {
         "runs": 30,
         "dimensions": [2, 6, 12],
@@ -71,15 +72,15 @@ def work(job: Job) -> list[Row]:
     truth = model.posterior_mean(queries)
     rows: list[Row] = []
 
-    def add(method: str, n: int, seconds: float, found: Tensor) -> None:
-        error = (found - truth).square().mean().item()
+    def add(method: str, n: int, seconds: float, mean: Tensor) -> None:
+        error = (mean - truth).square().mean().item()
         rows.append({"d": job["d"], "run": job["run"], "method": method, "n": n, "seconds": seconds, "mse": error})
 
     kernel_rules(model, queries, 50, generator)  # the first calls load libraries: not timed
     rejection(model, queries, 50, 30, generator)
     for n in job["sizes"]:
-        for method, (seconds, found) in kernel_rules(model, queries, n, generator).items():
-            add(method, n, seconds, found)
+        for method, (seconds, mean) in kernel_rules(model, queries, n, generator).items():
+            add(method, n, seconds, mean)
     for n in job["simulations"]:
         began = time.process_time()
         near = rejection(model, queries, n, max(ACCEPTED), generator)
@@ -112,12 +113,12 @@ def kernel_rules(
         PRINTED: (weighed, lambda: original_mean(Psi, psi, z, gamma, delta)),
         IW: (weighed, lambda: weighted_mean(Psi, psi, z, r, math.sqrt(delta))),
     }
-    found = {}
+    timed_means = {}
     for method, (before, posterior_mean) in ways.items():
         began = clock()
         mean = posterior_mean()
-        found[method] = (before + clock() - began, mean)
-    return found
+        timed_means[method] = (before + clock() - began, mean)
+    return timed_means
 
 
 def original_mean(
@@ -125,7 +126,7 @@ def original_mean(
 ) -> Float[Tensor, "q d"]:
     """Posterior means psi^T (C^2 + delta I)^-1 C Psi^T L z with L = diag(gamma), C = Psi^T L Psi (Fukumizu et al., equation 13).
 
-    They are the means of `kbf.rules.original_primal`, of all queries with one factorisation.
+    They are the means of `kbf.rkhs.rules.original_primal`, of all queries with one factorisation.
     """
     weighted = gamma[:, None] * Psi
     C = Psi.mT @ weighted
@@ -137,7 +138,7 @@ def weighted_mean(
 ) -> Float[Tensor, "q d"]:
     """Posterior means psi^T (Psi^T D Psi + n reg I)^-1 Psi^T D z with D = diag(r); with r = 1 the conditional means.
 
-    They are the means of `kbf.rules.importance_weighted_primal`, of all queries with one factorisation.
+    They are the means of `kbf.rkhs.rules.importance_weighted_primal`, of all queries with one factorisation.
     """
     weighted = r[:, None] * Psi
     return psi @ psd_solve(Psi.mT @ weighted, weighted.mT @ z, reg=len(z) * reg)

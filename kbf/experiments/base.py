@@ -15,12 +15,11 @@ A file ``NAME.py`` holds one experiment as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Mapping, Sequence as Many
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from kbf.charts import Figure
-from kbf.evaluation import mean_and_error, wilcoxon_pairs
+from kbf.evaluation.statistics import mean_and_error, wilcoxon_pairs
+from kbf.plots.charts import Figure
 
 Job = dict[str, Any]
 Row = dict[str, Any]
@@ -64,7 +63,7 @@ def counted(verdicts: Many[Verdict]) -> str:
     return "; ".join(parts)
 
 
-SLIGHTLY = 0.25
+SLIGHT_INCREASE = 0.25
 """What "slightly" means in the verdicts: by less than a quarter, at the largest size."""
 
 
@@ -117,10 +116,10 @@ def means(rows: Many[Mapping[str, Any]], by: Many[str], *values: str) -> list[Ro
         groups.setdefault(tuple(row[key] for key in by), []).append(row)
     table = []
     for key, members in groups.items():
-        told: Row = dict(zip(by, key, strict=True))
+        mean_row: Row = dict(zip(by, key, strict=True))
         for value in values:
-            told[value], told[f"{value}_se"] = mean_and_error([row[value] for row in members])
-        table.append({**told, "runs": len(members)})
+            mean_row[value], mean_row[f"{value}_se"] = mean_and_error([row[value] for row in members])
+        table.append({**mean_row, "runs": len(members)})
     return table
 
 
@@ -131,15 +130,15 @@ def column(rows: Many[Mapping[str, Any]], value: str, **fixed: Any) -> list[floa
 
 def wilcoxon(rows: Many[Mapping[str, Any]], value: str, by: Many[str], *, method: str = "method", run: str = "run") -> list[Row]:
     """Wilcoxon signed-rank tests of ``value`` between all pairs of methods, over runs, for each combination of ``by``."""
-    told: list[Row] = []
+    tests: list[Row] = []
     for key in dict.fromkeys(tuple(row[name] for name in by) for row in rows):
         fixed = dict(zip(by, key, strict=True))
         mine = [row for row in rows if all(row[name] == wanted for name, wanted in fixed.items())]
         errors: dict[str, dict[int, float]] = {}
         for row in mine:
             errors.setdefault(row[method], {})[row[run]] = row[value]
-        told += [fixed | pair for pair in wilcoxon_pairs(errors)]
-    return told
+        tests += [fixed | pair for pair in wilcoxon_pairs(errors)]
+    return tests
 
 
 def p_values(tests: Many[Row], by: str) -> dict[tuple[Any, frozenset[str]], float]:

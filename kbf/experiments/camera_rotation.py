@@ -8,29 +8,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.charts import Figure, curves
 from kbf.experiments.base import Job, Row, Settings, Verdict, means, p_values, wilcoxon
 from kbf.experiments.rotation_filters import Estimator, each_frame, kalman, neural, on_pixels
 from kbf.experiments.rotations import film, walk
-from kbf.selection import best_of
+from kbf.filters.kernel.selection import best_of
+from kbf.plots.charts import Figure, curves
 from kbf.sequence import Sequence
 
 KBR, KBR_TRACE, IW, IW_TRACE, NEURAL = "KBR (Gauss)", "KBR (Tr)", "IW (Gauss)", "IW (Tr)", "IW(NN) (Tr)"
 KALMAN, QUATERNION, PROJECTED, FRAME = "Kalman (9 dim.)", "Kalman (quat.)", "Kalman (9 dim., to SO(3))", "each frame (Tr)"
 METHODS = (KBR, KBR_TRACE, KALMAN, QUATERNION, PROJECTED, IW, IW_TRACE, NEURAL, FRAME)
-GRID = {
+GRID: dict[str, Any] = {
     "betas": [0.4, 0.7, 1.0],
     "epsilons": [1e-7, 1e-6, 1e-5, 1e-4],
     "steps": [100, 200, 300],
     "components": [100, 200, 400, 800],
     "factors": [0.1, 0.3, 1.0],
 }
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "full": {"runs": 10, "noises": [1e-4, 1e-3], "frames": 3600, "held": 300, "rank": 300, **GRID},
     "quick": {
         "runs": 3,
@@ -122,20 +123,20 @@ def work(job: Job) -> list[Row]:
     candidates = list(product(job[first], job[second]))
     chosen = best_of(candidates, lambda c: distance(build(head, *c)(held.obs), held.states).mean().item())
     error = distance(build(part(whole, 0, half), *chosen)(test.obs), test.states)
-    told = {"error": error.mean().item(), "mse": error.square().mean().item(), "chosen": f"{chosen[0]:g}, {chosen[1]:g}"}
-    return [{key: job[key] for key in ("run", "noise", "method")} | told]
+    scores = {"error": error.mean().item(), "mse": error.square().mean().item(), "chosen": f"{chosen[0]:g}, {chosen[1]:g}"}
+    return [{key: job[key] for key in ("run", "noise", "method")} | scores]
 
 
 def judge(rows: list[Row]) -> list[Verdict]:
     """Three statements that table 1 makes, and questions of ours."""
-    told = {(row["noise"], row["method"]): row["error"] for row in means(rows, ["noise", "method"], "error")}
+    errors = {(row["noise"], row["method"]): row["error"] for row in means(rows, ["noise", "method"], "error")}
     p = p_values(tests(rows), "noise")
     noises, runs = sorted({row["noise"] for row in rows}), len({row["run"] for row in rows})
 
     def compare(finding: str, better: list[str], worse: list[str], *, significantly: bool = False, asked: bool = False) -> Verdict:
         pairs = [(noise, a, b) for noise in noises for a in better for b in worse]
-        won = all(told[noise, a] < told[noise, b] for noise, a, b in pairs)
-        lists = [", ".join(f"{m} {told[noise, m]:.3f}" for m in (*better, *worse)) for noise in noises]
+        won = all(errors[noise, a] < errors[noise, b] for noise, a, b in pairs)
+        lists = [", ".join(f"{m} {errors[noise, m]:.3f}" for m in (*better, *worse)) for noise in noises]
         ours = "; ".join(f"noise {noise:g}: {one}" for noise, one in zip(noises, lists, strict=True))
         enough = 2.0 ** (1 - runs) < 0.05  # the least p-value that there can be
         largest = max(p[noise, frozenset((a, b))] for noise, a, b in pairs)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import time
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Generator
 
-from kbf.charts import Figure
 from kbf.experiments import cme_study
 from kbf.experiments.base import Job, Row, Settings, Verdict, means
 from kbf.experiments.cme_forms import CKME, LCKME, METHODS, fit
 from kbf.experiments.cme_study import Problem
-from kbf.linalg import psd_solve
+from kbf.plots.charts import Figure
+from kbf.rkhs.linalg import psd_solve
 
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "full": {
         "runs": 20,
         "n": 500,
@@ -50,7 +51,7 @@ PRESETS["smoke"] = PRESETS["full"] | {
     **{"runs": 2, "n": 40, "queries": 3, "sigmas": [1.0, 10.0], "ridges": [1e-3], "sizes": [20, 40], "dimensions": [2, 4]},
     **{"time_n": 40, "m": [5], "large": [100, 200], "large_m": 20, "large_runs": 1, "large_queries": 5},
 }
-LARGEST = 10_000
+LARGEST_EXACT = 10_000
 """The most points of CKME."""
 NOTES = """The draft is unfinished: it has captions, but neither pictures nor a text on results; the questions are what its
 sections 1 and 3 hope of the local form. It gives no n, d, m, grids or sigma_y for figures 1-7; here d_y = 2, sigma_y = 1 (a
@@ -106,16 +107,16 @@ def large(job: Job) -> list[Row]:
     reg = 0.001 / math.sqrt(n) * 2 * math.pi  # over k(x, x) = 1 / (2 pi)
     rows = []
     for method in METHODS:
-        if method == CKME and n > LARGEST:
+        if method == CKME and n > LARGEST_EXACT:
             continue
         began = time.process_time()
-        found = fit(method, p.x, p.y, variance=1.0, reg=reg, m=job["m"], seed=job["run"]).mean(p.queries)
+        predicted = fit(method, p.x, p.y, variance=1.0, reg=reg, m=job["m"], seed=job["run"]).mean(p.queries)
         seconds = time.process_time() - began
         rows.append(
             {
                 **{key: job[key] for key in ("kind", "run", "n", "d", "m")},
                 **{"method": method, "sigma": 1.0, "ridge": reg, "rkhs": None},
-                **{"mean": (found - p.mean).square().sum(-1).mean().item(), "mode": None},
+                **{"mean": (predicted - p.mean).square().sum(-1).mean().item(), "mode": None},
                 **{"noise": p.cov.trace().item(), "seconds": seconds},
             }
         )

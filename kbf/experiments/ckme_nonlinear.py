@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Generator
 
-from kbf.charts import Figure
 from kbf.experiments import cme_study
 from kbf.experiments.base import Job, Row, Settings, Verdict
 from kbf.experiments.cme_forms import density
 from kbf.experiments.cme_study import Problem
+from kbf.plots.charts import Figure
 
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "full": {
         "runs": 20,
         "n": 500,

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf import cme
-from kbf.kernels import gaussian
+from kbf.rkhs import conditional_means
+from kbf.rkhs.kernels import gaussian
 from kbf.ssm import gaussian_log_density
 
 CKME, LCKME, NWKR, RANDOM = "CKME", "LCKME", "NWKR", "random"
@@ -30,7 +30,7 @@ def fit(
     reg: float,
     m: int,
     seed: int = 0,
-) -> cme.ConditionalMean:
+) -> conditional_means.ConditionalMean:
     """A form with the Gaussian kernel exp(-||x - x'||^2 / (2 variance)) and the ridge n reg.
 
     m is the one size of all: neighbours, points drawn, pivots, features (the even number below), landmarks, points in a part.
@@ -45,21 +45,21 @@ def fit(
     m = m if method == RFF else min(m, n)
     match method:
         case "CKME":
-            return cme.exact(kernel, x, y, reg)
+            return conditional_means.exact(kernel, x, y, reg)
         case "LCKME":
-            return cme.nearest(kernel, x, y, reg, m=m)
+            return conditional_means.nearest(kernel, x, y, reg, m=m)
         case "NWKR":
-            return cme.nadaraya_watson(kernel, x, y)
+            return conditional_means.nadaraya_watson(kernel, x, y)
         case "random":
-            return cme.subsample(kernel, x, y, reg, m=m, generator=generator)
+            return conditional_means.subsample(kernel, x, y, reg, m=m, generator=generator)
         case "ICF":
-            return cme.incomplete_cholesky(kernel, x, y, reg, rank=m)
+            return conditional_means.incomplete_cholesky(kernel, x, y, reg, rank=m)
         case "RFF":
-            return cme.random_fourier(width, x, y, reg, m=max(2, m - m % 2), generator=generator)
+            return conditional_means.random_fourier(width, x, y, reg, m=max(2, m - m % 2), generator=generator)
         case "divide and conquer":
-            return cme.divide_and_conquer(kernel, x, y, reg, s=max(1, round(n / m)), generator=generator)
+            return conditional_means.divide_and_conquer(kernel, x, y, reg, s=max(1, round(n / m)), generator=generator)
         case "leverage":
-            return cme.nystrom(kernel, x, y, reg, m=m, sampling="leverage", generator=generator)
+            return conditional_means.nystrom(kernel, x, y, reg, m=m, sampling="leverage", generator=generator)
     raise ValueError(f"there is no method {method!r}; there are {', '.join(METHODS)}")
 
 

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kbf.charts import Figure, curves
-from kbf.embeddings import Embedding
 from kbf.experiments.base import Job, Row, Settings, Verdict, means, wilcoxon
 from kbf.experiments.cme_forms import ALL_POINTS, CKME, LCKME, METHODS, NWKR, RANDOM, cv_score, density, fit, norm_error, split
-from kbf.selection import best_of
+from kbf.filters.kernel.selection import best_of
+from kbf.plots.charts import Figure, curves
+from kbf.rkhs.embeddings import Embedding
 
-CLOSE = 1.1
+EQUAL_WITHIN = 1.1
 """What "as accurate" means in the verdicts: at most a tenth more error."""
 
 
@@ -90,19 +90,23 @@ def row(job: Job, p: Problem, method: str, sigma: float, reg: float) -> Row:
 
 def judge(rows: list[Row]) -> list[Verdict]:
     """What the draft hopes of the local form, in RKHS-norm errors."""
-    told, settings = [], [r for r in rows if r["kind"] == "grid"]
+    verdicts, settings = [], [r for r in rows if r["kind"] == "grid"]
     best = {method: lowest(settings, method) for method in (CKME, LCKME)}
     share = best[LCKME]["rkhs"] / best[CKME]["rkhs"]
     ours = "; ".join(f"{k} {v['rkhs']:.3g} (sigma {v['sigma']:g}, ridge {v['ridge']:g})" for k, v in best.items())
-    told.append(Verdict("LCKME is as accurate as CKME (within 10 %), each at its best sigma and ridge", ours, share <= CLOSE))
+    verdicts.append(
+        Verdict("LCKME is as accurate as CKME (within 10 %), each at its best sigma and ridge", ours, share <= EQUAL_WITHIN)
+    )
     sizes, inputs = sweep(rows, "n"), sweep(rows, "d")
     for name, mine in (("n", sizes), ("d", inputs)):
-        told.append(
-            compare(f"LCKME is as accurate as CKME (within 10 %) at every {name}, both cross-validated", mine, name, CKME, CLOSE)
+        verdicts.append(
+            compare(
+                f"LCKME is as accurate as CKME (within 10 %) at every {name}, both cross-validated", mine, name, CKME, EQUAL_WITHIN
+            )
         )
     for other in (RANDOM, NWKR):
-        told.append(compare(f"LCKME is more accurate than {other} at every n, both cross-validated", sizes, "n", other, 1.0))
-    return [v._replace(asked=True) for v in (*told, faster(rows), alike(sizes))]  # the draft reports no result
+        verdicts.append(compare(f"LCKME is more accurate than {other} at every n, both cross-validated", sizes, "n", other, 1.0))
+    return [v._replace(asked=True) for v in (*verdicts, faster(rows), alike(sizes))]  # the draft reports no result
 
 
 def sweep(rows: list[Row], name: str) -> list[Row]:
@@ -130,7 +134,7 @@ def faster(rows: list[Row]) -> Verdict:
     """The cheapest LCKME that comes close to CKME, in the same number of queries."""
     table = means([r for r in rows if r["kind"] == "time"], ["method", "m"], "rkhs", "seconds")
     full = min((r for r in table if r["method"] == CKME), key=lambda r: r["seconds"])
-    near = [r for r in table if r["method"] == LCKME and r["rkhs"] <= CLOSE * full["rkhs"]]
+    near = [r for r in table if r["method"] == LCKME and r["rkhs"] <= EQUAL_WITHIN * full["rkhs"]]
     finding = "LCKME reaches CKME's error (within 10 %) in less time"
     if not near:
         return Verdict(finding, "it does not reach it at any m", False)
@@ -144,12 +148,12 @@ def faster(rows: list[Row]) -> Verdict:
 def differences(rows: list[Row]) -> list[Row]:
     """For each run and n the decades between a method's cross-validated sigma and ridge and those of CKME (figures 7 and 15)."""
     full = {(r["run"], r["n"]): r for r in rows if r["method"] == CKME}
-    told = []
+    optima = []
     for r in rows:
         exact = full[r["run"], r["n"]]
         sigma, ridge = (math.log10(r[key] / exact[key]) for key in ("sigma", "ridge"))
-        told.append({"method": r["method"], "sigma": sigma, "ridge": ridge, "off": abs(sigma)})
-    return told
+        optima.append({"method": r["method"], "sigma": sigma, "ridge": ridge, "off": abs(sigma)})
+    return optima
 
 
 def alike(rows: list[Row]) -> Verdict:

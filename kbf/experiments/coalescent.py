@@ -6,20 +6,21 @@ import time
 from collections.abc import Sequence as Many
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kbf.charts import Figure, curves
 from kbf.experiments.base import Job, Row, Settings, Verdict, all_of, means, p_values, wilcoxon
 from kbf.experiments.cme_forms import CKME, DIVIDED, ICF, LCKME, LEVERAGE, METHODS, NWKR, RANDOM, RFF, fit
 from kbf.experiments.coalescent_data import PRIOR, chunk, observations, simulations, sizes
-from kbf.kernels import gaussian, median_distance
-from kbf.selection import best_of
+from kbf.filters.kernel.selection import best_of
+from kbf.plots.charts import Figure, curves
+from kbf.rkhs.kernels import gaussian, median_distance
 
 GRID = {"factors": [0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0], "ridges": [1e-9, 1e-7, 1e-5, 1e-3, 1e-1]}
-CHEAP = {
+FULL_SIZES = {
     LCKME: [10, 30, 100, 300],
     RANDOM: [300, 1000, 3000],
     ICF: [30, 100, 300],
@@ -27,11 +28,11 @@ CHEAP = {
     DIVIDED: [100, 300, 1000],
     LEVERAGE: [30, 100, 300],
 }
-FEW = {LCKME: [30, 100], RANDOM: [300, 1000], ICF: [30, 100], RFF: [30, 100], DIVIDED: [100, 300], LEVERAGE: [30, 100]}
-TINY = {LCKME: [5, 10], RANDOM: [10], ICF: [10], RFF: [10], DIVIDED: [20], LEVERAGE: [10]}
-PRESETS = {
-    "full": {"runs": 20, "n": 100_000, "observed": 100, "held": 300, **GRID, "m": {CKME: [5000], NWKR: [100_000], **CHEAP}},
-    "quick": {"runs": 6, "n": 8000, "observed": 100, "held": 150, **GRID, "m": {CKME: [1500], NWKR: [8000], **FEW}},
+QUICK_SIZES = {LCKME: [30, 100], RANDOM: [300, 1000], ICF: [30, 100], RFF: [30, 100], DIVIDED: [100, 300], LEVERAGE: [30, 100]}
+SMOKE_SIZES = {LCKME: [5, 10], RANDOM: [10], ICF: [10], RFF: [10], DIVIDED: [20], LEVERAGE: [10]}
+PRESETS: dict[str, dict[str, Any]] = {
+    "full": {"runs": 20, "n": 100_000, "observed": 100, "held": 300, **GRID, "m": {CKME: [5000], NWKR: [100_000], **FULL_SIZES}},
+    "quick": {"runs": 6, "n": 8000, "observed": 100, "held": 150, **GRID, "m": {CKME: [1500], NWKR: [8000], **QUICK_SIZES}},
     "smoke": {
         "runs": 2,
         "n": 60,
@@ -39,7 +40,7 @@ PRESETS = {
         "held": 10,
         "factors": [1.0],
         "ridges": [1e-2],
-        "m": {CKME: [30], NWKR: [60], **TINY},
+        "m": {CKME: [30], NWKR: [60], **SMOKE_SIZES},
     },
 }
 ERRORS = {"mse_mean": "mean", "mse_mode": "mode"}
@@ -82,8 +83,8 @@ def work(job: Job) -> list[Row]:
     mean = fitted.mean(at)
     seconds = time.process_time() - began
     row = {"run": run, "method": method, "m": m, "factor": factor, "ridge": reg, "held": held, "seconds": seconds}
-    for name, found in (("mean", mean), ("mode", mode(y[:most], fitted.weights(at)))):
-        theta, rho = (found - truth).square().mean(0).tolist()
+    for name, estimate in (("mean", mean), ("mode", mode(y[:most], fitted.weights(at)))):
+        theta, rho = (estimate - truth).square().mean(0).tolist()
         row |= {f"theta_{name}": theta, f"rho_{name}": rho, f"mse_{name}": theta + rho}
     return [row]
 
@@ -132,7 +133,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
         pair = frozenset((form(one), form(other)))
         return all_of([one[e] < other[e] if p[ERRORS[e], pair] < 0.05 else None for e in errors])
 
-    told = []
+    verdicts = []
     for other in (CKME, RANDOM, NWKR):
         whole = " over all simulations" if other == CKME else ""
         finding = (
@@ -140,14 +141,16 @@ def judge(rows: list[Row]) -> list[Verdict]:
         )
         pair = frozenset((form(mine), form(best[other])))
         values = ", ".join(f"p = {p[name, pair]:.2g} ({name})" for name in ERRORS.values())
-        told.append(Verdict(finding, f"{describe(mine)}; {describe(best[other])}; {values}", ahead(mine, best[other]), asked=True))
+        verdicts.append(
+            Verdict(finding, f"{describe(mine)}; {describe(best[other])}; {values}", ahead(mine, best[other]), asked=True)
+        )
     faster = [r for r in table if r["method"] != LCKME and r["seconds"] < mine["seconds"]]
     beaten = [r for r in faster if ahead(r, mine, ["mse_mean"])]
     level = [r for r in faster if ahead(r, mine, ["mse_mean"]) is None and r["mse_mean"] < mine["mse_mean"]]
     parts = [f"{'; '.join(map(describe, some))} {what}" for some, what in ((beaten, "ahead in both"), (level, "perhaps")) if some]
     finding = "no other form is both faster and more accurate than LCKME, by the mean"
     ours = "; ".join([describe(mine), *(parts or ["none is"])])
-    return [*told, Verdict(finding, ours, False if beaten else None if level else True, asked=True)]
+    return [*verdicts, Verdict(finding, ours, False if beaten else None if level else True, asked=True)]
 
 
 def form(row: Row) -> str:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kbf.data.download import cache_dir
-from kbf.files import replacing
+from kbf.runtime.files import replacing
 
 PRIOR = ((2.0, 10.0), (0.0, 10.0))
 """Uniform, of the scaled mutation rate theta and of the scaled recombination rate rho."""
 HAPLOTYPES = 50
-CHUNK = 2000
+SIMULATIONS_PER_PIECE = 2000
 """Simulations in a file."""
 
 
@@ -86,7 +86,7 @@ def chunk(index: int, n: int, seed: int) -> Tensor:
 
 def sizes(n: int) -> list[int]:
     """How many simulations each chunk of n holds."""
-    return [min(CHUNK, n - start) for start in range(0, n, CHUNK)]
+    return [min(SIMULATIONS_PER_PIECE, n - start) for start in range(0, n, SIMULATIONS_PER_PIECE)]
 
 
 def simulations(n: int, seed: int) -> Tensor:

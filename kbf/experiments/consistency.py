@@ -9,6 +9,7 @@ conditions of the theorems hold and every norm is a finite sum.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,10 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 from torch.nn.functional import one_hot
 
-from kbf import ratios, rules
-from kbf.charts import Figure, curves
 from kbf.experiments.base import Job, Row, Settings, Verdict, all_of, means
-from kbf.kernels import gaussian
+from kbf.plots.charts import Figure, curves
+from kbf.rkhs import ratios, rules
+from kbf.rkhs.kernels import gaussian
 
 IW, ORIGINAL = "IW", "original"
 RATIO, COVARIANCE, OPERATOR = "ratio, sup norm", "covariance, operator norm", "conditional operator, Hilbert-Schmidt norm"
@@ -37,7 +38,7 @@ PROVEN = {  # exponents of n, with alpha = beta_1 = beta_2 = 1/2 (the theorems' 
 }
 ETA, LAMBDA = 1 / 3, 1 / 9  # ridges eta = epsilon = n^-1/3 and lambda = n^-1/9
 DELTAS = {OPERATOR: 2 / 9, POINT: 4 / 27, AVERAGE: 1 / 6}
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "full": {"runs": 30, "n": [100, 200, 400, 800, 1600, 3200], "scales": [1.0, 10.0]},
     "quick": {"runs": 20, "n": [100, 200, 400, 800], "scales": [1.0, 10.0]},
     "smoke": {"runs": 3, "n": [50, 100], "scales": [10.0]},
@@ -55,7 +56,7 @@ each other compares bounds; here it is asked of the errors. Where fewer than 1 %
 is the original's, and no slower: undecided."""
 
 WIDTH = 2.0  # sigma^2 of k_Z
-kernel = partial(gaussian, bandwidth=math.sqrt(WIDTH))
+kernel: Callable[..., Tensor] = partial(gaussian, bandwidth=math.sqrt(WIDTH))
 SEEN = math.exp(-1 / 4) / math.sqrt(8)  # probability of x = 1, and of x = 2, under the prior
 CHANCES = torch.tensor([1 - 2 * SEEN, SEEN, SEEN], dtype=torch.float64)  # of x under the prior: the diagonal of C_XX
 MEANS = torch.tensor([0, 0.5, -0.5], dtype=torch.float64)
@@ -108,15 +109,17 @@ def errors(n: int, seed: int, scale: float) -> dict[tuple[str, str], float]:
     grid = torch.linspace(-10, 10, 2001, dtype=z.dtype)[:, None]
     one = torch.ones(1, 1, dtype=z.dtype)
     truth, f, expected = posterior_embedding(z[:, 0]), kernel(z, one)[:, 0], posterior_embedding(one[0])[:, 0]
-    told = {(RATIO, IW): (ratio_function(grid, z, u, gamma, eta) - math.sqrt(2) * torch.exp(-(grid[:, 0] ** 2) / 4)).abs().max()}
-    told[CLIPPED, IW] = (gamma < 0).double().mean()
+    distances = {
+        (RATIO, IW): (ratio_function(grid, z, u, gamma, eta) - math.sqrt(2) * torch.exp(-(grid[:, 0] ** 2) / 4)).abs().max()
+    }
+    distances[CLIPPED, IW] = (gamma < 0).double().mean()
     for method, weights in ((IW, r), (ORIGINAL, gamma)):
-        told[COVARIANCE, method] = (weights @ psi / n - CHANCES).abs().max()
+        distances[COVARIANCE, method] = (weights @ psi / n - CHANCES).abs().max()
         v = w[OPERATOR, method]
-        told[OPERATOR, method] = ((v @ G_Z * v).sum(1) - 2 * (v * truth).sum(1) + POSTERIOR_NORMS).sum().sqrt()
-        told[POINT, method] = (w[POINT, method] @ f - expected).abs().max()
-        told[AVERAGE, method] = ((w[AVERAGE, method] @ f - expected).square() @ CHANCES).sqrt()
-    return {key: value.item() for key, value in told.items()}
+        distances[OPERATOR, method] = ((v @ G_Z * v).sum(1) - 2 * (v * truth).sum(1) + POSTERIOR_NORMS).sum().sqrt()
+        distances[POINT, method] = (w[POINT, method] @ f - expected).abs().max()
+        distances[AVERAGE, method] = ((w[AVERAGE, method] @ f - expected).square() @ CHANCES).sqrt()
+    return {key: value.item() for key, value in distances.items()}
 
 
 def jobs(settings: Settings) -> list[Job]:
@@ -129,9 +132,9 @@ def work(job: Job) -> list[Row]:
     """The errors at one n, for each height of the kernels."""
     rows = []
     for scale in job["scales"]:
-        found = errors(job["n"], 10_000 * job["run"] + job["n"], scale)  # the samples of different n are independent
+        distances = errors(job["n"], 10_000 * job["run"] + job["n"], scale)  # the samples of different n are independent
         about = {"n": job["n"], "run": job["run"], "scale": scale}
-        rows += [about | {"quantity": what, "method": method, "error": value} for (what, method), value in found.items()]
+        rows += [about | {"quantity": what, "method": method, "error": value} for (what, method), value in distances.items()]
     return rows
 
 
@@ -152,21 +155,21 @@ def judge(rows: list[Row]) -> list[Verdict]:
     """Each proven rate against the measured slope, and the two rules against each other."""
     scales = sorted({row["scale"] for row in rows})
     judged = scales[-1]
-    found = {(*key, s): slope(rows, *key, s) for key in PROVEN for s in scales}
+    slopes = {(*key, s): slope(rows, *key, s) for key in PROVEN for s in scales}
 
     def told(what: str, method: str) -> str:
         return ", ".join(
-            f"{found[what, method, s][0]:.3f} +- {found[what, method, s][1]:.3f} (s = {s:g})" for s in reversed(scales)
+            f"{slopes[what, method, s][0]:.3f} +- {slopes[what, method, s][1]:.3f} (s = {s:g})" for s in reversed(scales)
         )
 
     verdicts = []
     for (what, method), rate in PROVEN.items():
-        value, se = found[what, method, judged]
+        value, se = slopes[what, method, judged]
         verdicts.append(Verdict(f"{what}, {method}: slope of at most {-rate:.3f}", told(what, method), below(value, -rate, se)))
-    point, average = ((found[what, ORIGINAL, judged], 2 * PROVEN[what, ORIGINAL]) for what in (POINT, AVERAGE))
+    point, average = ((slopes[what, ORIGINAL, judged], 2 * PROVEN[what, ORIGINAL]) for what in (POINT, AVERAGE))
     clipped = means([r for r in rows if (r["quantity"], r["scale"]) == (CLIPPED, judged)], ["n"], "error")
     shares = ", ".join(f"{r['error']:.1%} at n = {r['n']}" for r in sorted(clipped, key=lambda r: r["n"]))
-    slower = faster(found[COVARIANCE, ORIGINAL, judged], found[COVARIANCE, IW, judged])
+    slower = faster(slopes[COVARIANCE, ORIGINAL, judged], slopes[COVARIANCE, IW, judged])
     idle = min(r["error"] for r in clipped) < 0.01
     return [
         *verdicts,
@@ -183,7 +186,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
         Verdict(
             "the conditional operator of IW converges faster than the original's, given the covariances",
             f"{told(OPERATOR, IW)} and {told(OPERATOR, ORIGINAL)}",
-            faster(found[OPERATOR, IW, judged], found[OPERATOR, ORIGINAL, judged]),
+            faster(slopes[OPERATOR, IW, judged], slopes[OPERATOR, ORIGINAL, judged]),
         ),
     ]
 

@@ -6,20 +6,22 @@ import math
 from functools import partial
 from itertools import product
 from statistics import median_low as median
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.charts import Figure, curves
-from kbf.embeddings import Embedding
 from kbf.experiments.base import Job, Row, Settings, Verdict, column, means, wilcoxon
 from kbf.experiments.cme_forms import CKME, LCKME, NWKR, RANDOM, Fold, cv_score, density, fit, split
-from kbf.selection import best_of
+from kbf.filters.kernel.selection import best_of
+from kbf.plots.charts import Figure, curves
+from kbf.rkhs.conditional_means.base import ConditionalMean
+from kbf.rkhs.embeddings import Embedding
 
 FORMS = (CKME, LCKME, NWKR, RANDOM)
 INPUT, OUTPUT = "fig. 17: sigma_x", "fig. 18: sigma_y"
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "full": {"runs": 30, "n": 200, "decades": 10, "ridges": [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1], "folds": 10, "queries": 200},
     "quick": {"runs": 8, "n": 200, "decades": 10, "ridges": [1e-4, 1e-3, 1e-2], "folds": 5, "queries": 200},
     "smoke": {"runs": 2, "n": 30, "decades": 2, "ridges": [1e-3], "folds": 3, "queries": 20},
@@ -71,7 +73,7 @@ def work(job: Job) -> list[Row]:
     sigma_y = best_of(sigmas, lambda sigma: modes[sigma])
     whole, truth = form(x, y), 10 * (4 * at).sin()
     mean_error = (whole.mean(at) - truth).square().mean().item()
-    told = {sigma: (mode(y, whole.weights(at), sigma) - truth).square().mean().item() for sigma in (1.0, sigma_y)}
+    mode_errors = {sigma: (mode(y, whole.weights(at), sigma) - truth).square().mean().item() for sigma in (1.0, sigma_y)}
     rows = []
     for which, scores, chosen in (
         (INPUT, {sigma: min(score[sigma, r] for r in job["ridges"]) for sigma in sigmas}, sigma_x),
@@ -87,19 +89,19 @@ def work(job: Job) -> list[Row]:
                 "chosen": chosen,
                 "ridge": reg,
             }
-            rows.append({**row, "mean": mean_error, "mode": told[1.0 if which == INPUT else sigma_y]})
+            rows.append({**row, "mean": mean_error, "mode": mode_errors[1.0 if which == INPUT else sigma_y]})
     return rows
 
 
-def mode_error(parts: list[Fold], held: Tensor, form: partial, sigma: float) -> float:
+def mode_error(parts: list[Fold], held: Tensor, form: partial[ConditionalMean], sigma: float) -> float:
     """Cross-validated squared error of the mode with the bandwidth sigma of y."""
-    found = [mode(part.y, form(part.x, part.y).weights(part.held), sigma) for part in parts]
-    return (torch.cat(found) - held).square().mean().item()
+    modes = [mode(part.y, form(part.x, part.y).weights(part.held), sigma) for part in parts]
+    return (torch.cat(modes) - held).square().mean().item()
 
 
 def judge(rows: list[Row]) -> list[Verdict]:
     """Whether the local form leads to the bandwidths and the errors of the full one."""
-    told = []
+    verdicts = []
     for which, name in ((INPUT, "sigma_x"), (OUTPUT, "sigma_y")):
         mine = [r for r in rows if r["which"] == which]
         chosen = {method: column(mine, "chosen", method=method, sigma=1.0) for method in FORMS}
@@ -109,7 +111,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
             f"the {name} that cross-validation chooses for CKME serves LCKME too (its score within 5 % of its lowest on average)"
         )
         ours = f"{100 * sum(loss) / len(loss):.1f} % above the lowest on average, at most {100 * max(loss):.1f} %; medians {middle}"
-        told.append(Verdict(finding, ours, sum(loss) / len(loss) <= 0.05, asked=True))
+        verdicts.append(Verdict(finding, ours, sum(loss) / len(loss) <= 0.05, asked=True))
     last = [r for r in rows if r["which"] == OUTPUT and r["sigma"] == 1.0]
     each = {(method, key): torch.tensor(column(last, key, method=method)) for method in FORMS for key in ("mode", "mean")}
     ours = "; ".join(f"{m}, {key}: {e.mean():.3g} ({e.median():.3g})" for (m, key), e in each.items())
@@ -117,8 +119,8 @@ def judge(rows: list[Row]) -> list[Verdict]:
         (of(each[LCKME, key]) <= 1.1 * of(each[CKME, key])).item() for key in ("mode", "mean") for of in (torch.mean, torch.median)
     ]
     finding = "with its cross-validated bandwidths LCKME is as accurate as CKME (within 10 %, mean and median over runs)"
-    told.append(Verdict(finding, f"means (medians): {ours}", all(close), asked=True))
-    return told
+    verdicts.append(Verdict(finding, f"means (medians): {ours}", all(close), asked=True))
+    return verdicts
 
 
 def excess(rows: list[Row], run: int, sigma: float) -> float:

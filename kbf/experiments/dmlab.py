@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-from kbf.charts import Figure
-from kbf.data.dmlab import OrientationImages
+from typing import Any
+
 from kbf.experiments import images
 from kbf.experiments.base import Job, Row, Settings, Verdict
 from kbf.experiments.images import ADDED, LSTM, NEURAL, ORIGINAL, PUBLISHED, WEIGHTED
+from kbf.plots.charts import Figure
 
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "full": {"runs": 10, "sizes": [100, 300, 700], "n_test": 200, "epochs": None, "points": None, "frames": None},
     "quick": {"runs": 3, "sizes": [100], "n_test": 200, "epochs": None, "points": None, "frames": None},
     "smoke": {"runs": 1, "sizes": [20], "n_test": 5, "epochs": 1, "points": 50, "frames": None},
 }
-PROBLEM = images.Problem(
-    image=[3, 36, 48],
-    model={"_target_": "kbf.ssm.OrientationModel", "turn": 0.4, "sigma_z": 0.2, "sigma_x": 0.2},
-    encoder={
-        "_target_": "kbf.nn.encoders.SoftArgmaxCNN",
-        "q": [3, 36, 48],
-        "channels": [16, 16],
-        "keypoints": 16,
-        "kernel": 5,
-        "norm": "batch",
-        "temperature": 1.0,
-        "hidden": [64],
-        "features": 16,
-    },
-    coding={
-        "members": 4,
-        "epochs": 60,
-        "lr": 0.01,
-        "weight_decay": 0.01,
-        "augment": [{"_target_": "kbf.nn.augment.PixelNoise", "sd": 0.3}],
-    },
-    dropout=0.5,
-    lr=0.001,
-    weight_decay=0.0,
-    lstm={"weight_decay": 1.0},
-)
+PROBLEM = images.Problem("dmlab")
 NOTES = f"""{images.NOTES} frames=FILE takes views of DeepMind Lab itself; without it they are those of an embedded ray caster
 over a maze with DeepMind Lab's textures, which are not DeepMind Lab's views. "Similar" is read as an error within 25 %."""
 
@@ -50,7 +26,7 @@ def jobs(settings: Settings) -> list[Job]:
 
 def work(job: Job) -> list[Row]:
     """The errors of some methods."""
-    return images.work(PROBLEM, OrientationImages(job["n"], job["n_test"], job["run"], frames=job["frames"]), job)
+    return images.work(PROBLEM, images.load(PROBLEM, job), job)
 
 
 def judge(rows: list[Row]) -> list[Verdict]:

@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-from kbf.charts import Figure
-from kbf.data.dsprites import DSprites
+from typing import Any
+
 from kbf.experiments import images
 from kbf.experiments.base import Job, Row, Settings, Verdict
 from kbf.experiments.images import ADDED, LSTM, NEURAL, ORIGINAL, PARTICLES, PUBLISHED, WEIGHTED
+from kbf.plots.charts import Figure
 
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "full": {"runs": 10, "sizes": [100, 300, 900], "n_test": 200, "epochs": None, "points": None},
     "quick": {"runs": 3, "sizes": [100], "n_test": 200, "epochs": None, "points": None},
     "smoke": {"runs": 1, "sizes": [20], "n_test": 5, "epochs": 1, "points": 50},
 }
-PROBLEM = images.Problem(
-    image=[1, 64, 64],
-    model={"_target_": "kbf.data.dsprites.position_model", "sigma_z": 0.2, "sigma_x": 0.05, "extent": 1.5},
-    encoder={
-        "_target_": "kbf.nn.encoders.SoftArgmaxCNN",
-        "q": [1, 64, 64],
-        "channels": [8, 8],
-        "keypoints": 8,
-        "kernel": 7,
-        "norm": "none",
-        "temperature": 0.3,
-    },
-    coding={
-        "members": 4,
-        "epochs": 60,
-        "lr": 0.04,
-        "weight_decay": 0.001,
-        "augment": [{"_target_": "kbf.nn.augment.PixelNoise", "sd": 0.1}],
-    },
-    dropout=0.0,
-    lr=0.01,
-    weight_decay=0.01,
-    lstm={"epochs": 200, "lr": 0.01, "weight_decay": 1.0},
-)
+PROBLEM = images.Problem("dsprites")
 NOTES = f"""{images.NOTES} The hearts are drawn here, from the outlines of dSprites. The paper says both that the LSTM is the
 worst and that the particle filter is worse than the methods with neural networks: the first is read as "of those that know
 nothing of the model"."""
@@ -49,7 +27,7 @@ def jobs(settings: Settings) -> list[Job]:
 
 def work(job: Job) -> list[Row]:
     """The errors of some methods."""
-    return images.work(PROBLEM, DSprites(job["n"], job["n_test"], job["run"]), job)
+    return images.work(PROBLEM, images.load(PROBLEM, job), job)
 
 
 def judge(rows: list[Row]) -> list[Verdict]:

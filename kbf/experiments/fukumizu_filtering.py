@@ -14,24 +14,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kbf.charts import Figure, curves
 from kbf.data.synthetic import SyntheticData
-from kbf.embeddings import Embedding
-from kbf.evaluation import floor, score
-from kbf.experiments.base import SLIGHTLY, Job, Row, Settings, Verdict, means, wilcoxon
+from kbf.evaluation.floors import floor
+from kbf.evaluation.score import score
+from kbf.experiments.base import SLIGHT_INCREASE, Job, Row, Settings, Verdict, means, wilcoxon
 from kbf.filters.base import rollout
 from kbf.filters.ekf import EKF
-from kbf.filters.kernel import KernelBayesFilter
+from kbf.filters.kernel.filter import KernelBayesFilter
+from kbf.filters.kernel.kbf import KBF
+from kbf.filters.kernel.selection import best_of
 from kbf.filters.ukf import UKF
-from kbf.kernels import gaussian, median_distance
-from kbf.nn.kernel_bayes import KBF
-from kbf.selection import best_of
+from kbf.plots.charts import Figure, curves
+from kbf.rkhs.embeddings import Embedding
+from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.sequence import Sequence
 from kbf.ssm import StateSpaceModel, oscillatory, rotation
 
 KBR, IW, EXTENDED, UNSCENTED, NARROW, OPTIMAL = "KBR", "IW", "EKF", "UKF", "UKF, alpha 0.001", "optimal"
 PREIMAGE, MEAN = "", ", mean"  # the point estimate: the paper's has no mark
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "full": {
         "runs": 30,
         "T": [100, 200, 400, 600, 800, 1000],
@@ -114,8 +115,8 @@ def choose(rule: str, memory: Sequence, job: Job) -> dict[str, tuple[float, floa
     half = len(memory.states) // 2
     first, second = Sequence(memory.states[:half], memory.obs[:half]), Sequence(memory.states[half:], memory.obs[half:])
     candidates = list(product(job["betas"], job["epsilons"]))
-    found = {c: filtered(rule, first, second.obs, *c, job["rank"]) for c in candidates}
-    return {way: best_of(candidates, lambda c, way=way: error(found[c][way], second.states)) for way in (PREIMAGE, MEAN)}
+    estimates = {c: filtered(rule, first, second.obs, *c, job["rank"]) for c in candidates}
+    return {way: best_of(candidates, lambda c, way=way: error(estimates[c][way], second.states)) for way in (PREIMAGE, MEAN)}
 
 
 def jobs(settings: Settings) -> list[Job]:
@@ -131,16 +132,16 @@ def work(job: Job) -> list[Row]:
     model = problem(job["data"])
     data = SyntheticData(model, job["T"], job["test"], seed=job["run"])
     (memory,), (test,) = data.train, data.test
-    told: dict[str, tuple[float, float | None, float | None]] = {}
+    results: dict[str, tuple[float, float | None, float | None]] = {}
     for rule in (KBR, IW):
         for way, (beta, eps) in choose(rule, memory, job).items():
             estimates = filtered(rule, memory, test.obs, beta, eps, job["rank"])[way]
-            told[rule + way] = error(estimates, test.states), beta, eps
+            results[rule + way] = error(estimates, test.states), beta, eps
     known = {EXTENDED: EKF(model), UNSCENTED: UKF(model), NARROW: UKF(model, alpha=1e-3, beta=2.0, kappa=0.0)}
-    told |= {name: (score(m.condition(data.train), data.test).mse.item(), None, None) for name, m in known.items()}
-    told[OPTIMAL] = floor(model, data.train, data.test, seed=job["run"]).mse.item(), None, None
+    results |= {name: (score(m.condition(data.train), data.test).mse.item(), None, None) for name, m in known.items()}
+    results[OPTIMAL] = floor(model, data.train, data.test, seed=job["run"]).mse.item(), None, None
     about = {key: job[key] for key in ("data", "T", "run")}
-    return [about | {"method": method, "mse": mse, "beta": beta, "eps": eps} for method, (mse, beta, eps) in told.items()]
+    return [about | {"method": method, "mse": mse, "beta": beta, "eps": eps} for method, (mse, beta, eps) in results.items()]
 
 
 def judge(rows: list[Row]) -> list[Verdict]:
@@ -165,7 +166,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
         Verdict(
             "(a): KBR has a slightly larger error than EKF and UKF (here: by less than 25 % at the largest T)",
             f"KBR, EKF, UKF: {lined(a, lengths, KBR, EXTENDED, UNSCENTED)}; {slightly:+.0%} over UKF at T = {lengths[-1]}",
-            worse and slightly < SLIGHTLY,
+            worse and slightly < SLIGHT_INCREASE,
         ),
     ]
     won = [(T, m) for T in enough for m in (EXTENDED, UNSCENTED) if error[b, T, KBR] < error[b, T, m]]
@@ -177,10 +178,10 @@ def judge(rows: list[Row]) -> list[Verdict]:
     wins = [(d, T) for d in (a, b) for T in lengths if error[d, T, IW] < error[d, T, KBR]]
     p = {(r["data"], r["T"]): r["p_value"] for r in tests([row for row in rows if row["method"] in (KBR, IW)])}
     sure = sum(p[at] < 0.05 for at in wins)
-    told = "; ".join(
+    means_at = "; ".join(
         f"{d[:3]} T = {lengths[-1]}: {error[d, lengths[-1], IW]:.4f} and {error[d, lengths[-1], KBR]:.4f}" for d in (a, b)
     )
-    ours = f"smaller at {len(wins)} of {2 * len(lengths)}, p < 0.05 at {sure} (IW and KBR: {told})"
+    ours = f"smaller at {len(wins)} of {2 * len(lengths)}, p < 0.05 at {sure} (IW and KBR: {means_at})"
     return [*verdicts, Verdict("IW has a smaller error than KBR", ours, len(wins) == 2 * len(lengths), asked=True)]
 
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.linalg import psd_solve
+from kbf.rkhs.linalg import psd_solve
 from kbf.ssm import gaussian_noise
 
 

@@ -12,14 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kbf.build import build
-from kbf.charts import Figure, curves
-from kbf.evaluation import floor, score
+from kbf.config import configure
+from kbf.data.dataset import Data, load_data
+from kbf.evaluation.floors import floor
+from kbf.evaluation.metrics import mse
+from kbf.evaluation.score import score
 from kbf.experiments.base import Job, Row, Settings, Verdict, means, wilcoxon
-from kbf.filters.recurrent import LSTMFilter
-from kbf.metrics import mse
+from kbf.filters.lstm import LSTMFilter
+from kbf.plots.charts import Figure, curves
+from kbf.runtime.instantiate import build
+from kbf.runtime.words import quoted
 from kbf.sequence import Sequence
-from kbf.training import train
+from kbf.training.train import train
 
 ORIGINAL, WEIGHTED, NEURAL, LSTM, PARTICLES = "original", "IW", "IW(NN)", "LSTM", "particle filter"
 CODED_LSTM, CODED_PARTICLES, CODED, END_TO_END = "LSTM on codes", "particle filter on codes", "IW on codes", "IW end to end"
@@ -40,69 +44,43 @@ TOGETHER = ((FLOOR, PARTICLES, ORIGINAL), (WEIGHTED,), (NEURAL,), (LSTM,), (CODE
 """The methods of one piece of work; those on codes share their encoders, which take most of the time."""
 
 
+MODELS = {
+    ORIGINAL: "kbr_original",
+    WEIGHTED: "kbf_paper",
+    NEURAL: "kbf_nn_paper",
+    PARTICLES: "particle_pixels",
+    CODED_LSTM: "lstm",
+    CODED_PARTICLES: "particle_observation",
+    CODED: "kbf",
+    END_TO_END: "kbf_features_e2e",
+}
+"""The methods that ``kbf train model=NAME`` has."""
+
+
 class Problem(NamedTuple):
-    """What the methods are told of a data set, as in the configuration of ``kbf train``.
+    """A data set of ``configs/data``, and words of ``kbf train`` that change it or a model."""
 
-    Attributes:
-        image: shape of an image. model: the true one, which sees what an image shows.
-        encoder: a net for codes. coding: how it is fitted.
-        dropout, lr, weight_decay: of the published net. lstm: settings of the LSTM on codes.
-    """
+    data: str
+    overrides: tuple[str, ...] = ()
 
-    image: list[int]
-    model: dict[str, Any]
-    encoder: dict[str, Any]
-    coding: dict[str, Any]
-    dropout: float
-    lr: float
-    weight_decay: float
-    lstm: dict[str, Any]
+
+def configured(problem: Problem, model: str, *words: str) -> dict[str, Any]:
+    """The configuration of ``kbf train`` for a model on these images, with a trainer that shows nothing."""
+    quiet = ("logger=none", "callbacks=none", "trainer.enable_progress_bar=false")
+    return configure("train", [f"data={problem.data}", f"model={model}", *quiet, *problem.overrides, *words])
 
 
 def models(problem: Problem) -> dict[str, dict[str, Any]]:
     """The model of each method, as in ``configs/model``."""
-    grid = {"select": "paper", "normalise": False, "rank": 128, "learn": False}
-    mlp = published_encoder(problem)
-    ridge_loss = {"loss": "ridge", "reg": 1e-3, "targets": "fourier", "fourier": 100, "epochs": 100, "batch_size": None}
-    ridge_loss |= {"optimiser": "adam", "schedule": "constant", "lr": problem.lr, "weight_decay": problem.weight_decay}
-    coding = {**problem.coding, "encoder": problem.encoder}
-    learned = {"_target_": "kbf.nn.feature_filter.FeatureKBF"}
-    windows = {"schedule": "cosine", "clip": 1.0, "validation": 0.0, "patience": None}
-    lstm = {"epochs": 60, "lr": 0.003, "weight_decay": 3.0, "optimiser": "adamw", "batch_size": 32, "window": 10, "stride": 1}
-    through = {"epochs": 10, "lr": 0.02, "lr_encoder": 0.002, "weight_decay": 0.0, "optimiser": "adam", "batch_size": None}
-    through |= {"window": 20, "stride": 10, "burn_in": 3, "folds": 5}
-    rule = {"_target_": "kbf.nn.kernel_bayes.KBF"}
-    observed = {"_target_": "kbf.filters.learned.ObservationParticleFilter", "model": problem.model, "particles": 4000}
-    pixels = {"_target_": "kbf.filters.learned.PixelParticleFilter", "model": problem.model, "particles": 4000, "predictive": False}
-    return {
-        ORIGINAL: {"net": {**rule, "rule": "original", "ratio": "tikhonov", **grid}},
-        WEIGHTED: {"net": {**rule, "rule": "importance_weighted", "ratio": "kulsif", **grid}},
-        NEURAL: {
-            "dtype": "float32",
-            "coding": ridge_loss,
-            "net": {**learned, "encoder": mlp, "constant": False, "standardise": False, **grid},
-        },
-        PARTICLES: {"net": pixels},
-        CODED_LSTM: {
-            "dtype": "float32",
-            "coding": coding,
-            "net": {"_target_": "kbf.filters.recurrent.LSTMFilter", "d": 2, "q": [2], "controls": 0},
-            "training": {**windows, **lstm, "burn_in": 0, "folds": 1, **problem.lstm},
-        },
-        CODED_PARTICLES: {"coding": coding, "net": observed},
-        CODED: {"coding": coding, "net": {"_target_": "kbf.nn.kernel_bayes.EnlargedKBF"}},
-        END_TO_END: {
-            "dtype": "float32",
-            "coding": coding,
-            "net": {**learned, "encoder": problem.encoder, "regs": [0.001, 0.001, 0.002]},
-            "training": {**windows, **through},
-        },
-    }
+    return {method: configured(problem, name)["model"] for method, name in MODELS.items()}
 
 
-def published_encoder(problem: Problem) -> dict[str, Any]:
-    """The net of IW(NN) and of the paper's LSTM."""
-    return {"_target_": "kbf.nn.encoders.PaperMLP", "q": problem.image, "dropout": problem.dropout}
+def load(problem: Problem, job: Job) -> Data:
+    """The images of a job."""
+    words = [f"n_train={job['n']}", f"data.n_test={job['n_test']}", f"seed={job['run']}"]
+    if job.get("frames") is not None:
+        words.append(f"data.frames={quoted(job['frames'])}")
+    return load_data(configured(problem, "kalman", *words)["data"], trust=True)
 
 
 def jobs(settings: Settings) -> list[Job]:
@@ -117,8 +95,8 @@ def work(problem: Problem, data: Any, job: Job) -> list[Row]:
     """The error of each method on the test steps, the mean over time of ||z_hat - z||^2.
 
     Args:
-        problem: what the methods are told.
-        data: has ``train``, ``test``, ``decoded``, ``problem`` and ``renderer``.
+        problem: the data set, by whose name the methods are configured.
+        data: its images: has ``train``, ``test``, ``decoded``, ``problem`` and ``renderer`` (`kbf.data.dataset.Data`).
         job: ``methods``, ``n``, ``run``; and of all that learns the most ``epochs``, of the enlarged memory the ``points``
             (None: as in the configuration).
     """
@@ -138,39 +116,26 @@ def error_of(method: str, problem: Problem, data: Any, job: Job, directory: Path
     if method == LSTM:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            encoder = build(published_encoder(problem))
+            encoder = build(configured(problem, MODELS[NEURAL])["model"]["net"]["encoder"], trust=True)
             net = published_lstm(data.train[0], encoder, epochs or 300)
         return score(net, data.test, seed=seed, dtype=torch.float32).mse.item()
-    model = {"training": None, **models(problem)[method]}
+    config = configured(problem, MODELS[method])
+    model, trainer = config["model"], config["trainer"]
     if epochs is not None:
         short = {
             key: {**model[key], "epochs": min(model[key]["epochs"], epochs)} for key in ("coding", "training") if model.get(key)
         }
         model |= short
+        trainer["max_epochs"] = (model["training"] or {"epochs": 1})["epochs"]
     if method == END_TO_END:  # a window must fit into a fold
         how = model["training"]
         model["training"] = {**how, "window": min(how["window"], job["n"] // how["folds"])}
     if method == CODED and job["points"] is not None:
         model["net"] = {**model["net"], "points": job["points"], "run": 32 * job["points"]}
-    config = {"model": model, "trainer": quiet_trainer(model["training"]), "seed": seed}
     codes = directory / "codes.pt" if method in (CODED_LSTM, CODED_PARTICLES, CODED) else None
-    trained = train(config, data.train, directory, codes=codes)
+    trained = train({"model": model, "trainer": trainer, "seed": seed}, data.train, directory, codes=codes)
     assert trained is not None
     return score(trained.filter, data.test, seed=seed, dtype=trained.module.model_dtype).mse.item()
-
-
-def quiet_trainer(how: dict[str, Any] | None) -> dict[str, Any]:
-    """Settings of a trainer on the CPU that shows nothing, for a model whose ``training`` is ``how``."""
-    how = how or {"epochs": 1, "clip": None}
-    trainer = {
-        "_target_": "lightning.Trainer",
-        "accelerator": "cpu",
-        "devices": 1,
-        "num_sanity_val_steps": 0,
-        "log_every_n_steps": 1,
-    }
-    trainer |= {"max_epochs": how["epochs"], "gradient_clip_val": how["clip"], "use_distributed_sampler": False}
-    return trainer | {"enable_progress_bar": False, "enable_model_summary": False}
 
 
 def published_lstm(recording: Sequence, encoder: nn.Module, steps: int, lr: float = 1e-3) -> LSTMFilter:

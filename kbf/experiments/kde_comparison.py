@@ -9,28 +9,29 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise, product
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf import ratios, rules
-from kbf.charts import Figure, curves
 from kbf.experiments.base import Job, Row, Settings, Verdict, means, p_values, surely, wilcoxon
 from kbf.experiments.gaussian_model import gaussian_model
-from kbf.kernels import gaussian, median_distance
-from kbf.linalg import squared_distance
-from kbf.selection import best_of, kernel_mean_cv
+from kbf.filters.kernel.selection import best_of, kernel_mean_cv
+from kbf.plots.charts import Figure, curves
+from kbf.rkhs import ratios, rules
+from kbf.rkhs.kernels import gaussian, median_distance
+from kbf.rkhs.linalg import squared_distance
 
 KBR, PRINTED, IW, KDE = "KBR", "KBR, delta as printed", "IW rule", "KDE+IW"
-MEDIAN, CV, BEST, MORE = "median", "CV", "best h (oracle)", "best of more h (oracle)"
-PRESETS = {
+MEDIAN, CV, BEST, BEST_OF_MORE = "median", "CV", "best h (oracle)", "best of more h (oracle)"
+PRESETS: dict[str, dict[str, Any]] = {
     "full": {"runs": 30, "dimensions": [2, 4, 8, 16, 32, 64], "n": 200, "queries": 1000},
     "quick": {"runs": 10, "dimensions": [2, 8, 32, 64], "n": 200, "queries": 300},
     "smoke": {"runs": 2, "dimensions": [2, 4], "n": 30, "queries": 10},
 }
 BANDWIDTHS = tuple(2.0 * i for i in range(1, 11))
-SMALLER = (0.5, 0.7, 1.0, 1.4)
+SMALLER_BANDWIDTHS = (0.5, 0.7, 1.0, 1.4)
 FACTORS = tuple(2 ** (k / 2) for k in range(-4, 6))
 NOTES = """The error is the mean square over queries and components (the paper does not say whether it sums over components; the
 rise with d is then a stronger statement). KDE + IW: h_X = h_Y in 2, 4, ..., 20 as in the paper, by least-squares
@@ -60,8 +61,8 @@ def work(job: Job) -> list[Row]:
     truth = model.posterior_mean(queries)
     rows: list[Row] = []
 
-    def add(method: str, bandwidth: float, found: Tensor) -> None:
-        error = (found - truth).square().mean().item()
+    def add(method: str, bandwidth: float, mean: Tensor) -> None:
+        error = (mean - truth).square().mean().item()
         rows.append({"d": job["d"], "run": job["run"], "method": method, "bandwidth": bandwidth, "mse": error})
 
     lengths = median_distance(z), median_distance(x)
@@ -71,10 +72,10 @@ def work(job: Job) -> list[Row]:
         length_z, length_x = (factor * length for length in lengths)
         R = posterior(rule, x, z, prior, length_z, length_x)(torch.eye(job["n"], dtype=z.dtype))
         add(method, factor, gaussian(queries, x, bandwidth=length_x) @ R @ z)
-    found = {h: kde(x, z, prior, queries, h) for h in (*SMALLER, *BANDWIDTHS)}
+    kde_means = {h: kde(x, z, prior, queries, h) for h in (*SMALLER_BANDWIDTHS, *BANDWIDTHS)}
     chosen = best_of(BANDWIDTHS, partial(least_squares_cv, torch.cat([z, x], -1)))
-    add(f"{KDE}, {CV}", chosen, found[chosen])
-    for h, mean in found.items():
+    add(f"{KDE}, {CV}", chosen, kde_means[chosen])
+    for h, mean in kde_means.items():
         add(KDE, h, mean)
     return rows
 
@@ -135,20 +136,20 @@ def least_squares_cv(points: Float[Tensor, "n d"], h: float) -> float:
 
 def with_best(rows: list[Row]) -> list[Row]:
     """The rows with KDE + IW at single bandwidths replaced by the bandwidth of the best mean error, at each dimension."""
-    single, told = [row for row in rows if row["method"] == KDE], [row for row in rows if row["method"] != KDE]
+    single, others = [row for row in rows if row["method"] == KDE], [row for row in rows if row["method"] != KDE]
     table = means(single, ["d", "bandwidth"], "mse")
     for d in dict.fromkeys(row["d"] for row in single):
-        for way, allowed in ((BEST, BANDWIDTHS), (MORE, (*SMALLER, *BANDWIDTHS))):
+        for way, allowed in ((BEST, BANDWIDTHS), (BEST_OF_MORE, (*SMALLER_BANDWIDTHS, *BANDWIDTHS))):
             error = {row["bandwidth"]: row["mse"] for row in table if row["d"] == d and row["bandwidth"] in allowed}
             best = min(error, key=lambda h: error[h])
-            told += [row | {"method": f"{KDE}, {way}"} for row in single if (row["d"], row["bandwidth"]) == (d, best)]
-    return told
+            others += [row | {"method": f"{KDE}, {way}"} for row in single if (row["d"], row["bandwidth"]) == (d, best)]
+    return others
 
 
 def judge(rows: list[Row]) -> list[Verdict]:
     """The paper's two statements, the first for the other scaling of delta, too, and KBR against the IW rule."""
-    told = with_best(rows)
-    error = {(row["d"], row["method"]): row["mse"] for row in means(told, ["d", "method"], "mse")}
+    with_oracle = with_best(rows)
+    error = {(row["d"], row["method"]): row["mse"] for row in means(with_oracle, ["d", "method"], "mse")}
     dimensions = sorted({row["d"] for row in rows})
     both, theirs = [f"{KBR}, {way}" for way in (MEDIAN, CV)], [f"{KDE}, {way}" for way in (CV, BEST)]
     p_value = p_values(tests(rows), "d")
@@ -161,9 +162,9 @@ def judge(rows: list[Row]) -> list[Verdict]:
 
         p = max(p_value[d, frozenset(pair)] for d in dimensions for pair in product(ours, theirs))
         listed = "; ".join(f"d = {d}: " + ", ".join(f"{error[d, m]:.3g}" for m in (*ours, *theirs)) for d in dimensions)
-        better, more, of = wins(theirs), wins([f"{KDE}, {MORE}"]), len(dimensions)
+        better, more, of = wins(theirs), wins([f"{KDE}, {BEST_OF_MORE}"]), len(dimensions)
         text = f"smaller at {better} of {of}, largest p = {p:.2g} ({'; '.join((*ours, *theirs))} at {listed}); "
-        text += f"smaller than the {MORE} at {more} of {of}"
+        text += f"smaller than the {BEST_OF_MORE} at {more} of {of}"
         return Verdict(finding, text, surely(better == of, p), asked)
 
     alike = [(d, f"{KBR}, {way}", f"{IW}, {way}") for d in dimensions for way in (MEDIAN, CV)]

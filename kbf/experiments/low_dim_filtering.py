@@ -8,18 +8,18 @@ from typing import Any
 from torch import Generator
 
 from kbf import ssm
-from kbf.charts import Figure, curves
+from kbf.config import configure
 from kbf.data.synthetic import SyntheticData
-from kbf.evaluation import floor, score
-from kbf.experiments.base import SLIGHTLY, Job, Row, Settings, Verdict, means, wilcoxon
-from kbf.filters.ekf import EKF
-from kbf.filters.particle import ParticleFilter
-from kbf.nn.kernel_bayes import KBF, EnlargedKBF
+from kbf.evaluation.floors import floor
+from kbf.evaluation.score import score
+from kbf.experiments.base import SLIGHT_INCREASE, Job, Row, Settings, Verdict, means, wilcoxon
+from kbf.plots.charts import Figure, curves
+from kbf.runtime.instantiate import build
 
 ORIGINAL, WEIGHTED, EXTENDED, PARTICLES = "original", "IW", "EKF", "particle filter"
 ENLARGED, FLOOR = "IW, enlarged memory", "floor"
-PROBLEMS = {"rotation": ssm.rotation, "oscillatory": ssm.oscillatory}
-PRESETS = {
+PROBLEMS: dict[str, Any] = {"rotation": ssm.rotation, "oscillatory": ssm.oscillatory}
+PRESETS: dict[str, dict[str, Any]] = {
     "full": {"runs": 30, "sizes": [100, 300, 500, 700, 900], "n_test": 200, "points": 1000},
     "quick": {"runs": 6, "sizes": [100, 300, 500], "n_test": 200, "points": 1000},
     "smoke": {"runs": 1, "sizes": [30], "n_test": 20, "points": 50},
@@ -41,16 +41,15 @@ def jobs(settings: Settings) -> list[Job]:
     return [{"data": data, "n": n, "run": run, **shared} for run in seeds for n in settings["sizes"] for data in PROBLEMS]
 
 
-def models(problem: ssm.StateSpaceModel, points: int) -> dict[str, Any]:
-    """What is compared; ``points`` are those of the enlarged memory, cut from a run 32 times as long."""
-    published: dict[str, Any] = {"select": "paper", "normalise": False, "rank": 128, "learn": False}
-    return {
-        ORIGINAL: KBF(rule="original", ratio="tikhonov", **published),
-        WEIGHTED: KBF(rule="importance_weighted", ratio="kulsif", **published),
-        EXTENDED: EKF(problem),
-        PARTICLES: ParticleFilter(problem, particles=4000),
-        ENLARGED: EnlargedKBF(points=points, run=32 * points),
-    }
+MODELS = {ORIGINAL: "kbr_original", WEIGHTED: "kbf_paper", EXTENDED: "ekf", PARTICLES: "particle", ENLARGED: "kbf"}
+"""The names of the methods in ``configs/model``."""
+
+
+def models(data: str, points: int) -> dict[str, Any]:
+    """What is compared, as in ``kbf train``; ``points`` of the enlarged memory are cut from a run 32 times as long."""
+    more = {ENLARGED: [f"+model.net.points={points}", f"+model.net.run={32 * points}"]}
+    words = {method: [f"data={data}", f"model={name}", "logger=none", *more.get(method, [])] for method, name in MODELS.items()}
+    return {method: build(configure("train", each)["model"]["net"], trust=True) for method, each in words.items()}
 
 
 def work(job: Job) -> list[Row]:
@@ -58,12 +57,12 @@ def work(job: Job) -> list[Row]:
     problem = PROBLEMS[job["data"]]()
     data = SyntheticData(problem, job["n"], job["n_test"], job["run"])
     errors = {}
-    for name, model in models(problem, job["points"]).items():
+    for name, model in models(job["data"], job["points"]).items():
         model.prepare(data.train, Generator().manual_seed(job["run"]))
         errors[name] = score(model.condition(data.train), data.test, seed=job["run"])
     errors[FLOOR] = floor(problem, data.train, data.test, seed=job["run"])
     about = {key: job[key] for key in ("data", "n", "run")}
-    return [about | {"method": name, "mse": found.mse.item()} for name, found in errors.items()]
+    return [about | {"method": name, "mse": score.mse.item()} for name, score in errors.items()]
 
 
 def judge(rows: list[Row]) -> list[Verdict]:
@@ -86,16 +85,16 @@ def judge(rows: list[Row]) -> list[Verdict]:
 
     below = {data: [n for n in sizes if error[data, n, WEIGHTED] < error[data, n, ORIGINAL]] for data in PROBLEMS}
     p_values = {(pair["data"], pair["n"]): pair["p_value"] for pair in against_original(rows)}
-    told = []
+    counts = []
     for data in PROBLEMS:
         each = [f"{n}: {error[data, n, ORIGINAL]:.4f}, {error[data, n, WEIGHTED]:.4f}{stars(p_values[data, n])}" for n in sizes]
-        told.append(f"{data}: lower at {len(below[data])} of {len(sizes)} (original and IW at {'; '.join(each)})")
-    third = ". ".join(told)
+        counts.append(f"{data}: lower at {len(below[data])} of {len(sizes)} (original and IW at {'; '.join(each)})")
+    third = ". ".join(counts)
     return [
         Verdict(
             "rotation: EKF and particle filter are slightly better than the kernel filters (IW: less than 25 % at the largest n)",
             first,
-            len(ahead) == len(sizes) and all(error["rotation", sizes[-1], WEIGHTED] / most < 1 + SLIGHTLY for most in last),
+            len(ahead) == len(sizes) and all(error["rotation", sizes[-1], WEIGHTED] / most < 1 + SLIGHT_INCREASE for most in last),
         ),
         Verdict(
             "oscillatory: the kernel filters are comparable to the EKF or better",
@@ -107,7 +106,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
 
 
 def percent(ratio: float) -> str:
-    """How much more than one.
+    """The difference of a ratio to 1 in per cent, as text.
 
     >>> percent(1.25)
     '+25 %'
@@ -116,7 +115,7 @@ def percent(ratio: float) -> str:
 
 
 def stars(p_value: float) -> str:
-    """The paper's: one for p < 0.05, two for 0.01, three for 0.001, four for 0.0001."""
+    """The paper's stars: one for p < 0.05, two for 0.01, three for 0.001, four for 0.0001."""
     return "*" * sum(p_value < level for level in (0.05, 0.01, 0.001, 0.0001)) if math.isfinite(p_value) else ""
 
 

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Generator
 
-from kbf import ratios, rules
-from kbf.charts import Figure, curves
 from kbf.experiments.base import Job, Row, Settings, Verdict, column, means, p_values, surely, wilcoxon
 from kbf.experiments.gaussian_model import gaussian_model
-from kbf.kernels import gaussian, median_distance
+from kbf.plots.charts import Figure, curves
+from kbf.rkhs import ratios, rules
+from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.ssm import gaussian_log_density
 
 ORIGINAL, DAMPED, WEIGHTED = "original", "original, n^2 delta", "IW"
 TRUE, RELATIVE, PRIOR = "IW, true ratio", "IW, relative ratio", "the prior's mean"
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "full": {"runs": 30, "dimensions": [2, 4, 8, 16, 32, 64], "n": 200, "queries": 100},
     "quick": {"runs": 10, "dimensions": [2, 8, 32, 64], "n": 200, "queries": 100},
     "smoke": {"runs": 2, "dimensions": [2, 4], "n": 30, "queries": 10},
@@ -62,9 +63,9 @@ def work(job: Job) -> list[Row]:
         TRUE: (rules.importance_weighted, known, reg),
         RELATIVE: (rules.importance_weighted, relative, reg),
     }
-    found = {method: rule(ratio.expand(len(g), -1), G_X, g, ridge) @ z for method, (rule, ratio, ridge) in ways.items()}
-    found[PRIOR] = torch.zeros_like(truth)
-    errors = {method: (mean - truth).square().sum(-1).mean().item() for method, mean in found.items()}
+    means = {method: rule(ratio.expand(len(g), -1), G_X, g, ridge) @ z for method, (rule, ratio, ridge) in ways.items()}
+    means[PRIOR] = torch.zeros_like(truth)
+    errors = {method: (mean - truth).square().sum(-1).mean().item() for method, mean in means.items()}
     return [{"d": d, "run": job["run"], "method": method, "mse": mse} for method, mse in errors.items()]
 
 

@@ -17,22 +17,22 @@ from torch import Generator, Tensor
 from torch.distributions import MultivariateNormal
 from torch.nn.functional import one_hot
 
-from kbf import ratios, rules
-from kbf.charts import Figure, curves
 from kbf.experiments.base import Job, Row, Settings, Verdict, means
-from kbf.kernels import gaussian
+from kbf.plots.charts import Figure, curves
+from kbf.rkhs import ratios, rules
+from kbf.rkhs.kernels import gaussian
 
 THEORY, BR, NEUTRAL, KBR1, KBR2, IW = "BR, true parameters", "BR", "BR, prior 1/2", "KBR1", "KBR2", "IW"
 REGS = [10.0**-k for k in (1, 3, 5, 7, 9, 11, 13, 15)]
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "full": {"runs": 100, "sigmas": [0.01, 0.1, 1.0, 10.0, 100.0], "regs": REGS},
     "quick": {"runs": 15, "sigmas": [0.01, 0.1, 1.0, 10.0, 100.0], "regs": REGS},
     "smoke": {"runs": 2, "sigmas": [0.1, 1.0], "regs": [1e-1, 1e-7]},
 }
-HARDLY = 0.25
+SMALL_INFLUENCE = 0.25
 """An influence below this is hardly any."""
 SIGMA, FIGURES = 0.1, (1e-7, 1e-5, 1e-3, 1e-1)  # figures 2-5
-EACH, VARIANCE = 50, 0.1  # samples of a class, and their variance
+SAMPLES_PER_CLASS, VARIANCE = 50, 0.1  # samples of a class, and their variance
 CENTRES = torch.eye(2, dtype=torch.float64)
 PRIORS = torch.arange(1, 10, dtype=torch.float64) / 10  # of C1
 POINTS = torch.tensor([[0.5, 0.5], [0.6, 0.4], [0.7, 0.3]], dtype=torch.float64)
@@ -58,8 +58,8 @@ TRUTH = posterior(-0.5 / VARIANCE * (POINTS[:, None] - CENTRES).square().sum(-1)
 
 def sample(seed: int) -> tuple[Int[Tensor, " n"], Float[Tensor, "n 2"]]:
     """50 points of each class: class (0 or 1) and observation."""
-    z = torch.arange(2).repeat_interleave(EACH)
-    noise = torch.randn(2 * EACH, 2, dtype=torch.float64, generator=Generator().manual_seed(seed))
+    z = torch.arange(2).repeat_interleave(SAMPLES_PER_CLASS)
+    noise = torch.randn(2 * SAMPLES_PER_CLASS, 2, dtype=torch.float64, generator=Generator().manual_seed(seed))
     return z, CENTRES[z] + math.sqrt(VARIANCE) * noise
 
 
@@ -142,23 +142,25 @@ def judge(rows: list[Row]) -> list[Verdict]:
     table = averages(r for r in rows if r["sigma"] in (SIGMA, None))
     shown = {(row["method"], row["eps"], row["delta"]): row for row in table}
     of = {m: [shown[m, reg, reg] for reg in FIGURES] for m in (KBR1, IW)}
-    said = {m: ", ".join(f"{row['influence']:.3f}" for row in told) for m, told in of.items()}
+    influences = {m: ", ".join(f"{row['influence']:.3f}" for row in summary) for m, summary in of.items()}
     at, wanted = "eps = delta = 1e-7, 1e-5, 1e-3, 0.1", TRUTH.mean().item()
     answers = ", ".join(f"{row['answer']:.3f}" for row in of[KBR1])
     shares = ", ".join(f"{row['normalised influence']:.3f}" for row in of[KBR1])
     small, large = of[KBR1][:2], of[KBR1][2:]
-    shows = all(abs(row["normalised influence"]) > HARDLY and row["answer"] + 2 * row["answer_se"] < wanted for row in large)
+    shows = all(
+        abs(row["normalised influence"]) > SMALL_INFLUENCE and row["answer"] + 2 * row["answer_se"] < wanted for row in large
+    )
     theirs, ignored = shown[BR, None, None], shown[KBR2, None, None]["influence"]
     grid = {m: averages(r for r in rows if r["method"] == m) for m in (KBR1, KBR2, IW)}
     bound = shown[NEUTRAL, None, None]["error"]
-    found = {m: sum(reasonable(row, bound) for row in grid[m]) for m in grid}
-    told = {m: f"{m}: {about(grid[m], bound)}" for m in grid}
+    count = {m: sum(reasonable(row, bound) for row in grid[m]) for m in grid}
+    summary = {m: f"{m}: {about(grid[m], bound)}" for m in grid}
     parameters = f"BR error {theirs['error']:.3f}, with prior 1/2 {bound:.3f}"
     return [
         Verdict(
             "KBR1 with small ridges (1e-7, 1e-5) is hardly influenced by the prior",
-            f"influence {said[KBR1]} at {at} (BR {theirs['influence']:.2f})",
-            all(abs(row["influence"]) < HARDLY for row in small),
+            f"influence {influences[KBR1]} at {at} (BR {theirs['influence']:.2f})",
+            all(abs(row["influence"]) < SMALL_INFLUENCE for row in small),
         ),
         Verdict("KBR2 is not influenced by the prior", f"influence {ignored:.3f} at sigma = {SIGMA}", abs(ignored) < 0.05),
         Verdict(
@@ -168,19 +170,19 @@ def judge(rows: list[Row]) -> list[Verdict]:
         ),
         Verdict(
             "no setting of the grid gives a reasonable result",
-            f"{told[KBR1]}; {told[KBR2]}; {parameters}",
-            not found[KBR1] and not found[KBR2],
+            f"{summary[KBR1]}; {summary[KBR2]}; {parameters}",
+            not count[KBR1] and not count[KBR2],
         ),
         Verdict(
             "at the same four settings IW lets the prior through (influence above 1/2)",
-            f"influence {said[IW]} at {at}",
+            f"influence {influences[IW]} at {at}",
             all(row["influence"] > 0.5 for row in of[IW]),
             asked=True,
         ),
         Verdict(
             "the grid has reasonable settings for IW",
-            f"{told[IW]} (KBR1: {found[KBR1]}, least error {min(row['error'] for row in grid[KBR1]):.3f}); {parameters}",
-            found[IW] > 0,
+            f"{summary[IW]} (KBR1: {count[KBR1]}, least error {min(row['error'] for row in grid[KBR1]):.3f}); {parameters}",
+            count[IW] > 0,
             asked=True,
         ),
     ]
@@ -201,14 +203,14 @@ def reasonable(row: Mapping[str, Any], bound: float, way: str = "") -> bool:
 
 def about(grid: list[Row], bound: float) -> str:
     """How many settings of a grid are reasonable, where they are, and the least error of any."""
-    found = [row for row in grid if reasonable(row, bound)]
+    good = [row for row in grid if reasonable(row, bound)]
     where = []
-    for sigma in dict.fromkeys(row["sigma"] for row in found):
-        deltas = dict.fromkeys(f"{row['delta']:g}" for row in found if row["sigma"] == sigma and row["delta"] is not None)
+    for sigma in dict.fromkeys(row["sigma"] for row in good):
+        deltas = dict.fromkeys(f"{row['delta']:g}" for row in good if row["sigma"] == sigma and row["delta"] is not None)
         where.append(f" at sigma = {sigma:g}" + (f", delta = {', '.join(deltas)}" if deltas else ""))
     normalised = sum(reasonable(row, bound, "normalised ") for row in grid)
     row = min(grid, key=lambda row: row["error"])
-    counted = f"{len(found)} of {len(grid)} reasonable ({normalised} normalised){' and'.join(where)}"
+    counted = f"{len(good)} of {len(grid)} reasonable ({normalised} normalised){' and'.join(where)}"
     return f"{counted}, least error {row['error']:.3f} with influence {row['influence']:.2f}"
 
 

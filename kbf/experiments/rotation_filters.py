@@ -13,19 +13,20 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from kbf.embeddings import Embedding, cme_weights_primal, project_so3
 from kbf.experiments.fukumizu_filtering import Weights
 from kbf.experiments.rotations import quaternions, rotations_of
 from kbf.filters.base import rollout
 from kbf.filters.gaussian import KalmanFilter
-from kbf.filters.kalman_learned import fit_linear
-from kbf.filters.kernel import KernelBayesFilter
-from kbf.filters.operators import PrimalUpdate, ratio_operator_primal, transition_operator_primal
-from kbf.kernels import Kernel, gaussian, median_distance
-from kbf.nn.encoders import CNN
-from kbf.nn.feature_filter import Psi
-from kbf.nn.kernel_bayes import NystromFeatures
-from kbf.nn.losses import ridge_loss
+from kbf.filters.kalman_fitted import fit_linear
+from kbf.filters.kernel.filter import KernelBayesFilter
+from kbf.filters.kernel.learned_features import Psi
+from kbf.filters.kernel.operators import ratio_operator_primal, transition_operator_primal
+from kbf.filters.kernel.updates import PrimalUpdate
+from kbf.images.encoders import CNN
+from kbf.images.losses import ridge_loss
+from kbf.rkhs.embeddings import Embedding, cme_weights_primal, project_so3
+from kbf.rkhs.features import NystromFeatures
+from kbf.rkhs.kernels import Kernel, gaussian, median_distance
 from kbf.sequence import Sequence, transitions
 
 Images = Float[Tensor, "t c h w"]
@@ -34,7 +35,7 @@ Estimator = Callable[[Tensor], Tensor]
 
 
 def matrices(states: Float[Tensor, "t 9"]) -> Float[Tensor, "t 3 3"]:
-    """The nine numbers as a matrix."""
+    """Vectors of nine numbers as 3 x 3 matrices."""
     return states.unflatten(-1, (3, 3))
 
 
@@ -163,8 +164,8 @@ def kalman(memory: Sequence, components: int, factor: float, *, quaternion: bool
     filter = KalmanFilter(model._replace(R=factor * model.R))
 
     def estimates(images: Images) -> Tensor:
-        found = rollout(filter, ((images.flatten(1) - mean) @ axes)[None]).estimates[0]
-        turned = rotations_of(found) if quaternion else matrices(found)
-        return project_so3(torch.eye(len(found)).to(found), turned) if project else turned
+        rows = rollout(filter, ((images.flatten(1) - mean) @ axes)[None]).estimates[0]
+        turned = rotations_of(rows) if quaternion else matrices(rows)
+        return project_so3(torch.eye(len(rows)).to(rows), turned) if project else turned
 
     return estimates

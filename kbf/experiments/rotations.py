@@ -10,8 +10,8 @@ from scipy.spatial.transform import Rotation
 from torch import Generator, Tensor
 
 from kbf.data.frames import as_observations
-from kbf.render.maze import room
-from kbf.render.raycast import render_views
+from kbf.data.render.maze import room
+from kbf.data.render.raycast import render_views
 
 Rotations = Float[Tensor, "n 3 3"]
 

@@ -1,89 +1,71 @@
-"""The filter protocol, and the one loop that every method of the project runs through.
+"""The one loop that every method of the project runs through: move, observe, estimate.
 
-A filter carries a *state*: a NamedTuple of tensors, each with the batch ``b`` in front (the state law). That law alone
-gives every filter missing data, ragged batches, truncated back-propagation, moves between devices, and a running filter
-that can be saved.
+An observation that the prediction has no probability for is passed over: the prediction is kept, as if nothing had been seen.
+Bayes' rule divides by the probability of the observation, and where no floating-point number is as small there is no posterior:
+all weights are 0, or the state becomes NaN, or the likelihood underflows. So no observation, however wild, destroys a filter that
+runs on. What is impossible is said by the filter (`kbf.filters.protocols.Judging`); without that, an estimate that is not finite.
+
+What a filter is, is said in `kbf.filters.protocols`; its names can be imported from here as well.
 """
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor
 
-from kbf.files import replacing
-from kbf.sequence import Sequence, check_finite
+from kbf.filters.catalogue import WITH_CONTROLS
+from kbf.filters.protocols import (
+    Backward,
+    Filter,
+    FilterModel,
+    FilterStep,
+    Fused,
+    Judging,
+    S,
+    UpdateHook,
+    control_components,
+    covariance_of,
+    diagnostics_of,
+    knows_sensors,
+    move,
+    offers,
+    smoother_of,
+)
+from kbf.filters.wrapper import innermost
+from kbf.runtime import notebook
+from kbf.sequence import Array, Sequence, check_finite, tensor_of
 
-CONTROLLED = "kbf, kbf_tuned, kbf_paper, particle_learned, kalman and lstm"
-"""Models whose filters take controls, in errors."""
+__all__ = [
+    "ENCODE_IMAGES",
+    "Backward",
+    "Filter",
+    "FilterModel",
+    "FilterStep",
+    "Rollout",
+    "S",
+    "UpdateHook",
+    "advance",
+    "check_controlled",
+    "check_vectors",
+    "control_components",
+    "covariance_of",
+    "diagnostics_of",
+    "knows_sensors",
+    "move",
+    "observe",
+    "rollout",
+    "smoother_of",
+    "step",
+    "where",
+]
 
-VECTORS = "images must be encoded first: give the data a coding with an encoder, as in configs/data/dsprites.yaml"
+ENCODE_IMAGES = "images must be encoded first: give the data a coding with an encoder, as in configs/data/dsprites.yaml"
 """What to do about observations that are images, in errors of filters of vectors."""
-
-SMOOTHED = "kbf, kbf_tuned, kbf_paper, kbf_features, kalman, ekf, ukf, particle, particle_learned and particle_observation"
-"""Models whose filters have a smoother, in errors."""
-
-S = TypeVar("S", bound="tuple[Any, ...]")  # a NamedTuple; beartype refuses NamedTuple itself as a hint
-
-Backward = Callable[..., Any]
-"""One step back in time, (`Now` at t, smoothed state at t + 1, *, control=None, generator=None) -> smoothed state at t. The
-control ``b k`` is that of the move from t to t + 1."""
-
-
-Before = Callable[[Any, Tensor, Tensor | None], None]
-"""What looks at a step before the update: (predicted state, x_t, mask ``b`` or None)."""
-
-
-class Now(NamedTuple):
-    """What a filter knew at step t: its state, the state predicted before, and how to take x_t (if any) into such a state."""
-
-    state: Any
-    predicted: Any
-    observe: Callable[[Any], Any]
-
-
-@runtime_checkable
-class Filter(Protocol[S]):
-    """Predict and update; every method is pure and returns a new state.
-
-    A filter may have three more: ``diagnostics(state)``, a dict of numbers ``b`` by name; ``covariance(state)``, that of its
-    estimate, ``b d d``; and ``step(state, obs)``, predict and update in one where that is faster.
-
-    A filter with an attribute ``controlled`` that is not 0 needs a control of so many components in each move:
-    ``predict(state, *, control, generator=None)``, ``b k``. One with an attribute ``partial`` that is true takes observations with
-    NaN, where a sensor is silent.
-
-    A filter with a method ``smoother() -> Backward`` can be smoothed (`kbf.smoothing`).
-    """
-
-    def init(self, batch: int, *, generator: Generator | None = None) -> S:
-        """The state before anything was seen, for ``batch`` sequences: the distribution of the training states."""
-        ...
-
-    def predict(self, state: S, *, generator: Generator | None = None) -> S:
-        """Move one step in time."""
-        ...
-
-    def update(self, state: S, obs: Tensor) -> S:
-        """Take in one observation of each sequence, ``b *x``."""
-        ...
-
-    def estimate(self, state: S) -> Tensor:
-        """The mean of the latent state, ``b d``."""
-        ...
-
-
-@runtime_checkable
-class FilterModel(Protocol):
-    """The recipe of a filter. Kernel filters build their operators from the memory; a recurrent net returns itself."""
-
-    def condition(self, memory: Sequence | list[Sequence] | None) -> Filter[Any]:
-        """A filter over the points of ``memory``."""
-        ...
 
 
 class Rollout(NamedTuple):
@@ -93,26 +75,33 @@ class Rollout(NamedTuple):
     state: Any
     diagnostics: dict[str, Tensor]
 
+    def __repr__(self) -> str:
+        return notebook.described("Rollout", self._asdict())
+
+    def _repr_html_(self) -> str:
+        return notebook.page("Rollout", self._asdict(), self.estimates[0], "estimates of the first recording")
+
 
 def rollout(
     filter: Filter[Any],
-    obs: Shaped[Tensor, "b T *x"],
+    obs: Shaped[Array, "b T *x"],
     *,
-    mask: Bool[Tensor, "b T"] | None = None,
-    controls: Float[Tensor, "b T k"] | None = None,
+    mask: Bool[Array, "b T"] | None = None,
+    controls: Float[Array, "b T k"] | None = None,
     state: Any = None,
     generator: Generator | None = None,
     progress: Callable[[int], None] | None = None,
     states: list[Any] | None = None,
-    before: Before | None = None,
+    before: UpdateHook | None = None,
 ) -> Rollout:
     """Run a filter over sequences of observations: move, observe, estimate, T times.
 
     Where ``mask`` is False nothing was observed, and the predicted state is kept. Predicting h steps ahead is h masked steps.
+    Where an observation is impossible given the prediction it is kept, too: the diagnostic ``passed_over`` is 1 there, else 0.
 
     Args:
-        filter: anything with ``init, predict, update, estimate``; if it has ``diagnostics(state)`` too, they are collected.
-        obs: ``b T *x``.
+        filter: anything with ``init, predict, update, estimate``; its `diagnostics_of` each step are collected.
+        obs: ``b T *x``, tensors or NumPy arrays.
         mask: ``b T`` or None for all observed.
         controls: ``b T k``, that of the move to each step; None for a filter that takes none.
         state: go on from here instead of from ``filter.init``.
@@ -125,13 +114,14 @@ def rollout(
         ValueError: a wrong shape, NaN or infinite values among the observations that are not masked, or controls for a filter that
             takes none, or none for one that needs them.
     """
+    obs, mask, controls = tensor_of(obs, "obs"), tensor_of(mask, "mask"), tensor_of(controls, "controls")
     if obs.ndim < 3:
         raise ValueError(f"observations must be (batch, time, ...), got {tuple(obs.shape)}; a single sequence is obs[None]")
     batch, steps = obs.shape[:2]
     if steps == 0:
         raise ValueError("there are no observations to filter: time has length 0")
     check_controlled(filter, controls, (batch, steps))
-    partial = getattr(filter, "partial", False)
+    partial = knows_sensors(filter)
     if mask is None and not partial:
         check_finite(obs.flatten(0, 1), "observations")
     elif mask is not None:
@@ -142,24 +132,41 @@ def rollout(
         obs = torch.where(mask.reshape(batch, steps, *[1] * (obs.ndim - 2)), obs, torch.zeros_like(obs))
     if state is None:
         state = filter.init(batch, generator=generator)
-    diagnose = getattr(filter, "diagnostics", None)
     estimates: list[Tensor] = []
     diagnostics: list[dict[str, Tensor]] = []
     for t in range(steps):
         now, control = (None if each is None else each[:, t] for each in (mask, controls))
-        state = step(filter, state, obs[:, t], mask=now, control=control, generator=generator, before=before)
+        state, passed = advance(filter, state, obs[:, t], mask=now, control=control, generator=generator, before=before)
         estimates.append(filter.estimate(state))
         if states is not None:
             states.append(state)
-        if diagnose is not None:
-            diagnostics.append(diagnose(state))
+        passed_over = estimates[-1].new_zeros(batch) if passed is None else passed.to(estimates[-1])
+        diagnostics.append(diagnostics_of(filter, state) | {"passed_over": passed_over})
         if progress is not None:
             progress(t)
-    stacked = {k: torch.stack([d[k] for d in diagnostics], 1) for k in (diagnostics[0] if diagnostics else {})}
+    stacked = {k: torch.stack([d[k] for d in diagnostics], 1) for k in diagnostics[0]}
     return Rollout(torch.stack(estimates, 1), state, stacked)
 
 
 def step(
+    filter: Filter[Any],
+    state: Any,
+    obs: Shaped[Array, "b *x"],
+    *,
+    mask: Bool[Array, " b"] | None = None,
+    control: Float[Array, "b k"] | None = None,
+    generator: Generator | None = None,
+    before: UpdateHook | None = None,
+) -> Any:
+    """One step of a running filter: predict (``control``: ``b k``), then update with ``obs`` (``b *x``) where ``mask`` is True.
+
+    Where the observation is impossible, NaN for one, the predicted state is kept.
+    """
+    obs, mask, control = tensor_of(obs, "obs"), tensor_of(mask, "mask"), tensor_of(control, "control")
+    return advance(filter, state, obs, mask=mask, control=control, generator=generator, before=before)[0]
+
+
+def advance(
     filter: Filter[Any],
     state: Any,
     obs: Shaped[Tensor, "b *x"],
@@ -167,54 +174,78 @@ def step(
     mask: Bool[Tensor, " b"] | None = None,
     control: Float[Tensor, "b k"] | None = None,
     generator: Generator | None = None,
-    before: Before | None = None,
-) -> Any:
-    """One step of a running filter: predict (``control``: ``b k``), then update with ``obs`` (``b *x``) where ``mask`` is True.
-
-    Nothing is checked here, for speed: mask a NaN observation and put a number in its place, or the state becomes NaN.
-    """
-    if before is None and mask is None and control is None and hasattr(filter, "step"):
-        return cast(Any, filter).step(state, obs)
+    before: UpdateHook | None = None,
+) -> tuple[Any, Bool[Tensor, " b"] | None]:
+    """`step`, and ``b``, which observations were passed over, or None for none of them."""
+    if before is None and mask is None and control is None:
+        inner, x = innermost(filter, obs)
+        fused = cast(Fused, inner).move_and_observe(state, x) if offers(type(inner), Fused) else None
+        if fused is not None:
+            updated, evidence = fused
+            if all_possible(evidence):
+                return updated, None
+            return settle(inner, x, updated, evidence, inner.predict(state))
     predicted = move(filter, state, control=control, generator=generator)
     if before is not None:
         before(predicted, obs, mask)
-    updated = filter.update(predicted, obs)
-    return updated if mask is None else where(mask, updated, predicted)
+    return observe(filter, predicted, obs, mask)
 
 
-def move(filter: Filter[S], state: S, *, control: Float[Tensor, "b k"] | None = None, generator: Generator | None = None) -> S:
-    """Predict, with a control ``b k`` for a filter that takes one."""
-    if control is None:
-        return filter.predict(state, generator=generator)
-    return cast(Any, filter).predict(state, control=control, generator=generator)
+def observe(
+    filter: Filter[S], predicted: S, obs: Shaped[Tensor, "b *x"], mask: Bool[Tensor, " b"] | None = None
+) -> tuple[S, Bool[Tensor, " b"] | None]:
+    """Take an observation into a predicted state, where there is one (``mask``) that is possible.
 
-
-def smoother_of(filter: Filter[Any]) -> Backward:
-    """The filter's way back in time.
-
-    Raises:
-        ValueError: a filter that has none: its state is no distribution, or its model does not know the density of a move.
+    Returns:
+        The updated state, or the predicted one where nothing was taken in; and ``b``, which observations were passed over, or None
+        for none of them.
     """
-    make = getattr(filter, "smoother", None)
-    if make is None:
-        raise ValueError(f"{type(filter).__name__} has no smoother. Models that have one: {SMOOTHED}")
-    return make()
+    inner, x = innermost(filter, obs)
+    if offers(type(inner), Judging):
+        updated, evidence = cast(Judging, inner).observe(predicted, x)
+    else:
+        updated = inner.update(predicted, x)
+        evidence = 1 + inner.estimate(updated).abs().amax(-1)
+    if mask is None and all_possible(evidence):
+        return updated, None
+    return settle(inner, x, updated, evidence, predicted, mask)
+
+
+def settle(
+    filter: Filter[Any], obs: Tensor, updated: S, evidence: Tensor, predicted: S, mask: Tensor | None = None
+) -> tuple[S, Bool[Tensor, " b"]]:
+    """The updated state where an observation was taken in, the predicted one elsewhere; and which observations were passed over."""
+    taken = (evidence > 0) & (evidence < torch.inf)
+    passed = ~taken
+    if knows_sensors(filter):  # where all of them are silent nothing was observed
+        passed = passed & obs.isfinite().flatten(1).any(1)
+    if mask is not None:
+        passed, taken = passed & mask, taken & mask
+    return where(taken, updated, predicted), passed
+
+
+def all_possible(evidence: Shaped[Tensor, " b"]) -> bool:
+    """Whether all is possible, if it costs nothing to look: in a CPU's memory, and not while a step is compiled or exported."""
+    if torch.compiler.is_compiling() or not evidence.is_cpu:
+        return False
+    return all(0 < e < math.inf for e in evidence.tolist())
 
 
 def check_controlled(filter: Filter[Any], controls: Tensor | None, lead: tuple[int, ...]) -> None:
     """Raise a ValueError unless there are controls ``*lead k``, all finite, for a filter that takes k of them, and only then."""
-    takes = int(getattr(filter, "controlled", 0))
+    takes = control_components(filter)
     if controls is None:
         if takes:
             raise ValueError(f"this filter was made from recordings with controls: give it the {takes} of each step")
         return
     if not takes:
         raise ValueError(
-            f"{type(filter).__name__} takes no controls. Models that do, where their recordings have controls: {CONTROLLED}"
+            f"{type(filter).__name__} takes no controls. Models that do, where their recordings have controls: "
+            f"{', '.join(WITH_CONTROLS)}"
         )
     if controls.shape != (*lead, takes):
         raise ValueError(f"controls must be {(*lead, takes)}, got {tuple(controls.shape)}")
-    check_finite(controls.flatten(0, -2), "controls")
+    check_finite(controls.flatten(0, -2), "controls", advice="A control is always known: fill them in.")
 
 
 def where(mask: Bool[Tensor, " b"], a: S, b: S) -> S:
@@ -226,46 +257,4 @@ def where(mask: Bool[Tensor, " b"], a: S, b: S) -> S:
 def check_vectors(sequences: list[Sequence], name: str) -> None:
     """Raise a ValueError if observations are no vectors; ``name`` says what needs them."""
     if sequences[0].obs.ndim != 2:
-        raise ValueError(f"{name} needs observations that are vectors, got {tuple(sequences[0].obs.shape[1:])}; {VECTORS}")
-
-
-def save_state(state: Any, path: str | os.PathLike[str], **others: Tensor) -> None:
-    """Write the state of a running filter, and ``others`` beside it; a kill in the middle leaves the old file or none."""
-    with replacing(path) as temporary:
-        torch.save({**state._asdict(), **others}, temporary)
-
-
-def read_leaves(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """What `save_state` wrote, by name.
-
-    Raises:
-        ValueError: the file is damaged, or holds something else.
-    """
-    try:
-        leaves = torch.load(path, weights_only=True, map_location=device)
-    except OSError:
-        raise
-    except Exception as error:  # whatever a file that is none of ours makes of the reader
-        raise ValueError(f"{path} is damaged, or not the state of a filter: {type(error).__name__}") from error
-    named = isinstance(leaves, dict) and all(isinstance(n, str) and isinstance(leaf, Tensor) for n, leaf in leaves.items())
-    if not named:
-        raise ValueError(f"{path} is not the state of a filter: it holds {type(leaves).__name__}")
-    return leaves
-
-
-def load_state(filter: Filter[S], path: str | os.PathLike[str]) -> S:
-    """Read a state written by `save_state` back for ``filter``.
-
-    Raises:
-        ValueError: the file is damaged, or holds the state of another kind of filter.
-    """
-    like: Any = filter.init(1)
-    leaves = read_leaves(path, like[0].device)
-    if not set(like._fields) <= set(leaves):
-        raise ValueError(f"{path} holds a state of {sorted(map(str, leaves))}, this filter's has {sorted(like._fields)}")
-    for name, leaf in zip(like._fields, like, strict=True):
-        if leaves[name].shape[1:] != leaf.shape[1:]:
-            raise ValueError(f"{path}: {name} is {tuple(leaves[name].shape[1:])} wide, this filter needs {tuple(leaf.shape[1:])}")
-        if leaves[name].dtype != leaf.dtype:
-            raise ValueError(f"{path}: {name} is {leaves[name].dtype}, this filter works in {leaf.dtype}")
-    return cast(S, type(like)(*(leaves[name] for name in like._fields)))
+        raise ValueError(f"{name} needs observations that are vectors, got {tuple(sequences[0].obs.shape[1:])}; {ENCODE_IMAGES}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
-from torch import Generator, Tensor, nn
+from jaxtyping import Bool, Float
+from torch import Generator, Tensor
 
-from kbf.filters.base import Backward, Now
-from kbf.filters.gaussian import AdditiveModel, GaussianState, gaussian_init, kalman_predict, kalman_update, rts_step, started
-from kbf.filters.turning import TurningFilter, TurningModel, turning_filter
+from kbf.filters.base import Backward, FilterStep
+from kbf.filters.gaussian import AdditiveModel, GaussianState, gaussian_init, kalman_observe, kalman_predict, rts_step, started
+from kbf.filters.polar import TurningFilter, TurningModel, turning_filter
+from kbf.runtime.notebook import Shown, ShownModule
 from kbf.sequence import Sequence
 from kbf.ssm import OrientationModel
 
@@ -41,7 +42,7 @@ def extended(
     return F @ L, value, torch.zeros(*value.shape, value.shape[-1], dtype=m.dtype, device=m.device)
 
 
-class ExtendedKalmanFilter:
+class ExtendedKalmanFilter(Shown):
     """Extended Kalman filter for z' = f(z) + N(0, Q), x = h(z) + N(0, R).
 
     f is linearised at the filtered mean and h at the predicted one; gradients flow through both Jacobians.
@@ -64,8 +65,12 @@ class ExtendedKalmanFilter:
 
     def update(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> GaussianState:
         """Observe ``b q``: `kalman_update` with H = h'(m)."""
+        return self.observe(state, obs)[0]
+
+    def observe(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> tuple[GaussianState, Bool[Tensor, " b"]]:
+        """Observe, and whether that was possible (`kalman_observe`)."""
         H, c = linearise(self.model.h, state.mean)
-        return kalman_update(*state, obs, H, self.model.R, c)
+        return kalman_observe(*state, obs, H, self.model.R, c)
 
     def estimate(self, state: GaussianState) -> Float[Tensor, "b d"]:
         """The mean, ``b d``."""
@@ -82,7 +87,7 @@ class ExtendedKalmanFilter:
         """
 
         def step_back(
-            now: Now, following: GaussianState, *, control: Tensor | None = None, generator: Generator | None = None
+            now: FilterStep, following: GaussianState, *, control: Tensor | None = None, generator: Generator | None = None
         ) -> GaussianState:
             F, a = linearise(self.model.f, now.state.mean)
             return rts_step(now.state, following, F, self.model.Q, a)
@@ -90,7 +95,7 @@ class ExtendedKalmanFilter:
         return step_back
 
 
-class EKF(nn.Module):
+class EKF(ShownModule):
     """The extended Kalman filter that knows the true model, as a baseline.
 
     It has no parameters and no buffers: the model is given, the start comes from the memory.

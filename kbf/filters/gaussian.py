@@ -1,4 +1,4 @@
-"""Gaussian moments: the Kalman filter's two steps, the Rauch-Tung-Striebel smoother, and what EKF and UKF share.
+"""Gaussian moments: the Kalman filter's two steps, the smoother's step back, and what EKF and UKF share.
 
 Every covariance update is in a form that is a sum of squares, so that it stays symmetric and positive semi-definite in float32 too.
 """
@@ -11,21 +11,18 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
-from kbf.filters.base import Backward, Filter, Now, check_vectors, step
-from kbf.linalg import psd_solve
+from kbf.filters.base import Backward, FilterStep, check_vectors
+from kbf.rkhs.linalg import psd_solve
+from kbf.runtime.notebook import Shown
 from kbf.sequence import Sequence, as_sequences
 from kbf.ssm import OrientationModel, StateSpaceModel
+
+IMPOSSIBLE = 37.0
+"""Standard deviations from its mean at which the density of a Gaussian, exp(-37^2 / 2), is smaller than any double can say."""
 
 
 class GaussianState(NamedTuple):
     """N(mean, cov): mean ``b d``, cov ``b d d``."""
-
-    mean: Tensor
-    cov: Tensor
-
-
-class Moments(NamedTuple):
-    """The same at every step of a sequence: mean ``b T d``, cov ``b T d d``."""
 
     mean: Tensor
     cov: Tensor
@@ -137,11 +134,27 @@ def kalman_update(
 
     References: Sarkka (2013), equation 4.21; the Joseph form: Bucy and Joseph (1968).
     """
+    return kalman_observe(mean, cov, x, H, R, c)[0]
+
+
+def kalman_observe(
+    mean: Float[Tensor, "b d"],
+    cov: Float[Tensor, "b d d"],
+    x: Float[Tensor, "b q"],
+    H: Float[Tensor, "*f q d"],
+    R: Float[Tensor, "*g q q"],
+    c: Float[Tensor, "*h q"] | float = 0.0,
+) -> tuple[GaussianState, Bool[Tensor, " b"]]:
+    """`kalman_update`, and ``b``, whether x was possible: no component `IMPOSSIBLE` standard deviations from its prediction.
+
+    A filter that passes such observations over grows less sure of its prediction with each move, until it takes them in.
+    """
     S = H @ cov @ H.mT + R
     K = psd_solve(S, H @ cov).mT
     residual = x - (H @ mean[..., None])[..., 0] - c
     I_KH = torch.eye(mean.shape[-1], dtype=cov.dtype, device=cov.device) - K @ H
-    return GaussianState(mean + (K @ residual[..., None])[..., 0], I_KH @ cov @ I_KH.mT + K @ R @ K.mT)
+    updated = GaussianState(mean + (K @ residual[..., None])[..., 0], I_KH @ cov @ I_KH.mT + K @ R @ K.mT)
+    return updated, (residual.square() <= IMPOSSIBLE**2 * S.diagonal(dim1=-2, dim2=-1)).all(-1)
 
 
 def rts_step(
@@ -175,50 +188,7 @@ def rts_step(
     return GaussianState(mean, I_GF @ filtered.cov @ I_GF.mT + G @ (following.cov + Q) @ G.mT)
 
 
-def rts_smoother(
-    filtered: Moments,
-    F: Float[Tensor, "*f d d"],
-    Q: Float[Tensor, "*g d d"],
-    a: Float[Tensor, "*h d"] | float = 0.0,
-) -> Moments:
-    """Rauch-Tung-Striebel smoother: moments of every z_t given *all* observations, by `rts_step` from the end.
-
-    Args:
-        filtered: the filter's moments (see `filter_moments`), ``b T d`` and ``b T d d``.
-        F: ``d d``, or anything that broadcasts to ``b T-1 d d``, entry t for the move from step t to t + 1.
-        Q: likewise.
-        a: likewise.
-
-    References: Sarkka (2013), theorem 8.2.
-    """
-    b, T, d = filtered.mean.shape
-    F, Q = F.expand(b, T - 1, d, d), Q.expand(b, T - 1, d, d)
-    a = torch.as_tensor(a, dtype=Q.dtype, device=Q.device).expand(b, T - 1, d)
-    smoothed = [GaussianState(filtered.mean[:, -1], filtered.cov[:, -1])]
-    for t in reversed(range(T - 1)):
-        now = GaussianState(filtered.mean[:, t], filtered.cov[:, t])
-        smoothed.append(rts_step(now, smoothed[-1], F[:, t], Q[:, t], a[:, t]))
-    mean, cov = zip(*reversed(smoothed), strict=True)
-    return Moments(torch.stack(mean, 1), torch.stack(cov, 1))
-
-
-def filter_moments(filter: Filter[GaussianState], obs: Float[Tensor, "b T q"], mask: Bool[Tensor, "b T"] | None = None) -> Moments:
-    """Run a Gaussian filter and keep the moments of every step, for the smoother (`rollout` keeps the estimates alone).
-
-    Args:
-        filter: Kalman, extended or unscented Kalman filter.
-        obs: ``b T q``.
-        mask: ``b T``, False = not observed (the values there must be finite).
-    """
-    state, states = filter.init(len(obs)), []
-    for t in range(obs.shape[1]):
-        state = step(filter, state, obs[:, t], mask=None if mask is None else mask[:, t])
-        states.append(state)
-    mean, cov = zip(*states, strict=True)
-    return Moments(torch.stack(mean, 1), torch.stack(cov, 1))
-
-
-class KalmanFilter:
+class KalmanFilter(Shown):
     """The exact filter of a linear model with Gaussian noises (Sarkka (2013), theorem 4.2).
 
     >>> one = torch.eye(1)
@@ -230,7 +200,7 @@ class KalmanFilter:
     def __init__(self, model: LinearModel) -> None:
         """``model``: its tensors may require gradients; the filter keeps them."""
         self.model = model
-        self.controlled = 0 if model.B is None else model.B.shape[1]
+        self.controlled: int = 0 if model.B is None else model.B.shape[1]
 
     def init(self, batch: int, *, generator: Generator | None = None) -> GaussianState:
         """N(m0, P0) for each sequence."""
@@ -248,7 +218,11 @@ class KalmanFilter:
 
     def update(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> GaussianState:
         """Observe ``b q``: `kalman_update` with C, c and R."""
-        return kalman_update(*state, obs, self.model.C, self.model.R, self.model.c)
+        return self.observe(state, obs)[0]
+
+    def observe(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> tuple[GaussianState, Bool[Tensor, " b"]]:
+        """Observe, and whether that was possible (`kalman_observe`)."""
+        return kalman_observe(*state, obs, self.model.C, self.model.R, self.model.c)
 
     def estimate(self, state: GaussianState) -> Float[Tensor, "b d"]:
         """The mean, ``b d``."""
@@ -262,7 +236,7 @@ class KalmanFilter:
         """Rauch-Tung-Striebel: `rts_step` with A, a + B u and Q."""
 
         def step_back(
-            now: Now, following: GaussianState, *, control: Tensor | None = None, generator: Generator | None = None
+            now: FilterStep, following: GaussianState, *, control: Tensor | None = None, generator: Generator | None = None
         ) -> GaussianState:
             return rts_step(now.state, following, self.model.A, self.model.Q, self.offset(control))
 

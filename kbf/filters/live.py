@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import tempfile
 import warnings
@@ -13,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor, nn
 
-from kbf.filters.base import Filter, check_controlled, load_state, move, save_state, step, where
+from kbf.filters.base import Filter, advance, check_controlled, control_components, knows_sensors, move, where
+from kbf.filters.state_file import load_state, read_leaves, save_state
+from kbf.runtime.notebook import Shown
+from kbf.sequence import Array, tensor_of
 
 
-class Live:
+class Live(Shown):
     """A running filter. Its state has a fixed size, so that nothing grows, however long it runs.
 
     >>> from kbf.filters.gaussian import KalmanFilter, LinearModel
@@ -28,6 +30,9 @@ class Live:
     >>> live.step(torch.tensor([[3.0]])), live.step(torch.tensor([[3.0]])), live.step(None)
     (tensor([[1.5000]]), tensor([[2.]]), tensor([[2.]]))
     """
+
+    controlled: int
+    partial: bool
 
     def __init__(
         self,
@@ -51,26 +56,29 @@ class Live:
         """
         if compiled is not None and len(compiled) != batch:
             raise ValueError(f"the step is to be compiled for {len(compiled)} sequences, and to run {batch}")
-        self.filter = filter.eval() if isinstance(filter, nn.Module) else filter
+        self.filter: Filter[Any] = filter.eval() if isinstance(filter, nn.Module) else filter
         self.generator = generator
-        self.controlled, self.partial = (getattr(filter, name, False) for name in ("controlled", "partial"))
+        self.controlled, self.partial = control_components(filter), knows_sensors(filter)
         self.state: Any = filter.init(batch, generator=generator)
-        self.fast = None if compiled is None else compile_step(filter, compiled)
+        self.passed_over: int = 0
+        self.fast: Callable[..., tuple[Tensor, ...]] | None = None if compiled is None else compile_step(filter, compiled)
 
     @torch.inference_mode()
-    def step(self, obs: Shaped[Tensor, "b *x"] | None, control: Float[Tensor, "b k"] | None = None) -> Tensor:
+    def step(self, obs: Shaped[Array, "b *x"] | None, control: Float[Array, "b k"] | None = None) -> Tensor:
         """Move, and observe ``b *x``: the estimates ``b d``.
 
-        A sequence whose observation has NaN or infinite entries, or all with None, has observed nothing: its state moves only.
-        Where the filter knows its sensors, only those with such entries are silent.
+        A sequence whose observation has NaN entries, or all with None, has observed nothing: its state moves only. Where the filter
+        knows its sensors, only those with such entries are silent. Of an observation that is impossible given the prediction
+        (`kbf.filters.base`) the state moves only, too; ``passed_over`` counts them.
 
         Args:
-            obs: what was observed, or None.
+            obs: what was observed, a tensor or a NumPy array, or None.
             control: ``b k``, of the move to this step, for a filter made from recordings with controls.
 
         Raises:
             ValueError: observations or controls of another batch or width, or controls for a filter that takes none.
         """
+        obs, control = tensor_of(obs, "obs"), tensor_of(control, "control")
         if self.controlled or control is not None:
             check_controlled(self.filter, control, (len(self.state[0]),))
         if obs is None:
@@ -78,17 +86,20 @@ class Live:
             return self.filter.estimate(self.state)
         if obs.ndim < 2 or len(obs) != len(self.state[0]):
             raise ValueError(f"observations must be {(len(self.state[0]), '...')}, the batch in front; got {tuple(obs.shape)}")
-        if not self.partial and not math.isfinite(obs.sum().item()):  # a single number for the usual case
-            seen = torch.isfinite(obs).flatten(1).all(1)
-            obs = torch.where(seen.reshape(-1, *[1] * (obs.ndim - 1)), obs, torch.zeros_like(obs))
-            self.state = step(self.filter, self.state, obs, mask=seen, control=control, generator=self.generator)
-            return self.filter.estimate(self.state)
         if self.fast is None:
-            self.state = step(self.filter, self.state, obs, control=control, generator=self.generator)
+            self.state, passed = advance(self.filter, self.state, obs, control=control, generator=self.generator)
+            self.count(passed, obs)
             return self.filter.estimate(self.state)
-        *leaves, estimate = self.fast(*self.state, obs)
+        *leaves, estimate, passed = self.fast(*self.state, obs)
         self.state = type(self.state)(*leaves)
+        self.count(passed, obs)
         return estimate
+
+    def count(self, passed: Bool[Tensor, " b"] | None, obs: Shaped[Tensor, "b *x"]) -> None:
+        """Add up observations that were passed over; one with NaN entries was none, where the filter does not know its sensors."""
+        if passed is not None and bool(passed.any()):
+            missing = obs.isnan().flatten(1).any(1)
+            self.passed_over += int((passed if self.partial else passed & ~missing.to(passed.device)).sum())
 
     def restart(self, which: Shaped[Tensor, " b"] | None = None) -> None:
         """Back to the prior: all sequences, or those where ``which`` is True.
@@ -101,24 +112,34 @@ class Live:
         fresh = self.filter.init(len(self.state[0]), generator=self.generator)
         self.state = fresh if which is None else where(which, fresh, self.state)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state, whole or not at all."""
-        save_state(self.state, path)
+    def save(self, path: str | os.PathLike[str], **others: Tensor) -> None:
+        """Write the state, that of the generator, and ``others`` beside them, whole or not at all."""
+        drawn = {} if self.generator is None else {"generator": self.generator.get_state()}
+        save_state(self.state, path, **drawn, **others)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from a written state.
+        """Go on from a written state; a filter that draws, with the random numbers that would have come.
 
         Raises:
-            ValueError: as `kbf.filters.base.load_state`, or a state of another batch.
+            ValueError: as `kbf.filters.state_file.load_state`, or a state of another batch, or of a generator on another device.
         """
         state: Any = load_state(self.filter, path)
         if len(state[0]) != len(self.state[0]):
             raise ValueError(f"{path} holds {len(state[0])} sequences, this filter runs {len(self.state[0])}")
+        drawn = read_leaves(path).get("generator")
+        if drawn is not None and self.generator is not None:
+            try:
+                self.generator.set_state(drawn)
+            except RuntimeError as error:
+                raise ValueError(f"{path}: its random numbers come from another device, {str(error).splitlines()[0]}") from error
         self.state = state
 
 
 class Step(nn.Module):
-    """(leaves of the state, observation) -> (leaves of the next state, estimate): what is compiled."""
+    """(leaves of the state, observation) -> (leaves of the next state, estimate, passed over ``b``): what is compiled."""
+
+    filter: Filter[Any]
+    kind: type[Any]
 
     def __init__(self, filter: Filter[Any]) -> None:
         super().__init__()
@@ -126,8 +147,10 @@ class Step(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """One step."""
-        state = step(self.filter, self.kind(*inputs[:-1]), inputs[-1])
-        return (*state, self.filter.estimate(state))
+        state, passed = advance(self.filter, self.kind(*inputs[:-1]), inputs[-1])
+        if passed is None:
+            passed = torch.zeros(len(inputs[-1]), dtype=torch.bool, device=inputs[-1].device)
+        return (*state, self.filter.estimate(state), passed)
 
 
 def compile_step(filter: Filter[Any], obs: Shaped[Tensor, "b *x"]) -> Callable[..., tuple[Tensor, ...]]:
@@ -141,13 +164,13 @@ def compile_step(filter: Filter[Any], obs: Shaped[Tensor, "b *x"]) -> Callable[.
         obs: an example, ``b *x``.
 
     Returns:
-        (leaves of the state, observation) -> (leaves of the next state, estimate).
+        (leaves of the state, observation) -> (leaves of the next state, estimate, passed over ``b``).
 
     Raises:
         ValueError: a filter that takes controls or silent sensors, or is no module, or whose step looks at values; or
             no C++ compiler. The result raises it for leaves of another shape.
     """
-    if getattr(filter, "controlled", 0) or getattr(filter, "partial", False):
+    if control_components(filter) or knows_sensors(filter):
         raise ValueError("the step of a filter with controls, or with sensors that may be silent, is not compiled: run it as it is")
     if not isinstance(filter, nn.Module):
         raise ValueError(f"only filters that are modules can be compiled, {type(filter).__name__} is none")

@@ -4,17 +4,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
-from torch import Generator, Tensor, nn
+from jaxtyping import Bool, Float, Shaped
+from torch import Generator, Tensor
 
-from kbf.filters.backwards import particle_backward
-from kbf.filters.base import VECTORS, Backward, Now
-from kbf.filters.resampling import effective_sample_size, systematic
+from kbf.filters.base import ENCODE_IMAGES, Backward, FilterStep
+from kbf.filters.resampling import effective_sample_size, invert, systematic
+from kbf.runtime.notebook import Shown, ShownModule
 from kbf.sequence import Sequence, as_sequences
-from kbf.ssm import StateSpace, StateSpaceModel
+from kbf.ssm import ControlledDynamics, KnownTransition, OverDynamics, StateSpace, StateSpaceModel
+
+MOST_BACKWARD_PARTICLES = 500
+"""Particles that take part in a step back, of each of the two times: the pairs of all would be too many."""
+
+
+def particle_backward(
+    model: Any,
+    now: tuple[Float[Tensor, "b P d"], Float[Tensor, "b P"]],
+    following: tuple[Float[Tensor, "b N d"], Float[Tensor, "b N"]],
+    *,
+    control: Tensor | None = None,
+    generator: Generator | None = None,
+) -> tuple[Float[Tensor, "b M d"], Float[Tensor, "b M"]]:
+    """Forward filtering, backward smoothing: w^s_i = w_i sum_j w^{s+}_j q(z'_j | z_i) / sum_k w_k q(z'_j | z_k).
+
+    O(M^2) for M particles at each of the two times; more than `MOST_BACKWARD_PARTICLES` are thinned to so many first.
+
+    Args:
+        model: has ``log_transition(z', z)``, up to a constant.
+        now: particles of the filter at t, and their normalised log weights.
+        following: smoothed ones at t + 1.
+        control: ``b k``, of the move between them.
+        generator: of the thinning.
+
+    Returns:
+        Particles of t with smoothed log weights.
+
+    References: Doucet, Godsill and Andrieu (2000), equation 37.
+    """
+    z, log_w = thinned(*now, generator)
+    after, log_after = thinned(*following, generator)
+    acted = {} if control is None else {"control": control[:, None, None]}
+    log_q = model.log_transition(after[:, :, None], z[:, None], **acted) + log_w[:, None]
+    back = log_q.softmax(-1)  # row j: where z'_j came from
+    return z, (log_after.exp()[:, None] @ back)[:, 0].log().log_softmax(-1)
+
+
+def thinned(
+    particles: Float[Tensor, "b P d"], log_weights: Float[Tensor, "b P"], generator: Generator | None = None
+) -> tuple[Float[Tensor, "b M d"], Float[Tensor, "b M"]]:
+    """At most `MOST_BACKWARD_PARTICLES` particles, drawn systematically, with equal weights; fewer are left as they are."""
+    b, P = log_weights.shape
+    if P <= MOST_BACKWARD_PARTICLES:
+        return particles, log_weights
+    u = torch.rand(b, 1, dtype=torch.float64, device=log_weights.device, generator=generator)
+    chosen = invert(log_weights, (torch.arange(MOST_BACKWARD_PARTICLES, device=u.device) + u) / MOST_BACKWARD_PARTICLES)
+    equal = log_weights.new_zeros(b, MOST_BACKWARD_PARTICLES).log_softmax(-1)
+    return particles.gather(1, chosen[..., None].expand(-1, -1, particles.shape[-1])), equal
 
 
 class ParticleState(NamedTuple):
@@ -24,18 +72,23 @@ class ParticleState(NamedTuple):
     log_weights: Tensor
 
 
-class BootstrapFilter:
+class BootstrapFilter(Shown):
     """Bootstrap filter: z_i ~ p(z | z_i'), w_i proportional to w_i' p(x | z_i).
 
     A batch element whose effective sample size is under ``threshold`` P is resampled at the *start* of predict, so that the
     estimate after an update uses the weights before they are thrown away. Resampling picks particles: gradients flow through the
     chosen particles and through the weights, not through the choice.
 
-    Where *every* particle has likelihood zero (log weights all -inf) the weights are reset to uniform: the estimate is then the
-    mean of the prediction without weights, and the ``ess`` diagnostic jumps to P. It is never NaN.
+    Where *every* particle has likelihood zero (log weights all -inf) ``update`` resets the weights to uniform; the loop passes the
+    observation over, and keeps the weights of the prediction. The estimate is never NaN.
 
     References: Gordon, Salmond and Smith (1993); Doucet and Johansen (2009) for adaptive resampling.
     """
+
+    initial: Float[Tensor, "n d"]
+    particles: int
+    threshold: float
+    resample: Callable[..., Tensor]
 
     def __init__(
         self,
@@ -62,9 +115,9 @@ class BootstrapFilter:
         """
         if particles < 1 or len(initial) < 1:
             raise ValueError(f"a particle filter needs particles and initial states, got {particles} and {len(initial)}")
-        self.model = in_type_of(model, initial)
+        self.model: StateSpace = in_type_of(model, initial)
         self.initial, self.particles, self.threshold, self.resample = initial, particles, threshold, resample
-        self.controlled = getattr(model, "controlled", 0)
+        self.controlled: int = model.controlled if isinstance(model, ControlledDynamics) else 0
 
     def init(self, batch: int, *, generator: Generator | None = None) -> ParticleState:
         """P initial states for each sequence, drawn with replacement, with equal weights."""
@@ -88,10 +141,14 @@ class BootstrapFilter:
 
     def update(self, state: ParticleState, obs: Float[Tensor, "b *x"]) -> ParticleState:
         """Weigh by the likelihood of the observation, ``b *x``; if it is zero for all particles, weigh them equally."""
+        return self.observe(state, obs)[0]
+
+    def observe(self, state: ParticleState, obs: Shaped[Tensor, "b *x"]) -> tuple[ParticleState, Bool[Tensor, " b"]]:
+        """Weigh, and whether the likelihood of any particle is above zero (and none is NaN)."""
         log_weights = state.log_weights + self.model.log_likelihood(obs[:, None], state.particles)
-        possible = (log_weights > -math.inf).any(-1, keepdim=True)
-        log_weights = torch.where(possible, log_weights, 0)
-        return state._replace(log_weights=log_weights.log_softmax(-1))
+        possible = log_weights.amax(-1) > -math.inf
+        log_weights = torch.where(possible[:, None], log_weights, 0)
+        return state._replace(log_weights=log_weights.log_softmax(-1)), possible
 
     def estimate(self, state: ParticleState) -> Float[Tensor, "b d"]:
         """The weighted mean, ``b d``."""
@@ -107,17 +164,17 @@ class BootstrapFilter:
         return {"ess": effective_sample_size(state.log_weights)}
 
     def smoother(self) -> Backward:
-        """Forward filtering, backward smoothing (`kbf.filters.backwards.particle_backward`), over at most 1,000 particles a time.
+        """Forward filtering, backward smoothing (`kbf.filters.particle.particle_backward`), over at most 1,000 particles a time.
 
         Raises:
             ValueError: a model that does not know the density of its moves.
         """
-        dynamics = getattr(self.model, "dynamics", self.model)
-        if not hasattr(dynamics, "log_transition"):
+        dynamics = self.model.dynamics if isinstance(self.model, OverDynamics) else self.model
+        if not isinstance(dynamics, KnownTransition):
             raise ValueError(f"a smoother needs the density of a move: {type(dynamics).__name__} has no log_transition(z', z)")
 
         def step_back(
-            now: Now, following: ParticleState, *, control: Tensor | None = None, generator: Generator | None = None
+            now: FilterStep, following: ParticleState, *, control: Tensor | None = None, generator: Generator | None = None
         ) -> ParticleState:
             return ParticleState(*particle_backward(dynamics, now.state, following, control=control, generator=generator))
 
@@ -129,11 +186,15 @@ def in_type_of(model: StateSpace, states: Float[Tensor, "n d"]) -> StateSpace:
     return model._replace(Q=model.Q.to(states), R=model.R.to(states)) if isinstance(model, StateSpaceModel) else model
 
 
-class ParticleFilter(nn.Module):
+class ParticleFilter(ShownModule):
     """The bootstrap filter that knows the true model; with 20,000 particles, the floor: the error that no filter can beat.
 
     No parameters, no buffers: the model is given, and the first particles are training states.
     """
+
+    model: StateSpace
+    particles: int
+    threshold: float
 
     def __init__(self, model: StateSpace, particles: int = 4000, threshold: float = 0.5) -> None:
         """Arguments as in `BootstrapFilter`."""
@@ -155,5 +216,5 @@ class ParticleFilter(nn.Module):
         states, shape = torch.cat([s.states for s in sequences]), sequences[0].obs.shape[1:]
         expected = self.model.observe(states[:1], Generator(states.device).manual_seed(0)).shape[1:]
         if shape != expected:
-            raise ValueError(f"the true model sees {tuple(expected)}, the observations are {tuple(shape)}; {VECTORS}")
+            raise ValueError(f"the true model sees {tuple(expected)}, the observations are {tuple(shape)}; {ENCODE_IMAGES}")
         return BootstrapFilter(self.model, states, self.particles, self.threshold)

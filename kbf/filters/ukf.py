@@ -6,13 +6,14 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from jaxtyping import Float
-from torch import Generator, Tensor, nn
+from jaxtyping import Bool, Float
+from torch import Generator, Tensor
 
-from kbf.filters.base import Backward, Now
-from kbf.filters.gaussian import AdditiveModel, GaussianState, gaussian_init, kalman_predict, kalman_update, rts_step, started
-from kbf.filters.turning import TurningFilter, TurningModel, turning_filter
-from kbf.linalg import cholesky
+from kbf.filters.base import Backward, FilterStep
+from kbf.filters.gaussian import AdditiveModel, GaussianState, gaussian_init, kalman_observe, kalman_predict, rts_step, started
+from kbf.filters.polar import TurningFilter, TurningModel, turning_filter
+from kbf.rkhs.linalg import cholesky
+from kbf.runtime.notebook import Shown, ShownModule
 from kbf.sequence import Sequence
 from kbf.ssm import OrientationModel
 
@@ -55,7 +56,7 @@ def unscented(
     return F, a, weighted.mT @ dy - F @ F.mT
 
 
-class UnscentedKalmanFilter:
+class UnscentedKalmanFilter(Shown):
     """Unscented Kalman filter for z' = f(z) + N(0, Q), x = h(z) + N(0, R), with sigma points drawn anew in each half step.
 
     Written as a Kalman filter in whitened coordinates z = m + L u, P = L L^T: sigma points of u ~ N(0, I) give
@@ -67,6 +68,10 @@ class UnscentedKalmanFilter:
 
     References: Sarkka (2013), algorithm 5.14; Lefebvre et al. (2002) for the statistical linearisation.
     """
+
+    points: Tensor
+    mean_weights: Tensor
+    cov_weights: Tensor
 
     def __init__(self, model: AdditiveModel, *, alpha: float = 1.0, beta: float = 0.0, kappa: float | None = None) -> None:
         """The filter of one model.
@@ -107,10 +112,14 @@ class UnscentedKalmanFilter:
 
     def update(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> GaussianState:
         """Observe ``b q``: `kalman_update` of u ~ N(0, I), then back to z = m + L u."""
+        return self.observe(state, obs)[0]
+
+    def observe(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> tuple[GaussianState, Bool[Tensor, " b"]]:
+        """Observe, and whether that was possible (`kalman_observe`)."""
         L = self.root(state.cov)
         H, c, Omega = self.linearise(self.model.h, state.mean, L)
-        u, U = kalman_update(*whitened(state), obs, H, Omega + self.model.R, c)
-        return GaussianState(state.mean + (L @ u[..., None])[..., 0], L @ U @ L.mT)
+        (u, U), possible = kalman_observe(*whitened(state), obs, H, Omega + self.model.R, c)
+        return GaussianState(state.mean + (L @ u[..., None])[..., 0], L @ U @ L.mT), possible
 
     def estimate(self, state: GaussianState) -> Float[Tensor, "b d"]:
         """The mean, ``b d``."""
@@ -127,7 +136,7 @@ class UnscentedKalmanFilter:
         """
 
         def step_back(
-            now: Now, following: GaussianState, *, control: Tensor | None = None, generator: Generator | None = None
+            now: FilterStep, following: GaussianState, *, control: Tensor | None = None, generator: Generator | None = None
         ) -> GaussianState:
             L = self.root(now.state.cov)
             F, a, Omega = self.linearise(self.model.f, now.state.mean, L)
@@ -143,8 +152,13 @@ def whitened(state: GaussianState) -> GaussianState:
     return GaussianState(torch.zeros_like(state.mean), eye.expand_as(state.cov))
 
 
-class UKF(nn.Module):
+class UKF(ShownModule):
     """The unscented Kalman filter that knows the true model, as a baseline. No parameters, no buffers, as `EKF`."""
+
+    model: AdditiveModel | OrientationModel | TurningModel
+    alpha: float
+    beta: float
+    kappa: float | None
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ them), or groups of an HDF5 or Zarr file.
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,10 +20,11 @@ import numpy
 import torch
 from torch import Tensor
 
-from kbf.data.own.images import as_images
+from kbf.data.own.limits import check_bytes, stored_bytes
+from kbf.data.own.pixels import as_images
 from kbf.data.own.recordings import Contents, Layout, Recording, by_sequence, need
 
-CALLED = {
+USUAL_NAMES = {
     "states": ["states"],
     "observations": ["observations", "obs"],
     "controls": ["controls"],
@@ -30,7 +32,7 @@ CALLED = {
     "time": ["times", "time"],
     "sequence": ["sequence"],
 }
-"""What arrays are called, if the layout does not say it."""
+"""Names that arrays of each role usually have; the layout may give others."""
 
 Get = Callable[[str], Any]
 
@@ -44,23 +46,23 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
     with opened(path) as (names, get, notes):
         if not names:
             raise ValueError(f"{path} holds no arrays")
-        found = {role: keys_of(names, role, said_of(layout, role, names, states), path) for role in CALLED}
+        keys_by_role = {role: keys_of(names, role, said_of(layout, role, names, states), path) for role in USUAL_NAMES}
         for role in ("states", "observations") if states else ("observations",):
-            if not found[role]:
+            if not keys_by_role[role]:
                 raise ValueError(f"{path}: there are no {role}: data.{role}=NAME names one of {', '.join(names)}")
-        wanted = list(found["states"] if states else found["observations"])
-        if missing := [name for name in wanted if name not in found["observations"]]:
+        wanted = list(keys_by_role["states"] if states else keys_by_role["observations"])
+        if missing := [name for name in wanted if name not in keys_by_role["observations"]]:
             raise ValueError(f"{path}: the sequence {missing[0] or 'of states'} has no observations; it has {', '.join(names)}")
-        check_all_there(path, found, states)
+        check_all_there(path, keys_by_role, states)
         recordings = []
         for name in wanted:
             loaded = {
                 role: numbers(get(keys[name]), path, keys[name])
-                for role, keys in found.items()
+                for role, keys in keys_by_role.items()
                 if name in keys and role != "sequence" and (states or role != "states")
             }
             lengths = numbers(get("lengths"), path, "lengths") if "lengths" in names else None
-            ids = numpy.asarray(get(found["sequence"][name])) if name in found["sequence"] else None
+            ids = numpy.asarray(get(keys_by_role["sequence"][name])) if name in keys_by_role["sequence"] else None
             recordings += recordings_of(path, layout, name or path.stem, loaded, lengths, ids)
     check_widths(path, recordings)
     first = recordings[0]
@@ -74,17 +76,23 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
 
 
 def said_of(layout: Layout, role: str, names: list[str], states: bool) -> list[str] | str | None:
-    """What the layout calls a role. A file to filter may be of another kind than the training's: columns are no arrays of it."""
+    """The layout's name of a role; None if a file to be filtered has no such array, as it may be of another kind."""
     said = getattr(layout, role)
     return None if not states and isinstance(said, str) and said not in names else said
 
 
-def check_all_there(path: Path, found: dict[str, dict[str, str]], states: bool) -> None:
+def check_all_there(path: Path, keys_by_role: dict[str, dict[str, str]], states: bool) -> None:
     """Raise a ValueError if some sequences of a file have states, controls or times, and others do not."""
     roles = ("states", "controls", "time") if states else ("controls", "time")
-    for role, name in [(role, name) for role in roles if found[role] for name in found["observations"] if name not in found[role]]:
-        told = f"{found['observations'][name]} has no {role} beside it, others have"
-        raise ValueError(f"{path}: {told}: add them (NaN for states not known), or name one array: data.observations=NAME")
+    for role, name in [
+        (role, name)
+        for role in roles
+        if keys_by_role[role]
+        for name in keys_by_role["observations"]
+        if name not in keys_by_role[role]
+    ]:
+        problem = f"{keys_by_role['observations'][name]} has no {role} beside it, others have"
+        raise ValueError(f"{path}: {problem}: add them (NaN for states not known), or name one array: data.observations=NAME")
 
 
 def check_widths(path: Path, recordings: list[Recording]) -> None:
@@ -96,25 +104,25 @@ def check_widths(path: Path, recordings: list[Recording]) -> None:
             if shape is not None and 0 in shape:
                 raise ValueError(f"{path}, sequence {recording.name}: its {word} have no columns")
             if shape != shapes[0]:
-                told = f"the {word} of sequence {recording.name} are {shape}, those of {recordings[0].name} {shapes[0]}"
-                raise ValueError(f"{path}: {told}: all sequences must be alike")
+                problem = f"the {word} of sequence {recording.name} are {shape}, those of {recordings[0].name} {shapes[0]}"
+                raise ValueError(f"{path}: {problem}: all sequences must be alike")
 
 
 def keys_of(names: list[str], role: str, said: list[str] | str | None, path: Path) -> dict[str, str]:
     """The arrays of one role, by the name of their sequence ("" where one array holds all)."""
-    called = [said] if isinstance(said, str) else CALLED[role]
+    called = [said] if isinstance(said, str) else USUAL_NAMES[role]
     if isinstance(said, str) and said in names:
         return {"": said}
-    found = {}
+    keys = {}
     for key in names:
         for word in called:
             group, _, leaf = key.rpartition("/")
             match = re.fullmatch(rf"(?:(.+)_)?{re.escape(word)}(?:_(\d+))?", leaf)
             if match:
-                found["_".join(part for part in (group, match[1], match[2]) if part)] = key
-    if isinstance(said, str) and not found:
+                keys["_".join(part for part in (group, match[1], match[2]) if part)] = key
+    if isinstance(said, str) and not keys:
         raise ValueError(f"{path}: there is no array {said!r} (data.{role}); it has {', '.join(names)}")
-    return dict(sorted(found.items(), key=lambda pair: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", pair[0])]))
+    return dict(sorted(keys.items(), key=lambda pair: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", pair[0])]))
 
 
 def numbers(array: Any, path: Path, name: str) -> Tensor:
@@ -223,7 +231,7 @@ def column_names(said: list[str] | str | None, values: Tensor | None, letter: st
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[list[str], Get, tuple[str, ...]]]:
-    """The names of the arrays of a file, how to get one, and what looks odd.
+    """Open a file of arrays: the names of the arrays, a function that reads one, and remarks.
 
     Raises:
         ValueError: damaged, or of another kind.
@@ -232,20 +240,28 @@ def opened(path: Path) -> Iterator[tuple[list[str], Get, tuple[str, ...]]]:
     try:
         if suffix == ".npz":
             with numpy.load(path, allow_pickle=False) as file:
+                check_bytes(sum(entry.file_size for entry in file.zip.infolist()), path)
                 yield list(file.files), guarded(path, file.__getitem__), ()
         elif suffix in (".h5", ".hdf5"):
             h5py = need("h5py", path)
             with h5py.File(path, "r") as file:
                 names: list[str] = []
                 file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+                if elsewhere := [name for name in names if file[name].external or file[name].is_virtual]:
+                    raise ValueError(f"{path}, array {elsewhere[0]}: its numbers are in other files, which are not read")
+                check_bytes(sum(stored_bytes(file[name]) for name in names), path)
                 yield names, guarded(path, lambda name: file[name][()]), ()
         elif suffix == ".zarr":
             group = opened_zarr(path)
+            check_bytes(sum(stored_bytes(array) for array in group.values()), path)
             yield list(group), guarded(path, lambda name: group[name][...]), not_stored(path, group)
         elif suffix == ".npy":  # one array
             yield ["observations"], guarded(path, lambda _: numpy.load(path, allow_pickle=False)), ()
         else:
-            stems = {file.stem: file for file in (path.glob("*.npy") if path.is_dir() else path.parent.glob(f"{path.name}*.npy"))}
+            stems = {
+                file.stem: file
+                for file in (path.glob("*.npy") if path.is_dir() else path.parent.glob(f"{glob.escape(path.name)}*.npy"))
+            }
             files = {stem if path.is_dir() else stem.removeprefix(path.name).lstrip("_-."): file for stem, file in stems.items()}
             yield list(files), guarded(path, lambda name: numpy.load(files[name], allow_pickle=False)), ()
     except ValueError as error:
@@ -257,7 +273,7 @@ def opened(path: Path) -> Iterator[tuple[list[str], Get, tuple[str, ...]]]:
 
 
 def guarded(path: Path, get: Get) -> Get:
-    """The same, with one kind of error, which names the array."""
+    """``get`` with every error turned into a ValueError that names the array."""
 
     def careful(name: str) -> Any:
         try:

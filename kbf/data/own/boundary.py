@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kbf.embeddings import project_so3
+from kbf.rkhs.embeddings import project_so3
 
-WIDTHS = {"number": 1, "angle": 2, "rotation": 9}
+WIDTH_OF_KIND = {"number": 1, "angle": 2, "rotation": 9}
 """Components inside, by kind of part."""
 
 
@@ -26,7 +26,9 @@ class Part(NamedTuple):
         """Names of the components that filters see."""
         if self.kind == "angle":
             return [f"cos {self.names[0]}", f"sin {self.names[0]}"]
-        return list(self.names) if len(self.names) == WIDTHS[self.kind] else [f"R{i}{j}" for i in (1, 2, 3) for j in (1, 2, 3)]
+        return (
+            list(self.names) if len(self.names) == WIDTH_OF_KIND[self.kind] else [f"R{i}{j}" for i in (1, 2, 3) for j in (1, 2, 3)]
+        )
 
 
 class Boundary(NamedTuple):
@@ -44,17 +46,17 @@ class Boundary(NamedTuple):
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Boundary:
-        """From what `to_dict` made."""
+        """The boundary that `to_dict` described."""
         states, obs = (tuple(Part(kind, tuple(names)) for kind, names in values[side]) for side in ("states", "observations"))
         return Boundary(states, obs, tuple(values["controls"]), values["unit"])
 
     def to_dict(self) -> dict[str, Any]:
-        """As dicts, lists and words."""
+        """As dicts, lists and words, for a configuration."""
         sides = {side: [[part.kind, list(part.names)] for part in getattr(self, side)] for side in ("states", "observations")}
         return {**sides, "controls": list(self.controls), "unit": self.unit}
 
     def columns(self, side: str) -> list[str]:
-        """The person's names on one side: states or observations."""
+        """The file's column names of one side: states or observations."""
         return [name for part in getattr(self, side) for name in part.names]
 
     def inside(self, side: str) -> list[str]:
@@ -63,7 +65,7 @@ class Boundary(NamedTuple):
 
     def free(self, side: str) -> list[bool]:
         """For each component inside, whether its unit is of no matter: those of angles and rotations are left as they are."""
-        return [part.kind == "number" for part in getattr(self, side) for _ in range(WIDTHS[part.kind])]
+        return [part.kind == "number" for part in getattr(self, side) for _ in range(WIDTH_OF_KIND[part.kind])]
 
     def encode(self, values: Float[Tensor, "T c"], side: str = "states") -> Float[Tensor, "T d"]:
         """The person's columns, in the order of `columns`, as filters see them; NaN stays NaN.
@@ -85,33 +87,33 @@ class Boundary(NamedTuple):
 
         A number has the root of its variance. An angle is atan2 of its pair; with R the length of the mean pair and C its
         covariance the circular standard deviation is sqrt(-ln(R^2 / (R^2 + tr C))), that of directional statistics, since
-        R^2 + tr C = 1 for points on the circle. A rotation is the nearest one (`kbf.embeddings.project_so3`), with one standard
-        deviation of the angle of turning for all its columns: sqrt(tr C / 2), since ||A - B||^2 is about twice the square of the
-        angle between A and B.
+        R^2 + tr C = 1 for points on the circle. A rotation is the nearest one (`kbf.rkhs.embeddings.project_so3`), with one
+        standard deviation of the angle of turning for all its columns: sqrt(tr C / 2), since ||A - B||^2 is about twice the square
+        of the angle between A and B.
 
         References: Mardia and Jupp (2000), section 2.3.
         """
-        found: dict[str, Tensor] = {}
+        decoded: dict[str, Tensor] = {}
         at = 0
         for k, part in enumerate(self.states):
-            inside = slice(at, at + WIDTHS[part.kind])
+            inside = slice(at, at + WIDTH_OF_KIND[part.kind])
             mean, spread = estimates[:, inside], None if covariances is None else covariances[:, inside, inside]
             total = None if spread is None else spread.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0)
             at = inside.stop
             turn = 180 / math.pi if self.unit == "degrees" else 1.0
             if part.kind == "number":
-                found[part.names[0]], sd = mean[:, 0], None if total is None else total.sqrt()
+                decoded[part.names[0]], sd = mean[:, 0], None if total is None else total.sqrt()
             elif part.kind == "angle":
-                found[part.names[0]] = torch.atan2(mean[:, 1], mean[:, 0]) * turn
+                decoded[part.names[0]] = torch.atan2(mean[:, 1], mean[:, 0]) * turn
                 sd = None if total is None else (1 + total / mean.square().sum(-1)).log().sqrt() * turn
             else:
                 rotation = nearest_rotation(mean.reshape(-1, 3, 3))
                 values = rotation.flatten(1) if len(part.names) == 9 else to_quaternion(rotation)
-                found |= dict(zip(part.names, values.unbind(1), strict=True))
+                decoded |= dict(zip(part.names, values.unbind(1), strict=True))
                 sd = None if total is None else (total / 2).sqrt() * turn
             if sd is not None:
-                found[f"{part.names[0]}_sd" if len(part.names) == 1 else f"rotation{k + 1}_sd"] = sd
-        return found
+                decoded[f"{part.names[0]}_sd" if len(part.names) == 1 else f"rotation{k + 1}_sd"] = sd
+        return decoded
 
 
 def boundary_of(
@@ -130,11 +132,11 @@ def boundary_of(
     if unit not in ("radians", "degrees"):
         raise ValueError(f"data.angle_unit must be radians or degrees, got {unit!r}")
     for side, names in (("states", states), ("observations", observations), ("controls", controls)):
-        if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise ValueError(f"data.{side} names {twice[0]!r} twice")
+        if repeated := [name for name, count in Counter(names).items() if count > 1]:
+            raise ValueError(f"data.{side} names {repeated[0]!r} twice")
     declared = [*angles, *(name for group in rotations for name in group)]
-    if twice := [name for name, count in Counter(declared).items() if count > 1]:
-        raise ValueError(f"{twice[0]!r} is declared twice among data.angles and data.rotations")
+    if repeated := [name for name, count in Counter(declared).items() if count > 1]:
+        raise ValueError(f"{repeated[0]!r} is declared twice among data.angles and data.rotations")
     for group in rotations:
         if len(group) not in (4, 9):
             raise ValueError(f"data.rotations: a rotation has 4 columns (quaternion w x y z) or 9 (matrix, by rows), got {group}")

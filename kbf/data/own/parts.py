@@ -61,8 +61,8 @@ def by_sequence(names: list[str], whole: list[Span], validation: Share, test: Sh
         chosen[part], free = free[len(free) - count :], free[: max(0, len(free) - count)]
     if not free or (test != 0 and not chosen["test"]):
         held = f"{len(chosen['validation'])} to validate, {len(chosen['test'])} to test"
-        told = f"{len(names)} sequences: {len(free)} to learn from, {held}"
-        raise ValueError(f"data.split=sequence leaves a part empty ({told}); data.split=time cuts each sequence instead")
+        sizes = f"{len(names)} sequences: {len(free)} to learn from, {held}"
+        raise ValueError(f"data.split=sequence leaves a part empty ({sizes}); data.split=time cuts each sequence instead")
     parts = {"train": free, **chosen}
     return {part: [span for span in whole if names[span.sequence] in wanted] for part, wanted in parts.items()}
 
@@ -76,24 +76,24 @@ def share_of(part: str, value: object) -> float:
 
 def cut_at(spans: list[Span], pieces: list[list[tuple[int, int]]]) -> list[Span]:
     """Spans cut where a recording is cut."""
-    found = []
+    cut_spans = []
     for k, start, stop in spans:
-        found += [Span(k, max(start, a), min(stop, b)) for a, b in pieces[k] if max(start, a) < min(stop, b)]
-    return found
+        cut_spans += [Span(k, max(start, a), min(stop, b)) for a, b in pieces[k] if max(start, a) < min(stop, b)]
+    return cut_spans
 
 
 def where_known(spans: list[Span], known: Callable[[int], Tensor]) -> list[Span]:
     """The stretches of spans in which every step is known."""
-    found = []
+    known_spans = []
     for k, start, stop in spans:
         first = None
         for t, good in enumerate([*known(k)[start:stop].tolist(), False], start):
             if good and first is None:
                 first = t
             elif not good and first is not None:
-                found.append(Span(k, first, t))
+                known_spans.append(Span(k, first, t))
                 first = None
-    return found
+    return known_spans
 
 
 def first_steps(spans: list[Span], count: int) -> list[Span]:
@@ -105,9 +105,9 @@ def first_steps(spans: list[Span], count: int) -> list[Span]:
     total = sum(span.stop - span.start for span in spans)
     if not 2 <= count <= total:
         raise ValueError(f"n_train={count}: there are {total} training steps with known states; leave n_train out to take them all")
-    found, left = [], count
+    chosen, left = [], count
     for span in spans:
         if left > 0:
-            found.append(span._replace(stop=min(span.stop, span.start + left)))
-            left -= found[-1].stop - found[-1].start
-    return found
+            chosen.append(span._replace(stop=min(span.stop, span.start + left)))
+            left -= chosen[-1].stop - chosen[-1].start
+    return chosen

@@ -10,12 +10,26 @@ from torch import Tensor
 
 from kbf.data.own.recordings import Recording
 from kbf.data.own.source import OwnData
+from kbf.rkhs.linalg import evenly
 from kbf.sequence import Sequence
 
-FEW, ALIKE, APART, OUTLIER, NEAR = 100, 0.05, 0.01, 8.0, 10
-"""Warn below so many training steps; from so large a share of repeated steps; from so large a share of test steps outside of the
-training's region; of values so many robust standard deviations from the median. A step's own NEAR steps before and after it do not
-count as its neighbours."""
+FEW_STEPS = 100
+"""Warn if there are fewer training steps than this."""
+
+REPEATED_SHARE = 0.05
+"""Warn if more than this share of the steps repeat the step before."""
+
+OUTSIDE_SHARE = 0.01
+"""Warn if more than this share of the test steps lie outside the region of the training steps."""
+
+OUTLIER_DEVIATIONS = 8.0
+"""A value this many robust standard deviations from the median is an outlier."""
+
+LOOKED_AT = 10_000
+"""Points of each part that distances are taken between, at most."""
+
+ADJACENT_STEPS = 10
+"""This many steps before and after a step do not count as its nearest neighbours."""
 
 
 class Report(NamedTuple):
@@ -27,12 +41,13 @@ class Report(NamedTuple):
 
 
 def examine(data: OwnData) -> Report:
-    """Look at all that was read."""
+    """Examine a recording: its sequences, its columns, and warnings of what will hurt a filter."""
     named = all_columns(data)
     warnings = [*data.notes, *few(data)]
     for name, each in named.items():
         warnings += column_warnings(name, each, data)
     warnings += repeated(data) + shared_rows(data)
+    warnings += beyond(data)
     warnings += outside("states", [s.states for s in data.train], [s.states for s in data.test])
     warnings += outside("observations", seen(data.train), seen(data.test))
     return Report(
@@ -44,7 +59,7 @@ def examine(data: OwnData) -> Report:
 
 def all_columns(data: OwnData) -> dict[str, list[Tensor]]:
     """The person's columns by name, each as one tensor a sequence; images are left out."""
-    found: dict[str, list[Tensor]] = {}
+    columns: dict[str, list[Tensor]] = {}
     sides = {"states": data.boundary.columns("states"), "obs": data.boundary.columns("observations")}
     sides["controls"] = [*data.boundary.controls, "time of the move"]
     for recording in data.recordings:
@@ -53,19 +68,19 @@ def all_columns(data: OwnData) -> dict[str, list[Tensor]]:
             if values is not None and values.ndim == 2:
                 for name, column in zip(names, values.unbind(1), strict=False):
                     label = name if side != "obs" or name not in sides["states"] else f"{name} (observed)"
-                    found.setdefault(label, []).append(column)
-    return found
+                    columns.setdefault(label, []).append(column)
+    return columns
 
 
 def sequence_row(data: OwnData, k: int, recording: Recording) -> dict[str, Any]:
     """Name, length, parts and time of one sequence."""
     steps = {part: sum(s.stop - s.start for s in spans if s.sequence == k) for part, spans in data.spans.items()}
     times = recording.times
-    told = {} if times is None else {"duration": float(times[-1] - times[0])}
+    timing = {} if times is None else {"duration": float(times[-1] - times[0])}
     if times is not None and len(times) > 1:
         moves = times.diff()
-        told |= {"step (least)": float(moves.min()), "step (median)": float(moves.median()), "step (largest)": float(moves.max())}
-    return {"sequence": recording.name, "steps": len(recording.obs), **steps, **told}
+        timing |= {"step (least)": float(moves.min()), "step (median)": float(moves.median()), "step (largest)": float(moves.max())}
+    return {"sequence": recording.name, "steps": len(recording.obs), **steps, **timing}
 
 
 def column_row(name: str, values: Tensor) -> dict[str, Any]:
@@ -74,22 +89,22 @@ def column_row(name: str, values: Tensor) -> dict[str, Any]:
     missing = 1 - len(known) / len(values)
     if not len(known):
         return {"column": name, "min": math.nan, "mean": math.nan, "max": math.nan, "sd": math.nan, "missing": missing}
-    told = {"min": float(known.min()), "mean": float(known.mean()), "max": float(known.max())}
-    return {"column": name, **told, "sd": float(known.std(correction=0)), "missing": missing}
+    extent = {"min": float(known.min()), "mean": float(known.mean()), "max": float(known.max())}
+    return {"column": name, **extent, "sd": float(known.std(correction=0)), "missing": missing}
 
 
 def few(data: OwnData) -> list[str]:
     """Too little to learn from, or to score on."""
     steps = {part: sum(len(s.states) for s in getattr(data, part)) for part in ("train", "test")}
-    told = []
-    if 0 < steps["train"] < FEW:
-        told.append(f"only {steps['train']} training steps: filters learned from fewer than {FEW} are poor")
-    if 0 < steps["test"] < FEW // 2:
-        told.append(f"only {steps['test']} test steps: the error measured on them is itself uncertain")
+    warnings = []
+    if 0 < steps["train"] < FEW_STEPS:
+        warnings.append(f"only {steps['train']} training steps: filters learned from fewer than {FEW_STEPS} are poor")
+    if 0 < steps["test"] < FEW_STEPS // 2:
+        warnings.append(f"only {steps['test']} test steps: the error measured on them is itself uncertain")
     blind = sum(int((~s.mask).sum()) for s in data.train if s.mask is not None)
     if blind > 0.5 * steps["train"] > 0:
-        told.append(f"{blind} of {steps['train']} training steps have no observation")
-    return told
+        warnings.append(f"{blind} of {steps['train']} training steps have no observation")
+    return warnings
 
 
 def column_warnings(name: str, each: list[Tensor], data: OwnData) -> list[str]:
@@ -100,20 +115,20 @@ def column_warnings(name: str, each: list[Tensor], data: OwnData) -> list[str]:
         return [f"column {name}: it is empty"]
     if float(known.max() - known.min()) <= 1e-12 * float(known.abs().max()):
         return [f"column {name}: it is constant ({float(known[0]):g}); it tells nothing"]
-    told = []
+    warnings = []
     parts = (*data.boundary.states, *data.boundary.observations)
     declared = {part.names[0] for part in parts if part.kind == "angle"}
     if name.removesuffix(" (observed)") not in declared and (period := looks_like_angle(each)) is not None:
         unit = "degrees" if period == 360 else "radians"
         advice = f"data.angles=[{name.removesuffix(' (observed)')}] data.angle_unit={unit}"
-        told.append(f"column {name}: it jumps by {period:.4g}, as an angle in {unit} does: {advice}")
+        warnings.append(f"column {name}: it jumps by {period:.4g}, as an angle in {unit} does: {advice}")
     else:
         low, middle, high = known.quantile(known.new_tensor([0.25, 0.5, 0.75])).tolist() if len(known) < 10_000_000 else (0, 0, 0)
-        off = (values - middle).abs() > OUTLIER * (high - low) / 1.349
+        off = (values - middle).abs() > OUTLIER_DEVIATIONS * (high - low) / 1.349
         if high > low and bool(off.any()):
             k = int(off.nonzero()[0, 0])
-            told.append(f"column {name}: {int(off.sum())} outliers (first: {values[k].item():g} at {place_of(data, each, k)})")
-    return told
+            warnings.append(f"column {name}: {int(off.sum())} outliers (first: {values[k].item():g} at {place_of(data, each, k)})")
+    return warnings
 
 
 def looks_like_angle(each: list[Tensor]) -> float | None:
@@ -132,7 +147,7 @@ def looks_like_angle(each: list[Tensor]) -> float | None:
 
 
 def place_of(data: OwnData, each: list[Tensor], k: int) -> str:
-    """Where the k-th value of a column stands."""
+    """The place of the k-th value of a column in the file, for messages."""
     for recording, column in zip(data.recordings, each, strict=False):
         if k < len(column):
             return recording.place(k)
@@ -147,7 +162,7 @@ def repeated(data: OwnData) -> list[str]:
         obs = s.obs.flatten(1)
         same = (obs[1:] == obs[:-1]).all(1) & (s.states[1:] == s.states[:-1]).all(1)
         count, total = count + int(same.sum()), total + len(same)
-    if count <= ALIKE * total:
+    if count <= REPEATED_SHARE * total:
         return []
     return [f"{count} of {total} steps are copies of the step before: was the recording filled up, or sampled too often?"]
 
@@ -167,49 +182,73 @@ def fingerprints(sequence: Sequence) -> list[bytes]:
     rows = sequence.obs.flatten(1)
     if sequence.obs.ndim == 2:
         rows = torch.cat([rows, sequence.states], 1)
-    return [rows[t].numpy().tobytes() for t in seen]
+    table = rows.numpy()
+    return [table[t].tobytes() for t in seen]
 
 
 def seen(sequences: list[Sequence]) -> list[Tensor]:
     """Observations as vectors, NaN where there is none; images as 8 x 8 grey ones."""
-    found = []
+    vectors = []
     for s in sequences:
         if s.obs.ndim == 4:
             small = torch.nn.functional.adaptive_avg_pool2d(s.obs.double().mean(1, keepdim=True), (8, 8)).flatten(1)
         else:
             small = s.obs
-        found.append(small if s.mask is None else torch.where(s.mask[:, None], small, torch.nan))
-    return found
+        vectors.append(small if s.mask is None else torch.where(s.mask[:, None], small, torch.nan))
+    return vectors
+
+
+def beyond(data: OwnData) -> list[str]:
+    """States of the test part beyond all of the training part's, column by column: a split that asks for extrapolation."""
+    if not data.train or not data.test:
+        return []
+    train, test = (torch.cat([s.states for s in part]) for part in (data.train, data.test))
+    test = test[test.isfinite().all(1)]
+    low, high = train.amin(0), train.amax(0)
+    share = ((test < low) | (test > high)).double().mean(0)
+    return [
+        f"{100 * float(share[k]):.0f} % of the test steps have {name} outside of the training part's range, "
+        f"{float(low[k]):.4g} to {float(high[k]):.4g}: the test asks for extrapolation"
+        for k, name in enumerate(data.boundary.inside("states"))
+        if float(share[k]) > REPEATED_SHARE
+    ]
+
+
+def evenly_spaced(rows: Tensor, most: int) -> Tensor:
+    """At most so many of the rows."""
+    return rows[evenly(len(rows), most, rows.device)]
 
 
 def outside(name: str, train: list[Tensor], test: list[Tensor], most: int = 2000) -> list[str]:
     """Test points that are farther from the training part than its own points are from one another.
 
     Distances to the nearest training point, in standard deviations of the training part; for a training point its neighbours in
-    time do not count. A test point is outside where its distance is twice that which 99 % of the training points keep.
+    time do not count. A test point is outside where its distance is twice that which 99 % of the training points keep. Of more than
+    `LOOKED_AT` points of either part evenly spaced ones are looked at.
     """
     if not train or not test:
         return []
     points, when = torch.cat(train), torch.cat([torch.arange(len(t)) + 1_000_000_000 * k for k, t in enumerate(train)])
     keep = points.isfinite().all(1)
-    points, when = points[keep], when[keep]
+    points, when = (evenly_spaced(each[keep], LOOKED_AT) for each in (points, when))
     fresh = torch.cat(test)
-    fresh = fresh[fresh.isfinite().all(1)]
+    whole = int(fresh.isfinite().all(1).sum())
+    fresh = evenly_spaced(fresh[fresh.isfinite().all(1)], LOOKED_AT)
     if len(points) < 20 or not len(fresh):
         return []
     sd = points.std(0)
     points, fresh = (each / torch.where(sd > 0, sd, 1) for each in (points, fresh))
     chosen = torch.linspace(0, len(points) - 1, min(most, len(points))).long()
     own = torch.cdist(points[chosen], points)
-    own[(when[chosen, None] - when).abs() <= NEAR] = math.inf
+    own[(when[chosen, None] - when).abs() <= ADJACENT_STEPS] = math.inf
     nearest = own.amin(1)
     limit = 2 * float(nearest[nearest.isfinite()].quantile(0.99)) if bool(nearest.isfinite().any()) else math.inf
     far = torch.cat([torch.cdist(part, points).amin(1) for part in fresh.split(most)]) > limit
-    if float(far.double().mean()) <= APART:
+    if float(far.double().mean()) <= OUTSIDE_SHARE:
         return []
     return [
-        f"{int(far.sum())} of {len(far)} test {name} lie outside of the training part's region: filters cannot know what happens "
-        "there; record more, or split in another way"
+        f"{round(int(far.sum()) / len(far) * whole)} of {whole} test {name} lie outside of the training part's region: "
+        "filters cannot know what happens there; record more, or split in another way"
     ]
 
 
@@ -225,5 +264,5 @@ def markdown(path: str, report: Report) -> str:
 
 
 def cell(value: Any) -> str:
-    """A number as people read it."""
+    """A value as text, floats with four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

@@ -12,16 +12,18 @@ from torch import Tensor
 
 from kbf.data.own.boundary import Boundary, boundary_of
 from kbf.data.own.parts import Share, cut_at, first_steps, split, where_known
-from kbf.data.own.recordings import Contents, Layout, Recording, layout_of, plain, read
-from kbf.data.own.times import GAP, check_times, encode_recording, median_step, pieces_at_gaps, uneven, with_time_control
+from kbf.data.own.read import read
+from kbf.data.own.recordings import Contents, Layout, Recording, layout_of, plain
+from kbf.data.own.times import LARGEST_GAP, check_times, encode_recording, median_step, pieces_at_gaps, uneven, with_time_control
 from kbf.data.windows import Span, take
+from kbf.runtime.notebook import Shown
 from kbf.sequence import Sequence, control_width
 
-LAST: dict[tuple[Any, ...], Contents] = {}
+LAST_READ: dict[tuple[Any, ...], Contents] = {}
 """The file that was read last, by path, age and layout: a configuration asks for its shapes, then the command for the data."""
 
 
-class OwnData:
+class OwnData(Shown):
     """Recordings of a file, cut into parts.
 
     Where a recording has a gap in time it is cut. Steps whose state is not known are no training points: training sequences are cut
@@ -32,6 +34,10 @@ class OwnData:
         boundary: names and kinds of the columns. time_step: the median time between steps, or None.
         spans: where each part lies in ``recordings``, by name. notes: what a person should know of files and times, in sentences.
     """
+
+    train: list[Sequence]
+    validation: list[Sequence]
+    test: list[Sequence]
 
     unscored = True  # a test step may have no known state
 
@@ -46,6 +52,7 @@ class OwnData:
         sequence: str | None = None,
         mask: str | None = None,
         images: str | None = None,
+        images_outside: bool = False,
         table: str | None = None,
         size: Many[int] | None = None,
         angles: Many[str] = (),
@@ -85,24 +92,24 @@ class OwnData:
         layout = layout_of(
             {
                 **{"states": states, "observations": observations, "controls": controls, "time": time, "sequence": sequence},
-                **{"mask": mask, "images": images, "table": table, "size": size},
+                **{"mask": mask, "images": images, "images_outside": images_outside, "table": table, "size": size},
             }
         )
         contents = read_once(Path(path).expanduser(), layout)
-        self.boundary = chosen_boundary(contents, boundary, plain(angles), plain(rotations), angle_unit, str(path))
+        self.boundary: Boundary = chosen_boundary(contents, boundary, plain(angles), plain(rotations), angle_unit, str(path))
         for recording in contents.recordings:
             check_times(recording)
-        self.time_step = median_step(contents.recordings) if time_step is None else time_step
+        self.time_step: float | None = median_step(contents.recordings) if time_step is None else time_step
         self.recordings = contents.recordings
         if time_as_control:
-            self.recordings = [with_time_control(recording, self.time_step) for recording in self.recordings]
+            self.recordings: list[Recording] = [with_time_control(recording, self.time_step) for recording in self.recordings]
         whole = [self.sequence(recording, partial) for recording in self.recordings]
         known = [s.states.isfinite().all(1) for s in whole]
         pieces = [pieces_at_gaps(recording, self.time_step) for recording in self.recordings]
         lengths = [len(s.states) for s in whole]
         names = [recording.name for recording in self.recordings]
         parts = split_parts(names, lengths, split, validation, test)
-        self.spans = {part: cut_at(spans, pieces) for part, spans in parts.items()}
+        self.spans: dict[str, list[Span]] = {part: cut_at(spans, pieces) for part, spans in parts.items()}
         for part in ("train", "validation"):
             usable = [k if s.mask is None or not cut_missing else k & s.mask for k, s in zip(known, whole, strict=True)]
             self.spans[part] = where_known(self.spans[part], lambda k, usable=usable: usable[k])
@@ -115,9 +122,9 @@ class OwnData:
             for part in ("train", "validation", "test")
         )
         if (not self.test and test != 0) or (test != "all" and sum(len(s.states) for s in self.train) < 2):
-            told = ", ".join(f"{part} {sum(s.stop - s.start for s in spans)}" for part, spans in self.spans.items())
-            raise ValueError(f"{path}: too few steps with known states ({told} of {sum(lengths)}): change data.test or data.split")
-        self.notes = [*contents.notes, *self.remarks(pieces, known, time_as_control)]
+            sizes = ", ".join(f"{part} {sum(s.stop - s.start for s in spans)}" for part, spans in self.spans.items())
+            raise ValueError(f"{path}: too few steps with known states ({sizes} of {sum(lengths)}): change data.test or data.split")
+        self.notes: list[str] = [*contents.notes, *self.remarks(pieces, known, time_as_control)]
 
     def sequence(self, recording: Recording, partial: bool) -> Sequence:
         """A whole recording as filters see it; NaN where a state is not known, 0 where nothing was observed."""
@@ -128,12 +135,14 @@ class OwnData:
         return Sequence(states, obs, mask, controls=controls)
 
     def remarks(self, pieces: list[list[tuple[int, int]]], known: list[Tensor], time_as_control: bool) -> list[str]:
-        """What a person should know of the times and of steps without a state."""
+        """Remarks on gaps, uneven times and steps without a state."""
         notes = []
         cuts = sum(len(each) - 1 for each in pieces)
         if cuts:
             first = next(r.place(each[1][0]) for r, each in zip(self.recordings, pieces, strict=True) if len(each) > 1)
-            notes.append(f"{cuts} gaps in time of more than {GAP:g} median steps: recordings are cut there (first: {first})")
+            notes.append(
+                f"{cuts} gaps in time of more than {LARGEST_GAP:g} median steps: recordings are cut there (first: {first})"
+            )
         total, off, where = uneven(self.recordings, self.time_step)
         if off and not time_as_control:
             notes.append(
@@ -175,15 +184,15 @@ def read_once(path: Path, layout: Layout) -> Contents:
     """`read`, but the last file is kept until it changes."""
     age = path.stat().st_mtime_ns if path.exists() else 0
     key = (str(path), age, repr(layout))
-    if key not in LAST:
+    if key not in LAST_READ:
         contents = read(path, layout)
-        LAST.clear()
-        LAST[key] = contents
-    return LAST[key]
+        LAST_READ.clear()
+        LAST_READ[key] = contents
+    return LAST_READ[key]
 
 
 def complete(source: dict[str, Any]) -> dict[str, Any]:
-    """What only the file can tell a ``data`` configuration: shapes, boundary, median time step and the number of training steps.
+    """The part of a ``data`` configuration that depends on the file: shapes, boundary, median time step, number of training steps.
 
     Args:
         source: the arguments of `OwnData`.

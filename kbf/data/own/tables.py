@@ -5,21 +5,18 @@ from __future__ import annotations
 import csv
 import difflib
 import math
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kbf.data.own.cells import number, seconds
 from kbf.data.own.recordings import Contents, Layout, Recording, by_sequence, need
-
-MISSING = {"", "nan", "na", "n/a", "null", "none"}
-"""Cells, in small letters, where there is no value."""
 
 
 class Table(NamedTuple):
-    """Chosen columns: numbers ``T`` float64 with NaN where empty, words as they stand, and the row number of each step."""
+    """Chosen columns: numbers ``T`` float64 with NaN where empty, words as they are, and the row number of each step."""
 
     numbers: dict[str, Tensor]
     words: dict[str, list[str]]
@@ -59,14 +56,16 @@ def recordings_of(
     if images is not None:
         obs = images
     elif layout.images:
-        from kbf.data.own.images import named_images
+        from kbf.data.own.pixels import named_images
 
-        obs, seen = named_images(folder or path.parent, table.words[layout.images], layout.size, str(path), table.rows)
+        obs, seen = named_images(
+            folder or path.parent, table.words[layout.images], layout.size, str(path), table.rows, outside=layout.images_outside
+        )
     else:
         obs = stacked(table, sides["observations"])
     if layout.mask:
-        told = table.numbers[layout.mask].nan_to_num(0) != 0
-        seen = told if seen is None else told & seen
+        observed = table.numbers[layout.mask].nan_to_num(0) != 0
+        seen = observed if seen is None else observed & seen
     whole = Recording(
         path.stem,
         obs,
@@ -87,7 +86,7 @@ def stacked(table: Table, names: list[str]) -> Tensor:
 
 
 def is_parquet(path: Path) -> bool:
-    """By the ending."""
+    """Whether a file is Parquet, by its ending."""
     return path.suffix.lower() in (".parquet", ".pq")
 
 
@@ -100,8 +99,8 @@ def header_of(path: Path) -> list[str]:
     header = list(opened_parquet(path).schema_arrow.names) if is_parquet(path) else next(iter(lines(path)), (0, []))[1]
     if not header or all(number(cell) is not None for cell in header):
         raise ValueError(f"{path}: the first line must name the columns, got {', '.join(header[:5]) or 'nothing'}")
-    if twice := [name for name in header if header.count(name) > 1]:
-        raise ValueError(f"{path}: two columns are called {twice[0]!r}")
+    if repeated := [name for name in header if header.count(name) > 1]:
+        raise ValueError(f"{path}: two columns are called {repeated[0]!r}")
     return header
 
 
@@ -110,8 +109,8 @@ def check_columns(path: Path, header: list[str], wanted: list[str]) -> None:
     for name in wanted:
         if name not in header:
             near = difflib.get_close_matches(name, header, 1)
-            told = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{path}: there is no column {name!r}; it has {', '.join(header)}{told}")
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{path}: there is no column {name!r}; it has {', '.join(header)}{hint}")
 
 
 def lines(path: Path) -> Any:
@@ -137,26 +136,6 @@ def lines(path: Path) -> Any:
         raise ValueError(f"{path}, row {done + 1}: this is no CSV: {error}") from error
 
 
-def number(cell: str) -> float | None:
-    """The number that a cell holds, NaN for an empty one; None if it holds something else."""
-    try:
-        return float(cell)
-    except ValueError:
-        return math.nan if cell.lower() in MISSING else None
-
-
-def seconds(cell: str) -> float | None:
-    """A time: a number, or a date and time in ISO 8601 (UTC unless it says so) in seconds since 1970."""
-    value = number(cell)
-    if value is not None:
-        return value
-    try:
-        date = datetime.fromisoformat(cell)
-    except ValueError:
-        return None
-    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
-
-
 def read_csv(path: Path, numbers: list[str], words: list[str], time: str | None) -> Table:
     """Chosen columns of a CSV file; the delimiter may be a comma, a semicolon or a tab."""
     rows = iter(lines(path))
@@ -173,8 +152,8 @@ def read_csv(path: Path, numbers: list[str], words: list[str], time: str | None)
             value = reader(cells[place])
             if value is None or math.isinf(value):
                 comma = ": decimals need a point" if number(cells[place].replace(",", ".")) is not None and value is None else ""
-                told = f"{cells[place]!r} is no {'finite ' if value else ''}number{comma}"
-                raise ValueError(f"{path}, row {line}, column {name}: {told}")
+                problem = f"{cells[place]!r} is no {'finite ' if value else ''}number{comma}"
+                raise ValueError(f"{path}, row {line}, column {name}: {problem}")
             columns[name].append(value)
         for name, place in places.items():
             texts[name].append(cells[place])
@@ -231,8 +210,8 @@ def read_parquet(path: Path, numbers: list[str], words: list[str], time: str | N
 
 def dates(path: Path, name: str, cells: list[str | None], arrow: Any) -> Any:
     """A column of times that are written as text, in seconds."""
-    found = [seconds(cell or "") for cell in cells]
-    if None in found:
-        row = found.index(None)
+    times = [seconds(cell or "") for cell in cells]
+    if None in times:
+        row = times.index(None)
         raise ValueError(f"{path}, row {row + 1}, column {name}: {cells[row]!r} is no number and no date")
-    return arrow.array(found)
+    return arrow.array(times)

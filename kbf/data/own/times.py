@@ -8,8 +8,11 @@ from torch import Tensor
 from kbf.data.own.boundary import Boundary
 from kbf.data.own.recordings import Recording
 
-GAP, UNEVEN = 5.0, 0.01
-"""A move that takes longer than so many median steps cuts a recording; one that is off by a larger share of it is irregular."""
+LARGEST_GAP = 5.0
+"""A recording is cut where a move takes longer than this many median time steps."""
+
+UNEVEN_SHARE = 0.01
+"""A move is irregular if its duration differs from the median time step by more than this share of it."""
 
 
 def check_times(recording: Recording) -> None:
@@ -21,8 +24,10 @@ def check_times(recording: Recording) -> None:
         raise ValueError(f"{recording.place(int(times.isnan().nonzero()[0, 0]))}: the time is missing")
     if bool((wrong := times.diff() <= 0).any()):
         k = int(wrong.nonzero()[0, 0]) + 1
-        told = f"time {times[k].item():.10g} after {times[k - 1].item():.10g}"
-        raise ValueError(f"{recording.place(k)}: {told}; times must grow within a sequence (data.sequence=COLUMN tells them apart)")
+        detail = f"time {times[k].item():.10g} after {times[k - 1].item():.10g}"
+        raise ValueError(
+            f"{recording.place(k)}: {detail}; times must grow within a sequence (data.sequence=COLUMN tells them apart)"
+        )
 
 
 def median_step(recordings: list[Recording]) -> float | None:
@@ -33,10 +38,10 @@ def median_step(recordings: list[Recording]) -> float | None:
 
 
 def pieces_at_gaps(recording: Recording, step: float | None) -> list[tuple[int, int]]:
-    """First and last-but-one step of what is left of a recording when it is cut at its gaps."""
+    """Start and stop (exclusive) of each piece of a recording that is cut at its gaps in time."""
     if recording.times is None or step is None:
         return [(0, len(recording.obs))]
-    cuts = ((recording.times.diff() > GAP * step).nonzero()[:, 0] + 1).tolist()
+    cuts = ((recording.times.diff() > LARGEST_GAP * step).nonzero()[:, 0] + 1).tolist()
     return list(zip([0, *cuts], [*cuts, len(recording.obs)], strict=True))
 
 
@@ -47,8 +52,8 @@ def uneven(recordings: list[Recording], step: float | None) -> tuple[int, int, s
         if recording.times is None or step is None:
             continue
         moves = recording.times.diff()
-        moves_here = moves <= GAP * step
-        off = moves_here & ((moves - step).abs() > UNEVEN * step)
+        moves_here = moves <= LARGEST_GAP * step
+        off = moves_here & ((moves - step).abs() > UNEVEN_SHARE * step)
         total, count = total + int(moves_here.sum()), count + int(off.sum())
         if first is None and bool(off.any()):
             k = int(off.nonzero()[0, 0])
@@ -65,7 +70,7 @@ def with_time_control(recording: Recording, step: float | None) -> Recording:
     if recording.times is None or step is None:
         raise ValueError(f"{recording.file}: data.time_as_control needs time stamps: data.time=COLUMN")
     taken = torch.cat([recording.times.new_tensor([step]), recording.times.diff()])
-    taken = torch.where(taken > GAP * step, step, taken)[:, None]
+    taken = torch.where(taken > LARGEST_GAP * step, step, taken)[:, None]
     return recording._replace(controls=taken if recording.controls is None else torch.cat([recording.controls, taken], 1))
 
 

@@ -1,0 +1,255 @@
+"""Pages that are made when the documentation is built: home, commands, reference, architecture, gallery; links and equations."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import html
+import io
+import os
+import posixpath
+import re
+import runpy
+import shutil
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+import tutorials  # noqa: E402  # pyright: ignore
+
+RESULTS = ROOT / "data" / "results"
+LAYER_TEST = runpy.run_path(str(ROOT / "tests" / "test_layers.py"))
+PATHS: dict[str, Path] = {LAYER_TEST["module_name"](path): path for path in LAYER_TEST["FILES"]}
+NAMES = sorted(PATHS)
+PAGE_OF = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "data/README.md": "data.md",
+    "data/results": "gallery.md",
+    "data/results/bench": "gallery.md",
+}
+"""Files and folders of the repository that have a page of another name."""
+
+
+def on_config(config: Any) -> Any:
+    """Add the commands and the reference to the navigation."""
+    commands = [{f"kbf {name}": f"commands/{page_name(name)}.md"} for name in command_names()]
+    config.nav.insert(2, {"Commands": [{"All commands": "commands/index.md"}, *commands]})
+    sections: dict[str, list[Any]] = {}
+    for name in NAMES:
+        folder = name if PATHS[name].name == "__init__.py" else name.rpartition(".")[0]
+        sections.setdefault(folder, []).append({name.removeprefix("kbf.") or name: f"reference/{name}.md"})
+    config.nav.append({"Reference": [{"Public names": "reference/index.md"}, *({name: pages} for name, pages in sections.items())]})
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Make the pages, and take the pictures and tables of data/results along."""
+
+    def add(path: str, content: str | bytes) -> None:
+        if (old := files.get_file_from_path(path)) is not None:
+            files.remove(old)
+        files.append(File.generated(config, path, content=content))
+
+    for source, page in PAGE_OF.items():
+        if source.endswith(".md"):
+            add(page, with_links((ROOT / source).read_text(encoding="utf-8"), posixpath.dirname(source), page))
+    add("index.md", with_links(home(), "", "index.md"))
+    add("architecture.md", architecture())
+    results = sorted(path for path in RESULTS.rglob("*") if path.suffix in (".png", ".csv", ".json", ".md"))
+    for path in results:
+        add(f"results/{path.relative_to(RESULTS).as_posix()}", path.read_bytes())
+    for name in tutorials.NAMES:
+        for path, content in tutorials.pages(name).items():
+            add(f"tutorials/{path}", content)
+    add("gallery.md", gallery([path for path in results if path.suffix == ".png"]))
+    add("commands/index.md", commands_table())
+    for name in command_names():
+        add(f"commands/{page_name(name)}.md", command_page(name))
+    add("assets/math.ttf", (resources.files("ziamath") / "fonts" / "STIXTwoMath-Regular.ttf").read_bytes())  # SIL Open Font License
+    add("reference/index.md", public_names())
+    for name in NAMES:
+        add(f"reference/{name}.md", f"::: {name}\n")
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links of the pages of docs/ to files of the repository become links to pages."""
+    written = page.file.abs_src_path is not None and Path(page.file.abs_src_path).parent == ROOT / "docs"
+    return with_links(markdown, "docs", page.file.src_uri) if written else markdown
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    r"""Equations, \(...\) and \[...\], as MathML: browsers typeset it without a script."""
+
+    def equation(match: re.Match[str]) -> str:
+        tex = html.unescape(match["tex"]).strip()
+        return convert(tex[2:-2], display="block" if tex.startswith("\\[") else "inline")
+
+    return re.sub(r'<(?P<tag>span|div) class="arithmatex">(?P<tex>.*?)</(?P=tag)>', equation, content, flags=re.DOTALL)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """The script that lets the search work from a folder on disk comes from docs/assets/, not from the network."""
+    here = posixpath.relpath("assets/iframe-worker.js", posixpath.dirname(page.url) or ".")
+    return output.replace("https://unpkg.com/iframe-worker/shim", here)
+
+
+def with_links(text: str, folder: str, page: str) -> str:
+    """A text whose links to files, relative to ``folder`` of the repository, lead to pages; a file without one keeps its name."""
+
+    def replace(match: re.Match[str]) -> str:
+        mark, label, target = match.groups()
+        path, hash_, anchor = target.partition("#")
+        if "://" in target or not path:
+            return match[0]
+        goal = page_of(posixpath.normpath(posixpath.join(folder, path)))
+        if goal is None:
+            return label
+        return f"{mark}[{label}]({posixpath.relpath(goal, posixpath.dirname(page) or '.')}{hash_}{anchor})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", replace, text)
+
+
+def page_of(path: str) -> str | None:
+    """Where the documentation has a file or folder of the repository; None if it has not."""
+    if path in PAGE_OF:
+        return PAGE_OF[path]
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if path.startswith("data/results/"):
+        below = path.removeprefix("data/")
+        return below if (ROOT / path).is_file() else "gallery.md"
+    if path.startswith("kbf/") and path.endswith(".py"):
+        name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        return f"reference/{name}.md" if name in PATHS else None
+    return None
+
+
+def home() -> str:
+    """The README, with a moving picture in place of the still one."""
+    return (ROOT / "README.md").read_text(encoding="utf-8").replace("docs/pictures/filter.png", "docs/pictures/filter.gif")
+
+
+def command_names() -> list[str]:
+    """The names of all commands."""
+    from kbf.cli import COMMANDS
+
+    return list(COMMANDS)
+
+
+def page_name(command: str) -> str:
+    """The name of a command's page."""
+    return command.replace(" ", "_")
+
+
+def command_page(name: str) -> str:
+    """What ``kbf NAME --help`` prints."""
+    from kbf.cli import main
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), wide_terminal():
+        main([*name.split(), "--help"])
+    first, _, rest = text.getvalue().partition("\n")
+    summary = first.partition(": ")[2]
+    return f"# kbf {name}\n\n{summary[0].upper()}{summary[1:]}.\n\n```text\n{rest.strip()}\n```\n"
+
+
+def commands_table() -> str:
+    """Every command in a line."""
+    from kbf.cli import COMMANDS
+
+    rows = [f"| [`kbf {name}`]({page_name(name)}.md) | {entry[0]} |" for name, entry in COMMANDS.items()]
+    return "# Commands\n\n| | |\n|---|---|\n" + "\n".join(rows) + "\n\nRecipes: [cheat sheet](../cheatsheet.md).\n"
+
+
+@contextlib.contextmanager
+def wide_terminal() -> Any:
+    """Help is wrapped for the terminal that it is printed on: here for a page."""
+    before = os.environ.get("COLUMNS", str(shutil.get_terminal_size().columns))
+    os.environ["COLUMNS"] = "132"
+    yield
+    os.environ["COLUMNS"] = before
+
+
+def public_names() -> str:
+    """All names that ``import kbf`` offers, with the first sentence of their docstrings."""
+    from kbf import _HOME, _SHORT
+
+    lines = [
+        "# Public names\n",
+        "Everything that `import kbf` offers; each name is loaded when it is used.\n",
+        "| name | |",
+        "|---|---|",
+    ]
+    for name, module in sorted(_HOME.items(), key=lambda pair: pair[0].lower()):
+        tree = ast.parse(PATHS[module].read_text(encoding="utf-8"))
+        docs = [ast.get_docstring(node) for node in tree.body if isinstance(node, DOCUMENTED) and node.name == name]
+        lines.append(f"| [`kbf.{name}`]({module}.md#{module}.{name}) | {first_sentence((docs or [''])[0] or '')} |")
+    short = ", ".join(f"[`kbf.{name}`]({module}.md)" for name, module in _SHORT.items())
+    lines += [
+        "",
+        f"Every module can be reached as an attribute (`kbf.filters.kernel.kbf`), some by a short name: {short}.",
+        "",
+        "Estimators for scikit-learn: [`kbf.sklearn`](kbf.sklearn.md).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+DOCUMENTED = (ast.ClassDef, ast.FunctionDef)
+
+
+def architecture() -> str:
+    """The layers of the test as a diagram, the highest on top, with the first sentence that each file says of itself."""
+    layers: list[str] = LAYER_TEST["LAYERS"]
+    rows = []
+    for layer in reversed(layers):
+        inside = [name for name in NAMES if name == f"kbf.{layer}" or name.startswith(f"kbf.{layer}.")]
+        docs = {name: ast.get_docstring(ast.parse(PATHS[name].read_text(encoding="utf-8"))) or "" for name in inside}
+        rows += [f"| `{layer}` | [`{name}`](reference/{name}.md) | {first_sentence(docs[name])} |" for name in inside if docs[name]]
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    return f"{page}\n{diagram(layers)}\n\n| layer | file | |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+
+
+def diagram(layers: list[str]) -> str:
+    """Layers as boxes on top of one another, three in a row; each may import from those in front of it and below."""
+    rows = [layers[k : k + 3] for k in range(0, len(layers), 3)]
+    boxes = []
+    for line, row in enumerate(reversed(rows)):
+        for column, name in enumerate(row):
+            x, y = 10 + 230 * column, 10 + 50 * line
+            boxes.append(f'<rect x="{x}" y="{y}" width="220" height="40" rx="6" fill="none" stroke="currentColor"/>')
+            boxes.append(f'<text x="{x + 110}" y="{y + 26}" text-anchor="middle" fill="currentColor">{name}</text>')
+    height = 10 + 50 * len(rows)
+    return f'<svg class="layers" viewBox="0 0 710 {height}" font-family="monospace" font-size="16">{"".join(boxes)}</svg>'
+
+
+def first_sentence(doc: str) -> str:
+    """Up to the first full stop, on one line, safe in a table."""
+    return re.split(r"(?<=[.:])\s", " ".join(doc.split()), maxsplit=1)[0].rstrip(":").replace("|", "\\|")
+
+
+def gallery(pictures: list[Path]) -> str:
+    """Every picture of data/results under the heading of its folder, with its verdict or claims beside it."""
+    lines = [(ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")]
+    section = None
+    for path in pictures:
+        parts = path.relative_to(RESULTS).parts
+        kind = {"bench": "Speed", "reproduce": "The papers' experiments"}.get(parts[0], "Comparisons")
+        if kind != section:
+            section = kind
+            lines.append(f"## {section}\n")
+        lines.append(f"### {' / '.join(parts[:-1])}\n")
+        lines.append(f"![{' / '.join(parts[:-1])}](results/{'/'.join(parts)})\n")
+        beside = [path.with_name(name) for name in ("verdict.md", "claims.md", "results.csv", "about.json")]
+        links = [f"[{file.name}](results/{file.relative_to(RESULTS).as_posix()})" for file in beside if file.exists()]
+        lines.append(" · ".join(links) + "\n")
+    return "\n".join(lines)

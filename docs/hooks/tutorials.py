@@ -1,0 +1,42 @@
+"""Tutorials: files of cells in docs/tutorials/, which are run when the documentation is built, as pages and as notebooks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jupytext
+from jupyter_client import AsyncKernelManager
+from nbclient import NotebookClient
+from nbconvert import MarkdownExporter
+
+FOLDER = Path(__file__).resolve().parents[1] / "tutorials"
+NAMES = ("vectors", "images", "recordings", "extending")
+"""In the order in which they are read."""
+
+
+def run(name: str) -> Any:
+    """The notebook of a tutorial with what its cells gave, run in an empty folder; an error in a cell is raised."""
+    notebook = jupytext.read(FOLDER / f"{name}.py")
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    with tempfile.TemporaryDirectory() as folder:
+        kernel = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")])}
+        manager = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/ipc")  # no port of the machine is opened
+        resources = {"metadata": {"path": folder}}
+        NotebookClient(notebook, km=manager, timeout=600, startup_timeout=600, resources=resources).execute(env=kernel)
+    return notebook
+
+
+def pages(name: str) -> dict[str, str | bytes]:
+    """A tutorial as files below tutorials/: the page in Markdown, its pictures, and the notebook to download."""
+    notebook = run(name)
+    text, resources = MarkdownExporter().from_notebook_node(notebook)
+    files: dict[str, str | bytes] = {f"{name}.ipynb": jupytext.writes(notebook, fmt="ipynb")}
+    for picture, content in resources["outputs"].items():
+        text = text.replace(f"]({picture})", f"]({name}_{picture})")
+        files[f"{name}_{picture}"] = content
+    text = text.replace("%matplotlib inline\n", "").replace("![png](", "![What the cell above draws](")
+    files[f"{name}.md"] = f"{text}\n*This page is a [notebook]({name}.ipynb), run when the documentation was built.*\n"
+    return files

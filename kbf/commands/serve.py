@@ -1,0 +1,283 @@
+"""``kbf serve``: the step of a filter over HTTP, from an ONNX program that ``kbf export`` wrote.
+
+The server keeps no state: the client sends the state of its filter with each observation and gets the next one back, so that any
+number of filters can run, and no request can spoil another's. Waitress reads requests without a thread for each; what arrives here
+is whole, and is checked before the program sees it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+DEEPEST_JSON = 8
+"""Brackets inside of brackets in a request, at most."""
+
+LARGEST_HEADERS, MOST_CONNECTIONS = 2**14, 200
+"""Bytes of a request's headers, and connections at a time, at most."""
+
+STATUS = {
+    200: "OK",
+    400: "Bad Request",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    413: "Content Too Large",
+    415: "Unsupported Media Type",
+    422: "Unprocessable Content",
+}
+"""Answers of HTTP that are given."""
+
+
+class Refused(ValueError):
+    """A request that is not answered with a step: its status and the reason."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+def run(config: dict[str, Any]) -> int:
+    """Serve until Ctrl-C; returns the exit code.
+
+    Raises:
+        ValueError: a file that is no such program, a package that is not installed, or a setting out of range.
+        OSError: an address that is taken.
+    """
+    for key, least, most in (("port", 0, 65535), ("threads", 1, 256), ("largest_body", 1, 2**30), ("seconds", 1, 3600)):
+        if type(config[key]) is not int or not least <= config[key] <= most:
+            raise ValueError(f"{key} must be a whole number from {least} to {most}, got {config[key]!r}")
+    if not isinstance(config["hosts"], list | tuple) or not all(isinstance(name, str) for name in config["hosts"]):
+        raise ValueError(f"hosts must be a list of names, got {config['hosts']!r}")
+    step = Step(config["program"])
+    names = {"localhost", "127.0.0.1", "[::1]", str(config["host"]), *config["hosts"]}
+    server = make_server(Application(step, names), config)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"http://{config['host']}:{server.effective_port}/step")
+    try:
+        server.run()  # its own handling of Ctrl-C ends it
+    finally:
+        server.close()
+    return 0
+
+
+def make_server(application: Application, config: dict[str, Any]) -> Any:
+    """A Waitress server with the limits of ``config``, listening.
+
+    Raises:
+        ValueError: Waitress is not installed. OSError: an address that is taken or not this machine's.
+    """
+    try:
+        from waitress import create_server  # pyright: ignore[reportAttributeAccessIssue]
+        from waitress.channel import HTTPChannel
+    except ImportError as error:
+        raise ValueError('kbf serve needs the package waitress: pip install "kbf[serve]"') from error
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)
+    longest = config["seconds"]
+
+    class TimedChannel(HTTPChannel):
+        """A connection that is closed when a request has not arrived after so many seconds, however busily it drips."""
+
+        began = 0.0
+
+        def received(self, data: bytes) -> bool:
+            """Bytes that have arrived."""
+            now = time.monotonic()
+            if self.request is None:
+                self.began = now
+            elif now - self.began > longest:
+                self.will_close = True
+                return False
+            return super().received(data)
+
+    server = create_server(
+        application,
+        host=str(config["host"]),
+        port=config["port"],
+        threads=config["threads"],
+        max_request_body_size=config["largest_body"],
+        max_request_header_size=LARGEST_HEADERS,
+        connection_limit=MOST_CONNECTIONS,
+        channel_timeout=longest,
+        cleanup_interval=1,
+        ident="kbf",
+        clear_untrusted_proxy_headers=True,
+    )
+    server.channel_class = TimedChannel
+    return server
+
+
+class Step:
+    """The step that a program computes, with every input and output checked."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Load a program and try its first step.
+
+        Raises:
+            ValueError: not a program of ``kbf export format=onnx``, or ONNX Runtime is not installed.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"program: there is no file {path}")
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise ValueError('kbf serve needs the package onnxruntime: pip install "kbf[serve]"') from error
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = 1, 4
+        try:
+            self.session: Any = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            self.about: dict[str, Any] = json.loads(self.session.get_modelmeta().custom_metadata_map["kbf"])
+            self.inputs: dict[str, tuple[np.dtype[Any], tuple[Any, ...]]] = {
+                entry["name"]: (np.dtype(entry["dtype"]), tuple(entry["shape"])) for entry in self.about["inputs"]
+            }
+            self.outputs: list[str] = [entry["name"] for entry in self.about["outputs"]]
+            control = {"control": np.zeros(self.inputs["control"][1][1:]).tolist()} if "control" in self.inputs else {}
+            self({"obs": None} | control)
+        except Exception as error:  # ONNX Runtime's own kinds, and whatever a program of others lacks
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{path} is no program of kbf export format=onnx, or damaged: {reason}") from error
+
+    def __call__(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One step: the answer to a request with ``obs``, ``control`` where the filter has one, and ``state``.
+
+        Raises:
+            Refused: anything that is missing, unknown, not finite or of another shape; or a step whose result is not finite.
+        """
+        known = {"obs", "state"} | ({"control"} if "control" in self.inputs else set())
+        if unknown := sorted(request.keys() - known):
+            raise Refused(400, f"there is no {unknown[0]!r} in a request; it has {', '.join(sorted(known))}")
+        if missing := sorted(known - {"state"} - request.keys()):
+            raise Refused(400, f"the request has no {missing[0]!r}; an obs may be null: nothing was observed")
+        state = request.get("state")
+        state = self.about["initial"] if state is None else state
+        leaves = {name for name in self.inputs if name.startswith("state_")}
+        if not isinstance(state, dict) or state.keys() != leaves:
+            raise Refused(400, f"state must be the one of the answer before, with {', '.join(sorted(leaves))}; or null to start")
+        obs = request["obs"]
+        given = {name: self.array(name, state[name]) for name in leaves}
+        given["seen"] = np.full(self.inputs["seen"][1], obs is not None)
+        dtype, shape = self.inputs["obs"]
+        given["obs"] = np.zeros(shape, dtype) if obs is None else self.array("obs", obs)
+        if "control" in self.inputs:
+            given["control"] = self.array("control", request["control"])
+        values = self.session.run(None, {name: given[name] for name in self.inputs})
+        results: dict[str, Any] = dict(zip(self.outputs, values, strict=True))
+        if not all(np.isfinite(value).all() for value in results.values()):
+            raise Refused(422, "the step has no finite result: this observation is not taken; keep the state that you have")
+        after = {f"state_{name.removeprefix('next_')}": results.pop(name).tolist() for name in self.outputs if name[:5] == "next_"}
+        return {"states": self.about["states"], **{name: value[0].tolist() for name, value in results.items()}, "state": after}
+
+    def array(self, name: str, value: Any) -> np.ndarray:
+        """A value of a request as an input of the program; obs and control come without the dimension of the batch."""
+        dtype, shape = self.inputs[name]
+        wanted = shape if name.startswith("state_") else shape[1:]
+        try:
+            array = np.asarray(value)
+            if array.dtype.kind not in ("b" if dtype.kind == "b" else "iuf"):
+                raise ValueError
+            with np.errstate(over="ignore"):
+                array = array.astype(dtype)
+        except (ValueError, TypeError, OverflowError):
+            raise Refused(400, f"{name} must be numbers in the shape {list(wanted)}") from None
+        if array.shape != wanted:
+            raise Refused(400, f"{name} must be numbers in the shape {list(wanted)}, got {list(array.shape)}")
+        if not np.isfinite(array).all():
+            raise Refused(400, f"{name} must be finite" + (" (null: nothing was observed)" if name == "obs" else ""))
+        return array.reshape(shape)
+
+
+class Application:
+    """What answers requests (WSGI), and counts them."""
+
+    step: Step
+    hosts: set[str]
+    lock: Lock
+    began: float
+
+    def __init__(self, step: Step, hosts: set[str]) -> None:
+        """``hosts``: the names, without a port, that a request may call this machine by."""
+        self.step, self.hosts = step, {name.lower() for name in hosts}
+        self.lock, self.began = Lock(), time.monotonic()
+        self.counts: dict[str, int] = {"steps": 0, "refused": 0}
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Answer one request in JSON."""
+        try:
+            status, answer = 200, self.answer(environ)
+        except Refused as error:
+            status, answer = error.status, {"error": str(error)}
+            self.count("refused")
+        body = json.dumps(answer, allow_nan=False).encode()
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("X-Content-Type-Options", "nosniff")]
+        start_response(f"{status} {STATUS[status]}", headers)
+        return [body]
+
+    def answer(self, environ: dict[str, Any]) -> dict[str, Any]:
+        """What a request gets.
+
+        Raises:
+            Refused: everything but a health page and a step.
+        """
+        if host_of(environ.get("HTTP_HOST", "")) not in self.hosts:
+            raise Refused(403, "unknown host: kbf serve hosts=[NAME] names those by which this machine may be called")
+        path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
+        if path not in ("/health", "/step"):
+            raise Refused(404, "there are POST /step and GET /health")
+        if method != ("GET" if path == "/health" else "POST"):
+            raise Refused(405, "there are POST /step and GET /health")
+        if path == "/health":
+            about = {key: self.step.about.get(key) for key in ("model", "data", "states", "observations", "controls")}
+            return {"status": "ok", "seconds": round(time.monotonic() - self.began, 1), **self.counts, **about}
+        if environ.get("CONTENT_TYPE", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refused(415, "the Content-Type must be application/json")
+        found = self.step(parsed(environ["wsgi.input"].read()))
+        self.count("steps")
+        return found
+
+    def count(self, what: str) -> None:
+        """One more."""
+        with self.lock:
+            self.counts[what] += 1
+
+
+def host_of(header: str) -> str:
+    """The name in a Host header, without its port.
+
+    >>> host_of("Localhost:8000"), host_of("[::1]:8000"), host_of("")
+    ('localhost', '[::1]', '')
+    """
+    name, colon, port = header.strip().lower().rpartition(":")
+    return name if colon and (port.isdigit() or not port) else header.strip().lower()
+
+
+def parsed(body: bytes) -> dict[str, Any]:
+    """The JSON object of a request.
+
+    Raises:
+        Refused: no JSON, brackets too deep, NaN or infinite numbers, or another thing than an object.
+    """
+    depth = 0
+    for byte in body:
+        depth += (byte in b"[{") - (byte in b"]}")
+        if depth > DEEPEST_JSON:
+            raise Refused(400, f"brackets are nested more than {DEEPEST_JSON} deep")
+    try:
+        value = json.loads(body, parse_constant=no_number)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"this is no JSON of numbers: {error}") from error
+    if not isinstance(value, dict):
+        raise Refused(400, 'a request is an object: {"obs": [...], "state": {...}}')
+    return value
+
+
+def no_number(name: str) -> None:
+    """NaN and Infinity, which JSON does not have."""
+    raise ValueError(f"{name} is no number; null: nothing was observed")

@@ -1,0 +1,16 @@
+from kbf.data import (
+    dataset as dataset,
+    dmlab as dmlab,
+    download as download,
+    dsprites as dsprites,
+    frames as frames,
+    noise_systems as noise_systems,
+    own as own,
+    pendulum as pendulum,
+    pendulum_rkn as pendulum_rkn,
+    recorded as recorded,
+    render as render,
+    sprites as sprites,
+    synthetic as synthetic,
+    windows as windows,
+)

@@ -1,0 +1,155 @@
+"""The pendulum of the Recurrent Kalman Networks: images whose quality varies, and is itself correlated in time.
+
+The state is z = (sin theta, cos theta): theta = 0 is upright, where the pendulum stands on its head. An image shows the angle, more
+or less; the speed must be inferred over time, and how much to trust an image as well.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from kbf.sequence import Sequence
+
+GRAVITY, FRICTION, DT, SIMULATED_DT = 9.81, 0.1, 0.05, 1e-4
+"""m/s^2, 1/s, and seconds from one image to the next and of one step of the simulation; mass and length are 1."""
+CANVAS, PIXELS, LENGTH, WIDTH = 128, 24, 55.0, 8.0
+"""Pixels along a side where the line is drawn, along a side of an image, and of the line."""
+LANCZOS = 3
+"""Half width of the filter that reduces an image, in pixels of the reduced one."""
+
+
+class Quality(NamedTuple):
+    """How good the images of a sequence are: shown = f_t image + (1 - f_t) U(0, 1) in each pixel.
+
+    f walks: g_0 ~ U(0, 1), g_t = g_{t-1} + U(-step, step) within [0, 1]; f = (g - a) / (b - a) within [0, 1], with
+    a ~ U(0, low) and b ~ U(high, 1) for each sequence. The first ``clean`` images have f = 1.
+    """
+
+    step: float = 0.2
+    low: float = 0.25
+    high: float = 0.75
+    clean: int = 5
+
+
+class PendulumRKN:
+    """Sequences of a pendulum with friction, released at rest at any angle, seen as noisy images of 24 x 24 pixels.
+
+    omega' = omega + (3 g sin theta - friction omega) dt, theta' = theta + omega' dt in steps of 1e-4 s (inertia m l^2 / 3), and
+    every 0.05 s omega has N(0, sigma_omega^2) added and an image is taken. Sequences are drawn one by one: with one seed, more
+    training sequences begin with the fewer, and the test sequences are the same.
+
+    Attributes:
+        train: ``n_train`` sequences, states ``T 2`` float64, observations ``T 1 24 24`` float32 in [0, 1]. test: ``n_test``.
+
+    References: Becker, Pandya, Gebhardt, Zhao, Taylor, Neumann (2019), Recurrent Kalman Networks, section 5.1.
+    """
+
+    def __init__(
+        self,
+        n_train: int,
+        n_test: int = 25,
+        seed: int = 0,
+        *,
+        steps: int = 150,
+        sigma_omega: float = 0.1,
+        quality: Quality | None = None,
+        clean: bool = False,
+    ) -> None:
+        """Draw the data.
+
+        Args:
+            n_train: sequences to learn from. n_test: sequences to score on. seed: of everything that is drawn.
+            steps: of each sequence. sigma_omega: standard deviation of the noise of the speed, rad/s a step.
+            quality: of the images; None for that of the paper. clean: images without noise.
+
+        Raises:
+            ValueError: no training or test sequence, fewer than two steps, or numbers out of range.
+        """
+        quality = Quality() if quality is None else quality
+        if n_train < 1 or n_test < 1 or steps < 2:
+            raise ValueError(
+                "the pendulum needs n_train >= 1 and n_test >= 1 sequences of steps >= 2, "
+                f"got n_train {n_train}, n_test {n_test} and steps {steps}"
+            )
+        if not (0 <= quality.low < quality.high <= 1 and quality.step >= 0 and quality.clean >= 0 and sigma_omega >= 0):
+            raise ValueError(f"quality needs 0 <= low < high <= 1, and no number may be negative: {quality}, {sigma_omega}")
+        self.test = draw_sequences(n_test, 2 * seed + 1, steps, sigma_omega, None if clean else quality)
+        self.train = draw_sequences(n_train, 2 * seed, steps, sigma_omega, None if clean else quality)
+
+
+def draw_sequences(count: int, seed: int, steps: int, sigma_omega: float, quality: Quality | None) -> list[Sequence]:
+    """So many sequences, each with random numbers of its own."""
+    generators = [Generator().manual_seed(1_000_003 * seed + k) for k in range(count)]
+    start = torch.stack([2 * math.pi * uniform(g) for g in generators])
+    noise = torch.stack([sigma_omega * torch.randn(steps - 1, generator=g, dtype=torch.float64) for g in generators])
+    angles = swing(start, noise)
+    factors = [torch.ones(steps, dtype=torch.float64) if quality is None else walk(quality, steps, g) for g in generators]
+    states = torch.stack([angles.sin(), angles.cos()], -1)
+    return [
+        Sequence(z, spoil(reduce(lines(theta)), f, g)[:, None])
+        for z, theta, f, g in zip(states, angles, factors, generators, strict=True)
+    ]
+
+
+def swing(start: Float[Tensor, " b"], noise: Float[Tensor, "b T"]) -> Float[Tensor, "b T+1"]:
+    """The angles ``b T+1`` from the start at rest on, with the noise of the speed that each move ends with."""
+    theta, omega = start, torch.zeros_like(start)
+    angles = [theta]
+    for e in noise.unbind(1):
+        for _ in range(round(DT / SIMULATED_DT)):
+            omega = omega + SIMULATED_DT * (3 * GRAVITY * theta.sin() - FRICTION * omega)
+            theta = theta + SIMULATED_DT * omega
+        omega = omega + e
+        angles.append(theta)
+    return torch.stack(angles, 1)
+
+
+def lines(theta: Float[Tensor, " n"]) -> Float[Tensor, "n 128 128"]:
+    """Pictures of a rod from the middle to 55 pixels away at (sin theta, cos theta), to the right and down: 1 on it, else 0."""
+    centre = torch.arange(CANVAS, dtype=theta.dtype) + 0.5 - CANVAS / 2
+    right, down = centre[None, None, :], centre[None, :, None]
+    s, c = theta.sin()[:, None, None], theta.cos()[:, None, None]
+    along, across = right * s + down * c, right * c - down * s
+    return ((along >= 0) & (along <= LENGTH) & (across.abs() <= WIDTH / 2)).to(theta.dtype)
+
+
+def reduce(images: Float[Tensor, "n 128 128"]) -> Float[Tensor, "n 24 24"]:
+    """Smaller pictures, by Lanczos' filter along rows and columns."""
+    W = lanczos(CANVAS, PIXELS).to(images)
+    return (W @ images @ W.mT).clamp(0, 1)
+
+
+def lanczos(n: int, m: int) -> Float[Tensor, "m n"]:
+    """Weights of n pixels in each of m < n: sinc(u) sinc(u / 3), |u| < 3 the distance in new pixels, with sum 1."""
+    new, old = torch.arange(m, dtype=torch.float64) + 0.5, (torch.arange(n, dtype=torch.float64) + 0.5) * m / n
+    u = old - new[:, None]
+    W = torch.where(u.abs() < LANCZOS, torch.sinc(u) * torch.sinc(u / LANCZOS), 0)
+    return W / W.sum(1, keepdim=True)
+
+
+def walk(quality: Quality, steps: int, generator: Generator) -> Float[Tensor, " T"]:
+    """f of `Quality`."""
+    low, high = quality.low * uniform(generator), quality.high + (1 - quality.high) * uniform(generator)
+    g = [uniform(generator)]
+    for move in quality.step * (2 * torch.rand(steps - 1, generator=generator, dtype=torch.float64) - 1):
+        g.append((g[-1] + move).clamp(0, 1))
+    f = ((torch.stack(g) - low) / (high - low)).clamp(0, 1)
+    f[: quality.clean] = 1
+    return f
+
+
+def spoil(images: Float[Tensor, "T 24 24"], f: Float[Tensor, " T"], generator: Generator) -> Float[Tensor, "T 24 24"]:
+    """f_t image + (1 - f_t) U(0, 1), float32."""
+    noise = torch.rand(images.shape, generator=generator, dtype=images.dtype)
+    f = f[:, None, None]
+    return (f * images + (1 - f) * noise).float()
+
+
+def uniform(generator: Generator) -> Tensor:
+    """One number from U(0, 1), float64."""
+    return torch.rand((), generator=generator, dtype=torch.float64)

@@ -1,0 +1,136 @@
+"""Views of the Doom engine: ViZDoom over the Freedoom maps that it carries."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from kbf.data.render.rendered import Rendered
+
+DEFAULT_LEVEL = "E1M3"
+"""A bright yard with open sky."""
+SETTLE = 20
+"""Ticks that the engine needs before it obeys."""
+HIDDEN = (
+    *("hud", "minimal_hud", "weapon", "crosshair", "decals", "particles", "effects_sprites", "corpses", "messages"),
+    "screen_flashes",
+)
+
+
+def describe() -> str:
+    """Name and version.
+
+    Raises:
+        ValueError: ViZDoom is not installed.
+    """
+    load()
+    return f"ViZDoom {importlib.metadata.version('vizdoom')}"
+
+
+def load() -> Any:
+    """The module vizdoom."""
+    try:
+        return importlib.import_module("vizdoom")
+    except ImportError as error:
+        raise ValueError(f'the renderer "vizdoom" needs ViZDoom ({error}): pip install "kbf[render]"') from error
+
+
+def render(
+    yaw_degrees: Float[Tensor, " N"],
+    *,
+    level: str | None = None,
+    seed: int = 0,
+    size: tuple[int, int] = (72, 96),
+    progress: Callable[[int], None] | None = None,
+) -> Rendered:
+    """Stand where the level begins and turn, one tick of the engine for each view; see `kbf.data.render.render`.
+
+    The engine rounds an angle to 360 / 65536 degrees; the angles of the result are read back from it. There are no monsters,
+    but lamps flicker and things blink: two views in one direction may differ in a few pixels.
+
+    Args:
+        yaw_degrees: ``N``, counter-clockwise; 0 looks to the east of the map.
+        level: "E1M1" to "E4M9" or "MAP01" to "MAP32".
+        seed: of the engine's randomness.
+        size: height and width; the picture, 4:3 and 90 degrees wide, is cut to this shape around its middle.
+        progress: called with the number of views that are done, every 100 views and at the end.
+
+    Raises:
+        ValueError: no such level, or ViZDoom is not installed.
+    """
+    level = level or DEFAULT_LEVEL
+    game_file = find_game(level)
+    doom, renderer = load(), describe()
+    images = torch.empty(len(yaw_degrees), *size, 3, dtype=torch.uint8)
+    angles = torch.empty(len(yaw_degrees), dtype=torch.float64)
+    with tempfile.TemporaryDirectory(prefix="kbf-vizdoom-") as folder, started(doom, game_file, level, seed, size, folder) as game:
+        for k, yaw in enumerate(yaw_degrees.tolist()):
+            now = float(game.get_state().game_variables[0])
+            game.make_action([(now - yaw + 180) % 360 - 180])  # positive turns right
+            state = game.get_state()
+            angles[k] = float(state.game_variables[0])
+            images[k] = fit(torch.from_numpy(state.screen_buffer.copy()), size)
+            if progress is not None and ((k + 1) % 100 == 0 or k + 1 == len(yaw_degrees)):
+                progress(k + 1)
+    turns = ((yaw_degrees.double() - angles) / 360).round()  # the engine answers from 0 to 360
+    return Rendered(images, (angles + 360 * turns).float(), {"renderer": renderer, "level": level, "seed": seed})
+
+
+def find_game(level: str) -> str:
+    """The file of ViZDoom's that holds a level."""
+    if re.fullmatch(r"E[1-4]M[1-9]", level):
+        return "freedoom1.wad"
+    if re.fullmatch(r"MAP(0[1-9]|[12]\d|3[0-2])", level):
+        return "freedoom2.wad"
+    raise ValueError(f"there is no level {level!r}; levels: E1M1 to E4M9 and MAP01 to MAP32 of Freedoom")
+
+
+@contextlib.contextmanager
+def started(doom: Any, game_file: str, level: str, seed: int, size: tuple[int, int], folder: str) -> Iterator[Any]:
+    """A running engine whose files are in ``folder``: it writes into the working directory, which is changed while it starts."""
+    game = doom.DoomGame()
+    game.set_doom_game_path(str(Path(doom.__file__).parent / game_file))
+    game.set_doom_config_path(str(Path(folder) / "_vizdoom.ini"))
+    game.set_doom_map(level)
+    game.set_seed(seed)
+    large = size[0] > 240 or size[1] > 320
+    game.set_screen_resolution(doom.ScreenResolution.RES_640X480 if large else doom.ScreenResolution.RES_320X240)
+    game.set_screen_format(doom.ScreenFormat.RGB24)
+    for part in HIDDEN:
+        getattr(game, f"set_render_{part}")(False)
+    game.set_window_visible(False)
+    game.set_sound_enabled(False)
+    game.set_mode(doom.Mode.PLAYER)
+    game.set_episode_timeout(0)
+    game.set_episode_start_time(SETTLE)
+    game.set_available_buttons([doom.Button.TURN_LEFT_RIGHT_DELTA])
+    game.set_available_game_variables([doom.GameVariable.ANGLE])
+    game.add_game_args("-nomonsters +fov 90 +movebob 0 +stillbob 0")
+    with contextlib.chdir(folder):
+        game.init()
+    try:
+        yield game
+    finally:
+        game.close()
+
+
+def fit(picture: UInt8[Tensor, "h w 3"], size: tuple[int, int]) -> UInt8[Tensor, "H W 3"]:
+    """The largest middle part of the shape of ``size``, scaled to it with anti-aliasing."""
+    height, width = picture.shape[:2]
+    part = min(height / size[0], width / size[1])
+    high, wide = round(part * size[0]), round(part * size[1])
+    top, left = (height - high) // 2, (width - wide) // 2
+    cut = picture[top : top + high, left : left + wide].permute(2, 0, 1)[None].float()
+    scaled = interpolate(cut, size, mode="bilinear", antialias=True, align_corners=False)
+    return scaled[0].permute(1, 2, 0).clamp(0, 255).round().to(torch.uint8)

@@ -1,0 +1,94 @@
+"""Figures of merit, each with its equation. A mask says which steps count (None: all); padding may hold NaN."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kbf.rkhs.linalg import cholesky
+
+
+def mse(
+    estimates: Float[Tensor, "*b T d"], states: Float[Tensor, "*b T d"], mask: Bool[Tensor, "*b T"] | None = None
+) -> Float[Tensor, "*b"]:
+    """Mean over time of ||z_hat_t - z_t||^2, summed over the d components."""
+    return _over_time(_difference(estimates, states, mask).square().sum(-1), mask)
+
+
+def nmse(estimates: Float[Tensor, "n d"], states: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
+    """Mean squared error of each component over its variance: 1 is what the best constant has.
+
+    Steps with an unknown state (NaN) do not count; a component that never varies has no NMSE (NaN).
+
+    >>> nmse(torch.tensor([[1.0], [1.0]]), torch.tensor([[0.0], [2.0]]))
+    tensor([1.])
+    """
+    known = states.isfinite().all(-1)
+    spread = states[known].var(0, correction=0)
+    error = (estimates[known] - states[known]).square().mean(0)
+    return torch.where(spread > 0, error / spread, torch.nan)
+
+
+class Excess(NamedTuple):
+    """The excess of an error over the floor, and its standard error."""
+
+    value: Tensor
+    stderr: Tensor
+
+
+def excess(errors: Float[Tensor, " s"], floors: Float[Tensor, " s"]) -> Excess:
+    """mean(errors) / mean(floors) - 1 over s seeds, error and floor of a seed measured on the same sequences.
+
+    The standard error is that of a ratio R of paired means by the delta method: that of the mean of e_i - R f_i, over mean(f).
+    With a single seed it is NaN.
+
+    Raises:
+        ValueError: no seeds, or a mean floor that is not positive.
+
+    >>> excess(torch.tensor([0.11, 0.23]), torch.tensor([0.1, 0.2])).value
+    tensor(0.1333)
+    """
+    if len(errors) == 0 or not floors.mean() > 0:
+        raise ValueError(f"excess needs at least one seed and a positive floor, got {len(errors)} with mean {floors.mean().item()}")
+    ratio = errors.mean() / floors.mean()
+    residual = errors - ratio * floors
+    variance = residual.square().sum() / (len(errors) - 1) if len(errors) > 1 else residual.new_tensor(math.nan)
+    return Excess(ratio - 1, (variance / len(errors)).sqrt() / floors.mean())
+
+
+def nll(
+    states: Float[Tensor, "*b T d"],
+    mean: Float[Tensor, "*b T d"],
+    covariance: Float[Tensor, "*b T d d"],
+    mask: Bool[Tensor, "*b T"] | None = None,
+) -> Float[Tensor, "*b"]:
+    """Mean over time of -log N(z_t; mean_t, covariance_t).
+
+    Raises:
+        NotPositiveDefiniteError: a covariance is singular.
+    """
+    factor = cholesky(covariance)
+    squared = _mahalanobis(_difference(states, mean, mask), factor)
+    log_det = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return _over_time(0.5 * (squared + log_det + states.shape[-1] * math.log(2 * math.pi)), mask)
+
+
+def _difference(a: Tensor, b: Tensor, mask: Tensor | None) -> Tensor:
+    """The difference, zero where the mask is False (so that NaN in the padding reaches neither the value nor the gradient)."""
+    return a - b if mask is None else torch.where(mask[..., None], a - b, torch.zeros_like(a))
+
+
+def _over_time(values: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean over the last dimension, of the steps in the mask."""
+    if mask is None:
+        return values.mean(-1)
+    return torch.where(mask, values, torch.zeros_like(values)).sum(-1) / mask.sum(-1)
+
+
+def _mahalanobis(difference: Tensor, factor: Tensor) -> Tensor:
+    """||L^-1 difference||^2."""
+    return torch.linalg.solve_triangular(factor, difference[..., None], upper=False)[..., 0].square().sum(-1)

@@ -1,0 +1,218 @@
+"""The one loop behind every number that the project prints: scores, the floor, and what is said of many runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Many
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kbf.evaluation.metrics import mse
+from kbf.filters.base import Filter, rollout
+from kbf.filters.smoothing import predict_ahead, smooth
+from kbf.filters.wrapper import CollectingCovariance
+from kbf.runtime import notebook
+from kbf.sequence import Sequence, as_float, pad
+
+Watch = Callable[..., Any]
+"""(filter, predicted state, x_t, *, last, mask) -> a NamedTuple of tensors ``b ...``: what is said of each observation before the
+update. ``last`` is what was said of the one before, ``mask`` ``b`` or None. `kbf.evaluation.monitor.Monitor.check` is one."""
+
+
+class Score(NamedTuple):
+    """What a filter did on some sequences.
+
+    Attributes:
+        mse: one number a sequence, the mean over time of ||z_hat - z||^2, summed over the components of the state.
+        estimates: ``T d`` for each sequence.
+        diagnostics: means over sequences and time, by name.
+        covariances: ``T d d`` for each sequence, if they were asked for and the filter knows them.
+        watched: for each sequence what ``watch`` said of its steps, fields ``T ...``; empty if nobody watched.
+    """
+
+    mse: Tensor
+    estimates: list[Tensor]
+    diagnostics: dict[str, float]
+    covariances: list[Tensor] | None = None
+    watched: Many[Any] = ()
+
+    def __repr__(self) -> str:
+        return notebook.described("Score", self._asdict())
+
+    def _repr_html_(self) -> str:
+        return notebook.page(
+            "Score", self._asdict(), self.estimates[0] if self.estimates else None, "estimates of the first recording"
+        )
+
+
+@torch.no_grad()
+def score(
+    filter: Filter[Any],
+    sequences: list[Sequence],
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+    batch_size: int = 32,
+    covariances: bool = False,
+    watch: Watch | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Score:
+    """Run a filter over sequences, from its own start, and compare its estimates with the states.
+
+    Args:
+        filter: any filter.
+        sequences: of any lengths; masked steps count as well: a filter is asked where the state is, observed or not.
+        seed: of the randomness of filters that need any.
+        dtype: what the filter takes. The errors are computed in float64.
+        device: where the filter is.
+        batch_size: sequences that go through the loop at once.
+        covariances: collect what the filter's method ``covariance(state) -> b d d``, if it has one, says of its estimates.
+        watch: looks at each step before the update.
+        progress: called after each step with its number.
+
+    Raises:
+        ValueError: NaN or infinite observations that are not masked, or an estimate that is not finite.
+    """
+    if isinstance(filter, nn.Module):
+        filter.eval()
+    generator = torch.Generator(device).manual_seed(seed)
+    errors: list[Tensor] = []
+    estimates: list[Tensor] = []
+    spreads: list[Tensor] = []
+    collected: dict[str, list[Tensor]] = {}
+    watched: list[Any] = []
+    reporting = CollectingCovariance(filter) if covariances else filter
+    for first in range(0, len(sequences), batch_size):
+        group = sequences[first : first + batch_size]
+        batch = pad(group)
+        mask = None if all(s.mask is None and len(s.states) == batch.states.shape[1] for s in group) else batch.mask
+        obs = as_float(batch.obs.to(device), dtype)
+        notes: list[Any] = []
+        run = rollout(
+            reporting,
+            obs,
+            mask=None if mask is None else mask.to(device),
+            controls=None if batch.controls is None else batch.controls.to(device, dtype),
+            generator=generator,
+            progress=progress,
+            before=None if watch is None else partial(note, notes, watch, filter),
+        )
+        whole = type(notes[0])._make(torch.stack(leaves, 1).cpu() for leaves in zip(*notes, strict=True)) if notes else None
+        spread = run.diagnostics.pop(CollectingCovariance.NAME, None)
+        for k, sequence in enumerate(group):
+            steps = len(sequence.states)
+            estimates.append(run.estimates[k, :steps].to("cpu", torch.float64))
+            errors.append(error_of(estimates[-1], sequence.states))
+            if whole is not None:
+                watched.append(type(whole)._make(leaf[k, :steps] for leaf in whole))
+            if spread is not None:
+                spreads.append(spread[k, :steps].to("cpu", torch.float64))
+            for name, values in run.diagnostics.items():
+                collected.setdefault(name, []).append(values[k, :steps].double().mean())
+    diagnostics = {name: torch.stack(values).mean().item() for name, values in collected.items()}
+    return Score(torch.stack(errors), estimates, diagnostics, spreads or None, watched)
+
+
+def note(notes: list[Any], watch: Watch, filter: Filter[Any], predicted: Any, x: Tensor, mask: Tensor | None) -> None:
+    """Append what is said of a step."""
+    notes.append(watch(filter, predicted, x, last=notes[-1] if notes else None, mask=mask))
+
+
+def error_of(estimate: Tensor, states: Tensor) -> Tensor:
+    """The mean over time of ||z_hat - z||^2, of estimates ``T d`` in float64; a step whose state is not known (NaN) is not scored.
+
+    Raises:
+        ValueError: an estimate that is not finite.
+    """
+    if not torch.isfinite(estimate).all():
+        bad = (~torch.isfinite(estimate)).any(-1).nonzero().flatten()
+        raise ValueError(f"the filter's estimate is not finite at {len(bad)} of {len(estimate)} steps, first at step {int(bad[0])}")
+    known = states.isfinite().all(-1)
+    return mse(estimate, states.to(estimate), None if bool(known.all()) else known)
+
+
+@torch.no_grad()
+def score_smoothed(
+    filter: Filter[Any],
+    sequences: list[Sequence],
+    *,
+    lag: int | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> Score:
+    """The same of estimates that know what was observed later (`kbf.filters.smoothing.smooth`), over the same steps.
+
+    Args:
+        filter: one with a smoother.
+        sequences: one after the other; padding would be taken for steps at which nothing was observed.
+        lag: as of `kbf.filters.smoothing.smooth`. The others as for `score`.
+
+    Raises:
+        ValueError: as `score`, or a filter without a smoother.
+    """
+    if isinstance(filter, nn.Module):
+        filter.eval()
+    generator = torch.Generator(device).manual_seed(seed)
+    runs = [smooth(filter, **alone(s, dtype, device), lag=lag, generator=generator, progress=progress) for s in sequences]
+    estimates = [run.estimates[0].to("cpu", torch.float64) for run in runs]
+    spreads = [run.covariances[0].to("cpu", torch.float64) for run in runs if run.covariances is not None]
+    errors = [error_of(found, s.states) for found, s in zip(estimates, sequences, strict=True)]
+    return Score(torch.stack(errors), estimates, {}, spreads or None)
+
+
+class Ahead(NamedTuple):
+    """Predictions 1 to h steps ahead: errors ``s h`` of each sequence, and estimates ``h T d``, entry k, t that of z_{t+k+1}."""
+
+    mse: Tensor
+    estimates: list[Tensor]
+
+
+@torch.no_grad()
+def score_ahead(
+    filter: Filter[Any],
+    sequences: list[Sequence],
+    horizon: int,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+) -> Ahead:
+    """Compare predictions of z_t, made 1 to h steps before, with the states: the same steps t = h + 1, h + 2, ... for all of them.
+
+    Args:
+        filter: any.
+        sequences: longer than ``horizon``.
+        horizon: h. The others as for `score`.
+
+    Raises:
+        ValueError: a sequence that is too short, or as `score`.
+    """
+    if isinstance(filter, nn.Module):
+        filter.eval()
+    check_horizon(sequences, horizon)
+    generator = torch.Generator(device).manual_seed(seed)
+    errors, estimates = [], []
+    for s in sequences:
+        found = predict_ahead(filter, horizon=horizon, **alone(s, dtype, device), generator=generator)[0].to("cpu", torch.float64)
+        made = [found[k - 1, horizon - k : len(s.states) - k] for k in range(1, horizon + 1)]
+        errors.append(torch.stack([error_of(each, s.states[horizon:]) for each in made]))
+        estimates.append(found)
+    return Ahead(torch.stack(errors), estimates)
+
+
+def check_horizon(sequences: list[Sequence], horizon: int) -> None:
+    """Raise a ValueError unless every sequence is longer than the horizon."""
+    if horizon >= (shortest := min(len(s.states) for s in sequences)):
+        raise ValueError(f"predictions {horizon} steps ahead need test sequences of more steps; the shortest has {shortest}")
+
+
+def alone(sequence: Sequence, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
+    """What was observed in one sequence, as a batch of one."""
+    mask = None if sequence.mask is None else sequence.mask[None].to(device)
+    controls = None if sequence.controls is None else sequence.controls[None].to(device, dtype)
+    return {"obs": as_float(sequence.obs[None].to(device), dtype), "mask": mask, "controls": controls}

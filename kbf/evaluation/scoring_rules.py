@@ -1,0 +1,89 @@
+"""How good a filter's statements of its own uncertainty are: coverage of regions, likelihood, CRPS, energy score, PIT.
+
+Scores are of the Gaussian N(m_t, C_t) at each step, their means over steps are told; CRPS and energy score are in the units of the
+states and lower is better (`scoringrules`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kbf.evaluation.calibration import Calibration, chi_square, floor_of, floored, mahalanobis
+from kbf.evaluation.metrics import nll
+
+COVERAGE_LEVELS = (0.5, 0.8, 0.9, 0.95)
+"""Levels whose coverage is reported as a number."""
+
+CURVE_LEVELS = tuple(k / 20 for k in range(1, 20))
+"""Levels of the calibration curve in the picture."""
+
+ENERGY_SCORE_DRAWS = 64
+"""Samples drawn from each Gaussian for the energy score."""
+
+STEPS_PER_BLOCK = 256
+"""The energy score is computed for this many steps at a time, as its samples are compared pair by pair."""
+
+
+class Reliability(NamedTuple):
+    """How well a filter's covariances describe its errors.
+
+    Attributes:
+        numbers: by name: ``coverage_50`` ..., ``crps`` (mean over components too), ``energy_score``, ``nll``.
+        curve: the share of states within the regions of each level of `CURVE_LEVELS`.
+        pit: ``m d``, the Gaussian's distribution function at the state, component by component: uniform if it is right.
+    """
+
+    numbers: dict[str, float]
+    curve: list[float]
+    pit: Tensor
+
+
+def reliability(
+    z: Float[Tensor, "m d"],
+    mean: Float[Tensor, "m d"],
+    C: Float[Tensor, "m d d"],
+    calibration: Calibration | None = None,
+) -> Reliability:
+    """Score statements about m states, in float64.
+
+    Args:
+        z: the states.
+        mean: the estimates.
+        C: the filter's own covariances.
+        calibration: score its covariances and regions; None for C as it is (with the least floor,
+        `kbf.evaluation.calibration.floor_of`: it
+            may be singular) and the Gaussian's regions.
+    """
+    C = floored(C, floor_of(C)) if calibration is None else calibration.covariance(C)
+    squared = mahalanobis(z, mean, C)
+
+    def covered(level: float) -> float:
+        radius2 = chi_square(level, z.shape[-1]) if calibration is None else calibration.radius2(level)
+        return (squared <= radius2).double().mean().item()
+
+    numbers = {f"coverage_{round(100 * level)}": covered(level) for level in COVERAGE_LEVELS}
+    sd = C.diagonal(dim1=-2, dim2=-1).sqrt()
+    numbers |= {"crps": crps(z, mean, sd), "energy_score": energy_score(z, mean, C), "nll": nll(z, mean, C).item()}
+    return Reliability(numbers, [covered(level) for level in CURVE_LEVELS], torch.special.ndtr((z - mean) / sd))
+
+
+def crps(z: Tensor, mean: Tensor, sd: Tensor) -> float:
+    """Mean continuous ranked probability score of N(mean, sd^2), over steps and components."""
+    import scoringrules
+
+    return float(scoringrules.crps_normal(z.numpy(), mean.numpy(), sd.numpy(), backend="numpy").mean())
+
+
+def energy_score(z: Float[Tensor, "m d"], mean: Float[Tensor, "m d"], C: Float[Tensor, "m d d"]) -> float:
+    """Mean energy score E ||X - z|| - E ||X - X'|| / 2 of X, X' ~ N(mean, C), by `ENERGY_SCORE_DRAWS` samples (unbiased)."""
+    import scoringrules
+
+    white = torch.randn(len(z), ENERGY_SCORE_DRAWS, z.shape[-1], dtype=z.dtype, generator=torch.Generator().manual_seed(0))
+    draws = mean[:, None] + white @ torch.linalg.cholesky(C).mT
+    pairs = zip(z.split(STEPS_PER_BLOCK), draws.split(STEPS_PER_BLOCK), strict=True)
+    scores = [scoringrules.es_ensemble(a.numpy(), b.numpy(), estimator="fair", backend="numpy") for a, b in pairs]
+    return torch.cat([torch.as_tensor(score) for score in scores]).mean().item()

@@ -1,0 +1,4 @@
+from kbf.export import (
+    onnx_linalg as onnx_linalg,
+    step as step,
+)

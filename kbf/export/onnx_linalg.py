@@ -1,0 +1,98 @@
+"""Linear algebra that ONNX has no operators for, from sums and products alone: a positive definite solve, a symmetric eigenproblem.
+
+Their loops are unrolled when a step is exported; both are exact up to rounding, as LAPACK's are.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+SWEEPS = 8
+"""Sweeps of Jacobi rotations; convergence is quadratic, and matrices of covariances are small."""
+
+
+def keep(a: Float[Tensor, "*b n n"], *, upper: bool = False, check_errors: bool = False) -> tuple[Tensor, Tensor]:
+    """In place of a Cholesky factor the matrix itself, and 0: in a filter's step a factor serves one solve, `eliminate`."""
+    return a, a.new_zeros(a.shape[:-2], dtype=torch.int32)
+
+
+def eliminate(b: Float[Tensor, "*b n m"], a: Float[Tensor, "*b n n"], upper: bool = False) -> Float[Tensor, "*b n m"]:
+    """X with A X = B for a symmetric positive definite A, by Gauss-Jordan elimination; NaN where A is not positive definite.
+
+    Step k makes column k of (A | B) the k-th unit vector: the first row is divided by its pivot, and its multiples are taken from
+    the others. Without pivoting this is as stable as a Cholesky factorisation where A is positive definite.
+
+    References: Golub and Van Loan (2013), sections 3.2 and 4.2; Peters and Wilkinson (1975) on its stability.
+    """
+    n = a.shape[-1]
+    eye = torch.eye(n, dtype=a.dtype, device=a.device)
+    table = torch.cat([a, b], -1)
+    for k in range(n):
+        column, table = table[..., :1], table[..., 1:]
+        pivot = column[..., k : k + 1, :].sqrt().square()  # the root of a negative one is NaN
+        table = table - (column - eye[:, k : k + 1]) @ (table[..., k : k + 1, :] / pivot)
+    return table
+
+
+def solve(a: Float[Tensor, "*b n n"], b: Float[Tensor, "*b n m"], *, left: bool = True) -> Float[Tensor, "*b n m"]:
+    """X with A X = B for any regular A: the same elimination, with the largest entry of a column that is left for its pivot.
+
+    References: Golub and Van Loan (2013), section 3.4.
+    """
+    n = a.shape[-1]
+    table, rows, order = torch.cat([a, b], -1), torch.arange(n, device=a.device), []
+    left_over = torch.ones_like(a[..., 0], dtype=torch.bool)
+    for _ in range(n):
+        column, table = table[..., :1], table[..., 1:]
+        at = torch.where(left_over, column[..., 0].abs(), -1).argmax(-1, keepdim=True) == rows
+        left_over = left_over & ~at
+        pick = at[..., None, :].to(a.dtype)
+        table = table - (column - pick.mT) @ ((pick @ table) / (pick @ column))
+        order.append(pick)
+    return torch.cat(order, -2) @ table
+
+
+def eigh(a: Float[Tensor, "*b n n"], uplo: str = "L") -> tuple[Float[Tensor, "*b n"], Float[Tensor, "*b n n"]]:
+    """Eigenvalues, in no order, and eigenvectors in columns, by Jacobi rotations: each makes one entry zero, n/2 of them at once.
+
+    References: Golub and Van Loan (2013), sections 8.5.2 and 8.5.6 (the order of the pairs).
+    """
+    n = a.shape[-1]
+    eye = torch.eye(n, dtype=a.dtype, device=a.device)
+    vectors = eye.expand(a.shape)
+    for first, second in rounds(n) * (SWEEPS if n > 2 else 1):  # in the plane one rotation is all
+        x, y = eye[first], eye[second]  # m n, the axes that are turned
+        p, q, r = ((u @ a * v).sum(-1) for u, v in ((x, x), (y, y), (x, y)))
+        none = r == 0
+        tau = (q - p) / torch.where(none, 1, 2 * r)
+        t = torch.where(tau >= 0, 1, -1) / (tau.abs() + (1 + tau.square()).sqrt())
+        t = torch.where(none, 0, t)
+        c = (1 + t.square()).rsqrt()
+        less, s = (c - 1)[..., None], (t * c)[..., None]
+        turn = eye + x.mT @ (less * x + s * y) + y.mT @ (less * y - s * x)
+        a, vectors = turn.mT @ a @ turn, vectors @ turn
+    return a.diagonal(dim1=-2, dim2=-1), vectors
+
+
+def rounds(n: int) -> list[tuple[list[int], list[int]]]:
+    """All pairs of n axes, in rounds in which each axis stands at most once.
+
+    >>> rounds(4)
+    [([0, 1], [3, 2]), ([0, 3], [2, 1]), ([0, 2], [1, 3])]
+    """
+    around, schedule = list(range(n + n % 2)), []
+    for _ in range(len(around) - 1):
+        half = len(around) // 2
+        pairs = [(i, j) for i, j in zip(around[:half], around[: half - 1 : -1], strict=True) if max(i, j) < n]
+        schedule.append(([i for i, _ in pairs], [j for _, j in pairs]))
+        around = [around[0], around[-1], *around[1:-1]]
+    return schedule
+
+
+def diagonal_scatter(
+    a: Float[Tensor, "*b n n"], values: Float[Tensor, "*b n"], offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Float[Tensor, "*b n n"]:
+    """A with another diagonal, over its last two dimensions: the only ones that a filter's step asks for."""
+    return torch.where(torch.eye(a.shape[-1], dtype=torch.bool, device=a.device), values[..., None], a)

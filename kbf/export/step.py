@@ -1,0 +1,282 @@
+"""One step of a filter as a program for other machines: torch.export, TorchScript or ONNX; no kbf is needed to run it.
+
+The program is a function of one sequence, (leaves of the state, observation, seen[, control]) -> (leaves of the next state,
+estimate[, covariance]): it moves, and where ``seen`` is true observes. It is read back from its file and compared with the filter
+before the file takes its place.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from kbf import __version__
+from kbf.evaluation.calibration import Calibration
+from kbf.export import onnx_linalg
+from kbf.filters.base import Filter, control_components, covariance_of, knows_sensors, move, observe
+from kbf.filters.kernel.controls import ControlledDensity
+from kbf.filters.kernel.filter import KernelState
+from kbf.filters.kernel.monte_carlo import LocalMemory
+from kbf.filters.particle import ParticleState
+from kbf.filters.stack import StackedFilter
+from kbf.filters.wrapper import FilterWrapper
+from kbf.images.codes import Code, CodedFilter
+from kbf.runtime.files import replacing, write_json
+
+TOLERANCE = 1e-5
+"""Largest difference to the filter, in standard deviations of the states (covariances: in their squares)."""
+KEY = "kbf.json"
+"""Where a program keeps what is to be known of it; in an ONNX file the metadata property ``kbf``."""
+
+aten = torch.ops.aten
+SPELT_OUT: dict[Any, Any] = {
+    aten.linalg_cholesky_ex.default: onnx_linalg.keep,
+    aten.cholesky_solve.default: onnx_linalg.eliminate,
+    aten.linalg_solve.default: onnx_linalg.solve,
+    aten.linalg_eigh.default: onnx_linalg.eigh,
+    aten.diagonal_scatter.default: onnx_linalg.diagonal_scatter,
+}
+"""What ONNX has no operator for."""
+
+
+class ExportedStep(nn.Module):
+    """The function that becomes a program."""
+
+    kind: type[Any]
+    fields: list[str]
+
+    def __init__(self, filter: Filter[Any], calibration: Calibration | None = None) -> None:
+        """``calibration`` corrects the covariances, as `kbf filter` does."""
+        super().__init__()
+        self.filter: Any = filter
+        self.calibration = calibration
+        state: Any = filter.init(1)
+        self.kind, self.fields = type(state), list(state._fields)
+        self.spread: bool = covariance_of(filter, state) is not None
+        self.controlled: int = control_components(filter)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """One step."""
+        n = len(self.fields)
+        state, (obs, seen, *control) = self.kind(*inputs[:n]), inputs[n:]
+        predicted = move(self.filter, state, control=control[0] if control else None)
+        state, _ = observe(self.filter, predicted, obs, seen)
+        C = covariance_of(self.filter, state)
+        if C is None:
+            return (*state, self.filter.estimate(state))
+        return (*state, self.filter.estimate(state), C if self.calibration is None else self.calibration.covariance(C))
+
+    def inputs(self, obs: Shaped[Tensor, "1 *x"]) -> dict[str, Tensor]:
+        """The start, by the names of the inputs."""
+        start = {f"state_{name}": leaf.contiguous().clone() for name, leaf in zip(self.fields, self.filter.init(1), strict=True)}
+        seen = torch.ones(1, dtype=torch.bool)
+        return start | {"obs": obs, "seen": seen} | ({"control": obs.new_zeros(1, self.controlled)} if self.controlled else {})
+
+    def outputs(self) -> list[str]:
+        """Their names."""
+        return [f"next_{name}" for name in self.fields] + ["estimate"] + (["covariance"] if self.spread else [])
+
+
+class Exported(NamedTuple):
+    """Largest differences to the filter in the same precision, in standard deviations of the states (or their products).
+
+    ``own``: of estimates, to the filter in its own precision, where it is another: what that precision rounds away.
+    """
+
+    estimate: float
+    covariance: float
+    own: float | None = None
+
+
+def export(
+    filter: Filter[Any],
+    path: Path,
+    format: str,
+    obs: Shaped[Tensor, "T *x"],
+    scale: Float[Tensor, " d"],
+    *,
+    controls: Float[Tensor, "T k"] | None = None,
+    calibration: Calibration | None = None,
+    about: dict[str, Any] | None = None,
+) -> Exported:
+    """Write the step of a filter, and beside it ``path``.json: inputs, outputs, the initial state.
+
+    A kernel filter that works in float32 does so in float64 in an ONNX program, and is compared in float64: its solve makes a few
+    10^-5 of what another library rounds otherwise.
+
+    Args:
+        filter: deterministic; a copy is exported.
+        path: the file.
+        format: a key of `WRITERS`.
+        obs: observations to compare on.
+        scale: standard deviations of the states.
+        controls: with them, for a filter that takes them.
+        calibration: corrects covariances.
+        about: more to be known of it.
+
+    Raises:
+        ValueError: a filter that draws particles or cannot be recorded, or a program that differs by more than `TOLERANCE`.
+    """
+    if format not in WRITERS:
+        raise ValueError(f"format must be one of {', '.join(WRITERS)}, got {format!r}")
+    refuse(filter)
+    own, filter = filter, copied(filter)
+    if format == "onnx" and isinstance(filter.init(1), KernelState):
+        to_double(filter)
+    step = ExportedStep(filter, calibration).eval().requires_grad_(False)
+    inputs, outputs = step.inputs(obs[:1]), step.outputs()
+    known = {"kbf": __version__, **(about or {})}
+    known["inputs"] = [{"name": k, "shape": list(v.shape), "dtype": str(v.dtype).removeprefix("torch.")} for k, v in inputs.items()]
+    with torch.no_grad(), quietly():
+        known["outputs"] = [
+            {"name": name, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+            for name, value in zip(outputs, step(*inputs.values()), strict=True)
+        ]
+        known["initial"] = {name: value.tolist() for name, value in inputs.items() if name.startswith("state_")}
+        try:
+            program = torch.export.export(step, tuple(inputs.values()))
+        except Exception as error:
+            raise ValueError(f"the step of this filter cannot be exported: {str(error).strip().splitlines()[0]}") from error
+        with replacing(path) as temporary:
+            read = WRITERS[format](program, inputs, outputs, temporary, json.dumps(known))
+            run = read(temporary)
+            apart = compare(step, run, inputs, obs, controls, scale)
+            if not max(apart) <= TOLERANCE:
+                raise ValueError(
+                    f"the {format} program differs from the filter by {max(apart):.1e} standard deviations of the state, more than "
+                    f"{TOLERANCE:g}: it is not written"
+                )
+            other = any(a.dtype != b.dtype for a, b in zip(own.init(1), filter.init(1), strict=True))
+            found = Exported(*apart, compare(ExportedStep(own), run, inputs, obs, controls, scale)[0] if other else None)
+    write_json(path.with_name(path.name + ".json"), known | {"difference": found._asdict()})
+    return found
+
+
+def refuse(filter: Filter[Any]) -> None:
+    """Raise a ValueError for filters that are no function of their input."""
+    inner = filter
+    while isinstance(inner, FilterWrapper):
+        inner = inner.inner
+    if isinstance(inner, StackedFilter):
+        raise ValueError(
+            f"a stack of several filters ({', '.join(inner.filters)}) is not exported; model.net_under=false takes kbf alone"
+        )
+    if isinstance(inner.init(1), ParticleState | LocalMemory):
+        raise ValueError(
+            "a particle filter draws random numbers in each step, and is not exported; kbf, kalman, lstm and frame are"
+        )
+    if knows_sensors(filter):
+        raise ValueError("a filter whose sensors may be silent chooses its rule step by step, and is not exported")
+    if isinstance(filter, nn.Module) and any(isinstance(part, ControlledDensity) for part in filter.modules()):
+        reason = "a drawn memory with controls (model=kbf) makes its transition anew in each step, and is not exported"
+        raise ValueError(f"{reason}; kbf_tuned, kbf_paper, kalman and lstm are")
+
+
+def copied(filter: Any) -> Any:
+    """A copy to change, without gradients: operators may hang on bandwidths that are learned."""
+    leaves = [*filter.parameters(), *filter.buffers()] if isinstance(filter, nn.Module) else []
+    return copy.deepcopy(filter, {id(leaf): leaf.detach().clone() for leaf in leaves if not leaf.is_leaf})
+
+
+def to_double(filter: Any) -> None:
+    """Everything but encoders of images in float64, in place."""
+    modules = list(filter.modules()) if isinstance(filter, nn.Module) else []
+    kept = {part for module in modules if isinstance(module, Code) for part in module.modules()}
+    for module in modules:
+        if module not in kept:
+            module._apply(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, recurse=False)
+        if isinstance(module, CodedFilter):
+            module.dtype = torch.float64
+
+
+Run = Callable[..., Any]
+Reader = Callable[[Path], Run]
+
+
+def write_torch_export(program: Any, inputs: dict[str, Tensor], outputs: list[str], path: Path, known: str) -> Reader:
+    """For ``torch.export.load`` and AOTInductor."""
+    with path.open("wb") as file:
+        torch.export.save(program, file, extra_files={KEY: known})
+    return lambda path: torch.export.load(path.open("rb")).module()
+
+
+def write_torchscript(program: Any, inputs: dict[str, Tensor], outputs: list[str], path: Path, known: str) -> Reader:
+    """For ``torch.jit.load``, and LibTorch in C++: a trace of the exported program."""
+    traced = torch.jit.trace(program.module(), tuple(inputs.values()), check_trace=False)
+    with path.open("wb") as file:
+        torch.jit.save(traced, file, _extra_files={KEY: known})
+    return lambda path: torch.jit.load(str(path))
+
+
+def write_onnx(program: Any, inputs: dict[str, Tensor], outputs: list[str], path: Path, known: str) -> Reader:
+    """For ONNX Runtime: operator set 20, weights inside the file."""
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401  # torch.onnx needs it
+    except ImportError as error:
+        raise ValueError(f'format=onnx needs the package {error.name}: pip install -e ".[export]"') from error
+    spelt = program.run_decompositions(SPELT_OUT)
+    try:
+        made = torch.onnx.export(
+            spelt, dynamo=True, input_names=list(inputs), output_names=outputs, opset_version=20, verbose=False
+        )
+    except torch.onnx.OnnxExporterError as error:
+        found = re.search(r"aten\.\w+", str(error))
+        raise ValueError(f"ONNX cannot say what this filter does{f' ({found[0]})' if found else ''}: use torch_export") from error
+    assert made is not None
+    made.model.metadata_props["kbf"] = known
+    made.save(path, external_data=False)
+
+    def read(path: Path) -> Run:
+        session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
+        return lambda *given: [
+            torch.from_numpy(value) for value in session.run(None, {k: v.numpy() for k, v in zip(inputs, given, strict=True)})
+        ]
+
+    return read
+
+
+WRITERS = {"torch_export": write_torch_export, "torchscript": write_torchscript, "onnx": write_onnx}
+
+
+def compare(
+    step: ExportedStep, run: Run, inputs: dict[str, Tensor], obs: Tensor, controls: Tensor | None, scale: Tensor
+) -> tuple[float, float]:
+    """Both go their own way through the observations; each seventh is not seen."""
+    n = len(step.fields)
+    ours, theirs = tuple(step.filter.init(1)), tuple(inputs.values())[:n]
+    apart, units = [0.0, 0.0], (scale, scale[:, None] * scale)
+    for t in range(len(obs)):
+        given = (obs[t : t + 1], torch.tensor([t % 7 != 5]), *(() if controls is None else (controls[t : t + 1],)))
+        a, b = step(*ours, *given), run(*theirs, *given)
+        ours, theirs = tuple(a[:n]), tuple(b[:n])
+        for k, (x, y) in enumerate(zip(a[n:], b[n:], strict=True)):
+            apart[k] = max(apart[k], ((x - y).abs() / units[k]).nan_to_num(torch.inf).max().item())
+    return apart[0], apart[1]
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the exporters' remarks on themselves."""
+    others = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir", "torch.onnx")]
+    levels = [each.level for each in others]
+    for each in others:
+        each.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for each, level in zip(others, levels, strict=True):
+            each.setLevel(level)

@@ -1,0 +1,73 @@
+"""Kalman filter of a linear model that is fitted to the training pairs by least squares."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from kbf.filters.base import check_vectors
+from kbf.filters.gaussian import KalmanFilter, LinearModel, training_moments
+from kbf.runtime.notebook import ShownModule
+from kbf.sequence import Sequence, as_sequences, moves
+
+
+def regress(
+    inputs: Float[Tensor, "m d"], targets: Float[Tensor, "m e"], name: str
+) -> tuple[Float[Tensor, "e d"], Float[Tensor, " e"], Float[Tensor, "e e"]]:
+    """Least squares y ~ B u + b with intercept: B, b, and the residual covariance sum r r^T / (m - d - 1).
+
+    Of inputs that are linearly dependent, the solution of least norm is taken.
+
+    Raises:
+        ValueError: m < d + 1 + e points: the residual covariance would be singular. ``name`` says of what.
+    """
+    (m, d), e = inputs.shape, targets.shape[1]
+    if m < d + 1 + e:
+        raise ValueError(f"a linear model of {name} with {d} inputs and {e} outputs needs at least {d + 1 + e} of them, got {m}")
+    B = (torch.linalg.pinv(inputs - inputs.mean(0)) @ (targets - targets.mean(0))).mT
+    b = targets.mean(0) - B @ inputs.mean(0)
+    residual = targets - inputs @ B.mT - b
+    return B, b, residual.mT @ residual / (m - d - 1)
+
+
+def fit_linear(memory: Sequence | list[Sequence]) -> LinearModel:
+    """Fit z' = A z + B u + a + N(0, Q) to the transitions and x = C z + c + N(0, R) to the observations, by least squares.
+
+    Pairs do not cross the end of a sequence; masked observations are left out. m0 and P0 are the mean and covariance of the
+    training states.
+
+    Raises:
+        ValueError: observations that are no vectors, or fewer than 2 d + k + 1 transitions or d + 1 + q observations.
+
+    References: multivariate linear regression, e.g. Hastie, Tibshirani and Friedman (2009), section 3.2.4.
+    """
+    sequences = as_sequences(memory)
+    check_vectors(sequences, "a linear model")
+    z, z_next, u = moves(sequences)
+    z_seen = torch.cat([s.states if s.mask is None else s.states[s.mask] for s in sequences])
+    x = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences])
+    AB, a, Q = regress(z if u is None else torch.cat([z, u], -1), z_next, "transitions")
+    A, B = AB[:, : z.shape[1]], None if u is None else AB[:, z.shape[1] :]
+    C, c, R = regress(z_seen, x, "observations")
+    return LinearModel(A, a, Q, C, c, R, *training_moments(sequences), B)
+
+
+class LearnedKalman(ShownModule):
+    """The Kalman filter of `fit_linear`: the best *linear* filter that the training part alone can give.
+
+    It has no hyper-parameters, parameters or buffers; the model is fitted to the memory, in its dtype and on its device.
+    """
+
+    def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
+        """Nothing to choose."""
+
+    def condition(self, memory: Sequence | list[Sequence] | None) -> KalmanFilter:
+        """The Kalman filter of the linear model fitted to ``memory``.
+
+        Raises:
+            ValueError: no memory, or too few points (`fit_linear`).
+        """
+        if memory is None:
+            raise ValueError("LearnedKalman fits its model to a memory: give condition() the training sequences")
+        return KalmanFilter(fit_linear(memory))

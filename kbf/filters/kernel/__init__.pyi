@@ -1,0 +1,17 @@
+from kbf.filters.kernel import (
+    algorithm as algorithm,
+    backward as backward,
+    controls as controls,
+    filter as filter,
+    kbf as kbf,
+    learned_features as learned_features,
+    local_update as local_update,
+    moment_matching as moment_matching,
+    monte_carlo as monte_carlo,
+    operators as operators,
+    selection as selection,
+    sensors as sensors,
+    shared as shared,
+    simulated_memory as simulated_memory,
+    updates as updates,
+)

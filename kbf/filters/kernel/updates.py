@@ -1,0 +1,151 @@
+"""The updates of a Kernel Bayes Filter: a rule of `kbf.rkhs.rules` over the observations of a memory, (ratio, x) -> weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from kbf.rkhs import rules
+from kbf.rkhs.features import POINTS_AT_A_TIME
+from kbf.rkhs.rules import RULES
+from kbf.runtime.distributed import OverPoints
+
+BATCH_FOR_MOMENTS = 8
+"""Sequences in a batch from which products of features that are kept (`kbf.rkhs.rules.second_moments`) are faster than new ones."""
+
+MOST_BYTES_OF_MOMENTS = 2**26
+"""Bytes up to which these products are kept."""
+
+
+class DenseUpdate(nn.Module):
+    """A rule over the full Gram matrix of the memory's observations, O(n^3) a step: (ratio, x) -> weights."""
+
+    obs: Tensor
+    bandwidth: Tensor
+    gram: Tensor
+    reg: Tensor
+    rule: Callable[..., Tensor]
+    kernel: Callable[..., Tensor]
+
+    def __init__(
+        self,
+        rule: Callable[..., Tensor],
+        kernel: Callable[..., Tensor],
+        bandwidth: Tensor,
+        obs: Float[Tensor, "n q"],
+        reg: float | Tensor,
+    ) -> None:
+        """The update of a memory.
+
+        Args:
+            rule: the dense form of a `kbf.rkhs.rules.Rule`.
+            kernel: k_X, of `kbf.rkhs.kernels`. bandwidth: its bandwidth.
+            obs: observations of the memory points ``n q``.
+            reg: lambda (delta of the original rule).
+        """
+        super().__init__()
+        self.rule, self.kernel = rule, kernel
+        self.register_buffer("obs", obs)
+        self.register_buffer("bandwidth", bandwidth)
+        self.register_buffer("gram", kernel(obs, obs, bandwidth=bandwidth))
+        self.register_buffer("reg", torch.as_tensor(reg, dtype=obs.dtype))
+
+    def forward(self, ratio: Float[Tensor, "b n"], obs: Shaped[Tensor, "b *x"]) -> Float[Tensor, "b n"]:
+        """Weights ``b n`` of the posterior embedding, given the ratios of the prior and one observation of each sequence."""
+        query = self.kernel(obs.flatten(1).to(self.obs), self.obs, bandwidth=self.bandwidth)
+        return self.rule(ratio, self.gram, query, self.reg)
+
+
+class PrimalUpdate(OverPoints):
+    """A rule over features psi of the observations, O(n p^2) a step: (ratio, x) -> weights.
+
+    Each memory point may come with k observations (`kbf.rkhs.rules.importance_weighted_moments`). With ``local`` only the points
+    of the largest ratios take part, O(local p^2); the ridge stays that of all n points.
+    """
+
+    features: Tensor
+    moments: Tensor | None
+    reg: Tensor
+    psi: nn.Module
+    coefficients: Callable[..., Tensor]
+    local: int | None
+    several: bool
+
+    def __init__(
+        self,
+        psi: nn.Module,
+        obs: Shaped[Tensor, "n k *x"],
+        reg: float | Tensor,
+        *,
+        rule: str = "importance_weighted",
+        dtype: torch.dtype | None = None,
+        local: int | None = None,
+        n: int | None = None,
+    ) -> None:
+        """The update of a memory.
+
+        Args:
+            psi: features ``m *x`` -> ``m p``, differentiable.
+            obs: k observations of each memory point.
+            reg: lambda (delta of the original rule).
+            rule: a name in `kbf.rkhs.rules.RULES`, of a rule that has a primal form.
+            dtype: of the rule's arithmetic, when it is not that of the features.
+            local: how many points take part, those with the largest ratios; None for all.
+            n: points of the memory, where ``obs`` is a part of it.
+
+        Raises:
+            ValueError: a rule without a primal form; or ``local`` or several observations of a point with a rule that is no
+                weighted regression (`kbf.rkhs.rules.Rule.regression`).
+        """
+        super().__init__()
+        k, form = obs.shape[1], RULES[rule]
+        if form.primal is None or not (form.regression or (k == 1 and local is None)):
+            regressions = ", ".join(name for name, other in RULES.items() if other.regression)
+            others = ", ".join(name for name, other in RULES.items() if other.primal is not None and not other.regression)
+            possible = f"{regressions}, or {others} with k = 1 and all points"
+            raise ValueError(f"a rule over features is {possible}; got {rule} with k = {k}, local = {local}")
+        if local is not None and local < 1:
+            raise ValueError(f"local must be at least 1, got {local}")
+        features = torch.cat([psi(part.flatten(0, 1)).unflatten(0, (len(part), k)) for part in obs.split(POINTS_AT_A_TIME)])
+        features = features.to(dtype or features.dtype)
+        self.psi, self.coefficients, self.local, self.several = psi, form.primal, local, k > 1
+        self.scale: int = (n or len(obs)) if form.ridge_scales_with_n else 1
+        self.register_buffer("features", features.mean(1) if self.several else features[:, 0])
+        p = features.shape[-1]
+        size = len(obs) * p * (p + 1) // 2 * features.element_size()
+        keep = form.regression and (self.several or size <= MOST_BYTES_OF_MOMENTS)
+        self.register_buffer("moments", rules.second_moments(features) if keep else None)
+        self.register_buffer("reg", torch.as_tensor(reg, dtype=features.dtype))
+
+    def forward(self, ratio: Float[Tensor, "b n"], obs: Shaped[Tensor, "b *x"]) -> Float[Tensor, "b n"]:
+        """Weights ``b n`` of the posterior embedding, given the ratios of the prior and one observation of each sequence."""
+        query = self.psi(obs).to(self.features.dtype)
+        if self.local is None or self.local >= len(self.features):
+            return self.over(ratio, self.features, self.moments, query)
+        rows = ratio.topk(self.local, sorted=False).indices
+        moments = take(self.moments, rows) if self.moments is not None and self.several else None
+        w = self.over(ratio.gather(-1, rows), take(self.features, rows), moments, query)
+        return torch.zeros_like(ratio).scatter(-1, rows, w)
+
+    def over(self, ratio: Tensor, features: Tensor, moments: Tensor | None, query: Tensor) -> Float[Tensor, "b m"]:
+        """The rule over some points.
+
+        Args:
+            ratio: r ``b m``. features: Psi ``m p`` or ``b m p``. moments: `second_moments` of the points. query: psi(x) ``b p``.
+        """
+        covariance = self.reduce(self.covariance(ratio, features, moments))
+        return rules.from_coefficients(ratio, features, self.coefficients(covariance, query, self.scale * self.reg))
+
+    def covariance(self, ratio: Tensor, features: Tensor, moments: Tensor | None) -> Float[Tensor, "b p p"]:
+        """C = Psi^T D Psi of these points, by the products of their features where these are kept and faster."""
+        if moments is not None and (self.several or len(ratio) >= BATCH_FOR_MOMENTS):
+            return rules.covariance_from_moments(ratio, moments, features.shape[-1])
+        return rules.weighted_covariance(ratio, features)
+
+
+def take(table: Float[Tensor, "n p"], rows: Int[Tensor, "b m"]) -> Float[Tensor, "*b m p"]:
+    """Rows of a table for each of a batch; those of a single one without the batch, which is several times faster."""
+    return table.index_select(0, rows[0]) if len(rows) == 1 else table[rows]

@@ -1,0 +1,264 @@
+"""Which law? The one of the best held-out log score, crosswise in stretches of time; ties go to the simpler.
+
+Nothing but the training pairs is looked at. The candidates, the simplest first:
+
+==============  ======================================================================================  =======================
+``gaussian``    a kernel ridge map with Gaussian noise of one covariance                                 `laws.gaussian`
+``student``     the same with Student noise                                                              `laws.maps`
+``clutter``     the same with Gaussian noise, and a background that does not look at u                   `laws.maps`
+``spread``      a Gaussian whose mean and variance depend on u                                           `laws.parameters`
+``branches``    two ridge maps, each with its share                                                      `laws.maps`
+``networks``    mixture density networks; tried only where one of the above is better than gaussian      `laws.networks`
+``poisson``     counts; with them ``negbin`` and, where there are two values only, ``bernoulli``         `laws.parameters`
+==============  ======================================================================================  =======================
+
+Whole numbers (evenly spaced values of any step, at most `LEVELS` of them) get the laws of counts, and a Gaussian.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kbf.filters.laws.base import Features, Law, features_of, stretches
+from kbf.filters.laws.gaussian import GaussianLaw, refitted
+from kbf.filters.laws.maps import Fitted, expectation_maximisation, fit_maps
+from kbf.filters.laws.networks import fit_networks
+from kbf.filters.laws.parameters import fit_parameters
+from kbf.filters.ridge_map import RidgeMap, fit_ridge_map
+from kbf.rkhs.kernels import gaussian as gaussian_kernel, median_distance
+from kbf.rkhs.linalg import evenly
+
+log: logging.Logger = logging.getLogger(__name__)
+FOLDS = 5
+LEVELS = 200
+"""Most steps between the least and the largest of values that count as whole numbers."""
+FEWEST = 80
+"""Points with which laws other than the Gaussian are tried."""
+MOST = 4000
+"""Points that a choice looks at; of more, evenly spaced ones."""
+WIDEST = 8
+"""Components of y up to which networks are tried."""
+SURE, SURER, TAILS = 2.0, 4.0, 0.02
+"""Standard errors by which a law must be better than a simpler one, and than the Gaussian one, which has the finer update; and the
+share of gains at either end that is cut."""
+FACTORS, RANK = (0.25, 0.5, 1.0), 48
+"""Bandwidths over the median distance of the inputs, and most features, that mixtures of maps choose from."""
+MAPS: dict[str, dict[str, Any]] = {"student": {"student": True}, "clutter": {"clutter": True}, "branches": {"maps": 2}}
+"""Mixtures of maps by name."""
+COUNTS = ("poisson", "negbin", "bernoulli")
+LAWS = ("gaussian", "student", "clutter", "spread", "branches", "networks", *COUNTS)
+"""Names of all laws; a checkpoint keeps a position in this tuple."""
+
+
+class Candidate(NamedTuple):
+    """A law and its held-out log scores ``n``."""
+
+    law: Law
+    held_out: Tensor
+
+
+class Choice(NamedTuple):
+    """What was chosen, and what it was chosen from.
+
+    Attributes:
+        name: of the law. law: fitted to all points.
+        scores: mean held-out log score of each candidate, by name.
+        margin: of the chosen law over ``gaussian``, and error: its standard error; nats a point.
+        left_out: why a law was not tried, by name.
+    """
+
+    name: str
+    law: Law
+    scores: dict[str, float]
+    margin: float
+    error: float
+    left_out: dict[str, str]
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        others = ", ".join(f"{name} {score:.3f}" for name, score in self.scores.items())
+        why = "".join(f"; {name} left out: {reason}" for name, reason in self.left_out.items())
+        by = "" if self.name == "gaussian" else f" ({self.margin:+.3f} ± {self.error:.3f} over gaussian)"
+        return f"{self.name}{by}; held-out log score a point: {others}{why}"
+
+
+class Known(NamedTuple):
+    """A law of a name, as fitted to inputs and outputs in float64; the Gaussian one as its `RidgeMap`."""
+
+    name: str
+    inputs: Tensor
+    outputs: Tensor
+    law: Any
+
+
+def choose_law(u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, map: RidgeMap | None = None) -> Choice:
+    """Fit every law that suits the outputs, and choose.
+
+    Args:
+        u: inputs ``n d``. y: outputs ``n q``, both in time's order.
+        map: the kernel ridge map of these points, where it is at hand.
+
+    Raises:
+        ValueError: as `kbf.filters.ridge_map.fit_ridge_map`.
+    """
+    some = evenly(len(u), MOST, u.device)
+    u, y = u[some].double(), y[some].double()
+    map = fit_ridge_map(u, y) if map is None or len(some) < len(u) else map
+    step, y_spread = lattice(y), with_noise_where_constant(y)
+    gaussian = candidate("gaussian", u, y_spread, map)
+    if step is not None:  # a density over a cell of the lattice, at most 1
+        gaussian = gaussian._replace(held_out=(gaussian.held_out + step.log().sum()).clamp_max(0))
+    found, left_out = {"gaussian": gaussian}, {}
+    names, reason = suitable(y, map, step)
+    for name in LAWS[1:]:
+        if name not in names:
+            if reason:
+                left_out[name] = reason
+            continue
+        if name == "networks" and chain(found) == "gaussian":
+            left_out[name] = "no simpler law is better than gaussian"
+            continue
+        if name == "networks" and y.shape[1] > WIDEST:
+            left_out[name] = f"more than {WIDEST} components"
+            continue
+        try:
+            found[name] = candidate(name, u, y_spread, map, step)
+        except (ValueError, RuntimeError) as error:  # a law that cannot be fitted is no candidate
+            left_out[name] = " ".join(str(error).split())[:80]
+    name = chain(found)
+    gain = found[name].held_out - gaussian.held_out
+    error = float(gain.std() / len(gain) ** 0.5)
+    scores = {key: float(each.held_out.mean()) for key, each in found.items()}
+    choice = Choice(name, found[name].law, scores, float(gain.mean()), error, left_out)
+    log.info("law of %d points: %s", len(u), choice)
+    return choice
+
+
+def chain(found: dict[str, Candidate]) -> str:
+    """The name of the choice: each law in turn takes the place of a simpler one that it is surely better than."""
+    best = "gaussian"
+    for name, each in found.items():
+        if better(each.held_out - found[best].held_out, SURER if best == "gaussian" else SURE):
+            best = name
+    return best
+
+
+def better(gain: Float[Tensor, " n"], sure: float = SURE) -> bool:
+    """Whether gains are positive on average, and by ``sure`` standard errors with both `TAILS` cut to where they begin.
+
+    Without the cut one outlier of a Gaussian law would gain so much that nothing was sure.
+    """
+    cut = gain.clamp(gain.quantile(TAILS), gain.quantile(1 - TAILS))
+    return float(gain.mean()) > 0 and float(cut.mean()) > sure * float(cut.std() / len(cut) ** 0.5)
+
+
+def suitable(y: Float[Tensor, "n q"], map: RidgeMap, step: Tensor | None) -> tuple[tuple[str, ...], str]:
+    """Laws for outputs like these besides the Gaussian, or none and the reason."""
+    if len(y) < FEWEST:
+        return (), f"fewer than {FEWEST} points"
+    if map.manifold.circles:
+        return (), "outputs on a circle"
+    if step is None:
+        return ("student", "clutter", "spread", "branches", "networks"), ""
+    two = bool(((y - y.amin(0)) / step < 1.5).all())
+    return (("bernoulli",) if two else ("poisson", "negbin")), ""
+
+
+def candidate(
+    name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], map: RidgeMap, step: Float[Tensor, " q"] | None = None
+) -> Candidate:
+    """A law of this name, fitted to all points, and its held-out log scores."""
+    if name == "gaussian":
+        return Candidate(GaussianLaw(map), crosswise(len(y), lambda kept: GaussianLaw(refitted(map, u[kept], y[kept])), u, y))
+    if name in MAPS:
+        fitted = fit_maps(features_to_try(map, u), u, y, y - map.predict(u)[0], **MAPS[name])
+        return Candidate(fitted.law, crosswise(len(y), lambda kept: again(fitted, u, y, kept), u, y))
+    if name == "networks":
+        return Candidate(*fit_networks(u, y))
+    return Candidate(*fit_parameters(name, u, y, step=step))
+
+
+def crosswise(n: int, fit: Callable[[Tensor], Law], u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> Float[Tensor, " n"]:
+    """Log scores of each stretch by the law that ``fit`` makes of the points that a mask keeps."""
+    held = y.new_empty(n)
+    for out in stretches(n, FOLDS):
+        held[out] = fit(~out).log_density(y[out], u[out])
+    return held
+
+
+def again(fitted: Fitted, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], kept: Tensor) -> Law:
+    """A mixture of maps fitted to some of its points, from where it ended."""
+    law = fitted.law
+    part = expectation_maximisation(
+        law.features, law.features(u[kept]), y[kept], fitted.shares[kept], fitted.ridge, law.degrees, law.background, 40
+    )
+    return part.law
+
+
+def features_to_try(map: RidgeMap, u: Float[Tensor, "n d"]) -> list[Features]:
+    """Those of a ridge map, with a constant, and those of Gaussian kernels of several bandwidths."""
+    median = median_distance(u, distinct=True)
+    others = [features_of(partial(gaussian_kernel, bandwidth=factor * median), u, RANK) for factor in FACTORS]
+    return [Features(map.landmarks, map.whiten, map.kernel), *others]
+
+
+def lattice(y: Float[Tensor, "n q"]) -> Float[Tensor, " q"] | None:
+    """The step of each column of whole numbers; None if one column is none, or has few rows for its values. A constant one: 1.
+
+    >>> lattice(torch.tensor([[0.0, 5.0], [4.0, 5.0], [2.0, 5.0]]).repeat(3, 1))
+    tensor([2., 1.])
+    >>> lattice(torch.tensor([[0.0], [0.31], [1.0]]))
+    """
+    steps = []
+    for column in y.unbind(1):
+        gaps = column.unique().diff()
+        if len(gaps) == 0:
+            steps.append(torch.ones_like(column[0]))
+            continue
+        least = gaps.min()
+        wholes = gaps / least
+        if float(wholes.sum()) > LEVELS or bool(((wholes - wholes.round()).abs() > 1e-3).any()) or len(gaps) > len(y) / 4:
+            return None
+        steps.append(least)
+    return torch.stack(steps)
+
+
+def with_noise_where_constant(y: Float[Tensor, "n q"]) -> Float[Tensor, "n q"]:
+    """Constant columns get noise of the least variance that a ridge map has too: every law then has a density."""
+    constant = (y == y[:1]).all(0)
+    if not bool(constant.any()) or lattice(y) is not None:
+        return y
+    least = (1e-9 * y.var(0).mean()).sqrt()
+    noise = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(0)).to(y)
+    return y + torch.where(constant, least * noise, 0)
+
+
+def fit_law(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> Law:
+    """The law of a name for these points, without a choice: what a filter over other recordings is made from.
+
+    Raises:
+        ValueError: an unknown name, counts that are not whole, or as `kbf.filters.ridge_map.fit_ridge_map`.
+    """
+    if name not in LAWS:
+        raise ValueError(f"there is no law {name!r}: choose one of {', '.join(LAWS)}")
+    some = evenly(len(u), MOST, u.device)
+    u, y = u[some].double(), y[some].double()
+    if name == "networks":
+        return fit_networks(u, with_noise_where_constant(y)).law
+    if name in COUNTS or name == "spread":
+        step = lattice(y) if name in COUNTS else None
+        if name in COUNTS and step is None:
+            raise ValueError(f"the law {name} is of whole numbers, evenly spaced; these {len(y)} values are not")
+        return fit_parameters(name, u, with_noise_where_constant(y), step=step).law
+    map = fit_ridge_map(u, y)
+    if name == "gaussian":
+        return GaussianLaw(map)
+    y = with_noise_where_constant(y)
+    return fit_maps(features_to_try(map, u), u, y, y - map.predict(u)[0], **MAPS[name]).law

@@ -1,0 +1,90 @@
+"""A state-space model learned from recordings: kernel ridge maps with Gaussian residuals, or conditional laws of another shape.
+
+The particle filter on it is `kbf.filters.particle_learned`, the Kernel Bayes Filter over draws from it
+`kbf.filters.kernel.simulated_memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from kbf.filters.base import check_vectors
+from kbf.filters.laws.base import Law
+from kbf.filters.laws.choice import Known, fit_law
+from kbf.filters.ridge_map import Join, RidgeMap, fit_ridge_map, join_of
+from kbf.rkhs.linalg import evenly
+from kbf.sequence import Sequence, as_sequences, moves, observed_pairs
+
+MOST = 5000
+"""Pairs that a law is fitted to; of more, evenly spaced ones: its features are too few to gain by more."""
+
+
+class LearnedModel(NamedTuple):
+    """A `kbf.ssm.StateSpace` made of two laws: z' given z, or (z, u) with a control u, and x given z."""
+
+    transition: RidgeMap | Law
+    observation: RidgeMap | Law
+    join: Join | None = None
+
+    @property
+    def controlled(self) -> int:
+        """Components of the control."""
+        return 0 if self.join is None else len(self.join.shift)
+
+    def move(
+        self, z: Float[Tensor, "*b d"], generator: Generator | None = None, *, control: Tensor | None = None
+    ) -> Float[Tensor, "*b d"]:
+        """Draw z' given z and the control, which broadcasts."""
+        return self.transition.sample(z if self.join is None or control is None else self.join(z, control), generator)
+
+    def observe(self, z: Float[Tensor, "*b d"], generator: Generator | None = None) -> Float[Tensor, "*b q"]:
+        """Draw x given z."""
+        return self.observation.sample(z, generator)
+
+    def log_likelihood(self, x: Float[Tensor, "*b q"], z: Float[Tensor, "*c d"]) -> Float[Tensor, "*e"]:
+        """The logarithm of p(x | z), up to a constant."""
+        return self.observation.log_density(x, z)
+
+    def log_transition(
+        self, after: Float[Tensor, "*b d"], z: Float[Tensor, "*c d"], *, control: Tensor | None = None
+    ) -> Float[Tensor, "*e"]:
+        """The logarithm of p(z' | z), or p(z' | z, u), up to a constant; z', z and u broadcast."""
+        return self.transition.log_density(after, z if self.join is None or control is None else self.join(z, control))
+
+
+def learn_model(
+    memory: Sequence | list[Sequence], laws: tuple[str, str] = ("gaussian", "gaussian"), known: Many[Known] = ()
+) -> LearnedModel:
+    """Both laws from the transition pairs and the observed points of a memory, in float64.
+
+    Args:
+        memory: the recordings.
+        laws: names of `kbf.filters.laws.choice.LAWS`, of moves and of observations; the Gaussian one is a kernel ridge map.
+        known: laws that were fitted before, which are not fitted again to the same points.
+
+    Raises:
+        ValueError: too few points, observations that are not vectors, or states or observations that do not vary.
+    """
+    sequences = as_sequences(memory)
+    check_vectors(sequences, "a learned observation map")
+    source, target, u = moves(sequences)
+    seen, obs = observed_pairs(sequences)
+    some, few = (evenly(len(each), MOST, each.device) for each in (source, seen))
+    source, target, u = source[some], target[some], None if u is None else u[some]
+    seen, obs = seen[few], obs[few]
+    join = None if u is None else join_of(source, u)
+    inputs = source if join is None or u is None else join(source, u)
+    return LearnedModel(fit(laws[0], inputs, target, known), fit(laws[1], seen, obs, known), join)
+
+
+def fit(law: str, inputs: Float[Tensor, "n d"], outputs: Float[Tensor, "n q"], known: Many[Known] = ()) -> Any:
+    """A law by its name: a `RidgeMap` or another `kbf.filters.laws.base.Law`."""
+    for each in known:
+        if each.name == law and torch.equal(each.inputs, inputs.double()) and torch.equal(each.outputs, outputs.double()):
+            return each.law
+    return fit_ridge_map(inputs, outputs) if law == "gaussian" else fit_law(law, inputs, outputs)

@@ -1,0 +1,221 @@
+"""What a filter is, what it may be able to do beyond that, and how to ask it: the only file that asks.
+
+A filter carries a *state*: a NamedTuple of tensors, each with the batch ``b`` in front (the state law). That law alone
+gives every filter missing data, ragged batches, truncated back-propagation, moves between devices, and a running filter
+that can be saved.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from kbf.filters.catalogue import WITH_SMOOTHER
+from kbf.sequence import Sequence
+
+S = TypeVar("S", bound="tuple[Any, ...]")  # a NamedTuple; beartype refuses NamedTuple itself as a hint
+
+Backward = Callable[..., Any]
+"""One step back in time, (`FilterStep` at t, smoothed state at t + 1, *, control=None, generator=None) -> smoothed state at t. The
+control ``b k`` is that of the move from t to t + 1."""
+
+UpdateHook = Callable[[Any, Tensor, Tensor | None], None]
+"""What looks at a step before the update: (predicted state, x_t, mask ``b`` or None)."""
+
+
+class FilterStep(NamedTuple):
+    """What a filter knew at step t: its state, the state predicted before, and how to take x_t (if any) into such a state."""
+
+    state: Any
+    predicted: Any
+    observe: Callable[[Any], Any]
+
+
+@runtime_checkable
+class Filter(Protocol[S]):
+    """Predict and update; every method is pure and returns a new state.
+
+    What a filter can do beyond that it states by having more: `Controlled`, `WithSensors`, `WithDiagnostics`, `WithCovariance`,
+    `Smoothable`, `Judging`, `Fused`.
+    """
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> S:
+        """The state before anything was seen, for ``batch`` sequences: the distribution of the training states."""
+        ...
+
+    def predict(self, state: S, *, generator: Generator | None = None) -> S:
+        """Move one step in time."""
+        ...
+
+    def update(self, state: S, obs: Tensor) -> S:
+        """Take in one observation of each sequence, ``b *x``."""
+        ...
+
+    def estimate(self, state: S) -> Tensor:
+        """The mean of the latent state, ``b d``."""
+        ...
+
+
+@runtime_checkable
+class Controlled(Protocol):
+    """A filter that may need a control in each move: ``predict(state, *, control, generator=None)``, ``b k``."""
+
+    @property
+    def controlled(self) -> int:
+        """Components k of the control; 0 for a filter made from recordings without controls, which takes none."""
+        ...
+
+
+@runtime_checkable
+class WithSensors(Protocol):
+    """A filter that may know its sensors one by one."""
+
+    @property
+    def partial(self) -> bool:
+        """Whether it takes observations with NaN, where a sensor is silent."""
+        ...
+
+
+@runtime_checkable
+class WithDiagnostics(Protocol):
+    """A filter that tells of its state."""
+
+    def diagnostics(self, state: Any) -> dict[str, Tensor]:
+        """Numbers ``b`` by name."""
+        ...
+
+
+@runtime_checkable
+class WithCovariance(Protocol):
+    """A filter that says how sure it is."""
+
+    def covariance(self, state: Any) -> Tensor | None:
+        """The covariance of the state, ``b d d``; None from a wrapper around a filter without one."""
+        ...
+
+
+@runtime_checkable
+class Smoothable(Protocol):
+    """A filter that can be smoothed (`kbf.filters.smoothing`)."""
+
+    def smoother(self) -> Backward:
+        """The step back in time.
+
+        Raises:
+            ValueError: this one has none after all: its model does not know the density of a move, say.
+        """
+        ...
+
+
+@runtime_checkable
+class Judging(Protocol):
+    """A filter that knows which observations its prediction has no probability for."""
+
+    def observe(self, state: Any, obs: Tensor) -> tuple[Any, Tensor]:
+        """What ``update`` returns, and the evidence ``b``: True, or a positive finite number, where the observation was possible.
+
+        Where it was not, the new state means nothing.
+        """
+        ...
+
+
+@runtime_checkable
+class Fused(Protocol):
+    """A filter that may be faster when it predicts and updates in one."""
+
+    def move_and_observe(self, state: Any, obs: Tensor) -> tuple[Any, Tensor] | None:
+        """The same as ``observe(predict(state), obs)``; None where it is no faster."""
+        ...
+
+
+@runtime_checkable
+class FilterModel(Protocol):
+    """The recipe of a filter. Kernel filters build their operators from the memory; a recurrent net returns itself."""
+
+    def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
+        """Choose what is chosen once from the training part: bandwidths, ridges, units. Before `condition`."""
+        ...
+
+    def condition(self, memory: Sequence | list[Sequence] | None) -> Filter[Any]:
+        """A filter over the points of ``memory``."""
+        ...
+
+
+@runtime_checkable
+class LossModel(Protocol):
+    """A `FilterModel` that learns by gradient from a loss of its own, as one that also learns how uncertain it is."""
+
+    def loss(
+        self, states: Tensor, obs: Tensor, mask: Tensor | None = None, controls: Tensor | None = None, *, burn_in: int = 0
+    ) -> Tensor:
+        """The mean over windows ``b T`` and over time, but for the first ``burn_in`` steps."""
+        ...
+
+
+@runtime_checkable
+class WindowModel(Protocol):
+    """A `FilterModel` that learns by gradient and knows a faster way through many windows than a `rollout` of each step.
+
+    Models that learn may say two more of themselves: ``shares_memory``, True where several processes can hold a part of the memory
+    each (``condition(memory, reduce)``), and ``own_encoder``, a net of images that is fitted before the filter.
+    """
+
+    def window_estimates(
+        self, memory: list[Sequence], windows: Sequence, change: Callable[[Tensor], Tensor] | None = None, **settings: Any
+    ) -> Tensor:
+        """The estimates ``b T d`` of a `rollout` of the filter over ``memory``, with gradients.
+
+        Args:
+            memory: recordings. windows: a batch ``b T``.
+            change: random changes of images ``m *x``, for an encoder that learns along.
+            settings: further arguments of ``condition``.
+        """
+        ...
+
+
+@functools.cache
+def offers(kind: type, protocol: type) -> bool:
+    """Whether a class has the methods of a protocol: ``isinstance`` asks anew each time, as long as a small filter's step takes."""
+    return issubclass(kind, protocol)
+
+
+def control_components(filter: Filter[Any]) -> int:
+    """Components of the control that each move of the filter needs; 0 for none."""
+    return int(filter.controlled) if isinstance(filter, Controlled) else 0
+
+
+def knows_sensors(filter: Filter[Any]) -> bool:
+    """Whether the filter takes observations with NaN, where a sensor is silent."""
+    return isinstance(filter, WithSensors) and bool(filter.partial)
+
+
+def diagnostics_of(filter: Filter[Any], state: Any) -> dict[str, Tensor]:
+    """What the filter tells of its state, numbers ``b`` by name; empty for a filter that tells nothing."""
+    return cast(WithDiagnostics, filter).diagnostics(state) if offers(type(filter), WithDiagnostics) else {}
+
+
+def covariance_of(filter: Filter[Any], state: Any) -> Tensor | None:
+    """The covariance ``b d d`` that the filter gives to its estimate; None for a filter that gives none."""
+    return cast(WithCovariance, filter).covariance(state) if offers(type(filter), WithCovariance) else None
+
+
+def move(filter: Filter[S], state: S, *, control: Float[Tensor, "b k"] | None = None, generator: Generator | None = None) -> S:
+    """Predict, with a control ``b k`` for a filter that takes one."""
+    if control is None:
+        return filter.predict(state, generator=generator)
+    return cast(Any, filter).predict(state, control=control, generator=generator)
+
+
+def smoother_of(filter: Filter[Any]) -> Backward:
+    """The filter's way back in time.
+
+    Raises:
+        ValueError: a filter that has none: its state is no distribution, or its model does not know the density of a move.
+    """
+    if not isinstance(filter, Smoothable):
+        raise ValueError(f"{type(filter).__name__} has no smoother. Models that have one: {', '.join(WITH_SMOOTHER)}")
+    return filter.smoother()

@@ -1,0 +1,131 @@
+"""Units: filters learn and work in units in which all components are about as large, and speak those of the data.
+
+One length scale serves all components of a kernel, so that metres beside millimetres would hide one of the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from kbf.filters.protocols import Filter, covariance_of
+from kbf.filters.wrapper import FilterWrapper
+from kbf.manifolds import manifold_of
+from kbf.runtime.notebook import ShownModule
+from kbf.sequence import Sequence
+
+
+class Scaling(ShownModule):
+    """x -> (x - mean) / scale for each component of states, observations and controls; the numbers are buffers, in float64.
+
+    Attributes:
+        z_mean, z_scale: ``d``. x_mean, x_scale: ``q``, without entries for images, which stay as they are. u_mean, u_scale: ``k``,
+            without entries where there are no controls.
+    """
+
+    z_mean: Tensor
+    z_scale: Tensor
+    x_mean: Tensor
+    x_scale: Tensor
+    u_mean: Tensor
+    u_scale: Tensor
+
+    def __init__(self) -> None:
+        """Without any components: `prepare` or a checkpoint brings them."""
+        super().__init__()
+        for side in "zxu":
+            self.register_buffer(f"{side}_mean", torch.zeros(0, dtype=torch.float64))
+            self.register_buffer(f"{side}_scale", torch.ones(0, dtype=torch.float64))
+
+    def prepare(
+        self, sequences: list[Sequence], free_states: list[bool] | None = None, free_obs: list[bool] | None = None
+    ) -> Scaling:
+        """Mean and standard deviation of the training part.
+
+        Args:
+            sequences: the training part.
+            free_states: components of the state whose unit is of no matter; the others (of angles and rotations) are left as they
+                are. None for all. Points on the circle are left as they are in any case.
+            free_obs: the same for the observations.
+        """
+        sides = {"z": (torch.cat([s.states for s in sequences]), free_states)}
+        if sequences[0].obs.ndim == 2:
+            sides["x"] = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences]), free_obs
+        controls = [s.controls for s in sequences if s.controls is not None]
+        if controls:
+            sides["u"] = torch.cat(controls), None
+        for side, (values, free) in sides.items():
+            mean, scale = spread(values.double(), free)
+            self.register_buffer(f"{side}_mean", mean)
+            self.register_buffer(f"{side}_scale", scale)
+        return self
+
+    def forward(self, sequence: Sequence) -> Sequence:
+        """A recording in scaled units, float64."""
+        return sequence._replace(
+            states=self.scaled("z", sequence.states),
+            obs=self.observation(sequence.obs),
+            controls=None if sequence.controls is None else self.scaled("u", sequence.controls),
+        )
+
+    def scaled(self, side: str, values: Tensor) -> Tensor:
+        """Values ``*b c`` of one side (z, x, u) in scaled units, float64."""
+        return (values.to(torch.float64) - getattr(self, f"{side}_mean")) / getattr(self, f"{side}_scale")
+
+    def observation(self, obs: Shaped[Tensor, "*b"]) -> Shaped[Tensor, "*b"]:
+        """Observations in scaled units; images as they are."""
+        return self.scaled("x", obs) if len(self.x_mean) else obs
+
+    def states(self, scaled: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
+        """States of scaled units in the data's, float64: far from zero, single precision would not do."""
+        return self.z_mean + self.z_scale * scaled
+
+    def covariances(self, scaled: Float[Tensor, "*b d d"]) -> Float[Tensor, "*b d d"]:
+        """S C S with S = diag(z_scale), float64."""
+        return self.z_scale[:, None] * scaled * self.z_scale
+
+
+def spread(values: Float[Tensor, "n c"], free: list[bool] | None) -> tuple[Float[Tensor, " c"], Float[Tensor, " c"]]:
+    """Mean and standard deviation of each column over its finite entries; 0 and 1 for those that are not free, 1 for constants."""
+    kept = torch.ones(values.shape[1], dtype=torch.bool) if free is None else torch.tensor(free)
+    for cosine in manifold_of(values).circles:
+        kept[cosine : cosine + 2] = False
+    known = values.isfinite()
+    count = known.sum(0).clamp_min(1)
+    mean = torch.where(known, values, 0).sum(0) / count
+    sd = (torch.where(known, values - mean, 0).square().sum(0) / count).sqrt()
+    constant = sd <= 1e-12 * mean.abs()  # what rounding leaves
+    return torch.where(kept.to(mean.device), mean, 0), torch.where(kept.to(sd.device) & ~constant, sd, 1)
+
+
+class ScaledFilter(FilterWrapper):
+    """A filter of scaled units as a filter of the data's units."""
+
+    scaling: Scaling
+    dtype: torch.dtype
+
+    def __init__(self, scaling: Scaling, inner: Filter[Any], dtype: torch.dtype) -> None:
+        """``inner`` takes observations of type ``dtype`` (or images) in scaled units."""
+        super().__init__(inner)
+        self.scaling, self.dtype = scaling, dtype
+
+    def observed(self, obs: Shaped[Tensor, "b *x"]) -> Shaped[Tensor, "b *x"]:
+        """In scaled units."""
+        scaled = self.scaling.observation(obs)
+        return scaled.to(self.dtype) if scaled.is_floating_point() else scaled
+
+    def acted(self, control: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
+        """In scaled units."""
+        return self.scaling.scaled("u", control).to(self.dtype)
+
+    def estimate(self, state: Any) -> Tensor:
+        """In the units of the data, ``b d`` float64."""
+        return self.scaling.states(self.inner.estimate(state))
+
+    def covariance(self, state: Any) -> Tensor | None:
+        """In the units of the data, ``b d d`` float64; None if the inner filter has none."""
+        inner = covariance_of(self.inner, state)
+        return None if inner is None else self.scaling.covariances(inner)

@@ -1,0 +1,149 @@
+"""Looking back and looking ahead: the state at t given what was observed later, and the state h steps on given what was observed.
+
+A smoother runs its filter forwards, keeps every state, and steps back (`kbf.filters.kernel.backward`); that needs the whole
+recording, or for a fixed lag the next L observations. Any filter can look ahead: it is asked to move without observing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Generator, Tensor
+
+from kbf.filters.base import Backward, Filter, FilterStep, covariance_of, move, observe, rollout, smoother_of
+from kbf.runtime import notebook
+from kbf.sequence import Array, tensor_of
+
+
+class Smoothed(NamedTuple):
+    """Estimates ``b T d`` of z_t given all observations, or x_1 ... x_{t+L}; covariances ``b T d d`` if the filter knows them."""
+
+    estimates: Tensor
+    covariances: Tensor | None
+
+    def __repr__(self) -> str:
+        return notebook.described("Smoothed", self._asdict())
+
+    def _repr_html_(self) -> str:
+        return notebook.page("Smoothed", self._asdict(), self.estimates[0], "smoothed estimates of the first recording")
+
+
+def check_smoother(filter: Filter[Any], lag: int | None) -> Backward:
+    """The filter's way back; raise a ValueError where it has none, or for a negative lag."""
+    if lag is not None and lag < 0:
+        raise ValueError(f"a smoother's lag is the number of later observations that it waits for, at least 0; got {lag}")
+    return smoother_of(filter)
+
+
+def smooth(
+    filter: Filter[Any],
+    obs: Shaped[Array, "b T *x"],
+    *,
+    mask: Bool[Array, "b T"] | None = None,
+    controls: Float[Array, "b T k"] | None = None,
+    lag: int | None = None,
+    generator: Generator | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Smoothed:
+    """Estimate every z_t given all observations (fixed interval), or given x_1 ... x_{t+L} (fixed lag).
+
+    It keeps two states of the filter of every step, ``2 b T n`` numbers for a kernel filter. With a lag the way back is gone anew
+    from each t + L: that costs O(L) a step, as it does while a filter is running.
+
+    Args:
+        filter: one with a ``smoother()``.
+        obs: ``b T *x``. mask: ``b T``, False = not observed. controls: ``b T k``. As for `kbf.filters.base.rollout`.
+        lag: L; 0 is filtering. None takes all observations.
+        generator: randomness of the filters that need any.
+        progress: called after each step back with how many are done, T - 1 of them or, with a lag, T.
+
+    Raises:
+        ValueError: a filter without a smoother, a negative lag, or as `kbf.filters.base.rollout`.
+
+    >>> from kbf.filters.gaussian import KalmanFilter, LinearModel
+    >>> one, zero = torch.eye(1), torch.zeros(1)
+    >>> kf = KalmanFilter(LinearModel(A=one, a=zero, Q=0 * one, C=one, c=zero, R=one, m0=zero, P0=one))
+    >>> smooth(kf, torch.tensor([[[3.0], [3.0]]])).estimates.flatten()
+    tensor([2., 2.])
+    """
+    x, seen, acted = tensor_of(obs, "obs"), tensor_of(mask, "mask"), tensor_of(controls, "controls")
+    back = check_smoother(filter, lag)
+    states: list[Any] = []
+    predicted: list[Any] = []
+
+    def keep(state: Any, obs: Tensor, mask: Tensor | None) -> None:
+        predicted.append(state)
+
+    rollout(filter, x, mask=seen, controls=acted, generator=generator, states=states, before=keep)
+
+    if seen is not None:  # whatever stands where nothing was observed
+        x = torch.where(seen.reshape(*seen.shape, *[1] * (x.ndim - 2)), x, torch.zeros_like(x))
+
+    def observed(state: Any, t: int) -> Any:
+        """Take x_t in, where there was one."""
+        return observe(filter, state, x[:, t], None if seen is None else seen[:, t])[0]
+
+    def walk(state: Any, times: range) -> Any:
+        """From the smoothed state after the last of the times back to the first."""
+        for t in reversed(times):
+            now = FilterStep(states[t], predicted[t], partial(observed, t=t))
+            state = back(now, state, control=None if acted is None else acted[:, t + 1], generator=generator)
+        return state
+
+    T = len(states)
+    smoothed: list[Any] = [None] * T
+    for done, t in enumerate(reversed(range(T))):
+        if lag is None:
+            smoothed[t] = walk(smoothed[t + 1], range(t, t + 1)) if t + 1 < T else states[t]
+        else:
+            last = min(t + lag, T - 1)
+            smoothed[t] = walk(states[last], range(t, last))
+        if progress is not None:
+            progress(done)
+    spreads = [spread for state in smoothed if (spread := covariance_of(filter, state)) is not None]
+    return Smoothed(torch.stack([filter.estimate(state) for state in smoothed], 1), torch.stack(spreads, 1) if spreads else None)
+
+
+def predict_ahead(
+    filter: Filter[Any],
+    obs: Shaped[Array, "b T *x"],
+    horizon: int,
+    *,
+    mask: Bool[Array, "b T"] | None = None,
+    controls: Float[Array, "b T k"] | None = None,
+    generator: Generator | None = None,
+) -> Float[Tensor, "b h T d"]:
+    """Estimates of z_{t+1}, ..., z_{t+h} given x_1 ... x_t, from every t: entry k, t is that of z_{t+k+1}.
+
+    It is what a `rollout` says in masked steps after t. A filter with controls is told those of the moves to come; where they lie
+    behind the end of the recording, its estimates are NaN.
+
+    Args:
+        filter: any filter.
+        obs: ``b T *x``. mask: ``b T``. controls: ``b T k``. As for `kbf.filters.base.rollout`.
+        horizon: h, at least 1.
+        generator: randomness of the filters that need any.
+
+    Raises:
+        ValueError: a horizon less than 1, or as `kbf.filters.base.rollout`.
+    """
+    if horizon < 1:
+        raise ValueError(f"the horizon of a prediction must be at least 1, got {horizon}")
+    obs, mask, controls = tensor_of(obs, "obs"), tensor_of(mask, "mask"), tensor_of(controls, "controls")
+    states: list[Any] = []
+    rollout(filter, obs, mask=mask, controls=controls, generator=generator, states=states)
+    ahead = []
+    for t, state in enumerate(states):
+        estimates = []
+        for k in range(t + 1, t + 1 + horizon):
+            if controls is not None and k >= len(states):
+                estimates.append(torch.full_like(filter.estimate(state), torch.nan))
+                continue
+            state = move(filter, state, control=None if controls is None else controls[:, k], generator=generator)
+            estimates.append(filter.estimate(state))
+        ahead.append(torch.stack(estimates, 1))
+    return torch.stack(ahead, 2)

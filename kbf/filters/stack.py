@@ -1,0 +1,91 @@
+"""A filter made of several: they run beside each other, and the estimate is a weighted mean of theirs."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Generator, Tensor
+
+from kbf.filters.base import Filter, control_components, covariance_of, move, observe
+
+
+class StackedFilter:
+    """m = sum_k a_k m_k, with weights a_k of their own for each component of the state, and the covariance of the mixture.
+
+    Each filter k enters as a law of mean m_k and covariance C_k (its own, or that of its errors on held-out steps). With
+    e_k = m_k - m the covariance is sum_k A_k (C_k + e_k e_k^T) A_k, A_k = diag(a_k)^(1/2): wider where the filters disagree.
+
+    The state is all of theirs, one behind the other. An observation is impossible where it is for every one of them.
+    """
+
+    def __init__(self, filters: dict[str, Filter[Any]], weights: Float[Tensor, "m d"], spreads: Float[Tensor, "m d d"]) -> None:
+        """The stack.
+
+        Args:
+            filters: by name, m of them.
+            weights: a_k, not negative, each column of sum 1.
+            spreads: covariances of their errors, for filters that give none.
+        """
+        self.filters, self.weights, self.spreads = filters, weights, spreads
+        self.kinds = [type(each.init(1)) for each in filters.values()]
+        names = [f"member{k}_{field}" for k, kind in enumerate(self.kinds) for field in kind._fields]
+        self.kind: Any = namedtuple("StackState", names)
+        self.controlled = max(control_components(each) for each in filters.values())
+
+    def parts(self, state: Any) -> list[Any]:
+        """The state of each filter."""
+        found, first = [], 0
+        for kind in self.kinds:
+            found.append(kind(*state[first : first + len(kind._fields)]))
+            first += len(kind._fields)
+        return found
+
+    def joined(self, parts: list[Any]) -> Any:
+        """The states of the filters as one."""
+        return self.kind(*(leaf for part in parts for leaf in part))
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> Any:
+        """The start of each."""
+        return self.joined([each.init(batch, generator=generator) for each in self.filters.values()])
+
+    def predict(self, state: Any, *, control: Float[Tensor, "b k"] | None = None, generator: Generator | None = None) -> Any:
+        """Each moves."""
+        pairs = zip(self.filters.values(), self.parts(state), strict=True)
+        return self.joined([move(each, part, control=control, generator=generator) for each, part in pairs])
+
+    def update(self, state: Any, obs: Shaped[Tensor, "b *x"]) -> Any:
+        """Each observes."""
+        return self.observe(state, obs)[0]
+
+    def observe(self, state: Any, obs: Shaped[Tensor, "b *x"]) -> tuple[Any, Bool[Tensor, " b"]]:
+        """Each observes, or passes over what is impossible for it; and for which sequences one of them did not."""
+        updated, possible = [], torch.zeros(len(obs), dtype=torch.bool, device=obs.device)
+        for each, part in zip(self.filters.values(), self.parts(state), strict=True):
+            after, passed = observe(each, part, obs, None)
+            updated.append(after)
+            possible = possible | (torch.ones_like(possible) if passed is None else ~passed)
+        return self.joined(updated), possible
+
+    def means(self, state: Any) -> Float[Tensor, "m b d"]:
+        """The estimate of each."""
+        pairs = zip(self.filters.values(), self.parts(state), strict=True)
+        return torch.stack([each.estimate(part).to(self.weights) for each, part in pairs])
+
+    def estimate(self, state: Any) -> Float[Tensor, "b d"]:
+        """The weighted mean, ``b d``."""
+        return (self.weights[:, None] * self.means(state)).sum(0)
+
+    def covariance(self, state: Any) -> Float[Tensor, "b d d"]:
+        """The covariance of the mixture, ``b d d``."""
+        means = self.means(state)
+        apart = means - (self.weights[:, None] * means).sum(0)
+        total = torch.zeros_like(self.spreads[0]).expand(means.shape[1], -1, -1)
+        for k, (each, part) in enumerate(zip(self.filters.values(), self.parts(state), strict=True)):
+            own = covariance_of(each, part)
+            spread = self.spreads[k] if own is None else own.to(self.weights)
+            root = self.weights[k].sqrt()
+            total = total + root[:, None] * (spread + apart[k, :, :, None] * apart[k, :, None]) * root
+        return total

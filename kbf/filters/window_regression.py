@@ -1,0 +1,242 @@
+"""Regression of the state on the last observations: the plain estimators that a filter of recordings must beat.
+
+`MeanModel` looks at nothing, `WindowRidge` is linear in a window, `kbf.filters.window_boosting` grows trees on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Generator, Tensor
+
+from kbf.filters.base import check_vectors
+from kbf.runtime.notebook import Shown, ShownModule
+from kbf.sequence import Sequence, as_sequences, control_width
+
+NUMBERS = 600
+"""In a window whose width nobody gives."""
+ROWS = 8192
+"""Windows in a block: those of 200,000 steps are never laid out all at once."""
+
+
+class WindowState(NamedTuple):
+    """The last observations and controls.
+
+    Attributes:
+        window: ``b w c``, the newest last: observation and control of each step. A missing observation is the one before it.
+        seen: ``b``, how many observations there were; before the first the window holds nothing.
+    """
+
+    window: Tensor
+    seen: Tensor
+
+
+class WindowFilter(Shown):
+    """z = f(the last w observations and controls); before the first observation, the mean of the training states."""
+
+    regression: Callable[[Tensor], Tensor]
+    width: int
+    start: Float[Tensor, " c"]
+    mean: Float[Tensor, " d"]
+    spread: Float[Tensor, "d d"] | None
+    controlled: int
+
+    def __init__(
+        self,
+        regression: Callable[[Tensor], Tensor],
+        width: int,
+        start: Float[Tensor, " c"],
+        mean: Float[Tensor, " d"],
+        spread: Float[Tensor, "d d"] | None = None,
+        controlled: int = 0,
+    ) -> None:
+        """The filter of one regression.
+
+        Args:
+            regression: flattened windows ``b w*c`` -> ``b d``.
+            width: w.
+            start: what a window holds before there was anything: the mean of the training part, ``c`` = q + k.
+            mean: of the training states. spread: the covariance of the regression's error on held-out steps.
+            controlled: k, components of a control.
+        """
+        self.regression, self.width, self.start, self.mean = regression, width, start, mean
+        self.spread, self.controlled = spread, controlled
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> WindowState:
+        """Nothing seen."""
+        return WindowState(self.start.expand(batch, self.width, -1).clone(), self.start.new_zeros(batch))
+
+    def predict(self, state: WindowState, *, control: Tensor | None = None, generator: Generator | None = None) -> WindowState:
+        """Move the window on by a step; the observation is the last one, until `update` brings another."""
+        newest = state.window[:, -1:]
+        if control is not None:
+            newest = torch.cat([newest[..., : -self.controlled], control[:, None]], -1)
+        window = torch.cat([state.window[:, 1:], newest], 1)
+        if control is not None:  # before the first observation the first control fills the window
+            first = (state.seen == 0)[:, None, None]
+            acted = torch.where(first, control[:, None], window[..., -self.controlled :])
+            window = torch.cat([window[..., : -self.controlled], acted], -1)
+        return state._replace(window=window)
+
+    def update(self, state: WindowState, obs: Float[Tensor, "b q"]) -> WindowState:
+        """Put in the newest observation; the first one fills the window."""
+        q = obs.shape[-1]
+        last = torch.arange(self.width, device=obs.device) == self.width - 1
+        here = (last | (state.seen == 0)[:, None])[..., None]
+        seen = torch.where(here, obs[:, None], state.window[..., :q])
+        return WindowState(torch.cat([seen, state.window[..., q:]], -1), state.seen + 1)
+
+    def observe(self, state: WindowState, obs: Float[Tensor, "b q"]) -> tuple[WindowState, Bool[Tensor, " b"]]:
+        """Update, and whether observation and estimate are finite: trees would take infinity for a large number."""
+        updated = self.update(state, obs)
+        return updated, obs.isfinite().all(-1) & (self.estimate(updated).abs() < torch.inf).all(-1)
+
+    def estimate(self, state: WindowState) -> Float[Tensor, "b d"]:
+        """The regression at the window, ``b d``."""
+        found = self.regression(state.window.flatten(1)).to(self.mean)
+        return torch.where(state.seen[:, None] > 0, found, self.mean)
+
+    def covariance(self, state: WindowState) -> Float[Tensor, "b d d"] | None:
+        """That of errors on held-out steps, whatever the window; None where it is not known."""
+        return None if self.spread is None else self.spread.expand(len(state.seen), *self.spread.shape)
+
+
+def rows_of(sequence: Sequence) -> Float[Tensor, "T c"]:
+    """Observation and control of each step; a missing observation is the one before it, and at the start the first there is."""
+    obs = sequence.obs
+    if sequence.mask is not None:
+        steps = torch.arange(len(obs), device=obs.device)
+        held = torch.where(sequence.mask, steps, -1).cummax(0).values
+        first = int(sequence.mask.int().argmax())
+        obs = obs[held.where(held >= 0, torch.full_like(held, first))]
+    return obs if sequence.controls is None else torch.cat([obs, sequence.controls.to(obs)], -1)
+
+
+def windows_of(rows: Float[Tensor, "T c"], width: int) -> Float[Tensor, "T wc"]:
+    """The last ``width`` rows of each step, flattened, as a view where it can be; before the first row there is the first.
+
+    >>> windows_of(torch.tensor([[1.0], [2.0], [3.0]]), 2)
+    tensor([[1., 1.],
+            [1., 2.],
+            [2., 3.]])
+    """
+    padded = torch.cat([rows[:1].expand(width - 1, -1), rows])
+    return padded.unfold(0, width, 1).mT.flatten(1)
+
+
+class WindowRegression(ShownModule):
+    """What regressions on a window share: the memory as windows and states, and the filter around what is fitted."""
+
+    def __init__(self, width: int | None = 15) -> None:
+        """``width``: observations in the window; None for what makes about `NUMBERS` numbers of them, between 8 and 50.
+
+        Raises:
+            ValueError: a width that is no whole number of at least 1.
+        """
+        super().__init__()
+        if width is not None and (not isinstance(width, int) or width < 1):
+            raise ValueError(f"{type(self).__name__}: width must be a whole number of at least 1, got {width!r}")
+        self.width = width
+
+    def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
+        """Nothing to choose beforehand."""
+
+    def steps(self, sequences: list[Sequence]) -> int:
+        """The width for these recordings."""
+        return self.width or min(50, max(8, NUMBERS // (sequences[0].obs.shape[1] + control_width(sequences))))
+
+    def fit(self, sequences: list[Sequence]) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+        """Fit: flattened windows -> states ``b d``, and the covariance of its error on held-out steps, if that is known."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def condition(self, memory: Sequence | list[Sequence] | None) -> WindowFilter:
+        """The filter fitted to ``memory``, in its dtype and on its device.
+
+        Raises:
+            ValueError: no memory, observations that are no vectors, or fewer than ten steps.
+        """
+        sequences = checked(memory, type(self).__name__)
+        regression, spread = self.fit(sequences)
+        start = torch.cat([rows_of(s) for s in sequences]).mean(0)
+        mean = torch.cat([s.states for s in sequences]).mean(0)
+        return WindowFilter(regression, self.steps(sequences), start, mean, spread, control_width(sequences))
+
+
+def checked(memory: Sequence | list[Sequence] | None, name: str) -> list[Sequence]:
+    """The sequences of a memory in which something was observed, checked."""
+    if memory is None:
+        raise ValueError(f"{name} regresses on a memory: give condition() the training sequences")
+    sequences = as_sequences(memory)
+    check_vectors(sequences, name)
+    sequences = [s for s in sequences if s.mask is None or bool(s.mask.any())]
+    if (n := sum(len(s.states) for s in sequences)) < 10:
+        raise ValueError(f"{name} needs at least ten steps to learn from, got {n}")
+    return sequences
+
+
+class WindowRidge(WindowRegression):
+    """Linear ridge regression of the state on the last ``width`` observations and controls.
+
+    Inputs are standardised, states centred; the ridge is chosen by the leave-one-out error, one for each component of the state.
+    With the eigenvectors V and values s of the inputs' U^T U every ridge costs one product: the residual without i is
+    e_i / (1 - h_i), h_i = sum_k (u_i V)_k^2 / (s_k + r).
+
+    References: Golub, Heath and Wahba (1979).
+    """
+
+    def __init__(self, width: int | None = 15, *, regs: Iterable[float] = tuple(10.0 ** (k / 2) for k in range(-6, 11))) -> None:
+        """``regs``: ridges to choose from, over the inputs' standardised sum of squares (not multiplied by n)."""
+        super().__init__(width)
+        self.regs: tuple[float, ...] = tuple(regs)
+
+    def fit(self, sequences: list[Sequence]) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+        """The ridge regression, and the covariance of its leave-one-out errors."""
+        states = torch.cat([s.states for s in sequences])
+        parts = [(windows_of(rows_of(s), self.steps(sequences)), s.states) for s in sequences]
+        blocks = [(u, z) for us, zs in parts for u, z in zip(us.split(ROWS), zs.split(ROWS), strict=True)]
+        n, mean = len(states), states.double().mean(0)
+        centre = torch.stack([u.double().sum(0) for u, _ in blocks]).sum(0) / n
+        scale = (torch.stack([(u.double() - centre).square().sum(0) for u, _ in blocks]).sum(0) / n).sqrt()
+        scale = torch.where(scale > 0, scale, 1)
+        gram, cross = centre.new_zeros(len(centre), len(centre)), centre.new_zeros(len(centre), len(mean))
+        for u, z in blocks:
+            unit = (u.double() - centre) / scale
+            gram += unit.mT @ unit
+            cross += unit.mT @ (z.double() - mean)
+        values, vectors = torch.linalg.eigh(gram)
+        shrunk = 1 / (values.clamp_min(0)[:, None] + gram.new_tensor(self.regs))  # p r
+        target = vectors.mT @ cross  # p d
+        errors = gram.new_zeros(len(self.regs), cross.shape[1])
+        for u, z in blocks:
+            rotated = ((u.double() - centre) / scale) @ vectors
+            left = 1 - rotated.square() @ shrunk  # m r
+            for k in range(len(self.regs)):
+                errors[k] += ((z - mean - rotated @ (shrunk[:, k, None] * target)) / left[:, k, None]).square().sum(0)
+        best = errors.argmin(0)
+        coefficients = vectors @ (shrunk[:, best] * target)  # p d
+        spread = gram.new_zeros(len(mean), len(mean))
+        for u, z in blocks:
+            rotated = ((u.double() - centre) / scale) @ vectors
+            residual = (z - mean - rotated @ (vectors.mT @ coefficients)) / (1 - rotated.square() @ shrunk[:, best])
+            spread += residual.mT @ residual / n
+        slope = (coefficients / scale[:, None]).to(states)
+        offset = (mean - centre @ (coefficients / scale[:, None])).to(states)
+        return lambda window: window @ slope + offset, spread.to(states)
+
+
+class MeanModel(WindowRegression):
+    """The mean of the training states, whatever is observed; its covariance is theirs. An NMSE of 1 is what this has."""
+
+    def __init__(self) -> None:
+        """Nothing to set."""
+        super().__init__(1)
+
+    def fit(self, sequences: list[Sequence]) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+        """Mean and covariance of the states."""
+        states = torch.cat([s.states for s in sequences])
+        mean, centred = states.mean(0), states - states.mean(0)
+        return lambda window: mean.expand(len(window), -1) + 0 * window[:, :1], centred.mT @ centred / len(states)

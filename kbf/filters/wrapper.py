@@ -1,0 +1,104 @@
+"""Filters around filters: other units, coded images, one more diagnostic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Shaped
+from torch import Generator, Tensor
+
+from kbf.filters.protocols import (
+    Backward,
+    Filter,
+    FilterStep,
+    control_components,
+    covariance_of,
+    diagnostics_of,
+    knows_sensors,
+    move,
+    smoother_of,
+)
+from kbf.runtime.notebook import ShownModule
+
+
+class FilterWrapper(ShownModule):
+    """A filter that is another one, ``inner``, but for what a subclass changes: what is observed, the controls, or the answers.
+
+    The state is the inner filter's. A subclass overrides `observed` and `acted` for what goes in, and `estimate`, `covariance` and
+    `diagnostics` for what comes out; predict, update, step and smoother follow.
+    """
+
+    controlled: int
+    partial: bool
+
+    def __init__(self, inner: Filter[Any]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.controlled, self.partial = control_components(inner), knows_sensors(inner)
+
+    def observed(self, obs: Shaped[Tensor, "b *x"]) -> Tensor:
+        """The observation as the inner filter takes it."""
+        return obs
+
+    def acted(self, control: Tensor) -> Tensor:
+        """The control ``b k`` as the inner filter takes it."""
+        return control
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> Any:
+        """The inner filter's start."""
+        return self.inner.init(batch, generator=generator)
+
+    def predict(self, state: Any, *, control: Tensor | None = None, generator: Generator | None = None) -> Any:
+        """Move."""
+        return move(self.inner, state, control=None if control is None else self.acted(control), generator=generator)
+
+    def update(self, state: Any, obs: Shaped[Tensor, "b *x"]) -> Any:
+        """Observe."""
+        return self.inner.update(state, self.observed(obs))
+
+    @property
+    def step(self) -> Callable[[Any, Tensor], Any]:
+        """The inner filter's predict and update in one; an AttributeError (no such method) if it has none."""
+        inner: Any = self.inner
+        both = inner.step
+        return lambda state, obs: both(state, self.observed(obs))
+
+    def estimate(self, state: Any) -> Tensor:
+        """The inner filter's, ``b d``."""
+        return self.inner.estimate(state)
+
+    def diagnostics(self, state: Any) -> dict[str, Tensor]:
+        """The inner filter's; empty if it has none."""
+        return diagnostics_of(self.inner, state)
+
+    def covariance(self, state: Any) -> Tensor | None:
+        """The inner filter's, ``b d d``; None if it has none."""
+        return covariance_of(self.inner, state)
+
+    def smoother(self) -> Backward:
+        """The inner filter's, with controls as it takes them."""
+        inner = smoother_of(self.inner)
+
+        def step_back(now: FilterStep, following: Any, *, control: Tensor | None = None, generator: Generator | None = None) -> Any:
+            return inner(now, following, control=None if control is None else self.acted(control), generator=generator)
+
+        return step_back
+
+
+class CollectingCovariance(FilterWrapper):
+    """A filter that has its ``covariance`` among its diagnostics, where the loop collects it."""
+
+    NAME = "covariance"
+
+    def diagnostics(self, state: Any) -> dict[str, Tensor]:
+        """The filter's own, and its covariance ``b d d`` if it has one."""
+        spread = self.covariance(state)
+        return super().diagnostics(state) | ({} if spread is None else {self.NAME: spread})
+
+
+def innermost(filter: Filter[Any], obs: Shaped[Tensor, "b *x"]) -> tuple[Filter[Any], Tensor]:
+    """The filter behind all wrappers, and the observation as it takes it."""
+    while isinstance(filter, FilterWrapper):
+        obs, filter = filter.observed(obs), filter.inner
+    return filter, obs

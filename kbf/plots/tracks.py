@@ -1,0 +1,188 @@
+"""Tracks of states over time, and the look that all pictures share."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence as Many
+from typing import Any
+
+import matplotlib
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Ellipse, Patch
+from torch import Tensor
+
+from kbf.evaluation.scoring_rules import CURVE_LEVELS, Reliability
+from kbf.runtime.files import replacing
+from kbf.sequence import Sequence
+
+TRUTH, ESTIMATE, SEEN, GREY = "#1b1b1b", "#d1495b", "#7aa6c2", "#8a8a8a"
+PALETTE = [
+    "#d1495b",
+    "#00798c",
+    "#edae49",
+    "#5f4b8b",
+    "#66a182",
+    "#2e4057",
+    "#c97c5d",
+    "#8d96a3",
+    "#a23b72",
+    "#3b8ea5",
+    "#7c9885",
+    "#6b4226",
+]
+MARKERS = "osD^vP*Xh<>d"
+SEEN_DOT = Line2D([], [], color=SEEN, marker="o", ms=4, ls="", label="observation")
+SPREAD = Patch(color=ESTIMATE, alpha=0.3, lw=0, label="1 and 2 standard deviations")
+REGION = Line2D([], [], color=ESTIMATE, alpha=0.5, lw=0.7, marker="o", ms=9, mfc="none", ls="", label="95 % region")
+ALARM: Any = {"color": "#edae49", "marker": "v", "ms": 5, "ls": "", "mew": 0, "clip_on": False}
+STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#666666",
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "figure.dpi": 100,
+}
+
+
+def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure in one step, in the format that the name ends in."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150)
+
+
+def track_figure(
+    sequence: Sequence,
+    estimates: Tensor | None = None,
+    covariances: Tensor | None = None,
+    *,
+    title: str = "",
+    steps: int = 100,
+    alarms: Tensor | None = None,
+    radius2: Tensor | None = None,
+    names: Many[str] = (),
+) -> Figure:
+    """Truth, observation and estimate of one sequence, over time and in the plane of the first two components.
+
+    Args:
+        sequence: ``T d``; observations are drawn where they are vectors like the state, except where they are masked.
+        estimates: estimates ``T d``, or None to show the data alone.
+        covariances: of the estimates ``T d d``: bands of 1 and 2 standard deviations.
+        title: above the picture.
+        steps: how many of the first steps to show.
+        alarms: ``T`` bool, steps that a monitor called strange: marked at the top.
+        radius2: squared radius of the 95 % regions by the covariances, drawn around some of the estimates in the plane.
+        names: of the components; without them they are z_1, z_2, ...
+    """
+    labels = list(names) or [f"$z_{{{k + 1}}}$" for k in range(sequence.states[0].numel())]
+    z = sequence.states[:steps].double().flatten(1).cpu()
+    x = visible(sequence, len(z))
+    e = None if estimates is None else estimates[:steps].double().flatten(1).cpu()
+    C = None if covariances is None else covariances[:steps].double().cpu()
+    shown = min(z.shape[1], 4)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10.5, max(4.0, 1.9 * shown)), layout="constrained")
+        plane = z.shape[1] > 1
+        grid = figure.add_gridspec(shown, 2 if plane else 1, width_ratios=[1.9, 1] if plane else [1])
+        time = range(len(z))
+        panels = [figure.add_subplot(grid[k, 0]) for k in range(shown)]
+        for k, axes in enumerate(panels):
+            if x is not None:
+                axes.plot(time, x[:, k], "o", color=SEEN, ms=3.5, alpha=0.65, mew=0)
+            axes.plot(time, z[:, k], color=TRUTH, lw=1.2)
+            if e is not None:
+                axes.plot(time, e[:, k], color=ESTIMATE, lw=1.4)
+                draw_bands(axes, e, C, k)
+            axes.set_ylabel(labels[k], rotation=90 if names else 0, labelpad=10)
+            axes.set_xlim(0, max(len(z) - 1, 1))
+            axes.tick_params(labelbottom=k == shown - 1)
+        panels[-1].set_xlabel("time step")
+        strange = [] if alarms is None else alarms[:steps].nonzero().flatten().tolist()
+        if strange:
+            panels[0].plot(strange, [1.0] * len(strange), transform=panels[0].get_xaxis_transform(), **ALARM)
+        regions: list[Line2D] = []
+        if plane:
+            axes = figure.add_subplot(grid[:, 1])
+            draw_plane(axes, z, x, e, labels)
+            if e is not None and C is not None and radius2 is not None:
+                draw_regions(axes, e, C, float(radius2))
+                regions = [REGION]
+        handles = [Line2D([], [], color=TRUTH, label="true state")]
+        handles += [SEEN_DOT] if x is not None else []
+        handles += [Line2D([], [], color=ESTIMATE, label="estimate")] if e is not None else []
+        handles += [SPREAD] if C is not None else []
+        handles += regions + ([Line2D([], [], label="alarm", **ALARM)] if strange else [])
+        figure.legend(handles=handles, loc="outside lower center", ncols=5)
+        if title:
+            figure.suptitle(title, fontsize=10.5)
+    return figure
+
+
+def visible(sequence: Sequence, n: int) -> Tensor | None:
+    """The first n observations if they have the shape of the state, NaN where one is missing; else None."""
+    if sequence.obs.shape[1:] != sequence.states.shape[1:] or sequence.obs.ndim != 2:
+        return None
+    x = sequence.obs[:n].double().cpu()
+    return x if sequence.mask is None else torch.where(sequence.mask[:n, None].cpu(), x, torch.nan)
+
+
+def draw_bands(axes: Axes, e: Tensor, C: Tensor | None, k: int) -> None:
+    """1 and 2 standard deviations around component k of the estimates, where they are known."""
+    for width in (1, 2) if C is not None else ():
+        sd = width * C[:, k, k].clamp(min=0).sqrt()  # pyright: ignore[reportOptionalSubscript]
+        axes.fill_between(range(len(e)), e[:, k] - sd, e[:, k] + sd, color=ESTIMATE, alpha=0.14, lw=0)
+
+
+def draw_plane(axes: Axes, z: Tensor, x: Tensor | None, e: Tensor | None, labels: Many[str]) -> None:
+    """Draw states and estimates in the plane of the first two components; a thin line joins each estimate with its truth."""
+    if x is not None:
+        axes.plot(x[:, 0], x[:, 1], "o", color=SEEN, ms=3.5, alpha=0.5, mew=0)
+    if e is not None:
+        axes.plot(torch.stack([z[:, 0], e[:, 0]]), torch.stack([z[:, 1], e[:, 1]]), color=GREY, lw=0.5)
+        axes.plot(e[:, 0], e[:, 1], "o", color=ESTIMATE, ms=3.5, mew=0)
+    axes.plot(z[:, 0], z[:, 1], "o", color=TRUTH, ms=3, mew=0)
+    axes.set_aspect("equal")
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1], rotation=0 if labels[1].startswith("$") else 90)
+
+
+def draw_regions(axes: Axes, e: Tensor, C: Tensor, radius2: float, most: int = 25) -> None:
+    """Ellipses {z: (z - e)^T C^-1 (z - e) <= radius2} around some of the estimates, in the plane of the first two components."""
+    for t in range(0, len(e), -(-len(e) // most)):
+        values, vectors = torch.linalg.eigh(C[t, :2, :2])
+        wide, high = (2 * (radius2 * values.clamp(min=0)).sqrt()).tolist()
+        angle = math.degrees(math.atan2(float(vectors[1, 0]), float(vectors[0, 0])))
+        middle = float(e[t, 0]), float(e[t, 1])
+        axes.add_patch(Ellipse(middle, wide, high, angle=angle, fill=False, color=ESTIMATE, alpha=0.5, lw=0.7))
+
+
+def calibration_figure(sides: Mapping[str, Reliability], *, title: str = "") -> Figure:
+    """Coverage of the regions of each level (on the diagonal if calibrated) and the histogram of the PIT (flat if calibrated).
+
+    Args:
+        sides: by name, such as before and after recalibration.
+        title: above the picture.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9.5, 4.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        left.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (5, 2)))
+        right.axhline(1, color=GREY, lw=1, ls=(0, (5, 2)))
+        for k, (name, reliability) in enumerate(sides.items()):
+            left.plot(CURVE_LEVELS, reliability.curve, color=PALETTE[k], marker=MARKERS[k], ms=4, lw=1.2, label=name)
+            pit = reliability.pit.flatten().tolist()
+            right.hist(pit, bins=10, range=(0, 1), density=True, histtype="step", color=PALETTE[k], lw=1.4, label=name)
+        left.set(xlabel="level of the region", ylabel="share of true states inside", xlim=(0, 1), ylim=(0, 1), aspect="equal")
+        right.set(xlabel="PIT: $P(z_k \\leq$ true value), all components", ylabel="density", xlim=(0, 1))
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=len(sides))
+        if title:
+            figure.suptitle(title, fontsize=10.5)
+    return figure

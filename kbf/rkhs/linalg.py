@@ -1,0 +1,142 @@
+"""The linear algebra that the rest stands on: one way to solve, one way to measure distance, one low-rank factor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+NUMBERS_ONE_BY_ONE = 2**13
+"""Numbers in the differences of all pairs of points up to which these are formed one by one: a step of a filter has few."""
+
+
+class NotPositiveDefiniteError(ValueError):
+    """A matrix that must be positive definite is not, or holds NaN."""
+
+
+def psd_solve(
+    a: Float[Tensor, "*a n n"], b: Float[Tensor, "*b n m"], *, reg: float | Tensor = 0.0, check: bool = True
+) -> Float[Tensor, "*c n m"]:
+    """Solve (A + reg I) X = B for a symmetric positive semi-definite A by Cholesky.
+
+    Batches broadcast; one A for a batch of B is factorised once and solved once, with all right-hand sides side by side.
+
+    Args:
+        a: ``*a n n``, symmetric (only the lower triangle is read).
+        b: ``*b n m``.
+        reg: added to the diagonal: a scalar, or one value for each matrix of the batch.
+        check: ask the factorisation whether it went well. False saves a device synchronisation inside a loop, where the
+            caller looks at the result once at the end: where it did not go well, X is NaN.
+
+    Raises:
+        NotPositiveDefiniteError: with n, reg and the smallest eigenvalue. Nothing is retried behind the caller's back.
+
+    >>> psd_solve(torch.eye(2), torch.ones(2, 1), reg=1.0).flatten()
+    tensor([0.5000, 0.5000])
+    """
+    if check and not torch.compiler.is_exporting():  # a program cannot raise: where it does not go well, X is NaN
+        factor = cholesky(a, reg=reg)
+    else:
+        factor, info = torch.linalg.cholesky_ex(shifted(a, reg))
+        b = b.masked_fill((info != 0)[..., None, None], torch.nan)
+    if factor.ndim == 2 and b.ndim > 2:
+        columns = b.movedim(-2, 0)
+        return torch.cholesky_solve(columns.flatten(1), factor).reshape(columns.shape).movedim(0, -2)
+    return torch.cholesky_solve(b, factor)
+
+
+def cholesky(a: Float[Tensor, "*a n n"], *, reg: float | Tensor = 0.0) -> Float[Tensor, "*c n n"]:
+    """Lower Cholesky factor of A + reg I. Arguments and errors as in `psd_solve`."""
+    moved = shifted(a, reg)
+    factor, info = torch.linalg.cholesky_ex(moved)
+    if bool((info != 0).any()):
+        n, shift = a.shape[-1], torch.as_tensor(reg).max()
+        if not torch.isfinite(moved).all():
+            raise NotPositiveDefiniteError(f"a {n} x {n} matrix to be solved holds NaN or infinite entries")
+        smallest = torch.linalg.eigvalsh(moved.detach()).min().item()
+        raise NotPositiveDefiniteError(
+            f"a {n} x {n} matrix is not positive definite in {a.dtype}: after adding reg = {float(shift):.3g} its smallest "
+            f"eigenvalue is {smallest:.3g}. Use a larger ridge, float64, or a lower rank."
+        )
+    return factor
+
+
+def shifted(a: Float[Tensor, "*a n n"], reg: float | Tensor) -> Float[Tensor, "*c n n"]:
+    """A + reg I ``*c n n``, without making the matrix I."""
+    shift = torch.as_tensor(reg, dtype=a.dtype, device=a.device)
+    out = a.clone() if shift.ndim == 0 else a + torch.zeros_like(shift)[..., None, None]
+    out.diagonal(dim1=-2, dim2=-1).add_(shift[..., None])
+    return out
+
+
+def squared_distance(x: Float[Tensor, "*b n q"], y: Float[Tensor, "*c m q"]) -> Float[Tensor, "*d n m"]:
+    """Squared Euclidean distances ||x_i - y_j||^2: of few points as they stand, else expanded into one matrix product.
+
+    For the product the points are centred first, so that it does not cancel when they are far from the origin; what is left is an
+    error of a few eps times the squared spread of the points. Gradients are finite everywhere, at equal points as well.
+    """
+    if x.shape[-1] != y.shape[-1]:
+        raise ValueError(f"points of {x.shape[-1]} components have no distance to points of {y.shape[-1]}")
+    if x.ndim == y.ndim == 2 and x.shape[0] * y.shape[0] * x.shape[1] <= NUMBERS_ONE_BY_ONE:
+        return (x[:, None] - y).square().sum(-1)
+    centre = y.mean(-2, keepdim=True).detach()
+    x, y = x - centre, y - centre
+    cross = x @ y.mT
+    return (x.square().sum(-1)[..., :, None] + y.square().sum(-1)[..., None, :] - 2 * cross).clamp_min(0)
+
+
+def safe_sqrt(x: Tensor) -> Tensor:
+    """The square root of max(x, 0), with gradient 0 instead of infinity (or NaN) at x <= 0; NaN stays NaN."""
+    at_zero = x <= 0
+    return torch.where(at_zero, torch.ones_like(x), x).sqrt().masked_fill(at_zero, 0)
+
+
+def pivoted_cholesky(
+    column: Callable[[Tensor], Tensor], diagonal: Float[Tensor, " n"], rank: int, tol: float = 0.0
+) -> tuple[Float[Tensor, "n r"], Int[Tensor, " r"]]:
+    """Incomplete Cholesky factor with diagonal pivoting: G ~ L L^T, by r columns of G, in O(n r^2).
+
+    Each step takes the point with the largest diagonal entry of G - L L^T, so the trace of this residual only falls. It ends
+    early when no entry is above rounding: L L^T is then G.
+
+    Args:
+        column: i -> G[:, i], shape ``n`` (i is a zero-dimensional integer tensor).
+        diagonal: ``n``, the diagonal of G.
+        rank: the largest r.
+        tol: stop once the trace of G - L L^T falls to ``tol`` times the trace of G.
+
+    Returns:
+        L ``n r`` and the pivots ``r`` in the order of their choice; the rows of L at the pivots are lower triangular.
+
+    Raises:
+        ValueError: the diagonal holds NaN or infinite entries.
+
+    References: Fine and Scheinberg (2001); Harbrecht, Peters and Schneider (2012).
+    """
+    if not torch.isfinite(diagonal).all():
+        raise ValueError("pivoted_cholesky: the diagonal of the matrix holds NaN or infinite entries")
+    n = len(diagonal)
+    rank = min(rank, n)
+    residual = diagonal.clone()
+    trace = residual.sum()
+    floor = n * torch.finfo(diagonal.dtype).eps * diagonal.max()  # LAPACK's, for its pivoted factorisation: below is rounding
+    factor = diagonal.new_zeros(n, rank)
+    pivots = torch.zeros(rank, dtype=torch.long, device=diagonal.device)
+    for k in range(rank):
+        i = residual.argmax()
+        if residual[i] <= floor or residual.clamp_min(0).sum() <= tol * trace:
+            return factor[:, :k], pivots[:k]
+        factor[:, k] = (column(i) - factor[:, :k] @ factor[i, :k]) / residual[i].sqrt()
+        residual = residual - factor[:, k].square()
+        residual[i] = 0
+        pivots[k] = i
+    return factor, pivots
+
+
+def evenly(n: int, limit: int, device: torch.device | str | None = None) -> Int[Tensor, " m"]:
+    """Positions of min(n, limit) of n points, evenly spaced: the subsample that large data is looked at by."""
+    if n <= limit:
+        return torch.arange(n, device=device)
+    return torch.linspace(0, n - 1, limit, dtype=torch.float64, device=device).long()

@@ -1,0 +1,15 @@
+from kbf.training import (
+    append as append,
+    buffers as buffers,
+    callbacks as callbacks,
+    checkpoint as checkpoint,
+    datamodule as datamodule,
+    encoder_data as encoder_data,
+    encoder_stage as encoder_stage,
+    filter_stage as filter_stage,
+    held_out_calibration as held_out_calibration,
+    log_pictures as log_pictures,
+    log_results as log_results,
+    settings as settings,
+    train as train,
+)

@@ -1,0 +1,35 @@
+"""Recordings as buffers of a module: a checkpoint holds the memory of its filter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from kbf.sequence import Sequence
+
+
+class RecordingBuffers(nn.Module):
+    """Recordings as buffers: they move with the module, and are saved with it."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        super().__init__()
+        for k, sequence in enumerate(sequences):
+            for name, leaf in sequence._asdict().items():
+                if leaf is not None:
+                    self.register_buffer(f"{name}_{k}", leaf)
+
+    def sequences(self) -> list[Sequence]:
+        """The recordings."""
+        buffers = dict(self.named_buffers())
+        count = sum(name.startswith("states_") for name in buffers)
+        return [Sequence(*(buffers.get(f"{name}_{k}") for name in Sequence._fields)) for k in range(count)]  # pyright: ignore[reportArgumentType]
+
+    @staticmethod
+    def from_state(state: Mapping[str, Tensor], prefix: str) -> RecordingBuffers:
+        """The memory that was saved under names with this prefix."""
+        memory = RecordingBuffers([])
+        for name, leaf in state.items():
+            if name.startswith(prefix):
+                memory.register_buffer(name.removeprefix(prefix), leaf)
+        return memory

@@ -1,0 +1,201 @@
+"""`kbf compare`: the same results however it runs, and nothing lost when it is killed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jobs
+import pytest
+
+from kbf.cli import main
+from kbf.commands import compare
+from kbf.commands.worker_pool import run_all
+from kbf.config import configure
+
+SMALL = ["n_train=40", "data.n_test=15", "particles=200", "models=kalman,frame"]
+
+
+def cells(directory) -> dict[str, dict]:
+    return {path.name: json.loads(path.read_text()) for path in (directory / "cells").glob("*.json")}
+
+
+def errors(directory) -> dict[str, float]:
+    return {name: cell["test.mse"] for name, cell in cells(directory).items()}
+
+
+def test_tables_and_picture(tmp_path, capsys):
+    overrides = [f"run_dir={tmp_path}", *SMALL, "n_train=40,50", "runs=2", "workers=0"]
+    assert main(["compare", *overrides]) == 0
+    assert len(cells(tmp_path)) == 2 * 2 * 3
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert [(row["n_train"], row["model"]) for row in rows] == [(n, m) for n in ("40", "50") for m in ("kalman", "frame")]
+    by = {(c["model"], c["n_train"], c["seed"]): c["test.mse"] for c in cells(tmp_path).values()}
+    mine = [by["kalman", 50, s] for s in (0, 1)]
+    floors = [by["floor", 50, s] for s in (0, 1)]
+    row = rows[2]
+    assert float(row["mse"]) == pytest.approx(sum(mine) / 2)
+    assert float(row["excess"]) == pytest.approx(sum(mine) / sum(floors) - 1)
+    assert {"se", "excess_se", "seconds", "floor", "runs"} <= row.keys()
+    tests = list(csv.DictReader((tmp_path / "wilcoxon.csv").open()))
+    assert [(t["n_train"], t["first"], t["second"]) for t in tests] == [("40", "kalman", "frame"), ("50", "kalman", "frame")]
+    assert (tmp_path / "comparison.png").stat().st_size > 5000
+    runs = list(csv.DictReader((tmp_path / "runs.csv").open()))
+    assert len(runs) == 2 * 2 * 3
+    assert sorted(float(r["test.mse"]) for r in runs if (r["model"], r["n_train"]) == ("kalman", "50")) == pytest.approx(
+        sorted(mine)
+    )
+    about = json.loads((tmp_path / "about.json").read_text())
+    assert about["command"].startswith("kbf ")
+    assert about["commits"] == sorted({str(c["commit"]) for c in cells(tmp_path).values()})
+    told = capsys.readouterr().out
+    assert "rotation, 50 training steps" in told
+    assert f"{float(row['mse']):.4f}" in told
+
+
+def test_tests_of_another_comparison_do_not_stay(tmp_path):
+    (tmp_path / "wilcoxon.csv").write_text("old")
+    assert main(["compare", f"run_dir={tmp_path}", *SMALL[:3], "models=kalman", "runs=1", "workers=0"]) == 0
+    assert not (tmp_path / "wilcoxon.csv").exists()
+
+
+def test_finished_runs_are_not_done_again(tmp_path, monkeypatch):
+    overrides = [f"run_dir={tmp_path}", *SMALL, "runs=1", "workers=0"]
+    main(["compare", *overrides])
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "cells").iterdir()}
+    done = []
+    original = compare.run_cell
+    monkeypatch.setattr(compare, "run_cell", lambda cell: done.append(cell) or original(cell))
+    assert main(["compare", *overrides]) == 0
+    assert not done
+    assert main(["compare", *overrides, "runs=2"]) == 0
+    assert {(cell.model, cell.seed) for cell in done} == {("floor", 1), ("kalman", 1), ("frame", 1)}
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+    done.clear()
+    main(["compare", *overrides, "data.n_test=16"])  # other data: other results
+    assert len(done) == 3
+
+
+def test_a_failing_run_is_reported_and_the_rest_goes_on(tmp_path, capsys, monkeypatch):
+    original = compare.run_cell
+
+    def fail(cell):
+        if cell.model == "kalman" and cell.seed == 1:
+            raise ValueError("the [reason]")
+        return original(cell)
+
+    monkeypatch.setattr(compare, "run_cell", fail)
+    overrides = [f"run_dir={tmp_path}", *SMALL, "runs=2", "workers=0"]
+    assert main(["compare", *overrides]) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "failed rotation, n 40, seed 1: kalman: ValueError: the [reason]" in told
+    assert len(cells(tmp_path)) == 5
+    rows = {row["model"]: row for row in csv.DictReader((tmp_path / "results.csv").open())}
+    assert (rows["kalman"]["runs"], rows["frame"]["runs"]) == ("1", "2")
+    monkeypatch.undo()
+    assert main(["compare", *overrides]) == 0
+    assert len(cells(tmp_path)) == 6
+
+
+def alive(session: int) -> list[str]:
+    """Processes of a session."""
+    return subprocess.run(["ps", "-o", "pid=", "--sid", str(session)], capture_output=True, text=True, check=False).stdout.split()
+
+
+@pytest.mark.slow
+def test_killed_and_in_several_processes(tmp_path):
+    """The workers' results are those of a single process, and a kill in the middle loses no finished run."""
+    command = [sys.executable, "-m", "kbf.cli", "compare", *SMALL, "runs=4", "workers=1"]
+    process = subprocess.Popen([*command, f"run_dir={tmp_path / 'killed'}"], stdout=subprocess.DEVNULL, start_new_session=True)
+    limit = time.monotonic() + 600
+    while not list((tmp_path / "killed" / "cells").glob("[!.]*.json")) and time.monotonic() < limit:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = errors(tmp_path / "killed")
+    assert kept
+    main(["compare", *SMALL, "runs=4", "workers=0", f"run_dir={tmp_path / 'whole'}"])
+    assert main(["compare", *SMALL, "runs=4", "workers=0", f"run_dir={tmp_path / 'killed'}"]) == 0
+    assert kept.items() <= errors(tmp_path / "killed").items()
+    assert errors(tmp_path / "killed") == errors(tmp_path / "whole")
+    while alive(process.pid) and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert not alive(process.pid), "the workers outlived their parent"
+
+
+def test_a_worker_that_dies_does_not_take_the_others_along():
+    results = dict(run_all(jobs.die_or_double, [1, 2, 3, 4, 5, 6], 2, start=jobs.nothing))
+    assert len(results) == 6
+    assert {job: r["value"] for job, r in results.items() if "value" in r} == {1: 2, 2: 4, 5: 10, 6: 12}
+    assert results[4]["error"] == "ValueError: no fours"
+    assert "died twice" in results[3]["error"]
+
+
+def test_every_model_of_the_default_table_can_be_composed():
+    config = configure("compare", [])
+    assert set(config["bases"]) >= {"kalman", "lstm", "ekf", "ukf", "particle", "frame"}
+    made = compare.make_cells(config, compare.Path("cells"))
+    assert len(made) == len({cell.path for cell in made}) == 5 * 4 * (len(config["bases"]) + 1)
+    problem = {"_target_": "kbf.ssm.rotation"}
+    (ekf,) = [cell for cell in made if (cell.model, cell.n_train, cell.seed) == ("ekf", 500, 2)]
+    assert ekf.config["model"]["net"]["model"] == problem
+    assert (ekf.config["data"]["source"]["n_train"], ekf.config["data"]["source"]["seed"]) == (500, 2)
+
+
+IMAGES = [
+    "data=dsprites",
+    "n_train=40",
+    "data.n_test=15",
+    "particles=200",
+    "workers=0",
+    "runs=1",
+    "data.coding.epochs=1",
+    "data.coding.members=2",
+]
+
+
+def test_models_share_the_codes_of_images_and_each_scores_as_if_alone(tmp_path):
+    shared, alone = tmp_path / "shared", tmp_path / "alone"
+    assert main(["compare", *IMAGES, "models=kalman,frame", f"run_dir={shared}"]) == 0
+    (codes,) = (shared / "cells").glob("codes-*.pt")
+    made = codes.stat().st_mtime_ns
+    assert main(["compare", *IMAGES, "models=frame", f"run_dir={alone}"]) == 0
+    mine = [e for name, e in errors(shared).items() if "frame" in name]
+    assert mine == [e for name, e in errors(alone).items() if "frame" in name]
+    assert main(["compare", *IMAGES, "models=kalman,frame,ukf", f"run_dir={shared}"]) == 0
+    assert codes.stat().st_mtime_ns == made
+    by = {cell["model"]: cell for cell in cells(shared).values()}
+    assert by["frame"]["seconds"] > by["frame"]["seconds.test"]
+    assert by["frame"]["renderer"] == "drawn by kbf"
+    rows = list(csv.DictReader((shared / "results.csv").open()))
+    assert {row["renderer"] for row in rows} == {"drawn by kbf"}
+
+
+def test_one_run_for_each_set_of_codes_comes_first(tmp_path):
+    config = configure("compare", [*IMAGES, "runs=2", "models=kbf_paper,kalman,frame", f"run_dir={tmp_path}"])
+    made = compare.make_cells(config, tmp_path)
+    ordered = compare.in_order(made)
+    assert sorted(ordered, key=made.index) == made
+    assert [(cell.model, cell.seed) for cell in ordered[:2]] == [("kalman", 0), ("kalman", 1)]
+    assert compare.codes_of(made[0]) is None  # the floor
+    paths = {(cell.model, cell.seed): compare.codes_of(cell) for cell in made}
+    assert paths["kbf_paper", 0] is None
+    assert paths["kalman", 0] == paths["frame", 0] != paths["frame", 1]
+
+
+@pytest.mark.parametrize("name", ["dsprites", "dmlab", "dsprites_e2e", "dmlab_e2e"])
+def test_image_experiments_compose(name):
+    config = configure("compare", [f"experiment={name}"])
+    assert config["data"]["name"] in name
+    assert set(config["models"]) == set(config["bases"])
+
+
+def test_two_models_of_one_name_are_refused(capsys):
+    """Their results would overwrite each other."""
+    assert main(["compare", "models=kalman,kalman", "n_train=40"]) == 2
+    assert "two of them have the name 'kalman'" in capsys.readouterr().err

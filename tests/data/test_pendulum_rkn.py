@@ -1,0 +1,119 @@
+"""The pendulum of Becker et al.: against a slow transcription, pixel by pixel, and what is said of its noises."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw
+
+from kbf.cli import main
+from kbf.data.pendulum_rkn import PendulumRKN, Quality, lanczos, lines, reduce, spoil, swing, walk
+
+F64 = torch.float64
+
+
+def slow_angles(start: float, noise: list[float]) -> list[float]:
+    """As the paper says it, number by number."""
+    theta, omega, inertia = start, 0.0, 1.0 / 3
+    angles = [theta]
+    for e in noise:
+        for _ in range(500):
+            omega += 1e-4 * (9.81 / inertia * math.sin(theta) - 0.1 * omega)
+            theta += 1e-4 * omega
+        omega += e
+        angles.append(theta)
+    return angles
+
+
+def slow_line(theta: float) -> list[list[float]]:
+    """A pixel is on where its middle lies within the rod."""
+
+    def on(row, column):
+        right, down = column + 0.5 - 64, row + 0.5 - 64
+        along = right * math.sin(theta) + down * math.cos(theta)
+        across = right * math.cos(theta) - down * math.sin(theta)
+        return float(0 <= along <= 55 and abs(across) <= 4)
+
+    return [[on(row, column) for column in range(128)] for row in range(128)]
+
+
+def test_angles_are_those_of_the_transcription():
+    noise = 0.1 * torch.randn(2, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
+    angles = swing(torch.tensor([0.3, 4.0], dtype=F64), noise)
+    for k, start in enumerate((0.3, 4.0)):
+        torch.testing.assert_close(angles[k], torch.tensor(slow_angles(start, noise[k].tolist()), dtype=F64))
+
+
+def test_images_are_those_of_the_transcription_pixel_by_pixel():
+    theta = torch.tensor([0.0, 0.7, 2.0, 3.5, 5.9], dtype=F64)
+    for angle, image in zip(theta, lines(theta), strict=True):
+        slow = torch.tensor(slow_line(angle.item()), dtype=F64)
+        assert torch.equal(image, slow)
+        small = Image.fromarray(slow.float().numpy(), mode="F").resize((24, 24), Image.Resampling.LANCZOS)
+        expected = torch.tensor(np.asarray(small), dtype=F64).clamp(0, 1)
+        torch.testing.assert_close(reduce(image[None])[0], expected, atol=1e-5, rtol=0)
+
+
+def test_a_line_of_a_drawing_library_is_nearly_the_same():
+    for angle in (0.4, 1.9, 3.3, 5.0):
+        canvas = Image.new("F", (128, 128), 0.0)
+        end = (63.5 + 55 * math.sin(angle), 63.5 + 55 * math.cos(angle))
+        ImageDraw.Draw(canvas).line([(63.5, 63.5), end], fill=1.0, width=8)
+        drawn = torch.tensor(np.asarray(canvas.resize((24, 24), Image.Resampling.LANCZOS)), dtype=F64)
+        assert (drawn.clamp(0, 1) - reduce(lines(torch.tensor([angle], dtype=F64)))[0]).abs().mean() < 0.02
+
+
+def test_weights_of_the_reduction_have_sum_one():
+    torch.testing.assert_close(lanczos(128, 24).sum(1), torch.ones(24, dtype=F64))
+
+
+def test_quality_walks_as_it_is_said():
+    walks = torch.stack([walk(Quality(), 150, torch.Generator().manual_seed(k)) for k in range(400)])
+    assert (walks[:, :5] == 1).all() and walks.min() >= 0 and walks.max() <= 1
+    moves = (walks[:, 6:] - walks[:, 5:-1]).abs()
+    assert moves.max() <= 0.2 / 0.5 + 1e-12  # b - a is at least 0.5
+    assert 0.1 < (walks[:, 5:] == 0).double().mean() < 0.35 and 0.1 < (walks[:, 5:] == 1).double().mean() < 0.35
+    flat = walks[:, 5:] - walks[:, 5:].mean()
+    assert (flat[:, 1:] * flat[:, :-1]).mean() / flat.square().mean() > 0.9  # correlated in time
+
+
+def test_a_spoiled_image_is_mixed_with_uniform_noise():
+    images = torch.ones(1000, 24, 24, dtype=F64)
+    shown = spoil(images, torch.full((1000,), 0.25, dtype=F64), torch.Generator().manual_seed(0))
+    assert shown.dtype == torch.float32 and shown.min() >= 0.25 and shown.max() <= 1
+    assert shown.mean() == pytest.approx(0.25 + 0.75 / 2, abs=1e-3)
+    assert torch.equal(spoil(images, torch.ones(1000, dtype=F64), torch.Generator()), images.float())
+
+
+def test_more_sequences_begin_with_the_fewer_and_the_test_is_no_part_of_them():
+    few, many = (PendulumRKN(n, n_test=2, seed=3, steps=6) for n in (2, 4))
+    for name in ("train", "test"):
+        for a, b in zip(getattr(few, name), getattr(many, name), strict=False):
+            assert torch.equal(a.states, b.states) and torch.equal(a.obs, b.obs)
+    states = torch.stack([s.states for s in [*many.train, *many.test]])
+    assert len(many.train) == 4 and len(many.test) == 2 and many.train[0].obs.shape == (6, 1, 24, 24)
+    assert len({round(z.item(), 9) for z in states[:, 0, 0]}) == 6
+    torch.testing.assert_close(states.square().sum(-1), torch.ones(6, 6, dtype=F64))
+
+
+def test_clean_images_show_the_angle():
+    shown = PendulumRKN(1, n_test=1, seed=1, steps=8, clean=True).train[0]
+    side = torch.arange(24) - 11.5
+    right, down = (shown.obs[:, 0] * side).sum((1, 2)), (shown.obs[:, 0] * side[:, None]).sum((1, 2))
+    found = torch.stack([right, down], 1) / torch.stack([right, down], 1).norm(dim=1, keepdim=True)
+    torch.testing.assert_close(found.double(), shown.states, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"n_train": 0}, {"n_test": 0}, {"steps": 1}, {"sigma_omega": -1.0}, {"quality": Quality(low=0.8)}]
+)
+def test_settings_out_of_range(settings):
+    with pytest.raises(ValueError, match="needs"):
+        PendulumRKN(**({"n_train": 2, "n_test": 1, "steps": 3} | settings))
+
+
+def test_the_command_writes_it(tmp_path):
+    assert main(["data", "data=pendulum_rkn", "n_train=2", "data.n_test=1", "data.source.steps=4", f"run_dir={tmp_path}"]) == 0

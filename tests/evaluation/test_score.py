@@ -1,0 +1,135 @@
+"""Scores against plain loops, the floor, and what is said of many runs."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from kbf.data.synthetic import SyntheticData
+from kbf.evaluation.floors import floor
+from kbf.evaluation.score import score
+from kbf.evaluation.statistics import mean_and_error, summary, wilcoxon_pairs
+from kbf.filters.kalman_fitted import LearnedKalman
+from kbf.filters.particle import ParticleFilter
+from kbf.plots.charts import comparison_figure
+from kbf.plots.tracks import save, track_figure
+from kbf.sequence import Sequence
+from kbf.ssm import rotation, simulate
+
+
+@pytest.fixture(scope="module")
+def data() -> SyntheticData:
+    return SyntheticData(rotation(), n_train=80, n_test=50)
+
+
+def test_score_is_the_plain_loop(data):
+    filter = LearnedKalman().condition(data.train)
+    test = data.test[0]
+    mask = torch.rand(50, generator=torch.Generator().manual_seed(0)) < 0.8
+    sequences = [test, Sequence(test.states[:17], test.obs[:17]), test._replace(mask=mask)]
+    found = score(filter, sequences, batch_size=2)
+    for k, sequence in enumerate(sequences):
+        state, errors = filter.init(1), []
+        for t in range(len(sequence.states)):
+            state = filter.predict(state)
+            if sequence.mask is None or sequence.mask[t]:
+                state = filter.update(state, sequence.obs[t : t + 1])
+            estimate = filter.estimate(state)[0]
+            torch.testing.assert_close(found.estimates[k][t], estimate)
+            errors.append(((estimate - sequence.states[t]) ** 2).sum())
+        torch.testing.assert_close(found.mse[k], torch.stack(errors).mean())
+
+
+def test_randomness_comes_from_the_seed(data):
+    filter = ParticleFilter(rotation(), particles=20).condition(data.train)
+    first, again, other = (score(filter, data.test, seed=s) for s in (1, 1, 2))
+    assert torch.equal(first.estimates[0], again.estimates[0])
+    assert not torch.equal(first.estimates[0], other.estimates[0])
+    assert 1 < first.diagnostics["ess"] < 20
+
+
+def test_what_is_not_finite_is_an_error(data):
+    class State(NamedTuple):
+        z: torch.Tensor
+
+    class Broken:
+        def init(self, batch, *, generator=None):
+            return State(torch.zeros(batch, 2))
+
+        def predict(self, state, *, generator=None):  # an update that is not finite would be passed over
+            return State(state.z + torch.nan)
+
+        def update(self, state, obs):
+            return state
+
+        def estimate(self, state):
+            return state.z
+
+    with pytest.raises(ValueError, match="estimate is not finite at 50 of 50 steps, first at step 0"):
+        score(Broken(), data.test)
+    spoiled = data.test[0]._replace(obs=data.test[0].obs.clone())
+    spoiled.obs[7] = math.inf
+    with pytest.raises(ValueError, match="NaN or infinite values in 1 of 50 rows"):
+        score(LearnedKalman().condition(data.train), [spoiled])
+
+
+def test_the_floor_is_below_every_filter_and_known(data):
+    """Over 12 sequences of 200 steps: the rotation's floor is 0.0440."""
+    start = data.train[0].states[torch.arange(12)]
+    states, obs, *_ = simulate(rotation(), start, 200, torch.Generator().manual_seed(0))
+    test = [Sequence(z, x) for z, x in zip(states, obs, strict=True)]
+    least = floor(rotation(), data.train, test, particles=300).mse
+    mean, se = mean_and_error(least.tolist())
+    assert abs(mean - 0.0440) < 4 * se
+    assert se < 0.0015
+    assert mean < score(LearnedKalman().condition(data.train), test).mse.mean()
+
+
+def test_mean_error_and_excess_of_runs():
+    errors, floors = [0.05, 0.07, 0.06, 0.065], [0.04, 0.05, 0.045, 0.05]
+    told = summary(errors, floors)
+    assert told["mse"] == pytest.approx(np.mean(errors))
+    assert told["se"] == pytest.approx(scipy.stats.sem(errors))
+    assert told["excess"] == pytest.approx(np.mean(errors) / np.mean(floors) - 1)
+    assert 0 < told["excess_se"] < 0.1
+    assert math.isnan(summary(errors, [*floors[:3], None])["excess"])
+    assert math.isnan(mean_and_error([1.0])[1])
+
+
+def test_wilcoxon_takes_the_seeds_that_both_have():
+    rng = np.random.default_rng(0)
+    a, b = rng.random(12), rng.random(12) + 0.4
+    errors = {"a": dict(enumerate(a)), "b": dict(enumerate(b[:10])), "c": {0: a[0]}}
+    rows = {(row["first"], row["second"]): row for row in wilcoxon_pairs(errors)}
+    assert rows["a", "b"]["p_value"] == pytest.approx(scipy.stats.wilcoxon(a[:10], b[:10]).pvalue)
+    assert rows["a", "b"]["mean_difference"] == pytest.approx((a[:10] - b[:10]).mean())
+    assert rows["a", "b"]["seeds"] == 10
+    assert math.isnan(rows["a", "c"]["p_value"])
+
+
+def test_pictures(data, tmp_path):
+    test = data.test[0]
+    mask = torch.arange(50) % 3 > 0
+    save(track_figure(test._replace(mask=mask), test.obs, title="a track"), tmp_path / "track.png")
+    images = Sequence(torch.randn(9, 6), torch.rand(9, 1, 4, 4))
+    save(track_figure(images, images.states), tmp_path / "images.png")
+    save(track_figure(Sequence(torch.randn(9, 1), torch.randn(9, 3))), tmp_path / "line.png")
+    rows = [
+        {
+            "model": m,
+            "n_train": n,
+            "mse": 0.05 + 0.01 * k,
+            "se": math.nan if m == "b" else 0.002,
+            "floor": 0.04 if n > 100 else math.nan,
+        }
+        for k, m in enumerate("abcdefghijklmn")
+        for n in (100, 300)
+    ]
+    save(comparison_figure(rows, title="all"), tmp_path / "all.png")
+    assert {p.name for p in tmp_path.iterdir()} == {"track.png", "images.png", "line.png", "all.png"}
+    assert all(p.stat().st_size > 5000 for p in tmp_path.iterdir())

@@ -1,0 +1,174 @@
+"""The kernel Monte Carlo filter: its rule against `kbf.rkhs.rules`, the filter against the Kalman filter, and hidden velocity."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kbf.filters.base import rollout
+from kbf.filters.gaussian import KalmanFilter, LinearModel
+from kbf.filters.kernel.monte_carlo import JITTER, KernelMonteCarlo, KernelMonteCarloFilter, local_weights
+from kbf.filters.lagged_model import learn_lagged_model
+from kbf.rkhs.rules import importance_weighted_primal
+from kbf.sequence import Sequence
+from kbf.ssm import StateSpaceModel, simulate
+
+F64 = torch.float64
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def drift(position: float = 1.0, pull: float = 0.0, keep: float = 0.9, push: float = 0.3, noise: float = 1.0) -> LinearModel:
+    """A place that moves by a velocity, which is kept to a share of ``keep`` and pushed at random; the place is seen."""
+    A = torch.tensor([[position - pull, keep], [-pull, keep]], dtype=F64)
+    return LinearModel(
+        A=A,
+        a=torch.zeros(2, dtype=F64),
+        Q=push**2 * torch.ones(2, 2, dtype=F64) + 1e-9 * torch.eye(2, dtype=F64),
+        C=torch.tensor([[1.0, 0.0]], dtype=F64),
+        c=torch.zeros(1, dtype=F64),
+        R=torch.tensor([[noise**2]], dtype=F64),
+        m0=torch.zeros(2, dtype=F64),
+        P0=torch.eye(2, dtype=F64),
+    )
+
+
+def as_samples(model: LinearModel) -> StateSpaceModel:
+    return StateSpaceModel(
+        f=lambda z: z @ model.A.mT.to(z),
+        h=lambda z: z @ model.C.mT.to(z),
+        Q=model.Q,
+        R=model.R,
+        m0=model.m0,
+        P0=model.P0,
+    )
+
+
+@pytest.mark.parametrize("reg", [1e-1, 1e-3])
+def test_weights_are_those_of_the_importance_weighted_rule(reg):
+    """In Nystrom features at the same landmarks, written out, with the ratio 1 at every point; batch = one by one."""
+    seen, obs = torch.randn(2, 40, 3, generator=generator(), dtype=F64), torch.randn(2, 3, generator=generator(1), dtype=F64)
+    landmarks = torch.arange(0, 40, 4)
+    found = local_weights(seen, obs, landmarks, reg=reg, factor=0.8)
+    for k in range(2):
+        width = 0.8 * torch.cdist(seen[k], seen[k]).square().mean().sqrt()  # root mean square, of each from itself included
+        base = seen[k, landmarks]
+        gram = (-torch.cdist(base, base).square() / (2 * width**2)).exp()
+        factor = torch.linalg.cholesky(gram + JITTER * torch.eye(10, dtype=F64))
+        rows = (-torch.cdist(base, torch.cat([seen[k], obs[k : k + 1]])).square() / (2 * width**2)).exp()
+        features = torch.linalg.solve_triangular(factor, rows, upper=False).mT
+        expected = importance_weighted_primal(torch.ones(40, dtype=F64), features[:-1], features[-1], reg)
+        torch.testing.assert_close(found[k], expected)
+
+
+@pytest.mark.parametrize("reg", [1e-4, 0.0])
+def test_with_the_true_linear_model_it_is_the_kalman_filter(reg):
+    """Place and velocity of a linear model with Gaussian noise: estimates are near the exact ones, covariances too."""
+    model = drift(pull=0.1)
+    truth = simulate(as_samples(model), torch.zeros(4, 2, dtype=F64), 60, generator(3))
+    exact = rollout(KalmanFilter(model), truth.obs)
+    spread = KalmanFilter(model).covariance(exact.state)
+    start = torch.randn(4000, 2, generator=generator(4), dtype=F64)
+    filter = KernelMonteCarloFilter(as_samples(model), start, particles=800, draws=4, rank=60, reg=reg)
+    run = rollout(filter, truth.obs, generator=generator(5))
+    apart = (run.estimates - exact.estimates)[:, 10:].square().mean((0, 1))
+    assert (apart < 0.1 * spread[0].diagonal()).all(), apart / spread[0].diagonal()
+    excess = (run.estimates - truth.states)[:, 10:].square().mean() / (exact.estimates - truth.states)[:, 10:].square().mean() - 1
+    assert excess < 0.1
+    assert (run.diagnostics["negative"] >= 0).all()
+
+
+def test_more_draws_and_particles_come_nearer():
+    model = drift(pull=0.1)
+    truth = simulate(as_samples(model), torch.zeros(4, 2, dtype=F64), 40, generator(3))
+    exact = rollout(KalmanFilter(model), truth.obs).estimates
+    start = torch.randn(4000, 2, generator=generator(4), dtype=F64)
+
+    def apart(particles, draws, rank):
+        filter = KernelMonteCarloFilter(as_samples(model), start, particles=particles, draws=draws, rank=rank, reg=1e-4)
+        return (rollout(filter, truth.obs, generator=generator(5)).estimates - exact)[:, 10:].square().mean().item()
+
+    assert apart(600, 4, 50) < 0.5 * apart(40, 2, 20)
+
+
+def test_an_observation_far_from_everything_says_nothing():
+    model = as_samples(drift())
+    filter = KernelMonteCarloFilter(model, torch.randn(50, 2, generator=generator()), particles=30, draws=2, rank=10)
+    state = filter.predict(filter.init(2, generator=generator()), generator=generator(1))
+    after = filter.update(state, torch.tensor([[1e4], [state.draws[1, 0, 0, 0].item()]]))
+    torch.testing.assert_close(after.weights[0], torch.full((30,), 1 / 30))
+    assert not torch.allclose(after.weights[1], after.weights[0])
+    torch.testing.assert_close(after.weights.sum(1), torch.ones(2))
+
+
+def hidden_velocity(n, seed):
+    """Recordings of a place whose velocity is no part of the state: order 1 cannot know where it goes."""
+    model = drift(pull=0.02, keep=0.95, push=0.1, noise=1.0)
+    drawn = simulate(as_samples(model), torch.zeros(1, 2, dtype=F64), n, generator(seed))
+    return Sequence(drawn.states[0, :, :1], drawn.obs[0]), model
+
+
+@pytest.mark.slow
+def test_hidden_velocity_is_found_and_used():
+    """Chosen on held-out stretches: order 2, whose error is near that of the Kalman filter that knows the model of both."""
+    memory, model = hidden_velocity(900, 1)
+    test, _ = hidden_velocity(300, 2)
+    floor = (rollout(KalmanFilter(model), test.obs[None]).estimates[0, 20:, :1] - test.states[20:]).square().mean()
+
+    net = KernelMonteCarlo(law="gaussian", regs=(1e-4, 1e-3), inflations=(1.0, 2.0))
+    net.prepare([memory])
+    run = rollout(net.condition([memory]), test.obs[None].float(), generator=generator())
+    assert int(net.order) == 2
+    assert (run.estimates[0, 20:].double() - test.states[20:]).square().mean() < 1.25 * floor
+
+
+def test_moves_of_a_lagged_model_are_those_of_the_recording():
+    """The next place is where the last move leads, its velocity the difference; noise is as wide as it is told to be."""
+    steps = torch.arange(60, dtype=F64)
+    states = torch.stack([torch.sin(0.3 * steps), torch.cos(0.2 * steps)], 1) * (1 + 0.01 * torch.sin(steps))[:, None]
+    memory = Sequence(states, states + 0.1 * torch.randn(60, 2, generator=generator(), dtype=F64))
+    model = learn_lagged_model(memory, order=2)
+    s = torch.cat([states[20:40], states[20:40] - states[19:39]], -1)
+    after = model.move(s.expand(200, 20, 4), generator(1))
+    torch.testing.assert_close(after[..., :2].mean(0), states[21:41], rtol=0, atol=0.05)
+    torch.testing.assert_close(after[..., 2:], after[..., :2] - states[20:40])
+    wide = learn_lagged_model(memory, order=2, inflation=3.0).move(s[:1].expand(4000, 1, 4), generator(1))[:, 0, :2]
+    narrow = model.move(s[:1].expand(4000, 1, 4), generator(1))[:, 0, :2]
+    ratio = ((wide.var(0) - narrow.var(0)) / model.change.noise.diagonal()).sqrt()
+    torch.testing.assert_close(ratio, torch.full((2,), math.sqrt(8), dtype=F64), rtol=0.06, atol=0)
+
+
+def test_bad_input_is_refused():
+    for wrong in ({"law": "cauchy"}, {"dtype": "int8"}, {"orders": ()}):
+        with pytest.raises(ValueError, match=r"law must be|dtype must be"):
+            KernelMonteCarlo(**wrong)
+    with pytest.raises(ValueError, match="order 1 or 2"):
+        learn_lagged_model(hidden_velocity(30, 1)[0], order=3)
+    with pytest.raises(ValueError, match="needs 0 > 0 initial states"):
+        KernelMonteCarloFilter(as_samples(drift()), torch.zeros(0, 2))
+    with pytest.raises(ValueError, match="needs a memory"):
+        KernelMonteCarlo().condition(None)
+
+
+def test_particles_that_begin_anew_follow_a_jump_as_a_fresh_start_does():
+    """The state jumps far away. With particles that begin anew the estimates are soon near those of a filter that began there."""
+    model = drift(pull=0.1)
+    wide = 30 * torch.randn(4000, 2, generator=generator(1), dtype=F64)
+    wide[:, 1] /= 30
+    before = simulate(as_samples(model), torch.tensor([[-40.0, 0.0]], dtype=F64), 30, generator(2))
+    after = simulate(as_samples(model), torch.tensor([[40.0, 0.0]], dtype=F64), 60, generator(3))
+    later = torch.cat([before.obs, after.obs], 1)
+
+    def run(restart, obs):
+        filter = KernelMonteCarloFilter(as_samples(model), wide, particles=1000, reg=0.0, restart=restart)
+        return rollout(filter, obs, generator=generator(4)).estimates[:, -25:]
+
+    fresh, found = run(0.0, after.obs), run(0.05, later)
+    truth = after.states[:, -25:]
+    error = [(each - truth)[..., 0].square().mean() for each in (fresh, found)]
+    assert (found - fresh)[..., 0].square().mean() < 0.3 * error[0]  # two draws of particles
+    assert error[1] < 1.5 * error[0]  # a part of the particles is always spent on beginning anew

@@ -1,0 +1,157 @@
+"""The choice of laws as a part of models: what it finds, what it leaves alone, and what a checkpoint keeps of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kbf.data.noise_systems import Clutter, Fork, Spikes, Volatility
+from kbf.data.synthetic import SyntheticData
+from kbf.evaluation.monitor import surprise_of
+from kbf.evaluation.score import score
+from kbf.filters.base import Filter, rollout
+from kbf.filters.kernel.local_update import LocalUpdate
+from kbf.filters.kernel.simulated_memory import SimulatedMemoryKBF, bounded_run
+from kbf.filters.laws.choice import LAWS, fit_law
+from kbf.filters.laws.chosen import ChosenLaws
+from kbf.filters.learned_model import learn_model
+from kbf.filters.particle import BootstrapFilter
+from kbf.filters.particle_learned import LearnedParticleFilter
+from kbf.sequence import Sequence
+from kbf.ssm import rotation
+
+SMALL: dict[str, Any] = {"points": 200, "run": 4000, "transition": None, "observation": None}
+GAUSSIAN: dict[str, Any] = {"points": 200, "run": 4000, "transition": "gaussian", "observation": "gaussian"}
+
+
+def estimates(filter: Filter, obs: Tensor) -> Tensor:
+    return rollout(filter, obs[None].float(), generator=torch.Generator().manual_seed(0)).estimates
+
+
+def test_gaussian_noise_keeps_todays_filter():
+    data = SyntheticData(rotation(), 150, 20, seed=1000)
+    chosen, plain = SimulatedMemoryKBF(**SMALL), SimulatedMemoryKBF(**GAUSSIAN)
+    chosen.prepare(data.train)
+    assert chosen.laws.names == ("gaussian", "gaussian")
+    assert torch.equal(
+        estimates(chosen.condition(data.train), data.test[0].obs), estimates(plain.condition(data.train), data.test[0].obs)
+    )
+
+
+def test_the_law_of_observations_is_found_and_the_filter_uses_it():
+    data = SyntheticData(Volatility(), 300, 300, seed=1000)
+    model = SimulatedMemoryKBF(**SMALL)
+    model.prepare(data.train)
+    assert model.laws.names[0] == "gaussian"
+    assert model.laws.names[1] in ("spread", "networks")
+    filter = model.condition(data.train)
+    assert isinstance(filter.rule, LocalUpdate)
+    floor = score(BootstrapFilter(data.problem, data.train[0].states, 2000), data.test).mse
+    gaussian = SimulatedMemoryKBF(**GAUSSIAN).condition(data.train)
+    errors = [float(score(f, data.test, dtype=torch.float32).mse / floor) for f in (filter, gaussian)]
+    assert errors[0] < 1.3 < errors[1]
+
+
+def test_a_filter_over_another_law_knows_what_was_to_be_expected():
+    data = SyntheticData(Clutter(), 200, 60, seed=1000)
+    filter = SimulatedMemoryKBF(points=200, run=4000, observation="clutter").condition(data.train)
+    near, far = (filter.states[:1] + by for by in (0.0, 1.5))
+    weights = torch.zeros(1, len(filter.states))
+    weights[0, 0] = 1
+    assert isinstance(filter.rule, LocalUpdate)
+    expected, unexpected = (surprise_of(filter, weights, x).item() for x in (near, far))
+    assert math.isfinite(expected)
+    assert unexpected > expected + 1
+
+
+def test_moves_with_two_modes_are_found_and_the_filter_uses_them():
+    data = SyntheticData(Fork(), 300, 200, seed=1000)
+    model = SimulatedMemoryKBF(**SMALL)
+    model.prepare(data.train)
+    assert model.laws.names == ("branches", "gaussian")
+    floor = score(BootstrapFilter(data.problem, data.train[0].states, 2000), data.test).mse
+    gaussian = SimulatedMemoryKBF(**GAUSSIAN).condition(data.train)
+    errors = [float(score(f, data.test, dtype=torch.float32).mse / floor) for f in (model.condition(data.train), gaussian)]
+    assert errors[0] < 1.15 < errors[1]
+
+
+@pytest.mark.parametrize("net", [SimulatedMemoryKBF, LearnedParticleFilter])
+def test_a_stored_choice_is_used_again(net):
+    data = SyntheticData(Clutter(), 120, 15, seed=1000)
+    small: dict[str, Any] = {"points": 80, "run": 800} if net is SimulatedMemoryKBF else {"particles": 50}
+    model, again = (net(**small, transition=None, observation=None) for _ in range(2))
+    model.prepare(data.train)
+    assert model.laws.names == ("gaussian", "clutter")
+    again.load_state_dict(model.state_dict())
+    assert again.hyperparameters() == model.hyperparameters()
+    obs = data.test[0].obs
+    assert torch.equal(estimates(again.condition(data.train), obs), estimates(model.condition(data.train), obs))
+
+
+def test_a_chosen_law_is_not_fitted_again_to_the_same_recording():
+    data = SyntheticData(Clutter(), 120, 15, seed=1000).train
+    laws = ChosenLaws(None, None)
+    laws.choose(data)
+    same, fresh = learn_model(data, laws.names, laws.fitted), learn_model(data, laws.names)
+    assert same.observation is laws.fitted[1].law
+    assert fresh.observation is not laws.fitted[1].law
+    u = data[0].states
+    assert torch.equal(same.log_transition(u[1:], u[:-1]), fresh.log_transition(u[1:], u[:-1]))
+    assert torch.equal(same.log_likelihood(data[0].obs, u), fresh.log_likelihood(data[0].obs, u))
+    shorter = [data[0]._replace(states=u[:100], obs=data[0].obs[:100])]
+    assert learn_model(shorter, laws.names, laws.fitted).observation is not laws.fitted[1].law
+
+
+def test_what_was_stored_before_there_was_a_choice_is_gaussian():
+    laws = ChosenLaws(None, None)
+    laws.load_state_dict({})
+    assert laws.names == ("gaussian", "gaussian")
+    assert laws.hyperparameters() == {"law/transition": 0.0, "law/observation": 0.0}
+
+
+@pytest.mark.parametrize("stored", [[0, 99], [-1, 0]])
+def test_stored_laws_that_there_are_not_are_told(stored):
+    laws = ChosenLaws(None, None)
+    with pytest.raises(ValueError, match=r"was stored with laws \[.*; there are 0 to 8"):
+        laws.load_state_dict(laws.state_dict() | {"chosen": torch.tensor(stored)})
+
+
+def test_a_told_law_is_taken_and_the_other_chosen():
+    data = SyntheticData(Spikes(neurons=3), 120, 10, seed=1000)
+    laws = ChosenLaws("student", None)
+    laws.choose(data.train)
+    assert laws.names == ("student", "poisson")
+    assert laws.hyperparameters()["law/observation"] == LAWS.index("poisson")
+    assert laws.hyperparameters()["law/observation/poisson"] > laws.hyperparameters()["law/observation/gaussian"]
+    assert "law/transition/gaussian" not in laws.hyperparameters()
+
+
+def test_images_and_moves_with_controls_are_left_alone():
+    data = SyntheticData(Fork(), 200, 10, seed=1000).train[0]
+    laws = ChosenLaws(None, None)
+    laws.choose(Sequence(data.states, torch.rand(200, 1, 3, 3), None, torch.rand(200, 1, dtype=torch.float64)))
+    assert laws.names == ("gaussian", "gaussian")
+
+
+def test_unknown_laws_and_controlled_laws_are_told():
+    with pytest.raises(ValueError, match=r"observation must be null .* got 'cauchy'"):
+        SimulatedMemoryKBF(observation="cauchy")
+    data = SyntheticData(Fork(), 100, 10, seed=1000).train[0]
+    steered = data._replace(controls=torch.rand(100, 1, dtype=torch.float64))
+    with pytest.raises(ValueError, match="with controls the law of moves is gaussian"):
+        SimulatedMemoryKBF(transition="student").condition(steered)
+
+
+def test_runs_of_heavy_tails_stay_within_reach():
+    g = torch.Generator().manual_seed(0)
+    z = torch.randn(100, 1, dtype=torch.float64, generator=g)
+    law = fit_law("student", z[:-1], 0.9 * z[:-1] + 0.1 * torch.randn(99, 1, dtype=torch.float64, generator=g) / z[1:].abs().sqrt())
+    run = bounded_run(law, z[:10], 50, z, g)
+    margin = (z.max() - z.min()) / 2
+    assert run.shape == (500, 1)
+    assert z.min() - margin <= run.min()
+    assert run.max() <= z.max() + margin

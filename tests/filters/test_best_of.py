@@ -1,0 +1,263 @@
+"""Stacks and the net under a model: weights against brute force, mixtures by loops, choices on data whose best model is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kbf.commands.beside import remarks
+from kbf.export.step import refuse
+from kbf.filters import best_of
+from kbf.filters.base import rollout
+from kbf.filters.best_of import BestOf, simplex_weights, stacked, trial
+from kbf.filters.gaussian import KalmanFilter, LinearModel
+from kbf.filters.kalman_fitted import LearnedKalman
+from kbf.filters.live import Live
+from kbf.filters.stack import StackedFilter
+from kbf.filters.window_regression import MeanModel, WindowRidge
+from kbf.sequence import Sequence
+from kbf.ssm import StateSpaceModel, simulate
+
+F64 = torch.float64
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def linear(noise: float) -> LinearModel:
+    """Two components that turn and fade, both seen with noise."""
+    return LinearModel(
+        A=torch.tensor([[0.9, 0.3], [-0.3, 0.9]], dtype=F64),
+        a=torch.zeros(2, dtype=F64),
+        Q=0.05 * torch.eye(2, dtype=F64),
+        C=torch.eye(2, dtype=F64),
+        c=torch.ones(2, dtype=F64),
+        R=noise**2 * torch.eye(2, dtype=F64),
+        m0=torch.zeros(2, dtype=F64),
+        P0=torch.eye(2, dtype=F64),
+    )
+
+
+def recording(n=600, noise=0.5, seed=0) -> Sequence:
+    model = linear(noise)
+    known = StateSpaceModel(lambda z: z @ model.A.mT, lambda z: z + 1, model.Q, model.R, model.m0, model.P0)
+    drawn = simulate(known, torch.zeros(1, 2, dtype=F64), n, generator(seed))
+    return Sequence(drawn.states[0], drawn.obs[0])
+
+
+@pytest.fixture(autouse=True)
+def without_more(monkeypatch):
+    """Only plain rivals: the others take long, and have tests of their own."""
+    monkeypatch.setattr(best_of, "MORE", {})
+
+
+# weights
+
+
+def test_weights_of_a_stack_are_the_best_of_the_simplex():
+    """No point of a fine grid of the simplex has a smaller sum of squares; never worse than a single member."""
+    residuals = torch.randn(3, 200, 2, generator=generator(), dtype=F64) * torch.tensor([1.0, 1.3, 4.0], dtype=F64)[:, None, None]
+    residuals[2] = residuals[2] + 2 * residuals[0]
+    a = simplex_weights(residuals)
+    assert (a >= 0).all()
+    torch.testing.assert_close(a.sum(0), torch.ones(2, dtype=F64))
+    least = (a[:, None] * residuals).sum(0).square().sum(0)
+    steps = torch.linspace(0, 1, 101, dtype=F64)
+    for p in steps:
+        for q in steps[steps <= 1 - p + 1e-12]:
+            point = torch.stack([p, q, 1 - p - q]).clamp_min(0)
+            error = (point[:, None, None] * residuals).sum(0).square().sum(0)
+            assert (least <= error + 1e-9).all()
+    assert (least <= residuals.square().sum(1).amin(0) + 1e-9).all()
+
+
+def test_a_stack_is_scored_on_what_its_weights_have_not_seen():
+    """By a loop over folds."""
+    data, scale = recording(400), torch.ones(2, dtype=F64)
+    first, second = (Sequence(data.states[s], data.obs[s]) for s in (slice(0, 200), slice(200, 400)))
+    parts = [([second], [first]), ([first], [second])]
+    trials = [trial(each, parts, scale) for each in (LearnedKalman(), WindowRidge(3))]
+    _, scores = stacked(trials, scale)
+    for k, out in enumerate(trials[0].folds):
+        rest = [j for j, fold in enumerate(trials[0].folds) if fold != out]
+        others = torch.stack([torch.cat([each.residuals[j] for j in rest]) for each in trials])
+        mine = torch.stack([each.residuals[k] for each in trials])
+        left = (simplex_weights(others)[:, None] * mine).sum(0)
+        assert float(scores[k]) == pytest.approx(float(left.square().mean()))
+
+
+# the stacked filter
+
+
+def two_filters():
+    return {"sure": KalmanFilter(linear(0.3)), "unsure": KalmanFilter(linear(2.0))}
+
+
+def stack_of(filters, weights):
+    return StackedFilter(filters, torch.tensor(weights, dtype=F64), torch.eye(2, dtype=F64).expand(2, 2, 2))
+
+
+def test_a_stack_is_the_weighted_mean_of_filters_that_run_beside_each_other():
+    filters, weights = two_filters(), [[0.25, 1.0], [0.75, 0.0]]
+    data = recording(40)
+    obs, seen = data.obs[None], torch.rand(1, 40, generator=generator(2)) > 0.3
+    own = [rollout(each, obs, mask=seen).estimates for each in filters.values()]
+    run = rollout(stack_of(filters, weights), obs, mask=seen)
+    torch.testing.assert_close(run.estimates, own[0] * torch.tensor(weights[0]) + own[1] * torch.tensor(weights[1]))
+
+
+def test_its_covariance_is_that_of_the_mixture():
+    """With equal weights of both components: by the law of total covariance."""
+    filters, a = two_filters(), [0.25, 0.75]
+    stack = stack_of(filters, [[a[0]] * 2, [a[1]] * 2])
+    state = rollout(stack, recording(10).obs[None]).state
+    means = [each.estimate(part)[0] for each, part in zip(filters.values(), stack.parts(state), strict=True)]
+    middle = a[0] * means[0] + a[1] * means[1]
+    expected = torch.zeros(2, 2, dtype=F64)
+    for share, mean, each, part in zip(a, means, filters.values(), stack.parts(state), strict=True):
+        expected += share * (each.covariance(part)[0] + torch.outer(mean - middle, mean - middle))
+    torch.testing.assert_close(stack.covariance(state)[0], expected)
+
+
+def test_what_gives_no_covariance_has_that_of_its_held_out_errors():
+    data = recording(100)
+    filters = {"ridge": WindowRidge(2).condition(data)}
+    filters["ridge"].spread = None
+    spread = torch.tensor([[[2.0, 0.5], [0.5, 1.0]]], dtype=F64)
+    stack = StackedFilter(filters, torch.ones(1, 2, dtype=F64), spread)
+    torch.testing.assert_close(stack.covariance(rollout(stack, data.obs[None]).state), spread)
+
+
+def test_a_stack_runs_live_and_its_state_is_saved(tmp_path):
+    stack, obs = stack_of(two_filters(), [[0.5, 0.5], [0.5, 0.5]]), recording(20).obs
+    whole, first, second = Live(stack), Live(stack), Live(stack)
+    for x in obs[:10]:
+        whole.step(x[None]), first.step(x[None])
+    first.save(tmp_path / "state.npz")
+    second.load(tmp_path / "state.npz")
+    for x in obs[10:]:
+        torch.testing.assert_close(second.step(x[None]), whole.step(x[None]), rtol=0, atol=0)
+
+
+def test_a_stack_says_that_it_is_not_exported():
+    with pytest.raises(ValueError, match="a stack of several filters \\(sure, unsure\\) is not exported"):
+        refuse(stack_of(two_filters(), [[0.5, 0.5], [0.5, 0.5]]))
+
+
+# the choice
+
+
+class Wrong(nn.Module):
+    """A model that has learned nothing: its estimates are off by ten, and it is quite sure of them."""
+
+    def prepare(self, memory, generator=None):
+        self.prepared = True
+
+    def condition(self, memory):
+        return KalmanFilter(linear(0.5)._replace(c=10 * torch.ones(2, dtype=F64)))
+
+
+def test_a_model_that_is_wrong_is_replaced_by_the_right_one():
+    """The data are linear and Gaussian: the net catches by the Kalman filter, whose error it then has."""
+    data, new = recording(600), recording(400, seed=1)
+    net = BestOf(Wrong(), name="wrong")
+    net.prepare([data])
+    assert net.main.prepared and net.used() == ["kalman"]
+    note = next(row.note for row in net.tried if row.model == "wrong")
+    assert "given up" in note
+    caught, kalman = (rollout(each.condition(data), new.obs[None]).estimates for each in (net, LearnedKalman()))
+    torch.testing.assert_close(caught, kalman, rtol=0, atol=0)
+
+
+def test_the_main_model_stays_where_nothing_is_better():
+    net = BestOf(LearnedKalman(), name="main")
+    net.prepare([recording(600)])
+    assert net.used() == ["main"]
+    assert {row.model for row in net.tried} == {"main", "kalman", "window_ridge", "mean"}
+
+
+def test_the_choice_is_kept_with_the_model():
+    net, other = BestOf(Wrong(), name="wrong"), BestOf(Wrong(), name="wrong")
+    net.prepare([recording(300)])
+    for key, value in net.state_dict().items():
+        setattr(other, key, value)
+    assert other.used() == net.used() == ["kalman"]
+    assert net.hyperparameters()["weight/kalman"] == 1
+
+
+class Memorising(LearnedKalman):
+    """Remembers what it was conditioned on."""
+
+    def __init__(self):
+        super().__init__()
+        self.memories = []
+
+    def condition(self, memory):
+        self.memories.append(memory)
+        return super().condition(memory)
+
+
+def test_no_filter_is_compared_on_what_it_has_learned_from():
+    net = BestOf(Memorising(), name="main")
+    net.prepare([recording(300)])
+    assert len(net.crosswise) == len(net.main.memories) == best_of.FOLDS
+    for memory, (_, held) in zip(net.main.memories, net.crosswise, strict=True):
+        rows = torch.cat([s.states for s in memory])
+        for part in held:
+            assert torch.cdist(part.states, rows).min() > 0
+
+
+def test_without_enough_steps_or_with_silent_sensors_it_is_the_main_model():
+    data = recording(60)
+    silent = data._replace(obs=torch.where(torch.arange(60)[:, None] == 5, torch.nan, data.obs))
+    for memory in ([Sequence(data.states[:3], data.obs[:3])], [silent]):
+        net = BestOf(Wrong(), name="wrong")
+        net.prepare(memory)
+        assert net.used() == ["wrong"] and not net.tried
+
+
+def test_more_is_tried_in_trouble_and_stacked(monkeypatch):
+    """Two halves of the truth: each component is told by one model; the stack has both, and a mean error below each."""
+
+    class Half(nn.Module):
+        def __init__(self, k):
+            super().__init__()
+            self.k = k
+
+        def prepare(self, memory, generator=None):
+            pass
+
+        def condition(self, memory):
+            filter, mean = LearnedKalman().condition(memory), MeanModel().condition(memory)
+            weights = torch.zeros(2, 2, dtype=F64)
+            weights[0, self.k] = weights[1, 1 - self.k] = 1
+            return StackedFilter({"own": filter, "mean": mean}, weights, torch.eye(2, dtype=F64).expand(2, 2, 2))
+
+    monkeypatch.setattr(best_of, "PLAIN", {"mean": lambda seed: MeanModel()})
+    monkeypatch.setattr(best_of, "MORE", {"first": lambda seed: Half(0), "second": lambda seed: Half(1)})
+    net = BestOf(MeanModel(), name="main")
+    monkeypatch.setattr(best_of, "TRUSTED", 2.0)  # whatever its regions hold
+    net.prepare([recording(800)])
+    assert set(net.used()) == {"first", "second"}
+    best = {row.model: row.nmse for row in net.tried}
+    assert best["stack"] < min(best["first"], best["second"])
+
+
+# words
+
+
+def test_remarks_name_what_the_data_forbid():
+    g = generator()
+    train, states = torch.randn(500, 3, generator=g, dtype=F64), torch.randn(200, 3, generator=g, dtype=F64)
+    states[:100, 1] += 10  # leaves the training region
+    estimates = states + torch.tensor([0.1, 0.1, 5.0], dtype=F64)  # the third rules the error
+    found = {"kbf": torch.tensor([0.5, 0.1, 1.2]), "kalman": torch.tensor([0.3, 0.1, 0.99])}
+    told = " | ".join(remarks(["place", "speed", "mood"], found, train, states, estimates))
+    assert "no estimator tells mood better than a constant" in told
+    assert "leave the training region, in which speed is from" in told and "in which place" not in told
+    assert "% of test.mse is the error of mood" in told
+    assert "kalman has a smaller error on this test part than kbf: model=kalman" in told
+    fine = {"kbf": torch.full((3,), 0.1), "kalman": torch.full((3,), 0.2)}
+    assert remarks(["a", "b", "c"], fine, train, train[:100], train[:100] + 0.1) == []

@@ -1,0 +1,116 @@
+"""Per-observation regression, against refitting without each point and plain NumPy ridge regression."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kbf.filters.base import Filter, FilterModel, rollout
+from kbf.filters.regression import FrameRegression, leave_one_out
+from kbf.sequence import Sequence
+
+F64 = torch.float64
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def gram(x: np.ndarray, y: np.ndarray, bandwidth: float) -> np.ndarray:
+    return np.exp(-((x[:, None] - y[None]) ** 2).sum(-1) / (2 * bandwidth**2))
+
+
+def median(x: np.ndarray) -> float:
+    """As torch counts: the lower of the two middle ones."""
+    distances = [np.linalg.norm(x[i] - x[j]) for i in range(len(x)) for j in range(i)]
+    return float(np.sort(distances)[(len(distances) - 1) // 2])
+
+
+def refit_score(x: np.ndarray, z: np.ndarray, bandwidth: float, reg: float) -> float:
+    """Mean squared error at each point of a ridge regression on all others, ridge n reg with n of *all* points."""
+    n, errors = len(x), []
+    for i in range(n):
+        rest = np.arange(n) != i
+        alpha = np.linalg.solve(gram(x[rest], x[rest], bandwidth) + n * reg * np.eye(n - 1), z[rest])
+        errors.append(((gram(x[i : i + 1], x[rest], bandwidth) @ alpha - z[i]) ** 2).sum())
+    return float(np.mean(errors))
+
+
+def data(n: int = 25, noise: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
+    x = randn(n, 3)
+    z = torch.stack([torch.sin(2 * x[:, 0]), x[:, 1] * x[:, 2]], -1) + noise * randn(n, 2, seed=1) + 5
+    return x, z
+
+
+def test_leave_one_out_is_refitting():
+    x, z = data()
+    regs = torch.tensor([1e-4, 1e-2, 1.0], dtype=F64)
+    ours = leave_one_out(torch.as_tensor(gram(x.numpy(), x.numpy(), 1.3)), z, regs)
+    naive = [refit_score(x.numpy(), z.numpy(), 1.3, float(reg)) for reg in regs]
+    np.testing.assert_allclose(ours.numpy(), naive, rtol=1e-9)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_prepare_takes_the_best_of_the_grid(noise):
+    x, z = data(noise=noise)
+    factors, regs = (0.3, 1.0, 3.0), (1e-6, 1e-3, 1e-1)
+    model = FrameRegression(factors=factors, regs=regs)
+    model.prepare([Sequence(z[:10], x[:10]), Sequence(z[10:], x[10:])], None)
+    centred = (z - z.mean(0)).numpy()
+    scores = {(f, r): refit_score(x.numpy(), centred, f * median(x.numpy()), r) for f in factors for r in regs}
+    assert (float(model.factor), float(model.reg)) == min(scores, key=lambda k: scores[k])
+
+
+def test_estimate_is_ridge_regression_of_the_observed_part():
+    x, z = data()
+    mask = torch.rand(25, generator=torch.Generator().manual_seed(0)) < 0.7
+    broken = torch.where(mask[:, None], x, float("nan"))
+    model = FrameRegression()
+    model.factor.fill_(0.8)
+    model.reg.fill_(0.01)
+    filter = model.condition(Sequence(z, broken, mask))
+    assert isinstance(model, FilterModel) and isinstance(filter, Filter)
+    seen, mean, n = x[mask].numpy(), z.mean(0).numpy(), int(mask.sum())
+    bandwidth = 0.8 * median(seen)
+    alpha = np.linalg.solve(gram(seen, seen, bandwidth) + n * 0.01 * np.eye(n), z[mask].numpy() - mean)
+    queries = randn(2, 6, 3, seed=5)
+    present = torch.rand(2, 6, generator=torch.Generator().manual_seed(1)) < 0.5
+    ours = rollout(filter, queries, mask=present).estimates
+    naive = mean + (gram(queries.reshape(12, 3).numpy(), seen, bandwidth) @ alpha).reshape(2, 6, 2)
+    naive = np.where(present[..., None].numpy(), naive, mean)  # nothing observed: the mean
+    np.testing.assert_allclose(ours.numpy(), naive, rtol=1e-9, atol=1e-9)
+    far = filter.update(filter.init(1), torch.full((1, 3), 1e3, dtype=F64))
+    torch.testing.assert_close(filter.estimate(far)[0], z.mean(0))
+
+
+def test_images_are_flattened_and_float32_is_close():
+    x, z = randn(30, 2, 3, 4), randn(30, 2, seed=1)
+    model = FrameRegression("laplace")
+    model.prepare([Sequence(z, x)])
+    image = rollout(model.condition(Sequence(z, x)), x[None]).estimates
+    flat = rollout(model.condition(Sequence(z, x.flatten(1))), x.flatten(1)[None]).estimates
+    torch.testing.assert_close(image, flat)
+    single = rollout(model.condition(Sequence(z.float(), x.float())), x.float()[None]).estimates
+    assert single.dtype == torch.float32
+    torch.testing.assert_close(single.double(), image, rtol=1e-3, atol=1e-3)
+
+
+def test_state_dict_keeps_the_choice():
+    x, z = data()
+    model, fresh = FrameRegression(), FrameRegression()
+    model.prepare([Sequence(z, x)])
+    assert float(model.reg) != 1e-3 or float(model.factor) != 1
+    fresh.load_state_dict(model.state_dict())
+    a, b = (rollout(m.condition(Sequence(z, x)), x[None]).estimates for m in (model, fresh))
+    assert torch.equal(a, b)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="unknown kernel 'linear'"):
+        FrameRegression("linear")
+    with pytest.raises(ValueError, match="memory"):
+        FrameRegression().condition(None)
+    x, z = data()
+    with pytest.raises(ValueError, match="two points"):
+        FrameRegression().condition(Sequence(z, x, torch.arange(25) < 1))

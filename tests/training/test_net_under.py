@@ -1,0 +1,64 @@
+"""A model with a net under it through training, calibration and checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kbf.config import configure
+from kbf.data.dataset import load_data
+from kbf.filters import best_of
+from kbf.filters.base import rollout
+from kbf.filters.kernel.monte_carlo import KernelMonteCarlo
+from kbf.training.checkpoint import load_filter
+from kbf.training.filter_stage import FilterTraining
+from kbf.training.held_out_calibration import learn_and_keep, never_learned_from
+from kbf.training.train import train
+
+
+def trained(tmp_path, *words):
+    config = configure("train", ["data=oscillatory", "n_train=120", "+model.net_under=true", "logger=none", *words])
+    data = load_data(config["data"])
+    return data, train(config, data.train, tmp_path)
+
+
+def test_what_was_chosen_is_in_the_checkpoint(tmp_path, monkeypatch):
+    """The mean is no filter: the Kalman filter takes its place, and comes back from the file with its calibration."""
+    monkeypatch.setattr(best_of, "MORE", {})
+    data, made = trained(tmp_path, "model=mean")
+    assert made is not None and made.module.net.used() == ["kalman"]
+    made = learn_and_keep(made, tmp_path)
+    loaded = load_filter(tmp_path / "best.ckpt")
+    assert loaded.module.net.used() == ["kalman"] and loaded.calibration is not None
+    obs = data.test[0].obs[None]
+    torch.testing.assert_close(rollout(loaded.filter, obs).estimates, rollout(made.filter, obs).estimates)
+
+
+def test_a_stack_comes_back_from_its_checkpoint(tmp_path, monkeypatch):
+    """Also one whose members draw, with what they have chosen: the same random numbers give the same estimates."""
+    small = KernelMonteCarlo(particles=40, regs=(0.0,), inflations=(1.0, 2.0), law="gaussian")
+    monkeypatch.setattr(best_of, "MORE", {"kernel_monte_carlo": lambda seed: small})
+    monkeypatch.setattr(best_of, "TRUSTED", 2.0)
+    monkeypatch.setattr(best_of, "ENOUGH", 100)
+    monkeypatch.setattr(best_of, "surely", lambda gains, errors: errors == 1.0)  # always the stack
+    data, made = trained(tmp_path, "model=kalman")
+    assert made is not None and set(made.module.net.used()) >= {"kernel_monte_carlo"}
+    loaded, obs = load_filter(tmp_path / "best.ckpt"), data.test[0].obs[None]
+    own, again = (rollout(f, obs, generator=torch.Generator().manual_seed(3)).estimates for f in (made.filter, loaded.filter))
+    torch.testing.assert_close(again, own)
+
+
+def test_a_model_that_learns_by_gradient_has_no_net_under_it(tmp_path):
+    with pytest.raises(ValueError, match="net_under is for models without training"):
+        trained(tmp_path, "model=gru")
+
+
+def test_a_net_without_a_memory_is_calibrated_on_what_its_training_held_out():
+    """No fold can be taken out of it: of all steps it has learned from it would be too sure."""
+    config = configure("train", ["data=oscillatory", "n_train=200", "model=gru", "logger=none"])
+    module = FilterTraining(config, load_data(config["data"]).train)
+    ((net, held),) = never_learned_from(module)
+    assert net is module.net and module.how is not None
+    assert sum(len(s.states) for s in held) == round(200 * module.how.validation)
+    last = module.memory.sequences()[-1].states[-1]
+    assert torch.equal(held[-1].states[-1], last)
