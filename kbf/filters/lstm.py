@@ -15,6 +15,9 @@ from kbf.filters.base import ENCODE_IMAGES
 from kbf.runtime.notebook import ShownModule
 from kbf.sequence import Sequence, as_sequences
 
+LARGEST = 1e15
+"""Most that an encoder is given, in standard units or those of an image."""
+
 
 class RecurrentState(NamedTuple):
     """State of an `LSTMFilter`.
@@ -158,8 +161,12 @@ class LSTMFilter(ShownModule):
         return self
 
     def encode(self, obs: Shaped[Tensor, "b *x"]) -> Float[Tensor, "b k"]:
-        """The input of the cell for observations ``b *x``: encoded, with the flag 1 behind."""
-        e = self.encoder(obs if self.raw else (obs - self.x_mean) / self.x_scale)
+        """The input of the cell for observations ``b *x``: encoded, with the flag 1 behind.
+
+        What is beyond `LARGEST` saturates all the same; so large sums would overflow, and how depends on their order.
+        """
+        x = obs if self.raw else (obs - self.x_mean) / self.x_scale
+        e = self.encoder(x.clamp(-LARGEST, LARGEST) + 0 * x if x.is_floating_point() else x)  # 0 * inf is NaN: an impossible one
         return torch.cat([e, e.new_ones(len(e), 1)], -1)
 
     def recurrence(self) -> tuple[Float[Tensor, "four_k k"], Float[Tensor, " four_k"]]:

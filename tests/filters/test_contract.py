@@ -86,6 +86,8 @@ class Sensors(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(Q, self.features)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
 
 
 def lstm(**changes: Any) -> Kind:

@@ -110,9 +110,13 @@ def choose_law(u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, map: RidgeMa
     """
     some = evenly(len(u), MOST, u.device)
     u, y = u[some].double(), y[some].double()
+    varies = (y != y[:1]).any(0)
+    if bool(varies.any()) and not bool(varies.all()):  # constant columns say nothing: the law of the others, fitted to all
+        choice = choose_law(u, y[:, varies])
+        return choice._replace(law=fit_law(choice.name, u, y))
     map = fit_ridge_map(u, y) if map is None or len(some) < len(u) else map
-    step, y_spread = lattice(y), with_noise_where_constant(y)
-    gaussian = candidate("gaussian", u, y_spread, map)
+    step = lattice(y)
+    gaussian = candidate("gaussian", u, y, map)
     if step is not None:  # a density over a cell of the lattice, at most 1
         gaussian = gaussian._replace(held_out=(gaussian.held_out + step.log().sum()).clamp_max(0))
     found, left_out = {"gaussian": gaussian}, {}
@@ -129,7 +133,7 @@ def choose_law(u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, map: RidgeMa
             left_out[name] = f"more than {WIDEST} components"
             continue
         try:
-            found[name] = candidate(name, u, y_spread, map, step)
+            found[name] = candidate(name, u, y, map, step)
         except (ValueError, RuntimeError) as error:  # a law that cannot be fitted is no candidate
             left_out[name] = " ".join(str(error).split())[:80]
     name = chain(found)

@@ -193,7 +193,8 @@ def expectation_maximisation(
     (n, q), K = y.shape, shares.shape[1] - (background is not None)
     shrink = torch.full_like(phi[0], ridge)
     shrink[-1] = 1e-8
-    least = 1e-6 * y.var(0).mean() * torch.eye(q).to(y)
+    spread = y.var(0)
+    least = 1e-6 * spread.clamp_min(1e-9 * spread.mean()).diag()  # each column in its own units: one may be all but constant
     outside = None if background is None else background.log_density(y)[:, None]
     weight, last, score = torch.ones(n, K).to(y), -math.inf, -math.inf
     A, M, roots, log_shares = [], [], [], shares.mean(0).log()
