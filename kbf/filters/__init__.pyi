@@ -4,6 +4,7 @@ from kbf.filters import (
     best_of as best_of,
     catalogue as catalogue,
     ekf as ekf,
+    end_to_end as end_to_end,
     gaussian as gaussian,
     gru as gru,
     kalman_fitted as kalman_fitted,

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from kbf.filters.base import ENCODE_IMAGES
+from kbf.filters.end_to_end import check_memory, multi_layer, store_units
 from kbf.runtime.notebook import ShownModule
 from kbf.sequence import Sequence, as_sequences
 
@@ -134,27 +134,16 @@ class LSTMFilter(ShownModule):
         Raises:
             ValueError: states, observations or controls of another size than the net was built for, or no observation at all.
         """
-        sequences = as_sequences(memory)
-        z = torch.cat([s.states for s in sequences])
-        x = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences])
-        if z.shape[1:] != self.z_mean.shape or x.shape[1:] != self.shape or len(x) == 0:
-            raise ValueError(
-                f"the net is built for states {tuple(self.z_mean.shape)} and observations {self.shape}, "
-                f"the memory holds {tuple(z.shape[1:])} and {len(x)} observations {tuple(x.shape[1:])}"
-                + (f"; {ENCODE_IMAGES}" if x.ndim > 2 and len(self.shape) == 1 else "")
-            )
-        width = 0 if sequences[0].controls is None else sequences[0].controls.shape[1]
+        z, x = check_memory(memory, self.z_mean.shape, self.shape)
+        controls = [s.controls for s in as_sequences(memory) if s.controls is not None]
+        width = controls[0].shape[1] if controls else 0
         if width != self.controlled:
             raise ValueError(f"the net is built for {self.controlled} controls (model.net.controls), the memory holds {width}")
-        of_states, of_obs = (self.z_mean, self.z_scale, z), (self.x_mean, self.x_scale, x)
-        standard = [of_states] if self.raw else [of_states, of_obs]
+        store_units(self.z_mean, self.z_scale, z)
+        if not self.raw:
+            store_units(self.x_mean, self.x_scale, x)
         if width:
-            standard.append((self.u_mean, self.u_scale, torch.cat([s.controls for s in sequences if s.controls is not None])))
-        for mean, scale, values in standard:
-            variance = values.var(0, correction=0)
-            spread = (variance if variance.ndim == 1 else variance.mean()).sqrt()
-            mean.copy_(values.mean(0))
-            scale.copy_(torch.where(spread > 0, spread, 1))
+            store_units(self.u_mean, self.u_scale, torch.cat(controls))
 
     def condition(self, memory: Sequence | list[Sequence] | None = None) -> LSTMFilter:
         """The net itself: it needs no memory."""
@@ -255,14 +244,6 @@ class LSTMFilter(ShownModule):
     ) -> Float[Tensor, "b T d"]:
         """``forward`` on windows; there is no memory, and an encoder changes images by itself (`kbf.images.augment.Augment`)."""
         return self(windows.obs, windows.mask, windows.controls)
-
-
-def multi_layer(q: int, sizes: Sizes[int]) -> nn.Sequential:
-    """Flatten, then linear layers of the given widths with ReLU between them."""
-    layers: list[nn.Module] = [nn.Flatten(1)]
-    for k, (a, b) in enumerate(zip([q, *sizes[:-1]], sizes, strict=True)):
-        layers += [nn.ReLU(), nn.Linear(a, b)] if k else [nn.Linear(a, b)]
-    return nn.Sequential(*layers)
 
 
 def uniform_start(layer: nn.Module, generator: Generator | None) -> None:

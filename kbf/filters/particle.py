@@ -186,23 +186,27 @@ def in_type_of(model: StateSpace, states: Float[Tensor, "n d"]) -> StateSpace:
     return model._replace(Q=model.Q.to(states), R=model.R.to(states)) if isinstance(model, StateSpaceModel) else model
 
 
-class ParticleFilter(ShownModule):
-    """The bootstrap filter that knows the true model; with 20,000 particles, the floor: the error that no filter can beat.
-
-    No parameters, no buffers: the model is given, and the first particles are training states.
-    """
+class ParticleRecipe(ShownModule):
+    """What recipes of particle filters with true dynamics share: no parameters, no buffers; ``condition`` makes the filter."""
 
     model: StateSpace
     particles: int
     threshold: float
 
     def __init__(self, model: StateSpace, particles: int = 4000, threshold: float = 0.5) -> None:
-        """Arguments as in `BootstrapFilter`."""
+        """``model``: the true one. The others as in `BootstrapFilter`."""
         super().__init__()
         self.model, self.particles, self.threshold = model, particles, threshold
 
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
-        """Nothing to choose."""
+        """Nothing to choose beforehand."""
+
+
+class ParticleFilter(ParticleRecipe):
+    """The bootstrap filter that knows the true model; with 20,000 particles, the floor: the error that no filter can beat.
+
+    The first particles are training states.
+    """
 
     def condition(self, memory: Sequence | list[Sequence] | None) -> BootstrapFilter:
         """The filter started from the training states, in their dtype and on their device.

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from kbf.filters.base import check_vectors
 from kbf.filters.laws.chosen import ChosenLaws
 from kbf.filters.learned_model import learn_model
-from kbf.filters.particle import BootstrapFilter, in_type_of
+from kbf.filters.particle import BootstrapFilter, ParticleRecipe, in_type_of
 from kbf.filters.ridge_map import RidgeMap, fit_ridge_map
 from kbf.runtime.notebook import ShownModule
 from kbf.sequence import Sequence, as_float, as_sequences, observed_pairs
@@ -75,24 +75,12 @@ class ObservationModel(NamedTuple):
         return self.observation.log_density(x, z)
 
 
-class ObservationParticleFilter(ShownModule):
+class ObservationParticleFilter(ParticleRecipe):
     """Bootstrap particle filter with the *true* dynamics and a learned observation density p(x | z).
 
     x = m(z) + e in flat space, x = m(z) turned by e on the circle, e ~ N(0, scale(z) S): kernel ridge regression of the
     memory's observations (for images: their codes) on its states, with its own predictive variance (`RidgeMap`).
     """
-
-    model: StateSpace
-    particles: int
-    threshold: float
-
-    def __init__(self, model: StateSpace, particles: int = 4000, threshold: float = 0.5) -> None:
-        """``model``: the true one, whose ``move`` is used. The others as in `kbf.filters.particle.BootstrapFilter`."""
-        super().__init__()
-        self.model, self.particles, self.threshold = model, particles, threshold
-
-    def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
-        """Nothing to choose beforehand: `condition` fits the map."""
 
     def condition(self, memory: Sequence | list[Sequence] | None) -> BootstrapFilter:
         """Fit the map and start from the training states.
@@ -149,7 +137,7 @@ class PixelModel(NamedTuple):
         return (-0.5 * square / scale - 0.5 * len(self.image.noise) * scale.log()).to(z)
 
 
-class PixelParticleFilter(ShownModule):
+class PixelParticleFilter(ParticleRecipe):
     """Bootstrap particle filter with the *true* dynamics and a likelihood of raw pixels: what is lost without an encoder.
 
     p(x | z) is a product over all pixels of Gaussians around a learned image m(z): kernel ridge regression of the pixels on the
@@ -165,9 +153,6 @@ class PixelParticleFilter(ShownModule):
     References: Xu et al. (2022), section 6.3.
     """
 
-    model: StateSpace
-    particles: int
-    threshold: float
     predictive: bool
     rank: int
 
@@ -182,12 +167,8 @@ class PixelParticleFilter(ShownModule):
             predictive: use the predictive variance of the regression, not the residual variance alone.
             rank: most features of m.
         """
-        super().__init__()
-        self.model, self.particles, self.threshold = model, particles, threshold
+        super().__init__(model, particles, threshold)
         self.predictive, self.rank = predictive, rank
-
-    def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
-        """Nothing to choose beforehand: `condition` fits the images."""
 
     def condition(self, memory: Sequence | list[Sequence] | None) -> BootstrapFilter:
         """Fit m, choosing bandwidth and ridge by the leave-one-out log loss, and start from the training states.

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from kbf.filters.catalogue import WITH_SMOOTHER
 from kbf.sequence import Sequence
 
-S = TypeVar("S", bound="tuple[Any, ...]")  # a NamedTuple; beartype refuses NamedTuple itself as a hint
+S = TypeVar("S", bound=tuple[Any, ...])  # a NamedTuple; beartype refuses NamedTuple itself as a hint
 
 Backward = Callable[..., Any]
 """One step back in time, (`FilterStep` at t, smoothed state at t + 1, *, control=None, generator=None) -> smoothed state at t. The

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from kbf.filters.backprop_kf import LEAST_VARIANCE, BackpropKF
+from kbf.filters.backprop_kf import BackpropKF
 from kbf.filters.base import rollout
+from kbf.filters.end_to_end import LEAST_VARIANCE, inverse_positive
 from kbf.filters.gaussian import GaussianState, KalmanFilter, LinearModel
-from kbf.filters.rkn import inverse_positive
 from kbf.sequence import Sequence
 
 F64 = torch.float64

@@ -10,13 +10,12 @@ from scipy import stats
 from torch import Tensor
 
 from kbf.filters.base import rollout
+from kbf.filters.end_to_end import inverse_positive, positive
 from kbf.filters.gaussian import kalman_update
 from kbf.filters.rkn import (
     FactorisedCovariance,
     RKNFilter,
     RKNState,
-    inverse_positive,
-    positive,
     predict_factorised,
     update_factorised,
 )

@@ -1,0 +1,185 @@
+"""What filters share that are trained end to end: codes with variances, units of the data, the likelihood of the true states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Sizes
+from typing import Generic, cast
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+
+from kbf.filters.base import ENCODE_IMAGES, S, where
+from kbf.sequence import Sequence, as_sequences
+
+LEAST_VARIANCE = 1e-4
+"""Of a code or a read-out, in standard units: a likelihood has no bound where a variance may vanish."""
+
+
+class EndToEndFilter(nn.Module, Generic[S]):
+    """An encoder with two heads, w(x) and its variances r(x), under a filter that a subclass defines.
+
+    A subclass has ``encode``, ``init``, ``predict``, ``take_in`` (w and r into a state), ``mean`` and ``spread``; all are learned
+    together, on the Gaussian log likelihood of the true states, through all steps of a window (`loss`).
+    """
+
+    z_mean: Tensor
+    z_scale: Tensor
+    x_mean: Tensor
+    x_scale: Tensor
+
+    def __init__(self, d: int, q: int | tuple[int, ...], codes: int, encoder: nn.Module | None = None) -> None:
+        """An untrained net.
+
+        Args:
+            d: components of the state. q: components of an observation, or its shape.
+            codes: m, components of w and r.
+            encoder: ``b *x`` -> ``b p`` with an attribute ``features`` = p, as those of `kbf.images.encoders`; it takes images as
+                they are. None: an MLP over standardised observations.
+        """
+        super().__init__()
+        self.shape: tuple[int, ...] = (q,) if isinstance(q, int) else tuple(q)
+        self.raw: bool = encoder is not None
+        self.encoder: nn.Module = multi_layer(math.prod(self.shape), (64, 64)) if encoder is None else encoder
+        features = 64 if encoder is None else int(encoder.features)  # pyright: ignore[reportArgumentType]
+        self.code: nn.Linear = nn.Linear(features, codes)
+        self.code_variance: nn.Linear = nn.Linear(features, codes)
+        for name, size, value in (("z_mean", (d,), 0), ("z_scale", (d,), 1), ("x_mean", self.shape, 0), ("x_scale", self.shape, 1)):
+            self.register_buffer(name, torch.full(size, float(value)))
+
+    def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
+        """Store mean and standard deviation of the training part's states and, without an encoder of images, of observations.
+
+        Raises:
+            ValueError: states or observations of another size than the net was built for, or no observation at all.
+        """
+        z, x = check_memory(memory, self.z_mean.shape, self.shape)
+        store_units(self.z_mean, self.z_scale, z)
+        if not self.raw:
+            store_units(self.x_mean, self.x_scale, x)
+
+    def condition(self, memory: Sequence | list[Sequence] | None = None) -> EndToEndFilter[S]:
+        """The net itself: it needs no memory."""
+        return self
+
+    def heads(self, obs: Shaped[Tensor, "b *x"]) -> tuple[Float[Tensor, "b m"], Float[Tensor, "b m"]]:
+        """w and r > 0 of observations."""
+        e = functional.relu(self.encoder(obs if self.raw else (obs - self.x_mean) / self.x_scale))
+        return self.code(e), positive(self.code_variance(e))
+
+    def encode(self, obs: Shaped[Tensor, "b *x"]) -> tuple[Float[Tensor, "b m"], Float[Tensor, "b m"]]:
+        """Codes and their variances, as the update takes them."""
+        raise NotImplementedError
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> S:
+        """A state for each of a batch."""
+        raise NotImplementedError
+
+    def predict(self, state: S, *, generator: Generator | None = None) -> S:
+        """Move on by a step."""
+        raise NotImplementedError
+
+    def take_in(self, state: S, w: Float[Tensor, "b m"], r: Float[Tensor, "b m"]) -> S:
+        """The update with a code and its variances."""
+        raise NotImplementedError
+
+    def mean(self, state: S) -> Float[Tensor, "*b d"]:
+        """What the state says of z, in standard units."""
+        raise NotImplementedError
+
+    def spread(self, state: S) -> Float[Tensor, "*b d d"]:
+        """Its covariance, in standard units."""
+        raise NotImplementedError
+
+    def update(self, state: S, obs: Shaped[Tensor, "b *x"]) -> S:
+        """Take in an observation ``b *x``."""
+        return self.take_in(state, *self.encode(obs))
+
+    def estimate(self, state: S) -> Float[Tensor, "b d"]:
+        """The mean, ``b d``, in the units of the data."""
+        return self.z_mean + self.z_scale * self.mean(state)
+
+    def covariance(self, state: S) -> Float[Tensor, "b d d"]:
+        """``b d d``, in the units of the data."""
+        return self.z_scale[:, None] * self.spread(state) * self.z_scale
+
+    def loss(
+        self,
+        states: Float[Tensor, "b T d"],
+        obs: Shaped[Tensor, "b T *x"],
+        mask: Bool[Tensor, "b T"] | None = None,
+        controls: Tensor | None = None,
+        *,
+        burn_in: int = 0,
+    ) -> Float[Tensor, ""]:
+        """-log N(z; mean, covariance) of the true states, in standard units, averaged over steps; all images are encoded at once.
+
+        Raises:
+            ValueError: recordings with controls.
+        """
+        if controls is not None:
+            raise ValueError(f"{type(self).__name__} takes no controls")
+        w, r = (part.unflatten(0, obs.shape[:2]) for part in self.encode(obs.flatten(0, 1)))
+        state, seen = self.init(len(obs)), []
+        for t in range(obs.shape[1]):
+            predicted = self.predict(state)
+            state = self.take_in(predicted, w[:, t], r[:, t])
+            state = state if mask is None else where(mask[:, t], state, predicted)
+            seen.append(state)
+        every = cast(S, type(state)(*(torch.stack(leaves, 1) for leaves in zip(*seen[burn_in:], strict=True))))
+        residual = (states[:, burn_in:] - self.z_mean) / self.z_scale - self.mean(every)
+        return gaussian_loss(residual, self.spread(every))
+
+
+def check_memory(memory: list[Sequence], d: torch.Size, q: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """All states and observations of the recordings a net is trained on.
+
+    Raises:
+        ValueError: of another size than d and q, or no observation at all.
+    """
+    sequences = as_sequences(memory)
+    z = torch.cat([s.states for s in sequences])
+    x = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences])
+    if z.shape[1:] != d or x.shape[1:] != q or len(x) == 0:
+        raise ValueError(
+            f"the net is built for states {tuple(d)} and observations {q}, "
+            f"the memory holds {tuple(z.shape[1:])} and {len(x)} observations {tuple(x.shape[1:])}"
+            + (f"; {ENCODE_IMAGES}" if x.ndim > 2 and len(q) == 1 else "")
+        )
+    return z, x
+
+
+def store_units(mean: Tensor, scale: Tensor, values: Shaped[Tensor, "n *x"]) -> None:
+    """Mean and standard deviation into two buffers; pixels of an image share one scale, constant components have the scale 1."""
+    variance = values.var(0, correction=0)
+    spread = (variance if variance.ndim == 1 else variance.mean()).sqrt()
+    mean.copy_(values.mean(0))
+    scale.copy_(torch.where(spread > 0, spread, 1))
+
+
+def multi_layer(q: int, sizes: Sizes[int]) -> nn.Sequential:
+    """Flatten, then linear layers of the given widths with ReLU between them."""
+    layers: list[nn.Module] = [nn.Flatten(1)]
+    for k, (a, b) in enumerate(zip([q, *sizes[:-1]], sizes, strict=True)):
+        layers += [nn.ReLU(), nn.Linear(a, b)] if k else [nn.Linear(a, b)]
+    return nn.Sequential(*layers)
+
+
+def gaussian_loss(residual: Float[Tensor, "*b d"], covariance: Float[Tensor, "*b d d"]) -> Float[Tensor, ""]:
+    """The mean of -log N(residual; 0, covariance)."""
+    L = torch.linalg.cholesky(covariance)
+    white = torch.linalg.solve_triangular(L, residual[..., None], upper=False)[..., 0]
+    log_volume = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return (0.5 * white.square().sum(-1) + log_volume + 0.5 * residual.shape[-1] * math.log(2 * math.pi)).mean()
+
+
+def positive(x: Tensor) -> Tensor:
+    """elu(x) + 1: positive, and linear above 0."""
+    return functional.elu(x) + 1
+
+
+def inverse_positive(y: float) -> float:
+    """The x with elu(x) + 1 = y."""
+    return math.log(y) if y < 1 else y - 1
