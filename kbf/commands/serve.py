@@ -206,7 +206,7 @@ class Application:
         """``hosts``: the names, without a port, that a request may call this machine by."""
         self.step, self.hosts = step, {name.lower() for name in hosts}
         self.lock, self.began = Lock(), time.monotonic()
-        self.counts: dict[str, int] = {"steps": 0, "refused": 0}
+        self.counts: dict[str, int] = {"steps": 0, "passed_over": 0, "refused": 0}
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Answer one request in JSON."""
@@ -240,6 +240,8 @@ class Application:
             raise Refused(415, "the Content-Type must be application/json")
         found = self.step(parsed(environ["wsgi.input"].read()))
         self.count("steps")
+        if found.get("passed_over"):  # programs of before do not tell
+            self.count("passed_over")
         return found
 
     def count(self, what: str) -> None:

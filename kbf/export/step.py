@@ -1,8 +1,8 @@
 """One step of a filter as a program for other machines: torch.export, TorchScript or ONNX; no kbf is needed to run it.
 
 The program is a function of one sequence, (leaves of the state, observation, seen[, control]) -> (leaves of the next state,
-estimate[, covariance]): it moves, and where ``seen`` is true observes. It is read back from its file and compared with the filter
-before the file takes its place.
+estimate[, covariance], passed over): it moves, and where ``seen`` is true observes; what is impossible it passes over, and says so.
+It is read back from its file and compared with the filter before the file takes its place.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -71,11 +72,13 @@ class ExportedStep(nn.Module):
         n = len(self.fields)
         state, (obs, seen, *control) = self.kind(*inputs[:n]), inputs[n:]
         predicted = move(self.filter, state, control=control[0] if control else None)
-        state, _ = observe(self.filter, predicted, obs, seen)
+        state, passed_over = observe(self.filter, predicted, obs, seen)
+        assert passed_over is not None  # it is None only where nothing is masked
         C = covariance_of(self.filter, state)
         if C is None:
-            return (*state, self.filter.estimate(state))
-        return (*state, self.filter.estimate(state), C if self.calibration is None else self.calibration.covariance(C))
+            return (*state, self.filter.estimate(state), passed_over)
+        C = C if self.calibration is None else self.calibration.covariance(C)
+        return (*state, self.filter.estimate(state), C, passed_over)
 
     def inputs(self, obs: Shaped[Tensor, "1 *x"]) -> dict[str, Tensor]:
         """The start, by the names of the inputs."""
@@ -85,7 +88,7 @@ class ExportedStep(nn.Module):
 
     def outputs(self) -> list[str]:
         """Their names."""
-        return [f"next_{name}" for name in self.fields] + ["estimate"] + (["covariance"] if self.spread else [])
+        return [f"next_{name}" for name in self.fields] + ["estimate"] + (["covariance"] if self.spread else []) + ["passed_over"]
 
 
 class Exported(NamedTuple):
@@ -261,7 +264,9 @@ def compare(
         given = (obs[t : t + 1], torch.tensor([t % 7 != 5]), *(() if controls is None else (controls[t : t + 1],)))
         a, b = step(*ours, *given), run(*theirs, *given)
         ours, theirs = tuple(a[:n]), tuple(b[:n])
-        for k, (x, y) in enumerate(zip(a[n:], b[n:], strict=True)):
+        if not torch.equal(a[-1], b[-1]):  # one passes over what the other takes in
+            return math.inf, math.inf
+        for k, (x, y) in enumerate(zip(a[n:-1], b[n:-1], strict=True)):
             apart[k] = max(apart[k], ((x - y).abs() / units[k]).nan_to_num(torch.inf).max().item())
     return apart[0], apart[1]
 

@@ -83,6 +83,17 @@ def test_answers_are_the_filters(application):
         np.testing.assert_allclose(answer["estimate"], filter.estimate(state)[0], rtol=1e-4, atol=1e-5)
 
 
+def test_an_impossible_observation_is_passed_over_and_counted(application):
+    """The program of a Gaussian law finds 1e30 impossible: the state moves on as if nothing had been observed."""
+    _, before = ask(application, {"obs": [0.3, 0.4]})
+    _, wild = ask(application, {"obs": [1e30, -1e30], "state": before["state"]})
+    _, none = ask(application, {"obs": None, "state": before["state"]})
+    assert (before["passed_over"], wild["passed_over"], none["passed_over"]) == (False, True, False)
+    assert wild["state"] == none["state"] and wild["estimate"] == none["estimate"]
+    health = ask(application, b"", "/health", "GET")[1]
+    assert (health["steps"], health["passed_over"], health["refused"]) == (3, 1, 0)
+
+
 GOOD = {"obs": [0.3, 0.4]}
 BAD = {
     "nothing": (b"", 400, "no JSON of numbers"),
@@ -115,7 +126,7 @@ def test_bad_requests_get_one_line_and_spoil_nothing(application, body, status, 
     found, answer = ask(application, body)
     assert found == status and message in answer["error"] and len(answer["error"].splitlines()) == 1
     assert ask(application, GOOD) == before
-    assert application.counts == {"steps": 2, "refused": 1}
+    assert application.counts == {"steps": 2, "passed_over": 0, "refused": 1}
 
 
 def test_a_spoiled_state_is_refused(application):

@@ -103,7 +103,8 @@ def test_program_is_the_filter(name, format, tmp_path):
     assert found.own is None or 1e-8 < found.own < 1e-3, "the filter itself works in float32"
     assert {path.name for path in tmp_path.iterdir()} == {"step", "step.json"}
     about = json.loads((tmp_path / "step.json").read_text())
-    assert about["outputs"][-1]["name"] == ("estimate" if name in ("lstm", "frame") else "covariance")
+    spread = "estimate" if name in ("lstm", "frame") else "covariance"
+    assert [entry["name"] for entry in about["outputs"]][-2:] == [spread, "passed_over"]
     assert [entry["name"] for entry in about["inputs"]][-2:] == ["obs", "seen"]
 
 
@@ -132,7 +133,7 @@ def test_covariances_are_calibrated(tmp_path):
     calibration = Calibration(torch.tensor(2.0, dtype=F64), floor, torch.ones(3, dtype=F64), torch.tensor(3))
     written(filter, tmp_path / "step.pt2", "torch_export", calibration=calibration)
     run = torch.export.load(tmp_path / "step.pt2").module()
-    mean, cov, _, covariance = run(*filter.init(1), torch.zeros(1, 2, dtype=F64), torch.tensor([True]))
+    mean, cov, _, covariance, _ = run(*filter.init(1), torch.zeros(1, 2, dtype=F64), torch.tensor([True]))
     torch.testing.assert_close(covariance, 2 * (cov + floor.diag()))
 
 
