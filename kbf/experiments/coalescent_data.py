@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kbf.data.download import cache_dir
+from kbf.runtime.extras import need
 from kbf.runtime.files import replacing
 
 PRIOR = ((2.0, 10.0), (0.0, 10.0))
@@ -28,10 +29,7 @@ def sample(theta: float, rho: float, seed: int, *, haplotypes: int = HAPLOTYPES)
     Raises:
         ValueError: msprime is not installed.
     """
-    try:
-        import msprime  # an extra, and slow to import
-    except ImportError:
-        raise ValueError('simulating the coalescent needs msprime: pip install "kbf[reproduce]"') from None
+    msprime = need("msprime", "reproduce", "simulating the coalescent")  # slow to import, too
     shared = {"discrete_genome": False, "random_seed": seed}
     tree = msprime.sim_ancestry(haplotypes, ploidy=1, population_size=0.5, sequence_length=1, recombination_rate=rho, **shared)
     mutated = msprime.sim_mutations(tree, rate=theta, **shared)

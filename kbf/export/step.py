@@ -33,6 +33,7 @@ from kbf.filters.particle import ParticleState
 from kbf.filters.stack import StackedFilter
 from kbf.filters.wrapper import FilterWrapper
 from kbf.images.codes import Code, CodedFilter
+from kbf.runtime.extras import need
 from kbf.runtime.files import replacing, write_json
 
 TOLERANCE = 1e-5
@@ -224,11 +225,9 @@ def write_torchscript(program: Any, inputs: dict[str, Tensor], outputs: list[str
 
 def write_onnx(program: Any, inputs: dict[str, Tensor], outputs: list[str], path: Path, known: str) -> Reader:
     """For ONNX Runtime: operator set 20, weights inside the file."""
-    try:
-        import onnxruntime
-        import onnxscript  # noqa: F401  # torch.onnx needs it
-    except ImportError as error:
-        raise ValueError(f'format=onnx needs the package {error.name}: pip install -e ".[export]"') from error
+    for package in ("onnx", "onnxscript"):  # torch.onnx needs them
+        need(package, "export", "format=onnx")
+    onnxruntime = need("onnxruntime", "export", "format=onnx")
     spelt = program.run_decompositions(SPELT_OUT)
     try:
         made = torch.onnx.export(

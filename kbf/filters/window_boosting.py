@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kbf.filters.window_regression import WindowRegression, rows_of, windows_of
+from kbf.runtime.extras import need
 from kbf.sequence import Sequence
 
-MISSING = "window_boosting is fitted by scikit-learn, which is not installed: pip install 'kbf[sklearn]'"
 HELD = 5
 """The last step of so many, in stretches of this share, is held out to learn how large errors are."""
 
@@ -96,10 +96,7 @@ class WindowBoosting(WindowRegression):
 
     def grow(self, windows: Float[Tensor, "n p"], states: Float[Tensor, "n d"]) -> Trees:
         """Fit the trees."""
-        try:
-            from sklearn.ensemble import HistGradientBoostingRegressor
-        except ImportError as error:
-            raise ValueError(MISSING) from error
+        ensemble = need("sklearn.ensemble", "sklearn", "model=window_boosting")
         u, z = windows.double().cpu().numpy(), states.double().cpu().numpy()
         settings: Any = {"max_iter": self.iterations, "random_state": self.seed}
-        return Trees([HistGradientBoostingRegressor(**settings).fit(u, z[:, k]) for k in range(z.shape[1])])
+        return Trees([ensemble.HistGradientBoostingRegressor(**settings).fit(u, z[:, k]) for k in range(z.shape[1])])

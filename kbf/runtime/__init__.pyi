@@ -1,5 +1,6 @@
 from kbf.runtime import (
     distributed as distributed,
+    extras as extras,
     files as files,
     instantiate as instantiate,
     moved as moved,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kbf.data.own.limits import check_bytes, stored_bytes
 from kbf.data.own.pixels import as_images
-from kbf.data.own.recordings import Contents, Layout, Recording, by_sequence, need
+from kbf.data.own.recordings import Contents, Layout, Recording, by_sequence, own_package
 
 USUAL_NAMES = {
     "states": ["states"],
@@ -243,7 +243,7 @@ def opened(path: Path) -> Iterator[tuple[list[str], Get, tuple[str, ...]]]:
                 check_bytes(sum(entry.file_size for entry in file.zip.infolist()), path)
                 yield list(file.files), guarded(path, file.__getitem__), ()
         elif suffix in (".h5", ".hdf5"):
-            h5py = need("h5py", path)
+            h5py = own_package("h5py", path)
             with h5py.File(path, "r") as file:
                 names: list[str] = []
                 file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
@@ -295,7 +295,7 @@ def opened_zarr(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: damaged, or an array that is encoded by pickle, which would run code of the file.
     """
-    zarr = need("zarr", path)
+    zarr = own_package("zarr", path)
     for file in [*path.rglob(".zarray"), *path.rglob("zarr.json")]:
         if "pickle" in file.read_text(encoding="utf-8", errors="replace"):
             raise ValueError(f"{file} holds pickled Python objects, which are not read: save plain arrays of numbers")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kbf.data.own.limits import check_bytes, check_pixels
 from kbf.data.own.pixels import IMAGE_SUFFIXES, as_images, picture, together
-from kbf.data.own.recordings import Contents, Layout, Recording, need
+from kbf.data.own.recordings import Contents, Layout, Recording, own_package
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif")
 
@@ -79,7 +79,7 @@ def frames(path: Path, size: list[int] | None) -> Tensor:
 
 def video(path: Path, size: list[int] | None) -> Iterator[Tensor]:
     """The frames of a video, ``3 H W``."""
-    av = need("av", path)
+    av = own_package("av", path)
     count = 0
     try:
         with av.open(str(path)) as container:

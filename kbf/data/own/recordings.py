@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from kbf.runtime.extras import need
 
 
 class Layout(NamedTuple):
@@ -102,17 +103,13 @@ def plain(value: Any) -> Any:
     return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def need(package: str, path: Path) -> Any:
-    """Import an optional package.
+def own_package(module: str, path: Path) -> Any:
+    """The module that reads a kind of file.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: it is not installed, or does not load.
     """
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        name = package.split(".")[0]
-        raise ValueError(f'{path}: reading this kind of file needs the package {name}: pip install -e ".[own]"') from error
+    return need(module, "own", f"{path}: reading this kind of file")
 
 
 def rows_of(chosen: Tensor, recording: Recording, name: str) -> Recording:

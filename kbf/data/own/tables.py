@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kbf.data.own.cells import number, seconds
-from kbf.data.own.recordings import Contents, Layout, Recording, by_sequence, need
+from kbf.data.own.recordings import Contents, Layout, Recording, by_sequence, own_package
 
 
 class Table(NamedTuple):
@@ -169,7 +169,7 @@ def opened_parquet(path: Path) -> Any:
     Raises:
         ValueError: damaged, or not Parquet.
     """
-    parquet = need("pyarrow.parquet", path)
+    parquet = own_package("pyarrow.parquet", path)
     try:
         return parquet.ParquetFile(path)
     except Exception as error:  # pyarrow's own kinds, and OSError for some damages
@@ -178,7 +178,7 @@ def opened_parquet(path: Path) -> Any:
 
 def read_parquet(path: Path, numbers: list[str], words: list[str], time: str | None) -> Table:
     """Chosen columns of a Parquet file; rows are counted from 1."""
-    arrow = need("pyarrow", path)
+    arrow = own_package("pyarrow", path)
     file = opened_parquet(path)
     try:
         table = file.read(columns=[*numbers, *words, *([time] if time else [])])
@@ -191,7 +191,7 @@ def read_parquet(path: Path, numbers: list[str], words: list[str], time: str | N
         column = table[name]
         if arrow.types.is_timestamp(column.type):
             since = column.cast(arrow.timestamp("us"), safe=False).cast(arrow.int64()).cast(arrow.float64(), safe=False)
-            column = need("pyarrow.compute", path).divide(since, 1e6)
+            column = own_package("pyarrow.compute", path).divide(since, 1e6)
         elif arrow.types.is_boolean(column.type):
             column = column.cast(arrow.int8())
         elif arrow.types.is_decimal(column.type):

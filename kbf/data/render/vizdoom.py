@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from kbf.data.render.rendered import Rendered
+from kbf.runtime.extras import need
 
 DEFAULT_LEVEL = "E1M3"
 """A bright yard with open sky."""
@@ -40,10 +41,7 @@ def describe() -> str:
 
 def load() -> Any:
     """The module vizdoom."""
-    try:
-        return importlib.import_module("vizdoom")
-    except ImportError as error:
-        raise ValueError(f'the renderer "vizdoom" needs ViZDoom ({error}): pip install "kbf[render]"') from error
+    return need("vizdoom", "render", 'the renderer "vizdoom"')
 
 
 def render(

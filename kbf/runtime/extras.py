@@ -1,0 +1,29 @@
+"""Packages that only some commands need: imported where they are used, and named with their extra where they cannot be."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def need(module: str, extra: str, what: str) -> Any:
+    """Import a module of a package that is optional.
+
+    Args:
+        module: its name.
+        extra: of kbf, that installs its package.
+        what: what needs it, to begin the error with.
+
+    Raises:
+        ValueError: the package is not installed, or does not load; one line that says what to do.
+    """
+    package, advice = module.partition(".")[0], f'pip install "kbf[{extra}]"'
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or package).partition(".")[0] == package:
+            raise ValueError(f"{what} needs the package {package}, which is not installed: {advice}") from error
+        reason = f"it lacks {error.name}"
+    except Exception as error:  # a library that it cannot open, another package's version, ...: whatever its first lines raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+    raise ValueError(f"{what} needs the package {package}, which is installed but does not load ({reason}): {advice}")
