@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import io
 import json
@@ -210,13 +211,17 @@ def test_many_clients_at_once_get_their_own_answers(port):
 
 def test_the_command_says_where_it_listens_and_ends_with_the_signal(program):
     words = [sys.executable, "-m", "kbf.cli", "serve", f"program={program}", "port=0"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        address = process.stdout.readline().strip()
-        port = int(address.removeprefix("http://127.0.0.1:").removesuffix("/step"))
-        assert over_http(port, json.dumps(GOOD))[0] == 200
-        process.send_signal(signal.SIGINT)
-        process.wait(20)
+    started = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # in the background it is ignored
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=started) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().strip()
+            port = int(address.removeprefix("http://127.0.0.1:").removesuffix("/step"))
+            assert over_http(port, json.dumps(GOOD))[0] == 200
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(
