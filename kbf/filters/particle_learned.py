@@ -32,8 +32,8 @@ class LearnedParticleFilter(ShownModule):
         self,
         particles: int = 4000,
         threshold: float = 0.5,
-        transition: str | None = "gaussian",
-        observation: str | None = "gaussian",
+        transition: str | None = None,
+        observation: str | None = None,
     ) -> None:
         """The first two as in `kbf.filters.particle.BootstrapFilter`, the others as in `kbf.filters.laws.chosen.ChosenLaws`."""
         super().__init__()
@@ -52,6 +52,7 @@ class LearnedParticleFilter(ShownModule):
         if memory is None:
             raise ValueError("a learned particle filter needs a memory to learn its model from")
         sequences = as_sequences(memory)
+        self.laws.settle(sequences)
         model, states = learn_model(sequences, self.laws.names, self.laws.fitted), torch.cat([s.states for s in sequences])
         return BootstrapFilter(model, states, self.particles, self.threshold)
 

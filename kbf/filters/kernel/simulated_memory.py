@@ -33,7 +33,7 @@ class SimulatedMemoryKBF(ShownModule):
     """Kernel Bayes Filter over a memory that is drawn from a model learned from the recording, as large as one likes.
 
     1. The laws p(z' | z) and p(x | z) are learned: kernel ridge regression with Gaussian residuals, or another law where
-       that is better on what is held out (`kbf.filters.laws.choice`, `prepare`).
+       that is better on what is held out (`kbf.filters.laws.choice`).
     2. A long run of that model is cut down to ``points`` states by k-means; each has a mass, the share of the run that it stands
        for, and ``draws`` observations.
     3. The transition is the learned density's ratio to the memory's, with exact means (`density_transition`), and the update is
@@ -43,7 +43,7 @@ class SimulatedMemoryKBF(ShownModule):
     Where the recordings have controls, the map is (z, u) -> z', the run is under recorded controls, and the transition is made anew
     in each step for its control (`kbf.filters.kernel.controls.ControlledDensity`): many times the time of a step without.
 
-    Nothing needs tuning: with so many points the rule's bandwidth and ridge hardly matter. Without `prepare` the laws are Gaussian.
+    Nothing needs tuning: with so many points the rule's bandwidth and ridge hardly matter.
     """
 
     points: int
@@ -65,8 +65,8 @@ class SimulatedMemoryKBF(ShownModule):
         seed: int = 0,
         dtype: str = "float32",
         kernel: str = "gaussian",
-        transition: str | None = "gaussian",
-        observation: str | None = "gaussian",
+        transition: str | None = None,
+        observation: str | None = None,
     ) -> None:
         """What to draw.
 
@@ -118,6 +118,7 @@ class SimulatedMemoryKBF(ShownModule):
             s._replace(states=s.states.double(), obs=s.obs.double(), controls=None if s.controls is None else s.controls.double())
             for s in as_sequences(memory or [])
         ]
+        self.laws.settle(sequences)
         model = learn_model(sequences, self.laws.names, self.laws.fitted)
         recorded, recorded_obs = torch.cat([s.states for s in sequences]), observed_pairs(sequences)[1]
         generator = torch.Generator(recorded.device).manual_seed(self.seed)

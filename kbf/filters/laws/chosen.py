@@ -19,10 +19,10 @@ SIDES = ("transition", "observation")
 
 
 class ChosenLaws(nn.Module):
-    """Which law moves and observations follow: Gaussian until `choose` has looked at recordings, or as it is told.
+    """Which law moves and observations follow: the best on what is held out (`choose`), or as it is told.
 
     Attributes:
-        chosen: ``2``, positions in `kbf.filters.laws.choice.LAWS`, of moves and of observations.
+        chosen: ``2``, positions in `kbf.filters.laws.choice.LAWS`, of moves and observations; Gaussian where there was no choice.
         scores: ``2 l``, the held-out log score of each law, nats a point. tried: ``2 l``, whether there is one.
         fitted: the chosen laws of the recordings they were chosen for, to be used without another fit.
     """
@@ -31,7 +31,7 @@ class ChosenLaws(nn.Module):
     scores: Tensor
     tried: Tensor
 
-    def __init__(self, transition: str | None = "gaussian", observation: str | None = "gaussian") -> None:
+    def __init__(self, transition: str | None = None, observation: str | None = None) -> None:
         """Names of laws, or None for the best on what is held out.
 
         Raises:
@@ -53,6 +53,11 @@ class ChosenLaws(nn.Module):
         """Of the laws of moves and of observations."""
         moves_law, observation_law = (LAWS[k] for k in self.chosen.tolist())
         return moves_law, observation_law
+
+    def settle(self, memory: Sequence | list[Sequence]) -> None:
+        """`choose`, unless that was done before: a filter made without ``prepare`` has laws that suit its recordings, too."""
+        if None in self.told and not bool(self.tried.any()):
+            self.choose(memory)
 
     @torch.no_grad()
     def choose(self, memory: Sequence | list[Sequence]) -> None:
