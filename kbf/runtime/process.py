@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -34,3 +36,14 @@ def tune_process(threads: int | None = None) -> None:
         mallopt(M_TRIM_THRESHOLD, 2**30)
     if threads is not None:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """A context, or a decorator, in which PyTorch has one thread: thousands of small products wait for each other otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

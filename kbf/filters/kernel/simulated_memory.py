@@ -20,6 +20,7 @@ from kbf.rkhs.features import NystromFeatures
 from kbf.rkhs.kernels import KERNELS, median_distance
 from kbf.rkhs.linalg import evenly
 from kbf.runtime.notebook import ShownModule
+from kbf.runtime.process import one_thread
 from kbf.sequence import Sequence, as_sequences, observed_pairs
 from kbf.ssm import simulate
 
@@ -108,6 +109,7 @@ class SimulatedMemoryKBF(ShownModule):
         return self.laws.hyperparameters()
 
     @torch.no_grad()
+    @one_thread()
     def condition(self, memory: Sequence | list[Sequence] | None) -> KernelBayesFilter:
         """Learn the model, draw the memory, build the operators.
 

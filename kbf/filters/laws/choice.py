@@ -34,6 +34,7 @@ from kbf.filters.laws.parameters import fit_parameters
 from kbf.filters.ridge_map import RidgeMap, fit_ridge_map
 from kbf.rkhs.kernels import gaussian as gaussian_kernel, median_distance
 from kbf.rkhs.linalg import evenly
+from kbf.runtime.process import one_thread
 
 log: logging.Logger = logging.getLogger(__name__)
 FOLDS = 5
@@ -98,6 +99,7 @@ class Known(NamedTuple):
     law: Any
 
 
+@one_thread()
 def choose_law(u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, map: RidgeMap | None = None) -> Choice:
     """Fit every law that suits the outputs, and choose.
 
@@ -244,6 +246,7 @@ def with_noise_where_constant(y: Float[Tensor, "n q"]) -> Float[Tensor, "n q"]:
     return y + torch.where(constant, least * noise, 0)
 
 
+@one_thread()
 def fit_law(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> Law:
     """The law of a name for these points, without a choice: what a filter over other recordings is made from.
 
