@@ -29,6 +29,7 @@ from kbf.training.held_out_calibration import learn
 from kbf.training.train import train
 
 COVERAGE_COLUMNS = tuple(f"coverage_{round(100 * level)}" for level in COVERAGE_LEVELS)
+STATEMENTS = ("log_likelihood", "log_likelihood_se", "energy_score")
 FLOOR = "floor"
 """The name under which the floor of a data set is kept beside the models."""
 
@@ -174,7 +175,7 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
             floor = mean_and_error(known)[0] if len(known) == len(runs) else math.nan
             seconds = mean_and_error([r["seconds"] for r in runs.values()])[0]
             covered = {key: mean_and_error([r.get(f"test.{key}", math.nan) for r in runs.values()])[0] for key in COVERAGE_COLUMNS}
-            scaled = normalised(list(runs.values()))
+            scaled = normalised(list(runs.values())) | statements(list(runs.values()))
             passed = mean_and_error([r.get("test.passed_over") or 0.0 for r in runs.values()])[0]
             source = next((r["renderer"] for r in runs.values() if r.get("renderer")), "")
             rows.append(
@@ -192,8 +193,13 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
                     "passed_over": passed,
                 }
             )
-        pairs = wilcoxon_pairs({model: {s: r["test.mse"] for s, r in runs.items()} for model, runs in by_model.items()})
-        tests += [{"data": name, "n_train": n, **pair} for pair in pairs]
+        likelihoods = {model: {s: -stated(r, "nll") for s, r in runs.items()} for model, runs in by_model.items()}
+        scores = {
+            "mse": {model: {s: r["test.mse"] for s, r in runs.items()} for model, runs in by_model.items()},
+            "log_likelihood": {model: runs for model, runs in likelihoods.items() if not any(map(math.isnan, runs.values()))},
+        }
+        for score, by_seed in scores.items():
+            tests += [{"data": name, "n_train": n, "score": score, **pair} for pair in wilcoxon_pairs(by_seed)]
         if by_model:
             mine = [row for row in rows if row["n_train"] == n]
             shown = f"; images: {mine[0]['renderer']}" if mine[0]["renderer"] else ""
@@ -201,6 +207,7 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
     if not rows:
         return
     empty = [key for key in COVERAGE_COLUMNS if all(row[key] != row[key] for row in rows)]
+    empty += [key for key in STATEMENTS if all(row[key] != row[key] for row in rows)]
     empty += [] if any(row["passed_over"] for row in rows) else ["passed_over"]
     write_csv(directory / "results.csv", [{key: value for key, value in row.items() if key not in empty} for row in rows])
     keys = ("data", "n_train", "seed", "model", "test.mse", "seconds")
@@ -228,6 +235,20 @@ def normalised(runs: list[dict[str, Any]]) -> dict[str, float]:
     return columns
 
 
+def stated(run: dict[str, Any], key: str) -> float:
+    """A score of the filter's covariances: recalibrated where they were, else as they are; NaN for a filter without any."""
+    value = run.get(f"test.{key}", run.get(f"test.{key}_raw"))
+    return math.nan if value is None else float(value)
+
+
+def statements(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """RMSE, and what covariances say: the Gaussian log likelihood of the states, a step, with its error, and the energy score."""
+    rmse, _ = mean_and_error([run["test.mse"] ** 0.5 for run in runs])
+    likelihood, error = mean_and_error([-stated(run, "nll") for run in runs])
+    energy, _ = mean_and_error([stated(run, "energy_score") for run in runs])
+    return {"rmse": rmse, **dict(zip(STATEMENTS, (likelihood, error, energy), strict=True))}
+
+
 def named_shares(keys: list[str]) -> list[str]:
     """Headings of the coverage columns.
 
@@ -249,7 +270,9 @@ def show_table(title: str, rows: list[dict[str, Any]]) -> None:
     covered = [key for key in COVERAGE_COLUMNS if any(row[key] == row[key] for row in rows)]
     without_floor = all(row["floor"] != row["floor"] for row in rows)  # errors in units of the data say little alone
     relative = "NMSE" if without_floor else "excess"
-    for header in ("model", "error", "± s.e.", relative, "± s.e.", "runs", "seconds a run", *named_shares(covered)):
+    likely = any(row["log_likelihood"] == row["log_likelihood"] for row in rows)
+    told = ["log lik."] if likely else []
+    for header in ("model", "error", "± s.e.", relative, "± s.e.", *told, "runs", "seconds a run", *named_shares(covered)):
         table.add_column(header, justify="left" if header == "model" else "right")
     order = "nmse" if without_floor and all(row["nmse"] == row["nmse"] for row in rows) else "mse"
     for row in sorted(rows, key=lambda row: row[order]):
@@ -258,11 +281,12 @@ def show_table(title: str, rows: list[dict[str, Any]]) -> None:
         else:
             excess = [f"{100 * row[key]:.1f} %" if row[key] == row[key] else "" for key in ("excess", "excess_se")]
         se = f"{row['se']:.4f}" if row["se"] == row["se"] else ""
-        cells = [f"{row['mse']:.4f}", se, *excess, str(row["runs"]), f"{row['seconds']:.1f}", *shares(row, covered)]
+        told = [f"{row['log_likelihood']:.2f}" if row["log_likelihood"] == row["log_likelihood"] else ""] if likely else []
+        cells = [f"{row['mse']:.4f}", se, *excess, *told, str(row["runs"]), f"{row['seconds']:.1f}", *shares(row, covered)]
         table.add_row(row["model"], *cells)
     floor = rows[0]["floor"]
     if floor == floor:
-        table.add_row("floor", f"{floor:.4f}", "", "0", "", "", "", style="dim")
+        table.add_row("floor", f"{floor:.4f}", "", "0", style="dim")
     console.print(table)
     if passed := [f"{row['model']} {100 * row['passed_over']:.2f} %" for row in rows if row["passed_over"]]:
         console.print(f"share of steps whose observation was passed over as impossible: {', '.join(passed)}", highlight=False)

@@ -44,6 +44,11 @@ def test_tables_and_picture(tmp_path, capsys):
     assert {"se", "excess_se", "seconds", "floor", "runs"} <= row.keys()
     tests = list(csv.DictReader((tmp_path / "wilcoxon.csv").open()))
     assert [(t["n_train"], t["first"], t["second"]) for t in tests] == [("40", "kalman", "frame"), ("50", "kalman", "frame")]
+    assert {t["score"] for t in tests} == {"mse"}, "frame has no covariances"
+    stated = [c for c in cells(tmp_path).values() if (c["model"], c["n_train"]) == ("kalman", 50)]
+    assert float(row["log_likelihood"]) == pytest.approx(-sum(c["test.nll_raw"] for c in stated) / 2)
+    assert float(row["energy_score"]) == pytest.approx(sum(c["test.energy_score_raw"] for c in stated) / 2)
+    assert float(row["rmse"]) == pytest.approx(sum(c["test.mse"] ** 0.5 for c in stated) / 2)
     assert (tmp_path / "comparison.png").stat().st_size > 5000
     runs = list(csv.DictReader((tmp_path / "runs.csv").open()))
     assert len(runs) == 2 * 2 * 3
@@ -199,3 +204,14 @@ def test_two_models_of_one_name_are_refused(capsys):
     """Their results would overwrite each other."""
     assert main(["compare", "models=kalman,kalman", "n_train=40"]) == 2
     assert "two of them have the name 'kalman'" in capsys.readouterr().err
+
+
+def test_models_that_state_covariances_are_compared_by_likelihood(tmp_path, capsys):
+    words = [f"run_dir={tmp_path}", *SMALL[:3], "models=kalman,ekf", "n_train=40", "runs=2", "workers=0"]
+    assert main(["compare", *words]) == 0
+    tests = list(csv.DictReader((tmp_path / "wilcoxon.csv").open()))
+    assert [t["score"] for t in tests] == ["mse", "log_likelihood"]
+    by = {(c["model"], c["seed"]): -c["test.nll_raw"] for c in cells(tmp_path).values() if c["model"] != "floor"}
+    apart = [by["kalman", s] - by["ekf", s] for s in (0, 1)]
+    assert float(tests[1]["mean_difference"]) == pytest.approx(sum(apart) / 2)
+    assert "log lik." in capsys.readouterr().out
