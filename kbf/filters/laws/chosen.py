@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kbf.filters.base import check_vectors
 from kbf.filters.laws.choice import LAWS, MOST, Known, choose_law
 from kbf.filters.laws.gaussian import GaussianLaw
 from kbf.filters.ridge_map import join_of
@@ -55,7 +56,12 @@ class ChosenLaws(nn.Module):
         return moves_law, observation_law
 
     def settle(self, memory: Sequence | list[Sequence]) -> None:
-        """`choose`, unless that was done before: a filter made without ``prepare`` has laws that suit its recordings, too."""
+        """`choose`, unless that was done before: a filter made without ``prepare`` has laws that suit its recordings, too.
+
+        Raises:
+            ValueError: observations that are no vectors, or as `choose`.
+        """
+        check_vectors(as_sequences(memory), "a learned observation map")
         if None in self.told and not bool(self.tried.any()):
             self.choose(memory)
 
