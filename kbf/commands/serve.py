@@ -63,7 +63,10 @@ def run(config: dict[str, Any]) -> int:
     names = {"localhost", "127.0.0.1", "[::1]", str(config["host"]), *config["hosts"]}
     server = make_server(Application(step, names), config)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"http://{config['host']}:{server.effective_port}/step")
+    host = f"[{config['host']}]" if ":" in str(config["host"]) else config["host"]
+    console.print(f"http://{host}:{server.effective_port}/step")
+    if str(config["host"]) in ("0.0.0.0", "::") and not config["hosts"]:
+        console.print("who calls this machine by another name than localhost is refused: hosts=[NAME] names those who are not")
     try:
         server.run()  # its own handling of Ctrl-C ends it
     finally:

@@ -151,7 +151,7 @@ def export(
         try:
             program = torch.export.export(step, tuple(inputs.values()))
         except Exception as error:
-            raise ValueError(f"the step of this filter cannot be exported: {str(error).strip().splitlines()[0]}") from error
+            raise ValueError(f"the step of this filter cannot be exported: {first_line(error)}") from error
         with replacing(path) as temporary:
             read = WRITERS[format](program, inputs, outputs, temporary, json.dumps(known))
             run = read(temporary)
@@ -268,6 +268,11 @@ def compare(
         for k, (x, y) in enumerate(zip(a[n:-1], b[n:-1], strict=True)):
             apart[k] = max(apart[k], ((x - y).abs() / units[k]).nan_to_num(torch.inf).max().item())
     return apart[0], apart[1]
+
+
+def first_line(error: Exception) -> str:
+    """Of its text; of an error without one, its kind."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @contextmanager

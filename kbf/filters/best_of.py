@@ -123,7 +123,10 @@ class BestOf(nn.Module):
 
     @torch.no_grad()
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
-        """Prepare the main model, compare, choose."""
+        """Prepare the main model, compare, choose.
+
+        What ``prepare`` of a model chooses (laws, orders, lags), it chooses on all recordings; fitted are all without the stretch.
+        """
         self.main.prepare(memory, generator)
         first = memory[0] if len(memory) else None
         if first is None or first.obs.ndim != 2 or not all(bool(s.obs.isfinite().all()) for s in memory):
@@ -177,7 +180,7 @@ class BestOf(nn.Module):
         if main is not None and not surely(main.scores - found[best].scores, SURE):
             best = self.main_name
         chosen = {best: torch.ones_like(scale)}
-        if len(found) > 1 and any(row.model in MORE for row in rows):
+        if len(found) > 1 and any(row.model in MORE and row.model != self.main_name for row in rows):
             stack, scores = stacked(list(found.values()), scale)
             rows.append(Row("stack", float(scores.mean()), deviation(scores), 0.0, ""))
             if surely(found[best].scores - scores, 1.0):

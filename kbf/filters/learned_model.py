@@ -85,6 +85,7 @@ def learn_model(
 def fit(law: str, inputs: Float[Tensor, "n d"], outputs: Float[Tensor, "n q"], known: Many[Known] = ()) -> Any:
     """A law by its name: a `RidgeMap` or another `kbf.filters.laws.base.Law`."""
     for each in known:
-        if each.name == law and torch.equal(each.inputs, inputs.double()) and torch.equal(each.outputs, outputs.double()):
+        here = each.name == law and each.inputs.device == inputs.device
+        if here and torch.equal(each.inputs, inputs.double()) and torch.equal(each.outputs, outputs.double()):
             return each.law
     return fit_ridge_map(inputs, outputs) if law == "gaussian" else fit_law(law, inputs, outputs)

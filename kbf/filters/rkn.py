@@ -1,7 +1,7 @@
 """The Recurrent Kalman Network: a Kalman filter over a latent space that is learned together with its images' codes.
 
 One step is a Kalman filter's on a state of 2 m numbers, the upper m of which are observed as codes with learned variances. Its
-covariance has three diagonals, so that nothing is inverted and a step costs O(m b) products.
+covariance has three diagonals, so that nothing is inverted and a step costs O(m^2) for each A_k.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RKNFilter(EndToEndFilter[RKNState]):
     def encode(self, obs: Shaped[Tensor, "b *x"]) -> tuple[Float[Tensor, "b m"], Float[Tensor, "b m"]]:
         """Codes w of length 1 and their variances r."""
         w, r = self.heads(obs)
-        return functional.normalize(w, dim=-1), r
+        return functional.normalize(w, dim=-1), r + LEAST_VARIANCE
 
     def init(self, batch: int, *, generator: Generator | None = None) -> RKNState:
         """z = 0 with a wide covariance: the first observation says nearly all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 
@@ -21,7 +22,7 @@ def need(module: str, extra: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if (error.name or package).partition(".")[0] == package:
+        if importlib.util.find_spec(package) is None:
             raise ValueError(f"{what} needs the package {package}, which is not installed: {advice}") from error
         reason = f"it lacks {error.name}"
     except Exception as error:  # a library that it cannot open, another package's version, ...: whatever its first lines raise

@@ -12,7 +12,9 @@ Nothing but the training pairs is looked at. The candidates, the simplest first:
 ``poisson``     counts; with them ``negbin`` and, where there are two values only, ``bernoulli``         `laws.parameters`
 ==============  ======================================================================================  =======================
 
-Whole numbers (evenly spaced values of any step, at most `LEVELS` of them) get the laws of counts, and a Gaussian.
+Whole numbers (evenly spaced values of any step, at most `LEVELS` of them) get the laws of counts, and a Gaussian; where their
+step is below half the noise's standard deviation (readings that were rounded, large counts) the others as well, each value spread
+evenly over its cell. Landmarks, bandwidths, ridges and the background's box are of all points; coefficients and noise are held out.
 """
 
 from __future__ import annotations
@@ -100,12 +102,13 @@ class Known(NamedTuple):
 
 
 @one_thread()
-def choose_law(u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, map: RidgeMap | None = None) -> Choice:
+def choose_law(u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, map: RidgeMap | None = None, counts: bool = True) -> Choice:
     """Fit every law that suits the outputs, and choose.
 
     Args:
         u: inputs ``n d``. y: outputs ``n q``, both in time's order.
         map: the kernel ridge map of these points, where it is at hand.
+        counts: try laws of counts where outputs are whole numbers.
 
     Raises:
         ValueError: as `kbf.filters.ridge_map.fit_ridge_map`.
@@ -114,7 +117,7 @@ def choose_law(u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, map: RidgeMa
     u, y = u[some].double(), y[some].double()
     varies = (y != y[:1]).any(0)
     if bool(varies.any()) and not bool(varies.all()):  # constant columns say nothing: the law of the others, fitted to all
-        choice = choose_law(u, y[:, varies])
+        choice = choose_law(u, y[:, varies], counts=counts)
         return choice._replace(law=fit_law(choice.name, u, y))
     map = fit_ridge_map(u, y) if map is None or len(some) < len(u) else map
     step = lattice(y)
@@ -122,9 +125,11 @@ def choose_law(u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, map: RidgeMa
     if step is not None:  # a density over a cell of the lattice, at most 1
         gaussian = gaussian._replace(held_out=(gaussian.held_out + step.log().sum()).clamp_max(0))
     found, left_out = {"gaussian": gaussian}, {}
-    names, reason = suitable(y, map, step)
+    fine = step is not None and bool((step < (y - map.predict(u)[0]).std(0) / 2).all())
+    names, reason = suitable(y, map, step, fine)
+    spread, volume = (y, y.new_zeros(())) if step is None else (spread_evenly(y, step), step.log().sum())
     for name in LAWS[1:]:
-        if name not in names:
+        if name not in names or (name in COUNTS and not counts):
             if reason:
                 left_out[name] = reason
             continue
@@ -135,7 +140,8 @@ def choose_law(u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, map: RidgeMa
             left_out[name] = f"more than {WIDEST} components"
             continue
         try:
-            found[name] = candidate(name, u, y, map, step)
+            tried = candidate(name, u, y if name in COUNTS else spread, map, step)
+            found[name] = tried if name in COUNTS else tried._replace(held_out=tried.held_out + volume)  # a cell's probability
         except (ValueError, RuntimeError) as error:  # a law that cannot be fitted is no candidate
             left_out[name] = " ".join(str(error).split())[:80]
     name = chain(found)
@@ -165,16 +171,17 @@ def better(gain: Float[Tensor, " n"], sure: float = SURE) -> bool:
     return float(gain.mean()) > 0 and float(cut.mean()) > sure * float(cut.std() / len(cut) ** 0.5)
 
 
-def suitable(y: Float[Tensor, "n q"], map: RidgeMap, step: Tensor | None) -> tuple[tuple[str, ...], str]:
-    """Laws for outputs like these besides the Gaussian, or none and the reason."""
+def suitable(y: Float[Tensor, "n q"], map: RidgeMap, step: Tensor | None, fine: bool) -> tuple[tuple[str, ...], str]:
+    """Laws for outputs like these besides the Gaussian, or none and the reason; ``fine``: the step is small beside the noise."""
     if len(y) < FEWEST:
         return (), f"fewer than {FEWEST} points"
     if map.manifold.circles:
         return (), "outputs on a circle"
+    others = ("student", "clutter", "spread", "branches", "networks")
     if step is None:
-        return ("student", "clutter", "spread", "branches", "networks"), ""
+        return others, ""
     two = bool(((y - y.amin(0)) / step < 1.5).all())
-    return (("bernoulli",) if two else ("poisson", "negbin")), ""
+    return (("bernoulli",) if two else ("poisson", "negbin", *(others if fine else ()))), ""
 
 
 def candidate(
@@ -215,8 +222,13 @@ def features_to_try(map: RidgeMap, u: Float[Tensor, "n d"]) -> list[Features]:
     return [Features(map.landmarks, map.whiten, map.kernel), *others]
 
 
-def lattice(y: Float[Tensor, "n q"]) -> Float[Tensor, " q"] | None:
-    """The step of each column of whole numbers; None if one column is none, or has few rows for its values. A constant one: 1.
+def spread_evenly(y: Float[Tensor, "n q"], step: Float[Tensor, " q"]) -> Float[Tensor, "n q"]:
+    """Values spread over the cells of their lattice: a density of single values would have no bound."""
+    return y + step * (torch.rand(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(0)).to(y) - 0.5)
+
+
+def lattice(y: Float[Tensor, "n q"], rows: float = 4.0) -> Float[Tensor, " q"] | None:
+    """The step of each column of whole numbers; None if one column is none, or has fewer than ``rows`` rows a value. Constant: 1.
 
     >>> lattice(torch.tensor([[0.0, 5.0], [4.0, 5.0], [2.0, 5.0]]).repeat(3, 1))
     tensor([2., 1.])
@@ -230,7 +242,7 @@ def lattice(y: Float[Tensor, "n q"]) -> Float[Tensor, " q"] | None:
             continue
         least = gaps.min()
         wholes = gaps / least
-        if float(wholes.sum()) > LEVELS or bool(((wholes - wholes.round()).abs() > 1e-3).any()) or len(gaps) > len(y) / 4:
+        if float(wholes.sum()) > LEVELS or bool(((wholes - wholes.round()).abs() > 1e-3).any()) or rows * len(gaps) > len(y):
             return None
         steps.append(least)
     return torch.stack(steps)
@@ -260,7 +272,7 @@ def fit_law(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> Law:
     if name == "networks":
         return fit_networks(u, with_noise_where_constant(y)).law
     if name in COUNTS or name == "spread":
-        step = lattice(y) if name in COUNTS else None
+        step = lattice(y, rows=0.0) if name in COUNTS else None  # a law of all rows suits a part of them
         if name in COUNTS and step is None:
             raise ValueError(f"the law {name} is of whole numbers, evenly spaced; these {len(y)} values are not")
         return fit_parameters(name, u, with_noise_where_constant(y), step=step).law

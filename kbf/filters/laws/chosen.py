@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kbf.filters.base import check_vectors
-from kbf.filters.laws.choice import LAWS, MOST, Known, choose_law
+from kbf.filters.laws.choice import COUNTS, LAWS, MOST, Known, choose_law
 from kbf.filters.laws.gaussian import GaussianLaw
 from kbf.filters.ridge_map import join_of
 from kbf.sequence import Sequence, as_sequences, moves, observed_pairs
@@ -33,17 +33,20 @@ class ChosenLaws(nn.Module):
     tried: Tensor
 
     def __init__(self, transition: str | None = None, observation: str | None = None) -> None:
-        """Names of laws, or None for the best on what is held out.
+        """Names of laws, or None for the best on what is held out; laws of counts are of observations.
 
         Raises:
-            ValueError: an unknown name.
+            ValueError: an unknown name, or a law of counts for moves.
         """
         super().__init__()
         for side, name in zip(SIDES, (transition, observation), strict=True):
             if name is not None and name not in LAWS:
                 raise ValueError(f"{side} must be null (the best law is chosen) or one of {', '.join(LAWS)}; got {name!r}")
+        if transition in COUNTS:
+            raise ValueError(f"transition={transition}: counts are observations; a memory has states between whole numbers")
         self.told: tuple[str | None, str | None] = (transition, observation)
         self.fitted: list[Known] = []
+        self.provisional = False  # chosen by `settle`, for the recordings at hand
         kept = None in self.told  # where both are given there is nothing to restore
         self.register_buffer("chosen", torch.tensor([LAWS.index(name or "gaussian") for name in self.told]), persistent=kept)
         self.register_buffer("scores", torch.zeros(2, len(LAWS), dtype=torch.float64), persistent=kept)
@@ -56,14 +59,15 @@ class ChosenLaws(nn.Module):
         return moves_law, observation_law
 
     def settle(self, memory: Sequence | list[Sequence]) -> None:
-        """`choose`, unless that was done before: a filter made without ``prepare`` has laws that suit its recordings, too.
+        """`choose`, unless ``prepare`` or a checkpoint did: a filter made without has laws that suit its recordings, too.
 
         Raises:
             ValueError: observations that are no vectors, or as `choose`.
         """
         check_vectors(as_sequences(memory), "a learned observation map")
-        if None in self.told and not bool(self.tried.any()):
+        if None in self.told and (self.provisional or not bool(self.tried.any())):
             self.choose(memory)
+            self.provisional = True
 
     @torch.no_grad()
     def choose(self, memory: Sequence | list[Sequence]) -> None:
@@ -72,16 +76,19 @@ class ChosenLaws(nn.Module):
         Raises:
             ValueError: as `kbf.filters.laws.choice.choose_law`.
         """
-        self.fitted = []
+        self.fitted, self.provisional = [], False
         if None not in self.told:
             return
         sequences = as_sequences(memory)
         source, target, u = moves(sequences)
         pairs = (source if u is None else join_of(source, u)(source, u), target), observed_pairs(sequences)
         for k, (side, (inputs, outputs)) in enumerate(zip(SIDES, pairs, strict=True)):
-            if self.told[k] is not None or outputs.ndim != 2 or (k == 0 and u is not None):
+            if self.told[k] is not None:
                 continue
-            choice = choose_law(inputs, outputs)
+            self.chosen[k], self.tried[k] = LAWS.index("gaussian"), False
+            if outputs.ndim != 2 or (k == 0 and u is not None):
+                continue
+            choice = choose_law(inputs, outputs, counts=k == 1)
             log.info("law of %s: %s", side, choice)
             if len(inputs) <= MOST:  # all points were looked at
                 law = choice.law.map if isinstance(choice.law, GaussianLaw) else choice.law

@@ -210,7 +210,8 @@ def fit_parameters(
 
     Args:
         family: one of `FAMILIES`.
-        u: inputs ``n d``. y: outputs; of counts from their least value on, in units of ``step``.
+        u: inputs ``n d``. y: outputs; of counts from 0 on, or from their least value where they are no multiples of
+            ``step`` at or above 0, in units of it.
         step: of whole numbers, between neighbours.
         factors: bandwidths of the Gaussian kernel over the median distance. ridges: of the coefficients. rank: most features.
     """
@@ -219,8 +220,10 @@ def fit_parameters(
         root = cholesky(torch.cov(y.mT).reshape(y.shape[1], -1) + 1e-9 * y.var(0).mean() * torch.eye(y.shape[1]).to(y))
         constant = root.diagonal().log().sum()
     else:
-        shift = y.amin(0)
-        root = (torch.ones_like(shift) if step is None else step).diag()
+        least, root = y.amin(0), (torch.ones_like(y[0]) if step is None else step).diag()
+        above = least / root.diagonal()
+        natural = (above >= 0) & ((above - above.round()).abs() < 1e-3)  # counts begin at 0, whether it was seen or not
+        shift = least if family == "bernoulli" else torch.where(natural, 0, least)
         constant = torch.zeros_like(shift[0])
     white, reg = whitened(y - shift, root), torch.tensor(ridges).to(y)
     white = white if family == "spread" else white.round()

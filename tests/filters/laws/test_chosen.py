@@ -16,7 +16,7 @@ from kbf.evaluation.score import score
 from kbf.filters.base import Filter, rollout
 from kbf.filters.kernel.local_update import LocalUpdate
 from kbf.filters.kernel.simulated_memory import SimulatedMemoryKBF, bounded_run
-from kbf.filters.laws.choice import LAWS, fit_law
+from kbf.filters.laws.choice import LAWS, choose_law, fit_law
 from kbf.filters.laws.chosen import ChosenLaws
 from kbf.filters.learned_model import learn_model
 from kbf.filters.particle import BootstrapFilter
@@ -155,3 +155,59 @@ def test_runs_of_heavy_tails_stay_within_reach():
     assert run.shape == (500, 1)
     assert z.min() - margin <= run.min()
     assert run.max() <= z.max() + margin
+
+
+def births_and_deaths(n):
+    """Whole states whose moves are Poisson draws, seen with noise."""
+    draw = torch.Generator().manual_seed(0)
+    z = [torch.tensor(1.0, dtype=torch.float64)]
+    for _ in range(n):
+        z.append(torch.poisson(0.3 + 0.7 * z[-1], generator=draw))
+    states = torch.stack(z[1:])[:, None]
+    return Sequence(states, states + 0.5 * torch.randn(n, 1, generator=draw, dtype=torch.float64))
+
+
+def test_whole_states_make_no_law_of_counts_of_moves():
+    """A memory has states between whole numbers, of which such a law would say that they cannot be."""
+    data = births_and_deaths(300)
+    model = SimulatedMemoryKBF(**SMALL)
+    run = rollout(model.condition(data), data.obs[None].float())
+    assert model.laws.names[0] not in ("poisson", "negbin", "bernoulli")
+    assert float(run.diagnostics["passed_over"].sum()) == 0
+    assert float((run.estimates[0] - data.states).square().mean()) < 0.9 * float(data.states.var())
+    with pytest.raises(ValueError, match="transition=poisson: counts are observations"):
+        SimulatedMemoryKBF(transition="poisson")
+
+
+def test_without_prepare_each_recording_gets_laws_of_its_own():
+    real = births_and_deaths(300)
+    draw = torch.Generator().manual_seed(1)
+    counted = real._replace(obs=torch.poisson((0.2 + 0.3 * real.states).exp(), generator=draw))
+    model = SimulatedMemoryKBF(**SMALL)
+    model.condition(counted)
+    assert model.laws.names[1] in ("poisson", "negbin")
+    model.condition(real)
+    assert model.laws.names[1] not in ("poisson", "negbin")
+    model.prepare([counted])
+    model.condition(counted._replace(obs=counted.obs + 1))
+    assert model.laws.names[1] in ("poisson", "negbin"), "what prepare chose stays"
+
+
+def test_rounded_readings_keep_their_heavy_tails():
+    draw = torch.Generator().manual_seed(0)
+    u = torch.randn(400, 1, generator=draw, dtype=torch.float64)
+    wide = torch.randn(400, 1, generator=draw, dtype=torch.float64) * (1 + 9 * (torch.rand(400, 1, generator=draw) < 0.1))
+    y = u.sin() + 0.3 * wide
+    found = choose_law(u, (10 * y).round() / 10)
+    assert found.name in ("student", "branches", "clutter", "networks") and "poisson" in found.scores
+
+
+def test_a_count_below_all_recorded_ones_is_possible():
+    draw = torch.Generator().manual_seed(0)
+    u = torch.randn(300, 1, generator=draw, dtype=torch.float64)
+    y = torch.poisson((3 + 0.3 * u).exp(), generator=draw)
+    assert float(y.min()) > 0
+    law = fit_law("poisson", u, y)
+    assert math.isfinite(float(law.log_density(y.min(0).values[None] - 1, u[:1])))
+    part = fit_law("poisson", u[:60], y[:60])  # too few rows a value for a choice
+    torch.testing.assert_close(part.mean(u), law.mean(u), rtol=0.5, atol=2.0)
