@@ -24,12 +24,11 @@ import torch
 from kbf.data.download import cache_dir, one_at_a_time
 from kbf.data.own.boundary import boundary_of
 from kbf.data.windows import cut, take
-from kbf.runtime.extras import need
+from kbf.runtime.extras import missing, need
 from kbf.runtime.files import replacing
 from kbf.runtime.notebook import Shown
 from kbf.sequence import Sequence
 
-MISSING = 'data={name} needs the package {package}, which is not installed: pip install "kbf[recordings]"'
 DAMAGED = "{path} ({size} bytes) of the package {package} is not the file that data={name} is made from: install the package anew"
 RAT_HZ, CELLS, FIELD, PEAK, REST = 10, 40, 0.12, 12.0, 0.3
 """Of the rat: steps a second, place cells, width of a field (the box is 1 wide), largest rate and rate at rest, spikes a second."""
@@ -280,7 +279,7 @@ def package_file(name: str) -> Path:
     found = importlib.util.find_spec(source.package)
     places = [] if found is None else list(found.submodule_search_locations or [])
     if not places:
-        raise ValueError(MISSING.format(name=name, package=source.package))
+        raise ValueError(missing(source.package, "recordings", f"data={name}"))
     path = Path(places[0]) / source.file
     size = path.stat().st_size if path.is_file() else 0
     told = DAMAGED.format(path=path, size=size, package=source.package, name=name)

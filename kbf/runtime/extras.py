@@ -18,13 +18,18 @@ def need(module: str, extra: str, what: str) -> Any:
     Raises:
         ValueError: the package is not installed, or does not load; one line that says what to do.
     """
-    package, advice = module.partition(".")[0], f'pip install "kbf[{extra}]"'
+    package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"{what} needs the package {package}, which is not installed: {advice}") from error
+            raise ValueError(missing(package, extra, what)) from error
         reason = f"it lacks {error.name}"
     except Exception as error:  # a library that it cannot open, another package's version, ...: whatever its first lines raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-    raise ValueError(f"{what} needs the package {package}, which is installed but does not load ({reason}): {advice}")
+    raise ValueError(missing(package, extra, what, f"is installed but does not load ({reason})"))
+
+
+def missing(package: str, extra: str, what: str, why: str = "is not installed") -> str:
+    """The line that says what lacks which package, why, and what to do."""
+    return f'{what} needs the package {package}, which {why}: pip install "kbf[{extra}]"'

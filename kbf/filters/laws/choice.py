@@ -121,13 +121,14 @@ def choose_law(u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, map: RidgeMa
         return choice._replace(law=fit_law(choice.name, u, y))
     map = fit_ridge_map(u, y) if map is None or len(some) < len(u) else map
     step = lattice(y)
+    volume = y.new_zeros(()) if step is None else step.log().sum()  # of a cell of the lattice
     gaussian = candidate("gaussian", u, y, map)
-    if step is not None:  # a density over a cell of the lattice, at most 1
-        gaussian = gaussian._replace(held_out=(gaussian.held_out + step.log().sum()).clamp_max(0))
+    if step is not None:  # a probability, at most 1
+        gaussian = gaussian._replace(held_out=(gaussian.held_out + volume).clamp_max(0))
     found, left_out = {"gaussian": gaussian}, {}
     fine = step is not None and bool((step < (y - map.predict(u)[0]).std(0) / 2).all())
     names, reason = suitable(y, map, step, fine)
-    spread, volume = (y, y.new_zeros(())) if step is None else (spread_evenly(y, step), step.log().sum())
+    spread = y if step is None else spread_evenly(y, step)
     for name in LAWS[1:]:
         if name not in names or (name in COUNTS and not counts):
             if reason:
