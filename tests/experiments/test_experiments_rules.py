@@ -366,7 +366,7 @@ def power_law(exponent, noise=0.0, runs=4, clipped=0.1):
     rows = []
     for run in range(runs):
         for n in (100, 200, 400):
-            for quantity, method in {*consistency.PROVEN, *((what, "IW") for what in consistency.DELTAS)}:
+            for quantity, method in sorted({*consistency.PROVEN, *((what, "IW") for what in consistency.DELTAS)}):  # one order
                 value = 3 * n**-exponent * math.exp(noise * rng.standard_normal())
                 rows.append({"n": n, "run": run, "scale": 10.0, "quantity": quantity, "method": method, "error": value})
             share = 0.2 if n == 100 else clipped
