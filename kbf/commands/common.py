@@ -85,8 +85,11 @@ def reliability_of(result: Score, sequences: list[Sequence], calibration: Calibr
         return {}
     z, m, C = (torch.cat(parts) for parts in ([s.states.double() for s in sequences], result.estimates, result.covariances))
     known = z.isfinite().all(-1)
-    sides = {"raw": None} | ({} if calibration is None else {"": calibration})
-    return {name: reliability(z[known], m[known], C[known], each) for name, each in sides.items()} if known.any() else {}
+    if not known.any():
+        return {}
+    energies = None if result.energies is None else torch.cat(result.energies)[known]
+    raw = reliability(z[known], m[known], C[known], energies=energies)
+    return {"raw": raw} | ({} if calibration is None else {"": reliability(z[known], m[known], C[known], calibration)})
 
 
 def recalibrated(result: Score, calibration: Calibration | None) -> Score:

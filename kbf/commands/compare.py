@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from kbf import __version__
-from kbf.commands.common import commit, console, provenance, resolved, start, without_net_under
+from kbf.commands.common import (
+    commit,
+    console,
+    provenance,
+    reliability_metrics,
+    reliability_of,
+    resolved,
+    start,
+    without_net_under,
+)
 from kbf.commands.resume import finish_all
 from kbf.commands.train import finish
 from kbf.data.dataset import load_data
@@ -29,7 +38,7 @@ from kbf.training.held_out_calibration import learn
 from kbf.training.train import train
 
 COVERAGE_COLUMNS = tuple(f"coverage_{round(100 * level)}" for level in COVERAGE_LEVELS)
-STATEMENTS = ("log_likelihood", "log_likelihood_se", "energy_score")
+STATEMENTS = ("log_likelihood", "log_likelihood_se", "energy_score", "energy_excess", "energy_excess_se")
 FLOOR = "floor"
 """The name under which the floor of a data set is kept beside the models."""
 
@@ -115,7 +124,8 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     if cell.model == FLOOR:
         least = data_floor(data, particles=config["particles"], seed=cell.seed)
         mse = None if least is None else least.mse.mean().item()
-        return {**about_run, "test.mse": mse, "seconds": time.perf_counter() - began}
+        stated = {} if least is None else reliability_metrics(reliability_of(least, data.decoded, None))
+        return {**about_run, "test.mse": mse, **stated, "seconds": time.perf_counter() - began}
     codes = codes_of(cell)
     cell.path.parent.mkdir(parents=True, exist_ok=True)
     with scratch(cell.path.parent) as directory, one_at_a_time(codes) if codes and not codes.exists() else nullcontext():
@@ -164,7 +174,8 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
     rows: list[dict[str, Any]] = []
     tests: list[dict[str, Any]] = []
     for n in sorted({n for _, n, _ in results}):
-        floors = {seed: r["test.mse"] for (model, m, seed), r in results.items() if model == FLOOR and m == n}
+        least = {seed: r for (model, m, seed), r in results.items() if model == FLOOR and m == n}
+        floors = {seed: r["test.mse"] for seed, r in least.items()}
         by_model: dict[str, dict[int, dict[str, Any]]] = {}
         for (model, m, seed), result in results.items():
             if model != FLOOR and m == n:
@@ -175,7 +186,7 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
             floor = mean_and_error(known)[0] if len(known) == len(runs) else math.nan
             seconds = mean_and_error([r["seconds"] for r in runs.values()])[0]
             covered = {key: mean_and_error([r.get(f"test.{key}", math.nan) for r in runs.values()])[0] for key in COVERAGE_COLUMNS}
-            scaled = normalised(list(runs.values())) | statements(list(runs.values()))
+            scaled = normalised(list(runs.values())) | statements(runs, least)
             passed = mean_and_error([r.get("test.passed_over") or 0.0 for r in runs.values()])[0]
             source = next((r["renderer"] for r in runs.values() if r.get("renderer")), "")
             rows.append(
@@ -203,7 +214,7 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
         if by_model:
             mine = [row for row in rows if row["n_train"] == n]
             shown = f"; images: {mine[0]['renderer']}" if mine[0]["renderer"] else ""
-            show_table(f"{name}, {n} training steps{shown}", mine)
+            show_table(f"{name}, {n} training steps{shown}", mine, statements(least, least) if least else {})
     if not rows:
         return
     empty = [key for key in COVERAGE_COLUMNS if all(row[key] != row[key] for row in rows)]
@@ -241,12 +252,20 @@ def stated(run: dict[str, Any], key: str) -> float:
     return math.nan if value is None else float(value)
 
 
-def statements(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """RMSE, and what covariances say: the Gaussian log likelihood of the states, a step, with its error, and the energy score."""
-    rmse, _ = mean_and_error([run["test.mse"] ** 0.5 for run in runs])
-    likelihood, error = mean_and_error([-stated(run, "nll") for run in runs])
-    energy, _ = mean_and_error([stated(run, "energy_score") for run in runs])
-    return {"rmse": rmse, **dict(zip(STATEMENTS, (likelihood, error, energy), strict=True))}
+def statements(runs: dict[int, dict[str, Any]], floors: dict[int, dict[str, Any]]) -> dict[str, float]:
+    """Of runs by seed: RMSE, the Gaussian log likelihood of the states, a step, with its error, and the energy score.
+
+    The latter with its excess over the floor's, if that is known.
+    """
+    rmse, _ = mean_and_error([math.sqrt(run["test.mse"]) if run["test.mse"] is not None else math.nan for run in runs.values()])
+    likelihood, error = mean_and_error([-stated(run, "nll") for run in runs.values()])
+    energies = [stated(run, "energy_score") for run in runs.values()]
+    least = [stated(floors.get(seed, {}), "energy_score") for seed in runs]
+    over = (math.nan, math.nan)
+    if all(math.isfinite(each) for each in [*energies, *least]):
+        figures = summary(energies, least)
+        over = figures["excess"], figures["excess_se"]
+    return {"rmse": rmse, **dict(zip(STATEMENTS, (likelihood, error, mean_and_error(energies)[0], *over), strict=True))}
 
 
 def named_shares(keys: list[str]) -> list[str]:
@@ -263,15 +282,22 @@ def shares(row: dict[str, Any], keys: list[str]) -> list[str]:
     return [f"{100 * row[key]:.1f} %" if row[key] == row[key] else "" for key in keys]
 
 
-def show_table(title: str, rows: list[dict[str, Any]]) -> None:
-    """One training size, the best model first."""
+def show_table(title: str, rows: list[dict[str, Any]], floor_says: dict[str, float]) -> None:
+    """One training size, the best model first; ``floor_says``: `statements` of the floor."""
     console.print(f"\n[bold]{title}[/]", highlight=False)
     table = Table()
     covered = [key for key in COVERAGE_COLUMNS if any(row[key] == row[key] for row in rows)]
     without_floor = all(row["floor"] != row["floor"] for row in rows)  # errors in units of the data say little alone
     relative = "NMSE" if without_floor else "excess"
-    likely = any(row["log_likelihood"] == row["log_likelihood"] for row in rows)
-    told = ["log lik."] if likely else []
+    spoken = [key for key in ("log_likelihood", "energy_score") if any(row[key] == row[key] for row in rows)]
+    told = [{"log_likelihood": "log lik.", "energy_score": "energy score"}[key] for key in spoken]
+
+    def say(values: dict[str, Any]) -> list[str]:
+        return [
+            f"{value:.{2 if key == 'log_likelihood' else 4}f}" if (value := values.get(key, math.nan)) == value else ""
+            for key in spoken
+        ]
+
     for header in ("model", "error", "± s.e.", relative, "± s.e.", *told, "runs", "seconds a run", *named_shares(covered)):
         table.add_column(header, justify="left" if header == "model" else "right")
     order = "nmse" if without_floor and all(row["nmse"] == row["nmse"] for row in rows) else "mse"
@@ -281,12 +307,11 @@ def show_table(title: str, rows: list[dict[str, Any]]) -> None:
         else:
             excess = [f"{100 * row[key]:.1f} %" if row[key] == row[key] else "" for key in ("excess", "excess_se")]
         se = f"{row['se']:.4f}" if row["se"] == row["se"] else ""
-        told = [f"{row['log_likelihood']:.2f}" if row["log_likelihood"] == row["log_likelihood"] else ""] if likely else []
-        cells = [f"{row['mse']:.4f}", se, *excess, *told, str(row["runs"]), f"{row['seconds']:.1f}", *shares(row, covered)]
+        cells = [f"{row['mse']:.4f}", se, *excess, *say(row), str(row["runs"]), f"{row['seconds']:.1f}", *shares(row, covered)]
         table.add_row(row["model"], *cells)
     floor = rows[0]["floor"]
     if floor == floor:
-        table.add_row("floor", f"{floor:.4f}", "", "0", style="dim")
+        table.add_row("floor", f"{floor:.4f}", "", "0", "", *say(floor_says), style="dim")
     console.print(table)
     if passed := [f"{row['model']} {100 * row['passed_over']:.2f} %" for row in rows if row["passed_over"]]:
         console.print(f"share of steps whose observation was passed over as impossible: {', '.join(passed)}", highlight=False)

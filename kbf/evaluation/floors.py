@@ -21,7 +21,7 @@ def floor(problem: StateSpace, train: list[Sequence], test: list[Sequence], *, p
         particles: how many.
         seed: of the particles.
     """
-    return score(true_filter(problem, train, particles), test, seed=seed, batch_size=4)
+    return score(true_filter(problem, train, particles), test, seed=seed, batch_size=4, covariances=True)
 
 
 def data_floor(data: Data, *, particles: int = 20_000, seed: int = 0) -> Score | None:

@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from kbf.evaluation.metrics import mse
+from kbf.evaluation.scoring_rules import sample_energies
 from kbf.filters.base import Filter, rollout
 from kbf.filters.smoothing import predict_ahead, smooth
 from kbf.filters.wrapper import CollectingCovariance
@@ -29,6 +31,8 @@ class Score(NamedTuple):
         estimates: ``T d`` for each sequence.
         diagnostics: means over sequences and time, by name.
         covariances: ``T d d`` for each sequence, if they were asked for and the filter knows them.
+        energies: ``T`` for each sequence, the energy score of the filter's weighted sample at each step
+            (`kbf.evaluation.scoring_rules.sample_energies`), if covariances were asked for and it believes in a sample.
         watched: for each sequence what ``watch`` said of its steps, fields ``T ...``; empty if nobody watched.
     """
 
@@ -36,6 +40,7 @@ class Score(NamedTuple):
     estimates: list[Tensor]
     diagnostics: dict[str, float]
     covariances: list[Tensor] | None = None
+    energies: list[Tensor] | None = None
     watched: Many[Any] = ()
 
     def __repr__(self) -> str:
@@ -69,7 +74,8 @@ def score(
         dtype: what the filter takes. The errors are computed in float64.
         device: where the filter is.
         batch_size: sequences that go through the loop at once.
-        covariances: collect what the filter's method ``covariance(state) -> b d d``, if it has one, says of its estimates.
+        covariances: collect what the filter's method ``covariance(state) -> b d d``, if it has one, says of its estimates, and the
+            energy scores of its sample.
         watch: looks at each step before the update.
         progress: called after each step with its number.
 
@@ -84,7 +90,7 @@ def score(
     spreads: list[Tensor] = []
     collected: dict[str, list[Tensor]] = {}
     watched: list[Any] = []
-    reporting = CollectingCovariance(filter) if covariances else filter
+    scores: list[Tensor] = []
     for first in range(0, len(sequences), batch_size):
         group = sequences[first : first + batch_size]
         batch = pad(group)
@@ -92,7 +98,7 @@ def score(
         obs = as_float(batch.obs.to(device), dtype)
         notes: list[Any] = []
         run = rollout(
-            reporting,
+            ScoredBelief(filter, batch.states.to(device), seed) if covariances else filter,
             obs,
             mask=None if mask is None else mask.to(device),
             controls=None if batch.controls is None else batch.controls.to(device, dtype),
@@ -101,7 +107,8 @@ def score(
             before=None if watch is None else partial(note, notes, watch, filter),
         )
         whole = type(notes[0])._make(torch.stack(leaves, 1).cpu() for leaves in zip(*notes, strict=True)) if notes else None
-        spread = run.diagnostics.pop(CollectingCovariance.NAME, None)
+        spread = run.diagnostics.pop(ScoredBelief.NAME, None)
+        energies = run.diagnostics.pop(ScoredBelief.ENERGY, None)
         for k, sequence in enumerate(group):
             steps = len(sequence.states)
             estimates.append(run.estimates[k, :steps].to("cpu", torch.float64))
@@ -110,10 +117,31 @@ def score(
                 watched.append(type(whole)._make(leaf[k, :steps] for leaf in whole))
             if spread is not None:
                 spreads.append(spread[k, :steps].to("cpu", torch.float64))
+            if energies is not None:
+                scores.append(energies[k, :steps].to("cpu", torch.float64))
             for name, values in run.diagnostics.items():
                 collected.setdefault(name, []).append(values[k, :steps].double().mean())
     diagnostics = {name: torch.stack(values).mean().item() for name, values in collected.items()}
-    return Score(torch.stack(errors), estimates, diagnostics, spreads or None, watched)
+    return Score(torch.stack(errors), estimates, diagnostics, spreads or None, scores or None, watched)
+
+
+class ScoredBelief(CollectingCovariance):
+    """A filter that has among its diagnostics the energy score of its weighted sample as well, given the states of a run."""
+
+    ENERGY = "energy_score"
+
+    def __init__(self, inner: Filter[Any], states: Float[Tensor, "b T d"], seed: int) -> None:
+        """``states``: of the run, step by step. ``seed``: of the draws from the sample; the filter's own randomness is another."""
+        super().__init__(inner)
+        self.states, self.step_number = states, 0
+        self.draws: torch.Generator = torch.Generator(states.device).manual_seed(seed)
+
+    def diagnostics(self, state: Any) -> dict[str, Tensor]:
+        """Asked once a step: the filter's own, its covariance, and its energy score ``b``."""
+        z = self.states[:, self.step_number].double()
+        self.step_number += 1
+        sample = self.weighted_sample(state)
+        return super().diagnostics(state) | ({} if sample is None else {self.ENERGY: sample_energies(z, *sample, self.draws)})
 
 
 def note(notes: list[Any], watch: Watch, filter: Filter[Any], predicted: Any, x: Tensor, mask: Tensor | None) -> None:

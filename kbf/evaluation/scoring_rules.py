@@ -1,7 +1,8 @@
 """How good a filter's statements of its own uncertainty are: coverage of regions, likelihood, CRPS, energy score, PIT.
 
 Scores are of the Gaussian N(m_t, C_t) at each step, their means over steps are told; CRPS and energy score are in the units of the
-states and lower is better (`scoringrules`).
+states and lower is better (`scoringrules`). The energy score of a filter that believes in a weighted sample is that of its sample:
+where a posterior has two modes, no Gaussian tells it from one that is wide.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Generator, Tensor
 
 from kbf.evaluation.calibration import Calibration, chi_square, floor_of, floored, mahalanobis
 from kbf.evaluation.metrics import nll
+from kbf.filters.resampling import multinomial
 
 COVERAGE_LEVELS = (0.5, 0.8, 0.9, 0.95)
 """Levels whose coverage is reported as a number."""
@@ -47,6 +49,7 @@ def reliability(
     mean: Float[Tensor, "m d"],
     C: Float[Tensor, "m d d"],
     calibration: Calibration | None = None,
+    energies: Float[Tensor, " m"] | None = None,
 ) -> Reliability:
     """Score statements about m states, in float64.
 
@@ -57,6 +60,7 @@ def reliability(
         calibration: score its covariances and regions; None for C as it is (with the least floor,
         `kbf.evaluation.calibration.floor_of`: it
             may be singular) and the Gaussian's regions.
+        energies: energy scores of the filter's own weighted sample, step by step, in place of the Gaussian's.
     """
     C = floored(C, floor_of(C)) if calibration is None else calibration.covariance(C)
     squared = mahalanobis(z, mean, C)
@@ -67,7 +71,8 @@ def reliability(
 
     numbers = {f"coverage_{round(100 * level)}": covered(level) for level in COVERAGE_LEVELS}
     sd = C.diagonal(dim1=-2, dim2=-1).sqrt()
-    numbers |= {"crps": crps(z, mean, sd), "energy_score": energy_score(z, mean, C), "nll": nll(z, mean, C).item()}
+    energy = energy_score(z, mean, C) if energies is None else energies.mean().item()
+    numbers |= {"crps": crps(z, mean, sd), "energy_score": energy, "nll": nll(z, mean, C).item()}
     return Reliability(numbers, [covered(level) for level in CURVE_LEVELS], torch.special.ndtr((z - mean) / sd))
 
 
@@ -87,3 +92,14 @@ def energy_score(z: Float[Tensor, "m d"], mean: Float[Tensor, "m d"], C: Float[T
     pairs = zip(z.split(STEPS_PER_BLOCK), draws.split(STEPS_PER_BLOCK), strict=True)
     scores = [scoringrules.es_ensemble(a.numpy(), b.numpy(), estimator="fair", backend="numpy") for a, b in pairs]
     return torch.cat([torch.as_tensor(score) for score in scores]).mean().item()
+
+
+def sample_energies(
+    z: Float[Tensor, "b d"], points: Float[Tensor, "b n d"], weights: Float[Tensor, "b n"], generator: Generator | None = None
+) -> Float[Tensor, " b"]:
+    """Energy scores of weighted samples, by `ENERGY_SCORE_DRAWS` draws from each (unbiased); NaN where z is."""
+    m = ENERGY_SCORE_DRAWS
+    chosen = multinomial(weights.log(), generator, draws=m)
+    draws = points.gather(1, chosen[..., None].expand(-1, -1, points.shape[-1])).to(z)
+    apart = torch.cdist(draws, draws).sum((1, 2)) / (m * (m - 1))
+    return (draws - z[:, None]).norm(dim=-1).mean(1) - apart / 2

@@ -159,6 +159,10 @@ class BootstrapFilter(Shown):
         centred = state.particles - self.estimate(state)[:, None]
         return (state.log_weights.exp()[..., None] * centred).mT @ centred
 
+    def weighted_sample(self, state: ParticleState) -> tuple[Float[Tensor, "b P d"], Float[Tensor, "b P"]]:
+        """Particles and weights."""
+        return state.particles, state.log_weights.exp()
+
     def diagnostics(self, state: ParticleState) -> dict[str, Tensor]:
         """``ess``, the effective sample size ``b``."""
         return {"ess": effective_sample_size(state.log_weights)}

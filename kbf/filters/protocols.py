@@ -40,7 +40,7 @@ class Filter(Protocol[S]):
     """Predict and update; every method is pure and returns a new state.
 
     What a filter can do beyond that it states by having more: `Controlled`, `WithSensors`, `WithDiagnostics`, `WithCovariance`,
-    `Smoothable`, `Judging`, `Fused`.
+    `WithSample`, `Smoothable`, `Judging`, `Fused`.
     """
 
     def init(self, batch: int, *, generator: Generator | None = None) -> S:
@@ -95,6 +95,15 @@ class WithCovariance(Protocol):
 
     def covariance(self, state: Any) -> Tensor | None:
         """The covariance of the state, ``b d d``; None from a wrapper around a filter without one."""
+        ...
+
+
+@runtime_checkable
+class WithSample(Protocol):
+    """A filter whose belief is a weighted sample, of any shape: two modes, skew, heavy tails."""
+
+    def weighted_sample(self, state: Any) -> tuple[Tensor, Tensor] | None:
+        """Points ``b n d`` and their weights ``b n``, not negative, of sum 1; None from a wrapper around a filter without them."""
         ...
 
 
@@ -201,6 +210,11 @@ def diagnostics_of(filter: Filter[Any], state: Any) -> dict[str, Tensor]:
 def covariance_of(filter: Filter[Any], state: Any) -> Tensor | None:
     """The covariance ``b d d`` that the filter gives to its estimate; None for a filter that gives none."""
     return cast(WithCovariance, filter).covariance(state) if offers(type(filter), WithCovariance) else None
+
+
+def sample_of(filter: Filter[Any], state: Any) -> tuple[Tensor, Tensor] | None:
+    """The weighted sample that the filter believes in: points ``b n d``, weights ``b n``; None for a filter of moments."""
+    return cast(WithSample, filter).weighted_sample(state) if offers(type(filter), WithSample) else None
 
 
 def move(filter: Filter[S], state: S, *, control: Float[Tensor, "b k"] | None = None, generator: Generator | None = None) -> S:

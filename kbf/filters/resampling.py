@@ -31,9 +31,12 @@ def stratified(log_weights: Float[Tensor, "b P"], generator: Generator | None = 
     return invert(log_weights, (torch.arange(P, device=u.device) + u) / P)
 
 
-def multinomial(log_weights: Float[Tensor, "b P"], generator: Generator | None = None) -> Int[Tensor, "b P"]:
-    """P independent draws, in ascending order: the highest variance of the three."""
-    u = torch.rand(log_weights.shape, dtype=torch.float64, device=log_weights.device, generator=generator)
+def multinomial(
+    log_weights: Float[Tensor, "b P"], generator: Generator | None = None, *, draws: int | None = None
+) -> Int[Tensor, "b m"]:
+    """P independent draws (or ``draws``), in ascending order: the highest variance of the three."""
+    b, P = log_weights.shape
+    u = torch.rand(b, draws or P, dtype=torch.float64, device=log_weights.device, generator=generator)
     return invert(log_weights, u.sort(-1).values)
 
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from kbf.filters.protocols import Filter, covariance_of
+from kbf.filters.protocols import Filter, covariance_of, sample_of
 from kbf.filters.wrapper import FilterWrapper
 from kbf.manifolds import manifold_of
 from kbf.runtime.notebook import ShownModule
@@ -129,3 +129,8 @@ class ScaledFilter(FilterWrapper):
         """In the units of the data, ``b d d`` float64; None if the inner filter has none."""
         inner = covariance_of(self.inner, state)
         return None if inner is None else self.scaling.covariances(inner)
+
+    def weighted_sample(self, state: Any) -> tuple[Tensor, Tensor] | None:
+        """In the units of the data, ``b n d`` float64 and ``b n``; None if the inner filter has none."""
+        inner = sample_of(self.inner, state)
+        return None if inner is None else (self.scaling.states(inner[0]), inner[1])

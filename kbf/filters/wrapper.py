@@ -17,6 +17,7 @@ from kbf.filters.protocols import (
     diagnostics_of,
     knows_sensors,
     move,
+    sample_of,
     smoother_of,
 )
 from kbf.runtime.notebook import ShownModule
@@ -25,8 +26,8 @@ from kbf.runtime.notebook import ShownModule
 class FilterWrapper(ShownModule):
     """A filter that is another one, ``inner``, but for what a subclass changes: what is observed, the controls, or the answers.
 
-    The state is the inner filter's. A subclass overrides `observed` and `acted` for what goes in, and `estimate`, `covariance` and
-    `diagnostics` for what comes out; predict, update, step and smoother follow.
+    The state is the inner filter's. A subclass overrides `observed` and `acted` for what goes in, and `estimate`, `covariance`,
+    `weighted_sample` and `diagnostics` for what comes out; predict, update, step and smoother follow.
     """
 
     controlled: int
@@ -75,6 +76,10 @@ class FilterWrapper(ShownModule):
     def covariance(self, state: Any) -> Tensor | None:
         """The inner filter's, ``b d d``; None if it has none."""
         return covariance_of(self.inner, state)
+
+    def weighted_sample(self, state: Any) -> tuple[Tensor, Tensor] | None:
+        """The inner filter's, ``b n d`` and ``b n``; None if it has none."""
+        return sample_of(self.inner, state)
 
     def smoother(self) -> Backward:
         """The inner filter's, with controls as it takes them."""

@@ -13,6 +13,7 @@ import torch
 from kbf.data.synthetic import SyntheticData
 from kbf.evaluation.floors import floor
 from kbf.evaluation.score import score
+from kbf.evaluation.scoring_rules import energy_score, sample_energies
 from kbf.evaluation.statistics import mean_and_error, summary, wilcoxon_pairs
 from kbf.filters.kalman_fitted import LearnedKalman
 from kbf.filters.particle import ParticleFilter
@@ -133,3 +134,35 @@ def test_pictures(data, tmp_path):
     save(comparison_figure(rows, title="all"), tmp_path / "all.png")
     assert {p.name for p in tmp_path.iterdir()} == {"track.png", "images.png", "line.png", "all.png"}
     assert all(p.stat().st_size > 5000 for p in tmp_path.iterdir())
+
+
+def test_energy_of_a_weighted_sample():
+    """Against the double sum over all points, and 200 repetitions of the draws within their Monte-Carlo error."""
+    generator = torch.Generator().manual_seed(0)
+    points, weights = torch.randn(1, 7, 2, generator=generator).double(), torch.rand(1, 7, generator=generator).double()
+    weights[0, 2] = 0
+    weights, z = weights / weights.sum(), torch.tensor([[0.3, -1.0]]).double()
+    w, apart = weights[0], torch.cdist(points[0], points[0])
+    exact = w @ (points[0] - z).norm(dim=1) - w @ apart @ w / 2
+    found = torch.cat([sample_energies(z, points, weights, generator) for _ in range(200)])
+    assert abs(found.mean() - exact) < 4 * found.std() / math.sqrt(200)
+    assert sample_energies(torch.full_like(z, torch.nan), points, weights).isnan().all()
+
+
+def test_a_sample_of_two_modes_has_a_better_energy_score_than_its_gaussian():
+    """Half of the states at 1, half at -1, and both in the sample: a Gaussian of variance 1 says less."""
+    z = torch.ones(500, 1).double() * torch.tensor([1.0, -1.0]).double().repeat(250)[:, None]
+    points, weights = torch.tensor([[[1.0], [-1.0]]]).double().expand(500, -1, -1), torch.full((500, 2), 0.5).double()
+    sample = sample_energies(z, points, weights, torch.Generator().manual_seed(0)).mean().item()
+    assert sample == pytest.approx(0.5, rel=0.02)  # 1 - 1 / 2
+    assert energy_score(z, torch.zeros_like(z), torch.ones(500, 1, 1).double()) > 0.55
+
+
+def test_scores_have_the_energy_of_the_filters_sample(data):
+    filter = ParticleFilter(rotation(), particles=200).condition(data.train)
+    scored = score(filter, [data.test[0], data.test[0]._replace(mask=torch.arange(50) > 3)], covariances=True)
+    assert [len(each) for each in scored.energies] == [50, 50]
+    assert scored.mse.tolist() == score(filter, [data.test[0], data.test[0]._replace(mask=torch.arange(50) > 3)]).mse.tolist()
+    gaussian = energy_score(data.test[0].states.double(), scored.estimates[0], scored.covariances[0] + 1e-9 * torch.eye(2))
+    assert scored.energies[0].mean().item() == pytest.approx(gaussian, rel=0.1)  # a posterior that is nearly Gaussian
+    assert score(LearnedKalman().condition(data.train), data.test, covariances=True).energies is None

@@ -166,6 +166,13 @@ class KernelBayesFilter(OverPoints):
         """The mean of the embedding, sum_i w_i z_i ``b d``."""
         return self.reduce(state.weights @ self.states)
 
+    def weighted_sample(self, state: KernelState) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b n"]] | None:
+        """The memory's points and the positive part of the weights, of sum 1; None where processes share the memory."""
+        if self.reduce is not no_reduce:
+            return None
+        w = state.weights.clamp_min(0)
+        return self.states.expand(len(w), -1, -1), w / w.sum(-1, keepdim=True).clamp_min(torch.finfo(w.dtype).tiny)
+
     def diagnostics(self, state: KernelState) -> dict[str, Tensor]:
         """Effective sample size, sum and negative mass of the weights, and the share of them that are 0, each ``b``.
 
@@ -177,16 +184,14 @@ class KernelBayesFilter(OverPoints):
         return {"ess": total.square() / squares, "weight_sum": total, "negative_mass": negative, "clipped": zeros / self.n}
 
     def covariance(self, state: KernelState) -> Float[Tensor, "b d d"]:
-        """Of the state, ``b d d``: sum_i w_i (z_i - m)(z_i - m)^T / sum_i w_i around the estimate m; no variance is negative.
+        """Of the weights' positive part v (of sum 1), ``b d d``: sum_i v_i (z_i - m)(z_i - m)^T around its own mean m.
 
-        Negative weights may make one: negative eigenvalues are set to 0. NaN where an estimate is not finite.
+        With signed weights the same sum need not be a covariance: where they cancel it says that the state is known when it is not.
         """
-        w, m = state.weights, self.estimate(state)
-        centred = self.states - m[:, None]
-        second = self.reduce((w[..., None] * centred).mT @ centred) / divisor(self.reduce(mass(w)))[1][..., None]
-        values, vectors = torch.linalg.eigh(second.nan_to_num(0, 0, 0))
-        known = second.isfinite().all(-1).all(-1)
-        return torch.where(known[:, None, None], (vectors * values.clamp_min(0)[:, None]) @ vectors.mT, torch.nan)
+        v = state.weights.clamp_min(0)
+        v = v / self.reduce(v.sum(-1, keepdim=True)).clamp_min(torch.finfo(v.dtype).tiny)
+        centred = self.states - self.reduce(v @ self.states)[:, None]
+        return self.reduce((v[..., None] * centred).mT @ centred)
 
 
 def computed(thing: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -186,11 +186,14 @@ class KernelMonteCarloFilter(Shown):
 
     def covariance(self, state: LocalMemory) -> Float[Tensor, "b d d"]:
         """The covariance of the particles by their positive weights, ``b d d``: never indefinite."""
-        positive = state.weights.clamp_min(0)
-        positive = positive / positive.sum(-1, keepdim=True)
-        states = state.particles[..., : self.d]
+        states, positive = self.weighted_sample(state)
         centred = states - positive[:, None] @ states
         return (positive[..., None] * centred).mT @ centred
+
+    def weighted_sample(self, state: LocalMemory) -> tuple[Float[Tensor, "b P d"], Float[Tensor, "b P"]]:
+        """The particles and the positive part of their weights, of sum 1."""
+        positive = state.weights.clamp_min(0)
+        return state.particles[..., : self.d], positive / positive.sum(-1, keepdim=True)
 
     def diagnostics(self, state: LocalMemory) -> dict[str, Tensor]:
         """``ess``, the effective sample size of the positive weights, and ``negative``, the mass of the others, ``b``."""
