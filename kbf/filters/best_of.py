@@ -8,6 +8,8 @@ that stretch, goes on with the next, and compares. Two rounds keep it cheap wher
    (`TRUSTED`), as where states are not Markov or errors go on from step to step: `MORE`, the kernel Monte Carlo filter and boosted
    trees on a window.
 
+Up to `MANY` steps the published filter over the recording itself (`PUBLISHED`) is tried as well: it assumes no law at all.
+
 The main model stays unless another is better by `SURE` standard errors over stretches. In the second round the best is compared
 with the stack of all: weights a_jk of model k for component j, not negative and of sum 1, that minimise the held-out squared error
 sum_t (z_tj - sum_k a_jk m_tkj)^2. The stack is scored on stretches that its weights were not fitted to, and taken where it is
@@ -31,6 +33,7 @@ from torch import Generator, Tensor, nn
 from kbf.data.windows import folds, piece, take, without
 from kbf.filters.base import Filter, FilterModel, rollout
 from kbf.filters.kalman_fitted import LearnedKalman
+from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.monte_carlo import KernelMonteCarlo
 from kbf.filters.stack import StackedFilter
 from kbf.filters.window_boosting import WindowBoosting
@@ -51,6 +54,10 @@ MORE: dict[str, Callable[[int], nn.Module]] = {
     "window_boosting": lambda seed: WindowBoosting(None, seed=seed),
 }
 """What is tried where the main model is in trouble."""
+PUBLISHED: dict[str, Callable[[int], nn.Module]] = {
+    "kbf_paper": lambda seed: KBF(select="paper", normalise=False, rank=128, learn=False),
+}
+"""The filter of Xu et al. (2022), Algorithm 2, over the recording, with bandwidths and ridges from their grid."""
 FOLDS, STRETCHES, LONG = 5, 4, 120
 """Parts of the recordings that are held out in turn; stretches of each that are run through, and steps in a stretch, at most."""
 LEAST, ENOUGH = 100, 500
@@ -109,7 +116,7 @@ class BestOf(nn.Module):
         """A net under ``main``, called ``name``; ``seed`` of rivals that draw."""
         super().__init__()
         self.main_name = name = name.replace(".", "_")  # a module's name has no dots
-        rivals = {key: make(seed) for key, make in (PLAIN | MORE).items() if key != name}
+        rivals = {key: make(seed) for key, make in (PLAIN | PUBLISHED | MORE).items() if key != name}
         self.models = nn.ModuleDict({name: main, **rivals})
         for key in ("weights", "spreads", "scores"):
             self.register_buffer(key, torch.zeros(0, dtype=torch.float64))
@@ -162,6 +169,8 @@ class BestOf(nn.Module):
             attempt(name)
         main = found.get(self.main_name)
         unsure = main is None or better_than(main, found) or (main.covered is not None and main.covered < TRUSTED)
+        if total <= MANY and self.main_name not in PUBLISHED:
+            attempt(*PUBLISHED)
         if unsure and total >= ENOUGH:
             for name in (name for name in MORE if name != self.main_name):
                 attempt(name)

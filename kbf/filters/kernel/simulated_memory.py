@@ -12,6 +12,7 @@ from kbf.filters.kernel.local_update import LocalUpdate
 from kbf.filters.kernel.operators import density_transition
 from kbf.filters.kernel.updates import PrimalUpdate
 from kbf.filters.laws.base import Law
+from kbf.filters.laws.categories import CategoricalLaw
 from kbf.filters.laws.chosen import ChosenLaws
 from kbf.filters.learned_model import LearnedModel, learn_model
 from kbf.filters.ridge_map import RidgeMap
@@ -28,6 +29,9 @@ DRAWS_UNDER_CONTROLS = 4
 """Draws of a state's observation with controls over those without: a prediction that knows the control covers fewer states."""
 OTHER = 128
 """Draws of a state's observation where its law is not Gaussian."""
+
+OF_CATEGORIES = 0.05
+"""Width of the kernel on categories, over the distance of the farthest draw: it tells equal from other, numbers mean nothing."""
 
 
 class SimulatedMemoryKBF(ShownModule):
@@ -150,7 +154,8 @@ class SimulatedMemoryKBF(ShownModule):
         width = self.factor * median_distance(recorded_obs, distinct=True)
         features = NystromFeatures(self.kernel, width, obs[:, 0], self.rank, 1e-9)
         if other:
-            update: nn.Module = LocalUpdate(obs, states, psi=features, dtype=self.dtype)
+            narrow = {"width": OF_CATEGORIES} if isinstance(model.observation, CategoricalLaw) else {}
+            update: nn.Module = LocalUpdate(obs, states, psi=features, dtype=self.dtype, **narrow)
         else:
             update = PrimalUpdate(features, obs, self.reg, dtype=self.dtype)
         return KernelBayesFilter(states.to(self.dtype), transition, None, update, prior=mass.to(self.dtype), normalise=True)

@@ -10,6 +10,7 @@ Nothing but the training pairs is looked at. The candidates, the simplest first:
 ``branches``    two ridge maps, each with its share                                                      `laws.maps`
 ``networks``    mixture density networks; tried only where one of the above is better than gaussian      `laws.networks`
 ``poisson``     counts; with them ``negbin`` and, where there are two values only, ``bernoulli``         `laws.parameters`
+``categories``  values without an order: 3 to 12 levels, each with its share                             `laws.categories`
 ==============  ======================================================================================  =======================
 
 Whole numbers (evenly spaced values of any step, at most `LEVELS` of them) get the laws of counts, and a Gaussian; where their
@@ -29,6 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kbf.filters.laws.base import Features, Law, features_of, stretches
+from kbf.filters.laws.categories import FEWEST_LEVELS, MOST_LEVELS, fit_categories
 from kbf.filters.laws.gaussian import GaussianLaw, refitted
 from kbf.filters.laws.maps import Fitted, expectation_maximisation, fit_maps
 from kbf.filters.laws.networks import fit_networks
@@ -47,7 +49,7 @@ FEWEST = 80
 MOST = 4000
 """Points that a choice looks at; of more, evenly spaced ones."""
 WIDEST = 8
-"""Components of y up to which networks are tried."""
+"""Components of y up to which networks and categories are tried."""
 SURE, SURER, TAILS = 2.0, 4.0, 0.02
 """Standard errors by which a law must be better than a simpler one, and than the Gaussian one, which has the finer update; and the
 share of gains at either end that is cut."""
@@ -55,7 +57,7 @@ FACTORS, RANK = (0.25, 0.5, 1.0), 48
 """Bandwidths over the median distance of the inputs, and most features, that mixtures of maps choose from."""
 MAPS: dict[str, dict[str, Any]] = {"student": {"student": True}, "clutter": {"clutter": True}, "branches": {"maps": 2}}
 """Mixtures of maps by name."""
-COUNTS = ("poisson", "negbin", "bernoulli")
+COUNTS = ("poisson", "negbin", "bernoulli", "categories")
 LAWS = ("gaussian", "student", "clutter", "spread", "branches", "networks", *COUNTS)
 """Names of all laws; a checkpoint keeps a position in this tuple."""
 
@@ -137,7 +139,7 @@ def choose_law(u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, map: RidgeMa
         if name == "networks" and chain(found) == "gaussian":
             left_out[name] = "no simpler law is better than gaussian"
             continue
-        if name == "networks" and y.shape[1] > WIDEST:
+        if name in ("networks", "categories") and y.shape[1] > WIDEST:
             left_out[name] = f"more than {WIDEST} components"
             continue
         try:
@@ -181,8 +183,11 @@ def suitable(y: Float[Tensor, "n q"], map: RidgeMap, step: Tensor | None, fine: 
     others = ("student", "clutter", "spread", "branches", "networks")
     if step is None:
         return others, ""
-    two = bool(((y - y.amin(0)) / step < 1.5).all())
-    return (("bernoulli",) if two else ("poisson", "negbin", *(others if fine else ()))), ""
+    levels = [len(column.unique()) for column in y.unbind(1)]
+    if max(levels) <= 2 and bool(((y - y.amin(0)) / step < 1.5).all()):
+        return ("bernoulli",), ""
+    few = FEWEST_LEVELS <= max(levels) <= MOST_LEVELS
+    return ("poisson", "negbin", *(("categories",) if few else ()), *(others if fine else ())), ""
 
 
 def candidate(
@@ -196,6 +201,8 @@ def candidate(
         return Candidate(fitted.law, crosswise(len(y), lambda kept: again(fitted, u, y, kept), u, y))
     if name == "networks":
         return Candidate(*fit_networks(u, y))
+    if name == "categories":
+        return Candidate(*fit_categories(u, y))
     return Candidate(*fit_parameters(name, u, y, step=step))
 
 
@@ -276,6 +283,8 @@ def fit_law(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> Law:
         step = lattice(y, rows=0.0) if name in COUNTS else None  # a law of all rows suits a part of them
         if name in COUNTS and step is None:
             raise ValueError(f"the law {name} is of whole numbers, evenly spaced; these {len(y)} values are not")
+        if name == "categories":
+            return fit_categories(u, y)[0]
         return fit_parameters(name, u, with_noise_where_constant(y), step=step).law
     map = fit_ridge_map(u, y)
     if name == "gaussian":

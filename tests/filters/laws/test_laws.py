@@ -6,10 +6,12 @@ import math
 import pickle
 
 import pytest
+import scipy.optimize
 import torch
 from torch import Tensor
 
 from kbf.filters.laws.base import Features, Law, gamma
+from kbf.filters.laws.categories import ascend
 from kbf.filters.laws.choice import candidate, choose_law, fit_law, lattice
 from kbf.filters.laws.gaussian import GaussianLaw, refitted
 from kbf.filters.laws.maps import MapMixture, expectation_maximisation
@@ -20,7 +22,8 @@ from kbf.rkhs.linalg import cholesky
 
 F64 = torch.float64
 REAL = ("gaussian", "student", "clutter", "spread", "branches", "networks")
-WHOLE = ("poisson", "negbin", "bernoulli")
+WHOLE = ("poisson", "negbin", "bernoulli", "categories")
+LEVELS = {"bernoulli": 2, "categories": 4}
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -53,6 +56,9 @@ def outputs(kind: str, u: Tensor, seed: int = 1) -> Tensor:
         return torch.poisson((1 + middle).exp(), g)
     if kind == "negbin":
         return torch.poisson((1 + middle).exp() * gamma(torch.full_like(u, 1.5), g) / 1.5, g)
+    if kind == "categories":  # 0 to 3, without an order
+        scores = 3 * (2 * u + torch.tensor([0.0, 3.0, 1.5, 4.5])).cos()
+        return torch.multinomial(scores.softmax(-1), 1, generator=g).double()
     if kind == "bernoulli":
         return (share < (2 * middle).sigmoid()).double()
     return middle + 0.3 * e
@@ -68,7 +74,7 @@ def laws() -> dict[str, Law]:
 def support(name: str) -> tuple[Tensor, float]:
     """Outputs to sum over, and the weight of each."""
     if name in WHOLE:
-        return torch.arange(2 if name == "bernoulli" else 400, dtype=F64)[:, None], 1.0
+        return torch.arange(LEVELS.get(name, 400), dtype=F64)[:, None], 1.0
     reach, m = (4000.0, 200_001) if name == "student" else (60.0, 24_001)
     return torch.linspace(-reach, reach, m, dtype=F64)[:, None], 2 * reach / (m - 1)
 
@@ -304,3 +310,31 @@ def test_covariance_of_counts(laws):
     assert isinstance(law, ParameterLaw)
     assert (law.covariance(inputs(5))[:, 0, 0] > law.mean(inputs(5))[:, 0]).all()
     assert cholesky(law.covariance(inputs(5))).isfinite().all()
+
+
+def test_categories_reach_the_largest_penalised_likelihood():
+    """The gradient is 0 at the coefficients, and with two levels they are those of logistic regression by SciPy."""
+    u = inputs(200)
+    y = outputs("bernoulli", u)
+    phi = torch.cat([u, u.square(), torch.ones_like(u)], -1)
+    seen = torch.cat([1 - y, y], -1)
+    ridge = torch.tensor([0.7], dtype=F64)
+    W = ascend(phi, seen, (2,), ridge, 5000)[0]
+    shrink = torch.tensor([[0.7], [0.7], [1e-6]], dtype=F64)
+    assert (phi.mT @ (seen - (phi @ W).softmax(-1)) - shrink * W).abs().max() < 1e-2
+
+    def loss(w):
+        eta = torch.tensor(w, dtype=F64).reshape(3, 2)
+        return -((phi @ eta).log_softmax(-1) * seen).sum().item() + 0.5 * float((shrink * eta.square()).sum())
+
+    best = scipy.optimize.minimize(loss, torch.zeros(6).numpy(), tol=1e-9)
+    assert torch.allclose((phi @ W).softmax(-1), (phi @ torch.tensor(best.x, dtype=F64).reshape(3, 2)).softmax(-1), atol=1e-3)
+
+
+def test_unseen_and_many_categories():
+    u = inputs(300)
+    law = fit_law("categories", u, outputs("categories", u))
+    assert law.log_density(torch.tensor([[7.0]], dtype=F64), u[:1]).isneginf().all()
+    assert choose_law(u, outputs("categories", u)).name == "categories"
+    with pytest.raises(ValueError, match="more than 12 categories"):
+        fit_law("categories", u, torch.arange(300, dtype=F64)[:, None] % 20)
