@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import shlex
@@ -36,6 +37,35 @@ console: Console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.
 def start(threads: int | None = None) -> None:
     """Set the number of threads and the floating-point mode of this process."""
     tune_process(threads)
+
+
+class Telling(logging.Handler):
+    """A line on the screen that shows what a fit does now: what the package logs, one message in place of the other."""
+
+    def __init__(self, title: str) -> None:
+        """``title``: in front of each message."""
+        super().__init__(logging.INFO)
+        self.title, self.status, self.logger = title, console.status(escape(title)), logging.getLogger("kbf")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a message, as much of it as has room; a warning stays."""
+        if record.levelno > logging.INFO and not self.logger.propagate:
+            console.print(f"[yellow]{escape(record.getMessage())}[/]", highlight=False)
+        self.status.update(escape(f"{self.title}; {record.getMessage()}"[: console.width - 4]))
+
+    def __enter__(self) -> Telling:
+        self.before = self.logger.level, self.logger.propagate
+        self.logger.propagate = self.logger.isEnabledFor(logging.INFO)  # who asked for messages gets them as before
+        self.logger.setLevel(logging.INFO)
+        self.logger.addHandler(self)
+        self.status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.status.stop()
+        self.logger.removeHandler(self)
+        level, self.logger.propagate = self.before
+        self.logger.setLevel(level)
 
 
 def tell(data: Data) -> None:

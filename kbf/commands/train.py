@@ -14,6 +14,7 @@ from rich.markup import escape
 from kbf.commands import auto
 from kbf.commands.beside import beside, show_tried
 from kbf.commands.common import (
+    Telling,
     about,
     console,
     recalibrated,
@@ -84,7 +85,7 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
 
     silent = not config["model"].get("training") and not config["model"].get("coding")  # else there is a progress bar
     steps = sum(len(s.states) for s in data.train)
-    with console.status(f"fitting {escape(config['model']['name'])} to {steps:,} steps") if silent else nullcontext():
+    with Telling(f"fitting {config['model']['name']} to {steps:,} steps") if silent else nullcontext():
         trained = train(
             config,
             data.train,

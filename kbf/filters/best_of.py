@@ -154,6 +154,7 @@ class BestOf(nn.Module):
 
         def attempt(name: str) -> None:
             began, note = time.perf_counter(), ""
+            log.info("held out: %s", name)
             try:
                 if name != self.main_name:
                     self.models[name].prepare(sequences, generator)  # pyright: ignore[reportCallIssue]
@@ -163,14 +164,14 @@ class BestOf(nn.Module):
             scores = found[name].scores if name in found else torch.zeros(0)
             known = None if name not in found else float(scores.mean())
             rows.append(Row(name, known, deviation(scores), round(time.perf_counter() - began, 2), note))
-            log.info("held out: %s", rows[-1])
+            log.info("held out: %s has an NMSE of %.3g", name, float("nan") if known is None else known)
 
         for name in [*(name for name in PLAIN if name != self.main_name), self.main_name]:
             attempt(name)
         main = found.get(self.main_name)
         unsure = main is None or better_than(main, found) or (main.covered is not None and main.covered < TRUSTED)
-        if total <= MANY and self.main_name not in PUBLISHED:
-            attempt(*PUBLISHED)
+        for name in PUBLISHED if total <= MANY and self.main_name not in PUBLISHED else ():
+            attempt(name)
         if unsure and total >= ENOUGH:
             for name in (name for name in MORE if name != self.main_name):
                 attempt(name)

@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 from kbf.commands.beside import remarks
+from kbf.data.noise_systems import Fork
+from kbf.data.synthetic import SyntheticData
+from kbf.evaluation.score import score
 from kbf.export.step import refuse
 from kbf.filters import best_of
 from kbf.filters.base import rollout
@@ -51,6 +54,7 @@ def recording(n=600, noise=0.5, seed=0) -> Sequence:
 def without_more(monkeypatch):
     """Only plain rivals: the others take long, and have tests of their own."""
     monkeypatch.setattr(best_of, "MORE", {})
+    monkeypatch.setattr(best_of, "PUBLISHED", {})
 
 
 # weights
@@ -261,3 +265,16 @@ def test_remarks_name_what_the_data_forbid():
     assert "kalman has a smaller error on this test part than kbf: model=kalman" in told
     fine = {"kbf": torch.full((3,), 0.1), "kalman": torch.full((3,), 0.2)}
     assert remarks(["a", "b", "c"], fine, train, train[:100], train[:100] + 0.1) == []
+
+
+def test_the_published_filter_is_taken_where_it_is_better(monkeypatch):
+    """Moves of two modes and a main model that knows of one: the filter over the recording needs no law at all."""
+    monkeypatch.undo()
+    monkeypatch.setattr(best_of, "MORE", {})
+    data = SyntheticData(Fork(), n_train=500, n_test=200, seed=1000)
+    model = BestOf(LearnedKalman(), name="main")
+    model.prepare(data.train)
+    assert model.used() == ["kbf_paper"]
+    assert {row.model for row in model.tried} >= {"kbf_paper", "main", "window_ridge"}
+    errors = [float(score(each.condition(data.train), data.test).mse.mean()) for each in (model, LearnedKalman())]
+    assert errors[0] < 0.95 * errors[1]

@@ -142,6 +142,7 @@ def choose_law(u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, map: RidgeMa
         if name in ("networks", "categories") and y.shape[1] > WIDEST:
             left_out[name] = f"more than {WIDEST} components"
             continue
+        log.info("held out: the law %s of %d points", name, len(u))
         try:
             tried = candidate(name, u, y if name in COUNTS else spread, map, step)
             found[name] = tried if name in COUNTS else tried._replace(held_out=tried.held_out + volume)  # a cell's probability
