@@ -1,0 +1,76 @@
+#!/usr/bin/env python
+"""Puts the tables of several `kbf compare` runs, each of one data set, into one folder: what data/results/ keeps of an experiment.
+
+    .venv/bin/python scripts/gather_results.py data/results/noise multirun/DATE/TIME/*
+
+Writes results.csv, runs.csv and wilcoxon.csv, one below the other, about.json and comparison.png (excess by data set).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from kbf.plots.charts import curves
+from kbf.plots.tracks import save
+from kbf.runtime.files import write_csv, write_json
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a table; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def gather(into: Path, folders: list[Path]) -> None:
+    """Make the folder ``into`` from those of comparisons.
+
+    Raises:
+        ValueError: a folder without results, or one data set twice.
+    """
+    if lacking := [str(folder) for folder in folders if not (folder / "results.csv").exists()]:
+        raise ValueError(f"no results.csv in {', '.join(lacking)}: give the folders that kbf compare wrote")
+    tables = {
+        name: [row for folder in folders for row in read(folder / name)] for name in ("results.csv", "runs.csv", "wilcoxon.csv")
+    }
+    keys = [(row["data"], row["n_train"], row["model"]) for row in tables["results.csv"]]
+    if len(set(keys)) < len(keys):
+        raise ValueError("a model stands in two of these folders for the same data and n_train")
+    into.mkdir(parents=True, exist_ok=True)
+    for name, rows in tables.items():
+        columns = dict.fromkeys(key for row in rows for key in row)
+        write_csv(into / name, [{key: row.get(key, "") for key in columns} for row in rows])
+    abouts = [json.loads((folder / "about.json").read_text()) for folder in folders]
+    commits = sorted({commit for about in abouts for commit in about["commits"]})
+    write_json(into / "about.json", abouts[0] | {"command": [about["command"] for about in abouts], "commits": commits})
+    numbers = [
+        {"data": row["data"], "model": row["model"]} | {key: number(row.get(key)) for key in ("n_train", "excess", "excess_se")}
+        for row in tables["results.csv"]
+    ]
+    for row in numbers:
+        row["n_train"] = f"{row['n_train']:,.0f}"  # two or three sizes side by side
+    shown = [row | {"excess": 100 * row["excess"], "excess_se": 100 * row["excess_se"]} for row in numbers]
+    axes = {"x": "n_train", "xlabel": "training steps", "y": "excess", "ylabel": "excess, %", "se": "excess_se"}
+    figure = curves(shown, **axes, by="model", panel="data", log="y", across=3)
+    save(figure, into / "comparison.png")
+    print(f"in {into}: {len(keys)} rows of {len({key[0] for key in keys})} data sets")
+
+
+def number(text: str | None) -> float:
+    """A number; NaN for none."""
+    return float(text) if text else math.nan
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    try:
+        gather(Path(sys.argv[1]), [Path(folder) for folder in sys.argv[2:]])
+    except ValueError as error:
+        sys.exit(str(error))
