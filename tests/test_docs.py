@@ -265,6 +265,8 @@ def site(tmp_path_factory) -> Path:
 def test_the_documentation_is_built_without_a_warning(site):
     page = (site / "reference" / "kbf.rkhs.conditional_means.html").read_text(encoding="utf-8")
     assert 'href="kbf.rkhs.embeddings.html#kbf.rkhs.embeddings.cme_loo"' in page and "divide_and_conquer" in page
+    example = (site / "reference" / "kbf.filters.laws.base.html").read_text(encoding="utf-8")
+    assert '<span class="gp">&gt;&gt;&gt; </span>' in example and "<blockquote>" not in example, "examples are blocks of code"
     assert (site / "results" / "rotation" / "comparison.png").exists()
     public = (site / "reference" / "index.html").read_text(encoding="utf-8")
     assert "kbf.filters.kernel.kbf.html#kbf.filters.kernel.kbf.KBF" in public and "kbf.rollout" in public
