@@ -37,6 +37,6 @@ RUN python -m pytest -n 2
 FROM base
 RUN useradd --create-home kbf && mkdir -p runs && chmod 777 runs
 USER kbf
-ENV KBF_CACHE=/tmp/kbf
+ENV KBF_CACHE=/tmp/kbf MPLCONFIGDIR=/tmp/matplotlib
 ENTRYPOINT ["kbf"]
 CMD ["--help"]

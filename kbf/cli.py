@@ -145,6 +145,9 @@ FLAGS = """\
   --config-name NAME   another primary configuration than that of the command
   --shell-completion   install=bash (zsh, fish): eval "$(kbf --shell-completion install=bash)"
   --debug              show the traceback of an error"""
+FIGURES = """\
+figures, of which each model and data set has some (on the screen shares are percentages; _raw: before recalibration, _smoothed:
+with hindsight)"""
 VALUES: dict[str, Any] = {
     "--cfg": ("job", "hydra", "all"),
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
@@ -313,7 +316,7 @@ def shown_configuration(
     with composing(command, overrides, name=name, folders=folders) as composed:
         config: Any = prepare(command, composed, overrides)
         if which in ("", "job"):
-            inside = ("bases", "explicit", "recipe", "own_data")
+            inside = ("bases", "explicit", "recipe", "own_data", "given")
             config = composed if which and "--resolve" not in options else {k: v for k, v in config.items() if k not in inside}
         else:
             hydra: Any = OmegaConf.create(OmegaConf.to_container(HydraConfig.instance().cfg, resolve=False))  # pyright: ignore
@@ -434,6 +437,16 @@ def general_help() -> str:
     return "\n".join([*lines, "", "kbf COMMAND --help tells what can be set."])
 
 
+def meanings(command: str) -> list[str]:
+    """What the help of a command says of the numbers that it prints."""
+    from kbf.commands.meanings import COLUMNS, METRICS
+
+    if command not in ("train", "evaluate", "filter"):
+        return []
+    title, told = ("columns of the output, behind sequence, step and time", COLUMNS) if command == "filter" else (FIGURES, METRICS)
+    return ["", f"{title}:", *[f"  {name:<22}{meaning}" for name, meaning in told.items()]]
+
+
 def command_help(command: str) -> str:
     """What ``kbf COMMAND --help`` says: purpose, examples, and the configuration with its groups."""
     what, examples = COMMANDS[command]
@@ -448,6 +461,7 @@ def command_help(command: str) -> str:
     if command == "data check":
         own = (directory / "data" / "own.yaml").read_text(encoding="utf-8").partition("\n\n")[2].partition("\nd: ")[0]
         lines += ["", "settings of the recording:", *[f"  data.{line}" for line in own.splitlines()[1:]]]
+    lines += meanings(command)
     groups = groups_of(command)
     if groups:
         lines += ["", "groups (group=choice; group.key=value changes a key of the choice):"]

@@ -256,7 +256,8 @@ def on_a_checkpoint(composed: Any) -> dict[str, Any]:
             raise ValueError(no_setting(str(error.full_key or ""), tree)) from error
         if "path" in said and is_own(tree.data):
             other_recordings(tree, said)
-    return {**plain(composed, skip=("data", "n_train", "seed")), **plain(tree), "own_data": other_data}
+    config = {**plain(composed, skip=("data", "n_train", "seed")), **plain(tree), "own_data": other_data}
+    return config | {"given": [str(config["data"].get(key)) for key in said or ()]}
 
 
 def other_recordings(tree: Any, said: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,9 +17,11 @@ import yaml
 
 from kbf import __version__
 from kbf.cli import COMMANDS, expected, main
+from kbf.commands.meanings import DIAGNOSTICS
 from kbf.config import compose, config_dir, configure
 from kbf.training.checkpoint import read_checkpoint
 
+ROOT = Path(__file__).resolve().parent.parent
 QUICK = ["n_train=60", "data.n_test=20", "particles=200"]
 QUIET = ["trainer.enable_progress_bar=false"]
 
@@ -191,6 +194,30 @@ def test_help_and_version(capsys):
         assert "rotation" in text or command in ("reproduce", "bench", "export", "serve")
         for key in compose(command, ["checkpoint=x"] if command == "evaluate" else []):
             assert str(key) in text or key in ("data", "model", "trainer", "logger"), key
+
+
+def test_what_is_printed_is_explained_and_in_percent(run_dir, tmp_path, capsys):
+    capsys.readouterr()
+    checkpoint = run_dir / "checkpoints" / "best.ckpt"
+    assert main(["evaluate", f"checkpoint={checkpoint}", "particles=200", "smooth=true", "horizon=2", f"run_dir={tmp_path}"]) == 0
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    told = {name: (value, meaning) for name, value, meaning in rows if name}
+    without = {name for name, (_, meaning) in told.items() if not meaning}
+    assert without <= {"data", "model", "seed", "seconds"}, "say in kbf/commands/meanings.py what these are"
+    stored = metrics(tmp_path)
+    for name in ("test.excess", "test.passed_over", "test.coverage_95_raw"):
+        assert told[name][0] == f"{100 * stored[name]:.1f} %" and 0 <= stored[name] < 10
+    assert main(["filter", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in ("ess", "negative_mass", "clipped", "alarm"))
+
+
+def test_every_diagnostic_of_a_filter_is_explained():
+    """Those of the classes that have some, read from their dictionaries."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "kbf" / "filters").rglob("*.py"))
+    bodies = re.findall(r"    def diagnostics\(.*?(?=\n    def|\n\n\n|\Z)", text, re.DOTALL)
+    names = {name for body in bodies for name in re.findall(r'"(\w+)": ', body)}
+    assert {"ess", "clipped", "negative_mass", "negative"} <= names and names <= DIAGNOSTICS.keys()
 
 
 def test_help_answers_at_once():

@@ -10,6 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
@@ -17,6 +18,7 @@ from urllib.parse import unquote
 import pytest
 
 from kbf.cli import COMMANDS
+from kbf.runtime.extras import missing
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "data" / "results"
@@ -203,6 +205,22 @@ def test_the_cheat_sheet_has_every_command(command):
     assert f"](commands/{command.replace(' ', '_')}.md)" in text_of("docs/cheatsheet.md")
 
 
+INSTALL = re.compile(r"""pip install (?:-e )?["'\\]*(?:kbf|\.)\[[^`\n]*""")
+PIP = re.compile(r'pip install "kbf\[(\w+)\]"')
+"""How advice begins to install an extra, and its one form; `kbf.runtime.extras.missing` gives it in errors."""
+
+
+def test_extras_are_installed_in_one_way():
+    """``pip install "kbf[EXTRA]"`` everywhere, with an extra that there is; README and tutorial say what it is in a clone."""
+    extras = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
+    files = [*PAGES, *ROOT.glob("configs/**/*.yaml"), *ROOT.glob("kbf/**/*.py")]
+    advice = {line for path in files for line in INSTALL.findall(path.read_text(encoding="utf-8")) if "{extra}" not in line}
+    in_clones = {line for line in advice if line.startswith('pip install -e ".[')}
+    assert {found[1] for line in advice - in_clones if (found := PIP.match(line))} <= extras.keys()
+    assert len(advice) > 10 and all(PIP.match(line) for line in advice - in_clones)
+    assert len(in_clones) == 2 and missing("onnx", "export", "it").endswith('pip install "kbf[export]"')
+
+
 # The pages as they are built
 
 
@@ -247,6 +265,8 @@ def site(tmp_path_factory) -> Path:
 def test_the_documentation_is_built_without_a_warning(site):
     page = (site / "reference" / "kbf.rkhs.conditional_means.html").read_text(encoding="utf-8")
     assert 'href="kbf.rkhs.embeddings.html#kbf.rkhs.embeddings.cme_loo"' in page and "divide_and_conquer" in page
+    example = (site / "reference" / "kbf.filters.laws.base.html").read_text(encoding="utf-8")
+    assert '<span class="gp">&gt;&gt;&gt; </span>' in example and "<blockquote>" not in example, "examples are blocks of code"
     assert (site / "results" / "rotation" / "comparison.png").exists()
     public = (site / "reference" / "index.html").read_text(encoding="utf-8")
     assert "kbf.filters.kernel.kbf.html#kbf.filters.kernel.kbf.KBF" in public and "kbf.rollout" in public

@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: tables of equals signs become blocks of code, full names of the project links, each argument a line."""
+"""Docstrings as Markdown: tables and examples become blocks of code, full names of the project links, each argument a line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import griffe
 
 RULE = r"=+(?: +=+)+$"
 TABLE = re.compile(rf"^( *){RULE}\n(?:.*\S.*\n)+?\1{RULE}(?:\n(?:.*\S.*\n)+?\1{RULE})?", re.MULTILINE)
+EXAMPLE = re.compile(r"^( *)>>> .*(?:\n.*\S.*)*", re.MULTILINE)
 NAME = re.compile(r"(?<!`)`(kbf(?:\.\w+)+)`(?!`)")
 SEVERAL = re.compile(r"^( {4}\w+(?:, \w+)+): ", re.MULTILINE)
 
@@ -48,4 +49,8 @@ def markdown(text: str, package: griffe.Module) -> str:
             return match[0]
         return f"[`{match[1]}`][]"
 
-    return NAME.sub(link, TABLE.sub(lambda match: f"{match[1]}```text\n{match[0]}\n{match[1]}```", text))
+    def code(match: re.Match[str], language: str) -> str:
+        return f"{match[1]}```{language}\n{match[0]}\n{match[1]}```"
+
+    text = TABLE.sub(lambda match: code(match, "text"), text)
+    return NAME.sub(link, EXAMPLE.sub(lambda match: code(match, "pycon"), text))

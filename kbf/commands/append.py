@@ -29,7 +29,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     loaded = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
     check_new(config, loaded.module.config, out)
     if not config["own_data"]:
-        tell_files(config["data"], config["checkpoint"])
+        tell_files(config["data"], config["checkpoint"], config["given"])
     data = load_data(config["data"], trust=config["trust"] or config["own_data"])
     tell(data)
     cut = bool(config["data"].get("cut_missing"))

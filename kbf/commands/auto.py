@@ -10,7 +10,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kbf.commands.common import console, shown, with_limits, without_net_under
+from kbf.commands.common import console, with_limits, without_net_under
+from kbf.commands.meanings import shown
 from kbf.data.dataset import Data
 from kbf.data.windows import split
 from kbf.evaluation.score import score
@@ -101,6 +102,6 @@ def show_choice(rows: list[Row]) -> None:
     """Print the candidates and their validation errors."""
     table = Table("model", "validation.mse", "seconds", "", title="model=auto: the first is chosen")
     for row in rows:
-        error = "" if row["validation.mse"] is None else shown(row["validation.mse"])
-        table.add_row(row["model"], error, shown(row["seconds"]), escape(row["note"]))
+        error = "" if row["validation.mse"] is None else shown("validation.mse", row["validation.mse"])
+        table.add_row(row["model"], error, shown("seconds", row["seconds"]), escape(row["note"]))
     console.print(table)

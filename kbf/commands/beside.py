@@ -60,7 +60,7 @@ def show_tried(net: BestOf, directory: Path) -> None:
     if not net.tried:
         return
     used = net.used()
-    table = Table("on held-out stretches", "NMSE", "± s.e.", "seconds", "weight", "")
+    table = Table("on held-out stretches", "NMSE", "± s.e.", "seconds", "weight in the filter", "remark")
     weights = dict(zip(net.models, net.weights.mean(1).tolist(), strict=True))
     for row in net.tried:
         numbers = ["" if value is None else f"{value:.4f}" for value in (row.nmse, row.error)]

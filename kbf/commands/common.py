@@ -8,7 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kbf import __version__
+from kbf.commands.meanings import meaning_of, shown
 from kbf.data.dataset import Data
 from kbf.evaluation.calibration import Calibration
 from kbf.evaluation.metrics import nmse
@@ -173,18 +174,14 @@ def provenance() -> dict[str, Any]:
 
 
 def show(title: str, values: Mapping[str, Any], keys: list[str] | None = None) -> None:
-    """A two-column table on the screen."""
+    """A table on the screen: names, values, and what they mean where `meaning_of` says it."""
     console.print(f"[bold]{title}[/]", highlight=False)
-    table = Table(show_header=False)
-    for name in keys or values:
-        if values.get(name) is not None:
-            table.add_row(name, shown(values[name]))
+    told = [name for name in keys or values if values.get(name) is not None]
+    explained = any(map(meaning_of, told))
+    table = Table("quantity", "value", *(["what it is"] if explained else []))
+    for name in told:
+        table.add_row(name, escape(shown(name, values[name])), *([meaning_of(name)] if explained else []))
     console.print(table)
-
-
-def shown(value: Any) -> str:
-    """A value as text, floats with four significant digits."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def save_arrays(path: Path, arrays: Mapping[str, Tensor]) -> None:
@@ -228,10 +225,12 @@ def write_pictures(config: Mapping[str, Any], data: Data, result: Score, title: 
     return names
 
 
-def tell_files(data: Mapping[str, Any], checkpoint: object) -> None:
-    """Say which files a checkpoint's own configuration of the data makes us read."""
+def tell_files(data: Mapping[str, Any], checkpoint: object, given: Collection[str] = ()) -> None:
+    """Say which files a checkpoint's own configuration of the data makes us read; those ``given`` on the command line are known."""
     for path in files_named(data):
-        console.print(f"[dim]reading {escape(path)}, which {escape(str(checkpoint))} names[/]", highlight=False, soft_wrap=True)
+        if path not in given:
+            told = f"reading {escape(path)}, which {escape(str(checkpoint))} names"
+            console.print(f"[dim]{told}[/]", highlight=False, soft_wrap=True)
 
 
 def without_net_under(model: Mapping[str, Any]) -> dict[str, Any]:

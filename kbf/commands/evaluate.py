@@ -43,7 +43,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     start(config["threads"])
     loaded = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
     if not config["own_data"]:
-        tell_files(config["data"], config["checkpoint"])
+        tell_files(config["data"], config["checkpoint"], config["given"])
     data = load_data(config["data"], trust=config["trust"] or config["own_data"])
     tell(data)
     if not data.test:

@@ -20,6 +20,7 @@ from rich.console import Console
 from kbf.commands.common import start
 from kbf.commands.estimates import CsvWriter, JsonLinesWriter, LiveEstimator, NpzWriter, RowWriter, Values
 from kbf.commands.lines import InputColumns, LineError, Row, RowReader
+from kbf.commands.meanings import COLUMNS
 from kbf.data.own import Boundary, read_observations
 from kbf.data.own.boundary import Part
 from kbf.filters.base import control_components, knows_sensors
@@ -134,10 +135,20 @@ def run(config: dict[str, Any]) -> int:
     seconds = max(time.perf_counter() - began, 1e-9)
     parts = [f"{running.done:,} steps", f"{running.missing:,} without observation"]
     parts += [f"{unreadable:,} lines could not be read"] if unreadable else []
-    parts += [f"{estimator.live.passed_over:,} passed over ({100 * estimator.live.passed_over / max(running.done, 1):.1f} %)"]
+    passed_over = estimator.live.passed_over
+    parts += [f"{passed_over:,} passed over as impossible ({100 * passed_over / max(running.done, 1):.1f} %)"]
     parts += [f"{estimator.alarms:,} alarms"] if estimator.monitor is not None else []
     messages.print(f"{', '.join(parts)}; {running.done / seconds:,.0f} a second")
+    if config["output"] != "-":
+        tell_columns(running.columns, messages)
     return 0
+
+
+def tell_columns(columns: list[str], messages: Console) -> None:
+    """Say what the diagnostics among the columns are."""
+    for name in columns:
+        if name in COLUMNS:
+            messages.print(f"  {name:<14}{COLUMNS[name]}", style="dim", markup=False)
 
 
 class FilterRun:
@@ -149,6 +160,7 @@ class FilterRun:
     checkpoint: bytes
     started: bool
     done: int
+    columns: list[str]
 
     def __init__(self, estimator: LiveEstimator, path: str | None, every: int | None, checkpoint: bytes) -> None:
         """Go on from the state in ``path``, if there is one.
@@ -164,6 +176,7 @@ class FilterRun:
         """
         self.estimator, self.path, self.every, self.checkpoint = estimator, None if path is None else Path(path), every, checkpoint
         self.steps = self.done = self.missing = 0
+        self.columns: list[str] = []
         self.sequence: str | None = None
         self.clock: float | None = None
         self.started = False
@@ -208,6 +221,7 @@ class FilterRun:
             output.append(position | values)
             self.steps += 1
             self.missing += row.obs is None
+        self.columns = list(output[0])
         before, self.done, self.clock = self.done, self.done + len(rows), rows[-1].clock
         rows.clear()
         writer.write(output)

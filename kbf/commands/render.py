@@ -55,7 +55,11 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         else:
             frames = render_turn(name, views, level, seed, sides, tell)
         progress.update(bar, total=len(frames.images), completed=len(frames.images))
-    turn = check_frames(frames)
+    try:
+        turn = check_frames(frames)
+    except ValueError:
+        part.unlink(missing_ok=True)  # the same views would come again
+        raise
     write_frames(out, frames)
     part.unlink(missing_ok=True)
     picture = out.with_suffix(".png")

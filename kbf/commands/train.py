@@ -61,7 +61,8 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     trust = True
     if ckpt_path is not None:
         config, trust = resumed(config, ckpt_path)
-        tell_files(config["data"], ckpt_path)
+        if not config["explicit"]:
+            tell_files(config["data"], ckpt_path)
     directory = Path(config["run_dir"])
     check_free(directory, ckpt_path, overwrite=config["overwrite"])
     loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]

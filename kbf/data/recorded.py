@@ -1,7 +1,7 @@
 """Recordings that installed packages carry or make: a rat's path, a pulse, a watch on an arm, and a simulated cart with a pole.
 
 They are what people bring, not a textbook's model: states are hardly Markov, errors go on from step to step, and nobody knows the
-true model, so that there is no floor. ``pip install 'kbf[recordings]'`` brings the packages. What is made of their files is kept in
+true model, so that there is no floor. ``pip install "kbf[recordings]"`` brings the packages. What is made of their files is kept in
 the cache (`kbf.data.download.cache_dir`) and made anew where it is damaged.
 """
 

@@ -156,10 +156,18 @@ def test_json_null_is_missing(kalman, obs, monkeypatch, capsys):
 def test_what_is_passed_over_is_told(words, kalman, obs, monkeypatch, capsys):
     lines = text(obs).splitlines()
     _, _, err = fed(monkeypatch, capsys, "\n".join(lines), f"checkpoint={kalman}", *words)
-    assert "0 passed over (0.0 %)" in err
+    assert "0 passed over as impossible (0.0 %)" in err
     lines[4] = "1e30,-1e30"
     _, _, err = fed(monkeypatch, capsys, "\n".join(lines), f"checkpoint={kalman}", *words)
-    assert "1 passed over (8.3 %)" in err
+    assert "1 passed over as impossible (8.3 %)" in err
+
+
+def test_diagnostics_are_explained_where_a_file_is_written(checkpoint, obs, tmp_path, monkeypatch, capsys):
+    words = [f"checkpoint={checkpoint}"]
+    _, _, err = fed(monkeypatch, capsys, text(obs), *words)
+    assert "effective sample size" not in err
+    _, _, err = fed(monkeypatch, capsys, text(obs), *words, f"output={tmp_path}/out.csv")
+    assert "effective sample size" in err and "clipped" in err and "z_0_sd" not in err
 
 
 def test_another_recording_starts_from_the_prior(kalman, obs, monkeypatch, capsys):

@@ -93,13 +93,16 @@ def test_train_and_evaluate(trained, table, drawn, tmp_path, monkeypatch):
     assert inside.double().mean() > 0.7
 
 
-def test_other_recordings_in_the_units_of_the_checkpoint(trained, table, tmp_path):
+def test_other_recordings_in_the_units_of_the_checkpoint(trained, table, tmp_path, capsys):
     lines = table.read_text(encoding="utf-8").splitlines()
     (tmp_path / "other.csv").write_text("\n".join([lines[0], *lines[100:160]]) + "\n", encoding="utf-8")
     checkpoint = f"checkpoint='{trained}/checkpoints/best.ckpt'"
     assert main(["evaluate", checkpoint, f"data.path='{tmp_path}/other.csv'", f"run_dir={tmp_path}/other", "particles=50"]) == 0
     told = metrics(tmp_path / "other")
     assert (told["n_train"], told["n_test"]) == (0, 60)
+    assert "reading" not in capsys.readouterr().out, "the file was named on the command line, not by the checkpoint"
+    assert main(["evaluate", checkpoint, f"run_dir={tmp_path}/own", "particles=50"]) == 0
+    assert f"reading {table}, which" in capsys.readouterr().out
     assert told["test.mse"] < 0.5 * (1000 * 0.7) ** 2
 
 

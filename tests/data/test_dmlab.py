@@ -369,7 +369,7 @@ class Lab:
             dmlab.VIEW: self.buffer,  # always the same memory
             "RGB_INTERLEAVED": self.buffer // 2,  # with the heads-up display
             "DEBUG.POS.ROT": np.array([7.0, yaw, 9.0]),
-            "DEBUG.POS.TRANS": np.array([516.0, 300.0, 51.0 + fall]),
+            "DEBUG.POS.TRANS": np.array([516.0, 300.0, 51.0 + fall + self.episode.get("rises", 0.0) * self.frame]),
         }
         return {name: everything[name] for name in self.names}
 
@@ -385,6 +385,7 @@ def process(monkeypatch):
         steady = {"frames": 3600, "turns": 1}
         levels = {dmlab.LEVEL: steady, "other": steady, "short": {"frames": 800, "turns": 1}, "stuck": {"frames": 3600, "turns": 0}}
         levels |= {"tiny": {"frames": 70, "turns": 1}, "packed": {"frames": 3600, "turns": None}}
+        levels |= {"lift": {**steady, "rises": 0.1}}
         state = types.SimpleNamespace(engines=0, looks=0, interrupt=interrupt, twist=twist, levels=levels, missing=missing)
         module = types.ModuleType("deepmind_lab")
         module.__dict__["Lab"] = lambda *args, **kwargs: Lab(state, *args, **kwargs)
@@ -556,6 +557,13 @@ def test_the_command_renders_with_the_engine(process, tmp_path, capsys):
     assert (check_frames(frames).views, frames.about["seed"]) == (1705, 5)
     assert OrientationImages(9, 4, frames=out).renderer == f"DeepMind Lab, level {dmlab.LEVEL}, seed 5, frames of lab.npz"
     assert main(words) == 0  # a second engine in the process does no harm
+
+
+def test_views_of_several_places_leave_nothing_behind(process, tmp_path, capsys):
+    process()
+    assert main(["data", "render", "dmlab", "level=lift", "size=[6,8]", f"out={tmp_path}/lab.npz"]) == 2
+    assert "the camera moved by" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [], "the same command would go on with them, and fail again"
 
 
 def test_the_command_renders_with_another_renderer(rendered, tmp_path, capsys):
