@@ -43,7 +43,7 @@ def gather(into: Path, folders: list[Path]) -> None:
     if len(set(keys)) < len(keys):
         raise ValueError("a model stands in two of these folders for the same data and n_train")
     into.mkdir(parents=True, exist_ok=True)
-    for name, rows in tables.items():
+    for name, rows in ((name, rows) for name, rows in tables.items() if rows):
         columns = dict.fromkeys(key for row in rows for key in row)
         write_csv(into / name, [{key: row.get(key, "") for key in columns} for row in rows])
     abouts = [json.loads((folder / "about.json").read_text()) for folder in folders]
@@ -56,7 +56,7 @@ def gather(into: Path, folders: list[Path]) -> None:
     for row in numbers:
         row["n_train"] = f"{row['n_train']:,.0f}"  # two or three sizes side by side
     shown = [row | {"excess": 100 * row["excess"], "excess_se": 100 * row["excess_se"]} for row in numbers]
-    axes = {"x": "n_train", "xlabel": "training steps", "y": "excess", "ylabel": "excess, %", "se": "excess_se"}
+    axes: dict[str, Any] = {"x": "n_train", "xlabel": "training steps", "y": "excess", "ylabel": "excess, %", "se": "excess_se"}
     figure = curves(shown, **axes, by="model", panel="data", log="y", across=3)
     save(figure, into / "comparison.png")
     print(f"in {into}: {len(keys)} rows of {len({key[0] for key in keys})} data sets")
