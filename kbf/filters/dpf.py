@@ -43,7 +43,7 @@ class DPF(EndToEndFilter[DPFState]):
 
     1. Resample softly, from alpha w + (1 - alpha) / P (`kbf.filters.resampling.soft`): the new weights have a gradient.
     2. Move: y <- A y + c + V tanh(W y + U eps + b) + s eps with eps ~ N(0, I): noise of a learned shape.
-    3. Propose: the share gamma^t of the particles, after t observations, is replaced by k(e, eps), where e = (w(x), r(x)) encodes the
+    3. Propose: the share gamma^t of the particles, after t observations, is replaced by k(e, eps); e = (w(x), r(x)) encodes the
        observation: the first one places all of them.
     4. Weigh: w_i <- w_i l(e, z_i), a likelihood within (0, 1] (bounded from below, too: `LEAST_LIKELIHOOD`).
 
