@@ -1,4 +1,4 @@
-.PHONY: help install demo test lint format docs release torture clean
+.PHONY: help install demo test lint format docs release torture gpu clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -35,6 +35,9 @@ release:  ## build wheel and source archive into dist/, install the wheel elsewh
 torture:  ## kill, damage and mislead kbf a thousand times and more, and count (docs/torture.md)
 	scripts/bootstrap dev
 	.venv/bin/python tests/torture/run.py --page
+
+gpu:  ## what the CUDA card of this machine does to kbf, in 8 minutes: numbers, training, time, memory (data/results/gpu/)
+	scripts/gpu_check
 
 clean:  ## remove the environment and what the commands wrote
 	rm -rf .venv runs dist multirun outputs

@@ -244,7 +244,7 @@ def test_every_choice_composes():
         (["train", "data.states=[x"], "'data.states=[x' cannot be read (brackets must close"),
         (["train", "calibrate=maybe"], "calibrate must be true or false, got 'maybe'"),
         (["train", "model=kalman", "run_dir=/dev/null/run", "n_train=20"], "/dev/null/run"),
-        (["train", "model=none_such"], "Could not find 'model/none_such' Available options in 'model': auto backprop_kf ekf"),
+        (["train", "model=none_such"], "Could not find 'model/none_such' Available options in 'model': auto backprop_kf dpf ekf"),
         (
             ["train", "model=lstm", "model.training.widow=5"],
             "there is no setting model.training.widow; did you mean model.training.window?",

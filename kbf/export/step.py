@@ -26,6 +26,7 @@ from kbf import __version__
 from kbf.evaluation.calibration import Calibration
 from kbf.export import onnx_linalg
 from kbf.filters.base import Filter, control_components, covariance_of, knows_sensors, move, observe
+from kbf.filters.dpf import DPFState
 from kbf.filters.kernel.controls import ControlledDensity
 from kbf.filters.kernel.filter import KernelState
 from kbf.filters.kernel.monte_carlo import LocalMemory
@@ -176,7 +177,7 @@ def refuse(filter: Filter[Any]) -> None:
         raise ValueError(
             f"a stack of several filters ({', '.join(inner.filters)}) is not exported; model.net_under=false takes kbf alone"
         )
-    if isinstance(inner.init(1), ParticleState | LocalMemory):
+    if isinstance(inner.init(1), ParticleState | DPFState | LocalMemory):
         raise ValueError(
             "a particle filter draws random numbers in each step, and is not exported; kbf, kalman, lstm and frame are"
         )

@@ -3,6 +3,7 @@ from kbf.filters import (
     base as base,
     best_of as best_of,
     catalogue as catalogue,
+    dpf as dpf,
     ekf as ekf,
     end_to_end as end_to_end,
     gaussian as gaussian,

@@ -22,7 +22,8 @@ class EndToEndFilter(nn.Module, Generic[S]):
     """An encoder with two heads, w(x) and its variances r(x), under a filter that a subclass defines.
 
     A subclass has ``encode``, ``init``, ``predict``, ``take_in`` (w and r into a state), ``mean`` and ``spread``; all are learned
-    together, on the Gaussian log likelihood of the true states, through all steps of a window (`loss`).
+    together, on the log likelihood of the true states (``log_density``: Gaussian, unless a subclass says otherwise), through all
+    steps of a window (`loss`).
     """
 
     z_mean: Tensor
@@ -93,6 +94,14 @@ class EndToEndFilter(nn.Module, Generic[S]):
         """Its covariance, in standard units."""
         raise NotImplementedError
 
+    def log_density(self, state: S, z: Float[Tensor, "*b d"]) -> Float[Tensor, "*b"]:
+        """What the state gives to z: log N(z; mean, spread), in standard units."""
+        return gaussian_log_density(z - self.mean(state), self.spread(state))
+
+    def individual_loss(self, z: Float[Tensor, "n d"], w: Float[Tensor, "n m"], r: Float[Tensor, "n m"]) -> Tensor | float:
+        """What is added to the loss, of codes and the states they were seen at, without a filter around them; here nothing."""
+        return 0.0
+
     def update(self, state: S, obs: Shaped[Tensor, "b *x"]) -> S:
         """Take in an observation ``b *x``."""
         return self.take_in(state, *self.encode(obs))
@@ -114,7 +123,7 @@ class EndToEndFilter(nn.Module, Generic[S]):
         *,
         burn_in: int = 0,
     ) -> Float[Tensor, ""]:
-        """-log N(z; mean, covariance) of the true states, in standard units, averaged over steps; all images are encoded at once.
+        """-log p(z | state) of the true states, in standard units, averaged over steps; all images are encoded at once.
 
         Raises:
             ValueError: recordings with controls.
@@ -129,8 +138,10 @@ class EndToEndFilter(nn.Module, Generic[S]):
             state = state if mask is None else where(mask[:, t], state, predicted)
             seen.append(state)
         every = cast(S, type(state)(*(torch.stack(leaves, 1) for leaves in zip(*seen[burn_in:], strict=True))))
-        residual = (states[:, burn_in:] - self.z_mean) / self.z_scale - self.mean(every)
-        return gaussian_loss(residual, self.spread(every))
+        z = (states - self.z_mean) / self.z_scale
+        seen_at = slice(None) if mask is None else mask.flatten()
+        individual = self.individual_loss(*(part.flatten(0, 1)[seen_at] for part in (z, w, r)))
+        return individual - self.log_density(every, z[:, burn_in:]).mean()
 
 
 def check_memory(memory: list[Sequence], d: torch.Size, q: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -167,12 +178,12 @@ def multi_layer(q: int, sizes: Sizes[int]) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def gaussian_loss(residual: Float[Tensor, "*b d"], covariance: Float[Tensor, "*b d d"]) -> Float[Tensor, ""]:
-    """The mean of -log N(residual; 0, covariance)."""
+def gaussian_log_density(residual: Float[Tensor, "*b d"], covariance: Float[Tensor, "*b d d"]) -> Float[Tensor, "*b"]:
+    """log N(residual; 0, covariance)."""
     L = torch.linalg.cholesky(covariance)
     white = torch.linalg.solve_triangular(L, residual[..., None], upper=False)[..., 0]
     log_volume = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return (0.5 * white.square().sum(-1) + log_volume + 0.5 * residual.shape[-1] * math.log(2 * math.pi)).mean()
+    return -0.5 * white.square().sum(-1) - log_volume - 0.5 * residual.shape[-1] * math.log(2 * math.pi)
 
 
 def positive(x: Tensor) -> Tensor:

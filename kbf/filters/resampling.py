@@ -40,6 +40,20 @@ def multinomial(
     return invert(log_weights, u.sort(-1).values)
 
 
+def soft(
+    log_weights: Float[Tensor, "b P"], alpha: float, generator: Generator | None = None
+) -> tuple[Int[Tensor, "b P"], Float[Tensor, "b P"]]:
+    """Indices drawn from q_i = alpha w_i + (1 - alpha) / P, and the log weights w_i / q_i of what was drawn, normalised.
+
+    The choice has no gradient; the new weights have one, where alpha < 1. alpha = 1 is `systematic` with equal weights.
+
+    References: Karkus, Hsu and Lee (2018), Particle Filter Networks, equation 6.
+    """
+    log_q = (alpha * log_weights.softmax(-1) + (1 - alpha) / log_weights.shape[1]).log()
+    chosen = systematic(log_q, generator)
+    return chosen, (log_weights.gather(1, chosen) - log_q.gather(1, chosen)).log_softmax(-1)
+
+
 RESAMPLING = {"systematic": systematic, "stratified": stratified, "multinomial": multinomial}
 """The schemes, by the names that the configs use."""
 

@@ -16,6 +16,7 @@ REGISTERED: dict[str, tuple[str, ...]] = {
         "kbf.filters.ekf.EKF",
         "kbf.filters.kalman_fitted.LearnedKalman",
         "kbf.filters.backprop_kf.BackpropKF",
+        "kbf.filters.dpf.DPF",
         "kbf.filters.gru.GRUFilter",
         "kbf.filters.rkn.RKNFilter",
         "kbf.filters.kernel.simulated_memory.SimulatedMemoryKBF",

@@ -10,6 +10,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from kbf.cli import main
+from kbf.config import compose, plain
 from kbf.data.pendulum_rkn import PendulumRKN, Quality, lanczos, lines, reduce, spoil, swing, walk
 
 F64 = torch.float64
@@ -117,3 +118,15 @@ def test_settings_out_of_range(settings):
 
 def test_the_command_writes_it(tmp_path):
     assert main(["data", "data=pendulum_rkn", "n_train=2", "data.n_test=1", "data.source.steps=4", f"run_dir={tmp_path}"]) == 0
+
+
+def test_the_experiment_sets_every_kind_of_filter_beside_kbf():
+    """Nets with an encoder of their own see images, the others codes; all are calibrated, so that all have a log likelihood."""
+    config = plain(compose("compare", ["experiment=rkn_pendulum"]), resolve=False)
+    assert (config["data"]["name"], config["calibrate"], config["n_train"]) == ("pendulum_rkn", True, [10, 30, 100])
+    assert {"kbf", "rkn", "backprop_kf", "dpf", "gru", "lstm", "kalman", "frame"} == set(config["models"])
+    for name in config["models"]:
+        model = plain(compose("train", [f"model={name}", "data=pendulum_rkn"]), resolve=True)["model"]
+        own = name in ("rkn", "backprop_kf", "dpf")
+        assert (model["coding"] is None) == own
+        assert not own or (model["net"]["q"] == [1, 24, 24] and "CNN" in model["net"]["encoder"]["_target_"])

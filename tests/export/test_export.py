@@ -14,6 +14,7 @@ from kbf.evaluation.calibration import Calibration
 from kbf.export import onnx_linalg
 from kbf.export.step import WRITERS, compare, export
 from kbf.filters.base import rollout
+from kbf.filters.dpf import DPF
 from kbf.filters.kalman_fitted import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.simulated_memory import SimulatedMemoryKBF
@@ -178,6 +179,8 @@ def test_a_program_that_differs_is_not_written(apart, told, tmp_path, monkeypatc
 def test_what_is_not_exported(tmp_path):
     with pytest.raises(ValueError, match="a particle filter draws random numbers"):
         written(conditioned(ParticleFilter(oscillatory(), particles=10)), tmp_path / "step", "onnx")
+    with pytest.raises(ValueError, match="a particle filter draws random numbers"):
+        written(DPF(2, 2, particles=10), tmp_path / "step", "onnx")
     with pytest.raises(ValueError, match="format must be one of torch_export, torchscript, onnx, got 'tflite'"):
         written(MODELS["kalman"](), tmp_path / "step", "tflite")
     with pytest.raises(ValueError, match="ONNX cannot say what this filter does"):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kbf.filters import learned_model
 from kbf.filters.backprop_kf import BackpropKF
 from kbf.filters.base import Filter, FilterModel, rollout, step, where
+from kbf.filters.dpf import DPF
 from kbf.filters.ekf import EKF
 from kbf.filters.gru import GRUFilter
 from kbf.filters.kalman_fitted import LearnedKalman
@@ -79,6 +80,12 @@ def seeded_backprop_kf() -> BackpropKF:
     return BackpropKF(D, Q, hidden=1, units=4)
 
 
+def seeded_dpf() -> DPF:
+    """A small untrained net."""
+    torch.manual_seed(0)
+    return DPF(D, Q, hidden=1, m=3, particles=64, units=8)
+
+
 class Sensors(nn.Linear):
     """An encoder that says its width, as those of images do."""
 
@@ -133,11 +140,12 @@ TABLE: dict[str, Kind] = {
     "window-boosting": Kind(lambda dtype: WindowBoosting(2, iterations=60)),
     "rkn": Kind(lambda dtype: seeded_rkn().to(getattr(torch, dtype))),
     "backprop_kf": Kind(lambda dtype: seeded_backprop_kf().to(getattr(torch, dtype))),
+    "dpf": Kind(lambda dtype: seeded_dpf().to(getattr(torch, dtype)), random=True),
     "gru": Kind(lambda dtype: GRUFilter(D, Q, hidden=7, generator=generator()).to(getattr(torch, dtype))),
 }
 
 
-UNTRAINED = ("lstm", "gru", "rkn", "backprop_kf")
+UNTRAINED = ("lstm", "gru", "rkn", "backprop_kf", "dpf")
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -472,7 +480,7 @@ def test_state_dict_is_the_whole_filter(case):
     assert not torch.allclose(before, run(case, case.obs).estimates)
     filter.load_state_dict(copy.deepcopy(case.filter.state_dict()))
     with torch.no_grad():
-        after = rollout(filter, case.obs, mask=case.mask)
+        after = rollout(filter, case.obs, mask=case.mask, generator=generator())
     assert torch.equal(after.estimates, run(case, case.obs, case.mask).estimates)
 
 
