@@ -154,8 +154,8 @@ class SimulatedMemoryKBF(ShownModule):
         width = self.factor * median_distance(recorded_obs, distinct=True)
         features = NystromFeatures(self.kernel, width, obs[:, 0], self.rank, 1e-9)
         if other:
-            narrow = {"width": OF_CATEGORIES} if isinstance(model.observation, CategoricalLaw) else {}
-            update: nn.Module = LocalUpdate(obs, states, psi=features, dtype=self.dtype, **narrow)
+            near = OF_CATEGORIES if isinstance(model.observation, CategoricalLaw) else 0.5
+            update: nn.Module = LocalUpdate(obs, states, width=near, psi=features, dtype=self.dtype)
         else:
             update = PrimalUpdate(features, obs, self.reg, dtype=self.dtype)
         return KernelBayesFilter(states.to(self.dtype), transition, None, update, prior=mass.to(self.dtype), normalise=True)
