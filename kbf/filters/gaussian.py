@@ -21,6 +21,10 @@ IMPOSSIBLE = 37.0
 """Standard deviations from its mean at which the density of a Gaussian, exp(-37^2 / 2), is smaller than any double can say."""
 
 
+FORGOTTEN = 50
+"""Steps after which a filter of a model whose noises are as large as its moves has forgotten where it was: 0.5^50 is 1e-15."""
+
+
 class GaussianState(NamedTuple):
     """N(mean, cov): mean ``b d``, cov ``b d d``."""
 
@@ -149,12 +153,35 @@ def kalman_observe(
 
     A filter that passes such observations over grows less sure of its prediction with each move, until it takes them in.
     """
-    S = H @ cov @ H.mT + R
-    K = psd_solve(S, H @ cov).mT
-    residual = x - (H @ mean[..., None])[..., 0] - c
-    I_KH = torch.eye(mean.shape[-1], dtype=cov.dtype, device=cov.device) - K @ H
-    updated = GaussianState(mean + (K @ residual[..., None])[..., 0], I_KH @ cov @ I_KH.mT + K @ R @ K.mT)
-    return updated, (residual.square() <= IMPOSSIBLE**2 * S.diagonal(dim1=-2, dim2=-1)).all(-1)
+    return kalman_correct(mean, cov, x - (H @ mean[..., None])[..., 0] - c, H, R)
+
+
+def kalman_correct(
+    mean: Float[Tensor, "b d"],
+    cov: Float[Tensor, "b d d"],
+    residual: Float[Tensor, "b q"],
+    H: Float[Tensor, "*f q d"],
+    R: Float[Tensor, "*g q q"],
+) -> tuple[GaussianState, Bool[Tensor, " b"]]:
+    """`kalman_observe` by how far x is from its prediction."""
+    K, updated, variances = kalman_gain(cov, H, R)
+    return GaussianState(mean + (K @ residual[..., None])[..., 0], updated), is_possible(residual, variances)
+
+
+def kalman_gain(
+    cov: Float[Tensor, "*b d d"], H: Float[Tensor, "*f q d"], R: Float[Tensor, "*g q q"]
+) -> tuple[Float[Tensor, "*b d q"], Float[Tensor, "*b d d"], Float[Tensor, "*b q"]]:
+    """What does not depend on x: the gain K, the covariance after the update, and the variances of x, the diagonal of S."""
+    HP = H @ cov
+    S = HP @ H.mT + R
+    K = psd_solve(S, HP).mT
+    I_KH = torch.eye(cov.shape[-1], dtype=cov.dtype, device=cov.device) - K @ H
+    return K, I_KH @ cov @ I_KH.mT + K @ R @ K.mT, S.diagonal(dim1=-2, dim2=-1)
+
+
+def is_possible(residual: Float[Tensor, "*b q"], variances: Float[Tensor, "*c q"]) -> Bool[Tensor, "*b"]:
+    """Whether no component is `IMPOSSIBLE` standard deviations from its prediction."""
+    return (residual.square() <= IMPOSSIBLE**2 * variances).all(-1)
 
 
 def rts_step(
@@ -223,6 +250,36 @@ class KalmanFilter(Shown):
     def observe(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> tuple[GaussianState, Bool[Tensor, " b"]]:
         """Observe, and whether that was possible (`kalman_observe`)."""
         return kalman_observe(*state, obs, self.model.C, self.model.R, self.model.c)
+
+    def recursion(self, state: GaussianState, obs: Float[Tensor, "b T q"]) -> tuple[GaussianState, Bool[Tensor, "b T"]] | None:
+        """All steps: P_t and K_t depend on no observation, and soon no more on t; m_t = (I - K_t C)(A m_{t-1} + a) + K_t (x_t - c).
+
+        None for sequences whose covariances differ, or with controls.
+        """
+        A, a, Q, C, c, R = self.model[:6]
+        m, P = state.mean, state.cov[0]
+        b, T, _ = obs.shape
+        if self.controlled or not bool((state.cov == P).all()):
+            return None
+        gains = []
+        while len(gains) < T:
+            gains.append(kalman_gain(A @ P @ A.mT + Q, C, R))
+            P, before = gains[-1][1], P
+            if torch.equal(P, before) or (
+                len(gains) % 8 == 0 and (P - before).abs().max() <= torch.finfo(P.dtype).eps * P.abs().max()
+            ):
+                break
+        at = torch.arange(T, device=obs.device).clamp_max(len(gains) - 1)
+        K, P, variances = (torch.stack(parts)[at] for parts in zip(*gains, strict=True))
+        I_KC = torch.eye(len(A), dtype=A.dtype, device=A.device) - K @ C
+        u = (I_KC @ a)[:, None] + (obs - c).transpose(0, 1) @ K.mT
+        means = []
+        for u_t, M_t in zip(u.unbind(), (I_KC @ A).mT.unbind(), strict=True):
+            m = torch.addmm(u_t, m, M_t)
+            means.append(m)
+        mean = torch.stack(means, 1)
+        predicted = torch.cat([state.mean[:, None], mean[:, :-1]], 1) @ A.mT + a
+        return GaussianState(mean, P.expand(b, *P.shape)), is_possible(obs - c - predicted @ C.mT, variances)
 
     def estimate(self, state: GaussianState) -> Float[Tensor, "b d"]:
         """The mean, ``b d``."""

@@ -10,7 +10,16 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
 from kbf.filters.base import Backward, FilterStep
-from kbf.filters.gaussian import AdditiveModel, GaussianState, gaussian_init, kalman_observe, kalman_predict, rts_step, started
+from kbf.filters.gaussian import (
+    FORGOTTEN,
+    AdditiveModel,
+    GaussianState,
+    gaussian_init,
+    kalman_observe,
+    kalman_predict,
+    rts_step,
+    started,
+)
 from kbf.filters.polar import TurningFilter, TurningModel, turning_filter
 from kbf.rkhs.linalg import cholesky
 from kbf.runtime.notebook import Shown, ShownModule
@@ -120,6 +129,10 @@ class UnscentedKalmanFilter(Shown):
         H, c, Omega = self.linearise(self.model.h, state.mean, L)
         (u, U), possible = kalman_observe(*whitened(state), obs, H, Omega + self.model.R, c)
         return GaussianState(state.mean + (L @ u[..., None])[..., 0], L @ U @ L.mT), possible
+
+    def forgets(self) -> int:
+        """As many steps as noise of the size of the states takes."""
+        return FORGOTTEN
 
     def estimate(self, state: GaussianState) -> Float[Tensor, "b d"]:
         """The mean, ``b d``."""

@@ -1,0 +1,149 @@
+"""Ways through a sequence that are not one step after the other, for filters that have one (`Recursive`, `Forgetting`).
+
+`kbf.filters.base.rollout` tries them. A step of a small filter costs what its dozens of calls cost, whatever the size of the batch;
+so a sequence is cut into blocks, and the blocks are filtered side by side.
+
+References: Gander (2015) for methods that are parallel in time; Atar and Zeitouni (1997) for how filters forget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from kbf.filters.protocols import Filter, Forgetting, Recursive, diagnostics_of, offers
+from kbf.filters.wrapper import innermost
+from kbf.runtime import notebook
+
+ROWS = 1280
+"""Blocks side by side: with more of them a step costs more than its calls."""
+FEWEST = 4
+"""Blocks of a sequence for which cutting it is worth its while."""
+SWEEPS = 4
+"""After these a filter that has not forgotten does not forget."""
+ROUNDING = 64
+"""Units in the last place that two states may be apart and still be the same."""
+
+
+class Rollout(NamedTuple):
+    """What the loop returns: estimates ``b T d``, the last state, and diagnostics by name, each ``b T``."""
+
+    estimates: Tensor
+    state: Any
+    diagnostics: dict[str, Tensor]
+
+    def __repr__(self) -> str:
+        return notebook.described("Rollout", self._asdict())
+
+    def _repr_html_(self) -> str:
+        return notebook.page("Rollout", self._asdict(), self.estimates[0], "estimates of the first recording")
+
+
+class Inputs(NamedTuple):
+    """What goes into a filter: obs ``b T *x``, mask ``b T`` or None, controls ``b T k`` or None."""
+
+    obs: Tensor
+    mask: Tensor | None = None
+    controls: Tensor | None = None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        """The same change of all that there are."""
+        return Inputs(*[None if part is None else change(part) for part in self])  # pyright: ignore[reportArgumentType]
+
+    def during(self, begin: int, end: int | None = None) -> Inputs:
+        """The steps from ``begin`` until before ``end``."""
+        return self.each(lambda part: part[:, begin:end])
+
+
+Walk = Callable[[Any, Inputs], Rollout]
+"""The loop, one step after the other: from a state through inputs."""
+
+
+def at_once(filter: Filter[Any], walk: Walk, state: Any, inputs: Inputs) -> Rollout | None:
+    """As many of the steps as can be done without one after the other; None for none of them."""
+    kind = type(innermost(filter, inputs.obs[:, 0])[0])
+    if offers(kind, Recursive) and inputs.mask is None and inputs.controls is None:
+        return recursively(filter, state, inputs.obs)
+    return in_blocks(filter, walk, state, inputs) if offers(kind, Forgetting) else None
+
+
+def recursively(filter: Filter[Any], state: Any, obs: Tensor) -> Rollout | None:
+    """All steps until before the first observation that is impossible."""
+    inner, x = innermost(filter, obs.flatten(0, 1))
+    found = cast(Recursive, inner).recursion(state, x.unflatten(0, obs.shape[:2]))
+    if found is None:
+        return None
+    states, possible = found
+    T = int(possible.all(0).long().cumprod(0).sum())
+    if T == 0:
+        return None
+    states = with_leaves(states, lambda leaf: leaf[:, :T])
+    flat = with_leaves(states, lambda leaf: leaf.flatten(0, 1))
+    diagnostics = {name: values.unflatten(0, (-1, T)) for name, values in diagnostics_of(filter, flat).items()}
+    estimates = filter.estimate(flat).unflatten(0, (-1, T))
+    diagnostics["passed_over"] = estimates.new_zeros(estimates.shape[:2])
+    return Rollout(estimates, with_leaves(states, lambda leaf: leaf[:, -1].contiguous()), diagnostics)
+
+
+def in_blocks(filter: Filter[Any], walk: Walk, state: Any, inputs: Inputs) -> Rollout | None:
+    """Cut the steps into blocks of equal lengths and filter these side by side, from where each of them starts.
+
+    That is guessed first: it is where the steps before lead to from the filter's own start. After a sweep through all blocks the
+    end of each is the start of the next, and those that started from elsewhere are filtered again, until none did. What is left
+    is the loop's own result. The last few steps, which fill no block, are not done.
+    """
+    reach = cast(Forgetting, innermost(filter, inputs.obs[:, 0])[0]).forgets()
+    batch, steps = inputs.obs.shape[:2]
+    count = min(steps // reach, ROWS // batch)
+    if count < FEWEST:
+        return None
+    n = steps // count
+    blocks = inputs.during(0, count * n).each(lambda part: part.unflatten(1, (count, n)).flatten(0, 1))
+
+    def handed_on(ends: Any) -> Any:
+        """Where the blocks start, from where they end."""
+        return type(state)(
+            *[
+                torch.cat([a[:, None], b.unflatten(0, (batch, count))[:, :-1]], 1).flatten(0, 1)
+                for a, b in zip(state, ends, strict=True)
+            ]
+        )
+
+    starts = handed_on(walk(filter.init(batch * count), blocks.during(n - reach)).state)
+    found = walk(starts, blocks)
+    for _ in range(SWEEPS):
+        following = handed_on(found.state)
+        again = apart(starts, following).nonzero()[:, 0]
+        if len(again) == 0:
+            whole = [part.unflatten(0, (batch, count)) for part in (found.estimates, *found.diagnostics.values())]
+            estimates, *diagnostics = (part.flatten(1, 2) for part in whole)
+            last = with_leaves(found.state, lambda leaf: leaf.unflatten(0, (batch, count))[:, -1])
+            return Rollout(estimates, last, dict(zip(found.diagnostics, diagnostics, strict=True)))
+        new = with_leaves(following, itemgetter(again))
+        part = walk(new, blocks.each(itemgetter(again)))
+        pairs = zip(
+            (found.estimates, *found.state, *found.diagnostics.values(), *starts),
+            (part.estimates, *part.state, *part.diagnostics.values(), *new),
+            strict=True,
+        )
+        for whole, rows in pairs:
+            whole[again] = rows
+    return None
+
+
+def apart(a: Any, b: Any) -> Tensor:
+    """``b``, whether two states differ by more than rounding, in any of their parts."""
+    far = [
+        (u - v).abs().flatten(1).amax(1) > ROUNDING * torch.finfo(u.dtype).eps * v.abs().flatten(1).amax(1)
+        for u, v in zip(a, b, strict=True)
+    ]
+    return torch.stack(far).any(0)
+
+
+def with_leaves(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The state with the same change of each part."""
+    return type(state)(*[change(leaf) for leaf in state])
