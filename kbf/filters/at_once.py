@@ -25,7 +25,7 @@ FEWEST = 4
 """Blocks of a sequence for which cutting it is worth its while."""
 SWEEPS = 4
 """After these a filter that has not forgotten does not forget."""
-ROUNDING = 64
+ROUNDING = 256
 """Units in the last place that two states may be apart and still be the same."""
 
 

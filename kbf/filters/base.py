@@ -125,8 +125,8 @@ def rollout(
     parts = [walk(state, inputs.during(0, 1))]
     if steps > 1 and not any(leaf.requires_grad for leaf in parts[0].state):  # those ways keep no gradients
         with torch.no_grad():
-            fast = at_once(filter, walk, parts[0].state, inputs.during(1))
-        parts += [] if fast is None else [fast]
+            fast = at_once(filter, walk, state, inputs)
+        parts = parts if fast is None else [fast]
     done = sum(part.estimates.shape[1] for part in parts)
     if progress is not None:
         for t in range(done):
@@ -246,6 +246,8 @@ def all_possible(evidence: Shaped[Tensor, " b"]) -> bool:
     """Whether all is possible, if it costs nothing to look: in a CPU's memory, and not while a step is compiled or exported."""
     if torch.compiler.is_compiling() or not evidence.is_cpu:
         return False
+    if evidence.dtype == torch.bool:
+        return bool(evidence.all())
     if len(evidence) > 64:
         return bool(((evidence > 0) & (evidence < math.inf)).all())
     return all(0 < e < math.inf for e in evidence.tolist())  # faster for few

@@ -19,6 +19,7 @@ from kbf.filters.gaussian import (
     started,
 )
 from kbf.filters.polar import TurningFilter, TurningModel, turning_filter
+from kbf.rkhs.linalg import product
 from kbf.runtime.notebook import Shown, ShownModule
 from kbf.sequence import Sequence
 from kbf.ssm import Differentiated, OrientationModel
@@ -38,7 +39,7 @@ def linearise(f: Callable[[Tensor], Tensor], m: Float[Tensor, "b d"]) -> tuple[F
 def tangent(f: Callable[[Tensor], Tensor], m: Float[Tensor, "b d"]) -> tuple[Float[Tensor, "b e d"], Float[Tensor, "b e"]]:
     """The Jacobian F = f'(m), and f(m)."""
     if isinstance(f, Differentiated):
-        return f.jacobian(m), f(m)
+        return f.tangent(m)
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
 
         def twice(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +84,7 @@ class ExtendedKalmanFilter(Shown):
     def predict(self, state: GaussianState, *, generator: Generator | None = None) -> GaussianState:
         """Mean f(m), covariance F P F^T + Q with F = f'(m)."""
         F, mean = tangent(self.model.f, state.mean)
-        return GaussianState(mean, F @ state.cov @ F.mT + self.model.Q)
+        return GaussianState(mean, product(F, state.cov, F.mT) + self.model.Q)
 
     def update(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> GaussianState:
         """Observe ``b q``: `kalman_update` with H = h'(m)."""

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
 from kbf.filters.base import Backward, FilterStep, check_vectors
-from kbf.rkhs.linalg import psd_solve
+from kbf.rkhs.linalg import product, psd_solve
 from kbf.runtime.notebook import Shown
 from kbf.sequence import Sequence, as_sequences
 from kbf.ssm import OrientationModel, StateSpaceModel
@@ -106,7 +106,7 @@ def kalman_predict(
 
     References: Sarkka (2013), equation 4.20.
     """
-    return GaussianState((F @ mean[..., None])[..., 0] + a, F @ cov @ F.mT + Q)
+    return GaussianState(product(F, mean[..., None])[..., 0] + a, product(F, cov, F.mT) + Q)
 
 
 def kalman_update(
@@ -153,7 +153,7 @@ def kalman_observe(
 
     A filter that passes such observations over grows less sure of its prediction with each move, until it takes them in.
     """
-    return kalman_correct(mean, cov, x - (H @ mean[..., None])[..., 0] - c, H, R)
+    return kalman_correct(mean, cov, x - product(H, mean[..., None])[..., 0] - c, H, R)
 
 
 def kalman_correct(
@@ -165,18 +165,18 @@ def kalman_correct(
 ) -> tuple[GaussianState, Bool[Tensor, " b"]]:
     """`kalman_observe` by how far x is from its prediction."""
     K, updated, variances = kalman_gain(cov, H, R)
-    return GaussianState(mean + (K @ residual[..., None])[..., 0], updated), is_possible(residual, variances)
+    return GaussianState(mean + product(K, residual[..., None])[..., 0], updated), is_possible(residual, variances)
 
 
 def kalman_gain(
     cov: Float[Tensor, "*b d d"], H: Float[Tensor, "*f q d"], R: Float[Tensor, "*g q q"]
-) -> tuple[Float[Tensor, "*b d q"], Float[Tensor, "*b d d"], Float[Tensor, "*b q"]]:
+) -> tuple[Float[Tensor, "*s d q"], Float[Tensor, "*s d d"], Float[Tensor, "*s q"]]:
     """What does not depend on x: the gain K, the covariance after the update, and the variances of x, the diagonal of S."""
-    HP = H @ cov
-    S = HP @ H.mT + R
+    HP = product(H, cov)
+    S = product(HP, H.mT) + R
     K = psd_solve(S, HP).mT
-    I_KH = torch.eye(cov.shape[-1], dtype=cov.dtype, device=cov.device) - K @ H
-    return K, I_KH @ cov @ I_KH.mT + K @ R @ K.mT, S.diagonal(dim1=-2, dim2=-1)
+    I_KH = torch.eye(cov.shape[-1], dtype=cov.dtype, device=cov.device) - product(K, H)
+    return K, product(I_KH, cov, I_KH.mT) + product(K, R, K.mT), S.diagonal(dim1=-2, dim2=-1)
 
 
 def is_possible(residual: Float[Tensor, "*b q"], variances: Float[Tensor, "*c q"]) -> Bool[Tensor, "*b"]:
@@ -271,15 +271,14 @@ class KalmanFilter(Shown):
                 break
         at = torch.arange(T, device=obs.device).clamp_max(len(gains) - 1)
         K, P, variances = (torch.stack(parts)[at] for parts in zip(*gains, strict=True))
-        I_KC = torch.eye(len(A), dtype=A.dtype, device=A.device) - K @ C
-        u = (I_KC @ a)[:, None] + (obs - c).transpose(0, 1) @ K.mT
-        means = []
+        I_KC, y = torch.eye(len(A), dtype=A.dtype, device=A.device) - K @ C, obs - c
+        u = torch.baddbmm((I_KC @ a)[:, None], y.transpose(0, 1), K.mT)
+        means = [m]
         for u_t, M_t in zip(u.unbind(), (I_KC @ A).mT.unbind(), strict=True):
-            m = torch.addmm(u_t, m, M_t)
-            means.append(m)
+            means.append(torch.addmm(u_t, means[-1], M_t))
         mean = torch.stack(means, 1)
-        predicted = torch.cat([state.mean[:, None], mean[:, :-1]], 1) @ A.mT + a
-        return GaussianState(mean, P.expand(b, *P.shape)), is_possible(obs - c - predicted @ C.mT, variances)
+        residual = y - (mean[:, :-1] @ (C @ A).mT + C @ a)
+        return GaussianState(mean[:, 1:], P.expand(b, *P.shape)), is_possible(residual, variances)
 
     def estimate(self, state: GaussianState) -> Float[Tensor, "b d"]:
         """The mean, ``b d``."""
