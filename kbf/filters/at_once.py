@@ -19,12 +19,12 @@ from kbf.filters.protocols import Filter, Forgetting, Recursive, diagnostics_of,
 from kbf.filters.wrapper import innermost
 from kbf.runtime import notebook
 
+NUMBERS = 2**21
+"""In the states that are held at a time."""
 ROWS = 1280
 """Blocks side by side: with more of them a step costs more than its calls."""
 FEWEST = 4
 """Blocks of a sequence for which cutting it is worth its while."""
-SWEEPS = 4
-"""After these a filter that has not forgotten does not forget."""
 ROUNDING = 256
 """Units in the last place that two states may be apart and still be the same."""
 
@@ -72,6 +72,19 @@ def at_once(filter: Filter[Any], walk: Walk, state: Any, inputs: Inputs) -> Roll
 
 
 def recursively(filter: Filter[Any], state: Any, obs: Tensor) -> Rollout | None:
+    """All steps until before the first observation that is impossible, in pieces whose states are no burden to the memory."""
+    parts: list[Rollout] = []
+    for x in obs.split(max(1, NUMBERS // sum(leaf.numel() for leaf in state)), 1):
+        part = one_piece(filter, state, x)
+        if part is None:
+            break
+        parts, state = [*parts, part], part.state
+        if part.estimates.shape[1] < x.shape[1]:
+            break
+    return joined(parts) if parts else None
+
+
+def one_piece(filter: Filter[Any], state: Any, obs: Tensor) -> Rollout | None:
     """All steps until before the first observation that is impossible."""
     inner, x = innermost(filter, obs.flatten(0, 1))
     found = cast(Recursive, inner).recursion(state, x.unflatten(0, obs.shape[:2]))
@@ -86,7 +99,15 @@ def recursively(filter: Filter[Any], state: Any, obs: Tensor) -> Rollout | None:
     diagnostics = {name: values.unflatten(0, (-1, T)) for name, values in diagnostics_of(filter, flat).items()}
     estimates = filter.estimate(flat).unflatten(0, (-1, T))
     diagnostics["passed_over"] = estimates.new_zeros(estimates.shape[:2])
-    return Rollout(estimates, with_leaves(states, lambda leaf: leaf[:, -1].contiguous()), diagnostics)
+    return Rollout(estimates, with_leaves(states, lambda leaf: leaf[:, -1].clone()), diagnostics)
+
+
+def joined(parts: list[Rollout]) -> Rollout:
+    """One after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    diagnostics = {name: torch.cat([part.diagnostics[name] for part in parts], 1) for name in parts[0].diagnostics}
+    return Rollout(torch.cat([part.estimates for part in parts], 1), parts[-1].state, diagnostics)
 
 
 def in_blocks(filter: Filter[Any], walk: Walk, state: Any, inputs: Inputs) -> Rollout | None:
@@ -114,25 +135,32 @@ def in_blocks(filter: Filter[Any], walk: Walk, state: Any, inputs: Inputs) -> Ro
         )
 
     starts = handed_on(walk(filter.init(batch * count), blocks.during(n - reach)).state)
-    found = walk(starts, blocks)
-    for _ in range(SWEEPS):
+    found, rows = walk(starts, blocks), 0
+    while True:
         following = handed_on(found.state)
         again = apart(starts, following).nonzero()[:, 0]
+        rows += len(again)
         if len(again) == 0:
-            whole = [part.unflatten(0, (batch, count)) for part in (found.estimates, *found.diagnostics.values())]
-            estimates, *diagnostics = (part.flatten(1, 2) for part in whole)
-            last = with_leaves(found.state, lambda leaf: leaf.unflatten(0, (batch, count))[:, -1])
-            return Rollout(estimates, last, dict(zip(found.diagnostics, diagnostics, strict=True)))
+            return found_in_blocks(found, batch)
+        if rows > 2 * batch * count:  # a filter that does not forget: the loop is no slower
+            return None
         new = with_leaves(following, itemgetter(again))
         part = walk(new, blocks.each(itemgetter(again)))
-        pairs = zip(
-            (found.estimates, *found.state, *found.diagnostics.values(), *starts),
-            (part.estimates, *part.state, *part.diagnostics.values(), *new),
-            strict=True,
-        )
-        for whole, rows in pairs:
-            whole[again] = rows
-    return None
+        pairs = zip(parts_of(found, starts), parts_of(part, new), strict=True)
+        for whole, rewritten in pairs:
+            whole[again] = rewritten
+
+
+def parts_of(found: Rollout, starts: Any) -> list[Tensor]:
+    """All tensors of a sweep, each with the blocks in front."""
+    return [found.estimates, *found.state, *found.diagnostics.values(), *starts]
+
+
+def found_in_blocks(found: Rollout, batch: int) -> Rollout:
+    """The blocks of each sequence, one after the other."""
+    diagnostics = {name: values.unflatten(0, (batch, -1)).flatten(1, 2) for name, values in found.diagnostics.items()}
+    last = with_leaves(found.state, lambda leaf: leaf.unflatten(0, (batch, -1))[:, -1])
+    return Rollout(found.estimates.unflatten(0, (batch, -1)).flatten(1, 2), last, diagnostics)
 
 
 def apart(a: Any, b: Any) -> Tensor:

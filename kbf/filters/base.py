@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor
 
-from kbf.filters.at_once import Inputs, Rollout, at_once
+from kbf.filters.at_once import Inputs, Rollout, at_once, joined
 from kbf.filters.catalogue import WITH_CONTROLS
 from kbf.filters.protocols import (
     Backward,
@@ -133,8 +133,7 @@ def rollout(
             progress(t)
     if done < steps:
         parts.append(walk(parts[-1].state, inputs.during(done), progress=progress, first=done))
-    diagnostics = {k: torch.cat([part.diagnostics[k] for part in parts], 1) for k in parts[0].diagnostics}
-    return Rollout(torch.cat([part.estimates for part in parts], 1), parts[-1].state, diagnostics)
+    return joined(parts)
 
 
 def walked(

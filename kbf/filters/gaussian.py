@@ -215,6 +215,11 @@ def rts_step(
     return GaussianState(mean, I_GF @ filtered.cov @ I_GF.mT + G @ (following.cov + Q) @ G.mT)
 
 
+def settled(before: Float[Tensor, "d d"], after: Float[Tensor, "d d"]) -> bool:
+    """Whether two covariances are the same but for rounding."""
+    return bool((after - before).abs().max() <= 2 * torch.finfo(after.dtype).eps * after.abs().max())
+
+
 class KalmanFilter(Shown):
     """The exact filter of a linear model with Gaussian noises (Sarkka (2013), theorem 4.2).
 
@@ -254,31 +259,25 @@ class KalmanFilter(Shown):
     def recursion(self, state: GaussianState, obs: Float[Tensor, "b T q"]) -> tuple[GaussianState, Bool[Tensor, "b T"]] | None:
         """All steps: P_t and K_t depend on no observation, and soon no more on t; m_t = (I - K_t C)(A m_{t-1} + a) + K_t (x_t - c).
 
-        None for sequences whose covariances differ, or with controls.
+        None for sequences whose covariances differ, or with controls. Without gradients.
         """
         A, a, Q, C, c, R = self.model[:6]
-        m, P = state.mean, state.cov[0]
-        b, T, _ = obs.shape
+        P, (b, T, _) = state.cov[0], obs.shape
         if self.controlled or not bool((state.cov == P).all()):
             return None
-        gains = []
-        while len(gains) < T:
-            gains.append(kalman_gain(A @ P @ A.mT + Q, C, R))
-            P, before = gains[-1][1], P
-            if torch.equal(P, before) or (
-                len(gains) % 8 == 0 and (P - before).abs().max() <= torch.finfo(P.dtype).eps * P.abs().max()
-            ):
-                break
+        gains = [kalman_gain(torch.addmm(Q, A @ P, A.mT), C, R)]
+        while len(gains) < T and not (len(gains) % 4 == 0 and settled(P, gains[-1][1])):
+            P = gains[-1][1]
+            gains.append(kalman_gain(torch.addmm(Q, A @ P, A.mT), C, R))
         at = torch.arange(T, device=obs.device).clamp_max(len(gains) - 1)
         K, P, variances = (torch.stack(parts)[at] for parts in zip(*gains, strict=True))
-        I_KC, y = torch.eye(len(A), dtype=A.dtype, device=A.device) - K @ C, obs - c
-        u = torch.baddbmm((I_KC @ a)[:, None], y.transpose(0, 1), K.mT)
-        means = [m]
-        for u_t, M_t in zip(u.unbind(), (I_KC @ A).mT.unbind(), strict=True):
-            means.append(torch.addmm(u_t, means[-1], M_t))
-        mean = torch.stack(means, 1)
-        residual = y - (mean[:, :-1] @ (C @ A).mT + C @ a)
-        return GaussianState(mean[:, 1:], P.expand(b, *P.shape)), is_possible(residual, variances)
+        I_KC, y = torch.eye(len(A), dtype=A.dtype, device=A.device) - K @ C, (obs - c).transpose(0, 1)
+        m, means = state.mean, torch.baddbmm((I_KC @ a)[:, None], y, K.mT)  # T b d: the part without m_{t-1}
+        for rest, M in zip(means.unbind(), (I_KC @ A).mT.unbind(), strict=True):
+            m = rest.addmm_(m, M)
+        before = torch.cat([state.mean[None], means[:-1]])
+        possible = is_possible(y - before @ (C @ A).mT - C @ a, variances[:, None])
+        return GaussianState(means.transpose(0, 1), P.expand(b, *P.shape)), possible.mT
 
     def estimate(self, state: GaussianState) -> Float[Tensor, "b d"]:
         """The mean, ``b d``."""
