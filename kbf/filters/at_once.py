@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kbf.filters.protocols import Filter, Forgetting, Recursive, diagnostics_of, offers
 from kbf.filters.wrapper import innermost
+from kbf.rkhs.linalg import NotPositiveDefiniteError
 from kbf.runtime import notebook
 
 NUMBERS = 2**21
@@ -68,7 +69,10 @@ def at_once(filter: Filter[Any], walk: Walk, state: Any, inputs: Inputs) -> Roll
     kind = type(innermost(filter, inputs.obs[:, 0])[0])
     if offers(kind, Recursive) and inputs.mask is None and inputs.controls is None:
         return recursively(filter, state, inputs.obs)
-    return in_blocks(filter, walk, state, inputs) if offers(kind, Forgetting) else None
+    try:
+        return in_blocks(filter, walk, state, inputs) if offers(kind, Forgetting) else None
+    except NotPositiveDefiniteError:  # the start of a block is a guess first, which the filter itself might never come to
+        return None
 
 
 def recursively(filter: Filter[Any], state: Any, obs: Tensor) -> Rollout | None:
@@ -164,12 +168,12 @@ def found_in_blocks(found: Rollout, batch: int) -> Rollout:
 
 
 def apart(a: Any, b: Any) -> Tensor:
-    """``b``, whether two states differ by more than rounding, in any of their parts."""
-    far = [
-        (u - v).abs().flatten(1).amax(1) > ROUNDING * torch.finfo(u.dtype).eps * v.abs().flatten(1).amax(1)
-        for u, v in zip(a, b, strict=True)
-    ]
-    return torch.stack(far).any(0)
+    """``b``, whether two states differ by more than rounding, in any of their parts, or hold NaN."""
+    near = []
+    for u, v in zip(a, b, strict=True):
+        size = ROUNDING * torch.finfo(u.dtype).eps * v.abs().flatten(1).amax(1)
+        near.append((u - v).abs().flatten(1).amax(1) <= size)
+    return ~torch.stack(near).all(0)
 
 
 def with_leaves(state: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -43,7 +43,7 @@ def psd_solve(
     """
     if many_small(a, FACTORISED) and b.ndim == 3 and isinstance(reg, float) and reg == 0:
         x = solved_by_component(a, b)
-        if not check or math.isfinite(x.sum()):  # else LAPACK says what is wrong
+        if not check or math.isfinite(x.sum().item()):  # else LAPACK says what is wrong
             return x
     if check and not torch.compiler.is_exporting():  # a program cannot raise: where it does not go well, X is NaN
         factor = cholesky(a, reg=reg)

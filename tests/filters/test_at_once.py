@@ -177,6 +177,30 @@ def test_a_filter_that_forgets_nothing_is_right_as_well(done):
     assert done[-1] == T
 
 
+class Fragile(ExtendedKalmanFilter):
+    """A filter that fails beside itself."""
+
+    def observe(self, state: Any, obs: torch.Tensor) -> Any:
+        if len(obs) > B:
+            raise NotPositiveDefiniteError("not here")
+        return super().observe(state, obs)
+
+
+class Undefined(ExtendedKalmanFilter):
+    """A filter that knows nothing beside itself."""
+
+    def predict(self, state: Any, *, generator: Any = None) -> Any:
+        moved = super().predict(state)
+        return moved._replace(mean=moved.mean * math.nan) if len(state.mean) > B else moved
+
+
+@pytest.mark.parametrize("kind", [Fragile, Undefined])
+def test_a_guess_that_leads_nowhere_is_given_up(kind, done):
+    filter, obs = kind(bent()), case("ekf")[1]
+    assert_same(rollout(filter, obs), step_by_step(filter, obs))
+    assert done == [0]
+
+
 def test_pieces_blocks_and_progress(monkeypatch):
     """The Kalman filter's states are held for a while only; and who watches sees every step once."""
     for name in NAMES:
