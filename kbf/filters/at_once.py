@@ -99,9 +99,10 @@ def one_piece(filter: Filter[Any], state: Any, obs: Tensor) -> Rollout | None:
     if T == 0:
         return None
     states = with_leaves(states, lambda leaf: leaf[:, :T])
-    flat = with_leaves(states, lambda leaf: leaf.flatten(0, 1))
-    diagnostics = {name: values.unflatten(0, (-1, T)) for name, values in diagnostics_of(filter, flat).items()}
-    estimates = filter.estimate(flat).unflatten(0, (-1, T))
+    each = [with_leaves(states, itemgetter(k)) for k in range(len(obs))]  # its times are a batch; to flatten both would copy
+    estimates = torch.stack([filter.estimate(one) for one in each])
+    told = [diagnostics_of(filter, one) for one in each]
+    diagnostics = {name: torch.stack([one[name] for one in told]) for name in told[0]}
     diagnostics["passed_over"] = estimates.new_zeros(estimates.shape[:2])
     return Rollout(estimates, with_leaves(states, lambda leaf: leaf[:, -1].clone()), diagnostics)
 
