@@ -125,7 +125,7 @@ def claims(rows: list[Row]) -> list[Claim]:
             ratios = [row["times ours"] for row in mine if row["size"].startswith(size)]
             if ratios:
                 verdicts.append(
-                    Claim(f"the same, filters of {size} steps: at least {least:g}", f"{min(ratios):.2g}", min(ratios) >= least)
+                    Claim(f"the same, filters of batch {size[:-2]}: at least {least:g}", f"{min(ratios):.2g}", min(ratios) >= least)
                 )
     return verdicts
 
