@@ -178,6 +178,7 @@ MEASURED = {
     "local": ["1,000 points keep the error and are 1.8"],
     "cme": ["1/129"],
     "checks": ["3.6 %"],
+    "peers": ["filterpy 2.6 to 3.5", "torch-kf 13 to 15", "0.43 for one and 0.55 to 0.68", "0.9 to 3.1"],
     "filter": [],
 }
 """What docs/speed.md says of a benchmark; every number of it stands, rounded, in the claims of data/results/bench/."""

@@ -21,7 +21,7 @@ from kbf.bench.peers_sides import Side
 from kbf.plots.charts import Figure, curves
 
 SIZES: dict[str, dict[str, Any]] = {
-    "full": {"batches": [1, 64], "steps": 200, "ratio": [2000, 500], "exact": [2000, 1000], "landmarks": [20_000, 200, 1000]}
+    "full": {"batches": [1, 64], "steps": 1000, "ratio": [2000, 500], "exact": [2000, 1000], "landmarks": [20_000, 200, 1000]}
     | {"turns": {"rounds": 5, "seconds": 0.2}},
     "smoke": {"batches": [2], "steps": 4, "ratio": [40, 10], "exact": [30, 5], "landmarks": [30, 5, 5]}
     | {"turns": {"rounds": 1, "seconds": 0.01}},
@@ -36,6 +36,8 @@ LIBRARIES: dict[str, Any] = {
 }
 """Who can do what."""
 OURS = "kbf"
+LEAST = {"filterpy": ("1 x", 1.0), "dynamax": ("64 x", 0.5)}
+"""What the filters must reach: sizes, and the least time of the other over ours."""
 
 
 def run(settings: Settings, tell: Tell) -> list[Row]:
@@ -118,6 +120,13 @@ def claims(rows: list[Row]) -> list[Claim]:
         verdicts.append(Claim(target, words, equal))
         times = "; ".join(f"{row['work']} ({row['size']}) {row['times ours']:.2g}" for row in mine)
         verdicts.append(Claim(f"time of {name} over ours", times, None))
+        if name in LEAST:
+            size, least = LEAST[name]
+            ratios = [row["times ours"] for row in mine if row["size"].startswith(size)]
+            if ratios:
+                verdicts.append(
+                    Claim(f"the same, filters of batch {size[:-2]}: at least {least:g}", f"{min(ratios):.2g}", min(ratios) >= least)
+                )
     return verdicts
 
 

@@ -1,7 +1,7 @@
 """Kalman, extended and unscented Kalman filters of `kbf` and of other libraries, over the same sequences in float64.
 
-Each side gives the filtered means of all steps. Other libraries are told the Jacobian and the model in the arithmetic that suits
-them (numpy, jax); ours takes the model as a torch function and its Jacobian by autodiff.
+Each side gives the filtered means of all steps, of a model in the arithmetic that suits it (numpy, jax, torch). filterpy and ours
+are told the Jacobian (`kbf.ssm.Differentiated`), dynamax differentiates as it compiles.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def by_dynamax(library: Callable[[str], Any], obs: Tensor, one: Callable[[Any], 
     """A compiled filter of dynamax over all sequences at once.
 
     It adds 1e-9 to the diagonal of each matrix that it solves with, which an extended Kalman filter carries on from step to step:
-    1e-6 is what comes of it over 200 steps. Without, the numbers are ours to 1e-12.
+    1e-6 is what comes of it over 1,000 steps. Without, the numbers are ours to 1e-12.
     """
     jax, x = library("jax"), numbers(library)(obs)
     run = jax.jit(jax.vmap(one))

@@ -138,10 +138,12 @@ class ScoredBelief(CollectingCovariance):
 
     def diagnostics(self, state: Any) -> dict[str, Tensor]:
         """Asked once a step: the filter's own, its covariance, and its energy score ``b``."""
+        sample = self.weighted_sample(state)
+        if sample is None:  # filters of moments: they may go through a sequence in another order (`kbf.filters.at_once`)
+            return super().diagnostics(state)
         z = self.states[:, self.step_number].double()
         self.step_number += 1
-        sample = self.weighted_sample(state)
-        return super().diagnostics(state) | ({} if sample is None else {self.ENERGY: sample_energies(z, *sample, self.draws)})
+        return super().diagnostics(state) | {self.ENERGY: sample_energies(z, *sample, self.draws)}
 
 
 def note(notes: list[Any], watch: Watch, filter: Filter[Any], predicted: Any, x: Tensor, mask: Tensor | None) -> None:

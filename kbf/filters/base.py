@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor
 
+from kbf.filters.at_once import Inputs, Rollout, at_once, joined
 from kbf.filters.catalogue import WITH_CONTROLS
 from kbf.filters.protocols import (
     Backward,
@@ -37,7 +39,6 @@ from kbf.filters.protocols import (
     smoother_of,
 )
 from kbf.filters.wrapper import innermost
-from kbf.runtime import notebook
 from kbf.sequence import Array, Sequence, check_finite, tensor_of
 
 __all__ = [
@@ -66,20 +67,6 @@ __all__ = [
 
 ENCODE_IMAGES = "images must be encoded first: give the data a coding with an encoder, as in configs/data/dsprites.yaml"
 """What to do about observations that are images, in errors of filters of vectors."""
-
-
-class Rollout(NamedTuple):
-    """What the loop returns: estimates ``b T d``, the last state, and diagnostics by name, each ``b T``."""
-
-    estimates: Tensor
-    state: Any
-    diagnostics: dict[str, Tensor]
-
-    def __repr__(self) -> str:
-        return notebook.described("Rollout", self._asdict())
-
-    def _repr_html_(self) -> str:
-        return notebook.page("Rollout", self._asdict(), self.estimates[0], "estimates of the first recording")
 
 
 def rollout(
@@ -121,29 +108,59 @@ def rollout(
     if steps == 0:
         raise ValueError("there are no observations to filter: time has length 0")
     check_controlled(filter, controls, (batch, steps))
-    partial = knows_sensors(filter)
-    if mask is None and not partial:
+    checked = not knows_sensors(filter)
+    if mask is None and checked:
         check_finite(obs.flatten(0, 1), "observations")
     elif mask is not None:
         if mask.shape != (batch, steps):
             raise ValueError(f"mask must be {(batch, steps)}, got {tuple(mask.shape)}")
-        if not partial:
+        if checked:
             check_finite(obs[mask], "observations")
         obs = torch.where(mask.reshape(batch, steps, *[1] * (obs.ndim - 2)), obs, torch.zeros_like(obs))
     if state is None:
         state = filter.init(batch, generator=generator)
+    inputs, walk = Inputs(obs, mask, controls), partial(walked, filter, generator=generator, before=before, states=states)
+    if before is not None or states is not None or torch.compiler.is_compiling():
+        return walk(state, inputs, progress=progress)
+    parts = [walk(state, inputs.during(0, 1))]
+    if steps > 1 and not any(leaf.requires_grad for leaf in parts[0].state):  # those ways keep no gradients
+        with torch.no_grad():
+            fast = at_once(filter, walk, state, inputs)
+        parts = parts if fast is None else [fast]
+    done = sum(part.estimates.shape[1] for part in parts)
+    if progress is not None:
+        for t in range(done):
+            progress(t)
+    if done < steps:
+        parts.append(walk(parts[-1].state, inputs.during(done), progress=progress, first=done))
+    return joined(parts)
+
+
+def walked(
+    filter: Filter[Any],
+    state: Any,
+    inputs: Inputs,
+    *,
+    generator: Generator | None = None,
+    before: UpdateHook | None = None,
+    states: list[Any] | None = None,
+    progress: Callable[[int], None] | None = None,
+    first: int = 0,
+) -> Rollout:
+    """The loop itself, one step after the other. Arguments as of `rollout`; ``first``: the number of the first step."""
+    batch, steps = inputs.obs.shape[:2]
     estimates: list[Tensor] = []
     diagnostics: list[dict[str, Tensor]] = []
     for t in range(steps):
-        now, control = (None if each is None else each[:, t] for each in (mask, controls))
-        state, passed = advance(filter, state, obs[:, t], mask=now, control=control, generator=generator, before=before)
+        now, control = (None if each is None else each[:, t] for each in (inputs.mask, inputs.controls))
+        state, passed = advance(filter, state, inputs.obs[:, t], mask=now, control=control, generator=generator, before=before)
         estimates.append(filter.estimate(state))
         if states is not None:
             states.append(state)
         passed_over = estimates[-1].new_zeros(batch) if passed is None else passed.to(estimates[-1])
         diagnostics.append(diagnostics_of(filter, state) | {"passed_over": passed_over})
         if progress is not None:
-            progress(t)
+            progress(first + t)
     stacked = {k: torch.stack([d[k] for d in diagnostics], 1) for k in diagnostics[0]}
     return Rollout(torch.stack(estimates, 1), state, stacked)
 
@@ -228,7 +245,11 @@ def all_possible(evidence: Shaped[Tensor, " b"]) -> bool:
     """Whether all is possible, if it costs nothing to look: in a CPU's memory, and not while a step is compiled or exported."""
     if torch.compiler.is_compiling() or not evidence.is_cpu:
         return False
-    return all(0 < e < math.inf for e in evidence.tolist())
+    if evidence.dtype == torch.bool:
+        return bool(evidence.all())
+    if len(evidence) > 64:
+        return bool(((evidence > 0) & (evidence < math.inf)).all())
+    return all(0 < e < math.inf for e in evidence.tolist())  # faster for few
 
 
 def check_controlled(filter: Filter[Any], controls: Tensor | None, lead: tuple[int, ...]) -> None:

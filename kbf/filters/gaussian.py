@@ -12,13 +12,17 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
 from kbf.filters.base import Backward, FilterStep, check_vectors
-from kbf.rkhs.linalg import psd_solve
+from kbf.rkhs.linalg import product, psd_solve
 from kbf.runtime.notebook import Shown
 from kbf.sequence import Sequence, as_sequences
 from kbf.ssm import OrientationModel, StateSpaceModel
 
 IMPOSSIBLE = 37.0
 """Standard deviations from its mean at which the density of a Gaussian, exp(-37^2 / 2), is smaller than any double can say."""
+
+
+FORGOTTEN = 50
+"""Steps after which a filter of a model whose noises are as large as its moves has forgotten where it was: 0.5^50 is 1e-15."""
 
 
 class GaussianState(NamedTuple):
@@ -102,7 +106,7 @@ def kalman_predict(
 
     References: Sarkka (2013), equation 4.20.
     """
-    return GaussianState((F @ mean[..., None])[..., 0] + a, F @ cov @ F.mT + Q)
+    return GaussianState(product(F, mean[..., None])[..., 0] + a, product(F, cov, F.mT) + Q)
 
 
 def kalman_update(
@@ -149,12 +153,35 @@ def kalman_observe(
 
     A filter that passes such observations over grows less sure of its prediction with each move, until it takes them in.
     """
-    S = H @ cov @ H.mT + R
-    K = psd_solve(S, H @ cov).mT
-    residual = x - (H @ mean[..., None])[..., 0] - c
-    I_KH = torch.eye(mean.shape[-1], dtype=cov.dtype, device=cov.device) - K @ H
-    updated = GaussianState(mean + (K @ residual[..., None])[..., 0], I_KH @ cov @ I_KH.mT + K @ R @ K.mT)
-    return updated, (residual.square() <= IMPOSSIBLE**2 * S.diagonal(dim1=-2, dim2=-1)).all(-1)
+    return kalman_correct(mean, cov, x - product(H, mean[..., None])[..., 0] - c, H, R)
+
+
+def kalman_correct(
+    mean: Float[Tensor, "b d"],
+    cov: Float[Tensor, "b d d"],
+    residual: Float[Tensor, "b q"],
+    H: Float[Tensor, "*f q d"],
+    R: Float[Tensor, "*g q q"],
+) -> tuple[GaussianState, Bool[Tensor, " b"]]:
+    """`kalman_observe` by how far x is from its prediction."""
+    K, updated, variances = kalman_gain(cov, H, R)
+    return GaussianState(mean + product(K, residual[..., None])[..., 0], updated), is_possible(residual, variances)
+
+
+def kalman_gain(
+    cov: Float[Tensor, "*b d d"], H: Float[Tensor, "*f q d"], R: Float[Tensor, "*g q q"]
+) -> tuple[Float[Tensor, "*s d q"], Float[Tensor, "*s d d"], Float[Tensor, "*s q"]]:
+    """What does not depend on x: the gain K, the covariance after the update, and the variances of x, the diagonal of S."""
+    HP = product(H, cov)
+    S = product(HP, H.mT) + R
+    K = psd_solve(S, HP).mT
+    I_KH = torch.eye(cov.shape[-1], dtype=cov.dtype, device=cov.device) - product(K, H)
+    return K, product(I_KH, cov, I_KH.mT) + product(K, R, K.mT), S.diagonal(dim1=-2, dim2=-1)
+
+
+def is_possible(residual: Float[Tensor, "*b q"], variances: Float[Tensor, "*c q"]) -> Bool[Tensor, "*b"]:
+    """Whether no component is `IMPOSSIBLE` standard deviations from its prediction."""
+    return (residual.square() <= IMPOSSIBLE**2 * variances).all(-1)
 
 
 def rts_step(
@@ -186,6 +213,11 @@ def rts_step(
     I_GF = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device) - G @ F
     mean = filtered.mean + (G @ (following.mean - predicted.mean)[..., None])[..., 0]
     return GaussianState(mean, I_GF @ filtered.cov @ I_GF.mT + G @ (following.cov + Q) @ G.mT)
+
+
+def settled(before: Float[Tensor, "d d"], after: Float[Tensor, "d d"]) -> bool:
+    """Whether two covariances are the same but for rounding."""
+    return bool((after - before).abs().max() <= 2 * torch.finfo(after.dtype).eps * after.abs().max())
 
 
 class KalmanFilter(Shown):
@@ -223,6 +255,29 @@ class KalmanFilter(Shown):
     def observe(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> tuple[GaussianState, Bool[Tensor, " b"]]:
         """Observe, and whether that was possible (`kalman_observe`)."""
         return kalman_observe(*state, obs, self.model.C, self.model.R, self.model.c)
+
+    def recursion(self, state: GaussianState, obs: Float[Tensor, "b T q"]) -> tuple[GaussianState, Bool[Tensor, "b T"]] | None:
+        """All steps: P_t and K_t depend on no observation, and soon no more on t; m_t = (I - K_t C)(A m_{t-1} + a) + K_t (x_t - c).
+
+        None for sequences whose covariances differ, or with controls. Without gradients.
+        """
+        A, a, Q, C, c, R = self.model[:6]
+        P, (b, T, _) = state.cov[0], obs.shape
+        if self.controlled or not bool((state.cov == P).all()):
+            return None
+        gains = [kalman_gain(torch.addmm(Q, A @ P, A.mT), C, R)]
+        while len(gains) < T and not (len(gains) % 4 == 0 and settled(P, gains[-1][1])):
+            P = gains[-1][1]
+            gains.append(kalman_gain(torch.addmm(Q, A @ P, A.mT), C, R))
+        at = torch.arange(T, device=obs.device).clamp_max(len(gains) - 1)
+        K, P, variances = (torch.stack(parts)[at] for parts in zip(*gains, strict=True))
+        I_KC, y = torch.eye(len(A), dtype=A.dtype, device=A.device) - K @ C, (obs - c).transpose(0, 1)
+        m, means = state.mean, torch.baddbmm((I_KC @ a)[:, None], y, K.mT)  # T b d: the part without m_{t-1}
+        for rest, M in zip(means.unbind(), (I_KC @ A).mT.unbind(), strict=True):
+            m = rest.addmm_(m, M)
+        before = torch.cat([state.mean[None], means[:-1]])
+        possible = is_possible(y - before @ (C @ A).mT - C @ a, variances[:, None])
+        return GaussianState(means.transpose(0, 1), P.expand(b, *P.shape)), possible.mT
 
     def estimate(self, state: GaussianState) -> Float[Tensor, "b d"]:
         """The mean, ``b d``."""

@@ -40,7 +40,7 @@ class Filter(Protocol[S]):
     """Predict and update; every method is pure and returns a new state.
 
     What a filter can do beyond that it states by having more: `Controlled`, `WithSensors`, `WithDiagnostics`, `WithCovariance`,
-    `WithSample`, `Smoothable`, `Judging`, `Fused`.
+    `WithSample`, `Smoothable`, `Judging`, `Fused`, `Recursive`, `Forgetting`.
     """
 
     def init(self, batch: int, *, generator: Generator | None = None) -> S:
@@ -138,6 +138,28 @@ class Fused(Protocol):
 
     def move_and_observe(self, state: Any, obs: Tensor) -> tuple[Any, Tensor] | None:
         """The same as ``observe(predict(state), obs)``; None where it is no faster."""
+        ...
+
+
+@runtime_checkable
+class Recursive(Protocol):
+    """A filter that knows a faster way through a sequence than step after step."""
+
+    def recursion(self, state: Any, obs: Tensor) -> tuple[Any, Tensor] | None:
+        """The states after each of the observations ``b T q``, all of them taken in; and ``b T``, whether that was possible.
+
+        Each part of a state has ``b T`` in front. What comes after an observation that was not possible means nothing. None where
+        there is no such way from this state.
+        """
+        ...
+
+
+@runtime_checkable
+class Forgetting(Protocol):
+    """A filter that draws no random numbers, and whose state does not depend on where it was long ago."""
+
+    def forgets(self) -> int:
+        """Observations after which that is most often so, to rounding. A wrong number costs time, no digits."""
         ...
 
 

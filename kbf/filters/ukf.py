@@ -10,9 +10,18 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
 from kbf.filters.base import Backward, FilterStep
-from kbf.filters.gaussian import AdditiveModel, GaussianState, gaussian_init, kalman_observe, kalman_predict, rts_step, started
+from kbf.filters.gaussian import (
+    FORGOTTEN,
+    AdditiveModel,
+    GaussianState,
+    gaussian_init,
+    is_possible,
+    kalman_gain,
+    rts_step,
+    started,
+)
 from kbf.filters.polar import TurningFilter, TurningModel, turning_filter
-from kbf.rkhs.linalg import cholesky
+from kbf.rkhs.linalg import batch_innermost, cholesky, product
 from kbf.runtime.notebook import Shown, ShownModule
 from kbf.sequence import Sequence
 from kbf.ssm import OrientationModel
@@ -48,12 +57,12 @@ def unscented(
 ) -> tuple[Float[Tensor, "b e d"], Float[Tensor, "b e"], Float[Tensor, "b e e"]]:
     """F, a and Omega of f(m + L u) ~ F u + a + N(0, Omega), u ~ N(0, I), from the `sigma_points` of u."""
     points, mean_weights, cov_weights = (part.to(m) for part in sigma)
-    y = f(m[:, None] + points @ L.mT)
-    a = mean_weights @ y
+    y = batch_innermost(f(m[:, None] + product(points, L.mT)))
+    a = product(mean_weights[None], y)[:, 0]
     dy = y - a[:, None]
     weighted = cov_weights[:, None] * dy
-    F = weighted.mT @ points
-    return F, a, weighted.mT @ dy - F @ F.mT
+    F = product(weighted.mT, points)
+    return F, a, product(weighted.mT, dy) - product(F, F.mT)
 
 
 class UnscentedKalmanFilter(Shown):
@@ -108,18 +117,24 @@ class UnscentedKalmanFilter(Shown):
     def predict(self, state: GaussianState, *, generator: Generator | None = None) -> GaussianState:
         """Weighted mean of f at the sigma points, weighted covariance + Q."""
         F, a, Omega = self.linearise(self.model.f, state.mean, self.root(state.cov))
-        return kalman_predict(*whitened(state), F, Omega + self.model.Q, a)
+        return GaussianState(a, product(F, F.mT) + Omega + self.model.Q)
 
     def update(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> GaussianState:
         """Observe ``b q``: `kalman_update` of u ~ N(0, I), then back to z = m + L u."""
         return self.observe(state, obs)[0]
 
     def observe(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> tuple[GaussianState, Bool[Tensor, " b"]]:
-        """Observe, and whether that was possible (`kalman_observe`)."""
+        """Observe, and whether that was possible (`is_possible`)."""
         L = self.root(state.cov)
         H, c, Omega = self.linearise(self.model.h, state.mean, L)
-        (u, U), possible = kalman_observe(*whitened(state), obs, H, Omega + self.model.R, c)
-        return GaussianState(state.mean + (L @ u[..., None])[..., 0], L @ U @ L.mT), possible
+        eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+        K, U, variances = kalman_gain(eye, H, Omega + self.model.R)
+        mean = state.mean + product(L, K, (obs - c)[..., None])[..., 0]
+        return GaussianState(mean, product(L, U, L.mT)), is_possible(obs - c, variances)
+
+    def forgets(self) -> int:
+        """As many steps as noise of the size of the states takes."""
+        return FORGOTTEN
 
     def estimate(self, state: GaussianState) -> Float[Tensor, "b d"]:
         """The mean, ``b d``."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+SMALL, MANY = 5, 200
+"""Rows and columns of matrices, and how many of them, for which a call for each takes longer than arithmetic of all at once."""
+FACTORISED = 3
+"""Rows of those for which that is true of their factorisation."""
 NUMBERS_ONE_BY_ONE = 2**13
 """Numbers in the differences of all pairs of points up to which these are formed one by one: a step of a filter has few."""
 
@@ -36,6 +41,10 @@ def psd_solve(
     >>> psd_solve(torch.eye(2), torch.ones(2, 1), reg=1.0).flatten()
     tensor([0.5000, 0.5000])
     """
+    if many_small(a, FACTORISED) and b.ndim == 3 and isinstance(reg, float) and reg == 0:
+        x = solved_by_component(a, b)
+        if not check or math.isfinite(x.sum().item()):  # else LAPACK says what is wrong
+            return x
     if check and not torch.compiler.is_exporting():  # a program cannot raise: where it does not go well, X is NaN
         factor = cholesky(a, reg=reg)
     else:
@@ -47,11 +56,79 @@ def psd_solve(
     return torch.cholesky_solve(b, factor)
 
 
+def many_small(a: Tensor, size: int = SMALL) -> bool:
+    """Whether there are so many small matrices that calls for each of them take longer than arithmetic of all at once."""
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    return a.is_cpu and a.ndim == 3 and a.shape[0] >= MANY and max(a.shape[1:]) <= size
+
+
+def product(*factors: Tensor) -> Tensor:
+    """The product of matrices: of many small ones by component, with the batch innermost in memory; else as it is."""
+    out, *others = factors
+    for factor in others:
+        out = product_by_component(out, factor) if many_small(out) or many_small(factor) else out @ factor
+    return out
+
+
+def product_by_component(a: Tensor, b: Tensor) -> Tensor:
+    """A B as a sum of k outer products, each of the whole batch; of one A for all B, or one B for all A, as one product."""
+    if b.ndim == 2:
+        return product_by_component(b.mT, a.mT).mT
+    if a.ndim == 2:
+        return (a @ b.permute(1, 2, 0).flatten(1)).unflatten(1, (b.shape[2], b.shape[0])).permute(2, 0, 1)
+    a, b = batch_innermost(a), batch_innermost(b)
+    out = a[..., :1] * b[..., :1, :]
+    for k in range(1, a.shape[-1]):
+        out = torch.addcmul(out, a[..., k : k + 1], b[..., k : k + 1, :])
+    return out
+
+
+def batch_innermost(a: Float[Tensor, "b n m"]) -> Float[Tensor, "b n m"]:
+    """The same matrices; of many small ones, laid out in memory as n m vectors over the batch: most arithmetic leaves them so."""
+    return a if a.stride(0) <= 1 or not many_small(a) else a.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
+
+def cholesky_by_component(a: Float[Tensor, "b n n"]) -> dict[tuple[int, int], Float[Tensor, " b"]]:
+    """The entries of the lower Cholesky factor, each of the whole batch; NaN or 0 on the diagonal where there is none."""
+    L: dict[tuple[int, int], Tensor] = {}
+    rows = [row.unbind(-1) for row in a.unbind(-2)]
+    for j in range(len(rows)):
+        for i in range(j, len(rows)):
+            rest = rows[i][j]
+            for k in range(j):
+                rest = torch.addcmul(rest, L[i, k], L[j, k], value=-1)
+            L[i, j] = rest.sqrt() if i == j else rest / L[j, j]
+    return L
+
+
+def solved_by_component(a: Float[Tensor, "b n n"], b: Float[Tensor, "b n m"]) -> Float[Tensor, "b n m"]:
+    """A X = B by Cholesky, written out: NaN or infinite where A is not positive definite."""
+    n = a.shape[-1]
+    L = {at: entry[:, None] for at, entry in cholesky_by_component(batch_innermost(a)).items()}
+    x = list(batch_innermost(b).unbind(-2))
+    for i in range(n):  # L Y = B
+        for k in range(i):
+            x[i] = torch.addcmul(x[i], L[i, k], x[k], value=-1)
+        x[i] = x[i] / L[i, i]
+    for i in reversed(range(n)):  # L^T X = Y
+        for k in range(i + 1, n):
+            x[i] = torch.addcmul(x[i], L[k, i], x[k], value=-1)
+        x[i] = x[i] / L[i, i]
+    return torch.stack([row.mT for row in x]).permute(2, 0, 1)
+
+
 def cholesky(a: Float[Tensor, "*a n n"], *, reg: float | Tensor = 0.0) -> Float[Tensor, "*c n n"]:
     """Lower Cholesky factor of A + reg I. Arguments and errors as in `psd_solve`."""
-    moved = shifted(a, reg)
+    moved = a if isinstance(reg, float) and reg == 0 else shifted(a, reg)
+    if many_small(a, FACTORISED):
+        L, n = cholesky_by_component(batch_innermost(moved)), a.shape[-1]
+        zero = torch.zeros_like(L[0, 0])
+        factor = torch.stack([L.get((i, j), zero) for i in range(n) for j in range(n)]).unflatten(0, (n, n)).permute(2, 0, 1)
+        if bool((factor.diagonal(dim1=-2, dim2=-1) > 0).all()):
+            return factor  # else LAPACK says what is wrong
     factor, info = torch.linalg.cholesky_ex(moved)
-    if bool((info != 0).any()):
+    if bool(info.any()):
         n, shift = a.shape[-1], torch.as_tensor(reg).max()
         if not torch.isfinite(moved).all():
             raise NotPositiveDefiniteError(f"a {n} x {n} matrix to be solved holds NaN or infinite entries")
