@@ -47,7 +47,7 @@ class Code(nn.Module):
         self.register_buffer("circle", torch.tensor(False))
 
     def prepare(self, states: Float[Tensor, "n d"]) -> None:
-        """Keep mean, scale and manifold of the training states."""
+        """Keep mean, scale and manifold of the training states (`settle` may leave the latter again)."""
         spread = states.var(0, correction=0).mean().sqrt()
         self.z_mean.copy_(states.mean(0))
         self.z_scale.copy_(torch.where(spread > 0, spread, 1))
@@ -79,6 +79,24 @@ class Code(nn.Module):
             for rows in (held == k).nonzero()[:, 0].split(batch_size):
                 codes[rows] = self.manifold.project(self.member(k, sequence.obs[rows]))
         return sequence._replace(obs=codes.to(sequence.states))
+
+    @torch.no_grad()
+    def settle(
+        self, sequences: list[Sequence], held: list[Shaped[Tensor, " T"]], visible: list[Float[Tensor, "T d"]]
+    ) -> list[Sequence]:
+        """`crossfit` of all recordings, on the circle only if codes there are nearer to the states than as they were regressed.
+
+        A code is the mean of the states that an image may show: of a poor image it is short, and its length is what says how much
+        to trust it. Codes of good images are long, and what is off the circle is error. ``visible``: states that codes stand for.
+        """
+        on_circle, self.circle = self.circle, torch.zeros_like(self.circle)
+        raw = [self.crossfit(s, own) for s, own in zip(sequences, held, strict=True)]
+        if bool(on_circle):
+            observed = [slice(None) if s.mask is None else s.mask for s in raw]
+            codes = torch.cat([s.obs[rows] for s, rows in zip(raw, observed, strict=True)])
+            z = torch.cat([states[rows] for states, rows in zip(visible, observed, strict=True)]).to(codes)
+            self.circle = (CIRCLE.project(codes) - z).square().sum() < (codes - z).square().sum()
+        return [s._replace(obs=self.manifold.project(s.obs)) for s in raw]
 
 
 class CodedFilter(FilterWrapper):

@@ -171,3 +171,36 @@ def test_the_contract():
 def test_an_encoder_must_say_how_wide_it_is():
     with pytest.raises(ValueError, match="the encoder Flatten needs an attribute 'features'"):
         build_code([nn.Flatten()], 2)
+
+
+class Looking(nn.Module):
+    """An encoder that sees a point of the plane."""
+
+    features = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_codes_of_poor_images_keep_their_length(good):
+    """On the circle where that is nearer to the states; as they are where short codes are those of images that tell little."""
+    g = torch.Generator().manual_seed(0)
+    angle = 6.28 * torch.rand(400, generator=g)
+    z = torch.stack([angle.cos(), angle.sin()], -1)
+    seen = 1.2 * z + 0.02 * torch.randn(400, 2, generator=g)
+    if not good:  # half of the images show nothing
+        seen[::2] = 0.1 * torch.randn(200, 2, generator=g)
+    code = Code([Looking(), Looking()], 2)
+    for head in code.heads:
+        nn.init.eye_(head.weight)  # pyright: ignore[reportArgumentType]
+        nn.init.zeros_(head.bias)  # pyright: ignore[reportArgumentType]
+    code.prepare(z)
+    code.z_mean.zero_()
+    code.z_scale.fill_(1.0)
+    assert bool(code.circle)
+    sequence = Sequence(z, seen[:, :, None, None])
+    coded = code.settle([sequence], [torch.arange(400) % 2], [z])[0].obs
+    assert bool(code.circle) == good
+    torch.testing.assert_close(coded, CIRCLE.project(seen) if good else seen)
+    torch.testing.assert_close(code(sequence.obs).norm(dim=-1).mean(), coded.norm(dim=-1).mean())

@@ -39,6 +39,7 @@ from kbf.filters.lagged_model import ORDERS, LaggedModel, all_states, learn_lagg
 from kbf.filters.laws.choice import LAWS, choose_law
 from kbf.filters.particle import in_type_of
 from kbf.filters.resampling import effective_sample_size, systematic
+from kbf.filters.wrapper import CollectingCovariance
 from kbf.rkhs.linalg import evenly
 from kbf.runtime.notebook import Shown, ShownModule
 from kbf.sequence import Sequence, as_sequences, observed_pairs, pad
@@ -53,8 +54,19 @@ LITTLE = 1e-3
 HELD_OUT, STRETCHES, LONG, BURN_IN = 0.2, 8, 100, 5
 """Share of the recordings that is held out to choose on; stretches of it that are run through, steps in each, at most; first steps
 that do not count: the filter does not know yet where it is."""
+LEAST_VARIANCE = 1e-4
+"""Of a component, over that of the states, when its log score is asked for: a few particles in one place are no certainty."""
+TIE = 0.1
+"""Difference of held-out scores that decides nothing: the filter that is less sure is taken."""
 LOOKED_AT = 1000
 """Points that the choice of a law looks at."""
+
+
+class HeldOut(NamedTuple):
+    """On held-out stretches: the mean squared error over the variance of each component, and -2 log N(z; m, diag C) of one."""
+
+    error: float
+    surprise: float
 
 
 class LocalMemory(NamedTuple):
@@ -97,6 +109,7 @@ class KernelMonteCarloFilter(Shown):
         factor: float = 0.7,
         counts: bool = False,
         restart: float = 0.0,
+        temper: float = 1.0,
     ) -> None:
         """The filter of one model.
 
@@ -112,19 +125,22 @@ class KernelMonteCarloFilter(Shown):
             counts: observations are counts: compare their square roots, whose noise is of one size whatever the mean.
             restart: share of the particles that are drawn anew from ``initial`` in each move, as if the state had jumped there: a
                 track that was lost is found again (Lenser and Veloso, 2000, sensor resetting; here at all times).
+            temper: with ``reg=0``, weights by p(x | z_i)^temper: below 1 for observations whose errors go on from step to step, so
+                that several of them tell no more than one (Grunwald, 2012, of models that are not quite true).
 
         Raises:
-            ValueError: no initial states, or sizes below 1.
+            ValueError: no initial states, sizes below 1, or a number out of range.
         """
         sizes = {"particles": particles, "draws": draws, "rank": rank}
-        if min(sizes.values()) < 1 or len(initial) < 1 or not (reg >= 0 and factor > 0 and 0 <= restart < 1):
+        if min(sizes.values()) < 1 or len(initial) < 1 or not (reg >= 0 and factor > 0 and 0 <= restart < 1 and 0 < temper <= 1):
             raise ValueError(
                 f"a kernel Monte Carlo filter needs {len(initial)} > 0 initial states, {sizes} >= 1, {reg} >= 0, {factor} > 0, "
-                f"0 <= {restart} < 1"
+                f"0 <= {restart} < 1, 0 < {temper} <= 1"
             )
         self.model, self.initial = in_type_of(model, initial), initial
         self.d: int = initial.shape[1] if d is None else d
         self.particles, self.draws, self.reg, self.factor, self.counts = particles, draws, reg, factor, counts
+        self.temper: float = temper
         count = round(restart * particles)
         self.fresh: Tensor | None = torch.linspace(0, particles - 1, count).round().long().to(initial.device) if count else None
         self.landmarks: Tensor = (
@@ -167,7 +183,7 @@ class KernelMonteCarloFilter(Shown):
     def observe(self, state: LocalMemory, obs: Float[Tensor, "b q"]) -> tuple[LocalMemory, Bool[Tensor, " b"]]:
         """Weigh, and whether anything that was imagined is near the observation: far from all of it the kernel is 0 everywhere."""
         if self.reg == 0:
-            log_weights = self.model.log_likelihood(obs.to(state.particles)[:, None], state.particles)
+            log_weights = self.temper * self.model.log_likelihood(obs.to(state.particles)[:, None], state.particles)
             possible = log_weights.amax(-1) > -math.inf
             return state._replace(weights=torch.where(possible[:, None], log_weights, 0).softmax(-1)), possible
         seen, x = state.draws.flatten(1, 2), obs.to(state.draws)
@@ -243,8 +259,8 @@ class KernelMonteCarlo(ShownModule):
     `prepare` chooses, on the last fifth of the recordings and from the rest alone, what one-step residuals cannot tell: whether the
     state carries its velocity; how much wider than its residuals the noise of the moves must be so that whole runs stay on track;
     and lambda, which smooths the rule where errors of the sensors go on from step to step (0 is the rule's limit, weights by the
-    law's density: sharper where observations tell much, and too sure where the law is not quite true). All are tried by running
-    the filter through held-out stretches. The law of the observations is chosen by its held-out log score
+    law's density: sharper where observations tell much, and too sure where the law is not quite true, unless it is tempered). All
+    are tried by running the filter through held-out stretches. The law of the observations is chosen by its held-out log score
     (`kbf.filters.laws.choice`).
     """
 
@@ -252,6 +268,7 @@ class KernelMonteCarlo(ShownModule):
     inflation: Tensor
     reg: Tensor
     restart: Tensor
+    temper: Tensor
     law: Tensor
     orders: Many[int]
     inflations: Many[float]
@@ -268,7 +285,8 @@ class KernelMonteCarlo(ShownModule):
         orders: Many[int] = ORDERS,
         inflations: Many[float] = (1.0, 2.0, 4.0, 8.0),
         regs: Many[float] = (1e-3, 1e-2, 0.0),
-        restarts: Many[float] = (0.0, 0.02),
+        restarts: Many[float] = (0.005, 0.02),
+        tempers: Many[float] = (1.0, 0.5, 0.25),
         law: str | None = None,
         seed: int = 0,
         dtype: str = "float32",
@@ -278,7 +296,9 @@ class KernelMonteCarlo(ShownModule):
         Args:
             particles, draws, rank, factor: as of `KernelMonteCarloFilter`.
             orders: of the model: 1 without velocity, 2 with. inflations: of the moves' noise. regs: lambda of the rule;
-                0 weighs by the density of the law of observations. restarts: shares of particles that begin anew in each move.
+                0 weighs by the density of the law of observations. restarts: shares of particles that begin anew in each move:
+                few of them cost next to nothing, and a lost track is found again.
+            tempers: powers of the density where lambda is 0; the middle one is that of the first round.
             law: of observations, a name of `kbf.filters.laws.choice.LAWS`; None chooses.
             seed: of the held-out runs.
             dtype: float32 or float64, of the filter's steps.
@@ -289,27 +309,29 @@ class KernelMonteCarlo(ShownModule):
         super().__init__()
         if law is not None and law not in LAWS:
             raise ValueError(f"law must be null (the best one is chosen) or one of {', '.join(LAWS)}; got {law!r}")
-        if dtype not in ("float32", "float64") or not (orders and inflations and regs and restarts):
+        if dtype not in ("float32", "float64") or not (orders and inflations and regs and restarts and tempers):
             raise ValueError(
-                f"dtype must be float32 or float64, got {dtype!r}; orders, inflations, regs and restarts must not be empty"
+                f"dtype must be float32 or float64, got {dtype!r}; orders, inflations, regs, restarts and tempers must not be empty"
             )
         self.sizes: dict[str, Any] = {"particles": particles, "draws": draws, "rank": rank, "factor": factor}
-        self.orders, self.inflations, self.regs, self.restarts = orders, inflations, regs, restarts
+        self.orders, self.inflations, self.regs, self.restarts, self.tempers = orders, inflations, regs, restarts, tempers
         self.given_law, self.seed = law, seed
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.register_buffer("order", torch.tensor(orders[-1]))
         self.register_buffer("inflation", torch.tensor(inflations[0], dtype=torch.float64))
         self.register_buffer("reg", torch.tensor(regs[0], dtype=torch.float64))
         self.register_buffer("restart", torch.tensor(restarts[0], dtype=torch.float64))
+        self.register_buffer("temper", torch.tensor(tempers[0], dtype=torch.float64))
         self.register_buffer("law", torch.tensor(LAWS.index(law or "gaussian")))
 
     @torch.no_grad()
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
-        """Choose the law of observations, then order, inflation and lambda by the error of runs through held-out stretches.
+        """Choose the law of observations, then order, inflation, lambda and temper by the error of runs through held-out stretches.
 
-        First every order with every inflation, at the least lambda; then the others at the best of these and the inflation before
-        it: smoothing the rule does a part of what wider moves do; then whether particles begin anew. Too short recordings (no
-        stretch of ten steps can be held out) leave the first of each.
+        First every order with every inflation, at the least lambda and a middle temper; then lambda at the best of these and the
+        inflation before it: smoothing the rule does a part of what wider moves do; then whether particles begin anew. The temper,
+        where lambda is 0, is the least of those with the best log score of the states: it says how sure the filter may be, which
+        errors hardly show. Too short recordings (no stretch of ten steps can be held out) leave the first of each.
         """
         sequences = as_sequences(memory)
         if self.given_law is None:
@@ -321,7 +343,8 @@ class KernelMonteCarlo(ShownModule):
         except ValueError:
             return
         stretches = held_stretches(held)
-        if not stretches or len(self.orders) * len(self.inflations) * len(self.regs) * len(self.restarts) == 1:
+        several = (self.orders, self.inflations, self.regs, self.restarts, self.tempers)
+        if not stretches or all(len(each) == 1 for each in several):
             return
         batch = pad(stretches)
         scale = torch.cat([s.states for s in fit]).var(0).clamp_min(1e-12)
@@ -329,37 +352,51 @@ class KernelMonteCarlo(ShownModule):
         for order in self.orders:
             with suppress(ValueError):  # too few steps
                 models[order] = learn_lagged_model(fit, order=order, law=LAWS[int(self.law)])
-        errors: dict[tuple[int, float, float, float], float] = {}
+        found: dict[tuple[int, float, float, float, float], HeldOut] = {}
 
         def attempt(*tried: Any) -> None:
-            if tried not in errors:
-                order, inflation, reg, restart = tried
-                filter = self.filter_of(widened(models[order], inflation), fit, reg, restart)
-                errors[tried] = held_out_error(filter, batch, scale, self.seed)
+            if tried not in found:
+                order, inflation, *rest = tried
+                filter = self.filter_of(widened(models[order], inflation), fit, *rest)
+                found[tried] = held_out(filter, batch, scale, self.seed)
+
+        def best() -> Any:
+            return min(found, key=lambda key: found[key].error)
 
         cheapest = min(self.regs)  # 0, if it is there: nothing is imagined
+        middle = self.tempers[len(self.tempers) // 2]
         for order in models:
             for inflation in self.inflations:
-                attempt(order, inflation, cheapest, self.restarts[-1])
-        if not errors:
+                attempt(order, inflation, cheapest, self.restarts[-1], middle)
+        if not found:
             return
-        best = min(errors, key=lambda key: errors[key])
-        k = list(self.inflations).index(best[1])
+        order, inflation = best()[:2]
+        k = list(self.inflations).index(inflation)
         for reg in self.regs:
             for near in self.inflations[max(0, k - 1) : k + 1]:
-                attempt(best[0], near, reg, self.restarts[-1])
-        best = min(errors, key=lambda key: errors[key])
+                attempt(order, near, reg, self.restarts[-1], middle)
+        *others, temper = best()
+        if others[2] == 0:
+            for temper in self.tempers:
+                attempt(*others, temper)
+            least = min(found[*others, each].surprise for each in self.tempers)
+            temper = min(each for each in self.tempers if found[*others, each].surprise <= least + TIE)
+        *others, _ = others
         for restart in self.restarts:
-            attempt(*best[:3], restart)
-        best = min(errors, key=lambda key: errors[key])
-        for buffer, value in zip((self.order, self.inflation, self.reg, self.restart), best, strict=True):
+            attempt(*others, restart, temper)
+        restart = min(self.restarts, key=lambda each: found[*others, each, temper].error)
+        values = (*others, restart, temper)
+        for buffer, value in zip((self.order, self.inflation, self.reg, self.restart, self.temper), values, strict=True):
             buffer.fill_(value)
 
-    def filter_of(self, model: LaggedModel, sequences: list[Sequence], reg: float, restart: float) -> KernelMonteCarloFilter:
+    def filter_of(
+        self, model: LaggedModel, sequences: list[Sequence], reg: float, restart: float, temper: float
+    ) -> KernelMonteCarloFilter:
         """The filter of a model, started from the recorded states."""
         initial = all_states(sequences, model.order).to(self.dtype)
         counts = LAWS[int(self.law)] in ("poisson", "negbin")
-        return KernelMonteCarloFilter(model, initial, d=model.d, reg=reg, counts=counts, restart=restart, **self.sizes)  # pyright: ignore[reportArgumentType]
+        numbers = {"reg": reg, "restart": restart, "temper": temper, **self.sizes}
+        return KernelMonteCarloFilter(model, initial, d=model.d, counts=counts, **numbers)  # pyright: ignore[reportArgumentType]
 
     @torch.no_grad()
     def condition(self, memory: Sequence | list[Sequence] | None) -> KernelMonteCarloFilter:
@@ -372,11 +409,11 @@ class KernelMonteCarlo(ShownModule):
             raise ValueError("a learned kernel Monte Carlo filter needs a memory to learn its model from")
         sequences = as_sequences(memory)
         model = learn_lagged_model(sequences, order=int(self.order), inflation=float(self.inflation), law=LAWS[int(self.law)])
-        return self.filter_of(model, sequences, float(self.reg), float(self.restart))
+        return self.filter_of(model, sequences, float(self.reg), float(self.restart), float(self.temper))
 
     def hyperparameters(self) -> dict[str, float]:
         """What was chosen, for logs; the law by its position in `LAWS`."""
-        return {name: float(getattr(self, name)) for name in ("order", "inflation", "reg", "restart", "law")}
+        return {name: float(getattr(self, name)) for name in ("order", "inflation", "reg", "restart", "temper", "law")}
 
 
 def held_stretches(held: list[Sequence]) -> list[Sequence]:
@@ -386,12 +423,15 @@ def held_stretches(held: list[Sequence]) -> list[Sequence]:
     return [piece(s, k, min(k + LONG, len(s.states))) for s, k in chosen]
 
 
-def held_out_error(filter: KernelMonteCarloFilter, batch: Sequence, scale: Float[Tensor, " d"], seed: int) -> float:
-    """Mean squared error over the variance of each component, without the first steps of each stretch; infinite if it breaks."""
+def held_out(filter: KernelMonteCarloFilter, batch: Sequence, scale: Float[Tensor, " d"], seed: int) -> HeldOut:
+    """What a filter does on held-out stretches, without the first steps of each; infinite if it breaks."""
     generator = torch.Generator(scale.device).manual_seed(seed)
     obs = batch.obs.to(filter.initial)
     controls = None if batch.controls is None else batch.controls.to(filter.initial)
-    run = rollout(filter, obs, mask=batch.mask, controls=controls, generator=generator)
-    square = (run.estimates.double() - batch.states.double()).square() / scale
-    error = square[:, BURN_IN:][batch.states[:, BURN_IN:].isfinite().all(-1)].mean().item()
-    return error if error == error else math.inf
+    run = rollout(CollectingCovariance(filter), obs, mask=batch.mask, controls=controls, generator=generator)
+    known = batch.states[:, BURN_IN:].isfinite().all(-1)
+    left = ((run.estimates.double() - batch.states.double())[:, BURN_IN:] / scale.sqrt())[known]
+    variance = run.diagnostics[CollectingCovariance.NAME].diagonal(dim1=-2, dim2=-1).double()[:, BURN_IN:][known] / scale
+    variance = variance.clamp_min(LEAST_VARIANCE)
+    error, surprise = left.square().mean().item(), (left.square() / variance + variance.log()).mean().item()
+    return HeldOut(error, surprise) if error == error else HeldOut(math.inf, math.inf)

@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 
+from kbf.evaluation.metrics import nll
+from kbf.evaluation.score import score
 from kbf.filters.base import rollout
 from kbf.filters.gaussian import KalmanFilter, LinearModel
 from kbf.filters.kernel.monte_carlo import JITTER, KernelMonteCarlo, KernelMonteCarloFilter, local_weights
@@ -172,3 +174,42 @@ def test_particles_that_begin_anew_follow_a_jump_as_a_fresh_start_does():
     error = [(each - truth)[..., 0].square().mean() for each in (fresh, found)]
     assert (found - fresh)[..., 0].square().mean() < 0.3 * error[0]  # two draws of particles
     assert error[1] < 1.5 * error[0]  # a part of the particles is always spent on beginning anew
+
+
+def test_a_tempered_density_is_that_of_a_wider_noise():
+    """p(x | z)^temper of a Gaussian is, up to a constant, one of variance R / temper: the Kalman filter of that model."""
+    model = drift(pull=0.1)
+    truth = simulate(as_samples(model), torch.zeros(4, 2, dtype=F64), 60, generator(3))
+    wider = KalmanFilter(model._replace(R=model.R / 0.25))
+    exact = rollout(wider, truth.obs)
+    start = torch.randn(4000, 2, generator=generator(4), dtype=F64)
+    filter = KernelMonteCarloFilter(as_samples(model), start, particles=800, reg=0.0, temper=0.25)
+    run = rollout(filter, truth.obs, generator=generator(5))
+    apart = (run.estimates - exact.estimates)[:, 10:].square().mean((0, 1))
+    assert (apart < 0.1 * wider.covariance(exact.state)[0].diagonal()).all()
+
+
+def test_errors_that_go_on_from_step_to_step_are_tempered():
+    """The sensor's error is an autoregression: ten readings say little more than one, and held-out stretches show it."""
+    g = generator(7)
+
+    def walk(keep, push):
+        steps = [torch.zeros(8, 1, dtype=F64)]
+        for _ in range(249):
+            steps.append(keep * steps[-1] + push * torch.randn(8, 1, generator=g, dtype=F64))
+        return torch.stack(steps, 1)
+
+    states, errors = walk(0.99, 0.1), walk(0.9, 0.44)
+    recordings = [Sequence(z, z + e) for z, e in zip(states, errors, strict=True)]
+    net = KernelMonteCarlo(law="gaussian", regs=(0.0,), orders=(1,), inflations=(1.0,), restarts=(0.0,))
+    net.prepare(recordings[:5])
+    assert net.hyperparameters()["temper"] < 1
+    found = {}
+    for temper in (float(net.temper), 1.0):
+        net.temper.fill_(temper)
+        scored = score(net.condition(recordings[:5]), recordings[5:], dtype=torch.float32, covariances=True)
+        told = [nll(s.states, m, C) for s, m, C in zip(recordings[5:], scored.estimates, scored.covariances or [], strict=True)]
+        found[temper] = float(scored.mse.mean()), torch.stack(told).mean().item()
+    best, plain = found.values()
+    assert best[0] < 0.9 * plain[0]
+    assert best[1] < plain[1] - 0.5
