@@ -283,12 +283,16 @@ def nmse_of(residuals: Float[Tensor, "t d"], scale: Float[Tensor, " d"]) -> Floa
 
 
 def stretches_of(part: list[Sequence]) -> list[Sequence]:
-    """At most `STRETCHES` stretches of at most `LONG` steps, evenly over a fold."""
+    """At most `STRETCHES` stretches of at most `LONG` steps, evenly over a fold; where it is of several short recordings, these.
+
+    How a recording begins may be all that tells where the state is: a short one is run through whole, as it will be later.
+    """
     total = sum(len(s.states) for s in part)
     length = max(2, min(LONG, total // STRETCHES))
-    spans = [(s, k) for s in part for k in range(0, max(1, len(s.states) - length // 2), length)]
+    whole = len(part) > 1 and all(len(s.states) <= 2 * LONG for s in part)
+    spans = [(s, k) for s in part for k in ([0] if whole else range(0, max(1, len(s.states) - length // 2), length))]
     chosen = {round(i * (len(spans) - 1) / max(1, STRETCHES - 1)) for i in range(STRETCHES)}
-    return [piece(spans[i][0], spans[i][1], spans[i][1] + length) for i in sorted(chosen)]
+    return [piece(spans[i][0], spans[i][1], 2 * LONG if whole else spans[i][1] + length) for i in sorted(chosen)]
 
 
 def run(filter: Filter[Any], stretches: list[Sequence]) -> Iterator[tuple[Tensor, Bool[Tensor, "t d"] | None]]:
