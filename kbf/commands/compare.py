@@ -290,7 +290,7 @@ def show_table(title: str, rows: list[dict[str, Any]], floor_says: dict[str, flo
     without_floor = all(row["floor"] != row["floor"] for row in rows)  # errors in units of the data say little alone
     relative = "NMSE" if without_floor else "excess"
     spoken = [key for key in ("log_likelihood", "energy_score") if any(row[key] == row[key] for row in rows)]
-    told = [{"log_likelihood": "log lik.", "energy_score": "energy score"}[key] for key in spoken]
+    told = [{"log_likelihood": "log lik.", "energy_score": "energy"}[key] for key in spoken]
 
     def say(values: dict[str, Any]) -> list[str]:
         return [
@@ -298,7 +298,7 @@ def show_table(title: str, rows: list[dict[str, Any]], floor_says: dict[str, flo
             for key in spoken
         ]
 
-    for header in ("model", "error", "± s.e.", relative, "± s.e.", *told, "runs", "seconds a run", *named_shares(covered)):
+    for header in ("model", "error", "± s.e.", relative, "± s.e.", *told, "runs", "seconds", *named_shares(covered)):
         table.add_column(header, justify="left" if header == "model" else "right")
     order = "nmse" if without_floor and all(row["nmse"] == row["nmse"] for row in rows) else "mse"
     for row in sorted(rows, key=lambda row: row[order]):

@@ -1,4 +1,5 @@
 from kbf.filters import (
+    at_once as at_once,
     backprop_kf as backprop_kf,
     base as base,
     best_of as best_of,

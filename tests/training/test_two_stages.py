@@ -208,7 +208,8 @@ def test_two_processes_share_both_stages(tmp_path, model):
     assert one["epochs"] == two["epochs"]
     assert two["test.mse"] < 2.5 * one["test.mse"]  # end to end, two processes make half as many steps in an epoch
     assert main(["evaluate", f"checkpoint={tmp_path / 'both' / 'checkpoints' / 'best.ckpt'}", f"run_dir={tmp_path / 'again'}"]) == 0
-    assert metrics(tmp_path / "again")["test.mse"] == two["test.mse"]
+    # not to the last bit: with alarms a filter goes step by step, without them all images are coded at once
+    assert metrics(tmp_path / "again")["test.mse"] == pytest.approx(two["test.mse"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def test_what_was_stored_before_there_was_a_choice_is_gaussian():
 @pytest.mark.parametrize("stored", [[0, 99], [-1, 0]])
 def test_stored_laws_that_there_are_not_are_told(stored):
     laws = ChosenLaws(None, None)
-    with pytest.raises(ValueError, match=r"was stored with laws \[.*; there are 0 to 8"):
+    with pytest.raises(ValueError, match=r"was stored with laws \[.*; there are 0 to 9"):
         laws.load_state_dict(laws.state_dict() | {"chosen": torch.tensor(stored)})
 
 
