@@ -137,6 +137,33 @@ def test_the_table_of_learned_features(column, folder):
         assert agree(cells[column], figures(measured(folder)[model, 300])), (model, cells[column])
 
 
+def test_the_tables_of_noise():
+    """Excesses and energy scores; and that kbf is ahead of all but the particle filter on its own model."""
+    text = text_of("docs/results.md")
+    with (RESULTS / "noise" / "results.csv").open(newline="") as file:
+        known = {(row["data"], int(row["n_train"]), row["model"]): row for row in csv.DictReader(file)}
+
+    def percent(row: dict[str, str], column: str) -> list[float]:
+        return [100 * float(row[column]), 100 * float(row[f"{column}_se"])]
+
+    for n, heading in ((300, "**n = 300**, excess"), (1000, "**n = 1,000**, excess")):
+        heads, rows = rows_below(text, heading)
+        systems = [head.replace(" ", "_") for head in heads[1:]]
+        assert {(data, model) for data, size, model in known if size == n} == {
+            (data, model) for model, cells in rows.items() for data, cell in zip(systems, cells, strict=True) if cell
+        }
+        for model, cells in rows.items():
+            for data, cell in zip(systems, cells, strict=True):
+                assert not cell or agree(cell, percent(known[data, n, model], "excess")), (model, data, cell)
+                ahead = float(known[data, n, "kbf"]["mse"]) < float(known[data, n, model]["mse"]) if cell else True
+                assert ahead or model in ("kbf", "particle_learned"), (model, data)
+    heads, rows = rows_below(text, "**energy**")
+    for model, cells in rows.items():
+        for data, cell in zip(systems, cells, strict=True):
+            both = [value for n in (300, 1000) for value in percent(known[data, n, model], "energy_excess")]
+            assert agree(cell, both), (model, data, cell)
+
+
 def test_the_table_of_the_pendulum():
     _, rows = rows_below(text_of("docs/results.md"), "## A simulator")
     for model, cells in rows.items():
