@@ -34,8 +34,9 @@ def gather(into: Path, folders: list[Path]) -> None:
     Raises:
         ValueError: a folder without results, or one data set twice.
     """
-    if lacking := [str(folder) for folder in folders if not (folder / "results.csv").exists()]:
-        raise ValueError(f"no results.csv in {', '.join(lacking)}: give the folders that kbf compare wrote")
+    for name in ("results.csv", "about.json"):
+        if lacking := [str(folder) for folder in folders if not (folder / name).exists()]:
+            raise ValueError(f"no {name} in {', '.join(lacking)}: give the folders that kbf compare wrote")
     tables = {
         name: [row for folder in folders for row in read(folder / name)] for name in ("results.csv", "runs.csv", "wilcoxon.csv")
     }
@@ -47,7 +48,7 @@ def gather(into: Path, folders: list[Path]) -> None:
         columns = dict.fromkeys(key for row in rows for key in row)
         write_csv(into / name, [{key: row.get(key, "") for key in columns} for row in rows])
     abouts = [json.loads((folder / "about.json").read_text()) for folder in folders]
-    commits = sorted({commit for about in abouts for commit in about["commits"]})
+    commits = sorted({commit for about in abouts for commit in about.get("commits", [about.get("commit")])})
     write_json(into / "about.json", abouts[0] | {"command": [about["command"] for about in abouts], "commits": commits})
     numbers = [
         {"data": row["data"], "model": row["model"]} | {key: number(row.get(key)) for key in ("n_train", "excess", "excess_se")}

@@ -57,7 +57,7 @@ class Telling(logging.Handler):
     def __enter__(self) -> Telling:
         self.before = self.logger.level, self.logger.propagate
         self.logger.propagate = self.logger.isEnabledFor(logging.INFO)  # who asked for messages gets them as before
-        self.logger.setLevel(logging.INFO)
+        self.logger.setLevel(min(logging.INFO, self.logger.getEffectiveLevel()))
         self.logger.addHandler(self)
         self.status.start()
         return self

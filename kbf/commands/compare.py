@@ -252,6 +252,12 @@ def stated(run: dict[str, Any], key: str) -> float:
     return math.nan if value is None else float(value)
 
 
+def own_energy(run: dict[str, Any]) -> float:
+    """The energy score of what the filter itself says, of its sample where it believes in one; recalibrated it is a Gaussian's."""
+    value = run.get("test.energy_score_raw")
+    return math.nan if value is None else float(value)
+
+
 def statements(runs: dict[int, dict[str, Any]], floors: dict[int, dict[str, Any]]) -> dict[str, float]:
     """Of runs by seed: RMSE, the Gaussian log likelihood of the states, a step, with its error, and the energy score.
 
@@ -259,8 +265,8 @@ def statements(runs: dict[int, dict[str, Any]], floors: dict[int, dict[str, Any]
     """
     rmse, _ = mean_and_error([math.sqrt(run["test.mse"]) if run["test.mse"] is not None else math.nan for run in runs.values()])
     likelihood, error = mean_and_error([-stated(run, "nll") for run in runs.values()])
-    energies = [stated(run, "energy_score") for run in runs.values()]
-    least = [stated(floors.get(seed, {}), "energy_score") for seed in runs]
+    energies = [own_energy(run) for run in runs.values()]
+    least = [own_energy(floors.get(seed, {})) for seed in runs]
     over = (math.nan, math.nan)
     if all(math.isfinite(each) for each in [*energies, *least]):
         figures = summary(energies, least)

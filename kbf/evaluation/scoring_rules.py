@@ -71,7 +71,7 @@ def reliability(
 
     numbers = {f"coverage_{round(100 * level)}": covered(level) for level in COVERAGE_LEVELS}
     sd = C.diagonal(dim1=-2, dim2=-1).sqrt()
-    energy = energy_score(z, mean, C) if energies is None else energies.mean().item()
+    energy = energy_score(z, mean, C) if energies is None else energies.nanmean().item()
     numbers |= {"crps": crps(z, mean, sd), "energy_score": energy, "nll": nll(z, mean, C).item()}
     return Reliability(numbers, [covered(level) for level in CURVE_LEVELS], torch.special.ndtr((z - mean) / sd))
 
@@ -97,9 +97,14 @@ def energy_score(z: Float[Tensor, "m d"], mean: Float[Tensor, "m d"], C: Float[T
 def sample_energies(
     z: Float[Tensor, "b d"], points: Float[Tensor, "b n d"], weights: Float[Tensor, "b n"], generator: Generator | None = None
 ) -> Float[Tensor, " b"]:
-    """Energy scores of weighted samples, by `ENERGY_SCORE_DRAWS` draws from each (unbiased); NaN where z is."""
-    m = ENERGY_SCORE_DRAWS
-    chosen = multinomial(weights.log(), generator, draws=m)
-    draws = points.gather(1, chosen[..., None].expand(-1, -1, points.shape[-1])).to(z)
-    apart = torch.cdist(draws, draws).sum((1, 2)) / (m * (m - 1))
-    return (draws - z[:, None]).norm(dim=-1).mean(1) - apart / 2
+    """Energy scores of weighted samples, by `ENERGY_SCORE_DRAWS` draws from each (unbiased); NaN where z or the sum of weights is.
+
+    Weights that are all 0 have no score either.
+    """
+    m, total = ENERGY_SCORE_DRAWS, weights.sum(-1)
+    known = (total > 0) & (total < torch.inf)
+    log_weights = torch.where(known[:, None], weights, 1).log()
+    chosen = multinomial(log_weights, generator, draws=m)
+    draws = points.gather(1, chosen[..., None].expand(-1, -1, points.shape[-1])).to(z) - z[:, None]
+    apart = torch.cdist(draws, draws, compute_mode="donot_use_mm_for_euclid_dist").sum((1, 2)) / (m * (m - 1))
+    return torch.where(known, draws.norm(dim=-1).mean(1) - apart / 2, torch.nan)

@@ -22,6 +22,8 @@ from kbf.runtime import notebook
 
 NUMBERS = 2**21
 """In the states that are held at a time."""
+IMAGES = 16
+"""Numbers that an encoder of images makes of one pixel, about: they count as well."""
 ROWS = 1280
 """Blocks side by side: with more of them a step costs more than its calls."""
 FEWEST = 4
@@ -78,7 +80,7 @@ def at_once(filter: Filter[Any], walk: Walk, state: Any, inputs: Inputs) -> Roll
 def recursively(filter: Filter[Any], state: Any, obs: Tensor) -> Rollout | None:
     """All steps until before the first observation that is impossible, in pieces whose states are no burden to the memory."""
     parts: list[Rollout] = []
-    for x in obs.split(max(1, NUMBERS // sum(leaf.numel() for leaf in state)), 1):
+    for x in obs.split(max(1, NUMBERS // (sum(leaf.numel() for leaf in state) + IMAGES * obs[:, 0].numel())), 1):
         part = one_piece(filter, state, x)
         if part is None:
             break

@@ -285,7 +285,8 @@ def nmse_of(residuals: Float[Tensor, "t d"], scale: Float[Tensor, " d"]) -> Floa
 def stretches_of(part: list[Sequence]) -> list[Sequence]:
     """At most `STRETCHES` stretches of at most `LONG` steps, evenly over a fold; where it is of several short recordings, these.
 
-    How a recording begins may be all that tells where the state is: a short one is run through whole, as it will be later.
+    How a recording begins may be all that tells where the state is: a short one is run through as long as it lies in the fold, from
+    its beginning, as it will be later, unless the fold begins within it.
     """
     total = sum(len(s.states) for s in part)
     length = max(2, min(LONG, total // STRETCHES))

@@ -87,7 +87,8 @@ class Code(nn.Module):
         """`crossfit` of all recordings, on the circle only if codes there are nearer to the states than as they were regressed.
 
         A code is the mean of the states that an image may show: of a poor image it is short, and its length is what says how much
-        to trust it. Codes of good images are long, and what is off the circle is error. ``visible``: states that codes stand for.
+        to trust it. Codes of good images are long, and what is off the circle is error. The codes are those of one member each, of
+        images that it has not seen. ``visible``: states that codes stand for.
         """
         on_circle, self.circle = self.circle, torch.zeros_like(self.circle)
         raw = [self.crossfit(s, own) for s, own in zip(sequences, held, strict=True)]

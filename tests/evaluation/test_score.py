@@ -147,6 +147,13 @@ def test_energy_of_a_weighted_sample():
     found = torch.cat([sample_energies(z, points, weights, generator) for _ in range(200)])
     assert abs(found.mean() - exact) < 4 * found.std() / math.sqrt(200)
     assert sample_energies(torch.full_like(z, torch.nan), points, weights).isnan().all()
+    for nothing in (torch.full_like(weights, torch.nan), torch.zeros_like(weights)):
+        assert sample_energies(z, points, nothing).isnan().all()
+    far = 1e8 * torch.ones_like(z)
+    same = [
+        sample_energies(a, b, weights, torch.Generator().manual_seed(1)) for a, b in ((z, points), (z + far, points + far[:, None]))
+    ]
+    torch.testing.assert_close(*same, rtol=1e-6, atol=0)
 
 
 def test_a_sample_of_two_modes_has_a_better_energy_score_than_its_gaussian():

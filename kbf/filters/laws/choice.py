@@ -280,12 +280,12 @@ def fit_law(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> Law:
     u, y = u[some].double(), y[some].double()
     if name == "networks":
         return fit_networks(u, with_noise_where_constant(y)).law
+    if name == "categories":
+        return fit_categories(u, y)[0]
     if name in COUNTS or name == "spread":
         step = lattice(y, rows=0.0) if name in COUNTS else None  # a law of all rows suits a part of them
         if name in COUNTS and step is None:
             raise ValueError(f"the law {name} is of whole numbers, evenly spaced; these {len(y)} values are not")
-        if name == "categories":
-            return fit_categories(u, y)[0]
         return fit_parameters(name, u, with_noise_where_constant(y), step=step).law
     map = fit_ridge_map(u, y)
     if name == "gaussian":
