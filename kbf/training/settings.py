@@ -81,6 +81,8 @@ class Coding(NamedTuple):
         fourier: how many of these, with the median bandwidth.
         augment: random transforms of the images (`kbf.images.augment.Augment`).
         visible: numbers of the components of the state that an image tells, None for all: codes have these alone.
+        keep_length: codes of states on the circle stay as long as they are where that is nearer to the states
+            (`kbf.images.codes.Code.settle`): of images whose quality varies. Filters that know the true model need unit vectors.
     """
 
     epochs: int
@@ -97,6 +99,7 @@ class Coding(NamedTuple):
     fourier: int = 100
     augment: tuple[Any, ...] = ()
     visible: tuple[int, ...] | None = None
+    keep_length: bool = False
 
     def visible_part(self, states: Tensor) -> Tensor:
         """The components ``n k`` of states ``n d`` that an image shows.
@@ -171,6 +174,8 @@ def read_coding(config: dict[str, Any]) -> Coding:
     whole: dict[str, int] = dict.fromkeys(("epochs", "members", "fourier", "batch_size"), 1)
     numbers = {"lr": "> 0", "reg": "> 0", "clip": "> 0", "weight_decay": ">= 0"}
     check_numbers(coding, "data.coding", whole, numbers, nullable=("batch_size", "clip"))
+    if not isinstance(coding.keep_length, bool):
+        raise ValueError(f"data.coding.keep_length must be true or false; got {coding.keep_length!r}")
     shown = coding.visible
     if shown is not None and (
         not isinstance(shown, tuple) or not shown or not all(type(k) is int and k >= 0 for k in shown) or len({*shown}) < len(shown)

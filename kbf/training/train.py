@@ -159,11 +159,12 @@ def fit_encoders(module: FilterTraining, run: Run, validation: list[Sequence] | 
     fit_code(trainer, module.config, code, how, (obs, how.visible_part(states), chunk), run.ckpt_path, module.extent)
     code.to("cpu")
     if module.code is not None:
-        if how.members > 1:
+        if how.keep_length and how.members > 1:
             coded = code.settle(sequences, held, [how.visible_part(s.states) for s in sequences])
-            warn_of_chance(*observed_pairs(coded), how)
-        else:  # codes of images that the encoder has learned from say nothing
+        else:
             coded = [code.crossfit(s, own) for s, own in zip(sequences, held, strict=True)]
+        if how.members > 1:
+            warn_of_chance(*observed_pairs(coded), how)
         module.remember(coded)
     return code
 
