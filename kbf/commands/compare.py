@@ -122,7 +122,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     }
     about_run |= {"commit": commit(), "renderer": data.renderer}
     if cell.model == FLOOR:
-        least = data_floor(data, particles=config["particles"], seed=cell.seed)
+        least = data_floor(data, particles=config["particles"], seed=cell.seed, covariances=True)
         mse = None if least is None else least.mse.mean().item()
         stated = {} if least is None else reliability_metrics(reliability_of(least, data.decoded, None))
         return {**about_run, "test.mse": mse, **stated, "seconds": time.perf_counter() - began}

@@ -11,7 +11,15 @@ from kbf.sequence import Sequence
 from kbf.ssm import KnownTransition, StateSpace
 
 
-def floor(problem: StateSpace, train: list[Sequence], test: list[Sequence], *, particles: int = 20_000, seed: int = 0) -> Score:
+def floor(
+    problem: StateSpace,
+    train: list[Sequence],
+    test: list[Sequence],
+    *,
+    particles: int = 20_000,
+    seed: int = 0,
+    covariances: bool = False,
+) -> Score:
     """The least error that any filter can reach: the particle filter that knows the true model, started as all filters are.
 
     Args:
@@ -20,15 +28,16 @@ def floor(problem: StateSpace, train: list[Sequence], test: list[Sequence], *, p
         test: sequences with the observations that ``problem`` describes.
         particles: how many.
         seed: of the particles.
+        covariances: as of `kbf.evaluation.score.score`; with so many particles they take their time.
     """
-    return score(true_filter(problem, train, particles), test, seed=seed, batch_size=4, covariances=True)
+    return score(true_filter(problem, train, particles), test, seed=seed, batch_size=4, covariances=covariances)
 
 
-def data_floor(data: Data, *, particles: int = 20_000, seed: int = 0) -> Score | None:
+def data_floor(data: Data, *, particles: int = 20_000, seed: int = 0, covariances: bool = False) -> Score | None:
     """The floor of a data set's test part, or None where no true model is known."""
     if data.problem is None:
         return None
-    return floor(data.problem, data.train, data.decoded, particles=particles, seed=seed)
+    return floor(data.problem, data.train, data.decoded, particles=particles, seed=seed, covariances=covariances)
 
 
 def smoothing_floor(data: Data, *, lag: int | None = None, particles: int = 20_000, seed: int = 0) -> Score | None:

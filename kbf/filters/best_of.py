@@ -57,8 +57,7 @@ MORE: dict[str, Callable[[int], nn.Module]] = {
 PUBLISHED: dict[str, Callable[[int], nn.Module]] = {
     "kbf_median": lambda seed: KBF(normalise=False, rank=128, learn=False),
 }
-"""The filter of Xu et al. (2022), Algorithm 2, over the recording, with bandwidths from median distances: as good as their grid's
-where noise is not Gaussian, and at no cost."""
+"""The filter of Xu et al. (2022), Algorithm 2, over the recording, with bandwidths from median distances: their grid takes long."""
 FOLDS, STRETCHES, LONG = 5, 4, 120
 """Parts of the recordings that are held out in turn; stretches of each that are run through, and steps in a stretch, at most."""
 LEAST, ENOUGH = 100, 500

@@ -170,8 +170,12 @@ class KernelBayesFilter(OverPoints):
         """The memory's points and the positive part of the weights, of sum 1; None where processes share the memory."""
         if self.reduce is not no_reduce:
             return None
-        w = state.weights.clamp_min(0)
-        return self.states.expand(len(w), -1, -1), w / w.sum(-1, keepdim=True).clamp_min(torch.finfo(w.dtype).tiny)
+        return self.states.expand(len(state.weights), -1, -1), self.positive_part(state)
+
+    def positive_part(self, state: KernelState) -> Float[Tensor, "b n"]:
+        """The weights without the negative ones, of sum 1 (0 where none is positive)."""
+        v = state.weights.clamp_min(0)
+        return v / self.reduce(v.sum(-1, keepdim=True)).clamp_min(torch.finfo(v.dtype).tiny)
 
     def diagnostics(self, state: KernelState) -> dict[str, Tensor]:
         """Effective sample size, sum and negative mass of the weights, and the share of them that are 0, each ``b``.
@@ -188,8 +192,7 @@ class KernelBayesFilter(OverPoints):
 
         With signed weights the same sum need not be a covariance: where they cancel it says that the state is known when it is not.
         """
-        v = state.weights.clamp_min(0)
-        v = v / self.reduce(v.sum(-1, keepdim=True)).clamp_min(torch.finfo(v.dtype).tiny)
+        v = self.positive_part(state)
         centred = self.states - self.reduce(v @ self.states)[:, None]
         return self.reduce((v[..., None] * centred).mT @ centred)
 
