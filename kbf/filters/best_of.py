@@ -5,8 +5,8 @@ that stretch, goes on with the next, and compares. Two rounds keep it cheap wher
 
 1. The main model against `PLAIN`: ridge regression on a window, the Kalman filter of a linear model, the mean.
 2. Only where there are `ENOUGH` steps, and one of these is better, or the main model's own regions hold far less than they promise
-   (`TRUSTED`), as where states are not Markov or errors go on from step to step: `MORE`, the kernel Monte Carlo filter and boosted
-   trees on a window.
+   (`TRUSTED`), as where states are not Markov or errors go on from step to step: `MORE`, the kernel Monte Carlo filter, boosted
+   trees on a window, and recurrent nets.
 
 Up to `MANY` steps the published filter over the recording itself (`PUBLISHED`) is tried as well: it assumes no law at all.
 
@@ -32,6 +32,7 @@ from torch import Generator, Tensor, nn
 
 from kbf.data.windows import folds, piece, take, without
 from kbf.filters.base import Filter, FilterModel, rollout
+from kbf.filters.gru_fitted import FittedGRU
 from kbf.filters.kalman_fitted import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.monte_carlo import KernelMonteCarlo
@@ -52,6 +53,7 @@ PLAIN: dict[str, Callable[[int], nn.Module]] = {
 MORE: dict[str, Callable[[int], nn.Module]] = {
     "kernel_monte_carlo": lambda seed: KernelMonteCarlo(seed=seed),
     "window_boosting": lambda seed: WindowBoosting(None, seed=seed),
+    "gru": lambda seed: FittedGRU(seed=seed),
 }
 """What is tried where the main model is in trouble."""
 PUBLISHED: dict[str, Callable[[int], nn.Module]] = {

@@ -10,11 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kbf.filters.window_regression import WindowRegression, rows_of, windows_of
+from kbf.rkhs.linalg import evenly
 from kbf.runtime.extras import need
 from kbf.sequence import Sequence
 
 HELD = 5
 """The last step of so many, in stretches of this share, is held out to learn how large errors are."""
+LARGEST = 20_000_000
+"""Numbers that trees are grown on; of more, evenly spaced rows: neighbours in time say much the same."""
 
 
 class Trees:
@@ -66,6 +69,9 @@ class Trees:
 class WindowBoosting(WindowRegression):
     """Histogram gradient boosting of trees on the last ``width`` observations and controls, one model a component of the state.
 
+    A tree cannot subtract: beside the window it sees the window in its own units, (x - mean) / sd of each column, which a level or
+    an amplitude that drifts does not change (`with_own_units`).
+
     The settings are scikit-learn's defaults: 100 trees of at most 31 leaves, learning rate 0.1; they stop early on a tenth of the
     steps where there are more than 10,000. The covariance is that of the errors on every fifth stretch of the memory, held out from
     a fit that is made for it.
@@ -87,12 +93,17 @@ class WindowBoosting(WindowRegression):
         Raises:
             ValueError: scikit-learn is not installed.
         """
-        windows = torch.cat([windows_of(rows_of(s), self.steps(sequences)) for s in sequences])
-        states = torch.cat([s.states for s in sequences])
+        width = self.steps(sequences)
+        rows, states = (
+            torch.cat(parts) for parts in zip(*((windows_of(rows_of(s), width), s.states) for s in sequences), strict=True)
+        )
+        some = evenly(len(rows), max(1000, LARGEST // (2 * rows.shape[1])), rows.device)
+        windows, states = with_own_units(rows[some], width), states[some]
         n = len(states)
         held = (torch.arange(n, device=states.device) * 4 * HELD // n) % HELD == HELD - 1
         residual = states[held] - self.grow(windows[~held], states[~held])(windows[held])
-        return self.grow(windows, states), residual.mT @ residual / max(1, len(residual))
+        trees = self.grow(windows, states)
+        return lambda window: trees(with_own_units(window, width)), residual.mT @ residual / max(1, len(residual))
 
     def grow(self, windows: Float[Tensor, "n p"], states: Float[Tensor, "n d"]) -> Trees:
         """Fit the trees."""
@@ -100,3 +111,12 @@ class WindowBoosting(WindowRegression):
         u, z = windows.double().cpu().numpy(), states.double().cpu().numpy()
         settings: Any = {"max_iter": self.iterations, "random_state": self.seed}
         return Trees([ensemble.HistGradientBoostingRegressor(**settings).fit(u, z[:, k]) for k in range(z.shape[1])])
+
+
+def with_own_units(windows: Float[Tensor, "n wc"], width: int) -> Float[Tensor, "n two_wc"]:
+    """Windows of ``width`` steps and, behind them, these in their own units, (x - mean) / sd of each column (0 where it stands)."""
+    rows = windows.unflatten(1, (width, -1))
+    centred = rows - rows.mean(1, keepdim=True)
+    size = centred.square().mean(1, keepdim=True).sqrt()
+    own = torch.where(size > 1e-6 * (1 + rows.abs().amax(1, keepdim=True)), centred / size, 0)
+    return torch.cat([windows, own.flatten(1)], 1)

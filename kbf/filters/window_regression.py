@@ -16,8 +16,8 @@ from kbf.filters.base import check_vectors
 from kbf.runtime.notebook import Shown, ShownModule
 from kbf.sequence import Sequence, as_sequences, control_width
 
-NUMBERS = 600
-"""In a window whose width nobody gives."""
+NUMBERS, LONG, FEW = 600, 50, 100
+"""In a window whose width nobody gives; its steps at most, and its numbers at least, even if that takes more steps."""
 ROWS = 8192
 """Windows in a block: those of 200,000 steps are never laid out all at once."""
 
@@ -131,7 +131,7 @@ class WindowRegression(ShownModule):
     """What regressions on a window share: the memory as windows and states, and the filter around what is fitted."""
 
     def __init__(self, width: int | None = 15) -> None:
-        """``width``: observations in the window; None for what makes about `NUMBERS` numbers of them, between 8 and 50.
+        """``width``: observations in the window; None for about `NUMBERS` numbers, but 8 to `LONG` steps, or `FEW` numbers.
 
         Raises:
             ValueError: a width that is no whole number of at least 1.
@@ -146,7 +146,8 @@ class WindowRegression(ShownModule):
 
     def steps(self, sequences: list[Sequence]) -> int:
         """The width for these recordings."""
-        return self.width or min(50, max(8, NUMBERS // (sequences[0].obs.shape[1] + control_width(sequences))))
+        columns = sequences[0].obs.shape[1] + control_width(sequences)
+        return self.width or max(min(LONG, max(8, NUMBERS // columns)), FEW // columns)
 
     def fit(self, sequences: list[Sequence]) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
         """Fit: flattened windows -> states ``b d``, and the covariance of its error on held-out steps, if that is known."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from kbf.filters.base import rollout
 from kbf.filters.gru import GRUFilter
-from kbf.filters.window_boosting import WindowBoosting
+from kbf.filters.window_boosting import WindowBoosting, with_own_units
 from kbf.filters.window_regression import MeanModel, WindowRidge, rows_of, windows_of
 from kbf.sequence import Sequence
 
@@ -106,9 +106,9 @@ def test_trees_are_those_of_scikit_learn():
     new = windows_of(rows_of(recording(200, 3)), 3)
     for c in range(3):
         reference = sklearn.HistGradientBoostingRegressor(max_iter=20, random_state=0).fit(
-            U.numpy(), memory[0].states[:, c].numpy()
+            with_own_units(U, 3).numpy(), memory[0].states[:, c].numpy()
         )
-        expected = torch.from_numpy(reference.predict(new.numpy()))
+        expected = torch.from_numpy(reference.predict(with_own_units(new, 3).numpy()))
         torch.testing.assert_close(filter.regression(new)[:, c], expected, rtol=1e-12, atol=1e-12)
 
 

@@ -1,0 +1,177 @@
+"""Gated recurrent units that fit themselves to recordings: a rival of filters where memory counts and no model is simple."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+
+from kbf.data.windows import Span, folds, piece, stack, take, without
+from kbf.filters.gru import GRUFilter
+from kbf.filters.stack import StackedFilter
+from kbf.filters.window_regression import checked
+from kbf.runtime.notebook import ShownModule
+from kbf.sequence import Sequence, control_width, pad
+
+HELD, MOST = 5, 10_000
+"""Parts that the recordings are cut into, one of which each net is stopped on; steps of it that are looked at, at most."""
+LOOKS = 25
+"""Times that a net is looked at while it learns."""
+BATCH, BURN_IN = 32, 10
+"""Windows in a batch; first steps of a window that do not count."""
+
+
+class FittedGRU(ShownModule):
+    """The mean of a few `kbf.filters.gru.GRUFilter`, each trained on windows of the recordings without one part of them.
+
+    Each net is kept as it was when its squared error on that part, run through from its beginning, was least; its variances are
+    then scaled to the errors there. The covariance is that of the mixture: wider where the nets disagree.
+
+    `condition` trains, and keeps the weights: the filter of the same recordings is not trained again.
+
+    References: Cho et al. (2014); Prechelt (1998) for stopping early; Lakshminarayanan et al. (2017) for means of nets.
+    """
+
+    weights: Tensor
+    learned_from: Tensor
+
+    def __init__(
+        self, *, networks: int = 2, hidden: int = 64, updates: int = 1000, window: int = 100, lr: float = 5e-3, seed: int = 0
+    ) -> None:
+        """What to train.
+
+        Args:
+            networks: nets. hidden: units of each.
+            updates: of the weights, with AdamW, under a learning rate that rises to ``lr`` and falls to 0.
+            window: steps of a window; half the recordings, at least, must be as long, else it is shorter.
+            seed: of weights and windows.
+
+        Raises:
+            ValueError: no network, unit, update, or window.
+        """
+        super().__init__()
+        if min(networks, hidden, updates, window) < 1 or not lr > 0:
+            raise ValueError(
+                f"networks, hidden, updates, window and lr: {(networks, hidden, updates, window, lr)} must be positive"
+            )
+        self.networks, self.hidden, self.updates, self.window, self.lr, self.seed = networks, hidden, updates, window, lr, seed
+        self.register_buffer("weights", torch.zeros(0))
+        self.register_buffer("learned_from", torch.zeros(0, dtype=torch.float64))
+
+    def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
+        """Nothing to choose beforehand."""
+
+    def condition(self, memory: Sequence | list[Sequence] | None) -> StackedFilter:
+        """The nets, trained on ``memory``, in its dtype and on its device.
+
+        Raises:
+            ValueError: no memory, observations that are no vectors, or too few steps.
+        """
+        sequences = checked(memory, type(self).__name__)
+        d, like = sequences[0].states.shape[1], sequences[0].states
+        nets = [self.untrained(sequences, self.networks * self.seed + k) for k in range(self.networks)]
+        told = fingerprint(sequences)
+        if len(self.weights) == 0 or not torch.equal(told, self.learned_from.to(told)):
+            with torch.enable_grad():
+                for k, net in enumerate(nets):
+                    self.train_net(net, sequences, k)
+            self.weights = torch.cat([parameters_to_vector(net.parameters()) for net in nets]).detach()
+            self.learned_from = told
+        for net, values in zip(nets, self.weights.chunk(len(nets)), strict=True):
+            vector_to_parameters(values, net.parameters())
+            net.to(like).eval().requires_grad_(False)
+        shares = like.new_full((len(nets), d), 1 / len(nets))
+        return StackedFilter({f"net{k}": net for k, net in enumerate(nets)}, shares, like.new_zeros(len(nets), d, d))
+
+    def untrained(self, sequences: list[Sequence], seed: int) -> GRUFilter:
+        """A net in single precision, with the units of the recordings."""
+        first, device = sequences[0], sequences[0].states.device
+        generator = torch.Generator().manual_seed(seed)
+        width = control_width(sequences)
+        net = GRUFilter(first.states.shape[1], first.obs.shape[1], hidden=self.hidden, controls=width, generator=generator)
+        net.prepare([single(s) for s in sequences])
+        return net.to(device)
+
+    def train_net(self, net: GRUFilter, sequences: list[Sequence], k: int) -> None:
+        """Train one net on all but one part of the recordings, and stop it there."""
+        sequences = [single(s) for s in sequences]
+        spans = folds([len(s.states) for s in sequences], HELD)[(2 * k + 1) % HELD]
+        rest, held = without(sequences, spans), pad(first_steps(take(sequences, spans)))
+        generator = torch.Generator().manual_seed(self.networks * self.seed + k)
+        optimiser = torch.optim.AdamW(net.parameters(), lr=self.lr, weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, self.lr, total_steps=self.updates, pct_start=0.1)
+        least, best = math.inf, parameters_to_vector(net.parameters()).detach()
+        for update, windows in enumerate(random_windows(rest, self.window, self.updates, generator)):
+            burn_in = min(BURN_IN, windows.states.shape[1] // 5)
+            loss = net.loss(windows.states, windows.obs, windows.mask, windows.controls, burn_in=burn_in)
+            optimiser.zero_grad()
+            loss.backward()
+            clip_grad_norm_(net.parameters(), 1.0)
+            optimiser.step()
+            schedule.step()
+            if (update + 1) % max(1, self.updates // LOOKS) == 0 or update + 1 == self.updates:
+                error = float(held_out_error(net, held)[0])
+                if error < least:
+                    least, best = error, parameters_to_vector(net.parameters()).detach().clone()
+        vector_to_parameters(best, net.parameters())
+        with torch.no_grad():  # variances in the head are exponentials of linear functions: a factor is a shift
+            net.log_variance.bias.add_(held_out_error(net, held)[1].log())
+
+    def hyperparameters(self) -> dict[str, float]:
+        """Sizes, for logs."""
+        return {"networks": float(self.networks), "hidden": float(self.hidden)}
+
+
+def single(sequence: Sequence) -> Sequence:
+    """In single precision."""
+    controls = None if sequence.controls is None else sequence.controls.float()
+    return sequence._replace(states=sequence.states.float(), obs=sequence.obs.float(), controls=controls)
+
+
+def fingerprint(sequences: list[Sequence]) -> Float[Tensor, " s"]:
+    """Sums that tell recordings apart: of steps, states, observations, and of their squares."""
+    seen = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences]).double()
+    states = torch.cat([s.states for s in sequences]).double()
+    return torch.stack([states.new_tensor(float(len(states))), *(f(x) for x in (states, seen) for f in (torch.sum, square_sum))])
+
+
+def square_sum(x: Tensor) -> Float[Tensor, ""]:
+    """sum x^2."""
+    return x.square().sum()
+
+
+def first_steps(part: list[Sequence]) -> list[Sequence]:
+    """`MOST` steps of recordings, in all: the same number of each, at least 100."""
+    most = max(100, MOST // len(part))
+    return [piece(s, 0, most) for s in part][: max(1, MOST // 100)]
+
+
+def random_windows(sequences: list[Sequence], most: int, count: int, generator: Generator) -> Iterator[Sequence]:
+    """``count`` batches of windows that begin anywhere, of ``most`` steps, or as many as recordings with half the steps have."""
+    lengths = torch.tensor([len(s.states) for s in sequences])
+    order = lengths.argsort(descending=True)
+    half = int((lengths[order].cumsum(0) * 2 >= lengths.sum()).int().argmax())
+    width = min(most, int(lengths[order][half]))
+    starts = (lengths - width + 1).clamp_min(0)
+    for _ in range(count):
+        chosen = torch.multinomial(starts.float(), BATCH, replacement=True, generator=generator)
+        shares = torch.rand(BATCH, generator=generator)
+        first = (shares * starts[chosen]).long()
+        yield stack(sequences, [Span(k, a, a + width) for k, a in zip(chosen.tolist(), first.tolist(), strict=True)])
+
+
+@torch.no_grad()
+def held_out_error(net: GRUFilter, held: Sequence) -> tuple[Float[Tensor, ""], Float[Tensor, " d"]]:
+    """Of a net run through recordings: the mean squared error in standard units, and that over the net's variances, ``d``.
+
+    The first fifth of a recording, at most 25 steps, does not count.
+    """
+    h = net.hidden_states(held.obs, held.mask, held.controls)
+    first = min(25, held.states.shape[1] // 5)
+    known = held.states[:, first:].isfinite().all(-1)
+    left = (((held.states - net.z_mean) / net.z_scale - net.readout(h))[:, first:])[known].square()
+    return left.mean(), (left / net.log_variance(h)[:, first:][known].exp()).mean(0)
