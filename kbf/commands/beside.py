@@ -27,10 +27,10 @@ squared error from which one column rules it."""
 def beside(config: Mapping[str, Any], data: Data, result: Score) -> dict[str, float]:
     """Print the table and the remarks; returns the plain estimators' NMSE as ``plain.NAME.nmse``.
 
-    The estimators are fitted to the training part as it is. Nothing is said of images, nor where sensors are silent one by one.
+    The estimators are fitted to the training part as it is. Nothing is said of images, nor where observations are missing.
     """
-    train, test = data.train, data.test
-    if train[0].obs.ndim != 2 or not all(bool(s.obs.isfinite().all()) for s in (*train, *test)):
+    train, test, silent = data.train, data.test, bool(config["data"].get("partial"))
+    if train[0].obs.ndim != 2 or not (silent or all(bool(s.obs.isfinite().all()) for s in (*train, *test))):
         return {}
     states = torch.cat([s.states for s in test]).double()
     if not bool(states.isfinite().any()):
@@ -40,8 +40,9 @@ def beside(config: Mapping[str, Any], data: Data, result: Score) -> dict[str, fl
         if name in found:
             continue
         try:
-            filter: Any = make(config["seed"])
-            estimates = score(filter.condition(train), test, seed=config["seed"]).estimates
+            model: Any = make(config["seed"])
+            model.partial = silent
+            estimates = score(model.condition(train), test, seed=config["seed"]).estimates
         except (ValueError, RuntimeError):  # too few steps for it
             continue
         found[name] = nmse(torch.cat(estimates), states)

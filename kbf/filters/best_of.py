@@ -130,6 +130,17 @@ class BestOf(nn.Module):
         """The main model."""
         return self.models[self.main_name]
 
+    @property
+    def partial(self) -> bool:
+        """Whether sensors may be silent one by one; rivals that know no sensors are not tried then."""
+        return getattr(self.main, "partial", False)
+
+    @partial.setter
+    def partial(self, value: bool) -> None:
+        for each in self.models.values():
+            if hasattr(each, "partial"):
+                each.partial = value
+
     @torch.no_grad()
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
         """Prepare the main model, compare, choose.
@@ -138,9 +149,10 @@ class BestOf(nn.Module):
         """
         self.main.prepare(memory, generator)
         first = memory[0] if len(memory) else None
-        if first is None or first.obs.ndim != 2 or not all(bool(s.obs.isfinite().all()) for s in memory):
-            return  # images, or silent sensors: rivals know neither
-        sequences = as_sequences(memory)
+        silent = not self.partial and not all(bool(s.obs.isfinite().all()) for s in memory)
+        if first is None or first.obs.ndim != 2 or silent:
+            return  # images, or missing observations: rivals know neither
+        sequences = as_sequences(memory, partial=self.partial)
         total = sum(len(s.states) for s in sequences)
         if total < LEAST:
             return
@@ -168,14 +180,15 @@ class BestOf(nn.Module):
             rows.append(Row(name, known, deviation(scores), round(time.perf_counter() - began, 2), note))
             log.info("held out: %s has an NMSE of %.3g", name, float("nan") if known is None else known)
 
-        for name in [*(name for name in PLAIN if name != self.main_name), self.main_name]:
+        known = [name for name, each in self.models.items() if not self.partial or getattr(each, "partial", False)]
+        for name in [*(name for name in PLAIN if name in known and name != self.main_name), self.main_name]:
             attempt(name)
         main = found.get(self.main_name)
         unsure = main is None or better_than(main, found) or (main.covered is not None and main.covered < TRUSTED)
-        for name in PUBLISHED if total <= MANY and self.main_name not in PUBLISHED else ():
+        for name in PUBLISHED if total <= MANY and self.main_name not in PUBLISHED and not self.partial else ():
             attempt(name)
         if unsure and total >= ENOUGH:
-            for name in (name for name in MORE if name != self.main_name):
+            for name in (name for name in MORE if name in known and name != self.main_name):
                 attempt(name)
         if not found:
             return

@@ -229,9 +229,14 @@ class KalmanFilter(Shown):
     tensor([[2.]])
     """
 
-    def __init__(self, model: LinearModel) -> None:
-        """``model``: its tensors may require gradients; the filter keeps them."""
-        self.model = model
+    def __init__(self, model: LinearModel, *, partial: bool = False) -> None:
+        """The filter of a model.
+
+        Args:
+            model: its tensors may require gradients; the filter keeps them.
+            partial: components of an observation may be NaN: their rows of C are left out.
+        """
+        self.model, self.partial = model, partial
         self.controlled: int = 0 if model.B is None else model.B.shape[1]
 
     def init(self, batch: int, *, generator: Generator | None = None) -> GaussianState:
@@ -254,16 +259,23 @@ class KalmanFilter(Shown):
 
     def observe(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> tuple[GaussianState, Bool[Tensor, " b"]]:
         """Observe, and whether that was possible (`kalman_observe`)."""
-        return kalman_observe(*state, obs, self.model.C, self.model.R, self.model.c)
+        C, R, c = self.model.C, self.model.R, self.model.c
+        if not self.partial:
+            return kalman_observe(*state, obs, C, R, c)
+        spoke = obs.isfinite()
+        residual = torch.where(spoke, obs - product(C, state.mean[..., None])[..., 0] - c, 0)
+        both = spoke[:, :, None] & spoke[:, None]
+        unit = torch.eye(len(R), dtype=R.dtype, device=R.device)  # of a silent component: noise that says nothing
+        return kalman_correct(*state, residual, torch.where(spoke[..., None], C, 0), torch.where(both, R, unit))
 
     def recursion(self, state: GaussianState, obs: Float[Tensor, "b T q"]) -> tuple[GaussianState, Bool[Tensor, "b T"]] | None:
         """All steps: P_t and K_t depend on no observation, and soon no more on t; m_t = (I - K_t C)(A m_{t-1} + a) + K_t (x_t - c).
 
-        None for sequences whose covariances differ, or with controls. Without gradients.
+        None for sequences whose covariances differ, or with controls or silent components. Without gradients.
         """
         A, a, Q, C, c, R = self.model[:6]
         P, (b, T, _) = state.cov[0], obs.shape
-        if self.controlled or not bool((state.cov == P).all()):
+        if self.controlled or self.partial or not bool((state.cov == P).all()):
             return None
         gains = [kalman_gain(torch.addmm(Q, A @ P, A.mT), C, R)]
         while len(gains) < T and not (len(gains) % 4 == 0 and settled(P, gains[-1][1])):
@@ -309,7 +321,7 @@ def training_moments(memory: Sequence | list[Sequence]) -> tuple[Float[Tensor, "
     Raises:
         ValueError: fewer than two states.
     """
-    z = torch.cat([s.states for s in as_sequences(memory)])
+    z = torch.cat([s.states for s in as_sequences(memory, partial=True)])
     if len(z) < 2:
         raise ValueError(f"a covariance of the training states needs at least 2 of them, got {len(z)}")
     return z.mean(0), torch.cov(z.mT).reshape(z.shape[1], z.shape[1])

@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from kbf.filters.base import check_vectors
 from kbf.filters.gaussian import KalmanFilter, LinearModel, training_moments
 from kbf.runtime.notebook import ShownModule
-from kbf.sequence import Sequence, as_sequences, moves
+from kbf.sequence import Sequence, as_sequences, moves, observed_pairs
 
 
 def regress(
@@ -31,33 +31,57 @@ def regress(
     return B, b, residual.mT @ residual / (m - d - 1)
 
 
-def fit_linear(memory: Sequence | list[Sequence]) -> LinearModel:
+def fit_linear(memory: Sequence | list[Sequence], *, partial: bool = False) -> LinearModel:
     """Fit z' = A z + B u + a + N(0, Q) to the transitions and x = C z + c + N(0, R) to the observations, by least squares.
 
     Pairs do not cross the end of a sequence; masked observations are left out. m0 and P0 are the mean and covariance of the
-    training states.
+    training states. With ``partial`` entries of observations may be NaN (`regress_columns`).
 
     Raises:
         ValueError: observations that are no vectors, or fewer than 2 d + k + 1 transitions or d + 1 + q observations.
 
     References: multivariate linear regression, e.g. Hastie, Tibshirani and Friedman (2009), section 3.2.4.
     """
-    sequences = as_sequences(memory)
+    sequences = as_sequences(memory, partial=partial)
     check_vectors(sequences, "a linear model")
     z, z_next, u = moves(sequences)
-    z_seen = torch.cat([s.states if s.mask is None else s.states[s.mask] for s in sequences])
-    x = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences])
+    z_seen, x = observed_pairs(sequences)
     AB, a, Q = regress(z if u is None else torch.cat([z, u], -1), z_next, "transitions")
     A, B = AB[:, : z.shape[1]], None if u is None else AB[:, z.shape[1] :]
-    C, c, R = regress(z_seen, x, "observations")
+    C, c, R = regress_columns(z_seen, x) if partial else regress(z_seen, x, "observations")
     return LinearModel(A, a, Q, C, c, R, *training_moments(sequences), B)
+
+
+def regress_columns(
+    inputs: Float[Tensor, "m d"], targets: Float[Tensor, "m e"]
+) -> tuple[Float[Tensor, "e d"], Float[Tensor, " e"], Float[Tensor, "e e"]]:
+    """`regress` of targets with NaN: each column by the rows that have it.
+
+    A covariance of two residuals is that of the rows that have both (0 without any), and the matrix the nearest one without
+    negative eigenvalues.
+
+    Raises:
+        ValueError: as `regress`, for a column.
+    """
+    spoke = targets.isfinite()
+    fits = [regress(inputs[rows], column[rows, None], "observations") for rows, column in zip(spoke.mT, targets.mT, strict=True)]
+    B, b = torch.cat([fit[0] for fit in fits]), torch.cat([fit[1] for fit in fits])
+    residual = torch.where(spoke, targets - inputs @ B.mT - b, 0)
+    rows = spoke.to(residual)
+    covariance = residual.mT @ residual / (rows.mT @ rows - inputs.shape[1] - 1).clamp_min(1)
+    values, vectors = torch.linalg.eigh(covariance)
+    least = 1e-6 * covariance.diagonal().mean()
+    return B, b, (vectors * values.clamp_min(least)) @ vectors.mT if bool(values[0] <= 0) else covariance
 
 
 class LearnedKalman(ShownModule):
     """The Kalman filter of `fit_linear`: the best *linear* filter that the training part alone can give.
 
-    It has no hyper-parameters, parameters or buffers; the model is fitted to the memory, in its dtype and on its device.
+    It has no hyper-parameters, parameters or buffers; the model is fitted to the memory, in its dtype and on its device. With
+    ``partial`` components of an observation may be NaN: the rows of C that belong to them are left out of the update.
     """
+
+    partial: bool = False
 
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
         """Nothing to choose."""
@@ -70,4 +94,4 @@ class LearnedKalman(ShownModule):
         """
         if memory is None:
             raise ValueError("LearnedKalman fits its model to a memory: give condition() the training sequences")
-        return KalmanFilter(fit_linear(memory))
+        return KalmanFilter(fit_linear(memory, partial=self.partial), partial=self.partial)

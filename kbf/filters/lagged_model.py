@@ -19,6 +19,7 @@ from torch import Generator, Tensor
 from kbf.filters.base import check_vectors
 from kbf.filters.laws.base import Law
 from kbf.filters.laws.choice import fit_law
+from kbf.filters.laws.sensors import ChosenSensors, SensorLaw
 from kbf.filters.ridge_map import Join, RidgeMap, fit_ridge_map, join_of
 from kbf.manifolds import FLAT, Manifold, manifold_of
 from kbf.rkhs.linalg import cholesky, evenly
@@ -53,6 +54,11 @@ class LaggedModel(NamedTuple):
     def controlled(self) -> int:
         """Components of the control."""
         return 0 if self.join is None else len(self.join.shift)
+
+    @property
+    def partial(self) -> bool:
+        """Whether observations may have NaN, where a sensor is silent."""
+        return isinstance(self.observation, SensorLaw)
 
     def move(
         self, s: Float[Tensor, "*b e"], generator: Generator | None = None, *, control: Tensor | None = None
@@ -90,7 +96,7 @@ def all_states(sequences: list[Sequence], order: int) -> Float[Tensor, "n e"]:
 
 
 def learn_lagged_model(
-    memory: Sequence | list[Sequence], *, order: int = 2, inflation: float = 1.0, law: str = "gaussian"
+    memory: Sequence | list[Sequence], *, order: int = 2, inflation: float = 1.0, law: str | ChosenSensors = "gaussian"
 ) -> LaggedModel:
     """Fit the regression of changes and the law of observations, in float64.
 
@@ -98,14 +104,14 @@ def learn_lagged_model(
         memory: the recordings.
         order: 1 or 2.
         inflation: standard deviation of the moves' noise over that of one-step residuals, at least 1.
-        law: of observations given states, a name of `kbf.filters.laws.choice.LAWS`.
+        law: of observations given states, a name of `kbf.filters.laws.choice.LAWS`; or sensors that may be silent, and their laws.
 
     Raises:
         ValueError: another order or inflation, no recording of ``order`` + 1 steps, or as `kbf.filters.ridge_map.fit_ridge_map`.
     """
     if order not in ORDERS or not inflation >= 1:
         raise ValueError(f"a lagged model has order 1 or 2 and an inflation of at least 1, got {order} and {inflation}")
-    sequences = as_sequences(memory)
+    sequences = as_sequences(memory, partial=not isinstance(law, str))
     check_vectors(sequences, "a learned observation law")
     long = [s for s in sequences if len(s.states) > order]
     if not long:
@@ -120,7 +126,10 @@ def learn_lagged_model(
     moves = fit_ridge_map(inputs[some], change[some], rank=RANK)
     seen, obs = (each.double() for each in observed_pairs(sequences))
     few = evenly(len(seen), MOST, seen.device)
-    observation = fit_ridge_map(seen[few], obs[few], rank=RANK) if law == "gaussian" else fit_law(law, seen[few], obs[few])
+    if not isinstance(law, str):
+        observation = law.fit(seen, obs)
+    else:
+        observation = fit_ridge_map(seen[few], obs[few], rank=RANK) if law == "gaussian" else fit_law(law, seen[few], obs[few])
     states = torch.cat([s.states for s in sequences])
     none = torch.zeros_like(moves.noise)
     model = LaggedModel(moves, observation, order, none, states.shape[1], manifold_of(states), join)

@@ -16,6 +16,7 @@ from torch import Generator, Tensor
 from kbf.filters.base import check_vectors
 from kbf.filters.laws.base import Law
 from kbf.filters.laws.choice import Known, fit_law
+from kbf.filters.laws.sensors import ChosenSensors, SensorLaw
 from kbf.filters.ridge_map import Join, RidgeMap, fit_ridge_map, join_of
 from kbf.rkhs.linalg import evenly
 from kbf.sequence import Sequence, as_sequences, moves, observed_pairs
@@ -35,6 +36,11 @@ class LearnedModel(NamedTuple):
     def controlled(self) -> int:
         """Components of the control."""
         return 0 if self.join is None else len(self.join.shift)
+
+    @property
+    def partial(self) -> bool:
+        """Whether observations may have NaN, where a sensor is silent."""
+        return isinstance(self.observation, SensorLaw)
 
     def move(
         self, z: Float[Tensor, "*b d"], generator: Generator | None = None, *, control: Tensor | None = None
@@ -58,28 +64,38 @@ class LearnedModel(NamedTuple):
 
 
 def learn_model(
-    memory: Sequence | list[Sequence], laws: tuple[str, str] = ("gaussian", "gaussian"), known: Many[Known] = ()
+    memory: Sequence | list[Sequence],
+    laws: tuple[str, str | ChosenSensors] = ("gaussian", "gaussian"),
+    known: Many[Known] = (),
 ) -> LearnedModel:
     """Both laws from the transition pairs and the observed points of a memory, in float64.
 
     Args:
         memory: the recordings.
-        laws: names of `kbf.filters.laws.choice.LAWS`, of moves and of observations; the Gaussian one is a kernel ridge map.
+        laws: names of `kbf.filters.laws.choice.LAWS`, of moves and of observations; the Gaussian one is a kernel ridge map. Where
+            sensors may be silent (NaN), in place of the second these and their laws.
         known: laws that were fitted before, which are not fitted again to the same points.
 
     Raises:
         ValueError: too few points, observations that are not vectors, or states or observations that do not vary.
     """
-    sequences = as_sequences(memory)
+    sequences = as_sequences(memory, partial=not isinstance(laws[1], str))
     check_vectors(sequences, "a learned observation map")
     source, target, u = moves(sequences)
-    seen, obs = observed_pairs(sequences)
-    some, few = (evenly(len(each), MOST, each.device) for each in (source, seen))
+    some = evenly(len(source), MOST, source.device)
     source, target, u = source[some], target[some], None if u is None else u[some]
-    seen, obs = seen[few], obs[few]
     join = None if u is None else join_of(source, u)
     inputs = source if join is None or u is None else join(source, u)
-    return LearnedModel(fit(laws[0], inputs, target, known), fit(laws[1], seen, obs, known), join)
+    return LearnedModel(fit(laws[0], inputs, target, known), observation_law(laws[1], sequences, known), join)
+
+
+def observation_law(law: str | ChosenSensors, sequences: list[Sequence], known: Many[Known] = ()) -> Any:
+    """The law of observations by its name, or that of sensors: of each of them as many readings as there are, up to `MOST`."""
+    seen, obs = observed_pairs(sequences)
+    if not isinstance(law, str):
+        return law.fit(seen, obs)
+    few = evenly(len(seen), MOST, seen.device)
+    return fit(law, seen[few], obs[few], known)
 
 
 def fit(law: str, inputs: Float[Tensor, "n d"], outputs: Float[Tensor, "n q"], known: Many[Known] = ()) -> Any:

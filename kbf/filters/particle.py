@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor
 
-from kbf.filters.base import ENCODE_IMAGES, Backward, FilterStep
+from kbf.filters.base import ENCODE_IMAGES, Backward, FilterStep, knows_sensors
 from kbf.filters.resampling import effective_sample_size, invert, systematic
 from kbf.runtime.notebook import Shown, ShownModule
 from kbf.sequence import Sequence, as_sequences
@@ -118,6 +118,7 @@ class BootstrapFilter(Shown):
         self.model: StateSpace = in_type_of(model, initial)
         self.initial, self.particles, self.threshold, self.resample = initial, particles, threshold, resample
         self.controlled: int = model.controlled if isinstance(model, ControlledDynamics) else 0
+        self.partial: bool = knows_sensors(model)
 
     def init(self, batch: int, *, generator: Generator | None = None) -> ParticleState:
         """P initial states for each sequence, drawn with replacement, with equal weights."""

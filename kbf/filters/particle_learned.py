@@ -21,7 +21,8 @@ from kbf.ssm import StateSpace, normal
 class LearnedParticleFilter(ShownModule):
     """Bootstrap particle filter on a learned model, the same as that of the Kernel Bayes Filter: its competitor.
 
-    It weighs by the density of the learned laws, where the Kernel Bayes Filter needs draws only.
+    It weighs by the density of the learned laws, where the Kernel Bayes Filter needs draws only. With ``partial`` sensors may be
+    silent one by one: the density is that of those that speak (`kbf.filters.laws.sensors`).
     """
 
     particles: int
@@ -39,6 +40,15 @@ class LearnedParticleFilter(ShownModule):
         super().__init__()
         self.particles, self.threshold, self.laws = particles, threshold, ChosenLaws(transition, observation)
 
+    @property
+    def partial(self) -> bool:
+        """Whether sensors may be silent one by one."""
+        return self.laws.partial
+
+    @partial.setter
+    def partial(self, value: bool) -> None:
+        self.laws.partial = value
+
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
         """Choose the laws."""
         self.laws.choose(memory)
@@ -51,9 +61,9 @@ class LearnedParticleFilter(ShownModule):
         """Fit both laws and start from the training states."""
         if memory is None:
             raise ValueError("a learned particle filter needs a memory to learn its model from")
-        sequences = as_sequences(memory)
+        sequences = as_sequences(memory, partial=self.partial)
         self.laws.settle(sequences)
-        model, states = learn_model(sequences, self.laws.names, self.laws.fitted), torch.cat([s.states for s in sequences])
+        model, states = learn_model(sequences, self.laws.kinds, self.laws.fitted), torch.cat([s.states for s in sequences])
         return BootstrapFilter(model, states, self.particles, self.threshold)
 
 

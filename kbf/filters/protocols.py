@@ -219,8 +219,8 @@ def control_components(filter: Filter[Any]) -> int:
     return int(filter.controlled) if isinstance(filter, Controlled) else 0
 
 
-def knows_sensors(filter: Filter[Any]) -> bool:
-    """Whether the filter takes observations with NaN, where a sensor is silent."""
+def knows_sensors(filter: Any) -> bool:
+    """Whether a filter, or the model it is of, takes observations with NaN, where a sensor is silent."""
     return isinstance(filter, WithSensors) and bool(filter.partial)
 
 

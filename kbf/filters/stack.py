@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor
 
-from kbf.filters.base import Filter, control_components, covariance_of, move, observe
+from kbf.filters.base import Filter, control_components, covariance_of, knows_sensors, move, observe
 
 
 class StackedFilter:
@@ -34,6 +34,7 @@ class StackedFilter:
         names = [f"member{k}_{field}" for k, kind in enumerate(self.kinds) for field in kind._fields]
         self.kind: Any = namedtuple("StackState", names)
         self.controlled = max(control_components(each) for each in filters.values())
+        self.partial = all(knows_sensors(each) for each in filters.values())
 
     def parts(self, state: Any) -> list[Any]:
         """The state of each filter."""

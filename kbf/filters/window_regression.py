@@ -27,7 +27,7 @@ class WindowState(NamedTuple):
 
     Attributes:
         window: ``b w c``, the newest last: observation and control of each step. A missing observation is the one before it.
-        seen: ``b``, how many observations there were; before the first the window holds nothing.
+        seen: ``b q``, how many observations there were of each component; before the first the window holds nothing.
     """
 
     window: Tensor
@@ -43,6 +43,7 @@ class WindowFilter(Shown):
     mean: Float[Tensor, " d"]
     spread: Float[Tensor, "d d"] | None
     controlled: int
+    partial: bool
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class WindowFilter(Shown):
         mean: Float[Tensor, " d"],
         spread: Float[Tensor, "d d"] | None = None,
         controlled: int = 0,
+        partial: bool = False,
     ) -> None:
         """The filter of one regression.
 
@@ -61,13 +63,15 @@ class WindowFilter(Shown):
             start: what a window holds before there was anything: the mean of the training part, ``c`` = q + k.
             mean: of the training states. spread: the covariance of the regression's error on held-out steps.
             controlled: k, components of a control.
+            partial: components of an observation may be NaN: the last value there was of each stands for it.
         """
         self.regression, self.width, self.start, self.mean = regression, width, start, mean
-        self.spread, self.controlled = spread, controlled
+        self.spread, self.controlled, self.partial = spread, controlled, partial
 
     def init(self, batch: int, *, generator: Generator | None = None) -> WindowState:
         """Nothing seen."""
-        return WindowState(self.start.expand(batch, self.width, -1).clone(), self.start.new_zeros(batch))
+        seen = self.start.new_zeros(batch, len(self.start) - self.controlled)
+        return WindowState(self.start.expand(batch, self.width, -1).clone(), seen)
 
     def predict(self, state: WindowState, *, control: Tensor | None = None, generator: Generator | None = None) -> WindowState:
         """Move the window on by a step; the observation is the last one, until `update` brings another."""
@@ -76,28 +80,30 @@ class WindowFilter(Shown):
             newest = torch.cat([newest[..., : -self.controlled], control[:, None]], -1)
         window = torch.cat([state.window[:, 1:], newest], 1)
         if control is not None:  # before the first observation the first control fills the window
-            first = (state.seen == 0)[:, None, None]
+            first = (state.seen == 0).all(1)[:, None, None]
             acted = torch.where(first, control[:, None], window[..., -self.controlled :])
             window = torch.cat([window[..., : -self.controlled], acted], -1)
         return state._replace(window=window)
 
     def update(self, state: WindowState, obs: Float[Tensor, "b q"]) -> WindowState:
-        """Put in the newest observation; the first one fills the window."""
+        """Put in the newest observation; the first one of each component fills its window."""
         q = obs.shape[-1]
+        spoke = ~obs.isnan() if self.partial else torch.ones_like(obs, dtype=torch.bool)
         last = torch.arange(self.width, device=obs.device) == self.width - 1
-        here = (last | (state.seen == 0)[:, None])[..., None]
+        here = (last[:, None] | (state.seen == 0)[:, None]) & spoke[:, None]
         seen = torch.where(here, obs[:, None], state.window[..., :q])
-        return WindowState(torch.cat([seen, state.window[..., q:]], -1), state.seen + 1)
+        return WindowState(torch.cat([seen, state.window[..., q:]], -1), state.seen + spoke.to(state.seen))
 
     def observe(self, state: WindowState, obs: Float[Tensor, "b q"]) -> tuple[WindowState, Bool[Tensor, " b"]]:
         """Update, and whether observation and estimate are finite: trees would take infinity for a large number."""
         updated = self.update(state, obs)
-        return updated, obs.isfinite().all(-1) & (self.estimate(updated).abs() < torch.inf).all(-1)
+        finite = obs.isfinite() | (obs.isnan() if self.partial else torch.zeros_like(obs, dtype=torch.bool))
+        return updated, finite.all(-1) & (self.estimate(updated).abs() < torch.inf).all(-1)
 
     def estimate(self, state: WindowState) -> Float[Tensor, "b d"]:
         """The regression at the window, ``b d``."""
         found = self.regression(state.window.flatten(1)).to(self.mean)
-        return torch.where(state.seen[:, None] > 0, found, self.mean)
+        return torch.where((state.seen > 0).any(1, keepdim=True), found, self.mean)
 
     def covariance(self, state: WindowState) -> Float[Tensor, "b d d"] | None:
         """That of errors on held-out steps, whatever the window; None where it is not known."""
@@ -105,13 +111,17 @@ class WindowFilter(Shown):
 
 
 def rows_of(sequence: Sequence) -> Float[Tensor, "T c"]:
-    """Observation and control of each step; a missing observation is the one before it, and at the start the first there is."""
+    """Observation and control of each step; what is missing is the value before it, and at the start the first there is.
+
+    So it is for each component where these are NaN one by one; one that is NaN throughout stays so.
+    """
     obs = sequence.obs
-    if sequence.mask is not None:
-        steps = torch.arange(len(obs), device=obs.device)
-        held = torch.where(sequence.mask, steps, -1).cummax(0).values
-        first = int(sequence.mask.int().argmax())
-        obs = obs[held.where(held >= 0, torch.full_like(held, first))]
+    there = ~obs.isnan()
+    there = there if sequence.mask is None else there & sequence.mask[:, None]
+    if not bool(there.all()):
+        steps = torch.arange(len(obs), device=obs.device)[:, None]
+        held = torch.where(there, steps, -1).cummax(0).values
+        obs = obs.gather(0, torch.where(held >= 0, held, there.int().argmax(0)))
     return obs if sequence.controls is None else torch.cat([obs, sequence.controls.to(obs)], -1)
 
 
@@ -128,7 +138,12 @@ def windows_of(rows: Float[Tensor, "T c"], width: int) -> Float[Tensor, "T wc"]:
 
 
 class WindowRegression(ShownModule):
-    """What regressions on a window share: the memory as windows and states, and the filter around what is fitted."""
+    """What regressions on a window share: the memory as windows and states, and the filter around what is fitted.
+
+    With ``partial`` components of an observation may be NaN: the last value of each stands for it, and before the first its mean.
+    """
+
+    partial: bool = False
 
     def __init__(self, width: int | None = 15) -> None:
         """``width``: observations in the window; None for about `NUMBERS` numbers, but 8 to `LONG` steps, or `FEW` numbers.
@@ -160,18 +175,26 @@ class WindowRegression(ShownModule):
         Raises:
             ValueError: no memory, observations that are no vectors, or fewer than ten steps.
         """
-        sequences = checked(memory, type(self).__name__)
+        sequences = checked(memory, type(self).__name__, partial=self.partial)
+        start = torch.cat([rows_of(s) for s in sequences]).nanmean(0).nan_to_num()
+        if self.partial:
+            sequences = [s._replace(obs=filled(s, start)) for s in sequences]
         regression, spread = self.fit(sequences)
-        start = torch.cat([rows_of(s) for s in sequences]).mean(0)
         mean = torch.cat([s.states for s in sequences]).mean(0)
-        return WindowFilter(regression, self.steps(sequences), start, mean, spread, control_width(sequences))
+        return WindowFilter(regression, self.steps(sequences), start, mean, spread, control_width(sequences), self.partial)
 
 
-def checked(memory: Sequence | list[Sequence] | None, name: str) -> list[Sequence]:
+def filled(sequence: Sequence, start: Float[Tensor, " c"]) -> Float[Tensor, "T q"]:
+    """Observations without NaN: a component that is NaN throughout has its value in ``start``."""
+    obs = rows_of(sequence._replace(controls=None))
+    return torch.where(obs.isnan(), start[: obs.shape[1]].to(obs), obs)
+
+
+def checked(memory: Sequence | list[Sequence] | None, name: str, *, partial: bool = False) -> list[Sequence]:
     """The sequences of a memory in which something was observed, checked."""
     if memory is None:
         raise ValueError(f"{name} regresses on a memory: give condition() the training sequences")
-    sequences = as_sequences(memory)
+    sequences = as_sequences(memory, partial=partial)
     check_vectors(sequences, name)
     sequences = [s for s in sequences if s.mask is None or bool(s.mask.any())]
     if (n := sum(len(s.states) for s in sequences)) < 10:

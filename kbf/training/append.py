@@ -69,7 +69,11 @@ def append(
     module = trained.module
     if inner_filter(trained.filter) is module.net:
         raise ValueError(f"{checkpoint} is of a model without a memory ({module.config['model']['name']}): train it again instead")
-    check_like(module, as_sequences(recordings, partial=bool(getattr(module.net, "sensors", None)))[0], checkpoint)
+    check_like(
+        module,
+        as_sequences(recordings, partial=bool(getattr(module.net, "sensors", None) or getattr(module.net, "partial", False)))[0],
+        checkpoint,
+    )
     memory = module.memory.sequences()
     before = points(memory)
     memory += module.taken_in(recordings)

@@ -93,6 +93,31 @@ def test_train_and_evaluate(trained, table, drawn, tmp_path, monkeypatch):
     assert inside.double().mean() > 0.7
 
 
+def test_sensors_of_different_rates_need_no_further_word(table, tmp_path):
+    """Column b is read at every third step, and a dies for a while: the default model, then a file whose sensors do the same."""
+    lines = list(csv.reader(table.open(encoding="utf-8")))
+    for t, row in enumerate(lines[1:]):
+        row[4] = row[4] if t % 3 == 0 else ""
+        row[3] = "" if 60 <= t < 80 else row[3]
+    with (tmp_path / "slow.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(lines)
+    words = ["data=own", f"data.path={tmp_path}/slow.csv", "data.partial=true", *COLUMNS, f"run_dir={tmp_path}/run", *SMALL]
+    assert main(["train", *words, "logger=none", "particles=50"]) == 0
+    loaded = load_filter(tmp_path / "run" / "checkpoints" / "best.ckpt")
+    assert loaded.module.net.main.laws.sensors.columns() == [[0], [1]] and loaded.filter.partial
+    masks = [s.mask for s in loaded.module.memory.sequences()]
+    assert sum(176 if m is None else int(m.sum()) for m in masks) > 150, "what speaks is heard"
+    told = metrics(tmp_path / "run")
+    assert told["test.nmse"] < 0.8 and "plain.window_ridge.nmse" in told
+    checkpoint = f"checkpoint='{tmp_path}/run/checkpoints/best.ckpt'"
+    assert main(["filter", checkpoint, f"input={tmp_path}/slow.csv", f"output={tmp_path}/out.csv"]) == 0
+    with (tmp_path / "out.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    found = torch.tensor([[float(row["x"]), float(row["y"])] for row in rows])
+    truth = torch.tensor([[float(row[1]), float(row[2])] for row in lines[1:]])
+    assert ((found - truth).square().mean(0) < 0.8 * truth.var(0)).all()
+
+
 def test_other_recordings_in_the_units_of_the_checkpoint(trained, table, tmp_path, capsys):
     lines = table.read_text(encoding="utf-8").splitlines()
     (tmp_path / "other.csv").write_text("\n".join([lines[0], *lines[100:160]]) + "\n", encoding="utf-8")

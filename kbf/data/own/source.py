@@ -75,7 +75,7 @@ class OwnData(Shown):
             angles: columns that are angles. angle_unit: radians or degrees.
             rotations: groups of 4 columns (quaternion w x y z) or 9 (matrix, by rows).
             time_as_control: the time that each move takes is a control.
-            partial: a step counts as observed where any of its columns is (for models with sensors), not only where all are.
+            partial: a step counts as observed where any of its columns is (for models that know sensors), not only where all are.
             cut_missing: cut training sequences where an observation is missing, for models that bear no gaps.
             split, validation, test: as `kbf.data.own.parts.split`.
             n_train: only the first so many training steps; None for all.

@@ -37,7 +37,9 @@ from kbf.data.windows import piece, split
 from kbf.filters.base import rollout
 from kbf.filters.lagged_model import ORDERS, LaggedModel, all_states, learn_lagged_model, widened
 from kbf.filters.laws.choice import LAWS, choose_law
+from kbf.filters.laws.sensors import ChosenSensors
 from kbf.filters.particle import in_type_of
+from kbf.filters.protocols import knows_sensors
 from kbf.filters.resampling import effective_sample_size, systematic
 from kbf.filters.wrapper import CollectingCovariance
 from kbf.rkhs.linalg import evenly
@@ -147,6 +149,7 @@ class KernelMonteCarloFilter(Shown):
             torch.linspace(0, particles * draws - 1, min(rank, particles * draws)).round().long().to(initial.device)
         )
         self.controlled: int = model.controlled if isinstance(model, ControlledDynamics) else 0
+        self.partial: bool = knows_sensors(model)
 
     def init(self, batch: int, *, generator: Generator | None = None) -> LocalMemory:
         """P initial states for each sequence, drawn with replacement, with equal weights."""
@@ -187,6 +190,9 @@ class KernelMonteCarloFilter(Shown):
             possible = log_weights.amax(-1) > -math.inf
             return state._replace(weights=torch.where(possible[:, None], log_weights, 0).softmax(-1)), possible
         seen, x = state.draws.flatten(1, 2), obs.to(state.draws)
+        if self.partial:  # columns of silent sensors are equal everywhere: they are not compared
+            spoke = x.isfinite()
+            seen, x = torch.where(spoke[:, None], seen, 0), torch.where(spoke, x, 0)
         if self.counts:
             seen, x = seen.clamp_min(0).sqrt(), x.clamp_min(0).sqrt()
         weights = local_weights(seen, x, self.landmarks, reg=self.reg, factor=self.factor)
@@ -261,7 +267,8 @@ class KernelMonteCarlo(ShownModule):
     and lambda, which smooths the rule where errors of the sensors go on from step to step (0 is the rule's limit, weights by the
     law's density: sharper where observations tell much, and too sure where the law is not quite true, unless it is tempered). All
     are tried by running the filter through held-out stretches. The law of the observations is chosen by its held-out log score
-    (`kbf.filters.laws.choice`).
+    (`kbf.filters.laws.choice`). With ``partial`` sensors may be silent one by one, each with a law of its own
+    (`kbf.filters.laws.sensors`): draws and observations are compared in the columns of those that speak.
     """
 
     order: Tensor
@@ -270,6 +277,7 @@ class KernelMonteCarlo(ShownModule):
     restart: Tensor
     temper: Tensor
     law: Tensor
+    partial: bool
     orders: Many[int]
     inflations: Many[float]
     regs: Many[float]
@@ -323,6 +331,7 @@ class KernelMonteCarlo(ShownModule):
         self.register_buffer("restart", torch.tensor(restarts[0], dtype=torch.float64))
         self.register_buffer("temper", torch.tensor(tempers[0], dtype=torch.float64))
         self.register_buffer("law", torch.tensor(LAWS.index(law or "gaussian")))
+        self.partial, self.sensors = False, ChosenSensors()
 
     @torch.no_grad()
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
@@ -333,8 +342,10 @@ class KernelMonteCarlo(ShownModule):
         where lambda is 0, is the least of those with the best log score of the states: it says how sure the filter may be, which
         errors hardly show. Too short recordings (no stretch of ten steps can be held out) leave the first of each.
         """
-        sequences = as_sequences(memory)
-        if self.given_law is None:
+        sequences = as_sequences(memory, partial=self.partial)
+        if self.partial:
+            self.sensors.choose(*observed_pairs(sequences), self.given_law)
+        elif self.given_law is None:
             seen, obs = observed_pairs(sequences)
             some = evenly(len(seen), LOOKED_AT, seen.device)
             self.law.fill_(LAWS.index(choose_law(seen[some].double(), obs[some].double()).name))
@@ -351,7 +362,7 @@ class KernelMonteCarlo(ShownModule):
         models: dict[int, LaggedModel] = {}
         for order in self.orders:
             with suppress(ValueError):  # too few steps
-                models[order] = learn_lagged_model(fit, order=order, law=LAWS[int(self.law)])
+                models[order] = learn_lagged_model(fit, order=order, law=self.kind)
         found: dict[tuple[int, float, float, float, float], HeldOut] = {}
 
         def attempt(*tried: Any) -> None:
@@ -389,12 +400,17 @@ class KernelMonteCarlo(ShownModule):
         for buffer, value in zip((self.order, self.inflation, self.reg, self.restart, self.temper), values, strict=True):
             buffer.fill_(value)
 
+    @property
+    def kind(self) -> str | ChosenSensors:
+        """The law of observations by its name; or sensors that may be silent, and theirs."""
+        return self.sensors if self.sensors.known else LAWS[int(self.law)]
+
     def filter_of(
         self, model: LaggedModel, sequences: list[Sequence], reg: float, restart: float, temper: float
     ) -> KernelMonteCarloFilter:
         """The filter of a model, started from the recorded states."""
         initial = all_states(sequences, model.order).to(self.dtype)
-        counts = LAWS[int(self.law)] in ("poisson", "negbin")
+        counts = self.sensors.counts if self.sensors.known else LAWS[int(self.law)] in ("poisson", "negbin")
         numbers = {"reg": reg, "restart": restart, "temper": temper, **self.sizes}
         return KernelMonteCarloFilter(model, initial, d=model.d, counts=counts, **numbers)  # pyright: ignore[reportArgumentType]
 
@@ -407,13 +423,16 @@ class KernelMonteCarlo(ShownModule):
         """
         if memory is None:
             raise ValueError("a learned kernel Monte Carlo filter needs a memory to learn its model from")
-        sequences = as_sequences(memory)
-        model = learn_lagged_model(sequences, order=int(self.order), inflation=float(self.inflation), law=LAWS[int(self.law)])
+        sequences = as_sequences(memory, partial=self.partial)
+        if self.partial and not self.sensors.known:
+            self.sensors.choose(*observed_pairs(sequences), self.given_law)
+        model = learn_lagged_model(sequences, order=int(self.order), inflation=float(self.inflation), law=self.kind)
         return self.filter_of(model, sequences, float(self.reg), float(self.restart), float(self.temper))
 
     def hyperparameters(self) -> dict[str, float]:
         """What was chosen, for logs; the law by its position in `LAWS`."""
-        return {name: float(getattr(self, name)) for name in ("order", "inflation", "reg", "restart", "temper", "law")}
+        names = ("order", "inflation", "reg", "restart", "temper", "law")
+        return {name: float(getattr(self, name)) for name in names} | self.sensors.hyperparameters()
 
 
 def held_stretches(held: list[Sequence]) -> list[Sequence]:

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from kbf.filters.kernel.controls import MOVES_OF_DENSITY, ControlledDensity, controlled_run
+from kbf.filters.kernel.density_update import DensityUpdate
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.local_update import LocalUpdate
 from kbf.filters.kernel.operators import density_transition
@@ -14,6 +15,7 @@ from kbf.filters.kernel.updates import PrimalUpdate
 from kbf.filters.laws.base import Law
 from kbf.filters.laws.categories import CategoricalLaw
 from kbf.filters.laws.chosen import ChosenLaws
+from kbf.filters.laws.sensors import SensorLaw
 from kbf.filters.learned_model import LearnedModel, learn_model
 from kbf.filters.ridge_map import RidgeMap
 from kbf.manifolds import FLAT, Manifold
@@ -49,6 +51,10 @@ class SimulatedMemoryKBF(ShownModule):
     in each step for its control (`kbf.filters.kernel.controls.ControlledDensity`): many times the time of a step without.
 
     Nothing needs tuning: with so many points the rule's bandwidth and ridge hardly matter.
+
+    With ``partial`` any sensor may be silent at any step, NaN in its columns, in the recordings and later. Which columns are one
+    sensor, the recordings tell, and each sensor has a law of its own (`kbf.filters.laws.sensors`); weights are by the density of
+    those that speak (`kbf.filters.kernel.density_update`).
     """
 
     points: int
@@ -104,6 +110,15 @@ class SimulatedMemoryKBF(ShownModule):
         self.points, self.draws, self.run, self.rank, self.factor, self.reg, self.seed = points, draws, run, rank, factor, reg, seed
         self.dtype: torch.dtype = getattr(torch, dtype)
 
+    @property
+    def partial(self) -> bool:
+        """Whether sensors may be silent one by one."""
+        return self.laws.partial
+
+    @partial.setter
+    def partial(self, value: bool) -> None:
+        self.laws.partial = value
+
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
         """Choose the laws."""
         self.laws.choose(memory)
@@ -122,11 +137,11 @@ class SimulatedMemoryKBF(ShownModule):
         """
         sequences = [
             s._replace(states=s.states.double(), obs=s.obs.double(), controls=None if s.controls is None else s.controls.double())
-            for s in as_sequences(memory or [])
+            for s in as_sequences(memory or [], partial=self.partial)
         ]
         self.laws.settle(sequences)
-        model = learn_model(sequences, self.laws.names, self.laws.fitted)
-        recorded, recorded_obs = torch.cat([s.states for s in sequences]), observed_pairs(sequences)[1]
+        model = learn_model(sequences, self.laws.kinds, self.laws.fitted)
+        recorded = torch.cat([s.states for s in sequences])
         generator = torch.Generator(recorded.device).manual_seed(self.seed)
         moves = model.transition
         if model.controlled:
@@ -148,17 +163,24 @@ class SimulatedMemoryKBF(ShownModule):
                 states, mass = quantise(bounded_run(moves, start, steps, recorded, generator), self.points, generator)
                 log_density, mean = moves.table(states, states), moves.mean(states)
             transition = density_transition(log_density, mass, states, mean).to(self.dtype)
+        update = self.update_of(model, states, observed_pairs(sequences)[1], generator)
+        return KernelBayesFilter(states.to(self.dtype), transition, None, update, prior=mass.to(self.dtype), normalise=True)
+
+    def update_of(
+        self, model: LearnedModel, states: Float[Tensor, "n d"], recorded: Float[Tensor, "m q"], generator: Generator
+    ) -> nn.Module:
+        """The update over draws at the memory's states; ``recorded``: observations, whose distances are the kernel's unit."""
+        if isinstance(model.observation, SensorLaw):
+            return DensityUpdate(model.observation, states)
         other = not isinstance(model.observation, RidgeMap)
         several = states[:, None].expand(-1, OTHER, -1)
         obs = model.observation.sample(several, generator) if other else self.observations(model, states)
-        width = self.factor * median_distance(recorded_obs, distinct=True)
+        width = self.factor * median_distance(recorded, distinct=True)
         features = NystromFeatures(self.kernel, width, obs[:, 0], self.rank, 1e-9)
         if other:
             near = OF_CATEGORIES if isinstance(model.observation, CategoricalLaw) else 0.5
-            update: nn.Module = LocalUpdate(obs, states, width=near, psi=features, dtype=self.dtype)
-        else:
-            update = PrimalUpdate(features, obs, self.reg, dtype=self.dtype)
-        return KernelBayesFilter(states.to(self.dtype), transition, None, update, prior=mass.to(self.dtype), normalise=True)
+            return LocalUpdate(obs, states, width=near, psi=features, dtype=self.dtype)
+        return PrimalUpdate(features, obs, self.reg, dtype=self.dtype)
 
     def observations(self, model: LearnedModel, states: Float[Tensor, "n d"]) -> Float[Tensor, "n k q"]:
         """``draws`` observations of each state, from a scrambled Sobol sequence: its blocks fill the noise evenly."""

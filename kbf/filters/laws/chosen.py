@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kbf.filters.base import check_vectors
 from kbf.filters.laws.choice import COUNTS, LAWS, MOST, Known, choose_law
 from kbf.filters.laws.gaussian import GaussianLaw
+from kbf.filters.laws.sensors import ChosenSensors
 from kbf.filters.ridge_map import join_of
 from kbf.sequence import Sequence, as_sequences, moves, observed_pairs
 
@@ -26,11 +27,14 @@ class ChosenLaws(nn.Module):
         chosen: ``2``, positions in `kbf.filters.laws.choice.LAWS`, of moves and observations; Gaussian where there was no choice.
         scores: ``2 l``, the held-out log score of each law, nats a point. tried: ``2 l``, whether there is one.
         fitted: the chosen laws of the recordings they were chosen for, to be used without another fit.
+        partial: whether sensors may be silent one by one, NaN in columns of an observation. sensors: then each has a law of its
+            own, in place of the one of observations.
     """
 
     chosen: Tensor
     scores: Tensor
     tried: Tensor
+    partial: bool
 
     def __init__(self, transition: str | None = None, observation: str | None = None) -> None:
         """Names of laws, or None for the best on what is held out; laws of counts are of observations.
@@ -47,6 +51,7 @@ class ChosenLaws(nn.Module):
         self.told: tuple[str | None, str | None] = (transition, observation)
         self.fitted: list[Known] = []
         self.provisional = False  # chosen by `settle`, for the recordings at hand
+        self.partial, self.sensors = False, ChosenSensors()
         kept = None in self.told  # where both are given there is nothing to restore
         self.register_buffer("chosen", torch.tensor([LAWS.index(name or "gaussian") for name in self.told]), persistent=kept)
         self.register_buffer("scores", torch.zeros(2, len(LAWS), dtype=torch.float64), persistent=kept)
@@ -58,14 +63,20 @@ class ChosenLaws(nn.Module):
         moves_law, observation_law = (LAWS[k] for k in self.chosen.tolist())
         return moves_law, observation_law
 
+    @property
+    def kinds(self) -> tuple[str, str | ChosenSensors]:
+        """What `kbf.filters.learned_model.learn_model` is to fit: the names, or the sensors with theirs."""
+        return self.names[0], self.sensors if self.sensors.known else self.names[1]
+
     def settle(self, memory: Sequence | list[Sequence]) -> None:
         """`choose`, unless ``prepare`` or a checkpoint did: a filter made without has laws that suit its recordings, too.
 
         Raises:
             ValueError: observations that are no vectors, or as `choose`.
         """
-        check_vectors(as_sequences(memory), "a learned observation map")
-        if None in self.told and (self.provisional or not bool(self.tried.any())):
+        check_vectors(as_sequences(memory, partial=self.partial), "a learned observation map")
+        open_still = None in self.told or self.partial
+        if open_still and (self.provisional or not (bool(self.tried.any()) or self.sensors.known)):
             self.choose(memory)
             self.provisional = True
 
@@ -77,16 +88,18 @@ class ChosenLaws(nn.Module):
             ValueError: as `kbf.filters.laws.choice.choose_law`.
         """
         self.fitted, self.provisional = [], False
+        sequences = as_sequences(memory, partial=self.partial)
+        if self.partial:
+            self.sensors.choose(*observed_pairs(sequences), self.told[1])
         if None not in self.told:
             return
-        sequences = as_sequences(memory)
         source, target, u = moves(sequences)
         pairs = (source if u is None else join_of(source, u)(source, u), target), observed_pairs(sequences)
         for k, (side, (inputs, outputs)) in enumerate(zip(SIDES, pairs, strict=True)):
             if self.told[k] is not None:
                 continue
             self.chosen[k], self.tried[k] = LAWS.index("gaussian"), False
-            if outputs.ndim != 2 or (k == 0 and u is not None):
+            if outputs.ndim != 2 or (k == 0 and u is not None) or (k == 1 and self.partial):
                 continue
             choice = choose_law(inputs, outputs, counts=k == 1)
             log.info("law of %s: %s", side, choice)
@@ -105,7 +118,7 @@ class ChosenLaws(nn.Module):
         for side, chosen, scores, tried in zip(SIDES, self.chosen.tolist(), self.scores.tolist(), self.tried.tolist(), strict=True):
             numbers[f"law/{side}"] = float(chosen)
             numbers |= {f"law/{side}/{name}": scores[k] for k, name in enumerate(LAWS) if tried[k]}
-        return numbers
+        return numbers | self.sensors.hyperparameters()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As always; what was stored before there was a choice is Gaussian.
