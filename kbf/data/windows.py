@@ -96,3 +96,9 @@ def stack(sequences: list[Sequence], spans: list[Span]) -> Sequence:
 def piece(sequence: Sequence, start: int, stop: int) -> Sequence:
     """Steps start, ..., stop - 1 of a sequence."""
     return Sequence(*(None if leaf is None else leaf[start:stop] for leaf in sequence))  # pyright: ignore[reportArgumentType]
+
+
+def first_steps(sequences: list[Sequence], most: int) -> list[Sequence]:
+    """The first steps of each sequence, about ``most`` in all: a little of each says more than one or two whole."""
+    total = sum(len(s.states) for s in sequences)
+    return [piece(s, 0, max(1, len(s.states) * most // total)) for s in sequences] if total > most else sequences

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from kbf.data.windows import Span, folds, piece, stack, take, without
+from kbf.data.windows import Span, first_steps, folds, stack, take, without
 from kbf.filters.gru import GRUFilter
 from kbf.filters.stack import StackedFilter
 from kbf.filters.window_regression import checked
@@ -100,7 +100,7 @@ class FittedGRU(ShownModule):
         """Train one net on all but one part of the recordings, and stop it there."""
         sequences = [single(s) for s in sequences]
         spans = folds([len(s.states) for s in sequences], HELD)[(2 * k + 1) % HELD]
-        rest, held = without(sequences, spans), pad(first_steps(take(sequences, spans)))
+        rest, held = without(sequences, spans), pad(first_steps(take(sequences, spans), MOST))
         generator = torch.Generator().manual_seed(self.networks * self.seed + k)
         optimiser = torch.optim.AdamW(net.parameters(), lr=self.lr, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, self.lr, total_steps=self.updates, pct_start=0.1)
@@ -142,12 +142,6 @@ def fingerprint(sequences: list[Sequence]) -> Float[Tensor, " s"]:
 def square_sum(x: Tensor) -> Float[Tensor, ""]:
     """sum x^2."""
     return x.square().sum()
-
-
-def first_steps(part: list[Sequence]) -> list[Sequence]:
-    """`MOST` steps of recordings, in all: the same number of each, at least 100."""
-    most = max(100, MOST // len(part))
-    return [piece(s, 0, most) for s in part][: max(1, MOST // 100)]
 
 
 def random_windows(sequences: list[Sequence], most: int, count: int, generator: Generator) -> Iterator[Sequence]:

@@ -20,7 +20,8 @@ from kbf.filters.base import check_vectors
 from kbf.filters.laws.base import Law
 from kbf.filters.laws.choice import fit_law
 from kbf.filters.laws.sensors import ChosenSensors, SensorLaw
-from kbf.filters.ridge_map import Join, RidgeMap, fit_ridge_map, join_of
+from kbf.filters.merged_map import MergedMap
+from kbf.filters.ridge_map import Join, fit_ridge_map, join_of
 from kbf.manifolds import FLAT, Manifold, manifold_of
 from kbf.rkhs.linalg import cholesky, evenly
 from kbf.sequence import Sequence, as_sequences, observed_pairs
@@ -42,8 +43,8 @@ class LaggedModel(NamedTuple):
         manifold: where z lives; moves are brought back to it. join: puts state and control together, None without controls.
     """
 
-    change: RidgeMap
-    observation: RidgeMap | Law
+    change: MergedMap
+    observation: MergedMap | Law
     order: int
     extra: Tensor
     d: int
@@ -74,10 +75,10 @@ class LaggedModel(NamedTuple):
     def observe(self, s: Float[Tensor, "*b e"], generator: Generator | None = None) -> Float[Tensor, "*b q"]:
         """Draw x given the state. Where several draws are of one state, ``s`` expanded, the regression is evaluated once."""
         z = s[..., : self.d]
-        if not isinstance(self.observation, RidgeMap) or z.ndim < 2 or z.stride(-2) != 0:
+        if not isinstance(self.observation, MergedMap) or z.ndim < 2 or z.stride(-2) != 0:
             return self.observation.sample(z, generator)
         mean, scale = self.observation.predict(z[..., :1, :])
-        white = normal(mean.new_empty(*z.shape[:-1], len(self.observation.noise)), generator)
+        white = normal(mean.new_empty(*z.shape[:-1], len(self.observation.root)), generator)
         return self.observation.displaced(mean.expand(*z.shape[:-1], -1), scale.expand(z.shape[:-1]), white)
 
     def log_likelihood(self, x: Float[Tensor, "*b q"], s: Float[Tensor, "*c e"]) -> Float[Tensor, "*f"]:
@@ -123,13 +124,14 @@ def learn_lagged_model(
     join = None if controls is None else join_of(before, controls)
     inputs = before if join is None or controls is None else join(before, controls)
     some = evenly(len(inputs), MOST, inputs.device)
-    moves = fit_ridge_map(inputs[some], change[some], rank=RANK)
+    moves = MergedMap(fit_ridge_map(inputs[some], change[some], rank=RANK))
     seen, obs = (each.double() for each in observed_pairs(sequences))
     few = evenly(len(seen), MOST, seen.device)
     if not isinstance(law, str):
         observation = law.fit(seen, obs)
     else:
-        observation = fit_ridge_map(seen[few], obs[few], rank=RANK) if law == "gaussian" else fit_law(law, seen[few], obs[few])
+        gaussian = law == "gaussian"
+        observation = MergedMap(fit_ridge_map(seen[few], obs[few], rank=RANK)) if gaussian else fit_law(law, seen[few], obs[few])
     states = torch.cat([s.states for s in sequences])
     none = torch.zeros_like(moves.noise)
     model = LaggedModel(moves, observation, order, none, states.shape[1], manifold_of(states), join)

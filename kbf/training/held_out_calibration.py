@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from kbf.data.windows import folds, piece, split, take, without
+from kbf.data.windows import first_steps, folds, split, take, without
 from kbf.evaluation.calibration import Calibration, calibrate
 from kbf.evaluation.monitor import MOST_KEPT, WINDOW, Monitor, fit_tail, innermost, middle, surprise_of
 from kbf.evaluation.score import score, score_smoothed
@@ -82,16 +82,6 @@ def never_learned_from(module: FilterTraining) -> Held:
     memory, how = module.memory.sequences(), module.how
     alone = how is not None and how.validation > 0 and module.net.condition(memory) is module.net
     return [(module.net.eval(), split(memory, how.validation)[1])] if alone and how else held_out(module.net, memory)
-
-
-def first_steps(sequences: list[Sequence], most: int) -> list[Sequence]:
-    """The sequences up to ``most`` steps in all."""
-    kept = []
-    for sequence in sequences:
-        if most > 0:
-            kept.append(piece(sequence, 0, min(most, len(sequence.states))))
-            most -= len(sequence.states)
-    return kept
 
 
 def run_through(held: Held, *, seed: int = 0, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Run:

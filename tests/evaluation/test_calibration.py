@@ -14,6 +14,7 @@ import torch
 
 from kbf.cli import main
 from kbf.data.synthetic import SyntheticData
+from kbf.data.windows import first_steps
 from kbf.evaluation.calibration import (
     MOST_SCORES,
     Calibration,
@@ -36,7 +37,7 @@ from kbf.rkhs.kernels import gaussian
 from kbf.sequence import Sequence
 from kbf.ssm import rotation
 from kbf.training.checkpoint import load_filter, rewrite_checkpoint
-from kbf.training.held_out_calibration import first_steps, held_out, learn_and_keep, learn_calibration, run_through
+from kbf.training.held_out_calibration import held_out, learn_and_keep, learn_calibration, run_through
 from kbf.training.train import train
 
 
@@ -274,8 +275,8 @@ def test_no_filter_sees_its_own_fold():
 
 def test_the_first_steps():
     two = [Sequence(torch.arange(8.0).reshape(4, 2), torch.zeros(4, 1)), Sequence(torch.ones(5, 2), torch.zeros(5, 1))]
-    assert [len(s.states) for s in first_steps(two, 6)] == [4, 2]
-    assert [len(s.states) for s in first_steps(two, 4)] == [4]
+    assert [len(s.states) for s in first_steps(two, 6)] == [2, 3]
+    assert [len(s.states) for s in first_steps(two, 1)] == [1, 1]
     assert [len(s.states) for s in first_steps(two, 60)] == [4, 5]
 
 
