@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 from kbf.filters.kernel.controls import MOVES_OF_DENSITY, ControlledDensity, controlled_run
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.local_update import LocalUpdate
-from kbf.filters.kernel.operators import density_transition
+from kbf.filters.kernel.operators import density_transition, shortened
 from kbf.filters.kernel.updates import PrimalUpdate
 from kbf.filters.laws.base import Law
 from kbf.filters.laws.categories import CategoricalLaw
@@ -147,7 +147,7 @@ class SimulatedMemoryKBF(ShownModule):
             else:
                 states, mass = quantise(bounded_run(moves, start, steps, recorded, generator), self.points, generator)
                 log_density, mean = moves.table(states, states), moves.mean(states)
-            transition = density_transition(log_density, mass, states, mean).to(self.dtype)
+            transition = shortened(density_transition(log_density, mass, states, mean).to(self.dtype))
         other = not isinstance(model.observation, RidgeMap)
         several = states[:, None].expand(-1, OTHER, -1)
         obs = model.observation.sample(several, generator) if other else self.observations(model, states)
