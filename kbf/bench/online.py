@@ -40,6 +40,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
         ("published filter", low, compiled, settings["steps"]),
         ("published filter, as written", low, None, settings["others"]),
     ]
+    sides.append(("default model", enlarged, compiled, settings["others"]))
     sides.append(("default model, as written", enlarged, None, settings["others"]))
     return [row for name, filter, obs, steps in sides for row in work(name, filter, obs, steps, settings["chunk"], device, tell)]
 

@@ -13,6 +13,10 @@ SMALL, MANY = 5, 200
 """Rows and columns of matrices, and how many of them, for which a call for each takes longer than arithmetic of all at once."""
 FACTORISED = 3
 """Rows of those for which that is true of their factorisation."""
+ROUNDING = 1e-6
+"""Share of the largest singular value that a matrix in float32 may change by to become a product of two of low rank."""
+ROWS_IN_DOUBLE = 4096
+"""Rows of a large matrix that are taken to float64 at a time."""
 NUMBERS_ONE_BY_ONE = 2**13
 """Numbers in the differences of all pairs of points up to which these are formed one by one: a step of a filter has few."""
 
@@ -162,6 +166,21 @@ def squared_distance(x: Float[Tensor, "*b n q"], y: Float[Tensor, "*c m q"]) -> 
     x, y = x - centre, y - centre
     cross = x @ y.mT
     return (x.square().sum(-1)[..., :, None] + y.square().sum(-1)[..., None, :] - 2 * cross).clamp_min(0)
+
+
+def two_factors(a: Float[Tensor, "n m"], tol: float, worth: float = 0.7) -> tuple[Tensor, Tensor] | None:
+    """A ~ L R, ``n r`` and ``r m`` by the singular vectors of values above ``tol`` times the largest: the error is no larger.
+
+    None where L and R have more than ``worth`` of the numbers of A. In float64 by the eigenvectors of A^T A: tol is at least 1e-7.
+    """
+    gram = a.new_zeros(a.shape[1], a.shape[1], dtype=torch.float64)
+    for rows in a.split(ROWS_IN_DOUBLE):
+        gram.addmm_(rows.double().mT, rows.double())
+    squares, vectors = torch.linalg.eigh(gram)
+    kept = vectors[:, squares > tol**2 * squares[-1]]
+    if kept.shape[1] * sum(a.shape) > worth * a.numel():
+        return None
+    return torch.cat([(rows.double() @ kept).to(a) for rows in a.split(ROWS_IN_DOUBLE)]), kept.mT.to(a).contiguous()
 
 
 def safe_sqrt(x: Tensor) -> Tensor:

@@ -17,12 +17,13 @@ takes negative ratios for 0) and gives the gradient 0; its primal form is smooth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kbf.rkhs.linalg import psd_solve, safe_sqrt
@@ -215,16 +216,38 @@ def second_moments(features: Float[Tensor, "n k p"]) -> Float[Tensor, "n t"]:
     return torch.stack([(f[:, row] * f[:, column]) for f in features.unbind(1)]).mean(0)
 
 
-def covariance_from_moments(ratio: Float[Tensor, "*b n"], moments: Float[Tensor, "*#b n t"], p: int) -> Float[Tensor, "*b p p"]:
-    """C = sum_i r_i (1/k) sum_j psi_ij psi_ij^T by one product of the ratios with the `second_moments` ``n t``.
+def places(p: int, device: torch.device | None = None) -> Int[Tensor, " pp"]:
+    """Where the entries of a symmetric p x p matrix, row by row, stand among those of its lower triangle.
+
+    >>> places(2)
+    tensor([0, 1, 1, 2])
+    """
+    row, column = torch.tril_indices(p, p, device=device)
+    place = torch.empty(p, p, dtype=torch.long, device=device)
+    place[row, column] = place[column, row] = torch.arange(len(row), device=device)
+    return place.flatten()
+
+
+def covariance_from_moments(
+    ratio: Float[Tensor, "*b n"],
+    moments: Float[Tensor, "*#b n r"],
+    place: Int[Tensor, " pp"],
+    basis: Float[Tensor, "r t"] | None = None,
+) -> Float[Tensor, "*b p p"]:
+    """C = sum_i r_i (1/k) sum_j psi_ij psi_ij^T by one product of the ratios with the `second_moments`, or two.
 
     Its time depends neither on k nor, much, on the batch.
+
+    Args:
+        ratio: r ``*b n``.
+        moments: `second_moments` ``n t``, or with ``basis`` the first of their two factors ``n r``.
+        place: `places`.
+        basis: the second factor, moments @ basis = `second_moments`.
     """
     packed = (ratio[..., None, :] @ moments)[..., 0, :] if moments.ndim > 2 else ratio @ moments
-    row, column = torch.tril_indices(p, p, device=ratio.device)
-    place = torch.empty(p, p, dtype=torch.long, device=ratio.device)
-    place[row, column] = place[column, row] = torch.arange(len(row), device=ratio.device)
-    return packed[..., place]
+    packed = packed if basis is None else packed @ basis
+    p = math.isqrt(len(place))
+    return packed.index_select(-1, place).unflatten(-1, (p, p))
 
 
 def importance_weighted_moments(
@@ -248,7 +271,7 @@ def importance_weighted_moments(
         reg: lambda.
     """
     n, p = features.shape[-2:]
-    covariance = covariance_from_moments(ratio, moments, p)
+    covariance = covariance_from_moments(ratio, moments, places(p, ratio.device))
     return from_coefficients(ratio, features, importance_weighted_coefficients(covariance, query, n * reg))
 
 

@@ -26,14 +26,14 @@ def mass(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b 2"]:
 
 
 def divisor(masses: Float[Tensor, "*b 2"]) -> tuple[Bool[Tensor, "*b 1"], Float[Tensor, "*b 1"]]:
-    """Whether weights of this `mass` can be divided by their sum, and that sum, or 1 where they cannot.
+    """Whether weights of this `mass` cannot be divided by their sum, and that sum, or 1 where they cannot.
 
     They cannot where positive and negative ones nearly cancel (`LEAST_SHARE`): the estimate might come out far from all points.
     NaN counts as divisible, so that it stays visible.
     """
     sums, sizes = masses.split(1, -1)
-    divisible = ~(sums <= (LEAST_SHARE * sizes).clamp_min(torch.finfo(masses.dtype).tiny))
-    return divisible, torch.where(divisible, sums, 1)
+    cancel = sums <= (LEAST_SHARE * sizes).clamp_min(torch.finfo(masses.dtype).tiny)
+    return cancel, sums.masked_fill(cancel, 1)
 
 
 def normalised(
@@ -47,5 +47,14 @@ def normalised(
         otherwise: ``*b n``, to fall back to.
         to: the wanted sum.
     """
-    divisible, sums = divisor(masses)
-    return torch.where(divisible, weights * (to / sums), otherwise)
+    cancel, sums = divisor(masses)
+    return torch.where(cancel, otherwise, weights * (to / sums))
+
+
+def with_sum(weights: Float[Tensor, "*b n"], total: Float[Tensor, "*b 1"], to: int) -> Float[Tensor, "*b n"]:
+    """Weights of which none is negative, scaled to the sum ``to``; those that are all 0 stay so.
+
+    Args:
+        weights: w ``*b n``, those of some of the points or of all. total: the sum of all. to: the wanted one.
+    """
+    return weights * (to / total.clamp_min(torch.finfo(total.dtype).tiny))

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from kbf.rkhs.linalg import NotPositiveDefiniteError, cholesky, pivoted_cholesky, psd_solve, safe_sqrt, squared_distance
+from kbf.rkhs.linalg import (
+    NotPositiveDefiniteError,
+    cholesky,
+    pivoted_cholesky,
+    psd_solve,
+    safe_sqrt,
+    squared_distance,
+    two_factors,
+)
 
 F64 = torch.float64
 
@@ -172,3 +180,18 @@ def test_an_unchecked_factor_of_an_indefinite_matrix_is_nan_and_says_nothing_fal
     solved = psd_solve(a, torch.ones(3, 1, dtype=torch.float64), check=False)
     assert solved[0].isfinite().all()
     assert solved[1].isnan().all()
+
+
+@pytest.mark.parametrize("tol", [1e-2, 1e-4, 1e-6])
+def test_two_factors_leave_out_the_small_singular_values(normal, tol):
+    u, v = (torch.linalg.qr(normal(n, 40))[0] for n in (60, 50))
+    a = (u * 10.0 ** (-0.9 * torch.arange(40.0, dtype=F64))) @ v.mT
+    factors = two_factors(a, tol)
+    assert factors is not None
+    left, right = factors
+    assert left.shape[1] == len(right) == math.floor(-math.log10(tol) / 0.9) + 1
+    assert torch.linalg.matrix_norm(a - left @ right, 2) <= tol * (1 + 1e-6)
+
+
+def test_two_factors_of_a_matrix_of_full_rank_are_not_worth_it(normal):
+    assert two_factors(normal(30, 20), 1e-6) is None

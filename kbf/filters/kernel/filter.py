@@ -20,7 +20,7 @@ from kbf.filters.base import Backward
 from kbf.filters.kernel.backward import RuleBackward, step_back_by_density, step_back_by_rule
 from kbf.filters.kernel.operators import Operator, compose
 from kbf.filters.protocols import Controlled, WithSensors
-from kbf.rkhs.weights import LEAST_SHARE, divisor, mass, normalised
+from kbf.rkhs.weights import LEAST_SHARE, divisor, mass, normalised, with_sum
 from kbf.runtime.distributed import OverPoints, no_reduce
 
 
@@ -87,6 +87,7 @@ class KernelBayesFilter(OverPoints):
         self.transition, self.ratio, self.rule = transition, ratio, rule
         self.normalise, self.clip, self.backward = normalise, clip, backward
         self.moved_ratio: Operator | None = None if normalise else compose(ratio, transition)
+        self.scale_free: bool = normalise and clip and ratio is None and isinstance(transition, Operator)
         self.controlled = transition.controlled if isinstance(transition, Controlled) else 0
         self.partial = rule.partial if isinstance(rule, WithSensors) else False
 
@@ -115,24 +116,37 @@ class KernelBayesFilter(OverPoints):
     def observe(self, state: KernelState, obs: Tensor) -> tuple[KernelState, Float[Tensor, " b"]]:
         """Observe, and the evidence: positive and finite where the sum of the weights is, and they neither cancel nor vanish."""
         gamma = self.n * state.weights if self.ratio is None else self.ratio(state.weights)
-        ratio = self.scaled(gamma.clamp_min(0), self.n) if self.clip else gamma
+        return self.weighed(gamma, obs, state.weights)
+
+    def weighed(
+        self, gamma: Float[Tensor, "b n"], obs: Tensor, before: Float[Tensor, "b n"]
+    ) -> tuple[KernelState, Float[Tensor, " b"]]:
+        """The rule over r = max(0, gamma), of mean 1 if this filter normalises, and the evidence; ``before``: to fall back to."""
+        ratio = gamma.clamp_min(0) if self.clip else gamma
+        if self.normalise and self.clip:
+            ratio = with_sum(ratio, self.reduce(ratio.sum(-1, keepdim=True)), self.n)
         weights = self.rule(ratio, obs)
         if not self.normalise:
-            return KernelState(weights), self.evidence(weights, state.weights)
-        divisible, sums = divisor(self.reduce(mass(weights)))
-        return KernelState(torch.where(divisible, weights * (1 / sums), state.weights)), (sums * divisible)[:, 0]
+            return KernelState(weights), self.evidence(weights, before)
+        cancel, sums = divisor(self.reduce(mass(weights)))
+        return KernelState(torch.where(cancel, before, weights * (1 / sums))), sums.masked_fill(cancel, 0)[:, 0]
 
     def evidence(self, weights: Float[Tensor, "b n"], before: Float[Tensor, "b n"]) -> Float[Tensor, " b"]:
         """By how much the sum of weights that are not normalised is above `LEAST_SHARE` of what it was."""
         return self.reduce(torch.sub(weights, before, alpha=LEAST_SHARE).sum(-1))
 
     def move_and_observe(self, state: KernelState, obs: Tensor) -> tuple[KernelState, Float[Tensor, " b"]] | None:
-        """Predict and observe, where nothing needs the predicted weights: they are left out, and A P is one operator. Else None."""
+        """Predict and observe, where nothing needs the predicted weights: they are left out, and A P is one operator. Else None.
+
+        Where ratios are the weights that P moves, and scaled anyway, these are not scaled to the sum 1 before. A compiled step has
+        the predicted weights at hand for observations that are passed over.
+        """
+        if self.scale_free and not torch.compiler.is_compiling():
+            moved = self.transition(state.weights)
+            return self.weighed(moved, obs, moved)
         if self.moved_ratio is None:
             return None
-        gamma = self.moved_ratio(state.weights)
-        weights = self.rule(gamma.clamp_min(0) if self.clip else gamma, obs)
-        return KernelState(weights), self.evidence(weights, state.weights)
+        return self.weighed(self.moved_ratio(state.weights), obs, state.weights)
 
     def step(self, state: KernelState, obs: Tensor) -> KernelState:
         """Predict and update in one."""

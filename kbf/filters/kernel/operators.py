@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kbf.filters.kernel.moment_matching import match_means
-from kbf.rkhs.linalg import psd_solve
+from kbf.rkhs.linalg import ROUNDING, psd_solve, two_factors
 from kbf.runtime.distributed import OverPoints
 from kbf.sequence import Transitions
 
@@ -43,6 +43,12 @@ def compose(outer: nn.Module | None, inner: nn.Module) -> Operator | None:
     composed = Operator(outer.left @ outer.reduce(outer.right.mT @ inner.left), inner.right)
     composed.reduce = outer.reduce
     return composed
+
+
+def shortened(dense: Operator) -> Operator:
+    """A dense operator in float32 as one of low rank (`kbf.rkhs.linalg.two_factors`), where that has fewer numbers to read."""
+    factors = two_factors(dense.left, ROUNDING) if dense.left.dtype == torch.float32 else None
+    return dense if factors is None else Operator(factors[0], factors[1].mT.contiguous())
 
 
 class Covariance(NamedTuple):

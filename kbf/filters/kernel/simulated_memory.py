@@ -10,7 +10,7 @@ from kbf.filters.kernel.controls import MOVES_OF_DENSITY, ControlledDensity, con
 from kbf.filters.kernel.density_update import DensityUpdate
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.local_update import LocalUpdate
-from kbf.filters.kernel.operators import density_transition
+from kbf.filters.kernel.operators import density_transition, shortened
 from kbf.filters.kernel.updates import PrimalUpdate
 from kbf.filters.laws.base import Law
 from kbf.filters.laws.categories import CategoricalLaw
@@ -162,7 +162,7 @@ class SimulatedMemoryKBF(ShownModule):
             else:
                 states, mass = quantise(bounded_run(moves, start, steps, recorded, generator), self.points, generator)
                 log_density, mean = moves.table(states, states), moves.mean(states)
-            transition = density_transition(log_density, mass, states, mean).to(self.dtype)
+            transition = shortened(density_transition(log_density, mass, states, mean).to(self.dtype))
         update = self.update_of(model, states, observed_pairs(sequences)[1], generator)
         return KernelBayesFilter(states.to(self.dtype), transition, None, update, prior=mass.to(self.dtype), normalise=True)
 

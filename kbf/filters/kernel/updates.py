@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kbf.rkhs import rules
 from kbf.rkhs.features import POINTS_AT_A_TIME
+from kbf.rkhs.linalg import ROUNDING, two_factors
 from kbf.rkhs.rules import RULES
 from kbf.runtime.distributed import OverPoints
 
@@ -68,6 +69,8 @@ class PrimalUpdate(OverPoints):
 
     features: Tensor
     moments: Tensor | None
+    basis: Tensor | None
+    place: Tensor
     reg: Tensor
     psi: nn.Module
     coefficients: Callable[..., Tensor]
@@ -117,7 +120,12 @@ class PrimalUpdate(OverPoints):
         p = features.shape[-1]
         size = len(obs) * p * (p + 1) // 2 * features.element_size()
         keep = form.regression and (self.several or size <= MOST_BYTES_OF_MOMENTS)
-        self.register_buffer("moments", rules.second_moments(features) if keep else None)
+        moments, basis = rules.second_moments(features) if keep else None, None
+        if moments is not None and self.several and moments.dtype == torch.float32 and not moments.requires_grad:
+            moments, basis = two_factors(moments, ROUNDING) or (moments, None)
+        self.register_buffer("moments", moments)
+        self.register_buffer("basis", basis)
+        self.register_buffer("place", rules.places(p, features.device), persistent=False)
         self.register_buffer("reg", torch.as_tensor(reg, dtype=features.dtype))
 
     def forward(self, ratio: Float[Tensor, "b n"], obs: Shaped[Tensor, "b *x"]) -> Float[Tensor, "b n"]:
@@ -134,7 +142,7 @@ class PrimalUpdate(OverPoints):
         """The rule over some points.
 
         Args:
-            ratio: r ``b m``. features: Psi ``m p`` or ``b m p``. moments: `second_moments` of the points. query: psi(x) ``b p``.
+            ratio: r ``b m``. features: Psi ``m p`` or ``b m p``. moments: of the points, as kept. query: psi(x) ``b p``.
         """
         covariance = self.reduce(self.covariance(ratio, features, moments))
         return rules.from_coefficients(ratio, features, self.coefficients(covariance, query, self.scale * self.reg))
@@ -142,7 +150,7 @@ class PrimalUpdate(OverPoints):
     def covariance(self, ratio: Tensor, features: Tensor, moments: Tensor | None) -> Float[Tensor, "b p p"]:
         """C = Psi^T D Psi of these points, by the products of their features where these are kept and faster."""
         if moments is not None and (self.several or len(ratio) >= BATCH_FOR_MOMENTS):
-            return rules.covariance_from_moments(ratio, moments, features.shape[-1])
+            return rules.covariance_from_moments(ratio, moments, self.place, self.basis)
         return rules.weighted_covariance(ratio, features)
 
 

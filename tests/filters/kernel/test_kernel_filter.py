@@ -215,6 +215,32 @@ def test_update_over_k_draws_is_the_rule_over_all_of_them(normal):
     torch.testing.assert_close(update(ratio, x), every.unflatten(-1, (n, k)).sum(-1), rtol=1e-10, atol=1e-10)
 
 
+def test_update_in_float32_keeps_few_products_and_the_digits(normal):
+    """Products of smooth features are of low rank: their two factors give the weights of float64, to the digits of float32."""
+    obs, ratio, x = normal(200, 4, 1), normal(3, 200).square(), normal(3, 1)
+    psi = NystromFeatures("gaussian", tensor(1.0), obs[:, 0], 12, 0.0)
+    exact, single = (PrimalUpdate(psi, obs, 1e-2, dtype=dtype) for dtype in (F64, torch.float32))
+    assert exact.basis is None
+    assert single.basis is not None
+    assert single.moments is not None
+    assert single.moments.shape[1] < 40, "of 78 products"
+    torch.testing.assert_close(single(ratio.float(), x).double(), exact(ratio, x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["mass is kept", "mass is not kept"])
+def test_move_and_observe_of_scaled_weights_is_predict_then_observe(normal, kept):
+    """Weights of either sign, and an operator that changes their sum: the ratios are scaled anyway."""
+    obs, states, P = normal(9, 3, 2), normal(9, 2), normal(9, 9).abs()
+    transition = Operator(P / P.sum(0) if kept else P)
+    filter = KernelBayesFilter(states, transition, None, PrimalUpdate(features_of(obs), obs, 0.05), normalise=True)
+    state, x = KernelState(filter.scaled(normal(4, 9) + 1, 1)), normal(4, 2)
+    fused = filter.move_and_observe(state, x)
+    assert fused is not None
+    after, evidence = filter.observe(filter.predict(state), x)
+    torch.testing.assert_close(fused[0].weights, after.weights)
+    torch.testing.assert_close(fused[1], evidence)
+
+
 def test_update_is_the_same_with_and_without_stored_products(normal, monkeypatch):
     obs, ratio, x = normal(7, 1, 2), normal(BATCH_FOR_MOMENTS, 7).square(), normal(BATCH_FOR_MOMENTS, 2)
     stored = PrimalUpdate(features_of(obs), obs, 0.05)
