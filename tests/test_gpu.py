@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,8 +68,8 @@ def test_a_part_that_takes_too_long_or_crashes_keeps_what_it_found(tmp_path, mon
     for last, told in (("import time; time.sleep(60)", "stopped after 5 seconds"), ("import os; os.abort()", "ended with -6")):
         command = [sys.executable, "-c", f"print({said!r}, flush=True); {last}"]
         with monkeypatch.context() as patch:
-            real = subprocess.run
-            patch.setattr(gpu.subprocess, "run", lambda words, real=real, command=command, **how: real(command, **how))
+            real = gpu.run_group
+            patch.setattr(gpu, "run_group", lambda words, limit, real=real, command=command, **how: real(command, limit, **how))
             found = gpu.run_part("steps", "small", "cpu", 5.0, tmp_path)
         assert found[0] == Finding("steps", "a", "seconds", 1.0)
         assert found[1].good is False and told in found[1].note
@@ -98,3 +101,33 @@ def test_bad_words(capsys):
         with pytest.raises(SystemExit):
             gpu.main(words)
         assert told in capsys.readouterr().err
+
+
+def test_a_part_that_takes_too_long_is_stopped_with_all_that_it_started(tmp_path):
+    begun = tmp_path / "begun"
+    child = f"import time, pathlib; pathlib.Path({str(begun)!r}).write_text(str(__import__('os').getpid())); time.sleep(60)"
+    words = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"]
+    with pytest.raises(subprocess.TimeoutExpired):
+        gpu.run_group(words, 5.0)
+    pid = int(begun.read_text())
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("the grandchild goes on")
+
+
+def test_a_part_that_lacks_a_library_says_so_and_is_not_bad():
+    def work():
+        import a_library_that_nobody_has  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+        yield
+
+    found = list(gpu.attempt("training", "lstm", work))
+    assert [(each.quantity, each.good, each.note) for each in found] == [
+        ("not installed", None, "it needs a_library_that_nobody_has")
+    ]

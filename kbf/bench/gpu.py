@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import importlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -89,9 +91,11 @@ class Finding(NamedTuple):
 
 
 def attempt(part: str, what: str, work: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """The findings of a piece of work; of one that fails those so far, and one that says so."""
+    """The findings of a piece of work; of one that fails, or needs what is not installed, those so far, and one that says so."""
     try:
         yield from work()
+    except ModuleNotFoundError as error:
+        yield Finding(part, what, "not installed", None, None, f"it needs {error.name}")
     except Exception as error:  # whatever it is: the table says it, and the next piece is tried
         words = " ".join(str(error).split())[:200]
         yield Finding(part, what, "failed", None, False, f"{type(error).__name__}: {words}")
@@ -384,6 +388,7 @@ def tests(size: dict[str, Any], device: str) -> Iterator[Finding]:
     """The tests marked ``gpu``, by pytest in a process of its own; they are skipped where there is no card."""
 
     def work() -> Iterator[Finding]:
+        importlib.import_module("pytest")
         words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-o", "addopts=", "-p", "no:cacheprovider", "tests/test_gpu.py"]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMITS["tests"] - 10)
         last = (done.stdout.strip() or done.stderr.strip() or "it said nothing").splitlines()[-1]
@@ -413,6 +418,20 @@ def machine(device: str) -> dict[str, Any]:
     return about | {"python": platform.python_version(), "torch": torch.__version__, "kbf": kbf.__version__}
 
 
+def run_group(words: list[str], limit: float, **settings: Any) -> int:
+    """The exit status of a process; after ``limit`` seconds, or Ctrl-C, it and all that it has started are killed.
+
+    Raises:
+        subprocess.TimeoutExpired: after ``limit`` seconds.
+    """
+    with subprocess.Popen(words, start_new_session=True, **settings) as process:
+        try:
+            return process.wait(limit)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
 def run_part(part: str, size: str, device: str, limit: float, directory: Path) -> list[Finding]:
     """The findings of a part, made by a process of its own; what it has said stays where it fails, crashes or takes too long."""
     path, why = directory / f"{part}.jsonl", ""
@@ -422,7 +441,7 @@ def run_part(part: str, size: str, device: str, limit: float, directory: Path) -
     began = time.perf_counter()
     with path.open("w", encoding="utf-8") as out, (directory / f"{part}.log").open("w", encoding="utf-8") as log:
         try:
-            code = subprocess.run(words, stdout=out, stderr=log, env=environment, timeout=limit).returncode
+            code = run_group(words, limit, stdout=out, stderr=log, env=environment)
             why = f"its process ended with {code}" if code else ""
         except subprocess.TimeoutExpired:
             why = f"stopped after {limit:.0f} seconds"
