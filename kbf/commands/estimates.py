@@ -107,7 +107,7 @@ class LiveEstimator:
                 live.state = predicted[-1]
             else:
                 live.state, passed = observe(self.filter, predicted[-1], row.obs)
-                live.count(passed, row.obs)
+                live.settle(passed, row.obs, row.control)
             updated.append(live.state)
         return predicted, updated, passed_over
 

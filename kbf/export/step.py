@@ -2,6 +2,7 @@
 
 The program is a function of one sequence, (leaves of the state, observation, seen[, control]) -> (leaves of the next state,
 estimate[, covariance], passed over): it moves, and where ``seen`` is true observes; what is impossible it passes over, and says so.
+The last leaf, ``misses``, is how many it has passed over in a row: after `kbf.filters.base.PATIENCE` the track begins anew.
 It is read back from its file and compared with the filter before the file takes its place.
 """
 
@@ -25,7 +26,17 @@ from torch import Tensor, nn
 from kbf import __version__
 from kbf.evaluation.calibration import Calibration
 from kbf.export import onnx_linalg
-from kbf.filters.base import Filter, control_components, covariance_of, knows_sensors, move, observe
+from kbf.filters.base import (
+    Filter,
+    FreshStart,
+    begun_anew,
+    control_components,
+    counted,
+    covariance_of,
+    knows_sensors,
+    move,
+    observe,
+)
 from kbf.filters.dpf import DPFState
 from kbf.filters.kernel.controls import ControlledDensity
 from kbf.filters.kernel.filter import KernelState
@@ -41,6 +52,9 @@ TOLERANCE = 1e-5
 """Largest difference to the filter, in standard deviations of the states (covariances: in their squares)."""
 KEY = "kbf.json"
 """Where a program keeps what is to be known of it; in an ONNX file the metadata property ``kbf``."""
+
+MISSES = "misses"
+"""The leaf of a program's state that counts observations passed over in a row."""
 
 aten = torch.ops.aten
 SPELT_OUT: dict[Any, Any] = {
@@ -65,26 +79,36 @@ class ExportedStep(nn.Module):
         self.filter: Any = filter
         self.calibration = calibration
         state: Any = filter.init(1)
-        self.kind, self.fields = type(state), list(state._fields)
+        self.kind, self.fields = type(state), [*state._fields, MISSES]
+        self.fresh = FreshStart(filter)
         self.spread: bool = covariance_of(filter, state) is not None
         self.controlled: int = control_components(filter)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """One step."""
         n = len(self.fields)
-        state, (obs, seen, *control) = self.kind(*inputs[:n]), inputs[n:]
-        predicted = move(self.filter, state, control=control[0] if control else None)
-        state, passed_over = observe(self.filter, predicted, obs, seen)
+        (*leaves, misses), (obs, seen, *control) = inputs[:n], inputs[n:]
+        acted = control[0] if control else None
+        predicted = move(self.filter, self.kind(*leaves), control=acted)
+        belief, passed_over = observe(self.filter, predicted, obs, seen)
         assert passed_over is not None  # it is None only where nothing is masked
-        C = covariance_of(self.filter, state)
+        belief, passed_over = begun_anew(self.filter, belief, passed_over, obs, misses, self.fresh, mask=seen, control=acted)
+        counts = counted(self.filter, misses, passed_over, obs, seen)
+        assert counts is not None
+        state = (*belief, counts)
+        C = covariance_of(self.filter, belief)
         if C is None:
-            return (*state, self.filter.estimate(state), passed_over)
+            return (*state, self.filter.estimate(belief), passed_over)
         C = C if self.calibration is None else self.calibration.covariance(C)
-        return (*state, self.filter.estimate(state), C, passed_over)
+        return (*state, self.filter.estimate(belief), C, passed_over)
+
+    def start(self) -> tuple[Tensor, ...]:
+        """The leaves of the first state."""
+        return (*self.filter.init(1), torch.zeros(1, dtype=torch.long))
 
     def inputs(self, obs: Shaped[Tensor, "1 *x"]) -> dict[str, Tensor]:
         """The start, by the names of the inputs."""
-        start = {f"state_{name}": leaf.contiguous().clone() for name, leaf in zip(self.fields, self.filter.init(1), strict=True)}
+        start = {f"state_{name}": leaf.contiguous().clone() for name, leaf in zip(self.fields, self.start(), strict=True)}
         seen = torch.ones(1, dtype=torch.bool)
         return start | {"obs": obs, "seen": seen} | ({"control": obs.new_zeros(1, self.controlled)} if self.controlled else {})
 
@@ -258,7 +282,7 @@ def compare(
 ) -> tuple[float, float]:
     """Both go their own way through the observations; each seventh is not seen."""
     n = len(step.fields)
-    ours, theirs = tuple(step.filter.init(1)), tuple(inputs.values())[:n]
+    ours, theirs = step.start(), tuple(inputs.values())[:n]
     apart, units = [0.0, 0.0], (scale, scale[:, None] * scale)
     for t in range(len(obs)):
         given = (obs[t : t + 1], torch.tensor([t % 7 != 5]), *(() if controls is None else (controls[t : t + 1],)))

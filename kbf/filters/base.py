@@ -5,6 +5,10 @@ Bayes' rule divides by the probability of the observation, and where no floating
 all weights are 0, or the state becomes NaN, or the likelihood underflows. So no observation, however wild, destroys a filter that
 runs on. What is impossible is said by the filter (`kbf.filters.protocols.Judging`); without that, an estimate that is not finite.
 
+Where `PATIENCE` observations in a row were passed over, and the next one is impossible as well, but possible from the filter's own
+start, it is the belief that is wrong: the track begins anew, with this observation. One that is impossible there, too, is unlike
+anything known, and passed over. So it is in `rollout`, in running filters (`kbf.filters.live`) and in exported programs alike.
+
 What a filter is, is said in `kbf.filters.protocols`; its names can be imported from here as well.
 """
 
@@ -16,7 +20,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Generator, Tensor
 
 from kbf.filters.at_once import Inputs, Rollout, at_once, joined
@@ -43,17 +47,21 @@ from kbf.sequence import Array, Sequence, check_finite, tensor_of
 
 __all__ = [
     "ENCODE_IMAGES",
+    "PATIENCE",
     "Backward",
     "Filter",
     "FilterModel",
     "FilterStep",
+    "FreshStart",
     "Rollout",
     "S",
     "UpdateHook",
     "advance",
+    "begun_anew",
     "check_controlled",
     "check_vectors",
     "control_components",
+    "counted",
     "covariance_of",
     "diagnostics_of",
     "knows_sensors",
@@ -65,6 +73,8 @@ __all__ = [
     "where",
 ]
 
+PATIENCE = 3
+"""Observations passed over in a row after which a track begins anew."""
 ENCODE_IMAGES = "images must be encoded first: give the data a coding with an encoder, as in configs/data/dsprites.yaml"
 """What to do about observations that are images, in errors of filters of vectors."""
 
@@ -85,6 +95,7 @@ def rollout(
 
     Where ``mask`` is False nothing was observed, and the predicted state is kept. Predicting h steps ahead is h masked steps.
     Where an observation is impossible given the prediction it is kept, too: the diagnostic ``passed_over`` is 1 there, else 0.
+    After `PATIENCE` of these in a row the track begins anew with the next one that is possible given the filter's start alone.
 
     Args:
         filter: anything with ``init, predict, update, estimate``; its `diagnostics_of` each step are collected.
@@ -126,13 +137,15 @@ def rollout(
     if steps > 1 and not any(leaf.requires_grad for leaf in parts[0].state):  # those ways keep no gradients
         with torch.no_grad():
             fast = at_once(filter, walk, state, inputs)
-        parts = parts if fast is None else [fast]
+        if fast is not None and not bool((misses_at(filter, fast, inputs) >= PATIENCE).any()):  # else a track begins anew
+            parts = [fast]
     done = sum(part.estimates.shape[1] for part in parts)
     if progress is not None:
         for t in range(done):
             progress(t)
     if done < steps:
-        parts.append(walk(parts[-1].state, inputs.during(done), progress=progress, first=done))
+        misses = misses_at(filter, parts[-1], inputs)[:, -1]
+        parts.append(walk(parts[-1].state, inputs.during(done), progress=progress, first=done, misses=misses))
     return joined(parts)
 
 
@@ -146,14 +159,21 @@ def walked(
     states: list[Any] | None = None,
     progress: Callable[[int], None] | None = None,
     first: int = 0,
+    misses: Int[Tensor, " b"] | None = None,
 ) -> Rollout:
-    """The loop itself, one step after the other. Arguments as of `rollout`; ``first``: the number of the first step."""
+    """The loop itself, one step after the other. Arguments as of `rollout`.
+
+    ``first``: the number of the first step. ``misses``: observations that were passed over in a row before it (`counted`).
+    """
     batch, steps = inputs.obs.shape[:2]
+    fresh = FreshStart(filter, generator)
     estimates: list[Tensor] = []
     diagnostics: list[dict[str, Tensor]] = []
     for t in range(steps):
         now, control = (None if each is None else each[:, t] for each in (inputs.mask, inputs.controls))
-        state, passed = advance(filter, state, inputs.obs[:, t], mask=now, control=control, generator=generator, before=before)
+        x, given = inputs.obs[:, t], {"mask": now, "control": control, "generator": generator, "before": before}
+        state, passed = advance(filter, state, x, **given, misses=misses, fresh=fresh)
+        misses = counted(filter, misses, passed, x, now)
         estimates.append(filter.estimate(state))
         if states is not None:
             states.append(state)
@@ -192,8 +212,29 @@ def advance(
     control: Float[Tensor, "b k"] | None = None,
     generator: Generator | None = None,
     before: UpdateHook | None = None,
+    misses: Int[Tensor, " b"] | None = None,
+    fresh: FreshStart | None = None,
 ) -> tuple[Any, Bool[Tensor, " b"] | None]:
-    """`step`, and ``b``, which observations were passed over, or None for none of them."""
+    """`step`, and ``b``, which observations were passed over, or None for none of them.
+
+    ``misses``: how many were so in a row before (`counted`), and ``fresh``: what a track begins anew with (`begun_anew`).
+    """
+    state, passed = advanced(filter, state, obs, mask, control, generator, before)
+    if misses is None or passed is None or fresh is None:
+        return state, passed
+    return begun_anew(filter, state, passed, obs, misses, fresh, mask=mask, control=control)
+
+
+def advanced(
+    filter: Filter[Any],
+    state: Any,
+    obs: Shaped[Tensor, "b *x"],
+    mask: Bool[Tensor, " b"] | None,
+    control: Float[Tensor, "b k"] | None,
+    generator: Generator | None,
+    before: UpdateHook | None,
+) -> tuple[Any, Bool[Tensor, " b"] | None]:
+    """`advance` of a track that never begins anew."""
     if before is None and mask is None and control is None:
         inner, x = innermost(filter, obs)
         fused = cast(Fused, inner).move_and_observe(state, x) if offers(type(inner), Fused) else None
@@ -208,8 +249,96 @@ def advance(
     return observe(filter, predicted, obs, mask)
 
 
+class FreshStart:
+    """The prediction from a filter's own start, what a lost track begins anew with; without controls it is made once."""
+
+    def __init__(self, filter: Filter[Any], generator: Generator | None = None) -> None:
+        """``generator``: randomness of the filters that need any."""
+        self.filter, self.generator = filter, generator
+        self.made: Any = None
+
+    def __call__(self, batch: int, control: Float[Tensor, "b k"] | None = None) -> Any:
+        """The prediction."""
+        if self.made is not None:
+            return self.made
+        start = self.filter.init(batch, generator=self.generator)
+        fresh = move(self.filter, start, control=control, generator=self.generator)
+        self.made = fresh if control is None else None
+        return fresh
+
+
+def begun_anew(
+    filter: Filter[S],
+    state: S,
+    passed: Bool[Tensor, " b"],
+    obs: Shaped[Tensor, "b *x"],
+    misses: Int[Tensor, " b"],
+    fresh: FreshStart,
+    *,
+    mask: Bool[Tensor, " b"] | None = None,
+    control: Float[Tensor, "b k"] | None = None,
+) -> tuple[S, Bool[Tensor, " b"]]:
+    """The states after a step, but ``fresh`` with the observation taken in where the track is lost and that is possible.
+
+    Args:
+        filter: whose state it is.
+        state: after the step. passed: whether its observation was passed over.
+        obs: ``b *x``. misses: how many were passed over in a row before.
+        fresh: of this filter. mask, control: of the step.
+
+    Returns:
+        The states, and which observations were passed over in the end.
+    """
+    lost = passed & (misses >= PATIENCE)
+    if not torch.compiler.is_compiling() and not bool(lost.any()):
+        return state, passed
+    begun, impossible = observe(filter, fresh(len(misses), control), obs, mask)
+    found = lost if impossible is None else lost & ~impossible
+    return where(found, begun, state), passed & ~found
+
+
+def counted(
+    filter: Filter[Any],
+    misses: Int[Tensor, " b"] | None,
+    passed: Bool[Tensor, " b"] | None,
+    obs: Shaped[Tensor, "b *x"],
+    mask: Bool[Tensor, " b"] | None = None,
+) -> Int[Tensor, " b"] | None:
+    """How many observations were passed over in a row, ``b``, from how many it were before; None for none of any sequence.
+
+    A step without an observation counts neither way. Arguments as of `advance` and as it returns them.
+    """
+    if passed is None:
+        return None
+    there = there_is(filter, obs) if mask is None else there_is(filter, obs) & mask
+    before = torch.zeros_like(passed, dtype=torch.long) if misses is None else misses
+    return torch.where(there, (before + 1) * passed, before)
+
+
+def there_is(filter: Filter[Any], obs: Shaped[Tensor, "b *x"]) -> Bool[Tensor, " b"]:
+    """Whether there is an observation: one with NaN is none, but where sensors may be silent one that is all NaN."""
+    missing = obs.isnan().flatten(1)
+    return ~(missing.all(1) if knows_sensors(filter) else missing.any(1))
+
+
+def misses_at(filter: Filter[Any], run: Rollout, inputs: Inputs) -> Int[Tensor, "b T"]:
+    """`counted` at each step of a run, of the first of the inputs."""
+    passed = run.diagnostics["passed_over"] > 0
+    if not bool(passed.any()):
+        return passed.long()
+    obs, steps = inputs.obs[:, : passed.shape[1]], torch.arange(passed.shape[1], device=passed.device)
+    there = there_is(filter, obs.flatten(0, 1)).unflatten(0, passed.shape)
+    there = there if inputs.mask is None else there & inputs.mask[:, : passed.shape[1]]
+    before = torch.where(there & ~passed, steps, -1).cummax(1).values  # the last step that was not passed over
+    total = passed.long().cumsum(1)
+    return total - torch.where(before >= 0, total.gather(1, before.clamp_min(0)), 0)
+
+
 def observe(
-    filter: Filter[S], predicted: S, obs: Shaped[Tensor, "b *x"], mask: Bool[Tensor, " b"] | None = None
+    filter: Filter[S],
+    predicted: S,
+    obs: Shaped[Tensor, "b *x"],
+    mask: Bool[Tensor, " b"] | None = None,
 ) -> tuple[S, Bool[Tensor, " b"] | None]:
     """Take an observation into a predicted state, where there is one (``mask``) that is possible.
 

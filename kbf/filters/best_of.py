@@ -137,9 +137,9 @@ class BestOf(nn.Module):
 
     @partial.setter
     def partial(self, value: bool) -> None:
-        for each in self.models.values():
-            if hasattr(each, "partial"):
-                each.partial = value
+        known: list[Any] = [each for each in self.models.values() if hasattr(each, "partial")]
+        for each in known:
+            each.partial = value
 
     @torch.no_grad()
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:

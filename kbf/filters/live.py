@@ -15,7 +15,18 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor, nn
 
-from kbf.filters.base import Filter, advance, check_controlled, control_components, knows_sensors, move, where
+from kbf.filters.base import (
+    Filter,
+    FreshStart,
+    advance,
+    begun_anew,
+    check_controlled,
+    control_components,
+    counted,
+    knows_sensors,
+    move,
+    where,
+)
 from kbf.filters.state_file import load_state, read_leaves, save_state
 from kbf.runtime.notebook import Shown
 from kbf.sequence import Array, tensor_of
@@ -61,6 +72,8 @@ class Live(Shown):
         self.controlled, self.partial = control_components(filter), knows_sensors(filter)
         self.state: Any = filter.init(batch, generator=generator)
         self.passed_over: int = 0
+        self.misses: Tensor | None = None  # observations passed over in a row
+        self.fresh = FreshStart(filter, generator)
         self.fast: Callable[..., tuple[Tensor, ...]] | None = None if compiled is None else compile_step(filter, compiled)
 
     @torch.inference_mode()
@@ -69,7 +82,7 @@ class Live(Shown):
 
         A sequence whose observation has NaN entries, or all with None, has observed nothing: its state moves only. Where the filter
         knows its sensors, only those with such entries are silent. Of an observation that is impossible given the prediction
-        (`kbf.filters.base`) the state moves only, too; ``passed_over`` counts them.
+        (`kbf.filters.base`) the state moves only, too; ``passed_over`` counts them, and after several in a row it begins anew.
 
         Args:
             obs: what was observed, a tensor or a NumPy array, or None.
@@ -88,18 +101,28 @@ class Live(Shown):
             raise ValueError(f"observations must be {(len(self.state[0]), '...')}, the batch in front; got {tuple(obs.shape)}")
         if self.fast is None:
             self.state, passed = advance(self.filter, self.state, obs, control=control, generator=self.generator)
-            self.count(passed, obs)
+            self.settle(passed, obs, control)
             return self.filter.estimate(self.state)
         *leaves, estimate, passed = self.fast(*self.state, obs)
         self.state = type(self.state)(*leaves)
-        self.count(passed, obs)
-        return estimate
+        return self.filter.estimate(self.state) if self.settle(passed, obs) else estimate
 
-    def count(self, passed: Bool[Tensor, " b"] | None, obs: Shaped[Tensor, "b *x"]) -> None:
-        """Add up observations that were passed over; one with NaN entries was none, where the filter does not know its sensors."""
-        if passed is not None and bool(passed.any()):
-            missing = obs.isnan().flatten(1).any(1)
-            self.passed_over += int((passed if self.partial else passed & ~missing.to(passed.device)).sum())
+    def settle(self, passed: Bool[Tensor, " b"] | None, obs: Shaped[Tensor, "b *x"], control: Tensor | None = None) -> bool:
+        """Begin anew where the track is lost, and add up observations that were passed over; whether any track began anew.
+
+        One with NaN entries was no observation, where the filter does not know its sensors.
+        """
+        before, self.misses = self.misses, None
+        if passed is None or (before is None and not bool(passed.any())):
+            return False
+        x, missed = obs.to(passed.device), passed
+        if before is not None:
+            self.state, passed = begun_anew(self.filter, self.state, passed, x, before, self.fresh, control=control)
+        found = counted(self.filter, before, passed, x)
+        assert found is not None
+        self.passed_over += int((found > (0 if before is None else before)).sum())
+        self.misses = found if bool(found.any()) else None
+        return bool((missed & ~passed).any())
 
     def restart(self, which: Shaped[Tensor, " b"] | None = None) -> None:
         """Back to the prior: all sequences, or those where ``which`` is True.
@@ -111,11 +134,13 @@ class Live(Shown):
             raise ValueError(f"which is for {len(which)} sequences, this filter runs {len(self.state[0])}")
         fresh = self.filter.init(len(self.state[0]), generator=self.generator)
         self.state = fresh if which is None else where(which, fresh, self.state)
+        self.misses = None if which is None or self.misses is None else self.misses.masked_fill(which, 0)
 
     def save(self, path: str | os.PathLike[str], **others: Tensor) -> None:
         """Write the state, that of the generator, and ``others`` beside them, whole or not at all."""
         drawn = {} if self.generator is None else {"generator": self.generator.get_state()}
-        save_state(self.state, path, **drawn, **others)
+        misses = {} if self.misses is None else {"misses": self.misses}
+        save_state(self.state, path, **drawn, **misses, **others)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a written state; a filter that draws, with the random numbers that would have come.
@@ -126,13 +151,14 @@ class Live(Shown):
         state: Any = load_state(self.filter, path)
         if len(state[0]) != len(self.state[0]):
             raise ValueError(f"{path} holds {len(state[0])} sequences, this filter runs {len(self.state[0])}")
-        drawn = read_leaves(path).get("generator")
+        stored = read_leaves(path)
+        drawn, misses = stored.get("generator"), stored.get("misses")
         if drawn is not None and self.generator is not None:
             try:
                 self.generator.set_state(drawn)
             except RuntimeError as error:
                 raise ValueError(f"{path}: its random numbers come from another device, {str(error).splitlines()[0]}") from error
-        self.state = state
+        self.state, self.misses = state, None if misses is None else misses.to(state[0].device)
 
 
 class Step(nn.Module):

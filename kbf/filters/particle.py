@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor
 
 from kbf.filters.base import ENCODE_IMAGES, Backward, FilterStep, knows_sensors
+from kbf.filters.gaussian import IMPOSSIBLE
 from kbf.filters.resampling import effective_sample_size, invert, systematic
 from kbf.runtime.notebook import Shown, ShownModule
 from kbf.sequence import Sequence, as_sequences
@@ -145,9 +146,14 @@ class BootstrapFilter(Shown):
         return self.observe(state, obs)[0]
 
     def observe(self, state: ParticleState, obs: Shaped[Tensor, "b *x"]) -> tuple[ParticleState, Bool[Tensor, " b"]]:
-        """Weigh, and whether the likelihood of any particle is above zero (and none is NaN)."""
-        log_weights = state.log_weights + self.model.log_likelihood(obs[:, None], state.particles)
-        possible = log_weights.amax(-1) > -math.inf
+        """Weigh, and whether the likelihood of any particle is above zero (and none is NaN).
+
+        Below the density of a Gaussian at `kbf.filters.gaussian.IMPOSSIBLE` standard deviations, in each component, it counts as 0.
+        """
+        log_likelihood = self.model.log_likelihood(obs[:, None], state.particles)
+        log_weights = state.log_weights + log_likelihood
+        least = -0.5 * IMPOSSIBLE**2 * obs[0].numel()
+        possible = torch.where(state.log_weights > -math.inf, log_likelihood, -math.inf).amax(-1) > least
         log_weights = torch.where(possible[:, None], log_weights, 0)
         return state._replace(log_weights=log_weights.log_softmax(-1)), possible
 

@@ -6,10 +6,10 @@ from collections import namedtuple
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Generator, Tensor
 
-from kbf.filters.base import Filter, control_components, covariance_of, knows_sensors, move, observe
+from kbf.filters.base import PATIENCE, Filter, control_components, counted, covariance_of, knows_sensors, move, observe, where
 
 
 class StackedFilter:
@@ -18,7 +18,8 @@ class StackedFilter:
     Each filter k enters as a law of mean m_k and covariance C_k (its own, or that of its errors on held-out steps). With
     e_k = m_k - m the covariance is sum_k A_k (C_k + e_k e_k^T) A_k, A_k = diag(a_k)^(1/2): wider where the filters disagree.
 
-    The state is all of theirs, one behind the other. An observation is impossible where it is for every one of them.
+    The state is all of theirs, one behind the other, and how many observations each has passed over in a row: after
+    `kbf.filters.base.PATIENCE` it begins anew. An observation is impossible where it is for every one of them.
     """
 
     def __init__(self, filters: dict[str, Filter[Any]], weights: Float[Tensor, "m d"], spreads: Float[Tensor, "m d d"]) -> None:
@@ -32,7 +33,7 @@ class StackedFilter:
         self.filters, self.weights, self.spreads = filters, weights, spreads
         self.kinds = [type(each.init(1)) for each in filters.values()]
         names = [f"member{k}_{field}" for k, kind in enumerate(self.kinds) for field in kind._fields]
-        self.kind: Any = namedtuple("StackState", names)
+        self.kind: Any = namedtuple("StackState", [*names, "members_passed_over"])
         self.controlled = max(control_components(each) for each in filters.values())
         self.partial = all(knows_sensors(each) for each in filters.values())
 
@@ -44,18 +45,23 @@ class StackedFilter:
             first += len(kind._fields)
         return found
 
-    def joined(self, parts: list[Any]) -> Any:
+    def joined(self, parts: list[Any], misses: Int[Tensor, "b m"]) -> Any:
         """The states of the filters as one."""
-        return self.kind(*(leaf for part in parts for leaf in part))
+        return self.kind(*(leaf for part in parts for leaf in part), misses)
 
     def init(self, batch: int, *, generator: Generator | None = None) -> Any:
         """The start of each."""
-        return self.joined([each.init(batch, generator=generator) for each in self.filters.values()])
+        none = torch.zeros(batch, len(self.filters), dtype=torch.long, device=self.weights.device)
+        return self.joined([each.init(batch, generator=generator) for each in self.filters.values()], none)
 
     def predict(self, state: Any, *, control: Float[Tensor, "b k"] | None = None, generator: Generator | None = None) -> Any:
-        """Each moves."""
-        pairs = zip(self.filters.values(), self.parts(state), strict=True)
-        return self.joined([move(each, part, control=control, generator=generator) for each, part in pairs])
+        """Each moves; one that is lost, from its start."""
+        moved, lost = [], state.members_passed_over >= PATIENCE
+        for k, (each, part) in enumerate(zip(self.filters.values(), self.parts(state), strict=True)):
+            if bool(lost[:, k].any()):
+                part = where(lost[:, k], each.init(len(lost), generator=generator), part)
+            moved.append(move(each, part, control=control, generator=generator))
+        return self.joined(moved, state.members_passed_over.masked_fill(lost, 0))
 
     def update(self, state: Any, obs: Shaped[Tensor, "b *x"]) -> Any:
         """Each observes."""
@@ -63,12 +69,13 @@ class StackedFilter:
 
     def observe(self, state: Any, obs: Shaped[Tensor, "b *x"]) -> tuple[Any, Bool[Tensor, " b"]]:
         """Each observes, or passes over what is impossible for it; and for which sequences one of them did not."""
-        updated, possible = [], torch.zeros(len(obs), dtype=torch.bool, device=obs.device)
-        for each, part in zip(self.filters.values(), self.parts(state), strict=True):
+        updated, misses = [], torch.zeros_like(state.members_passed_over)
+        for k, (each, part) in enumerate(zip(self.filters.values(), self.parts(state), strict=True)):
             after, passed = observe(each, part, obs, None)
             updated.append(after)
-            possible = possible | (torch.ones_like(possible) if passed is None else ~passed)
-        return self.joined(updated), possible
+            found = counted(each, state.members_passed_over[:, k], passed, obs)
+            misses[:, k] = 0 if found is None else found
+        return self.joined(updated, misses), (misses == 0).any(1)
 
     def means(self, state: Any) -> Float[Tensor, "m b d"]:
         """The estimate of each."""

@@ -92,8 +92,9 @@ class FilterTraining(lightning.LightningModule):
             if self.how is not None:
                 raise ValueError("model.net_under is for models without training, not for one that learns by gradient")
             self.net = BestOf(self.net, name=config["model"]["name"], seed=config["seed"])
-        if (config.get("data") or {}).get("partial") and hasattr(self.net, "partial"):
-            self.net.partial = True
+        net: Any = self.net
+        if (config.get("data") or {}).get("partial") and hasattr(net, "partial"):
+            net.partial = True
         self.net.to(self.model_dtype)
         if self.how is not None and self.how.shared and not getattr(self.net, "shares_memory", False):
             raise ValueError(f"model.training.shared: only kernel filters share a memory, not {type(self.net).__name__}")
