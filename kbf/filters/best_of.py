@@ -5,8 +5,8 @@ that stretch, goes on with the next, and compares. Two rounds keep it cheap wher
 
 1. The main model against `PLAIN`: ridge regression on a window, the Kalman filter of a linear model, the mean.
 2. Only where there are `ENOUGH` steps, and one of these is better, or the main model's own regions hold far less than they promise
-   (`TRUSTED`), as where states are not Markov or errors go on from step to step: `MORE`, the kernel Monte Carlo filter, boosted
-   trees on a window, and recurrent nets.
+   (`TRUSTED`), as where states are not Markov or errors go on from step to step: `MORE`, the kernel Monte Carlo filter and boosted
+   trees on a window, and from `MANY` steps on `NETS`.
 
 Up to `MANY` steps the published filter over the recording itself (`PUBLISHED`) is tried as well: it assumes no law at all.
 
@@ -53,9 +53,10 @@ PLAIN: dict[str, Callable[[int], nn.Module]] = {
 MORE: dict[str, Callable[[int], nn.Module]] = {
     "kernel_monte_carlo": lambda seed: KernelMonteCarlo(seed=seed),
     "window_boosting": lambda seed: WindowBoosting(None, seed=seed),
-    "gru": lambda seed: FittedGRU(seed=seed),
 }
 """What is tried where the main model is in trouble."""
+NETS: dict[str, Callable[[int], nn.Module]] = {"gru": lambda seed: FittedGRU(seed=seed)}
+"""What is tried beside these from `MANY` steps on: nets learn little from less, and take long."""
 PUBLISHED: dict[str, Callable[[int], nn.Module]] = {
     "kbf_median": lambda seed: KBF(normalise=False, rank=128, learn=False),
 }
@@ -118,7 +119,7 @@ class BestOf(nn.Module):
         """A net under ``main``, called ``name``; ``seed`` of rivals that draw."""
         super().__init__()
         self.main_name = name = name.replace(".", "_")  # a module's name has no dots
-        rivals = {key: make(seed) for key, make in (PLAIN | PUBLISHED | MORE).items() if key != name}
+        rivals = {key: make(seed) for key, make in (PLAIN | PUBLISHED | MORE | NETS).items() if key != name}
         self.models = nn.ModuleDict({name: main, **rivals})
         for key in ("weights", "spreads", "scores"):
             self.register_buffer(key, torch.zeros(0, dtype=torch.float64))
@@ -205,7 +206,7 @@ class BestOf(nn.Module):
         if main is not None and not surely(main.scores - found[best].scores, SURE):
             best = self.main_name
         chosen = {best: torch.ones_like(scale)}
-        if len(found) > 1 and any(row.model in MORE and row.model != self.main_name for row in rows):
+        if len(found) > 1 and any(row.model in MORE | NETS and row.model != self.main_name for row in rows):
             stack, scores = stacked(list(found.values()), scale)
             rows.append(Row("stack", float(scores.mean()), deviation(scores), 0.0, ""))
             if surely(found[best].scores - scores, 1.0):

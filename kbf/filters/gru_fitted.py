@@ -19,8 +19,8 @@ from kbf.sequence import Sequence, control_width, pad
 
 HELD, MOST = 5, 10_000
 """Parts that the recordings are cut into, one of which each net is stopped on; steps of it that are looked at, at most."""
-LOOKS = 25
-"""Times that a net is looked at while it learns."""
+UPDATES, LOOKS = 1000, 25
+"""Updates of a net, at most, where nobody says how many; times that it is looked at while it learns."""
 BATCH, BURN_IN = 32, 10
 """Windows in a batch; first steps of a window that do not count."""
 
@@ -40,13 +40,14 @@ class FittedGRU(ShownModule):
     learned_from: Tensor
 
     def __init__(
-        self, *, networks: int = 2, hidden: int = 64, updates: int = 1000, window: int = 100, lr: float = 5e-3, seed: int = 0
+        self, *, networks: int = 2, hidden: int = 64, updates: int | None = None, window: int = 100, lr: float = 5e-3, seed: int = 0
     ) -> None:
         """What to train.
 
         Args:
             networks: nets. hidden: units of each.
-            updates: of the weights, with AdamW, under a learning rate that rises to ``lr`` and falls to 0.
+            updates: of the weights, with AdamW, under a learning rate that rises to ``lr`` and falls to 0; None for 200 and one
+                more for every ten steps of the recordings, at most `UPDATES`.
             window: steps of a window; half the recordings, at least, must be as long, else it is shorter.
             seed: of weights and windows.
 
@@ -54,7 +55,7 @@ class FittedGRU(ShownModule):
             ValueError: no network, unit, update, or window.
         """
         super().__init__()
-        if min(networks, hidden, updates, window) < 1 or not lr > 0:
+        if min(networks, hidden, 1 if updates is None else updates, window) < 1 or not lr > 0:
             raise ValueError(
                 f"networks, hidden, updates, window and lr: {(networks, hidden, updates, window, lr)} must be positive"
             )
@@ -102,10 +103,11 @@ class FittedGRU(ShownModule):
         spans = folds([len(s.states) for s in sequences], HELD)[(2 * k + 1) % HELD]
         rest, held = without(sequences, spans), pad(first_steps(take(sequences, spans), MOST))
         generator = torch.Generator().manual_seed(self.networks * self.seed + k)
+        updates = self.updates or min(UPDATES, 200 + sum(len(s.states) for s in sequences) // 10)
         optimiser = torch.optim.AdamW(net.parameters(), lr=self.lr, weight_decay=0.01)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, self.lr, total_steps=self.updates, pct_start=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, self.lr, total_steps=updates, pct_start=0.1)
         least, best = math.inf, parameters_to_vector(net.parameters()).detach()
-        for update, windows in enumerate(random_windows(rest, self.window, self.updates, generator)):
+        for update, windows in enumerate(random_windows(rest, self.window, updates, generator)):
             burn_in = min(BURN_IN, windows.states.shape[1] // 5)
             loss = net.loss(windows.states, windows.obs, windows.mask, windows.controls, burn_in=burn_in)
             optimiser.zero_grad()
@@ -113,7 +115,7 @@ class FittedGRU(ShownModule):
             clip_grad_norm_(net.parameters(), 1.0)
             optimiser.step()
             schedule.step()
-            if (update + 1) % max(1, self.updates // LOOKS) == 0 or update + 1 == self.updates:
+            if (update + 1) % max(1, updates // LOOKS) == 0 or update + 1 == updates:
                 error = float(held_out_error(net, held)[0])
                 if error < least:
                     least, best = error, parameters_to_vector(net.parameters()).detach().clone()
