@@ -10,8 +10,9 @@ that stretch, goes on with the next, and compares. Two rounds keep it cheap wher
 
 Up to `MANY` steps the published filter over the recording itself (`PUBLISHED`) is tried as well: it assumes no law at all.
 
-The main model stays unless another is better by `SURE` standard errors over stretches. In the second round the best is compared
-with the stack of all: weights a_jk of model k for component j, not negative and of sum 1, that minimise the held-out squared error
+The main model stays unless another is better by `SURE` standard errors over stretches; else the kernel Monte Carlo filter is taken
+unless another is better by one: stretches are few, and a filter knows how sure it is. In the second round this is compared with the
+stack of all: weights a_jk of model k for component j, not negative and of sum 1, that minimise the held-out squared error
 sum_t (z_tj - sum_k a_jk m_tkj)^2. The stack is scored on stretches that its weights were not fitted to, and taken where it is
 better by a standard error.
 
@@ -55,6 +56,8 @@ MORE: dict[str, Callable[[int], nn.Module]] = {
     "window_boosting": lambda seed: WindowBoosting(None, seed=seed),
 }
 """What is tried where the main model is in trouble."""
+MOVING = "kernel_monte_carlo"
+"""The one of them that is a filter with a model."""
 NETS: dict[str, Callable[[int], nn.Module]] = {"gru": lambda seed: FittedGRU(seed=seed)}
 """What is tried beside these from `MANY` steps on: nets learn little from less, and take long."""
 PUBLISHED: dict[str, Callable[[int], nn.Module]] = {
@@ -201,10 +204,10 @@ class BestOf(nn.Module):
     def choose(self, found: dict[str, Trial], rows: list[Row], scale: Float[Tensor, " d"]) -> None:
         """Set the weights from what was found."""
         names = list(self.models)
-        best = min(found, key=lambda name: float(found[name].scores.mean()))
-        main = found.get(self.main_name)
-        if main is not None and not surely(main.scores - found[best].scores, SURE):
-            best = self.main_name
+        best = least = min(found, key=lambda name: float(found[name].scores.mean()))
+        for name, errors in ((MOVING, 1.0), (self.main_name, SURE)):
+            if name in found and not surely(found[name].scores - found[least].scores, errors):
+                best = name
         chosen = {best: torch.ones_like(scale)}
         if len(found) > 1 and any(row.model in MORE | NETS and row.model != self.main_name for row in rows):
             stack, scores = stacked(list(found.values()), scale)

@@ -278,3 +278,20 @@ def test_the_published_filter_is_taken_where_it_is_better(monkeypatch):
     assert {row.model for row in model.tried} >= {"kbf_median", "main", "window_ridge"}
     errors = [float(score(each.condition(data.train), data.test).mse.mean()) for each in (model, LearnedKalman())]
     assert errors[0] < 0.95 * errors[1]
+
+
+@pytest.mark.parametrize(("apart", "taken"), [(0.05, "kernel_monte_carlo"), (0.5, "window_boosting")])
+def test_of_those_that_are_alike_the_filter_is_taken(apart, taken):
+    """The main model is surely worse; trees are ahead of the filter by less, or more, than a standard error."""
+    noise = torch.randn(8, generator=generator(), dtype=F64)
+    scores = {
+        "main": 3 + 0.1 * noise,
+        "kernel_monte_carlo": 1 + apart + 0.3 * noise,
+        "window_boosting": 1 + 0.3 * noise.flip(0),
+    }
+    found = {
+        name: best_of.Trial([], [torch.ones(4, 1, dtype=F64)] * 8, list(range(8)), each, None) for name, each in scores.items()
+    }
+    model = BestOf(MeanModel())
+    model.choose(found, [], torch.ones(1, dtype=F64))
+    assert model.used() == [taken]
