@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kbf.commands.common import console, with_limits, without_net_under
+from kbf.commands.common import console, seconds_of, with_limits, without_net_under
 from kbf.commands.meanings import shown
 from kbf.data.dataset import Data
 from kbf.data.windows import split
@@ -34,11 +34,16 @@ def choose(config: dict[str, Any], data: Data, *, trust: bool = False) -> tuple[
     auto = config["model"]
     fit, held = held_out_part(data, auto["validation"])
     n, rows = sum(len(s.states) for s in fit), []
+    budget, began = seconds_of(config.get("budget")), time.perf_counter()
     columns = [TextColumn("trying {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with scratch(config["run_dir"]) as folder, Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(auto["candidates"]))
         for name, model in auto["candidates"].items():
             progress.update(bar, description=escape(name))
+            if budget is not None and rows and time.perf_counter() - began > budget:
+                note = f"not tried: the budget of {budget:g} s is spent"
+                rows.append({"model": name, "validation.mse": None, "seconds": 0.0, "note": note})
+                continue
             rows.append(
                 {"model": name, **tried(with_model(config, without_net_under(model)), name, n, fit, held, folder, data, trust)}
             )

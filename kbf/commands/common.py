@@ -40,6 +40,32 @@ def start(threads: int | None = None) -> None:
     tune_process(threads)
 
 
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+"""Seconds in a unit of time."""
+
+
+def seconds_of(budget: str | int | float | None) -> float | None:
+    """A time that a person sets, in seconds: 90s, 10m, 1.5h, or a number of seconds; None for none.
+
+    Raises:
+        ValueError: anything else, or no time at all.
+
+    >>> seconds_of("10m"), seconds_of("90s"), seconds_of(30), seconds_of(None)
+    (600.0, 90.0, 30.0, None)
+    """
+    if budget is None:
+        return None
+    text = str(budget).strip()
+    number, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1.0)
+    try:
+        seconds = float(number) * unit
+    except ValueError:
+        seconds = 0.0
+    if isinstance(budget, bool) or not 0 < seconds < float("inf"):
+        raise ValueError(f"budget must be a time, as 90s, 10m or 1h, or null for none; got {budget!r}")
+    return seconds
+
+
 class Telling(logging.Handler):
     """A line on the screen that shows what a fit does now: what the package logs, one message in place of the other."""
 

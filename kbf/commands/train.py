@@ -21,6 +21,7 @@ from kbf.commands.common import (
     reliability_metrics,
     reliability_of,
     score_metrics,
+    seconds_of,
     show,
     start,
     tell,
@@ -57,6 +58,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
 def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     """`run`, which takes the run's folder (``lock``) when it begins to write there."""
     start(config["threads"])
+    budget = seconds_of(config["budget"])
     ckpt_path = None if config["ckpt_path"] is None else Path(config["ckpt_path"])
     trust = True
     if ckpt_path is not None:
@@ -74,6 +76,8 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
         auto.show_choice(tried)
     if not config["calibrate"]:
         config = {**config, "model": without_net_under(config["model"])}
+    if budget is not None and config["model"].get("net_under"):
+        config = {**config, "model": {**config["model"], "budget": budget}}
     check(config, data.train, trust=trust, validation=data.validation)
     least = data_floor(data, particles=config["particles"], seed=config["seed"])
     held_out = {} if not config["hold_out"] else {"held_out.mse": error_without_last_steps(config, data, trust=trust)}

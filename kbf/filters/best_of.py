@@ -118,9 +118,14 @@ class BestOf(nn.Module):
     spreads: Tensor
     scores: Tensor
 
-    def __init__(self, main: nn.Module, *, name: str = "main", seed: int = 0) -> None:
-        """A net under ``main``, called ``name``; ``seed`` of rivals that draw."""
+    def __init__(self, main: nn.Module, *, name: str = "main", seed: int = 0, budget: float | None = None) -> None:
+        """A net under ``main``, called ``name``; ``seed`` of rivals that draw.
+
+        ``budget``: seconds of `prepare`, or None. No rival is begun after them, and one whose first fold says that it would take
+        longer than is left is given up; the main model is always tried.
+        """
         super().__init__()
+        self.budget = budget
         self.main_name = name = name.replace(".", "_")  # a module's name has no dots
         rivals = {key: make(seed) for key, make in (PLAIN | PUBLISHED | MORE | NETS).items() if key != name}
         self.models = nn.ModuleDict({name: main, **rivals})
@@ -151,6 +156,7 @@ class BestOf(nn.Module):
 
         What ``prepare`` of a model chooses (laws, orders, lags), it chooses on all recordings; fitted are all without the stretch.
         """
+        began_all = time.perf_counter()
         self.main.prepare(memory, generator)
         first = memory[0] if len(memory) else None
         silent = not self.partial and not all(bool(s.obs.isfinite().all()) for s in memory)
@@ -172,11 +178,16 @@ class BestOf(nn.Module):
 
         def attempt(name: str) -> None:
             began, note = time.perf_counter(), ""
+            left = torch.inf if self.budget is None or name == self.main_name else self.budget - (began - began_all)
             log.info("held out: %s", name)
             try:
+                if left <= 0:
+                    raise ValueError(f"not tried: the budget of {self.budget:g} s is spent")
                 if name != self.main_name:
                     self.models[name].prepare(sequences, generator)  # pyright: ignore[reportCallIssue]
-                found[name] = trial(self.models[name], parts, scale, torch.inf if name in PLAIN else least_on_first(found))  # pyright: ignore[reportArgumentType]
+                least = torch.inf if name in PLAIN else least_on_first(found)
+                model: Any = self.models[name]
+                found[name] = trial(model, parts, scale, least, began + left)
             except (ValueError, RuntimeError) as error:
                 note = " ".join(str(error).split())
             scores = found[name].scores if name in found else torch.zeros(0)
@@ -265,6 +276,7 @@ def trial(
     parts: Many[tuple[list[Sequence], list[Sequence]]],
     scale: Float[Tensor, " d"],
     least: float = torch.inf,
+    until: float = torch.inf,
 ) -> Trial:
     """Fit a model to the rest of each fold and run it through the fold's stretches.
 
@@ -272,11 +284,13 @@ def trial(
         model: what to fit. parts: (the rest, the fold) of each.
         scale: the variance of the states.
         least: NMSE of another on the first fold: a model of more than `HOPELESS` times that is given up there.
+        until: time (`time.perf_counter`) at which all is to be done: a model whose first fold says that it will not is given up.
 
     Raises:
         ValueError: as the model's; estimates that are not finite; given up.
     """
     filters, residuals, places, covered = [], [], [], []
+    began = time.perf_counter()
     for k, (rest, part) in enumerate(parts):
         filters.append(model.condition(rest))
         for left, inside in run(filters[-1], stretches_of(part)):
@@ -285,6 +299,11 @@ def trial(
             covered += [] if inside is None else [inside.double().mean()]
         if k == 0 and not (first := mean_nmse(residuals, scale)) <= HOPELESS * least:
             raise ValueError(f"given up: an NMSE of {first:.3g} on the first part, where another has {least:.3g}")
+        taken = time.perf_counter() - began
+        if k == 0 and began + taken * len(parts) > until:
+            raise ValueError(
+                f"given up: {taken * len(parts):.0f} s by its first part, and the budget has {until - began:.0f} s left"
+            )
     scores = torch.stack([nmse_of(left, scale) for left in residuals])
     if not bool(scores.isfinite().all()):
         raise ValueError("it lost itself on held-out stretches: an estimate is not finite")

@@ -91,7 +91,8 @@ class FilterTraining(lightning.LightningModule):
         if config["model"].get("net_under"):
             if self.how is not None:
                 raise ValueError("model.net_under is for models without training, not for one that learns by gradient")
-            self.net = BestOf(self.net, name=config["model"]["name"], seed=config["seed"])
+            given: Any = {"name": config["model"]["name"], "seed": config["seed"], "budget": config["model"].get("budget")}
+            self.net = BestOf(self.net, **given)
         net: Any = self.net
         if (config.get("data") or {}).get("partial") and hasattr(net, "partial"):
             net.partial = True

@@ -10,6 +10,7 @@ import pytest
 
 from kbf.cli import main
 from kbf.commands import auto
+from kbf.commands.common import seconds_of
 from kbf.config import configure
 from kbf.data.dataset import load_data
 from kbf.data.windows import split
@@ -52,6 +53,17 @@ def test_a_validation_part_of_one_s_own_takes_the_place_of_the_last_steps():
     rows = auto.choose(given, own)[1]
     assert min(row["validation.mse"] for row in rows) > 100
     assert all(row["validation.mse"] < 10 for row in auto.choose(given, data)[1])
+
+
+def test_a_budget_ends_the_search_and_is_checked():
+    given = config(*FEW, "budget=0.001s")
+    rows = auto.choose(given, load_data(given["data"]))[1]
+    assert rows[0]["validation.mse"] is not None
+    assert all("the budget of 0.001 s is spent" in row["note"] for row in rows[1:]) and len(rows) == 3
+    assert [seconds_of(each) for each in ("90s", "10m", "1.5h", 7)] == [90, 600, 5400, 7]
+    for wrong in ("soon", "-1m", 0, True, "5d", "", "inf"):
+        with pytest.raises(ValueError, match="budget must be a time, as 90s, 10m or 1h"):
+            seconds_of(wrong)
 
 
 def test_models_that_fail_or_are_for_other_sizes_are_noted_and_left_out():

@@ -115,13 +115,14 @@ def test_onnx_runs_without_us(tmp_path):
     written(filter, tmp_path / "step.onnx", "onnx", about={"model": "mine"})
     session = onnxruntime.InferenceSession(str(tmp_path / "step.onnx"))
     about = json.loads(session.get_modelmeta().custom_metadata_map["kbf"])
-    assert about["model"] == "mine" and about["initial"].keys() == {"state_weights"}
+    assert about["model"] == "mine" and about["initial"].keys() == {"state_weights", "state_misses"}
     assert [entry.name for entry in session.get_inputs()] == [entry["name"] for entry in about["inputs"]]
     mask = torch.arange(20) % 3 != 1
-    weights, found, spreads = np.array(about["initial"]["state_weights"]), [], []
+    weights, misses, found, spreads = *(np.array(value) for value in about["initial"].values()), [], []
     for t in range(20):
-        given = {"state_weights": weights, "obs": obs[t : t + 1].numpy(), "seen": mask[t : t + 1].numpy()}
-        weights, estimate, covariance = session.run(["next_weights", "estimate", "covariance"], given)
+        seen = {"obs": obs[t : t + 1].numpy(), "seen": mask[t : t + 1].numpy()}
+        given = {"state_weights": weights, "state_misses": misses, **seen}
+        weights, misses, estimate, covariance = session.run(["next_weights", "next_misses", "estimate", "covariance"], given)
         found.append(torch.from_numpy(estimate[0]))
         spreads.append(torch.from_numpy(covariance[0]))
     wanted = rollout(filter, obs[None], mask=mask[None])
@@ -134,7 +135,8 @@ def test_covariances_are_calibrated(tmp_path):
     calibration = Calibration(torch.tensor(2.0, dtype=F64), floor, torch.ones(3, dtype=F64), torch.tensor(3))
     written(filter, tmp_path / "step.pt2", "torch_export", calibration=calibration)
     run = torch.export.load(tmp_path / "step.pt2").module()
-    mean, cov, _, covariance, _ = run(*filter.init(1), torch.zeros(1, 2, dtype=F64), torch.tensor([True]))
+    none = torch.zeros(1, dtype=torch.long)
+    mean, cov, _, _, covariance, _ = run(*filter.init(1), none, torch.zeros(1, 2, dtype=F64), torch.tensor([True]))
     torch.testing.assert_close(covariance, 2 * (cov + floor.diag()))
 
 

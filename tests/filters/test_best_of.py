@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -173,6 +175,27 @@ def test_a_model_that_is_wrong_is_replaced_by_the_right_one():
     assert "given up" in note
     caught, kalman = (rollout(each.condition(data), new.obs[None]).estimates for each in (net, LearnedKalman()))
     torch.testing.assert_close(caught, kalman, rtol=0, atol=0)
+
+
+class Slow(LearnedKalman):
+    """Takes a tenth of a second for each fold."""
+
+    def condition(self, memory):
+        time.sleep(0.1)
+        return super().condition(memory)
+
+
+def test_no_rival_is_begun_after_the_budget_and_one_that_would_take_longer_is_given_up(monkeypatch):
+    net = BestOf(LearnedKalman(), name="main", budget=1e-9)
+    net.prepare([recording(300)])
+    notes = {row.model: row.note for row in net.tried}
+    assert notes.pop("main") == "" and net.used() == ["main"]
+    assert len(notes) == 3 and all("the budget of 1e-09 s is spent" in note for note in notes.values())
+    monkeypatch.setattr(best_of, "PLAIN", {"slow": lambda seed: Slow()})
+    for budget, given_up in ((0.3, True), (None, False)):
+        net = BestOf(LearnedKalman(), name="main", budget=budget)
+        net.prepare([recording(300)])
+        assert next(row.note for row in net.tried if row.model == "slow").startswith("given up: 1 s by its first") == given_up
 
 
 def test_the_main_model_stays_where_nothing_is_better():
