@@ -6,6 +6,7 @@ import csv
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -60,13 +61,32 @@ def test_a_failure_costs_only_itself():
     assert found[1].note == "RuntimeError: CUDA error: no luck"
 
 
+def test_a_missing_library_is_told_and_is_no_failure(monkeypatch):
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    (found,) = gpu.tests(SMALL, "cpu")
+    assert (found.quantity, found.good, found.note) == ("not installed", None, "pytest is not installed")
+    inside = [each for each in gpu.training(SMALL | {"updates": 1}, "cpu") if each.what.startswith("lstm")]
+    assert {(each.quantity, each.good) for each in inside} == {("not installed", None)}
+
+
+def test_what_a_part_has_started_ends_with_it(tmp_path):
+    """A process that starts another, which would write a file after a second, is stopped before."""
+    later = tmp_path / "later"
+    child = f"import time, pathlib; time.sleep(2); pathlib.Path({str(later)!r}).touch()"
+    words = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"]
+    with pytest.raises(subprocess.TimeoutExpired):
+        gpu.run_alone(words, 0.7)
+    time.sleep(2.5)
+    assert not later.exists()
+
+
 def test_a_part_that_takes_too_long_or_crashes_keeps_what_it_found(tmp_path, monkeypatch):
     said = json.dumps(Finding("steps", "a", "seconds", 1.0)._asdict())
     for last, told in (("import time; time.sleep(60)", "stopped after 5 seconds"), ("import os; os.abort()", "ended with -6")):
         command = [sys.executable, "-c", f"print({said!r}, flush=True); {last}"]
         with monkeypatch.context() as patch:
-            real = subprocess.run
-            patch.setattr(gpu.subprocess, "run", lambda words, real=real, command=command, **how: real(command, **how))
+            real = gpu.run_alone
+            patch.setattr(gpu, "run_alone", lambda words, *how, real=real, command=command, **to: real(command, *how, **to))
             found = gpu.run_part("steps", "small", "cpu", 5.0, tmp_path)
         assert found[0] == Finding("steps", "a", "seconds", 1.0)
         assert found[1].good is False and told in found[1].note

@@ -10,14 +10,17 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import importlib.util
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,10 +91,26 @@ class Finding(NamedTuple):
     note: str = ""
 
 
+class MissingLibrary(Exception):
+    """A library that a part needs and that is not installed: nothing is wrong with the card."""
+
+
+def needed(name: str) -> None:
+    """Look for a library.
+
+    Raises:
+        MissingLibrary: it is not installed.
+    """
+    if importlib.util.find_spec(name) is None:
+        raise MissingLibrary(f"{name} is not installed")
+
+
 def attempt(part: str, what: str, work: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """The findings of a piece of work; of one that fails those so far, and one that says so."""
+    """The findings of a piece of work; of one that fails those so far, and one that says so, or that a library is missing."""
     try:
         yield from work()
+    except MissingLibrary as error:
+        yield Finding(part, what, "not installed", note=str(error))
     except Exception as error:  # whatever it is: the table says it, and the next piece is tried
         words = " ".join(str(error).split())[:200]
         yield Finding(part, what, "failed", None, False, f"{type(error).__name__}: {words}")
@@ -212,7 +231,8 @@ def training(size: dict[str, Any], device: str) -> Iterator[Finding]:
 
 def lightning_error(size: dict[str, Any], device: str, precision: str) -> tuple[float, float]:
     """Squared error on new sequences of an LSTM with an encoder of images, trained as by ``trainer=gpu``, and its seconds."""
-    from kbf.training.train import train  # needs Lightning
+    needed("lightning")
+    from kbf.training.train import train
 
     data = PendulumRKN(max(size["images"] // 50, 4), 4, steps=50)
     encoder = {"_target_": "kbf.images.encoders.CNN", "q": [1, 24, 24], "features": 32}
@@ -384,6 +404,7 @@ def tests(size: dict[str, Any], device: str) -> Iterator[Finding]:
     """The tests marked ``gpu``, by pytest in a process of its own; they are skipped where there is no card."""
 
     def work() -> Iterator[Finding]:
+        needed("pytest")
         words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-o", "addopts=", "-p", "no:cacheprovider", "tests/test_gpu.py"]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMITS["tests"] - 10)
         last = (done.stdout.strip() or done.stderr.strip() or "it said nothing").splitlines()[-1]
@@ -413,6 +434,21 @@ def machine(device: str) -> dict[str, Any]:
     return about | {"python": platform.python_version(), "torch": torch.__version__, "kbf": kbf.__version__}
 
 
+def run_alone(words: list[str], limit: float, **streams: Any) -> int:
+    """The exit status of a process in a session of its own; when time is out it is killed with all that it has started.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than ``limit`` seconds.
+    """
+    with subprocess.Popen(words, start_new_session=True, **streams) as process:
+        try:
+            return process.wait(limit)
+        except BaseException:  # an interruption from the keyboard does not reach another session either
+            with suppress(ProcessLookupError):  # nothing of it is left
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
 def run_part(part: str, size: str, device: str, limit: float, directory: Path) -> list[Finding]:
     """The findings of a part, made by a process of its own; what it has said stays where it fails, crashes or takes too long."""
     path, why = directory / f"{part}.jsonl", ""
@@ -422,7 +458,7 @@ def run_part(part: str, size: str, device: str, limit: float, directory: Path) -
     began = time.perf_counter()
     with path.open("w", encoding="utf-8") as out, (directory / f"{part}.log").open("w", encoding="utf-8") as log:
         try:
-            code = subprocess.run(words, stdout=out, stderr=log, env=environment, timeout=limit).returncode
+            code = run_alone(words, limit, stdout=out, stderr=log, env=environment)
             why = f"its process ended with {code}" if code else ""
         except subprocess.TimeoutExpired:
             why = f"stopped after {limit:.0f} seconds"
