@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -30,8 +31,14 @@ MOVES_OF_DENSITY = 4000
 """Moves of that run over which the density of the memory's states is a mean."""
 STATES_AT_A_TIME = 500
 """States of the memory whose density is computed at a time."""
-EXACT_COLUMNS, NEWTON_STEPS, LEAST_WEIGHT = 64, 12, 1e-3
-"""Columns of P(u) whose means are made exact, Newton steps for that, and the share of all weight that others are made from."""
+EXACT_COLUMNS, NEWTON_STEPS, ERROR_OF_MEAN = 64, 12, 1e-3
+"""Columns of P(u) whose means are made exact, Newton steps for that, and the error, in standard deviations of the memory, after
+which the next step is the last one."""
+LEAST_WEIGHT = 1e-4
+"""Share of all weight that is not moved: that of the points of least weight, often most of them."""
+LEAST_DENSITY, FEW_COLUMNS = 1e-9, 8
+"""Share of the greatest of its column below which an entry of P(u) is nothing, unless a tilt needs it; columns, so few that all of
+their entries are looked at."""
 
 
 def control_spread(controls: Float[Tensor, "m k"]) -> Float[Tensor, " k"]:
@@ -176,16 +183,36 @@ class ControlledDensity(nn.Module):
 
     def forward(self, w: Float[Tensor, "b n"], control: Float[Tensor, "b k"]) -> Float[Tensor, "b n"]:
         """P(u) w: means are exact for the `EXACT_COLUMNS` columns of largest weight, as in `density_transition`."""
-        moved = []
-        for weights, u in zip(w, control, strict=True):
-            order = weights.abs().argsort(descending=True)
-            first, rest = order[:EXACT_COLUMNS], order[EXACT_COLUMNS:]
-            log_weight, means = self.columns(first, u, self.states.dtype)
-            moved.append(weights[first].to(means) @ match_means(log_weight.mT, self.states, means, steps=NEWTON_STEPS))
-            if weights[rest].abs().sum() > LEAST_WEIGHT * weights.abs().sum():  # as at the start, when the state may be anywhere
-                others, _ = self.columns(rest, u, self.dtype)
-                moved[-1] = moved[-1] + (others.softmax(0) @ weights[rest].to(others)).to(means)
-        return torch.stack(moved).to(w)
+        return torch.stack([self.moved(weights, u) for weights, u in zip(w, control, strict=True)]).to(w)
+
+    def moved(self, w: Float[Tensor, " n"], u: Float[Tensor, " k"]) -> Float[Tensor, " n"]:
+        """P(u) w of one sequence, from the columns that carry all but `LEAST_WEIGHT` of the weight."""
+        sizes, order = w.abs().sort(descending=True)
+        share = sizes.cumsum(0)
+        count = 1 + int(torch.searchsorted(share, (1 - LEAST_WEIGHT) * share[-1]))
+        first, rest = order[: min(count, EXACT_COLUMNS)], order[EXACT_COLUMNS:count]
+        log_weight, means = self.columns(first, u, self.states.dtype)
+        moved = w[first].to(means) @ self.exact(log_weight.mT, means)
+        if len(rest) == 0:
+            return moved
+        others, _ = self.columns(rest, u, self.dtype)  # as at the start, when the state may be anywhere
+        return moved + (others.softmax(0) @ w[rest].to(others)).to(means)
+
+    def exact(self, log_weight: Float[Tensor, "m n"], means: Float[Tensor, "m d"]) -> Float[Tensor, "m n"]:
+        """Weights with these means, of many columns in two goes: over the rows of `large_rows`, and over all where these miss."""
+
+        def over(rows: Tensor | slice, which: Tensor | slice) -> Tensor:
+            return match_means(log_weight[which][:, rows], self.states[rows], means[which], steps=NEWTON_STEPS, error=ERROR_OF_MEAN)
+
+        every = slice(None)
+        rows = large_rows(log_weight) if len(means) > FEW_COLUMNS else every
+        if isinstance(rows, slice) or 2 * len(rows) > len(self.states):
+            return over(every, every)
+        found = torch.zeros_like(log_weight).index_copy(1, rows, over(rows, every))
+        missed = ((found @ self.states - means).abs() > 2 * ERROR_OF_MEAN * self.states.std(0)).any(1).nonzero()[:, 0]
+        if len(missed):
+            found[missed] = over(every, missed)
+        return found
 
     def columns(self, which: Int[Tensor, " m"], u: Float[Tensor, " k"], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Logarithms ``n m`` of some columns of P(u), up to a constant in each, and the means ``m d`` that they should have."""
@@ -193,6 +220,11 @@ class ControlledDensity(nn.Module):
         mean, scale = (part.to(dtype) for part in q.predict(join(self.states[which], u)))
         density = q.log_density_table(self.states.to(dtype), mean, scale)
         return density + self.log_volume[:, None].to(dtype), q.expected(mean, scale)
+
+
+def large_rows(log_weight: Float[Tensor, "m n"]) -> Int[Tensor, " r"]:
+    """Points at which any of m distributions has more than `LEAST_DENSITY` of its largest weight."""
+    return ((log_weight - log_weight.amax(1, keepdim=True)).amax(0) > math.log(LEAST_DENSITY)).nonzero()[:, 0]
 
 
 def controlled_run(

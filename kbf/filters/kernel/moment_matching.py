@@ -8,6 +8,8 @@ from torch import Tensor
 
 NEWTON_STEPS, LEAST_PART_OF_STEP = 50, 1e-6
 """Newton steps at most, and the least part of one; a memory that is fine enough needs two or three."""
+HALVES = 4
+"""Halvings of a step that are tried at once."""
 LONGEST_STEP = 1000.0
 """Length of a step at most: where all weight is at one point, the curvature says nothing."""
 ERROR_OF_MEAN = 1e-5
@@ -20,6 +22,7 @@ def match_means(
     means: Float[Tensor, "m d"],
     reg: float = 1e-6,
     steps: int = NEWTON_STEPS,
+    error: float = ERROR_OF_MEAN,
 ) -> Float[Tensor, "m n"]:
     """Rows p_j of weights with sum 1 and sum_i p_ji z_i = means_j, of all such the least relative entropy to those given.
 
@@ -32,33 +35,54 @@ def match_means(
 
     Args:
         log_weight: b ``m n``, up to a constant in each row. points: z ``n d``. means: ``m d``. reg: of the dual. steps: at most.
+        error: of a mean, after which a row's next step is its last.
 
     References: Farmer and Toda (2017), Discretizing nonlinear, non-Gaussian Markov processes with exact conditional moments.
     """
     centre, spread = points.mean(0), points.std(0, correction=0)
     spread = torch.where(spread > 0, spread, 1)
     z, target, d = (points - centre) / spread, (means - centre) / spread, points.shape[1]
-    squares, eye = (z[:, :, None] * z[:, None, :]).flatten(1), torch.eye(d).to(z)
+    powers, ridge = torch.cat([z, (z[:, :, None] * z[:, None, :]).flatten(1)], 1), reg * torch.eye(d).to(z)
 
-    def dual(b: Tensor, tilt: Tensor, goal: Tensor) -> Tensor:
-        return (b + tilt @ z.mT).logsumexp(-1) - (tilt * goal).sum(-1) + reg / 2 * tilt.square().sum(-1)
+    def dual(b: Tensor, tilt: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
+        """The logarithms of the weights, and the dual."""
+        logits = torch.addmm(b, tilt, z.mT)
+        total = logits.logsumexp(-1, keepdim=True)
+        return logits - total, total[:, 0] + (tilt * (reg / 2 * tilt - goal)).sum(-1)
 
-    tilt, todo = torch.zeros_like(target), torch.arange(len(target), device=z.device)
+    tilt, todo, b, goal = torch.zeros_like(target), torch.arange(len(target), device=z.device), log_weight, target
+    old, halves = tilt, 0.5 ** torch.arange(1, HALVES + 1, dtype=z.dtype, device=z.device)
+    log_p, before = dual(b, old, goal)
     for _ in range(steps):
-        b, old, goal = log_weight[todo], tilt[todo], target[todo]
-        p = (b + old @ z.mT).softmax(-1)
-        mean = p @ z
+        mean, square = (log_p.exp() @ powers).split([d, d * d], 1)
         slope = mean - goal + reg * old
-        curvature = (p @ squares).unflatten(-1, (d, d)) - mean[:, :, None] * mean[:, None, :] + reg * eye
-        step, before = torch.linalg.solve(curvature, slope), dual(b, old, goal)
+        curvature = square.unflatten(-1, (d, d)) - mean[:, :, None] * mean[:, None, :] + ridge
+        step = torch.linalg.solve(curvature, slope)
         size = (LONGEST_STEP / step.norm(dim=-1, keepdim=True)).clamp_max(1)
-        rising = torch.arange(len(todo), device=z.device)
-        while len(rising) and float(size.min()) > LEAST_PART_OF_STEP:
-            after = dual(b[rising], old[rising] - size[rising] * step[rising], goal[rising])
-            rising = rising[after > before[rising] + 1e-12 * before[rising].abs()]
-            size[rising] /= 2
-        tilt[todo] = old - size * step
-        todo = todo[slope.abs().amax(-1) > ERROR_OF_MEAN]
-        if len(todo) == 0:
+        new = old - size * step
+        log_p, after = dual(b, new, goal)
+        rising = (after > before + 1e-12 * before.abs()).nonzero()[:, 0]
+        while len(rising) and float(size[rising].min()) > LEAST_PART_OF_STEP:
+            shorter = size[rising] * halves
+            some = rising.repeat_interleave(HALVES)
+            trial = old[some] - shorter.reshape(-1, 1) * step[some]
+            tried, duals = dual(b[some], trial, goal[some])
+            falls = (duals <= (before + 1e-12 * before.abs())[some]).unflatten(0, (-1, HALVES))
+            falls[:, -1] |= ~falls.any(1)  # none: go on from the shortest
+            longest = falls.to(torch.uint8).argmax(1)
+            chosen = longest + HALVES * torch.arange(len(rising), device=z.device)
+            size[rising], new[rising], log_p[rising], after[rising] = (
+                shorter.gather(1, longest[:, None]),
+                trial[chosen],
+                tried[chosen],
+                duals[chosen],
+            )
+            rising = rising[after[rising] > before[rising] + 1e-12 * before[rising].abs()]
+        tilt[todo] = new
+        left = (slope.abs().amax(-1) > error).nonzero()[:, 0]
+        if len(left) == 0:
             break
-    return (log_weight + tilt @ z.mT).softmax(-1)
+        if len(left) < len(todo):
+            todo, b, goal, new, log_p, after = todo[left], b[left], goal[left], new[left], log_p[left], after[left]
+        old, before = new, after
+    return torch.addmm(log_weight, tilt, z.mT).softmax(-1)

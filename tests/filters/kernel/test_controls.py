@@ -23,6 +23,7 @@ from kbf.filters.kernel.controls import (
     control_spread,
     controlled_run,
     controlled_transition,
+    large_rows,
 )
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.selection import choose_transition_reg, control_gram
@@ -427,6 +428,23 @@ def test_columns_are_the_learned_density_over_the_memory():
     torch.testing.assert_close(moved @ grid, mean, rtol=0, atol=1e-3)
     centred = grid - mean
     torch.testing.assert_close((moved[:, None] * centred).T @ centred, scale * model.transition.noise, rtol=0.02, atol=1e-4)
+
+
+def test_columns_of_little_weight_and_rows_of_no_density_are_left_out_at_no_loss(monkeypatch):
+    """Against all columns, matched over all rows: estimates differ by far less than the filter errs."""
+    model = SimulatedMemoryKBF(points=300, run=4000, transition="gaussian", observation="gaussian").condition([pushed()])
+    test = pushed(40, 1)
+    assert test.controls is not None
+    seen = []
+    quick = large_rows
+    monkeypatch.setattr(kbf.filters.kernel.controls, "large_rows", lambda table: seen.append(len(quick(table))) or quick(table))
+    short = rollout(model, test.obs[None], controls=test.controls[None]).estimates[0]
+    assert min(seen) < 150, "half of the points at most are looked at"
+    for name, value in {"LEAST_WEIGHT": 0.0, "FEW_COLUMNS": 300, "ERROR_OF_MEAN": 1e-5}.items():
+        monkeypatch.setattr(kbf.filters.kernel.controls, name, value)
+    whole = rollout(model, test.obs[None], controls=test.controls[None]).estimates[0]
+    apart, error = (short - whole).square().mean().sqrt(), (whole - test.states).square().mean().sqrt()
+    assert apart < 0.02 * error, (apart, error)
 
 
 def test_state_dict_holds_the_learned_density():
