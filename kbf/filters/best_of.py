@@ -203,7 +203,7 @@ class BestOf(nn.Module):
         for name in PUBLISHED if total <= MANY and self.main_name not in PUBLISHED and not self.partial else ():
             attempt(name)
         if unsure and total >= ENOUGH:
-            for name in (name for name in MORE if name in known and name != self.main_name):
+            for name in (name for name in MORE | (NETS if total > MANY else {}) if name in known and name != self.main_name):
                 attempt(name)
         if not found:
             return

@@ -57,6 +57,7 @@ def without_more(monkeypatch):
     """Only plain rivals: the others take long, and have tests of their own."""
     monkeypatch.setattr(best_of, "MORE", {})
     monkeypatch.setattr(best_of, "PUBLISHED", {})
+    monkeypatch.setattr(best_of, "NETS", {})
 
 
 # weights
@@ -304,7 +305,7 @@ def test_the_published_filter_is_taken_where_it_is_better(monkeypatch):
 
 
 @pytest.mark.parametrize(("apart", "taken"), [(0.05, "kernel_monte_carlo"), (0.5, "window_boosting")])
-def test_of_those_that_are_alike_the_filter_is_taken(apart, taken):
+def test_of_those_that_are_alike_the_filter_is_taken(apart, taken, monkeypatch):
     """The main model is surely worse; trees are ahead of the filter by less, or more, than a standard error."""
     noise = torch.randn(8, generator=generator(), dtype=F64)
     scores = {
@@ -315,6 +316,7 @@ def test_of_those_that_are_alike_the_filter_is_taken(apart, taken):
     found = {
         name: best_of.Trial([], [torch.ones(4, 1, dtype=F64)] * 8, list(range(8)), each, None) for name, each in scores.items()
     }
+    monkeypatch.setattr(best_of, "MORE", dict.fromkeys(("kernel_monte_carlo", "window_boosting"), lambda seed: MeanModel()))
     model = BestOf(MeanModel())
     model.choose(found, [], torch.ones(1, dtype=F64))
     assert model.used() == [taken]

@@ -60,6 +60,8 @@ LEAST_VARIANCE = 1e-4
 """Of a component, over that of the states, when its log score is asked for: a few particles in one place are no certainty."""
 TIE = 0.1
 """Difference of held-out scores that decides nothing: the filter that is less sure is taken."""
+MARGIN = 0.5
+"""Of the recorded range, on each side of it: there the learned moves are trusted, too."""
 LOOKED_AT = 1000
 """Points that the choice of a law looks at."""
 
@@ -112,6 +114,7 @@ class KernelMonteCarloFilter(Shown):
         counts: bool = False,
         restart: float = 0.0,
         temper: float = 1.0,
+        region: tuple[Float[Tensor, " D"], Float[Tensor, " D"]] | None = None,
     ) -> None:
         """The filter of one model.
 
@@ -129,6 +132,8 @@ class KernelMonteCarloFilter(Shown):
                 track that was lost is found again (Lenser and Veloso, 2000, sensor resetting; here at all times).
             temper: with ``reg=0``, weights by p(x | z_i)^temper: below 1 for observations whose errors go on from step to step, so
                 that several of them tell no more than one (Grunwald, 2012, of models that are not quite true).
+            region: least and largest states; a particle that leaves it begins anew. A learned move may run away outside of what it
+                has seen; None for a model that is true everywhere.
 
         Raises:
             ValueError: no initial states, sizes below 1, or a number out of range.
@@ -143,6 +148,7 @@ class KernelMonteCarloFilter(Shown):
         self.d: int = initial.shape[1] if d is None else d
         self.particles, self.draws, self.reg, self.factor, self.counts = particles, draws, reg, factor, counts
         self.temper: float = temper
+        self.region = region
         count = round(restart * particles)
         self.fresh: Tensor | None = torch.linspace(0, particles - 1, count).round().long().to(initial.device) if count else None
         self.landmarks: Tensor = (
@@ -177,6 +183,11 @@ class KernelMonteCarloFilter(Shown):
             size = (len(moved), len(self.fresh))
             anew = torch.randint(len(self.initial), size, device=moved.device, generator=generator)
             moved = moved.index_copy(1, self.fresh, self.initial[anew])
+        if self.region is not None:
+            outside = ((moved < self.region[0]) | (moved > self.region[1])).any(-1)
+            if bool(outside.any()):
+                anew = torch.randint(len(self.initial), (int(outside.sum()),), device=moved.device, generator=generator)
+                moved = moved.index_put((outside,), self.initial[anew])
         return self.imagined(moved, generator)
 
     def update(self, state: LocalMemory, obs: Float[Tensor, "b q"]) -> LocalMemory:
@@ -412,7 +423,10 @@ class KernelMonteCarlo(ShownModule):
         initial = all_states(sequences, model.order).to(self.dtype)
         counts = self.sensors.counts if self.sensors.known else LAWS[int(self.law)] in ("poisson", "negbin")
         numbers = {"reg": reg, "restart": restart, "temper": temper, **self.sizes}
-        return KernelMonteCarloFilter(model, initial, d=model.d, counts=counts, **numbers)  # pyright: ignore[reportArgumentType]
+        low, high = initial.amin(0), initial.amax(0)
+        margin = MARGIN * (high - low)
+        region = (low - margin, high + margin)
+        return KernelMonteCarloFilter(model, initial, d=model.d, counts=counts, region=region, **numbers)  # pyright: ignore[reportArgumentType]
 
     @torch.no_grad()
     def condition(self, memory: Sequence | list[Sequence] | None) -> KernelMonteCarloFilter:

@@ -213,3 +213,38 @@ def test_errors_that_go_on_from_step_to_step_are_tempered():
     best, plain = found.values()
     assert best[0] < 0.9 * plain[0]
     assert best[1] < plain[1] - 0.5
+
+
+def test_particles_that_leave_the_region_begin_anew():
+    """Moves that double the state run away; within the region they go on as they are."""
+    model = Doubling()
+    initial = torch.linspace(-1, 1, 21, dtype=torch.float64)[:, None]
+    bounds = torch.tensor([-2.0], dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64)
+    free = KernelMonteCarloFilter(model, initial, particles=50, reg=0.0)
+    kept = KernelMonteCarloFilter(model, initial, particles=50, reg=0.0, region=bounds)
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    away, inside = (each.init(2, generator=g) for each, g in zip((free, kept), generators, strict=True))
+    first = [
+        each.predict(state, generator=g).particles for each, state, g in zip((free, kept), (away, inside), generators, strict=True)
+    ]
+    torch.testing.assert_close(*first, rtol=0, atol=0)  # nothing is outside yet
+    for _ in range(20):
+        away, inside = free.predict(away, generator=generators[0]), kept.predict(inside, generator=generators[1])
+        assert inside.particles.abs().max() <= 2
+        if step == 0:  # nothing is outside yet
+            torch.testing.assert_close(inside.particles, away.particles, rtol=0, atol=0)
+    assert away.particles.abs().max() > 100
+    assert inside.particles.unique().numel() > 10
+
+
+class Doubling:
+    """z' = 2 z, x = z + 0.1 e."""
+
+    def move(self, z, generator=None):
+        return 2 * z
+
+    def observe(self, z, generator=None):
+        return z + 0.1 * torch.randn(z.shape, dtype=z.dtype, generator=generator)
+
+    def log_likelihood(self, x, z):
+        return -50 * (x - z).square().sum(-1)
