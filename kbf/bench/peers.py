@@ -1,4 +1,4 @@
-"""The same work by other libraries, in one process: Gaussian filters, density ratios, ridge regression.
+"""The same work by other libraries, in one process: Gaussian and particle filters, density ratios, ridge regression.
 
 Each side's numbers are compared with ours before anything is timed. What differs is the price: filterpy is numpy, one sequence and
 one step at a time; dynamax compiles the whole recursion (and jax has threads of its own); torch-kf filters a batch; gpytorch builds
@@ -15,21 +15,29 @@ from importlib import metadata
 from typing import Any
 
 from kbf.bench.base import Claim, Row, Settings, Tell, alternate, largest
-from kbf.bench.peers_filters import extended, kalman, unscented
+from kbf.bench.peers_filters import bootstrap, extended, kalman, unscented
 from kbf.bench.peers_regression import exact, landmarks, ratio
 from kbf.bench.peers_sides import Side
 from kbf.plots.charts import Figure, curves
 
 SIZES: dict[str, dict[str, Any]] = {
-    "full": {"batches": [1, 64], "steps": 1000, "ratio": [2000, 500], "exact": [2000, 1000], "landmarks": [20_000, 200, 1000]}
+    "full": {
+        "batches": [1, 64],
+        "steps": 1000,
+        "particle_steps": 50,
+        "ratio": [2000, 500],
+        "exact": [2000, 1000],
+        "landmarks": [20_000, 200, 1000],
+    }
     | {"turns": {"rounds": 5, "seconds": 0.2}},
-    "smoke": {"batches": [2], "steps": 4, "ratio": [40, 10], "exact": [30, 5], "landmarks": [30, 5, 5]}
+    "smoke": {"batches": [2], "steps": 4, "particle_steps": 4, "ratio": [40, 10], "exact": [30, 5], "landmarks": [30, 5, 5]}
     | {"turns": {"rounds": 1, "seconds": 0.01}},
 }
 LIBRARIES: dict[str, Any] = {
     "Kalman filter": ("filterpy", "torch_kf", "dynamax"),
     "EKF": ("filterpy", "dynamax"),
     "UKF": ("filterpy", "dynamax"),
+    "particle filter": ("filterpy",),
     "density ratio": ("densratio",),
     "ridge regression": ("gpytorch",),
     "ridge regression, landmarks": ("gpytorch",),
@@ -62,6 +70,8 @@ def works(settings: Settings) -> dict[tuple[str, str], dict[str, Side]]:
         size = f"{batch} x {steps} steps"
         for work, make in {"Kalman filter": kalman, "EKF": extended, "UKF": unscented}.items():
             sides[work, size] = make(batch, steps, library)
+        few = min(steps, settings["particle_steps"])
+        sides["particle filter", f"{batch} x {few} steps"] = bootstrap(batch, few, library)
     n, m = settings["ratio"]
     sides["density ratio", f"n = {n}, m = {m}"] = ratio(n, m, library)
     n, queries = settings["exact"]

@@ -13,12 +13,16 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from kbf.bench.peers_sides import Side, by_dynamax, by_filterpy, jacobian, move, numbers, of_dynamax, turning
+from kbf.bench.peers_sides import Side, by_dynamax, by_filterpy, by_numpy, jacobian, move, numbers, of_dynamax, turning
 from kbf.filters.base import rollout
 from kbf.filters.ekf import ExtendedKalmanFilter
 from kbf.filters.gaussian import KalmanFilter, LinearModel
+from kbf.filters.particle import BootstrapFilter
 from kbf.filters.ukf import UnscentedKalmanFilter
 from kbf.ssm import StateSpaceModel, simulate
+
+PARTICLES = 1000
+"""Of the particle filters."""
 
 
 def tracking() -> LinearModel:
@@ -121,6 +125,23 @@ def unscented(batch: int, steps: int, library: Callable[[str], Any]) -> dict[str
         sides["dynamax"] = by_dynamax(
             library, obs, lambda x: module.unscented_kalman_filter(parameters, x, settings).filtered_means
         )
+    return sides
+
+
+def bootstrap(batch: int, steps: int, library: Callable[[str], Any], particles: int = PARTICLES) -> dict[str, Side]:
+    """The bootstrap particle filter of the oscillatory model, resampled systematically where the effective sample size is half.
+
+    No library of these has one: the other side is a loop of NumPy with filterpy's resampling. Both draw numbers of their own.
+    """
+    model = turning()
+    start = model.m0 + model.P0[0, 0].sqrt() * torch.randn(particles, 2, dtype=torch.float64, generator=Generator().manual_seed(1))
+    ours = BootstrapFilter(model, start, particles)
+    obs = simulate(model, model.m0.expand(batch, 2), steps, Generator().manual_seed(0)).obs
+    note = f"{particles} particles; random"
+    sides = {"kbf": Side(lambda: rollout(ours, obs, generator=Generator().manual_seed(2)).estimates, None, note)}
+    if library("filterpy.monte_carlo"):
+        resample = library("filterpy.monte_carlo").systematic_resample
+        sides["filterpy, NumPy loop"] = Side(lambda: by_numpy(resample, model, start.numpy(), obs), None, note)
     return sides
 
 

@@ -63,6 +63,24 @@ def by_filterpy(
     return means
 
 
+def by_numpy(resample: Callable[[Any], Any], model: StateSpaceModel, start: Any, obs: Tensor) -> Tensor:
+    """A bootstrap filter as one writes it in NumPy, over each sequence; ``resample``: weights -> numbers of particles."""
+    random, n = np.random.default_rng(0), len(start)
+    root, precision = np.linalg.cholesky(model.Q.numpy()), np.linalg.inv(model.R.numpy())
+    means = torch.empty(obs.shape, dtype=torch.float64)
+    for b, sequence in enumerate(obs.numpy()):
+        z, w = start[random.integers(n, size=n)], np.full(n, 1 / n)
+        for t, x in enumerate(sequence):
+            if 1 / (w @ w) < n / 2:
+                z, w = z[resample(w)], np.full(n, 1 / n)
+            z = move(np, z.T).T + random.standard_normal(z.shape) @ root.T
+            exponent = -0.5 * ((x - z) @ precision * (x - z)).sum(1)
+            w = w * np.exp(exponent - exponent.max())
+            w = w / w.sum()
+            means[b, t] = torch.from_numpy(w @ z)
+    return means
+
+
 def numbers(library: Callable[[str], Any]) -> Callable[[Tensor], Any]:
     """Tensor -> jax array, in float64, which jax must be told to keep."""
     library("jax").config.update("jax_enable_x64", True)

@@ -73,4 +73,4 @@ def effective_sample_size(log_weights: Float[Tensor, "b P"]) -> Float[Tensor, " 
 
     References: Kong, Liu and Wong (1994).
     """
-    return (2 * log_weights.logsumexp(-1) - (2 * log_weights).logsumexp(-1)).exp()
+    return 1 / log_weights.softmax(-1).square().sum(-1)

@@ -95,10 +95,13 @@ class RidgeMap(NamedTuple):
         """`log_density` from the mean and scale of a prediction that was made before."""
         residual = self.manifold.log(mean, y)
         rows = residual.reshape(-1, residual.shape[-1])  # one solve for all rows: many small ones take far longer
-        white, turns = self.whitened(rows), self.whitened(self.manifold.turns(rows.shape[-1]).to(rows))
+        white, size = self.whitened(rows), 0.5 * rows.shape[-1] * scale.log()
+        if not self.manifold.circles:
+            return -0.5 * white.square().sum(-1).reshape(residual.shape[:-1]) / scale - size
+        turns = self.whitened(self.manifold.turns(rows.shape[-1]).to(rows))
         # the density is that of all displacements that lead to y
         exponents = torch.stack([-0.5 * (white + turn).square().sum(-1).reshape(residual.shape[:-1]) / scale for turn in turns])
-        return exponents.logsumexp(0) - 0.5 * rows.shape[-1] * scale.log()
+        return exponents.logsumexp(0) - size
 
     def whitened(self, rows: Float[Tensor, "m k"]) -> Float[Tensor, "m k"]:
         """Displacements in units of the noise, S^-1/2 v."""

@@ -1,0 +1,17 @@
+"""The particle filters that `kbf bench peers` times do the same work."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from kbf.bench.peers_filters import bootstrap
+
+
+def test_both_particle_filters_estimate_the_same():
+    """Their means differ by Monte Carlo errors alone: 0.2 / sqrt(4000) a component and step."""
+    pytest.importorskip("filterpy")
+    ours, theirs = (side.call() for side in bootstrap(2, 10, importlib.import_module, 4000).values())
+    assert ours.shape == theirs.shape == (2, 10, 2)
+    assert (ours - theirs).square().mean().sqrt() < 0.01
