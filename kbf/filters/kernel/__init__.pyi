@@ -2,6 +2,7 @@ from kbf.filters.kernel import (
     algorithm as algorithm,
     backward as backward,
     controls as controls,
+    density_update as density_update,
     filter as filter,
     kbf as kbf,
     learned_features as learned_features,
