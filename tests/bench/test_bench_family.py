@@ -142,7 +142,7 @@ def test_equal_numbers(name):
     pytest.importorskip(name)
     compared = 0
     for (work, _), sides in works({**SIZES["smoke"], "steps": 10}).items():
-        if name in LIBRARIES[work]:
+        if name in LIBRARIES[work] and name in sides:  # a particle filter draws numbers of its own
             assert (sides[name].call() - sides["kbf"].call()).abs().max().item() <= sides[name].tolerance
             compared += 1
     assert compared > 0

@@ -184,10 +184,9 @@ class KernelMonteCarloFilter(Shown):
             anew = torch.randint(len(self.initial), size, device=moved.device, generator=generator)
             moved = moved.index_copy(1, self.fresh, self.initial[anew])
         if self.region is not None:
-            outside = ((moved < self.region[0]) | (moved > self.region[1])).any(-1)
-            if bool(outside.any()):
-                anew = torch.randint(len(self.initial), (int(outside.sum()),), device=moved.device, generator=generator)
-                moved = moved.index_put((outside,), self.initial[anew])
+            outside = ((moved < self.region[0]) | (moved > self.region[1])).any(-1, keepdim=True)
+            anew = torch.randint(len(self.initial), moved.shape[:2], device=moved.device, generator=generator)
+            moved = torch.where(outside, self.initial[anew], moved)
         return self.imagined(moved, generator)
 
     def update(self, state: LocalMemory, obs: Float[Tensor, "b q"]) -> LocalMemory:

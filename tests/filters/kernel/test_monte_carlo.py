@@ -224,11 +224,9 @@ def test_particles_that_leave_the_region_begin_anew():
     kept = KernelMonteCarloFilter(model, initial, particles=50, reg=0.0, region=bounds)
     generators = [torch.Generator().manual_seed(0) for _ in range(2)]
     away, inside = (each.init(2, generator=g) for each, g in zip((free, kept), generators, strict=True))
-    for step in range(20):
+    for _ in range(20):
         away, inside = free.predict(away, generator=generators[0]), kept.predict(inside, generator=generators[1])
         assert inside.particles.abs().max() <= 2
-        if step == 0:  # nothing is outside yet
-            torch.testing.assert_close(inside.particles, away.particles, rtol=0, atol=0)
     assert away.particles.abs().max() > 100
     assert inside.particles.unique().numel() > 10
 
