@@ -150,7 +150,9 @@ class PrimalUpdate(OverPoints):
     def covariance(self, ratio: Tensor, features: Tensor, moments: Tensor | None) -> Float[Tensor, "b p p"]:
         """C = Psi^T D Psi of these points, by the products of their features where these are kept and faster."""
         if moments is not None and (self.several or len(ratio) >= BATCH_FOR_MOMENTS):
-            return rules.covariance_from_moments(ratio, moments, self.place, self.basis)
+            p = features.shape[-1]
+            place = self.place if len(self.place) == p * p else rules.places(p, features.device)  # another rank was loaded
+            return rules.covariance_from_moments(ratio, moments, place, self.basis)
         return rules.weighted_covariance(ratio, features)
 
 
