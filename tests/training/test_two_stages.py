@@ -58,8 +58,11 @@ def test_a_checkpoint_of_images_is_enough(run_dir, tmp_path):
     mine, theirs = metrics(tmp_path / "same"), metrics(run_dir)
     alarms = {"test.novelty_alarms", "test.surprise_alarms", "test.lost"}  # of an evaluation alone
     assert mine.keys() >= alarms
-    same = {key: theirs[key] for key in mine.keys() - alarms}
-    assert {key: mine[key] for key in mine.keys() - alarms} == pytest.approx(same, rel=1e-4, abs=1e-6)  # rounding of float32
+    keys = mine.keys() - alarms
+    words = {key for key in keys if not isinstance(theirs[key], float)}
+    assert {key: mine[key] for key in words} == {key: theirs[key] for key in words}
+    numbers = {key: theirs[key] for key in keys - words}
+    assert {key: mine[key] for key in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-6)  # rounding of float32
     assert main([*evaluate, f"run_dir={tmp_path / 'other'}", "seed=5"]) == 0
     assert metrics(tmp_path / "other")["test.mse"] != theirs["test.mse"]
 
@@ -210,7 +213,7 @@ def test_two_processes_share_both_stages(tmp_path, model):
     assert two["test.mse"] < 2.5 * one["test.mse"]  # end to end, two processes make half as many steps in an epoch
     assert main(["evaluate", f"checkpoint={tmp_path / 'both' / 'checkpoints' / 'best.ckpt'}", f"run_dir={tmp_path / 'again'}"]) == 0
     # not to the last bit: with alarms a filter goes step by step, without them all images are coded at once
-    assert metrics(tmp_path / "again")["test.mse"] == pytest.approx(two["test.mse"], rel=1e-5)
+    assert metrics(tmp_path / "again")["test.mse"] == pytest.approx(two["test.mse"], rel=1e-4)
 
 
 @pytest.mark.slow
