@@ -64,8 +64,11 @@ PUBLISHED: dict[str, Callable[[int], nn.Module]] = {
     "kbf_median": lambda seed: KBF(normalise=False, rank=128, learn=False),
 }
 """The filter of Xu et al. (2022), Algorithm 2, over the recording, with bandwidths from median distances: their grid takes long."""
-FOLDS, STRETCHES, LONG = 5, 4, 120
-"""Parts of the recordings that are held out in turn; stretches of each that are run through, and steps in a stretch, at most."""
+FOLDS = 5
+"""Parts of the recordings that are held out in turn."""
+FEW, MOST, SHORT, LONG = 4, 8, 120, 1000
+"""Stretches of each part that are run through, and steps in a stretch: `SHORT` are enough where `FEW` of them fill the part, but
+what changes slowly shows itself in `LONG` ones alone."""
 LEAST, ENOUGH = 100, 500
 """Steps from which anything is compared, and from which `MORE` is tried: fewer cannot say so much."""
 MANY = 2000
@@ -321,17 +324,17 @@ def nmse_of(residuals: Float[Tensor, "t d"], scale: Float[Tensor, " d"]) -> Floa
 
 
 def stretches_of(part: list[Sequence]) -> list[Sequence]:
-    """At most `STRETCHES` stretches of at most `LONG` steps, evenly over a fold; where it is of several short recordings, these.
+    """At most `MOST` stretches, evenly over a fold, of at most `LONG` steps; where it is of several short recordings, these.
 
     How a recording begins may be all that tells where the state is: a short one is run through as long as it lies in the fold, from
     its beginning, as it will be later, unless the fold begins within it.
     """
     total = sum(len(s.states) for s in part)
-    length = max(2, min(LONG, total // STRETCHES))
-    whole = len(part) > 1 and all(len(s.states) <= 2 * LONG for s in part)
+    length = max(2, min(SHORT, total // FEW), min(LONG, total // MOST))
+    whole = len(part) > 1 and all(len(s.states) <= 2 * SHORT for s in part)
     spans = [(s, k) for s in part for k in ([0] if whole else range(0, max(1, len(s.states) - length // 2), length))]
-    chosen = {round(i * (len(spans) - 1) / max(1, STRETCHES - 1)) for i in range(STRETCHES)}
-    return [piece(spans[i][0], spans[i][1], 2 * LONG if whole else spans[i][1] + length) for i in sorted(chosen)]
+    chosen = {round(i * (len(spans) - 1) / (MOST - 1)) for i in range(MOST)}
+    return [piece(spans[i][0], spans[i][1], 2 * SHORT if whole else spans[i][1] + length) for i in sorted(chosen)]
 
 
 def run(filter: Filter[Any], stretches: list[Sequence]) -> Iterator[tuple[Tensor, Bool[Tensor, "t d"] | None]]:

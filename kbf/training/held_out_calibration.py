@@ -32,6 +32,8 @@ from kbf.training.train import held_by
 FOLDS = 5
 MOST_STEPS = 5000
 """Most steps that are filtered, of large recordings the first of each fold."""
+BESIDE = 300
+"""Steps of each recording that are filtered all the same: recordings run beside each other, and how they begin is not all."""
 LEAST_OBSERVATIONS = 10
 """Observations without a silent sensor that a monitor needs."""
 MOST_NUMBERS = 2**22
@@ -70,11 +72,12 @@ def held_out(net: FilterModel, memory: list[Sequence], count: int = FOLDS, most:
     """
     if isinstance(net, BestOf) and net.crosswise:
         left = -(-most // len(net.crosswise))
-        yield from ((filter, first_steps(part, left)) for filter, part in net.crosswise)
+        yield from ((filter, first_steps(part, max(left, BESIDE * len(part)))) for filter, part in net.crosswise)
         return
     left = -(-most // count)
     for spans in folds([len(s.states) for s in memory], count):
-        yield net.condition(without(memory, spans)), first_steps(take(memory, spans), left)
+        part = take(memory, spans)
+        yield net.condition(without(memory, spans)), first_steps(part, max(left, BESIDE * len(part)))
 
 
 def never_learned_from(module: FilterTraining) -> Held:
