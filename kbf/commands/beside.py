@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from kbf.commands.common import columns_of, console
 from kbf.data.dataset import Data
 from kbf.evaluation.metrics import nmse
 from kbf.evaluation.score import Score, score
-from kbf.filters.best_of import PLAIN, BestOf
-from kbf.runtime.files import write_csv
+from kbf.filters.best_of import PLAIN
 
 NOTHING, OUTSIDE, RULES = 0.95, 0.05, 0.9
 """NMSE from which a column is as good as unknown; share of test steps outside of the training's range that is told; share of the
@@ -54,23 +52,6 @@ def beside(config: Mapping[str, Any], data: Data, result: Score) -> dict[str, fl
     for told in remarks(names, found, torch.cat([s.states for s in train]).double(), states, torch.cat(result.estimates)):
         console.print(f"[yellow]{escape(told)}[/]", highlight=False)
     return {f"plain.{name}.nmse": columns.nanmean().item() for name, columns in found.items() if name in PLAIN}
-
-
-def show_tried(net: BestOf, directory: Path) -> None:
-    """Print what was compared on held-out stretches, and keep it as ``tried.csv``; nothing where there was no comparison."""
-    if not net.tried:
-        return
-    used = net.used()
-    table = Table("on held-out stretches", "NMSE", "± s.e.", "seconds", "weight in the filter", "remark")
-    weights = dict(zip(net.models, net.weights.mean(1).tolist(), strict=True))
-    for row in net.tried:
-        numbers = ["" if value is None else f"{value:.4f}" for value in (row.nmse, row.error)]
-        weight = f"{weights[row.model]:.2f}" if row.model in used else ""
-        table.add_row(row.model, *numbers, f"{row.seconds:.1f}", weight, escape(row.note))
-    console.print(table)
-    if used != [net.main_name]:
-        console.print(f"[yellow]the filter is made of {', '.join(used)}[/]: better on what was held out", highlight=False)
-    write_csv(directory / "tried.csv", [row._asdict() for row in net.tried])
 
 
 def shown(value: float) -> str:

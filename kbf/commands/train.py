@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.markup import escape
 
-from kbf.commands import auto
-from kbf.commands.beside import beside, show_tried
+from kbf.commands import auto, tried
+from kbf.commands.beside import beside
 from kbf.commands.common import (
     Telling,
     about,
@@ -34,8 +34,7 @@ from kbf.data.dataset import Data, load_data
 from kbf.data.windows import split
 from kbf.evaluation.floors import data_floor, floor
 from kbf.evaluation.score import Score, score
-from kbf.filters.best_of import BestOf
-from kbf.runtime.files import LOCK, copy, locked, scratch, write_csv, write_json, write_text
+from kbf.runtime.files import LOCK, copy, locked, scratch, write_json, write_text
 from kbf.runtime.instantiate import build
 from kbf.training.callbacks import BEST, ENCODERS, LAST
 from kbf.training.checkpoint import CheckpointError, Trained, read_checkpoint
@@ -70,10 +69,11 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]
     data = load_data(config["data"], trust=trust)
     tell(data)
-    tried: list[auto.Row] = []
+    compared: tried.Lines = []
     if "candidates" in config["model"]:
-        config, tried = auto.choose(config, data, trust=trust)
-        auto.show_choice(tried)
+        config, rows = auto.choose(config, data, trust=trust)
+        compared = tried.lines_of("auto", rows, {rows[0].model: 1.0})
+        tried.show(compared)
     if not config["calibrate"]:
         config = {**config, "model": without_net_under(config["model"])}
     if budget is not None and config["model"].get("net_under"):
@@ -86,7 +86,7 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     def begin() -> None:
         check_free(directory, ckpt_path, overwrite=config["overwrite"])  # another run may have ended meanwhile
         lock.enter_context(locked(directory))
-        prepare_directory(directory, ckpt_path, config, tried)
+        prepare_directory(directory, ckpt_path, config, compared)
 
     silent = not config["model"].get("training") and not config["model"].get("coding")  # else there is a progress bar
     steps = sum(len(s.states) for s in data.train)
@@ -114,6 +114,9 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     write_json(directory / "metrics.json", metrics)
     last_step = max(0, trained.steps - 1)  # that of the last point of the curves
     log_results(loggers, config, metrics, last_step)
+    under = tried.lines_of_net(trained.module.net)
+    tried.write(directory, compared + under)
+    tried.log(loggers, compared + under, last_step)
     if result is not None:
         spread = None if result.covariances is None else result.covariances[0]
         shown = (data.test[0], result.estimates[0], last_step)
@@ -122,8 +125,7 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
             log_frames(loggers, "frames/test", *shown, covariances=spread, extent=data.extent)
     for logger in loggers:
         logger.finalize("success")
-    if isinstance(trained.module.net, BestOf):
-        show_tried(trained.module.net, directory)
+    tried.show(under)
     of_the_test = [f"test.{name}" for name in ("mse", "nmse", "floor", "excess", "coverage_95")]
     of_the_test += ["test.passed_over"] if metrics.get("test.passed_over") else []
     show(title, metrics, [*of_the_test, "validation.mse", "held_out.mse", "epochs", "seconds"])
@@ -141,7 +143,7 @@ def error_without_last_steps(config: dict[str, Any], data: Data, *, trust: bool)
     """``held_out.mse``: the error on the last ``hold_out`` of the training part of a fit to the rest, which is then forgotten."""
     fit, held = auto.held_out_part(data, config["hold_out"])
     with scratch(config["run_dir"]) as folder, console.status("a fit without the last steps of the training part"):
-        return auto.held_out_error(config, fit, held, folder, trust=trust, extent=data.extent)
+        return auto.held_out_score(config, fit, held, folder, trust=trust, extent=data.extent).mse.mean().item()
 
 
 def calibrated(trained: Trained, data: Data, directory: Path, seed: int) -> Trained:
@@ -228,12 +230,10 @@ def check_free(directory: Path, ckpt_path: Path | None, *, overwrite: bool) -> N
             raise ValueError(f"{directory} holds an interrupted run: {goes_on}; overwrite=true begins anew")
 
 
-def prepare_directory(
-    directory: Path, ckpt_path: Path | None, config: dict[str, Any], tried: list[dict[str, Any]] | None = None
-) -> None:
+def prepare_directory(directory: Path, ckpt_path: Path | None, config: dict[str, Any], compared: tried.Lines | None = None) -> None:
     """Make the run directory: a fresh run clears the results of one before, a resumed one brings its best checkpoint.
 
-    ``tried``: what model=auto tried, for ``auto.csv``.
+    ``compared``: what model=auto tried, for ``tried.csv``: a kill does not take it away.
     """
     from yaml import safe_dump
 
@@ -242,7 +242,6 @@ def prepare_directory(
     if ckpt_path is None:
         written = (
             "metrics.json",
-            "auto.csv",
             "tried.csv",
             "track.png",
             "frames.png",
@@ -263,8 +262,7 @@ def prepare_directory(
             copy(brought, own)
         elif own.exists() and read_checkpoint(own)["hyper_parameters"] != read_checkpoint(ckpt_path)["hyper_parameters"]:
             own.unlink()
-    if tried:
-        write_csv(directory / "auto.csv", tried)
+    tried.write(directory, compared or [])
     write_text(directory / "config.yaml", safe_dump({k: v for k, v in config.items() if k != "explicit"}, sort_keys=False))
 
 

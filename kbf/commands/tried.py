@@ -1,0 +1,73 @@
+"""What ``model=auto`` and the net under a model have tried on held-out steps of the training part: table, file, TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from kbf.commands.common import console
+from kbf.filters.best_of import BestOf, Row
+from kbf.runtime.files import write_csv
+
+FILE = "tried.csv"
+COLUMNS = ("tried by", "model", "NMSE", "± s.e.", "seconds", "weight in the filter", "remark")
+Lines = list[dict[str, Any]]
+"""One for each model that was tried: by whom, the fields of its `kbf.filters.best_of.Row`, its weight in what was made of it."""
+
+
+def lines_of(by: str, rows: Many[Row], weights: dict[str, float]) -> Lines:
+    """The rows of one search as lines; ``weights`` are of those models that were taken."""
+    return [{"by": by, **row._asdict(), "weight": weights.get(row.model)} for row in rows]
+
+
+def lines_of_net(net: Any) -> Lines:
+    """What a net under a model has compared; empty where there was no comparison."""
+    if not isinstance(net, BestOf):
+        return []
+    used = net.used()
+    weights = dict(zip(net.models, net.weights.mean(1).tolist(), strict=False))
+    taken = {name: weights[name] for name in used if name in weights}
+    return lines_of("net", net.tried, taken)
+
+
+def texts(line: dict[str, Any]) -> list[str]:
+    """The cells of a line."""
+    numbers = ["" if line[key] is None else f"{line[key]:.4f}" for key in ("nmse", "error")]
+    weight = "" if line["weight"] is None else f"{line['weight']:.2f}"
+    return [line["by"], line["model"], *numbers, f"{line['seconds']:.1f}", weight, line["note"]]
+
+
+def show(lines: Lines) -> None:
+    """Print the lines, and what was made of it."""
+    if not lines:
+        return
+    table = Table(*COLUMNS, title="on held-out steps of the training part")
+    for line in lines:
+        table.add_row(*map(escape, texts(line)))
+    console.print(table)
+    taken = ", ".join(line["model"] for line in lines if line["weight"] is not None)
+    console.print(f"taken, as best on what was held out: [bold]{escape(taken)}[/]", highlight=False)
+
+
+def write(directory: Path, lines: Lines) -> None:
+    """Keep the lines as ``tried.csv`` of a run's folder; nothing where nothing was compared."""
+    if lines:
+        write_csv(directory / FILE, lines)
+
+
+def log(loggers: Many[Any], lines: Lines, step: int) -> None:
+    """Tell loggers: a number ``tried/MODEL`` of each, and those that take text the table."""
+    numbers = {f"tried/{line['model']}": line["nmse"] for line in lines if line["nmse"] is not None}
+    if not lines:
+        return
+    cells = [list(COLUMNS), ["---"] * len(COLUMNS), *(texts(line) for line in lines)]
+    table = "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in cells)
+    for logger in loggers:
+        logger.log_metrics(numbers, step)
+        add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
+        if add_text is not None:
+            add_text("tried", table, step)
