@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import NoneType
@@ -130,10 +130,28 @@ def fill_in_recorded(composed: Any, overrides: list[str]) -> None:
 
     from kbf.data.recorded import training_steps
 
-    if not any(word.lstrip("+").startswith("n_train=") and word != "n_train=null" for word in overrides):
+    if takes_everything(composed, overrides):
         raw = OmegaConf.create({**plain(composed, resolve=False), "n_train": None})
         with suppress(ValueError):  # a package that is missing, or wrong settings: the data set says so when it is loaded
-            composed.n_train = training_steps(OmegaConf.to_container(raw.data.source, resolve=True))  # pyright: ignore
+            every = training_steps(OmegaConf.to_container(raw.data.source, resolve=True))  # pyright: ignore
+            composed.n_train = with_every(composed.n_train, every)
+
+
+def takes_everything(composed: Any, overrides: list[str]) -> bool:
+    """Whether all steps are to be learned from, for want of a number or as one of the sizes of a comparison."""
+    said = any(word.lstrip("+").startswith("n_train=") and word != "n_train=null" for word in overrides)
+    n_train = composed.get("n_train")
+    return not said or n_train is None or (isinstance(n_train, Iterable) and None in list(n_train))
+
+
+def with_every(n_train: Any, every: int) -> Any:
+    """``n_train`` with ``every`` in the place of null.
+
+    >>> with_every([100, None], 900), with_every(None, 900)
+    ([100, 900], 900)
+    """
+    several = isinstance(n_train, Iterable) and None in list(n_train)
+    return [every if n is None else n for n in n_train] if several else every
 
 
 def fill_in_own_data(composed: Any, overrides: list[str]) -> None:
@@ -146,14 +164,14 @@ def fill_in_own_data(composed: Any, overrides: list[str]) -> None:
     from kbf.data.own import complete
 
     data.path = as_text(str(Path(str(data.path)).expanduser().resolve()))  # a checkpoint must find it from anywhere
-    everything = not any(word.startswith("n_train=") and word != "n_train=null" for word in overrides)
+    everything = takes_everything(composed, overrides)
     raw = OmegaConf.create({**plain(composed, resolve=False), "n_train": None})
     source: Any = OmegaConf.to_container(raw.data.source, resolve=True)
     shapes = complete({key: value for key, value in source.items() if key != "_target_"})
     if shapes["image"] is None:
         data.coding = None
     if everything and "n_train" in composed:
-        composed.n_train = shapes["n_train"]
+        composed.n_train = with_every(composed.n_train, shapes["n_train"])
     for key in ("d", "q", "image", "k", "boundary", "time_step"):
         data[key] = shapes[key]
 

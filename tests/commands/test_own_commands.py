@@ -69,6 +69,8 @@ def test_shapes_come_from_the_file(table):
     assert config["n_train"] == [176]
     assert config["recipe"]["data"]["d"] == 2
     assert configure("compare", ["data=own", path_of(table), *COLUMNS, "models=[lstm]", "n_train=50,100"])["n_train"] == [50, 100]
+    several = configure("compare", ["data=own", path_of(table), *COLUMNS, "models=[lstm]", "n_train=[50,null]"])
+    assert several["n_train"] == [50, 176], "null: all steps there are"
 
 
 def test_train_and_evaluate(trained, table, drawn, tmp_path, monkeypatch):
