@@ -73,6 +73,27 @@ def test_shapes_come_from_the_file(table):
     assert several["n_train"] == [50, 176], "null: all steps there are"
 
 
+def test_patterns_stand_for_columns(tmp_path, capsys):
+    """In the order of the file of the training, whatever the order in a later file."""
+    rows = torch.rand(40, 3, generator=torch.Generator().manual_seed(0)).tolist()
+    for name, header in (("a", ["z", "cell_1", "cell_2"]), ("b", ["cell_2", "z", "cell_1"])):
+        table = [dict(zip(("z", "cell_1", "cell_2"), row, strict=True)) for row in rows]
+        lines = [",".join(header), *(",".join(f"{row[key]:.6f}" for key in header) for row in table)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(lines))
+    words = ["data=own", f"data.path={tmp_path / 'a.csv'}", "data.states=[z]", "data.observations=[cell_*]", "model=kalman"]
+    assert main(["train", *words, *QUICK, "calibrate=false", f"run_dir={tmp_path / 'run'}"]) == 0
+    found = {}
+    for name in "ab":
+        out = tmp_path / f"{name}.out.csv"
+        best = tmp_path / "run" / "checkpoints" / "best.ckpt"
+        assert main(["filter", f"checkpoint={best}", f"input={tmp_path / name}.csv", f"output={out}"]) == 0
+        found[name] = out.read_text()
+    assert found["a"] == found["b"]
+    capsys.readouterr()
+    assert main(["train", *[word.replace("cell_*", "cell_?x") for word in words], f"run_dir={tmp_path / 'none'}"]) == 2
+    assert "no column is like 'cell_?x'; it has z, cell_1, cell_2" in capsys.readouterr().err
+
+
 def test_train_and_evaluate(trained, table, drawn, tmp_path, monkeypatch):
     told = metrics(trained)
     scale = drawn.states.std(0) * torch.tensor([1000.0, 0.01])

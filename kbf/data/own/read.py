@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kbf.data.own.boundary import Boundary
 from kbf.data.own.limits import LARGEST_NUMBER
-from kbf.data.own.recordings import Contents, Layout, Observations, Recording, layout_of
+from kbf.data.own.recordings import Contents, Layout, Observations, Recording, is_pattern, layout_of
 
 
 def read(path: str | os.PathLike[str], layout: Layout, *, states: bool = True) -> Contents:
@@ -90,10 +90,12 @@ def read_observations(path: str | os.PathLike[str], config: dict[str, Any]) -> l
 
     boundary = Boundary.from_dict(config["boundary"])
     layout = layout_of(config)
-    if layout.observations is None:  # an array in the training; here it may be a table
-        layout = layout._replace(observations=boundary.columns("observations") or None)
-    if layout.controls is None:
-        layout = layout._replace(controls=list(boundary.controls) or None)
+    for side, names in (("observations", boundary.columns("observations")), ("controls", list(boundary.controls))):
+        said = getattr(
+            layout, side
+        )  # None: an array in the training; here it may be a table. Patterns: the columns of the training
+        if said is None or (isinstance(said, list) and any(map(is_pattern, said))):
+            layout = layout._replace(**{side: names or None})
     sequences = []
     for recording in read(path, layout, states=False).recordings:
         check_times(recording)

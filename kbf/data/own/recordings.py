@@ -12,7 +12,7 @@ from kbf.runtime.extras import need
 
 
 class Layout(NamedTuple):
-    """Which columns or arrays of a file hold what. A list names columns; a word names an array of a file of arrays.
+    """Which columns or arrays of a file hold what. A list names columns, or patterns of names; a word an array of a file of arrays.
 
     Attributes:
         states, observations, controls: columns or array; None takes what an array file calls so.
@@ -131,3 +131,8 @@ def by_sequence(whole: Recording, ids: list[str]) -> list[Recording]:
     if number is None:
         return [whole._replace(name=order[0])]
     return [rows_of((number == k).nonzero()[:, 0], whole, name) for k, name in enumerate(order)]
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a name stands for all columns that are like it, as ``cell_*`` does."""
+    return "*" in name or "?" in name

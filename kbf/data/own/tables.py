@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import fnmatch
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kbf.data.own.cells import number, seconds
-from kbf.data.own.recordings import Contents, Layout, Recording, by_sequence, own_package
+from kbf.data.own.recordings import Contents, Layout, Recording, by_sequence, is_pattern, own_package
 
 
 class Table(NamedTuple):
@@ -32,10 +33,30 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
     header = header_of(path)
     sides = {"states": layout.states if states else [], "observations": [] if layout.images else layout.observations}
     sides["controls"] = layout.controls or []
+    sides = {side: matching(path, header, names) if isinstance(names, list) else names for side, names in sides.items()}
     for side, names in sides.items():
         if not isinstance(names, list) or (not names and side != "controls" and (side != "states" or states) and not layout.images):
             raise ValueError(f"{path}: say which columns are {side}: data.{side}=[...]; it has {', '.join(header)}")
     return recordings_of(path, layout, sides, read_table(path, layout, sides))
+
+
+def matching(path: Path, header: list[str], names: list[str]) -> list[str]:
+    """Names of columns, with all that are like a pattern in its place, in the file's order.
+
+    >>> matching(Path("a.csv"), ["x", "cell_1", "cell_2"], ["cell_*", "x"])
+    ['cell_1', 'cell_2', 'x']
+
+    Raises:
+        ValueError: a pattern that no column is like.
+    """
+    found: list[str] = []
+    for name in names:
+        pattern = is_pattern(name) and name not in header
+        alike = fnmatch.filter(header, name) if pattern else [name]
+        if not alike:
+            raise ValueError(f"{path}: no column is like {name!r}; it has {', '.join(header)}")
+        found += [each for each in alike if not (pattern and each in found)]
+    return found
 
 
 def read_table(path: Path, layout: Layout, sides: dict[str, Any]) -> Table:
