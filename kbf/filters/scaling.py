@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from kbf.filters.protocols import Filter, covariance_of, sample_of
@@ -17,9 +17,14 @@ from kbf.manifolds import manifold_of
 from kbf.runtime.notebook import ShownModule
 from kbf.sequence import Sequence
 
+MOST_COUNTED = 100
+"""Observations that are whole numbers from 0 on, up to this at most, are counts."""
+
 
 class Scaling(ShownModule):
     """x -> (x - mean) / scale for each component of states, observations and controls; the numbers are buffers, in float64.
+
+    Counts among the observations stay as they are: their laws (Poisson, ...) are of counts, not of multiples of them.
 
     Attributes:
         z_mean, z_scale: ``d``. x_mean, x_scale: ``q``, without entries for images, which stay as they are. u_mean, u_scale: ``k``,
@@ -59,6 +64,9 @@ class Scaling(ShownModule):
             sides["u"] = torch.cat(controls), None
         for side, (values, free) in sides.items():
             mean, scale = spread(values.double(), free)
+            if side == "x":
+                left = are_counts(values)
+                mean, scale = torch.where(left, 0, mean), torch.where(left, 1, scale)
             self.register_buffer(f"{side}_mean", mean)
             self.register_buffer(f"{side}_scale", scale)
         return self
@@ -99,6 +107,15 @@ def spread(values: Float[Tensor, "n c"], free: list[bool] | None) -> tuple[Float
     sd = (torch.where(known, values - mean, 0).square().sum(0) / count).sqrt()
     constant = sd <= 1e-12 * mean.abs()  # what rounding leaves
     return torch.where(kept.to(mean.device), mean, 0), torch.where(kept.to(sd.device) & ~constant, sd, 1)
+
+
+def are_counts(values: Float[Tensor, "n c"]) -> Bool[Tensor, " c"]:
+    """Which columns hold whole numbers from 0 to at most `MOST_COUNTED`, that differ, as far as they are finite."""
+    finite = values.isfinite()
+    known = torch.where(finite, values, 0)
+    whole = ((known >= 0) & (known <= MOST_COUNTED) & (known == known.round())).all(0)
+    least, most = torch.where(finite, values, torch.inf).amin(0), torch.where(finite, values, -torch.inf).amax(0)
+    return whole & (least < most)
 
 
 class ScaledFilter(FilterWrapper):

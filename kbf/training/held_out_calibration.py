@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from kbf.data.windows import first_steps, folds, split, take, without
-from kbf.evaluation.calibration import Calibration, calibrate
+from kbf.evaluation.calibration import Calibration, calibrate, floor_of, floored, mahalanobis
 from kbf.evaluation.monitor import MOST_KEPT, WINDOW, Monitor, fit_tail, innermost, middle, surprise_of
 from kbf.evaluation.score import score, score_smoothed
 from kbf.filters.base import Filter, FilterModel
@@ -54,12 +54,14 @@ class Run(NamedTuple):
     Attributes:
         states: ``m d``, one sequence behind the other, with their estimates ``m d`` and covariances ``m d d`` (None without).
         surprises: ``T`` for each sequence.
+        filters: ``m``, the number of the filter that each step was run through by.
     """
 
     states: Tensor
     estimates: Tensor
     covariances: Tensor | None
     surprises: list[Tensor]
+    filters: Tensor
 
 
 def held_out(net: FilterModel, memory: list[Sequence], count: int = FOLDS, most: int = MOST_STEPS) -> Held:
@@ -72,12 +74,12 @@ def held_out(net: FilterModel, memory: list[Sequence], count: int = FOLDS, most:
     """
     if isinstance(net, BestOf) and net.crosswise:
         left = -(-most // len(net.crosswise))
-        yield from ((filter, first_steps(part, max(left, BESIDE * len(part)))) for filter, part in net.crosswise)
+        yield from ((filter, first_steps(part, max(left, min(BESIDE, left) * len(part)))) for filter, part in net.crosswise)
         return
     left = -(-most // count)
     for spans in folds([len(s.states) for s in memory], count):
         part = take(memory, spans)
-        yield net.condition(without(memory, spans)), first_steps(part, max(left, BESIDE * len(part)))
+        yield net.condition(without(memory, spans)), first_steps(part, max(left, min(BESIDE, left) * len(part)))
 
 
 def never_learned_from(module: FilterTraining) -> Held:
@@ -89,14 +91,16 @@ def never_learned_from(module: FilterTraining) -> Held:
 
 def run_through(held: Held, *, seed: int = 0, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Run:
     """Run each filter through its sequences, from its start; arguments as of `kbf.evaluation.score.score`."""
-    states, means, covariances, surprises = [], [], [], []
-    for filter, sequences in held:
+    states, means, covariances, surprises, filters = [], [], [], [], []
+    for k, (filter, sequences) in enumerate(held):
         scores = score(filter, sequences, seed=seed, dtype=dtype, device=device, covariances=True, watch=surprise)
         states += [s.states.double().cpu() for s in sequences]
         means += scores.estimates
         covariances += scores.covariances or []
         surprises += [each.surprise for each in scores.watched]
-    return Run(torch.cat(states), torch.cat(means), torch.cat(covariances) if covariances else None, surprises)
+        filters.append(torch.full((sum(len(s.states) for s in sequences),), k))
+    together = torch.cat(covariances) if covariances else None
+    return Run(torch.cat(states), torch.cat(means), together, surprises, torch.cat(filters))
 
 
 def surprise(
@@ -113,7 +117,23 @@ def surprise(
 
 def learn_calibration(run: Run) -> Calibration | None:
     """The calibration of the covariances of a run; None if it has none."""
-    return None if run.covariances is None else calibrate(run.states, run.estimates, run.covariances)
+    return None if run.covariances is None else calibrate_by(run.states, run.estimates, run.covariances, run.filters)
+
+
+def calibrate_by(
+    states: Float[Tensor, "m d"], means: Float[Tensor, "m d"], covariances: Float[Tensor, "m d d"], filters: Int[Tensor, " m"]
+) -> Calibration:
+    """The calibration by steps that several filters were run through; of `FOLDS` filters the worst and the best are left out.
+
+    Where a fold holds all that a recording says of some region, the filter without it knows nothing there. That of all recordings
+    does: by the pooled scores of all folds its regions would be far too wide, by those of the middle ones they are not.
+    """
+    kept, count = torch.ones(len(states), dtype=torch.bool), 1 + int(filters.max())
+    if count >= FOLDS:
+        scores = mahalanobis(states, means, floored(covariances, floor_of(covariances)))
+        order = torch.stack([scores[filters == k].mean() for k in range(count)]).argsort()
+        kept = (filters != order[0]) & (filters != order[-1])
+    return calibrate(states[kept], means[kept], covariances[kept])
 
 
 @torch.no_grad()
@@ -204,13 +224,15 @@ def learn_smoothed(trained: Trained, *, lag: int | None = None, seed: int = 0) -
         ValueError: too few steps, or a filter without a smoother.
     """
     module = trained.module
-    states, means, covariances = [], [], []
-    for filter, sequences in held_out(module.net, module.memory.sequences()):
+    states, means, covariances, filters = [], [], [], []
+    for k, (filter, sequences) in enumerate(held_out(module.net, module.memory.sequences())):
         scores = score_smoothed(filter, sequences, lag=lag, seed=seed, dtype=module.model_dtype, device=module.device)
         states += [s.states.double().cpu() for s in sequences]
         means += scores.estimates
         covariances += scores.covariances or []
-    return in_units_of_the_data(calibrate(torch.cat(states), torch.cat(means), torch.cat(covariances)), trained)
+        filters.append(torch.full((sum(len(s.states) for s in sequences),), k))
+    parts = (torch.cat(part) for part in (states, means, covariances, filters))
+    return in_units_of_the_data(calibrate_by(*parts), trained)
 
 
 def in_units_of_the_data(calibration: Calibration, trained: Trained) -> Calibration:

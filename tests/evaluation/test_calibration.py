@@ -37,7 +37,7 @@ from kbf.rkhs.kernels import gaussian
 from kbf.sequence import Sequence
 from kbf.ssm import rotation
 from kbf.training.checkpoint import load_filter, rewrite_checkpoint
-from kbf.training.held_out_calibration import held_out, learn_and_keep, learn_calibration, run_through
+from kbf.training.held_out_calibration import calibrate_by, held_out, learn_and_keep, learn_calibration, run_through
 from kbf.training.train import train
 
 
@@ -280,11 +280,26 @@ def test_the_first_steps():
     assert [len(s.states) for s in first_steps(two, 60)] == [4, 5]
 
 
+def test_of_five_filters_the_best_and_the_worst_do_not_count():
+    """One knows nothing of its fold: it widens no region. Of fewer filters all count."""
+    states = torch.randn(500, 2, generator=torch.Generator().manual_seed(0)).double()
+    folds = torch.arange(5).repeat_interleave(100)
+    states[folds == 3] *= 30
+    states[folds == 1] *= 0.1
+    others = (folds != 3) & (folds != 1)
+    means, C = torch.zeros_like(states), torch.eye(2).double().expand(500, 2, 2)
+    found, expected = calibrate_by(states, means, C, folds), calibrate(states[others], means[others], C[others])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    assert float(found.scale) == pytest.approx(1, abs=0.2)
+    few = calibrate_by(states, means, C, folds.clamp_max(3))
+    assert int(few.steps) == 500 and float(few.scale) > 100
+
+
 def test_a_kalman_filter_is_calibrated_by_what_it_has_not_seen():
     """Held-out regions hold their share on new data; no covariances, no calibration."""
     data = SyntheticData(rotation(), n_train=400, n_test=400)
     learned = learn_calibration(run_through(held_out(LearnedKalman(), data.train)))
-    assert learned is not None and int(learned.steps) == 400
+    assert learned is not None and int(learned.steps) == 240, "three of five folds"
     from kbf.evaluation.score import score
 
     found = score(LearnedKalman().condition(data.train), data.test, covariances=True)

@@ -172,3 +172,16 @@ def test_controls_are_scaled_too():
     moved = filter.predict(filter.init(1), control=scaling.u_mean[None] + 2 * scaling.u_scale)
     torch.testing.assert_close(moved[0].double(), torch.full((1, 2), 2.0).double())
     assert filter.controlled == 1
+
+
+def test_counts_stay_as_they_are():
+    """Beside columns that are not: whole numbers below 0, above `MOST_COUNTED`, or not whole; a column of 0 alone is constant."""
+    rows = torch.tensor([[0, 3.0, -1, 0, 0.5, 0], [2, 0, 1, 101, 1, 0], [1, torch.nan, 4, 2, 2, 0]], dtype=torch.float64)
+    scaling = Scaling().prepare([Sequence(torch.arange(3.0)[:, None].double(), rows)])
+    scaled = scaling.observation(rows)
+    assert torch.equal(scaled[:, :2].nan_to_num(9), rows[:, :2].nan_to_num(9))
+    assert torch.allclose(scaled[:, 2:5].mean(0), torch.zeros(3).double()) and torch.allclose(
+        scaled[:, 2:5].std(0, correction=0), torch.ones(3).double()
+    )
+    assert torch.equal(scaled[:, 5], torch.zeros(3).double())
+    assert scaling.z_scale != 1, "states are scaled whatever they are"
