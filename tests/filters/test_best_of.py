@@ -15,7 +15,7 @@ from kbf.evaluation.score import score
 from kbf.export.step import refuse
 from kbf.filters import best_of
 from kbf.filters.base import rollout
-from kbf.filters.best_of import BestOf, simplex_weights, stacked, trial
+from kbf.filters.best_of import BestOf, simplex_weights, stacked, stretches_of, trial
 from kbf.filters.gaussian import KalmanFilter, LinearModel
 from kbf.filters.kalman_fitted import LearnedKalman
 from kbf.filters.live import Live
@@ -320,3 +320,18 @@ def test_of_those_that_are_alike_the_filter_is_taken(apart, taken, monkeypatch):
     model = BestOf(MeanModel())
     model.choose(found, [], torch.ones(1, dtype=F64))
     assert model.used() == [taken]
+
+
+def test_stretches_are_as_long_as_a_fold_allows():
+    """`FEW` of `SHORT` steps at first, then `MOST`, which grow with the fold up to `LONG`; short recordings are taken whole."""
+
+    def lengths(*steps):
+        return [len(s.states) for s in stretches_of([Sequence(torch.zeros(n, 1), torch.zeros(n, 1)) for n in steps])]
+
+    assert lengths(100) == [25] * 4
+    assert lengths(480) == [120] * 4
+    assert lengths(960) == [120] * 8
+    assert lengths(4000) == [500] * 8
+    assert lengths(100_000) == [1000] * 8
+    assert lengths(*[150] * 30) == [150] * 8
+    assert lengths(*[1700] * 28)[:2] == [1000, 1000] and len(lengths(*[1700] * 28)) == 8
