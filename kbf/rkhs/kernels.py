@@ -73,9 +73,12 @@ def arcsine(x: Points, y: Others, *, bias: float, slope: float) -> Gram:
 
     References: Williams (1998), Computation with infinite neural networks.
     """
-    own_x, own_y = (bias**2 + slope**2 * p.square().sum(-1) for p in (x, y))
-    scale = (1 + 2 * own_x)[..., :, None] * (1 + 2 * own_y)[..., None, :]
-    return 2 / math.pi * torch.asin(2 * (bias**2 + slope**2 * (x @ y.mT)) * scale.rsqrt())
+
+    def shrunk(p: Tensor) -> Tensor:  # (slope p, bias) / sqrt(1/2 + s(p, p)): the arcsine's argument is the product of two such
+        weighted = torch.cat([slope * p, torch.zeros_like(p[..., :1]) + bias], -1)
+        return weighted * (0.5 + weighted.square().sum(-1, keepdim=True)).rsqrt()
+
+    return 2 / math.pi * torch.asin(shrunk(x) @ shrunk(y).mT)
 
 
 def linear(x: Points, y: Others) -> Gram:
