@@ -291,7 +291,7 @@ def slow(n: int, seed: int) -> Sequence:
 
 def test_neighbours_in_time_make_nothing_novel():
     """Steps just before and after an observation are nearer to it than those of the training are to a new one."""
-    shares, no_run = [], Run(*[torch.zeros(0)] * 3, [torch.full((20,), torch.nan)])
+    shares, no_run = [], Run(*[torch.zeros(0)] * 3, [torch.full((20,), torch.nan)], torch.zeros(0))
     for seed in range(4):
         memory = [slow(1000, seed)]
         monitor = learn_monitor(no_run, memory, rate=0.01)
@@ -305,13 +305,13 @@ def test_sensors_that_never_speak_together_have_no_monitor():
     silent = torch.rand(60, 2, dtype=torch.float64)
     silent[::2, 0] = silent[1::2, 1] = torch.nan
     memory = [Sequence(torch.zeros(60, 2, dtype=torch.float64), silent)]
-    assert learn_monitor(Run(*[torch.zeros(0)] * 3, [torch.zeros(60)]), memory) is None
+    assert learn_monitor(Run(*[torch.zeros(0)] * 3, [torch.zeros(60)], torch.zeros(0)), memory) is None
 
 
 def test_large_images_are_kept_in_part(memory):
     """Of images with 840,000 numbers a few are kept, and a rate is a rate."""
     images = [Sequence(torch.zeros(12, 2), torch.rand(12, 3, 700, 400, generator=torch.Generator().manual_seed(0)))]
-    nothing = Run(*[torch.zeros(0)] * 3, [torch.full((12,), torch.nan)])
+    nothing = Run(*[torch.zeros(0)] * 3, [torch.full((12,), torch.nan)], torch.zeros(0))
     monitor = learn_monitor(nothing, images, dtype=torch.float32)
     assert monitor.obs.shape == (4, 840_000)
     with pytest.raises(ValueError, match="rate must be between 0 and 1, got 2"):
