@@ -171,6 +171,19 @@ def test_the_table_of_the_pendulum():
             assert agree(cell, figures(measured("pendulum")[model, n])[: 3 if "±" in cell else 1]), (model, n, cell)
 
 
+def test_the_table_of_the_recordings():
+    """NMSE, its standard error where there are several draws, and coverage."""
+    heads, rows = rows_below(text_of("docs/recordings.md"), "## What it reaches")
+    for k, head in enumerate(heads[1:]):
+        folder = re.findall(r"`(\w+)`", head)[0]
+        known = {model: row for (model, _), row in measured(f"recordings/{folder}").items()}
+        assert known.keys() == rows.keys()
+        for model, cells in rows.items():
+            row = known[model]
+            error = [] if row["nmse_se"] == "nan" else [float(row["nmse_se"])]
+            assert agree(cells[k], [float(row["nmse"]), *error, 100 * float(row["coverage_95"])]), (model, head)
+
+
 def test_the_table_of_the_readme():
     _, rows = rows_below(text_of("README.md"), "## What it reaches")
     assert len(rows) == 6 and len(text_of("README.md").splitlines()) <= 150

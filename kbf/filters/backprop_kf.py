@@ -11,12 +11,17 @@ from torch import Generator, Tensor, nn
 from kbf.filters.end_to_end import LEAST_VARIANCE, EndToEndFilter
 from kbf.filters.gaussian import GaussianState, kalman_observe, kalman_predict
 
+FAR = 30.0
+"""Standard units: no mean is farther away, no standard deviation larger. A move that is still to be learned may run away, and where
+variances are 1e7 times those of a code single precision cannot invert their sum."""
+
 
 class BackpropKF(EndToEndFilter[GaussianState]):
     """The filter of y = (z, v): the state z ``d`` in standard units, and ``hidden`` components v that nobody recorded (speeds).
 
     1. Code: an observation x becomes w(x) ``d`` and variances r(x) ``d``: p(x | z) is taken for N(w(x); z, diag r(x)).
-    2. Predict: f(y) = A y + V tanh(W y + b) + c, linearised at the mean: F = A + V diag(1 - tanh^2) W, covariance F P F^T + Q.
+    2. Predict: f(y) = A y + V tanh(W y + b) + c, linearised at the mean: F = A + V diag(1 - tanh^2) W, covariance F P F^T + Q;
+       neither goes beyond `FAR`.
     3. Update: the Kalman update with H = [I 0] and R = diag r(x) (`kbf.filters.gaussian.kalman_observe`).
 
     Trained on the Gaussian log likelihood of the true states, through all steps of a window (`EndToEndFilter.loss`).
@@ -63,7 +68,9 @@ class BackpropKF(EndToEndFilter[GaussianState]):
     def predict(self, state: GaussianState, *, generator: Generator | None = None) -> GaussianState:
         """y <- f(y), linearised at the mean."""
         value, F = self.move(state.mean)
-        return kalman_predict(*state, F, self.log_noise.exp().diag(), value - (F @ state.mean[..., None])[..., 0])
+        mean, P = kalman_predict(*state, F, self.log_noise.exp().diag(), value - (F @ state.mean[..., None])[..., 0])
+        largest = P.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+        return GaussianState(mean.clamp(-FAR, FAR), P / (largest / FAR**2).clamp_min(1))
 
     def observe(self, state: GaussianState, obs: Shaped[Tensor, "b *x"]) -> tuple[GaussianState, Bool[Tensor, " b"]]:
         """Take in an observation, and whether that was possible: its code and variances are finite, too."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kbf.filters.backprop_kf import BackpropKF
+from kbf.filters.backprop_kf import FAR, BackpropKF
 from kbf.filters.base import rollout
 from kbf.filters.end_to_end import LEAST_VARIANCE, inverse_positive
 from kbf.filters.gaussian import GaussianState, KalmanFilter, LinearModel
@@ -99,3 +99,18 @@ def test_what_it_does_not_take():
         net.loss(torch.zeros(1, 2, 2), torch.zeros(1, 2, 3), None, torch.zeros(1, 2, 1))
     with pytest.raises(ValueError, match="built for states"):
         net.prepare([Sequence(torch.randn(5, 1), torch.randn(5, 3))])
+
+
+@pytest.mark.parametrize("growth", [1.5, 10.0])
+def test_a_move_that_runs_away_is_held(growth):
+    """Means, covariances and the gradient stay finite in single precision, over as long a recording as tests have."""
+    net = linear_net()[0].float()
+    with torch.no_grad():
+        net.linear.weight.copy_(growth * torch.ones(3, 3))
+        net.code_variance.bias.fill_(-50.0)  # variances of LEAST_VARIANCE
+    states, obs = torch.randn(1, 150, 2, generator=generator()), torch.randn(1, 150, 2, generator=generator(1))
+    loss = net.loss(states, obs)
+    loss.backward()
+    assert loss.isfinite() and all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
+    run = rollout(net, obs, mask=torch.zeros(1, 150, dtype=torch.bool))
+    assert (run.estimates.abs() <= FAR).all()
