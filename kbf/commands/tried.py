@@ -26,12 +26,11 @@ def lines_of(by: str, rows: Many[Row], weights: dict[str, float]) -> Lines:
 
 def lines_of_net(net: Any) -> Lines:
     """What a net under a model has compared; empty where there was no comparison."""
-    if not isinstance(net, BestOf):
+    if not isinstance(net, BestOf) or not net.tried:
         return []
     used = net.used()
-    weights = dict(zip(net.models, net.weights.mean(1).tolist(), strict=False))
-    taken = {name: weights[name] for name in used if name in weights}
-    return lines_of("net", net.tried, taken)
+    weights = dict(zip(net.models, net.weights.mean(1).tolist(), strict=True))
+    return lines_of("net", net.tried, {name: weights[name] for name in used})
 
 
 def texts(line: dict[str, Any]) -> list[str]:
