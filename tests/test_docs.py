@@ -171,6 +171,18 @@ def test_the_table_of_the_pendulum():
             assert agree(cell, figures(measured("pendulum")[model, n])[: 3 if "±" in cell else 1]), (model, n, cell)
 
 
+@pytest.mark.parametrize(("words", "folder"), [("Six draws of all", "rkn_pendulum"), ("Ten draws of two", "rkn_pendulum/ten")])
+def test_the_tables_of_the_field_s_benchmark(words, folder):
+    _, rows = rows_below(text_of("docs/results.md"), words)
+    known = {model: row for (model, _), row in measured(folder).items() if model != "floor"}
+    assert known.keys() == rows.keys()
+    for model, cells in rows.items():
+        numbers = {name: float(known[model][name]) for name in ("rmse", "energy_score", "coverage_95", "seconds.fit")}
+        likelihood = [float(known[model][name]) for name in ("log_likelihood", "log_likelihood_se")]
+        expected = [[numbers["rmse"]], likelihood, [numbers["energy_score"]], [100 * numbers["coverage_95"]]]
+        assert all(agree(cell, values) for cell, values in zip(cells, [*expected, [numbers["seconds.fit"]]], strict=True)), model
+
+
 def test_the_table_of_the_recordings():
     """NMSE, its standard error where there are several draws, and coverage."""
     heads, rows = rows_below(text_of("docs/recordings.md"), "## What it reaches")
