@@ -140,8 +140,7 @@ def fill_in_recorded(composed: Any, overrides: list[str]) -> None:
 def takes_everything(composed: Any, overrides: list[str]) -> bool:
     """Whether all steps are to be learned from, for want of a number or as one of the sizes of a comparison."""
     said = any(word.lstrip("+").startswith("n_train=") and word != "n_train=null" for word in overrides)
-    n_train = composed.get("n_train")
-    return not said or n_train is None or (isinstance(n_train, Iterable) and None in list(n_train))
+    return not said or None in sizes(composed.get("n_train"))
 
 
 def with_every(n_train: Any, every: int) -> Any:
@@ -150,8 +149,12 @@ def with_every(n_train: Any, every: int) -> Any:
     >>> with_every([100, None], 900), with_every(None, 900)
     ([100, 900], 900)
     """
-    several = isinstance(n_train, Iterable) and None in list(n_train)
-    return [every if n is None else n for n in n_train] if several else every
+    return [every if n is None else n for n in n_train] if isinstance(n_train, Iterable) and None in sizes(n_train) else every
+
+
+def sizes(n_train: Any) -> list[int | None]:
+    """Of ``n_train``, one number or the several of a comparison; null is all steps."""
+    return list(n_train) if isinstance(n_train, Iterable) else [n_train]
 
 
 def fill_in_own_data(composed: Any, overrides: list[str]) -> None:
@@ -199,6 +202,8 @@ def check(command: str, composed: Any) -> None:
         if not numbers:
             raise ValueError(f"{key} must be one number or more, got none")
         for number in numbers:
+            if number is None and key == "n_train" and is_of(composed.get("data"), RECORDED_DATA):
+                continue  # all steps of a recording whose package is missing: the data set says so when it is loaded
             if type(number) is not int:
                 raise ValueError(f"{key} must be a whole number, got {number!r}")
             if number < least:
@@ -225,7 +230,7 @@ def comparison(composed: Any, recipe: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a comparison: that of each model around the same data."""
     from hydra.core.hydra_config import HydraConfig
 
-    several = {key: [v] if isinstance(v := composed[key], int | str) else list(v) for key in ("n_train", "models")}
+    several = {key: [v] if isinstance(v := composed[key], int | str | None) else list(v) for key in ("n_train", "models")}
     if not several["models"]:
         raise ValueError("models must be one or more, got none")
     trainer = plain(composed, resolve=False)["trainer"]

@@ -237,6 +237,18 @@ def test_a_value_that_cannot_be_is_one_line(words, message, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == [], "something half-written is left"
 
 
+@pytest.mark.parametrize("words", [["train", "n_train=null"], ["train"], ["compare", "n_train=[100,null]", "models=mean"]])
+def test_a_recording_whose_package_is_missing(words, tmp_path, monkeypatch, capsys):
+    """Its configuration can be seen; what a run says is the package."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+    monkeypatch.setenv("KBF_CACHE", str(tmp_path / "cache"))
+    shown = printed([*words, "data=rat", "--cfg"], capsys)["n_train"]
+    assert shown == {"train": None, "compare": [100, None]}[words[0]] or words == ["train"]
+    if words[0] == "train":
+        assert main([*words, "data=rat", "model=mean", f"run_dir={tmp_path / 'run'}"]) == 2
+        assert "data=rat needs the package ratinabox, which is not installed" in capsys.readouterr().err
+
+
 def test_a_folder_may_be_named_by_a_number(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*KALMAN, "run_dir=2026"]) == 0

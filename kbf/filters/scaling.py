@@ -48,7 +48,7 @@ class Scaling(ShownModule):
     def prepare(
         self, sequences: list[Sequence], free_states: list[bool] | None = None, free_obs: list[bool] | None = None
     ) -> Scaling:
-        """Mean and standard deviation of the training part.
+        """Mean and standard deviation of the training part; counts among the observations are left as they are.
 
         Args:
             sequences: the training part.
@@ -58,15 +58,14 @@ class Scaling(ShownModule):
         """
         sides = {"z": (torch.cat([s.states for s in sequences]), free_states)}
         if sequences[0].obs.ndim == 2:
-            sides["x"] = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences]), free_obs
+            obs = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences])
+            counts = are_counts(obs).tolist()
+            sides["x"] = obs, [free and not count for free, count in zip(free_obs or [True] * len(counts), counts, strict=True)]
         controls = [s.controls for s in sequences if s.controls is not None]
         if controls:
             sides["u"] = torch.cat(controls), None
         for side, (values, free) in sides.items():
             mean, scale = spread(values.double(), free)
-            if side == "x":
-                left = are_counts(values)
-                mean, scale = torch.where(left, 0, mean), torch.where(left, 1, scale)
             self.register_buffer(f"{side}_mean", mean)
             self.register_buffer(f"{side}_scale", scale)
         return self

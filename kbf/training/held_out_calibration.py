@@ -73,13 +73,15 @@ def held_out(net: FilterModel, memory: list[Sequence], count: int = FOLDS, most:
         ValueError: too few steps for the folds, or for the model without one of them.
     """
     if isinstance(net, BestOf) and net.crosswise:
-        left = -(-most // len(net.crosswise))
-        yield from ((filter, first_steps(part, max(left, min(BESIDE, left) * len(part)))) for filter, part in net.crosswise)
+        yield from ((filter, begun(part, -(-most // len(net.crosswise)))) for filter, part in net.crosswise)
         return
-    left = -(-most // count)
     for spans in folds([len(s.states) for s in memory], count):
-        part = take(memory, spans)
-        yield net.condition(without(memory, spans)), first_steps(part, max(left, min(BESIDE, left) * len(part)))
+        yield net.condition(without(memory, spans)), begun(take(memory, spans), -(-most // count))
+
+
+def begun(fold: list[Sequence], most: int) -> list[Sequence]:
+    """The first steps of each sequence of a fold, about ``most`` in all, but not fewer than `BESIDE` of each."""
+    return first_steps(fold, max(most, min(BESIDE, most) * len(fold)))
 
 
 def never_learned_from(module: FilterTraining) -> Held:

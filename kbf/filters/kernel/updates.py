@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -128,6 +129,12 @@ class PrimalUpdate(OverPoints):
         self.register_buffer("place", rules.places(p, features.device), persistent=False)
         self.register_buffer("reg", torch.as_tensor(reg, dtype=features.dtype))
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As always; the places of the entries, which are not stored, become those of the rank that comes."""
+        if (stored := state_dict.get(f"{prefix}features")) is not None:
+            self.place = rules.places(stored.shape[-1], self.place.device)
+        super()._load_from_state_dict(state_dict, prefix, *rest, **named)
+
     def forward(self, ratio: Float[Tensor, "b n"], obs: Shaped[Tensor, "b *x"]) -> Float[Tensor, "b n"]:
         """Weights ``b n`` of the posterior embedding, given the ratios of the prior and one observation of each sequence."""
         query = self.psi(obs).to(self.features.dtype)
@@ -150,9 +157,7 @@ class PrimalUpdate(OverPoints):
     def covariance(self, ratio: Tensor, features: Tensor, moments: Tensor | None) -> Float[Tensor, "b p p"]:
         """C = Psi^T D Psi of these points, by the products of their features where these are kept and faster."""
         if moments is not None and (self.several or len(ratio) >= BATCH_FOR_MOMENTS):
-            p = features.shape[-1]
-            place = self.place if len(self.place) == p * p else rules.places(p, features.device)  # another rank was loaded
-            return rules.covariance_from_moments(ratio, moments, place, self.basis)
+            return rules.covariance_from_moments(ratio, moments, self.place, self.basis)
         return rules.weighted_covariance(ratio, features)
 
 
