@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from torch import Tensor
 
 from kbf.commands.common import console, seconds_of, with_limits, without_net_under
 from kbf.data.dataset import Data
 from kbf.data.windows import split
 from kbf.evaluation.score import Score, score
-from kbf.filters.best_of import MOST, Row, deviation, nmse_of
+from kbf.filters.base import Filter
+from kbf.filters.search import MOST, Held, Row, Search
 from kbf.runtime.files import scratch
 from kbf.sequence import Sequence
+from kbf.training.checkpoint import Trained
 from kbf.training.train import train
 
 
@@ -34,51 +33,47 @@ def choose(config: dict[str, Any], data: Data, *, trust: bool = False) -> tuple[
     """
     auto = config["model"]
     fit, held = held_out_part(data, auto["validation"])
-    n = sum(len(s.states) for s in fit)
-    rows: list[Row] = []
-    budget, began = seconds_of(config.get("budget")), time.perf_counter()
+    scale = torch.cat([s.states for s in fit]).double().var(0, correction=0).cpu()
+    search = Search([(fit, held)], scale, seconds_of(config.get("budget")))
     columns = [TextColumn("trying {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with scratch(config["run_dir"]) as folder, Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(auto["candidates"]))
         for name, model in auto["candidates"].items():
             progress.update(bar, description=escape(name))
-            if budget is not None and rows and time.perf_counter() - began > budget:
-                note = f"not tried: the budget of {budget:g} s is spent"
-                rows.append(Row(name, None, None, 0.0, note))
-                continue
-            rows.append(tried(with_model(config, without_net_under(model)), name, n, fit, held, folder, data, trust))
+            recipe = Recipe(with_model(config, without_net_under(model)), folder, data.extent, trust)
+            search.attempt(name, recipe.fit, timed=bool(search.rows), run=recipe.run)
             progress.advance(bar)
-    rows.sort(key=lambda row: (row.nmse is None, row.nmse))
+    rows = search.table()
     if rows[0].nmse is None:
         reasons = "; ".join(f"{row.model}: {row.note}" for row in rows)
         raise ValueError(f"model=auto: none of the models works on this data. {reasons}")
     return with_model(config, auto["candidates"][rows[0].model]), rows
 
 
-def tried(
-    config: dict[str, Any], name: str, n: int, fit: list[Sequence], held: list[Sequence], folder: Path, data: Data, trust: bool
-) -> Row:
-    """One candidate: its error on the held-out part, its time, and if there is no error why."""
-    auto, began = config["auto"], time.perf_counter()
-    errors, note = torch.zeros(0), ""
-    if not (auto["least"].get(name) or 0) <= n <= (auto["most"].get(name) or n):
-        note = f"not tried on {n} training steps"
-    else:
-        codes = folder / "codes.pt"  # of images, fitted once
-        try:
-            found = held_out_score(config, fit, held, folder / name, trust=trust, codes=codes, extent=data.extent)
-            errors = errors_of(found, fit, held)
-        except ValueError as failed:
-            note = " ".join(str(failed).split())
-    error = float(errors.mean()) if len(errors) else None
-    return Row(name, error, deviation(errors), round(time.perf_counter() - began, 2), note)
+class Recipe:
+    """A configuration of ``kbf train`` as a model that a `kbf.filters.search.Search` can fit: the whole of it is trained."""
 
+    def __init__(self, config: dict[str, Any], folder: Path, extent: Any, trust: bool) -> None:
+        """``folder``: of checkpoints, and of coded images, which all recipes share. ``extent``, ``trust``: as of training."""
+        self.config, self.folder, self.extent, self.trust = config, folder, extent, trust
 
-def errors_of(found: Score, fit: list[Sequence], held: list[Sequence]) -> Float[Tensor, " s"]:
-    """The NMSE of each of at most `MOST` equal stretches of the held-out part, over the variance of the states that were fitted."""
-    scale = torch.cat([s.states for s in fit]).double().var(0, correction=0)
-    residuals = torch.cat([s.states.double().cpu() for s in held]) - torch.cat(found.estimates).double().cpu()
-    return torch.stack([nmse_of(each, scale.cpu()) for each in residuals.tensor_split(min(MOST, len(residuals)))])
+    def fit(self, memory: list[Sequence]) -> Filter[Any]:
+        """The filter after training.
+
+        Raises:
+            ValueError: not for so many steps, or as training.
+        """
+        name, n, auto = self.config["model"]["name"], sum(len(s.states) for s in memory), self.config["auto"]
+        if not (auto["least"].get(name) or 0) <= n <= (auto["most"].get(name) or n):
+            raise ValueError(f"not tried on {n} training steps")
+        codes = self.folder / "codes.pt"
+        self.trained = held_out_filter(self.config, memory, self.folder / name, trust=self.trust, codes=codes, extent=self.extent)
+        return self.trained.filter
+
+    def run(self, filter: Filter[Any], held: list[Sequence]) -> Held:
+        """One run through the held-out part, from its start; cut into `MOST` stretches."""
+        left = torch.cat([s.states.double().cpu() for s in held]) - torch.cat(held_out_score(self.trained, held).estimates)
+        return [(each, None) for each in left.tensor_split(min(MOST, len(left)))]
 
 
 def held_out_part(data: Data, share: float) -> tuple[list[Sequence], list[Sequence]]:
@@ -86,13 +81,13 @@ def held_out_part(data: Data, share: float) -> tuple[list[Sequence], list[Sequen
     return (data.train, data.validation) if data.validation else split(data.train, share)
 
 
-def held_out_score(
-    config: dict[str, Any], fit: list[Sequence], held: list[Sequence], directory: Path, *, trust: bool = False, **settings: Any
-) -> Score:
-    """The scores on ``held`` of the model of ``config`` after it was fitted to ``fit``.
+def held_out_filter(
+    config: dict[str, Any], fit: list[Sequence], directory: Path, *, trust: bool = False, **settings: Any
+) -> Trained:
+    """The model of ``config`` after it was fitted to ``fit``.
 
     Args:
-        config: of ``kbf train``. fit: recordings to learn from. held: recordings to score on. directory: for checkpoints.
+        config: of ``kbf train``. fit: recordings to learn from. directory: for checkpoints.
         trust, settings: as of `kbf.training.train.train`.
 
     Raises:
@@ -102,8 +97,13 @@ def held_out_score(
     trained = train(quiet, fit, directory, trust=trust, **settings)
     if trained is None:
         raise ValueError("model=auto and hold_out run in one process: use trainer=cpu or trainer=gpu")
+    return trained
+
+
+def held_out_score(trained: Trained, held: list[Sequence]) -> Score:
+    """What a trained model does on recordings that it has not learned from."""
     module = trained.module
-    return score(trained.filter, held, seed=config["seed"], dtype=module.input_dtype, device=module.device)
+    return score(trained.filter, held, seed=module.config["seed"], dtype=module.input_dtype, device=module.device)
 
 
 def with_model(config: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:

@@ -143,7 +143,8 @@ def error_without_last_steps(config: dict[str, Any], data: Data, *, trust: bool)
     """``held_out.mse``: the error on the last ``hold_out`` of the training part of a fit to the rest, which is then forgotten."""
     fit, held = auto.held_out_part(data, config["hold_out"])
     with scratch(config["run_dir"]) as folder, console.status("a fit without the last steps of the training part"):
-        return auto.held_out_score(config, fit, held, folder, trust=trust, extent=data.extent).mse.mean().item()
+        trained = auto.held_out_filter(config, fit, folder, trust=trust, extent=data.extent)
+        return auto.held_out_score(trained, held).mse.mean().item()
 
 
 def calibrated(trained: Trained, data: Data, directory: Path, seed: int) -> Trained:

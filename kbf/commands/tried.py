@@ -10,13 +10,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from kbf.commands.common import console
-from kbf.filters.best_of import BestOf, Row
+from kbf.filters.best_of import BestOf
+from kbf.filters.search import Row
 from kbf.runtime.files import write_csv
 
 FILE = "tried.csv"
 COLUMNS = ("tried by", "model", "NMSE", "± s.e.", "seconds", "weight in the filter", "remark")
 Lines = list[dict[str, Any]]
-"""One for each model that was tried: by whom, the fields of its `kbf.filters.best_of.Row`, its weight in what was made of it."""
+"""One for each model that was tried: by whom, the fields of its `kbf.filters.search.Row`, its weight in what was made of it."""
 
 
 def lines_of(by: str, rows: Many[Row], weights: dict[str, float]) -> Lines:

@@ -15,11 +15,13 @@ from kbf.evaluation.score import score
 from kbf.export.step import refuse
 from kbf.filters import best_of
 from kbf.filters.base import rollout
-from kbf.filters.best_of import BestOf, simplex_weights, stacked, stretches_of, trial
+from kbf.filters.best_of import BestOf
 from kbf.filters.gaussian import KalmanFilter, LinearModel
 from kbf.filters.kalman_fitted import LearnedKalman
+from kbf.filters.kernel.monte_carlo import KernelMonteCarlo
 from kbf.filters.live import Live
-from kbf.filters.stack import StackedFilter
+from kbf.filters.search import Search, Trial, stretches_of, trial
+from kbf.filters.stack import StackedFilter, simplex_weights, stacked
 from kbf.filters.window_regression import MeanModel, WindowRidge
 from kbf.sequence import Sequence
 from kbf.ssm import StateSpaceModel, simulate
@@ -85,7 +87,7 @@ def test_a_stack_is_scored_on_what_its_weights_have_not_seen():
     data, scale = recording(400), torch.ones(2, dtype=F64)
     first, second = (Sequence(data.states[s], data.obs[s]) for s in (slice(0, 200), slice(200, 400)))
     parts = [([second], [first]), ([first], [second])]
-    trials = [trial(each, parts, scale) for each in (LearnedKalman(), WindowRidge(3))]
+    trials = [trial(each.condition, parts, scale) for each in (LearnedKalman(), WindowRidge(3))]
     _, scores = stacked(trials, scale)
     for k, out in enumerate(trials[0].folds):
         rest = [j for j, fold in enumerate(trials[0].folds) if fold != out]
@@ -313,13 +315,42 @@ def test_of_those_that_are_alike_the_filter_is_taken(apart, taken, monkeypatch):
         "kernel_monte_carlo": 1 + apart + 0.3 * noise,
         "window_boosting": 1 + 0.3 * noise.flip(0),
     }
-    found = {
-        name: best_of.Trial([], [torch.ones(4, 1, dtype=F64)] * 8, list(range(8)), each, None) for name, each in scores.items()
-    }
-    monkeypatch.setattr(best_of, "MORE", dict.fromkeys(("kernel_monte_carlo", "window_boosting"), lambda seed: MeanModel()))
-    model = BestOf(MeanModel())
-    model.choose(found, [], torch.ones(1, dtype=F64))
+    model, search = searched(scores, monkeypatch)
+    model.choose(search, "main", stack=False)
     assert model.used() == [taken]
+
+
+def searched(scores, monkeypatch):
+    """A net and what its search has found: NMSE of each stretch, by model."""
+    monkeypatch.setattr(best_of, "MORE", dict.fromkeys(("kernel_monte_carlo", "window_boosting"), lambda seed: MeanModel()))
+    search = Search([], torch.ones(1, dtype=F64))
+    ones = [torch.ones(4, 1, dtype=F64)] * 8
+    search.found |= {name: Trial([], ones, list(range(8)), each, None) for name, each in scores.items()}
+    return BestOf(MeanModel()), search
+
+
+@pytest.mark.parametrize(
+    ("leading", "ahead", "taken"), [("main", 0.05, "main"), (best_of.MOVING, 0.05, best_of.MOVING), (best_of.MOVING, 1, "main")]
+)
+def test_who_leads_stays_unless_another_is_surely_better(leading, ahead, taken, monkeypatch):
+    noise = torch.randn(8, generator=generator(), dtype=F64)
+    model, search = searched({"main": 2 - ahead + 0.3 * noise, "kernel_monte_carlo": 2 + 0.3 * noise.flip(0)}, monkeypatch)
+    model.choose(search, leading, stack=False)
+    assert model.used() == [taken]
+
+
+def test_with_controls_the_memory_that_moves_leads(monkeypatch):
+    """It is tried although nothing is wrong with the main model."""
+    first = {"orders": (1,), "inflations": (1.0,), "regs": (0.0,), "restarts": (0.005,), "tempers": (1.0,)}
+    monkeypatch.setattr(best_of, "MORE", {best_of.MOVING: lambda seed: KernelMonteCarlo(particles=200, **first)})
+    monkeypatch.setattr(best_of, "PLAIN", {})
+    data = recording(300)
+    controls = torch.randn(300, 1, generator=generator(), dtype=F64)
+    for sequence, tried in ((data, {"main"}), (data._replace(controls=controls), {"main", best_of.MOVING})):
+        net = BestOf(LearnedKalman())
+        net.prepare([sequence])
+        assert {row.model for row in net.tried} == tried
+        assert all(row.nmse is not None for row in net.tried)
 
 
 def test_stretches_are_as_long_as_a_fold_allows():
