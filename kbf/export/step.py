@@ -40,7 +40,7 @@ from kbf.filters.base import (
 from kbf.filters.dpf import DPFState
 from kbf.filters.kernel.controls import ControlledDensity
 from kbf.filters.kernel.filter import KernelState
-from kbf.filters.kernel.monte_carlo import LocalMemory
+from kbf.filters.kernel.monte_carlo_filter import LocalMemory
 from kbf.filters.particle import ParticleState
 from kbf.filters.stack import StackedFilter
 from kbf.filters.wrapper import FilterWrapper

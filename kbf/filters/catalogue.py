@@ -7,7 +7,7 @@ WITH_CONTROLS = (
 """Models whose filters take the controls of recordings that have some."""
 
 WITH_SMOOTHER = (
-    *("kbf", "kbf_tuned", "kbf_paper", "kbf_features", "kalman", "ekf", "ukf"),
+    *("kbf", "kbf_tuned", "kbf_paper", "kbf_features", "kernel_monte_carlo", "kalman", "ekf", "ukf"),
     *("particle", "particle_learned", "particle_observation"),
 )
 """Models whose filters have a smoother."""

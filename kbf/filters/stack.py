@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Generator, Tensor
 
 from kbf.filters.base import PATIENCE, Filter, control_components, counted, covariance_of, knows_sensors, move, observe, where
+from kbf.filters.protocols import Backward, FilterStep, Smoothable, smoother_of
 from kbf.filters.search import Trial, nmse_of
 
 
@@ -78,6 +80,34 @@ class StackedFilter:
             found = counted(each, state.members_passed_over[:, k], passed, obs)
             misses[:, k] = 0 if found is None else found
         return self.joined(updated, misses), (misses == 0).any(1)
+
+    def smoother(self) -> Backward:
+        """One step back of each that has a smoother; what the others say stays as it is.
+
+        Raises:
+            ValueError: none of them has one.
+        """
+        able = [isinstance(each, Smoothable) for each in self.filters.values()]
+        if not any(able):
+            smoother_of(next(iter(self.filters.values())))  # which says so
+        backs = [smoother_of(each) if yes else None for each, yes in zip(self.filters.values(), able, strict=True)]
+
+        def step_back(now: FilterStep, following: Any, *, control: Tensor | None = None, generator: Generator | None = None) -> Any:
+            states, before, after = (self.parts(each) for each in (now.state, now.predicted, following))
+
+            def observed(k: int, part: Any) -> Any:
+                """Part k after x_t."""
+                whole = [part if j == k else each for j, each in enumerate(before)]
+                return self.parts(now.observe(self.joined(whole, now.predicted.members_passed_over)))[k]
+
+            for k, (each, back) in enumerate(zip(self.filters.values(), backs, strict=True)):
+                if back is not None:
+                    acted = control if control_components(each) else None
+                    step = FilterStep(states[k], before[k], partial(observed, k))
+                    states[k] = back(step, after[k], control=acted, generator=generator)
+            return self.joined(states, now.state.members_passed_over)
+
+        return step_back
 
     def means(self, state: Any) -> Float[Tensor, "m b d"]:
         """The estimate of each."""

@@ -21,6 +21,7 @@ from kbf.filters.kalman_fitted import LearnedKalman
 from kbf.filters.kernel.monte_carlo import KernelMonteCarlo
 from kbf.filters.live import Live
 from kbf.filters.search import Search, Trial, stretches_of, trial
+from kbf.filters.smoothing import smooth
 from kbf.filters.stack import StackedFilter, simplex_weights, stacked
 from kbf.filters.window_regression import MeanModel, WindowRidge
 from kbf.sequence import Sequence
@@ -273,6 +274,19 @@ def test_more_is_tried_in_trouble_and_stacked(monkeypatch):
     assert set(net.used()) == {"first", "second"}
     best = {row.model: row.nmse for row in net.tried}
     assert best["stack"] < min(best["first"], best["second"])
+
+
+def test_a_stack_is_smoothed_as_its_members_are():
+    """Those that have no smoother stay as they are; without any there is none."""
+    data = recording(60)
+    given = {"kalman": LearnedKalman().condition([data]), "mean": MeanModel().condition([data])}
+    weights = torch.tensor([[0.7, 1.0], [0.3, 0.0]], dtype=F64)
+    spreads = torch.eye(2, dtype=F64).expand(2, 2, 2)
+    found = smooth(StackedFilter(given, weights, spreads), data.obs[None]).estimates
+    members = [smooth(given["kalman"], data.obs[None]).estimates, rollout(given["mean"], data.obs[None]).estimates]
+    torch.testing.assert_close(found, sum(a * each for a, each in zip(weights, members, strict=True)))
+    with pytest.raises(ValueError, match="has no smoother"):
+        smooth(StackedFilter({"mean": given["mean"]}, weights[1:], spreads[1:]), data.obs[None])
 
 
 # words

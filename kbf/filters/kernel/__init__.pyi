@@ -9,6 +9,7 @@ from kbf.filters.kernel import (
     local_update as local_update,
     moment_matching as moment_matching,
     monte_carlo as monte_carlo,
+    monte_carlo_filter as monte_carlo_filter,
     operators as operators,
     selection as selection,
     sensors as sensors,

@@ -11,8 +11,10 @@ from kbf.evaluation.metrics import nll
 from kbf.evaluation.score import score
 from kbf.filters.base import rollout
 from kbf.filters.gaussian import KalmanFilter, LinearModel
-from kbf.filters.kernel.monte_carlo import JITTER, KernelMonteCarlo, KernelMonteCarloFilter, local_weights
+from kbf.filters.kernel.monte_carlo import KernelMonteCarlo
+from kbf.filters.kernel.monte_carlo_filter import JITTER, KernelMonteCarloFilter, local_weights
 from kbf.filters.lagged_model import learn_lagged_model
+from kbf.filters.smoothing import smooth
 from kbf.rkhs.rules import importance_weighted_primal
 from kbf.sequence import Sequence
 from kbf.ssm import StateSpaceModel, simulate
@@ -55,7 +57,7 @@ def test_weights_are_those_of_the_importance_weighted_rule(reg):
     """In Nystrom features at the same landmarks, written out, with the ratio 1 at every point; batch = one by one."""
     seen, obs = torch.randn(2, 40, 3, generator=generator(), dtype=F64), torch.randn(2, 3, generator=generator(1), dtype=F64)
     landmarks = torch.arange(0, 40, 4)
-    found = local_weights(seen, obs, landmarks, reg=reg, factor=0.8)
+    found = local_weights(seen, obs[:, None], landmarks, reg=reg, factor=0.8)
     for k in range(2):
         width = 0.8 * torch.cdist(seen[k], seen[k]).square().mean().sqrt()  # root mean square, of each from itself included
         base = seen[k, landmarks]
@@ -65,6 +67,38 @@ def test_weights_are_those_of_the_importance_weighted_rule(reg):
         features = torch.linalg.solve_triangular(factor, rows, upper=False).mT
         expected = importance_weighted_primal(torch.ones(40, dtype=F64), features[:-1], features[-1], reg)
         torch.testing.assert_close(found[k], expected)
+
+
+def test_several_observations_are_their_weighted_mean():
+    """The rule is linear in k(x): the weights of an embedding of observations are those of each, weighted."""
+    seen, obs = torch.randn(2, 40, 3, generator=generator(), dtype=F64), torch.randn(2, 5, 3, generator=generator(1), dtype=F64)
+    a, rule = (
+        torch.randn(2, 5, generator=generator(2), dtype=F64),
+        {"landmarks": torch.arange(0, 40, 4), "reg": 1e-2, "factor": 0.8},
+    )
+    each = torch.stack([local_weights(seen, obs[:, j, None], **rule) for j in range(5)], 1)
+    torch.testing.assert_close(local_weights(seen, obs, weights=a, **rule), (a[..., None] * each).sum(1))
+
+
+@pytest.mark.parametrize("reg", [1e-3, 0.0])
+def test_its_smoother_is_the_exact_one(reg):
+    """Place and velocity with noise of one dimension: a move has no density, and needs none. Errors and sizes of the regions."""
+    model = drift(pull=0.1, noise=2.0)
+    truth = simulate(as_samples(model), torch.zeros(4, 2, dtype=F64), 60, generator(3))
+    exact = smooth(KalmanFilter(model), truth.obs)
+    start = torch.randn(4000, 2, generator=generator(4), dtype=F64)
+    filter = KernelMonteCarloFilter(as_samples(model), start, particles=800, reg=reg)
+    found = smooth(filter, truth.obs, generator=generator(5))
+    assert exact.covariances is not None and found.covariances is not None
+
+    def error(estimates):
+        return (estimates - truth.states)[:, 10:].square().mean((0, 1))
+
+    seen = rollout(KalmanFilter(model), truth.obs).estimates
+    assert (error(exact.estimates) < 0.6 * error(seen)).all(), "the smoother has nothing to win here"
+    assert (error(found.estimates) < 1.1 * error(exact.estimates)).all()
+    sizes = [each.diagonal(dim1=-2, dim2=-1)[:, 10:].mean((0, 1)).sqrt() for each in (found.covariances, exact.covariances)]
+    assert (sizes[0] / sizes[1] - 1).abs().max() < 0.15
 
 
 @pytest.mark.parametrize("reg", [1e-4, 0.0])
