@@ -198,3 +198,14 @@ def test_what_it_does_not_take():
         DPF(2, 3, gamma=1.5)
     with pytest.raises(ValueError, match="no controls"):
         small().loss(torch.zeros(1, 2, 2), torch.zeros(1, 2, 3), None, torch.zeros(1, 2, 1))
+
+
+def test_moves_that_run_away_are_held():
+    """A net whose moves double the state in each step: its estimates stay among the proposals, through a thousand steps."""
+    net = DPF(1, 1, particles=20, gamma=None)
+    with torch.no_grad():
+        net.linear.weight.mul_(2)
+    state = net.init(3, generator=torch.Generator().manual_seed(0))
+    for _ in range(1000):
+        state = net.predict(state, generator=torch.Generator().manual_seed(1))
+    assert (state.particles.abs() <= FURTHEST).all() and (state.particles.abs() == FURTHEST).any()
