@@ -126,14 +126,15 @@ def predict_factorised(
     A0, A1, A2, A3 = A.unbind(1)
     top, low = (part[..., None] for part in mean.chunk(2, -1))
     moved = torch.cat([A0 @ top + A1 @ low, A2 @ top + A3 @ low], -2)[..., 0]
-
-    def diagonal(B: Tensor, C: Tensor, v: Tensor) -> Tensor:
-        return ((B * C) @ v[..., None])[..., 0]
-
     upper = diagonal(A0, A0, S.upper) + 2 * diagonal(A0, A1, S.between) + diagonal(A1, A1, S.lower) + noise[0]
     lower = diagonal(A2, A2, S.upper) + 2 * diagonal(A2, A3, S.between) + diagonal(A3, A3, S.lower) + noise[1]
     between = diagonal(A2, A0, S.upper) + diagonal(A3, A0, S.between) + diagonal(A2, A1, S.between) + diagonal(A3, A1, S.lower)
     return moved, FactorisedCovariance(upper, lower, between)
+
+
+def diagonal(B: Float[Tensor, "b m m"], C: Float[Tensor, "b m m"], v: Float[Tensor, "b m"]) -> Float[Tensor, "b m"]:
+    """That of B diag(v) C^T."""
+    return ((B * C) @ v[..., None])[..., 0]
 
 
 def update_factorised(

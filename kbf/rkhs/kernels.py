@@ -73,12 +73,13 @@ def arcsine(x: Points, y: Others, *, bias: float, slope: float) -> Gram:
 
     References: Williams (1998), Computation with infinite neural networks.
     """
+    return 2 / math.pi * torch.asin(shrunk(x, bias, slope) @ shrunk(y, bias, slope).mT)
 
-    def shrunk(p: Tensor) -> Tensor:  # (slope p, bias) / sqrt(1/2 + s(p, p)): the arcsine's argument is the product of two such
-        weighted = torch.cat([slope * p, torch.zeros_like(p[..., :1]) + bias], -1)
-        return weighted * (0.5 + weighted.square().sum(-1, keepdim=True)).rsqrt()
 
-    return 2 / math.pi * torch.asin(shrunk(x) @ shrunk(y).mT)
+def shrunk(p: Points, bias: float, slope: float) -> Float[Tensor, "*b n r"]:
+    """(slope p, bias) / sqrt(1/2 + s(p, p)), ``*b n q + 1``: `arcsine`'s argument is the product of two such."""
+    weighted = torch.cat([slope * p, torch.zeros_like(p[..., :1]) + bias], -1)
+    return weighted * (0.5 + weighted.square().sum(-1, keepdim=True)).rsqrt()
 
 
 def linear(x: Points, y: Others) -> Gram:

@@ -44,15 +44,9 @@ def match_means(
     z, target, d = (points - centre) / spread, (means - centre) / spread, points.shape[1]
     powers, ridge = torch.cat([z, (z[:, :, None] * z[:, None, :]).flatten(1)], 1), reg * torch.eye(d).to(z)
 
-    def dual(b: Tensor, tilt: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
-        """The logarithms of the weights, and the dual."""
-        logits = torch.addmm(b, tilt, z.mT)
-        total = logits.logsumexp(-1, keepdim=True)
-        return logits - total, total[:, 0] + (tilt * (reg / 2 * tilt - goal)).sum(-1)
-
     tilt, todo, b, goal = torch.zeros_like(target), torch.arange(len(target), device=z.device), log_weight, target
     old, halves = tilt, 0.5 ** torch.arange(1, HALVES + 1, dtype=z.dtype, device=z.device)
-    log_p, before = dual(b, old, goal)
+    log_p, before = dual(b, old, goal, z, reg)
     for _ in range(steps):
         mean, square = (log_p.exp() @ powers).split([d, d * d], 1)
         slope = mean - goal + reg * old
@@ -60,13 +54,13 @@ def match_means(
         step = torch.linalg.solve(curvature, slope)
         size = (LONGEST_STEP / step.norm(dim=-1, keepdim=True)).clamp_max(1)
         new = old - size * step
-        log_p, after = dual(b, new, goal)
+        log_p, after = dual(b, new, goal, z, reg)
         rising = (after > before + 1e-12 * before.abs()).nonzero()[:, 0]
         while len(rising) and float(size[rising].min()) > LEAST_PART_OF_STEP:
             shorter = size[rising] * halves
             some = rising.repeat_interleave(HALVES)
             trial = old[some] - shorter.reshape(-1, 1) * step[some]
-            tried, duals = dual(b[some], trial, goal[some])
+            tried, duals = dual(b[some], trial, goal[some], z, reg)
             falls = (duals <= (before + 1e-12 * before.abs())[some]).unflatten(0, (-1, HALVES))
             falls[:, -1] |= ~falls.any(1)  # none: go on from the shortest
             longest = falls.to(torch.uint8).argmax(1)
@@ -86,3 +80,12 @@ def match_means(
             todo, b, goal, new, log_p, after = todo[left], b[left], goal[left], new[left], log_p[left], after[left]
         old, before = new, after
     return torch.addmm(log_weight, tilt, z.mT).softmax(-1)
+
+
+def dual(
+    b: Float[Tensor, "m n"], tilt: Float[Tensor, "m d"], goal: Float[Tensor, "m d"], z: Float[Tensor, "n d"], reg: float
+) -> tuple[Float[Tensor, "m n"], Float[Tensor, " m"]]:
+    """The logarithms of the weights at a tilt l, and the dual of `match_means`."""
+    logits = torch.addmm(b, tilt, z.mT)
+    total = logits.logsumexp(-1, keepdim=True)
+    return logits - total, total[:, 0] + (tilt * (reg / 2 * tilt - goal)).sum(-1)

@@ -58,6 +58,16 @@ class Features(NamedTuple):
         phi = self.kernel(rows, self.landmarks) @ self.whiten
         return torch.cat([phi, torch.ones_like(phi[:, :1])], -1).reshape(*u.shape[:-1], -1)
 
+    def times(self, u: Float[Tensor, "*b d"], coefficients: Float[Tensor, "p q"]) -> Float[Tensor, "*b q"]:
+        """(phi(u), 1) @ coefficients, the small matrices first: at many points that is several times less work."""
+        rows = u.reshape(-1, u.shape[-1]).to(self.landmarks)
+        table = self.kernel(rows, self.landmarks)
+        if len(rows) < coefficients.shape[1]:
+            found = torch.addmm(coefficients[-1], table @ self.whiten, coefficients[:-1])
+        else:
+            found = torch.addmm(coefficients[-1], table, self.whiten @ coefficients[:-1])
+        return found.reshape(*u.shape[:-1], -1)
+
 
 def features_of(kernel: Kernel, u: Float[Tensor, "n d"], rank: int, tol: float = 1e-4) -> Features:
     """Those at the pivots of the training inputs."""

@@ -44,7 +44,7 @@ class CategoricalLaw(NamedTuple):
 
     def log_shares(self, u: Float[Tensor, "*b d"]) -> tuple[Float[Tensor, "*b k"], ...]:
         """Log probabilities of the levels of each component."""
-        eta = (self.features(u) @ self.coefficients).to(u)
+        eta = self.features.times(u, self.coefficients).to(u)
         return tuple(part.log_softmax(-1) for part in eta.split(self.sizes, -1))
 
     def values(self, like: Tensor) -> tuple[Float[Tensor, " k"], ...]:

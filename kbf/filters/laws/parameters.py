@@ -56,8 +56,8 @@ class ParameterLaw(NamedTuple):
 
     def parameters(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "m *b q"]:
         """Eta at u."""
-        phi = self.features(u)
-        return torch.stack([phi @ part for part in self.coefficients]).to(u)
+        together = self.features.times(u, torch.cat(list(self.coefficients), -1))
+        return torch.stack(together.chunk(len(self.coefficients), -1)).to(u)
 
     def log_density(self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]) -> Float[Tensor, "*e"]:
         """log p(y | u), of whole numbers their log probability; -inf where they are not whole."""
