@@ -3,7 +3,8 @@
 
     .venv/bin/python scripts/gather_results.py data/results/noise multirun/DATE/TIME/*
 
-Writes results.csv, runs.csv and wilcoxon.csv, one below the other, about.json and comparison.png (excess by data set).
+Writes results.csv, runs.csv and wilcoxon.csv, one below the other, about.json and comparison.png (excess by data
+set; NMSE where no floor is known).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 from kbf.plots.charts import curves
 from kbf.plots.tracks import save
 from kbf.runtime.files import write_csv, write_json
+
+NUMBERS = ("n_train", "excess", "excess_se", "nmse", "nmse_se")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -50,14 +53,16 @@ def gather(into: Path, folders: list[Path]) -> None:
     abouts = [json.loads((folder / "about.json").read_text()) for folder in folders]
     commits = sorted({commit for about in abouts for commit in about.get("commits", [about.get("commit")])})
     write_json(into / "about.json", abouts[0] | {"command": [about["command"] for about in abouts], "commits": commits})
-    numbers = [
-        {"data": row["data"], "model": row["model"]} | {key: number(row.get(key)) for key in ("n_train", "excess", "excess_se")}
+    numbers: list[dict[str, Any]] = [
+        {"data": row["data"], "model": row["model"], **{key: number(row.get(key)) for key in NUMBERS}}
         for row in tables["results.csv"]
     ]
     for row in numbers:
         row["n_train"] = f"{row['n_train']:,.0f}"  # two or three sizes side by side
+    known = any(math.isfinite(row["excess"]) for row in numbers)
     shown = [row | {"excess": 100 * row["excess"], "excess_se": 100 * row["excess_se"]} for row in numbers]
-    axes: dict[str, Any] = {"x": "n_train", "xlabel": "training steps", "y": "excess", "ylabel": "excess, %", "se": "excess_se"}
+    y, label = ("excess", "excess, %") if known else ("nmse", "NMSE")
+    axes: dict[str, Any] = {"x": "n_train", "xlabel": "training steps", "y": y, "ylabel": label, "se": f"{y}_se"}
     figure = curves(shown, **axes, by="model", panel="data", log="y", across=3)
     save(figure, into / "comparison.png")
     print(f"in {into}: {len(keys)} rows of {len({key[0] for key in keys})} data sets")
