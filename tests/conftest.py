@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,14 @@ torch.set_num_threads(1)
 def cache(tmp_path_factory) -> None:
     """What the tests download or simulate does not land among the user's files."""
     os.environ["KBF_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True)
+def shapes(request):
+    """Slow tests ask for numbers, in half the time without a check of every call: shapes are checked in all others."""
+    jaxtyping.config.update("jaxtyping_disable", request.node.get_closest_marker("slow") is not None)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture
