@@ -18,6 +18,8 @@ from kbf.rkhs.linalg import cholesky, evenly, pivoted_cholesky
 
 FeatureMap = Callable[[Tensor], Tensor]
 
+FEW = 512
+"""Points whose whole Gram matrix is made before pivots are picked: that is faster than column by column."""
 POINTS_AT_A_TIME = 16_384
 """Points whose features are made at a time: the kernel's intermediate arrays stay small."""
 
@@ -77,6 +79,9 @@ def pivots(kernel: Kernel, x: Float[Tensor, "n ..."], *, rank: int, tol: float =
         among = evenly(len(x), limit, x.device)
         x = x[among]
         diagonal = kernel(x[:, None], x[:, None])[:, 0, 0]
+        if len(x) <= FEW:
+            gram = kernel(x, x)
+            return among[pivoted_cholesky(lambda i: gram[:, i], diagonal, rank, tol)[1]]
         return among[pivoted_cholesky(lambda i: kernel(x, x[i][None])[:, 0], diagonal, rank, tol)[1]]
 
 
