@@ -25,6 +25,7 @@ def module(name: str):
     return importlib.import_module(f"kbf.bench.{name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HERE)
 def test_smoke(name, tmp_path, capsys):
     assert main(["bench", name, "size=smoke", f"run_dir={tmp_path}"]) == 0

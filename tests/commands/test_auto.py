@@ -103,6 +103,7 @@ def test_the_command_leaves_the_checkpoint_of_the_choice_and_what_was_tried(tmp_
         FilterTraining(config())
 
 
+@pytest.mark.slow
 def test_what_the_net_under_a_model_tried_is_in_the_table_the_file_and_tensorboard(tmp_path, capsys):
     """One table for both searches, the same columns."""
     few = ["n_train=100", "data.n_test=20", "particles=50", "trainer.enable_progress_bar=false", "animation=false"]

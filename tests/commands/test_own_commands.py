@@ -116,6 +116,7 @@ def test_train_and_evaluate(trained, table, drawn, tmp_path, monkeypatch):
     assert inside.double().mean() > 0.7
 
 
+@pytest.mark.slow
 def test_sensors_of_different_rates_need_no_further_word(table, tmp_path):
     """Column b is read at every third step, and a dies for a while: the default model, then a file whose sensors do the same."""
     lines = list(csv.reader(table.open(encoding="utf-8")))

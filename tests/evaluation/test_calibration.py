@@ -326,6 +326,7 @@ def config(net: dict, training: dict | None = None) -> dict:
     return {"model": {"name": "it", "net": net, "training": training, "coding": None}, "trainer": trainer, "seed": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learns", [False, True])
 def test_a_checkpoint_keeps_it(tmp_path, learns):
     data = SyntheticData(rotation(), n_train=80)

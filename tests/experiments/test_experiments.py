@@ -161,6 +161,7 @@ def posterior_rows(**error):
     ]
 
 
+@pytest.mark.slow
 def test_verdicts_on_the_posterior_mean():
     def answers(rows):
         return [v.reproduced for v in posterior_mean.judge(rows)]

@@ -457,6 +457,7 @@ def test_the_choice_is_made_once_for_all_runs(monkeypatch):
     assert len({row["mse_mean"] for row in rows}) == 3
 
 
+@pytest.mark.slow
 def test_verdicts_on_the_coalescent():
     def answer(runs=8, **numbers):
         """Each method errs by (mean, mode, seconds) at its two sizes, of which the first was better at what was taken out."""

@@ -162,6 +162,7 @@ NAMES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", [dmlab, dsprites], ids=["dmlab", "dsprites"])
 def test_the_models_are_those_of_the_configuration(experiment):
     mine = images.models(experiment.PROBLEM)

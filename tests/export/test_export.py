@@ -60,6 +60,7 @@ def written(filter, path, format, **more):
 FORMATS = [(name, format) for name in MODELS for format in WRITERS if format != "torchscript" or name in ("kbf", "lstm")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "format"), [(n, f) for n, f in FORMATS if n in ("original", "kalman", "lstm") or f == "torchscript"]
 )
@@ -94,6 +95,7 @@ def test_an_outlier_does_not_destroy_a_program(name, format, tmp_path):
     torch.testing.assert_close(torch.cat(found), plain, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "format"), FORMATS)
 def test_program_is_the_filter(name, format, tmp_path):
     filter = MODELS[name]()
@@ -151,6 +153,7 @@ class Small(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "circle"), [*((name, True) for name in WRITERS), ("torch_export", False)])
 def test_encoders_of_images_are_inside(format, circle, tmp_path):
     torch.manual_seed(0)
@@ -178,6 +181,7 @@ def test_a_program_that_differs_is_not_written(apart, told, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_what_is_not_exported(tmp_path):
     with pytest.raises(ValueError, match="a particle filter draws random numbers"):
         written(conditioned(ParticleFilter(oscillatory(), particles=10)), tmp_path / "step", "onnx")

@@ -22,6 +22,7 @@ def nmse(model, memory, test):
     return float((found - test.states)[25:].square().mean() / test.states.var())
 
 
+@pytest.mark.slow
 def test_it_remembers_what_a_line_through_a_window_cannot_tell():
     memory, test = [echoes(1500, 0)], echoes(500, 1)
     model = FittedGRU(networks=2, hidden=32, updates=250, window=30)

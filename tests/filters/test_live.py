@@ -119,6 +119,7 @@ def test_one_of_a_batch_is_restarted():
     assert torch.equal(live.state.weights[1], kept)
 
 
+@pytest.mark.slow
 def test_nothing_grows():
     """5,000 steps keep the size of the state and, but for a page or two, of the process; the error does not drift."""
     tune_process()

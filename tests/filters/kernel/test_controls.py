@@ -290,6 +290,7 @@ def test_features_of_full_rank_are_the_dense_form(kernel):
     assert (dense(w, control)[:, [0, 40]] == 0).all(), "the first step of a recording is nobody's target"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kbf", "enlarged", "kalman", "particle"])
 def test_knowing_the_control_helps_by_far(name):
     """z' = 0.8 z + u + noise, as good as not seen: without u nothing is known, with it the error is that of a few moves' noise."""
@@ -312,6 +313,7 @@ def test_kalman_finds_the_matrices():
     assert fit_linear(without_controls(pushed())).B is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kbf", "enlarged"])
 def test_uneven_time_steps_cost_nothing_if_they_are_told(name):
     """Measured: kbf 0.056 evenly, 0.072 with the times, 0.118 without; the enlarged one 0.041, 0.040, 0.125."""
@@ -447,6 +449,7 @@ def test_columns_of_little_weight_and_rows_of_no_density_are_left_out_at_no_loss
     assert apart < 0.02 * error, (apart, error)
 
 
+@pytest.mark.slow
 def test_state_dict_holds_the_learned_density():
     first, second = made("enlarged"), MODELS["enlarged"]()
     test = pushed(6, 1)

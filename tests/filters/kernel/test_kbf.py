@@ -261,6 +261,7 @@ def small(**changes) -> SimulatedMemoryKBF:
     return SimulatedMemoryKBF(**{"points": 120, "draws": 4, "run": 2000, "rank": 24, **changes})
 
 
+@pytest.mark.slow
 def test_same_memory_same_filter(quick_fit):
     memory, obs = recordings(60), recordings(10, seed=5)[0].obs[None]
     torch.manual_seed(0)
@@ -311,6 +312,7 @@ def test_enlarged_filter_as_shipped_comes_near_the_kalman_filter():
     assert excess_over_kalman(SimulatedMemoryKBF(), 400) < 0.05
 
 
+@pytest.mark.slow
 def test_enlarged_filter_comes_near_the_kalman_filter(quick_fit):
     """From 250 steps 6 % above its error (measured), by 300 points and a single kernel."""
     assert excess_over_kalman(SimulatedMemoryKBF(points=300, draws=16, run=6000, rank=24), 250) < 0.08
@@ -331,6 +333,7 @@ def excess_over_kalman(model: SimulatedMemoryKBF, n: int) -> float:
     return (error / best - 1).item()
 
 
+@pytest.mark.slow
 def test_enlarged_filter_is_better_than_the_recording_alone(quick_fit):
     memory = [simulate(rotation(), tensor([1.0, 0.0]), 100, generator())]
     test = simulate(rotation(), memory[0].states[:20], 25, generator(1))
@@ -339,6 +342,7 @@ def test_enlarged_filter_is_better_than_the_recording_alone(quick_fit):
     assert errors[1] < errors[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_simulated_memory_with_any_kernel(quick_fit, kernel):
     """About as good as with the default: with so many points the kernel hardly matters."""

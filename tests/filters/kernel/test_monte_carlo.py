@@ -223,6 +223,7 @@ def test_a_tempered_density_is_that_of_a_wider_noise():
     assert (apart < 0.1 * wider.covariance(exact.state)[0].diagonal()).all()
 
 
+@pytest.mark.slow
 def test_errors_that_go_on_from_step_to_step_are_tempered():
     """The sensor's error is an autoregression: ten readings say little more than one, and held-out stretches show it."""
     g = generator(7)

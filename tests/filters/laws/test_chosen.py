@@ -68,6 +68,7 @@ def test_a_filter_over_another_law_knows_what_was_to_be_expected():
     assert unexpected > expected + 1
 
 
+@pytest.mark.slow
 def test_moves_with_two_modes_are_found_and_the_filter_uses_them():
     data = SyntheticData(Fork(), 300, 200, seed=1000)
     model = SimulatedMemoryKBF(**SMALL)
@@ -79,6 +80,7 @@ def test_moves_with_two_modes_are_found_and_the_filter_uses_them():
     assert errors[0] < 1.15 < errors[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", [SimulatedMemoryKBF, LearnedParticleFilter])
 def test_a_stored_choice_is_used_again(net):
     data = SyntheticData(Clutter(), 120, 15, seed=1000)
@@ -92,6 +94,7 @@ def test_a_stored_choice_is_used_again(net):
     assert torch.equal(estimates(again.condition(data.train), obs), estimates(model.condition(data.train), obs))
 
 
+@pytest.mark.slow
 def test_a_chosen_law_is_not_fitted_again_to_the_same_recording():
     data = SyntheticData(Clutter(), 120, 15, seed=1000).train
     laws = ChosenLaws(None, None)
