@@ -27,6 +27,7 @@ from kbf.filters import (
     ridge_map as ridge_map,
     rkn as rkn,
     scaling as scaling,
+    search as search,
     smoothing as smoothing,
     stack as stack,
     state_file as state_file,
