@@ -12,6 +12,7 @@ from torch import Tensor
 from kbf.filters.window_regression import WindowRegression, rows_of, windows_of
 from kbf.rkhs.linalg import evenly
 from kbf.runtime.extras import need
+from kbf.runtime.process import every_core
 from kbf.sequence import Sequence
 
 HELD = 5
@@ -106,11 +107,12 @@ class WindowBoosting(WindowRegression):
         return lambda window: trees(with_own_units(window, width)), residual.mT @ residual / max(1, len(residual))
 
     def grow(self, windows: Float[Tensor, "n p"], states: Float[Tensor, "n d"]) -> Trees:
-        """Fit the trees."""
+        """Fit the trees, on every core."""
         ensemble = need("sklearn.ensemble", "sklearn", "model=window_boosting")
         u, z = windows.double().cpu().numpy(), states.double().cpu().numpy()
         settings: Any = {"max_iter": self.iterations, "random_state": self.seed}
-        return Trees([ensemble.HistGradientBoostingRegressor(**settings).fit(u, z[:, k]) for k in range(z.shape[1])])
+        with every_core():
+            return Trees([ensemble.HistGradientBoostingRegressor(**settings).fit(u, z[:, k]) for k in range(z.shape[1])])
 
 
 def with_own_units(windows: Float[Tensor, "n wc"], width: int) -> Float[Tensor, "n two_wc"]:

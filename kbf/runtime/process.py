@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,8 @@ import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Names of glibc's ``mallopt``."""
+CORES = torch.get_num_threads()
+"""Threads that a process has before anything changes their number: its cores, or ``OMP_NUM_THREADS``."""
 
 
 def tune_process(threads: int | None = None) -> None:
@@ -43,6 +46,18 @@ def one_thread() -> Iterator[None]:
     """A context, or a decorator, in which PyTorch has one thread: thousands of small products wait for each other otherwise."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def every_core() -> Iterator[None]:
+    """A context in which work on large arrays has all cores of this process; a worker beside others keeps its own."""
+    before = torch.get_num_threads()
+    if multiprocessing.parent_process() is None:
+        torch.set_num_threads(max(CORES, before))
     try:
         yield
     finally:

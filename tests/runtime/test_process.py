@@ -7,7 +7,8 @@ import torch
 
 from kbf.data.synthetic import SyntheticData
 from kbf.filters.kernel.simulated_memory import SimulatedMemoryKBF
-from kbf.runtime.process import one_thread
+from kbf.runtime import process
+from kbf.runtime.process import every_core, one_thread
 from kbf.ssm import rotation
 
 
@@ -26,6 +27,15 @@ def test_one_thread_is_for_a_while(two_threads):
 
     with pytest.raises(ValueError, match="1 thread"):
         failing()
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("parent", "threads"), [(None, 4), ("a command", 2)])
+def test_work_on_large_arrays_has_every_core_but_in_a_worker(two_threads, monkeypatch, parent, threads):
+    monkeypatch.setattr(process, "CORES", 4)
+    monkeypatch.setattr(process.multiprocessing, "parent_process", lambda: parent)
+    with pytest.raises(ValueError, match=f"{threads} threads"), every_core():
+        raise ValueError(f"{torch.get_num_threads()} threads")
     assert torch.get_num_threads() == 2
 
 
