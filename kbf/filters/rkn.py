@@ -93,7 +93,9 @@ class RKNFilter(EndToEndFilter[RKNState]):
     def predict(self, state: RKNState, *, generator: Generator | None = None) -> RKNState:
         """z <- A(z) z, and the covariance with it."""
         weights = self.mixing(state.mean).softmax(-1)
-        A = torch.einsum("bk,kpij->bpij", weights, self.blocks * self.band)
+        A0, A1, A2, A3 = (self.blocks * self.band).unbind(1)
+        every = torch.cat([torch.cat([A0, A1], -1), torch.cat([A2, A3], -1)], -2)
+        A = (weights @ every.flatten(1)).unflatten(-1, every.shape[1:])
         mean, covariance = predict_factorised(state.mean, FactorisedCovariance(*state[1:]), A, positive(self.noise))
         return RKNState(mean, *covariance)
 
@@ -114,27 +116,23 @@ class RKNFilter(EndToEndFilter[RKNState]):
 def predict_factorised(
     mean: Float[Tensor, "b two_m"],
     S: FactorisedCovariance,
-    A: Float[Tensor, "b 4 m m"],
+    A: Float[Tensor, "b two_m two_m"],
     noise: Float[Tensor, "2 m"],
 ) -> tuple[Float[Tensor, "b two_m"], FactorisedCovariance]:
-    """A z, and the three diagonals of A S A^T + diag(noise), with A = [[A_0, A_1], [A_2, A_3]].
+    """A z, and the three diagonals of A S A^T + diag(noise).
 
-    (A_i diag(v) A_j^T)_kk = sum_n (A_i)_kn (A_j)_kn v_n.
+    With A = [L R], of the columns for the upper and the lower half: A S = [L u + R s, L s + R l], columns by columns, and the
+    diagonals of (A S) A^T are sums of products of rows.
 
     References: Becker et al. (2019), equations 2 and 3, and their appendix A.
     """
-    A0, A1, A2, A3 = A.unbind(1)
-    top, low = (part[..., None] for part in mean.chunk(2, -1))
-    moved = torch.cat([A0 @ top + A1 @ low, A2 @ top + A3 @ low], -2)[..., 0]
-    upper = diagonal(A0, A0, S.upper) + 2 * diagonal(A0, A1, S.between) + diagonal(A1, A1, S.lower) + noise[0]
-    lower = diagonal(A2, A2, S.upper) + 2 * diagonal(A2, A3, S.between) + diagonal(A3, A3, S.lower) + noise[1]
-    between = diagonal(A2, A0, S.upper) + diagonal(A3, A0, S.between) + diagonal(A2, A1, S.between) + diagonal(A3, A1, S.lower)
-    return moved, FactorisedCovariance(upper, lower, between)
-
-
-def diagonal(B: Float[Tensor, "b m m"], C: Float[Tensor, "b m m"], v: Float[Tensor, "b m"]) -> Float[Tensor, "b m"]:
-    """That of B diag(v) C^T."""
-    return ((B * C) @ v[..., None])[..., 0]
+    m = noise.shape[1]
+    u, lower, s = (part[:, None] for part in S)
+    L, R = A.split(m, -1)
+    AS = torch.cat([L * u + R * s, L * s + R * lower], -1)
+    variances = (AS * A).sum(-1) + noise.flatten()
+    between = (AS[:, m:] * A[:, :m]).sum(-1)
+    return (A @ mean[..., None])[..., 0], FactorisedCovariance(*variances.split(m, -1), between)
 
 
 def update_factorised(
