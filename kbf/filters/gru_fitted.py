@@ -15,6 +15,7 @@ from kbf.filters.gru import GRUFilter
 from kbf.filters.stack import StackedFilter
 from kbf.filters.window_regression import checked
 from kbf.runtime.notebook import ShownModule
+from kbf.runtime.process import side_by_side
 from kbf.sequence import Sequence, control_width, pad
 
 HELD, MOST = 5, 10_000
@@ -77,9 +78,7 @@ class FittedGRU(ShownModule):
         nets = [self.untrained(sequences, self.networks * self.seed + k) for k in range(self.networks)]
         told = fingerprint(sequences)
         if len(self.weights) == 0 or not torch.equal(told, self.learned_from.to(told)):
-            with torch.enable_grad():
-                for k, net in enumerate(nets):
-                    self.train_net(net, sequences, k)
+            side_by_side(lambda k: self.train_net(nets[k], sequences, k), range(len(nets)))
             self.weights = torch.cat([parameters_to_vector(net.parameters()) for net in nets]).detach()
             self.learned_from = told
         for net, values in zip(nets, self.weights.chunk(len(nets)), strict=True):
@@ -97,6 +96,7 @@ class FittedGRU(ShownModule):
         net.prepare([single(s) for s in sequences])
         return net.to(device)
 
+    @torch.enable_grad()
     def train_net(self, net: GRUFilter, sequences: list[Sequence], k: int) -> None:
         """Train one net on all but one part of the recordings, and stop it there."""
         sequences = [single(s) for s in sequences]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from kbf.filters.window_regression import WindowRegression, rows_of, windows_of
 from kbf.rkhs.linalg import evenly
 from kbf.runtime.extras import need
-from kbf.runtime.process import every_core
+from kbf.runtime.process import side_by_side
 from kbf.sequence import Sequence
 
 HELD = 5
@@ -24,46 +25,48 @@ LARGEST = 20_000_000
 class Trees:
     """Sums of regression trees, one sum for each component of the state, as tables that a batch of windows walks at once.
 
+    All nodes of all trees stand in one row, the deepest tree first, so that the trees that have a level are the first ones.
+
     Attributes:
-        feature, threshold, left, right, value: ``trees nodes``; a leaf is its own child. owner: ``trees``, the component of each.
-        base: ``d``. depth: steps from a root to the deepest leaf.
+        feature, threshold, value: ``nodes``. child: ``2 nodes``, to the left and to the right of each; a leaf is its own.
+        root, owner: ``trees``, the first node and the component of each. levels: how many trees are that deep, level by level.
+        base: ``d``.
     """
 
+    feature: Tensor
     threshold: Tensor
     value: Tensor
-    feature: Tensor
-    left: Tensor
-    right: Tensor
+    child: Tensor
+    root: Tensor
+    owner: Tensor
+    levels: list[int]
 
     def __init__(self, models: list[Any]) -> None:
         """From fitted `sklearn.ensemble.HistGradientBoostingRegressor` models, one a component."""
         trees = [(k, stage[0].nodes) for k, model in enumerate(models) for stage in model._predictors]
-        most = max(len(nodes) for _, nodes in trees)
+        trees.sort(key=lambda tree: -int(tree[1]["depth"].max()))
+        nodes = numpy.concatenate([each for _, each in trees])
+        sizes = torch.tensor([len(each) for _, each in trees])
+        self.root = sizes.cumsum(0) - sizes
+        self.owner = torch.tensor([k for k, _ in trees])
+        depths = [int(each["depth"].max()) for _, each in trees]
+        self.levels = [sum(depth > level for depth in depths) for level in range(depths[0])]
         self.base: Tensor = torch.tensor([float(model._baseline_prediction.item()) for model in models], dtype=torch.float64)
-        self.owner: Tensor = torch.tensor([k for k, _ in trees])
-        self.depth: int = max(int(nodes["depth"].max()) for _, nodes in trees)
-        table = {name: torch.zeros(len(trees), most, dtype=torch.float64) for name in ("threshold", "value")}
-        place = {name: torch.zeros(len(trees), most, dtype=torch.long) for name in ("feature", "left", "right")}
-        for i, (_, nodes) in enumerate(trees):
-            n, leaf = len(nodes), torch.from_numpy(nodes["is_leaf"].astype(bool))
-            itself = torch.arange(n)
-            for name, key in (("left", "left"), ("right", "right")):
-                place[name][i, :n] = torch.where(leaf, itself, torch.from_numpy(nodes[key].astype("int64")))
-            place["feature"][i, :n] = torch.where(leaf, 0, torch.from_numpy(nodes["feature_idx"].astype("int64")))
-            table["threshold"][i, :n] = torch.from_numpy(nodes["num_threshold"].copy())
-            table["value"][i, :n] = torch.from_numpy(nodes["value"].copy())
-        self.threshold, self.value = table["threshold"], table["value"]
-        self.feature, self.left, self.right = place["feature"], place["left"], place["right"]
-        self.rows: Tensor = torch.arange(len(trees))
+        leaf, first = torch.from_numpy(nodes["is_leaf"].astype(bool)), self.root.repeat_interleave(sizes)
+        sides = [first + torch.from_numpy(nodes[side].astype("int64")) for side in ("left", "right")]
+        self.child = torch.where(leaf, torch.arange(len(leaf)), torch.stack(sides)).mT.flatten()
+        self.feature = torch.where(leaf, 0, torch.from_numpy(nodes["feature_idx"].astype("int64")))
+        self.threshold, self.value = (torch.from_numpy(nodes[name].copy()) for name in ("num_threshold", "value"))
 
     def __call__(self, window: Float[Tensor, "b p"]) -> Float[Tensor, "b d"]:
         """The sums at windows ``b p``."""
         u = window.detach().double().cpu()
-        at = torch.zeros(len(u), len(self.rows), dtype=torch.long)
-        for _ in range(self.depth):
-            goes = u.gather(1, self.feature[self.rows, at]) <= self.threshold[self.rows, at]
-            at = torch.where(goes, self.left[self.rows, at], self.right[self.rows, at])
-        found = self.base.repeat(len(u), 1).index_add(1, self.owner, self.value[self.rows, at])
+        at = self.root.repeat(len(u), 1)
+        for count in self.levels:
+            here = at[:, :count]
+            right = u.gather(1, self.feature.take(here)) > self.threshold.take(here)
+            at[:, :count] = self.child.take(2 * here + right)
+        found = self.base.repeat(len(u), 1).index_add(1, self.owner, self.value.take(at))
         return found.to(window)
 
 
@@ -107,12 +110,20 @@ class WindowBoosting(WindowRegression):
         return lambda window: trees(with_own_units(window, width)), residual.mT @ residual / max(1, len(residual))
 
     def grow(self, windows: Float[Tensor, "n p"], states: Float[Tensor, "n d"]) -> Trees:
-        """Fit the trees, on every core."""
+        """Fit the trees, those of each component on a core of its own.
+
+        Two threads in one tree wait for each other thousands of times, which takes minutes where a core has other work.
+        """
         ensemble = need("sklearn.ensemble", "sklearn", "model=window_boosting")
+        pools = need("threadpoolctl", "sklearn", "model=window_boosting")
         u, z = windows.double().cpu().numpy(), states.double().cpu().numpy()
-        settings: Any = {"max_iter": self.iterations, "random_state": self.seed}
-        with every_core():
-            return Trees([ensemble.HistGradientBoostingRegressor(**settings).fit(u, z[:, k]) for k in range(z.shape[1])])
+
+        def one(k: int) -> Any:
+            with pools.threadpool_limits(1, user_api="openmp"):
+                model = ensemble.HistGradientBoostingRegressor(max_iter=self.iterations, random_state=self.seed)
+                return model.fit(u, z[:, k])
+
+        return Trees(side_by_side(one, range(z.shape[1])))
 
 
 def with_own_units(windows: Float[Tensor, "n wc"], width: int) -> Float[Tensor, "n two_wc"]:

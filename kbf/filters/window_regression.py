@@ -95,10 +95,9 @@ class WindowFilter(Shown):
         return WindowState(torch.cat([seen, state.window[..., q:]], -1), state.seen + spoke.to(state.seen))
 
     def observe(self, state: WindowState, obs: Float[Tensor, "b q"]) -> tuple[WindowState, Bool[Tensor, " b"]]:
-        """Update, and whether observation and estimate are finite: trees would take infinity for a large number."""
-        updated = self.update(state, obs)
-        finite = obs.isfinite() | (obs.isnan() if self.partial else torch.zeros_like(obs, dtype=torch.bool))
-        return updated, finite.all(-1) & (self.estimate(updated).abs() < torch.inf).all(-1)
+        """Update, and whether observations are numbers whose squares are finite: trees would take infinity for a large number."""
+        possible = obs.abs() < torch.finfo(self.start.dtype).max ** 0.5
+        return self.update(state, obs), (possible | obs.isnan() if self.partial else possible).all(-1)
 
     def estimate(self, state: WindowState) -> Float[Tensor, "b d"]:
         """The regression at the window, ``b d``."""

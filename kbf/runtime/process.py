@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from multiprocessing.pool import ThreadPool
+from typing import TypeVar
 
 import torch
 
+A, B = TypeVar("A"), TypeVar("B")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Names of glibc's ``mallopt``."""
 CORES = torch.get_num_threads()
@@ -52,13 +55,14 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextmanager
-def every_core() -> Iterator[None]:
-    """A context in which work on large arrays has all cores of this process; a worker beside others keeps its own."""
-    before = torch.get_num_threads()
-    if multiprocessing.parent_process() is None:
-        torch.set_num_threads(max(CORES, before))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def side_by_side(f: Callable[[A], B], items: Iterable[A]) -> list[B]:
+    """f of each item, in order, in threads on as many cores as this process has; a worker beside others goes one by one.
+
+    For long work in compiled code, which does not hold Python's interpreter. Ctrl-C does not wait for it.
+    """
+    several = list(items)
+    threads = min(CORES if multiprocessing.parent_process() is None else 1, len(several))
+    if threads < 2:
+        return [f(each) for each in several]
+    with ThreadPool(threads) as pool:
+        return pool.map(f, several, chunksize=1)

@@ -182,3 +182,13 @@ def test_variances_cost_the_mean_nothing():
         said = net.log_variance(h).exp().mean((0, 1))
         error = residual.detach().square().mean((0, 1))
     torch.testing.assert_close(said, error, rtol=0.15, atol=0)
+
+
+@pytest.mark.parametrize("kind", [WindowRidge, WindowBoosting])
+def test_an_observation_without_a_finite_square_is_impossible(kind, normal):
+    states, obs = normal(60, 1), normal(60, 2)
+    filter = kind(3).condition(Sequence(states, obs))
+    values = torch.tensor([[1.0, 2.0], [1.0, 1e160], [1e150, 2.0], [float("inf"), 2.0], [float("nan"), 2.0]], dtype=obs.dtype)
+    state, possible = filter.observe(filter.init(len(values)), values)
+    assert possible.tolist() == [True, False, True, False, False]
+    assert filter.estimate(state)[possible].isfinite().all()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from kbf.data.synthetic import SyntheticData
 from kbf.filters.kernel.simulated_memory import SimulatedMemoryKBF
 from kbf.runtime import process
-from kbf.runtime.process import every_core, one_thread
+from kbf.runtime.process import one_thread, side_by_side
 from kbf.ssm import rotation
 
 
@@ -30,13 +32,27 @@ def test_one_thread_is_for_a_while(two_threads):
     assert torch.get_num_threads() == 2
 
 
-@pytest.mark.parametrize(("parent", "threads"), [(None, 4), ("a command", 2)])
-def test_work_on_large_arrays_has_every_core_but_in_a_worker(two_threads, monkeypatch, parent, threads):
+@pytest.mark.parametrize(("parent", "threads"), [(None, 3), ("a command", 1)])
+def test_work_runs_side_by_side_but_in_a_worker(two_threads, monkeypatch, parent, threads):
     monkeypatch.setattr(process, "CORES", 4)
     monkeypatch.setattr(process.multiprocessing, "parent_process", lambda: parent)
-    with pytest.raises(ValueError, match=f"{threads} threads"), every_core():
-        raise ValueError(f"{torch.get_num_threads()} threads")
-    assert torch.get_num_threads() == 2
+    together = threading.Barrier(threads)
+
+    def work(k: int) -> tuple[int, int, int]:
+        together.wait(20)  # would break if fewer threads than that came
+        return 10 * k, torch.get_num_threads(), threading.get_ident()
+
+    done = side_by_side(work, range(3))
+    assert [result for result, _, _ in done] == [0, 10, 20]
+    assert {torch_threads for _, torch_threads, _ in done} == {2}
+    assert len({ident for _, _, ident in done}) == threads
+
+
+def test_an_error_of_one_is_raised(monkeypatch):
+    monkeypatch.setattr(process, "CORES", 2)
+    with pytest.raises(ZeroDivisionError):
+        side_by_side(lambda k: 1 / k, [1, 0])
+    assert side_by_side(lambda k: k, []) == []
 
 
 def test_a_filter_is_made_with_one_thread_and_the_number_comes_back(two_threads, monkeypatch):
