@@ -130,9 +130,9 @@ def predict_factorised(
     u, lower, s = (part[:, None] for part in S)
     L, R = A.split(m, -1)
     AS = torch.cat([L * u + R * s, L * s + R * lower], -1)
-    variances = (AS * A).sum(-1) + noise.flatten()
+    above, below = ((AS * A).sum(-1) + noise.flatten()).split(m, -1)
     between = (AS[:, m:] * A[:, :m]).sum(-1)
-    return (A @ mean[..., None])[..., 0], FactorisedCovariance(*variances.split(m, -1), between)
+    return (A @ mean[..., None])[..., 0], FactorisedCovariance(above, below, between)
 
 
 def update_factorised(
