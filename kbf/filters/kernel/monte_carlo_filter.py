@@ -259,14 +259,15 @@ def local_weights(
     References: Xu et al. (2022), Algorithm 1, step 3, with D = I.
     """
     n, m = seen.shape[1], len(landmarks)
-    spread = 2 * seen.var(1, correction=0).sum(-1)  # the mean squared distance of two of them
-    scale = (factor * spread.clamp_min(torch.finfo(seen.dtype).tiny).sqrt())[:, None, None]
     middle = seen.mean(1, keepdim=True)
-    points = torch.cat([seen - middle, obs - middle], 1) / scale
+    points = torch.cat([seen, obs], 1) - middle
+    spread = 2 * points[:, :n].square().sum((1, 2)) / n  # the mean squared distance of two of them
+    points = points / (factor * spread.clamp_min(torch.finfo(seen.dtype).tiny).sqrt())[:, None, None]
     k = gaussian_table(points, points[:, landmarks])
     system = (k[:, :n].mT @ k[:, :n]).double()
     base = k[:, landmarks].double()
-    base = base + JITTER * torch.eye(m, dtype=base.dtype, device=base.device)
+    rounding = 8 * torch.finfo(k.dtype).eps / reg if reg else 0.0  # of n K_mn K_nm: a ridge below it lets w explode
+    base = base + max(JITTER, rounding) * torch.eye(m, dtype=base.dtype, device=base.device)
     factorised = torch.linalg.cholesky_ex(system + n * reg * base)[0]
     query = k[:, n:] if weights is None else weights[:, None] @ k[:, n:]
     solved = torch.cholesky_solve(query.mT.double(), factorised)

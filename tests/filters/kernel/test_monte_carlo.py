@@ -101,6 +101,18 @@ def test_its_smoother_is_the_exact_one(reg):
     assert (sizes[0] / sizes[1] - 1).abs().max() < 0.15
 
 
+def test_weights_in_single_precision_stay_small():
+    """A lambda below the rounding of K_mn K_nm let weights of one column grow to 7e5, and estimates with them."""
+    seen = torch.randn(20, 1600, 1, generator=generator())
+    for x in (0.3, 2.0):
+        obs, rule = torch.full((20, 1, 1), x), {"reg": 1e-4, "factor": 0.7}
+        weights = local_weights(seen, obs, torch.arange(0, 1600, 25), **rule)
+        double = local_weights(seen.double(), obs.double(), torch.arange(0, 1600, 25), **rule)
+        assert weights.abs().sum(1).max() < 3
+        means = [(each[..., None] * seen).sum(1) for each in (weights, double)]
+        torch.testing.assert_close(*means, rtol=0, atol=0.1, check_dtype=False)
+
+
 @pytest.mark.parametrize("reg", [1e-4, 0.0])
 def test_with_the_true_linear_model_it_is_the_kalman_filter(reg):
     """Place and velocity of a linear model with Gaussian noise: estimates are near the exact ones, covariances too."""
