@@ -34,6 +34,12 @@ def lines_of_net(net: Any) -> Lines:
     return lines_of("net", net.tried, {name: weights[name] for name in used})
 
 
+def told_of_net(net: Any) -> str:
+    """What the net under a model has left out, in words; empty if nothing."""
+    count = int(net.newest) if isinstance(net, BestOf) else 0
+    return f"these recordings drift: learned from their last {count} steps, since what is older misleads" if count else ""
+
+
 def texts(line: dict[str, Any]) -> list[str]:
     """The cells of a line."""
     numbers = ["" if line[key] is None else f"{line[key]:.4f}" for key in ("nmse", "error")]

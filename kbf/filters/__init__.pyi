@@ -7,6 +7,7 @@ from kbf.filters import (
     dpf as dpf,
     ekf as ekf,
     end_to_end as end_to_end,
+    forgetting as forgetting,
     gaussian as gaussian,
     gru as gru,
     gru_fitted as gru_fitted,

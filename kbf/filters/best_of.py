@@ -18,6 +18,9 @@ stack of all: weights a_jk of model k for component j, not negative and of sum 1
 sum_t (z_tj - sum_k a_jk m_tkj)^2. The stack is scored on stretches that its weights were not fitted to, and taken where it is
 better by a standard error.
 
+Before all this the end of the recordings says whether they drift (`kbf.filters.forgetting`): then their newest steps alone are
+learned from.
+
 References: Wolpert (1992), Breiman (1996), for stacking with weights of one sign.
 """
 
@@ -33,6 +36,7 @@ from torch import Generator, Tensor, nn
 
 from kbf.data.windows import folds, take, without
 from kbf.filters.base import Filter
+from kbf.filters.forgetting import last_steps, newest
 from kbf.filters.gru_fitted import FittedGRU
 from kbf.filters.kalman_fitted import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
@@ -80,12 +84,14 @@ class BestOf(nn.Module):
     Attributes:
         weights: ``m d``, of the main model and its rivals in turn: one row of ones, or a stack. Empty before `prepare`.
         spreads: ``m d d``, covariances of their held-out errors. scores: ``m``, their NMSE on held-out stretches, -1 where
-            they were not tried. tried: what `prepare` tried, the best first; not kept in checkpoints.
+            they were not tried. newest: the last steps that are learned from, 0 for all.
+        tried: what `prepare` tried, the best first; not kept in checkpoints.
     """
 
     weights: Tensor
     spreads: Tensor
     scores: Tensor
+    newest: Tensor
 
     def __init__(self, main: nn.Module, *, name: str = "main", seed: int = 0, budget: float | None = None) -> None:
         """A net under ``main``, called ``name``; ``seed`` of rivals that draw.
@@ -100,6 +106,7 @@ class BestOf(nn.Module):
         self.models = nn.ModuleDict({name: main, **rivals})
         for key in ("weights", "spreads", "scores"):
             self.register_buffer(key, torch.zeros(0, dtype=torch.float64))
+        self.register_buffer("newest", torch.tensor(0))
         self.tried: list[Row] = []
         self.crosswise: list[tuple[Filter[Any], list[Sequence]]] = []
 
@@ -126,11 +133,10 @@ class BestOf(nn.Module):
         What ``prepare`` of a model chooses (laws, orders, lags), it chooses on all recordings; fitted are all without the stretch.
         """
         began = time.perf_counter()
+        memory = self.forget(memory)
         self.main.prepare(memory, generator)
-        first = memory[0] if len(memory) else None
-        silent = not self.partial and not all(bool(s.obs.isfinite().all()) for s in memory)
-        if first is None or first.obs.ndim != 2 or silent:
-            return  # images, or missing observations: rivals know neither
+        if not self.compares(memory):
+            return
         sequences = as_sequences(memory, partial=self.partial)
         total = sum(len(s.states) for s in sequences)
         if total < LEAST:
@@ -166,6 +172,24 @@ class BestOf(nn.Module):
         chosen = self.filters_of({name: each.filters for name, each in search.found.items()})
         self.crosswise = [(filter, part) for filter, (_, part) in zip(chosen, parts, strict=True)]
         self.tried = search.table()
+
+    def compares(self, memory: list[Sequence]) -> bool:
+        """Whether rivals know such data: neither images nor missing observations."""
+        vectors = len(memory) > 0 and memory[0].obs.ndim == 2
+        return vectors and (self.partial or all(bool(s.obs.isfinite().all()) for s in memory))
+
+    def forget(self, memory: list[Sequence]) -> list[Sequence]:
+        """Set `newest`, by the plain ridge regression and, where that would forget, by the main model; what is left."""
+        self.newest.zero_()
+        ridge = WindowRidge(None)
+        ridge.partial = self.partial
+        if self.compares(memory):
+            self.newest.fill_(newest(as_sequences(memory, partial=self.partial), [ridge, self.main]))
+        return self.kept(memory)
+
+    def kept(self, memory: list[Sequence]) -> list[Sequence]:
+        """The steps of ``memory`` that are learned from."""
+        return last_steps(memory, int(self.newest))
 
     def choose(self, search: Search, leading: str, *, stack: bool) -> None:
         """Set the weights from what was found; ``leading``: the model that stays unless another is `SURE` to be better."""
@@ -206,11 +230,12 @@ class BestOf(nn.Module):
         Raises:
             ValueError: as the models'.
         """
+        memory = memory if memory is None else self.kept([memory] if isinstance(memory, Sequence) else memory)
         return self.filters_of({name: [self.models[name].condition(memory)] for name in self.used()})[0]  # pyright: ignore
 
     def hyperparameters(self) -> dict[str, float]:
         """Those of the models in use; their weights, and the NMSE of all that were tried on held-out stretches."""
-        numbers: dict[str, float] = {}
+        numbers: dict[str, float] = {"newest": float(self.newest)} if int(self.newest) else {}
         for name in self.used():
             own: Any = getattr(self.models[name], "hyperparameters", dict)
             numbers |= own() if name == self.main_name else {f"{name}/{key}": value for key, value in own().items()}

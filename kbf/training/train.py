@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from kbf.data.windows import folds
+from kbf.filters.best_of import BestOf
 from kbf.images.codes import Code
 from kbf.runtime.files import copy, sweep
 from kbf.runtime.instantiate import build
@@ -202,7 +203,10 @@ def condition_filter(module: FilterTraining, run: Run) -> Trained | None:
     """The second stage of a model that nothing is to be learned of by gradient: its filter over the recordings."""
     trainer = run.trainer()
     module.to(trainer.strategy.root_device).eval()
-    module.prepare(module.memory.sequences(), torch.Generator().manual_seed(run.config["seed"]))
+    memory = module.memory.sequences()
+    module.prepare(memory, torch.Generator().manual_seed(run.config["seed"]))
+    if isinstance(module.net, BestOf) and int(module.net.newest):  # calibration and monitor are of what is learned from, too
+        module.remember(module.net.kept(memory))
     module.ready = [module.filter()]
     run.start(trainer)
     if not trainer.is_global_zero:

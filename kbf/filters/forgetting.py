@@ -1,0 +1,77 @@
+"""How far back a recording is worth learning from: where its sensors or its motion drift, what is old misleads.
+
+Parts that are held out in the middle of a recording cannot tell: what came after them was learned from, too. `newest` therefore
+holds out the end, and asks whether a regression of the states on a window of observations errs less there if it has learned from
+the newest steps before it alone. Ridge regression on a window is asked first, since it costs next to nothing; but where states move
+slowly a plane that is fitted nearby is better than one that is fitted everywhere, drift or not, and so a model that bends must say
+the same.
+
+References: Gama et al. (2014), A survey on concept drift adaptation, of windows that are chosen by error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kbf.data.windows import cut, split, take
+from kbf.filters.search import nmse_of, run_stretches, surely
+from kbf.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+HELD_OUT = 0.2
+"""Share of the steps, the last ones, that is held out."""
+SHARES = (0.5, 0.25, 0.125)
+"""Of the steps before them, the newest: what is tried beside all of them."""
+LEAST = 400
+"""Steps that are kept, at least."""
+SURE = 2.0
+"""Standard errors over stretches by which the newest steps must be better than all."""
+
+
+def last_steps(sequences: list[Sequence], count: int) -> list[Sequence]:
+    """The last ``count`` steps of all; all of them where there are no more, or for a count of 0."""
+    lengths = [len(s.states) for s in sequences]
+    total = sum(lengths)
+    return take(sequences, cut(lengths, [total - count, total])[0]) if 0 < count < total else sequences
+
+
+def newest(sequences: list[Sequence], judges: Iterable[Any]) -> int:
+    """How many of the last steps to learn from: 0 for all, unless every judge is `SURE` that all are worse.
+
+    Args:
+        sequences: the recordings, in the order of time.
+        judges: models (``prepare``, ``condition``). The first says how many, those behind it whether they agree.
+    """
+    try:
+        before, last = split(sequences, HELD_OUT)
+    except ValueError:
+        return 0
+    scale = torch.cat([s.states for s in sequences]).double().var(0, correction=0)
+    total = sum(len(s.states) for s in before)
+    counts = [round(share * total) for share in SHARES if share * total >= LEAST]
+    for model in judges:
+        if not counts:
+            return 0
+        try:
+            model.prepare(before)
+            scores = {n: errors_of(model, last_steps(before, n), last, scale) for n in (0, *counts)}
+        except (ValueError, RuntimeError):  # too few steps for it
+            return 0
+        better = [n for n in counts if surely(scores[0] - scores[n], SURE)]
+        counts = [min(better, key=lambda n: float(scores[n].mean()))] if better else []
+    if counts:
+        log.info("what is older than the last %d of %d steps misleads: it is left out", counts[0], total)
+    return counts[0] if counts else 0
+
+
+@torch.no_grad()
+def errors_of(model: Any, memory: list[Sequence], last: list[Sequence], scale: Float[Tensor, " d"]) -> Float[Tensor, " s"]:
+    """The NMSE of each held-out stretch of a model that has learned from ``memory``."""
+    return torch.stack([nmse_of(left, scale) for left, _ in run_stretches(model.condition(memory), last)])
