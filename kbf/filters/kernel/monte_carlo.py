@@ -201,7 +201,7 @@ class KernelMonteCarlo(ShownModule):
         low, high = initial.amin(0), initial.amax(0)
         margin = MARGIN * (high - low)
         region = (low - margin, high + margin)
-        return KernelMonteCarloFilter(model, initial, d=model.d, counts=counts, region=region, **numbers)  # pyright: ignore[reportArgumentType]
+        return KernelMonteCarloFilter(model, initial, d=model.d, counts=counts, region=region, recorded=True, **numbers)  # pyright: ignore[reportArgumentType]
 
     @torch.no_grad()
     def condition(self, memory: Sequence | list[Sequence] | None) -> KernelMonteCarloFilter:

@@ -35,15 +35,18 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
-from kbf.filters.base import Backward, FilterStep
+from kbf.filters.base import Backward, FilterStep, where
 from kbf.filters.particle import in_type_of
 from kbf.filters.protocols import knows_sensors
-from kbf.filters.resampling import effective_sample_size, systematic
+from kbf.filters.resampling import effective_sample_size, invert, systematic
+from kbf.rkhs.linalg import evenly
 from kbf.runtime.notebook import Shown
 from kbf.ssm import ControlledDynamics, StateSpace
 
 JITTER = 1e-3
 """On the diagonal of K_mm, whose diagonal is 1: landmarks that coincide (counts often do) do no harm, nor does single precision."""
+FIRST, ROWS = 4000, 64
+"""Recorded states that a first observation is compared with, at most; sequences that this is done for at once."""
 LEAST = -40.0
 """Exponents below are as good as this: the products of smaller kernels are denormal numbers, which a processor takes long for."""
 BACK_RANK, BACK_REG, BACK_FACTOR = 64, 1e-3, 0.5
@@ -58,12 +61,13 @@ class LocalMemory(NamedTuple):
 
     Attributes:
         particles: ``b P D``, states of the model. draws: ``b P K q``, observations drawn from each of them.
-        weights: ``b P``, of the embedding; some may be negative, their sum is 1.
+        weights: ``b P``, of the embedding; some may be negative, their sum is 1. begun: ``b``, whether anything was observed yet.
     """
 
     particles: Tensor
     draws: Tensor
     weights: Tensor
+    begun: Tensor
 
 
 class KernelMonteCarloFilter(Shown):
@@ -95,6 +99,7 @@ class KernelMonteCarloFilter(Shown):
         restart: float = 0.0,
         temper: float = 1.0,
         region: tuple[Float[Tensor, " D"], Float[Tensor, " D"]] | None = None,
+        recorded: bool = False,
     ) -> None:
         """The filter of one model.
 
@@ -129,6 +134,7 @@ class KernelMonteCarloFilter(Shown):
         self.particles, self.draws, self.reg, self.factor, self.counts = particles, draws, reg, factor, counts
         self.temper: float = temper
         self.region = region
+        self.recorded: Tensor | None = initial[evenly(len(initial), FIRST, initial.device)] if recorded else None
         count = round(restart * particles)
         self.fresh: Tensor | None = torch.linspace(0, particles - 1, count).round().long().to(initial.device) if count else None
         self.landmarks: Tensor = (
@@ -141,15 +147,15 @@ class KernelMonteCarloFilter(Shown):
         """P initial states for each sequence, drawn with replacement, with equal weights."""
         size, device = (batch, self.particles), self.initial.device
         particles = self.initial[torch.randint(len(self.initial), size, device=device, generator=generator)]
-        return self.imagined(particles, generator)
+        return self.imagined(particles, torch.zeros(batch, dtype=torch.bool, device=device), generator)
 
-    def imagined(self, particles: Float[Tensor, "b P D"], generator: Generator | None) -> LocalMemory:
+    def imagined(self, particles: Float[Tensor, "b P D"], begun: Bool[Tensor, " b"], generator: Generator | None) -> LocalMemory:
         """The memory around particles of equal weight."""
         weights = particles.new_full(particles.shape[:2], 1 / self.particles)
         if self.reg == 0:
-            return LocalMemory(particles, particles.new_empty(*particles.shape[:2], 0, 0), weights)
+            return LocalMemory(particles, particles.new_empty(*particles.shape[:2], 0, 0), weights, begun)
         several = particles[:, :, None].expand(-1, -1, self.draws, -1)
-        return LocalMemory(particles, self.model.observe(several, generator), weights)
+        return LocalMemory(particles, self.model.observe(several, generator), weights, begun)
 
     def predict(
         self, state: LocalMemory, *, control: Float[Tensor, "b k"] | None = None, generator: Generator | None = None
@@ -164,7 +170,7 @@ class KernelMonteCarloFilter(Shown):
             outside = ((moved < self.region[0]) | (moved > self.region[1])).any(-1, keepdim=True)
             anew = torch.randint(len(self.initial), moved.shape[:2], device=moved.device, generator=generator)
             moved = torch.where(outside, self.initial[anew], moved)
-        return self.imagined(moved, generator)
+        return self.imagined(moved, state.begun, generator)
 
     def moved(
         self, state: LocalMemory, control: Float[Tensor, "b k"] | None, generator: Generator | None
@@ -181,10 +187,30 @@ class KernelMonteCarloFilter(Shown):
 
     def observe(self, state: LocalMemory, obs: Float[Tensor, "b q"]) -> tuple[LocalMemory, Bool[Tensor, " b"]]:
         """Weigh, and whether anything that was imagined is near the observation: far from all of it the kernel is 0 everywhere."""
+        weights, possible = self.weigh(state, obs)
+        after = state._replace(weights=weights, begun=state.begun | possible)
+        if self.recorded is None or bool(state.begun.all()):
+            return after, possible
+        first, suits = self.first(self.recorded, state, obs.to(state.particles))
+        return where(state.begun, after, first), torch.where(state.begun, possible, suits)
+
+    def first(
+        self, recorded: Float[Tensor, "n D"], state: LocalMemory, obs: Float[Tensor, "b q"]
+    ) -> tuple[LocalMemory, Bool[Tensor, " b"]]:
+        """P of the recorded states, of equal weight, as often as the first observation suits them; and whether it suits any."""
+        weights = torch.cat([self.temper * self.model.log_likelihood(x[:, None], recorded) for x in obs.split(ROWS)])
+        suits = weights.amax(-1) > -math.inf
+        points = (torch.arange(self.particles, dtype=torch.float64, device=obs.device) + 0.5) / self.particles
+        chosen = invert(torch.where(suits[:, None], weights, 0), points.expand(len(obs), -1))
+        equal = torch.full_like(state.weights, 1 / self.particles)
+        return state._replace(particles=recorded[chosen], weights=equal, begun=state.begun | suits), suits
+
+    def weigh(self, state: LocalMemory, obs: Float[Tensor, "b q"]) -> tuple[Float[Tensor, "b P"], Bool[Tensor, " b"]]:
+        """The weights of the particles given the observation, and whether it is possible."""
         if self.reg == 0:
             log_weights = self.temper * self.model.log_likelihood(obs.to(state.particles)[:, None], state.particles)
             possible = log_weights.amax(-1) > -math.inf
-            return state._replace(weights=torch.where(possible[:, None], log_weights, 0).softmax(-1)), possible
+            return torch.where(possible[:, None], log_weights, 0).softmax(-1), possible
         seen, x = state.draws.flatten(1, 2), obs.to(state.draws)
         if self.partial:  # columns of silent sensors are equal everywhere: they are not compared
             spoke = x.isfinite()
@@ -195,8 +221,7 @@ class KernelMonteCarloFilter(Shown):
         weights = weights.unflatten(1, (self.particles, self.draws)).sum(-1)
         total = weights.sum(-1, keepdim=True)
         possible = total > LITTLE
-        weights = torch.where(possible, weights / torch.where(possible, total, 1), 1 / self.particles)
-        return state._replace(weights=weights), possible[:, 0]
+        return torch.where(possible, weights / torch.where(possible, total, 1), 1 / self.particles), possible[:, 0]
 
     def smoother(self) -> Backward:
         """One step back by the rule; `FilterStep` at t and the smoothed memory at t + 1 -> the smoothed memory at t."""
@@ -213,7 +238,7 @@ class KernelMonteCarloFilter(Shown):
         marks = torch.linspace(0, self.particles - 1, min(BACK_RANK, self.particles)).round().long().to(moved.device)
         weights = local_weights(seen, query, marks, reg=BACK_REG, factor=BACK_FACTOR, weights=following.weights)
         weights = weights / weights.sum(-1, keepdim=True)
-        return LocalMemory(source, source.new_empty(*source.shape[:2], 0, 0), weights)
+        return LocalMemory(source, source.new_empty(*source.shape[:2], 0, 0), weights, now.state.begun)
 
     def estimate(self, state: LocalMemory) -> Float[Tensor, "b d"]:
         """The mean of the embedding, by the signed weights, ``b d``."""
