@@ -44,6 +44,29 @@ def folds(lengths: list[int], count: int) -> list[list[Span]]:
     return cut(lengths, [round(total * k / count) for k in range(count + 1)])
 
 
+MOST_OF_ALL = 2 / 3
+"""Share of the steps in one recording from which holding it out whole would leave too little."""
+
+
+def whole_folds(lengths: list[int], count: int) -> list[list[Span]]:
+    """At most ``count`` chunks of about equal size that end where recordings end; `folds` where one recording is nearly all.
+
+    Models will be run on new recordings: a part of a recording says little of how they do there if they have learned from its rest.
+
+    >>> whole_folds([4, 3, 5], 2)
+    [[Span(sequence=0, start=0, stop=4), Span(sequence=1, start=0, stop=3)], [Span(sequence=2, start=0, stop=5)]]
+
+    Raises:
+        ValueError: more folds than steps.
+    """
+    total = sum(lengths)
+    if not lengths or max(lengths) > MOST_OF_ALL * total:
+        return folds(lengths, count)
+    ends = list(itertools.accumulate(lengths))
+    bounds = {min(ends, key=lambda end: abs(end - total * k / count)) for k in range(1, count)}
+    return cut(lengths, [0, *sorted(bounds - {total}), total])
+
+
 def split(sequences: list[Sequence], fraction: float) -> tuple[list[Sequence], list[Sequence]]:
     """Hold out the last ``fraction`` of all steps: (the part to fit, the part held out); the second is empty for fraction 0.
 

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from kbf.data.windows import folds, take, without
+from kbf.data.windows import take, whole_folds, without
 from kbf.filters.base import Filter
 from kbf.filters.forgetting import last_steps, newest
 from kbf.filters.gru_fitted import FittedGRU
@@ -67,7 +67,7 @@ PUBLISHED: dict[str, Callable[[int], nn.Module]] = {
 }
 """The filter of Xu et al. (2022), Algorithm 2, over the recording, with bandwidths from median distances: their grid takes long."""
 FOLDS = 5
-"""Parts of the recordings that are held out in turn."""
+"""Parts of the recordings that are held out in turn; of several recordings these are whole, and may be fewer."""
 LEAST, ENOUGH = 100, 500
 """Steps from which anything is compared, and from which `MORE` is tried: fewer cannot say so much."""
 MANY = 2000
@@ -142,10 +142,10 @@ class BestOf(nn.Module):
         if total < LEAST:
             return
         try:
-            spans = folds([len(s.states) for s in sequences], FOLDS)
+            spans = whole_folds([len(s.states) for s in sequences], FOLDS)
         except ValueError:
             return
-        few = spans[1::3] if total > MANY else spans
+        few = spans[1::3] if total > MANY and len(spans) == FOLDS else spans
         parts = [(without(sequences, each), take(sequences, each)) for each in few]
         search = Search(parts, torch.cat([s.states for s in sequences]).double().var(0, correction=0), self.budget, began)
         known = {name: each for name, each in self.models.items() if not self.partial or getattr(each, "partial", False)}

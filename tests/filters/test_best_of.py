@@ -380,3 +380,19 @@ def test_stretches_are_as_long_as_a_fold_allows():
     assert lengths(100_000) == [1000] * 8
     assert lengths(*[150] * 30) == [150] * 8
     assert lengths(*[1700] * 28)[:2] == [1000, 1000] and len(lengths(*[1700] * 28)) == 8
+
+
+def test_recordings_that_do_not_speak_for_each_other_are_held_out_whole():
+    """Each has a sensor of its own: within a recording it tells everything, of another one nothing. What is left is the mean."""
+    g = torch.Generator().manual_seed(0)
+    z = [torch.randn(300, 1, generator=g, dtype=F64) for _ in range(3)]
+    memory = [
+        Sequence(each, torch.cat([turn * each, torch.full_like(each, turn)], 1)) for each, turn in zip(z, (1, -1, 0), strict=True)
+    ]
+    memory = [s._replace(obs=s.obs + 0.01 * torch.randn(s.obs.shape, generator=g, dtype=F64)) for s in memory]
+    net = BestOf(LearnedKalman(), name="main")
+    net.prepare(memory)
+    assert len(net.crosswise) == 3 and all(len(part) == 1 and len(part[0].states) == 300 for _, part in net.crosswise)
+    rows = {row.model: row.nmse for row in net.tried}
+    assert rows["mean"] < 1.1 and rows["window_ridge"] > 1.5
+    assert net.used() == ["mean"]
