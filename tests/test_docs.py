@@ -187,17 +187,20 @@ def test_the_table_of_the_field_s_benchmark():
 
 
 def test_the_table_of_the_recordings():
-    """NMSE, its standard error where there are several draws or splits, and coverage."""
+    """NMSE, its standard error where there are several draws or splits, and coverage; empty where a model was not run."""
     heads, rows = rows_below(text_of("docs/recordings.md"), "## What it reaches")
     for k, head in enumerate(heads[1:]):
         known = measured(f"recordings/{re.findall(r'`(.*?)`', head)[0]}")
         sizes = [int(size.replace(",", "")) for size in re.findall(r"\d+,\d+", head)]
-        assert {model for model, _ in known} == rows.keys() and {n for _, n in known} >= set(sizes)
+        assert {n for _, n in known} >= set(sizes)
+        assert {model for model, _ in known} == {model for model, cells in rows.items() if cells[k]}
         for model, cells in rows.items():
+            if not cells[k]:
+                continue
             some = [known[model, n] for n in sizes]
             errors, covered = ([float(row[name]) for row in some] for name in ("nmse", "coverage_95"))
             se = float(some[0]["nmse_se"]) if len(some) == 1 else stdev(errors) / len(errors) ** 0.5
-            expected = [mean(errors), *([] if math.isnan(se) else [se]), 100 * mean(covered)]
+            expected = [value for value in (mean(errors), se, 100 * mean(covered)) if not math.isnan(value)]
             assert agree(cells[k], expected), (model, head)
 
 

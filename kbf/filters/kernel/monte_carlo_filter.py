@@ -61,7 +61,8 @@ class LocalMemory(NamedTuple):
 
     Attributes:
         particles: ``b P D``, states of the model. draws: ``b P K q``, observations drawn from each of them.
-        weights: ``b P``, of the embedding; some may be negative, their sum is 1. begun: ``b``, whether anything was observed yet.
+        weights: ``b P``, of the embedding; some may be negative, their sum is 1. begun: ``b``, 1 once anything was observed,
+            or 0.
     """
 
     particles: Tensor
@@ -147,9 +148,9 @@ class KernelMonteCarloFilter(Shown):
         """P initial states for each sequence, drawn with replacement, with equal weights."""
         size, device = (batch, self.particles), self.initial.device
         particles = self.initial[torch.randint(len(self.initial), size, device=device, generator=generator)]
-        return self.imagined(particles, torch.zeros(batch, dtype=torch.bool, device=device), generator)
+        return self.imagined(particles, particles.new_zeros(batch), generator)
 
-    def imagined(self, particles: Float[Tensor, "b P D"], begun: Bool[Tensor, " b"], generator: Generator | None) -> LocalMemory:
+    def imagined(self, particles: Float[Tensor, "b P D"], begun: Float[Tensor, " b"], generator: Generator | None) -> LocalMemory:
         """The memory around particles of equal weight."""
         weights = particles.new_full(particles.shape[:2], 1 / self.particles)
         if self.reg == 0:
@@ -188,11 +189,12 @@ class KernelMonteCarloFilter(Shown):
     def observe(self, state: LocalMemory, obs: Float[Tensor, "b q"]) -> tuple[LocalMemory, Bool[Tensor, " b"]]:
         """Weigh, and whether anything that was imagined is near the observation: far from all of it the kernel is 0 everywhere."""
         weights, possible = self.weigh(state, obs)
-        after = state._replace(weights=weights, begun=state.begun | possible)
-        if self.recorded is None or bool(state.begun.all()):
+        begun = state.begun > 0
+        after = state._replace(weights=weights, begun=(begun | possible).to(weights))
+        if self.recorded is None or bool(begun.all()):
             return after, possible
         first, suits = self.first(self.recorded, state, obs.to(state.particles))
-        return where(state.begun, after, first), torch.where(state.begun, possible, suits)
+        return where(begun, after, first), torch.where(begun, possible, suits)
 
     def first(
         self, recorded: Float[Tensor, "n D"], state: LocalMemory, obs: Float[Tensor, "b q"]
@@ -203,7 +205,7 @@ class KernelMonteCarloFilter(Shown):
         points = (torch.arange(self.particles, dtype=torch.float64, device=obs.device) + 0.5) / self.particles
         chosen = invert(torch.where(suits[:, None], weights, 0), points.expand(len(obs), -1))
         equal = torch.full_like(state.weights, 1 / self.particles)
-        return state._replace(particles=recorded[chosen], weights=equal, begun=state.begun | suits), suits
+        return state._replace(particles=recorded[chosen], weights=equal, begun=suits.to(equal)), suits
 
     def weigh(self, state: LocalMemory, obs: Float[Tensor, "b q"]) -> tuple[Float[Tensor, "b P"], Bool[Tensor, " b"]]:
         """The weights of the particles given the observation, and whether it is possible."""

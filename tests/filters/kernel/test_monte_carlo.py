@@ -189,7 +189,7 @@ def test_what_the_first_observation_cannot_tell_is_not_lost():
         assert state.begun.all() and possible.all()
         torch.testing.assert_close(state.particles.abs(), torch.full((30, 20, 1), 3.0), rtol=0, atol=0.05)
         assert ((state.particles > 0).double().mean(1) - 0.5).abs().max() <= 0.1
-        none = filter.observe(start._replace(begun=torch.arange(30) < 10), torch.full((30, 1), 3.0))[0]
+        none = filter.observe(start._replace(begun=(torch.arange(30) < 10).to(start.begun)), torch.full((30, 1), 3.0))[0]
         assert torch.equal(none.particles[:10], start.particles[:10]) and torch.equal(none.particles[10:], state.particles[10:])
         impossible, suits = filter.observe(start, torch.full((30, 1), 1e30))
         assert reg or not (suits.any() or impossible.begun.any())
