@@ -126,8 +126,8 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     for logger in loggers:
         logger.finalize("success")
     tried.show(under)
-    if left_out := tried.told_of_net(trained.module.net):
-        console.print(f"[yellow]{left_out}[/]", highlight=False)
+    for told in tried.told_of_net(trained.module.net):
+        console.print(f"[yellow]{told}[/]", highlight=False)
     of_the_test = [f"test.{name}" for name in ("mse", "nmse", "floor", "excess", "coverage_95")]
     of_the_test += ["test.passed_over"] if metrics.get("test.passed_over") else []
     show(title, metrics, [*of_the_test, "validation.mse", "held_out.mse", "epochs", "seconds"])

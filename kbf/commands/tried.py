@@ -34,10 +34,17 @@ def lines_of_net(net: Any) -> Lines:
     return lines_of("net", net.tried, {name: weights[name] for name in used})
 
 
-def told_of_net(net: Any) -> str:
-    """What the net under a model has left out, in words; empty if nothing."""
-    count = int(net.newest) if isinstance(net, BestOf) else 0
-    return f"these recordings drift: learned from their last {count} steps, since what is older misleads" if count else ""
+def told_of_net(net: Any) -> list[str]:
+    """What a person should know of what the net under a model has found: what was left out, and that nothing was learned."""
+    told, count = [], int(net.newest) if isinstance(net, BestOf) else 0
+    if count:
+        told.append(f"these recordings drift: learned from their last {count} steps, since what is older misleads")
+    if isinstance(net, BestOf) and net.main_name != "mean" and net.used() == ["mean"]:
+        told.append(
+            "nothing did better than the mean of the states on what was held out, so the filter always answers the mean: "
+            "what one part of these recordings teaches does not hold in another; more recordings may help, or other sensors"
+        )
+    return told
 
 
 def texts(line: dict[str, Any]) -> list[str]:

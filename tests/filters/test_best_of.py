@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from kbf.commands.beside import remarks
+from kbf.commands.tried import told_of_net
 from kbf.data.noise_systems import Fork
 from kbf.data.synthetic import SyntheticData
 from kbf.evaluation.score import score
@@ -396,3 +397,5 @@ def test_recordings_that_do_not_speak_for_each_other_are_held_out_whole():
     rows = {row.model: row.nmse for row in net.tried}
     assert rows["mean"] < 1.1 and rows["window_ridge"] > 1.5
     assert net.used() == ["mean"]
+    assert ["always answers the mean" in told for told in told_of_net(net)] == [True]
+    assert told_of_net(BestOf(MeanModel(), name="mean")) == []
