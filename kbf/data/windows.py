@@ -48,10 +48,21 @@ MOST_OF_ALL = 2 / 3
 """Share of the steps in one recording from which holding it out whole would leave too little."""
 
 
-def whole_folds(lengths: list[int], count: int) -> list[list[Span]]:
-    """At most ``count`` chunks of about equal size that end where recordings end; `folds` where one recording is nearly all.
+def nearest_end(lengths: list[int], step: float) -> int:
+    """Where to cut near ``step``: at the end of the recording that is nearest, or at it where one recording is nearly all.
 
     Models will be run on new recordings: a part of a recording says little of how they do there if they have learned from its rest.
+
+    >>> nearest_end([4, 3, 5], 6.0), nearest_end([4, 3, 5], 11.0), nearest_end([12], 6.0)
+    (7, 7, 6)
+    """
+    if len(lengths) < 2 or max(lengths) > MOST_OF_ALL * sum(lengths):
+        return round(step)
+    return min(itertools.accumulate(lengths[:-1]), key=lambda end: abs(end - step))
+
+
+def whole_folds(lengths: list[int], count: int) -> list[list[Span]]:
+    """At most ``count`` chunks of about equal size that end where recordings end (`nearest_end`).
 
     >>> whole_folds([4, 3, 5], 2)
     [[Span(sequence=0, start=0, stop=4), Span(sequence=1, start=0, stop=3)], [Span(sequence=2, start=0, stop=5)]]
@@ -60,11 +71,9 @@ def whole_folds(lengths: list[int], count: int) -> list[list[Span]]:
         ValueError: more folds than steps.
     """
     total = sum(lengths)
-    if not lengths or max(lengths) > MOST_OF_ALL * total:
-        return folds(lengths, count)
-    ends = list(itertools.accumulate(lengths))
-    bounds = {min(ends, key=lambda end: abs(end - total * k / count)) for k in range(1, count)}
-    return cut(lengths, [0, *sorted(bounds - {total}), total])
+    if not 1 <= count <= total:
+        raise ValueError(f"{total} training steps cannot be cut into {count} folds")
+    return cut(lengths, [0, *sorted({nearest_end(lengths, total * k / count) for k in range(1, count)}), total])
 
 
 def split(sequences: list[Sequence], fraction: float) -> tuple[list[Sequence], list[Sequence]]:

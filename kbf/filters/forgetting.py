@@ -4,7 +4,7 @@ Parts that are held out in the middle of a recording cannot tell: what came afte
 holds out the end, and asks whether a regression of the states on a window of observations errs less there if it has learned from
 the newest steps before it alone. Ridge regression on a window is asked first, since it costs next to nothing; but where states move
 slowly a plane that is fitted nearby is better than one that is fitted everywhere, drift or not, and so a model that bends must say
-the same.
+the same. Several recordings are held out and left out whole: that one differs from another is no drift.
 
 References: Gama et al. (2014), A survey on concept drift adaptation, of windows that are chosen by error.
 """
@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kbf.data.windows import cut, split, take
+from kbf.data.windows import cut, nearest_end, take
 from kbf.filters.search import nmse_of, run_stretches, surely
 from kbf.sequence import Sequence
 
@@ -49,13 +49,15 @@ def newest(sequences: list[Sequence], judges: Iterable[Any]) -> int:
         sequences: the recordings, in the order of time.
         judges: models (``prepare``, ``condition``). The first says how many, those behind it whether they agree.
     """
-    try:
-        before, last = split(sequences, HELD_OUT)
-    except ValueError:
+    lengths = [len(s.states) for s in sequences]
+    total = sum(lengths)
+    if total < LEAST:
         return 0
+    end = nearest_end(lengths, (1 - HELD_OUT) * total)
+    before, last = (take(sequences, spans) for spans in cut(lengths, [0, end, total]))
     scale = torch.cat([s.states for s in sequences]).double().var(0, correction=0)
-    total = sum(len(s.states) for s in before)
-    counts = [round(share * total) for share in SHARES if share * total >= LEAST]
+    kept = {end - nearest_end([len(s.states) for s in before], (1 - share) * end) for share in SHARES}
+    counts = sorted(count for count in kept if count >= LEAST)
     for model in judges:
         if not counts:
             return 0
@@ -67,7 +69,7 @@ def newest(sequences: list[Sequence], judges: Iterable[Any]) -> int:
         better = [n for n in counts if surely(scores[0] - scores[n], SURE)]
         counts = [min(better, key=lambda n: float(scores[n].mean()))] if better else []
     if counts:
-        log.info("what is older than the last %d of %d steps misleads: it is left out", counts[0], total)
+        log.info("what is older than the last %d of %d steps misleads: it is left out", counts[0], end)
     return counts[0] if counts else 0
 
 

@@ -63,6 +63,27 @@ def test_nothing_is_left_out_where_nothing_drifts(n):
     assert newest([during(sequence, 0, n)], [WindowRidge(None)]) == 0
 
 
+def test_that_recordings_differ_is_no_drift():
+    """Each of ten has a sensor that turns otherwise: the last steps are nearest to those just before them, of the same recording."""
+    turned = torch.linspace(0, 6, 10, dtype=F64)[torch.randperm(10, generator=torch.Generator().manual_seed(1))].tolist()
+    memory = []
+    for seed, angle in enumerate(turned):
+        sequence, _ = turning(600, 0.0, seed, lead=0)
+        c, s = torch.tensor(angle, dtype=F64).cos(), torch.tensor(angle, dtype=F64).sin()
+        memory.append(Sequence(sequence.states, sequence.obs @ torch.stack([torch.stack([c, s]), torch.stack([-s, c])])))
+    assert newest(memory, [WindowRidge(None)]) == 0
+    together = Sequence(torch.cat([s.states for s in memory[:2]]), torch.cat([s.obs for s in memory[:2]]))
+    assert newest([together], [WindowRidge(None)]) > 0, "as one recording it is drift"
+
+
+def test_recordings_that_turn_one_after_the_other_do_drift():
+    """A sensor that turns from each recording to the next: the oldest recordings are left out, whole."""
+    sequence, _ = turning(4000, 2.0, lead=0)
+    memory = [during(sequence, k, k + 200) for k in range(0, 4000, 200)]
+    count = newest(memory, [WindowRidge(None)])
+    assert count >= LEAST and count % 200 == 0
+
+
 def test_all_judges_must_agree():
     sequence, _ = turning(2000, 2.0)
     memory = [during(sequence, 0, 2000)]
