@@ -64,7 +64,7 @@ def test_nothing_is_left_out_where_nothing_drifts(n):
 
 
 def test_that_recordings_differ_is_no_drift():
-    """Each of ten has a sensor that turns otherwise: the last steps are nearest to those just before them, of the same recording."""
+    """Each of ten has a sensor that turns otherwise: the last steps are nearest to those before them, of the same recording."""
     turned = torch.linspace(0, 6, 10, dtype=F64)[torch.randperm(10, generator=torch.Generator().manual_seed(1))].tolist()
     memory = []
     for seed, angle in enumerate(turned):
