@@ -32,6 +32,7 @@ from kbf.filters import (
     smoothing as smoothing,
     stack as stack,
     state_file as state_file,
+    told_means as told_means,
     ukf as ukf,
     window_boosting as window_boosting,
     window_regression as window_regression,

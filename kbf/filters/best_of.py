@@ -10,13 +10,17 @@ that stretch, goes on with the next, and compares. Two rounds keep it cheap wher
 
 Up to `MANY` steps the published filter over the recording itself (`PUBLISHED`) is tried as well: it assumes no law at all.
 
-The main model stays unless another is better by `SURE` standard errors over stretches; else the kernel Monte Carlo filter is taken
-unless another is better by one: stretches are few, and a filter knows how sure it is. Where recordings have controls these two
-change places: a memory that stands still is weighed anew for every control, which is slow, and resolves the next state no finer
-than its points lie; one that is drawn around the belief moves with it. In the second round what is left is compared with the
-stack of all: weights a_jk of model k for component j, not negative and of sum 1, that minimise the held-out squared error
+The main model stays unless another is better by `SURE` standard errors over stretches; else the kernel Monte Carlo filter is
+taken unless another is better by one: stretches are few, and a filter knows how sure it is. Where recordings have controls these
+two change places: a memory that stands still is weighed anew for every control, which is slow, and resolves the next state no
+finer than its points lie; one that is drawn around the belief moves with it. In the second round what is left is compared with
+the stack of all: weights a_jk of model k for component j, not negative and of sum 1, that minimise the held-out squared error
 sum_t (z_tj - sum_k a_jk m_tkj)^2. The stack is scored on stretches that its weights were not fitted to, and taken where it is
 better by a standard error.
+
+Where observations are density ratios (`kbf.filters.laws.ratio`) the kernel Monte Carlo filter is taken, and another only if it
+cannot be fitted: it alone takes them whole, the others see their means, and the ratios of the recordings are those of one encoder
+each, duller than what new images have.
 
 Before all this the end of the recordings says whether they drift (`kbf.filters.forgetting`): then their newest steps alone are
 learned from.
@@ -43,6 +47,7 @@ from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.monte_carlo import KernelMonteCarlo
 from kbf.filters.search import Row, Search, Trial, deviation, surely
 from kbf.filters.stack import StackedFilter, stacked
+from kbf.filters.told_means import OfMeans
 from kbf.filters.window_boosting import WindowBoosting
 from kbf.filters.window_regression import MeanModel, WindowRidge
 from kbf.sequence import Sequence, as_sequences
@@ -107,6 +112,7 @@ class BestOf(nn.Module):
         for key in ("weights", "spreads", "scores"):
             self.register_buffer(key, torch.zeros(0, dtype=torch.float64))
         self.register_buffer("newest", torch.tensor(0))
+        self.told = 0
         self.tried: list[Row] = []
         self.crosswise: list[tuple[Filter[Any], list[Sequence]]] = []
 
@@ -126,6 +132,17 @@ class BestOf(nn.Module):
         for each in known:
             each.partial = value
 
+    def model(self, name: str) -> Any:
+        """A model as it takes observations that are ratios of states with ``told`` components, or others with 0."""
+        return self.as_told(self.models[name])
+
+    def as_told(self, model: Any) -> Any:
+        """Any model likewise."""
+        if hasattr(model, "told"):
+            model.told = self.told
+            return model
+        return OfMeans(model, self.told) if self.told else model
+
     @torch.no_grad()
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
         """Prepare the main model, compare, choose.
@@ -134,7 +151,7 @@ class BestOf(nn.Module):
         """
         began = time.perf_counter()
         memory = self.forget(memory)
-        self.main.prepare(memory, generator)
+        self.model(self.main_name).prepare(memory, generator)
         if not self.compares(memory):
             return
         sequences = as_sequences(memory, partial=self.partial)
@@ -149,15 +166,19 @@ class BestOf(nn.Module):
         parts = [(without(sequences, each), take(sequences, each)) for each in few]
         search = Search(parts, torch.cat([s.states for s in sequences]).double().var(0, correction=0), self.budget, began)
         known = {name: each for name, each in self.models.items() if not self.partial or getattr(each, "partial", False)}
-        leading = MOVING if sequences[0].controls is not None and MOVING in known else self.main_name
+        moves = sequences[0].controls is not None or self.told > 0
+        leading = MOVING if moves and MOVING in known else self.main_name
 
         def attempt(names: Iterable[str]) -> None:
             for name in (name for name in names if name in known and name not in {row.model for row in search.rows}):
-                model: Any = known[name]
+                model = self.model(name)
                 main = name == self.main_name
                 ready = None if main else partial(model.prepare, sequences, generator)
                 search.attempt(name, model.condition, prepare=ready, timed=not main, compared=name not in PLAIN)
 
+        if self.told:
+            attempt([MOVING])
+            known = {name: each for name, each in known.items() if not search.found}
         attempt([*(name for name in PLAIN if name != self.main_name), leading, self.main_name])
         lead = search.found.get(leading)
         unsure = lead is None or better_than(lead, search.found) or (lead.covered is not None and lead.covered < TRUSTED)
@@ -184,7 +205,7 @@ class BestOf(nn.Module):
         ridge = WindowRidge(None)
         ridge.partial = self.partial
         if self.compares(memory):
-            self.newest.fill_(newest(as_sequences(memory, partial=self.partial), [ridge, self.main]))
+            self.newest.fill_(newest(as_sequences(memory, partial=self.partial), [self.as_told(ridge), self.model(self.main_name)]))
         return self.kept(memory)
 
     def kept(self, memory: list[Sequence]) -> list[Sequence]:
@@ -231,7 +252,7 @@ class BestOf(nn.Module):
             ValueError: as the models'.
         """
         memory = memory if memory is None else self.kept([memory] if isinstance(memory, Sequence) else memory)
-        return self.filters_of({name: [self.models[name].condition(memory)] for name in self.used()})[0]  # pyright: ignore
+        return self.filters_of({name: [self.model(name).condition(memory)] for name in self.used()})[0]
 
     def hyperparameters(self) -> dict[str, float]:
         """Those of the models in use; their weights, and the NMSE of all that were tried on held-out stretches."""

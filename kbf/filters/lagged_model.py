@@ -19,6 +19,7 @@ from torch import Generator, Tensor
 from kbf.filters.base import check_vectors
 from kbf.filters.laws.base import Law
 from kbf.filters.laws.choice import fit_law
+from kbf.filters.laws.ratio import RatioLaw, fit_state_density
 from kbf.filters.laws.sensors import ChosenSensors, SensorLaw
 from kbf.filters.merged_map import MergedMap
 from kbf.filters.ridge_map import Join, fit_ridge_map, join_of
@@ -44,7 +45,7 @@ class LaggedModel(NamedTuple):
     """
 
     change: MergedMap
-    observation: MergedMap | Law
+    observation: MergedMap | Law | RatioLaw
     order: int
     extra: Tensor
     d: int
@@ -105,7 +106,8 @@ def learn_lagged_model(
         memory: the recordings.
         order: 1 or 2.
         inflation: standard deviation of the moves' noise over that of one-step residuals, at least 1.
-        law: of observations given states, a name of `kbf.filters.laws.choice.LAWS`; or sensors that may be silent, and their laws.
+        law: of observations given states, a name of `kbf.filters.laws.choice.LAWS`; or sensors that may be silent, and their laws;
+            or "ratio", for observations that are density ratios themselves (`kbf.filters.laws.ratio`).
 
     Raises:
         ValueError: another order or inflation, no recording of ``order`` + 1 steps, or as `kbf.filters.ridge_map.fit_ridge_map`.
@@ -129,6 +131,8 @@ def learn_lagged_model(
     few = evenly(len(seen), MOST, seen.device)
     if not isinstance(law, str):
         observation = law.fit(seen, obs)
+    elif law == "ratio":
+        observation = RatioLaw(fit_state_density(seen))
     else:
         gaussian = law == "gaussian"
         observation = MergedMap(fit_ridge_map(seen[few], obs[few], rank=RANK)) if gaussian else fit_law(law, seen[few], obs[few])
@@ -139,5 +143,13 @@ def learn_lagged_model(
 
 
 def widened(model: LaggedModel, inflation: float) -> LaggedModel:
-    """The model with noise of moves that is so many times as wide as its one-step residuals, at least 1."""
-    return model._replace(extra=(inflation**2 - 1) ** 0.5 * cholesky(model.change.noise))
+    """The model with noise of moves that is so many times as wide as its one-step residuals, at least 1.
+
+    Residuals on a circle lie along it, in all directions in turn, and their covariance has half of their variance in each: what a
+    draw has across the circle is projected away. There the variance of a draw is doubled.
+    """
+    along = torch.ones(model.d).to(model.change.noise)
+    for start in model.manifold.circles:
+        along[start : start + 2] = 2
+    root = cholesky(model.change.noise)
+    return model._replace(extra=(inflation**2 * along - 1).sqrt()[:, None] * root)

@@ -4,6 +4,10 @@ A `Code` holds several encoders with linear heads, its *members*, each fitted (`
 one chunk.
 Filters learn from the codes of that chunk, which come from the member that has not seen it, and so learn how wrong codes of new
 images are; a new image is coded by the mean over the members.
+
+Members with ``components`` say more, a density ratio r(x, z) (`kbf.filters.laws.ratio`): where the state may be, how surely, and
+whether the image tells anything. Their heads are trained by -log r (`kbf.training.encoder_stage`), and a new image has the mean of
+their ratios. Filters that know such ratios take the whole row (``tells``), the others its mean.
 """
 
 from __future__ import annotations
@@ -15,10 +19,16 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
+from kbf.filters.laws.ratio import POINTS, Ratio, StateDensity, code_width, fit_state_density, mixed, read_code
 from kbf.filters.protocols import Filter
 from kbf.filters.wrapper import FilterWrapper
 from kbf.manifolds import CIRCLE, FLAT, Manifold, manifold_of
 from kbf.sequence import Sequence, as_float
+
+LITTLE_DOUBT = -5.0
+"""Logarithm of pi_0 over the other shares, before training."""
+LOG_ROOTS = (-3.0, 7.0)
+"""Least and largest logarithm of one over a standard deviation, in units of the states'."""
 
 
 class Code(nn.Module):
@@ -26,44 +36,87 @@ class Code(nn.Module):
 
     Attributes:
         z_mean: ``d``, mean of the training states. z_scale: one standard deviation for all components. circle: states have norm 1.
+        components: Gaussians of a member's ratio, 0 for plain codes. points: ``500 d``, width: ``()``, of p(z), with components.
+        tells: codes are whole ratios ``m w`` (`kbf.filters.laws.ratio.mixed`), not their means alone.
     """
 
     z_mean: Tensor
     z_scale: Tensor
     circle: Tensor
+    points: Tensor
+    width: Tensor
 
-    def __init__(self, encoders: Iterable[nn.Module], d: int) -> None:
+    def __init__(self, encoders: Iterable[nn.Module], d: int, components: int = 0) -> None:
         """Untrained members.
 
         Args:
             encoders: ``m *x`` -> ``m p`` with an attribute ``features``, p; one for each member.
             d: components of the state that an image tells.
+            components: of a member's ratio; 0 for members that tell a mean alone.
         """
         super().__init__()
         self.encoders: nn.ModuleList = nn.ModuleList(encoders)
-        self.heads: nn.ModuleList = nn.ModuleList(nn.Linear(int(encoder.features), d) for encoder in self.encoders)  # pyright: ignore[reportArgumentType]
+        self.components, self.tells = components, False
+        numbers = code_width(d, components) - d if components else d
+        self.heads: nn.ModuleList = nn.ModuleList(nn.Linear(int(encoder.features), numbers) for encoder in self.encoders)  # pyright: ignore[reportArgumentType]
         self.register_buffer("z_mean", torch.zeros(d))
         self.register_buffer("z_scale", torch.ones(()))
         self.register_buffer("circle", torch.tensor(False))
+        if components:
+            self.register_buffer("points", torch.zeros(POINTS, d))
+            self.register_buffer("width", torch.ones(()))
+            for head in self.heads:  # else the first images, none of which tells anything yet, settle it that none ever does
+                nn.init.constant_(head.bias[:1], LITTLE_DOUBT)  # pyright: ignore[reportIndexIssue, reportArgumentType]
 
     def prepare(self, states: Float[Tensor, "n d"]) -> None:
-        """Keep mean, scale and manifold of the training states (`settle` may leave the latter again)."""
+        """Keep mean, scale and manifold of the training states, and their density."""
         spread = states.var(0, correction=0).mean().sqrt()
         self.z_mean.copy_(states.mean(0))
         self.z_scale.copy_(torch.where(spread > 0, spread, 1))
-        self.circle.fill_(states.shape[-1] == 2 and manifold_of(states) == CIRCLE)
+        self.circle.fill_(states.shape[-1] == 2 and manifold_of(states) == CIRCLE and not self.components)
+        if self.components:
+            density = fit_state_density(states)
+            self.points.copy_(density.points)
+            self.width.copy_(density.width)
 
     @property
     def manifold(self) -> Manifold:
         """Where codes live."""
         return CIRCLE if bool(self.circle) else FLAT
 
+    def answer(self, k: int, x: Shaped[Tensor, "m *x"]) -> Tensor:
+        """What member k says, in its own units."""
+        return self.heads[k](self.encoders[k](as_float(x, self.z_mean.dtype)))
+
     def member(self, k: int, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m d"]:
-        """The code of member k alone, as it was regressed."""
-        return self.z_mean + self.z_scale * self.heads[k](self.encoders[k](as_float(x, self.z_mean.dtype)))
+        """The code of member k alone, as it was regressed; of a ratio the mean."""
+        said = self.answer(k, x)
+        return self.row(said)[:, : len(self.z_mean)] if self.components else self.z_mean + self.z_scale * said
+
+    def row(self, said: Float[Tensor, "m k"]) -> Float[Tensor, "m w"]:
+        """The ratio in what a member says: E[z | x] = pi_0 E[z] + sum_j pi_j m_j in front, all in the units of the states."""
+        d, J = len(self.z_mean), self.components
+        log_shares = said[:, : J + 1].log_softmax(-1)
+        centres, entries = said[:, J + 1 :].unflatten(-1, (J, -1)).split([d, d * (d + 1) // 2], -1)
+        centres = self.z_mean + self.z_scale * centres
+        rows, columns = torch.tril_indices(d, d, device=said.device)
+        roots = torch.where(rows == columns, entries.clamp(*LOG_ROOTS) - self.z_scale.log(), entries / self.z_scale)
+        means = torch.cat([self.z_mean.expand(len(said), 1, d), centres], 1)
+        mean = (log_shares.exp()[..., None] * means).sum(1)
+        return torch.cat([mean, log_shares, torch.cat([centres, roots], -1).flatten(1)], -1)
+
+    def log_ratio(self, said: Float[Tensor, "m k"], z: Float[Tensor, "m d"]) -> Float[Tensor, " m"]:
+        """log r(x, z) by what a member says of x."""
+        return self.read(self.row(said)).log_ratio(z, StateDensity(self.points, self.width).log(z))
+
+    def read(self, code: Float[Tensor, "m w"]) -> Ratio:
+        """The ratio in a code."""
+        return read_code(code, len(self.z_mean))
 
     def forward(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m d"]:
         """The code of new images."""
+        if self.tells:
+            return mixed([self.row(self.answer(k, x)) for k in range(len(self.encoders))], len(self.z_mean))
         codes = [self.member(k, x) for k in range(len(self.encoders))]
         mean = torch.stack(codes).mean(0)
         if mean.shape[-1] != 2:
@@ -72,32 +125,21 @@ class Code(nn.Module):
 
     @torch.no_grad()
     def crossfit(self, sequence: Sequence, held: Shaped[Tensor, " T"], batch_size: int = 256) -> Sequence:
-        """The sequence with codes ``T d`` for observations; step t is coded by member ``held[t]``, which has not seen it."""
-        self.eval()
-        codes = self.z_mean.new_zeros(len(held), len(self.z_mean))
-        for k in range(len(self.encoders)):
-            for rows in (held == k).nonzero()[:, 0].split(batch_size):
-                codes[rows] = self.manifold.project(self.member(k, sequence.obs[rows]))
-        return sequence._replace(obs=codes.to(sequence.states))
+        """The sequence with codes for observations; step t is coded by member ``held[t]``, which has not seen it.
 
-    @torch.no_grad()
-    def settle(
-        self, sequences: list[Sequence], held: list[Shaped[Tensor, " T"]], visible: list[Float[Tensor, "T d"]]
-    ) -> list[Sequence]:
-        """`crossfit` of all recordings, on the circle only if codes there are nearer to the states than as they were regressed.
-
-        A code is the mean of the states that an image may show: of a poor image it is short, and its length is what says how much
-        to trust it. Codes of good images are long, and what is off the circle is error. The codes are those of one member each, of
-        images that it has not seen. ``visible``: states that codes stand for.
+        Of members with components the codes are whole ratios ``T w``, else ``T d``.
         """
-        on_circle, self.circle = self.circle, torch.zeros_like(self.circle)
-        raw = [self.crossfit(s, own) for s, own in zip(sequences, held, strict=True)]
-        if bool(on_circle):
-            observed = [slice(None) if s.mask is None else s.mask for s in raw]
-            codes = torch.cat([s.obs[rows] for s, rows in zip(raw, observed, strict=True)])
-            z = torch.cat([states[rows] for states, rows in zip(visible, observed, strict=True)]).to(codes)
-            self.circle = (CIRCLE.project(codes) - z).square().sum() < (codes - z).square().sum()
-        return [s._replace(obs=self.manifold.project(s.obs)) for s in raw]
+        self.eval()
+        d, members = len(self.z_mean), len(self.encoders)
+        codes = self.z_mean.new_zeros(len(held), code_width(d, members * self.components) if self.components else d)
+        for k in range(members):
+            for rows in (held == k).nonzero()[:, 0].split(batch_size):
+                images = sequence.obs[rows]
+                if self.components:
+                    codes[rows] = mixed([self.row(self.answer(k, images))] * members, d, alone=k)
+                else:
+                    codes[rows] = self.manifold.project(self.member(k, images))
+        return sequence._replace(obs=codes.to(sequence.states))
 
 
 class CodedFilter(FilterWrapper):

@@ -27,6 +27,8 @@ from kbf.training.encoder_data import Frames, RowOrder, Rows
 from kbf.training.log_pictures import log_codes, log_features
 from kbf.training.settings import OPTIMISERS, Coding
 
+OWN_HEADS = ("linear", "ratio")
+"""Losses that the heads are trained by together with the encoders."""
 LEAST_EXPLAINED = 0.05
 """Share of the states' variance below which encoders have learned next to nothing."""
 
@@ -34,9 +36,10 @@ LEAST_EXPLAINED = 0.05
 def warn_of_chance(states: Float[Tensor, "n d"], codes: Float[Tensor, "n k"], how: Coding) -> None:
     """Warn where codes of images that their encoders have not seen explain less than `LEAST_EXPLAINED` of the states' variance.
 
-    ``states``: all components, of which ``codes`` are the visible ones.
+    ``states``: all components, of which ``codes`` begin with the visible ones.
     """
     visible = how.visible_part(states)
+    codes = codes[:, : visible.shape[1]]
     unexplained = (codes - visible).square().sum() / (visible - visible.mean(0)).square().sum()
     if unexplained > 1 - LEAST_EXPLAINED:  # not where states do not vary
         share = max(0, round(100 * (1 - unexplained.item())))
@@ -48,7 +51,8 @@ def warn_of_chance(states: Float[Tensor, "n d"], codes: Float[Tensor, "n k"], ho
 class CodeTraining(lightning.LightningModule):
     """Fit the members of a code side by side; each skips the images of its own chunk.
 
-    The losses of ridge regression have no use for the heads: these are fitted in closed form whenever codes are asked for.
+    The losses of ridge regression have no use for the heads: these are fitted in closed form whenever codes are asked for. With
+    ``how.loss`` ratio the loss is -log r(x, z), which is the least where r(x, z) = p(z | x) / p(z).
     """
 
     config: dict[str, Any]
@@ -69,7 +73,7 @@ class CodeTraining(lightning.LightningModule):
         self.save_hyperparameters("config")
         self.config, self.how, self.code, self.frames = config, how, code, frames
         code.prepare(frames.states)
-        code.heads.requires_grad_(how.loss == "linear")
+        code.heads.requires_grad_(how.loss in OWN_HEADS)
         self.augment: Augment = Augment(how.augment)
         self.extent: Any = None
         self.fourier: Callable[[Tensor], Tensor] | None = None
@@ -95,7 +99,9 @@ class CodeTraining(lightning.LightningModule):
                 losses.append(0 * torch.stack(own).sum())
                 continue
             psi = encoder(images[mine])
-            if self.how.loss == "linear":
+            if self.how.loss == "ratio":
+                losses.append(-self.code.log_ratio(head(psi), states[mine].to(psi)).mean())
+            elif self.how.loss == "linear":
                 losses.append((head(psi) - y[mine]).square().sum(-1).mean())
             else:  # the solve stays in double precision whatever the encoder ran in
                 loss = ridge_loss if self.how.loss == "ridge" else split_ridge_loss
@@ -150,7 +156,7 @@ class CodeTraining(lightning.LightningModule):
     def close(self) -> None:
         """Heads in closed form for the losses that have none of their own: ridge regression on the features of all images."""
         self.code.eval()
-        if self.how.loss == "linear":
+        if self.how.loss in OWN_HEADS:
             return
         obs, states, chunk = self.frames.obs, self.frames.states, self.frames.chunk
         z_mean, z_scale = self.code.z_mean.double(), self.code.z_scale.double()
@@ -238,8 +244,8 @@ def check_encoder(encoder: nn.Module, images: Tensor) -> None:
         )
 
 
-def build_code(encoders: list[nn.Module], d: int) -> Code:
-    """A code of encoders, each of which must say how many features it has.
+def build_code(encoders: list[nn.Module], d: int, components: int = 0) -> Code:
+    """A code of encoders, each of which must say how many features it has; arguments as of `Code`.
 
     Raises:
         ValueError: an encoder without ``features``.
@@ -247,4 +253,4 @@ def build_code(encoders: list[nn.Module], d: int) -> Code:
     for encoder in encoders:
         if not hasattr(encoder, "features"):
             raise ValueError(f"the encoder {type(encoder).__name__} needs an attribute 'features', the width of its output")
-    return Code(encoders, d)
+    return Code(encoders, d, components)

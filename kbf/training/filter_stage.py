@@ -136,7 +136,11 @@ class FilterTraining(lightning.LightningModule):
         with torch.random.fork_rng(devices=[]):  # whatever the net has drawn: models on one data set start from one code
             torch.manual_seed(1_000_003 * (self.config["seed"] + 1) - 1)
             encoders = [build(config["encoder"], trust=trust, kinds=("encoder",)) for _ in range(how.members)]
-            return how, build_code(encoders, d if how.visible is None else len(how.visible))
+            code = build_code(encoders, d if how.visible is None else len(how.visible), how.gaussians)
+            code.tells = how.gaussians > 0 and how.visible is None and hasattr(self.net, "told")
+            if code.tells:
+                self.net.told = d
+            return how, code
 
     @property
     def own_encoder(self) -> nn.Module | None:
@@ -184,6 +188,13 @@ class FilterTraining(lightning.LightningModule):
         self.borrowed_seconds = float(stored["seconds"])
         self.code.load_state_dict(stored["code"])
         self.remember(RecordingBuffers.from_state(stored["memory"], "").sequences())
+
+    def take_what_is_told(self) -> None:
+        """Of codes that are ratios the mean alone, for a net that knows no ratios."""
+        assert self.code is not None
+        if not self.code.tells:
+            d = len(self.code.z_mean)
+            self.remember([s._replace(obs=s.obs[:, :d]) for s in self.memory.sequences()])
 
     def remember(self, sequences: list[Sequence]) -> None:
         """Take recordings in the units of the filter as the memory."""
@@ -323,6 +334,8 @@ class FilterTraining(lightning.LightningModule):
         self.memory = RecordingBuffers.from_state(checkpoint["state_dict"], "memory.").to(self.device)
         self.observation = checkpoint["kbf"].get("observation") or tuple(self.memory.sequences()[0].obs.shape[1:])
         take_shapes(self, {k: v for k, v in checkpoint["state_dict"].items() if k.startswith(("net.", "code.", "scaling."))})
+        if self.code is not None and self.code.tells:
+            self.net.told = len(self.code.z_mean)
 
 
 def inner_filter(filter: Filter[Any]) -> Filter[Any]:

@@ -117,7 +117,7 @@ def log_codes(
         rows = spread(len(obs), frames)
         z, x, held = (values[rows].to(code.z_mean.device) for values in (states, obs, chunk))
         shown = Sequence(z, x)
-        codes = code.crossfit(shown, held).obs
+        codes = code.crossfit(shown, held).obs[:, : len(code.z_mean)]
         log_frames(loggers, "frames/coding", shown, codes, step, names=[f"image {k}" for k in rows], called="code", extent=extent)
 
 

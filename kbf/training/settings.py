@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-LOSSES = ("linear", "ridge", "split")
+LOSSES = ("linear", "ridge", "split", "ratio")
 
 Settings = TypeVar("Settings", bound=tuple)
 
@@ -76,13 +76,12 @@ class Coding(NamedTuple):
         batch_size: images in a batch (up to rounding: batches are of equal size), None for all of them.
         members: encoders; with 1 there is no held-out chunk, and codes of the recordings look better than those of new images.
         loss: linear (a linear head learns along), ridge (`kbf.images.losses.ridge_loss`, the paper's) or split
-        (`split_ridge_loss`).
-        reg: lambda of the last two. targets: states, or fourier: random Fourier features of them.
+        (`split_ridge_loss`); or ratio: -log r of a density ratio (`kbf.filters.laws.ratio`), for images whose quality varies.
+        components: of a ratio, its Gaussians. reg: lambda of ridge and split.
+        targets: states, or fourier: random Fourier features of them.
         fourier: how many of these, with the median bandwidth.
         augment: random transforms of the images (`kbf.images.augment.Augment`).
         visible: numbers of the components of the state that an image tells, None for all: codes have these alone.
-        keep_length: codes of states on the circle stay as long as they are where that is nearer to the states
-            (`kbf.images.codes.Code.settle`): of images whose quality varies. Filters that know the true model need unit vectors.
     """
 
     epochs: int
@@ -99,7 +98,12 @@ class Coding(NamedTuple):
     fourier: int = 100
     augment: tuple[Any, ...] = ()
     visible: tuple[int, ...] | None = None
-    keep_length: bool = False
+    components: int = 2
+
+    @property
+    def gaussians(self) -> int:
+        """`components` of members that tell a ratio, 0 of others."""
+        return self.components if self.loss == "ratio" else 0
 
     def visible_part(self, states: Tensor) -> Tensor:
         """The components ``n k`` of states ``n d`` that an image shows.
@@ -171,18 +175,16 @@ def read_coding(config: dict[str, Any]) -> Coding:
     }
     coding = read_settings(Coding, config, "data.coding", options, others=("encoder",))
     coding = coding._replace(augment=tuple(coding.augment or ()))
-    whole: dict[str, int] = dict.fromkeys(("epochs", "members", "fourier", "batch_size"), 1)
+    whole: dict[str, int] = dict.fromkeys(("epochs", "members", "fourier", "batch_size", "components"), 1)
     numbers = {"lr": "> 0", "reg": "> 0", "clip": "> 0", "weight_decay": ">= 0"}
     check_numbers(coding, "data.coding", whole, numbers, nullable=("batch_size", "clip"))
-    if not isinstance(coding.keep_length, bool):
-        raise ValueError(f"data.coding.keep_length must be true or false; got {coding.keep_length!r}")
     shown = coding.visible
     if shown is not None and (
         not isinstance(shown, tuple) or not shown or not all(type(k) is int and k >= 0 for k in shown) or len({*shown}) < len(shown)
     ):
         raise ValueError(f"data.coding.visible must be null or different numbers of components, as [0, 1]; got {shown!r}")
-    if coding.targets == "fourier" and coding.loss == "linear":
-        raise ValueError("data.coding.loss=linear regresses on states: use ridge or split with targets=fourier")
+    if coding.targets == "fourier" and coding.loss in ("linear", "ratio"):
+        raise ValueError(f"data.coding.loss={coding.loss} learns states: use ridge or split with targets=fourier")
     if coding.targets == "fourier" and coding.fourier % 2:
         raise ValueError(f"data.coding.fourier must be even (a cosine and a sine of each frequency); got {coding.fourier}")
     return coding

@@ -128,6 +128,7 @@ def train(
             run = run._replace(ckpt_path=None)  # of the first stage, if it was one
             keep_code(module, codes, time.perf_counter() - began)
         if module.code is not None:
+            module.take_what_is_told()
             module.code.requires_grad_(False).eval()
     return fit_filter(module, run, validation)
 
@@ -148,7 +149,7 @@ def fit_encoders(module: FilterTraining, run: Run, validation: list[Sequence] | 
         if module.how is not None and not validation:
             sequences = FilterDataModule(sequences, module.how, run.config["seed"]).fit
         assert module.own_encoder is not None
-        code = build_code([module.own_encoder], how.visible_part(sequences[0].states).shape[1])
+        code = build_code([module.own_encoder], how.visible_part(sequences[0].states).shape[1], how.gaussians)
     held = held_by([len(s.states) for s in sequences], how.members)
     states, obs = observed_pairs(sequences)
     chunk = torch.cat([h if s.mask is None else h[s.mask] for h, s in zip(held, sequences, strict=True)])
@@ -160,10 +161,7 @@ def fit_encoders(module: FilterTraining, run: Run, validation: list[Sequence] | 
     fit_code(trainer, module.config, code, how, (obs, how.visible_part(states), chunk), run.ckpt_path, module.extent)
     code.to("cpu")
     if module.code is not None:
-        if how.keep_length and how.members > 1:
-            coded = code.settle(sequences, held, [how.visible_part(s.states) for s in sequences])
-        else:
-            coded = [code.crossfit(s, own) for s, own in zip(sequences, held, strict=True)]
+        coded = [code.crossfit(s, own) for s, own in zip(sequences, held, strict=True)]
         if how.members > 1:
             warn_of_chance(*observed_pairs(coded), how)
         module.remember(coded)

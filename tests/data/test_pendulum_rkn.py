@@ -12,6 +12,14 @@ from PIL import Image, ImageDraw
 from kbf.cli import main
 from kbf.config import compose, plain
 from kbf.data.pendulum_rkn import PendulumRKN, Quality, lanczos, lines, reduce, spoil, swing, walk
+from kbf.filters.base import rollout
+from kbf.filters.best_of import BestOf
+from kbf.filters.kalman_fitted import LearnedKalman
+from kbf.filters.kernel.ratio_filter import RatioFilter
+from kbf.filters.laws.ratio import LOG_NEVER, code_width
+from kbf.sequence import Sequence
+from kbf.training.checkpoint import load_filter
+from kbf.training.filter_stage import inner_filter
 
 F64 = torch.float64
 
@@ -130,3 +138,56 @@ def test_the_experiment_sets_every_kind_of_filter_beside_kbf():
         own = name in ("rkn", "backprop_kf", "dpf")
         assert (model["coding"] is None) == own
         assert not own or (model["net"]["q"] == [1, 24, 24] and "CNN" in model["net"]["encoder"]["_target_"])
+
+
+TINY = ["data=pendulum_rkn", "n_train=3", "data.n_test=1", "data.source.steps=40", "data.coding.members=2", "data.coding.epochs=2"]
+
+
+def trained(name, path):
+    """The filter of a checkpoint that a short run of a model left, and its module."""
+    quiet = ["logger=none", "trainer.enable_progress_bar=false", "calibrate=false"]
+    assert main(["train", f"model={name}", *TINY, *quiet, f"run_dir={path}"]) == 0
+    return load_filter(path / "checkpoints" / "best.ckpt")
+
+
+def test_the_default_takes_ratios_whole_and_others_their_means(tmp_path, monkeypatch):
+    """From the command line to the checkpoint, whose filter is the one of density ratios, over codes of all members."""
+    monkeypatch.setattr("kbf.commands.train.write_pictures", lambda *a, **k: [])
+    moving, plain = trained("kernel_monte_carlo", tmp_path / "a"), trained("kalman", tmp_path / "b")
+    assert isinstance(inner_filter(moving.filter), RatioFilter)
+    assert moving.module.memory.sequences()[0].obs.shape == (40, code_width(2, 4))
+    assert plain.module.memory.sequences()[0].obs.shape == (40, 2)
+    images = PendulumRKN(1, n_test=1, seed=5, steps=12).train[0].obs[None]
+    for each in (moving, plain):
+        found = rollout(each.filter, images, generator=torch.Generator().manual_seed(0)).estimates
+        assert found.shape == (1, 12, 2)
+        assert bool(found.isfinite().all())
+
+
+def test_the_net_under_a_model_takes_the_filter_of_ratios(monkeypatch):
+    """Where it cannot be fitted the others are compared, on means."""
+    g = torch.Generator().manual_seed(0)
+    steps, z = torch.randn(600, 1, generator=g, dtype=F64), torch.zeros(600, 1, dtype=F64)
+    for t in range(1, 600):
+        z[t] = 0.95 * z[t - 1] + 0.3 * steps[t]
+    x = z + 0.3 * torch.randn(600, 1, generator=g, dtype=F64)
+    gain = float(z.var() / (z.var() + 0.09))
+    root = -0.5 * math.log(gain * 0.09)
+    row = torch.cat([gain * x, *(torch.full_like(x, value) for value in (LOG_NEVER, 0.0)), gain * x, torch.full_like(x, root)], -1)
+    model = BestOf(LearnedKalman(), name="kalman")
+    model.told = 1
+    memory = [Sequence(z, row)]
+    model.prepare(memory)
+    assert model.used() == ["kernel_monte_carlo"]
+    found = rollout(model.condition(memory), row[None, :100].float(), generator=g).estimates[0]
+    assert (found - z[:100]).square().mean() < (x[:100] - z[:100]).square().mean()
+    monkeypatch.setattr(model.models["kernel_monte_carlo"], "condition", lambda memory: broken())
+    model.prepare(memory)
+    assert {row.model for row in model.tried if row.nmse is not None} >= {"kalman", "window_ridge", "mean"}
+    estimates = rollout(model.condition(memory), row[None, :100], generator=g).estimates[0]
+    assert (estimates - z[:100]).square().mean() < (x[:100] - z[:100]).square().mean()
+
+
+def broken():
+    """What a model that cannot be fitted raises."""
+    raise ValueError("too few of them")

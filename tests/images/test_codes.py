@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kbf.filters.base import rollout, step, where
 from kbf.filters.gaussian import KalmanFilter
 from kbf.filters.kalman_fitted import LearnedKalman
+from kbf.filters.laws.ratio import RatioLaw, StateDensity, code_width
 from kbf.images.codes import Code, CodedFilter
 from kbf.images.encoders import CNN
 from kbf.manifolds import CIRCLE, FLAT
@@ -182,25 +183,28 @@ class Looking(nn.Module):
         return x.flatten(1)
 
 
-@pytest.mark.parametrize("good", [True, False])
-def test_codes_of_poor_images_keep_their_length(good):
-    """On the circle where that is nearer to the states; as they are where short codes are those of images that tell little."""
-    g = torch.Generator().manual_seed(0)
-    angle = 6.28 * torch.rand(400, generator=g)
-    z = torch.stack([angle.cos(), angle.sin()], -1)
-    seen = 1.2 * z + 0.02 * torch.randn(400, 2, generator=g)
-    if not good:  # half of the images show nothing
-        seen[::2] = 0.1 * torch.randn(200, 2, generator=g)
-    code = Code([Looking(), Looking()], 2)
-    for head in code.heads:
-        nn.init.eye_(head.weight)  # pyright: ignore[reportArgumentType]
-        nn.init.zeros_(head.bias)  # pyright: ignore[reportArgumentType]
+def test_codes_with_components_are_ratios_of_each_member_and_of_all():
+    """Rows of one width, whoever made them; the mean in front is what the ratio integrates to."""
+    torch.manual_seed(0)
+    z = torch.randn(300, 2)
+    code = Code([Looking(), Looking()], 2, components=2)
     code.prepare(z)
-    code.z_mean.zero_()
-    code.z_scale.fill_(1.0)
-    assert bool(code.circle)
-    sequence = Sequence(z, seen[:, :, None, None])
-    coded = code.settle([sequence], [torch.arange(400) % 2], [z])[0].obs
-    assert bool(code.circle) == good
-    torch.testing.assert_close(coded, CIRCLE.project(seen) if good else seen)
-    torch.testing.assert_close(code(sequence.obs).norm(dim=-1).mean(), coded.norm(dim=-1).mean())
+    assert code.manifold == FLAT
+    x = torch.randn(6, 2, 1, 1)
+    said = [code.answer(k, x) for k in range(2)]
+    crossed = code.crossfit(Sequence(z[:6], x), torch.arange(6) % 2).obs
+    assert crossed.shape == (6, code_width(2, 4))
+    law = RatioLaw(StateDensity(code.points, code.width))
+    for k in range(2):
+        torch.testing.assert_close(
+            law.log_density(crossed[k::2], z[k:6:2]), code.log_ratio(said[k], z[:6])[k::2], atol=1e-4, rtol=1e-4
+        )
+        torch.testing.assert_close(crossed[k::2, :2], code.member(k, x)[k::2])
+        ratio = code.read(code.row(said[k]))
+        shares = ratio.log_shares.exp()
+        mean = shares[:, :1] * code.z_mean + (shares[:, 1:, None] * ratio.centres).sum(1)
+        torch.testing.assert_close(code.member(k, x), mean)
+    assert code(x).shape == (6, 2)
+    code.tells = True
+    together = torch.stack([code.log_ratio(each, z[:6]).exp() for each in said]).mean(0)
+    torch.testing.assert_close(law.log_density(code(x), z[:6]).exp(), together, atol=1e-4, rtol=1e-3)

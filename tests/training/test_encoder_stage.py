@@ -433,7 +433,7 @@ def test_processes_share_each_batch():
     ("changes", "message"),
     [
         ({"speed": 1}, "data.coding has no 'speed'; it has encoder, epochs, lr"),
-        ({"loss": "hinge"}, "data.coding.loss must be one of linear, ridge, split; got 'hinge'"),
+        ({"loss": "hinge"}, "data.coding.loss must be one of linear, ridge, split, ratio; got 'hinge'"),
         ({"targets": "pixels"}, "data.coding.targets must be one of states, fourier"),
         ({"optimiser": "lbfgs"}, "data.coding.optimiser must be one of adam, adamw, sgd"),
         ({"schedule": "cosine"}, "data.coding.schedule must be one of constant, onecycle"),

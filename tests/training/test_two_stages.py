@@ -139,7 +139,7 @@ def test_killed_in_the_second_stage_and_on_from_there(tmp_path, model, monkeypat
             ["data.coding.loss=hinge"],
             "there is no setting data.coding.loss; one that a class takes and its configuration leaves out: +",
         ),
-        (["+data.coding.loss=hinge"], "data.coding.loss must be one of linear, ridge, split; got 'hinge'"),
+        (["+data.coding.loss=hinge"], "data.coding.loss must be one of linear, ridge, split, ratio; got 'hinge'"),
         (["data.coding.members=0"], "data.coding.members must be a whole number, at least 1; got 0"),
         (["data.coding.members=100"], "60 training steps cannot be cut into 100 folds"),
         (["data.coding.encoder._target_=kbf.images.encoders.NoNet"], "'kbf.images.encoders.NoNet' does not exist"),

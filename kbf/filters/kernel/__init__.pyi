@@ -11,6 +11,7 @@ from kbf.filters.kernel import (
     monte_carlo as monte_carlo,
     monte_carlo_filter as monte_carlo_filter,
     operators as operators,
+    ratio_filter as ratio_filter,
     selection as selection,
     sensors as sensors,
     shared as shared,

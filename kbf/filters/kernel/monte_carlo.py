@@ -17,6 +17,7 @@ from torch import Generator, Tensor
 from kbf.data.windows import piece, split
 from kbf.filters.base import rollout
 from kbf.filters.kernel.monte_carlo_filter import KernelMonteCarloFilter
+from kbf.filters.kernel.ratio_filter import RatioFilter
 from kbf.filters.lagged_model import ORDERS, LaggedModel, all_states, learn_lagged_model, widened
 from kbf.filters.laws.choice import LAWS, choose_law
 from kbf.filters.laws.sensors import ChosenSensors
@@ -55,6 +56,9 @@ class KernelMonteCarlo(ShownModule):
     are tried by running the filter through held-out stretches. The law of the observations is chosen by its held-out log score
     (`kbf.filters.laws.choice`). With ``partial`` sensors may be silent one by one, each with a law of its own
     (`kbf.filters.laws.sensors`): draws and observations are compared in the columns of those that speak.
+
+    Observations may be density ratios of a state with ``told`` components (`kbf.filters.laws.ratio`): there is no law to choose
+    then, nothing is imagined, and the filter is `kbf.filters.kernel.ratio_filter.RatioFilter`.
     """
 
     order: Tensor
@@ -64,6 +68,7 @@ class KernelMonteCarlo(ShownModule):
     temper: Tensor
     law: Tensor
     partial: bool
+    told: int
     orders: Many[int]
     inflations: Many[float]
     regs: Many[float]
@@ -118,6 +123,7 @@ class KernelMonteCarlo(ShownModule):
         self.register_buffer("temper", torch.tensor(tempers[0], dtype=torch.float64))
         self.register_buffer("law", torch.tensor(LAWS.index(law or "gaussian")))
         self.partial, self.sensors = False, ChosenSensors()
+        self.told = 0
 
     @torch.no_grad()
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
@@ -131,7 +137,7 @@ class KernelMonteCarlo(ShownModule):
         sequences = as_sequences(memory, partial=self.partial)
         if self.partial:
             self.sensors.choose(*observed_pairs(sequences), self.given_law)
-        elif self.given_law is None:
+        elif self.given_law is None and not self.told:
             seen, obs = observed_pairs(sequences)
             some = evenly(len(seen), LOOKED_AT, seen.device)
             self.law.fill_(LAWS.index(choose_law(seen[some].double(), obs[some].double()).name))
@@ -140,7 +146,8 @@ class KernelMonteCarlo(ShownModule):
         except ValueError:
             return
         stretches = held_stretches(held)
-        several = (self.orders, self.inflations, self.regs, self.restarts, self.tempers)
+        regs = (0.0,) if self.told else self.regs
+        several = (self.orders, self.inflations, regs, self.restarts, self.tempers)
         if not stretches or all(len(each) == 1 for each in several):
             return
         batch = pad(stretches)
@@ -160,7 +167,7 @@ class KernelMonteCarlo(ShownModule):
         def best() -> Any:
             return min(found, key=lambda key: found[key].error)
 
-        cheapest = min(self.regs)  # 0, if it is there: nothing is imagined
+        cheapest = min(regs)  # 0, if it is there: nothing is imagined
         middle = self.tempers[len(self.tempers) // 2]
         for order in models:
             for inflation in self.inflations:
@@ -169,7 +176,7 @@ class KernelMonteCarlo(ShownModule):
             return
         order, inflation = best()[:2]
         k = list(self.inflations).index(inflation)
-        for reg in self.regs:
+        for reg in regs:
             for near in self.inflations[max(0, k - 1) : k + 1]:
                 attempt(order, near, reg, self.restarts[-1], middle)
         *others, temper = best()
@@ -189,6 +196,8 @@ class KernelMonteCarlo(ShownModule):
     @property
     def kind(self) -> str | ChosenSensors:
         """The law of observations by its name; or sensors that may be silent, and theirs."""
+        if self.told:
+            return "ratio"
         return self.sensors if self.sensors.known else LAWS[int(self.law)]
 
     def filter_of(
@@ -196,11 +205,14 @@ class KernelMonteCarlo(ShownModule):
     ) -> KernelMonteCarloFilter:
         """The filter of a model, started from the recorded states."""
         initial = all_states(sequences, model.order).to(self.dtype)
-        counts = self.sensors.counts if self.sensors.known else LAWS[int(self.law)] in ("poisson", "negbin")
-        numbers = {"reg": reg, "restart": restart, "temper": temper, **self.sizes}
         low, high = initial.amin(0), initial.amax(0)
         margin = MARGIN * (high - low)
         region = (low - margin, high + margin)
+        if self.told:
+            several = {"particles": self.sizes["particles"], "restart": restart, "temper": temper}
+            return RatioFilter(model, initial, d=model.d, region=region, recorded=True, **several)
+        counts = self.sensors.counts if self.sensors.known else LAWS[int(self.law)] in ("poisson", "negbin")
+        numbers = {"reg": reg, "restart": restart, "temper": temper, **self.sizes}
         return KernelMonteCarloFilter(model, initial, d=model.d, counts=counts, region=region, recorded=True, **numbers)  # pyright: ignore[reportArgumentType]
 
     @torch.no_grad()
@@ -220,7 +232,7 @@ class KernelMonteCarlo(ShownModule):
 
     def hyperparameters(self) -> dict[str, float]:
         """What was chosen, for logs; the law by its position in `LAWS`."""
-        names = ("order", "inflation", "reg", "restart", "temper", "law")
+        names = ("order", "inflation", "restart", "temper", *(() if self.told else ("reg", "law")))
         return {name: float(getattr(self, name)) for name in names} | self.sensors.hyperparameters()
 
 

@@ -293,7 +293,7 @@ def local_weights(
     k = gaussian_table(points, points[:, landmarks])
     system = (k[:, :n].mT @ k[:, :n]).double()
     base = k[:, landmarks].double()
-    rounding = 8 * torch.finfo(k.dtype).eps / reg if reg else 0.0  # of n K_mn K_nm: a ridge below it lets w explode
+    rounding = 16 * torch.finfo(k.dtype).eps / reg if reg else 0.0  # of n K_mn K_nm: a ridge below it lets w explode
     base = base + max(JITTER, rounding) * torch.eye(m, dtype=base.dtype, device=base.device)
     factorised = torch.linalg.cholesky_ex(system + n * reg * base)[0]
     query = k[:, n:] if weights is None else weights[:, None] @ k[:, n:]

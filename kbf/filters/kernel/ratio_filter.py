@@ -1,0 +1,156 @@
+"""A filter of density ratios: the belief is a sum of Gaussian kernels around particles, and an image multiplies it by its ratio.
+
+What a good image tells can be a thousand times sharper than what was known before. A particle filter then keeps one particle or
+none. Here every particle stands for a neighbourhood, N(s; s_i, h^2 C) with C the covariance of all, and the product of two
+Gaussians is one: with z = H s the part of the state that an image shows and
+
+    r(x, z) = pi_0 + sum_j pi_j N(z; m_j, S_j) / p(z)
+
+of `kbf.filters.laws.ratio`, V_j = h^2 H C H^T + S_j and G_j = h^2 C H^T V_j^-1,
+
+1. *Move*, resample, begin anew: as `kbf.filters.kernel.monte_carlo_filter`.
+2. *Weigh.* Particle i: w_i ~ pi_0 + sum_j pi_j N(m_j; z_i, V_j) / p(z_i), to the power ``temper``.
+3. *Shift.* It takes one of the terms, j with a chance as its share of w_i. With j = 0 it stays; else it becomes a draw of the
+   product, s_i + xi + G_j (m_j - H (s_i + xi) - eta), xi ~ N(0, h^2 C), eta ~ N(0, S_j).
+
+With h falling this is the particle filter weighed by density ratios, with h = 1 and one Gaussian the ensemble Kalman filter.
+
+References: Anderson and Anderson (1999) and Stordal et al. (2011), for kernels around the members of an ensemble; Evensen (2003),
+equation 20, for the shift.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Generator, Tensor
+
+from kbf.filters.base import where
+from kbf.filters.kernel.monte_carlo_filter import ROWS, KernelMonteCarloFilter, LocalMemory
+from kbf.filters.laws.base import LOG_2PI
+from kbf.filters.laws.ratio import RatioLaw, read_code
+from kbf.filters.resampling import invert
+from kbf.manifolds import Manifold
+from kbf.rkhs.linalg import cholesky
+
+WIDTH, FIRST_WIDTH = 0.3, 0.05
+"""h of the particles, and of the recorded states that a first image is compared with: these are thousands."""
+DOUBT = 0.1
+"""Least chance that an image tells nothing: the encoder may be wrong, and a track that was lost is not thrown away for it."""
+JITTER = 1e-9
+"""On the diagonal of C: on a circle it is singular."""
+
+
+class Terms(NamedTuple):
+    """The products of kernels with the terms of a ratio.
+
+    Attributes:
+        s: ``b n D``, the states in the middle of the kernels. log_weights: ``b n J+1``, of the terms; their sum is w.
+        centres: ``b J d``, m_j. spread: ``b J d d``, roots of S_j. root: ``b D D``, of h^2 C. v: ``b J d d``, of V_j, Cholesky's.
+    """
+
+    s: Tensor
+    log_weights: Tensor
+    centres: Tensor
+    spread: Tensor
+    root: Tensor
+    v: Tensor
+
+
+class RatioFilter(KernelMonteCarloFilter):
+    """The filter of one model whose law of observations is a `RatioLaw`; ``draws`` of its state are the random numbers of 3."""
+
+    def __init__(self, model: Any, initial: Float[Tensor, "n D"], **settings: Any) -> None:
+        """As `KernelMonteCarloFilter`, with ``reg=0``: nothing is imagined.
+
+        Raises:
+            ValueError: another law of observations, or as there.
+        """
+        if not isinstance(getattr(model, "observation", None), RatioLaw):
+            raise ValueError(f"a filter of density ratios needs a law of ratios, got {type(model.observation).__name__}")
+        super().__init__(model, initial, reg=0.0, **settings)
+        self.law: RatioLaw = model.observation
+        self.manifold: Manifold = model.manifold
+
+    def imagined(self, particles: Float[Tensor, "b P D"], begun: Float[Tensor, " b"], generator: Generator | None) -> LocalMemory:
+        """Particles of equal weight; for ``draws`` the numbers that the next shift takes: 1 uniform, D + d normal ones."""
+        like = {"dtype": particles.dtype, "device": particles.device, "generator": generator}
+        size, numbers = particles.shape[:2], particles.shape[2] + self.d
+        draws = torch.cat([torch.rand(*size, 1, **like), torch.randn(*size, numbers, **like)], -1)
+        return LocalMemory(particles, draws[:, :, None], particles.new_full(size, 1 / self.particles), begun)
+
+    def observe(self, state: LocalMemory, obs: Float[Tensor, "b w"]) -> tuple[LocalMemory, Bool[Tensor, " b"]]:
+        """Weigh and shift; before anything was seen, the recorded states in place of the particles."""
+        possible = torch.ones_like(state.begun, dtype=torch.bool)
+        moved, log_weights = self.product(state.particles, obs, WIDTH, state.draws[:, :, 0])
+        weights = (self.temper * log_weights).softmax(-1).to(state.weights)
+        after = LocalMemory(moved, state.draws, weights, torch.ones_like(state.begun))
+        if self.recorded is None or bool((state.begun > 0).all()):
+            return after, possible
+        parts = zip(obs.split(ROWS), state.draws[:, :, 0].split(ROWS), strict=True)
+        first = torch.cat([self.begin(self.recorded, x, white) for x, white in parts])
+        equal = torch.full_like(state.weights, 1 / self.particles)
+        return where(state.begun > 0, after, LocalMemory(first, state.draws, equal, after.begun)), possible
+
+    def begin(
+        self, recorded: Float[Tensor, "n D"], obs: Float[Tensor, "b w"], white: Float[Tensor, "b P k"]
+    ) -> Float[Tensor, "b P D"]:
+        """P states from the product of the recorded ones with the ratio of a first image."""
+        several = recorded.expand(len(obs), -1, -1)
+        log_weights = self.temper * self.terms(several, obs, FIRST_WIDTH).log_weights.logsumexp(-1)
+        points = (torch.arange(self.particles, dtype=torch.float64, device=obs.device) + 0.5) / self.particles
+        chosen = invert(log_weights, points.expand(len(obs), -1))
+        return self.shifted(self.terms(several, obs, FIRST_WIDTH, chosen), white)
+
+    def product(
+        self, s: Float[Tensor, "b n D"], obs: Float[Tensor, "b w"], width: float, white: Float[Tensor, "b n k"]
+    ) -> tuple[Float[Tensor, "b n D"], Float[Tensor, "b n"]]:
+        """States after the shift, and log w before the temper."""
+        terms = self.terms(s, obs, width)
+        return self.shifted(terms, white), terms.log_weights.logsumexp(-1)
+
+    def terms(self, s: Float[Tensor, "b n D"], obs: Float[Tensor, "b w"], width: float, chosen: Tensor | None = None) -> Terms:
+        """Step 2, in float64; with ``chosen`` of these states alone, ``b P``, while C stays that of all."""
+        ratio, d = read_code(obs.double(), self.d), self.d
+        root = width * cholesky(covariance_of_rows(s.double()))
+        if chosen is not None:
+            s = s.gather(1, chosen[..., None].expand(-1, -1, s.shape[-1]))
+        z = s[..., :d].double()
+        spread = torch.linalg.solve_triangular(ratio.roots, torch.eye(d).to(z), upper=False)  # S_j = spread spread^T
+        v = cholesky((root @ root.mT)[:, None, :d, :d] + spread @ spread.mT)
+        white = torch.linalg.solve_triangular(v, (ratio.centres[:, :, None] - z[:, None]).mT, upper=False)
+        log_n = -0.5 * white.square().sum(-2) - v.diagonal(dim1=-2, dim2=-1).log().sum(-1)[..., None] - 0.5 * d * LOG_2PI
+        log_told = ratio.log_shares[:, 1:, None] + log_n - self.law.density.log(z)[:, None]
+        log_nothing = ratio.log_shares[:, :1].clamp_min(math.log(DOUBT)).expand(z.shape[:2])
+        return Terms(s, torch.cat([log_nothing[..., None], log_told.mT], -1), ratio.centres, spread, root, v)
+
+    def shifted(self, terms: Terms, white: Float[Tensor, "b n k"]) -> Float[Tensor, "b n D"]:
+        """Step 3, with the random numbers ``white``."""
+        s, d = terms.s.double(), self.d
+        which = terms.log_weights.softmax(-1).cumsum(-1).lt(white[..., :1]).sum(-1)  # 0..J
+        which = which.clamp_max(terms.centres.shape[1])
+        j = (which - 1).clamp_min(0)
+        xi = white[..., 1 : 1 + s.shape[-1]].double() @ terms.root.mT
+        eta = (of_each(terms.spread, j) @ white[..., 1 + s.shape[-1] :, None].double())[..., 0]
+        gain = (terms.root @ terms.root.mT)[:, None, :, :d] @ torch.cholesky_inverse(terms.v)  # b J D d
+        blurred = s + xi
+        short = of_each(terms.centres, j) - blurred[..., :d] - eta
+        moved = blurred + (of_each(gain, j) @ short[..., None])[..., 0]
+        moved[..., :d] = self.manifold.project(moved[..., :d])
+        return torch.where((which > 0)[..., None], moved, s).to(terms.s)
+
+
+def of_each(values: Float[Tensor, "b J *x"], j: Int[Tensor, "b n"]) -> Float[Tensor, "b n *x"]:
+    """Of each particle the value of its term."""
+    return values[torch.arange(len(values), device=values.device)[:, None], j]
+
+
+def covariance_of_rows(s: Float[Tensor, "b n D"]) -> Float[Tensor, "b D D"]:
+    """C of states of equal weight, with `JITTER` times its mean variance on the diagonal."""
+    centred = s - s.mean(1, keepdim=True)
+    c = centred.mT @ centred / s.shape[1]
+    least = JITTER * c.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(c.dtype).tiny ** 0.5)
+    return c + least[:, None, None] * torch.eye(c.shape[-1]).to(c)

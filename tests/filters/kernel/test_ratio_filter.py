@@ -1,0 +1,152 @@
+"""The filter of density ratios: against the Kalman filter, Bayes' rule on a grid, and images that tell nothing."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from kbf.filters.base import rollout
+from kbf.filters.gaussian import KalmanFilter, LinearModel
+from kbf.filters.kernel import ratio_filter
+from kbf.filters.kernel.monte_carlo import KernelMonteCarlo
+from kbf.filters.kernel.ratio_filter import RatioFilter
+from kbf.filters.laws.ratio import LOG_NEVER, RatioLaw, StateDensity, fit_state_density
+from kbf.filters.wrapper import CollectingCovariance
+from kbf.manifolds import FLAT, Manifold
+from kbf.sequence import Sequence
+
+F64 = torch.float64
+A = torch.tensor([[0.9, 0.3], [-0.3, 0.9]], dtype=F64)
+NOISE, SEEN = 0.1, 0.3
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Turning(NamedTuple):
+    """A linear move of two components, both told."""
+
+    observation: Any
+    manifold: Manifold = FLAT
+
+    def move(self, s: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A s with noise."""
+        return s @ A.to(s).mT + NOISE * torch.randn(s.shape, dtype=s.dtype, generator=generator)
+
+    def observe(self, s: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Never asked for."""
+        raise AssertionError
+
+    def log_likelihood(self, x: Tensor, s: Tensor) -> Tensor:
+        """log r."""
+        return self.observation.log_density(x, s)
+
+
+def flat() -> RatioLaw:
+    """p(z) that is the same everywhere, so that a ratio is a likelihood."""
+    return RatioLaw(StateDensity(torch.zeros(1, 2, dtype=F64), torch.tensor(1e3, dtype=F64)))
+
+
+def told(x: Tensor, sd: float = SEEN, *, nothing: float = LOG_NEVER, told: float = 0.0) -> Tensor:
+    """The code of one Gaussian at x, beside a share that tells nothing."""
+    one = torch.ones_like(x[..., :1])
+    entry = -torch.tensor(sd, dtype=F64).log()
+    return torch.cat([x, nothing * one, told * one, x, entry * one, 0 * one, entry * one], -1)
+
+
+def recording(steps: int = 30, batch: int = 4) -> tuple[Tensor, Tensor]:
+    g = generator(1)
+    z, states = torch.randn(batch, 2, dtype=F64, generator=g), []
+    for _ in range(steps):
+        z = z @ A.mT + NOISE * torch.randn(z.shape, dtype=F64, generator=g)
+        states.append(z)
+    track = torch.stack(states, 1)
+    return track, track + SEEN * torch.randn(track.shape, dtype=F64, generator=g)
+
+
+@pytest.mark.parametrize("width", [0.05, 0.2])
+def test_with_one_gaussian_and_a_linear_move_it_is_the_kalman_filter(width, monkeypatch):
+    """Wider kernels add width^2 of the prior's covariance, no more."""
+    monkeypatch.setattr(ratio_filter, "WIDTH", width)
+    obs = recording()[1]
+    eye, none = torch.eye(2, dtype=F64), torch.zeros(2, dtype=F64)
+    kalman = KalmanFilter(LinearModel(A=A, a=none, Q=NOISE**2 * eye, C=eye, c=none, R=SEEN**2 * eye, m0=none, P0=eye))
+    exact = rollout(CollectingCovariance(kalman), obs)
+    prior = torch.randn(4000, 2, dtype=F64, generator=generator(2))
+    filter = RatioFilter(Turning(flat()), prior, particles=2000)
+    found = rollout(CollectingCovariance(filter), told(obs), generator=generator(3))
+    sd = exact.diagnostics["covariance"].diagonal(dim1=-2, dim2=-1).sqrt()
+    assert ((found.estimates - exact.estimates) / sd).square().mean().sqrt() < 0.15
+    variances = found.diagnostics["covariance"].diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(variances.mean(), sd.square().mean(), rtol=0.1, atol=0)
+
+
+def test_the_posterior_is_that_of_bayes_rule_on_a_grid(monkeypatch):
+    """Of a prior from recorded states, and a ratio of two Gaussians and doubt: mean and covariance after one observation."""
+    monkeypatch.setattr(ratio_filter, "FIRST_WIDTH", 1e-3)
+    recorded = 0.5 * torch.randn(4000, 2, dtype=F64, generator=generator(4))
+    law = RatioLaw(fit_state_density(recorded))
+    row = torch.tensor([[0.0, 0.0, 0.2, 0.3, 0.5, 0.4, 0.1, 1.5, 0.3, 1.0, -0.5, 0.2, 1.2, -0.2, 2.0]], dtype=F64)
+    row[:, 2:5] = row[:, 2:5].log()
+    filter = RatioFilter(Turning(law), recorded, particles=4000, recorded=True)
+    after = filter.update(filter.init(1, generator=generator(5)), row)
+    weights = law.log_density(row, recorded).softmax(-1)
+    mean = weights @ recorded
+    centred = recorded - mean
+    torch.testing.assert_close(filter.estimate(after)[0], mean, atol=0.03, rtol=0)
+    torch.testing.assert_close(filter.covariance(after)[0], (weights[:, None] * centred).mT @ centred, atol=0.02, rtol=0)
+
+
+def test_images_that_tell_nothing_leave_the_belief_as_it_was():
+    """Ten of them, too: they do not pull to where states are common."""
+    filter = RatioFilter(Turning(flat()), torch.randn(500, 2, dtype=F64, generator=generator()))
+    state = filter.predict(filter.init(3, generator=generator(1)), generator=generator(2))
+    noise = told(torch.zeros(3, 2, dtype=F64), nothing=0.0, told=LOG_NEVER - 60)
+    once = filter.update(state, noise)
+    assert torch.equal(once.particles, state.particles)
+    torch.testing.assert_close(once.weights, state.weights)
+
+
+def test_a_sharp_image_far_from_all_particles_is_mostly_doubted_and_a_sharp_one_nearby_taken():
+    filter = RatioFilter(Turning(flat()), 0.1 * torch.randn(500, 2, dtype=F64, generator=generator()))
+    state = filter.init(1, generator=generator(1))
+    far, near = torch.tensor([[30.0, 0.0]], dtype=F64), torch.tensor([[0.2, 0.1]], dtype=F64)
+    assert filter.estimate(filter.update(state, told(far, 0.01))).norm() < 0.1
+    torch.testing.assert_close(filter.estimate(filter.update(state, told(near, 0.01))), near, atol=0.01, rtol=0)
+
+
+def test_shifted_particles_stay_on_the_circle():
+    angles = torch.linspace(0, 6.28, 500, dtype=F64)
+    z = torch.stack([angles.cos(), angles.sin()], -1)
+    filter = RatioFilter(Turning(RatioLaw(fit_state_density(z)), Manifold((0,))), z, recorded=True)
+    after = filter.update(filter.init(2, generator=generator()), told(z[[10, 300]], 0.05))
+    torch.testing.assert_close(after.particles.norm(dim=-1), torch.ones(2, 400, dtype=F64))
+    torch.testing.assert_close(filter.estimate(after), z[[10, 300]], atol=0.02, rtol=0)
+
+
+def test_a_learned_model_makes_it_and_chooses_no_law():
+    track, obs = recording(400, 1)
+    gain = track.var() / (track.var() + SEEN**2)  # of p(z | x), with z as normal as it is here
+    memory = [Sequence(track[0], told(gain * obs[0], float(gain.sqrt() * SEEN)))]
+    model = KernelMonteCarlo(particles=100)
+    model.told = 2
+    model.prepare(memory)
+    filter = model.condition(memory)
+    assert isinstance(filter, RatioFilter)
+    assert {"law", "reg"}.isdisjoint(model.hyperparameters())
+    new, x = recording(60, 3)
+    codes = told(gain * x, float(gain.sqrt() * SEEN))
+    error = (rollout(filter, codes.float(), generator=generator()).estimates - new).square().sum(-1).mean()
+    assert error < 0.7 * (gain * x - new).square().sum(-1).mean()
+
+
+def test_bad_input_is_refused():
+    class Blind(NamedTuple):
+        observation: Any = None
+
+    with pytest.raises(ValueError, match="law of ratios"):
+        RatioFilter(Blind(), torch.zeros(3, 2, dtype=F64))  # pyright: ignore[reportArgumentType]
