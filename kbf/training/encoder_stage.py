@@ -52,7 +52,7 @@ class CodeTraining(lightning.LightningModule):
     """Fit the members of a code side by side; each skips the images of its own chunk.
 
     The losses of ridge regression have no use for the heads: these are fitted in closed form whenever codes are asked for. With
-    ``how.loss`` ratio the loss is -log r(x, z), which is the least where r(x, z) = p(z | x) / p(z).
+    ``how.loss`` ratio the loss is `ratio_loss`.
     """
 
     config: dict[str, Any]
@@ -100,13 +100,22 @@ class CodeTraining(lightning.LightningModule):
                 continue
             psi = encoder(images[mine])
             if self.how.loss == "ratio":
-                losses.append(-self.code.log_ratio(head(psi), states[mine].to(psi)).mean())
+                losses.append(self.ratio_loss(head(psi), states[mine].to(psi)))
             elif self.how.loss == "linear":
                 losses.append((head(psi) - y[mine]).square().sum(-1).mean())
             else:  # the solve stays in double precision whatever the encoder ran in
                 loss = ridge_loss if self.how.loss == "ridge" else split_ridge_loss
                 losses.append(loss(psi.double(), y[mine].double(), self.how.reg).float())
         return torch.stack(losses)
+
+    def ratio_loss(self, said: Float[Tensor, "m k"], z: Float[Tensor, "m d"]) -> Float[Tensor, ""]:
+        """The mean of |E[z | x] - z|^2 / scale^2 - log r(x, z), which is the least where r(x, z) = p(z | x) / p(z).
+
+        The first term has its least value there, too. It is for the start, where no image tells anything yet: from -log r alone
+        some encoders learn that none ever does (pi_0 = 1), and then learn no more.
+        """
+        apart = (self.code.row(said)[:, : z.shape[1]] - z) / self.code.z_scale
+        return apart.square().sum(-1).mean() - self.code.log_ratio(said, z).mean()
 
     def not_of(self, k: int, chunk: Tensor) -> Tensor:
         """Positions of the rows that member k learns from: those outside of its chunk, or all where it is the only one."""

@@ -76,7 +76,8 @@ class Coding(NamedTuple):
         batch_size: images in a batch (up to rounding: batches are of equal size), None for all of them.
         members: encoders; with 1 there is no held-out chunk, and codes of the recordings look better than those of new images.
         loss: linear (a linear head learns along), ridge (`kbf.images.losses.ridge_loss`, the paper's) or split
-        (`split_ridge_loss`); or ratio: -log r of a density ratio (`kbf.filters.laws.ratio`), for images whose quality varies.
+        (`split_ridge_loss`); or ratio: -log r of a density ratio and the error of its mean
+        (`kbf.filters.laws.ratio`), for images whose quality varies.
         components: of a ratio, its Gaussians. reg: lambda of ridge and split.
         targets: states, or fourier: random Fourier features of them.
         fourier: how many of these, with the median bandwidth.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import kbf.training.train
+from kbf.filters.laws.ratio import StateDensity
 from kbf.images import losses
 from kbf.images.augment import PixelNoise
 from kbf.images.codes import Code, CodedFilter
@@ -73,7 +74,7 @@ def config(coding: dict | None = None, **trainer) -> dict:
 def fitted(sequences: list[Sequence], how: Coding, seed: int = 0, **trainer) -> tuple[Code, CodeTraining]:
     """A code of small nets, fitted."""
     torch.manual_seed(seed)
-    code = Code([CNN((1, SIDE, SIDE), features=8, channels=(8,), norm="batch") for _ in range(how.members)], 2)
+    code = Code([CNN((1, SIDE, SIDE), features=8, channels=(8,), norm="batch") for _ in range(how.members)], 2, how.gaussians)
     obs, states = torch.cat([s.obs for s in sequences]), torch.cat([s.states for s in sequences])
     chunk = torch.cat(held_by([len(s.states) for s in sequences], how.members))
     settings: dict = {key: value for key, value in (TRAINER | trainer).items() if key != "_target_"}
@@ -493,3 +494,27 @@ def test_missing_weights_are_found_before_anything_is_written():
     encoder = {"_target_": "kbf.images.encoders.Backbone", "q": [1, SIDE, SIDE], "name": "mobilenet_v3_small", "weights": "none.pt"}
     with pytest.raises(ValueError, match=r"there is no file none.pt with weights"):
         check(config({"encoder": encoder, "members": 1}), blobs(50))
+
+
+def test_ratios_know_which_images_tell_nothing():
+    """Half of the images are noise: these are doubted, the others are not, and the mixture is better than chance on new ones."""
+    clear, noisy = blobs(200, 200), []
+    g = torch.Generator().manual_seed(1)
+    spoilt = [torch.rand(len(s.obs), generator=g) < 0.5 for s in (*clear, *blobs(100, seed=1))]
+    for s, rows in zip((*clear, *blobs(100, seed=1)), spoilt, strict=True):
+        obs = s.obs.clone()
+        obs[rows] = (
+            torch.rand(obs[rows].shape, generator=g).to(obs)
+            if obs.is_floating_point()
+            else torch.randint(0, 256, obs[rows].shape, generator=g).to(obs)
+        )
+        noisy.append(s._replace(obs=obs))
+    how = read_coding({"epochs": 40, "lr": 0.005, "members": 2, "loss": "ratio", "clip": 5.0, "batch_size": 20})
+    code = fitted(noisy[:2], how)[0]
+    code.tells = True
+    with torch.no_grad():
+        ratio = code.read(code(noisy[2].obs))
+    doubt = ratio.log_shares[:, 0].exp()
+    assert doubt[spoilt[2]].mean() > 10 * doubt[~spoilt[2]].mean()
+    z = noisy[2].states.float()
+    assert ratio.log_ratio(z, StateDensity(code.points, code.width).log(z)).mean() > 0.3
