@@ -45,6 +45,7 @@ from kbf.filters.gru_fitted import FittedGRU
 from kbf.filters.kalman_fitted import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.monte_carlo import KernelMonteCarlo
+from kbf.filters.protocols import RatioModel
 from kbf.filters.search import Row, Search, Trial, deviation, surely
 from kbf.filters.stack import StackedFilter, stacked
 from kbf.filters.told_means import OfMeans
@@ -138,7 +139,7 @@ class BestOf(nn.Module):
 
     def as_told(self, model: Any) -> Any:
         """Any model likewise."""
-        if hasattr(model, "told"):
+        if isinstance(model, RatioModel):
             model.told = self.told
             return model
         return OfMeans(model, self.told) if self.told else model

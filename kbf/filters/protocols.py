@@ -188,6 +188,13 @@ class LossModel(Protocol):
 
 
 @runtime_checkable
+class RatioModel(Protocol):
+    """A model that takes density ratios for observations (`kbf.filters.laws.ratio`), of ``told`` components (0: none)."""
+
+    told: int
+
+
+@runtime_checkable
 class WindowModel(Protocol):
     """A `FilterModel` that learns by gradient and knows a faster way through many windows than a `rollout` of each step.
 

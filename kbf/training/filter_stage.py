@@ -33,7 +33,7 @@ from kbf.data.windows import folds, take
 from kbf.evaluation.metrics import mse
 from kbf.filters.base import Filter, rollout
 from kbf.filters.best_of import BestOf
-from kbf.filters.protocols import LossModel, WindowModel
+from kbf.filters.protocols import LossModel, RatioModel, WindowModel
 from kbf.filters.scaling import ScaledFilter, Scaling
 from kbf.filters.wrapper import FilterWrapper
 from kbf.images.augment import Augment
@@ -137,7 +137,7 @@ class FilterTraining(lightning.LightningModule):
             torch.manual_seed(1_000_003 * (self.config["seed"] + 1) - 1)
             encoders = [build(config["encoder"], trust=trust, kinds=("encoder",)) for _ in range(how.members)]
             code = build_code(encoders, d if how.visible is None else len(how.visible), how.gaussians)
-            code.tells = how.gaussians > 0 and how.visible is None and hasattr(self.net, "told")
+            code.tells = how.gaussians > 0 and how.visible is None and isinstance(self.net, RatioModel)
             if code.tells:
                 self.net.told = d
             return how, code

@@ -125,7 +125,7 @@ def test_shifted_particles_stay_on_the_circle():
     filter = RatioFilter(Turning(RatioLaw(fit_state_density(z)), Manifold((0,))), z, recorded=True)
     after = filter.update(filter.init(2, generator=generator()), told(z[[10, 300]], 0.05))
     torch.testing.assert_close(after.particles.norm(dim=-1), torch.ones(2, 400, dtype=F64))
-    torch.testing.assert_close(filter.estimate(after), z[[10, 300]], atol=0.02, rtol=0)
+    torch.testing.assert_close(filter.estimate(after), z[[10, 300]], atol=0.05, rtol=0)  # a tenth doubts
 
 
 def test_a_learned_model_makes_it_and_chooses_no_law():
