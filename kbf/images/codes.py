@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from kbf.filters.laws.ratio import POINTS, Ratio, StateDensity, code_width, fit_state_density, mixed, read_code
+from kbf.filters.laws.ratio import POINTS, RatioLaw, StateDensity, code_width, fit_state_density, mixed
 from kbf.filters.protocols import Filter
 from kbf.filters.wrapper import FilterWrapper
 from kbf.manifolds import CIRCLE, FLAT, Manifold, manifold_of
@@ -105,13 +105,10 @@ class Code(nn.Module):
         mean = (log_shares.exp()[..., None] * means).sum(1)
         return torch.cat([mean, log_shares, torch.cat([centres, roots], -1).flatten(1)], -1)
 
-    def log_ratio(self, said: Float[Tensor, "m k"], z: Float[Tensor, "m d"]) -> Float[Tensor, " m"]:
-        """log r(x, z) by what a member says of x."""
-        return self.read(self.row(said)).log_ratio(z, StateDensity(self.points, self.width).log(z))
-
-    def read(self, code: Float[Tensor, "m w"]) -> Ratio:
-        """The ratio in a code."""
-        return read_code(code, len(self.z_mean))
+    @property
+    def law(self) -> RatioLaw:
+        """What the rows of members with components say of states."""
+        return RatioLaw(StateDensity(self.points, self.width))
 
     def forward(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m d"]:
         """The code of new images."""

@@ -114,8 +114,9 @@ class CodeTraining(lightning.LightningModule):
         The first term has its least value there, too. It is for the start, where no image tells anything yet: from -log r alone
         some encoders learn that none ever does (pi_0 = 1), and then learn no more.
         """
-        apart = (self.code.row(said)[:, : z.shape[1]] - z) / self.code.z_scale
-        return apart.square().sum(-1).mean() - self.code.log_ratio(said, z).mean()
+        row = self.code.row(said)
+        apart = (row[:, : z.shape[1]] - z) / self.code.z_scale
+        return apart.square().sum(-1).mean() - self.code.law.log_density(row, z).mean()
 
     def not_of(self, k: int, chunk: Tensor) -> Tensor:
         """Positions of the rows that member k learns from: those outside of its chunk, or all where it is the only one."""

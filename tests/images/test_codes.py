@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kbf.filters.base import rollout, step, where
 from kbf.filters.gaussian import KalmanFilter
 from kbf.filters.kalman_fitted import LearnedKalman
-from kbf.filters.laws.ratio import RatioLaw, StateDensity, code_width
+from kbf.filters.laws.ratio import RatioLaw, StateDensity, code_width, read_code
 from kbf.images.codes import Code, CodedFilter
 from kbf.images.encoders import CNN
 from kbf.manifolds import CIRCLE, FLAT
@@ -197,14 +197,14 @@ def test_codes_with_components_are_ratios_of_each_member_and_of_all():
     law = RatioLaw(StateDensity(code.points, code.width))
     for k in range(2):
         torch.testing.assert_close(
-            law.log_density(crossed[k::2], z[k:6:2]), code.log_ratio(said[k], z[:6])[k::2], atol=1e-4, rtol=1e-4
+            law.log_density(crossed[k::2], z[k:6:2]), code.law.log_density(code.row(said[k]), z[:6])[k::2], atol=1e-4, rtol=1e-4
         )
         torch.testing.assert_close(crossed[k::2, :2], code.member(k, x)[k::2])
-        ratio = code.read(code.row(said[k]))
+        ratio = read_code(code.row(said[k]), 2)
         shares = ratio.log_shares.exp()
         mean = shares[:, :1] * code.z_mean + (shares[:, 1:, None] * ratio.centres).sum(1)
         torch.testing.assert_close(code.member(k, x), mean)
     assert code(x).shape == (6, 2)
     code.tells = True
-    together = torch.stack([code.log_ratio(each, z[:6]).exp() for each in said]).mean(0)
+    together = torch.stack([code.law.log_density(code.row(each), z[:6]).exp() for each in said]).mean(0)
     torch.testing.assert_close(law.log_density(code(x), z[:6]).exp(), together, atol=1e-4, rtol=1e-3)

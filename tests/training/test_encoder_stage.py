@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import kbf.training.train
-from kbf.filters.laws.ratio import StateDensity
+from kbf.filters.laws.ratio import StateDensity, read_code
 from kbf.images import losses
 from kbf.images.augment import PixelNoise
 from kbf.images.codes import Code, CodedFilter
@@ -513,7 +513,7 @@ def test_ratios_know_which_images_tell_nothing():
     code = fitted(noisy[:2], how)[0]
     code.tells = True
     with torch.no_grad():
-        ratio = code.read(code(noisy[2].obs))
+        ratio = read_code(code(noisy[2].obs), 2)
     doubt = ratio.log_shares[:, 0].exp()
     assert doubt[spoilt[2]].mean() > 10 * doubt[~spoilt[2]].mean()
     z = noisy[2].states.float()

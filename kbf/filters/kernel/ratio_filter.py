@@ -85,9 +85,9 @@ class RatioFilter(KernelMonteCarloFilter):
     def observe(self, state: LocalMemory, obs: Float[Tensor, "b w"]) -> tuple[LocalMemory, Bool[Tensor, " b"]]:
         """Weigh and shift; before anything was seen, the recorded states in place of the particles."""
         possible = torch.ones_like(state.begun, dtype=torch.bool)
-        moved, log_weights = self.product(state.particles, obs, WIDTH, state.draws[:, :, 0])
-        weights = (self.temper * log_weights).softmax(-1).to(state.weights)
-        after = LocalMemory(moved, state.draws, weights, torch.ones_like(state.begun))
+        terms = self.terms(state.particles, obs, WIDTH)
+        weights = (self.temper * terms.log_weights.logsumexp(-1)).softmax(-1).to(state.weights)
+        after = LocalMemory(self.shifted(terms, state.draws[:, :, 0]), state.draws, weights, torch.ones_like(state.begun))
         if self.recorded is None or bool((state.begun > 0).all()):
             return after, possible
         parts = zip(obs.split(ROWS), state.draws[:, :, 0].split(ROWS), strict=True)
@@ -99,25 +99,16 @@ class RatioFilter(KernelMonteCarloFilter):
         self, recorded: Float[Tensor, "n D"], obs: Float[Tensor, "b w"], white: Float[Tensor, "b P k"]
     ) -> Float[Tensor, "b P D"]:
         """P states from the product of the recorded ones with the ratio of a first image."""
-        several = recorded.expand(len(obs), -1, -1)
-        log_weights = self.temper * self.terms(several, obs, FIRST_WIDTH).log_weights.logsumexp(-1)
+        terms = self.terms(recorded.expand(len(obs), -1, -1), obs, FIRST_WIDTH)
         points = (torch.arange(self.particles, dtype=torch.float64, device=obs.device) + 0.5) / self.particles
-        chosen = invert(log_weights, points.expand(len(obs), -1))
-        return self.shifted(self.terms(several, obs, FIRST_WIDTH, chosen), white)
+        chosen = invert(self.temper * terms.log_weights.logsumexp(-1), points.expand(len(obs), -1))
+        taken = terms._replace(s=of_each(terms.s, chosen), log_weights=of_each(terms.log_weights, chosen))
+        return self.shifted(taken, white)
 
-    def product(
-        self, s: Float[Tensor, "b n D"], obs: Float[Tensor, "b w"], width: float, white: Float[Tensor, "b n k"]
-    ) -> tuple[Float[Tensor, "b n D"], Float[Tensor, "b n"]]:
-        """States after the shift, and log w before the temper."""
-        terms = self.terms(s, obs, width)
-        return self.shifted(terms, white), terms.log_weights.logsumexp(-1)
-
-    def terms(self, s: Float[Tensor, "b n D"], obs: Float[Tensor, "b w"], width: float, chosen: Tensor | None = None) -> Terms:
-        """Step 2, in float64; with ``chosen`` of these states alone, ``b P``, while C stays that of all."""
+    def terms(self, s: Float[Tensor, "b n D"], obs: Float[Tensor, "b w"], width: float) -> Terms:
+        """Step 2, in float64."""
         ratio, d = read_code(obs.double(), self.d), self.d
         root = width * cholesky(covariance_of_rows(s.double()))
-        if chosen is not None:
-            s = s.gather(1, chosen[..., None].expand(-1, -1, s.shape[-1]))
         z = s[..., :d].double()
         spread = torch.linalg.solve_triangular(ratio.roots, torch.eye(d).to(z), upper=False)  # S_j = spread spread^T
         v = cholesky((root @ root.mT)[:, None, :d, :d] + spread @ spread.mT)
@@ -144,7 +135,7 @@ class RatioFilter(KernelMonteCarloFilter):
 
 
 def of_each(values: Float[Tensor, "b J *x"], j: Int[Tensor, "b n"]) -> Float[Tensor, "b n *x"]:
-    """Of each particle the value of its term."""
+    """The values with these numbers, of each sequence."""
     return values[torch.arange(len(values), device=values.device)[:, None], j]
 
 
