@@ -46,7 +46,7 @@ from kbf.filters.kalman_fitted import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.monte_carlo import KernelMonteCarlo
 from kbf.filters.protocols import RatioModel
-from kbf.filters.search import Row, Search, Trial, deviation, surely
+from kbf.filters.search import Part, Row, Search, Trial, deviation, surely
 from kbf.filters.stack import StackedFilter, stacked
 from kbf.filters.told_means import OfMeans
 from kbf.filters.window_boosting import WindowBoosting
@@ -152,23 +152,10 @@ class BestOf(nn.Module):
         """
         began = time.perf_counter()
         memory = self.forget(memory)
-        self.model(self.main_name).prepare(memory, generator)
-        if not self.compares(memory):
-            return
-        sequences = as_sequences(memory, partial=self.partial)
-        total = sum(len(s.states) for s in sequences)
-        if total < LEAST:
-            return
-        try:
-            spans = whole_folds([len(s.states) for s in sequences], FOLDS)
-        except ValueError:
-            return
-        few = spans[1::3] if total > MANY and len(spans) == FOLDS else spans
-        parts = [(without(sequences, each), take(sequences, each)) for each in few]
-        search = Search(parts, torch.cat([s.states for s in sequences]).double().var(0, correction=0), self.budget, began)
+        sequences, parts = self.held_out(memory)
+        scale = torch.cat([s.states for s in sequences]).double().var(0, correction=0) if parts else torch.zeros(0)
+        search = Search(parts, scale, self.budget, began)
         known = {name: each for name, each in self.models.items() if not self.partial or getattr(each, "partial", False)}
-        moves = sequences[0].controls is not None or self.told > 0
-        leading = MOVING if moves and MOVING in known else self.main_name
 
         def attempt(names: Iterable[str]) -> None:
             for name in (name for name in names if name in known and name not in {row.model for row in search.rows}):
@@ -177,23 +164,43 @@ class BestOf(nn.Module):
                 ready = None if main else partial(model.prepare, sequences, generator)
                 search.attempt(name, model.condition, prepare=ready, timed=not main, compared=name not in PLAIN)
 
-        if self.told:
+        if parts and self.told:
             attempt([MOVING])
-            known = {name: each for name, each in known.items() if not search.found}
-        attempt([*(name for name in PLAIN if name != self.main_name), leading, self.main_name])
-        lead = search.found.get(leading)
-        unsure = lead is None or better_than(lead, search.found) or (lead.covered is not None and lead.covered < TRUSTED)
-        if total <= MANY and self.main_name not in PUBLISHED and not self.partial:
-            attempt(PUBLISHED)
-        before = len(search.rows)
-        if unsure and total >= ENOUGH:
-            attempt([*MORE, *(NETS if total > MANY else ())])
+        leading, before = MOVING, len(search.rows)
         if not search.found:
-            return
+            self.model(self.main_name).prepare(memory, generator)
+            if not parts:
+                return
+            total = sum(len(s.states) for s in sequences)
+            moves = sequences[0].controls is not None or self.told > 0
+            leading = MOVING if moves and MOVING in known else self.main_name
+            attempt([*(name for name in PLAIN if name != self.main_name), leading, self.main_name])
+            lead = search.found.get(leading)
+            unsure = lead is None or better_than(lead, search.found) or (lead.covered is not None and lead.covered < TRUSTED)
+            if total <= MANY and self.main_name not in PUBLISHED and not self.partial:
+                attempt(PUBLISHED)
+            before = len(search.rows)
+            if unsure and total >= ENOUGH:
+                attempt([*MORE, *(NETS if total > MANY else ())])
+            if not search.found:
+                return
         self.choose(search, leading, stack=len(search.rows) > before)
         chosen = self.filters_of({name: each.filters for name, each in search.found.items()})
         self.crosswise = [(filter, part) for filter, (_, part) in zip(chosen, parts, strict=True)]
         self.tried = search.table()
+
+    def held_out(self, memory: list[Sequence]) -> tuple[list[Sequence], list[Part]]:
+        """What rivals are compared on: the recordings, and each fold with the rest; no fold where nothing can be compared."""
+        if not self.compares(memory):
+            return [], []
+        sequences = as_sequences(memory, partial=self.partial)
+        total = sum(len(s.states) for s in sequences)
+        try:
+            spans = whole_folds([len(s.states) for s in sequences], FOLDS) if total >= LEAST else []
+        except ValueError:
+            return sequences, []
+        few = spans[1::3] if total > MANY and len(spans) == FOLDS else spans
+        return sequences, [(without(sequences, each), take(sequences, each)) for each in few]
 
     def compares(self, memory: list[Sequence]) -> bool:
         """Whether rivals know such data: neither images nor missing observations."""

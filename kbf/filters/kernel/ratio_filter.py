@@ -85,15 +85,20 @@ class RatioFilter(KernelMonteCarloFilter):
     def observe(self, state: LocalMemory, obs: Float[Tensor, "b w"]) -> tuple[LocalMemory, Bool[Tensor, " b"]]:
         """Weigh and shift; before anything was seen, the recorded states in place of the particles."""
         possible = torch.ones_like(state.begun, dtype=torch.bool)
+        begun = state.begun > 0
+        if self.recorded is None or bool(begun.all()):
+            return self.weighed(state, obs), possible
+        parts = zip(obs.split(ROWS), state.draws[:, :, 0].split(ROWS), strict=True)
+        particles = torch.cat([self.begin(self.recorded, x, white) for x, white in parts])
+        equal = torch.full_like(state.weights, 1 / self.particles)
+        first = LocalMemory(particles, state.draws, equal, torch.ones_like(state.begun))
+        return where(begun, self.weighed(state, obs), first) if bool(begun.any()) else first, possible
+
+    def weighed(self, state: LocalMemory, obs: Float[Tensor, "b w"]) -> LocalMemory:
+        """Steps 2 and 3 for the particles."""
         terms = self.terms(state.particles, obs, WIDTH)
         weights = (self.temper * terms.log_weights.logsumexp(-1)).softmax(-1).to(state.weights)
-        after = LocalMemory(self.shifted(terms, state.draws[:, :, 0]), state.draws, weights, torch.ones_like(state.begun))
-        if self.recorded is None or bool((state.begun > 0).all()):
-            return after, possible
-        parts = zip(obs.split(ROWS), state.draws[:, :, 0].split(ROWS), strict=True)
-        first = torch.cat([self.begin(self.recorded, x, white) for x, white in parts])
-        equal = torch.full_like(state.weights, 1 / self.particles)
-        return where(state.begun > 0, after, LocalMemory(first, state.draws, equal, after.begun)), possible
+        return LocalMemory(self.shifted(terms, state.draws[:, :, 0]), state.draws, weights, torch.ones_like(state.begun))
 
     def begin(
         self, recorded: Float[Tensor, "n D"], obs: Float[Tensor, "b w"], white: Float[Tensor, "b P k"]

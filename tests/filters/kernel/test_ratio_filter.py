@@ -1,4 +1,4 @@
-"""The filter of density ratios: against the Kalman filter, Bayes' rule on a grid, and images that tell nothing."""
+"""The filter of density ratios: against the Kalman filter, Bayes' rule over recorded states, and images that tell nothing."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_with_one_gaussian_and_a_linear_move_it_is_the_kalman_filter(width, monk
     torch.testing.assert_close(variances.mean(), sd.square().mean(), rtol=0.1, atol=0)
 
 
-def test_the_posterior_is_that_of_bayes_rule_on_a_grid(monkeypatch):
+def test_the_posterior_after_one_image_is_that_of_recorded_states_weighed_by_the_ratio(monkeypatch):
     """Of a prior from recorded states, and a ratio of two Gaussians and doubt: mean and covariance after one observation."""
     monkeypatch.setattr(ratio_filter, "FIRST_WIDTH", 1e-3)
     recorded = 0.5 * torch.randn(4000, 2, dtype=F64, generator=generator(4))
