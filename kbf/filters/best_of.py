@@ -153,8 +153,10 @@ class BestOf(nn.Module):
         began = time.perf_counter()
         memory = self.forget(memory)
         sequences, parts = self.held_out(memory)
-        scale = torch.cat([s.states for s in sequences]).double().var(0, correction=0) if parts else torch.zeros(0)
-        search = Search(parts, scale, self.budget, began)
+        if not parts:
+            self.model(self.main_name).prepare(memory, generator)
+            return
+        search = Search(parts, torch.cat([s.states for s in sequences]).double().var(0, correction=0), self.budget, began)
         known = {name: each for name, each in self.models.items() if not self.partial or getattr(each, "partial", False)}
 
         def attempt(names: Iterable[str]) -> None:
@@ -164,30 +166,32 @@ class BestOf(nn.Module):
                 ready = None if main else partial(model.prepare, sequences, generator)
                 search.attempt(name, model.condition, prepare=ready, timed=not main, compared=name not in PLAIN)
 
-        if parts and self.told:
+        if self.told:
             attempt([MOVING])
-        leading, before = MOVING, len(search.rows)
+        leading, stack = MOVING, False
         if not search.found:
             self.model(self.main_name).prepare(memory, generator)
-            if not parts:
-                return
-            total = sum(len(s.states) for s in sequences)
             moves = sequences[0].controls is not None or self.told > 0
             leading = MOVING if moves and MOVING in known else self.main_name
-            attempt([*(name for name in PLAIN if name != self.main_name), leading, self.main_name])
-            lead = search.found.get(leading)
-            unsure = lead is None or better_than(lead, search.found) or (lead.covered is not None and lead.covered < TRUSTED)
-            if total <= MANY and self.main_name not in PUBLISHED and not self.partial:
-                attempt(PUBLISHED)
-            before = len(search.rows)
-            if unsure and total >= ENOUGH:
-                attempt([*MORE, *(NETS if total > MANY else ())])
-            if not search.found:
-                return
-        self.choose(search, leading, stack=len(search.rows) > before)
+            stack = self.compare(search, attempt, leading, sum(len(s.states) for s in sequences))
+        if not search.found:
+            return
+        self.choose(search, leading, stack=stack)
         chosen = self.filters_of({name: each.filters for name, each in search.found.items()})
         self.crosswise = [(filter, part) for filter, (_, part) in zip(chosen, parts, strict=True)]
         self.tried = search.table()
+
+    def compare(self, search: Search, attempt: Callable[[Iterable[str]], None], leading: str, total: int) -> bool:
+        """The two rounds, of ``total`` steps; whether the second tried anything, so that a stack is worth it."""
+        attempt([*(name for name in PLAIN if name != self.main_name), leading, self.main_name])
+        lead = search.found.get(leading)
+        unsure = lead is None or better_than(lead, search.found) or (lead.covered is not None and lead.covered < TRUSTED)
+        if total <= MANY and self.main_name not in PUBLISHED and not self.partial:
+            attempt(PUBLISHED)
+        before = len(search.rows)
+        if unsure and total >= ENOUGH:
+            attempt([*MORE, *(NETS if total > MANY else ())])
+        return len(search.rows) > before
 
     def held_out(self, memory: list[Sequence]) -> tuple[list[Sequence], list[Part]]:
         """What rivals are compared on: the recordings, and each fold with the rest; no fold where nothing can be compared."""
