@@ -10,10 +10,14 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
+from kbf.rkhs.features import nystrom_whitening
 from kbf.rkhs.kernels import KERNELS, median_distance
-from kbf.rkhs.linalg import psd_solve
+from kbf.rkhs.linalg import evenly, psd_solve
 from kbf.runtime.notebook import Shown, ShownModule
 from kbf.sequence import Sequence, as_sequences, control_width
+
+MOST = 3000
+"""Observations that a regression is made of kernels at, and that the choice of kernel and ridge looks at: its cost is O(n^3)."""
 
 
 class FrameState(NamedTuple):
@@ -23,7 +27,10 @@ class FrameState(NamedTuple):
 
 
 class FrameFilter(Shown):
-    """E[z | x] by kernel ridge regression, z = m + k(x, X) alpha, where something was observed; elsewhere the mean m."""
+    """E[z | x] by kernel ridge regression, z = m + k(x, X) alpha, where something was observed; elsewhere the mean m.
+
+    X are all observations of the memory, or a part of them.
+    """
 
     kernel: Callable[[Tensor, Tensor], Tensor]
     points: Float[Tensor, "n q"]
@@ -74,11 +81,33 @@ def leave_one_out(gram: Float[Tensor, "n n"], targets: Float[Tensor, "n d"], reg
     return residual.square().sum(-1).mean(-1)
 
 
+def subset_of_regressors(
+    kernel: Callable[[Tensor, Tensor], Tensor],
+    landmarks: Float[Tensor, "m q"],
+    x: Float[Tensor, "n q"],
+    targets: Float[Tensor, "n d"],
+    reg: float,
+) -> Float[Tensor, "m d"]:
+    """alpha = (K_mn K_nm + n reg K_mm)^-1 K_mn Y: kernel ridge regression on all n points, with kernels at the landmarks alone.
+
+    It is solved in the features psi(x)^T = k(x, landmarks) W, W W^T = K_mm^-1, in float64: (Psi^T Psi + n reg I) w = Psi^T Y and
+    alpha = W w. With all points for landmarks it is the whole regression, (G + n reg I)^-1 Y. O(n m^2).
+
+    References: Rasmussen and Williams (2006), equation 8.14.
+    """
+    landmarks = landmarks.double()
+    W = nystrom_whitening(kernel(landmarks, landmarks))
+    psi = kernel(x.double(), landmarks) @ W
+    return (W @ psd_solve(psi.mT @ psi, psi.mT @ targets.double(), reg=len(x) * reg)).to(targets)
+
+
 class FrameRegression(ShownModule):
     """Kernel ridge regression of the state on the observation, frame by frame.
 
     The bandwidth is a factor times the median distance of the memory's observations; `prepare` chooses factor and ridge by
     `leave_one_out` and keeps both as buffers. States are centred, so that far from all observations the estimate is their mean.
+    Of more than `MOST` observations the choice looks at that many, evenly spaced, and the regression, on all, has kernels at these
+    (`subset_of_regressors`).
     """
 
     factor: Tensor
@@ -114,6 +143,8 @@ class FrameRegression(ShownModule):
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
         """Choose factor and ridge with the smallest leave-one-out error on the observed steps of the training part: O(n^3)."""
         x, z, _ = observed(memory)
+        some = evenly(len(x), MOST, x.device)
+        x, z = x[some], z[some]
         regs = torch.tensor(self.regs, dtype=x.dtype, device=x.device)
         scores = torch.stack([leave_one_out(self.at(x, factor)(x, x), z, regs) for factor in self.factors])
         best = int(scores.argmin())
@@ -121,7 +152,7 @@ class FrameRegression(ShownModule):
         self.reg.fill_(self.regs[best % len(self.regs)])
 
     def condition(self, memory: Sequence | list[Sequence] | None) -> FrameFilter:
-        """The regression over the observed steps of ``memory``, in its dtype and on its device: O(n^3).
+        """The regression over the observed steps of ``memory``, in its dtype and on its device: O(n^3), or O(n `MOST`^2).
 
         Raises:
             ValueError: no memory, or fewer than two observations in it.
@@ -129,9 +160,13 @@ class FrameRegression(ShownModule):
         if memory is None:
             raise ValueError("FrameRegression regresses on a memory: give condition() the training sequences")
         x, z, mean = observed(memory)
-        kernel = self.at(x, float(self.factor))
-        alpha = psd_solve(kernel(x, x), z, reg=len(x) * float(self.reg))
-        return FrameFilter(kernel, x, alpha, mean, control_width(memory))
+        landmarks = x[evenly(len(x), MOST, x.device)]
+        kernel, reg = self.at(landmarks, float(self.factor)), float(self.reg)
+        if len(x) <= MOST:
+            alpha = psd_solve(kernel(x, x), z, reg=len(x) * reg)
+        else:
+            alpha = subset_of_regressors(kernel, landmarks, x, z, reg)
+        return FrameFilter(kernel, landmarks, alpha, mean, control_width(memory))
 
     def at(self, x: Float[Tensor, "n q"], factor: float) -> Callable[[Tensor, Tensor], Tensor]:
         """The kernel with the bandwidth of ``factor`` times the median distance of x."""

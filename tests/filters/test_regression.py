@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
+from kbf.filters import regression
 from kbf.filters.base import Filter, FilterModel, rollout
-from kbf.filters.regression import FrameRegression, leave_one_out
+from kbf.filters.regression import FrameRegression, leave_one_out, subset_of_regressors
+from kbf.rkhs.kernels import gaussian
 from kbf.sequence import Sequence
 
 F64 = torch.float64
@@ -94,6 +98,35 @@ def test_images_are_flattened_and_float32_is_close():
     single = rollout(model.condition(Sequence(z.float(), x.float())), x.float()[None]).estimates
     assert single.dtype == torch.float32
     torch.testing.assert_close(single.double(), image, rtol=1e-3, atol=1e-3)
+
+
+def test_subset_of_regressors_is_ridge_regression_with_kernels_at_the_landmarks():
+    x, z = data()
+    few, n, reg = x[:8], len(x), 1e-3
+    at, among = gram(x.numpy(), few.numpy(), 1.3), gram(few.numpy(), few.numpy(), 1.3)
+    naive = np.linalg.solve(at.T @ at + n * reg * among, at.T @ z.numpy())
+    kernel = partial(gaussian, bandwidth=1.3)
+    np.testing.assert_allclose(subset_of_regressors(kernel, few, x, z, reg).numpy(), naive, rtol=1e-5)
+    whole = np.linalg.solve(gram(x.numpy(), x.numpy(), 1.3) + n * reg * np.eye(n), z.numpy())
+    np.testing.assert_allclose(subset_of_regressors(kernel, x, x, z, reg).numpy(), whole, rtol=1e-5)
+    single = subset_of_regressors(kernel, few.float(), x.float(), z.float(), reg)
+    assert single.dtype == torch.float32
+    np.testing.assert_allclose(single.numpy(), naive, rtol=1e-3)
+
+
+def test_many_observations_share_the_kernels_of_a_few(monkeypatch):
+    x, z = data(400)
+    memory, queries = [Sequence(z[:150], x[:150]), Sequence(z[150:], x[150:])], x[None, :20]
+    whole = FrameRegression()
+    whole.prepare(memory)
+    exact = rollout(whole.condition(memory), queries).estimates
+    monkeypatch.setattr(regression, "MOST", 200)
+    model = FrameRegression()
+    model.prepare(memory)
+    filter = model.condition(memory)
+    assert len(filter.points) == 200
+    error = (rollout(filter, queries).estimates - exact).square().mean()
+    assert error < 0.02 * z.var()
 
 
 def test_state_dict_keeps_the_choice():
