@@ -221,8 +221,7 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
     empty += [key for key in STATEMENTS if all(row[key] != row[key] for row in rows)]
     empty += [] if any(row["passed_over"] for row in rows) else ["passed_over"]
     write_csv(directory / "results.csv", [{key: value for key, value in row.items() if key not in empty} for row in rows])
-    keys = ("data", "n_train", "seed", "model", "test.mse", "seconds")
-    write_csv(directory / "runs.csv", [{key: result[key] for key in keys} for _, result in sorted(results.items())])
+    write_csv(directory / "runs.csv", [row_of(result) for _, result in sorted(results.items())])
     commits = sorted({str(result.get("commit")) for result in results.values()})
     write_json(directory / "about.json", provenance() | {"commits": commits})
     if len(commits) > 1:
@@ -234,6 +233,12 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
         written.insert(2, "wilcoxon.csv")
     save(comparison_figure(rows, title=f"{name}: {max(row['runs'] for row in rows)} runs"), directory / "comparison.png")
     console.print(f"in [bold]{directory}[/]: {', '.join(written)}", highlight=False)
+
+
+def row_of(result: dict[str, Any]) -> dict[str, Any]:
+    """A run in ``runs.csv``; its log likelihood is NaN where a filter has no covariances."""
+    row = {key: result[key] for key in ("data", "n_train", "seed", "model", "test.mse")}
+    return row | {"log_likelihood": -stated(result, "nll"), "seconds": result["seconds"]}
 
 
 def normalised(runs: list[dict[str, Any]]) -> dict[str, float]:

@@ -35,6 +35,8 @@ TIE = 0.1
 """Difference of held-out scores that decides nothing: the filter that is less sure is taken."""
 MARGIN = 0.5
 """Of the recorded range, on each side of it: there the learned moves are trusted, too."""
+TOLD_RESTARTS, TOLD_TEMPERS = (0.002,), (1.0, 0.5)
+"""What there is to choose from where density ratios are told: these find a lost track again by themselves."""
 LOOKED_AT = 1000
 """Points that the choice of a law looks at."""
 
@@ -97,7 +99,8 @@ class KernelMonteCarlo(ShownModule):
             orders: of the model: 1 without velocity, 2 with. inflations: of the moves' noise. regs: lambda of the rule;
                 0 weighs by the density of the law of observations. restarts: shares of particles that begin anew in each move:
                 few of them cost next to nothing, and a lost track is found again.
-            tempers: powers of the density where lambda is 0; the middle one is that of the first round.
+            tempers: powers of the density where lambda is 0; the middle one is that of the first round. Of density ratios lambda
+                is 0, and `TOLD_RESTARTS` and `TOLD_TEMPERS` take the place of these.
             law: of observations, a name of `kbf.filters.laws.choice.LAWS`; None chooses.
             seed: of the held-out runs.
             dtype: float32 or float64, of the filter's steps.
@@ -146,8 +149,9 @@ class KernelMonteCarlo(ShownModule):
         except ValueError:
             return
         stretches = held_stretches(held)
-        regs = (0.0,) if self.told else self.regs
-        several = (self.orders, self.inflations, regs, self.restarts, self.tempers)
+        choice = ((0.0,), TOLD_RESTARTS, TOLD_TEMPERS) if self.told else (self.regs, self.restarts, self.tempers)
+        regs, restarts, tempers = choice
+        several = (self.orders, self.inflations, *choice)
         if not stretches or all(len(each) == 1 for each in several):
             return
         batch = pad(stretches)
@@ -168,27 +172,27 @@ class KernelMonteCarlo(ShownModule):
             return min(found, key=lambda key: found[key].error)
 
         cheapest = min(regs)  # 0, if it is there: nothing is imagined
-        middle = self.tempers[len(self.tempers) // 2]
+        middle = tempers[len(tempers) // 2]
         for order in models:
             for inflation in self.inflations:
-                attempt(order, inflation, cheapest, self.restarts[-1], middle)
+                attempt(order, inflation, cheapest, restarts[-1], middle)
         if not found:
             return
         order, inflation = best()[:2]
         k = list(self.inflations).index(inflation)
         for reg in regs:
             for near in self.inflations[max(0, k - 1) : k + 1]:
-                attempt(order, near, reg, self.restarts[-1], middle)
+                attempt(order, near, reg, restarts[-1], middle)
         *others, temper = best()
         if others[2] == 0:
-            for temper in self.tempers:
+            for temper in tempers:
                 attempt(*others, temper)
-            least = min(found[*others, each].surprise for each in self.tempers)
-            temper = min(each for each in self.tempers if found[*others, each].surprise <= least + TIE)
+            least = min(found[*others, each].surprise for each in tempers)
+            temper = min(each for each in tempers if found[*others, each].surprise <= least + TIE)
         *others, _ = others
-        for restart in self.restarts:
+        for restart in restarts:
             attempt(*others, restart, temper)
-        restart = min(self.restarts, key=lambda each: found[*others, each, temper].error)
+        restart = min(restarts, key=lambda each: found[*others, each, temper].error)
         values = (*others, restart, temper)
         for buffer, value in zip((self.order, self.inflation, self.reg, self.restart, self.temper), values, strict=True):
             buffer.fill_(value)

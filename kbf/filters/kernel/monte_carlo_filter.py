@@ -61,8 +61,8 @@ class LocalMemory(NamedTuple):
 
     Attributes:
         particles: ``b P D``, states of the model. draws: ``b P K q``, observations drawn from each of them.
-        weights: ``b P``, of the embedding; some may be negative, their sum is 1. begun: ``b``, 1 once anything was observed,
-            or 0.
+        weights: ``b P``, of the embedding; some may be negative, their sum is 1. begun: ``b``, 0 before anything
+            was observed, then 1, or how likely the track is none that was lost.
     """
 
     particles: Tensor

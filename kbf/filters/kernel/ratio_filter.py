@@ -8,15 +8,22 @@ Gaussians is one: with z = H s the part of the state that an image shows and
 
 of `kbf.filters.laws.ratio`, V_j = h^2 H C H^T + S_j and G_j = h^2 C H^T V_j^-1,
 
-1. *Move*, resample, begin anew: as `kbf.filters.kernel.monte_carlo_filter`.
+1. *Move* and resample: as `kbf.filters.kernel.monte_carlo_filter`.
 2. *Weigh.* Particle i: w_i ~ pi_0 + sum_j pi_j N(m_j; z_i, V_j) / p(z_i), to the power ``temper``.
 3. *Shift.* It takes one of the terms, j with a chance as its share of w_i. With j = 0 it stays; else it becomes a draw of the
    product, s_i + xi + G_j (m_j - H (s_i + xi) - eta), xi ~ N(0, h^2 C), eta ~ N(0, S_j).
 
+4. *Begin anew.* With a chance rho the track is lost and the state is anywhere, at one of n recorded states s_k; these have w_k,
+   too. By Bayes' rule a share a of the particles, those of least weight, becomes draws of the products of s_k with the ratio,
+
+       a = rho W / (rho W + (1 - rho) w),    W = mean_k w_k,    w = mean_i w_i    (of powers 1);
+
+   rho is half of the a before, at least ``restart``. Before anything was seen a = 1.
+
 With h falling this is the particle filter weighed by density ratios, with h = 1 and one Gaussian the ensemble Kalman filter.
 
 References: Anderson and Anderson (1999) and Stordal et al. (2011), for kernels around the members of an ensemble; Evensen (2003),
-equation 20, for the shift.
+equation 20, for the shift; Lenser and Veloso (2000), for particles that are drawn from what a sensor says once they do not suit it.
 """
 
 from __future__ import annotations
@@ -34,11 +41,18 @@ from kbf.filters.laws.base import LOG_2PI
 from kbf.filters.laws.ratio import RatioLaw, read_code
 from kbf.filters.resampling import invert
 from kbf.manifolds import Manifold
-from kbf.rkhs.linalg import cholesky
+from kbf.rkhs.linalg import cholesky, evenly
 
 WIDTH, FIRST_WIDTH = 0.3, 0.05
-"""h of the particles, and of the recorded states that a first image is compared with: these are thousands."""
-DOUBT = 0.1
+"""h of the particles, and of recorded states that a lost track is sought among, whose velocity may be new; and of those that a
+first image is compared with, which are thousands."""
+STILL_LOST = 0.5
+"""Of the share that began anew before, as a chance that the track is lost: several images in a row that do not suit it add up."""
+LEAST_BEGUN = 1e-6
+"""Chance that a track is followed where there is one: 0 says that nothing was seen yet."""
+RECORDED = 1000
+"""Recorded states that a lost track is sought among, at most."""
+DOUBT = 0.05
 """Least chance that an image tells nothing: the encoder may be wrong, and a track that was lost is not thrown away for it."""
 JITTER = 1e-9
 """On the diagonal of C: on a circle it is singular."""
@@ -59,6 +73,11 @@ class Terms(NamedTuple):
     root: Tensor
     v: Tensor
 
+    @property
+    def log_w(self) -> Float[Tensor, "b n"]:
+        """Logarithms of w."""
+        return self.log_weights.logsumexp(-1)
+
 
 class RatioFilter(KernelMonteCarloFilter):
     """The filter of one model whose law of observations is a `RatioLaw`; ``draws`` of its state are the random numbers of 3."""
@@ -74,6 +93,12 @@ class RatioFilter(KernelMonteCarloFilter):
         super().__init__(model, initial, reg=0.0, **settings)
         self.law: RatioLaw = model.observation
         self.manifold: Manifold = model.manifold
+        self.restart: float = settings.get("restart", 0.0)
+        self.fresh = None  # nothing begins anew before the image has spoken
+        self.sought: Tensor | None = None
+        if self.recorded is not None and self.restart:
+            self.sought = self.recorded[evenly(len(self.recorded), RECORDED, initial.device)]
+            self.log_p_sought: Tensor = self.log_p(self.sought)
 
     def imagined(self, particles: Float[Tensor, "b P D"], begun: Float[Tensor, " b"], generator: Generator | None) -> LocalMemory:
         """Particles of equal weight; for ``draws`` the numbers that the next shift takes: 1 uniform, D + d normal ones."""
@@ -83,35 +108,61 @@ class RatioFilter(KernelMonteCarloFilter):
         return LocalMemory(particles, draws[:, :, None], particles.new_full(size, 1 / self.particles), begun)
 
     def observe(self, state: LocalMemory, obs: Float[Tensor, "b w"]) -> tuple[LocalMemory, Bool[Tensor, " b"]]:
-        """Weigh and shift; before anything was seen, the recorded states in place of the particles."""
+        """Steps 2 to 4."""
         possible = torch.ones_like(state.begun, dtype=torch.bool)
-        begun = state.begun > 0
-        if self.recorded is None or bool(begun.all()):
-            return self.weighed(state, obs), possible
-        parts = zip(obs.split(ROWS), state.draws[:, :, 0].split(ROWS), strict=True)
-        particles = torch.cat([self.begin(self.recorded, x, white) for x, white in parts])
+        begun, white = state.begun > 0, state.draws[:, :, 0]
+        terms = self.terms(state.particles, obs, WIDTH, self.log_p(state.particles))
+        weights = (self.temper * terms.log_w).softmax(-1).to(state.weights)
+        tracked = LocalMemory(self.shifted(terms, white), state.draws, weights, state.begun)
+        if self.sought is not None:
+            tracked = self.renewed(tracked, mean_weight(terms), self.of_recorded(self.sought, self.log_p_sought, obs, WIDTH))
+        if self.recorded is None:
+            return tracked._replace(begun=torch.ones_like(state.begun)), possible
+        if bool(begun.all()):
+            return tracked, possible
+        points = (torch.arange(self.particles, device=obs.device) + 0.5).expand(len(obs), -1) / self.particles
+        parts = zip(obs.split(ROWS), points.split(ROWS), white.split(ROWS), strict=True)
+        log_p = self.log_p(self.recorded)
+        first = torch.cat([self.begin(self.of_recorded(self.recorded, log_p, x, FIRST_WIDTH), *rest) for x, *rest in parts])
         equal = torch.full_like(state.weights, 1 / self.particles)
-        first = LocalMemory(particles, state.draws, equal, torch.ones_like(state.begun))
-        return where(begun, self.weighed(state, obs), first) if bool(begun.any()) else first, possible
+        return where(begun, tracked, LocalMemory(first, state.draws, equal, torch.ones_like(state.begun))), possible
 
-    def weighed(self, state: LocalMemory, obs: Float[Tensor, "b w"]) -> LocalMemory:
-        """Steps 2 and 3 for the particles."""
-        terms = self.terms(state.particles, obs, WIDTH)
-        weights = (self.temper * terms.log_weights.logsumexp(-1)).softmax(-1).to(state.weights)
-        return LocalMemory(self.shifted(terms, state.draws[:, :, 0]), state.draws, weights, torch.ones_like(state.begun))
+    def renewed(self, tracked: LocalMemory, log_mean: Float[Tensor, " b"], terms: Terms) -> LocalMemory:
+        """Step 4, with the logarithm of w, and the terms of the recorded states; ``begun`` becomes 1 - a."""
+        lost = (STILL_LOST * (1 - tracked.begun)).clamp_min(self.restart)
+        share = (mean_weight(terms) - log_mean + lost.logit()).sigmoid()
+        count = (share * self.particles).round()[:, None]
+        begun = (1 - share).clamp_min(LEAST_BEGUN).to(tracked.begun)
+        if not bool((count > 0).any()):
+            return tracked._replace(begun=begun)
+        rank = tracked.weights.argsort(-1).argsort(-1)
+        anew = rank < count
+        drawn = self.begin(terms, (rank + 0.5) / count.clamp_min(1), tracked.draws[:, :, 0])
+        kept = torch.where(anew, 0, tracked.weights)
+        kept = kept * ((1 - count / self.particles) / kept.sum(-1, keepdim=True).clamp_min(torch.finfo(kept.dtype).tiny)).to(kept)
+        return tracked._replace(
+            particles=torch.where(anew[..., None], drawn, tracked.particles),
+            weights=torch.where(anew, 1 / self.particles, kept),
+            begun=begun,
+        )
 
-    def begin(
-        self, recorded: Float[Tensor, "n D"], obs: Float[Tensor, "b w"], white: Float[Tensor, "b P k"]
-    ) -> Float[Tensor, "b P D"]:
-        """P states from the product of the recorded ones with the ratio of a first image."""
-        terms = self.terms(recorded.expand(len(obs), -1, -1), obs, FIRST_WIDTH)
-        points = (torch.arange(self.particles, dtype=torch.float64, device=obs.device) + 0.5) / self.particles
-        chosen = invert(self.temper * terms.log_weights.logsumexp(-1), points.expand(len(obs), -1))
-        taken = terms._replace(s=of_each(terms.s, chosen), log_weights=of_each(terms.log_weights, chosen))
-        return self.shifted(taken, white)
+    def begin(self, terms: Terms, points: Float[Tensor, "b P"], white: Float[Tensor, "b P k"]) -> Float[Tensor, "b P D"]:
+        """P draws of the products in ``terms``, in the order of ``points`` between 0 and 1."""
+        chosen = invert(self.temper * terms.log_w, points)
+        return self.shifted(terms._replace(s=of_each(terms.s, chosen), log_weights=of_each(terms.log_weights, chosen)), white)
 
-    def terms(self, s: Float[Tensor, "b n D"], obs: Float[Tensor, "b w"], width: float) -> Terms:
-        """Step 2, in float64."""
+    def of_recorded(
+        self, recorded: Float[Tensor, "n D"], log_p: Float[Tensor, " n"], obs: Float[Tensor, "b w"], width: float
+    ) -> Terms:
+        """The products of recorded states with the ratios of images."""
+        return self.terms(recorded.expand(len(obs), -1, -1), obs, width, log_p[None])
+
+    def log_p(self, s: Float[Tensor, "*b n D"]) -> Float[Tensor, "*b n"]:
+        """log p(z) of states, in float64."""
+        return self.law.density.log(s[..., : self.d].double())
+
+    def terms(self, s: Float[Tensor, "b n D"], obs: Float[Tensor, "b w"], width: float, log_p: Float[Tensor, "c n"]) -> Terms:
+        """Step 2, in float64; ``log_p``: of the states, of which all sequences may have the same."""
         ratio, d = read_code(obs.double(), self.d), self.d
         root = width * cholesky(covariance_of_rows(s.double()))
         z = s[..., :d].double()
@@ -119,7 +170,7 @@ class RatioFilter(KernelMonteCarloFilter):
         v = cholesky((root @ root.mT)[:, None, :d, :d] + spread @ spread.mT)
         white = torch.linalg.solve_triangular(v, (ratio.centres[:, :, None] - z[:, None]).mT, upper=False)
         log_n = -0.5 * white.square().sum(-2) - v.diagonal(dim1=-2, dim2=-1).log().sum(-1)[..., None] - 0.5 * d * LOG_2PI
-        log_told = ratio.log_shares[:, 1:, None] + log_n - self.law.density.log(z)[:, None]
+        log_told = ratio.log_shares[:, 1:, None] + log_n - log_p[:, None]
         log_nothing = ratio.log_shares[:, :1].clamp_min(math.log(DOUBT)).expand(z.shape[:2])
         return Terms(s, torch.cat([log_nothing[..., None], log_told.mT], -1), ratio.centres, spread, root, v)
 
@@ -137,6 +188,11 @@ class RatioFilter(KernelMonteCarloFilter):
         moved = blurred + (of_each(gain, j) @ short[..., None])[..., 0]
         moved[..., :d] = self.manifold.project(moved[..., :d])
         return torch.where((which > 0)[..., None], moved, s).to(terms.s)
+
+
+def mean_weight(terms: Terms) -> Float[Tensor, " b"]:
+    """The logarithm of the mean of w over the states: how well these expected the image."""
+    return terms.log_w.logsumexp(-1) - math.log(terms.s.shape[1])
 
 
 def of_each(values: Float[Tensor, "b J *x"], j: Int[Tensor, "b n"]) -> Float[Tensor, "b n *x"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import pytest
@@ -150,3 +151,38 @@ def test_bad_input_is_refused():
 
     with pytest.raises(ValueError, match="law of ratios"):
         RatioFilter(Blind(), torch.zeros(3, 2, dtype=F64))  # pyright: ignore[reportArgumentType]
+
+
+def test_the_share_that_begins_anew_is_by_bayes_rule(monkeypatch):
+    """With narrow kernels all w are the law's ratios, of particles that suit the image less than recorded states do."""
+    monkeypatch.setattr(ratio_filter, "WIDTH", 1e-3)
+    recorded = torch.randn(1000, 2, dtype=F64, generator=generator(6))
+    law = RatioLaw(fit_state_density(recorded))
+    row = told(torch.tensor([[0.5, 0.5]], dtype=F64), 0.3, nothing=math.log(0.2), told=math.log(0.8))
+    filter = RatioFilter(Turning(law), recorded, particles=1000, recorded=True, restart=0.3)
+    state = filter.init(1, generator=generator(7))._replace(begun=torch.ones(1, dtype=F64))
+    state = state._replace(particles=state.particles + 2.0)
+    w, every = (law.log_density(row, s).exp().mean() for s in (state.particles[0], recorded))
+    share = 0.3 * every / (0.3 * every + 0.7 * w)
+    assert 0.35 < share < 0.9
+    after = filter.update(state, row)
+    anew = (after.weights == 1 / 1000) & ((after.particles - state.particles).norm(dim=-1) > 0.01)
+    assert abs(anew.double().mean() - share) < 0.03
+    torch.testing.assert_close(after.weights.sum(-1), torch.ones(1, dtype=F64))
+
+
+def test_a_lost_track_is_found_again_by_a_few_sharp_images():
+    recorded = torch.randn(2000, 2, dtype=F64, generator=generator(8))
+    place = torch.tensor([[1.5, -1.0]], dtype=F64)
+    image, law = told(place, 0.05), RatioLaw(fit_state_density(recorded))
+    left = {}
+    for restart in (0.0, 0.01):
+        filter = RatioFilter(Turning(law), recorded, particles=400, recorded=True, restart=restart)
+        state = filter.init(1, generator=generator(9))
+        state = state._replace(particles=0.05 * state.particles - 1.0, begun=torch.ones(1, dtype=F64))
+        for _ in range(3):
+            state = filter.update(state, image)
+            chosen = torch.multinomial(state.weights, 400, replacement=True, generator=generator(10))
+            state = state._replace(particles=state.particles[:, chosen[0]], weights=torch.full((1, 400), 1 / 400, dtype=F64))
+        left[restart] = (filter.estimate(state) - place).norm().item()
+    assert left[0.0] > 2 and left[0.01] < 0.2
