@@ -1,0 +1,104 @@
+#!/usr/bin/env python
+"""Makes tables of data/results/ again, each by the command that its about.json names, at the commit that is checked out.
+
+    .venv/bin/python scripts/make_tables.py                                    # lists them: command, commit, hours of one core
+    .venv/bin/python scripts/make_tables.py calibration rotation workers=2     # makes some, or all of a folder, with settings
+
+Runs go to runs/tables/COMMIT/NAME, and go on where they were stopped; a table is replaced once all of its commands are done.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from gather_results import gather
+
+from kbf.commands.common import commit
+from kbf.runtime.files import write_json
+
+ROOT = Path(__file__).parents[1]
+RESULTS, RUNS = ROOT / "data" / "results", ROOT / "runs" / "tables"
+TABLES = {".csv", ".json"}
+"""Endings of what is kept of every table; of pictures and texts those that are there."""
+
+
+def tables(results: Path) -> dict[str, dict[str, Any]]:
+    """What about.json says of each table, by the name of its folder."""
+    return {str(path.parent.relative_to(results)): json.loads(path.read_text()) for path in sorted(results.rglob("about.json"))}
+
+
+def commands_of(about: dict[str, Any]) -> list[list[str]]:
+    """The words of its commands, without the folder that they once wrote to."""
+    given = about["command"] if isinstance(about["command"], list) else [about["command"]]
+    return [[word for word in shlex.split(each)[1:] if not word.startswith("run_dir=")] for each in given]
+
+
+def hours(folder: Path) -> float:
+    """What its runs took, one after the other."""
+    if not (folder / "runs.csv").exists():
+        return 0.0
+    with (folder / "runs.csv").open(newline="") as file:
+        return sum(float(row.get("seconds") or 0) for row in csv.DictReader(file)) / 3600
+
+
+def make(name: str, about: dict[str, Any], results: Path, runs: Path, settings: list[str]) -> None:
+    """Run the commands of a table, then replace it.
+
+    Raises:
+        ValueError: a command failed.
+    """
+    commands = commands_of(about)
+    folders = [runs / name / str(k) for k in range(len(commands))] if len(commands) > 1 else [runs / name]
+    for command, folder in zip(commands, folders, strict=True):
+        told = " ".join(["kbf", *command])
+        print(f"{name}: {told}", flush=True)
+        done = subprocess.run([Path(sys.executable).with_name("kbf"), *command, *settings, f"run_dir={folder}"], cwd=ROOT)
+        if done.returncode:
+            raise ValueError(f"{name} stays as it was: {told} ended with {done.returncode}; the same call goes on")
+        made = json.loads((folder / "about.json").read_text())
+        write_json(folder / "about.json", made | {"command": shlex.join(["kbf", *command])})
+    if len(folders) > 1:
+        gather(results / name, folders)
+    else:
+        for file in folders[0].iterdir():
+            kept = results / name / file.name
+            if file.is_file() and (file.suffix in TABLES or kept.exists()):
+                shutil.copy(file, kept)
+
+
+def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> None:
+    """List the tables, or make those that ``words`` name.
+
+    Raises:
+        ValueError: an unknown table, a command that failed, or files that are not committed.
+    """
+    known = tables(results)
+    names, settings = [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    if not names:
+        for name, about in known.items():
+            for k, command in enumerate(commands_of(about)):
+                lead = f"{name:34} {about['commit']:14} {hours(results / name):5.1f} h" if k == 0 else " " * 57
+                print(f"{lead}  {shlex.join(['kbf', *command])}")
+        return
+    chosen = [each for word in names for each in known if each == word or each.startswith(f"{word.rstrip('/')}/")]
+    if unknown := [word for word in names if not any(each == word or each.startswith(f"{word.rstrip('/')}/") for each in known)]:
+        raise ValueError(f"no tables {', '.join(unknown)} in {results}; there are {', '.join(known)}")
+    at = commit()
+    if at is None or at.endswith("-dirty"):
+        raise ValueError("commit your changes first: a table says which commit made it")
+    for name in chosen:
+        make(name, known[name], results, runs / at, settings)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(str(error))
