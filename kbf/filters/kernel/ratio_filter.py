@@ -120,7 +120,7 @@ class RatioFilter(KernelMonteCarloFilter):
             return tracked._replace(begun=torch.ones_like(state.begun)), possible
         if bool(begun.all()):
             return tracked, possible
-        points = (torch.arange(self.particles, device=obs.device) + 0.5).expand(len(obs), -1) / self.particles
+        points = (torch.arange(self.particles, dtype=torch.float64, device=obs.device) + 0.5).expand(len(obs), -1) / self.particles
         parts = zip(obs.split(ROWS), points.split(ROWS), white.split(ROWS), strict=True)
         log_p = self.log_p(self.recorded)
         first = torch.cat([self.begin(self.of_recorded(self.recorded, log_p, x, FIRST_WIDTH), *rest) for x, *rest in parts])
