@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import json
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 from gather_results import gather
 
 from kbf.commands.common import commit
-from kbf.runtime.files import write_json
+from kbf.runtime.files import copy, write_json
 
 ROOT = Path(__file__).parents[1]
 RESULTS, RUNS = ROOT / "data" / "results", ROOT / "runs" / "tables"
@@ -54,12 +53,13 @@ def make(name: str, about: dict[str, Any], results: Path, runs: Path, settings: 
     Raises:
         ValueError: a command failed.
     """
-    commands = commands_of(about)
+    given = {word.split("=")[0] for word in settings}
+    commands = [[*(word for word in command if word.split("=")[0] not in given), *settings] for command in commands_of(about)]
     folders = [runs / name / str(k) for k in range(len(commands))] if len(commands) > 1 else [runs / name]
     for command, folder in zip(commands, folders, strict=True):
         told = " ".join(["kbf", *command])
         print(f"{name}: {told}", flush=True)
-        done = subprocess.run([Path(sys.executable).with_name("kbf"), *command, *settings, f"run_dir={folder}"], cwd=ROOT)
+        done = subprocess.run([Path(sys.executable).with_name("kbf"), *command, f"run_dir={folder}"], cwd=ROOT)
         if done.returncode:
             raise ValueError(f"{name} stays as it was: {told} ended with {done.returncode}; the same call goes on")
         made = json.loads((folder / "about.json").read_text())
@@ -70,7 +70,7 @@ def make(name: str, about: dict[str, Any], results: Path, runs: Path, settings: 
         for file in folders[0].iterdir():
             kept = results / name / file.name
             if file.is_file() and (file.suffix in TABLES or kept.exists()):
-                shutil.copy(file, kept)
+                copy(file, kept)
 
 
 def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> None:
@@ -79,6 +79,9 @@ def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> None:
     Raises:
         ValueError: an unknown table, a command that failed, or files that are not committed.
     """
+    if {"-h", "--help"} & {*words}:
+        print(__doc__)
+        return
     known = tables(results)
     names, settings = [word for word in words if "=" not in word], [word for word in words if "=" in word]
     if not names:
@@ -87,13 +90,13 @@ def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> None:
                 lead = f"{name:34} {about['commit']:14} {hours(results / name):5.1f} h" if k == 0 else " " * 57
                 print(f"{lead}  {shlex.join(['kbf', *command])}")
         return
-    chosen = [each for word in names for each in known if each == word or each.startswith(f"{word.rstrip('/')}/")]
-    if unknown := [word for word in names if not any(each == word or each.startswith(f"{word.rstrip('/')}/") for each in known)]:
+    below = {word: [each for each in known if f"{each}/".startswith(f"{word.rstrip('/')}/")] for word in names}
+    if unknown := [word for word, some in below.items() if not some]:
         raise ValueError(f"no tables {', '.join(unknown)} in {results}; there are {', '.join(known)}")
     at = commit()
     if at is None or at.endswith("-dirty"):
         raise ValueError("commit your changes first: a table says which commit made it")
-    for name in chosen:
+    for name in dict.fromkeys(each for some in below.values() for each in some):
         make(name, known[name], results, runs / at, settings)
 
 

@@ -31,14 +31,19 @@ def test_they_are_listed_with_commit_and_hours(results, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:5] == ["both/two", "abc", "1.0", "h", "kbf"] and len(lines) == 3
     assert "run_dir" not in lines[2]
+    make_tables.main(["--help"], results)
+    assert "makes some" in capsys.readouterr().out
 
 
 def test_a_table_is_replaced_by_what_its_command_makes_now(results, tmp_path, monkeypatch):
     monkeypatch.setattr(make_tables, "commit", lambda: "def")
-    make_tables.main(["small", "both"], results, tmp_path / "runs")
+    make_tables.main(["small", "both", "particles=40"], results, tmp_path / "runs")
     rows = list(csv.DictReader((results / "small" / "results.csv").open()))
     assert {row["model"] for row in rows} == {"kalman", "frame"} and all(float(row["mse"]) > 0 for row in rows)
-    assert json.loads((results / "small" / "about.json").read_text())["command"] == COMMAND
+    assert (
+        json.loads((results / "small" / "about.json").read_text())["command"]
+        == COMMAND.replace(" particles=50", "") + " particles=40"
+    )
     assert not (results / "small" / "comparison.png").exists()  # there was none
     assert (tmp_path / "runs" / "def" / "small" / "cells").is_dir()
     rows = list(csv.DictReader((results / "both" / "two" / "runs.csv").open()))

@@ -55,6 +55,8 @@ def test_tables_and_picture(tmp_path, capsys):
     assert sorted(float(r["test.mse"]) for r in runs if (r["model"], r["n_train"]) == ("kalman", "50")) == pytest.approx(
         sorted(mine)
     )
+    likely = [float(r["log_likelihood"]) for r in runs if (r["model"], r["n_train"]) == ("kalman", "50")]
+    assert sorted(likely) == pytest.approx(sorted(-c["test.nll_raw"] for c in stated))
     about = json.loads((tmp_path / "about.json").read_text())
     assert about["command"].startswith("kbf ")
     assert about["commits"] == sorted({str(c["commit"]) for c in cells(tmp_path).values()})

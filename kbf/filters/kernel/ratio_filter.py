@@ -108,29 +108,39 @@ class RatioFilter(KernelMonteCarloFilter):
         return LocalMemory(particles, draws[:, :, None], particles.new_full(size, 1 / self.particles), begun)
 
     def observe(self, state: LocalMemory, obs: Float[Tensor, "b w"]) -> tuple[LocalMemory, Bool[Tensor, " b"]]:
-        """Steps 2 to 4."""
-        possible = torch.ones_like(state.begun, dtype=torch.bool)
-        begun, white = state.begun > 0, state.draws[:, :, 0]
-        terms = self.terms(state.particles, obs, WIDTH, self.log_p(state.particles))
-        weights = (self.temper * terms.log_w).softmax(-1).to(state.weights)
-        tracked = LocalMemory(self.shifted(terms, white), state.draws, weights, state.begun)
-        if self.sought is not None:
-            tracked = self.renewed(tracked, mean_weight(terms), self.of_recorded(self.sought, self.log_p_sought, obs, WIDTH))
-        if self.recorded is None:
-            return tracked._replace(begun=torch.ones_like(state.begun)), possible
-        if bool(begun.all()):
-            return tracked, possible
-        points = (torch.arange(self.particles, dtype=torch.float64, device=obs.device) + 0.5).expand(len(obs), -1) / self.particles
-        parts = zip(obs.split(ROWS), points.split(ROWS), white.split(ROWS), strict=True)
-        log_p = self.log_p(self.recorded)
-        first = torch.cat([self.begin(self.of_recorded(self.recorded, log_p, x, FIRST_WIDTH), *rest) for x, *rest in parts])
-        equal = torch.full_like(state.weights, 1 / self.particles)
-        return where(begun, tracked, LocalMemory(first, state.draws, equal, torch.ones_like(state.begun))), possible
+        """Steps 2 to 4; before anything was seen, the recorded states in place of the particles."""
+        possible, begun = torch.ones_like(state.begun, dtype=torch.bool), state.begun > 0
+        if self.recorded is None or bool(begun.all()):
+            return self.followed(state, obs), possible
+        first = self.first(self.recorded, state, obs)[0]
+        return where(begun, self.followed(state, obs), first) if bool(begun.any()) else first, possible
 
-    def renewed(self, tracked: LocalMemory, log_mean: Float[Tensor, " b"], terms: Terms) -> LocalMemory:
+    def first(
+        self, recorded: Float[Tensor, "n D"], state: LocalMemory, obs: Float[Tensor, "b w"]
+    ) -> tuple[LocalMemory, Bool[Tensor, " b"]]:
+        """P states of equal weight from the product of the recorded ones with the ratio of a first image: it suits them always."""
+        points = (torch.arange(self.particles, dtype=torch.float64, device=obs.device) + 0.5).expand(len(obs), -1) / self.particles
+        parts = zip(obs.split(ROWS), points.split(ROWS), state.draws[:, :, 0].split(ROWS), strict=True)
+        log_p, sure = self.log_p(recorded), torch.ones_like(state.begun)
+        particles = torch.cat([self.begin(self.of_recorded(recorded, log_p, x, FIRST_WIDTH), *rest) for x, *rest in parts])
+        equal = torch.full_like(state.weights, 1 / self.particles)
+        return LocalMemory(particles, state.draws, equal, sure), sure > 0
+
+    def followed(self, state: LocalMemory, obs: Float[Tensor, "b w"]) -> LocalMemory:
+        """Steps 2 to 4 for the particles."""
+        terms = self.terms(state.particles, obs, WIDTH, self.log_p(state.particles))
+        log_w = terms.log_w
+        weights = (self.temper * log_w).softmax(-1).to(state.weights)
+        particles = self.shifted(terms, state.draws[:, :, 0])
+        if self.sought is None:
+            return LocalMemory(particles, state.draws, weights, torch.ones_like(state.begun))
+        tracked = LocalMemory(particles, state.draws, weights, state.begun)
+        return self.renewed(tracked, log_mean(log_w), self.of_recorded(self.sought, self.log_p_sought, obs, WIDTH))
+
+    def renewed(self, tracked: LocalMemory, log_tracked: Float[Tensor, " b"], terms: Terms) -> LocalMemory:
         """Step 4, with the logarithm of w, and the terms of the recorded states; ``begun`` becomes 1 - a."""
         lost = (STILL_LOST * (1 - tracked.begun)).clamp_min(self.restart)
-        share = (mean_weight(terms) - log_mean + lost.logit()).sigmoid()
+        share = (log_mean(terms.log_w) - log_tracked + lost.logit()).sigmoid()
         count = (share * self.particles).round()[:, None]
         begun = (1 - share).clamp_min(LEAST_BEGUN).to(tracked.begun)
         if not bool((count > 0).any()):
@@ -190,9 +200,9 @@ class RatioFilter(KernelMonteCarloFilter):
         return torch.where((which > 0)[..., None], moved, s).to(terms.s)
 
 
-def mean_weight(terms: Terms) -> Float[Tensor, " b"]:
-    """The logarithm of the mean of w over the states: how well these expected the image."""
-    return terms.log_w.logsumexp(-1) - math.log(terms.s.shape[1])
+def log_mean(log_w: Float[Tensor, "b n"]) -> Float[Tensor, " b"]:
+    """The logarithm of the mean of w over states: how well these expect the image."""
+    return log_w.logsumexp(-1) - math.log(log_w.shape[1])
 
 
 def of_each(values: Float[Tensor, "b J *x"], j: Int[Tensor, "b n"]) -> Float[Tensor, "b n *x"]:
