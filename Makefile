@@ -1,7 +1,7 @@
-.PHONY: help install demo test lint format docs release torture gpu clean
+.PHONY: help install demo test test-slow test-all lint format docs release torture gpu clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 install:  ## make .venv and install kbf into it
 	scripts/bootstrap
@@ -9,8 +9,14 @@ install:  ## make .venv and install kbf into it
 demo:  ## set up, then train, evaluate and compare on the rotation problem
 	scripts/demo
 
-test: lint  ## set up with the tools for development, then check and test everything
-	.venv/bin/python -m pytest -n 2
+test: lint  ## set up with the tools for development, then check everything and run the quick tests
+	.venv/bin/python -m pytest -n 2 -m "not slow"
+
+test-slow:  ## the other tests: kills, trainings, programs that are compiled, pages that are built
+	scripts/bootstrap dev,docs
+	.venv/bin/python -m pytest -n 2 -m slow
+
+test-all: test test-slow  ## both, as on every submission
 
 lint:
 	scripts/bootstrap dev,docs

@@ -68,6 +68,7 @@ def test_train_leaves_a_run_directory(run_dir, capsys):
     assert not list(run_dir.rglob(".*")), "temporary files are left"
 
 
+@pytest.mark.slow
 def test_tensorboard_is_worth_opening(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -132,6 +133,7 @@ def test_evaluate_from_the_checkpoint_alone(run_dir, tmp_path):
     assert (tmp_path / "track.png").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "steps", "name"),
     [(["data.n_test=33", "seed=5"], 33, "rotation"), (["data=oscillatory"], 200, "oscillatory"), (["n_train=80"], 20, "rotation")],
@@ -144,6 +146,7 @@ def test_evaluate_on_other_data(run_dir, tmp_path, overrides, steps, name):
     assert told["test.mse"] != metrics(run_dir)["test.mse"]
 
 
+@pytest.mark.slow
 def test_resume_from_the_command_line(tmp_path, capsys):
     train = ["train", *QUICK, *BRIEF]
     assert main([*train, f"run_dir={tmp_path / 'whole'}"]) == 0
@@ -196,6 +199,7 @@ def test_help_and_version(capsys):
             assert str(key) in text or key in ("data", "model", "trainer", "logger"), key
 
 
+@pytest.mark.slow
 def test_what_is_printed_is_explained_and_in_percent(run_dir, tmp_path, capsys):
     capsys.readouterr()
     checkpoint = run_dir / "checkpoints" / "best.ckpt"
@@ -226,6 +230,7 @@ def test_help_answers_at_once():
     assert time.perf_counter() - began < 1
 
 
+@pytest.mark.slow
 def test_every_choice_composes():
     directory = config_dir()
     for group in ("data", "model", "trainer", "logger"):

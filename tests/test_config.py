@@ -33,6 +33,7 @@ def run_dir(tmp_path_factory):
 # Sweeps
 
 
+@pytest.mark.slow
 def test_the_runs_of_a_sweep_are_the_single_runs(run_dir, tmp_path):
     assert main([*KALMAN, "seed=0,1", "--multirun", f"hydra.sweep.dir={tmp_path}"]) == 0
     assert metrics(tmp_path / "0") == metrics(run_dir)
@@ -62,6 +63,7 @@ def test_what_is_refused_of_one_run_is_refused_of_a_sweep(words, message, tmp_pa
     assert told[0] == told[1] and message in told[0]
 
 
+@pytest.mark.slow
 def test_a_sweep_over_comparisons(tmp_path):
     words = ["compare", "models=[kalman]", "data.n_test=15", "particles=200", "runs=1", "workers=0"]
     assert main([*words, "n_train=40,50", "-m", f"hydra.sweep.dir={tmp_path / 'sweep'}"]) == 0
@@ -71,6 +73,7 @@ def test_a_sweep_over_comparisons(tmp_path):
     assert "rotation,50,0,kalman" in (tmp_path / "sweep" / "1" / "runs.csv").read_text()
 
 
+@pytest.mark.slow
 def test_a_sweep_over_evaluations(run_dir, tmp_path):
     best = f"checkpoint={run_dir / 'checkpoints' / 'best.ckpt'}"
     words = ["evaluate", best, "particles=200"]
@@ -92,6 +95,7 @@ def test_a_sweep_that_goes_on_with_a_run_does_so_in_its_folder(run_dir, tmp_path
     assert not (tmp_path / "0" / "metrics.json").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_with_recordings_of_one_s_own(tmp_path):
     rows = "\n".join(f"{t % 7},{t % 7 + 0.1}" for t in range(60))
     (tmp_path / "rec.csv").write_text(f"x,a\n{rows}\n")
@@ -149,6 +153,7 @@ def test_settings_on_a_data_set_reach_comparisons_and_the_choice_of_a_model():
     assert settings_of(auto["model"]["candidates"]["lstm"]) == TUNED["lstm", "dsprites"]
 
 
+@pytest.mark.slow
 def test_data_sets_say_nothing_of_models():
     names = set(choices_of("train", "model"))
     for data in choices_of("train", "data"):
@@ -329,6 +334,7 @@ def test_configurations_of_one_s_own(mine, capsys):
     assert "Could not find 'data/slow'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
 def test_one_s_own_reach_comparisons_and_sweeps(mine, where, tmp_path):
     words = ["data=slow", where.format(mine), "data.n_test=15", "particles=200"]
@@ -367,6 +373,7 @@ def test_shell_completion_is_installed(monkeypatch, capsys):
     assert "No completion plugin for 'dos'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "compare"])
 def test_experiments_can_be_run_by_the_command_that_lists_them(command, capsys):
     """Composed with and without a plus; a run of each of train's is below."""
@@ -428,6 +435,7 @@ def test_what_is_held_out_is_what_a_fit_to_the_rest_misses(tmp_path):
     assert metrics(tmp_path)["held_out.mse"] == held_out_score(again, held).mse.mean().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [["model=frame"], ["model=lstm", "model.training.epochs=1"]], ids=["frame", "lstm"])
 def test_optuna_minimises_an_error_that_every_model_has(model, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")

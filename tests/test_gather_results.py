@@ -32,6 +32,7 @@ def gather(*arguments):
     return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_tables_stand_one_below_the_other(folders, tmp_path):
     done = gather(tmp_path / "all", *folders)
     assert done.returncode == 0, done.stderr
@@ -44,6 +45,7 @@ def test_tables_stand_one_below_the_other(folders, tmp_path):
     assert not (tmp_path / "all" / "wilcoxon.csv").exists()  # there were none
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("choice", "told"), [((0, 0), "in two of these folders"), ((0, 2), "no results.csv in")])
 def test_what_cannot_be_put_together_is_told(folders, tmp_path, choice, told):
     (tmp_path / "empty").mkdir()

@@ -45,6 +45,7 @@ def test_two_runs_on_the_card_have_the_same_bits(name):
     assert torch.equal(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["steps", "memory"])
 def test_parts_run_without_a_card(part):
     found = list(gpu.PARTS[part](SMALL, "cpu"))
@@ -64,6 +65,7 @@ def test_a_failure_costs_only_itself():
     assert found[1].note == "RuntimeError: CUDA error: no luck"
 
 
+@pytest.mark.slow
 def test_a_part_that_takes_too_long_or_crashes_keeps_what_it_found(tmp_path, monkeypatch):
     said = json.dumps(Finding("steps", "a", "seconds", 1.0)._asdict())
     for last, told in (("import time; time.sleep(60)", "stopped after 5 seconds"), ("import os; os.abort()", "ended with -6")):
@@ -105,6 +107,7 @@ def test_bad_words(capsys):
         assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_part_that_takes_too_long_is_stopped_with_all_that_it_started(tmp_path):
     begun = tmp_path / "begun"
     child = f"import time, pathlib; pathlib.Path({str(begun)!r}).write_text(str(__import__('os').getpid())); time.sleep(60)"

@@ -70,6 +70,7 @@ def test_imports_go_down(path):
     assert not wrong, f"{module} (layer {layer(module)}) imports {sorted(wrong)}"
 
 
+@pytest.mark.slow
 def test_no_file_imports_itself_in_a_circle():
     names = {module_name(path) for path in FILES}
     arrows = {module_name(path): {t for t in imports(path) if t in names - {module_name(path), "kbf"}} for path in FILES}

@@ -35,6 +35,7 @@ def test_they_are_listed_with_commit_and_hours(results, capsys):
     assert "makes some" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_table_is_replaced_by_what_its_command_makes_now(results, tmp_path, monkeypatch):
     monkeypatch.setattr(make_tables, "commit", lambda: "def")
     make_tables.main(["small", "both", "particles=40"], results, tmp_path / "runs")

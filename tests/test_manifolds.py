@@ -188,6 +188,7 @@ def test_turn_and_noise_are_recovered():
     assert scale.max() < 1.2
 
 
+@pytest.mark.slow
 def test_the_enlarged_filter_is_near_the_particle_filter_on_headings():
     data = SyntheticData(OrientationModel(), n_train=300, n_test=200, seed=100)
     found = score(SimulatedMemoryKBF(points=300, draws=4, run=6000, rank=24).condition(data.train), data.test).mse.mean().item()

@@ -53,6 +53,7 @@ def test_public_names():
         _ = kbf.KFB
 
 
+@pytest.mark.slow
 def test_modules_by_attribute():
     code = (
         "import sys, kbf; assert 'torch' not in sys.modules; print(kbf.smoothing.smooth.__module__, kbf.filters.smoothing.__name__,"
@@ -151,6 +152,7 @@ UNREADABLE = {
 }
 
 
+@pytest.mark.slow
 def test_what_cannot_go_in_gets_one_line():
     """In a process of its own: in this one every annotation is checked before the function is called."""
     tries = "".join(f"try:\n    {code}\nexcept ValueError as error:\n    print(error)\n" for code in UNREADABLE)

@@ -107,6 +107,7 @@ def test_the_versions_of_the_constraints_are_allowed():
 # The checkpoint that comes with kbf
 
 
+@pytest.mark.slow
 def test_the_example_evaluates_at_once(tmp_path, capsys):
     assert main(["evaluate", "checkpoint=example:rotation", "particles=500", f"run_dir={tmp_path}"]) == 0
     told = json.loads((tmp_path / "metrics.json").read_text())

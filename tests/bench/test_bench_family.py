@@ -22,6 +22,7 @@ def module(name):
     return importlib.import_module(f"kbf.bench.{name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cme", "end_to_end", "peers"])
 def test_smoke(name, tmp_path, monkeypatch):
     if name == "peers":  # whatever is installed here: the others take seconds to import

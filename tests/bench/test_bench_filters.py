@@ -21,6 +21,7 @@ from kbf.rkhs.features import NystromFeatures
 NAMES = ("rank", "batch", "local", "precision", "checks")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_smoke(name, tmp_path):
     assert main(["bench", name, "size=smoke", f"run_dir={tmp_path}"]) == 0

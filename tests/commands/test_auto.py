@@ -86,6 +86,7 @@ def test_models_that_fail_or_are_for_other_sizes_are_noted_and_left_out():
         auto.choose(given, data)
 
 
+@pytest.mark.slow
 def test_the_command_leaves_the_checkpoint_of_the_choice_and_what_was_tried(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "model=auto", *SETTINGS, *FEW, "run_dir=run"]) == 0

@@ -29,6 +29,7 @@ def errors(directory) -> dict[str, float]:
     return {name: cell["test.mse"] for name, cell in cells(directory).items()}
 
 
+@pytest.mark.slow
 def test_tables_and_picture(tmp_path, capsys):
     overrides = [f"run_dir={tmp_path}", *SMALL, "n_train=40,50", "runs=2", "workers=0"]
     assert main(["compare", *overrides]) == 0
@@ -71,6 +72,7 @@ def test_tests_of_another_comparison_do_not_stay(tmp_path):
     assert not (tmp_path / "wilcoxon.csv").exists()
 
 
+@pytest.mark.slow
 def test_finished_runs_are_not_done_again(tmp_path, monkeypatch):
     overrides = [f"run_dir={tmp_path}", *SMALL, "runs=1", "workers=0"]
     main(["compare", *overrides])
@@ -88,6 +90,7 @@ def test_finished_runs_are_not_done_again(tmp_path, monkeypatch):
     assert len(done) == 3
 
 
+@pytest.mark.slow
 def test_a_failing_run_is_reported_and_the_rest_goes_on(tmp_path, capsys, monkeypatch):
     original = compare.run_cell
 
@@ -143,6 +146,7 @@ def test_a_worker_that_dies_does_not_take_the_others_along():
     assert "died twice" in results[3]["error"]
 
 
+@pytest.mark.slow
 def test_every_model_of_the_default_table_can_be_composed():
     config = configure("compare", [])
     assert set(config["bases"]) >= {"kalman", "lstm", "ekf", "ukf", "particle", "frame"}
@@ -166,6 +170,7 @@ IMAGES = [
 ]
 
 
+@pytest.mark.slow
 def test_models_share_the_codes_of_images_and_each_scores_as_if_alone(tmp_path):
     shared, alone = tmp_path / "shared", tmp_path / "alone"
     assert main(["compare", *IMAGES, "models=kalman,frame", f"run_dir={shared}"]) == 0

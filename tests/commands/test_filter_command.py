@@ -84,6 +84,7 @@ def expected(checkpoint, obs, mask=None):
     return torch.stack(found).to(F64).detach(), torch.stack(spread).to(F64).detach()
 
 
+@pytest.mark.slow
 def test_standard_input_is_the_rollout(checkpoint, obs, monkeypatch, capsys):
     code, out, err = fed(monkeypatch, capsys, text(obs), f"checkpoint={checkpoint}", "alarms=false", "covariance=full")
     rows = table(out)
@@ -97,6 +98,7 @@ def test_standard_input_is_the_rollout(checkpoint, obs, monkeypatch, capsys):
     assert "12 steps, 0 without observation" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("header", ["", "x_0,x_1\n", "other,x_1,x_0\n"])
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_inputs_say_the_same(header, kind, kalman, obs, tmp_path, monkeypatch, capsys):
@@ -363,6 +365,7 @@ def test_an_outlier_destroys_no_stream(checkpoint, monkeypatch, capsys):
             torch.testing.assert_close(columns(table(out), "z_0", "z_1")[30:], plain[30:], rtol=0, atol=0.02)
 
 
+@pytest.mark.slow
 def test_a_state_belongs_to_its_checkpoint(checkpoint, kalman, obs, tmp_path, monkeypatch, capsys):
     """Another checkpoint's is refused, and so is one with a flipped bit; the monitor's window goes on."""
     words = [f"checkpoint={checkpoint}", f"state={tmp_path}/now.pt"]
@@ -385,6 +388,7 @@ def test_a_state_belongs_to_its_checkpoint(checkpoint, kalman, obs, tmp_path, mo
         (tmp_path / "now.pt").write_bytes(bytes(stored))
 
 
+@pytest.mark.slow
 def test_a_signal_is_the_end(kalman, obs, tmp_path):
     """SIGTERM while it waits for a line: the state is written, and the next start goes on from it."""
     command = [sys.executable, "-m", "kbf.cli", "filter", f"checkpoint={kalman}", "input=-", f"state={tmp_path}/now.pt"]
@@ -400,6 +404,7 @@ def test_a_signal_is_the_end(kalman, obs, tmp_path):
     torch.testing.assert_close(columns(table(first + done.stdout), "z_0", "z_1"), expected(kalman, obs)[0], rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away(kalman, obs):
     command = f"{sys.executable} -m kbf.cli filter checkpoint={kalman} input=- | head -n 2"
     done = subprocess.run(["bash", "-c", command], input=text(obs.repeat(2000, 1)), capture_output=True, text=True, check=True)

@@ -161,6 +161,7 @@ def test_no_command_runs_it(hostile, capsys, command, net):
     assert not hostile.trace.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("command", ["evaluate", "append", "train"])
 def test_no_source_of_data_runs_anything(hostile, capsys, command, source):
@@ -182,6 +183,7 @@ def test_no_net_fills_the_memory(hostile, capsys, net):
     assert ("at most" in told and "trust=true" in told) or "is of the kind" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", LARGE_SOURCES.values(), ids=LARGE_SOURCES)
 def test_no_data_fills_the_memory(hostile, capsys, source):
     path = hostile(lambda config, put: config["recipe"]["data"].update(source=source))
@@ -206,6 +208,7 @@ def test_no_tensor_is_larger_than_the_file(hostile, capsys, leaf):
         read_leaves("state.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["another shape", "infinite estimates"])
 def test_operators_that_fail_at_the_first_step_are_refused_when_they_are_loaded(hostile, capsys, change):
     contents = read_checkpoint("example:rotation")
@@ -245,6 +248,7 @@ def test_no_setting_of_the_training_is_code(hostile, capsys, key):
     assert not hostile.trace.exists()
 
 
+@pytest.mark.slow
 def test_the_environment_stays_text(hostile, capsys, monkeypatch):
     monkeypatch.setenv("KBF_SECRET", "a-secret")
     secret = [
@@ -260,6 +264,7 @@ def test_the_environment_stays_text(hostile, capsys, monkeypatch):
         assert "a-secret" not in (hostile.trace.parent / "out" / "metrics.json").read_text()
 
 
+@pytest.mark.slow
 def test_files_that_a_checkpoint_names_are_told_and_weights_are_not_read(hostile, capsys, tmp_path):
     def change(config, put):
         config["recipe"]["data"]["source"] = put(OWN)

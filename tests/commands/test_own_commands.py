@@ -94,6 +94,7 @@ def test_patterns_stand_for_columns(tmp_path, capsys):
     assert "no column is like 'cell_?x'; it has z, cell_1, cell_2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_train_and_evaluate(trained, table, drawn, tmp_path, monkeypatch):
     told = metrics(trained)
     scale = drawn.states.std(0) * torch.tensor([1000.0, 0.01])
@@ -142,6 +143,7 @@ def test_sensors_of_different_rates_need_no_further_word(table, tmp_path):
     assert ((found - truth).square().mean(0) < 0.8 * truth.var(0)).all()
 
 
+@pytest.mark.slow
 def test_other_recordings_in_the_units_of_the_checkpoint(trained, table, tmp_path, capsys):
     lines = table.read_text(encoding="utf-8").splitlines()
     (tmp_path / "other.csv").write_text("\n".join([lines[0], *lines[100:160]]) + "\n", encoding="utf-8")
@@ -155,6 +157,7 @@ def test_other_recordings_in_the_units_of_the_checkpoint(trained, table, tmp_pat
     assert told["test.mse"] < 0.5 * (1000 * 0.7) ** 2
 
 
+@pytest.mark.slow
 def test_errors_are_one_line_with_the_place(table, tmp_path, capsys, trained):
     lines = table.read_text(encoding="utf-8").splitlines()
     lines[5] = lines[5].replace("0.4,", "0.4,much")
@@ -186,6 +189,7 @@ def test_check(table, tmp_path, capsys):
         assert (tmp_path / name).stat().st_size > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "more"),
     [
@@ -231,6 +235,7 @@ def test_other_data_sets_have_no_scaling():
         assert torch.equal(module.memory.sequences()[0].states, sequence.states)
 
 
+@pytest.mark.slow
 def test_an_angle_comes_back_as_an_angle(tmp_path):
     """A heading in degrees: inside it is a pair on the circle, in the results it is degrees, with a standard deviation."""
     model = OrientationModel()
@@ -250,6 +255,7 @@ def test_an_angle_comes_back_as_an_angle(tmp_path):
     assert 0.5 < np.sqrt(np.mean(turned**2)) / np.sqrt(np.mean(spread**2)) < 2
 
 
+@pytest.mark.slow
 def test_images_are_coded(tmp_path):
     """A bright bar whose place is the state, as images in an npz, with an encoder."""
     walk = np.cumsum(np.random.default_rng(0).normal(size=(120, 1)), 0)
@@ -272,6 +278,7 @@ def test_images_are_coded(tmp_path):
     assert loaded.filter.estimate(loaded.filter.init(1)).item() == pytest.approx(places[:96].mean(), abs=1)
 
 
+@pytest.mark.slow
 def test_all_of_a_recording_is_learned_from(table, tmp_path, capsys):
     """data.test=0: a filter, its calibration and no score; whoever scores is told that there is nothing to score on."""
     words = ["data=own", path_of(table), *COLUMNS, "data.test=0"]
@@ -305,6 +312,7 @@ def test_observations_far_from_zero_reach_a_filter_of_single_precision(tmp_path)
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_appended_recordings_are_cut_at_missing_steps(table, tmp_path, capsys):
     """data.cut_missing=true reaches the steps that the training kept to score on."""
     paper = ["model=kbf_paper", "model.net.rank=8", "data.cut_missing=true"]

@@ -72,6 +72,7 @@ def over_http(port, body, path="/step", method="POST", **headers):
     return answer.status, answer.read()
 
 
+@pytest.mark.slow
 def test_answers_are_the_filters(application):
     """Two observations, one missing, against the filter."""
     filter = load_filter("example:rotation").filter

@@ -44,6 +44,7 @@ def test_numbers_of_other_files_are_not_read(tmp_path):
         read(tmp_path / "a.h5", Layout())
 
 
+@pytest.mark.slow
 def test_a_picture_of_a_billion_pixels_is_refused(tmp_path):
     Image.new("1", (40_000, 30_000)).save(tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size < 300_000

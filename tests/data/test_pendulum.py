@@ -363,6 +363,7 @@ def test_the_experiment_is_what_the_table_says():
 # --- the command
 
 
+@pytest.mark.slow
 def test_the_command_writes_recordings_that_own_data_reads(env, tmp_path, capsys):
     path = tmp_path / "p.npz"
     assert main(["data", "render", "pendulum", "steps=12", "sequences=2", "seed=3", f"out={path}"]) == 0

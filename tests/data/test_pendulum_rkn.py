@@ -150,6 +150,7 @@ def trained(name, path):
     return load_filter(path / "checkpoints" / "best.ckpt")
 
 
+@pytest.mark.slow
 def test_the_default_takes_ratios_whole_and_others_their_means(tmp_path, monkeypatch):
     """From the command line to the checkpoint, whose filter is the one of density ratios, over codes of all members."""
     monkeypatch.setattr("kbf.commands.train.write_pictures", lambda *a, **k: [])
@@ -164,6 +165,7 @@ def test_the_default_takes_ratios_whole_and_others_their_means(tmp_path, monkeyp
         assert bool(found.isfinite().all())
 
 
+@pytest.mark.slow
 def test_the_net_under_a_model_takes_the_filter_of_ratios(monkeypatch):
     """Where it cannot be fitted the others are compared, on means."""
     g = torch.Generator().manual_seed(0)

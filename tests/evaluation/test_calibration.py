@@ -295,6 +295,7 @@ def test_of_five_filters_the_best_and_the_worst_do_not_count():
     assert int(few.steps) == 500 and float(few.scale) > 100
 
 
+@pytest.mark.slow
 def test_a_kalman_filter_is_calibrated_by_what_it_has_not_seen():
     """Held-out regions hold their share on new data; no covariances, no calibration."""
     data = SyntheticData(rotation(), n_train=400, n_test=400)
@@ -364,6 +365,7 @@ def test_kbf_settings_reach_the_folds():
 SMALL = ["n_train=60", "data.n_test=30", "particles=100"]
 
 
+@pytest.mark.slow
 def test_evaluate_tells_how_far_to_trust(tmp_path, capsys):
     """Before and after recalibration, a picture, alarms; covariances in the file are the recalibrated ones."""
     train_it = ["train", "model=kalman", "logger=none", *SMALL, f"run_dir={tmp_path / 'run'}"]
@@ -397,6 +399,7 @@ def test_too_short_for_folds_is_said(tmp_path, capsys):
     assert load_filter(tmp_path / "checkpoints" / "best.ckpt").calibration is None
 
 
+@pytest.mark.slow
 def test_compare_shows_what_is_covered(tmp_path):
     """A column for each level, for the models that have covariances."""
     overrides = [*SMALL, "models=kalman,frame", "runs=2", "workers=0", f"run_dir={tmp_path}"]

@@ -126,6 +126,7 @@ def test_the_median_of_the_last_ones():
 # -- at work --
 
 
+@pytest.mark.slow
 def test_a_stopped_rollout_and_check_agree(filter, monitor):
     """What `score` watches is the loop of `check`, masks and all; one by one as in a batch."""
     sequences = draw(3, 20, 5)
@@ -141,6 +142,7 @@ def test_a_stopped_rollout_and_check_agree(filter, monitor):
     assert not found[1].alarm[0]
 
 
+@pytest.mark.slow
 def test_false_alarms_come_at_the_rate(net, filter, memory):
     """Over 100 x 25 fresh steps, at a nominal rate of 1 %; what was learned is from 300 steps, so it is not exact."""
     monitor = learn_monitor(run_through(held_out(net, memory)), memory, rate=0.01)
@@ -229,6 +231,7 @@ def test_a_filter_without_a_kernel_is_judged_by_novelty_alone(memory):
     assert far.surprise.isnan().all() and bool(far.alarm) and not bool(far.lost)
 
 
+@pytest.mark.slow
 def test_behind_scalings_and_codes(net, filter, memory, monitor):
     """What is judged is what the innermost filter sees, in its units."""
     scaling = Scaling().prepare([s._replace(states=5 * s.states, obs=3 * s.obs + 1) for s in memory])

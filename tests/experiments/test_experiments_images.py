@@ -41,6 +41,7 @@ def data_of(job):
     return data, data.train[0].states.numpy(), data.train[0].obs.numpy(), data.test[0].states.numpy(), data.test[0].obs.numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [low.ORIGINAL, low.WEIGHTED])
 def test_the_kernel_filters_are_algorithm_2(rows, method):
     """Xu et al., algorithms 1 and 2, in plain numpy with full Gram matrices, at the numbers that the grid has chosen."""
@@ -196,6 +197,7 @@ def test_pixels_and_floor_on_pictures():
     assert floor == floors.floor(data.problem, data.train, data.decoded, seed=1).mse.item() < nearest
 
 
+@pytest.mark.slow
 def test_a_method_has_one_error_alone_and_beside_others():
     small = dsprites.PROBLEM._replace(overrides=("data.coding.members=2",))
     data = DSprites(24, 5, seed=0)

@@ -111,6 +111,7 @@ def test_program_is_the_filter(name, format, tmp_path):
     assert [entry["name"] for entry in about["inputs"]][-2:] == ["obs", "seen"]
 
 
+@pytest.mark.slow
 def test_onnx_runs_without_us(tmp_path):
     """A rollout by ONNX Runtime alone, from what the file says of itself, against `rollout` with a mask."""
     filter, obs = MODELS["kbf_paper"](), recording(20, seed=1).obs
@@ -259,6 +260,7 @@ def command(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_command(command, capsys):
     about = json.loads((command / "step.onnx.json").read_text())
     assert about["states"] == ["z_0", "z_1"] and about["observations"] == ["x_0", "x_1"] and about["model"] == "kalman"

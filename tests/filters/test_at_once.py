@@ -169,6 +169,7 @@ def test_gradients_are_those_of_the_loop(name, done):
     assert not rollout(filter, obs).estimates.requires_grad
 
 
+@pytest.mark.slow
 def test_a_filter_that_forgets_nothing_is_right_as_well(done):
     """A constant with little noise in it: blocks never agree about it, and the loop is left to do it."""
     one = torch.eye(1, dtype=F64)
@@ -198,6 +199,7 @@ class Undefined(ExtendedKalmanFilter):
         return moved._replace(mean=moved.mean * math.nan) if len(state.mean) > B else moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Fragile, Undefined])
 def test_a_guess_that_leads_nowhere_is_given_up(kind, done):
     filter, obs = kind(bent()), case("ekf")[1]
@@ -274,6 +276,7 @@ def test_every_way_to_a_jacobian(moved_angle):
         torch.testing.assert_close(tangent(lambda z: f(z), z)[0], truth)
 
 
+@pytest.mark.slow
 def test_blocks_that_nothing_is_seen_in_hand_on_what_they_know(done):
     """Sequences of a rotation (rounding does not spoil its predictions) that end early, or begin again."""
     model = bent()._replace(f=oscillatory(omega=0.3, beta=0.0).f)

@@ -250,6 +250,7 @@ def test_without_enough_steps_or_with_silent_sensors_it_is_the_main_model():
         assert net.used() == ["wrong"] and not net.tried
 
 
+@pytest.mark.slow
 def test_more_is_tried_in_trouble_and_stacked(monkeypatch):
     """Two halves of the truth: each component is told by one model; the stack has both, and a mean error below each."""
 
@@ -308,6 +309,7 @@ def test_remarks_name_what_the_data_forbid():
     assert remarks(["a", "b", "c"], fine, train, train[:100], train[:100] + 0.1) == []
 
 
+@pytest.mark.slow
 def test_the_published_filter_is_taken_where_it_is_better(monkeypatch):
     """Moves of two modes and a main model that knows of one: the filter over the recording needs no law at all."""
     monkeypatch.undo()
@@ -354,6 +356,7 @@ def test_who_leads_stays_unless_another_is_surely_better(leading, ahead, taken, 
     assert model.used() == [taken]
 
 
+@pytest.mark.slow
 def test_with_controls_the_memory_that_moves_leads(monkeypatch):
     """It is tried although nothing is wrong with the main model."""
     first = {"orders": (1,), "inflations": (1.0,), "regs": (0.0,), "restarts": (0.005,), "tempers": (1.0,)}

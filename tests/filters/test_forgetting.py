@@ -91,6 +91,7 @@ def test_all_judges_must_agree():
     assert newest(memory, [WindowRidge(None), MeanModel()]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "turn"), [(1000, 1.0), (2000, 1.0)])
 def test_a_turning_sensor_is_followed(n, turn):
     """Against the filter that knows how it turns: nearer than over the whole recording, and regions that hold."""

@@ -29,6 +29,7 @@ def test_it_remembers_what_a_line_through_a_window_cannot_tell():
     assert nmse(model, memory, test) < 0.3 < 0.7 < nmse(WindowRidge(10), memory, test)
 
 
+@pytest.mark.slow
 def test_its_variances_are_those_of_errors_on_what_it_has_not_seen():
     memory, test = [echoes(1500, 0)], echoes(1500, 1)
     filter = FittedGRU(hidden=32, updates=150, window=30).condition(memory)
@@ -83,6 +84,7 @@ def test_a_window_in_its_own_units_does_not_see_a_level_or_a_gain():
     assert (still[:, 8:] == 0).all()
 
 
+@pytest.mark.slow
 def test_trees_follow_a_signal_whose_level_drifts_away():
     t = torch.arange(3000, dtype=torch.float64)
     phase = 0.2 * t + 0.1 * torch.randn(3000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).cumsum(0)

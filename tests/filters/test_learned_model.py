@@ -276,6 +276,7 @@ def test_model_finds_the_dynamics(few_kernels):
 # the filter
 
 
+@pytest.mark.slow
 def test_particle_filter_on_the_learned_model(few_kernels):
     """It runs on the fitted maps, starts from the training states, and beats the observations themselves."""
     a, b, test = recordings(60, 30, 40)

@@ -153,6 +153,7 @@ def test_of_a_batch_only_the_lost_ones_begin_anew():
         torch.testing.assert_close(both.estimates[k], run(filter, obs).estimates[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_blocks_side_by_side_give_way_where_a_track_is_lost():
     """A long recording that is filtered at once, with a jump in it: as one step after the other."""
     filter = filter_of("ukf")

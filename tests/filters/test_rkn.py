@@ -112,6 +112,7 @@ def test_the_loss_is_the_log_likelihood_of_the_filter_step_by_step():
     assert found == pytest.approx(-sum(scores) / len(scores) - standard)
 
 
+@pytest.mark.slow
 def test_it_learns_and_knows_how_much_to_trust_an_observation():
     """Half of the observations are noise, and a third component tells which: errors and variances follow."""
     drawn = torch.randn(40, 30, 2, generator=generator(), dtype=F64)

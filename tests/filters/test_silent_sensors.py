@@ -126,6 +126,7 @@ def test_the_kalman_filter_leaves_out_the_rows_of_silent_components():
     assert float(found.diagnostics["passed_over"].sum()) == 0
 
 
+@pytest.mark.slow
 def test_the_default_model_is_nearly_the_true_kalman_filter_where_a_sensor_dies():
     test, truth = recording(700, 1), KalmanFilter(LINEAR, partial=True)
     filter = fitted("kbf")
@@ -136,6 +137,7 @@ def test_the_default_model_is_nearly_the_true_kalman_filter_where_a_sensor_dies(
     assert mse(truth, test) < 0.8 * mse(truth, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "worse"),
     {"weighing": 1.2, "imagining": 1.4, "particles": 1.1, "kalman": 1.05, "window_ridge": 2.8, "window_boosting": 4}.items(),
@@ -164,6 +166,7 @@ def test_a_live_filter_says_the_same_as_a_rollout(name):
     torch.testing.assert_close(found, run(filter, test).estimates[0])
 
 
+@pytest.mark.slow
 def test_sensors_of_different_rates():
     """One reading in ten steps of a good sensor, and its silence between them: the default is near the true filter."""
     model = SimulatedMemoryKBF(points=400, run=8000, transition="gaussian", observation="gaussian")
@@ -180,6 +183,7 @@ def test_sensors_of_different_rates():
 # the law
 
 
+@pytest.mark.slow
 def test_the_density_is_that_of_those_that_spoke():
     """The sum of the sensors' own, each fitted where it spoke, whatever its shape."""
     g = torch.Generator().manual_seed(0)
@@ -252,6 +256,7 @@ def test_a_linear_model_is_fitted_column_by_column():
 # the net under it
 
 
+@pytest.mark.slow
 def test_the_net_under_the_default_compares_rivals_that_know_sensors():
     net = BestOf(LearnedKalman(), name="kalman")
     net.partial = True

@@ -130,6 +130,7 @@ def test_kalman_smoother_with_controls():
         torch.testing.assert_close(found[t], conditioned(m, x[0], list(range(T)), t, u[0] @ m.B.mT)[0])
 
 
+@pytest.mark.slow
 def test_a_long_lag_is_the_whole_interval_and_no_lag_is_the_filter():
     f = SimulatedMemoryKBF(points=60, run=600).condition(Sequence(*one(linear(), 80)))
     x = draw(linear(), 2, 12, seed=5).obs.float()
@@ -235,6 +236,7 @@ def test_ripples_of_signed_weights_cancel_in_the_likelihood_of_the_future():
     torch.testing.assert_close(b[inside], truth[inside], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_nothing_more_observed_changes_nothing():
     model = oscillatory()
@@ -346,6 +348,7 @@ def test_smoothed_weights_have_sum_1_and_a_covariance(net):
     torch.testing.assert_close(back.sum(-1), torch.ones_like(back[:, 0]))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_controlled_recordings():
     """A point pushed by a control that only hindsight locates: the smoothers of both kernel filters know the controls."""
@@ -397,6 +400,7 @@ def test_thinning_keeps_the_mean_and_leaves_few_alone():
     assert thinned(few, equal, g)[0] is few
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_particle_smoother_is_near_the_exact_one():
     """The mean squared distance to the exact means is that of so many particles, 2 over their number of the smoothed variance."""
@@ -449,6 +453,7 @@ def test_densities_of_moves():
     assert (drawn.mean(0) - mean).abs().max() < 0.02
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_particle_smoother_of_a_learned_and_of_a_half_known_model():
     model = oscillatory()

@@ -156,6 +156,7 @@ def test_the_loop_gives_what_the_whole_sequence_gives():
     torch.testing.assert_close(run.estimates, net(obs, new.mask[None], new.controls[None]))
 
 
+@pytest.mark.slow
 def test_variances_cost_the_mean_nothing():
     """The cell's gradient is that of the squared error alone; and the head finds the variance of the errors."""
     net, s = gru(), recording(200)

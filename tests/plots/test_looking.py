@@ -50,6 +50,7 @@ def data() -> Data:
     return Data(source.train, tests, rotation(), tests)
 
 
+@pytest.mark.slow
 def test_each_sequence_is_smoothed_by_itself(data):
     filter = LearnedKalman().condition(data.train)
     for lag in (None, 3):
@@ -63,6 +64,7 @@ def test_each_sequence_is_smoothed_by_itself(data):
             torch.testing.assert_close(found.covariances[k], alone.covariances[0])
 
 
+@pytest.mark.slow
 def test_all_horizons_are_scored_on_the_same_steps(data):
     filter, h = LearnedKalman().condition(data.train), 3
     tests = data.test[:2]
@@ -81,6 +83,7 @@ def test_all_horizons_are_scored_on_the_same_steps(data):
         score_ahead(filter, tests, 17)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_floors_are_those_of_the_exact_filter():
     """Linear-Gaussian data, 6 sequences of 40 steps: the particle smoother against Rauch-Tung-Striebel, and predictions ahead."""
@@ -107,6 +110,7 @@ def test_without_a_true_model_there_is_no_floor(data):
     assert smoothing_floor(data._replace(problem=reference.Blind())) is None
 
 
+@pytest.mark.slow
 def test_smoothed_covariances_are_recalibrated(tmp_path):
     """Regions around smoothed states hold their share of new states, in units of the data; with a lag it is another smoother."""
     whole = SyntheticData(rotation(), n_train=300, n_test=400)
@@ -137,6 +141,7 @@ def checkpoint(tmp_path_factory):
     return directory / "checkpoints" / "best.ckpt"
 
 
+@pytest.mark.slow
 def test_evaluate_looks_back_and_ahead(checkpoint, tmp_path):
     words = [f"checkpoint={checkpoint}", "particles=300", f"run_dir={tmp_path}", "smooth=true", "horizon=3"]
     assert main(["evaluate", *words]) == 0
@@ -155,6 +160,7 @@ def test_evaluate_looks_back_and_ahead(checkpoint, tmp_path):
         assert (tmp_path / name).stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_evaluate_recalibrates_what_is_smoothed(tmp_path):
     quick = ["n_train=60", "data.n_test=20", "particles=200", "logger=none"]
     assert main(["train", "model=kalman", *quick, f"run_dir={tmp_path}"]) == 0
@@ -169,6 +175,7 @@ def test_evaluate_recalibrates_what_is_smoothed(tmp_path):
     assert "test.coverage_95_raw_smoothed" in told
 
 
+@pytest.mark.slow
 def test_a_lag_alone_smooths(checkpoint, tmp_path):
     assert main(["evaluate", f"checkpoint={checkpoint}", "particles=300", f"run_dir={tmp_path}", "lag=1"]) == 0
     told = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))
@@ -209,6 +216,7 @@ def test_floor_of_smoothers(capsys):
     assert 0.02 < found[1] < found[0] < 0.08
 
 
+@pytest.mark.slow
 def test_benchmark():
     rows = smoothing.run({**smoothing.SIZES["smoke"], "runs": {"rotation": 1}}, lambda text: None)
     assert [row["model"] for row in rows] == ["kbf", "particle_learned", "kalman", "ekf", "ukf"]

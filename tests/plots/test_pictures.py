@@ -119,6 +119,7 @@ def test_what_cannot_be_shown_is_not_drawn(monkeypatch):
     assert spread(3, 10) == [0, 1, 2] and spread(1, 4) == [0]
 
 
+@pytest.mark.slow
 def test_pictures_do_not_change_what_is_learned(monkeypatch):
     from lightning.pytorch.loggers import CSVLogger
 
@@ -156,6 +157,7 @@ def run_dir(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_a_run_on_images_leaves_pictures(run_dir):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -170,6 +172,7 @@ def test_a_run_on_images_leaves_pictures(run_dir):
     assert json.loads((run_dir / "metrics.json").read_text())["renderer"] == "drawn by kbf"
 
 
+@pytest.mark.slow
 def test_an_evaluation_on_images_leaves_pictures_and_covariances(run_dir, tmp_path):
     words = ["evaluate", f"checkpoint={run_dir / 'checkpoints' / 'best.ckpt'}", "particles=20", f"run_dir={tmp_path}"]
     assert main([*words, "animation=false"]) == 0

@@ -120,6 +120,7 @@ def test_an_estimate_equal_to_the_truth_is_the_same_point(kind):
             assert (dots(axes, TRUTH) == dots(axes, ESTIMATE)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [headings(), states(2), states(3)], ids=["compass", "map", "rows"])
 def test_a_filter_that_broke_down_is_drawn_as_far_as_it_goes(data, tmp_path):
     found, C = data.states.clone(), covariance(data.states.shape[1]).clone()

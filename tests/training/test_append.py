@@ -106,6 +106,7 @@ def test_what_does_not_fit_is_one_clear_error_and_nothing_is_written(tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_the_command_adds_and_tells(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = ["n_train=60", "data.n_test=20", "particles=50", "logger=none", "run_dir=run", "trainer.enable_progress_bar=false"]
@@ -158,6 +159,7 @@ def test_of_equal_chunks_the_oldest_stays_and_a_memory_within_its_budget_is_left
     assert prune([one], 20) == [one]
 
 
+@pytest.mark.slow
 def test_pruning_a_memory_that_repeats_itself_hurts_far_less_than_dropping_half_of_it():
     """200 steps all around the circle, then 600 at rest near one place: a quarter of the points says all."""
     g = torch.Generator().manual_seed(0)

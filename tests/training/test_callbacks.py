@@ -110,6 +110,7 @@ def test_the_second_run_in_a_folder_is_told(tmp_path, capsys):
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
 
 
+@pytest.mark.slow
 def test_a_run_is_not_replaced_unless_somebody_says_so(tmp_path, capsys):
     words = [*WORDS, "model.training.epochs=2", f"run_dir={tmp_path}"]
     assert main([*words, "trainer.max_epochs=1"]) == 0
@@ -135,6 +136,7 @@ def test_a_run_is_not_replaced_unless_somebody_says_so(tmp_path, capsys):
     assert json.loads((tmp_path / "metrics.json").read_text())["epochs"] == 1
 
 
+@pytest.mark.slow
 def test_resumed_elsewhere_with_another_run_s_files_in_the_way(tmp_path):
     """They are gone before the first checkpoint comes: a kill leaves no best model of one run beside the last of another."""
     for name, seed in (("a", 0), ("b", 1)):

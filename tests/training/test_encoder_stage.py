@@ -496,6 +496,7 @@ def test_missing_weights_are_found_before_anything_is_written():
         check(config({"encoder": encoder, "members": 1}), blobs(50))
 
 
+@pytest.mark.slow
 def test_ratios_know_which_images_tell_nothing():
     """Half of the images are noise: these are doubted, the others are not, and the mixture is better than chance on new ones."""
     clear, noisy = blobs(200, 200), []

@@ -133,6 +133,7 @@ def test_gradient_training_lowers_the_error_and_ignores_the_validation_part(data
     assert spoiled.validation_mse != clean.validation_mse
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [LSTM, KERNEL, *({"name": name, "net": net, "training": None} for name, net in CLOSED.items())],
@@ -150,6 +151,7 @@ def test_a_checkpoint_gives_equal_estimates_from_itself_alone(data, tmp_path, mo
     assert torch.isfinite(after.mse).all()
 
 
+@pytest.mark.slow
 def test_saved_operators_are_the_ones_used(data, tmp_path, monkeypatch):
     """Also where another machine would build them differently, with another rank even."""
     train(config({"name": "kbf", "net": CLOSED["kbf"], "training": None}), data.train, tmp_path)

@@ -34,6 +34,7 @@ def test_what_was_chosen_is_in_the_checkpoint(tmp_path, monkeypatch):
     torch.testing.assert_close(rollout(loaded.filter, obs).estimates, rollout(made.filter, obs).estimates)
 
 
+@pytest.mark.slow
 def test_a_stack_comes_back_from_its_checkpoint(tmp_path, monkeypatch):
     """Also one whose members draw, with what they have chosen: the same random numbers give the same estimates."""
     small = KernelMonteCarlo(particles=40, regs=(0.0,), inflations=(1.0, 2.0), law="gaussian")

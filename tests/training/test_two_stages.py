@@ -48,6 +48,7 @@ def run_dir(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_images_is_enough(run_dir, tmp_path):
     """The same error from the checkpoint alone, which holds codes and no image; other draws of the data have another."""
     assert files(run_dir) == {"best.ckpt", "last.ckpt"}
@@ -96,6 +97,7 @@ def interrupt(monkeypatch, error: type[BaseException]) -> None:
     monkeypatch.setattr(LastCheckpoint, "on_train_epoch_end", stop)
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_first_stage_and_on_from_there(run_dir, tmp_path, monkeypatch, capsys):
     """What an earlier run left is cleared, whole files are left, and the resumed run ends as the uninterrupted one."""
     (tmp_path / "checkpoints").mkdir()
@@ -120,6 +122,7 @@ def test_ctrl_c_in_the_first_stage_and_on_from_there(run_dir, tmp_path, monkeypa
         assert metrics(directory) == metrics(run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [LSTM, E2E], ids=["lstm", "end to end"])
 def test_killed_in_the_second_stage_and_on_from_there(tmp_path, model, monkeypatch):
     train = ["train", *DATA, *model, *QUIET]
@@ -167,6 +170,7 @@ def test_a_damaged_checkpoint_of_the_first_stage_is_one_line(tmp_path, capsys, c
     assert path.read_bytes() == content
 
 
+@pytest.mark.slow
 def test_the_seeds_of_data_and_encoders_are_separate(tmp_path):
     """The data of one seed under another seed of everything else: the same states, other codes."""
     runs = {}

@@ -199,6 +199,7 @@ def test_who_takes_controls_gets_them_and_nobody_else():
         Live(with_u, compiled=test.obs[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_rollout_live_and_single_steps_agree(name):
     filter, test = made(name), pushed(5, 1)
@@ -432,6 +433,7 @@ def test_columns_are_the_learned_density_over_the_memory():
     torch.testing.assert_close((moved[:, None] * centred).T @ centred, scale * model.transition.noise, rtol=0.02, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_columns_of_little_weight_and_rows_of_no_density_are_left_out_at_no_loss(monkeypatch):
     """Against all columns, matched over all rows: estimates differ by far less than the filter errs."""
     model = SimulatedMemoryKBF(points=300, run=4000, transition="gaussian", observation="gaussian").condition([pushed()])

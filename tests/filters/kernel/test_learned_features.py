@@ -226,6 +226,7 @@ def test_windows_are_not_in_the_memory_that_filters_them(tmp_path, monkeypatch):
     assert len(shown) >= 54  # a few steps at the end of each chunk are in no window
 
 
+@pytest.mark.slow
 def test_both_stages_lower_the_error_and_the_checkpoint_holds_them(tmp_path):
     data, test = spots(120), spots(60, seed=5)
     two = deepcopy(config())

@@ -166,6 +166,7 @@ def test_settings_that_make_no_filter(settings, told):
         KBF(**settings)
 
 
+@pytest.mark.slow
 def test_leave_one_out_chooses_well_and_whatever_the_size():
     """Better than the median on a wavy recording; the same from a memory far larger than the subsample that is looked at."""
     whole, test = memory(400), recording(200, seed=1)

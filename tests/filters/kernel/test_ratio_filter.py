@@ -129,6 +129,7 @@ def test_shifted_particles_stay_on_the_circle():
     torch.testing.assert_close(filter.estimate(after), z[[10, 300]], atol=0.05, rtol=0)  # a tenth doubts
 
 
+@pytest.mark.slow
 def test_a_learned_model_makes_it_and_chooses_no_law():
     track, obs = recording(400, 1)
     gain = track.var() / (track.var() + SEEN**2)  # of p(z | x), with z as normal as it is here

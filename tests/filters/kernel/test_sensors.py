@@ -101,6 +101,7 @@ def test_points_that_lack_a_sensor_get_no_weight():
             assert (w[:, outside] == 0).all()
 
 
+@pytest.mark.slow
 def test_more_sensors_know_more_and_gaps_cost_little():
     test = recording(200, 5)
     filter = built([recording(300)], sensors=SENSORS)

@@ -32,6 +32,7 @@ def estimates(filter: Filter, obs: Tensor) -> Tensor:
     return rollout(filter, obs[None].float(), generator=torch.Generator().manual_seed(0)).estimates
 
 
+@pytest.mark.slow
 def test_gaussian_noise_keeps_todays_filter():
     data = SyntheticData(rotation(), 150, 20, seed=1000)
     chosen, plain = SimulatedMemoryKBF(**SMALL), SimulatedMemoryKBF(**GAUSSIAN)
@@ -42,6 +43,7 @@ def test_gaussian_noise_keeps_todays_filter():
     )
 
 
+@pytest.mark.slow
 def test_the_law_of_observations_is_found_and_the_filter_uses_it():
     data = SyntheticData(Volatility(), 300, 300, seed=1000)
     model = SimulatedMemoryKBF(**SMALL)
@@ -56,6 +58,7 @@ def test_the_law_of_observations_is_found_and_the_filter_uses_it():
     assert errors[0] < 1.3 < errors[1]
 
 
+@pytest.mark.slow
 def test_a_filter_over_another_law_knows_what_was_to_be_expected():
     data = SyntheticData(Clutter(), 200, 60, seed=1000)
     filter = SimulatedMemoryKBF(points=200, run=4000, observation="clutter").condition(data.train)
@@ -170,6 +173,7 @@ def births_and_deaths(n):
     return Sequence(states, states + 0.5 * torch.randn(n, 1, generator=draw, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_whole_states_make_no_law_of_counts_of_moves():
     """A memory has states between whole numbers, of which such a law would say that they cannot be."""
     data = births_and_deaths(300)
@@ -182,6 +186,7 @@ def test_whole_states_make_no_law_of_counts_of_moves():
         SimulatedMemoryKBF(transition="poisson")
 
 
+@pytest.mark.slow
 def test_without_prepare_each_recording_gets_laws_of_its_own():
     real = births_and_deaths(300)
     draw = torch.Generator().manual_seed(1)
@@ -216,6 +221,7 @@ def test_a_count_below_all_recorded_ones_is_possible():
     torch.testing.assert_close(part.mean(u), law.mean(u), rtol=0.5, atol=2.0)
 
 
+@pytest.mark.slow
 def test_categories_are_told_apart_and_not_measured():
     """A point on a line in one of six rooms, numbered without order, read rightly in 8 of 10: a number nearby says nothing."""
     g = torch.Generator().manual_seed(0)

@@ -79,6 +79,7 @@ def support(name: str) -> tuple[Tensor, float]:
     return torch.linspace(-reach, reach, m, dtype=F64)[:, None], 2 * reach / (m - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*REAL, *WHOLE])
 def test_densities_integrate_to_one(laws, name):
     y, weight = support(name)
@@ -87,6 +88,7 @@ def test_densities_integrate_to_one(laws, name):
         assert total.item() == pytest.approx(1, abs=5e-3 if name == "student" else 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["student", "clutter", "spread", "branches", "networks", "gaussian"])
 def test_densities_of_two_components_integrate_to_one(name):
     u = inputs(300)
@@ -233,6 +235,7 @@ def test_the_choice_finds_the_true_family_in_nine_of_ten_draws(name):
     assert names.count(name) >= 9, names
 
 
+@pytest.mark.slow
 def test_a_choice_says_what_it_chose_and_by_how_much():
     u = inputs(300)
     choice = choose_law(u, outputs("clutter", u))
@@ -253,6 +256,7 @@ def test_few_points_and_circles_get_the_gaussian_law():
     assert (choice.name, choice.left_out["branches"]) == ("gaussian", "outputs on a circle")
 
 
+@pytest.mark.slow
 def test_constant_columns_do_no_harm():
     u = inputs(300)
     y = torch.cat([outputs("clutter", u), torch.full_like(u, 7.0)], -1)

@@ -25,6 +25,7 @@ def codes(n: int, d: int, components: int, seed: int = 0) -> Tensor:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [1, 2])
 def test_the_density_of_states_is_one(d):
     """Its integral over a grid is 1, and it is the mixture that its docstring names."""
