@@ -173,17 +173,27 @@ def test_the_table_of_the_pendulum():
             assert agree(cell, figures(measured("pendulum")[model, n])[: 3 if "±" in cell else 1]), (model, n, cell)
 
 
-def test_the_table_of_the_field_s_benchmark():
-    """Models without uncertainty have an error alone."""
-    _, rows = rows_below(text_of("docs/results.md"), "## The field's benchmark")
-    known = {model: row for (model, _), row in measured("rkn_pendulum").items() if model != "floor"}
-    assert known.keys() == rows.keys()
-    for model, cells in rows.items():
-        found = {name: float(value) for name, value in known[model].items() if name not in ("data", "renderer", "model") and value}
-        expected = [[found["rmse"]], [found["log_likelihood"], found["log_likelihood_se"]], [found["energy_score"]]]
-        expected += [[100 * found["coverage_95"]], [found["seconds.fit"]]]
-        told = [[value for value in values if math.isfinite(value)] for values in expected]
-        assert all(agree(cell, values) for cell, values in zip(cells, told, strict=True)), model
+def test_the_tables_of_the_field_s_benchmark():
+    """One for each number of training sequences; models without uncertainty have an error alone."""
+    text, known = text_of("docs/results.md"), measured("rkn_pendulum")
+    for n in {n for _, n in known}:
+        _, rows = rows_below(text, f"**{n} sequences**")
+        assert {model for model, size in known if size == n} == rows.keys()
+        for model, cells in rows.items():
+            row = known[model, n]
+            found = {name: float(value) for name, value in row.items() if name not in ("data", "renderer", "model") and value}
+            expected = [[found["rmse"]], [found["log_likelihood"], found["log_likelihood_se"]], [found["energy_score"]]]
+            expected += [[100 * found["coverage_95"]], [found["seconds.fit"]]]
+            told = [[value for value in values if math.isfinite(value)] for values in expected]
+            assert all(agree(cell, values) for cell, values in zip(cells, told, strict=True)), (n, model)
+
+
+def test_the_default_is_ahead_on_the_field_s_benchmark():
+    """Of each model, in error and in log likelihood, at each number of sequences: Wilcoxon's test over ten draws, p < 0.05."""
+    with (RESULTS / "rkn_pendulum" / "wilcoxon.csv").open(newline="") as file:
+        pairs = [row for row in csv.DictReader(file) if row["first"] == "kbf"]
+    assert len(pairs) >= 7 + 5 and all(int(row["seeds"]) == 10 and float(row["p_value"]) < 0.05 for row in pairs)
+    assert all((float(row["mean_difference"]) < 0) == (row["score"] == "mse") for row in pairs)
 
 
 def test_the_table_of_the_recordings():

@@ -17,6 +17,7 @@ from kbf.bench.scale import slope
 from kbf.cli import main
 from kbf.commands import bench
 from kbf.filters.base import rollout
+from kbf.ssm import oscillatory
 
 HERE = ("step", "scale", "online")
 
@@ -154,3 +155,23 @@ def test_claims_of_a_long_run():
     assert [claim.reached for claim in claims(online_rows())] == [True, True, True, None]
     for k, changes in enumerate(({"bad": 1}, {"grown": 1.0}, {"drift": 0.001})):
         assert claims(online_rows(**changes))[k].reached is False
+
+
+def test_the_default_has_latencies_to_reach():
+    online = module("online")
+    for name, most in online.LATENCIES.items():
+        for median, reached in ((most, True), (most + 1, False)):
+            rows = [row | {"filter": name, "50 %, microseconds": float(median)} for row in online_rows()]
+            assert online.claims(rows)[-1].reached is reached
+
+
+def test_controls_push_the_states_that_are_drawn():
+    """z' - f(z) - u is the noise of the moves, and u what it should be."""
+    online, model = module("online"), oscillatory()
+    z, _, _, u = online.drive(torch.tensor([[1.0, 0.0]], dtype=torch.float64), 4000, torch.Generator().manual_seed(0))
+    noise = z[:, 1:] - model.f(z[:, :-1]) - u[:, 1:]
+    assert z.shape == u.shape == (1, 4000, 2)
+    torch.testing.assert_close(noise.std((0, 1)), model.Q.diagonal().sqrt(), rtol=0.05, atol=0)
+    torch.testing.assert_close(u.std((0, 1)), u.new_full((2,), online.PUSH), rtol=0.05, atol=0)
+    correlation = (noise * u[:, 1:]).mean((0, 1)) / (noise.std((0, 1)) * u.std((0, 1)))
+    assert correlation.abs().max() < 0.05
