@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import make_tables
+
+from kbf.commands.common import commit
 
 COMMAND = "kbf compare data=rotation 'n_train=[30]' runs=1 'models=[kalman,frame]' particles=50 workers=0"
 
@@ -61,3 +64,17 @@ def test_what_cannot_be_made_is_told_and_stays(results, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="small stays as it was"):
         make_tables.main(["small", "runs=nothing"], results, tmp_path / "runs")
     assert json.loads((results / "small" / "about.json").read_text())["commit"] == "abc"
+
+
+def test_tables_that_were_just_made_are_not_a_change_of_the_commit(tmp_path):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=tmp_path, check=True, capture_output=True)
+
+    (tmp_path / "data" / "results").mkdir(parents=True)
+    table, code = tmp_path / "data" / "results" / "table.csv", tmp_path / "code.py"
+    table.write_text("1"), code.write_text("1")
+    git("init"), git("add", "."), git("commit", "-m", "all")
+    table.write_text("2"), (tmp_path / "untracked").write_text("1")
+    clean = commit(tmp_path)
+    code.write_text("2")
+    assert len(clean) >= 7 and commit(tmp_path) == f"{clean}-dirty" and commit(tmp_path / "gone") is None

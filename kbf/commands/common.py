@@ -174,13 +174,18 @@ def about(config: Mapping[str, Any], data: Data) -> dict[str, Any]:
     } | ({} if data.renderer is None else {"renderer": data.renderer})
 
 
-def commit() -> str | None:
-    """The commit of the checkout that the code runs from, "-dirty" with changes; None for an installed wheel."""
-    git = ["git", "-C", str(Path(__file__).parents[2]), "describe", "--always", "--dirty"]
+def commit(root: Path = Path(__file__).parents[2]) -> str | None:
+    """The commit of the checkout that the code runs from; None for an installed wheel.
+
+    "-dirty" where tracked files differ from it: code or settings, that is, not tables of data/results/ that were just made.
+    """
+    git = ["git", "-C", str(root)]
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        at = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+    changed = ["status", "--porcelain", "--untracked-files=no", "--", ":(top)", ":(top,exclude)data/results"]
+    return at + ("-dirty" if subprocess.run([*git, *changed], capture_output=True, check=True).stdout else "")
 
 
 def provenance() -> dict[str, Any]:
