@@ -114,6 +114,34 @@ class StateSpaceModel(NamedTuple):
         return gaussian_log_density_of_pairs(after, self.f(z), self.Q)
 
 
+class FactoredModel(NamedTuple):
+    """A `StateSpaceModel` whose covariances are factored once, not at each step: the same numbers.
+
+    Attributes:
+        model: the model. root: ``d d``, Q = root root^T. factor: ``q q``, the Cholesky factor of R.
+    """
+
+    model: StateSpaceModel
+    root: Tensor
+    factor: Tensor
+
+    def move(self, z: Float[Tensor, "*b d"], generator: Generator | None = None) -> Float[Tensor, "*b d"]:
+        """Draw z' given z."""
+        return self.model.f(z) + rooted_noise(z.shape[:-1], self.root, generator)
+
+    def observe(self, z: Float[Tensor, "*b d"], generator: Generator | None = None) -> Float[Tensor, "*b q"]:
+        """Draw x given z."""
+        return self.model.observe(z, generator)
+
+    def log_likelihood(self, x: Float[Tensor, "*b q"], z: Float[Tensor, "*c d"]) -> Float[Tensor, "*e"]:
+        """log N(x; h(z), R)."""
+        return factored_log_density(x - self.model.h(z), self.factor)
+
+    def log_transition(self, after: Float[Tensor, "*b d"], z: Float[Tensor, "*c d"]) -> Float[Tensor, "*e"]:
+        """log N(z'; f(z), Q), what a smoother needs; z' and z broadcast."""
+        return self.model.log_transition(after, z)
+
+
 class OrientationModel(NamedTuple):
     """A heading that turns: theta' = theta + turn + N(0, sigma_z^2), seen as theta + N(0, sigma_x^2); z = (cos, sin).
 
@@ -245,14 +273,27 @@ def normal(like: Tensor, generator: Generator | None = None) -> Tensor:
 
 def gaussian_noise(batch: torch.Size, covariance: Float[Tensor, "d d"], generator: Generator | None = None) -> Tensor:
     """Draws ``*batch d`` from N(0, covariance); the covariance may be singular (its eigenvectors are used)."""
+    return rooted_noise(batch, root_of(covariance), generator)
+
+
+def root_of(covariance: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
+    """V L^(1/2), from the eigenvectors V and eigenvalues L."""
     values, vectors = torch.linalg.eigh(covariance)
-    root = vectors * values.clamp_min(0).sqrt()
-    return normal(covariance.new_empty(*batch, len(covariance)), generator) @ root.mT
+    return vectors * values.clamp_min(0).sqrt()
+
+
+def rooted_noise(batch: torch.Size, root: Float[Tensor, "d d"], generator: Generator | None = None) -> Tensor:
+    """Draws ``*batch d`` from N(0, root root^T)."""
+    return normal(root.new_empty(*batch, len(root)), generator) @ root.mT
 
 
 def gaussian_log_density(residual: Float[Tensor, "*b q"], covariance: Float[Tensor, "q q"]) -> Float[Tensor, "*b"]:
     """log N(residual; 0, covariance)."""
-    factor = cholesky(covariance)
+    return factored_log_density(residual, cholesky(covariance))
+
+
+def factored_log_density(residual: Float[Tensor, "*b q"], factor: Float[Tensor, "q q"]) -> Float[Tensor, "*b"]:
+    """log N(residual; 0, factor factor^T), the factor lower triangular."""
     rows = residual.reshape(-1, residual.shape[-1])  # one solve for all rows: 20,000 batched ones take thirty times as long
     white = torch.linalg.solve_triangular(factor.mT, rows, upper=True, left=False).reshape(residual.shape)
     constant = factor.diagonal().log().sum() + 0.5 * residual.shape[-1] * math.log(2 * math.pi)

@@ -13,9 +13,10 @@ from torch import Generator, Tensor
 from kbf.filters.base import ENCODE_IMAGES, Backward, FilterStep, knows_sensors
 from kbf.filters.gaussian import IMPOSSIBLE
 from kbf.filters.resampling import effective_sample_size, invert, systematic
+from kbf.rkhs.linalg import cholesky
 from kbf.runtime.notebook import Shown, ShownModule
 from kbf.sequence import Sequence, as_sequences
-from kbf.ssm import ControlledDynamics, KnownTransition, OverDynamics, StateSpace, StateSpaceModel
+from kbf.ssm import ControlledDynamics, FactoredModel, KnownTransition, OverDynamics, StateSpace, StateSpaceModel, root_of
 
 MOST_BACKWARD_PARTICLES = 500
 """Particles that take part in a step back, of each of the two times: the pairs of all would be too many."""
@@ -193,8 +194,13 @@ class BootstrapFilter(Shown):
 
 
 def in_type_of(model: StateSpace, states: Float[Tensor, "n d"]) -> StateSpace:
-    """The model with its matrices in the dtype and on the device of ``states``, if it is a `StateSpaceModel`."""
-    return model._replace(Q=model.Q.to(states), R=model.R.to(states)) if isinstance(model, StateSpaceModel) else model
+    """The model in the dtype and on the device of ``states``, if it is a `StateSpaceModel`; factored, if it is constant."""
+    if not isinstance(model, StateSpaceModel):
+        return model
+    model = model._replace(Q=model.Q.to(states), R=model.R.to(states))
+    if type(model) is not StateSpaceModel or model.Q.requires_grad or model.R.requires_grad:
+        return model
+    return FactoredModel(model, root_of(model.Q), cholesky(model.R))
 
 
 class ParticleRecipe(ShownModule):

@@ -10,10 +10,10 @@ from reference import filter_moments
 
 from kbf.filters.base import Filter, FilterModel, rollout, step
 from kbf.filters.gaussian import KalmanFilter, LinearModel, training_moments
-from kbf.filters.particle import BootstrapFilter, ParticleFilter, ParticleState
+from kbf.filters.particle import BootstrapFilter, ParticleFilter, ParticleState, in_type_of
 from kbf.filters.resampling import RESAMPLING, effective_sample_size, invert, multinomial, stratified, systematic
 from kbf.sequence import Sequence
-from kbf.ssm import OrientationModel, StateSpaceModel, gaussian_noise, oscillatory, simulate
+from kbf.ssm import FactoredModel, OrientationModel, StateSpaceModel, gaussian_noise, oscillatory, simulate
 
 F64 = torch.float64
 
@@ -287,3 +287,20 @@ def test_float32_follows_the_initial_states():
     a = double.update(state, data.obs[:, 0])
     b = single.update(ParticleState(*(leaf.float() for leaf in state)), data.obs[:, 0].float())
     torch.testing.assert_close(single.estimate(b).double(), double.estimate(a), rtol=1e-5, atol=1e-5)
+
+
+def test_covariances_factored_once_give_the_same_numbers():
+    """To the bit; a model with methods of its own, or with a covariance that learns, is left as it is."""
+    model, z = oscillatory(), torch.randn(5, 2, dtype=F64, generator=generator())
+    factored = in_type_of(model, z)
+    assert isinstance(factored, FactoredModel)
+    assert torch.equal(factored.move(z, generator(1)), model.move(z, generator(1)))
+    assert torch.equal(factored.observe(z, generator(1)), model.observe(z, generator(1)))
+    assert torch.equal(factored.log_likelihood(z[:1], z), model.log_likelihood(z[:1], z))
+    assert torch.equal(factored.log_transition(z[:1], z), model.log_transition(z[:1], z))
+
+    class Other(StateSpaceModel):
+        """Of the same fields."""
+
+    learned = model._replace(R=model.R.clone().requires_grad_())
+    assert type(in_type_of(learned, z)) is type(model) and type(in_type_of(Other(*model), z)) is Other
