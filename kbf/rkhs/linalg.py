@@ -62,9 +62,9 @@ def psd_solve(
 
 def many_small(a: Tensor, size: int = SMALL) -> bool:
     """Whether there are so many small matrices that calls for each of them take longer than arithmetic of all at once."""
-    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    if a.ndim != 3 or torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return False
-    return a.is_cpu and a.ndim == 3 and a.shape[0] >= MANY and max(a.shape[1:]) <= size
+    return a.is_cpu and a.shape[0] >= MANY and max(a.shape[1:]) <= size
 
 
 def product(*factors: Tensor) -> Tensor:
