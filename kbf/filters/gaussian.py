@@ -19,6 +19,8 @@ from kbf.ssm import OrientationModel, StateSpaceModel
 
 IMPOSSIBLE = 37.0
 """Standard deviations from its mean at which the density of a Gaussian, exp(-37^2 / 2), is smaller than any double can say."""
+BLOCK = 32
+"""Steps of a recursion with constant matrices that go one after the other."""
 
 
 FORGOTTEN = 50
@@ -284,9 +286,12 @@ class KalmanFilter(Shown):
         at = torch.arange(T, device=obs.device).clamp_max(len(gains) - 1)
         K, P, variances = (torch.stack(parts)[at] for parts in zip(*gains, strict=True))
         I_KC, y = torch.eye(len(A), dtype=A.dtype, device=A.device) - K @ C, (obs - c).transpose(0, 1)
-        m, means = state.mean, torch.baddbmm((I_KC @ a)[:, None], y, K.mT)  # T b d: the part without m_{t-1}
-        for rest, M in zip(means.unbind(), (I_KC @ A).mT.unbind(), strict=True):
-            m = rest.addmm_(m, M)
+        means, M = torch.baddbmm((I_KC @ a)[:, None], y, K.mT), (I_KC @ A).mT  # T b d: the part without m_{t-1}
+        m, changing = state.mean, len(gains) - 1 + (T - len(gains) + 1) % BLOCK
+        for u, M_t in zip(means[:changing].unbind(), M[:changing].unbind(), strict=True):
+            m = u.addmm_(m, M_t)
+        if changing < T:
+            constant_recursion(m, means[changing:], M[-1])
         before = torch.cat([state.mean[None], means[:-1]])
         possible = is_possible(y - before @ (C @ A).mT - C @ a, variances[:, None])
         return GaussianState(means.transpose(0, 1), P.expand(b, *P.shape)), possible.mT
@@ -308,6 +313,21 @@ class KalmanFilter(Shown):
             return rts_step(now.state, following, self.model.A, self.model.Q, self.offset(control))
 
         return step_back
+
+
+def constant_recursion(first: Float[Tensor, "b d"], inputs: Float[Tensor, "T b d"], M: Float[Tensor, "d d"]) -> None:
+    """x_t = x_{t-1} M + u_t in place of u_t, from x_{-1} = first: T is a multiple of `BLOCK`, and blocks go side by side.
+
+    Each starts from 0; then the start of each is known from the one before, and M^k of it is added to the k-th step.
+    """
+    blocks, powers = inputs.unflatten(0, (len(inputs) // BLOCK, BLOCK)), [M]
+    for k in range(1, BLOCK):
+        blocks[:, k] += blocks[:, k - 1] @ M
+        powers.append(powers[-1] @ M)
+    starts = [first]
+    for ends in blocks[:, -1]:
+        starts.append(torch.addmm(ends, starts[-1], powers[-1]))
+    blocks += torch.stack(starts[:-1])[:, None] @ torch.stack(powers)
 
 
 def gaussian_init(model: LinearModel | AdditiveModel, batch: int) -> GaussianState:

@@ -120,6 +120,17 @@ def test_at_once_is_step_by_step(name, done):
         assert_same(rollout(filter, obs[:, :10]), begun)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 31, 66, 97, 98, 99, 130, 230])
+def test_constant_gains_at_every_length(steps):
+    """Before the gains settle, and with none, one and several blocks of steps after; a start that is far away."""
+    filter, obs = case("kalman")
+    start = filter.init(B)
+    start = start._replace(mean=start.mean + 1e3)
+    with torch.no_grad():
+        found = rollout(filter, obs[:, :steps], state=start)
+        assert_same(found, step_by_step(filter, obs[:, :steps], state=start))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_impossible_observations_are_passed_over_at_the_same_steps(name, done):
     filter, obs = case(name)
