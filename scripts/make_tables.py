@@ -4,6 +4,7 @@
     .venv/bin/python scripts/make_tables.py                                    # lists them: command, commit, hours of one core
     .venv/bin/python scripts/make_tables.py calibration rotation workers=2     # makes some, or all of a folder, with settings
 
+Hours are counted as if each model made its own encoders of images; they are made once.
 Runs go to runs/tables/COMMIT/NAME, and go on where they were stopped; a table is replaced once all of its commands are done.
 """
 
