@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import fcntl
 import json
-import math
 import os
 import re
 import runpy
@@ -14,10 +13,12 @@ import sys
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
-from statistics import mean, stdev
 from urllib.parse import unquote
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import page_tables
 
 from kbf.cli import COMMANDS
 from kbf.runtime.extras import missing
@@ -78,114 +79,50 @@ def test_the_readme_of_the_package_index_has_full_links():
 
 # Figures
 
-NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-TABLES = {
-    "rotation": "rotation",
-    "oscillatory": "oscillatory",
-    "dsprites": "dsprites",
-    "dmlab, DeepMind Lab": "dmlab",
-    "dmlab, embedded renderer": "maze",
-}
-"""Headings of the tables of docs/results.md, and the folders that they are of."""
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md", "docs/recordings.md"])
+def test_tables_of_pages_show_what_was_measured(page):
+    """Each figure to the digits that it has, each model; scripts/page_tables.py puts them there."""
+    assert page_tables.pages()[page] == text_of(page)
 
 
-def rows_below(text: str, heading: str) -> tuple[list[str], dict[str, list[str]]]:
-    """Heads and cells, by the model in the first cell, of the first table below a text."""
-    lines = iter(text[text.index(heading) :].splitlines())
-    table = []
-    for line in lines:
-        if line.startswith("|"):
-            table.append([cell.strip() for cell in line.strip("|").split("|")])
-        elif table:
-            break
-    return table[0], {re.findall(r"`(\w+)`", row[0])[0]: row[1:] for row in table[2:]}
+PAGE = "**rotation**\n\n| model | n = 100 |\n|---|---|\n| **`kbf`** | 0.0475 (9.1 ± 1.0 %) |\n| `ukf` | 0.0437 |\n\n"
 
 
-def measured(folder: str) -> dict[tuple[str, int], dict[str, str]]:
-    with (RESULTS / folder / "results.csv").open(newline="") as file:
-        return {(row["model"], int(row["n_train"])): row for row in csv.DictReader(file)}
-
-
-def agree(cell: str, values: list[float]) -> bool:
-    """Whether each number of a cell is the measured one, to the digits that it has."""
-    shown = NUMBER.findall(cell)
-    return len(shown) == len(values) and all(
-        abs(float(number) - value) <= 0.5001 * 10.0 ** -len(number.partition(".")[2])
-        for number, value in zip(shown, values, strict=True)
+def in_page(text: str, values: dict[str, list[float]]) -> str:
+    return page_tables.filled(
+        text, page_tables.Table("a page", "**rotation**", lambda model, *_: values.get(model), {"kbf", "ukf"})
     )
 
 
-def figures(row: dict[str, str]) -> list[float]:
-    return [float(row["mse"]), 100 * float(row["excess"]), 100 * float(row["excess_se"])]
+def test_a_wrong_figure_of_a_page_is_put_right():
+    values = {"kbf": [0.04752, 9.13, 0.98], "ukf": [0.0437]}
+    assert in_page(PAGE, values) == PAGE
+    for right, wrong in (("9.1 ±", "9.2 ±"), ("0.0475", "0.0485"), ("0.0437", "1.0000")):
+        assert in_page(PAGE.replace(right, wrong), values) == PAGE
+    assert in_page(PAGE, values | {"ukf": [-0.04]}) == PAGE.replace("0.0437", "-0.0400")
 
 
-@pytest.mark.parametrize("heading", TABLES)
-def test_the_tables_of_results(heading):
-    heads, rows = rows_below(text_of("docs/results.md"), f"**{heading}**")
-    sizes = [int(head.removeprefix("n = ")) for head in heads[1:]]
-    rows_measured = measured(TABLES[heading])
-    assert len(rows) >= 5 and {model for model, _ in rows_measured} == set(rows)
-    for model, cells in rows.items():
-        for n, cell in zip(sizes, cells, strict=True):
-            assert agree(cell, figures(rows_measured[model, n])), (model, n, cell)
-    floors = NUMBER.findall(re.search(rf"\*\*{heading}\*\* \(.*?floor ([^)]*)\)", text_of("docs/results.md"))[1])
-    assert [float(floor) for floor in floors] == [round(float(rows_measured["kbf", n]["floor"]), 4) for n in sizes]
+def test_a_model_or_a_figure_that_is_not_there_is_told():
+    values = {"kbf": [0.04752, 9.13, 0.98], "ukf": [0.0437]}
+    with pytest.raises(ValueError, match=r"a page, \*\*rotation\*\*: there are \['ekf', 'kbf'\], measured are"):
+        in_page(PAGE.replace("ukf", "ekf"), values)
+    with pytest.raises(ValueError, match=r"has 2 numbers, measured are"):
+        in_page(PAGE.replace("9.1 ± 1.0", "9.1"), values)
+    with pytest.raises(ValueError, match=r"nothing was measured for '0.0437'"):
+        in_page(PAGE, {"kbf": values["kbf"]})
 
 
-@pytest.mark.parametrize(("column", "folder"), [(0, "dsprites_e2e"), (1, "dmlab_e2e")])
-def test_the_table_of_learned_features(column, folder):
-    _, rows = rows_below(text_of("docs/results.md"), "Learned features inside the rule")
-    for model, cells in rows.items():
-        assert agree(cells[column], figures(measured(folder)[model, 300])), (model, cells[column])
+def test_the_default_is_ahead_of_all_but_the_particle_filter_on_its_own_model():
+    """On each system of noise, at each size."""
+    rows = page_tables.measured("noise")
+    for (data, model, n), row in rows.items():
+        ahead = float(rows[data, "kbf", n]["mse"]) < float(row["mse"])
+        assert ahead or model in ("kbf", "particle_learned"), (data, model, n)
 
 
-def test_the_tables_of_noise():
-    """Excesses and energy scores; and that kbf is ahead of all but the particle filter on its own model."""
-    text = text_of("docs/results.md")
-    with (RESULTS / "noise" / "results.csv").open(newline="") as file:
-        known = {(row["data"], int(row["n_train"]), row["model"]): row for row in csv.DictReader(file)}
-
-    def percent(row: dict[str, str], column: str) -> list[float]:
-        return [100 * float(row[column]), 100 * float(row[f"{column}_se"])]
-
-    for n, heading in ((300, "**n = 300**, excess"), (1000, "**n = 1,000**, excess")):
-        heads, rows = rows_below(text, heading)
-        systems = [head.replace(" ", "_") for head in heads[1:]]
-        assert {(data, model) for data, size, model in known if size == n} == {
-            (data, model) for model, cells in rows.items() for data, cell in zip(systems, cells, strict=True) if cell
-        }
-        for model, cells in rows.items():
-            for data, cell in zip(systems, cells, strict=True):
-                assert not cell or agree(cell, percent(known[data, n, model], "excess")), (model, data, cell)
-                ahead = float(known[data, n, "kbf"]["mse"]) < float(known[data, n, model]["mse"]) if cell else True
-                assert ahead or model in ("kbf", "particle_learned"), (model, data)
-    heads, rows = rows_below(text, "**energy**")
-    for model, cells in rows.items():
-        for data, cell in zip(systems, cells, strict=True):
-            both = [value for n in (300, 1000) for value in percent(known[data, n, model], "energy_excess")]
-            assert agree(cell, both), (model, data, cell)
-
-
-def test_the_table_of_the_pendulum():
-    _, rows = rows_below(text_of("docs/results.md"), "## A simulator")
-    for model, cells in rows.items():
-        for n, cell in zip((100, 300, 1000), cells, strict=True):
-            assert agree(cell, figures(measured("pendulum")[model, n])[: 3 if "±" in cell else 1]), (model, n, cell)
-
-
-def test_the_tables_of_the_field_s_benchmark():
-    """One for each number of training sequences; models without uncertainty have an error alone."""
-    text, known = text_of("docs/results.md"), measured("rkn_pendulum")
-    for n in {n for _, n in known}:
-        _, rows = rows_below(text, f"**{n} sequences**")
-        assert {model for model, size in known if size == n} == rows.keys()
-        for model, cells in rows.items():
-            row = known[model, n]
-            found = {name: float(value) for name, value in row.items() if name not in ("data", "renderer", "model") and value}
-            expected = [[found["rmse"]], [found["log_likelihood"], found["log_likelihood_se"]], [found["energy_score"]]]
-            expected += [[100 * found["coverage_95"]], [found["seconds.fit"]]]
-            told = [[value for value in values if math.isfinite(value)] for values in expected]
-            assert all(agree(cell, values) for cell, values in zip(cells, told, strict=True)), (n, model)
+def test_the_readme_is_short():
+    assert len(text_of("README.md").splitlines()) <= 150
 
 
 def test_the_default_is_ahead_on_the_field_s_benchmark():
@@ -194,38 +131,6 @@ def test_the_default_is_ahead_on_the_field_s_benchmark():
         pairs = [row for row in csv.DictReader(file) if row["first"] == "kbf"]
     assert len(pairs) >= 7 + 5 and all(int(row["seeds"]) == 10 and float(row["p_value"]) < 0.05 for row in pairs)
     assert all((float(row["mean_difference"]) < 0) == (row["score"] == "mse") for row in pairs)
-
-
-def test_the_table_of_the_recordings():
-    """NMSE, its standard error where there are several draws or splits, and coverage; empty where a model was not run."""
-    heads, rows = rows_below(text_of("docs/recordings.md"), "## What it reaches")
-    for k, head in enumerate(heads[1:]):
-        known = measured(f"recordings/{re.findall(r'`(.*?)`', head)[0]}")
-        sizes = [int(size.replace(",", "")) for size in re.findall(r"\d+,\d+", head)]
-        assert {n for _, n in known} >= set(sizes)
-        assert {model for model, _ in known} == {model for model, cells in rows.items() if cells[k]}
-        for model, cells in rows.items():
-            if not cells[k]:
-                continue
-            some = [known[model, n] for n in sizes]
-            errors, covered = ([float(row[name]) for row in some] for name in ("nmse", "coverage_95"))
-            se = float(some[0]["nmse_se"]) if len(some) == 1 else stdev(errors) / len(errors) ** 0.5
-            expected = [value for value in (mean(errors), se, 100 * mean(covered)) if not math.isnan(value)]
-            assert agree(cells[k], expected), (model, head)
-
-
-def test_the_table_of_the_readme():
-    _, rows = rows_below(text_of("README.md"), "## What it reaches")
-    assert len(rows) == 6 and len(text_of("README.md").splitlines()) <= 150
-    for model, cells in rows.items():
-        for folder, cell in zip(("rotation", "oscillatory"), cells[1:], strict=True):
-            assert agree(cell, figures(measured(folder)[model, 300])[1:]), (model, folder, cell)
-
-
-def test_a_wrong_figure_is_found():
-    row = {"mse": "0.04752", "excess": "0.0913", "excess_se": "0.0098"}
-    assert agree("0.0475 (9.1 ± 1.0 %)", figures(row))
-    assert not agree("0.0475 (9.2 ± 1.0 %)", figures(row)) and not agree("0.0476 (9.1 ± 1.0 %)", figures(row))
 
 
 def test_the_verdicts_of_the_experiments():
@@ -238,6 +143,11 @@ def test_the_verdicts_of_the_experiments():
         counts = [answers.count(value) for value in (True, False, None)]
         told = re.match(r"(\d+), (\d+), (\d+)|none", text)
         assert told and (counts if answers else [None] * 3) == [None if v is None else int(v) for v in told.groups()], name
+
+
+def agree(shown: str, value: float) -> bool:
+    """Whether a number is the measured one, to the digits that it has."""
+    return abs(float(shown) - value) <= 0.5001 * 10.0 ** -len(shown.partition(".")[2])
 
 
 MEASURED = {
@@ -257,11 +167,11 @@ MEASURED = {
 @pytest.mark.parametrize("benchmark", MEASURED)
 def test_the_figures_of_speed(benchmark):
     page = " ".join(text_of("docs/speed.md").split())
-    claims = NUMBER.findall((RESULTS / "bench" / benchmark / "claims.md").read_text(encoding="utf-8").replace(",", ""))
+    claims = page_tables.NUMBER.findall((RESULTS / "bench" / benchmark / "claims.md").read_text(encoding="utf-8").replace(",", ""))
     for words in MEASURED[benchmark]:
         assert words in page
-        for number in NUMBER.findall(words.replace("1,000", "1000")):
-            assert any(agree(number, [float(claim)]) for claim in claims), (words, number)
+        for number in page_tables.NUMBER.findall(words.replace("1,000", "1000")):
+            assert any(agree(number, float(claim)) for claim in claims), (words, number)
 
 
 @pytest.mark.parametrize("group", ["data", "model", "encoder", "trainer", "callbacks", "logger", "launcher"])
