@@ -287,7 +287,8 @@ class KalmanFilter(Shown):
         K, P, variances = (torch.stack(parts)[at] for parts in zip(*gains, strict=True))
         I_KC, y = torch.eye(len(A), dtype=A.dtype, device=A.device) - K @ C, (obs - c).transpose(0, 1)
         means, M = torch.baddbmm((I_KC @ a)[:, None], y, K.mT), (I_KC @ A).mT  # T b d: the part without m_{t-1}
-        m, changing = state.mean, len(gains) - 1 + (T - len(gains) + 1) % BLOCK
+        changing = len(gains) - 1 + (T - len(gains) + 1) % BLOCK  # steps one after the other: what is left are whole blocks
+        m = state.mean
         for u, M_t in zip(means[:changing].unbind(), M[:changing].unbind(), strict=True):
             m = u.addmm_(m, M_t)
         if changing < T:
