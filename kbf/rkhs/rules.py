@@ -31,6 +31,10 @@ from kbf.rkhs.linalg import psd_solve, safe_sqrt
 Weights = Float[Tensor, "*b n"]
 COVARIANCE_BLOCK = 2**18
 """Numbers in the block of features that `weighted_covariance` takes at a time: it stays in a processor's cache."""
+COVARIANCE_BLOCK_ON_GPU = 2**26
+"""The same on a GPU, where few large blocks take less time."""
+MANY_RATIOS = 128
+"""Vectors of ratios for which the products of the features of a block are made once for all, not each time anew."""
 
 
 # Importance weighted
@@ -191,16 +195,17 @@ def from_coefficients(
 
 def weighted_covariance(ratio: Float[Tensor, "*b n"], features: Float[Tensor, "*#b n p"]) -> Float[Tensor, "*b p p"]:
     """C = Psi^T D Psi = sum_i r_i psi_i psi_i^T, by blocks of points; where it is worth it, without points of ratio 0."""
-    p, batch = features.shape[-1], max(1, ratio.shape[:-1].numel())
-    sparse = batch == 1 and p >= 64 and ratio.device.type == "cpu" and not torch.compiler.is_compiling()  # on a GPU: it would wait
+    p, batch, on_cpu = features.shape[-1], max(1, ratio.shape[:-1].numel()), ratio.device.type == "cpu"
+    sparse = batch == 1 and p >= 64 and on_cpu and not torch.compiler.is_compiling()  # on a GPU: it would wait
     sparse = sparse and not ratio.requires_grad  # the ratio 0 has a gradient too
-    size = max(1, COVARIANCE_BLOCK // (batch * p))
+    many = features.ndim == 2 and batch >= MANY_RATIOS
+    size = max(1, (COVARIANCE_BLOCK if on_cpu else COVARIANCE_BLOCK_ON_GPU) // (p * (p if many else batch)))
     covariance: Tensor | None = None
     for r, f in zip(ratio.split(size, -1), features.split(size, -2), strict=True):
         if sparse:
             rows = r.flatten().nonzero()[:, 0]
             r, f = r.index_select(-1, rows), f.index_select(-2, rows)
-        part = (f * r[..., None]).mT @ f
+        part = (r @ (f[:, :, None] * f[:, None]).flatten(1)).unflatten(-1, (p, p)) if many else (f * r[..., None]).mT @ f
         covariance = part if covariance is None else covariance + part
     assert covariance is not None
     return covariance

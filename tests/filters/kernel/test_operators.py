@@ -84,11 +84,13 @@ def test_local_of_all_points_is_the_whole_filter():
     assert 0 < (most - whole).abs().mean() < 0.2 * (few - whole).abs().mean()
 
 
-@pytest.mark.parametrize("batch", [(), (1,), (3,)])
+@pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 2)])
 @pytest.mark.parametrize("p", [3, 70])
-def test_covariance_by_blocks_and_without_clipped_points(normal, monkeypatch, batch, p):
-    """Whatever the blocks, and whether points of ratio 0 are left out or not."""
-    monkeypatch.setattr(rules, "COVARIANCE_BLOCK", 4 * p)
+@pytest.mark.parametrize("many", [2, 128])
+def test_covariance_by_blocks_and_without_clipped_points(normal, monkeypatch, batch, p, many):
+    """Whatever the blocks, whether points of ratio 0 are left out or not, and products are made once for all ratios or for each."""
+    monkeypatch.setattr(rules, "COVARIANCE_BLOCK", 4 * p * (p if many == 2 else 1))
+    monkeypatch.setattr(rules, "MANY_RATIOS", many)
     F, ratio = normal(11, p), normal(*batch, 11).clamp_min(0)
     expected = torch.einsum("...n,np,nq->...pq", ratio, F, F)
     torch.testing.assert_close(rules.weighted_covariance(ratio, F), expected)
@@ -144,10 +146,11 @@ def test_tolerance_bounds_the_difference_to_full_matrices():
     assert apart[1] < 0.1 * apart[0]
 
 
-def test_a_ratio_of_zero_has_a_gradient_too(normal):
-    F, ratio = normal(6, 70), normal(1, 6).clamp_min(0).requires_grad_()
+@pytest.mark.parametrize("batch", [1, rules.MANY_RATIOS])
+def test_a_ratio_of_zero_has_a_gradient_too(normal, batch):
+    F, ratio = normal(6, 70), normal(batch, 6).clamp_min(0).requires_grad_()
     (gradient,) = torch.autograd.grad(rules.weighted_covariance(ratio, F).sum(), ratio)
-    torch.testing.assert_close(gradient[0], F.sum(1).square())
+    torch.testing.assert_close(gradient, F.sum(1).square().expand_as(ratio))
 
 
 @pytest.mark.parametrize(
