@@ -151,14 +151,14 @@ def agree(shown: str, value: float) -> bool:
 
 
 MEASURED = {
-    "step": ["70 times (171", "336 times", "147 times, 704 times (82"],
-    "batch": ["1.6 times (71"],
-    "end_to_end": ["43 times", "38 times"],
+    "step": ["54 times (171", "349 times", "152 times, 975 times (61"],
+    "batch": ["0.92 times (59"],
+    "end_to_end": ["80 times", "37 times"],
     "online": ["0.0609 then 0.0608", "172, 274, 379", "188, 306, 481", "114, 227, 329", "727, 949, 1058"],
-    "local": ["1,000 points keep the error and are 1.8"],
-    "cme": ["1/129"],
-    "checks": ["3.6 %"],
-    "peers": ["filterpy 2.6 to 3.5", "torch-kf 13 to 15", "0.43 for one and 0.55 to 0.68", "0.9 to 3.1"],
+    "local": ["1,000 points keep the error and are 2.8"],
+    "cme": ["1/181"],
+    "checks": ["3.8 %"],
+    "peers": ["filterpy 2.7 to 5.1", "1.1 and 2.6", "torch-kf 13 to 21", "0.65 for one and 0.53 to 0.6", "0.8 to 2.9"],
     "filter": [],
 }
 """What docs/speed.md says of a benchmark; every number of it stands, rounded, in the claims of data/results/bench/."""
