@@ -9,7 +9,6 @@ tables are for a person to look at.
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 import sys
@@ -17,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
+
+from gather_results import read
 
 from kbf.runtime.files import write_text
 
@@ -31,6 +32,8 @@ VECTORS_AND_IMAGES = {
     "dmlab, embedded renderer": "maze",
 }
 """Headings of tables of docs/results.md, and the folders that they are of."""
+SCORES = [["rmse"], ["log_likelihood", "log_likelihood_se"], ["energy_score"], ["coverage_95"], ["seconds.fit"]]
+"""What the columns of the field's benchmark show, by their names in results.csv."""
 Row = dict[str, str]
 
 
@@ -40,7 +43,7 @@ class Table(NamedTuple):
     Attributes:
         page: its file. heading: words above the table, which comes next.
         values: the numbers of a cell, by model, column and head; None for a cell that has none, or that is words.
-        models: those that it must have, all that were measured; None where it shows some of them.
+        models: those that it must have; None where it shows some of those that were measured.
     """
 
     page: str
@@ -49,10 +52,9 @@ class Table(NamedTuple):
     models: set[str] | None = None
 
 
-def measured(folder: str, results: Path = RESULTS) -> dict[tuple[str, str, int], Row]:
+def measured(folder: str) -> dict[tuple[str, str, int], Row]:
     """Rows of results.csv by data set, model and number of training steps."""
-    with (results / folder / "results.csv").open(newline="") as file:
-        return {(row["data"], row["model"], int(row["n_train"])): row for row in csv.DictReader(file)}
+    return {(row["data"], row["model"], int(row["n_train"])): row for row in read(RESULTS / folder / "results.csv")}
 
 
 def by_model(folder: str) -> dict[tuple[str, int], Row]:
@@ -85,18 +87,22 @@ def vectors_and_images() -> list[Table]:
     found = []
     for heading, folder in VECTORS_AND_IMAGES.items():
         rows = by_model(folder)
-        values = lambda model, _, head, rows=rows: errors(rows[model, int(head.removeprefix("n = "))])  # noqa: E731
-        found.append(Table("docs/results.md", f"**{heading}**", values, models_of(rows)))
+        found.append(Table("docs/results.md", f"**{heading}**", by_size(rows), models_of(rows)))
     learned = [by_model(folder) for folder in ("dsprites_e2e", "dmlab_e2e")]
     heading = "Learned features inside the rule"
     found.append(Table("docs/results.md", heading, lambda model, k, _: errors(learned[k][model, 300]), models_of(learned[0])))
     swung = by_model("pendulum")
+    return [*found, Table("docs/results.md", "## A simulator", by_size(swung, most=1.0), models_of(swung))]
 
-    def of_simulator(model: str, _: int, head: str) -> list[float]:
-        row = swung[model, int(head.removeprefix("n = "))]
-        return errors(row)[: 3 if float(row["excess"]) < 1 else 1]
 
-    return [*found, Table("docs/results.md", "## A simulator", of_simulator, models_of(swung))]
+def by_size(rows: dict[tuple[str, int], Row], most: float = math.inf) -> Callable[[str, int, str], list[float]]:
+    """Errors where a column is headed "n = N"; without an excess that is above ``most``."""
+
+    def values(model: str, _: int, head: str) -> list[float]:
+        row = rows[model, int(head.removeprefix("n = "))]
+        return errors(row)[: 3 if float(row["excess"]) < most else 1]
+
+    return values
 
 
 def noise() -> list[Table]:
@@ -125,18 +131,14 @@ def field_benchmark() -> list[Table]:
 
     def values(n: int) -> Callable[[str, int, str], list[float] | None]:
         def of(model: str, column: int, _: str) -> list[float] | None:
-            row = {name: float(value) for name, value in rows[model, n].items() if name in SCORES and value}
-            found = [row.get(name, math.nan) * (100 if name == "coverage_95" else 1) for name in COLUMNS[column]]
+            row = rows[model, n]
+            found = [float(row[name] or math.nan) * (100 if name == "coverage_95" else 1) for name in SCORES[column]]
             return found if all(map(math.isfinite, found)) else None
 
         return of
 
     sizes = sorted({n for _, n in rows})
     return [Table("docs/results.md", f"**{n} sequences**", values(n), {m for m, size in rows if size == n}) for n in sizes]
-
-
-COLUMNS = [["rmse"], ["log_likelihood", "log_likelihood_se"], ["energy_score"], ["coverage_95"], ["seconds.fit"]]
-SCORES = {name for column in COLUMNS for name in column}
 
 
 def recordings() -> Table:
@@ -162,6 +164,7 @@ def readme() -> Table:
         "README.md",
         "## What it reaches",
         lambda model, _, head: errors(rows[head][model, 300])[1:] if head in rows else None,
+        {"kbf", "kbf_paper", "kbr_original", "lstm", "kalman", "ukf"},
     )
 
 
@@ -169,8 +172,10 @@ def filled(text: str, table: Table) -> str:
     """The page with the figures of now in this table.
 
     Raises:
-        ValueError: other models or other numbers in a cell than were measured.
+        ValueError: no such table, other models, or other columns or numbers in a cell than were measured.
     """
+    if table.heading not in text:
+        raise ValueError(f"{table.page} has no {table.heading}")
     above, below = text[: text.index(table.heading)], text[text.index(table.heading) :]
     lines = below.split("\n")
     first = next(k for k, line in enumerate(lines) if line.startswith("|"))
@@ -178,9 +183,12 @@ def filled(text: str, table: Table) -> str:
     (_, *heads), _, *rows = (cells_of(line) for line in lines[first:last])
     names = [re.findall(r"`(\w+)`", row[0])[0] for row in rows]
     if table.models is not None and table.models != {*names}:
-        raise ValueError(f"{table.page}, {table.heading}: there are {sorted(names)}, measured are {sorted(table.models)}")
+        raise ValueError(f"{table.page}, {table.heading}: there are {sorted(names)}, to be there are {sorted(table.models)}")
     for k, (name, (lead, *cells)) in enumerate(zip(names, rows, strict=True)):
-        found = [put(cell, table.values(name, c, head)) for c, (cell, head) in enumerate(zip(cells, heads, strict=True))]
+        try:
+            found = [put(cell, table.values(name, c, head)) for c, (cell, head) in enumerate(zip(cells, heads, strict=True))]
+        except KeyError as missing:
+            raise ValueError(f"{table.page}, {table.heading}: {missing} was not measured") from None
         if found != cells:
             lines[first + 2 + k] = f"| {' | '.join([lead, *found])} |"
     return above + "\n".join(lines)
@@ -209,11 +217,17 @@ def put(cell: str, values: list[float] | None) -> str:
 
 
 def with_floors(text: str) -> str:
-    """docs/results.md with the floors that stand beside its headings."""
+    """docs/results.md with the floors that stand beside its headings.
+
+    Raises:
+        ValueError: a heading without floors.
+    """
     for heading, folder in VECTORS_AND_IMAGES.items():
         rows = by_model(folder)
         floors = ", ".join(f"{float(rows['kbf', n]['floor']):.4f}" for n in sorted({n for _, n in rows}))
-        text = re.sub(rf"(\*\*{heading}\*\* \([^\n]*?floor )[^)]*", lambda found, floors=floors: found[1] + floors, text, count=1)
+        text, found = re.subn(rf"(?<=\*\*{heading}\*\* )(\([^\n]*?floor )[^)]*", rf"\g<1>{floors}", text, count=1)
+        if not found:
+            raise ValueError(f"docs/results.md tells no floor of {heading}")
     return text
 
 

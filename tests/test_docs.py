@@ -105,17 +105,25 @@ def test_a_wrong_figure_of_a_page_is_put_right():
 
 def test_a_model_or_a_figure_that_is_not_there_is_told():
     values = {"kbf": [0.04752, 9.13, 0.98], "ukf": [0.0437]}
-    with pytest.raises(ValueError, match=r"a page, \*\*rotation\*\*: there are \['ekf', 'kbf'\], measured are"):
+    with pytest.raises(ValueError, match=r"a page, \*\*rotation\*\*: there are \['ekf', 'kbf'\], to be there are"):
         in_page(PAGE.replace("ukf", "ekf"), values)
     with pytest.raises(ValueError, match=r"has 2 numbers, measured are"):
         in_page(PAGE.replace("9.1 ± 1.0", "9.1"), values)
     with pytest.raises(ValueError, match=r"nothing was measured for '0.0437'"):
         in_page(PAGE, {"kbf": values["kbf"]})
+    with pytest.raises(ValueError, match=r"a page has no \*\*rotation\*\*"):
+        in_page(PAGE.replace("rotation", "other"), values)
+    with pytest.raises(ValueError, match=r"tells no floor of rotation"):
+        page_tables.with_floors(text_of("docs/results.md").replace("(floor ", "(least error "))
 
 
 def test_the_default_is_ahead_of_all_but_the_particle_filter_on_its_own_model():
-    """On each system of noise, at each size."""
+    """On each system of noise, at each size; the page has a column of each system, and a size of each table."""
     rows = page_tables.measured("noise")
+    columns = re.findall(r"^\| model \|(.*volatility.*)\|$", text_of("docs/results.md"), re.MULTILINE)
+    assert len(columns) == 3 and {n for *_, n in rows} == {300, 1000}
+    for heads in columns:
+        assert {page_tables.system(head.strip()) for head in heads.split("|")} == {data for data, *_ in rows}
     for (data, model, n), row in rows.items():
         ahead = float(rows[data, "kbf", n]["mse"]) < float(row["mse"])
         assert ahead or model in ("kbf", "particle_learned"), (data, model, n)

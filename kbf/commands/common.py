@@ -179,13 +179,15 @@ def commit(root: Path = Path(__file__).parents[2]) -> str | None:
 
     "-dirty" where tracked files differ from it: code or settings, that is, not tables of data/results/ that were just made.
     """
-    git = ["git", "-C", str(root)]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        at = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", ":(top,exclude)data/results")
+        return git("describe", "--always") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    changed = ["status", "--porcelain", "--untracked-files=no", "--", ":(top)", ":(top,exclude)data/results"]
-    return at + ("-dirty" if subprocess.run([*git, *changed], capture_output=True, check=True).stdout else "")
 
 
 def provenance() -> dict[str, Any]:
