@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,19 @@ from kbf.config import (
     short,
     words_for_hydra,
 )
+from kbf.runtime.extras import missing
 from kbf.runtime.words import exists, literal_path
+
+LACKS = re.compile(r"Could not find 'hydra/(?:launcher|sweeper)/(\w+)'")
+"""How Hydra says that a launcher or sweeper is not installed."""
+PLUGINS = {
+    "joblib": ("hydra-joblib-launcher", "sweep"),
+    "ray": ("hydra-ray-launcher", "cluster"),
+    "submitit_local": ("hydra-submitit-launcher", "cluster"),
+    "submitit_slurm": ("hydra-submitit-launcher", "cluster"),
+    "optuna": ("hydra-optuna-sweeper", "optuna"),
+}
+"""Their packages, and the extras that bring these."""
 
 COMMANDS = {
     "train": (
@@ -417,6 +430,8 @@ def one_line(error: Exception) -> str:
         texts = [str(name) for name in (error.filename2 or error.filename,) if name] + [error.strerror.lower()]
     if override := getattr(error, "override", None):
         texts.insert(0, f"{override!r} cannot be read (brackets must close, other signs need quotes: \"key='a b'\")")
+    if (lacks := LACKS.search(texts[0])) and lacks[1] in PLUGINS:
+        return missing(*PLUGINS[lacks[1]], "this sweep")
     if type(error).__module__.startswith("hydra") and error.__cause__ is not None:
         texts.append(str(error.__cause__))
     for noise in (

@@ -183,6 +183,11 @@ def test_multirun(tmp_path, monkeypatch):
     assert not (tmp_path / "2").exists()
 
 
+def test_a_launcher_that_is_not_installed_names_its_extra():
+    error = ValueError("In 'hydra/config': Could not find 'hydra/launcher/joblib' Available options in 'hydra/launcher': basic")
+    assert one_line(error) == 'this sweep needs the package hydra-joblib-launcher, which is not installed: pip install "kbf[sweep]"'
+
+
 def test_help_and_version(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
