@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from kbf import __version__
-from kbf.cli import COMMANDS, expected, main
+from kbf.cli import COMMANDS, expected, main, one_line
 from kbf.commands.meanings import DIAGNOSTICS
 from kbf.config import compose, config_dir, configure
 from kbf.training.checkpoint import read_checkpoint

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from kbf.bench.base import Claim, Row, Settings, Tell, alternate
+from kbf.bench.timing import synchronise
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.live import Live
 from kbf.plots.charts import Figure, curves
@@ -47,6 +48,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
         model.log_bandwidth.sub_(math.log(4.0))  # narrow kernels: these data do not need so high a rank
         began = time.perf_counter()
         filter = model.to(device).condition(memory)
+        synchronise()
         conditioned = time.perf_counter() - began
         live, obs = Live(filter), memory[0].obs[:1].float()
         seconds = alternate({"step": lambda live=live, obs=obs: live.step(obs)}, rounds=settings["rounds"])["step"]

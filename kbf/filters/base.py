@@ -130,7 +130,8 @@ def rollout(
         obs = torch.where(mask.reshape(batch, steps, *[1] * (obs.ndim - 2)), obs, torch.zeros_like(obs))
     if state is None:
         state = filter.init(batch, generator=generator)
-    inputs, walk = Inputs(obs, mask, controls), partial(walked, filter, generator=generator, before=before, states=states)
+    inputs = Inputs(obs, mask, controls).each(lambda x: x.to(state[0].device))
+    walk = partial(walked, filter, generator=generator, before=before, states=states)
     if before is not None or states is not None or torch.compiler.is_compiling():
         return walk(state, inputs, progress=progress)
     parts = [walk(state, inputs.during(0, 1))]

@@ -201,16 +201,15 @@ def compile_step(filter: Filter[Any], obs: Shaped[Tensor, "b *x"]) -> Callable[.
     if not isinstance(filter, nn.Module):
         raise ValueError(f"only filters that are modules can be compiled, {type(filter).__name__} is none")
     module = Step(filter).eval()
-    inputs = (*(leaf.contiguous() for leaf in filter.init(len(obs))), obs)
-    if obs.device.type == "cuda":
-        graph = torch.compile(module, mode="reduce-overhead", fullgraph=True)
-        return fitting(inputs, lambda *given: tuple(leaf.clone() for leaf in graph(*given)))  # the next replay overwrites them
+    leaves = [leaf.contiguous() for leaf in filter.init(len(obs))]
+    inputs = (*leaves, obs.to(leaves[0].device))
+    if leaves[0].is_cuda:
+        return fitting(inputs, recorded(module, inputs))
     with torch.no_grad(), quietly(), tempfile.TemporaryDirectory() as directory:
         try:
             exported = torch.export.export(module, inputs)
         except Exception as error:
-            first = str(error).strip().split("\n")[0]
-            raise ValueError(f"the step of this filter cannot be compiled, run it as it is: {first}") from error
+            raise not_compiled(error) from error
         try:
             package = torch._inductor.aoti_compile_and_package(exported, package_path=str(Path(directory) / "step.pt2"))
         except Exception as error:
@@ -219,6 +218,33 @@ def compile_step(filter: Filter[Any], obs: Shaped[Tensor, "b *x"]) -> Callable[.
             raise ValueError(f"compiling a filter's step needs a C++ compiler (g++ or clang++): {error}") from error
         loaded = torch._inductor.aoti_load_package(package)
     return fitting(inputs, lambda *given: tuple(loaded(*given)))
+
+
+def recorded(step: Step, inputs: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    """The compiled step, on a GPU as a CUDA graph: recorded here, and not while the first observations of a running filter wait.
+
+    Raises:
+        ValueError: a step that looks at values.
+    """
+    graph = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+
+    @torch.inference_mode()
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        own = (leaf if leaf.is_inference() else leaf.clone() for leaf in given)  # of tensors of another kind it is compiled anew
+        return tuple(leaf.clone() for leaf in graph(*own))  # the next replay overwrites them
+
+    try:
+        for _ in range(3):  # as it is, recorded, replayed
+            run(*inputs)
+    except Exception as error:
+        raise not_compiled(error) from error
+    return run
+
+
+def not_compiled(error: Exception) -> ValueError:
+    """What is said of a step that cannot be compiled."""
+    first = str(error).strip().split("\n")[0]
+    return ValueError(f"the step of this filter cannot be compiled, run it as it is: {first}")
 
 
 def fitting(inputs: tuple[Tensor, ...], run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:

@@ -230,7 +230,7 @@ class LSTMFilter(ShownModule):
             u = self.encode(obs.flatten(0, 1)).unflatten(0, obs.shape[:2])
         else:  # batch norm must not see what was not observed
             u = self.z_mean.new_zeros(*mask.shape, self.rnn.input_size - self.controlled)
-            u[mask] = self.encode(obs[mask])
+            u[mask] = self.encode(obs[mask]).to(u)  # autocast's may be of another type
         if controls is not None:
             u = torch.cat([u, self.standard(controls)], -1)
         if self.feedback is None:

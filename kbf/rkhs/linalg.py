@@ -13,6 +13,8 @@ SMALL, MANY = 5, 200
 """Rows and columns of matrices, and how many of them, for which a call for each takes longer than arithmetic of all at once."""
 FACTORISED = 3
 """Rows of those for which that is true of their factorisation."""
+HALVES = (torch.bfloat16, torch.float16)
+"""Types that have no factorisation."""
 ROUNDING = 1e-6
 """Share of the largest singular value that a matrix in float32 may change by to become a product of two of low rank."""
 ROWS_IN_DOUBLE = 4096
@@ -45,6 +47,9 @@ def psd_solve(
     >>> psd_solve(torch.eye(2), torch.ones(2, 1), reg=1.0).flatten()
     tensor([0.5000, 0.5000])
     """
+    if a.dtype != b.dtype or a.dtype in HALVES:  # autocast's products
+        kind = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+        a, b = a.to(kind), b.to(kind)
     if many_small(a, FACTORISED) and b.ndim == 3 and isinstance(reg, float) and reg == 0:
         x = solved_by_component(a, b)
         if not check or math.isfinite(x.sum().item()):  # else LAPACK says what is wrong
@@ -57,7 +62,14 @@ def psd_solve(
     if factor.ndim == 2 and b.ndim > 2:
         columns = b.movedim(-2, 0)
         return torch.cholesky_solve(columns.flatten(1), factor).reshape(columns.shape).movedim(0, -2)
+    if factor.is_cuda and factor.ndim > 2:  # there many at once are MAGMA's, which waits for the card and takes memory of its own
+        return triangular_solves(factor, b)
     return torch.cholesky_solve(b, factor)
+
+
+def triangular_solves(factor: Float[Tensor, "*a n n"], b: Float[Tensor, "*b n m"]) -> Float[Tensor, "*c n m"]:
+    """L L^T X = B as L Y = B, then L^T X = Y, of a lower triangular L."""
+    return torch.linalg.solve_triangular(factor.mT, torch.linalg.solve_triangular(factor, b, upper=False), upper=True)
 
 
 def many_small(a: Tensor, size: int = SMALL) -> bool:

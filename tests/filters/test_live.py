@@ -174,6 +174,39 @@ def test_a_step_is_one_graph(normalise):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+RECORDED = (
+    WHOLE.partition("whole =")[0]
+    + """
+from kbf.filters.live import recorded
+state, obs = filter.init(3), z[:3]
+fast, now = recorded(Step(filter), (*state, obs)), tuple(state)
+for t in range(4):
+    plain = Step(filter)(*now, obs)
+    for a, b in zip(fast(*now, obs), plain, strict=True):
+        torch.testing.assert_close(a, b)
+    now = plain[: len(now)]
+torch._dynamo.reset()  # it does not see new hooks of a module that it knows
+filter.rule.register_forward_hook(lambda _, inputs, w: w if bool((w > 0).any()) else None)
+try:
+    recorded(Step(filter), (*state, obs))
+except ValueError as error:
+    assert "cannot be compiled, run it as it is" in str(error), error
+else:
+    raise AssertionError("a step that looks at values was recorded")
+"""
+)
+
+
+@compiler
+@pytest.mark.slow
+def test_a_step_is_recorded_at_once():
+    """As on a graphics card, where it becomes a CUDA graph; here the same without a graph."""
+    done = subprocess.run(
+        [sys.executable, "-c", RECORDED.replace("NORMALISE", "True")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @compiler
 @pytest.mark.slow
 def test_compiled_code_gets_what_it_was_made_for():

@@ -16,6 +16,7 @@ from kbf.rkhs.linalg import (
     psd_solve,
     safe_sqrt,
     squared_distance,
+    triangular_solves,
     two_factors,
 )
 
@@ -55,6 +56,19 @@ def test_psd_solve_gradient(normal):
     root, b = normal(4, 4).requires_grad_(), normal(3, 4, 2).requires_grad_()
     reg = torch.tensor(0.2, dtype=F64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda r, b, reg: psd_solve(r @ r.mT, b, reg=reg), (root, b, reg))
+
+
+@pytest.mark.parametrize("batch_b", [(3,), (1,), ()])
+def test_triangular_solves_are_the_solution(normal, batch_b):
+    root, b = normal(3, 5, 5), normal(*batch_b, 5, 2)
+    a = root @ root.mT + torch.eye(5, dtype=F64)
+    torch.testing.assert_close(triangular_solves(torch.linalg.cholesky(a), b), psd_solve(a, b))
+
+
+def test_products_of_autocast_are_solved_in_float32(normal):
+    a, b = torch.eye(3, dtype=torch.bfloat16), torch.ones(3, 2)
+    for left, right in ((a, b), (a, b.bfloat16()), (a.float(), b.bfloat16())):
+        torch.testing.assert_close(psd_solve(left, right, reg=1.0), b / 2)
 
 
 def test_error_names_size_ridge_and_smallest_eigenvalue():

@@ -33,7 +33,7 @@ class KernelState(NamedTuple):
 class KernelBayesFilter(OverPoints):
     """The filter over n memory points; every operator is a buffer.
 
-    With features and the importance-weighted rule nothing in a step waits for a GPU.
+    With features and the importance-weighted rule nothing in `predict` and `update` waits for a GPU.
 
     1. predict: w <- P w.
     2. update: gamma = A w, r = max(0, gamma) (clipped unless the rule takes signed ratios), then w = rule(r, observation).

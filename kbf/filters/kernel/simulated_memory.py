@@ -218,8 +218,8 @@ def quantise(
     shares, middle = centres.new_ones(len(centres)), points.mean(0)
     for _ in range(rounds):
         nearest = torch.cdist((points - middle).float(), (centres - middle).float()).argmin(1)
-        counts = torch.zeros_like(shares).index_add(0, nearest, points.new_ones(len(points)))
-        sums = torch.zeros_like(centres).index_add(0, nearest, points)
+        counts = nearest.bincount(minlength=len(centres))
+        sums = torch.segment_reduce(points[nearest.argsort(stable=True)], "sum", lengths=counts)  # the same bits on a GPU, too
         taken = counts > 0
-        centres, shares = manifold.project(sums[taken] / counts[taken, None]), counts[taken] / len(points)
+        centres, shares = manifold.project(sums[taken] / counts[taken, None]), counts[taken].to(points) / len(points)
     return centres, shares

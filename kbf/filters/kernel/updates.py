@@ -18,8 +18,8 @@ from kbf.runtime.distributed import OverPoints
 BATCH_FOR_MOMENTS = 8
 """Sequences in a batch from which products of features that are kept (`kbf.rkhs.rules.second_moments`) are faster than new ones."""
 
-MOST_BYTES_OF_MOMENTS = 2**26
-"""Bytes up to which these products are kept."""
+MOST_BYTES_OF_MOMENTS, ON_GPU = 2**26, 2**30
+"""Bytes up to which these products are kept: on a processor about what its caches hold, on a graphics card by what it has."""
 
 
 class DenseUpdate(nn.Module):
@@ -120,7 +120,8 @@ class PrimalUpdate(OverPoints):
         self.register_buffer("features", features.mean(1) if self.several else features[:, 0])
         p = features.shape[-1]
         size = len(obs) * p * (p + 1) // 2 * features.element_size()
-        keep = form.regression and (self.several or size <= MOST_BYTES_OF_MOMENTS)
+        most = ON_GPU if features.is_cuda else MOST_BYTES_OF_MOMENTS
+        keep = form.regression and (self.several or size <= most)
         moments, basis = rules.second_moments(features) if keep else None, None
         if moments is not None and self.several and moments.dtype == torch.float32 and not moments.requires_grad:
             moments, basis = two_factors(moments, ROUNDING) or (moments, None)
