@@ -11,6 +11,7 @@ from kbf.filters import (
     gaussian as gaussian,
     gru as gru,
     gru_fitted as gru_fitted,
+    gru_images as gru_images,
     kalman_fitted as kalman_fitted,
     kernel as kernel,
     lagged_model as lagged_model,

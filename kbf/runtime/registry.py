@@ -18,6 +18,7 @@ REGISTERED: dict[str, tuple[str, ...]] = {
         "kbf.filters.backprop_kf.BackpropKF",
         "kbf.filters.dpf.DPF",
         "kbf.filters.gru.GRUFilter",
+        "kbf.filters.gru_images.GRUImages",
         "kbf.filters.rkn.RKNFilter",
         "kbf.filters.kernel.simulated_memory.SimulatedMemoryKBF",
         "kbf.filters.kernel.kbf.KBF",

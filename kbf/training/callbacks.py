@@ -16,8 +16,8 @@ from kbf.runtime.instantiate import build
 
 BEST, LAST, ENCODERS = "best.ckpt", "last.ckpt", "coding.ckpt"
 """Files of a run: the model with the least validation error, the newest one, and the newest of the first stage."""
-VALIDATION = "validation/mse"
-"""The metric by which one model is better than another."""
+VALIDATION, VALIDATION_LOSS = "validation/mse", "validation/loss"
+"""The error on what is held out, and the net's own loss there: metrics by which one epoch is better than another."""
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -30,27 +30,31 @@ class BestCheckpoint(ModelCheckpoint):
 
     best_model_path: str
     kth_best_model_path: str
+    least: float | None
+    """The validation error of the best model; None without, or where it is no finite number."""
 
     def __init__(self, directory: Path, monitor: str | None = VALIDATION) -> None:
         """``monitor``: None where nothing is held out."""
         stem = BEST.removesuffix(".ckpt")
         super().__init__(directory, stem, monitor, enable_version_counter=False, save_on_train_epoch_end=True)
+        self.least = None
 
     @property
     def state_key(self) -> str:
         """The name under which checkpoints keep the state."""
         return type(self).__name__
 
-    @property
-    def least(self) -> float | None:
-        """The least validation error; None without."""
-        if self.monitor is None or self.best_model_score is None:
-            return None
-        return float(self.best_model_score) if math.isfinite(self.best_model_score) else None
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Save what is best so far, with its error."""
+        found = trainer.callback_metrics
+        if self.monitor is not None and self.check_monitor_top_k(trainer, found.get(self.monitor)):
+            error = float(found[VALIDATION])
+            self.least = error if math.isfinite(error) else None
+        super().on_train_epoch_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run must know."""
-        return {"best_model_score": None if self.monitor is None else self.best_model_score}
+        return {"best_model_score": None if self.monitor is None else self.best_model_score, "least": self.least}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there, if the best checkpoint so far is here as well."""
@@ -59,6 +63,7 @@ class BestCheckpoint(ModelCheckpoint):
             self.best_model_score = self.current_score = self.kth_value = torch.as_tensor(score)
             self.best_model_path = self.kth_best_model_path = str(path)
             self.best_k_models = {str(path): self.best_model_score}
+            self.least = state_dict.get("least", float(score))  # of a run before there were two metrics
 
 
 class LastCheckpoint(Checkpoint):
@@ -115,11 +120,14 @@ def build_callbacks(config: dict[str, Any], *, directory: Path | None = None, fi
     return [c for c in made if not first_stage or (not isinstance(c, Checkpoint) and getattr(c, "monitor", None) is None)]
 
 
-def early_stopping(patience: int | None, held_out: bool, others: list[Callback]) -> list[Callback]:
-    """What ``model.training.patience`` asks for; nothing where no part is held out, or ``others`` have a rule of their own."""
-    if patience is None or not held_out or any(isinstance(c, lightning_callbacks.EarlyStopping) for c in others):
+def early_stopping(patience: int | None, monitor: str | None, others: list[Callback]) -> list[Callback]:
+    """What ``model.training.patience`` asks for, by the metric ``monitor`` (None where no part is held out).
+
+    Nothing where ``others`` have a rule of their own.
+    """
+    if patience is None or monitor is None or any(isinstance(c, lightning_callbacks.EarlyStopping) for c in others):
         return []
-    return [EarlyStopping(VALIDATION, patience=patience, check_finite=False, check_on_train_epoch_end=True)]
+    return [EarlyStopping(monitor, patience=patience, check_finite=False, check_on_train_epoch_end=True)]
 
 
 def check_callbacks(made: list[Callback], held_out: bool) -> None:

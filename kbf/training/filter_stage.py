@@ -97,6 +97,8 @@ class FilterTraining(lightning.LightningModule):
         if (config.get("data") or {}).get("partial") and hasattr(net, "partial"):
             net.partial = True
         self.net.to(self.model_dtype)
+        if self.how is not None and self.how.monitor == "loss" and not isinstance(self.net, LossModel):
+            raise ValueError(f"model.training.monitor=loss needs a net with a loss of its own, {type(self.net).__name__} has none")
         if self.how is not None and self.how.shared and not getattr(self.net, "shares_memory", False):
             raise ValueError(f"model.training.shared: only kernel filters share a memory, not {type(self.net).__name__}")
         d = sequences[0].states.shape[1] if sequences else 1  # a checkpoint brings its own
@@ -267,13 +269,26 @@ class FilterTraining(lightning.LightningModule):
         run = rollout(filter, windows.obs, mask=windows.mask, controls=windows.controls)
         states = self.in_units_of_the_data(windows.states)  # NaN behind the end of the shorter ones
         z = self.in_units_of_the_data(run.estimates)
-        error = mse(z, states, states.isfinite().all(-1)).mean()
+        known = states.isfinite().all(-1)
+        error = mse(z, states, known).mean()
         self.log("validation/mse", error, prog_bar=True, batch_size=1, sync_dist=True)
+        if self.how is not None and self.how.monitor == "loss":
+            self.log("validation/loss", self.own_loss(windows, known.sum(1)), batch_size=1, sync_dist=True)
         if self.validation_floor is not None:
             self.log("validation/excess", error / self.validation_floor - 1, batch_size=1, sync_dist=True)
         for name, values in run.diagnostics.items():
             self.log(f"filter/{name}", values.mean(), batch_size=1, sync_dist=True)
         self.held_out = windows._replace(states=states), z
+
+    def own_loss(self, sequences: Sequence, lengths: Tensor) -> Tensor:
+        """The net's loss of sequences ``b T``, each to its own end (``lengths`` b), averaged over their steps."""
+        assert isinstance(self.net, LossModel)
+        parts = []
+        for n in lengths.unique().tolist():
+            z, x, mask, u = (None if leaf is None else leaf[lengths == n, :n] for leaf in sequences)
+            assert z is not None and x is not None
+            parts.append((z.shape[0] * n, self.net.loss(z, x, mask, u)))
+        return sum(steps * loss for steps, loss in parts) / lengths.sum()
 
     def on_test_start(self) -> None:
         """One filter for all batches."""

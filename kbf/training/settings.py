@@ -31,8 +31,9 @@ class Training(NamedTuple):
         burn_in: first steps of a window that do not count: the filter does not know yet where it is.
         folds: contiguous chunks of the part to fit; a window is filtered by the memory without its chunk. With 1 there is no
             memory left, for models that use none.
-        validation: share of the training part, its last steps, that is held out. patience: epochs without a new best validation
-            error after which to stop, None for never.
+        validation: share of the training part, its last steps, that is held out. monitor: what of these says which epoch was the
+            best: mse, the error of the estimates, or loss, what the net itself is trained on (a likelihood, for one).
+            patience: epochs without a new best one after which to stop, None for never.
         lr_encoder: learning rate of an encoder inside the net; None for that of all else.
         shared: of several processes each takes every so-many-th batch, with a memory of its own (False), or all take every batch,
             each with its share of the memory's points, whose sums they add up (True): one memory, too large for one machine.
@@ -50,6 +51,7 @@ class Training(NamedTuple):
     burn_in: int = 0
     folds: int = 5
     validation: float = 0.2
+    monitor: str = "mse"
     patience: int | None = None
     lr_encoder: float | None = None
     shared: bool = False
@@ -59,7 +61,7 @@ def read_training(config: dict[str, Any] | None) -> Training | None:
     """The ``training`` part of a model's configuration; None for a model that does not learn by gradient."""
     if config is None:
         return None
-    options = {"optimiser": tuple(OPTIMISERS), "schedule": ("constant", "cosine")}
+    options = {"optimiser": tuple(OPTIMISERS), "schedule": ("constant", "cosine"), "monitor": ("mse", "loss")}
     training = read_settings(Training, config, "model.training", options)
     whole = {"epochs": 1, "batch_size": 1, "window": 1, "stride": 1, "burn_in": 0, "folds": 1, "patience": 1}
     numbers = {"lr": "> 0", "weight_decay": ">= 0", "clip": "> 0", "validation": ">= 0", "lr_encoder": "> 0"}

@@ -31,6 +31,7 @@ from kbf.training.callbacks import (
     ENCODERS,
     LAST,
     VALIDATION,
+    VALIDATION_LOSS,
     BestCheckpoint,
     LastCheckpoint,
     build_callbacks,
@@ -181,11 +182,12 @@ def fit_filter(module: FilterTraining, run: Run, validation: list[Sequence] | No
         return condition_filter(module, run)
     seed, how = run.config["seed"], module.how
     tasks = FilterDataModule(module.memory.sequences(), how, seed, module.taken_in(validation or []))
-    best = BestCheckpoint(run.directory, VALIDATION if tasks.held else None)
+    monitor = (VALIDATION_LOSS if how.monitor == "loss" else VALIDATION) if tasks.held else None
+    best = BestCheckpoint(run.directory, monitor)
     last = LastCheckpoint(run.directory / LAST, replaces=run.directory / ENCODERS)
     callbacks = build_callbacks(run.config, directory=run.directory)
     check_callbacks(callbacks, bool(tasks.held))
-    callbacks += early_stopping(how.patience, bool(tasks.held), callbacks)
+    callbacks += early_stopping(how.patience, monitor, callbacks)
     trainer = run.trainer(*callbacks, best, last)
     module.prepare(tasks.fit, torch.Generator().manual_seed(seed))
     run.start(trainer)

@@ -51,9 +51,9 @@ def test_the_group_s_files(tmp_path):
 
 
 def test_patience_is_early_stopping_unless_there_is_another():
-    (made,) = early_stopping(4, True, [])
-    assert isinstance(made, EarlyStopping) and made.patience == 4
-    assert early_stopping(None, True, []) == early_stopping(4, False, []) == early_stopping(4, True, [EarlyStopping("x")]) == []
+    (made,) = early_stopping(4, "validation/loss", [])
+    assert isinstance(made, EarlyStopping) and (made.patience, made.monitor) == (4, "validation/loss")
+    assert early_stopping(None, "a", []) == early_stopping(4, None, []) == early_stopping(4, "a", [EarlyStopping("x")]) == []
 
 
 def test_lightning_s_own_and_somebody_s_in_one_run(tmp_path):

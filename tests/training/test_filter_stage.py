@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kbf.data.synthetic import SyntheticData
+from kbf.data.windows import split
 from kbf.evaluation.score import score
 from kbf.filters.base import rollout
 from kbf.filters.lstm import LSTMFilter
@@ -114,6 +115,25 @@ def test_early_stopping_keeps_the_best_and_stays_stopped(data, tmp_path):
     again = train(settings, data.train, tmp_path, ckpt_path=tmp_path / "last.ckpt")
     assert again is not None
     assert (again.epochs, again.validation_mse) == (trained.epochs, trained.validation_mse)
+
+
+def test_the_best_epoch_may_be_that_of_the_net_s_own_loss(data, tmp_path):
+    net = {"_target_": "kbf.filters.gru_images.GRUImages", "d": 2, "q": 2, "m": 3, "units": 8}
+    settings = config(LSTM | {"name": "gru_images", "net": net}, epochs=12, lr=0.05, schedule="constant", monitor="loss")
+    trained = train(settings, data.train, tmp_path)
+    assert trained is not None
+    kept = read_checkpoint(tmp_path / "best.ckpt")["callbacks"]["BestCheckpoint"]
+    (held,) = split(data.train, 0.2)[1]
+    own = trained.module.net
+    with torch.no_grad():
+        loss = own.loss(*(leaf[None].float() for leaf in (held.states, held.obs))).item()
+        z = rollout(own, held.obs[None].float()).estimates
+    assert float(kept["best_model_score"]) == pytest.approx(loss, rel=1e-4)
+    assert kept["least"] == trained.validation_mse == pytest.approx(float((z[0] - held.states).square().sum(-1).mean()), rel=1e-4)
+    again = train(settings, data.train, tmp_path, ckpt_path=tmp_path / "last.ckpt")
+    assert again is not None and again.validation_mse == trained.validation_mse
+    with pytest.raises(ValueError, match="needs a net with a loss of its own, KBF has none"):
+        train(config(KERNEL, monitor="loss"), data.train, tmp_path / "kbf")
 
 
 def test_gradient_training_lowers_the_error_and_ignores_the_validation_part(data, tmp_path):
