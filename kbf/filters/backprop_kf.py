@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor, nn
 
-from kbf.filters.end_to_end import LEAST_VARIANCE, EndToEndFilter
+from kbf.filters.end_to_end import EndToEndFilter
 from kbf.filters.gaussian import GaussianState, kalman_observe, kalman_predict
 
 FAR = 30.0
@@ -48,11 +48,6 @@ class BackpropKF(EndToEndFilter[GaussianState]):
             self.outer.weight.mul_(0.1)
         self.log_noise = nn.Parameter(torch.full((y,), math.log(0.1)))
         self.log_start = nn.Parameter(torch.zeros(y))
-
-    def encode(self, obs: Shaped[Tensor, "b *x"]) -> tuple[Float[Tensor, "b d"], Float[Tensor, "b d"]]:
-        """Codes w, in standard units of the state, and their variances r."""
-        w, r = self.heads(obs)
-        return w, r + LEAST_VARIANCE
 
     def move(self, y: Float[Tensor, "b y"]) -> tuple[Float[Tensor, "b y"], Float[Tensor, "b y y"]]:
         """f(y) and its Jacobian F."""

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from kbf.filters.end_to_end import LEAST_VARIANCE, EndToEndFilter
+from kbf.filters.end_to_end import EndToEndFilter
 from kbf.filters.resampling import effective_sample_size, soft
 
 LEAST_LIKELIHOOD = 0.004
@@ -101,11 +101,6 @@ class DPF(EndToEndFilter[DPFState]):
         self.likelihood = nn.Sequential(nn.ReLU(), nn.Linear(units, units), nn.ReLU(), nn.Linear(units, 1))
         self.proposal_of_code, self.proposal_of_noise = nn.Linear(2 * m, units), nn.Linear(y, units, bias=False)
         self.proposal = nn.Sequential(nn.ReLU(), nn.Linear(units, units), nn.ReLU(), nn.Linear(units, y))
-
-    def encode(self, obs: Shaped[Tensor, "b *x"]) -> tuple[Float[Tensor, "b m"], Float[Tensor, "b m"]]:
-        """The two halves of the encoding e; the second is positive, and may say how good an image is."""
-        w, r = self.heads(obs)
-        return w, r + LEAST_VARIANCE
 
     def move(self, y: Float[Tensor, "b P y"], eps: Float[Tensor, "b P y"]) -> Float[Tensor, "b P y"]:
         """A y + c + V tanh(W y + U eps + b) + s eps."""

@@ -21,7 +21,7 @@ LEAST_VARIANCE = 1e-4
 class EndToEndFilter(nn.Module, Generic[S]):
     """An encoder with two heads, w(x) and its variances r(x), under a filter that a subclass defines.
 
-    A subclass has ``encode``, ``init``, ``predict``, ``take_in`` (w and r into a state), ``mean`` and ``spread``; all are learned
+    A subclass has ``init``, ``predict``, ``take_in`` (w and r into a state), ``mean`` and ``spread``; all are learned
     together, on the log likelihood of the true states (``log_density``: Gaussian, unless a subclass says otherwise), through all
     steps of a window (`loss`).
     """
@@ -65,14 +65,10 @@ class EndToEndFilter(nn.Module, Generic[S]):
         """The net itself: it needs no memory."""
         return self
 
-    def heads(self, obs: Shaped[Tensor, "b *x"]) -> tuple[Float[Tensor, "b m"], Float[Tensor, "b m"]]:
-        """w and r > 0 of observations."""
-        e = functional.relu(self.encoder(obs if self.raw else (obs - self.x_mean) / self.x_scale))
-        return self.code(e), positive(self.code_variance(e))
-
     def encode(self, obs: Shaped[Tensor, "b *x"]) -> tuple[Float[Tensor, "b m"], Float[Tensor, "b m"]]:
-        """Codes and their variances, as the update takes them."""
-        raise NotImplementedError
+        """Codes w of observations and their variances r, at least `LEAST_VARIANCE`, as the update takes them."""
+        e = functional.relu(self.encoder(obs if self.raw else (obs - self.x_mean) / self.x_scale))
+        return self.code(e), positive(self.code_variance(e)) + LEAST_VARIANCE
 
     def init(self, batch: int, *, generator: Generator | None = None) -> S:
         """A state for each of a batch."""

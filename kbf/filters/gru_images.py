@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from kbf.filters.end_to_end import LEAST_VARIANCE, EndToEndFilter, positive
@@ -49,11 +49,6 @@ class GRUImages(EndToEndFilter[GRUImagesState]):
         self.cell = nn.GRUCell(2 * m + 1, units)
         self.readout = nn.Sequential(nn.Linear(units, hidden), nn.Tanh(), nn.Linear(hidden, d))
         self.readout_variance = nn.Sequential(nn.Linear(units, hidden), nn.Tanh(), nn.Linear(hidden, d))
-
-    def encode(self, obs: Shaped[Tensor, "b *x"]) -> tuple[Float[Tensor, "b m"], Float[Tensor, "b m"]]:
-        """Codes and their variances."""
-        w, r = self.heads(obs)
-        return w, r + LEAST_VARIANCE
 
     def init(self, batch: int, *, generator: Generator | None = None) -> GRUImagesState:
         """h = 0."""

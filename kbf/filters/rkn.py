@@ -82,8 +82,8 @@ class RKNFilter(EndToEndFilter[RKNState]):
 
     def encode(self, obs: Shaped[Tensor, "b *x"]) -> tuple[Float[Tensor, "b m"], Float[Tensor, "b m"]]:
         """Codes w of length 1 and their variances r."""
-        w, r = self.heads(obs)
-        return functional.normalize(w, dim=-1), r + LEAST_VARIANCE
+        w, r = super().encode(obs)
+        return functional.normalize(w, dim=-1), r
 
     def init(self, batch: int, *, generator: Generator | None = None) -> RKNState:
         """z = 0 with a wide covariance: the first observation says nearly all."""
