@@ -38,7 +38,9 @@ from kbf.training.held_out_calibration import learn
 from kbf.training.train import train
 
 COVERAGE_COLUMNS = tuple(f"coverage_{round(100 * level)}" for level in COVERAGE_LEVELS)
-STATEMENTS = ("log_likelihood", "log_likelihood_se", "energy_score", "energy_excess", "energy_excess_se")
+STATEMENTS = ("log_likelihood", "log_likelihood_se", "log_likelihood_raw", "energy_score", "energy_excess", "energy_excess_se")
+SAID = {"log_likelihood": "log lik.", "log_likelihood_raw": "as learned", "energy_score": "energy"}
+"""Columns of the table on the screen, and their headings."""
 FLOOR = "floor"
 """The name under which the floor of a data set is kept beside the models."""
 
@@ -120,7 +122,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         "seed": cell.seed,
         "version": __version__,
     }
-    about_run |= {"commit": commit(), "renderer": data.renderer}
+    about_run |= {"commit": commit(), "renderer": data.renderer, "sequences": len(data.train)}
     if cell.model == FLOOR:
         least = data_floor(data, particles=config["particles"], seed=cell.seed, covariances=True)
         mse = None if least is None else least.mse.mean().item()
@@ -173,6 +175,7 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
     """Tables on the screen and as CSV, the tests between pairs, and the picture."""
     rows: list[dict[str, Any]] = []
     tests: list[dict[str, Any]] = []
+    unit = "sequences" if any(r.get("sequences") == n for (_, n, _), r in results.items()) else "steps"  # a sequence has several
     for n in sorted({n for _, n, _ in results}):
         least = {seed: r for (model, m, seed), r in results.items() if model == FLOOR and m == n}
         floors = {seed: r["test.mse"] for seed, r in least.items()}
@@ -214,7 +217,7 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
         if by_model:
             mine = [row for row in rows if row["n_train"] == n]
             shown = f"; images: {mine[0]['renderer']}" if mine[0]["renderer"] else ""
-            show_table(f"{name}, {n} training steps{shown}", mine, statements(least, least) if least else {})
+            show_table(f"{name}, {n} training {unit}{shown}", mine, statements(least, least) if least else {})
     if not rows:
         return
     empty = [key for key in COVERAGE_COLUMNS if all(row[key] != row[key] for row in rows)]
@@ -231,7 +234,7 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
     if tests:
         write_csv(directory / "wilcoxon.csv", tests)
         written.insert(2, "wilcoxon.csv")
-    save(comparison_figure(rows, title=f"{name}: {max(row['runs'] for row in rows)} runs"), directory / "comparison.png")
+    save(comparison_figure(rows, title=f"{name}: {max(row['runs'] for row in rows)} runs", unit=unit), directory / "comparison.png")
     console.print(f"in [bold]{directory}[/]: {', '.join(written)}", highlight=False)
 
 
@@ -266,17 +269,19 @@ def own_energy(run: dict[str, Any]) -> float:
 def statements(runs: dict[int, dict[str, Any]], floors: dict[int, dict[str, Any]]) -> dict[str, float]:
     """Of runs by seed: RMSE, the Gaussian log likelihood of the states, a step, with its error, and the energy score.
 
-    The latter with its excess over the floor's, if that is known.
+    The likelihood also of the covariances as they were learned, where they are recalibrated; the energy score with its excess
+    over the floor's, if that is known.
     """
     rmse, _ = mean_and_error([math.sqrt(run["test.mse"]) if run["test.mse"] is not None else math.nan for run in runs.values()])
     likelihood, error = mean_and_error([-stated(run, "nll") for run in runs.values()])
+    raw, _ = mean_and_error([-run["test.nll_raw"] if "test.nll" in run else math.nan for run in runs.values()])
     energies = [own_energy(run) for run in runs.values()]
     least = [own_energy(floors.get(seed, {})) for seed in runs]
     over = (math.nan, math.nan)
     if all(math.isfinite(each) for each in [*energies, *least]):
         figures = summary(energies, least)
         over = figures["excess"], figures["excess_se"]
-    return {"rmse": rmse, **dict(zip(STATEMENTS, (likelihood, error, mean_and_error(energies)[0], *over), strict=True))}
+    return {"rmse": rmse, **dict(zip(STATEMENTS, (likelihood, error, raw, mean_and_error(energies)[0], *over), strict=True))}
 
 
 def named_shares(keys: list[str]) -> list[str]:
@@ -300,16 +305,15 @@ def show_table(title: str, rows: list[dict[str, Any]], floor_says: dict[str, flo
     covered = [key for key in COVERAGE_COLUMNS if any(row[key] == row[key] for row in rows)]
     without_floor = all(row["floor"] != row["floor"] for row in rows)  # errors in units of the data say little alone
     relative = "NMSE" if without_floor else "excess"
-    spoken = [key for key in ("log_likelihood", "energy_score") if any(row[key] == row[key] for row in rows)]
-    told = [{"log_likelihood": "log lik.", "energy_score": "energy"}[key] for key in spoken]
+    spoken = [key for key in SAID if any(row[key] == row[key] for row in rows)]
 
     def say(values: dict[str, Any]) -> list[str]:
         return [
-            f"{value:.{2 if key == 'log_likelihood' else 4}f}" if (value := values.get(key, math.nan)) == value else ""
+            f"{value:.{4 if key == 'energy_score' else 2}f}" if (value := values.get(key, math.nan)) == value else ""
             for key in spoken
         ]
 
-    for header in ("model", "error", "± s.e.", relative, "± s.e.", *told, "runs", "seconds", *named_shares(covered)):
+    for header in ("model", "error", "± s.e.", relative, "± s.e.", *(SAID[key] for key in spoken), "runs", "seconds", *named_shares(covered)):
         table.add_column(header, justify="left" if header == "model" else "right")
     order = "nmse" if without_floor and all(row["nmse"] == row["nmse"] for row in rows) else "mse"
     for row in sorted(rows, key=lambda row: row[order]):

@@ -44,7 +44,7 @@ class RKNFilter(EndToEndFilter[RKNState]):
 
     All is trained end to end on the Gaussian log likelihood of the true states (`EndToEndFilter.loss`).
 
-    References: Becker, Pandya, Gebhardt, Zhao, Taylor, Neumann (2019), Recurrent Kalman Networks: section 4, equations 2 to 8.
+    References: Becker, Pandya, Gebhardt, Zhao, Taylor, Neumann (2019), Recurrent Kalman Networks: section 4, equations 2 to 7, and 10 to 12 of the supplement.
     """
 
     band: Tensor
@@ -124,7 +124,7 @@ def predict_factorised(
     With A = [L R], of the columns for the upper and the lower half: A S = [L u + R s, L s + R l], columns by columns, and the
     diagonals of (A S) A^T are sums of products of rows.
 
-    References: Becker et al. (2019), equations 2 and 3, and their appendix A.
+    References: Becker et al. (2019), equations 10 to 12 of the supplement.
     """
     m = noise.shape[1]
     u, lower, s = (part[:, None] for part in S)
@@ -140,7 +140,7 @@ def update_factorised(
 ) -> tuple[Float[Tensor, "b two_m"], FactorisedCovariance]:
     """The Kalman update with observation w = z_upper + N(0, diag r): gain u / (u + r) above, s / (u + r) below.
 
-    References: Becker et al. (2019), equations 4 to 8.
+    References: Becker et al. (2019), equations 2 to 7.
     """
     top, low = mean.chunk(2, -1)
     gain, gain_below = S.upper / (S.upper + r), S.between / (S.upper + r)

@@ -142,12 +142,12 @@ def have_room(places: list[Any]) -> bool:
     return all(gap > math.log(1.3) and 36 * gap > length * whole for gap, length in zip(gaps, wide, strict=True))
 
 
-def comparison_figure(rows: Many[Mapping[str, Any]], *, title: str = "") -> Figure:
-    """Error of each model against the number of training steps, with standard errors, above the floor.
+def comparison_figure(rows: Many[Mapping[str, Any]], *, title: str = "", unit: str = "steps") -> Figure:
+    """Error of each model against the size of the training, with standard errors, above the floor.
 
     Args:
         rows: with ``model``, ``n_train``, ``mse``, ``se`` and ``floor`` (NaN where it is not known).
-        title: above the picture.
+        title: above the picture. unit: what ``n_train`` counts.
     """
     sizes = sorted({row["n_train"] for row in rows})
     last = max(sizes)
@@ -185,7 +185,7 @@ def comparison_figure(rows: Many[Mapping[str, Any]], *, title: str = "") -> Figu
         axes.yaxis.set_minor_formatter(ticker.NullFormatter())
         axes.set_xticks(list(positions.values()), [str(n) for n in sizes])
         axes.grid(visible=False, axis="x")
-        axes.set_xlabel("training steps $n$")
+        axes.set_xlabel(f"training {unit} $n$")
         axes.set_ylabel("mean squared error")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), labelspacing=0.7)
         if title:

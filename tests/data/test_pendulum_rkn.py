@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import math
 
 import numpy as np
@@ -160,6 +162,22 @@ def trained(name, path):
     quiet = ["logger=none", "trainer.enable_progress_bar=false", "calibrate=false"]
     assert main(["train", f"model={name}", *TINY, *quiet, f"run_dir={path}"]) == 0
     return load_filter(path / "checkpoints" / "best.ckpt")
+
+
+@pytest.mark.slow
+def test_a_comparison_counts_sequences_and_tells_both_likelihoods(tmp_path, capsys):
+    """That of the recalibrated covariances, and that of those that were learned; one that is not recalibrated has one."""
+    words = [*TINY, "models=kalman,frame", "runs=1", "workers=0", f"run_dir={tmp_path}"]
+    assert main(["compare", *words, "calibrate=true"]) == 0
+    cell = next(json.loads(path.read_text()) for path in (tmp_path / "cells").glob("*-kalman-*.json"))
+    kalman, frame = csv.DictReader((tmp_path / "results.csv").open())
+    assert float(kalman["log_likelihood"]) == -cell["test.nll"] != -cell["test.nll_raw"] == float(kalman["log_likelihood_raw"])
+    assert frame["log_likelihood"] == frame["log_likelihood_raw"] == "nan"
+    told = capsys.readouterr().out
+    assert "pendulum_rkn, 3 training sequences" in told and f"{-cell['test.nll_raw']:.2f}" in told and "as" in told
+    assert main(["compare", *words]) == 0
+    kalman, _ = csv.DictReader((tmp_path / "results.csv").open())
+    assert "log_likelihood_raw" not in kalman and float(kalman["log_likelihood"]) == -cell["test.nll_raw"]
 
 
 @pytest.mark.slow
