@@ -129,6 +129,34 @@ def test_the_default_is_ahead_of_all_but_the_particle_filter_on_its_own_model():
         assert ahead or model in ("kbf", "particle_learned"), (data, model, n)
 
 
+NUMBER_WORDS = dict(enumerate("no one two three four five six seven eight nine".split()))
+
+
+def test_the_sentences_of_the_readme():
+    """What it says in words of two recordings and of the field's benchmark, from the tables that it names."""
+    known = {name: page_tables.by_model(name) for name in ("recordings/rat", "recordings/cartpole", "rkn_pendulum")}
+
+    def figures(table: str, n: int, *models: str, errors: str = "", column: str = "nmse") -> list[float]:
+        rows = [known[table][model, n] for model in models]
+        return [float(row[name]) for row in rows for name in (column, f"{column}_se") if name == column or row["model"] in errors]
+
+    small, large = (figures("recordings/rat", n, "kbf", errors="kbf") for n in (1000, 4798))
+    others = [value for m in ("gru", "window_boosting", "kalman") for n in (1000, 4798) for value in figures("recordings/rat", n, m)]
+    swung = ("kbf", "gru", "window_boosting", "kalman")
+    cartpole = figures("recordings/cartpole", 2400, *swung, errors=" ".join(swung))
+    rmse = {n: {m: float(row["rmse"]) for (m, size), row in known["rkn_pendulum"].items() if size == n} for n in (10, 100)}
+    few, many = ("kbf", "lstm", "rkn"), ("kbf", "lstm", "gru", "rkn")
+    rest = sorted(value for model, value in rmse[10].items() if model not in few)
+    assert max(rmse[10][model] for model in few) < rest[0]
+    assert sorted(rmse[100], key=rmse[100].get)[: len(many)] == list(many)
+    told = " ".join(text_of("README.md").split())
+    said = re.search(r"Where a rat is,.*?recurrent Kalman networks [\d.]+ \(\[ten", told)
+    assert said and f", {NUMBER_WORDS[len(rest)]} others " in said[0]
+    values = [*small, *large, *others, *cartpole, *(rmse[10][m] for m in few), rest[0], *(rmse[100][m] for m in many)]
+    shown = re.findall(r"\d\.\d{3}", said[0])
+    assert len(shown) == len(values) and all(map(agree, shown, values))
+
+
 def test_the_readme_is_short():
     assert len(text_of("README.md").splitlines()) <= 150
 
