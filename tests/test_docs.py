@@ -129,7 +129,7 @@ def test_the_default_is_ahead_of_all_but_the_particle_filter_on_its_own_model():
         assert ahead or model in ("kbf", "particle_learned"), (data, model, n)
 
 
-NUMBER_WORDS = dict(enumerate("no one two three four five six seven eight nine".split()))
+NUMBER_WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
 def test_the_sentences_of_the_readme():
@@ -141,7 +141,9 @@ def test_the_sentences_of_the_readme():
         return [float(row[name]) for row in rows for name in (column, f"{column}_se") if name == column or row["model"] in errors]
 
     small, large = (figures("recordings/rat", n, "kbf", errors="kbf") for n in (1000, 4798))
-    others = [value for m in ("gru", "window_boosting", "kalman") for n in (1000, 4798) for value in figures("recordings/rat", n, m)]
+    others = [
+        value for m in ("gru", "window_boosting", "kalman") for n in (1000, 4798) for value in figures("recordings/rat", n, m)
+    ]
     swung = ("kbf", "gru", "window_boosting", "kalman")
     cartpole = figures("recordings/cartpole", 2400, *swung, errors=" ".join(swung))
     rmse = {n: {m: float(row["rmse"]) for (m, size), row in known["rkn_pendulum"].items() if size == n} for n in (10, 100)}
@@ -209,6 +211,18 @@ def test_the_figures_of_speed(benchmark):
         assert words in page
         for number in page_tables.NUMBER.findall(words.replace("1,000", "1000")):
             assert any(agree(number, float(claim)) for claim in claims), (words, number)
+
+
+def test_the_figures_of_smoothing():
+    """Those of docs/guide.md are of the benchmark's table."""
+    with (RESULTS / "bench" / "smoothing" / "results.csv").open(newline="") as file:
+        rows = {(row["data"], row["model"]): row for row in csv.DictReader(file)}
+    shares = [100 * float(rows[data, "kbf"]["share of the gap"]) for data in ("rotation", "oscillatory", "dmlab")]
+    best = [float(rows["dsprites", "kbf"][key]) for key in ("smoother", "filtering floor")]
+    words = r"closes (\d+), (\d+) and (\d+) % of the gap.*?\((0\.\d+) against (0\.\d+)\).*?\((0\.\d+);"
+    told = re.search(words, text_of("docs/guide.md"), re.DOTALL)
+    true_moves = float(rows["dsprites", "particle_observation"]["smoother"])
+    assert told and all(map(agree, told.groups(), [*shares, *best, true_moves]))
 
 
 @pytest.mark.parametrize("group", ["data", "model", "encoder", "trainer", "callbacks", "logger", "launcher"])

@@ -44,7 +44,8 @@ class RKNFilter(EndToEndFilter[RKNState]):
 
     All is trained end to end on the Gaussian log likelihood of the true states (`EndToEndFilter.loss`).
 
-    References: Becker, Pandya, Gebhardt, Zhao, Taylor, Neumann (2019), Recurrent Kalman Networks: section 4, equations 2 to 7, and 10 to 12 of the supplement.
+    References: Becker, Pandya, Gebhardt, Zhao, Taylor, Neumann (2019), Recurrent Kalman Networks: section 4;
+    equations 2 to 7, and 10 to 12 of the supplement.
     """
 
     band: Tensor
