@@ -313,17 +313,8 @@ def show_table(title: str, rows: list[dict[str, Any]], floor_says: dict[str, flo
             for key in spoken
         ]
 
-    for header in (
-        "model",
-        "error",
-        "± s.e.",
-        relative,
-        "± s.e.",
-        *(SAID[key] for key in spoken),
-        "runs",
-        "seconds",
-        *named_shares(covered),
-    ):
+    headers = ["model", "error", "± s.e.", relative, "± s.e.", *(SAID[key] for key in spoken), "runs", "seconds"]
+    for header in [*headers, *named_shares(covered)]:
         table.add_column(header, justify="left" if header == "model" else "right")
     order = "nmse" if without_floor and all(row["nmse"] == row["nmse"] for row in rows) else "mse"
     for row in sorted(rows, key=lambda row: row[order]):
