@@ -207,12 +207,9 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
                     "passed_over": passed,
                 }
             )
-        likelihoods = {model: {s: -stated(r, "nll") for s, r in runs.items()} for model, runs in by_model.items()}
-        scores = {
-            "mse": {model: {s: r["test.mse"] for s, r in runs.items()} for model, runs in by_model.items()},
-            "log_likelihood": {model: runs for model, runs in likelihoods.items() if not any(map(math.isnan, runs.values()))},
-        }
-        for score, by_seed in scores.items():
+        for score, of in TESTED.items():
+            by_seed = {model: {seed: of(r) for seed, r in runs.items()} for model, runs in by_model.items()}
+            by_seed = {model: values for model, values in by_seed.items() if not any(map(math.isnan, values.values()))}
             tests += [{"data": name, "n_train": n, "score": score, **pair} for pair in wilcoxon_pairs(by_seed)]
         if by_model:
             mine = [row for row in rows if row["n_train"] == n]
@@ -241,7 +238,7 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
 def row_of(result: dict[str, Any]) -> dict[str, Any]:
     """A run in ``runs.csv``; its log likelihood is NaN where a filter has no covariances."""
     row = {key: result[key] for key in ("data", "n_train", "seed", "model", "test.mse")}
-    return row | {"log_likelihood": -stated(result, "nll"), "seconds": result["seconds"]}
+    return row | {"log_likelihood": likelihood(result), "seconds": result["seconds"]}
 
 
 def normalised(runs: list[dict[str, Any]]) -> dict[str, float]:
@@ -254,10 +251,19 @@ def normalised(runs: list[dict[str, Any]]) -> dict[str, float]:
     return columns
 
 
-def stated(run: dict[str, Any], key: str) -> float:
-    """A score of the filter's covariances: recalibrated where they were, else as they are; NaN for a filter without any."""
-    value = run.get(f"test.{key}", run.get(f"test.{key}_raw"))
-    return math.nan if value is None else float(value)
+def likelihood(run: dict[str, Any]) -> float:
+    """Of the filter's covariances: recalibrated where they were, else as they are; NaN for a filter without any."""
+    value = run.get("test.nll", run.get("test.nll_raw"))
+    return math.nan if value is None else -float(value)
+
+
+def likelihood_raw(run: dict[str, Any]) -> float:
+    """Of recalibrated covariances, as they were learned; NaN where `likelihood` is of these."""
+    return -float(run["test.nll_raw"]) if "test.nll" in run else math.nan
+
+
+TESTED = {"mse": lambda run: run["test.mse"], "log_likelihood": likelihood, "log_likelihood_raw": likelihood_raw}
+"""Scores of a run by which models are compared in pairs."""
 
 
 def own_energy(run: dict[str, Any]) -> float:
@@ -273,15 +279,15 @@ def statements(runs: dict[int, dict[str, Any]], floors: dict[int, dict[str, Any]
     over the floor's, if that is known.
     """
     rmse, _ = mean_and_error([math.sqrt(run["test.mse"]) if run["test.mse"] is not None else math.nan for run in runs.values()])
-    likelihood, error = mean_and_error([-stated(run, "nll") for run in runs.values()])
-    raw, _ = mean_and_error([-run["test.nll_raw"] if "test.nll" in run else math.nan for run in runs.values()])
+    likely, error = mean_and_error([likelihood(run) for run in runs.values()])
+    raw, _ = mean_and_error([likelihood_raw(run) for run in runs.values()])
     energies = [own_energy(run) for run in runs.values()]
     least = [own_energy(floors.get(seed, {})) for seed in runs]
     over = (math.nan, math.nan)
     if all(math.isfinite(each) for each in [*energies, *least]):
         figures = summary(energies, least)
         over = figures["excess"], figures["excess_se"]
-    return {"rmse": rmse, **dict(zip(STATEMENTS, (likelihood, error, raw, mean_and_error(energies)[0], *over), strict=True))}
+    return {"rmse": rmse, **dict(zip(STATEMENTS, (likely, error, raw, mean_and_error(energies)[0], *over), strict=True))}
 
 
 def named_shares(keys: list[str]) -> list[str]:
