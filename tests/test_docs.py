@@ -164,7 +164,7 @@ def test_the_readme_is_short():
 
 
 def test_the_default_is_ahead_on_the_field_s_benchmark():
-    """Of each model, in error and in log likelihood (recalibrated, and as learned), at each number of sequences: p < 0.05, ten draws."""
+    """Of each model, in error and in log likelihood (also as learned), at each number of sequences: p < 0.05 over ten draws."""
     with (RESULTS / "rkn_pendulum" / "wilcoxon.csv").open(newline="") as file:
         pairs = [row for row in csv.DictReader(file) if row["first"] == "kbf"]
     assert len(pairs) == 3 * (7 + 5 + 5) and {row["n_train"] for row in pairs} == {"10", "30", "100"}
