@@ -146,10 +146,10 @@ def test_the_experiment_sets_every_kind_of_filter_beside_kbf():
     """Nets with an encoder of their own see images, the others codes; all are calibrated, so that all have a log likelihood."""
     config = plain(compose("compare", ["experiment=rkn_pendulum"]), resolve=False)
     assert (config["data"]["name"], config["calibrate"], config["n_train"]) == ("pendulum_rkn", True, [10, 30, 100])
-    assert {"kbf", "rkn", "backprop_kf", "dpf", "gru", "lstm", "kalman", "frame"} == set(config["models"])
+    assert {"kbf", "rkn", "gru_images", "backprop_kf", "dpf", "gru", "lstm", "kalman", "frame"} == set(config["models"])
     for name in config["models"]:
         model = plain(compose("train", [f"model={name}", "data=pendulum_rkn"]), resolve=True)["model"]
-        own = name in ("rkn", "backprop_kf", "dpf")
+        own = name in ("rkn", "gru_images", "backprop_kf", "dpf")
         assert (model["coding"] is None) == own
         assert not own or (model["net"]["q"] == [1, 24, 24] and "CNN" in model["net"]["encoder"]["_target_"])
 
