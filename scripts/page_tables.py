@@ -35,7 +35,7 @@ VECTORS_AND_IMAGES = {
 SCORES = [
     ["rmse"],
     ["log_likelihood", "log_likelihood_se"],
-    ["log_likelihood_raw"],
+    ["log_likelihood_raw", "log_likelihood_raw_se"],
     ["energy_score"],
     ["coverage_95"],
     ["seconds.fit"],

@@ -38,7 +38,10 @@ from kbf.training.held_out_calibration import learn
 from kbf.training.train import train
 
 COVERAGE_COLUMNS = tuple(f"coverage_{round(100 * level)}" for level in COVERAGE_LEVELS)
-STATEMENTS = ("log_likelihood", "log_likelihood_se", "log_likelihood_raw", "energy_score", "energy_excess", "energy_excess_se")
+STATEMENTS = (
+    *("log_likelihood", "log_likelihood_se", "log_likelihood_raw", "log_likelihood_raw_se"),
+    *("energy_score", "energy_excess", "energy_excess_se"),
+)
 SAID = {"log_likelihood": "log lik.", "log_likelihood_raw": "as learned", "energy_score": "energy"}
 """Columns of the table on the screen, and their headings."""
 FLOOR = "floor"
@@ -238,7 +241,8 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
 def row_of(result: dict[str, Any]) -> dict[str, Any]:
     """A run in ``runs.csv``; its log likelihood is NaN where a filter has no covariances."""
     row = {key: result[key] for key in ("data", "n_train", "seed", "model", "test.mse")}
-    return row | {"log_likelihood": likelihood(result), "seconds": result["seconds"]}
+    row |= {"log_likelihood": likelihood(result), "log_likelihood_raw": likelihood_raw(result)}
+    return row | {"seconds": result["seconds"]}
 
 
 def normalised(runs: list[dict[str, Any]]) -> dict[str, float]:
@@ -252,14 +256,15 @@ def normalised(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def likelihood(run: dict[str, Any]) -> float:
-    """Of the filter's covariances: recalibrated where they were, else as they are; NaN for a filter without any."""
+    """Mean log likelihood of a step under the filter's covariances, recalibrated where they were; NaN for a filter without any."""
     value = run.get("test.nll", run.get("test.nll_raw"))
     return math.nan if value is None else -float(value)
 
 
 def likelihood_raw(run: dict[str, Any]) -> float:
-    """Of recalibrated covariances, as they were learned; NaN where `likelihood` is of these."""
-    return -float(run["test.nll_raw"]) if "test.nll" in run else math.nan
+    """The same under covariances as they were learned; NaN where nothing was recalibrated, and `likelihood` says it already."""
+    value = run.get("test.nll_raw") if "test.nll" in run else None
+    return math.nan if value is None else -float(value)
 
 
 TESTED = {"mse": lambda run: run["test.mse"], "log_likelihood": likelihood, "log_likelihood_raw": likelihood_raw}
@@ -280,14 +285,14 @@ def statements(runs: dict[int, dict[str, Any]], floors: dict[int, dict[str, Any]
     """
     rmse, _ = mean_and_error([math.sqrt(run["test.mse"]) if run["test.mse"] is not None else math.nan for run in runs.values()])
     likely, error = mean_and_error([likelihood(run) for run in runs.values()])
-    raw, _ = mean_and_error([likelihood_raw(run) for run in runs.values()])
+    raw, raw_error = mean_and_error([likelihood_raw(run) for run in runs.values()])
     energies = [own_energy(run) for run in runs.values()]
     least = [own_energy(floors.get(seed, {})) for seed in runs]
     over = (math.nan, math.nan)
     if all(math.isfinite(each) for each in [*energies, *least]):
         figures = summary(energies, least)
         over = figures["excess"], figures["excess_se"]
-    return {"rmse": rmse, **dict(zip(STATEMENTS, (likely, error, raw, mean_and_error(energies)[0], *over), strict=True))}
+    return {"rmse": rmse, **dict(zip(STATEMENTS, (likely, error, raw, raw_error, mean_and_error(energies)[0], *over), strict=True))}
 
 
 def named_shares(keys: list[str]) -> list[str]:

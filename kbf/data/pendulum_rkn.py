@@ -1,8 +1,9 @@
 """The pendulum of the Recurrent Kalman Networks: images whose quality varies, and is itself correlated in time.
 
-The state is z = (sin theta, cos theta): theta = 0 is upright, where the pendulum stands on its head; the authors' pictures, and
-these, show it downwards (row numbers grow with cos theta). An image shows the angle, more or less; the speed must be inferred over
-time, and how much to trust an image as well.
+The state is z = (sin theta, cos theta): theta = 0 is upright, where the pendulum stands on its head; pictures
+show that downwards (row numbers grow with cos theta): states and pictures are those of the authors turned by half a circle, which
+is the same task. An image shows the angle, more or less; the speed must be inferred over time, and how much to trust an image
+as well.
 """
 
 from __future__ import annotations

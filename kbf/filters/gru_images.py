@@ -19,11 +19,13 @@ class GRUImagesState(NamedTuple):
 
 
 class GRUImages(EndToEndFilter[GRUImagesState]):
-    """A recurrent net in the place of a filter: the same encoder with two heads, the same read-outs, the same loss as `RKNFilter`.
+    """A recurrent net in the place of a filter: the same encoder with two heads and the same loss as `RKNFilter`.
 
     1. Code: an image x becomes w(x) ``m`` and variances r(x) ``m``.
     2. Predict: h <- GRU(0, h). Update: the same move with the observation, h <- GRU((w, r, 1), h before it).
     3. Read out: the state from h, by an MLP, and its variances, by another.
+
+    Here both read-outs see all of h, and codes have any length.
 
     References: Becker et al. (2019), Recurrent Kalman Networks, section 5: their LSTM and GRU; Cho et al. (2014).
     """

@@ -42,7 +42,8 @@ class RKNFilter(EndToEndFilter[RKNState]):
     3. Update: a Kalman update with H = [I 0] and R = diag r, exact for such S (`update_factorised`).
     4. Read out: the state from z, by an MLP, and its variances from the three diagonals, by another.
 
-    All is trained end to end on the Gaussian log likelihood of the true states (`EndToEndFilter.loss`).
+    All is trained end to end on the Gaussian log likelihood of the true states (`EndToEndFilter.loss`). Here the variance before
+    anything was seen is fixed (``start``), and the encoder is that of the configuration.
 
     References: Becker, Pandya, Gebhardt, Zhao, Taylor, Neumann (2019), Recurrent Kalman Networks: section 4;
     equations 2 to 7, and 10 to 12 of the supplement.
