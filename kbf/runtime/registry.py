@@ -82,12 +82,12 @@ DEEPEST, MOST = 50, 100_000
 
 
 LARGEST: dict[str, int] = {
-    **dict.fromkeys(("n_train", "n_test", "window", "batch_size"), 100_000),
+    **dict.fromkeys(("n_train", "n_test", "window", "stride", "batch_size"), 100_000),
     **dict.fromkeys(("particles", "points", "run", "epochs"), 1_000_000),
     **dict.fromkeys(("rank", "local", "iterations", "width", "fourier"), 10_000),
     **dict.fromkeys(("hidden", "features", "sizes", "d", "controls", "keypoints", "size"), 2048),
     **dict.fromkeys(("channels", "draws", "neurons", "repeat", "folds", "steps"), 512),
-    **dict.fromkeys(("members", "stride"), 64),
+    "members": 64,
     "kernel": 15,
 }
 """Sizes that a file may ask for, at most, by the name of the argument; of a list each entry."""

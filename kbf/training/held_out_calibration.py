@@ -6,6 +6,7 @@ run through new data. A person's own validation part takes the place of the fold
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence as Many
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,8 +88,13 @@ def begun(fold: list[Sequence], most: int) -> list[Sequence]:
 def never_learned_from(module: FilterTraining) -> Held:
     """`held_out`; of a net without a memory, which no fold can be taken out of, the steps that its training has held out."""
     memory, how = module.memory.sequences(), module.how
-    alone = how is not None and how.validation > 0 and module.net.condition(memory) is module.net
+    alone = how is not None and how.validation > 0 and keeps_no_memory(module)
     return [(module.net.eval(), split(memory, how.validation)[1])] if alone and how else held_out(module.net, memory)
+
+
+def keeps_no_memory(module: FilterTraining) -> bool:
+    """Whether the net is the filter itself: what it has learned from cannot be taken out of it."""
+    return module.net.condition(module.memory.sequences()) is module.net
 
 
 def run_through(held: Held, *, seed: int = 0, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Run:
@@ -209,6 +215,14 @@ def learn(trained: Trained, validation: Many[Sequence] = (), *, rate: float = 1e
     held: Held = [(trained.filter, list(validation))] if validation else never_learned_from(module)
     run = run_through(held, seed=seed, **settings)
     calibration = learn_calibration(run)
+    alone = module.how is not None and module.how.validation == 0 and not validation and keeps_no_memory(module)
+    if calibration is not None and alone:
+        warnings.warn(
+            "covariances are not recalibrated: the net has learned from all recordings, on which it is too sure "
+            "(model.training.validation=0.15 or data.validation holds some out)",
+            stacklevel=2,
+        )
+        calibration = None
     if calibration is not None and not validation:  # the folds are in scaled units
         calibration = in_units_of_the_data(calibration, trained)
     monitor = learn_monitor(run, memory, rate=rate, dtype=module.model_dtype, device=module.device)

@@ -12,7 +12,7 @@ from kbf.filters.base import rollout
 from kbf.filters.kernel.monte_carlo import KernelMonteCarlo
 from kbf.training.checkpoint import load_filter
 from kbf.training.filter_stage import FilterTraining
-from kbf.training.held_out_calibration import learn_and_keep, never_learned_from
+from kbf.training.held_out_calibration import learn, learn_and_keep, never_learned_from
 from kbf.training.train import train
 
 
@@ -63,3 +63,15 @@ def test_a_net_without_a_memory_is_calibrated_on_what_its_training_held_out():
     assert sum(len(s.states) for s in held) == round(200 * module.how.validation)
     last = module.memory.sequences()[-1].states[-1]
     assert torch.equal(held[-1].states[-1], last)
+
+
+def test_a_net_that_has_learned_from_all_steps_is_not_calibrated_on_them(tmp_path):
+    """On what it has learned from it is too sure; it says so, and has a monitor all the same."""
+    words = ["data=oscillatory", "n_train=200", "model=gru", "logger=none", "model.training.epochs=1"]
+    words += ["model.training.validation=0.0", "model.training.patience=null"]
+    config = configure("train", [*words, "trainer.enable_progress_bar=false"])
+    made = train(config, load_data(config["data"]).train, tmp_path)
+    assert made is not None
+    with pytest.warns(UserWarning, match="not recalibrated"):
+        learned = learn(made)
+    assert learned.calibration is None and learned.monitor is not None
