@@ -39,8 +39,13 @@ from kbf.training.train import train
 
 COVERAGE_COLUMNS = tuple(f"coverage_{round(100 * level)}" for level in COVERAGE_LEVELS)
 STATEMENTS = (
-    *("log_likelihood", "log_likelihood_se", "log_likelihood_raw", "log_likelihood_raw_se"),
-    *("energy_score", "energy_excess", "energy_excess_se"),
+    "log_likelihood",
+    "log_likelihood_se",
+    "log_likelihood_raw",
+    "log_likelihood_raw_se",
+    "energy_score",
+    "energy_excess",
+    "energy_excess_se",
 )
 SAID = {"log_likelihood": "log lik.", "log_likelihood_raw": "as learned", "energy_score": "energy"}
 """Columns of the table on the screen, and their headings."""
@@ -178,7 +183,8 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
     """Tables on the screen and as CSV, the tests between pairs, and the picture."""
     rows: list[dict[str, Any]] = []
     tests: list[dict[str, Any]] = []
-    unit = "sequences" if any(r.get("sequences") == n for (_, n, _), r in results.items()) else "steps"  # a sequence has several
+    # a sequence has several steps: n steps are never n sequences
+    unit = "sequences" if any(r.get("sequences") == n for (_, n, _), r in results.items()) else "steps"
     for n in sorted({n for _, n, _ in results}):
         least = {seed: r for (model, m, seed), r in results.items() if model == FLOOR and m == n}
         floors = {seed: r["test.mse"] for seed, r in least.items()}
@@ -241,8 +247,8 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
 def row_of(result: dict[str, Any]) -> dict[str, Any]:
     """A run in ``runs.csv``; its log likelihood is NaN where a filter has no covariances."""
     row = {key: result[key] for key in ("data", "n_train", "seed", "model", "test.mse")}
-    row |= {"log_likelihood": likelihood(result), "log_likelihood_raw": likelihood_raw(result)}
-    return row | {"seconds": result["seconds"]}
+    likelihoods = {"log_likelihood": likelihood(result), "log_likelihood_raw": likelihood_raw(result)}
+    return row | likelihoods | {"seconds": result["seconds"]}
 
 
 def normalised(runs: list[dict[str, Any]]) -> dict[str, float]:

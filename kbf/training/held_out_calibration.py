@@ -97,6 +97,11 @@ def keeps_no_memory(module: FilterTraining) -> bool:
     return module.net.condition(module.memory.sequences()) is module.net
 
 
+def learned_from_all(module: FilterTraining) -> bool:
+    """Whether its training held out nothing, and nothing can be taken out of it."""
+    return module.how is not None and module.how.validation == 0 and keeps_no_memory(module)
+
+
 def run_through(held: Held, *, seed: int = 0, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Run:
     """Run each filter through its sequences, from its start; arguments as of `kbf.evaluation.score.score`."""
     states, means, covariances, surprises, filters = [], [], [], [], []
@@ -215,15 +220,14 @@ def learn(trained: Trained, validation: Many[Sequence] = (), *, rate: float = 1e
     held: Held = [(trained.filter, list(validation))] if validation else never_learned_from(module)
     run = run_through(held, seed=seed, **settings)
     calibration = learn_calibration(run)
-    alone = module.how is not None and module.how.validation == 0 and not validation and keeps_no_memory(module)
-    if calibration is not None and alone:
+    if calibration is not None and not validation and learned_from_all(module):
         warnings.warn(
             "covariances are not recalibrated: the net has learned from all recordings, on which it is too sure "
             "(model.training.validation=0.15 or data.validation holds some out)",
             stacklevel=2,
         )
         calibration = None
-    if calibration is not None and not validation:  # the folds are in scaled units
+    elif calibration is not None and not validation:  # the folds are in scaled units
         calibration = in_units_of_the_data(calibration, trained)
     monitor = learn_monitor(run, memory, rate=rate, dtype=module.model_dtype, device=module.device)
     return trained._replace(calibration=calibration, monitor=monitor)
