@@ -13,6 +13,7 @@ from rich.table import Table
 from kbf.bench import BENCHMARKS
 from kbf.bench.base import Benchmark, Claim
 from kbf.commands.common import console, provenance, start
+from kbf.commands.wide import print_wide
 from kbf.plots.tracks import save
 from kbf.runtime.files import write_csv, write_json, write_text
 
@@ -83,7 +84,7 @@ def show_rows(rows: list[dict[str, Any]]) -> None:
         table.add_column(key)
     for row in rows:
         table.add_row(*(f"{value:.4g}" if isinstance(value, float) else escape(str(value)) for value in row.values()))
-    console.print(table)
+    print_wide(table)
 
 
 def claims_text(name: str, machine: str, claims: list[Claim]) -> str:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kbf.commands.common import console, start
+from kbf.commands.wide import print_wide
 from kbf.data.own.report import all_columns, cell, examine, markdown
 from kbf.data.own.source import OwnData
 from kbf.plots.charts import scatter_figure, series_figure
@@ -52,7 +53,7 @@ def show_table(rows: list[dict[str, Any]], most: int = 20) -> None:
     table = Table(*rows[0])
     for row in rows[:most]:
         table.add_row(*(escape(cell(row.get(key))) for key in rows[0]))
-    console.print(table)
+    print_wide(table)
     if len(rows) > most:
         console.print(f"... and {len(rows) - most} more", highlight=False)
 

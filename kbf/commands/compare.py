@@ -26,6 +26,7 @@ from kbf.commands.common import (
 )
 from kbf.commands.resume import finish_all
 from kbf.commands.train import finish
+from kbf.commands.wide import print_wide
 from kbf.data.dataset import load_data
 from kbf.data.download import one_at_a_time
 from kbf.evaluation.floors import data_floor
@@ -194,8 +195,8 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
                 by_model.setdefault(model, {})[seed] = result
         for model, runs in by_model.items():
             figures = summary([r["test.mse"] for r in runs.values()], [floors.get(seed) for seed in runs])
-            known = [floors[seed] for seed in runs if floors.get(seed) is not None]
-            floor = mean_and_error(known)[0] if len(known) == len(runs) else math.nan
+            given = [floors[seed] for seed in runs if floors.get(seed) is not None]
+            floor = mean_and_error(given)[0] if len(given) == len(runs) else math.nan
             seconds = mean_and_error([r["seconds"] for r in runs.values()])[0]
             covered = {key: mean_and_error([r.get(f"test.{key}", math.nan) for r in runs.values()])[0] for key in COVERAGE_COLUMNS}
             scaled = normalised(list(runs.values())) | statements(runs, least)
@@ -217,8 +218,8 @@ def report(name: str, results: dict[tuple[str, int, int], dict[str, Any]], direc
                 }
             )
         for score, of in TESTED.items():
-            by_seed = {model: {seed: of(r) for seed, r in runs.items()} for model, runs in by_model.items()}
-            by_seed = {model: values for model, values in by_seed.items() if not any(map(math.isnan, values.values()))}
+            known = {model: {seed: of(r) for seed, r in runs.items() if not math.isnan(of(r))} for model, runs in by_model.items()}
+            by_seed = {model: values for model, values in known.items() if values}
             tests += [{"data": name, "n_train": n, "score": score, **pair} for pair in wilcoxon_pairs(by_seed)]
         if by_model:
             mine = [row for row in rows if row["n_train"] == n]
@@ -315,8 +316,18 @@ def shares(row: dict[str, Any], keys: list[str]) -> list[str]:
     return [f"{100 * row[key]:.1f} %" if row[key] == row[key] else "" for key in keys]
 
 
+def give_or_take(value: float, error: float, digits: int = 4, unit: str = "") -> str:
+    """A mean and its standard error; nothing for what is not known.
+
+    >>> give_or_take(12.34, 0.51, 1, " %"), give_or_take(0.5, float("nan")), give_or_take(float("nan"), 1.0)
+    ('12.3 ± 0.5 %', '0.5000', '')
+    """
+    told = [f"{each:.{digits}f}" for each in (value, error) if each == each]
+    return " ± ".join(told) + unit if value == value else ""
+
+
 def show_table(title: str, rows: list[dict[str, Any]], floor_says: dict[str, float]) -> None:
-    """One training size, the best model first; ``floor_says``: `statements` of the floor."""
+    """One training size, the best model first, errors with their standard errors; ``floor_says``: `statements` of the floor."""
     console.print(f"\n[bold]{title}[/]", highlight=False)
     table = Table()
     covered = [key for key in COVERAGE_COLUMNS if any(row[key] == row[key] for row in rows)]
@@ -330,21 +341,20 @@ def show_table(title: str, rows: list[dict[str, Any]], floor_says: dict[str, flo
             for key in spoken
         ]
 
-    headers = ["model", "error", "± s.e.", relative, "± s.e.", *(SAID[key] for key in spoken), "runs", "seconds"]
+    headers = ["model", "error", relative, *(SAID[key] for key in spoken), "runs", "seconds"]
     for header in [*headers, *named_shares(covered)]:
         table.add_column(header, justify="left" if header == "model" else "right")
     order = "nmse" if without_floor and all(row["nmse"] == row["nmse"] for row in rows) else "mse"
     for row in sorted(rows, key=lambda row: row[order]):
         if without_floor:
-            excess = [f"{row[key]:.4f}" if row[key] == row[key] else "" for key in ("nmse", "nmse_se")]
+            beside = give_or_take(row["nmse"], row["nmse_se"])
         else:
-            excess = [f"{100 * row[key]:.1f} %" if row[key] == row[key] else "" for key in ("excess", "excess_se")]
-        se = f"{row['se']:.4f}" if row["se"] == row["se"] else ""
-        cells = [f"{row['mse']:.4f}", se, *excess, *say(row), str(row["runs"]), f"{row['seconds']:.1f}", *shares(row, covered)]
-        table.add_row(row["model"], *cells)
+            beside = give_or_take(100 * row["excess"], 100 * row["excess_se"], 1, " %")
+        cells = [give_or_take(row["mse"], row["se"]), beside, *say(row)]
+        table.add_row(row["model"], *cells, str(row["runs"]), f"{row['seconds']:.1f}", *shares(row, covered))
     floor = rows[0]["floor"]
     if floor == floor:
-        table.add_row("floor", f"{floor:.4f}", "", "0", "", *say(floor_says), style="dim")
-    console.print(table)
+        table.add_row("floor", f"{floor:.4f}", "0", *say(floor_says), style="dim")
+    print_wide(table)
     if passed := [f"{row['model']} {100 * row['passed_over']:.2f} %" for row in rows if row["passed_over"]]:
         console.print(f"share of steps whose observation was passed over as impossible: {', '.join(passed)}", highlight=False)

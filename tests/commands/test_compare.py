@@ -12,9 +12,12 @@ import time
 
 import jobs
 import pytest
+from rich.table import Table
 
 from kbf.cli import main
 from kbf.commands import compare
+from kbf.commands.common import console
+from kbf.commands.wide import print_wide
 from kbf.commands.worker_pool import run_all
 from kbf.config import configure
 
@@ -222,3 +225,53 @@ def test_models_that_state_covariances_are_compared_by_likelihood(tmp_path, caps
     apart = [by["kalman", s] - by["ekf", s] for s in (0, 1)]
     assert float(tests[1]["mean_difference"]) == pytest.approx(sum(apart) / 2)
     assert " lik." in capsys.readouterr().out  # the heading is of two lines where there is little room
+
+
+def test_a_table_wider_than_the_screen_is_printed_in_pieces(monkeypatch, capsys):
+    """No number is cut, each piece has the first columns, and rows keep their order."""
+    table = Table("model", *(f"score {k}" for k in range(12)))
+    for name in ("kalman", "frame"):
+        table.add_row(name, *(f"{name}{k}.1234" for k in range(12)))
+    monkeypatch.setattr(console, "_width", 80)
+    print_wide(table)
+    told = capsys.readouterr().out
+    assert all(f"{name}{k}.1234" in told for name in ("kalman", "frame") for k in range(12))
+    assert max(map(len, told.splitlines())) <= 80
+    pieces = told.count("model")
+    assert pieces > 1 and told.count("kalman0.1234") == 1
+    assert all(f"score {k} " in told for k in range(12))
+    monkeypatch.setattr(console, "_width", 400)
+    print_wide(table)
+    assert capsys.readouterr().out.count("model") == 1
+    monkeypatch.setattr(console, "_width", 10)  # narrower than a single column: it is cut, and all are there
+    print_wide(table)
+    assert capsys.readouterr().out.count("┏") == 12
+
+
+def stored(seed, model, mse, nll, **more):
+    """A finished run as `kbf compare` keeps it."""
+    scores = {"test.mse": mse, "test.nll": nll, "test.nll_raw": nll}
+    return {"data": "x", "n_train": 10, "seed": seed, "model": model, "seconds": 1.0} | scores | more
+
+
+@pytest.mark.parametrize(("more", "unit"), [({}, "steps"), ({"sequences": 10}, "sequences"), ({"sequences": 2}, "steps")])
+def test_what_a_size_counts(tmp_path, capsys, monkeypatch, more, unit):
+    """Sequences where there are as many; steps of a run of an older version, which did not tell. The picture says it, too."""
+    units = []
+    monkeypatch.setattr(compare, "comparison_figure", lambda rows, title, unit: units.append(unit))
+    monkeypatch.setattr(compare, "save", lambda figure, path: None)
+    compare.report("x", {("a", 10, seed): stored(seed, "a", 0.5, 1.0, **more) for seed in (0, 1)}, tmp_path)
+    assert f"x, 10 training {unit}" in capsys.readouterr().out and units == [unit]
+
+
+def test_a_run_without_a_likelihood_is_left_out_of_its_tests_and_its_model_is_not(tmp_path):
+    """The row says over how many draws it is."""
+    runs = {
+        (model, 10, seed): stored(seed, model, 0.1 * seed + k, float(seed * k))
+        for k, model in enumerate("ab")
+        for seed in (0, 1, 2)
+    }
+    runs["b", 10, 1] |= {"test.nll": float("nan"), "test.nll_raw": float("nan")}
+    compare.report("x", runs, tmp_path)
+    tests = {row["score"]: int(row["seeds"]) for row in csv.DictReader((tmp_path / "wilcoxon.csv").open())}
+    assert tests == {"mse": 3, "log_likelihood": 2, "log_likelihood_raw": 2}
