@@ -168,6 +168,12 @@ class DPF(EndToEndFilter[DPFState]):
         centred = state.particles[..., : self.d] - self.mean(state)[..., None, :]
         return (state.log_weights.exp()[..., None] * centred).mT @ centred + (2 * self.log_width).exp().diag()
 
+    def weighted_sample(self, state: DPFState) -> tuple[Float[Tensor, "b P d"], Float[Tensor, "b P"]]:
+        """Of the mixture, in the units of the data: each particle z_i + sigma eps, eps another one's last draw; and the weights."""
+        eps = state.drawn[..., : self.d].roll(1, -2)  # its own may have placed it (k)
+        z = state.particles[..., : self.d] + self.log_width.exp() * eps
+        return self.z_mean + self.z_scale * z, state.log_weights.exp()
+
     def diagnostics(self, state: DPFState) -> dict[str, Tensor]:
         """``ess``, the effective sample size ``b``."""
         return {"ess": effective_sample_size(state.log_weights)}

@@ -12,6 +12,7 @@ from kbf.filters.base import rollout
 from kbf.filters.dpf import DPF, FURTHEST, LEAST_LIKELIHOOD, DPFState
 from kbf.filters.gaussian import KalmanFilter, LinearModel
 from kbf.filters.particle import BootstrapFilter
+from kbf.filters.protocols import sample_of
 from kbf.filters.resampling import soft
 from kbf.sequence import Sequence
 from kbf.ssm import StateSpaceModel
@@ -132,6 +133,25 @@ def test_the_density_is_the_mixture_around_the_particles():
     torch.testing.assert_close(net.mean(state), (weights.exp()[..., None] * state.particles[..., :2]).sum(1))
     drawn = mixture.sample((200_000,))
     torch.testing.assert_close(net.spread(state)[0], drawn[:, 0].T.cov(), rtol=0.03, atol=0.03)
+
+
+def test_its_sample_is_one_of_the_mixture():
+    """With many particles mean and covariance are those of the filter, in the units of the data; without noise, the particles."""
+    net = small(particles=P)
+    net.z_mean, net.z_scale = torch.tensor([3.0, -2.0], dtype=F64), torch.tensor([2.0, 0.5], dtype=F64)
+    with torch.no_grad():
+        net.log_width.copy_(torch.tensor([0.2, -0.4]))
+    state = net.update(net.predict(net.init(2, generator=generator()), generator=generator(1)), torch.ones(2, 3, dtype=F64))
+    state = net.predict(state, generator=generator(2))
+    points, weights = net.weighted_sample(state)
+    assert points.shape == (2, P, 2) and weights.shape == (2, P)
+    mean = (weights[..., None] * points).sum(1)
+    torch.testing.assert_close(mean, net.estimate(state), rtol=0, atol=0.1)
+    centred = points - mean[:, None]
+    torch.testing.assert_close((weights[..., None] * centred).mT @ centred, net.covariance(state), rtol=0.05, atol=0.05)
+    bare, _ = net.weighted_sample(state._replace(drawn=torch.zeros_like(state.drawn)))
+    assert torch.equal(bare, net.z_mean + net.z_scale * state.particles[..., :2])
+    assert sample_of(net, state) is not None
 
 
 def test_the_share_of_proposals_falls_and_they_carry_the_weight_of_one():
