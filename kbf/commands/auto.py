@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kbf.commands.common import console, seconds_of, with_limits, without_net_under
 from kbf.data.dataset import Data
-from kbf.data.windows import split
+from kbf.data.windows import hold_out
 from kbf.evaluation.score import Score, score
 from kbf.filters.base import Filter
 from kbf.filters.search import MOST, Held, Row, Search
@@ -78,7 +78,7 @@ class Recipe:
 
 def held_out_part(data: Data, share: float) -> tuple[list[Sequence], list[Sequence]]:
     """What to fit and what to score a choice on: the data's own validation part, else the last ``share`` of the training part."""
-    return (data.train, data.validation) if data.validation else split(data.train, share)
+    return (data.train, data.validation) if data.validation else hold_out(data.train, share)
 
 
 def held_out_filter(

@@ -31,7 +31,7 @@ from kbf.commands.common import (
     write_pictures,
 )
 from kbf.data.dataset import Data, load_data
-from kbf.data.windows import split
+from kbf.data.windows import hold_out
 from kbf.evaluation.floors import data_floor, floor
 from kbf.evaluation.score import Score, score
 from kbf.runtime.files import LOCK, copy, locked, scratch, write_json, write_text
@@ -274,7 +274,7 @@ def held_floor(config: dict[str, Any], data: Data) -> float | None:
     training = config["model"].get("training") or {}
     if data.problem is None or not training.get("validation") or data.decoded is not data.test:
         return None
-    fit, held = split(data.train, training["validation"])
+    fit, held = hold_out(data.train, training["validation"])
     return floor(data.problem, fit, held, particles=min(config["particles"], 4000)).mse.mean().item()
 
 

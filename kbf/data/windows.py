@@ -93,6 +93,22 @@ def split(sequences: list[Sequence], fraction: float) -> tuple[list[Sequence], l
     return take(sequences, fit), take(sequences, rest)
 
 
+def hold_out(sequences: list[Sequence], fraction: float) -> tuple[list[Sequence], list[Sequence]]:
+    """`split` where a recording ends, if that holds out between half and one and a half of what was asked for.
+
+    What is held out is then new to the end: no part of a recording whose beginning was learned.
+
+    Raises:
+        ValueError: as `split`.
+    """
+    total = sum(len(s.states) for s in sequences)
+    held = round(fraction * total)
+    ends = itertools.accumulate(len(s.states) for s in reversed(sequences[1:]))  # of the last recording, the last two, ...
+    nearest = min(ends, key=lambda steps: (abs(steps - held), -steps), default=0)
+    near = fraction < 1 and 0 < abs(nearest - held) <= held / 2
+    return split(sequences, nearest / total if near else fraction)
+
+
 def take(sequences: list[Sequence], spans: list[Span]) -> list[Sequence]:
     """The given spans as sequences of their own."""
     return [piece(sequences[k], start, stop) for k, start, stop in spans]

@@ -9,7 +9,7 @@ import lightning
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from kbf.data.windows import Span, folds, split, stack, windows, without
+from kbf.data.windows import Span, folds, hold_out, stack, windows, without
 from kbf.sequence import Sequence, pad
 from kbf.training.settings import Training
 
@@ -90,7 +90,7 @@ class FilterDataModule(lightning.LightningDataModule):
     """The training part, cut into a part to fit (in folds) and a held-out last part for validation; and new recordings, if any.
 
     Attributes:
-        fit: sequences to fit. held: sequences to validate on, the last steps of the recordings; may be empty.
+        fit: sequences to fit. held: sequences to validate on, the last of the recordings (`hold_out`); may be empty.
     """
 
     fit: list[Sequence]
@@ -121,7 +121,7 @@ class FilterDataModule(lightning.LightningDataModule):
         """
         super().__init__()
         self.test: list[Sequence] = test or []
-        self.fit, self.held = (sequences, validation) if validation else split(sequences, training.validation)
+        self.fit, self.held = (sequences, validation) if validation else hold_out(sequences, training.validation)
         lengths = [len(s.states) for s in self.fit]
         self.folds: list[list[Span]] = folds(lengths, training.folds)
         self.chunks: list[list[Span]] = [windows(spans, training.window, training.stride) for spans in self.folds]

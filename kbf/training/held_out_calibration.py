@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from kbf.data.windows import first_steps, folds, split, take, without
+from kbf.data.windows import first_steps, folds, hold_out, take, without
 from kbf.evaluation.calibration import Calibration, calibrate, floor_of, floored, mahalanobis
 from kbf.evaluation.monitor import MOST_KEPT, WINDOW, Monitor, fit_tail, innermost, middle, surprise_of
 from kbf.evaluation.score import score, score_smoothed
@@ -89,7 +89,7 @@ def never_learned_from(module: FilterTraining) -> Held:
     """`held_out`; of a net without a memory, which no fold can be taken out of, the steps that its training has held out."""
     memory, how = module.memory.sequences(), module.how
     alone = how is not None and how.validation > 0 and keeps_no_memory(module)
-    return [(module.net.eval(), split(memory, how.validation)[1])] if alone and how else held_out(module.net, memory)
+    return [(module.net.eval(), hold_out(memory, how.validation)[1])] if alone and how else held_out(module.net, memory)
 
 
 def keeps_no_memory(module: FilterTraining) -> bool:

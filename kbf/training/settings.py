@@ -31,8 +31,8 @@ class Training(NamedTuple):
         burn_in: first steps of a window that do not count: the filter does not know yet where it is.
         folds: contiguous chunks of the part to fit; a window is filtered by the memory without its chunk. With 1 there is no
             memory left, for models that use none.
-        validation: share of the training part, its last steps, that is held out. monitor: what of these says which epoch was the
-            best: mse, the error of the estimates, or loss, what the net itself is trained on (a likelihood, for one).
+        validation: share of the training part, its last steps or recordings, that is held out. monitor: what of these says which
+            epoch was best: mse, the error of the estimates, or loss, what the net itself is trained on (a likelihood, for one).
             patience: epochs without a new best one after which to stop, None for never.
         lr_encoder: learning rate of an encoder inside the net; None for that of all else.
         shared: of several processes each takes every so-many-th batch, with a memory of its own (False), or all take every batch,

@@ -7,7 +7,7 @@ import torch
 
 from kbf.data.dataset import load_data
 from kbf.data.synthetic import SyntheticData
-from kbf.data.windows import Span, folds, split, stack, take, windows, without
+from kbf.data.windows import Span, folds, hold_out, split, stack, take, windows, without
 from kbf.sequence import Sequence
 from kbf.ssm import OrientationModel, oscillatory, rotation, simulate
 from kbf.training.datamodule import EpochOrder, FilterDataModule
@@ -62,6 +62,23 @@ def test_split_holds_out_the_last_steps():
         split([counted(5)], 0.2)
     with pytest.raises(ValueError, match=r"\[0, 1\), got 1"):
         split([counted(5)], 1.0)
+
+
+def test_whole_recordings_are_held_out_where_that_is_about_as_much():
+    """Two of ten for 0.15; not half of two recordings for 0.15, and not a part of one alone."""
+    ten = [counted(4, 4 * k) for k in range(10)]
+    fit, held = hold_out(ten, 0.15)
+    assert (len(fit), steps(held)) == (8, [[32, 33, 34, 35], [36, 37, 38, 39]])
+    assert [len(part) for part in hold_out(ten, 0.5)] == [5, 5]
+    for recordings in ([counted(50), counted(50, 50)], [counted(100)]):
+        assert steps(hold_out(recordings, 0.15)[1]) == [list(range(85, 100))]
+    assert steps(hold_out([counted(50), counted(50, 50)], 0.35)[0]) == [list(range(50))]
+    assert hold_out(ten, 0.0)[1] == []
+    for refused in (1.0, -0.1):
+        with pytest.raises(ValueError, match=r"\[0, 1\)"):
+            hold_out(ten, refused)
+    with pytest.raises(ValueError, match="holding out"):
+        hold_out([counted(5)], 0.2)
 
 
 def test_windows_stay_inside_their_spans():
