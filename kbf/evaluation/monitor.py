@@ -210,6 +210,8 @@ def surprise_of(filter: KernelBayesFilter, weights: Float[Tensor, "b n"], x: Sha
 
 
 def middle(recent: Float[Tensor, "*b w"]) -> Float[Tensor, "*b"]:
-    """The median of those that are not NaN; NaN where these are not more than half."""
-    enough = (~recent.isnan()).sum(-1) > recent.shape[-1] // 2
-    return torch.where(enough, recent.nanmedian(-1).values, torch.nan)
+    """The median (the lower one of two) of those that are not NaN; NaN where these are not more than half."""
+    known = (~recent.isnan()).sum(-1, keepdim=True)
+    ordered = recent.sort(-1).values  # NaN at the end
+    median = ordered.gather(-1, (known - 1).clamp_min(0) // 2)
+    return torch.where(known > recent.shape[-1] // 2, median, torch.nan).squeeze(-1)

@@ -7,7 +7,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from kbf.rkhs import rules
-from kbf.rkhs.linalg import squared_distance
+from kbf.rkhs.linalg import column_medians, squared_distance
 
 FEW = 8
 """Draws of each point that `LocalUpdate.features` are the mean of."""
@@ -65,14 +65,14 @@ class LocalUpdate(nn.Module):
         super().__init__()
         (n, k, q), d = obs.shape, states.shape[1]
         flat = obs.flatten(0, 1)
-        shift = flat.median(0).values
+        shift = column_medians(flat)
         if q > d:
             centred, target = flat - flat.mean(0), states.repeat_interleave(k, 0)
             gram = centred.mT @ centred
             gram.diagonal().add_(1e-6 * gram.diagonal().mean().clamp_min(1e-30))
             projection = torch.linalg.solve(gram, centred.mT @ (target - target.mean(0)))
         else:
-            deviation = (flat - shift).abs().median(0).values
+            deviation = column_medians((flat - shift).abs())
             projection = torch.where(deviation > 0, 1 / deviation, 1).diag()
         self.k, self.near, self.width, self.reg = k, min(near, n * k), width, reg
         some = obs[:, :FEW]
