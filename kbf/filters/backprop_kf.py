@@ -21,7 +21,7 @@ class BackpropKF(EndToEndFilter[GaussianState]):
 
     1. Code: an observation x becomes w(x) ``d`` and variances r(x) ``d``: p(x | z) is taken for N(w(x); z, diag r(x)).
     2. Predict: f(y) = A y + V tanh(W y + b) + c, linearised at the mean: F = A + V diag(1 - tanh^2) W, covariance F P F^T + Q;
-       neither goes beyond `FAR`.
+       neither goes beyond `FAR`. A control u adds B u to c and U u to b.
     3. Update: the Kalman update with H = [I 0] and R = diag r(x) (`kbf.filters.gaussian.kalman_observe`).
 
     Trained on the Gaussian log likelihood of the true states, through all steps of a window (`EndToEndFilter.loss`).
@@ -30,16 +30,23 @@ class BackpropKF(EndToEndFilter[GaussianState]):
     """
 
     def __init__(
-        self, d: int, q: int | tuple[int, ...], *, hidden: int = 2, units: int = 32, encoder: nn.Module | None = None
+        self,
+        d: int,
+        q: int | tuple[int, ...],
+        *,
+        hidden: int = 2,
+        units: int = 32,
+        controls: int = 0,
+        encoder: nn.Module | None = None,
     ) -> None:
         """An untrained net.
 
         Args:
             d: components of the state. q: components of an observation, or its shape.
             hidden: components of v. units: of the network inside the move.
-            encoder: as in `EndToEndFilter`.
+            controls, encoder: as in `EndToEndFilter`.
         """
-        super().__init__(d, q, d, encoder)
+        super().__init__(d, q, d, encoder, controls)
         self.d, y = d, d + hidden
         self.linear, self.inner, self.outer = nn.Linear(y, y), nn.Linear(y, units), nn.Linear(units, y, bias=False)
         with torch.no_grad():
@@ -48,21 +55,29 @@ class BackpropKF(EndToEndFilter[GaussianState]):
             self.outer.weight.mul_(0.1)
         self.log_noise = nn.Parameter(torch.full((y,), math.log(0.1)))
         self.log_start = nn.Parameter(torch.zeros(y))
+        self.push = nn.Linear(controls, y + units, bias=False) if controls else None
 
-    def move(self, y: Float[Tensor, "b y"]) -> tuple[Float[Tensor, "b y"], Float[Tensor, "b y y"]]:
+    def move(
+        self, y: Float[Tensor, "b y"], control: Float[Tensor, "b k"] | None = None
+    ) -> tuple[Float[Tensor, "b y"], Float[Tensor, "b y y"]]:
         """f(y) and its Jacobian F."""
-        u = self.inner(y).tanh()
-        value = self.linear(y) + self.outer(u)
-        return value, self.linear.weight + self.outer.weight @ ((1 - u.square())[..., None] * self.inner.weight)
+        value, inside = self.linear(y), self.inner(y)
+        if self.push is not None and control is not None:
+            straight, bent = self.push(self.standard(control)).split([value.shape[-1], inside.shape[-1]], -1)
+            value, inside = value + straight, inside + bent
+        t = inside.tanh()
+        return value + self.outer(t), self.linear.weight + self.outer.weight @ ((1 - t.square())[..., None] * self.inner.weight)
 
     def init(self, batch: int, *, generator: Generator | None = None) -> GaussianState:
         """The mean of the training states, with learned variances."""
         variances = self.log_start.exp()
         return GaussianState(torch.zeros_like(variances).expand(batch, -1), variances.diag_embed().expand(batch, -1, -1))
 
-    def predict(self, state: GaussianState, *, generator: Generator | None = None) -> GaussianState:
+    def predict(
+        self, state: GaussianState, *, control: Float[Tensor, "b k"] | None = None, generator: Generator | None = None
+    ) -> GaussianState:
         """y <- f(y), linearised at the mean."""
-        value, F = self.move(state.mean)
+        value, F = self.move(state.mean, control)
         mean, P = kalman_predict(*state, F, self.log_noise.exp().diag(), value - (F @ state.mean[..., None])[..., 0])
         largest = P.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
         return GaussianState(mean.clamp(-FAR, FAR), P / (largest / FAR**2).clamp_min(1))

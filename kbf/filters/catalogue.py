@@ -2,7 +2,7 @@
 
 WITH_CONTROLS = (
     *("kbf", "kbf_tuned", "kbf_paper", "kernel_monte_carlo", "particle_learned", "kalman", "lstm", "gru"),
-    *("window_ridge", "window_boosting", "mean"),
+    *("gru_images", "rkn", "backprop_kf", "dpf", "window_ridge", "window_boosting", "mean"),
 )
 """Models whose filters take the controls of recordings that have some."""
 

@@ -44,6 +44,7 @@ class DPF(EndToEndFilter[DPFState]):
 
     1. Resample softly, from alpha w + (1 - alpha) / P (`kbf.filters.resampling.soft`): the new weights have a gradient.
     2. Move: y <- A y + c + V tanh(W y + U eps + b) + s eps with eps ~ N(0, I): noise of a learned shape; none beyond `FURTHEST`.
+       A control u adds B u to c and E u to b.
     3. Propose: the share gamma^t of the particles, after t observations, is replaced by k(e, eps); e = (w(x), r(x)) encodes the
        observation: the first one places all of them.
     4. Weigh: w_i <- w_i l(e, z_i), a likelihood within (0, 1] (bounded from below, too: `LEAST_LIKELIHOOD`).
@@ -68,6 +69,7 @@ class DPF(EndToEndFilter[DPFState]):
         m: int = 16,
         units: int = 32,
         individual: float = 1.0,
+        controls: int = 0,
         encoder: nn.Module | None = None,
     ) -> None:
         """An untrained net.
@@ -79,12 +81,12 @@ class DPF(EndToEndFilter[DPFState]):
             gamma: how the share of proposals falls; 0 proposes at the first observation only, None never.
             m: half the components of the encoding e. units: of each network's inner layers.
             individual: factor of `individual_loss`.
-            encoder: as in `EndToEndFilter`.
+            controls, encoder: as in `EndToEndFilter`.
 
         Raises:
             ValueError: no particles, or alpha or gamma out of range.
         """
-        super().__init__(d, q, m, encoder)
+        super().__init__(d, q, m, encoder, controls)
         if particles < 1 or not 0 < alpha <= 1 or not 0 <= (gamma or 0) <= 1:
             raise ValueError(f"a DPF needs particles >= 1, 0 < alpha <= 1, 0 <= gamma <= 1, got {particles}, {alpha} and {gamma}")
         self.d, self.P, self.alpha, self.gamma, self.individual = d, particles, alpha, gamma, individual
@@ -101,10 +103,17 @@ class DPF(EndToEndFilter[DPFState]):
         self.likelihood = nn.Sequential(nn.ReLU(), nn.Linear(units, units), nn.ReLU(), nn.Linear(units, 1))
         self.proposal_of_code, self.proposal_of_noise = nn.Linear(2 * m, units), nn.Linear(y, units, bias=False)
         self.proposal = nn.Sequential(nn.ReLU(), nn.Linear(units, units), nn.ReLU(), nn.Linear(units, y))
+        self.push = nn.Linear(controls, y + units, bias=False) if controls else None
 
-    def move(self, y: Float[Tensor, "b P y"], eps: Float[Tensor, "b P y"]) -> Float[Tensor, "b P y"]:
-        """A y + c + V tanh(W y + U eps + b) + s eps."""
-        return self.linear(y) + self.outer(self.inner(torch.cat([y, eps], -1)).tanh()) + self.log_noise.exp() * eps
+    def move(
+        self, y: Float[Tensor, "b P y"], eps: Float[Tensor, "b P y"], control: Float[Tensor, "b k"] | None = None
+    ) -> Float[Tensor, "b P y"]:
+        """A y + c + V tanh(W y + U eps + b) + s eps, of all particles with one control."""
+        value, inside = self.linear(y), self.inner(torch.cat([y, eps], -1))
+        if self.push is not None and control is not None:
+            straight, bent = self.push(self.standard(control))[:, None].split([value.shape[-1], inside.shape[-1]], -1)
+            value, inside = value + straight, inside + bent
+        return value + self.outer(inside.tanh()) + self.log_noise.exp() * eps
 
     def logit(self, z: Float[Tensor, "b P d"], w: Float[Tensor, "b m"], r: Float[Tensor, "b m"]) -> Float[Tensor, "b P"]:
         """What the likelihood is a function of, for particles z: the part of the encoding is computed once for all of them."""
@@ -132,11 +141,13 @@ class DPF(EndToEndFilter[DPFState]):
         like = self.log_noise
         return torch.randn(batch, self.P, len(like), dtype=like.dtype, device=like.device, generator=generator)
 
-    def predict(self, state: DPFState, *, generator: Generator | None = None) -> DPFState:
+    def predict(
+        self, state: DPFState, *, control: Float[Tensor, "b k"] | None = None, generator: Generator | None = None
+    ) -> DPFState:
         """Resample softly, and move each particle with noise of its own, within `FURTHEST`."""
         chosen, log_weights = soft(state.log_weights, self.alpha, generator)
         y = state.particles.gather(1, chosen[..., None].expand_as(state.particles))
-        moved = self.move(y, self.draw(len(y), generator)).clamp(-FURTHEST, FURTHEST)
+        moved = self.move(y, self.draw(len(y), generator), control).clamp(-FURTHEST, FURTHEST)
         return DPFState(moved, log_weights, self.draw(len(y), generator), state.taken)
 
     def take_in(self, state: DPFState, w: Float[Tensor, "b m"], r: Float[Tensor, "b m"]) -> DPFState:

@@ -23,15 +23,19 @@ class EndToEndFilter(nn.Module, Generic[S]):
 
     A subclass has ``init``, ``predict``, ``take_in`` (w and r into a state), ``mean`` and ``spread``; all are learned
     together, on the log likelihood of the true states (``log_density``: Gaussian, unless a subclass says otherwise), through all
-    steps of a window (`loss`).
+    steps of a window (`loss`). A move may depend on a control u ``k``, which it gets in standard units.
     """
+
+    controlled: int
 
     z_mean: Tensor
     z_scale: Tensor
     x_mean: Tensor
     x_scale: Tensor
+    u_mean: Tensor
+    u_scale: Tensor
 
-    def __init__(self, d: int, q: int | tuple[int, ...], codes: int, encoder: nn.Module | None = None) -> None:
+    def __init__(self, d: int, q: int | tuple[int, ...], codes: int, encoder: nn.Module | None = None, controls: int = 0) -> None:
         """An untrained net.
 
         Args:
@@ -39,6 +43,7 @@ class EndToEndFilter(nn.Module, Generic[S]):
             codes: m, components of w and r.
             encoder: ``b *x`` -> ``b p`` with an attribute ``features`` = p, as those of `kbf.images.encoders`; it takes images as
                 they are. None: an MLP over standardised observations.
+            controls: k, components of a control; 0 for recordings without.
         """
         super().__init__()
         self.shape: tuple[int, ...] = (q,) if isinstance(q, int) else tuple(q)
@@ -47,19 +52,25 @@ class EndToEndFilter(nn.Module, Generic[S]):
         features = 64 if encoder is None else int(encoder.features)  # pyright: ignore[reportArgumentType]
         self.code: nn.Linear = nn.Linear(features, codes)
         self.code_variance: nn.Linear = nn.Linear(features, codes)
-        for name, size, value in (("z_mean", (d,), 0), ("z_scale", (d,), 1), ("x_mean", self.shape, 0), ("x_scale", self.shape, 1)):
-            self.register_buffer(name, torch.full(size, float(value)))
+        self.controlled = controls
+        sizes = {"z": (d,), "x": self.shape} | ({"u": (controls,)} if controls else {})
+        for name, size in sizes.items():
+            self.register_buffer(f"{name}_mean", torch.zeros(size))
+            self.register_buffer(f"{name}_scale", torch.ones(size))
 
     def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
-        """Store mean and standard deviation of the training part's states and, without an encoder of images, of observations.
+        """Store mean and standard deviation of the training part's states, controls and, but for images, observations.
 
         Raises:
-            ValueError: states or observations of another size than the net was built for, or no observation at all.
+            ValueError: states, observations or controls of another size than the net was built for, or no observation at all.
         """
         z, x = check_memory(memory, self.z_mean.shape, self.shape)
+        u = check_controls(memory, self.controlled)
         store_units(self.z_mean, self.z_scale, z)
         if not self.raw:
             store_units(self.x_mean, self.x_scale, x)
+        if u is not None:
+            store_units(self.u_mean, self.u_scale, u)
 
     def condition(self, memory: Sequence | list[Sequence] | None = None) -> EndToEndFilter[S]:
         """The net itself: it needs no memory."""
@@ -74,9 +85,13 @@ class EndToEndFilter(nn.Module, Generic[S]):
         """A state for each of a batch."""
         raise NotImplementedError
 
-    def predict(self, state: S, *, generator: Generator | None = None) -> S:
-        """Move on by a step."""
+    def predict(self, state: S, *, control: Float[Tensor, "b k"] | None = None, generator: Generator | None = None) -> S:
+        """Move on by a step, with the control if there is one."""
         raise NotImplementedError
+
+    def standard(self, control: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
+        """A control in standard units."""
+        return (control - self.u_mean) / self.u_scale
 
     def take_in(self, state: S, w: Float[Tensor, "b m"], r: Float[Tensor, "b m"]) -> S:
         """The update with a code and its variances."""
@@ -115,21 +130,22 @@ class EndToEndFilter(nn.Module, Generic[S]):
         states: Float[Tensor, "b T d"],
         obs: Shaped[Tensor, "b T *x"],
         mask: Bool[Tensor, "b T"] | None = None,
-        controls: Tensor | None = None,
+        controls: Float[Tensor, "b T k"] | None = None,
         *,
         burn_in: int = 0,
     ) -> Float[Tensor, ""]:
         """-log p(z | state) of the true states, in standard units, averaged over steps; all images are encoded at once.
 
         Raises:
-            ValueError: recordings with controls.
+            ValueError: controls of another size than the net was built for.
         """
-        if controls is not None:
-            raise ValueError(f"{type(self).__name__} takes no controls")
+        given = 0 if controls is None else controls.shape[-1]
+        if given != self.controlled:
+            raise ValueError(wrong_controls(self.controlled, given))
         w, r = (part.unflatten(0, obs.shape[:2]) for part in self.encode(obs.flatten(0, 1)))
         state, seen = self.init(len(obs)), []
         for t in range(obs.shape[1]):
-            predicted = self.predict(state)
+            predicted = self.predict(state, control=None if controls is None else controls[:, t])
             state = self.take_in(predicted, w[:, t], r[:, t])
             state = state if mask is None else where(mask[:, t], state, predicted)
             seen.append(state)
@@ -156,6 +172,24 @@ def check_memory(memory: list[Sequence], d: torch.Size, q: tuple[int, ...]) -> t
             + (f"; {ENCODE_IMAGES}" if x.ndim > 2 and len(q) == 1 else "")
         )
     return z, x
+
+
+def check_controls(memory: list[Sequence], k: int) -> Float[Tensor, "n k"] | None:
+    """All controls of the recordings a net is trained on; None if they have none, and it takes none.
+
+    Raises:
+        ValueError: of another size than k.
+    """
+    controls = [s.controls for s in as_sequences(memory) if s.controls is not None]
+    width = controls[0].shape[1] if controls else 0
+    if width != k:
+        raise ValueError(wrong_controls(k, width))
+    return torch.cat(controls) if controls else None
+
+
+def wrong_controls(k: int, given: int) -> str:
+    """What is wrong, and where to set it."""
+    return f"the net is built for {k} controls (model.net.controls), the recordings hold {given}"
 
 
 def store_units(mean: Tensor, scale: Tensor, values: Shaped[Tensor, "n *x"]) -> None:

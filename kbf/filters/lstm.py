@@ -11,9 +11,9 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from kbf.filters.end_to_end import check_memory, multi_layer, store_units
+from kbf.filters.end_to_end import check_controls, check_memory, multi_layer, store_units
 from kbf.runtime.notebook import ShownModule
-from kbf.sequence import Sequence, as_sequences
+from kbf.sequence import Sequence
 
 LARGEST = 1e15
 """Most that an encoder is given, in standard units or those of an image."""
@@ -135,15 +135,12 @@ class LSTMFilter(ShownModule):
             ValueError: states, observations or controls of another size than the net was built for, or no observation at all.
         """
         z, x = check_memory(memory, self.z_mean.shape, self.shape)
-        controls = [s.controls for s in as_sequences(memory) if s.controls is not None]
-        width = controls[0].shape[1] if controls else 0
-        if width != self.controlled:
-            raise ValueError(f"the net is built for {self.controlled} controls (model.net.controls), the memory holds {width}")
+        u = check_controls(memory, self.controlled)
         store_units(self.z_mean, self.z_scale, z)
         if not self.raw:
             store_units(self.x_mean, self.x_scale, x)
-        if width:
-            store_units(self.u_mean, self.u_scale, torch.cat(controls))
+        if u is not None:
+            store_units(self.u_mean, self.u_scale, u)
 
     def condition(self, memory: Sequence | list[Sequence] | None = None) -> LSTMFilter:
         """The net itself: it needs no memory."""

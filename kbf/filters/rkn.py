@@ -45,8 +45,11 @@ class RKNFilter(EndToEndFilter[RKNState]):
     All is trained end to end on the Gaussian log likelihood of the true states (`EndToEndFilter.loss`). Here the variance before
     anything was seen is fixed (``start``), and the encoder is that of the configuration.
 
+    With controls the mean moves to A z + b(u), b an MLP.
+
     References: Becker, Pandya, Gebhardt, Zhao, Taylor, Neumann (2019), Recurrent Kalman Networks: section 4;
-    equations 2 to 7, and 10 to 12 of the supplement.
+    equations 2 to 7, and 10 to 12 of the supplement. Controls: Shaj, Becker, Büchler, Pandya, van Duijkeren, Taylor, Hanheide,
+    Neumann (2020), Action-Conditional Recurrent Kalman Networks.
     """
 
     band: Tensor
@@ -61,6 +64,7 @@ class RKNFilter(EndToEndFilter[RKNState]):
         bandwidth: int = 3,
         hidden: int = 30,
         start: float = 10.0,
+        controls: int = 0,
         encoder: nn.Module | None = None,
     ) -> None:
         """An untrained net.
@@ -68,10 +72,10 @@ class RKNFilter(EndToEndFilter[RKNState]):
         Args:
             d: components of the state. q: components of an observation, or its shape.
             m: of a code; the latent state has 2 m. matrices: K, how many A_k. bandwidth: of their blocks, to each side.
-            hidden: units of the read-outs. start: variance of the latent state before anything was seen.
-            encoder: as in `EndToEndFilter`.
+            hidden: units of the read-outs, and of b. start: variance of the latent state before anything was seen.
+            controls, encoder: as in `EndToEndFilter`.
         """
-        super().__init__(d, q, m, encoder)
+        super().__init__(d, q, m, encoder, controls)
         self.m, self.start = m, start
         eye = torch.eye(m)
         first = torch.stack([eye, 0.2 * eye, -0.2 * eye, eye])  # upper from upper, upper from lower, lower from upper and lower
@@ -80,6 +84,7 @@ class RKNFilter(EndToEndFilter[RKNState]):
         self.noise = nn.Parameter(torch.full((2, m), inverse_positive(0.1)))
         self.readout = nn.Sequential(nn.Linear(2 * m, hidden), nn.Tanh(), nn.Linear(hidden, d))
         self.readout_variance = nn.Sequential(nn.Linear(3 * m, hidden), nn.Tanh(), nn.Linear(hidden, d))
+        self.push = nn.Sequential(nn.Linear(controls, hidden), nn.Tanh(), nn.Linear(hidden, 2 * m)) if controls else None
         self.register_buffer("band", (torch.arange(m)[:, None] - torch.arange(m)).abs() <= bandwidth)
 
     def encode(self, obs: Shaped[Tensor, "b *x"]) -> tuple[Float[Tensor, "b m"], Float[Tensor, "b m"]]:
@@ -92,13 +97,17 @@ class RKNFilter(EndToEndFilter[RKNState]):
         zero = self.z_mean.new_zeros(batch, self.m)
         return RKNState(torch.cat([zero, zero], -1), zero + self.start, zero + self.start, zero)
 
-    def predict(self, state: RKNState, *, generator: Generator | None = None) -> RKNState:
-        """z <- A(z) z, and the covariance with it."""
+    def predict(
+        self, state: RKNState, *, control: Float[Tensor, "b k"] | None = None, generator: Generator | None = None
+    ) -> RKNState:
+        """z <- A(z) z + b(u), and the covariance with it."""
         weights = self.mixing(state.mean).softmax(-1)
         A0, A1, A2, A3 = (self.blocks * self.band).unbind(1)
         every = torch.cat([torch.cat([A0, A1], -1), torch.cat([A2, A3], -1)], -2)
         A = (weights @ every.flatten(1)).unflatten(-1, every.shape[1:])
         mean, covariance = predict_factorised(state.mean, FactorisedCovariance(*state[1:]), A, positive(self.noise))
+        if self.push is not None and control is not None:
+            mean = mean + self.push(self.standard(control))
         return RKNState(mean, *covariance)
 
     def take_in(self, state: RKNState, w: Float[Tensor, "b m"], r: Float[Tensor, "b m"]) -> RKNState:

@@ -28,10 +28,10 @@ class AsTheyAre(nn.Module):
         return torch.cat([x, -x], -1)
 
 
-def linear_net() -> tuple[BackpropKF, LinearModel]:
+def linear_net(controls: int = 0) -> tuple[BackpropKF, LinearModel]:
     """A net whose move and code are linear, and the model that it is the filter of."""
     torch.manual_seed(0)
-    net = BackpropKF(2, 2, hidden=1, units=3, encoder=AsTheyAre()).double()
+    net = BackpropKF(2, 2, hidden=1, units=3, controls=controls, encoder=AsTheyAre()).double()
     A = torch.tensor([[0.9, 0.2, 0.3], [-0.2, 0.9, 0.0], [0.0, 0.1, 0.8]], dtype=F64)
     with torch.no_grad():
         net.linear.weight.copy_(A)
@@ -50,18 +50,21 @@ def linear_net() -> tuple[BackpropKF, LinearModel]:
         R=(0.3 + LEAST_VARIANCE) * torch.eye(2, dtype=F64),
         m0=torch.zeros(3, dtype=F64),
         P0=torch.eye(3, dtype=F64),
+        B=None if net.push is None else net.push.weight.detach()[:3],
     )
     return net, model
 
 
-def test_on_a_linear_system_it_is_the_kalman_filter():
-    net, model = linear_net()
+@pytest.mark.parametrize("k", [0, 2])
+def test_on_a_linear_system_it_is_the_kalman_filter(k):
+    net, model = linear_net(k)
     obs = torch.randn(3, 8, 2, generator=generator(), dtype=F64)
     mask = torch.rand(3, 8, generator=generator(1)) < 0.7
+    u = torch.randn(3, 8, k, generator=generator(2), dtype=F64) if k else None
     ours: list[GaussianState] = []
     theirs: list[GaussianState] = []
-    found = rollout(net, obs, mask=mask, states=ours).estimates
-    expected = rollout(KalmanFilter(model), obs, mask=mask, states=theirs).estimates
+    found = rollout(net, obs, mask=mask, controls=u, states=ours).estimates
+    expected = rollout(KalmanFilter(model), obs, mask=mask, controls=u, states=theirs).estimates
     torch.testing.assert_close(found, expected[..., :2])
     torch.testing.assert_close(net.covariance(ours[-1]), theirs[-1].cov[:, :2, :2])
 
@@ -85,17 +88,20 @@ def test_the_loss_is_that_of_the_rollout_and_its_gradient_reaches_the_first_obse
 
 def test_the_jacobian_is_that_of_the_move():
     torch.manual_seed(1)
-    net = BackpropKF(2, 3, hidden=2, units=5).double()
-    y = torch.randn(4, 4, generator=generator(), dtype=F64)
-    value, F = net.move(y)
+    net = BackpropKF(2, 3, hidden=2, units=5, controls=1).double()
+    y, u = torch.randn(4, 4, generator=generator(), dtype=F64), torch.randn(4, 1, generator=generator(2), dtype=F64)
+    value, F = net.move(y, u)
     for k in range(4):
-        torch.testing.assert_close(F[k], torch.autograd.functional.jacobian(lambda one: net.move(one[None])[0][0], y[k]))
-    torch.testing.assert_close(value, net.linear(y) + net.outer(net.inner(y).tanh()))
+        jacobian = torch.autograd.functional.jacobian(lambda one, u=u[k]: net.move(one[None], u[None])[0][0], y[k])
+        torch.testing.assert_close(F[k], jacobian)
+    assert net.push is not None
+    straight, bent = net.push(u).split([4, 5], -1)
+    torch.testing.assert_close(value, net.linear(y) + straight + net.outer((net.inner(y) + bent).tanh()))
 
 
 def test_what_it_does_not_take():
     net = BackpropKF(2, 3)
-    with pytest.raises(ValueError, match="no controls"):
+    with pytest.raises(ValueError, match="built for 0 controls"):
         net.loss(torch.zeros(1, 2, 2), torch.zeros(1, 2, 3), None, torch.zeros(1, 2, 1))
     with pytest.raises(ValueError, match="built for states"):
         net.prepare([Sequence(torch.randn(5, 1), torch.randn(5, 3))])

@@ -75,6 +75,20 @@ def test_with_the_true_model_it_is_the_bootstrap_and_the_kalman_filter(alpha):
     assert (ours.diagnostics["ess"] <= P * (1 + 1e-9)).all()
 
 
+def test_a_control_moves_all_particles_as_it_says():
+    net = small(controls=2, hidden=0)
+    y, eps = torch.randn(3, 12, 2, generator=generator(), dtype=F64), torch.randn(3, 12, 2, generator=generator(1), dtype=F64)
+    u = torch.randn(3, 2, generator=generator(2), dtype=F64)
+    assert net.push is not None
+    B, E = net.push.weight[:2], net.push.weight[2:]
+    inside = net.inner(torch.cat([y, eps], -1)) + (u @ E.mT)[:, None]
+    expected = net.linear(y) + (u @ B.mT)[:, None] + net.outer(inside.tanh()) + net.log_noise.exp() * eps
+    torch.testing.assert_close(net.move(y, eps, u), expected)
+    state = net.init(3, generator=generator())
+    a, b = (net.predict(state, control=c, generator=generator(3)) for c in (u, u + 1))
+    assert (a.particles != b.particles).all() and torch.equal(a.log_weights, b.log_weights)
+
+
 def test_soft_resampling_keeps_expectations():
     """sum w'_i f(z_i) over what was drawn is sum w_i f(z_i) on average, for any alpha."""
     log_w = torch.randn(1, 6, generator=generator(), dtype=F64).log_softmax(-1)
@@ -216,7 +230,7 @@ def test_what_it_does_not_take():
         DPF(2, 3, alpha=0.0)
     with pytest.raises(ValueError, match="gamma <= 1"):
         DPF(2, 3, gamma=1.5)
-    with pytest.raises(ValueError, match="no controls"):
+    with pytest.raises(ValueError, match="built for 0 controls"):
         small().loss(torch.zeros(1, 2, 2), torch.zeros(1, 2, 3), None, torch.zeros(1, 2, 1))
 
 

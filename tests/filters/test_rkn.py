@@ -67,6 +67,17 @@ def test_the_prediction_has_the_diagonals_of_the_dense_one():
     torch.testing.assert_close(covariance.between, expected[:, :M, M:].diagonal(dim1=-2, dim2=-1))
 
 
+def test_a_control_moves_the_mean_alone():
+    filter = net(controls=2)
+    filter.u_mean, filter.u_scale = torch.tensor([1.0, -2.0], dtype=F64), torch.tensor([0.5, 3.0], dtype=F64)
+    state = filter.update(filter.init(4), torch.randn(4, 3, generator=generator(), dtype=F64))
+    u = torch.randn(4, 2, generator=generator(1), dtype=F64)
+    pushed, free = filter.predict(state, control=u), filter.predict(state)
+    assert filter.push is not None
+    torch.testing.assert_close(pushed.mean - free.mean, filter.push((u - filter.u_mean) / filter.u_scale))
+    assert all(torch.equal(a, b) for a, b in zip(pushed[1:], free[1:], strict=True))
+
+
 def net(**changes: object) -> RKNFilter:
     torch.manual_seed(0)
     return RKNFilter(**{"d": 2, "q": 3, "m": M, "matrices": 3, "bandwidth": 1} | changes).double()  # pyright: ignore[reportArgumentType]
@@ -145,7 +156,7 @@ def test_images_go_through_an_encoder_as_they_are():
 
 def test_what_it_does_not_take():
     filter = net()
-    with pytest.raises(ValueError, match="no controls"):
+    with pytest.raises(ValueError, match="built for 0 controls"):
         filter.loss(torch.zeros(1, 2, 2), torch.zeros(1, 2, 3), None, torch.zeros(1, 2, 1))
     with pytest.raises(ValueError, match="built for states"):
         filter.prepare([Sequence(torch.randn(5, 1), torch.randn(5, 3))])

@@ -15,7 +15,10 @@ import kbf.filters.kernel.controls
 from kbf.data.windows import Span, folds, split, stack, without
 from kbf.evaluation.score import score
 from kbf.filters import learned_model
+from kbf.filters.backprop_kf import BackpropKF
 from kbf.filters.base import move, rollout, step
+from kbf.filters.dpf import DPF
+from kbf.filters.gru_images import GRUImages
 from kbf.filters.kalman_fitted import LearnedKalman, fit_linear
 from kbf.filters.kernel.controls import (
     ControlledDensity,
@@ -35,6 +38,7 @@ from kbf.filters.particle import ParticleFilter
 from kbf.filters.particle_learned import LearnedParticleFilter
 from kbf.filters.regression import FrameRegression
 from kbf.filters.ridge_map import join_of
+from kbf.filters.rkn import RKNFilter
 from kbf.images.codes import Code, CodedFilter
 from kbf.rkhs.kernels import delta, gaussian
 from kbf.sequence import Sequence, as_sequences, moves, pad, transitions
@@ -111,7 +115,18 @@ MODELS = {
     "particle": partial(LearnedParticleFilter, particles=500),
     "lstm": lambda: LSTMFilter(2, 2, hidden=8, sizes=(8,), controls=1).double(),
     "frame": FrameRegression,
+    "gru_images": lambda: GRUImages(2, 2, m=4, units=8, hidden=8, controls=1).double(),
+    "rkn": lambda: RKNFilter(2, 2, m=4, matrices=2, hidden=8, controls=1).double(),
+    "backprop_kf": lambda: BackpropKF(2, 2, hidden=1, units=8, controls=1).double(),
+    "dpf": lambda: DPF(2, 2, hidden=1, particles=30, m=4, units=8, controls=1).double(),
 }
+TOGETHER = {
+    "gru_images": partial(GRUImages, 2, 2, m=8, units=16, hidden=16),
+    "rkn": partial(RKNFilter, 2, 2, m=8, matrices=2, hidden=16),
+    "backprop_kf": partial(BackpropKF, 2, 2, hidden=0, units=8),
+    "dpf": partial(DPF, 2, 2, hidden=0, particles=50, m=8, units=16),
+}
+"""Nets that are trained end to end."""
 
 
 @functools.cache
@@ -471,6 +486,32 @@ def test_state_dict_holds_the_learned_density():
         assert torch.equal(rollout(other, obs, controls=u).estimates, wanted)
 
 
+# nets that are trained end to end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_net_learns_what_a_control_does(name):
+    """Trained with it, its error is well below that of the same net that is not told of it."""
+    cut = [piece(pushed(1200, 5), 20 * k, 20 * k + 20) for k in range(60)]
+    test = [piece(pushed(1200, 6), 20 * k, 20 * k + 20) for k in range(60)]
+    error = {}
+    for told in (True, False):
+        train, new = (cast_all(part if told else [*map(without_controls, part)], torch.float32) for part in (cut, test))
+        torch.manual_seed(0)
+        net = TOGETHER[name](controls=1 if told else 0)
+        net.prepare(train)
+        windows = stack(train, [Span(k, 0, 20) for k in range(60)])
+        optimiser = torch.optim.Adam(net.parameters(), 0.01)
+        for _ in range(150):
+            optimiser.zero_grad()
+            net.loss(windows.states, windows.obs, None, windows.controls, burn_in=3).backward()
+            optimiser.step()
+        with torch.no_grad():
+            error[told] = score(net.eval(), new, dtype=torch.float32).mse.mean().item()
+    assert error[True] < 0.75 * error[False], error
+
+
 # the recurrent net
 
 
@@ -482,7 +523,7 @@ def test_lstm_filter_is_its_forward_pass_and_needs_its_controls():
         torch.testing.assert_close(net(obs, mask, u), rollout(net, obs, mask=mask, controls=u).estimates)
         torch.testing.assert_close(net(obs, None, u), rollout(net, obs, controls=u).estimates)
         assert not torch.allclose(net(obs, mask, u), net(obs, mask, u + 1))
-    with pytest.raises(ValueError, match=r"built for 0 controls \(model.net.controls\), the memory holds 1"):
+    with pytest.raises(ValueError, match=r"built for 0 controls \(model.net.controls\), the recordings hold 1"):
         LSTMFilter(2, 2).double().prepare([pushed()])
     feedback = LSTMFilter(2, 2, hidden=8, sizes=(8,), controls=1, feedback=True).double()
     with torch.no_grad():
