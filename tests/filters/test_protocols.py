@@ -86,8 +86,10 @@ def test_wrapped_modules_are_modules():
 
 
 def test_names_in_errors_are_those_of_the_models():
-    there = {path.stem for path in (ROOT / "configs" / "model").glob("*.yaml")}
-    assert set(WITH_CONTROLS) | set(WITH_SMOOTHER) <= there
+    there = {path.stem: path.read_text() for path in (ROOT / "configs" / "model").glob("*.yaml")}
+    assert set(WITH_CONTROLS) | set(WITH_SMOOTHER) <= there.keys()
+    nets = {name for name, text in there.items() if "\n  controls: ${" in text}
+    assert {"lstm", "rkn"} <= nets <= set(WITH_CONTROLS), "nets that are told how many components a control has take them"
 
 
 @pytest.mark.parametrize("folder", ["filters", "evaluation", "export"])
