@@ -24,7 +24,7 @@ from kbf.training.train import train
 def choose(config: dict[str, Any], data: Data, *, trust: bool = False) -> tuple[dict[str, Any], list[Row]]:
     """The configuration of the best candidate, and what was tried, the best first, in the same words as the net under a model.
 
-    Each candidate learns from the training part without its last steps, and is scored on these (or on ``data.validation``) by the
+    Each candidate learns from the training part without its end, and is scored on that (or on ``data.validation``) by the
     loop that scores everything; the measure is the NMSE, as the components of a state may have units of their own. One that cannot
     be built or does not fit the data is noted and left out. No test data is seen.
 
@@ -77,7 +77,7 @@ class Recipe:
 
 
 def held_out_part(data: Data, share: float) -> tuple[list[Sequence], list[Sequence]]:
-    """What to fit and what to score a choice on: the data's own validation part, else the last ``share`` of the training part."""
+    """What to fit and what to score a choice on: the data's own validation part, else the end of the training part (`hold_out`)."""
     return (data.train, data.validation) if data.validation else hold_out(data.train, share)
 
 

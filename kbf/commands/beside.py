@@ -12,6 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kbf.commands.common import columns_of, console
+from kbf.commands.wide import print_wide
 from kbf.data.dataset import Data
 from kbf.evaluation.metrics import nmse
 from kbf.evaluation.score import Score, score
@@ -48,7 +49,7 @@ def beside(config: Mapping[str, Any], data: Data, result: Score) -> dict[str, fl
     table = Table("NMSE of the test part", *(escape(name) for name in names), "all")
     for name, columns in found.items():
         table.add_row(name, *(shown(value) for value in [*columns.tolist(), columns.nanmean().item()]))
-    console.print(table)
+    print_wide(table)
     for told in remarks(names, found, torch.cat([s.states for s in train]).double(), states, torch.cat(result.estimates)):
         console.print(f"[yellow]{escape(told)}[/]", highlight=False)
     return {f"plain.{name}.nmse": columns.nanmean().item() for name, columns in found.items() if name in PLAIN}

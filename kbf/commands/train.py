@@ -142,9 +142,9 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
 
 
 def error_without_last_steps(config: dict[str, Any], data: Data, *, trust: bool) -> float:
-    """``held_out.mse``: the error on the last ``hold_out`` of the training part of a fit to the rest, which is then forgotten."""
+    """``held_out.mse``: the error on the end of the training part (``hold_out``) of a fit to the rest, which is then forgotten."""
     fit, held = auto.held_out_part(data, config["hold_out"])
-    with scratch(config["run_dir"]) as folder, console.status("a fit without the last steps of the training part"):
+    with scratch(config["run_dir"]) as folder, console.status("a fit without the end of the training part"):
         trained = auto.held_out_filter(config, fit, folder, trust=trust, extent=data.extent)
         return auto.held_out_score(trained, held).mse.mean().item()
 

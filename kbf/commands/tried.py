@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kbf.commands.common import console
+from kbf.commands.wide import print_wide
 from kbf.filters.best_of import BestOf
 from kbf.filters.search import Row
 from kbf.runtime.files import write_csv
@@ -61,7 +62,7 @@ def show(lines: Lines) -> None:
     table = Table(*COLUMNS, title="on held-out steps of the training part")
     for line in lines:
         table.add_row(*map(escape, texts(line)))
-    console.print(table)
+    print_wide(table, lead=2)
     taken = ", ".join(line["model"] for line in lines if line["weight"] is not None)
     console.print(f"taken, as best on what was held out: [bold]{escape(taken)}[/]", highlight=False)
 

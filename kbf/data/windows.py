@@ -96,7 +96,7 @@ def split(sequences: list[Sequence], fraction: float) -> tuple[list[Sequence], l
 def hold_out(sequences: list[Sequence], fraction: float) -> tuple[list[Sequence], list[Sequence]]:
     """`split` where a recording ends, if that holds out between half and one and a half of what was asked for.
 
-    What is held out is then new to the end: no part of a recording whose beginning was learned.
+    No part of what is held out was learned from then, as far as a sequence is a recording.
 
     Raises:
         ValueError: as `split`.
@@ -105,7 +105,7 @@ def hold_out(sequences: list[Sequence], fraction: float) -> tuple[list[Sequence]
     held = round(fraction * total)
     ends = itertools.accumulate(len(s.states) for s in reversed(sequences[1:]))  # of the last recording, the last two, ...
     nearest = min(ends, key=lambda steps: (abs(steps - held), -steps), default=0)
-    near = fraction < 1 and 0 < abs(nearest - held) <= held / 2
+    near = fraction < 1 and 2 <= nearest <= total - 2 and 0 < abs(nearest - held) <= held / 2
     return split(sequences, nearest / total if near else fraction)
 
 

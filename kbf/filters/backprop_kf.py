@@ -57,13 +57,11 @@ class BackpropKF(EndToEndFilter[GaussianState]):
         self.log_start = nn.Parameter(torch.zeros(y))
         self.push = nn.Linear(controls, y + units, bias=False) if controls else None
 
-    def move(
-        self, y: Float[Tensor, "b y"], control: Float[Tensor, "b k"] | None = None
-    ) -> tuple[Float[Tensor, "b y"], Float[Tensor, "b y y"]]:
-        """f(y) and its Jacobian F."""
+    def move(self, y: Float[Tensor, "b y"], u: Float[Tensor, "b k"]) -> tuple[Float[Tensor, "b y"], Float[Tensor, "b y y"]]:
+        """f(y) and its Jacobian F; u in standard units."""
         value, inside = self.linear(y), self.inner(y)
-        if self.push is not None and control is not None:
-            straight, bent = self.push(self.standard(control)).split([value.shape[-1], inside.shape[-1]], -1)
+        if self.push is not None:
+            straight, bent = self.push(u).split([value.shape[-1], inside.shape[-1]], -1)
             value, inside = value + straight, inside + bent
         t = inside.tanh()
         return value + self.outer(t), self.linear.weight + self.outer.weight @ ((1 - t.square())[..., None] * self.inner.weight)
@@ -77,7 +75,7 @@ class BackpropKF(EndToEndFilter[GaussianState]):
         self, state: GaussianState, *, control: Float[Tensor, "b k"] | None = None, generator: Generator | None = None
     ) -> GaussianState:
         """y <- f(y), linearised at the mean."""
-        value, F = self.move(state.mean, control)
+        value, F = self.move(state.mean, self.acted(control, len(state.mean)))
         mean, P = kalman_predict(*state, F, self.log_noise.exp().diag(), value - (F @ state.mean[..., None])[..., 0])
         largest = P.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
         return GaussianState(mean.clamp(-FAR, FAR), P / (largest / FAR**2).clamp_min(1))

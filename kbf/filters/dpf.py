@@ -105,13 +105,11 @@ class DPF(EndToEndFilter[DPFState]):
         self.proposal = nn.Sequential(nn.ReLU(), nn.Linear(units, units), nn.ReLU(), nn.Linear(units, y))
         self.push = nn.Linear(controls, y + units, bias=False) if controls else None
 
-    def move(
-        self, y: Float[Tensor, "b P y"], eps: Float[Tensor, "b P y"], control: Float[Tensor, "b k"] | None = None
-    ) -> Float[Tensor, "b P y"]:
-        """A y + c + V tanh(W y + U eps + b) + s eps, of all particles with one control."""
+    def move(self, y: Float[Tensor, "b P y"], eps: Float[Tensor, "b P y"], u: Float[Tensor, "b k"]) -> Float[Tensor, "b P y"]:
+        """A y + c + V tanh(W y + U eps + b) + s eps, of all particles with one control, u in standard units."""
         value, inside = self.linear(y), self.inner(torch.cat([y, eps], -1))
-        if self.push is not None and control is not None:
-            straight, bent = self.push(self.standard(control))[:, None].split([value.shape[-1], inside.shape[-1]], -1)
+        if self.push is not None:
+            straight, bent = self.push(u)[:, None].split([value.shape[-1], inside.shape[-1]], -1)
             value, inside = value + straight, inside + bent
         return value + self.outer(inside.tanh()) + self.log_noise.exp() * eps
 
@@ -147,7 +145,7 @@ class DPF(EndToEndFilter[DPFState]):
         """Resample softly, and move each particle with noise of its own, within `FURTHEST`."""
         chosen, log_weights = soft(state.log_weights, self.alpha, generator)
         y = state.particles.gather(1, chosen[..., None].expand_as(state.particles))
-        moved = self.move(y, self.draw(len(y), generator), control).clamp(-FURTHEST, FURTHEST)
+        moved = self.move(y, self.draw(len(y), generator), self.acted(control, len(y))).clamp(-FURTHEST, FURTHEST)
         return DPFState(moved, log_weights, self.draw(len(y), generator), state.taken)
 
     def take_in(self, state: DPFState, w: Float[Tensor, "b m"], r: Float[Tensor, "b m"]) -> DPFState:
@@ -180,8 +178,8 @@ class DPF(EndToEndFilter[DPFState]):
         return (state.log_weights.exp()[..., None] * centred).mT @ centred + (2 * self.log_width).exp().diag()
 
     def weighted_sample(self, state: DPFState) -> tuple[Float[Tensor, "b P d"], Float[Tensor, "b P"]]:
-        """Of the mixture, in the units of the data: each particle z_i + sigma eps, eps another one's last draw; and the weights."""
-        eps = state.drawn[..., : self.d].roll(1, -2)  # its own may have placed it (k)
+        """Of the mixture, in the units of the data: z_i + sigma eps of each particle, eps the draw of another, and the weights."""
+        eps = state.drawn[..., : self.d].roll(1, -2)  # its own may have placed it: k(e, eps)
         z = state.particles[..., : self.d] + self.log_width.exp() * eps
         return self.z_mean + self.z_scale * z, state.log_weights.exp()
 

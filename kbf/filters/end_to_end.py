@@ -23,7 +23,7 @@ class EndToEndFilter(nn.Module, Generic[S]):
 
     A subclass has ``init``, ``predict``, ``take_in`` (w and r into a state), ``mean`` and ``spread``; all are learned
     together, on the log likelihood of the true states (``log_density``: Gaussian, unless a subclass says otherwise), through all
-    steps of a window (`loss`). A move may depend on a control u ``k``, which it gets in standard units.
+    steps of a window (`loss`). A move may depend on a control u ``k``, which it gets in standard units; without one on their mean.
     """
 
     controlled: int
@@ -65,7 +65,7 @@ class EndToEndFilter(nn.Module, Generic[S]):
             ValueError: states, observations or controls of another size than the net was built for, or no observation at all.
         """
         z, x = check_memory(memory, self.z_mean.shape, self.shape)
-        u = check_controls(memory, self.controlled)
+        u = controls_of(memory, self.controlled)
         store_units(self.z_mean, self.z_scale, z)
         if not self.raw:
             store_units(self.x_mean, self.x_scale, x)
@@ -89,8 +89,10 @@ class EndToEndFilter(nn.Module, Generic[S]):
         """Move on by a step, with the control if there is one."""
         raise NotImplementedError
 
-    def standard(self, control: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
-        """A control in standard units."""
+    def acted(self, control: Float[Tensor, "b k"] | None, batch: int) -> Float[Tensor, "b k"]:
+        """A control in standard units, zeros for none."""
+        if control is None or self.controlled == 0:
+            return self.z_mean.new_zeros(batch, self.controlled)
         return (control - self.u_mean) / self.u_scale
 
     def take_in(self, state: S, w: Float[Tensor, "b m"], r: Float[Tensor, "b m"]) -> S:
@@ -174,7 +176,7 @@ def check_memory(memory: list[Sequence], d: torch.Size, q: tuple[int, ...]) -> t
     return z, x
 
 
-def check_controls(memory: list[Sequence], k: int) -> Float[Tensor, "n k"] | None:
+def controls_of(memory: list[Sequence], k: int) -> Float[Tensor, "n k"] | None:
     """All controls of the recordings a net is trained on; None if they have none, and it takes none.
 
     Raises:

@@ -63,7 +63,7 @@ class GRUImages(EndToEndFilter[GRUImagesState]):
         self, state: GRUImagesState, *, control: Float[Tensor, "b u"] | None = None, generator: Generator | None = None
     ) -> GRUImagesState:
         """Move on without an observation."""
-        acted = state.control if control is None else self.standard(control)
+        acted = self.acted(control, len(state.h))
         none = acted.new_zeros(len(acted), 2 * self.m + 1)
         return GRUImagesState(self.cell(torch.cat([none, acted], -1), state.h), state.h, acted)
 

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from kbf.filters.end_to_end import check_controls, check_memory, multi_layer, store_units
+from kbf.filters.end_to_end import check_memory, controls_of, multi_layer, store_units
 from kbf.runtime.notebook import ShownModule
 from kbf.sequence import Sequence
 
@@ -135,7 +135,7 @@ class LSTMFilter(ShownModule):
             ValueError: states, observations or controls of another size than the net was built for, or no observation at all.
         """
         z, x = check_memory(memory, self.z_mean.shape, self.shape)
-        u = check_controls(memory, self.controlled)
+        u = controls_of(memory, self.controlled)
         store_units(self.z_mean, self.z_scale, z)
         if not self.raw:
             store_units(self.x_mean, self.x_scale, x)

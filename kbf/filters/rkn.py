@@ -106,8 +106,8 @@ class RKNFilter(EndToEndFilter[RKNState]):
         every = torch.cat([torch.cat([A0, A1], -1), torch.cat([A2, A3], -1)], -2)
         A = (weights @ every.flatten(1)).unflatten(-1, every.shape[1:])
         mean, covariance = predict_factorised(state.mean, FactorisedCovariance(*state[1:]), A, positive(self.noise))
-        if self.push is not None and control is not None:
-            mean = mean + self.push(self.standard(control))
+        if self.push is not None:
+            mean = mean + self.push(self.acted(control, len(mean)))
         return RKNState(mean, *covariance)
 
     def take_in(self, state: RKNState, w: Float[Tensor, "b m"], r: Float[Tensor, "b m"]) -> RKNState:

@@ -251,7 +251,7 @@ def evenly(n: int, limit: int, device: torch.device | str | None = None) -> Int[
 
 
 def column_medians(x: Float[Tensor, "n q"]) -> Float[Tensor, " q"]:
-    """The median of each column, of an even number the lower one; by sorting, which a card does in the same way every time.
+    """The median of each column, of an even number the lower one; by sorting, which a GPU does in the same way every time.
 
     >>> column_medians(torch.tensor([[3.0, 1.0], [1.0, 2.0], [2.0, 9.0], [7.0, 0.0]])).tolist()
     [2.0, 1.0]

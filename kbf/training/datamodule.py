@@ -132,7 +132,7 @@ class FilterDataModule(lightning.LightningDataModule):
             total = sum(len(s.states) for s in sequences)
             raise ValueError(
                 f"no window of {training.window} steps fits: {sum(lengths)} steps to fit ({total} for training, "
-                f"{training.validation:g} of them held out) in {training.folds} folds leave at most {longest} in a row. "
+                f"{total - sum(lengths)} of them held out) in {training.folds} folds leave at most {longest} in a row. "
                 "Use a shorter model.training.window, fewer model.training.folds, or more data."
             )
         self.batch_size, self.order_seed, self.shared = training.batch_size, seed, training.shared

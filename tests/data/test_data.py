@@ -74,6 +74,7 @@ def test_whole_recordings_are_held_out_where_that_is_about_as_much():
         assert steps(hold_out(recordings, 0.15)[1]) == [list(range(85, 100))]
     assert steps(hold_out([counted(50), counted(50, 50)], 0.35)[0]) == [list(range(50))]
     assert hold_out(ten, 0.0)[1] == []
+    assert [len(s.states) for s in hold_out([counted(11), counted(1, 11)], 0.15)[1]] == [1, 1], "one step alone is too few"
     for refused in (1.0, -0.1):
         with pytest.raises(ValueError, match=r"\[0, 1\)"):
             hold_out(ten, refused)

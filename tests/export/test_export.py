@@ -13,17 +13,21 @@ from kbf.cli import main
 from kbf.evaluation.calibration import Calibration
 from kbf.export import onnx_linalg
 from kbf.export.step import WRITERS, compare, export
+from kbf.filters.backprop_kf import BackpropKF
 from kbf.filters.base import rollout
 from kbf.filters.dpf import DPF
+from kbf.filters.gru_images import GRUImages
 from kbf.filters.kalman_fitted import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.simulated_memory import SimulatedMemoryKBF
 from kbf.filters.lstm import LSTMFilter
 from kbf.filters.particle import ParticleFilter
 from kbf.filters.regression import FrameRegression
+from kbf.filters.rkn import RKNFilter
 from kbf.images.codes import Code, CodedFilter
 from kbf.sequence import Sequence
 from kbf.ssm import oscillatory, simulate
+from kbf.training.filter_stage import cast_all
 
 F64 = torch.float64
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -50,6 +54,8 @@ MODELS = {
     "lstm": lambda: conditioned(LSTMFilter(2, 2, hidden=8, sizes=(8, 4), generator=torch.Generator().manual_seed(0)).double()),
     "frame": lambda: conditioned(FrameRegression()),
 }
+NETS = {"rkn": RKNFilter, "backprop_kf": BackpropKF, "gru_images": GRUImages}
+"""Trained end to end."""
 
 
 def written(filter, path, format, **more):
@@ -109,6 +115,22 @@ def test_program_is_the_filter(name, format, tmp_path):
     spread = "estimate" if name in ("lstm", "frame") else "covariance"
     assert [entry["name"] for entry in about["outputs"]][-2:] == [spread, "passed_over"]
     assert [entry["name"] for entry in about["inputs"]][-2:] == ["obs", "seen"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [0, 1])
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("format", ["torch_export", "onnx"])
+def test_nets_that_are_trained_end_to_end_with_controls_and_without(name, k, format, tmp_path):
+    torch.manual_seed(0)
+    both = [recording(), recording(20, seed=1)]
+    both = [s._replace(controls=s.obs[:, :1].sin() if k else None) for s in both]
+    whole, new = cast_all(both, torch.float32)  # as these models are
+    filter = conditioned(NETS[name](2, 2, controls=k), whole)
+    found = export(filter, tmp_path / "step", format, new.obs, torch.full((2,), 0.7), controls=new.controls)
+    assert max(found[:2]) < 1e-5
+    about = json.loads((tmp_path / "step.json").read_text())
+    assert ("control" in [entry["name"] for entry in about["inputs"]]) == bool(k)
 
 
 @pytest.mark.slow

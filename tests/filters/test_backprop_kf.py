@@ -70,20 +70,21 @@ def test_on_a_linear_system_it_is_the_kalman_filter(k):
 
 
 def test_the_loss_is_that_of_the_rollout_and_its_gradient_reaches_the_first_observation():
-    net, _ = linear_net()
+    net, _ = linear_net(controls=1)
     with torch.no_grad():
         net.outer.weight.normal_(0, 0.3, generator=generator())
     obs = torch.randn(2, 5, 2, generator=generator(), dtype=F64).requires_grad_()
     states = torch.randn(2, 5, 2, generator=generator(2), dtype=F64)
+    u = torch.randn(2, 5, 1, generator=generator(3), dtype=F64)
     run: list[GaussianState] = []
-    estimates = rollout(net, obs, states=run).estimates
+    estimates = rollout(net, obs, controls=u, states=run).estimates
     covariances = torch.stack([net.covariance(state) for state in run], 1)
     expected = -torch.distributions.MultivariateNormal(estimates, covariances).log_prob(states)
-    torch.testing.assert_close(net.loss(states, obs), expected.mean())
-    torch.testing.assert_close(net.loss(states, obs, burn_in=4), expected[:, 4].mean())
-    (gradient,) = torch.autograd.grad(net.loss(states, obs, burn_in=4), obs)
+    torch.testing.assert_close(net.loss(states, obs, None, u), expected.mean())
+    torch.testing.assert_close(net.loss(states, obs, None, u, burn_in=4), expected[:, 4].mean())
+    (gradient,) = torch.autograd.grad(net.loss(states, obs, None, u, burn_in=4), obs)
     assert (gradient[:, 0].abs() > 1e-6).all()
-    assert torch.autograd.gradcheck(lambda x: net.loss(states, x, burn_in=3), (obs,))
+    assert torch.autograd.gradcheck(lambda x, v: net.loss(states, x, None, v, burn_in=3), (obs, u.requires_grad_()))
 
 
 def test_the_jacobian_is_that_of_the_move():

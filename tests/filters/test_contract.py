@@ -20,6 +20,7 @@ from kbf.filters.base import Filter, FilterModel, rollout, step, where
 from kbf.filters.dpf import DPF
 from kbf.filters.ekf import EKF
 from kbf.filters.gru import GRUFilter
+from kbf.filters.gru_images import GRUImages
 from kbf.filters.kalman_fitted import LearnedKalman
 from kbf.filters.kernel.filter import KernelBayesFilter, KernelState
 from kbf.filters.kernel.kbf import KBF
@@ -86,6 +87,12 @@ def seeded_dpf() -> DPF:
     return DPF(D, Q, hidden=1, m=3, particles=64, units=8)
 
 
+def seeded_gru_images() -> GRUImages:
+    """A small untrained net."""
+    torch.manual_seed(0)
+    return GRUImages(D, Q, m=3, units=8)
+
+
 class Sensors(nn.Linear):
     """An encoder that says its width, as those of images do."""
 
@@ -141,11 +148,12 @@ TABLE: dict[str, Kind] = {
     "rkn": Kind(lambda dtype: seeded_rkn().to(getattr(torch, dtype))),
     "backprop_kf": Kind(lambda dtype: seeded_backprop_kf().to(getattr(torch, dtype))),
     "dpf": Kind(lambda dtype: seeded_dpf().to(getattr(torch, dtype)), random=True),
+    "gru_images": Kind(lambda dtype: seeded_gru_images().to(getattr(torch, dtype))),
     "gru": Kind(lambda dtype: GRUFilter(D, Q, hidden=7, generator=generator()).to(getattr(torch, dtype))),
 }
 
 
-UNTRAINED = ("lstm", "gru", "rkn", "backprop_kf", "dpf")
+UNTRAINED = ("lstm", "gru", "gru_images", "rkn", "backprop_kf", "dpf")
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -78,6 +78,7 @@ def test_with_the_true_model_it_is_the_bootstrap_and_the_kalman_filter(alpha):
 def test_a_control_moves_all_particles_as_it_says():
     net = small(controls=2, hidden=0)
     y, eps = torch.randn(3, 12, 2, generator=generator(), dtype=F64), torch.randn(3, 12, 2, generator=generator(1), dtype=F64)
+    net.u_mean, net.u_scale = torch.tensor([1.0, -2.0], dtype=F64), torch.tensor([0.5, 3.0], dtype=F64)
     u = torch.randn(3, 2, generator=generator(2), dtype=F64)
     assert net.push is not None
     B, E = net.push.weight[:2], net.push.weight[2:]
@@ -85,8 +86,9 @@ def test_a_control_moves_all_particles_as_it_says():
     expected = net.linear(y) + (u @ B.mT)[:, None] + net.outer(inside.tanh()) + net.log_noise.exp() * eps
     torch.testing.assert_close(net.move(y, eps, u), expected)
     state = net.init(3, generator=generator())
-    a, b = (net.predict(state, control=c, generator=generator(3)) for c in (u, u + 1))
+    a, b, none, mean = (net.predict(state, control=c, generator=generator(3)) for c in (u, u + 1, None, net.u_mean.expand(3, -1)))
     assert (a.particles != b.particles).all() and torch.equal(a.log_weights, b.log_weights)
+    assert torch.equal(none.particles, mean.particles)
 
 
 def test_soft_resampling_keeps_expectations():
@@ -151,12 +153,11 @@ def test_the_density_is_the_mixture_around_the_particles():
 
 def test_its_sample_is_one_of_the_mixture():
     """With many particles mean and covariance are those of the filter, in the units of the data; without noise, the particles."""
-    net = small(particles=P)
+    net = small(particles=P, gamma=1.0)  # all are placed by the draws
     net.z_mean, net.z_scale = torch.tensor([3.0, -2.0], dtype=F64), torch.tensor([2.0, 0.5], dtype=F64)
     with torch.no_grad():
         net.log_width.copy_(torch.tensor([0.2, -0.4]))
     state = net.update(net.predict(net.init(2, generator=generator()), generator=generator(1)), torch.ones(2, 3, dtype=F64))
-    state = net.predict(state, generator=generator(2))
     points, weights = net.weighted_sample(state)
     assert points.shape == (2, P, 2) and weights.shape == (2, P)
     mean = (weights[..., None] * points).sum(1)

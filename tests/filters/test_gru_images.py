@@ -20,20 +20,24 @@ def normal(*size: int, seed: int) -> torch.Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
-def net() -> GRUImages:
+def net(controls: int = 0) -> GRUImages:
     torch.manual_seed(0)
-    return GRUImages(2, 3, m=4, units=8).double()
+    return GRUImages(2, 3, m=4, units=8, controls=controls).double()
 
 
-def test_a_rollout_is_pytorch_s_recurrence_and_moves_with_zeros_where_nothing_was_seen():
-    filter, obs = net(), normal(2, 5, 3, seed=0)
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_rollout_is_pytorch_s_recurrence_and_moves_with_zeros_where_nothing_was_seen(k):
+    filter, obs, u = net(k), normal(2, 5, 3, seed=0), normal(2, 5, k, seed=1)
+    if k:
+        filter.u_mean, filter.u_scale = normal(k, seed=2), normal(k, seed=3).exp()
     mask = torch.tensor([[True, True, False, True, True], [True, False, False, True, True]])
-    whole = torch.nn.GRU(9, 8, batch_first=True).double()
+    whole = torch.nn.GRU(9 + k, 8, batch_first=True).double()
     whole.load_state_dict({f"{name}_l0": value for name, value in filter.cell.state_dict().items()})
     with torch.no_grad():
         codes = torch.cat([*filter.encode(obs.flatten(0, 1)), torch.ones(10, 1, dtype=F64)], -1).unflatten(0, (2, 5))
-        h = whole(codes * mask[..., None])[0]
-        found = rollout(filter, obs, mask=mask).estimates
+        acted = (u - filter.u_mean) / filter.u_scale if k else u
+        h = whole(torch.cat([codes * mask[..., None], acted], -1))[0]
+        found = rollout(filter, obs, mask=mask, controls=u if k else None).estimates
     torch.testing.assert_close(found, filter.readout(h))
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kbf.commands.auto import held_out_part
 from kbf.config import configure
 from kbf.data.dataset import load_data
+from kbf.data.windows import piece
 from kbf.filters import best_of
 from kbf.filters.base import rollout
 from kbf.filters.kernel.monte_carlo import KernelMonteCarlo
 from kbf.training.checkpoint import load_filter
+from kbf.training.datamodule import FilterDataModule
 from kbf.training.filter_stage import FilterTraining
 from kbf.training.held_out_calibration import learn, learn_and_keep, never_learned_from
 from kbf.training.train import train
@@ -63,6 +66,22 @@ def test_a_net_without_a_memory_is_calibrated_on_what_its_training_held_out():
     assert sum(len(s.states) for s in held) == round(200 * module.how.validation)
     last = module.memory.sequences()[-1].states[-1]
     assert torch.equal(held[-1].states[-1], last)
+
+
+def test_many_recordings_are_held_out_whole_wherever_a_part_is():
+    """Of ten the last two: training does not learn from them, and calibrates on them; choices between models are made on them."""
+    config = configure("train", ["data=oscillatory", "n_train=500", "model=gru", "logger=none", "model.training.window=40"])
+    data = load_data(config["data"])
+    ten = [piece(s, k, k + 50) for s in data.train for k in range(0, 500, 50)]
+    module = FilterTraining(config, ten)
+    assert module.how is not None and len(ten) == 10
+    ((_, held),) = never_learned_from(module)
+    scaled = module.memory.sequences()
+    trained = FilterDataModule(scaled, module.how, seed=0)
+    for found, expected in ((held, scaled[8:]), (trained.held, scaled[8:]), (trained.fit, scaled[:8])):
+        assert len(found) == len(expected)
+        assert all(torch.equal(a.states, b.states) for a, b in zip(found, expected, strict=True))
+    assert [len(part) for part in held_out_part(data._replace(train=ten), 0.15)] == [8, 2]
 
 
 def test_a_net_that_has_learned_from_all_steps_is_not_calibrated_on_them(tmp_path):
