@@ -1,4 +1,4 @@
-"""Linear algebra that ONNX has no operators for, from sums and products alone: a positive definite solve, a symmetric eigenproblem.
+"""What ONNX has no operators for, from sums and products alone: a positive definite solve, a symmetric eigenproblem.
 
 Their loops are unrolled when a step is exported; both are exact up to rounding, as LAPACK's are.
 """
@@ -96,3 +96,8 @@ def diagonal_scatter(
 ) -> Float[Tensor, "*b n n"]:
     """A with another diagonal, over its last two dimensions: the only ones that a filter's step asks for."""
     return torch.where(torch.eye(a.shape[-1], dtype=torch.bool, device=a.device), values[..., None], a)
+
+
+def elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Tensor:
+    """scale x above 0, scale alpha (exp(input_scale x) - 1) below."""
+    return scale * torch.where(x > 0, x, alpha * (torch.exp(input_scale * x.clamp_max(0)) - 1))

@@ -63,8 +63,9 @@ SPELT_OUT: dict[Any, Any] = {
     aten.linalg_solve.default: onnx_linalg.solve,
     aten.linalg_eigh.default: onnx_linalg.eigh,
     aten.diagonal_scatter.default: onnx_linalg.diagonal_scatter,
+    aten.elu.default: onnx_linalg.elu,
 }
-"""What ONNX has no operator for."""
+"""What ONNX has no operator for, or ONNX Runtime none in float64."""
 
 
 class ExportedStep(nn.Module):

@@ -120,15 +120,15 @@ def test_program_is_the_filter(name, format, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 1])
 @pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize("format", ["torch_export", "onnx"])
-def test_nets_that_are_trained_end_to_end_with_controls_and_without(name, k, format, tmp_path):
+@pytest.mark.parametrize(("format", "dtype"), [("torch_export", torch.float32), ("onnx", torch.float32), ("onnx", F64)])
+def test_nets_that_are_trained_end_to_end_with_controls_and_without(name, k, format, dtype, tmp_path):
     torch.manual_seed(0)
     both = [recording(), recording(20, seed=1)]
     both = [s._replace(controls=s.obs[:, :1].sin() if k else None) for s in both]
-    whole, new = cast_all(both, torch.float32)  # as these models are
-    filter = conditioned(NETS[name](2, 2, controls=k), whole)
+    whole, new = cast_all(both, dtype)
+    filter = conditioned(NETS[name](2, 2, controls=k).to(dtype), whole)
     found = export(filter, tmp_path / "step", format, new.obs, torch.full((2,), 0.7), controls=new.controls)
-    assert max(found[:2]) < 1e-5
+    assert max(found[:2]) < {F64: 1e-11, torch.float32: 1e-5}[dtype]
     about = json.loads((tmp_path / "step.json").read_text())
     assert ("control" in [entry["name"] for entry in about["inputs"]]) == bool(k)
 
@@ -269,6 +269,12 @@ def test_rounds_hold_every_pair_once(n):
 def test_diagonal_scatter(normal):
     a, values = normal(3, 4, 4), normal(3, 4)
     torch.testing.assert_close(onnx_linalg.diagonal_scatter(a, values), torch.diagonal_scatter(a, values, dim1=-2, dim2=-1))
+
+
+def test_elu(normal):
+    x = 3 * normal(50)
+    torch.testing.assert_close(onnx_linalg.elu(x), nn.functional.elu(x))
+    torch.testing.assert_close(onnx_linalg.elu(x, 1.7, 1.1, 0.6), torch.ops.aten.elu(x, 1.7, 1.1, 0.6))
 
 
 @pytest.fixture(scope="module")
