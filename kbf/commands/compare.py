@@ -328,7 +328,9 @@ def give_or_take(value: float, error: float, digits: int = 4, unit: str = "") ->
 
 def show_table(title: str, rows: list[dict[str, Any]], floor_says: dict[str, float]) -> None:
     """One training size, the best model first, errors with their standard errors; ``floor_says``: `statements` of the floor."""
-    console.print(f"\n[bold]{title}[/]", highlight=False)
+    counts = {row["runs"] for row in rows}
+    same = f"; {max(counts)} run{'s' if max(counts) > 1 else ''}" if len(counts) == 1 else ""
+    console.print(f"\n[bold]{title}[/]{same}", highlight=False)
     table = Table()
     covered = [key for key in COVERAGE_COLUMNS if any(row[key] == row[key] for row in rows)]
     without_floor = all(row["floor"] != row["floor"] for row in rows)  # errors in units of the data say little alone
@@ -341,7 +343,7 @@ def show_table(title: str, rows: list[dict[str, Any]], floor_says: dict[str, flo
             for key in spoken
         ]
 
-    headers = ["model", "error", relative, *(SAID[key] for key in spoken), "runs", "seconds"]
+    headers = ["model", "error", relative, *(SAID[key] for key in spoken), *([] if same else ["runs"]), "seconds"]
     for header in [*headers, *named_shares(covered)]:
         table.add_column(header, justify="left" if header == "model" else "right")
     order = "nmse" if without_floor and all(row["nmse"] == row["nmse"] for row in rows) else "mse"
@@ -351,7 +353,8 @@ def show_table(title: str, rows: list[dict[str, Any]], floor_says: dict[str, flo
         else:
             beside = give_or_take(100 * row["excess"], 100 * row["excess_se"], 1, " %")
         cells = [give_or_take(row["mse"], row["se"]), beside, *say(row)]
-        table.add_row(row["model"], *cells, str(row["runs"]), f"{row['seconds']:.1f}", *shares(row, covered))
+        runs = [] if same else [str(row["runs"])]
+        table.add_row(row["model"], *cells, *runs, f"{row['seconds']:.1f}", *shares(row, covered))
     floor = rows[0]["floor"]
     if floor == floor:
         table.add_row("floor", f"{floor:.4f}", "0", *say(floor_says), style="dim")
