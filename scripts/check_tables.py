@@ -1,0 +1,123 @@
+#!/usr/bin/env python
+"""Makes some runs of tables of data/results/ again, at the commit that is checked out: have they the same digits?
+
+    .venv/bin/python scripts/check_tables.py rotation noise workers=2     # the first run of each model and size
+    .venv/bin/python scripts/check_tables.py rkn_pendulum runs=1 n_train=10
+
+Tables are those of `kbf compare`; settings are its settings, in place of those that made the table (runs=1 where none are given).
+What was found stands in data/results/checked.csv: a line for each table, of its last check. Runs go to runs/checks/COMMIT/NAME,
+and go on where they were stopped. It ends with 1 where a digit differs.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from gather_results import number, read
+from make_tables import RESULTS, ROOT, commands_of, tables
+
+from kbf.commands.common import commit
+from kbf.runtime.files import write_csv
+
+RUNS = ROOT / "runs" / "checks"
+KEY = ("data", "n_train", "seed", "model")
+SCORES = ("test.mse", "log_likelihood", "log_likelihood_raw")
+"""What a run of runs.csv is found by, and what is compared."""
+
+Row = dict[str, Any]
+
+
+def made_again(name: str, about: Row, folder: Path, settings: list[str]) -> list[Row]:
+    """The runs that the commands of a table make with some settings.
+
+    Raises:
+        ValueError: a command failed.
+    """
+    given = {word.split("=")[0] for word in settings}
+    rows: list[Row] = []
+    for k, command in enumerate(commands_of(about)):
+        words = [*(word for word in command if word.split("=")[0] not in given), *settings, f"run_dir={folder / str(k)}"]
+        print(f"{name}: {shlex.join(['kbf', *words])}", flush=True)
+        done = subprocess.run([Path(sys.executable).with_name("kbf"), *words], cwd=ROOT)
+        if done.returncode:
+            raise ValueError(f"{name} was not checked: its command ended with {done.returncode}; the same call goes on")
+        rows += read(folder / str(k) / "runs.csv")
+    return rows
+
+
+def difference(kept: Row, made: Row) -> float:
+    """The largest relative difference of two runs' scores; infinite where one has a score and the other has none.
+
+    >>> difference({"test.mse": "2.0"}, {"test.mse": "2.5"}), difference({"test.mse": "2.0"}, {"test.mse": ""})
+    (0.25, inf)
+    """
+    worst = 0.0
+    for score in SCORES:
+        a, b = number(kept.get(score)), number(made.get(score))
+        if math.isnan(a) and math.isnan(b):
+            continue
+        worst = max(worst, abs(a - b) / max(abs(a), 1e-12) if math.isfinite(a) and math.isfinite(b) else math.inf)
+    return worst
+
+
+def compared(name: str, kept: list[Row], made: list[Row]) -> Row:
+    """How many of the runs that were made again have all digits of the kept ones, and the largest relative difference.
+
+    Raises:
+        ValueError: a run that the table does not have.
+    """
+    known = {tuple(row[key] for key in KEY): row for row in kept}
+    apart = []
+    for row in made:
+        key = tuple(row[part] for part in KEY)
+        if key not in known:
+            raise ValueError(
+                f"{name} has no run {', '.join(map('='.join, zip(KEY, key, strict=True)))}: nothing to compare it with"
+            )
+        apart.append(difference(known[key], row))
+        if apart[-1]:
+            print(f"{name}: {dict(zip(KEY, key, strict=True))} differs by {apart[-1]:.1e}")
+    return {"runs": len(made), "same": sum(not each for each in apart), "largest difference": max(apart, default=0.0)}
+
+
+def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> int:
+    """Check the tables that ``words`` name; 1 where a digit differs.
+
+    Raises:
+        ValueError: an unknown table, or one that `kbf compare` does not make; a command that failed; files that are not committed.
+    """
+    names, settings = [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    if not names or {"-h", "--help"} & {*words}:
+        print(__doc__)
+        return 0
+    known = {name: about for name, about in tables(results).items() if all(c[0] == "compare" for c in commands_of(about))}
+    below = {word: [each for each in known if f"{each}/".startswith(f"{word.rstrip('/')}/")] for word in names}
+    if unknown := [word for word, some in below.items() if not some]:
+        raise ValueError(f"no tables {', '.join(unknown)} of kbf compare in {results}; there are {', '.join(known)}")
+    at = commit()
+    if at is None or at.endswith("-dirty"):
+        raise ValueError("commit your changes first: what is checked is a commit")
+    if not any(word.startswith("runs=") for word in settings):
+        settings = ["runs=1", *settings]
+    differ = False
+    for name in dict.fromkeys(each for some in below.values() for each in some):
+        made = made_again(name, known[name], runs / at / name, settings)
+        found = {"table": name, "commit": at, **compared(name, read(results / name / "runs.csv"), made)}
+        others = [row for row in read(results / "checked.csv") if row["table"] != name]
+        write_csv(results / "checked.csv", sorted([*others, found], key=lambda row: str(row["table"])))
+        worst = found["largest difference"]
+        print(f"{name}: {found['same']} of {found['runs']} runs have every digit; the largest difference is {worst:.1e}")
+        differ |= found["same"] < found["runs"]
+    return int(differ)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ValueError as error:
+        sys.exit(str(error))
