@@ -76,9 +76,7 @@ def compared(name: str, kept: list[Row], made: list[Row]) -> Row:
     for row in made:
         key = tuple(row[part] for part in KEY)
         if key not in known:
-            raise ValueError(
-                f"{name} has no run {', '.join(map('='.join, zip(KEY, key, strict=True)))}: nothing to compare it with"
-            )
+            raise ValueError(f"{name} has no run {', '.join(key)}: there is nothing to compare it with")
         apart.append(difference(known[key], row))
         if apart[-1]:
             print(f"{name}: {dict(zip(KEY, key, strict=True))} differs by {apart[-1]:.1e}")

@@ -1,0 +1,88 @@
+"""The script that makes runs of tables again and compares their digits."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import check_tables
+
+COMMAND = "kbf compare data=rotation 'n_train=[30]' runs=3 seed=4 'models=[kalman,frame]' particles=50 workers=0"
+RUN = {"data": "rotation", "n_train": "30", "seed": "4", "model": "kalman", "test.mse": "0.5", "log_likelihood": "1.25"}
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A table of `kbf compare` and one of a benchmark."""
+    for name, command in (("small", COMMAND), ("bench/step", "kbf bench step")):
+        (folder := tmp_path / "results" / name).mkdir(parents=True)
+        (folder / "about.json").write_text(json.dumps({"command": command, "commit": "abc"}))
+    return tmp_path / "results"
+
+
+@pytest.fixture
+def at(monkeypatch):
+    monkeypatch.setattr(check_tables, "commit", lambda: "def")
+
+
+@pytest.mark.parametrize(
+    ("made", "apart"),
+    [
+        ({}, 0.0),
+        ({"test.mse": "0.4"}, 0.2),
+        ({"log_likelihood": "1.5"}, 0.2),
+        ({"log_likelihood": "nan"}, math.inf),
+        ({"log_likelihood_raw": "1.0"}, math.inf),
+    ],
+)
+def test_every_score_is_compared(made, apart):
+    assert check_tables.difference(RUN, RUN | made) == pytest.approx(apart)
+    found = check_tables.compared("small", [RUN, RUN | {"seed": "5"}], [RUN | made])
+    assert found == {"runs": 1, "same": int(not made), "largest difference": pytest.approx(apart)}
+
+
+def test_a_run_that_the_table_lacks_is_told():
+    with pytest.raises(ValueError, match="small has no run rotation, 30, 7, kalman"):
+        check_tables.compared("small", [RUN], [RUN | {"seed": "7"}])
+
+
+def test_what_cannot_be_checked_is_told(results, tmp_path, monkeypatch, at, capsys):
+    for name in ("nothing", "bench"):
+        with pytest.raises(ValueError, match=f"no tables {name} of kbf compare"):
+            check_tables.main([name], results, tmp_path / "runs")
+    with pytest.raises(ValueError, match="small was not checked"):
+        check_tables.main(["small", "runs=nothing"], results, tmp_path / "runs")
+    monkeypatch.setattr(check_tables, "commit", lambda: "def-dirty")
+    with pytest.raises(ValueError, match="commit your changes first"):
+        check_tables.main(["small"], results, tmp_path / "runs")
+    assert not (results / "checked.csv").exists()
+    assert check_tables.main([], results) == 0 and "Makes some runs" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_digits_are_found_again_and_one_that_differs_is_seen(results, tmp_path, at):
+    first = check_tables.made_again("small", {"command": COMMAND}, tmp_path / "first", ["runs=1"])
+    assert {row["model"] for row in first} == {"kalman", "frame", "floor"} and {row["seed"] for row in first} == {"4"}
+    table = results / "small" / "runs.csv"
+
+    def keep(rows):
+        with table.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader(), writer.writerows(rows)
+
+    def checked():
+        with (results / "checked.csv").open(newline="") as file:
+            return {row["table"]: (row["commit"], row["runs"], row["same"]) for row in csv.DictReader(file)}
+
+    keep(first)
+    assert check_tables.main(["small"], results, tmp_path / "runs") == 0
+    assert checked() == {"small": ("def", "3", "3")}
+    keep([row | {"test.mse": repr(float(row["test.mse"]) * (1 + 1e-12))} if row["model"] == "kalman" else row for row in first])
+    assert check_tables.main(["small"], results, tmp_path / "runs") == 1
+    assert checked() == {"small": ("def", "3", "2")}
