@@ -55,11 +55,13 @@ def made_again(name: str, about: Row, folder: Path, settings: list[str]) -> list
 def difference(kept: Row, made: Row) -> float:
     """The largest relative difference of two runs' scores; infinite where one has a score and the other has none.
 
+    A column that the table does not have is not compared: it was made before there was one.
+
     >>> difference({"test.mse": "2.0"}, {"test.mse": "2.5"}), difference({"test.mse": "2.0"}, {"test.mse": ""})
     (0.25, inf)
     """
     worst = 0.0
-    for score in SCORES:
+    for score in (each for each in SCORES if each in kept):
         a, b = number(kept.get(score)), number(made.get(score))
         if math.isnan(a) and math.isnan(b):
             continue

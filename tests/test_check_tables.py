@@ -39,7 +39,7 @@ def at(monkeypatch):
         ({"test.mse": "0.4"}, 0.2),
         ({"log_likelihood": "1.5"}, 0.2),
         ({"log_likelihood": "nan"}, math.inf),
-        ({"log_likelihood_raw": "1.0"}, math.inf),
+        ({"log_likelihood_raw": "1.0"}, 0.0),
     ],
 )
 def test_every_score_is_compared(made, apart):
