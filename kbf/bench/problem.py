@@ -41,7 +41,8 @@ class Problem(NamedTuple):
         """How many features its states and its observations have."""
         transition, rule = filter.transition, filter.rule
         assert isinstance(transition, Operator) and isinstance(rule, PrimalUpdate) and transition.right is not None
-        return transition.right.shape[1], rule.features.shape[1]
+        states, obs = (int(features.any(0).sum()) for features in (transition.right, rule.features))  # the others are zeros
+        return states, obs
 
 
 def problem(n: int, *, steps: int = 200, scale: float = 1.0, seed: int = 0) -> Problem:

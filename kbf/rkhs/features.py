@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
+from torch.nn.functional import pad
 
 from kbf.rkhs.kernels import KERNELS, Bandwidth, Kernel
 from kbf.rkhs.linalg import cholesky, evenly, pivoted_cholesky
@@ -22,6 +23,8 @@ FEW = 512
 """Points whose whole Gram matrix is made before pivots are picked: that is faster than column by column."""
 POINTS_AT_A_TIME = 16_384
 """Points whose features are made at a time: the kernel's intermediate arrays stay small."""
+FULL = 4
+"""Zeros fill numbers of features up to a multiple of this: a CPU multiplies 64 columns in three quarters of the time of 61."""
 
 
 def nystrom(kernel: Kernel, landmarks: Float[Tensor, "m ..."], *, jitter: float = 1e-10) -> FeatureMap:
@@ -119,7 +122,10 @@ def _cosines(bandwidth: Bandwidth, frequencies: Tensor, x: Tensor) -> Tensor:
 
 
 class NystromFeatures(nn.Module):
-    """`nystrom` at the `pivots` of the points, with everything it needs in buffers: psi(x) = L^-1 k(landmarks, x)."""
+    """`nystrom` at the `pivots` of the points, with everything it needs in buffers: psi(x) = L^-1 k(landmarks, x).
+
+    Behind them come zeros, up to a multiple of `FULL` (none where gradients flow to the kernel): no product of features knows them.
+    """
 
     landmarks: Tensor
     whiten: Tensor
@@ -142,7 +148,8 @@ class NystromFeatures(nn.Module):
         k = partial(KERNELS[kernel], bandwidth=bandwidth)
         landmarks = points[pivots(k, points, rank=rank, tol=tol)]
         self.register_buffer("landmarks", landmarks)
-        self.register_buffer("whiten", nystrom_whitening(k(landmarks, landmarks)))
+        whiten = nystrom_whitening(k(landmarks, landmarks))
+        self.register_buffer("whiten", whiten if whiten.requires_grad else pad(whiten, (0, -len(whiten) % FULL)))
         self.register_buffer("bandwidth", bandwidth)
 
     def forward(self, x: Float[Tensor, "m *x"]) -> Float[Tensor, "m p"]:

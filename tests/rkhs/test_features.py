@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from kbf.rkhs.features import nystrom, pivots, random_fourier
+from kbf.rkhs.features import NystromFeatures, nystrom, pivots, random_fourier
 from kbf.rkhs.kernels import gaussian, trace
 from kbf.rkhs.linalg import NotPositiveDefiniteError, pivoted_cholesky
 
@@ -63,6 +63,19 @@ def test_nystrom_of_a_batch_is_one_by_one(normal):
 def test_nystrom_gradient_of_the_bandwidth(normal):
     landmarks, x, bandwidth = normal(4, 2), normal(3, 2), torch.tensor(0.8, dtype=F64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda b: nystrom(partial(gaussian, bandwidth=b), landmarks)(x), (bandwidth,))
+
+
+@pytest.mark.parametrize(("rank", "width"), [(3, 4), (8, 8), (9, 12)])
+def test_the_module_fills_features_up_with_zeros(normal, rank, width):
+    """The first columns are those of the map at the same landmarks, and no product knows the others."""
+    points, x = normal(40, 2), normal(5, 2)
+    psi = NystromFeatures("gaussian", torch.tensor(1.0, dtype=F64), points, rank, 0.0)
+    features = psi(x)
+    assert psi.landmarks.shape == (rank, 2) and features.shape == (5, width)
+    torch.testing.assert_close(features[:, :rank], nystrom(KERNEL, psi.landmarks)(x))
+    assert not features[:, rank:].any()
+    learned = NystromFeatures("gaussian", torch.tensor(1.0, dtype=F64, requires_grad=True), points, rank, 0.0)
+    assert learned(x).shape == (5, rank) and learned(x).requires_grad
 
 
 def test_nystrom_refuses_landmarks_that_coincide(normal):

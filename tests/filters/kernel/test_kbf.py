@@ -15,6 +15,7 @@ from kbf.filters.gaussian import KalmanFilter, LinearModel, training_moments
 from kbf.filters.kernel.kbf import KBF, stacked
 from kbf.filters.kernel.simulated_memory import SimulatedMemoryKBF, quantise
 from kbf.filters.learned_model import learn_model
+from kbf.rkhs import features
 from kbf.rkhs.features import NystromFeatures, nystrom, pivots
 from kbf.rkhs.kernels import KERNELS
 from kbf.rkhs.ratios import RATIOS, Ratio
@@ -61,6 +62,14 @@ def test_features_are_nystrom_features_at_the_pivots(normal, kernel):
     landmarks = psi.landmarks
     torch.testing.assert_close(psi(landmarks) @ psi(at).mT, k(landmarks, at), rtol=1e-6, atol=1e-6)
     assert set(psi.state_dict()) == {"landmarks", "whiten", "bandwidth"}
+
+
+@pytest.mark.parametrize("ratio", [name for name, ratio in RATIOS.items() if not ratio.lacks("primal") and not ratio.signed])
+def test_zeros_behind_the_features_change_no_estimate(ratio, monkeypatch):
+    memory, obs = recordings(60), recordings(20, seed=5)[0].obs[None]
+    full = estimates(prepared(memory, rank=13, ratio=ratio), memory, obs)
+    monkeypatch.setattr(features, "FULL", 1)
+    torch.testing.assert_close(full, estimates(prepared(memory, rank=13, ratio=ratio), memory, obs), rtol=1e-9, atol=1e-9)
 
 
 def test_tolerance_ends_the_search_for_features(normal):
