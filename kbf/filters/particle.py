@@ -16,7 +16,16 @@ from kbf.filters.resampling import effective_sample_size, invert, systematic
 from kbf.rkhs.linalg import cholesky
 from kbf.runtime.notebook import Shown, ShownModule
 from kbf.sequence import Sequence, as_sequences
-from kbf.ssm import ControlledDynamics, FactoredModel, KnownTransition, OverDynamics, StateSpace, StateSpaceModel, root_of
+from kbf.ssm import (
+    ControlledDynamics,
+    FactoredModel,
+    KnownTransition,
+    OverDynamics,
+    StateSpace,
+    StateSpaceModel,
+    log_scale,
+    root_of,
+)
 
 MOST_BACKWARD_PARTICLES = 500
 """Particles that take part in a step back, of each of the two times: the pairs of all would be too many."""
@@ -136,9 +145,10 @@ class BootstrapFilter(Shown):
         low = effective_sample_size(log_weights) < self.threshold * self.particles
         if low.any():  # resampling costs as much as the move
             chosen = self.resample(log_weights, generator)
-            chosen = torch.where(low[:, None], chosen, torch.arange(self.particles, device=chosen.device))
+            if not low.all():  # the others keep theirs
+                chosen = torch.where(low[:, None], chosen, torch.arange(self.particles, device=chosen.device))
             particles = particles.gather(1, chosen[..., None].expand_as(particles))
-            log_weights = torch.where(low[:, None], -math.log(self.particles), log_weights)
+            log_weights = log_weights.masked_fill(low[:, None], -math.log(self.particles))
         acted = {} if control is None else {"control": control[:, None]}
         return ParticleState(self.model.move(particles, generator, **acted), log_weights)
 
@@ -155,7 +165,7 @@ class BootstrapFilter(Shown):
         log_weights = state.log_weights + log_likelihood
         least = -0.5 * IMPOSSIBLE**2 * obs[0].numel()
         possible = torch.where(state.log_weights > -math.inf, log_likelihood, -math.inf).amax(-1) > least
-        log_weights = torch.where(possible[:, None], log_weights, 0)
+        log_weights = log_weights.masked_fill(~possible[:, None], 0)
         return state._replace(log_weights=log_weights.log_softmax(-1)), possible
 
     def estimate(self, state: ParticleState) -> Float[Tensor, "b d"]:
@@ -200,7 +210,8 @@ def in_type_of(model: StateSpace, states: Float[Tensor, "n d"]) -> StateSpace:
     model = model._replace(Q=model.Q.to(states), R=model.R.to(states))
     if type(model) is not StateSpaceModel or model.Q.requires_grad or model.R.requires_grad:
         return model
-    return FactoredModel(model, root_of(model.Q), cholesky(model.R))
+    factor = cholesky(model.R)
+    return FactoredModel(model, root_of(model.Q), factor, log_scale(factor))
 
 
 class ParticleRecipe(ShownModule):

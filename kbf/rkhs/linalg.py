@@ -94,9 +94,10 @@ def product_by_component(a: Tensor, b: Tensor) -> Tensor:
     if a.ndim == 2:
         return (a @ b.permute(1, 2, 0).flatten(1)).unflatten(1, (b.shape[2], b.shape[0])).permute(2, 0, 1)
     a, b = batch_innermost(a), batch_innermost(b)
-    out = a[..., :1] * b[..., :1, :]
-    for k in range(1, a.shape[-1]):
-        out = torch.addcmul(out, a[..., k : k + 1], b[..., k : k + 1, :])
+    columns, rows = a[..., None].unbind(-2), b[..., None, :, :].unbind(-2)
+    out = columns[0] * rows[0]
+    for column, row in zip(columns[1:], rows[1:], strict=True):
+        out = torch.addcmul(out, column, row)
     return out
 
 
@@ -159,7 +160,7 @@ def cholesky(a: Float[Tensor, "*a n n"], *, reg: float | Tensor = 0.0) -> Float[
 def shifted(a: Float[Tensor, "*a n n"], reg: float | Tensor) -> Float[Tensor, "*c n n"]:
     """A + reg I ``*c n n``, without making the matrix I."""
     shift = torch.as_tensor(reg, dtype=a.dtype, device=a.device)
-    out = a.clone() if shift.ndim == 0 else a + torch.zeros_like(shift)[..., None, None]
+    out = a.clone() if shift.ndim == 0 or shift.shape == a.shape[:-2] else a + torch.zeros_like(shift)[..., None, None]
     out.diagonal(dim1=-2, dim2=-1).add_(shift[..., None])
     return out
 
