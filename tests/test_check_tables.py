@@ -45,7 +45,7 @@ def at(monkeypatch):
 def test_every_score_is_compared(made, apart):
     assert check_tables.difference(RUN, RUN | made) == pytest.approx(apart)
     found = check_tables.compared("small", [RUN, RUN | {"seed": "5"}], [RUN | made])
-    assert found == {"runs": 1, "same": int(apart < 1e-5), "largest difference": pytest.approx(apart)}
+    assert found == {"runs": 1, "same": int(apart < 1e-4), "largest difference": pytest.approx(apart)}
 
 
 def test_a_run_that_the_table_lacks_is_told():
@@ -84,6 +84,6 @@ def test_digits_are_found_again_and_one_that_differs_is_seen(results, tmp_path, 
     keep(first)
     assert check_tables.main(["small"], results, tmp_path / "runs") == 0
     assert checked() == {"small": ("def", "3", "3")}
-    keep([row | {"test.mse": repr(float(row["test.mse"]) * (1 + 1e-4))} if row["model"] == "kalman" else row for row in first])
+    keep([row | {"test.mse": repr(float(row["test.mse"]) * (1 + 1e-3))} if row["model"] == "kalman" else row for row in first])
     assert check_tables.main(["small"], results, tmp_path / "runs") == 1
     assert checked() == {"small": ("def", "3", "2")}
