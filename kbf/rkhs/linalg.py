@@ -94,10 +94,9 @@ def product_by_component(a: Tensor, b: Tensor) -> Tensor:
     if a.ndim == 2:
         return (a @ b.permute(1, 2, 0).flatten(1)).unflatten(1, (b.shape[2], b.shape[0])).permute(2, 0, 1)
     a, b = batch_innermost(a), batch_innermost(b)
-    columns, rows = a[..., None].unbind(-2), b[..., None, :, :].unbind(-2)
-    out = columns[0] * rows[0]
-    for column, row in zip(columns[1:], rows[1:], strict=True):
-        out = torch.addcmul(out, column, row)
+    out = a[..., :1] * b[..., :1, :]
+    for k in range(1, a.shape[-1]):
+        out = torch.addcmul(out, a[..., k : k + 1], b[..., k : k + 1, :])
     return out
 
 
