@@ -59,12 +59,11 @@ class BackpropKF(EndToEndFilter[GaussianState]):
 
     def move(self, y: Float[Tensor, "b y"], u: Float[Tensor, "b k"]) -> tuple[Float[Tensor, "b y"], Float[Tensor, "b y y"]]:
         """f(y) and its Jacobian F; u in standard units."""
-        value, inside = self.linear(y), self.inner(y)
-        if self.push is not None:
-            straight, bent = self.push(u).split([value.shape[-1], inside.shape[-1]], -1)
-            value, inside = value + straight, inside + bent
-        t = inside.tanh()
-        return value + self.outer(t), self.linear.weight + self.outer.weight @ ((1 - t.square())[..., None] * self.inner.weight)
+        inside = self.inner(y)  # first, as ever: in another order sums of gradients round otherwise, and training goes elsewhere
+        pushed = None if self.push is None else self.push(u).split([y.shape[-1], inside.shape[-1]], -1)
+        t = (inside if pushed is None else inside + pushed[1]).tanh()
+        value = (self.linear(y) if pushed is None else self.linear(y) + pushed[0]) + self.outer(t)
+        return value, self.linear.weight + self.outer.weight @ ((1 - t.square())[..., None] * self.inner.weight)
 
     def init(self, batch: int, *, generator: Generator | None = None) -> GaussianState:
         """The mean of the training states, with learned variances."""
