@@ -218,6 +218,17 @@ def test_the_figures_of_speed(benchmark):
             assert any(agree(number, float(claim)) for claim in claims), (words, number)
 
 
+def test_what_was_checked():
+    """docs/results.md says how many runs of the tables were made again, and had their scores."""
+    with (RESULTS / "checked.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    runs, same = (sum(int(row[key]) for row in rows) for key in ("runs", "same"))
+    words = rf"of {len(rows)} tables {same} of {runs} runs had the same scores, the largest relative difference was (\S+) "
+    told = re.search(words, text_of("docs/results.md"))
+    assert told and told[1] == f"{max(float(row['largest difference']) for row in rows):.1e}".replace("e-0", "e-")
+    assert all((RESULTS / row["table"] / "runs.csv").exists() for row in rows)
+
+
 def test_the_figures_of_smoothing():
     """Those of docs/guide.md are of the benchmark's table."""
     with (RESULTS / "bench" / "smoothing" / "results.csv").open(newline="") as file:
