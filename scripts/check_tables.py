@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gather_results import number, read
-from make_tables import RESULTS, ROOT, commands_of, tables
+from make_tables import RESULTS, ROOT, commands_of, tables, within
 
 from kbf.commands.common import commit
 from kbf.runtime.files import write_csv
@@ -98,16 +98,14 @@ def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> int:
         print(__doc__)
         return 0
     known = {name: about for name, about in tables(results).items() if all(c[0] == "compare" for c in commands_of(about))}
-    below = {word: [each for each in known if f"{each}/".startswith(f"{word.rstrip('/')}/")] for word in names}
-    if unknown := [word for word, some in below.items() if not some]:
-        raise ValueError(f"no tables {', '.join(unknown)} of kbf compare in {results}; there are {', '.join(known)}")
+    below = within(names, known, results)
     at = commit()
     if at is None or at.endswith("-dirty"):
         raise ValueError("commit your changes first: what is checked is a commit")
     if not any(word.startswith("runs=") for word in settings):
         settings = ["runs=1", *settings]
     differ = False
-    for name in dict.fromkeys(each for some in below.values() for each in some):
+    for name in below:
         made = made_again(name, known[name], runs / at / name, settings)
         found = {"table": name, "commit": at, **compared(name, read(results / name / "runs.csv"), made)}
         others = [row for row in read(results / "checked.csv") if row["table"] != name]

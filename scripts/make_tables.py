@@ -34,6 +34,18 @@ def tables(results: Path) -> dict[str, dict[str, Any]]:
     return {str(path.parent.relative_to(results)): json.loads(path.read_text()) for path in sorted(results.rglob("about.json"))}
 
 
+def within(names: list[str], known: dict[str, Any], results: Path) -> list[str]:
+    """The known tables of these names, and those in folders of these names.
+
+    Raises:
+        ValueError: a name of none.
+    """
+    below = {name: [each for each in known if f"{each}/".startswith(f"{name.rstrip('/')}/")] for name in names}
+    if unknown := [name for name, some in below.items() if not some]:
+        raise ValueError(f"no tables {', '.join(unknown)} in {results}; there are {', '.join(known)}")
+    return list(dict.fromkeys(each for some in below.values() for each in some))
+
+
 def commands_of(about: dict[str, Any]) -> list[list[str]]:
     """The words of its commands, without the folder that they once wrote to."""
     given = about["command"] if isinstance(about["command"], list) else [about["command"]]
@@ -91,13 +103,11 @@ def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> None:
                 lead = f"{name:34} {about['commit']:14} {hours(results / name):5.1f} h" if k == 0 else " " * 57
                 print(f"{lead}  {shlex.join(['kbf', *command])}")
         return
-    below = {word: [each for each in known if f"{each}/".startswith(f"{word.rstrip('/')}/")] for word in names}
-    if unknown := [word for word, some in below.items() if not some]:
-        raise ValueError(f"no tables {', '.join(unknown)} in {results}; there are {', '.join(known)}")
+    below = within(names, known, results)
     at = commit()
     if at is None or at.endswith("-dirty"):
         raise ValueError("commit your changes first: a table says which commit made it")
-    for name in dict.fromkeys(each for some in below.values() for each in some):
+    for name in below:
         make(name, known[name], results, runs / at, settings)
 
 
