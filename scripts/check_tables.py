@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Makes some runs of tables of data/results/ again, at the commit that is checked out: do scores have the same digits?
+"""Makes some runs of tables of data/results/ again, at the commit that is checked out: are the scores the same?
 
     .venv/bin/python scripts/check_tables.py rotation noise workers=2     # the first run of each model and size
     .venv/bin/python scripts/check_tables.py rkn_pendulum runs=1 n_train=10
@@ -65,16 +65,19 @@ def difference(kept: Row, made: Row) -> float:
         a, b = number(kept.get(score)), number(made.get(score))
         if math.isnan(a) and math.isnan(b):
             continue
-        worst = max(worst, abs(a - b) / max(abs(a), 1e-12) if math.isfinite(a) and math.isfinite(b) else math.inf)
+        if a != b:
+            worst = max(worst, abs(a - b) / max(abs(a), 1e-12) if math.isfinite(a) and math.isfinite(b) else math.inf)
     return worst
 
 
 def compared(name: str, kept: list[Row], made: list[Row]) -> Row:
-    """How many of the runs that were made again have the digits of the kept ones, and the largest relative difference.
+    """How many of the runs that were made again have the scores of the kept ones, and the largest relative difference.
 
     Raises:
-        ValueError: a run that the table does not have.
+        ValueError: no runs, or one that the table does not have.
     """
+    if not made:
+        raise ValueError(f"{name}: its command made no runs, there is nothing to compare")
     known = {tuple(row[key] for key in KEY): row for row in kept}
     apart = []
     for row in made:
@@ -111,7 +114,7 @@ def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> int:
         others = [row for row in read(results / "checked.csv") if row["table"] != name]
         write_csv(results / "checked.csv", sorted([*others, found], key=lambda row: str(row["table"])))
         worst = found["largest difference"]
-        print(f"{name}: {found['same']} of {found['runs']} runs have the same digits; the largest difference is {worst:.1e}")
+        print(f"{name}: {found['same']} of {found['runs']} runs have the same scores; the largest difference is {worst:.1e}")
         differ |= found["same"] < found["runs"]
     return int(differ)
 

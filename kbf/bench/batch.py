@@ -95,6 +95,8 @@ def claims(rows: list[Row]) -> list[Claim]:
         measured = "not measured" if row is None else f"{ratio:.2f} times ({row['microseconds a sequence']:.0f} us a sequence)"
         target = f"64 sequences, {side}: a step takes at most 3 times the bare matrix products"
         verdicts.append(Claim(target, measured, None if ratio is None else ratio <= 3))
+    apart = max(row["largest difference"] for row in rows)
+    verdicts.append(Claim("every side has the same estimates, to 1e-4", f"{apart:.1e} apart at the most", apart <= 1e-4))
     gain = "; ".join(f"{b}: {at[b, WRITTEN]['times one by one']:.3g} times" for b in batches)
     verdicts.append(Claim("a batch is faster than one by one", gain, None))
     if (batches[0], COMPILED) in at:

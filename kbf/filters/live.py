@@ -202,7 +202,7 @@ def compile_step(filter: Filter[Any], obs: Shaped[Tensor, "b *x"]) -> Callable[.
         raise ValueError(f"only filters that are modules can be compiled, {type(filter).__name__} is none")
     module = Step(filter).eval()
     leaves = [leaf.contiguous() for leaf in filter.init(len(obs))]
-    inputs = (*leaves, obs.to(leaves[0].device))
+    inputs = (*leaves, obs.to(leaves[0].device).contiguous())  # as `fitting` hands them on: compiled code reads by these strides
     if leaves[0].is_cuda:
         return fitting(inputs, recorded(module, inputs))
     with torch.no_grad(), quietly(), tempfile.TemporaryDirectory() as directory:

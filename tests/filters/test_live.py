@@ -148,6 +148,18 @@ def test_compiled_is_eager(settings):
         torch.testing.assert_close(fast.step(x), slow.step(x), rtol=1e-4, atol=1e-5)
 
 
+@compiler
+@pytest.mark.slow
+def test_a_compiled_batch_takes_an_example_of_any_strides():
+    """One that is cut out of sequences is not contiguous, and compiled code looks at no strides."""
+    filter = kernel_filter(dtype="float32")
+    obs = torch.cat([recording(10, seed=seed).obs for seed in (1, 2, 3)]).float()
+    assert not obs[:, 0].is_contiguous()
+    fast, slow = Live(filter, batch=3, compiled=obs[:, 0]), Live(filter, batch=3)
+    for x in obs.unbind(1):
+        torch.testing.assert_close(fast.step(x), slow.step(x), rtol=1e-4, atol=1e-5)
+
+
 WHOLE = """
 import torch
 from kbf.filters.live import Step

@@ -131,7 +131,14 @@ class PrimalUpdate(OverPoints):
         self.register_buffer("reg", torch.as_tensor(reg, dtype=features.dtype))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As always; the places of the entries, which are not stored, become those of the rank that comes."""
+        """As always; the places of the entries, which are not stored, become those of the rank that comes.
+
+        Moments are kept if they are stored: which are worth keeping, another rank may have decided otherwise.
+        """
+        for name in ("moments", "basis"):
+            stored = state_dict.get(f"{prefix}{name}")
+            if (stored is None) != (getattr(self, name) is None):
+                setattr(self, name, None if stored is None else torch.empty_like(stored, device=self.features.device))
         if (stored := state_dict.get(f"{prefix}features")) is not None:
             self.place = rules.places(stored.shape[-1], self.place.device)
         super()._load_from_state_dict(state_dict, prefix, *rest, **named)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kbf.filters import learned_model
 from kbf.filters.base import Filter, FilterModel, rollout
 from kbf.filters.gaussian import KalmanFilter, LinearModel, training_moments
+from kbf.filters.kernel import updates
 from kbf.filters.kernel.kbf import KBF, stacked
 from kbf.filters.kernel.simulated_memory import SimulatedMemoryKBF, quantise
 from kbf.filters.learned_model import learn_model
@@ -62,6 +63,21 @@ def test_features_are_nystrom_features_at_the_pivots(normal, kernel):
     landmarks = psi.landmarks
     torch.testing.assert_close(psi(landmarks) @ psi(at).mT, k(landmarks, at), rtol=1e-6, atol=1e-6)
     assert set(psi.state_dict()) == {"landmarks", "whiten", "bandwidth"}
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_stored_moments_are_taken_as_they_are(kept, monkeypatch, normal):
+    """Whether products of features are worth keeping, another version may have decided otherwise."""
+    obs, ratio, psi = normal(30, 2), normal(9, 30).square(), NystromFeatures("gaussian", tensor(0.8), normal(30, 2), 8, 0.0)
+
+    def made(keep: bool) -> updates.PrimalUpdate:
+        monkeypatch.setattr(updates, "MOST_BYTES_OF_MOMENTS", 2**26 if keep else 0)
+        return updates.PrimalUpdate(psi, obs[:, None], 1e-3)
+
+    stored, other = made(kept), made(not kept)
+    assert ("moments" in stored.state_dict()) is kept and ("moments" in other.state_dict()) is not kept
+    other.load_state_dict(stored.state_dict())
+    assert torch.equal(other(ratio, obs[:9]), stored(ratio, obs[:9]))
 
 
 @pytest.mark.parametrize("ratio", [name for name, ratio in RATIOS.items() if not ratio.lacks("primal") and not ratio.signed])
