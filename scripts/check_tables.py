@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gather_results import number, read
-from make_tables import RESULTS, ROOT, commands_of, tables, within
+from make_tables import RESULTS, ROOT, commands_of, tables, with_settings, within
 
 from kbf.commands.common import commit
 from kbf.runtime.files import write_csv
@@ -40,10 +40,9 @@ def made_again(name: str, about: Row, folder: Path, settings: list[str]) -> list
     Raises:
         ValueError: a command failed.
     """
-    given = {word.split("=")[0] for word in settings}
     rows: list[Row] = []
-    for k, command in enumerate(commands_of(about)):
-        words = [*(word for word in command if word.split("=")[0] not in given), *settings, f"run_dir={folder / str(k)}"]
+    for k, command in enumerate(with_settings(commands_of(about), settings)):
+        words = [*command, f"run_dir={folder / str(k)}"]
         print(f"{name}: {shlex.join(['kbf', *words])}", flush=True)
         done = subprocess.run([Path(sys.executable).with_name("kbf"), *words], cwd=ROOT)
         if done.returncode:

@@ -52,6 +52,12 @@ def commands_of(about: dict[str, Any]) -> list[list[str]]:
     return [[word for word in shlex.split(each)[1:] if not word.startswith("run_dir=")] for each in given]
 
 
+def with_settings(commands: list[list[str]], settings: list[str]) -> list[list[str]]:
+    """Commands with these settings in place of their own of the same names."""
+    given = {word.split("=")[0] for word in settings}
+    return [[*(word for word in command if word.split("=")[0] not in given), *settings] for command in commands]
+
+
 def hours(folder: Path) -> float:
     """What its runs took, one after the other."""
     if not (folder / "runs.csv").exists():
@@ -66,8 +72,7 @@ def make(name: str, about: dict[str, Any], results: Path, runs: Path, settings: 
     Raises:
         ValueError: a command failed.
     """
-    given = {word.split("=")[0] for word in settings}
-    commands = [[*(word for word in command if word.split("=")[0] not in given), *settings] for command in commands_of(about)]
+    commands = with_settings(commands_of(about), settings)
     folders = [runs / name / str(k) for k in range(len(commands))] if len(commands) > 1 else [runs / name]
     for command, folder in zip(commands, folders, strict=True):
         told = " ".join(["kbf", *command])
