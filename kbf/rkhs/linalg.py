@@ -159,7 +159,7 @@ def cholesky(a: Float[Tensor, "*a n n"], *, reg: float | Tensor = 0.0) -> Float[
 def shifted(a: Float[Tensor, "*a n n"], reg: float | Tensor) -> Float[Tensor, "*c n n"]:
     """A + reg I ``*c n n``, without making the matrix I."""
     shift = torch.as_tensor(reg, dtype=a.dtype, device=a.device)
-    out = a.clone() if shift.ndim == 0 or shift.shape == a.shape[:-2] else a + torch.zeros_like(shift)[..., None, None]
+    out = a.clone() if shift.ndim == 0 else a + torch.zeros_like(shift)[..., None, None]
     out.diagonal(dim1=-2, dim2=-1).add_(shift[..., None])
     return out
 
