@@ -174,15 +174,19 @@ def test_rank_claims():
 def test_batch_claims():
     def rows(times: float) -> list[dict]:
         row = {"rank": 64, "microseconds": 10.0, "microseconds a sequence": 5.0, "times the floor": times, "times one by one": 2.0}
+        row["largest difference"] = 1e-6
         sides = (batch.ROLLOUT, batch.WRITTEN, batch.SINGLE, batch.COMPILED)
         return [row | {"batch": b, "side": side} for b in (1, 64) for side in sides]
 
     told = batch.claims(rows(2.9))
-    assert [claim.reached for claim in told] == [True, True, None, None]
-    assert told[2].measured == "1: 2 times; 64: 2 times" and told[3].measured == "1: 1 times; 64: 1 times"
-    assert [claim.reached for claim in batch.claims(rows(3.1))][:2] == [False, False]
+    assert [claim.reached for claim in told] == [True, True, True, None, None]
+    assert told[3].measured == "1: 2 times; 64: 2 times" and told[4].measured == "1: 1 times; 64: 1 times"
+    slow = rows(3.1)
+    slow[-1]["largest difference"] = 1.7
+    told = batch.claims(slow)
+    assert [claim.reached for claim in told][:3] == [False, False, False] and told[2].measured == "1.7e+00 apart at the most"
     few = batch.claims([row for row in rows(1.0) if row["batch"] == 1 and row["side"] != batch.COMPILED])
-    assert [claim.reached for claim in few] == [None, None, None] and few[0].measured == "not measured"
+    assert [claim.reached for claim in few] == [None, None, True, None] and few[0].measured == "not measured"
 
 
 def test_local_claims():
