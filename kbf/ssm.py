@@ -285,7 +285,7 @@ def root_of(covariance: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
 
 def rooted_noise(batch: torch.Size, root: Float[Tensor, "d d"], generator: Generator | None = None) -> Tensor:
     """Draws ``*batch d`` from N(0, root root^T)."""
-    return normal(root.new_empty(*batch, len(root)), generator) @ root.mT
+    return torch.randn(*batch, len(root), dtype=root.dtype, device=root.device, generator=generator) @ root.mT
 
 
 def gaussian_log_density(residual: Float[Tensor, "*b q"], covariance: Float[Tensor, "q q"]) -> Float[Tensor, "*b"]:

@@ -59,6 +59,7 @@ def run(config: dict[str, Any]) -> int:
             raise ValueError(f"{key} must be a whole number from {least} to {most}, got {config[key]!r}")
     if not isinstance(config["hosts"], list | tuple) or not all(isinstance(name, str) for name in config["hosts"]):
         raise ValueError(f"hosts must be a list of names, got {config['hosts']!r}")
+    need("waitress", "serve", "kbf serve")
     step = Step(config["program"])
     names = {"localhost", "127.0.0.1", "[::1]", str(config["host"]), *config["hosts"]}
     server = make_server(Application(step, names), config)
@@ -126,9 +127,9 @@ class Step:
         Raises:
             ValueError: not a program of ``kbf export format=onnx``, or ONNX Runtime is not installed.
         """
+        onnxruntime = need("onnxruntime", "serve", "kbf serve")
         if not Path(path).is_file():
             raise FileNotFoundError(f"program: there is no file {path}")
-        onnxruntime = need("onnxruntime", "serve", "kbf serve")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = 1, 4
         try:

@@ -156,10 +156,13 @@ def export(
         about: more to be known of it.
 
     Raises:
-        ValueError: a filter that draws particles or cannot be recorded, or a program that differs by more than `TOLERANCE`.
+        ValueError: a filter that draws particles or cannot be recorded, a package that is not installed, or a program that differs
+            by more than `TOLERANCE`.
     """
     if format not in WRITERS:
         raise ValueError(f"format must be one of {', '.join(WRITERS)}, got {format!r}")
+    for package in PACKAGES.get(format, ()):  # before the work
+        need(package, "export", f"format={format}")
     refuse(filter)
     own, filter = filter, copied(filter)
     if format == "onnx" and isinstance(filter.init(1), KernelState):
@@ -251,8 +254,6 @@ def write_torchscript(program: Any, inputs: dict[str, Tensor], outputs: list[str
 
 def write_onnx(program: Any, inputs: dict[str, Tensor], outputs: list[str], path: Path, known: str) -> Reader:
     """For ONNX Runtime: operator set 20, weights inside the file."""
-    for package in ("onnx", "onnxscript"):  # torch.onnx needs them
-        need(package, "export", "format=onnx")
     onnxruntime = need("onnxruntime", "export", "format=onnx")
     spelt = program.run_decompositions(SPELT_OUT)
     try:
@@ -276,6 +277,8 @@ def write_onnx(program: Any, inputs: dict[str, Tensor], outputs: list[str], path
 
 
 WRITERS = {"torch_export": write_torch_export, "torchscript": write_torchscript, "onnx": write_onnx}
+PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
+"""What a format needs beside PyTorch, by `need`; `torch.onnx` asks for the first two itself."""
 
 
 def compare(

@@ -309,7 +309,7 @@ def counted(
 
     A step without an observation counts neither way. Arguments as of `advance` and as it returns them.
     """
-    if passed is None:
+    if passed is None or (misses is None and not torch.compiler.is_compiling() and not bool(passed.any())):
         return None
     there = there_is(filter, obs) if mask is None else there_is(filter, obs) & mask
     before = torch.zeros_like(passed, dtype=torch.long) if misses is None else misses

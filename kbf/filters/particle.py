@@ -143,9 +143,9 @@ class BootstrapFilter(Shown):
         """Resample where the effective sample size is low, then draw z' for each particle."""
         particles, log_weights = state
         low = effective_sample_size(log_weights) < self.threshold * self.particles
-        if low.any():  # resampling costs as much as the move
+        if many := int(low.sum()):  # resampling costs as much as the move
             chosen = self.resample(log_weights, generator)
-            if not low.all():  # the others keep theirs
+            if many < len(low):  # the others keep theirs
                 chosen = torch.where(low[:, None], chosen, torch.arange(self.particles, device=chosen.device))
             particles = particles.gather(1, chosen[..., None].expand_as(particles))
             log_weights = log_weights.masked_fill(low[:, None], -math.log(self.particles))
@@ -170,7 +170,7 @@ class BootstrapFilter(Shown):
 
     def estimate(self, state: ParticleState) -> Float[Tensor, "b d"]:
         """The weighted mean, ``b d``."""
-        return (state.log_weights.exp()[:, None] @ state.particles)[:, 0]
+        return state.log_weights.exp().unsqueeze(1).bmm(state.particles).squeeze(1)
 
     def covariance(self, state: ParticleState) -> Float[Tensor, "b d d"]:
         """The weighted covariance (divided by the sum of weights, 1), ``b d d``."""

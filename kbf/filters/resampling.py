@@ -16,12 +16,17 @@ from torch import Generator, Tensor
 def systematic(log_weights: Float[Tensor, "b P"], generator: Generator | None = None) -> Int[Tensor, "b P"]:
     """One uniform number u for each batch element, points (i + u) / P: index k comes floor or ceil of P w_k times.
 
+    Points at equal distances need no search (`invert`): N_k = floor(P cdf_k + 1 - u) of them are left of cdf_k, and the index of
+    point i is the number of k with N_k <= i.
+
     >>> systematic(torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log())
     tensor([[0, 0, 1, 2]])
     """
     b, P = log_weights.shape
-    u = torch.rand(b, 1, dtype=torch.float64, device=log_weights.device, generator=generator)
-    return invert(log_weights, (torch.arange(P, device=u.device) + u) / P)
+    least = P * torch.finfo(torch.float64).eps
+    u = torch.rand(b, 1, dtype=torch.float64, device=log_weights.device, generator=generator).clamp_(least, 1 - least)
+    left = (P * cumulative(log_weights) + (1 - u)).long()
+    return left.new_zeros(b, P + 1).scatter_add_(1, left, torch.ones_like(left)).cumsum(1)[:, :-1]
 
 
 def stratified(log_weights: Float[Tensor, "b P"], generator: Generator | None = None) -> Int[Tensor, "b P"]:
@@ -60,9 +65,14 @@ RESAMPLING = {"systematic": systematic, "stratified": stratified, "multinomial":
 
 def invert(log_weights: Float[Tensor, "b P"], points: Float[Tensor, "b m"]) -> Int[Tensor, "b m"]:
     """Index k with cdf_{k-1} <= point < cdf_k, of weights that need not be normalised; a weight of zero is never chosen."""
-    cdf = log_weights.detach().double().softmax(-1).cumsum(-1)
     points = points.clamp_max(1 - torch.finfo(torch.float64).eps)
-    return torch.searchsorted(cdf / cdf[:, -1:], points.contiguous(), right=True)
+    return torch.searchsorted(cumulative(log_weights), points.contiguous(), right=True)
+
+
+def cumulative(log_weights: Float[Tensor, "b P"]) -> Float[Tensor, "b P"]:
+    """cdf_k = sum_{j <= k} w_j, the last of them 1, in float64 and without gradients."""
+    cdf = log_weights.detach().double().softmax(-1).cumsum(-1)
+    return cdf / cdf[:, -1:]
 
 
 def effective_sample_size(log_weights: Float[Tensor, "b P"]) -> Float[Tensor, " b"]:
@@ -73,4 +83,4 @@ def effective_sample_size(log_weights: Float[Tensor, "b P"]) -> Float[Tensor, " 
 
     References: Kong, Liu and Wong (1994).
     """
-    return 1 / log_weights.softmax(-1).square().sum(-1)
+    return log_weights.softmax(-1).square().sum(-1).reciprocal()

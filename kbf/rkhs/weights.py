@@ -57,4 +57,4 @@ def with_sum(weights: Float[Tensor, "*b n"], total: Float[Tensor, "*b 1"], to: i
     Args:
         weights: w ``*b n``, those of some of the points or of all. total: the sum of all. to: the wanted one.
     """
-    return weights * (to / total.clamp_min(torch.finfo(total.dtype).tiny))
+    return weights * (total.clamp_min(torch.finfo(total.dtype).tiny).reciprocal() * to)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -72,6 +73,21 @@ def test_edges_of_the_unit_interval_choose_no_zero_weight():
         lw = torch.full((1, P), -0.1 * P, dtype=F64)
         lw[:, -1] = -math.inf
         assert invert(lw, tensor([[0.0, 1.0]])).tolist() == [[0, P - 2]]
+
+
+@pytest.mark.parametrize("P", [1, 2, 30, 4001])
+def test_systematic_is_the_inverse_of_the_cumulative_weights_at_its_points(P):
+    """By counts, which is faster than a search for each point: the same indices, at u = 0 and 1, too."""
+    lw = random_log_weights(6, P)
+    lw[:, P // 2] = 5.0
+    lw[5, -1] = -math.inf if P > 1 else 0.0
+    points = (torch.arange(P) + torch.rand(6, 1, dtype=F64, generator=generator(3))) / P
+    assert torch.equal(systematic(lw, generator(3)), invert(lw, points))
+    for u in (0.0, 1.0 - 2.0**-53):
+        edge = patch.object(torch, "rand", lambda *size, u=u, **given: torch.full(size, u, dtype=F64))
+        with edge:
+            chosen = systematic(lw)
+        assert ((chosen >= 0) & (chosen < P)).all() and not lw.gather(1, chosen).isinf().any()
 
 
 def test_systematic_uses_one_number_and_stratified_many():

@@ -147,7 +147,13 @@ def test_others_are_near_it_each_by_its_own_means(name, worse):
     assert mse(fitted(name), test) < worse * mse(KalmanFilter(LINEAR, partial=True), test)
 
 
-@pytest.mark.parametrize("name", small())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("kbf", "weighing", "imagining", "particles") else name
+        for name in small()
+    ],
+)
 def test_what_a_silent_sensor_would_have_said_is_of_no_matter(name):
     """And a step at which all are silent is one without an observation."""
     test = recording(60, 2)

@@ -68,6 +68,7 @@ def test_a_checkpoint_of_images_is_enough(run_dir, tmp_path):
     assert metrics(tmp_path / "other")["test.mse"] != theirs["test.mse"]
 
 
+@pytest.mark.slow
 def test_images_of_another_size_are_one_line(run_dir, tmp_path, capsys, monkeypatch):
     original = DSprites.__init__
 

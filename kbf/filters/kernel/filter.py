@@ -129,7 +129,7 @@ class KernelBayesFilter(OverPoints):
         if not self.normalise:
             return KernelState(weights), self.evidence(weights, before)
         cancel, sums = divisor(self.reduce(mass(weights)))
-        return KernelState(torch.where(cancel, before, weights * (1 / sums))), sums.masked_fill(cancel, 0)[:, 0]
+        return KernelState(torch.where(cancel, before, weights * sums.reciprocal())), sums.masked_fill(cancel, 0)[:, 0]
 
     def evidence(self, weights: Float[Tensor, "b n"], before: Float[Tensor, "b n"]) -> Float[Tensor, " b"]:
         """By how much the sum of weights that are not normalised is above `LEAST_SHARE` of what it was."""
