@@ -26,6 +26,8 @@ pytest.importorskip("waitress")
 
 from kbf.commands.serve import Application, Step, make_server
 
+pytestmark = pytest.mark.slow  # the program: its export takes most of the time
+
 CONFIG = {"host": "127.0.0.1", "port": 0, "threads": 2, "largest_body": 20_000, "seconds": 1}
 
 
@@ -72,7 +74,6 @@ def over_http(port, body, path="/step", method="POST", **headers):
     return answer.status, answer.read()
 
 
-@pytest.mark.slow
 def test_answers_are_the_filters(application):
     """Two observations, one missing, against the filter."""
     filter = load_filter("example:rotation").filter

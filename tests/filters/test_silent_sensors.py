@@ -147,13 +147,15 @@ def test_others_are_near_it_each_by_its_own_means(name, worse):
     assert mse(fitted(name), test) < worse * mse(KalmanFilter(LINEAR, partial=True), test)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name in ("kbf", "weighing", "imagining", "particles") else name
-        for name in small()
-    ],
-)
+LONG = {"kbf", "weighing", "imagining", "particles"}
+"""Those that take seconds to fit."""
+
+
+def marked(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in names]
+
+
+@pytest.mark.parametrize("name", marked(*small()))
 def test_what_a_silent_sensor_would_have_said_is_of_no_matter(name):
     """And a step at which all are silent is one without an observation."""
     test = recording(60, 2)
@@ -164,7 +166,7 @@ def test_what_a_silent_sensor_would_have_said_is_of_no_matter(name):
     torch.testing.assert_close(run(fitted(name), masked).estimates, run(fitted(name), test._replace(obs=obs)).estimates)
 
 
-@pytest.mark.parametrize("name", ["kbf", "weighing", "kalman", "window_ridge"])
+@pytest.mark.parametrize("name", marked("kbf", "weighing", "kalman", "window_ridge"))
 def test_a_live_filter_says_the_same_as_a_rollout(name):
     test, filter = recording(40, 2), fitted(name)
     live = Live(filter, generator=torch.Generator().manual_seed(0))
