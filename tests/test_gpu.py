@@ -17,6 +17,7 @@ import torch
 from kbf.bench import gpu
 from kbf.bench.gpu import SIZES, TOLERANCES, Finding, make_filters, recordings
 from kbf.filters.base import rollout
+from kbf.filters.resampling import invert, systematic
 
 card = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SMALL = SIZES["small"]
@@ -45,6 +46,20 @@ def test_two_runs_on_the_card_have_the_same_bits(name):
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("P", [pytest.param(P, marks=card) for P in (1, 1000, 20_000)])
+def test_particles_are_resampled_on_the_card_as_on_the_cpu(P):
+    """By counts; and a row of NaN is an error of its own, not of the card."""
+    weights = torch.randn(8, P, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights[1:, : P // 3] = weights[1:, P - P // 3 :] = -torch.inf
+    there = weights.cuda()
+    chosen = systematic(there, torch.Generator("cuda").manual_seed(0))
+    u = torch.rand(8, 1, dtype=torch.float64, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    differ = chosen != invert(there, (torch.arange(P, device="cuda") + u) / P)
+    assert int(differ.sum()) <= 2 and not there.gather(1, chosen).isinf().any()  # a point may fall onto an end, up to rounding
+    there[0] = torch.nan
+    assert not there[1:].gather(1, systematic(there)[1:]).isinf().any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["steps", "memory"])
 def test_parts_run_without_a_card(part):
@@ -63,6 +78,23 @@ def test_a_failure_costs_only_itself():
     found = list(gpu.attempt("steps", "b", fails))
     assert [each.quantity for each in found] == ["seconds", "failed"]
     assert found[1].note == "RuntimeError: CUDA error: no luck"
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "good"),
+    [
+        (ModuleNotFoundError("No module named 'rich'", name="rich"), "not installed", None),
+        (ModuleNotFoundError("No module named 'kbf.gone'", name="kbf.gone"), "failed", False),
+        (torch.OutOfMemoryError("CUDA out of memory"), "more memory than the card has", None),
+    ],
+)
+def test_what_is_the_fault_of_kbf_is_bad(error, told, good):
+    def fails():
+        yield from ()
+        raise error
+
+    [found] = gpu.attempt("steps", "b", fails)
+    assert (found.quantity, found.good) == (told, good)
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """What a graphics card does to kbf: the same numbers as the CPU's, training, time of a step, memory, equal bits in two runs.
 
 `scripts/gpu_check` runs it: each part in a process of its own, with a limit of time, so that neither a failure nor a crash of the
-driver takes the others along. It needs PyTorch and jaxtyping; of kbf it imports what needs no more (one part tries Lightning).
-Without a card, ``--device cpu --small`` runs all of it in a minute or two.
+driver takes the others along. It needs PyTorch, NumPy and jaxtyping; of kbf it imports what needs no more (one part tries
+Lightning). Without a card, ``--device cpu --small`` runs all of it in a minute or two.
 """
 
 from __future__ import annotations
@@ -96,11 +96,14 @@ def attempt(part: str, what: str, work: Callable[[], Iterator[Finding]]) -> Iter
     """The findings of a piece of work; of one that fails, or needs what is not installed, those so far, and one that says so."""
     try:
         yield from work()
-    except ModuleNotFoundError as error:
-        yield Finding(part, what, "not installed", None, None, f"it needs {error.name}")
     except Exception as error:  # whatever it is: the table says it, and the next piece is tried
-        words = " ".join(str(error).split())[:200]
-        yield Finding(part, what, "failed", None, False, f"{type(error).__name__}: {words}")
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "kbf":
+            yield Finding(part, what, "not installed", None, None, f"it needs {error.name or error}")
+        elif isinstance(error, torch.OutOfMemoryError):
+            yield Finding(part, what, "more memory than the card has", None, None, " ".join(str(error).split())[:200])
+        else:
+            words = " ".join(str(error).split())[:200]
+            yield Finding(part, what, "failed", None, False, f"{type(error).__name__}: {words}")
     finally:
         gc.collect()
         if torch.cuda.is_available():

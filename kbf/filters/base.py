@@ -309,9 +309,12 @@ def counted(
 
     A step without an observation counts neither way. Arguments as of `advance` and as it returns them.
     """
-    if passed is None or (misses is None and not torch.compiler.is_compiling() and not bool(passed.any())):
+    if misses is None and (passed is None or (not torch.compiler.is_compiling() and not bool(passed.any()))):
+        return None
+    if passed is None and not knows_sensors(filter):  # each was observed
         return None
     there = there_is(filter, obs) if mask is None else there_is(filter, obs) & mask
+    passed = torch.zeros_like(there) if passed is None else passed
     before = torch.zeros_like(passed, dtype=torch.long) if misses is None else misses
     return torch.where(there, (before + 1) * passed, before)
 

@@ -16,8 +16,8 @@ from torch import Generator, Tensor
 def systematic(log_weights: Float[Tensor, "b P"], generator: Generator | None = None) -> Int[Tensor, "b P"]:
     """One uniform number u for each batch element, points (i + u) / P: index k comes floor or ceil of P w_k times.
 
-    Points at equal distances need no search (`invert`): N_k = floor(P cdf_k + 1 - u) of them are left of cdf_k, and the index of
-    point i is the number of k with N_k <= i.
+    Points at equal distances need no search, as in `invert`: N_k = floor(P cdf_k + 1 - u) of them are left of cdf_k, and the index
+    of point i is the number of k with N_k <= i.
 
     >>> systematic(torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log())
     tensor([[0, 0, 1, 2]])
@@ -25,7 +25,7 @@ def systematic(log_weights: Float[Tensor, "b P"], generator: Generator | None = 
     b, P = log_weights.shape
     least = P * torch.finfo(torch.float64).eps
     u = torch.rand(b, 1, dtype=torch.float64, device=log_weights.device, generator=generator).clamp_(least, 1 - least)
-    left = (P * cumulative(log_weights) + (1 - u)).long()
+    left = (P * cumulative(log_weights) + (1 - u)).long().clamp_(0, P)  # of NaN, too
     return left.new_zeros(b, P + 1).scatter_add_(1, left, torch.ones_like(left)).cumsum(1)[:, :-1]
 
 

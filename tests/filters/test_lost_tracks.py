@@ -13,6 +13,7 @@ from kbf.export.step import ExportedStep
 from kbf.filters.at_once import Inputs, Rollout
 from kbf.filters.base import PATIENCE, misses_at, rollout
 from kbf.filters.ekf import EKF
+from kbf.filters.gaussian import KalmanFilter, LinearModel
 from kbf.filters.kalman_fitted import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.monte_carlo import KernelMonteCarlo
@@ -162,6 +163,21 @@ def test_blocks_side_by_side_give_way_where_a_track_is_lost():
     slow = run(filter, obs, states=states)  # keeps states: the loop itself
     torch.testing.assert_close(run(filter, obs).estimates, slow.estimates)
     assert slow.diagnostics["passed_over"].sum() >= PATIENCE
+
+
+def test_a_step_at_which_all_sensors_are_silent_counts_neither_way():
+    """Where silent sensors are known, nothing need be passed over for them: the count stays all the same."""
+    eye, zero = torch.eye(2, dtype=F64), torch.zeros(2, dtype=F64)
+    model = LinearModel(A=0.9 * eye, a=zero, Q=1e-4 * eye, C=eye, c=zero, R=1e-4 * eye, m0=zero, P0=eye)
+    filter = KalmanFilter(model, partial=True)
+    obs = torch.zeros(12, 2, dtype=F64)
+    obs[5:] = 1.0
+    obs[7] = torch.nan
+    live = Live(filter)
+    told = torch.cat([live.step(x[None]) for x in obs])
+    found = run(filter, obs)
+    assert found.diagnostics["passed_over"][0].nonzero()[:, 0].tolist() == [5, 6, 8]
+    torch.testing.assert_close(found.estimates[0], told)
 
 
 def test_an_exported_step_does_the_same():

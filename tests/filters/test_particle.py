@@ -75,19 +75,27 @@ def test_edges_of_the_unit_interval_choose_no_zero_weight():
         assert invert(lw, tensor([[0.0, 1.0]])).tolist() == [[0, P - 2]]
 
 
-@pytest.mark.parametrize("P", [1, 2, 30, 4001])
-def test_systematic_is_the_inverse_of_the_cumulative_weights_at_its_points(P):
-    """By counts, which is faster than a search for each point: the same indices, at u = 0 and 1, too."""
-    lw = random_log_weights(6, P)
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+@pytest.mark.parametrize("P", [1, 2, 30, 20_000])
+def test_systematic_is_the_inverse_of_the_cumulative_weights_at_its_points(P, dtype):
+    """By counts, which is faster than a search for each point: the same indices; at u = 0 and 1, too, none of weight 0."""
+    lw = random_log_weights(6, P, dtype)
     lw[:, P // 2] = 5.0
-    lw[5, -1] = -math.inf if P > 1 else 0.0
+    lw[3:, : P // 2] = lw[4:, P // 2 + 1 :] = -math.inf
     points = (torch.arange(P) + torch.rand(6, 1, dtype=F64, generator=generator(3))) / P
     assert torch.equal(systematic(lw, generator(3)), invert(lw, points))
     for u in (0.0, 1.0 - 2.0**-53):
-        edge = patch.object(torch, "rand", lambda *size, u=u, **given: torch.full(size, u, dtype=F64))
-        with edge:
+        with patch.object(torch, "rand", lambda *size, u=u, **given: torch.full(size, u, dtype=F64)):
             chosen = systematic(lw)
         assert ((chosen >= 0) & (chosen < P)).all() and not lw.gather(1, chosen).isinf().any()
+
+
+def test_a_row_of_nan_leaves_the_others_alone():
+    lw = random_log_weights(3, 30, F64)
+    lw[:, 4] = 5.0
+    broken = lw.clone()
+    broken[1] = math.nan
+    assert torch.equal(systematic(broken, generator())[[0, 2]], systematic(lw, generator())[[0, 2]])
 
 
 def test_systematic_uses_one_number_and_stratified_many():
