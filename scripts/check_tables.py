@@ -5,13 +5,14 @@
     .venv/bin/python scripts/check_tables.py rkn_pendulum runs=1 n_train=10
 
 Tables are those of `kbf compare`; settings are its settings, in place of those that made the table (runs=1 where none are given).
-What was found stands in data/results/checked.csv: a line for each table, of its last check. Runs go to runs/checks/COMMIT/NAME,
-and go on where they were stopped. It ends with 1 where a score differs by more than rounding.
+What was found stands in data/results/checked.csv: a line for each table, of its last check. Runs go to
+runs/checks/COMMIT/NAME/SETTINGS, and go on where they were stopped. It ends with 1 where a score differs by more than rounding.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -49,6 +50,15 @@ def made_again(name: str, about: Row, folder: Path, settings: list[str]) -> list
             raise ValueError(f"{name} was not checked: its command ended with {done.returncode}; the same call goes on")
         rows += read(folder / str(k) / "runs.csv")
     return rows
+
+
+def folder_of(settings: list[str]) -> str:
+    """A folder's name for settings: runs of others are not taken for them.
+
+    >>> folder_of(["runs=1", "models=[kbf,lstm]", "data.frames=a/lab.npz"])
+    'runs=1_models=[kbf,lstm]_data.frames=a_lab.npz'
+    """
+    return re.sub(r"[^\w.,=\[\]-]", "_", "_".join(settings))
 
 
 def difference(kept: Row, made: Row) -> float:
@@ -108,7 +118,7 @@ def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> int:
         settings = ["runs=1", *settings]
     differ = False
     for name in below:
-        made = made_again(name, known[name], runs / at / name, settings)
+        made = made_again(name, known[name], runs / at / name / folder_of(settings), settings)
         found = {"table": name, "commit": at, **compared(name, read(results / name / "runs.csv"), made)}
         others = [row for row in read(results / "checked.csv") if row["table"] != name]
         write_csv(results / "checked.csv", sorted([*others, found], key=lambda row: str(row["table"])))
