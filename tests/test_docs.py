@@ -190,7 +190,7 @@ def agree(shown: str, value: float) -> bool:
 
 
 MEASURED = {
-    "step": ["55 times (236", "321 times", "95 times: missed; 549 times (138"],
+    "step": ["53 times (231", "323 times", "104 times, 633 times (118"],
     "batch": ["1.20 times (96"],
     "end_to_end": ["44 times", "37 times"],
     "online": ["0.0609 then 0.0608", "222, 423, 534", "368, 545, 675", "198, 394, 553", "1098, 1696, 1824"],
