@@ -48,6 +48,13 @@ def test_every_score_is_compared(made, apart):
     assert found == {"runs": 1, "same": int(apart < 1e-4), "largest difference": pytest.approx(apart)}
 
 
+def test_other_settings_have_another_folder():
+    folders = [
+        check_tables.folder_of(words) for words in (["runs=1"], ["runs=1", "data.frames=a/lab.npz"], ["runs=1", "n_train=10"])
+    ]
+    assert folders == ["runs=1", "runs=1_data.frames=a_lab.npz", "runs=1_n_train=10"]
+
+
 def test_a_run_that_the_table_lacks_is_told():
     with pytest.raises(ValueError, match="small has no run rotation, 30, 7, kalman"):
         check_tables.compared("small", [RUN], [RUN | {"seed": "7"}])

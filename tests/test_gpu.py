@@ -47,7 +47,7 @@ def test_two_runs_on_the_card_have_the_same_bits(name):
 
 
 @pytest.mark.parametrize("P", [pytest.param(P, marks=card) for P in (1, 1000, 20_000)])
-def test_particles_are_resampled_on_the_card_as_on_the_cpu(P):
+def test_particles_are_resampled_on_the_card_as_by_a_search(P):
     """By counts; and a row of NaN is an error of its own, not of the card."""
     weights = torch.randn(8, P, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     weights[1:, : P // 3] = weights[1:, P - P // 3 :] = -torch.inf

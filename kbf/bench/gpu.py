@@ -97,12 +97,12 @@ def attempt(part: str, what: str, work: Callable[[], Iterator[Finding]]) -> Iter
     try:
         yield from work()
     except Exception as error:  # whatever it is: the table says it, and the next piece is tried
+        words = " ".join(str(error).split())[:200]
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "kbf":
             yield Finding(part, what, "not installed", None, None, f"it needs {error.name or error}")
         elif isinstance(error, torch.OutOfMemoryError):
-            yield Finding(part, what, "more memory than the card has", None, None, " ".join(str(error).split())[:200])
+            yield Finding(part, what, "more memory than the card has", None, None, words)
         else:
-            words = " ".join(str(error).split())[:200]
             yield Finding(part, what, "failed", None, False, f"{type(error).__name__}: {words}")
     finally:
         gc.collect()

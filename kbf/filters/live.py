@@ -114,7 +114,7 @@ class Live(Shown):
         """
         before, self.misses = self.misses, None
         if passed is None or (before is None and not bool(passed.any())):
-            self.misses = counted(self.filter, before, passed, obs)
+            self.misses = None if before is None else counted(self.filter, before, passed, obs)
             return False
         x, missed = obs.to(passed.device), passed
         if before is not None:

@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 
 from kbf.filters.base import ENCODE_IMAGES, Backward, FilterStep, knows_sensors
 from kbf.filters.gaussian import IMPOSSIBLE
-from kbf.filters.resampling import effective_sample_size, invert, systematic
+from kbf.filters.resampling import effective_sample_size, systematic
 from kbf.rkhs.linalg import cholesky
 from kbf.runtime.notebook import Shown, ShownModule
 from kbf.sequence import Sequence, as_sequences
@@ -70,8 +70,7 @@ def thinned(
     b, P = log_weights.shape
     if P <= MOST_BACKWARD_PARTICLES:
         return particles, log_weights
-    u = torch.rand(b, 1, dtype=torch.float64, device=log_weights.device, generator=generator)
-    chosen = invert(log_weights, (torch.arange(MOST_BACKWARD_PARTICLES, device=u.device) + u) / MOST_BACKWARD_PARTICLES)
+    chosen = systematic(log_weights, generator, draws=MOST_BACKWARD_PARTICLES)
     equal = log_weights.new_zeros(b, MOST_BACKWARD_PARTICLES).log_softmax(-1)
     return particles.gather(1, chosen[..., None].expand(-1, -1, particles.shape[-1])), equal
 

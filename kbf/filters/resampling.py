@@ -13,20 +13,22 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 
-def systematic(log_weights: Float[Tensor, "b P"], generator: Generator | None = None) -> Int[Tensor, "b P"]:
-    """One uniform number u for each batch element, points (i + u) / P: index k comes floor or ceil of P w_k times.
+def systematic(
+    log_weights: Float[Tensor, "b P"], generator: Generator | None = None, *, draws: int | None = None
+) -> Int[Tensor, "b m"]:
+    """One uniform number u for each batch element, m = P (or ``draws``) points (i + u) / m: k comes floor or ceil of m w_k times.
 
-    Points at equal distances need no search, as in `invert`: N_k = floor(P cdf_k + 1 - u) of them are left of cdf_k, and the index
+    Points at equal distances need no search, as in `invert`: N_k = floor(m cdf_k + 1 - u) of them are left of cdf_k, and the index
     of point i is the number of k with N_k <= i.
 
     >>> systematic(torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log())
     tensor([[0, 0, 1, 2]])
     """
-    b, P = log_weights.shape
-    least = P * torch.finfo(torch.float64).eps
+    b, m = len(log_weights), draws or log_weights.shape[1]
+    least = m * torch.finfo(torch.float64).eps
     u = torch.rand(b, 1, dtype=torch.float64, device=log_weights.device, generator=generator).clamp_(least, 1 - least)
-    left = (P * cumulative(log_weights) + (1 - u)).long().clamp_(0, P)  # of NaN, too
-    return left.new_zeros(b, P + 1).scatter_add_(1, left, torch.ones_like(left)).cumsum(1)[:, :-1]
+    left = (m * cumulative(log_weights) + (1 - u)).long().clamp_(0, m)  # of NaN, too
+    return left.new_zeros(b, m + 1).scatter_add_(1, left, torch.ones_like(left)).cumsum(1)[:, :-1]
 
 
 def stratified(log_weights: Float[Tensor, "b P"], generator: Generator | None = None) -> Int[Tensor, "b P"]:

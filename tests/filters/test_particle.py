@@ -84,6 +84,9 @@ def test_systematic_is_the_inverse_of_the_cumulative_weights_at_its_points(P, dt
     lw[3:, : P // 2] = lw[4:, P // 2 + 1 :] = -math.inf
     points = (torch.arange(P) + torch.rand(6, 1, dtype=F64, generator=generator(3))) / P
     assert torch.equal(systematic(lw, generator(3)), invert(lw, points))
+    for m in (7, 50_000):
+        points = (torch.arange(m) + torch.rand(6, 1, dtype=F64, generator=generator(3))) / m
+        assert torch.equal(systematic(lw, generator(3), draws=m), invert(lw, points))
     for u in (0.0, 1.0 - 2.0**-53):
         with patch.object(torch, "rand", lambda *size, u=u, **given: torch.full(size, u, dtype=F64)):
             chosen = systematic(lw)
