@@ -1,4 +1,4 @@
-.PHONY: help install demo test test-slow test-all lint format docs release torture gpu clean
+.PHONY: help install demo test test-slow test-all lint format docs release stress gpu clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -38,9 +38,9 @@ release:  ## build wheel and source archive into dist/, install the wheel elsewh
 	scripts/bootstrap dev,docs
 	scripts/check_release
 
-torture:  ## kill, damage and mislead kbf a thousand times and more, and count (docs/torture.md)
+stress:  ## kill, damage and mislead kbf a thousand times and more, and count (docs/stress.md)
 	scripts/bootstrap dev
-	.venv/bin/python tests/torture/run.py --page
+	.venv/bin/python studies/stress/run.py --page
 
 gpu:  ## what the CUDA card of this machine does to kbf, in 8 minutes: numbers, training, time, memory (data/results/gpu/)
 	scripts/gpu_check

@@ -1,6 +1,7 @@
 """Kernel Bayes Filter in PyTorch. ``import kbf`` costs nothing: a name is loaded when it is used.
 
-Types, for editors and checkers, stand in ``__init__.pyi`` beside this file, here and in the folders below.
+Types, for editors and checkers, stand in ``__init__.pyi`` beside this file, here and in the folders
+below.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "Sequence": "kbf.sequence",
-    "rollout": "kbf.filters.base",
-    "step": "kbf.filters.base",
+    "Recording": "kbf.recording",
+    "rollout": "kbf.filters.rollout",
+    "step": "kbf.filters.rollout",
     "smooth": "kbf.filters.smoothing",
     "predict_ahead": "kbf.filters.smoothing",
-    "Live": "kbf.filters.live",
-    "tune_process": "kbf.runtime.process",
-    "save_state": "kbf.filters.state_file",
-    "load_state": "kbf.filters.state_file",
+    "Live": "kbf.filters.online",
+    "tune_process": "kbf.runtime.threads",
+    "save_state": "kbf.filters.state_io",
+    "load_state": "kbf.filters.state_io",
     "kernel_bayes_filter": "kbf.filters.kernel.algorithm",
     "KBF": "kbf.filters.kernel.kbf",
-    "SimulatedMemoryKBF": "kbf.filters.kernel.simulated_memory",
-    "EKF": "kbf.filters.ekf",
-    "UKF": "kbf.filters.ukf",
-    "LearnedKalman": "kbf.filters.kalman_fitted",
-    "ParticleFilter": "kbf.filters.particle",
-    "LSTMFilter": "kbf.filters.lstm",
-    "FrameRegression": "kbf.filters.regression",
+    "SimulatedKBF": "kbf.filters.kernel.simulated_kbf",
+    "EKF": "kbf.filters.gaussian.ekf",
+    "UKF": "kbf.filters.gaussian.ukf",
+    "LearnedKalman": "kbf.filters.gaussian.learned_kalman",
+    "ParticleFilter": "kbf.filters.particle.bootstrap",
+    "LSTMFilter": "kbf.filters.neural.lstm",
+    "FrameRegression": "kbf.filters.regression.kernel_ridge",
     "Data": "kbf.data.dataset",
     "DSprites": "kbf.data.dsprites",
     "OrientationImages": "kbf.data.dmlab",
@@ -61,7 +62,8 @@ def _on_demand(package: str) -> tuple[Callable[[str], ModuleType], Callable[[], 
     """``__getattr__`` and ``__dir__`` of a package whose modules are attributes of it, loaded when they are asked for.
 
     Args:
-        package: the full name of a package, as in ``__getattr__, __dir__ = _on_demand(__name__)`` at its top.
+        package: the full name of a package, as in ``__getattr__, __dir__ = _on_demand(__name__)``
+            at its top.
 
     >>> import kbf.rkhs
     >>> kbf.rkhs.kernels.__name__

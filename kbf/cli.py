@@ -26,8 +26,8 @@ from kbf.config import (
     short,
     words_for_hydra,
 )
-from kbf.runtime.extras import missing
-from kbf.runtime.words import exists, literal_path
+from kbf.runtime.hydra_quoting import exists, literal_path
+from kbf.runtime.optional_dependencies import missing
 
 LACKS = re.compile(r"Could not find 'hydra/(?:launcher|sweeper)/(\w+)'")
 """How Hydra says that a launcher or sweeper is not installed."""
@@ -45,61 +45,130 @@ COMMANDS = {
         "fit one model on one data set and score it",
         [
             ("kbf train", "the Kernel Bayes Filter on the rotation data"),
-            ("kbf train model=lstm data=oscillatory n_train=900 seed=3", "another model, another problem"),
-            ("kbf train model=lstm model.training.lr=0.01 run_dir=runs/mine", "other hyper-parameters, a place of your own"),
-            ("kbf train data=dsprites encoder@data.coding.encoder=resnet18", "images, and another encoder for them"),
-            ("kbf train data=own data.path=rec.csv data.states=[x,y] data.observations=[a,b]", "recordings of your own"),
-            ("kbf train ckpt_path=runs/mine/checkpoints/last.ckpt", "go on with an interrupted run"),
+            (
+                "kbf train model=lstm data=oscillatory n_train=900 seed=3",
+                "another model, another problem",
+            ),
+            (
+                "kbf train model=lstm model.training.lr=0.01 run_dir=runs/mine",
+                "other hyper-parameters, a place of your own",
+            ),
+            (
+                "kbf train data=dsprites encoder@data.encoding.encoder=resnet18",
+                "images, and another encoder for them",
+            ),
+            (
+                "kbf train data=own data.path=rec.csv data.states=[x,y] data.observations=[a,b]",
+                "recordings of your own",
+            ),
+            (
+                "kbf train ckpt_path=runs/mine/checkpoints/last.ckpt",
+                "go on with an interrupted run",
+            ),
             ("kbf train model=auto", "tries several models on held-out steps and keeps the best"),
-            ("kbf train --multirun model=kbf,lstm seed=0,1,2", "a sweep; add launcher=joblib to run it in parallel"),
+            (
+                "kbf train --multirun model=kbf,lstm seed=0,1,2",
+                "a sweep; add launcher=joblib to run it in parallel",
+            ),
         ],
     ),
     "evaluate": (
         "score a checkpoint, from itself alone",
         [
-            ("kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt", "on the test part of its own data"),
-            ("kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt seed=7 data.n_test=1000", "on other draws of it"),
-            ("kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt data=oscillatory", "on another problem"),
-            ("kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt animation=true", "with a moving picture, filter.gif"),
+            (
+                "kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt",
+                "on the test part of its own data",
+            ),
+            (
+                "kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt seed=7 data.n_test=1000",
+                "on other draws of it",
+            ),
+            (
+                "kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt data=oscillatory",
+                "on another problem",
+            ),
+            (
+                "kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt animation=true",
+                "with a moving picture, filter.gif",
+            ),
             ("kbf evaluate checkpoint=example:rotation", "a trained filter that comes with kbf"),
-            ("kbf evaluate checkpoint=best.ckpt smooth=true horizon=5", "with hindsight, and 1 to 5 steps ahead"),
+            (
+                "kbf evaluate checkpoint=best.ckpt smooth=true horizon=5",
+                "with hindsight, and 1 to 5 steps ahead",
+            ),
         ],
     ),
     "filter": (
         "estimates of new observations, from files or as they come",
         [
-            ("kbf filter checkpoint=best.ckpt input=rec.csv output=estimates.csv", "a recording; each line an observation"),
-            ("sensor | kbf filter checkpoint=best.ckpt input=- state=now.pt", "a stream; a restart goes on from now.pt"),
-            ("kbf filter checkpoint=best.ckpt input=views output=out.npz covariance=full", "a folder of images"),
+            (
+                "kbf filter checkpoint=best.ckpt input=rec.csv output=estimates.csv",
+                "a recording; each line an observation",
+            ),
+            (
+                "sensor | kbf filter checkpoint=best.ckpt input=- state=now.pt",
+                "a stream; a restart goes on from now.pt",
+            ),
+            (
+                "kbf filter checkpoint=best.ckpt input=views output=out.npz covariance=full",
+                "a folder of images",
+            ),
         ],
     ),
     "export": (
         "one step of a filter as a program for other machines",
         [
-            ("kbf export checkpoint=best.ckpt format=onnx out=step.onnx", "for ONNX Runtime; kbf serve serves it"),
-            ("kbf export checkpoint=best.ckpt format=torch_export out=step.pt2", "for torch.export.load and AOTInductor"),
-            ("kbf export checkpoint=best.ckpt format=torchscript out=step.pt", "for torch.jit.load, and LibTorch in C++"),
+            (
+                "kbf export checkpoint=best.ckpt format=onnx out=step.onnx",
+                "for ONNX Runtime; kbf serve serves it",
+            ),
+            (
+                "kbf export checkpoint=best.ckpt format=torch_export out=step.pt2",
+                "for torch.export.load and AOTInductor",
+            ),
+            (
+                "kbf export checkpoint=best.ckpt format=torchscript out=step.pt",
+                "for torch.jit.load, and LibTorch in C++",
+            ),
         ],
     ),
     "serve": (
         "the step of a filter over HTTP",
         [
-            ("kbf serve program=step.onnx", "POST /step with JSON, GET /health; for this machine alone"),
-            ("kbf serve program=step.onnx host=0.0.0.0 hosts=[filter.example.org]", "for others, behind a proxy"),
+            (
+                "kbf serve program=step.onnx",
+                "POST /step with JSON, GET /health; for this machine alone",
+            ),
+            (
+                "kbf serve program=step.onnx host=0.0.0.0 hosts=[filter.example.org]",
+                "for others, behind a proxy",
+            ),
         ],
     ),
     "append": (
         "add recordings to a trained filter's memory, without training again",
         [
-            ("kbf append checkpoint=best.ckpt data.path=new.csv out=better.ckpt", "more recordings with the same columns"),
-            ("kbf append checkpoint=best.ckpt data.path=new.csv out=better.ckpt budget=5000", "and no more than 5,000 points"),
+            (
+                "kbf append checkpoint=best.ckpt data.path=new.csv out=better.ckpt",
+                "more recordings with the same columns",
+            ),
+            (
+                "kbf append checkpoint=best.ckpt data.path=new.csv out=better.ckpt budget=5000",
+                "and no more than 5,000 points",
+            ),
         ],
     ),
     "compare": (
         "many models on the same sequences: table, test, picture",
         [
-            ("kbf compare data=rotation n_train=100,300 runs=5", "all models; resumes where it was stopped"),
-            ("kbf compare models=kbf,lstm,ekf n_train=300 runs=30 workers=4", "some models, in four processes"),
+            (
+                "kbf compare data=rotation n_train=100,300 runs=5",
+                "all models; resumes where it was stopped",
+            ),
+            (
+                "kbf compare models=kbf,lstm,ekf n_train=300 runs=30 workers=4",
+                "some models, in four processes",
+            ),
             ("kbf compare experiment=quick", "a first look"),
         ],
     ),
@@ -107,7 +176,10 @@ COMMANDS = {
         "an experiment of a paper: figures, tests and a verdict",
         [
             ("kbf reproduce posterior_mean", "as in the paper; resumes where it was stopped"),
-            ("kbf reproduce all preset=quick workers=2", "every experiment, in a quarter of an hour"),
+            (
+                "kbf reproduce all preset=quick workers=2",
+                "every experiment, in a quarter of an hour",
+            ),
             ("kbf reproduce --list", "their names"),
         ],
     ),
@@ -126,24 +198,45 @@ COMMANDS = {
     "data render": (
         "write the views of a full rotation, as frames for data=dmlab",
         [
-            ("kbf data render dmlab level=nav_maze_static_01 out=lab.npz", "DeepMind Lab itself; goes on where it was stopped"),
-            ("kbf data render maze seed=3 turns=2 out=maze.npz", "this package's ray caster, which needs nothing else"),
+            (
+                "kbf data render dmlab level=nav_maze_static_01 out=lab.npz",
+                "DeepMind Lab itself; goes on where it was stopped",
+            ),
+            (
+                "kbf data render maze seed=3 turns=2 out=maze.npz",
+                "this package's ray caster, which needs nothing else",
+            ),
             ("kbf train data=dmlab data.frames=lab.npz", "the frames as data"),
-            ("kbf data render pendulum steps=1000 out=pendulum.npz", "Gymnasium's pendulum: recordings for data=own"),
+            (
+                "kbf data render pendulum steps=1000 out=pendulum.npz",
+                "Gymnasium's pendulum: recordings for data=own",
+            ),
         ],
     ),
     "data check": (
         "read a recording of your own: what is in it, and what is wrong with it",
         [
-            ("kbf data check rec.csv data.states=[x,y] data.observations=[a,b]", "report.md, series.png, states.png, and warnings"),
-            ("kbf data check runs.npz data.split=sequence data.test=0.3", "arrays of several recordings"),
-            ("kbf train data=own data.path=rec.csv data.states=[x,y] data.observations=[a,b]", "the same settings learn from it"),
+            (
+                "kbf data check rec.csv data.states=[x,y] data.observations=[a,b]",
+                "report.md, series.png, states.png, and warnings",
+            ),
+            (
+                "kbf data check runs.npz data.split=recording data.test=0.3",
+                "arrays of several recordings",
+            ),
+            (
+                "kbf train data=own data.path=rec.csv data.states=[x,y] data.observations=[a,b]",
+                "the same settings learn from it",
+            ),
         ],
     ),
     "floor": (
         "the least error that any filter can reach",
         [
-            ("kbf floor data=rotation n_train=300 runs=30", "with its standard error over 30 draws of the data"),
+            (
+                "kbf floor data=rotation n_train=300 runs=30",
+                "with its standard error over 30 draws of the data",
+            ),
             ("kbf floor data=rotation smooth=true", "of any smoother"),
         ],
     ),
@@ -173,7 +266,16 @@ ABBREVIATIONS = {
     **{"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-i": "--info", "-p": "--package"},
     **{"-cd": "--config-dir", "-cn": "--config-name", "-sc": "--shell-completion"},
 }
-OPTIONS = {"--help", "--version", "--multirun", "--resolve", "--debug", "--list", "--shell-completion", *VALUES}
+OPTIONS = {
+    "--help",
+    "--version",
+    "--multirun",
+    "--resolve",
+    "--debug",
+    "--list",
+    "--shell-completion",
+    *VALUES,
+}
 
 
 def read_words(words: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -195,12 +297,19 @@ def read_words(words: list[str]) -> tuple[list[str], dict[str, str]]:
         if name not in OPTIONS or (given and name not in VALUES):
             raise ValueError(f"there is no option {word}")
         choices = VALUES.get(name, ())
-        if not given and rest and not rest[0].startswith("-") and (choices is None or rest[0] in choices):
+        if (
+            not given
+            and rest
+            and not rest[0].startswith("-")
+            and (choices is None or rest[0] in choices)
+        ):
             value = rest.pop(0)
         if choices is None and not value:
             raise ValueError(f"{word} needs a word behind it")
         if choices and value and value not in choices:
-            raise ValueError(f"{word} must be followed by one of {', '.join(choices)}; got {value!r}")
+            raise ValueError(
+                f"{word} must be followed by one of {', '.join(choices)}; got {value!r}"
+            )
         options[name] = value
     return left, options
 
@@ -235,7 +344,10 @@ def interpret(argv: list[str]) -> int:
     if not words:
         print(general_help())
         return 0 if "--help" in options else 2
-    if words[:2] == ["data", "render"]:  # a command of two words, and the name of a renderer after it
+    if words[:2] == [
+        "data",
+        "render",
+    ]:  # a command of two words, and the name of a renderer after it
         words[:2] = ["data render"]
         positional = "renderer"
     elif words[:2] == ["data", "check"]:  # and a file after it, whose name hydra must not read
@@ -255,11 +367,17 @@ def interpret(argv: list[str]) -> int:
     if "--help" in options:
         print(command_help(command))
         return 0
-    if stray := [word for word in overrides if not word.lstrip("+~").partition("=")[0] or ("=" not in word and word[0] != "~")]:
-        return refuse(f"{stray[0]!r} is no setting: write key=value; see kbf {command} --help", command)
+    if stray := [
+        word
+        for word in overrides
+        if not word.lstrip("+~").partition("=")[0] or ("=" not in word and word[0] != "~")
+    ]:
+        return refuse(
+            f"{stray[0]!r} is no setting: write key=value; see kbf {command} --help", command
+        )
     if "--list" in options:
-        from kbf.bench import BENCHMARKS
-        from kbf.experiments import EXPERIMENTS
+        from studies.benchmarks import BENCHMARKS
+        from studies.papers import EXPERIMENTS
 
         names = BENCHMARKS if command == "bench" else EXPERIMENTS
         print("\n".join(f"{name:<20}{what}" for name, what in names.items()))
@@ -269,7 +387,11 @@ def interpret(argv: list[str]) -> int:
     try:
         return run(command, overrides, options)
     except KeyboardInterrupt:
-        advice = " (kbf train ckpt_path=RUN/checkpoints/last.ckpt goes on, or coding.ckpt)" if command == "train" else ""
+        advice = (
+            " (kbf train ckpt_path=RUN/checkpoints/last.ckpt goes on, or encoder.ckpt)"
+            if command == "train"
+            else ""
+        )
         print(f"\nkbf: interrupted; what was finished is kept{advice}", file=sys.stderr)
         return 130
     except Exception as error:
@@ -319,7 +441,11 @@ def logging_as_before() -> Iterator[None]:
 
 
 def shown_configuration(
-    command: str, overrides: list[str], options: dict[str, str], name: str | None, folders: tuple[str, ...]
+    command: str,
+    overrides: list[str],
+    options: dict[str, str],
+    name: str | None,
+    folders: tuple[str, ...],
 ) -> str:
     """What ``--cfg`` prints, as YAML."""
     from hydra.core.hydra_config import HydraConfig
@@ -330,14 +456,22 @@ def shown_configuration(
         config: Any = prepare(command, composed, overrides)
         if which in ("", "job"):
             inside = ("bases", "explicit", "recipe", "own_data", "given")
-            config = composed if which and "--resolve" not in options else {k: v for k, v in config.items() if k not in inside}
+            config = (
+                composed
+                if which and "--resolve" not in options
+                else {k: v for k, v in config.items() if k not in inside}
+            )
         else:
-            hydra: Any = OmegaConf.create(OmegaConf.to_container(HydraConfig.instance().cfg, resolve=False))  # pyright: ignore
+            hydra: Any = OmegaConf.create(
+                OmegaConf.to_container(HydraConfig.instance().cfg, resolve=False)
+            )  # pyright: ignore
             del hydra.hydra["help"], hydra.hydra["hydra_help"]  # templates of texts
             config = OmegaConf.merge(hydra, composed) if which == "all" else hydra
         config = OmegaConf.create(config)
         if "--resolve" in options:
-            config = OmegaConf.create(OmegaConf.to_container(config, resolve=True, throw_on_missing=False))  # pyright: ignore
+            config = OmegaConf.create(
+                OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+            )  # pyright: ignore
         if part := options.get("--package"):
             config = OmegaConf.select(config, part)
             if config is None:
@@ -348,7 +482,8 @@ def shown_configuration(
 def complete_words(words: list[str]) -> int:
     """``install=SHELL`` and ``uninstall=SHELL`` print what the shell evaluates; ``query=SHELL`` what may come next on its line.
 
-    The line is in COMP_LINE, as of every program that Hydra completes; its first word after ``kbf`` is the command.
+    The line is in COMP_LINE, as of every program that Hydra completes; its first word after ``kbf``
+    is the command.
     """
     line = os.environ.get("COMP_LINE", "")
     known, (program, _, rest) = sorted({name.split()[0] for name in COMMANDS}), line.partition(" ")
@@ -376,11 +511,15 @@ def execute(command: str, config: dict[str, Any]) -> Any:
     return importlib.import_module(f"kbf.commands.{short(command)}").run(config)
 
 
-def multirun(command: str, overrides: list[str], name: str | None = None, folders: tuple[str, ...] = ()) -> int:
+def multirun(
+    command: str, overrides: list[str], name: str | None = None, folders: tuple[str, ...] = ()
+) -> int:
     """Let Hydra sweep: its launchers and sweepers work as they are. Returns the largest exit code of the runs."""
     words = [*words_for_hydra(command, overrides, sweep=True), "hydra.mode=MULTIRUN"]
     with hydra_of(command, folders) as hydra, logging_as_before():
-        results = hydra.multirun(config_name=name or short(command), task_function=Task(command), overrides=words)
+        results = hydra.multirun(
+            config_name=name or short(command), task_function=Task(command), overrides=words
+        )
     codes = [job.return_value for batch in results or [] for job in batch]
     return max((code for code in codes if type(code) is int), default=0)
 
@@ -395,8 +534,10 @@ class Task:
         """Run it, without progress bars: those of several runs at once would be a mess.
 
         Returns:
-            Of a training run the error on steps that it has not learned from (``held_out.mse``, else ``validation.mse``), for
-            sweepers that minimise: they get it from every model, since a run of theirs holds steps out (``hold_out``) if the
+            Of a training run the error on steps that it has not learned from (``held_out.mse``,
+            else ``validation.mse``), for
+            sweepers that minimise: they get it from every model, since a run of theirs holds steps
+                out (``hold_out``) if the
             command line says nothing else. Of another command its exit code.
         """
         from hydra.core.hydra_config import HydraConfig
@@ -416,20 +557,33 @@ class Task:
 
 def expected(error: Exception) -> bool:
     """Whether an error is the input's fault, or a missing package, and not ours."""
-    if isinstance(error, ImportError):  # of an extra, missing or broken; Lightning says it in words, without a name
+    if isinstance(
+        error, ImportError
+    ):  # of an extra, missing or broken; Lightning says it in words, without a name
         return (error.name or "").split(".")[0] != "kbf"
     if type(error) is RuntimeError and "home directory" in str(error):  # of ~somebody
         return True
-    return isinstance(error, ValueError | OSError) or type(error).__module__.split(".")[0] in ("hydra", "omegaconf", "lightning")
+    return isinstance(error, ValueError | OSError) or type(error).__module__.split(".")[0] in (
+        "hydra",
+        "omegaconf",
+        "lightning",
+    )
 
 
 def one_line(error: Exception) -> str:
     """The message of an error, and of what caused it, on one line."""
     texts = [str(error)]
-    if isinstance(error, OSError) and error.strerror:  # the system's own: which file, and what is wrong with it
-        texts = [str(name) for name in (error.filename2 or error.filename,) if name] + [error.strerror.lower()]
+    if (
+        isinstance(error, OSError) and error.strerror
+    ):  # the system's own: which file, and what is wrong with it
+        texts = [str(name) for name in (error.filename2 or error.filename,) if name] + [
+            error.strerror.lower()
+        ]
     if override := getattr(error, "override", None):
-        texts.insert(0, f"{override!r} cannot be read (brackets must close, other signs need quotes: \"key='a b'\")")
+        texts.insert(
+            0,
+            f"{override!r} cannot be read (brackets must close, other signs need quotes: \"key='a b'\")",
+        )
     if (lacks := LACKS.search(texts[0])) and lacks[1] in PLUGINS:
         return missing(*PLUGINS[lacks[1]], "this sweep")
     if type(error).__module__.startswith("hydra") and error.__cause__ is not None:
@@ -445,7 +599,13 @@ def one_line(error: Exception) -> str:
 
 def general_help() -> str:
     """What ``kbf --help`` says."""
-    lines = ["Kernel Bayes Filter in PyTorch.", "", "usage: kbf COMMAND [key=value ...]", "", "commands:"]
+    lines = [
+        "Kernel Bayes Filter in PyTorch.",
+        "",
+        "usage: kbf COMMAND [key=value ...]",
+        "",
+        "commands:",
+    ]
     lines += [f"  {name:<13}{what}" for name, (what, _) in COMMANDS.items()]
     lines += ["", "options:", FLAGS, "  --version            the version", "", "examples:"]
     lines += [f"  {examples[0][0]}" for _, examples in COMMANDS.values()]
@@ -454,11 +614,15 @@ def general_help() -> str:
 
 def meanings(command: str) -> list[str]:
     """What the help of a command says of the numbers that it prints."""
-    from kbf.commands.meanings import COLUMNS, METRICS
+    from kbf.commands.support.metric_descriptions import COLUMNS, METRICS
 
     if command not in ("train", "evaluate", "filter"):
         return []
-    title, told = ("columns of the output, behind sequence, step and time", COLUMNS) if command == "filter" else (FIGURES, METRICS)
+    title, told = (
+        ("columns of the output, behind sequence, step and time", COLUMNS)
+        if command == "filter"
+        else (FIGURES, METRICS)
+    )
     return ["", f"{title}:", *[f"  {name:<22}{meaning}" for name, meaning in told.items()]]
 
 
@@ -472,10 +636,23 @@ def command_help(command: str) -> str:
     text = (directory / f"{short(command)}.yaml").read_text(encoding="utf-8")
     head, _, body = text.partition("\n\n")
     lines[1:1] = [line.removeprefix("# ") for line in head.splitlines()[1:] if line.startswith("#")]
-    lines += ["", "settings (key=value):", *[f"  {line}" for line in body.partition("\nhydra:")[0].splitlines() if line]]
+    lines += [
+        "",
+        "settings (key=value):",
+        *[f"  {line}" for line in body.partition("\nhydra:")[0].splitlines() if line],
+    ]
     if command == "data check":
-        own = (directory / "data" / "own.yaml").read_text(encoding="utf-8").partition("\n\n")[2].partition("\nd: ")[0]
-        lines += ["", "settings of the recording:", *[f"  data.{line}" for line in own.splitlines()[1:]]]
+        own = (
+            (directory / "data" / "own.yaml")
+            .read_text(encoding="utf-8")
+            .partition("\n\n")[2]
+            .partition("\nd: ")[0]
+        )
+        lines += [
+            "",
+            "settings of the recording:",
+            *[f"  data.{line}" for line in own.splitlines()[1:]],
+        ]
     lines += meanings(command)
     groups = groups_of(command)
     if groups:
@@ -483,8 +660,12 @@ def command_help(command: str) -> str:
     for group in groups:
         lines.append(f"  {group:<12}{', '.join(choices_of(command, group))}")
     if "data" in groups:
-        lines.append(f"  encoder@data.coding.encoder, for images: {', '.join(choices_of(command, 'encoder'))}")
-        lines += ["  settings of data=own: kbf data check --help"] if command != "data check" else []
+        lines.append(
+            f"  encoder@data.encoding.encoder, for images: {', '.join(choices_of(command, 'encoder'))}"
+        )
+        lines += (
+            ["  settings of data=own: kbf data check --help"] if command != "data check" else []
+        )
     return "\n".join([*lines, "", "options:", FLAGS])
 
 

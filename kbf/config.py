@@ -1,7 +1,8 @@
 """From the words of a command line to the configuration of a command. Hydra composes, `prepare` completes and checks.
 
-Every way to a run goes through `prepare`: a single command, each run of a sweep (``--multirun``), the models that ``kbf compare``
-runs, and the experiments of the papers (`kbf.experiments.images`). So what is checked in one is checked in all.
+Every way to a run goes through `prepare`: a single command, each run of a sweep (``--multirun``),
+the models that ``kbf compare`` runs, and the experiments of the papers (`studies.papers.images`).
+So what is checked in one is checked in all.
 
 Nothing heavy is imported before something is composed.
 """
@@ -16,12 +17,14 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from kbf.runtime.recipe import literal, settled
-from kbf.runtime.words import as_text, exists
+from kbf.runtime.hydra_quoting import as_text, exists
+from kbf.runtime.interpolation import literal, settled
 
 COUNTS = {
     **dict.fromkeys(("runs", "particles", "turns", "sequences", "threads"), 1),
-    **dict.fromkeys(("n_train", "seed", "workers", "lag", "horizon", "animation_steps", "steps"), 0),
+    **dict.fromkeys(
+        ("n_train", "seed", "workers", "lag", "horizon", "animation_steps", "steps"), 0
+    ),
 }
 """Settings that are whole numbers, with the least that each may be; commands that need more say so themselves."""
 SWITCHES = ("smooth", "calibrate", "alarms", "compile", "animation", "trust", "overwrite")
@@ -30,17 +33,19 @@ PATHS = ("run_dir", "checkpoint", "ckpt_path", "input", "output", "out", "state"
 """Settings that name a file or a folder."""
 NULLABLE = ("threads", "ckpt_path")
 """Settings that may be null although their default is not."""
-OWN_DATA = "kbf.data.own.source.OwnData"
+OWN_DATA = "kbf.data.files.dataset.OwnData"
 """The source of ``data=own``."""
 RECORDED_DATA = "kbf.data.recorded.RecordedData"
 """The source of recordings that packages carry or make."""
 
 
-def configure(command: str, overrides: list[str], *, name: str | None = None, folders: tuple[str, ...] = ()) -> dict[str, Any]:
+def configure(
+    command: str, overrides: list[str], *, name: str | None = None, folders: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """The configuration of a single run of a command, as `prepare` makes it; arguments as of `composing`.
 
     >>> configure("train", ["model=ekf", "n_train=50"])["model"]["net"]
-    {'_target_': 'kbf.filters.ekf.EKF', 'model': {'_target_': 'kbf.ssm.rotation'}}
+    {'_target_': 'kbf.filters.gaussian.ekf.EKF', 'model': {'_target_': 'kbf.ssm.rotation'}}
     """
     with composing(command, overrides, name=name, folders=folders) as composed:
         return prepare(command, composed, overrides)
@@ -49,14 +54,16 @@ def configure(command: str, overrides: list[str], *, name: str | None = None, fo
 def prepare(command: str, composed: Any, overrides: list[str]) -> dict[str, Any]:
     """The configuration of a command as a plain dict, from what Hydra has composed; the one way to a run.
 
-    Resolved, but for two entries that are filled in later, with other seeds or sizes: ``recipe`` (data, n_train, seed) and, of a
-    comparison, ``bases`` (a training configuration for each model). Of a training run ``explicit`` says whether the command line
-    spoke of model or data.
+    Resolved, but for two entries that are filled in later, with other seeds or sizes: ``recipe``
+    (data, n_train, seed) and, of a comparison, ``bases`` (a training configuration for each model).
+    Of a training run ``explicit`` says whether the command line spoke of model or data.
 
     Args:
         command: as in ``kbf.cli.COMMANDS``.
-        composed: Hydra's configuration of the job, without Hydra's own part; it is completed in place.
-        overrides: the words of the command line. Hydra's own part of the configuration is in force (``HydraConfig``).
+        composed: Hydra's configuration of the job, without Hydra's own part; it is completed in
+            place.
+        overrides: the words of the command line. Hydra's own part of the configuration is in force
+            (``HydraConfig``).
 
     Raises:
         ValueError: a setting that cannot be, with its name and what it may be.
@@ -74,18 +81,30 @@ def prepare(command: str, composed: Any, overrides: list[str]) -> dict[str, Any]
         return on_a_checkpoint(composed)
     if "data" not in composed:
         return plain(composed)
-    recipe = {key: OmegaConf.to_container(composed, resolve=False)[key] for key in ("data", "n_train", "seed")}  # pyright: ignore
+    unresolved: Any = OmegaConf.to_container(composed, resolve=False)
+    recipe = {key: unresolved[key] for key in ("data", "n_train", "seed")}
     if command == "compare":
         return comparison(composed, recipe)
-    explicit = {key.split(".")[0] for key in spoken} & {"model", "data", "n_train", "seed", "experiment"}
+    explicit = {key.split(".")[0] for key in spoken} & {
+        "model",
+        "data",
+        "n_train",
+        "seed",
+        "experiment",
+    }
     config = plain(composed)
-    return {**config, "recipe": settled(recipe, {key: config[key] for key in recipe}), "explicit": bool(explicit)}
+    return {
+        **config,
+        "recipe": settled(recipe, {key: config[key] for key in recipe}),
+        "explicit": bool(explicit),
+    }
 
 
 def complete_run_dir(composed: Any, spoken: set[str]) -> None:
     """Where a run goes that was not told where: on in the folder of the run that it resumes, else where Hydra puts its output.
 
-    ``hydra.run.dir=FOLDER`` does what ``run_dir=FOLDER`` does; of a sweep each run has a folder of its own.
+    ``hydra.run.dir=FOLDER`` does what ``run_dir=FOLDER`` does; of a sweep each run has a folder of
+    its own.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -99,7 +118,7 @@ def complete_run_dir(composed: Any, spoken: set[str]) -> None:
 
 
 def drop_arguments_of_other_classes(composed: Any, overrides: list[str]) -> None:
-    """Where the command line puts another class (``data.coding.encoder._target_=NAME``), leave out what only the old one takes.
+    """Where the command line puts another class (``data.encoding.encoder._target_=NAME``), leave out what only the old one takes.
 
     The new class keeps those arguments that it takes, and gets those that the command line names.
     """
@@ -132,14 +151,18 @@ def fill_in_recorded(composed: Any, overrides: list[str]) -> None:
 
     if takes_everything(composed, overrides):
         raw = OmegaConf.create({**plain(composed, resolve=False), "n_train": None})
-        with suppress(ValueError):  # a package that is missing, or wrong settings: the data set says so when it is loaded
+        with suppress(
+            ValueError
+        ):  # a package that is missing, or wrong settings: the data set says so when it is loaded
             every = training_steps(OmegaConf.to_container(raw.data.source, resolve=True))  # pyright: ignore
             composed.n_train = with_every(composed.n_train, every)
 
 
 def takes_everything(composed: Any, overrides: list[str]) -> bool:
     """Whether all steps are to be learned from, for want of a number or as one of the sizes of a comparison."""
-    said = any(word.lstrip("+").startswith("n_train=") and word != "n_train=null" for word in overrides)
+    said = any(
+        word.lstrip("+").startswith("n_train=") and word != "n_train=null" for word in overrides
+    )
     return not said or None in sizes(composed.get("n_train"))
 
 
@@ -149,7 +172,11 @@ def with_every(n_train: Any, every: int) -> Any:
     >>> with_every([100, None], 900), with_every(None, 900)
     ([100, 900], 900)
     """
-    return [every if n is None else n for n in n_train] if isinstance(n_train, Iterable) and None in sizes(n_train) else every
+    return (
+        [every if n is None else n for n in n_train]
+        if isinstance(n_train, Iterable) and None in sizes(n_train)
+        else every
+    )
 
 
 def sizes(n_train: Any) -> list[int | None]:
@@ -164,15 +191,17 @@ def fill_in_own_data(composed: Any, overrides: list[str]) -> None:
         return
     from omegaconf import OmegaConf
 
-    from kbf.data.own import complete
+    from kbf.data.files import complete
 
-    data.path = as_text(str(Path(str(data.path)).expanduser().resolve()))  # a checkpoint must find it from anywhere
+    data.path = as_text(
+        str(Path(str(data.path)).expanduser().resolve())
+    )  # a checkpoint must find it from anywhere
     everything = takes_everything(composed, overrides)
     raw = OmegaConf.create({**plain(composed, resolve=False), "n_train": None})
     source: Any = OmegaConf.to_container(raw.data.source, resolve=True)
     shapes = complete({key: value for key, value in source.items() if key != "_target_"})
     if shapes["image"] is None:
-        data.coding = None
+        data.encoding = None
     if everything and "n_train" in composed:
         composed.n_train = with_every(composed.n_train, shapes["n_train"])
     for key in ("d", "q", "image", "k", "boundary", "time_step"):
@@ -186,9 +215,13 @@ def check(command: str, composed: Any) -> None:
     """
     from omegaconf import OmegaConf
 
-    defaults: Any = OmegaConf.to_container(OmegaConf.load(config_dir() / f"{short(command)}.yaml"), resolve=False)
+    defaults: Any = OmegaConf.to_container(
+        OmegaConf.load(config_dir() / f"{short(command)}.yaml"), resolve=False
+    )
     if missing := [key for key in defaults if key not in {*composed.keys(), "defaults", "hydra"}]:
-        raise ValueError(f"the configuration lacks {missing[0]}: configs/{short(command)}.yaml has all that kbf {command} needs")
+        raise ValueError(
+            f"the configuration lacks {missing[0]}: configs/{short(command)}.yaml has all that kbf {command} needs"
+        )
     several = ("n_train",) if command == "compare" else ()
 
     def free(key: str, value: Any) -> bool:  # to be null
@@ -209,44 +242,73 @@ def check(command: str, composed: Any) -> None:
             if number < least:
                 raise ValueError(f"{key} must be at least {least}, got {number}")
     for key in SWITCHES:
-        if key in composed and not isinstance(value := composed[key], bool) and not free(key, value):
+        if (
+            key in composed
+            and not isinstance(value := composed[key], bool)
+            and not free(key, value)
+        ):
             raise ValueError(f"{key} must be true or false, got {value!r}")
     share = composed.get("hold_out", 0.0)
     if type(share) not in (int, float) or not 0 <= share < 1:
         raise ValueError(f"hold_out must be a share, from 0 to below 1; got {share!r}")
     devices = OmegaConf.select(composed, "trainer.devices")
-    if isinstance(devices, str) and devices != "auto" and not devices.replace(",", "").lstrip("-").isdigit():
-        raise ValueError(f"trainer.devices must be a number of devices, a list of their numbers, or auto; got {devices!r}")
+    if (
+        isinstance(devices, str)
+        and devices != "auto"
+        and not devices.replace(",", "").lstrip("-").isdigit()
+    ):
+        raise ValueError(
+            f"trainer.devices must be a number of devices, a list of their numbers, or auto; got {devices!r}"
+        )
     for key in PATHS:
-        if key not in composed or OmegaConf.is_missing(composed, key) or free(key, value := composed[key]):
+        if (
+            key not in composed
+            or OmegaConf.is_missing(composed, key)
+            or free(key, value := composed[key])
+        ):
             continue
         if isinstance(value, int | float) and not isinstance(value, bool):  # a folder named 2026
             OmegaConf.update(composed, key, str(value))
         elif not isinstance(value, str) or not value:
-            raise ValueError(f"{key} must name a {'folder' if key == 'run_dir' else 'file'}, got {value!r}")
+            raise ValueError(
+                f"{key} must name a {'folder' if key == 'run_dir' else 'file'}, got {value!r}"
+            )
 
 
 def comparison(composed: Any, recipe: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a comparison: that of each model around the same data."""
     from hydra.core.hydra_config import HydraConfig
 
-    several = {key: [v] if isinstance(v := composed[key], int | str | None) else list(v) for key in ("n_train", "models")}
+    several = {
+        key: [v] if isinstance(v := composed[key], int | str | None) else list(v)
+        for key in ("n_train", "models")
+    }
     if not several["models"]:
         raise ValueError("models must be one or more, got none")
     trainer = plain(composed, resolve=False)["trainer"]
     data, runtime = HydraConfig.get().runtime.choices["data"], HydraConfig.get().runtime
     main = ("hydra", "main", "schema", COMMAND_FOLDER)
-    folders = tuple(f"{source.schema}://{source.path}" for source in runtime.config_sources if source.provider not in main)
+    folders = tuple(
+        f"{source.schema}://{source.path}"
+        for source in runtime.config_sources
+        if source.provider not in main
+    )
     bases: dict[str, Any] = {}
     for model in several["models"]:
-        with composing("train", [f"data={data}", f"model={model}", "logger=none"], folders=folders) as whole:
+        with composing(
+            "train", [f"data={data}", f"model={model}", "logger=none"], folders=folders
+        ) as whole:
             net = plain(whole, resolve=False)["model"]
         if str(net["name"]) in bases:
-            raise ValueError(f"models: two of them have the name {net['name']!r}, by which results are kept: give one another")
+            raise ValueError(
+                f"models: two of them have the name {net['name']!r}, by which results are kept: give one another"
+            )
         bases[str(net["name"])] = {**recipe, "model": net, "trainer": trainer}
     with unlocked(composed):
         composed.n_train = several["n_train"][0]
-    whole = {key: value for key, value in plain(composed, skip=("trainer",)).items() if key != "n_train"}
+    whole = {
+        key: value for key, value in plain(composed, skip=("trainer",)).items() if key != "n_train"
+    }
     return {**whole, **several, "recipe": recipe, "bases": bases}
 
 
@@ -258,15 +320,26 @@ def on_a_checkpoint(composed: Any) -> dict[str, Any]:
 
     from kbf.training.checkpoint import CheckpointError, read_checkpoint
 
-    other_data, said = HydraConfig.get().runtime.choices.get("data") is not None, composed.get("data")
+    other_data, said = (
+        HydraConfig.get().runtime.choices.get("data") is not None,
+        composed.get("data"),
+    )
     stored = read_checkpoint(composed.checkpoint)["hyper_parameters"]["config"]
     if "recipe" not in stored and not other_data:
-        raise CheckpointError(f"{composed.checkpoint} does not say what data it was trained on: give data=NAME")
+        raise CheckpointError(
+            f"{composed.checkpoint} does not say what data it was trained on: give data=NAME"
+        )
     recipe = literal(stored.get("recipe", {}))
-    if recipe.keys() - {"data", "n_train", "seed"} or any(type(recipe.get(k)) not in (int, NoneType) for k in ("n_train", "seed")):
-        raise CheckpointError(f"{composed.checkpoint} was not written by kbf train: its recipe is not data, n_train and seed")
+    if recipe.keys() - {"data", "n_train", "seed"} or any(
+        type(recipe.get(k)) not in (int, NoneType) for k in ("n_train", "seed")
+    ):
+        raise CheckpointError(
+            f"{composed.checkpoint} was not written by kbf train: its recipe is not data, n_train and seed"
+        )
     if recipe and not isinstance(recipe.get("data"), dict):
-        raise CheckpointError(f"{composed.checkpoint} was not written by kbf train: its recipe names no data")
+        raise CheckpointError(
+            f"{composed.checkpoint} was not written by kbf train: its recipe names no data"
+        )
     recipe |= {key: composed[key] for key in ("n_train", "seed") if composed[key] is not None}
     if other_data:
         recipe["data"] = plain(composed, resolve=False)["data"]
@@ -279,7 +352,11 @@ def on_a_checkpoint(composed: Any) -> dict[str, Any]:
             raise ValueError(no_setting(str(error.full_key or ""), tree)) from error
         if "path" in said and is_own(tree.data):
             other_recordings(tree, said)
-    config = {**plain(composed, skip=("data", "n_train", "seed")), **plain(tree), "own_data": other_data}
+    config = {
+        **plain(composed, skip=("data", "n_train", "seed")),
+        **plain(tree),
+        "own_data": other_data,
+    }
     return config | {"given": [str(config["data"].get(key)) for key in said or ()]}
 
 
@@ -334,7 +411,9 @@ def hydra_of(command: str, folders: tuple[str, ...] = ()) -> Iterator[Any]:
 
 
 @contextmanager
-def composing(command: str, overrides: list[str], *, name: str | None = None, folders: tuple[str, ...] = ()) -> Iterator[Any]:
+def composing(
+    command: str, overrides: list[str], *, name: str | None = None, folders: tuple[str, ...] = ()
+) -> Iterator[Any]:
     """Hydra's configuration of a single job, without Hydra's own part, which is in force meanwhile (``HydraConfig``).
 
     Args:
@@ -350,7 +429,9 @@ def composing(command: str, overrides: list[str], *, name: str | None = None, fo
     name = name or short(command)
     with hydra_of(command, folders):
         try:
-            whole = hydra.compose(name, words_for_hydra(command, overrides), return_hydra_config=True)
+            whole = hydra.compose(
+                name, words_for_hydra(command, overrides), return_hydra_config=True
+            )
         except ConfigCompositionException as error:
             key = str(error).partition("Could not override '")[2].partition("'")[0]
             if not key or "is not in struct" not in str(error.__cause__):
@@ -370,9 +451,9 @@ def composing(command: str, overrides: list[str], *, name: str | None = None, fo
 def words_for_hydra(command: str, overrides: list[str], *, sweep: bool = False) -> list[str]:
     """The words of a command line as Hydra composes them.
 
-    Of a comparison ``n_train=100,300`` is a list (of a ``sweep``, ``--multirun``, these are two comparisons, as Hydra reads it);
-    ``+experiment=NAME`` is ``experiment=NAME``, since the group is there; settings of a checkpoint's data are kept for
-    `on_a_checkpoint`.
+    Of a comparison ``n_train=100,300`` is a list (of a ``sweep``, ``--multirun``, these are two
+    comparisons, as Hydra reads it); ``+experiment=NAME`` is ``experiment=NAME``, since the group is
+    there; settings of a checkpoint's data are kept for `on_a_checkpoint`.
 
     >>> words_for_hydra("compare", ["n_train=100,300", "+experiment=quick"])
     ['n_train=[100,300]', 'experiment=quick']
@@ -381,8 +462,13 @@ def words_for_hydra(command: str, overrides: list[str], *, sweep: bool = False) 
     """
     if command == "compare" and not sweep:
         overrides = [as_list(word) for word in overrides]
-    if command in ("evaluate", "append") and not any(word.lstrip("+").startswith("data=") for word in overrides):
-        overrides = [f"++{word.lstrip('+')}" if word.lstrip("+").startswith("data.") else word for word in overrides]
+    if command in ("evaluate", "append") and not any(
+        word.lstrip("+").startswith("data=") for word in overrides
+    ):
+        overrides = [
+            f"++{word.lstrip('+')}" if word.lstrip("+").startswith("data.") else word
+            for word in overrides
+        ]
     groups = {f"+{group}" for group in groups_of(command)}
     return [word[1:] if word.partition("=")[0] in groups else word for word in overrides]
 
@@ -393,8 +479,12 @@ def groups_of(command: str) -> list[str]:
     >>> groups_of("floor")
     ['data']
     """
-    head = (config_dir() / f"{short(command)}.yaml").read_text(encoding="utf-8").partition("\n\n")[0]
-    named = [line.strip("- \n").split(":")[0] for line in head.splitlines() if line.startswith("  - ")]
+    head = (
+        (config_dir() / f"{short(command)}.yaml").read_text(encoding="utf-8").partition("\n\n")[0]
+    )
+    named = [
+        line.strip("- \n").split(":")[0] for line in head.splitlines() if line.startswith("  - ")
+    ]
     return [group for group in named if group != "_self_"]
 
 
@@ -425,10 +515,17 @@ def no_setting(key: str, config: Any) -> str:
         return f"there is no setting {key} here: recordings of your own are data=own"
     inside, dot, last = key.rpartition(".")
     beside = OmegaConf.select(config, inside) if inside else config
-    near = difflib.get_close_matches(last, [str(name) for name in beside] if isinstance(beside, DictConfig) else [], 1, cutoff=0.7)
+    near = difflib.get_close_matches(
+        last,
+        [str(name) for name in beside] if isinstance(beside, DictConfig) else [],
+        1,
+        cutoff=0.7,
+    )
     if near:
         return f"there is no setting {key}; did you mean {inside}{dot}{near[0]}?"
-    if "." in inside or inside == "trainer":  # what is in there goes to a class, which refuses what it does not know
+    if (
+        "." in inside or inside == "trainer"
+    ):  # what is in there goes to a class, which refuses what it does not know
         return f"there is no setting {key}; one that a class takes and its configuration leaves out: +{key}=VALUE"
     return f"there is no setting {key}; see kbf COMMAND --help"
 
@@ -461,7 +558,9 @@ def directory_of_run(ckpt_path: str) -> Path:
     """
     folder = Path(ckpt_path).resolve().parent
     if folder.name != "checkpoints" and exists(ckpt_path):
-        raise ValueError(f"ckpt_path={ckpt_path} is in no run directory (RUN/checkpoints/last.ckpt): say run_dir=FOLDER as well")
+        raise ValueError(
+            f"ckpt_path={ckpt_path} is in no run directory (RUN/checkpoints/last.ckpt): say run_dir=FOLDER as well"
+        )
     return folder.parent
 
 
@@ -486,7 +585,9 @@ def config_dir() -> Path:
     for directory in (package / "configs", package.parent / "configs"):
         if (directory / "train.yaml").is_file():
             return directory
-    raise FileNotFoundError(f"no configurations in {package} nor in {package.parent}: is kbf installed completely?")
+    raise FileNotFoundError(
+        f"no configurations in {package} nor in {package.parent}: is kbf installed completely?"
+    )
 
 
 def as_list(word: str) -> str:
@@ -496,4 +597,8 @@ def as_list(word: str) -> str:
     ('n_train=[100,300]', 'n_train=null')
     """
     key, _, value = word.partition("=")
-    return f"{key}=[{value}]" if key in ("n_train", "models") and value != "null" and not value.startswith("[") else word
+    return (
+        f"{key}=[{value}]"
+        if key in ("n_train", "models") and value != "null" and not value.startswith("[")
+        else word
+    )

@@ -1,9 +1,9 @@
 """Where states and observations live: how to subtract, add noise, and come back, where some pairs of components are angles.
 
-A regression with noise needs three maps of a manifold: ``project`` brings a regressed mean back to it, ``log`` tells the
-displacement from one point to another, and ``exp`` displaces a point. In a flat space they are the identity, y - m and m + v; on
-the circle the nearest unit vector, the angle between two, and a turn. A pose (x, y, cos, sin) has two components of the one kind
-and one angle.
+A regression with noise needs three maps of a manifold: ``project`` brings a regressed mean back to
+it, ``log`` tells the displacement from one point to another, and ``exp`` displaces a point. In a
+flat space they are the identity, y - m and m + v; on the circle the nearest unit vector, the angle
+between two, and a turn. A pose (x, y, cos, sin) has two components of the one kind and one angle.
 """
 
 from __future__ import annotations
@@ -39,21 +39,33 @@ class Manifold(NamedTuple):
         if not self.circles:
             return y - base
         pairs = zip(self.parts(base, 2), self.parts(y, 2), strict=True)
-        return torch.cat([circle_log(m, part) if circle else part - m for (circle, m), (_, part) in pairs], -1)
+        return torch.cat(
+            [circle_log(m, part) if circle else part - m for (circle, m), (_, part) in pairs], -1
+        )
 
     def exp(self, base: Float[Tensor, "*b q"], v: Float[Tensor, "*b k"]) -> Float[Tensor, "*b q"]:
         """The point that is displaced by v."""
         if not self.circles:
             return base + v
         pairs = zip(self.parts(base, 2), self.parts(v, 1), strict=True)
-        return torch.cat([circle_exp(m, part) if circle else m + part for (circle, m), (_, part) in pairs], -1)
+        return torch.cat(
+            [circle_exp(m, part) if circle else m + part for (circle, m), (_, part) in pairs], -1
+        )
 
     def turns(self, k: int) -> Float[Tensor, "t k"]:
         """Displacements of k components that lead back to where they start: none, and each angle once round either way."""
-        once = 2 * math.pi * torch.eye(k, dtype=torch.float64)[[start - before for before, start in enumerate(self.circles)]]
+        once = (
+            2
+            * math.pi
+            * torch.eye(k, dtype=torch.float64)[
+                [start - before for before, start in enumerate(self.circles)]
+            ]
+        )
         return torch.cat([once.new_zeros(1, k), once, -once])
 
-    def parts(self, y: Float[Tensor, "*b q"], width: int) -> list[tuple[bool, Float[Tensor, "*b p"]]]:
+    def parts(
+        self, y: Float[Tensor, "*b q"], width: int
+    ) -> list[tuple[bool, Float[Tensor, "*b p"]]]:
         """y cut into its angles (``width`` components each) and the stretches between them, as pairs (is an angle, components)."""
         pieces, at, shift = [], 0, 0
         for start in self.circles:
@@ -81,7 +93,9 @@ def project_circle(y: Float[Tensor, "*b 2"]) -> Float[Tensor, "*b 2"]:
 
 def circle_log(base: Float[Tensor, "*b 2"], y: Float[Tensor, "*c 2"]) -> Float[Tensor, "*e 1"]:
     """The angle in (-pi, pi] that turns base to y, counter-clockwise."""
-    return torch.atan2(base[..., 0] * y[..., 1] - base[..., 1] * y[..., 0], (base * y).sum(-1))[..., None]
+    return torch.atan2(base[..., 0] * y[..., 1] - base[..., 1] * y[..., 0], (base * y).sum(-1))[
+        ..., None
+    ]
 
 
 def circle_exp(base: Float[Tensor, "*b 2"], v: Float[Tensor, "*b 1"]) -> Float[Tensor, "*b 2"]:

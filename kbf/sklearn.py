@@ -1,8 +1,9 @@
 """Estimators for scikit-learn: the conditional mean embedding, and density ratios. NumPy in, NumPy out, all in float64.
 
-They are what `kbf.rkhs.conditional_means` and `kbf.rkhs.ratios` compute, with the numbers chosen from the training data, and work
-in pipelines, grid searches and cross-validation. Needs ``pip install "kbf[sklearn]"``. One bandwidth serves all columns of X: put
-a StandardScaler in front. X and y are whatever scikit-learn takes for arrays.
+They are what `kbf.rkhs.conditional_means` and `kbf.rkhs.ratios` compute, with the numbers chosen
+from the training data, and work in pipelines, grid searches and cross-validation. Needs ``pip
+install "kbf[sklearn]"``. One bandwidth serves all columns of X: put a StandardScaler in front. X
+and y are whatever scikit-learn takes for arrays.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Generator, Tensor
 
-from kbf.filters.kernel.selection import best_of, choose_reg
+from kbf.filters.kernel.hyperparameters import best_of, choose_reg
 from kbf.rkhs.conditional_means.base import ConditionalMean
 from kbf.rkhs.conditional_means.table import CONDITIONAL_MEANS
 from kbf.rkhs.embeddings import Embedding
@@ -37,19 +38,24 @@ MOST_LOO_POINTS = 1000
 class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
     """E[y | x] and the whole conditional law of y, as weights of the training outputs: sum_i w_i(x) y_i.
 
-    w(x) = (G + n reg I)^-1 k(x) in the exact form. As there is no intercept, predictions go to 0 far from the training inputs.
+    w(x) = (G + n reg I)^-1 k(x) in the exact form. As there is no intercept, predictions go to 0
+    far from the training inputs.
 
     Args:
         kernel: a name of `kbf.rkhs.kernels.KERNELS`.
-        bandwidth: a length in the units of X; None takes the median distance between training inputs.
-        reg: lambda > 0; None takes the one of `REGS` with the least leave-one-out error of the mean (in closed form, for the exact
-            form, at up to `MOST_LOO_POINTS` evenly spaced pairs). `nadaraya_watson` has no use for it.
+        bandwidth: a length in the units of X; None takes the median distance between training
+            inputs.
+        reg: lambda > 0; None takes the one of `REGS` with the least leave-one-out error of the mean
+            (in closed form, for the exact form, at up to `MOST_LOO_POINTS` evenly spaced pairs).
+            `nadaraya_watson` has no use for it.
         form: a name of `kbf.rkhs.conditional_means.table.CONDITIONAL_MEANS`.
-        size: of the cheap forms: pivots, landmarks, features, neighbours or points; of `divide_and_conquer`: parts.
+        size: of the cheap forms: pivots, landmarks, features, neighbours or points; of
+            `divide_and_conquer`: parts.
         random_state: of the forms that draw.
 
     Attributes:
-        bandwidth_, reg_: the numbers in use. cme_: the `kbf.rkhs.conditional_means.base.ConditionalMean`. y_: the outputs ``n d``,
+        bandwidth_, reg_: the numbers in use. cme_: the
+            `kbf.rkhs.conditional_means.base.ConditionalMean`. y_: the outputs ``n d``,
         a tensor.
         n_features_in_: columns of X.
 
@@ -91,24 +97,35 @@ class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
             X: inputs ``n q``. y: outputs ``n`` or ``n d``.
 
         Raises:
-            ValueError: arrays that scikit-learn refuses, a setting out of range, or no bandwidth for inputs that mostly coincide.
+            ValueError: arrays that scikit-learn refuses, a setting out of range, or no bandwidth
+                for inputs that mostly coincide.
         """
-        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
+        X, y = validate_data(
+            self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2
+        )
         known("form", self.form, CONDITIONAL_MEANS)
         x, z = torch.tensor(X), torch.tensor(y, dtype=torch.float64)
         self.y_, self.single_ = z.reshape(len(z), -1), z.ndim == 1
         self.bandwidth_ = bandwidth_of(x, self.bandwidth)
         kernel = kernel_of(self.kernel, self.bandwidth_)
         if self.form == "random_fourier" and self.kernel != "gaussian":
-            raise ValueError(f"random_fourier features are of the gaussian kernel, not of {self.kernel!r}")
+            raise ValueError(
+                f"random_fourier features are of the gaussian kernel, not of {self.kernel!r}"
+            )
         self.reg_ = self._choose(kernel, x) if self.reg is None else positive("reg", self.reg)
         fit = CONDITIONAL_MEANS[self.form]
         takes = signature(fit).parameters
-        settings: dict[str, Any] = {name: int(self.size) for name in ("m", "s", "rank") if name in takes}
+        settings: dict[str, Any] = {
+            name: int(self.size) for name in ("m", "s", "rank") if name in takes
+        }
         settings |= {"reg": self.reg_} if "reg" in takes else {}
         if "generator" in takes:
-            settings["generator"] = Generator().manual_seed(int(check_random_state(self.random_state).randint(2**31)))
-        self.cme_ = fit(kernel if "kernel" in takes else self.bandwidth_, x=x, z=self.y_, **settings)
+            settings["generator"] = Generator().manual_seed(
+                int(check_random_state(self.random_state).randint(2**31))
+            )
+        self.cme_ = fit(
+            kernel if "kernel" in takes else self.bandwidth_, x=x, z=self.y_, **settings
+        )
         return self
 
     def predict(self, X: Any) -> Array:
@@ -146,19 +163,22 @@ class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
 class RelativeRatio(ClassifierMixin, BaseEstimator):
     """The relative density ratio r(x) = pi(x) / (alpha pi(x) + (1 - alpha) p(x)) of two samples (RuLSIF), bounded by 1/alpha.
 
-    y has two labels: the smaller one (0) for the sample of p below the line, the larger one (1) for that of pi above it. A ratio
-    makes a probabilistic classifier: with r0 = pi/p and the shares s of the labels, P(1 | x) = r0 s1 / (r0 s1 + s0).
+    y has two labels: the smaller one (0) for the sample of p below the line, the larger one (1) for
+    that of pi above it. A ratio makes a probabilistic classifier: with r0 = pi/p and the shares s
+    of the labels, P(1 | x) = r0 s1 / (r0 s1 + s0).
 
     Args:
         alpha: in [0, 1); 0 is KuLSIF.
         kernel: a name of `kbf.rkhs.kernels.KERNELS`.
         bandwidth: a length in the units of X; None takes the median distance between all points.
-        reg: eta > 0; None takes the one of nine from 1/min(n, m) to 1 with the least closed-form leave-one-out score, at up to
-            `MOST_LOO_POINTS` evenly spaced points of each sample. Theory wants none smaller than that; the score alone would
-            choose a smaller one where the samples do not overlap.
+        reg: eta > 0; None takes the one of nine from 1/min(n, m) to 1 with the least closed-form
+            leave-one-out score, at up to `MOST_LOO_POINTS` evenly spaced points of each sample.
+            Theory wants none smaller than that; the score alone would choose a smaller one where
+            the samples do not overlap.
 
     Attributes:
-        classes_: the two labels. bandwidth_, reg_: the numbers in use. points_, coef_: r(x) = sum_l coef_l k(x, points_l), clipped.
+        classes_: the two labels. bandwidth_, reg_: the numbers in use. points_, coef_: r(x) = sum_l
+            coef_l k(x, points_l), clipped.
         share_: of the larger label in y. n_features_in_: columns of X.
 
     >>> x = np.random.default_rng(0).normal(size=(400, 1)) * np.repeat([[1.0], [0.5]], 200, axis=0)
@@ -180,7 +200,9 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
     reg_: float
     coef_: Tensor
 
-    def __init__(self, *, alpha: Any = 0.1, kernel: Any = "gaussian", bandwidth: Any = None, reg: Any = None) -> None:
+    def __init__(
+        self, *, alpha: Any = 0.1, kernel: Any = "gaussian", bandwidth: Any = None, reg: Any = None
+    ) -> None:
         self.alpha, self.kernel, self.bandwidth, self.reg = alpha, kernel, bandwidth, reg
 
     def fit(self, X: Any, y: Any) -> RelativeRatio:
@@ -190,17 +212,21 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
             X: the points of both samples ``n q``. y: their labels ``n``.
 
         Raises:
-            ValueError: arrays that scikit-learn refuses, not two labels, a setting out of range, or no bandwidth for points that
-                mostly coincide.
+            ValueError: arrays that scikit-learn refuses, not two labels, a setting out of range, or
+                no bandwidth for points that mostly coincide.
         """
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         check_classification_targets(y)
         self.classes_ = np.unique(y)
         if len(self.classes_) > 2:
             kind = type_of_target(y, input_name="y")
-            raise ValueError(f"Only binary classification is supported. The type of the target is {kind}.")
+            raise ValueError(
+                f"Only binary classification is supported. The type of the target is {kind}."
+            )
         if len(self.classes_) < 2:
-            raise ValueError(f"a density ratio needs two samples, but y has one class only: {self.classes_[0]!r}")
+            raise ValueError(
+                f"a density ratio needs two samples, but y has one class only: {self.classes_[0]!r}"
+            )
         samples = [torch.tensor(X[y == label]) for label in self.classes_]
         alpha = self._alpha()
         self.share_ = len(samples[1]) / len(y)
@@ -211,10 +237,14 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
             few = [sample[evenly(len(sample), MOST_LOO_POINTS)] for sample in samples]
             gram = kernel(torch.cat(few), torch.cat(few))
             regs = map(float, np.geomspace(1 / min(map(len, samples)), 1, 9))
-            self.reg_ = best_of(regs, lambda reg: relative_loo(gram, len(few[0]), reg, alpha).item())
+            self.reg_ = best_of(
+                regs, lambda reg: relative_loo(gram, len(few[0]), reg, alpha).item()
+            )
         else:
             self.reg_ = positive("reg", self.reg)
-        self.coef_ = relative_coef(kernel(self.points_, self.points_), len(samples[0]), self.reg_, alpha)
+        self.coef_ = relative_coef(
+            kernel(self.points_, self.points_), len(samples[0]), self.reg_, alpha
+        )
         return self
 
     def ratio(self, X: Any) -> Array:

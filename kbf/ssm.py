@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
+from kbf.recording import Recording
 from kbf.rkhs.linalg import cholesky
-from kbf.sequence import Sequence
 
 
 @runtime_checkable
@@ -83,7 +83,8 @@ class StateSpaceModel(NamedTuple):
     """z' = f(z) + N(0, Q), x = h(z') + N(0, R), with z_0 ~ N(m0, P0).
 
     Attributes:
-        f: ``*b d`` -> ``*b d``, differentiable (the EKF takes its Jacobian); faster where it is `Differentiated`.
+        f: ``*b d`` -> ``*b d``, differentiable (the EKF takes its Jacobian); faster where it is
+            `Differentiated`.
         h: ``*b d`` -> ``*b q``, differentiable.
         Q: ``d d``, transition noise covariance.
         R: ``q q``, observation noise covariance.
@@ -97,19 +98,27 @@ class StateSpaceModel(NamedTuple):
     m0: Tensor
     P0: Tensor
 
-    def move(self, z: Float[Tensor, "*b d"], generator: Generator | None = None) -> Float[Tensor, "*b d"]:
+    def move(
+        self, z: Float[Tensor, "*b d"], generator: Generator | None = None
+    ) -> Float[Tensor, "*b d"]:
         """Draw z' given z."""
         return self.f(z) + gaussian_noise(z.shape[:-1], self.Q, generator)
 
-    def observe(self, z: Float[Tensor, "*b d"], generator: Generator | None = None) -> Float[Tensor, "*b q"]:
+    def observe(
+        self, z: Float[Tensor, "*b d"], generator: Generator | None = None
+    ) -> Float[Tensor, "*b q"]:
         """Draw x given z."""
         return self.h(z) + gaussian_noise(z.shape[:-1], self.R, generator)
 
-    def log_likelihood(self, x: Float[Tensor, "*b q"], z: Float[Tensor, "*c d"]) -> Float[Tensor, "*e"]:
+    def log_likelihood(
+        self, x: Float[Tensor, "*b q"], z: Float[Tensor, "*c d"]
+    ) -> Float[Tensor, "*e"]:
         """log N(x; h(z), R)."""
         return gaussian_log_density(x - self.h(z), self.R)
 
-    def log_transition(self, after: Float[Tensor, "*b d"], z: Float[Tensor, "*c d"]) -> Float[Tensor, "*e"]:
+    def log_transition(
+        self, after: Float[Tensor, "*b d"], z: Float[Tensor, "*c d"]
+    ) -> Float[Tensor, "*e"]:
         """log N(z'; f(z), Q), what a smoother needs; z' and z broadcast."""
         return gaussian_log_density_of_pairs(after, self.f(z), self.Q)
 
@@ -118,7 +127,8 @@ class FactoredModel(NamedTuple):
     """A `StateSpaceModel` whose covariances are factored once, not at each step: the same numbers.
 
     Attributes:
-        model: the model. root: ``d d``, Q = root root^T. factor: ``q q``, the Cholesky factor of R. scale: its `log_scale`.
+        model: the model. root: ``d d``, Q = root root^T. factor: ``q q``, the Cholesky factor of R.
+            scale: its `log_scale`.
     """
 
     model: StateSpaceModel
@@ -126,19 +136,27 @@ class FactoredModel(NamedTuple):
     factor: Tensor
     scale: Tensor
 
-    def move(self, z: Float[Tensor, "*b d"], generator: Generator | None = None) -> Float[Tensor, "*b d"]:
+    def move(
+        self, z: Float[Tensor, "*b d"], generator: Generator | None = None
+    ) -> Float[Tensor, "*b d"]:
         """Draw z' given z."""
         return self.model.f(z) + rooted_noise(z.shape[:-1], self.root, generator)
 
-    def observe(self, z: Float[Tensor, "*b d"], generator: Generator | None = None) -> Float[Tensor, "*b q"]:
+    def observe(
+        self, z: Float[Tensor, "*b d"], generator: Generator | None = None
+    ) -> Float[Tensor, "*b q"]:
         """Draw x given z."""
         return self.model.observe(z, generator)
 
-    def log_likelihood(self, x: Float[Tensor, "*b q"], z: Float[Tensor, "*c d"]) -> Float[Tensor, "*e"]:
+    def log_likelihood(
+        self, x: Float[Tensor, "*b q"], z: Float[Tensor, "*c d"]
+    ) -> Float[Tensor, "*e"]:
         """log N(x; h(z), R)."""
         return factored_log_density(x - self.model.h(z), self.factor, self.scale)
 
-    def log_transition(self, after: Float[Tensor, "*b d"], z: Float[Tensor, "*c d"]) -> Float[Tensor, "*e"]:
+    def log_transition(
+        self, after: Float[Tensor, "*b d"], z: Float[Tensor, "*c d"]
+    ) -> Float[Tensor, "*e"]:
         """log N(z'; f(z), Q), what a smoother needs; z' and z broadcast."""
         return self.model.log_transition(after, z)
 
@@ -146,7 +164,8 @@ class FactoredModel(NamedTuple):
 class OrientationModel(NamedTuple):
     """A heading that turns: theta' = theta + turn + N(0, sigma_z^2), seen as theta + N(0, sigma_x^2); z = (cos, sin).
 
-    The observation of this model is the noisy heading itself, as (cos, sin): what an image that decodes perfectly tells.
+    The observation of this model is the noisy heading itself, as (cos, sin): what an image that
+    decodes perfectly tells.
 
     References: Xu et al. (2022), section 6.3 (DeepMind Lab).
     """
@@ -155,28 +174,42 @@ class OrientationModel(NamedTuple):
     sigma_z: float = 0.2
     sigma_x: float = 0.2
 
-    def move(self, z: Float[Tensor, "*b 2"], generator: Generator | None = None) -> Float[Tensor, "*b 2"]:
+    def move(
+        self, z: Float[Tensor, "*b 2"], generator: Generator | None = None
+    ) -> Float[Tensor, "*b 2"]:
         """Turn by ``turn`` radians and noise."""
         return rotate(z, self.turn + self.sigma_z * normal(z[..., 0], generator))
 
-    def observe(self, z: Float[Tensor, "*b 2"], generator: Generator | None = None) -> Float[Tensor, "*b 2"]:
+    def observe(
+        self, z: Float[Tensor, "*b 2"], generator: Generator | None = None
+    ) -> Float[Tensor, "*b 2"]:
         """The heading with noise, as (cos, sin)."""
         return rotate(z, self.sigma_x * normal(z[..., 0], generator))
 
-    def log_likelihood(self, x: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]) -> Float[Tensor, "*e"]:
+    def log_likelihood(
+        self, x: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]
+    ) -> Float[Tensor, "*e"]:
         """Log density of the noisy heading."""
         return wrapped_log_density(x, z, self.sigma_x)
 
-    def log_transition(self, after: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]) -> Float[Tensor, "*e"]:
+    def log_transition(
+        self, after: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]
+    ) -> Float[Tensor, "*e"]:
         """Log density of a turn from z to z', what a smoother needs; z' and z broadcast."""
-        return wrapped_log_density(after, rotate(z, torch.as_tensor(self.turn, dtype=z.dtype, device=z.device)), self.sigma_z)
+        return wrapped_log_density(
+            after,
+            rotate(z, torch.as_tensor(self.turn, dtype=z.dtype, device=z.device)),
+            self.sigma_z,
+        )
 
     def additive(self, m0: Tensor, P0: Tensor) -> StateSpaceModel:
         """The same in the form that Gaussian filters need: mean rotation, noises of equal second moments in the plane."""
         shrink_z, shrink_x = math.exp(-(self.sigma_z**2) / 2), math.exp(-(self.sigma_x**2) / 2)
         eye = torch.eye(2, dtype=m0.dtype, device=m0.device)
         return StateSpaceModel(
-            f=lambda z: shrink_z * rotate(z, torch.as_tensor(self.turn, dtype=z.dtype, device=z.device)),
+            f=lambda z: (
+                shrink_z * rotate(z, torch.as_tensor(self.turn, dtype=z.dtype, device=z.device))
+            ),
             h=lambda z: shrink_x * z,
             Q=(1 - shrink_z**2) / 2 * eye,
             R=(1 - shrink_x**2) / 2 * eye,
@@ -207,8 +240,8 @@ def oscillatory(
     Args:
         omega: turn in radians a step. beta, M: depth and number of the oscillations of the radius.
         sigma_z: standard deviation of the transition noise. sigma_x: of the observation noise.
-        moved_angle: take the sine at the moved angle, as the authors' code and Fukumizu et al. do; False takes sin(M theta),
-            as equation 5 is printed.
+        moved_angle: take the sine at the moved angle, as the authors' code and Fukumizu et al. do;
+            False takes sin(M theta), as equation 5 is printed.
         dtype: of the matrices.
 
     References: Xu et al. (2022), equation 5; Fukumizu et al., section 5.3.
@@ -228,7 +261,10 @@ def oscillatory(
         radius, slope = 1 + beta * phase.sin(), beta * M * phase.cos()
         c, s = moved.cos(), moved.sin()
         u, v, length = radius * c, radius * s, x * x + y * y
-        du, dv = (slope * c - v) / length, (slope * s + u) / length  # by theta, whose own derivative is (-y, x) / length
+        du, dv = (
+            (slope * c - v) / length,
+            (slope * s + u) / length,
+        )  # by theta, whose own derivative is (-y, x) / length
         F = torch.stack([-y * du, x * du, -y * dv, x * dv]).movedim(0, -1).unflatten(-1, (2, 2))
         return F, torch.stack([u, v]).movedim(0, -1)
 
@@ -243,23 +279,29 @@ def oscillatory(
     )
 
 
-def simulate(model: StateSpace, z0: Float[Tensor, "*b d"], steps: int, generator: Generator | None = None) -> Sequence:
+def simulate(
+    model: StateSpace, z0: Float[Tensor, "*b d"], steps: int, generator: Generator | None = None
+) -> Recording:
     """Draw a sequence of ``steps`` states and observations that starts *after* z0: move, then observe."""
     states, obs, z = [], [], z0
     for _ in range(steps):
         z = model.move(z, generator)
         states.append(z)
         obs.append(model.observe(z, generator))
-    return Sequence(torch.stack(states, z0.ndim - 1), torch.stack(obs, z0.ndim - 1))
+    return Recording(torch.stack(states, z0.ndim - 1), torch.stack(obs, z0.ndim - 1))
 
 
-def rotate(z: Float[Tensor, "*b 2"], angle: Float[Tensor, "*b"] | Float[Tensor, ""]) -> Float[Tensor, "*b 2"]:
+def rotate(
+    z: Float[Tensor, "*b 2"], angle: Float[Tensor, "*b"] | Float[Tensor, ""]
+) -> Float[Tensor, "*b 2"]:
     """Turn points of the plane counter-clockwise by ``angle`` radians."""
     c, s = angle.cos(), angle.sin()
     return torch.stack([c * z[..., 0] - s * z[..., 1], s * z[..., 0] + c * z[..., 1]], -1)
 
 
-def wrapped_log_density(x: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"], sigma: float) -> Float[Tensor, "*e"]:
+def wrapped_log_density(
+    x: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"], sigma: float
+) -> Float[Tensor, "*e"]:
     """Log density of a wrapped normal at the angle from z to x (three turns of the circle are exact to rounding for sigma < 1)."""
     gap = torch.atan2(x[..., 1] * z[..., 0] - x[..., 0] * z[..., 1], (x * z).sum(-1))
     turns = 2 * math.pi * torch.arange(-1, 2, dtype=z.dtype, device=z.device)
@@ -272,7 +314,9 @@ def normal(like: Tensor, generator: Generator | None = None) -> Tensor:
     return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
 
 
-def gaussian_noise(batch: torch.Size, covariance: Float[Tensor, "d d"], generator: Generator | None = None) -> Tensor:
+def gaussian_noise(
+    batch: torch.Size, covariance: Float[Tensor, "d d"], generator: Generator | None = None
+) -> Tensor:
     """Draws ``*batch d`` from N(0, covariance); the covariance may be singular (its eigenvectors are used)."""
     return rooted_noise(batch, root_of(covariance), generator)
 
@@ -283,12 +327,19 @@ def root_of(covariance: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
     return vectors * values.clamp_min(0).sqrt()
 
 
-def rooted_noise(batch: torch.Size, root: Float[Tensor, "d d"], generator: Generator | None = None) -> Tensor:
+def rooted_noise(
+    batch: torch.Size, root: Float[Tensor, "d d"], generator: Generator | None = None
+) -> Tensor:
     """Draws ``*batch d`` from N(0, root root^T)."""
-    return torch.randn(*batch, len(root), dtype=root.dtype, device=root.device, generator=generator) @ root.mT
+    return (
+        torch.randn(*batch, len(root), dtype=root.dtype, device=root.device, generator=generator)
+        @ root.mT
+    )
 
 
-def gaussian_log_density(residual: Float[Tensor, "*b q"], covariance: Float[Tensor, "q q"]) -> Float[Tensor, "*b"]:
+def gaussian_log_density(
+    residual: Float[Tensor, "*b q"], covariance: Float[Tensor, "q q"]
+) -> Float[Tensor, "*b"]:
     """log N(residual; 0, covariance)."""
     factor = cholesky(covariance)
     return factored_log_density(residual, factor, log_scale(factor))
@@ -303,8 +354,12 @@ def factored_log_density(
     residual: Float[Tensor, "*b q"], factor: Float[Tensor, "q q"], scale: Float[Tensor, ""]
 ) -> Float[Tensor, "*b"]:
     """log N(residual; 0, factor factor^T), the factor lower triangular, with its `log_scale`."""
-    rows = residual.reshape(-1, residual.shape[-1])  # one solve for all rows: 20,000 batched ones take thirty times as long
-    white = torch.linalg.solve_triangular(factor.mT, rows, upper=True, left=False).reshape(residual.shape)
+    rows = residual.reshape(
+        -1, residual.shape[-1]
+    )  # one solve for all rows: 20,000 batched ones take thirty times as long
+    white = torch.linalg.solve_triangular(factor.mT, rows, upper=True, left=False).reshape(
+        residual.shape
+    )
     return -0.5 * white.square().sum(-1) - scale
 
 
@@ -313,6 +368,9 @@ def gaussian_log_density_of_pairs(
 ) -> Float[Tensor, "*e"]:
     """log N(x; mean, covariance) for x and means that broadcast to many pairs: each is whitened once, not once for each pair."""
     factor = cholesky(covariance)
-    rows = [torch.linalg.solve_triangular(factor.mT, y.reshape(-1, y.shape[-1]), upper=True, left=False) for y in (x, mean)]
+    rows = [
+        torch.linalg.solve_triangular(factor.mT, y.reshape(-1, y.shape[-1]), upper=True, left=False)
+        for y in (x, mean)
+    ]
     white, centre = (row.reshape(y.shape) for row, y in zip(rows, (x, mean), strict=True))
     return -0.5 * (white - centre).square().sum(-1) - log_scale(factor)

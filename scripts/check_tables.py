@@ -4,9 +4,10 @@
     .venv/bin/python scripts/check_tables.py rotation noise workers=2     # the first run of each model and size
     .venv/bin/python scripts/check_tables.py rkn_pendulum runs=1 n_train=10
 
-Tables are those of `kbf compare`; settings are its settings, in place of those that made the table (runs=1 where none are given).
-What was found stands in data/results/checked.csv: a line for each table, of its last check. Runs go to
-runs/checks/COMMIT/NAME/SETTINGS, and go on where they were stopped. It ends with 1 where a score differs by more than rounding.
+Tables are those of `kbf compare`; settings are its settings, in place of those that made the table
+(runs=1 where none are given). What was found stands in data/results/checked.csv: a line for each
+table, of its last check. Runs go to runs/checks/COMMIT/NAME/SETTINGS, and go on where they were
+stopped. It ends with 1 where a score differs by more than rounding.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any
 from gather_results import number, read
 from make_tables import RESULTS, ROOT, commands_of, tables, with_settings, within
 
-from kbf.commands.common import commit
-from kbf.runtime.files import write_csv
+from kbf.commands.support.console import commit
+from kbf.runtime.atomic_files import write_csv
 
 RUNS = ROOT / "runs" / "checks"
 KEY = ("data", "n_train", "seed", "model")
@@ -47,7 +48,9 @@ def made_again(name: str, about: Row, folder: Path, settings: list[str]) -> list
         print(f"{name}: {shlex.join(['kbf', *words])}", flush=True)
         done = subprocess.run([Path(sys.executable).with_name("kbf"), *words], cwd=ROOT)
         if done.returncode:
-            raise ValueError(f"{name} was not checked: its command ended with {done.returncode}; the same call goes on")
+            raise ValueError(
+                f"{name} was not checked: its command ended with {done.returncode}; the same call goes on"
+            )
         rows += read(folder / str(k) / "runs.csv")
     return rows
 
@@ -75,7 +78,12 @@ def difference(kept: Row, made: Row) -> float:
         if math.isnan(a) and math.isnan(b):
             continue
         if a != b:
-            worst = max(worst, abs(a - b) / max(abs(a), 1e-12) if math.isfinite(a) and math.isfinite(b) else math.inf)
+            worst = max(
+                worst,
+                abs(a - b) / max(abs(a), 1e-12)
+                if math.isfinite(a) and math.isfinite(b)
+                else math.inf,
+            )
     return worst
 
 
@@ -92,24 +100,38 @@ def compared(name: str, kept: list[Row], made: list[Row]) -> Row:
     for row in made:
         key = tuple(row[part] for part in KEY)
         if key not in known:
-            raise ValueError(f"{name} has no run {', '.join(key)}: there is nothing to compare it with")
+            raise ValueError(
+                f"{name} has no run {', '.join(key)}: there is nothing to compare it with"
+            )
         apart.append(difference(known[key], row))
         if apart[-1] > ROUNDING:
             print(f"{name}: {dict(zip(KEY, key, strict=True))} differs by {apart[-1]:.1e}")
-    return {"runs": len(made), "same": sum(each <= ROUNDING for each in apart), "largest difference": max(apart, default=0.0)}
+    return {
+        "runs": len(made),
+        "same": sum(each <= ROUNDING for each in apart),
+        "largest difference": max(apart, default=0.0),
+    }
 
 
 def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> int:
     """Check the tables that ``words`` name; 1 where a score differs.
 
     Raises:
-        ValueError: an unknown table, or one that `kbf compare` does not make; a command that failed; files that are not committed.
+        ValueError: an unknown table, or one that `kbf compare` does not make; a command that
+            failed; files that are not committed.
     """
-    names, settings = [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    names, settings = (
+        [word for word in words if "=" not in word],
+        [word for word in words if "=" in word],
+    )
     if not names or {"-h", "--help"} & {*words}:
         print(__doc__)
         return 0
-    known = {name: about for name, about in tables(results).items() if all(c[0] == "compare" for c in commands_of(about))}
+    known = {
+        name: about
+        for name, about in tables(results).items()
+        if all(c[0] == "compare" for c in commands_of(about))
+    }
     below = within(names, known, results)
     at = commit()
     if at is None or at.endswith("-dirty"):
@@ -119,11 +141,19 @@ def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> int:
     differ = False
     for name in below:
         made = made_again(name, known[name], runs / at / name / folder_of(settings), settings)
-        found = {"table": name, "commit": at, **compared(name, read(results / name / "runs.csv"), made)}
+        found = {
+            "table": name,
+            "commit": at,
+            **compared(name, read(results / name / "runs.csv"), made),
+        }
         others = [row for row in read(results / "checked.csv") if row["table"] != name]
-        write_csv(results / "checked.csv", sorted([*others, found], key=lambda row: str(row["table"])))
+        write_csv(
+            results / "checked.csv", sorted([*others, found], key=lambda row: str(row["table"]))
+        )
         worst = found["largest difference"]
-        print(f"{name}: {found['same']} of {found['runs']} runs have the same scores; the largest difference is {worst:.1e}")
+        print(
+            f"{name}: {found['same']} of {found['runs']} runs have the same scores; the largest difference is {worst:.1e}"
+        )
         differ |= found["same"] < found["runs"]
     return int(differ)
 

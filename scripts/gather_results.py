@@ -3,8 +3,8 @@
 
     .venv/bin/python scripts/gather_results.py data/results/noise multirun/DATE/TIME/*
 
-Writes results.csv, runs.csv and wilcoxon.csv, one below the other, about.json and comparison.png (excess by data
-set; NMSE where no floor is known).
+Writes results.csv, runs.csv and wilcoxon.csv, one below the other, about.json and comparison.png
+(excess by data set; NMSE where no floor is known).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from kbf.plots.charts import curves
 from kbf.plots.tracks import save
-from kbf.runtime.files import write_csv, write_json
+from kbf.runtime.atomic_files import write_csv, write_json
 
 NUMBERS = ("n_train", "excess", "excess_se", "nmse", "nmse_se")
 
@@ -39,9 +39,12 @@ def gather(into: Path, folders: list[Path]) -> None:
     """
     for name in ("results.csv", "about.json"):
         if lacking := [str(folder) for folder in folders if not (folder / name).exists()]:
-            raise ValueError(f"no {name} in {', '.join(lacking)}: give the folders that kbf compare wrote")
+            raise ValueError(
+                f"no {name} in {', '.join(lacking)}: give the folders that kbf compare wrote"
+            )
     tables = {
-        name: [row for folder in folders for row in read(folder / name)] for name in ("results.csv", "runs.csv", "wilcoxon.csv")
+        name: [row for folder in folders for row in read(folder / name)]
+        for name in ("results.csv", "runs.csv", "wilcoxon.csv")
     }
     keys = [(row["data"], row["n_train"], row["model"]) for row in tables["results.csv"]]
     if len(set(keys)) < len(keys):
@@ -51,18 +54,36 @@ def gather(into: Path, folders: list[Path]) -> None:
         columns = dict.fromkeys(key for row in rows for key in row)
         write_csv(into / name, [{key: row.get(key, "") for key in columns} for row in rows])
     abouts = [json.loads((folder / "about.json").read_text()) for folder in folders]
-    commits = sorted({commit for about in abouts for commit in about.get("commits", [about.get("commit")])})
-    write_json(into / "about.json", abouts[0] | {"command": [about["command"] for about in abouts], "commits": commits})
+    commits = sorted(
+        {commit for about in abouts for commit in about.get("commits", [about.get("commit")])}
+    )
+    write_json(
+        into / "about.json",
+        abouts[0] | {"command": [about["command"] for about in abouts], "commits": commits},
+    )
     numbers: list[dict[str, Any]] = [
-        {"data": row["data"], "model": row["model"], **{key: number(row.get(key)) for key in NUMBERS}}
+        {
+            "data": row["data"],
+            "model": row["model"],
+            **{key: number(row.get(key)) for key in NUMBERS},
+        }
         for row in tables["results.csv"]
     ]
     for row in numbers:
         row["n_train"] = f"{row['n_train']:,.0f}"  # two or three sizes side by side
     known = any(math.isfinite(row["excess"]) for row in numbers)
-    shown = [row | {"excess": 100 * row["excess"], "excess_se": 100 * row["excess_se"]} for row in numbers]
+    shown = [
+        row | {"excess": 100 * row["excess"], "excess_se": 100 * row["excess_se"]}
+        for row in numbers
+    ]
     y, label = ("excess", "excess, %") if known else ("nmse", "NMSE")
-    axes: dict[str, Any] = {"x": "n_train", "xlabel": "training steps", "y": y, "ylabel": label, "se": f"{y}_se"}
+    axes: dict[str, Any] = {
+        "x": "n_train",
+        "xlabel": "training steps",
+        "y": y,
+        "ylabel": label,
+        "se": f"{y}_se",
+    }
     figure = curves(shown, **axes, by="model", panel="data", log="y", across=3)
     save(figure, into / "comparison.png")
     print(f"in {into}: {len(keys)} rows of {len({key[0] for key in keys})} data sets")

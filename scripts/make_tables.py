@@ -4,8 +4,9 @@
     .venv/bin/python scripts/make_tables.py                                    # lists them: command, commit, hours of one core
     .venv/bin/python scripts/make_tables.py calibration rotation workers=2     # makes some, or all of a folder, with settings
 
-Hours are counted as if each model made its own encoders of images; they are made once.
-Runs go to runs/tables/COMMIT/NAME, and go on where they were stopped; a table is replaced once all of its commands are done.
+Hours are counted as if each model made its own encoders of images; they are made once. Runs go to
+runs/tables/COMMIT/NAME, and go on where they were stopped; a table is replaced once all of its
+commands are done.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any
 
 from gather_results import gather
 
-from kbf.commands.common import commit
-from kbf.runtime.files import copy, write_json
+from kbf.commands.support.console import commit
+from kbf.runtime.atomic_files import copy, write_json
 
 ROOT = Path(__file__).parents[1]
 RESULTS, RUNS = ROOT / "data" / "results", ROOT / "runs" / "tables"
@@ -31,7 +32,10 @@ TABLES = {".csv", ".json"}
 
 def tables(results: Path) -> dict[str, dict[str, Any]]:
     """What about.json says of each table, by the name of its folder."""
-    return {str(path.parent.relative_to(results)): json.loads(path.read_text()) for path in sorted(results.rglob("about.json"))}
+    return {
+        str(path.parent.relative_to(results)): json.loads(path.read_text())
+        for path in sorted(results.rglob("about.json"))
+    }
 
 
 def within(names: list[str], known: dict[str, Any], results: Path) -> list[str]:
@@ -40,22 +44,33 @@ def within(names: list[str], known: dict[str, Any], results: Path) -> list[str]:
     Raises:
         ValueError: a name of none.
     """
-    below = {name: [each for each in known if f"{each}/".startswith(f"{name.rstrip('/')}/")] for name in names}
+    below = {
+        name: [each for each in known if f"{each}/".startswith(f"{name.rstrip('/')}/")]
+        for name in names
+    }
     if unknown := [name for name, some in below.items() if not some]:
-        raise ValueError(f"no tables {', '.join(unknown)} in {results}; there are {', '.join(known)}")
+        raise ValueError(
+            f"no tables {', '.join(unknown)} in {results}; there are {', '.join(known)}"
+        )
     return list(dict.fromkeys(each for some in below.values() for each in some))
 
 
 def commands_of(about: dict[str, Any]) -> list[list[str]]:
     """The words of its commands, without the folder that they once wrote to."""
     given = about["command"] if isinstance(about["command"], list) else [about["command"]]
-    return [[word for word in shlex.split(each)[1:] if not word.startswith("run_dir=")] for each in given]
+    return [
+        [word for word in shlex.split(each)[1:] if not word.startswith("run_dir=")]
+        for each in given
+    ]
 
 
 def with_settings(commands: list[list[str]], settings: list[str]) -> list[list[str]]:
     """Commands with these settings in place of their own of the same names."""
     given = {word.split("=")[0] for word in settings}
-    return [[*(word for word in command if word.split("=")[0] not in given), *settings] for command in commands]
+    return [
+        [*(word for word in command if word.split("=")[0] not in given), *settings]
+        for command in commands
+    ]
 
 
 def hours(folder: Path) -> float:
@@ -73,13 +88,19 @@ def make(name: str, about: dict[str, Any], results: Path, runs: Path, settings: 
         ValueError: a command failed.
     """
     commands = with_settings(commands_of(about), settings)
-    folders = [runs / name / str(k) for k in range(len(commands))] if len(commands) > 1 else [runs / name]
+    folders = (
+        [runs / name / str(k) for k in range(len(commands))] if len(commands) > 1 else [runs / name]
+    )
     for command, folder in zip(commands, folders, strict=True):
         told = " ".join(["kbf", *command])
         print(f"{name}: {told}", flush=True)
-        done = subprocess.run([Path(sys.executable).with_name("kbf"), *command, f"run_dir={folder}"], cwd=ROOT)
+        done = subprocess.run(
+            [Path(sys.executable).with_name("kbf"), *command, f"run_dir={folder}"], cwd=ROOT
+        )
         if done.returncode:
-            raise ValueError(f"{name} stays as it was: {told} ended with {done.returncode}; the same call goes on")
+            raise ValueError(
+                f"{name} stays as it was: {told} ended with {done.returncode}; the same call goes on"
+            )
         made = json.loads((folder / "about.json").read_text())
         write_json(folder / "about.json", made | {"command": shlex.join(["kbf", *command])})
     if len(folders) > 1:
@@ -101,11 +122,18 @@ def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> None:
         print(__doc__)
         return
     known = tables(results)
-    names, settings = [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    names, settings = (
+        [word for word in words if "=" not in word],
+        [word for word in words if "=" in word],
+    )
     if not names:
         for name, about in known.items():
             for k, command in enumerate(commands_of(about)):
-                lead = f"{name:34} {about['commit']:14} {hours(results / name):5.1f} h" if k == 0 else " " * 57
+                lead = (
+                    f"{name:34} {about['commit']:14} {hours(results / name):5.1f} h"
+                    if k == 0
+                    else " " * 57
+                )
                 print(f"{lead}  {shlex.join(['kbf', *command])}")
         return
     below = within(names, known, results)

@@ -3,8 +3,8 @@
 
     .venv/bin/python scripts/page_tables.py
 
-Models and columns stay as they are: a model that a table lacks, or that was not measured, is an error. Sentences around the
-tables are for a person to look at.
+Models and columns stay as they are: a model that a table lacks, or that was not measured, is an
+error. Sentences around the tables are for a person to look at.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from gather_results import read
 
-from kbf.runtime.files import write_text
+from kbf.runtime.atomic_files import write_text
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "data" / "results"
@@ -49,7 +49,8 @@ class Table(NamedTuple):
 
     Attributes:
         page: its file. heading: words above the table, which comes next.
-        values: the numbers of a cell, by model, column and head; None for a cell that has none, or that is words.
+        values: the numbers of a cell, by model, column and head; None for a cell that has none, or
+            that is words.
         models: those that it must have; None where it shows some of those that were measured.
     """
 
@@ -61,7 +62,10 @@ class Table(NamedTuple):
 
 def measured(folder: str) -> dict[tuple[str, str, int], Row]:
     """Rows of results.csv by data set, model and number of training steps."""
-    return {(row["data"], row["model"], int(row["n_train"])): row for row in read(RESULTS / folder / "results.csv")}
+    return {
+        (row["data"], row["model"], int(row["n_train"])): row
+        for row in read(RESULTS / folder / "results.csv")
+    }
 
 
 def by_model(folder: str) -> dict[tuple[str, int], Row]:
@@ -97,12 +101,24 @@ def vectors_and_images() -> list[Table]:
         found.append(Table("docs/results.md", f"**{heading}**", by_size(rows), models_of(rows)))
     learned = [by_model(folder) for folder in ("dsprites_e2e", "dmlab_e2e")]
     heading = "Learned features inside the rule"
-    found.append(Table("docs/results.md", heading, lambda model, k, _: errors(learned[k][model, 300]), models_of(learned[0])))
+    found.append(
+        Table(
+            "docs/results.md",
+            heading,
+            lambda model, k, _: errors(learned[k][model, 300]),
+            models_of(learned[0]),
+        )
+    )
     swung = by_model("pendulum")
-    return [*found, Table("docs/results.md", "## A simulator", by_size(swung, most=1.0), models_of(swung))]
+    return [
+        *found,
+        Table("docs/results.md", "## A simulator", by_size(swung, most=1.0), models_of(swung)),
+    ]
 
 
-def by_size(rows: dict[tuple[str, int], Row], most: float = math.inf) -> Callable[[str, int, str], list[float]]:
+def by_size(
+    rows: dict[tuple[str, int], Row], most: float = math.inf
+) -> Callable[[str, int, str], list[float]]:
     """Errors where a column is headed "n = N"; without an excess that is above ``most``."""
 
     def values(model: str, _: int, head: str) -> list[float]:
@@ -118,12 +134,20 @@ def noise() -> list[Table]:
     models = {model for _, model, _ in rows}
 
     def excess(n: int) -> Callable[[str, int, str], list[float] | None]:
-        return lambda model, _, head: percent(row, "excess") if (row := rows.get((system(head), model, n))) else None
+        return lambda model, _, head: (
+            percent(row, "excess") if (row := rows.get((system(head), model, n))) else None
+        )
 
     def energy(model: str, _: int, head: str) -> list[float]:
-        return [value for n in (300, 1000) for value in percent(rows[system(head), model, n], "energy_excess")]
+        return [
+            value
+            for n in (300, 1000)
+            for value in percent(rows[system(head), model, n], "energy_excess")
+        ]
 
-    sizes = [Table("docs/results.md", f"**n = {n:,}**, excess", excess(n), models) for n in (300, 1000)]
+    sizes = [
+        Table("docs/results.md", f"**n = {n:,}**, excess", excess(n), models) for n in (300, 1000)
+    ]
     return [*sizes, Table("docs/results.md", "**energy**", energy)]
 
 
@@ -139,21 +163,34 @@ def field_benchmark() -> list[Table]:
     def values(n: int) -> Callable[[str, int, str], list[float] | None]:
         def of(model: str, column: int, _: str) -> list[float] | None:
             row = rows[model, n]
-            found = [float(row[name] or math.nan) * (100 if name == "coverage_95" else 1) for name in SCORES[column]]
+            found = [
+                float(row[name] or math.nan) * (100 if name == "coverage_95" else 1)
+                for name in SCORES[column]
+            ]
             return found if all(map(math.isfinite, found)) else None
 
         return of
 
     sizes = sorted({n for _, n in rows})
-    return [Table("docs/results.md", f"**{n} sequences**", values(n), {m for m, size in rows if size == n}) for n in sizes]
+    return [
+        Table(
+            "docs/results.md", f"**{n} sequences**", values(n), {m for m, size in rows if size == n}
+        )
+        for n in sizes
+    ]
 
 
 def recordings() -> Table:
     """NMSE, its standard error where there are several draws or splits, and coverage; empty where a model was not run."""
-    known = {folder: by_model(f"recordings/{folder}") for folder in ("rat", "ppg", "cartpole", "watch")}
+    known = {
+        folder: by_model(f"recordings/{folder}") for folder in ("rat", "ppg", "cartpole", "watch")
+    }
 
     def values(model: str, _: int, head: str) -> list[float] | None:
-        rows, sizes = known[re.findall(r"`(.*?)`", head)[0]], [int(size.replace(",", "")) for size in re.findall(r"\d+,\d+", head)]
+        rows, sizes = (
+            known[re.findall(r"`(.*?)`", head)[0]],
+            [int(size.replace(",", "")) for size in re.findall(r"\d+,\d+", head)],
+        )
         if model not in models_of(rows):
             return None
         some = [rows[model, n] for n in sizes]
@@ -161,7 +198,12 @@ def recordings() -> Table:
         se = float(some[0]["nmse_se"]) if len(some) == 1 else stdev(nmse) / len(nmse) ** 0.5
         return [value for value in (mean(nmse), se, 100 * mean(covered)) if not math.isnan(value)]
 
-    return Table("docs/recordings.md", "## What it reaches", values, set().union(*map(models_of, known.values())))
+    return Table(
+        "docs/recordings.md",
+        "## What it reaches",
+        values,
+        set().union(*map(models_of, known.values())),
+    )
 
 
 def readme() -> Table:
@@ -179,7 +221,8 @@ def filled(text: str, table: Table) -> str:
     """The page with the figures of now in this table.
 
     Raises:
-        ValueError: no such table, other models, or other columns or numbers in a cell than were measured.
+        ValueError: no such table, other models, or other columns or numbers in a cell than were
+            measured.
     """
     if table.heading not in text:
         raise ValueError(f"{table.page} has no {table.heading}")
@@ -190,10 +233,15 @@ def filled(text: str, table: Table) -> str:
     (_, *heads), _, *rows = (cells_of(line) for line in lines[first:last])
     names = [re.findall(r"`(\w+)`", row[0])[0] for row in rows]
     if table.models is not None and table.models != {*names}:
-        raise ValueError(f"{table.page}, {table.heading}: there are {sorted(names)}, to be there are {sorted(table.models)}")
+        raise ValueError(
+            f"{table.page}, {table.heading}: there are {sorted(names)}, to be there are {sorted(table.models)}"
+        )
     for k, (name, (lead, *cells)) in enumerate(zip(names, rows, strict=True)):
         try:
-            found = [put(cell, table.values(name, c, head)) for c, (cell, head) in enumerate(zip(cells, heads, strict=True))]
+            found = [
+                put(cell, table.values(name, c, head))
+                for c, (cell, head) in enumerate(zip(cells, heads, strict=True))
+            ]
         except KeyError as missing:
             raise ValueError(f"{table.page}, {table.heading}: {missing} was not measured") from None
         if found != cells:
@@ -231,8 +279,12 @@ def with_floors(text: str) -> str:
     """
     for heading, folder in VECTORS_AND_IMAGES.items():
         rows = by_model(folder)
-        floors = ", ".join(f"{float(rows['kbf', n]['floor']):.4f}" for n in sorted({n for _, n in rows}))
-        text, found = re.subn(rf"(?<=\*\*{heading}\*\* )(\([^\n]*?floor )[^)]*", rf"\g<1>{floors}", text, count=1)
+        floors = ", ".join(
+            f"{float(rows['kbf', n]['floor']):.4f}" for n in sorted({n for _, n in rows})
+        )
+        text, found = re.subn(
+            rf"(?<=\*\*{heading}\*\* )(\([^\n]*?floor )[^)]*", rf"\g<1>{floors}", text, count=1
+        )
         if not found:
             raise ValueError(f"docs/results.md tells no floor of {heading}")
     return text

@@ -21,7 +21,9 @@ def cache(tmp_path_factory) -> None:
 @pytest.fixture(autouse=True)
 def shapes(request):
     """Slow tests ask for numbers, in half the time without a check of every call: shapes are checked in all others."""
-    jaxtyping.config.update("jaxtyping_disable", request.node.get_closest_marker("slow") is not None)
+    jaxtyping.config.update(
+        "jaxtyping_disable", request.node.get_closest_marker("slow") is not None
+    )
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
 

@@ -1,6 +1,7 @@
 """The truth that the tests compare with: the papers' formulas as plain loops and dense solves in NumPy. Slow on purpose.
 
-Letters and scalings as in the docstrings of kbf: ratios have mean about 1 over the n training points, every ridge is n * reg.
+Letters and scalings as in the docstrings of kbf: ratios have mean about 1 over the n training
+points, every ridge is n * reg.
 """
 
 from __future__ import annotations
@@ -15,11 +16,17 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kbf.filters.base import Filter, step
-from kbf.filters.gaussian import GaussianState, rts_step
+from kbf.filters.gaussian.kalman import GaussianState, rts_step
+from kbf.filters.rollout import Filter, step
 
 Array = NDArray[np.float64]
-TRAINER = {"_target_": "lightning.Trainer", "accelerator": "cpu", "max_epochs": 1, "enable_progress_bar": False, "logger": False}
+TRAINER = {
+    "_target_": "lightning.Trainer",
+    "accelerator": "cpu",
+    "max_epochs": 1,
+    "enable_progress_bar": False,
+    "logger": False,
+}
 """Of one epoch, on the CPU, that shows nothing."""
 
 
@@ -72,10 +79,13 @@ def kulsif(G: Array, g: Array, reg: float) -> Array:
     return np.array([max(0.0, value) for value in tikhonov(G, g, reg)])
 
 
-def kulsif_function(z: Array, u: Array, kernel: Callable[[Array, Array], float], reg: float) -> Callable[[Array], float]:
+def kulsif_function(
+    z: Array, u: Array, kernel: Callable[[Array, Array], float], reg: float
+) -> Callable[[Array], float]:
     """The unclipped KuLSIF fit r of samples z ~ p and u ~ pi, as a function of a point.
 
-    Stationarity of sum_i r(z_i)^2 / (2n) - sum_j r(u_j) / m + reg/2 ||r||^2 over r = sum of k(., p_i) c_i on all n + m points.
+    Stationarity of sum_i r(z_i)^2 / (2n) - sum_j r(u_j) / m + reg/2 ||r||^2 over r = sum of k(.,
+    p_i) c_i on all n + m points.
     """
     n, m, points = len(z), len(u), np.concatenate([z, u])
     K = gram(kernel, points, points)
@@ -126,10 +136,20 @@ def published_filter(
 ) -> Array:
     """Algorithm 2 of Xu et al. (2022) over one training sequence, as it stands: estimates ``T d`` from observations ``T q``.
 
-    Dense diagonal products and a general solve in every step, weights as they come. The paper starts from 1/n at the first
-    observation; here the loop moves first, so it starts from P (1/n). Our ``lam_rule`` is the authors' ``reg2``.
+    Dense diagonal products and a general solve in every step, weights as they come. The paper
+    starts from 1/n at the first observation; here the loop moves first, so it starts from P (1/n).
+    Our ``lam_rule`` is the authors' ``reg2``.
     """
-    step, w = published_step(states, obs, bandwidth_ratio, bandwidth_transition, bandwidth_obs, eta, lam_transition, lam_rule)
+    step, w = published_step(
+        states,
+        obs,
+        bandwidth_ratio,
+        bandwidth_transition,
+        bandwidth_obs,
+        eta,
+        lam_transition,
+        lam_rule,
+    )
     estimates = np.empty((len(test_obs), states.shape[1]))
     for t in range(len(test_obs)):
         w = step(w, test_obs[t])
@@ -200,7 +220,8 @@ def rts_smoother(
 
     Args:
         filtered: the filter's moments (see `filter_moments`), ``b T d`` and ``b T d d``.
-        F: ``d d``, or anything that broadcasts to ``b T-1 d d``, entry t for the move from step t to t + 1.
+        F: ``d d``, or anything that broadcasts to ``b T-1 d d``, entry t for the move from step t
+            to t + 1.
         Q: likewise.
         a: likewise.
 
@@ -217,7 +238,11 @@ def rts_smoother(
     return Moments(torch.stack(mean, 1), torch.stack(cov, 1))
 
 
-def filter_moments(filter: Filter[GaussianState], obs: Float[Tensor, "b T q"], mask: Bool[Tensor, "b T"] | None = None) -> Moments:
+def filter_moments(
+    filter: Filter[GaussianState],
+    obs: Float[Tensor, "b T q"],
+    mask: Bool[Tensor, "b T"] | None = None,
+) -> Moments:
     """Run a Gaussian filter and keep the moments of every step, for the smoother (`rollout` keeps the estimates alone).
 
     Args:

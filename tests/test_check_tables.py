@@ -14,7 +14,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import check_tables
 
 COMMAND = "kbf compare data=rotation 'n_train=[30]' runs=3 seed=4 'models=[kalman,frame]' particles=50 workers=0"
-RUN = {"data": "rotation", "n_train": "30", "seed": "4", "model": "kalman", "test.mse": "0.5", "log_likelihood": "1.25"}
+RUN = {
+    "data": "rotation",
+    "n_train": "30",
+    "seed": "4",
+    "model": "kalman",
+    "test.mse": "0.5",
+    "log_likelihood": "1.25",
+}
 
 
 @pytest.fixture
@@ -45,12 +52,17 @@ def at(monkeypatch):
 def test_every_score_is_compared(made, apart):
     assert check_tables.difference(RUN, RUN | made) == pytest.approx(apart)
     found = check_tables.compared("small", [RUN, RUN | {"seed": "5"}], [RUN | made])
-    assert found == {"runs": 1, "same": int(apart < 1e-4), "largest difference": pytest.approx(apart)}
+    assert found == {
+        "runs": 1,
+        "same": int(apart < 1e-4),
+        "largest difference": pytest.approx(apart),
+    }
 
 
 def test_other_settings_have_another_folder():
     folders = [
-        check_tables.folder_of(words) for words in (["runs=1"], ["runs=1", "data.frames=a/lab.npz"], ["runs=1", "n_train=10"])
+        check_tables.folder_of(words)
+        for words in (["runs=1"], ["runs=1", "data.frames=a/lab.npz"], ["runs=1", "n_train=10"])
     ]
     assert folders == ["runs=1", "runs=1_data.frames=a_lab.npz", "runs=1_n_train=10"]
 
@@ -76,7 +88,9 @@ def test_what_cannot_be_checked_is_told(results, tmp_path, monkeypatch, at, caps
 @pytest.mark.slow
 def test_digits_are_found_again_and_one_that_differs_is_seen(results, tmp_path, at):
     first = check_tables.made_again("small", {"command": COMMAND}, tmp_path / "first", ["runs=1"])
-    assert {row["model"] for row in first} == {"kalman", "frame", "floor"} and {row["seed"] for row in first} == {"4"}
+    assert {row["model"] for row in first} == {"kalman", "frame", "floor"} and {
+        row["seed"] for row in first
+    } == {"4"}
     table = results / "small" / "runs.csv"
 
     def keep(rows):
@@ -86,11 +100,21 @@ def test_digits_are_found_again_and_one_that_differs_is_seen(results, tmp_path, 
 
     def checked():
         with (results / "checked.csv").open(newline="") as file:
-            return {row["table"]: (row["commit"], row["runs"], row["same"]) for row in csv.DictReader(file)}
+            return {
+                row["table"]: (row["commit"], row["runs"], row["same"])
+                for row in csv.DictReader(file)
+            }
 
     keep(first)
     assert check_tables.main(["small"], results, tmp_path / "runs") == 0
     assert checked() == {"small": ("def", "3", "3")}
-    keep([row | {"test.mse": repr(float(row["test.mse"]) * (1 + 1e-3))} if row["model"] == "kalman" else row for row in first])
+    keep(
+        [
+            row | {"test.mse": repr(float(row["test.mse"]) * (1 + 1e-3))}
+            if row["model"] == "kalman"
+            else row
+            for row in first
+        ]
+    )
     assert check_tables.main(["small"], results, tmp_path / "runs") == 1
     assert checked() == {"small": ("def", "3", "2")}

@@ -17,7 +17,7 @@ import yaml
 
 from kbf import __version__
 from kbf.cli import COMMANDS, expected, main, one_line
-from kbf.commands.meanings import DIAGNOSTICS
+from kbf.commands.support.metric_descriptions import DIAGNOSTICS
 from kbf.config import compose, config_dir, configure
 from kbf.training.checkpoint import read_checkpoint
 
@@ -58,11 +58,25 @@ def run_dir(tmp_path_factory):
 
 def test_train_leaves_a_run_directory(run_dir, capsys):
     names = {path.name for path in run_dir.iterdir()}
-    assert {"config.yaml", "metrics.json", "track.png", "checkpoints"} <= names and "filter.gif" not in names
+    assert {
+        "config.yaml",
+        "metrics.json",
+        "track.png",
+        "checkpoints",
+    } <= names and "filter.gif" not in names
     assert any(name.startswith("events.out.tfevents") for name in names)
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     told = metrics(run_dir)
-    assert told.keys() >= {"test.mse", "test.excess", "test.floor", "n_train", "seed", "seconds", "model", "data"}
+    assert told.keys() >= {
+        "test.mse",
+        "test.excess",
+        "test.floor",
+        "n_train",
+        "seed",
+        "seconds",
+        "model",
+        "data",
+    }
     assert told["test.excess"] == pytest.approx(told["test.mse"] / told["test.floor"] - 1)
     assert (told["n_train"], told["seed"], told["n_test"]) == (60, 0, 20)
     assert not list(run_dir.rglob(".*")), "temporary files are left"
@@ -77,28 +91,47 @@ def test_tensorboard_is_worth_opening(tmp_path):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     tags = events.Tags()
-    assert {"train/loss", "validation/mse", "validation/excess", "train/learning_rate", "test/mse", "test/excess"} <= set(
+    assert {
+        "train/loss",
+        "validation/mse",
+        "validation/excess",
+        "train/learning_rate",
+        "test/mse",
+        "test/excess",
+    } <= set(tags["scalars"])
+    assert {f"filter/{name}" for name in ("ess", "weight_sum", "negative_mass", "clipped")} <= set(
         tags["scalars"]
     )
-    assert {f"filter/{name}" for name in ("ess", "weight_sum", "negative_mass", "clipped")} <= set(tags["scalars"])
     assert sum(tag.startswith("hyperparameters/") for tag in tags["scalars"]) >= 6
     assert {"track/validation", "track/test"} <= set(tags["images"])
     moves = [event.value for event in events.Scalars("hyperparameters/reg/rule")]
     assert len(moves) == 2
     assert moves[0] != moves[1]
     groups = {"train", "validation", "filter", "hyperparameters", "test", "seconds"}
-    assert {tag.partition("/")[0] for tag in tags["scalars"]} == groups | {"epoch"}  # the last is Lightning's own
-    steps = {events.Scalars(tag)[-1].step for tag in tags["scalars"]} | {events.Images("track/test")[-1].step}
-    assert len(steps) == 1, "the last points of all curves, the results and the last picture lie at one step"
+    assert {tag.partition("/")[0] for tag in tags["scalars"]} == groups | {
+        "epoch"
+    }  # the last is Lightning's own
+    steps = {events.Scalars(tag)[-1].step for tag in tags["scalars"]} | {
+        events.Images("track/test")[-1].step
+    }
+    assert len(steps) == 1, (
+        "the last points of all curves, the results and the last picture lie at one step"
+    )
     assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == steps.pop() + 1
-    assert events.Scalars("validation/best_mse")[0].value == pytest.approx(metrics(tmp_path)["validation.mse"])
+    assert events.Scalars("validation/best_mse")[0].value == pytest.approx(
+        metrics(tmp_path)["validation.mse"]
+    )
     columns = hparams_of(events)
     assert columns["session_start_info"].hparams["model.name"].string_value == "kbf_tuned"
     assert columns["session_start_info"].hparams["model.training.lr"].number_value == 0.05
     assert {"data.name", "n_train", "seed"} <= set(columns["session_start_info"].hparams)
     assert 5 <= len(columns["session_start_info"].hparams) <= 12
     results = {info.name.tag for info in columns["experiment"].metric_infos}
-    assert {"test/mse", "test/excess", "validation/best_mse", "seconds/fit"} <= results <= set(tags["scalars"])
+    assert (
+        {"test/mse", "test/excess", "validation/best_mse", "seconds/fit"}
+        <= results
+        <= set(tags["scalars"])
+    )
     kept = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
     assert kept["config"]["model"]["name"] == "kbf_tuned" and kept["config"]["n_train"] == 60
 
@@ -108,7 +141,9 @@ def hparams_of(events) -> dict:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     told = {
-        name: HParamsPluginData.FromString(events.summary_metadata[f"_hparams_/{name}"].plugin_data.content)
+        name: HParamsPluginData.FromString(
+            events.summary_metadata[f"_hparams_/{name}"].plugin_data.content
+        )
         for name in ("session_start_info", "experiment")
     }
     return {name: getattr(each, name) for name, each in told.items()}
@@ -116,14 +151,21 @@ def hparams_of(events) -> dict:
 
 def test_a_run_that_fails_leaves_an_earlier_one_as_it_was(run_dir, capsys):
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    assert main(["train", "model=particle_learned", "n_train=5", f"run_dir={run_dir}", "overwrite=true"]) == 2
+    assert (
+        main(
+            ["train", "model=particle_learned", "n_train=5", f"run_dir={run_dir}", "overwrite=true"]
+        )
+        == 2
+    )
     assert "at least 10" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
 def test_evaluate_from_the_checkpoint_alone(run_dir, tmp_path):
     checkpoint = run_dir / "checkpoints" / "best.ckpt"
-    assert main(["evaluate", f"checkpoint={checkpoint}", "particles=200", f"run_dir={tmp_path}"]) == 0
+    assert (
+        main(["evaluate", f"checkpoint={checkpoint}", "particles=200", f"run_dir={tmp_path}"]) == 0
+    )
     told = metrics(tmp_path)
     assert told["test.mse"] == pytest.approx(metrics(run_dir)["test.mse"], rel=1e-12)
     assert told["test.floor"] == metrics(run_dir)["test.floor"]
@@ -136,11 +178,26 @@ def test_evaluate_from_the_checkpoint_alone(run_dir, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "steps", "name"),
-    [(["data.n_test=33", "seed=5"], 33, "rotation"), (["data=oscillatory"], 200, "oscillatory"), (["n_train=80"], 20, "rotation")],
+    [
+        (["data.n_test=33", "seed=5"], 33, "rotation"),
+        (["data=oscillatory"], 200, "oscillatory"),
+        (["n_train=80"], 20, "rotation"),
+    ],
 )
 def test_evaluate_on_other_data(run_dir, tmp_path, overrides, steps, name):
     checkpoint = run_dir / "checkpoints" / "best.ckpt"
-    assert main(["evaluate", f"checkpoint={checkpoint}", "particles=200", f"run_dir={tmp_path}", *overrides]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                f"checkpoint={checkpoint}",
+                "particles=200",
+                f"run_dir={tmp_path}",
+                *overrides,
+            ]
+        )
+        == 0
+    )
     told = metrics(tmp_path)
     assert (told["n_test"], told["data"]) == (steps, name)
     assert told["test.mse"] != metrics(run_dir)["test.mse"]
@@ -161,11 +218,16 @@ def test_resume_from_the_command_line(tmp_path, capsys):
     for directory in (elsewhere, tmp_path / "cut"):
         told, whole = metrics(directory), metrics(tmp_path / "whole")
         assert told["epochs"] == 3
-        assert {k: v for k, v in told.items() if "seconds" not in k} == {k: v for k, v in whole.items() if "seconds" not in k}
+        assert {k: v for k, v in told.items() if "seconds" not in k} == {
+            k: v for k, v in whole.items() if "seconds" not in k
+        }
 
 
 def test_data_and_floor(tmp_path, capsys):
-    assert main(["data", "data=orientation", "n_train=12", "data.n_test=5", f"run_dir={tmp_path}"]) == 0
+    assert (
+        main(["data", "data=orientation", "n_train=12", "data.n_test=5", f"run_dir={tmp_path}"])
+        == 0
+    )
     arrays = np.load(tmp_path / "data.npz")
     assert arrays["train_states_0"].shape == (12, 2)
     assert arrays["test_obs_0"].shape == (5, 2)
@@ -184,8 +246,13 @@ def test_multirun(tmp_path, monkeypatch):
 
 
 def test_a_launcher_that_is_not_installed_names_its_extra():
-    error = ValueError("In 'hydra/config': Could not find 'hydra/launcher/joblib' Available options in 'hydra/launcher': basic")
-    assert one_line(error) == 'this sweep needs the package hydra-joblib-launcher, which is not installed: pip install "kbf[sweep]"'
+    error = ValueError(
+        "In 'hydra/config': Could not find 'hydra/launcher/joblib' Available options in 'hydra/launcher': basic"
+    )
+    assert (
+        one_line(error)
+        == 'this sweep needs the package hydra-joblib-launcher, which is not installed: pip install "kbf[sweep]"'
+    )
 
 
 def test_help_and_version(capsys):
@@ -208,13 +275,31 @@ def test_help_and_version(capsys):
 def test_what_is_printed_is_explained_and_in_percent(run_dir, tmp_path, capsys):
     capsys.readouterr()
     checkpoint = run_dir / "checkpoints" / "best.ckpt"
-    assert main(["evaluate", f"checkpoint={checkpoint}", "particles=200", "smooth=true", "horizon=2", f"run_dir={tmp_path}"]) == 0
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert (
+        main(
+            [
+                "evaluate",
+                f"checkpoint={checkpoint}",
+                "particles=200",
+                "smooth=true",
+                "horizon=2",
+                f"run_dir={tmp_path}",
+            ]
+        )
+        == 0
+    )
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in capsys.readouterr().out.splitlines()
+        if "│" in line
+    ]
     told = {name: (value, meaning) for name, value, meaning in rows if name}
     without = {name for name, (_, meaning) in told.items() if not meaning}
-    assert without <= {"data", "model", "seed", "seconds"}, "say in kbf/commands/meanings.py what these are"
+    assert without <= {"data", "model", "seed", "seconds"}, (
+        "say in kbf/commands/support/metric_descriptions.py what these are"
+    )
     stored = metrics(tmp_path)
-    for name in ("test.excess", "test.passed_over", "test.coverage_95_raw"):
+    for name in ("test.excess", "test.rejected", "test.coverage_95_raw"):
         assert told[name][0] == f"{100 * stored[name]:.1f} %" and 0 <= stored[name] < 10
     assert main(["filter", "--help"]) == 0
     text = capsys.readouterr().out
@@ -223,7 +308,9 @@ def test_what_is_printed_is_explained_and_in_percent(run_dir, tmp_path, capsys):
 
 def test_every_diagnostic_of_a_filter_is_explained():
     """Those of the classes that have some, read from their dictionaries."""
-    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "kbf" / "filters").rglob("*.py"))
+    text = "\n".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "kbf" / "filters").rglob("*.py")
+    )
     bodies = re.findall(r"    def diagnostics\(.*?(?=\n    def|\n\n\n|\Z)", text, re.DOTALL)
     names = {name for body in bodies for name in re.findall(r'"(\w+)": ', body)}
     assert {"ess", "clipped", "negative_mass", "negative"} <= names and names <= DIAGNOSTICS.keys()
@@ -249,24 +336,39 @@ def test_every_choice_composes():
         (["trian"], "no command 'trian'"),
         (["train", "--fast"], "no option --fast"),
         (["train", "n_trian=5"], "there is no setting n_trian; did you mean n_train?"),
-        (["train", "data.path=rec.csv"], "there is no setting data.path here: recordings of your own are data=own"),
+        (
+            ["train", "data.path=rec.csv"],
+            "there is no setting data.path here: recordings of your own are data=own",
+        ),
         (["train", "rec.csv"], "'rec.csv' is no setting: write key=value"),
         (["train", "data.states=[x"], "'data.states=[x' cannot be read (brackets must close"),
         (["train", "calibrate=maybe"], "calibrate must be true or false, got 'maybe'"),
         (["train", "model=kalman", "run_dir=/dev/null/run", "n_train=20"], "/dev/null/run"),
-        (["train", "model=none_such"], "Could not find 'model/none_such' Available options in 'model': auto backprop_kf dpf ekf"),
+        (
+            ["train", "model=none_such"],
+            "Could not find 'model/none_such' Available options in 'model': auto backprop_kf dpf ekf",
+        ),
         (
             ["train", "model=lstm", "model.training.widow=5"],
             "there is no setting model.training.widow; did you mean model.training.window?",
         ),
         (["train", "model=lstm", "+model.training.speed=5"], "model.training has no 'speed'"),
         (["train", "model=kalman", "+model.net.speed=5"], "unexpected keyword argument 'speed'"),
-        (["train", "model=kalman", "model.net._target_=kbf.no.Such"], "'kbf.no.Such' does not exist"),
+        (
+            ["train", "model=kalman", "model.net._target_=kbf.no.Such"],
+            "'kbf.no.Such' does not exist",
+        ),
         (["train", "n_train=1"], "n_train 1 and n_test 200"),
         (["train", *learning("lstm"), "n_train=5"], "leaves 4 to fit and 1 to validate"),
-        (["train", *learning("lstm", window=20), "n_train=20"], "no window of 20 steps fits: 16 steps to fit"),
+        (
+            ["train", *learning("lstm", window=20), "n_train=20"],
+            "no window of 20 steps fits: 16 steps to fit",
+        ),
         (["train", "ckpt_path=none.ckpt"], "there is no checkpoint none.ckpt"),
-        (["train", "model=lstm", "model.training.optimiser=best"], "one of adam, adamw, sgd; got 'best'"),
+        (
+            ["train", "model=lstm", "model.training.optimiser=best"],
+            "one of adam, adamw, sgd; got 'best'",
+        ),
         (["evaluate"], "Missing mandatory value: checkpoint"),
         (["evaluate", "checkpoint=none.ckpt"], "there is no checkpoint none.ckpt"),
         (["evaluate", "checkpoint=none.ckpt", "data=none_such"], "Could not find 'data/none_such'"),
@@ -290,8 +392,14 @@ def test_damaged_and_foreign_checkpoints(run_dir, tmp_path, capsys):
     whole = (run_dir / "checkpoints" / "best.ckpt").read_bytes()
     (tmp_path / "cut.ckpt").write_bytes(whole[:1000])
     torch.save({"weights": torch.zeros(2)}, tmp_path / "foreign.ckpt")
-    for name, message in (("cut", "is no checkpoint, or damaged"), ("foreign", "was not written by kbf")):
-        assert main(["evaluate", f"checkpoint={tmp_path / name}.ckpt", f"run_dir={tmp_path / 'out'}"]) == 2
+    for name, message in (
+        ("cut", "is no checkpoint, or damaged"),
+        ("foreign", "was not written by kbf"),
+    ):
+        assert (
+            main(["evaluate", f"checkpoint={tmp_path / name}.ckpt", f"run_dir={tmp_path / 'out'}"])
+            == 2
+        )
         assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -317,7 +425,9 @@ def test_debug_shows_the_traceback():
         main(["train", "n_train=1", "--debug"])
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"], ["bench", "--list"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["--version"], ["bench", "--list"]]
+)
 @pytest.mark.parametrize("buffered", [True, False])
 def test_output_that_cannot_be_written_is_one_line(words, buffered):
     """A full disk, and a reader that has gone: also what Python itself says of it when it ends."""
@@ -328,9 +438,13 @@ def test_output_that_cannot_be_written_is_one_line(words, buffered):
     os.close(reading)
     for file in (os.open("/dev/full", os.O_WRONLY), gone):
         program = [sys.executable, "-m", "kbf.cli", *words]
-        done = subprocess.run(program, stdout=file, stderr=subprocess.PIPE, text=True, env=environment)
+        done = subprocess.run(
+            program, stdout=file, stderr=subprocess.PIPE, text=True, env=environment
+        )
         os.close(file)
-        assert done.returncode == 2 and done.stderr.startswith("kbf: standard output: "), done.stderr
+        assert done.returncode == 2 and done.stderr.startswith("kbf: standard output: "), (
+            done.stderr
+        )
         assert len(done.stderr.splitlines()) == 1
 
 

@@ -38,7 +38,9 @@ def test_the_runs_of_a_sweep_are_the_single_runs(run_dir, tmp_path):
     assert main([*KALMAN, "seed=0,1", "--multirun", f"hydra.sweep.dir={tmp_path}"]) == 0
     assert metrics(tmp_path / "0") == metrics(run_dir)
     assert metrics(tmp_path / "1")["seed"] == 1
-    swept, single = (yaml.safe_load((path / "config.yaml").read_text()) for path in (tmp_path / "0", run_dir))
+    swept, single = (
+        yaml.safe_load((path / "config.yaml").read_text()) for path in (tmp_path / "0", run_dir)
+    )
     assert swept.pop("run_dir") == str(tmp_path / "0") and single.pop("run_dir") == str(run_dir)
     assert swept == single
 
@@ -54,7 +56,9 @@ def test_the_runs_of_a_sweep_are_the_single_runs(run_dir, tmp_path):
         (["floor", "runs=0"], "runs must be at least 1, got 0"),
     ],
 )
-def test_what_is_refused_of_one_run_is_refused_of_a_sweep(words, message, tmp_path, monkeypatch, capsys):
+def test_what_is_refused_of_one_run_is_refused_of_a_sweep(
+    words, message, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     told = []
     for more in ([], ["--multirun", "hydra.sweep.dir=sweep"]):
@@ -68,8 +72,13 @@ def test_a_sweep_over_comparisons(tmp_path):
     words = ["compare", "models=[kalman]", "data.n_test=15", "particles=200", "runs=1", "workers=0"]
     assert main([*words, "n_train=40,50", "-m", f"hydra.sweep.dir={tmp_path / 'sweep'}"]) == 0
     assert main([*words, "n_train=40", f"run_dir={tmp_path / 'one'}"]) == 0
-    swept, single = ((path / "runs.csv").read_text().splitlines() for path in (tmp_path / "sweep" / "0", tmp_path / "one"))
-    assert [line.rpartition(",")[0] for line in swept] == [line.rpartition(",")[0] for line in single]
+    swept, single = (
+        (path / "runs.csv").read_text().splitlines()
+        for path in (tmp_path / "sweep" / "0", tmp_path / "one")
+    )
+    assert [line.rpartition(",")[0] for line in swept] == [
+        line.rpartition(",")[0] for line in single
+    ]
     assert "rotation,50,0,kalman" in (tmp_path / "sweep" / "1" / "runs.csv").read_text()
 
 
@@ -89,7 +98,18 @@ def test_a_sweep_that_goes_on_with_a_run_does_so_in_its_folder(run_dir, tmp_path
     last = run_dir / "checkpoints" / "last.ckpt"
     before = metrics(run_dir)
     assert (
-        main(["train", f"ckpt_path={last}", *QUIET, "particles=200", "calibrate=false", "-m", f"hydra.sweep.dir={tmp_path}"]) == 0
+        main(
+            [
+                "train",
+                f"ckpt_path={last}",
+                *QUIET,
+                "particles=200",
+                "calibrate=false",
+                "-m",
+                f"hydra.sweep.dir={tmp_path}",
+            ]
+        )
+        == 0
     )
     assert metrics(run_dir) == before
     assert not (tmp_path / "0" / "metrics.json").exists()
@@ -107,7 +127,10 @@ def test_a_sweep_with_recordings_of_one_s_own(tmp_path):
         "data.observations=[a]",
         "model=kalman,frame",
     ]
-    assert main([*words, *QUIET, "calibrate=false", "-m", f"hydra.sweep.dir={tmp_path / 'sweep'}"]) == 0
+    assert (
+        main([*words, *QUIET, "calibrate=false", "-m", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
+        == 0
+    )
     assert [metrics(tmp_path / "sweep" / str(k))["n_train"] for k in range(2)] == [48, 48]
 
 
@@ -125,7 +148,12 @@ TUNED = {
     ("kbf_nn_paper", "rotation"): PAPER | {"encoder": None},
     ("kbf_nn_paper", "pendulum"): PAPER | {"encoder": None},
     ("kbf_nn_paper", "dmlab"): PAPER | {"encoder": ([3, 36, 48], 0.5)},
-    ("kbf_nn_paper", "dsprites"): {"lr": 0.01, "weight_decay": 0.01, "reg": 0.001, "encoder": ([1, 64, 64], 0.0)},
+    ("kbf_nn_paper", "dsprites"): {
+        "lr": 0.01,
+        "weight_decay": 0.01,
+        "reg": 0.001,
+        "encoder": ([1, 64, 64], 0.0),
+    },
 }
 """As they were when data sets brought them; results in data/results are made with these."""
 
@@ -133,18 +161,21 @@ TUNED = {
 def settings_of(model: dict) -> dict:
     if model["name"] == "kbf_nn_paper":
         encoder = model["net"]["encoder"]
-        told = {key: model["coding"][key] for key in ("lr", "weight_decay", "reg")}
+        told = {key: model["encoding"][key] for key in ("lr", "weight_decay", "reg")}
         return told | {"encoder": encoder and (encoder["q"], encoder["dropout"])}
     return {key: model["training"][key] for key in LSTM}
 
 
 @pytest.mark.parametrize(("model", "data"), TUNED)
 def test_models_keep_the_settings_that_they_have_on_a_data_set(model, data):
-    assert settings_of(configure("train", [f"model={model}", f"data={data}"])["model"]) == TUNED[model, data]
+    assert (
+        settings_of(configure("train", [f"model={model}", f"data={data}"])["model"])
+        == TUNED[model, data]
+    )
 
 
 def test_settings_on_a_data_set_reach_comparisons_and_the_choice_of_a_model():
-    from kbf.commands.common import resolved
+    from kbf.commands.support.console import resolved
 
     config = configure("compare", ["data=dsprites", "models=[lstm,kbf_nn_paper]"])
     for name, base in config["bases"].items():
@@ -183,7 +214,10 @@ def test_data_sets_say_nothing_of_models():
         (["train", "run_dir=null"], "run_dir must name a folder, got None"),
         (["train", "ckpt_path="], "ckpt_path must name a file, got ''"),
         (["train", "data.d=3"], "data.d=3: the states of data rotation have 2 components"),
-        (["train", "model=lstm", "model.training.epochs=x"], "model.training.epochs must be a whole number, at least 1; got 'x'"),
+        (
+            ["train", "model=lstm", "model.training.epochs=x"],
+            "model.training.epochs must be a whole number, at least 1; got 'x'",
+        ),
         (
             ["train", "model=lstm", "model.training.epochs=null"],
             "model.training.epochs must be a whole number, at least 1; got None",
@@ -192,22 +226,55 @@ def test_data_sets_say_nothing_of_models():
             ["train", "model=lstm", "model.training.batch_size=0"],
             "model.training.batch_size must be a whole number, at least 1; got 0",
         ),
-        (["train", "model=lstm", "model.training.clip=-1"], "model.training.clip must be a number > 0; got -1"),
-        (["train", "model=lstm", "model.training.burn_in=-1"], "model.training.burn_in must be a whole number, at least 0; got -1"),
-        (["train", "model=lstm", "model.training.lr=0"], "model.training.lr must be a number > 0; got 0"),
-        (["train", "model=lstm", "model.training.lr=nan"], "model.training.lr must be a number > 0; got nan"),
-        (["train", "model=lstm", "model.training.window=0"], "model.training.window must be a whole number, at least 1; got 0"),
-        (["train", "model=lstm", "model.training.validation=-0.1"], "model.training.validation must be a number >= 0; got -0.1"),
-        (["train", "data=dsprites", "data.coding.lr=fast"], "data.coding.lr must be a number > 0; got 'fast'"),
+        (
+            ["train", "model=lstm", "model.training.clip=-1"],
+            "model.training.clip must be a number > 0; got -1",
+        ),
+        (
+            ["train", "model=lstm", "model.training.burn_in=-1"],
+            "model.training.burn_in must be a whole number, at least 0; got -1",
+        ),
+        (
+            ["train", "model=lstm", "model.training.lr=0"],
+            "model.training.lr must be a number > 0; got 0",
+        ),
+        (
+            ["train", "model=lstm", "model.training.lr=nan"],
+            "model.training.lr must be a number > 0; got nan",
+        ),
+        (
+            ["train", "model=lstm", "model.training.window=0"],
+            "model.training.window must be a whole number, at least 1; got 0",
+        ),
+        (
+            ["train", "model=lstm", "model.training.validation=-0.1"],
+            "model.training.validation must be a number >= 0; got -0.1",
+        ),
+        (
+            ["train", "data=dsprites", "data.encoding.lr=fast"],
+            "data.encoding.lr must be a number > 0; got 'fast'",
+        ),
         (["train", "model=kalman", "trainer.accelerator=tpu"], "torch_xla"),
         (["train", "model=kalman", "trainer.accelerator=abacus"], "abacus"),
-        (["train", "model=kalman", "trainer.max_epochs=-5"], "`max_epochs` must be a non-negative integer or -1. You passed in -5"),
+        (
+            ["train", "model=kalman", "trainer.max_epochs=-5"],
+            "`max_epochs` must be a non-negative integer or -1. You passed in -5",
+        ),
         (["train", "model=kalman", "trainer=gpu"], "gpu"),
-        (["train", "model=kalman", "trainer.devices=x"], "trainer.devices must be a number of devices"),
+        (
+            ["train", "model=kalman", "trainer.devices=x"],
+            "trainer.devices must be a number of devices",
+        ),
         (["train", "logger=wandb"], "wandb"),
-        (["train", "model.net._target_=kbf.filters.none.Such"], "'kbf.filters.none.Such' does not exist"),
+        (
+            ["train", "model.net._target_=kbf.filters.none.Such"],
+            "'kbf.filters.none.Such' does not exist",
+        ),
         (["train", "--config-dir", "none"], "--config-dir: there is no folder none"),
-        (["train", "--cfg", "job", "--package", "none"], "--package: there is no none in this configuration"),
+        (
+            ["train", "--cfg", "job", "--package", "none"],
+            "--package: there is no none in this configuration",
+        ),
         (["compare", "runs=0"], "runs must be at least 1, got 0"),
         (["compare", "runs=null"], "runs must be a whole number, got None"),
         (["compare", "n_train=[]"], "n_train must be one number or more, got none"),
@@ -222,7 +289,10 @@ def test_data_sets_say_nothing_of_models():
             ["evaluate", "checkpoint=example:rotation", "data.n_tset=5"],
             "there is no setting data.n_tset; did you mean data.n_test?",
         ),
-        (["evaluate", "checkpoint=example:rotation", "horizon=-1"], "horizon must be at least 0, got -1"),
+        (
+            ["evaluate", "checkpoint=example:rotation", "horizon=-1"],
+            "horizon must be at least 0, got -1",
+        ),
         (["reproduce", "posterior_mean", "runs=0"], "runs must be at least 1"),
         (["data", "render", "maze", "out="], "out must name a file, got ''"),
     ],
@@ -242,7 +312,10 @@ def test_a_value_that_cannot_be_is_one_line(words, message, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == [], "something half-written is left"
 
 
-@pytest.mark.parametrize("words", [["train", "n_train=null"], ["train"], ["compare", "n_train=[100,null]", "models=mean"]])
+@pytest.mark.parametrize(
+    "words",
+    [["train", "n_train=null"], ["train"], ["compare", "n_train=[100,null]", "models=mean"]],
+)
 def test_a_recording_whose_package_is_missing(words, tmp_path, monkeypatch, capsys):
     """Its configuration can be seen; what a run says is the package."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
@@ -251,7 +324,10 @@ def test_a_recording_whose_package_is_missing(words, tmp_path, monkeypatch, caps
     assert shown == {"train": None, "compare": [100, None]}[words[0]] or words == ["train"]
     if words[0] == "train":
         assert main([*words, "data=rat", "model=mean", f"run_dir={tmp_path / 'run'}"]) == 2
-        assert "data=rat needs the package ratinabox, which is not installed" in capsys.readouterr().err
+        assert (
+            "data=rat needs the package ratinabox, which is not installed"
+            in capsys.readouterr().err
+        )
 
 
 def test_a_folder_may_be_named_by_a_number(tmp_path, monkeypatch):
@@ -274,13 +350,23 @@ def test_hydra_run_dir(tmp_path):
     assert (tmp_path / "here" / "metrics.json").is_file()
     config = configure("train", [f"hydra.run.dir={tmp_path}", "run_dir=elsewhere"])
     assert config["run_dir"] == "elsewhere", "the more special of the two"
-    assert configure("train", ["run_dir='${hydra:runtime.output_dir}'", "hydra.run.dir=/a/b"])["run_dir"] == "/a/b"
+    assert (
+        configure("train", ["run_dir='${hydra:runtime.output_dir}'", "hydra.run.dir=/a/b"])[
+            "run_dir"
+        ]
+        == "/a/b"
+    )
 
 
 def test_cfg(capsys):
     job = printed(["train", "model=ekf", "--cfg", "job"], capsys)
     assert job["model"]["net"]["model"] == "${data.problem}" and "hydra" not in job
-    words = ["train", "model=ekf", "run_dir=runs/here", "--cfg"]  # a folder of its own holds the second it was asked for
+    words = [
+        "train",
+        "model=ekf",
+        "run_dir=runs/here",
+        "--cfg",
+    ]  # a folder of its own holds the second it was asked for
     resolved = printed([*words, "job", "--resolve"], capsys)
     assert resolved["model"]["net"]["model"] == {"_target_": "kbf.ssm.rotation"}
     assert printed(words, capsys) == resolved
@@ -288,8 +374,16 @@ def test_cfg(capsys):
     assert hydra.keys() == {"hydra"} and hydra["hydra"]["run"]["dir"] == "/a/b"
     assert "model=ekf" in hydra["hydra"]["overrides"]["task"]
     assert printed(["train", "--cfg", "all"], capsys).keys() == {"hydra", *job}
-    assert printed(["train", "--cfg", "all", "--resolve"], capsys)["hydra"]["runtime"]["choices"]["model"] == "kbf"
-    assert printed(["train", "model=ekf", "--cfg", "job", "--package", "model.net"], capsys) == job["model"]["net"]
+    assert (
+        printed(["train", "--cfg", "all", "--resolve"], capsys)["hydra"]["runtime"]["choices"][
+            "model"
+        ]
+        == "kbf"
+    )
+    assert (
+        printed(["train", "model=ekf", "--cfg", "job", "--package", "model.net"], capsys)
+        == job["model"]["net"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,7 +391,7 @@ def test_cfg(capsys):
     [
         ("defaults", "model/ekf"),
         ("defaults-tree", "experiment: null"),
-        ("config", "_target_: kbf.filters.ekf.EKF"),
+        ("config", "_target_: kbf.filters.gaussian.ekf.EKF"),
         ("searchpath", "configs/train"),
         ("plugins", "BasicSweeper"),
         ("all", "Hydra 1.3"),
@@ -323,9 +417,18 @@ def mine(tmp_path):
 
 
 def test_configurations_of_one_s_own(mine, capsys):
-    for words in (["--config-dir", str(mine)], [f"--config-dir={mine}"], [f"hydra.searchpath=[file://{mine}]"], ["-cd", str(mine)]):
+    for words in (
+        ["--config-dir", str(mine)],
+        [f"--config-dir={mine}"],
+        [f"hydra.searchpath=[file://{mine}]"],
+        ["-cd", str(mine)],
+    ):
         job = printed(["train", "data=slow", "model=small", *words, "--cfg"], capsys)
-        assert (job["data"]["name"], job["data"]["problem"]["omega"], job["model"]["net"]["particles"]) == ("slow", 0.1, 50)
+        assert (
+            job["data"]["name"],
+            job["data"]["problem"]["omega"],
+            job["model"]["net"]["particles"],
+        ) == ("slow", 0.1, 50)
     job = printed(["train", "+experiment=both", "--config-dir", str(mine), "--cfg"], capsys)
     assert (job["data"]["name"], job["model"]["name"], job["n_train"]) == ("slow", "small", 44)
     job = printed(["train", "--config-name", "other", "--config-dir", str(mine), "--cfg"], capsys)
@@ -338,7 +441,20 @@ def test_configurations_of_one_s_own(mine, capsys):
 @pytest.mark.parametrize("where", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
 def test_one_s_own_reach_comparisons_and_sweeps(mine, where, tmp_path):
     words = ["data=slow", where.format(mine), "data.n_test=15", "particles=200"]
-    assert main(["compare", "models=[small,kalman]", *words, "n_train=40", "runs=1", "workers=0", f"run_dir={tmp_path / 'c'}"]) == 0
+    assert (
+        main(
+            [
+                "compare",
+                "models=[small,kalman]",
+                *words,
+                "n_train=40",
+                "runs=1",
+                "workers=0",
+                f"run_dir={tmp_path / 'c'}",
+            ]
+        )
+        == 0
+    )
     assert "slow,40,0,small" in (tmp_path / "c" / "runs.csv").read_text()
     sweep = ["n_train=40", "calibrate=false", *QUIET, "-m", f"hydra.sweep.dir={tmp_path / 's'}"]
     assert main(["train", "model=small,kalman", *words, *sweep]) == 0
@@ -352,7 +468,12 @@ def test_one_s_own_reach_comparisons_and_sweeps(mine, where, tmp_path):
         ("kbf train experiment=q", ["experiment=quick"]),
         (
             "kbf compare experiment=d",
-            ["experiment=dmlab", "experiment=dmlab_e2e", "experiment=dsprites", "experiment=dsprites_e2e"],
+            [
+                "experiment=dmlab",
+                "experiment=dmlab_e2e",
+                "experiment=dsprites",
+                "experiment=dsprites_e2e",
+            ],
         ),
         ("kbf train model=kalm", ["model=kalman"]),
         ("kbf train model=lstm model.training.we", ["model.training.weight_decay="]),
@@ -387,16 +508,30 @@ def test_experiments_can_be_run_by_the_command_that_lists_them(command, capsys):
         again = configure(command, [f"+experiment={name}", "run_dir=here"])
         assert config == again
         assert isinstance(config["n_train"], {"train": int, "compare": list}[command])
-    assert not (config_dir() / "experiment").exists(), f"what only {command} or {other} can run is in configs/COMMAND/experiment"
+    assert not (config_dir() / "experiment").exists(), (
+        f"what only {command} or {other} can run is in configs/COMMAND/experiment"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", choices_of("train", "experiment"))
 def test_experiments_of_train_can_be_trained(name, tmp_path):
-    words = [f"experiment={name}", "n_train=60", "data.n_test=5", "particles=50", *QUIET, "calibrate=false", "animation=false"]
-    words += ["data.coding.epochs=1", "data.coding.members=2"] if name != "quick" else []
+    words = [
+        f"experiment={name}",
+        "n_train=60",
+        "data.n_test=5",
+        "particles=50",
+        *QUIET,
+        "calibrate=false",
+        "animation=false",
+    ]
+    words += ["data.encoding.epochs=1", "data.encoding.members=2"] if name != "quick" else []
     words += ["model.training.epochs=1", "model.training.window=8"] if "e2e" in name else []
-    words += ["+model.net.points=60", "+model.net.run=800", "+model.net.draws=4"] if "e2e" not in name else []
+    words += (
+        ["+model.net.points=60", "+model.net.run=800", "+model.net.draws=4"]
+        if "e2e" not in name
+        else []
+    )
     if name == "pendulum":
         pytest.importorskip("gymnasium")
     assert main(["train", *words, f"run_dir={tmp_path}"]) == 0
@@ -405,21 +540,43 @@ def test_experiments_of_train_can_be_trained(name, tmp_path):
 
 def test_another_encoder_by_a_plain_override(tmp_path):
     """Arguments that the new class does not take go with the old one; those that are named are kept, and refused if it has none."""
-    swap = ["data=dsprites", "model=kalman", "data.coding.encoder._target_=kbf.images.encoders.CNN"]
-    encoder = configure("train", swap)["model"]["coding"]["encoder"]
-    assert encoder == {"_target_": "kbf.images.encoders.CNN", "q": [1, 64, 64], "channels": [8, 8], "kernel": 7, "norm": "none"}
+    swap = [
+        "data=dsprites",
+        "model=kalman",
+        "data.encoding.encoder._target_=kbf.images.encoders.CNN",
+    ]
+    encoder = configure("train", swap)["model"]["encoding"]["encoder"]
+    assert encoder == {
+        "_target_": "kbf.images.encoders.CNN",
+        "q": [1, 64, 64],
+        "channels": [8, 8],
+        "kernel": 7,
+        "norm": "none",
+    }
     words = [
         *swap,
-        "data.coding.encoder.channels=[4,4]",
-        "data.coding.encoder.kernel=3",
-        "data.coding.epochs=1",
-        "data.coding.members=2",
+        "data.encoding.encoder.channels=[4,4]",
+        "data.encoding.encoder.kernel=3",
+        "data.encoding.epochs=1",
+        "data.encoding.members=2",
     ]
-    words += ["n_train=40", "data.n_test=5", "particles=50", *QUIET, "calibrate=false", "animation=false"]
+    words += [
+        "n_train=40",
+        "data.n_test=5",
+        "particles=50",
+        *QUIET,
+        "calibrate=false",
+        "animation=false",
+    ]
     assert main(["train", *words, f"run_dir={tmp_path}"]) == 0
-    stored = yaml.safe_load((tmp_path / "config.yaml").read_text())["model"]["coding"]["encoder"]
+    stored = yaml.safe_load((tmp_path / "config.yaml").read_text())["model"]["encoding"]["encoder"]
     assert (stored["channels"], stored["kernel"]) == ([4, 4], 3)
-    assert configure("train", [*swap, "data.coding.encoder.keypoints=3"])["model"]["coding"]["encoder"]["keypoints"] == 3
+    assert (
+        configure("train", [*swap, "data.encoding.encoder.keypoints=3"])["model"]["encoding"][
+            "encoder"
+        ]["keypoints"]
+        == 3
+    )
 
 
 def test_what_is_held_out_is_what_a_fit_to_the_rest_misses(tmp_path):
@@ -436,11 +593,18 @@ def test_what_is_held_out_is_what_a_fit_to_the_rest_misses(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [["model=frame"], ["model=lstm", "model.training.epochs=1"]], ids=["frame", "lstm"])
+@pytest.mark.parametrize(
+    "model", [["model=frame"], ["model=lstm", "model.training.epochs=1"]], ids=["frame", "lstm"]
+)
 def test_optuna_minimises_an_error_that_every_model_has(model, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = ["train", *model, *SMALL, *QUIET, "seed=range(0,3)", f"hydra.sweep.dir={tmp_path}"]
-    optuna = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=0"]
+    optuna = [
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=3",
+        "hydra.sweeper.n_jobs=1",
+        "hydra.sweeper.sampler.seed=0",
+    ]
     assert main([*words, *optuna, "-m"]) == 0
     errors = [metrics(tmp_path / k)["held_out.mse"] for k in "012"]
     best = yaml.safe_load((tmp_path / "optimization_results.yaml").read_text())

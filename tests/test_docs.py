@@ -21,13 +21,25 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import page_tables
 
 from kbf.cli import COMMANDS
-from kbf.runtime.extras import missing
+from kbf.runtime.optional_dependencies import missing
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "data" / "results"
-PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "data" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    ROOT / "data" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-MADE = ("data.md", "commands/", "results/", "reference/", "changelog.md", "contributing.md", "security.md")
+MADE = (
+    "data.md",
+    "commands/",
+    "results/",
+    "reference/",
+    "changelog.md",
+    "contributing.md",
+    "security.md",
+)
 """Pages that docs/hooks/pages.py makes; strict mkdocs checks the links to them."""
 
 
@@ -59,7 +71,9 @@ def test_relative_links_lead_somewhere(page):
 
 
 def test_a_broken_link_is_found(tmp_path):
-    (tmp_path / "page.md").write_text("[here](page.md#top) [there](gone.md) ```[no](link)``` [web](https://example.org/x)")
+    (tmp_path / "page.md").write_text(
+        "[here](page.md#top) [there](gone.md) ```[no](link)``` [web](https://example.org/x)"
+    )
     assert broken(tmp_path / "page.md") == ["gone.md", "link"]
 
 
@@ -73,7 +87,9 @@ def test_the_readme_of_the_package_index_has_full_links():
         "![A filter at work: views of a maze, and the heading that the filter estimates](https://host.example/kbf/raw/v1.0/docs/"
         in text
     )
-    inside = [t.removeprefix("https://host.example/kbf/blob/v1.0/") for t in targets if "/blob/" in t]
+    inside = [
+        t.removeprefix("https://host.example/kbf/blob/v1.0/") for t in targets if "/blob/" in t
+    ]
     assert all((ROOT / path).exists() for path in inside)
 
 
@@ -91,7 +107,10 @@ PAGE = "**rotation**\n\n| model | n = 100 |\n|---|---|\n| **`kbf`** | 0.0475 (9.
 
 def in_page(text: str, values: dict[str, list[float]]) -> str:
     return page_tables.filled(
-        text, page_tables.Table("a page", "**rotation**", lambda model, *_: values.get(model), {"kbf", "ukf"})
+        text,
+        page_tables.Table(
+            "a page", "**rotation**", lambda model, *_: values.get(model), {"kbf", "ukf"}
+        ),
     )
 
 
@@ -105,7 +124,9 @@ def test_a_wrong_figure_of_a_page_is_put_right():
 
 def test_a_model_or_a_figure_that_is_not_there_is_told():
     values = {"kbf": [0.04752, 9.13, 0.98], "ukf": [0.0437]}
-    with pytest.raises(ValueError, match=r"a page, \*\*rotation\*\*: there are \['ekf', 'kbf'\], to be there are"):
+    with pytest.raises(
+        ValueError, match=r"a page, \*\*rotation\*\*: there are \['ekf', 'kbf'\], to be there are"
+    ):
         in_page(PAGE.replace("ukf", "ekf"), values)
     with pytest.raises(ValueError, match=r"has 2 numbers, measured are"):
         in_page(PAGE.replace("9.1 ± 1.0", "9.1"), values)
@@ -120,10 +141,14 @@ def test_a_model_or_a_figure_that_is_not_there_is_told():
 def test_the_default_is_ahead_of_all_but_the_particle_filter_on_its_own_model():
     """On each system of noise, at each size; the page has a column of each system, and a size of each table."""
     rows = page_tables.measured("noise")
-    columns = re.findall(r"^\| model \|(.*volatility.*)\|$", text_of("docs/results.md"), re.MULTILINE)
+    columns = re.findall(
+        r"^\| model \|(.*volatility.*)\|$", text_of("docs/results.md"), re.MULTILINE
+    )
     assert len(columns) == 3 and {n for *_, n in rows} == {300, 1000}
     for heads in columns:
-        assert {page_tables.system(head.strip()) for head in heads.split("|")} == {data for data, *_ in rows}
+        assert {page_tables.system(head.strip()) for head in heads.split("|")} == {
+            data for data, *_ in rows
+        }
     for (data, model, n), row in rows.items():
         ahead = float(rows[data, "kbf", n]["mse"]) < float(row["mse"])
         assert ahead or model in ("kbf", "particle_learned"), (data, model, n)
@@ -134,19 +159,33 @@ NUMBER_WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "ei
 
 def test_the_sentences_of_the_readme():
     """What it says in words of two recordings and of the field's benchmark, from the tables that it names."""
-    known = {name: page_tables.by_model(name) for name in ("recordings/rat", "recordings/cartpole", "rkn_pendulum")}
+    known = {
+        name: page_tables.by_model(name)
+        for name in ("recordings/rat", "recordings/cartpole", "rkn_pendulum")
+    }
 
     def figures(table: str, n: int, *models: str, errors: tuple[str, ...] = ()) -> list[float]:
         rows = [known[table][model, n] for model in models]
-        return [float(row[name]) for row in rows for name in ("nmse", "nmse_se") if name == "nmse" or row["model"] in errors]
+        return [
+            float(row[name])
+            for row in rows
+            for name in ("nmse", "nmse_se")
+            if name == "nmse" or row["model"] in errors
+        ]
 
     small, large = (figures("recordings/rat", n, "kbf", errors=("kbf",)) for n in (1000, 4798))
     others = [
-        value for m in ("gru", "window_boosting", "kalman") for n in (1000, 4798) for value in figures("recordings/rat", n, m)
+        value
+        for m in ("gru", "window_boosting", "kalman")
+        for n in (1000, 4798)
+        for value in figures("recordings/rat", n, m)
     ]
     swung = ("kbf", "gru", "window_boosting", "kalman")
     cartpole = figures("recordings/cartpole", 2400, *swung, errors=swung)
-    rmse = {n: {m: float(row["rmse"]) for (m, size), row in known["rkn_pendulum"].items() if size == n} for n in (10, 100)}
+    rmse = {
+        n: {m: float(row["rmse"]) for (m, size), row in known["rkn_pendulum"].items() if size == n}
+        for n in (10, 100)
+    }
     few, many = ("kbf", "lstm", "rkn"), ("kbf", "lstm", "gru", "rkn")
     rest = sorted(value for model, value in rmse[10].items() if model not in few)
     assert max(rmse[10][model] for model in few) < rest[0]
@@ -154,7 +193,15 @@ def test_the_sentences_of_the_readme():
     told = " ".join(text_of("README.md").split())
     said = re.search(r"Where a rat is,.*?recurrent Kalman networks [\d.]+ \(\[ten", told)
     assert said and f", {NUMBER_WORDS[len(rest)]} others " in said[0]
-    values = [*small, *large, *others, *cartpole, *(rmse[10][m] for m in few), rest[0], *(rmse[100][m] for m in many)]
+    values = [
+        *small,
+        *large,
+        *others,
+        *cartpole,
+        *(rmse[10][m] for m in few),
+        rest[0],
+        *(rmse[100][m] for m in many),
+    ]
     shown = re.findall(r"\d\.\d{3}", said[0])
     assert len(shown) == len(values) and all(map(agree, shown, values))
 
@@ -167,21 +214,33 @@ def test_the_default_is_ahead_on_the_field_s_benchmark():
     """Of each model, in error and in log likelihood (also as learned), at each number of sequences: p < 0.05 over ten draws."""
     with (RESULTS / "rkn_pendulum" / "wilcoxon.csv").open(newline="") as file:
         pairs = [row for row in csv.DictReader(file) if row["first"] == "kbf"]
-    assert len(pairs) == 3 * (8 + 6 + 6) and {row["n_train"] for row in pairs} == {"10", "30", "100"}
+    assert len(pairs) == 3 * (8 + 6 + 6) and {row["n_train"] for row in pairs} == {
+        "10",
+        "30",
+        "100",
+    }
     assert all(int(row["seeds"]) == 10 and float(row["p_value"]) < 0.05 for row in pairs)
     assert all((float(row["mean_difference"]) < 0) == (row["score"] == "mse") for row in pairs)
 
 
 def test_the_verdicts_of_the_experiments():
     """Findings of the papers that were reproduced, were not, and are undecided."""
-    rows = re.findall(r"reproduce/(\w+)/verdict.md\) \| ([^|]*) \| ([^|]*) \|", text_of("docs/experiments.md"))
-    assert {name for name, *_ in rows} == {path.parent.name for path in RESULTS.glob("reproduce/*/verdict.json")}
+    rows = re.findall(
+        r"reproduce/(\w+)/verdict.md\) \| ([^|]*) \| ([^|]*) \|", text_of("docs/experiments.md")
+    )
+    assert {name for name, *_ in rows} == {
+        path.parent.name for path in RESULTS.glob("reproduce/*/verdict.json")
+    }
     for name, _, text in rows:
-        verdicts = json.loads((RESULTS / "reproduce" / name / "verdict.json").read_text())["verdicts"]
+        verdicts = json.loads((RESULTS / "reproduce" / name / "verdict.json").read_text())[
+            "verdicts"
+        ]
         answers = [verdict["reproduced"] for verdict in verdicts if not verdict.get("asked")]
         counts = [answers.count(value) for value in (True, False, None)]
         told = re.match(r"(\d+), (\d+), (\d+)|none", text)
-        assert told and (counts if answers else [None] * 3) == [None if v is None else int(v) for v in told.groups()], name
+        assert told and (counts if answers else [None] * 3) == [
+            None if v is None else int(v) for v in told.groups()
+        ], name
 
 
 def agree(shown: str, value: float) -> bool:
@@ -193,14 +252,33 @@ MEASURED = {
     "step": ["53 times (231", "323 times", "104 times, 633 times (118"],
     "batch": ["1.20 times (96"],
     "end_to_end": ["44 times", "37 times"],
-    "online": ["0.0609 then 0.0608", "222, 423, 534", "368, 545, 675", "198, 394, 553", "1098, 1696, 1824"],
+    "online": [
+        "0.0609 then 0.0608",
+        "222, 423, 534",
+        "368, 545, 675",
+        "198, 394, 553",
+        "1098, 1696, 1824",
+    ],
     "local": ["1,000 points keep the error and are 2.4"],
     "cme": ["1/164"],
     "checks": ["4.6 %"],
-    "peers": ["filterpy 3.1 to 4.5", "1 and 3.5", "torch-kf 19 to 24", "0.48 for one and 0.42 to 0.56", "0.8 to 2.9"],
+    "peers": [
+        "filterpy 3.1 to 4.5",
+        "1 and 3.5",
+        "torch-kf 19 to 24",
+        "0.48 for one and 0.42 to 0.56",
+        "0.8 to 2.9",
+    ],
     "filter": [],
     "faster_machine": [
-        *("54 times (171", "349 times", "152 times, 975 times (61", "0.92 times (59", "80 times, 37 times", "172, 274, 379"),
+        *(
+            "54 times (171",
+            "349 times",
+            "152 times, 975 times (61",
+            "0.92 times (59",
+            "80 times, 37 times",
+            "172, 274, 379",
+        ),
         *("188, 306, 481", "114, 227, 329", "727, 949, 1058", "3.8 %", "1.1; 0.53 to 0.6"),
     ],
 }
@@ -210,7 +288,11 @@ MEASURED = {
 @pytest.mark.parametrize("benchmark", MEASURED)
 def test_the_figures_of_speed(benchmark):
     page = " ".join(text_of("docs/speed.md").split())
-    file = RESULTS / "bench" / (f"{benchmark}.md" if benchmark == "faster_machine" else f"{benchmark}/claims.md")
+    file = (
+        RESULTS
+        / "bench"
+        / (f"{benchmark}.md" if benchmark == "faster_machine" else f"{benchmark}/claims.md")
+    )
     claims = page_tables.NUMBER.findall(file.read_text(encoding="utf-8").replace(",", ""))
     for words in MEASURED[benchmark]:
         assert words in page
@@ -225,7 +307,9 @@ def test_what_was_checked():
     runs, same = (sum(int(row[key]) for row in rows) for key in ("runs", "same"))
     words = rf"of {len(rows)} tables {same} of {runs} runs had the same scores, the largest relative difference was (\S+) "
     told = re.search(words, text_of("docs/results.md"))
-    assert told and told[1] == f"{max(float(row['largest difference']) for row in rows):.1e}".replace("e-0", "e-")
+    assert told and told[
+        1
+    ] == f"{max(float(row['largest difference']) for row in rows):.1e}".replace("e-0", "e-")
     assert all((RESULTS / row["table"] / "runs.csv").exists() for row in rows)
 
 
@@ -233,15 +317,22 @@ def test_the_figures_of_smoothing():
     """Those of docs/guide.md are of the benchmark's table."""
     with (RESULTS / "bench" / "smoothing" / "results.csv").open(newline="") as file:
         rows = {(row["data"], row["model"]): row for row in csv.DictReader(file)}
-    shares = [100 * float(rows[data, "kbf"]["share of the gap"]) for data in ("rotation", "oscillatory", "dmlab")]
+    shares = [
+        100 * float(rows[data, "kbf"]["share of the gap"])
+        for data in ("rotation", "oscillatory", "dmlab")
+    ]
     best = [float(rows["dsprites", "kbf"][key]) for key in ("smoother", "filtering floor")]
-    words = r"closes (\d+), (\d+) and (\d+) % of the gap.*?\((0\.\d+) against (0\.\d+)\).*?\((0\.\d+);"
+    words = (
+        r"closes (\d+), (\d+) and (\d+) % of the gap.*?\((0\.\d+) against (0\.\d+)\).*?\((0\.\d+);"
+    )
     told = re.search(words, text_of("docs/guide.md"), re.DOTALL)
     true_moves = float(rows["dsprites", "particle_observation"]["smoother"])
     assert told and all(map(agree, told.groups(), [*shares, *best, true_moves]))
 
 
-@pytest.mark.parametrize("group", ["data", "model", "encoder", "trainer", "callbacks", "logger", "launcher"])
+@pytest.mark.parametrize(
+    "group", ["data", "model", "encoder", "trainer", "callbacks", "logger", "launcher"]
+)
 def test_the_cheat_sheet_has_every_choice(group):
     words = set(re.findall(r"`(\w+)`", text_of("docs/cheatsheet.md")))
     missing = {path.stem for path in (ROOT / "configs" / group).glob("*.yaml")} - words
@@ -255,18 +346,25 @@ def test_the_cheat_sheet_has_every_command(command):
 
 INSTALL = re.compile(r"""pip install (?:-e )?["'\\]*(?:kbf|\.)\[[^`\n]*""")
 PIP = re.compile(r'pip install "kbf\[(\w+)\]"')
-"""How advice begins to install an extra, and its one form; `kbf.runtime.extras.missing` gives it in errors."""
+"""How advice begins to install an extra, and its one form; `kbf.runtime.optional_dependencies.missing` gives it in errors."""
 
 
 def test_extras_are_installed_in_one_way():
     """``pip install "kbf[EXTRA]"`` everywhere, with an extra that there is; README and tutorial say what it is in a clone."""
     extras = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
     files = [*PAGES, *ROOT.glob("configs/**/*.yaml"), *ROOT.glob("kbf/**/*.py")]
-    advice = {line for path in files for line in INSTALL.findall(path.read_text(encoding="utf-8")) if "{extra}" not in line}
+    advice = {
+        line
+        for path in files
+        for line in INSTALL.findall(path.read_text(encoding="utf-8"))
+        if "{extra}" not in line
+    }
     in_clones = {line for line in advice if line.startswith('pip install -e ".[')}
     assert {found[1] for line in advice - in_clones if (found := PIP.match(line))} <= extras.keys()
     assert len(advice) > 10 and all(PIP.match(line) for line in advice - in_clones)
-    assert len(in_clones) == 2 and missing("onnx", "export", "it").endswith('pip install "kbf[export]"')
+    assert len(in_clones) == 2 and missing("onnx", "export", "it").endswith(
+        'pip install "kbf[export]"'
+    )
 
 
 # The pages as they are built
@@ -303,7 +401,18 @@ def site(tmp_path_factory) -> Path:
     with directory.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (directory / "sitemap.xml").exists():
-            build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", "mkdocs.yml", "-d", directory]
+            build = [
+                sys.executable,
+                "-m",
+                "mkdocs",
+                "build",
+                "--strict",
+                "-q",
+                "-f",
+                "mkdocs.yml",
+                "-d",
+                directory,
+            ]
             told = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
             assert told.returncode == 0, told.stderr
     return directory
@@ -312,12 +421,20 @@ def site(tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_the_documentation_is_built_without_a_warning(site):
     page = (site / "reference" / "kbf.rkhs.conditional_means.html").read_text(encoding="utf-8")
-    assert 'href="kbf.rkhs.embeddings.html#kbf.rkhs.embeddings.cme_loo"' in page and "divide_and_conquer" in page
-    example = (site / "reference" / "kbf.filters.laws.base.html").read_text(encoding="utf-8")
-    assert '<span class="gp">&gt;&gt;&gt; </span>' in example and "<blockquote>" not in example, "examples are blocks of code"
+    assert (
+        'href="kbf.rkhs.embeddings.html#kbf.rkhs.embeddings.cme_loo"' in page
+        and "divide_and_conquer" in page
+    )
+    example = (site / "reference" / "kbf.densities.base.html").read_text(encoding="utf-8")
+    assert '<span class="gp">&gt;&gt;&gt; </span>' in example and "<blockquote>" not in example, (
+        "examples are blocks of code"
+    )
     assert (site / "results" / "rotation" / "comparison.png").exists()
     public = (site / "reference" / "index.html").read_text(encoding="utf-8")
-    assert "kbf.filters.kernel.kbf.html#kbf.filters.kernel.kbf.KBF" in public and "kbf.rollout" in public
+    assert (
+        "kbf.filters.kernel.kbf.html#kbf.filters.kernel.kbf.KBF" in public
+        and "kbf.rollout" in public
+    )
     assert "n_train: 300" in (site / "commands" / "train.html").read_text(encoding="utf-8")
 
 
@@ -331,8 +448,14 @@ def test_the_tutorials_are_run(site):
     ):
         page = (site / "tutorials" / f"{name}.html").read_text(encoding="utf-8")
         assert re.search(printed, page, re.DOTALL), name
-        assert len(list((site / "tutorials").glob(f"{name}_output_*.png"))) == pictures == page.count(f'src="{name}_output_')
-        cells = json.loads((site / "tutorials" / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+        assert (
+            len(list((site / "tutorials").glob(f"{name}_output_*.png")))
+            == pictures
+            == page.count(f'src="{name}_output_')
+        )
+        cells = json.loads((site / "tutorials" / f"{name}.ipynb").read_text(encoding="utf-8"))[
+            "cells"
+        ]
         assert any(cell.get("outputs") for cell in cells)
     assert "<table>" in (site / "tutorials" / "vectors.html").read_text(encoding="utf-8")
 
@@ -345,7 +468,11 @@ def test_equations_are_typeset_without_a_script(site):
 
 @pytest.mark.slow
 def test_every_link_of_the_built_pages_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site):
-    pages = {path: Links(path.read_text(encoding="utf-8")) for path in site.rglob("*.html") if path.name != "404.html"}
+    pages = {
+        path: Links(path.read_text(encoding="utf-8"))
+        for path in site.rglob("*.html")
+        if path.name != "404.html"
+    }
     wrong = []
     for path, page in pages.items():
         wrong += [

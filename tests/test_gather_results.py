@@ -21,15 +21,25 @@ def folders(tmp_path):
         made.append(folder := tmp_path / name)
         folder.mkdir()
         more = ",0.5" if extra else ""
-        rows = [f"{name},{n},{model},0.{n},0.01{more}" for n in (300, 1000) for model in ("kbf", "lstm")]
-        (folder / "results.csv").write_text("\n".join([f"data,n_train,model,excess,excess_se{extra}", *rows]) + "\n")
-        (folder / "runs.csv").write_text(f"data,n_train,seed,model,test.mse\n{name},300,0,kbf,0.1\n")
-        (folder / "about.json").write_text(json.dumps({"command": f"kbf compare data={name}", "commits": ["abc"], "torch": "2"}))
+        rows = [
+            f"{name},{n},{model},0.{n},0.01{more}" for n in (300, 1000) for model in ("kbf", "lstm")
+        ]
+        (folder / "results.csv").write_text(
+            "\n".join([f"data,n_train,model,excess,excess_se{extra}", *rows]) + "\n"
+        )
+        (folder / "runs.csv").write_text(
+            f"data,n_train,seed,model,test.mse\n{name},300,0,kbf,0.1\n"
+        )
+        (folder / "about.json").write_text(
+            json.dumps({"command": f"kbf compare data={name}", "commits": ["abc"], "torch": "2"})
+        )
     return made
 
 
 def gather(*arguments):
-    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True
+    )
 
 
 @pytest.mark.slow
@@ -37,7 +47,9 @@ def test_tables_stand_one_below_the_other(folders, tmp_path):
     done = gather(tmp_path / "all", *folders)
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader((tmp_path / "all" / "results.csv").open()))
-    assert [(row["data"], row["model"]) for row in rows[::2]] == [("clutter", "kbf")] * 2 + [("fork", "kbf")] * 2
+    assert [(row["data"], row["model"]) for row in rows[::2]] == [("clutter", "kbf")] * 2 + [
+        ("fork", "kbf")
+    ] * 2
     assert [row["energy_score"] for row in rows] == [""] * 4 + ["0.5"] * 4
     about = json.loads((tmp_path / "all" / "about.json").read_text())
     assert about["command"] == ["kbf compare data=clutter", "kbf compare data=fork"]
@@ -46,7 +58,9 @@ def test_tables_stand_one_below_the_other(folders, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("choice", "told"), [((0, 0), "in two of these folders"), ((0, 2), "no results.csv in")])
+@pytest.mark.parametrize(
+    ("choice", "told"), [((0, 0), "in two of these folders"), ((0, 2), "no results.csv in")]
+)
 def test_what_cannot_be_put_together_is_told(folders, tmp_path, choice, told):
     (tmp_path / "empty").mkdir()
     done = gather(tmp_path / "all", *([*folders, tmp_path / "empty"][k] for k in choice))

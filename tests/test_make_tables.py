@@ -13,9 +13,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import make_tables
 
-from kbf.commands.common import commit
+from kbf.commands.support.console import commit
 
-COMMAND = "kbf compare data=rotation 'n_train=[30]' runs=1 'models=[kalman,frame]' particles=50 workers=0"
+COMMAND = (
+    "kbf compare data=rotation 'n_train=[30]' runs=1 'models=[kalman,frame]' particles=50 workers=0"
+)
 
 
 @pytest.fixture
@@ -43,7 +45,9 @@ def test_a_table_is_replaced_by_what_its_command_makes_now(results, tmp_path, mo
     monkeypatch.setattr(make_tables, "commit", lambda: "def")
     make_tables.main(["small", "both", "particles=40"], results, tmp_path / "runs")
     rows = list(csv.DictReader((results / "small" / "results.csv").open()))
-    assert {row["model"] for row in rows} == {"kalman", "frame"} and all(float(row["mse"]) > 0 for row in rows)
+    assert {row["model"] for row in rows} == {"kalman", "frame"} and all(
+        float(row["mse"]) > 0 for row in rows
+    )
     assert (
         json.loads((results / "small" / "about.json").read_text())["command"]
         == COMMAND.replace(" particles=50", "") + " particles=40"
@@ -68,7 +72,12 @@ def test_what_cannot_be_made_is_told_and_stays(results, tmp_path, monkeypatch):
 
 def test_tables_that_were_just_made_are_not_a_change_of_the_commit(tmp_path):
     def git(*words):
-        subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=tmp_path, check=True, capture_output=True)
+        subprocess.run(
+            ["git", "-c", "user.name=n", "-c", "user.email=e", *words],
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+        )
 
     (tmp_path / "data" / "results").mkdir(parents=True)
     table, code = tmp_path / "data" / "results" / "table.csv", tmp_path / "code.py"
@@ -77,4 +86,8 @@ def test_tables_that_were_just_made_are_not_a_change_of_the_commit(tmp_path):
     table.write_text("2"), (tmp_path / "untracked").write_text("1")
     clean = commit(tmp_path)
     code.write_text("2")
-    assert len(clean) >= 7 and commit(tmp_path) == f"{clean}-dirty" and commit(tmp_path / "gone") is None
+    assert (
+        len(clean) >= 7
+        and commit(tmp_path) == f"{clean}-dirty"
+        and commit(tmp_path / "gone") is None
+    )

@@ -10,11 +10,19 @@ import torch
 from torch import Tensor
 
 from kbf.data.synthetic import SyntheticData
+from kbf.densities.ridge import RidgeMap, fit_ridge_map
 from kbf.evaluation.floors import floor
 from kbf.evaluation.score import score
-from kbf.filters.kernel.simulated_memory import SimulatedMemoryKBF
-from kbf.filters.ridge_map import RidgeMap, fit_ridge_map
-from kbf.manifolds import CIRCLE, FLAT, Manifold, circle_exp, circle_log, manifold_of, project_circle
+from kbf.filters.kernel.simulated_kbf import SimulatedKBF
+from kbf.manifolds import (
+    CIRCLE,
+    FLAT,
+    Manifold,
+    circle_exp,
+    circle_log,
+    manifold_of,
+    project_circle,
+)
 from kbf.rkhs.kernels import gaussian
 from kbf.ssm import OrientationModel
 
@@ -35,7 +43,9 @@ POSE = Manifold((2, 5))
 
 
 @pytest.mark.parametrize(
-    ("manifold", "q", "angles"), [(FLAT, 2, []), (CIRCLE, 2, [0]), (POSE, 7, [2, 4])], ids=["flat", "circle", "pose"]
+    ("manifold", "q", "angles"),
+    [(FLAT, 2, []), (CIRCLE, 2, [0]), (POSE, 7, [2, 4])],
+    ids=["flat", "circle", "pose"],
 )
 def test_exp_undoes_log(normal, manifold, q, angles):
     base, point = (manifold.project(normal(50, q)) for _ in range(2))
@@ -53,9 +63,13 @@ def test_the_distance_on_the_circle_is_the_arc(rng):
     a, b = torch.from_numpy(rng.uniform(-9, 9, (2, 200)))
     found = circle_log(heading(a), heading(b))[:, 0]
     torch.testing.assert_close(found, wrapped(b - a), atol=1e-12, rtol=0)
-    torch.testing.assert_close(2 * (found.abs() / 2).sin(), (heading(a) - heading(b)).norm(dim=-1))  # the chord
+    torch.testing.assert_close(
+        2 * (found.abs() / 2).sin(), (heading(a) - heading(b)).norm(dim=-1)
+    )  # the chord
     torch.testing.assert_close(circle_log(heading(b), heading(a))[:, 0], -found)
-    assert circle_log(heading(torch.tensor(0.0)), torch.tensor([-1.0, 0.0])).item() == pytest.approx(math.pi)
+    assert circle_log(
+        heading(torch.tensor(0.0)), torch.tensor([-1.0, 0.0])
+    ).item() == pytest.approx(math.pi)
 
 
 def test_batches_broadcast(normal):
@@ -83,7 +97,9 @@ def test_projection_and_recognition(normal):
     assert manifold_of(torch.cat([on, points[:1]])) == FLAT
     assert manifold_of(torch.cat([points, on, points[:, :1], on.flip(1)], 1)) == POSE
     assert manifold_of(torch.cat([on, on], 1)) == Manifold((0, 2))
-    assert manifold_of(torch.tensor([[1.0, 0.0], [1.0, 0.0]])) == FLAT  # constant components are no angle
+    assert (
+        manifold_of(torch.tensor([[1.0, 0.0], [1.0, 0.0]])) == FLAT
+    )  # constant components are no angle
     assert manifold_of(points[:, :1]) == FLAT
 
 
@@ -91,7 +107,12 @@ def test_a_pose_is_taken_apart(normal):
     """Each component of a displacement is that of its own part."""
     base, point = (POSE.project(normal(9, 7)) for _ in range(2))
     found, flat = POSE.log(base, point), point - base
-    parts = [flat[:, :2], circle_log(base[:, 2:4], point[:, 2:4]), flat[:, 4:5], circle_log(base[:, 5:], point[:, 5:])]
+    parts = [
+        flat[:, :2],
+        circle_log(base[:, 2:4], point[:, 2:4]),
+        flat[:, 4:5],
+        circle_log(base[:, 5:], point[:, 5:]),
+    ]
     torch.testing.assert_close(found, torch.cat(parts, 1))
     torch.testing.assert_close(POSE.project(base), base)
     assert POSE.log(base[:, None], point).shape == (9, 9, 5)
@@ -106,7 +127,10 @@ def turning_run(steps: int, seed: int = 0) -> Tensor:
     """(position, cos, sin): theta' = theta + 0.4 + e_1, position' = 0.5 position + e_2, e with standard deviations 0.2 and 0.3 and
     correlation 0.8."""
     cov = torch.tensor([[0.04, 0.048], [0.048, 0.09]], dtype=F64)
-    e = torch.randn(steps, 2, dtype=F64, generator=torch.Generator().manual_seed(seed)) @ torch.linalg.cholesky(cov).mT
+    e = (
+        torch.randn(steps, 2, dtype=F64, generator=torch.Generator().manual_seed(seed))
+        @ torch.linalg.cholesky(cov).mT
+    )
     theta, position = (0.4 + e[:, 0]).cumsum(0), [torch.zeros((), dtype=F64)]
     for noise in e[1:, 1]:
         position.append(0.5 * position[-1] + noise)
@@ -125,10 +149,14 @@ def test_noise_of_an_angle_beside_other_components():
     torch.testing.assert_close(drawn[:, 1:].norm(dim=-1), torch.ones(len(drawn), dtype=F64))
     mean, scale = fitted.predict(u[:1])
     torch.testing.assert_close(fitted.expected(mean, scale)[0], drawn.mean(0), rtol=0, atol=0.01)
-    position, angle = torch.meshgrid(torch.linspace(-6, 6, 401, dtype=F64), torch.arange(0, 6.28, 0.04, dtype=F64), indexing="ij")
+    position, angle = torch.meshgrid(
+        torch.linspace(-6, 6, 401, dtype=F64), torch.arange(0, 6.28, 0.04, dtype=F64), indexing="ij"
+    )
     grid = torch.cat([position[..., None], heading(angle)], -1).flatten(0, 1)
     wide = fitted._replace(noise=20 * fitted.noise)  # an angle that may come round
-    log_density = wide.log_density_table(grid, *wide.predict(u[:1]))[:, 0] - 0.5 * torch.logdet(2 * math.pi * wide.noise)
+    log_density = wide.log_density_table(grid, *wide.predict(u[:1]))[:, 0] - 0.5 * torch.logdet(
+        2 * math.pi * wide.noise
+    )
     assert log_density.exp().sum().item() * 0.03 * 0.04 == pytest.approx(1, abs=0.01)
 
 
@@ -154,7 +182,9 @@ def test_the_wrapped_density_integrates_to_one(noise):
     regression, count = ridge_map(noise), 4000
     angle = torch.arange(count, dtype=F64) * (2 * math.pi / count)
     u = torch.tensor([[-1.0], [0.3], [0.9]], dtype=F64)
-    log_density = regression.log_density(heading(angle)[:, None], u) - 0.5 * math.log(2 * math.pi * noise)
+    log_density = regression.log_density(heading(angle)[:, None], u) - 0.5 * math.log(
+        2 * math.pi * noise
+    )
     assert log_density.shape == (count, 3)
     total = log_density.exp().sum(0) * 2 * math.pi / count
     torch.testing.assert_close(total, torch.ones(3, dtype=F64), atol=1e-3, rtol=0)
@@ -168,7 +198,9 @@ def test_draws_follow_the_density():
     drawn = regression.sample(u, torch.Generator().manual_seed(0))
     torch.testing.assert_close(drawn.norm(dim=-1), torch.ones(40_000, dtype=F64))
     mean, scale = regression.predict(u[:1])
-    torch.testing.assert_close(drawn.mean(0), mean[0] * (-0.5 * 0.3 * scale).exp(), atol=0.01, rtol=0)
+    torch.testing.assert_close(
+        drawn.mean(0), mean[0] * (-0.5 * 0.3 * scale).exp(), atol=0.01, rtol=0
+    )
 
 
 def test_turn_and_noise_are_recovered():
@@ -191,6 +223,10 @@ def test_turn_and_noise_are_recovered():
 @pytest.mark.slow
 def test_the_enlarged_filter_is_near_the_particle_filter_on_headings():
     data = SyntheticData(OrientationModel(), n_train=300, n_test=200, seed=100)
-    found = score(SimulatedMemoryKBF(points=300, draws=4, run=6000, rank=24).condition(data.train), data.test).mse.mean().item()
+    found = (
+        score(SimulatedKBF(points=300, draws=4, run=6000, rank=24).fit(data.train), data.test)
+        .mse.mean()
+        .item()
+    )
     least = floor(OrientationModel(), data.train, data.test, particles=1000).mse.mean().item()
     assert least < found < 1.1 * least

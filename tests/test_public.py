@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import kbf
-from kbf.filters.window_regression import WindowRidge
-from kbf.runtime import notebook
+from kbf.filters.regression.window import WindowRidge
+from kbf.runtime import html_repr
 
 ROOT = Path(__file__).resolve().parent.parent
 STUBS = sorted((ROOT / "kbf").rglob("__init__.pyi"))
@@ -28,15 +28,26 @@ STUBS = sorted((ROOT / "kbf").rglob("__init__.pyi"))
 def stub_imports(path: Path) -> dict[str, str]:
     """The names that a stub offers, and the module that each comes from."""
     body = ast.parse(path.read_text(encoding="utf-8")).body
-    nodes = [node for node in body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("kbf")]
-    assert all(alias.asname for node in nodes for alias in node.names), "without 'as' a stub keeps a name for itself"
-    return {str(alias.asname): f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+    nodes = [
+        node
+        for node in body
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("kbf")
+    ]
+    assert all(alias.asname for node in nodes for alias in node.names), (
+        "without 'as' a stub keeps a name for itself"
+    )
+    return {
+        str(alias.asname): f"{node.module}.{alias.name}" for node in nodes for alias in node.names
+    }
 
 
 @pytest.mark.parametrize("stub", STUBS, ids=lambda path: path.parent.name)
 def test_editors_are_told_what_is_there(stub):
     package = ".".join(stub.parent.relative_to(ROOT).parts)
-    modules = {module.name: f"{package}.{module.name}" for module in pkgutil.iter_modules([str(stub.parent)])}
+    modules = {
+        module.name: f"{package}.{module.name}"
+        for module in pkgutil.iter_modules([str(stub.parent)])
+    }
     if package == "kbf":
         modules |= {name: f"{home}.{name}" for name, home in kbf._HOME.items()} | kbf._SHORT
     assert stub_imports(stub) == modules
@@ -71,7 +82,7 @@ def test_modules_by_attribute():
 PROGRAM = """import kbf
 import numpy as np
 
-recording = kbf.Sequence(np.zeros((9, 2)), np.zeros((9, 3)))
+recording = kbf.Recording(np.zeros((9, 2)), np.zeros((9, 3)))
 kernel_filter = kbf.KBF(rank=3).condition(recording)
 reveal_type(kbf.rollout(kernel_filter, recording.obs[None]).estimates)
 reveal_type(kbf.smoothing.smooth(kernel_filter, np.zeros((1, 9, 3))).estimates)
@@ -91,16 +102,26 @@ def pyright(*arguments: str | Path) -> dict:
     search = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     run = [sys.executable, "-m", "pyright", "--outputjson", *map(str, arguments)]
     environment = os.environ | {"PATH": search, "PYTHONPATH": str(ROOT)}
-    return json.loads(subprocess.run(run, cwd=ROOT.parent, env=environment, capture_output=True, text=True).stdout)
+    return json.loads(
+        subprocess.run(run, cwd=ROOT.parent, env=environment, capture_output=True, text=True).stdout
+    )
 
 
 @pytest.mark.slow
 def test_a_misspelt_argument_is_an_error(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"typeCheckingMode": "standard", "extraPaths": [str(ROOT)]}))
+    (tmp_path / "pyrightconfig.json").write_text(
+        json.dumps({"typeCheckingMode": "standard", "extraPaths": [str(ROOT)]})
+    )
     found = pyright("--project", tmp_path, "--pythonpath", sys.executable)["generalDiagnostics"]
-    lines = {entry["range"]["start"]["line"] + 1: entry for entry in found if entry["severity"] in ("error", "information")}
-    assert {line for line, entry in lines.items() if entry["severity"] == "error"} == set(WRONG), found
+    lines = {
+        entry["range"]["start"]["line"] + 1: entry
+        for entry in found
+        if entry["severity"] in ("error", "information")
+    }
+    assert {line for line, entry in lines.items() if entry["severity"] == "error"} == set(WRONG), (
+        found
+    )
     assert all(word in lines[line]["message"] for line, word in (WRONG | REVEALED).items())
 
 
@@ -121,45 +142,64 @@ def data() -> kbf.SyntheticData:
 
 def test_numpy_arrays_go_in(data):
     (train,), (test,) = data.train, data.test
-    with_arrays = kbf.Sequence(train.states.numpy(), obs=train.obs.numpy())
+    with_arrays = kbf.Recording(train.states.numpy(), obs=train.obs.numpy())
     assert isinstance(with_arrays.obs, torch.Tensor)
     model, x = kbf.KBF(rank=8, dtype="float64"), test.obs[None]
     model.prepare([with_arrays])
-    kernel_filter = model.condition(with_arrays)
-    expected = kbf.rollout(model.condition(train), x).estimates
+    kernel_filter = model.fit(with_arrays)
+    expected = kbf.rollout(model.fit(train), x).estimates
     mask = np.ones((1, 12), dtype=bool)
     assert torch.equal(kbf.rollout(kernel_filter, x.numpy(), mask=mask).estimates, expected)
     assert torch.equal(kbf.smooth(kernel_filter, x.numpy(), lag=0).estimates, expected)
-    assert torch.equal(kbf.predict_ahead(kernel_filter, x.numpy(), 1), kbf.predict_ahead(kernel_filter, x, 1))
+    assert torch.equal(
+        kbf.predict_ahead(kernel_filter, x.numpy(), 1), kbf.predict_ahead(kernel_filter, x, 1)
+    )
     live = kbf.Live(kernel_filter)
     assert torch.equal(torch.stack([live.step(x[:, t].numpy()) for t in range(12)], 1), expected)
     state = kbf.step(kernel_filter, kernel_filter.init(1), x[:, 0].numpy())
     assert torch.equal(kernel_filter.estimate(state), expected[:, 0])
-    assert torch.equal(kbf.score(kernel_filter, [kbf.Sequence(test.states.numpy(), test.obs.numpy())]).estimates[0], expected[0])
+    assert torch.equal(
+        kbf.score(kernel_filter, [kbf.Recording(test.states.numpy(), test.obs.numpy())]).estimates[
+            0
+        ],
+        expected[0],
+    )
 
 
-@pytest.mark.parametrize("change", [lambda x: x[::-1], lambda x: x.astype(">f8"), lambda x: np.broadcast_to(x[:1], x.shape)])
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x[::-1], lambda x: x.astype(">f8"), lambda x: np.broadcast_to(x[:1], x.shape)],
+)
 def test_any_array_is_read(change):
     array = change(np.arange(6.0).reshape(3, 2))
-    assert torch.equal(kbf.Sequence(array, np.zeros((3, 1))).states, torch.tensor(array.tolist(), dtype=torch.float64))
+    assert torch.equal(
+        kbf.Recording(array, np.zeros((3, 1))).states,
+        torch.tensor(array.tolist(), dtype=torch.float64),
+    )
 
 
 UNREADABLE = {
-    "kbf.Sequence([[1.0, 2.0]], np.zeros((1, 1)))": "states must be a tensor or a NumPy array, got a list: numpy.asarray(states)",
-    "kbf.Sequence(np.zeros((1, 1)), np.array([['a']]))": "obs must be numbers, got an array of <U1: obs.astype(float) turns",
-    "kbf.KBF().condition((np.zeros((9, 2)), np.zeros((9, 2))))": "recordings are kbf.Sequence(states, observations)",
-    "kbf.KBF().condition([kbf.Sequence(np.zeros(9), np.zeros((9, 2)))])": "states must be (T, d) and observations (T, ...)",
+    "kbf.Recording([[1.0, 2.0]], np.zeros((1, 1)))": "states must be a tensor or a NumPy array, got a list: numpy.asarray(states)",
+    "kbf.Recording(np.zeros((1, 1)), np.array([['a']]))": "obs must be numbers, got an array of <U1: obs.astype(float) turns",
+    "kbf.KBF().condition((np.zeros((9, 2)), np.zeros((9, 2))))": "recordings are kbf.Recording(states, observations)",
+    "kbf.KBF().condition([kbf.Recording(np.zeros(9), np.zeros((9, 2)))])": "states must be (T, d) and observations (T, ...)",
 }
 
 
 @pytest.mark.slow
 def test_what_cannot_go_in_gets_one_line():
     """In a process of its own: in this one every annotation is checked before the function is called."""
-    tries = "".join(f"try:\n    {code}\nexcept ValueError as error:\n    print(error)\n" for code in UNREADABLE)
+    tries = "".join(
+        f"try:\n    {code}\nexcept ValueError as error:\n    print(error)\n" for code in UNREADABLE
+    )
     code = f"import kbf\nimport numpy as np\n{tries}"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert len(told) == len(UNREADABLE)
-    assert all(message in line for message, line in zip(UNREADABLE.values(), told, strict=True)), told
+    assert all(message in line for message, line in zip(UNREADABLE.values(), told, strict=True)), (
+        told
+    )
 
 
 # Copies
@@ -168,7 +208,7 @@ def test_what_cannot_go_in_gets_one_line():
 MODELS = [
     lambda: kbf.KBF(rank=8, dtype="float64"),
     lambda: kbf.KBF(rank=None, rule="original", dtype="float64"),
-    lambda: kbf.SimulatedMemoryKBF(points=40, run=400, dtype="float64"),
+    lambda: kbf.SimulatedKBF(points=40, run=400, dtype="float64"),
     kbf.LearnedKalman,
     lambda: kbf.ParticleFilter(kbf.ssm.rotation(), particles=50),
     lambda: kbf.UKF(kbf.ssm.rotation()),
@@ -180,9 +220,12 @@ MODELS = [
 def test_filters_can_be_copied(make, data):
     model = make()
     model.prepare(data.train)
-    original = model.condition(data.train)
+    original = model.fit(data.train)
     copied, x = copy.deepcopy(original), data.test[0].obs[None]
-    runs = [kbf.rollout(each, x, generator=torch.Generator().manual_seed(0)).estimates for each in (original, copied)]
+    runs = [
+        kbf.rollout(each, x, generator=torch.Generator().manual_seed(0)).estimates
+        for each in (original, copied)
+    ]
     assert torch.equal(*runs) and not runs[1].requires_grad
     if isinstance(copied, torch.nn.Module):
         for one, other in zip(original.buffers(), copied.buffers(), strict=True):
@@ -198,16 +241,16 @@ def test_filters_can_be_copied(make, data):
 def test_objects_say_what_they_hold(data):
     model = kbf.KBF(rank=8)
     model.prepare(data.train)
-    kernel_filter = model.condition(data.train)
+    kernel_filter = model.fit(data.train)
     run = kbf.rollout(kernel_filter, data.test[0].obs[None])
     result = kbf.score(kernel_filter, data.test)
     said = [
         (data, ("SyntheticData", "1 recording, 60 steps", "1 recording, 12 steps")),
-        (data.train[0], ("Sequence", "60 x 2 float64")),
+        (data.train[0], ("Recording", "60 x 2 float64")),
         (model, ("KBF", "rank", "8", "importance_weighted")),
         (kernel_filter, ("KernelBayesFilter", "60 x 2")),
-        (kbf.LearnedKalman().condition(data.train), ("KalmanFilter",)),
-        (run, ("Rollout", "1 x 12 x 2", "passed_over")),
+        (kbf.LearnedKalman().fit(data.train), ("KalmanFilter",)),
+        (run, ("Rollout", "1 x 12 x 2", "rejected")),
         (result, ("Score", f"{result.mse.item():.4g}")),
         (kbf.Live(kernel_filter), ("Live", "KernelBayesFilter")),
     ]
@@ -216,14 +259,26 @@ def test_objects_say_what_they_hold(data):
         assert len(repr(thing)) < 1000 and len(page) < 40_000
         for word in words:
             assert word in repr(thing) and word in page, (word, repr(thing))
-    assert "<svg" in run._repr_html_() and "<svg" in data._repr_html_() and "tensor(" not in repr(run)
+    assert (
+        "<svg" in run._repr_html_() and "<svg" in data._repr_html_() and "tensor(" not in repr(run)
+    )
 
 
 def test_curves_have_gaps_and_pages_are_escaped():
-    drawn = notebook.lines([[0.0], [1.0], [float("nan")], [2.0], [3.0]], "z < 1")
-    assert drawn.count("M") == 2 and drawn.count("L") == 2 and "z &lt; 1" in drawn and "from 0 to 3" in drawn
-    assert notebook.lines([[float("nan")]] * 3, "nothing") == "" and notebook.lines([[1.0]], "one step") == ""
-    assert "&lt;b&gt;" in notebook.table("<b>", [("n", "<i>")]) and "<i>" not in notebook.table("", [("n", "<i>")])
+    drawn = html_repr.lines([[0.0], [1.0], [float("nan")], [2.0], [3.0]], "z < 1")
+    assert (
+        drawn.count("M") == 2
+        and drawn.count("L") == 2
+        and "z &lt; 1" in drawn
+        and "from 0 to 3" in drawn
+    )
+    assert (
+        html_repr.lines([[float("nan")]] * 3, "nothing") == ""
+        and html_repr.lines([[1.0]], "one step") == ""
+    )
+    assert "&lt;b&gt;" in html_repr.table("<b>", [("n", "<i>")]) and "<i>" not in html_repr.table(
+        "", [("n", "<i>")]
+    )
 
 
 # A data module of one's own
@@ -232,10 +287,12 @@ def test_curves_have_gaps_and_pages_are_escaped():
 class Mine(lightning.LightningDataModule):
     """Windows cut by a loader that knows nothing of kbf but its record."""
 
-    def __init__(self, train: kbf.Sequence, test: kbf.Sequence) -> None:
+    def __init__(self, train: kbf.Recording, test: kbf.Recording) -> None:
         super().__init__()
-        self.windows = kbf.Sequence(train.states.unflatten(0, (-1, 15)), train.obs.unflatten(0, (-1, 15)))
-        self.new = kbf.Sequence(test.states[None], test.obs[None])
+        self.windows = kbf.Recording(
+            train.states.unflatten(0, (-1, 15)), train.obs.unflatten(0, (-1, 15))
+        )
+        self.new = kbf.Recording(test.states[None], test.obs[None])
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader([self.windows], batch_size=None)
@@ -247,14 +304,35 @@ class Mine(lightning.LightningDataModule):
 
 
 def test_a_data_module_of_ones_own(data):
-    net = {"_target_": "kbf.filters.lstm.LSTMFilter", "d": 2, "q": 2, "hidden": 8, "sizes": [8]}
-    config = {"model": {"name": "lstm", "net": net, "training": {"epochs": 2, "lr": 0.01}, "dtype": "float64"}, "seed": 0}
+    net = {
+        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "d": 2,
+        "q": 2,
+        "hidden": 8,
+        "sizes": [8],
+    }
+    config = {
+        "model": {
+            "name": "lstm",
+            "net": net,
+            "training": {"epochs": 2, "lr": 0.01},
+            "dtype": "float64",
+        },
+        "seed": 0,
+    }
     module = kbf.FilterTraining(config, data.train)
-    options = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+    options = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+    }
     trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", **options)
     mine = Mine(data.train[0], data.test[0])
     trainer.fit(module, mine)
     (told,) = trainer.test(module, mine, verbose=False)
     (estimates,) = trainer.predict(module, mine)
     assert estimates.shape == (1, 12, 2) and torch.equal(module(data.test[0].obs[None]), estimates)
-    assert told["test/mse"] == pytest.approx((estimates[0] - data.test[0].states).square().sum(-1).mean().item())
+    assert told["test/mse"] == pytest.approx(
+        (estimates[0] - data.test[0].states).square().sum(-1).mean().item()
+    )

@@ -15,10 +15,10 @@ from PIL import Image
 from kbf.cli import main
 from kbf.data.synthetic import SyntheticData
 from kbf.data.windows import piece
+from kbf.recording import Recording
 from kbf.rkhs.kernels import KERNELS
 from kbf.rkhs.ratios import RATIOS
 from kbf.rkhs.rules import RULES
-from kbf.sequence import Sequence
 from kbf.ssm import rotation
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +27,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 TUTORIAL = (DOCS / "tutorial.md").read_text(encoding="utf-8")
 PAGES = [
     README,
-    *(page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md")) if page.stem not in ("tutorial", "extending")),
+    *(
+        page.read_text(encoding="utf-8")
+        for page in sorted(DOCS.glob("*.md"))
+        if page.stem not in ("tutorial", "extending")
+    ),
 ]
 """All but those whose commands are run one after the other."""
 PLACEHOLDER = re.compile(r"\b(NAME|COMMAND|PATH|RUN)\b|…|\.\.\.")
@@ -42,18 +46,29 @@ def blocks(text: str, language: str) -> list[str]:
 def commands(text: str) -> list[str]:
     """Every ``kbf ...`` of blocks for the shell and of code within lines, without comments and placeholders."""
     lines = [line for block in blocks(text, "sh") for line in block.splitlines()]
-    lines += re.findall(r"`(kbf [^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    lines += re.findall(
+        r"`(kbf [^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    )
     found = [line.partition("#")[0].strip() for line in lines if line.startswith("kbf ")]
-    return sorted({line for line in found if len(line.split()) > 2 and not PLACEHOLDER.search(line)})
+    return sorted(
+        {line for line in found if len(line.split()) > 2 and not PLACEHOLDER.search(line)}
+    )
 
 
 def words(line: str) -> list[str]:
     """What the shell hands over, with the checkpoint that is there in place of those that are not, and the first run of a sweep."""
     given = shlex.split(line)[1:]
     if given[0] == "evaluate":
-        given = ["checkpoint=example:rotation" if re.match("checkpoint=(?!runs/arm/)", word) else word for word in given]
+        given = [
+            "checkpoint=example:rotation" if re.match("checkpoint=(?!runs/arm/)", word) else word
+            for word in given
+        ]
     if "--multirun" in given:
-        given = [word.partition(",")[0] for word in given if word != "--multirun" and word.partition("=")[0] not in ELSEWHERE]
+        given = [
+            word.partition(",")[0]
+            for word in given
+            if word != "--multirun" and word.partition("=")[0] not in ELSEWHERE
+        ]
     return given
 
 
@@ -84,9 +99,17 @@ def arm(tmp_path_factory):
     for name in ("rec", "other", "more", "new", "views/states"):
         (directory / f"{name}.csv").write_text("\n".join(["x,y,a,b", *rows]))
     headings = torch.atan2(data.states[:, 1], data.states[:, 0])[:, None]
-    runs = [f"{k // 20},{k}," + ",".join(map(str, row)) for k, row in enumerate(torch.cat([headings, data.obs], 1).tolist())]
+    runs = [
+        f"{k // 20},{k}," + ",".join(map(str, row))
+        for k, row in enumerate(torch.cat([headings, data.obs], 1).tolist())
+    ]
     (directory / "runs.csv").write_text("\n".join(["run,t,heading,a,b", *runs]))
-    columns = ["data=own", f"data.path={directory / 'rec.csv'}", "data.states=[x,y]", "data.observations=[a,b]"]
+    columns = [
+        "data=own",
+        f"data.path={directory / 'rec.csv'}",
+        "data.states=[x,y]",
+        "data.observations=[a,b]",
+    ]
     cheap = ["model=kalman", "logger=none", "calibrate=false", "trainer.enable_progress_bar=false"]
     assert main(["train", *columns, *cheap, f"run_dir={directory / 'runs' / 'arm'}"]) == 0
     return directory
@@ -103,7 +126,9 @@ def test_the_commands_can_be_typed(line, arm, monkeypatch, capsys):
 @pytest.mark.slow
 def test_python_of_the_readme(tmp_path, monkeypatch, capsys):
     names = run_python(README, tmp_path, monkeypatch)
-    error = float(capsys.readouterr().out.split("\n")[0].removeprefix("tensor(").partition(",")[0].rstrip(")"))
+    error = float(
+        capsys.readouterr().out.split("\n")[0].removeprefix("tensor(").partition(",")[0].rstrip(")")
+    )
     assert error < 0.08, "the filter of the snippet is no good"
     live = names["live"]
     live.save("state.pt")
@@ -126,10 +151,12 @@ class Rat:
     def __init__(self, name: str, *, n_train: int) -> None:
         assert name == "rat"
         generator = torch.Generator().manual_seed(0)
-        places = torch.randn(n_train + 300, 2, generator=generator).cumsum(0).mul(0.1).sin().double()
+        places = (
+            torch.randn(n_train + 300, 2, generator=generator).cumsum(0).mul(0.1).sin().double()
+        )
         centres = 2 * torch.rand(40, 2, generator=generator).double() - 1
         rates = 0.03 + 1.2 * (-torch.cdist(places, centres).square() / 0.1).exp()
-        walk = Sequence(places, torch.poisson(rates, generator=generator))
+        walk = Recording(places, torch.poisson(rates, generator=generator))
         self.train, self.test = [piece(walk, 0, n_train)], [piece(walk, n_train, n_train + 300)]
 
 
@@ -140,7 +167,15 @@ def test_the_tutorial(tmp_path, monkeypatch, capsys):
     run_python(TUTORIAL, tmp_path, monkeypatch)
     lines = [line for block in blocks(TUTORIAL, "sh") for line in block.splitlines()]
     assert [line.split()[1] for line in lines] == ["data", "train", "compare", "evaluate", "filter"]
-    quick = {"train": ["model=kalman", "logger=none", "calibrate=false", "trainer.enable_progress_bar=false"], "compare": ["--cfg"]}
+    quick = {
+        "train": [
+            "model=kalman",
+            "logger=none",
+            "calibrate=false",
+            "trainer.enable_progress_bar=false",
+        ],
+        "compare": ["--cfg"],
+    }
     for line in lines:
         given = shlex.split(line)[1:]
         assert main([*given, *quick.get(given[0], [])]) == 0, capsys.readouterr().err
@@ -158,16 +193,25 @@ def extending(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("my_kbf"), [line for block in blocks(page, "sh") for line in block.splitlines()]
+    yield (
+        importlib.import_module("my_kbf"),
+        [line for block in blocks(page, "sh") for line in block.splitlines()],
+    )
     sys.modules.pop("my_kbf")
-    for table, name in ((KERNELS, "rational_quadratic"), (RULES, "nadaraya_watson"), (RATIOS, "bounded")):
+    for table, name in (
+        (KERNELS, "rational_quadratic"),
+        (RULES, "nadaraya_watson"),
+        (RATIOS, "bounded"),
+    ):
         table.pop(name)
 
 
 @pytest.mark.slow
 def test_the_page_on_extending(extending, capsys):
     page, lines = extending
-    raw = (page.recording.test[0].obs - page.recording.test[0].states).square().sum(-1).mean().item()
+    raw = (
+        (page.recording.test[0].obs - page.recording.test[0].states).square().sum(-1).mean().item()
+    )
     assert max(page.kernel_error, page.rule_error, page.ratio_error, page.filter_error) < 0.85 * raw
     for unfit in ({"rule": "nadaraya_watson"}, {"ratio": "bounded"}):
         with pytest.raises(ValueError, match="set rank to null"):
@@ -175,11 +219,22 @@ def test_the_page_on_extending(extending, capsys):
     assert page.features.shape == (5, 16) and page.first.shape == (1, 2)
     assert page.drift_error < 0.5 * page.drift.test[0].states.var().item()
     assert page.verdicts[0].reproduced is True and len(page.rows) == 12
-    quick = ["n_train=60", "particles=100", "logger=none", "calibrate=false", "trainer.enable_progress_bar=false"]
-    more = {"data=dsprites": ["model=kalman", "data.coding.epochs=1", "data.coding.members=2"], "data=drift": ["model=kalman"]}
+    quick = [
+        "n_train=60",
+        "particles=100",
+        "logger=none",
+        "calibrate=false",
+        "trainer.enable_progress_bar=false",
+    ]
+    more = {
+        "data=dsprites": ["model=kalman", "data.encoding.epochs=1", "data.encoding.members=2"],
+        "data=drift": ["model=kalman"],
+    }
     for line in lines:
         given = shlex.split(line)[1:]
         words = [word for key, added in more.items() if key in given for word in added]
         words += ["model.training.epochs=2"] if "model=lstm" in given else []
-        assert main([*given, *words, *(quick if given[0] == "train" else ["particles=100"])]) == 0, capsys.readouterr().err
+        assert (
+            main([*given, *words, *(quick if given[0] == "train" else ["particles=100"])]) == 0
+        ), capsys.readouterr().err
     assert len(Path("epochs.txt").read_text().splitlines()) == 2

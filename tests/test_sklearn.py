@@ -47,7 +47,9 @@ def test_it_is_kernel_ridge_regression(wave, rng):
     theirs = KernelRidge(kernel="rbf", gamma=1 / (2 * 0.9**2), alpha=len(x) * 1e-3).fit(x, y)
     np.testing.assert_allclose(fit.predict(queries), theirs.predict(queries), rtol=1e-9)
     np.testing.assert_allclose(fit.weights(queries) @ y, fit.predict(queries), rtol=1e-9)
-    np.testing.assert_allclose(fit.embedding(queries).mean().numpy(), fit.predict(queries), rtol=1e-9)
+    np.testing.assert_allclose(
+        fit.embedding(queries).mean().numpy(), fit.predict(queries), rtol=1e-9
+    )
     assert fit.predict(queries).shape == (7, 2)
     assert clone(fit).fit(x, y[:, 0]).predict(queries).shape == (7,)
 
@@ -63,7 +65,9 @@ def test_what_is_none_is_chosen_from_the_training_pairs(wave):
         error = 0.0
         for i in range(len(x)):
             keep = np.arange(len(x)) != i
-            weights = np.linalg.solve(gram[np.ix_(keep, keep)] + len(x) * reg * np.eye(len(x) - 1), gram[keep, i])
+            weights = np.linalg.solve(
+                gram[np.ix_(keep, keep)] + len(x) * reg * np.eye(len(x) - 1), gram[keep, i]
+            )
             error += ((weights @ y[keep] - y[i]) ** 2).sum()
         return error
 
@@ -89,7 +93,9 @@ def test_it_works_inside_of_scikit_learn(wave):
     x, y = wave
     scaled = x * [1, 1000]
     pipeline = make_pipeline(StandardScaler(), ConditionalMeanEmbedding())
-    search = GridSearchCV(pipeline, {"conditionalmeanembedding__kernel": ["laplace", "gaussian"]}, cv=3).fit(scaled, y)
+    search = GridSearchCV(
+        pipeline, {"conditionalmeanembedding__kernel": ["laplace", "gaussian"]}, cv=3
+    ).fit(scaled, y)
     assert search.best_params_ == {"conditionalmeanembedding__kernel": "gaussian"}
     assert search.best_score_ > 0.9 > ConditionalMeanEmbedding().fit(scaled, y).score(scaled, y)
 
@@ -101,8 +107,14 @@ def test_it_works_inside_of_scikit_learn(wave):
         ({"form": "fast"}, "form must be one of exact, .*'fast'"),
         ({"bandwidth": 0.0}, "bandwidth must be positive, got 0.0"),
         ({"reg": -1.0}, "reg must be positive, got -1.0"),
-        ({"form": "nystrom", "size": 81}, "m must be between 1 and the number of training pairs, 80, got 81"),
-        ({"form": "random_fourier", "kernel": "imq"}, "random_fourier features are of the gaussian kernel, not of 'imq'"),
+        (
+            {"form": "nystrom", "size": 81},
+            "m must be between 1 and the number of training pairs, 80, got 81",
+        ),
+        (
+            {"form": "random_fourier", "kernel": "imq"},
+            "random_fourier features are of the gaussian kernel, not of 'imq'",
+        ),
     ],
 )
 def test_bad_settings_get_one_clear_error(settings, message, wave):
@@ -136,9 +148,16 @@ def test_without_alpha_the_function_is_kulsif(samples, normal):
     coef = ratios.relative_coef(gram, len(z), 1e-2, 0.0)
     here = KERNEL(z, points) @ coef
     torch.testing.assert_close(here, ratios.tikhonov(KERNEL(z, z), KERNEL(z, u).mean(1), 1e-2))
-    r = reference.kulsif_function(z.numpy(), u.numpy(), lambda a, b: reference.gaussian(a, b, 0.7), 1e-2)
+    r = reference.kulsif_function(
+        z.numpy(), u.numpy(), lambda a, b: reference.gaussian(a, b, 0.7), 1e-2
+    )
     elsewhere = normal(5, 1)
-    np.testing.assert_allclose((KERNEL(elsewhere, points) @ coef).numpy(), [r(x) for x in elsewhere.numpy()], rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(
+        (KERNEL(elsewhere, points) @ coef).numpy(),
+        [r(x) for x in elsewhere.numpy()],
+        rtol=1e-6,
+        atol=1e-8,
+    )
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9])
@@ -150,7 +169,9 @@ def test_the_function_is_the_minimiser(alpha, samples, normal):
     def loss(coef):
         r = gram @ coef
         at_z, at_u = r[: len(z)], r[len(z) :]
-        fit = alpha / 2 * at_u.square().mean() + (1 - alpha) / 2 * at_z.square().mean() - at_u.mean()
+        fit = (
+            alpha / 2 * at_u.square().mean() + (1 - alpha) / 2 * at_z.square().mean() - at_u.mean()
+        )
         return fit + 1e-2 / 2 * coef @ gram @ coef
 
     variable = best.clone().requires_grad_()
@@ -169,7 +190,9 @@ def test_leave_one_out_is_the_loop(alpha, samples):
     expected = 0.0
     for i in range(n + m):
         keep = torch.arange(n + m) != i
-        system = 1e-2 * torch.eye(n + m - 1, dtype=torch.float64) + D[keep, None] * gram[keep][:, keep]
+        system = (
+            1e-2 * torch.eye(n + m - 1, dtype=torch.float64) + D[keep, None] * gram[keep][:, keep]
+        )
         r = gram[i, keep] @ torch.linalg.solve(system, d[keep])
         expected += D[i] * r**2 / 2 - d[i] * r
     torch.testing.assert_close(ratios.relative_loo(gram, n, 1e-2, alpha), expected)
@@ -182,7 +205,9 @@ def test_relative_is_the_same_where_the_centres_are(normal):
     coef = ratios.relative_coef(gram, 30, 1e-2, 0.3)
     weights = torch.full((12,), 1 / 12, dtype=torch.float64)
     expected = ratios.relative(KERNEL(z, z), KERNEL(z, u), weights, 1e-2, 0.3)
-    torch.testing.assert_close((KERNEL(z, points) @ coef).clamp(0, 1 / 0.3), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        (KERNEL(z, points) @ coef).clamp(0, 1 / 0.3), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +220,9 @@ def two_normals():
     return x, np.repeat(["p", "q"], [400, 300]), new, true
 
 
-@pytest.mark.parametrize("estimator", [KuLSIF(), RelativeRatio(), RelativeRatio(alpha=0.5)], ids=str)
+@pytest.mark.parametrize(
+    "estimator", [KuLSIF(), RelativeRatio(), RelativeRatio(alpha=0.5)], ids=str
+)
 def test_ratio_and_probability_of_two_normals(estimator, two_normals):
     x, y, new, true = two_normals
     fit = clone(estimator).fit(x, y)

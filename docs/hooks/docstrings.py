@@ -8,7 +8,9 @@ from typing import Any
 import griffe
 
 RULE = r"=+(?: +=+)+$"
-TABLE = re.compile(rf"^( *){RULE}\n(?:.*\S.*\n)+?\1{RULE}(?:\n(?:.*\S.*\n)+?\1{RULE})?", re.MULTILINE)
+TABLE = re.compile(
+    rf"^( *){RULE}\n(?:.*\S.*\n)+?\1{RULE}(?:\n(?:.*\S.*\n)+?\1{RULE})?", re.MULTILINE
+)
 EXAMPLE = re.compile(r"^( *)>>> .*(?:\n.*\S.*)*", re.MULTILINE)
 NAME = re.compile(r"(?<!`)`(kbf(?:\.\w+)+)`(?!`)")
 SEVERAL = re.compile(r"^( {4}\w+(?:, \w+)+): ", re.MULTILINE)

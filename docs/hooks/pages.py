@@ -46,8 +46,17 @@ def on_config(config: Any) -> Any:
     sections: dict[str, list[Any]] = {}
     for name in NAMES:
         folder = name if PATHS[name].name == "__init__.py" else name.rpartition(".")[0]
-        sections.setdefault(folder, []).append({name.removeprefix("kbf.") or name: f"reference/{name}.md"})
-    config.nav.append({"Reference": [{"Public names": "reference/index.md"}, *({name: pages} for name, pages in sections.items())]})
+        sections.setdefault(folder, []).append(
+            {name.removeprefix("kbf.") or name: f"reference/{name}.md"}
+        )
+    config.nav.append(
+        {
+            "Reference": [
+                {"Public names": "reference/index.md"},
+                *({name: pages} for name, pages in sections.items()),
+            ]
+        }
+    )
     return config
 
 
@@ -61,10 +70,17 @@ def on_files(files: Files, config: Any) -> Files:
 
     for source, page in PAGE_OF.items():
         if source.endswith(".md"):
-            add(page, with_links((ROOT / source).read_text(encoding="utf-8"), posixpath.dirname(source), page))
+            add(
+                page,
+                with_links(
+                    (ROOT / source).read_text(encoding="utf-8"), posixpath.dirname(source), page
+                ),
+            )
     add("index.md", with_links(home(), "", "index.md"))
     add("architecture.md", architecture())
-    results = sorted(path for path in RESULTS.rglob("*") if path.suffix in (".png", ".csv", ".json", ".md"))
+    results = sorted(
+        path for path in RESULTS.rglob("*") if path.suffix in (".png", ".csv", ".json", ".md")
+    )
     for path in results:
         add(f"results/{path.relative_to(RESULTS).as_posix()}", path.read_bytes())
     for name in tutorials.NAMES:
@@ -74,7 +90,10 @@ def on_files(files: Files, config: Any) -> Files:
     add("commands/index.md", commands_table())
     for name in command_names():
         add(f"commands/{page_name(name)}.md", command_page(name))
-    add("assets/math.ttf", (resources.files("ziamath") / "fonts" / "STIXTwoMath-Regular.ttf").read_bytes())  # SIL Open Font License
+    add(
+        "assets/math.ttf",
+        (resources.files("ziamath") / "fonts" / "STIXTwoMath-Regular.ttf").read_bytes(),
+    )  # SIL Open Font License
     add("reference/index.md", public_names())
     for name in NAMES:
         add(f"reference/{name}.md", f"::: {name}\n")
@@ -83,7 +102,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links of the pages of docs/ to files of the repository become links to pages."""
-    written = page.file.abs_src_path is not None and Path(page.file.abs_src_path).parent == ROOT / "docs"
+    written = (
+        page.file.abs_src_path is not None and Path(page.file.abs_src_path).parent == ROOT / "docs"
+    )
     return with_links(markdown, "docs", page.file.src_uri) if written else markdown
 
 
@@ -94,7 +115,12 @@ def on_page_content(content: str, **_: Any) -> str:
         tex = html.unescape(match["tex"]).strip()
         return convert(tex[2:-2], display="block" if tex.startswith("\\[") else "inline")
 
-    return re.sub(r'<(?P<tag>span|div) class="arithmatex">(?P<tex>.*?)</(?P=tag)>', equation, content, flags=re.DOTALL)
+    return re.sub(
+        r'<(?P<tag>span|div) class="arithmatex">(?P<tex>.*?)</(?P=tag)>',
+        equation,
+        content,
+        flags=re.DOTALL,
+    )
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
@@ -136,7 +162,11 @@ def page_of(path: str) -> str | None:
 
 def home() -> str:
     """The README, with a moving picture in place of the still one."""
-    return (ROOT / "README.md").read_text(encoding="utf-8").replace("docs/pictures/filter.png", "docs/pictures/filter.gif")
+    return (
+        (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .replace("docs/pictures/filter.png", "docs/pictures/filter.gif")
+    )
 
 
 def command_names() -> list[str]:
@@ -167,8 +197,14 @@ def commands_table() -> str:
     """Every command in a line."""
     from kbf.cli import COMMANDS
 
-    rows = [f"| [`kbf {name}`]({page_name(name)}.md) | {entry[0]} |" for name, entry in COMMANDS.items()]
-    return "# Commands\n\n| | |\n|---|---|\n" + "\n".join(rows) + "\n\nRecipes: [cheat sheet](../cheatsheet.md).\n"
+    rows = [
+        f"| [`kbf {name}`]({page_name(name)}.md) | {entry[0]} |" for name, entry in COMMANDS.items()
+    ]
+    return (
+        "# Commands\n\n| | |\n|---|---|\n"
+        + "\n".join(rows)
+        + "\n\nRecipes: [cheat sheet](../cheatsheet.md).\n"
+    )
 
 
 @contextlib.contextmanager
@@ -192,8 +228,14 @@ def public_names() -> str:
     ]
     for name, module in sorted(_HOME.items(), key=lambda pair: pair[0].lower()):
         tree = ast.parse(PATHS[module].read_text(encoding="utf-8"))
-        docs = [ast.get_docstring(node) for node in tree.body if isinstance(node, DOCUMENTED) and node.name == name]
-        lines.append(f"| [`kbf.{name}`]({module}.md#{module}.{name}) | {first_sentence((docs or [''])[0] or '')} |")
+        docs = [
+            ast.get_docstring(node)
+            for node in tree.body
+            if isinstance(node, DOCUMENTED) and node.name == name
+        ]
+        lines.append(
+            f"| [`kbf.{name}`]({module}.md#{module}.{name}) | {first_sentence((docs or [''])[0] or '')} |"
+        )
     short = ", ".join(f"[`kbf.{name}`]({module}.md)" for name, module in _SHORT.items())
     lines += [
         "",
@@ -212,11 +254,22 @@ def architecture() -> str:
     layers: list[str] = LAYER_TEST["LAYERS"]
     rows = []
     for layer in reversed(layers):
-        inside = [name for name in NAMES if name == f"kbf.{layer}" or name.startswith(f"kbf.{layer}.")]
-        docs = {name: ast.get_docstring(ast.parse(PATHS[name].read_text(encoding="utf-8"))) or "" for name in inside}
-        rows += [f"| `{layer}` | [`{name}`](reference/{name}.md) | {first_sentence(docs[name])} |" for name in inside if docs[name]]
+        inside = [
+            name for name in NAMES if name == f"kbf.{layer}" or name.startswith(f"kbf.{layer}.")
+        ]
+        docs = {
+            name: ast.get_docstring(ast.parse(PATHS[name].read_text(encoding="utf-8"))) or ""
+            for name in inside
+        }
+        rows += [
+            f"| `{layer}` | [`{name}`](reference/{name}.md) | {first_sentence(docs[name])} |"
+            for name in inside
+            if docs[name]
+        ]
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    return f"{page}\n{diagram(layers)}\n\n| layer | file | |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+    return (
+        f"{page}\n{diagram(layers)}\n\n| layer | file | |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+    )
 
 
 def diagram(layers: list[str]) -> str:
@@ -226,15 +279,23 @@ def diagram(layers: list[str]) -> str:
     for line, row in enumerate(reversed(rows)):
         for column, name in enumerate(row):
             x, y = 10 + 230 * column, 10 + 50 * line
-            boxes.append(f'<rect x="{x}" y="{y}" width="220" height="40" rx="6" fill="none" stroke="currentColor"/>')
-            boxes.append(f'<text x="{x + 110}" y="{y + 26}" text-anchor="middle" fill="currentColor">{name}</text>')
+            boxes.append(
+                f'<rect x="{x}" y="{y}" width="220" height="40" rx="6" fill="none" stroke="currentColor"/>'
+            )
+            boxes.append(
+                f'<text x="{x + 110}" y="{y + 26}" text-anchor="middle" fill="currentColor">{name}</text>'
+            )
     height = 10 + 50 * len(rows)
     return f'<svg class="layers" viewBox="0 0 710 {height}" font-family="monospace" font-size="16">{"".join(boxes)}</svg>'
 
 
 def first_sentence(doc: str) -> str:
     """Up to the first full stop, on one line, safe in a table."""
-    return re.split(r"(?<=[.:])\s", " ".join(doc.split()), maxsplit=1)[0].rstrip(":").replace("|", "\\|")
+    return (
+        re.split(r"(?<=[.:])\s", " ".join(doc.split()), maxsplit=1)[0]
+        .rstrip(":")
+        .replace("|", "\\|")
+    )
 
 
 def gallery(pictures: list[Path]) -> str:
@@ -243,13 +304,22 @@ def gallery(pictures: list[Path]) -> str:
     section = None
     for path in pictures:
         parts = path.relative_to(RESULTS).parts
-        kind = {"bench": "Speed", "reproduce": "The papers' experiments"}.get(parts[0], "Comparisons")
+        kind = {"bench": "Speed", "reproduce": "The papers' experiments"}.get(
+            parts[0], "Comparisons"
+        )
         if kind != section:
             section = kind
             lines.append(f"## {section}\n")
         lines.append(f"### {' / '.join(parts[:-1])}\n")
         lines.append(f"![{' / '.join(parts[:-1])}](results/{'/'.join(parts)})\n")
-        beside = [path.with_name(name) for name in ("verdict.md", "claims.md", "results.csv", "about.json")]
-        links = [f"[{file.name}](results/{file.relative_to(RESULTS).as_posix()})" for file in beside if file.exists()]
+        beside = [
+            path.with_name(name)
+            for name in ("verdict.md", "claims.md", "results.csv", "about.json")
+        ]
+        links = [
+            f"[{file.name}](results/{file.relative_to(RESULTS).as_posix()})"
+            for file in beside
+            if file.exists()
+        ]
         lines.append(" · ".join(links) + "\n")
     return "\n".join(lines)

@@ -20,12 +20,24 @@ NAMES = ("vectors", "images", "recordings", "extending")
 def run(name: str) -> Any:
     """The notebook of a tutorial with what its cells gave, run in an empty folder; an error in a cell is raised."""
     notebook = jupytext.read(FOLDER / f"{name}.py")
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook.metadata["kernelspec"] = {
+        "name": "python3",
+        "display_name": "Python 3",
+        "language": "python",
+    }
     with tempfile.TemporaryDirectory() as folder:
-        kernel = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")])}
-        manager = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/ipc")  # no port of the machine is opened
+        kernel = os.environ | {
+            "PYTHONPATH": os.pathsep.join(
+                [str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]
+            )
+        }
+        manager = AsyncKernelManager(
+            kernel_name="python3", transport="ipc", ip=f"{folder}/ipc"
+        )  # no port of the machine is opened
         resources = {"metadata": {"path": folder}}
-        NotebookClient(notebook, km=manager, timeout=600, startup_timeout=600, resources=resources).execute(env=kernel)
+        NotebookClient(
+            notebook, km=manager, timeout=600, startup_timeout=600, resources=resources
+        ).execute(env=kernel)
     return notebook
 
 
@@ -37,6 +49,10 @@ def pages(name: str) -> dict[str, str | bytes]:
     for picture, content in resources["outputs"].items():
         text = text.replace(f"]({picture})", f"]({name}_{picture})")
         files[f"{name}_{picture}"] = content
-    text = text.replace("%matplotlib inline\n", "").replace("![png](", "![What the cell above draws](")
-    files[f"{name}.md"] = f"{text}\n*This page is a [notebook]({name}.ipynb), run when the documentation was built.*\n"
+    text = text.replace("%matplotlib inline\n", "").replace(
+        "![png](", "![What the cell above draws]("
+    )
+    files[f"{name}.md"] = (
+        f"{text}\n*This page is a [notebook]({name}.ipynb), run when the documentation was built.*\n"
+    )
     return files

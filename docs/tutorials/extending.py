@@ -1,7 +1,8 @@
 # %% [markdown]
 # # Tutorial: extending
 #
-# A kernel and a filter of one's own, without a change of kbf. [Extending kbf](../extending.md) has the rest: rules, ratios, encoders, data
+# A kernel and a filter of one's own, without a change of kbf. [Extending kbf](../extending.md) has
+# the rest: rules, ratios, encoders, data
 # sets, experiments and callbacks.
 
 # %%
@@ -18,7 +19,8 @@ data = kbf.SyntheticData(kbf.ssm.rotation(), n_train=150, n_test=60, seed=0)
 # %% [markdown]
 # ## A kernel
 #
-# A function from points `(n, q)` and `(m, q)` to their Gram matrix `(n, m)`. With a line in the table every model that takes a `kernel` can
+# A function from points `(n, q)` and `(m, q)` to their Gram matrix `(n, m)`. With a line in the
+# table every model that takes a `kernel` can
 # use it.
 
 
@@ -38,7 +40,8 @@ for kernel in ("gaussian", "rational_quadratic"):
 # %% [markdown]
 # ## A filter
 #
-# Four methods, and a state that is a tuple of tensors with the batch in front. That is all: missing observations, batches of different
+# Four methods, and a state that is a tuple of tensors with the batch in front. That is all: missing
+# observations, batches of different
 # lengths, `Live`, saving and scoring follow.
 
 

@@ -1,7 +1,8 @@
 # %% [markdown]
 # # Tutorial: your own recordings
 #
-# An arm turns, two distance sensors watch its end, and a motion-capture system knows where it is. Here the recording is made up; yours
+# An arm turns, two distance sensors watch its end, and a motion-capture system knows where it is.
+# Here the recording is made up; yours
 # is a CSV, npz, HDF5 file or folder of images of the same shape.
 
 # %%
@@ -17,41 +18,50 @@ rng = np.random.default_rng(0)
 angle = np.cumsum(0.3 + 0.1 * rng.standard_normal(400))
 x, y = np.cos(angle), np.sin(angle)
 left, right = np.hypot(x + 2, y - 2), np.hypot(x - 2, y - 2)
-columns = np.stack([x, y, left + 0.1 * rng.standard_normal(400), right + 0.1 * rng.standard_normal(400)], axis=1)
+columns = np.stack(
+    [x, y, left + 0.1 * rng.standard_normal(400), right + 0.1 * rng.standard_normal(400)], axis=1
+)
 np.savetxt("arm.csv", columns, delimiter=",", header="x,y,left,right", comments="")
 
 # %% [markdown]
 # ## Arrays
 #
-# NumPy arrays go in as they are. One recording is a [`Sequence`][kbf.sequence.Sequence]; several are a list of them.
+# NumPy arrays go in as they are. One recording is a [`Recording`][kbf.recording.Recording]; several
+# are a list of them.
 
 # %%
-train = kbf.Sequence(states=columns[:300, :2], obs=columns[:300, 2:])
-test = kbf.Sequence(states=columns[300:, :2], obs=columns[300:, 2:])
-arm_filter = kbf.SimulatedMemoryKBF(points=200, run=4000, dtype="float64").condition(train)
+train = kbf.Recording(states=columns[:300, :2], obs=columns[:300, 2:])
+test = kbf.Recording(states=columns[300:, :2], obs=columns[300:, 2:])
+arm_filter = kbf.SimulatedKBF(points=200, run=4000, dtype="float64").fit(train)
 kbf.score(arm_filter, [test])
 
 # %% [markdown]
 # ## Files
 #
-# The commands read the file themselves, learn units, keep them in the checkpoint, and give estimates back in your columns. `main` is the
-# command `kbf`: in a shell the first line reads `kbf data check arm.csv data.states=[x,y] data.observations=[left,right]`.
+# The commands read the file themselves, learn units, keep them in the checkpoint, and give
+# estimates back in your columns. `main` is the
+# command `kbf`: in a shell the first line reads `kbf data check arm.csv data.states=[x,y]
+# data.observations=[left,right]`.
 
 # %%
 what = ["data.states=[x,y]", "data.observations=[left,right]"]
 code = main(["data", "check", "arm.csv", *what])
 
 # %% [markdown]
-# A quick model in place of the default one keeps this page quick: `model=kalman` fits a linear model to the recording.
+# A quick model in place of the default one keeps this page quick: `model=kalman` fits a linear
+# model to the recording.
 
 # %%
 quick = ["model=kalman", "trainer.enable_progress_bar=false", "logger=none"]
 code = main(["train", "data=own", "data.path=arm.csv", *what, *quick, "run_dir=run"])
 
 # %%
-code = main(["filter", "checkpoint=run/checkpoints/best.ckpt", "input=arm.csv", "output=estimates.csv"])
+code = main(
+    ["filter", "checkpoint=run/checkpoints/best.ckpt", "input=arm.csv", "output=estimates.csv"]
+)
 print("".join(Path("estimates.csv").read_text().splitlines(keepends=True)[:3]))
 
 # %% [markdown]
-# Missing values, several recordings, time stamps, controls, angles and units: [tutorial of the commands](../tutorial.md) and
+# Missing values, several recordings, time stamps, controls, angles and units: [tutorial of the
+# commands](../tutorial.md) and
 # [data](../data.md). Next: [extending](extending.md).

@@ -1,7 +1,8 @@
 # %% [markdown]
 # # Tutorial: vectors
 #
-# A point turns in the plane by about 0.3 radians a step, and two noisy numbers of it are seen at each step. The filter learns from 200
+# A point turns in the plane by about 0.3 radians a step, and two noisy numbers of it are seen at
+# each step. The filter learns from 200
 # recorded steps how the point moves and what is seen of it; nobody tells it the equations.
 
 # %%
@@ -15,15 +16,17 @@ data = kbf.SyntheticData(kbf.ssm.rotation(), n_train=200, n_test=60, seed=0)
 data
 
 # %% [markdown]
-# `condition` turns a recording into a filter. [`SimulatedMemoryKBF`][kbf.filters.kernel.simulated_memory.SimulatedMemoryKBF] is the
+# `fit` turns a recording into a filter.
+# [`SimulatedKBF`][kbf.filters.kernel.simulated_kbf.SimulatedKBF] is the
 # default model of `kbf train`; a smaller memory than its 1,000 points keeps this page quick.
 
 # %%
-kernel_filter = kbf.SimulatedMemoryKBF(points=200, run=4000).condition(data.train)
+kernel_filter = kbf.SimulatedKBF(points=200, run=4000).fit(data.train)
 kernel_filter
 
 # %% [markdown]
-# `score` runs it over the test part. `floor` is the least error that any filter can have here: that of the Bayes-optimal one, which
+# `score` runs it over the test part. `floor` is the least error that any filter can have here: that
+# of the Bayes-optimal one, which
 # knows the equations.
 
 # %%
@@ -37,7 +40,8 @@ track_figure(data.test[0], result.estimates[0], result.covariances[0], title="20
 # %% [markdown]
 # ## Looking back, looking ahead
 #
-# With the whole recording at hand a smoother is better than a filter. And any filter says what it expects in h steps.
+# With the whole recording at hand a smoother is better than a filter. And any filter says what it
+# expects in h steps.
 
 # %%
 x, states = data.test[0].obs[None], data.test[0].states
@@ -49,7 +53,8 @@ print(f"three steps ahead: {(ahead[0, 2, :-3] - states[3:]).square().sum(-1).mea
 # %% [markdown]
 # ## Live
 #
-# One observation at a time; `None` where nothing was seen. The state has a fixed size, however long it runs.
+# One observation at a time; `None` where nothing was seen. The state has a fixed size, however long
+# it runs.
 
 # %%
 live = kbf.Live(kernel_filter)
@@ -58,4 +63,5 @@ for observation in data.test[0].obs[:5]:
 print(live.step(None).numpy().round(3), "without an observation")
 
 # %% [markdown]
-# The same in the shell, with checkpoints and TensorBoard: `kbf train data=rotation n_train=200`. Next: [images](images.md).
+# The same in the shell, with checkpoints and TensorBoard: `kbf train data=rotation n_train=200`.
+# Next: [images](images.md).

@@ -9,24 +9,27 @@ import torch
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kbf.commands.common import console, seconds_of, with_limits, without_net_under
+from kbf.commands.support.console import console, seconds_of, with_limits, without_model_selection
 from kbf.data.dataset import Data
 from kbf.data.windows import hold_out
 from kbf.evaluation.score import Score, score
-from kbf.filters.base import Filter
-from kbf.filters.search import MOST, Held, Row, Search
-from kbf.runtime.files import scratch
-from kbf.sequence import Sequence
+from kbf.filters.rollout import Filter
+from kbf.filters.selection.cross_validation import MOST, Held, Row, Search
+from kbf.recording import Recording
+from kbf.runtime.atomic_files import scratch
 from kbf.training.checkpoint import Trained
-from kbf.training.train import train
+from kbf.training.fit import train
 
 
-def choose(config: dict[str, Any], data: Data, *, trust: bool = False) -> tuple[dict[str, Any], list[Row]]:
+def choose(
+    config: dict[str, Any], data: Data, *, trust: bool = False
+) -> tuple[dict[str, Any], list[Row]]:
     """The configuration of the best candidate, and what was tried, the best first, in the same words as the net under a model.
 
-    Each candidate learns from the training part without its end, and is scored on that (or on ``data.validation``) by the
-    loop that scores everything; the measure is the NMSE, as the components of a state may have units of their own. One that cannot
-    be built or does not fit the data is noted and left out. No test data is seen.
+    Each candidate learns from the training part without its end, and is scored on that (or on
+    ``data.validation``) by the loop that scores everything; the measure is the NMSE, as the
+    components of a state may have units of their own. One that cannot be built or does not fit the
+    data is noted and left out. No test data is seen.
 
     Raises:
         ValueError: too few training steps to hold some out, or no candidate that works.
@@ -35,12 +38,22 @@ def choose(config: dict[str, Any], data: Data, *, trust: bool = False) -> tuple[
     fit, held = held_out_part(data, auto["validation"])
     scale = torch.cat([s.states for s in fit]).double().var(0, correction=0).cpu()
     search = Search([(fit, held)], scale, seconds_of(config.get("budget")))
-    columns = [TextColumn("trying {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    with scratch(config["run_dir"]) as folder, Progress(*columns, console=console, transient=True) as progress:
+    columns = [
+        TextColumn("trying {task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    ]
+    with (
+        scratch(config["run_dir"]) as folder,
+        Progress(*columns, console=console, transient=True) as progress,
+    ):
         bar = progress.add_task("", total=len(auto["candidates"]))
         for name, model in auto["candidates"].items():
             progress.update(bar, description=escape(name))
-            recipe = Recipe(with_model(config, without_net_under(model)), folder, data.extent, trust)
+            recipe = Recipe(
+                with_model(config, without_model_selection(model)), folder, data.extent, trust
+            )
             search.attempt(name, recipe.fit, timed=bool(search.rows), run=recipe.run)
             progress.advance(bar)
     rows = search.table()
@@ -51,61 +64,96 @@ def choose(config: dict[str, Any], data: Data, *, trust: bool = False) -> tuple[
 
 
 class Recipe:
-    """A configuration of ``kbf train`` as a model that a `kbf.filters.search.Search` can fit: the whole of it is trained."""
+    """A configuration of ``kbf train`` as a model that a `kbf.filters.selection.cross_validation.Search` can fit: the whole of it is trained."""
 
     def __init__(self, config: dict[str, Any], folder: Path, extent: Any, trust: bool) -> None:
-        """``folder``: of checkpoints, and of coded images, which all recipes share. ``extent``, ``trust``: as of training."""
+        """``folder``: of checkpoints, and of encoded images, which all recipes share. ``extent``, ``trust``: as of training."""
         self.config, self.folder, self.extent, self.trust = config, folder, extent, trust
 
-    def fit(self, memory: list[Sequence]) -> Filter[Any]:
+    def fit(self, memory: list[Recording]) -> Filter[Any]:
         """The filter after training.
 
         Raises:
             ValueError: not for so many steps, or as training.
         """
-        name, n, auto = self.config["model"]["name"], sum(len(s.states) for s in memory), self.config["auto"]
+        name, n, auto = (
+            self.config["model"]["name"],
+            sum(len(s.states) for s in memory),
+            self.config["auto"],
+        )
         if not (auto["least"].get(name) or 0) <= n <= (auto["most"].get(name) or n):
             raise ValueError(f"not tried on {n} training steps")
-        codes = self.folder / "codes.pt"
-        self.trained = held_out_filter(self.config, memory, self.folder / name, trust=self.trust, codes=codes, extent=self.extent)
+        encodings = self.folder / "codes.pt"
+        self.trained = held_out_filter(
+            self.config,
+            memory,
+            self.folder / name,
+            trust=self.trust,
+            encodings=encodings,
+            extent=self.extent,
+        )
         return self.trained.filter
 
-    def run(self, filter: Filter[Any], held: list[Sequence]) -> Held:
+    def run(self, filter: Filter[Any], held: list[Recording]) -> Held:
         """One run through the held-out part, from its start; cut into `MOST` stretches."""
-        left = torch.cat([s.states.double().cpu() for s in held]) - torch.cat(held_out_score(self.trained, held).estimates)
+        left = torch.cat([s.states.double().cpu() for s in held]) - torch.cat(
+            held_out_score(self.trained, held).estimates
+        )
         return [(each, None) for each in left.tensor_split(min(MOST, len(left)))]
 
 
-def held_out_part(data: Data, share: float) -> tuple[list[Sequence], list[Sequence]]:
+def held_out_part(data: Data, share: float) -> tuple[list[Recording], list[Recording]]:
     """What to fit and what to score a choice on: the data's own validation part, else the end of the training part (`hold_out`)."""
     return (data.train, data.validation) if data.validation else hold_out(data.train, share)
 
 
 def held_out_filter(
-    config: dict[str, Any], fit: list[Sequence], directory: Path, *, trust: bool = False, **settings: Any
+    config: dict[str, Any],
+    fit: list[Recording],
+    directory: Path,
+    *,
+    trust: bool = False,
+    **settings: Any,
 ) -> Trained:
     """The model of ``config`` after it was fitted to ``fit``.
 
     Args:
         config: of ``kbf train``. fit: recordings to learn from. directory: for checkpoints.
-        trust, settings: as of `kbf.training.train.train`.
+        trust, settings: as of `kbf.training.fit.train`.
 
     Raises:
         ValueError: data that is too short for the model, or several processes.
     """
-    quiet = {**config, "callbacks": None, "trainer": {**config["trainer"], "enable_progress_bar": False}}
+    quiet = {
+        **config,
+        "callbacks": None,
+        "trainer": {**config["trainer"], "enable_progress_bar": False},
+    }
     trained = train(quiet, fit, directory, trust=trust, **settings)
     if trained is None:
-        raise ValueError("model=auto and hold_out run in one process: use trainer=cpu or trainer=gpu")
+        raise ValueError(
+            "model=auto and hold_out run in one process: use trainer=cpu or trainer=gpu"
+        )
     return trained
 
 
-def held_out_score(trained: Trained, held: list[Sequence]) -> Score:
+def held_out_score(trained: Trained, held: list[Recording]) -> Score:
     """What a trained model does on recordings that it has not learned from."""
     module = trained.module
-    return score(trained.filter, held, seed=module.config["seed"], dtype=module.input_dtype, device=module.device)
+    return score(
+        trained.filter,
+        held,
+        seed=module.config["seed"],
+        dtype=module.input_dtype,
+        device=module.device,
+    )
 
 
 def with_model(config: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     """The configuration with one of the candidates as its model, and a trainer that goes with it."""
-    return {**config, "auto": config.get("auto", config["model"]), "model": model, "trainer": with_limits(config["trainer"], model)}
+    return {
+        **config,
+        "auto": config.get("auto", config["model"]),
+        "model": model,
+        "trainer": with_limits(config["trainer"], model),
+    }

@@ -9,13 +9,13 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from kbf.commands.common import console, start
-from kbf.commands.wide import print_wide
-from kbf.data.own.report import all_columns, cell, examine, markdown
-from kbf.data.own.source import OwnData
+from kbf.commands.support.console import console, start
+from kbf.commands.support.console_tables import print_wide
+from kbf.data.files.dataset import OwnData
+from kbf.data.files.report import all_columns, cell, examine, markdown
 from kbf.plots.charts import scatter_figure, series_figure
 from kbf.plots.tracks import save
-from kbf.runtime.files import write_text
+from kbf.runtime.atomic_files import write_text
 from kbf.runtime.instantiate import build
 
 
@@ -28,21 +28,33 @@ def run(config: dict[str, Any]) -> int:
     start(config["threads"])
     data = build(config["data"]["source"], trust=True)
     if not isinstance(data, OwnData):
-        raise ValueError(f"kbf data check looks at recordings of your own, not at data={config['data']['name']}")
+        raise ValueError(
+            f"kbf data check looks at recordings of your own, not at data={config['data']['name']}"
+        )
     report = examine(data)
     directory = Path(config["run_dir"])
     path = str(config["data"]["path"])
     write_text(directory / "report.md", markdown(path, report))
-    save(series_figure(all_columns(data), parts_of_steps(data), title=path), directory / "series.png")
-    parts = {part: torch.cat([s.states for s in getattr(data, part)]) for part in data.spans if getattr(data, part)}
-    save(scatter_figure(parts, data.boundary.inside("states"), title=path), directory / "states.png")
+    save(
+        series_figure(all_columns(data), parts_of_steps(data), title=path), directory / "series.png"
+    )
+    parts = {
+        part: torch.cat([s.states for s in getattr(data, part)])
+        for part in data.spans
+        if getattr(data, part)
+    }
+    save(
+        scatter_figure(parts, data.boundary.inside("states"), title=path), directory / "states.png"
+    )
     for rows in (report.sequences, report.columns):
         show_table(rows)
     for warning in report.warnings:
         console.print(f"[yellow]warning[/] {escape(warning)}", highlight=False)
     count = len(report.warnings)
     count_text = f"{count or 'no'} warning{'' if count == 1 else 's'}"
-    console.print(f"{count_text}; in [bold]{directory}[/]: report.md, series.png, states.png", highlight=False)
+    console.print(
+        f"{count_text}; in [bold]{directory}[/]: report.md, series.png, states.png", highlight=False
+    )
     return 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kbf.commands.common import console, save_arrays, show, start
+from kbf.commands.support.console import console, save_arrays, show, start
 from kbf.data.dataset import load_data
 from kbf.plots.frames import frame_grid
 from kbf.plots.tracks import save, track_figure
@@ -23,11 +23,17 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     for part in ("train", "validation", "test") if data.validation else ("train", "test"):
         sequences = getattr(data, part)
         for k, sequence in enumerate(sequences):
-            arrays |= {f"{part}_{name}_{k}": leaf for name, leaf in sequence._asdict().items() if leaf is not None}
+            arrays |= {
+                f"{part}_{name}_{k}": leaf
+                for name, leaf in sequence._asdict().items()
+                if leaf is not None
+            }
         summary |= {
             f"{part} sequences": len(sequences),
             f"{part} steps": sum(len(s.states) for s in sequences),
-            f"{part} steps without observation": sum(0 if s.mask is None else int((~s.mask).sum()) for s in sequences),
+            f"{part} steps without observation": sum(
+                0 if s.mask is None else int((~s.mask).sum()) for s in sequences
+            ),
         }
     first = data.train[0]
     summary |= {
@@ -39,7 +45,11 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     save_arrays(directory / "data.npz", arrays)
     title = f"{config['data']['name']}, the first training steps"
     images = first.obs.ndim == 4
-    figure = frame_grid(first, extent=data.extent, title=title) if images else track_figure(first, title=title)
+    figure = (
+        frame_grid(first, extent=data.extent, title=title)
+        if images
+        else track_figure(first, title=title)
+    )
     save(figure, directory / "data.png")
     show(str(config["data"]["name"]), summary)
     console.print(f"in [bold]{directory}[/]: data.npz, data.png", highlight=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kbf.commands.common import (
+from kbf.commands.support.console import (
     Drawn,
     about,
     console,
@@ -24,13 +24,13 @@ from kbf.commands.common import (
     tell_files,
     write_pictures,
 )
-from kbf.commands.smoothing_and_prediction import check_requested, score_requested
+from kbf.commands.support.smoothing_scores import check_requested, score_requested
 from kbf.data.dataset import load_data
+from kbf.evaluation.alarms import Check
 from kbf.evaluation.floors import data_floor
-from kbf.evaluation.monitor import Check
 from kbf.evaluation.score import score
 from kbf.plots.tracks import calibration_figure, save
-from kbf.runtime.files import write_csv, write_json
+from kbf.runtime.atomic_files import write_csv, write_json
 from kbf.training.checkpoint import check_like, load_filter
 
 
@@ -47,7 +47,9 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     data = load_data(config["data"], trust=config["trust"] or config["own_data"])
     tell(data)
     if not data.test:
-        raise ValueError("there is no test part to score on (data.test=0): name another recording with data.path=FILE")
+        raise ValueError(
+            "there is no test part to score on (data.test=0): name another recording with data.path=FILE"
+        )
     check_like(loaded.module, data.test[0], config["checkpoint"])
     check_requested(config, loaded, data)
     least = data_floor(data, particles=config["particles"], seed=config["seed"])
@@ -61,7 +63,9 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         covariances=True,
         watch=None if loaded.monitor is None else loaded.monitor.check,
     )
-    metrics = about({**config, "model": loaded.module.config["model"]}, data) | score_metrics(result, least, data.test)
+    metrics = about({**config, "model": loaded.module.config["model"]}, data) | score_metrics(
+        result, least, data.test
+    )
     reliable = reliability_of(result, data.test, loaded.calibration)
     metrics |= reliability_metrics(reliable)
     result = recalibrated(result, loaded.calibration)
@@ -80,13 +84,18 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         if result.covariances is not None:
             arrays[f"covariances_{k}"] = result.covariances[k]
     save_arrays(directory / "predictions.npz", arrays | further.arrays | {"mse": result.mse})
-    drawn = Drawn(checks[0].alarm if checks else None, None if loaded.calibration is None else loaded.calibration.radius2(0.95))
+    drawn = Drawn(
+        checks[0].alarm if checks else None,
+        None if loaded.calibration is None else loaded.calibration.radius2(0.95),
+    )
     names = [*write_pictures(config, data, result, title, drawn), *further.pictures]
     if data.boundary is not None:
         write_csv(directory / "estimates.csv", estimate_rows(data, result))
         names.append("estimates.csv")
     if reliable:
-        sides = {"the filter's own" if name else "recalibrated": each for name, each in reliable.items()}
+        sides = {
+            "the filter's own" if name else "recalibrated": each for name, each in reliable.items()
+        }
         save(calibration_figure(sides, title=title), directory / "calibration.png")
         names.append("calibration.png")
     write_json(directory / "metrics.json", metrics)
@@ -94,7 +103,10 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     if reliable and loaded.calibration is None:
         hint = "this checkpoint has no calibration: its regions are the filter's own. kbf train writes one (calibrate=true)"
         console.print(f"[yellow]{hint}[/]", highlight=False)
-    console.print(f"in [bold]{directory}[/]: metrics.json, predictions.npz, {', '.join(names)}", highlight=False)
+    console.print(
+        f"in [bold]{directory}[/]: metrics.json, predictions.npz, {', '.join(names)}",
+        highlight=False,
+    )
     return metrics
 
 
@@ -102,6 +114,9 @@ def alarm_metrics(checks: list[Check], rate: float) -> dict[str, float]:
     """The shares of steps with a novel or a surprising observation or a track that was found lost."""
     if not checks:
         return {}
-    novelty, surprise, lost = (torch.cat([getattr(check, name) for check in checks]) for name in ("novelty", "surprise", "lost"))
+    novelty, surprise, lost = (
+        torch.cat([getattr(check, name) for check in checks])
+        for name in ("novelty", "surprise", "lost")
+    )
     alarms = {"novelty_alarms": novelty < rate, "surprise_alarms": surprise < rate, "lost": lost}
     return {f"test.{name}": alarm.double().mean().item() for name, alarm in alarms.items()}

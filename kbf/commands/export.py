@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kbf.commands.common import console, start
 from kbf.commands.filter import boundary_of, same_file
+from kbf.commands.support.console import console, start
 from kbf.export.step import export
 from kbf.training.checkpoint import Trained, load_filter
 
@@ -18,7 +18,8 @@ def run(config: dict[str, Any]) -> int:
     """Load, export, compare; returns the exit code.
 
     Raises:
-        CheckpointError: a checkpoint that cannot be loaded. ValueError: a filter that cannot be exported.
+        CheckpointError: a checkpoint that cannot be loaded. ValueError: a filter that cannot be
+            exported.
     """
     start(1)
     if not isinstance(config["steps"], int) or config["steps"] < 1:
@@ -35,7 +36,7 @@ def run(config: dict[str, Any]) -> int:
             path,
             config["format"],
             obs,
-            torch.where((sd := states.std(0)) > 0, sd, 1.0),
+            torch.where((std := states.std(0)) > 0, std, 1.0),
             controls=controls,
             calibration=trained.calibration,
             about={
@@ -59,17 +60,31 @@ def run(config: dict[str, Any]) -> int:
 def examples(trained: Trained, steps: int) -> tuple[Tensor, Tensor | None]:
     """Observations ``T *x`` to compare on, with their controls: the recordings' own with noise, for images random ones."""
     generator = torch.Generator().manual_seed(0)
-    sequence, shape, dtype = trained.module.memory.sequences()[0], trained.module.observation or (), trained.module.input_dtype
+    sequence, shape, dtype = (
+        trained.module.memory.sequences()[0],
+        trained.module.observation or (),
+        trained.module.input_dtype,
+    )
     if len(shape) > 1:
         return torch.rand(steps, *shape, generator=generator, dtype=dtype), None
     rows = torch.arange(steps) % len(sequence.obs)
     obs = undone(trained, "x", sequence.obs.nan_to_num()[rows]).to(dtype)
-    noise = 0.1 * obs.std(0, correction=0) * torch.randn(obs.shape, generator=generator, dtype=dtype)
-    controls = None if sequence.controls is None else undone(trained, "u", sequence.controls[rows]).to(dtype)
+    noise = (
+        0.1 * obs.std(0, correction=0) * torch.randn(obs.shape, generator=generator, dtype=dtype)
+    )
+    controls = (
+        None
+        if sequence.controls is None
+        else undone(trained, "u", sequence.controls[rows]).to(dtype)
+    )
     return obs + noise, controls
 
 
 def undone(trained: Trained, side: str, values: Tensor) -> Tensor:
     """States (z), observations (x) or controls (u) of the memory in the units of the data."""
     scaling = trained.module.scaling
-    return values if scaling is None else values * getattr(scaling, f"{side}_scale") + getattr(scaling, f"{side}_mean")
+    return (
+        values
+        if scaling is None
+        else values * getattr(scaling, f"{side}_scale") + getattr(scaling, f"{side}_mean")
+    )

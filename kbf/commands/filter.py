@@ -17,16 +17,23 @@ import rich.progress
 import torch
 from rich.console import Console
 
-from kbf.commands.common import start
-from kbf.commands.estimates import CsvWriter, JsonLinesWriter, LiveEstimator, NpzWriter, RowWriter, Values
-from kbf.commands.lines import InputColumns, LineError, Row, RowReader
-from kbf.commands.meanings import COLUMNS
-from kbf.data.own import Boundary, read_observations
-from kbf.data.own.boundary import Part
-from kbf.filters.base import control_components, knows_sensors
-from kbf.filters.state_file import read_leaves
-from kbf.runtime.files import replacing
-from kbf.sequence import as_float
+from kbf.commands.support.console import start
+from kbf.commands.support.metric_descriptions import COLUMNS
+from kbf.commands.support.row_writers import (
+    CsvWriter,
+    JsonLinesWriter,
+    LiveEstimator,
+    NpzWriter,
+    RowWriter,
+    Values,
+)
+from kbf.commands.support.stream_reader import InputColumns, LineError, Row, RowReader
+from kbf.data.files import Boundary, read_observations
+from kbf.data.files.column_schema import Part
+from kbf.filters.rollout import allows_missing_sensors, control_components
+from kbf.filters.state_io import read_leaves
+from kbf.recording import as_float
+from kbf.runtime.atomic_files import replacing
 from kbf.training.checkpoint import Trained, checkpoint_file, load_filter
 
 TEXT_SUFFIXES = (".csv", ".jsonl")
@@ -46,8 +53,8 @@ class Interrupted(Exception):
 class SignalListener:
     """Turns Ctrl-C and SIGTERM into the end of the input.
 
-    A signal that arrives while waiting for input ends the wait; one that arrives during the work lets the rows that were read be
-    filtered first.
+    A signal that arrives while waiting for input ends the wait; one that arrives during the work
+    lets the rows that were read be filtered first.
     """
 
     stopped: bool
@@ -82,7 +89,10 @@ class SignalListener:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """A context in which this listener handles SIGINT and SIGTERM; the former handlers come back at its end."""
-        previous = {number: signal.signal(number, self.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {
+            number: signal.signal(number, self.on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield
         finally:
@@ -94,13 +104,19 @@ def run(config: dict[str, Any]) -> int:
     """Load, filter, write; returns the exit code.
 
     Raises:
-        CheckpointError: a checkpoint that cannot be loaded. ValueError, FileNotFoundError: input that does not fit it.
+        CheckpointError: a checkpoint that cannot be loaded. ValueError, FileNotFoundError: input
+            that does not fit it.
     """
     start(config["threads"])
     check_settings(config)
     trained = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
     data, boundary = layout_of(trained), boundary_of(trained)
-    example = torch.zeros(1, *(trained.module.observation or ()), dtype=trained.module.input_dtype, device=config["device"])
+    example = torch.zeros(
+        1,
+        *(trained.module.observation or ()),
+        dtype=trained.module.input_dtype,
+        device=config["device"],
+    )
     estimator = LiveEstimator(
         trained,
         boundary,
@@ -111,12 +127,19 @@ def run(config: dict[str, Any]) -> int:
     )
     messages, listener = Console(stderr=True, highlight=False, soft_wrap=True), SignalListener()
     live = config["input"] == "-" and config["output"] == "-"
-    running = FilterRun(estimator, config["state"], config["save_every"] if live else None, identity(config["checkpoint"]))
+    running = FilterRun(
+        estimator,
+        config["state"],
+        config["save_every"] if live else None,
+        identity(config["checkpoint"]),
+    )
     began, unreadable = time.perf_counter(), 0
     try:
         with ExitStack() as stack:
             if is_text(config["input"], boundary, data):
-                rows: Iterable[Row] = text_rows(config, trained, boundary, running, listener, stack, messages)
+                rows: Iterable[Row] = text_rows(
+                    config, trained, boundary, running, listener, stack, messages
+                )
             else:
                 rows = array_rows(config, data | {"boundary": boundary.to_dict()}, trained)
             remaining = iter(rows)
@@ -124,8 +147,12 @@ def run(config: dict[str, Any]) -> int:
             if first is None and config["input"] != "-":
                 raise ValueError(f"{config['input']}: there is no observation in it")
             began, json = time.perf_counter(), isinstance(rows, RowReader) and rows.json
-            writer = stack.enter_context(open_writer(config["output"], json=json, header=running.steps == 0))
-            running.filter_rows(remaining if first is None else itertools.chain([first], remaining), writer)
+            writer = stack.enter_context(
+                open_writer(config["output"], json=json, header=running.steps == 0)
+            )
+            running.filter_rows(
+                remaining if first is None else itertools.chain([first], remaining), writer
+            )
             unreadable = rows.unreadable if isinstance(rows, RowReader) else 0
     except Exception:
         if live:  # estimates have been written: the next run goes on behind them
@@ -135,8 +162,10 @@ def run(config: dict[str, Any]) -> int:
     seconds = max(time.perf_counter() - began, 1e-9)
     parts = [f"{running.done:,} steps", f"{running.missing:,} without observation"]
     parts += [f"{unreadable:,} lines could not be read"] if unreadable else []
-    passed_over = estimator.live.passed_over
-    parts += [f"{passed_over:,} passed over as impossible ({100 * passed_over / max(running.done, 1):.1f} %)"]
+    rejected = estimator.live.rejected
+    parts += [
+        f"{rejected:,} passed over as impossible ({100 * rejected / max(running.done, 1):.1f} %)"
+    ]
     parts += [f"{estimator.alarms:,} alarms"] if estimator.monitor is not None else []
     messages.print(f"{', '.join(parts)}; {running.done / seconds:,.0f} a second")
     if config["output"] != "-":
@@ -162,7 +191,9 @@ class FilterRun:
     done: int
     columns: list[str]
 
-    def __init__(self, estimator: LiveEstimator, path: str | None, every: int | None, checkpoint: bytes) -> None:
+    def __init__(
+        self, estimator: LiveEstimator, path: str | None, every: int | None, checkpoint: bytes
+    ) -> None:
         """Go on from the state in ``path``, if there is one.
 
         Args:
@@ -174,7 +205,12 @@ class FilterRun:
         Raises:
             ValueError: a state of another checkpoint, or one that cannot be read.
         """
-        self.estimator, self.path, self.every, self.checkpoint = estimator, None if path is None else Path(path), every, checkpoint
+        self.estimator, self.path, self.every, self.checkpoint = (
+            estimator,
+            None if path is None else Path(path),
+            every,
+            checkpoint,
+        )
         self.steps = self.done = self.missing = 0
         self.columns: list[str] = []
         self.sequence: str | None = None
@@ -183,13 +219,21 @@ class FilterRun:
         if self.path is not None and self.path.exists():
             stored = read_leaves(self.path)
             if "checkpoint" not in stored or bytes(stored["checkpoint"].tolist()) != checkpoint:
-                raise ValueError(f"state: {path} was not written with this checkpoint: name the one it belongs to, or another file")
+                raise ValueError(
+                    f"state: {path} was not written with this checkpoint: name the one it belongs to, or another file"
+                )
             estimator.live.load(self.path)
-            estimator.recent = None if (recent := stored.get("recent")) is None else recent.to(estimator.live.state[0].device)
+            estimator.recent = (
+                None
+                if (recent := stored.get("recent")) is None
+                else recent.to(estimator.live.state[0].device)
+            )
             self.steps = int(stored.get("steps", 0))
             self.clock = float(stored["clock"]) if "clock" in stored else None
-            self.sequence = bytes(stored["sequence"].tolist()).decode() if "sequence" in stored else None
-            self.started = "sequence" in stored
+            self.sequence = (
+                bytes(stored["recording"].tolist()).decode() if "recording" in stored else None
+            )
+            self.started = "recording" in stored
 
     def filter_rows(self, rows: Iterable[Row], writer: RowWriter) -> None:
         """Filter all rows and write their estimates; rows that have already arrived go through together, up to `ROWS_PER_BATCH`."""
@@ -216,8 +260,10 @@ class FilterRun:
             return
         output: list[Values] = []
         for row, values in zip(rows, self.estimator.filter_rows(rows), strict=True):
-            position: Values = {} if row.sequence is None else {"sequence": row.sequence}
-            position |= {"step": self.steps} if row.time is None else {"step": self.steps, "time": row.time}
+            position: Values = {} if row.sequence is None else {"recording": row.sequence}
+            position |= (
+                {"step": self.steps} if row.time is None else {"step": self.steps, "time": row.time}
+            )
             output.append(position | values)
             self.steps += 1
             self.missing += row.obs is None
@@ -231,11 +277,21 @@ class FilterRun:
     def save(self) -> None:
         """Write the state, if there is a file for it and something to keep."""
         if self.path is not None and self.done:
-            position = {} if self.clock is None else {"clock": torch.tensor(self.clock, dtype=torch.float64)}
-            position |= {} if self.sequence is None else {"sequence": torch.tensor(list(self.sequence.encode()), dtype=torch.uint8)}
+            position = (
+                {}
+                if self.clock is None
+                else {"clock": torch.tensor(self.clock, dtype=torch.float64)}
+            )
+            position |= (
+                {}
+                if self.sequence is None
+                else {"recording": torch.tensor(list(self.sequence.encode()), dtype=torch.uint8)}
+            )
             position |= {} if self.estimator.recent is None else {"recent": self.estimator.recent}
             mine = torch.tensor(list(self.checkpoint), dtype=torch.uint8)
-            self.estimator.live.save(self.path, steps=torch.tensor(self.steps), checkpoint=mine, **position)
+            self.estimator.live.save(
+                self.path, steps=torch.tensor(self.steps), checkpoint=mine, **position
+            )
 
 
 def identity(checkpoint: str) -> bytes:
@@ -248,7 +304,8 @@ def check_settings(config: dict[str, Any]) -> None:
     """Refuse settings that contradict each other, before anything is loaded.
 
     Raises:
-        ValueError: a setting that is unknown or impossible, or an output that would overwrite an input.
+        ValueError: a setting that is unknown or impossible, or an output that would overwrite an
+            input.
         FileNotFoundError: there is no input.
     """
     source, target, every = str(config["input"]), str(config["output"]), config["save_every"]
@@ -257,16 +314,25 @@ def check_settings(config: dict[str, Any]) -> None:
     if type(every) is not int or every < 1:
         raise ValueError(f"save_every must be a whole number of at least 1, got {every!r}")
     if target != "-" and Path(target).suffix not in (*TEXT_SUFFIXES, ".npz"):
-        raise ValueError(f"output must be - (standard output) or end in .csv, .jsonl or .npz, got {target}")
+        raise ValueError(
+            f"output must be - (standard output) or end in .csv, .jsonl or .npz, got {target}"
+        )
     if source == "-" and target.endswith(".npz"):
-        raise ValueError("output: standard input may never end, so its estimates are not kept for an .npz; write .csv or .jsonl")
-    for name, closed in (("input", source == "-" and sys.stdin is None), ("output", target == "-" and sys.stdout is None)):
+        raise ValueError(
+            "output: standard input may never end, so its estimates are not kept for an .npz; write .csv or .jsonl"
+        )
+    for name, closed in (
+        ("input", source == "-" and sys.stdin is None),
+        ("output", target == "-" and sys.stdout is None),
+    ):
         if closed:
             raise ValueError(f"{name}=- is standard {name}, which is closed: name a file")
     if source != "-" and not Path(source).expanduser().exists():
         raise FileNotFoundError(f"input: there is no file or folder {source}")
     overwritten = [
-        name for name in ("input", "checkpoint", "state") if config[name] is not None and same_file(config[name], target)
+        name
+        for name in ("input", "checkpoint", "state")
+        if config[name] is not None and same_file(config[name], target)
     ]
     if overwritten:
         raise ValueError(f"output={target} would overwrite the {overwritten[0]}")
@@ -276,7 +342,10 @@ def check_settings(config: dict[str, Any]) -> None:
 
 def same_file(path: str, other: str) -> bool:
     """Whether two settings name one file."""
-    return "-" not in (path, other) and Path(path).expanduser().resolve() == Path(other).expanduser().resolve()
+    return (
+        "-" not in (path, other)
+        and Path(path).expanduser().resolve() == Path(other).expanduser().resolve()
+    )
 
 
 def check_state(path: Path) -> None:
@@ -298,14 +367,21 @@ def boundary_of(trained: Trained) -> Boundary:
         return Boundary.from_dict(stored)
     shape = trained.module.observation or ()
     d, q = trained.module.memory.sequences()[0].states.shape[1], shape[0] if len(shape) == 1 else 0
-    states, observations = (tuple(Part("number", (f"{letter}_{k}",)) for k in range(n)) for letter, n in (("z", d), ("x", q)))
-    return Boundary(states, observations, tuple(f"u_{k}" for k in range(control_components(trained.filter))))
+    states, observations = (
+        tuple(Part("number", (f"{letter}_{k}",)) for k in range(n))
+        for letter, n in (("z", d), ("x", q))
+    )
+    return Boundary(
+        states, observations, tuple(f"u_{k}" for k in range(control_components(trained.filter)))
+    )
 
 
 def columns_of(data: dict[str, Any], boundary: Boundary) -> InputColumns:
     """The columns of a text, from the data settings of the checkpoint."""
-    time, sequence = data.get("time") or "time", data.get("sequence") or "sequence"
-    return InputColumns(boundary, time, sequence, bool(data.get("time_as_control")), data.get("time_step"))
+    time, recording = data.get("time") or "time", data.get("recording") or "recording"
+    return InputColumns(
+        boundary, time, recording, bool(data.get("time_as_control")), data.get("time_step")
+    )
 
 
 def is_text(source: str, boundary: Boundary, data: dict[str, Any]) -> bool:
@@ -315,7 +391,9 @@ def is_text(source: str, boundary: Boundary, data: dict[str, Any]) -> bool:
         ValueError: images on standard input.
     """
     if source == "-" and not boundary.observations:
-        raise ValueError("images come as files, not on standard input: input=FOLDER, a video or an npz")
+        raise ValueError(
+            "images come as files, not on standard input: input=FOLDER, a video or an npz"
+        )
     needs_whole = data.get("images") or data.get("mask") or not boundary.observations
     return source == "-" or (Path(source).suffix.lower() in TEXT_SUFFIXES and not needs_whole)
 
@@ -336,9 +414,15 @@ def text_rows(
     else:
         path = Path(config["input"]).expanduser()
         hidden = not messages.is_terminal or (config["output"] == "-" and sys.stdout.isatty())
-        file = stack.enter_context(rich.progress.open(path, "rb", description="filtering", console=messages, disable=hidden))
+        file = stack.enter_context(
+            rich.progress.open(
+                path, "rb", description="filtering", console=messages, disable=hidden
+            )
+        )
         chunks = iter(lambda: file.read(BYTES_PER_READ), b"")
-    report = (lambda text: messages.print(text, markup=False)) if config["on_error"] == "skip" else None
+    report = (
+        (lambda text: messages.print(text, markup=False)) if config["on_error"] == "skip" else None
+    )
     return RowReader(
         chunks,
         columns_of(layout_of(trained), boundary),
@@ -348,7 +432,7 @@ def text_rows(
         on_unreadable=report,
         clock=running.clock,
         sequence=running.sequence,
-        partial=knows_sensors(trained.filter),
+        allow_missing_sensors=allows_missing_sensors(trained.filter),
     )
 
 
@@ -359,16 +443,29 @@ def array_rows(config: dict[str, Any], data: dict[str, Any], trained: Trained) -
         ValueError: observations of another shape than those of the training.
     """
     recordings = read_observations(config["input"], data)
-    shape, dtype, device = tuple(trained.module.observation or ()), trained.module.input_dtype, config["device"]
+    shape, dtype, device = (
+        tuple(trained.module.observation or ()),
+        trained.module.input_dtype,
+        config["device"],
+    )
     messages = Console(stderr=True)
     hidden = config["output"] == "-" or not messages.is_terminal
     for r in recordings:
         if tuple(r.obs.shape[1:]) != shape:
-            raise ValueError(f"{config['input']}: observations are {tuple(r.obs.shape[1:])}, those of the training {shape}")
+            raise ValueError(
+                f"{config['input']}: observations are {tuple(r.obs.shape[1:])}, those of the training {shape}"
+            )
         for t in rich.progress.track(range(len(r.obs)), r.name, console=messages, disable=hidden):
-            x = None if r.mask is not None and not r.mask[t] else as_float(r.obs[t : t + 1], dtype).to(device)
+            x = (
+                None
+                if r.mask is not None and not r.mask[t]
+                else as_float(r.obs[t : t + 1], dtype).to(device)
+            )
             control = None if r.controls is None else r.controls[t : t + 1].to(device, dtype)
-            time, name = None if r.times is None else f"{r.times[t].item():.15g}", r.name if len(recordings) > 1 else None
+            time, name = (
+                None if r.times is None else f"{r.times[t].item():.15g}",
+                r.name if len(recordings) > 1 else None,
+            )
             yield Row(x, control, time, name, next_ready=t + 1 < len(r.obs))
 
 
@@ -378,7 +475,9 @@ def open_writer(target: str, *, json: bool, header: bool) -> Iterator[RowWriter]
     if target == "-":
         try:
             yield JsonLinesWriter(sys.stdout) if json else CsvWriter(sys.stdout, header=header)
-        except BrokenPipeError:  # whoever read the estimates has gone; nothing is left for Python to flush at its end
+        except (
+            BrokenPipeError
+        ):  # whoever read the estimates has gone; nothing is left for Python to flush at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     with replacing(target) as temporary:
@@ -386,4 +485,8 @@ def open_writer(target: str, *, json: bool, header: bool) -> Iterator[RowWriter]
             yield NpzWriter(temporary)
             return
         with temporary.open("w", newline="", encoding="utf-8") as file:
-            yield JsonLinesWriter(file, flush=False) if target.endswith(".jsonl") else CsvWriter(file, flush=False)
+            yield (
+                JsonLinesWriter(file, flush=False)
+                if target.endswith(".jsonl")
+                else CsvWriter(file, flush=False)
+            )

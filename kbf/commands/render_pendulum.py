@@ -5,13 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-from kbf.commands.common import console, show
+from kbf.commands.support.console import console, show
 from kbf.data.pendulum import PendulumModel, noisy, simulate_run, write_recordings
 from kbf.plots.frames import frame_grid
 from kbf.plots.tracks import save
-from kbf.sequence import Sequence
+from kbf.recording import Recording
 
 PIXEL_NOISE = 0.1
 """As in configs/data/pendulum.yaml."""
@@ -23,23 +30,42 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     The file is written when all are there: a run of 1,000 images takes some seconds.
 
     Raises:
-        ValueError: no step or no run, a file that is no npz, or Gymnasium or pygame are not installed.
+        ValueError: no step or no run, a file that is no npz, or Gymnasium or pygame are not
+            installed.
     """
     steps, seed, out = config["steps"], config["seed"], Path(config["out"]).expanduser()
     if not steps or not config["sequences"]:
-        raise ValueError(f"steps and sequences must be at least 1, got {steps} and {config['sequences']}")
+        raise ValueError(
+            f"steps and sequences must be at least 1, got {steps} and {config['sequences']}"
+        )
     if out.suffix != ".npz":
         raise ValueError(f"out must end in .npz, got {out}")
     model, seeds = PendulumModel(), list(range(seed, seed + config["sequences"]))
-    columns = [TextColumn("pendulum"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
+    columns = [
+        TextColumn("pendulum"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    ]
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("pendulum", total=steps * len(seeds))
-        runs = [simulate_run(model, steps, one, lambda done: progress.advance(bar)) for one in seeds]
+        runs = [
+            simulate_run(model, steps, one, lambda done: progress.advance(bar)) for one in seeds
+        ]
     write_recordings(out, model, runs, seeds, PIXEL_NOISE)
-    first = Sequence(model.embed(runs[0].y), noisy(runs[0].frames, PIXEL_NOISE, seed))
+    first = Recording(model.embed(runs[0].y), noisy(runs[0].frames, PIXEL_NOISE, seed))
     picture = out.with_suffix(".png")
     save(frame_grid(first, title=f"pendulum, seed {seed}: the first steps"), picture)
-    summary = {"recordings": len(runs), "steps of each": steps, "state": "cos theta, sin theta, rad/s", "image": "3 x 32 x 32"}
+    summary = {
+        "recordings": len(runs),
+        "steps of each": steps,
+        "state": "cos theta, sin theta, rad/s",
+        "image": "3 x 32 x 32",
+    }
     show(str(out), summary)
-    console.print(f"{picture.name} shows them; the data: [bold]data=own data.path={out}[/], or data=pendulum", highlight=False)
+    console.print(
+        f"{picture.name} shows them; the data: [bold]data=own data.path={out}[/], or data=pendulum",
+        highlight=False,
+    )
     return summary

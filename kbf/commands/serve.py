@@ -1,8 +1,9 @@
 """``kbf serve``: the step of a filter over HTTP, from an ONNX program that ``kbf export`` wrote.
 
-The server keeps no state: the client sends the state of its filter with each observation and gets the next one back, so that any
-number of filters can run, and no request can spoil another's. Waitress reads requests without a thread for each; what arrives here
-is whole, and is checked before the program sees it.
+The server keeps no state: the client sends the state of its filter with each observation and gets
+the next one back, so that any number of filters can run, and no request can spoil another's.
+Waitress reads requests without a thread for each; what arrives here is whole, and is checked before
+the program sees it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from kbf.runtime.extras import need
+from kbf.runtime.optional_dependencies import need
 
 DEEPEST_JSON = 8
 """Brackets inside of brackets in a request, at most."""
@@ -51,13 +52,23 @@ def run(config: dict[str, Any]) -> int:
     """Serve until Ctrl-C; returns the exit code.
 
     Raises:
-        ValueError: a file that is no such program, a package that is not installed, or a setting out of range.
+        ValueError: a file that is no such program, a package that is not installed, or a setting
+            out of range.
         OSError: an address that is taken.
     """
-    for key, least, most in (("port", 0, 65535), ("threads", 1, 256), ("largest_body", 1, 2**30), ("seconds", 1, 3600)):
+    for key, least, most in (
+        ("port", 0, 65535),
+        ("threads", 1, 256),
+        ("largest_body", 1, 2**30),
+        ("seconds", 1, 3600),
+    ):
         if type(config[key]) is not int or not least <= config[key] <= most:
-            raise ValueError(f"{key} must be a whole number from {least} to {most}, got {config[key]!r}")
-    if not isinstance(config["hosts"], list | tuple) or not all(isinstance(name, str) for name in config["hosts"]):
+            raise ValueError(
+                f"{key} must be a whole number from {least} to {most}, got {config[key]!r}"
+            )
+    if not isinstance(config["hosts"], list | tuple) or not all(
+        isinstance(name, str) for name in config["hosts"]
+    ):
         raise ValueError(f"hosts must be a list of names, got {config['hosts']!r}")
     need("waitress", "serve", "kbf serve")
     step = Step(config["program"])
@@ -67,7 +78,9 @@ def run(config: dict[str, Any]) -> int:
     host = f"[{config['host']}]" if ":" in str(config["host"]) else config["host"]
     console.print(f"http://{host}:{server.effective_port}/step")
     if str(config["host"]) in ("0.0.0.0", "::") and not config["hosts"]:
-        console.print("who calls this machine by another name than localhost is refused: hosts=[NAME] names those who are not")
+        console.print(
+            "who calls this machine by another name than localhost is refused: hosts=[NAME] names those who are not"
+        )
     try:
         server.run()  # its own handling of Ctrl-C ends it
     finally:
@@ -79,7 +92,8 @@ def make_server(application: Application, config: dict[str, Any]) -> Any:
     """A Waitress server with the limits of ``config``, listening.
 
     Raises:
-        ValueError: Waitress is not installed. OSError: an address that is taken or not this machine's.
+        ValueError: Waitress is not installed. OSError: an address that is taken or not this
+            machine's.
     """
     create_server = need("waitress", "serve", "kbf serve").create_server
     HTTPChannel = need("waitress.channel", "serve", "kbf serve").HTTPChannel
@@ -125,7 +139,8 @@ class Step:
         """Load a program and try its first step.
 
         Raises:
-            ValueError: not a program of ``kbf export format=onnx``, or ONNX Runtime is not installed.
+            ValueError: not a program of ``kbf export format=onnx``, or ONNX Runtime is not
+                installed.
         """
         onnxruntime = need("onnxruntime", "serve", "kbf serve")
         if not Path(path).is_file():
@@ -133,34 +148,55 @@ class Step:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = 1, 4
         try:
-            self.session: Any = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-            self.about: dict[str, Any] = json.loads(self.session.get_modelmeta().custom_metadata_map["kbf"])
+            self.session: Any = onnxruntime.InferenceSession(
+                str(path), options, providers=["CPUExecutionProvider"]
+            )
+            self.about: dict[str, Any] = json.loads(
+                self.session.get_modelmeta().custom_metadata_map["kbf"]
+            )
             self.inputs: dict[str, tuple[np.dtype[Any], tuple[Any, ...]]] = {
-                entry["name"]: (np.dtype(entry["dtype"]), tuple(entry["shape"])) for entry in self.about["inputs"]
+                entry["name"]: (np.dtype(entry["dtype"]), tuple(entry["shape"]))
+                for entry in self.about["inputs"]
             }
             self.outputs: list[str] = [entry["name"] for entry in self.about["outputs"]]
-            control = {"control": np.zeros(self.inputs["control"][1][1:]).tolist()} if "control" in self.inputs else {}
+            control = (
+                {"control": np.zeros(self.inputs["control"][1][1:]).tolist()}
+                if "control" in self.inputs
+                else {}
+            )
             self({"obs": None} | control)
-        except Exception as error:  # ONNX Runtime's own kinds, and whatever a program of others lacks
+        except (
+            Exception
+        ) as error:  # ONNX Runtime's own kinds, and whatever a program of others lacks
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{path} is no program of kbf export format=onnx, or damaged: {reason}") from error
+            raise ValueError(
+                f"{path} is no program of kbf export format=onnx, or damaged: {reason}"
+            ) from error
 
     def __call__(self, request: dict[str, Any]) -> dict[str, Any]:
         """One step: the answer to a request with ``obs``, ``control`` where the filter has one, and ``state``.
 
         Raises:
-            Refused: anything that is missing, unknown, not finite or of another shape; or a step whose result is not finite.
+            Refused: anything that is missing, unknown, not finite or of another shape; or a step
+                whose result is not finite.
         """
         known = {"obs", "state"} | ({"control"} if "control" in self.inputs else set())
         if unknown := sorted(request.keys() - known):
-            raise Refused(400, f"there is no {unknown[0]!r} in a request; it has {', '.join(sorted(known))}")
+            raise Refused(
+                400, f"there is no {unknown[0]!r} in a request; it has {', '.join(sorted(known))}"
+            )
         if missing := sorted(known - {"state"} - request.keys()):
-            raise Refused(400, f"the request has no {missing[0]!r}; an obs may be null: nothing was observed")
+            raise Refused(
+                400, f"the request has no {missing[0]!r}; an obs may be null: nothing was observed"
+            )
         state = request.get("state")
         state = self.about["initial"] if state is None else state
         leaves = {name for name in self.inputs if name.startswith("state_")}
         if not isinstance(state, dict) or state.keys() != leaves:
-            raise Refused(400, f"state must be the one of the answer before, with {', '.join(sorted(leaves))}; or null to start")
+            raise Refused(
+                400,
+                f"state must be the one of the answer before, with {', '.join(sorted(leaves))}; or null to start",
+            )
         obs = request["obs"]
         given = {name: self.array(name, state[name]) for name in leaves}
         given["seen"] = np.full(self.inputs["seen"][1], obs is not None)
@@ -171,9 +207,20 @@ class Step:
         values = self.session.run(None, {name: given[name] for name in self.inputs})
         results: dict[str, Any] = dict(zip(self.outputs, values, strict=True))
         if not all(np.isfinite(value).all() for value in results.values()):
-            raise Refused(422, "the step has no finite result: this observation is not taken; keep the state that you have")
-        after = {f"state_{name.removeprefix('next_')}": results.pop(name).tolist() for name in self.outputs if name[:5] == "next_"}
-        return {"states": self.about["states"], **{name: value[0].tolist() for name, value in results.items()}, "state": after}
+            raise Refused(
+                422,
+                "the step has no finite result: this observation is not taken; keep the state that you have",
+            )
+        after = {
+            f"state_{name.removeprefix('next_')}": results.pop(name).tolist()
+            for name in self.outputs
+            if name[:5] == "next_"
+        }
+        return {
+            "states": self.about["states"],
+            **{name: value[0].tolist() for name, value in results.items()},
+            "state": after,
+        }
 
     def array(self, name: str, value: Any) -> np.ndarray:
         """A value of a request as an input of the program; obs and control come without the dimension of the batch."""
@@ -188,9 +235,15 @@ class Step:
         except (ValueError, TypeError, OverflowError):
             raise Refused(400, f"{name} must be numbers in the shape {list(wanted)}") from None
         if array.shape != wanted:
-            raise Refused(400, f"{name} must be numbers in the shape {list(wanted)}, got {list(array.shape)}")
+            raise Refused(
+                400, f"{name} must be numbers in the shape {list(wanted)}, got {list(array.shape)}"
+            )
         if not np.isfinite(array).all():
-            raise Refused(400, f"{name} must be finite" + (" (null: nothing was observed)" if name == "obs" else ""))
+            raise Refused(
+                400,
+                f"{name} must be finite"
+                + (" (null: nothing was observed)" if name == "obs" else ""),
+            )
         return array.reshape(shape)
 
 
@@ -206,9 +259,11 @@ class Application:
         """``hosts``: the names, without a port, that a request may call this machine by."""
         self.step, self.hosts = step, {name.lower() for name in hosts}
         self.lock, self.began = Lock(), time.monotonic()
-        self.counts: dict[str, int] = {"steps": 0, "passed_over": 0, "refused": 0}
+        self.counts: dict[str, int] = {"steps": 0, "rejected": 0, "refused": 0}
 
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def __call__(
+        self, environ: dict[str, Any], start_response: Callable[..., Any]
+    ) -> Iterable[bytes]:
         """Answer one request in JSON."""
         try:
             status, answer = 200, self.answer(environ)
@@ -216,7 +271,11 @@ class Application:
             status, answer = error.status, {"error": str(error)}
             self.count("refused")
         body = json.dumps(answer, allow_nan=False).encode()
-        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("X-Content-Type-Options", "nosniff")]
+        headers = [
+            ("Content-Type", "application/json"),
+            ("Content-Length", str(len(body))),
+            ("X-Content-Type-Options", "nosniff"),
+        ]
         start_response(f"{status} {STATUS[status]}", headers)
         return [body]
 
@@ -227,21 +286,32 @@ class Application:
             Refused: everything but a health page and a step.
         """
         if host_of(environ.get("HTTP_HOST", "")) not in self.hosts:
-            raise Refused(403, "unknown host: kbf serve hosts=[NAME] names those by which this machine may be called")
+            raise Refused(
+                403,
+                "unknown host: kbf serve hosts=[NAME] names those by which this machine may be called",
+            )
         path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
         if path not in ("/health", "/step"):
             raise Refused(404, "there are POST /step and GET /health")
         if method != ("GET" if path == "/health" else "POST"):
             raise Refused(405, "there are POST /step and GET /health")
         if path == "/health":
-            about = {key: self.step.about.get(key) for key in ("model", "data", "states", "observations", "controls")}
-            return {"status": "ok", "seconds": round(time.monotonic() - self.began, 1), **self.counts, **about}
+            about = {
+                key: self.step.about.get(key)
+                for key in ("model", "data", "states", "observations", "controls")
+            }
+            return {
+                "status": "ok",
+                "seconds": round(time.monotonic() - self.began, 1),
+                **self.counts,
+                **about,
+            }
         if environ.get("CONTENT_TYPE", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "the Content-Type must be application/json")
         found = self.step(parsed(environ["wsgi.input"].read()))
         self.count("steps")
-        if found.get("passed_over"):  # programs of before do not tell
-            self.count("passed_over")
+        if found.get("rejected"):  # programs of before do not tell
+            self.count("rejected")
         return found
 
     def count(self, what: str) -> None:
@@ -264,7 +334,8 @@ def parsed(body: bytes) -> dict[str, Any]:
     """The JSON object of a request.
 
     Raises:
-        Refused: no JSON, brackets too deep, NaN or infinite numbers, or another thing than an object.
+        Refused: no JSON, brackets too deep, NaN or infinite numbers, or another thing than an
+            object.
     """
     depth = 0
     for byte in body:

@@ -16,10 +16,17 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from kbf.data.download import cache_dir
-from kbf.data.frames import Frames, as_observations, check_frames, nearest, read_frames, write_frames
+from kbf.data.frames import (
+    Frames,
+    as_observations,
+    check_frames,
+    nearest,
+    read_frames,
+    write_frames,
+)
 from kbf.data.synthetic import check_lengths
-from kbf.runtime.notebook import Shown
-from kbf.sequence import Sequence
+from kbf.recording import Recording
+from kbf.runtime.html_repr import Shown
 from kbf.ssm import OrientationModel, simulate
 
 VIEWS = 1800
@@ -29,11 +36,13 @@ VIEWS = 1800
 class OrientationImages(Shown):
     """theta' = theta + turn + N(0, sigma_z^2) from theta = 0; z = (cos, sin)(theta); x = the view at theta + N(0, sigma_x^2).
 
-    One trajectory: its first ``n_train`` steps to learn from, the ``n_test`` steps after them as the test. It moves, then
-    observes. With one seed, a longer training part begins with the shorter.
+    One trajectory: its first ``n_train`` steps to learn from, the ``n_test`` steps after them as
+    the test. It moves, then observes. With one seed, a longer training part begins with the
+    shorter.
 
     Attributes:
-        train: a list of one sequence, states ``T 2`` float64, observations ``T 3 h w`` float32: in [0, 1], plus pixel noise.
+        train: a list of one sequence, states ``T 2`` float64, observations ``T 3 h w`` float32: in
+            [0, 1], plus pixel noise.
         test: a list of one sequence.
         problem: the true model, whose observation is the noisy heading as (cos, sin).
         decoded: the test sequence with these headings in place of the images, for the floor.
@@ -64,15 +73,19 @@ class OrientationImages(Shown):
             n_train: steps to learn from.
             n_test: steps to score on.
             seed: of the headings and the noise.
-            frames: a frames file; None for views of ``renderer``, which are rendered once and kept (see `cache_dir`).
-            renderer: a renderer of `kbf.data.render` ("maze", "vizdoom"). level: its scene; None for its own choice. render_seed:
+            frames: a frames file; None for views of ``renderer``, which are rendered once and kept
+                (see `cache_dir`).
+            renderer: a renderer of `kbf.data.render` ("maze", "vizdoom"). level: its scene; None
+                for its own choice. render_seed:
             of
                 the scene.
             size: (height, width) of the observations.
-            turn: radians a step. sigma_z, sigma_x: radians. pixel_noise: standard deviation; pixels are not clipped.
+            turn: radians a step. sigma_z, sigma_x: radians. pixel_noise: standard deviation; pixels
+                are not clipped.
 
         Raises:
-            ValueError: fewer than two training steps or no test step, or frames that are no full turn.
+            ValueError: fewer than two training steps or no test step, or frames that are no full
+                turn.
             FileNotFoundError: no such frames file.
         """
         check_lengths("image", n_train, n_test)
@@ -84,13 +97,17 @@ class OrientationImages(Shown):
         self.renderer: str = described(table.about, frames)
         self.problem: OrientationModel = OrientationModel(turn, sigma_z, sigma_x)
         start = torch.tensor([1.0, 0.0], dtype=torch.float64)
-        states, headings, *_ = simulate(self.problem, start, n_train + n_test, Generator().manual_seed(seed))
-        shown, which = nearest(table.yaw_degrees, torch.atan2(headings[:, 1], headings[:, 0])).unique(return_inverse=True)
+        states, headings, *_ = simulate(
+            self.problem, start, n_train + n_test, Generator().manual_seed(seed)
+        )
+        shown, which = nearest(
+            table.yaw_degrees, torch.atan2(headings[:, 1], headings[:, 0])
+        ).unique(return_inverse=True)
         views = as_observations(table.images[shown], (height, width))[which]
         obs = views + pixel_noise * pixels(views.shape, seed)
-        self.train: list[Sequence] = [Sequence(states[:n_train], obs[:n_train])]
-        self.test: list[Sequence] = [Sequence(states[n_train:], obs[n_train:])]
-        self.decoded: list[Sequence] = [Sequence(states[n_train:], headings[n_train:])]
+        self.train: list[Recording] = [Recording(states[:n_train], obs[:n_train])]
+        self.test: list[Recording] = [Recording(states[n_train:], obs[n_train:])]
+        self.decoded: list[Recording] = [Recording(states[n_train:], headings[n_train:])]
 
 
 def pixels(shape: torch.Size, seed: int) -> Float[Tensor, "T *x"]:
@@ -120,15 +137,22 @@ def described(about: dict[str, Any], path: str | os.PathLike[str] | None) -> str
 def embedded(renderer: str, level: str | None, seed: int, size: tuple[int, int]) -> Frames:
     """Views of a renderer of `kbf.data.render`, `VIEWS` of them, rendered the first time and kept in the cache.
 
-    The name of the file holds a hash of everything that the views depend on. Processes that come at once each render them; the
-    last one's file stays.
+    The name of the file holds a hash of everything that the views depend on. Processes that come at
+    once each render them; the last one's file stays.
     """
     import kbf.data.render
 
     if renderer == "dmlab":
-        raise ValueError("the views of DeepMind Lab come from a file: 'kbf data render dmlab out=FILE', then data.frames=FILE")
-    sources = [path.read_text(encoding="utf-8") for path in sorted(Path(kbf.data.render.__path__[0]).glob("*.py"))]
-    key = json.dumps([renderer, level, seed, size, VIEWS, sources, installed("labmaze"), installed("vizdoom")])
+        raise ValueError(
+            "the views of DeepMind Lab come from a file: 'kbf data render dmlab out=FILE', then data.frames=FILE"
+        )
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in sorted(Path(kbf.data.render.__path__[0]).glob("*.py"))
+    ]
+    key = json.dumps(
+        [renderer, level, seed, size, VIEWS, sources, installed("labmaze"), installed("vizdoom")]
+    )
     path = cache_dir() / f"{renderer}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
     try:
         return checked(path)
@@ -139,7 +163,10 @@ def embedded(renderer: str, level: str | None, seed: int, size: tuple[int, int])
     try:
         write_frames(path, table)
     except OSError as error:
-        warnings.warn(f"the rendered views cannot be kept ({error}): name a writable folder in KBF_CACHE", stacklevel=2)
+        warnings.warn(
+            f"the rendered views cannot be kept ({error}): name a writable folder in KBF_CACHE",
+            stacklevel=2,
+        )
     return table
 
 
@@ -160,7 +187,9 @@ def render_turn(
 
     yaw = torch.arange(views, dtype=torch.float64) * (360 / views) - 180
     try:
-        rendered = kbf.data.render.render(renderer, yaw, level=level, seed=seed, size=size, progress=progress)
+        rendered = kbf.data.render.render(
+            renderer, yaw, level=level, seed=seed, size=size, progress=progress
+        )
     except ModuleNotFoundError as error:
         raise ValueError(f"renderer {renderer}: {error}") from error
     return Frames(rendered.images, rendered.yaw_degrees, {**rendered.about, "size": list(size)})

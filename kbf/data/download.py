@@ -32,11 +32,13 @@ def download(
         url: where it is.
         path: where it goes: whole and checked, or not at all.
         checksums: hexadecimal digest by the name of its algorithm, such as ``{"sha256": ...}``.
-        progress: called with the bytes that are there and the bytes of the whole file (None if the server does not say).
+        progress: called with the bytes that are there and the bytes of the whole file (None if the
+            server does not say).
 
     Raises:
-        ValueError: no connection, an error of the server, a connection that broke off, or another checksum. After another
-            checksum the fetched file is removed; a file that was there before is left.
+        ValueError: no connection, an error of the server, a connection that broke off, or another
+            checksum. After another checksum the fetched file is removed; a file that was there
+            before is left.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +55,9 @@ def download(
             check(part, checksums)
         except ValueError as error:
             part.unlink()
-            raise ValueError(f"what {url} holds is not what was expected, and was removed: {error}") from error
+            raise ValueError(
+                f"what {url} holds is not what was expected, and was removed: {error}"
+            ) from error
         os.replace(part, path)
     return path
 
@@ -64,7 +68,9 @@ def fetch(url: str, part: Path, progress: Callable[[int, int | None], None] | No
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
-            resumed = response.status == 206 and (response.headers["Content-Range"] or "").startswith(f"bytes {have}-")
+            resumed = response.status == 206 and (
+                response.headers["Content-Range"] or ""
+            ).startswith(f"bytes {have}-")
             have = have if resumed else 0  # some servers send the whole file all the same
             length = response.headers["Content-Length"]
             total = have + int(length) if length else None
@@ -77,18 +83,24 @@ def fetch(url: str, part: Path, progress: Callable[[int, int | None], None] | No
         if error.code == 416 and have:  # nothing comes behind that byte: begin again
             part.unlink()
             return fetch(url, part, progress)
-        raise ValueError(f"cannot download {url}: the server says {error.code} {error.reason}") from error
+        raise ValueError(
+            f"cannot download {url}: the server says {error.code} {error.reason}"
+        ) from error
     except (OSError, http.client.HTTPException) as error:
         raise ValueError(f"cannot download {url}: {getattr(error, 'reason', error)}") from error
     if total is not None and have != total:
-        raise ValueError(f"cannot download {url}: it broke off after {have} of {total} bytes; the next attempt goes on from there")
+        raise ValueError(
+            f"cannot download {url}: it broke off after {have} of {total} bytes; the next attempt goes on from there"
+        )
 
 
 def check(path: str | os.PathLike[str], checksums: Mapping[str, str] | None) -> None:
     """Raise a ValueError if the file has other checksums than these (hexadecimal, by algorithm)."""
     for name, expected in (checksums or {}).items():
         with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, lambda name=name: hashlib.new(name, usedforsecurity=False)).hexdigest()
+            digest = hashlib.file_digest(
+                file, lambda name=name: hashlib.new(name, usedforsecurity=False)
+            ).hexdigest()
         if digest != expected.lower():
             raise ValueError(f"{path} has the {name} checksum {digest}, expected {expected}")
 

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, interpolate
 
-from kbf.runtime.files import replacing
+from kbf.runtime.atomic_files import replacing
 
 LARGEST_GAP = 5.0
 """Degrees between neighbouring views that still count as a full turn."""
@@ -67,14 +67,22 @@ def read_frames(path: str | os.PathLike[str]) -> Frames:
     try:
         with np.load(path, allow_pickle=False) as stored:
             names = set(stored.files)
-            arrays = {name: stored[name] for name in ("images", "yaw_degrees", "position", "about") if name in names}
-    except Exception as error:  # zip, zlib, pickle, header: what a damaged file raises has no common class
+            arrays = {
+                name: stored[name]
+                for name in ("images", "yaw_degrees", "position", "about")
+                if name in names
+            }
+    except (
+        Exception
+    ) as error:  # zip, zlib, pickle, header: what a damaged file raises has no common class
         what = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{path} is no frames file, or damaged ({what}); {REMEDY}") from error
     wrong = faults(arrays)
     if wrong:
         raise ValueError(f"{path}: {wrong}; {REMEDY}")
-    position = torch.from_numpy(arrays["position"].astype(np.float64)) if "position" in arrays else None
+    position = (
+        torch.from_numpy(arrays["position"].astype(np.float64)) if "position" in arrays else None
+    )
     yaw = torch.from_numpy(arrays["yaw_degrees"].astype(np.float32))
     return Frames(torch.from_numpy(arrays["images"]), yaw, told_by(arrays) or {}, position)
 
@@ -95,7 +103,9 @@ def faults(arrays: dict[str, Any]) -> str | None:
         return f"{int((~np.isfinite(yaw)).sum())} of {len(yaw)} yaws are NaN or infinite"
     position = arrays.get("position")
     if position is not None and (
-        position.dtype.kind != "f" or position.shape != (len(images), 3) or not np.isfinite(position).all()
+        position.dtype.kind != "f"
+        or position.shape != (len(images), 3)
+        or not np.isfinite(position).all()
     ):
         return f"position must be float [N, 3] and finite, it is {position.dtype} {list(position.shape)}"
     if told_by(arrays) is None:
@@ -118,8 +128,8 @@ def check_frames(frames: Frames) -> Turn:
     """Whether the frames are the views of one full turn at one place.
 
     Raises:
-        ValueError: more than `LARGEST_GAP` degrees without a view, two different views at one yaw, nothing to be seen, or a camera
-            that moved.
+        ValueError: more than `LARGEST_GAP` degrees without a view, two different views at one yaw,
+            nothing to be seen, or a camera that moved.
     """
     images, n = frames.images, len(frames.images)
     yaw = frames.yaw_degrees.double() % 360
@@ -143,13 +153,17 @@ def check_frames(frames: Frames) -> Turn:
             "yaw and image do not belong together, or something moves in the scene; keep one view for each yaw"
         )
     if all(torch.equal(image, images[0]) for image in images):
-        raise ValueError(f"all {n} images are the same: the camera did not turn, or nothing was drawn")
+        raise ValueError(
+            f"all {n} images are the same: the camera did not turn, or nothing was drawn"
+        )
     if all(torch.equal(image, image[:1, :1].expand_as(image)) for image in images):
         raise ValueError(f"each of the {n} images has one colour all over: nothing was drawn")
     if frames.position is not None:
         moved = float((frames.position - frames.position[0]).norm(dim=1).max())
         if moved > LARGEST_MOVE:
-            raise ValueError(f"the camera moved by {moved:.3g} while it turned: the views must be of one place")
+            raise ValueError(
+                f"the camera moved by {moved:.3g} while it turned: the views must be of one place"
+            )
     return Turn(n, gap, start)
 
 
@@ -176,7 +190,9 @@ def nearest(yaw_degrees: Float[Tensor, "N"], angles: Float[Tensor, "n"]) -> Int[
     return ((difference + 180) % 360 - 180).abs().argmin(1)
 
 
-def as_observations(images: UInt8[Tensor, "n H W 3"], size: tuple[int, int]) -> Float[Tensor, "n 3 h w"]:
+def as_observations(
+    images: UInt8[Tensor, "n H W 3"], size: tuple[int, int]
+) -> Float[Tensor, "n 3 h w"]:
     """Images in [0, 1], channels first, float32, of the size (h, w): means over areas where it divides theirs, else antialiased."""
     height, width = images.shape[1:3]
     x = images.permute(0, 3, 1, 2).float() / 255
@@ -184,4 +200,6 @@ def as_observations(images: UInt8[Tensor, "n H W 3"], size: tuple[int, int]) -> 
         return x.contiguous()
     if height % size[0] == 0 and width % size[1] == 0:
         return avg_pool2d(x, (height // size[0], width // size[1]))
-    return interpolate(x, size=tuple(size), mode="bilinear", antialias=True, align_corners=False).clamp(0, 1)
+    return interpolate(
+        x, size=tuple(size), mode="bilinear", antialias=True, align_corners=False
+    ).clamp(0, 1)

@@ -1,8 +1,10 @@
 """A simulator that its field knows: Gymnasium's Pendulum-v1, driven by a noisy torque and seen as rendered images.
 
-The state is z = (cos theta, sin theta, omega / unit): theta = 0 is upright and grows counter-clockwise, omega = d theta / dt. An
-image shows the angle alone, so that the speed must be inferred over time. States and images come from Gymnasium's own ``step``
-and ``render``; the same equations, written here for the filters that know the true model, are checked against it in the tests.
+The state is z = (cos theta, sin theta, omega / unit): theta = 0 is upright and grows
+counter-clockwise, omega = d theta / dt. An image shows the angle alone, so that the speed must be
+inferred over time. States and images come from Gymnasium's own ``step`` and ``render``; the same
+equations, written here for the filters that know the true model, are checked against it in the
+tests.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from torch import Generator, Tensor
 from kbf.data.dmlab import installed, pixels
 from kbf.data.download import cache_dir
 from kbf.data.synthetic import check_lengths
-from kbf.runtime.extras import need
-from kbf.runtime.files import replacing
-from kbf.runtime.notebook import Shown
-from kbf.sequence import Sequence
+from kbf.recording import Recording
+from kbf.runtime.atomic_files import replacing
+from kbf.runtime.html_repr import Shown
+from kbf.runtime.optional_dependencies import need
 from kbf.ssm import OrientationModel, normal, rotate
 
 GRAVITY, DT, MAX_SPEED, MAX_TORQUE = 10.0, 0.05, 8.0, 2.0
@@ -38,9 +40,10 @@ IMAGE_SIDE, PIXEL_BLOCK = 32, 10
 class PendulumModel(NamedTuple):
     """The pendulum under its noisy driver, seen as its angle + N(0, sigma_x^2).
 
-    A torque u = gain omega (energy - E) + N(0, sigma_u^2), within +-2, is held for ``repeat`` steps of the simulator, in each of
-    which omega' = omega + (15 sin theta + 3 u) 0.05, within +-8, and theta' = theta + 0.05 omega'. E = omega^2 / 30 + cos theta is
-    the energy: -1 hanging at rest, 1 standing. The driver swings the pendulum to just below the top; noise carries it over or not.
+    A torque u = gain omega (energy - E) + N(0, sigma_u^2), within +-2, is held for ``repeat`` steps
+    of the simulator, in each of which omega' = omega + (15 sin theta + 3 u) 0.05, within +-8, and
+    theta' = theta + 0.05 omega'. E = omega^2 / 30 + cos theta is the energy: -1 hanging at rest, 1
+    standing. The driver swings the pendulum to just below the top; noise carries it over or not.
 
     Attributes:
         sigma_u: standard deviation of the torque, in N m. gain: of the driver. energy: where to.
@@ -60,14 +63,18 @@ class PendulumModel(NamedTuple):
         """What the driver does at y = (theta, omega), with the standard normal number e."""
         theta, omega = y.unbind(-1)
         energy = omega.square() / 30 + theta.cos()
-        return (self.gain * omega * (self.energy - energy) + self.sigma_u * e).clamp(-MAX_TORQUE, MAX_TORQUE)
+        return (self.gain * omega * (self.energy - energy) + self.sigma_u * e).clamp(
+            -MAX_TORQUE, MAX_TORQUE
+        )
 
     def f(self, y: Float[Tensor, "*b 2"], e: Float[Tensor, "*b 1"]) -> Float[Tensor, "*b 2"]:
         """The move of y = (theta, omega), whose only noise is e ~ N(0, 1)."""
         u = self.torque(y, e[..., 0])
         theta, omega = y.unbind(-1)
         for _ in range(self.repeat):
-            omega = (omega + (1.5 * GRAVITY * theta.sin() + 3 * u) * DT).clamp(-MAX_SPEED, MAX_SPEED)
+            omega = (omega + (1.5 * GRAVITY * theta.sin() + 3 * u) * DT).clamp(
+                -MAX_SPEED, MAX_SPEED
+            )
             theta = theta + omega * DT
         return torch.stack([theta, omega], -1)
 
@@ -79,15 +86,21 @@ class PendulumModel(NamedTuple):
         """The state of (theta, omega)."""
         return torch.stack([y[..., 0].cos(), y[..., 0].sin(), y[..., 1] / self.unit], -1)
 
-    def move(self, z: Float[Tensor, "*b 3"], generator: Generator | None = None) -> Float[Tensor, "*b 3"]:
+    def move(
+        self, z: Float[Tensor, "*b 3"], generator: Generator | None = None
+    ) -> Float[Tensor, "*b 3"]:
         """Draw z' given z."""
         return self.embed(self.f(self.chart(z), normal(z[..., :1], generator)))
 
-    def observe(self, z: Float[Tensor, "*b 3"], generator: Generator | None = None) -> Float[Tensor, "*b 2"]:
+    def observe(
+        self, z: Float[Tensor, "*b 3"], generator: Generator | None = None
+    ) -> Float[Tensor, "*b 2"]:
         """Draw the shown angle, as (cos, sin)."""
         return rotate(z[..., :2], self.sigma_x * normal(z[..., 0], generator))
 
-    def log_likelihood(self, x: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 3"]) -> Float[Tensor, "*e"]:
+    def log_likelihood(
+        self, x: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 3"]
+    ) -> Float[Tensor, "*e"]:
         """Log density of the wrapped normal."""
         return OrientationModel(sigma_x=self.sigma_x).log_likelihood(x, z[..., :2])
 
@@ -109,12 +122,14 @@ class Run(NamedTuple):
 class Pendulum(Shown):
     """One run of Gymnasium's Pendulum-v1: its first ``n_train`` steps to learn from, the ``n_test`` steps after them as the test.
 
-    It starts as Gymnasium's ``reset(seed=seed)`` has it, moves, and is then shown: the middle of the picture that ``render`` draws
-    of it at the angle theta + N(0, sigma_x^2), in 32 x 32 pixels with noise on each, clipped to uint8. The arrow of the torque is
-    left out: it would tell what the filters are to find out. With one seed, a longer training part begins with the shorter.
+    It starts as Gymnasium's ``reset(seed=seed)`` has it, moves, and is then shown: the middle of
+    the picture that ``render`` draws of it at the angle theta + N(0, sigma_x^2), in 32 x 32 pixels
+    with noise on each, clipped to uint8. The arrow of the torque is left out: it would tell what
+    the filters are to find out. With one seed, a longer training part begins with the shorter.
 
     Attributes:
-        train: a list of one sequence, states ``T 3`` float64, observations ``T 3 32 32`` uint8. test: likewise.
+        train: a list of one sequence, states ``T 3`` float64, observations ``T 3 32 32`` uint8.
+            test: likewise.
         problem: the true model, whose observation is the shown angle as (cos, sin).
         decoded: the test sequence with these in place of the images, for the floor.
         renderer: who simulated and rendered.
@@ -139,20 +154,23 @@ class Pendulum(Shown):
             pixel_noise: standard deviation, of numbers in [0, 1].
 
         Raises:
-            ValueError: fewer than two training steps or no test step, or Gymnasium or pygame are not installed.
+            ValueError: fewer than two training steps or no test step, or Gymnasium or pygame are
+                not installed.
         """
         check_lengths("image", n_train, n_test)
         self.problem: PendulumModel = problem or PendulumModel()
         run = kept_run(self.problem, n_train + n_test, seed)
         states, obs = self.problem.embed(run.y), noisy(run.frames, pixel_noise, seed)
         angle = torch.stack([run.shown.cos(), run.shown.sin()], -1)
-        self.train: list[Sequence] = [Sequence(states[:n_train], obs[:n_train])]
-        self.test: list[Sequence] = [Sequence(states[n_train:], obs[n_train:])]
-        self.decoded: list[Sequence] = [Sequence(states[n_train:], angle[n_train:])]
+        self.train: list[Recording] = [Recording(states[:n_train], obs[:n_train])]
+        self.test: list[Recording] = [Recording(states[n_train:], obs[n_train:])]
+        self.decoded: list[Recording] = [Recording(states[n_train:], angle[n_train:])]
         self.renderer: str = f"Gymnasium {installed('gymnasium')}, Pendulum-v1"
 
 
-def simulate_run(model: PendulumModel, steps: int, seed: int, progress: Callable[[int], None] | None = None) -> Run:
+def simulate_run(
+    model: PendulumModel, steps: int, seed: int, progress: Callable[[int], None] | None = None
+) -> Run:
     """Run the simulator under the driver of ``model``, and photograph it after each decision.
 
     Args:
@@ -168,7 +186,9 @@ def simulate_run(model: PendulumModel, steps: int, seed: int, progress: Callable
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
     need("pygame", "examples", "the pendulum")  # Gymnasium looks for it when it renders
     gymnasium = need("gymnasium", "examples", "the pendulum")
-    env = gymnasium.make("Pendulum-v1", render_mode="rgb_array", max_episode_steps=-1, disable_env_checker=True)
+    env = gymnasium.make(
+        "Pendulum-v1", render_mode="rgb_array", max_episode_steps=-1, disable_env_checker=True
+    )
     env.reset(seed=seed)
     generator = Generator().manual_seed(seed)
     y, shown, frames = [], [], []
@@ -206,13 +226,28 @@ def photograph(env: Any, angle: float) -> np.ndarray:
 
 def noisy(frames: Tensor, pixel_noise: float, seed: int) -> Tensor:
     """The pictures with N(0, pixel_noise^2) on each number in [0, 1], clipped to uint8 again."""
-    return (frames + 255 * pixel_noise * pixels(frames.shape, seed)).round().clamp(0, 255).to(torch.uint8)
+    return (
+        (frames + 255 * pixel_noise * pixels(frames.shape, seed))
+        .round()
+        .clamp(0, 255)
+        .to(torch.uint8)
+    )
 
 
 def kept_run(model: PendulumModel, steps: int, seed: int) -> Run:
     """`simulate_run`, once: the run is kept in the cache under a hash of all that it depends on, and taken from there later."""
     source = Path(__file__).read_text(encoding="utf-8")
-    key = json.dumps([model._asdict(), steps, seed, source, installed("gymnasium"), installed("pygame-ce"), installed("pygame")])
+    key = json.dumps(
+        [
+            model._asdict(),
+            steps,
+            seed,
+            source,
+            installed("gymnasium"),
+            installed("pygame-ce"),
+            installed("pygame"),
+        ]
+    )
     path = cache_dir() / f"pendulum-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
     try:
         with np.load(path, allow_pickle=False) as stored:
@@ -223,7 +258,10 @@ def kept_run(model: PendulumModel, steps: int, seed: int) -> Run:
     try:
         write_arrays(path, {name: values.numpy() for name, values in run._asdict().items()})
     except OSError as error:
-        warnings.warn(f"the simulated run cannot be kept ({error}): name a writable folder in KBF_CACHE", stacklevel=2)
+        warnings.warn(
+            f"the simulated run cannot be kept ({error}): name a writable folder in KBF_CACHE",
+            stacklevel=2,
+        )
     return run
 
 
@@ -234,14 +272,26 @@ def write_arrays(path: str | os.PathLike[str], arrays: dict[str, Any]) -> None:
 
 
 def write_recordings(
-    path: str | os.PathLike[str], model: PendulumModel, runs: list[Run], seeds: list[int], pixel_noise: float
+    path: str | os.PathLike[str],
+    model: PendulumModel,
+    runs: list[Run],
+    seeds: list[int],
+    pixel_noise: float,
 ) -> None:
     """Write runs as a file of recordings that ``data=own`` reads.
 
-    ``states`` ``n 3`` float64: (cos theta, sin theta, omega) with the speed in rad/s; ``observations`` ``n 3 32 32`` uint8;
-    ``sequence`` ``n``: the seed of the run that a step belongs to.
+    ``states`` ``n 3`` float64: (cos theta, sin theta, omega) with the speed in rad/s;
+    ``observations`` ``n 3 32 32`` uint8; ``sequence`` ``n``: the seed of the run that a step
+    belongs to.
     """
     states = [model._replace(unit=1.0).embed(run.y) for run in runs]
     obs = [noisy(run.frames, pixel_noise, seed) for run, seed in zip(runs, seeds, strict=True)]
     ids = np.repeat(np.array(seeds), [len(run.y) for run in runs])
-    write_arrays(path, {"states": torch.cat(states).numpy(), "observations": torch.cat(obs).numpy(), "sequence": ids})
+    write_arrays(
+        path,
+        {
+            "states": torch.cat(states).numpy(),
+            "observations": torch.cat(obs).numpy(),
+            "recording": ids,
+        },
+    )

@@ -1,9 +1,9 @@
 """The pendulum of the Recurrent Kalman Networks: images whose quality varies, and is itself correlated in time.
 
-The state is z = (sin theta, cos theta): theta = 0 is upright, where the pendulum stands on its head; pictures
-show that downwards (row numbers grow with cos theta): states and pictures are those of the authors turned by half a circle, which
-is the same task. An image shows the angle, more or less; the speed must be inferred over time, and how much to trust an image
-as well.
+The state is z = (sin theta, cos theta): theta = 0 is upright, where the pendulum stands on its
+head; pictures show that downwards (row numbers grow with cos theta): states and pictures are those
+of the authors turned by half a circle, which is the same task. An image shows the angle, more or
+less; the speed must be inferred over time, and how much to trust an image as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.sequence import Sequence
+from kbf.recording import Recording
 
 GRAVITY, FRICTION, DT, SIMULATED_DT = 9.81, 0.1, 0.05, 1e-4
 """m/s^2, 1/s, and seconds from one image to the next and of one step of the simulation; mass and length are 1."""
@@ -28,8 +28,9 @@ LANCZOS = 3
 class Quality(NamedTuple):
     """How good the images of a sequence are: shown = f_t image + (1 - f_t) U(0, 1) in each pixel.
 
-    f walks: g_0 ~ U(0, 1), g_t = g_{t-1} + U(-step, step) within [0, 1]; f = (g - a) / (b - a) within [0, 1], with
-    a ~ U(0, low) and b ~ U(high, 1) for each sequence. The first ``clean`` images have f = 1.
+    f walks: g_0 ~ U(0, 1), g_t = g_{t-1} + U(-step, step) within [0, 1]; f = (g - a) / (b - a)
+    within [0, 1], with a ~ U(0, low) and b ~ U(high, 1) for each sequence. The first ``clean``
+    images have f = 1.
     """
 
     step: float = 0.2
@@ -41,14 +42,17 @@ class Quality(NamedTuple):
 class PendulumRKN:
     """Sequences of a pendulum with friction, released at rest at any angle, seen as noisy images of 24 x 24 pixels.
 
-    omega' = omega + (3 g sin theta - friction omega) dt, theta' = theta + omega' dt in steps of 1e-4 s (inertia m l^2 / 3), and
-    every 0.05 s omega has N(0, sigma_omega^2) added and an image is taken. Sequences are drawn one by one: with one seed, more
-    training sequences begin with the fewer, and the test sequences are the same.
+    omega' = omega + (3 g sin theta - friction omega) dt, theta' = theta + omega' dt in steps of
+    1e-4 s (inertia m l^2 / 3), and every 0.05 s omega has N(0, sigma_omega^2) added and an image is
+    taken. Sequences are drawn one by one: with one seed, more training sequences begin with the
+    fewer, and the test sequences are the same.
 
     Attributes:
-        train: ``n_train`` sequences, states ``T 2`` float64, observations ``T 1 24 24`` float32 in [0, 1]. test: ``n_test``.
+        train: ``n_train`` sequences, states ``T 2`` float64, observations ``T 1 24 24`` float32 in
+            [0, 1]. test: ``n_test``.
 
-    References: Becker, Pandya, Gebhardt, Zhao, Taylor, Neumann (2019), Recurrent Kalman Networks, section 5.1.
+    References: Becker, Pandya, Gebhardt, Zhao, Taylor, Neumann (2019), Recurrent Kalman Networks,
+    section 5.1.
     """
 
     def __init__(
@@ -65,8 +69,10 @@ class PendulumRKN:
         """Draw the data.
 
         Args:
-            n_train: sequences to learn from. n_test: sequences to score on. seed: of everything that is drawn.
-            steps: of each sequence. sigma_omega: standard deviation of the noise of the speed, rad/s a step.
+            n_train: sequences to learn from. n_test: sequences to score on. seed: of everything
+                that is drawn.
+            steps: of each sequence. sigma_omega: standard deviation of the noise of the speed,
+                rad/s a step.
             quality: of the images; None for that of the paper. clean: images without noise.
 
         Raises:
@@ -78,22 +84,40 @@ class PendulumRKN:
                 "the pendulum needs n_train >= 1 and n_test >= 1 sequences of steps >= 2, "
                 f"got n_train {n_train}, n_test {n_test} and steps {steps}"
             )
-        if not (0 <= quality.low < quality.high <= 1 and quality.step >= 0 and quality.clean >= 0 and sigma_omega >= 0):
-            raise ValueError(f"quality needs 0 <= low < high <= 1, and no number may be negative: {quality}, {sigma_omega}")
-        self.test = draw_sequences(n_test, 2 * seed + 1, steps, sigma_omega, None if clean else quality)
-        self.train = draw_sequences(n_train, 2 * seed, steps, sigma_omega, None if clean else quality)
+        if not (
+            0 <= quality.low < quality.high <= 1
+            and quality.step >= 0
+            and quality.clean >= 0
+            and sigma_omega >= 0
+        ):
+            raise ValueError(
+                f"quality needs 0 <= low < high <= 1, and no number may be negative: {quality}, {sigma_omega}"
+            )
+        self.test = draw_sequences(
+            n_test, 2 * seed + 1, steps, sigma_omega, None if clean else quality
+        )
+        self.train = draw_sequences(
+            n_train, 2 * seed, steps, sigma_omega, None if clean else quality
+        )
 
 
-def draw_sequences(count: int, seed: int, steps: int, sigma_omega: float, quality: Quality | None) -> list[Sequence]:
+def draw_sequences(
+    count: int, seed: int, steps: int, sigma_omega: float, quality: Quality | None
+) -> list[Recording]:
     """So many sequences, each with random numbers of its own."""
     generators = [Generator().manual_seed(1_000_003 * seed + k) for k in range(count)]
     start = torch.stack([2 * math.pi * uniform(g) for g in generators])
-    noise = torch.stack([sigma_omega * torch.randn(steps - 1, generator=g, dtype=torch.float64) for g in generators])
+    noise = torch.stack(
+        [sigma_omega * torch.randn(steps - 1, generator=g, dtype=torch.float64) for g in generators]
+    )
     angles = swing(start, noise)
-    factors = [torch.ones(steps, dtype=torch.float64) if quality is None else walk(quality, steps, g) for g in generators]
+    factors = [
+        torch.ones(steps, dtype=torch.float64) if quality is None else walk(quality, steps, g)
+        for g in generators
+    ]
     states = torch.stack([angles.sin(), angles.cos()], -1)
     return [
-        Sequence(z, spoil(reduce(lines(theta)), f, g)[:, None])
+        Recording(z, spoil(reduce(lines(theta)), f, g)[:, None])
         for z, theta, f, g in zip(states, angles, factors, generators, strict=True)
     ]
 
@@ -128,7 +152,10 @@ def reduce(images: Float[Tensor, "n 128 128"]) -> Float[Tensor, "n 24 24"]:
 
 def lanczos(n: int, m: int) -> Float[Tensor, "m n"]:
     """Weights of n pixels in each of m < n: sinc(u) sinc(u / 3), |u| < 3 the distance in new pixels, with sum 1."""
-    new, old = torch.arange(m, dtype=torch.float64) + 0.5, (torch.arange(n, dtype=torch.float64) + 0.5) * m / n
+    new, old = (
+        torch.arange(m, dtype=torch.float64) + 0.5,
+        (torch.arange(n, dtype=torch.float64) + 0.5) * m / n,
+    )
     u = old - new[:, None]
     W = torch.where(u.abs() < LANCZOS, torch.sinc(u) * torch.sinc(u / LANCZOS), 0)
     return W / W.sum(1, keepdim=True)
@@ -136,16 +163,23 @@ def lanczos(n: int, m: int) -> Float[Tensor, "m n"]:
 
 def walk(quality: Quality, steps: int, generator: Generator) -> Float[Tensor, " T"]:
     """f of `Quality`."""
-    low, high = quality.low * uniform(generator), quality.high + (1 - quality.high) * uniform(generator)
+    low, high = (
+        quality.low * uniform(generator),
+        quality.high + (1 - quality.high) * uniform(generator),
+    )
     g = [uniform(generator)]
-    for move in quality.step * (2 * torch.rand(steps - 1, generator=generator, dtype=torch.float64) - 1):
+    for move in quality.step * (
+        2 * torch.rand(steps - 1, generator=generator, dtype=torch.float64) - 1
+    ):
         g.append((g[-1] + move).clamp(0, 1))
     f = ((torch.stack(g) - low) / (high - low)).clamp(0, 1)
     f[: quality.clean] = 1
     return f
 
 
-def spoil(images: Float[Tensor, "T 24 24"], f: Float[Tensor, " T"], generator: Generator) -> Float[Tensor, "T 24 24"]:
+def spoil(
+    images: Float[Tensor, "T 24 24"], f: Float[Tensor, " T"], generator: Generator
+) -> Float[Tensor, "T 24 24"]:
     """f_t image + (1 - f_t) U(0, 1), float32."""
     noise = torch.rand(images.shape, generator=generator, dtype=images.dtype)
     f = f[:, None, None]

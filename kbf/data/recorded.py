@@ -1,8 +1,9 @@
 """Recordings that installed packages carry or make: a rat's path, a pulse, a watch on an arm, and a simulated cart with a pole.
 
-They are what people bring, not a textbook's model: states are hardly Markov, errors go on from step to step, and nobody knows the
-true model, so that there is no floor. ``pip install "kbf[recordings]"`` brings the packages. What is made of their files is kept in
-the cache (`kbf.data.download.cache_dir`) and made anew where it is damaged.
+They are what people bring, not a textbook's model: states are hardly Markov, errors go on from step
+to step, and nobody knows the true model, so that there is no floor. ``pip install
+"kbf[recordings]"`` brings the packages. What is made of their files is kept in the cache
+(`kbf.data.download.cache_dir`) and made anew where it is damaged.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib.util
 import json
 import sys
 import warnings
-from collections.abc import Callable, Sequence as Many
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,12 +23,12 @@ import numpy as np
 import torch
 
 from kbf.data.download import cache_dir, one_at_a_time
-from kbf.data.own.boundary import boundary_of
+from kbf.data.files.column_schema import boundary_of
 from kbf.data.windows import cut, take
-from kbf.runtime.extras import missing, need
-from kbf.runtime.files import replacing
-from kbf.runtime.notebook import Shown
-from kbf.sequence import Sequence
+from kbf.recording import Recording
+from kbf.runtime.atomic_files import replacing
+from kbf.runtime.html_repr import Shown
+from kbf.runtime.optional_dependencies import missing, need
 
 DAMAGED = "{path} ({size} bytes) of the package {package} is not the file that data={name} is made from: install the package anew"
 RAT_HZ, CELLS, FIELD, PEAK, REST = 10, 40, 0.12, 12.0, 0.3
@@ -51,27 +52,35 @@ class RecordedData(Shown):
     """Recordings of one kind, cut in time: the test is a stretch of them, the training part all that is before it.
 
     Attributes:
-        train, test: lists of `Sequence`, float64. boundary: names of their columns.
+        train, test: lists of `Recording`, float64. boundary: names of their columns.
     """
 
-    train: list[Sequence]
-    test: list[Sequence]
+    train: list[Recording]
+    test: list[Recording]
 
     def __init__(
-        self, name: str, test: Many[float] = (0.8, 1.0), n_train: int | None = None, seed: int = 0, by: str = "step"
+        self,
+        name: str,
+        test: Sequence[float] = (0.8, 1.0),
+        n_train: int | None = None,
+        seed: int = 0,
+        by: str = "step",
     ) -> None:
         """Make the recordings, or take them from the cache, and cut them.
 
         Args:
             name: one of `RECORDED`.
-            test: where the test part begins and ends, as shares of all steps; with ``by="recording"`` of all recordings. Rolling
-                splits are (0.5, 0.6), (0.6, 0.7), ...: what is after the test part is not used.
+            test: where the test part begins and ends, as shares of all steps; with
+                ``by="recording"`` of all recordings. Rolling splits are (0.5, 0.6), (0.6, 0.7),
+                ...: what is after the test part is not used.
             n_train: only the first so many training steps; None for all.
-            seed: of what is drawn: spikes, errors of sensors, the torque. A recording of nothing but sensors ignores it.
+            seed: of what is drawn: spikes, errors of sensors, the torque. A recording of nothing
+                but sensors ignores it.
             by: step or recording: whether recordings are cut, or stay whole.
 
         Raises:
-            ValueError: an unknown name, a missing or damaged package, or parts that nothing is left of.
+            ValueError: an unknown name, a missing or damaged package, or parts that nothing is left
+                of.
         """
         if name not in RECORDED:
             raise ValueError(f"there is no recording {name!r}; there are {', '.join(RECORDED)}")
@@ -79,7 +88,9 @@ class RecordedData(Shown):
             raise ValueError(f"data.by must be step or recording, got {by!r}")
         bounds = tuple(test)
         if len(bounds) != 2 or not 0 < bounds[0] < bounds[1] <= 1:
-            raise ValueError(f"data.test must be two shares, as [0.8, 1.0], the first above 0; got {list(bounds)}")
+            raise ValueError(
+                f"data.test must be two shares, as [0.8, 1.0], the first above 0; got {list(bounds)}"
+            )
         whole = kept(name, seed)
         lengths = [int(n) for n in whole.lengths]
         sequences = sequences_of(whole)
@@ -88,27 +99,42 @@ class RecordedData(Shown):
             first, last = (edges[round(share * len(lengths))] for share in bounds)
         else:
             total = sum(lengths)
-            first, last = total - round((1 - bounds[0]) * total), total - round((1 - bounds[1]) * total)
+            first, last = (
+                total - round((1 - bounds[0]) * total),
+                total - round((1 - bounds[1]) * total),
+            )
         if n_train is not None and not 2 <= n_train <= first:
-            raise ValueError(f"n_train={n_train}: {name} has {first} training steps; leave n_train out to take them all")
-        train, tested = (cut(lengths, [0, first if n_train is None else n_train])[0], cut(lengths, [first, last])[0])
+            raise ValueError(
+                f"n_train={n_train}: {name} has {first} training steps; leave n_train out to take them all"
+            )
+        train, tested = (
+            cut(lengths, [0, first if n_train is None else n_train])[0],
+            cut(lengths, [first, last])[0],
+        )
         if not train or not tested:
-            raise ValueError(f"data.test={list(bounds)} leaves {first} steps of {name} to learn from and {last - first} to test on")
+            raise ValueError(
+                f"data.test={list(bounds)} leaves {first} steps of {name} to learn from and {last - first} to test on"
+            )
         self.train, self.test = take(sequences, train), take(sequences, tested)
         self.boundary = boundary_of(*COLUMNS[name], rotations=[]) if name in COLUMNS else None
 
 
-def sequences_of(arrays: Arrays) -> list[Sequence]:
+def sequences_of(arrays: Arrays) -> list[Recording]:
     """The recordings as tensors, float64."""
     ends = np.cumsum(arrays.lengths)
     states, obs, controls = (torch.from_numpy(np.ascontiguousarray(each)) for each in arrays[:3])
     spans = [slice(int(stop - n), int(stop)) for n, stop in zip(arrays.lengths, ends, strict=True)]
-    return [Sequence(states[s], obs[s], controls=controls[s] if controls.shape[1] else None) for s in spans]
+    return [
+        Recording(states[s], obs[s], controls=controls[s] if controls.shape[1] else None)
+        for s in spans
+    ]
 
 
 def training_steps(source: dict[str, Any]) -> int:
     """Training steps that a ``data.source`` configuration has without ``n_train``."""
-    data = RecordedData(**{key: value for key, value in source.items() if key not in ("_target_", "n_train")})
+    data = RecordedData(
+        **{key: value for key, value in source.items() if key not in ("_target_", "n_train")}
+    )
     return sum(len(s.states) for s in data.train)
 
 
@@ -118,10 +144,12 @@ def training_steps(source: dict[str, Any]) -> int:
 def rat(seed: int, progress: Callable[[float], None]) -> Arrays:
     """A rat's path through a box of 1 x 1, seen by the spike counts of 40 place cells in 100 ms. States (x, y).
 
-    The path is a real one of ten minutes, at 10 Hz by interpolation, smoothed by a Gaussian of one step. The cells are simulated:
-    centres uniform over the box, rate 12 exp(-|z - c|^2 / (2 0.12^2)) + 0.3 spikes a second, counts from a Poisson law.
+    The path is a real one of ten minutes, at 10 Hz by interpolation, smoothed by a Gaussian of one
+    step. The cells are simulated: centres uniform over the box, rate 12 exp(-|z - c|^2 / (2
+    0.12^2)) + 0.3 spikes a second, counts from a Poisson law.
 
-    References: Sargolini et al. (2006), the path, as the package ratinabox has it (George et al. (2024)).
+    References: Sargolini et al. (2006), the path, as the package ratinabox has it (George et al.
+    (2024)).
     """
     from scipy.ndimage import gaussian_filter1d
 
@@ -142,8 +170,9 @@ def rat(seed: int, progress: Callable[[float], None]) -> Arrays:
 def pulse(seed: int, progress: Callable[[float], None]) -> Arrays:
     """A raw pulse signal through eleven minutes, at 50 Hz. States: (cos, sin) of the heart's phase, and its rate.
 
-    Beats are the peaks of the signal between 0.7 and 3.5 Hz, filtered forwards and backwards, at least 20 steps apart and half a
-    standard deviation high. The phase grows by 2 pi from one to the next, the rate is one over the time between them.
+    Beats are the peaks of the signal between 0.7 and 3.5 Hz, filtered forwards and backwards, at
+    least 20 steps apart and half a standard deviation high. The phase grows by 2 pi from one to the
+    next, the rate is one over the time between them.
 
     References: van Gent et al. (2019), the package heartpy, its third example.
     """
@@ -151,7 +180,12 @@ def pulse(seed: int, progress: Callable[[float], None]) -> Arrays:
 
     rows = package_file("ppg").read_text(encoding="utf-8").split("\n")[1:]
     cells = [row.split(",") for row in rows if row]
-    time = np.array([(datetime.fromisoformat(cell[0]) - datetime.fromisoformat(cells[0][0])).total_seconds() for cell in cells])
+    time = np.array(
+        [
+            (datetime.fromisoformat(cell[0]) - datetime.fromisoformat(cells[0][0])).total_seconds()
+            for cell in cells
+        ]
+    )
     progress(0.7)
     steps = np.arange(0, time[-1], 1 / PULSE_HZ)
     signal = np.interp(steps, time, np.array([float(cell[1]) for cell in cells]))
@@ -169,27 +203,36 @@ def pulse(seed: int, progress: Callable[[float], None]) -> Arrays:
 def watch(seed: int, progress: Callable[[float], None]) -> Arrays:
     """A watch on an arm that does exercises: how fast it turns (gyroscope), from its acceleration. 140 recordings of ten people.
 
-    States and observations have three components each; the recordings are in the order of the people.
+    States and observations have three components each; the recordings are in the order of the
+    people.
 
-    References: Burns et al. (2018), as the package seglearn has it. Its file is a pickle: only its own loader reads it.
+    References: Burns et al. (2018), as the package seglearn has it. Its file is a pickle: only its
+    own loader reads it.
     """
     package_file("watch")
     data = need("seglearn.datasets", "recordings", "data=watch").load_watch()
     progress(0.7)
-    runs = [np.asarray(data["X"][k], dtype=np.float64) for k in np.argsort(data["subject"], kind="stable")]
+    runs = [
+        np.asarray(data["X"][k], dtype=np.float64)
+        for k in np.argsort(data["subject"], kind="stable")
+    ]
     rows = np.concatenate(runs)
     progress(1.0)
-    return Arrays(rows[:, 3:6], rows[:, :3], np.zeros((len(rows), 0)), np.array([len(run) for run in runs]))
+    return Arrays(
+        rows[:, 3:6], rows[:, :3], np.zeros((len(rows), 0)), np.array([len(run) for run in runs])
+    )
 
 
 def cartpole(seed: int, progress: Callable[[float], None]) -> Arrays:
     """A cart on a rail with a pole that swings, pushed about at random, in MuJoCo; 3,000 steps of 0.05 s.
 
-    States: place x, (cos, sin) of the pole's angle (0 is upright), their speeds v and w. Control: the force on the cart, known.
-    Observations: x + 0.05 e and the horizontal place of the pole's tip x + sin(angle) + 0.1 e. The force goes on from step to step,
-    u = 0.5 a - 0.5 x - 0.3 v within +-1 with a' = 0.8 a + 0.6 e; the pole turns over now and then.
+    States: place x, (cos, sin) of the pole's angle (0 is upright), their speeds v and w. Control:
+    the force on the cart, known. Observations: x + 0.05 e and the horizontal place of the pole's
+    tip x + sin(angle) + 0.1 e. The force goes on from step to step, u = 0.5 a - 0.5 x - 0.3 v
+    within +-1 with a' = 0.8 a + 0.6 e; the pole turns over now and then.
 
-    References: Tassa et al. (2018), DeepMind Control Suite, whose model of the cart-pole it is; Todorov et al. (2012).
+    References: Tassa et al. (2018), DeepMind Control Suite, whose model of the cart-pole it is;
+    Todorov et al. (2012).
     """
     simulator = need("mujoco", "recordings", "data=cartpole")
     model = simulator.MjModel.from_xml_path(str(package_file("cartpole")))
@@ -216,7 +259,8 @@ class Source(NamedTuple):
 
     Attributes:
         make: what makes it. package: whose file it is. file: its place inside the package.
-        size: of the file, in bytes. sha256: its checksum; None where releases of the package differ in it.
+        size: of the file, in bytes. sha256: its checksum; None where releases of the package differ
+            in it.
         drawn: whether a seed changes it.
     """
 
@@ -260,7 +304,12 @@ AXES = ("x", "y", "z")
 COLUMNS: dict[str, tuple[list[str], list[str], list[str], list[str]]] = {
     "rat": (["x", "y"], [f"cell {k}" for k in range(CELLS)], [], []),
     "ppg": (["phase", "rate"], ["signal"], [], ["phase"]),
-    "watch": ([f"turning {axis}" for axis in AXES], [f"acceleration {axis}" for axis in AXES], [], []),
+    "watch": (
+        [f"turning {axis}" for axis in AXES],
+        [f"acceleration {axis}" for axis in AXES],
+        [],
+        [],
+    ),
     "cartpole": (["place", "angle", "v", "w"], ["cart", "tip"], ["force"], ["angle"]),
 }
 """Columns of states, observations and controls, and which of them are angles."""
@@ -295,7 +344,8 @@ def kept(name: str, seed: int, progress: Callable[[float], None] | None = None) 
 
     Args:
         name: one of `RECORDED`. seed: of what is drawn.
-        progress: called with the share that is done, while it is made; None writes it to a terminal.
+        progress: called with the share that is done, while it is made; None writes it to a
+            terminal.
 
     Raises:
         ValueError: as `package_file`.
@@ -315,7 +365,10 @@ def kept(name: str, seed: int, progress: Callable[[float], None] | None = None) 
                 with replacing(path) as temporary, temporary.open("wb") as file:
                     np.savez_compressed(file, **found._asdict(), checksum=np.array(digest(found)))
     except OSError as error:
-        warnings.warn(f"data={name} cannot be kept ({error}): name a writable folder in KBF_CACHE", stacklevel=2)
+        warnings.warn(
+            f"data={name} cannot be kept ({error}): name a writable folder in KBF_CACHE",
+            stacklevel=2,
+        )
         found = source.make(seed, progress)
     return found
 
@@ -333,7 +386,12 @@ class Bar:
         """The share that is done."""
         percent = round(100 * share)
         if percent != self.shown and sys.stderr.isatty():
-            print(f"\rmaking data={self.name}: {percent} %", end="\n" if percent == 100 else "", file=sys.stderr, flush=True)
+            print(
+                f"\rmaking data={self.name}: {percent} %",
+                end="\n" if percent == 100 else "",
+                file=sys.stderr,
+                flush=True,
+            )
         self.shown = percent
 
 
@@ -341,7 +399,10 @@ def stored_arrays(path: Path) -> Arrays | None:
     """The arrays of a file in the cache; None where there is none, or a damaged one."""
     try:
         with np.load(path, allow_pickle=False) as stored:
-            arrays, checksum = Arrays(*(stored[name] for name in Arrays._fields)), str(stored["checksum"])
+            arrays, checksum = (
+                Arrays(*(stored[name] for name in Arrays._fields)),
+                str(stored["checksum"]),
+            )
     except Exception:  # not yet there; or damaged, and what that raises has no common class
         return None
     return arrays if digest(arrays) == checksum else None
@@ -351,7 +412,9 @@ def digest(arrays: Arrays) -> str:
     """A checksum of shapes and numbers."""
     sums = hashlib.sha256()
     for each in arrays:
-        sums.update(str(each.shape).encode() + np.ascontiguousarray(each, dtype=np.float64).tobytes())
+        sums.update(
+            str(each.shape).encode() + np.ascontiguousarray(each, dtype=np.float64).tobytes()
+        )
     return sums.hexdigest()
 
 

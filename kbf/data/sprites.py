@@ -1,7 +1,7 @@
 """The pictures of dSprites, drawn from their outlines: no file is needed.
 
-A factor is an index: shape 0..2 (square, ellipse, heart), scale 0..5, orientation 0..39, posX 0..31 (to the right), posY 0..31
-(downwards). All lengths below are in pixels.
+A factor is an index: shape 0..2 (square, ellipse, heart), scale 0..5, orientation 0..39, posX 0..31
+(to the right), posY 0..31 (downwards). All lengths below are in pixels.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ NAMES = ("shape", "scale", "orientation", "posX", "posY")
 def render_sprites(factors: Int[Tensor, "n 5"]) -> Bool[Tensor, "n 64 64"]:
     """Draw pictures, ``n`` rows y (down) columns x: a pixel is on where its centre lies inside of the outline.
 
-    The outline is scaled (linspace 0.5..1, 6), turned counter-clockwise on the screen (linspace 0..2 pi, 40: the orientations 0
-    and 39 are one picture), and put at (16 + 32 posX, 16 + 32 posY) with positions linspace 0..1, 32. Against the published
-    pictures about nine in ten are equal in every pixel, and the others in all but a few on the outline.
+    The outline is scaled (linspace 0.5..1, 6), turned counter-clockwise on the screen (linspace
+    0..2 pi, 40: the orientations 0 and 39 are one picture), and put at (16 + 32 posX, 16 + 32 posY)
+    with positions linspace 0..1, 32. Against the published pictures about nine in ten are equal in
+    every pixel, and the others in all but a few on the outline.
 
     Raises:
         ValueError: a factor out of its range.
@@ -42,11 +43,16 @@ def render_chunk(factors: Int[Tensor, "n 5"]) -> Bool[Tensor, "n 64 64"]:
     """`render_sprites` for as many pictures as fit into memory at once."""
     shape, scale, turn, x, y = (column[:, None, None].double() for column in factors.unbind(1))
     size = 0.5 + 0.5 * scale / (SIZES[1] - 1)
-    angle = 2 * math.pi * (turn % (SIZES[2] - 1)) / (SIZES[2] - 1)  # the last orientation is the first
+    angle = (
+        2 * math.pi * (turn % (SIZES[2] - 1)) / (SIZES[2] - 1)
+    )  # the last orientation is the first
     pixel = torch.arange(PIXELS, dtype=torch.float64) + 0.5
     right = (pixel[None, None, :] - (16 + 32 * x / (SIZES[3] - 1))) / size
     down = (pixel[None, :, None] - (16 + 32 * y / (SIZES[4] - 1))) / size
-    u, v = right * angle.cos() - down * angle.sin(), right * angle.sin() + down * angle.cos()  # turned back
+    u, v = (
+        right * angle.cos() - down * angle.sin(),
+        right * angle.sin() + down * angle.cos(),
+    )  # turned back
     images = torch.zeros(u.shape, dtype=torch.bool)
     for index, inside in enumerate((in_square, in_ellipse, in_heart)):
         rows = (shape == index).flatten()
@@ -69,16 +75,22 @@ def in_heart(u: Float[Tensor, "*p"], v: Float[Tensor, "*p"]) -> Bool[Tensor, "*p
     t = 2 * math.pi * torch.arange(72, dtype=u.dtype) / 72
     x = 9.62 * t.sin() ** 3
     y = -0.662 * (13 * t.cos() - 5 * (2 * t).cos() - 2 * (3 * t).cos() - (4 * t).cos()) - 1.45
-    near = torch.maximum(u.abs(), v.abs()) < 10  # the heart is within, and testing a polygon is dear
+    near = (
+        torch.maximum(u.abs(), v.abs()) < 10
+    )  # the heart is within, and testing a polygon is dear
     inside = torch.zeros_like(near)
     inside[near] = in_polygon(u[near], v[near], x, y)
     return inside
 
 
-def in_polygon(u: Float[Tensor, "m"], v: Float[Tensor, "m"], x: Float[Tensor, "k"], y: Float[Tensor, "k"]) -> Bool[Tensor, "m"]:
+def in_polygon(
+    u: Float[Tensor, "m"], v: Float[Tensor, "m"], x: Float[Tensor, "k"], y: Float[Tensor, "k"]
+) -> Bool[Tensor, "m"]:
     """Whether a ray to the right of (u, v) crosses an odd number of the edges between the corners (x, y)."""
     x1, y1 = x.roll(-1), y.roll(-1)
-    beside = (y > v[:, None]) != (y1 > v[:, None])  # never for a level edge, whose slope is not finite
+    beside = (y > v[:, None]) != (
+        y1 > v[:, None]
+    )  # never for a level edge, whose slope is not finite
     crossing = x + (x1 - x) / (y1 - y) * (v[:, None] - y)
     return (beside & (u[:, None] < crossing)).sum(1) % 2 == 1
 

@@ -1,8 +1,8 @@
 from kbf.evaluation import (
+    alarms as alarms,
     calibration as calibration,
     floors as floors,
     metrics as metrics,
-    monitor as monitor,
     score as score,
     scoring_rules as scoring_rules,
     statistics as statistics,

@@ -13,7 +13,9 @@ from kbf.rkhs.linalg import cholesky
 
 
 def mse(
-    estimates: Float[Tensor, "*b T d"], states: Float[Tensor, "*b T d"], mask: Bool[Tensor, "*b T"] | None = None
+    estimates: Float[Tensor, "*b T d"],
+    states: Float[Tensor, "*b T d"],
+    mask: Bool[Tensor, "*b T"] | None = None,
 ) -> Float[Tensor, "*b"]:
     """Mean over time of ||z_hat_t - z_t||^2, summed over the d components."""
     return _over_time(_difference(estimates, states, mask).square().sum(-1), mask)
@@ -43,8 +45,8 @@ class Excess(NamedTuple):
 def excess(errors: Float[Tensor, " s"], floors: Float[Tensor, " s"]) -> Excess:
     """mean(errors) / mean(floors) - 1 over s seeds, error and floor of a seed measured on the same sequences.
 
-    The standard error is that of a ratio R of paired means by the delta method: that of the mean of e_i - R f_i, over mean(f).
-    With a single seed it is NaN.
+    The standard error is that of a ratio R of paired means by the delta method: that of the mean of
+    e_i - R f_i, over mean(f). With a single seed it is NaN.
 
     Raises:
         ValueError: no seeds, or a mean floor that is not positive.
@@ -53,10 +55,16 @@ def excess(errors: Float[Tensor, " s"], floors: Float[Tensor, " s"]) -> Excess:
     tensor(0.1333)
     """
     if len(errors) == 0 or not floors.mean() > 0:
-        raise ValueError(f"excess needs at least one seed and a positive floor, got {len(errors)} with mean {floors.mean().item()}")
+        raise ValueError(
+            f"excess needs at least one seed and a positive floor, got {len(errors)} with mean {floors.mean().item()}"
+        )
     ratio = errors.mean() / floors.mean()
     residual = errors - ratio * floors
-    variance = residual.square().sum() / (len(errors) - 1) if len(errors) > 1 else residual.new_tensor(math.nan)
+    variance = (
+        residual.square().sum() / (len(errors) - 1)
+        if len(errors) > 1
+        else residual.new_tensor(math.nan)
+    )
     return Excess(ratio - 1, (variance / len(errors)).sqrt() / floors.mean())
 
 
@@ -91,4 +99,8 @@ def _over_time(values: Tensor, mask: Tensor | None) -> Tensor:
 
 def _mahalanobis(difference: Tensor, factor: Tensor) -> Tensor:
     """||L^-1 difference||^2."""
-    return torch.linalg.solve_triangular(factor, difference[..., None], upper=False)[..., 0].square().sum(-1)
+    return (
+        torch.linalg.solve_triangular(factor, difference[..., None], upper=False)[..., 0]
+        .square()
+        .sum(-1)
+    )

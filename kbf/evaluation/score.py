@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Many
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,28 +12,32 @@ from torch import Tensor, nn
 
 from kbf.evaluation.metrics import mse
 from kbf.evaluation.scoring_rules import sample_energies
-from kbf.filters.base import Filter, rollout
+from kbf.filters.rollout import Filter, rollout
 from kbf.filters.smoothing import predict_ahead, smooth
 from kbf.filters.wrapper import CollectingCovariance
-from kbf.runtime import notebook
-from kbf.sequence import Sequence, as_float, pad
+from kbf.recording import Recording, as_float, pad
+from kbf.runtime import html_repr
 
 Watch = Callable[..., Any]
 """(filter, predicted state, x_t, *, last, mask) -> a NamedTuple of tensors ``b ...``: what is said of each observation before the
-update. ``last`` is what was said of the one before, ``mask`` ``b`` or None. `kbf.evaluation.monitor.Monitor.check` is one."""
+update. ``last`` is what was said of the one before, ``mask`` ``b`` or None.
+`kbf.evaluation.alarms.Monitor.check` is one."""
 
 
 class Score(NamedTuple):
     """What a filter did on some sequences.
 
     Attributes:
-        mse: one number a sequence, the mean over time of ||z_hat - z||^2, summed over the components of the state.
+        mse: one number a sequence, the mean over time of ||z_hat - z||^2, summed over the
+            components of the state.
         estimates: ``T d`` for each sequence.
         diagnostics: means over sequences and time, by name.
         covariances: ``T d d`` for each sequence, if they were asked for and the filter knows them.
-        energies: ``T`` for each sequence, the energy score of the filter's weighted sample at each step
-            (`kbf.evaluation.scoring_rules.sample_energies`), if covariances were asked for and it believes in a sample.
-        watched: for each sequence what ``watch`` said of its steps, fields ``T ...``; empty if nobody watched.
+        energies: ``T`` for each sequence, the energy score of the filter's weighted sample at each
+            step (`kbf.evaluation.scoring_rules.sample_energies`), if covariances were asked for and
+            it believes in a sample.
+        watched: for each sequence what ``watch`` said of its steps, fields ``T ...``; empty if
+            nobody watched.
     """
 
     mse: Tensor
@@ -41,21 +45,24 @@ class Score(NamedTuple):
     diagnostics: dict[str, float]
     covariances: list[Tensor] | None = None
     energies: list[Tensor] | None = None
-    watched: Many[Any] = ()
+    watched: Sequence[Any] = ()
 
     def __repr__(self) -> str:
-        return notebook.described("Score", self._asdict())
+        return html_repr.described("Score", self._asdict())
 
     def _repr_html_(self) -> str:
-        return notebook.page(
-            "Score", self._asdict(), self.estimates[0] if self.estimates else None, "estimates of the first recording"
+        return html_repr.page(
+            "Score",
+            self._asdict(),
+            self.estimates[0] if self.estimates else None,
+            "estimates of the first recording",
         )
 
 
 @torch.no_grad()
 def score(
     filter: Filter[Any],
-    sequences: list[Sequence],
+    sequences: list[Recording],
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
@@ -69,18 +76,20 @@ def score(
 
     Args:
         filter: any filter.
-        sequences: of any lengths; masked steps count as well: a filter is asked where the state is, observed or not.
+        sequences: of any lengths; masked steps count as well: a filter is asked where the state is,
+            observed or not.
         seed: of the randomness of filters that need any.
         dtype: what the filter takes. The errors are computed in float64.
         device: where the filter is.
         batch_size: sequences that go through the loop at once.
-        covariances: collect what the filter's method ``covariance(state) -> b d d``, if it has one, says of its estimates, and the
-            energy scores of its sample.
+        covariances: collect what the filter's method ``covariance(state) -> b d d``, if it has one,
+            says of its estimates, and the energy scores of its sample.
         watch: looks at each step before the update.
         progress: called after each step with its number.
 
     Raises:
-        ValueError: NaN or infinite observations that are not masked, or an estimate that is not finite.
+        ValueError: NaN or infinite observations that are not masked, or an estimate that is not
+            finite.
     """
     if isinstance(filter, nn.Module):
         filter.eval()
@@ -94,7 +103,11 @@ def score(
     for first in range(0, len(sequences), batch_size):
         group = sequences[first : first + batch_size]
         batch = pad(group)
-        mask = None if all(s.mask is None and len(s.states) == batch.states.shape[1] for s in group) else batch.mask
+        mask = (
+            None
+            if all(s.mask is None and len(s.states) == batch.states.shape[1] for s in group)
+            else batch.mask
+        )
         obs = as_float(batch.obs.to(device), dtype)
         notes: list[Any] = []
         run = rollout(
@@ -106,7 +119,13 @@ def score(
             progress=progress,
             before=None if watch is None else partial(note, notes, watch, filter),
         )
-        whole = type(notes[0])._make(torch.stack(leaves, 1).cpu() for leaves in zip(*notes, strict=True)) if notes else None
+        whole = (
+            type(notes[0])._make(
+                torch.stack(leaves, 1).cpu() for leaves in zip(*notes, strict=True)
+            )
+            if notes
+            else None
+        )
         spread = run.diagnostics.pop(ScoredBelief.NAME, None)
         energies = run.diagnostics.pop(ScoredBelief.ENERGY, None)
         for k, sequence in enumerate(group):
@@ -122,7 +141,9 @@ def score(
             for name, values in run.diagnostics.items():
                 collected.setdefault(name, []).append(values[k, :steps].double().mean())
     diagnostics = {name: torch.stack(values).mean().item() for name, values in collected.items()}
-    return Score(torch.stack(errors), estimates, diagnostics, spreads or None, scores or None, watched)
+    return Score(
+        torch.stack(errors), estimates, diagnostics, spreads or None, scores or None, watched
+    )
 
 
 class ScoredBelief(CollectingCovariance):
@@ -139,14 +160,23 @@ class ScoredBelief(CollectingCovariance):
     def diagnostics(self, state: Any) -> dict[str, Tensor]:
         """Asked once a step: the filter's own, its covariance, and its energy score ``b``."""
         sample = self.weighted_sample(state)
-        if sample is None:  # filters of moments: they may go through a sequence in another order (`kbf.filters.at_once`)
+        if (
+            sample is None
+        ):  # filters of moments: they may go through a sequence in another order (`kbf.filters.parallel_rollout`)
             return super().diagnostics(state)
         z = self.states[:, self.step_number].double()
         self.step_number += 1
         return super().diagnostics(state) | {self.ENERGY: sample_energies(z, *sample, self.draws)}
 
 
-def note(notes: list[Any], watch: Watch, filter: Filter[Any], predicted: Any, x: Tensor, mask: Tensor | None) -> None:
+def note(
+    notes: list[Any],
+    watch: Watch,
+    filter: Filter[Any],
+    predicted: Any,
+    x: Tensor,
+    mask: Tensor | None,
+) -> None:
     """Append what is said of a step."""
     notes.append(watch(filter, predicted, x, last=notes[-1] if notes else None, mask=mask))
 
@@ -159,7 +189,9 @@ def error_of(estimate: Tensor, states: Tensor) -> Tensor:
     """
     if not torch.isfinite(estimate).all():
         bad = (~torch.isfinite(estimate)).any(-1).nonzero().flatten()
-        raise ValueError(f"the filter's estimate is not finite at {len(bad)} of {len(estimate)} steps, first at step {int(bad[0])}")
+        raise ValueError(
+            f"the filter's estimate is not finite at {len(bad)} of {len(estimate)} steps, first at step {int(bad[0])}"
+        )
     known = states.isfinite().all(-1)
     return mse(estimate, states.to(estimate), None if bool(known.all()) else known)
 
@@ -167,7 +199,7 @@ def error_of(estimate: Tensor, states: Tensor) -> Tensor:
 @torch.no_grad()
 def score_smoothed(
     filter: Filter[Any],
-    sequences: list[Sequence],
+    sequences: list[Recording],
     *,
     lag: int | None = None,
     seed: int = 0,
@@ -179,7 +211,8 @@ def score_smoothed(
 
     Args:
         filter: one with a smoother.
-        sequences: one after the other; padding would be taken for steps at which nothing was observed.
+        sequences: one after the other; padding would be taken for steps at which nothing was
+            observed.
         lag: as of `kbf.filters.smoothing.smooth`. The others as for `score`.
 
     Raises:
@@ -188,9 +221,14 @@ def score_smoothed(
     if isinstance(filter, nn.Module):
         filter.eval()
     generator = torch.Generator(device).manual_seed(seed)
-    runs = [smooth(filter, **alone(s, dtype, device), lag=lag, generator=generator, progress=progress) for s in sequences]
+    runs = [
+        smooth(filter, **alone(s, dtype, device), lag=lag, generator=generator, progress=progress)
+        for s in sequences
+    ]
     estimates = [run.estimates[0].to("cpu", torch.float64) for run in runs]
-    spreads = [run.covariances[0].to("cpu", torch.float64) for run in runs if run.covariances is not None]
+    spreads = [
+        run.covariances[0].to("cpu", torch.float64) for run in runs if run.covariances is not None
+    ]
     errors = [error_of(found, s.states) for found, s in zip(estimates, sequences, strict=True)]
     return Score(torch.stack(errors), estimates, {}, spreads or None)
 
@@ -205,7 +243,7 @@ class Ahead(NamedTuple):
 @torch.no_grad()
 def score_ahead(
     filter: Filter[Any],
-    sequences: list[Sequence],
+    sequences: list[Recording],
     horizon: int,
     *,
     seed: int = 0,
@@ -228,21 +266,29 @@ def score_ahead(
     generator = torch.Generator(device).manual_seed(seed)
     errors, estimates = [], []
     for s in sequences:
-        found = predict_ahead(filter, horizon=horizon, **alone(s, dtype, device), generator=generator)[0].to("cpu", torch.float64)
+        found = predict_ahead(
+            filter, horizon=horizon, **alone(s, dtype, device), generator=generator
+        )[0].to("cpu", torch.float64)
         made = [found[k - 1, horizon - k : len(s.states) - k] for k in range(1, horizon + 1)]
         errors.append(torch.stack([error_of(each, s.states[horizon:]) for each in made]))
         estimates.append(found)
     return Ahead(torch.stack(errors), estimates)
 
 
-def check_horizon(sequences: list[Sequence], horizon: int) -> None:
+def check_horizon(sequences: list[Recording], horizon: int) -> None:
     """Raise a ValueError unless every sequence is longer than the horizon."""
     if horizon >= (shortest := min(len(s.states) for s in sequences)):
-        raise ValueError(f"predictions {horizon} steps ahead need test sequences of more steps; the shortest has {shortest}")
+        raise ValueError(
+            f"predictions {horizon} steps ahead need test sequences of more steps; the shortest has {shortest}"
+        )
 
 
-def alone(sequence: Sequence, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
+def alone(sequence: Recording, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
     """What was observed in one sequence, as a batch of one."""
     mask = None if sequence.mask is None else sequence.mask[None].to(device)
     controls = None if sequence.controls is None else sequence.controls[None].to(device, dtype)
-    return {"obs": as_float(sequence.obs[None].to(device), dtype), "mask": mask, "controls": controls}
+    return {
+        "obs": as_float(sequence.obs[None].to(device), dtype),
+        "mask": mask,
+        "controls": controls,
+    }

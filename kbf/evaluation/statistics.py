@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from kbf.evaluation.metrics import excess
 
 
-def mean_and_error(values: Many[float]) -> tuple[float, float]:
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Mean and standard error of the mean; the error of a single value is NaN.
 
     >>> mean_and_error([1.0, 2.0, 3.0])
@@ -25,13 +25,15 @@ def mean_and_error(values: Many[float]) -> tuple[float, float]:
     return mean, math.sqrt(variance / len(values))
 
 
-def summary(errors: Many[float], floors: Many[float | None]) -> dict[str, float]:
+def summary(errors: Sequence[float], floors: Sequence[float | None]) -> dict[str, float]:
     """Mean error and excess, each with its standard error, of runs on sequences with these floors."""
     mean, se = mean_and_error(errors)
     known = [f for f in floors if f is not None]
     if len(known) < len(errors):
         return {"mse": mean, "se": se, "excess": math.nan, "excess_se": math.nan}
-    above, above_se = excess(torch.tensor(errors, dtype=torch.float64), torch.tensor(known, dtype=torch.float64))
+    above, above_se = excess(
+        torch.tensor(errors, dtype=torch.float64), torch.tensor(known, dtype=torch.float64)
+    )
     return {"mse": mean, "se": se, "excess": float(above), "excess_se": float(above_se)}
 
 
@@ -42,8 +44,8 @@ def wilcoxon_pairs(errors: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
         errors: by model, by seed.
 
     Returns:
-        Rows with the two models, the number of seeds, the mean difference first - second, and the two-sided p-value (NaN with
-        fewer than two seeds, or when all differences are zero).
+        Rows with the two models, the number of seeds, the mean difference first - second, and the
+        two-sided p-value (NaN with fewer than two seeds, or when all differences are zero).
 
     References: Wilcoxon (1945); the test that Xu et al. (2022) quote.
     """
@@ -55,5 +57,7 @@ def wilcoxon_pairs(errors: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
         differences = [errors[a][s] - errors[b][s] for s in seeds]
         p = float(wilcoxon(differences).pvalue) if len(seeds) > 1 and any(differences) else math.nan  # pyright: ignore[reportAttributeAccessIssue]
         mean = sum(differences) / len(seeds) if seeds else math.nan
-        rows.append({"first": a, "second": b, "seeds": len(seeds), "mean_difference": mean, "p_value": p})
+        rows.append(
+            {"first": a, "second": b, "seeds": len(seeds), "mean_difference": mean, "p_value": p}
+        )
     return rows

@@ -13,18 +13,24 @@ SWEEPS = 8
 """Sweeps of Jacobi rotations; convergence is quadratic, and matrices of covariances are small."""
 
 
-def keep(a: Float[Tensor, "*b n n"], *, upper: bool = False, check_errors: bool = False) -> tuple[Tensor, Tensor]:
+def keep(
+    a: Float[Tensor, "*b n n"], *, upper: bool = False, check_errors: bool = False
+) -> tuple[Tensor, Tensor]:
     """In place of a Cholesky factor the matrix itself, and 0: in a filter's step a factor serves one solve, `eliminate`."""
     return a, a.new_zeros(a.shape[:-2], dtype=torch.int32)
 
 
-def eliminate(b: Float[Tensor, "*b n m"], a: Float[Tensor, "*b n n"], upper: bool = False) -> Float[Tensor, "*b n m"]:
+def eliminate(
+    b: Float[Tensor, "*b n m"], a: Float[Tensor, "*b n n"], upper: bool = False
+) -> Float[Tensor, "*b n m"]:
     """X with A X = B for a symmetric positive definite A, by Gauss-Jordan elimination; NaN where A is not positive definite.
 
-    Step k makes column k of (A | B) the k-th unit vector: the first row is divided by its pivot, and its multiples are taken from
-    the others. Without pivoting this is as stable as a Cholesky factorisation where A is positive definite.
+    Step k makes column k of (A | B) the k-th unit vector: the first row is divided by its pivot,
+    and its multiples are taken from the others. Without pivoting this is as stable as a Cholesky
+    factorisation where A is positive definite.
 
-    References: Golub and Van Loan (2013), sections 3.2 and 4.2; Peters and Wilkinson (1975) on its stability.
+    References: Golub and Van Loan (2013), sections 3.2 and 4.2; Peters and Wilkinson (1975) on its
+    stability.
     """
     n = a.shape[-1]
     eye = torch.eye(n, dtype=a.dtype, device=a.device)
@@ -36,7 +42,9 @@ def eliminate(b: Float[Tensor, "*b n m"], a: Float[Tensor, "*b n n"], upper: boo
     return table
 
 
-def solve(a: Float[Tensor, "*b n n"], b: Float[Tensor, "*b n m"], *, left: bool = True) -> Float[Tensor, "*b n m"]:
+def solve(
+    a: Float[Tensor, "*b n n"], b: Float[Tensor, "*b n m"], *, left: bool = True
+) -> Float[Tensor, "*b n m"]:
     """X with A X = B for any regular A: the same elimination, with the largest entry of a column that is left for its pivot.
 
     References: Golub and Van Loan (2013), section 3.4.
@@ -54,7 +62,9 @@ def solve(a: Float[Tensor, "*b n n"], b: Float[Tensor, "*b n m"], *, left: bool 
     return torch.cat(order, -2) @ table
 
 
-def eigh(a: Float[Tensor, "*b n n"], uplo: str = "L") -> tuple[Float[Tensor, "*b n"], Float[Tensor, "*b n n"]]:
+def eigh(
+    a: Float[Tensor, "*b n n"], uplo: str = "L"
+) -> tuple[Float[Tensor, "*b n"], Float[Tensor, "*b n n"]]:
     """Eigenvalues, in no order, and eigenvectors in columns, by Jacobi rotations: each makes one entry zero, n/2 of them at once.
 
     References: Golub and Van Loan (2013), sections 8.5.2 and 8.5.6 (the order of the pairs).
@@ -85,17 +95,27 @@ def rounds(n: int) -> list[tuple[list[int], list[int]]]:
     around, schedule = list(range(n + n % 2)), []
     for _ in range(len(around) - 1):
         half = len(around) // 2
-        pairs = [(i, j) for i, j in zip(around[:half], around[: half - 1 : -1], strict=True) if max(i, j) < n]
+        pairs = [
+            (i, j)
+            for i, j in zip(around[:half], around[: half - 1 : -1], strict=True)
+            if max(i, j) < n
+        ]
         schedule.append(([i for i, _ in pairs], [j for _, j in pairs]))
         around = [around[0], around[-1], *around[1:-1]]
     return schedule
 
 
 def diagonal_scatter(
-    a: Float[Tensor, "*b n n"], values: Float[Tensor, "*b n"], offset: int = 0, dim1: int = 0, dim2: int = 1
+    a: Float[Tensor, "*b n n"],
+    values: Float[Tensor, "*b n"],
+    offset: int = 0,
+    dim1: int = 0,
+    dim2: int = 1,
 ) -> Float[Tensor, "*b n n"]:
     """A with another diagonal, over its last two dimensions: the only ones that a filter's step asks for."""
-    return torch.where(torch.eye(a.shape[-1], dtype=torch.bool, device=a.device), values[..., None], a)
+    return torch.where(
+        torch.eye(a.shape[-1], dtype=torch.bool, device=a.device), values[..., None], a
+    )
 
 
 def elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Tensor:

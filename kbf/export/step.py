@@ -1,9 +1,11 @@
 """One step of a filter as a program for other machines: torch.export, TorchScript or ONNX; no kbf is needed to run it.
 
-The program is a function of one sequence, (leaves of the state, observation, seen[, control]) -> (leaves of the next state,
-estimate[, covariance], passed over): it moves, and where ``seen`` is true observes; what is impossible it passes over, and says so.
-The last leaf, ``misses``, is how many it has passed over in a row: after `kbf.filters.base.PATIENCE` the track begins anew.
-It is read back from its file and compared with the filter before the file takes its place.
+The program is a function of one sequence, (leaves of the state, observation, seen[, control]) ->
+(leaves of the next state, estimate[, covariance], passed over): it moves, and where ``seen`` is
+true observes; what is impossible it passes over, and says so. The last leaf, ``misses``, is how
+many it has passed over in a row: after `kbf.filters.rollout.MAX_CONSECUTIVE_REJECTIONS` the track
+begins anew. It is read back from its file and compared with the filter before the file takes its
+place.
 """
 
 from __future__ import annotations
@@ -26,27 +28,27 @@ from torch import Tensor, nn
 from kbf import __version__
 from kbf.evaluation.calibration import Calibration
 from kbf.export import onnx_linalg
-from kbf.filters.base import (
+from kbf.filters.ensemble import EnsembleFilter
+from kbf.filters.kernel.controlled_transition import ControlledDensity
+from kbf.filters.kernel.filter import KernelState
+from kbf.filters.kernel_monte_carlo.filter import LocalMemory
+from kbf.filters.neural.dpf import DPFState
+from kbf.filters.particle.bootstrap import ParticleState
+from kbf.filters.rollout import (
     Filter,
     FreshStart,
-    begun_anew,
+    allows_missing_sensors,
     control_components,
-    counted,
     covariance_of,
-    knows_sensors,
     move,
     observe,
+    reinitialize_lost,
+    update_rejection_count,
 )
-from kbf.filters.dpf import DPFState
-from kbf.filters.kernel.controls import ControlledDensity
-from kbf.filters.kernel.filter import KernelState
-from kbf.filters.kernel.monte_carlo_filter import LocalMemory
-from kbf.filters.particle import ParticleState
-from kbf.filters.stack import StackedFilter
 from kbf.filters.wrapper import FilterWrapper
-from kbf.images.codes import Code, CodedFilter
-from kbf.runtime.extras import need
-from kbf.runtime.files import replacing, write_json
+from kbf.images.encodings import EncodedFilter, Encoding
+from kbf.runtime.atomic_files import replacing, write_json
+from kbf.runtime.optional_dependencies import need
 
 TOLERANCE = 1e-5
 """Largest difference to the filter, in standard deviations of the states (covariances: in their squares)."""
@@ -91,17 +93,19 @@ class ExportedStep(nn.Module):
         (*leaves, misses), (obs, seen, *control) = inputs[:n], inputs[n:]
         acted = control[0] if control else None
         predicted = move(self.filter, self.kind(*leaves), control=acted)
-        belief, passed_over = observe(self.filter, predicted, obs, seen)
-        assert passed_over is not None  # it is None only where nothing is masked
-        belief, passed_over = begun_anew(self.filter, belief, passed_over, obs, misses, self.fresh, mask=seen, control=acted)
-        counts = counted(self.filter, misses, passed_over, obs, seen)
+        belief, rejected = observe(self.filter, predicted, obs, seen)
+        assert rejected is not None  # it is None only where nothing is masked
+        belief, rejected = reinitialize_lost(
+            self.filter, belief, rejected, obs, misses, self.fresh, mask=seen, control=acted
+        )
+        counts = update_rejection_count(self.filter, misses, rejected, obs, seen)
         assert counts is not None
         state = (*belief, counts)
         C = covariance_of(self.filter, belief)
         if C is None:
-            return (*state, self.filter.estimate(belief), passed_over)
+            return (*state, self.filter.estimate(belief), rejected)
         C = C if self.calibration is None else self.calibration.covariance(C)
-        return (*state, self.filter.estimate(belief), C, passed_over)
+        return (*state, self.filter.estimate(belief), C, rejected)
 
     def start(self) -> tuple[Tensor, ...]:
         """The leaves of the first state."""
@@ -109,19 +113,32 @@ class ExportedStep(nn.Module):
 
     def inputs(self, obs: Shaped[Tensor, "1 *x"]) -> dict[str, Tensor]:
         """The start, by the names of the inputs."""
-        start = {f"state_{name}": leaf.contiguous().clone() for name, leaf in zip(self.fields, self.start(), strict=True)}
+        start = {
+            f"state_{name}": leaf.contiguous().clone()
+            for name, leaf in zip(self.fields, self.start(), strict=True)
+        }
         seen = torch.ones(1, dtype=torch.bool)
-        return start | {"obs": obs, "seen": seen} | ({"control": obs.new_zeros(1, self.controlled)} if self.controlled else {})
+        return (
+            start
+            | {"obs": obs, "seen": seen}
+            | ({"control": obs.new_zeros(1, self.controlled)} if self.controlled else {})
+        )
 
     def outputs(self) -> list[str]:
         """Their names."""
-        return [f"next_{name}" for name in self.fields] + ["estimate"] + (["covariance"] if self.spread else []) + ["passed_over"]
+        return (
+            [f"next_{name}" for name in self.fields]
+            + ["estimate"]
+            + (["covariance"] if self.spread else [])
+            + ["rejected"]
+        )
 
 
 class Exported(NamedTuple):
     """Largest differences to the filter in the same precision, in standard deviations of the states (or their products).
 
-    ``own``: of estimates, to the filter in its own precision, where it is another: what that precision rounds away.
+    ``own``: of estimates, to the filter in its own precision, where it is another: what that
+    precision rounds away.
     """
 
     estimate: float
@@ -142,8 +159,8 @@ def export(
 ) -> Exported:
     """Write the step of a filter, and beside it ``path``.json: inputs, outputs, the initial state.
 
-    A kernel filter that works in float32 does so in float64 in an ONNX program, and is compared in float64: its solve makes a few
-    10^-5 of what another library rounds otherwise.
+    A kernel filter that works in float32 does so in float64 in an ONNX program, and is compared in
+    float64: its solve makes a few 10^-5 of what another library rounds otherwise.
 
     Args:
         filter: deterministic; a copy is exported.
@@ -156,8 +173,8 @@ def export(
         about: more to be known of it.
 
     Raises:
-        ValueError: a filter that draws particles or cannot be recorded, a package that is not installed, or a program that differs
-            by more than `TOLERANCE`.
+        ValueError: a filter that draws particles or cannot be recorded, a package that is not
+            installed, or a program that differs by more than `TOLERANCE`.
     """
     if format not in WRITERS:
         raise ValueError(f"format must be one of {', '.join(WRITERS)}, got {format!r}")
@@ -170,17 +187,28 @@ def export(
     step = ExportedStep(filter, calibration).eval().requires_grad_(False)
     inputs, outputs = step.inputs(obs[:1]), step.outputs()
     known = {"kbf": __version__, **(about or {})}
-    known["inputs"] = [{"name": k, "shape": list(v.shape), "dtype": str(v.dtype).removeprefix("torch.")} for k, v in inputs.items()]
+    known["inputs"] = [
+        {"name": k, "shape": list(v.shape), "dtype": str(v.dtype).removeprefix("torch.")}
+        for k, v in inputs.items()
+    ]
     with torch.no_grad(), quietly():
         known["outputs"] = [
-            {"name": name, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+            {
+                "name": name,
+                "shape": list(value.shape),
+                "dtype": str(value.dtype).removeprefix("torch."),
+            }
             for name, value in zip(outputs, step(*inputs.values()), strict=True)
         ]
-        known["initial"] = {name: value.tolist() for name, value in inputs.items() if name.startswith("state_")}
+        known["initial"] = {
+            name: value.tolist() for name, value in inputs.items() if name.startswith("state_")
+        }
         try:
             program = torch.export.export(step, tuple(inputs.values()))
         except Exception as error:
-            raise ValueError(f"the step of this filter cannot be exported: {first_line(error)}") from error
+            raise ValueError(
+                f"the step of this filter cannot be exported: {first_line(error)}"
+            ) from error
         with replacing(path) as temporary:
             read = WRITERS[format](program, inputs, outputs, temporary, json.dumps(known))
             run = read(temporary)
@@ -190,8 +218,13 @@ def export(
                     f"the {format} program differs from the filter by {max(apart):.1e} standard deviations of the state, more than "
                     f"{TOLERANCE:g}: it is not written"
                 )
-            other = any(a.dtype != b.dtype for a, b in zip(own.init(1), filter.init(1), strict=True))
-            found = Exported(*apart, compare(ExportedStep(own), run, inputs, obs, controls, scale)[0] if other else None)
+            other = any(
+                a.dtype != b.dtype for a, b in zip(own.init(1), filter.init(1), strict=True)
+            )
+            found = Exported(
+                *apart,
+                compare(ExportedStep(own), run, inputs, obs, controls, scale)[0] if other else None,
+            )
     write_json(path.with_name(path.name + ".json"), known | {"difference": found._asdict()})
     return found
 
@@ -201,17 +234,21 @@ def refuse(filter: Filter[Any]) -> None:
     inner = filter
     while isinstance(inner, FilterWrapper):
         inner = inner.inner
-    if isinstance(inner, StackedFilter):
+    if isinstance(inner, EnsembleFilter):
         raise ValueError(
-            f"a stack of several filters ({', '.join(inner.filters)}) is not exported; model.net_under=false takes kbf alone"
+            f"a stack of several filters ({', '.join(inner.filters)}) is not exported; model.model_selection=false takes kbf alone"
         )
     if isinstance(inner.init(1), ParticleState | DPFState | LocalMemory):
         raise ValueError(
             "a particle filter draws random numbers in each step, and is not exported; kbf, kalman, lstm and frame are"
         )
-    if knows_sensors(filter):
-        raise ValueError("a filter whose sensors may be silent chooses its rule step by step, and is not exported")
-    if isinstance(filter, nn.Module) and any(isinstance(part, ControlledDensity) for part in filter.modules()):
+    if allows_missing_sensors(filter):
+        raise ValueError(
+            "a filter whose sensors may be silent chooses its rule step by step, and is not exported"
+        )
+    if isinstance(filter, nn.Module) and any(
+        isinstance(part, ControlledDensity) for part in filter.modules()
+    ):
         reason = "a drawn memory with controls (model=kbf) makes its transition anew in each step, and is not exported"
         raise ValueError(f"{reason}; kbf_tuned, kbf_paper, kalman and lstm are")
 
@@ -219,17 +256,21 @@ def refuse(filter: Filter[Any]) -> None:
 def copied(filter: Any) -> Any:
     """A copy to change, without gradients: operators may hang on bandwidths that are learned."""
     leaves = [*filter.parameters(), *filter.buffers()] if isinstance(filter, nn.Module) else []
-    return copy.deepcopy(filter, {id(leaf): leaf.detach().clone() for leaf in leaves if not leaf.is_leaf})
+    return copy.deepcopy(
+        filter, {id(leaf): leaf.detach().clone() for leaf in leaves if not leaf.is_leaf}
+    )
 
 
 def to_double(filter: Any) -> None:
     """Everything but encoders of images in float64, in place."""
     modules = list(filter.modules()) if isinstance(filter, nn.Module) else []
-    kept = {part for module in modules if isinstance(module, Code) for part in module.modules()}
+    kept = {part for module in modules if isinstance(module, Encoding) for part in module.modules()}
     for module in modules:
         if module not in kept:
-            module._apply(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, recurse=False)
-        if isinstance(module, CodedFilter):
+            module._apply(
+                lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, recurse=False
+            )
+        if isinstance(module, EncodedFilter):
             module.dtype = torch.float64
 
 
@@ -237,14 +278,18 @@ Run = Callable[..., Any]
 Reader = Callable[[Path], Run]
 
 
-def write_torch_export(program: Any, inputs: dict[str, Tensor], outputs: list[str], path: Path, known: str) -> Reader:
+def write_torch_export(
+    program: Any, inputs: dict[str, Tensor], outputs: list[str], path: Path, known: str
+) -> Reader:
     """For ``torch.export.load`` and AOTInductor."""
     with path.open("wb") as file:
         torch.export.save(program, file, extra_files={KEY: known})
     return lambda path: torch.export.load(path.open("rb")).module()
 
 
-def write_torchscript(program: Any, inputs: dict[str, Tensor], outputs: list[str], path: Path, known: str) -> Reader:
+def write_torchscript(
+    program: Any, inputs: dict[str, Tensor], outputs: list[str], path: Path, known: str
+) -> Reader:
     """For ``torch.jit.load``, and LibTorch in C++: a trace of the exported program."""
     traced = torch.jit.trace(program.module(), tuple(inputs.values()), check_trace=False)
     with path.open("wb") as file:
@@ -252,25 +297,39 @@ def write_torchscript(program: Any, inputs: dict[str, Tensor], outputs: list[str
     return lambda path: torch.jit.load(str(path))
 
 
-def write_onnx(program: Any, inputs: dict[str, Tensor], outputs: list[str], path: Path, known: str) -> Reader:
+def write_onnx(
+    program: Any, inputs: dict[str, Tensor], outputs: list[str], path: Path, known: str
+) -> Reader:
     """For ONNX Runtime: operator set 20, weights inside the file."""
     onnxruntime = need("onnxruntime", "export", "format=onnx")
     spelt = program.run_decompositions(SPELT_OUT)
     try:
         made = torch.onnx.export(
-            spelt, dynamo=True, input_names=list(inputs), output_names=outputs, opset_version=20, verbose=False
+            spelt,
+            dynamo=True,
+            input_names=list(inputs),
+            output_names=outputs,
+            opset_version=20,
+            verbose=False,
         )
     except torch.onnx.OnnxExporterError as error:
         found = re.search(r"aten\.\w+", str(error))
-        raise ValueError(f"ONNX cannot say what this filter does{f' ({found[0]})' if found else ''}: use torch_export") from error
+        raise ValueError(
+            f"ONNX cannot say what this filter does{f' ({found[0]})' if found else ''}: use torch_export"
+        ) from error
     assert made is not None
     made.model.metadata_props["kbf"] = known
     made.save(path, external_data=False)
 
     def read(path: Path) -> Run:
-        session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            path.read_bytes(), providers=["CPUExecutionProvider"]
+        )
         return lambda *given: [
-            torch.from_numpy(value) for value in session.run(None, {k: v.numpy() for k, v in zip(inputs, given, strict=True)})
+            torch.from_numpy(value)
+            for value in session.run(
+                None, {k: v.numpy() for k, v in zip(inputs, given, strict=True)}
+            )
         ]
 
     return read
@@ -282,14 +341,23 @@ PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
 
 
 def compare(
-    step: ExportedStep, run: Run, inputs: dict[str, Tensor], obs: Tensor, controls: Tensor | None, scale: Tensor
+    step: ExportedStep,
+    run: Run,
+    inputs: dict[str, Tensor],
+    obs: Tensor,
+    controls: Tensor | None,
+    scale: Tensor,
 ) -> tuple[float, float]:
     """Both go their own way through the observations; each seventh is not seen."""
     n = len(step.fields)
     ours, theirs = step.start(), tuple(inputs.values())[:n]
     apart, units = [0.0, 0.0], (scale, scale[:, None] * scale)
     for t in range(len(obs)):
-        given = (obs[t : t + 1], torch.tensor([t % 7 != 5]), *(() if controls is None else (controls[t : t + 1],)))
+        given = (
+            obs[t : t + 1],
+            torch.tensor([t % 7 != 5]),
+            *(() if controls is None else (controls[t : t + 1],)),
+        )
         a, b = step(*ours, *given), run(*theirs, *given)
         ours, theirs = tuple(a[:n]), tuple(b[:n])
         if not torch.equal(a[-1], b[-1]):  # one passes over what the other takes in

@@ -1,8 +1,8 @@
 """What a filter is, what it may be able to do beyond that, and how to ask it: the only file that asks.
 
-A filter carries a *state*: a NamedTuple of tensors, each with the batch ``b`` in front (the state law). That law alone
-gives every filter missing data, ragged batches, truncated back-propagation, moves between devices, and a running filter
-that can be saved.
+A filter carries a *state*: a NamedTuple of tensors, each with the batch ``b`` in front (the state
+law). That law alone gives every filter missing data, ragged batches, truncated back-propagation,
+moves between devices, and a running filter that can be saved.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.filters.catalogue import WITH_SMOOTHER
-from kbf.sequence import Sequence
+from kbf.filters.selection.catalogue import WITH_SMOOTHER
+from kbf.recording import Recording
 
-S = TypeVar("S", bound=tuple[Any, ...])  # a NamedTuple; beartype refuses NamedTuple itself as a hint
+S = TypeVar(
+    "S", bound=tuple[Any, ...]
+)  # a NamedTuple; beartype refuses NamedTuple itself as a hint
 
 Backward = Callable[..., Any]
 """One step back in time, (`FilterStep` at t, smoothed state at t + 1, *, control=None, generator=None) -> smoothed state at t. The
@@ -39,8 +41,9 @@ class FilterStep(NamedTuple):
 class Filter(Protocol[S]):
     """Predict and update; every method is pure and returns a new state.
 
-    What a filter can do beyond that it states by having more: `Controlled`, `WithSensors`, `WithDiagnostics`, `WithCovariance`,
-    `WithSample`, `Smoothable`, `Judging`, `Fused`, `Recursive`, `Forgetting`.
+    What a filter can do beyond that it states by having more: `Controlled`, `WithSensors`,
+    `WithDiagnostics`, `WithCovariance`, `WithSample`, `Smoothable`, `HasLikelihood`, `Fused`,
+    `ParallelInTime`, `FadingMemory`.
     """
 
     def init(self, batch: int, *, generator: Generator | None = None) -> S:
@@ -75,7 +78,7 @@ class WithSensors(Protocol):
     """A filter that may know its sensors one by one."""
 
     @property
-    def partial(self) -> bool:
+    def allow_missing_sensors(self) -> bool:
         """Whether it takes observations with NaN, where a sensor is silent."""
         ...
 
@@ -115,13 +118,14 @@ class Smoothable(Protocol):
         """The step back in time.
 
         Raises:
-            ValueError: this one has none after all: its model does not know the density of a move, say.
+            ValueError: this one has none after all: its model does not know the density of a move,
+                say.
         """
         ...
 
 
 @runtime_checkable
-class Judging(Protocol):
+class HasLikelihood(Protocol):
     """A filter that knows which observations its prediction has no probability for."""
 
     def observe(self, state: Any, obs: Tensor) -> tuple[Any, Tensor]:
@@ -142,20 +146,20 @@ class Fused(Protocol):
 
 
 @runtime_checkable
-class Recursive(Protocol):
+class ParallelInTime(Protocol):
     """A filter that knows a faster way through a sequence than step after step."""
 
     def recursion(self, state: Any, obs: Tensor) -> tuple[Any, Tensor] | None:
         """The states after each of the observations ``b T q``, all of them taken in; and ``b T``, whether that was possible.
 
-        Each part of a state has ``b T`` in front. What comes after an observation that was not possible means nothing. None where
-        there is no such way from this state.
+        Each part of a state has ``b T`` in front. What comes after an observation that was not
+        possible means nothing. None where there is no such way from this state.
         """
         ...
 
 
 @runtime_checkable
-class Forgetting(Protocol):
+class FadingMemory(Protocol):
     """A filter that draws no random numbers, and whose state does not depend on where it was long ago."""
 
     def forgets(self) -> int:
@@ -167,11 +171,11 @@ class Forgetting(Protocol):
 class FilterModel(Protocol):
     """The recipe of a filter. Kernel filters build their operators from the memory; a recurrent net returns itself."""
 
-    def prepare(self, memory: list[Sequence], generator: Generator | None = None) -> None:
-        """Choose what is chosen once from the training part: bandwidths, ridges, units. Before `condition`."""
+    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
+        """Choose what is chosen once from the training part: bandwidths, ridges, units. Before `fit`."""
         ...
 
-    def condition(self, memory: Sequence | list[Sequence] | None) -> Filter[Any]:
+    def fit(self, memory: Recording | list[Recording] | None) -> Filter[Any]:
         """A filter over the points of ``memory``."""
         ...
 
@@ -181,7 +185,13 @@ class LossModel(Protocol):
     """A `FilterModel` that learns by gradient from a loss of its own, as one that also learns how uncertain it is."""
 
     def loss(
-        self, states: Tensor, obs: Tensor, mask: Tensor | None = None, controls: Tensor | None = None, *, burn_in: int = 0
+        self,
+        states: Tensor,
+        obs: Tensor,
+        mask: Tensor | None = None,
+        controls: Tensor | None = None,
+        *,
+        burn_in: int = 0,
     ) -> Tensor:
         """The mean over windows ``b T`` and over time, but for the first ``burn_in`` steps."""
         ...
@@ -189,28 +199,33 @@ class LossModel(Protocol):
 
 @runtime_checkable
 class RatioModel(Protocol):
-    """A model that takes density ratios for observations (`kbf.filters.laws.ratio`), of ``told`` components (0: none)."""
+    """A model that takes density ratios for observations (`kbf.densities.ratio`), of ``ratio_dim`` components (0: none)."""
 
-    told: int
+    ratio_dim: int
 
 
 @runtime_checkable
 class WindowModel(Protocol):
     """A `FilterModel` that learns by gradient and knows a faster way through many windows than a `rollout` of each step.
 
-    Models that learn may say two more of themselves: ``shares_memory``, True where several processes can hold a part of the memory
-    each (``condition(memory, reduce)``), and ``own_encoder``, a net of images that is fitted before the filter.
+    Models that learn may say two more of themselves: ``shares_memory``, True where several
+    processes can hold a part of the memory each (``fit(memory, reduce)``), and ``own_encoder``, a
+    net of images that is fitted before the filter.
     """
 
     def window_estimates(
-        self, memory: list[Sequence], windows: Sequence, change: Callable[[Tensor], Tensor] | None = None, **settings: Any
+        self,
+        memory: list[Recording],
+        windows: Recording,
+        change: Callable[[Tensor], Tensor] | None = None,
+        **settings: Any,
     ) -> Tensor:
         """The estimates ``b T d`` of a `rollout` of the filter over ``memory``, with gradients.
 
         Args:
             memory: recordings. windows: a batch ``b T``.
             change: random changes of images ``m *x``, for an encoder that learns along.
-            settings: further arguments of ``condition``.
+            settings: further arguments of ``fit``.
         """
         ...
 
@@ -226,27 +241,45 @@ def control_components(filter: Filter[Any]) -> int:
     return int(filter.controlled) if isinstance(filter, Controlled) else 0
 
 
-def knows_sensors(filter: Any) -> bool:
+def allows_missing_sensors(filter: Any) -> bool:
     """Whether a filter, or the model it is of, takes observations with NaN, where a sensor is silent."""
-    return isinstance(filter, WithSensors) and bool(filter.partial)
+    return isinstance(filter, WithSensors) and bool(filter.allow_missing_sensors)
 
 
 def diagnostics_of(filter: Filter[Any], state: Any) -> dict[str, Tensor]:
     """What the filter tells of its state, numbers ``b`` by name; empty for a filter that tells nothing."""
-    return cast(WithDiagnostics, filter).diagnostics(state) if offers(type(filter), WithDiagnostics) else {}
+    return (
+        cast(WithDiagnostics, filter).diagnostics(state)
+        if offers(type(filter), WithDiagnostics)
+        else {}
+    )
 
 
 def covariance_of(filter: Filter[Any], state: Any) -> Tensor | None:
     """The covariance ``b d d`` that the filter gives to its estimate; None for a filter that gives none."""
-    return cast(WithCovariance, filter).covariance(state) if offers(type(filter), WithCovariance) else None
+    return (
+        cast(WithCovariance, filter).covariance(state)
+        if offers(type(filter), WithCovariance)
+        else None
+    )
 
 
 def sample_of(filter: Filter[Any], state: Any) -> tuple[Tensor, Tensor] | None:
     """The weighted sample that the filter believes in: points ``b n d``, weights ``b n``; None for a filter of moments."""
-    return cast(WithSample, filter).weighted_sample(state) if offers(type(filter), WithSample) else None
+    return (
+        cast(WithSample, filter).weighted_sample(state)
+        if offers(type(filter), WithSample)
+        else None
+    )
 
 
-def move(filter: Filter[S], state: S, *, control: Float[Tensor, "b k"] | None = None, generator: Generator | None = None) -> S:
+def move(
+    filter: Filter[S],
+    state: S,
+    *,
+    control: Float[Tensor, "b k"] | None = None,
+    generator: Generator | None = None,
+) -> S:
     """Predict, with a control ``b k`` for a filter that takes one."""
     if control is None:
         return filter.predict(state, generator=generator)
@@ -257,8 +290,11 @@ def smoother_of(filter: Filter[Any]) -> Backward:
     """The filter's way back in time.
 
     Raises:
-        ValueError: a filter that has none: its state is no distribution, or its model does not know the density of a move.
+        ValueError: a filter that has none: its state is no distribution, or its model does not know
+            the density of a move.
     """
     if not isinstance(filter, Smoothable):
-        raise ValueError(f"{type(filter).__name__} has no smoother. Models that have one: {', '.join(WITH_SMOOTHER)}")
+        raise ValueError(
+            f"{type(filter).__name__} has no smoother. Models that have one: {', '.join(WITH_SMOOTHER)}"
+        )
     return filter.smoother()

@@ -1,6 +1,7 @@
 """Units: filters learn and work in units in which all components are about as large, and speak those of the data.
 
-One length scale serves all components of a kernel, so that metres beside millimetres would hide one of the two.
+One length scale serves all components of a kernel, so that metres beside millimetres would hide one
+of the two.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 from kbf.filters.protocols import Filter, covariance_of, sample_of
 from kbf.filters.wrapper import FilterWrapper
 from kbf.manifolds import manifold_of
-from kbf.runtime.notebook import ShownModule
-from kbf.sequence import Sequence
+from kbf.recording import Recording
+from kbf.runtime.html_repr import ShownModule
 
 MOST_COUNTED = 100
 """Observations that are whole numbers from 0 on, up to this at most, are counts."""
@@ -24,11 +25,12 @@ MOST_COUNTED = 100
 class Scaling(ShownModule):
     """x -> (x - mean) / scale for each component of states, observations and controls; the numbers are buffers, in float64.
 
-    Counts among the observations stay as they are: their laws (Poisson, ...) are of counts, not of multiples of them.
+    Counts among the observations stay as they are: their laws (Poisson, ...) are of counts, not of
+    multiples of them.
 
     Attributes:
-        z_mean, z_scale: ``d``. x_mean, x_scale: ``q``, without entries for images, which stay as they are. u_mean, u_scale: ``k``,
-            without entries where there are no controls.
+        z_mean, z_scale: ``d``. x_mean, x_scale: ``q``, without entries for images, which stay as
+            they are. u_mean, u_scale: ``k``, without entries where there are no controls.
     """
 
     z_mean: Tensor
@@ -46,21 +48,31 @@ class Scaling(ShownModule):
             self.register_buffer(f"{side}_scale", torch.ones(0, dtype=torch.float64))
 
     def prepare(
-        self, sequences: list[Sequence], free_states: list[bool] | None = None, free_obs: list[bool] | None = None
+        self,
+        sequences: list[Recording],
+        free_states: list[bool] | None = None,
+        free_obs: list[bool] | None = None,
     ) -> Scaling:
         """Mean and standard deviation of the training part; counts among the observations are left as they are.
 
         Args:
             sequences: the training part.
-            free_states: components of the state whose unit is of no matter; the others (of angles and rotations) are left as they
-                are. None for all. Points on the circle are left as they are in any case.
+            free_states: components of the state whose unit is of no matter; the others (of angles
+                and rotations) are left as they are. None for all. Points on the circle are left as
+                they are in any case.
             free_obs: the same for the observations.
         """
         sides = {"z": (torch.cat([s.states for s in sequences]), free_states)}
         if sequences[0].obs.ndim == 2:
             obs = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences])
             counts = are_counts(obs).tolist()
-            sides["x"] = obs, [free and not count for free, count in zip(free_obs or [True] * len(counts), counts, strict=True)]
+            sides["x"] = (
+                obs,
+                [
+                    free and not count
+                    for free, count in zip(free_obs or [True] * len(counts), counts, strict=True)
+                ],
+            )
         controls = [s.controls for s in sequences if s.controls is not None]
         if controls:
             sides["u"] = torch.cat(controls), None
@@ -70,7 +82,7 @@ class Scaling(ShownModule):
             self.register_buffer(f"{side}_scale", scale)
         return self
 
-    def forward(self, sequence: Sequence) -> Sequence:
+    def forward(self, sequence: Recording) -> Recording:
         """A recording in scaled units, float64."""
         return sequence._replace(
             states=self.scaled("z", sequence.states),
@@ -80,7 +92,9 @@ class Scaling(ShownModule):
 
     def scaled(self, side: str, values: Tensor) -> Tensor:
         """Values ``*b c`` of one side (z, x, u) in scaled units, float64."""
-        return (values.to(torch.float64) - getattr(self, f"{side}_mean")) / getattr(self, f"{side}_scale")
+        return (values.to(torch.float64) - getattr(self, f"{side}_mean")) / getattr(
+            self, f"{side}_scale"
+        )
 
     def observation(self, obs: Shaped[Tensor, "*b"]) -> Shaped[Tensor, "*b"]:
         """Observations in scaled units; images as they are."""
@@ -95,7 +109,9 @@ class Scaling(ShownModule):
         return self.z_scale[:, None] * scaled * self.z_scale
 
 
-def spread(values: Float[Tensor, "n c"], free: list[bool] | None) -> tuple[Float[Tensor, " c"], Float[Tensor, " c"]]:
+def spread(
+    values: Float[Tensor, "n c"], free: list[bool] | None
+) -> tuple[Float[Tensor, " c"], Float[Tensor, " c"]]:
     """Mean and standard deviation of each column over its finite entries; 0 and 1 for those that are not free, 1 for constants."""
     kept = torch.ones(values.shape[1], dtype=torch.bool) if free is None else torch.tensor(free)
     for cosine in manifold_of(values).circles:
@@ -103,9 +119,11 @@ def spread(values: Float[Tensor, "n c"], free: list[bool] | None) -> tuple[Float
     known = values.isfinite()
     count = known.sum(0).clamp_min(1)
     mean = torch.where(known, values, 0).sum(0) / count
-    sd = (torch.where(known, values - mean, 0).square().sum(0) / count).sqrt()
-    constant = sd <= 1e-12 * mean.abs()  # what rounding leaves
-    return torch.where(kept.to(mean.device), mean, 0), torch.where(kept.to(sd.device) & ~constant, sd, 1)
+    std = (torch.where(known, values - mean, 0).square().sum(0) / count).sqrt()
+    constant = std <= 1e-12 * mean.abs()  # what rounding leaves
+    return torch.where(kept.to(mean.device), mean, 0), torch.where(
+        kept.to(std.device) & ~constant, std, 1
+    )
 
 
 def are_counts(values: Float[Tensor, "n c"]) -> Bool[Tensor, " c"]:
@@ -113,7 +131,10 @@ def are_counts(values: Float[Tensor, "n c"]) -> Bool[Tensor, " c"]:
     finite = values.isfinite()
     known = torch.where(finite, values, 0)
     whole = ((known >= 0) & (known <= MOST_COUNTED) & (known == known.round())).all(0)
-    least, most = torch.where(finite, values, torch.inf).amin(0), torch.where(finite, values, -torch.inf).amax(0)
+    least, most = (
+        torch.where(finite, values, torch.inf).amin(0),
+        torch.where(finite, values, -torch.inf).amax(0),
+    )
     return whole & (least < most)
 
 

@@ -1,7 +1,8 @@
 """Looking back and looking ahead: the state at t given what was observed later, and the state h steps on given what was observed.
 
-A smoother runs its filter forwards, keeps every state, and steps back (`kbf.filters.kernel.backward`); that needs the whole
-recording, or for a fixed lag the next L observations. Any filter can look ahead: it is asked to move without observing.
+A smoother runs its filter forwards, keeps every state, and steps back
+(`kbf.filters.kernel.smoother`); that needs the whole recording, or for a fixed lag the next L
+observations. Any filter can look ahead: it is asked to move without observing.
 """
 
 from __future__ import annotations
@@ -14,9 +15,18 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor
 
-from kbf.filters.base import Backward, Filter, FilterStep, covariance_of, move, observe, rollout, smoother_of
-from kbf.runtime import notebook
-from kbf.sequence import Array, tensor_of
+from kbf.filters.rollout import (
+    Backward,
+    Filter,
+    FilterStep,
+    covariance_of,
+    move,
+    observe,
+    rollout,
+    smoother_of,
+)
+from kbf.recording import Array, tensor_of
+from kbf.runtime import html_repr
 
 
 class Smoothed(NamedTuple):
@@ -26,16 +36,23 @@ class Smoothed(NamedTuple):
     covariances: Tensor | None
 
     def __repr__(self) -> str:
-        return notebook.described("Smoothed", self._asdict())
+        return html_repr.described("Smoothed", self._asdict())
 
     def _repr_html_(self) -> str:
-        return notebook.page("Smoothed", self._asdict(), self.estimates[0], "smoothed estimates of the first recording")
+        return html_repr.page(
+            "Smoothed",
+            self._asdict(),
+            self.estimates[0],
+            "smoothed estimates of the first recording",
+        )
 
 
 def check_smoother(filter: Filter[Any], lag: int | None) -> Backward:
     """The filter's way back; raise a ValueError where it has none, or for a negative lag."""
     if lag is not None and lag < 0:
-        raise ValueError(f"a smoother's lag is the number of later observations that it waits for, at least 0; got {lag}")
+        raise ValueError(
+            f"a smoother's lag is the number of later observations that it waits for, at least 0; got {lag}"
+        )
     return smoother_of(filter)
 
 
@@ -51,20 +68,24 @@ def smooth(
 ) -> Smoothed:
     """Estimate every z_t given all observations (fixed interval), or given x_1 ... x_{t+L} (fixed lag).
 
-    It keeps two states of the filter of every step, ``2 b T n`` numbers for a kernel filter. With a lag the way back is gone anew
-    from each t + L: that costs O(L) a step, as it does while a filter is running.
+    It keeps two states of the filter of every step, ``2 b T n`` numbers for a kernel filter. With a
+    lag the way back is gone anew from each t + L: that costs O(L) a step, as it does while a filter
+    is running.
 
     Args:
         filter: one with a ``smoother()``.
-        obs: ``b T *x``. mask: ``b T``, False = not observed. controls: ``b T k``. As for `kbf.filters.base.rollout`.
+        obs: ``b T *x``. mask: ``b T``, False = not observed. controls: ``b T k``. As for
+            `kbf.filters.rollout.rollout`.
         lag: L; 0 is filtering. None takes all observations.
         generator: randomness of the filters that need any.
-        progress: called after each step back with how many are done, T - 1 of them or, with a lag, T.
+        progress: called after each step back with how many are done, T - 1 of them or, with a lag,
+            T.
 
     Raises:
-        ValueError: a filter without a smoother, a negative lag, or as `kbf.filters.base.rollout`.
+        ValueError: a filter without a smoother, a negative lag, or as
+            `kbf.filters.rollout.rollout`.
 
-    >>> from kbf.filters.gaussian import KalmanFilter, LinearModel
+    >>> from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
     >>> one, zero = torch.eye(1), torch.zeros(1)
     >>> kf = KalmanFilter(LinearModel(A=one, a=zero, Q=0 * one, C=one, c=zero, R=one, m0=zero, P0=one))
     >>> smooth(kf, torch.tensor([[[3.0], [3.0]]])).estimates.flatten()
@@ -91,7 +112,9 @@ def smooth(
         """From the smoothed state after the last of the times back to the first."""
         for t in reversed(times):
             now = FilterStep(states[t], predicted[t], partial(observed, t=t))
-            state = back(now, state, control=None if acted is None else acted[:, t + 1], generator=generator)
+            state = back(
+                now, state, control=None if acted is None else acted[:, t + 1], generator=generator
+            )
         return state
 
     T = len(states)
@@ -105,7 +128,10 @@ def smooth(
         if progress is not None:
             progress(done)
     spreads = [spread for state in smoothed if (spread := covariance_of(filter, state)) is not None]
-    return Smoothed(torch.stack([filter.estimate(state) for state in smoothed], 1), torch.stack(spreads, 1) if spreads else None)
+    return Smoothed(
+        torch.stack([filter.estimate(state) for state in smoothed], 1),
+        torch.stack(spreads, 1) if spreads else None,
+    )
 
 
 def predict_ahead(
@@ -119,21 +145,25 @@ def predict_ahead(
 ) -> Float[Tensor, "b h T d"]:
     """Estimates of z_{t+1}, ..., z_{t+h} given x_1 ... x_t, from every t: entry k, t is that of z_{t+k+1}.
 
-    It is what a `rollout` says in masked steps after t. A filter with controls is told those of the moves to come; where they lie
-    behind the end of the recording, its estimates are NaN.
+    It is what a `rollout` says in masked steps after t. A filter with controls is told those of the
+    moves to come; where they lie behind the end of the recording, its estimates are NaN.
 
     Args:
         filter: any filter.
-        obs: ``b T *x``. mask: ``b T``. controls: ``b T k``. As for `kbf.filters.base.rollout`.
+        obs: ``b T *x``. mask: ``b T``. controls: ``b T k``. As for `kbf.filters.rollout.rollout`.
         horizon: h, at least 1.
         generator: randomness of the filters that need any.
 
     Raises:
-        ValueError: a horizon less than 1, or as `kbf.filters.base.rollout`.
+        ValueError: a horizon less than 1, or as `kbf.filters.rollout.rollout`.
     """
     if horizon < 1:
         raise ValueError(f"the horizon of a prediction must be at least 1, got {horizon}")
-    obs, mask, controls = tensor_of(obs, "obs"), tensor_of(mask, "mask"), tensor_of(controls, "controls")
+    obs, mask, controls = (
+        tensor_of(obs, "obs"),
+        tensor_of(mask, "mask"),
+        tensor_of(controls, "controls"),
+    )
     states: list[Any] = []
     rollout(filter, obs, mask=mask, controls=controls, generator=generator, states=states)
     ahead = []
@@ -143,7 +173,12 @@ def predict_ahead(
             if controls is not None and k >= len(states):
                 estimates.append(torch.full_like(filter.estimate(state), torch.nan))
                 continue
-            state = move(filter, state, control=None if controls is None else controls[:, k], generator=generator)
+            state = move(
+                filter,
+                state,
+                control=None if controls is None else controls[:, k],
+                generator=generator,
+            )
             estimates.append(filter.estimate(state))
         ahead.append(torch.stack(estimates, 1))
     return torch.stack(ahead, 2)

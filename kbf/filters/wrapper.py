@@ -1,4 +1,4 @@
-"""Filters around filters: other units, coded images, one more diagnostic."""
+"""Filters around filters: other units, encoded images, one more diagnostic."""
 
 from __future__ import annotations
 
@@ -12,31 +12,35 @@ from kbf.filters.protocols import (
     Backward,
     Filter,
     FilterStep,
+    allows_missing_sensors,
     control_components,
     covariance_of,
     diagnostics_of,
-    knows_sensors,
     move,
     sample_of,
     smoother_of,
 )
-from kbf.runtime.notebook import ShownModule
+from kbf.runtime.html_repr import ShownModule
 
 
 class FilterWrapper(ShownModule):
     """A filter that is another one, ``inner``, but for what a subclass changes: what is observed, the controls, or the answers.
 
-    The state is the inner filter's. A subclass overrides `observed` and `acted` for what goes in, and `estimate`, `covariance`,
-    `weighted_sample` and `diagnostics` for what comes out; predict, update, step and smoother follow.
+    The state is the inner filter's. A subclass overrides `observed` and `acted` for what goes in,
+    and `estimate`, `covariance`, `weighted_sample` and `diagnostics` for what comes out; predict,
+    update, step and smoother follow.
     """
 
     controlled: int
-    partial: bool
+    allow_missing_sensors: bool
 
     def __init__(self, inner: Filter[Any]) -> None:
         super().__init__()
         self.inner = inner
-        self.controlled, self.partial = control_components(inner), knows_sensors(inner)
+        self.controlled, self.allow_missing_sensors = (
+            control_components(inner),
+            allows_missing_sensors(inner),
+        )
 
     def observed(self, obs: Shaped[Tensor, "b *x"]) -> Tensor:
         """The observation as the inner filter takes it."""
@@ -50,9 +54,16 @@ class FilterWrapper(ShownModule):
         """The inner filter's start."""
         return self.inner.init(batch, generator=generator)
 
-    def predict(self, state: Any, *, control: Tensor | None = None, generator: Generator | None = None) -> Any:
+    def predict(
+        self, state: Any, *, control: Tensor | None = None, generator: Generator | None = None
+    ) -> Any:
         """Move."""
-        return move(self.inner, state, control=None if control is None else self.acted(control), generator=generator)
+        return move(
+            self.inner,
+            state,
+            control=None if control is None else self.acted(control),
+            generator=generator,
+        )
 
     def update(self, state: Any, obs: Shaped[Tensor, "b *x"]) -> Any:
         """Observe."""
@@ -85,8 +96,19 @@ class FilterWrapper(ShownModule):
         """The inner filter's, with controls as it takes them."""
         inner = smoother_of(self.inner)
 
-        def step_back(now: FilterStep, following: Any, *, control: Tensor | None = None, generator: Generator | None = None) -> Any:
-            return inner(now, following, control=None if control is None else self.acted(control), generator=generator)
+        def step_back(
+            now: FilterStep,
+            following: Any,
+            *,
+            control: Tensor | None = None,
+            generator: Generator | None = None,
+        ) -> Any:
+            return inner(
+                now,
+                following,
+                control=None if control is None else self.acted(control),
+                generator=generator,
+            )
 
         return step_back
 

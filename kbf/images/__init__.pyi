@@ -1,6 +1,6 @@
 from kbf.images import (
     augment as augment,
-    codes as codes,
     encoders as encoders,
+    encodings as encodings,
     losses as losses,
 )

@@ -5,22 +5,23 @@ Only what leaves the state alone is of use: moved or turned images show another 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from kbf.sequence import as_float
+from kbf.recording import as_float
 
 
 class Augment(nn.Module):
     """Random transforms of the images in training, nothing in eval mode; then the encoder, if there is one.
 
-    Each image gets draws of its own: the random transforms of torchvision draw once for all that they are given, and are given one
-    image at a time. A transform with an attribute ``whole = True``, as those of this file, is given the batch. All draws come from
-    PyTorch's global generator, which the training loop seeds in each step.
+    Each image gets draws of its own: the random transforms of torchvision draw once for all that
+    they are given, and are given one image at a time. A transform with an attribute ``whole =
+    True``, as those of this file, is given the batch. All draws come from PyTorch's global
+    generator, which the training loop seeds in each step.
 
     In a configuration::
 
@@ -34,12 +35,14 @@ class Augment(nn.Module):
     transforms: tuple[Any, ...]
     encoder: nn.Module | None
 
-    def __init__(self, transforms: Many[Any] | None, encoder: nn.Module | None = None) -> None:
+    def __init__(self, transforms: Sequence[Any] | None, encoder: nn.Module | None = None) -> None:
         """``transforms``, of float images ``c h w`` in [0, 1], happen in this order; ``encoder`` sees what comes out."""
         super().__init__()
         self.transforms, self.encoder = tuple(transforms or ()), encoder
         if wrong := [t for t in self.transforms if not callable(t)]:
-            raise ValueError(f"augmentation needs transforms, each with its _target_; got {wrong[0]!r}")
+            raise ValueError(
+                f"augmentation needs transforms, each with its _target_; got {wrong[0]!r}"
+            )
         if encoder is not None:
             self.features: int = encoder.features  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -47,7 +50,14 @@ class Augment(nn.Module):
         """Features ``m p``, or the images ``m *x`` where there is no encoder."""
         if self.training:
             first = next(self.parameters(), None)
-            x = as_float(x, x.dtype if x.is_floating_point() else torch.float32 if first is None else first.dtype)
+            x = as_float(
+                x,
+                x.dtype
+                if x.is_floating_point()
+                else torch.float32
+                if first is None
+                else first.dtype,
+            )
             for transform in self.transforms if len(x) else ():
                 whole = getattr(transform, "whole", False)
                 x = transform(x) if whole else torch.stack([transform(image) for image in x])
@@ -55,14 +65,14 @@ class Augment(nn.Module):
 
 
 class PixelNoise(nn.Module):
-    """Adds Gaussian noise of standard deviation ``sd`` to each number."""
+    """Adds Gaussian noise of standard deviation ``std`` to each number."""
 
     whole = True
 
-    def __init__(self, sd: float) -> None:
+    def __init__(self, std: float) -> None:
         super().__init__()
-        self.sd = sd
+        self.std = std
 
     def forward(self, x: Float[Tensor, "*x"]) -> Float[Tensor, "*x"]:
         """Noisy images; they may leave [0, 1]."""
-        return x + self.sd * torch.randn_like(x)
+        return x + self.std * torch.randn_like(x)

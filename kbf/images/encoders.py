@@ -1,17 +1,19 @@
 """Encoders: images ``m c h w`` -> features ``m p``.
 
-An encoder is any ``nn.Module`` with an attribute ``features``, its p; `Encoder` adds checks to it. Images are uint8, which every
-encoder divides by 255 batch by batch, or floating-point numbers around [0, 1], which it takes as they are.
+An encoder is any ``nn.Module`` with an attribute ``features``, its p; `Encoder` adds checks to it.
+Images are uint8, which every encoder divides by 255 batch by batch, or floating-point numbers
+around [0, 1], which it takes as they are.
 
-A class from elsewhere is named by its path like one of these: ``encoder: {_target_: my_package.MyNet, ...}``. ``kbf train`` builds
-what your configuration names. A checkpoint is data from somebody: one that names a class outside of kbf needs ``trust=true``.
+A class from elsewhere is named by its path like one of these: ``encoder: {_target_:
+my_package.MyNet, ...}``. ``kbf train`` builds what your configuration names. A checkpoint is data
+from somebody: one that names a class outside of kbf needs ``trust=true``.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence as Sizes
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 
-from kbf.sequence import as_float
+from kbf.recording import as_float
 
 NORMS = ("group", "batch", "none")
 
@@ -37,7 +39,7 @@ class Encoder(nn.Module):
     shape: tuple[int, ...]
     features: int
 
-    def __init__(self, q: Sizes[int], features: int) -> None:
+    def __init__(self, q: Sequence[int], features: int) -> None:
         super().__init__()
         self.shape, self.features = tuple(q), features
 
@@ -48,7 +50,9 @@ class Encoder(nn.Module):
             ValueError: images of another shape than the encoder was built for.
         """
         if tuple(x.shape[1:]) != self.shape:
-            raise ValueError(f"images of {by(x.shape[1:])}, the encoder was built for {by(self.shape)}")
+            raise ValueError(
+                f"images of {by(x.shape[1:])}, the encoder was built for {by(self.shape)}"
+            )
         return self.encode(as_float(x, next(self.parameters()).dtype))
 
     def encode(self, x: Float[Tensor, "m *x"]) -> Float[Tensor, "m p"]:
@@ -61,13 +65,13 @@ class CNN(Encoder):
 
     def __init__(
         self,
-        q: Sizes[int],
+        q: Sequence[int],
         features: int = 32,
-        channels: Sizes[int] = (16, 32, 64),
+        channels: Sequence[int] = (16, 32, 64),
         kernel: int = 3,
         dropout: float = 0.0,
         norm: str = "group",
-        hidden: Sizes[int] = (),
+        hidden: Sequence[int] = (),
     ) -> None:
         """An untrained net.
 
@@ -77,7 +81,8 @@ class CNN(Encoder):
             channels: of the blocks; each halves the height and the width.
             kernel: odd, pixels along a side of the filters.
             dropout: share of the numbers before the linear layers that are set to 0 in training.
-            norm: group (each image by itself), batch (training needs several images at once), or none.
+            norm: group (each image by itself), batch (training needs several images at once), or
+                none.
             hidden: widths of linear layers before the features.
 
         Raises:
@@ -101,20 +106,22 @@ class CNN(Encoder):
 class SoftArgmaxCNN(Encoder):
     """Where things are: convolutions, then for each of the last channels the expected position of its softmax over the pixels.
 
-    The temperature of the softmax is learned. Positions are (x, y), -1 and 1 at the first and last column or row.
+    The temperature of the softmax is learned. Positions are (x, y), -1 and 1 at the first and last
+    column or row.
 
-    References: Levine, Finn, Darrell and Abbeel (2016), section 5.1; Finn et al. (2016), section IV.A.
+    References: Levine, Finn, Darrell and Abbeel (2016), section 5.1; Finn et al. (2016), section
+    IV.A.
     """
 
     def __init__(
         self,
-        q: Sizes[int],
+        q: Sequence[int],
         features: int | None = None,
-        channels: Sizes[int] = (16, 32),
+        channels: Sequence[int] = (16, 32),
         keypoints: int = 16,
         kernel: int = 5,
         stride: int = 2,
-        hidden: Sizes[int] = (),
+        hidden: Sequence[int] = (),
         temperature: float = 0.3,
         norm: str = "none",
     ) -> None:
@@ -129,10 +136,12 @@ class SoftArgmaxCNN(Encoder):
             stride: of the first convolution; the others keep the resolution.
             hidden: widths of layers with ReLU between the positions and the features.
             temperature: to start from.
-            norm: as in `CNN`; without any it learns fastest, since normalisation raises the noise of empty pixels.
+            norm: as in `CNN`; without any it learns fastest, since normalisation raises the noise
+                of empty pixels.
 
         Raises:
-            ValueError: ``q`` that is no image, an even kernel, an unknown norm, or ``hidden`` without ``features``.
+            ValueError: ``q`` that is no image, an even kernel, an unknown norm, or ``hidden``
+                without ``features``.
         """
         super().__init__(q, features or 2 * keypoints)
         if hidden and features is None:
@@ -159,7 +168,10 @@ def soft_argmax(logits: Float[Tensor, "m k h w"]) -> Float[Tensor, "m two_k"]:
     tensor([[1., 0.]])
     """
     share = logits.flatten(2).softmax(-1).unflatten(2, logits.shape[2:])
-    columns, rows = (torch.linspace(-1, 1, n, dtype=logits.dtype, device=logits.device) for n in (share.shape[3], share.shape[2]))
+    columns, rows = (
+        torch.linspace(-1, 1, n, dtype=logits.dtype, device=logits.device)
+        for n in (share.shape[3], share.shape[2])
+    )
     return torch.stack([share.sum(2) @ columns, share.sum(3) @ rows], -1).flatten(1)
 
 
@@ -168,10 +180,13 @@ class PaperMLP(Encoder):
 
     In training batch norm needs several images at once.
 
-    References: Xu, Chen, Doucet and Gretton (2022), appendix, networks for dSprites and (with dropout 0.5) DeepMind Lab.
+    References: Xu, Chen, Doucet and Gretton (2022), appendix, networks for dSprites and (with
+    dropout 0.5) DeepMind Lab.
     """
 
-    def __init__(self, q: Sizes[int], sizes: Sizes[int] = (1024, 512, 128, 32), dropout: float = 0.0) -> None:
+    def __init__(
+        self, q: Sequence[int], sizes: Sequence[int] = (1024, 512, 128, 32), dropout: float = 0.0
+    ) -> None:
         """An untrained net; ``sizes`` are the widths, the last is p, ``dropout`` acts before each ReLU."""
         super().__init__(q, sizes[-1])
         layers: list[nn.Module] = [nn.Flatten()]
@@ -188,9 +203,10 @@ class PaperMLP(Encoder):
 class Backbone(Encoder):
     """A classifier of torchvision by name; a linear layer to the features takes the place of its last layer.
 
-    Images are normalised with ImageNet's mean and standard deviation, a single channel is repeated, and small images are enlarged.
-    Nothing is ever downloaded: to start from trained weights, fetch their file yourself and give its path. A checkpoint of kbf
-    holds all weights, and can be loaded where that file is missing.
+    Images are normalised with ImageNet's mean and standard deviation, a single channel is repeated,
+    and small images are enlarged. Nothing is ever downloaded: to start from trained weights, fetch
+    their file yourself and give its path. A checkpoint of kbf holds all weights, and can be loaded
+    where that file is missing.
     """
 
     mean: Tensor
@@ -199,7 +215,7 @@ class Backbone(Encoder):
 
     def __init__(
         self,
-        q: Sizes[int],
+        q: Sequence[int],
         name: str = "resnet18",
         features: int = 32,
         weights: str | os.PathLike[str] | None = None,
@@ -210,15 +226,19 @@ class Backbone(Encoder):
 
         Args:
             q: shape of an image, ``c h w``; 1 or 3 channels.
-            name: resnet18, mobilenet_v3_small, efficientnet_b0, convnext_tiny, ... as torchvision calls it.
+            name: resnet18, mobilenet_v3_small, efficientnet_b0, convnext_tiny, ... as torchvision
+                calls it.
             features: p.
-            weights: file of a state dict of this classifier, as torchvision publishes them (its last layer is left out), or None.
+            weights: file of a state dict of this classifier, as torchvision publishes them (its
+                last layer is left out), or None.
             freeze: train the new last layer only.
-            size: images with a shorter side than this are enlarged. Vision transformers get 224 x 224 whatever it is.
+            size: images with a shorter side than this are enlarged. Vision transformers get 224 x
+                224 whatever it is.
 
         Raises:
-            ValueError: a net that is not known or whose last layer is not linear, ``q`` that is no image of 1 or 3 channels, or a
-                file that is damaged or belongs to another net. A file that is missing is an error of the first use.
+            ValueError: a net that is not known or whose last layer is not linear, ``q`` that is no
+                image of 1 or 3 channels, or a file that is damaged or belongs to another net. A
+                file that is missing is an error of the first use.
         """
         super().__init__(q, features)
         c, h, w = image_shape(q)
@@ -229,18 +249,30 @@ class Backbone(Encoder):
         known = models.list_models(module=models)
         if name not in known:
             some = "resnet18, mobilenet_v3_small, efficientnet_b0, convnext_tiny, regnet_y_400mf, densenet121, vgg11_bn, vit_b_16"
-            raise ValueError(f"torchvision has no classifier {name!r}; it has {some} and {len(known) - 8} others")
+            raise ValueError(
+                f"torchvision has no classifier {name!r}; it has {some} and {len(known) - 8} others"
+            )
         if name.startswith(("googlenet", "inception", "squeezenet")):
-            raise ValueError(f"{name} has no single linear layer at its end that could be replaced: take resnet18, for example")
+            raise ValueError(
+                f"{name} has no single linear layer at its end that could be replaced: take resnet18, for example"
+            )
         scale = max(1.0, size / min(h, w))
         fixed = name.startswith(("vit", "maxvit"))
         self.size: tuple[int, int] = (224, 224) if fixed else (round(h * scale), round(w * scale))
-        self.net: nn.Module = models.get_model(name, weights=None, **({"input_size": (224, 224)} if name == "maxvit_t" else {}))
-        self.last, linear = [(name, layer) for name, layer in self.net.named_modules() if isinstance(layer, nn.Linear)][-1]
+        self.net: nn.Module = models.get_model(
+            name, weights=None, **({"input_size": (224, 224)} if name == "maxvit_t" else {})
+        )
+        self.last, linear = [
+            (name, layer)
+            for name, layer in self.net.named_modules()
+            if isinstance(layer, nn.Linear)
+        ][-1]
         parent, _, leaf = self.last.rpartition(".")
         head = nn.Linear(linear.in_features, features)
         setattr(self.net.get_submodule(parent), leaf, head)
-        self.missing: str | None = None if weights is None or Path(weights).is_file() else str(weights)
+        self.missing: str | None = (
+            None if weights is None or Path(weights).is_file() else str(weights)
+        )
         self.register_load_state_dict_post_hook(forget_missing)
         if weights is not None and self.missing is None:
             self.load(weights)
@@ -260,15 +292,27 @@ class Backbone(Encoder):
         """
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            state = {key: value for key, value in state.items() if key.rpartition(".")[0] != self.last}
+            state = {
+                key: value for key, value in state.items() if key.rpartition(".")[0] != self.last
+            }
             missing, unexpected = self.net.load_state_dict(state, strict=False)
-        except Exception as error:  # what comes out of a file that is no state dict is beyond listing
+        except (
+            Exception
+        ) as error:  # what comes out of a file that is no state dict is beyond listing
             reason = " ".join(str(error).split())[:300]
-            raise ValueError(f"the weights {path} cannot be loaded: {type(error).__name__}: {reason}") from error
+            raise ValueError(
+                f"the weights {path} cannot be loaded: {type(error).__name__}: {reason}"
+            ) from error
         missing = [key for key in missing if key.rpartition(".")[0] != self.last]
         if missing or unexpected:
-            differences = [f"{what} {some(keys)}" for what, keys in (("lacks", missing), ("has unknown", unexpected)) if keys]
-            raise ValueError(f"the weights {path} belong to another net: the file {' and '.join(differences)}")
+            differences = [
+                f"{what} {some(keys)}"
+                for what, keys in (("lacks", missing), ("has unknown", unexpected))
+                if keys
+            ]
+            raise ValueError(
+                f"the weights {path} belong to another net: the file {' and '.join(differences)}"
+            )
 
     def train(self, mode: bool = True) -> Backbone:
         """As always; what is frozen stays in eval mode, so that batch norm and dropout do not change it."""
@@ -282,7 +326,8 @@ class Backbone(Encoder):
         """Features of images that are floating-point numbers already.
 
         Raises:
-            ValueError: the file of the weights was missing, and no checkpoint has brought them since.
+            ValueError: the file of the weights was missing, and no checkpoint has brought them
+                since.
         """
         if self.missing is not None:
             raise ValueError(f"there is no file {self.missing} with weights; nothing is downloaded")
@@ -310,17 +355,23 @@ def block(a: int, b: int, kernel: int, stride: int, norm: str) -> list[nn.Module
     if norm == "none":
         return [convolution, nn.ReLU()]
     groups = math.gcd(b, 4) if b >= 8 else 1
-    return [convolution, nn.GroupNorm(groups, b) if norm == "group" else nn.BatchNorm2d(b), nn.ReLU()]
+    return [
+        convolution,
+        nn.GroupNorm(groups, b) if norm == "group" else nn.BatchNorm2d(b),
+        nn.ReLU(),
+    ]
 
 
-def image_shape(q: Sizes[int]) -> tuple[int, int, int]:
+def image_shape(q: Sequence[int]) -> tuple[int, int, int]:
     """``c h w`` of an image.
 
     Raises:
         ValueError: ``q`` has not three entries.
     """
     if len(q) != 3:
-        raise ValueError(f"this encoder takes images (channels, height, width); the observations are of {by(q)}")
+        raise ValueError(
+            f"this encoder takes images (channels, height, width); the observations are of {by(q)}"
+        )
     c, h, w = q
     return c, h, w
 
@@ -330,6 +381,6 @@ def by(shape: Iterable[int]) -> str:
     return " x ".join(map(str, shape)) or "single numbers"
 
 
-def some(keys: Sizes[str]) -> str:
+def some(keys: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")

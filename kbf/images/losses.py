@@ -10,15 +10,20 @@ from kbf.rkhs.linalg import psd_solve
 
 
 def ridge_loss(
-    features: Float[Tensor, "n p"], targets: Float[Tensor, "n q"], reg: float, ratio: Float[Tensor, " n"] | None = None
+    features: Float[Tensor, "n p"],
+    targets: Float[Tensor, "n q"],
+    reg: float,
+    ratio: Float[Tensor, " n"] | None = None,
 ) -> Float[Tensor, ""]:
     """(1/n) tr(G_Z (D - D Psi (Psi^T D Psi + n reg I)^-1 Psi^T D)): the least regularised error of regression on the features.
 
-    It equals min over W of (1/n) sum_i r_i ||phi_i - W^T psi_i||^2 + reg ||W||^2, with G_Z the Gram matrix of the targets phi.
+    It equals min over W of (1/n) sum_i r_i ||phi_i - W^T psi_i||^2 + reg ||W||^2, with G_Z the Gram
+    matrix of the targets phi.
 
     Args:
         features: Psi.
-        targets: phi, features of the state (random Fourier features in the paper) or the state itself.
+        targets: phi, features of the state (random Fourier features in the paper) or the state
+            itself.
         reg: lambda.
         ratio: r, D = diag(r); None for 1, as in the paper's filtering experiments.
 
@@ -30,7 +35,9 @@ def ridge_loss(
     return ((r[:, None] * targets.square()).sum() - explained) / n
 
 
-def split_ridge_loss(features: Float[Tensor, "n p"], targets: Float[Tensor, "n q"], reg: float) -> Float[Tensor, ""]:
+def split_ridge_loss(
+    features: Float[Tensor, "n p"], targets: Float[Tensor, "n q"], reg: float
+) -> Float[Tensor, ""]:
     """The same regression fitted on one half of the points and scored on the other, both ways: mean ||phi - W^T psi||^2.
 
     Features that memorise their points gain nothing by it.
@@ -40,7 +47,9 @@ def split_ridge_loss(features: Float[Tensor, "n p"], targets: Float[Tensor, "n q
     """
     n = len(features)
     if n < 2:
-        raise ValueError(f"a batch of {n} cannot be split into a part to fit and a part to score: use a larger batch_size")
+        raise ValueError(
+            f"a batch of {n} cannot be split into a part to fit and a part to score: use a larger batch_size"
+        )
     half = n // 2
     parts = [(features[:half], targets[:half]), (features[half:], targets[half:])]
     errors = [
@@ -51,7 +60,10 @@ def split_ridge_loss(features: Float[Tensor, "n p"], targets: Float[Tensor, "n q
 
 
 def ridge_weights(
-    features: Float[Tensor, "n p"], targets: Float[Tensor, "n q"], reg: float, ratio: Float[Tensor, " n"]
+    features: Float[Tensor, "n p"],
+    targets: Float[Tensor, "n q"],
+    reg: float,
+    ratio: Float[Tensor, " n"],
 ) -> Float[Tensor, "p q"]:
     """W = (Psi^T D Psi + n reg I)^-1 Psi^T D Phi."""
     weighted = ratio[:, None] * features

@@ -34,9 +34,19 @@ from kbf.plots.frames import (
     step_name,
     view,
 )
-from kbf.plots.tracks import ESTIMATE, GREY, SEEN, SEEN_DOT, SPREAD, STYLE, TRUTH, draw_bands, visible
-from kbf.runtime.files import replacing
-from kbf.sequence import Sequence
+from kbf.plots.tracks import (
+    ESTIMATE,
+    GREY,
+    SEEN,
+    SEEN_DOT,
+    SPREAD,
+    STYLE,
+    TRUTH,
+    draw_bands,
+    visible,
+)
+from kbf.recording import Recording
+from kbf.runtime.atomic_files import replacing
 
 TRAIL_STEPS = 20
 """Steps of the past that stay in an animation."""
@@ -44,7 +54,7 @@ TRAIL_STEPS = 20
 
 def animate(
     path: str | os.PathLike[str],
-    sequence: Sequence,
+    sequence: Recording,
     estimates: Shaped[Tensor, "t d"],
     covariances: Shaped[Tensor, "t d d"] | None = None,
     fps: int = 8,
@@ -57,21 +67,27 @@ def animate(
 
     Args:
         path: ends in .gif; the file is whole or absent.
-        sequence: and ``estimates``, ``covariances``, ``kind``, ``extent``, ``title``: as for `frame_grid`; but observations may be
-            vectors, drawn where they are like the state, and of states with three and more components the plane shows the first
-            two.
+        sequence: and ``estimates``, ``covariances``, ``kind``, ``extent``, ``title``: as for
+            `frame_grid`; but observations may be vectors, drawn where they are like the state, and
+            of states with three and more components the plane shows the first two.
         fps: steps a second.
         steps: how many of the first steps to show.
 
     Raises:
-        ValueError: no step at all, a kind that is unknown or does not fit the states, or another suffix.
+        ValueError: no step at all, a kind that is unknown or does not fit the states, or another
+            suffix.
     """
     if Path(path).suffix.lower() != ".gif":
         raise ValueError(f"an animation is a .gif, not {path}")
     z, e, C = shown_steps(sequence, estimates, covariances, steps)
     kind = "map" if z.shape[1] > 2 else state_kind(z, kind)
     extent = extent if kind == "map" else None
-    n, shown, images, x = len(z), min(z.shape[1], 4), sequence.obs.ndim == 4, visible(sequence, len(z))
+    n, shown, images, x = (
+        len(z),
+        min(z.shape[1], 4),
+        sequence.obs.ndim == 4,
+        visible(sequence, len(z)),
+    )
     with matplotlib.rc_context(STYLE):
         high = 3.2 + 0.8 * shown if images else max(3.3, 0.9 * shown)
         figure = Figure(figsize=(7.2, high + (0.7 if title else 0.4)), layout="constrained")
@@ -80,17 +96,31 @@ def animate(
             grid = figure.add_gridspec(1 + shown, 2, height_ratios=[3.1, *[0.8] * shown])
             top = figure.add_subplot(grid[0, :] if kind == "rows" else grid[0, 0])
             shows.append(draw_frames(top, sequence, (z, e, C), extent))
-            plane, below = None if kind == "rows" else figure.add_subplot(grid[0, 1]), [grid[1 + k, :] for k in range(shown)]
+            plane, below = (
+                None if kind == "rows" else figure.add_subplot(grid[0, 1]),
+                [grid[1 + k, :] for k in range(shown)],
+            )
         else:
             grid = figure.add_gridspec(shown, 1 if kind == "rows" else 2)
-            plane, below = None if kind == "rows" else figure.add_subplot(grid[:, 0]), [grid[k, -1] for k in range(shown)]
+            plane, below = (
+                None if kind == "rows" else figure.add_subplot(grid[:, 0]),
+                [grid[k, -1] for k in range(shown)],
+            )
         if plane is not None:
-            shows.append(draw_moves(plane, (z, e, C), x, kind, extent is not None and extent[2] > extent[3]))
+            shows.append(
+                draw_moves(plane, (z, e, C), x, kind, extent is not None and extent[2] > extent[3])
+            )
         panels = [figure.add_subplot(cell) for cell in below]
-        shows += [draw_series(axes, z, e, C, x, k, last=k == shown - 1) for k, axes in enumerate(panels)]
+        shows += [
+            draw_series(axes, z, e, C, x, k, last=k == shown - 1) for k, axes in enumerate(panels)
+        ]
         handles = state_handles(kind if images or kind == "compass" else "rows", False)
         handles += [SEEN_DOT] if x is not None else []
-        figure.legend(handles=handles + ([SPREAD] if C is not None else []), loc="outside lower center", ncols=4)
+        figure.legend(
+            handles=handles + ([SPREAD] if C is not None else []),
+            loc="outside lower center",
+            ncols=4,
+        )
         figure.suptitle(title, fontsize=10.5)
         canvas, pages = FigureCanvasAgg(figure), []
         for t in range(n):
@@ -98,12 +128,23 @@ def animate(
                 show(t)
             canvas.draw()
             figure.set_layout_engine("none")  # once is enough
-            pages.append(Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize())
+            pages.append(
+                Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize()
+            )
     with replacing(path) as temporary:
-        pages[0].save(temporary, format="GIF", save_all=True, append_images=pages[1:], duration=1000 / fps, loop=0)
+        pages[0].save(
+            temporary,
+            format="GIF",
+            save_all=True,
+            append_images=pages[1:],
+            duration=1000 / fps,
+            loop=0,
+        )
 
 
-def draw_frames(axes: Axes, sequence: Sequence, values: Values, extent: Extent | None) -> Callable[[int], None]:
+def draw_frames(
+    axes: Axes, sequence: Recording, values: Values, extent: Extent | None
+) -> Callable[[int], None]:
     """A function that draws the frame of step t; with an extent also truth and estimate in it."""
     name = axes.set_title(step_name(sequence, 0), fontsize=9, color="#555555")
     show_frame = draw_frame(axes, extent)
@@ -119,30 +160,41 @@ def draw_frames(axes: Axes, sequence: Sequence, values: Values, extent: Extent |
     return show
 
 
-def draw_moves(axes: Axes, values: Values, x: Tensor | None, kind: str, down: bool) -> Callable[[int], None]:
+def draw_moves(
+    axes: Axes, values: Values, x: Tensor | None, kind: str, down: bool
+) -> Callable[[int], None]:
     """A function that draws step t in the plane of the first two components, with the trails of the steps before it."""
     z, e, _ = values
     trails: list[tuple[Any, Tensor]] = []
     if x is not None:
-        trails.append((axes.plot([], [], "o", color=SEEN, ms=4, alpha=0.5, mew=0, zorder=1.4)[0], x))
+        trails.append(
+            (axes.plot([], [], "o", color=SEEN, ms=4, alpha=0.5, mew=0, zorder=1.4)[0], x)
+        )
     if kind == "compass":
         state = draw_compass(axes, 1.8)
     else:
         state = draw_map(axes, view(z, e if x is None else torch.cat([e, x]), down=down), 1.5)
         for color, points in ((TRUTH, z), (ESTIMATE, e)):
-            trails.append((axes.plot([], [], color=color, lw=1.1, alpha=0.45, zorder=1.5)[0], points))
+            trails.append(
+                (axes.plot([], [], color=color, lw=1.1, alpha=0.45, zorder=1.5)[0], points)
+            )
         axes.set_xlabel("$z_1$")
         axes.set_ylabel("$z_2$", rotation=0, labelpad=8)
 
     def show(t: int) -> None:
         state(*at(values, t))
         for trail, points in trails:
-            trail.set_data(points[max(0, t - TRAIL_STEPS) : t + 1, 0], points[max(0, t - TRAIL_STEPS) : t + 1, 1])
+            trail.set_data(
+                points[max(0, t - TRAIL_STEPS) : t + 1, 0],
+                points[max(0, t - TRAIL_STEPS) : t + 1, 1],
+            )
 
     return show
 
 
-def draw_series(axes: Axes, z: Tensor, e: Tensor, C: Tensor | None, x: Tensor | None, k: int, last: bool) -> Callable[[int], None]:
+def draw_series(
+    axes: Axes, z: Tensor, e: Tensor, C: Tensor | None, x: Tensor | None, k: int, last: bool
+) -> Callable[[int], None]:
     """Draw component k over time with bands of standard deviations; returns a function that moves the line "now" to step t."""
     time, end = range(len(z)), max(len(z) - 1, 1)
     draw_bands(axes, e, C, k)
@@ -151,12 +203,24 @@ def draw_series(axes: Axes, z: Tensor, e: Tensor, C: Tensor | None, x: Tensor | 
     axes.plot(time, z[:, k], color=TRUTH, lw=1.2)
     axes.plot(time, e[:, k], color=ESTIMATE, lw=1.4)
     axes.set_ylabel(f"$z_{{{k + 1}}}$", rotation=0, labelpad=10)
-    axes.set(xlim=(0, end), ylim=limits(*(values[:, k : k + 1] for values in (z, e, x) if values is not None)))
+    axes.set(
+        xlim=(0, end),
+        ylim=limits(*(values[:, k : k + 1] for values in (z, e, x) if values is not None)),
+    )
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.tick_params(labelbottom=last)
     if last:
         axes.set_xlabel("time step")
-    veil = Rectangle((0, 0), end, 1, transform=axes.get_xaxis_transform(), color="white", alpha=0.72, lw=0, zorder=3)
+    veil = Rectangle(
+        (0, 0),
+        end,
+        1,
+        transform=axes.get_xaxis_transform(),
+        color="white",
+        alpha=0.72,
+        lw=0,
+        zorder=3,
+    )
     axes.add_patch(veil)
     now = axes.axvline(0, color=GREY, lw=1.0, zorder=4)
 

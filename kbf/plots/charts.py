@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence as Many
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ PART_COLOURS = {"train": PALETTE[1], "validation": PALETTE[2], "test": PALETTE[0
 
 
 def curves(
-    rows: Many[Row],
+    rows: Sequence[Row],
     *,
     x: str,
     y: str,
@@ -56,7 +56,8 @@ def curves(
         title: above everything.
         level: a horizontal line and what it is.
         share_y: the same vertical axis for all panels.
-        marks: short texts at the top, such as the stars of a test, by (panel, x); the panel is None where there is a single one.
+        marks: short texts at the top, such as the stars of a test, by (panel, x); the panel is None
+            where there is a single one.
         across: the most panels side by side.
 
     Raises:
@@ -78,7 +79,9 @@ def curves(
                 axes.axhline(level[0], color=TRUTH, lw=1.2, ls=(0, (5, 2)), label=level[1])
             for (place, at), mark in (marks or {}).items():
                 if place == here:
-                    axes.text(at, 1.0, mark, transform=axes.get_xaxis_transform(), ha="center", va="top")
+                    axes.text(
+                        at, 1.0, mark, transform=axes.get_xaxis_transform(), ha="center", va="top"
+                    )
             axes.set_xlabel(xlabel or x)
             if here is not None:
                 axes.set_title(str(here), fontsize=9.5)
@@ -86,21 +89,44 @@ def curves(
             axes.set_visible(False)
         for row in grid.reshape(down, across):
             row[0].set_ylabel(ylabel or y)
-        handles = {name: handle for axes in grid for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-        figure.legend(handles.values(), handles.keys(), loc="outside right center", labelspacing=0.7)
+        handles = {
+            name: handle
+            for axes in grid
+            for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside right center", labelspacing=0.7
+        )
         if title:
             figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=10.5)
     return figure
 
 
-def draw_lines(axes: Axes, rows: Many[Row], lines: list[Any], x: str, y: str, by: str, se: str | None, log: str) -> None:
+def draw_lines(
+    axes: Axes,
+    rows: Sequence[Row],
+    lines: list[Any],
+    x: str,
+    y: str,
+    by: str,
+    se: str | None,
+    log: str,
+) -> None:
     """The lines of one panel; each keeps its colour and its mark in all panels."""
     places = list(dict.fromkeys(row[x] for row in rows))
     words = any(isinstance(place, str) for place in places)
     for k, line in enumerate(lines):
-        mine = [row for row in rows if row[by] == line and row[y] is not None and abs(row[y]) < float("inf")]
+        mine = [
+            row
+            for row in rows
+            if row[by] == line and row[y] is not None and abs(row[y]) < float("inf")
+        ]
         mine = mine if words else sorted(mine, key=lambda row: row[x])
-        bars = None if se is None else [row[se] if row[se] is not None and row[se] == row[se] else 0 for row in mine]
+        bars = (
+            None
+            if se is None
+            else [row[se] if row[se] is not None and row[se] == row[se] else 0 for row in mine]
+        )
         axes.errorbar(
             [places.index(row[x]) if words else row[x] for row in mine],
             [row[y] for row in mine],
@@ -123,7 +149,9 @@ def draw_lines(axes: Axes, rows: Many[Row], lines: list[Any], x: str, y: str, by
         else:  # 2 and 5 between few powers of ten
             low, high = axes.get_xlim()
             axes.xaxis.set_minor_locator(ticker.LogLocator(subs=(2.0, 5.0)))
-            axes.xaxis.set_minor_formatter(ticker.StrMethodFormatter("{x:g}") if high < 30 * low else ticker.NullFormatter())
+            axes.xaxis.set_minor_formatter(
+                ticker.StrMethodFormatter("{x:g}") if high < 30 * low else ticker.NullFormatter()
+            )
     if "y" in log:
         axes.set_yscale("log")
 
@@ -139,27 +167,42 @@ def have_room(places: list[Any]) -> bool:
     whole = math.log(places[-1] / places[0])
     wide = [(len(f"{a:g}") + len(f"{b:g}")) / 2 + 1 for a, b in pairwise(places)]
     gaps = [math.log(b / a) for a, b in pairwise(places)]
-    return all(gap > math.log(1.3) and 36 * gap > length * whole for gap, length in zip(gaps, wide, strict=True))
+    return all(
+        gap > math.log(1.3) and 36 * gap > length * whole
+        for gap, length in zip(gaps, wide, strict=True)
+    )
 
 
-def comparison_figure(rows: Many[Mapping[str, Any]], *, title: str = "", unit: str = "steps") -> Figure:
+def comparison_figure(
+    rows: Sequence[Mapping[str, Any]], *, title: str = "", unit: str = "steps"
+) -> Figure:
     """Error of each model against the size of the training, with standard errors, above the floor.
 
     Args:
-        rows: with ``model``, ``n_train``, ``mse``, ``se`` and ``floor`` (NaN where it is not known).
+        rows: with ``model``, ``n_train``, ``mse``, ``se`` and ``floor`` (NaN where it is not
+            known).
         title: above the picture. unit: what ``n_train`` counts.
     """
     sizes = sorted({row["n_train"] for row in rows})
     last = max(sizes)
     models = list(dict.fromkeys(row["model"] for row in rows))
-    order = sorted(models, key=lambda m: -min((r["mse"] for r in rows if r["model"] == m and r["n_train"] == last), default=0))
+    order = sorted(
+        models,
+        key=lambda m: (
+            -min((r["mse"] for r in rows if r["model"] == m and r["n_train"] == last), default=0)
+        ),
+    )
     positions = {n: k for k, n in enumerate(sizes)}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5.2 + 0.9 * len(sizes), 4.6), layout="constrained")
         axes = figure.add_subplot()
         for k, model in enumerate(order):
-            mine = sorted((row for row in rows if row["model"] == model), key=lambda row: row["n_train"])
-            shift = 0.32 * (k / max(len(order) - 1, 1) - 0.5)  # side by side, so that error bars can be read
+            mine = sorted(
+                (row for row in rows if row["model"] == model), key=lambda row: row["n_train"]
+            )
+            shift = 0.32 * (
+                k / max(len(order) - 1, 1) - 0.5
+            )  # side by side, so that error bars can be read
             axes.errorbar(
                 [positions[row["n_train"]] + shift for row in mine],
                 [row["mse"] for row in mine],
@@ -175,11 +218,19 @@ def comparison_figure(rows: Many[Mapping[str, Any]], *, title: str = "", unit: s
         floors = {row["n_train"]: row["floor"] for row in rows if row["floor"] == row["floor"]}
         if floors:
             known = sorted(floors)
-            edges = [positions[known[0]] - 0.35, *[positions[n] for n in known], positions[known[-1]] + 0.35]
+            edges = [
+                positions[known[0]] - 0.35,
+                *[positions[n] for n in known],
+                positions[known[-1]] + 0.35,
+            ]
             values = [floors[n] for n in [known[0], *known, known[-1]]]
-            axes.plot(edges, values, color=TRUTH, lw=1.3, ls=(0, (5, 2)), label="floor (true model)")
+            axes.plot(
+                edges, values, color=TRUTH, lw=1.3, ls=(0, (5, 2)), label="floor (true model)"
+            )
         axes.set_yscale("log")
-        ticks = ticker.LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0), numticks=30)
+        ticks = ticker.LogLocator(
+            subs=(1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0), numticks=30
+        )
         axes.yaxis.set_major_locator(ticks)
         axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%.3g"))
         axes.yaxis.set_minor_formatter(ticker.NullFormatter())
@@ -193,7 +244,13 @@ def comparison_figure(rows: Many[Mapping[str, Any]], *, title: str = "", unit: s
     return figure
 
 
-def series_figure(columns: Mapping[str, Many[Tensor]], parts: Many[Many[str]], *, title: str = "", most: int = 16) -> Figure:
+def series_figure(
+    columns: Mapping[str, Sequence[Tensor]],
+    parts: Sequence[Sequence[str]],
+    *,
+    title: str = "",
+    most: int = 16,
+) -> Figure:
     """Columns over all steps, one panel each, sequences one behind the other; colours tell the part that a step is in.
 
     Args:
@@ -216,7 +273,15 @@ def series_figure(columns: Mapping[str, Many[Tensor]], parts: Many[Many[str]], *
                     continue
                 inside = torch.tensor([kinds[k] == part for k in steps.tolist()])
                 shown_values = torch.where(inside, values[steps], torch.nan)
-                axes.plot(steps, shown_values, ".-", color=colour, lw=0.8, ms=1.5, label=part or "not used")
+                axes.plot(
+                    steps,
+                    shown_values,
+                    ".-",
+                    color=colour,
+                    lw=0.8,
+                    ms=1.5,
+                    label=part or "not used",
+                )
             for edge in edges:
                 axes.axvline(edge - 0.5, color=GREY, lw=0.6)
             axes.set_ylabel(name, rotation=0, ha="right")
@@ -226,7 +291,9 @@ def series_figure(columns: Mapping[str, Many[Tensor]], parts: Many[Many[str]], *
     return figure
 
 
-def scatter_figure(parts: Mapping[str, Tensor], names: Many[str], *, title: str = "", most: int = 5) -> Figure:
+def scatter_figure(
+    parts: Mapping[str, Tensor], names: Sequence[str], *, title: str = "", most: int = 5
+) -> Figure:
     """Every pair of the first components of points ``n d``, coloured by part; of a single component its values in order."""
     width = min(len(names), most)
     with matplotlib.rc_context(STYLE):
@@ -241,7 +308,13 @@ def scatter_figure(parts: Mapping[str, Tensor], names: Many[str], *, title: str 
                     some = evenly(len(points), MOST_POINTS)
                     first = points[some, j] if width > 1 else some
                     axes.plot(
-                        first, points[some, i + 1 if width > 1 else 0], ".", ms=2.5, color=PART_COLOURS[part], label=part, alpha=0.6
+                        first,
+                        points[some, i + 1 if width > 1 else 0],
+                        ".",
+                        ms=2.5,
+                        color=PART_COLOURS[part],
+                        label=part,
+                        alpha=0.6,
                     )
                 axes.set_xlabel(names[j] if width > 1 else "step")
                 axes.set_ylabel(names[i + 1] if width > 1 else names[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence as Many
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib
@@ -16,7 +16,7 @@ from matplotlib.patches import Circle, Ellipse, Patch, Wedge
 from torch import Tensor
 
 from kbf.plots.tracks import ESTIMATE, GREY, SPREAD, STYLE, TRUTH
-from kbf.sequence import Sequence
+from kbf.recording import Recording
 
 PANEL_KINDS = ("auto", "compass", "map", "rows")
 
@@ -36,39 +36,48 @@ Show = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
 def frame_grid(
-    sequence: Sequence,
+    sequence: Recording,
     estimates: Shaped[Tensor, "t d"] | None = None,
     covariances: Shaped[Tensor, "t d d"] | None = None,
     steps: int = 24,
     columns: int = 8,
     kind: str = "auto",
     extent: Extent | None = None,
-    names: Many[str] | None = None,
+    names: Sequence[str] | None = None,
     called: str = "estimate",
     title: str = "",
 ) -> Figure:
     """The first observed frames, each with its true and its estimated state.
 
     Args:
-        sequence: states ``T d`` and frames ``T c h w``, uint8 or floating-point numbers around [0, 1].
+        sequence: states ``T d`` and frames ``T c h w``, uint8 or floating-point numbers around [0,
+            1].
         estimates: of the states, as many as there are; None to show the data alone.
         covariances: of the estimates.
         steps: how many of the first steps to show.
         columns: frames in a row.
-        kind: how states are shown: compass (headings (cos, sin)), map (positions in the plane), rows (a line for each component),
-            or auto, which takes what fits the states.
-        extent: of positions: the coordinates of the picture's left, right, bottom and top edge. They are then drawn in the picture.
+        kind: how states are shown: compass (headings (cos, sin)), map (positions in the plane),
+            rows (a line for each component), or auto, which takes what fits the states.
+        extent: of positions: the coordinates of the picture's left, right, bottom and top edge.
+            They are then drawn in the picture.
         names: above the frames, in place of the time.
         called: what the estimates are.
         title: above the picture.
 
     Raises:
-        ValueError: observations that are no images, no step at all, or a kind that is unknown or does not fit the states.
+        ValueError: observations that are no images, no step at all, or a kind that is unknown or
+            does not fit the states.
     """
-    known = sequence.states.new_full(sequence.states.shape, torch.nan) if estimates is None else estimates
+    known = (
+        sequence.states.new_full(sequence.states.shape, torch.nan)
+        if estimates is None
+        else estimates
+    )
     z, e, C = shown_steps(sequence, known, covariances, steps)
     if sequence.obs.ndim != 4:
-        raise ValueError(f"frames are (channels, height, width), these observations are {tuple(sequence.obs.shape[1:])}")
+        raise ValueError(
+            f"frames are (channels, height, width), these observations are {tuple(sequence.obs.shape[1:])}"
+        )
     kind = state_kind(z, kind)
     extent = extent if kind == "map" else None
     frames, columns = sequence.obs[: len(z)].cpu(), min(columns, len(z))
@@ -76,7 +85,11 @@ def frame_grid(
     panel = kind == "rows" or (kind == "map" and extent is None)
     sizes = [
         1.3 * aspect,
-        *([0.15 * min(z.shape[1], MOST_COMPONENTS) + 0.05 if kind == "rows" else 0.8] if panel else []),
+        *(
+            [0.15 * min(z.shape[1], MOST_COMPONENTS) + 0.05 if kind == "rows" else 0.8]
+            if panel
+            else []
+        ),
     ]  # inches
     with matplotlib.rc_context(STYLE):
         height = lines * (sum(sizes) + 0.24) + (0.75 if title else 0.45)
@@ -88,25 +101,38 @@ def frame_grid(
             line, column = divmod(t, columns)
             axes = figure.add_subplot(grid[line * len(sizes), column])
             draw_frame(axes, extent)(frames[t], seen(sequence, t))
-            axes.set_title(step_name(sequence, t) if names is None else names[t], fontsize=7.5, pad=2.5, color="#555555")
+            axes.set_title(
+                step_name(sequence, t) if names is None else names[t],
+                fontsize=7.5,
+                pad=2.5,
+                color="#555555",
+            )
             below = figure.add_subplot(grid[line * len(sizes) + 1, column]) if panel else axes
             if kind == "rows":
                 show = draw_rows(below, limits(z, e), named=column == 0)
             elif kind == "compass":
                 show = draw_compass(corner(axes, aspect))
             else:
-                show = draw_map(below, None, 0.75) if extent else draw_map(below, view(z, e, sizes[-1] / 1.3))
+                show = (
+                    draw_map(below, None, 0.75)
+                    if extent
+                    else draw_map(below, view(z, e, sizes[-1] / 1.3))
+                )
                 below.set(xticks=[], yticks=[])
             show(z[t], e[t], None if C is None else C[t])
         handles = state_handles(kind, C is not None, called)
-        figure.legend(handles=handles if estimates is not None else handles[:1], loc="outside lower center", ncols=4)
+        figure.legend(
+            handles=handles if estimates is not None else handles[:1],
+            loc="outside lower center",
+            ncols=4,
+        )
         if title:
             figure.suptitle(title, fontsize=10.5)
     return figure
 
 
 def shown_steps(
-    sequence: Sequence, estimates: Tensor, covariances: Tensor | None, steps: int
+    sequence: Recording, estimates: Tensor, covariances: Tensor | None, steps: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """States, estimates and covariances of the first steps, as matplotlib takes them.
 
@@ -129,18 +155,26 @@ def state_kind(z: Float[Tensor, "t d"], kind: str = "auto") -> str:
     if kind not in PANEL_KINDS:
         raise ValueError(f"kind must be one of {', '.join(PANEL_KINDS)}; got {kind!r}")
     if kind in ("compass", "map") and z.shape[1] != 2:
-        raise ValueError(f"a {kind} shows states of 2 components, these have {z.shape[1]}: take kind=rows")
+        raise ValueError(
+            f"a {kind} shows states of 2 components, these have {z.shape[1]}: take kind=rows"
+        )
     if kind != "auto":
         return kind
-    return "rows" if z.shape[1] != 2 else "compass" if bool(((z.norm(dim=1) - 1).abs() < 1e-3).all()) else "map"
+    return (
+        "rows"
+        if z.shape[1] != 2
+        else "compass"
+        if bool(((z.norm(dim=1) - 1).abs() < 1e-3).all())
+        else "map"
+    )
 
 
-def seen(sequence: Sequence, t: int) -> bool:
+def seen(sequence: Recording, t: int) -> bool:
     """Whether step t was observed."""
     return sequence.mask is None or bool(sequence.mask[t])
 
 
-def step_name(sequence: Sequence, t: int) -> str:
+def step_name(sequence: Recording, t: int) -> str:
     """The title of a frame."""
     return f"$t$ = {t}" + ("" if seen(sequence, t) else " (not seen)")
 
@@ -162,7 +196,16 @@ def draw_frame(axes: Axes, extent: Extent | None = None) -> Callable[[Tensor, bo
 
     def show(frame: Tensor, seen: bool) -> None:
         if not shown:
-            shown.append(axes.imshow(picture(frame).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest", extent=extent))
+            shown.append(
+                axes.imshow(
+                    picture(frame).numpy(),
+                    cmap="gray",
+                    vmin=0,
+                    vmax=1,
+                    interpolation="nearest",
+                    extent=extent,
+                )
+            )
             axes.autoscale(enable=False)
         shown[0].set_data(picture(frame).numpy())
         shown[0].set_alpha(1.0 if seen else 0.15)
@@ -199,18 +242,25 @@ def draw_compass(axes: Axes, big: float = 1.0) -> Show:
     look: Any = {"angles": "xy", "scale_units": "xy", "scale": 1, "units": "inches", "zorder": 3}
     look |= {"headwidth": 3.6, "headlength": 4.2, "headaxislength": 3.8}
     widths = {TRUTH: 0.023 * big, ESTIMATE: 0.015 * big}
-    arrows = [axes.quiver(0, 0, 1.0, 0.0, color=color, width=width, **look) for color, width in widths.items()]
+    arrows = [
+        axes.quiver(0, 0, 1.0, 0.0, color=color, width=width, **look)
+        for color, width in widths.items()
+    ]
 
     def show(z: Tensor, e: Tensor, C: Tensor | None) -> None:
         for arrow, value in zip(arrows, (z, e), strict=True):
             arrow.set_UVC(*value.numpy()[:, None])
         angle = math.atan2(float(e[1]), float(e[0]))
         across = e.new_tensor([-math.sin(angle), math.cos(angle)])
-        sd = 0.0 if C is None else max(float(across @ C @ across), 0.0) ** 0.5 / max(float(e.norm()), 1e-9)
+        std = (
+            0.0
+            if C is None
+            else max(float(across @ C @ across), 0.0) ** 0.5 / max(float(e.norm()), 1e-9)
+        )
         for k, wedge in enumerate(wedges, 1):
-            wedge.set_visible(sd > 0)  # no NaN either
-            if sd > 0:
-                half = min(k * sd, math.pi)
+            wedge.set_visible(std > 0)  # no NaN either
+            if std > 0:
+                half = min(k * std, math.pi)
                 wedge.set_theta1(math.degrees(angle - half))
                 wedge.set_theta2(math.degrees(angle + half))
 
@@ -226,11 +276,16 @@ def draw_map(axes: Axes, extent: Extent | None, big: float = 1.0) -> Show:
         axes.set_aspect("equal")
         axes.set(xlim=extent[:2], ylim=extent[2:])
         axes.spines[:].set_visible(True)
-    ellipses = [Ellipse((0, 0), 0, 0, fc=(ESTIMATE, 0.2), ec=(ESTIMATE, 0.8), lw=0.5) for _ in range(2)]
+    ellipses = [
+        Ellipse((0, 0), 0, 0, fc=(ESTIMATE, 0.2), ec=(ESTIMATE, 0.8), lw=0.5) for _ in range(2)
+    ]
     for ellipse in ellipses:
         axes.add_patch(ellipse)
     (line,) = axes.plot([], [], color=GREY, lw=0.7)
-    dots = [axes.plot([], [], "o", color=c, ms=big * ms, mec="white", mew=0.6, zorder=3)[0] for c, ms in DOT_SIZES]
+    dots = [
+        axes.plot([], [], "o", color=c, ms=big * ms, mec="white", mew=0.6, zorder=3)[0]
+        for c, ms in DOT_SIZES
+    ]
 
     def show(z: Tensor, e: Tensor, C: Tensor | None) -> None:
         line.set_data([z[0], e[0]], [z[1], e[1]])
@@ -245,7 +300,9 @@ def draw_map(axes: Axes, extent: Extent | None, big: float = 1.0) -> Show:
                 ellipse.set_center((float(e[0]), float(e[1])))
                 ellipse.set_height(2 * k * max(float(variance[0]), 0.0) ** 0.5)
                 ellipse.set_width(2 * k * max(float(variance[1]), 0.0) ** 0.5)
-                ellipse.set_angle(math.degrees(math.atan2(float(direction[1, 1]), float(direction[0, 1]))))
+                ellipse.set_angle(
+                    math.degrees(math.atan2(float(direction[1, 1]), float(direction[0, 1])))
+                )
 
     return show
 
@@ -267,10 +324,18 @@ def draw_rows(axes: Axes, ends: tuple[float, float], named: bool) -> Show:
                 axes.tick_params(length=0, pad=1)
             bars = axes.hlines(range(k), [0.0] * k, [0.0] * k, color=ESTIMATE, alpha=0.35, lw=4.5)
             drawn.extend(
-                [bars, *(axes.plot([], [], "o", color=c, ms=ms, mec="white", mew=0.5, zorder=3)[0] for c, ms in DOT_SIZES)]
+                [
+                    bars,
+                    *(
+                        axes.plot([], [], "o", color=c, ms=ms, mec="white", mew=0.5, zorder=3)[0]
+                        for c, ms in DOT_SIZES
+                    ),
+                ]
             )
-        sd = torch.zeros_like(e) if C is None else C.diagonal().clamp(min=0).sqrt()
-        drawn[0].set_segments([[(float(e[j] - sd[j]), j), (float(e[j] + sd[j]), j)] for j in range(k)])
+        std = torch.zeros_like(e) if C is None else C.diagonal().clamp(min=0).sqrt()
+        drawn[0].set_segments(
+            [[(float(e[j] - std[j]), j), (float(e[j] + std[j]), j)] for j in range(k)]
+        )
         for dots, value in zip(drawn[1:], (z, e), strict=True):
             dots.set_data(value[:k], range(k))
 
@@ -296,13 +361,21 @@ def view(z: Tensor, e: Tensor, aspect: float = 1.0, down: bool = False) -> Exten
     """
     (left, right), (low, high) = (limits(z[:, k : k + 1], e[:, k : k + 1]) for k in (0, 1))
     half, x, y = max(aspect * (right - left), high - low) / 2, (left + right) / 2, (low + high) / 2
-    return (x - half / aspect, x + half / aspect, *((y + half, y - half) if down else (y - half, y + half)))
+    return (
+        x - half / aspect,
+        x + half / aspect,
+        *((y + half, y - half) if down else (y - half, y + half)),
+    )
 
 
 def state_handles(kind: str, spread: bool, called: str = "estimate") -> list[Any]:
     """The handles of the legend."""
     what = {"compass": "heading", "map": "position", "rows": "state"}[kind]
-    look: Any = {"marker": r"$\rightarrow$", "ms": 13, "ls": ""} if kind == "compass" else {"marker": "o", "ms": 5, "ls": ""}
+    look: Any = (
+        {"marker": r"$\rightarrow$", "ms": 13, "ls": ""}
+        if kind == "compass"
+        else {"marker": "o", "ms": 5, "ls": ""}
+    )
     handles: list[Any] = [
         Line2D([], [], color=TRUTH, label=f"true {what}", **look),
         Line2D([], [], color=ESTIMATE, label=called, **look),

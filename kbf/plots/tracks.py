@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence as Many
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -16,8 +16,8 @@ from matplotlib.patches import Ellipse, Patch
 from torch import Tensor
 
 from kbf.evaluation.scoring_rules import CURVE_LEVELS, Reliability
-from kbf.runtime.files import replacing
-from kbf.sequence import Sequence
+from kbf.recording import Recording
+from kbf.runtime.atomic_files import replacing
 
 TRUTH, ESTIMATE, SEEN, GREY = "#1b1b1b", "#d1495b", "#7aa6c2", "#8a8a8a"
 PALETTE = [
@@ -37,7 +37,18 @@ PALETTE = [
 MARKERS = "osD^vP*Xh<>d"
 SEEN_DOT = Line2D([], [], color=SEEN, marker="o", ms=4, ls="", label="observation")
 SPREAD = Patch(color=ESTIMATE, alpha=0.3, lw=0, label="1 and 2 standard deviations")
-REGION = Line2D([], [], color=ESTIMATE, alpha=0.5, lw=0.7, marker="o", ms=9, mfc="none", ls="", label="95 % region")
+REGION = Line2D(
+    [],
+    [],
+    color=ESTIMATE,
+    alpha=0.5,
+    lw=0.7,
+    marker="o",
+    ms=9,
+    mfc="none",
+    ls="",
+    label="95 % region",
+)
 ALARM: Any = {"color": "#edae49", "marker": "v", "ms": 5, "ls": "", "mew": 0, "clip_on": False}
 STYLE: Any = {
     "font.size": 9,
@@ -60,7 +71,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 
 def track_figure(
-    sequence: Sequence,
+    sequence: Recording,
     estimates: Tensor | None = None,
     covariances: Tensor | None = None,
     *,
@@ -68,18 +79,20 @@ def track_figure(
     steps: int = 100,
     alarms: Tensor | None = None,
     radius2: Tensor | None = None,
-    names: Many[str] = (),
+    names: Sequence[str] = (),
 ) -> Figure:
     """Truth, observation and estimate of one sequence, over time and in the plane of the first two components.
 
     Args:
-        sequence: ``T d``; observations are drawn where they are vectors like the state, except where they are masked.
+        sequence: ``T d``; observations are drawn where they are vectors like the state, except
+            where they are masked.
         estimates: estimates ``T d``, or None to show the data alone.
         covariances: of the estimates ``T d d``: bands of 1 and 2 standard deviations.
         title: above the picture.
         steps: how many of the first steps to show.
         alarms: ``T`` bool, steps that a monitor called strange: marked at the top.
-        radius2: squared radius of the 95 % regions by the covariances, drawn around some of the estimates in the plane.
+        radius2: squared radius of the 95 % regions by the covariances, drawn around some of the
+            estimates in the plane.
         names: of the components; without them they are z_1, z_2, ...
     """
     labels = list(names) or [f"$z_{{{k + 1}}}$" for k in range(sequence.states[0].numel())]
@@ -91,7 +104,9 @@ def track_figure(
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.5, max(4.0, 1.9 * shown)), layout="constrained")
         plane = z.shape[1] > 1
-        grid = figure.add_gridspec(shown, 2 if plane else 1, width_ratios=[1.9, 1] if plane else [1])
+        grid = figure.add_gridspec(
+            shown, 2 if plane else 1, width_ratios=[1.9, 1] if plane else [1]
+        )
         time = range(len(z))
         panels = [figure.add_subplot(grid[k, 0]) for k in range(shown)]
         for k, axes in enumerate(panels):
@@ -107,7 +122,9 @@ def track_figure(
         panels[-1].set_xlabel("time step")
         strange = [] if alarms is None else alarms[:steps].nonzero().flatten().tolist()
         if strange:
-            panels[0].plot(strange, [1.0] * len(strange), transform=panels[0].get_xaxis_transform(), **ALARM)
+            panels[0].plot(
+                strange, [1.0] * len(strange), transform=panels[0].get_xaxis_transform(), **ALARM
+            )
         regions: list[Line2D] = []
         if plane:
             axes = figure.add_subplot(grid[:, 1])
@@ -126,7 +143,7 @@ def track_figure(
     return figure
 
 
-def visible(sequence: Sequence, n: int) -> Tensor | None:
+def visible(sequence: Recording, n: int) -> Tensor | None:
     """The first n observations if they have the shape of the state, NaN where one is missing; else None."""
     if sequence.obs.shape[1:] != sequence.states.shape[1:] or sequence.obs.ndim != 2:
         return None
@@ -137,16 +154,22 @@ def visible(sequence: Sequence, n: int) -> Tensor | None:
 def draw_bands(axes: Axes, e: Tensor, C: Tensor | None, k: int) -> None:
     """1 and 2 standard deviations around component k of the estimates, where they are known."""
     for width in (1, 2) if C is not None else ():
-        sd = width * C[:, k, k].clamp(min=0).sqrt()  # pyright: ignore[reportOptionalSubscript]
-        axes.fill_between(range(len(e)), e[:, k] - sd, e[:, k] + sd, color=ESTIMATE, alpha=0.14, lw=0)
+        std = width * C[:, k, k].clamp(min=0).sqrt()  # pyright: ignore[reportOptionalSubscript]
+        axes.fill_between(
+            range(len(e)), e[:, k] - std, e[:, k] + std, color=ESTIMATE, alpha=0.14, lw=0
+        )
 
 
-def draw_plane(axes: Axes, z: Tensor, x: Tensor | None, e: Tensor | None, labels: Many[str]) -> None:
+def draw_plane(
+    axes: Axes, z: Tensor, x: Tensor | None, e: Tensor | None, labels: Sequence[str]
+) -> None:
     """Draw states and estimates in the plane of the first two components; a thin line joins each estimate with its truth."""
     if x is not None:
         axes.plot(x[:, 0], x[:, 1], "o", color=SEEN, ms=3.5, alpha=0.5, mew=0)
     if e is not None:
-        axes.plot(torch.stack([z[:, 0], e[:, 0]]), torch.stack([z[:, 1], e[:, 1]]), color=GREY, lw=0.5)
+        axes.plot(
+            torch.stack([z[:, 0], e[:, 0]]), torch.stack([z[:, 1], e[:, 1]]), color=GREY, lw=0.5
+        )
         axes.plot(e[:, 0], e[:, 1], "o", color=ESTIMATE, ms=3.5, mew=0)
     axes.plot(z[:, 0], z[:, 1], "o", color=TRUTH, ms=3, mew=0)
     axes.set_aspect("equal")
@@ -161,7 +184,9 @@ def draw_regions(axes: Axes, e: Tensor, C: Tensor, radius2: float, most: int = 2
         wide, high = (2 * (radius2 * values.clamp(min=0)).sqrt()).tolist()
         angle = math.degrees(math.atan2(float(vectors[1, 0]), float(vectors[0, 0])))
         middle = float(e[t, 0]), float(e[t, 1])
-        axes.add_patch(Ellipse(middle, wide, high, angle=angle, fill=False, color=ESTIMATE, alpha=0.5, lw=0.7))
+        axes.add_patch(
+            Ellipse(middle, wide, high, angle=angle, fill=False, color=ESTIMATE, alpha=0.5, lw=0.7)
+        )
 
 
 def calibration_figure(sides: Mapping[str, Reliability], *, title: str = "") -> Figure:
@@ -177,12 +202,39 @@ def calibration_figure(sides: Mapping[str, Reliability], *, title: str = "") -> 
         left.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (5, 2)))
         right.axhline(1, color=GREY, lw=1, ls=(0, (5, 2)))
         for k, (name, reliability) in enumerate(sides.items()):
-            left.plot(CURVE_LEVELS, reliability.curve, color=PALETTE[k], marker=MARKERS[k], ms=4, lw=1.2, label=name)
+            left.plot(
+                CURVE_LEVELS,
+                reliability.curve,
+                color=PALETTE[k],
+                marker=MARKERS[k],
+                ms=4,
+                lw=1.2,
+                label=name,
+            )
             pit = reliability.pit.flatten().tolist()
-            right.hist(pit, bins=10, range=(0, 1), density=True, histtype="step", color=PALETTE[k], lw=1.4, label=name)
-        left.set(xlabel="level of the region", ylabel="share of true states inside", xlim=(0, 1), ylim=(0, 1), aspect="equal")
-        right.set(xlabel="PIT: $P(z_k \\leq$ true value), all components", ylabel="density", xlim=(0, 1))
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=len(sides))
+            right.hist(
+                pit,
+                bins=10,
+                range=(0, 1),
+                density=True,
+                histtype="step",
+                color=PALETTE[k],
+                lw=1.4,
+                label=name,
+            )
+        left.set(
+            xlabel="level of the region",
+            ylabel="share of true states inside",
+            xlim=(0, 1),
+            ylim=(0, 1),
+            aspect="equal",
+        )
+        right.set(
+            xlabel="PIT: $P(z_k \\leq$ true value), all components", ylabel="density", xlim=(0, 1)
+        )
+        figure.legend(
+            *left.get_legend_handles_labels(), loc="outside lower center", ncols=len(sides)
+        )
         if title:
             figure.suptitle(title, fontsize=10.5)
     return figure

@@ -1,6 +1,7 @@
 """Kernel mean embeddings as weighted samples, and the conditional mean embedding (CME).
 
-An embedding is m = sum_i w_i k(., z_i). Its weights may be negative and need not sum to 1: nothing here hides that.
+An embedding is m = sum_i w_i k(., z_i). Its weights may be negative and need not sum to 1: nothing
+here hides that.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Embedding:
         """The same points with weights that sum to 1.
 
         Raises:
-            ValueError: a sum of weights that is not positive: such an embedding stands for no distribution.
+            ValueError: a sum of weights that is not positive: such an embedding stands for no
+                distribution.
         """
         total = self.weights.sum(-1, keepdim=True)
         if not (total > 0).all():
@@ -74,8 +76,9 @@ class Embedding:
     def cov(self) -> Float[Tensor, "*b d d"]:
         """Covariance matrix of the normalised weights, made positive semi-definite.
 
-        sum_i w_i z_i z_i^T - mu mu^T with w / sum(w) in place of w. Negative weights can give it negative eigenvalues: these are
-        set to zero, which is the nearest positive semi-definite matrix in the Frobenius norm.
+        sum_i w_i z_i z_i^T - mu mu^T with w / sum(w) in place of w. Negative weights can give it
+        negative eigenvalues: these are set to zero, which is the nearest positive semi-definite
+        matrix in the Frobenius norm.
 
         Raises:
             ValueError: points that are no vectors, or a sum of weights that is not positive.
@@ -92,13 +95,14 @@ class Embedding:
     def mode(self, kernel: Kernel, *, steps: int = 100, tol: float = 1e-6) -> Float[Tensor, "*b d"]:
         """The pre-image: the point z whose k(., z) is nearest to the embedding, for a Gaussian kernel.
 
-        As k(z, z) = 1 this is the z with the largest m(z) = sum_i w_i k(z_i, z). The fixed point
-        z <- sum_i w_i k(z_i, z) z_i / m(z) starts at the best training point. It can leave the data where m(z) comes near 0, which
-        negative weights make possible; so the best z on the way is returned, never one that is worse than the best training point.
-        Not differentiable.
+        As k(z, z) = 1 this is the z with the largest m(z) = sum_i w_i k(z_i, z). The fixed point z
+        <- sum_i w_i k(z_i, z) z_i / m(z) starts at the best training point. It can leave the data
+        where m(z) comes near 0, which negative weights make possible; so the best z on the way is
+        returned, never one that is worse than the best training point. Not differentiable.
 
         Args:
-            kernel: Gaussian, with its bandwidth filled in (``partial(gaussian, bandwidth=0.5)``).
+            kernel: Gaussian, with its bandwidth filled in (``allow_missing_sensors(gaussian,
+                bandwidth=0.5)``).
             steps: the most iterations.
             tol: stop when no batch member moves by more than this share of the points' spread.
 
@@ -129,8 +133,9 @@ class Embedding:
     def herd(self, kernel: Kernel, m: int) -> Tensor:
         """``m`` of the points, with repetitions, whose plain average of k(., z) comes close to the (normalised) embedding.
 
-        Kernel herding: u_{t+1} is the point with the largest m(z) - 1/(t+1) sum_{s<=t} k(z, u_s). Deterministic; the error falls
-        faster than that of random draws, and negative weights are no hindrance.
+        Kernel herding: u_{t+1} is the point with the largest m(z) - 1/(t+1) sum_{s<=t} k(z, u_s).
+        Deterministic; the error falls faster than that of random draws, and negative weights are no
+        hindrance.
 
         Args:
             kernel: with a constant k(z, z).
@@ -156,14 +161,19 @@ class Embedding:
     def _vectors(self, what: str) -> Tensor:
         """The points, which must be ``n d``."""
         if self.points.ndim != 2:
-            raise ValueError(f"Embedding.{what} needs points (n, d), got {tuple(self.points.shape)}")
+            raise ValueError(
+                f"Embedding.{what} needs points (n, d), got {tuple(self.points.shape)}"
+            )
         return self.points
 
 
-def project_so3(weights: Float[Tensor, "*b n"], rotations: Float[Tensor, "n 3 3"]) -> Float[Tensor, "*b 3 3"]:
+def project_so3(
+    weights: Float[Tensor, "*b n"], rotations: Float[Tensor, "n 3 3"]
+) -> Float[Tensor, "*b 3 3"]:
     """The rotation R with the largest tr(R^T sum_i w_i Z_i): U diag(1, 1, det(U V^T)) V^T of sum_i w_i Z_i = U S V^T.
 
-    It is the pre-image within SO(3) of an embedding under the kernel tr(A B^T). It is not unique when the sum has rank below 2.
+    It is the pre-image within SO(3) of an embedding under the kernel tr(A B^T). It is not unique
+    when the sum has rank below 2.
 
     References: Fukumizu et al., section 5.3 (camera rotation).
     """
@@ -172,7 +182,9 @@ def project_so3(weights: Float[Tensor, "*b n"], rotations: Float[Tensor, "n 3 3"
     return torch.cat([u[..., :2], u[..., 2:] * sign[..., None, None]], -1) @ vt
 
 
-def cme_weights(gram: Float[Tensor, "n n"], query: Float[Tensor, "*b n"], reg: float | Tensor) -> Float[Tensor, "*b n"]:
+def cme_weights(
+    gram: Float[Tensor, "n n"], query: Float[Tensor, "*b n"], reg: float | Tensor
+) -> Float[Tensor, "*b n"]:
     """Weights w(x) = (G_X + n reg I)^-1 k_X(x) of the embedding of Z given X = x, by kernel ridge regression.
 
     Args:
@@ -189,18 +201,23 @@ def cme_weights(gram: Float[Tensor, "n n"], query: Float[Tensor, "*b n"], reg: f
     return psd_solve(gram, query[..., None], reg=n * reg)[..., 0]
 
 
-def cme_weights_primal(features: Float[Tensor, "n p"], query: Float[Tensor, "*b p"], reg: float | Tensor) -> Float[Tensor, "*b n"]:
+def cme_weights_primal(
+    features: Float[Tensor, "n p"], query: Float[Tensor, "*b p"], reg: float | Tensor
+) -> Float[Tensor, "*b n"]:
     """Weights w(x) = Psi (Psi^T Psi + n reg I_p)^-1 psi(x): the same weights when G_X = Psi Psi^T, in O(n p^2)."""
     n = features.shape[-2]
     return psd_solve(features.mT @ features, query[..., None], reg=n * reg)[..., 0] @ features.mT
 
 
-def cme_loo(gram_x: Float[Tensor, "n n"], gram_y: Float[Tensor, "n n"], reg: float | Tensor) -> Float[Tensor, ""]:
+def cme_loo(
+    gram_x: Float[Tensor, "n n"], gram_y: Float[Tensor, "n n"], reg: float | Tensor
+) -> Float[Tensor, ""]:
     """Leave-one-out score of the CME from x to y for choosing reg and the bandwidth of x, in closed form; lower is better.
 
-    The sum over i of ||phi(y_i) - m_{-i}(x_i)||^2 in the RKHS of y, where m_{-i} is fitted without pair i (with the same ridge
-    n reg): tr(D H K_Y H D) with H = I - G (G + n reg I)^-1 and D = diag(1 / H_ii). As H = n reg (G + n reg I)^-1, the factor n reg
-    cancels. Scores can only be compared for one and the same kernel of y.
+    The sum over i of ||phi(y_i) - m_{-i}(x_i)||^2 in the RKHS of y, where m_{-i} is fitted without
+    pair i (with the same ridge n reg): tr(D H K_Y H D) with H = I - G (G + n reg I)^-1 and D =
+    diag(1 / H_ii). As H = n reg (G + n reg I)^-1, the factor n reg cancels. Scores can only be
+    compared for one and the same kernel of y.
 
     Args:
         gram_x: G ``n n``, of the inputs.

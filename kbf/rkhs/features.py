@@ -1,7 +1,7 @@
 """Explicit feature maps psi with psi(x)^T psi(y) ~ k(x, y): what makes a kernel method cost O(n p^2) instead of O(n^3).
 
-A feature map is a function from points ``*b n q`` to features ``*b n p``. Gradients flow to the kernel's bandwidth.
-`NystromFeatures` is such a map as a module, for models that are saved.
+A feature map is a function from points ``*b n q`` to features ``*b n p``. Gradients flow to the
+kernel's bandwidth. `NystromFeatures` is such a map as a module, for models that are saved.
 """
 
 from __future__ import annotations
@@ -27,21 +27,26 @@ FULL = 4
 """Zeros fill numbers of features up to a multiple of this: in float32 64 columns take three quarters of the time of 61."""
 
 
-def nystrom(kernel: Kernel, landmarks: Float[Tensor, "m ..."], *, jitter: float = 1e-10) -> FeatureMap:
+def nystrom(
+    kernel: Kernel, landmarks: Float[Tensor, "m ..."], *, jitter: float = 1e-10
+) -> FeatureMap:
     """psi(x) = L^-1 k(landmarks, x) with L L^T = k(landmarks, landmarks) + jitter I.
 
-    psi(x)^T psi(y) is the kernel projected on the span of the landmarks: exact when one of the two is a landmark.
+    psi(x)^T psi(y) is the kernel projected on the span of the landmarks: exact when one of the two
+    is a landmark.
 
     Args:
         kernel: k.
         landmarks: ``m q``, for instance the training points at `pivots`.
-        jitter: relative to the largest diagonal entry of the landmarks' Gram matrix. 1e-10 is for float64; float32 needs 1e-6.
+        jitter: relative to the largest diagonal entry of the landmarks' Gram matrix. 1e-10 is for
+            float64; float32 needs 1e-6.
 
     Returns:
         The map ``*b n q`` -> ``*b n m``.
 
     Raises:
-        NotPositiveDefiniteError: landmarks so close to each other that the jitter does not carry the factorisation.
+        NotPositiveDefiniteError: landmarks so close to each other that the jitter does not carry
+            the factorisation.
 
     References: Williams and Seeger (2001).
     """
@@ -64,10 +69,13 @@ def nystrom_whitening(gram: Float[Tensor, "m m"], *, jitter: float = 1e-10) -> F
     return torch.linalg.solve_triangular(factor, eye, upper=False).mT
 
 
-def pivots(kernel: Kernel, x: Float[Tensor, "n ..."], *, rank: int, tol: float = 0.0, limit: int = 8192) -> Int[Tensor, " r"]:
+def pivots(
+    kernel: Kernel, x: Float[Tensor, "n ..."], *, rank: int, tol: float = 0.0, limit: int = 8192
+) -> Int[Tensor, " r"]:
     """Positions of the landmarks that the pivoted Cholesky factorisation of k(x, x) picks, best first.
 
-    `nystrom` at these landmarks *is* the incomplete Cholesky factor (without its jitter), as a function that takes new points too.
+    `nystrom` at these landmarks *is* the incomplete Cholesky factor (without its jitter), as a
+    function that takes new points too.
 
     Args:
         kernel: k.
@@ -85,11 +93,18 @@ def pivots(kernel: Kernel, x: Float[Tensor, "n ..."], *, rank: int, tol: float =
         if len(x) <= FEW:
             gram = kernel(x, x)
             return among[pivoted_cholesky(lambda i: gram[:, i], diagonal, rank, tol)[1]]
-        return among[pivoted_cholesky(lambda i: kernel(x, x[i][None])[:, 0], diagonal, rank, tol)[1]]
+        return among[
+            pivoted_cholesky(lambda i: kernel(x, x[i][None])[:, 0], diagonal, rank, tol)[1]
+        ]
 
 
 def random_fourier(
-    q: int, p: int, *, bandwidth: Bandwidth, generator: Generator | None = None, dtype: torch.dtype = torch.float64
+    q: int,
+    p: int,
+    *,
+    bandwidth: Bandwidth,
+    generator: Generator | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> FeatureMap:
     """Random Fourier features of the Gaussian kernel: sqrt(2/p) (cos(w^T x), sin(w^T x)), w ~ N(0, 1/bandwidth^2), p/2 of them.
 
@@ -111,7 +126,9 @@ def random_fourier(
     References: Rahimi and Recht (2007). With cosine and sine in pairs psi(x)^T psi(x) = 1 exactly.
     """
     if p % 2:
-        raise ValueError(f"random_fourier: p must be even (cosine and sine of each frequency), got {p}")
+        raise ValueError(
+            f"random_fourier: p must be even (cosine and sine of each frequency), got {p}"
+        )
     return partial(_cosines, bandwidth, torch.randn(q, p // 2, dtype=dtype, generator=generator))
 
 
@@ -124,14 +141,17 @@ def _cosines(bandwidth: Bandwidth, frequencies: Tensor, x: Tensor) -> Tensor:
 class NystromFeatures(nn.Module):
     """`nystrom` at the `pivots` of the points, with everything it needs in buffers: psi(x) = L^-1 k(landmarks, x).
 
-    Behind them come zeros, up to a multiple of `FULL` (none where gradients flow to the kernel): no product of features knows them.
+    Behind them come zeros, up to a multiple of `FULL` (none where gradients flow to the kernel): no
+    product of features knows them.
     """
 
     landmarks: Tensor
     whiten: Tensor
     bandwidth: Tensor
 
-    def __init__(self, kernel: str, bandwidth: Tensor, points: Float[Tensor, "n q"], rank: int, tol: float) -> None:
+    def __init__(
+        self, kernel: str, bandwidth: Tensor, points: Float[Tensor, "n q"], rank: int, tol: float
+    ) -> None:
         """Features of a kernel, spanned by some of the points.
 
         Args:
@@ -149,12 +169,19 @@ class NystromFeatures(nn.Module):
         landmarks = points[pivots(k, points, rank=rank, tol=tol)]
         self.register_buffer("landmarks", landmarks)
         whiten = nystrom_whitening(k(landmarks, landmarks))
-        self.register_buffer("whiten", whiten if whiten.requires_grad else pad(whiten, (0, -len(whiten) % FULL)))
+        self.register_buffer(
+            "whiten", whiten if whiten.requires_grad else pad(whiten, (0, -len(whiten) % FULL))
+        )
         self.register_buffer("bandwidth", bandwidth)
 
     def forward(self, x: Float[Tensor, "m *x"]) -> Float[Tensor, "m p"]:
         """The features of points, which are flattened to vectors."""
-        return KERNELS[self.kernel](x.flatten(1).to(self.landmarks), self.landmarks, bandwidth=self.bandwidth) @ self.whiten
+        return (
+            KERNELS[self.kernel](
+                x.flatten(1).to(self.landmarks), self.landmarks, bandwidth=self.bandwidth
+            )
+            @ self.whiten
+        )
 
     def all(self, points: Float[Tensor, "n q"]) -> Float[Tensor, "n p"]:
         """The features of many points ``n q``, made `POINTS_AT_A_TIME`."""

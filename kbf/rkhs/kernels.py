@@ -1,7 +1,8 @@
 """Positive definite kernels as plain functions k(X, Y) -> Gram matrix, and the median heuristic.
 
-Every kernel takes points ``*b n q`` and ``*b m q`` and returns ``*b n m``. A bandwidth is a length in the units of the
-points: a number, or a vector ``q`` with one length for each component. Fix it with ``functools.partial``:
+Every kernel takes points ``*b n q`` and ``*b m q`` and returns ``*b n m``. A bandwidth is a length
+in the units of the points: a number, or a vector ``q`` with one length for each component. Fix it
+with ``functools.partial``:
 
 >>> k = partial(gaussian, bandwidth=0.5)
 >>> k(torch.zeros(1, 2), torch.tensor([[0.5, 0.0]]))
@@ -34,14 +35,17 @@ def gaussian(x: Points, y: Others, *, bandwidth: Bandwidth) -> Gram:
 
 def laplace(x: Points, y: Others, *, bandwidth: Bandwidth) -> Gram:
     """exp(-||x - y||_1 / bandwidth), the product over the components of one-dimensional exponential kernels."""
-    return torch.exp(-((x / bandwidth)[..., :, None, :] - (y / bandwidth)[..., None, :, :]).abs().sum(-1))
+    return torch.exp(
+        -((x / bandwidth)[..., :, None, :] - (y / bandwidth)[..., None, :, :]).abs().sum(-1)
+    )
 
 
 def matern(x: Points, y: Others, *, bandwidth: Bandwidth, nu: float | Tensor) -> Gram:
     """Matern kernel with nu = 1/2, 3/2 or 5/2, a = sqrt(2 nu) ||x - y|| / bandwidth: e^-a times 1, 1 + a, 1 + a + a^2/3.
 
-    In float32 the distance of nearly equal points is known to about 3e-4 of the points' spread only, and so are the values for
-    nu = 1/2 (a kink at zero); for nu = 3/2 and 5/2 this error is squared.
+    In float32 the distance of nearly equal points is known to about 3e-4 of the points' spread
+    only, and so are the values for nu = 1/2 (a kink at zero); for nu = 3/2 and 5/2 this error is
+    squared.
 
     Raises:
         ValueError: another nu.
@@ -64,12 +68,14 @@ def imq(x: Points, y: Others, *, bandwidth: Bandwidth) -> Gram:
 def arcsine(x: Points, y: Others, *, bias: float, slope: float) -> Gram:
     """Kernel of an infinitely wide network of sigmoids (erf): (2/pi) arcsin(2 s(x, y) / sqrt((1 + 2 s(x, x)) (1 + 2 s(y, y)))).
 
-    s(x, y) = bias^2 + slope^2 <x, y>. Not stationary: with a small bias and a steep slope it looks at the *direction* of a point
-    from the origin, as a turning state asks for; with a gentle slope it is nearly linear.
+    s(x, y) = bias^2 + slope^2 <x, y>. Not stationary: with a small bias and a steep slope it looks
+    at the *direction* of a point from the origin, as a turning state asks for; with a gentle slope
+    it is nearly linear.
 
     Args:
         x: ``*b n q``. y: ``*b m q``.
-        bias: standard deviation of the units' offsets. slope: of their weights, one over the units of the points.
+        bias: standard deviation of the units' offsets. slope: of their weights, one over the units
+            of the points.
 
     References: Williams (1998), Computation with infinite neural networks.
     """
@@ -112,8 +118,12 @@ def product(x: Points, y: Others, *, parts: list[tuple[Kernel, int]]) -> Gram:
     """
     sizes = [size for _, size in parts]
     if sum(sizes) != x.shape[-1]:
-        raise ValueError(f"product: parts of {sizes} components do not cover points of {x.shape[-1]}")
-    grams = [k(u, v) for (k, _), u, v in zip(parts, x.split(sizes, -1), y.split(sizes, -1), strict=True)]
+        raise ValueError(
+            f"product: parts of {sizes} components do not cover points of {x.shape[-1]}"
+        )
+    grams = [
+        k(u, v) for (k, _), u, v in zip(parts, x.split(sizes, -1), y.split(sizes, -1), strict=True)
+    ]
     return reduce(torch.mul, grams)
 
 
@@ -141,12 +151,16 @@ def own_value(kernel: Kernel, x: Float[Tensor, "*b q"]) -> Float[Tensor, "*b"]:
     if base in (gaussian, laplace, matern, imq):
         return torch.ones_like(x[..., 0])
     if base is arcsine and isinstance(kernel, partial):
-        own = 2 * (kernel.keywords["bias"] ** 2 + kernel.keywords["slope"] ** 2 * x.square().sum(-1))
+        own = 2 * (
+            kernel.keywords["bias"] ** 2 + kernel.keywords["slope"] ** 2 * x.square().sum(-1)
+        )
         return 2 / math.pi * torch.asin(own / (1 + own))
     return kernel(x[..., None, :], x[..., None, :])[..., 0, 0]
 
 
-def median_distance(x: Float[Tensor, "n q"], *, limit: int = 2000, diagonal: bool = False, distinct: bool = False) -> Tensor:
+def median_distance(
+    x: Float[Tensor, "n q"], *, limit: int = 2000, diagonal: bool = False, distinct: bool = False
+) -> Tensor:
     """Median Euclidean distance between training points, a length to start a bandwidth from.
 
     Of an even number of distances it is the lower of the two in the middle.
@@ -154,11 +168,14 @@ def median_distance(x: Float[Tensor, "n q"], *, limit: int = 2000, diagonal: boo
     Args:
         x: ``n q``, *training* points only.
         limit: of more points than this, an evenly spaced subsample is taken.
-        diagonal: count the n zero distances of each point to itself as well, as the published code of Xu et al. does.
-        distinct: where the median is zero (counts, switches, repeated values), take that of the distances that are not.
+        diagonal: count the n zero distances of each point to itself as well, as the published code
+            of Xu et al. does.
+        distinct: where the median is zero (counts, switches, repeated values), take that of the
+            distances that are not.
 
     Raises:
-        ValueError: fewer than two points, or a median of zero (most points are the same; with ``distinct``, all).
+        ValueError: fewer than two points, or a median of zero (most points are the same; with
+            ``distinct``, all).
     """
     if len(x) < 2:
         raise ValueError(f"median_distance needs at least two points, got {len(x)}")
@@ -173,5 +190,7 @@ def median_distance(x: Float[Tensor, "n q"], *, limit: int = 2000, diagonal: boo
     if distinct and median == 0 and bool((distance > 0).any()):
         median = distance[distance > 0].median()
     if not median > 0:
-        raise ValueError(f"the median distance between {len(x)} training points is {median.item()}: most of them coincide")
+        raise ValueError(
+            f"the median distance between {len(x)} training points is {median.item()}: most of them coincide"
+        )
     return median

@@ -28,21 +28,28 @@ class NotPositiveDefiniteError(ValueError):
 
 
 def psd_solve(
-    a: Float[Tensor, "*a n n"], b: Float[Tensor, "*b n m"], *, reg: float | Tensor = 0.0, check: bool = True
+    a: Float[Tensor, "*a n n"],
+    b: Float[Tensor, "*b n m"],
+    *,
+    reg: float | Tensor = 0.0,
+    check: bool = True,
 ) -> Float[Tensor, "*c n m"]:
     """Solve (A + reg I) X = B for a symmetric positive semi-definite A by Cholesky.
 
-    Batches broadcast; one A for a batch of B is factorised once and solved once, with all right-hand sides side by side.
+    Batches broadcast; one A for a batch of B is factorised once and solved once, with all
+    right-hand sides side by side.
 
     Args:
         a: ``*a n n``, symmetric (only the lower triangle is read).
         b: ``*b n m``.
         reg: added to the diagonal: a scalar, or one value for each matrix of the batch.
-        check: ask the factorisation whether it went well. False saves a device synchronisation inside a loop, where the
-            caller looks at the result once at the end: where it did not go well, X is NaN.
+        check: ask the factorisation whether it went well. False saves a device synchronisation
+            inside a loop, where the caller looks at the result once at the end: where it did not go
+            well, X is NaN.
 
     Raises:
-        NotPositiveDefiniteError: with n, reg and the smallest eigenvalue. Nothing is retried behind the caller's back.
+        NotPositiveDefiniteError: with n, reg and the smallest eigenvalue. Nothing is retried behind
+            the caller's back.
 
     >>> psd_solve(torch.eye(2), torch.ones(2, 1), reg=1.0).flatten()
     tensor([0.5000, 0.5000])
@@ -54,22 +61,32 @@ def psd_solve(
         x = solved_by_component(a, b)
         if not check or math.isfinite(x.sum().item()):  # else LAPACK says what is wrong
             return x
-    if check and not torch.compiler.is_exporting():  # a program cannot raise: where it does not go well, X is NaN
+    if (
+        check and not torch.compiler.is_exporting()
+    ):  # a program cannot raise: where it does not go well, X is NaN
         factor = cholesky(a, reg=reg)
     else:
         factor, info = torch.linalg.cholesky_ex(shifted(a, reg))
         b = b.masked_fill((info != 0)[..., None, None], torch.nan)
     if factor.ndim == 2 and b.ndim > 2:
         columns = b.movedim(-2, 0)
-        return torch.cholesky_solve(columns.flatten(1), factor).reshape(columns.shape).movedim(0, -2)
-    if factor.is_cuda and factor.ndim > 2:  # there many at once are MAGMA's, which waits for the card and takes memory of its own
+        return (
+            torch.cholesky_solve(columns.flatten(1), factor).reshape(columns.shape).movedim(0, -2)
+        )
+    if (
+        factor.is_cuda and factor.ndim > 2
+    ):  # there many at once are MAGMA's, which waits for the card and takes memory of its own
         return triangular_solves(factor, b)
     return torch.cholesky_solve(b, factor)
 
 
-def triangular_solves(factor: Float[Tensor, "*a n n"], b: Float[Tensor, "*b n m"]) -> Float[Tensor, "*c n m"]:
+def triangular_solves(
+    factor: Float[Tensor, "*a n n"], b: Float[Tensor, "*b n m"]
+) -> Float[Tensor, "*c n m"]:
     """L L^T X = B as L Y = B, then L^T X = Y, of a lower triangular L."""
-    return torch.linalg.solve_triangular(factor.mT, torch.linalg.solve_triangular(factor, b, upper=False), upper=True)
+    return torch.linalg.solve_triangular(
+        factor.mT, torch.linalg.solve_triangular(factor, b, upper=False), upper=True
+    )
 
 
 def many_small(a: Tensor, size: int = SMALL) -> bool:
@@ -83,7 +100,11 @@ def product(*factors: Tensor) -> Tensor:
     """The product of matrices: of many small ones by component, with the batch innermost in memory; else as it is."""
     out, *others = factors
     for factor in others:
-        out = product_by_component(out, factor) if many_small(out) or many_small(factor) else out @ factor
+        out = (
+            product_by_component(out, factor)
+            if many_small(out) or many_small(factor)
+            else out @ factor
+        )
     return out
 
 
@@ -92,7 +113,11 @@ def product_by_component(a: Tensor, b: Tensor) -> Tensor:
     if b.ndim == 2:
         return product_by_component(b.mT, a.mT).mT
     if a.ndim == 2:
-        return (a @ b.permute(1, 2, 0).flatten(1)).unflatten(1, (b.shape[2], b.shape[0])).permute(2, 0, 1)
+        return (
+            (a @ b.permute(1, 2, 0).flatten(1))
+            .unflatten(1, (b.shape[2], b.shape[0]))
+            .permute(2, 0, 1)
+        )
     a, b = batch_innermost(a), batch_innermost(b)
     out = a[..., :1] * b[..., :1, :]
     for k in range(1, a.shape[-1]):
@@ -102,7 +127,11 @@ def product_by_component(a: Tensor, b: Tensor) -> Tensor:
 
 def batch_innermost(a: Float[Tensor, "b n m"]) -> Float[Tensor, "b n m"]:
     """The same matrices; of many small ones, laid out in memory as n m vectors over the batch: most arithmetic leaves them so."""
-    return a if a.stride(0) <= 1 or not many_small(a) else a.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    return (
+        a
+        if a.stride(0) <= 1 or not many_small(a)
+        else a.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    )
 
 
 def cholesky_by_component(a: Float[Tensor, "b n n"]) -> dict[tuple[int, int], Float[Tensor, " b"]]:
@@ -118,7 +147,9 @@ def cholesky_by_component(a: Float[Tensor, "b n n"]) -> dict[tuple[int, int], Fl
     return L
 
 
-def solved_by_component(a: Float[Tensor, "b n n"], b: Float[Tensor, "b n m"]) -> Float[Tensor, "b n m"]:
+def solved_by_component(
+    a: Float[Tensor, "b n n"], b: Float[Tensor, "b n m"]
+) -> Float[Tensor, "b n m"]:
     """A X = B by Cholesky, written out: NaN or infinite where A is not positive definite."""
     n = a.shape[-1]
     L = {at: entry[:, None] for at, entry in cholesky_by_component(batch_innermost(a)).items()}
@@ -140,14 +171,20 @@ def cholesky(a: Float[Tensor, "*a n n"], *, reg: float | Tensor = 0.0) -> Float[
     if many_small(a, FACTORISED):
         L, n = cholesky_by_component(batch_innermost(moved)), a.shape[-1]
         zero = torch.zeros_like(L[0, 0])
-        factor = torch.stack([L.get((i, j), zero) for i in range(n) for j in range(n)]).unflatten(0, (n, n)).permute(2, 0, 1)
+        factor = (
+            torch.stack([L.get((i, j), zero) for i in range(n) for j in range(n)])
+            .unflatten(0, (n, n))
+            .permute(2, 0, 1)
+        )
         if bool((factor.diagonal(dim1=-2, dim2=-1) > 0).all()):
             return factor  # else LAPACK says what is wrong
     factor, info = torch.linalg.cholesky_ex(moved)
     if bool(info.any()):
         n, shift = a.shape[-1], torch.as_tensor(reg).max()
         if not torch.isfinite(moved).all():
-            raise NotPositiveDefiniteError(f"a {n} x {n} matrix to be solved holds NaN or infinite entries")
+            raise NotPositiveDefiniteError(
+                f"a {n} x {n} matrix to be solved holds NaN or infinite entries"
+            )
         smallest = torch.linalg.eigvalsh(moved.detach()).min().item()
         raise NotPositiveDefiniteError(
             f"a {n} x {n} matrix is not positive definite in {a.dtype}: after adding reg = {float(shift):.3g} its smallest "
@@ -164,26 +201,36 @@ def shifted(a: Float[Tensor, "*a n n"], reg: float | Tensor) -> Float[Tensor, "*
     return out
 
 
-def squared_distance(x: Float[Tensor, "*b n q"], y: Float[Tensor, "*c m q"]) -> Float[Tensor, "*d n m"]:
+def squared_distance(
+    x: Float[Tensor, "*b n q"], y: Float[Tensor, "*c m q"]
+) -> Float[Tensor, "*d n m"]:
     """Squared Euclidean distances ||x_i - y_j||^2: of few points as they stand, else expanded into one matrix product.
 
-    For the product the points are centred first, so that it does not cancel when they are far from the origin; what is left is an
-    error of a few eps times the squared spread of the points. Gradients are finite everywhere, at equal points as well.
+    For the product the points are centred first, so that it does not cancel when they are far from
+    the origin; what is left is an error of a few eps times the squared spread of the points.
+    Gradients are finite everywhere, at equal points as well.
     """
     if x.shape[-1] != y.shape[-1]:
-        raise ValueError(f"points of {x.shape[-1]} components have no distance to points of {y.shape[-1]}")
+        raise ValueError(
+            f"points of {x.shape[-1]} components have no distance to points of {y.shape[-1]}"
+        )
     if x.ndim == y.ndim == 2 and x.shape[0] * y.shape[0] * x.shape[1] <= NUMBERS_ONE_BY_ONE:
         return (x[:, None] - y).square().sum(-1)
     centre = y.mean(-2, keepdim=True).detach()
     x, y = x - centre, y - centre
     cross = x @ y.mT
-    return (x.square().sum(-1)[..., :, None] + y.square().sum(-1)[..., None, :] - 2 * cross).clamp_min(0)
+    return (
+        x.square().sum(-1)[..., :, None] + y.square().sum(-1)[..., None, :] - 2 * cross
+    ).clamp_min(0)
 
 
-def two_factors(a: Float[Tensor, "n m"], tol: float, worth: float = 0.7) -> tuple[Tensor, Tensor] | None:
+def two_factors(
+    a: Float[Tensor, "n m"], tol: float, worth: float = 0.7
+) -> tuple[Tensor, Tensor] | None:
     """A ~ L R, ``n r`` and ``r m`` by the singular vectors of values above ``tol`` times the largest: the error is no larger.
 
-    None where L and R have more than ``worth`` of the numbers of A. In float64 by the eigenvectors of A^T A: tol is at least 1e-7.
+    None where L and R have more than ``worth`` of the numbers of A. In float64 by the eigenvectors
+    of A^T A: tol is at least 1e-7.
     """
     gram = a.new_zeros(a.shape[1], a.shape[1], dtype=torch.float64)
     for rows in a.split(ROWS_IN_DOUBLE):
@@ -192,7 +239,9 @@ def two_factors(a: Float[Tensor, "n m"], tol: float, worth: float = 0.7) -> tupl
     kept = vectors[:, squares > tol**2 * squares[-1]]
     if kept.shape[1] * sum(a.shape) > worth * a.numel():
         return None
-    return torch.cat([(rows.double() @ kept).to(a) for rows in a.split(ROWS_IN_DOUBLE)]), kept.mT.to(a).contiguous()
+    return torch.cat(
+        [(rows.double() @ kept).to(a) for rows in a.split(ROWS_IN_DOUBLE)]
+    ), kept.mT.to(a).contiguous()
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
@@ -206,8 +255,8 @@ def pivoted_cholesky(
 ) -> tuple[Float[Tensor, "n r"], Int[Tensor, " r"]]:
     """Incomplete Cholesky factor with diagonal pivoting: G ~ L L^T, by r columns of G, in O(n r^2).
 
-    Each step takes the point with the largest diagonal entry of G - L L^T, so the trace of this residual only falls. It ends
-    early when no entry is above rounding: L L^T is then G.
+    Each step takes the point with the largest diagonal entry of G - L L^T, so the trace of this
+    residual only falls. It ends early when no entry is above rounding: L L^T is then G.
 
     Args:
         column: i -> G[:, i], shape ``n`` (i is a zero-dimensional integer tensor).
@@ -216,7 +265,8 @@ def pivoted_cholesky(
         tol: stop once the trace of G - L L^T falls to ``tol`` times the trace of G.
 
     Returns:
-        L ``n r`` and the pivots ``r`` in the order of their choice; the rows of L at the pivots are lower triangular.
+        L ``n r`` and the pivots ``r`` in the order of their choice; the rows of L at the pivots are
+        lower triangular.
 
     Raises:
         ValueError: the diagonal holds NaN or infinite entries.
@@ -224,12 +274,16 @@ def pivoted_cholesky(
     References: Fine and Scheinberg (2001); Harbrecht, Peters and Schneider (2012).
     """
     if not torch.isfinite(diagonal).all():
-        raise ValueError("pivoted_cholesky: the diagonal of the matrix holds NaN or infinite entries")
+        raise ValueError(
+            "pivoted_cholesky: the diagonal of the matrix holds NaN or infinite entries"
+        )
     n = len(diagonal)
     rank = min(rank, n)
     residual = diagonal.clone()
     trace = residual.sum()
-    floor = n * torch.finfo(diagonal.dtype).eps * diagonal.max()  # LAPACK's, for its pivoted factorisation: below is rounding
+    floor = (
+        n * torch.finfo(diagonal.dtype).eps * diagonal.max()
+    )  # LAPACK's, for its pivoted factorisation: below is rounding
     factor = diagonal.new_zeros(n, rank)
     pivots = torch.zeros(rank, dtype=torch.long, device=diagonal.device)
     for k in range(rank):

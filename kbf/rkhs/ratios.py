@@ -1,8 +1,9 @@
 """Density ratios r_i ~ pi(z_i) / p(z_i) of a prior to the training distribution, at the n training points.
 
-The prior comes as its embedding: g_i = m_Pi(z_i) = sum_j a_j k_Z(z_i, u_j). A ratio has mean about 1 over the training points, and
-every ridge is n * reg. `RATIOS` lists those that a filter can use by name, where the prior is an embedding with weights w over the
-training points themselves, g = G_Z w; to add one, write its functions here and give it a row there.
+The prior comes as its embedding: g_i = m_Pi(z_i) = sum_j a_j k_Z(z_i, u_j). A ratio has mean about
+1 over the training points, and every ridge is n * reg. `RATIOS` lists those that a filter can use
+by name, where the prior is an embedding with weights w over the training points themselves, g = G_Z
+w; to add one, write its functions here and give it a row there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from kbf.rkhs.linalg import cholesky, psd_solve, safe_sqrt
 Ratios = Float[Tensor, "*b n"]
 
 
-def tikhonov(gram: Float[Tensor, "n n"], prior: Float[Tensor, "*b n"], reg: float | Tensor) -> Ratios:
+def tikhonov(
+    gram: Float[Tensor, "n n"], prior: Float[Tensor, "*b n"], reg: float | Tensor
+) -> Ratios:
     """Weights gamma = n (G_Z + n reg I)^-1 g of the original rule. May be negative.
 
     Args:
@@ -30,8 +33,8 @@ def tikhonov(gram: Float[Tensor, "n n"], prior: Float[Tensor, "*b n"], reg: floa
     Raises:
         NotPositiveDefiniteError: G_Z + n reg I is not positive definite, or holds NaN.
 
-    References: Fukumizu et al., equation 12 (step 2 of Figure 1); Xu et al. (2022), equation 1. In equation 18 of the former and in
-    Proposition 1 of Johno et al. (2018) stands gamma / n.
+    References: Fukumizu et al., equation 12 (step 2 of Figure 1); Xu et al. (2022), equation 1. In
+    equation 18 of the former and in Proposition 1 of Johno et al. (2018) stands gamma / n.
     """
     n = gram.shape[-1]
     return n * psd_solve(gram, prior[..., None], reg=n * reg)[..., 0]
@@ -40,8 +43,8 @@ def tikhonov(gram: Float[Tensor, "n n"], prior: Float[Tensor, "*b n"], reg: floa
 def kulsif(gram: Float[Tensor, "n n"], prior: Float[Tensor, "*b n"], reg: float | Tensor) -> Ratios:
     """KuLSIF: r = max(0, n (G_Z + n reg I)^-1 g), unconstrained least-squares importance fitting clipped at zero.
 
-    r minimises sum_i r(z_i)^2 / (2n) - m_Pi(r) + reg/2 ||r||^2 over the RKHS before the clipping; arguments and errors as in
-    `tikhonov`.
+    r minimises sum_i r(z_i)^2 / (2n) - m_Pi(r) + reg/2 ||r||^2 over the RKHS before the clipping;
+    arguments and errors as in `tikhonov`.
 
     References: Kanamori, Suzuki and Sugiyama (2012); Xu et al. (2022), Algorithm 1, step 2.
     """
@@ -49,17 +52,23 @@ def kulsif(gram: Float[Tensor, "n n"], prior: Float[Tensor, "*b n"], reg: float 
 
 
 def relative(
-    gram: Float[Tensor, "n n"], prior_gram: Float[Tensor, "n m"], weights: Float[Tensor, "*b m"], reg: float | Tensor, alpha: float
+    gram: Float[Tensor, "n n"],
+    prior_gram: Float[Tensor, "n m"],
+    weights: Float[Tensor, "*b m"],
+    reg: float | Tensor,
+    alpha: float,
 ) -> Ratios:
     """The relative ratio pi / (alpha pi + (1 - alpha) p), at most 1/alpha: bounded, of lower variance. alpha = 0 is KuLSIF.
 
-    r minimises alpha/2 sum_j a_j r(u_j)^2 + (1 - alpha)/(2n) sum_i r(z_i)^2 - sum_j a_j r(u_j) + reg/2 ||r||^2 over the span of the
-    k_Z(., z_i). Negative a_j would make the first term unbounded: there (and only there) they count as zero, a+ = max(0, a).
-    The minimiser is the KuLSIF ratio to (1 - alpha) p of a damped prior,
+    r minimises alpha/2 sum_j a_j r(u_j)^2 + (1 - alpha)/(2n) sum_i r(z_i)^2 - sum_j a_j r(u_j) +
+    reg/2 ||r||^2 over the span of the k_Z(., z_i). Negative a_j would make the first term
+    unbounded: there (and only there) they count as zero, a+ = max(0, a). The minimiser is the
+    KuLSIF ratio to (1 - alpha) p of a damped prior,
 
         r = n ((1 - alpha) G + n reg I)^-1 K b,    b_j = a_j - alpha a+_j v_j,    v_j = r(u_j),
 
-    and v solves (I + alpha W A+) v = W a, where W maps b to v: W = K^T G^-1 ((1 - alpha) G / n + reg I)^-1 K.
+    and v solves (I + alpha W A+) v = W a, where W maps b to v: W = K^T G^-1 ((1 - alpha) G / n +
+    reg I)^-1 K.
 
     Args:
         gram: G = G_Z ``n n``.
@@ -85,7 +94,11 @@ def relative(
     prior_features = torch.linalg.solve_triangular(factor, prior_gram, upper=False)
     W = prior_features.mT @ psd_solve((1 - alpha) / n * factor.mT @ factor, prior_features, reg=reg)
     root = safe_sqrt(weights)
-    damping = psd_solve(alpha * root[..., :, None] * W * root[..., None, :], (root * (weights @ W))[..., None], reg=1.0)[..., 0]
+    damping = psd_solve(
+        alpha * root[..., :, None] * W * root[..., None, :],
+        (root * (weights @ W))[..., None],
+        reg=1.0,
+    )[..., 0]
     damped = weights - alpha * root * damping
     r = n * psd_solve((1 - alpha) * gram, (damped @ prior_gram.mT)[..., None], reg=n * reg)[..., 0]
     return r.clamp(0, 1 / alpha if alpha > 0 else None)
@@ -134,17 +147,21 @@ def true_ratio(log_prior: Float[Tensor, "*b n"], log_density: Float[Tensor, " n"
 
 
 def kulsif_loo(
-    gram: Float[Tensor, "n n"], cross: Float[Tensor, "n m"], gram_prior: Float[Tensor, "m m"], reg: float | Tensor
+    gram: Float[Tensor, "n n"],
+    cross: Float[Tensor, "n m"],
+    gram_prior: Float[Tensor, "m m"],
+    reg: float | Tensor,
 ) -> Float[Tensor, ""]:
     """Leave-one-out score of KuLSIF for choosing reg and the bandwidth, in closed form; lower is better.
 
-    The mean over l = 1 .. min(n, m) of r_{-l}(z_l)^2 / 2 - r_{-l}(u_l), where r_{-l} is fitted without z_l and u_l and not clipped:
+    The mean over l = 1 .. min(n, m) of r_{-l}(z_l)^2 / 2 - r_{-l}(u_l), where r_{-l} is fitted
+    without z_l and u_l and not clipped:
 
         r_{-l} = sum_{j != l} k(., u_j) / ((m - 1) reg) + sum_{i != l} c_i k(., z_i),
         c = -(G_{-l} + (n - 1) reg I)^-1 s_{-l} / ((m - 1) reg),    s_i = sum_{j != l} k(z_i, u_j).
 
-    With B = (G + (n - 1) reg I)^-1 computed once, deleting row and column l turns (G_{-l} + ..)^-1 s_{-l} into
-    B s - B_{:l} (B s)_l / B_ll: O(n^3 + n^2 m) for all l together.
+    With B = (G + (n - 1) reg I)^-1 computed once, deleting row and column l turns (G_{-l} + ..)^-1
+    s_{-l} into B s - B_{:l} (B s)_l / B_ll: O(n^3 + n^2 m) for all l together.
 
     Args:
         gram: G = k(z_i, z_j) ``n n``.
@@ -153,30 +170,38 @@ def kulsif_loo(
         reg: eta > 0.
 
     Raises:
-        ValueError: fewer than two training or prior points. NotPositiveDefiniteError: as in `tikhonov`.
+        ValueError: fewer than two training or prior points. NotPositiveDefiniteError: as in
+            `tikhonov`.
 
     References: Kanamori, Suzuki and Sugiyama (2012).
     """
     n, m = cross.shape
     if min(n, m) < 2:
-        raise ValueError(f"kulsif_loo needs at least two training and two prior points, got {n} and {m}")
+        raise ValueError(
+            f"kulsif_loo needs at least two training and two prior points, got {n} and {m}"
+        )
     pairs = torch.arange(min(n, m), device=gram.device)
     eye = torch.eye(n, dtype=gram.dtype, device=gram.device)
     B = psd_solve(gram, eye, reg=(n - 1) * reg)
     scale = 1 / ((m - 1) * reg)
     s = (cross.sum(1, keepdim=True) - cross)[:, pairs]  # column l: without u_l
     solved = B @ s
-    c = -scale * (solved - B[:, pairs] * (solved[pairs, pairs] / B[pairs, pairs]))  # column l: zero at z_l itself
+    c = -scale * (
+        solved - B[:, pairs] * (solved[pairs, pairs] / B[pairs, pairs])
+    )  # column l: zero at z_l itself
     at_z = (gram[:, pairs] * c).sum(0) + scale * s[pairs, pairs]
     at_u = (cross[:, pairs] * c).sum(0) + scale * (gram_prior.sum(1) - gram_prior.diagonal())[pairs]
     return (at_z.square() / 2 - at_u).mean()
 
 
-def relative_coef(gram: Float[Tensor, "m m"], n: int, reg: float | Tensor, alpha: float) -> Float[Tensor, " m"]:
+def relative_coef(
+    gram: Float[Tensor, "m m"], n: int, reg: float | Tensor, alpha: float
+) -> Float[Tensor, " m"]:
     """The relative ratio as a function of any x: b of r(x) = sum_l b_l k(x, p_l), before it is clipped to [0, 1/alpha].
 
-    r minimises alpha/(2 m') sum_j r(u_j)^2 + (1 - alpha)/(2n) sum_i r(z_i)^2 - 1/m' sum_j r(u_j) + reg/2 ||r||^2 over the RKHS, for
-    samples z of p and u of pi. With the pooled points (z, u), d = (0, 1/m') and D = diag((1 - alpha)/n, alpha/m'),
+    r minimises alpha/(2 m') sum_j r(u_j)^2 + (1 - alpha)/(2n) sum_i r(z_i)^2 - 1/m' sum_j r(u_j) +
+    reg/2 ||r||^2 over the RKHS, for samples z of p and u of pi. With the pooled points (z, u), d =
+    (0, 1/m') and D = diag((1 - alpha)/n, alpha/m'),
 
         b = (reg I + D G)^-1 d = (d - D^1/2 (reg I + D^1/2 G D^1/2)^-1 D^1/2 G d) / reg.
 
@@ -191,23 +216,29 @@ def relative_coef(gram: Float[Tensor, "m m"], n: int, reg: float | Tensor, alpha
     Raises:
         ValueError: alpha out of range, or no z or no u. NotPositiveDefiniteError: as in `tikhonov`.
 
-    References: Kanamori, Suzuki and Sugiyama (2012); Yamada et al. (2013), here with the RKHS norm as the penalty.
+    References: Kanamori, Suzuki and Sugiyama (2012); Yamada et al. (2013), here with the RKHS norm
+    as the penalty.
     """
     d, root = _pooled(gram, n, alpha)
     factor = cholesky(root[:, None] * gram * root, reg=reg)
     return (d - root * torch.cholesky_solve((root * (gram @ d))[:, None], factor)[:, 0]) / reg
 
 
-def relative_loo(gram: Float[Tensor, "m m"], n: int, reg: float | Tensor, alpha: float) -> Float[Tensor, ""]:
+def relative_loo(
+    gram: Float[Tensor, "m m"], n: int, reg: float | Tensor, alpha: float
+) -> Float[Tensor, ""]:
     """Leave-one-out score of `relative_coef` for choosing reg and the bandwidth, in closed form; lower is better.
 
-    The minimised sum without its penalty, each point's terms at the r that is fitted without that point (weights d, D and reg as
-    they are): r_{-l}(p_l) = (r(p_l) - d_l q_l) / (1 - D_l q_l), where q_l is the value at p_l of the fit to d = e_l alone,
-    q = diag(G - G D^1/2 (reg I + D^1/2 G D^1/2)^-1 D^1/2 G) / reg. Arguments and errors as in `relative_coef`.
+    The minimised sum without its penalty, each point's terms at the r that is fitted without that
+    point (weights d, D and reg as they are): r_{-l}(p_l) = (r(p_l) - d_l q_l) / (1 - D_l q_l),
+    where q_l is the value at p_l of the fit to d = e_l alone, q = diag(G - G D^1/2 (reg I + D^1/2 G
+    D^1/2)^-1 D^1/2 G) / reg. Arguments and errors as in `relative_coef`.
     """
     d, root = _pooled(gram, n, alpha)
     D = root.square()
-    half = torch.linalg.solve_triangular(cholesky(root[:, None] * gram * root, reg=reg), root[:, None] * gram, upper=False)
+    half = torch.linalg.solve_triangular(
+        cholesky(root[:, None] * gram * root, reg=reg), root[:, None] * gram, upper=False
+    )
     fit = (gram @ d - half.mT @ (half @ d)) / reg
     own = (gram.diagonal() - half.square().sum(0)) / reg
     left_out = (fit - d * own) / (1 - D * own)
@@ -228,14 +259,17 @@ def _pooled(gram: Tensor, n: int, alpha: float) -> tuple[Tensor, Tensor]:
 class Ratio(NamedTuple):
     """A density ratio of an embedding with weights w over the training points, and the facts that say how a filter makes it.
 
-    Without a form, and not linear, it is 1 whatever the prior: each observation is regressed on by itself ("COND" of Xu et al.).
+    Without a form, and not linear, it is 1 whatever the prior: each observation is regressed on by
+    itself ("COND" of Xu et al.).
 
     Attributes:
         dense: (G_Z ``n n``, w ``*b n``, eta, alpha) -> ratio ``*b n``.
         primal: (F ``n r`` with G_Z = F F^T, w, eta, alpha) -> the same.
-        linear: it is gamma = n (G_Z + n eta I)^-1 G_Z w (`tikhonov`), made once as an operator; cut off at 0 unless ``signed``.
+        linear: it is gamma = n (G_Z + n eta I)^-1 G_Z w (`tikhonov`), made once as an operator; cut
+            off at 0 unless ``signed``.
         signed: values may be negative.
-        shareable: its steps take no sums over points but those of the operator, so that processes may share the points.
+        shareable: its steps take no sums over points but those of the operator, so that processes
+            may share the points.
         reg: eta that it starts from where none is given.
     """
 
@@ -261,7 +295,9 @@ def _relative_dense(gram: Tensor, weights: Tensor, reg: float | Tensor, alpha: f
     return relative(gram, gram, weights, reg, alpha)
 
 
-def _relative_primal(features: Tensor, weights: Tensor, reg: float | Tensor, alpha: float) -> Tensor:
+def _relative_primal(
+    features: Tensor, weights: Tensor, reg: float | Tensor, alpha: float
+) -> Tensor:
     """`relative_primal` likewise, unchecked as in `kbf.rkhs.rules.Rule.primal`."""
     return relative_primal(features, features, weights, reg, alpha, check=False)
 

@@ -1,18 +1,22 @@
 """The kernel Bayes' rules, side by side: weights ``*b n`` of the posterior embedding sum_i w_i k_Z(., z_i) given one observation.
 
-Letters: G = G_X ``n n`` the Gram matrix of the training observations, g = k_X(X, x) ``*b n`` the new observation against them,
-gamma or r ``*b n`` the density ratio of the prior (`kbf.rkhs.ratios`), D = diag(r), n training points.
+Letters: G = G_X ``n n`` the Gram matrix of the training observations, g = k_X(X, x) ``*b n`` the
+new observation against them, gamma or r ``*b n`` the density ratio of the prior
+(`kbf.rkhs.ratios`), D = diag(r), n training points.
 
-Each rule has a *dense* form in these, and most have a *primal* form in features, G = Psi Psi^T and g = Psi psi(x), which costs
-O(n p^2) instead of O(n^3). The primal forms share one pattern: the training points enter through the sum C = Psi^T D Psi alone,
+Each rule has a *dense* form in these, and most have a *primal* form in features, G = Psi Psi^T and
+g = Psi psi(x), which costs O(n p^2) instead of O(n^3). The primal forms share one pattern: the
+training points enter through the sum C = Psi^T D Psi alone,
 
     w = D Psi c,    c ``*b p`` solves a p x p system of C and psi(x),
 
-so a primal form is the function that gives c. `RULES` lists the rules by name, with the facts from which the rest of the project
-decides what each can be used for; to add a rule, write its functions here and give it a row there.
+so a primal form is the function that gives c. `RULES` lists the rules by name, with the facts from
+which the rest of the project decides what each can be used for; to add a rule, write its functions
+here and give it a row there.
 
-Every rule is differentiable in all of its arguments. At a ratio of exactly 0 the dense importance-weighted rule has a kink (it
-takes negative ratios for 0) and gives the gradient 0; its primal form is smooth there.
+Every rule is differentiable in all of its arguments. At a ratio of exactly 0 the dense
+importance-weighted rule has a kink (it takes negative ratios for 0) and gives the gradient 0; its
+primal form is smooth there.
 """
 
 from __future__ import annotations
@@ -41,11 +45,15 @@ MANY_RATIOS = 128
 
 
 def importance_weighted(
-    ratio: Float[Tensor, "*b n"], gram: Float[Tensor, "n n"], query: Float[Tensor, "*b n"], reg: float | Tensor
+    ratio: Float[Tensor, "*b n"],
+    gram: Float[Tensor, "n n"],
+    query: Float[Tensor, "*b n"],
+    reg: float | Tensor,
 ) -> Weights:
     """Importance-weighted kernel ridge regression: w = sqrt(D) (sqrt(D) G sqrt(D) + n reg I)^-1 sqrt(D) g.
 
-    With r = 1 it is the conditional mean embedding. The system is symmetric positive definite for every reg > 0.
+    With r = 1 it is the conditional mean embedding. The system is symmetric positive definite for
+    every reg > 0.
 
     Args:
         ratio: r ``*b n``.
@@ -56,7 +64,8 @@ def importance_weighted(
     Raises:
         NotPositiveDefiniteError: with n, reg and the smallest eigenvalue.
 
-    References: Xu et al. (2022), Algorithm 1, step 3, and equation 4. The authors' code calls this reg ``reg2``.
+    References: Xu et al. (2022), Algorithm 1, step 3, and equation 4. The authors' code calls this
+    reg ``reg2``.
     """
     n = gram.shape[-1]
     root = safe_sqrt(ratio)
@@ -65,7 +74,10 @@ def importance_weighted(
 
 
 def importance_weighted_primal(
-    ratio: Float[Tensor, "*b n"], features: Float[Tensor, "*#b n p"], query: Float[Tensor, "*b p"], reg: float | Tensor
+    ratio: Float[Tensor, "*b n"],
+    features: Float[Tensor, "*#b n p"],
+    query: Float[Tensor, "*b p"],
+    reg: float | Tensor,
 ) -> Weights:
     """The same weights when G = Psi Psi^T, w = D Psi (Psi^T D Psi + n reg I_p)^-1 psi(x), in O(n p^2). No root is needed.
 
@@ -82,11 +94,17 @@ def importance_weighted_primal(
     """
     n = features.shape[-2]
     covariance = weighted_covariance(ratio, features)
-    return from_coefficients(ratio, features, importance_weighted_coefficients(covariance, query, n * reg))
+    return from_coefficients(
+        ratio, features, importance_weighted_coefficients(covariance, query, n * reg)
+    )
 
 
 def importance_weighted_coefficients(
-    covariance: Float[Tensor, "*b p p"], query: Float[Tensor, "*b p"], ridge: float | Tensor, *, check: bool = True
+    covariance: Float[Tensor, "*b p p"],
+    query: Float[Tensor, "*b p"],
+    ridge: float | Tensor,
+    *,
+    check: bool = True,
 ) -> Float[Tensor, "*b p"]:
     """c = (C + ridge I_p)^-1 psi(x) of the importance-weighted rule, whose ridge is n lambda.
 
@@ -103,7 +121,10 @@ def importance_weighted_coefficients(
 
 
 def original(
-    ratio: Float[Tensor, "*b n"], gram: Float[Tensor, "n n"], query: Float[Tensor, "*b n"], delta: float | Tensor
+    ratio: Float[Tensor, "*b n"],
+    gram: Float[Tensor, "n n"],
+    query: Float[Tensor, "*b n"],
+    delta: float | Tensor,
 ) -> Weights:
     """The first kernel Bayes' rule: w = L G ((L G)^2 + delta I)^-1 L g, L = diag(gamma), gamma of either sign.
 
@@ -111,11 +132,11 @@ def original(
         ratio: gamma ``*b n``, of mean about 1 (`kbf.rkhs.ratios.tikhonov`).
         gram: G ``n n``.
         query: g ``*b n``.
-        delta: the ridge, not scaled by n. Where a paper's mu is gamma / n (Johno et al. (2018), Theorem 3; Fukumizu et al.,
-            equation 19), its delta is this one over n^2.
+        delta: the ridge, not scaled by n. Where a paper's mu is gamma / n (Johno et al. (2018),
+            Theorem 3; Fukumizu et al., equation 19), its delta is this one over n^2.
 
-    References: Fukumizu et al., equation 14 (step 3 of Figure 1); Xu et al. (2022), equation 2. The authors' code calls this
-    delta ``reg2``.
+    References: Fukumizu et al., equation 14 (step 3 of Figure 1); Xu et al. (2022), equation 2. The
+    authors' code calls this delta ``reg2``.
     """
     weighted = ratio[..., :, None] * gram
     solved = torch.linalg.solve(_plus_ridge(weighted @ weighted, delta), (ratio * query)[..., None])
@@ -123,7 +144,10 @@ def original(
 
 
 def original_primal(
-    ratio: Float[Tensor, "*b n"], features: Float[Tensor, "n p"], query: Float[Tensor, "*b p"], delta: float | Tensor
+    ratio: Float[Tensor, "*b n"],
+    features: Float[Tensor, "n p"],
+    query: Float[Tensor, "*b p"],
+    delta: float | Tensor,
 ) -> Weights:
     """The same weights when G = Psi Psi^T: w = L Psi C (C^2 + delta I_p)^-1 psi(x), C = Psi^T L Psi, in O(n p^2).
 
@@ -135,7 +159,9 @@ def original_primal(
         query: psi(x) ``*b p``.
         delta: as in `original`.
     """
-    return from_coefficients(ratio, features, original_coefficients(weighted_covariance(ratio, features), query, delta))
+    return from_coefficients(
+        ratio, features, original_coefficients(weighted_covariance(ratio, features), query, delta)
+    )
 
 
 def original_coefficients(
@@ -154,14 +180,19 @@ def original_coefficients(
 
 def _plus_ridge(a: Float[Tensor, "*b m m"], ridge: float | Tensor) -> Float[Tensor, "*b m m"]:
     """A + ridge I."""
-    return a + torch.as_tensor(ridge, dtype=a.dtype, device=a.device) * torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    return a + torch.as_tensor(ridge, dtype=a.dtype, device=a.device) * torch.eye(
+        a.shape[-1], dtype=a.dtype, device=a.device
+    )
 
 
 # Without a ridge
 
 
 def pseudo_inverse(
-    ratio: Float[Tensor, "*b n"], gram: Float[Tensor, "n n"], query: Float[Tensor, "*b n"], rtol: float = 1e-10
+    ratio: Float[Tensor, "*b n"],
+    gram: Float[Tensor, "n n"],
+    query: Float[Tensor, "*b n"],
+    rtol: float = 1e-10,
 ) -> Weights:
     """The rule "KBR2", without any ridge: w = (L G)^+ L g, L = diag(gamma).
 
@@ -181,7 +212,9 @@ def pseudo_inverse(
 
 
 def from_coefficients(
-    ratio: Float[Tensor, "*b n"], features: Float[Tensor, "*#b n p"], coefficients: Float[Tensor, "*b p"]
+    ratio: Float[Tensor, "*b n"],
+    features: Float[Tensor, "*#b n p"],
+    coefficients: Float[Tensor, "*b p"],
 ) -> Weights:
     """w = D Psi c, the weights of a primal form.
 
@@ -190,22 +223,40 @@ def from_coefficients(
         features: Psi ``n p``, or others for each of the batch ``*b n p``.
         coefficients: c ``*b p``.
     """
-    return ratio * (coefficients @ features.mT if features.ndim == 2 else (features @ coefficients[..., None])[..., 0])
+    return ratio * (
+        coefficients @ features.mT
+        if features.ndim == 2
+        else (features @ coefficients[..., None])[..., 0]
+    )
 
 
-def weighted_covariance(ratio: Float[Tensor, "*b n"], features: Float[Tensor, "*#b n p"]) -> Float[Tensor, "*b p p"]:
+def weighted_covariance(
+    ratio: Float[Tensor, "*b n"], features: Float[Tensor, "*#b n p"]
+) -> Float[Tensor, "*b p p"]:
     """C = Psi^T D Psi = sum_i r_i psi_i psi_i^T, by blocks of points; where it is worth it, without points of ratio 0."""
-    p, batch, on_cpu = features.shape[-1], max(1, ratio.shape[:-1].numel()), ratio.device.type == "cpu"
-    sparse = batch == 1 and p >= 64 and on_cpu and not torch.compiler.is_compiling()  # on a GPU: it would wait
+    p, batch, on_cpu = (
+        features.shape[-1],
+        max(1, ratio.shape[:-1].numel()),
+        ratio.device.type == "cpu",
+    )
+    sparse = (
+        batch == 1 and p >= 64 and on_cpu and not torch.compiler.is_compiling()
+    )  # on a GPU: it would wait
     sparse = sparse and not ratio.requires_grad  # the ratio 0 has a gradient too
     many = features.ndim == 2 and batch >= MANY_RATIOS
-    size = max(1, (COVARIANCE_BLOCK if on_cpu else COVARIANCE_BLOCK_ON_GPU) // (p * (p if many else batch)))
+    size = max(
+        1, (COVARIANCE_BLOCK if on_cpu else COVARIANCE_BLOCK_ON_GPU) // (p * (p if many else batch))
+    )
     covariance: Tensor | None = None
     for r, f in zip(ratio.split(size, -1), features.split(size, -2), strict=True):
         if sparse:
             rows = r.flatten().nonzero()[:, 0]
             r, f = r.index_select(-1, rows), f.index_select(-2, rows)
-        part = (r @ (f[:, :, None] * f[:, None]).flatten(1)).unflatten(-1, (p, p)) if many else (f * r[..., None]).mT @ f
+        part = (
+            (r @ (f[:, :, None] * f[:, None]).flatten(1)).unflatten(-1, (p, p))
+            if many
+            else (f * r[..., None]).mT @ f
+        )
         covariance = part if covariance is None else covariance + part
     assert covariance is not None
     return covariance
@@ -264,9 +315,10 @@ def importance_weighted_moments(
 ) -> Weights:
     """The importance-weighted rule in its primal form for points that were each observed k times (k = 1 included).
 
-    The mean of psi_ij psi_ij^T over the observations of a point takes the place of psi_i psi_i^T, and their mean feature that of
-    psi_i. The weights are those of the rule over all n k observations with the same lambda, each ratio repeated k times, summed
-    over the observations of each point (both sides of that system are divided by k).
+    The mean of psi_ij psi_ij^T over the observations of a point takes the place of psi_i psi_i^T,
+    and their mean feature that of psi_i. The weights are those of the rule over all n k
+    observations with the same lambda, each ratio repeated k times, summed over the observations of
+    each point (both sides of that system are divided by k).
 
     Args:
         ratio: r ``*b n``.
@@ -277,7 +329,9 @@ def importance_weighted_moments(
     """
     n, p = features.shape[-2:]
     covariance = covariance_from_moments(ratio, moments, places(p, ratio.device))
-    return from_coefficients(ratio, features, importance_weighted_coefficients(covariance, query, n * reg))
+    return from_coefficients(
+        ratio, features, importance_weighted_coefficients(covariance, query, n * reg)
+    )
 
 
 # The table
@@ -288,8 +342,9 @@ class Rule(NamedTuple):
 
     Attributes:
         dense: (ratio ``*b n``, G ``n n``, g ``*b n``, reg) -> weights ``*b n``.
-        primal: (C ``*b p p``, psi(x) ``*b p``, ridge) -> coefficients c ``*b p`` of w = D Psi c, the same weights; None where
-            there is no such form. It is for the steps of a filter: a failed factorisation gives NaN, to be seen in the end.
+        primal: (C ``*b p p``, psi(x) ``*b p``, ridge) -> coefficients c ``*b p`` of w = D Psi c,
+            the same weights; None where there is no such form. It is for the steps of a filter: a
+            failed factorisation gives NaN, to be seen in the end.
         signed: it takes ratios of either sign as they are; others get them cut off at 0.
         ridge_scales_with_n: its ridge is n reg, beside a sum over n points. Else it is reg itself.
         reg: that it starts from where none is given.
@@ -305,8 +360,9 @@ class Rule(NamedTuple):
     def regression(self) -> bool:
         """It is a regression weighted by ratios that are not negative.
 
-        Then points of small ratios may be left out (``local``), a point may have several observations, processes may share the
-        points, and the leave-one-out score of a regression is about its ridge.
+        Then points of small ratios may be left out (``local``), a point may have several
+        observations, processes may share the points, and the leave-one-out score of a regression is
+        about its ridge.
         """
         return not self.signed and self.ridge_scales_with_n and self.primal is not None
 
@@ -317,7 +373,9 @@ def _without_ridge(ratio: Tensor, gram: Tensor, query: Tensor, reg: float | Tens
 
 
 RULES = {
-    "importance_weighted": Rule(importance_weighted, partial(importance_weighted_coefficients, check=False)),
+    "importance_weighted": Rule(
+        importance_weighted, partial(importance_weighted_coefficients, check=False)
+    ),
     "original": Rule(original, original_coefficients, signed=True, ridge_scales_with_n=False),
     "pseudo_inverse": Rule(_without_ridge, None, signed=True, ridge_scales_with_n=False),
 }

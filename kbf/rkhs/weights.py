@@ -28,8 +28,8 @@ def mass(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b 2"]:
 def divisor(masses: Float[Tensor, "*b 2"]) -> tuple[Bool[Tensor, "*b 1"], Float[Tensor, "*b 1"]]:
     """Whether weights of this `mass` cannot be divided by their sum, and that sum, or 1 where they cannot.
 
-    They cannot where positive and negative ones nearly cancel (`LEAST_SHARE`): the estimate might come out far from all points.
-    NaN counts as divisible, so that it stays visible.
+    They cannot where positive and negative ones nearly cancel (`LEAST_SHARE`): the estimate might
+    come out far from all points. NaN counts as divisible, so that it stays visible.
     """
     sums, sizes = masses.split(1, -1)
     cancel = sums <= (LEAST_SHARE * sizes).clamp_min(torch.finfo(masses.dtype).tiny)
@@ -37,7 +37,10 @@ def divisor(masses: Float[Tensor, "*b 2"]) -> tuple[Bool[Tensor, "*b 1"], Float[
 
 
 def normalised(
-    weights: Float[Tensor, "*b n"], masses: Float[Tensor, "*b 2"], otherwise: Float[Tensor, "*b n"], to: int = 1
+    weights: Float[Tensor, "*b n"],
+    masses: Float[Tensor, "*b 2"],
+    otherwise: Float[Tensor, "*b n"],
+    to: int = 1,
 ) -> Float[Tensor, "*b n"]:
     """Weights scaled to the sum ``to``; ``otherwise`` where they cannot be (`divisor`).
 
@@ -51,10 +54,13 @@ def normalised(
     return torch.where(cancel, otherwise, weights * (to / sums))
 
 
-def with_sum(weights: Float[Tensor, "*b n"], total: Float[Tensor, "*b 1"], to: int) -> Float[Tensor, "*b n"]:
+def with_sum(
+    weights: Float[Tensor, "*b n"], total: Float[Tensor, "*b 1"], to: int
+) -> Float[Tensor, "*b n"]:
     """Weights of which none is negative, scaled to the sum ``to``; those that are all 0 stay so.
 
     Args:
-        weights: w ``*b n``, those of some of the points or of all. total: the sum of all. to: the wanted one.
+        weights: w ``*b n``, those of some of the points or of all. total: the sum of all. to: the
+            wanted one.
     """
     return weights * (total.clamp_min(torch.finfo(total.dtype).tiny).reciprocal() * to)

@@ -1,8 +1,9 @@
 """A memory that several processes share: each holds some recordings, and the sums over all points add up over the processes.
 
-What a kernel filter in features needs of its memory are sums over the points, p x p at most: the feature covariance, the weighted
-covariance of a step, the estimate. Each process sums over its own points, and `all_sum` adds the results, with gradients. The
-formulas themselves know nothing of this: modules that sum over points in their steps are `OverPoints`, and
+What a kernel filter in features needs of its memory are sums over the points, p x p at most: the
+feature covariance, the weighted covariance of a step, the estimate. Each process sums over its own
+points, and `all_sum` adds the results, with gradients. The formulas themselves know nothing of
+this: modules that sum over points in their steps are `OverPoints`, and
 `kbf.filters.kernel.shared.SharedMemory` tells them how.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed as dist
 
-from kbf.runtime.notebook import ShownModule
+from kbf.runtime.html_repr import ShownModule
 
 Reduce = Callable[[Tensor], Tensor]
 """Adds a sum up over the processes that share a memory: `no_reduce` for one process, `all_sum` for all of a process group."""
@@ -28,7 +29,8 @@ def no_reduce(x: Tensor) -> Tensor:
 class OverPoints(ShownModule):
     """A module that sums over the points of a memory in its steps.
 
-    ``reduce`` is applied to each such sum. It leaves them as they are, unless processes share the memory.
+    ``reduce`` is applied to each such sum. It leaves them as they are, unless processes share the
+    memory.
     """
 
     def __init__(self) -> None:
@@ -55,15 +57,17 @@ class AllSum(torch.autograd.Function):
 def all_sum(x: Tensor) -> Tensor:
     """Sum over the processes of the default group; all of them must call it, in the same order.
 
-    When every process computes the same loss from such sums, the gradients of the processes' copies of a parameter *average* to
-    the gradient of the loss: what `DistributedDataParallel` does.
+    When every process computes the same loss from such sums, the gradients of the processes' copies
+    of a parameter *average* to the gradient of the loss: what `DistributedDataParallel` does.
     """
     return AllSum.apply(x)  # pyright: ignore[reportReturnType]
 
 
 def gather(x: Tensor) -> Tensor:
     """The rows of all processes, one behind the other in the order of their ranks; without gradients."""
-    sizes = [torch.zeros(1, dtype=torch.long, device=x.device) for _ in range(dist.get_world_size())]
+    sizes = [
+        torch.zeros(1, dtype=torch.long, device=x.device) for _ in range(dist.get_world_size())
+    ]
     dist.all_gather(sizes, torch.tensor([len(x)], device=x.device))
     rows = [x.new_empty(int(size), *x.shape[1:]) for size in sizes]
     most = max(len(part) for part in rows)

@@ -1,4 +1,4 @@
-"""Objects from plain configuration: ``{_target_: "kbf.filters.ekf.EKF", model: {_target_: "kbf.ssm.rotation"}}``."""
+"""Objects from plain configuration: ``{_target_: "kbf.filters.gaussian.ekf.EKF", model: {_target_: "kbf.ssm.rotation"}}``."""
 
 from __future__ import annotations
 
@@ -6,31 +6,36 @@ import importlib
 import inspect
 from typing import Any
 
-from kbf.runtime.moved import new_place
-from kbf.runtime.registry import INSIDE, REGISTERED, check_plain, check_registered, check_sizes
+from kbf.runtime.allowlist import INSIDE, REGISTERED, check_plain, check_registered, check_sizes
 
 
-def build(config: Any, *, trust: bool = False, kinds: tuple[str, ...] | None = None, **extra: Any) -> Any:
+def build(
+    config: Any, *, trust: bool = False, kinds: tuple[str, ...] | None = None, **extra: Any
+) -> Any:
     """Build what ``config`` describes.
 
-    A dict with ``_target_`` becomes a call of it, with the other keys as arguments; a list becomes a tuple.
+    A dict with ``_target_`` becomes a call of it, with the other keys as arguments; a list becomes
+    a tuple.
 
     Args:
         config: nested dicts, lists and plain values, already resolved.
-        trust: allow any target that can be imported. A checkpoint is data from somebody: its configuration is built without, from
-            what is registered (`kbf.runtime.registry`) and nothing else.
+        trust: allow any target that can be imported. A checkpoint is data from somebody: its
+            configuration is built without, from what is registered (`kbf.runtime.allowlist`) and
+            nothing else.
         kinds: without ``trust``, of which kinds the outermost targets must be; None for any.
         extra: further arguments of the outermost call, used as they are.
 
     Raises:
-        ValueError: a target that does not exist or may not be called, or arguments that it does not take.
+        ValueError: a target that does not exist or may not be called, or arguments that it does not
+            take.
 
     >>> build({"_target_": "kbf.ssm.OrientationModel", "turn": 0.1}).turn
     0.1
     >>> build({"_target_": "kbf.ssm.simulate"})
     Traceback (most recent call last):
     ...
-    ValueError: _target_ 'kbf.ssm.simulate' is no class or function that a file may build: it does not exist among the registered \
+    ValueError: _target_ 'kbf.ssm.simulate' is no class or function that a file may build: it does
+    not exist among the registered \
 ones of kbf. For a file that you trust: trust=true
     """
     if trust:
@@ -45,7 +50,9 @@ def build_trusted(config: Any, **extra: Any) -> Any:
         return tuple(build_trusted(value) for value in config)
     if not isinstance(config, dict):
         return config
-    arguments = {key: build_trusted(value) for key, value in config.items() if key != "_target_"} | extra
+    arguments = {
+        key: build_trusted(value) for key, value in config.items() if key != "_target_"
+    } | extra
     return made(config["_target_"], arguments) if "_target_" in config else arguments
 
 
@@ -56,11 +63,11 @@ def build_registered(config: Any, kinds: tuple[str, ...], **extra: Any) -> Any:
     if not isinstance(config, dict):
         return config
     target = config.get("_target_")
-    if isinstance(target, str) and not any(target in names for names in REGISTERED.values()):
-        check_moved(target)
     check_sizes(str(target), config)
     inside = kinds if "_target_" not in config else INSIDE[check_registered(target, kinds)]
-    arguments = {key: build_registered(value, inside) for key, value in config.items() if key != "_target_"} | extra
+    arguments = {
+        key: build_registered(value, inside) for key, value in config.items() if key != "_target_"
+    } | extra
     if "_target_" not in config:
         return arguments
     return made(str(target), arguments)
@@ -73,7 +80,9 @@ def made(name: str, arguments: dict[str, Any]) -> Any:
     except (ValueError, OSError, ImportError):
         raise
     except Exception as error:
-        raise ValueError(f"{name} cannot be built of these settings: {' '.join(str(error).split())[:200]}") from error
+        raise ValueError(
+            f"{name} cannot be built of these settings: {' '.join(str(error).split())[:200]}"
+        ) from error
 
 
 def call(name: str, arguments: dict[str, Any]) -> Any:
@@ -92,21 +101,13 @@ def call(name: str, arguments: dict[str, Any]) -> Any:
         raise ValueError(f"{name}: {error}") from error
 
 
-def check_moved(name: str) -> None:
-    """Raise a ValueError with the new place of what had this name before 0.1.0."""
-    if place := new_place(name):
-        raise ValueError(f"_target_ {name!r} is now {place!r}: write this name in its place")
-
-
 def locate(name: Any) -> Any:
     """The class or function of a dotted name."""
     module, _, attribute = str(name).rpartition(".")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        check_moved(str(name))
         raise ValueError(f"_target_ {name!r} does not exist: {error}") from error
     if not callable(found):
-        check_moved(str(name))
         raise ValueError(f"_target_ {name!r} is no class or function")
     return found

@@ -1,6 +1,7 @@
 """A filter that goes on learning: recordings are added to its memory, and the memory is kept to a budget.
 
-Bandwidths, ridges, units and encoders stay those of the checkpoint; the operators over the memory are made anew.
+Bandwidths, ridges, units and encoders stay those of the checkpoint; the operators over the memory
+are made anew.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kbf.data.windows import Span, take
+from kbf.recording import Recording, as_recordings
 from kbf.rkhs.features import nystrom_whitening, pivots
 from kbf.rkhs.kernels import gaussian, median_distance
-from kbf.sequence import Sequence, as_sequences
 from kbf.training.buffers import RecordingBuffers
 from kbf.training.checkpoint import Trained, check_like, load_filter, rewrite_checkpoint
 from kbf.training.filter_stage import inner_filter
@@ -43,7 +44,7 @@ class Appended(NamedTuple):
 
 def append(
     checkpoint: str | os.PathLike[str],
-    recordings: list[Sequence],
+    recordings: list[Recording],
     out: str | os.PathLike[str],
     *,
     budget: int | None = None,
@@ -57,21 +58,32 @@ def append(
 
     Args:
         checkpoint: of the filter.
-        recordings: in the units of the data. Each is a recording of its own: no transition leads to it from those before.
+        recordings: in the units of the data. Each is a recording of its own: no transition leads to
+            it from those before.
         out: the new checkpoint; it may be the old one.
         budget: most points of the new memory (`prune`); None keeps all.
-        device: where to work. trust: as of `kbf.training.checkpoint.load_filter`. seed: of filters that draw.
+        device: where to work. trust: as of `kbf.training.checkpoint.load_filter`. seed: of filters
+            that draw.
 
     Raises:
-        CheckpointError: a checkpoint that cannot be loaded. ValueError: a model without a memory, or recordings of other shapes.
+        CheckpointError: a checkpoint that cannot be loaded. ValueError: a model without a memory,
+            or recordings of other shapes.
     """
     trained = load_filter(checkpoint, device=device, trust=trust)
     module = trained.module
     if inner_filter(trained.filter) is module.net:
-        raise ValueError(f"{checkpoint} is of a model without a memory ({module.config['model']['name']}): train it again instead")
+        raise ValueError(
+            f"{checkpoint} is of a model without a memory ({module.config['model']['name']}): train it again instead"
+        )
     check_like(
         module,
-        as_sequences(recordings, partial=bool(getattr(module.net, "sensors", None) or getattr(module.net, "partial", False)))[0],
+        as_recordings(
+            recordings,
+            allow_missing_sensors=bool(
+                getattr(module.net, "sensors", None)
+                or getattr(module.net, "allow_missing_sensors", False)
+            ),
+        )[0],
         checkpoint,
     )
     memory = module.memory.sequences()
@@ -87,29 +99,33 @@ def append(
     return Appended(trained, before, points(recordings), points(memory))
 
 
-def points(memory: list[Sequence]) -> int:
+def points(memory: list[Recording]) -> int:
     """Steps in all recordings together."""
     return sum(len(s.states) for s in memory)
 
 
-def prune(memory: list[Sequence], budget: int) -> list[Sequence]:
+def prune(memory: list[Recording], budget: int) -> list[Recording]:
     """At most ``budget`` points of a memory, in contiguous chunks, chosen to cover what the whole memory knows.
 
-    Greedy: the next chunk c is the one with the largest log det(I + Phi_c M Phi_c^T) / |c|, M = (sigma^2 I + Phi_k^T Phi_k)^-1
-    over the points k that are kept already, sigma^2 = `POINT_NOISE`: what a point of it tells of a function with the Gaussian
-    kernel over (state, observation, control) that those do not; of equal ones the oldest. It is pivoted Cholesky with noise, by
+    Greedy: the next chunk c is the one with the largest log det(I + Phi_c M Phi_c^T) / |c|, M =
+    (sigma^2 I + Phi_k^T Phi_k)^-1 over the points k that are kept already, sigma^2 = `POINT_NOISE`:
+    what a point of it tells of a function with the Gaussian kernel over (state, observation,
+    control) that those do not; of equal ones the oldest. It is pivoted Cholesky with noise, by
     chunks in place of points. The features Phi are those of `kbf.rkhs.features.nystrom`.
 
     Raises:
         ValueError: a budget of fewer points than one chunk.
 
-    References: Krause, Singh and Guestrin (2008) for greedy choice by information gain, Minoux (1978) for not evaluating all.
+    References: Krause, Singh and Guestrin (2008) for greedy choice by information gain, Minoux
+    (1978) for not evaluating all.
     """
     if points(memory) <= budget:
         return memory
     spans = chunks([len(s.states) for s in memory])
     if budget < min(span.stop - span.start for span in spans):
-        raise ValueError(f"a budget of {budget} points is less than the {STEPS_PER_CHUNK} steps that are kept together")
+        raise ValueError(
+            f"a budget of {budget} points is less than the {STEPS_PER_CHUNK} steps that are kept together"
+        )
     features = coverage_features(memory)
     starts = [sum(len(s.states) for s in memory[:k]) for k in range(len(memory))]
     parts = [features[starts[k] + a : starts[k] + b] for k, a, b in spans]
@@ -129,20 +145,28 @@ def prune(memory: list[Sequence], budget: int) -> list[Sequence]:
         kept.append(spans[k])
         left -= len(part)
         known = part @ M
-        M = M - known.mT @ torch.linalg.solve(torch.eye(len(part)).to(part) + known @ part.mT, known)
+        M = M - known.mT @ torch.linalg.solve(
+            torch.eye(len(part)).to(part) + known @ part.mT, known
+        )
     return take(memory, joined(sorted(kept)))
 
 
 def gain(part: Float[Tensor, "c p"], M: Float[Tensor, "p p"]) -> float:
     """log det(I + Phi_c M Phi_c^T) / c."""
-    information = torch.linalg.slogdet(torch.eye(len(part)).to(part) + part @ M @ part.mT).logabsdet / len(part)
+    information = torch.linalg.slogdet(
+        torch.eye(len(part)).to(part) + part @ M @ part.mT
+    ).logabsdet / len(part)
     return round(information.item(), 9)  # equal ones are equal, whatever was chosen before
 
 
-def coverage_features(memory: list[Sequence]) -> Float[Tensor, "n p"]:
+def coverage_features(memory: list[Recording]) -> Float[Tensor, "n p"]:
     """Nystrom features of the Gaussian kernel over states, observations and controls, each in units of its median distance."""
     sides = [torch.cat([s.states for s in memory]), torch.cat([s.obs.flatten(1) for s in memory])]
-    sides += [torch.cat([s.controls for s in memory if s.controls is not None])] if memory[0].controls is not None else []
+    sides += (
+        [torch.cat([s.controls for s in memory if s.controls is not None])]
+        if memory[0].controls is not None
+        else []
+    )
     scaled = []
     for side in sides:
         values = side.double()

@@ -6,24 +6,27 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from kbf.sequence import Sequence
+from kbf.recording import Recording
 
 
 class RecordingBuffers(nn.Module):
     """Recordings as buffers: they move with the module, and are saved with it."""
 
-    def __init__(self, sequences: list[Sequence]) -> None:
+    def __init__(self, sequences: list[Recording]) -> None:
         super().__init__()
         for k, sequence in enumerate(sequences):
             for name, leaf in sequence._asdict().items():
                 if leaf is not None:
                     self.register_buffer(f"{name}_{k}", leaf)
 
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[Recording]:
         """The recordings."""
         buffers = dict(self.named_buffers())
         count = sum(name.startswith("states_") for name in buffers)
-        return [Sequence(*(buffers.get(f"{name}_{k}") for name in Sequence._fields)) for k in range(count)]  # pyright: ignore[reportArgumentType]
+        return [
+            Recording(*(buffers.get(f"{n}_{k}") for n in Recording._fields))  # pyright: ignore[reportArgumentType]
+            for k in range(count)
+        ]
 
     @staticmethod
     def from_state(state: Mapping[str, Tensor], prefix: str) -> RecordingBuffers:

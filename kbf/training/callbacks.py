@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, P
 
 from kbf.runtime.instantiate import build
 
-BEST, LAST, ENCODERS = "best.ckpt", "last.ckpt", "coding.ckpt"
+BEST, LAST, ENCODERS = "best.ckpt", "last.ckpt", "encoder.ckpt"
 """Files of a run: the model with the least validation error, the newest one, and the newest of the first stage."""
 VALIDATION, VALIDATION_LOSS = "validation/mse", "validation/loss"
 """The error on what is held out, and the net's own loss there: metrics by which one epoch is better than another."""
@@ -23,9 +23,10 @@ VALIDATION, VALIDATION_LOSS = "validation/mse", "validation/loss"
 class BestCheckpoint(ModelCheckpoint):
     """Lightning's, for ``best.ckpt``: the model with the least validation error, or the newest where nothing is held out.
 
-    It must come before the `LastCheckpoint`: the error that ``last.ckpt`` calls the least so far is then always one that
-    ``best.ckpt`` has reached, wherever a process is killed. (The other way round, a resumed run would compare with the error of a
-    model that was never written.) Unlike Lightning's it goes on in another folder too, and writes no path of this machine.
+    It must come before the `LastCheckpoint`: the error that ``last.ckpt`` calls the least so far is
+    then always one that ``best.ckpt`` has reached, wherever a process is killed. (The other way
+    round, a resumed run would compare with the error of a model that was never written.) Unlike
+    Lightning's it goes on in another folder too, and writes no path of this machine.
     """
 
     best_model_path: str
@@ -36,7 +37,9 @@ class BestCheckpoint(ModelCheckpoint):
     def __init__(self, directory: Path, monitor: str | None = VALIDATION) -> None:
         """``monitor``: None where nothing is held out."""
         stem = BEST.removesuffix(".ckpt")
-        super().__init__(directory, stem, monitor, enable_version_counter=False, save_on_train_epoch_end=True)
+        super().__init__(
+            directory, stem, monitor, enable_version_counter=False, save_on_train_epoch_end=True
+        )
         self.least = None
 
     @property
@@ -44,7 +47,9 @@ class BestCheckpoint(ModelCheckpoint):
         """The name under which checkpoints keep the state."""
         return type(self).__name__
 
-    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_epoch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
+    ) -> None:
         """Save what is best so far, with its error."""
         found = trainer.callback_metrics
         if self.monitor is not None and self.check_monitor_top_k(trainer, found.get(self.monitor)):
@@ -54,7 +59,10 @@ class BestCheckpoint(ModelCheckpoint):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run must know."""
-        return {"best_model_score": None if self.monitor is None else self.best_model_score, "least": self.least}
+        return {
+            "best_model_score": None if self.monitor is None else self.best_model_score,
+            "least": self.least,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there, if the best checkpoint so far is here as well."""
@@ -63,7 +71,9 @@ class BestCheckpoint(ModelCheckpoint):
             self.best_model_score = self.current_score = self.kth_value = torch.as_tensor(score)
             self.best_model_path = self.kth_best_model_path = str(path)
             self.best_k_models = {str(path): self.best_model_score}
-            self.least = state_dict.get("least", float(score))  # of a run before there were two metrics
+            self.least = state_dict.get(
+                "least", float(score)
+            )  # of a run before there were two metrics
 
 
 class LastCheckpoint(Checkpoint):
@@ -81,7 +91,9 @@ class LastCheckpoint(Checkpoint):
         """``seconds``: write at most every so many, and at the end."""
         self.path, self.seconds, self.replaces, self.saved = path, seconds, replaces, -math.inf
 
-    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_epoch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
+    ) -> None:
         """Save when the last time is long enough ago, and at the end."""
         last = trainer.current_epoch + 1 == trainer.max_epochs
         if trainer.strategy.broadcast(last or time.monotonic() - self.saved >= self.seconds):
@@ -94,40 +106,65 @@ class LastCheckpoint(Checkpoint):
 class EarlyStopping(lightning_callbacks.EarlyStopping):
     """Lightning's; a run that had stopped has nothing left to do when it is resumed."""
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
+    ) -> None:
         """Stop where the patience is at its end already."""
         trainer.should_stop = trainer.should_stop or self.wait_count >= self.patience
 
 
-def build_callbacks(config: dict[str, Any], *, directory: Path | None = None, first_stage: bool = False) -> list[Callback]:
+def build_callbacks(
+    config: dict[str, Any], *, directory: Path | None = None, first_stage: bool = False
+) -> list[Callback]:
     """The callbacks that ``config["callbacks"]`` names, made anew for each stage.
 
-    Progress bars are left out where ``trainer.enable_progress_bar`` is off. In the first stage, which fits encoders, those that
-    save checkpoints or watch a metric are: they are meant for the filter. Checkpoints of which nobody has said where go to
-    ``directory``.
+    Progress bars are left out where ``trainer.enable_progress_bar`` is off. In the first stage,
+    which fits encoders, those that save checkpoints or watch a metric are: they are meant for the
+    filter. Checkpoints of which nobody has said where go to ``directory``.
 
     Raises:
         ValueError: something that cannot be built, or is no callback.
     """
-    made = [build(value, trust=True) for value in (config.get("callbacks") or {}).values() if value is not None]
+    made = [
+        build(value, trust=True)
+        for value in (config.get("callbacks") or {}).values()
+        if value is not None
+    ]
     shown = config["trainer"].get("enable_progress_bar", True)
     made = [callback for callback in made if shown or not isinstance(callback, ProgressBar)]
     for callback in made:
         if not isinstance(callback, Callback):
             raise ValueError(f"callbacks: {type(callback).__name__} is no callback of Lightning")
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None and directory is not None:
+        if (
+            isinstance(callback, ModelCheckpoint)
+            and callback.dirpath is None
+            and directory is not None
+        ):
             callback.dirpath = str(directory)
-    return [c for c in made if not first_stage or (not isinstance(c, Checkpoint) and getattr(c, "monitor", None) is None)]
+    return [
+        c
+        for c in made
+        if not first_stage
+        or (not isinstance(c, Checkpoint) and getattr(c, "monitor", None) is None)
+    ]
 
 
-def early_stopping(patience: int | None, monitor: str | None, others: list[Callback]) -> list[Callback]:
+def early_stopping(
+    patience: int | None, monitor: str | None, others: list[Callback]
+) -> list[Callback]:
     """What ``model.training.patience`` asks for, by the metric ``monitor`` (None where no part is held out).
 
     Nothing where ``others`` have a rule of their own.
     """
-    if patience is None or monitor is None or any(isinstance(c, lightning_callbacks.EarlyStopping) for c in others):
+    if (
+        patience is None
+        or monitor is None
+        or any(isinstance(c, lightning_callbacks.EarlyStopping) for c in others)
+    ):
         return []
-    return [EarlyStopping(monitor, patience=patience, check_finite=False, check_on_train_epoch_end=True)]
+    return [
+        EarlyStopping(monitor, patience=patience, check_finite=False, check_on_train_epoch_end=True)
+    ]
 
 
 def check_callbacks(made: list[Callback], held_out: bool) -> None:

@@ -13,14 +13,14 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
 from kbf import __version__
+from kbf.evaluation.alarms import Monitor
 from kbf.evaluation.calibration import Calibration
-from kbf.evaluation.monitor import Monitor
-from kbf.filters.base import Filter, control_components, move, observe
-from kbf.runtime import notebook
-from kbf.runtime.files import check_archive
-from kbf.runtime.registry import check_plain, without_weights
-from kbf.runtime.tensors import check_tensors, write_tensors
-from kbf.sequence import Sequence, control_width
+from kbf.filters.rollout import Filter, control_components, move, observe
+from kbf.recording import Recording, control_width
+from kbf.runtime import html_repr
+from kbf.runtime.allowlist import check_plain, without_weights
+from kbf.runtime.atomic_files import check_archive
+from kbf.runtime.tensor_files import check_tensors, write_tensors
 from kbf.training.filter_stage import FilterTraining, inner_filter, operators_of, take_shapes
 
 OLDEST = (0, 1)
@@ -34,9 +34,10 @@ class CheckpointError(ValueError):
 class Trained(NamedTuple):
     """A model with its best parameters, the filter over its recordings, the epochs it took, and its least validation error.
 
-    ``calibration`` and ``monitor``: what held-out steps of the training data said of the filter's covariances and of its
-    predictions; None where nobody asked (`kbf.training.held_out_calibration`), in older checkpoints, and without covariances the
-    first of them. ``steps``: of the optimizer, in all of these epochs.
+    ``calibration`` and ``monitor``: what held-out steps of the training data said of the filter's
+    covariances and of its predictions; None where nobody asked
+    (`kbf.training.held_out_calibration`), in older checkpoints, and without covariances the first
+    of them. ``steps``: of the optimizer, in all of these epochs.
     """
 
     module: FilterTraining
@@ -48,10 +49,10 @@ class Trained(NamedTuple):
     steps: int = 0
 
     def __repr__(self) -> str:
-        return notebook.described("Trained", self._asdict())
+        return html_repr.described("Trained", self._asdict())
 
     def _repr_html_(self) -> str:
-        return notebook.page("Trained", self._asdict())
+        return html_repr.page("Trained", self._asdict())
 
 
 def write_checkpoint(contents: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -62,55 +63,80 @@ def write_checkpoint(contents: dict[str, Any], path: str | os.PathLike[str]) -> 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """How Lightning's trainer writes and reads the checkpoints of a run: by `write_checkpoint`, and only undamaged ones.
 
-    Lightning's own writes to a temporary file in TMPDIR, which is copied, not renamed, where that is another file system.
+    Lightning's own writes to a temporary file in TMPDIR, which is copied, not renamed, where that
+    is another file system.
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         """Write, whole or not at all."""
         write_checkpoint(checkpoint, path)
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = True
+    ) -> dict[str, Any]:
         """Read what the trainer goes on from; nothing in the file is executed."""
         return read_checkpoint(path)
 
 
 def checkpoint_of(module: FilterTraining) -> dict[str, Any]:
     """The checkpoint of a model that has nothing to learn by gradient, as Lightning's trainer makes it of one that has."""
-    contents = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": lightning.__version__, "state_dict": module.state_dict()}
+    contents = {
+        "epoch": 0,
+        "global_step": 0,
+        "pytorch-lightning_version": lightning.__version__,
+        "state_dict": module.state_dict(),
+    }
     module.on_save_checkpoint(contents)
     return contents | {"hparams_name": "kwargs", "hyper_parameters": {"config": module.config}}
 
 
-def rewrite_checkpoint(trained: Trained, source: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+def rewrite_checkpoint(
+    trained: Trained, source: str | os.PathLike[str], path: str | os.PathLike[str]
+) -> None:
     """Write the checkpoint ``source`` to ``path`` with the memory, operators, calibration and monitor of a trained model."""
     contents = read_checkpoint(source)
     calibration, monitor = trained.calibration, trained.monitor
-    contents["state_dict"] = {name: leaf.cpu() for name, leaf in trained.module.state_dict().items()}
+    contents["state_dict"] = {
+        name: leaf.cpu() for name, leaf in trained.module.state_dict().items()
+    }
     contents["kbf"] |= {
-        "operators": {name: leaf.cpu() for name, leaf in operators_of(trained.module.net, trained.filter).items()},
-        "calibration": None if calibration is None else Calibration(*(leaf.cpu() for leaf in calibration))._asdict(),
+        "operators": {
+            name: leaf.cpu()
+            for name, leaf in operators_of(trained.module.net, trained.filter).items()
+        },
+        "calibration": None
+        if calibration is None
+        else Calibration(*(leaf.cpu() for leaf in calibration))._asdict(),
         "monitor": None if monitor is None else monitor.stored(),
     }
     write_checkpoint(contents, path)
 
 
-def load_filter(path: str | os.PathLike[str], *, device: str | torch.device = "cpu", trust: bool = False) -> Trained:
+def load_filter(
+    path: str | os.PathLike[str], *, device: str | torch.device = "cpu", trust: bool = False
+) -> Trained:
     """A filter from its checkpoint alone: memory, bandwidths and operators are inside.
 
     Args:
         path: of a ``best.ckpt`` or ``last.ckpt``, or ``example:rotation``, one that comes with kbf.
         device: where to.
-        trust: allow the checkpoint to name any class or function that can be imported, not only what is registered
-            (`kbf.runtime.registry`): for files that you trust as you trust a program.
+        trust: allow the checkpoint to name any class or function that can be imported, not only
+            what is registered (`kbf.runtime.allowlist`): for files that you trust as you trust a
+            program.
 
     Raises:
-        CheckpointError: no such file, not a checkpoint of this project, or one that does not fit the installed version.
+        CheckpointError: no such file, not a checkpoint of this project, or one that does not fit
+            the installed version.
         ValueError: a device that is not there.
     """
     check_device(device)
     checkpoint = read_checkpoint(path)
-    if checkpoint["kbf"].get("stage") == "coding":
-        raise CheckpointError(f"{path} is of a run whose encoders were still learning: go on with kbf train ckpt_path={path}")
+    if checkpoint["kbf"].get("stage") == "encoding":
+        raise CheckpointError(
+            f"{path} is of a run whose encoders were still learning: go on with kbf train ckpt_path={path}"
+        )
     config = checkpoint["hyper_parameters"]["config"]
     try:
         module = FilterTraining({**config, "model": without_weights(config["model"])}, trust=trust)
@@ -125,13 +151,18 @@ def load_filter(path: str | os.PathLike[str], *, device: str | torch.device = "c
             inner.eval()
         learned = checkpoint["kbf"]
         check_step(module, filter, device)
-        calibration, monitor = Calibration.read(learned.get("calibration"), device), Monitor.read(learned.get("monitor"), device)
+        calibration, monitor = (
+            Calibration.read(learned.get("calibration"), device),
+            Monitor.read(learned.get("monitor"), device),
+        )
     except (ValueError, OSError):
         raise
     except Exception as error:  # whatever wrong contents make of the classes that they are for
         version = checkpoint["kbf"]["version"]
         reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"checkpoint {path} (kbf {version}) does not fit kbf {__version__}: {reason}") from error
+        raise CheckpointError(
+            f"checkpoint {path} (kbf {version}) does not fit kbf {__version__}: {reason}"
+        ) from error
     return Trained(module, filter, checkpoint["epoch"], None, calibration, monitor)
 
 
@@ -144,8 +175,12 @@ def check_step(module: FilterTraining, filter: Filter[Any], device: str | torch.
     """
     generator = torch.Generator(device).manual_seed(0)
     controls = control_components(filter)
-    control = torch.zeros(1, controls, dtype=module.input_dtype, device=device) if controls else None
-    predicted = move(filter, filter.init(1, generator=generator), control=control, generator=generator)
+    control = (
+        torch.zeros(1, controls, dtype=module.input_dtype, device=device) if controls else None
+    )
+    predicted = move(
+        filter, filter.init(1, generator=generator), control=control, generator=generator
+    )
     obs = torch.zeros(1, *(module.observation or ()), dtype=module.input_dtype, device=device)
     estimate = filter.estimate(observe(filter, predicted, obs)[0])
     width = module.memory.sequences()[0].states.shape[1]
@@ -156,7 +191,7 @@ def check_step(module: FilterTraining, filter: Filter[Any], device: str | torch.
 def load_own(module: FilterTraining, path: Path, *, device: str | torch.device) -> Trained:
     """A checkpoint that a run of ``module`` has written, trusted as the module is if it names the same net and encoders."""
     stored = read_checkpoint(path)["hyper_parameters"]["config"]["model"]
-    same = all(stored.get(key) == module.config["model"].get(key) for key in ("net", "coding"))
+    same = all(stored.get(key) == module.config["model"].get(key) for key in ("net", "encoding"))
     return load_filter(path, device=device, trust=module.trust and same)
 
 
@@ -165,14 +200,17 @@ def check_device(device: str | torch.device) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # no such word, or no driver
-        raise ValueError(f"device={device}: PyTorch sees no such device on this machine (cpu is always there)") from error
+        raise ValueError(
+            f"device={device}: PyTorch sees no such device on this machine (cpu is always there)"
+        ) from error
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The contents of a checkpoint of this project (or ``example:NAME``), on the CPU; nothing in the file is executed.
 
     Raises:
-        CheckpointError: no such file, damaged, of another project, or of a version that this one does not read.
+        CheckpointError: no such file, damaged, of another project, or of a version that this one
+            does not read.
     """
     file = checkpoint_file(path)
     if not file.is_file():
@@ -182,13 +220,20 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         check_tensors(checkpoint, file.stat().st_size)
     except Exception as error:  # what comes out of a file that is no checkpoint is beyond listing
-        raise CheckpointError(f"{path} ({file.stat().st_size} bytes) is no checkpoint, or damaged") from error
-    if not isinstance(checkpoint, dict) or not {"kbf", "state_dict", "hyper_parameters"} <= checkpoint.keys():
+        raise CheckpointError(
+            f"{path} ({file.stat().st_size} bytes) is no checkpoint, or damaged"
+        ) from error
+    if (
+        not isinstance(checkpoint, dict)
+        or not {"kbf", "state_dict", "hyper_parameters"} <= checkpoint.keys()
+    ):
         raise CheckpointError(f"{path} was not written by kbf: it lacks its entries")
     try:
         check_contents(checkpoint)
     except ValueError as error:
-        raise CheckpointError(f"{path} was not written by kbf, or changed since: {error}") from error
+        raise CheckpointError(
+            f"{path} was not written by kbf, or changed since: {error}"
+        ) from error
     check_version(path, str(checkpoint["kbf"].get("version")))
     return checkpoint
 
@@ -202,19 +247,38 @@ def check_contents(checkpoint: dict[str, Any]) -> None:
     check_plain({"config": config})
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise ValueError("there is no configuration of a model in it")
-    for name, where, kind in (("net", config["model"], dict), ("name", config["model"], str), ("recipe", config, dict)):
+    for name, where, kind in (
+        ("net", config["model"], dict),
+        ("name", config["model"], str),
+        ("recipe", config, dict),
+    ):
         if name in where and not isinstance(where[name], kind):
-            raise ValueError(f"the configuration's {name} is a {type(where[name]).__name__}, not a {kind.__name__}")
-    for name, where, kind in (("data", config, dict), ("coding", config["model"], dict), ("training", config["model"], dict)):
+            raise ValueError(
+                f"the configuration's {name} is a {type(where[name]).__name__}, not a {kind.__name__}"
+            )
+    for name, where, kind in (
+        ("data", config, dict),
+        ("encoding", config["model"], dict),
+        ("training", config["model"], dict),
+    ):
         if where.get(name) is not None and not isinstance(where[name], kind):
-            raise ValueError(f"the configuration's {name} is a {type(where[name]).__name__}, not a {kind.__name__}")
+            raise ValueError(
+                f"the configuration's {name} is a {type(where[name]).__name__}, not a {kind.__name__}"
+            )
     if config["model"].get("dtype") not in (None, "float32", "float64"):
-        raise ValueError(f"model.dtype must be float32 or float64, got {config['model']['dtype']!r}")
+        raise ValueError(
+            f"model.dtype must be float32 or float64, got {config['model']['dtype']!r}"
+        )
     if type(config.get("seed")) is not int or type(checkpoint.get("epoch")) is not int:
         raise ValueError("seed and epoch must be whole numbers")
-    tensors = [checkpoint["state_dict"], *([about.get("operators")] if about.get("stage") != "coding" else [])]
+    tensors = [
+        checkpoint["state_dict"],
+        *([about.get("operators")] if about.get("stage") != "encoding" else []),
+    ]
     for leaves in tensors:
-        if not isinstance(leaves, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in leaves.items()):
+        if not isinstance(leaves, dict) or not all(
+            isinstance(k, str) and isinstance(v, Tensor) for k, v in leaves.items()
+        ):
             raise ValueError("state_dict and operators must be tensors by name")
         for name, leaf in leaves.items():
             observed = name.startswith("memory.obs_")  # where nothing was observed there is NaN
@@ -231,24 +295,35 @@ def checkpoint_file(path: str | os.PathLike[str]) -> Path:
     name = str(path).removeprefix("example:")
     if name == str(path):
         return Path(path)
-    shipped = {file.stem: file for file in sorted((Path(__file__).parents[1] / "checkpoints").glob("*.ckpt"))}
+    shipped = {
+        file.stem: file
+        for file in sorted((Path(__file__).parents[1] / "checkpoints").glob("*.ckpt"))
+    }
     if name not in shipped:
-        raise CheckpointError(f"there is no {path}; kbf comes with {', '.join(f'example:{stem}' for stem in shipped) or 'none'}")
+        raise CheckpointError(
+            f"there is no {path}; kbf comes with {', '.join(f'example:{stem}' for stem in shipped) or 'none'}"
+        )
     return shipped[name]
 
 
 def check_version(path: str | os.PathLike[str], written: str) -> None:
     """Raise a CheckpointError if ``written``, the version that wrote a checkpoint, has a format that this one does not know."""
-    there, here = (tuple(map(int, re.findall(r"\d+", version)[:2])) for version in (written, __version__))
+    there, here = (
+        tuple(map(int, re.findall(r"\d+", version)[:2])) for version in (written, __version__)
+    )
     if len(there) < 2:
         raise CheckpointError(f"{path} does not say which version of kbf wrote it")
     if there > here:
-        raise CheckpointError(f"{path} was written by kbf {written}, this is kbf {__version__}: pip install -U kbf")
+        raise CheckpointError(
+            f"{path} was written by kbf {written}, this is kbf {__version__}: pip install -U kbf"
+        )
     if there < OLDEST:
-        raise CheckpointError(f"{path} was written by kbf {written}, which kbf {__version__} no longer reads: train it again")
+        raise CheckpointError(
+            f"{path} was written by kbf {written}, which kbf {__version__} no longer reads: train it again"
+        )
 
 
-def check_like(module: FilterTraining, new: Sequence, checkpoint: str | os.PathLike[str]) -> None:
+def check_like(module: FilterTraining, new: Recording, checkpoint: str | os.PathLike[str]) -> None:
     """Raise a ValueError unless a recording has the states, observations and controls of those that a filter was trained on."""
     old = module.memory.sequences()[0]
     for name, mine, theirs in (
@@ -257,4 +332,6 @@ def check_like(module: FilterTraining, new: Sequence, checkpoint: str | os.PathL
         ("controls", (control_width(old),), (control_width(new),)),
     ):
         if mine != theirs:
-            raise ValueError(f"the data's {name} have the shape {theirs}, those that {checkpoint} was trained on {mine}")
+            raise ValueError(
+                f"the data's {name} have the shape {theirs}, those that {checkpoint} was trained on {mine}"
+            )

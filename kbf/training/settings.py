@@ -1,9 +1,9 @@
-"""How models learn, as read from a configuration: `Coding` of encoders, `Training` of filters."""
+"""How models learn, as read from a configuration: `EncodingSettings` of encoders, `Training` of filters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence as Many
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,19 +24,25 @@ class Training(NamedTuple):
     """How a model learns: the ``training`` part of its configuration.
 
     Attributes:
-        epochs: at most. lr: learning rate. weight_decay: of the optimiser. clip: largest norm of a gradient, None for any.
-        optimiser: adam, adamw or sgd. schedule: of the learning rate: constant, or cosine (half a cosine, down to zero).
-        batch_size: windows in a batch, None for all of a fold. An epoch is one pass over all windows.
+        epochs: at most. lr: learning rate. weight_decay: of the optimiser. clip: largest norm of a
+            gradient, None for any.
+        optimiser: adam, adamw or sgd. schedule: of the learning rate: constant, or cosine (half a
+            cosine, down to zero).
+        batch_size: windows in a batch, None for all of a fold. An epoch is one pass over all
+            windows.
         window: steps in a window. stride: steps between the starts of two windows.
-        burn_in: first steps of a window that do not count: the filter does not know yet where it is.
-        folds: contiguous chunks of the part to fit; a window is filtered by the memory without its chunk. With 1 there is no
-            memory left, for models that use none.
-        validation: share of the training part, its last steps or recordings, that is held out. monitor: what of these says which
-            epoch was best: mse, the error of the estimates, or loss, what the net itself is trained on (a likelihood, for one).
-            patience: epochs without a new best one after which to stop, None for never.
+        burn_in: first steps of a window that do not count: the filter does not know yet where it
+            is.
+        folds: contiguous chunks of the part to fit; a window is filtered by the memory without its
+            chunk. With 1 there is no memory left, for models that use none.
+        validation: share of the training part, its last steps or recordings, that is held out.
+            monitor: what of these says which epoch was best: mse, the error of the estimates, or
+            loss, what the net itself is trained on (a likelihood, for one). patience: epochs
+            without a new best one after which to stop, None for never.
         lr_encoder: learning rate of an encoder inside the net; None for that of all else.
-        shared: of several processes each takes every so-many-th batch, with a memory of its own (False), or all take every batch,
-            each with its share of the memory's points, whose sums they add up (True): one memory, too large for one machine.
+        shared: of several processes each takes every so-many-th batch, with a memory of its own
+            (False), or all take every batch, each with its share of the memory's points, whose sums
+            they add up (True): one memory, too large for one machine.
     """
 
     epochs: int
@@ -61,30 +67,60 @@ def read_training(config: dict[str, Any] | None) -> Training | None:
     """The ``training`` part of a model's configuration; None for a model that does not learn by gradient."""
     if config is None:
         return None
-    options = {"optimiser": tuple(OPTIMISERS), "schedule": ("constant", "cosine"), "monitor": ("mse", "loss")}
+    options = {
+        "optimiser": tuple(OPTIMISERS),
+        "schedule": ("constant", "cosine"),
+        "monitor": ("mse", "loss"),
+    }
     training = read_settings(Training, config, "model.training", options)
-    whole = {"epochs": 1, "batch_size": 1, "window": 1, "stride": 1, "burn_in": 0, "folds": 1, "patience": 1}
-    numbers = {"lr": "> 0", "weight_decay": ">= 0", "clip": "> 0", "validation": ">= 0", "lr_encoder": "> 0"}
-    check_numbers(training, "model.training", whole, numbers, nullable=("batch_size", "patience", "clip", "lr_encoder"))
+    whole = {
+        "epochs": 1,
+        "batch_size": 1,
+        "window": 1,
+        "stride": 1,
+        "burn_in": 0,
+        "folds": 1,
+        "patience": 1,
+    }
+    numbers = {
+        "lr": "> 0",
+        "weight_decay": ">= 0",
+        "clip": "> 0",
+        "validation": ">= 0",
+        "lr_encoder": "> 0",
+    }
+    check_numbers(
+        training,
+        "model.training",
+        whole,
+        numbers,
+        nullable=("batch_size", "patience", "clip", "lr_encoder"),
+    )
     return training
 
 
-class Coding(NamedTuple):
-    """How encoders learn: the ``coding`` part of a model's configuration, without the encoder itself.
+class EncodingSettings(NamedTuple):
+    """How encoders learn: the ``encoding`` part of a model's configuration, without the encoder itself.
 
     Attributes:
-        epochs: passes over the images. lr: learning rate, its peak with schedule onecycle. weight_decay: of the optimiser.
-        optimiser: adam, adamw or sgd. schedule: constant or onecycle. clip: largest norm of a gradient, None for any.
-        batch_size: images in a batch (up to rounding: batches are of equal size), None for all of them.
-        members: encoders; with 1 there is no held-out chunk, and codes of the recordings look better than those of new images.
-        loss: linear (a linear head learns along), ridge (`kbf.images.losses.ridge_loss`, the paper's) or split
+        epochs: passes over the images. lr: learning rate, its peak with schedule onecycle.
+            weight_decay: of the optimiser.
+        optimiser: adam, adamw or sgd. schedule: constant or onecycle. clip: largest norm of a
+            gradient, None for any.
+        batch_size: images in a batch (up to rounding: batches are of equal size), None for all of
+            them.
+        members: encoders; with 1 there is no held-out chunk, and codes of the recordings look
+            better than those of new images.
+        loss: linear (a linear head learns along), ridge (`kbf.images.losses.ridge_loss`, the
+            paper's) or split
         (`split_ridge_loss`); or ratio: -log r of a density ratio and the error of its mean
-        (`kbf.filters.laws.ratio`), for images whose quality varies.
+        (`kbf.densities.ratio`), for images whose quality varies.
         components: of a ratio, its Gaussians. reg: lambda of ridge and split.
         targets: states, or fourier: random Fourier features of them.
         fourier: how many of these, with the median bandwidth.
         augment: random transforms of the images (`kbf.images.augment.Augment`).
-        visible: numbers of the components of the state that an image tells, None for all: codes have these alone.
+        visible: numbers of the components of the state that an image tells, None for all: codes
+            have these alone.
     """
 
     epochs: int
@@ -117,12 +153,18 @@ class Coding(NamedTuple):
         if self.visible is None:
             return states
         if max(self.visible) >= states.shape[1]:
-            raise ValueError(f"data.coding.visible names component {max(self.visible)}, the states have 0 to {states.shape[1] - 1}")
+            raise ValueError(
+                f"data.encoding.visible names component {max(self.visible)}, the states have 0 to {states.shape[1] - 1}"
+            )
         return states[:, list(self.visible)]
 
 
 def read_settings(
-    kind: type[Settings], config: dict[str, Any], name: str, options: Mapping[str, Many[str]], others: Many[str] = ()
+    kind: type[Settings],
+    config: dict[str, Any],
+    name: str,
+    options: Mapping[str, Sequence[str]],
+    others: Sequence[str] = (),
 ) -> Settings:
     """A part of a configuration as a tuple of settings of this ``kind``, with ``epochs`` and ``lr`` among them.
 
@@ -145,27 +187,39 @@ def read_settings(
     return settings
 
 
-def check_numbers(settings: Any, name: str, whole: Mapping[str, int], numbers: Mapping[str, str], *, nullable: Many[str]) -> None:
+def check_numbers(
+    settings: Any,
+    name: str,
+    whole: Mapping[str, int],
+    numbers: Mapping[str, str],
+    *,
+    nullable: Sequence[str],
+) -> None:
     """Raise a ValueError for a setting that is no number, or too small.
 
     Args:
         settings: a NamedTuple. name: what it is called on the command line.
-        whole: settings that are whole numbers, with the least that each may be. numbers: others, each with "> 0" or ">= 0".
+        whole: settings that are whole numbers, with the least that each may be. numbers: others,
+            each with "> 0" or ">= 0".
         nullable: those that may be None.
     """
     for key, least in whole.items():
         value = getattr(settings, key)
         if (type(value) is not int or value < least) and not (value is None and key in nullable):
-            raise ValueError(f"{name}.{key} must be a whole number, at least {least}; got {value!r}")
+            raise ValueError(
+                f"{name}.{key} must be a whole number, at least {least}; got {value!r}"
+            )
     for key, least in numbers.items():
         value = getattr(settings, key)
-        good = type(value) in (int, float) and (0 < value < math.inf or (value == 0 and least == ">= 0"))
+        good = type(value) in (int, float) and (
+            0 < value < math.inf or (value == 0 and least == ">= 0")
+        )
         if not good and not (value is None and key in nullable):
             raise ValueError(f"{name}.{key} must be a number {least}; got {value!r}")
 
 
-def read_coding(config: dict[str, Any]) -> Coding:
-    """Check the ``coding`` part of a configuration.
+def read_encoding_settings(config: dict[str, Any]) -> EncodingSettings:
+    """Check the ``encoding`` part of a configuration.
 
     Raises:
         ValueError: unknown, missing or impossible settings.
@@ -176,18 +230,31 @@ def read_coding(config: dict[str, Any]) -> Coding:
         "optimiser": tuple(OPTIMISERS),
         "schedule": ("constant", "onecycle"),
     }
-    coding = read_settings(Coding, config, "data.coding", options, others=("encoder",))
-    coding = coding._replace(augment=tuple(coding.augment or ()))
-    whole: dict[str, int] = dict.fromkeys(("epochs", "members", "fourier", "batch_size", "components"), 1)
+    encoding = read_settings(
+        EncodingSettings, config, "data.encoding", options, others=("encoder",)
+    )
+    encoding = encoding._replace(augment=tuple(encoding.augment or ()))
+    whole: dict[str, int] = dict.fromkeys(
+        ("epochs", "members", "fourier", "batch_size", "components"), 1
+    )
     numbers = {"lr": "> 0", "reg": "> 0", "clip": "> 0", "weight_decay": ">= 0"}
-    check_numbers(coding, "data.coding", whole, numbers, nullable=("batch_size", "clip"))
-    shown = coding.visible
+    check_numbers(encoding, "data.encoding", whole, numbers, nullable=("batch_size", "clip"))
+    shown = encoding.visible
     if shown is not None and (
-        not isinstance(shown, tuple) or not shown or not all(type(k) is int and k >= 0 for k in shown) or len({*shown}) < len(shown)
+        not isinstance(shown, tuple)
+        or not shown
+        or not all(type(k) is int and k >= 0 for k in shown)
+        or len({*shown}) < len(shown)
     ):
-        raise ValueError(f"data.coding.visible must be null or different numbers of components, as [0, 1]; got {shown!r}")
-    if coding.targets == "fourier" and coding.loss in ("linear", "ratio"):
-        raise ValueError(f"data.coding.loss={coding.loss} learns states: use ridge or split with targets=fourier")
-    if coding.targets == "fourier" and coding.fourier % 2:
-        raise ValueError(f"data.coding.fourier must be even (a cosine and a sine of each frequency); got {coding.fourier}")
-    return coding
+        raise ValueError(
+            f"data.encoding.visible must be null or different numbers of components, as [0, 1]; got {shown!r}"
+        )
+    if encoding.targets == "fourier" and encoding.loss in ("linear", "ratio"):
+        raise ValueError(
+            f"data.encoding.loss={encoding.loss} learns states: use ridge or split with targets=fourier"
+        )
+    if encoding.targets == "fourier" and encoding.fourier % 2:
+        raise ValueError(
+            f"data.encoding.fourier must be even (a cosine and a sine of each frequency); got {encoding.fourier}"
+        )
+    return encoding

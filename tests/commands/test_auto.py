@@ -11,18 +11,31 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from kbf.cli import main
-from kbf.commands import auto, tried
-from kbf.commands.common import seconds_of
+from kbf.commands import auto
+from kbf.commands.support import search_report
+from kbf.commands.support.console import seconds_of
 from kbf.config import configure
 from kbf.data.dataset import load_data
 from kbf.data.windows import split
 from kbf.evaluation.score import score
 from kbf.training.checkpoint import load_filter
 from kbf.training.filter_stage import FilterTraining
-from kbf.training.train import train
+from kbf.training.fit import train
 
-FEW = ["~model.candidates.kbf", "~model.candidates.kbf_tuned", "~model.candidates.kbf_paper", "~model.candidates.lstm"]
-SETTINGS = ["n_train=80", "data.n_test=20", "particles=50", "logger=none", "trainer.enable_progress_bar=false", "animation=false"]
+FEW = [
+    "~model.candidates.kbf",
+    "~model.candidates.kbf_tuned",
+    "~model.candidates.kbf_paper",
+    "~model.candidates.lstm",
+]
+SETTINGS = [
+    "n_train=80",
+    "data.n_test=20",
+    "particles=50",
+    "logger=none",
+    "trainer.enable_progress_bar=false",
+    "animation=false",
+]
 
 
 def config(*words: str) -> dict[str, Any]:
@@ -32,7 +45,9 @@ def config(*words: str) -> dict[str, Any]:
 def test_the_first_has_the_least_error_on_the_held_out_part(tmp_path):
     """The error of each is what the scoring loop says of the model fitted to the rest, and the choice is refitted to everything."""
     given = config(*FEW)
-    given["model"]["candidates"] = {name: given["model"]["candidates"][name] for name in ("frame", "kalman", "kbf_loo")}
+    given["model"]["candidates"] = {
+        name: given["model"]["candidates"][name] for name in ("frame", "kalman", "kbf_loo")
+    }
     data = load_data(given["data"])
     chosen, rows = auto.choose(given, data)
     assert rows[0].model != "frame", "the first to be tried is not the best"
@@ -44,11 +59,19 @@ def test_the_first_has_the_least_error_on_the_held_out_part(tmp_path):
     assert sum(len(s.states) for s in held) == 16
     variances = torch.cat([s.states for s in fit]).double().var(0, correction=0)
     for row in rows:
-        trained = train(auto.with_model(given, given["model"]["candidates"][row.model]), fit, tmp_path / row.model)
+        trained = train(
+            auto.with_model(given, given["model"]["candidates"][row.model]),
+            fit,
+            tmp_path / row.model,
+        )
         assert trained is not None
         residuals = held[0].states.double() - score(trained.filter, held).estimates[0]
-        assert row.nmse == pytest.approx(float((residuals.square().mean(0) / variances).mean()), rel=1e-6)
-        pairs = (residuals.square() / variances).mean(1).reshape(8, 2).mean(1)  # 8 stretches of 2 steps
+        assert row.nmse == pytest.approx(
+            float((residuals.square().mean(0) / variances).mean()), rel=1e-6
+        )
+        pairs = (
+            (residuals.square() / variances).mean(1).reshape(8, 2).mean(1)
+        )  # 8 stretches of 2 steps
         assert row.error == pytest.approx(float(pairs.std() / 8**0.5), rel=1e-6)
 
 
@@ -73,7 +96,12 @@ def test_a_budget_ends_the_search_and_is_checked():
 
 
 def test_models_that_fail_or_are_for_other_sizes_are_noted_and_left_out():
-    given = config("~model.candidates.kbf", "~model.candidates.kbf_paper", "~model.candidates.frame", "n_train=40")
+    given = config(
+        "~model.candidates.kbf",
+        "~model.candidates.kbf_paper",
+        "~model.candidates.frame",
+        "n_train=40",
+    )
     data = load_data(given["data"])
     chosen, rows = auto.choose(given, data)
     notes = {row.model: row.note for row in rows}
@@ -82,42 +110,66 @@ def test_models_that_fail_or_are_for_other_sizes_are_noted_and_left_out():
     assert [row.nmse for row in rows[2:]] == [None, None]
     assert chosen["model"]["name"] in ("kalman", "kbf_loo")
     given["model"]["candidates"] = {"kbf_tuned": given["model"]["candidates"]["kbf_tuned"]}
-    with pytest.raises(ValueError, match=r"none of the models works on this data. kbf_tuned: no window"):
+    with pytest.raises(
+        ValueError, match=r"none of the models works on this data. kbf_tuned: no window"
+    ):
         auto.choose(given, data)
 
 
 @pytest.mark.slow
-def test_the_command_leaves_the_checkpoint_of_the_choice_and_what_was_tried(tmp_path, capsys, monkeypatch):
+def test_the_command_leaves_the_checkpoint_of_the_choice_and_what_was_tried(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "model=auto", *SETTINGS, *FEW, "run_dir=run"]) == 0
-    with Path("run/tried.csv").open(newline="", encoding="utf-8") as file:
+    with Path("run/candidates.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3
-    assert {row["by"] for row in rows} == {"auto"} and [row["weight"] for row in rows] == ["1.0", "", ""]
+    assert {row["by"] for row in rows} == {"auto"} and [row["weight"] for row in rows] == [
+        "1.0",
+        "",
+        "",
+    ]
     assert f"best on what was held out: {rows[0]['model']}" in capsys.readouterr().out
     loaded = load_filter("run/checkpoints/best.ckpt")
     assert loaded.module.config["model"]["name"] == rows[0]["model"]
-    assert sum(len(s.states) for s in loaded.module.memory.sequences()) == 80, "fitted to everything"
+    assert sum(len(s.states) for s in loaded.module.memory.sequences()) == 80, (
+        "fitted to everything"
+    )
     assert main(["train", "model=kalman", *SETTINGS, "run_dir=run", "overwrite=true"]) == 0
-    assert not Path("run/tried.csv").exists(), "a later run clears it"
-    with pytest.raises(ValueError, match="model=auto chooses a model from the data: that is for kbf train"):
+    assert not Path("run/candidates.csv").exists(), "a later run clears it"
+    with pytest.raises(
+        ValueError, match="model=auto chooses a model from the data: that is for kbf train"
+    ):
         FilterTraining(config())
 
 
 @pytest.mark.slow
-def test_what_the_net_under_a_model_tried_is_in_the_table_the_file_and_tensorboard(tmp_path, capsys):
+def test_what_the_net_under_a_model_tried_is_in_the_table_the_file_and_tensorboard(
+    tmp_path, capsys
+):
     """One table for both searches, the same columns."""
-    few = ["n_train=100", "data.n_test=20", "particles=50", "trainer.enable_progress_bar=false", "animation=false"]
+    few = [
+        "n_train=100",
+        "data.n_test=20",
+        "particles=50",
+        "trainer.enable_progress_bar=false",
+        "animation=false",
+    ]
     assert main(["train", *few, f"run_dir={tmp_path}"]) == 0
-    with (tmp_path / tried.FILE).open(newline="", encoding="utf-8") as file:
+    with (tmp_path / search_report.FILE).open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert {row["by"] for row in rows} == {"net"} and {"kbf", "window_ridge", "kalman", "mean"} <= {row["model"] for row in rows}
+    assert {row["by"] for row in rows} == {"net"} and {"kbf", "window_ridge", "kalman", "mean"} <= {
+        row["model"] for row in rows
+    }
     taken = [row["model"] for row in rows if row["weight"]]
     assert sum(float(row["weight"]) for row in rows if row["weight"]) == pytest.approx(1)
     assert f"best on what was held out: {', '.join(taken)}" in capsys.readouterr().out
     events = EventAccumulator(str(tmp_path)).Reload()
     for row in rows:
         if row["nmse"]:
-            assert events.Scalars(f"tried/{row['model']}")[0].value == pytest.approx(float(row["nmse"]), rel=1e-5)
+            assert events.Scalars(f"tried/{row['model']}")[0].value == pytest.approx(
+                float(row["nmse"]), rel=1e-5
+            )
     (text,) = events.Tensors("tried/text_summary")
     assert "| tried by | model | NMSE |" in text.tensor_proto.string_val[0].decode()

@@ -16,16 +16,18 @@ from rich.table import Table
 
 from kbf.cli import main
 from kbf.commands import compare
-from kbf.commands.common import console
-from kbf.commands.wide import print_wide
-from kbf.commands.worker_pool import run_all
+from kbf.commands.support.console import console
+from kbf.commands.support.console_tables import print_wide
+from kbf.commands.support.worker_pool import run_all
 from kbf.config import configure
 
 SMALL = ["n_train=40", "data.n_test=15", "particles=200", "models=kalman,frame"]
 
 
 def cells(directory) -> dict[str, dict]:
-    return {path.name: json.loads(path.read_text()) for path in (directory / "cells").glob("*.json")}
+    return {
+        path.name: json.loads(path.read_text()) for path in (directory / "cells").glob("*.json")
+    }
 
 
 def errors(directory) -> dict[str, float]:
@@ -38,7 +40,9 @@ def test_tables_and_picture(tmp_path, capsys):
     assert main(["compare", *overrides]) == 0
     assert len(cells(tmp_path)) == 2 * 2 * 3
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
-    assert [(row["n_train"], row["model"]) for row in rows] == [(n, m) for n in ("40", "50") for m in ("kalman", "frame")]
+    assert [(row["n_train"], row["model"]) for row in rows] == [
+        (n, m) for n in ("40", "50") for m in ("kalman", "frame")
+    ]
     by = {(c["model"], c["n_train"], c["seed"]): c["test.mse"] for c in cells(tmp_path).values()}
     mine = [by["kalman", 50, s] for s in (0, 1)]
     floors = [by["floor", 50, s] for s in (0, 1)]
@@ -47,19 +51,28 @@ def test_tables_and_picture(tmp_path, capsys):
     assert float(row["excess"]) == pytest.approx(sum(mine) / sum(floors) - 1)
     assert {"se", "excess_se", "seconds", "floor", "runs"} <= row.keys()
     tests = list(csv.DictReader((tmp_path / "wilcoxon.csv").open()))
-    assert [(t["n_train"], t["first"], t["second"]) for t in tests] == [("40", "kalman", "frame"), ("50", "kalman", "frame")]
+    assert [(t["n_train"], t["first"], t["second"]) for t in tests] == [
+        ("40", "kalman", "frame"),
+        ("50", "kalman", "frame"),
+    ]
     assert {t["score"] for t in tests} == {"mse"}, "frame has no covariances"
     stated = [c for c in cells(tmp_path).values() if (c["model"], c["n_train"]) == ("kalman", 50)]
-    assert float(row["log_likelihood"]) == pytest.approx(-sum(c["test.nll_raw"] for c in stated) / 2)
-    assert float(row["energy_score"]) == pytest.approx(sum(c["test.energy_score_raw"] for c in stated) / 2)
+    assert float(row["log_likelihood"]) == pytest.approx(
+        -sum(c["test.nll_raw"] for c in stated) / 2
+    )
+    assert float(row["energy_score"]) == pytest.approx(
+        sum(c["test.energy_score_raw"] for c in stated) / 2
+    )
     assert float(row["rmse"]) == pytest.approx(sum(c["test.mse"] ** 0.5 for c in stated) / 2)
     assert (tmp_path / "comparison.png").stat().st_size > 5000
     runs = list(csv.DictReader((tmp_path / "runs.csv").open()))
     assert len(runs) == 2 * 2 * 3
-    assert sorted(float(r["test.mse"]) for r in runs if (r["model"], r["n_train"]) == ("kalman", "50")) == pytest.approx(
-        sorted(mine)
-    )
-    likely = [float(r["log_likelihood"]) for r in runs if (r["model"], r["n_train"]) == ("kalman", "50")]
+    assert sorted(
+        float(r["test.mse"]) for r in runs if (r["model"], r["n_train"]) == ("kalman", "50")
+    ) == pytest.approx(sorted(mine))
+    likely = [
+        float(r["log_likelihood"]) for r in runs if (r["model"], r["n_train"]) == ("kalman", "50")
+    ]
     assert sorted(likely) == pytest.approx(sorted(-c["test.nll_raw"] for c in stated))
     about = json.loads((tmp_path / "about.json").read_text())
     assert about["command"].startswith("kbf ")
@@ -71,7 +84,10 @@ def test_tables_and_picture(tmp_path, capsys):
 
 def test_tests_of_another_comparison_do_not_stay(tmp_path):
     (tmp_path / "wilcoxon.csv").write_text("old")
-    assert main(["compare", f"run_dir={tmp_path}", *SMALL[:3], "models=kalman", "runs=1", "workers=0"]) == 0
+    assert (
+        main(["compare", f"run_dir={tmp_path}", *SMALL[:3], "models=kalman", "runs=1", "workers=0"])
+        == 0
+    )
     assert not (tmp_path / "wilcoxon.csv").exists()
 
 
@@ -117,14 +133,20 @@ def test_a_failing_run_is_reported_and_the_rest_goes_on(tmp_path, capsys, monkey
 
 def alive(session: int) -> list[str]:
     """Processes of a session."""
-    return subprocess.run(["ps", "-o", "pid=", "--sid", str(session)], capture_output=True, text=True, check=False).stdout.split()
+    return subprocess.run(
+        ["ps", "-o", "pid=", "--sid", str(session)], capture_output=True, text=True, check=False
+    ).stdout.split()
 
 
 @pytest.mark.slow
 def test_killed_and_in_several_processes(tmp_path):
     """The workers' results are those of a single process, and a kill in the middle loses no finished run."""
     command = [sys.executable, "-m", "kbf.cli", "compare", *SMALL, "runs=4", "workers=1"]
-    process = subprocess.Popen([*command, f"run_dir={tmp_path / 'killed'}"], stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        [*command, f"run_dir={tmp_path / 'killed'}"],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     limit = time.monotonic() + 600
     while not list((tmp_path / "killed" / "cells").glob("[!.]*.json")) and time.monotonic() < limit:
         time.sleep(0.02)
@@ -144,7 +166,12 @@ def test_killed_and_in_several_processes(tmp_path):
 def test_a_worker_that_dies_does_not_take_the_others_along():
     results = dict(run_all(jobs.die_or_double, [1, 2, 3, 4, 5, 6], 2, start=jobs.nothing))
     assert len(results) == 6
-    assert {job: r["value"] for job, r in results.items() if "value" in r} == {1: 2, 2: 4, 5: 10, 6: 12}
+    assert {job: r["value"] for job, r in results.items() if "value" in r} == {
+        1: 2,
+        2: 4,
+        5: 10,
+        6: 12,
+    }
     assert results[4]["error"] == "ValueError: no fours"
     assert "died twice" in results[3]["error"]
 
@@ -158,7 +185,10 @@ def test_every_model_of_the_default_table_can_be_composed():
     problem = {"_target_": "kbf.ssm.rotation"}
     (ekf,) = [cell for cell in made if (cell.model, cell.n_train, cell.seed) == ("ekf", 500, 2)]
     assert ekf.config["model"]["net"]["model"] == problem
-    assert (ekf.config["data"]["source"]["n_train"], ekf.config["data"]["source"]["seed"]) == (500, 2)
+    assert (ekf.config["data"]["source"]["n_train"], ekf.config["data"]["source"]["seed"]) == (
+        500,
+        2,
+    )
 
 
 IMAGES = [
@@ -168,8 +198,8 @@ IMAGES = [
     "particles=200",
     "workers=0",
     "runs=1",
-    "data.coding.epochs=1",
-    "data.coding.members=2",
+    "data.encoding.epochs=1",
+    "data.encoding.members=2",
 ]
 
 
@@ -177,13 +207,13 @@ IMAGES = [
 def test_models_share_the_codes_of_images_and_each_scores_as_if_alone(tmp_path):
     shared, alone = tmp_path / "shared", tmp_path / "alone"
     assert main(["compare", *IMAGES, "models=kalman,frame", f"run_dir={shared}"]) == 0
-    (codes,) = (shared / "cells").glob("codes-*.pt")
-    made = codes.stat().st_mtime_ns
+    (encodings,) = (shared / "cells").glob("codes-*.pt")
+    made = encodings.stat().st_mtime_ns
     assert main(["compare", *IMAGES, "models=frame", f"run_dir={alone}"]) == 0
     mine = [e for name, e in errors(shared).items() if "frame" in name]
     assert mine == [e for name, e in errors(alone).items() if "frame" in name]
     assert main(["compare", *IMAGES, "models=kalman,frame,ukf", f"run_dir={shared}"]) == 0
-    assert codes.stat().st_mtime_ns == made
+    assert encodings.stat().st_mtime_ns == made
     by = {cell["model"]: cell for cell in cells(shared).values()}
     assert by["frame"]["seconds"] > by["frame"]["seconds.test"]
     assert by["frame"]["renderer"] == "drawn by kbf"
@@ -192,13 +222,15 @@ def test_models_share_the_codes_of_images_and_each_scores_as_if_alone(tmp_path):
 
 
 def test_one_run_for_each_set_of_codes_comes_first(tmp_path):
-    config = configure("compare", [*IMAGES, "runs=2", "models=kbf_paper,kalman,frame", f"run_dir={tmp_path}"])
+    config = configure(
+        "compare", [*IMAGES, "runs=2", "models=kbf_paper,kalman,frame", f"run_dir={tmp_path}"]
+    )
     made = compare.make_cells(config, tmp_path)
     ordered = compare.in_order(made)
     assert sorted(ordered, key=made.index) == made
     assert [(cell.model, cell.seed) for cell in ordered[:2]] == [("kalman", 0), ("kalman", 1)]
-    assert compare.codes_of(made[0]) is None  # the floor
-    paths = {(cell.model, cell.seed): compare.codes_of(cell) for cell in made}
+    assert compare.encodings_of(made[0]) is None  # the floor
+    paths = {(cell.model, cell.seed): compare.encodings_of(cell) for cell in made}
     assert paths["kbf_paper", 0] is None
     assert paths["kalman", 0] == paths["frame", 0] != paths["frame", 1]
 
@@ -217,14 +249,27 @@ def test_two_models_of_one_name_are_refused(capsys):
 
 
 def test_models_that_state_covariances_are_compared_by_likelihood(tmp_path, capsys):
-    words = [f"run_dir={tmp_path}", *SMALL[:3], "models=kalman,ekf", "n_train=40", "runs=2", "workers=0"]
+    words = [
+        f"run_dir={tmp_path}",
+        *SMALL[:3],
+        "models=kalman,ekf",
+        "n_train=40",
+        "runs=2",
+        "workers=0",
+    ]
     assert main(["compare", *words]) == 0
     tests = list(csv.DictReader((tmp_path / "wilcoxon.csv").open()))
     assert [t["score"] for t in tests] == ["mse", "log_likelihood"]
-    by = {(c["model"], c["seed"]): -c["test.nll_raw"] for c in cells(tmp_path).values() if c["model"] != "floor"}
+    by = {
+        (c["model"], c["seed"]): -c["test.nll_raw"]
+        for c in cells(tmp_path).values()
+        if c["model"] != "floor"
+    }
     apart = [by["kalman", s] - by["ekf", s] for s in (0, 1)]
     assert float(tests[1]["mean_difference"]) == pytest.approx(sum(apart) / 2)
-    assert " lik." in capsys.readouterr().out  # the heading is of two lines where there is little room
+    assert (
+        " lik." in capsys.readouterr().out
+    )  # the heading is of two lines where there is little room
 
 
 def test_a_table_wider_than_the_screen_is_printed_in_pieces(monkeypatch, capsys):
@@ -243,7 +288,9 @@ def test_a_table_wider_than_the_screen_is_printed_in_pieces(monkeypatch, capsys)
     monkeypatch.setattr(console, "_width", 400)
     print_wide(table)
     assert capsys.readouterr().out.count("model") == 1
-    monkeypatch.setattr(console, "_width", 10)  # narrower than a single column: it is cut, and all are there
+    monkeypatch.setattr(
+        console, "_width", 10
+    )  # narrower than a single column: it is cut, and all are there
     print_wide(table)
     assert capsys.readouterr().out.count("┏") == 12
 
@@ -251,16 +298,22 @@ def test_a_table_wider_than_the_screen_is_printed_in_pieces(monkeypatch, capsys)
 def stored(seed, model, mse, nll, **more):
     """A finished run as `kbf compare` keeps it."""
     scores = {"test.mse": mse, "test.nll": nll, "test.nll_raw": nll}
-    return {"data": "x", "n_train": 10, "seed": seed, "model": model, "seconds": 1.0} | scores | more
+    return (
+        {"data": "x", "n_train": 10, "seed": seed, "model": model, "seconds": 1.0} | scores | more
+    )
 
 
-@pytest.mark.parametrize(("more", "unit"), [({}, "steps"), ({"sequences": 10}, "sequences"), ({"sequences": 2}, "steps")])
+@pytest.mark.parametrize(
+    ("more", "unit"), [({}, "steps"), ({"sequences": 10}, "sequences"), ({"sequences": 2}, "steps")]
+)
 def test_what_a_size_counts(tmp_path, capsys, monkeypatch, more, unit):
     """Sequences where there are as many; steps of a run of an older version, which did not tell. The picture says it, too."""
     units = []
     monkeypatch.setattr(compare, "comparison_figure", lambda rows, title, unit: units.append(unit))
     monkeypatch.setattr(compare, "save", lambda figure, path: None)
-    compare.report("x", {("a", 10, seed): stored(seed, "a", 0.5, 1.0, **more) for seed in (0, 1)}, tmp_path)
+    compare.report(
+        "x", {("a", 10, seed): stored(seed, "a", 0.5, 1.0, **more) for seed in (0, 1)}, tmp_path
+    )
     assert f"x, 10 training {unit}" in capsys.readouterr().out and units == [unit]
 
 
@@ -273,5 +326,8 @@ def test_a_run_without_a_likelihood_is_left_out_of_its_tests_and_its_model_is_no
     }
     runs["b", 10, 1] |= {"test.nll": float("nan"), "test.nll_raw": float("nan")}
     compare.report("x", runs, tmp_path)
-    tests = {row["score"]: int(row["seeds"]) for row in csv.DictReader((tmp_path / "wilcoxon.csv").open())}
+    tests = {
+        row["score"]: int(row["seeds"])
+        for row in csv.DictReader((tmp_path / "wilcoxon.csv").open())
+    }
     assert tests == {"mse": 3, "log_likelihood": 2, "log_likelihood_raw": 2}

@@ -11,19 +11,19 @@ import yaml
 from omegaconf import OmegaConf
 
 from kbf.cli import config_dir, main
-from kbf.filters.state_file import read_leaves
+from kbf.filters.state_io import read_leaves
+from kbf.runtime.allowlist import INSIDE, REGISTERED, check_sizes, files_named, without_weights
 from kbf.runtime.instantiate import build, locate
-from kbf.runtime.recipe import literal, settled
-from kbf.runtime.registry import INSIDE, REGISTERED, check_sizes, files_named, without_weights
+from kbf.runtime.interpolation import literal, settled
 from kbf.training.checkpoint import load_filter, read_checkpoint
 
 EXECUTE = {"_target_": "os.system", "command": "touch HERE"}
 THROUGH = {"_target_": "kbf.runtime.instantiate.build", "trust": True, "config": EXECUTE}
 LOCATED = {"_target_": "kbf.runtime.instantiate.locate", "name": "os.system"}
-OWN = {"_target_": "kbf.data.own.source.OwnData", "path": "HERE"}
+OWN = {"_target_": "kbf.data.files.dataset.OwnData", "path": "HERE"}
 NESTED: dict = {"_target_": "kbf.filters.kernel.kbf.KBF"}
 for _ in range(150):
-    NESTED = {"_target_": "kbf.filters.lstm.LSTMFilter", "d": 2, "q": 2, "encoder": NESTED}
+    NESTED = {"_target_": "kbf.filters.neural.lstm.LSTMFilter", "d": 2, "q": 2, "encoder": NESTED}
 
 NETS = {
     "another package": EXECUTE,
@@ -35,35 +35,98 @@ NETS = {
         "name": "os.system",
         "arguments": {"command": "touch HERE"},
     },
-    "a builder of trusted things": {"_target_": "kbf.runtime.instantiate.build_trusted", "config": EXECUTE},
+    "a builder of trusted things": {
+        "_target_": "kbf.runtime.instantiate.build_trusted",
+        "config": EXECUTE,
+    },
     "a command": {"_target_": "kbf.cli.main", "argv": ["train"]},
     "a command's worker": {"_target_": "kbf.cli.execute", "command": "train", "config": {}},
-    "a loader that trusts": {"_target_": "kbf.training.checkpoint.load_filter", "path": "HERE", "trust": True},
-    "the data with trust": {"_target_": "kbf.data.dataset.load_data", "config": {"source": EXECUTE}, "trust": True},
-    "training with trust": {"_target_": "kbf.training.train.train", "config": {}, "trust": True},
-    "a writer of files": {"_target_": "kbf.runtime.files.write_text", "path": "HERE", "text": "x"},
-    "a copier of files": {"_target_": "kbf.runtime.files.copy", "source": "/etc/passwd", "path": "HERE"},
-    "a download": {"_target_": "kbf.data.download.download", "url": "http://127.0.0.1:1/", "path": "HERE"},
-    "something imported into kbf": {"_target_": "kbf.training.train.Path", "x": "HERE"},
-    "an attribute of it": {"_target_": "kbf.training.train.torch.load", "f": "HERE"},
-    "work over all pieces": {"_target_": "kbf.commands.resume.finish_all", "work": LOCATED, "pieces": ["touch HERE"]},
-    "a class that is not registered": {"_target_": "kbf.filters.particle.BootstrapFilter", "resample": LOCATED},
+    "a loader that trusts": {
+        "_target_": "kbf.training.checkpoint.load_filter",
+        "path": "HERE",
+        "trust": True,
+    },
+    "the data with trust": {
+        "_target_": "kbf.data.dataset.load_data",
+        "config": {"source": EXECUTE},
+        "trust": True,
+    },
+    "training with trust": {"_target_": "kbf.training.fit.train", "config": {}, "trust": True},
+    "a writer of files": {
+        "_target_": "kbf.runtime.atomic_files.write_text",
+        "path": "HERE",
+        "text": "x",
+    },
+    "a copier of files": {
+        "_target_": "kbf.runtime.atomic_files.copy",
+        "source": "/etc/passwd",
+        "path": "HERE",
+    },
+    "a download": {
+        "_target_": "kbf.data.download.download",
+        "url": "http://127.0.0.1:1/",
+        "path": "HERE",
+    },
+    "something imported into kbf": {"_target_": "kbf.training.fit.Path", "x": "HERE"},
+    "an attribute of it": {"_target_": "kbf.training.fit.torch.load", "f": "HERE"},
+    "work over all pieces": {
+        "_target_": "kbf.commands.support.resumable_jobs.finish_all",
+        "work": LOCATED,
+        "pieces": ["touch HERE"],
+    },
+    "a class that is not registered": {
+        "_target_": "kbf.filters.particle.bootstrap.BootstrapFilter",
+        "resample": LOCATED,
+    },
     "a function": {"_target_": "kbf.ssm.simulate"},
     "a source of data": OWN,
     "a problem": {"_target_": "kbf.ssm.rotation"},
-    "code as an argument": {"_target_": "kbf.filters.lstm.LSTMFilter", "d": 2, "q": 2, "encoder": EXECUTE, "features": 3},
-    "a builder as an argument": {"_target_": "kbf.filters.lstm.LSTMFilter", "d": 2, "q": 2, "encoder": THROUGH, "features": 3},
-    "code in a list": {"_target_": "kbf.filters.lstm.LSTMFilter", "d": 2, "q": 2, "sizes": [64, EXECUTE]},
-    "code in a problem": {"_target_": "kbf.filters.ekf.EKF", "model": {"_target_": "kbf.ssm.rotation", "dtype": EXECUTE}},
-    "a source as an argument": {"_target_": "kbf.filters.lstm.LSTMFilter", "d": 2, "q": 2, "encoder": OWN, "features": 3},
-    "a model in a model": {"_target_": "kbf.filters.ekf.EKF", "model": {"_target_": "kbf.filters.kalman_fitted.LearnedKalman"}},
+    "code as an argument": {
+        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "d": 2,
+        "q": 2,
+        "encoder": EXECUTE,
+        "features": 3,
+    },
+    "a builder as an argument": {
+        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "d": 2,
+        "q": 2,
+        "encoder": THROUGH,
+        "features": 3,
+    },
+    "code in a list": {
+        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "d": 2,
+        "q": 2,
+        "sizes": [64, EXECUTE],
+    },
+    "code in a problem": {
+        "_target_": "kbf.filters.gaussian.ekf.EKF",
+        "model": {"_target_": "kbf.ssm.rotation", "dtype": EXECUTE},
+    },
+    "a source as an argument": {
+        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "d": 2,
+        "q": 2,
+        "encoder": OWN,
+        "features": 3,
+    },
+    "a model in a model": {
+        "_target_": "kbf.filters.gaussian.ekf.EKF",
+        "model": {"_target_": "kbf.filters.gaussian.learned_kalman.LearnedKalman"},
+    },
     "code without a class": {"encoder": EXECUTE},
     "a list of code": {"_target_": [EXECUTE, EXECUTE]},
     "a target that is code": {"_target_": EXECUTE},
     "no name": {"_target_": None},
     "a wrong argument": {"_target_": "kbf.filters.kernel.kbf.KBF", "bogus": 1},
-    "arguments of wrong types": {"_target_": "kbf.filters.kernel.kbf.KBF", "factors": "abc", "tol": {}},
-    "a problem that is none": {"_target_": "kbf.filters.ekf.EKF", "model": {"f": 1}},
+    "arguments of wrong types": {
+        "_target_": "kbf.filters.kernel.kbf.KBF",
+        "factors": "abc",
+        "tol": {},
+    },
+    "a problem that is none": {"_target_": "kbf.filters.gaussian.ekf.EKF", "model": {"f": 1}},
     "far too deep": NESTED,
     "an object": {"_target_": "kbf.filters.kernel.kbf.KBF", "rank": torch.zeros(3)},
     "a transform that is code": {"_target_": "kbf.images.augment.Augment", "transforms": [EXECUTE]},
@@ -72,23 +135,41 @@ SOURCES = {
     "another package": EXECUTE,
     "a builder that trusts": THROUGH,
     "a name looked up": LOCATED,
-    "a model": {"_target_": "kbf.filters.kalman_fitted.LearnedKalman"},
-    "code as the problem": {"_target_": "kbf.data.synthetic.SyntheticData", "n_train": 9, "problem": EXECUTE},
-    "a builder as the problem": {"_target_": "kbf.data.synthetic.SyntheticData", "n_train": 9, "problem": THROUGH},
+    "a model": {"_target_": "kbf.filters.gaussian.learned_kalman.LearnedKalman"},
+    "code as the problem": {
+        "_target_": "kbf.data.synthetic.SyntheticData",
+        "n_train": 9,
+        "problem": EXECUTE,
+    },
+    "a builder as the problem": {
+        "_target_": "kbf.data.synthetic.SyntheticData",
+        "n_train": 9,
+        "problem": THROUGH,
+    },
     "code as a number": {
         "_target_": "kbf.data.synthetic.SyntheticData",
         "n_train": EXECUTE,
         "problem": {"_target_": "kbf.ssm.rotation"},
     },
-    "a problem that is none": {"_target_": "kbf.data.synthetic.SyntheticData", "n_train": 9, "problem": {"f": 2}},
+    "a problem that is none": {
+        "_target_": "kbf.data.synthetic.SyntheticData",
+        "n_train": 9,
+        "problem": {"f": 2},
+    },
     "nothing": None,
     "a text": "os.system",
-    "the environment as a file": {"_target_": "kbf.data.own.source.OwnData", "path": "/${oc.env:HOME}/none.csv"},
-    "an endless reference": {"_target_": "kbf.data.own.source.OwnData", "path": "${data.source.path}"},
+    "the environment as a file": {
+        "_target_": "kbf.data.files.dataset.OwnData",
+        "path": "/${oc.env:HOME}/none.csv",
+    },
+    "an endless reference": {
+        "_target_": "kbf.data.files.dataset.OwnData",
+        "path": "${data.source.path}",
+    },
 }
 
 
-LSTM = {"_target_": "kbf.filters.lstm.LSTMFilter", "d": 2, "q": 2}
+LSTM = {"_target_": "kbf.filters.neural.lstm.LSTMFilter", "d": 2, "q": 2}
 KERNEL = "kbf.filters.kernel"
 LARGE_NETS = {
     "hidden units": LSTM | {"hidden": 100_000},
@@ -97,17 +178,28 @@ LARGE_NETS = {
     "observations": LSTM | {"q": [3, 10**5, 10**5], "features": 8},
     "a fraction": LSTM | {"hidden": 1e18},
     "rank": {"_target_": f"{KERNEL}.kbf.KBF", "rank": 10**12},
-    "points": {"_target_": f"{KERNEL}.simulated_memory.SimulatedMemoryKBF", "points": 10**9},
-    "particles": {"_target_": "kbf.filters.particle_learned.LearnedParticleFilter", "particles": 10**11},
+    "points": {"_target_": f"{KERNEL}.simulated_memory.SimulatedKBF", "points": 10**9},
+    "particles": {
+        "_target_": "kbf.filters.particle.learned.LearnedParticleFilter",
+        "particles": 10**11,
+    },
     "channels": {"_target_": "kbf.images.encoders.CNN", "q": [3, 36, 48], "channels": [10**6]},
     "a number beyond all": LSTM | {"hidden": 10**400},
 }
-SYNTHETIC = {"_target_": "kbf.data.synthetic.SyntheticData", "problem": {"_target_": "kbf.ssm.rotation"}}
+SYNTHETIC = {
+    "_target_": "kbf.data.synthetic.SyntheticData",
+    "problem": {"_target_": "kbf.ssm.rotation"},
+}
 LARGE_SOURCES = {
     "training steps": SYNTHETIC | {"n_train": 10**9},
     "test steps": SYNTHETIC | {"n_train": 100, "n_test": 10**9},
     "images": {"_target_": "kbf.data.pendulum.Pendulum", "n_train": 50_000},
-    "pixels": {"_target_": "kbf.data.dmlab.OrientationImages", "n_train": 9, "frames": "none.npz", "size": [2000, 2000]},
+    "pixels": {
+        "_target_": "kbf.data.dmlab.OrientationImages",
+        "n_train": 9,
+        "frames": "none.npz",
+        "size": [2000, 2000],
+    },
 }
 
 
@@ -155,9 +247,15 @@ def test_no_net_of_a_checkpoint_runs_anything(hostile, capsys, net):
 @pytest.mark.parametrize("net", ["another package", "a builder that trusts", "a name looked up"])
 def test_no_command_runs_it(hostile, capsys, command, net):
     path = hostile(lambda config, put: config["model"].update(net=put(NETS[net])))
-    words = {"filter": ["input=obs.csv"], "export": ["out=a.onnx"], "append": ["out=a.ckpt", "seed=3"]}.get(command, [])
+    words = {
+        "filter": ["input=obs.csv"],
+        "export": ["out=a.onnx"],
+        "append": ["out=a.ckpt", "seed=3"],
+    }.get(command, [])
     key = "ckpt_path" if command == "train" else "checkpoint"
-    assert "trust=true" in refused(capsys, [command, f"{key}={path}", *words, *(["run_dir=new"] if command == "train" else [])])
+    assert "trust=true" in refused(
+        capsys, [command, f"{key}={path}", *words, *(["run_dir=new"] if command == "train" else [])]
+    )
     assert not hostile.trace.exists()
 
 
@@ -170,10 +268,17 @@ def test_no_source_of_data_runs_anything(hostile, capsys, command, source):
         config["recipe"]["data"]["source"] = put(source)
 
     path = hostile(change)
-    words = {"evaluate": [f"checkpoint={path}"], "append": [f"checkpoint={path}", "out=a.ckpt", "seed=3"]}
+    words = {
+        "evaluate": [f"checkpoint={path}"],
+        "append": [f"checkpoint={path}", "out=a.ckpt", "seed=3"],
+    }
     told = refused(capsys, [command, *words.get(command, [f"ckpt_path={path}", "run_dir=new"])])
     assert os.environ["HOME"] not in told
-    assert not hostile.trace.exists() and not os.path.exists("a.ckpt") and not os.path.exists("new/checkpoints")
+    assert (
+        not hostile.trace.exists()
+        and not os.path.exists("a.ckpt")
+        and not os.path.exists("new/checkpoints")
+    )
 
 
 @pytest.mark.parametrize("net", LARGE_NETS.values(), ids=LARGE_NETS)
@@ -192,17 +297,25 @@ def test_no_data_fills_the_memory(hostile, capsys, source):
 
 def test_neither_encoders_nor_windows_are_too_many(hostile, capsys):
     encoder = {"_target_": "kbf.images.encoders.CNN", "q": [3, 36, 48]}
-    for part in ({"coding": {"epochs": 1, "lr": 0.1, "members": 10**6, "encoder": encoder}}, {"training": {"window": 10**9}}):
+    for part in (
+        {"encoding": {"epochs": 1, "lr": 0.1, "members": 10**6, "encoder": encoder}},
+        {"training": {"window": 10**9}},
+    ):
         path = hostile(lambda config, put, part=part: config["model"].update(part))
         refused(capsys, ["filter", f"checkpoint={path}", "input=obs.csv"])
 
 
-@pytest.mark.parametrize("leaf", [torch.zeros(1).expand(10**6, 10**6), torch.zeros(3, device="meta"), torch.eye(3).to_sparse()])
+@pytest.mark.parametrize(
+    "leaf",
+    [torch.zeros(1).expand(10**6, 10**6), torch.zeros(3, device="meta"), torch.eye(3).to_sparse()],
+)
 def test_no_tensor_is_larger_than_the_file(hostile, capsys, leaf):
     contents = read_checkpoint("example:rotation")
     contents["state_dict"]["net.more"] = leaf
     torch.save(contents, "last.ckpt")
-    assert "is no checkpoint, or damaged" in refused(capsys, ["filter", "checkpoint=last.ckpt", "input=obs.csv"])
+    assert "is no checkpoint, or damaged" in refused(
+        capsys, ["filter", "checkpoint=last.ckpt", "input=obs.csv"]
+    )
     torch.save({"mean": leaf}, "state.pt")
     with pytest.raises(ValueError, match="damaged, or not the state"):
         read_leaves("state.pt")
@@ -210,7 +323,9 @@ def test_no_tensor_is_larger_than_the_file(hostile, capsys, leaf):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["another shape", "infinite estimates"])
-def test_operators_that_fail_at_the_first_step_are_refused_when_they_are_loaded(hostile, capsys, change):
+def test_operators_that_fail_at_the_first_step_are_refused_when_they_are_loaded(
+    hostile, capsys, change
+):
     contents = read_checkpoint("example:rotation")
     operators = contents["kbf"]["operators"]
     if change == "another shape":
@@ -271,23 +386,49 @@ def test_files_that_a_checkpoint_names_are_told_and_weights_are_not_read(hostile
 
     main(["evaluate", f"checkpoint={hostile(change)}"])
     assert f"reading {hostile.trace}".replace("\n", "") in capsys.readouterr().out.replace("\n", "")
-    backbone = {"_target_": "kbf.images.encoders.Backbone", "weights": "/etc/passwd", "q": [1, 8, 8]}
-    assert files_named({"net": [backbone]}) == ["/etc/passwd"] and files_named(without_weights({"net": [backbone]})) == []
+    backbone = {
+        "_target_": "kbf.images.encoders.Backbone",
+        "weights": "/etc/passwd",
+        "q": [1, 8, 8],
+    }
+    assert (
+        files_named({"net": [backbone]}) == ["/etc/passwd"]
+        and files_named(without_weights({"net": [backbone]})) == []
+    )
 
 
 def test_only_a_person_can_trust(hostile):
-    path = hostile(lambda config, put: config["model"].update(net={"_target_": "collections.OrderedDict"}))
-    with pytest.raises(ValueError, match="must be a module with prepare and condition, got a OrderedDict"):  # it was called
+    path = hostile(
+        lambda config, put: config["model"].update(net={"_target_": "collections.OrderedDict"})
+    )
+    with pytest.raises(
+        ValueError, match="must be a module with prepare and condition, got a OrderedDict"
+    ):  # it was called
         load_filter(path, trust=True)
 
 
 def test_recipes_are_settled_when_they_are_written(monkeypatch):
     monkeypatch.setenv("KBF_PLACE", "/here")
-    raw = {"path": "${oc.env:KBF_PLACE}/x", "n": "${d}", "d": 3, "both": ["a${d}", "${oc.env:KBF_PLACE}${d}"]}
+    raw = {
+        "path": "${oc.env:KBF_PLACE}/x",
+        "n": "${d}",
+        "d": 3,
+        "both": ["a${d}", "${oc.env:KBF_PLACE}${d}"],
+    }
     resolved = OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
-    assert settled(raw, resolved) == {"path": "/here/x", "n": "${d}", "d": 3, "both": ["a${d}", "/here3"]}
+    assert settled(raw, resolved) == {
+        "path": "/here/x",
+        "n": "${d}",
+        "d": 3,
+        "both": ["a${d}", "/here3"],
+    }
     read = OmegaConf.to_container(OmegaConf.create(literal(raw)), resolve=True)
-    assert read == {"path": "${oc.env:KBF_PLACE}/x", "n": 3, "d": 3, "both": ["a3", "${oc.env:KBF_PLACE}${d}"]}
+    assert read == {
+        "path": "${oc.env:KBF_PLACE}/x",
+        "n": 3,
+        "d": 3,
+        "both": ["a3", "${oc.env:KBF_PLACE}${d}"],
+    }
 
 
 def targets(config):
@@ -301,8 +442,12 @@ def targets(config):
 
 
 def parts(config):
-    values = config.values() if isinstance(config, dict) else config if isinstance(config, list) else []
-    return ([config] if isinstance(config, dict) else []) + [part for value in values for part in parts(value)]
+    values = (
+        config.values() if isinstance(config, dict) else config if isinstance(config, list) else []
+    )
+    return ([config] if isinstance(config, dict) else []) + [
+        part for value in values for part in parts(value)
+    ]
 
 
 def test_everything_that_the_configurations_name_is_registered_and_exists():
@@ -317,12 +462,24 @@ def test_everything_that_the_configurations_name_is_registered_and_exists():
         for path in sorted((config_dir() / folder).rglob("*.yaml")):
             for part in parts(yaml.safe_load(path.read_text(encoding="utf-8"))):
                 check_sizes(str(part.get("_target_")), part)
-    assert INSIDE.keys() == REGISTERED.keys() and {kind for kinds in INSIDE.values() for kind in kinds} <= REGISTERED.keys()
+    assert (
+        INSIDE.keys() == REGISTERED.keys()
+        and {kind for kinds in INSIDE.values() for kind in kinds} <= REGISTERED.keys()
+    )
 
 
 def test_functions_are_registered_only_as_makers_of_problems():
-    functions = {name for names in REGISTERED.values() for name in names if not isinstance(locate(name), type)}
-    assert functions == {"kbf.ssm.rotation", "kbf.ssm.oscillatory", "kbf.data.dsprites.position_model"}
+    functions = {
+        name
+        for names in REGISTERED.values()
+        for name in names
+        if not isinstance(locate(name), type)
+    }
+    assert functions == {
+        "kbf.ssm.rotation",
+        "kbf.ssm.oscillatory",
+        "kbf.data.dsprites.position_model",
+    }
 
 
 def test_ones_own_configuration_may_name_anything():
@@ -338,4 +495,6 @@ def test_what_holds_itself_is_refused(hostile, capsys):
         wide = [wide, wide, wide]  # 3^40 entries that take no room
     for value in (endless, wide):
         path = hostile(lambda config, put, value=value: config["model"].update(more=value))
-        assert "is no checkpoint, or damaged" in refused(capsys, ["filter", f"checkpoint={path}", "input=obs.csv"])
+        assert "is no checkpoint, or damaged" in refused(
+            capsys, ["filter", f"checkpoint={path}", "input=obs.csv"]
+        )

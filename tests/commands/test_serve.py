@@ -58,10 +58,18 @@ def port(application):
     server.task_dispatcher.shutdown()
 
 
-def ask(application, body, path="/step", method="POST", host="localhost:8000", kind="application/json"):
+def ask(
+    application, body, path="/step", method="POST", host="localhost:8000", kind="application/json"
+):
     """A request without a network: its status and answer."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    environ = {"HTTP_HOST": host, "PATH_INFO": path, "REQUEST_METHOD": method, "CONTENT_TYPE": kind, "wsgi.input": io.BytesIO(raw)}
+    environ = {
+        "HTTP_HOST": host,
+        "PATH_INFO": path,
+        "REQUEST_METHOD": method,
+        "CONTENT_TYPE": kind,
+        "wsgi.input": io.BytesIO(raw),
+    }
     status: list[str] = []
     [answer] = application(environ, lambda line, headers: status.append(line))
     return int(status[0].split()[0]), json.loads(answer)
@@ -79,11 +87,19 @@ def test_answers_are_the_filters(application):
     filter = load_filter("example:rotation").filter
     state, answer = filter.init(1), {}
     for obs in ([0.3, 0.4], None, [0.1, -0.2]):
-        status, answer = ask(application, {"obs": obs, **({"state": answer["state"]} if answer else {})})
+        status, answer = ask(
+            application, {"obs": obs, **({"state": answer["state"]} if answer else {})}
+        )
         assert status == 200
         state = filter.predict(state)
-        state = state if obs is None else filter.update(state, torch.tensor([obs], dtype=filter.estimate(state).dtype))
-        np.testing.assert_allclose(answer["estimate"], filter.estimate(state)[0], rtol=1e-4, atol=1e-5)
+        state = (
+            state
+            if obs is None
+            else filter.update(state, torch.tensor([obs], dtype=filter.estimate(state).dtype))
+        )
+        np.testing.assert_allclose(
+            answer["estimate"], filter.estimate(state)[0], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_an_impossible_observation_is_passed_over_and_counted(application):
@@ -91,11 +107,11 @@ def test_an_impossible_observation_is_passed_over_and_counted(application):
     _, before = ask(application, {"obs": [0.3, 0.4]})
     _, wild = ask(application, {"obs": [1e30, -1e30], "state": before["state"]})
     _, none = ask(application, {"obs": None, "state": before["state"]})
-    assert (before["passed_over"], wild["passed_over"], none["passed_over"]) == (False, True, False)
+    assert (before["rejected"], wild["rejected"], none["rejected"]) == (False, True, False)
     assert (wild["state"].pop("state_misses"), none["state"].pop("state_misses")) == ([1], [0])
     assert wild["state"] == none["state"] and wild["estimate"] == none["estimate"]
     health = ask(application, b"", "/health", "GET")[1]
-    assert (health["steps"], health["passed_over"], health["refused"]) == (3, 1, 0)
+    assert (health["steps"], health["rejected"], health["refused"]) == (3, 1, 0)
 
 
 GOOD = {"obs": [0.3, 0.4]}
@@ -108,7 +124,11 @@ BAD = {
     "NaN": (b'{"obs": [NaN, 1]}', 400, "NaN is no number"),
     "Infinity": (b'{"obs": [-Infinity, 1]}', 400, "Infinity is no number"),
     "a number too large": (b'{"obs": [1e999, 1]}', 400, "finite"),
-    "more digits than a float": (b'{"obs": [1' + b"0" * 400 + b", 1]}", 400, "numbers in the shape"),
+    "more digits than a float": (
+        b'{"obs": [1' + b"0" * 400 + b", 1]}",
+        400,
+        "numbers in the shape",
+    ),
     "more digits than are read": (b'{"obs": [1' + b"0" * 5000 + b", 1]}", 400, "JSON"),
     "too deep": (b'{"obs": ' + b"[" * 9000 + b"]" * 9000 + b"}", 400, "deep"),
     "wide": ({"obs": [1, 2, 3]}, 400, "shape [2]"),
@@ -130,7 +150,7 @@ def test_bad_requests_get_one_line_and_spoil_nothing(application, body, status, 
     found, answer = ask(application, body)
     assert found == status and message in answer["error"] and len(answer["error"].splitlines()) == 1
     assert ask(application, GOOD) == before
-    assert application.counts == {"steps": 2, "passed_over": 0, "refused": 1}
+    assert application.counts == {"steps": 2, "rejected": 0, "refused": 1}
 
 
 def test_a_spoiled_state_is_refused(application):
@@ -149,13 +169,23 @@ def test_huge_observations_never_come_back_as_no_numbers(application):
 
 
 def test_only_known_hosts_methods_and_kinds(application):
-    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "", "127.0.0.1.evil.example:80"):
+    for host in (
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "",
+        "127.0.0.1.evil.example:80",
+    ):
         assert ask(application, GOOD, host=host)[0] == 403
     for host in ("localhost", "LOCALHOST:9", "127.0.0.1:8000"):
         assert ask(application, GOOD, host=host)[0] == 200
     assert ask(application, GOOD, path="/")[0] == 404
     assert ask(application, GOOD, method="GET")[0] == 405
-    for kind in ("text/plain", "", "application/x-www-form-urlencoded"):  # what a page of others may send
+    for kind in (
+        "text/plain",
+        "",
+        "application/x-www-form-urlencoded",
+    ):  # what a page of others may send
         assert ask(application, GOOD, kind=kind)[0] == 415
 
 
@@ -163,7 +193,12 @@ def test_health(application):
     ask(application, GOOD)
     ask(application, {})
     status, answer = ask(application, b"", path="/health", method="GET")
-    assert status == 200 and answer["status"] == "ok" and answer["steps"] == 1 and answer["refused"] == 1
+    assert (
+        status == 200
+        and answer["status"] == "ok"
+        and answer["steps"] == 1
+        and answer["refused"] == 1
+    )
     assert answer["states"] == ["z_0", "z_1"]
 
 
@@ -179,16 +214,24 @@ def gone(connection):
 def test_limits_of_size_and_time_over_loopback(port):
     assert over_http(port, json.dumps(GOOD))[0] == 200
     assert over_http(port, None, **{"Content-Length": "30000"})[0] == 413
-    with contextlib.suppress(ConnectionError):  # refused before it is read to the end; to one still sending, by a reset
+    with contextlib.suppress(
+        ConnectionError
+    ):  # refused before it is read to the end; to one still sending, by a reset
         assert over_http(port, json.dumps(GOOD), Other="x" * 40_000)[0] in (400, 431)
     assert over_http(port, json.dumps(GOOD), Host="evil.example")[0] == 403
-    stalled = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]  # ten times as many as threads
+    stalled = [
+        socket.create_connection(("127.0.0.1", port)) for _ in range(20)
+    ]  # ten times as many as threads
     for connection in stalled:
-        connection.sendall(b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(
+            b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+        )
     began = time.monotonic()
     assert over_http(port, json.dumps(GOOD))[0] == 200, "while the others wait"
     dripping = stalled.pop()
-    while not gone(dripping) and time.monotonic() - began < 60:  # a second is allowed; a busy machine may be late
+    while (
+        not gone(dripping) and time.monotonic() - began < 60
+    ):  # a second is allowed; a busy machine may be late
         time.sleep(0.1)
     assert gone(dripping)
     for connection in stalled:
@@ -202,7 +245,9 @@ def test_many_clients_at_once_get_their_own_answers(port):
     wrong: list[float] = []
 
     def client(x):
-        wrong.extend(x for _ in range(20) if over_http(port, json.dumps({"obs": [x, 0.0]})) != expected[x])
+        wrong.extend(
+            x for _ in range(20) if over_http(port, json.dumps({"obs": [x, 0.0]})) != expected[x]
+        )
 
     threads = [threading.Thread(target=client, args=(x,)) for x in expected]
     for thread in threads:
@@ -214,8 +259,12 @@ def test_many_clients_at_once_get_their_own_answers(port):
 
 def test_the_command_says_where_it_listens_and_ends_with_the_signal(program):
     words = [sys.executable, "-m", "kbf.cli", "serve", f"program={program}", "port=0"]
-    started = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # in the background it is ignored
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=started) as process:
+    started = functools.partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # in the background it is ignored
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=started
+    ) as process:
         try:
             assert process.stdout is not None
             address = process.stdout.readline().strip()

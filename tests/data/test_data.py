@@ -8,25 +8,35 @@ import torch
 from kbf.data.dataset import load_data
 from kbf.data.synthetic import SyntheticData
 from kbf.data.windows import Span, folds, hold_out, split, stack, take, windows, without
-from kbf.sequence import Sequence
+from kbf.recording import Recording
 from kbf.ssm import OrientationModel, oscillatory, rotation, simulate
 from kbf.training.datamodule import EpochOrder, FilterDataModule
 from kbf.training.settings import Training
 
-CONFIG = {"source": {"_target_": "kbf.data.synthetic.SyntheticData", "problem": {"_target_": "kbf.ssm.rotation"}, "n_train": 5}}
+CONFIG = {
+    "source": {
+        "_target_": "kbf.data.synthetic.SyntheticData",
+        "problem": {"_target_": "kbf.ssm.rotation"},
+        "n_train": 5,
+    }
+}
 
 
-def counted(length: int, offset: int = 0, mask: torch.Tensor | None = None) -> Sequence:
+def counted(length: int, offset: int = 0, mask: torch.Tensor | None = None) -> Recording:
     """A sequence whose states are the numbers of its steps."""
     steps = torch.arange(offset, offset + length, dtype=torch.float64)
-    return Sequence(steps[:, None], -steps[:, None], mask)
+    return Recording(steps[:, None], -steps[:, None], mask)
 
 
-def steps(sequences: list[Sequence]) -> list[list[int]]:
+def steps(sequences: list[Recording]) -> list[list[int]]:
     return [s.states[:, 0].int().tolist() for s in sequences]
 
 
-@pytest.mark.parametrize("problem", [rotation(), oscillatory(), OrientationModel()], ids=["rotation", "oscillatory", "orientation"])
+@pytest.mark.parametrize(
+    "problem",
+    [rotation(), oscillatory(), OrientationModel()],
+    ids=["rotation", "oscillatory", "orientation"],
+)
 def test_synthetic_data_is_one_trajectory_cut_in_two(problem):
     data = SyntheticData(problem, n_train=7, n_test=4, seed=3)
     start = torch.tensor([1.0, 0.0], dtype=torch.float64)
@@ -36,13 +46,17 @@ def test_synthetic_data_is_one_trajectory_cut_in_two(problem):
     assert data.train[0].states.dtype == torch.float64
     longer = SyntheticData(problem, n_train=9, n_test=4, seed=3)
     assert torch.equal(longer.train[0].states[:7], data.train[0].states)
-    assert not torch.equal(SyntheticData(problem, 7, 4, seed=4).train[0].states, data.train[0].states)
+    assert not torch.equal(
+        SyntheticData(problem, 7, 4, seed=4).train[0].states, data.train[0].states
+    )
 
 
 def test_folds_cover_every_step_once_and_without_is_the_rest():
     sequences = [counted(7), counted(4, 7), counted(5, 11)]
     chunks = folds([7, 4, 5], 4)
-    assert sorted(i for spans in chunks for piece in steps(take(sequences, spans)) for i in piece) == list(range(16))
+    assert sorted(
+        i for spans in chunks for piece in steps(take(sequences, spans)) for i in piece
+    ) == list(range(16))
     assert [sum(s.stop - s.start for s in spans) for spans in chunks] == [4, 4, 4, 4]
     for spans in chunks:
         inside = {i for piece in steps(take(sequences, spans)) for i in piece}
@@ -74,7 +88,9 @@ def test_whole_recordings_are_held_out_where_that_is_about_as_much():
         assert steps(hold_out(recordings, 0.15)[1]) == [list(range(85, 100))]
     assert steps(hold_out([counted(50), counted(50, 50)], 0.35)[0]) == [list(range(50))]
     assert hold_out(ten, 0.0)[1] == []
-    assert [len(s.states) for s in hold_out([counted(11), counted(1, 11)], 0.15)[1]] == [1, 1], "one step alone is too few"
+    assert [len(s.states) for s in hold_out([counted(11), counted(1, 11)], 0.15)[1]] == [1, 1], (
+        "one step alone is too few"
+    )
     for refused in (1.0, -0.1):
         with pytest.raises(ValueError, match=r"\[0, 1\)"):
             hold_out(ten, refused)
@@ -100,7 +116,9 @@ def test_batches_are_of_one_fold_and_hold_every_window_once():
     batches = list(order)
     assert len(batches) == len(order) == 6
     assert all(span in chunks[fold] for fold, spans in batches for span in spans)
-    assert sorted(s for _, spans in batches for s in spans) == sorted(s for chunk in chunks for s in chunk)
+    assert sorted(s for _, spans in batches for s in spans) == sorted(
+        s for chunk in chunks for s in chunk
+    )
     assert list(order) == batches
     order.set_epoch(1)
     assert list(order) != batches
@@ -108,7 +126,9 @@ def test_batches_are_of_one_fold_and_hold_every_window_once():
 
 
 def test_a_fold_without_a_window_has_no_batch():
-    assert len(list(EpochOrder([windows(spans, 3) for spans in folds([8], 3)], None, seed=0))) == 2  # folds of 3, 2 and 3 steps
+    assert (
+        len(list(EpochOrder([windows(spans, 3) for spans in folds([8], 3)], None, seed=0))) == 2
+    )  # folds of 3, 2 and 3 steps
 
 
 def test_processes_share_the_batches_out():
@@ -116,13 +136,17 @@ def test_processes_share_the_batches_out():
     alone = list(EpochOrder(chunks, 4, seed=0))
     shares = [list(EpochOrder(chunks, 4, seed=0, rank=r, world=2)) for r in range(2)]
     assert len(shares[0]) == len(shares[1]) == len(alone) // 2
-    assert [batch for pair in zip(*shares, strict=True) for batch in pair] == alone[: 2 * len(shares[0])]
+    assert [batch for pair in zip(*shares, strict=True) for batch in pair] == alone[
+        : 2 * len(shares[0])
+    ]
     with pytest.raises(ValueError, match="3 batches an epoch are too few for 4 processes"):
         EpochOrder(chunks, None, seed=0, world=4)
 
 
 def test_a_window_is_never_in_the_memory_that_filters_it():
-    module = FilterDataModule([counted(40), counted(20, 40)], Training(1, 0.1, folds=4, window=5, validation=0.2), seed=0)
+    module = FilterDataModule(
+        [counted(40), counted(20, 40)], Training(1, 0.1, folds=4, window=5, validation=0.2), seed=0
+    )
     seen = set()
     for task in module.train_dataloader():
         memory = {i for piece in steps(task.memory) for i in piece}
@@ -130,7 +154,12 @@ def test_a_window_is_never_in_the_memory_that_filters_it():
         assert not memory & inside
         assert max(memory | inside) < 48
         seen |= inside
-    assert seen == set(range(48)) - {36, 37, 38, 39}  # what is left of the first sequence in its last fold is shorter than a window
+    assert seen == set(range(48)) - {
+        36,
+        37,
+        38,
+        39,
+    }  # what is left of the first sequence in its last fold is shorter than a window
     (task,) = list(module.val_dataloader()[0])
     assert steps(task.memory) == [list(range(40)), list(range(40, 48))]
     assert task.windows.states.flatten().tolist() == list(range(48, 60))
@@ -139,9 +168,18 @@ def test_a_window_is_never_in_the_memory_that_filters_it():
 @pytest.mark.parametrize(
     ("training", "message"),
     [
-        (Training(1, 0.1, folds=5, window=20, validation=0.2), r"no window of 20 steps fits: 48 .* \(60 .* 5 folds .* at most 10"),
-        (Training(1, 0.1, folds=90, window=1, validation=0.0), "60 training steps cannot be cut into 90 folds"),
-        (Training(1, 0.1, folds=2, window=5, burn_in=5), "window of 5 steps leaves nothing after a burn-in of 5"),
+        (
+            Training(1, 0.1, folds=5, window=20, validation=0.2),
+            r"no window of 20 steps fits: 48 .* \(60 .* 5 folds .* at most 10",
+        ),
+        (
+            Training(1, 0.1, folds=90, window=1, validation=0.0),
+            "60 training steps cannot be cut into 90 folds",
+        ),
+        (
+            Training(1, 0.1, folds=2, window=5, burn_in=5),
+            "window of 5 steps leaves nothing after a burn-in of 5",
+        ),
     ],
 )
 def test_too_few_steps_are_one_error_with_numbers(training, message):
@@ -160,7 +198,9 @@ def test_nan_observations_are_an_error_or_missing(monkeypatch):
 
     original = SyntheticData.__init__
     monkeypatch.setattr(SyntheticData, "__init__", spoil)
-    with pytest.raises(ValueError, match=r"test data.*1 of 200 rows \(first: row 4\).*data.missing=true"):
+    with pytest.raises(
+        ValueError, match=r"test data.*1 of 200 rows \(first: row 4\).*data.missing=true"
+    ):
         load_data(CONFIG)
     masked = load_data({**CONFIG, "missing": True}).test[0]
     assert masked.mask is not None

@@ -26,10 +26,12 @@ from kbf.data.dsprites import DSprites, frame_index, log_interval, open_dsprites
 from kbf.data.sprites import SIZES, render_sprites
 from kbf.data.synthetic import SyntheticData
 from kbf.evaluation.floors import data_floor
-from kbf.filters.particle import ParticleFilter
+from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.ssm import StateSpace, oscillatory
 
-TRUE_FRAMES = Path(__file__).resolve().parents[3] / "shared" / "data" / "dsprites" / "true_frames.npz"
+TRUE_FRAMES = (
+    Path(__file__).resolve().parents[3] / "shared" / "data" / "dsprites" / "true_frames.npz"
+)
 SMALL = (3, 2, 3, 4, 5)  # of the synthetic file
 
 
@@ -52,11 +54,16 @@ def naive(shape: int, scale: int, orientation: int, x: int, y: int) -> list[list
         corners = [
             (
                 9.62 * math.sin(a) ** 3,
-                -0.662 * (13 * math.cos(a) - 5 * math.cos(2 * a) - 2 * math.cos(3 * a) - math.cos(4 * a)) - 1.45,
+                -0.662
+                * (13 * math.cos(a) - 5 * math.cos(2 * a) - 2 * math.cos(3 * a) - math.cos(4 * a))
+                - 1.45,
             )
             for a in t
         ]
-    size, angle = 0.5 + scale / 10, -2 * math.pi * orientation / 39  # y is down: counter-clockwise on the screen is negative
+    size, angle = (
+        0.5 + scale / 10,
+        -2 * math.pi * orientation / 39,
+    )  # y is down: counter-clockwise on the screen is negative
     centre = 16 + 32 * x / 31, 16 + 32 * y / 31
     c, s = size * math.cos(angle), size * math.sin(angle)
     placed = [complex(centre[0] + c * u - s * v, centre[1] + s * u + c * v) for u, v in corners]
@@ -81,33 +88,51 @@ def test_pictures_are_those_of_dsprites():
     assert wrong.max() <= 4
 
 
-@pytest.mark.parametrize("factors", [(0, 3, 5, 7, 30), (1, 5, 11, 20, 3), (2, 0, 0, 31, 0), (2, 4, 17, 9, 14)])
+@pytest.mark.parametrize(
+    "factors", [(0, 3, 5, 7, 30), (1, 5, 11, 20, 3), (2, 0, 0, 31, 0), (2, 4, 17, 9, 14)]
+)
 def test_pictures_against_a_naive_renderer(factors):
     assert render_sprites(torch.tensor([factors]))[0].tolist() == naive(*factors)
 
 
 def test_pictures_turn_and_move():
-    both = torch.tensor([[s, k, o, x, x] for s in range(3) for k in range(6) for x in range(0, 32, 2) for o in (0, 39)])
+    both = torch.tensor(
+        [
+            [s, k, o, x, x]
+            for s in range(3)
+            for k in range(6)
+            for x in range(0, 32, 2)
+            for o in (0, 39)
+        ]
+    )
     images = render_sprites(both)
     assert torch.equal(images[::2], images[1::2])
     quarter = render_sprites(torch.tensor([[1, 5, 0, 0, 0], [1, 5, 20, 0, 0], [1, 5, 10, 0, 0]]))
     assert (quarter[0] ^ quarter[1]).sum() < 30  # nearly half a turn of an ellipse
     assert quarter[2].any(1).sum() > quarter[2].any(0).sum()  # nearly a quarter: it stands
-    positions = torch.cartesian_prod(torch.tensor([2]), torch.tensor([0]), torch.tensor([0]), torch.arange(32), torch.arange(32))
+    positions = torch.cartesian_prod(
+        torch.tensor([2]), torch.tensor([0]), torch.tensor([0]), torch.arange(32), torch.arange(32)
+    )
     flat = render_sprites(positions).flatten(1).float()
     apart = torch.cdist(flat, flat).square() + 1000 * torch.eye(1024)
-    assert apart.min() > 17  # pixels between any two of the 1,024 positions: noise of 0.1 hides none of them
+    assert (
+        apart.min() > 17
+    )  # pixels between any two of the 1,024 positions: noise of 0.1 hides none of them
     assert render_sprites(positions[:0]).shape == (0, 64, 64)
     many = torch.tensor([[1, 2, 3, 4, 5]]).expand(300, 5)  # more than one chunk
     assert torch.equal(render_sprites(many), render_sprites(many[:1]).expand(300, 64, 64))
 
 
-@pytest.mark.parametrize(("column", "name"), [*enumerate(["shape", "scale", "orientation", "posX", "posY"])])
+@pytest.mark.parametrize(
+    ("column", "name"), [*enumerate(["shape", "scale", "orientation", "posX", "posY"])]
+)
 def test_factors_out_of_range(column, name):
     for wrong in (-1, SIZES[column]):
         factors = torch.zeros(2, 5, dtype=torch.long)
         factors[1, column] = wrong
-        with pytest.raises(ValueError, match=f"{name} is an index from 0 to {SIZES[column] - 1}, got {wrong}"):
+        with pytest.raises(
+            ValueError, match=f"{name} is an index from 0 to {SIZES[column] - 1}, got {wrong}"
+        ):
             render_sprites(factors)
 
 
@@ -127,13 +152,17 @@ def write_file(path: Path, **changes) -> Path:
         "latents_values": np.zeros((len(factors), 6)),
         "metadata": np.array({"bomb": Bomb()}, dtype=object),
     } | changes
-    np.savez_compressed(path, **{name: value for name, value in members.items() if value is not None})
+    np.savez_compressed(
+        path, **{name: value for name, value in members.items() if value is not None}
+    )
     return path
 
 
 def left(cache: Path) -> list[str]:
     """Files in the cache, but for locks."""
-    return sorted(path.name for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock")
+    return sorted(
+        path.name for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"
+    )
 
 
 def test_published_file(tmp_path, cache):
@@ -144,7 +173,9 @@ def test_published_file(tmp_path, cache):
     assert isinstance(frames, np.memmap)
     assert frames.dtype == np.uint8
     factors = torch.tensor([[2, 1, 2, 3, 0], [0, 0, 1, 2, 4], [1, 1, 0, 0, 3]])
-    assert np.array_equal(frames[frame_index(factors.numpy(), SMALL)], render_sprites(factors).numpy())
+    assert np.array_equal(
+        frames[frame_index(factors.numpy(), SMALL)], render_sprites(factors).numpy()
+    )
     (name,) = left(cache)
     unpacked = next(cache.rglob(name))
     before = unpacked.stat().st_mtime_ns
@@ -183,8 +214,12 @@ def test_what_is_not_the_published_file(tmp_path, cache):
         "allow_pickle=False": {"latents_classes": np.array([Bomb()])},
         r"of 200 pictures \d+ are as expected": {"imgs": images.transpose(0, 2, 1).copy()},
         r"of 200 pictures 0 are as expected": {"imgs": 255 * images},
-        r"of 200 pictures \d+ are as expected; one is off by 1 pixels": {"imgs": np.where(third, images ^ pixel, images)},
-        r"of 200 pictures 1[6-9]\d are as expected; one is off by 9 pixels": {"imgs": np.where(tenth, images ^ nine, images)},
+        r"of 200 pictures \d+ are as expected; one is off by 1 pixels": {
+            "imgs": np.where(third, images ^ pixel, images)
+        },
+        r"of 200 pictures 1[6-9]\d are as expected; one is off by 9 pixels": {
+            "imgs": np.where(tenth, images ^ nine, images)
+        },
     }
     for message, content in cases.items():
         path = tmp_path / "wrong.npz"
@@ -192,10 +227,16 @@ def test_what_is_not_the_published_file(tmp_path, cache):
             path.write_bytes(content)
         else:
             write_file(path, **content)
-        with pytest.raises(ValueError, match=rf"cannot use .*wrong\.npz as the dSprites file: .*({message.strip()})"):
+        with pytest.raises(
+            ValueError,
+            match=rf"cannot use .*wrong\.npz as the dSprites file: .*({message.strip()})",
+        ):
             open_dsprites(path, SMALL)
         assert left(cache) == [], message
-    with pytest.raises(FileNotFoundError, match=r"there is no file none: data\.images must be rendered, download, or"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"there is no file none: data\.images must be rendered, download, or",
+    ):
         DSprites(2, images="none")
 
 
@@ -203,7 +244,9 @@ def test_a_few_wrong_pixels_are_accepted(tmp_path):
     factors = np.indices(SMALL).reshape(5, -1).T
     images = render_sprites(torch.from_numpy(factors)).numpy().astype(np.uint8)
     images[::8, 0, :8] ^= 1
-    assert np.array_equal(open_dsprites(write_file(tmp_path / "rougher.npz", imgs=images), SMALL), images)
+    assert np.array_equal(
+        open_dsprites(write_file(tmp_path / "rougher.npz", imgs=images), SMALL), images
+    )
 
 
 def test_imgs_shorter_than_they_say(tmp_path, cache):
@@ -245,7 +288,9 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{len(CONTENT) - 1}/{len(CONTENT)}")
         self.send_header("Content-Length", str(len(CONTENT) - start))
         self.end_headers()
-        self.wfile.write(CONTENT[start : start + 1000] if self.path == "/broken" else CONTENT[start:])
+        self.wfile.write(
+            CONTENT[start : start + 1000] if self.path == "/broken" else CONTENT[start:]
+        )
 
     def log_message(self, format, *args):
         pass
@@ -255,7 +300,9 @@ class Handler(BaseHTTPRequestHandler):
 def server():
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.asked = []  # pyright: ignore[reportAttributeAccessIssue]
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        )
         thread.start()
         yield server
         server.shutdown()
@@ -265,7 +312,10 @@ def server():
 def test_download_goes_on_where_it_broke_off(tmp_path, server):
     url = f"http://127.0.0.1:{server.server_port}"
     path, part = tmp_path / "new" / "file", tmp_path / "new" / "file.part"
-    sums = {"sha256": hashlib.sha256(CONTENT).hexdigest().upper(), "md5": hashlib.md5(CONTENT).hexdigest()}
+    sums = {
+        "sha256": hashlib.sha256(CONTENT).hexdigest().upper(),
+        "md5": hashlib.md5(CONTENT).hexdigest(),
+    }
     with pytest.raises(ValueError, match=f"broke off after 1000 of {len(CONTENT)} bytes"):
         download(f"{url}/broken", path, sums)
     assert not path.exists()
@@ -285,14 +335,20 @@ def test_download_goes_on_where_it_broke_off(tmp_path, server):
 def test_download_over_an_older_part(tmp_path, server, way, have):
     (tmp_path / "file.part").write_bytes(CONTENT[:have])
     told = []
-    download(f"http://127.0.0.1:{server.server_port}/{way}", tmp_path / "file", progress=lambda *args: told.append(args))
+    download(
+        f"http://127.0.0.1:{server.server_port}/{way}",
+        tmp_path / "file",
+        progress=lambda *args: told.append(args),
+    )
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert told[-1] == (len(CONTENT), len(CONTENT))
 
 
 def test_download_of_something_else(tmp_path, server):
     url = f"http://127.0.0.1:{server.server_port}"
-    with pytest.raises(ValueError, match=r"was removed: .* has the sha256 checksum .*, expected 1234"):
+    with pytest.raises(
+        ValueError, match=r"was removed: .* has the sha256 checksum .*, expected 1234"
+    ):
         download(f"{url}/whole", tmp_path / "file", {"sha256": "1234"})
     assert left(tmp_path) == []
     with pytest.raises(ValueError, match=r"cannot download .*/nothing: the server says 404"):
@@ -319,7 +375,10 @@ def test_no_network_is_one_line(cache, server, monkeypatch):
     server.shutdown()
     server.server_close()
     monkeypatch.setattr(dsprites, "URL", f"http://127.0.0.1:{server.server_port}/file")
-    with pytest.raises(ValueError, match=r"^cannot download http://127\.0\.0\.1:.* data\.images=rendered needs no file$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^cannot download http://127\.0\.0\.1:.* data\.images=rendered needs no file$",
+    ):
         DSprites(5, images="download")
     assert left(cache) == []
 
@@ -328,7 +387,10 @@ def test_images_download_checks_what_it_fetches(cache, server, monkeypatch):
     monkeypatch.setattr(dsprites, "URL", f"http://127.0.0.1:{server.server_port}/range")
     opened = []
     monkeypatch.setattr(dsprites, "open_dsprites", lambda path: opened.append(path))
-    with pytest.raises(ValueError, match=rf"was removed: .* the md5 checksum .*, expected {dsprites.MD5}.* needs no file"):
+    with pytest.raises(
+        ValueError,
+        match=rf"was removed: .* the md5 checksum .*, expected {dsprites.MD5}.* needs no file",
+    ):
         dsprites.frames_of("download")
     assert left(cache) == opened == []
     dsprites.frames_of("download", hashlib.sha256(CONTENT).hexdigest())
@@ -350,17 +412,28 @@ def test_cache_dir(monkeypatch):
 def test_data_from_the_file_are_those_that_are_drawn(tmp_path, monkeypatch):
     def small(path):  # a file of all positions of one heart
         assert path == tmp_path / "file.npz"
-        positions = torch.cartesian_prod(*[torch.tensor([k]) for k in (2, 0, 0)], torch.arange(32), torch.arange(32))
-        images = np.zeros((2 * 6 * 40 * 1024 + 1024, 64, 64), dtype=np.uint8)  # the system makes pages of it only where we write
+        positions = torch.cartesian_prod(
+            *[torch.tensor([k]) for k in (2, 0, 0)], torch.arange(32), torch.arange(32)
+        )
+        images = np.zeros(
+            (2 * 6 * 40 * 1024 + 1024, 64, 64), dtype=np.uint8
+        )  # the system makes pages of it only where we write
         images[-1024:] = render_sprites(positions).numpy()
         return images
 
     monkeypatch.setattr(dsprites, "open_dsprites", small)
     (tmp_path / "file.npz").write_bytes(b"stands for the file")
-    drawn, read = DSprites(30, 20, seed=1), DSprites(30, 20, seed=1, images=str(tmp_path / "file.npz"))
+    drawn, read = (
+        DSprites(30, 20, seed=1),
+        DSprites(30, 20, seed=1, images=str(tmp_path / "file.npz")),
+    )
     assert torch.equal(read.train[0].obs, drawn.train[0].obs)
     assert torch.equal(read.test[0].obs, drawn.test[0].obs)
-    DSprites(5, images=str(tmp_path / "file.npz"), sha256=hashlib.sha256(b"stands for the file").hexdigest())
+    DSprites(
+        5,
+        images=str(tmp_path / "file.npz"),
+        sha256=hashlib.sha256(b"stands for the file").hexdigest(),
+    )
     with pytest.raises(ValueError, match="sha256 checksum"):
         DSprites(5, images=str(tmp_path / "file.npz"), sha256="12")
     assert (tmp_path / "file.npz").exists()
@@ -373,8 +446,12 @@ def test_a_longer_training_part_begins_with_the_shorter():
     assert torch.equal(long.train[0].obs[20:], short.test[0].obs)
     assert torch.equal(long.train[0].states[20:], short.test[0].states)
     assert torch.equal(DSprites(20, 10, seed=3).test[0].obs, short.test[0].obs)
-    corners = torch.stack([DSprites(20, 10, seed=k).train[0].obs[:, 0, :4, :4].flatten() for k in range(6)])  # never of the sprite
-    assert torch.corrcoef(corners).fill_diagonal_(0).abs().max() < 0.3, "noise is the same for other seeds"
+    corners = torch.stack(
+        [DSprites(20, 10, seed=k).train[0].obs[:, 0, :4, :4].flatten() for k in range(6)]
+    )  # never of the sprite
+    assert torch.corrcoef(corners).fill_diagonal_(0).abs().max() < 0.3, (
+        "noise is the same for other seeds"
+    )
     other = DSprites(20, 10, seed=3, shape=0, scale=5, orientation=7)
     assert torch.equal(other.train[0].states, short.train[0].states)
     assert not torch.equal(other.train[0].obs, short.train[0].obs)
@@ -384,10 +461,20 @@ def test_data_are_what_they_should_be():
     data = DSprites(60, 200, seed=2)
     (train,), (test,), (decoded,) = data.train, data.test, data.decoded
     assert (train.states.shape, train.obs.shape) == ((60, 2), (60, 1, 64, 64))
-    assert (test.states.shape, test.obs.shape, decoded.obs.shape) == ((200, 2), (200, 1, 64, 64), (200, 2))
-    assert (test.states.dtype, test.obs.dtype, decoded.obs.dtype) == (torch.float64, torch.float32, torch.float64)
+    assert (test.states.shape, test.obs.shape, decoded.obs.shape) == (
+        (200, 2),
+        (200, 1, 64, 64),
+        (200, 2),
+    )
+    assert (test.states.dtype, test.obs.dtype, decoded.obs.dtype) == (
+        torch.float64,
+        torch.float32,
+        torch.float64,
+    )
     assert torch.equal(decoded.states, test.states)
-    plain = SyntheticData(oscillatory(sigma_x=0.05), 60, 200, seed=2)  # the same moves, and the position before the grid
+    plain = SyntheticData(
+        oscillatory(sigma_x=0.05), 60, 200, seed=2
+    )  # the same moves, and the position before the grid
     assert torch.equal(test.states, plain.test[0].states)
     seen = plain.test[0].obs.clamp(-1.5, 1.5)
     assert ((seen - decoded.obs).abs() <= 1.5 / 31 + 1e-12).all()
@@ -408,13 +495,19 @@ def test_data_are_what_they_should_be():
     column = (clean.sum(1) * pixel).sum(1) / clean.sum((1, 2))
     row = (clean.sum(2) * pixel).sum(1) / clean.sum((1, 2))
     assert (column - (16 + 32 * (decoded.obs[:, 0] + 1.5) / 3)).abs().max() < 0.6
-    assert (row - (16 + 32 * (decoded.obs[:, 1] + 1.5) / 3) + 0.88).abs().max() < 0.6  # the heart's centre of mass lies higher
+    assert (
+        row - (16 + 32 * (decoded.obs[:, 1] + 1.5) / 3) + 0.88
+    ).abs().max() < 0.6  # the heart's centre of mass lies higher
 
 
 def test_pictures_can_be_decoded_without_an_error():
     data = DSprites(2, 200, seed=5)
     cells = torch.cartesian_prod(torch.arange(32), torch.arange(32))
-    clean = render_sprites(torch.cat([torch.tensor([2, 0, 0]).expand(1024, 3), cells], 1)).flatten(1).float()
+    clean = (
+        render_sprites(torch.cat([torch.tensor([2, 0, 0]).expand(1024, 3), cells], 1))
+        .flatten(1)
+        .float()
+    )
     fit = data.test[0].obs.flatten(1) @ clean.T - clean.square().sum(1) / 2
     found = -1.5 + 3 * cells[fit.argmax(1)].double() / 31
     assert (found - data.decoded[0].obs).abs().max() < 1e-12
@@ -424,7 +517,9 @@ def test_likelihood_is_the_probability_of_the_cell():
     model = position_model()
     axis = model.axis
     grid = torch.cartesian_prod(axis, axis)
-    z = torch.tensor([[0.0, 0.0], [0.31, -1.02], [1.5, -1.49], [1.9, 0.02], [-4.0, 7.0]], dtype=torch.float64)
+    z = torch.tensor(
+        [[0.0, 0.0], [0.31, -1.02], [1.5, -1.49], [1.9, 0.02], [-4.0, 7.0]], dtype=torch.float64
+    )
     total = model.log_likelihood(grid[:, None], z).logsumexp(0)
     assert total.abs().max() < 1e-9
     edges = np.concatenate([[-np.inf], (axis[1:] + axis[:-1]).numpy() / 2, [np.inf]])
@@ -444,15 +539,23 @@ def test_likelihood_far_out():
         torch.tensor([8.0, 30.0, -31.0, -math.inf, 5.0]).double(),
         torch.tensor([9.0, 31.0, -30.0, -50.0, math.inf]).double(),
     )
-    truth = [norm.logsf(8) + math.log1p(-math.exp(norm.logsf(9) - norm.logsf(8))), norm.logsf(30), norm.logcdf(-30)]
+    truth = [
+        norm.logsf(8) + math.log1p(-math.exp(norm.logsf(9) - norm.logsf(8))),
+        norm.logsf(30),
+        norm.logcdf(-30),
+    ]
     truth += [norm.logcdf(-50), norm.logsf(5)]
     assert log_interval(low, high).numpy() == pytest.approx(np.array(truth), rel=1e-12)
     for dtype in (torch.float32, torch.float64):
-        far = position_model().log_likelihood(torch.zeros(1, 2, dtype=dtype), torch.tensor([[9.0, -20.0], [0.0, 0.0]], dtype=dtype))
+        far = position_model().log_likelihood(
+            torch.zeros(1, 2, dtype=dtype), torch.tensor([[9.0, -20.0], [0.0, 0.0]], dtype=dtype)
+        )
         assert torch.isfinite(far).all()
         assert far.dtype == dtype
         assert far[0] < far[1]
-    with pytest.raises(ValueError, match=r"sees positions .* got \(4, 1, 1, 64, 64\): pictures must be decoded"):
+    with pytest.raises(
+        ValueError, match=r"sees positions .* got \(4, 1, 1, 64, 64\): pictures must be decoded"
+    ):
         position_model().log_likelihood(torch.zeros(4, 1, 1, 64, 64), torch.zeros(4, 10, 2))
 
 
@@ -461,13 +564,17 @@ def test_problem_is_a_model_for_filters():
     assert isinstance(model, StateSpace)
     z = torch.tensor([[2.0, -0.04], [-9.0, 0.049]], dtype=torch.float64)
     assert model.cell(z).tolist() == [[31, 15], [0, 16]]
-    draws = model.observe(torch.zeros(20_000, 2, dtype=torch.float64), torch.Generator().manual_seed(0))
+    draws = model.observe(
+        torch.zeros(20_000, 2, dtype=torch.float64), torch.Generator().manual_seed(0)
+    )
     assert draws.var(0).numpy() == pytest.approx(model.R.diagonal().numpy(), rel=0.05)
     single = model.move(torch.zeros(4, 3, 2))
     assert single.dtype == torch.float32
     assert model.observe(single).dtype == torch.float32
     memory = SyntheticData(model, 20, 5).train[0]
-    filter = ParticleFilter(model, 50).condition(memory._replace(states=memory.states.float(), obs=memory.obs.float()))
+    filter = ParticleFilter(model, 50).fit(
+        memory._replace(states=memory.states.float(), obs=memory.obs.float())
+    )
     state = filter.update(filter.predict(filter.init(3)), torch.zeros(3, 2))
     assert filter.estimate(state).dtype == torch.float32
     assert model._replace(P0=torch.eye(2)).f is model.f
@@ -485,13 +592,22 @@ def test_floor_is_below_reading_the_picture_alone():
 
 
 def test_command_writes_the_data(tmp_path, capsys):
-    assert main(["data", "data=dsprites", "n_train=20", "data.n_test=5", f"run_dir={tmp_path / 'out'}"]) == 0
+    assert (
+        main(
+            ["data", "data=dsprites", "n_train=20", "data.n_test=5", f"run_dir={tmp_path / 'out'}"]
+        )
+        == 0
+    )
     with np.load(tmp_path / "out" / "data.npz") as arrays:
         assert arrays["train_obs_0"].shape == (20, 1, 64, 64)
         assert arrays["test_states_0"].shape == (5, 2)
         assert np.array_equal(arrays["train_obs_0"], DSprites(20, 5, seed=0).train[0].obs.numpy())
     assert "(1, 64, 64)" in capsys.readouterr().out
-    assert json.loads(json.dumps(configure("data", ["data=dsprites"])["data"]["image"])) == [1, 64, 64]
+    assert json.loads(json.dumps(configure("data", ["data=dsprites"])["data"]["image"])) == [
+        1,
+        64,
+        64,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -501,7 +617,10 @@ def test_command_writes_the_data(tmp_path, capsys):
         (["+data.source.shape=3"], "shape is an index from 0 to 2, got 3"),
         (["data.source.pixel_noise=-0.1"], "pixel_noise must not be negative, got -0.1"),
         (["data.problem.sigma_x=0.0"], "sigma_x and extent must be positive"),
-        (["data.images=none.npz"], "there is no file none.npz: data.images must be rendered, download, or the path of dsprites_"),
+        (
+            ["data.images=none.npz"],
+            "there is no file none.npz: data.images must be rendered, download, or the path of dsprites_",
+        ),
     ],
 )
 def test_bad_input_is_one_line(words, message, tmp_path, monkeypatch, capsys):

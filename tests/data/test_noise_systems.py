@@ -11,7 +11,7 @@ from torch import Tensor
 from kbf.data.noise_systems import Clutter, Fork, HeavyTails, Multiplicative, Spikes, Volatility
 from kbf.data.synthetic import SyntheticData
 from kbf.evaluation.score import score
-from kbf.filters.particle import BootstrapFilter
+from kbf.filters.particle.bootstrap import BootstrapFilter
 from kbf.ssm import StateSpace
 
 F64 = torch.float64
@@ -33,7 +33,9 @@ def grid(reach: float, m: int) -> tuple[Tensor, float]:
 def test_densities_of_the_plane_integrate_to_one(model, z):
     points, area = grid(12.0, 600)
     state = torch.tensor([z], dtype=F64)
-    tail = 0.04 / (0.04 + 144 / 2) if isinstance(model, HeavyTails) else 0.0  # the mass outside of a disc of this radius
+    tail = (
+        0.04 / (0.04 + 144 / 2) if isinstance(model, HeavyTails) else 0.0
+    )  # the mass outside of a disc of this radius
     assert abs((model.log_likelihood(points, state).exp().sum() * area).item() - 1) < 2e-3 + tail
     moved, cell = grid(3.0, 300)
     assert abs((model.log_transition(moved, state).exp().sum() * cell).item() - 1) < 1e-3
@@ -43,17 +45,24 @@ def test_densities_of_volatility_integrate_to_one():
     x = torch.linspace(-40, 40, 400_001, dtype=F64)[:, None]
     for z in (-1.5, 0.0, 1.0):
         state = torch.tensor([[z]], dtype=F64)
-        for values in (Volatility().log_likelihood(x, state), Volatility().log_transition(x, state)):
+        for values in (
+            Volatility().log_likelihood(x, state),
+            Volatility().log_transition(x, state),
+        ):
             assert torch.trapezoid(values.exp(), x[:, 0]).item() == pytest.approx(1, abs=1e-9)
 
 
 def test_spike_probabilities_add_up_to_one():
     model, counts = Spikes(neurons=2), torch.arange(40, dtype=F64)
     both = torch.cartesian_prod(counts, counts)
-    assert model.log_likelihood(both, torch.tensor([[0.3, 0.8]], dtype=F64)).exp().sum().item() == pytest.approx(1, abs=1e-12)
+    assert model.log_likelihood(
+        both, torch.tensor([[0.3, 0.8]], dtype=F64)
+    ).exp().sum().item() == pytest.approx(1, abs=1e-12)
 
 
-@pytest.mark.parametrize("model", [*PLANE, Spikes(neurons=3), Volatility()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "model", [*PLANE, Spikes(neurons=3), Volatility()], ids=lambda m: type(m).__name__
+)
 def test_draws_have_their_density(model):
     """Mean of exp(log q - log p) over draws from p is 1 for any density q: here p at another state."""
     d = 1 if isinstance(model, Volatility) else 2

@@ -36,7 +36,9 @@ def ramps(tmp_path, monkeypatch):
         return Arrays(steps, steps**2, np.full((100, 1), float(seed)), np.array(LENGTHS))
 
     checksum = hashlib.sha256(b"as it should be").hexdigest()
-    monkeypatch.setitem(recorded.RECORDED, "ramps", Source(make, "ramps", "data.txt", 15, checksum, drawn=True))
+    monkeypatch.setitem(
+        recorded.RECORDED, "ramps", Source(make, "ramps", "data.txt", 15, checksum, drawn=True)
+    )
     return calls
 
 
@@ -107,13 +109,20 @@ def test_a_package_that_is_missing_or_has_another_file_is_named(ramps, tmp_path,
         with pytest.raises(ValueError, match=r"data\.txt .* of the package ramps is not the file"):
             RecordedData("ramps")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for name, package in (("rat", "ratinabox"), ("ppg", "heartpy"), ("watch", "seglearn"), ("cartpole", "dm_control")):
+    for name, package in (
+        ("rat", "ratinabox"),
+        ("ppg", "heartpy"),
+        ("watch", "seglearn"),
+        ("cartpole", "dm_control"),
+    ):
         with pytest.raises(ValueError, match=rf'{package}.*pip install "kbf\[recordings\]"'):
             package_file(name)
 
 
 def test_settings_that_make_no_sense_are_refused(ramps):
-    with pytest.raises(ValueError, match="no recording 'mouse'; there are rat, ppg, watch, cartpole"):
+    with pytest.raises(
+        ValueError, match="no recording 'mouse'; there are rat, ppg, watch, cartpole"
+    ):
         RecordedData("mouse")
     for test in ((0.8,), (0.0, 0.5), (0.8, 0.8), (0.5, 1.2)):
         with pytest.raises(ValueError, match="two shares"):
@@ -124,18 +133,26 @@ def test_settings_that_make_no_sense_are_refused(ramps):
         RecordedData("ramps", test=(0.999, 1.0))
 
 
-SHAPES = {"rat": (2, 40, 0, 4798, 1199), "ppg": (3, 1, 0, 27261, 6815), "cartpole": (5, 2, 1, 2400, 600)}
+SHAPES = {
+    "rat": (2, 40, 0, 4798, 1199),
+    "ppg": (3, 1, 0, 27261, 6815),
+    "cartpole": (5, 2, 1, 2400, 600),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_recordings_are_what_their_docstrings_say(name, tmp_path, monkeypatch):
     package = recorded.RECORDED[name].package
-    if importlib.util.find_spec(package) is None or (name == "cartpole" and importlib.util.find_spec("mujoco") is None):
+    if importlib.util.find_spec(package) is None or (
+        name == "cartpole" and importlib.util.find_spec("mujoco") is None
+    ):
         pytest.skip(f"{package} is not installed")
     monkeypatch.setenv("KBF_CACHE", str(tmp_path))
     d, q, k, n_train, n_test = SHAPES[name]
-    data = load_data({"name": name, "source": {"_target_": "kbf.data.recorded.RecordedData", "name": name}})
+    data = load_data(
+        {"name": name, "source": {"_target_": "kbf.data.recorded.RecordedData", "name": name}}
+    )
     (train,), (test,) = data.train, data.test
     assert (train.states.shape, train.obs.shape) == ((n_train, d), (n_train, q))
     assert test.states.shape == (n_test, d)
@@ -147,11 +164,17 @@ def test_recordings_are_what_their_docstrings_say(name, tmp_path, monkeypatch):
         assert 0.09 < train.obs.mean() < 0.16  # 0.03 at rest, and a field covers a part of the box
     else:
         cosine = 0 if name == "ppg" else 1
-        torch.testing.assert_close(states[:, cosine : cosine + 2].norm(dim=1), torch.ones(len(states), dtype=torch.float64))
+        torch.testing.assert_close(
+            states[:, cosine : cosine + 2].norm(dim=1), torch.ones(len(states), dtype=torch.float64)
+        )
     if name == "ppg":  # the phase grows by 2 pi rate / 50 a step
         angle = torch.atan2(states[:, 1], states[:, 0])
         turned = torch.remainder(angle[1:] - angle[:-1], 2 * torch.pi)
         torch.testing.assert_close(turned, 2 * torch.pi * states[:-1, 2] / 50, atol=1e-9, rtol=0)
     if name == "cartpole":
-        e = train.obs - torch.stack([train.states[:, 0], train.states[:, 0] + train.states[:, 2]], 1)
-        torch.testing.assert_close(e.std(0), torch.tensor([0.05, 0.1], dtype=torch.float64), rtol=0.06, atol=0)
+        e = train.obs - torch.stack(
+            [train.states[:, 0], train.states[:, 0] + train.states[:, 2]], 1
+        )
+        torch.testing.assert_close(
+            e.std(0), torch.tensor([0.05, 0.1], dtype=torch.float64), rtol=0.06, atol=0
+        )

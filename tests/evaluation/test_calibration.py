@@ -26,19 +26,31 @@ from kbf.evaluation.calibration import (
     log_density,
     mahalanobis,
 )
-from kbf.evaluation.scoring_rules import COVERAGE_LEVELS, CURVE_LEVELS, crps, energy_score, reliability
-from kbf.filters.kalman_fitted import LearnedKalman
+from kbf.evaluation.scoring_rules import (
+    COVERAGE_LEVELS,
+    CURVE_LEVELS,
+    crps,
+    energy_score,
+    reliability,
+)
+from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.kernel.filter import KernelBayesFilter, KernelState
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.operators import Operator, UnitRatio
 from kbf.plots.tracks import calibration_figure
+from kbf.recording import Recording
 from kbf.rkhs.embeddings import Embedding
 from kbf.rkhs.kernels import gaussian
-from kbf.sequence import Sequence
 from kbf.ssm import rotation
 from kbf.training.checkpoint import load_filter, rewrite_checkpoint
-from kbf.training.held_out_calibration import calibrate_by, held_out, learn_and_keep, learn_calibration, run_through
-from kbf.training.train import train
+from kbf.training.fit import train
+from kbf.training.held_out_calibration import (
+    calibrate_by,
+    held_out,
+    learn_and_keep,
+    learn_calibration,
+    run_through,
+)
 
 
 def gaussian_steps(normal, m: int, d: int = 2, wrong: float = 1.0):
@@ -54,7 +66,9 @@ def gaussian_steps(normal, m: int, d: int = 2, wrong: float = 1.0):
 def test_the_covariance_is_psd_with_negative_weights(normal):
     """Of 500 weight vectors with signs: that of the positive part by NumPy, and never below where it sees a state as known."""
     states = normal(30, 3)
-    filter = KernelBayesFilter(states, Operator(torch.eye(30, dtype=torch.float64)), None, UnitRatio())
+    filter = KernelBayesFilter(
+        states, Operator(torch.eye(30, dtype=torch.float64)), None, UnitRatio()
+    )
     w = normal(500, 30) * torch.linspace(0, 0.2, 500, dtype=torch.float64)[:, None]
     w = w + (1 - w.sum(-1, keepdim=True)) / 30
     C = filter.covariance(KernelState(w))
@@ -66,7 +80,9 @@ def test_the_covariance_is_psd_with_negative_weights(normal):
     torch.testing.assert_close(C, C.mT)
     centred = states - (w @ states)[:, None]
     signed = torch.einsum("bn,bni,bnj->bij", w, centred, centred)
-    assert int((torch.linalg.eigvalsh(signed)[:, 0] < 1e-6).sum()) > 50  # the signed sum says "known" or is no covariance at all
+    assert (
+        int((torch.linalg.eigvalsh(signed)[:, 0] < 1e-6).sum()) > 50
+    )  # the signed sum says "known" or is no covariance at all
     assert bool((values[:, 0] > 0.01).all())
 
 
@@ -91,7 +107,9 @@ def test_regions_cover_whatever_the_distribution(normal):
     zero = torch.zeros(3000, 2, dtype=torch.float64)
     learned = calibrate(errors[:3000], zero, C)
     for level in (0.5, 0.8, 0.95, 0.99):
-        assert learned.contains(errors[3000:], zero, C, level).double().mean().item() == pytest.approx(level, abs=0.04)
+        assert learned.contains(
+            errors[3000:], zero, C, level
+        ).double().mean().item() == pytest.approx(level, abs=0.04)
     raw = reliability(errors[3000:], zero, C).numbers
     assert raw["coverage_95"] < 0.85
     assert reliability(errors[3000:], zero, C, learned).numbers["nll"] < raw["nll"] - 0.5
@@ -116,7 +134,9 @@ def test_quantiles_rise_and_are_ranks(normal):
     levels = [k / 1000 for k in range(1, 1000)]
     found = [learned.quantile(level).item() for level in levels]
     assert found == sorted(found)
-    assert learned.quantile(0.9999) == max(learned.scores[-1].item(), learned.scale.item() * chi_square(0.9999, 2))
+    assert learned.quantile(0.9999) == max(
+        learned.scores[-1].item(), learned.scale.item() * chi_square(0.9999, 2)
+    )
     for level in (0.0, 1.0):
         with pytest.raises(ValueError, match="between 0 and 1"):
             learned.quantile(level)
@@ -174,35 +194,47 @@ def test_what_cannot_be_calibrated(normal):
 def test_scores_against_closed_forms(normal):
     """CRPS of a Gaussian by its integral, energy score in one dimension is the CRPS, NLL by scipy, PIT by scipy."""
     z, means, C = gaussian_steps(normal, 40, d=1)
-    sd = C[..., 0].sqrt()
+    std = C[..., 0].sqrt()
     grid = np.linspace(-30, 30, 200_001)
     plain = [
         np.trapezoid((scipy.stats.norm.cdf(grid, m, s) - (grid >= x)) ** 2, grid)
-        for x, m, s in zip(z[:5, 0].tolist(), means[:5, 0].tolist(), sd[:5, 0].tolist(), strict=True)
+        for x, m, s in zip(
+            z[:5, 0].tolist(), means[:5, 0].tolist(), std[:5, 0].tolist(), strict=True
+        )
     ]
-    assert crps(z[:5], means[:5], sd[:5]) == pytest.approx(np.mean(plain), rel=1e-3)
+    assert crps(z[:5], means[:5], std[:5]) == pytest.approx(np.mean(plain), rel=1e-3)
     z, means, C = (part.repeat(40, *[1] * (part.ndim - 1)) for part in (z, means, C))
     assert energy_score(z, means, C) == pytest.approx(crps(z, means, C[..., 0].sqrt()), rel=0.02)
     z, means, C = gaussian_steps(normal, 40)
     found = reliability(z, means, C)
     floored = C + floor_of(C).diag()
     each = [
-        scipy.stats.multivariate_normal(m, c).logpdf(x) for x, m, c in zip(z.numpy(), means.numpy(), floored.numpy(), strict=True)
+        scipy.stats.multivariate_normal(m, c).logpdf(x)
+        for x, m, c in zip(z.numpy(), means.numpy(), floored.numpy(), strict=True)
     ]
     assert found.numbers["nll"] == pytest.approx(-np.mean(each))
-    sd = floored.diagonal(dim1=-2, dim2=-1).sqrt()
-    np.testing.assert_allclose(found.pit, scipy.stats.norm.cdf(z, means, sd), atol=1e-12)
+    std = floored.diagonal(dim1=-2, dim2=-1).sqrt()
+    np.testing.assert_allclose(found.pit, scipy.stats.norm.cdf(z, means, std), atol=1e-12)
 
 
 def test_a_right_filter_is_on_the_diagonal_and_flat(normal):
     z, means, C = gaussian_steps(normal, 1500)
     found = reliability(z, means, C)
-    assert max(abs(level - share) for level, share in zip(CURVE_LEVELS, found.curve, strict=True)) < 0.06
+    assert (
+        max(abs(level - share) for level, share in zip(CURVE_LEVELS, found.curve, strict=True))
+        < 0.06
+    )
     assert scipy.stats.kstest(found.pit.flatten().numpy(), "uniform").statistic < 0.05
     narrow = reliability(z, means, 0.25 * C).numbers
-    assert narrow["coverage_95"] < 0.6 and narrow["nll"] > found.numbers["nll"] and narrow["crps"] > found.numbers["crps"]
+    assert (
+        narrow["coverage_95"] < 0.6
+        and narrow["nll"] > found.numbers["nll"]
+        and narrow["crps"] > found.numbers["crps"]
+    )
     figure = calibration_figure({"raw": found}, title="a title")
-    assert [len(axes.lines) for axes in figure.axes] == [2, 1] and figure.axes[0].lines[1].get_ydata()[0] == found.curve[0]
+    assert [len(axes.lines) for axes in figure.axes] == [2, 1] and figure.axes[0].lines[
+        1
+    ].get_ydata()[0] == found.curve[0]
 
 
 # -- samples and densities --
@@ -230,7 +262,9 @@ def test_the_density_of_a_batch_with_negative_weights(normal):
     z = normal(3, 7, 2)
     together = log_density(Embedding(points, w), z)
     for k in range(3):
-        torch.testing.assert_close(together[k], log_density(Embedding(points, w[k].clamp_min(0)), z[k]))
+        torch.testing.assert_close(
+            together[k], log_density(Embedding(points, w[k].clamp_min(0)), z[k])
+        )
     with pytest.raises(ValueError, match="no density"):
         log_density(Embedding(points, -w.abs()), z)
 
@@ -238,7 +272,9 @@ def test_the_density_of_a_batch_with_negative_weights(normal):
 def test_herded_regions_hold_their_share(normal):
     points = normal(300, 2)
     w = torch.softmax(-2 * (points - 0.5).square().sum(-1), 0)[None]
-    filter = KernelBayesFilter(points, Operator(torch.eye(300, dtype=torch.float64)), None, UnitRatio())
+    filter = KernelBayesFilter(
+        points, Operator(torch.eye(300, dtype=torch.float64)), None, UnitRatio()
+    )
     kernel = partial(gaussian, bandwidth=0.5)
     samples = herd(filter, KernelState(w), 100, kernel)
     assert samples.shape == (1, 100, 2)
@@ -260,9 +296,9 @@ def test_no_filter_sees_its_own_fold():
     class Spy:
         def prepare(self, memory, generator=None): ...
 
-        def condition(self, memory):
+        def fit(self, memory):
             seen.append(torch.cat([s.states for s in memory]))
-            return LearnedKalman().condition(memory)
+            return LearnedKalman().fit(memory)
 
     held = list(held_out(Spy(), data.train, 4))
     assert len(held) == 4 and sum(len(s.states) for _, part in held for s in part) == 60
@@ -274,7 +310,10 @@ def test_no_filter_sees_its_own_fold():
 
 
 def test_the_first_steps():
-    two = [Sequence(torch.arange(8.0).reshape(4, 2), torch.zeros(4, 1)), Sequence(torch.ones(5, 2), torch.zeros(5, 1))]
+    two = [
+        Recording(torch.arange(8.0).reshape(4, 2), torch.zeros(4, 1)),
+        Recording(torch.ones(5, 2), torch.zeros(5, 1)),
+    ]
     assert [len(s.states) for s in first_steps(two, 6)] == [2, 3]
     assert [len(s.states) for s in first_steps(two, 1)] == [1, 1]
     assert [len(s.states) for s in first_steps(two, 60)] == [4, 5]
@@ -288,7 +327,10 @@ def test_of_five_filters_the_best_and_the_worst_do_not_count():
     states[folds == 1] *= 0.1
     others = (folds != 3) & (folds != 1)
     means, C = torch.zeros_like(states), torch.eye(2).double().expand(500, 2, 2)
-    found, expected = calibrate_by(states, means, C, folds), calibrate(states[others], means[others], C[others])
+    found, expected = (
+        calibrate_by(states, means, C, folds),
+        calibrate(states[others], means[others], C[others]),
+    )
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
     assert float(found.scale) == pytest.approx(1, abs=0.2)
     few = calibrate_by(states, means, C, folds.clamp_max(3))
@@ -303,7 +345,7 @@ def test_a_kalman_filter_is_calibrated_by_what_it_has_not_seen():
     assert learned is not None and int(learned.steps) == 240, "three of five folds"
     from kbf.evaluation.score import score
 
-    found = score(LearnedKalman().condition(data.train), data.test, covariances=True)
+    found = score(LearnedKalman().fit(data.train), data.test, covariances=True)
     assert found.covariances is not None
     inside = learned.contains(data.test[0].states, found.estimates[0], found.covariances[0], 0.9)
     assert inside.double().mean().item() == pytest.approx(0.9, abs=0.04)
@@ -311,9 +353,16 @@ def test_a_kalman_filter_is_calibrated_by_what_it_has_not_seen():
     class Plain:
         def prepare(self, memory, generator=None): ...
 
-        def condition(self, memory):
-            filter = LearnedKalman().condition(memory)
-            return type("Filter", (), {k: staticmethod(getattr(filter, k)) for k in ("init", "predict", "update", "estimate")})()
+        def fit(self, memory):
+            filter = LearnedKalman().fit(memory)
+            return type(
+                "Filter",
+                (),
+                {
+                    k: staticmethod(getattr(filter, k))
+                    for k in ("init", "predict", "update", "estimate")
+                },
+            )()
 
     assert learn_calibration(run_through(held_out(Plain(), data.train))) is None
 
@@ -322,9 +371,18 @@ def test_a_kalman_filter_is_calibrated_by_what_it_has_not_seen():
 
 
 def config(net: dict, training: dict | None = None) -> dict:
-    trainer = {"_target_": "lightning.Trainer", "max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False}
+    trainer = {
+        "_target_": "lightning.Trainer",
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "enable_progress_bar": False,
+    }
     trainer |= {"enable_model_summary": False, "log_every_n_steps": 1}
-    return {"model": {"name": "it", "net": net, "training": training, "coding": None}, "trainer": trainer, "seed": 0}
+    return {
+        "model": {"name": "it", "net": net, "training": training, "encoding": None},
+        "trainer": trainer,
+        "seed": 0,
+    }
 
 
 @pytest.mark.slow
@@ -341,9 +399,15 @@ def test_a_checkpoint_keeps_it(tmp_path, learns):
         assert isinstance(loaded.calibration, Calibration) and found.calibration is not None
         for mine, theirs in zip(found.calibration, loaded.calibration, strict=True):
             torch.testing.assert_close(mine, theirs)
-        assert loaded.monitor is not None and found.monitor is not None and loaded.monitor.surprise is not None
+        assert (
+            loaded.monitor is not None
+            and found.monitor is not None
+            and loaded.monitor.surprise is not None
+        )
         torch.testing.assert_close(loaded.monitor.surprise.scores, found.monitor.surprise.scores)
-    again = learn_and_keep(found, tmp_path, [s._replace() for s in data.test])  # a validation part in place of the folds
+    again = learn_and_keep(
+        found, tmp_path, [s._replace() for s in data.test]
+    )  # a validation part in place of the folds
     assert again.calibration is not None and int(again.calibration.steps) == 200
     best = tmp_path / "best.ckpt"
     rewrite_checkpoint(again._replace(calibration=None, monitor=None), best, best)
@@ -371,21 +435,35 @@ def test_evaluate_tells_how_far_to_trust(tmp_path, capsys):
     train_it = ["train", "model=kalman", "logger=none", *SMALL, f"run_dir={tmp_path / 'run'}"]
     assert main(train_it) == 0
     best = tmp_path / "run" / "checkpoints" / "best.ckpt"
-    assert main(["evaluate", f"checkpoint={best}", "particles=100", f"run_dir={tmp_path / 'out'}"]) == 0
+    assert (
+        main(["evaluate", f"checkpoint={best}", "particles=100", f"run_dir={tmp_path / 'out'}"])
+        == 0
+    )
     told = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    names = [f"test.coverage_{level}" for level in (50, 80, 90, 95)] + ["test.crps", "test.energy_score", "test.nll"]
+    names = [f"test.coverage_{level}" for level in (50, 80, 90, 95)] + [
+        "test.crps",
+        "test.energy_score",
+        "test.nll",
+    ]
     assert all(math.isfinite(told[name]) and math.isfinite(told[f"{name}_raw"]) for name in names)
     assert 0 <= told["test.novelty_alarms"] <= 1
     assert (tmp_path / "out" / "calibration.png").stat().st_size > 5000
     learned = load_filter(best).calibration
     arrays = np.load(tmp_path / "out" / "predictions.npz")
     C = torch.from_numpy(arrays["covariances_0"])
-    squared = mahalanobis(torch.from_numpy(arrays["states_0"]), torch.from_numpy(arrays["estimates_0"]), C)
+    squared = mahalanobis(
+        torch.from_numpy(arrays["states_0"]), torch.from_numpy(arrays["estimates_0"]), C
+    )
     assert learned is not None
-    assert (squared <= learned.radius2(0.95)).double().mean().item() == pytest.approx(told["test.coverage_95"])
+    assert (squared <= learned.radius2(0.95)).double().mean().item() == pytest.approx(
+        told["test.coverage_95"]
+    )
     capsys.readouterr()
     assert main([*train_it, "calibrate=false", "overwrite=true"]) == 0
-    assert main(["evaluate", f"checkpoint={best}", "particles=100", f"run_dir={tmp_path / 'out'}"]) == 0
+    assert (
+        main(["evaluate", f"checkpoint={best}", "particles=100", f"run_dir={tmp_path / 'out'}"])
+        == 0
+    )
     assert "this checkpoint has no calibration" in " ".join(capsys.readouterr().out.split())
     told = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert "test.coverage_95" not in told and "test.coverage_95_raw" in told
@@ -393,9 +471,17 @@ def test_evaluate_tells_how_far_to_trust(tmp_path, capsys):
 
 def test_too_short_for_folds_is_said(tmp_path, capsys):
     """Ten steps make a model, eight do not: the run goes on without a calibration."""
-    overrides = ["n_train=11", "data.n_test=5", "particles=50", "logger=none", f"run_dir={tmp_path}"]
+    overrides = [
+        "n_train=11",
+        "data.n_test=5",
+        "particles=50",
+        "logger=none",
+        f"run_dir={tmp_path}",
+    ]
     assert main(["train", "model=particle_learned", *overrides]) == 0
-    assert "no calibration and no alarms: a kernel ridge map needs at least 10" in " ".join(capsys.readouterr().out.split())
+    assert "no calibration and no alarms: a kernel ridge map needs at least 10" in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert load_filter(tmp_path / "checkpoints" / "best.ckpt").calibration is None
 
 

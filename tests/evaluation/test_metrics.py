@@ -43,7 +43,9 @@ def test_masked_steps_of_every_metric(normal):
     short = [t[:, :3] for t in (mean, states, covariance)]
     states = states.clone()
     states[0, 3] = math.nan
-    torch.testing.assert_close(nll(states, mean, covariance, mask), nll(short[1], short[0], short[2]))
+    torch.testing.assert_close(
+        nll(states, mean, covariance, mask), nll(short[1], short[0], short[2])
+    )
 
 
 def test_excess_is_a_ratio_of_means():
@@ -65,7 +67,9 @@ def test_standard_error_of_the_excess_is_the_spread_of_repetitions(rng):
     errors = 1.2 * floors + torch.from_numpy(rng.normal(0, 0.004, (2000, 30)))
     found = [excess(e, f) for e, f in zip(errors, floors, strict=True)]
     spread = torch.stack([value for value, _ in found]).std().item()
-    assert torch.stack([stderr for _, stderr in found]).mean().item() == pytest.approx(spread, rel=0.06)
+    assert torch.stack([stderr for _, stderr in found]).mean().item() == pytest.approx(
+        spread, rel=0.06
+    )
 
 
 def test_excess_is_close_to_the_jackknife(rng):
@@ -99,7 +103,8 @@ def test_nll_is_scipys(normal):
     found = nll(states, mean, covariance)
     for k in range(2):
         expected = [
-            -scipy.stats.multivariate_normal(m, c).logpdf(z) for z, m, c in zip(states[k], mean[k], covariance[k], strict=True)
+            -scipy.stats.multivariate_normal(m, c).logpdf(z)
+            for z, m, c in zip(states[k], mean[k], covariance[k], strict=True)
         ]
         assert found[k].item() == pytest.approx(np.mean(expected))
 
@@ -116,7 +121,9 @@ def test_weights():
 
 
 def test_nmse_is_one_for_the_mean_and_leaves_unknown_states_out():
-    states = torch.randn(50, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * torch.tensor([1.0, 5.0, 0.0])
+    states = torch.randn(
+        50, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ) * torch.tensor([1.0, 5.0, 0.0])
     constant = states.mean(0).expand(50, 3)
     found = nmse(constant, states)
     torch.testing.assert_close(found[:2], torch.ones(2, dtype=torch.float64))
@@ -124,6 +131,8 @@ def test_nmse_is_one_for_the_mean_and_leaves_unknown_states_out():
     unknown = torch.cat([states, torch.full((4, 3), torch.nan, dtype=torch.float64)])
     assert torch.equal(nmse(torch.cat([constant, constant[:4]]), unknown)[:2], found[:2])
     by_hand = [
-        sum((0.5 * s[k] - s[k]) ** 2 for s in states) / sum((s[k] - states[:, k].mean()) ** 2 for s in states) for k in (0, 1)
+        sum((0.5 * s[k] - s[k]) ** 2 for s in states)
+        / sum((s[k] - states[:, k].mean()) ** 2 for s in states)
+        for k in (0, 1)
     ]
     torch.testing.assert_close(nmse(0.5 * states, states)[:2], torch.stack(by_hand))

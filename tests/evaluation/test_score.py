@@ -15,11 +15,11 @@ from kbf.evaluation.floors import floor
 from kbf.evaluation.score import score
 from kbf.evaluation.scoring_rules import energy_score, sample_energies
 from kbf.evaluation.statistics import mean_and_error, summary, wilcoxon_pairs
-from kbf.filters.kalman_fitted import LearnedKalman
-from kbf.filters.particle import ParticleFilter
+from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.plots.charts import comparison_figure
 from kbf.plots.tracks import save, track_figure
-from kbf.sequence import Sequence
+from kbf.recording import Recording
 from kbf.ssm import rotation, simulate
 
 
@@ -29,10 +29,10 @@ def data() -> SyntheticData:
 
 
 def test_score_is_the_plain_loop(data):
-    filter = LearnedKalman().condition(data.train)
+    filter = LearnedKalman().fit(data.train)
     test = data.test[0]
     mask = torch.rand(50, generator=torch.Generator().manual_seed(0)) < 0.8
-    sequences = [test, Sequence(test.states[:17], test.obs[:17]), test._replace(mask=mask)]
+    sequences = [test, Recording(test.states[:17], test.obs[:17]), test._replace(mask=mask)]
     found = score(filter, sequences, batch_size=2)
     for k, sequence in enumerate(sequences):
         state, errors = filter.init(1), []
@@ -47,7 +47,7 @@ def test_score_is_the_plain_loop(data):
 
 
 def test_randomness_comes_from_the_seed(data):
-    filter = ParticleFilter(rotation(), particles=20).condition(data.train)
+    filter = ParticleFilter(rotation(), particles=20).fit(data.train)
     first, again, other = (score(filter, data.test, seed=s) for s in (1, 1, 2))
     assert torch.equal(first.estimates[0], again.estimates[0])
     assert not torch.equal(first.estimates[0], other.estimates[0])
@@ -62,7 +62,9 @@ def test_what_is_not_finite_is_an_error(data):
         def init(self, batch, *, generator=None):
             return State(torch.zeros(batch, 2))
 
-        def predict(self, state, *, generator=None):  # an update that is not finite would be passed over
+        def predict(
+            self, state, *, generator=None
+        ):  # an update that is not finite would be passed over
             return State(state.z + torch.nan)
 
         def update(self, state, obs):
@@ -71,24 +73,26 @@ def test_what_is_not_finite_is_an_error(data):
         def estimate(self, state):
             return state.z
 
-    with pytest.raises(ValueError, match="estimate is not finite at 50 of 50 steps, first at step 0"):
+    with pytest.raises(
+        ValueError, match="estimate is not finite at 50 of 50 steps, first at step 0"
+    ):
         score(Broken(), data.test)
     spoiled = data.test[0]._replace(obs=data.test[0].obs.clone())
     spoiled.obs[7] = math.inf
     with pytest.raises(ValueError, match="NaN or infinite values in 1 of 50 rows"):
-        score(LearnedKalman().condition(data.train), [spoiled])
+        score(LearnedKalman().fit(data.train), [spoiled])
 
 
 def test_the_floor_is_below_every_filter_and_known(data):
     """Over 12 sequences of 200 steps: the rotation's floor is 0.0440."""
     start = data.train[0].states[torch.arange(12)]
     states, obs, *_ = simulate(rotation(), start, 200, torch.Generator().manual_seed(0))
-    test = [Sequence(z, x) for z, x in zip(states, obs, strict=True)]
+    test = [Recording(z, x) for z, x in zip(states, obs, strict=True)]
     least = floor(rotation(), data.train, test, particles=300).mse
     mean, se = mean_and_error(least.tolist())
     assert abs(mean - 0.0440) < 4 * se
     assert se < 0.0015
-    assert mean < score(LearnedKalman().condition(data.train), test).mse.mean()
+    assert mean < score(LearnedKalman().fit(data.train), test).mse.mean()
 
 
 def test_mean_error_and_excess_of_runs():
@@ -117,9 +121,9 @@ def test_pictures(data, tmp_path):
     test = data.test[0]
     mask = torch.arange(50) % 3 > 0
     save(track_figure(test._replace(mask=mask), test.obs, title="a track"), tmp_path / "track.png")
-    images = Sequence(torch.randn(9, 6), torch.rand(9, 1, 4, 4))
+    images = Recording(torch.randn(9, 6), torch.rand(9, 1, 4, 4))
     save(track_figure(images, images.states), tmp_path / "images.png")
-    save(track_figure(Sequence(torch.randn(9, 1), torch.randn(9, 3))), tmp_path / "line.png")
+    save(track_figure(Recording(torch.randn(9, 1), torch.randn(9, 3))), tmp_path / "line.png")
     rows = [
         {
             "model": m,
@@ -132,14 +136,22 @@ def test_pictures(data, tmp_path):
         for n in (100, 300)
     ]
     save(comparison_figure(rows, title="all"), tmp_path / "all.png")
-    assert {p.name for p in tmp_path.iterdir()} == {"track.png", "images.png", "line.png", "all.png"}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "track.png",
+        "images.png",
+        "line.png",
+        "all.png",
+    }
     assert all(p.stat().st_size > 5000 for p in tmp_path.iterdir())
 
 
 def test_energy_of_a_weighted_sample():
     """Against the double sum over all points, and 200 repetitions of the draws within their Monte-Carlo error."""
     generator = torch.Generator().manual_seed(0)
-    points, weights = torch.randn(1, 7, 2, generator=generator).double(), torch.rand(1, 7, generator=generator).double()
+    points, weights = (
+        torch.randn(1, 7, 2, generator=generator).double(),
+        torch.rand(1, 7, generator=generator).double(),
+    )
     weights[0, 2] = 0
     weights, z = weights / weights.sum(), torch.tensor([[0.3, -1.0]]).double()
     w, apart = weights[0], torch.cdist(points[0], points[0])
@@ -151,7 +163,8 @@ def test_energy_of_a_weighted_sample():
         assert sample_energies(z, points, nothing).isnan().all()
     far = 1e8 * torch.ones_like(z)
     same = [
-        sample_energies(a, b, weights, torch.Generator().manual_seed(1)) for a, b in ((z, points), (z + far, points + far[:, None]))
+        sample_energies(a, b, weights, torch.Generator().manual_seed(1))
+        for a, b in ((z, points), (z + far, points + far[:, None]))
     ]
     torch.testing.assert_close(*same, rtol=1e-6, atol=0)
 
@@ -159,17 +172,33 @@ def test_energy_of_a_weighted_sample():
 def test_a_sample_of_two_modes_has_a_better_energy_score_than_its_gaussian():
     """Half of the states at 1, half at -1, and both in the sample: a Gaussian of variance 1 says less."""
     z = torch.ones(500, 1).double() * torch.tensor([1.0, -1.0]).double().repeat(250)[:, None]
-    points, weights = torch.tensor([[[1.0], [-1.0]]]).double().expand(500, -1, -1), torch.full((500, 2), 0.5).double()
+    points, weights = (
+        torch.tensor([[[1.0], [-1.0]]]).double().expand(500, -1, -1),
+        torch.full((500, 2), 0.5).double(),
+    )
     sample = sample_energies(z, points, weights, torch.Generator().manual_seed(0)).mean().item()
     assert sample == pytest.approx(0.5, rel=0.05)  # 1 - 1 / 2
     assert energy_score(z, torch.zeros_like(z), torch.ones(500, 1, 1).double()) > 0.55
 
 
 def test_scores_have_the_energy_of_the_filters_sample(data):
-    filter = ParticleFilter(rotation(), particles=200).condition(data.train)
-    scored = score(filter, [data.test[0], data.test[0]._replace(mask=torch.arange(50) > 3)], covariances=True)
+    filter = ParticleFilter(rotation(), particles=200).fit(data.train)
+    scored = score(
+        filter, [data.test[0], data.test[0]._replace(mask=torch.arange(50) > 3)], covariances=True
+    )
     assert [len(each) for each in scored.energies] == [50, 50]
-    assert scored.mse.tolist() == score(filter, [data.test[0], data.test[0]._replace(mask=torch.arange(50) > 3)]).mse.tolist()
-    gaussian = energy_score(data.test[0].states.double(), scored.estimates[0], scored.covariances[0] + 1e-9 * torch.eye(2))
-    assert scored.energies[0].mean().item() == pytest.approx(gaussian, rel=0.1)  # a posterior that is nearly Gaussian
-    assert score(LearnedKalman().condition(data.train), data.test, covariances=True).energies is None
+    assert (
+        scored.mse.tolist()
+        == score(
+            filter, [data.test[0], data.test[0]._replace(mask=torch.arange(50) > 3)]
+        ).mse.tolist()
+    )
+    gaussian = energy_score(
+        data.test[0].states.double(),
+        scored.estimates[0],
+        scored.covariances[0] + 1e-9 * torch.eye(2),
+    )
+    assert scored.energies[0].mean().item() == pytest.approx(
+        gaussian, rel=0.1
+    )  # a posterior that is nearly Gaussian
+    assert score(LearnedKalman().fit(data.train), data.test, covariances=True).energies is None

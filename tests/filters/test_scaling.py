@@ -6,14 +6,14 @@ import math
 import pytest
 import torch
 
-from kbf.filters.base import rollout, step, where
-from kbf.filters.kalman_fitted import LearnedKalman
+from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
-from kbf.filters.particle_learned import LearnedParticleFilter
-from kbf.filters.regression import FrameRegression
+from kbf.filters.particle.learned import LearnedParticleFilter
+from kbf.filters.regression.kernel_ridge import FrameRegression
+from kbf.filters.rollout import rollout, step, where
 from kbf.filters.scaling import ScaledFilter, Scaling, spread
-from kbf.filters.state_file import load_state, save_state
-from kbf.sequence import Sequence
+from kbf.filters.state_io import load_state, save_state
+from kbf.recording import Recording
 from kbf.ssm import oscillatory, simulate
 
 UNITS = torch.tensor([1000.0, 0.01]).double()
@@ -21,9 +21,15 @@ AWAY = torch.tensor([4e6, -3.0]).double()
 
 
 def recording(n, seed=0, controls=False):
-    drawn = simulate(oscillatory(), torch.tensor([1.0, 0.0]).double(), n, torch.Generator().manual_seed(seed))
-    acted = torch.randn(n, 1, generator=torch.Generator().manual_seed(seed)).double() * 7 + 3 if controls else None
-    return Sequence(AWAY + UNITS * drawn.states, drawn.obs * 50 - 1, controls=acted)
+    drawn = simulate(
+        oscillatory(), torch.tensor([1.0, 0.0]).double(), n, torch.Generator().manual_seed(seed)
+    )
+    acted = (
+        torch.randn(n, 1, generator=torch.Generator().manual_seed(seed)).double() * 7 + 3
+        if controls
+        else None
+    )
+    return Recording(AWAY + UNITS * drawn.states, drawn.obs * 50 - 1, controls=acted)
 
 
 def scaled(model, train):
@@ -33,7 +39,7 @@ def scaled(model, train):
     if hasattr(model, "prepare"):
         model.prepare([inside], torch.Generator().manual_seed(0))
     with torch.no_grad():
-        inner = model.condition([inside])
+        inner = model.fit([inside])
     return ScaledFilter(scaling, inner, torch.float64), inner, scaling
 
 
@@ -65,7 +71,10 @@ def test_it_is_the_inner_filter_in_other_units(case):
     assert found.estimates.dtype == torch.float64
     assert found.diagnostics.keys() == truth.diagnostics.keys()
     assert type(found.state) is type(truth.state)
-    mine, theirs = filter.covariance(found.state), getattr(inner, "covariance", lambda _: None)(truth.state)
+    mine, theirs = (
+        filter.covariance(found.state),
+        getattr(inner, "covariance", lambda _: None)(truth.state),
+    )
     assert (mine is None) == (theirs is None)
     if theirs is not None and mine is not None:
         S = torch.diag(scaling.z_scale)
@@ -80,18 +89,26 @@ def test_the_contract(case):
     whole = run(filter, obs, mask)
     hidden = torch.where(mask[..., None], obs, torch.nan)
     assert torch.equal(run(filter, hidden, mask).estimates, whole.estimates)
-    assert all(leaf.shape[0] == 3 for leaf in filter.init(3, generator=torch.Generator().manual_seed(0)))
+    assert all(
+        leaf.shape[0] == 3 for leaf in filter.init(3, generator=torch.Generator().manual_seed(0))
+    )
     with torch.no_grad():
         state = filter.init(3, generator=torch.Generator().manual_seed(0))
         before = copy.deepcopy(state)
         moved = filter.predict(state, generator=torch.Generator().manual_seed(1))
         updated = filter.update(moved, obs[:, 0])
         assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))
-        kept = step(filter, state, obs[:, 0], mask=mask[:, 1], generator=torch.Generator().manual_seed(1))
-        assert all(torch.equal(a, b) for a, b in zip(kept, where(mask[:, 1], updated, moved), strict=True))
+        kept = step(
+            filter, state, obs[:, 0], mask=mask[:, 1], generator=torch.Generator().manual_seed(1)
+        )
+        assert all(
+            torch.equal(a, b) for a, b in zip(kept, where(mask[:, 1], updated, moved), strict=True)
+        )
         if hasattr(filter, "step"):
             both = filter.step(state, obs[:, 0])
-            torch.testing.assert_close(filter.estimate(both), filter.estimate(updated), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                filter.estimate(both), filter.estimate(updated), rtol=1e-5, atol=1e-5
+            )
     if name != "particle":
         each = torch.cat([run(filter, obs[k : k + 1], mask[k : k + 1]).estimates for k in range(3)])
         torch.testing.assert_close(each, whole.estimates, rtol=1e-4, atol=1e-4)
@@ -110,7 +127,9 @@ def test_a_stopped_filter_goes_on(case, tmp_path):
 def test_units_are_of_no_matter():
     """A recording in metres or millimetres, near or far from zero: the same estimates."""
     train, test = recording(80), recording(20, seed=5)
-    plain = [s._replace(states=(s.states - AWAY) / UNITS, obs=(s.obs + 1) / 50) for s in (train, test)]
+    plain = [
+        s._replace(states=(s.states - AWAY) / UNITS, obs=(s.obs + 1) / 50) for s in (train, test)
+    ]
     here, there = scaled(MODELS["kbf"](), train)[0], scaled(MODELS["kbf"](), plain[0])[0]
     far, near = run(here, test.obs[None]).estimates, run(there, plain[1].obs[None]).estimates
     torch.testing.assert_close((far - AWAY) / UNITS, near, rtol=1e-6, atol=1e-6)
@@ -120,7 +139,10 @@ def test_units_are_of_no_matter():
 def test_single_precision_inside_does_not_hurt_far_from_zero():
     """At 4,000,000 float32 has steps of 0.25: estimates must not."""
     train, test = recording(80), recording(20, seed=5)
-    found = [run(scaled(MODELS[name](), train)[0], test.obs[None]).estimates for name in ("kbf", "kbf-float32")]
+    found = [
+        run(scaled(MODELS[name](), train)[0], test.obs[None]).estimates
+        for name in ("kbf", "kbf-float32")
+    ]
     assert (found[0] - found[1])[..., 0].abs().max() < 0.1
 
 
@@ -138,10 +160,14 @@ def test_what_is_scaled():
 
 def test_masked_observations_and_images_do_not_count():
     mask = torch.tensor([True] * 9 + [False])
-    vectors = Sequence(torch.randn(10, 2).double(), torch.cat([torch.ones(9, 1), torch.full((1, 1), 1e9)]).double(), mask)
+    vectors = Recording(
+        torch.randn(10, 2).double(),
+        torch.cat([torch.ones(9, 1), torch.full((1, 1), 1e9)]).double(),
+        mask,
+    )
     assert Scaling().prepare([vectors]).x_mean.item() == 1
     images = torch.randint(0, 255, (10, 1, 4, 4), dtype=torch.uint8)
-    scaling = Scaling().prepare([Sequence(torch.randn(10, 2).double(), images)])
+    scaling = Scaling().prepare([Recording(torch.randn(10, 2).double(), images)])
     assert scaling.observation(images) is images
     assert len(scaling.x_mean) == 0
 
@@ -176,8 +202,11 @@ def test_controls_are_scaled_too():
 
 def test_counts_stay_as_they_are():
     """Beside columns that are not: whole numbers below 0, above `MOST_COUNTED`, or not whole; a column of 0 alone is constant."""
-    rows = torch.tensor([[0, 3.0, -1, 0, 0.5, 0], [2, 0, 1, 101, 1, 0], [1, torch.nan, 4, 2, 2, 0]], dtype=torch.float64)
-    scaling = Scaling().prepare([Sequence(torch.arange(3.0)[:, None].double(), rows)])
+    rows = torch.tensor(
+        [[0, 3.0, -1, 0, 0.5, 0], [2, 0, 1, 101, 1, 0], [1, torch.nan, 4, 2, 2, 0]],
+        dtype=torch.float64,
+    )
+    scaling = Scaling().prepare([Recording(torch.arange(3.0)[:, None].double(), rows)])
     scaled = scaling.observation(rows)
     assert torch.equal(scaled[:, :2].nan_to_num(9), rows[:, :2].nan_to_num(9))
     assert torch.allclose(scaled[:, 2:5].mean(0), torch.zeros(3).double()) and torch.allclose(

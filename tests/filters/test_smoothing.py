@@ -13,27 +13,33 @@ import torch
 from torch import Tensor, nn
 
 from kbf.data.dsprites import position_model
-from kbf.filters.base import FilterStep, rollout
-from kbf.filters.ekf import ExtendedKalmanFilter
-from kbf.filters.gaussian import KalmanFilter, LinearModel
-from kbf.filters.kalman_fitted import LearnedKalman
-from kbf.filters.kernel import backward
-from kbf.filters.kernel.backward import RuleBackward, density_backward
+from kbf.densities.learned_ssm import learn_model
+from kbf.densities.ridge import fit_ridge_map
+from kbf.filters.gaussian.ekf import ExtendedKalmanFilter
+from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
+from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
+from kbf.filters.kernel import smoother
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.operators import Operator
-from kbf.filters.kernel.simulated_memory import SimulatedMemoryKBF
-from kbf.filters.learned_model import learn_model
-from kbf.filters.lstm import LSTMFilter
-from kbf.filters.particle import MOST_BACKWARD_PARTICLES, BootstrapFilter, ParticleFilter, particle_backward, thinned
-from kbf.filters.particle_learned import LearnedParticleFilter, ObservationModel
-from kbf.filters.regression import FrameRegression
-from kbf.filters.ridge_map import fit_ridge_map
+from kbf.filters.kernel.simulated_kbf import SimulatedKBF
+from kbf.filters.kernel.smoother import RuleBackward, density_backward
+from kbf.filters.neural.lstm import LSTMFilter
+from kbf.filters.particle.bootstrap import (
+    MOST_BACKWARD_PARTICLES,
+    BootstrapFilter,
+    ParticleFilter,
+    particle_backward,
+    thinned,
+)
+from kbf.filters.particle.learned import LearnedParticleFilter, ObservationModel
+from kbf.filters.regression.kernel_ridge import FrameRegression
+from kbf.filters.rollout import FilterStep, rollout
 from kbf.filters.scaling import ScaledFilter, Scaling
 from kbf.filters.smoothing import predict_ahead, smooth
-from kbf.filters.ukf import UnscentedKalmanFilter
-from kbf.images.codes import Code, CodedFilter
-from kbf.sequence import Sequence
+from kbf.images.encodings import EncodedFilter, Encoding
+from kbf.recording import Recording
 from kbf.ssm import OrientationModel, StateSpaceModel, gaussian_noise, oscillatory, rotate, simulate
 
 F64 = torch.float64
@@ -66,15 +72,19 @@ def linear(B: Tensor | None = None) -> LinearModel:
 
 
 def as_state_space(m: LinearModel) -> StateSpaceModel:
-    return StateSpaceModel(lambda z: z @ m.A.mT + m.a, lambda z: z @ m.C.mT + m.c, m.Q, m.R, m.m0, m.P0)
+    return StateSpaceModel(
+        lambda z: z @ m.A.mT + m.a, lambda z: z @ m.C.mT + m.c, m.Q, m.R, m.m0, m.P0
+    )
 
 
-def draw(m: LinearModel, b: int, T: int, seed: int = 0) -> Sequence:
+def draw(m: LinearModel, b: int, T: int, seed: int = 0) -> Track:
     g = generator(seed)
     return simulate(as_state_space(m), m.m0 + gaussian_noise(torch.Size([b]), m.P0, g), T, g)
 
 
-def conditioned(m: LinearModel, x: Tensor, seen: list[int], at: int, moved: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def fitted(
+    m: LinearModel, x: Tensor, seen: list[int], at: int, moved: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Mean and covariance of z_at given x_t, t in ``seen``: the joint Gaussian of all states, written down and conditioned once."""
     T, d = len(x), len(m.a)
     means, mean, blocks, cov = [], m.m0, {}, m.P0
@@ -113,11 +123,13 @@ def test_gaussian_smoothers_condition_the_joint_gaussian(kind, lag):
     x = draw(m, 2, T).obs
     mask = torch.ones(2, T, dtype=torch.bool)
     mask[0, 3], mask[1, -1] = False, False
-    found = smooth(GAUSSIAN[kind](m), torch.where(mask[..., None], x, torch.nan), mask=mask, lag=lag)
+    found = smooth(
+        GAUSSIAN[kind](m), torch.where(mask[..., None], x, torch.nan), mask=mask, lag=lag
+    )
     assert found.covariances is not None
     for k, t in itertools.product(range(2), range(T)):
         seen = [s for s in range(T if lag is None else min(t + lag + 1, T)) if mask[k, s]]
-        mean, cov = conditioned(m, x[k], seen, t)
+        mean, cov = fitted(m, x[k], seen, t)
         torch.testing.assert_close(found.estimates[k, t], mean, atol=1e-7, rtol=1e-7)
         torch.testing.assert_close(found.covariances[k, t], cov, atol=1e-7, rtol=1e-7)
 
@@ -127,14 +139,16 @@ def test_kalman_smoother_with_controls():
     u, x = torch.randn(1, T, 1, dtype=F64, generator=generator(3)), draw(m, 1, T).obs
     found = smooth(KalmanFilter(m), x, controls=u).estimates[0]
     for t in range(T):
-        torch.testing.assert_close(found[t], conditioned(m, x[0], list(range(T)), t, u[0] @ m.B.mT)[0])
+        torch.testing.assert_close(found[t], fitted(m, x[0], list(range(T)), t, u[0] @ m.B.mT)[0])
 
 
 @pytest.mark.slow
 def test_a_long_lag_is_the_whole_interval_and_no_lag_is_the_filter():
-    f = SimulatedMemoryKBF(points=60, run=600).condition(Sequence(*one(linear(), 80)))
+    f = SimulatedKBF(points=60, run=600).fit(Recording(*one(linear(), 80)))
     x = draw(linear(), 2, 12, seed=5).obs.float()
-    torch.testing.assert_close(smooth(f, x, lag=0).estimates, rollout(f, x).estimates, rtol=0, atol=1e-4)  # rounding of float32
+    torch.testing.assert_close(
+        smooth(f, x, lag=0).estimates, rollout(f, x).estimates, rtol=0, atol=1e-4
+    )  # rounding of float32
     torch.testing.assert_close(smooth(f, x, lag=50).estimates, smooth(f, x).estimates)
     assert not torch.allclose(smooth(f, x, lag=1).estimates, smooth(f, x).estimates, atol=1e-3)
 
@@ -181,8 +195,15 @@ class Chain(NamedTuple):
 
 def chain() -> Chain:
     g = generator(2)
-    raw = [torch.rand(*shape, dtype=F64, generator=g) ** 2 + 0.02 for shape in ((4,), (2, 4, 4), (4, 3))]
-    return Chain(raw[0] / raw[0].sum(), raw[1] / raw[1].sum(1, keepdim=True), raw[2] / raw[2].sum(1, keepdim=True))
+    raw = [
+        torch.rand(*shape, dtype=F64, generator=g) ** 2 + 0.02
+        for shape in ((4,), (2, 4, 4), (4, 3))
+    ]
+    return Chain(
+        raw[0] / raw[0].sum(),
+        raw[1] / raw[1].sum(1, keepdim=True),
+        raw[2] / raw[2].sum(1, keepdim=True),
+    )
 
 
 def enumerated(c: Chain, x: list[int], seen: list[bool], controls: list[int]) -> Tensor:
@@ -191,7 +212,9 @@ def enumerated(c: Chain, x: list[int], seen: list[bool], controls: list[int]) ->
     for path in itertools.product(range(4), repeat=len(x) + 1):
         p = float(c.prior[path[0]])
         for t, (i, j) in enumerate(itertools.pairwise(path)):
-            p *= float(c.moves[controls[t], j, i]) * (float(c.likelihood[j, x[t]]) if seen[t] else 1.0)
+            p *= float(c.moves[controls[t], j, i]) * (
+                float(c.likelihood[j, x[t]]) if seen[t] else 1.0
+            )
         for t, j in enumerate(path[1:]):
             found[t, j] += p
     return found / found.sum(-1, keepdim=True)
@@ -201,7 +224,14 @@ def enumerated(c: Chain, x: list[int], seen: list[bool], controls: list[int]) ->
 def test_density_smoother_is_the_sum_over_all_paths(controlled):
     c, x, seen, u = chain(), [0, 2, 1, 1, 0], [True, True, False, True, True], [0, 1, 1, 0, 1]
     transition = Chosen(c.moves) if controlled else Operator(c.moves[0])
-    f = KernelBayesFilter(torch.eye(4, dtype=F64), transition, None, Table(c.likelihood), prior=c.prior, normalise=True)
+    f = KernelBayesFilter(
+        torch.eye(4, dtype=F64),
+        transition,
+        None,
+        Table(c.likelihood),
+        prior=c.prior,
+        normalise=True,
+    )
     given: dict[str, Any] = {"controls": tensor(u)[None, :, None]} if controlled else {}
     found = smooth(f, tensor(x)[None, :, None], mask=torch.tensor([seen]), **given).estimates[0]
     torch.testing.assert_close(found, enumerated(c, x, seen, u if controlled else [0] * 5))
@@ -211,7 +241,9 @@ def test_likelihood_of_the_future():
     """Factors of rows cancel where columns do not move; nothing later is 1; what cannot be is 0, and never NaN."""
     c = chain()
     P, w = c.moves[0], c.prior[None]
-    torch.testing.assert_close(density_backward(Operator(P), w, w @ P.mT), torch.ones(1, 4, dtype=F64))
+    torch.testing.assert_close(
+        density_backward(Operator(P), w, w @ P.mT), torch.ones(1, 4, dtype=F64)
+    )
     later = torch.rand(1, 4, dtype=F64, generator=generator(1))
     scale = tensor([0.5, 2.0, 3.0, 0.1])[:, None]
     plain, scaled = (density_backward(Operator(M), w, later) * M.sum(0) for M in (P, scale * P))
@@ -241,23 +273,28 @@ def test_ripples_of_signed_weights_cancel_in_the_likelihood_of_the_future():
 def test_nothing_more_observed_changes_nothing():
     model = oscillatory()
     data = simulate(model, model.m0[None], 150, generator(0))
-    f = SimulatedMemoryKBF(points=150, run=3000, dtype="float64").condition(Sequence(data.states[0, :120], data.obs[0, :120]))
+    f = SimulatedKBF(points=150, run=3000, dtype="float64").fit(
+        Recording(data.states[0, :120], data.obs[0, :120])
+    )
     x, mask = data.obs[:, 120:], torch.arange(30)[None] < 22
-    found, filtered = smooth(f, x, mask=mask).estimates[:, 21:], rollout(f, x, mask=mask).estimates[:, 21:]
+    found, filtered = (
+        smooth(f, x, mask=mask).estimates[:, 21:],
+        rollout(f, x, mask=mask).estimates[:, 21:],
+    )
     torch.testing.assert_close(found, filtered, atol=1e-9, rtol=0)
 
 
 # The rule backwards
 
 
-class Recording(NamedTuple):
+class Track(NamedTuple):
     """A finite chain's recording, states as unit vectors; how often each pair (to i, from j) is in it, by control, ``2 4 4``."""
 
-    sequence: Sequence
+    sequence: Recording
     counts: Tensor
 
 
-def recording(n: int = 400, controls: bool = False) -> Recording:
+def recording(n: int = 400, controls: bool = False) -> Track:
     c, g = chain(), generator(7)
     u = torch.randint(2 if controls else 1, (n,), generator=g)
     path = [0]
@@ -267,7 +304,7 @@ def recording(n: int = 400, controls: bool = False) -> Recording:
     for t in range(1, n):
         counts[u[t], path[t], path[t - 1]] += 1
     acted = u[:, None].double() if controls else None
-    return Recording(Sequence(z, torch.zeros(n, 1, dtype=F64), None, acted), counts)
+    return Track(Recording(z, torch.zeros(n, 1, dtype=F64), None, acted), counts)
 
 
 def delta(x: Tensor, y: Tensor, *, bandwidth: Tensor) -> Tensor:
@@ -279,13 +316,15 @@ def delta(x: Tensor, y: Tensor, *, bandwidth: Tensor) -> Tensor:
 @pytest.mark.parametrize("primal", [False, True])
 def test_rule_backward_is_bayes_table(primal, controlled, monkeypatch):
     """On a finite set with a delta kernel and hardly any ridge: w^s_j = sum_i p(j | i) s_i, with the pairs' own frequencies."""
-    monkeypatch.setattr(backward, "REG", 1e-10)
+    monkeypatch.setattr(smoother, "REG", 1e-10)
     r = recording(controls=controlled)
     z, i = r.sequence.states, torch.arange(len(r.sequence.states) - 1)
     acted = r.sequence.controls[1:] if r.sequence.controls is not None else None
     back = RuleBackward(i, i + 1, delta, tensor(1.0), acted, tensor([0.0]) if controlled else None)
     prior, later = tensor([0.1, 0.5, 0.3, 0.1]), tensor([0.3, 0.1, 0.4, 0.2])
-    w, after = ((p / z.sum(0))[None] @ z.mT for p in (prior, later))  # weights over the points with these sums over the states
+    w, after = (
+        (p / z.sum(0))[None] @ z.mT for p in (prior, later)
+    )  # weights over the points with these sums over the states
     found = back(w, after, z, z if primal else None, tensor([[1.0]]) if controlled else None) @ z
     counts = r.counts[1 if controlled else 0]
     joint = counts * (prior / z.sum(0))  # each source point weighs what the prior gives it
@@ -296,12 +335,12 @@ def test_rule_backward_is_bayes_table(primal, controlled, monkeypatch):
 @torch.no_grad()
 def test_kernel_smoother_by_features_is_that_of_full_matrices():
     m = linear()
-    memory, x = Sequence(*one(m, 60)), draw(m, 2, 10, seed=4).obs
+    memory, x = Recording(*one(m, 60)), draw(m, 2, 10, seed=4).obs
     found = []
     for rank in (None, 60):
         net = KBF(rank=rank, tol=1e-14, factors=(0.5, 0.5, 0.7), regs=(1e-3, 1e-3, 1e-3))
         net.prepare([memory])
-        f = net.condition([memory])
+        f = net.fit([memory])
         assert not any("backward" in name for name in f.state_dict())
         found.append(smooth(f, x).estimates)
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
@@ -315,32 +354,46 @@ def test_kernel_smoothers_on_a_linear_gaussian_model():
     zero, eye = torch.zeros(2, dtype=F64), torch.eye(2, dtype=F64)
     m = LinearModel(A, zero, 0.1 * eye, eye, zero, 0.1 * eye, zero, 0 * eye)
     data = draw(m, 1, 900, 100)
-    memory, x, z = Sequence(data.states[0, :700], data.obs[0, :700]), data.obs[:, 700:], data.states[:, 700:]
+    memory, x, z = (
+        Recording(data.states[0, :700], data.obs[0, :700]),
+        data.obs[:, 700:],
+        data.states[:, 700:],
+    )
     tuned = KBF(factors=(1.0, 1.0, 1.0), regs=(1e-3, 1e-3, 1e-3))
     tuned.prepare([memory])
-    filters = {"rts": KalmanFilter(m), "kbf": tuned.condition([memory]), "enlarged": SimulatedMemoryKBF().condition([memory])}
+    filters = {
+        "rts": KalmanFilter(m),
+        "kbf": tuned.fit([memory]),
+        "enlarged": SimulatedKBF().fit([memory]),
+    }
     errors = {}
     for name, f in filters.items():
         given = x.float() if name == "enlarged" else x
         found = rollout(f, given).estimates, smooth(f, given).estimates
         errors[name] = [(side.double() - z).square().sum(-1).mean().item() for side in found]
     for name, factor in (("kbf", 1.15), ("enlarged", 1.05)):
-        assert errors[name][1] < factor * errors["rts"][1] and errors[name][1] < 0.8 * errors[name][0], errors
+        assert (
+            errors[name][1] < factor * errors["rts"][1] and errors[name][1] < 0.8 * errors[name][0]
+        ), errors
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "net", [KBF(normalise=False), SimulatedMemoryKBF(points=80, run=800, draws=2)], ids=["recording", "enlarged"]
+    "net",
+    [KBF(normalise=False), SimulatedKBF(points=80, run=800, draws=2)],
+    ids=["recording", "enlarged"],
 )
 def test_smoothed_weights_have_sum_1_and_a_covariance(net):
     m = linear()
-    memory, x = Sequence(*one(m, 60)), draw(m, 2, 10, seed=4).obs
+    memory, x = Recording(*one(m, 60)), draw(m, 2, 10, seed=4).obs
     net.prepare([memory])
-    far = torch.cat([x, 1e3 * torch.ones_like(x[:, :1])], 1).to(next(iter(net.condition([memory]).buffers())))
-    found = smooth(net.condition([memory]), far)
+    far = torch.cat([x, 1e3 * torch.ones_like(x[:, :1])], 1).to(
+        next(iter(net.fit([memory]).buffers()))
+    )
+    found = smooth(net.fit([memory]), far)
     assert torch.isfinite(found.estimates[:, :-1]).all() and found.covariances is not None
     assert (torch.linalg.eigvalsh(found.covariances[:, :-1].double()) > -1e-6).all()
-    f = net.condition([memory])
+    f = net.fit([memory])
     start = f.init(2)
     state = f.update(f.predict(start), x[:, 0].to(f.states))
     now = FilterStep(state, f.predict(start), lambda s: f.update(s, x[:, 0].to(f.states)))
@@ -360,15 +413,24 @@ def test_controlled_recordings():
         states.append(z)
     z = torch.stack(states, 1)
     x = z + 0.8 * torch.randn(z.shape, dtype=F64, generator=g)
-    memory, error = [Sequence(z[0], x[0], None, u[0])], {}
-    for net in (KBF(), SimulatedMemoryKBF(points=100, run=2000, draws=3, dtype="float64")):
+    memory, error = [Recording(z[0], x[0], None, u[0])], {}
+    for net in (KBF(), SimulatedKBF(points=100, run=2000, draws=3, dtype="float64")):
         net.prepare(memory)
-        f = net.condition(memory)
+        f = net.fit(memory)
         given = {"obs": x[1:, :80], "controls": u[1:, :80]}
         wrong = {**given, "controls": u[1:, :80].flip(1)}
-        sides = {"filter": rollout(f, **given), "smoother": smooth(f, **given), "wrong": smooth(f, **wrong)}
-        error = {name: (side.estimates - z[1:, :80]).square().mean().item() for name, side in sides.items()}
-        assert error["smoother"] < 0.97 * error["filter"] and error["smoother"] < 0.5 * error["wrong"], (net, error)
+        sides = {
+            "filter": rollout(f, **given),
+            "smoother": smooth(f, **given),
+            "wrong": smooth(f, **wrong),
+        }
+        error = {
+            name: (side.estimates - z[1:, :80]).square().mean().item()
+            for name, side in sides.items()
+        }
+        assert (
+            error["smoother"] < 0.97 * error["filter"] and error["smoother"] < 0.5 * error["wrong"]
+        ), (net, error)
 
 
 # Particles
@@ -377,14 +439,20 @@ def test_controlled_recordings():
 def test_particle_step_is_its_formula():
     m = linear()
     g = generator(1)
-    z, after = torch.randn(2, 5, 2, dtype=F64, generator=g), torch.randn(2, 3, 2, dtype=F64, generator=g)
+    z, after = (
+        torch.randn(2, 5, 2, dtype=F64, generator=g),
+        torch.randn(2, 3, 2, dtype=F64, generator=g),
+    )
     w, s = (torch.rand(2, n, dtype=F64, generator=g).log().log_softmax(-1) for n in (5, 3))
     kept, found = particle_backward(as_state_space(m), (z, w), (after, s))
-    law = torch.distributions.MultivariateNormal(torch.zeros(2, dtype=F64), m.Q)
+    density = torch.distributions.MultivariateNormal(torch.zeros(2, dtype=F64), m.Q)
     for k, i in itertools.product(range(2), range(5)):
         total = 0.0
         for j in range(3):
-            q = [float(w[k, n].exp() * law.log_prob(after[k, j] - m.A @ z[k, n] - m.a).exp()) for n in range(5)]
+            q = [
+                float(w[k, n].exp() * density.log_prob(after[k, j] - m.A @ z[k, n] - m.a).exp())
+                for n in range(5)
+            ]
             total += float(s[k, j].exp()) * q[i] / sum(q)
         assert found[k, i].exp().item() == pytest.approx(total, rel=1e-9)
     assert torch.equal(kept, z)
@@ -395,8 +463,12 @@ def test_thinning_keeps_the_mean_and_leaves_few_alone():
     z = torch.randn(2, 4000, 2, dtype=F64, generator=g)
     w = (1.5 * z[..., 0]).log_softmax(-1)
     few, equal = thinned(z, w, g)
-    assert few.shape == (2, MOST_BACKWARD_PARTICLES, 2) and torch.allclose(equal.exp().sum(-1), torch.ones(2, dtype=F64))
-    assert (few.mean(1) - (w.exp()[..., None] * z).sum(1)).abs().max() < 4 / math.sqrt(MOST_BACKWARD_PARTICLES)
+    assert few.shape == (2, MOST_BACKWARD_PARTICLES, 2) and torch.allclose(
+        equal.exp().sum(-1), torch.ones(2, dtype=F64)
+    )
+    assert (few.mean(1) - (w.exp()[..., None] * z).sum(1)).abs().max() < 4 / math.sqrt(
+        MOST_BACKWARD_PARTICLES
+    )
     assert thinned(few, equal, g)[0] is few
 
 
@@ -446,7 +518,7 @@ def test_densities_of_moves():
         mass = model.log_transition(plane[:, None], z).exp().sum(0) * (axis[1] - axis[0]) ** 2
         torch.testing.assert_close(mass, torch.ones(2, dtype=F64), atol=1e-6, rtol=0)
     data = simulate(oscillatory(), oscillatory().m0[None], 80, generator(0))
-    model = learn_model(Sequence(data.states[0], data.obs[0]))
+    model = learn_model(Recording(data.states[0], data.obs[0]))
     drawn = model.move(z[:1].expand(4000, 2), generator(1))
     density = model.log_transition(plane, z[:1]).exp()
     mean = (density[:, None] * plane).sum(0) / density.sum()
@@ -458,9 +530,13 @@ def test_densities_of_moves():
 def test_particle_smoother_of_a_learned_and_of_a_half_known_model():
     model = oscillatory()
     data = simulate(model, model.m0[None], 240, generator(0))
-    memory, x, z = Sequence(data.states[0, :200], data.obs[0, :200]), data.obs[:, 200:], data.states[:, 200:]
+    memory, x, z = (
+        Recording(data.states[0, :200], data.obs[0, :200]),
+        data.obs[:, 200:],
+        data.states[:, 200:],
+    )
     half = ObservationModel(model, fit_ridge_map(memory.states, memory.obs))
-    for f in (LearnedParticleFilter(300).condition(memory), BootstrapFilter(half, memory.states, 300)):
+    for f in (LearnedParticleFilter(300).fit(memory), BootstrapFilter(half, memory.states, 300)):
         sides = rollout(f, x, generator=generator(0)), smooth(f, x, generator=generator(0))
         filtered, smoothed = ((side.estimates - z).square().sum(-1).mean().item() for side in sides)
         assert smoothed < 0.95 * filtered
@@ -481,17 +557,20 @@ class Double(nn.Module):
 @torch.no_grad()
 def test_coded_and_scaled_filters_smooth_inside():
     m = linear()
-    inner, x = SimulatedMemoryKBF(points=60, run=600, dtype="float64").condition(Sequence(*one(m, 60))), draw(m, 2, 9, seed=4).obs
+    inner, x = (
+        SimulatedKBF(points=60, run=600, dtype="float64").fit(Recording(*one(m, 60))),
+        draw(m, 2, 9, seed=4).obs,
+    )
     plain = smooth(inner, x)
-    code = Code([Double()], 2).double()
+    code = Encoding([Double()], 2).double()
     code.heads[0].weight.copy_(torch.eye(2))
     code.heads[0].bias.zero_()
-    coded = smooth(CodedFilter(code, inner, F64), x[:, :, None, None])
-    torch.testing.assert_close(coded.estimates, plain.estimates)
+    encoded = smooth(EncodedFilter(code, inner, F64), x[:, :, None, None])
+    torch.testing.assert_close(encoded.estimates, plain.estimates)
     states, obs = one(m, 60)
-    scaling = Scaling().prepare([Sequence(3 * states + 7, 0.1 * obs - 2)])
-    net = SimulatedMemoryKBF(points=60, run=600, dtype="float64")
-    own = net.condition(scaling(Sequence(3 * states + 7, 0.1 * obs - 2)))
+    scaling = Scaling().prepare([Recording(3 * states + 7, 0.1 * obs - 2)])
+    net = SimulatedKBF(points=60, run=600, dtype="float64")
+    own = net.fit(scaling(Recording(3 * states + 7, 0.1 * obs - 2)))
     found = smooth(ScaledFilter(scaling, own, F64), 0.1 * x - 2)
     within = smooth(own, scaling.observation(0.1 * x - 2))
     torch.testing.assert_close(found.estimates, scaling.z_mean + scaling.z_scale * within.estimates)
@@ -506,17 +585,24 @@ def test_coded_and_scaled_filters_smooth_inside():
 @pytest.mark.parametrize("kind", ["kalman", "kbf", "lstm", "frame"])
 def test_prediction_ahead_is_masked_steps(kind):
     m, h = linear(), 3
-    memory, x = Sequence(*one(m, 60)), draw(m, 2, 7, seed=4).obs
-    nets: dict[str, Any] = {"kalman": LearnedKalman(), "kbf": KBF(), "lstm": LSTMFilter(2, 2).double(), "frame": FrameRegression()}
+    memory, x = Recording(*one(m, 60)), draw(m, 2, 7, seed=4).obs
+    nets: dict[str, Any] = {
+        "kalman": LearnedKalman(),
+        "kbf": KBF(),
+        "lstm": LSTMFilter(2, 2).double(),
+        "frame": FrameRegression(),
+    }
     net = nets[kind]
     net.prepare([memory])
-    f = net.condition([memory])
+    f = net.fit([memory])
     found = predict_ahead(f, x, h)
     assert found.shape == (2, h, 7, 2)
     for t in range(7):
         longer = torch.cat([x[:, : t + 1], torch.full((2, h, 2), torch.nan, dtype=F64)], 1)
         mask = (torch.arange(t + 1 + h) <= t).expand(2, -1)
-        torch.testing.assert_close(found[:, :, t], rollout(f, longer, mask=mask).estimates[:, t + 1 :])
+        torch.testing.assert_close(
+            found[:, :, t], rollout(f, longer, mask=mask).estimates[:, t + 1 :]
+        )
 
 
 def test_prediction_ahead_takes_the_controls_to_come():
@@ -528,7 +614,11 @@ def test_prediction_ahead_takes_the_controls_to_come():
     for k in (3, 4):
         state = f.predict(state, control=u[:, k])
         torch.testing.assert_close(found[:, k - 3, 2], state.mean)
-    assert found[:, 0, -1].isnan().all() and found[:, 1, -2].isnan().all() and found[:, 1, :-2].isfinite().all()
+    assert (
+        found[:, 0, -1].isnan().all()
+        and found[:, 1, -2].isnan().all()
+        and found[:, 1, :-2].isfinite().all()
+    )
 
 
 # Errors
@@ -536,16 +626,21 @@ def test_prediction_ahead_takes_the_controls_to_come():
 
 def test_what_has_no_smoother_says_so():
     m = linear()
-    memory, x = Sequence(*one(m, 60)), draw(m, 1, 5).obs
+    memory, x = Recording(*one(m, 60)), draw(m, 1, 5).obs
     for net in (LSTMFilter(2, 2).double(), FrameRegression()):
         net.prepare([memory])
         with pytest.raises(ValueError, match=r"has no smoother\. Models that have one: kbf"):
-            smooth(net.condition([memory]), x)
+            smooth(net.fit([memory]), x)
         with pytest.raises(ValueError, match="has no smoother"):
-            smooth(CodedFilter(Code([Double()], 2), net.condition([memory]), F64), x)
+            smooth(EncodedFilter(Encoding([Double()], 2), net.fit([memory]), F64), x)
     with pytest.raises(ValueError, match=r"density of a move: Blind has no log_transition"):
         smooth(BootstrapFilter(reference.Blind(), memory.states, 10), x)
-    plain = KernelBayesFilter(memory.states, Operator(torch.eye(60, dtype=F64)), Operator(torch.eye(60, dtype=F64)), Table(x))
+    plain = KernelBayesFilter(
+        memory.states,
+        Operator(torch.eye(60, dtype=F64)),
+        Operator(torch.eye(60, dtype=F64)),
+        Table(x),
+    )
     with pytest.raises(ValueError, match="made without the pairs of the recording"):
         smooth(plain, x)
 
@@ -558,5 +653,5 @@ def test_impossible_lags_and_horizons():
         predict_ahead(f, x, 0)
     with pytest.raises(ValueError, match="a single sequence is obs"):
         smooth(f, x[0])
-    particles = ParticleFilter(as_state_space(linear()), 20).condition(Sequence(*one(linear(), 20)))
+    particles = ParticleFilter(as_state_space(linear()), 20).fit(Recording(*one(linear(), 20)))
     assert smooth(particles, x[:, :1]).estimates.shape == (1, 1, 2)

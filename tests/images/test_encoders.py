@@ -15,7 +15,15 @@ from torchvision import models
 from torchvision.transforms import v2
 
 from kbf.images.augment import Augment, PixelNoise
-from kbf.images.encoders import CNN, Backbone, Encoder, PaperMLP, SoftArgmaxCNN, as_float, soft_argmax
+from kbf.images.encoders import (
+    CNN,
+    Backbone,
+    Encoder,
+    PaperMLP,
+    SoftArgmaxCNN,
+    as_float,
+    soft_argmax,
+)
 from kbf.runtime.instantiate import build
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "encoder"
@@ -23,7 +31,9 @@ MAKE = {
     "cnn": lambda q: CNN(q, 5, (4, 8), dropout=0.3),
     "cnn_batch": lambda q: CNN(q, 5, (4,), kernel=5, norm="batch"),
     "softargmax": lambda q: SoftArgmaxCNN(q, channels=(4,), keypoints=3),
-    "softargmax_head": lambda q: SoftArgmaxCNN(q, 5, channels=(4, 4), keypoints=3, stride=1, hidden=(6,), norm="group"),
+    "softargmax_head": lambda q: SoftArgmaxCNN(
+        q, 5, channels=(4, 4), keypoints=3, stride=1, hidden=(6,), norm="group"
+    ),
     "mlp": lambda q: PaperMLP(q, (12, 8, 6, 5), dropout=0.3),
     "backbone": lambda q: Backbone(q, "shufflenet_v2_x0_5", 5, size=32),
     "augmented": lambda q: Augment((PixelNoise(0.1),), CNN(q, 5, (4,))),
@@ -31,7 +41,9 @@ MAKE = {
 
 
 def images(m: int = 4, q: tuple[int, int, int] = (3, 9, 12), seed: int = 0) -> torch.Tensor:
-    return torch.randint(256, (m, *q), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        256, (m, *q), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def make(name: str, q: tuple[int, int, int] = (3, 9, 12)) -> nn.Module:
@@ -50,7 +62,9 @@ def test_every_encoder(name):
     net.eval()
     one = net(x)
     assert torch.equal(net(x), one) and torch.equal(net(as_float(x, torch.float64)), one)
-    torch.testing.assert_close(torch.cat([net(image[None]) for image in x]), one, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.cat([net(image[None]) for image in x]), one, rtol=1e-4, atol=1e-5
+    )
     twin = copy.deepcopy(net)
     buffer = io.BytesIO()
     torch.save(net.state_dict(), buffer)
@@ -70,7 +84,9 @@ def test_every_encoder(name):
 @pytest.mark.parametrize("name", MAKE)
 def test_images_of_another_shape_are_refused_in_words(name):
     net = make(name, (3, 36, 48)).eval()
-    with pytest.raises(ValueError, match=r"images of 1 x 64 x 64, the encoder was built for 3 x 36 x 48"):
+    with pytest.raises(
+        ValueError, match=r"images of 1 x 64 x 64, the encoder was built for 3 x 36 x 48"
+    ):
         net(images(2, (1, 64, 64)))
 
 
@@ -89,7 +105,10 @@ def test_gradients(name):
 
 
 def test_as_float():
-    assert torch.equal(as_float(torch.tensor([0, 255], dtype=torch.uint8), torch.float64), torch.tensor([0.0, 1.0]).double())
+    assert torch.equal(
+        as_float(torch.tensor([0, 255], dtype=torch.uint8), torch.float64),
+        torch.tensor([0.0, 1.0]).double(),
+    )
     noisy = torch.tensor([-0.2, 1.3])
     assert torch.equal(as_float(noisy, torch.float32), noisy)
     with pytest.raises(ValueError, match="not int64"):
@@ -97,18 +116,20 @@ def test_as_float():
 
 
 def test_wrong_arguments():
-    for wrong, told in (
+    for wrong, ratio_dim in (
         (lambda: CNN((7,)), "takes images"),
         (lambda: CNN((1, 8, 8), kernel=4), "odd"),
         (lambda: CNN((1, 8, 8), norm="layer"), "group, batch, none"),
         (lambda: SoftArgmaxCNN((1, 8, 8), hidden=(3,)), "features"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=ratio_dim):
             wrong()
 
 
 def test_soft_argmax_is_the_expected_position():
-    logits = torch.randn(2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(
+        2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     found = soft_argmax(logits).unflatten(1, (3, 2))
     for i in range(2):
         for k in range(3):
@@ -124,7 +145,9 @@ def test_positions_are_learned():
     generator = torch.Generator().manual_seed(0)
     z = 1.6 * torch.rand(128, 2, generator=generator) - 0.8
     axis = torch.linspace(-1, 1, 16)
-    x = (-((axis - z[:, :1, None]) ** 2 + (axis[:, None] - z[:, 1:, None]) ** 2) / 0.05).exp()[:, None]
+    x = (-((axis - z[:, :1, None]) ** 2 + (axis[:, None] - z[:, 1:, None]) ** 2) / 0.05).exp()[
+        :, None
+    ]
     x = x + 0.1 * torch.randn(x.shape, generator=generator)
     torch.manual_seed(0)
     net = SoftArgmaxCNN((1, 16, 16), features=2, channels=(8,), keypoints=4)
@@ -139,7 +162,11 @@ def test_positions_are_learned():
 
 def test_published_layers():
     net = PaperMLP((1, 64, 64))
-    names = [type(layer).__name__.removeprefix("Parametrized") for layer in net.net if not isinstance(layer, nn.Dropout)]
+    names = [
+        type(layer).__name__.removeprefix("Parametrized")
+        for layer in net.net
+        if not isinstance(layer, nn.Dropout)
+    ]
     assert names == ["Flatten", *["Linear", "ReLU"] * 2, "BatchNorm1d", *["Linear", "ReLU"] * 2]
     linear = [layer for layer in net.net if isinstance(layer, nn.Linear)]
     assert [layer.out_features for layer in linear] == [1024, 512, 128, 32] and net.features == 32
@@ -148,7 +175,9 @@ def test_published_layers():
         small(images(3, (1, 4, 4)))
     for layer in small.eval().net:
         if isinstance(layer, nn.Linear):
-            torch.testing.assert_close(torch.linalg.matrix_norm(layer.weight, 2), torch.tensor(1.0), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(
+                torch.linalg.matrix_norm(layer.weight, 2), torch.tensor(1.0), rtol=1e-3, atol=1e-3
+            )
 
 
 def test_backbone_is_the_classifier_with_a_new_last_layer(tmp_path):
@@ -159,12 +188,19 @@ def test_backbone_is_the_classifier_with_a_new_last_layer(tmp_path):
     net = Backbone((3, 32, 32), "shufflenet_v2_x0_5", 7, weights=path, freeze=True, size=32)
     theirs.fc = net.net.fc
     x = as_float(images(2, (3, 32, 32)), torch.float32)
-    mean, std = (torch.tensor(v)[:, None, None] for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
+    mean, std = (
+        torch.tensor(v)[:, None, None] for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    )
     expected = theirs.eval()((x - mean) / std)
-    torch.testing.assert_close(net(x), expected)  # frozen: no batch norm of its own batch, from the start
+    torch.testing.assert_close(
+        net(x), expected
+    )  # frozen: no batch norm of its own batch, from the start
     torch.testing.assert_close(net.eval()(x), expected)
     torch.testing.assert_close(nn.Sequential(net).train()(x), expected)
-    assert [n for n, p in net.named_parameters() if p.requires_grad] == ["net.fc.weight", "net.fc.bias"]
+    assert [n for n, p in net.named_parameters() if p.requires_grad] == [
+        "net.fc.weight",
+        "net.fc.bias",
+    ]
     grey = Backbone((1, 32, 32), "shufflenet_v2_x0_5", 7, weights=path, size=32).eval()
     grey.net.fc = net.net.fc
     torch.testing.assert_close(grey(x[:, :1]), net.eval()(x[:, :1].expand(-1, 3, -1, -1)))
@@ -173,7 +209,9 @@ def test_backbone_is_the_classifier_with_a_new_last_layer(tmp_path):
     with pytest.raises(ValueError, match="cannot be loaded"):
         Backbone((3, 32, 32), "shufflenet_v2_x0_5", weights=other)
     torch.save({"a": torch.zeros(1)}, other)
-    with pytest.raises(ValueError, match=r"another net: the file lacks conv1.* more and has unknown a"):
+    with pytest.raises(
+        ValueError, match=r"another net: the file lacks conv1.* more and has unknown a"
+    ):
         Backbone((3, 32, 32), "shufflenet_v2_x0_5", weights=other)
     other.write_bytes(b"nonsense")
     with pytest.raises(ValueError, match="cannot be loaded"):
@@ -187,7 +225,9 @@ def test_backbone_is_the_classifier_with_a_new_last_layer(tmp_path):
 
 
 def test_a_checkpoint_replaces_a_file_of_weights_that_is_missing():
-    net = Backbone((3, 32, 32), "shufflenet_v2_x0_5", 7, weights="/nowhere/weights.pth", size=32).eval()
+    net = Backbone(
+        (3, 32, 32), "shufflenet_v2_x0_5", 7, weights="/nowhere/weights.pth", size=32
+    ).eval()
     with pytest.raises(ValueError, match=r"no file /nowhere/weights\.pth"):
         net(images(1, (3, 32, 32)))
     state = Backbone((3, 32, 32), "shufflenet_v2_x0_5", 7, size=32).state_dict()
@@ -196,7 +236,9 @@ def test_a_checkpoint_replaces_a_file_of_weights_that_is_missing():
     assert outer(images(1, (3, 32, 32))).shape == (1, 7)
 
 
-@pytest.mark.parametrize("name", ["mobilenet_v3_small", "efficientnet_b0", "regnet_y_400mf", "densenet121"])
+@pytest.mark.parametrize(
+    "name", ["mobilenet_v3_small", "efficientnet_b0", "regnet_y_400mf", "densenet121"]
+)
 def test_backbones_by_name(name):
     net = Backbone((1, 24, 40), name, 6, size=32).eval()
     with torch.no_grad():
@@ -205,7 +247,19 @@ def test_backbones_by_name(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet18", "convnext_tiny", "vgg11", "swin_t", "vit_b_16", "maxvit_t", "mnasnet0_5", "alexnet"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet18",
+        "convnext_tiny",
+        "vgg11",
+        "swin_t",
+        "vit_b_16",
+        "maxvit_t",
+        "mnasnet0_5",
+        "alexnet",
+    ],
+)
 def test_larger_backbones_by_name(name):
     net = Backbone((1, 24, 40), name, 6).eval()
     with torch.no_grad():
@@ -222,11 +276,15 @@ def test_configurations(path):
 
 
 def test_augmentation_is_random_in_training_alone_and_repeats_with_the_seed():
-    blur = {"_target_": "torchvision.transforms.v2.RandomAffine", "degrees": 30, "translate": [0.2, 0.2]}
+    blur = {
+        "_target_": "torchvision.transforms.v2.RandomAffine",
+        "degrees": 30,
+        "translate": [0.2, 0.2],
+    }
     cnn = {"_target_": "kbf.images.encoders.CNN", "q": [3, 9, 12], "features": 5}
     config = {
         "_target_": "kbf.images.augment.Augment",
-        "transforms": [{"_target_": "kbf.images.augment.PixelNoise", "sd": 0.1}, blur],
+        "transforms": [{"_target_": "kbf.images.augment.PixelNoise", "std": 0.1}, blur],
     }
     net = build(config | {"encoder": cnn}, trust=True)
     with pytest.raises(ValueError, match="trust"):
@@ -264,7 +322,11 @@ def test_each_image_gets_draws_of_its_own(transform, dtype):
     for _ in range(2):
         torch.manual_seed(0)
         results.append(Augment((transform,))(x))
-    assert torch.equal(results[0], results[1]) and results[0].dtype == dtype and results[0].shape == x.shape
+    assert (
+        torch.equal(results[0], results[1])
+        and results[0].dtype == dtype
+        and results[0].shape == x.shape
+    )
     assert len({image.numpy().tobytes() for image in results[0]}) > 3
 
 

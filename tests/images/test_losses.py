@@ -20,7 +20,13 @@ def test_ridge_loss_is_the_least_regularised_error(normal, weighted):
     features, targets = normal(12, 3), normal(12, 2)
     ratio = normal(12).abs() if weighted else torch.ones(12, dtype=torch.float64)
     W = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True)
-    search = torch.optim.LBFGS([W], max_iter=200, tolerance_grad=1e-12, tolerance_change=1e-14, line_search_fn="strong_wolfe")
+    search = torch.optim.LBFGS(
+        [W],
+        max_iter=200,
+        tolerance_grad=1e-12,
+        tolerance_change=1e-14,
+        line_search_fn="strong_wolfe",
+    )
 
     def closure():
         search.zero_grad()
@@ -30,17 +36,29 @@ def test_ridge_loss_is_the_least_regularised_error(normal, weighted):
 
     search.step(closure)
     found = ridge_loss(features, targets, 0.05, ratio if weighted else None)
-    torch.testing.assert_close(found, objective(W, features, targets, 0.05, ratio).detach(), rtol=1e-9, atol=0)
-    torch.testing.assert_close(ridge_weights(features, targets, 0.05, ratio), W.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found, objective(W, features, targets, 0.05, ratio).detach(), rtol=1e-9, atol=0
+    )
+    torch.testing.assert_close(
+        ridge_weights(features, targets, 0.05, ratio), W.detach(), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_ridge_loss_is_the_trace_of_the_paper(rng):
     """(1/n) tr(G_Z (D - D Psi (Psi^T D Psi + n reg I)^-1 Psi^T D)), matrix by matrix."""
-    psi, phi, r, n, reg = rng.standard_normal((9, 4)), rng.standard_normal((9, 2)), rng.random(9), 9, 0.02
+    psi, phi, r, n, reg = (
+        rng.standard_normal((9, 4)),
+        rng.standard_normal((9, 2)),
+        rng.random(9),
+        9,
+        0.02,
+    )
     D, gram = np.diag(r), phi @ phi.T
     inside = D - D @ psi @ np.linalg.inv(psi.T @ D @ psi + n * reg * np.eye(4)) @ psi.T @ D
     truth = np.trace(gram @ inside) / n
-    assert ridge_loss(*map(torch.from_numpy, (psi, phi)), reg, torch.from_numpy(r)).item() == pytest.approx(truth, rel=1e-12)
+    assert ridge_loss(
+        *map(torch.from_numpy, (psi, phi)), reg, torch.from_numpy(r)
+    ).item() == pytest.approx(truth, rel=1e-12)
 
 
 def test_split_ridge_loss_is_the_loop(rng):
@@ -51,7 +69,9 @@ def test_split_ridge_loss_is_the_loop(rng):
         a = sum(np.outer(psi[i], psi[i]) for i in known) + len(known) * reg * np.eye(3)
         W = np.linalg.inv(a) @ sum(np.outer(psi[i], phi[i]) for i in known)
         total += sum(((phi[i] - W.T @ psi[i]) ** 2).sum() for i in scored)
-    assert split_ridge_loss(torch.from_numpy(psi), torch.from_numpy(phi), reg).item() == pytest.approx(total / 7, rel=1e-12)
+    assert split_ridge_loss(
+        torch.from_numpy(psi), torch.from_numpy(phi), reg
+    ).item() == pytest.approx(total / 7, rel=1e-12)
 
 
 def test_features_that_memorise_gain_nothing_from_the_split(normal):
@@ -59,12 +79,20 @@ def test_features_that_memorise_gain_nothing_from_the_split(normal):
     targets = normal(10, 2)
     own = torch.eye(10, dtype=torch.float64)
     assert ridge_loss(own, targets, 1e-9) < 1e-6
-    torch.testing.assert_close(split_ridge_loss(own, targets, 1e-9), targets.square().sum(-1).mean())
+    torch.testing.assert_close(
+        split_ridge_loss(own, targets, 1e-9), targets.square().sum(-1).mean()
+    )
 
 
 def test_gradients(normal):
-    features, targets, ratio = normal(6, 2).requires_grad_(), normal(6, 2).requires_grad_(), normal(6).abs().requires_grad_()
-    assert torch.autograd.gradcheck(lambda *x: ridge_loss(x[0], x[1], 0.1, x[2]), (features, targets, ratio))
+    features, targets, ratio = (
+        normal(6, 2).requires_grad_(),
+        normal(6, 2).requires_grad_(),
+        normal(6).abs().requires_grad_(),
+    )
+    assert torch.autograd.gradcheck(
+        lambda *x: ridge_loss(x[0], x[1], 0.1, x[2]), (features, targets, ratio)
+    )
     assert torch.autograd.gradcheck(lambda *x: split_ridge_loss(*x, 0.1), (features, targets))
     with torch.no_grad():
         ratio[:3] = 0

@@ -16,17 +16,25 @@ from kbf.cli import main
 from kbf.data.dsprites import DSprites, position_model
 from kbf.data.synthetic import SyntheticData
 from kbf.evaluation.score import score
-from kbf.filters.kalman_fitted import LearnedKalman
+from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.kernel.filter import KernelBayesFilter, KernelState
-from kbf.filters.particle import BootstrapFilter, ParticleState
-from kbf.images.codes import Code, CodedFilter
+from kbf.filters.particle.bootstrap import BootstrapFilter, ParticleState
+from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.plots.tracks import ESTIMATE, TRUTH
+from kbf.recording import Recording
 from kbf.runtime.instantiate import build
-from kbf.sequence import Sequence
 from kbf.ssm import rotation
-from kbf.training.encoder_stage import fit_code
-from kbf.training.log_pictures import log_codes, log_features, log_frames, log_track, spread, state_colours, thumbnails
-from kbf.training.settings import Coding
+from kbf.training.encoder_stage import fit_encoding
+from kbf.training.figure_logging import (
+    log_encodings,
+    log_features,
+    log_frames,
+    log_track,
+    spread,
+    state_colours,
+    thumbnails,
+)
+from kbf.training.settings import EncodingSettings
 
 QUIET = ["trainer.enable_progress_bar=false", "particles=20", "n_train=12", "data.n_test=4"]
 
@@ -44,7 +52,9 @@ class Board:
         self.embeddings[values[4], values[3]] = values
 
 
-PLAIN = SimpleNamespace(experiment=SimpleNamespace(log_metrics=None))  # a logger that takes numbers only
+PLAIN = SimpleNamespace(
+    experiment=SimpleNamespace(log_metrics=None)
+)  # a logger that takes numbers only
 
 
 class Sum(nn.Module):
@@ -56,9 +66,9 @@ class Sum(nn.Module):
         return x.flatten(1).sum(1, keepdim=True)
 
 
-def code(members: int) -> Code:
+def code(members: int) -> Encoding:
     """Member k says 10 k, whatever it sees."""
-    made = Code([Sum() for _ in range(members)], 1)
+    made = Encoding([Sum() for _ in range(members)], 1)
     for k, head in enumerate(made.heads):
         head.load_state_dict({"weight": torch.zeros(1, 1), "bias": torch.tensor([10.0 * k])})
     return made
@@ -66,21 +76,31 @@ def code(members: int) -> Code:
 
 def recording(n: int) -> tuple[Tensor, Tensor, Tensor]:
     chunk = torch.arange(n) * 3 // n
-    return torch.rand(n, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(n)[:, None] * 0.1, chunk
+    return (
+        torch.rand(n, 1, 4, 4, generator=torch.Generator().manual_seed(0)),
+        torch.arange(n)[:, None] * 0.1,
+        chunk,
+    )
 
 
 def at(axes, color: str) -> list[float]:
-    return next(line for line in axes.lines if line.get_color() == color and line.get_marker() == "o").get_xdata().tolist()
+    return (
+        next(line for line in axes.lines if line.get_color() == color and line.get_marker() == "o")
+        .get_xdata()
+        .tolist()
+    )
 
 
 def test_each_image_is_shown_with_the_code_of_the_member_that_has_not_seen_it():
     board, (obs, states, chunk) = Board(), recording(9)
-    log_codes([PLAIN, board], code(3), (obs, states, chunk), 7, frames=5)
-    figure = board.figures["frames/coding", 7]
+    log_encodings([PLAIN, board], code(3), (obs, states, chunk), 7, frames=5)
+    figure = board.figures["frames/encoding", 7]
     rows = [0, 2, 4, 6, 8]
     assert [axes.get_title() for axes in figure.axes[::2]] == [f"image {k}" for k in rows]
     for k, image, line in zip(rows, figure.axes[::2], figure.axes[1::2], strict=True):
-        assert at(line, TRUTH) == pytest.approx([0.1 * k]) and at(line, ESTIMATE) == pytest.approx([10.0 * chunk[k].item()])
+        assert at(line, TRUTH) == pytest.approx([0.1 * k]) and at(line, ESTIMATE) == pytest.approx(
+            [10.0 * chunk[k].item()]
+        )
         assert image.images[0].get_array().data == pytest.approx(obs[k, 0].numpy())
 
 
@@ -93,10 +113,17 @@ def test_the_projector_gets_features_states_and_thumbnails():
     assert table == [[f"{0.1 * k:.4g}", str(k), "no" if k < 3 else "yes"] for k in range(9)]
     log_features([board], code(1), recording(700), 0)
     _, table, *_ = board.embeddings["features", 0]
-    for k, hue in {0: (0, 0, 1), 8: (1, 0, 0)}.items():  # framed in the state's colour, the picture inside
+    for k, hue in {
+        0: (0, 0, 1),
+        8: (1, 0, 0),
+    }.items():  # framed in the state's colour, the picture inside
         assert small[k, :, 0, 0].tolist() == small[k, :, -1, 5].tolist() == pytest.approx(hue)
         torch.testing.assert_close(small[k, 0, 2:-2, 2:-2], thumbnails(data[0])[k, 0, 2:-2, 2:-2])
-    assert len(table) == 500 and [table[0][1], table[-1][1]] == ["0", "699"] and {row[2] for row in table} == {"yes"}
+    assert (
+        len(table) == 500
+        and [table[0][1], table[-1][1]] == ["0", "699"]
+        and {row[2] for row in table} == {"yes"}
+    )
 
 
 def test_the_hue_of_a_heading_is_its_angle():
@@ -107,15 +134,15 @@ def test_the_hue_of_a_heading_is_its_angle():
 
 def test_what_cannot_be_shown_is_not_drawn(monkeypatch):
     board, (obs, states, chunk) = Board(), recording(6)
-    log_codes([board], code(3), (obs.flatten(1), states, chunk), 0)  # no images
+    log_encodings([board], code(3), (obs.flatten(1), states, chunk), 0)  # no images
     log_features([board], code(3), (obs.flatten(1), states, chunk), 0)
     assert not board.figures and board.embeddings["features", 0][2] is None
     monkeypatch.setattr("kbf.plots.tracks.track_figure", None)
     monkeypatch.setattr("kbf.plots.frames.frame_grid", None)
-    sequence = Sequence(states, obs)
+    sequence = Recording(states, obs)
     log_track([PLAIN], "track", sequence, states, 0)
     log_frames([PLAIN], "frames", sequence, states, 0)
-    log_codes([], code(3), (obs, states, chunk), 0)
+    log_encodings([], code(3), (obs, states, chunk), 0)
     assert spread(3, 10) == [0, 1, 2] and spread(1, 4) == [0]
 
 
@@ -131,15 +158,31 @@ def test_pictures_do_not_change_what_is_learned(monkeypatch):
             monkeypatch.setattr(CSVLogger, method, lambda *_, **__: None)
         monkeypatch.setattr(CSVLogger, "save", lambda *_: None)
         torch.manual_seed(0)
-        encoders = [nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)) for _ in range(3)]
+        encoders = [
+            nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+            for _ in range(3)
+        ]
         for encoder in encoders:
             encoder.features = 3  # pyright: ignore[reportArgumentType]
-        made = Code(encoders, 1)
-        settings = {"_target_": "lightning.Trainer", "accelerator": "cpu", "max_epochs": 3, "num_sanity_val_steps": 0}
-        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        made = Encoding(encoders, 1)
+        settings = {
+            "_target_": "lightning.Trainer",
+            "accelerator": "cpu",
+            "max_epochs": 3,
+            "num_sanity_val_steps": 0,
+        }
+        quiet = {
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+        }
         trainer = build(settings | quiet, trust=True, logger=[logger] if shown else False)
-        fit_code(trainer, {"seed": 0}, made, Coding(3, 0.01, batch_size=6), recording(18))
-        assert set(board.figures) == ({("frames/coding", step) for step in (2, 5, 8)} if shown else set())
+        fit_encoding(
+            trainer, {"seed": 0}, made, EncodingSettings(3, 0.01, batch_size=6), recording(18)
+        )
+        assert set(board.figures) == (
+            {("frames/encoding", step) for step in (2, 5, 8)} if shown else set()
+        )
         return made.state_dict()
 
     plain, shown = fitted(False), fitted(True)
@@ -152,7 +195,13 @@ def run_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("images")
     (directory / "00009" / "features").mkdir(parents=True)
     (directory / "frames.png").write_bytes(b"old")
-    words = ["data=dsprites", "model=kalman", "data.coding.epochs=1", "data.coding.members=2", "animation_steps=2"]
+    words = [
+        "data=dsprites",
+        "model=kalman",
+        "data.encoding.epochs=1",
+        "data.encoding.members=2",
+        "animation_steps=2",
+    ]
     assert main(["train", *words, *QUIET, f"run_dir={directory}"]) == 0
     return directory
 
@@ -163,10 +212,13 @@ def test_a_run_on_images_leaves_pictures(run_dir):
 
     events = EventAccumulator(str(run_dir))
     events.Reload()
-    assert {"frames/coding", "frames/test", "track/test"} <= set(events.Tags()["images"])
-    assert [event.step for event in events.Images("frames/coding")] == [0]
+    assert {"frames/encoding", "frames/test", "track/test"} <= set(events.Tags()["images"])
+    assert [event.step for event in events.Images("frames/encoding")] == [0]
     assert 'tensor_name: "features:00000"' in (run_dir / "projector_config.pbtxt").read_text()
-    assert not (run_dir / "00009").exists() and (run_dir / "00000" / "features" / "sprite.png").exists()
+    assert (
+        not (run_dir / "00009").exists()
+        and (run_dir / "00000" / "features" / "sprite.png").exists()
+    )
     assert (run_dir / "frames.png").stat().st_size > 5000
     assert Image.open(run_dir / "filter.gif").n_frames == 2  # pyright: ignore[reportAttributeAccessIssue]
     assert json.loads((run_dir / "metrics.json").read_text())["renderer"] == "drawn by kbf"
@@ -174,12 +226,20 @@ def test_a_run_on_images_leaves_pictures(run_dir):
 
 @pytest.mark.slow
 def test_an_evaluation_on_images_leaves_pictures_and_covariances(run_dir, tmp_path):
-    words = ["evaluate", f"checkpoint={run_dir / 'checkpoints' / 'best.ckpt'}", "particles=20", f"run_dir={tmp_path}"]
+    words = [
+        "evaluate",
+        f"checkpoint={run_dir / 'checkpoints' / 'best.ckpt'}",
+        "particles=20",
+        f"run_dir={tmp_path}",
+    ]
     assert main([*words, "animation=false"]) == 0
     names = {"metrics.json", "predictions.npz", "track.png", "frames.png", "calibration.png"}
     assert {path.name for path in tmp_path.iterdir()} == names
     arrays = np.load(tmp_path / "predictions.npz")
-    assert arrays["covariances_0"].shape == (4, 2, 2) and (np.linalg.eigvalsh(arrays["covariances_0"]) > 0).all()
+    assert (
+        arrays["covariances_0"].shape == (4, 2, 2)
+        and (np.linalg.eigvalsh(arrays["covariances_0"]) > 0).all()
+    )
     assert json.loads((tmp_path / "metrics.json").read_text())["renderer"] == "drawn by kbf"
 
 
@@ -191,7 +251,9 @@ def test_an_animation_of_vectors_if_asked_for(tmp_path):
 
 
 def test_the_edges_of_a_sprite_picture():
-    data = DSprites(2, 40, problem=position_model(extent=2.0, sigma_x=1e-6), shape=0, pixel_noise=0.0)
+    data = DSprites(
+        2, 40, problem=position_model(extent=2.0, sigma_x=1e-6), shape=0, pixel_noise=0.0
+    )
     assert data.extent == (-4, 4, 4, -4)
     left, right, bottom, top = data.extent
     frames, z = data.test[0].obs[:, 0], data.decoded[0].obs
@@ -203,11 +265,11 @@ def test_the_edges_of_a_sprite_picture():
 
 def test_covariances_of_a_kalman_filter_with_gaps_and_unequal_lengths():
     data = SyntheticData(rotation(), n_train=60, n_test=20)
-    filter, test = LearnedKalman().condition(data.train), data.test[0]
+    filter, test = LearnedKalman().fit(data.train), data.test[0]
     gaps = test._replace(mask=torch.arange(20) % 4 > 0)
-    found = score(filter, [gaps, Sequence(test.states[:7], test.obs[:7])], covariances=True)
+    found = score(filter, [gaps, Recording(test.states[:7], test.obs[:7])], covariances=True)
     assert found.covariances is not None and "covariance" not in found.diagnostics
-    for k, sequence in enumerate((gaps, Sequence(test.states[:7], test.obs[:7]))):
+    for k, sequence in enumerate((gaps, Recording(test.states[:7], test.obs[:7]))):
         mask = None if sequence.mask is None else sequence.mask[None]
         expected = filter_moments(filter, sequence.obs[None], mask).cov[0]
         torch.testing.assert_close(found.covariances[k], expected)
@@ -218,12 +280,14 @@ def test_covariances_of_a_kalman_filter_with_gaps_and_unequal_lengths():
 
 def test_covariances_go_through_codes_where_there_are_any():
     data = SyntheticData(rotation(), n_train=30, n_test=5)
-    inner = LearnedKalman().condition(data.train)
-    seer = Code([Sum()], 2)
+    inner = LearnedKalman().fit(data.train)
+    seer = Encoding([Sum()], 2)
     images = [s._replace(obs=s.obs[:, None, None]) for s in data.test]
-    coded = score(CodedFilter(seer, inner, torch.float64), images, covariances=True)
+    encoded = score(EncodedFilter(seer, inner, torch.float64), images, covariances=True)
     own = score(inner, data.test, covariances=True)
-    torch.testing.assert_close(coded.covariances, own.covariances)  # a Kalman filter's do not depend on what it sees
+    torch.testing.assert_close(
+        encoded.covariances, own.covariances
+    )  # a Kalman filter's do not depend on what it sees
 
     class Mean:
         def init(self, batch, *, generator=None):
@@ -238,15 +302,19 @@ def test_covariances_go_through_codes_where_there_are_any():
         def estimate(self, state):
             return state[0]
 
-    for filter in (Mean(), CodedFilter(seer, Mean(), torch.float64)):
+    for filter in (Mean(), EncodedFilter(seer, Mean(), torch.float64)):
         assert score(filter, images, covariances=True).covariances is None
 
 
 def test_covariance_of_weighted_particles(normal):
     particles, log_weights = normal(2, 50, 3), normal(2, 50).log_softmax(-1)
-    found = BootstrapFilter(rotation(), normal(4, 3), 50).covariance(ParticleState(particles, log_weights))
+    found = BootstrapFilter(rotation(), normal(4, 3), 50).covariance(
+        ParticleState(particles, log_weights)
+    )
     for C, z, w in zip(found, particles, log_weights.exp(), strict=True):
-        np.testing.assert_allclose(C, np.cov(z.T.numpy(), aweights=w.numpy(), bias=True), rtol=1e-10)
+        np.testing.assert_allclose(
+            C, np.cov(z.T.numpy(), aweights=w.numpy(), bias=True), rtol=1e-10
+        )
 
 
 def kernel_covariance(states: Tensor, weights: Tensor) -> Tensor:
@@ -257,7 +325,9 @@ def kernel_covariance(states: Tensor, weights: Tensor) -> Tensor:
 def test_covariance_of_a_kernel_mean(normal):
     states, w = normal(40, 3) + 5, normal(2, 40).softmax(-1)
     for C, weights in zip(kernel_covariance(states, w), w, strict=True):
-        np.testing.assert_allclose(C, np.cov(states.T.numpy(), aweights=weights.numpy(), bias=True), rtol=1e-9)
+        np.testing.assert_allclose(
+            C, np.cov(states.T.numpy(), aweights=weights.numpy(), bias=True), rtol=1e-9
+        )
 
 
 def test_covariance_with_negative_weights_is_that_of_the_positive_ones(normal):
@@ -265,7 +335,9 @@ def test_covariance_with_negative_weights_is_that_of_the_positive_ones(normal):
     w = w / w.sum(-1, keepdim=True)
     assert ((w < 0).sum(-1) > 0).sum() > 50
     for C, weights in zip(kernel_covariance(states, w), w, strict=True):
-        np.testing.assert_allclose(C, np.cov(states.T.numpy(), aweights=weights.clamp_min(0).numpy(), bias=True), rtol=1e-9)
+        np.testing.assert_allclose(
+            C, np.cov(states.T.numpy(), aweights=weights.clamp_min(0).numpy(), bias=True), rtol=1e-9
+        )
 
 
 def test_covariance_without_a_positive_sum_or_with_nan(normal):

@@ -15,27 +15,34 @@ from kbf.plots import tracks
 from kbf.plots.animation import animate
 from kbf.plots.frames import frame_grid, picture, state_kind
 from kbf.plots.tracks import ESTIMATE, TRUTH, track_figure
-from kbf.sequence import Sequence
-from kbf.training.log_pictures import embedding_table, thumbnails
+from kbf.recording import Recording
+from kbf.training.figure_logging import embedding_table, thumbnails
 
 T = 5
 
 
-def headings(mask: bool = False) -> Sequence:
+def headings(mask: bool = False) -> Recording:
     angle = 0.4 * torch.arange(T)
-    frames = torch.randint(256, (T, 3, 6, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    return Sequence(torch.stack([angle.cos(), angle.sin()], -1), frames, torch.arange(T) != 2 if mask else None)
+    frames = torch.randint(
+        256, (T, 3, 6, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    return Recording(
+        torch.stack([angle.cos(), angle.sin()], -1), frames, torch.arange(T) != 2 if mask else None
+    )
 
 
-def states(d: int) -> Sequence:
+def states(d: int) -> Recording:
     generator = torch.Generator().manual_seed(1)
-    return Sequence(torch.randn(T, d, generator=generator), torch.rand(T, 1, 6, 6, generator=generator) * 1.4 - 0.2)
+    return Recording(
+        torch.randn(T, d, generator=generator),
+        torch.rand(T, 1, 6, 6, generator=generator) * 1.4 - 0.2,
+    )
 
 
-def vectors(d: int, q: int | None = None) -> Sequence:
+def vectors(d: int, q: int | None = None) -> Recording:
     z = states(d).states
     x = z + 0.1 if q is None else torch.zeros(T, q)
-    return Sequence(z, x, torch.arange(T) != 1)
+    return Recording(z, x, torch.arange(T) != 1)
 
 
 def covariance(d: int) -> torch.Tensor:
@@ -43,7 +50,11 @@ def covariance(d: int) -> torch.Tensor:
 
 
 def dots(axes, color: str):
-    return next(line.get_xydata() for line in axes.lines if line.get_color() == color and line.get_marker() == "o")
+    return next(
+        line.get_xydata()
+        for line in axes.lines
+        if line.get_color() == color and line.get_marker() == "o"
+    )
 
 
 def compasses(figure: Figure):
@@ -51,8 +62,13 @@ def compasses(figure: Figure):
 
 
 def test_what_fits_the_states():
-    assert state_kind(headings().states) == "compass" and state_kind(headings().states, "map") == "map"
-    assert state_kind(states(2).states) == "map" and [state_kind(states(d).states) for d in (1, 3)] == ["rows"] * 2
+    assert (
+        state_kind(headings().states) == "compass" and state_kind(headings().states, "map") == "map"
+    )
+    assert (
+        state_kind(states(2).states) == "map"
+        and [state_kind(states(d).states) for d in (1, 3)] == ["rows"] * 2
+    )
     with pytest.raises(ValueError, match="compass, map, rows"):
         state_kind(states(2).states, "bars")
     with pytest.raises(ValueError, match="2 components, these have 3"):
@@ -60,18 +76,28 @@ def test_what_fits_the_states():
 
 
 def test_compass_grid():
-    data, turn = headings(mask=True), torch.tensor([[0.0, -0.5], [0.5, 0.0]])  # half as long, a quarter to the left
+    data, turn = (
+        headings(mask=True),
+        torch.tensor([[0.0, -0.5], [0.5, 0.0]]),
+    )  # half as long, a quarter to the left
     figure = frame_grid(data, data.states @ turn.mT, covariance(2), steps=4, columns=3)
-    assert len(figure.axes) == 4 and [axes.get_title() for axes in figure.axes][2] == "$t$ = 2 (not seen)"
+    assert (
+        len(figure.axes) == 4
+        and [axes.get_title() for axes in figure.axes][2] == "$t$ = 2 (not seen)"
+    )
     assert [axes.images[0].get_alpha() for axes in figure.axes] == [1, 1, 0.15, 1]
     for t, axes in enumerate(compasses(figure)):
         truth, found = (a for a in axes.collections if isinstance(a, Quiver))
         assert [truth.U[0], truth.V[0]] == pytest.approx(data.states[t].tolist())
-        assert [found.U[0], found.V[0]] == pytest.approx([-0.5 * data.states[t, 1].item(), 0.5 * data.states[t, 0].item()])
+        assert [found.U[0], found.V[0]] == pytest.approx(
+            [-0.5 * data.states[t, 1].item(), 0.5 * data.states[t, 0].item()]
+        )
         wedges = [patch for patch in axes.patches if isinstance(patch, Wedge)]
         middle = math.degrees(0.4 * t) + 90
         for k, wedge in enumerate(wedges, 1):  # sd 0.2 across an arrow of length 0.5
-            assert (wedge.theta1, wedge.theta2) == pytest.approx((middle - math.degrees(0.4 * k), middle + math.degrees(0.4 * k)))
+            assert (wedge.theta1, wedge.theta2) == pytest.approx(
+                (middle - math.degrees(0.4 * k), middle + math.degrees(0.4 * k))
+            )
     assert len(figure.legends[0].get_texts()) == 3
 
 
@@ -81,18 +107,27 @@ def test_map_grid_beside_and_in_the_picture():
     beside = frame_grid(data, data.states + 0.3, C, columns=2)
     assert len(beside.axes) == 2 * T and len(beside.legends[0].get_texts()) == 3
     inside = frame_grid(data, data.states + 0.3, C, extent=(-3.0, 3.0, 3.0, -3.0))
-    assert len(inside.axes) == T and inside.axes[0].get_xlim() == (-3, 3) and inside.axes[0].get_ylim() == (3, -3)
+    assert (
+        len(inside.axes) == T
+        and inside.axes[0].get_xlim() == (-3, 3)
+        and inside.axes[0].get_ylim() == (3, -3)
+    )
     for t in range(T):
         for axes in (beside.axes[2 * t + 1], inside.axes[t]):
             assert dots(axes, TRUTH)[0] == pytest.approx(data.states[t].tolist())
             assert dots(axes, ESTIMATE)[0] == pytest.approx((data.states[t] + 0.3).tolist())
             small, large = (patch for patch in axes.patches if isinstance(patch, Ellipse))
             assert (small.width, small.height, large.width) == pytest.approx((1.0, 0.2, 2.0))
-            assert small.angle % 180 == pytest.approx(30, abs=0.01) and small.center == pytest.approx(
-                (data.states[t] + 0.3).tolist()
-            )
+            assert small.angle % 180 == pytest.approx(
+                30, abs=0.01
+            ) and small.center == pytest.approx((data.states[t] + 0.3).tolist())
     for axes in beside.axes[1::2]:  # equal units, all states in view
-        assert all(low < v < high for v, (low, high) in zip(dots(axes, TRUTH)[0], (axes.get_xlim(), axes.get_ylim()), strict=True))
+        assert all(
+            low < v < high
+            for v, (low, high) in zip(
+                dots(axes, TRUTH)[0], (axes.get_xlim(), axes.get_ylim()), strict=True
+            )
+        )
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 8])
@@ -103,7 +138,9 @@ def test_rows_grid(d):
     for t, axes in enumerate(figure.axes[1::2]):
         assert dots(axes, TRUTH)[:, 0] == pytest.approx(data.states[t, :6].tolist())
         bars = axes.collections[-1].get_segments()
-        assert bars[0][:, 0] == pytest.approx([float(data.states[t, 0]) - 0.2, float(data.states[t, 0]) + 0.2])
+        assert bars[0][:, 0] == pytest.approx(
+            [float(data.states[t, 0]) - 0.2, float(data.states[t, 0]) + 0.2]
+        )
 
 
 @pytest.mark.parametrize("kind", ["compass", "map", "rows"])
@@ -124,7 +161,11 @@ def test_an_estimate_equal_to_the_truth_is_the_same_point(kind):
 @pytest.mark.parametrize("data", [headings(), states(2), states(3)], ids=["compass", "map", "rows"])
 def test_a_filter_that_broke_down_is_drawn_as_far_as_it_goes(data, tmp_path):
     found, C = data.states.clone(), covariance(data.states.shape[1]).clone()
-    found[2], C[2], C[3] = torch.nan, torch.nan, -C[3]  # negative weights may give a negative variance
+    found[2], C[2], C[3] = (
+        torch.nan,
+        torch.nan,
+        -C[3],
+    )  # negative weights may give a negative variance
     tracks.save(frame_grid(data, found, C), tmp_path / "grid.png")
     animate(tmp_path / "film.gif", data, found, C, steps=4)
     assert (tmp_path / "grid.png").stat().st_size > 1000
@@ -134,7 +175,10 @@ def test_the_data_alone_and_other_names():
     data = states(2)
     figure = frame_grid(data, extent=(-3.0, 3.0, 3.0, -3.0))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["true position"]
-    assert all(dots(axes, TRUTH)[0] == pytest.approx(z.tolist()) for axes, z in zip(figure.axes, data.states, strict=True))
+    assert all(
+        dots(axes, TRUTH)[0] == pytest.approx(z.tolist())
+        for axes, z in zip(figure.axes, data.states, strict=True)
+    )
     named = frame_grid(data, data.states, names=list("abcde"), called="code")
     assert [axes.get_title() for axes in named.axes[::2]] == list("abcde")
     assert named.legends[0].get_texts()[1].get_text() == "code"
@@ -182,7 +226,16 @@ def test_what_cannot_be_drawn():
 )
 def test_animation(data, extent, tmp_path):
     path = tmp_path / "film.gif"
-    animate(path, data, data.states, covariance(data.states.shape[1]), fps=10, steps=3, extent=extent, title="a title")
+    animate(
+        path,
+        data,
+        data.states,
+        covariance(data.states.shape[1]),
+        fps=10,
+        steps=3,
+        extent=extent,
+        title="a title",
+    )
     with Image.open(path) as film:
         assert film.n_frames == 3 and film.info["duration"] == 100 and film.info["loop"] == 0
         pages = []
@@ -203,7 +256,9 @@ def test_an_animation_that_is_interrupted_leaves_the_one_before(tmp_path, monkey
     monkeypatch.setattr(Image.Image, "save", half)
     with pytest.raises(KeyboardInterrupt):
         animate(path, states(2), states(2).states, steps=2)
-    assert path.read_bytes() == b"the one before" and [p.name for p in tmp_path.iterdir()] == ["film.gif"]
+    assert path.read_bytes() == b"the one before" and [p.name for p in tmp_path.iterdir()] == [
+        "film.gif"
+    ]
 
 
 def test_what_tensorboard_embeds():

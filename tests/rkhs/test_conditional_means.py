@@ -18,7 +18,11 @@ from kbf.rkhs.linalg import NotPositiveDefiniteError, pivoted_cholesky
 F64 = torch.float64
 WIDTH, REG = 0.6, 1e-2
 KERNEL = partial(gaussian, bandwidth=WIDTH)
-SAMPLED = {"nystrom_leverage", "subsample", "divide_and_conquer"}  # which points are drawn follows their order
+SAMPLED = {
+    "nystrom_leverage",
+    "subsample",
+    "divide_and_conquer",
+}  # which points are drawn follows their order
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -77,8 +81,12 @@ def test_single_precision(normal, case):
     x, z, query = normal(30, 2), normal(30, 2), normal(5, 2)
     double, single = fit(case, x, z), fit(case, x.float(), z.float())
     assert single.weights(query.float()).dtype == single.mean(query.float()).dtype == torch.float32
-    torch.testing.assert_close(single.weights(query.float()).double(), double.weights(query), rtol=0, atol=2e-3)
-    torch.testing.assert_close(single.mean(query.float()).double(), double.mean(query), rtol=0, atol=5e-3)
+    torch.testing.assert_close(
+        single.weights(query.float()).double(), double.weights(query), rtol=0, atol=2e-3
+    )
+    torch.testing.assert_close(
+        single.mean(query.float()).double(), double.mean(query), rtol=0, atol=5e-3
+    )
 
 
 @pytest.mark.parametrize("case", ["incomplete_cholesky", "nystrom"])
@@ -90,24 +98,39 @@ def test_landmarks_in_single_precision_need_no_larger_ridge(normal, case):
     single = form(x, z)
     torch.manual_seed(0)
     double = form(x.double(), z.double())
-    torch.testing.assert_close(single.weights(query).double(), double.weights(query.double()), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(single.mean(query).double(), double.mean(query.double()), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        single.weights(query).double(), double.weights(query.double()), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        single.mean(query).double(), double.mean(query.double()), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c not in SAMPLED])
 def test_weights_follow_a_permutation_of_the_pairs(normal, case):
-    x, z, query, order = normal(25, 2), normal(25, 3), normal(4, 2), torch.randperm(25, generator=seeded(3))
-    if case == "incomplete_cholesky":  # all diagonal entries are alike: the first pivot is the first point
+    x, z, query, order = (
+        normal(25, 2),
+        normal(25, 3),
+        normal(4, 2),
+        torch.randperm(25, generator=seeded(3)),
+    )
+    if (
+        case == "incomplete_cholesky"
+    ):  # all diagonal entries are alike: the first pivot is the first point
         order = torch.cat([order[order == 0], order[order != 0]])
     m, permuted = fit(case, x, z), fit(case, x[order], z[order])
-    torch.testing.assert_close(permuted.weights(query), m.weights(query)[:, order], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        permuted.weights(query), m.weights(query)[:, order], rtol=1e-5, atol=1e-7
+    )
     torch.testing.assert_close(permuted.mean(query), m.mean(query), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradient_of_the_query(normal, case):
     m, query = fit(case, normal(20, 2), normal(20, 2)), normal(2, 2).requires_grad_()
-    assert torch.autograd.gradcheck(m.weights, query)  # `nearest`: no neighbour changes within the step
+    assert torch.autograd.gradcheck(
+        m.weights, query
+    )  # `nearest`: no neighbour changes within the step
     assert torch.autograd.gradcheck(m.mean, query)
 
 
@@ -125,7 +148,9 @@ def test_a_missing_query_stays_alone(normal, case):
 def test_far_from_all_points_nothing_is_known(normal, case):
     m = fit(case, normal(20, 2), normal(20, 2))
     if case != "random_fourier":  # whose kernel does not fall to zero
-        torch.testing.assert_close(m.mean(torch.full((1, 2), 1e3, dtype=F64)), torch.zeros(1, 2, dtype=F64))
+        torch.testing.assert_close(
+            m.mean(torch.full((1, 2), 1e3, dtype=F64)), torch.zeros(1, 2, dtype=F64)
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -139,7 +164,9 @@ def test_refusals(normal, case):
         fit(case, x, hole)
     with pytest.raises(ValueError, match=r"one output for each.*\(0, 2\)"):
         fit(case, x[:0], z[:0])
-    with pytest.raises(ValueError, match=r"one type, got \(20, 2\) in torch.float64 and \(20, 2\) in torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"one type, got \(20, 2\) in torch.float64 and \(20, 2\) in torch.float32"
+    ):
         fit(case, x, z.float())
     with pytest.raises(ValueError, match=r"2 components .* \(5, 3\)"):
         fit(case, x, z).mean(normal(5, 3))
@@ -166,7 +193,10 @@ def test_numbers_out_of_range(normal):
         ("divide_and_conquer", "s"),
     ]:
         for count in (0, 21):
-            with pytest.raises(ValueError, match=f"{key} must be between 1 and the number of training pairs, 20, got {count}"):
+            with pytest.raises(
+                ValueError,
+                match=f"{key} must be between 1 and the number of training pairs, 20, got {count}",
+            ):
                 conditional_means.CONDITIONAL_MEANS[name](KERNEL, x, z, REG, **{key: count})
     with pytest.raises(ValueError, match="pilot must be between"):
         conditional_means.nystrom(KERNEL, x, z, REG, m=3, pilot=21)
@@ -181,7 +211,9 @@ def test_draws_are_the_generators(normal):
     forms = {
         "uniform": partial(conditional_means.nystrom, KERNEL, m=5),
         "leverage": partial(conditional_means.nystrom, KERNEL, m=5, sampling="leverage", pilot=8),
-        "replacement": partial(conditional_means.nystrom, KERNEL, m=5, sampling="leverage", replacement=True),
+        "replacement": partial(
+            conditional_means.nystrom, KERNEL, m=5, sampling="leverage", replacement=True
+        ),
         "features": partial(conditional_means.random_fourier, WIDTH, m=6),
         "subsample": partial(conditional_means.subsample, KERNEL, m=5),
         "parts": partial(conditional_means.divide_and_conquer, KERNEL, s=5),
@@ -193,7 +225,10 @@ def test_draws_are_the_generators(normal):
 
 def test_a_point_drawn_twice_is_one_landmark(normal):
     x, z = normal(30, 2), normal(30, 1)
-    with_, without = (conditional_means.nystrom(KERNEL, x, z, REG, m=30, replacement=r, generator=seeded()) for r in (True, False))
+    with_, without = (
+        conditional_means.nystrom(KERNEL, x, z, REG, m=30, replacement=r, generator=seeded())
+        for r in (True, False)
+    )
     assert 10 < len(with_.root) < 30 == len(without.root)
 
 
@@ -224,10 +259,15 @@ def test_full_size_is_exact(normal, case, reg):
 def test_full_size_with_points_that_coincide(normal, case):
     x, z, query = normal(20, 2)[[*range(20)] * 2], normal(40, 2), normal(6, 2)
     torch.testing.assert_close(
-        FULL[case](x, z, 1e-2).mean(query), conditional_means.exact(KERNEL, x, z, 1e-2).mean(query), rtol=0, atol=1e-6
+        FULL[case](x, z, 1e-2).mean(query),
+        conditional_means.exact(KERNEL, x, z, 1e-2).mean(query),
+        rtol=0,
+        atol=1e-6,
     )
     single = FULL[case](x.float(), z.float(), 1e-2).mean(query.float())
-    torch.testing.assert_close(single.double(), conditional_means.exact(KERNEL, x, z, 1e-2).mean(query), rtol=0, atol=1e-3)
+    torch.testing.assert_close(
+        single.double(), conditional_means.exact(KERNEL, x, z, 1e-2).mean(query), rtol=0, atol=1e-3
+    )
 
 
 def test_many_random_features_come_near(normal):
@@ -236,7 +276,12 @@ def test_many_random_features_come_near(normal):
 
     def rms(m: int) -> float:
         means = torch.stack(
-            [conditional_means.random_fourier(WIDTH, x, z, 0.05, m=m, generator=seeded(s)).mean(query) for s in range(10)]
+            [
+                conditional_means.random_fourier(WIDTH, x, z, 0.05, m=m, generator=seeded(s)).mean(
+                    query
+                )
+                for s in range(10)
+            ]
         )
         return (means - truth).square().mean().sqrt().item()
 
@@ -270,10 +315,19 @@ def test_exact_is_the_formula(normal):
 @pytest.mark.parametrize("m", [1, 5])
 def test_nearest_is_the_formula(normal, search, m):
     x, query = normal(15, 2), normal(4, 2)
-    w = conditional_means.nearest(KERNEL, x, normal(15, 1), REG, m=m, search=search, block=4).weights(query)
+    w = conditional_means.nearest(
+        KERNEL, x, normal(15, 1), REG, m=m, search=search, block=4
+    ).weights(query)
     for k in range(4):
-        order = sorted(range(15), key=lambda i: sum((float(a) - float(b)) ** 2 for a, b in zip(x[i], query[k], strict=True)))
-        np.testing.assert_allclose(w[k].numpy(), local(x, query[k], order[:m], REG), rtol=1e-8, atol=1e-10)
+        order = sorted(
+            range(15),
+            key=lambda i: sum(
+                (float(a) - float(b)) ** 2 for a, b in zip(x[i], query[k], strict=True)
+            ),
+        )
+        np.testing.assert_allclose(
+            w[k].numpy(), local(x, query[k], order[:m], REG), rtol=1e-8, atol=1e-10
+        )
 
 
 def test_nearest_means_the_kernels_own_measure(normal):
@@ -283,7 +337,9 @@ def test_nearest_means_the_kernels_own_measure(normal):
     index, _ = m.pairs(x[:3])
     truth = ((x[:3, None] - x) / lengths).square().sum(-1).argsort(-1)[:, :4]
     assert torch.equal(index, truth)
-    scaled = conditional_means.nearest(partial(gaussian, bandwidth=1.0), x / lengths, z, REG, m=4, search="tree")
+    scaled = conditional_means.nearest(
+        partial(gaussian, bandwidth=1.0), x / lengths, z, REG, m=4, search="tree"
+    )
     torch.testing.assert_close(m.weights(x), scaled.weights(x / lengths))
 
 
@@ -304,9 +360,16 @@ def test_subsample_and_parts_are_the_formula(normal):
     parts = conditional_means.divide_and_conquer(KERNEL, x, z, REG, s=3, generator=seeded()).parts
     assert sorted(i for index, _ in parts for i in index.tolist()) == list(range(20))
     assert [len(index) for index, _ in parts] == [7, 7, 6]
-    together = conditional_means.divide_and_conquer(KERNEL, x, z, REG, s=3, generator=seeded()).weights(query)
+    together = conditional_means.divide_and_conquer(
+        KERNEL, x, z, REG, s=3, generator=seeded()
+    ).weights(query)
     for k in range(3):
-        np.testing.assert_allclose(one.weights(query)[k].numpy(), local(x, query[k], index.tolist(), REG), rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose(
+            one.weights(query)[k].numpy(),
+            local(x, query[k], index.tolist(), REG),
+            rtol=1e-8,
+            atol=1e-10,
+        )
         truth = sum(local(x, query[k], index.tolist(), REG) for index, _ in parts) / 3
         np.testing.assert_allclose(together[k].numpy(), truth, rtol=1e-8, atol=1e-10)
 
@@ -316,7 +379,9 @@ def test_nadaraya_watson_is_the_formula(normal):
     w = conditional_means.nadaraya_watson(KERNEL, x, z).weights(query)
     K = gram(query, x)
     np.testing.assert_allclose(w.numpy(), K / K.sum(1, keepdims=True), rtol=1e-10)
-    signed = conditional_means.nadaraya_watson(partial(arcsine, bias=0.1, slope=2.0), x, z).weights(query)
+    signed = conditional_means.nadaraya_watson(partial(arcsine, bias=0.1, slope=2.0), x, z).weights(
+        query
+    )
     assert (signed < 0).any()
     torch.testing.assert_close(signed.abs().sum(-1), torch.ones(3, dtype=F64))
 
@@ -326,7 +391,9 @@ def test_incomplete_cholesky_is_the_formula(normal):
     G = KERNEL(x, x)
     L = pivoted_cholesky(lambda i: G[:, i], G.diagonal(), 8)[0].numpy()
     w = conditional_means.incomplete_cholesky(KERNEL, x, z, REG, rank=8).weights(x)
-    truth = L @ np.linalg.solve(25 * REG * np.eye(8) + L.T @ L, L.T)  # at the training points l(x_i) is row i
+    truth = L @ np.linalg.solve(
+        25 * REG * np.eye(8) + L.T @ L, L.T
+    )  # at the training points l(x_i) is row i
     np.testing.assert_allclose(w.numpy(), truth.T, rtol=0, atol=1e-8)
 
 
@@ -344,14 +411,18 @@ def test_random_fourier_is_its_primal_formula(normal):
     x, z, query = normal(25, 2), normal(25, 1), normal(4, 2)
     psi = random_fourier(2, 8, bandwidth=WIDTH, generator=seeded())
     w = conditional_means.random_fourier(WIDTH, x, z, REG, m=8, generator=seeded()).weights(query)
-    torch.testing.assert_close(w, cme_weights(psi(x) @ psi(x).mT, psi(query) @ psi(x).mT, REG), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(
+        w, cme_weights(psi(x) @ psi(x).mT, psi(query) @ psi(x).mT, REG), rtol=1e-8, atol=1e-10
+    )
 
 
 def test_ridge_on_linear_features_is_ridge_regression(normal):
     x, z, query = normal(30, 2), normal(30, 2), normal(4, 2)
     slope = np.linalg.solve(x.T.numpy() @ x.numpy() + 30 * REG * np.eye(2), x.T.numpy() @ z.numpy())
     np.testing.assert_allclose(
-        conditional_means.feature_ridge(lambda v: v, x, z, REG).mean(query).numpy(), query.numpy() @ slope, rtol=1e-10
+        conditional_means.feature_ridge(lambda v: v, x, z, REG).mean(query).numpy(),
+        query.numpy() @ slope,
+        rtol=1e-10,
     )
 
 
@@ -363,7 +434,9 @@ def test_the_tolerance_bounds_the_error(normal, tol):
     x, z, reg = normal(80, 2), normal(80, 1), 1e-3
     m = conditional_means.incomplete_cholesky(KERNEL, x, z, reg, rank=80, tol=tol)
     assert m.root.shape[0] < 75
-    error = torch.linalg.matrix_norm(m.weights(x) - conditional_means.exact(KERNEL, x, z, reg).weights(x), 2).item()
+    error = torch.linalg.matrix_norm(
+        m.weights(x) - conditional_means.exact(KERNEL, x, z, reg).weights(x), 2
+    ).item()
     assert 1e-3 * tol < error <= tol / reg  # tr(G) = n
 
 
@@ -384,7 +457,10 @@ def test_leverage_scores_of_a_full_pilot_are_exact(normal, reg):
 
 def test_leverage_scores_of_a_small_pilot_are_near(normal):
     x = normal(200, 1)
-    scores, truth = conditional_means.leverage_scores(KERNEL, x, 1e-2, x[:60]).numpy(), exact_scores(x.numpy(), 1e-2)
+    scores, truth = (
+        conditional_means.leverage_scores(KERNEL, x, 1e-2, x[:60]).numpy(),
+        exact_scores(x.numpy(), 1e-2),
+    )
     assert (scores / truth).min() > 0.4 and (scores / truth).max() < 3
     assert np.corrcoef(scores, truth)[0, 1] > 0.8
 
@@ -396,7 +472,9 @@ def test_leverage_sampling_finds_the_rare_region(normal):
 
     def error(sampling: str) -> float:
         means = [
-            conditional_means.nystrom(KERNEL, x, z, 1e-4, m=10, sampling=sampling, generator=seeded(s)).mean(x[380:])
+            conditional_means.nystrom(
+                KERNEL, x, z, 1e-4, m=10, sampling=sampling, generator=seeded(s)
+            ).mean(x[380:])
             for s in range(12)
         ]
         return (torch.stack(means) - truth).abs().mean().item()
@@ -414,7 +492,9 @@ def test_gaussian_conditional(normal):
     z = slope * x + noise * normal(n, 1)
     query = torch.tensor([[-1.0], [0.0], [0.7]], dtype=F64)
     centre, spread = slope * query, width**2 + noise**2
-    at_z = width / spread**0.5 * torch.exp(-0.5 * (centre - z.mT).square() / spread)  # the true embedding at the z_i
+    at_z = (
+        width / spread**0.5 * torch.exp(-0.5 * (centre - z.mT).square() / spread)
+    )  # the true embedding at the z_i
     own = width / (width**2 + 2 * noise**2) ** 0.5  # its squared norm
     K_Z = gaussian(z, z, bandwidth=width)
     kernel = partial(gaussian, bandwidth=1.0)
@@ -422,12 +502,20 @@ def test_gaussian_conditional(normal):
         "exact": conditional_means.exact(kernel, x, z, 1e-3),
         "incomplete_cholesky": conditional_means.incomplete_cholesky(kernel, x, z, 1e-3, rank=12),
         "nystrom": conditional_means.nystrom(kernel, x, z, 1e-3, m=40, generator=seeded()),
-        "leverage": conditional_means.nystrom(kernel, x, z, 1e-3, m=40, sampling="leverage", generator=seeded()),
-        "random_fourier": conditional_means.random_fourier(1.0, x, z, 1e-3, m=60, generator=seeded()),
+        "leverage": conditional_means.nystrom(
+            kernel, x, z, 1e-3, m=40, sampling="leverage", generator=seeded()
+        ),
+        "random_fourier": conditional_means.random_fourier(
+            1.0, x, z, 1e-3, m=60, generator=seeded()
+        ),
         "nearest": conditional_means.nearest(kernel, x, z, 1e-2, m=150, search="tree"),
         "subsample": conditional_means.subsample(kernel, x, z, 1e-2, m=300, generator=seeded()),
-        "divide_and_conquer": conditional_means.divide_and_conquer(kernel, x, z, 1e-3, s=5, generator=seeded()),
-        "nadaraya_watson": conditional_means.nadaraya_watson(partial(gaussian, bandwidth=0.2), x, z),
+        "divide_and_conquer": conditional_means.divide_and_conquer(
+            kernel, x, z, 1e-3, s=5, generator=seeded()
+        ),
+        "nadaraya_watson": conditional_means.nadaraya_watson(
+            partial(gaussian, bandwidth=0.2), x, z
+        ),
     }
     for name, m in forms.items():
         w = m.weights(query)
@@ -444,32 +532,46 @@ def test_leave_one_out_is_brute_force(normal):
         total = 0.0
         for i in range(15):
             rest = torch.tensor([j for j in range(15) if j != i])
-            total += (z[i] - build(x[rest], z[rest], 15 / 14 * REG).mean(x[i])).square().sum().item()  # the ridge stays n reg
+            total += (
+                (z[i] - build(x[rest], z[rest], 15 / 14 * REG).mean(x[i])).square().sum().item()
+            )  # the ridge stays n reg
         return total
 
     assert cme_loo(KERNEL(x, x), linear(z, z), REG).item() == pytest.approx(
         brute(partial(conditional_means.exact, KERNEL)), rel=1e-8
     )
     psi = random_fourier(1, 10, bandwidth=WIDTH, generator=seeded())
-    score = conditional_means.feature_loo(conditional_means.feature_ridge(psi, x, z, REG, block=4), z)
-    assert score.item() == pytest.approx(brute(partial(conditional_means.feature_ridge, psi)), rel=1e-8)
-    full = conditional_means.feature_loo(conditional_means.incomplete_cholesky(KERNEL, x, z, REG, rank=15), z)
+    score = conditional_means.feature_loo(
+        conditional_means.feature_ridge(psi, x, z, REG, block=4), z
+    )
+    assert score.item() == pytest.approx(
+        brute(partial(conditional_means.feature_ridge, psi)), rel=1e-8
+    )
+    full = conditional_means.feature_loo(
+        conditional_means.incomplete_cholesky(KERNEL, x, z, REG, rank=15), z
+    )
     assert full.item() == pytest.approx(cme_loo(KERNEL(x, x), linear(z, z), REG).item(), rel=1e-5)
 
 
 def test_gradients_of_bandwidth_and_ridge(normal):
     x, z, query = normal(12, 2), normal(12, 1), normal(3, 2)
-    width, reg = torch.tensor(0.8, dtype=F64, requires_grad=True), torch.tensor(0.05, dtype=F64, requires_grad=True)
+    width, reg = (
+        torch.tensor(0.8, dtype=F64, requires_grad=True),
+        torch.tensor(0.05, dtype=F64, requires_grad=True),
+    )
     forms = [
         conditional_means.exact,
         partial(conditional_means.incomplete_cholesky, rank=5),
-        lambda *args: conditional_means.nystrom(*args, m=5, sampling="leverage", pilot=12, generator=seeded()),
+        lambda *args: conditional_means.nystrom(
+            *args, m=5, sampling="leverage", pilot=12, generator=seeded()
+        ),
         partial(conditional_means.nearest, m=4),
         lambda *args: conditional_means.divide_and_conquer(*args, s=2, generator=seeded()),
     ]
     for form in forms:
         assert torch.autograd.gradcheck(
-            lambda b, r, form=form: form(partial(gaussian, bandwidth=b), x, z, r).mean(query), (width, reg)
+            lambda b, r, form=form: form(partial(gaussian, bandwidth=b), x, z, r).mean(query),
+            (width, reg),
         )
 
 

@@ -40,7 +40,9 @@ def test_moments_are_numpys(normal):
     sample = np.repeat(points.numpy(), counts, axis=0)
     np.testing.assert_allclose(m.mean().numpy(), sample.mean(0), rtol=1e-12)
     np.testing.assert_allclose(m.cov().numpy(), np.cov(sample.T, bias=True), rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(m.expect(lambda z: z.square().sum(-1)).numpy(), np.square(sample).sum(1).mean(), rtol=1e-12)
+    np.testing.assert_allclose(
+        m.expect(lambda z: z.square().sum(-1)).numpy(), np.square(sample).sum(1).mean(), rtol=1e-12
+    )
     assert m.expect(lambda z: z[:, None] * z[..., None]).shape == (3, 3)
 
 
@@ -59,14 +61,18 @@ def test_a_batch_is_one_by_one(normal):
             one = Embedding(points, weights[i, j])
             for name in ["mean", "cov"]:
                 torch.testing.assert_close(getattr(together, name)()[i, j], getattr(one, name)())
-            torch.testing.assert_close(together.mode(KERNEL)[i, j], one.mode(KERNEL), rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                together.mode(KERNEL)[i, j], one.mode(KERNEL), rtol=0, atol=1e-5
+            )
             assert torch.equal(together.herd(KERNEL, 4)[i, j], one.herd(KERNEL, 4))
             torch.testing.assert_close(together.ess[i, j], one.ess)
 
 
 def test_covariance_far_from_the_origin(normal):
     points, w = normal(9, 2), normal(9).softmax(-1)
-    torch.testing.assert_close(Embedding(points + 1e6, w).cov(), Embedding(points, w).cov(), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(
+        Embedding(points + 1e6, w).cov(), Embedding(points, w).cov(), rtol=1e-6, atol=1e-8
+    )
 
 
 def test_covariance_of_negative_weights_is_the_nearest_positive_semidefinite_matrix(normal):
@@ -80,7 +86,9 @@ def test_covariance_of_negative_weights_is_the_nearest_positive_semidefinite_mat
 
 
 def test_diagnostics():
-    m = Embedding(torch.zeros(4, 1, dtype=F64), tensor([[0.25, 0.25, 0.25, 0.25], [1.0, 0.5, -0.5, 0.0]]))
+    m = Embedding(
+        torch.zeros(4, 1, dtype=F64), tensor([[0.25, 0.25, 0.25, 0.25], [1.0, 0.5, -0.5, 0.0]])
+    )
     assert m.ess.tolist() == pytest.approx([4.0, 1 / 1.5])
     assert m.negative_mass.tolist() == [0.0, -0.5]
 
@@ -126,7 +134,10 @@ def test_mode_is_not_the_mean_of_two_peaks():
 
 def test_mode_is_never_worse_than_the_best_training_point(normal):
     for k in range(50):
-        points, w = normal(10, 2), normal(10) / 3  # mostly negative mass: the plain fixed point leaves the data
+        points, w = (
+            normal(10, 2),
+            normal(10) / 3,
+        )  # mostly negative mass: the plain fixed point leaves the data
         z = Embedding(points, w).mode(KERNEL)
         best = height(points, w, points).max()
         assert torch.isfinite(z).all()
@@ -150,7 +161,12 @@ def test_herding_comes_closer_than_random_draws(normal):
         return (w @ gram @ w - 2 * w @ cross.mean(1) + own.mean()).sqrt().item()
 
     generator = torch.Generator().manual_seed(0)
-    random = np.mean([distance(points[torch.multinomial(w, 20, replacement=True, generator=generator)]) for _ in range(20)])
+    random = np.mean(
+        [
+            distance(points[torch.multinomial(w, 20, replacement=True, generator=generator)])
+            for _ in range(20)
+        ]
+    )
     m = Embedding(points, w)
     assert distance(m.herd(KERNEL, 20)) < 0.5 * random
     assert distance(m.herd(KERNEL, 80)) < 0.5 * distance(m.herd(KERNEL, 20))
@@ -167,7 +183,9 @@ def test_herding_is_greedy(normal):
 
 def test_herding_repeats_points_by_their_weights():
     values = tensor([[0.0], [1.0], [2.0]])
-    sample = Embedding(values, tensor([0.2, 1.2, 0.6])).herd(delta, 10)  # normalised: 1, 6, 3 of ten
+    sample = Embedding(values, tensor([0.2, 1.2, 0.6])).herd(
+        delta, 10
+    )  # normalised: 1, 6, 3 of ten
     assert sorted(sample[:, 0].tolist()) == [0.0] * 1 + [1.0] * 6 + [2.0] * 3
 
 
@@ -188,7 +206,9 @@ def test_project_so3_gives_a_rotation_back():
 
 def test_project_so3_between_two_turns_is_the_middle():
     two = torch.stack([rotation(2, 0.2), rotation(2, 0.8)])
-    torch.testing.assert_close(project_so3(tensor([[0.5, 0.5], [1.0, 0.0]]), two), torch.stack([rotation(2, 0.5), two[0]]))
+    torch.testing.assert_close(
+        project_so3(tensor([[0.5, 0.5], [1.0, 0.0]]), two), torch.stack([rotation(2, 0.5), two[0]])
+    )
 
 
 def test_project_so3_is_the_best_rotation_and_no_reflection(normal):
@@ -220,14 +240,18 @@ def test_cme_weights_are_the_formula(normal):
     for i in range(2):
         g = reference.gaussian_gram(new[i].numpy(), x.numpy(), 0.6)
         for j in range(3):
-            np.testing.assert_allclose(w[i, j].numpy(), reference.cme(G, g[j], 0.01), rtol=1e-8, atol=1e-10)
+            np.testing.assert_allclose(
+                w[i, j].numpy(), reference.cme(G, g[j], 0.01), rtol=1e-8, atol=1e-10
+            )
 
 
 def test_cme_dual_is_primal(normal):
     psi = random_fourier(2, 8, bandwidth=1.0, generator=torch.Generator().manual_seed(0))
     features, queries = psi(normal(20, 2)), psi(normal(2, 3, 2))
     dual = cme_weights(features @ features.mT, queries @ features.mT, 0.02)
-    torch.testing.assert_close(cme_weights_primal(features, queries, 0.02), dual, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        cme_weights_primal(features, queries, 0.02), dual, rtol=1e-10, atol=1e-10
+    )
 
 
 def test_cme_with_a_linear_kernel_is_ridge_regression(normal):
@@ -243,7 +267,9 @@ def test_cme_leave_one_out_is_brute_force(normal, reg):
     x = normal(12, 1)
     y = torch.sin(2 * x) + 0.2 * normal(12, 1)
     G, K = KERNEL(x, x), gaussian(y, y, bandwidth=0.9)
-    assert cme_loo(G, K, reg).item() == pytest.approx(reference.cme_loo(G.numpy(), K.numpy(), reg), rel=1e-8)
+    assert cme_loo(G, K, reg).item() == pytest.approx(
+        reference.cme_loo(G.numpy(), K.numpy(), reg), rel=1e-8
+    )
 
 
 def test_cme_leave_one_out_is_its_trace_formula(normal):
@@ -264,7 +290,9 @@ def test_cme_leave_one_out_prefers_a_sensible_ridge(normal):
 def test_cme_leave_one_out_gradient(normal):
     x, y, reg = normal(6, 1), normal(6, 1), torch.tensor(0.05, dtype=F64, requires_grad=True)
     width = torch.tensor(0.6, dtype=F64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda r, b: cme_loo(gaussian(x, x, bandwidth=b), KERNEL(y, y), r), (reg, width))
+    assert torch.autograd.gradcheck(
+        lambda r, b: cme_loo(gaussian(x, x, bandwidth=b), KERNEL(y, y), r), (reg, width)
+    )
 
 
 def test_cme_error_names_the_ridge():

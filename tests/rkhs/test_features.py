@@ -18,7 +18,9 @@ KERNEL = partial(gaussian, bandwidth=1.0)
 def test_nystrom_is_exact_at_the_landmarks(normal):
     landmarks, x = normal(8, 2), normal(5, 2)
     psi = nystrom(KERNEL, landmarks, jitter=0.0)
-    torch.testing.assert_close(psi(x) @ psi(landmarks).mT, KERNEL(x, landmarks), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        psi(x) @ psi(landmarks).mT, KERNEL(x, landmarks), rtol=1e-8, atol=1e-8
+    )
 
 
 def test_nystrom_underestimates_elsewhere(normal):
@@ -34,7 +36,9 @@ def test_nystrom_at_pivots_is_the_pivoted_cholesky_factor(normal):
     gram = KERNEL(x, x)
     factor, chosen = pivoted_cholesky(lambda i: gram[:, i], gram.diagonal(), 15)
     assert pivots(KERNEL, x, rank=15).tolist() == chosen.tolist()
-    torch.testing.assert_close(nystrom(KERNEL, x[chosen], jitter=0.0)(x), factor, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        nystrom(KERNEL, x[chosen], jitter=0.0)(x), factor, rtol=1e-8, atol=1e-8
+    )
 
 
 def test_pivots_stop_at_the_tolerance(normal):
@@ -46,7 +50,9 @@ def test_pivots_stop_at_the_tolerance(normal):
 
 
 def test_pivots_of_rotations():
-    rotations = torch.linalg.qr(torch.randn(12, 3, 3, dtype=F64, generator=torch.Generator().manual_seed(0)))[0]
+    rotations = torch.linalg.qr(
+        torch.randn(12, 3, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+    )[0]
     chosen = pivots(trace, rotations, rank=12)
     assert len(chosen) == 9  # matrices 3 x 3 with the kernel tr(A B^T)
     psi = nystrom(trace, rotations[chosen])(rotations)
@@ -61,8 +67,14 @@ def test_nystrom_of_a_batch_is_one_by_one(normal):
 
 
 def test_nystrom_gradient_of_the_bandwidth(normal):
-    landmarks, x, bandwidth = normal(4, 2), normal(3, 2), torch.tensor(0.8, dtype=F64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda b: nystrom(partial(gaussian, bandwidth=b), landmarks)(x), (bandwidth,))
+    landmarks, x, bandwidth = (
+        normal(4, 2),
+        normal(3, 2),
+        torch.tensor(0.8, dtype=F64, requires_grad=True),
+    )
+    assert torch.autograd.gradcheck(
+        lambda b: nystrom(partial(gaussian, bandwidth=b), landmarks)(x), (bandwidth,)
+    )
 
 
 @pytest.mark.parametrize(("rank", "width"), [(3, 4), (8, 8), (9, 12)])
@@ -74,7 +86,9 @@ def test_the_module_fills_features_up_with_zeros(normal, rank, width):
     assert psi.landmarks.shape == (rank, 2) and features.shape == (5, width)
     torch.testing.assert_close(features[:, :rank], nystrom(KERNEL, psi.landmarks)(x))
     assert not features[:, rank:].any()
-    learned = NystromFeatures("gaussian", torch.tensor(1.0, dtype=F64, requires_grad=True), points, rank, 0.0)
+    learned = NystromFeatures(
+        "gaussian", torch.tensor(1.0, dtype=F64, requires_grad=True), points, rank, 0.0
+    )
     assert learned(x).shape == (5, rank) and learned(x).requires_grad
 
 
@@ -90,7 +104,10 @@ def test_random_fourier_error_shrinks_like_the_root(normal):
     gram = KERNEL(x, x)
 
     def rms(p: int) -> float:
-        psi = [random_fourier(2, p, bandwidth=1.0, generator=torch.Generator().manual_seed(s))(x) for s in range(20)]
+        psi = [
+            random_fourier(2, p, bandwidth=1.0, generator=torch.Generator().manual_seed(s))(x)
+            for s in range(20)
+        ]
         return torch.stack([psi_s @ psi_s.mT - gram for psi_s in psi]).square().mean().sqrt().item()
 
     few, many = rms(20), rms(2000)
@@ -102,14 +119,19 @@ def test_random_fourier_error_shrinks_like_the_root(normal):
 
 def test_random_fourier_keeps_the_diagonal_and_the_bandwidth(normal):
     x, lengths = normal(6, 2), torch.tensor([0.5, 3.0], dtype=F64)
-    psi = random_fourier(2, 50_000, bandwidth=lengths, generator=torch.Generator().manual_seed(0))(x)
+    psi = random_fourier(2, 50_000, bandwidth=lengths, generator=torch.Generator().manual_seed(0))(
+        x
+    )
     torch.testing.assert_close(psi.square().sum(-1), torch.ones(6, dtype=F64))
     torch.testing.assert_close(psi @ psi.mT, gaussian(x, x, bandwidth=lengths), rtol=0, atol=0.03)
 
 
 def test_random_fourier_is_drawn_by_its_generator(normal):
     x = normal(3, 2)
-    a, b, other = (random_fourier(2, 10, bandwidth=1.0, generator=torch.Generator().manual_seed(s))(x) for s in (0, 0, 1))
+    a, b, other = (
+        random_fourier(2, 10, bandwidth=1.0, generator=torch.Generator().manual_seed(s))(x)
+        for s in (0, 0, 1)
+    )
     assert torch.equal(a, b)
     assert not torch.equal(a, other)
     assert random_fourier(2, 10, bandwidth=1.0)(x.float()).dtype == torch.float32

@@ -13,7 +13,18 @@ import reference
 import torch
 
 from kbf.rkhs import kernels
-from kbf.rkhs.kernels import KERNELS, arcsine, delta, gaussian, linear, matern, median_distance, own_value, product, trace
+from kbf.rkhs.kernels import (
+    KERNELS,
+    arcsine,
+    delta,
+    gaussian,
+    linear,
+    matern,
+    median_distance,
+    own_value,
+    product,
+    trace,
+)
 
 F64 = torch.float64
 
@@ -32,7 +43,10 @@ def matern_of_two(x, y, nu):
 
 
 def arcsine_of_two(x, y, bias, slope):
-    xx, yy, xy = (bias**2 + slope**2 * sum(a * b for a, b in zip(u, v, strict=True)) for u, v in ((x, x), (y, y), (x, y)))
+    xx, yy, xy = (
+        bias**2 + slope**2 * sum(a * b for a, b in zip(u, v, strict=True))
+        for u, v in ((x, x), (y, y), (x, y))
+    )
     return 2 / math.pi * math.asin(2 * xy / math.sqrt((1 + 2 * xx) * (1 + 2 * yy)))
 
 
@@ -40,20 +54,32 @@ CASES = {
     "gaussian": Case(partial(gaussian, bandwidth=0.8), lambda x, y: reference.gaussian(x, y, 0.8)),
     "gaussian, a length for each component": Case(
         partial(gaussian, bandwidth=torch.tensor([0.5, 1.0, 2.0], dtype=F64)),
-        lambda x, y: math.exp(-sum((a - b) ** 2 / (2 * s * s) for a, b, s in zip(x, y, [0.5, 1.0, 2.0], strict=True))),
+        lambda x, y: math.exp(
+            -sum((a - b) ** 2 / (2 * s * s) for a, b, s in zip(x, y, [0.5, 1.0, 2.0], strict=True))
+        ),
     ),
     "laplace": Case(
-        partial(KERNELS["laplace"], bandwidth=0.8), lambda x, y: math.exp(-sum(abs(a - b) for a, b in zip(x, y, strict=True)) / 0.8)
+        partial(KERNELS["laplace"], bandwidth=0.8),
+        lambda x, y: math.exp(-sum(abs(a - b) for a, b in zip(x, y, strict=True)) / 0.8),
     ),
     # the distance of equal points is sqrt(eps) in single precision, and matern12 has a kink there
-    "matern12": Case(partial(KERNELS["matern12"], bandwidth=0.8), partial(matern_of_two, nu=0.5), float32=3e-3),
+    "matern12": Case(
+        partial(KERNELS["matern12"], bandwidth=0.8), partial(matern_of_two, nu=0.5), float32=3e-3
+    ),
     "matern32": Case(partial(KERNELS["matern32"], bandwidth=0.8), partial(matern_of_two, nu=1.5)),
     "matern52": Case(partial(KERNELS["matern52"], bandwidth=0.8), partial(matern_of_two, nu=2.5)),
-    "imq": Case(partial(KERNELS["imq"], bandwidth=0.8), lambda x, y: 1 / math.sqrt(1 + math.dist(x, y) ** 2 / 0.64)),
-    "arcsine": Case(partial(arcsine, bias=0.5, slope=3.0), lambda x, y: arcsine_of_two(x, y, 0.5, 3.0)),
+    "imq": Case(
+        partial(KERNELS["imq"], bandwidth=0.8),
+        lambda x, y: 1 / math.sqrt(1 + math.dist(x, y) ** 2 / 0.64),
+    ),
+    "arcsine": Case(
+        partial(arcsine, bias=0.5, slope=3.0), lambda x, y: arcsine_of_two(x, y, 0.5, 3.0)
+    ),
     "linear": Case(linear, lambda x, y: sum(a * b for a, b in zip(x, y, strict=True))),
     "trace": Case(trace, lambda x, y: float(np.trace(x @ y.T)), shape=(3, 3)),
-    "delta": Case(delta, lambda x, y: float(all(a == b for a, b in zip(x, y, strict=True))), smooth=False),
+    "delta": Case(
+        delta, lambda x, y: float(all(a == b for a, b in zip(x, y, strict=True))), smooth=False
+    ),
     "product": Case(
         partial(product, parts=[(partial(gaussian, bandwidth=0.8), 2), (linear, 1)]),
         lambda x, y: reference.gaussian(x[:2], y[:2], 0.8) * x[2] * y[2],
@@ -74,7 +100,11 @@ def points(normal, case: Case, n: int, *batch: int) -> torch.Tensor:
 
 
 def test_every_kernel_has_a_case():
-    public = {name for name, f in vars(kernels).items() if callable(f) and getattr(f, "__module__", "") == "kbf.rkhs.kernels"}
+    public = {
+        name
+        for name, f in vars(kernels).items()
+        if callable(f) and getattr(f, "__module__", "") == "kbf.rkhs.kernels"
+    }
     assert public - {"evenly", "median_distance", "matern", "own_value", "shrunk"} <= set(CASES)
     assert set(KERNELS) <= set(CASES)
 
@@ -82,7 +112,12 @@ def test_every_kernel_has_a_case():
 def test_kernel_is_its_formula(normal, case):
     x, y = points(normal, case, 6), points(normal, case, 4)
     y[1] = x[2]
-    np.testing.assert_allclose(case.kernel(x, y).numpy(), reference.gram(case.of_two, x.numpy(), y.numpy()), rtol=1e-7, atol=1e-7)
+    np.testing.assert_allclose(
+        case.kernel(x, y).numpy(),
+        reference.gram(case.of_two, x.numpy(), y.numpy()),
+        rtol=1e-7,
+        atol=1e-7,
+    )
 
 
 def test_kernel_is_symmetric_and_positive_semidefinite(normal, case):
@@ -98,7 +133,9 @@ def test_kernel_of_a_batch_is_one_by_one(normal, case):
     assert together.shape == (2, 3, 5, 4)
     for i in range(2):
         for j in range(3):
-            torch.testing.assert_close(together[i, j], case.kernel(x[i, j], y[j]), rtol=1e-7, atol=1e-7)
+            torch.testing.assert_close(
+                together[i, j], case.kernel(x[i, j], y[j]), rtol=1e-7, atol=1e-7
+            )
 
 
 def test_kernel_gradient_is_finite_at_equal_points(normal, case):
@@ -120,14 +157,18 @@ def test_kernel_gradient_at_different_points(normal, case):
 def test_kernel_in_single_precision(normal, case):
     x = points(normal, case, 8)
     single = case.kernel(x.float(), x.float())
-    kernel32 = single if single.dtype == torch.float32 else single.float()  # a float64 bandwidth vector promotes
+    kernel32 = (
+        single if single.dtype == torch.float32 else single.float()
+    )  # a float64 bandwidth vector promotes
     torch.testing.assert_close(kernel32.double(), case.kernel(x, x), rtol=0, atol=case.float32)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_by_name_are_one_at_equal_points(normal, name):
     x = normal(4, 2)
-    torch.testing.assert_close(KERNELS[name](x, x, bandwidth=0.3).diagonal(), torch.ones(4, dtype=F64), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        KERNELS[name](x, x, bandwidth=0.3).diagonal(), torch.ones(4, dtype=F64), rtol=0, atol=1e-6
+    )
 
 
 def test_gaussian_of_the_papers():
@@ -139,7 +180,9 @@ def test_gaussian_of_the_papers():
 def test_gradient_of_the_bandwidth(normal):
     x, bandwidth = normal(3, 2), torch.tensor([0.5, 1.5], dtype=F64, requires_grad=True)
     for name in ["gaussian", "laplace", "matern32", "imq"]:
-        assert torch.autograd.gradcheck(lambda b, name=name: KERNELS[name](x, x + 0.1, bandwidth=b), (bandwidth,))
+        assert torch.autograd.gradcheck(
+            lambda b, name=name: KERNELS[name](x, x + 0.1, bandwidth=b), (bandwidth,)
+        )
 
 
 def test_matern_refuses_another_nu(normal):
@@ -176,7 +219,10 @@ def test_median_distance(normal):
 
 def test_median_distance_of_a_subsample():
     x = torch.arange(1001, dtype=F64)[:, None]
-    assert median_distance(x, limit=11).item() == median_distance(100 * torch.arange(11, dtype=F64)[:, None]).item()
+    assert (
+        median_distance(x, limit=11).item()
+        == median_distance(100 * torch.arange(11, dtype=F64)[:, None]).item()
+    )
 
 
 def test_median_distance_of_points_that_mostly_coincide():
@@ -199,4 +245,6 @@ def test_median_distance_refuses_points_without_a_scale():
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"trace"}))
 def test_the_value_of_a_point_with_itself_is_the_diagonal_of_its_gram_matrix(name, normal):
     kernel, x = CASES[name].kernel, normal(2, 5, 3)
-    torch.testing.assert_close(own_value(kernel, x), kernel(x, x).diagonal(dim1=-2, dim2=-1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        own_value(kernel, x), kernel(x, x).diagonal(dim1=-2, dim2=-1), rtol=1e-6, atol=1e-6
+    )

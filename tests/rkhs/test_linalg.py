@@ -34,7 +34,10 @@ def test_psd_solve_is_the_solution(normal):
     np.testing.assert_allclose(psd_solve(a, b, reg=0.3).numpy(), expected, rtol=1e-10)
 
 
-@pytest.mark.parametrize("batch_a, batch_b", [((), (4,)), ((), (4, 3)), ((4,), ()), ((4,), (4,)), ((3,), (4, 3)), ((4, 1), (3,))])
+@pytest.mark.parametrize(
+    "batch_a, batch_b",
+    [((), (4,)), ((), (4, 3)), ((4,), ()), ((4,), (4,)), ((3,), (4, 3)), ((4, 1), (3,))],
+)
 def test_psd_solve_broadcasts_one_by_one(normal, batch_a, batch_b):
     a, b = spd(normal, 5, *batch_a), normal(*batch_b, 5, 2)
     together = psd_solve(a, b, reg=0.1)
@@ -55,7 +58,9 @@ def test_psd_solve_takes_a_ridge_for_each_matrix(normal):
 def test_psd_solve_gradient(normal):
     root, b = normal(4, 4).requires_grad_(), normal(3, 4, 2).requires_grad_()
     reg = torch.tensor(0.2, dtype=F64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda r, b, reg: psd_solve(r @ r.mT, b, reg=reg), (root, b, reg))
+    assert torch.autograd.gradcheck(
+        lambda r, b, reg: psd_solve(r @ r.mT, b, reg=reg), (root, b, reg)
+    )
 
 
 @pytest.mark.parametrize("batch_b", [(3,), (1,), ()])
@@ -73,7 +78,9 @@ def test_products_of_autocast_are_solved_in_float32(normal):
 
 def test_error_names_size_ridge_and_smallest_eigenvalue():
     a = torch.diag(torch.tensor([1.0, 1.0, -0.5], dtype=F64))
-    with pytest.raises(NotPositiveDefiniteError, match=r"3 x 3 .* reg = 0\.125 .*smallest eigenvalue is -0\.375"):
+    with pytest.raises(
+        NotPositiveDefiniteError, match=r"3 x 3 .* reg = 0\.125 .*smallest eigenvalue is -0\.375"
+    ):
         psd_solve(a, torch.ones(3, 1, dtype=F64), reg=0.125)
     assert torch.isfinite(psd_solve(a, torch.ones(3, 1, dtype=F64), reg=0.625)).all()
 
@@ -98,7 +105,9 @@ def test_error_of_nan():
 
 def test_squared_distance_is_the_double_loop(normal):
     x, y = normal(2, 4, 3), normal(5, 3)
-    expected = torch.stack([torch.stack([torch.stack([(a - b).square().sum() for b in y]) for a in one]) for one in x])
+    expected = torch.stack(
+        [torch.stack([torch.stack([(a - b).square().sum() for b in y]) for a in one]) for one in x]
+    )
     torch.testing.assert_close(squared_distance(x, y), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -113,7 +122,9 @@ def test_points_of_other_widths_have_no_distance(n):
 def test_squared_distance_far_from_the_origin_keeps_its_digits(normal):
     x = normal(6, 2).float()
     near, far = squared_distance(x, x), squared_distance(x + 4096, x + 4096)
-    torch.testing.assert_close(far, near, rtol=0, atol=5e-3)  # 4096 + x itself is rounded to 5e-4; the bare expansion is off by 4
+    torch.testing.assert_close(
+        far, near, rtol=0, atol=5e-3
+    )  # 4096 + x itself is rounded to 5e-4; the bare expansion is off by 4
     assert (near >= 0).all()
 
 
@@ -162,7 +173,9 @@ def test_pivoted_cholesky_takes_the_largest_residual_first():
     gram = torch.diag(torch.tensor([1.0, 3.0, 2.0], dtype=F64))
     factor, pivots = factor_of(gram, 2)
     assert pivots.tolist() == [1, 2]
-    torch.testing.assert_close(factor @ factor.mT, torch.diag(torch.tensor([0.0, 3.0, 2.0], dtype=F64)))
+    torch.testing.assert_close(
+        factor @ factor.mT, torch.diag(torch.tensor([0.0, 3.0, 2.0], dtype=F64))
+    )
 
 
 def test_pivoted_cholesky_stops_at_the_tolerance(normal):
@@ -170,7 +183,11 @@ def test_pivoted_cholesky_stops_at_the_tolerance(normal):
     factor, pivots = factor_of(gram, 40, tol=1e-3)
     r = len(pivots)
     assert 0 < r < 40
-    assert (gram - factor @ factor.mT).trace() <= 1e-3 * 40 < (gram - factor[:, : r - 1] @ factor[:, : r - 1].mT).trace()
+    assert (
+        (gram - factor @ factor.mT).trace()
+        <= 1e-3 * 40
+        < (gram - factor[:, : r - 1] @ factor[:, : r - 1].mT).trace()
+    )
 
 
 def test_pivoted_cholesky_ends_at_the_true_rank(normal):

@@ -40,17 +40,28 @@ def test_tikhonov_and_kulsif_are_the_loops(samples):
     G = reference.gaussian_gram(z, z, 0.7)
     g_loop = np.array([sum(reference.gaussian(a, b, 0.7) for b in u) / len(u) for a in z])
     gamma = ratios.tikhonov(samples.gram, g, 1e-2)
-    np.testing.assert_allclose(gamma.numpy(), reference.tikhonov(G, g_loop, 1e-2), rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(
+        gamma.numpy(), reference.tikhonov(G, g_loop, 1e-2), rtol=1e-8, atol=1e-8
+    )
     ratio = ratios.kulsif(samples.gram, g, 1e-2)
-    np.testing.assert_allclose(ratio.numpy(), reference.kulsif(G, g_loop, 1e-2), rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(
+        ratio.numpy(), reference.kulsif(G, g_loop, 1e-2), rtol=1e-8, atol=1e-8
+    )
     assert (gamma < 0).any(), "the case must meet the clipping"
     assert (ratio[gamma < 0] == 0).all()
 
 
 def test_kulsif_is_the_minimiser(samples):
-    r = reference.kulsif_function(samples.z.numpy(), samples.u.numpy(), lambda a, b: reference.gaussian(a, b, 0.7), 1e-2)
+    r = reference.kulsif_function(
+        samples.z.numpy(), samples.u.numpy(), lambda a, b: reference.gaussian(a, b, 0.7), 1e-2
+    )
     expected = [r(z) for z in samples.z.numpy()]
-    np.testing.assert_allclose(ratios.tikhonov(samples.gram, samples.cross.mean(1), 1e-2).numpy(), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        ratios.tikhonov(samples.gram, samples.cross.mean(1), 1e-2).numpy(),
+        expected,
+        rtol=1e-6,
+        atol=1e-6,
+    )
 
 
 def test_the_ratio_of_the_training_sample_itself_is_one(normal):
@@ -68,12 +79,16 @@ def test_batch_is_one_by_one(samples, normal, ratio):
     assert together.shape == (2, 3, 15)
     for i in range(2):
         for j in range(3):
-            torch.testing.assert_close(together[i, j], ratio(samples.gram, prior[i, j], 1e-2), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                together[i, j], ratio(samples.gram, prior[i, j], 1e-2), rtol=1e-10, atol=1e-10
+            )
 
 
 def test_ratio_of_johno_is_ours_over_n(samples):
     g, n, epsilon = samples.cross.mean(1), 15, 1e-2
-    mu = torch.linalg.solve(samples.gram + n * epsilon * torch.eye(n, dtype=F64), g)  # Johno et al. (2018), Proposition 1
+    mu = torch.linalg.solve(
+        samples.gram + n * epsilon * torch.eye(n, dtype=F64), g
+    )  # Johno et al. (2018), Proposition 1
     torch.testing.assert_close(ratios.tikhonov(samples.gram, g, epsilon) / n, mu)
 
 
@@ -97,7 +112,8 @@ def test_kulsif_comes_near_the_true_ratio(normal):
     z, u = normal(400, 1), 0.5 * normal(400, 1)
     gram, prior = KERNEL(z, z), KERNEL(z, u).mean(1)
     truth = (
-        torch.distributions.Normal(0.0, 0.5).log_prob(z[:, 0]).exp() / torch.distributions.Normal(0.0, 1.0).log_prob(z[:, 0]).exp()
+        torch.distributions.Normal(0.0, 0.5).log_prob(z[:, 0]).exp()
+        / torch.distributions.Normal(0.0, 1.0).log_prob(z[:, 0]).exp()
     )
     error = (ratios.kulsif(gram, prior, 3e-3) - truth).square().mean()
     assert error < 0.05 * (truth - 1).square().mean()
@@ -117,13 +133,18 @@ def test_singular_system_is_an_error_that_names_it():
 def test_leave_one_out_is_brute_force(normal, n, m, reg):
     z, u = normal(n, 2), 0.5 * normal(m, 2) + 0.3
     score = ratios.kulsif_loo(KERNEL(z, z), KERNEL(z, u), KERNEL(u, u), reg)
-    expected = reference.kulsif_loo(z.numpy(), u.numpy(), lambda a, b: reference.gaussian(a, b, 0.7), reg)
+    expected = reference.kulsif_loo(
+        z.numpy(), u.numpy(), lambda a, b: reference.gaussian(a, b, 0.7), reg
+    )
     assert score.item() == pytest.approx(expected, rel=1e-8)
 
 
 def test_leave_one_out_prefers_a_sensible_ridge(normal):
     z, u = normal(100, 1), 0.5 * normal(100, 1)
-    scores = [ratios.kulsif_loo(KERNEL(z, z), KERNEL(z, u), KERNEL(u, u), reg).item() for reg in (1e-9, 1e-2, 1e2)]
+    scores = [
+        ratios.kulsif_loo(KERNEL(z, z), KERNEL(z, u), KERNEL(u, u), reg).item()
+        for reg in (1e-9, 1e-2, 1e2)
+    ]
     assert scores[1] < scores[0]
     assert scores[1] < scores[2]
 
@@ -134,7 +155,9 @@ def test_leave_one_out_gradient(samples):
 
     def score(reg, width):
         k = partial(gaussian, bandwidth=width)
-        return ratios.kulsif_loo(k(samples.z, samples.z), k(samples.z, samples.u), k(samples.u, samples.u), reg)
+        return ratios.kulsif_loo(
+            k(samples.z, samples.z), k(samples.z, samples.u), k(samples.u, samples.u), reg
+        )
 
     assert torch.autograd.gradcheck(score, (reg, width))
 
@@ -151,7 +174,12 @@ def test_leave_one_out_needs_two_of_each(samples):
 def test_relative_with_alpha_zero_is_kulsif(samples, reg):
     weights = torch.full((11,), 1 / 11, dtype=F64)
     expected = ratios.kulsif(samples.gram, samples.cross @ weights, reg)
-    torch.testing.assert_close(ratios.relative(samples.gram, samples.cross, weights, reg, 0.0), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        ratios.relative(samples.gram, samples.cross, weights, reg, 0.0),
+        expected,
+        rtol=1e-12,
+        atol=1e-12,
+    )
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.7])
@@ -174,8 +202,12 @@ def test_relative_over_the_training_points_themselves(normal):
     z, w = normal(12, 1), normal(12).softmax(-1)
     G, reg, alpha = laplace(z, z, bandwidth=1.0), 0.05, 0.3
     # over its own points the minimiser is (G diag(alpha w + (1 - alpha)/n) + reg I)^-1 G w
-    expected = torch.linalg.solve(G * (alpha * w + (1 - alpha) / 12) + reg * torch.eye(12, dtype=F64), G @ w)
-    torch.testing.assert_close(ratios.relative(G, G, w, reg, alpha), expected.clamp(0, 1 / alpha), rtol=1e-9, atol=1e-10)
+    expected = torch.linalg.solve(
+        G * (alpha * w + (1 - alpha) / 12) + reg * torch.eye(12, dtype=F64), G @ w
+    )
+    torch.testing.assert_close(
+        ratios.relative(G, G, w, reg, alpha), expected.clamp(0, 1 / alpha), rtol=1e-9, atol=1e-10
+    )
 
 
 def test_relative_is_bounded_where_the_ratio_is_not(normal):
@@ -200,7 +232,9 @@ def test_relative_comes_near_its_definition(normal):
     pi, p = (torch.distributions.Normal(0.0, s).log_prob(z[:, 0]).exp() for s in (0.5, 1.0))
     for alpha in (0.1, 0.5):
         truth = pi / (alpha * pi + (1 - alpha) * p)
-        r = ratios.relative(KERNEL(z, z), KERNEL(z, u), torch.full((400,), 1 / 400, dtype=F64), 1e-3, alpha)
+        r = ratios.relative(
+            KERNEL(z, z), KERNEL(z, u), torch.full((400,), 1 / 400, dtype=F64), 1e-3, alpha
+        )
         assert (r - truth).square().mean() < 0.05 * (truth - 1).square().mean()
 
 
@@ -208,17 +242,28 @@ def test_relative_of_a_batch_and_its_gradient(samples, normal):
     weights = normal(3, 11).softmax(-1)
     together = ratios.relative(samples.gram, samples.cross, weights, 0.05, 0.2)
     for one, w in zip(together, weights, strict=True):
-        torch.testing.assert_close(one, ratios.relative(samples.gram, samples.cross, w, 0.05, 0.2), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            one, ratios.relative(samples.gram, samples.cross, w, 0.05, 0.2), rtol=1e-9, atol=1e-9
+        )
     assert ((together > 0) & (together < 5)).any()
     weights[0, 0] = -0.05  # below zero the weight leaves the quadratic term
     weights.requires_grad_()
-    assert torch.autograd.gradcheck(lambda w: ratios.relative(samples.gram, samples.cross, w, 0.05, 0.2), (weights,))
+    assert torch.autograd.gradcheck(
+        lambda w: ratios.relative(samples.gram, samples.cross, w, 0.05, 0.2), (weights,)
+    )
 
 
 def test_relative_in_single_precision(samples):
     weights = torch.full((11,), 1 / 11, dtype=F64)
-    single = ratios.relative(samples.gram.float(), samples.cross.float(), weights.float(), 1e-2, 0.2)
-    torch.testing.assert_close(single.double(), ratios.relative(samples.gram, samples.cross, weights, 1e-2, 0.2), rtol=0, atol=2e-3)
+    single = ratios.relative(
+        samples.gram.float(), samples.cross.float(), weights.float(), 1e-2, 0.2
+    )
+    torch.testing.assert_close(
+        single.double(),
+        ratios.relative(samples.gram, samples.cross, weights, 1e-2, 0.2),
+        rtol=0,
+        atol=2e-3,
+    )
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.0, math.nan])
@@ -246,7 +291,11 @@ def test_kulsif_gradient_with_clipped_entries(samples):
 # the table
 
 
-@pytest.mark.parametrize("name", [name for name, form in ratios.RATIOS.items() if form.dense is not None])
+@pytest.mark.parametrize(
+    "name", [name for name, form in ratios.RATIOS.items() if form.dense is not None]
+)
 def test_both_forms_of_a_ratio_in_the_table_are_the_same(normal, name):
     form, F, w = ratios.RATIOS[name], normal(9, 9), normal(3, 9).abs() / 9
-    torch.testing.assert_close(form.primal(F, w, 0.05, 0.1), form.dense(F @ F.mT, w, 0.05, 0.1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        form.primal(F, w, 0.05, 0.1), form.dense(F @ F.mT, w, 0.05, 0.1), rtol=1e-5, atol=1e-6
+    )

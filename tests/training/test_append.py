@@ -13,23 +13,36 @@ from kbf.cli import main
 from kbf.data.synthetic import SyntheticData
 from kbf.data.windows import Span, piece
 from kbf.evaluation.score import score
-from kbf.filters.base import rollout
 from kbf.filters.kernel.kbf import KBF
-from kbf.sequence import Sequence
+from kbf.filters.rollout import rollout
+from kbf.recording import Recording
 from kbf.ssm import rotation
-from kbf.training.append import STEPS_PER_CHUNK, append, chunks, coverage_features, gain, joined, points, prune
+from kbf.training.append import (
+    STEPS_PER_CHUNK,
+    append,
+    chunks,
+    coverage_features,
+    gain,
+    joined,
+    points,
+    prune,
+)
 from kbf.training.checkpoint import CheckpointError, load_filter
-from kbf.training.train import train
+from kbf.training.fit import train
 
 KBF_NET = {"_target_": "kbf.filters.kernel.kbf.KBF", "rank": 24}
 
 
-def recording(n: int, seed: int = 0) -> Sequence:
+def recording(n: int, seed: int = 0) -> Recording:
     return SyntheticData(rotation(), n_train=n, n_test=2, seed=seed).train[0]
 
 
-def trained(path: Path, recordings: list[Sequence], net: dict[str, Any], **data: Any) -> Path:
-    config = {"model": {"name": "some", "net": net, "dtype": "float64", "training": None}, "trainer": TRAINER, "seed": 0}
+def trained(path: Path, recordings: list[Recording], net: dict[str, Any], **data: Any) -> Path:
+    config = {
+        "model": {"name": "some", "net": net, "dtype": "float64", "training": None},
+        "trainer": TRAINER,
+        "seed": 0,
+    }
     train(config | ({"data": data} if data else {}), recordings, path)
     return path / "best.ckpt"
 
@@ -51,12 +64,16 @@ def test_halves_added_one_by_one_are_training_on_both(tmp_path):
     assert (found.before, found.added, found.kept) == (60, 60, 120)
     model = load_filter(path).module.net
     with torch.no_grad():
-        expected = rollout(model.condition([first, second]), recording(15, 4).obs[None]).estimates[0]
-        other = rollout(model.condition([first]), recording(15, 4).obs[None]).estimates[0]
+        expected = rollout(model.fit([first, second]), recording(15, 4).obs[None]).estimates[0]
+        other = rollout(model.fit([first]), recording(15, 4).obs[None]).estimates[0]
     assert torch.equal(estimates(tmp_path / "both.ckpt", recording(15, 4).obs), expected)
-    assert torch.equal(rollout(found.trained.filter, recording(15, 4).obs[None]).estimates[0], expected)
+    assert torch.equal(
+        rollout(found.trained.filter, recording(15, 4).obs[None]).estimates[0], expected
+    )
     assert not torch.allclose(other, expected)
-    assert torch.equal(estimates(path, recording(15, 4).obs), other), "the old checkpoint is as it was"
+    assert torch.equal(estimates(path, recording(15, 4).obs), other), (
+        "the old checkpoint is as it was"
+    )
 
 
 def test_units_are_those_of_the_checkpoint(tmp_path):
@@ -64,7 +81,10 @@ def test_units_are_those_of_the_checkpoint(tmp_path):
     first = recording(60)._replace(states=1000 * recording(60).states)
     second = recording(60, 1)._replace(states=500 * recording(60, 1).states)
     path = trained(tmp_path / "first", [first], KBF_NET, normalise="standard", name="own")
-    old, module = load_filter(path).module.scaling, append(path, [second], tmp_path / "both.ckpt").trained.module
+    old, module = (
+        load_filter(path).module.scaling,
+        append(path, [second], tmp_path / "both.ckpt").trained.module,
+    )
     assert old is not None
     assert module.scaling is not None
     assert torch.equal(module.scaling.z_scale, old.z_scale)
@@ -91,16 +111,21 @@ def test_what_does_not_fit_is_one_clear_error_and_nothing_is_written(tmp_path):
             good._replace(obs=good.obs.expand(2, -1, -1).movedim(0, 2)),
             r"the data's observations have the shape \(2, 2\)",
         ),
-        (good._replace(controls=good.obs), r"the data's controls have the shape \(2,\), .* on \(0,\)"),
+        (
+            good._replace(controls=good.obs),
+            r"the data's controls have the shape \(2,\), .* on \(0,\)",
+        ),
         (good._replace(states=good.states * float("nan")), "NaN"),
     ):
         with pytest.raises(ValueError, match=message):
             append(path, [wrong], out)
-    with pytest.raises(ValueError, match=f"a budget of 3 points is less than the {STEPS_PER_CHUNK} steps"):
+    with pytest.raises(
+        ValueError, match=f"a budget of 3 points is less than the {STEPS_PER_CHUNK} steps"
+    ):
         append(path, [good], out, budget=3)
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         append(tmp_path / "nothing.ckpt", [good], out)
-    net = {"_target_": "kbf.filters.lstm.LSTMFilter", "d": 2, "q": 2}
+    net = {"_target_": "kbf.filters.neural.lstm.LSTMFilter", "d": 2, "q": 2}
     with pytest.raises(ValueError, match=r"a model without a memory \(some\): train it again"):
         append(trained(tmp_path / "lstm", [recording(60)], net), [good], out)
     assert not out.exists()
@@ -109,12 +134,19 @@ def test_what_does_not_fit_is_one_clear_error_and_nothing_is_written(tmp_path):
 @pytest.mark.slow
 def test_the_command_adds_and_tells(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = ["n_train=60", "data.n_test=20", "particles=50", "logger=none", "run_dir=run", "trainer.enable_progress_bar=false"]
+    settings = [
+        "n_train=60",
+        "data.n_test=20",
+        "particles=50",
+        "logger=none",
+        "run_dir=run",
+        "trainer.enable_progress_bar=false",
+    ]
     assert main(["train", "model=kbf_loo", *settings]) == 0
     ckpt = "checkpoint=run/checkpoints/best.ckpt"
     assert main(["append", ckpt, "seed=1", "out=more.ckpt", "budget=120"]) == 0
-    told = capsys.readouterr().out
-    assert "points before" in told
+    ratio_dim = capsys.readouterr().out
+    assert "points before" in ratio_dim
     assert points(load_filter("more.ckpt").module.memory.sequences()) <= 120
     assert load_filter("more.ckpt").monitor is not None
     assert main(["evaluate", "checkpoint=more.ckpt", "particles=50", "run_dir=again"]) == 0
@@ -140,7 +172,9 @@ def test_greedy_choice_is_the_naive_one():
     chosen: list[int] = []
     for _ in range(4):
         kept = torch.cat([parts[i] for i in chosen]) if chosen else features[:0]
-        M = torch.linalg.inv(0.1 * torch.eye(features.shape[1], dtype=torch.float64) + kept.T @ kept)
+        M = torch.linalg.inv(
+            0.1 * torch.eye(features.shape[1], dtype=torch.float64) + kept.T @ kept
+        )
         gains = [-1.0 if i in chosen else gain(part, M) for i, part in enumerate(parts)]
         chosen.append(gains.index(max(gains)))
     expected = sum(len(parts[i]) for i in chosen)
@@ -166,20 +200,27 @@ def test_pruning_a_memory_that_repeats_itself_hurts_far_less_than_dropping_half_
     draw = lambda *size: torch.randn(*size, generator=g, dtype=torch.float64)  # noqa: E731
     around = recording(200)
     rest = torch.tensor([1.0, 0.0]) + 0.02 * draw(600, 2)
-    memory = [around, Sequence(rest, rest + 0.2 * draw(600, 2))]
+    memory = [around, Recording(rest, rest + 0.2 * draw(600, 2))]
     test = recording(200, 7)
 
-    def error(kept: list[Sequence]) -> float:
+    def error(kept: list[Recording]) -> float:
         model = KBF(rank=32)
         model.prepare([around])
         with torch.no_grad():
-            return score(model.condition(kept), [test]).mse.item()
+            return score(model.fit(kept), [test]).mse.item()
 
     budget, spans = 400, chunks([200, 600])
     drop = [piece(memory[1], 200, 600)]
     order = torch.randperm(len(spans), generator=g)[: len(spans) // 2].tolist()
-    random = [piece(memory[s.sequence], s.start, s.stop) for s in joined(sorted(spans[i] for i in order))]
-    whole, pruned, oldest, half = error(memory), error(prune(memory, budget)), error(drop), error(random)
+    random = [
+        piece(memory[s.sequence], s.start, s.stop) for s in joined(sorted(spans[i] for i in order))
+    ]
+    whole, pruned, oldest, half = (
+        error(memory),
+        error(prune(memory, budget)),
+        error(drop),
+        error(random),
+    )
     assert points(prune(memory, budget)) <= budget
     assert pruned < 1.05 * whole
     assert half > 1.1 * whole

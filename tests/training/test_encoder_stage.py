@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import kbf.training.train
-from kbf.filters.laws.ratio import StateDensity, read_code
+import kbf.training.fit
+from kbf.densities.ratio import StateDensity, read_encoding
 from kbf.images import losses
 from kbf.images.augment import PixelNoise
-from kbf.images.codes import Code, CodedFilter
 from kbf.images.encoders import CNN
+from kbf.images.encodings import EncodedFilter, Encoding
+from kbf.recording import Recording
 from kbf.rkhs.linalg import psd_solve
-from kbf.sequence import Sequence
 from kbf.training.callbacks import LastCheckpoint
 from kbf.training.checkpoint import CheckpointError, load_filter, read_checkpoint
-from kbf.training.encoder_data import Frames, RowOrder, Rows
-from kbf.training.encoder_stage import CodeTraining, check_encoder, fit_code, warn_of_chance
-from kbf.training.settings import Coding, read_coding
-from kbf.training.train import check, held_by, train
+from kbf.training.encoder_datamodule import Frames, RowOrder, Rows
+from kbf.training.encoder_stage import EncoderTraining, check_encoder, fit_encoding, warn_of_chance
+from kbf.training.fit import check, held_by, train
+from kbf.training.settings import EncodingSettings, read_encoding_settings
 
 SIDE = 8
 TRAINER = {
@@ -45,12 +45,24 @@ ENCODER = {
     "norm": "batch",
     "dropout": 0.1,
 }
-NOISE = {"_target_": "kbf.images.augment.PixelNoise", "sd": 0.1}
-CODING = {"encoder": ENCODER, "epochs": 4, "lr": 0.02, "members": 2, "batch_size": 32, "augment": [NOISE]}
-KALMAN = {"name": "kalman", "net": {"_target_": "kbf.filters.kalman_fitted.LearnedKalman"}, "training": None, "coding": CODING}
+NOISE = {"_target_": "kbf.images.augment.PixelNoise", "std": 0.1}
+CODING = {
+    "encoder": ENCODER,
+    "epochs": 4,
+    "lr": 0.02,
+    "members": 2,
+    "batch_size": 32,
+    "augment": [NOISE],
+}
+KALMAN = {
+    "name": "kalman",
+    "net": {"_target_": "kbf.filters.gaussian.learned_kalman.LearnedKalman"},
+    "training": None,
+    "encoding": CODING,
+}
 
 
-def blobs(*lengths: int, seed: int = 0) -> list[Sequence]:
+def blobs(*lengths: int, seed: int = 0) -> list[Recording]:
     """A bright blob that circles on 8 x 8 pixels; its position is the state, both as it is."""
     found = []
     for k, steps in enumerate(lengths):
@@ -61,28 +73,41 @@ def blobs(*lengths: int, seed: int = 0) -> list[Sequence]:
         grid = torch.linspace(-1, 1, SIDE)
         rows, columns = (-4 * (grid - states[:, i, None]).square() for i in (1, 0))
         images = (rows[:, :, None] + columns[:, None, :]).exp()[:, None]
-        found.append(Sequence(states.double(), (images + 0.1 * torch.randn(images.shape, generator=generator)).clamp(0, 1)))
+        found.append(
+            Recording(
+                states.double(),
+                (images + 0.1 * torch.randn(images.shape, generator=generator)).clamp(0, 1),
+            )
+        )
     return found
 
 
-def config(coding: dict | None = None, **trainer) -> dict:
+def config(encoding: dict | None = None, **trainer) -> dict:
     model = deepcopy(KALMAN)
-    model["coding"] |= coding or {}
+    model["encoding"] |= encoding or {}
     return {"model": model, "seed": 3, "trainer": TRAINER | trainer}
 
 
-def fitted(sequences: list[Sequence], how: Coding, seed: int = 0, **trainer) -> tuple[Code, CodeTraining]:
+def fitted(
+    sequences: list[Recording], how: EncodingSettings, seed: int = 0, **trainer
+) -> tuple[Encoding, EncoderTraining]:
     """A code of small nets, fitted."""
     torch.manual_seed(seed)
-    code = Code([CNN((1, SIDE, SIDE), features=8, channels=(8,), norm="batch") for _ in range(how.members)], 2, how.gaussians)
+    code = Encoding(
+        [CNN((1, SIDE, SIDE), features=8, channels=(8,), norm="batch") for _ in range(how.members)],
+        2,
+        how.gaussians,
+    )
     obs, states = torch.cat([s.obs for s in sequences]), torch.cat([s.states for s in sequences])
     chunk = torch.cat(held_by([len(s.states) for s in sequences], how.members))
     settings: dict = {key: value for key, value in (TRAINER | trainer).items() if key != "_target_"}
-    made = lightning.Trainer(max_epochs=how.epochs, logger=False, enable_checkpointing=False, **settings)
-    return code, fit_code(made, {"seed": seed}, code, how, (obs, states, chunk))
+    made = lightning.Trainer(
+        max_epochs=how.epochs, logger=False, enable_checkpointing=False, **settings
+    )
+    return code, fit_encoding(made, {"seed": seed}, code, how, (obs, states, chunk))
 
 
-def error(code: Code, sequence: Sequence) -> float:
+def error(code: Encoding, sequence: Recording) -> float:
     """Of codes of new images, over the variance of the states."""
     with torch.no_grad():
         square = (code.eval()(sequence.obs) - sequence.states).square().sum(-1).mean()
@@ -108,24 +133,37 @@ def error(code: Code, sequence: Sequence) -> float:
     ids=lambda changes: " ".join(f"{k}={v}" for k, v in changes.items()) or "linear",
 )
 def test_every_kind_learns(changes):
-    how = Coding(**{"epochs": 15, "lr": 0.02, "members": 2, "batch_size": 32, "weight_decay": 0.01, **changes})
+    how = EncodingSettings(
+        **{
+            "epochs": 15,
+            "lr": 0.02,
+            "members": 2,
+            "batch_size": 32,
+            "weight_decay": 0.01,
+            **changes,
+        }
+    )
     (test,) = blobs(60, seed=1)
     code, module = fitted(blobs(160), how)
     assert error(code, test) < 0.15
     assert not any(m.training for m in code.modules())
     if how.members > 1:  # the validation error that was logged is that of crosswise codes
         (train,) = blobs(160)
-        coded = code.crossfit(train, held_by([160], 2)[0])
-        truth = (coded.obs - train.states).square().sum(-1).mean().item()
-        told = module.trainer.callback_metrics["coding/validation"].item()
-        assert told == pytest.approx(truth, rel=1e-3 if how.loss != "linear" or how.schedule == "onecycle" else 0.5)
+        encoded = code.crossfit(train, held_by([160], 2)[0])
+        truth = (encoded.obs - train.states).square().sum(-1).mean().item()
+        ratio_dim = module.trainer.callback_metrics["encoding/validation"].item()
+        assert ratio_dim == pytest.approx(
+            truth, rel=1e-3 if how.loss != "linear" or how.schedule == "onecycle" else 0.5
+        )
 
 
 def test_a_member_never_sees_its_own_chunk(monkeypatch):
     """Images that say which chunk they are of: no encoder is given one of its own in training."""
     (sequence,) = blobs(30)
     held = held_by([30], 3)[0]
-    marked = sequence._replace(obs=held[:, None, None, None].float().expand(30, 1, SIDE, SIDE).clone())
+    marked = sequence._replace(
+        obs=held[:, None, None, None].float().expand(30, 1, SIDE, SIDE).clone()
+    )
     seen: dict[int, set[float]] = {}
     original = CNN.encode
 
@@ -135,55 +173,67 @@ def test_a_member_never_sees_its_own_chunk(monkeypatch):
         return original(self, x)
 
     monkeypatch.setattr(CNN, "encode", watched)
-    code, _ = fitted([marked], Coding(epochs=2, lr=0.01, members=3, batch_size=8))
+    code, _ = fitted([marked], EncodingSettings(epochs=2, lr=0.01, members=3, batch_size=8))
     assert [seen[id(encoder)] for encoder in code.encoders] == [{1.0, 2.0}, {0.0, 2.0}, {0.0, 1.0}]
 
 
 def test_closed_heads_are_the_ridge_regression_on_the_other_chunks():
     (sequence,) = blobs(60)
-    how = Coding(epochs=1, lr=0.01, members=2, loss="ridge", reg=0.1)
+    how = EncodingSettings(epochs=1, lr=0.01, members=2, loss="ridge", reg=0.1)
     code, _ = fitted([sequence], how)
     held = held_by([60], 2)[0]
     for k in range(2):
         with torch.no_grad():
             psi = code.encoders[k](sequence.obs[held != k]).double()
         y = (sequence.states[held != k] - code.z_mean) / code.z_scale
-        left = torch.cat([psi, torch.ones(30, 1, dtype=torch.float64)], 1)  # the offset is not shrunk
+        left = torch.cat(
+            [psi, torch.ones(30, 1, dtype=torch.float64)], 1
+        )  # the offset is not shrunk
         shrink = 30 * 0.1 * torch.diag(torch.tensor([1.0] * 8 + [0.0], dtype=torch.float64))
         truth = torch.linalg.solve(left.mT @ left + shrink, left.mT @ y)
         head = code.heads[k]
-        torch.testing.assert_close(torch.cat([head.weight.mT, head.bias[None]]).double(), truth, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            torch.cat([head.weight.mT, head.bias[None]]).double(), truth, rtol=1e-3, atol=1e-4
+        )
 
 
 def test_one_seed_one_code_another_seed_another():
-    how = Coding(epochs=2, lr=0.02, members=2, batch_size=16, augment=(PixelNoise(0.1),))
+    how = EncodingSettings(epochs=2, lr=0.02, members=2, batch_size=16, augment=(PixelNoise(0.1),))
     a, b, c = (fitted(blobs(60), how, seed)[0].state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not torch.equal(a["heads.0.weight"], c["heads.0.weight"])
 
 
 def test_a_batch_of_one_chunk_teaches_its_member_nothing_and_breaks_nothing():
-    how = Coding(epochs=1, lr=0.02, members=2)
+    how = EncodingSettings(epochs=1, lr=0.02, members=2)
     torch.manual_seed(0)
-    code = Code([CNN((1, SIDE, SIDE), features=8, channels=(8,), norm="batch") for _ in range(2)], 2)
+    code = Encoding(
+        [CNN((1, SIDE, SIDE), features=8, channels=(8,), norm="batch") for _ in range(2)], 2
+    )
     (s,) = blobs(12)
     chunk = torch.zeros(12, dtype=torch.long)
     for kind in ("linear", "ridge", "split"):
-        module = CodeTraining({"seed": 0}, code, how._replace(loss=kind), Frames(s.obs, s.states, chunk))
+        module = EncoderTraining(
+            {"seed": 0}, code, how._replace(loss=kind), Frames(s.obs, s.states, chunk)
+        )
         for rows in (slice(None), slice(1)):
             found = module.losses(Rows(s.obs[rows], s.states[rows], chunk[rows]))
             found.sum().backward()
             assert found[0] == 0
             assert torch.isfinite(found).all()
         gradients = [p.grad for p in code.encoders[0].parameters()]
-        assert all(g is not None and (g == 0).all() for g in gradients)  # there, since distributed training wants them
+        assert all(
+            g is not None and (g == 0).all() for g in gradients
+        )  # there, since distributed training wants them
 
 
 def test_fourier_targets():
     (s,) = blobs(50)
-    code = Code([CNN((1, SIDE, SIDE))], 2)
-    how = Coding(epochs=1, lr=0.1, members=1, loss="ridge", targets="fourier", fourier=4000)
-    module = CodeTraining({"seed": 0}, code, how, Frames(s.obs, s.states, torch.zeros(50)))
+    code = Encoding([CNN((1, SIDE, SIDE))], 2)
+    how = EncodingSettings(
+        epochs=1, lr=0.1, members=1, loss="ridge", targets="fourier", fourier=4000
+    )
+    module = EncoderTraining({"seed": 0}, code, how, Frames(s.obs, s.states, torch.zeros(50)))
     phi, width = module.targets(s.states), torch.pdist(s.states).median()
     gram = (-0.5 * torch.cdist(s.states, s.states).square() / width**2).exp()
     torch.testing.assert_close((phi @ phi.mT).double(), gram, atol=0.1, rtol=0)
@@ -195,7 +245,11 @@ def test_mixed_precision(kind, monkeypatch):
     """Encoders run in bfloat16, the solve in double precision, and the error is that of single precision."""
     solved, ran = set(), set()
     original, encode = psd_solve, CNN.encode
-    monkeypatch.setattr(losses, "psd_solve", lambda a, b, **kw: solved.add((a.dtype, b.dtype)) or original(a, b, **kw))
+    monkeypatch.setattr(
+        losses,
+        "psd_solve",
+        lambda a, b, **kw: solved.add((a.dtype, b.dtype)) or original(a, b, **kw),
+    )
 
     def watched(self, x):
         out = encode(self, x)
@@ -203,7 +257,10 @@ def test_mixed_precision(kind, monkeypatch):
         return out
 
     monkeypatch.setattr(CNN, "encode", watched)
-    how, (test,) = Coding(epochs=8, lr=0.02, members=2, batch_size=32, loss=kind), blobs(60, seed=1)
+    how, (test,) = (
+        EncodingSettings(epochs=8, lr=0.02, members=2, batch_size=32, loss=kind),
+        blobs(60, seed=1),
+    )
     full = error(fitted(blobs(128), how)[0], test)
     assert torch.bfloat16 not in ran
     half = error(fitted(blobs(128), how, precision="bf16-mixed")[0], test)
@@ -219,7 +276,7 @@ class Interrupted(Exception):
     pass
 
 
-def stop_after(epoch: int, monkeypatch, name: str = "coding.ckpt") -> None:
+def stop_after(epoch: int, monkeypatch, name: str = "encoder.ckpt") -> None:
     """The run ends when the checkpoint of this name is written in an epoch."""
     original = LastCheckpoint.on_train_epoch_end
 
@@ -246,10 +303,10 @@ def test_a_resumed_first_stage_is_an_uninterrupted_one(tmp_path, monkeypatch, sc
         stop_after(epoch, patch)
         with pytest.raises(Interrupted):
             train(settings, data, tmp_path / "cut")
-    assert {path.name for path in (tmp_path / "cut").iterdir()} == {"coding.ckpt"}
-    stored = read_checkpoint(tmp_path / "cut" / "coding.ckpt")
-    assert (stored["epoch"], stored["kbf"]["stage"]) == (epoch, "coding")
-    train(settings, data, tmp_path / "cut", ckpt_path=tmp_path / "cut" / "coding.ckpt")
+    assert {path.name for path in (tmp_path / "cut").iterdir()} == {"encoder.ckpt"}
+    stored = read_checkpoint(tmp_path / "cut" / "encoder.ckpt")
+    assert (stored["epoch"], stored["kbf"]["stage"]) == (epoch, "encoding")
+    train(settings, data, tmp_path / "cut", ckpt_path=tmp_path / "cut" / "encoder.ckpt")
     assert {path.name for path in (tmp_path / "cut").iterdir()} == {"best.ckpt", "last.ckpt"}
     whole, cut = code_of(tmp_path / "whole"), code_of(tmp_path / "cut")
     assert whole.keys() == cut.keys()
@@ -260,12 +317,15 @@ def test_a_resumed_first_stage_is_an_uninterrupted_one(tmp_path, monkeypatch, sc
 def test_the_first_stage_is_kept_until_the_second_has_a_checkpoint(tmp_path, monkeypatch):
     data = blobs(60)
     with monkeypatch.context() as patch:
-        patch.setattr("kbf.filters.kalman_fitted.LearnedKalman.condition", lambda self, memory: 1 / 0)
+        patch.setattr(
+            "kbf.filters.gaussian.learned_kalman.LearnedKalman.condition",
+            lambda self, memory: 1 / 0,
+        )
         with pytest.raises(ZeroDivisionError):
             train(config(), data, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"coding.ckpt"}
-    assert read_checkpoint(tmp_path / "coding.ckpt")["epoch"] == CODING["epochs"] - 1
-    train(config(), data, tmp_path, ckpt_path=tmp_path / "coding.ckpt")
+    assert {path.name for path in tmp_path.iterdir()} == {"encoder.ckpt"}
+    assert read_checkpoint(tmp_path / "encoder.ckpt")["epoch"] == CODING["epochs"] - 1
+    train(config(), data, tmp_path, ckpt_path=tmp_path / "encoder.ckpt")
     train(config(), data, tmp_path / "whole")
     assert all(torch.equal(v, code_of(tmp_path / "whole")[k]) for k, v in code_of(tmp_path).items())
 
@@ -273,9 +333,23 @@ def test_the_first_stage_is_kept_until_the_second_has_a_checkpoint(tmp_path, mon
 LSTM = {
     "name": "lstm",
     "dtype": "float32",
-    "coding": CODING,
-    "net": {"_target_": "kbf.filters.lstm.LSTMFilter", "d": 2, "q": [2], "hidden": 8, "sizes": [8]},
-    "training": {"epochs": 3, "lr": 0.01, "schedule": "cosine", "batch_size": 16, "window": 8, "folds": 1, "validation": 0.2},
+    "encoding": CODING,
+    "net": {
+        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "d": 2,
+        "q": [2],
+        "hidden": 8,
+        "sizes": [8],
+    },
+    "training": {
+        "epochs": 3,
+        "lr": 0.01,
+        "schedule": "cosine",
+        "batch_size": 16,
+        "window": 8,
+        "folds": 1,
+        "validation": 0.2,
+    },
 }
 
 
@@ -290,7 +364,10 @@ def test_a_resumed_second_stage_is_an_uninterrupted_one(tmp_path, monkeypatch):
             train(settings, data, tmp_path / "cut")
     assert {path.name for path in (tmp_path / "cut").iterdir()} == {"best.ckpt", "last.ckpt"}
     with monkeypatch.context() as patch:
-        patch.setattr("kbf.training.train.fit_code", lambda *_: pytest.fail("the encoders were fitted again"))
+        patch.setattr(
+            "kbf.training.fit.fit_encoding",
+            lambda *_: pytest.fail("the encoders were fitted again"),
+        )
         resumed = train(settings, data, tmp_path / "cut", ckpt_path=tmp_path / "cut" / "last.ckpt")
     assert whole is not None and resumed is not None
     assert whole.validation_mse == resumed.validation_mse
@@ -304,11 +381,15 @@ def test_memory_holds_codes_and_no_images(tmp_path):
     trained = train(config(), data, tmp_path)
     assert trained is not None
     checkpoint = torch.load(tmp_path / "best.ckpt", weights_only=True)
-    sizes = {tuple(value.shape) for name, value in checkpoint["state_dict"].items() if name.startswith("memory.")}
+    sizes = {
+        tuple(value.shape)
+        for name, value in checkpoint["state_dict"].items()
+        if name.startswith("memory.")
+    }
     assert sizes == {(50, 2), (30, 2)}
     assert checkpoint["kbf"]["observation"] == (1, SIDE, SIDE)
     loaded = load_filter(tmp_path / "best.ckpt").filter
-    assert isinstance(loaded, CodedFilter) and not any(m.training for m in loaded.modules())
+    assert isinstance(loaded, EncodedFilter) and not any(m.training for m in loaded.modules())
     trained.module.train()
     assert not any(m.training for m in trained.module.filter().code.modules())
     code, held = trained.module.code, held_by([50, 30], 2)
@@ -320,32 +401,43 @@ def test_memory_holds_codes_and_no_images(tmp_path):
 
 def test_encoders_that_learn_nothing_are_told_of(tmp_path):
     data = blobs(50, 30)
-    noise = [s._replace(states=torch.rand(s.states.shape, generator=torch.Generator().manual_seed(k))) for k, s in enumerate(data)]
-    with pytest.warns(UserWarning, match=r"learned next to nothing: .* 0 % of the states' variance"):
+    noise = [
+        s._replace(states=torch.rand(s.states.shape, generator=torch.Generator().manual_seed(k)))
+        for k, s in enumerate(data)
+    ]
+    with pytest.warns(
+        UserWarning, match=r"learned next to nothing: .* 0 % of the states' variance"
+    ):
         train(config(), noise, tmp_path)
 
 
 @pytest.mark.parametrize(("error", "warned"), [(0.96, True), (0.94, False)])
 def test_next_to_nothing_is_five_percent_of_the_variance_that_images_tell_of(error, warned):
-    states = torch.cat([torch.tensor([[-1.0], [1.0]]).repeat(50, 1), 99 * torch.ones(100, 1)], 1)  # the second is not told of
-    codes = states[:, :1] + math.sqrt(error)
+    states = torch.cat(
+        [torch.tensor([[-1.0], [1.0]]).repeat(50, 1), 99 * torch.ones(100, 1)], 1
+    )  # the second is not told of
+    encodings = states[:, :1] + math.sqrt(error)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_of_chance(states, codes, Coding(epochs=1, lr=0.1, visible=(0,)))
+        warn_of_chance(states, encodings, EncodingSettings(epochs=1, lr=0.1, visible=(0,)))
     assert bool(caught) == warned
 
 
 def test_missing_images_are_not_learned_from_and_stay_missing(tmp_path, monkeypatch):
     """What is in their place changes nothing; the others keep their chunks."""
     given = []
-    original = kbf.training.train.fit_code
-    monkeypatch.setattr(kbf.training.train, "fit_code", lambda *a: given.append(a[4]) or original(*a))
+    original = kbf.training.fit.fit_encoding
+    monkeypatch.setattr(
+        kbf.training.fit, "fit_encoding", lambda *a: given.append(a[4]) or original(*a)
+    )
     data = blobs(50, 30)
     mask = torch.rand(50, generator=torch.Generator().manual_seed(0)) < 0.7
     runs = []
     for value in (0.0, 1e6):
         spoiled = torch.where(mask[:, None, None, None], data[0].obs, value)
-        trained = train(config(), [Sequence(data[0].states, spoiled, mask), data[1]], tmp_path / str(value))
+        trained = train(
+            config(), [Recording(data[0].states, spoiled, mask), data[1]], tmp_path / str(value)
+        )
         assert trained is not None
         runs.append(trained.module)
     obs, states, chunk = given[0]
@@ -363,10 +455,22 @@ def test_missing_images_are_not_learned_from_and_stay_missing(tmp_path, monkeypa
 
 def test_encoders_depend_on_the_seed_alone_and_differ(tmp_path):
     """Not on the data, nor on the net behind them: models are compared on one code."""
-    first = train(config({"epochs": 1, "lr": 1e-12, "weight_decay": 0.0}), blobs(50), tmp_path / "a")
-    model = deepcopy(LSTM) | {"coding": deepcopy(CODING) | {"epochs": 1, "lr": 1e-12, "weight_decay": 0.0}}
-    second = train({"model": model, "seed": 3, "trainer": TRAINER | {"max_epochs": 1}}, blobs(60, seed=1), tmp_path / "b")
-    other = train(config({"epochs": 1, "lr": 1e-12, "weight_decay": 0.0}) | {"seed": 4}, blobs(50), tmp_path / "c")
+    first = train(
+        config({"epochs": 1, "lr": 1e-12, "weight_decay": 0.0}), blobs(50), tmp_path / "a"
+    )
+    model = deepcopy(LSTM) | {
+        "encoding": deepcopy(CODING) | {"epochs": 1, "lr": 1e-12, "weight_decay": 0.0}
+    }
+    second = train(
+        {"model": model, "seed": 3, "trainer": TRAINER | {"max_epochs": 1}},
+        blobs(60, seed=1),
+        tmp_path / "b",
+    )
+    other = train(
+        config({"epochs": 1, "lr": 1e-12, "weight_decay": 0.0}) | {"seed": 4},
+        blobs(50),
+        tmp_path / "c",
+    )
     assert first is not None and second is not None and other is not None
     nets = [[e.net[0].weight for e in t.module.code.encoders] for t in (first, second, other)]  # pyright: ignore[reportOptionalMemberAccess]
     torch.testing.assert_close(nets[0], nets[1])
@@ -378,13 +482,19 @@ def test_an_unfinished_first_stage_is_no_filter(tmp_path, monkeypatch):
     stop_after(0, monkeypatch)
     with pytest.raises(Interrupted):
         train(config(), blobs(50), tmp_path)
-    with pytest.raises(CheckpointError, match=r"encoders were still learning: go on with kbf train ckpt_path=.*coding.ckpt"):
-        load_filter(tmp_path / "coding.ckpt")
+    with pytest.raises(
+        CheckpointError,
+        match=r"encoders were still learning: go on with kbf train ckpt_path=.*encoder.ckpt",
+    ):
+        load_filter(tmp_path / "encoder.ckpt")
 
 
 def test_a_diverging_loss_is_one_error(tmp_path, monkeypatch):
     monkeypatch.setattr(CNN, "encode", lambda self, x: torch.full((len(x), 8), float("nan")))
-    with pytest.raises(ValueError, match=r"loss of the encoders became \[nan, nan\]: try a smaller data.coding.lr \(0.02\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"loss of the encoders became \[nan, nan\]: try a smaller data.encoding.lr \(0.02\)",
+    ):
         train(config(), blobs(50), tmp_path)
 
 
@@ -433,42 +543,71 @@ def test_processes_share_each_batch():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speed": 1}, "data.coding has no 'speed'; it has encoder, epochs, lr"),
-        ({"loss": "hinge"}, "data.coding.loss must be one of linear, ridge, split, ratio; got 'hinge'"),
-        ({"targets": "pixels"}, "data.coding.targets must be one of states, fourier"),
-        ({"optimiser": "lbfgs"}, "data.coding.optimiser must be one of adam, adamw, sgd"),
-        ({"schedule": "cosine"}, "data.coding.schedule must be one of constant, onecycle"),
-        ({"members": 0}, "data.coding.members must be a whole number, at least 1; got 0"),
-        ({"epochs": 1.5}, "data.coding.epochs must be a whole number, at least 1; got 1.5"),
-        ({"batch_size": 0}, "data.coding.batch_size must be a whole number, at least 1; got 0"),
-        ({"lr": 0}, "data.coding.lr must be a number > 0; got 0"),
-        ({"lr": "fast"}, "data.coding.lr must be a number > 0; got 'fast'"),
-        ({"reg": -1.0}, "data.coding.reg must be a number > 0; got -1.0"),
-        ({"weight_decay": -1.0}, "data.coding.weight_decay must be a number >= 0"),
+        ({"speed": 1}, "data.encoding has no 'speed'; it has encoder, epochs, lr"),
+        (
+            {"loss": "hinge"},
+            "data.encoding.loss must be one of linear, ridge, split, ratio; got 'hinge'",
+        ),
+        ({"targets": "pixels"}, "data.encoding.targets must be one of states, fourier"),
+        ({"optimiser": "lbfgs"}, "data.encoding.optimiser must be one of adam, adamw, sgd"),
+        ({"schedule": "cosine"}, "data.encoding.schedule must be one of constant, onecycle"),
+        ({"members": 0}, "data.encoding.members must be a whole number, at least 1; got 0"),
+        ({"epochs": 1.5}, "data.encoding.epochs must be a whole number, at least 1; got 1.5"),
+        ({"batch_size": 0}, "data.encoding.batch_size must be a whole number, at least 1; got 0"),
+        ({"lr": 0}, "data.encoding.lr must be a number > 0; got 0"),
+        ({"lr": "fast"}, "data.encoding.lr must be a number > 0; got 'fast'"),
+        ({"reg": -1.0}, "data.encoding.reg must be a number > 0; got -1.0"),
+        ({"weight_decay": -1.0}, "data.encoding.weight_decay must be a number >= 0"),
         ({"targets": "fourier"}, "use ridge or split with targets=fourier"),
-        ({"targets": "fourier", "loss": "ridge", "fourier": 5}, "data.coding.fourier must be even"),
-        ({"encoder": None}, "data.coding needs encoder"),
+        (
+            {"targets": "fourier", "loss": "ridge", "fourier": 5},
+            "data.encoding.fourier must be even",
+        ),
+        ({"encoder": None}, "data.encoding needs encoder"),
         ({"members": 99}, "50 training steps cannot be cut into 99 folds"),
-        ({"batch_size": 1}, "50 images in batches of 1 for 1 processes leave batches of 1, too few"),
-        ({"encoder": ENCODER | {"q": [3, 8, 8]}}, "images of 1 x 8 x 8, the encoder was built for 3 x 8 x 8"),
-        ({"encoder": {"_target_": "torch.nn.Flatten"}}, "the encoder Flatten needs an attribute 'features'"),
+        (
+            {"batch_size": 1},
+            "50 images in batches of 1 for 1 processes leave batches of 1, too few",
+        ),
+        (
+            {"encoder": ENCODER | {"q": [3, 8, 8]}},
+            "images of 1 x 8 x 8, the encoder was built for 3 x 8 x 8",
+        ),
+        (
+            {"encoder": {"_target_": "torch.nn.Flatten"}},
+            "the encoder Flatten needs an attribute 'features'",
+        ),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_settings_that_cannot_be_are_one_line_before_anything_is_written(changes, message, tmp_path):
-    for go in (lambda c, d: check(c, d, trust=True), lambda c, d: train(c, d, tmp_path / "run", trust=True)):
-        if "encoder was built" in message and not (tmp_path / "run").exists() and go.__code__.co_names[0] == "train":
+def test_settings_that_cannot_be_are_one_line_before_anything_is_written(
+    changes, message, tmp_path
+):
+    for go in (
+        lambda c, d: check(c, d, trust=True),
+        lambda c, d: train(c, d, tmp_path / "run", trust=True),
+    ):
+        if (
+            "encoder was built" in message
+            and not (tmp_path / "run").exists()
+            and go.__code__.co_names[0] == "train"
+        ):
             continue  # training would find it too, after the directory was made: `check` is asked first
-        with pytest.raises(ValueError, match=message.replace(".", r"\.")) as told:
+        with pytest.raises(ValueError, match=message.replace(".", r"\.")) as ratio_dim:
             go(config(changes), blobs(50))
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(ratio_dim.value)
         assert not (tmp_path / "run").exists()
 
 
 def test_missing_settings():
-    with pytest.raises(ValueError, match=r"data\.coding needs epochs and lr"):
-        read_coding({})
-    assert read_coding({"epochs": 1, "lr": 0.1, "augment": None, "clip": None, "batch_size": None}).augment == ()
+    with pytest.raises(ValueError, match=r"data\.encoding needs epochs and lr"):
+        read_encoding_settings({})
+    assert (
+        read_encoding_settings(
+            {"epochs": 1, "lr": 0.1, "augment": None, "clip": None, "batch_size": None}
+        ).augment
+        == ()
+    )
 
 
 def test_encoders_are_tried_with_an_image():
@@ -479,7 +618,9 @@ def test_encoders_are_tried_with_an_image():
             return x.flatten(1)
 
     image = torch.zeros(1, 1, 4, 4)
-    with pytest.raises(ValueError, match=r"Wrong made features \(16,\) of an image, its attribute 'features' is 3"):
+    with pytest.raises(
+        ValueError, match=r"Wrong made features \(16,\) of an image, its attribute 'features' is 3"
+    ):
         check_encoder(Wrong(), image)
     linear = nn.Linear(5, 2)
     linear.features = 2  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
@@ -491,7 +632,12 @@ def test_encoders_are_tried_with_an_image():
 
 
 def test_missing_weights_are_found_before_anything_is_written():
-    encoder = {"_target_": "kbf.images.encoders.Backbone", "q": [1, SIDE, SIDE], "name": "mobilenet_v3_small", "weights": "none.pt"}
+    encoder = {
+        "_target_": "kbf.images.encoders.Backbone",
+        "q": [1, SIDE, SIDE],
+        "name": "mobilenet_v3_small",
+        "weights": "none.pt",
+    }
     with pytest.raises(ValueError, match=r"there is no file none.pt with weights"):
         check(config({"encoder": encoder, "members": 1}), blobs(50))
 
@@ -510,11 +656,13 @@ def test_ratios_know_which_images_tell_nothing():
             else torch.randint(0, 256, obs[rows].shape, generator=g).to(obs)
         )
         noisy.append(s._replace(obs=obs))
-    how = read_coding({"epochs": 40, "lr": 0.005, "members": 2, "loss": "ratio", "clip": 5.0, "batch_size": 20})
+    how = read_encoding_settings(
+        {"epochs": 40, "lr": 0.005, "members": 2, "loss": "ratio", "clip": 5.0, "batch_size": 20}
+    )
     code = fitted(noisy[:2], how)[0]
     code.tells = True
     with torch.no_grad():
-        ratio = read_code(code(noisy[2].obs), 2)
+        ratio = read_encoding(code(noisy[2].obs), 2)
     doubt = ratio.log_shares[:, 0].exp()
     assert doubt[spoilt[2]].mean() > 10 * doubt[~spoilt[2]].mean()
     z = noisy[2].states.float()

@@ -12,15 +12,15 @@ from torch import nn
 from kbf.data.synthetic import SyntheticData
 from kbf.data.windows import split
 from kbf.evaluation.score import score
-from kbf.filters.base import rollout
-from kbf.filters.lstm import LSTMFilter
+from kbf.filters.neural.lstm import LSTMFilter
+from kbf.filters.rollout import rollout
+from kbf.recording import Recording
 from kbf.runtime.instantiate import build
-from kbf.sequence import Sequence
 from kbf.ssm import rotation
 from kbf.training.callbacks import LastCheckpoint
 from kbf.training.checkpoint import CheckpointError, load_filter, read_checkpoint
 from kbf.training.filter_stage import FilterTraining
-from kbf.training.train import check, train
+from kbf.training.fit import check, train
 
 TRAINER = {
     "_target_": "lightning.Trainer",
@@ -36,22 +36,53 @@ TRAINER = {
 LSTM = {
     "name": "lstm",
     "dtype": "float32",
-    "net": {"_target_": "kbf.filters.lstm.LSTMFilter", "d": 2, "q": 2, "hidden": 8, "sizes": [8]},
-    "training": {"epochs": 4, "lr": 0.01, "schedule": "cosine", "batch_size": 16, "window": 8, "folds": 1, "validation": 0.2},
+    "net": {
+        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "d": 2,
+        "q": 2,
+        "hidden": 8,
+        "sizes": [8],
+    },
+    "training": {
+        "epochs": 4,
+        "lr": 0.01,
+        "schedule": "cosine",
+        "batch_size": 16,
+        "window": 8,
+        "folds": 1,
+        "validation": 0.2,
+    },
 }
 KERNEL = {
     "name": "kbf_tuned",
     "net": {"_target_": "kbf.filters.kernel.kbf.KBF", "rank": 16},
-    "training": {"epochs": 2, "lr": 0.05, "window": 8, "stride": 4, "burn_in": 2, "folds": 2, "validation": 0.2},
+    "training": {
+        "epochs": 2,
+        "lr": 0.05,
+        "window": 8,
+        "stride": 4,
+        "burn_in": 2,
+        "folds": 2,
+        "validation": 0.2,
+    },
 }
 TRUE_MODEL = {"_target_": "kbf.ssm.rotation"}
 CLOSED = {
-    "kalman": {"_target_": "kbf.filters.kalman_fitted.LearnedKalman"},
-    "frame": {"_target_": "kbf.filters.regression.FrameRegression"},
-    "ekf": {"_target_": "kbf.filters.ekf.EKF", "model": TRUE_MODEL},
-    "ukf": {"_target_": "kbf.filters.ukf.UKF", "model": TRUE_MODEL},
-    "particle": {"_target_": "kbf.filters.particle.ParticleFilter", "model": TRUE_MODEL, "particles": 50},
-    "kbf": {"_target_": "kbf.filters.kernel.simulated_memory.SimulatedMemoryKBF", "points": 60, "draws": 2, "rank": 8},
+    "kalman": {"_target_": "kbf.filters.gaussian.learned_kalman.LearnedKalman"},
+    "frame": {"_target_": "kbf.filters.regression.kernel_ridge.FrameRegression"},
+    "ekf": {"_target_": "kbf.filters.gaussian.ekf.EKF", "model": TRUE_MODEL},
+    "ukf": {"_target_": "kbf.filters.gaussian.ukf.UKF", "model": TRUE_MODEL},
+    "particle": {
+        "_target_": "kbf.filters.particle.bootstrap.ParticleFilter",
+        "model": TRUE_MODEL,
+        "particles": 50,
+    },
+    "kbf": {
+        "_target_": "kbf.filters.kernel.simulated_kbf.SimulatedKBF",
+        "points": 60,
+        "draws": 2,
+        "rank": 8,
+    },
     "dense": {"_target_": "kbf.filters.kernel.kbf.KBF", "rank": None},
 }
 
@@ -95,7 +126,9 @@ def test_resumed_is_uninterrupted(data, tmp_path, monkeypatch, schedule):
         with pytest.raises(Interrupted):
             train(settings, data.train, tmp_path / "cut", trust=True)
     assert read_checkpoint(tmp_path / "cut" / "last.ckpt")["epoch"] == 1
-    resumed = train(settings, data.train, tmp_path / "cut", ckpt_path=tmp_path / "cut" / "last.ckpt", trust=True)
+    resumed = train(
+        settings, data.train, tmp_path / "cut", ckpt_path=tmp_path / "cut" / "last.ckpt", trust=True
+    )
     assert whole is not None and resumed is not None
     assert whole.validation_mse == resumed.validation_mse
     last, other = (read_checkpoint(tmp_path / d / "last.ckpt") for d in ("whole", "cut"))
@@ -118,8 +151,20 @@ def test_early_stopping_keeps_the_best_and_stays_stopped(data, tmp_path):
 
 
 def test_the_best_epoch_may_be_that_of_the_net_s_own_loss(data, tmp_path):
-    net = {"_target_": "kbf.filters.gru_images.GRUImages", "d": 2, "q": 2, "m": 3, "units": 8}
-    settings = config(LSTM | {"name": "gru_images", "net": net}, epochs=12, lr=0.05, schedule="constant", monitor="loss")
+    net = {
+        "_target_": "kbf.filters.neural.gru_end_to_end.GRUImages",
+        "d": 2,
+        "q": 2,
+        "m": 3,
+        "units": 8,
+    }
+    settings = config(
+        LSTM | {"name": "gru_images", "net": net},
+        epochs=12,
+        lr=0.05,
+        schedule="constant",
+        monitor="loss",
+    )
     trained = train(settings, data.train, tmp_path)
     assert trained is not None
     kept = read_checkpoint(tmp_path / "best.ckpt")["callbacks"]["BestCheckpoint"]
@@ -129,7 +174,11 @@ def test_the_best_epoch_may_be_that_of_the_net_s_own_loss(data, tmp_path):
         loss = own.loss(*(leaf[None].float() for leaf in (held.states, held.obs))).item()
         z = rollout(own, held.obs[None].float()).estimates
     assert float(kept["best_model_score"]) == pytest.approx(loss, rel=1e-4)
-    assert kept["least"] == trained.validation_mse == pytest.approx(float((z[0] - held.states).square().sum(-1).mean()), rel=1e-4)
+    assert (
+        kept["least"]
+        == trained.validation_mse
+        == pytest.approx(float((z[0] - held.states).square().sum(-1).mean()), rel=1e-4)
+    )
     again = train(settings, data.train, tmp_path, ckpt_path=tmp_path / "last.ckpt")
     assert again is not None and again.validation_mse == trained.validation_mse
     with pytest.raises(ValueError, match="needs a net with a loss of its own, KBF has none"):
@@ -144,7 +193,9 @@ def test_gradient_training_lowers_the_error_and_ignores_the_validation_part(data
     assert trained is not None
     moved = trained.module.net.log_bandwidth.detach() - start.net.log_bandwidth.detach()
     assert moved.abs().max() > 0.01
-    other = [data.train[0]._replace(states=data.train[0].states.clone(), obs=data.train[0].obs.clone())]
+    other = [
+        data.train[0]._replace(states=data.train[0].states.clone(), obs=data.train[0].obs.clone())
+    ]
     other[0].states[48:] += 100.0
     spoiled = train(config(KERNEL, epochs=1, schedule="constant"), other, tmp_path / "a")
     clean = train(config(KERNEL, epochs=1, schedule="constant"), data.train, tmp_path / "b")
@@ -160,7 +211,9 @@ def test_gradient_training_lowers_the_error_and_ignores_the_validation_part(data
     ids=lambda m: m["name"],
 )
 def test_a_checkpoint_gives_equal_estimates_from_itself_alone(data, tmp_path, model):
-    trained = train(config(model, **({"epochs": 1} if model["training"] else {})), data.train, tmp_path)
+    trained = train(
+        config(model, **({"epochs": 1} if model["training"] else {})), data.train, tmp_path
+    )
     assert trained is not None
     assert {path.name for path in tmp_path.iterdir()} == {"best.ckpt", "last.ckpt"}
     torch.load(tmp_path / "best.ckpt", weights_only=True)
@@ -176,15 +229,15 @@ def test_saved_operators_are_the_ones_used(data, tmp_path, monkeypatch):
     """Also where another machine would build them differently, with another rank even."""
     train(config({"name": "kbf", "net": CLOSED["kbf"], "training": None}), data.train, tmp_path)
     before = score(load_filter(tmp_path / "best.ckpt").filter, data.test)
-    from kbf.filters.kernel.simulated_memory import SimulatedMemoryKBF
+    from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 
-    original = SimulatedMemoryKBF.condition
+    original = SimulatedKBF.fit
 
     def otherwise(self, memory):
         self.rank, self.seed = self.rank - 3, self.seed + 1
         return original(self, memory)
 
-    monkeypatch.setattr(SimulatedMemoryKBF, "condition", otherwise)
+    monkeypatch.setattr(SimulatedKBF, "fit", otherwise)
     after = score(load_filter(tmp_path / "best.ckpt").filter, data.test)
     torch.testing.assert_close(before.estimates[0], after.estimates[0])
 
@@ -193,17 +246,24 @@ def test_several_sequences_and_images(tmp_path):
     """An encoder of images is trained by the same path, on recordings of different lengths."""
     generator = torch.Generator().manual_seed(0)
     sequences = [
-        Sequence(torch.randn(n, 2, generator=generator), torch.rand(n, 1, 4, 4, generator=generator)) for n in (30, 17, 23)
+        Recording(
+            torch.randn(n, 2, generator=generator), torch.rand(n, 1, 4, 4, generator=generator)
+        )
+        for n in (30, 17, 23)
     ]
     net = {
-        "_target_": "kbf.filters.lstm.LSTMFilter",
+        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
         "d": 2,
         "q": [1, 4, 4],
         "hidden": 4,
         "encoder": {"_target_": "torch.nn.Flatten"},
         "features": 16,
     }
-    model = {**LSTM, "net": net, "training": {"epochs": 2, "lr": 0.01, "window": 6, "folds": 1, "validation": 0.5}}
+    model = {
+        **LSTM,
+        "net": net,
+        "training": {"epochs": 2, "lr": 0.01, "window": 6, "folds": 1, "validation": 0.5},
+    }
     trained = train(config(model), sequences, tmp_path, trust=True)
     assert trained is not None
     assert trained.validation_mse is not None
@@ -213,15 +273,19 @@ def test_several_sequences_and_images(tmp_path):
 def test_the_fast_way_through_a_recurrent_net_is_the_rollout(data):
     net = LSTMFilter(2, 2, hidden=4, sizes=(4,)).double()
     mask = torch.rand(1, 60, generator=torch.Generator().manual_seed(0)) < 0.7
-    windows = Sequence(data.train[0].states[None], data.train[0].obs[None], mask)
-    torch.testing.assert_close(net.window_estimates([], windows), rollout(net, windows.obs, mask=mask).estimates)
+    windows = Recording(data.train[0].states[None], data.train[0].obs[None], mask)
+    torch.testing.assert_close(
+        net.window_estimates([], windows), rollout(net, windows.obs, mask=mask).estimates
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint at all", b"PK\x03\x04 broken zip"])
 def test_damaged_checkpoints(tmp_path, content):
     path = tmp_path / "best.ckpt"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"best.ckpt \({len(content)} bytes\) is no checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=rf"best.ckpt \({len(content)} bytes\) is no checkpoint"
+    ):
         load_filter(path)
 
 
@@ -231,7 +295,9 @@ def test_missing_foreign_and_cut_checkpoints(data, tmp_path):
     torch.save({"state_dict": nn.Linear(2, 2).state_dict()}, tmp_path / "other.ckpt")
     with pytest.raises(CheckpointError, match="not written by kbf"):
         load_filter(tmp_path / "other.ckpt")
-    train(config({"name": "kalman", "net": CLOSED["kalman"], "training": None}), data.train, tmp_path)
+    train(
+        config({"name": "kalman", "net": CLOSED["kalman"], "training": None}), data.train, tmp_path
+    )
     whole = (tmp_path / "best.ckpt").read_bytes()
     (tmp_path / "cut.ckpt").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match="damaged"):
@@ -243,9 +309,14 @@ def test_missing_foreign_and_cut_checkpoints(data, tmp_path):
         load_filter(tmp_path / "mixed.ckpt")
 
 
-@pytest.mark.parametrize("target", ["os.getcwd", "kbf.training.train.Path", "kbf.training.train.torch.load", "builtins.print"])
+@pytest.mark.parametrize(
+    "target",
+    ["os.getcwd", "kbf.training.fit.Path", "kbf.training.fit.torch.load", "builtins.print"],
+)
 def test_a_checkpoint_names_only_what_kbf_defines(data, tmp_path, target):
-    train(config({"name": "kalman", "net": CLOSED["kalman"], "training": None}), data.train, tmp_path)
+    train(
+        config({"name": "kalman", "net": CLOSED["kalman"], "training": None}), data.train, tmp_path
+    )
     checkpoint = read_checkpoint(tmp_path / "best.ckpt")
     checkpoint["hyper_parameters"]["config"]["model"]["net"] = {"_target_": target}
     torch.save(checkpoint, tmp_path / "evil.ckpt")
@@ -278,6 +349,8 @@ def test_check_finds_what_cannot_be_trained(data, training, message):
 
 
 def test_a_diverging_loss_is_one_error(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(LSTMFilter, "forward", lambda self, obs, *_: torch.full((*obs.shape[:2], 2), float("nan")))
+    monkeypatch.setattr(
+        LSTMFilter, "forward", lambda self, obs, *_: torch.full((*obs.shape[:2], 2), float("nan"))
+    )
     with pytest.raises(ValueError, match=r"loss became nan in epoch 0.*lr is 0.01"):
         train(config(LSTM), data.train, Path(tmp_path))

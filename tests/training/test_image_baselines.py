@@ -11,20 +11,20 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from kbf.data.dsprites import position_model
-from kbf.filters import particle_learned
-from kbf.filters.base import rollout
-from kbf.filters.ekf import EKF
-from kbf.filters.kalman_fitted import LearnedKalman
-from kbf.filters.lstm import LSTMFilter
-from kbf.filters.particle import ParticleFilter
-from kbf.filters.particle_learned import ObservationParticleFilter, PixelParticleFilter
-from kbf.filters.ridge_map import fit_ridge_map
-from kbf.filters.ukf import UKF
+from kbf.densities.ridge import fit_ridge_map
+from kbf.filters.gaussian.ekf import EKF
+from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.ukf import UKF
+from kbf.filters.neural.lstm import LSTMFilter
+from kbf.filters.particle import learned
+from kbf.filters.particle.bootstrap import ParticleFilter
+from kbf.filters.particle.learned import ObservationParticleFilter, PixelParticleFilter
+from kbf.filters.rollout import rollout
 from kbf.images.augment import Augment, PixelNoise
 from kbf.images.encoders import CNN
 from kbf.manifolds import CIRCLE
+from kbf.recording import Recording
 from kbf.runtime.instantiate import build
-from kbf.sequence import Sequence
 from kbf.ssm import OrientationModel, StateSpace, oscillatory, simulate
 
 F64 = torch.float64
@@ -37,22 +37,32 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def blob(z: torch.Tensor) -> torch.Tensor:
     """A small picture ``*b 1 6 7`` of a bright spot at z, in [-1.5, 1.5]^2."""
-    rows, columns = torch.linspace(-1.5, 1.5, 6, dtype=z.dtype), torch.linspace(-1.5, 1.5, 7, dtype=z.dtype)
-    square = (rows[:, None] - z[..., 1, None, None]).square() + (columns - z[..., 0, None, None]).square()
+    rows, columns = (
+        torch.linspace(-1.5, 1.5, 6, dtype=z.dtype),
+        torch.linspace(-1.5, 1.5, 7, dtype=z.dtype),
+    )
+    square = (rows[:, None] - z[..., 1, None, None]).square() + (
+        columns - z[..., 0, None, None]
+    ).square()
     return (-square / 0.5).exp()[..., None, :, :]
 
 
-def recording(n: int = 80, seed: int = 0, noise: float = 0.1) -> Sequence:
+def recording(n: int = 80, seed: int = 0, noise: float = 0.1) -> Recording:
     model = oscillatory(sigma_x=0.05)
     states, seen, *_ = simulate(model, model.m0, n, generator(seed))
-    return Sequence(states, blob(seen) + noise * torch.randn(n, *SHAPE, dtype=F64, generator=generator(seed + 100)))
+    return Recording(
+        states,
+        blob(seen) + noise * torch.randn(n, *SHAPE, dtype=F64, generator=generator(seed + 100)),
+    )
 
 
 @pytest.fixture
 def few(monkeypatch):
     """Few settings of the regressions, for speed."""
-    fit = lambda *a, **k: fit_ridge_map(*a, **{**k, "factors": (0.3, 0.6), "slopes": (), "regs": (1e-4, 1e-2)})  # noqa: E731
-    monkeypatch.setattr(particle_learned, "fit_ridge_map", fit)
+    settings = {"factors": (0.3, 0.6), "slopes": (), "regs": (1e-4, 1e-2)}
+    monkeypatch.setattr(
+        learned, "fit_ridge_map", lambda *a, **k: fit_ridge_map(*a, **{**k, **settings})
+    )
 
 
 # particle filters
@@ -69,7 +79,9 @@ def test_diagonal_noise_is_that_of_each_component_refitted_without_each_point(no
     for i in range(14):
         rest = [j for j in range(14) if j != i]
         inverse = np.linalg.inv(phi[rest].T @ phi[rest] + ridge * np.eye(phi.shape[1]))
-        error = (y[i] - y.mean(0)).numpy() - phi[i] @ inverse @ phi[rest].T @ (y[rest] - y.mean(0)).numpy()
+        error = (y[i] - y.mean(0)).numpy() - phi[i] @ inverse @ phi[rest].T @ (
+            y[rest] - y.mean(0)
+        ).numpy()
         scale = 1 + phi[i] @ inverse @ phi[i]
         noise += error**2 / scale / 14
         logs += math.log(scale) / 14
@@ -98,7 +110,7 @@ def test_diagonal_noise_in_density_and_draws(normal):
 @pytest.mark.parametrize("predictive", [False, True])
 def test_likelihood_of_pixels_is_the_product_over_pixels(few, predictive):
     """The quadratic form against pixel by pixel with plain loops; of a batch, and of uint8 as of floats."""
-    filter = PixelParticleFilter(oscillatory(), particles=5, predictive=predictive).condition(recording())
+    filter = PixelParticleFilter(oscillatory(), particles=5, predictive=predictive).fit(recording())
     model = filter.model
     assert isinstance(model, StateSpace)
     z = torch.randn(2, 5, 2, dtype=F64, generator=generator(3))
@@ -109,11 +121,15 @@ def test_likelihood_of_pixels_is_the_product_over_pixels(few, predictive):
         for k in range(5):
             s = scale[b, k].item() if predictive else 1.0
             total = sum(
-                -0.5 * (x[b].flatten()[j] - mean[b, k, j]) ** 2 / (s * model.image.noise[j]) - 0.5 * math.log(s) for j in range(42)
+                -0.5 * (x[b].flatten()[j] - mean[b, k, j]) ** 2 / (s * model.image.noise[j])
+                - 0.5 * math.log(s)
+                for j in range(42)
             )
             torch.testing.assert_close(found[b, k], total)
     bytes_ = (x.clamp(0, 1) * 255).round().to(torch.uint8)
-    torch.testing.assert_close(model.log_likelihood(bytes_, z), model.log_likelihood(bytes_.double() / 255, z))
+    torch.testing.assert_close(
+        model.log_likelihood(bytes_, z), model.log_likelihood(bytes_.double() / 255, z)
+    )
     drawn = model.observe(z[:1, :1].expand(4000, 1, 2), generator())
     assert drawn.shape == (4000, 1, *SHAPE)
     size = model.image.noise * (scale[0, 0] if predictive else 1)
@@ -122,12 +138,14 @@ def test_likelihood_of_pixels_is_the_product_over_pixels(few, predictive):
 
 def test_particle_filter_on_pixels_takes_the_true_moves_and_both_dtypes(few):
     truth, data, test = oscillatory(), recording(), recording(30, seed=5)
-    filter = PixelParticleFilter(truth, particles=200, predictive=True).condition([data])
+    filter = PixelParticleFilter(truth, particles=200, predictive=True).fit([data])
     z = torch.randn(3, 4, 2, dtype=F64, generator=generator())
     assert torch.equal(filter.model.move(z, generator()), truth.move(z, generator()))
     run = rollout(filter, test.obs[None], generator=generator())
     assert (run.estimates[0] - test.states).square().sum(-1).mean() < 0.1
-    single = PixelParticleFilter(truth, particles=200, predictive=True).condition([Sequence(*(x.float() for x in data[:2]))])
+    single = PixelParticleFilter(truth, particles=200, predictive=True).fit(
+        [Recording(*(x.float() for x in data[:2]))]
+    )
     found = rollout(single, test.obs[None].float(), generator=generator())
     assert found.estimates.dtype == torch.float32 and found.diagnostics["ess"].shape == (1, 30)
 
@@ -136,26 +154,35 @@ def test_observation_density_of_codes_flat_and_on_the_circle(few):
     """The density is the regression's own, with angles for residuals where codes have norm 1."""
     model = oscillatory()
     flat = simulate(model, model.m0, 60, generator())
-    filter = ObservationParticleFilter(model, particles=50).condition(flat)
-    fitted = particle_learned.fit_ridge_map(flat.states, flat.obs)
-    z, x = torch.randn(2, 5, 2, dtype=F64, generator=generator(1)), torch.randn(2, 1, 2, dtype=F64, generator=generator(2))
+    filter = ObservationParticleFilter(model, particles=50).fit(flat)
+    fitted = learned.fit_ridge_map(flat.states, flat.obs)
+    z, x = (
+        torch.randn(2, 5, 2, dtype=F64, generator=generator(1)),
+        torch.randn(2, 1, 2, dtype=F64, generator=generator(2)),
+    )
     torch.testing.assert_close(filter.model.log_likelihood(x, z), fitted.log_density(x, z))
     assert torch.equal(filter.model.move(z, generator()), model.move(z, generator()))
     torch.testing.assert_close(filter.model.observe(z, generator()), fitted.sample(z, generator()))
     turning = OrientationModel()
     ring = simulate(turning, torch.tensor([1.0, 0.0], dtype=F64), 100, generator())
-    filter = ObservationParticleFilter(turning, particles=2000).condition(ring)
-    assert filter.model.observation.manifold == CIRCLE and filter.model.observation.noise.shape == (1, 1)
+    filter = ObservationParticleFilter(turning, particles=2000).fit(ring)
+    assert filter.model.observation.manifold == CIRCLE and filter.model.observation.noise.shape == (
+        1,
+        1,
+    )
     assert 0.15 < filter.model.observation.noise.sqrt().item() < 0.25  # sigma_x is 0.2
     test = simulate(turning, torch.tensor([1.0, 0.0], dtype=F64), 60, generator(9))
     ours, best = (
-        (rollout(f, test.obs[None], generator=generator()).estimates[0] - test.states).square().sum(-1).mean()
-        for f in (filter, ParticleFilter(turning, 2000).condition(ring))
+        (rollout(f, test.obs[None], generator=generator()).estimates[0] - test.states)
+        .square()
+        .sum(-1)
+        .mean()
+        for f in (filter, ParticleFilter(turning, 2000).fit(ring))
     )
     assert ours < 1.25 * best
     for other in (ObservationParticleFilter(turning), PixelParticleFilter(turning)):
         with pytest.raises(ValueError, match="needs a memory"):
-            other.condition(None)
+            other.fit(None)
 
 
 # Gaussian filters with any model of the right equations, and observations that nobody has encoded
@@ -166,22 +193,28 @@ def test_gaussian_filters_take_the_position_model():
     data = simulate(model, model.m0, 20, generator())
     same = oscillatory(sigma_x=0.05)._replace(R=model.R)
     for kind in (EKF, UKF):
-        ours, other = (rollout(kind(m).condition(data), data.obs[None]).estimates for m in (model, same))
+        ours, other = (rollout(kind(m).fit(data), data.obs[None]).estimates for m in (model, same))
         torch.testing.assert_close(ours, other)
-    assert EKF(model).condition(None).model is model
+    assert EKF(model).fit(None).model is model
 
 
 def test_filters_of_vectors_refuse_images_in_one_sentence():
     images = recording(20)
     position, turning = position_model(), OrientationModel()
     for recipe in (
-        *(kind(m) for m in (position, turning, oscillatory()) for kind in (EKF, UKF, ParticleFilter, ObservationParticleFilter)),
+        *(
+            kind(m)
+            for m in (position, turning, oscillatory())
+            for kind in (EKF, UKF, ParticleFilter, ObservationParticleFilter)
+        ),
         LearnedKalman(),
-        particle_learned.LearnedParticleFilter(),
+        learned.LearnedParticleFilter(),
     ):
-        with pytest.raises(ValueError, match=r"images must be encoded first: give the data a coding"):
-            recipe.condition(images)
-    with pytest.raises(ValueError, match="give the data a coding"):
+        with pytest.raises(
+            ValueError, match=r"images must be encoded first: give the data an encoding"
+        ):
+            recipe.fit(images)
+    with pytest.raises(ValueError, match="give the data an encoding"):
         LSTMFilter(2, 2).prepare([images])
 
 
@@ -191,7 +224,14 @@ def test_filters_of_vectors_refuse_images_in_one_sentence():
 def image_net(**changes) -> LSTMFilter:
     torch.manual_seed(0)
     encoder = CNN(SHAPE, 4, (4,), dropout=0.3, norm="batch")
-    net = LSTMFilter(2, SHAPE, encoder=Augment((PixelNoise(0.2),), encoder), hidden=6, generator=generator(), **changes).double()
+    net = LSTMFilter(
+        2,
+        SHAPE,
+        encoder=Augment((PixelNoise(0.2),), encoder),
+        hidden=6,
+        generator=generator(),
+        **changes,
+    ).double()
     net.prepare([recording()])
     return net
 
@@ -249,13 +289,17 @@ def test_training_encodes_all_windows_at_once_with_noise_and_without_what_was_no
     net.eval()
     net(obs)
     assert torch.equal(sizes[-1], obs.flatten(0, 1))
-    assert net(obs, torch.zeros(2, 6, dtype=torch.bool)).shape == (2, 6, 2)  # nothing observed at all
+    assert net(obs, torch.zeros(2, 6, dtype=torch.bool)).shape == (
+        2,
+        6,
+        2,
+    )  # nothing observed at all
 
 
 def test_feedback_is_the_previous_estimate_in_the_gates():
     """Against the cell by hand, with the estimate in standard units as a third input."""
     net = LSTMFilter(2, 3, hidden=5, sizes=(4,), feedback=True, generator=generator()).double()
-    net.prepare([Sequence(torch.randn(30, 2, dtype=F64) * 3 + 1, torch.randn(30, 3, dtype=F64))])
+    net.prepare([Recording(torch.randn(30, 2, dtype=F64) * 3 + 1, torch.randn(30, 3, dtype=F64))])
     obs = torch.randn(2, 4, 3, dtype=F64, generator=generator())
     mask = torch.tensor([[True] * 4, [True, False, False, True]])
     W, U, b, more = net.rnn.all_weights[0]
@@ -278,15 +322,31 @@ def test_feedback_is_the_previous_estimate_in_the_gates():
 
 def test_configurations_build():
     """What the files in configs/model say, with the encoder of a data set."""
-    coding = {"encoder": {"_target_": "kbf.images.encoders.CNN", "q": list(SHAPE), "features": 3, "channels": [4]}}
-    augment = [{"_target_": "kbf.images.augment.PixelNoise", "sd": 0.1}]
-    data = {"d": 2, "q": [2], "image": list(SHAPE), "problem": {"_target_": "kbf.ssm.OrientationModel"}}
+    encoding = {
+        "encoder": {
+            "_target_": "kbf.images.encoders.CNN",
+            "q": list(SHAPE),
+            "features": 3,
+            "channels": [4],
+        }
+    }
+    augment = [{"_target_": "kbf.images.augment.PixelNoise", "std": 0.1}]
+    data = {
+        "d": 2,
+        "q": [2],
+        "image": list(SHAPE),
+        "problem": {"_target_": "kbf.ssm.OrientationModel"},
+    }
     made = {}
     for name in ("lstm_images", "lstm_feedback", "particle_observation", "particle_pixels"):
-        config = OmegaConf.create({"data": {**data, "coding": {**coding, "augment": augment}}, "model": read(name)})
+        config = OmegaConf.create(
+            {"data": {**data, "encoding": {**encoding, "augment": augment}}, "model": read(name)}
+        )
         model = OmegaConf.to_container(config, resolve=True)["model"]
         made[name] = build(model["net"])
-        assert model["name"] == name and (model["coding"] is None) == (name in ("lstm_images", "particle_pixels"))
+        assert model["name"] == name and (model["encoding"] is None) == (
+            name in ("lstm_images", "particle_pixels")
+        )
     assert made["lstm_images"].rnn.input_size == 4 and made["lstm_images"].raw
     assert made["lstm_feedback"].feedback is not None and made["lstm_feedback"].shape == (2,)
 
@@ -294,4 +354,6 @@ def test_configurations_build():
 def read(name: str) -> dict:
     from pathlib import Path
 
-    return OmegaConf.to_container(OmegaConf.load(Path(__file__).resolve().parents[2] / "configs" / "model" / f"{name}.yaml"))
+    return OmegaConf.to_container(
+        OmegaConf.load(Path(__file__).resolve().parents[2] / "configs" / "model" / f"{name}.yaml")
+    )

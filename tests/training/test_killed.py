@@ -10,16 +10,31 @@ import pytest
 import torch
 
 from kbf.data.synthetic import SyntheticData
-from kbf.sequence import Sequence
+from kbf.recording import Recording
 from kbf.ssm import rotation
 from kbf.training.checkpoint import Trained, read_checkpoint
-from kbf.training.train import train
+from kbf.training.fit import train
 
-QUIET = {"num_sanity_val_steps": 0, "enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False}
-TRAINER = {"_target_": "lightning.Trainer", "accelerator": "cpu", "max_epochs": 4, "log_every_n_steps": 1, **QUIET}
-NET = {"_target_": "kbf.filters.lstm.LSTMFilter", "d": 2, "q": 2, "hidden": 4, "sizes": [4]}
+QUIET = {
+    "num_sanity_val_steps": 0,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+}
+TRAINER = {
+    "_target_": "lightning.Trainer",
+    "accelerator": "cpu",
+    "max_epochs": 4,
+    "log_every_n_steps": 1,
+    **QUIET,
+}
+NET = {"_target_": "kbf.filters.neural.lstm.LSTMFilter", "d": 2, "q": 2, "hidden": 4, "sizes": [4]}
 HOW = {"epochs": 4, "lr": 0.3, "window": 8, "stride": 8, "folds": 1, "validation": 0.4}
-CONFIG = {"model": {"name": "lstm", "dtype": "float32", "net": NET, "training": HOW}, "seed": 2, "trainer": TRAINER}
+CONFIG = {
+    "model": {"name": "lstm", "dtype": "float32", "net": NET, "training": HOW},
+    "seed": 2,
+    "trainer": TRAINER,
+}
 
 
 class Killed(BaseException):
@@ -46,7 +61,7 @@ class FileOperations:
 
 
 @pytest.fixture(scope="module")
-def data() -> list[Sequence]:
+def data() -> list[Recording]:
     return SyntheticData(rotation(), n_train=40, n_test=1).train
 
 
@@ -68,7 +83,9 @@ def test_the_best_is_not_the_last(whole):
     assert len(whole[2]) > 20
 
 
-def killed_and_resumed(end: int, data: list[Sequence], directory: Path, whole: tuple[Path, Trained, list[str]]) -> None:
+def killed_and_resumed(
+    end: int, data: list[Recording], directory: Path, whole: tuple[Path, Trained, list[str]]
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         FileOperations(patch, end)
         with pytest.raises(Killed):
@@ -78,19 +95,36 @@ def killed_and_resumed(end: int, data: list[Sequence], directory: Path, whole: t
         path.rename(path.with_name(path.name.replace(str(os.getpid()), "99999999")))
     last = directory / "last.ckpt"
     resumed = train(CONFIG, data, directory, ckpt_path=last if last.exists() else None)
-    assert resumed is not None and resumed.validation_mse == whole[1].validation_mse and resumed.epochs == 4
+    assert (
+        resumed is not None
+        and resumed.validation_mse == whole[1].validation_mse
+        and resumed.epochs == 4
+    )
     assert {path.name for path in directory.iterdir()} == {"best.ckpt", "last.ckpt"}
     for name in ("best.ckpt", "last.ckpt"):
         mine, theirs = (read_checkpoint(folder / name) for folder in (directory, whole[0]))
         assert (mine["epoch"], mine["global_step"]) == (theirs["epoch"], theirs["global_step"])
-        assert all(torch.equal(value, mine["state_dict"][key]) for key, value in theirs["state_dict"].items())
+        assert all(
+            torch.equal(value, mine["state_dict"][key])
+            for key, value in theirs["state_dict"].items()
+        )
 
 
 def test_killed_where_the_best_is_written(data, tmp_path, whole):
     """Before and after the best model takes its name, and before and after the last does in the same epoch."""
-    renames = [k for k, done in enumerate(whole[2]) if done.startswith("replace") and done.endswith("best.ckpt")]
+    renames = [
+        k
+        for k, done in enumerate(whole[2])
+        if done.startswith("replace") and done.endswith("best.ckpt")
+    ]
     first = renames[-1]  # of the best epoch
-    assert [done.split()[0] for done in whole[2][first - 1 : first + 4]] == ["fsync", "replace", "fsync", "unlink", "fsync"]
+    assert [done.split()[0] for done in whole[2][first - 1 : first + 4]] == [
+        "fsync",
+        "replace",
+        "fsync",
+        "unlink",
+        "fsync",
+    ]
     for end in (first, first + 1, first + 5):
         killed_and_resumed(end, data, tmp_path / str(end), whole)
 

@@ -1,4 +1,4 @@
-"""A plain trainer of Lightning, and data modules of one's own, train what `kbf.training.train` trains."""
+"""A plain trainer of Lightning, and data modules of one's own, train what `kbf.training.fit` trains."""
 
 from __future__ import annotations
 
@@ -13,25 +13,44 @@ from torch.utils.data import DataLoader
 
 from kbf.data.synthetic import SyntheticData
 from kbf.evaluation.score import score
-from kbf.filters.base import rollout
-from kbf.sequence import Sequence
+from kbf.filters.rollout import rollout
+from kbf.recording import Recording
 from kbf.ssm import rotation
 from kbf.training import filter_stage
 from kbf.training.checkpoint import load_filter
 from kbf.training.datamodule import FilterDataModule
 from kbf.training.filter_stage import FilterTraining
-from kbf.training.train import train
+from kbf.training.fit import train
 
-QUIET: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+}
 LSTM = {
     "name": "lstm",
-    "net": {"_target_": "kbf.filters.lstm.LSTMFilter", "d": 2, "q": 2, "hidden": 6, "sizes": [6]},
+    "net": {
+        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "d": 2,
+        "q": 2,
+        "hidden": 6,
+        "sizes": [6],
+    },
     "training": {"epochs": 3, "lr": 0.02, "window": 8, "stride": 4, "folds": 1, "validation": 0.2},
 }
 KERNEL = {
     "name": "kbf_tuned",
     "net": {"_target_": "kbf.filters.kernel.kbf.KBF", "rank": 16},
-    "training": {"epochs": 3, "lr": 0.05, "window": 8, "stride": 8, "burn_in": 2, "folds": 2, "validation": 0.2},
+    "training": {
+        "epochs": 3,
+        "lr": 0.05,
+        "window": 8,
+        "stride": 8,
+        "burn_in": 2,
+        "folds": 2,
+        "validation": 0.2,
+    },
 }
 
 
@@ -42,7 +61,9 @@ def data() -> SyntheticData:
 
 def plain(tmp_path, **settings: Any) -> lightning.Trainer:
     torch.manual_seed(0)
-    return lightning.Trainer(**QUIET, **{"max_epochs": 3, "default_root_dir": tmp_path, "logger": False, **settings})
+    return lightning.Trainer(
+        **QUIET, **{"max_epochs": 3, "default_root_dir": tmp_path, "logger": False, **settings}
+    )
 
 
 def test_the_lines_of_the_docstring_run(data, tmp_path, monkeypatch):
@@ -86,10 +107,10 @@ def test_a_plain_trainer_ends_where_kbf_train_does(data, tmp_path, model):
 class Windows(lightning.LightningDataModule):
     """Somebody's own: plain sequences of the data, in batches ``b T``."""
 
-    def __init__(self, sequence: Sequence, window: int) -> None:
+    def __init__(self, sequence: Recording, window: int) -> None:
         super().__init__()
         states, obs = (leaf.unfold(0, window, window).mT for leaf in sequence[:2])
-        self.train, self.held = Sequence(states[:4], obs[:4]), Sequence(states[4:], obs[4:])
+        self.train, self.held = Recording(states[:4], obs[:4]), Recording(states[4:], obs[4:])
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader([self.train], batch_size=None)  # pyright: ignore[reportArgumentType]
@@ -115,13 +136,19 @@ def test_a_data_module_of_one_s_own(data, tmp_path, units):
     estimates: Any = (trainer.predict(module, windows) or [])[0]
     error = (estimates - windows.held.states).square().sum(-1).mean()
     assert error.item() == pytest.approx(after["test/mse"], rel=1e-6)
-    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text())["config"]["model"]["name"] == "lstm"
+    assert (
+        yaml.safe_load((tmp_path / "hparams.yaml").read_text())["config"]["model"]["name"] == "lstm"
+    )
 
 
 def test_forward_is_the_filter_in_the_units_of_the_data(data):
-    module = FilterTraining({"model": KERNEL, "seed": 0, "data": {"normalise": "standard"}}, data.train)
+    module = FilterTraining(
+        {"model": KERNEL, "seed": 0, "data": {"normalise": "standard"}}, data.train
+    )
     module.prepare(module.memory.sequences())
     mask = torch.arange(20) % 3 > 0
     found = module(data.test[0].obs[None], mask[None])
-    torch.testing.assert_close(found, rollout(module.filter(), data.test[0].obs[None], mask=mask[None]).estimates)
+    torch.testing.assert_close(
+        found, rollout(module.filter(), data.test[0].obs[None], mask=mask[None]).estimates
+    )
     assert (found[0] - data.test[0].states).square().sum(-1).mean() < 0.5

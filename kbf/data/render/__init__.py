@@ -26,16 +26,19 @@ def render(
     """Render what a camera sees that stands at one place, keeps level, and looks in these directions.
 
     Args:
-        name: the renderer. "maze": this package's ray caster over a maze of labmaze with DeepMind Lab's textures, or over a
-            generated one where labmaze is missing. "vizdoom": the Doom engine, over Freedoom maps.
-        yaw_degrees: ``N``, counter-clockwise as seen from above: turning left is positive. Float64, so that no turn is lost.
+        name: the renderer. "maze": this package's ray caster over a maze of labmaze with DeepMind
+            Lab's textures, or over a generated one where labmaze is missing. "vizdoom": the Doom
+            engine, over Freedoom maps.
+        yaw_degrees: ``N``, counter-clockwise as seen from above: turning left is positive. Float64,
+            so that no turn is lost.
         level: the world, one of the renderer's; None for its own choice.
         seed: of the world.
         size: height and width, in pixels; the horizontal field of view is 90 degrees.
         progress: called with the number of views that are done, now and then.
 
     Raises:
-        ValueError: unknown renderer or level, directions that are not finite, or a package that is not installed.
+        ValueError: unknown renderer or level, directions that are not finite, or a package that is
+            not installed.
     """
     check_name(name)
     if not bool(yaw_degrees.isfinite().all()):
@@ -49,8 +52,14 @@ def render(
     level = level or maze.DEFAULT_LEVEL
     world = maze.load_world(level, seed, textures.labmaze_version())
     rotation = raycast.yaw_rotation(yaw_degrees.double())
-    images = raycast.render_views(world.scene, rotation, world.position.expand(len(yaw_degrees), 3), size, progress=progress)
-    return Rendered(images, yaw_degrees.float(), {"renderer": f"{RAY_CASTER} over {world.source}", "level": level, "seed": seed})
+    images = raycast.render_views(
+        world.scene, rotation, world.position.expand(len(yaw_degrees), 3), size, progress=progress
+    )
+    return Rendered(
+        images,
+        yaw_degrees.float(),
+        {"renderer": f"{RAY_CASTER} over {world.source}", "level": level, "seed": seed},
+    )
 
 
 def describe(name: str) -> str:

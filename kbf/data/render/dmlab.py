@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kbf.runtime.files import replacing
+from kbf.runtime.atomic_files import replacing
 
 LEVEL = "nav_maze_static_01"
 LOOK = 2
@@ -100,35 +100,48 @@ def turn_round(
 ) -> Views:
     """Turn an agent through full turns, and look.
 
-    What was seen is kept in the file ``part``, every `EVERY` views and when the work ends, by an error and Ctrl-C too. With a part
-    of the same level, seed, size and look, the engine repeats the same actions and goes on behind its last view; if that view does
-    not come out the same, the work begins again with a new engine. The caller removes the part; after a failure that would come
+    What was seen is kept in the file ``part``, every `EVERY` views and when the work ends, by an
+    error and Ctrl-C too. With a part of the same level, seed, size and look, the engine repeats the
+    same actions and goes on behind its last view; if that view does not come out the same, the work
+    begins again with a new engine. The caller removes the part; after a failure that would come
     again it is removed here.
 
     Args:
         part: file for what is unfinished.
-        level: level script; None for `LEVEL`. Levels of DMLab-30 need their folder: ``contributed/dmlab30/NAME``.
+        level: level script; None for `LEVEL`. Levels of DMLab-30 need their folder:
+            ``contributed/dmlab30/NAME``.
         seed: of the engine, a C int.
         size: (height, width) of the images.
-        turns: full turns; the views of one are 0.21 degrees apart, those of the next lie between them.
-        look: units of the look action in each frame, 0.1056 degrees each: more of them for levels with short episodes.
+        turns: full turns; the views of one are 0.21 degrees apart, those of the next lie between
+            them.
+        look: units of the look action in each frame, 0.1056 degrees each: more of them for levels
+            with short episodes.
         progress: called with the number of views that are done.
 
     Returns:
         The views, one for each yaw.
 
     Raises:
-        ValueError: the module is missing or does not load, the level cannot be opened or loaded, does not let the agent turn, or
-            its episode is too short; or a seed, look, size or number of turns that cannot be.
+        ValueError: the module is missing or does not load, the level cannot be opened or loaded,
+            does not let the agent turn, or its episode is too short; or a seed, look, size or
+            number of turns that cannot be.
     """
     if turns < 1 or min(size) < 1:
-        raise ValueError(f"turns and size must be at least 1, got turns {turns} and size {tuple(size)}")
+        raise ValueError(
+            f"turns and size must be at least 1, got turns {turns} and size {tuple(size)}"
+        )
     if seed not in SEEDS:
         raise ValueError(f"DeepMind Lab takes seeds from {SEEDS[0]} to {SEEDS[-1]}, got {seed}")
     if not 1 <= look <= MOST_LOOK:
         raise ValueError(f"look must be from 1 to {MOST_LOOK} units a frame, got {look}")
     part, level = Path(part), level or LEVEL
-    about = {"renderer": "DeepMind Lab", "level": level, "seed": seed, "size": list(size), "look": look}
+    about = {
+        "renderer": "DeepMind Lab",
+        "level": level,
+        "seed": seed,
+        "size": list(size),
+        "look": look,
+    }
     engine = open_engine(level, size)
     try:
         views = read_part(part, about)
@@ -144,7 +157,9 @@ def turn_round(
                 angle += abs(wrapped(view.yaw - views[-1].yaw)) if views else 0.0
                 views.append(view)
                 if len(views) > 20 and angle < 1:
-                    raise ValueError(f"level {level} does not let the agent turn: its yaw stays at {view.yaw:.2f} degrees")
+                    raise ValueError(
+                        f"level {level} does not let the agent turn: its yaw stays at {view.yaw:.2f} degrees"
+                    )
                 if len(views) - known >= max(EVERY, 2 * known):
                     write_part(part, views, about)
                     known = len(views)
@@ -167,7 +182,9 @@ def expected_views(turns: int, look: int = LOOK) -> int:
     return math.ceil(360 * turns / (STEP * look))
 
 
-def look_around(engine: Engine, level: str, seed: int, look: int = LOOK, skip: int = 0) -> Iterator[View]:
+def look_around(
+    engine: Engine, level: str, seed: int, look: int = LOOK, skip: int = 0
+) -> Iterator[View]:
     """Views of an agent that turns without end, from the ``skip``-th on: those before it are passed without looking.
 
     Raises:
@@ -178,27 +195,41 @@ def look_around(engine: Engine, level: str, seed: int, look: int = LOOK, skip: i
         with stderr_of_engine(said):
             engine.reset(seed=seed)
     except Exception as error:
-        raise ValueError(f"DeepMind Lab does not load level {level!r}: {why(error, said)}") from error
+        raise ValueError(
+            f"DeepMind Lab does not load level {level!r}: {why(error, said)}"
+        ) from error
     for _ in range(SETTLE):
         engine.step(STAY)
     turn, k = np.array([look, 0, 0, 0, 0, 0, 0], dtype=np.intc), 0
     while engine.is_running():
         if k >= skip:
             seen = engine.observations()  # one call: image and yaw of the same moment
-            yield View(np.array(seen[VIEW]), wrapped(float(seen[ROTATION][1])), np.array(seen[POSITION], dtype=np.float64))
+            yield View(
+                np.array(seen[VIEW]),
+                wrapped(float(seen[ROTATION][1])),
+                np.array(seen[POSITION], dtype=np.float64),
+            )
         engine.step(turn)
         k += 1
     done = k * look * STEP / 360
     faster = math.ceil(look / done) if done else MOST_LOOK + 1
-    remedy = f"look={faster} makes one turn" if faster <= MOST_LOOK else "take a level with longer episodes"
+    remedy = (
+        f"look={faster} makes one turn"
+        if faster <= MOST_LOOK
+        else "take a level with longer episodes"
+    )
     remedy = f"ask for turns={int(done)}" if done >= 1 else remedy
-    raise ValueError(f"the episode of level {level} ended after {k} views, {done:.1f} turns: {remedy}")
+    raise ValueError(
+        f"the episode of level {level} ended after {k} views, {done:.1f} turns: {remedy}"
+    )
 
 
 def arranged(views: list[View], turns: int, about: dict[str, Any]) -> Views:
     """The views of the first ``turns`` turns by ascending yaw; of several with one yaw, the first."""
     kept = [view for view, angle in zip(views, way(views), strict=True) if angle < 360 * turns]
-    yaw, first = np.unique(np.array([view.yaw for view in kept], dtype=np.float32), return_index=True)
+    yaw, first = np.unique(
+        np.array([view.yaw for view in kept], dtype=np.float32), return_index=True
+    )
     return Views(
         torch.from_numpy(np.stack([kept[k].image for k in first])),
         torch.from_numpy(yaw),
@@ -219,7 +250,11 @@ def wrapped(degrees: float) -> float:
 
 def same(a: View, b: View) -> bool:
     """Whether two views agree in every number."""
-    return a.yaw == b.yaw and np.array_equal(a.position, b.position) and np.array_equal(a.image, b.image)
+    return (
+        a.yaw == b.yaw
+        and np.array_equal(a.position, b.position)
+        and np.array_equal(a.image, b.image)
+    )
 
 
 def write_part(path: Path, views: list[View], about: dict[str, Any]) -> None:
@@ -242,7 +277,9 @@ def read_part(path: Path, about: dict[str, Any]) -> list[View]:
                 return []
             rows = zip(stored["images"], stored["yaw"], stored["position"], strict=True)
             return [View(image, float(yaw), position) for image, yaw, position in rows]
-    except Exception:  # what a damaged file raises has no common class; it is only work to be done again
+    except (
+        Exception
+    ):  # what a damaged file raises has no common class; it is only work to be done again
         return []
 
 
@@ -264,7 +301,11 @@ def open_engine(level: str, size: tuple[int, int]) -> Engine:
             f"built for, whatever its name says (this is {sys.version_info.major}.{sys.version_info.minor}), and needs libosmesa6 "
             "and libsdl2-2.0-0"
         ) from error
-    config = {"height": str(size[0]), "width": str(size[1]), "fps": "60"}  # the engine takes strings alone
+    config = {
+        "height": str(size[0]),
+        "width": str(size[1]),
+        "fps": "60",
+    }  # the engine takes strings alone
     said: list[str] = []
     try:
         with stderr_of_engine(said):

@@ -84,7 +84,9 @@ def load_world(level: str, seed: int, labmaze: str | None) -> World:
     if level == "room":
         return room(seed)
     generator = Generator().manual_seed(seed)
-    layout = carve(LEVELS[level], generator) if labmaze is None else labmaze_layout(LEVELS[level], seed)
+    layout = (
+        carve(LEVELS[level], generator) if labmaze is None else labmaze_layout(LEVELS[level], seed)
+    )
     textures = generated_textures(generator) if labmaze is None else labmaze_textures(generator)
     scene = maze_scene(layout, textures, generator)
     return World(scene, best_view(scene, layout.free), source(labmaze))
@@ -92,22 +94,35 @@ def load_world(level: str, seed: int, labmaze: str | None) -> World:
 
 def source(labmaze: str | None) -> str:
     """What a maze is made of, in words."""
-    return "a generated maze, generated textures" if labmaze is None else f"a labmaze maze, labmaze {labmaze} textures"
+    return (
+        "a generated maze, generated textures"
+        if labmaze is None
+        else f"a labmaze maze, labmaze {labmaze} textures"
+    )
 
 
 def labmaze_layout(size: Size, seed: int) -> Layout:
     """A maze of DeepMind Lab's generator."""
     maze = importlib.import_module("labmaze").RandomMaze(
-        height=size.rows, width=size.columns, max_rooms=size.rooms, extra_connection_probability=0.05, random_seed=seed
+        height=size.rows,
+        width=size.columns,
+        max_rooms=size.rooms,
+        extra_connection_probability=0.05,
+        random_seed=seed,
     )
     return read_layout(str(maze.entity_layer), str(maze.variations_layer))
 
 
 def read_layout(entities: str, variations: str) -> Layout:
     """The layout of a text maze: ``*`` is a wall; in the second text, a letter names a room. North is at the top."""
-    walls, rooms = [line for line in entities.splitlines() if line], [line for line in variations.splitlines() if line]
+    walls, rooms = (
+        [line for line in entities.splitlines() if line],
+        [line for line in variations.splitlines() if line],
+    )
     free = torch.tensor([[mark != "*" for mark in line] for line in walls])
-    zone = torch.tensor([[0 if mark == "." else 1 + ord(mark) - ord("A") for mark in line] for line in rooms])
+    zone = torch.tensor(
+        [[0 if mark == "." else 1 + ord(mark) - ord("A") for mark in line] for line in rooms]
+    )
     return Layout(*(table.flip(0).T.contiguous() for table in (free, zone * free)))
 
 
@@ -120,7 +135,11 @@ def carve(size: Size, generator: Generator) -> Layout:
     free[1, 1] = True
     while path:
         x, y = path[-1]
-        ways = [(dx, dy) for dx, dy in ((2, 0), (0, 2), (-2, 0), (0, -2)) if 0 < x + dx < columns and 0 < y + dy < rows]
+        ways = [
+            (dx, dy)
+            for dx, dy in ((2, 0), (0, 2), (-2, 0), (0, -2))
+            if 0 < x + dx < columns and 0 < y + dy < rows
+        ]
         ways = [(dx, dy) for dx, dy in ways if not free[x + dx, y + dy]]
         if not ways:
             path.pop()
@@ -133,7 +152,10 @@ def carve(size: Size, generator: Generator) -> Layout:
         wide, deep = 3 + 2 * pick(generator, 2), 3 + 2 * pick(generator, 2)
         if made == rooms or wide > columns - 2 or deep > rows - 2:
             continue
-        x, y = 1 + 2 * pick(generator, (columns - wide) // 2), 1 + 2 * pick(generator, (rows - deep) // 2)
+        x, y = (
+            1 + 2 * pick(generator, (columns - wide) // 2),
+            1 + 2 * pick(generator, (rows - deep) // 2),
+        )
         if (zone[x - 1 : x + wide + 1, y - 1 : y + deep + 1] > 0).any():
             continue
         made += 1
@@ -146,15 +168,26 @@ def maze_scene(layout: Layout, textures: Textures, generator: Generator) -> Scen
     """The scene of a layout: each room and the corridors have their colours; some wall faces, which are drawn, carry paintings."""
     free, zone = layout
     beyond = [torch.zeros_like(free) for _ in range(4)]
-    beyond[0][:-1], beyond[1][:, :-1], beyond[2][1:], beyond[3][:, 1:] = free[1:], free[:, 1:], free[:-1], free[:, :-1]
+    beyond[0][:-1], beyond[1][:, :-1], beyond[2][1:], beyond[3][:, 1:] = (
+        free[1:],
+        free[:, 1:],
+        free[:-1],
+        free[:, :-1],
+    )
     closed = ~torch.stack(beyond, -1)
     paintings = [picture(generator) for _ in range(PAINTINGS)]
     colours, floors = len(textures.walls), len(textures.floors)
-    hung = torch.where(draw(generator, *closed.shape) < HUNG, torch.randint(PAINTINGS, closed.shape, generator=generator), -1)
+    hung = torch.where(
+        draw(generator, *closed.shape) < HUNG,
+        torch.randint(PAINTINGS, closed.shape, generator=generator),
+        -1,
+    )
     kind = (zone[..., None] % colours) * (PAINTINGS + 1) + 1 + hung
     used = kind[closed & free[..., None]].unique()
     made = []
-    for which, painted in zip((used // (PAINTINGS + 1)).tolist(), (used % (PAINTINGS + 1)).tolist(), strict=True):
+    for which, painted in zip(
+        (used // (PAINTINGS + 1)).tolist(), (used % (PAINTINGS + 1)).tolist(), strict=True
+    ):
         wall = textures.walls[which]
         made.append(hang(wall, paintings[painted - 1]) if painted else wall)
     walls = torch.where(closed, torch.searchsorted(used, kind).clamp(max=len(used) - 1), -1)
@@ -167,7 +200,9 @@ def best_view(scene: Scene, free: Bool[Tensor, "X Y"]) -> Float[Tensor, "3"]:
     """The centre of the free cell with the largest geometric mean distance to the walls around, at half their height."""
     centres = (free.nonzero() + 0.5) * torch.tensor(scene.cell)
     angles = torch.arange(360) * (torch.pi / 180) + 0.01
-    origin = torch.cat([centres, torch.full((len(centres), 1), scene.height / 2)], -1)[:, None, None]
+    origin = torch.cat([centres, torch.full((len(centres), 1), scene.height / 2)], -1)[
+        :, None, None
+    ]
     rays = torch.ones(len(centres), 1, 1) * torch.stack([angles.cos(), angles.sin()])[:, None, None]
     clearance = meet_walls(scene, origin, rays[0], rays[1]).depth.log().mean((1, 2))
     return origin[int(clearance.argmax()), 0, 0].double()
@@ -181,8 +216,13 @@ def room(seed: int = 0) -> World:
     generator = Generator().manual_seed(seed)
     hue = float(draw(generator, 1))
     patterns = (bricks, panels, blocks, tiles, hexagons, panels)
-    faces = [pattern(generator, colour((hue + k / 6) % 1, 0.6, 0.75)) for k, pattern in enumerate(patterns)]
+    faces = [
+        pattern(generator, colour((hue + k / 6) % 1, 0.6, 0.75))
+        for k, pattern in enumerate(patterns)
+    ]
     faces = torch.stack([hang(face, picture(generator), 0.6) for face in faces])
     walls, flats = torch.arange(4).reshape(1, 1, 4), torch.tensor([[[4, 5]]])
     scene = make_scene(walls, flats, faces, cell=(5.0, 4.0), height=3.0)
-    return World(scene, torch.tensor([2.5, 2.0, 1.5], dtype=torch.float64), "a room, generated textures")
+    return World(
+        scene, torch.tensor([2.5, 2.0, 1.5], dtype=torch.float64), "a room, generated textures"
+    )

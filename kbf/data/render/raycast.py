@@ -1,7 +1,8 @@
 """A first-person ray caster: views of a world of rectangular cells with textured walls, floors, ceilings and a sky.
 
-World axes: x and y on the ground, z up. Camera axes: x forward, y left, z up. A rotation matrix takes camera to world; a yaw of
-theta degrees is the turn by theta about z, counter-clockwise as seen from above. Yaw 0 looks along +x.
+World axes: x and y on the ground, z up. Camera axes: x forward, y left, z up. A rotation matrix
+takes camera to world; a yaw of theta degrees is the turn by theta about z, counter-clockwise as
+seen from above. Yaw 0 looks along +x.
 
 Letters: ``N`` views, ``H W`` pixels, ``X Y`` cells, ``K`` textures of ``S S`` texels.
 """
@@ -31,12 +32,16 @@ class Scene(NamedTuple):
     """A world. Its cells are boxes, with one texture on each face.
 
     Attributes:
-        walls: ``X Y 4`` int32, the texture of the wall at each side (east, north, west, south) of a cell, -1 where it is open.
-        flats: ``X Y 2`` int32, the textures of the floor and the ceiling of a cell; a ceiling of -1 is open to the sky.
-        texels: all textures with all their mip levels, each texel one int32 of four bytes (red, green, blue, 255).
+        walls: ``X Y 4`` int32, the texture of the wall at each side (east, north, west, south) of a
+            cell, -1 where it is open.
+        flats: ``X Y 2`` int32, the textures of the floor and the ceiling of a cell; a ceiling of -1
+            is open to the sky.
+        texels: all textures with all their mip levels, each texel one int32 of four bytes (red,
+            green, blue, 255).
         size: S, a power of two. number: K.
         cell: extent of a cell along x and y. height: extent along z.
-        sky: number of the first of five textures, the east, north, west, south and upper face of the sky box; -1 for none.
+        sky: number of the first of five textures, the east, north, west, south and upper face of
+            the sky box; -1 for none.
     """
 
     walls: Tensor
@@ -53,8 +58,10 @@ class Walls(NamedTuple):
     """Where rays that run along the ground meet a wall.
 
     Attributes:
-        depth: the ray's parameter t at the wall. facing: |component of the ray's direction across the wall|.
-        side: which side of its last cell the ray meets. texture: of the wall. u: in [0, 1], from left to right.
+        depth: the ray's parameter t at the wall. facing: |component of the ray's direction across
+            the wall|.
+        side: which side of its last cell the ray meets. texture: of the wall. u: in [0, 1], from
+            left to right.
     """
 
     depth: Tensor
@@ -68,8 +75,9 @@ class Surfaces(NamedTuple):
     """What rays meet first, all of one shape.
 
     Attributes:
-        depth: the ray's parameter t, infinite for the sky. texture: its number. u: from left to right in [0, 1]. v: from top to
-            bottom. base: where the mip level to read begins. side: texels of one side of this level. light: brightness.
+        depth: the ray's parameter t, infinite for the sky. texture: its number. u: from left to
+            right in [0, 1]. v: from top to bottom. base: where the mip level to read begins. side:
+            texels of one side of this level. light: brightness.
     """
 
     depth: Tensor
@@ -92,18 +100,21 @@ def make_scene(
 ) -> Scene:
     """Put a world together; see `Scene`. The rows of a texture run from top to bottom.
 
-    Seen from inside, walls read from left to right. Floors have north (+y) at the top, seen from above; ceilings have it at the
-    top too, seen from below.
+    Seen from inside, walls read from left to right. Floors have north (+y) at the top, seen from
+    above; ceilings have it at the top too, seen from below.
 
     Raises:
-        ValueError: S is no power of two, a texture that is not there, an open side of an outer cell, or a ceiling without sky.
+        ValueError: S is no power of two, a texture that is not there, an open side of an outer
+            cell, or a ceiling without sky.
     """
     count, size = textures.shape[:2]
     if size & (size - 1):
         raise ValueError(f"the side of a texture must be a power of two, got {size}")
     last = max(int(walls.max()), int(flats.max()), sky + 4 if sky >= 0 else -1)
     if last >= count or int(flats[..., 0].min()) < 0:
-        raise ValueError(f"textures 0 to {count - 1} are there, but {last} is used, or a floor has none")
+        raise ValueError(
+            f"textures 0 to {count - 1} are there, but {last} is used, or a floor has none"
+        )
     outer = (walls[-1, :, EAST], walls[:, -1, NORTH], walls[0, :, WEST], walls[:, 0, SOUTH])
     if any(bool((side < 0).any()) for side in outer):
         raise ValueError("an outer cell is open to the outside: rays would never end")
@@ -112,21 +123,34 @@ def make_scene(
     levels = [textures.permute(0, 3, 1, 2).float()]
     while levels[-1].shape[-1] > 1:
         levels.append(avg_pool2d(levels[-1], 2))
-    channels = torch.cat([level.round().to(torch.uint8).permute(0, 2, 3, 1).reshape(-1, 3) for level in levels])
-    packed = torch.cat([channels, torch.full_like(channels[:, :1], 255)], -1).contiguous().view(torch.int32).flatten()
-    return Scene(walls.int().contiguous(), flats.int().contiguous(), packed, size, count, cell, height, sky)
+    channels = torch.cat(
+        [level.round().to(torch.uint8).permute(0, 2, 3, 1).reshape(-1, 3) for level in levels]
+    )
+    packed = (
+        torch.cat([channels, torch.full_like(channels[:, :1], 255)], -1)
+        .contiguous()
+        .view(torch.int32)
+        .flatten()
+    )
+    return Scene(
+        walls.int().contiguous(), flats.int().contiguous(), packed, size, count, cell, height, sky
+    )
 
 
 def to(scene: Scene, device: str | torch.device) -> Scene:
     """The scene on a device."""
-    return scene._replace(walls=scene.walls.to(device), flats=scene.flats.to(device), texels=scene.texels.to(device))
+    return scene._replace(
+        walls=scene.walls.to(device), flats=scene.flats.to(device), texels=scene.texels.to(device)
+    )
 
 
 def yaw_rotation(yaw_degrees: Float[Tensor, "*N"]) -> Float[Tensor, "*N 3 3"]:
     """The rotation matrices of a camera that keeps level."""
     yaw = torch.deg2rad(yaw_degrees)
     c, s, zero, one = yaw.cos(), yaw.sin(), torch.zeros_like(yaw), torch.ones_like(yaw)
-    return torch.stack([torch.stack(row, -1) for row in ([c, -s, zero], [s, c, zero], [zero, zero, one])], -2)
+    return torch.stack(
+        [torch.stack(row, -1) for row in ([c, -s, zero], [s, c, zero], [zero, zero, one])], -2
+    )
 
 
 def render_views(
@@ -142,8 +166,9 @@ def render_views(
 ) -> UInt8[Tensor, "N H W 3"]:
     """Render what cameras see.
 
-    Each pixel is the mean of ``supersample`` squared rays on a regular grid inside it. Each ray reads the nearest texel of the
-    finest mip level whose texels are not smaller than the part of the face that the ray stands for.
+    Each pixel is the mean of ``supersample`` squared rays on a regular grid inside it. Each ray
+    reads the nearest texel of the finest mip level whose texels are not smaller than the part of
+    the face that the ray stands for.
 
     Args:
         scene: the world.
@@ -156,9 +181,14 @@ def render_views(
         progress: called with the number of views that are done, after each chunk.
 
     Raises:
-        ValueError: a position outside of the world, an fov not in (0, 180), or fewer than one ray or pixel.
+        ValueError: a position outside of the world, an fov not in (0, 180), or fewer than one ray
+            or pixel.
     """
-    level = bool((rotation[:, :2, 2] == 0).all() and (rotation[:, 2, :2] == 0).all() and (rotation[:, 2, 2] == 1).all())
+    level = bool(
+        (rotation[:, :2, 2] == 0).all()
+        and (rotation[:, 2, :2] == 0).all()
+        and (rotation[:, 2, 2] == 1).all()
+    )
     check(scene, position, size, fov, supersample)
     device = scene.texels.device if device is None else torch.device(device)
     scene, rotation = to(scene, device), rotation.to(device)
@@ -176,21 +206,33 @@ def render_views(
             for b in range(supersample):
                 direction = rays(up[b::supersample])
                 add_colours(light, scene, meet(scene, origin[part], direction, step, walls))
-        images[part] = torch.stack([(c / supersample**2).round_() for c in light], -1).to(torch.uint8)
+        images[part] = torch.stack([(c / supersample**2).round_() for c in light], -1).to(
+            torch.uint8
+        )
         if progress is not None:
             progress(min(start + chunk, len(rotation)))
     return images
 
 
-def check(scene: Scene, position: Tensor, size: tuple[int, int], fov: float, supersample: int) -> None:
+def check(
+    scene: Scene, position: Tensor, size: tuple[int, int], fov: float, supersample: int
+) -> None:
     """Raise the errors of `render_views`."""
     if not 0 < fov < 180 or supersample < 1 or min(size) < 1:
-        raise ValueError(f"fov {fov} must be in (0, 180); supersample {supersample} and size {size} at least 1")
-    extent = [scene.walls.shape[0] * scene.cell[0], scene.walls.shape[1] * scene.cell[1], scene.height]
+        raise ValueError(
+            f"fov {fov} must be in (0, 180); supersample {supersample} and size {size} at least 1"
+        )
+    extent = [
+        scene.walls.shape[0] * scene.cell[0],
+        scene.walls.shape[1] * scene.cell[1],
+        scene.height,
+    ]
     inside = (position > 0) & (position < position.new_tensor(extent))
     if not bool(inside.all()):
         outside = position[~inside.all(-1)][0].tolist()
-        raise ValueError(f"the camera at {outside} is outside of the world, which reaches from 0 to {extent}")
+        raise ValueError(
+            f"the camera at {outside} is outside of the world, which reaches from 0 to {extent}"
+        )
 
 
 def pixel_grid(
@@ -209,8 +251,8 @@ def directions(
 ) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
     """The function from ``up`` (one number for each row) to the directions of the rays along x, y and z, float32.
 
-    They have length 1 along the camera's axis, so that the ray's parameter is the depth. For level cameras x and y are
-    ``n 1 W`` and z is ``1 H 1``, else all are ``n H W``.
+    They have length 1 along the camera's axis, so that the ray's parameter is the depth. For level
+    cameras x and y are ``n 1 W`` and z is ``1 H 1``, else all are ``n H W``.
     """
     forward, left, top = (rotation.double()[:, :, k, None, None] for k in range(3))
     flat = forward + left * across
@@ -239,7 +281,12 @@ def meet_walls(scene: Scene, origin: Float[Tensor, "n 1 1 3"], dx: Tensor, dy: T
         to_x, to_y = (i + east - x).abs() * per_x, (j + north - y).abs() * per_y
         crosses_x = to_x <= to_y
         side = torch.where(crosses_x, side_x, side_y)
-        return crosses_x, side, table.index_select(0, ((i * rows + j) * 4 + side).flatten()).view_as(i), torch.minimum(to_x, to_y)
+        return (
+            crosses_x,
+            side,
+            table.index_select(0, ((i * rows + j) * 4 + side).flatten()).view_as(i),
+            torch.minimum(to_x, to_y),
+        )
 
     crosses_x, side, texture, depth = ahead(i, j)
     for _ in range(columns + rows):
@@ -274,8 +321,9 @@ def meet(
 ) -> Surfaces:
     """What each ray meets first.
 
-    A ray d of length 1 along the camera's axis that stands for step x step of the plane at distance 1 covers a part of a face
-    with normal n that is about depth step wide and depth step / |n . d| long; the longer side chooses the mip level.
+    A ray d of length 1 along the camera's axis that stands for step x step of the plane at distance
+    1 covers a part of a face with normal n that is about depth step wide and depth step / |n . d|
+    long; the longer side chooses the mip level.
 
     Args:
         scene: the world.
@@ -301,7 +349,10 @@ def meet(
     flat_texture = scene.flats.flatten().index_select(0, index.flatten()).view_as(index)
     px, py = px - i, py - j
     light = [torch.tensor(LIGHT, device=dx.device)[k] for k in (wall.side, 5 - below.long())]
-    fogged = [brightness / (1 + FOG * far) for brightness, far in zip(light, (wall.depth, flat_depth), strict=True)]
+    fogged = [
+        brightness / (1 + FOG * far)
+        for brightness, far in zip(light, (wall.depth, flat_depth), strict=True)
+    ]
     width = torch.where(wall.side % 2 == 0, cell_y, cell_x)
     wall_mip = mip(scene, wall.depth * step / (wall.facing * width))
     flat_mip = mip(scene, flat_depth * step / (steep * min(scene.cell)))
@@ -332,7 +383,9 @@ def meet_sky(scene: Scene, dx: Tensor, dy: Tensor, dz: Tensor) -> tuple[Tensor, 
     ax, ay = dx.abs(), dy.abs()
     along_x = ax >= ay
     reach = 1 / torch.maximum(ax, ay)
-    side = torch.where(along_x, torch.where(dx >= 0, EAST, WEST), torch.where(dy >= 0, NORTH, SOUTH)).int()
+    side = torch.where(
+        along_x, torch.where(dx >= 0, EAST, WEST), torch.where(dy >= 0, NORTH, SOUTH)
+    ).int()
     across = torch.where(along_x, dy, dx) * reach
     u = torch.where(mirrored(side), 1 - across, 1 + across) / 2
     rise = dz * reach

@@ -12,7 +12,8 @@ class Rendered(NamedTuple):
 
     Attributes:
         images: ``N H W 3`` uint8.
-        yaw_degrees: ``N`` float32, where the views look: as asked for, or as the engine tells it where it rounds.
+        yaw_degrees: ``N`` float32, where the views look: as asked for, or as the engine tells it
+            where it rounds.
         about: ``renderer`` in words, ``level`` and ``seed``.
     """
 

@@ -1,6 +1,7 @@
 """Textures: those of DeepMind Lab, which the package labmaze carries, or generated ones. All are ``S S 3`` uint8, rows downwards.
 
-A function of the picture plane is written over two grids, ``across`` and ``down``, of the centres of the texels, in (0, 1).
+A function of the picture plane is written over two grids, ``across`` and ``down``, of the centres
+of the texels, in (0, 1).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Textures(NamedTuple):
     """A set of textures of one style.
 
     Attributes:
-        walls: each of another colour. floors: the same. sky: the east, north, west, south and upper face of the sky.
+        walls: each of another colour. floors: the same. sky: the east, north, west, south and upper
+            face of the sky.
     """
 
     walls: list[Tensor]
@@ -60,14 +62,17 @@ def shuffled(generator: Generator, items: list[str]) -> list[str]:
     return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]
 
 
-# ---------------------------------------------------------------------------------------------------- DeepMind Lab's textures
+# --------------------------------------------------------------------------------------------------
+# -- DeepMind Lab's textures
 
 
 def labmaze_textures(generator: Generator) -> Textures:
     """One of Lab's five styles in all its colours, and one of its skies."""
     assets = importlib.import_module("labmaze.assets")
     style = assets.MAZE_STYLES[pick(generator, len(assets.MAZE_STYLES))]
-    sky = assets.get_sky_texture_paths(assets.SKY_STYLES[1 + pick(generator, 2)])  # the first is night
+    sky = assets.get_sky_texture_paths(
+        assets.SKY_STYLES[1 + pick(generator, 2)]
+    )  # the first is night
     walls, floors = assets.get_wall_texture_paths(style), assets.get_floor_texture_paths(style)
     sides = [load(path) for path in (sky.right, sky.back, sky.left, sky.front)]
     return Textures(
@@ -80,16 +85,21 @@ def labmaze_textures(generator: Generator) -> Textures:
 def load(path: str | Path) -> UInt8[Tensor, "S S 3"]:
     """Read a picture; what is transparent glows."""
     with Image.open(path) as file:
-        whole = file.convert("RGBA" if file.mode == "RGBA" or "transparency" in file.info else "RGB")
+        whole = file.convert(
+            "RGBA" if file.mode == "RGBA" or "transparency" in file.info else "RGB"
+        )
     if whole.mode == "RGBA":
         thumbnail = np.array(whole.reduce(8), dtype=np.float64).reshape(-1, 4)
         mean = np.average(thumbnail[:, :3], axis=0, weights=thumbnail[:, 3] + 1e-6)
         behind = [min(round(0.65 * c + glow), 255) for c, glow in zip(mean, GLOW, strict=True)]
-        whole = Image.alpha_composite(Image.new("RGBA", whole.size, (*behind, 255)), whole).convert("RGB")
+        whole = Image.alpha_composite(Image.new("RGBA", whole.size, (*behind, 255)), whole).convert(
+            "RGB"
+        )
     return torch.from_numpy(np.array(whole.resize((SIZE, SIZE), Image.Resampling.BOX)))
 
 
-# -------------------------------------------------------------------------------------------------------- generated textures
+# --------------------------------------------------------------------------------------------------
+# ------ generated textures
 
 
 def generated_textures(generator: Generator) -> Textures:
@@ -125,7 +135,9 @@ def noise(generator: Generator, cells: int = 8, rows: int | None = None) -> Floa
         t = place * n - low
         parts.append((low.long() % n, (low.long() + 1) % n, t * t * (3 - 2 * t)))
     (r0, r1, s), (c0, c1, t) = parts
-    return (values[r0, c0] * (1 - t) + values[r0, c1] * t) * (1 - s) + (values[r1, c0] * (1 - t) + values[r1, c1] * t) * s
+    return (values[r0, c0] * (1 - t) + values[r0, c1] * t) * (1 - s) + (
+        values[r1, c0] * (1 - t) + values[r1, c1] * t
+    ) * s
 
 
 def finish(brightness: Tensor, base: Float[Tensor, "3"]) -> UInt8[Tensor, "S S 3"]:
@@ -133,7 +145,9 @@ def finish(brightness: Tensor, base: Float[Tensor, "3"]) -> UInt8[Tensor, "S S 3
     return (255 * brightness[..., None] * base).clamp(0, 255).round().to(torch.uint8)
 
 
-def cells(generator: Generator, across: Tensor, down: Tensor, joint: float, contrast: float) -> Tensor:
+def cells(
+    generator: Generator, across: Tensor, down: Tensor, joint: float, contrast: float
+) -> Tensor:
     """Brightness of rectangles with dark joints; ``across`` and ``down`` count the rectangles, whose shades are drawn."""
     shades = 1 + contrast * (2 * draw(generator, 64, 64) - 1)
     inside_x, inside_y = across % 1, down % 1
@@ -154,7 +168,12 @@ def bricks(generator: Generator, base: Tensor) -> Tensor:
     across, down = grids()
     courses = 8 * down
     shift = 0.5 * (courses.floor() % 2)
-    return finish(skirting(cells(generator, 4 * across + shift, courses, 0.05, 0.35) + 0.1 * noise(generator, 32)), base)
+    return finish(
+        skirting(
+            cells(generator, 4 * across + shift, courses, 0.05, 0.35) + 0.1 * noise(generator, 32)
+        ),
+        base,
+    )
 
 
 def panels(generator: Generator, base: Tensor) -> Tensor:
@@ -197,7 +216,9 @@ def hexagons(generator: Generator, base: Tensor) -> Tensor:
     far = [(here - centre).square().sum(0) for centre in (first, second)]
     nearest = torch.where(far[0] < far[1], first, second)
     joint = (far[0].sqrt() - far[1].sqrt()).abs() < 0.07
-    shades = torch.tensor([0.72, 0.92, 1.0, 1.06])[torch.randint(4, (16, 16), generator=generator)].double()
+    shades = torch.tensor([0.72, 0.92, 1.0, 1.06])[
+        torch.randint(4, (16, 16), generator=generator)
+    ].double()
     shade = shades[nearest[1].long() % 8, (2 * nearest[0]).long() % 16]
     return finish(shade * torch.where(joint, 0.8, 1.0) + 0.06 * noise(generator, 32), base)
 
@@ -210,7 +231,12 @@ def skies(generator: Generator) -> list[Tensor]:
     waves = 6 * (2 * draw(generator, 12, 3) - 1)
     phases = 2 * math.pi * draw(generator, 12)
     towers = torch.stack(
-        [2 * math.pi * draw(generator, 24), 0.02 + 0.06 * draw(generator, 24), 0.1 + 0.4 * draw(generator, 24)], -1
+        [
+            2 * math.pi * draw(generator, 24),
+            0.02 + 0.06 * draw(generator, 24),
+            0.1 + 0.4 * draw(generator, 24),
+        ],
+        -1,
     )
     grey = 0.25 + 0.35 * draw(generator, 24)
     pictures = []
@@ -230,7 +256,8 @@ def skies(generator: Generator) -> list[Tensor]:
     return pictures
 
 
-# ------------------------------------------------------------------------------------------------------------------- pictures
+# --------------------------------------------------------------------------------------------------
+# ----------------- pictures
 
 
 def picture(generator: Generator) -> UInt8[Tensor, "S S 3"]:
@@ -243,14 +270,20 @@ def picture(generator: Generator) -> UInt8[Tensor, "S S 3"]:
         extent, angle = 0.1 + 0.22 * extent, math.pi * turn
         u = (across - x) * math.cos(angle) + (down - y) * math.sin(angle)
         v = (down - y) * math.cos(angle) - (across - x) * math.sin(angle)
-        shapes = ((u.square() + v.square()) < extent**2, (u.abs() < extent) & (v.abs() < 0.6 * extent), u.abs() < 0.25 * extent)
+        shapes = (
+            (u.square() + v.square()) < extent**2,
+            (u.abs() < extent) & (v.abs() < 0.6 * extent),
+            u.abs() < 0.25 * extent,
+        )
         painted[shapes[k % 3]] = colour(tint, 0.9, (0.3, 0.95, 0.75)[pick(generator, 3)])
     rim = torch.maximum((across - 0.5).abs(), (down - 0.5).abs())
     painted[rim > 0.46] = colour(hue, 0.4, 0.2)
     return (255 * painted).round().to(torch.uint8)
 
 
-def hang(wall: UInt8[Tensor, "S S 3"], painting: UInt8[Tensor, "S S 3"], extent: float = 0.5) -> UInt8[Tensor, "S S 3"]:
+def hang(
+    wall: UInt8[Tensor, "S S 3"], painting: UInt8[Tensor, "S S 3"], extent: float = 0.5
+) -> UInt8[Tensor, "S S 3"]:
     """The wall with a painting in its middle, of this share of its side."""
     side = round(SIZE * extent)
     small = Image.fromarray(painting.numpy()).resize((side, side), Image.Resampling.BOX)

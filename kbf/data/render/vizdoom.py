@@ -16,14 +16,24 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from kbf.data.render.rendered import Rendered
-from kbf.runtime.extras import need
+from kbf.runtime.optional_dependencies import need
 
 DEFAULT_LEVEL = "E1M3"
 """A bright yard with open sky."""
 SETTLE = 20
 """Ticks that the engine needs before it obeys."""
 HIDDEN = (
-    *("hud", "minimal_hud", "weapon", "crosshair", "decals", "particles", "effects_sprites", "corpses", "messages"),
+    *(
+        "hud",
+        "minimal_hud",
+        "weapon",
+        "crosshair",
+        "decals",
+        "particles",
+        "effects_sprites",
+        "corpses",
+        "messages",
+    ),
     "screen_flashes",
 )
 
@@ -53,14 +63,16 @@ def render(
 ) -> Rendered:
     """Stand where the level begins and turn, one tick of the engine for each view; see `kbf.data.render.render`.
 
-    The engine rounds an angle to 360 / 65536 degrees; the angles of the result are read back from it. There are no monsters,
-    but lamps flicker and things blink: two views in one direction may differ in a few pixels.
+    The engine rounds an angle to 360 / 65536 degrees; the angles of the result are read back from
+    it. There are no monsters, but lamps flicker and things blink: two views in one direction may
+    differ in a few pixels.
 
     Args:
         yaw_degrees: ``N``, counter-clockwise; 0 looks to the east of the map.
         level: "E1M1" to "E4M9" or "MAP01" to "MAP32".
         seed: of the engine's randomness.
-        size: height and width; the picture, 4:3 and 90 degrees wide, is cut to this shape around its middle.
+        size: height and width; the picture, 4:3 and 90 degrees wide, is cut to this shape around
+            its middle.
         progress: called with the number of views that are done, every 100 views and at the end.
 
     Raises:
@@ -71,7 +83,10 @@ def render(
     doom, renderer = load(), describe()
     images = torch.empty(len(yaw_degrees), *size, 3, dtype=torch.uint8)
     angles = torch.empty(len(yaw_degrees), dtype=torch.float64)
-    with tempfile.TemporaryDirectory(prefix="kbf-vizdoom-") as folder, started(doom, game_file, level, seed, size, folder) as game:
+    with (
+        tempfile.TemporaryDirectory(prefix="kbf-vizdoom-") as folder,
+        started(doom, game_file, level, seed, size, folder) as game,
+    ):
         for k, yaw in enumerate(yaw_degrees.tolist()):
             now = float(game.get_state().game_variables[0])
             game.make_action([(now - yaw + 180) % 360 - 180])  # positive turns right
@@ -81,7 +96,9 @@ def render(
             if progress is not None and ((k + 1) % 100 == 0 or k + 1 == len(yaw_degrees)):
                 progress(k + 1)
     turns = ((yaw_degrees.double() - angles) / 360).round()  # the engine answers from 0 to 360
-    return Rendered(images, (angles + 360 * turns).float(), {"renderer": renderer, "level": level, "seed": seed})
+    return Rendered(
+        images, (angles + 360 * turns).float(), {"renderer": renderer, "level": level, "seed": seed}
+    )
 
 
 def find_game(level: str) -> str:
@@ -90,11 +107,15 @@ def find_game(level: str) -> str:
         return "freedoom1.wad"
     if re.fullmatch(r"MAP(0[1-9]|[12]\d|3[0-2])", level):
         return "freedoom2.wad"
-    raise ValueError(f"there is no level {level!r}; levels: E1M1 to E4M9 and MAP01 to MAP32 of Freedoom")
+    raise ValueError(
+        f"there is no level {level!r}; levels: E1M1 to E4M9 and MAP01 to MAP32 of Freedoom"
+    )
 
 
 @contextlib.contextmanager
-def started(doom: Any, game_file: str, level: str, seed: int, size: tuple[int, int], folder: str) -> Iterator[Any]:
+def started(
+    doom: Any, game_file: str, level: str, seed: int, size: tuple[int, int], folder: str
+) -> Iterator[Any]:
     """A running engine whose files are in ``folder``: it writes into the working directory, which is changed while it starts."""
     game = doom.DoomGame()
     game.set_doom_game_path(str(Path(doom.__file__).parent / game_file))
@@ -102,7 +123,9 @@ def started(doom: Any, game_file: str, level: str, seed: int, size: tuple[int, i
     game.set_doom_map(level)
     game.set_seed(seed)
     large = size[0] > 240 or size[1] > 320
-    game.set_screen_resolution(doom.ScreenResolution.RES_640X480 if large else doom.ScreenResolution.RES_320X240)
+    game.set_screen_resolution(
+        doom.ScreenResolution.RES_640X480 if large else doom.ScreenResolution.RES_320X240
+    )
     game.set_screen_format(doom.ScreenFormat.RGB24)
     for part in HIDDEN:
         getattr(game, f"set_render_{part}")(False)

@@ -30,21 +30,32 @@ def match_means(
 
         log sum_i exp(b_ji + l . z_i) - l . means_j + reg / 2 |l|^2
 
-    by Newton's method, each step halved until the dual falls. Points count in units of their standard deviations; ``reg`` keeps l
-    finite where a mean lies outside of the points, and leaves a gap of reg l there. O(m n d^2) a step, for the rows that need it.
+    by Newton's method, each step halved until the dual falls. Points count in units of their
+    standard deviations; ``reg`` keeps l finite where a mean lies outside of the points, and leaves
+    a gap of reg l there. O(m n d^2) a step, for the rows that need it.
 
     Args:
-        log_weight: b ``m n``, up to a constant in each row. points: z ``n d``. means: ``m d``. reg: of the dual. steps: at most.
+        log_weight: b ``m n``, up to a constant in each row. points: z ``n d``. means: ``m d``. reg:
+            of the dual. steps: at most.
         error: of a mean, after which a row's next step is its last.
 
-    References: Farmer and Toda (2017), Discretizing nonlinear, non-Gaussian Markov processes with exact conditional moments.
+    References: Farmer and Toda (2017), Discretizing nonlinear, non-Gaussian Markov processes with
+    exact conditional moments.
     """
     centre, spread = points.mean(0), points.std(0, correction=0)
     spread = torch.where(spread > 0, spread, 1)
     z, target, d = (points - centre) / spread, (means - centre) / spread, points.shape[1]
-    powers, ridge = torch.cat([z, (z[:, :, None] * z[:, None, :]).flatten(1)], 1), reg * torch.eye(d).to(z)
+    powers, ridge = (
+        torch.cat([z, (z[:, :, None] * z[:, None, :]).flatten(1)], 1),
+        reg * torch.eye(d).to(z),
+    )
 
-    tilt, todo, b, goal = torch.zeros_like(target), torch.arange(len(target), device=z.device), log_weight, target
+    tilt, todo, b, goal = (
+        torch.zeros_like(target),
+        torch.arange(len(target), device=z.device),
+        log_weight,
+        target,
+    )
     old, halves = tilt, 0.5 ** torch.arange(1, HALVES + 1, dtype=z.dtype, device=z.device)
     log_p, before = dual(b, old, goal, z, reg)
     for _ in range(steps):
@@ -77,13 +88,24 @@ def match_means(
         if len(left) == 0:
             break
         if len(left) < len(todo):
-            todo, b, goal, new, log_p, after = todo[left], b[left], goal[left], new[left], log_p[left], after[left]
+            todo, b, goal, new, log_p, after = (
+                todo[left],
+                b[left],
+                goal[left],
+                new[left],
+                log_p[left],
+                after[left],
+            )
         old, before = new, after
     return torch.addmm(log_weight, tilt, z.mT).softmax(-1)
 
 
 def dual(
-    b: Float[Tensor, "m n"], tilt: Float[Tensor, "m d"], goal: Float[Tensor, "m d"], z: Float[Tensor, "n d"], reg: float
+    b: Float[Tensor, "m n"],
+    tilt: Float[Tensor, "m d"],
+    goal: Float[Tensor, "m d"],
+    z: Float[Tensor, "n d"],
+    reg: float,
 ) -> tuple[Float[Tensor, "m n"], Float[Tensor, " m"]]:
     """The logarithms of the weights at a tilt l, and the dual of `match_means`."""
     logits = torch.addmm(b, tilt, z.mT)

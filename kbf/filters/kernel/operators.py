@@ -1,8 +1,9 @@
 """The operators of a Kernel Bayes Filter: what is constant in time, made once from the memory.
 
-P moves weights one step in time, and A turns a predicted embedding into a density ratio at the memory points. Each is made from
-full Gram matrices, or from features F of the memory points, G_Z = F F^T ("primal"): then it costs O(n r) a step. The third part of
-a step, the rule over the memory's observations, is in `kbf.filters.kernel.updates`.
+P moves weights one step in time, and A turns a predicted embedding into a density ratio at the
+memory points. Each is made from full Gram matrices, or from features F of the memory points, G_Z =
+F F^T ("primal"): then it costs O(n r) a step. The third part of a step, the rule over the memory's
+observations, is in `kbf.filters.kernel.update.rule`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kbf.filters.kernel.moment_matching import match_means
+from kbf.recording import Transitions
 from kbf.rkhs.linalg import ROUNDING, psd_solve, two_factors
 from kbf.runtime.distributed import OverPoints
-from kbf.sequence import Transitions
 
 
 class Operator(OverPoints):
@@ -26,19 +27,27 @@ class Operator(OverPoints):
     left: Tensor
     right: Tensor | None
 
-    def __init__(self, left: Float[Tensor, "n r"], right: Float[Tensor, "n r"] | None = None) -> None:
+    def __init__(
+        self, left: Float[Tensor, "n r"], right: Float[Tensor, "n r"] | None = None
+    ) -> None:
         super().__init__()
         self.register_buffer("left", left)
         self.register_buffer("right", right)
 
     def forward(self, w: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
         """left (right^T w), for one or many vectors of weights."""
-        return w @ self.left.mT if self.right is None else self.reduce(w @ self.right) @ self.left.mT
+        return (
+            w @ self.left.mT if self.right is None else self.reduce(w @ self.right) @ self.left.mT
+        )
 
 
 def compose(outer: nn.Module | None, inner: nn.Module) -> Operator | None:
     """w -> outer (inner w) as one operator, where both are of low rank: half the work. None where they are not."""
-    if not (isinstance(outer, Operator) and isinstance(inner, Operator)) or outer.right is None or inner.right is None:
+    if (
+        not (isinstance(outer, Operator) and isinstance(inner, Operator))
+        or outer.right is None
+        or inner.right is None
+    ):
         return None
     composed = Operator(outer.left @ outer.reduce(outer.right.mT @ inner.left), inner.right)
     composed.reduce = outer.reduce
@@ -66,7 +75,9 @@ def covariance_of(features: Float[Tensor, "n r"]) -> Covariance:
 # P, the transition
 
 
-def transition_operator(gram: Float[Tensor, "n n"], pairs: Transitions, reg: float | Tensor) -> Operator:
+def transition_operator(
+    gram: Float[Tensor, "n n"], pairs: Transitions, reg: float | Tensor
+) -> Operator:
     """P, the conditional mean embedding of the next state: row target(i) of P is row i of (G_ss + m reg I)^-1 G_s:.
 
     Args:
@@ -77,7 +88,8 @@ def transition_operator(gram: Float[Tensor, "n n"], pairs: Transitions, reg: flo
     Raises:
         NotPositiveDefiniteError: with m, reg and the smallest eigenvalue.
 
-    References: Xu et al. (2022), Algorithm 2, step 4; Fukumizu et al., equation 18, the two factors on the right.
+    References: Xu et al. (2022), Algorithm 2, step 4; Fukumizu et al., equation 18, the two factors
+    on the right.
     """
     source = gram[pairs.source]
     solved = psd_solve(source[:, pairs.source], source, reg=len(pairs.source) * reg)
@@ -85,7 +97,10 @@ def transition_operator(gram: Float[Tensor, "n n"], pairs: Transitions, reg: flo
 
 
 def transition_operator_primal(
-    features: Float[Tensor, "n r"], pairs: Transitions, reg: float | Tensor, covariance: Covariance | None = None
+    features: Float[Tensor, "n r"],
+    pairs: Transitions,
+    reg: float | Tensor,
+    covariance: Covariance | None = None,
 ) -> Operator:
     """P from features, G_Z = F F^T: rows F_s (F_s^T F_s + m reg I_r)^-1 on the left, F on the right.
 
@@ -105,26 +120,34 @@ def transition_operator_primal(
 
 
 def density_transition(
-    log_density: Float[Tensor, "n n"], mass: Float[Tensor, " n"], points: Float[Tensor, "n d"], means: Float[Tensor, "n d"]
+    log_density: Float[Tensor, "n n"],
+    mass: Float[Tensor, " n"],
+    points: Float[Tensor, "n d"],
+    means: Float[Tensor, "n d"],
 ) -> Operator:
     """P from a transition density: points weighed by volume times density, each column tilted to have the mean E[z' | z_j].
 
         P_ij = v_i q(z_i | z_j) exp(l_j . z_i) / sum_k v_k q(z_k | z_j) exp(l_j . z_k),    v_i = m_i / p(z_i),
         sum_i P_ij z_i = E[z' | z_j]
 
-    p(z_i) = sum_k m_k q(z_i | z_k) is the density of the memory after a move, and v_i the volume that point i stands for.
-    Where moves are small beside the gaps between points, these weights alone stick to points or run ahead: the tilt
-    (`kbf.filters.kernel.moment_matching`) makes every predicted mean exact (Z^T P = E[z' | z], a column's sum is 1). On a fine
-    memory it hardly matters. So P w is the predicted embedding as a weighted sample of the memory, and n P w, n m_i r_i at point
-    i, what the rule needs (where each point counts 1/n): the operator A is then n I.
+    p(z_i) = sum_k m_k q(z_i | z_k) is the density of the memory after a move, and v_i the volume
+    that point i stands for. Where moves are small beside the gaps between points, these weights
+    alone stick to points or run ahead: the tilt (`kbf.filters.kernel.moment_matching`) makes every
+    predicted mean exact (Z^T P = E[z' | z], a column's sum is 1). On a fine memory it hardly
+    matters. So P w is the predicted embedding as a weighted sample of the memory, and n P w, n m_i
+    r_i at point i, what the rule needs (where each point counts 1/n): the operator A is then n I.
 
     Args:
-        log_density: log q(z_i | z_j), row i the target, column j the source; a constant is of no matter.
-        mass: m ``n``, the share of the memory's distribution that each point stands for, sum 1; 1/n for a plain sample.
+        log_density: log q(z_i | z_j), row i the target, column j the source; a constant is of no
+            matter.
+        mass: m ``n``, the share of the memory's distribution that each point stands for, sum 1; 1/n
+            for a plain sample.
         points: z ``n d``. means: E[z' | z_j] ``n d``.
     """
     log_mass = mass.log()
-    log_weight = log_mass[:, None] + log_density - (log_density + log_mass).logsumexp(-1, keepdim=True)
+    log_weight = (
+        log_mass[:, None] + log_density - (log_density + log_mass).logsumexp(-1, keepdim=True)
+    )
     return Operator(match_means(log_weight.mT, points, means).mT)
 
 
@@ -147,7 +170,9 @@ def ratio_operator(gram: Float[Tensor, "n n"], reg: float | Tensor) -> Operator:
     return Operator(n * psd_solve(gram, gram, reg=n * reg))
 
 
-def ratio_operator_primal(features: Float[Tensor, "n r"], reg: float | Tensor, covariance: Covariance | None = None) -> Operator:
+def ratio_operator_primal(
+    features: Float[Tensor, "n r"], reg: float | Tensor, covariance: Covariance | None = None
+) -> Operator:
     """A from features, G_Z = F F^T: n F (F^T F + n reg I_r)^-1 on the left, F on the right.
 
     Args:
@@ -170,12 +195,19 @@ class RatioOfWeights(nn.Module):
     form: Callable[..., Tensor]
     alpha: float
 
-    def __init__(self, ratio: Callable[..., Tensor], points: Float[Tensor, "n m"], reg: float | Tensor, alpha: float) -> None:
+    def __init__(
+        self,
+        ratio: Callable[..., Tensor],
+        points: Float[Tensor, "n m"],
+        reg: float | Tensor,
+        alpha: float,
+    ) -> None:
         """The ratio of a memory.
 
         Args:
             ratio: a form of `kbf.rkhs.ratios.Ratio`.
-            points: what it needs to know of the memory points: G_Z ``n n`` for a dense form, F ``n r`` for a primal one.
+            points: what it needs to know of the memory points: G_Z ``n n`` for a dense form, F ``n
+                r`` for a primal one.
             reg: eta.
             alpha: of the relative ratio.
         """

@@ -22,8 +22,9 @@ LANDMARK_SAMPLE = 4096
 class SharedMemory:
     """Counts, covariances and candidates for landmarks over all points of a memory, and filters whose steps sum over them.
 
-    The formulas of a filter are those of one process. Where processes share the memory, each calls them with its own points, and
-    gives them what is needed of the others' from here. All processes must do so in step.
+    The formulas of a filter are those of one process. Where processes share the memory, each calls
+    them with its own points, and gives them what is needed of the others' from here. All processes
+    must do so in step.
     """
 
     reduce: Reduce
@@ -37,7 +38,9 @@ class SharedMemory:
         """How many points there are."""
         if not self.shared:
             return len(points)
-        return int(self.reduce(torch.tensor(float(len(points)), dtype=torch.float64, device=points.device)))
+        return int(
+            self.reduce(torch.tensor(float(len(points)), dtype=torch.float64, device=points.device))
+        )
 
     def covariance(self, features: Float[Tensor, "n r"]) -> Covariance:
         """The sum of f f^T over all points, and their number."""

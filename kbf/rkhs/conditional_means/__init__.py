@@ -1,8 +1,9 @@
 """The conditional mean embedding (CME) and its cheap forms, all with one interface.
 
-The CME of Z given X = x is sum_i w_i(x) k(., z_i), with w(x) = (G + n reg I)^-1 k(x) over n training pairs (x_i, z_i). Each
-function of the table `CONDITIONAL_MEANS` fits it, or something cheaper in its place, and returns a `ConditionalMean`: ``weights``
-gives w(x), with zeros where a form looks at some of the pairs only; ``mean`` gives sum_i w_i(x) z_i without making w(x).
+The CME of Z given X = x is sum_i w_i(x) k(., z_i), with w(x) = (G + n reg I)^-1 k(x) over n
+training pairs (x_i, z_i). Each function of the table `CONDITIONAL_MEANS` fits it, or something
+cheaper in its place, and returns a `ConditionalMean`: ``weights`` gives w(x), with zeros where a
+form looks at some of the pairs only; ``mean`` gives sum_i w_i(x) z_i without making w(x).
 
 ===================== =========================================================== =====================
 function              w(x)                                                        cost: once, a query
@@ -17,15 +18,21 @@ divide_and_conquer    the mean of s exact ones over n/s points each             
 nadaraya_watson       k(x) / ||k(x)||_1                                           0, n
 ===================== =========================================================== =====================
 
-A query costs this for ``mean``; ``weights`` are n numbers, or n m kernel values where there are features. ``block`` bounds memory:
-no array made on the way has more than about max(block, m)^2 numbers, whatever n and the number of queries are, but for the
-factors of `exact` and its kin and the pivots' L. Gradients flow to queries and, but for the choice of points, to bandwidths, ridges
+A query costs this for ``mean``; ``weights`` are n numbers, or n m kernel values where there are
+features. ``block`` bounds memory: no array made on the way has more than about max(block, m)^2
+numbers, whatever n and the number of queries are, but for the factors of `exact` and its kin and
+the pivots' L. Gradients flow to queries and, but for the choice of points, to bandwidths, ridges
 and training pairs. A query with NaN gives NaN for itself alone.
 """
 
 from __future__ import annotations
 
-from kbf.rkhs.conditional_means.all_points import KernelRidge, NadarayaWatson, exact, nadaraya_watson
+from kbf.rkhs.conditional_means.all_points import (
+    KernelRidge,
+    NadarayaWatson,
+    exact,
+    nadaraya_watson,
+)
 from kbf.rkhs.conditional_means.base import BLOCK, ConditionalMean
 from kbf.rkhs.conditional_means.local import Nearest, nearest
 from kbf.rkhs.conditional_means.low_rank import (

@@ -8,7 +8,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kbf.rkhs.conditional_means.base import BLOCK, Inputs, Mean, Outputs, Query, Weights, _by_rows, _check, _positive
+from kbf.rkhs.conditional_means.base import (
+    BLOCK,
+    Inputs,
+    Mean,
+    Outputs,
+    Query,
+    Weights,
+    _by_rows,
+    _check,
+    _positive,
+)
 from kbf.rkhs.kernels import Kernel
 from kbf.rkhs.linalg import cholesky
 
@@ -27,14 +37,23 @@ class KernelRidge:
 
     def weights(self, query: Query) -> Weights:
         """As in `ConditionalMean`, O(n^2)."""
-        return _by_rows(lambda rows: torch.cholesky_solve(self.kernel(rows, self.x).mT, self.factor).mT, query, self.x, self.block)
+        return _by_rows(
+            lambda rows: torch.cholesky_solve(self.kernel(rows, self.x).mT, self.factor).mT,
+            query,
+            self.x,
+            self.block,
+        )
 
     def mean(self, query: Query) -> Mean:
         """As in `ConditionalMean`, O(n)."""
-        return _by_rows(lambda rows: self.kernel(rows, self.x) @ self.coef, query, self.x, self.block)
+        return _by_rows(
+            lambda rows: self.kernel(rows, self.x) @ self.coef, query, self.x, self.block
+        )
 
 
-def exact(kernel: Kernel, x: Inputs, z: Outputs, reg: float | Tensor, *, block: int = BLOCK) -> KernelRidge:
+def exact(
+    kernel: Kernel, x: Inputs, z: Outputs, reg: float | Tensor, *, block: int = BLOCK
+) -> KernelRidge:
     """w(x) = (G + n reg I)^-1 k(x): the CME itself, for as many points as a matrix ``n n`` fits. O(n^3).
 
     Args:
@@ -76,7 +95,10 @@ class NadarayaWatson:
         """As in `ConditionalMean`, O(n)."""
 
         def mean(rows: Tensor) -> Tensor:
-            total, norm = self.z.new_zeros(len(rows), self.z.shape[1]), self.z.new_zeros(len(rows), 1)
+            total, norm = (
+                self.z.new_zeros(len(rows), self.z.shape[1]),
+                self.z.new_zeros(len(rows), 1),
+            )
             for x, z in zip(self.x.split(self.block), self.z.split(self.block), strict=True):
                 values = self.kernel(rows, x)
                 total, norm = total + values @ z, norm + values.abs().sum(-1, keepdim=True)
@@ -88,8 +110,8 @@ class NadarayaWatson:
 def nadaraya_watson(kernel: Kernel, x: Inputs, z: Outputs, *, block: int = BLOCK) -> NadarayaWatson:
     """w(x) = k(x) / ||k(x)||_1: no ridge and nothing to solve. O(n) a query.
 
-    Where all of k(x) is too small for a number the weights are zero, as those of the other forms become.
-    Arguments and errors as in `exact`.
+    Where all of k(x) is too small for a number the weights are zero, as those of the other forms
+    become. Arguments and errors as in `exact`.
 
     References: LCKME draft, section 4.3.
     """

@@ -38,7 +38,9 @@ class ConditionalMean(Protocol):
 def _by_rows(f: Callable[[Tensor], Tensor], query: Tensor, x: Tensor, block: int) -> Tensor:
     """F of the queries ``*b q``, for an f that takes ``c q``, by at most ``block`` of them at a time."""
     if query.shape[-1] != x.shape[-1]:
-        raise ValueError(f"queries need {x.shape[-1]} components like the training points, got {tuple(query.shape)}")
+        raise ValueError(
+            f"queries need {x.shape[-1]} components like the training points, got {tuple(query.shape)}"
+        )
     out = torch.cat([f(rows) for rows in query.reshape(-1, x.shape[-1]).split(block)])
     return out.reshape(*query.shape[:-1], out.shape[-1])
 
@@ -57,13 +59,19 @@ def _check(x: Tensor, z: Tensor, reg: float | Tensor | None = None, **counts: in
     """Raise a ValueError for what no form can be fitted to."""
     if len(x) < 1 or len(x) != len(z) or x.dtype != z.dtype:
         got = f"{tuple(x.shape)} in {x.dtype} and {tuple(z.shape)} in {z.dtype}"
-        raise ValueError(f"a conditional mean needs at least one input and one output for each, of one type, got {got}")
+        raise ValueError(
+            f"a conditional mean needs at least one input and one output for each, of one type, got {got}"
+        )
     for name, values in {"inputs x": x, "outputs z": z}.items():
         bad = int((~torch.isfinite(values)).any(-1).sum())
         if bad:
-            raise ValueError(f"the {name} hold NaN or infinite values in {bad} of {len(x)} rows: leave these pairs out")
+            raise ValueError(
+                f"the {name} hold NaN or infinite values in {bad} of {len(x)} rows: leave these pairs out"
+            )
     if reg is not None and not reg > 0:
         raise ValueError(f"reg must be positive, got {float(reg)}")
     for name, count in counts.items():
         if not 1 <= count <= len(x):
-            raise ValueError(f"{name} must be between 1 and the number of training pairs, {len(x)}, got {count}")
+            raise ValueError(
+                f"{name} must be between 1 and the number of training pairs, {len(x)}, got {count}"
+            )

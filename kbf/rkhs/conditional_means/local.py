@@ -11,7 +11,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kbf.rkhs.conditional_means.base import BLOCK, Inputs, Mean, Outputs, Query, Weights, _by_rows, _check
+from kbf.rkhs.conditional_means.base import (
+    BLOCK,
+    Inputs,
+    Mean,
+    Outputs,
+    Query,
+    Weights,
+    _by_rows,
+    _check,
+)
 from kbf.rkhs.kernels import Kernel
 from kbf.rkhs.linalg import psd_solve
 
@@ -34,7 +43,10 @@ class Nearest:
         """Positions of the m points, and their weights."""
         index = self.find(query.detach())
         size = max(1, self.block**2 // self.m**2)
-        solved = [self._solve(*part) for part in zip(query.split(size), self.x[index].split(size), strict=True)]
+        solved = [
+            self._solve(*part)
+            for part in zip(query.split(size), self.x[index].split(size), strict=True)
+        ]
         return index, torch.cat(solved)
 
     def weights(self, query: Query) -> Weights:
@@ -56,7 +68,9 @@ class Nearest:
         return _by_rows(mean, query, self.x, self.block)
 
     def _solve(self, query: Tensor, near: Tensor) -> Tensor:
-        return psd_solve(self.kernel(near, near), self.kernel(near, query[:, None]), reg=self.m * self.reg)[..., 0]
+        return psd_solve(
+            self.kernel(near, near), self.kernel(near, query[:, None]), reg=self.m * self.reg
+        )[..., 0]
 
 
 def nearest(
@@ -76,13 +90,15 @@ def nearest(
     Args:
         kernel: k. x: ``n q``. z: ``n d``. reg: lambda > 0.
         m: neighbours, at most n.
-        search: the points with the largest k(x, x_i), by comparing with all of them; or the nearest in Euclidean distance by a
-            k-d tree, in O(log n) for few components (up to about 10) and the same where k falls with this distance. The tree is
-            on the CPU, and is no copy: it does not see a later change of x.
+        search: the points with the largest k(x, x_i), by comparing with all of them; or the nearest
+            in Euclidean distance by a k-d tree, in O(log n) for few components (up to about 10) and
+            the same where k falls with this distance. The tree is on the CPU, and is no copy: it
+            does not see a later change of x.
         block: memory, as for all.
 
     Raises:
-        ValueError: as in `exact`; or m or search out of range. NotPositiveDefiniteError: at a query, as in `exact`.
+        ValueError: as in `exact`; or m or search out of range. NotPositiveDefiniteError: at a
+            query, as in `exact`.
 
     References: LCKME draft, Algorithm 1 and equation 4.
     """
@@ -96,7 +112,10 @@ def nearest(
 @torch.no_grad()
 def _largest(kernel: Kernel, x: Tensor, m: int, block: int, query: Tensor) -> Tensor:
     """Positions of the m largest k(query, x_i), best first: the best of each block against the best so far."""
-    best, index = query.new_empty(len(query), 0), torch.empty(len(query), 0, dtype=torch.long, device=query.device)
+    best, index = (
+        query.new_empty(len(query), 0),
+        torch.empty(len(query), 0, dtype=torch.long, device=query.device),
+    )
     for positions in torch.arange(len(x), device=query.device).split(block):
         values = torch.cat([best, kernel(query, x[positions])], -1)
         index = torch.cat([index, positions.expand(len(query), -1)], -1)
@@ -112,7 +131,9 @@ def _tree(x: Tensor, m: int) -> Callable[[Tensor], Tensor]:
     tree = KDTree(x.detach().cpu().numpy())
 
     def find(query: Tensor) -> Tensor:
-        index = torch.as_tensor(tree.query(query.nan_to_num().cpu().numpy(), m)[1], dtype=torch.long, device=x.device)
+        index = torch.as_tensor(
+            tree.query(query.nan_to_num().cpu().numpy(), m)[1], dtype=torch.long, device=x.device
+        )
         return index.reshape(len(query), m)  # for m = 1 the tree drops the last axis
 
     return find

@@ -8,7 +8,16 @@ import torch
 from torch import Generator, Tensor
 
 from kbf.rkhs.conditional_means.all_points import KernelRidge, exact
-from kbf.rkhs.conditional_means.base import BLOCK, Inputs, Mean, Outputs, Query, Weights, _check, _draw
+from kbf.rkhs.conditional_means.base import (
+    BLOCK,
+    Inputs,
+    Mean,
+    Outputs,
+    Query,
+    Weights,
+    _check,
+    _draw,
+)
 from kbf.rkhs.kernels import Kernel
 
 # Over parts of the points
@@ -29,7 +38,9 @@ class Average:
 
     def mean(self, query: Query) -> Mean:
         """As in `ConditionalMean`."""
-        return sum((fit.mean(query) for _, fit in self.parts[1:]), self.parts[0][1].mean(query)) / len(self.parts)
+        return sum(
+            (fit.mean(query) for _, fit in self.parts[1:]), self.parts[0][1].mean(query)
+        ) / len(self.parts)
 
 
 def subsample(
@@ -72,8 +83,8 @@ def divide_and_conquer(
 ) -> Average:
     """The mean of s exact CMEs over disjoint random parts of about n/s points. O(n^3 / s^2), with factors of n^2 / s numbers.
 
-    Each part keeps reg (its ridge is reg times its own number of points), as if it had all points: it undersmooths, and the mean
-    takes the variance away.
+    Each part keeps reg (its ridge is reg times its own number of points), as if it had all points:
+    it undersmooths, and the mean takes the variance away.
 
     Args:
         kernel: k. x: ``n q``. z: ``n d``. reg: lambda > 0.
@@ -88,4 +99,7 @@ def divide_and_conquer(
     """
     _check(x, z, reg, s=s)
     parts = _draw(len(x), len(x), generator, x).tensor_split(s)
-    return Average(len(x), tuple((index, exact(kernel, x[index], z[index], reg, block=block)) for index in parts))
+    return Average(
+        len(x),
+        tuple((index, exact(kernel, x[index], z[index], reg, block=block)) for index in parts),
+    )

@@ -11,17 +11,20 @@ import reference
 import torch
 
 import kbf
-from kbf.filters.base import rollout
 from kbf.filters.kernel.algorithm import kernel_bayes_filter
 from kbf.filters.kernel.kbf import KBF
+from kbf.filters.rollout import rollout
+from kbf.recording import Recording
 from kbf.rkhs.kernels import KERNELS
-from kbf.sequence import Sequence
 from kbf.ssm import oscillatory, simulate
 
-WIDTHS, REGS = (0.7, 0.5, 0.8), (1e-3, 5e-4, 2e-4)  # ratio, transition, observation; eta, lambda', lambda
+WIDTHS, REGS = (
+    (0.7, 0.5, 0.8),
+    (1e-3, 5e-4, 2e-4),
+)  # ratio, transition, observation; eta, lambda', lambda
 
 
-def recording(n: int, seed: int = 0) -> Sequence:
+def recording(n: int, seed: int = 0) -> Recording:
     model = oscillatory()
     return simulate(model, model.m0, n, torch.Generator().manual_seed(seed))
 
@@ -34,7 +37,9 @@ def kernels(name: str = "gaussian", widths=WIDTHS):
 def test_it_is_the_published_algorithm():
     memory, new = recording(60), recording(40, seed=1)
     found = kbf.kernel_bayes_filter(memory.states, memory.obs, new.obs, kernels(), REGS)
-    expected = reference.published_filter(memory.states.numpy(), memory.obs.numpy(), new.obs.numpy(), *WIDTHS, *REGS)
+    expected = reference.published_filter(
+        memory.states.numpy(), memory.obs.numpy(), new.obs.numpy(), *WIDTHS, *REGS
+    )
     np.testing.assert_allclose(found.estimates.numpy(), expected, rtol=0, atol=1e-8)
     torch.testing.assert_close(found.weights @ memory.states, found.estimates)
     assert 0.1 < (found.weights == 0).double().mean() < 0.9, "the case must meet the clipping"
@@ -47,20 +52,32 @@ def test_the_class_is_algorithm_2(name):
     model.set(torch.tensor(WIDTHS).double(), torch.tensor(REGS).double())
     states = []
     with torch.no_grad():
-        run = rollout(model.condition(memory), new.obs[None], states=states)
-        bandwidths, regs = model.log_bandwidth.exp(), model.log_reg.exp().tolist()  # to the last bit
-        found = kernel_bayes_filter(memory.states, memory.obs, new.obs, kernels(name, bandwidths), tuple(regs))
+        run = rollout(model.fit(memory), new.obs[None], states=states)
+        bandwidths, regs = (
+            model.log_bandwidth.exp(),
+            model.log_reg.exp().tolist(),
+        )  # to the last bit
+        found = kernel_bayes_filter(
+            memory.states, memory.obs, new.obs, kernels(name, bandwidths), tuple(regs)
+        )
     torch.testing.assert_close(run.estimates[0], found.estimates, rtol=0, atol=1e-9)
-    torch.testing.assert_close(torch.cat([s.weights for s in states]), found.weights, rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        torch.cat([s.weights for s in states]), found.weights, rtol=0, atol=1e-9
+    )
 
 
 def test_gradients_reach_bandwidths_and_ridges():
     memory, new = recording(12), recording(3, seed=1)
 
     def estimates(widths, regs):
-        return kernel_bayes_filter(memory.states, memory.obs, new.obs, kernels(widths=widths), tuple(regs)).estimates
+        return kernel_bayes_filter(
+            memory.states, memory.obs, new.obs, kernels(widths=widths), tuple(regs)
+        ).estimates
 
-    numbers = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (WIDTHS, (0.01, 0.02, 0.05)))
+    numbers = (
+        torch.tensor(v, dtype=torch.float64, requires_grad=True)
+        for v in (WIDTHS, (0.01, 0.02, 0.05))
+    )
     assert torch.autograd.gradcheck(estimates, tuple(numbers), rtol=1e-4, atol=1e-6)
 
 

@@ -15,7 +15,9 @@ def test_the_tilt_of_a_gaussian_is_a_gaussian():
     z = torch.linspace(-9, 9, 2001, dtype=F64)[:, None]
     means = torch.tensor([[0.0], [0.7], [-2.0]], dtype=F64)
     found = match_means((-z.square() / 2).mT.expand(3, -1), z, means)
-    torch.testing.assert_close(found, (-(z - means.mT).square() / 2).softmax(0).mT, rtol=1e-3, atol=1e-9)
+    torch.testing.assert_close(
+        found, (-(z - means.mT).square() / 2).softmax(0).mT, rtol=1e-3, atol=1e-9
+    )
 
 
 def test_means_are_exact_and_others_are_farther_in_relative_entropy(normal):
@@ -26,7 +28,9 @@ def test_means_are_exact_and_others_are_farther_in_relative_entropy(normal):
     torch.testing.assert_close(p.sum(-1), torch.ones(6, dtype=F64))
     torch.testing.assert_close(p @ z, means, rtol=0, atol=1e-4)
     entropy = (p * (p / q).log()).sum(-1)
-    nothing = torch.linalg.svd(torch.cat([z, torch.ones(40, 1, dtype=F64)], 1).mT)[2][4:]  # changes neither sum nor mean
+    nothing = torch.linalg.svd(torch.cat([z, torch.ones(40, 1, dtype=F64)], 1).mT)[2][
+        4:
+    ]  # changes neither sum nor mean
     for direction in nothing:
         for sign in (-1, 1):
             other = p + sign * 0.5 * (p / direction.abs()).amin(-1, keepdim=True) * direction
@@ -40,8 +44,12 @@ def test_nothing_is_tilted_that_is_right(normal):
 
 def test_a_mean_outside_of_the_points_goes_to_the_border():
     z = torch.tensor([[0.0, 5.0], [1.0, 5.0], [2.0, 5.0]], dtype=F64)  # one component is constant
-    found = match_means(torch.zeros(2, 3, dtype=F64), z, torch.tensor([[9.0, 5.0], [1.5, 5.0]], dtype=F64))
-    torch.testing.assert_close(found[0], torch.tensor([0.0, 0.0, 1.0], dtype=F64), rtol=0, atol=1e-3)
+    found = match_means(
+        torch.zeros(2, 3, dtype=F64), z, torch.tensor([[9.0, 5.0], [1.5, 5.0]], dtype=F64)
+    )
+    torch.testing.assert_close(
+        found[0], torch.tensor([0.0, 0.0, 1.0], dtype=F64), rtol=0, atol=1e-3
+    )
     torch.testing.assert_close(found[1] @ z, torch.tensor([1.5, 5.0], dtype=F64), rtol=0, atol=1e-4)
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from kbf.filters.base import rollout, step
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.operators import Operator, compose
 from kbf.filters.kernel.shared import SharedMemory
-from kbf.filters.kernel.updates import BATCH_FOR_MOMENTS, PrimalUpdate
+from kbf.filters.kernel.update.rule import BATCH_FOR_MOMENTS, PrimalUpdate
+from kbf.filters.rollout import rollout, step
 from kbf.rkhs import ratios, rules
 from kbf.ssm import oscillatory, simulate
 
@@ -49,17 +49,26 @@ def test_count_is_a_number(normal):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"normalise": True}, {"rule": "original", "ratio": "tikhonov"}, {"ratio": "one"}, {"rank": None}]
+    "changes",
+    [
+        {},
+        {"normalise": True},
+        {"rule": "original", "ratio": "tikhonov"},
+        {"ratio": "one"},
+        {"rank": None},
+    ],
 )
 def test_step_is_predict_and_update(changes):
-    filter = published(**{"rank": 20, **changes}).condition(memory(60))
+    filter = published(**{"rank": 20, **changes}).fit(memory(60))
     obs = recording(6, seed=1, batch=3).obs
     state = filter.init(3)
     for t in range(6):
         apart = filter.update(filter.predict(state), obs[:, t])
         state = step(filter, state, obs[:, t])
         torch.testing.assert_close(state.weights, apart.weights, rtol=1e-8, atol=1e-9)
-    assert (filter.moved_ratio is not None) == (changes in ({}, {"rule": "original", "ratio": "tikhonov"}))
+    assert (filter.moved_ratio is not None) == (
+        changes in ({}, {"rule": "original", "ratio": "tikhonov"})
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -78,9 +87,13 @@ def test_local_points_are_the_rule_over_them_alone(normal, batch, draws):
 
 def test_local_of_all_points_is_the_whole_filter():
     test = recording(8, seed=1, batch=2).obs
-    whole, local = (rollout(published(rank=20, local=m).condition(memory(50)), test).estimates for m in (None, 50))
+    whole, local = (
+        rollout(published(rank=20, local=m).fit(memory(50)), test).estimates for m in (None, 50)
+    )
     torch.testing.assert_close(whole, local)
-    most, few = (rollout(published(rank=20, local=m).condition(memory(50)), test).estimates for m in (44, 10))
+    most, few = (
+        rollout(published(rank=20, local=m).fit(memory(50)), test).estimates for m in (44, 10)
+    )
     assert 0 < (most - whole).abs().mean() < 0.2 * (few - whole).abs().mean()
 
 
@@ -95,7 +108,9 @@ def test_covariance_by_blocks_and_without_clipped_points(normal, monkeypatch, ba
     expected = torch.einsum("...n,np,nq->...pq", ratio, F, F)
     torch.testing.assert_close(rules.weighted_covariance(ratio, F), expected)
     each = F.expand(*batch, 11, p) * torch.arange(1.0, 2.0 + len(batch))[-1]
-    torch.testing.assert_close(rules.weighted_covariance(ratio, each), expected * (1.0 + len(batch)) ** 2)
+    torch.testing.assert_close(
+        rules.weighted_covariance(ratio, each), expected * (1.0 + len(batch)) ** 2
+    )
     assert (rules.weighted_covariance(torch.zeros_like(ratio), F) == 0).all()
 
 
@@ -108,7 +123,9 @@ def test_a_large_batch_takes_kept_products_and_a_small_one_does_not(normal, monk
     torch.testing.assert_close(whole, each, rtol=1e-10, atol=1e-12)
     used = []
     kept, new = rules.covariance_from_moments, rules.weighted_covariance
-    monkeypatch.setattr(rules, "covariance_from_moments", lambda *a: used.append("kept") or kept(*a))
+    monkeypatch.setattr(
+        rules, "covariance_from_moments", lambda *a: used.append("kept") or kept(*a)
+    )
     monkeypatch.setattr(rules, "weighted_covariance", lambda *a: used.append("new") or new(*a))
     update(ratio, x)
     update(ratio[:1], x[:1])
@@ -120,7 +137,9 @@ def test_relative_ratio_in_features_is_that_of_their_gram_matrix(normal, alpha):
     F, U, a = normal(9, 4), normal(6, 4), normal(3, 6)
     found = ratios.relative_primal(F, U, a, 0.05, alpha)
     jitter = 1e-9 * torch.eye(9, dtype=F64)  # the dense form needs a Gram matrix of full rank
-    torch.testing.assert_close(found, ratios.relative(F @ F.mT + jitter, F @ U.mT, a, 0.05, alpha), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found, ratios.relative(F @ F.mT + jitter, F @ U.mT, a, 0.05, alpha), rtol=1e-5, atol=1e-6
+    )
     with pytest.raises(ValueError, match="alpha must be"):
         ratios.relative_primal(F, U, a, 0.05, 1.0)
 
@@ -128,7 +147,10 @@ def test_relative_ratio_in_features_is_that_of_their_gram_matrix(normal, alpha):
 def test_relative_filter_in_features_is_the_dense_one():
     test = recording(10, seed=1, batch=2).obs
     dense, low = (
-        rollout(published(rank=rank, ratio="relative", normalise=True).condition(memory(40)), test).estimates for rank in (None, 40)
+        rollout(
+            published(rank=rank, ratio="relative", normalise=True).fit(memory(40)), test
+        ).estimates
+        for rank in (None, 40)
     )
     torch.testing.assert_close(low, dense, rtol=0, atol=2e-4)
 
@@ -136,10 +158,10 @@ def test_relative_filter_in_features_is_the_dense_one():
 def test_tolerance_bounds_the_difference_to_full_matrices():
     """What is left out of a Gram matrix counts against the ridge, n lambda with lambda = 2e-4."""
     test = recording(30, seed=1).obs
-    dense = rollout(published(rank=None).condition(memory(150)), test).estimates
+    dense = rollout(published(rank=None).fit(memory(150)), test).estimates
     apart = []
     for tol in (1e-5, 1e-7):
-        low = published(rank=150, tol=tol).condition(memory(150))
+        low = published(rank=150, tol=tol).fit(memory(150))
         assert low.rule.features.shape[1] < 110
         apart.append((rollout(low, test).estimates - dense).abs().max())
         assert apart[-1] < 4 * tol / 2e-4
@@ -154,18 +176,21 @@ def test_a_ratio_of_zero_has_a_gradient_too(normal, batch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "ratio_dim"),
     [
         ({"rank": 0}, "rank must be a whole number"),
         ({"local": -3}, "local must be a whole number"),
         ({"tol": -1.0}, "tol must be in"),
         ({"tol": float("nan")}, "tol must be in"),
         ({"regs": (0.0, 1e-3, 1e-3)}, "factors and regs positive"),
-        ({"select": "loo", "rule": "original", "ratio": "tikhonov"}, "select=loo gives the ridge of"),
+        (
+            {"select": "loo", "rule": "original", "ratio": "tikhonov"},
+            "select=loo gives the ridge of",
+        ),
     ],
 )
-def test_settings_that_make_no_filter(settings, told):
-    with pytest.raises(ValueError, match=told):
+def test_settings_that_make_no_filter(settings, ratio_dim):
+    with pytest.raises(ValueError, match=ratio_dim):
         KBF(**settings)
 
 
@@ -177,7 +202,9 @@ def test_leave_one_out_chooses_well_and_whatever_the_size():
     for select in ("median", "loo"):
         model = KBF(select=select, rank=100, learn=False)
         model.prepare([whole])
-        errors[select] = (rollout(model.condition(whole), test.obs).estimates - test.states).square().sum(-1).mean()
+        errors[select] = (
+            (rollout(model.fit(whole), test.obs).estimates - test.states).square().sum(-1).mean()
+        )
     assert errors["loo"] < 1.05 * errors["median"]
     assert errors["loo"] < 0.08
     with pytest.raises(ValueError, match="needs every observation of its memory"):

@@ -1,0 +1,263 @@
+"""Estimates as rows of a table: computed by a running filter step by step, and written as CSV, JSON lines or npz."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Generator, Tensor
+
+from kbf.commands.support.stream_reader import Row
+from kbf.data.files.column_schema import Boundary
+from kbf.evaluation.alarms import WINDOW, Monitor, middle
+from kbf.evaluation.calibration import Calibration
+from kbf.filters.online import Live
+from kbf.filters.rollout import covariance_of, diagnostics_of, move, observe
+from kbf.training.checkpoint import Trained
+
+Values = dict[str, float | int | str | None]
+"""A row of the output: numbers and words by column."""
+
+
+class LiveEstimator:
+    """A running filter that turns rows of observations into rows of estimates, standard deviations, diagnostics and alarms."""
+
+    boundary: Boundary
+    calibration: Calibration | None
+
+    def __init__(
+        self,
+        trained: Trained,
+        boundary: Boundary,
+        *,
+        covariance: str = "std",
+        alarms: bool = True,
+        compiled: Tensor | None = None,
+        generator: Generator | None = None,
+    ) -> None:
+        """Start from the prior.
+
+        Args:
+            trained: filter, calibration and monitor of a checkpoint.
+            boundary: from components of the state to named columns.
+            covariance: sd (a standard deviation for each column), full (all entries as well) or
+                none.
+            alarms: judge each observation with the checkpoint's monitor, if it has one; a lost
+                track starts again from the prior.
+            compiled: as in `Live`.
+            generator: randomness of filters that draw particles.
+
+        Raises:
+            ValueError: covariances of a filter that has none, or another word.
+        """
+        if covariance not in ("std", "full", "none"):
+            raise ValueError(f"covariance must be sd, full or none, got {covariance!r}")
+        self.filter: Any = trained.filter
+        self.live: Live = Live(trained.filter, compiled=compiled, generator=generator)
+        self.boundary, self.calibration = boundary, trained.calibration
+        self.monitor: Monitor | None = trained.monitor if alarms else None
+        has_covariance = covariance_of(self.filter, self.live.state) is not None
+        if covariance == "full" and not has_covariance:
+            raise ValueError(
+                "covariance=full: this model has no covariances, set covariance=std or none"
+            )
+        self.with_covariance: bool = has_covariance and covariance != "none"
+        d = len(boundary.inside("states"))
+        self.entries: list[tuple[int, int]] = (
+            [(i, j) for i in range(d) for j in range(i, d)] if covariance == "full" else []
+        )
+        self.recent: Tensor | None = None  # the monitor's last scores, 1 WINDOW
+        self.alarms: int = 0
+
+    def restart(self) -> None:
+        """Back to the prior."""
+        self.live.restart()
+        self.recent = None
+
+    @torch.inference_mode()
+    def filter_rows(self, rows: list[Row]) -> list[Values]:
+        """Estimates of rows of one sequence. The filter runs row by row; outputs are computed in one batch, which is cheaper."""
+        states, alarms = [], []
+        while len(states) < len(rows):
+            rest = rows[len(states) :]
+            predicted, updated, rejected = self.step_through(rest)
+            verdicts = [] if self.monitor is None else self.verdicts(self.monitor, predicted, rest)
+            valid = verdicts.index("lost") if "lost" in verdicts else len(rest)
+            states, alarms = states + updated[:valid], alarms + verdicts[:valid]
+            if valid < len(
+                rest
+            ):  # the rows behind it were filtered from a lost track: start again at this one
+                self.restart()
+                self.live.rejected = rejected[valid]
+                self.live.step(rest[valid].obs, rest[valid].control)
+                states, alarms = [*states, self.live.state], [*alarms, "lost"]
+        self.alarms += sum(alarm != "" for alarm in alarms)
+        output = self.output_rows(concatenated(states))
+        return (
+            output
+            if self.monitor is None
+            else [values | {"alarm": a} for values, a in zip(output, alarms, strict=True)]
+        )
+
+    def step_through(self, rows: list[Row]) -> tuple[list[Any], list[Any], list[int]]:
+        """States predicted for each row (empty without a monitor, which alone needs them), and updated with its observation.
+
+        And how many observations had been passed over before each row.
+        """
+        live, predicted, updated, rejected = self.live, [], [], []
+        for row in rows:
+            rejected.append(live.rejected)
+            if self.monitor is not None:
+                predicted.append(
+                    move(self.filter, live.state, control=row.control, generator=live.generator)
+                )
+            if self.monitor is None or live.fast is not None:
+                live.step(row.obs, row.control)
+            elif row.obs is None:
+                live.state = predicted[-1]
+            else:
+                live.state, passed = observe(self.filter, predicted[-1], row.obs)
+                live.select_updated(passed, row.obs, row.control)
+            updated.append(live.state)
+        return predicted, updated, rejected
+
+    def verdicts(self, monitor: Monitor, predicted: list[Any], rows: list[Row]) -> list[str]:
+        """The monitor's verdict on each row: novel, surprise, lost or nothing; those behind the first "lost" are not valid."""
+        obs = [None if row.obs is None or bool(row.obs.isnan().any()) else row.obs for row in rows]
+        observed = [x for x in obs if x is not None]
+        if not observed:
+            if self.recent is not None:
+                self.recent = torch.cat(
+                    [self.recent, torch.full_like(self.recent, torch.nan)[: len(rows)]]
+                )[-WINDOW:]
+            return [""] * len(rows)
+        mask = torch.tensor([x is not None for x in obs], device=observed[0].device)
+        filled = torch.cat([torch.zeros_like(observed[0]) if x is None else x for x in obs])
+        checks = monitor.check(self.filter, concatenated(predicted), filled, mask=mask)
+        scores = checks.recent[:, -1]
+        window = scores.new_full((WINDOW,), torch.nan) if self.recent is None else self.recent
+        series = torch.cat([window, scores])
+        self.recent = series[-WINDOW:]
+        lost = checks.lost
+        if monitor.lost is not None:
+            lost = monitor.lost.p_value(middle(series.unfold(0, WINDOW, 1)[1:])) < monitor.rate
+        flags = zip(
+            lost.tolist(),
+            (checks.novelty < monitor.rate).tolist(),
+            checks.alarm.tolist(),
+            strict=True,
+        )
+        return [
+            "lost" if is_lost else "novel" if is_novel else "surprise" if alarm else ""
+            for is_lost, is_novel, alarm in flags
+        ]
+
+    def output_rows(self, state: Any) -> list[Values]:
+        """Estimates, standard deviations and diagnostics of a batch of states, a row for each."""
+        C = covariance_of(self.filter, state) if self.with_covariance else None
+        if C is not None and self.calibration is not None:
+            C = self.calibration.covariance(C)
+        columns = self.boundary.decode(self.filter.estimate(state), C)
+        columns |= {f"cov_{i}_{j}": C[:, i, j] for i, j in self.entries} if C is not None else {}
+        columns |= diagnostics_of(self.filter, state)
+        return [
+            dict(zip(columns, values, strict=True))
+            for values in zip(*(c.tolist() for c in columns.values()), strict=True)
+        ]
+
+
+def concatenated(states: list[Any]) -> Any:
+    """States of single sequences as one of a batch."""
+    return type(states[0])(*(torch.cat(leaves) for leaves in zip(*states, strict=True)))
+
+
+@runtime_checkable
+class RowWriter(Protocol):
+    """Takes rows of estimates. The columns are those of the first row."""
+
+    def write(self, rows: list[Values]) -> None:
+        """Write a block of rows."""
+        ...
+
+    def close(self) -> None:
+        """Write what is still kept back."""
+        ...
+
+
+class CsvWriter:
+    """Comma-separated lines, flushed after each block so that a reader behind a pipe has them at once."""
+
+    file: Any
+    flush: bool
+    header: bool
+
+    def __init__(self, file: Any, *, header: bool = True, flush: bool = True) -> None:
+        self.file, self.header, self.flush = file, header, flush
+        self.writer: Any = csv.writer(file, lineterminator="\n")
+
+    def write(self, rows: list[Values]) -> None:
+        """Write lines; the header comes before the first."""
+        if self.header:
+            self.writer.writerow(rows[0])
+            self.header = False
+        for values in rows:
+            self.writer.writerow(
+                [f"{value:.9g}" if isinstance(value, float) else value for value in values.values()]
+            )
+        if self.flush:
+            self.file.flush()
+
+    def close(self) -> None:
+        """Nothing is kept back."""
+
+
+class JsonLinesWriter:
+    """One JSON object a line; numbers that are not finite become null."""
+
+    file: Any
+    flush: bool
+
+    def __init__(self, file: Any, *, flush: bool = True) -> None:
+        self.file, self.flush = file, flush
+
+    def write(self, rows: list[Values]) -> None:
+        """Write lines."""
+        for values in rows:
+            finite = {
+                k: None if isinstance(v, float) and not math.isfinite(v) else v
+                for k, v in values.items()
+            }
+            self.file.write(json.dumps(finite) + "\n")
+        if self.flush:
+            self.file.flush()
+
+    def close(self) -> None:
+        """Nothing is kept back."""
+
+
+class NpzWriter:
+    """One array for each column, written at the end; until then the rows are kept in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.columns: dict[str, list[Any]] = {}
+
+    def write(self, rows: list[Values]) -> None:
+        """Keep rows until `close`."""
+        for values in rows:
+            for name, value in values.items():
+                self.columns.setdefault(name, []).append("" if value is None else value)
+
+    def close(self) -> None:
+        """Write the file."""
+        import numpy
+
+        with self.path.open("wb") as file:
+            numpy.savez_compressed(
+                file,
+                **{n: numpy.array(v) for n, v in self.columns.items()},  # pyright: ignore[reportArgumentType]
+            )

@@ -1,0 +1,378 @@
+"""Observations as lines of text, one a step: CSV with or without a header, or JSON lines, read one by one as they come."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kbf.data.files.column_schema import Boundary
+from kbf.data.files.parsing import number, seconds
+from kbf.data.files.timestamps import LARGEST_GAP
+
+LONGEST_LINE = 2**20
+"""The most bytes a line may have."""
+
+
+class Row(NamedTuple):
+    """The input of one step.
+
+    Attributes:
+        obs: ``1 *x`` with NaN for silent sensors, or None where the observation is missing.
+        control: ``1 k``, or None without controls.
+        time: as it was written.
+        sequence: name of the recording; a new name starts the filter from the prior.
+        clock: the time as a number, where the length of a step is known.
+        gap: more than `LARGEST_GAP` usual steps have passed since the row before.
+        next_ready: the next row has already arrived.
+    """
+
+    obs: Tensor | None
+    control: Tensor | None = None
+    time: str | None = None
+    sequence: str | None = None
+    clock: float | None = None
+    gap: bool = False
+    next_ready: bool = False
+
+
+class InputColumns(NamedTuple):
+    """Columns of the input: those of observations and controls (from the boundary), of times, and of names of recordings.
+
+    ``step`` is the median time between steps of the training data: a filter starts again where more
+    than `LARGEST_GAP` times as much has passed. With ``elapsed`` the time since the step before is
+    the last control; in the first step it is ``step``.
+    """
+
+    boundary: Boundary
+    time: str = "time"
+    recording: str = "recording"
+    elapsed: bool = False
+    step: float | None = None
+
+    @property
+    def needed(self) -> list[str]:
+        """Names of the columns, in the order that lines without a header have."""
+        return [
+            *self.boundary.columns("observations"),
+            *self.boundary.controls,
+            *([self.time] if self.elapsed else []),
+        ]
+
+
+class LineError(ValueError):
+    """A line cannot be read."""
+
+
+class HeaderError(LineError):
+    """A header can be read, and does not say what is needed: no line below it could be understood."""
+
+
+class RowReader:
+    """Reads rows from a stream of lines.
+
+    A line whose observation has an empty, ``nan`` or ``null`` cell is a step without observation
+    (if the filter models its sensors one by one, only those cells are missing). A blank line is
+    skipped, as in recordings for training. The first line may be a header: columns are then found
+    by their names, and others are ignored. A JSON line is null (a step without observation), a list
+    of numbers in the order of a CSV line, or an object by names.
+    """
+
+    chunks: Iterable[bytes]
+    columns: InputColumns
+    dtype: torch.dtype
+    device: torch.device | str
+    source: str
+    on_unreadable: Callable[[str], None] | None
+    json: bool
+    delimiter: str
+    width: int
+    assumed: bool
+
+    def __init__(
+        self,
+        chunks: Iterable[bytes],
+        columns: InputColumns,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        source: str = "standard input",
+        on_unreadable: Callable[[str], None] | None = None,
+        clock: float | None = None,
+        sequence: str | None = None,
+        allow_missing_sensors: bool = False,
+    ) -> None:
+        """A reader of one source.
+
+        Args:
+            chunks: pieces of the text, as they arrive.
+            columns: names of the columns.
+            dtype: of the tensors.
+            device: of the tensors.
+            source: name of the input in error messages.
+            on_unreadable: takes the message of a line that cannot be read, which then counts as a
+                step without observation. None raises the error.
+            clock: time of the step before the first line, when a stream continues.
+            sequence: name of the recording of that step.
+            partial: the filter takes observations in which some sensors are silent.
+        """
+        self.chunks, self.columns, self.dtype, self.device = chunks, columns, dtype, device
+        self.source, self.on_unreadable, self.clock = source, on_unreadable, clock
+        self.is_missing: Callable[[Iterable[bool]], bool] = all if allow_missing_sensors else any
+        self.json, self.delimiter = False, ","
+        self.column_index: list[int] | None = None
+        self.needed: list[str] = columns.needed
+        self.width = len(self.needed)
+        self.optional_index: dict[str, int] = {}
+        self.has_encoding: bool = any(
+            part.kind != "number" for part in columns.boundary.observations
+        )
+        self.q: int = len(columns.boundary.columns("observations"))
+        self.controls: list[float] | None = None if self.needed[self.q :] else []
+        self.sequence = sequence
+        self.assumed = False  # the clock was extrapolated over a line without a time
+        self.unreadable = 0
+
+    def __iter__(self) -> Iterator[Row]:
+        """The rows.
+
+        Raises:
+            LineError: with source, line and column, if there is no ``on_unreadable``.
+        """
+        for line, text, next_ready in self.lines():
+            try:
+                if text is None:
+                    raise LineError(
+                        f": no end of a line in {LONGEST_LINE:,} bytes; this is no text of observations"
+                    )
+                if self.column_index is None and self.read_header(text):
+                    continue
+                yield self.parse(text)._replace(next_ready=next_ready)
+            except LineError as error:
+                message = f"{self.source}, line {line}{error}"
+                if self.on_unreadable is None or isinstance(error, HeaderError):
+                    raise LineError(message) from None
+                self.on_unreadable(message)
+                self.unreadable += 1
+                if (
+                    self.column_index is None or self.controls is None
+                ):  # before the first line that can be read there is no step
+                    continue
+                yield self.missing_row()._replace(next_ready=next_ready)
+
+    def lines(self) -> Iterator[tuple[int, str | None, bool]]:
+        """Number and text of each line that is not blank, and whether the next such line has already arrived.
+
+        The text is None of a line that is too long, of which no more than that is ever kept.
+        """
+        rest, lines_read, too_long = b"", 0, False
+        for chunk in itertools.chain(self.chunks, [None]):
+            *lines, rest = (rest + chunk).split(b"\n") if chunk is not None else (rest, b"")
+            texts = [readable(part) for part in lines]
+            if too_long and lines:
+                texts[0], too_long = None, False
+            elif too_long or len(rest) > LONGEST_LINE:
+                rest, too_long = rest[:0], True
+            arrived = [(lines_read + k, text) for k, text in enumerate(texts, 1) if text != ""]
+            lines_read += len(lines)
+            for k, (line, text) in enumerate(arrived, 1):
+                yield line, text, k < len(arrived)
+
+    def read_header(self, text: str) -> bool:
+        """Find JSON or CSV, and the places of the columns, from the first line; returns whether this line is a header."""
+        needed, self.json = self.needed, False
+        if text[0] in "[{" or text == "null":
+            read_json(text)  # a line that is none says nothing of those below
+            self.json = True
+        self.delimiter = max(",;\t", key=text.count)
+        cells = [] if self.json else self.split_cells(text)
+        if self.json or all(number(cell) is not None for cell in cells):
+            self.column_index = list(range(len(needed)))
+            return False
+        if "\ufffd" in text or "\0" in text:
+            raise LineError(": this is no text in UTF-8")
+        if repeated := [name for name in needed if cells.count(name) > 1]:
+            raise HeaderError(f": two columns are called {repeated[0]!r}")
+        if missing := [name for name in needed if name not in cells]:
+            remedy = f"{', '.join(needed)} are needed, in a header or as numbers in this order"
+            kind = (
+                LineError if len(missing) == len(needed) != len(cells) else HeaderError
+            )  # words that are no header at all
+            raise kind(f": there is no column {missing[0]!r} in {text[:80]!r}; {remedy}")
+        self.column_index, self.width = [cells.index(name) for name in needed], len(cells)
+        self.optional_index = {
+            key: cells.index(key)
+            for key in (self.columns.time, self.columns.recording)
+            if key in cells
+        }
+        return True
+
+    def parse(self, text: str) -> Row:
+        """One line as a row."""
+        if self.json:
+            return self.parse_json(text)
+        cells = self.split_cells(text)
+        if len(cells) != self.width:
+            raise LineError(f": it has {len(cells)} columns in place of {self.width}")
+        assert self.column_index is not None
+        values = [self.parse_number(cells[index], index) for index in self.column_index]
+        time, sequence = (
+            cells[k] if (k := self.optional_index.get(key)) is not None else None
+            for key in self.columns[1:3]
+        )
+        if sequence == "":
+            raise LineError(
+                f", column {self.columns.recording!r}: it does not say which recording this is"
+            )
+        return self.make_row(values, time, sequence)
+
+    def parse_json(self, text: str) -> Row:
+        """A JSON line as a row."""
+        value, needed = read_json(text), self.needed
+        if value is None:
+            return self.missing_row()
+        if isinstance(value, dict):
+            if missing := [name for name in needed if name not in value]:
+                raise LineError(
+                    f": the object has no {missing[0]!r}; {', '.join(needed)} are needed"
+                )
+            time, sequence = (
+                None if value.get(key) is None else str(value[key]) for key in self.columns[1:3]
+            )
+            value = [value[name] for name in needed]
+        else:
+            time, sequence = None, self.sequence
+        if not isinstance(value, list) or len(value) != len(needed):
+            content = (
+                f"{len(value)} entries" if isinstance(value, list) else f"a {type(value).__name__}"
+            )
+            raise LineError(
+                f": it holds {content} in place of {len(needed)} numbers ({', '.join(needed)})"
+            )
+        return self.make_row(
+            [self.parse_number(entry, k) for k, entry in enumerate(value)], time, sequence
+        )
+
+    def missing_row(self) -> Row:
+        """The row of a line without values: no observation, the controls of the step before, the time one usual step later."""
+        if self.controls is None:
+            raise LineError(f": the first line must hold {', '.join(self.needed[self.q :])}")
+        step = self.columns.step if self.columns.elapsed else None
+        next_time = [self.clock + step] if step and self.clock is not None else []
+        row = self.make_row([math.nan] * self.q + self.controls + next_time, None, self.sequence)
+        self.assumed = True
+        return row
+
+    def parse_number(self, cell: object, index: int) -> float:
+        """A cell, or an entry of a JSON line, as a number; NaN if it is missing."""
+        needed = self.needed
+        column = (
+            needed[index if self.json else self.column_index.index(index)]
+            if self.column_index
+            else ""
+        )
+        if cell is None:
+            return math.nan
+        value = None
+        if isinstance(cell, str):
+            value = (
+                seconds(cell)
+                if self.columns.elapsed and column == self.columns.time
+                else number(cell)
+            )
+        elif isinstance(cell, int | float) and not isinstance(cell, bool):
+            value = (
+                math.inf if abs(cell) > 1e300 else float(cell)
+            )  # whole numbers may be larger than any float
+        if value is None:
+            raise LineError(
+                f", column {column!r} ({index + 1}): {str(cell)[:40]!r} is not a number"
+            )
+        return value
+
+    def make_row(self, values: list[float], time: str | None, sequence: str | None) -> Row:
+        """A row of tensors from its values; checks that controls are there and that time goes on."""
+        q, k = self.q, len(self.columns.boundary.controls)
+        if not all(map(math.isfinite, values[q:])):
+            raise LineError(f": {', '.join(self.needed[q:])} must be there at each step")
+        control = self.controls = values[q : q + k]
+        previous = self.clock if sequence in (None, self.sequence) else None
+        now = (
+            values[-1]
+            if self.columns.elapsed
+            else seconds(time or "")
+            if self.columns.step
+            else None
+        )
+        gap = False
+        if now is not None and self.columns.step is not None and math.isfinite(now):
+            early = previous is not None and now <= previous
+            if early and not self.assumed:
+                raise LineError(
+                    f", column {self.columns.time!r}: time {now:.15g} does not come after {previous:.15g}"
+                )
+            gap = previous is not None and now - previous > LARGEST_GAP * self.columns.step
+            if self.columns.elapsed:
+                control = [
+                    *control,
+                    self.columns.step if previous is None or gap or early else now - previous,
+                ]
+            self.clock, self.assumed, time = now, False, time or f"{now:.15g}"
+        self.sequence = sequence
+        controls = (
+            torch.tensor([control], dtype=self.dtype, device=self.device) if control else None
+        )
+        return Row(self.observation(values[:q]), controls, time, sequence, self.clock, gap)
+
+    def observation(self, values: list[float]) -> Tensor | None:
+        """The observation as the filter takes it (angles as cosine and sine); None where it is missing."""
+        if self.is_missing(map(math.isnan, values)):
+            return None
+        obs = torch.tensor([values], dtype=self.dtype, device=self.device)
+        if not self.has_encoding:
+            return obs
+        try:
+            return self.columns.boundary.encode(obs, "observations")
+        except ValueError as error:
+            raise LineError(f": {error}") from None
+
+    def split_cells(self, text: str) -> list[str]:
+        """The cells of a CSV line."""
+        try:
+            cells = (
+                next(csv.reader([text], delimiter=self.delimiter))
+                if '"' in text
+                else text.split(self.delimiter)
+            )
+        except csv.Error as error:
+            raise LineError(f": this is no CSV: {error}") from None
+        return [cell.strip() for cell in cells]
+
+
+def readable(line: bytes) -> str | None:
+    """The text of a line without what surrounds it; None if it is too long."""
+    return (
+        None
+        if len(line) > LONGEST_LINE
+        else line.decode("utf-8", errors="replace").lstrip("\ufeff").strip(" \r")
+    )
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON line.
+
+    Raises:
+        LineError: it is none.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise LineError(f", column {error.colno}: this is no JSON: {error.msg}") from None
+    except (ValueError, RecursionError):  # a number of thousands of digits, or brackets in brackets
+        raise LineError(": this is no JSON of numbers") from None

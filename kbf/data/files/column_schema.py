@@ -1,0 +1,253 @@
+"""The boundary between a person's columns and what filters see: angles are (cos, sin) inside, rotations are matrices inside."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kbf.rkhs.embeddings import project_so3
+
+WIDTH_OF_KIND = {"number": 1, "angle": 2, "rotation": 9}
+"""Components inside, by kind of part."""
+
+
+class Part(NamedTuple):
+    """Columns that belong together: a number, an angle, or a rotation (a quaternion w x y z, or 9 entries of a matrix, by rows)."""
+
+    kind: str
+    names: tuple[str, ...]
+
+    def inside(self) -> list[str]:
+        """Names of the components that filters see."""
+        if self.kind == "angle":
+            return [f"cos {self.names[0]}", f"sin {self.names[0]}"]
+        return (
+            list(self.names)
+            if len(self.names) == WIDTH_OF_KIND[self.kind]
+            else [f"R{i}{j}" for i in (1, 2, 3) for j in (1, 2, 3)]
+        )
+
+
+class Boundary(NamedTuple):
+    """Names and kinds of the columns of states, observations and controls; plain data, kept in the checkpoint's configuration.
+
+    Attributes:
+        states: parts of the state. observations: parts of the observation, none for images.
+            controls: names of numbers.
+        unit: of angles outside, radians or degrees.
+    """
+
+    states: tuple[Part, ...]
+    observations: tuple[Part, ...]
+    controls: tuple[str, ...] = ()
+    unit: str = "radians"
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Boundary:
+        """The boundary that `to_dict` described."""
+        states, obs = (
+            tuple(Part(kind, tuple(names)) for kind, names in values[side])
+            for side in ("states", "observations")
+        )
+        return Boundary(states, obs, tuple(values["controls"]), values["unit"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """As dicts, lists and words, for a configuration."""
+        sides = {
+            side: [[part.kind, list(part.names)] for part in getattr(self, side)]
+            for side in ("states", "observations")
+        }
+        return {**sides, "controls": list(self.controls), "unit": self.unit}
+
+    def columns(self, side: str) -> list[str]:
+        """The file's column names of one side: states or observations."""
+        return [name for part in getattr(self, side) for name in part.names]
+
+    def inside(self, side: str) -> list[str]:
+        """Names of the components that filters see."""
+        return [name for part in getattr(self, side) for name in part.inside()]
+
+    def free(self, side: str) -> list[bool]:
+        """For each component inside, whether its unit is of no matter: those of angles and rotations are left as they are."""
+        return [
+            part.kind == "number"
+            for part in getattr(self, side)
+            for _ in range(WIDTH_OF_KIND[part.kind])
+        ]
+
+    def encode(self, values: Float[Tensor, "T c"], side: str = "states") -> Float[Tensor, "T d"]:
+        """The person's columns, in the order of `columns`, as filters see them; NaN stays NaN.
+
+        Raises:
+            ValueError: a quaternion of norm 0, or 9 numbers that are no rotation (to 1 %), with the
+                row.
+        """
+        pieces, at = [], 0
+        for part in getattr(self, side):
+            block = values[:, at : at + len(part.names)]
+            pieces.append(encode_part(part, block, self.unit))
+            at += len(part.names)
+        return torch.cat(pieces, 1) if pieces else values.new_zeros(len(values), 0)
+
+    def decode(
+        self, estimates: Float[Tensor, "T d"], covariances: Float[Tensor, "T d d"] | None = None
+    ) -> dict[str, Float[Tensor, " T"]]:
+        """Estimates in the person's own columns by name, each with a column NAME_std where covariances are given.
+
+        A number has the root of its variance. An angle is atan2 of its pair; with R the length of
+        the mean pair and C its covariance the circular standard deviation is sqrt(-ln(R^2 / (R^2 +
+        tr C))), that of directional statistics, since R^2 + tr C = 1 for points on the circle. A
+        rotation is the nearest one (`kbf.rkhs.embeddings.project_so3`), with one standard deviation
+        of the angle of turning for all its columns: sqrt(tr C / 2), since ||A - B||^2 is about
+        twice the square of the angle between A and B.
+
+        References: Mardia and Jupp (2000), section 2.3.
+        """
+        decoded: dict[str, Tensor] = {}
+        at = 0
+        for k, part in enumerate(self.states):
+            inside = slice(at, at + WIDTH_OF_KIND[part.kind])
+            mean, spread = (
+                estimates[:, inside],
+                None if covariances is None else covariances[:, inside, inside],
+            )
+            total = (
+                None if spread is None else spread.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0)
+            )
+            at = inside.stop
+            turn = 180 / math.pi if self.unit == "degrees" else 1.0
+            if part.kind == "number":
+                decoded[part.names[0]], std = mean[:, 0], None if total is None else total.sqrt()
+            elif part.kind == "angle":
+                decoded[part.names[0]] = torch.atan2(mean[:, 1], mean[:, 0]) * turn
+                std = (
+                    None
+                    if total is None
+                    else (1 + total / mean.square().sum(-1)).log().sqrt() * turn
+                )
+            else:
+                rotation = nearest_rotation(mean.reshape(-1, 3, 3))
+                values = rotation.flatten(1) if len(part.names) == 9 else to_quaternion(rotation)
+                decoded |= dict(zip(part.names, values.unbind(1), strict=True))
+                std = None if total is None else (total / 2).sqrt() * turn
+            if std is not None:
+                decoded[
+                    f"{part.names[0]}_std" if len(part.names) == 1 else f"rotation{k + 1}_std"
+                ] = std
+        return decoded
+
+
+def boundary_of(
+    states: list[str],
+    observations: list[str],
+    controls: list[str],
+    angles: list[str],
+    rotations: list[list[str]],
+    unit: str = "radians",
+) -> Boundary:
+    """Names and kinds from what a configuration declares.
+
+    Raises:
+        ValueError: a name that is declared and not there, or stands twice, or a rotation of another
+            number of columns.
+    """
+    if unit not in ("radians", "degrees"):
+        raise ValueError(f"data.angle_unit must be radians or degrees, got {unit!r}")
+    for side, names in (("states", states), ("observations", observations), ("controls", controls)):
+        if repeated := [name for name, count in Counter(names).items() if count > 1]:
+            raise ValueError(f"data.{side} names {repeated[0]!r} twice")
+    declared = [*angles, *(name for group in rotations for name in group)]
+    if repeated := [name for name, count in Counter(declared).items() if count > 1]:
+        raise ValueError(f"{repeated[0]!r} is declared twice among data.angles and data.rotations")
+    for group in rotations:
+        if len(group) not in (4, 9):
+            raise ValueError(
+                f"data.rotations: a rotation has 4 columns (quaternion w x y z) or 9 (matrix, by rows), got {group}"
+            )
+        if not any(set(group) <= set(names) for names in (states, observations)):
+            raise ValueError(
+                f"data.rotations: {group} must all be among data.states or all among data.observations"
+            )
+    if unknown := [name for name in angles if name not in (*states, *observations)]:
+        raise ValueError(
+            f"data.angles: {unknown[0]!r} is neither among the states {states} nor the observations {observations}"
+        )
+    return Boundary(
+        parts_of(states, angles, rotations),
+        parts_of(observations, angles, rotations),
+        tuple(controls),
+        unit,
+    )
+
+
+def parts_of(names: list[str], angles: list[str], rotations: list[list[str]]) -> tuple[Part, ...]:
+    """Columns in their order; those of a rotation stand together, at the place of its first."""
+    first = {group[0]: tuple(group) for group in rotations}
+    rest = {name for group in rotations for name in group[1:]}
+    return tuple(
+        Part("rotation", first[name])
+        if name in first
+        else Part("angle" if name in angles else "number", (name,))
+        for name in names
+        if name not in rest
+    )
+
+
+def encode_part(part: Part, block: Tensor, unit: str) -> Tensor:
+    """The columns ``T c`` of one part as filters see them."""
+    if part.kind == "number":
+        return block
+    if part.kind == "angle":
+        angle = torch.deg2rad(block) if unit == "degrees" else block
+        return torch.cat([angle.cos(), angle.sin()], 1)
+    if len(part.names) == 4:
+        norm = block.norm(dim=1, keepdim=True)
+        if bool((norm == 0).any()):
+            raise ValueError(
+                f"{', '.join(part.names)}: the quaternion of row {int((norm == 0).nonzero()[0, 0])} has norm 0"
+            )
+        return from_quaternion(block).flatten(1)
+    matrices = block.reshape(-1, 3, 3)
+    off = (matrices @ matrices.mT - torch.eye(3).to(block)).abs().flatten(1).amax(1)
+    wrong = (off > 0.01) | (torch.linalg.det(matrices.nan_to_num()) < 0) & off.isfinite()
+    if bool(wrong.any()):
+        raise ValueError(
+            f"{part.names[0]} ... {part.names[-1]}: the 9 numbers of row {int(wrong.nonzero()[0, 0])} are no rotation"
+        )
+    return block
+
+
+def from_quaternion(q: Float[Tensor, "T 4"]) -> Float[Tensor, "T 3 3"]:
+    """Rotation matrices of quaternions w x y z; NaN of NaN."""
+    from scipy.spatial.transform import Rotation
+
+    known = q.isfinite().all(1)
+    matrices = q.new_full((len(q), 3, 3), math.nan)
+    matrices[known] = torch.from_numpy(
+        Rotation.from_quat(q[known].roll(-1, 1).double().numpy()).as_matrix()
+    ).to(q)
+    return matrices
+
+
+def to_quaternion(rotation: Float[Tensor, "T 3 3"]) -> Float[Tensor, "T 4"]:
+    """Unit quaternions w x y z, with w >= 0."""
+    from scipy.spatial.transform import Rotation
+
+    q = (
+        torch.from_numpy(Rotation.from_matrix(rotation.double().numpy()).as_quat())
+        .roll(1, 1)
+        .to(rotation)
+    )
+    return torch.where(q[:, :1] < 0, -q, q)
+
+
+def nearest_rotation(matrices: Float[Tensor, "T 3 3"]) -> Float[Tensor, "T 3 3"]:
+    """Each matrix's nearest rotation."""
+    return torch.cat(
+        [project_so3(torch.eye(len(part)).to(part), part) for part in matrices.split(256)]
+    )

@@ -1,0 +1,293 @@
+"""The data set that recordings of one's own make: ``data=own``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kbf.data.files.column_schema import Boundary, boundary_of
+from kbf.data.files.layout import Contents, FileRecording, Layout, layout_of, plain
+from kbf.data.files.read import read
+from kbf.data.files.splits import Share, cut_at, first_steps, split, where_known
+from kbf.data.files.timestamps import (
+    LARGEST_GAP,
+    check_times,
+    encode_recording,
+    median_step,
+    pieces_at_gaps,
+    uneven,
+    with_time_control,
+)
+from kbf.data.windows import Span, take
+from kbf.recording import Recording, control_width
+from kbf.runtime.html_repr import Shown
+
+LAST_READ: dict[tuple[Any, ...], Contents] = {}
+"""The file that was read last, by path, age and layout: a configuration asks for its shapes, then the command for the data."""
+
+
+class OwnData(Shown):
+    """Recordings of a file, cut into parts.
+
+    Where a recording has a gap in time it is cut. Steps whose state is not known are no training
+    points: training sequences are cut there. In the test part their observations count, and they
+    are not scored; their states are NaN.
+
+    Attributes:
+        train, validation, test: lists of `Recording`, float64 (images uint8).
+        boundary: names and kinds of the columns. time_step: the median time between steps, or None.
+        spans: where each part lies in ``recordings``, by name. notes: what a person should know of
+            files and times, in sentences.
+    """
+
+    train: list[Recording]
+    validation: list[Recording]
+    test: list[Recording]
+
+    unscored = True  # a test step may have no known state
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        *,
+        states: Sequence[str] | str | None = None,
+        observations: Sequence[str] | str | None = None,
+        controls: Sequence[str] | str | None = None,
+        time: str | None = None,
+        recording: str | None = None,
+        mask: str | None = None,
+        images: str | None = None,
+        images_outside: bool = False,
+        table: str | None = None,
+        size: Sequence[int] | None = None,
+        angles: Sequence[str] = (),
+        rotations: Sequence[Sequence[str]] = (),
+        angle_unit: str = "radians",
+        time_as_control: bool = False,
+        allow_missing_sensors: bool = False,
+        cut_missing: bool = False,
+        split: str = "time",
+        validation: Share | Sequence[str] = 0.0,
+        test: Share | Sequence[str] = 0.2,
+        n_train: int | None = None,
+        boundary: dict[str, Any] | None = None,
+        time_step: float | None = None,
+    ) -> None:
+        """Read and cut.
+
+        Args:
+            path, states, ..., size: as `kbf.data.files.layout.Layout`.
+            angles: columns that are angles. angle_unit: radians or degrees.
+            rotations: groups of 4 columns (quaternion w x y z) or 9 (matrix, by rows).
+            time_as_control: the time that each move takes is a control.
+            partial: a step counts as observed where any of its columns is (for models that know
+                sensors), not only where all are.
+            cut_missing: cut training sequences where an observation is missing, for models that
+                bear no gaps.
+            split, validation, test: as `kbf.data.files.splits.split`.
+            n_train: only the first so many training steps; None for all.
+            boundary: of a checkpoint, that the columns must be those of. time_step: its median time
+                step.
+
+        Raises:
+            FileNotFoundError, ValueError: as the readers; and parts that nothing is left of.
+        """
+        if path is None:
+            raise ValueError("data=own needs a file: data.path=FILE")
+        for name, value in (
+            ("time_as_control", time_as_control),
+            ("allow_missing_sensors", allow_missing_sensors),
+            ("cut_missing", cut_missing),
+        ):
+            if not isinstance(value, bool):
+                raise ValueError(f"data.{name} must be true or false, got {value!r}")
+        layout = layout_of(
+            {
+                **{
+                    "states": states,
+                    "observations": observations,
+                    "controls": controls,
+                    "time": time,
+                    "recording": recording,
+                },
+                **{
+                    "mask": mask,
+                    "images": images,
+                    "images_outside": images_outside,
+                    "table": table,
+                    "size": size,
+                },
+            }
+        )
+        contents = read_once(Path(path).expanduser(), layout)
+        self.boundary: Boundary = chosen_boundary(
+            contents, boundary, plain(angles), plain(rotations), angle_unit, str(path)
+        )
+        for each in contents.recordings:
+            check_times(each)
+        self.time_step: float | None = (
+            median_step(contents.recordings) if time_step is None else time_step
+        )
+        self.recordings = contents.recordings
+        if time_as_control:
+            self.recordings: list[FileRecording] = [
+                with_time_control(recording, self.time_step) for recording in self.recordings
+            ]
+        whole = [self.encode(recording, allow_missing_sensors) for recording in self.recordings]
+        known = [s.states.isfinite().all(1) for s in whole]
+        pieces = [pieces_at_gaps(recording, self.time_step) for recording in self.recordings]
+        lengths = [len(s.states) for s in whole]
+        names = [recording.name for recording in self.recordings]
+        parts = split_parts(names, lengths, split, validation, test)
+        self.spans: dict[str, list[Span]] = {
+            part: cut_at(spans, pieces) for part, spans in parts.items()
+        }
+        for part in ("train", "validation"):
+            usable = [
+                k if s.mask is None or not cut_missing else k & s.mask
+                for k, s in zip(known, whole, strict=True)
+            ]
+            self.spans[part] = where_known(self.spans[part], lambda k, usable=usable: usable[k])
+        self.spans["test"] = [
+            span
+            for span in self.spans["test"]
+            if bool(known[span.sequence][span.start : span.stop].any())
+        ]
+        if n_train is not None and test != "all":
+            self.spans["train"] = first_steps(self.spans["train"], n_train)
+        parts_of = {part: take(whole, spans) for part, spans in self.spans.items()}
+        self.train, self.validation, self.test = (
+            [
+                s._replace(mask=None) if s.mask is not None and bool(s.mask.all()) else s
+                for s in parts_of[part]
+            ]
+            for part in ("train", "validation", "test")
+        )
+        if (not self.test and test != 0) or (
+            test != "all" and sum(len(s.states) for s in self.train) < 2
+        ):
+            sizes = ", ".join(
+                f"{part} {sum(s.stop - s.start for s in spans)}"
+                for part, spans in self.spans.items()
+            )
+            raise ValueError(
+                f"{path}: too few steps with known states ({sizes} of {sum(lengths)}): change data.test or data.split"
+            )
+        self.notes: list[str] = [*contents.notes, *self.remarks(pieces, known, time_as_control)]
+
+    def encode(self, recording: FileRecording, allow_missing_sensors: bool) -> Recording:
+        """A whole recording as filters see it; NaN where a state is not known, 0 where nothing was observed."""
+        obs, states, mask, controls = encode_recording(
+            recording, self.boundary, allow_missing_sensors=allow_missing_sensors
+        )
+        assert states is not None
+        if mask is not None and obs.ndim == 2:
+            obs = torch.where(mask[:, None], obs, 0)
+        return Recording(states, obs, mask, controls=controls)
+
+    def remarks(
+        self, pieces: list[list[tuple[int, int]]], known: list[Tensor], time_as_control: bool
+    ) -> list[str]:
+        """Remarks on gaps, uneven times and steps without a state."""
+        notes = []
+        cuts = sum(len(each) - 1 for each in pieces)
+        if cuts:
+            first = next(
+                r.place(each[1][0])
+                for r, each in zip(self.recordings, pieces, strict=True)
+                if len(each) > 1
+            )
+            notes.append(
+                f"{cuts} gaps in time of more than {LARGEST_GAP:g} median steps: recordings are cut there (first: {first})"
+            )
+        total, off, where = uneven(self.recordings, self.time_step)
+        if off and not time_as_control:
+            notes.append(
+                f"{off} of {total} moves take another time than the median, by more than 1 % (first: {where}). Filters take all "
+                "moves for equally long: data.time_as_control=true gives them the time of each, or resample the recording"
+            )
+        missing = sum(int((~k).sum()) for k in known)
+        if missing:
+            notes.append(
+                f"{missing} steps without a state: they are no training points, and are not scored"
+            )
+        return notes
+
+
+def split_parts(
+    names: list[str],
+    lengths: list[int],
+    how: str,
+    validation: Share | Sequence[str],
+    test: Share | Sequence[str],
+) -> dict[str, list[Span]]:
+    """`split`, of settings that may bring lists as tuples."""
+    return split(names, lengths, how, plain(validation), plain(test))
+
+
+def chosen_boundary(
+    contents: Contents,
+    given: dict[str, Any] | None,
+    angles: list[str],
+    rotations: list[list[str]],
+    unit: str,
+    path: str,
+) -> Boundary:
+    """The boundary of a file, or the given one if the file has its columns.
+
+    Raises:
+        ValueError: other columns than the boundary's.
+    """
+    if given is None:
+        return boundary_of(
+            contents.states, contents.observations, contents.controls, angles, rotations, unit
+        )
+    boundary = Boundary.from_dict(given)
+    for side in ("states", "observations"):
+        mine, theirs = getattr(contents, side), boundary.columns(side)
+        if sorted(mine) != sorted(theirs):
+            raise ValueError(
+                f"{path}: its {side} are {', '.join(mine)}; those of the training {', '.join(theirs) or 'images'}"
+            )
+    return boundary
+
+
+def read_once(path: Path, layout: Layout) -> Contents:
+    """`read`, but the last file is kept until it changes."""
+    age = path.stat().st_mtime_ns if path.exists() else 0
+    key = (str(path), age, repr(layout))
+    if key not in LAST_READ:
+        contents = read(path, layout)
+        LAST_READ.clear()
+        LAST_READ[key] = contents
+    return LAST_READ[key]
+
+
+def complete(source: dict[str, Any]) -> dict[str, Any]:
+    """The part of a ``data`` configuration that depends on the file: shapes, boundary, median time step, number of training steps.
+
+    Args:
+        source: the arguments of `OwnData`.
+
+    Returns:
+        ``d``, ``q``, ``image`` (shape of an image, or None), ``k`` (components of a control),
+        ``boundary``, ``time_step`` and ``n_train``.
+    """
+    data = OwnData(**source)
+    first = [*data.train, *data.test][0]
+    d, shape = first.states.shape[1], list(first.obs.shape[1:])
+    images = len(shape) == 3
+    return {
+        "d": d,
+        "q": [d] if images else shape,
+        "image": shape if images else None,
+        "k": control_width(first),
+        "boundary": data.boundary.to_dict(),
+        "time_step": data.time_step,
+        "n_train": sum(len(s.states) for s in data.train),
+    }

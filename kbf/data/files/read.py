@@ -1,0 +1,157 @@
+"""Read a file or folder of any supported kind; the ending of its name decides which reader is used."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kbf.data.files.column_schema import Boundary
+from kbf.data.files.layout import (
+    Contents,
+    FileRecording,
+    Layout,
+    Observations,
+    is_pattern,
+    layout_of,
+)
+from kbf.data.files.limits import LARGEST_NUMBER
+
+
+def read(path: str | os.PathLike[str], layout: Layout, *, states: bool = True) -> Contents:
+    """Read a file or folder of any known kind.
+
+    Args:
+        path: ``.csv``, ``.tsv``, ``.parquet``, ``.npz``, ``.h5``/``.hdf5``, ``.zarr``, a video, a
+            folder of images, a folder or prefix of ``.npy`` files, or without states one ``.npy``
+            of observations.
+        layout: which columns or arrays hold what.
+        states: whether they are needed.
+
+    Raises:
+        FileNotFoundError: no such file. ValueError: anything in it that cannot be used, with its
+            place.
+    """
+    contents = read_kind(Path(path).expanduser(), layout, states)
+    for recording in contents.recordings:
+        check_sizes(recording)
+    return contents
+
+
+def read_kind(path: Path, layout: Layout, states: bool) -> Contents:
+    """`read` by the reader of a file's kind."""
+    from kbf.data.files import arrays, images, tables
+
+    suffix = path.suffix.lower()
+    readers: dict[str, Callable[..., Contents]] = {
+        **dict.fromkeys((".csv", ".tsv", ".txt", ".parquet", ".pq"), tables.read),
+        **dict.fromkeys((".npz", ".h5", ".hdf5", ".zarr"), arrays.read),
+        **dict.fromkeys(images.VIDEO_SUFFIXES, images.read),
+    }
+    if suffix not in readers:
+        if suffix == ".npy" and path.is_file():
+            if states:
+                remedy = f"the folder {path.parent}, or what the names of several begin with, as data.path"
+                raise ValueError(
+                    f"{path} is one array, and there are no states beside it: give {remedy}"
+                )
+            return arrays.read(path, layout, states=False)
+        if path.is_dir() and not any(path.glob("*.npy")):
+            return images.read(path, layout, states=states)
+        if path.is_dir() or any(path.parent.glob(f"{glob.escape(path.name)}*.npy")):
+            return arrays.read(path, layout, states=states)
+    if not path.exists():
+        raise FileNotFoundError(f"data.path: there is no file {path}")
+    if suffix not in readers:
+        raise ValueError(
+            f"{path}: files of this kind are not known; known are {', '.join(readers)}, and folders of images or .npy"
+        )
+    return readers[suffix](path, layout, states=states)
+
+
+def check_sizes(recording: FileRecording) -> None:
+    """Raise a ValueError with the place of the first number that is too large to be squared."""
+    for name in ("states", "obs", "controls", "times"):
+        values: Tensor | None = getattr(recording, name)
+        if values is None or not values.is_floating_point() or not values.numel():
+            continue
+        if bool((large := values.abs() > LARGEST_NUMBER).any()):
+            at = large.nonzero()[0].tolist()
+            what = {"obs": "observations"}.get(name, name)
+            number = values[tuple(at)].item()
+            raise ValueError(
+                f"{recording.place(at[0])}, {what}: {number:g} is no measurement; at most {LARGEST_NUMBER:g} is read"
+            )
+
+
+def read_observations(path: str | os.PathLike[str], config: dict[str, Any]) -> list[Observations]:
+    """The observations of a file alone, for a filter that was trained with ``data=own``.
+
+    Args:
+        path: as of `read`; states need not be there.
+        config: the ``data`` part of the checkpoint's configuration: columns, angles, time as
+            control.
+
+    Returns:
+        One for each sequence of the file, cut at gaps in time as in training.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read`; columns that are not those of the training.
+    """
+    from kbf.data.files.timestamps import (
+        check_times,
+        encode_recording,
+        pieces_at_gaps,
+        with_time_control,
+    )
+
+    boundary = Boundary.from_dict(config["boundary"])
+    layout = layout_of(config)
+    for side, names in (
+        ("observations", boundary.columns("observations")),
+        ("controls", list(boundary.controls)),
+    ):
+        said = getattr(
+            layout, side
+        )  # None: an array in the training; here it may be a table. Patterns: the columns of the training
+        if said is None or (isinstance(said, list) and any(map(is_pattern, said))):
+            layout = layout._replace(**{side: names or None})
+    sequences = []
+    for recording in read(path, layout, states=False).recordings:
+        check_times(recording)
+        check_width(recording, boundary)
+        if config.get("time_as_control"):
+            recording = with_time_control(recording, config.get("time_step"))
+        obs, _, mask, controls = encode_recording(
+            recording, boundary, allow_missing_sensors=bool(config.get("allow_missing_sensors"))
+        )
+        sequences += [
+            Observations(
+                obs[a:b],
+                None if recording.times is None else recording.times[a:b],
+                None if controls is None else controls[a:b],
+                recording.name if (a, b) == (0, len(obs)) else f"{recording.name}[{a}:{b}]",
+                None if mask is None else mask[a:b],
+            )
+            for a, b in pieces_at_gaps(recording, config.get("time_step"))
+        ]
+    return sequences
+
+
+def check_width(recording: FileRecording, boundary: Boundary) -> None:
+    """Raise a ValueError if a file's columns are not as many as those of the training."""
+    sides = {
+        "observations": (recording.obs, boundary.columns("observations")),
+        "controls": (recording.controls, boundary.controls),
+    }
+    for side, (values, names) in sides.items():
+        width = 0 if values is None or values.ndim == 4 else values.shape[1]
+        if width != len(names):
+            expected = ", ".join(names) or ("images" if side == "observations" else "none")
+            raise ValueError(
+                f"{recording.file}: {width} columns of {side}, the training had {len(names)} ({expected})"
+            )

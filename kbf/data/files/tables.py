@@ -1,0 +1,310 @@
+"""Tables: CSV by the standard library, Parquet by pyarrow. One row a step; columns by their names."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import fnmatch
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kbf.data.files.layout import (
+    Contents,
+    FileRecording,
+    Layout,
+    by_recording,
+    is_pattern,
+    own_package,
+)
+from kbf.data.files.parsing import number, seconds
+
+
+class Table(NamedTuple):
+    """Chosen columns: numbers ``T`` float64 with NaN where empty, words as they are, and the row number of each step."""
+
+    numbers: dict[str, Tensor]
+    words: dict[str, list[str]]
+    rows: Tensor
+
+
+def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
+    """The recordings of a table.
+
+    Raises:
+        ValueError: columns that are not named or not there, or a cell that is no number, with its
+            row and column.
+    """
+    header = header_of(path)
+    sides = {
+        "states": layout.states if states else [],
+        "observations": [] if layout.images else layout.observations,
+    }
+    sides["controls"] = layout.controls or []
+    sides = {
+        side: matching(path, header, names) if isinstance(names, list) else names
+        for side, names in sides.items()
+    }
+    for side, names in sides.items():
+        if not isinstance(names, list) or (
+            not names and side != "controls" and (side != "states" or states) and not layout.images
+        ):
+            raise ValueError(
+                f"{path}: say which columns are {side}: data.{side}=[...]; it has {', '.join(header)}"
+            )
+    return recordings_of(path, layout, sides, read_table(path, layout, sides))
+
+
+def matching(path: Path, header: list[str], names: list[str]) -> list[str]:
+    """Names of columns, with all that are like a pattern in its place, in the file's order.
+
+    >>> matching(Path("a.csv"), ["x", "cell_1", "cell_2"], ["cell_*", "x"])
+    ['cell_1', 'cell_2', 'x']
+
+    Raises:
+        ValueError: a pattern that no column is like.
+    """
+    found: list[str] = []
+    for name in names:
+        pattern = is_pattern(name) and name not in header
+        alike = fnmatch.filter(header, name) if pattern else [name]
+        if not alike:
+            raise ValueError(f"{path}: no column is like {name!r}; it has {', '.join(header)}")
+        found += [each for each in alike if not (pattern and each in found)]
+    return found
+
+
+def read_table(path: Path, layout: Layout, sides: dict[str, Any]) -> Table:
+    """The columns that the layout names."""
+    numbers = [name for names in sides.values() for name in names] + [
+        name for name in (layout.mask,) if name
+    ]
+    words = [name for name in (layout.recording, layout.images) if name]
+    check_columns(
+        path, header_of(path), [*numbers, *words, *([layout.time] if layout.time else [])]
+    )
+    reader = read_parquet if is_parquet(path) else read_csv
+    once = [
+        name for name in dict.fromkeys(numbers) if name != layout.time
+    ]  # a column may serve twice: as state and observation
+    return reader(path, once, words, layout.time)
+
+
+def recordings_of(
+    path: Path,
+    layout: Layout,
+    sides: dict[str, Any],
+    table: Table,
+    images: Tensor | None = None,
+    folder: Path | None = None,
+) -> Contents:
+    """Recordings of a table's columns, with the images of its rows or those that it names, relative to ``folder`` or its own."""
+    seen = None
+    if images is not None:
+        obs = images
+    elif layout.images:
+        from kbf.data.files.image_io import named_images
+
+        obs, seen = named_images(
+            folder or path.parent,
+            table.words[layout.images],
+            layout.size,
+            str(path),
+            table.rows,
+            outside=layout.images_outside,
+        )
+    else:
+        obs = stacked(table, sides["observations"])
+    if layout.mask:
+        observed = table.numbers[layout.mask].nan_to_num(0) != 0
+        seen = observed if seen is None else observed & seen
+    whole = FileRecording(
+        path.stem,
+        obs,
+        stacked(table, sides["states"]) if sides["states"] else None,
+        seen,
+        table.numbers[layout.time] if layout.time else None,
+        stacked(table, sides["controls"]) if sides["controls"] else None,
+        str(path),
+        table.rows,
+    )
+    recordings = by_recording(whole, table.words[layout.recording]) if layout.recording else [whole]
+    return Contents(
+        recordings, list(sides["states"]), list(sides["observations"]), list(sides["controls"])
+    )
+
+
+def stacked(table: Table, names: list[str]) -> Tensor:
+    """Columns side by side, ``T c``."""
+    return torch.stack([table.numbers[name] for name in names], 1)
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file is Parquet, by its ending."""
+    return path.suffix.lower() in (".parquet", ".pq")
+
+
+def header_of(path: Path) -> list[str]:
+    """The names of a table's columns.
+
+    Raises:
+        ValueError: no header, or a name that stands twice.
+    """
+    header = (
+        list(opened_parquet(path).schema_arrow.names)
+        if is_parquet(path)
+        else next(iter(lines(path)), (0, []))[1]
+    )
+    if not header or all(number(cell) is not None for cell in header):
+        raise ValueError(
+            f"{path}: the first line must name the columns, got {', '.join(header[:5]) or 'nothing'}"
+        )
+    if repeated := [name for name in header if header.count(name) > 1]:
+        raise ValueError(f"{path}: two columns are called {repeated[0]!r}")
+    return header
+
+
+def check_columns(path: Path, header: list[str], wanted: list[str]) -> None:
+    """Raise a ValueError that names the first wanted column that is not there, and what comes near."""
+    for name in wanted:
+        if name not in header:
+            near = difflib.get_close_matches(name, header, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"{path}: there is no column {name!r}; it has {', '.join(header)}{hint}"
+            )
+
+
+def lines(path: Path) -> Any:
+    """Line number and cells of each line that is not blank; the delimiter is what stands most often in the first.
+
+    Raises:
+        ValueError: not a text file in UTF-8.
+    """
+    done = 0
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            first = next((line for line in file if line.strip()), "")
+            file.seek(0)
+            reader = csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True)
+            for cells in reader:
+                spaces = len(cells) == 1 and cells[0] != "" and not cells[0].strip(" ")
+                if cells and not spaces:
+                    yield reader.line_num, [cell.strip() for cell in cells]
+                done = reader.line_num
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is no text in UTF-8: {error.reason} at byte {error.start}; save it as UTF-8"
+        ) from error
+    except csv.Error as error:
+        raise ValueError(f"{path}, row {done + 1}: this is no CSV: {error}") from error
+
+
+def read_csv(path: Path, numbers: list[str], words: list[str], time: str | None) -> Table:
+    """Chosen columns of a CSV file; the delimiter may be a comma, a semicolon or a tab."""
+    rows = iter(lines(path))
+    header = next(rows)[1]
+    readers = [(header.index(name), name, number) for name in numbers] + (
+        [(header.index(time), time, seconds)] if time else []
+    )
+    places = {name: header.index(name) for name in words}
+    columns: dict[str, list[float]] = {name: [] for _, name, _ in readers}
+    texts: dict[str, list[str]] = {name: [] for name in words}
+    at = []
+    for line, cells in rows:
+        if len(cells) != len(header):
+            raise ValueError(
+                f"{path}, row {line}: {len(cells)} cells, the header has {len(header)}"
+            )
+        for place, name, reader in readers:
+            value = reader(cells[place])
+            if value is None or math.isinf(value):
+                comma = (
+                    ": decimals need a point"
+                    if number(cells[place].replace(",", ".")) is not None and value is None
+                    else ""
+                )
+                problem = f"{cells[place]!r} is no {'finite ' if value else ''}number{comma}"
+                raise ValueError(f"{path}, row {line}, column {name}: {problem}")
+            columns[name].append(value)
+        for name, place in places.items():
+            texts[name].append(cells[place])
+        at.append(line)
+    if not at:
+        raise ValueError(f"{path}: there is no row below the header")
+    return Table(
+        {name: torch.tensor(v, dtype=torch.float64) for name, v in columns.items()},
+        texts,
+        torch.tensor(at),
+    )
+
+
+def opened_parquet(path: Path) -> Any:
+    """A Parquet file.
+
+    Raises:
+        ValueError: damaged, or not Parquet.
+    """
+    parquet = own_package("pyarrow.parquet", path)
+    try:
+        return parquet.ParquetFile(path)
+    except Exception as error:  # pyarrow's own kinds, and OSError for some damages
+        raise ValueError(
+            f"{path} is no Parquet file, or damaged: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def read_parquet(path: Path, numbers: list[str], words: list[str], time: str | None) -> Table:
+    """Chosen columns of a Parquet file; rows are counted from 1."""
+    arrow = own_package("pyarrow", path)
+    file = opened_parquet(path)
+    try:
+        table = file.read(columns=[*numbers, *words, *([time] if time else [])])
+    except Exception as error:
+        raise ValueError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+    if not table.num_rows:
+        raise ValueError(f"{path}: there are no rows")
+    columns = {}
+    for name in [*numbers, *([time] if time else [])]:
+        column = table[name]
+        if arrow.types.is_timestamp(column.type):
+            since = (
+                column.cast(arrow.timestamp("us"), safe=False)
+                .cast(arrow.int64())
+                .cast(arrow.float64(), safe=False)
+            )
+            column = own_package("pyarrow.compute", path).divide(since, 1e6)
+        elif arrow.types.is_boolean(column.type):
+            column = column.cast(arrow.int8())
+        elif arrow.types.is_decimal(column.type):
+            column = column.cast(arrow.float64())
+        elif name == time and arrow.types.is_string(column.type):
+            column = dates(path, name, column.to_pylist(), arrow)
+        if not (arrow.types.is_integer(column.type) or arrow.types.is_floating(column.type)):
+            raise ValueError(
+                f"{path}, column {name}: it holds {column.type}, not numbers (row 1: {column[0].as_py()!r})"
+            )
+        values = torch.tensor(
+            column.cast(arrow.float64(), safe=False).to_numpy(), dtype=torch.float64
+        )
+        if bool(values.isinf().any()):
+            raise ValueError(
+                f"{path}, row {int(values.isinf().nonzero()[0, 0]) + 1}, column {name}: not a finite number"
+            )
+        columns[name] = values
+    texts = {name: ["" if v is None else str(v) for v in table[name].to_pylist()] for name in words}
+    return Table(columns, texts, torch.arange(1, table.num_rows + 1))
+
+
+def dates(path: Path, name: str, cells: list[str | None], arrow: Any) -> Any:
+    """A column of times that are written as text, in seconds."""
+    times = [seconds(cell or "") for cell in cells]
+    if None in times:
+        row = times.index(None)
+        raise ValueError(
+            f"{path}, row {row + 1}, column {name}: {cells[row]!r} is no number and no date"
+        )
+    return arrow.array(times)

@@ -1,0 +1,115 @@
+"""Time stamps, gaps, missing values: from a recording of a file to a sequence as filters see it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kbf.data.files.column_schema import Boundary
+from kbf.data.files.layout import FileRecording
+
+LARGEST_GAP = 5.0
+"""A recording is cut where a move takes longer than this many median time steps."""
+
+UNEVEN_SHARE = 0.01
+"""A move is irregular if its duration differs from the median time step by more than this share of it."""
+
+
+def check_times(recording: FileRecording) -> None:
+    """Raise a ValueError with the place of the first time stamp that is missing or does not grow."""
+    times = recording.times
+    if times is None:
+        return
+    if bool(times.isnan().any()):
+        raise ValueError(
+            f"{recording.place(int(times.isnan().nonzero()[0, 0]))}: the time is missing"
+        )
+    if bool((wrong := times.diff() <= 0).any()):
+        k = int(wrong.nonzero()[0, 0]) + 1
+        detail = f"time {times[k].item():.10g} after {times[k - 1].item():.10g}"
+        raise ValueError(
+            f"{recording.place(k)}: {detail}; times must grow within a sequence (data.recording=COLUMN tells them apart)"
+        )
+
+
+def median_step(recordings: list[FileRecording]) -> float | None:
+    """The median time between two steps; None where there are no times, or never two steps."""
+    steps = [r.times.diff() for r in recordings if r.times is not None]
+    together = torch.cat(steps) if steps else torch.zeros(0)
+    return float(together.median()) if len(together) else None
+
+
+def pieces_at_gaps(recording: FileRecording, step: float | None) -> list[tuple[int, int]]:
+    """Start and stop (exclusive) of each piece of a recording that is cut at its gaps in time."""
+    if recording.times is None or step is None:
+        return [(0, len(recording.obs))]
+    cuts = ((recording.times.diff() > LARGEST_GAP * step).nonzero()[:, 0] + 1).tolist()
+    return list(zip([0, *cuts], [*cuts, len(recording.obs)], strict=True))
+
+
+def uneven(recordings: list[FileRecording], step: float | None) -> tuple[int, int, str | None]:
+    """How many moves there are, how many of them take another time than the median step, and the place of the first of these."""
+    total, count, first = 0, 0, None
+    for recording in recordings:
+        if recording.times is None or step is None:
+            continue
+        moves = recording.times.diff()
+        moves_here = moves <= LARGEST_GAP * step
+        off = moves_here & ((moves - step).abs() > UNEVEN_SHARE * step)
+        total, count = total + int(moves_here.sum()), count + int(off.sum())
+        if first is None and bool(off.any()):
+            k = int(off.nonzero()[0, 0])
+            first = f"{recording.place(k + 1)}: {moves[k].item():.4g} instead of {step:.4g}"
+    return total, count, first
+
+
+def with_time_control(recording: FileRecording, step: float | None) -> FileRecording:
+    """The recording with the time that each move takes as a further control; the first moves of pieces take the median time.
+
+    Raises:
+        ValueError: there are no times.
+    """
+    if recording.times is None or step is None:
+        raise ValueError(
+            f"{recording.file}: data.time_as_control needs time stamps: data.time=COLUMN"
+        )
+    taken = torch.cat([recording.times.new_tensor([step]), recording.times.diff()])
+    taken = torch.where(taken > LARGEST_GAP * step, step, taken)[:, None]
+    return recording._replace(
+        controls=taken if recording.controls is None else torch.cat([recording.controls, taken], 1)
+    )
+
+
+def encode_recording(
+    recording: FileRecording, boundary: Boundary, *, allow_missing_sensors: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Observations ``T *x`` (NaN where missing), states ``T d`` (NaN where not known), mask ``T`` and controls ``T k``.
+
+    A step is observed where no column is missing; with ``allow_missing_sensors``, for filters of
+    several sensors, where not all of them are.
+
+    Raises:
+        ValueError: a control that is missing, or what `Boundary.encode` raises, with the file.
+    """
+    controls = recording.controls
+    if controls is not None and bool(controls.isnan().any()):
+        row, column = controls.isnan().nonzero()[0].tolist()
+        name = [*boundary.controls, "time"][column]
+        raise ValueError(
+            f"{recording.place(row)}, column {name}: a control is missing; fill them all in"
+        )
+    try:
+        states = None if recording.states is None else boundary.encode(recording.states)
+        obs = (
+            recording.obs
+            if recording.obs.ndim == 4
+            else boundary.encode(recording.obs, "observations")
+        )
+    except ValueError as error:
+        raise ValueError(f"{recording.file}, sequence {recording.name}: {error}") from error
+    mask = recording.mask
+    if obs.ndim == 2:
+        known = obs.isfinite().any(1) if allow_missing_sensors else obs.isfinite().all(1)
+        mask = known if mask is None else known & mask
+        obs = torch.where(mask[:, None], obs, torch.nan)
+    return obs, states, None if mask is None or bool(mask.all()) else mask, controls

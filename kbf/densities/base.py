@@ -1,0 +1,119 @@
+"""What every conditional law can do, and the parts that several of them share."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Generator, Tensor
+
+from kbf.rkhs.features import nystrom_whitening, pivots
+from kbf.rkhs.kernels import Kernel
+
+LOG_2PI = math.log(2 * math.pi)
+
+
+@runtime_checkable
+class ConditionalDensity(Protocol):
+    """p(y | u), y ``q`` given u ``d``. All methods take batches and answer in the type of u."""
+
+    def sample(
+        self, u: Float[Tensor, "*b d"], generator: Generator | None = None
+    ) -> Float[Tensor, "*b q"]:
+        """Draw y given u."""
+        ...
+
+    def log_density(
+        self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]
+    ) -> Float[Tensor, "*e"]:
+        """log p(y | u), of whole numbers their log probability; y and u broadcast."""
+        ...
+
+    def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
+        """The same of every y given every u."""
+        ...
+
+    def mean(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q"]:
+        """E[y | u]."""
+        ...
+
+    def covariance(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q q"]:
+        """Cov[y | u]; infinite where a law has none."""
+        ...
+
+
+class Features(NamedTuple):
+    """Nystrom features of a kernel at given landmarks, with a constant 1 behind them: a map linear in them has an intercept.
+
+    Attributes:
+        landmarks: ``r d``. whiten: ``r r``, L^-T with L L^T their Gram matrix. kernel: k, all
+            filled in.
+    """
+
+    landmarks: Tensor
+    whiten: Tensor
+    kernel: Kernel
+
+    def __call__(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b p"]:
+        """(phi(u), 1), p = r + 1, in the type of the landmarks."""
+        rows = u.reshape(-1, u.shape[-1]).to(self.landmarks)
+        phi = self.kernel(rows, self.landmarks) @ self.whiten
+        return torch.cat([phi, torch.ones_like(phi[:, :1])], -1).reshape(*u.shape[:-1], -1)
+
+    def times(
+        self, u: Float[Tensor, "*b d"], coefficients: Float[Tensor, "p q"]
+    ) -> Float[Tensor, "*b q"]:
+        """(phi(u), 1) @ coefficients, the small matrices first: at many points that is several times less work."""
+        rows = u.reshape(-1, u.shape[-1]).to(self.landmarks)
+        table = self.kernel(rows, self.landmarks)
+        if len(rows) < coefficients.shape[1]:
+            found = torch.addmm(coefficients[-1], table @ self.whiten, coefficients[:-1])
+        else:
+            found = torch.addmm(coefficients[-1], table, self.whiten @ coefficients[:-1])
+        return found.reshape(*u.shape[:-1], -1)
+
+
+def features_of(kernel: Kernel, u: Float[Tensor, "n d"], rank: int, tol: float = 1e-4) -> Features:
+    """Those at the pivots of the training inputs."""
+    landmarks = u[pivots(kernel, u, rank=rank, tol=tol)]
+    return Features(landmarks, nystrom_whitening(kernel(landmarks, landmarks)), kernel)
+
+
+def blocks(n: int, count: int) -> list[Bool[Tensor, " n"]]:
+    """Masks of ``count`` successive stretches of n points: what is held out in turn.
+
+    >>> [int(part.sum()) for part in stretches(10, 3)]
+    [3, 4, 3]
+    """
+    at, bounds = torch.arange(n), [round(k * n / count) for k in range(count + 1)]
+    return [(at >= a) & (at < b) for a, b in pairwise(bounds)]
+
+
+def whitened(rows: Float[Tensor, "*b q"], factor: Float[Tensor, "q q"]) -> Float[Tensor, "*b q"]:
+    """L^-1 y for each y, L lower triangular."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    return torch.linalg.solve_triangular(factor.mT.to(rows), flat, upper=True, left=False).reshape(
+        rows.shape
+    )
+
+
+def uniform(like: Tensor, generator: Generator | None = None) -> Tensor:
+    """Numbers between 0 and 1 of the shape, type and device of ``like``."""
+    return torch.rand(like.shape, dtype=like.dtype, device=like.device, generator=generator)
+
+
+def gamma(shape: Tensor, generator: Generator | None = None) -> Tensor:
+    """Draws from gamma laws of the given shapes and scale 1."""
+    draw: Any = getattr(torch, "_standard_gamma")  # noqa: B009 - the public function takes no generator
+    return draw(shape.contiguous(), generator=generator)
+
+
+def pick(log_shares: Float[Tensor, "*b k"], generator: Generator | None = None) -> Tensor:
+    """Draw an index ``*b`` from shares that are given by their logarithms."""
+    rows = log_shares.exp().reshape(-1, log_shares.shape[-1])
+    return torch.multinomial(rows, 1, replacement=True, generator=generator).reshape(
+        log_shares.shape[:-1]
+    )

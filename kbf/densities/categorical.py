@@ -1,0 +1,168 @@
+"""Categories: values that have no order, as the room somebody is in or the kind of a reading.
+
+Each component c of y is one of its levels, with probabilities softmax_k(eta_ck(u)), eta linear in
+kernel features of u; components are independent given u. The coefficients W are those of the
+largest log likelihood - ridge / 2 |W|^2; bandwidth and ridge are those of the best held-out log
+score. A value that was not among the levels has probability 0: a filter passes it over.
+
+References: Bohning (1992), Multinomial logistic regression algorithm: the fixed bound of the
+Hessian that `ascend` climbs by.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from kbf.densities.base import Features, blocks, features_of, pick
+from kbf.densities.glm import FOLDS, NUMBERS_IN_BLOCK
+from kbf.rkhs.kernels import gaussian, median_distance
+
+FEWEST_LEVELS, MOST_LEVELS = 3, 12
+"""Levels of a component: two are 0 and 1 (`bernoulli`), and of many each is seen too seldom."""
+FACTORS, RIDGES = (0.5, 1.0), (0.1, 1.0, 10.0)
+"""Bandwidths over the median distance of the inputs, and ridges to choose from."""
+ROUNDS, FIRST_ROUNDS = 150, 50
+"""Steps of the ascent, and of those that are only compared."""
+
+
+class CategoricalDensity(NamedTuple):
+    """p(y | u) = prod_c softmax(eta_c(u)) at the level of y_c.
+
+    Attributes:
+        features: phi, with a constant; p of them.
+        coefficients: W ``p s``, of all levels of all components, one component behind the other.
+        levels: ``s``, their values. sizes: levels of each component, q of them, of sum s.
+    """
+
+    features: Features
+    coefficients: Tensor
+    levels: Tensor
+    sizes: tuple[int, ...]
+
+    def log_shares(self, u: Float[Tensor, "*b d"]) -> tuple[Float[Tensor, "*b k"], ...]:
+        """Log probabilities of the levels of each component."""
+        eta = self.features.times(u, self.coefficients).to(u)
+        return tuple(part.log_softmax(-1) for part in eta.split(self.sizes, -1))
+
+    def values(self, like: Tensor) -> tuple[Float[Tensor, " k"], ...]:
+        """The levels of each component."""
+        return self.levels.to(like).split(self.sizes)
+
+    def log_density(
+        self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]
+    ) -> Float[Tensor, "*e"]:
+        """log p(y | u); -inf where a component is none of its levels."""
+        return self.given(y, self.log_shares(u))
+
+    def given(
+        self, y: Float[Tensor, "*b q"], shares: tuple[Float[Tensor, "*c k"], ...]
+    ) -> Float[Tensor, "*e"]:
+        """The same from the log probabilities."""
+        found = [
+            torch.where(
+                (column[..., None] - levels).abs() < 1e-3 * gap(levels), share, -torch.inf
+            ).amax(-1)
+            for column, share, levels in zip(y.unbind(-1), shares, self.values(y), strict=True)
+        ]
+        return torch.stack(torch.broadcast_tensors(*found)).sum(0)
+
+    def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
+        """The same of every y given every u."""
+        shares = self.log_shares(u)
+        rows = max(1, NUMBERS_IN_BLOCK // (len(u) * max(self.sizes)))
+        return torch.cat([self.given(part[:, None], shares) for part in y.split(rows)])
+
+    def sample(
+        self, u: Float[Tensor, "*b d"], generator: Generator | None = None
+    ) -> Float[Tensor, "*b q"]:
+        """Draw y given u."""
+        pairs = zip(self.log_shares(u), self.values(u), strict=True)
+        return torch.stack([levels[pick(share, generator)] for share, levels in pairs], -1)
+
+    def mean(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q"]:
+        """E[y | u] of the numbers that the categories are written as."""
+        pairs = zip(self.log_shares(u), self.values(u), strict=True)
+        return torch.stack([share.exp() @ levels for share, levels in pairs], -1)
+
+    def covariance(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q q"]:
+        """Cov[y | u] of the same numbers."""
+        pairs = zip(self.log_shares(u), self.values(u), strict=True)
+        second = torch.stack([share.exp() @ levels.square() for share, levels in pairs], -1)
+        return (second - self.mean(u).square()).diag_embed()
+
+
+def gap(levels: Float[Tensor, " k"]) -> Float[Tensor, ""]:
+    """The least distance of two levels."""
+    return levels.diff().min() if len(levels) > 1 else torch.ones_like(levels[0])
+
+
+def ascend(
+    phi: Float[Tensor, "n p"],
+    y: Float[Tensor, "n s"],
+    sizes: tuple[int, ...],
+    ridges: Float[Tensor, " g"],
+    rounds: int = ROUNDS,
+) -> Float[Tensor, "g p s"]:
+    """W of the largest penalised log likelihood for each ridge; y: 1 at the level that was seen, else 0.
+
+    The Hessian is nowhere below -(Phi^T Phi / 2 + ridge): W + (Phi^T Phi / 2 + ridge)^-1 gradient
+    never loses, with momentum.
+    """
+    shrink = ridges[:, None].repeat(1, phi.shape[1])
+    shrink[:, -1] = 1e-6  # the constant
+    factor = torch.linalg.cholesky(
+        0.5 * phi.mT @ phi + torch.diag_embed(shrink) + 1e-8 * torch.eye(phi.shape[1]).to(phi)
+    )
+    W = torch.zeros(len(ridges), phi.shape[1], y.shape[1]).to(phi)
+    W[:, -1] = (y.mean(0) + 1e-3).log()
+    before = W
+    for k in range(rounds):
+        ahead = W + k / (k + 3) * (W - before)
+        p = torch.cat([part.softmax(-1) for part in (phi @ ahead).split(sizes, -1)], -1)
+        before, W = (
+            W,
+            ahead + torch.cholesky_solve(phi.mT @ (y - p) - shrink[..., None] * ahead, factor),
+        )
+        if float((W - before).abs().max()) < 1e-5:
+            break
+    return W
+
+
+def fit_categories(
+    u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, rank: int = 48
+) -> tuple[CategoricalDensity, Float[Tensor, " n"]]:
+    """Fit the law, and the held-out log score of each point by a fit without its stretch.
+
+    Raises:
+        ValueError: a component of more than `MOST_LEVELS` levels.
+    """
+    columns = [column.unique(return_inverse=True) for column in y.unbind(1)]
+    sizes = tuple(len(levels) for levels, _ in columns)
+    if max(sizes) > MOST_LEVELS:
+        raise ValueError(f"more than {MOST_LEVELS} categories")
+    seen = torch.cat(
+        [torch.nn.functional.one_hot(at, len(levels)).to(y) for levels, at in columns], 1
+    )
+    reg, median = torch.tensor(RIDGES).to(y), median_distance(u, distinct=True)
+    best: tuple[float, Tensor, Features, Tensor] | None = None
+    for factor in FACTORS:
+        features = features_of(partial(gaussian, bandwidth=factor * median), u, rank)
+        phi, held = features(u), y.new_empty(len(reg), len(y))
+        for out in blocks(len(y), FOLDS):
+            eta = phi[out] @ ascend(phi[~out], seen[~out], sizes, reg, FIRST_ROUNDS)
+            log_p = torch.cat([part.log_softmax(-1) for part in eta.split(sizes, -1)], -1)
+            held[:, out] = (log_p * seen[out]).sum(-1)
+        k = int(held.mean(1).argmax())
+        if best is None or float(held[k].mean()) > best[0]:
+            best = float(held[k].mean()), held[k], features, reg[k : k + 1]
+    assert best is not None
+    _, held_out, features, reg = best
+    levels = torch.cat([levels for levels, _ in columns])
+    return CategoricalDensity(
+        features, ascend(features(u), seen, sizes, reg)[0], levels, sizes
+    ), held_out

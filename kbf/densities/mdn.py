@@ -1,0 +1,217 @@
+"""Mixture density networks: a law of any shape, by a small ensemble of networks each stopped on a stretch that it does not see."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor, nn
+
+from kbf.densities.base import LOG_2PI, blocks, pick
+from kbf.ssm import normal
+
+LEAST = -5.0
+"""Least logarithm of a component's standard deviation, in units of the outputs' own."""
+BLOCK = 2**20
+"""Numbers in a block of a table of densities."""
+Layers = tuple[Tensor, ...]
+"""Weights ``nets a b`` and biases ``nets 1 b`` in turn."""
+
+
+class MixtureDensityNetwork(NamedTuple):
+    """The even mixture of several networks' mixtures of K Gaussians with diagonal covariances.
+
+    Attributes:
+        layers: of all networks side by side; tanh between them. Inputs and outputs are
+            standardised.
+        input_mean, input_scale: ``d``. output_mean, output_scale: ``q``.
+    """
+
+    layers: Layers
+    input_mean: Tensor
+    input_scale: Tensor
+    output_mean: Tensor
+    output_scale: Tensor
+
+    def components(self, u: Float[Tensor, "*b d"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Log shares ``*b k``, means and log standard deviations ``*b k q`` of all networks' components, standardised."""
+        rows = (u.reshape(-1, u.shape[-1]) - self.input_mean.to(u)) / self.input_scale.to(u)
+        layers = tuple(layer.to(u) for layer in self.layers)
+        log_shares, means, sizes = heads(
+            run(layers, rows.expand(len(layers[0]), -1, -1)), len(self.output_mean)
+        )
+        log_shares = log_shares.log_softmax(-1) - math.log(len(layers[0]))
+        joined = (
+            log_shares.movedim(0, 1).flatten(1),
+            means.movedim(0, 1).flatten(1, 2),
+            sizes.movedim(0, 1).flatten(1, 2),
+        )
+        batch = u.shape[:-1]
+        return (
+            joined[0].unflatten(0, batch),
+            joined[1].unflatten(0, batch),
+            joined[2].unflatten(0, batch),
+        )
+
+    def given(
+        self, y: Float[Tensor, "*b q"], parts: tuple[Tensor, Tensor, Tensor]
+    ) -> Float[Tensor, "*e"]:
+        """log p(y | u) from the components at u."""
+        white = (y - self.output_mean.to(y)) / self.output_scale.to(y)
+        return log_mixture(white, *parts) - self.output_scale.log().sum().to(y)
+
+    def log_density(
+        self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]
+    ) -> Float[Tensor, "*e"]:
+        """log p(y | u)."""
+        return self.given(y, self.components(u))
+
+    def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
+        """The same of every y given every u."""
+        parts = self.components(u)
+        return torch.cat(
+            [
+                self.given(rows[:, None], parts)
+                for rows in y.split(max(1, BLOCK // parts[1].numel()))
+            ]
+        )
+
+    def sample(
+        self, u: Float[Tensor, "*b d"], generator: Generator | None = None
+    ) -> Float[Tensor, "*b q"]:
+        """Draw y given u."""
+        log_shares, means, sizes = self.components(u)
+        chosen = pick(log_shares, generator)[..., None, None].expand(
+            *u.shape[:-1], 1, means.shape[-1]
+        )
+        mean, size = means.gather(-2, chosen)[..., 0, :], sizes.gather(-2, chosen)[..., 0, :]
+        return self.output_mean.to(u) + self.output_scale.to(u) * (
+            mean + size.exp() * normal(mean, generator)
+        )
+
+    def mean(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q"]:
+        """E[y | u]."""
+        log_shares, means, _ = self.components(u)
+        return self.output_mean.to(u) + self.output_scale.to(u) * (
+            log_shares.exp()[..., None] * means
+        ).sum(-2)
+
+    def covariance(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q q"]:
+        """Cov[y | u] by the law of total variance."""
+        log_shares, means, sizes = self.components(u)
+        shares, scale = log_shares.exp(), self.output_scale.to(u)
+        moved = means - (shares[..., None] * means).sum(-2, keepdim=True)
+        second = (2 * sizes).exp().diag_embed() + moved[..., :, None] * moved[..., None, :]
+        return scale[:, None] * (shares[..., None, None] * second).sum(-3) * scale
+
+
+def run(layers: Layers, inputs: Float[Tensor, "nets n d"]) -> Float[Tensor, "nets n h"]:
+    """All networks at once."""
+    for k in range(0, len(layers) - 2, 2):
+        inputs = torch.baddbmm(layers[k + 1], inputs, layers[k]).tanh()
+    return torch.baddbmm(layers[-1], inputs, layers[-2])
+
+
+def heads(outputs: Float[Tensor, "*b h"], q: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits ``*b K``, means and log standard deviations ``*b K q``."""
+    K = outputs.shape[-1] // (1 + 2 * q)
+    logits, means, sizes = outputs.split([K, K * q, K * q], -1)
+    return (
+        logits,
+        means.unflatten(-1, (K, q)),
+        LEAST + nn.functional.softplus(sizes.unflatten(-1, (K, q)) - LEAST),
+    )
+
+
+def log_mixture(
+    y: Float[Tensor, "*b q"], log_shares: Tensor, means: Tensor, sizes: Tensor
+) -> Float[Tensor, "*e"]:
+    """Log density of a mixture of diagonal Gaussians."""
+    white = (y[..., None, :] - means) * (-sizes).exp()
+    return (log_shares - (0.5 * (white.square() + LOG_2PI) + sizes).sum(-1)).logsumexp(-1)
+
+
+class Trained(NamedTuple):
+    """An ensemble with the held-out log scores ``n`` (each point's by the network that did not learn from it)."""
+
+    density: MixtureDensityNetwork
+    held_out: Tensor
+
+
+def fit_networks(
+    u: Float[Tensor, "n d"],
+    y: Float[Tensor, "n q"],
+    *,
+    components: int = 6,
+    hidden: int = 48,
+    networks: int = 4,
+    rounds: int = 600,
+    patience: int = 120,
+    lr: float = 1e-2,
+    decay: float = 1e-3,
+    seed: int = 0,
+) -> Trained:
+    """Train by AdamW on all points at once; network k does not learn from stretch k, and is kept as it was at its best there.
+
+    Args:
+        u: inputs ``n d``. y: outputs ``n q``.
+        components: K. hidden: width of the two hidden layers. networks: of the ensemble.
+        rounds: at most. patience: rounds without a better score of any network that end it.
+        lr: to start with. decay: of the weights.
+        seed: of the first weights.
+
+    References: Bishop (1994), Mixture density networks.
+    """
+    (n, d), q = u.shape, y.shape[1]
+    spread_u, spread_y = u.std(0), y.std(0)
+    scale_u, scale_y = (
+        torch.where(spread_u > 0, spread_u, 1),
+        torch.where(spread_y > 0, spread_y, 1),
+    )
+    inputs, targets = ((u - u.mean(0)) / scale_u).float(), ((y - y.mean(0)) / scale_y).float()
+    generator = torch.Generator().manual_seed(seed)
+    sizes, first = [d, hidden, hidden, components * (1 + 2 * q)], []
+    for a, b in pairwise(sizes):
+        weights, biases = (torch.randn(networks, rows, b, generator=generator) for rows in (a, 1))
+        first += [weights * a**-0.5, 0.1 * biases]
+    middles = slice(components, components * (1 + q))
+    first[-1][..., middles] = torch.randn(networks, 1, components * q, generator=generator)
+    first[-2][..., :components] *= 0.1
+    layers = tuple(layer.to(u.device).requires_grad_() for layer in first)
+    best_layers = [layer.detach().clone() for layer in layers]
+    parts = [part.to(u.device) for part in blocks(n, networks)]
+    out = torch.stack(parts)
+    share = (~out) / (~out).sum(1, keepdim=True)
+    optimiser = torch.optim.AdamW(layers, lr=lr, weight_decay=decay)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, rounds, eta_min=lr / 20)
+    best, held_out, waited = (
+        torch.full((networks,), -torch.inf).to(inputs),
+        torch.zeros(n).to(inputs),
+        0,
+    )
+    with torch.enable_grad():
+        for _ in range(rounds):
+            logits, means, spreads = heads(run(layers, inputs.expand(networks, -1, -1)), q)
+            score = log_mixture(targets, logits.log_softmax(-1), means, spreads)
+            held = torch.where(out, score, 0).detach().sum(1) / out.sum(1)
+            better = held > best + 1e-4
+            waited = 0 if bool(better.any()) else waited + 1
+            best = torch.where(better, held, best)
+            for kept, layer in zip(best_layers, layers, strict=True):
+                kept[better] = layer.detach()[better]
+            for k in better.nonzero()[:, 0].tolist():
+                held_out[parts[k]] = score.detach()[k, parts[k]]
+            if waited > patience:
+                break
+            optimiser.zero_grad()
+            (-(score * share).sum()).backward()
+            nn.utils.clip_grad_norm_(layers, 5.0)
+            optimiser.step()
+            schedule.step()
+    density = MixtureDensityNetwork(
+        tuple(layer.to(u) for layer in best_layers), u.mean(0), scale_u, y.mean(0), scale_y
+    )
+    return Trained(density, held_out.to(y) - scale_y.log().sum())

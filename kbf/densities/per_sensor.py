@@ -1,0 +1,259 @@
+"""The law of observations of several sensors, any of which may be silent: a law of each, learned where it spoke.
+
+Columns that always fall silent together are one sensor. Given the state the sensors' errors are
+taken to be independent,
+
+    p(x | z) = prod_s p(x_s | z),
+
+so that a silent sensor (NaN in any of its columns) is left out of the likelihood, and each sensor
+has a law of its own shape: one may count, another have heavy tails. A sensor that is read less
+often than the rows come is silent between its readings.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Generator, Tensor, nn
+
+from kbf.densities.base import ConditionalDensity
+from kbf.densities.categorical import CategoricalDensity
+from kbf.densities.gaussian import GaussianDensity
+from kbf.densities.glm import GLMDensity
+from kbf.densities.mdn import MixtureDensityNetwork
+from kbf.densities.mixtures import MapMixture
+from kbf.densities.selection import DENSITIES, fit_density, select_density
+from kbf.manifolds import manifold_of
+
+log: logging.Logger = logging.getLogger(__name__)
+FEWEST = 10
+"""Readings from which a sensor has a law; with fewer it is not listened to."""
+
+Likelihood = Callable[[Tensor], Tensor]
+"""x ``b q`` -> log p(x | z_i) ``b n`` of points z_i that do not change."""
+
+
+class PerSensorDensity(NamedTuple):
+    """p(x | z) = prod_s p(x_s | z) over the sensors s that speak; a `kbf.densities.base.ConditionalDensity` of observations with NaN.
+
+    Attributes:
+        laws: one for each sensor. columns: of x, those of each sensor; columns of none are not
+            looked at.
+        width: q, columns of x.
+    """
+
+    densities: tuple[ConditionalDensity, ...]
+    columns: tuple[tuple[int, ...], ...]
+    width: int
+
+    def readings(
+        self, y: Float[Tensor, "*b q"]
+    ) -> Iterator[tuple[Float[Tensor, "*b p"], Bool[Tensor, "*b"]]]:
+        """What each sensor says in y, 0 where it is silent, and whether it speaks."""
+        for columns in self.columns:
+            reading = y[..., list(columns)]
+            spoke = reading.isfinite().all(-1)
+            yield torch.where(spoke[..., None], reading, 0), spoke
+
+    def log_density(
+        self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]
+    ) -> Float[Tensor, "*e"]:
+        """log p(y | u) of the sensors that speak in y."""
+        total = y.new_zeros(())
+        for density, (reading, spoke) in zip(self.densities, self.readings(y), strict=True):
+            total = total + torch.where(spoke, density.log_density(reading, u), 0)
+        return total
+
+    def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
+        """The same of every y given every u."""
+        return self.at(u)(y)
+
+    def at(self, u: Float[Tensor, "m d"]) -> Likelihood:
+        """`table` of points that do not change, whose parameters are computed once."""
+        each = [likelihood_at(density, u) for density in self.densities]
+
+        def log_densities(y: Tensor) -> Tensor:
+            total = y.new_zeros(())
+            for density, (reading, spoke) in zip(each, self.readings(y), strict=True):
+                total = total + torch.where(spoke[:, None], density(reading), 0)
+            return total
+
+        return log_densities
+
+    def sample(
+        self, u: Float[Tensor, "*b d"], generator: Generator | None = None
+    ) -> Float[Tensor, "*b q"]:
+        """Draw y given u, of all sensors; 0 in columns of none."""
+        return self.together([density.sample(u, generator) for density in self.densities], u)
+
+    def mean(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q"]:
+        """E[y | u]; 0 in columns of no sensor."""
+        return self.together([density.mean(u) for density in self.densities], u)
+
+    def covariance(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q q"]:
+        """Cov[y | u], block by block; 0 in columns of no sensor."""
+        total = u.new_zeros(*u.shape[:-1], self.width, self.width)
+        for density, columns in zip(self.densities, self.columns, strict=True):
+            at = torch.tensor(columns, device=u.device)
+            total[..., at[:, None], at] = density.covariance(u)
+        return total
+
+    def together(self, parts: list[Tensor], u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q"]:
+        """The sensors' columns in their places."""
+        found = u.new_zeros(*u.shape[:-1], self.width)
+        for part, columns in zip(parts, self.columns, strict=True):
+            found[..., list(columns)] = part
+        return found
+
+
+def likelihood_at(density: ConditionalDensity, u: Float[Tensor, "m d"]) -> Likelihood:
+    """y ``b q`` -> log p(y | u_i) ``b m``; the parameters at u are computed once."""
+    if isinstance(density, GaussianDensity):
+        mean, scale = density.map.predict(u)
+        constant = density.constant.to(u)
+        return lambda y: density.map.log_density_table(y, mean, scale) + constant
+    if isinstance(density, MapMixture):
+        means, scales = density.predict(u)
+        return lambda y: density.parts(y[:, None], means, scales).logsumexp(-1)
+    parameters: dict[type, str] = {
+        GLMDensity: "parameters",
+        MixtureDensityNetwork: "components",
+        CategoricalDensity: "log_shares",
+    }
+    if type(density) in parameters:
+        whole: Any = density
+        found = getattr(whole, parameters[type(density)])(u)
+        return lambda y: whole.given(y[:, None], found)
+    return lambda y: density.table(y, u)
+
+
+def find_sensors(obs: Float[Tensor, "n q"]) -> Int[Tensor, " q"]:
+    """The number of each column's sensor: columns that always fall silent together are one.
+
+    Where nothing is ever silent, that says nothing: each column is a sensor then, and a pair (cos,
+    sin) is one.
+
+    >>> find_sensors(torch.tensor([[1.0, 2.0, torch.nan], [3.0, 4.0, 5.0]]))
+    tensor([0, 0, 1])
+    >>> find_sensors(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([0, 1])
+    """
+    spoke = obs.isfinite()
+    if bool(spoke.all()):
+        numbers = torch.arange(obs.shape[1], device=obs.device)
+        for cosine in manifold_of(obs).circles:
+            numbers[cosine + 1] = cosine
+    else:
+        both = spoke.double().mT @ spoke.double()  # rows in which two columns speak
+        own = both.diagonal()
+        numbers = ((both == own) & (both == own[:, None])).int().argmax(1)
+    return numbers.unique(return_inverse=True)[1]
+
+
+class SelectedSensors(nn.Module):
+    """Which columns are one sensor, and which law each sensor's readings follow, as a part of a model that its checkpoint keeps.
+
+    Attributes:
+        column: ``q``, the number of each column's sensor; empty where no sensor may be silent.
+        law: ``s``, the position of each sensor's law in `DENSITIES`; -1 for a sensor that spoke
+            less than `FEWEST` times.
+    """
+
+    column: Tensor
+    density: Tensor
+
+    def __init__(self) -> None:
+        """None yet: `choose` or a checkpoint brings them."""
+        super().__init__()
+        for name in ("column", "density"):
+            self.register_buffer(name, torch.zeros(0, dtype=torch.long))
+
+    @property
+    def known(self) -> bool:
+        """Whether sensors may be silent, one by one."""
+        return len(self.column) > 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether all sensors count."""
+        return all(DENSITIES[k] in ("poisson", "negbin") for k in self.density.tolist() if k >= 0)
+
+    def columns(self) -> list[list[int]]:
+        """Those of each sensor."""
+        return [(self.column == k).nonzero()[:, 0].tolist() for k in range(len(self.density))]
+
+    @torch.no_grad()
+    def choose(
+        self, u: Float[Tensor, "n d"], obs: Float[Tensor, "n q"], name: str | None = None
+    ) -> None:
+        """Find the sensors, and for each the law of its readings given the states u: ``name``, or the best on what is held out.
+
+        Raises:
+            ValueError: as `kbf.densities.selection.select_density`; or no sensor that speaks often
+                enough.
+        """
+        self.column = find_sensors(obs)
+        self.density = torch.full((int(self.column.max()) + 1,), -1, device=obs.device)
+        for k, columns in enumerate(self.columns()):
+            readings = obs[:, columns]
+            spoke = readings.isfinite().all(1)
+            if int(spoke.sum()) < FEWEST:
+                log.warning(
+                    "the sensor of columns %s spoke %d times only: it is not listened to",
+                    columns,
+                    int(spoke.sum()),
+                )
+                continue
+            density = name or select_density(u[spoke], readings[spoke]).name
+            log.info("law of the sensor of columns %s: %s", columns, density)
+            self.density[k] = DENSITIES.index(density)
+        if not bool((self.density >= 0).any()):
+            raise ValueError(f"of {len(self.density)} sensors none spoke {FEWEST} times")
+
+    @torch.no_grad()
+    def fit(self, u: Float[Tensor, "n d"], obs: Float[Tensor, "n q"]) -> PerSensorDensity:
+        """The law for these points; a sensor that speaks less than `FEWEST` times in them is left out.
+
+        Raises:
+            ValueError: as `kbf.densities.selection.fit_density`; or no sensor that speaks often
+                enough.
+        """
+        densities, places = [], []
+        for k, columns in enumerate(self.columns()):
+            readings = obs[:, columns]
+            spoke = readings.isfinite().all(1)
+            if int(self.density[k]) >= 0 and int(spoke.sum()) >= FEWEST:
+                densities.append(
+                    fit_density(DENSITIES[int(self.density[k])], u[spoke], readings[spoke])
+                )
+                places.append(tuple(columns))
+        if not densities:
+            raise ValueError(f"of {len(self.density)} sensors none spoke {FEWEST} times")
+        return PerSensorDensity(tuple(densities), tuple(places), obs.shape[1])
+
+    def hyperparameters(self) -> dict[str, float]:
+        """The law of each sensor by its position in `DENSITIES`, for logs."""
+        return {
+            f"law/sensor_{k}": float(density) for k, density in enumerate(self.density.tolist())
+        }
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any
+    ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As always; what was stored before there were sensors has none.
+
+        Raises:
+            ValueError: laws that there are not.
+        """
+        for name in ("column", "density"):
+            state_dict.setdefault(prefix + name, getattr(self, name).clone())
+        stored = state_dict[prefix + "density"]
+        if not bool(((stored >= -1) & (stored < len(DENSITIES))).all()):
+            raise ValueError(
+                f"this model was stored with laws {stored.tolist()}; there are 0 to {len(DENSITIES) - 1}"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest, **named)

@@ -1,0 +1,184 @@
+"""A state-space model learned from recordings whose state carries its velocity, where that is what moves it.
+
+A place alone does not tell where it moves next; a place and its last move do. With ``order=2`` the
+model's state is (z_t, z_t - z_{t-1}), and the change z_{t+1} - z_t is a regression on both, and on
+the control. With ``order=1`` it is z_t alone.
+
+One-step residuals of smooth motion are tiny, and errors of the regression go on from step to step:
+a filter that takes them for independent noise is far too sure and loses its track. ``inflation``
+widens the noise of the moves; it is chosen on held-out stretches by whoever fits the model
+(`kbf.filters.kernel_monte_carlo.model.KernelMonteCarlo`), not from residuals.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from kbf.densities.base import ConditionalDensity
+from kbf.densities.fused_ridge import MergedMap
+from kbf.densities.per_sensor import PerSensorDensity, SelectedSensors
+from kbf.densities.ratio import RatioDensity, fit_state_density
+from kbf.densities.ridge import Join, fit_ridge_map, join_of
+from kbf.densities.selection import fit_density
+from kbf.manifolds import FLAT, Manifold, manifold_of
+from kbf.recording import Recording, as_recordings, check_vectors, observed_pairs
+from kbf.rkhs.linalg import cholesky, evenly
+from kbf.ssm import normal
+
+MOST = 5000
+"""Pairs that a regression is fitted to; of more, evenly spaced ones."""
+RANK = 96
+"""Features of the moves' regression: a step evaluates it at every particle."""
+ORDERS = (1, 2)
+
+
+class LaggedModel(NamedTuple):
+    """A `kbf.ssm.StateSpace` (without a density) of states (z_t) or (z_t, z_t - z_{t-1}).
+
+    Attributes:
+        change: of z_{t+1} - z_t given the state and the control. observation: of x given z.
+        order: 1 or 2. extra: ``d d``, a root of the covariance that is added to the noise of moves.
+            d: components of z.
+        manifold: where z lives; moves are brought back to it. join: puts state and control
+            together, None without controls.
+    """
+
+    change: MergedMap
+    observation: MergedMap | ConditionalDensity | RatioDensity
+    order: int
+    extra: Tensor
+    d: int
+    manifold: Manifold = FLAT
+    join: Join | None = None
+
+    @property
+    def controlled(self) -> int:
+        """Components of the control."""
+        return 0 if self.join is None else len(self.join.shift)
+
+    @property
+    def allow_missing_sensors(self) -> bool:
+        """Whether observations may have NaN, where a sensor is silent."""
+        return isinstance(self.observation, PerSensorDensity)
+
+    def move(
+        self,
+        s: Float[Tensor, "*b e"],
+        generator: Generator | None = None,
+        *,
+        control: Tensor | None = None,
+    ) -> Float[Tensor, "*b e"]:
+        """Draw the next state given this one and the control, which broadcasts."""
+        u = s if self.join is None or control is None else self.join(s, control)
+        z = s[..., : self.d]
+        change = self.change.sample(u, generator)
+        change = change + normal(change, generator) @ self.extra.to(change).mT
+        after = self.manifold.project(z + change)
+        return after if self.order == 1 else torch.cat([after, after - z], -1)
+
+    def observe(
+        self, s: Float[Tensor, "*b e"], generator: Generator | None = None
+    ) -> Float[Tensor, "*b q"]:
+        """Draw x given the state. Where several draws are of one state, ``s`` expanded, the regression is evaluated once."""
+        z = s[..., : self.d]
+        if not isinstance(self.observation, MergedMap) or z.ndim < 2 or z.stride(-2) != 0:
+            return self.observation.sample(z, generator)
+        mean, scale = self.observation.predict(z[..., :1, :])
+        white = normal(mean.new_empty(*z.shape[:-1], len(self.observation.root)), generator)
+        return self.observation.displaced(
+            mean.expand(*z.shape[:-1], -1), scale.expand(z.shape[:-1]), white
+        )
+
+    def log_likelihood(
+        self, x: Float[Tensor, "*b q"], s: Float[Tensor, "*c e"]
+    ) -> Float[Tensor, "*f"]:
+        """The logarithm of p(x | z), up to a constant."""
+        return self.observation.log_density(x, s[..., : self.d])
+
+
+def lagged_states(states: Float[Tensor, "T d"], order: int) -> Float[Tensor, "t e"]:
+    """The model's states of a recording, from its first step (order 1) or its second (order 2) on."""
+    return states if order == 1 else torch.cat([states[1:], states[1:] - states[:-1]], -1)
+
+
+def all_states(sequences: list[Recording], order: int) -> Float[Tensor, "n e"]:
+    """Those of several recordings."""
+    return torch.cat([lagged_states(s.states, order) for s in sequences])
+
+
+def learn_lagged_model(
+    memory: Recording | list[Recording],
+    *,
+    order: int = 2,
+    inflation: float = 1.0,
+    density: str | SelectedSensors = "gaussian",
+) -> LaggedModel:
+    """Fit the regression of changes and the law of observations, in float64.
+
+    Args:
+        memory: the recordings.
+        order: 1 or 2.
+        inflation: standard deviation of the moves' noise over that of one-step residuals, at least
+            1.
+        law: of observations given states, a name of `kbf.densities.selection.DENSITIES`; or sensors
+            that may be silent, and their laws; or "ratio", for observations that are density ratios
+            themselves (`kbf.densities.ratio`).
+
+    Raises:
+        ValueError: another order or inflation, no recording of ``order`` + 1 steps, or as
+            `kbf.densities.ridge.fit_ridge_map`.
+    """
+    if order not in ORDERS or not inflation >= 1:
+        raise ValueError(
+            f"a lagged model has order 1 or 2 and an inflation of at least 1, got {order} and {inflation}"
+        )
+    sequences = as_recordings(memory, allow_missing_sensors=not isinstance(density, str))
+    check_vectors(sequences, "a learned observation law")
+    long = [s for s in sequences if len(s.states) > order]
+    if not long:
+        raise ValueError(
+            f"a model of order {order} needs a recording of at least {order + 1} steps"
+        )
+    before = torch.cat([lagged_states(s.states[:-1], order) for s in long]).double()
+    change = torch.cat([s.states[order:] - s.states[order - 1 : -1] for s in long]).double()
+    acted = [s.controls[order:] for s in long if s.controls is not None]
+    controls = torch.cat(acted).double() if acted else None
+    join = None if controls is None else join_of(before, controls)
+    inputs = before if join is None or controls is None else join(before, controls)
+    some = evenly(len(inputs), MOST, inputs.device)
+    moves = MergedMap(fit_ridge_map(inputs[some], change[some], rank=RANK))
+    seen, obs = (each.double() for each in observed_pairs(sequences))
+    few = evenly(len(seen), MOST, seen.device)
+    if not isinstance(density, str):
+        observation = density.fit(seen, obs)
+    elif density == "ratio":
+        observation = RatioDensity(fit_state_density(seen))
+    else:
+        gaussian = density == "gaussian"
+        observation = (
+            MergedMap(fit_ridge_map(seen[few], obs[few], rank=RANK))
+            if gaussian
+            else fit_density(density, seen[few], obs[few])
+        )
+    states = torch.cat([s.states for s in sequences])
+    none = torch.zeros_like(moves.noise)
+    model = LaggedModel(moves, observation, order, none, states.shape[1], manifold_of(states), join)
+    return widened(model, inflation)
+
+
+def widened(model: LaggedModel, inflation: float) -> LaggedModel:
+    """The model with noise of moves that is so many times as wide as its one-step residuals, at least 1.
+
+    Residuals on a circle lie along it, in all directions in turn, and their covariance has half of
+    their variance in each: what a draw has across the circle is projected away. There the variance
+    of a draw is doubled.
+    """
+    along = torch.ones(model.d).to(model.change.noise)
+    for start in model.manifold.circles:
+        along[start : start + 2] = 2
+    root = cholesky(model.change.noise)
+    return model._replace(extra=(inflation**2 * along - 1).sqrt()[:, None] * root)

@@ -1,0 +1,170 @@
+"""The laws that a model has chosen for its recordings, as a part of it that its checkpoint keeps."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kbf.densities.gaussian import GaussianDensity
+from kbf.densities.per_sensor import SelectedSensors
+from kbf.densities.ridge import join_of
+from kbf.densities.selection import COUNTS, DENSITIES, MOST, Known, select_density
+from kbf.recording import Recording, as_recordings, check_vectors, moves, observed_pairs
+
+log: logging.Logger = logging.getLogger(__name__)
+SIDES = ("transition", "observation")
+"""p(z' | z) and p(x | z), rows of the buffers below."""
+
+
+class SelectedDensities(nn.Module):
+    """Which law moves and observations follow: the best on what is held out (`choose`), or as it is told.
+
+    Attributes:
+        chosen: ``2``, positions in `kbf.densities.selection.DENSITIES`, of moves and observations;
+            Gaussian where there was no choice.
+        scores: ``2 l``, the held-out log score of each law, nats a point. tried: ``2 l``, whether
+            there is one.
+        fitted: the chosen laws of the recordings they were chosen for, to be used without another
+            fit.
+        partial: whether sensors may be silent one by one, NaN in columns of an observation.
+            sensors: then each has a law of its own, in place of the one of observations.
+    """
+
+    chosen: Tensor
+    scores: Tensor
+    tried: Tensor
+    allow_missing_sensors: bool
+
+    def __init__(self, transition: str | None = None, observation: str | None = None) -> None:
+        """Names of laws, or None for the best on what is held out; laws of counts are of observations.
+
+        Raises:
+            ValueError: an unknown name, or a law of counts for moves.
+        """
+        super().__init__()
+        for side, name in zip(SIDES, (transition, observation), strict=True):
+            if name is not None and name not in DENSITIES:
+                raise ValueError(
+                    f"{side} must be null (the best law is chosen) or one of {', '.join(DENSITIES)}; got {name!r}"
+                )
+        if transition in COUNTS:
+            raise ValueError(
+                f"transition={transition}: counts are observations; a memory has states between whole numbers"
+            )
+        self.ratio_dim: tuple[str | None, str | None] = (transition, observation)
+        self.fitted: list[Known] = []
+        self.provisional = False  # chosen by `select_if_missing`, for the recordings at hand
+        self.allow_missing_sensors, self.sensors = False, SelectedSensors()
+        kept = None in self.ratio_dim  # where both are given there is nothing to restore
+        self.register_buffer(
+            "chosen",
+            torch.tensor([DENSITIES.index(name or "gaussian") for name in self.ratio_dim]),
+            persistent=kept,
+        )
+        self.register_buffer(
+            "scores", torch.zeros(2, len(DENSITIES), dtype=torch.float64), persistent=kept
+        )
+        self.register_buffer(
+            "tried", torch.zeros(2, len(DENSITIES), dtype=torch.bool), persistent=kept
+        )
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of the laws of moves and of observations."""
+        transition_density, observation_density = (DENSITIES[k] for k in self.chosen.tolist())
+        return transition_density, observation_density
+
+    @property
+    def kinds(self) -> tuple[str, str | SelectedSensors]:
+        """What `kbf.densities.learned_ssm.learn_model` is to fit: the names, or the sensors with theirs."""
+        return self.names[0], self.sensors if self.sensors.known else self.names[1]
+
+    def select_if_missing(self, memory: Recording | list[Recording]) -> None:
+        """`choose`, unless ``prepare`` or a checkpoint did: a filter made without has laws that suit its recordings, too.
+
+        Raises:
+            ValueError: observations that are no vectors, or as `choose`.
+        """
+        check_vectors(
+            as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors),
+            "a learned observation map",
+        )
+        open_still = None in self.ratio_dim or self.allow_missing_sensors
+        if open_still and (self.provisional or not (bool(self.tried.any()) or self.sensors.known)):
+            self.choose(memory)
+            self.provisional = True
+
+    @torch.no_grad()
+    def choose(self, memory: Recording | list[Recording]) -> None:
+        """Choose those that were left open. Where there are controls, moves stay Gaussian.
+
+        Raises:
+            ValueError: as `kbf.densities.selection.select_density`.
+        """
+        self.fitted, self.provisional = [], False
+        sequences = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
+        if self.allow_missing_sensors:
+            self.sensors.choose(*observed_pairs(sequences), self.ratio_dim[1])
+        if None not in self.ratio_dim:
+            return
+        source, target, u = moves(sequences)
+        pairs = (
+            (source if u is None else join_of(source, u)(source, u), target),
+            observed_pairs(sequences),
+        )
+        for k, (side, (inputs, outputs)) in enumerate(zip(SIDES, pairs, strict=True)):
+            if self.ratio_dim[k] is not None:
+                continue
+            self.chosen[k], self.tried[k] = DENSITIES.index("gaussian"), False
+            if (
+                outputs.ndim != 2
+                or (k == 0 and u is not None)
+                or (k == 1 and self.allow_missing_sensors)
+            ):
+                continue
+            choice = select_density(inputs, outputs, counts=k == 1)
+            log.info("law of %s: %s", side, choice)
+            if len(inputs) <= MOST:  # all points were looked at
+                density = (
+                    choice.density.map
+                    if isinstance(choice.density, GaussianDensity)
+                    else choice.density
+                )
+                self.fitted.append(Known(choice.name, inputs.double(), outputs.double(), density))
+            self.chosen[k] = DENSITIES.index(choice.name)
+            self.scores[k] = torch.tensor([choice.scores.get(name, 0.0) for name in DENSITIES])
+            self.tried[k] = torch.tensor([name in choice.scores for name in DENSITIES])
+
+    def hyperparameters(self) -> dict[str, float]:
+        """Held-out log scores of the laws that were tried and the place of the chosen one among all; empty if both were given."""
+        if None not in self.ratio_dim:
+            return {}
+        numbers = {}
+        for side, chosen, scores, tried in zip(
+            SIDES, self.chosen.tolist(), self.scores.tolist(), self.tried.tolist(), strict=True
+        ):
+            numbers[f"law/{side}"] = float(chosen)
+            numbers |= {
+                f"law/{side}/{name}": scores[k] for k, name in enumerate(DENSITIES) if tried[k]
+            }
+        return numbers | self.sensors.hyperparameters()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any
+    ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As always; what was stored before there was a choice is Gaussian.
+
+        Raises:
+            ValueError: laws that there are not.
+        """
+        for name in ("chosen", "scores", "tried") if None in self.ratio_dim else ():
+            state_dict.setdefault(prefix + name, getattr(self, name).clone())
+        stored = state_dict.get(prefix + "chosen", self.chosen)
+        if not bool(((stored >= 0) & (stored < len(DENSITIES))).all()):
+            raise ValueError(
+                f"this model was stored with laws {stored.tolist()}; there are 0 to {len(DENSITIES) - 1}"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest, **named)

@@ -1,0 +1,352 @@
+"""Which law? The one of the best held-out log score, crosswise in stretches of time; ties go to the simpler.
+
+Nothing but the training pairs is looked at. The candidates, the simplest first:
+
+==============  ======================================================================================  =======================
+``gaussian``    a kernel ridge map with Gaussian noise of one covariance                                 `densities.gaussian`
+``student``     the same with Student noise                                                              `densities.maps`
+``clutter``     the same with Gaussian noise, and a background that does not look at u                   `densities.maps`
+``spread``      a Gaussian whose mean and variance depend on u                                           `densities.parameters`
+``branches``    two ridge maps, each with its share                                                      `densities.maps`
+``networks``    mixture density networks; tried only where one of the above is better than gaussian      `densities.networks`
+``poisson``     counts; with them ``negbin`` and, where there are two values only, ``bernoulli``         `densities.parameters`
+``categories``  values without an order: 3 to 12 levels, each with its share                             `densities.categories`
+==============  ======================================================================================  =======================
+
+Whole numbers (evenly spaced values of any step, at most `LEVELS` of them) get the laws of counts,
+and a Gaussian; where their step is below half the noise's standard deviation (readings that were
+rounded, large counts) the others as well, each value spread evenly over its cell. Landmarks,
+bandwidths, ridges and the background's box are of all points; coefficients and noise are held out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kbf.densities.base import ConditionalDensity, Features, blocks, features_of
+from kbf.densities.categorical import FEWEST_LEVELS, MOST_LEVELS, fit_categories
+from kbf.densities.gaussian import GaussianDensity, refitted
+from kbf.densities.glm import fit_parameters
+from kbf.densities.mdn import fit_networks
+from kbf.densities.mixtures import Fitted, expectation_maximisation, fit_maps
+from kbf.densities.ridge import RidgeMap, fit_ridge_map
+from kbf.rkhs.kernels import gaussian as gaussian_kernel, median_distance
+from kbf.rkhs.linalg import evenly
+from kbf.runtime.threads import one_thread
+
+log: logging.Logger = logging.getLogger(__name__)
+FOLDS = 5
+LEVELS = 200
+"""Most steps between the least and the largest of values that count as whole numbers."""
+FEWEST = 80
+"""Points with which laws other than the Gaussian are tried."""
+MOST = 4000
+"""Points that a choice looks at; of more, evenly spaced ones."""
+WIDEST = 8
+"""Components of y up to which networks and categories are tried."""
+SURE, SURER, TAILS = 2.0, 4.0, 0.02
+"""Standard errors by which a law must be better than a simpler one, and than the Gaussian one, which has the finer update; and the
+share of gains at either end that is cut."""
+FACTORS, RANK = (0.25, 0.5, 1.0), 48
+"""Bandwidths over the median distance of the inputs, and most features, that mixtures of maps choose from."""
+MAPS: dict[str, dict[str, Any]] = {
+    "student": {"student": True},
+    "clutter": {"clutter": True},
+    "branches": {"maps": 2},
+}
+"""Mixtures of maps by name."""
+COUNTS = ("poisson", "negbin", "bernoulli", "categories")
+DENSITIES = ("gaussian", "student", "clutter", "spread", "branches", "networks", *COUNTS)
+"""Names of all laws; a checkpoint keeps a position in this tuple."""
+
+
+class Candidate(NamedTuple):
+    """A law and its held-out log scores ``n``."""
+
+    density: ConditionalDensity
+    held_out: Tensor
+
+
+class Choice(NamedTuple):
+    """What was chosen, and what it was chosen from.
+
+    Attributes:
+        name: of the law. law: fitted to all points.
+        scores: mean held-out log score of each candidate, by name.
+        margin: of the chosen law over ``gaussian``, and error: its standard error; nats a point.
+        left_out: why a law was not tried, by name.
+    """
+
+    name: str
+    density: ConditionalDensity
+    scores: dict[str, float]
+    margin: float
+    error: float
+    left_out: dict[str, str]
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        others = ", ".join(f"{name} {score:.3f}" for name, score in self.scores.items())
+        why = "".join(f"; {name} left out: {reason}" for name, reason in self.left_out.items())
+        by = (
+            ""
+            if self.name == "gaussian"
+            else f" ({self.margin:+.3f} ± {self.error:.3f} over gaussian)"
+        )
+        return f"{self.name}{by}; held-out log score a point: {others}{why}"
+
+
+class Known(NamedTuple):
+    """A law of a name, as fitted to inputs and outputs in float64; the Gaussian one as its `RidgeMap`."""
+
+    name: str
+    inputs: Tensor
+    outputs: Tensor
+    density: Any
+
+
+@one_thread()
+def select_density(
+    u: Float[Tensor, "n d"],
+    y: Float[Tensor, "n q"],
+    *,
+    map: RidgeMap | None = None,
+    counts: bool = True,
+) -> Choice:
+    """Fit every law that suits the outputs, and choose.
+
+    Args:
+        u: inputs ``n d``. y: outputs ``n q``, both in time's order.
+        map: the kernel ridge map of these points, where it is at hand.
+        counts: try laws of counts where outputs are whole numbers.
+
+    Raises:
+        ValueError: as `kbf.densities.ridge.fit_ridge_map`.
+    """
+    some = evenly(len(u), MOST, u.device)
+    u, y = u[some].double(), y[some].double()
+    varies = (y != y[:1]).any(0)
+    if bool(varies.any()) and not bool(
+        varies.all()
+    ):  # constant columns say nothing: the law of the others, fitted to all
+        choice = select_density(u, y[:, varies], counts=counts)
+        return choice._replace(density=fit_density(choice.name, u, y))
+    map = fit_ridge_map(u, y) if map is None or len(some) < len(u) else map
+    step = lattice(y)
+    volume = y.new_zeros(()) if step is None else step.log().sum()  # of a cell of the lattice
+    gaussian = candidate("gaussian", u, y, map)
+    if step is not None:  # a probability, at most 1
+        gaussian = gaussian._replace(held_out=(gaussian.held_out + volume).clamp_max(0))
+    found, left_out = {"gaussian": gaussian}, {}
+    fine = step is not None and bool((step < (y - map.predict(u)[0]).std(0) / 2).all())
+    names, reason = suitable(y, map, step, fine)
+    spread = y if step is None else spread_evenly(y, step)
+    for name in DENSITIES[1:]:
+        if name not in names or (name in COUNTS and not counts):
+            if reason:
+                left_out[name] = reason
+            continue
+        if name == "networks" and chain(found) == "gaussian":
+            left_out[name] = "no simpler law is better than gaussian"
+            continue
+        if name in ("networks", "categories") and y.shape[1] > WIDEST:
+            left_out[name] = f"more than {WIDEST} components"
+            continue
+        log.info("held out: the law %s of %d points", name, len(u))
+        try:
+            tried = candidate(name, u, y if name in COUNTS else spread, map, step)
+            found[name] = (
+                tried if name in COUNTS else tried._replace(held_out=tried.held_out + volume)
+            )  # a cell's probability
+        except (ValueError, RuntimeError) as error:  # a law that cannot be fitted is no candidate
+            left_out[name] = " ".join(str(error).split())[:80]
+    name = chain(found)
+    gain = found[name].held_out - gaussian.held_out
+    error = float(gain.std() / len(gain) ** 0.5)
+    scores = {key: float(each.held_out.mean()) for key, each in found.items()}
+    choice = Choice(name, found[name].density, scores, float(gain.mean()), error, left_out)
+    log.info("law of %d points: %s", len(u), choice)
+    return choice
+
+
+def chain(found: dict[str, Candidate]) -> str:
+    """The name of the choice: each law in turn takes the place of a simpler one that it is surely better than."""
+    best = "gaussian"
+    for name, each in found.items():
+        if better(each.held_out - found[best].held_out, SURER if best == "gaussian" else SURE):
+            best = name
+    return best
+
+
+def better(gain: Float[Tensor, " n"], sure: float = SURE) -> bool:
+    """Whether gains are positive on average, and by ``sure`` standard errors with both `TAILS` cut to where they begin.
+
+    Without the cut one outlier of a Gaussian law would gain so much that nothing was sure.
+    """
+    cut = gain.clamp(gain.quantile(TAILS), gain.quantile(1 - TAILS))
+    return float(gain.mean()) > 0 and float(cut.mean()) > sure * float(cut.std() / len(cut) ** 0.5)
+
+
+def suitable(
+    y: Float[Tensor, "n q"], map: RidgeMap, step: Tensor | None, fine: bool
+) -> tuple[tuple[str, ...], str]:
+    """Laws for outputs like these besides the Gaussian, or none and the reason; ``fine``: the step is small beside the noise."""
+    if len(y) < FEWEST:
+        return (), f"fewer than {FEWEST} points"
+    if map.manifold.circles:
+        return (), "outputs on a circle"
+    others = ("student", "clutter", "spread", "branches", "networks")
+    if step is None:
+        return others, ""
+    levels = [len(column.unique()) for column in y.unbind(1)]
+    if max(levels) <= 2 and bool(((y - y.amin(0)) / step < 1.5).all()):
+        return ("bernoulli",), ""
+    few = FEWEST_LEVELS <= max(levels) <= MOST_LEVELS
+    return ("poisson", "negbin", *(("categories",) if few else ()), *(others if fine else ())), ""
+
+
+def candidate(
+    name: str,
+    u: Float[Tensor, "n d"],
+    y: Float[Tensor, "n q"],
+    map: RidgeMap,
+    step: Float[Tensor, " q"] | None = None,
+) -> Candidate:
+    """A law of this name, fitted to all points, and its held-out log scores."""
+    if name == "gaussian":
+        return Candidate(
+            GaussianDensity(map),
+            crosswise(len(y), lambda kept: GaussianDensity(refitted(map, u[kept], y[kept])), u, y),
+        )
+    if name in MAPS:
+        fitted = fit_maps(features_to_try(map, u), u, y, y - map.predict(u)[0], **MAPS[name])
+        return Candidate(
+            fitted.density, crosswise(len(y), lambda kept: again(fitted, u, y, kept), u, y)
+        )
+    if name == "networks":
+        return Candidate(*fit_networks(u, y))
+    if name == "categories":
+        return Candidate(*fit_categories(u, y))
+    return Candidate(*fit_parameters(name, u, y, step=step))
+
+
+def crosswise(
+    n: int,
+    fit: Callable[[Tensor], ConditionalDensity],
+    u: Float[Tensor, "n d"],
+    y: Float[Tensor, "n q"],
+) -> Float[Tensor, " n"]:
+    """Log scores of each stretch by the law that ``fit`` makes of the points that a mask keeps."""
+    held = y.new_empty(n)
+    for out in blocks(n, FOLDS):
+        held[out] = fit(~out).log_density(y[out], u[out])
+    return held
+
+
+def again(
+    fitted: Fitted, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], kept: Tensor
+) -> ConditionalDensity:
+    """A mixture of maps fitted to some of its points, from where it ended."""
+    density = fitted.density
+    part = expectation_maximisation(
+        density.features,
+        density.features(u[kept]),
+        y[kept],
+        fitted.shares[kept],
+        fitted.ridge,
+        density.degrees,
+        density.background,
+        40,
+    )
+    return part.density
+
+
+def features_to_try(map: RidgeMap, u: Float[Tensor, "n d"]) -> list[Features]:
+    """Those of a ridge map, with a constant, and those of Gaussian kernels of several bandwidths."""
+    median = median_distance(u, distinct=True)
+    others = [
+        features_of(partial(gaussian_kernel, bandwidth=factor * median), u, RANK)
+        for factor in FACTORS
+    ]
+    return [Features(map.landmarks, map.whiten, map.kernel), *others]
+
+
+def spread_evenly(y: Float[Tensor, "n q"], step: Float[Tensor, " q"]) -> Float[Tensor, "n q"]:
+    """Values spread over the cells of their lattice: a density of single values would have no bound."""
+    return y + step * (
+        torch.rand(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(0)).to(y) - 0.5
+    )
+
+
+def lattice(y: Float[Tensor, "n q"], rows: float = 4.0) -> Float[Tensor, " q"] | None:
+    """The step of each column of whole numbers; None if one column is none, or has fewer than ``rows`` rows a value. Constant: 1.
+
+    >>> lattice(torch.tensor([[0.0, 5.0], [4.0, 5.0], [2.0, 5.0]]).repeat(3, 1))
+    tensor([2., 1.])
+    >>> lattice(torch.tensor([[0.0], [0.31], [1.0]]))
+    """
+    steps = []
+    for column in y.unbind(1):
+        gaps = column.unique().diff()
+        if len(gaps) == 0:
+            steps.append(torch.ones_like(column[0]))
+            continue
+        least = gaps.min()
+        wholes = gaps / least
+        if (
+            float(wholes.sum()) > LEVELS
+            or bool(((wholes - wholes.round()).abs() > 1e-3).any())
+            or rows * len(gaps) > len(y)
+        ):
+            return None
+        steps.append(least)
+    return torch.stack(steps)
+
+
+def with_noise_where_constant(y: Float[Tensor, "n q"]) -> Float[Tensor, "n q"]:
+    """Constant columns get noise of the least variance that a ridge map has too: every law then has a density."""
+    constant = (y == y[:1]).all(0)
+    if not bool(constant.any()) or lattice(y) is not None:
+        return y
+    least = (1e-9 * y.var(0).mean()).sqrt()
+    noise = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(0)).to(y)
+    return y + torch.where(constant, least * noise, 0)
+
+
+@one_thread()
+def fit_density(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> ConditionalDensity:
+    """The law of a name for these points, without a choice: what a filter over other recordings is made from.
+
+    Raises:
+        ValueError: an unknown name, counts that are not whole, or as
+            `kbf.densities.ridge.fit_ridge_map`.
+    """
+    if name not in DENSITIES:
+        raise ValueError(f"there is no law {name!r}: choose one of {', '.join(DENSITIES)}")
+    some = evenly(len(u), MOST, u.device)
+    u, y = u[some].double(), y[some].double()
+    if name == "networks":
+        return fit_networks(u, with_noise_where_constant(y)).density
+    if name == "categories":
+        return fit_categories(u, y)[0]
+    if name in COUNTS or name == "spread":
+        step = (
+            lattice(y, rows=0.0) if name in COUNTS else None
+        )  # a law of all rows suits a part of them
+        if name in COUNTS and step is None:
+            raise ValueError(
+                f"the law {name} is of whole numbers, evenly spaced; these {len(y)} values are not"
+            )
+        return fit_parameters(name, u, with_noise_where_constant(y), step=step).density
+    map = fit_ridge_map(u, y)
+    if name == "gaussian":
+        return GaussianDensity(map)
+    y = with_noise_where_constant(y)
+    return fit_maps(features_to_try(map, u), u, y, y - map.predict(u)[0], **MAPS[name]).density

@@ -1,0 +1,7 @@
+from kbf.filters.gaussian import (
+    ekf as ekf,
+    kalman as kalman,
+    learned_kalman as learned_kalman,
+    polar as polar,
+    ukf as ukf,
+)

@@ -1,0 +1,136 @@
+"""Extended and unscented Kalman filters of a body that turns, driven by noise through its equation, its angle observed.
+
+They work in y = (theta, omega), where the noise of the angle is one number and comes the right way
+round the circle, and answer in z = (cos theta, sin theta, omega / unit): in these coordinates no
+covariance is constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from kbf.filters.gaussian.kalman import GaussianState, kalman_update
+from kbf.manifolds import circle_log
+from kbf.recording import Recording, as_recordings, check_vectors, observed_pairs
+from kbf.rkhs.linalg import cholesky
+from kbf.runtime.html_repr import Shown
+
+Linearise = Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(f, m, L) -> F, a, Omega of f(m + L u) ~ F u + a + N(0, Omega), u ~ N(0, I)."""
+
+
+@runtime_checkable
+class TurningModel(Protocol):
+    """A state-space model with the equation y' = f(y, e), y = (theta, omega), e ~ N(0, 1), and z = embed(y)."""
+
+    @property
+    def unit(self) -> float:
+        """Of the speed in z."""
+        ...
+
+    def f(self, y: Tensor, e: Tensor) -> Tensor:
+        """``*b 2`` and ``*b 1`` -> ``*b 2``."""
+        ...
+
+    def chart(self, z: Tensor) -> Tensor:
+        """``*b 3`` -> ``*b 2``, theta in (-pi, pi]."""
+        ...
+
+
+class TurningFilter(Shown):
+    """A Kalman filter of y = (theta, omega), linearised as it is told; noise goes through f as one more coordinate.
+
+    x = (cos, sin)(theta + N(0, R)): the innovation is the angle between x and the predicted one,
+    and the update is linear.
+
+    References: Sarkka (2013), algorithms 5.5 and 5.15 (non-additive noise).
+    """
+
+    model: TurningModel
+    linearise: Linearise
+    mean: Tensor
+    cov: Tensor
+
+    def __init__(
+        self, model: TurningModel, linearise: Linearise, mean: Tensor, cov: Tensor, R: Tensor
+    ) -> None:
+        """N(mean ``2``, cov ``2 2``) before the first move, R ``1 1`` the variance of the observed angle."""
+        self.model, self.linearise, self.mean, self.cov, self.R = model, linearise, mean, cov, R
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> GaussianState:
+        """The start, for each sequence."""
+        return GaussianState(self.mean.expand(batch, 2), self.cov.expand(batch, 2, 2))
+
+    def predict(self, state: GaussianState, *, generator: Generator | None = None) -> GaussianState:
+        """Move: (y, e) has mean (m, 0) and covariance diag(P, 1)."""
+        m = torch.cat([state.mean, torch.zeros_like(state.mean[:, :1])], -1)
+        L = torch.zeros(len(m), 3, 3, dtype=m.dtype, device=m.device)
+        jitter = 10 * torch.finfo(m.dtype).eps * state.cov.diagonal(dim1=-2, dim2=-1).mean(-1)
+        L[:, :2, :2] = cholesky(state.cov, reg=jitter)
+        L[:, 2, 2] = 1
+        F, a, Omega = self.linearise(lambda v: self.model.f(v[..., :2], v[..., 2:]), m, L)
+        return GaussianState(a, F @ F.mT + Omega)
+
+    def update(self, state: GaussianState, obs: Float[Tensor, "b 2"]) -> GaussianState:
+        """Observe unit vectors."""
+        theta = state.mean[:, :1]
+        innovation = circle_log(torch.cat([theta.cos(), theta.sin()], -1), obs.to(theta))
+        H = torch.tensor([[1.0, 0.0]]).to(theta)
+        return kalman_update(*state, theta + innovation, H, self.R)
+
+    def estimate(self, state: GaussianState) -> Float[Tensor, "b 3"]:
+        """E z: the mean of (cos, sin)(theta) is shorter than 1, by exp(-var / 2)."""
+        theta, omega = state.mean.unbind(-1)
+        length = (-state.cov[:, 0, 0] / 2).exp()
+        return torch.stack(
+            [length * theta.cos(), length * theta.sin(), omega / self.model.unit], -1
+        )
+
+    def covariance(self, state: GaussianState) -> Float[Tensor, "b 3 3"]:
+        """Cov z, in closed form: E z z^T - E z E z^T, by E cos 2 theta = exp(-2 var) cos 2m and Stein's lemma for the speed."""
+        theta, var = state.mean[:, 0], state.cov[:, 0, 0]
+        c, s, _ = self.estimate(state).unbind(-1)
+        c2, s2 = (-2 * var).exp() * (2 * theta).cos(), (-2 * var).exp() * (2 * theta).sin()
+        cross, speed = state.cov[:, 0, 1] / self.model.unit, state.cov[:, 1, 1] / self.model.unit**2
+        rows = [(1 + c2) / 2 - c * c, s2 / 2 - c * s, -cross * s]
+        rows += [s2 / 2 - c * s, (1 - c2) / 2 - s * s, cross * c]
+        rows += [-cross * s, cross * c, speed]
+        return torch.stack(rows, -1).unflatten(-1, (3, 3))
+
+
+def turning_filter(
+    model: TurningModel, memory: Recording | list[Recording] | None, linearise: Linearise
+) -> TurningFilter:
+    """The filter that knows the equation, its start and the noise of the angle from the memory.
+
+    Start: the moments of the training states, angles taken around their mean direction. R: the mean
+    square of the angles between observations and states (for codes of images: of those by encoders
+    that have not seen them).
+
+    Raises:
+        ValueError: no memory, or observations that are no unit vectors.
+    """
+    if memory is None:
+        raise ValueError(
+            "a filter of a turning body takes its start and the noise of the angle from a memory of training states"
+        )
+    sequences = as_recordings(memory)
+    check_vectors(sequences, "a Gaussian filter")
+    z = torch.cat([s.states for s in sequences])
+    seen, x = observed_pairs(sequences)
+    if x.shape[1] != 2 or not bool(((x.norm(dim=-1) - 1).abs() < 1e-3).all()):
+        raise ValueError(
+            "a filter of a turning body observes its angle as (cos, sin), unit vectors; of images: data.encoding.visible"
+        )
+    R = circle_log(seen[:, :2], x.to(seen)).square().mean()
+    middle = z[:, :2].mean(0)
+    middle = torch.atan2(middle[1], middle[0])
+    y = model.chart(z)
+    off = torch.remainder(y[:, 0] - middle + torch.pi, 2 * torch.pi) - torch.pi
+    y = torch.stack([middle + off, y[:, 1]], -1)
+    return TurningFilter(model, linearise, y.mean(0), torch.cov(y.mT), R.reshape(1, 1))

@@ -1,0 +1,260 @@
+"""Choosing bandwidths and ridges from the training part alone.
+
+There are four ways: leave-one-out scores in closed form (`closed_form`), kernel-mean
+cross-validation (`kernel_mean_cv`), the filter's error on a held-out part over the published grid
+(`paper_grid`), and the gradient of that error, which is the training of
+`kbf.training.filter_stage`: there bandwidths and ridges are parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kbf.filters.rollout import Filter, rollout
+from kbf.recording import Recording, as_recordings, moves, transitions
+from kbf.rkhs.embeddings import cme_loo
+from kbf.rkhs.kernels import KERNELS, Kernel, median_distance
+from kbf.rkhs.linalg import NotPositiveDefiniteError, evenly
+
+T = TypeVar("T")
+
+PAPER_SCALES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
+PAPER_REGS = (5e-5, 1e-4, 5e-4)
+PAPER_TRANSITION_REGS = (5e-5, 1e-4, 5e-4, 1e-3, 5e-3)
+
+
+def split_validation(
+    memory: list[Recording], share: float = 0.3, most: int = 200
+) -> tuple[list[Recording], Recording]:
+    """Cut the last min(most, share n) steps off the longest of the training sequences, which have n steps together.
+
+    At least ten steps of that sequence are left, and at least five are cut off.
+
+    Raises:
+        ValueError: the sequences are too short for that.
+    """
+    k = max(range(len(memory)), key=lambda i: len(memory[i].states))
+    total, longest = sum(len(s.states) for s in memory), memory[k]
+    cut = len(longest.states) - min(most, int(share * total), len(longest.states) - 10)
+    if len(longest.states) - cut < 5:
+        raise ValueError(
+            f"too short to hold out a part for validation: of {total} training steps, of which the longest sequence has "
+            f"{len(longest.states)}, at least 5 must be held out (at most {share:.0%} of all) and 10 of that sequence kept"
+        )
+    head, tail = (
+        Recording(*(None if leaf is None else leaf[part] for leaf in longest))  # pyright: ignore[reportArgumentType]
+        for part in (slice(cut), slice(cut, None))
+    )
+    return [*memory[:k], head, *memory[k + 1 :]], tail
+
+
+@torch.no_grad()
+def validation_error(
+    filter: Filter[Any], held: Recording, *, generator: torch.Generator | None = None
+) -> float:
+    """Mean over time of ||zhat - z||^2 of a filter on a held-out sequence; infinity if its estimates are not finite."""
+    mask, controls = (None if leaf is None else leaf[None] for leaf in (held.mask, held.controls))
+    estimates = rollout(
+        filter, held.obs[None], mask=mask, controls=controls, generator=generator
+    ).estimates[0]
+    error = (estimates - held.states).square().sum(-1).mean().item()
+    return error if math.isfinite(error) else math.inf
+
+
+def best_of(candidates: Iterable[T], score: Callable[[T], float]) -> T:
+    """The candidate of lowest score; one whose matrices are not positive definite has none.
+
+    Raises:
+        ValueError: no candidate has a finite score.
+    """
+    tried, scored = 0, []
+    for candidate in candidates:
+        tried += 1
+        with suppress(NotPositiveDefiniteError):
+            scored.append((score(candidate), tried, candidate))
+    finite = [entry for entry in scored if math.isfinite(entry[0])]
+    if not finite:
+        raise ValueError(f"none of {tried} settings gives a finite score")
+    return min(finite, key=lambda entry: entry[:2])[2]
+
+
+def choose_reg(
+    gram_x: Float[Tensor, "n n"], gram_y: Float[Tensor, "n n"], regs: Iterable[float]
+) -> float:
+    """The ridge of the conditional mean embedding of y given x with the lowest closed-form leave-one-out score."""
+    return best_of(regs, lambda reg: cme_loo(gram_x, gram_y, reg).item())
+
+
+LOO_FACTORS = (0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.5)
+LOO_REGS = (1e-5, 5e-5, 2e-4, 1e-3, 5e-3, 2e-2)
+
+
+def closed_form(model: Tunable, memory: list[Recording], *, most: int = 500) -> None:
+    """Set a kernel filter by leave-one-out scores alone, on a subsample: its cost does not depend on the size of the memory.
+
+    Bandwidth and ridge of the transition minimise the score of the next state given this one; the
+    ratio takes the same (as in the published code of Xu et al.). Those of the rule minimise the
+    score of the state given the observation. Both are compared in the RKHS of the state with the
+    median distance as bandwidth.
+
+    Args:
+        model: gets the numbers.
+        memory: recordings.
+        most: pairs of the subsample, evenly spaced.
+
+    References: maths of the score: `kbf.rkhs.embeddings.cme_loo`.
+    """
+    memory = as_recordings(memory)
+    states, obs = torch.cat([s.states for s in memory]).double(), torch.cat([s.obs for s in memory])
+    pairs = transitions([len(s.states) for s in memory], states.device)
+    chosen = evenly(len(pairs.source), most, states.device)
+    source, target = states[pairs.source[chosen]], states[pairs.target[chosen]]
+    seen = obs[pairs.target[chosen]].flatten(1).double()
+    k, length, obs_length = (
+        KERNELS[model.kernel],
+        median_distance(states, distinct=True),
+        model.obs_scale(obs).to(states),
+    )
+    gram, acted = k(target, target, bandwidth=length), control_gram(model, memory, chosen)
+
+    def choose(x: Tensor, unit: Tensor, near: Tensor | float = 1.0) -> tuple[Tensor, float]:
+        candidates = [(unit * factor, reg) for factor in LOO_FACTORS for reg in LOO_REGS]
+        return best_of(
+            candidates, lambda c: cme_loo(near * k(x, x, bandwidth=c[0]), gram, c[1]).item()
+        )
+
+    (move, reg_move), (see, reg_see) = choose(source, length, acted), choose(seen, obs_length)
+    model.set(torch.stack([move, move, see]), states.new_tensor([reg_move, reg_move, reg_see]))
+
+
+@torch.no_grad()
+def control_gram(
+    model: Tunable, memory: list[Recording], rows: Tensor | None = None
+) -> Tensor | float:
+    """k_U among the controls of (some) recorded moves, by which the states' Gram matrix is multiplied; 1 without controls."""
+    controls, widths = moves(memory)[2], getattr(model, "log_control", None)
+    if controls is None or widths is None:
+        return 1.0
+    u = controls.double() if rows is None else controls[rows].double()
+    return KERNELS[model.kernel](u, u, bandwidth=widths.exp())
+
+
+def choose_transition_reg(
+    kernel: Kernel,
+    memory: list[Recording],
+    regs: Iterable[float] = PAPER_TRANSITION_REGS,
+    near: Tensor | float = 1.0,
+) -> float:
+    """The ridge of the embedding of the next state given this one, by leave-one-out over the transition pairs of a memory.
+
+    ``near``: `control_gram`, where the next state depends on a control as well.
+    """
+    states = torch.cat([s.states for s in memory]).double()
+    pairs = transitions([len(s.states) for s in memory], states.device)
+    source, target = states[pairs.source], states[pairs.target]
+    return choose_reg(near * kernel(source, source), kernel(target, target), regs)
+
+
+def kernel_mean_cv(
+    build: Callable[[Tensor, Tensor], Callable[[Tensor], Tensor]],
+    kernel: Kernel,
+    x: Float[Tensor, "n q"],
+    z: Float[Tensor, "n d"],
+    *,
+    folds: int = 10,
+) -> Tensor:
+    """Kernel-mean cross-validation: how far the average of the posteriors given the held-out x is from the held-out z, in the RKHS.
+
+    Averaged over x, the posteriors must give back the prior. The score is the mean over the folds F
+    of
+    ||(1/|F|) sum_{a in F} m_post(x_a) - (1/|F|) sum_{a in F} k_Z(., z_a)||^2, the posteriors from the points outside of F. It needs
+    no likelihood, and scores any rule, bandwidth and ridge.
+
+    Args:
+        build: (x, z) of the training folds -> a function from held-out x ``m q`` to weights ``m
+            n'`` over the training points.
+        kernel: k_Z in whose RKHS the means are compared.
+        x: observations ``n q``.
+        z: states ``n d``.
+        folds: how many; the points are dealt out in turn, so give them in random order or as they
+            came.
+
+    Raises:
+        ValueError: fewer than two folds, or more than points.
+
+    References: Fukumizu et al., section 4.2 (the sum over the folds there, the mean here).
+    """
+    n = len(x)
+    if not 2 <= folds <= n:
+        raise ValueError(f"kernel_mean_cv: {folds} folds of {n} points")
+    fold = torch.arange(n, device=x.device) % folds
+    scores = []
+    for f in range(folds):
+        train, held = fold != f, fold == f
+        w = build(x[train], z[train])(x[held]).mean(0)
+        u = torch.full((int(held.sum()),), 1 / int(held.sum()), dtype=z.dtype, device=z.device)
+        scores.append(
+            w @ kernel(z[train], z[train]) @ w
+            - 2 * w @ kernel(z[train], z[held]) @ u
+            + u @ kernel(z[held], z[held]) @ u
+        )
+    return torch.stack(scores).mean()
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """A kernel filter whose numbers can be set from outside: `kbf.filters.kernel.kbf.KBF`."""
+
+    kernel: str
+
+    def set(self, bandwidths: Tensor, regs: Tensor) -> None:
+        """Put bandwidths (ratio, transition, observation) and ridges (eta, lambda', lambda) in."""
+        ...
+
+    def obs_scale(self, obs: Tensor, *, diagonal: bool = False) -> Tensor:
+        """The median distance of observations ``n *x``."""
+        ...
+
+    def fit(self, memory: Recording | list[Recording] | None) -> Filter[Any]:
+        """The filter over a memory."""
+        ...
+
+
+def paper_grid(model: Tunable, memory: list[Recording]) -> None:
+    """Set a kernel filter as Xu et al. tune theirs, with the training part as the judge.
+
+    Kernels exp(-||a - b||^2 / s), s = scale times the median squared distance (diagonal included),
+    one scale for states and observations; eta = lambda' by the leave-one-out score of the
+    transitions; scale and lambda (their reg2) by the filter's error on the last min(200, 0.3 n)
+    training steps.
+
+    References: Xu et al. (2022), section 6.2 (there eta by KuLSIF's leave-one-out score; the rest
+    as in their published code).
+    """
+    memory = as_recordings(memory)
+    states, obs = torch.cat([s.states for s in memory]).double(), torch.cat([s.obs for s in memory])
+    medians = torch.stack(
+        [median_distance(states, diagonal=True, distinct=True)] * 2
+        + [model.obs_scale(obs, diagonal=True).to(states)]
+    )
+    head, held = split_validation(memory)
+    candidates: list[tuple[Tensor, Tensor]] = []
+    for scale in PAPER_SCALES:
+        bandwidths = medians * math.sqrt(scale / 2)
+        kernel = partial(KERNELS[model.kernel], bandwidth=bandwidths[1])
+        eta = choose_transition_reg(kernel, memory, near=control_gram(model, memory))
+        candidates += [(bandwidths, bandwidths.new_tensor([eta, eta, reg])) for reg in PAPER_REGS]
+
+    def score(numbers: tuple[Tensor, Tensor]) -> float:
+        model.set(*numbers)
+        return validation_error(model.fit(head), held)
+
+    model.set(*best_of(candidates, score))

@@ -1,0 +1,132 @@
+"""The importance-weighted rule over the draws near an observation: for laws for which no fixed features are fine enough."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from kbf.rkhs import rules
+from kbf.rkhs.linalg import column_medians, squared_distance
+
+FEW = 8
+"""Draws of each point that `LocalUpdate.features` are the mean of."""
+NEGLIGIBLE = 1e-3
+"""Ratios below this share of the largest do not matter."""
+
+
+class LocalUpdate(nn.Module):
+    """(ratio, x) -> weights, from k draws of the observation of each memory point, by the `near` of them that are next to x.
+
+    1. Of the draws of points whose ratio matters, the m nearest to x take part; the bandwidth is
+    the distance of the farthest one
+       times ``width``: small where draws are dense, large in the tails.
+    2. w = rule(r, G, g) (`kbf.rkhs.rules.importance_weighted`) over these, each draw with its
+    point's ratio. As the ridge grows,
+       w tends to a multiple of r g: weights by a kernel estimate of the likelihood, which are never
+           negative. ``reg`` None is this
+       limit.
+    3. The weight of a point is the sum over its draws.
+
+    Observations are compared in units of the draws' median deviation. Those of more components than
+    the state are first regressed on it: the kernel then looks at d numbers, the linear predictions
+    of the state, and is as fine in 20 components as in two.
+
+    References: Fearnhead and Prangle (2012) for regressions of the parameter as statistics; `near`
+    of n points is the local conditional mean embedding (LCKME).
+    """
+
+    draws: Tensor
+    squares: Tensor
+    projection: Tensor
+    shift: Tensor
+    features: Tensor | None
+    k: int
+    near: int
+    width: float
+    reg: float | None
+
+    def __init__(
+        self,
+        obs: Float[Tensor, "n k q"],
+        states: Float[Tensor, "n d"],
+        *,
+        near: int = 512,
+        width: float = 0.5,
+        reg: float | None = None,
+        psi: nn.Module | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """The update over a memory.
+
+        Args:
+            obs: k draws for each point. states: of the points.
+            near: m. width: of the kernel, over the distance of the m-th draw. reg: lambda; None for
+                its limit.
+            psi: features of observations ``m q`` -> ``m p``. The update needs none; by those of
+                `FEW` draws of each point, ``n p``, a monitor tells what was to be expected
+                (`kbf.evaluation.alarms.surprise_of`).
+            dtype: of the arithmetic.
+        """
+        super().__init__()
+        (n, k, q), d = obs.shape, states.shape[1]
+        flat = obs.flatten(0, 1)
+        shift = column_medians(flat)
+        if q > d:
+            centred, target = flat - flat.mean(0), states.repeat_interleave(k, 0)
+            gram = centred.mT @ centred
+            gram.diagonal().add_(1e-6 * gram.diagonal().mean().clamp_min(1e-30))
+            projection = torch.linalg.solve(gram, centred.mT @ (target - target.mean(0)))
+        else:
+            deviation = column_medians((flat - shift).abs())
+            projection = torch.where(deviation > 0, 1 / deviation, 1).diag()
+        self.k, self.near, self.width, self.reg = k, min(near, n * k), width, reg
+        some = obs[:, :FEW]
+        self.psi = psi
+        features = (
+            None
+            if psi is None
+            else psi(some.flatten(0, 1)).unflatten(0, some.shape[:2]).mean(1).to(dtype)
+        )
+        self.register_buffer("features", features)
+        self.register_buffer("projection", projection.to(dtype))
+        self.register_buffer("shift", shift.to(dtype))
+        self.register_buffer("draws", ((flat - shift) @ projection).to(dtype).mT.contiguous())
+        self.register_buffer("squares", self.draws.square().sum(0))
+
+    def forward(
+        self, ratio: Float[Tensor, "b n"], obs: Shaped[Tensor, "b *x"]
+    ) -> Float[Tensor, "b n"]:
+        """The posterior's weights."""
+        x = (obs.flatten(1).to(self.shift) - self.shift) @ self.projection
+        idle = ratio <= NEGLIGIBLE * ratio.amax(-1, keepdim=True)
+        further = torch.addmm(self.squares, x, self.draws, alpha=-2).unflatten(
+            -1, (-1, self.k)
+        )  # squared distances less |x|^2
+        found, rows = (
+            further.masked_fill_(idle[..., None], torch.inf)
+            .flatten(1)
+            .topk(self.near, largest=False, sorted=False)
+        )
+        inside, points = found.isfinite(), rows // self.k
+        near = self.draws[:, rows].movedim(0, -1)
+        squared = (x[:, None] - near).square().sum(-1)
+        scale = (
+            2
+            * self.width**2
+            * torch.where(inside, squared, 0).amax(-1, keepdim=True).clamp_min(1e-20)
+        )
+        r = torch.where(inside, ratio.gather(-1, points), 0)
+        g = torch.where(inside, (-squared / scale).exp(), 0)
+        if self.reg is None:
+            w = r * g
+        else:
+            gram = (-squared_distance(near, near) / scale[..., None]).exp()
+            r = r / r.mean(-1, keepdim=True).clamp_min(1e-30)
+            w = torch.stack(
+                [
+                    rules.importance_weighted(*each, self.reg)
+                    for each in zip(r, gram, g, strict=True)
+                ]
+            )
+        return torch.zeros_like(ratio).scatter_add(-1, points, w.to(ratio))

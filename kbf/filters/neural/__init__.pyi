@@ -1,0 +1,10 @@
+from kbf.filters.neural import (
+    backprop_kf as backprop_kf,
+    base as base,
+    dpf as dpf,
+    gru as gru,
+    gru_end_to_end as gru_end_to_end,
+    gru_ensemble as gru_ensemble,
+    lstm as lstm,
+    rkn as rkn,
+)

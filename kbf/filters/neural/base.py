@@ -1,0 +1,261 @@
+"""What filters share that are trained end to end: codes with variances, units of the data, the likelihood of the true states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Generic, cast
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+
+from kbf.filters.rollout import S, where
+from kbf.recording import ENCODE_IMAGES, Recording, as_recordings
+
+LEAST_VARIANCE = 1e-4
+"""Of a code or a read-out, in standard units: a likelihood has no bound where a variance may vanish."""
+
+
+class EndToEndFilter(nn.Module, Generic[S]):
+    """An encoder with two heads, w(x) and its variances r(x), under a filter that a subclass defines.
+
+    A subclass has ``init``, ``predict``, ``take_in`` (w and r into a state), ``mean`` and
+    ``spread``; all are learned together, on the log likelihood of the true states (``log_density``:
+    Gaussian, unless a subclass says otherwise), through all steps of a window (`loss`). A move may
+    depend on a control u ``k``, which it gets in standard units; without one on their mean.
+    """
+
+    controlled: int
+
+    z_mean: Tensor
+    z_scale: Tensor
+    x_mean: Tensor
+    x_scale: Tensor
+    u_mean: Tensor
+    u_scale: Tensor
+
+    def __init__(
+        self,
+        d: int,
+        q: int | tuple[int, ...],
+        encodings: int,
+        encoder: nn.Module | None = None,
+        controls: int = 0,
+    ) -> None:
+        """An untrained net.
+
+        Args:
+            d: components of the state. q: components of an observation, or its shape.
+            codes: m, components of w and r.
+            encoder: ``b *x`` -> ``b p`` with an attribute ``features`` = p, as those of
+                `kbf.images.encoders`; it takes images as they are. None: an MLP over standardised
+                observations.
+            controls: k, components of a control; 0 for recordings without.
+        """
+        super().__init__()
+        self.shape: tuple[int, ...] = (q,) if isinstance(q, int) else tuple(q)
+        self.raw: bool = encoder is not None
+        self.encoder: nn.Module = (
+            multi_layer(math.prod(self.shape), (64, 64)) if encoder is None else encoder
+        )
+        features = 64 if encoder is None else int(encoder.features)  # pyright: ignore[reportArgumentType]
+        self.code: nn.Linear = nn.Linear(features, encodings)
+        self.encoding_variance: nn.Linear = nn.Linear(features, encodings)
+        self.controlled = controls
+        sizes = {"z": (d,), "x": self.shape} | ({"u": (controls,)} if controls else {})
+        for name, size in sizes.items():
+            self.register_buffer(f"{name}_mean", torch.zeros(size))
+            self.register_buffer(f"{name}_scale", torch.ones(size))
+
+    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
+        """Store mean and standard deviation of the training part's states, controls and, but for images, observations.
+
+        Raises:
+            ValueError: states, observations or controls of another size than the net was built for,
+                or no observation at all.
+        """
+        z, x = check_memory(memory, self.z_mean.shape, self.shape)
+        u = controls_of(memory, self.controlled)
+        store_units(self.z_mean, self.z_scale, z)
+        if not self.raw:
+            store_units(self.x_mean, self.x_scale, x)
+        if u is not None:
+            store_units(self.u_mean, self.u_scale, u)
+
+    def fit(self, memory: Recording | list[Recording] | None = None) -> EndToEndFilter[S]:
+        """The net itself: it needs no memory."""
+        return self
+
+    def encode(
+        self, obs: Shaped[Tensor, "b *x"]
+    ) -> tuple[Float[Tensor, "b m"], Float[Tensor, "b m"]]:
+        """Codes w of observations and their variances r, at least `LEAST_VARIANCE`, as the update takes them."""
+        e = functional.relu(self.encoder(obs if self.raw else (obs - self.x_mean) / self.x_scale))
+        return self.code(e), positive(self.encoding_variance(e)) + LEAST_VARIANCE
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> S:
+        """A state for each of a batch."""
+        raise NotImplementedError
+
+    def predict(
+        self,
+        state: S,
+        *,
+        control: Float[Tensor, "b k"] | None = None,
+        generator: Generator | None = None,
+    ) -> S:
+        """Move on by a step, with the control if there is one."""
+        raise NotImplementedError
+
+    def acted(self, control: Float[Tensor, "b k"] | None, batch: int) -> Float[Tensor, "b k"]:
+        """A control in standard units, zeros for none."""
+        if control is None or self.controlled == 0:
+            return self.z_mean.new_zeros(batch, self.controlled)
+        return (control - self.u_mean) / self.u_scale
+
+    def take_in(self, state: S, w: Float[Tensor, "b m"], r: Float[Tensor, "b m"]) -> S:
+        """The update with a code and its variances."""
+        raise NotImplementedError
+
+    def mean(self, state: S) -> Float[Tensor, "*b d"]:
+        """What the state says of z, in standard units."""
+        raise NotImplementedError
+
+    def spread(self, state: S) -> Float[Tensor, "*b d d"]:
+        """Its covariance, in standard units."""
+        raise NotImplementedError
+
+    def log_density(self, state: S, z: Float[Tensor, "*b d"]) -> Float[Tensor, "*b"]:
+        """What the state gives to z: log N(z; mean, spread), in standard units."""
+        return gaussian_log_density(z - self.mean(state), self.spread(state))
+
+    def individual_loss(
+        self, z: Float[Tensor, "n d"], w: Float[Tensor, "n m"], r: Float[Tensor, "n m"]
+    ) -> Tensor | float:
+        """What is added to the loss, of codes and the states they were seen at, without a filter around them; here nothing."""
+        return 0.0
+
+    def update(self, state: S, obs: Shaped[Tensor, "b *x"]) -> S:
+        """Take in an observation ``b *x``."""
+        return self.take_in(state, *self.encode(obs))
+
+    def estimate(self, state: S) -> Float[Tensor, "b d"]:
+        """The mean, ``b d``, in the units of the data."""
+        return self.z_mean + self.z_scale * self.mean(state)
+
+    def covariance(self, state: S) -> Float[Tensor, "b d d"]:
+        """``b d d``, in the units of the data."""
+        return self.z_scale[:, None] * self.spread(state) * self.z_scale
+
+    def loss(
+        self,
+        states: Float[Tensor, "b T d"],
+        obs: Shaped[Tensor, "b T *x"],
+        mask: Bool[Tensor, "b T"] | None = None,
+        controls: Float[Tensor, "b T k"] | None = None,
+        *,
+        burn_in: int = 0,
+    ) -> Float[Tensor, ""]:
+        """-log p(z | state) of the true states, in standard units, averaged over steps; all images are encoded at once.
+
+        Raises:
+            ValueError: controls of another size than the net was built for.
+        """
+        given = 0 if controls is None else controls.shape[-1]
+        if given != self.controlled:
+            raise ValueError(wrong_controls(self.controlled, given))
+        w, r = (part.unflatten(0, obs.shape[:2]) for part in self.encode(obs.flatten(0, 1)))
+        state, seen = self.init(len(obs)), []
+        for t in range(obs.shape[1]):
+            predicted = self.predict(state, control=None if controls is None else controls[:, t])
+            state = self.take_in(predicted, w[:, t], r[:, t])
+            state = state if mask is None else where(mask[:, t], state, predicted)
+            seen.append(state)
+        every = cast(
+            S,
+            type(state)(*(torch.stack(leaves, 1) for leaves in zip(*seen[burn_in:], strict=True))),
+        )
+        z = (states - self.z_mean) / self.z_scale
+        seen_at = slice(None) if mask is None else mask.flatten()
+        individual = self.individual_loss(*(part.flatten(0, 1)[seen_at] for part in (z, w, r)))
+        return individual - self.log_density(every, z[:, burn_in:]).mean()
+
+
+def check_memory(
+    memory: list[Recording], d: torch.Size, q: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """All states and observations of the recordings a net is trained on.
+
+    Raises:
+        ValueError: of another size than d and q, or no observation at all.
+    """
+    sequences = as_recordings(memory)
+    z = torch.cat([s.states for s in sequences])
+    x = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences])
+    if z.shape[1:] != d or x.shape[1:] != q or len(x) == 0:
+        raise ValueError(
+            f"the net is built for states {tuple(d)} and observations {q}, "
+            f"the memory holds {tuple(z.shape[1:])} and {len(x)} observations {tuple(x.shape[1:])}"
+            + (f"; {ENCODE_IMAGES}" if x.ndim > 2 and len(q) == 1 else "")
+        )
+    return z, x
+
+
+def controls_of(memory: list[Recording], k: int) -> Float[Tensor, "n k"] | None:
+    """All controls of the recordings a net is trained on; None if they have none, and it takes none.
+
+    Raises:
+        ValueError: of another size than k.
+    """
+    controls = [s.controls for s in as_recordings(memory) if s.controls is not None]
+    width = controls[0].shape[1] if controls else 0
+    if width != k:
+        raise ValueError(wrong_controls(k, width))
+    return torch.cat(controls) if controls else None
+
+
+def wrong_controls(k: int, given: int) -> str:
+    """What is wrong, and where to set it."""
+    return f"the net is built for {k} controls (model.net.controls), the recordings hold {given}"
+
+
+def store_units(mean: Tensor, scale: Tensor, values: Shaped[Tensor, "n *x"]) -> None:
+    """Mean and standard deviation into two buffers; pixels of an image share one scale, constant components have the scale 1."""
+    variance = values.var(0, correction=0)
+    spread = (variance if variance.ndim == 1 else variance.mean()).sqrt()
+    mean.copy_(values.mean(0))
+    scale.copy_(torch.where(spread > 0, spread, 1))
+
+
+def multi_layer(q: int, sizes: Sequence[int]) -> nn.Sequential:
+    """Flatten, then linear layers of the given widths with ReLU between them."""
+    layers: list[nn.Module] = [nn.Flatten(1)]
+    for k, (a, b) in enumerate(zip([q, *sizes[:-1]], sizes, strict=True)):
+        layers += [nn.ReLU(), nn.Linear(a, b)] if k else [nn.Linear(a, b)]
+    return nn.Sequential(*layers)
+
+
+def gaussian_log_density(
+    residual: Float[Tensor, "*b d"], covariance: Float[Tensor, "*b d d"]
+) -> Float[Tensor, "*b"]:
+    """log N(residual; 0, covariance)."""
+    L = torch.linalg.cholesky(covariance)
+    white = torch.linalg.solve_triangular(L, residual[..., None], upper=False)[..., 0]
+    log_volume = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return (
+        -0.5 * white.square().sum(-1)
+        - log_volume
+        - 0.5 * residual.shape[-1] * math.log(2 * math.pi)
+    )
+
+
+def positive(x: Tensor) -> Tensor:
+    """elu(x) + 1: positive, and linear above 0."""
+    return functional.elu(x) + 1
+
+
+def inverse_positive(y: float) -> float:
+    """The x with elu(x) + 1 = y."""
+    return math.log(y) if y < 1 else y - 1

@@ -1,0 +1,126 @@
+"""Recurrent baseline with gated recurrent units and a variance head."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+
+from kbf.filters.neural.lstm import LSTMFilter, uniform_start
+
+
+class GRUState(NamedTuple):
+    """State of a `GRUFilter`: h ``b k`` after the last step, before ``b k`` that before the last predict, control ``b u`` of it."""
+
+    h: Tensor
+    before: Tensor
+    control: Tensor
+
+
+class GRUFilter(LSTMFilter):
+    """Gated recurrent units over standardised observations, with the variance of each component beside its mean.
+
+    Units, flags of missing observations and controls are as in `LSTMFilter`; the cell sees
+    observations as they are, without an encoder in front. Predict moves on with the zero input,
+    update does the same move with the observation.
+
+    The mean is fitted by squared error. The variance head, exp of a linear function of h for each
+    component, is fitted beside it by the Gaussian log score around the mean as it stands: no
+    gradient leads from it into the cell, so it cannot cost accuracy.
+
+    References: Cho et al. (2014); Nix and Weigend (1994) for the variance.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        q: int | tuple[int, ...],
+        *,
+        hidden: int = 64,
+        controls: int = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        """An untrained net; arguments as of `LSTMFilter`."""
+        width = q if isinstance(q, int) else torch.Size(q).numel()
+        super().__init__(
+            d,
+            q,
+            hidden=hidden,
+            encoder=nn.Flatten(1),
+            features=width,
+            controls=controls,
+            generator=generator,
+        )
+        self.rnn = nn.GRU(width + 1 + controls, hidden, batch_first=True)
+        for parameter in self.rnn.parameters():
+            nn.init.uniform_(parameter, -(hidden**-0.5), hidden**-0.5, generator=generator)
+        self.log_variance: nn.Linear = nn.Linear(hidden, d)
+        uniform_start(self.log_variance, generator)
+
+    def cell(self, inputs: Float[Tensor, "b c"], h: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
+        """One step of the units: r, u = s(.), n = tanh(W x + b + r (U h + b')), h' = (1 - u) n + u h."""
+        W, U, bias, more_bias = self.rnn.all_weights[0]
+        (r, u, n), (hr, hu, hn) = (
+            functional.linear(a, M, v).chunk(3, -1)
+            for a, M, v in ((inputs, W, bias), (h, U, more_bias))
+        )
+        keep = (u + hu).sigmoid()
+        return (1 - keep) * (n + (r + hr).sigmoid() * hn).tanh() + keep * h
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> GRUState:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Start from h = 0."""
+        zero = self.z_mean.new_zeros(batch, self.rnn.hidden_size)
+        return GRUState(zero, zero, zero[:, : self.controlled])
+
+    def predict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        state: GRUState,
+        *,
+        control: Float[Tensor, "b u"] | None = None,
+        generator: Generator | None = None,
+    ) -> GRUState:
+        """Move on without observation, with the control if there is one."""
+        acted = state.control if control is None else self.standard(control)
+        none = acted.new_zeros(len(acted), self.rnn.input_size - self.controlled)
+        return GRUState(self.cell(torch.cat([none, acted], -1), state.h), state.h, acted)
+
+    def update(self, state: GRUState, obs: Shaped[Tensor, "b *x"]) -> GRUState:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The same move, with the observation ``b *x``."""
+        return state._replace(
+            h=self.cell(torch.cat([self.encode(obs), state.control], -1), state.before)
+        )
+
+    def observe(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state: GRUState, obs: Shaped[Tensor, "b *x"]
+    ) -> tuple[GRUState, Bool[Tensor, " b"]]:
+        """Update, and whether h is no NaN: anything else, however large, only saturates the gates."""
+        updated = self.update(state, obs)
+        total = updated.h.sum(-1)
+        return updated, total == total  # NaN is not
+
+    def estimate(self, state: GRUState) -> Float[Tensor, "b d"]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The read-out of h, ``b d``, in the units of the data."""
+        return self.z_mean + self.z_scale * self.readout(state.h)
+
+    def covariance(self, state: GRUState) -> Float[Tensor, "b d d"]:
+        """Diagonal, in the units of the data."""
+        return (self.z_scale.square() * self.log_variance(state.h).exp()).diag_embed()
+
+    def loss(
+        self,
+        states: Float[Tensor, "b T d"],
+        obs: Shaped[Tensor, "b T *x"],
+        mask: Bool[Tensor, "b T"] | None = None,
+        controls: Float[Tensor, "b T u"] | None = None,
+        *,
+        burn_in: int = 0,
+    ) -> Float[Tensor, ""]:
+        """Squared error in standard units, summed over components, and the log score of variances around the mean as it is."""
+        h = self.hidden_states(obs, mask, controls)[:, burn_in:]
+        residual = (states[:, burn_in:] - self.z_mean) / self.z_scale - self.readout(h)
+        log_variance = self.log_variance(h.detach())
+        surprise = 0.5 * (residual.detach().square() * (-log_variance).exp() + log_variance)
+        return (residual.square() + surprise).sum(-1).mean()

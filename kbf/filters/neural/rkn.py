@@ -1,0 +1,194 @@
+"""The Recurrent Kalman Network: a Kalman filter over a latent space that is learned together with its images' codes.
+
+One step is a Kalman filter's on a state of 2 m numbers, the upper m of which are observed as codes
+with learned variances. Its covariance has three diagonals, so that nothing is inverted and a step
+costs O(m^2) for each A_k.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+
+from kbf.filters.neural.base import LEAST_VARIANCE, EndToEndFilter, inverse_positive, positive
+
+
+class FactorisedCovariance(NamedTuple):
+    """[[diag upper, diag between], [diag between, diag lower]], ``*b m`` each: u, l and s of the paper."""
+
+    upper: Tensor
+    lower: Tensor
+    between: Tensor
+
+
+class RKNState(NamedTuple):
+    """Mean ``b 2m`` and the three diagonals of the covariance ``b m``."""
+
+    mean: Tensor
+    upper: Tensor
+    lower: Tensor
+    between: Tensor
+
+
+class RKNFilter(EndToEndFilter[RKNState]):
+    """The Recurrent Kalman Network as a filter of its own.
+
+    1. Code: an image x becomes w(x) ``m``, of length 1, and variances r(x) ``m``.
+    2. Predict: A = sum_k softmax(c(z))_k A_k, each A_k of four blocks with a band; z <- A z, S <- A
+    S A^T + Q, of which the three
+       diagonals are kept (`predict_factorised`).
+    3. Update: a Kalman update with H = [I 0] and R = diag r, exact for such S
+    (`update_factorised`). 4. Read out: the state from z, by an MLP, and its variances from the
+    three diagonals, by another.
+
+    All is trained end to end on the Gaussian log likelihood of the true states
+    (`EndToEndFilter.loss`). Here the variance before anything was seen is fixed (``start``), and
+    the encoder is that of the configuration.
+
+    With controls the mean moves to A z + b(u), b an MLP.
+
+    References: Becker, Pandya, Gebhardt, Zhao, Taylor, Neumann (2019), Recurrent Kalman Networks:
+    section 4; equations 2 to 7, and 10 to 12 of the supplement. Controls: Shaj, Becker, Büchler,
+    Pandya, van Duijkeren, Taylor, Hanheide, Neumann (2020), Action-Conditional Recurrent Kalman
+    Networks.
+    """
+
+    band: Tensor
+
+    def __init__(
+        self,
+        d: int,
+        q: int | tuple[int, ...],
+        *,
+        m: int = 15,
+        matrices: int = 15,
+        bandwidth: int = 3,
+        hidden: int = 30,
+        start: float = 10.0,
+        controls: int = 0,
+        encoder: nn.Module | None = None,
+    ) -> None:
+        """An untrained net.
+
+        Args:
+            d: components of the state. q: components of an observation, or its shape.
+            m: of a code; the latent state has 2 m. matrices: K, how many A_k. bandwidth: of their
+                blocks, to each side.
+            hidden: units of the read-outs, and of b. start: variance of the latent state before
+                anything was seen.
+            controls, encoder: as in `EndToEndFilter`.
+        """
+        super().__init__(d, q, m, encoder, controls)
+        self.m, self.start = m, start
+        eye = torch.eye(m)
+        first = torch.stack(
+            [eye, 0.2 * eye, -0.2 * eye, eye]
+        )  # upper from upper, upper from lower, lower from upper and lower
+        self.blocks = nn.Parameter(first.expand(matrices, 4, m, m).clone())
+        self.mixing = nn.Linear(2 * m, matrices)
+        self.noise = nn.Parameter(torch.full((2, m), inverse_positive(0.1)))
+        self.readout = nn.Sequential(nn.Linear(2 * m, hidden), nn.Tanh(), nn.Linear(hidden, d))
+        self.readout_variance = nn.Sequential(
+            nn.Linear(3 * m, hidden), nn.Tanh(), nn.Linear(hidden, d)
+        )
+        self.push = (
+            nn.Sequential(nn.Linear(controls, hidden), nn.Tanh(), nn.Linear(hidden, 2 * m))
+            if controls
+            else None
+        )
+        self.register_buffer(
+            "band", (torch.arange(m)[:, None] - torch.arange(m)).abs() <= bandwidth
+        )
+
+    def encode(
+        self, obs: Shaped[Tensor, "b *x"]
+    ) -> tuple[Float[Tensor, "b m"], Float[Tensor, "b m"]]:
+        """Codes w of length 1 and their variances r."""
+        w, r = super().encode(obs)
+        return functional.normalize(w, dim=-1), r
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> RKNState:
+        """z = 0 with a wide covariance: the first observation says nearly all."""
+        zero = self.z_mean.new_zeros(batch, self.m)
+        return RKNState(torch.cat([zero, zero], -1), zero + self.start, zero + self.start, zero)
+
+    def predict(
+        self,
+        state: RKNState,
+        *,
+        control: Float[Tensor, "b k"] | None = None,
+        generator: Generator | None = None,
+    ) -> RKNState:
+        """z <- A(z) z + b(u), and the covariance with it."""
+        weights = self.mixing(state.mean).softmax(-1)
+        A0, A1, A2, A3 = (self.blocks * self.band).unbind(1)
+        every = torch.cat([torch.cat([A0, A1], -1), torch.cat([A2, A3], -1)], -2)
+        A = (weights @ every.flatten(1)).unflatten(-1, every.shape[1:])
+        mean, covariance = predict_factorised(
+            state.mean, FactorisedCovariance(*state[1:]), A, positive(self.noise)
+        )
+        if self.push is not None:
+            mean = mean + self.push(self.acted(control, len(mean)))
+        return RKNState(mean, *covariance)
+
+    def take_in(
+        self, state: RKNState, w: Float[Tensor, "b m"], r: Float[Tensor, "b m"]
+    ) -> RKNState:
+        """The update with a code and its variances."""
+        mean, covariance = update_factorised(state.mean, FactorisedCovariance(*state[1:]), w, r)
+        return RKNState(mean, *covariance)
+
+    def mean(self, state: RKNState) -> Float[Tensor, "*b d"]:
+        """The read-out, in standard units."""
+        return self.readout(state.mean)
+
+    def spread(self, state: RKNState) -> Float[Tensor, "*b d d"]:
+        """Diagonal, in standard units."""
+        return (
+            positive(self.readout_variance(torch.cat(state[1:], -1))) + LEAST_VARIANCE
+        ).diag_embed()
+
+
+def predict_factorised(
+    mean: Float[Tensor, "b two_m"],
+    S: FactorisedCovariance,
+    A: Float[Tensor, "b two_m two_m"],
+    noise: Float[Tensor, "2 m"],
+) -> tuple[Float[Tensor, "b two_m"], FactorisedCovariance]:
+    """A z, and the three diagonals of A S A^T + diag(noise).
+
+    With A = [L R], of the columns for the upper and the lower half: A S = [L u + R s, L s + R l],
+    columns by columns, and the diagonals of (A S) A^T are sums of products of rows.
+
+    References: Becker et al. (2019), equations 10 to 12 of the supplement.
+    """
+    m = noise.shape[1]
+    u, lower, s = (part[:, None] for part in S)
+    L, R = A.split(m, -1)
+    AS = torch.cat([L * u + R * s, L * s + R * lower], -1)
+    above, below = ((AS * A).sum(-1) + noise.flatten()).split(m, -1)
+    between = (AS[:, m:] * A[:, :m]).sum(-1)
+    return (A @ mean[..., None])[..., 0], FactorisedCovariance(above, below, between)
+
+
+def update_factorised(
+    mean: Float[Tensor, "b two_m"],
+    S: FactorisedCovariance,
+    w: Float[Tensor, "b m"],
+    r: Float[Tensor, "b m"],
+) -> tuple[Float[Tensor, "b two_m"], FactorisedCovariance]:
+    """The Kalman update with observation w = z_upper + N(0, diag r): gain u / (u + r) above, s / (u + r) below.
+
+    References: Becker et al. (2019), equations 2 to 7.
+    """
+    top, low = mean.chunk(2, -1)
+    gain, gain_below = S.upper / (S.upper + r), S.between / (S.upper + r)
+    residual = w - top
+    updated = torch.cat([top + gain * residual, low + gain_below * residual], -1)
+    return updated, FactorisedCovariance(
+        (1 - gain) * S.upper, S.lower - gain_below * S.between, (1 - gain) * S.between
+    )

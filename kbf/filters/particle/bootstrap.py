@@ -1,0 +1,297 @@
+"""Bootstrap particle filter: draw from the transition, weigh by the likelihood, resample when the weights degenerate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Generator, Tensor
+
+from kbf.filters.gaussian.kalman import IMPOSSIBLE
+from kbf.filters.particle.resampling import effective_sample_size, systematic
+from kbf.filters.rollout import Backward, FilterStep, allows_missing_sensors
+from kbf.recording import ENCODE_IMAGES, Recording, as_recordings
+from kbf.rkhs.linalg import cholesky
+from kbf.runtime.html_repr import Shown, ShownModule
+from kbf.ssm import (
+    ControlledDynamics,
+    FactoredModel,
+    KnownTransition,
+    OverDynamics,
+    StateSpace,
+    StateSpaceModel,
+    log_scale,
+    root_of,
+)
+
+MOST_BACKWARD_PARTICLES = 500
+"""Particles that take part in a step back, of each of the two times: the pairs of all would be too many."""
+
+
+def particle_backward(
+    model: Any,
+    now: tuple[Float[Tensor, "b P d"], Float[Tensor, "b P"]],
+    following: tuple[Float[Tensor, "b N d"], Float[Tensor, "b N"]],
+    *,
+    control: Tensor | None = None,
+    generator: Generator | None = None,
+) -> tuple[Float[Tensor, "b M d"], Float[Tensor, "b M"]]:
+    """Forward filtering, backward smoothing: w^s_i = w_i sum_j w^{s+}_j q(z'_j | z_i) / sum_k w_k q(z'_j | z_k).
+
+    O(M^2) for M particles at each of the two times; more than `MOST_BACKWARD_PARTICLES` are thinned
+    to so many first.
+
+    Args:
+        model: has ``log_transition(z', z)``, up to a constant.
+        now: particles of the filter at t, and their normalised log weights.
+        following: smoothed ones at t + 1.
+        control: ``b k``, of the move between them.
+        generator: of the thinning.
+
+    Returns:
+        Particles of t with smoothed log weights.
+
+    References: Doucet, Godsill and Andrieu (2000), equation 37.
+    """
+    z, log_w = thinned(*now, generator)
+    after, log_after = thinned(*following, generator)
+    acted = {} if control is None else {"control": control[:, None, None]}
+    log_q = model.log_transition(after[:, :, None], z[:, None], **acted) + log_w[:, None]
+    back = log_q.softmax(-1)  # row j: where z'_j came from
+    return z, (log_after.exp()[:, None] @ back)[:, 0].log().log_softmax(-1)
+
+
+def thinned(
+    particles: Float[Tensor, "b P d"],
+    log_weights: Float[Tensor, "b P"],
+    generator: Generator | None = None,
+) -> tuple[Float[Tensor, "b M d"], Float[Tensor, "b M"]]:
+    """At most `MOST_BACKWARD_PARTICLES` particles, drawn systematically, with equal weights; fewer are left as they are."""
+    b, P = log_weights.shape
+    if P <= MOST_BACKWARD_PARTICLES:
+        return particles, log_weights
+    chosen = systematic(log_weights, generator, draws=MOST_BACKWARD_PARTICLES)
+    equal = log_weights.new_zeros(b, MOST_BACKWARD_PARTICLES).log_softmax(-1)
+    return particles.gather(1, chosen[..., None].expand(-1, -1, particles.shape[-1])), equal
+
+
+class ParticleState(NamedTuple):
+    """Weighted particles: particles ``b P d``, log_weights ``b P`` that are normalised (their exponentials sum to 1)."""
+
+    particles: Tensor
+    log_weights: Tensor
+
+
+class BootstrapFilter(Shown):
+    """Bootstrap filter: z_i ~ p(z | z_i'), w_i proportional to w_i' p(x | z_i).
+
+    A batch element whose effective sample size is under ``threshold`` P is resampled at the *start*
+    of predict, so that the estimate after an update uses the weights before they are thrown away.
+    Resampling picks particles: gradients flow through the chosen particles and through the weights,
+    not through the choice.
+
+    Where *every* particle has likelihood zero (log weights all -inf) ``update`` resets the weights
+    to uniform; the loop passes the observation over, and keeps the weights of the prediction. The
+    estimate is never NaN.
+
+    References: Gordon, Salmond and Smith (1993); Doucet and Johansen (2009) for adaptive
+    resampling.
+    """
+
+    initial: Float[Tensor, "n d"]
+    particles: int
+    threshold: float
+    resample: Callable[..., Tensor]
+
+    def __init__(
+        self,
+        model: StateSpace,
+        initial: Float[Tensor, "n d"],
+        particles: int,
+        threshold: float = 0.5,
+        *,
+        resample: Callable[..., Tensor] = systematic,
+    ) -> None:
+        """The filter of one model.
+
+        Args:
+            model: draws moves and gives the likelihood; if it has an attribute ``controlled`` that
+                is not 0, its ``move`` takes a ``control``. The matrices of a `StateSpaceModel` are
+                converted to the dtype and device of ``initial``: float32 states make a float32
+                filter.
+            initial: ``n d``, samples of the state before the first move (the training states),
+                drawn with replacement.
+            particles: P.
+            threshold: share of P under which the effective sample size triggers resampling; 0
+                never, 1 (nearly) always.
+            resample: a scheme of `kbf.filters.particle.resampling`.
+
+        Raises:
+            ValueError: no particles or no initial states.
+        """
+        if particles < 1 or len(initial) < 1:
+            raise ValueError(
+                f"a particle filter needs particles and initial states, got {particles} and {len(initial)}"
+            )
+        self.model: StateSpace = in_type_of(model, initial)
+        self.initial, self.particles, self.threshold, self.resample = (
+            initial,
+            particles,
+            threshold,
+            resample,
+        )
+        self.controlled: int = model.controlled if isinstance(model, ControlledDynamics) else 0
+        self.allow_missing_sensors: bool = allows_missing_sensors(model)
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> ParticleState:
+        """P initial states for each sequence, drawn with replacement, with equal weights."""
+        size, device = (batch, self.particles), self.initial.device
+        chosen = torch.randint(len(self.initial), size, device=device, generator=generator)
+        return ParticleState(
+            self.initial[chosen], self.initial.new_full(size, -math.log(self.particles))
+        )
+
+    def predict(
+        self,
+        state: ParticleState,
+        *,
+        control: Float[Tensor, "b k"] | None = None,
+        generator: Generator | None = None,
+    ) -> ParticleState:
+        """Resample where the effective sample size is low, then draw z' for each particle."""
+        particles, log_weights = state
+        low = effective_sample_size(log_weights) < self.threshold * self.particles
+        if many := int(low.sum()):  # resampling costs as much as the move
+            chosen = self.resample(log_weights, generator)
+            if many < len(low):  # the others keep theirs
+                chosen = torch.where(
+                    low[:, None], chosen, torch.arange(self.particles, device=chosen.device)
+                )
+            particles = particles.gather(1, chosen[..., None].expand_as(particles))
+            log_weights = log_weights.masked_fill(low[:, None], -math.log(self.particles))
+        acted = {} if control is None else {"control": control[:, None]}
+        return ParticleState(self.model.move(particles, generator, **acted), log_weights)
+
+    def update(self, state: ParticleState, obs: Float[Tensor, "b *x"]) -> ParticleState:
+        """Weigh by the likelihood of the observation, ``b *x``; if it is zero for all particles, weigh them equally."""
+        return self.observe(state, obs)[0]
+
+    def observe(
+        self, state: ParticleState, obs: Shaped[Tensor, "b *x"]
+    ) -> tuple[ParticleState, Bool[Tensor, " b"]]:
+        """Weigh, and whether the likelihood of any particle is above zero (and none is NaN).
+
+        Below the density of a Gaussian at `kbf.filters.gaussian.kalman.IMPOSSIBLE` standard
+        deviations, in each component, it counts as 0.
+        """
+        log_likelihood = self.model.log_likelihood(obs[:, None], state.particles)
+        log_weights = state.log_weights + log_likelihood
+        least = -0.5 * IMPOSSIBLE**2 * obs[0].numel()
+        possible = (
+            torch.where(state.log_weights > -math.inf, log_likelihood, -math.inf).amax(-1) > least
+        )
+        log_weights = log_weights.masked_fill(~possible[:, None], 0)
+        return state._replace(log_weights=log_weights.log_softmax(-1)), possible
+
+    def estimate(self, state: ParticleState) -> Float[Tensor, "b d"]:
+        """The weighted mean, ``b d``."""
+        return state.log_weights.exp().unsqueeze(1).bmm(state.particles).squeeze(1)
+
+    def covariance(self, state: ParticleState) -> Float[Tensor, "b d d"]:
+        """The weighted covariance (divided by the sum of weights, 1), ``b d d``."""
+        centred = state.particles - self.estimate(state)[:, None]
+        return (state.log_weights.exp()[..., None] * centred).mT @ centred
+
+    def weighted_sample(
+        self, state: ParticleState
+    ) -> tuple[Float[Tensor, "b P d"], Float[Tensor, "b P"]]:
+        """Particles and weights."""
+        return state.particles, state.log_weights.exp()
+
+    def diagnostics(self, state: ParticleState) -> dict[str, Tensor]:
+        """``ess``, the effective sample size ``b``."""
+        return {"ess": effective_sample_size(state.log_weights)}
+
+    def smoother(self) -> Backward:
+        """Forward filtering, backward smoothing (`kbf.filters.particle.bootstrap.particle_backward`), over at most 1,000 particles a time.
+
+        Raises:
+            ValueError: a model that does not know the density of its moves.
+        """
+        dynamics = self.model.dynamics if isinstance(self.model, OverDynamics) else self.model
+        if not isinstance(dynamics, KnownTransition):
+            raise ValueError(
+                f"a smoother needs the density of a move: {type(dynamics).__name__} has no log_transition(z', z)"
+            )
+
+        def step_back(
+            now: FilterStep,
+            following: ParticleState,
+            *,
+            control: Tensor | None = None,
+            generator: Generator | None = None,
+        ) -> ParticleState:
+            return ParticleState(
+                *particle_backward(
+                    dynamics, now.state, following, control=control, generator=generator
+                )
+            )
+
+        return step_back
+
+
+def in_type_of(model: StateSpace, states: Float[Tensor, "n d"]) -> StateSpace:
+    """The model in the dtype and on the device of ``states``, if it is a `StateSpaceModel`; factored, if it is constant."""
+    if not isinstance(model, StateSpaceModel):
+        return model
+    model = model._replace(Q=model.Q.to(states), R=model.R.to(states))
+    if type(model) is not StateSpaceModel or model.Q.requires_grad or model.R.requires_grad:
+        return model
+    factor = cholesky(model.R)
+    return FactoredModel(model, root_of(model.Q), factor, log_scale(factor))
+
+
+class ParticleRecipe(ShownModule):
+    """What recipes of particle filters with true dynamics share: no parameters, no buffers; ``fit`` makes the filter."""
+
+    model: StateSpace
+    particles: int
+    threshold: float
+
+    def __init__(self, model: StateSpace, particles: int = 4000, threshold: float = 0.5) -> None:
+        """``model``: the true one. The others as in `BootstrapFilter`."""
+        super().__init__()
+        self.model, self.particles, self.threshold = model, particles, threshold
+
+    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
+        """Nothing to choose beforehand."""
+
+
+class ParticleFilter(ParticleRecipe):
+    """The bootstrap filter that knows the true model; with 20,000 particles, the floor: the error that no filter can beat.
+
+    The first particles are training states.
+    """
+
+    def fit(self, memory: Recording | list[Recording] | None) -> BootstrapFilter:
+        """The filter started from the training states, in their dtype and on their device.
+
+        Raises:
+            ValueError: no memory: the first particles are drawn from it. Or observations of another
+                shape than the model's.
+        """
+        if memory is None:
+            raise ValueError(
+                "a particle filter draws its first particles from the training states: give fit() a memory"
+            )
+        sequences = as_recordings(memory)
+        states, shape = torch.cat([s.states for s in sequences]), sequences[0].obs.shape[1:]
+        expected = self.model.observe(states[:1], Generator(states.device).manual_seed(0)).shape[1:]
+        if shape != expected:
+            raise ValueError(
+                f"the true model sees {tuple(expected)}, the observations are {tuple(shape)}; {ENCODE_IMAGES}"
+            )
+        return BootstrapFilter(self.model, states, self.particles, self.threshold)

@@ -1,0 +1,101 @@
+"""Resampling: P indices whose expected counts are P times the weights. All of it batched over ``b``.
+
+Each scheme inverts the cumulative weights at P points of [0, 1); they differ in how the points are
+drawn. Cumulative sums are in float64, so that 20,000 float32 weights are resampled exactly.
+
+References: Douc, Cappe and Moulines (2005), who compare them.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Generator, Tensor
+
+
+def systematic(
+    log_weights: Float[Tensor, "b P"],
+    generator: Generator | None = None,
+    *,
+    draws: int | None = None,
+) -> Int[Tensor, "b m"]:
+    """One uniform number u for each batch element, m = P (or ``draws``) points (i + u) / m: k comes floor or ceil of m w_k times.
+
+    Points at equal distances need no search, as in `invert`: N_k = floor(m cdf_k + 1 - u) of them
+    are left of cdf_k, and the index of point i is the number of k with N_k <= i.
+
+    >>> systematic(torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log())
+    tensor([[0, 0, 1, 2]])
+    """
+    b, m = len(log_weights), draws or log_weights.shape[1]
+    least = m * torch.finfo(torch.float64).eps
+    u = torch.rand(
+        b, 1, dtype=torch.float64, device=log_weights.device, generator=generator
+    ).clamp_(least, 1 - least)
+    left = (m * cumulative(log_weights) + (1 - u)).long().clamp_(0, m)  # of NaN, too
+    return left.new_zeros(b, m + 1).scatter_add_(1, left, torch.ones_like(left)).cumsum(1)[:, :-1]
+
+
+def stratified(
+    log_weights: Float[Tensor, "b P"], generator: Generator | None = None
+) -> Int[Tensor, "b P"]:
+    """A uniform number of its own in each of P strata, points (i + u_i) / P."""
+    b, P = log_weights.shape
+    u = torch.rand(b, P, dtype=torch.float64, device=log_weights.device, generator=generator)
+    return invert(log_weights, (torch.arange(P, device=u.device) + u) / P)
+
+
+def multinomial(
+    log_weights: Float[Tensor, "b P"],
+    generator: Generator | None = None,
+    *,
+    draws: int | None = None,
+) -> Int[Tensor, "b m"]:
+    """P independent draws (or ``draws``), in ascending order: the highest variance of the three."""
+    b, P = log_weights.shape
+    u = torch.rand(
+        b, draws or P, dtype=torch.float64, device=log_weights.device, generator=generator
+    )
+    return invert(log_weights, u.sort(-1).values)
+
+
+def soft(
+    log_weights: Float[Tensor, "b P"], alpha: float, generator: Generator | None = None
+) -> tuple[Int[Tensor, "b P"], Float[Tensor, "b P"]]:
+    """Indices drawn from q_i = alpha w_i + (1 - alpha) / P, and the log weights w_i / q_i of what was drawn, normalised.
+
+    The choice has no gradient; the new weights have one, where alpha < 1. alpha = 1 is `systematic`
+    with equal weights.
+
+    References: Karkus, Hsu and Lee (2018), Particle Filter Networks, equation 6.
+    """
+    log_q = (alpha * log_weights.softmax(-1) + (1 - alpha) / log_weights.shape[1]).log()
+    chosen = systematic(log_q, generator)
+    return chosen, (log_weights.gather(1, chosen) - log_q.gather(1, chosen)).log_softmax(-1)
+
+
+RESAMPLING = {"systematic": systematic, "stratified": stratified, "multinomial": multinomial}
+"""The schemes, by the names that the configs use."""
+
+
+def invert(log_weights: Float[Tensor, "b P"], points: Float[Tensor, "b m"]) -> Int[Tensor, "b m"]:
+    """Index k with cdf_{k-1} <= point < cdf_k, of weights that need not be normalised; a weight of zero is never chosen."""
+    points = points.clamp_max(1 - torch.finfo(torch.float64).eps)
+    return torch.searchsorted(cumulative(log_weights), points.contiguous(), right=True)
+
+
+def cumulative(log_weights: Float[Tensor, "b P"]) -> Float[Tensor, "b P"]:
+    """cdf_k = sum_{j <= k} w_j, the last of them 1, in float64 and without gradients."""
+    cdf = log_weights.detach().double().softmax(-1).cumsum(-1)
+    return cdf / cdf[:, -1:]
+
+
+def effective_sample_size(log_weights: Float[Tensor, "b P"]) -> Float[Tensor, " b"]:
+    """(sum w)^2 / sum w^2, between 1 and P; the weights need not be normalised. NaN where every weight is zero.
+
+    >>> effective_sample_size(torch.zeros(1, 8))
+    tensor([8.])
+
+    References: Kong, Liu and Wong (1994).
+    """
+    return log_weights.softmax(-1).square().sum(-1).reciprocal()

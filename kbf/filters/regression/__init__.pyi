@@ -1,0 +1,5 @@
+from kbf.filters.regression import (
+    boosting as boosting,
+    kernel_ridge as kernel_ridge,
+    window as window,
+)

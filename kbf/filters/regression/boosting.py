@@ -1,0 +1,159 @@
+"""Gradient boosting of trees on a window of the last observations, fitted by scikit-learn and evaluated in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kbf.filters.regression.window import WindowRegression, rows_of, windows_of
+from kbf.recording import Recording
+from kbf.rkhs.linalg import evenly
+from kbf.runtime.optional_dependencies import need
+from kbf.runtime.threads import side_by_side
+
+HELD = 5
+"""The last step of so many, in stretches of this share, is held out to learn how large errors are."""
+LARGEST = 20_000_000
+"""Numbers that trees are grown on; of more, evenly spaced rows: neighbours in time say much the same."""
+
+
+class Trees:
+    """Sums of regression trees, one sum for each component of the state, as tables that a batch of windows walks at once.
+
+    All nodes of all trees stand in one row, the deepest tree first, so that the trees that have a
+    level are the first ones.
+
+    Attributes:
+        feature, threshold, value: ``nodes``. child: ``2 nodes``, to the left and to the right of
+            each; a leaf is its own.
+        root, owner: ``trees``, the first node and the component of each. levels: how many trees are
+            that deep, level by level.
+        base: ``d``.
+    """
+
+    feature: Tensor
+    threshold: Tensor
+    value: Tensor
+    child: Tensor
+    root: Tensor
+    owner: Tensor
+    levels: list[int]
+
+    def __init__(self, models: list[Any]) -> None:
+        """From fitted `sklearn.ensemble.HistGradientBoostingRegressor` models, one a component."""
+        trees = [
+            (k, stage[0].nodes) for k, model in enumerate(models) for stage in model._predictors
+        ]
+        trees.sort(key=lambda tree: -int(tree[1]["depth"].max()))
+        nodes = numpy.concatenate([each for _, each in trees])
+        sizes = torch.tensor([len(each) for _, each in trees])
+        self.root = sizes.cumsum(0) - sizes
+        self.owner = torch.tensor([k for k, _ in trees])
+        depths = [int(each["depth"].max()) for _, each in trees]
+        self.levels = [sum(depth > level for depth in depths) for level in range(depths[0])]
+        self.base: Tensor = torch.tensor(
+            [float(model._baseline_prediction.item()) for model in models], dtype=torch.float64
+        )
+        leaf, first = (
+            torch.from_numpy(nodes["is_leaf"].astype(bool)),
+            self.root.repeat_interleave(sizes),
+        )
+        sides = [
+            first + torch.from_numpy(nodes[side].astype("int64")) for side in ("left", "right")
+        ]
+        self.child = torch.where(leaf, torch.arange(len(leaf)), torch.stack(sides)).mT.flatten()
+        self.feature = torch.where(leaf, 0, torch.from_numpy(nodes["feature_idx"].astype("int64")))
+        self.threshold, self.value = (
+            torch.from_numpy(nodes[name].copy()) for name in ("num_threshold", "value")
+        )
+
+    def __call__(self, window: Float[Tensor, "b p"]) -> Float[Tensor, "b d"]:
+        """The sums at windows ``b p``."""
+        u = window.detach().double().cpu()
+        at = self.root.repeat(len(u), 1)
+        for count in self.levels:
+            here = at[:, :count]
+            right = u.gather(1, self.feature.take(here)) > self.threshold.take(here)
+            at[:, :count] = self.child.take(2 * here + right)
+        found = self.base.repeat(len(u), 1).index_add(1, self.owner, self.value.take(at))
+        return found.to(window)
+
+
+class WindowBoosting(WindowRegression):
+    """Histogram gradient boosting of trees on the last ``width`` observations and controls, one model a component of the state.
+
+    A tree cannot subtract: beside the window it sees the window in its own units, (x - mean) / sd
+    of each column, which a level or an amplitude that drifts does not change (`with_own_units`).
+
+    The settings are scikit-learn's defaults: 100 trees of at most 31 leaves, learning rate 0.1;
+    they stop early on a tenth of the steps where there are more than 10,000. The covariance is that
+    of the errors on every fifth stretch of the memory, held out from a fit that is made for it.
+
+    References: Ke et al. (2017), whose algorithm scikit-learn's is.
+    """
+
+    iterations: int
+    seed: int
+
+    def __init__(self, width: int | None = 15, *, iterations: int = 100, seed: int = 0) -> None:
+        """``iterations``: trees a component, at most. seed: of early stopping."""
+        super().__init__(width)
+        self.iterations, self.seed = iterations, seed
+
+    def fit_regression(
+        self, sequences: list[Recording]
+    ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+        """The trees over all steps, and the covariance of the errors of those over four fifths of them.
+
+        Raises:
+            ValueError: scikit-learn is not installed.
+        """
+        width = self.steps(sequences)
+        rows, states = (
+            torch.cat(parts)
+            for parts in zip(
+                *((windows_of(rows_of(s), width), s.states) for s in sequences), strict=True
+            )
+        )
+        some = evenly(len(rows), max(1000, LARGEST // (2 * rows.shape[1])), rows.device)
+        windows, states = with_own_units(rows[some], width), states[some]
+        n = len(states)
+        held = (torch.arange(n, device=states.device) * 4 * HELD // n) % HELD == HELD - 1
+        residual = states[held] - self.grow(windows[~held], states[~held])(windows[held])
+        trees = self.grow(windows, states)
+        return lambda window: trees(with_own_units(window, width)), residual.mT @ residual / max(
+            1, len(residual)
+        )
+
+    def grow(self, windows: Float[Tensor, "n p"], states: Float[Tensor, "n d"]) -> Trees:
+        """Fit the trees, those of each component on a core of its own.
+
+        Two threads in one tree wait for each other thousands of times, which takes minutes where a
+        core has other work.
+        """
+        ensemble = need("sklearn.ensemble", "sklearn", "model=window_boosting")
+        pools = need("threadpoolctl", "sklearn", "model=window_boosting")
+        u, z = windows.double().cpu().numpy(), states.double().cpu().numpy()
+
+        def one(k: int) -> Any:
+            with pools.threadpool_limits(1, user_api="openmp"):
+                model = ensemble.HistGradientBoostingRegressor(
+                    max_iter=self.iterations, random_state=self.seed
+                )
+                return model.fit(u, z[:, k])
+
+        return Trees(side_by_side(one, range(z.shape[1])))
+
+
+def with_own_units(windows: Float[Tensor, "n wc"], width: int) -> Float[Tensor, "n two_wc"]:
+    """Windows of ``width`` steps and, behind them, these in their own units, (x - mean) / sd of each column (0 where it stands)."""
+    rows = windows.unflatten(1, (width, -1))
+    centred = rows - rows.mean(1, keepdim=True)
+    size = centred.square().mean(1, keepdim=True).sqrt()
+    own = torch.where(size > 1e-6 * (1 + rows.abs().amax(1, keepdim=True)), centred / size, 0)
+    return torch.cat([windows, own.flatten(1)], 1)

@@ -1,0 +1,204 @@
+"""Per-observation regression: the filter without memory, the least that a filter must beat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from kbf.recording import Recording, as_recordings, control_width
+from kbf.rkhs.features import nystrom_whitening
+from kbf.rkhs.kernels import KERNELS, median_distance
+from kbf.rkhs.linalg import evenly, psd_solve
+from kbf.runtime.html_repr import Shown, ShownModule
+
+MOST = 3000
+"""Observations that a regression is made of kernels at, and that the choice of kernel and ridge looks at: its cost is O(n^3)."""
+
+
+class FrameState(NamedTuple):
+    """The estimate itself, ``b d``: nothing else is carried from step to step."""
+
+    estimate: Tensor
+
+
+class FrameFilter(Shown):
+    """E[z | x] by kernel ridge regression, z = m + k(x, X) alpha, where something was observed; elsewhere the mean m.
+
+    X are all observations of the memory, or a part of them.
+    """
+
+    kernel: Callable[[Tensor, Tensor], Tensor]
+    points: Float[Tensor, "n q"]
+    alpha: Float[Tensor, "n d"]
+    mean: Float[Tensor, " d"]
+    controlled: int
+
+    def __init__(
+        self,
+        kernel: Callable[[Tensor, Tensor], Tensor],
+        points: Float[Tensor, "n q"],
+        alpha: Float[Tensor, "n d"],
+        mean: Float[Tensor, " d"],
+        controlled: int = 0,
+    ) -> None:
+        """Kernel of observations; X ``n q``; alpha ``n d``; m ``d``; components of the controls, which it does not look at."""
+        self.kernel, self.points, self.alpha, self.mean, self.controlled = (
+            kernel,
+            points,
+            alpha,
+            mean,
+            controlled,
+        )
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> FrameState:
+        """The mean of the training states."""
+        return FrameState(self.mean.expand(batch, len(self.mean)))
+
+    def predict(
+        self,
+        state: FrameState,
+        *,
+        control: Tensor | None = None,
+        generator: Generator | None = None,
+    ) -> FrameState:
+        """The mean of the training states: without an observation nothing else is known."""
+        return FrameState(self.mean.expand_as(state.estimate))
+
+    def update(self, state: FrameState, obs: Float[Tensor, "b *x"]) -> FrameState:
+        """The regression at the observations ``b *x``; the state before has no part in it."""
+        return FrameState(self.mean + self.kernel(obs.flatten(1), self.points) @ self.alpha)
+
+    def estimate(self, state: FrameState) -> Float[Tensor, "b d"]:
+        """The estimate, ``b d``."""
+        return state.estimate
+
+
+def leave_one_out(
+    gram: Float[Tensor, "n n"], targets: Float[Tensor, "n d"], regs: Float[Tensor, " r"]
+) -> Float[Tensor, " r"]:
+    """Mean squared leave-one-out error of kernel ridge regression for each ridge, ||y_i - f_{-i}(x_i)||^2 over i, in closed form.
+
+    With H = n reg (G + n reg I)^-1, the residual of the fit without i at i is (H Y)_i / H_ii, for
+    one ridge n reg in all fits. One eigendecomposition, O(n^3), serves every ridge.
+
+    References: Wahba (1990), section 4.2.
+    """
+    s, U = torch.linalg.eigh(gram)
+    ridge = len(gram) * regs[:, None]
+    shrink = ridge / (s.clamp_min(0) + ridge)
+    residual = (U * shrink[:, None]) @ (U.mT @ targets) / (shrink @ U.mT.square())[..., None]
+    return residual.square().sum(-1).mean(-1)
+
+
+def subset_of_regressors(
+    kernel: Callable[[Tensor, Tensor], Tensor],
+    landmarks: Float[Tensor, "m q"],
+    x: Float[Tensor, "n q"],
+    targets: Float[Tensor, "n d"],
+    reg: float,
+) -> Float[Tensor, "m d"]:
+    """alpha = (K_mn K_nm + n reg K_mm)^-1 K_mn Y: kernel ridge regression on all n points, with kernels at the landmarks alone.
+
+    It is solved in the features psi(x)^T = k(x, landmarks) W, W W^T = K_mm^-1, in float64: (Psi^T
+    Psi + n reg I) w = Psi^T Y and alpha = W w. With all points for landmarks it is the whole
+    regression, (G + n reg I)^-1 Y. O(n m^2).
+
+    References: Rasmussen and Williams (2006), equation 8.14.
+    """
+    landmarks = landmarks.double()
+    W = nystrom_whitening(kernel(landmarks, landmarks))
+    psi = kernel(x.double(), landmarks) @ W
+    return (W @ psd_solve(psi.mT @ psi, psi.mT @ targets.double(), reg=len(x) * reg)).to(targets)
+
+
+class FrameRegression(ShownModule):
+    """Kernel ridge regression of the state on the observation, frame by frame.
+
+    The bandwidth is a factor times the median distance of the memory's observations; `prepare`
+    chooses factor and ridge by `leave_one_out` and keeps both as buffers. States are centred, so
+    that far from all observations the estimate is their mean. Of more than `MOST` observations the
+    choice looks at that many, evenly spaced, and the regression, on all, has kernels at these
+    (`subset_of_regressors`).
+    """
+
+    factor: Tensor
+    reg: Tensor
+    kernel: str
+    factors: tuple[float, ...]
+    regs: tuple[float, ...]
+
+    def __init__(
+        self,
+        kernel: str = "gaussian",
+        *,
+        factors: Iterable[float] = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0),
+        regs: Iterable[float] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0),
+    ) -> None:
+        """An estimator with factor 1 and ridge 1e-3 until `prepare` chooses others.
+
+        Args:
+            kernel: a name of `kbf.rkhs.kernels.KERNELS`.
+            factors: of the bandwidth, to choose from.
+            regs: ridges, to choose from (they are multiplied by n).
+
+        Raises:
+            ValueError: an unknown kernel.
+        """
+        super().__init__()
+        if kernel not in KERNELS:
+            raise ValueError(f"unknown kernel {kernel!r}: choose one of {sorted(KERNELS)}")
+        self.kernel, self.factors, self.regs = kernel, tuple(factors), tuple(regs)
+        self.register_buffer("factor", torch.tensor(1.0, dtype=torch.float64))
+        self.register_buffer("reg", torch.tensor(1e-3, dtype=torch.float64))
+
+    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
+        """Choose factor and ridge with the smallest leave-one-out error on the observed steps of the training part: O(n^3)."""
+        x, z, _ = observed(memory)
+        some = evenly(len(x), MOST, x.device)
+        x, z = x[some], z[some]
+        regs = torch.tensor(self.regs, dtype=x.dtype, device=x.device)
+        scores = torch.stack(
+            [leave_one_out(self.at(x, factor)(x, x), z, regs) for factor in self.factors]
+        )
+        best = int(scores.argmin())
+        self.factor.fill_(self.factors[best // len(self.regs)])
+        self.reg.fill_(self.regs[best % len(self.regs)])
+
+    def fit(self, memory: Recording | list[Recording] | None) -> FrameFilter:
+        """The regression over the observed steps of ``memory``, in its dtype and on its device: O(n^3), or O(n `MOST`^2).
+
+        Raises:
+            ValueError: no memory, or fewer than two observations in it.
+        """
+        if memory is None:
+            raise ValueError(
+                "FrameRegression regresses on a memory: give fit() the training sequences"
+            )
+        x, z, mean = observed(memory)
+        landmarks = x[evenly(len(x), MOST, x.device)]
+        kernel, reg = self.at(landmarks, float(self.factor)), float(self.reg)
+        if len(x) <= MOST:
+            alpha = psd_solve(kernel(x, x), z, reg=len(x) * reg)
+        else:
+            alpha = subset_of_regressors(kernel, landmarks, x, z, reg)
+        return FrameFilter(kernel, landmarks, alpha, mean, control_width(memory))
+
+    def at(self, x: Float[Tensor, "n q"], factor: float) -> Callable[[Tensor, Tensor], Tensor]:
+        """The kernel with the bandwidth of ``factor`` times the median distance of x."""
+        return partial(KERNELS[self.kernel], bandwidth=factor * median_distance(x, distinct=True))
+
+
+def observed(
+    memory: Recording | list[Recording],
+) -> tuple[Float[Tensor, "n q"], Float[Tensor, "n d"], Float[Tensor, " d"]]:
+    """Flattened observations ``n q`` of the observed steps, their states centred ``n d``, and the mean of all states ``d``."""
+    sequences = as_recordings(memory)
+    x = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences]).flatten(1)
+    z = torch.cat([s.states if s.mask is None else s.states[s.mask] for s in sequences])
+    mean = torch.cat([s.states for s in sequences]).mean(0)
+    return x, z - mean, mean

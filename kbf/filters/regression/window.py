@@ -1,0 +1,333 @@
+"""Regression of the state on the last observations: the plain estimators that a filter of recordings must beat.
+
+`MeanModel` looks at nothing, `WindowRidge` is linear in a window, `kbf.filters.regression.boosting`
+grows trees on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Generator, Tensor
+
+from kbf.recording import Recording, as_recordings, check_vectors, control_width
+from kbf.runtime.html_repr import Shown, ShownModule
+
+NUMBERS, LONG, FEW = 600, 50, 100
+"""In a window whose width nobody gives; its steps at most, and its numbers at least, even if that takes more steps."""
+ROWS = 8192
+"""Windows in a block: those of 200,000 steps are never laid out all at once."""
+
+
+class WindowState(NamedTuple):
+    """The last observations and controls.
+
+    Attributes:
+        window: ``b w c``, the newest last: observation and control of each step. A missing
+            observation is the one before it.
+        seen: ``b q``, how many observations there were of each component; before the first the
+            window holds nothing.
+    """
+
+    window: Tensor
+    seen: Tensor
+
+
+class WindowFilter(Shown):
+    """z = f(the last w observations and controls); before the first observation, the mean of the training states."""
+
+    regression: Callable[[Tensor], Tensor]
+    width: int
+    start: Float[Tensor, " c"]
+    mean: Float[Tensor, " d"]
+    spread: Float[Tensor, "d d"] | None
+    controlled: int
+    allow_missing_sensors: bool
+
+    def __init__(
+        self,
+        regression: Callable[[Tensor], Tensor],
+        width: int,
+        start: Float[Tensor, " c"],
+        mean: Float[Tensor, " d"],
+        spread: Float[Tensor, "d d"] | None = None,
+        controlled: int = 0,
+        allow_missing_sensors: bool = False,
+    ) -> None:
+        """The filter of one regression.
+
+        Args:
+            regression: flattened windows ``b w*c`` -> ``b d``.
+            width: w.
+            start: what a window holds before there was anything: the mean of the training part,
+                ``c`` = q + k.
+            mean: of the training states. spread: the covariance of the regression's error on
+                held-out steps.
+            controlled: k, components of a control.
+            partial: components of an observation may be NaN: the last value there was of each
+                stands for it.
+        """
+        self.regression, self.width, self.start, self.mean = regression, width, start, mean
+        self.spread, self.controlled, self.allow_missing_sensors = (
+            spread,
+            controlled,
+            allow_missing_sensors,
+        )
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> WindowState:
+        """Nothing seen."""
+        seen = self.start.new_zeros(batch, len(self.start) - self.controlled)
+        return WindowState(self.start.expand(batch, self.width, -1).clone(), seen)
+
+    def predict(
+        self,
+        state: WindowState,
+        *,
+        control: Tensor | None = None,
+        generator: Generator | None = None,
+    ) -> WindowState:
+        """Move the window on by a step; the observation is the last one, until `update` brings another."""
+        newest = state.window[:, -1:]
+        if control is not None:
+            newest = torch.cat([newest[..., : -self.controlled], control[:, None]], -1)
+        window = torch.cat([state.window[:, 1:], newest], 1)
+        if control is not None:  # before the first observation the first control fills the window
+            first = (state.seen == 0).all(1)[:, None, None]
+            acted = torch.where(first, control[:, None], window[..., -self.controlled :])
+            window = torch.cat([window[..., : -self.controlled], acted], -1)
+        return state._replace(window=window)
+
+    def update(self, state: WindowState, obs: Float[Tensor, "b q"]) -> WindowState:
+        """Put in the newest observation; the first one of each component fills its window."""
+        q = obs.shape[-1]
+        spoke = (
+            ~obs.isnan() if self.allow_missing_sensors else torch.ones_like(obs, dtype=torch.bool)
+        )
+        last = torch.arange(self.width, device=obs.device) == self.width - 1
+        here = (last[:, None] | (state.seen == 0)[:, None]) & spoke[:, None]
+        seen = torch.where(here, obs[:, None], state.window[..., :q])
+        return WindowState(
+            torch.cat([seen, state.window[..., q:]], -1), state.seen + spoke.to(state.seen)
+        )
+
+    def observe(
+        self, state: WindowState, obs: Float[Tensor, "b q"]
+    ) -> tuple[WindowState, Bool[Tensor, " b"]]:
+        """Update, and whether observations are numbers whose squares are finite: trees would take infinity for a large number."""
+        possible = obs.abs() < torch.finfo(self.start.dtype).max ** 0.5
+        return self.update(state, obs), (
+            possible | obs.isnan() if self.allow_missing_sensors else possible
+        ).all(-1)
+
+    def estimate(self, state: WindowState) -> Float[Tensor, "b d"]:
+        """The regression at the window, ``b d``."""
+        found = self.regression(state.window.flatten(1)).to(self.mean)
+        return torch.where((state.seen > 0).any(1, keepdim=True), found, self.mean)
+
+    def covariance(self, state: WindowState) -> Float[Tensor, "b d d"] | None:
+        """That of errors on held-out steps, whatever the window; None where it is not known."""
+        return (
+            None if self.spread is None else self.spread.expand(len(state.seen), *self.spread.shape)
+        )
+
+
+def rows_of(sequence: Recording) -> Float[Tensor, "T c"]:
+    """Observation and control of each step; what is missing is the value before it, and at the start the first there is.
+
+    So it is for each component where these are NaN one by one; one that is NaN throughout stays so.
+    """
+    obs = sequence.obs
+    there = ~obs.isnan()
+    there = there if sequence.mask is None else there & sequence.mask[:, None]
+    if not bool(there.all()):
+        steps = torch.arange(len(obs), device=obs.device)[:, None]
+        held = torch.where(there, steps, -1).cummax(0).values
+        obs = obs.gather(0, torch.where(held >= 0, held, there.int().argmax(0)))
+    return obs if sequence.controls is None else torch.cat([obs, sequence.controls.to(obs)], -1)
+
+
+def windows_of(rows: Float[Tensor, "T c"], width: int) -> Float[Tensor, "T wc"]:
+    """The last ``width`` rows of each step, flattened, as a view where it can be; before the first row there is the first.
+
+    >>> windows_of(torch.tensor([[1.0], [2.0], [3.0]]), 2)
+    tensor([[1., 1.],
+            [1., 2.],
+            [2., 3.]])
+    """
+    padded = torch.cat([rows[:1].expand(width - 1, -1), rows])
+    return padded.unfold(0, width, 1).mT.flatten(1)
+
+
+class WindowRegression(ShownModule):
+    """What regressions on a window share: the memory as windows and states, and the filter around what is fitted.
+
+    With ``allow_missing_sensors`` components of an observation may be NaN: the last value of each
+    stands for it, and before the first its mean.
+    """
+
+    allow_missing_sensors: bool = False
+
+    def __init__(self, width: int | None = 15) -> None:
+        """``width``: observations in the window; None for about `NUMBERS` numbers, but 8 to `LONG` steps, or `FEW` numbers.
+
+        Raises:
+            ValueError: a width that is no whole number of at least 1.
+        """
+        super().__init__()
+        if width is not None and (not isinstance(width, int) or width < 1):
+            raise ValueError(
+                f"{type(self).__name__}: width must be a whole number of at least 1, got {width!r}"
+            )
+        self.width = width
+
+    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
+        """Nothing to choose beforehand."""
+
+    def steps(self, sequences: list[Recording]) -> int:
+        """The width for these recordings."""
+        columns = sequences[0].obs.shape[1] + control_width(sequences)
+        return self.width or max(min(LONG, max(8, NUMBERS // columns)), FEW // columns)
+
+    def fit_regression(
+        self, sequences: list[Recording]
+    ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+        """Fit: flattened windows -> states ``b d``, and the covariance of its error on held-out steps, if that is known."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def fit(self, memory: Recording | list[Recording] | None) -> WindowFilter:
+        """The filter fitted to ``memory``, in its dtype and on its device.
+
+        Raises:
+            ValueError: no memory, observations that are no vectors, or fewer than ten steps.
+        """
+        sequences = checked(
+            memory, type(self).__name__, allow_missing_sensors=self.allow_missing_sensors
+        )
+        start = torch.cat([rows_of(s) for s in sequences]).nanmean(0).nan_to_num()
+        if self.allow_missing_sensors:
+            sequences = [s._replace(obs=filled(s, start)) for s in sequences]
+        regression, spread = self.fit_regression(sequences)
+        mean = torch.cat([s.states for s in sequences]).mean(0)
+        return WindowFilter(
+            regression,
+            self.steps(sequences),
+            start,
+            mean,
+            spread,
+            control_width(sequences),
+            self.allow_missing_sensors,
+        )
+
+
+def filled(sequence: Recording, start: Float[Tensor, " c"]) -> Float[Tensor, "T q"]:
+    """Observations without NaN: a component that is NaN throughout has its value in ``start``."""
+    obs = rows_of(sequence._replace(controls=None))
+    return torch.where(obs.isnan(), start[: obs.shape[1]].to(obs), obs)
+
+
+def checked(
+    memory: Recording | list[Recording] | None, name: str, *, allow_missing_sensors: bool = False
+) -> list[Recording]:
+    """The sequences of a memory in which something was observed, checked."""
+    if memory is None:
+        raise ValueError(f"{name} regresses on a memory: give fit() the training sequences")
+    sequences = as_recordings(memory, allow_missing_sensors=allow_missing_sensors)
+    check_vectors(sequences, name)
+    sequences = [s for s in sequences if s.mask is None or bool(s.mask.any())]
+    if (n := sum(len(s.states) for s in sequences)) < 10:
+        raise ValueError(f"{name} needs at least ten steps to learn from, got {n}")
+    return sequences
+
+
+class WindowRidge(WindowRegression):
+    """Linear ridge regression of the state on the last ``width`` observations and controls.
+
+    Inputs are standardised, states centred; the ridge is chosen by the leave-one-out error, one for
+    each component of the state. With the eigenvectors V and values s of the inputs' U^T U every
+    ridge costs one product: the residual without i is e_i / (1 - h_i), h_i = sum_k (u_i V)_k^2 /
+    (s_k + r).
+
+    References: Golub, Heath and Wahba (1979).
+    """
+
+    def __init__(
+        self,
+        width: int | None = 15,
+        *,
+        regs: Iterable[float] = tuple(10.0 ** (k / 2) for k in range(-6, 11)),
+    ) -> None:
+        """``regs``: ridges to choose from, over the inputs' standardised sum of squares (not multiplied by n)."""
+        super().__init__(width)
+        self.regs: tuple[float, ...] = tuple(regs)
+
+    def fit_regression(
+        self, sequences: list[Recording]
+    ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+        """The ridge regression, and the covariance of its leave-one-out errors."""
+        states = torch.cat([s.states for s in sequences])
+        parts = [(windows_of(rows_of(s), self.steps(sequences)), s.states) for s in sequences]
+        blocks = [
+            (u, z) for us, zs in parts for u, z in zip(us.split(ROWS), zs.split(ROWS), strict=True)
+        ]
+        n, mean = len(states), states.double().mean(0)
+        centre = torch.stack([u.double().sum(0) for u, _ in blocks]).sum(0) / n
+        scale = (
+            torch.stack([(u.double() - centre).square().sum(0) for u, _ in blocks]).sum(0) / n
+        ).sqrt()
+        scale = torch.where(scale > 0, scale, 1)
+        gram, cross = (
+            centre.new_zeros(len(centre), len(centre)),
+            centre.new_zeros(len(centre), len(mean)),
+        )
+        for u, z in blocks:
+            unit = (u.double() - centre) / scale
+            gram += unit.mT @ unit
+            cross += unit.mT @ (z.double() - mean)
+        values, vectors = torch.linalg.eigh(gram)
+        shrunk = 1 / (values.clamp_min(0)[:, None] + gram.new_tensor(self.regs))  # p r
+        target = vectors.mT @ cross  # p d
+        errors = gram.new_zeros(len(self.regs), cross.shape[1])
+        for u, z in blocks:
+            rotated = ((u.double() - centre) / scale) @ vectors
+            left = 1 - rotated.square() @ shrunk  # m r
+            for k in range(len(self.regs)):
+                errors[k] += (
+                    ((z - mean - rotated @ (shrunk[:, k, None] * target)) / left[:, k, None])
+                    .square()
+                    .sum(0)
+                )
+        best = errors.argmin(0)
+        coefficients = vectors @ (shrunk[:, best] * target)  # p d
+        spread = gram.new_zeros(len(mean), len(mean))
+        for u, z in blocks:
+            rotated = ((u.double() - centre) / scale) @ vectors
+            residual = (z - mean - rotated @ (vectors.mT @ coefficients)) / (
+                1 - rotated.square() @ shrunk[:, best]
+            )
+            spread += residual.mT @ residual / n
+        slope = (coefficients / scale[:, None]).to(states)
+        offset = (mean - centre @ (coefficients / scale[:, None])).to(states)
+        return lambda window: window @ slope + offset, spread.to(states)
+
+
+class MeanModel(WindowRegression):
+    """The mean of the training states, whatever is observed; its covariance is theirs. An NMSE of 1 is what this has."""
+
+    def __init__(self) -> None:
+        """Nothing to set."""
+        super().__init__(1)
+
+    def fit_regression(
+        self, sequences: list[Recording]
+    ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+        """Mean and covariance of the states."""
+        states = torch.cat([s.states for s in sequences])
+        mean, centred = states.mean(0), states - states.mean(0)
+        return (
+            lambda window: mean.expand(len(window), -1) + 0 * window[:, :1],
+            centred.mT @ centred / len(states),
+        )

@@ -1,0 +1,45 @@
+"""Models that take vectors, over observations that tell more: of a density ratio (`kbf.densities.ratio`) they see the mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Shaped
+from torch import Generator, Tensor
+
+from kbf.filters.protocols import Filter
+from kbf.filters.wrapper import FilterWrapper
+from kbf.recording import Recording, as_recordings
+
+
+class MeanFilter(FilterWrapper):
+    """A filter that sees the first d components of each observation."""
+
+    def __init__(self, inner: Filter[Any], d: int) -> None:
+        """``inner`` takes observations ``b d``."""
+        super().__init__(inner)
+        self.d = d
+
+    def observed(self, obs: Shaped[Tensor, "b w"]) -> Tensor:
+        """The mean in front of a code."""
+        return obs[:, : self.d]
+
+
+class OfMeans:
+    """A model (``prepare``, ``fit``) that learns from the first d components of observations, and whose filters see these."""
+
+    def __init__(self, model: Any, d: int) -> None:
+        """``model`` takes observations ``T d``."""
+        self.model, self.d = model, d
+
+    def cut(self, memory: Recording | list[Recording]) -> list[Recording]:
+        """The recordings as the model sees them."""
+        return [s._replace(obs=s.obs[:, : self.d]) for s in as_recordings(memory)]
+
+    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
+        """The model's."""
+        self.model.prepare(self.cut(memory), generator)
+
+    def fit(self, memory: Recording | list[Recording]) -> Filter[Any]:
+        """The model's, as a filter of what tells more."""
+        return MeanFilter(self.model.fit(self.cut(memory)), self.d)

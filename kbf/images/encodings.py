@@ -1,0 +1,186 @@
+"""Codes of images: what an encoder thinks the state is, good enough for every filter of vectors to run on.
+
+A `Encoding` holds several encoders with linear heads, its *members*, each fitted
+(`kbf.training.encoder_stage`) to all recordings but one chunk. Filters learn from the codes of that
+chunk, which come from the member that has not seen it, and so learn how wrong codes of new images
+are; a new image is encoded by the mean over the members.
+
+Members with ``components`` say more, a density ratio r(x, z) (`kbf.densities.ratio`): where the
+state may be, how surely, and whether the image tells anything. Their heads are trained by -log r
+(`kbf.training.encoder_stage`), and a new image has the mean of their ratios. Filters that know such
+ratios take the whole row (``tells``), the others its mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from kbf.densities.ratio import (
+    POINTS,
+    RatioDensity,
+    StateDensity,
+    encoding_width,
+    fit_state_density,
+    mixed,
+)
+from kbf.filters.protocols import Filter
+from kbf.filters.wrapper import FilterWrapper
+from kbf.manifolds import CIRCLE, FLAT, Manifold, manifold_of
+from kbf.recording import Recording, as_float
+
+LITTLE_DOUBT = -5.0
+"""Logarithm of pi_0 over the other shares, before training."""
+LOG_ROOTS = (-3.0, 7.0)
+"""Least and largest logarithm of one over a standard deviation, in units of the states'."""
+
+
+class Encoding(nn.Module):
+    """Images ``m *x`` -> codes ``m d``: the mean over members of mean + scale head(encoder(x)), brought to where states live.
+
+    Attributes:
+        z_mean: ``d``, mean of the training states. z_scale: one standard deviation for all
+            components. circle: states have norm 1.
+        components: Gaussians of a member's ratio, 0 for plain codes. points: ``500 d``, width:
+            ``()``, of p(z), with components.
+        tells: codes are whole ratios ``m w`` (`kbf.densities.ratio.mixed`), not their means alone.
+    """
+
+    z_mean: Tensor
+    z_scale: Tensor
+    circle: Tensor
+    points: Tensor
+    width: Tensor
+
+    def __init__(self, encoders: Iterable[nn.Module], d: int, components: int = 0) -> None:
+        """Untrained members.
+
+        Args:
+            encoders: ``m *x`` -> ``m p`` with an attribute ``features``, p; one for each member.
+            d: components of the state that an image tells.
+            components: of a member's ratio; 0 for members that tell a mean alone.
+        """
+        super().__init__()
+        self.encoders: nn.ModuleList = nn.ModuleList(encoders)
+        self.components, self.tells = components, False
+        numbers = encoding_width(d, components) - d if components else d
+        self.heads: nn.ModuleList = nn.ModuleList(
+            nn.Linear(int(encoder.features), numbers)  # pyright: ignore[reportArgumentType]
+            for encoder in self.encoders
+        )
+        self.register_buffer("z_mean", torch.zeros(d))
+        self.register_buffer("z_scale", torch.ones(()))
+        self.register_buffer("circle", torch.tensor(False))
+        if components:
+            self.register_buffer("points", torch.zeros(POINTS, d))
+            self.register_buffer("width", torch.ones(()))
+            for head in self.heads:  # else the first images, none of which tells anything yet, settle it that none ever does
+                nn.init.constant_(head.bias[:1], LITTLE_DOUBT)  # pyright: ignore[reportIndexIssue, reportArgumentType]
+
+    def prepare(self, states: Float[Tensor, "n d"]) -> None:
+        """Keep mean, scale and manifold of the training states, and their density."""
+        spread = states.var(0, correction=0).mean().sqrt()
+        self.z_mean.copy_(states.mean(0))
+        self.z_scale.copy_(torch.where(spread > 0, spread, 1))
+        self.circle.fill_(
+            states.shape[-1] == 2 and manifold_of(states) == CIRCLE and not self.components
+        )
+        if self.components:
+            density = fit_state_density(states)
+            self.points.copy_(density.points)
+            self.width.copy_(density.width)
+
+    @property
+    def manifold(self) -> Manifold:
+        """Where codes live."""
+        return CIRCLE if bool(self.circle) else FLAT
+
+    def answer(self, k: int, x: Shaped[Tensor, "m *x"]) -> Tensor:
+        """What member k says, in its own units."""
+        return self.heads[k](self.encoders[k](as_float(x, self.z_mean.dtype)))
+
+    def member(self, k: int, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m d"]:
+        """The code of member k alone, as it was regressed; of a ratio the mean."""
+        said = self.answer(k, x)
+        return (
+            self.row(said)[:, : len(self.z_mean)]
+            if self.components
+            else self.z_mean + self.z_scale * said
+        )
+
+    def row(self, said: Float[Tensor, "m k"]) -> Float[Tensor, "m w"]:
+        """The ratio in what a member says: E[z | x] = pi_0 E[z] + sum_j pi_j m_j in front, all in the units of the states."""
+        d, J = len(self.z_mean), self.components
+        log_shares = said[:, : J + 1].log_softmax(-1)
+        centres, entries = said[:, J + 1 :].unflatten(-1, (J, -1)).split([d, d * (d + 1) // 2], -1)
+        centres = self.z_mean + self.z_scale * centres
+        rows, columns = torch.tril_indices(d, d, device=said.device)
+        roots = torch.where(
+            rows == columns, entries.clamp(*LOG_ROOTS) - self.z_scale.log(), entries / self.z_scale
+        )
+        means = torch.cat([self.z_mean.expand(len(said), 1, d), centres], 1)
+        mean = (log_shares.exp()[..., None] * means).sum(1)
+        return torch.cat([mean, log_shares, torch.cat([centres, roots], -1).flatten(1)], -1)
+
+    @property
+    def density(self) -> RatioDensity:
+        """What the rows of members with components say of states."""
+        return RatioDensity(StateDensity(self.points, self.width))
+
+    def forward(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m d"]:
+        """The code of new images."""
+        if self.tells:
+            return mixed(
+                [self.row(self.answer(k, x)) for k in range(len(self.encoders))], len(self.z_mean)
+            )
+        encodings = [self.member(k, x) for k in range(len(self.encoders))]
+        mean = torch.stack(encodings).mean(0)
+        if mean.shape[-1] != 2:
+            return mean
+        return torch.where(
+            self.circle, CIRCLE.project(mean), mean
+        )  # a step that is exported cannot ask which it is
+
+    @torch.no_grad()
+    def crossfit(
+        self, sequence: Recording, held: Shaped[Tensor, " T"], batch_size: int = 256
+    ) -> Recording:
+        """The sequence with codes for observations; step t is encoded by member ``held[t]``, which has not seen it.
+
+        Of members with components the codes are whole ratios ``T w``, else ``T d``.
+        """
+        self.eval()
+        d, members = len(self.z_mean), len(self.encoders)
+        encodings = self.z_mean.new_zeros(
+            len(held), encoding_width(d, members * self.components) if self.components else d
+        )
+        for k in range(members):
+            for rows in (held == k).nonzero()[:, 0].split(batch_size):
+                images = sequence.obs[rows]
+                if self.components:
+                    encodings[rows] = mixed(
+                        [self.row(self.answer(k, images))] * members, d, alone=k
+                    )
+                else:
+                    encodings[rows] = self.manifold.project(self.member(k, images))
+        return sequence._replace(obs=encodings.to(sequence.states))
+
+
+class EncodedFilter(FilterWrapper):
+    """A filter of codes as a filter of images: each observation is encoded first."""
+
+    code: Encoding
+    dtype: torch.dtype
+
+    def __init__(self, code: Encoding, inner: Filter[Any], dtype: torch.dtype) -> None:
+        """``inner`` takes codes of type ``dtype``."""
+        super().__init__(inner)
+        self.code, self.dtype = code, dtype
+
+    def observed(self, obs: Shaped[Tensor, "b *x"]) -> Tensor:
+        """The codes."""
+        return self.code(obs).to(self.dtype)

@@ -1,0 +1,315 @@
+"""The one record that every part of the project passes around.
+
+Shape letters, the same in every docstring and annotation of the project:
+
+====  =====================================================================
+``b``  batch of sequences (``*b``: any number of leading batch dimensions)
+``T``  time steps
+``d``  components of the latent state z
+``x``  shape of one observation (``*x``: ``q`` numbers, or ``c h w`` for an image)
+``q``  components of an observation that is a vector
+``k``  components of a control
+``n``  points of the training memory
+``m``  other points (landmarks, transitions, queries)
+``p``  columns of an explicit feature map; ``r`` its rank
+``P``  particles
+====  =====================================================================
+
+One time convention: z_0 comes from the prior, then the state *moves*, then it is *observed*.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kbf.runtime import html_repr
+
+Array = Tensor | np.ndarray
+"""What may be given as data: tensors, and NumPy arrays, which become tensors."""
+
+ENCODE_IMAGES = "images must be encoded first: give the data an encoding with an encoder, as in configs/data/dsprites.yaml"
+"""What to do about observations that are images, in errors of filters of vectors."""
+
+
+@overload
+def tensor_of(values: Array, name: str) -> Tensor: ...
+@overload
+def tensor_of(values: Array | None, name: str) -> Tensor | None: ...
+def tensor_of(values: Any, name: str) -> Any:
+    """A NumPy array, or what can be read as one (of pandas, JAX), as a tensor that shares its memory if it can; others as they are.
+
+    Raises:
+        ValueError: a list, or an array whose entries are no numbers; ``name`` is in the message.
+
+    >>> tensor_of(np.arange(3.0), "states")
+    tensor([0., 1., 2.], dtype=torch.float64)
+    """
+    if isinstance(values, list):
+        raise ValueError(
+            f"{name} must be a tensor or a NumPy array, got a list: numpy.asarray({name}) makes an array of it"
+        )
+    if isinstance(values, Tensor) or not hasattr(values, "__array__"):
+        return values
+    array = np.asarray(values)
+    if array.dtype.kind not in "buif":
+        raise ValueError(
+            f"{name} must be numbers, got an array of {array.dtype}: {name}.astype(float) turns them into numbers"
+        )
+    array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+class RecordingFields(NamedTuple):
+    """What a `Recording` holds."""
+
+    states: Tensor
+    obs: Tensor
+    mask: Tensor | None = None
+    controls: Tensor | None = None
+
+
+class Recording(RecordingFields):
+    """States and observations of one recording, or of a batch of equally long ones.
+
+    Attributes:
+        states: ``*b T d``, the latent states z_t, in the units of the data.
+        obs: ``*b T *x``, the observations x_t.
+        mask: ``*b T`` bool or None; False where nothing was observed. None means all observed.
+        controls: ``*b T k`` or None: u_t is the control that acts in the move *to* step t (or the
+            time that the move takes).
+
+    >>> Recording(states=np.zeros((300, 2)), obs=np.zeros((300, 3)))
+    Recording(states: 300 x 2 float64, obs: 300 x 3 float64)
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls, states: Array, obs: Array, mask: Array | None = None, controls: Array | None = None
+    ) -> Recording:
+        """Tensors as they are; NumPy arrays become tensors.
+
+        Raises:
+            ValueError: lists, or arrays whose entries are no numbers.
+        """
+        acted = tensor_of(controls, "controls")
+        return super().__new__(
+            cls, tensor_of(states, "states"), tensor_of(obs, "obs"), tensor_of(mask, "mask"), acted
+        )
+
+    def __repr__(self) -> str:
+        return html_repr.described("Recording", self._asdict())
+
+    def _repr_html_(self) -> str:
+        first = self.states.flatten(0, -3)[0] if self.states.ndim > 2 else self.states
+        return html_repr.page("Recording", self._asdict(), first, "states")
+
+
+class Transitions(NamedTuple):
+    """Positions of the pairs (z_i, z_i') of a memory: source ``m`` and target ``m``, as indices into it."""
+
+    source: Tensor
+    target: Tensor
+
+
+def as_recordings(
+    memory: Recording | list[Recording] | tuple[Recording, ...],
+    *,
+    allow_missing_sensors: bool = False,
+) -> list[Recording]:
+    """Check a memory and return it as a list of single sequences.
+
+    Args:
+        memory: one or more recordings.
+        partial: observations may hold NaN, where a sensor was silent.
+
+    Raises:
+        ValueError: a sequence is no ``T d`` / ``T *x`` pair of one length, the sequences disagree
+            in d or x or in their controls ``T k``, a state, a control or an observed value is NaN
+            or infinite, or there is nothing in the memory.
+    """
+    sequences = [memory] if isinstance(memory, Recording) else list(memory)
+    for s in sequences:
+        if not isinstance(s, Recording):
+            raise ValueError(
+                f"recordings are kbf.Recording(states, observations) or a list of such, got a {type(s).__name__}"
+            )
+    sequences = [Recording(*s) for s in sequences]
+    if not sequences:
+        raise ValueError("the memory holds no sequence")
+    for k, s in enumerate(sequences):
+        if s.states.ndim != 2 or s.obs.ndim < 2 or len(s.states) != len(s.obs):
+            raise ValueError(
+                f"sequence {k}: states must be (T, d) and observations (T, ...) of one length, "
+                f"got {tuple(s.states.shape)} and {tuple(s.obs.shape)}"
+            )
+        if (
+            s.states.shape[1:] != sequences[0].states.shape[1:]
+            or s.obs.shape[1:] != sequences[0].obs.shape[1:]
+        ):
+            raise ValueError(
+                f"sequence {k}: its states or observations have another shape than those of sequence 0"
+            )
+        if s.mask is not None and s.mask.shape != s.states.shape[:1]:
+            raise ValueError(
+                f"sequence {k}: mask must be ({len(s.states)},), got {tuple(s.mask.shape)}"
+            )
+        check_finite(s.states, f"sequence {k}: states", advice=KNOWN_STATES)
+        if not allow_missing_sensors:
+            check_finite(s.obs if s.mask is None else s.obs[s.mask], f"sequence {k}: observations")
+        check_controls(s, sequences[0], k)
+    return sequences
+
+
+def check_controls(sequence: Recording, first: Recording, k: int) -> None:
+    """Raise a ValueError unless the controls of sequence k are finite, ``T k``, and as wide as those of the first one."""
+    if (sequence.controls is None) != (first.controls is None):
+        without, given = (k, 0) if sequence.controls is None else (0, k)
+        raise ValueError(
+            f"sequence {without} has no controls, sequence {given} has: give them for all recordings, or for none"
+        )
+    if sequence.controls is None or first.controls is None:
+        return
+    length, width = len(sequence.states), first.controls.shape[-1]
+    if sequence.controls.shape != (length, width):
+        told = f"controls must be {(length, width)}, one row a step, got {tuple(sequence.controls.shape)}"
+        raise ValueError(f"sequence {k}: {told}")
+    if bad := (~torch.isfinite(sequence.controls)).any(-1).nonzero().flatten().tolist():
+        told = f"controls hold NaN or infinite values in {len(bad)} of {length} rows (first: row {bad[0]})"
+        raise ValueError(
+            f"sequence {k}: {told}; a control is always known, also that of the first row: fill them in"
+        )
+
+
+def control_width(memory: Recording | list[Recording]) -> int:
+    """Components of the controls of recordings, 0 where they have none."""
+    first = memory if isinstance(memory, Recording) else memory[0]
+    return 0 if first.controls is None else first.controls.shape[-1]
+
+
+def moves(sequences: list[Recording]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """All pairs of successive states, source ``m d`` and target ``m d``, and the control ``m k`` of each move if there are any."""
+    source, target = (
+        torch.cat([s.states[part] for s in sequences]) for part in (slice(-1), slice(1, None))
+    )
+    acted = [s.controls[1:] for s in sequences if s.controls is not None]
+    return source, target, torch.cat(acted) if acted else None
+
+
+def as_float(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Images as floating-point numbers: uint8 divided by 255, floating-point numbers as they are, in ``dtype``.
+
+    A finite number beyond the range of ``dtype`` becomes its largest: it stays a number.
+
+    Raises:
+        ValueError: whole numbers other than uint8, whose range is not known.
+
+    >>> as_float(torch.tensor([0, 51, 255], dtype=torch.uint8), torch.float32)
+    tensor([0.0000, 0.2000, 1.0000])
+    """
+    if x.dtype == torch.uint8:
+        return x.to(dtype) / 255
+    if not x.is_floating_point():
+        raise ValueError(
+            f"images are uint8 or floating-point numbers around [0, 1], not {str(x.dtype).removeprefix('torch.')}"
+        )
+    largest = torch.finfo(dtype).max
+    return (
+        x.to(dtype)
+        if torch.finfo(x.dtype).max <= largest
+        else torch.where(x.isinf(), x, x.clamp(-largest, largest)).to(dtype)
+    )
+
+
+def missing_where_masked(sequences: Recording | list[Recording]) -> list[Recording]:
+    """Recordings, checked, without masks: a step that is masked is one at which no sensor spoke."""
+    return [
+        s
+        if s.mask is None
+        else s._replace(obs=torch.where(s.mask[:, None], s.obs, torch.nan), mask=None)
+        for s in as_recordings(sequences, allow_missing_sensors=True)
+    ]
+
+
+MASK_MISSING = "To treat such observations as missing, mark them in the mask: kbf.recording.mask_missing(sequence) does it."
+"""What to do about NaN among observations."""
+KNOWN_STATES = "A filter learns from known states: leave such rows out, or fill them in; a recording may be cut there in two."
+"""What to do about NaN among states."""
+
+
+def check_finite(values: Tensor, name: str, *, advice: str = MASK_MISSING) -> None:
+    """Raise a ValueError that counts the NaN and infinite entries of ``values`` and says what to do (``advice``)."""
+    if values.is_floating_point() and not torch.isfinite(values).all():
+        bad = (~torch.isfinite(values)).reshape(len(values), -1).any(-1).nonzero().flatten()
+        raise ValueError(
+            f"{name} hold NaN or infinite values in {len(bad)} of {len(values)} rows (first: row {int(bad[0])}). {advice}"
+        )
+
+
+def mask_missing(sequence: Recording) -> Recording:
+    """Mark every observation with a NaN or infinite entry as missing, and put zeros in its place."""
+    finite = torch.isfinite(sequence.obs).flatten(sequence.states.ndim - 1).all(-1)
+    mask = finite if sequence.mask is None else finite & sequence.mask
+    keep = mask.reshape(mask.shape + (1,) * (sequence.obs.ndim - mask.ndim))
+    return sequence._replace(
+        obs=torch.where(keep, sequence.obs, torch.zeros_like(sequence.obs)), mask=mask
+    )
+
+
+def transitions(lengths: list[int], device: torch.device | None = None) -> Transitions:
+    """Pairs (i, i + 1) of sequences that lie one behind the other; no pair crosses the end of a sequence.
+
+    >>> transitions([3, 2])
+    Transitions(source=tensor([0, 1, 3]), target=tensor([1, 2, 4]))
+    """
+    starts = [sum(lengths[:k]) for k in range(len(lengths))]
+    parts = [
+        torch.arange(s, s + length - 1, device=device)
+        for s, length in zip(starts, lengths, strict=True)
+    ]
+    source = torch.cat(parts)
+    return Transitions(source, source + 1)
+
+
+def observed_pairs(sequences: list[Recording]) -> tuple[Tensor, Tensor]:
+    """States ``n d`` and observations ``n *x`` of the steps that were observed, of all sequences."""
+    keep = [slice(None) if s.mask is None else s.mask for s in sequences]
+    states = torch.cat([s.states[k] for s, k in zip(sequences, keep, strict=True)])
+    return states, torch.cat([s.obs[k] for s, k in zip(sequences, keep, strict=True)])
+
+
+def pad(sequences: list[Recording]) -> Recording:
+    """Stack sequences of different lengths into one batch; the steps behind the end of each are masked.
+
+    States of the padding are NaN (an error over them would be noticed), observations and controls
+    zero, mask False.
+    """
+    length = max(len(s.states) for s in sequences)
+    first = sequences[0]
+    states = first.states.new_full((len(sequences), length, *first.states.shape[1:]), float("nan"))
+    obs = first.obs.new_zeros((len(sequences), length, *first.obs.shape[1:]))
+    mask = torch.zeros(len(sequences), length, dtype=torch.bool, device=first.states.device)
+    controls = (
+        None
+        if first.controls is None
+        else first.controls.new_zeros(len(sequences), length, first.controls.shape[-1])
+    )
+    for k, s in enumerate(sequences):
+        t = len(s.states)
+        states[k, :t], obs[k, :t] = s.states, s.obs
+        mask[k, :t] = True if s.mask is None else s.mask
+        if controls is not None and s.controls is not None:
+            controls[k, :t] = s.controls
+    return Recording(states, obs, mask, controls)
+
+
+def check_vectors(sequences: list[Recording], name: str) -> None:
+    """Raise a ValueError if observations are no vectors; ``name`` says what needs them."""
+    if sequences[0].obs.ndim != 2:
+        raise ValueError(
+            f"{name} needs observations that are vectors, got {tuple(sequences[0].obs.shape[1:])}; {ENCODE_IMAGES}"
+        )

@@ -1,0 +1,207 @@
+"""What a file may build: all that the configuration inside of a checkpoint can name, by kind, and what may stand inside of what.
+
+A checkpoint is data from somebody. Its configuration names classes (``_target_``) and gives their
+arguments: those that stand here are built, with plain values or objects of the kinds of `INSIDE` as
+arguments, and nothing else is ever called or even imported. A new model, encoder, transform, data
+set or true model of kbf gets its line here. A class of your own needs none: the commands take it
+from your configuration, and its checkpoints load with ``trust=true``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+REGISTERED: dict[str, tuple[str, ...]] = {
+    "model": (
+        "kbf.filters.gaussian.ekf.EKF",
+        "kbf.filters.gaussian.learned_kalman.LearnedKalman",
+        "kbf.filters.neural.backprop_kf.BackpropKF",
+        "kbf.filters.neural.dpf.DPF",
+        "kbf.filters.neural.gru.GRUFilter",
+        "kbf.filters.neural.gru_end_to_end.GRUImages",
+        "kbf.filters.neural.rkn.RKNFilter",
+        "kbf.filters.kernel.simulated_kbf.SimulatedKBF",
+        "kbf.filters.kernel.kbf.KBF",
+        "kbf.filters.kernel.feature_kbf.FeatureKBF",
+        "kbf.filters.kernel_monte_carlo.model.KernelMonteCarlo",
+        "kbf.filters.neural.lstm.LSTMFilter",
+        "kbf.filters.particle.bootstrap.ParticleFilter",
+        "kbf.filters.particle.learned.LearnedParticleFilter",
+        "kbf.filters.particle.learned.ObservationParticleFilter",
+        "kbf.filters.particle.learned.PixelParticleFilter",
+        "kbf.filters.regression.kernel_ridge.FrameRegression",
+        "kbf.filters.gaussian.ukf.UKF",
+        "kbf.filters.regression.boosting.WindowBoosting",
+        "kbf.filters.regression.window.MeanModel",
+        "kbf.filters.regression.window.WindowRidge",
+    ),
+    "encoder": (
+        "kbf.images.augment.Augment",
+        "kbf.images.encoders.Backbone",
+        "kbf.images.encoders.CNN",
+        "kbf.images.encoders.PaperMLP",
+        "kbf.images.encoders.SoftArgmaxCNN",
+    ),
+    "transform": ("kbf.images.augment.PixelNoise",),
+    "source": (
+        "kbf.data.dmlab.OrientationImages",
+        "kbf.data.dsprites.DSprites",
+        "kbf.data.files.dataset.OwnData",
+        "kbf.data.pendulum.Pendulum",
+        "kbf.data.pendulum_rkn.PendulumRKN",
+        "kbf.data.recorded.RecordedData",
+        "kbf.data.synthetic.SyntheticData",
+    ),
+    "problem": (
+        "kbf.data.dsprites.position_model",
+        "kbf.data.noise_systems.Clutter",
+        "kbf.data.noise_systems.Fork",
+        "kbf.data.noise_systems.HeavyTails",
+        "kbf.data.noise_systems.Multiplicative",
+        "kbf.data.noise_systems.Spikes",
+        "kbf.data.noise_systems.Volatility",
+        "kbf.data.pendulum.PendulumModel",
+        "kbf.ssm.OrientationModel",
+        "kbf.ssm.oscillatory",
+        "kbf.ssm.rotation",
+    ),
+}
+"""Full names by kind. The problems are true models: makers of them that take numbers alone are the only functions here."""
+
+INSIDE: dict[str, tuple[str, ...]] = {
+    "model": ("encoder", "problem"),
+    "encoder": ("encoder", "transform"),
+    "transform": (),
+    "source": ("problem",),
+    "problem": (),
+}
+"""The kinds that arguments of a kind may be of."""
+
+DEEPEST, MOST = 50, 100_000
+"""Levels and entries of the configuration inside of a file, at most."""
+
+
+LARGEST: dict[str, int] = {
+    **dict.fromkeys(("n_train", "n_test", "window", "stride", "batch_size"), 100_000),
+    **dict.fromkeys(("particles", "points", "run", "epochs"), 1_000_000),
+    **dict.fromkeys(("rank", "local", "iterations", "width", "fourier"), 10_000),
+    **dict.fromkeys(("hidden", "features", "sizes", "d", "controls", "keypoints", "size"), 2048),
+    **dict.fromkeys(("channels", "draws", "neurons", "repeat", "folds", "steps"), 512),
+    "members": 64,
+    "kernel": 15,
+}
+"""Sizes that a file may ask for, at most, by the name of the argument; of a list each entry."""
+
+IMAGES = (
+    "kbf.data.dmlab.OrientationImages",
+    "kbf.data.dsprites.DSprites",
+    "kbf.data.pendulum.Pendulum",
+    "kbf.data.pendulum_rkn.PendulumRKN",
+)
+"""Sources that draw images: of these a file gets no more than `MOST_IMAGES`."""
+
+MOST_IMAGES, MOST_PIXELS, MOST_LAYERS = 20_000, 200_000, 32
+"""Images, numbers of one observation, and entries of a list of sizes, at most."""
+
+
+def check_sizes(target: str, arguments: dict[str, Any]) -> None:
+    """Raise a ValueError if the sizes that a file asks for would fill the memory before anything is computed.
+
+    Args:
+        target: what is built; a recording on this machine (`OwnData`) is as long as it is.
+        arguments: plain values by name.
+    """
+    for key, value in arguments.items():
+        numbers = list(value) if isinstance(value, list | tuple) else [value]
+        counted = key in ("q", "size", "image") and all(
+            isinstance(number, int | float) for number in numbers
+        )
+        if counted and math.prod(numbers) > MOST_PIXELS:
+            raise too_large(key, value, f"{MOST_PIXELS:,} numbers")
+        most = LARGEST.get(key)
+        if most is None or (target == "kbf.data.files.dataset.OwnData" and key == "n_train"):
+            continue
+        most = MOST_IMAGES if target in IMAGES and key in ("n_train", "n_test") else most
+        if len(numbers) > MOST_LAYERS:
+            raise too_large(key, f"{len(numbers)} numbers", f"{MOST_LAYERS} numbers")
+        for number in numbers:
+            if isinstance(number, int | float) and number > most:
+                raise too_large(key, number, f"{most:,}")
+
+
+def too_large(key: str, value: Any, most: str) -> ValueError:
+    """What to say of such a size."""
+    return ValueError(
+        f"{key} is {value!r:.50}: a file may ask for {most} at most. For a file that you trust: trust=true"
+    )
+
+
+def check_registered(name: Any, kinds: tuple[str, ...]) -> str:
+    """The kind of a name, which must be registered for one of ``kinds``.
+
+    Raises:
+        ValueError: it is not.
+    """
+    for kind in kinds:
+        if name in REGISTERED[kind]:
+            return kind
+    if kind := next((kind for kind, names in REGISTERED.items() if name in names), None):
+        raise ValueError(
+            f"_target_ {name!r} is of the kind {kind}: a file may name {' or '.join(kinds) or 'nothing'} here"
+        )
+    raise ValueError(
+        f"_target_ {name!r} is no class or function that a file may build: it does not exist among the registered ones of kbf. "
+        "For a file that you trust: trust=true"
+    )
+
+
+def check_plain(config: Any, what: str = "the configuration") -> None:
+    """Raise a ValueError unless ``config`` is nested dicts with text as keys, lists and plain values, of a reasonable size."""
+    waiting, count = [(config, 0)], 0
+    while waiting:
+        value, depth = waiting.pop()
+        count += 1
+        if depth > DEEPEST or count > MOST:
+            raise ValueError(f"{what} has more than {DEEPEST} levels or {MOST:,} entries")
+        if isinstance(value, dict):
+            if wrong := [key for key in value if not isinstance(key, str)]:
+                raise ValueError(f"{what} has the key {wrong[0]!r:.50}, which is no text")
+            waiting += [(each, depth + 1) for each in value.values()]
+        elif isinstance(value, list | tuple):
+            waiting += [(each, depth + 1) for each in value]
+        elif not (value is None or type(value) in (str, int, float, bool)):
+            raise ValueError(
+                f"{what} holds a {type(value).__name__}, where numbers, text, lists and names with values belong"
+            )
+
+
+FILES: dict[str, tuple[str, ...]] = {
+    "kbf.data.dmlab.OrientationImages": ("frames",),
+    "kbf.data.dsprites.DSprites": ("images",),
+    "kbf.data.files.dataset.OwnData": ("path", "table"),
+    "kbf.images.encoders.Backbone": ("weights",),
+}
+"""Arguments that name files."""
+
+
+def files_named(config: Any) -> list[str]:
+    """The files that building ``config`` would read, as it names them."""
+    if isinstance(config, list | tuple):
+        return [path for value in config for path in files_named(value)]
+    if not isinstance(config, dict):
+        return []
+    mine = [config.get(key) for key in FILES.get(str(config.get("_target_")), ())]
+    return [str(path) for path in mine if path not in (None, "rendered")] + files_named(
+        list(config.values())
+    )
+
+
+def without_weights(config: Any) -> Any:
+    """A model's configuration that names no file with weights to start from: a checkpoint holds all of them."""
+    if isinstance(config, list | tuple):
+        return [without_weights(value) for value in config]
+    if not isinstance(config, dict):
+        return config
+    named = FILES.get(str(config.get("_target_")), ())
+    return {key: None if key in named else without_weights(value) for key, value in config.items()}

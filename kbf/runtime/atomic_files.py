@@ -1,0 +1,209 @@
+"""Files that are whole or absent: written under a temporary name, flushed to the disk, then moved into place."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+LOCK = ".lock"
+"""The file in a folder that says which process writes there (`locked`)."""
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary path beside ``path`` to write to; it takes the place of ``path`` at the end, or vanishes on an error.
+
+    Whenever the process is killed or the power fails, ``path`` holds all of the old contents or all
+    of the new. What a killed process leaves is a file whose name begins with its number; whoever
+    writes to ``path`` next removes it (`sweep`).
+
+    Raises:
+        OSError: ``path`` is a folder, or its folder cannot be made.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    sweep(path.parent, path.name)
+    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    try:
+        try:
+            yield temporary
+        except RuntimeError as error:  # what PyTorch makes of a disk that is full
+            if "inline_container" not in str(error) and "PytorchStreamWriter" not in str(error):
+                raise
+            raise OSError(
+                errno.ENOSPC, "cannot be written whole (is the disk full?)", str(path)
+            ) from error
+        flush(temporary)
+        os.replace(temporary, path)
+        flush(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Write a file, or the names in a folder, to the disk: until then a power failure may take it."""
+    if path.is_dir() and os.name != "posix":  # only there are folders opened like files
+        return
+    descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    try:
+        with suppress(OSError):  # file systems that cannot
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def scratch(directory: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary folder inside of ``directory``, gone at the end; what a killed process leaves, `sweep` removes."""
+    there = Path(directory).is_dir()
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix=f".{os.getpid()}-", dir=directory, ignore_cleanup_errors=True
+        ) as made:
+            yield Path(made)
+    finally:
+        if not there:
+            with suppress(OSError):  # something else is in it by now
+                Path(directory).rmdir()
+
+
+def sweep(directory: str | os.PathLike[str], name: str | None = None) -> None:
+    """Remove the temporary files and folders that killed processes have left in a folder (`replacing`, `scratch`).
+
+    ``name``: only those that were to become the file of this name.
+    """
+    for path in Path(directory).glob(".*"):
+        owner = re.match(r"\.(\d+)-", path.name)
+        if (
+            owner is None
+            or (name is not None and path.name[owner.end() :] != name)
+            or runs(int(owner[1]))
+        ):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def runs(process: int) -> bool:
+    """Whether there is a process of this number on this machine; True where the system does not say."""
+    if os.name != "posix":
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # somebody else's
+        pass
+    return True
+
+
+@contextmanager
+def locked(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Be the only process that writes to a folder, and sweep it.
+
+    The lock is the system's, on a file with the number of this process, which is removed at the
+    end. A killed process loses the lock, and the file that it leaves stops nobody. Systems without
+    file locks have none.
+
+    Raises:
+        ValueError: another process has the lock.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    path = directory / LOCK
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            file.close()
+            raise ValueError(
+                f"{directory} is being written by {owner}: wait until it ends, or name another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            break
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            break
+        file.close()  # its owner removed it between our opening and locking it
+    try:
+        file.truncate(0)
+        file.write(f"process {os.getpid()}")
+        file.flush()
+        sweep(directory)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()
+
+
+def check_archive(path: str | os.PathLike[str]) -> None:
+    """Raise unless every byte of a checkpoint's contents is as it was written.
+
+    PyTorch's files are zip archives, uncompressed, with a CRC-32 for each tensor; `torch.load` does
+    not look at it, and a single flipped bit loads as another number.
+
+    Raises:
+        ValueError: no such archive, or one that has changed since. OSError: a file that cannot be
+            opened.
+    """
+    with open(path, "rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                for entry in archive.infolist():
+                    plain = (
+                        entry.compress_type == zipfile.ZIP_STORED
+                        and entry.compress_size == entry.file_size
+                    )
+                    if not plain or entry.external_attr:
+                        raise ValueError(f"{entry.filename} is not as PyTorch writes it")
+                if (damaged := archive.testzip()) is not None:
+                    raise ValueError(f"{damaged} has changed since it was written")
+        except Exception as error:  # what a damaged archive raises is beyond listing
+            raise ValueError(" ".join(str(error).split())[:200]) from error
+
+
+def copy(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Copy a file in one step."""
+    with replacing(path) as temporary:
+        shutil.copyfile(source, temporary)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file in one step."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
+    """Write a JSON file in one step."""
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows of one kind as CSV in one step; the keys of the first row are the header."""
+    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,1 @@
+"""The workshop: reproductions of the papers, benchmarks and stress tests. Not part of the installed package."""

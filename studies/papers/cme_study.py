@@ -1,0 +1,296 @@
+"""What figures 1-7 and 9-15 of the LCKME draft ask of one problem with a known conditional distribution N(mean(x), cov).
+
+Three kinds of work: ``grid`` (all bandwidths and ridges), ``chosen`` (those of cross-validation, at
+each n and each d_x) and ``time`` (the same for each size m of the cheap forms).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import product
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kbf.filters.kernel.hyperparameters import best_of
+from kbf.plots.charts import Figure, curves
+from kbf.rkhs.embeddings import Embedding
+from studies.papers.base import Job, Row, Settings, Verdict, means, wilcoxon
+from studies.papers.cme_forms import (
+    ALL_POINTS,
+    CKME,
+    LCKME,
+    METHODS,
+    NWKR,
+    RANDOM,
+    cv_score,
+    density,
+    fit,
+    norm_error,
+    split,
+)
+
+EQUAL_WITHIN = 1.1
+"""What "as accurate" means in the verdicts: at most a tenth more error."""
+
+
+class Problem(NamedTuple):
+    """Training pairs x ``n q`` and y ``n d``; queries ``b q`` with the truth N(mean ``b d``, cov ``d d``) of y there."""
+
+    x: Tensor
+    y: Tensor
+    queries: Tensor
+    mean: Tensor
+    cov: Tensor
+
+
+def local_size(n: int) -> int:
+    """m = n^(2/3), the draft's k (section 5.4)."""
+    return max(2, round(n ** (2 / 3)))
+
+
+def jobs(settings: Settings) -> list[Job]:
+    """One for each run and each problem of a figure."""
+    shared = {key: settings[key] for key in ("sigmas", "ridges", "variance_y", "queries")}
+    n, d = settings["n"], settings["d"]
+    kinds = [{"kind": "grid", "n": n, "d": d, "m": local_size(n)}]
+    problems = dict.fromkeys(
+        [
+            *((size, d) for size in settings["sizes"]),
+            *((n, inputs) for inputs in settings["dimensions"]),
+        ]
+    )
+    kinds += [
+        {"kind": "chosen", "n": size, "d": inputs, "m": local_size(size)}
+        for size, inputs in problems
+    ]
+    for i, m in enumerate(settings["m"]):  # those of all points have no m: once
+        methods = [method for method in METHODS if i == 0 or method not in ALL_POINTS]
+        kinds.append({"kind": "time", "n": settings["time_n"], "d": d, "m": m, "methods": methods})
+    seeds = range(settings["seed"], settings["seed"] + settings["runs"])
+    return [{**kind, "run": run, **shared} for run in seeds for kind in kinds]
+
+
+def work(job: Job, p: Problem) -> list[Row]:
+    """The errors of every method, at all bandwidths and ridges or at those that cross-validation chooses."""
+    m, seed, variance_y = job["m"], job["run"], job["variance_y"]
+    grid = list(product(job["sigmas"], job["ridges"]))
+    if job["kind"] == "grid":
+        return [row(job, p, method, *at) for at in grid for method in METHODS]
+    parts = split(p.x, p.y, variance=variance_y)
+    rows = []
+    for method in job.get("methods", METHODS):
+        mine = (
+            grid if method != NWKR else list(product(job["sigmas"], job["ridges"][:1]))
+        )  # it has no ridge
+        chosen = best_of(
+            mine,
+            lambda at, to=method: cv_score(parts, to, variance=at[0], reg=at[1], m=m, seed=seed),
+        )
+        rows.append(row(job, p, method, *chosen))
+    return rows
+
+
+def row(job: Job, p: Problem, method: str, sigma: float, reg: float) -> Row:
+    """The errors of one fit, means over the queries, and the time of the fit and the means there."""
+    began = time.process_time()
+    form = fit(method, p.x, p.y, variance=sigma, reg=reg, m=job["m"], seed=job["run"])
+    mean = form.mean(p.queries)
+    seconds = time.process_time() - began
+    w = form.weights(p.queries)
+    mode = Embedding(p.y, w).mode(lambda a, b: density(a, b, variance=job["variance_y"]))
+    return {
+        **{key: job[key] for key in ("kind", "run", "n", "d", "m")},
+        "method": method,
+        "sigma": sigma,
+        "ridge": reg,
+        "rkhs": norm_error(w, p.y, p.mean, p.cov, variance=job["variance_y"]).mean().item(),
+        "mean": (mean - p.mean).square().sum(-1).mean().item(),
+        "mode": (mode - p.mean).square().sum(-1).mean().item(),
+        "noise": p.cov.trace().item(),
+        "seconds": seconds,
+    }
+
+
+def judge(rows: list[Row]) -> list[Verdict]:
+    """What the draft hopes of the local form, in RKHS-norm errors."""
+    verdicts, settings = [], [r for r in rows if r["kind"] == "grid"]
+    best = {method: lowest(settings, method) for method in (CKME, LCKME)}
+    share = best[LCKME]["rkhs"] / best[CKME]["rkhs"]
+    ours = "; ".join(
+        f"{k} {v['rkhs']:.3g} (sigma {v['sigma']:g}, ridge {v['ridge']:g})" for k, v in best.items()
+    )
+    verdicts.append(
+        Verdict(
+            "LCKME is as accurate as CKME (within 10 %), each at its best sigma and ridge",
+            ours,
+            share <= EQUAL_WITHIN,
+        )
+    )
+    sizes, inputs = sweep(rows, "n"), sweep(rows, "d")
+    for name, mine in (("n", sizes), ("d", inputs)):
+        verdicts.append(
+            compare(
+                f"LCKME is as accurate as CKME (within 10 %) at every {name}, both cross-validated",
+                mine,
+                name,
+                CKME,
+                EQUAL_WITHIN,
+            )
+        )
+    for other in (RANDOM, NWKR):
+        verdicts.append(
+            compare(
+                f"LCKME is more accurate than {other} at every n, both cross-validated",
+                sizes,
+                "n",
+                other,
+                1.0,
+            )
+        )
+    return [
+        v._replace(asked=True) for v in (*verdicts, faster(rows), alike(sizes))
+    ]  # the draft reports no result
+
+
+def sweep(rows: list[Row], name: str) -> list[Row]:
+    """Rows of cross-validated fits in which ``name`` (n or d) varies and the other is that of the grid."""
+    other = {"n": "d", "d": "n"}[name]
+    base = next(r for r in rows if r["kind"] == "grid")
+    return sorted(
+        (r for r in rows if r["kind"] == "chosen" and r[other] == base[other]),
+        key=lambda r: r[name],
+    )
+
+
+def lowest(rows: list[Row], method: str) -> Row:
+    """The bandwidth and ridge of a method with the smallest mean error over the runs."""
+    table = means([r for r in rows if r["method"] == method], ["method", "sigma", "ridge"], "rkhs")
+    return min(table, key=lambda r: r["rkhs"])
+
+
+def compare(finding: str, rows: list[Row], by: str, other: str, most: float) -> Verdict:
+    """Whether LCKME's error is at most ``most`` times the other's at every value of ``by``."""
+    error = {(r[by], r["method"]): r["rkhs"] for r in means(rows, [by, "method"], "rkhs")}
+    share = {at: error[at, LCKME] / error[at, other] for at in dict.fromkeys(r[by] for r in rows)}
+    ours = f"LCKME's error over that of {other}: " + ", ".join(
+        f"{s:.2f} at {by} = {at}" for at, s in share.items()
+    )
+    return Verdict(finding, ours, all(s <= most for s in share.values()))
+
+
+def faster(rows: list[Row]) -> Verdict:
+    """The cheapest LCKME that comes close to CKME, in the same number of queries."""
+    table = means([r for r in rows if r["kind"] == "time"], ["method", "m"], "rkhs", "seconds")
+    full = min((r for r in table if r["method"] == CKME), key=lambda r: r["seconds"])
+    near = [r for r in table if r["method"] == LCKME and r["rkhs"] <= EQUAL_WITHIN * full["rkhs"]]
+    finding = "LCKME reaches CKME's error (within 10 %) in less time"
+    if not near:
+        return Verdict(finding, "it does not reach it at any m", False)
+    r = min(near, key=lambda r: r["seconds"])
+    ours = f"m = {r['m']}: {r['rkhs']:.3g} in {1e3 * r['seconds']:.2g} ms; CKME {full['rkhs']:.3g} in {1e3 * full['seconds']:.2g} ms"
+    return Verdict(finding, ours, r["seconds"] < full["seconds"])
+
+
+def differences(rows: list[Row]) -> list[Row]:
+    """For each run and n the decades between a method's cross-validated sigma and ridge and those of CKME (figures 7 and 15)."""
+    full = {(r["run"], r["n"]): r for r in rows if r["method"] == CKME}
+    optima = []
+    for r in rows:
+        exact = full[r["run"], r["n"]]
+        sigma, ridge = (math.log10(r[key] / exact[key]) for key in ("sigma", "ridge"))
+        optima.append({"method": r["method"], "sigma": sigma, "ridge": ridge, "off": abs(sigma)})
+    return optima
+
+
+def alike(rows: list[Row]) -> Verdict:
+    """Whether cross-validation of the local form may stand in for that of the full one."""
+    off = {r["method"]: r["off"] for r in means(differences(rows), ["method"], "off")}
+    ours = "mean distance of log10 sigma: " + ", ".join(
+        f"{name} {off[name]:.2f}" for name in (LCKME, RANDOM, NWKR)
+    )
+    return Verdict(
+        "cross-validation chooses CKME's sigma for LCKME too (within half a decade on average)",
+        ours,
+        off[LCKME] <= 0.5,
+    )
+
+
+def tests(rows: list[Row]) -> list[Row]:
+    """Wilcoxon signed-rank tests between the methods, cross-validated, at each n and d."""
+    return wilcoxon([r for r in rows if r["kind"] == "chosen"], "rkhs", ["n", "d"])
+
+
+def draw(rows: list[Row], figures: tuple[int, ...], more: list[Row]) -> Figure:
+    """Figures 2-7 (9-15); ``more`` are points of further panels.
+
+    Args:
+        rows: of the experiment.
+        figures: the draft's numbers for the panels: sigma, ridge, d_x, n, time, differences.
+        more: with the columns panel, at, method, error and se.
+    """
+    grid, sizes, points = [r for r in rows if r["kind"] == "grid"], sweep(rows, "n"), []
+    for number, key in zip(figures[:2], ("sigma", "ridge"), strict=True):
+        other = {"sigma": "ridge", "ridge": "sigma"}[key]
+        for method, value in product(METHODS, sorted({r[key] for r in grid})):
+            r = lowest([r for r in grid if r[key] == value], method)
+            points.append(
+                point(f"fig. {number}: RKHS error, {key} (best {other})", value, r, "rkhs")
+            )
+    for number, mine, key, label in (
+        (figures[2], sweep(rows, "d"), "d", "d_x"),
+        (figures[3], sizes, "n", "n"),
+    ):
+        points += [
+            point(f"fig. {number}: RKHS error, {label}", r[key], r, "rkhs")
+            for r in means(mine, ["method", key], "rkhs")
+        ]
+    for value in ("mean", "mode"):
+        squares = [{**r, value: r[value] + r["noise"]} for r in sizes]
+        for r in means(squares, ["method", "n"], value):
+            rooted = {
+                **r,
+                value: math.sqrt(r[value]),
+                f"{value}_se": r[f"{value}_se"] / (2 * math.sqrt(r[value])),
+            }
+            points.append(
+                point(f"fig. {figures[3]}: RMSE of the {value}, n", r["n"], rooted, value)
+            )
+    timed = [r for r in rows if r["kind"] == "time"]
+    for method in METHODS:
+        by = ["method"] if method in ALL_POINTS else ["method", "m"]
+        for r in means([r for r in timed if r["method"] == method], by, "rkhs", "seconds"):
+            points.append(point(f"fig. {figures[4]}: RKHS error, seconds", r["seconds"], r, "rkhs"))
+    for r in means(differences(sizes), ["method"], "sigma", "ridge"):
+        factor = {**r, "ridge": 10 ** r["ridge"], "ridge_se": None}
+        points.append(
+            point(
+                f"fig. {figures[5]}: factors to CKME's sigma and ridge",
+                10 ** r["sigma"],
+                factor,
+                "ridge",
+            )
+        )
+    return curves(
+        [*points, *more],
+        x="at",
+        y="error",
+        by="method",
+        se="se",
+        panel="panel",
+        log="xy",
+        xlabel=" ",
+        ylabel=" ",
+    )
+
+
+def point(panel: str, at: float | int, r: Row, value: str) -> Row:
+    """A point of the picture."""
+    return {
+        "panel": panel,
+        "at": at,
+        "method": r["method"],
+        "error": r[value],
+        "se": r[f"{value}_se"],
+    }

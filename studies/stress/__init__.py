@@ -1,0 +1,1 @@
+"""Stress tests: kills, damaged files, bad input and endurance runs."""

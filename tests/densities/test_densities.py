@@ -1,0 +1,378 @@
+"""Conditional laws: densities by quadrature, moments and draws against them, gradients, and fits to their own samples."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+import scipy.optimize
+import torch
+from torch import Tensor
+
+from kbf.densities.base import ConditionalDensity, Features, gamma
+from kbf.densities.categorical import ascend
+from kbf.densities.gaussian import GaussianDensity, refitted
+from kbf.densities.glm import GLMDensity
+from kbf.densities.mdn import MixtureDensityNetwork, fit_networks
+from kbf.densities.mixtures import MapMixture, expectation_maximisation
+from kbf.densities.ridge import fit_ridge_map
+from kbf.densities.selection import candidate, fit_density, lattice, select_density
+from kbf.rkhs.linalg import cholesky
+
+F64 = torch.float64
+REAL = ("gaussian", "student", "clutter", "spread", "branches", "networks")
+WHOLE = ("poisson", "negbin", "bernoulli", "categories")
+LEVELS = {"bernoulli": 2, "categories": 4}
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=F64, generator=generator(seed))
+
+
+def inputs(n: int, seed: int = 0) -> Tensor:
+    return 4 * torch.rand(n, 1, dtype=F64, generator=generator(seed)) - 2
+
+
+def outputs(kind: str, u: Tensor, seed: int = 1) -> Tensor:
+    """Draws from a law of this kind around sin(2 u)."""
+    g, middle = generator(seed), (2 * u).sin()
+    e, share = (
+        torch.randn(u.shape, dtype=F64, generator=g),
+        torch.rand(u.shape, dtype=F64, generator=g),
+    )
+    if kind == "student":
+        return middle + 0.2 * e / (-share.log()).sqrt()
+    if kind == "clutter":
+        return torch.where(
+            share < 0.3, 6 * torch.rand(u.shape, dtype=F64, generator=g) - 3, middle + 0.1 * e
+        )
+    if kind == "spread":
+        return middle + (u - 1).exp() * e
+    if kind == "branches":
+        return torch.where(share < 0.4, middle, 1.5 - u) + 0.1 * e
+    if kind == "networks":  # skewed, by an amount that depends on u
+        return middle + 0.1 * e - (0.2 + 0.4 * (u > 0)) * share.log()
+    if kind == "poisson":
+        return torch.poisson((1 + middle).exp(), g)
+    if kind == "negbin":
+        return torch.poisson((1 + middle).exp() * gamma(torch.full_like(u, 1.5), g) / 1.5, g)
+    if kind == "categories":  # 0 to 3, without an order
+        scores = 3 * (2 * u + torch.tensor([0.0, 3.0, 1.5, 4.5])).cos()
+        return torch.multinomial(scores.softmax(-1), 1, generator=g).double()
+    if kind == "bernoulli":
+        return (share < (2 * middle).sigmoid()).double()
+    return middle + 0.3 * e
+
+
+@pytest.fixture(scope="module")
+def densities() -> dict[str, ConditionalDensity]:
+    """Every law, fitted to 400 points of its own kind."""
+    u = inputs(400)
+    return {name: fit_density(name, u, outputs(name, u)) for name in (*REAL, *WHOLE)}
+
+
+def support(name: str) -> tuple[Tensor, float]:
+    """Outputs to sum over, and the weight of each."""
+    if name in WHOLE:
+        return torch.arange(LEVELS.get(name, 400), dtype=F64)[:, None], 1.0
+    reach, m = (4000.0, 200_001) if name == "student" else (60.0, 24_001)
+    return torch.linspace(-reach, reach, m, dtype=F64)[:, None], 2 * reach / (m - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*REAL, *WHOLE])
+def test_densities_integrate_to_one(densities, name):
+    y, weight = support(name)
+    for u in (-1.3, 0.2, 1.9):
+        total = densities[name].log_density(y, torch.tensor([[u]], dtype=F64)).exp().sum() * weight
+        assert total.item() == pytest.approx(1, abs=5e-3 if name == "student" else 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["student", "clutter", "spread", "branches", "networks", "gaussian"]
+)
+def test_densities_of_two_components_integrate_to_one(name):
+    u = inputs(300)
+    y = torch.cat([outputs(name, u, 1), 0.5 * outputs(name, u, 2) + 0.5 * outputs(name, u, 1)], -1)
+    density = fit_density(name, u, y)
+    step = 0.05 if name == "clutter" else 0.125  # the box has edges
+    axis = torch.linspace(-25, 25, round(50 / step) + 1, dtype=F64)
+    total = (
+        density.log_density(torch.cartesian_prod(axis, axis), torch.tensor([[0.4]], dtype=F64))
+        .exp()
+        .sum()
+        * step**2
+    )
+    assert total.item() == pytest.approx(1, abs=2e-2 if name == "student" else 5e-3)
+
+
+@pytest.mark.parametrize("name", [*REAL, *WHOLE])
+def test_mean_and_covariance_are_those_of_the_density(densities, name):
+    y, weight = support(name)
+    u = torch.tensor([[0.2]], dtype=F64)
+    p = densities[name].log_density(y, u).exp()[:, None] * weight
+    mean = (p * y).sum(0) / p.sum()
+    assert torch.allclose(densities[name].mean(u)[0], mean, atol=1e-3)
+    own = densities[name].covariance(u)[0, 0, 0].item()
+    if math.isfinite(own):
+        variance = float((p * (y - mean).square()).sum() / p.sum())
+        assert own == pytest.approx(variance, rel=0.05 if name == "student" else 2e-3)
+    else:
+        assert isinstance(densities[name], MapMixture)
+        assert densities[name].degrees <= 2
+
+
+@pytest.mark.parametrize("name", [*REAL, *WHOLE])
+def test_draws_have_the_density(densities, name):
+    """The mean over draws of exp(log q - log p) is 1 for another density q: here the law at another input."""
+    density, m = densities[name], 20_000
+    u, other = (torch.full((m, 1), at, dtype=F64) for at in (0.3, 0.35))
+    y = density.sample(u, generator(3))
+    assert y.shape == (m, 1)
+    ratio = (density.log_density(y, other) - density.log_density(y, u)).exp()
+    assert abs(ratio.mean().item() - 1) < 4.5 * ratio.std().item() / m**0.5 + 1e-6
+    known = density.mean(u[:1])[0, 0]
+    if name != "student":
+        assert abs(float(y.mean() - known)) < 4.5 * float(y.std()) / m**0.5
+
+
+@pytest.mark.parametrize("name", [*REAL, *WHOLE])
+def test_table_batches_and_precisions_agree(densities, name):
+    density, u = densities[name], inputs(7, 5)
+    y = density.sample(inputs(5, 6), generator(4))
+    table = density.table(y, u)
+    assert table.shape == (5, 7)
+    one_by_one = torch.stack(
+        [torch.stack([density.log_density(a[None], b[None])[0] for b in u]) for a in y]
+    )
+    assert torch.allclose(table, one_by_one, atol=1e-9)
+    assert torch.allclose(density.log_density(y[:, None], u), table, atol=1e-9)
+    single = density.log_density(y[:, None].float(), u.float())
+    assert single.dtype == torch.float32
+    assert torch.allclose(single.double(), table, atol=2e-3, rtol=2e-3)
+    for shape in ((7, 1), (1, 7, 1), (7, 1, 1)):
+        assert density.mean(u.reshape(shape)).shape == shape
+        assert density.covariance(u.reshape(shape)).shape == (*shape, 1)
+        assert density.sample(u.reshape(shape), generator()).shape == shape
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_gradients(densities, name):
+    y, u = torch.tensor([[0.31], [-0.4]], dtype=F64), torch.tensor([[0.2], [0.9]], dtype=F64)
+    assert torch.autograd.gradcheck(
+        densities[name].log_density, (y.requires_grad_(), u.requires_grad_())
+    )
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_gradients_of_counts_in_the_input(densities, name):
+    u = torch.tensor([[0.2], [0.9]], dtype=F64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda u: densities[name].log_density(torch.ones(2, 1, dtype=F64), u), (u,)
+    )
+
+
+@pytest.mark.parametrize("name", [*REAL, *WHOLE])
+def test_a_stored_law_answers_equally(densities, name):
+    u = inputs(9, 8)
+    y = densities[name].sample(u, generator())
+    again = pickle.loads(pickle.dumps(densities[name]))
+    assert torch.equal(again.log_density(y, u), densities[name].log_density(y, u))
+    assert torch.equal(again.sample(u, generator(2)), densities[name].sample(u, generator(2)))
+
+
+@pytest.mark.parametrize("name", [*REAL, *WHOLE])
+def test_the_same_points_give_the_same_law(densities, name):
+    u = inputs(400)
+    assert torch.equal(fit_density(name, u, outputs(name, u)).mean(u), densities[name].mean(u))
+
+
+def test_the_gaussian_law_is_todays_ridge_map():
+    u = inputs(120)
+    y = outputs("gaussian", u)
+    map = fit_ridge_map(u, y)
+    density = fit_density("gaussian", u, y)
+    assert isinstance(density, GaussianDensity)
+    assert torch.equal(density.map.coefficients, map.coefficients)
+    assert torch.equal(density.sample(u, generator(1)), map.sample(u, generator(1)))
+    assert torch.allclose(density.log_density(y, u), map.log_density(y, u) + density.constant)
+    whole = refitted(map, u, y)
+    assert torch.allclose(whole.coefficients, map.coefficients, atol=1e-9)
+    assert torch.allclose(whole.noise, map.noise, atol=1e-12)
+
+
+def test_a_map_that_leaves_each_point_out_is_the_refit_without_it():
+    """The scores that one round of `expectation_maximisation` gives, against fits without each point in turn."""
+    u = inputs(30)
+    y = outputs("gaussian", u)
+    map = fit_ridge_map(u, y)
+    features = Features(map.landmarks, map.whiten, map.kernel)
+    phi = features(u)
+    one = expectation_maximisation(
+        features, phi, y, torch.ones(30, 1, dtype=F64), 3.0, None, None, 1
+    )
+    shrink = torch.full_like(phi[0], 3.0)
+    shrink[-1] = 1e-8
+    errors, scales = [], []
+    for i in range(30):
+        rest = torch.arange(30) != i
+        M = torch.linalg.inv(phi[rest].mT @ phi[rest] + shrink.diag())
+        errors.append(y[i] - phi[i] @ M @ phi[rest].mT @ y[rest])
+        scales.append(1 + phi[i] @ M @ phi[i])
+    error, scale = torch.stack(errors)[:, 0], torch.stack(scales)
+    variance = (error.square() / scale).mean() + 1e-6 * y.var()
+    score = -0.5 * (error.square() / (scale * variance) + (2 * math.pi * scale * variance).log())
+    assert one.score == pytest.approx(score.mean().item(), rel=1e-9)
+
+
+TRUE = {
+    "student": lambda y, m, u: (
+        -1.5 * torch.log1p(((y - m) / 0.2).square() / 2) - math.log(0.2 * 2 * math.sqrt(2))
+    ),
+    "spread": lambda y, m, u: (
+        -0.5 * ((y - m) * (1 - u).exp()).square() + 1 - u - 0.5 * math.log(2 * math.pi)
+    ),
+    "poisson": lambda y, m, u: y * (1 + m) - (1 + m).exp() - torch.lgamma(y + 1),
+    "bernoulli": lambda y, m, u: y * 2 * m - torch.nn.functional.softplus(2 * m),
+}
+
+
+@pytest.mark.parametrize("name", TRUE)
+def test_fits_come_near_the_true_law_and_do_not_beat_it(name):
+    u, new = inputs(1000), inputs(4000, 11)
+    y = outputs(name, new, 12)
+    true = TRUE[name](y, (2 * new).sin(), new)[:, 0]
+    gap = true - fit_density(name, u, outputs(name, u)).log_density(y, new)
+    assert -4 * float(gap.std()) / 4000**0.5 < float(gap.mean()) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*REAL, *WHOLE])
+def test_the_choice_finds_the_true_family_in_nine_of_ten_draws(name):
+    names = [
+        select_density(u := inputs(1000, 20 + k), outputs(name, u, 40 + k)).name for k in range(10)
+    ]
+    assert names.count(name) >= 9, names
+
+
+@pytest.mark.slow
+def test_a_choice_says_what_it_chose_and_by_how_much():
+    u = inputs(300)
+    choice = select_density(u, outputs("clutter", u))
+    assert choice.name == "clutter"
+    assert choice.margin == pytest.approx(choice.scores["clutter"] - choice.scores["gaussian"])
+    assert choice.margin > 2 * choice.error
+    assert str(choice).startswith(f"clutter ({choice.margin:+.3f}")
+
+
+def test_few_points_and_circles_get_the_gaussian_law():
+    u = inputs(60)
+    choice = select_density(u, outputs("clutter", u))
+    assert choice.name == "gaussian"
+    assert set(choice.left_out.values()) == {"fewer than 80 points"}
+    u = inputs(200)
+    angle = outputs("branches", u)
+    choice = select_density(u, torch.cat([angle.cos(), angle.sin()], -1))
+    assert (choice.name, choice.left_out["branches"]) == ("gaussian", "outputs on a circle")
+
+
+@pytest.mark.slow
+def test_constant_columns_do_no_harm():
+    u = inputs(300)
+    y = torch.cat([outputs("clutter", u), torch.full_like(u, 7.0)], -1)
+    choice = select_density(u, y)
+    assert choice.name in ("clutter", "networks")
+    assert (choice.density.sample(u, generator())[:, 1] - 7).abs().median() < 1e-3
+
+
+def test_whole_numbers_of_any_step_and_origin():
+    step = lattice(torch.tensor([[0.5], [2.0], [1.0]] * 9))
+    assert step is not None
+    assert step.tolist() == [0.5]
+    assert lattice(randn(50, 1)) is None
+    u = inputs(400)
+    y = outputs("poisson", u)
+    plain, scaled = select_density(u, y), select_density(u, (y - 2) / 3)
+    assert plain.name == scaled.name == "poisson"
+    drawn = scaled.density.sample(u, generator()) * 3 + 2
+    assert torch.allclose(drawn, drawn.round(), atol=1e-9)
+    assert torch.allclose(
+        scaled.density.log_density((y - 2) / 3, u), plain.density.log_density(y, u)
+    )
+    assert plain.density.log_density(y + 0.5, u).isneginf().all()
+
+
+def test_bad_input_is_told():
+    u = inputs(100)
+    with pytest.raises(ValueError, match="no law 'cauchy'"):
+        fit_density("cauchy", u, u)
+    with pytest.raises(ValueError, match="whole numbers"):
+        fit_density("poisson", u, outputs("gaussian", u))
+    with pytest.raises(ValueError, match="vary"):
+        select_density(u, torch.ones_like(u))
+
+
+def test_networks_are_scored_on_what_they_did_not_see():
+    """A memorised output gains nothing: with pure noise for outputs the held-out score is that of the noise at most."""
+    u, y = inputs(200), randn(200, 1, seed=9)
+    fitted = fit_networks(u, y, rounds=150)
+    assert isinstance(fitted.density, MixtureDensityNetwork)
+    own = fitted.density.log_density(y, u).mean()
+    assert fitted.held_out.mean() < -0.5 * math.log(2 * math.pi * math.e) + 0.1
+    assert fitted.held_out.mean() < own
+
+
+def test_candidates_are_scored_without_their_stretch():
+    """The first fifth is moved far away: a law that had seen it would not be surprised."""
+    u = inputs(200)
+    y = outputs("gaussian", u)
+    y[:40] += 5
+    held = candidate("gaussian", u, y, fit_ridge_map(u, y)).held_out
+    assert held[:40].mean() < held[40:].mean() - 2
+
+
+def test_covariance_of_counts(densities):
+    density = densities["negbin"]
+    assert isinstance(density, GLMDensity)
+    assert (density.covariance(inputs(5))[:, 0, 0] > density.mean(inputs(5))[:, 0]).all()
+    assert cholesky(density.covariance(inputs(5))).isfinite().all()
+
+
+def test_categories_reach_the_largest_penalised_likelihood():
+    """The gradient is 0 at the coefficients, and with two levels they are those of logistic regression by SciPy."""
+    u = inputs(200)
+    y = outputs("bernoulli", u)
+    phi = torch.cat([u, u.square(), torch.ones_like(u)], -1)
+    seen = torch.cat([1 - y, y], -1)
+    ridge = torch.tensor([0.7], dtype=F64)
+    W = ascend(phi, seen, (2,), ridge, 5000)[0]
+    shrink = torch.tensor([[0.7], [0.7], [1e-6]], dtype=F64)
+    assert (phi.mT @ (seen - (phi @ W).softmax(-1)) - shrink * W).abs().max() < 1e-2
+
+    def loss(w):
+        eta = torch.tensor(w, dtype=F64).reshape(3, 2)
+        return -((phi @ eta).log_softmax(-1) * seen).sum().item() + 0.5 * float(
+            (shrink * eta.square()).sum()
+        )
+
+    best = scipy.optimize.minimize(loss, torch.zeros(6).numpy(), tol=1e-9)
+    assert torch.allclose(
+        (phi @ W).softmax(-1),
+        (phi @ torch.tensor(best.x, dtype=F64).reshape(3, 2)).softmax(-1),
+        atol=1e-3,
+    )
+
+
+def test_unseen_and_many_categories():
+    u = inputs(300)
+    density = fit_density("categories", u, outputs("categories", u))
+    assert density.log_density(torch.tensor([[7.0]], dtype=F64), u[:1]).isneginf().all()
+    assert select_density(u, outputs("categories", u)).name == "categories"
+    with pytest.raises(ValueError, match="more than 12 categories"):
+        fit_density("categories", u, torch.arange(300, dtype=F64)[:, None] % 20)

@@ -1,0 +1,481 @@
+"""Stacks and the net under a model: weights against brute force, mixtures by loops, choices on data whose best model is known."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from kbf.commands.support.baseline_report import remarks
+from kbf.commands.support.search_report import notes_on_selection
+from kbf.data.noise_systems import Fork
+from kbf.data.synthetic import SyntheticData
+from kbf.evaluation.score import score
+from kbf.export.step import refuse
+from kbf.filters.ensemble import EnsembleFilter, simplex_weights, stacked
+from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
+from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
+from kbf.filters.online import Live
+from kbf.filters.regression.window import MeanModel, WindowRidge
+from kbf.filters.rollout import rollout
+from kbf.filters.selection import auto
+from kbf.filters.selection.auto import ModelSelection
+from kbf.filters.selection.cross_validation import Search, Trial, blocks_of, trial
+from kbf.filters.smoothing import smooth
+from kbf.recording import Recording
+from kbf.ssm import StateSpaceModel, simulate
+
+F64 = torch.float64
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def linear(noise: float) -> LinearModel:
+    """Two components that turn and fade, both seen with noise."""
+    return LinearModel(
+        A=torch.tensor([[0.9, 0.3], [-0.3, 0.9]], dtype=F64),
+        a=torch.zeros(2, dtype=F64),
+        Q=0.05 * torch.eye(2, dtype=F64),
+        C=torch.eye(2, dtype=F64),
+        c=torch.ones(2, dtype=F64),
+        R=noise**2 * torch.eye(2, dtype=F64),
+        m0=torch.zeros(2, dtype=F64),
+        P0=torch.eye(2, dtype=F64),
+    )
+
+
+def recording(n=600, noise=0.5, seed=0) -> Recording:
+    model = linear(noise)
+    known = StateSpaceModel(
+        lambda z: z @ model.A.mT, lambda z: z + 1, model.Q, model.R, model.m0, model.P0
+    )
+    drawn = simulate(known, torch.zeros(1, 2, dtype=F64), n, generator(seed))
+    return Recording(drawn.states[0], drawn.obs[0])
+
+
+@pytest.fixture(autouse=True)
+def without_more(monkeypatch):
+    """Only plain rivals: the others take long, and have tests of their own."""
+    monkeypatch.setattr(auto, "MORE", {})
+    monkeypatch.setattr(auto, "PUBLISHED", {})
+    monkeypatch.setattr(auto, "NETS", {})
+
+
+# weights
+
+
+def test_weights_of_a_stack_are_the_best_of_the_simplex():
+    """No point of a fine grid of the simplex has a smaller sum of squares; never worse than a single member."""
+    residuals = (
+        torch.randn(3, 200, 2, generator=generator(), dtype=F64)
+        * torch.tensor([1.0, 1.3, 4.0], dtype=F64)[:, None, None]
+    )
+    residuals[2] = residuals[2] + 2 * residuals[0]
+    a = simplex_weights(residuals)
+    assert (a >= 0).all()
+    torch.testing.assert_close(a.sum(0), torch.ones(2, dtype=F64))
+    least = (a[:, None] * residuals).sum(0).square().sum(0)
+    steps = torch.linspace(0, 1, 101, dtype=F64)
+    for p in steps:
+        for q in steps[steps <= 1 - p + 1e-12]:
+            point = torch.stack([p, q, 1 - p - q]).clamp_min(0)
+            error = (point[:, None, None] * residuals).sum(0).square().sum(0)
+            assert (least <= error + 1e-9).all()
+    assert (least <= residuals.square().sum(1).amin(0) + 1e-9).all()
+
+
+def test_a_stack_is_scored_on_what_its_weights_have_not_seen():
+    """By a loop over folds."""
+    data, scale = recording(400), torch.ones(2, dtype=F64)
+    first, second = (
+        Recording(data.states[s], data.obs[s]) for s in (slice(0, 200), slice(200, 400))
+    )
+    parts = [([second], [first]), ([first], [second])]
+    trials = [trial(each.fit, parts, scale) for each in (LearnedKalman(), WindowRidge(3))]
+    _, scores = stacked(trials, scale)
+    for k, out in enumerate(trials[0].folds):
+        rest = [j for j, fold in enumerate(trials[0].folds) if fold != out]
+        others = torch.stack([torch.cat([each.residuals[j] for j in rest]) for each in trials])
+        mine = torch.stack([each.residuals[k] for each in trials])
+        left = (simplex_weights(others)[:, None] * mine).sum(0)
+        assert float(scores[k]) == pytest.approx(float(left.square().mean()))
+
+
+# the stacked filter
+
+
+def two_filters():
+    return {"sure": KalmanFilter(linear(0.3)), "unsure": KalmanFilter(linear(2.0))}
+
+
+def stack_of(filters, weights):
+    return EnsembleFilter(
+        filters, torch.tensor(weights, dtype=F64), torch.eye(2, dtype=F64).expand(2, 2, 2)
+    )
+
+
+def test_a_stack_is_the_weighted_mean_of_filters_that_run_beside_each_other():
+    filters, weights = two_filters(), [[0.25, 1.0], [0.75, 0.0]]
+    data = recording(40)
+    obs, seen = data.obs[None], torch.rand(1, 40, generator=generator(2)) > 0.3
+    own = [rollout(each, obs, mask=seen).estimates for each in filters.values()]
+    run = rollout(stack_of(filters, weights), obs, mask=seen)
+    torch.testing.assert_close(
+        run.estimates, own[0] * torch.tensor(weights[0]) + own[1] * torch.tensor(weights[1])
+    )
+
+
+def test_its_covariance_is_that_of_the_mixture():
+    """With equal weights of both components: by the law of total covariance."""
+    filters, a = two_filters(), [0.25, 0.75]
+    stack = stack_of(filters, [[a[0]] * 2, [a[1]] * 2])
+    state = rollout(stack, recording(10).obs[None]).state
+    means = [
+        each.estimate(part)[0]
+        for each, part in zip(filters.values(), stack.parts(state), strict=True)
+    ]
+    middle = a[0] * means[0] + a[1] * means[1]
+    expected = torch.zeros(2, 2, dtype=F64)
+    for share, mean, each, part in zip(a, means, filters.values(), stack.parts(state), strict=True):
+        expected += share * (each.covariance(part)[0] + torch.outer(mean - middle, mean - middle))
+    torch.testing.assert_close(stack.covariance(state)[0], expected)
+
+
+def test_what_gives_no_covariance_has_that_of_its_held_out_errors():
+    data = recording(100)
+    filters = {"ridge": WindowRidge(2).fit(data)}
+    filters["ridge"].spread = None
+    spread = torch.tensor([[[2.0, 0.5], [0.5, 1.0]]], dtype=F64)
+    stack = EnsembleFilter(filters, torch.ones(1, 2, dtype=F64), spread)
+    torch.testing.assert_close(stack.covariance(rollout(stack, data.obs[None]).state), spread)
+
+
+def test_a_stack_runs_live_and_its_state_is_saved(tmp_path):
+    stack, obs = stack_of(two_filters(), [[0.5, 0.5], [0.5, 0.5]]), recording(20).obs
+    whole, first, second = Live(stack), Live(stack), Live(stack)
+    for x in obs[:10]:
+        whole.step(x[None]), first.step(x[None])
+    first.save(tmp_path / "state.npz")
+    second.load(tmp_path / "state.npz")
+    for x in obs[10:]:
+        torch.testing.assert_close(second.step(x[None]), whole.step(x[None]), rtol=0, atol=0)
+
+
+def test_a_stack_says_that_it_is_not_exported():
+    with pytest.raises(
+        ValueError, match="a stack of several filters \\(sure, unsure\\) is not exported"
+    ):
+        refuse(stack_of(two_filters(), [[0.5, 0.5], [0.5, 0.5]]))
+
+
+# the choice
+
+
+class Wrong(nn.Module):
+    """A model that has learned nothing: its estimates are off by ten, and it is quite sure of them."""
+
+    def prepare(self, memory, generator=None):
+        self.prepared = True
+
+    def fit(self, memory):
+        return KalmanFilter(linear(0.5)._replace(c=10 * torch.ones(2, dtype=F64)))
+
+
+def test_a_model_that_is_wrong_is_replaced_by_the_right_one():
+    """The data are linear and Gaussian: the net catches by the Kalman filter, whose error it then has."""
+    data, new = recording(600), recording(400, seed=1)
+    net = ModelSelection(Wrong(), name="wrong")
+    net.prepare([data])
+    assert net.main.prepared and net.used() == ["kalman"]
+    note = next(row.note for row in net.tried if row.model == "wrong")
+    assert "given up" in note
+    caught, kalman = (
+        rollout(each.fit(data), new.obs[None]).estimates for each in (net, LearnedKalman())
+    )
+    torch.testing.assert_close(caught, kalman, rtol=0, atol=0)
+
+
+class Slow(LearnedKalman):
+    """Takes a tenth of a second for each fold."""
+
+    def fit(self, memory):
+        time.sleep(0.1)
+        return super().fit(memory)
+
+
+def test_no_rival_is_begun_after_the_budget_and_one_that_would_take_longer_is_given_up(monkeypatch):
+    net = ModelSelection(LearnedKalman(), name="main", budget=1e-9)
+    net.prepare([recording(300)])
+    notes = {row.model: row.note for row in net.tried}
+    assert notes.pop("main") == "" and net.used() == ["main"]
+    assert len(notes) == 3 and all(
+        "the budget of 1e-09 s is spent" in note for note in notes.values()
+    )
+    monkeypatch.setattr(auto, "PLAIN", {"slow": lambda seed: Slow()})
+    for budget, given_up in ((0.3, True), (None, False)):
+        net = ModelSelection(LearnedKalman(), name="main", budget=budget)
+        net.prepare([recording(300)])
+        assert (
+            next(row.note for row in net.tried if row.model == "slow").startswith(
+                "given up: 1 s by its first"
+            )
+            == given_up
+        )
+
+
+def test_the_main_model_stays_where_nothing_is_better():
+    net = ModelSelection(LearnedKalman(), name="main")
+    net.prepare([recording(600)])
+    assert net.used() == ["main"]
+    assert {row.model for row in net.tried} == {"main", "kalman", "window_ridge", "mean"}
+
+
+def test_the_choice_is_kept_with_the_model():
+    net, other = ModelSelection(Wrong(), name="wrong"), ModelSelection(Wrong(), name="wrong")
+    net.prepare([recording(300)])
+    for key, value in net.state_dict().items():
+        setattr(other, key, value)
+    assert other.used() == net.used() == ["kalman"]
+    assert net.hyperparameters()["weight/kalman"] == 1
+
+
+class Memorising(LearnedKalman):
+    """Remembers what it was conditioned on."""
+
+    def __init__(self):
+        super().__init__()
+        self.memories = []
+
+    def fit(self, memory):
+        self.memories.append(memory)
+        return super().fit(memory)
+
+
+def test_no_filter_is_compared_on_what_it_has_learned_from():
+    net = ModelSelection(Memorising(), name="main")
+    net.prepare([recording(300)])
+    assert len(net.crosswise) == len(net.main.memories) == auto.FOLDS
+    for memory, (_, held) in zip(net.main.memories, net.crosswise, strict=True):
+        rows = torch.cat([s.states for s in memory])
+        for part in held:
+            assert torch.cdist(part.states, rows).min() > 0
+
+
+def test_without_enough_steps_or_with_silent_sensors_it_is_the_main_model():
+    data = recording(60)
+    silent = data._replace(obs=torch.where(torch.arange(60)[:, None] == 5, torch.nan, data.obs))
+    for memory in ([Recording(data.states[:3], data.obs[:3])], [silent]):
+        net = ModelSelection(Wrong(), name="wrong")
+        net.prepare(memory)
+        assert net.used() == ["wrong"] and not net.tried
+
+
+@pytest.mark.slow
+def test_more_is_tried_in_trouble_and_stacked(monkeypatch):
+    """Two halves of the truth: each component is told by one model; the stack has both, and a mean error below each."""
+
+    class Half(nn.Module):
+        def __init__(self, k):
+            super().__init__()
+            self.k = k
+
+        def prepare(self, memory, generator=None):
+            pass
+
+        def fit(self, memory):
+            filter, mean = LearnedKalman().fit(memory), MeanModel().fit(memory)
+            weights = torch.zeros(2, 2, dtype=F64)
+            weights[0, self.k] = weights[1, 1 - self.k] = 1
+            return EnsembleFilter(
+                {"own": filter, "mean": mean}, weights, torch.eye(2, dtype=F64).expand(2, 2, 2)
+            )
+
+    monkeypatch.setattr(auto, "PLAIN", {"mean": lambda seed: MeanModel()})
+    monkeypatch.setattr(
+        auto, "MORE", {"first": lambda seed: Half(0), "second": lambda seed: Half(1)}
+    )
+    net = ModelSelection(MeanModel(), name="main")
+    monkeypatch.setattr(auto, "TRUSTED", 2.0)  # whatever its regions hold
+    net.prepare([recording(800)])
+    assert set(net.used()) == {"first", "second"}
+    best = {row.model: row.nmse for row in net.tried}
+    assert best["stack"] < min(best["first"], best["second"])
+
+
+def test_a_stack_is_smoothed_as_its_members_are():
+    """Those that have no smoother stay as they are; without any there is none."""
+    data = recording(60)
+    given = {"kalman": LearnedKalman().fit([data]), "mean": MeanModel().fit([data])}
+    weights = torch.tensor([[0.7, 1.0], [0.3, 0.0]], dtype=F64)
+    spreads = torch.eye(2, dtype=F64).expand(2, 2, 2)
+    found = smooth(EnsembleFilter(given, weights, spreads), data.obs[None]).estimates
+    members = [
+        smooth(given["kalman"], data.obs[None]).estimates,
+        rollout(given["mean"], data.obs[None]).estimates,
+    ]
+    torch.testing.assert_close(
+        found, sum(a * each for a, each in zip(weights, members, strict=True))
+    )
+    with pytest.raises(ValueError, match="has no smoother"):
+        smooth(EnsembleFilter({"mean": given["mean"]}, weights[1:], spreads[1:]), data.obs[None])
+
+
+# words
+
+
+def test_remarks_name_what_the_data_forbid():
+    g = generator()
+    train, states = (
+        torch.randn(500, 3, generator=g, dtype=F64),
+        torch.randn(200, 3, generator=g, dtype=F64),
+    )
+    states[:100, 1] += 10  # leaves the training region
+    estimates = states + torch.tensor([0.1, 0.1, 5.0], dtype=F64)  # the third rules the error
+    found = {"kbf": torch.tensor([0.5, 0.1, 1.2]), "kalman": torch.tensor([0.3, 0.1, 0.99])}
+    ratio_dim = " | ".join(remarks(["place", "speed", "mood"], found, train, states, estimates))
+    assert "no estimator tells mood better than a constant" in ratio_dim
+    assert (
+        "leave the training region, in which speed is from" in ratio_dim
+        and "in which place" not in ratio_dim
+    )
+    assert "% of test.mse is the error of mood" in ratio_dim
+    assert "kalman has a smaller error on this test part than kbf: model=kalman" in ratio_dim
+    fine = {"kbf": torch.full((3,), 0.1), "kalman": torch.full((3,), 0.2)}
+    assert remarks(["a", "b", "c"], fine, train, train[:100], train[:100] + 0.1) == []
+
+
+@pytest.mark.slow
+def test_the_published_filter_is_taken_where_it_is_better(monkeypatch):
+    """Moves of two modes and a main model that knows of one: the filter over the recording needs no law at all."""
+    monkeypatch.undo()
+    monkeypatch.setattr(auto, "MORE", {})
+    data = SyntheticData(Fork(), n_train=500, n_test=200, seed=1000)
+    model = ModelSelection(LearnedKalman(), name="main")
+    model.prepare(data.train)
+    assert model.used() == ["kbf_median"]
+    assert {row.model for row in model.tried} >= {"kbf_median", "main", "window_ridge"}
+    errors = [
+        float(score(each.fit(data.train), data.test).mse.mean())
+        for each in (model, LearnedKalman())
+    ]
+    assert errors[0] < 0.95 * errors[1]
+
+
+@pytest.mark.parametrize(
+    ("apart", "taken"), [(0.05, "kernel_monte_carlo"), (0.5, "window_boosting")]
+)
+def test_of_those_that_are_alike_the_filter_is_taken(apart, taken, monkeypatch):
+    """The main model is surely worse; trees are ahead of the filter by less, or more, than a standard error."""
+    noise = torch.randn(8, generator=generator(), dtype=F64)
+    scores = {
+        "main": 3 + 0.1 * noise,
+        "kernel_monte_carlo": 1 + apart + 0.3 * noise,
+        "window_boosting": 1 + 0.3 * noise.flip(0),
+    }
+    model, search = searched(scores, monkeypatch)
+    model.choose(search, "main", stack=False)
+    assert model.used() == [taken]
+
+
+def searched(scores, monkeypatch):
+    """A net and what its search has found: NMSE of each stretch, by model."""
+    monkeypatch.setattr(
+        auto,
+        "MORE",
+        dict.fromkeys(("kernel_monte_carlo", "window_boosting"), lambda seed: MeanModel()),
+    )
+    search = Search([], torch.ones(1, dtype=F64))
+    ones = [torch.ones(4, 1, dtype=F64)] * 8
+    search.found |= {
+        name: Trial([], ones, list(range(8)), each, None) for name, each in scores.items()
+    }
+    return ModelSelection(MeanModel()), search
+
+
+@pytest.mark.parametrize(
+    ("leading", "ahead", "taken"),
+    [("main", 0.05, "main"), (auto.MOVING, 0.05, auto.MOVING), (auto.MOVING, 1, "main")],
+)
+def test_who_leads_stays_unless_another_is_surely_better(leading, ahead, taken, monkeypatch):
+    noise = torch.randn(8, generator=generator(), dtype=F64)
+    model, search = searched(
+        {"main": 2 - ahead + 0.3 * noise, "kernel_monte_carlo": 2 + 0.3 * noise.flip(0)},
+        monkeypatch,
+    )
+    model.choose(search, leading, stack=False)
+    assert model.used() == [taken]
+
+
+@pytest.mark.slow
+def test_with_controls_the_memory_that_moves_leads(monkeypatch):
+    """It is tried although nothing is wrong with the main model."""
+    first = {
+        "orders": (1,),
+        "inflations": (1.0,),
+        "regs": (0.0,),
+        "restarts": (0.005,),
+        "tempers": (1.0,),
+    }
+    monkeypatch.setattr(
+        auto, "MORE", {auto.MOVING: lambda seed: KernelMonteCarlo(particles=200, **first)}
+    )
+    monkeypatch.setattr(auto, "PLAIN", {})
+    data = recording(300)
+    controls = torch.randn(300, 1, generator=generator(), dtype=F64)
+    for sequence, tried in (
+        (data, {"main"}),
+        (data._replace(controls=controls), {"main", auto.MOVING}),
+    ):
+        net = ModelSelection(LearnedKalman())
+        net.prepare([sequence])
+        assert {row.model for row in net.tried} == tried
+        assert all(row.nmse is not None for row in net.tried)
+
+
+def test_stretches_are_as_long_as_a_fold_allows():
+    """`FEW` of `SHORT` steps at first, then `MOST`, which grow with the fold up to `LONG`; short recordings are taken whole."""
+
+    def lengths(*steps):
+        return [
+            len(s.states)
+            for s in blocks_of([Recording(torch.zeros(n, 1), torch.zeros(n, 1)) for n in steps])
+        ]
+
+    assert lengths(100) == [25] * 4
+    assert lengths(480) == [120] * 4
+    assert lengths(960) == [120] * 8
+    assert lengths(4000) == [500] * 8
+    assert lengths(100_000) == [1000] * 8
+    assert lengths(*[150] * 30) == [150] * 8
+    assert lengths(*[1700] * 28)[:2] == [1000, 1000] and len(lengths(*[1700] * 28)) == 8
+
+
+def test_recordings_that_do_not_speak_for_each_other_are_held_out_whole():
+    """Each has a sensor of its own: within a recording it tells everything, of another one nothing. What is left is the mean."""
+    g = torch.Generator().manual_seed(0)
+    z = [torch.randn(300, 1, generator=g, dtype=F64) for _ in range(3)]
+    memory = [
+        Recording(each, torch.cat([turn * each, torch.full_like(each, turn)], 1))
+        for each, turn in zip(z, (1, -1, 0), strict=True)
+    ]
+    memory = [
+        s._replace(obs=s.obs + 0.01 * torch.randn(s.obs.shape, generator=g, dtype=F64))
+        for s in memory
+    ]
+    net = ModelSelection(LearnedKalman(), name="main")
+    net.prepare(memory)
+    assert len(net.crosswise) == 3 and all(
+        len(part) == 1 and len(part[0].states) == 300 for _, part in net.crosswise
+    )
+    rows = {row.model: row.nmse for row in net.tried}
+    assert rows["mean"] < 1.1 and rows["window_ridge"] > 1.5
+    assert net.used() == ["mean"]
+    assert ["always answers the mean" in ratio_dim for ratio_dim in notes_on_selection(net)] == [
+        True
+    ]
+    assert notes_on_selection(ModelSelection(MeanModel(), name="mean")) == []
