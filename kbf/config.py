@@ -33,7 +33,7 @@ PATHS = ("run_dir", "checkpoint", "ckpt_path", "input", "output", "out", "state"
 """Settings that name a file or a folder."""
 NULLABLE = ("threads", "ckpt_path")
 """Settings that may be null although their default is not."""
-OWN_DATA = "kbf.data.files.dataset.OwnData"
+OWN_DATA = "kbf.data.files.dataset.FileData"
 """The source of ``data=own``."""
 RECORDED_DATA = "kbf.data.recorded.RecordedData"
 """The source of recordings that packages carry or make."""
@@ -204,7 +204,7 @@ def fill_in_own_data(composed: Any, overrides: list[str]) -> None:
         data.encoding = None
     if everything and "n_train" in composed:
         composed.n_train = with_every(composed.n_train, shapes["n_train"])
-    for key in ("d", "q", "image", "k", "boundary", "time_step"):
+    for key in ("d", "q", "image", "k", "column_schema", "time_step"):
         data[key] = shapes[key]
 
 

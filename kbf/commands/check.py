@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kbf.commands.support.console import console, start
 from kbf.commands.support.console_tables import print_wide
-from kbf.data.files.dataset import OwnData
+from kbf.data.files.dataset import FileData
 from kbf.data.files.report import all_columns, cell, examine, markdown
 from kbf.plots.charts import scatter_figure, series_figure
 from kbf.plots.tracks import save
@@ -27,7 +27,7 @@ def run(config: dict[str, Any]) -> int:
     """
     start(config["threads"])
     data = build(config["data"]["source"], trust=True)
-    if not isinstance(data, OwnData):
+    if not isinstance(data, FileData):
         raise ValueError(
             f"kbf data check looks at recordings of your own, not at data={config['data']['name']}"
         )
@@ -44,7 +44,8 @@ def run(config: dict[str, Any]) -> int:
         if getattr(data, part)
     }
     save(
-        scatter_figure(parts, data.boundary.inside("states"), title=path), directory / "states.png"
+        scatter_figure(parts, data.column_schema.components("states"), title=path),
+        directory / "states.png",
     )
     for rows in (report.sequences, report.columns):
         show_table(rows)
@@ -70,7 +71,7 @@ def show_table(rows: list[dict[str, Any]], most: int = 20) -> None:
         console.print(f"... and {len(rows) - most} more", highlight=False)
 
 
-def parts_of_steps(data: OwnData) -> list[list[str]]:
+def parts_of_steps(data: FileData) -> list[list[str]]:
     """For each sequence the part that each of its steps is in; "" for none."""
     part_of_step = [[""] * len(recording.obs) for recording in data.recordings]
     for part, spans in data.spans.items():

@@ -89,7 +89,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         None if loaded.calibration is None else loaded.calibration.radius2(0.95),
     )
     names = [*write_pictures(config, data, result, title, drawn), *further.pictures]
-    if data.boundary is not None:
+    if data.column_schema is not None:
         write_csv(directory / "estimates.csv", estimate_rows(data, result))
         names.append("estimates.csv")
     if reliable:

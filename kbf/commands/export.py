@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kbf.commands.filter import boundary_of, same_file
+from kbf.commands.filter import column_schema_of, same_file
 from kbf.commands.support.console import console, start
 from kbf.export.step import export
 from kbf.training.checkpoint import Trained, load_filter
@@ -29,7 +29,7 @@ def run(config: dict[str, Any]) -> int:
         raise ValueError(f"out={path} would overwrite the checkpoint")
     states = undone(trained, "z", torch.cat([s.states for s in trained.module.memory.sequences()]))
     obs, controls = examples(trained, config["steps"])
-    boundary, stored = boundary_of(trained), trained.module.config
+    column_schema, stored = column_schema_of(trained), trained.module.config
     with console.status(f"writing and comparing {path}"):
         difference = export(
             trained.filter,
@@ -43,10 +43,10 @@ def run(config: dict[str, Any]) -> int:
                 "model": stored["model"].get("name"),
                 "data": (stored.get("data") or {}).get("name"),
                 "format": config["format"],
-                "states": boundary.inside("states"),
-                "observations": boundary.inside("observations"),
-                "controls": list(boundary.controls),
-                "boundary": boundary.to_dict(),
+                "states": column_schema.components("states"),
+                "observations": column_schema.components("observations"),
+                "controls": list(column_schema.controls),
+                "column_schema": column_schema.to_dict(),
             },
         )
     message = f"largest difference to the filter over {len(obs)} steps: {difference.estimate:.1e} (estimates)"

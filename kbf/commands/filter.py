@@ -28,7 +28,7 @@ from kbf.commands.support.row_writers import (
     Values,
 )
 from kbf.commands.support.stream_reader import InputColumns, LineError, Row, RowReader
-from kbf.data.files import Boundary, read_observations
+from kbf.data.files import ColumnSchema, read_observations
 from kbf.data.files.column_schema import Part
 from kbf.filters.rollout import allows_missing_sensors, control_components
 from kbf.filters.state_io import read_leaves
@@ -110,7 +110,7 @@ def run(config: dict[str, Any]) -> int:
     start(config["threads"])
     check_settings(config)
     trained = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
-    data, boundary = layout_of(trained), boundary_of(trained)
+    data, column_schema = layout_of(trained), column_schema_of(trained)
     example = torch.zeros(
         1,
         *(trained.module.observation or ()),
@@ -119,7 +119,7 @@ def run(config: dict[str, Any]) -> int:
     )
     estimator = LiveEstimator(
         trained,
-        boundary,
+        column_schema,
         covariance=config["covariance"],
         alarms=config["alarms"],
         compiled=example if config["compile"] else None,
@@ -136,12 +136,14 @@ def run(config: dict[str, Any]) -> int:
     began, unreadable = time.perf_counter(), 0
     try:
         with ExitStack() as stack:
-            if is_text(config["input"], boundary, data):
+            if is_text(config["input"], column_schema, data):
                 rows: Iterable[Row] = text_rows(
-                    config, trained, boundary, running, listener, stack, messages
+                    config, trained, column_schema, running, listener, stack, messages
                 )
             else:
-                rows = array_rows(config, data | {"boundary": boundary.to_dict()}, trained)
+                rows = array_rows(
+                    config, data | {"column_schema": column_schema.to_dict()}, trained
+                )
             remaining = iter(rows)
             first = next(remaining, None)  # it shows whether the text is JSON or CSV
             if first is None and config["input"] != "-":
@@ -358,50 +360,50 @@ def check_state(path: Path) -> None:
 def layout_of(trained: Trained) -> dict[str, Any]:
     """The data settings of a checkpoint trained on somebody's own recordings; empty for built-in data, which has no columns."""
     data = trained.module.config.get("data") or {}
-    return data if data.get("boundary") else {}
+    return data if data.get("column_schema") else {}
 
 
-def boundary_of(trained: Trained) -> Boundary:
+def column_schema_of(trained: Trained) -> ColumnSchema:
     """The names of columns: the person's own, or z_0, z_1 ... of states, x_0 ... of observations and u_0 ... of controls."""
-    if stored := layout_of(trained).get("boundary"):
-        return Boundary.from_dict(stored)
+    if stored := layout_of(trained).get("column_schema"):
+        return ColumnSchema.from_dict(stored)
     shape = trained.module.observation or ()
     d, q = trained.module.memory.sequences()[0].states.shape[1], shape[0] if len(shape) == 1 else 0
     states, observations = (
         tuple(Part("number", (f"{letter}_{k}",)) for k in range(n))
         for letter, n in (("z", d), ("x", q))
     )
-    return Boundary(
+    return ColumnSchema(
         states, observations, tuple(f"u_{k}" for k in range(control_components(trained.filter)))
     )
 
 
-def columns_of(data: dict[str, Any], boundary: Boundary) -> InputColumns:
+def columns_of(data: dict[str, Any], column_schema: ColumnSchema) -> InputColumns:
     """The columns of a text, from the data settings of the checkpoint."""
     time, recording = data.get("time") or "time", data.get("recording") or "recording"
     return InputColumns(
-        boundary, time, recording, bool(data.get("time_as_control")), data.get("time_step")
+        column_schema, time, recording, bool(data.get("time_as_control")), data.get("time_step")
     )
 
 
-def is_text(source: str, boundary: Boundary, data: dict[str, Any]) -> bool:
+def is_text(source: str, column_schema: ColumnSchema, data: dict[str, Any]) -> bool:
     """Whether the input is read line by line; a table that names images, or masks steps by a column, is read as a whole.
 
     Raises:
         ValueError: images on standard input.
     """
-    if source == "-" and not boundary.observations:
+    if source == "-" and not column_schema.observations:
         raise ValueError(
             "images come as files, not on standard input: input=FOLDER, a video or an npz"
         )
-    needs_whole = data.get("images") or data.get("mask") or not boundary.observations
+    needs_whole = data.get("images") or data.get("mask") or not column_schema.observations
     return source == "-" or (Path(source).suffix.lower() in TEXT_SUFFIXES and not needs_whole)
 
 
 def text_rows(
     config: dict[str, Any],
     trained: Trained,
-    boundary: Boundary,
+    column_schema: ColumnSchema,
     running: FilterRun,
     listener: SignalListener,
     stack: ExitStack,
@@ -425,7 +427,7 @@ def text_rows(
     )
     return RowReader(
         chunks,
-        columns_of(layout_of(trained), boundary),
+        columns_of(layout_of(trained), column_schema),
         trained.module.input_dtype,
         config["device"],
         source="standard input" if config["input"] == "-" else str(config["input"]),

@@ -23,8 +23,8 @@ class Data(NamedTuple):
             bottom and top edge, where states are positions in it.
         validation: recordings to choose by; without them models that need some hold out a part of
             ``train``.
-        boundary: of data with named columns, what leads from them to states and back
-            (`kbf.data.files.Boundary`).
+        column_schema: of data with named columns, what leads from them to states and back
+            (`kbf.data.files.ColumnSchema`).
         notes: what a person should know of the data, in sentences.
     """
 
@@ -35,7 +35,7 @@ class Data(NamedTuple):
     renderer: str | None = None
     extent: tuple[float, float, float, float] | None = None
     validation: list[Recording] = []  # noqa: RUF012 (a tuple of lists, never changed)
-    boundary: Any = None
+    column_schema: Any = None
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -55,7 +55,7 @@ def load_data(config: dict[str, Any], *, trust: bool = False) -> Data:
 
     ``config["source"]`` names a class whose objects have ``train`` and ``test`` (lists of
     `Recording`) and may have ``problem``, ``decoded``, ``renderer``, ``extent``, ``validation``,
-    ``boundary`` and ``notes``. With ``config["missing"]``, NaN observations are treated as missing,
+    ``column_schema`` and ``notes``. With ``config["missing"]``, NaN observations are treated as missing,
     with ``config["allow_missing_sensors"]`` they may be silent sensors. A source with ``unscored``
     may have no training part, and test steps whose state is NaN: not known, and not scored.
 
@@ -99,7 +99,10 @@ def load_data(config: dict[str, Any], *, trust: bool = False) -> Data:
     problem, renderer, extent = (
         getattr(source, name, None) for name in ("problem", "renderer", "extent")
     )
-    boundary, notes = getattr(source, "boundary", None), tuple(getattr(source, "notes", ()))
+    column_schema, notes = (
+        getattr(source, "column_schema", None),
+        tuple(getattr(source, "notes", ())),
+    )
     return Data(
         parts["train"],
         parts["test"],
@@ -108,6 +111,6 @@ def load_data(config: dict[str, Any], *, trust: bool = False) -> Data:
         renderer,
         extent,
         parts["validation"],
-        boundary,
+        column_schema,
         notes,
     )

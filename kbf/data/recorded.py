@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from kbf.data.download import cache_dir, one_at_a_time
-from kbf.data.files.column_schema import boundary_of
+from kbf.data.files.column_schema import column_schema_of
 from kbf.data.windows import cut, take
 from kbf.recording import Recording
 from kbf.runtime.atomic_files import replacing
@@ -52,7 +52,7 @@ class RecordedData(Shown):
     """Recordings of one kind, cut in time: the test is a stretch of them, the training part all that is before it.
 
     Attributes:
-        train, test: lists of `Recording`, float64. boundary: names of their columns.
+        train, test: lists of `Recording`, float64. column_schema: names of their columns.
     """
 
     train: list[Recording]
@@ -116,7 +116,9 @@ class RecordedData(Shown):
                 f"data.test={list(bounds)} leaves {first} steps of {name} to learn from and {last - first} to test on"
             )
         self.train, self.test = take(sequences, train), take(sequences, tested)
-        self.boundary = boundary_of(*COLUMNS[name], rotations=[]) if name in COLUMNS else None
+        self.column_schema = (
+            column_schema_of(*COLUMNS[name], rotations=[]) if name in COLUMNS else None
+        )
 
 
 def sequences_of(arrays: Arrays) -> list[Recording]:

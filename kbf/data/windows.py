@@ -13,7 +13,7 @@ from kbf.recording import Recording
 class Span(NamedTuple):
     """Steps start, ..., stop - 1 of one sequence."""
 
-    sequence: int
+    recording: int
     start: int
     stop: int
 
@@ -22,7 +22,7 @@ def cut(lengths: list[int], bounds: list[int]) -> list[list[Span]]:
     """Cut the steps of all sequences, laid one behind the other, at ``bounds``: the spans of each part.
 
     >>> cut([4, 3], [0, 5, 7])
-    [[Span(sequence=0, start=0, stop=4), Span(sequence=1, start=0, stop=1)], [Span(sequence=1,
+    [[Span(recording=0, start=0, stop=4), Span(recording=1, start=0, stop=1)], [Span(recording=1,
     start=1, stop=3)]]
     """
     starts = [sum(lengths[:k]) for k in range(len(lengths))]
@@ -70,7 +70,7 @@ def whole_folds(lengths: list[int], count: int) -> list[list[Span]]:
     """At most ``count`` chunks of about equal size that end where recordings end (`nearest_end`).
 
     >>> whole_folds([4, 3, 5], 2)
-    [[Span(sequence=0, start=0, stop=4), Span(sequence=1, start=0, stop=3)], [Span(sequence=2,
+    [[Span(recording=0, start=0, stop=4), Span(recording=1, start=0, stop=3)], [Span(recording=2,
     start=0, stop=5)]]
 
     Raises:
@@ -134,7 +134,7 @@ def without(sequences: list[Recording], spans: list[Span]) -> list[Recording]:
     left = []
     for k, sequence in enumerate(sequences):
         edges = [0]
-        for span in sorted(s for s in spans if s.sequence == k):
+        for span in sorted(s for s in spans if s.recording == k):
             edges += [span.start, span.stop]
         edges.append(len(sequence.states))
         left += [

@@ -47,7 +47,7 @@ REGISTERED: dict[str, tuple[str, ...]] = {
     "source": (
         "kbf.data.dmlab.OrientationImages",
         "kbf.data.dsprites.DSprites",
-        "kbf.data.files.dataset.OwnData",
+        "kbf.data.files.dataset.FileData",
         "kbf.data.pendulum.Pendulum",
         "kbf.data.pendulum_rkn.PendulumRKN",
         "kbf.data.recorded.RecordedData",
@@ -109,7 +109,7 @@ def check_sizes(target: str, arguments: dict[str, Any]) -> None:
     """Raise a ValueError if the sizes that a file asks for would fill the memory before anything is computed.
 
     Args:
-        target: what is built; a recording on this machine (`OwnData`) is as long as it is.
+        target: what is built; a recording on this machine (`FileData`) is as long as it is.
         arguments: plain values by name.
     """
     for key, value in arguments.items():
@@ -120,7 +120,7 @@ def check_sizes(target: str, arguments: dict[str, Any]) -> None:
         if counted and math.prod(numbers) > MOST_PIXELS:
             raise too_large(key, value, f"{MOST_PIXELS:,} numbers")
         most = LARGEST.get(key)
-        if most is None or (target == "kbf.data.files.dataset.OwnData" and key == "n_train"):
+        if most is None or (target == "kbf.data.files.dataset.FileData" and key == "n_train"):
             continue
         most = MOST_IMAGES if target in IMAGES and key in ("n_train", "n_test") else most
         if len(numbers) > MOST_LAYERS:
@@ -179,7 +179,7 @@ def check_plain(config: Any, what: str = "the configuration") -> None:
 FILES: dict[str, tuple[str, ...]] = {
     "kbf.data.dmlab.OrientationImages": ("frames",),
     "kbf.data.dsprites.DSprites": ("images",),
-    "kbf.data.files.dataset.OwnData": ("path", "table"),
+    "kbf.data.files.dataset.FileData": ("path", "table"),
     "kbf.images.encoders.Backbone": ("weights",),
 }
 """Arguments that name files."""

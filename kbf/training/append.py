@@ -192,7 +192,7 @@ def joined(spans: list[Span]) -> list[Span]:
     """Neighbours of one recording as one span: the transition between them is kept as well."""
     whole: list[Span] = []
     for span in spans:
-        if whole and whole[-1].sequence == span.sequence and whole[-1].stop == span.start:
+        if whole and whole[-1].recording == span.recording and whole[-1].stop == span.start:
             whole[-1] = whole[-1]._replace(stop=span.stop)
         else:
             whole.append(span)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from kbf import __version__
-from kbf.data.files import Boundary
+from kbf.data.files import ColumnSchema
 from kbf.data.windows import folds, take
 from kbf.evaluation.metrics import mse
 from kbf.filters.protocols import LossModel, RatioModel, WindowModel
@@ -521,11 +521,13 @@ def build_scaling(data: dict[str, Any], sequences: list[Recording] | None) -> Sc
         return None
     if not sequences:
         return Scaling()
-    boundary = None if data.get("boundary") is None else Boundary.from_dict(data["boundary"])
+    column_schema = (
+        None if data.get("column_schema") is None else ColumnSchema.from_dict(data["column_schema"])
+    )
     free = (
         [None, None]
-        if boundary is None
-        else [boundary.free("states"), boundary.free("observations") or None]
+        if column_schema is None
+        else [column_schema.scalable("states"), column_schema.scalable("observations") or None]
     )
     return Scaling().prepare(sequences, *free)
 

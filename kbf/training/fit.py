@@ -302,7 +302,7 @@ def held_by(lengths: list[int], members: int) -> list[Tensor]:
     held = [torch.zeros(n, dtype=torch.long) for n in lengths]
     for k, spans in enumerate(folds(lengths, members)):
         for span in spans:
-            held[span.sequence][span.start : span.stop] = k
+            held[span.recording][span.start : span.stop] = k
     return held
 
 

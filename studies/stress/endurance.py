@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kbf.commands.support.stream_reader import InputColumns, RowReader
-from kbf.data.files.column_schema import Boundary, Part
+from kbf.data.files.column_schema import ColumnSchema, Part
 from kbf.filters.gaussian.ekf import EKF
 from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.gaussian.ukf import UKF
@@ -126,7 +126,7 @@ def long(share: float) -> Iterator[Outcome]:
         "" if used() - early < 4 * 1024 else f"{used() - early} KiB more",
     )
     columns = InputColumns(
-        Boundary((Part("number", ("z",)),), (Part("number", ("a",)), Part("number", ("b",))))
+        ColumnSchema((Part("number", ("z",)),), (Part("number", ("a",)), Part("number", ("b",))))
     )
     lines = round(10_000 * share)
     reader = RowReader(

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from kbf.cli import main
-from kbf.commands.filter import boundary_of
+from kbf.commands.filter import column_schema_of
 from kbf.commands.support.row_writers import LiveEstimator
 from kbf.commands.support.stream_reader import InputColumns, LineError, Row, RowReader
-from kbf.data.files.column_schema import Boundary, Part
+from kbf.data.files.column_schema import ColumnSchema, Part
 from kbf.filters.rollout import rollout
 from kbf.ssm import oscillatory, simulate
 from kbf.training.checkpoint import load_filter
@@ -421,7 +421,7 @@ def test_missing_observations_pass_through_the_window(checkpoint, obs):
     """The verdict "lost" is of the last steps, whether these come one by one or together."""
     trained = load_filter(checkpoint)
     rows = [Row(x[None]) for x in obs[:5]] + [Row(None)] * 3
-    one, together = (LiveEstimator(trained, boundary_of(trained)) for _ in range(2))
+    one, together = (LiveEstimator(trained, column_schema_of(trained)) for _ in range(2))
     together.filter_rows(rows)
     for row in rows:
         one.filter_rows([row])
@@ -592,7 +592,7 @@ def test_memory_is_constant(kalman, monkeypatch):
     assert seen[1] - seen[0] < 3 * 1024  # KiB
 
 
-BOUNDARY = Boundary(
+COLUMN_SCHEMA = ColumnSchema(
     (Part("number", ("z",)),), (Part("number", ("a",)), Part("angle", ("turn",))), ("u",)
 )
 
@@ -602,24 +602,24 @@ def read(lines, names, **settings):
 
 
 def test_angles_and_controls():
-    rows = read(["u,turn,a", f"2,{math.pi / 2},7", "2,0,", "3,0,8"], InputColumns(BOUNDARY))
+    rows = read(["u,turn,a", f"2,{math.pi / 2},7", "2,0,", "3,0,8"], InputColumns(COLUMN_SCHEMA))
     torch.testing.assert_close(rows[0].obs, torch.tensor([[7.0, 0.0, 1.0]], dtype=F64))
     assert rows[0].control.tolist() == [[2.0]]
     assert rows[1].obs is None and rows[1].control.tolist() == [[2.0]]
     assert rows[2].obs.tolist() == [[8.0, 1.0, 0.0]]
-    rows = read(["[7, 0, 2]", "null"], InputColumns(BOUNDARY))
+    rows = read(["[7, 0, 2]", "null"], InputColumns(COLUMN_SCHEMA))
     assert rows[1].obs is None and rows[1].control.tolist() == [[2.0]], (
         "the control of the step before"
     )
     with pytest.raises(LineError, match="line 1: the first line must hold u"):
-        read(["null"], InputColumns(BOUNDARY))
+        read(["null"], InputColumns(COLUMN_SCHEMA))
     with pytest.raises(LineError, match="line 2: u must be there at each step"):
-        read(["1,2,3", "1,2,"], InputColumns(BOUNDARY))
+        read(["1,2,3", "1,2,"], InputColumns(COLUMN_SCHEMA))
 
 
 def test_silent_sensors():
     names = InputColumns(
-        Boundary((Part("number", ("z",)),), (Part("number", ("a",)), Part("number", ("b",))))
+        ColumnSchema((Part("number", ("z",)),), (Part("number", ("a",)), Part("number", ("b",))))
     )
     assert [row.obs is None for row in read(["1,", "1,2", ","], names)] == [True, False, True]
     assert [
@@ -629,7 +629,7 @@ def test_silent_sensors():
 
 def test_elapsed_time_is_a_control():
     names = InputColumns(
-        Boundary((Part("number", ("z",)),), (Part("number", ("a",)),)), "t", "run", True, 0.5
+        ColumnSchema((Part("number", ("z",)),), (Part("number", ("a",)),)), "t", "run", True, 0.5
     )
     rows = read(["[1, 10]", "[1, 10.25]", "null", "[1, 11.5]", "[1, 20]"], names)
     assert [row.control.item() for row in rows] == [0.5, 0.25, 0.5, 0.75, 0.5]
@@ -647,7 +647,11 @@ def test_a_line_that_cannot_be_read_costs_one_step():
     """Its time is guessed, by a usual step; what comes after may be before that, and is read all the same."""
     names, told = (
         InputColumns(
-            Boundary((Part("number", ("z",)),), (Part("number", ("a",)),)), "t", "run", True, 1.0
+            ColumnSchema((Part("number", ("z",)),), (Part("number", ("a",)),)),
+            "t",
+            "run",
+            True,
+            1.0,
         ),
         [],
     )
@@ -669,7 +673,7 @@ def test_a_line_that_cannot_be_read_costs_one_step():
 def test_a_blank_line_is_no_step():
     """As in recordings to learn from; a row of empty cells is a step. What is there is told, whatever blank lines follow it."""
     names = InputColumns(
-        Boundary((Part("number", ("z",)),), (Part("number", ("a",)), Part("number", ("b",))))
+        ColumnSchema((Part("number", ("z",)),), (Part("number", ("a",)), Part("number", ("b",))))
     )
     rows = list(RowReader([b"\xef\xbb\xbf\na,b\r\n\r\n1,2\n", b"  \n,\n\n", b"\n3,4"], names, F64))
     assert [row.obs is None for row in rows] == [False, True, False]

@@ -20,7 +20,7 @@ from kbf.training.checkpoint import load_filter, read_checkpoint
 EXECUTE = {"_target_": "os.system", "command": "touch HERE"}
 THROUGH = {"_target_": "kbf.runtime.instantiate.build", "trust": True, "config": EXECUTE}
 LOCATED = {"_target_": "kbf.runtime.instantiate.locate", "name": "os.system"}
-OWN = {"_target_": "kbf.data.files.dataset.OwnData", "path": "HERE"}
+OWN = {"_target_": "kbf.data.files.dataset.FileData", "path": "HERE"}
 NESTED: dict = {"_target_": "kbf.filters.kernel.kbf.KBF"}
 for _ in range(150):
     NESTED = {"_target_": "kbf.filters.neural.lstm.LSTMFilter", "d": 2, "q": 2, "encoder": NESTED}
@@ -159,11 +159,11 @@ SOURCES = {
     "nothing": None,
     "a text": "os.system",
     "the environment as a file": {
-        "_target_": "kbf.data.files.dataset.OwnData",
+        "_target_": "kbf.data.files.dataset.FileData",
         "path": "/${oc.env:HOME}/none.csv",
     },
     "an endless reference": {
-        "_target_": "kbf.data.files.dataset.OwnData",
+        "_target_": "kbf.data.files.dataset.FileData",
         "path": "${data.source.path}",
     },
 }

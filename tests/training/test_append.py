@@ -182,7 +182,7 @@ def test_greedy_choice_is_the_naive_one():
     wanted = joined(sorted(spans[i] for i in chosen))
     assert [len(s.states) for s in found] == [s.stop - s.start for s in wanted]
     for sequence, span in zip(found, wanted, strict=True):
-        assert torch.equal(sequence.states, memory[span.sequence].states[span.start : span.stop])
+        assert torch.equal(sequence.states, memory[span.recording].states[span.start : span.stop])
 
 
 def test_of_equal_chunks_the_oldest_stays_and_a_memory_within_its_budget_is_left_alone():
@@ -213,7 +213,7 @@ def test_pruning_a_memory_that_repeats_itself_hurts_far_less_than_dropping_half_
     drop = [piece(memory[1], 200, 600)]
     order = torch.randperm(len(spans), generator=g)[: len(spans) // 2].tolist()
     random = [
-        piece(memory[s.sequence], s.start, s.stop) for s in joined(sorted(spans[i] for i in order))
+        piece(memory[s.recording], s.start, s.stop) for s in joined(sorted(spans[i] for i in order))
     ]
     whole, pruned, oldest, half = (
         error(memory),

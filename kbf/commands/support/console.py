@@ -111,7 +111,7 @@ def tell(data: Data) -> None:
 
 def columns_of(data: Data) -> list[str]:
     """Names of the components of the state, as filters see them; empty where nobody named them."""
-    names = [] if data.boundary is None else data.boundary.inside("states")
+    names = [] if data.column_schema is None else data.column_schema.components("states")
     part = [*data.train, *data.test][:1]
     return names if part and len(names) == part[0].states.shape[1] else []
 
@@ -120,7 +120,7 @@ def estimate_rows(data: Data, result: Score) -> list[dict[str, Any]]:
     """Estimates of the test part in the recording's own columns and units, one row a step."""
     rows = []
     for k, estimates in enumerate(result.estimates):
-        columns = data.boundary.decode(
+        columns = data.column_schema.decode(
             estimates, None if result.covariances is None else result.covariances[k]
         )
         values = zip(*(column.tolist() for column in columns.values()), strict=True)

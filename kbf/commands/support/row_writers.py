@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 from kbf.commands.support.stream_reader import Row
-from kbf.data.files.column_schema import Boundary
+from kbf.data.files.column_schema import ColumnSchema
 from kbf.evaluation.alarms import WINDOW, Monitor, middle
 from kbf.evaluation.calibration import Calibration
 from kbf.filters.online import Live
@@ -26,13 +26,13 @@ Values = dict[str, float | int | str | None]
 class LiveEstimator:
     """A running filter that turns rows of observations into rows of estimates, standard deviations, diagnostics and alarms."""
 
-    boundary: Boundary
+    column_schema: ColumnSchema
     calibration: Calibration | None
 
     def __init__(
         self,
         trained: Trained,
-        boundary: Boundary,
+        column_schema: ColumnSchema,
         *,
         covariance: str = "std",
         alarms: bool = True,
@@ -43,7 +43,7 @@ class LiveEstimator:
 
         Args:
             trained: filter, calibration and monitor of a checkpoint.
-            boundary: from components of the state to named columns.
+            column_schema: names and kinds of the columns.
             covariance: sd (a standard deviation for each column), full (all entries as well) or
                 none.
             alarms: judge each observation with the checkpoint's monitor, if it has one; a lost
@@ -58,7 +58,7 @@ class LiveEstimator:
             raise ValueError(f"covariance must be sd, full or none, got {covariance!r}")
         self.filter: Any = trained.filter
         self.live: Live = Live(trained.filter, compiled=compiled, generator=generator)
-        self.boundary, self.calibration = boundary, trained.calibration
+        self.column_schema, self.calibration = column_schema, trained.calibration
         self.monitor: Monitor | None = trained.monitor if alarms else None
         has_covariance = covariance_of(self.filter, self.live.state) is not None
         if covariance == "full" and not has_covariance:
@@ -66,7 +66,7 @@ class LiveEstimator:
                 "covariance=full: this model has no covariances, set covariance=std or none"
             )
         self.with_covariance: bool = has_covariance and covariance != "none"
-        d = len(boundary.inside("states"))
+        d = len(column_schema.components("states"))
         self.entries: list[tuple[int, int]] = (
             [(i, j) for i in range(d) for j in range(i, d)] if covariance == "full" else []
         )
@@ -161,7 +161,7 @@ class LiveEstimator:
         C = covariance_of(self.filter, state) if self.with_covariance else None
         if C is not None and self.calibration is not None:
             C = self.calibration.covariance(C)
-        columns = self.boundary.decode(self.filter.estimate(state), C)
+        columns = self.column_schema.decode(self.filter.estimate(state), C)
         columns |= {f"cov_{i}_{j}": C[:, i, j] for i, j in self.entries} if C is not None else {}
         columns |= diagnostics_of(self.filter, state)
         return [

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kbf.data.files.column_schema import Boundary
+from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.parsing import number, seconds
 from kbf.data.files.timestamps import LARGEST_GAP
 
@@ -43,14 +43,14 @@ class Row(NamedTuple):
 
 
 class InputColumns(NamedTuple):
-    """Columns of the input: those of observations and controls (from the boundary), of times, and of names of recordings.
+    """Columns of the input: those of observations and controls (of the column schema), of times, and of names of recordings.
 
     ``step`` is the median time between steps of the training data: a filter starts again where more
     than `LARGEST_GAP` times as much has passed. With ``elapsed`` the time since the step before is
     the last control; in the first step it is ``step``.
     """
 
-    boundary: Boundary
+    column_schema: ColumnSchema
     time: str = "time"
     recording: str = "recording"
     elapsed: bool = False
@@ -60,8 +60,8 @@ class InputColumns(NamedTuple):
     def needed(self) -> list[str]:
         """Names of the columns, in the order that lines without a header have."""
         return [
-            *self.boundary.columns("observations"),
-            *self.boundary.controls,
+            *self.column_schema.columns("observations"),
+            *self.column_schema.controls,
             *([self.time] if self.elapsed else []),
         ]
 
@@ -131,9 +131,9 @@ class RowReader:
         self.width = len(self.needed)
         self.optional_index: dict[str, int] = {}
         self.has_encoding: bool = any(
-            part.kind != "number" for part in columns.boundary.observations
+            part.kind != "number" for part in columns.column_schema.observations
         )
-        self.q: int = len(columns.boundary.columns("observations"))
+        self.q: int = len(columns.column_schema.columns("observations"))
         self.controls: list[float] | None = None if self.needed[self.q :] else []
         self.sequence = sequence
         self.assumed = False  # the clock was extrapolated over a line without a time
@@ -298,7 +298,7 @@ class RowReader:
 
     def make_row(self, values: list[float], time: str | None, sequence: str | None) -> Row:
         """A row of tensors from its values; checks that controls are there and that time goes on."""
-        q, k = self.q, len(self.columns.boundary.controls)
+        q, k = self.q, len(self.columns.column_schema.controls)
         if not all(map(math.isfinite, values[q:])):
             raise LineError(f": {', '.join(self.needed[q:])} must be there at each step")
         control = self.controls = values[q : q + k]
@@ -338,7 +338,7 @@ class RowReader:
         if not self.has_encoding:
             return obs
         try:
-            return self.columns.boundary.encode(obs, "observations")
+            return self.columns.column_schema.encode(obs, "observations")
         except ValueError as error:
             raise LineError(f": {error}") from None
 

@@ -1,8 +1,8 @@
 """Recordings of one's own, from files: ``data=own data.path=...``."""
 
-from kbf.data.files.column_schema import Boundary
-from kbf.data.files.dataset import OwnData, complete
+from kbf.data.files.column_schema import ColumnSchema
+from kbf.data.files.dataset import FileData, complete
 from kbf.data.files.layout import Observations
 from kbf.data.files.read import read_observations
 
-__all__ = ["Boundary", "Observations", "OwnData", "complete", "read_observations"]
+__all__ = ["ColumnSchema", "Observations", "FileData", "complete", "read_observations"]

@@ -1,4 +1,4 @@
-"""The boundary between a person's columns and what filters see: angles are (cos, sin) inside, rotations are matrices inside."""
+"""The column_schema between a person's columns and what filters see: angles are (cos, sin) inside, rotations are matrices inside."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Part(NamedTuple):
     kind: str
     names: tuple[str, ...]
 
-    def inside(self) -> list[str]:
+    def components(self) -> list[str]:
         """Names of the components that filters see."""
         if self.kind == "angle":
             return [f"cos {self.names[0]}", f"sin {self.names[0]}"]
@@ -33,7 +33,7 @@ class Part(NamedTuple):
         )
 
 
-class Boundary(NamedTuple):
+class ColumnSchema(NamedTuple):
     """Names and kinds of the columns of states, observations and controls; plain data, kept in the checkpoint's configuration.
 
     Attributes:
@@ -48,13 +48,13 @@ class Boundary(NamedTuple):
     unit: str = "radians"
 
     @staticmethod
-    def from_dict(values: dict[str, Any]) -> Boundary:
-        """The boundary that `to_dict` described."""
+    def from_dict(values: dict[str, Any]) -> ColumnSchema:
+        """The column_schema that `to_dict` described."""
         states, obs = (
             tuple(Part(kind, tuple(names)) for kind, names in values[side])
             for side in ("states", "observations")
         )
-        return Boundary(states, obs, tuple(values["controls"]), values["unit"])
+        return ColumnSchema(states, obs, tuple(values["controls"]), values["unit"])
 
     def to_dict(self) -> dict[str, Any]:
         """As dicts, lists and words, for a configuration."""
@@ -68,11 +68,11 @@ class Boundary(NamedTuple):
         """The file's column names of one side: states or observations."""
         return [name for part in getattr(self, side) for name in part.names]
 
-    def inside(self, side: str) -> list[str]:
+    def components(self, side: str) -> list[str]:
         """Names of the components that filters see."""
-        return [name for part in getattr(self, side) for name in part.inside()]
+        return [name for part in getattr(self, side) for name in part.components()]
 
-    def free(self, side: str) -> list[bool]:
+    def scalable(self, side: str) -> list[bool]:
         """For each component inside, whether its unit is of no matter: those of angles and rotations are left as they are."""
         return [
             part.kind == "number"
@@ -142,14 +142,14 @@ class Boundary(NamedTuple):
         return decoded
 
 
-def boundary_of(
+def column_schema_of(
     states: list[str],
     observations: list[str],
     controls: list[str],
     angles: list[str],
     rotations: list[list[str]],
     unit: str = "radians",
-) -> Boundary:
+) -> ColumnSchema:
     """Names and kinds from what a configuration declares.
 
     Raises:
@@ -177,7 +177,7 @@ def boundary_of(
         raise ValueError(
             f"data.angles: {unknown[0]!r} is neither among the states {states} nor the observations {observations}"
         )
-    return Boundary(
+    return ColumnSchema(
         parts_of(states, angles, rotations),
         parts_of(observations, angles, rotations),
         tuple(controls),

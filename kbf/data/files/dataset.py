@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kbf.data.files.column_schema import Boundary, boundary_of
+from kbf.data.files.column_schema import ColumnSchema, column_schema_of
 from kbf.data.files.layout import Contents, FileRecording, Layout, layout_of, plain
 from kbf.data.files.read import read
 from kbf.data.files.splits import Share, cut_at, first_steps, split, where_known
@@ -31,7 +31,7 @@ LAST_READ: dict[tuple[Any, ...], Contents] = {}
 """The file that was read last, by path, age and layout: a configuration asks for its shapes, then the command for the data."""
 
 
-class OwnData(Shown):
+class FileData(Shown):
     """Recordings of a file, cut into parts.
 
     Where a recording has a gap in time it is cut. Steps whose state is not known are no training
@@ -40,7 +40,7 @@ class OwnData(Shown):
 
     Attributes:
         train, validation, test: lists of `Recording`, float64 (images uint8).
-        boundary: names and kinds of the columns. time_step: the median time between steps, or None.
+        column_schema: names and kinds of the columns. time_step: the median time between steps, or None.
         spans: where each part lies in ``recordings``, by name. notes: what a person should know of
             files and times, in sentences.
     """
@@ -75,7 +75,7 @@ class OwnData(Shown):
         validation: Share | Sequence[str] = 0.0,
         test: Share | Sequence[str] = 0.2,
         n_train: int | None = None,
-        boundary: dict[str, Any] | None = None,
+        column_schema: dict[str, Any] | None = None,
         time_step: float | None = None,
     ) -> None:
         """Read and cut.
@@ -91,7 +91,7 @@ class OwnData(Shown):
                 bear no gaps.
             split, validation, test: as `kbf.data.files.splits.split`.
             n_train: only the first so many training steps; None for all.
-            boundary: of a checkpoint, that the columns must be those of. time_step: its median time
+            column_schema: of a checkpoint, that the columns must be those of. time_step: its median time
                 step.
 
         Raises:
@@ -125,8 +125,8 @@ class OwnData(Shown):
             }
         )
         contents = read_once(Path(path).expanduser(), layout)
-        self.boundary: Boundary = chosen_boundary(
-            contents, boundary, plain(angles), plain(rotations), angle_unit, str(path)
+        self.column_schema: ColumnSchema = chosen_schema(
+            contents, column_schema, plain(angles), plain(rotations), angle_unit, str(path)
         )
         for each in contents.recordings:
             check_times(each)
@@ -156,7 +156,7 @@ class OwnData(Shown):
         self.spans["test"] = [
             span
             for span in self.spans["test"]
-            if bool(known[span.sequence][span.start : span.stop].any())
+            if bool(known[span.recording][span.start : span.stop].any())
         ]
         if n_train is not None and test != "all":
             self.spans["train"] = first_steps(self.spans["train"], n_train)
@@ -183,7 +183,7 @@ class OwnData(Shown):
     def encode(self, recording: FileRecording, allow_missing_sensors: bool) -> Recording:
         """A whole recording as filters see it; NaN where a state is not known, 0 where nothing was observed."""
         obs, states, mask, controls = encode_recording(
-            recording, self.boundary, allow_missing_sensors=allow_missing_sensors
+            recording, self.column_schema, allow_missing_sensors=allow_missing_sensors
         )
         assert states is not None
         if mask is not None and obs.ndim == 2:
@@ -230,31 +230,31 @@ def split_parts(
     return split(names, lengths, how, plain(validation), plain(test))
 
 
-def chosen_boundary(
+def chosen_schema(
     contents: Contents,
     given: dict[str, Any] | None,
     angles: list[str],
     rotations: list[list[str]],
     unit: str,
     path: str,
-) -> Boundary:
-    """The boundary of a file, or the given one if the file has its columns.
+) -> ColumnSchema:
+    """The column_schema of a file, or the given one if the file has its columns.
 
     Raises:
-        ValueError: other columns than the boundary's.
+        ValueError: other columns than the column_schema's.
     """
     if given is None:
-        return boundary_of(
+        return column_schema_of(
             contents.states, contents.observations, contents.controls, angles, rotations, unit
         )
-    boundary = Boundary.from_dict(given)
+    column_schema = ColumnSchema.from_dict(given)
     for side in ("states", "observations"):
-        mine, theirs = getattr(contents, side), boundary.columns(side)
+        mine, theirs = getattr(contents, side), column_schema.columns(side)
         if sorted(mine) != sorted(theirs):
             raise ValueError(
                 f"{path}: its {side} are {', '.join(mine)}; those of the training {', '.join(theirs) or 'images'}"
             )
-    return boundary
+    return column_schema
 
 
 def read_once(path: Path, layout: Layout) -> Contents:
@@ -269,16 +269,16 @@ def read_once(path: Path, layout: Layout) -> Contents:
 
 
 def complete(source: dict[str, Any]) -> dict[str, Any]:
-    """The part of a ``data`` configuration that depends on the file: shapes, boundary, median time step, number of training steps.
+    """The part of a ``data`` configuration that depends on the file: shapes, column_schema, median time step, number of training steps.
 
     Args:
-        source: the arguments of `OwnData`.
+        source: the arguments of `FileData`.
 
     Returns:
         ``d``, ``q``, ``image`` (shape of an image, or None), ``k`` (components of a control),
-        ``boundary``, ``time_step`` and ``n_train``.
+        ``column_schema``, ``time_step`` and ``n_train``.
     """
-    data = OwnData(**source)
+    data = FileData(**source)
     first = [*data.train, *data.test][0]
     d, shape = first.states.shape[1], list(first.obs.shape[1:])
     images = len(shape) == 3
@@ -287,7 +287,7 @@ def complete(source: dict[str, Any]) -> dict[str, Any]:
         "q": [d] if images else shape,
         "image": shape if images else None,
         "k": control_width(first),
-        "boundary": data.boundary.to_dict(),
+        "column_schema": data.column_schema.to_dict(),
         "time_step": data.time_step,
         "n_train": sum(len(s.states) for s in data.train),
     }

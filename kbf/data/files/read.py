@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kbf.data.files.column_schema import Boundary
+from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.layout import (
     Contents,
     FileRecording,
@@ -109,11 +109,11 @@ def read_observations(path: str | os.PathLike[str], config: dict[str, Any]) -> l
         with_time_control,
     )
 
-    boundary = Boundary.from_dict(config["boundary"])
+    column_schema = ColumnSchema.from_dict(config["column_schema"])
     layout = layout_of(config)
     for side, names in (
-        ("observations", boundary.columns("observations")),
-        ("controls", list(boundary.controls)),
+        ("observations", column_schema.columns("observations")),
+        ("controls", list(column_schema.controls)),
     ):
         said = getattr(
             layout, side
@@ -123,11 +123,13 @@ def read_observations(path: str | os.PathLike[str], config: dict[str, Any]) -> l
     sequences = []
     for recording in read(path, layout, states=False).recordings:
         check_times(recording)
-        check_width(recording, boundary)
+        check_width(recording, column_schema)
         if config.get("time_as_control"):
             recording = with_time_control(recording, config.get("time_step"))
         obs, _, mask, controls = encode_recording(
-            recording, boundary, allow_missing_sensors=bool(config.get("allow_missing_sensors"))
+            recording,
+            column_schema,
+            allow_missing_sensors=bool(config.get("allow_missing_sensors")),
         )
         sequences += [
             Observations(
@@ -142,11 +144,11 @@ def read_observations(path: str | os.PathLike[str], config: dict[str, Any]) -> l
     return sequences
 
 
-def check_width(recording: FileRecording, boundary: Boundary) -> None:
+def check_width(recording: FileRecording, column_schema: ColumnSchema) -> None:
     """Raise a ValueError if a file's columns are not as many as those of the training."""
     sides = {
-        "observations": (recording.obs, boundary.columns("observations")),
-        "controls": (recording.controls, boundary.controls),
+        "observations": (recording.obs, column_schema.columns("observations")),
+        "controls": (recording.controls, column_schema.controls),
     }
     for side, (values, names) in sides.items():
         width = 0 if values is None or values.ndim == 4 else values.shape[1]

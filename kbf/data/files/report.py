@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kbf.data.files.dataset import OwnData
+from kbf.data.files.dataset import FileData
 from kbf.data.files.layout import FileRecording
 from kbf.recording import Recording
 from kbf.rkhs.linalg import evenly
@@ -40,7 +40,7 @@ class Report(NamedTuple):
     warnings: list[str]
 
 
-def examine(data: OwnData) -> Report:
+def examine(data: FileData) -> Report:
     """Examine a recording: its sequences, its columns, and warnings of what will hurt a filter."""
     named = all_columns(data)
     warnings = [*data.notes, *few(data)]
@@ -57,14 +57,14 @@ def examine(data: OwnData) -> Report:
     )
 
 
-def all_columns(data: OwnData) -> dict[str, list[Tensor]]:
+def all_columns(data: FileData) -> dict[str, list[Tensor]]:
     """The person's columns by name, each as one tensor a sequence; images are left out."""
     columns: dict[str, list[Tensor]] = {}
     sides = {
-        "states": data.boundary.columns("states"),
-        "obs": data.boundary.columns("observations"),
+        "states": data.column_schema.columns("states"),
+        "obs": data.column_schema.columns("observations"),
     }
-    sides["controls"] = [*data.boundary.controls, "time of the move"]
+    sides["controls"] = [*data.column_schema.controls, "time of the move"]
     for recording in data.recordings:
         for side, names in sides.items():
             values = getattr(recording, side)
@@ -79,10 +79,10 @@ def all_columns(data: OwnData) -> dict[str, list[Tensor]]:
     return columns
 
 
-def sequence_row(data: OwnData, k: int, recording: FileRecording) -> dict[str, Any]:
+def sequence_row(data: FileData, k: int, recording: FileRecording) -> dict[str, Any]:
     """Name, length, parts and time of one sequence."""
     steps = {
-        part: sum(s.stop - s.start for s in spans if s.sequence == k)
+        part: sum(s.stop - s.start for s in spans if s.recording == k)
         for part, spans in data.spans.items()
     }
     times = recording.times
@@ -114,7 +114,7 @@ def column_row(name: str, values: Tensor) -> dict[str, Any]:
     return {"column": name, **extent, "std": float(known.std(correction=0)), "missing": missing}
 
 
-def few(data: OwnData) -> list[str]:
+def few(data: FileData) -> list[str]:
     """Too little to learn from, or to score on."""
     steps = {part: sum(len(s.states) for s in getattr(data, part)) for part in ("train", "test")}
     warnings = []
@@ -132,7 +132,7 @@ def few(data: OwnData) -> list[str]:
     return warnings
 
 
-def column_warnings(name: str, each: list[Tensor], data: OwnData) -> list[str]:
+def column_warnings(name: str, each: list[Tensor], data: FileData) -> list[str]:
     """A column that never changes, has outliers, or jumps as an angle does that nobody declared."""
     values = torch.cat(each)
     known = values[values.isfinite()]
@@ -141,7 +141,7 @@ def column_warnings(name: str, each: list[Tensor], data: OwnData) -> list[str]:
     if float(known.max() - known.min()) <= 1e-12 * float(known.abs().max()):
         return [f"column {name}: it is constant ({float(known[0]):g}); it tells nothing"]
     warnings = []
-    parts = (*data.boundary.states, *data.boundary.observations)
+    parts = (*data.column_schema.states, *data.column_schema.observations)
     declared = {part.names[0] for part in parts if part.kind == "angle"}
     if (
         name.removesuffix(" (observed)") not in declared
@@ -186,7 +186,7 @@ def looks_like_angle(each: list[Tensor]) -> float | None:
     return None
 
 
-def place_of(data: OwnData, each: list[Tensor], k: int) -> str:
+def place_of(data: FileData, each: list[Tensor], k: int) -> str:
     """The place of the k-th value of a column in the file, for messages."""
     for recording, column in zip(data.recordings, each, strict=False):
         if k < len(column):
@@ -195,7 +195,7 @@ def place_of(data: OwnData, each: list[Tensor], k: int) -> str:
     return f"step {k}"
 
 
-def repeated(data: OwnData) -> list[str]:
+def repeated(data: FileData) -> list[str]:
     """Steps that repeat the one before: a sensor that hangs, or a recording that was filled up."""
     count, total = 0, 0
     for s in [*data.train, *data.test]:
@@ -209,7 +209,7 @@ def repeated(data: OwnData) -> list[str]:
     ]
 
 
-def shared_rows(data: OwnData) -> list[str]:
+def shared_rows(data: FileData) -> list[str]:
     """Test steps that stand in the training part as well: the same state and observation."""
     theirs = {row for s in data.train for row in fingerprints(s)}
     both = sum(row in theirs for s in data.test for row in fingerprints(s))
@@ -248,7 +248,7 @@ def seen(sequences: list[Recording]) -> list[Tensor]:
     return vectors
 
 
-def beyond(data: OwnData) -> list[str]:
+def beyond(data: FileData) -> list[str]:
     """States of the test part beyond all of the training part's, column by column: a split that asks for extrapolation."""
     if not data.train or not data.test:
         return []
@@ -259,7 +259,7 @@ def beyond(data: OwnData) -> list[str]:
     return [
         f"{100 * float(share[k]):.0f} % of the test steps have {name} outside of the training part's range, "
         f"{float(low[k]):.4g} to {float(high[k]):.4g}: the test asks for extrapolation"
-        for k, name in enumerate(data.boundary.inside("states"))
+        for k, name in enumerate(data.column_schema.components("states"))
         if float(share[k]) > REPEATED_SHARE
     ]
 

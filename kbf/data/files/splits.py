@@ -83,7 +83,7 @@ def by_recording(
         )
     parts = {"train": free, **chosen}
     return {
-        part: [span for span in whole if names[span.sequence] in wanted]
+        part: [span for span in whole if names[span.recording] in wanted]
         for part, wanted in parts.items()
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kbf.data.files.column_schema import Boundary
+from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.layout import FileRecording
 
 LARGEST_GAP = 5.0
@@ -81,7 +81,7 @@ def with_time_control(recording: FileRecording, step: float | None) -> FileRecor
 
 
 def encode_recording(
-    recording: FileRecording, boundary: Boundary, *, allow_missing_sensors: bool = False
+    recording: FileRecording, column_schema: ColumnSchema, *, allow_missing_sensors: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Observations ``T *x`` (NaN where missing), states ``T d`` (NaN where not known), mask ``T`` and controls ``T k``.
 
@@ -89,21 +89,21 @@ def encode_recording(
     several sensors, where not all of them are.
 
     Raises:
-        ValueError: a control that is missing, or what `Boundary.encode` raises, with the file.
+        ValueError: a control that is missing, or what `ColumnSchema.encode` raises, with the file.
     """
     controls = recording.controls
     if controls is not None and bool(controls.isnan().any()):
         row, column = controls.isnan().nonzero()[0].tolist()
-        name = [*boundary.controls, "time"][column]
+        name = [*column_schema.controls, "time"][column]
         raise ValueError(
             f"{recording.place(row)}, column {name}: a control is missing; fill them all in"
         )
     try:
-        states = None if recording.states is None else boundary.encode(recording.states)
+        states = None if recording.states is None else column_schema.encode(recording.states)
         obs = (
             recording.obs
             if recording.obs.ndim == 4
-            else boundary.encode(recording.obs, "observations")
+            else column_schema.encode(recording.obs, "observations")
         )
     except ValueError as error:
         raise ValueError(f"{recording.file}, sequence {recording.name}: {error}") from error

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kbf.commands.support.stream_reader import LONGEST_LINE, InputColumns, LineError, RowReader
-from kbf.data.files.column_schema import Boundary, Part
+from kbf.data.files.column_schema import ColumnSchema, Part
 
 COLUMNS = InputColumns(
-    Boundary((Part("number", ("z",)),), (Part("number", ("a",)), Part("number", ("b",))))
+    ColumnSchema((Part("number", ("z",)),), (Part("number", ("a",)), Part("number", ("b",))))
 )
 LONG = b"7" * (LONGEST_LINE + 50_000)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy.spatial.transform import Rotation
 
-from kbf.data.files import Boundary
-from kbf.data.files.column_schema import boundary_of
+from kbf.data.files import ColumnSchema
+from kbf.data.files.column_schema import column_schema_of
 
 
 def generator(seed=0):
@@ -20,19 +20,19 @@ QUATERNION = ["qw", "qx", "qy", "qz"]
 
 
 def mixed(unit="radians"):
-    return boundary_of(
+    return column_schema_of(
         ["x", "theta", *QUATERNION], ["phi", "a"], ["u"], ["theta", "phi"], [QUATERNION], unit
     )
 
 
 def test_a_boundary_is_plain_data():
-    boundary = mixed("degrees")
-    assert Boundary.from_dict(json.loads(json.dumps(boundary.to_dict()))) == boundary
-    assert boundary.columns("states") == ["x", "theta", *QUATERNION]
-    assert boundary.inside("states")[:3] == ["x", "cos theta", "sin theta"]
-    assert len(boundary.inside("states")) == 12
-    assert boundary.free("states") == [True] + [False] * 11
-    assert boundary.free("observations") == [False, False, True]
+    column_schema = mixed("degrees")
+    assert ColumnSchema.from_dict(json.loads(json.dumps(column_schema.to_dict()))) == column_schema
+    assert column_schema.columns("states") == ["x", "theta", *QUATERNION]
+    assert column_schema.components("states")[:3] == ["x", "cos theta", "sin theta"]
+    assert len(column_schema.components("states")) == 12
+    assert column_schema.scalable("states") == [True] + [False] * 11
+    assert column_schema.scalable("observations") == [False, False, True]
 
 
 @pytest.mark.parametrize("unit", ["radians", "degrees"])
@@ -66,17 +66,17 @@ def test_nan_stays_nan_and_hurts_nobody_else():
 
 def test_nine_entries_of_a_matrix():
     names = [f"r{k}" for k in range(9)]
-    boundary = boundary_of(names, ["a"], [], [], [names])
+    column_schema = column_schema_of(names, ["a"], [], [], [names])
     matrices = torch.from_numpy(Rotation.random(5, random_state=0).as_matrix()).flatten(1)
-    torch.testing.assert_close(boundary.encode(matrices), matrices)
+    torch.testing.assert_close(column_schema.encode(matrices), matrices)
     noisy = matrices + 0.05 * torch.randn(matrices.shape, generator=generator()).double()
-    found = torch.stack(list(boundary.decode(noisy).values()), 1).reshape(-1, 3, 3)
+    found = torch.stack(list(column_schema.decode(noisy).values()), 1).reshape(-1, 3, 3)
     torch.testing.assert_close(found @ found.mT, torch.eye(3).double().expand(5, 3, 3))
     assert (torch.linalg.det(found) > 0).all()
     assert ((found.flatten(1) - matrices).norm(dim=1) < 0.3).all()
     for broken in (2 * matrices, -matrices):
         with pytest.raises(ValueError, match=r"r0 ... r8: the 9 numbers of row 0 are no rotation"):
-            boundary.encode(broken)
+            column_schema.encode(broken)
 
 
 @pytest.mark.parametrize("std", [0.05, 0.5, 1.2])
@@ -86,7 +86,7 @@ def test_the_circular_std_is_that_of_a_wrapped_normal(std):
     pairs = torch.stack([angles.cos(), angles.sin()], 1)
     mean, spread = pairs.mean(0)[None], torch.cov(pairs.T)[None]
     for unit, turn in (("radians", 1.0), ("degrees", 180 / math.pi)):
-        found = boundary_of(["h"], ["a"], [], ["h"], [], unit).decode(mean, spread)
+        found = column_schema_of(["h"], ["a"], [], ["h"], [], unit).decode(mean, spread)
         assert found["h"].item() == pytest.approx(2.0 * turn, rel=5e-3)
         assert found["h_std"].item() == pytest.approx(std * turn, rel=5e-3)
 
@@ -100,7 +100,7 @@ def test_the_std_of_a_rotation_is_the_angle_of_turning():
         ).as_matrix()
     )
     rows = matrices.flatten(1)
-    found = boundary_of(QUATERNION, ["a"], [], [], [QUATERNION]).decode(
+    found = column_schema_of(QUATERNION, ["a"], [], [], [QUATERNION]).decode(
         rows.mean(0)[None], torch.cov(rows.T)[None]
     )
     assert found["rotation1_std"].item() == pytest.approx(std * math.sqrt(3), rel=0.02)
@@ -108,13 +108,13 @@ def test_the_std_of_a_rotation_is_the_angle_of_turning():
 
 
 def test_numbers_have_the_root_of_their_variance():
-    boundary = boundary_of(["x", "theta", "y"], ["a"], [], ["theta"], [])
+    column_schema = column_schema_of(["x", "theta", "y"], ["a"], [], ["theta"], [])
     spread = torch.diag(torch.tensor([4.0, 0.1, 0.2, 9.0])).double()[None]
-    found = boundary.decode(torch.tensor([[1.0, 1.0, 0.0, 2.0]]).double(), spread)
+    found = column_schema.decode(torch.tensor([[1.0, 1.0, 0.0, 2.0]]).double(), spread)
     assert found["x_std"].item() == 2
     assert found["y_std"].item() == 3
     assert found["theta_std"].item() == pytest.approx(math.sqrt(math.log(1.3)))
-    assert "x_std" not in boundary.decode(torch.ones(1, 4).double())
+    assert "x_std" not in column_schema.decode(torch.ones(1, 4).double())
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,10 @@ def test_declarations_that_cannot_be(changes, message):
         "rotations": [],
     }
     with pytest.raises(ValueError, match=message):
-        boundary_of(**{**settings, **changes})
+        column_schema_of(**{**settings, **changes})
 
 
 def test_a_quaternion_of_norm_0_is_told():
     values = torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 0]]).double()
     with pytest.raises(ValueError, match=r"qw, qx, qy, qz: the quaternion of row 1 has norm 0"):
-        boundary_of(QUATERNION, ["a"], [], [], [QUATERNION]).encode(values)
+        column_schema_of(QUATERNION, ["a"], [], [], [QUATERNION]).encode(values)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kbf.data.dataset import load_data
-from kbf.data.files import OwnData, report
+from kbf.data.files import FileData, report
 from kbf.data.files.report import examine, markdown
 from kbf.evaluation.score import score
 from kbf.filters.gaussian.learned_kalman import LearnedKalman
@@ -41,7 +41,7 @@ def written(path, steps=(60,), times=None, seed=0, states_missing=(), obs_missin
 
 def own(path, **settings):
     base = {"states": ["x", "y"], "observations": ["a", "b"], "time": "t", "recording": "run"}
-    return OwnData(path, **{**base, **settings})
+    return FileData(path, **{**base, **settings})
 
 
 def rows(sequences):
@@ -104,7 +104,7 @@ def test_settings_that_cannot_be(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         own(written(tmp_path / "a.csv", (60, 60)), **settings)
     with pytest.raises(ValueError, match=r"data=own needs a file: data.path=FILE"):
-        OwnData(None)
+        FileData(None)
 
 
 def test_n_train_takes_the_first_steps(tmp_path):
@@ -138,7 +138,7 @@ def test_steps_without_a_state_are_not_scored(tmp_path):
     config = {
         "name": "own",
         "source": {
-            "_target_": "kbf.data.files.dataset.OwnData",
+            "_target_": "kbf.data.files.dataset.FileData",
             "path": str(path),
             "states": ["x", "y"],
             "observations": ["a", "b"],
@@ -151,7 +151,7 @@ def test_steps_without_a_state_are_not_scored(tmp_path):
     errors = (found.estimates[0] - data.test[0].states).square().sum(1)
     assert found.mse[0].item() == pytest.approx(errors[known].mean().item())
     assert errors[10].isnan()
-    assert data.boundary.columns("states") == ["x", "y"]
+    assert data.column_schema.columns("states") == ["x", "y"]
 
 
 def test_gaps_cut_and_times_are_checked(tmp_path):
@@ -206,11 +206,11 @@ def test_too_little_is_left(tmp_path):
 def test_columns_must_be_those_of_the_boundary(tmp_path):
     first = own(written(tmp_path / "a.csv"), angles=["b"])
     again = own(
-        tmp_path / "a.csv", boundary=first.boundary.to_dict()
+        tmp_path / "a.csv", column_schema=first.column_schema.to_dict()
     )  # what a checkpoint holds counts
     assert again.train[0].obs.shape[1] == 3
     with pytest.raises(ValueError, match=r"its states are x; those of the training x, y"):
-        own(tmp_path / "a.csv", states=["x"], boundary=first.boundary.to_dict())
+        own(tmp_path / "a.csv", states=["x"], column_schema=first.column_schema.to_dict())
 
 
 def test_a_file_that_changed_is_read_again(tmp_path):

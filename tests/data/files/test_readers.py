@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from kbf.data.files import column_schema
-from kbf.data.files.dataset import OwnData
+from kbf.data.files.dataset import FileData
 from kbf.data.files.layout import Layout, layout_of
 from kbf.data.files.read import read, read_observations
 
@@ -214,7 +214,7 @@ def test_chunks_of_a_zarr_that_have_no_file_are_told(tmp_path):
         )
     assert read(tmp_path / "a.zarr", Layout()).notes == ()
     (tmp_path / "a.zarr" / "observations" / "c" / "2" / "0").unlink()
-    (note,) = OwnData(str(tmp_path / "a.zarr")).notes
+    (note,) = FileData(str(tmp_path / "a.zarr")).notes
     assert (
         "array observations: 1 of 4 chunks have no file and are read as 0.0: is the copy complete?"
         in note
@@ -646,13 +646,17 @@ def test_csv_and_npz_need_no_further_package(tmp_path, monkeypatch):
 def test_observations_alone(tmp_path):
     table = [{key: row[key] for key in ("c", "a", "b", "t", "u", "run")} for row in rows()]
     path = write_csv(tmp_path / "new.csv", table)
-    boundary = {
+    column_schema = {
         "states": [["number", ["x"]], ["angle", ["y"]]],
         "observations": [["number", ["a"]], ["angle", ["b"]], ["number", ["c"]]],
         "controls": ["u"],
         "unit": "radians",
     }
-    config = LAYOUT._asdict() | {"boundary": boundary, "time_as_control": True, "time_step": 0.1}
+    config = LAYOUT._asdict() | {
+        "column_schema": column_schema,
+        "time_as_control": True,
+        "time_step": 0.1,
+    }
     found = read_observations(path, config)
     assert [o.name for o in found] == ["r0", "r1"]
     a = arrays(0)
@@ -671,7 +675,7 @@ def test_observations_alone(tmp_path):
             write_csv(tmp_path / "less.csv", [{"a": 1, "c": 2, "t": 0, "u": 0, "run": "r"}]), config
         )
     np.savez(tmp_path / "wide.npz", obs=np.ones((4, 5)), times=np.arange(4.0))
-    arrays_config = Layout()._asdict() | {"boundary": boundary | {"controls": []}}
+    arrays_config = Layout()._asdict() | {"column_schema": column_schema | {"controls": []}}
     with pytest.raises(ValueError, match=r"3 names \(a, b, c\) for an array of 5 columns"):
         read_observations(tmp_path / "wide.npz", arrays_config)
     with pytest.raises(
@@ -685,7 +689,7 @@ def test_observations_alone(tmp_path):
 
 def test_images_alone(tmp_path):
     config = Layout()._asdict() | {
-        "boundary": {
+        "column_schema": {
             "states": [["number", ["x"]]],
             "observations": [],
             "controls": [],
@@ -705,7 +709,7 @@ def test_new_recordings_are_cut_at_gaps_and_checked(tmp_path):
         "observations": ["a"],
         "time_step": 0.1,
     }
-    config["boundary"] = {
+    config["column_schema"] = {
         "states": [["number", ["x"]]],
         "observations": [["number", ["a"]]],
         "controls": [],
@@ -757,7 +761,7 @@ def test_observations_of_another_kind_of_file(tmp_path):
     """Columns of the training's table are no arrays; one .npy is observations; dates of arrays are seconds."""
     config = {
         **LAYOUT._asdict(),
-        "boundary": column_schema.Boundary.from_dict(
+        "column_schema": column_schema.ColumnSchema.from_dict(
             {
                 "states": [["number", ["x"]], ["number", ["y"]]],
                 "observations": [["number", [n]] for n in "abc"],
