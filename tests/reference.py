@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kbf.filters.gaussian.kalman import GaussianState, rts_step
+from kbf.filters.gaussian.moments import GaussianState, rts_step
 from kbf.filters.rollout import Filter, step
 
 Array = NDArray[np.float64]

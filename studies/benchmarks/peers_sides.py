@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kbf.filters.gaussian.kalman import GaussianState, LinearModel
+from kbf.filters.gaussian.kalman import LinearModel
+from kbf.filters.gaussian.moments import GaussianState
 from kbf.ssm import StateSpaceModel, oscillatory
 
 OMEGA, BETA, M = 0.4, 0.4, 8.0

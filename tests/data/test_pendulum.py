@@ -29,7 +29,7 @@ from kbf.data.pendulum import (
 from kbf.evaluation.floors import floor
 from kbf.evaluation.score import score
 from kbf.filters.gaussian.ekf import EKF, extended
-from kbf.filters.gaussian.kalman import GaussianState
+from kbf.filters.gaussian.moments import GaussianState
 from kbf.filters.gaussian.polar import TurningFilter, TurningModel, turning_filter
 from kbf.filters.gaussian.ukf import UKF, sigma_points, unscented
 from kbf.filters.rollout import rollout

@@ -1,4 +1,7 @@
-"""Kalman filter of a linear model that is fitted to the training pairs by least squares."""
+"""Kalman filter of a linear model fitted by least squares.
+
+References: Hastie, Tibshirani and Friedman (2009), section 3.2.4 (multivariate regression).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel, training_moments
+from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
+from kbf.filters.gaussian.moments import training_moments
 from kbf.recording import Recording, as_recordings, check_vectors, moves, observed_pairs
 from kbf.runtime.html_repr import ShownModule
 
@@ -14,18 +18,20 @@ from kbf.runtime.html_repr import ShownModule
 def regress(
     inputs: Float[Tensor, "m d"], targets: Float[Tensor, "m e"], name: str
 ) -> tuple[Float[Tensor, "e d"], Float[Tensor, " e"], Float[Tensor, "e e"]]:
-    """Least squares y ~ B u + b with intercept: B, b, and the residual covariance sum r r^T / (m - d - 1).
+    """Return B, b and the residual covariance of the least-squares fit y ~ B u + b.
 
-    Of inputs that are linearly dependent, the solution of least norm is taken.
+    The residual covariance is sum r r^T / (m - d - 1). Where inputs are linearly dependent, B is
+    the solution of least norm.
 
     Raises:
-        ValueError: m < d + 1 + e points: the residual covariance would be singular. ``name`` says
-            of what.
+        ValueError: fewer than d + 1 + e points, with which the residual covariance would be
+            singular. The message names the points by ``name``.
     """
     (m, d), e = inputs.shape, targets.shape[1]
     if m < d + 1 + e:
         raise ValueError(
-            f"a linear model of {name} with {d} inputs and {e} outputs needs at least {d + 1 + e} of them, got {m}"
+            f"a linear model of {name} with {d} inputs and {e} outputs needs at least "
+            f"{d + 1 + e} of them, got {m}"
         )
     B = (torch.linalg.pinv(inputs - inputs.mean(0)) @ (targets - targets.mean(0))).mT
     b = targets.mean(0) - B @ inputs.mean(0)
@@ -36,18 +42,15 @@ def regress(
 def fit_linear(
     memory: Recording | list[Recording], *, allow_missing_sensors: bool = False
 ) -> LinearModel:
-    """Fit z' = A z + B u + a + N(0, Q) to the transitions and x = C z + c + N(0, R) to the observations, by least squares.
+    """Return the least-squares fit of z' = A z + B u + a + N(0, Q) and x = C z + c + N(0, R).
 
-    Pairs do not cross the end of a sequence; masked observations are left out. m0 and P0 are the
-    mean and covariance of the training states. With ``allow_missing_sensors`` entries of
+    Transitions do not cross the end of a recording. Masked observations are not used. m0 and P0 are
+    the mean and covariance of the training states. With ``allow_missing_sensors`` entries of
     observations may be NaN (`regress_columns`).
 
     Raises:
-        ValueError: observations that are no vectors, or fewer than 2 d + k + 1 transitions or d + 1
-            + q observations.
-
-    References: multivariate linear regression, e.g. Hastie, Tibshirani and Friedman (2009), section
-    3.2.4.
+        ValueError: observations that are not vectors, or fewer than 2 d + k + 1 transitions or
+            d + 1 + q observations.
     """
     sequences = as_recordings(memory, allow_missing_sensors=allow_missing_sensors)
     check_vectors(sequences, "a linear model")
@@ -55,65 +58,59 @@ def fit_linear(
     z_seen, x = observed_pairs(sequences)
     AB, a, Q = regress(z if u is None else torch.cat([z, u], -1), z_next, "transitions")
     A, B = AB[:, : z.shape[1]], None if u is None else AB[:, z.shape[1] :]
-    C, c, R = (
-        regress_columns(z_seen, x) if allow_missing_sensors else regress(z_seen, x, "observations")
-    )
+    fit = regress_columns if allow_missing_sensors else regress
+    C, c, R = fit(z_seen, x, "observations")
     return LinearModel(A, a, Q, C, c, R, *training_moments(sequences), B)
 
 
 def regress_columns(
-    inputs: Float[Tensor, "m d"], targets: Float[Tensor, "m e"]
+    inputs: Float[Tensor, "m d"], targets: Float[Tensor, "m e"], name: str
 ) -> tuple[Float[Tensor, "e d"], Float[Tensor, " e"], Float[Tensor, "e e"]]:
-    """`regress` of targets with NaN: each column by the rows that have it.
+    """Return `regress` for targets with NaN: each column is fitted to the rows where it is finite.
 
-    A covariance of two residuals is that of the rows that have both (0 without any), and the matrix
-    the nearest one without negative eigenvalues.
+    The covariance of two residuals is estimated from the rows that have both, and is 0 where there
+    are none. Non-positive eigenvalues of the matrix are replaced by 1e-6 of its mean variance.
 
     Raises:
         ValueError: as `regress`, for a column.
     """
-    spoke = targets.isfinite()
+    seen = targets.isfinite()
     fits = [
-        regress(inputs[rows], column[rows, None], "observations")
-        for rows, column in zip(spoke.mT, targets.mT, strict=True)
+        regress(inputs[rows], column[rows, None], name)
+        for rows, column in zip(seen.mT, targets.mT, strict=True)
     ]
     B, b = torch.cat([fit[0] for fit in fits]), torch.cat([fit[1] for fit in fits])
-    residual = torch.where(spoke, targets - inputs @ B.mT - b, 0)
-    rows = spoke.to(residual)
+    residual = torch.where(seen, targets - inputs @ B.mT - b, 0)
+    rows = seen.to(residual)
     covariance = residual.mT @ residual / (rows.mT @ rows - inputs.shape[1] - 1).clamp_min(1)
     values, vectors = torch.linalg.eigh(covariance)
-    least = 1e-6 * covariance.diagonal().mean()
-    return (
-        B,
-        b,
-        (vectors * values.clamp_min(least)) @ vectors.mT if bool(values[0] <= 0) else covariance,
-    )
+    if bool(values[0] <= 0):
+        least = 1e-6 * covariance.diagonal().mean()
+        covariance = (vectors * values.clamp_min(least)) @ vectors.mT
+    return B, b, covariance
 
 
 class LearnedKalman(ShownModule):
-    """The Kalman filter of `fit_linear`: the best *linear* filter that the training part alone can give.
+    """The Kalman filter of the linear model that `fit_linear` fits to the training recordings.
 
-    It has no hyper-parameters, parameters or buffers; the model is fitted to the memory, in its
-    dtype and on its device. With ``allow_missing_sensors`` components of an observation may be NaN:
-    the rows of C that belong to them are left out of the update.
+    It has neither hyper-parameters nor parameters or buffers. The filter has the dtype and the
+    device of the recordings. With ``allow_missing_sensors`` components of an observation may be
+    NaN; the update leaves their rows of C out.
     """
 
     allow_missing_sensors: bool = False
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Nothing to choose."""
+        """Do nothing: there are no hyper-parameters."""
 
     def fit(self, memory: Recording | list[Recording] | None) -> KalmanFilter:
-        """The Kalman filter of the linear model fitted to ``memory``.
+        """Return the Kalman filter of the linear model fitted to ``memory``.
 
         Raises:
             ValueError: no memory, or too few points (`fit_linear`).
         """
         if memory is None:
-            raise ValueError(
-                "LearnedKalman fits its model to a memory: give fit() the training sequences"
-            )
-        return KalmanFilter(
-            fit_linear(memory, allow_missing_sensors=self.allow_missing_sensors),
-            allow_missing_sensors=self.allow_missing_sensors,
-        )
+            raise ValueError("LearnedKalman fits a model to a memory: give fit() the recordings")
+        missing = self.allow_missing_sensors
+        model = fit_linear(memory, allow_missing_sensors=missing)
+        return KalmanFilter(model, allow_missing_sensors=missing)

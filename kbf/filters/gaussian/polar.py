@@ -1,8 +1,10 @@
-"""Extended and unscented Kalman filters of a body that turns, driven by noise through its equation, its angle observed.
+"""EKF and UKF for turning motion with an observed angle.
 
-They work in y = (theta, omega), where the noise of the angle is one number and comes the right way
-round the circle, and answer in z = (cos theta, sin theta, omega / unit): in these coordinates no
+The filters run in y = (theta, omega), where the noise of the observed angle is one number that
+wraps around the circle. They report z = (cos theta, sin theta, omega / unit), in which no
 covariance is constant.
+
+References: Sarkka (2013), algorithms 5.5 and 5.15 (non-additive noise).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.filters.gaussian.kalman import GaussianState, kalman_update
+from kbf.filters.gaussian.moments import GaussianState, kalman_update
 from kbf.manifolds import circle_log
 from kbf.recording import Recording, as_recordings, check_vectors, observed_pairs
 from kbf.rkhs.linalg import cholesky
@@ -26,29 +28,27 @@ Linearise = Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], tuple[Tensor,
 
 @runtime_checkable
 class TurningModel(Protocol):
-    """A state-space model with the equation y' = f(y, e), y = (theta, omega), e ~ N(0, 1), and z = embed(y)."""
+    """A model y' = f(y, e), y = (theta, omega), e ~ N(0, 1), of states z = embed(y)."""
 
     @property
     def unit(self) -> float:
-        """Of the speed in z."""
+        """The unit of the speed in z."""
         ...
 
     def f(self, y: Tensor, e: Tensor) -> Tensor:
-        """``*b 2`` and ``*b 1`` -> ``*b 2``."""
+        """Return the next y ``*b 2`` from y ``*b 2`` and e ``*b 1``."""
         ...
 
     def chart(self, z: Tensor) -> Tensor:
-        """``*b 3`` -> ``*b 2``, theta in (-pi, pi]."""
+        """Return y ``*b 2``, theta in (-pi, pi], of z ``*b 3``."""
         ...
 
 
 class TurningFilter(Shown):
-    """A Kalman filter of y = (theta, omega), linearised as it is told; noise goes through f as one more coordinate.
+    """A Kalman filter of y = (theta, omega), with a given linearisation.
 
-    x = (cos, sin)(theta + N(0, R)): the innovation is the angle between x and the predicted one,
-    and the update is linear.
-
-    References: Sarkka (2013), algorithms 5.5 and 5.15 (non-additive noise).
+    The noise of the move is one more coordinate of f. Observations are x = (cos, sin)(theta +
+    N(0, R)): the innovation is the angle between x and the predicted one, and the update is linear.
     """
 
     model: TurningModel
@@ -59,15 +59,22 @@ class TurningFilter(Shown):
     def __init__(
         self, model: TurningModel, linearise: Linearise, mean: Tensor, cov: Tensor, R: Tensor
     ) -> None:
-        """N(mean ``2``, cov ``2 2``) before the first move, R ``1 1`` the variance of the observed angle."""
+        """Store the model and the initial moments.
+
+        Args:
+            model: the equation.
+            linearise: `kbf.filters.gaussian.ekf.extended` or `kbf.filters.gaussian.ukf.unscented`.
+            mean: ``2``, before the first move. cov: ``2 2``.
+            R: ``1 1``, the variance of the observed angle.
+        """
         self.model, self.linearise, self.mean, self.cov, self.R = model, linearise, mean, cov, R
 
     def init(self, batch: int, *, generator: Generator | None = None) -> GaussianState:
-        """The start, for each sequence."""
+        """Return the initial moments for each recording of the batch."""
         return GaussianState(self.mean.expand(batch, 2), self.cov.expand(batch, 2, 2))
 
     def predict(self, state: GaussianState, *, generator: Generator | None = None) -> GaussianState:
-        """Move: (y, e) has mean (m, 0) and covariance diag(P, 1)."""
+        """Return the moments of f(y, e): (y, e) has mean (m, 0) and covariance diag(P, 1)."""
         m = torch.cat([state.mean, torch.zeros_like(state.mean[:, :1])], -1)
         L = torch.zeros(len(m), 3, 3, dtype=m.dtype, device=m.device)
         jitter = 10 * torch.finfo(m.dtype).eps * state.cov.diagonal(dim1=-2, dim2=-1).mean(-1)
@@ -77,14 +84,14 @@ class TurningFilter(Shown):
         return GaussianState(a, F @ F.mT + Omega)
 
     def update(self, state: GaussianState, obs: Float[Tensor, "b 2"]) -> GaussianState:
-        """Observe unit vectors."""
+        """Return the moments given unit vectors ``b 2``."""
         theta = state.mean[:, :1]
         innovation = circle_log(torch.cat([theta.cos(), theta.sin()], -1), obs.to(theta))
         H = torch.tensor([[1.0, 0.0]]).to(theta)
         return kalman_update(*state, theta + innovation, H, self.R)
 
     def estimate(self, state: GaussianState) -> Float[Tensor, "b 3"]:
-        """E z: the mean of (cos, sin)(theta) is shorter than 1, by exp(-var / 2)."""
+        """Return E z: the mean of (cos, sin)(theta) has the length exp(-var / 2)."""
         theta, omega = state.mean.unbind(-1)
         length = (-state.cov[:, 0, 0] / 2).exp()
         return torch.stack(
@@ -92,7 +99,10 @@ class TurningFilter(Shown):
         )
 
     def covariance(self, state: GaussianState) -> Float[Tensor, "b 3 3"]:
-        """Cov z, in closed form: E z z^T - E z E z^T, by E cos 2 theta = exp(-2 var) cos 2m and Stein's lemma for the speed."""
+        """Return Cov z = E z z^T - E z E z^T in closed form, ``b 3 3``.
+
+        E cos 2 theta = exp(-2 var) cos 2m; the terms with the speed follow from Stein's lemma.
+        """
         theta, var = state.mean[:, 0], state.cov[:, 0, 0]
         c, s, _ = self.estimate(state).unbind(-1)
         c2, s2 = (-2 * var).exp() * (2 * theta).cos(), (-2 * var).exp() * (2 * theta).sin()
@@ -106,18 +116,19 @@ class TurningFilter(Shown):
 def turning_filter(
     model: TurningModel, memory: Recording | list[Recording] | None, linearise: Linearise
 ) -> TurningFilter:
-    """The filter that knows the equation, its start and the noise of the angle from the memory.
+    """Return the filter of a known equation; initial moments and R are estimated from the memory.
 
-    Start: the moments of the training states, angles taken around their mean direction. R: the mean
-    square of the angles between observations and states (for codes of images: of those by encoders
-    that have not seen them).
+    The initial moments are those of the training states, with angles taken around their mean
+    direction. R is the mean square of the angles between observations and states. Encodings of
+    images in the memory come from encoders that were not fitted to these images.
 
     Raises:
-        ValueError: no memory, or observations that are no unit vectors.
+        ValueError: no memory, or observations that are not unit vectors.
     """
     if memory is None:
         raise ValueError(
-            "a filter of a turning body takes its start and the noise of the angle from a memory of training states"
+            "a filter of turning motion estimates its initial moments and the noise of the angle "
+            "from training states: give fit() a memory"
         )
     sequences = as_recordings(memory)
     check_vectors(sequences, "a Gaussian filter")
@@ -125,7 +136,8 @@ def turning_filter(
     seen, x = observed_pairs(sequences)
     if x.shape[1] != 2 or not bool(((x.norm(dim=-1) - 1).abs() < 1e-3).all()):
         raise ValueError(
-            "a filter of a turning body observes its angle as (cos, sin), unit vectors; of images: data.encoding.visible"
+            "a filter of turning motion requires observations that are unit vectors (cos, sin); "
+            "for images see data.encoding.visible"
         )
     R = circle_log(seen[:, :2], x.to(seen)).square().mean()
     middle = z[:, :2].mean(0)

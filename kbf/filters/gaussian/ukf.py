@@ -1,4 +1,9 @@
-"""Unscented Kalman filter: the Kalman filter of the model linearised *statistically*, over scaled sigma points."""
+"""Unscented Kalman filter (UKF): the Kalman filter of the statistically linearised model.
+
+f(m + L u) ~ F u + a + N(0, Omega) with u ~ N(0, I), P = L L^T, from scaled sigma points of u.
+
+References: Wan and van der Merwe (2000); Sarkka (2013), algorithms 5.14 and 5.15; Sarkka (2008).
+"""
 
 from __future__ import annotations
 
@@ -9,31 +14,31 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
-from kbf.filters.gaussian.kalman import (
-    FORGOTTEN,
+from kbf.filters.gaussian.moments import (
+    STEPS_UNTIL_FORGOTTEN,
     AdditiveModel,
+    GaussianFilter,
     GaussianState,
-    gaussian_init,
     is_possible,
     kalman_gain,
     rts_step,
-    started,
+    with_initial_moments,
 )
 from kbf.filters.gaussian.polar import TurningFilter, TurningModel, turning_filter
-from kbf.filters.rollout import Backward, FilterStep
+from kbf.filters.rollout import FilterStep
 from kbf.recording import Recording
 from kbf.rkhs.linalg import batch_innermost, cholesky, product
-from kbf.runtime.html_repr import Shown, ShownModule
+from kbf.runtime.html_repr import ShownModule
 from kbf.ssm import OrientationModel
 
 
 def sigma_points(
     d: int, alpha: float, beta: float, kappa: float
 ) -> tuple[Float[Tensor, "s d"], Float[Tensor, " s"], Float[Tensor, " s"]]:
-    """Scaled sigma points of N(0, I), with their weights for the mean and for the covariance; s = 2 d + 1.
+    """Return s = 2 d + 1 scaled sigma points of N(0, I), and their mean and covariance weights.
 
     With l = alpha^2 (d + kappa) - d: the points 0 and +-sqrt(d + l) e_i, each with the weight 1 /
-    (2 (d + l)) but for the first: l / (d + l) for the mean, and 1 - alpha^2 + beta more for the
+    (2 (d + l)), except the first: l / (d + l) for the mean, and 1 - alpha^2 + beta more for the
     covariance.
 
     Raises:
@@ -44,7 +49,7 @@ def sigma_points(
     """
     if alpha <= 0 or d + kappa <= 0:
         raise ValueError(
-            f"sigma points need alpha > 0 and d + kappa > 0, got alpha {alpha}, d {d}, kappa {kappa}"
+            f"sigma points need alpha > 0 and d + kappa > 0, got {alpha=}, {d=}, {kappa=}"
         )
     spread = alpha**2 * (d + kappa)
     eye = torch.eye(d, dtype=torch.float64)
@@ -62,7 +67,7 @@ def unscented(
     L: Float[Tensor, "b d d"],
     sigma: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Float[Tensor, "b e d"], Float[Tensor, "b e"], Float[Tensor, "b e e"]]:
-    """F, a and Omega of f(m + L u) ~ F u + a + N(0, Omega), u ~ N(0, I), from the `sigma_points` of u."""
+    """Return F, a, Omega of f(m + L u) ~ F u + a + N(0, Omega), from the `sigma_points` of u."""
     points, mean_weights, cov_weights = (part.to(m) for part in sigma)
     y = batch_innermost(f(m[:, None] + product(points, L.mT)))
     a = product(mean_weights[None], y)[:, 0]
@@ -72,13 +77,14 @@ def unscented(
     return F, a, product(weighted.mT, dy) - product(F, F.mT)
 
 
-class UnscentedKalmanFilter(Shown):
-    """Unscented Kalman filter for z' = f(z) + N(0, Q), x = h(z) + N(0, R), with sigma points drawn anew in each half step.
+class UnscentedKalmanFilter(GaussianFilter):
+    """Unscented Kalman filter of z' = f(z) + N(0, Q), x = h(z) + N(0, R).
 
-    Written as a Kalman filter in whitened coordinates z = m + L u, P = L L^T: sigma points of u ~
+    Prediction and update each use sigma points of the current moments. The filter is a Kalman
+    filter in whitened coordinates z = m + L u, P = L L^T: sigma points of u ~
     N(0, I) give f(m + L u) ~ F u + a + N(0, Omega), with a the weighted mean, F the weighted
-    covariance with u, and Omega what is left of the weighted covariance. The moments are those of
-    the textbook's filter, and the update is in Joseph form.
+    covariance with u, and Omega the rest of the weighted covariance. The moments equal those of
+    the textbook filter, and the update is in Joseph form.
 
     The defaults alpha 1, beta 0, kappa max(0, 3 - d) are the plain unscented transform. Measured on
     200 oscillatory sequences (floor 0.053): 0.0542, against 0.0554 with beta 2, 0.0592 with the
@@ -100,10 +106,10 @@ class UnscentedKalmanFilter(Shown):
         beta: float = 0.0,
         kappa: float | None = None,
     ) -> None:
-        """The filter of one model.
+        """Store the model and its sigma points.
 
         Args:
-            model: f and h map ``*b d``; no derivative is taken.
+            model: f and h map ``*b d``; derivatives are not required.
             alpha: spread of the points. The usual 1e-3 makes them a numerical derivative at the
                 mean, with weights of 1e6.
             beta: extra weight of the centre in covariances.
@@ -113,7 +119,7 @@ class UnscentedKalmanFilter(Shown):
         Raises:
             ValueError: alpha <= 0 or d + kappa <= 0.
         """
-        self.model = model
+        super().__init__(model)
         d = len(model.m0)
         points = sigma_points(d, alpha, beta, max(0.0, 3.0 - d) if kappa is None else kappa)
         self.points, self.mean_weights, self.cov_weights = (p.to(model.m0) for p in points)
@@ -121,31 +127,26 @@ class UnscentedKalmanFilter(Shown):
     def linearise(
         self, f: Callable[[Tensor], Tensor], m: Float[Tensor, "b d"], L: Float[Tensor, "b d d"]
     ) -> tuple[Float[Tensor, "b e d"], Float[Tensor, "b e"], Float[Tensor, "b e e"]]:
-        """F, a and Omega of f(m + L u) ~ F u + a + N(0, Omega), u ~ N(0, I)."""
+        """Return `unscented` with the sigma points of this filter."""
         return unscented(f, m, L, (self.points, self.mean_weights, self.cov_weights))
 
     def root(self, cov: Float[Tensor, "b d d"]) -> Float[Tensor, "b d d"]:
-        """Cholesky factor of P + jitter I, jitter = 10 eps times the mean diagonal of P + Q: P = 0 is allowed."""
+        """Return the Cholesky factor of P + jitter I; P = 0 is allowed.
+
+        The jitter is 10 eps times the mean diagonal of P + Q.
+        """
         scale = (cov + self.model.Q).diagonal(dim1=-2, dim2=-1).mean(-1)
         return cholesky(cov, reg=10 * torch.finfo(cov.dtype).eps * scale)
 
-    def init(self, batch: int, *, generator: Generator | None = None) -> GaussianState:
-        """N(m0, P0) for each sequence."""
-        return gaussian_init(self.model, batch)
-
     def predict(self, state: GaussianState, *, generator: Generator | None = None) -> GaussianState:
-        """Weighted mean of f at the sigma points, weighted covariance + Q."""
+        """Return the weighted mean of f at the sigma points, and the weighted covariance + Q."""
         F, a, Omega = self.linearise(self.model.f, state.mean, self.root(state.cov))
         return GaussianState(a, product(F, F.mT) + Omega + self.model.Q)
-
-    def update(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> GaussianState:
-        """Observe ``b q``: `kalman_update` of u ~ N(0, I), then back to z = m + L u."""
-        return self.observe(state, obs)[0]
 
     def observe(
         self, state: GaussianState, obs: Float[Tensor, "b q"]
     ) -> tuple[GaussianState, Bool[Tensor, " b"]]:
-        """Observe, and whether that was possible (`is_possible`)."""
+        """Return the update of u ~ N(0, I), mapped back to z = m + L u, and `is_possible`."""
         L = self.root(state.cov)
         H, c, Omega = self.linearise(self.model.h, state.mean, L)
         eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
@@ -154,46 +155,35 @@ class UnscentedKalmanFilter(Shown):
         return GaussianState(mean, product(L, U, L.mT)), is_possible(obs - c, variances)
 
     def forgets(self) -> int:
-        """As many steps as noise of the size of the states takes."""
-        return FORGOTTEN
+        """Return `STEPS_UNTIL_FORGOTTEN`."""
+        return STEPS_UNTIL_FORGOTTEN
 
-    def estimate(self, state: GaussianState) -> Float[Tensor, "b d"]:
-        """The mean, ``b d``."""
-        return state.mean
-
-    def covariance(self, state: GaussianState) -> Float[Tensor, "b d d"]:
-        """The covariance, ``b d d``."""
-        return state.cov
-
-    def smoother(self) -> Backward:
-        """Unscented Rauch-Tung-Striebel: `rts_step` of u ~ N(0, I) with f linearised over the sigma points, back to z = m + L u.
+    def step_back(
+        self,
+        now: FilterStep,
+        following: GaussianState,
+        *,
+        control: Tensor | None = None,
+        generator: Generator | None = None,
+    ) -> GaussianState:
+        """Return the unscented Rauch-Tung-Striebel step: `rts_step` of u, mapped to z = m + L u.
 
         References: Sarkka (2008), algorithm 1.
         """
-
-        def step_back(
-            now: FilterStep,
-            following: GaussianState,
-            *,
-            control: Tensor | None = None,
-            generator: Generator | None = None,
-        ) -> GaussianState:
-            L = self.root(now.state.cov)
-            F, a, Omega = self.linearise(self.model.f, now.state.mean, L)
-            u, U = rts_step(whitened(now.state), following, F, Omega + self.model.Q, a)
-            return GaussianState(now.state.mean + (L @ u[..., None])[..., 0], L @ U @ L.mT)
-
-        return step_back
+        L = self.root(now.state.cov)
+        F, a, Omega = self.linearise(self.model.f, now.state.mean, L)
+        u, U = rts_step(whitened(now.state), following, F, Omega + self.model.Q, a)
+        return GaussianState(now.state.mean + (L @ u[..., None])[..., 0], L @ U @ L.mT)
 
 
 def whitened(state: GaussianState) -> GaussianState:
-    """N(0, I) of the shape of ``state``."""
+    """Return N(0, I) with the shape of ``state``."""
     eye = torch.eye(state.mean.shape[-1], dtype=state.cov.dtype, device=state.cov.device)
     return GaussianState(torch.zeros_like(state.mean), eye.expand_as(state.cov))
 
 
 class UKF(ShownModule):
-    """The unscented Kalman filter that knows the true model, as a baseline. No parameters, no buffers, as `EKF`."""
+    """The unscented Kalman filter of the true model, as a baseline; no parameters, as `EKF`."""
 
     model: AdditiveModel | OrientationModel | TurningModel
     alpha: float
@@ -208,21 +198,21 @@ class UKF(ShownModule):
         beta: float = 0.0,
         kappa: float | None = None,
     ) -> None:
-        """``model``: the true one, as in `EKF`. alpha, beta, kappa: as in `UnscentedKalmanFilter`."""
+        """Store the true model, as `EKF`; the others as in `UnscentedKalmanFilter`."""
         super().__init__()
         self.model, self.alpha, self.beta, self.kappa = model, alpha, beta, kappa
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Nothing to choose."""
+        """Do nothing: there are no hyper-parameters."""
 
     def fit(
         self, memory: Recording | list[Recording] | None
     ) -> UnscentedKalmanFilter | TurningFilter:
-        """The filter started from the mean and covariance of the training states. Arguments and errors as in `EKF`."""
+        """Return the filter that starts from the moments of the training states, as `EKF`."""
         if isinstance(self.model, TurningModel):
             sigma = sigma_points(
                 3, self.alpha, self.beta, 0.0 if self.kappa is None else self.kappa
             )
             return turning_filter(self.model, memory, partial(unscented, sigma=sigma))
-        model = started(self.model, memory)
+        model = with_initial_moments(self.model, memory)
         return UnscentedKalmanFilter(model, alpha=self.alpha, beta=self.beta, kappa=self.kappa)

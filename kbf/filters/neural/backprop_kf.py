@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor, nn
 
-from kbf.filters.gaussian.kalman import GaussianState, kalman_observe, kalman_predict
+from kbf.filters.gaussian.moments import GaussianState, kalman_observe, kalman_predict
 from kbf.filters.neural.base import EndToEndFilter
 
 FAR = 30.0

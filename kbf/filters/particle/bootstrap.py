@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor
 
-from kbf.filters.gaussian.kalman import IMPOSSIBLE
+from kbf.filters.gaussian.moments import MAX_DEVIATIONS
 from kbf.filters.particle.resampling import effective_sample_size, systematic
 from kbf.filters.rollout import Backward, FilterStep, allows_missing_sensors
 from kbf.recording import ENCODE_IMAGES, Recording, as_recordings
@@ -184,12 +184,12 @@ class BootstrapFilter(Shown):
     ) -> tuple[ParticleState, Bool[Tensor, " b"]]:
         """Weigh, and whether the likelihood of any particle is above zero (and none is NaN).
 
-        Below the density of a Gaussian at `kbf.filters.gaussian.kalman.IMPOSSIBLE` standard
+        Below the density of a Gaussian at `kbf.filters.gaussian.moments.MAX_DEVIATIONS` standard
         deviations, in each component, it counts as 0.
         """
         log_likelihood = self.model.log_likelihood(obs[:, None], state.particles)
         log_weights = state.log_weights + log_likelihood
-        least = -0.5 * IMPOSSIBLE**2 * obs[0].numel()
+        least = -0.5 * MAX_DEVIATIONS**2 * obs[0].numel()
         possible = (
             torch.where(state.log_weights > -math.inf, log_likelihood, -math.inf).amax(-1) > least
         )

@@ -9,16 +9,15 @@ import torch
 from reference import Moments, filter_moments, rts_smoother
 
 from kbf.filters.gaussian.ekf import EKF, ExtendedKalmanFilter, linearise
-from kbf.filters.gaussian.kalman import (
+from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
+from kbf.filters.gaussian.learned_kalman import LearnedKalman, fit_linear, regress
+from kbf.filters.gaussian.moments import (
     GaussianState,
-    KalmanFilter,
-    LinearModel,
     kalman_predict,
     kalman_update,
-    started,
     training_moments,
+    with_initial_moments,
 )
-from kbf.filters.gaussian.learned_kalman import LearnedKalman, fit_linear, regress
 from kbf.filters.gaussian.ukf import UKF, UnscentedKalmanFilter, sigma_points
 from kbf.filters.rollout import Filter, FilterModel, rollout, step
 from kbf.recording import Recording
@@ -363,7 +362,7 @@ def test_orientation_model_in_additive_form(model_type):
         rollout(filter, data.obs).estimates, rollout(exact, data.obs).estimates
     )
     with pytest.raises(ValueError, match="memory"):
-        started(model, None)
+        with_initial_moments(model, None)
 
 
 @pytest.mark.parametrize("kind", range(3), ids=["kalman", "ekf", "ukf"])

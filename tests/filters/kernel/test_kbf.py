@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kbf.densities import learned_ssm
 from kbf.densities.learned_ssm import learn_model
-from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel, training_moments
+from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
+from kbf.filters.gaussian.moments import training_moments
 from kbf.filters.kernel.kbf import KBF, stacked
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF, quantise
 from kbf.filters.kernel.update import rule

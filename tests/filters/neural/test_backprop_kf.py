@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from kbf.filters.gaussian.kalman import GaussianState, KalmanFilter, LinearModel
+from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
+from kbf.filters.gaussian.moments import GaussianState
 from kbf.filters.neural.backprop_kf import FAR, BackpropKF
 from kbf.filters.neural.base import LEAST_VARIANCE, inverse_positive
 from kbf.filters.rollout import rollout

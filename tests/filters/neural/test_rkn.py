@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from kbf.filters.gaussian.kalman import kalman_update
+from kbf.filters.gaussian.moments import kalman_update
 from kbf.filters.neural.base import inverse_positive, positive
 from kbf.filters.neural.rkn import (
     FactorisedCovariance,

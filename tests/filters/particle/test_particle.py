@@ -9,7 +9,8 @@ import pytest
 import torch
 from reference import filter_moments
 
-from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel, training_moments
+from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
+from kbf.filters.gaussian.moments import training_moments
 from kbf.filters.particle.bootstrap import (
     BootstrapFilter,
     ParticleFilter,

@@ -7,9 +7,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kbf.densities.per_sensor import PerSensorDensity
-from kbf.filters.gaussian.kalman import IMPOSSIBLE
+from kbf.filters.gaussian.moments import MAX_DEVIATIONS
 
-LEAST = -0.5 * IMPOSSIBLE**2
+LEAST = -0.5 * MAX_DEVIATIONS**2
 """Log density below which an observation is far from what any point of the memory lets expect."""
 
 
