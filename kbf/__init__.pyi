@@ -21,7 +21,19 @@ from kbf import (
 )
 from kbf.data.dataset import Data as Data
 from kbf.data.dmlab import OrientationImages as OrientationImages
-from kbf.data.dsprites import DSprites as DSprites
+from kbf.data.dsprites import DSprites as DSprites, position_model as position_model
+from kbf.data.files.dataset import FileData as FileData
+from kbf.data.noise_systems import (
+    Clutter as Clutter,
+    Fork as Fork,
+    HeavyTails as HeavyTails,
+    Multiplicative as Multiplicative,
+    Spikes as Spikes,
+    Volatility as Volatility,
+)
+from kbf.data.pendulum import Pendulum as Pendulum, PendulumModel as PendulumModel
+from kbf.data.pendulum_rkn import PendulumRKN as PendulumRKN
+from kbf.data.recorded import RecordedData as RecordedData
 from kbf.data.synthetic import SyntheticData as SyntheticData
 from kbf.evaluation import metrics as metrics
 from kbf.evaluation.floors import floor as floor
@@ -31,19 +43,45 @@ from kbf.filters.gaussian.ekf import EKF as EKF
 from kbf.filters.gaussian.learned_kalman import LearnedKalman as LearnedKalman
 from kbf.filters.gaussian.ukf import UKF as UKF
 from kbf.filters.kernel.algorithm import kernel_bayes_filter as kernel_bayes_filter
+from kbf.filters.kernel.feature_kbf import FeatureKBF as FeatureKBF
 from kbf.filters.kernel.kbf import KBF as KBF
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF as SimulatedKBF
+from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo as KernelMonteCarlo
+from kbf.filters.neural.backprop_kf import BackpropKF as BackpropKF
+from kbf.filters.neural.dpf import DPF as DPF
+from kbf.filters.neural.gru import GRUFilter as GRUFilter
+from kbf.filters.neural.gru_end_to_end import GRUImages as GRUImages
 from kbf.filters.neural.lstm import LSTMFilter as LSTMFilter
+from kbf.filters.neural.rkn import RKNFilter as RKNFilter
 from kbf.filters.online import Live as Live
 from kbf.filters.particle.bootstrap import ParticleFilter as ParticleFilter
+from kbf.filters.particle.learned import (
+    LearnedParticleFilter as LearnedParticleFilter,
+    ObservationParticleFilter as ObservationParticleFilter,
+    PixelParticleFilter as PixelParticleFilter,
+)
+from kbf.filters.regression.boosting import WindowBoosting as WindowBoosting
 from kbf.filters.regression.kernel_ridge import FrameRegression as FrameRegression
+from kbf.filters.regression.window import MeanModel as MeanModel, WindowRidge as WindowRidge
 from kbf.filters.rollout import rollout as rollout, step as step
 from kbf.filters.smoothing import predict_ahead as predict_ahead, smooth as smooth
 from kbf.filters.state_io import load_state as load_state, save_state as save_state
+from kbf.images.augment import Augment as Augment, PixelNoise as PixelNoise
+from kbf.images.encoders import (
+    CNN as CNN,
+    Backbone as Backbone,
+    PaperMLP as PaperMLP,
+    SoftArgmaxCNN as SoftArgmaxCNN,
+)
 from kbf.recording import Recording as Recording
 from kbf.rkhs import kernels as kernels, ratios as ratios, rules as rules
 from kbf.runtime.threads import tune_process as tune_process
-from kbf.ssm import simulate as simulate
+from kbf.ssm import (
+    OrientationModel as OrientationModel,
+    oscillatory as oscillatory,
+    rotation as rotation,
+    simulate as simulate,
+)
 from kbf.training.checkpoint import load_filter as load_filter
 from kbf.training.datamodule import FilterDataModule as FilterDataModule
 from kbf.training.filter_stage import FilterTraining as FilterTraining
@@ -51,29 +89,63 @@ from studies import benchmarks as benchmarks, papers as papers
 
 __version__: str
 __all__ = [
+    "CNN",
+    "DPF",
     "EKF",
     "KBF",
     "UKF",
+    "Augment",
+    "Backbone",
+    "BackpropKF",
+    "Clutter",
     "DSprites",
     "Data",
+    "FeatureKBF",
     "FilterDataModule",
     "FilterTraining",
+    "Fork",
     "FrameRegression",
+    "GRUFilter",
+    "GRUImages",
+    "HeavyTails",
+    "KernelMonteCarlo",
     "LSTMFilter",
     "LearnedKalman",
+    "LearnedParticleFilter",
     "Live",
+    "MeanModel",
+    "Multiplicative",
+    "ObservationParticleFilter",
     "OrientationImages",
+    "OrientationModel",
+    "FileData",
+    "PaperMLP",
     "ParticleFilter",
+    "Pendulum",
+    "PendulumModel",
+    "PendulumRKN",
+    "PixelNoise",
+    "PixelParticleFilter",
+    "RKNFilter",
+    "RecordedData",
     "Recording",
     "SimulatedKBF",
+    "SoftArgmaxCNN",
+    "Spikes",
     "SyntheticData",
+    "Volatility",
+    "WindowBoosting",
+    "WindowRidge",
     "__version__",
     "floor",
     "kernel_bayes_filter",
     "load_filter",
     "load_state",
+    "oscillatory",
+    "position_model",
     "predict_ahead",
     "rollout",
+    "rotation",
     "save_state",
     "score",
     "simulate",

@@ -33,9 +33,9 @@ PATHS = ("run_dir", "checkpoint", "ckpt_path", "input", "output", "out", "state"
 """Settings that name a file or a folder."""
 NULLABLE = ("threads", "ckpt_path")
 """Settings that may be null although their default is not."""
-OWN_DATA = "kbf.data.files.dataset.FileData"
+OWN_DATA = "kbf.FileData"
 """The source of ``data=own``."""
-RECORDED_DATA = "kbf.data.recorded.RecordedData"
+RECORDED_DATA = "kbf.RecordedData"
 """The source of recordings that packages carry or make."""
 
 
@@ -45,7 +45,7 @@ def configure(
     """The configuration of a single run of a command, as `prepare` makes it; arguments as of `composing`.
 
     >>> configure("train", ["model=ekf", "n_train=50"])["model"]["net"]
-    {'_target_': 'kbf.filters.gaussian.ekf.EKF', 'model': {'_target_': 'kbf.ssm.rotation'}}
+    {'_target_': 'kbf.EKF', 'model': {'_target_': 'kbf.rotation'}}
     """
     with composing(command, overrides, name=name, folders=folders) as composed:
         return prepare(command, composed, overrides)

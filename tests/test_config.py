@@ -368,7 +368,7 @@ def test_cfg(capsys):
         "--cfg",
     ]  # a folder of its own holds the second it was asked for
     resolved = printed([*words, "job", "--resolve"], capsys)
-    assert resolved["model"]["net"]["model"] == {"_target_": "kbf.ssm.rotation"}
+    assert resolved["model"]["net"]["model"] == {"_target_": "kbf.rotation"}
     assert printed(words, capsys) == resolved
     hydra = printed(["train", "model=ekf", "hydra.run.dir=/a/b", "-c", "hydra"], capsys)
     assert hydra.keys() == {"hydra"} and hydra["hydra"]["run"]["dir"] == "/a/b"
@@ -391,7 +391,7 @@ def test_cfg(capsys):
     [
         ("defaults", "model/ekf"),
         ("defaults-tree", "experiment: null"),
-        ("config", "_target_: kbf.filters.gaussian.ekf.EKF"),
+        ("config", "_target_: kbf.EKF"),
         ("searchpath", "configs/train"),
         ("plugins", "BasicSweeper"),
         ("all", "Hydra 1.3"),
@@ -543,11 +543,11 @@ def test_another_encoder_by_a_plain_override(tmp_path):
     swap = [
         "data=dsprites",
         "model=kalman",
-        "data.encoding.encoder._target_=kbf.images.encoders.CNN",
+        "data.encoding.encoder._target_=kbf.CNN",
     ]
     encoder = configure("train", swap)["model"]["encoding"]["encoder"]
     assert encoder == {
-        "_target_": "kbf.images.encoders.CNN",
+        "_target_": "kbf.CNN",
         "q": [1, 64, 64],
         "channels": [8, 8],
         "kernel": 7,

@@ -305,7 +305,7 @@ class Mine(lightning.LightningDataModule):
 
 def test_a_data_module_of_ones_own(data):
     net = {
-        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "_target_": "kbf.LSTMFilter",
         "d": 2,
         "q": 2,
         "hidden": 8,

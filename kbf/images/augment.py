@@ -25,11 +25,11 @@ class Augment(nn.Module):
 
     In a configuration::
 
-        _target_: kbf.images.augment.Augment
+        _target_: kbf.Augment
         transforms:
-          - {_target_: kbf.images.augment.PixelNoise, sd: 0.1}
+          - {_target_: kbf.PixelNoise, sd: 0.1}
           - {_target_: torchvision.transforms.v2.GaussianBlur, kernel_size: 3}
-        encoder: {_target_: kbf.images.encoders.CNN, q: "${data.q}"}
+        encoder: {_target_: kbf.CNN, q: "${data.q}"}
     """
 
     transforms: tuple[Any, ...]

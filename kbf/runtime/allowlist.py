@@ -9,62 +9,63 @@ from your configuration, and its checkpoints load with ``trust=true``.
 
 from __future__ import annotations
 
+import difflib
 import math
 from typing import Any
 
 REGISTERED: dict[str, tuple[str, ...]] = {
     "model": (
-        "kbf.filters.gaussian.ekf.EKF",
-        "kbf.filters.gaussian.learned_kalman.LearnedKalman",
-        "kbf.filters.neural.backprop_kf.BackpropKF",
-        "kbf.filters.neural.dpf.DPF",
-        "kbf.filters.neural.gru.GRUFilter",
-        "kbf.filters.neural.gru_end_to_end.GRUImages",
-        "kbf.filters.neural.rkn.RKNFilter",
-        "kbf.filters.kernel.simulated_kbf.SimulatedKBF",
-        "kbf.filters.kernel.kbf.KBF",
-        "kbf.filters.kernel.feature_kbf.FeatureKBF",
-        "kbf.filters.kernel_monte_carlo.model.KernelMonteCarlo",
-        "kbf.filters.neural.lstm.LSTMFilter",
-        "kbf.filters.particle.bootstrap.ParticleFilter",
-        "kbf.filters.particle.learned.LearnedParticleFilter",
-        "kbf.filters.particle.learned.ObservationParticleFilter",
-        "kbf.filters.particle.learned.PixelParticleFilter",
-        "kbf.filters.regression.kernel_ridge.FrameRegression",
-        "kbf.filters.gaussian.ukf.UKF",
-        "kbf.filters.regression.boosting.WindowBoosting",
-        "kbf.filters.regression.window.MeanModel",
-        "kbf.filters.regression.window.WindowRidge",
+        "kbf.EKF",
+        "kbf.LearnedKalman",
+        "kbf.BackpropKF",
+        "kbf.DPF",
+        "kbf.GRUFilter",
+        "kbf.GRUImages",
+        "kbf.RKNFilter",
+        "kbf.SimulatedKBF",
+        "kbf.KBF",
+        "kbf.FeatureKBF",
+        "kbf.KernelMonteCarlo",
+        "kbf.LSTMFilter",
+        "kbf.ParticleFilter",
+        "kbf.LearnedParticleFilter",
+        "kbf.ObservationParticleFilter",
+        "kbf.PixelParticleFilter",
+        "kbf.FrameRegression",
+        "kbf.UKF",
+        "kbf.WindowBoosting",
+        "kbf.MeanModel",
+        "kbf.WindowRidge",
     ),
     "encoder": (
-        "kbf.images.augment.Augment",
-        "kbf.images.encoders.Backbone",
-        "kbf.images.encoders.CNN",
-        "kbf.images.encoders.PaperMLP",
-        "kbf.images.encoders.SoftArgmaxCNN",
+        "kbf.Augment",
+        "kbf.Backbone",
+        "kbf.CNN",
+        "kbf.PaperMLP",
+        "kbf.SoftArgmaxCNN",
     ),
-    "transform": ("kbf.images.augment.PixelNoise",),
+    "transform": ("kbf.PixelNoise",),
     "source": (
-        "kbf.data.dmlab.OrientationImages",
-        "kbf.data.dsprites.DSprites",
-        "kbf.data.files.dataset.FileData",
-        "kbf.data.pendulum.Pendulum",
-        "kbf.data.pendulum_rkn.PendulumRKN",
-        "kbf.data.recorded.RecordedData",
-        "kbf.data.synthetic.SyntheticData",
+        "kbf.OrientationImages",
+        "kbf.DSprites",
+        "kbf.FileData",
+        "kbf.Pendulum",
+        "kbf.PendulumRKN",
+        "kbf.RecordedData",
+        "kbf.SyntheticData",
     ),
     "problem": (
-        "kbf.data.dsprites.position_model",
-        "kbf.data.noise_systems.Clutter",
-        "kbf.data.noise_systems.Fork",
-        "kbf.data.noise_systems.HeavyTails",
-        "kbf.data.noise_systems.Multiplicative",
-        "kbf.data.noise_systems.Spikes",
-        "kbf.data.noise_systems.Volatility",
-        "kbf.data.pendulum.PendulumModel",
-        "kbf.ssm.OrientationModel",
-        "kbf.ssm.oscillatory",
-        "kbf.ssm.rotation",
+        "kbf.position_model",
+        "kbf.Clutter",
+        "kbf.Fork",
+        "kbf.HeavyTails",
+        "kbf.Multiplicative",
+        "kbf.Spikes",
+        "kbf.Volatility",
+        "kbf.PendulumModel",
+        "kbf.OrientationModel",
+        "kbf.oscillatory",
+        "kbf.rotation",
     ),
 }
 """Full names by kind. The problems are true models: makers of them that take numbers alone are the only functions here."""
@@ -94,10 +95,10 @@ LARGEST: dict[str, int] = {
 """Sizes that a file may ask for, at most, by the name of the argument; of a list each entry."""
 
 IMAGES = (
-    "kbf.data.dmlab.OrientationImages",
-    "kbf.data.dsprites.DSprites",
-    "kbf.data.pendulum.Pendulum",
-    "kbf.data.pendulum_rkn.PendulumRKN",
+    "kbf.OrientationImages",
+    "kbf.DSprites",
+    "kbf.Pendulum",
+    "kbf.PendulumRKN",
 )
 """Sources that draw images: of these a file gets no more than `MOST_IMAGES`."""
 
@@ -120,7 +121,7 @@ def check_sizes(target: str, arguments: dict[str, Any]) -> None:
         if counted and math.prod(numbers) > MOST_PIXELS:
             raise too_large(key, value, f"{MOST_PIXELS:,} numbers")
         most = LARGEST.get(key)
-        if most is None or (target == "kbf.data.files.dataset.FileData" and key == "n_train"):
+        if most is None or (target == "kbf.FileData" and key == "n_train"):
             continue
         most = MOST_IMAGES if target in IMAGES and key in ("n_train", "n_test") else most
         if len(numbers) > MOST_LAYERS:
@@ -151,9 +152,20 @@ def check_registered(name: Any, kinds: tuple[str, ...]) -> str:
             f"_target_ {name!r} is of the kind {kind}: a file may name {' or '.join(kinds) or 'nothing'} here"
         )
     raise ValueError(
-        f"_target_ {name!r} is no class or function that a file may build: it does not exist among the registered ones of kbf. "
-        "For a file that you trust: trust=true"
+        f"_target_ {name!r} is not among the classes of kbf that a file may build"
+        f"{suggestion(name)}. For a file that you trust: trust=true"
     )
+
+
+def suggestion(name: Any) -> str:
+    """Returns ", did you mean ...?" with the public names nearest to an unknown one, or nothing.
+
+    >>> suggestion("kbf.filters.kernel.KernelMonteCarl")
+    ' (did you mean kbf.KernelMonteCarlo?)'
+    """
+    public = {full.removeprefix("kbf."): full for names in REGISTERED.values() for full in names}
+    near = difflib.get_close_matches(str(name).rpartition(".")[2], public, 2, cutoff=0.7)
+    return f" (did you mean {' or '.join(public[each] for each in near)}?)" if near else ""
 
 
 def check_plain(config: Any, what: str = "the configuration") -> None:
@@ -177,10 +189,10 @@ def check_plain(config: Any, what: str = "the configuration") -> None:
 
 
 FILES: dict[str, tuple[str, ...]] = {
-    "kbf.data.dmlab.OrientationImages": ("frames",),
-    "kbf.data.dsprites.DSprites": ("images",),
-    "kbf.data.files.dataset.FileData": ("path", "table"),
-    "kbf.images.encoders.Backbone": ("weights",),
+    "kbf.OrientationImages": ("frames",),
+    "kbf.DSprites": ("images",),
+    "kbf.FileData": ("path", "table"),
+    "kbf.Backbone": ("weights",),
 }
 """Arguments that name files."""
 

@@ -1,4 +1,4 @@
-"""Objects from plain configuration: ``{_target_: "kbf.filters.gaussian.ekf.EKF", model: {_target_: "kbf.ssm.rotation"}}``."""
+"""Objects from plain configuration: ``{_target_: "kbf.EKF", model: {_target_: "kbf.rotation"}}``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import importlib
 import inspect
 from typing import Any
 
-from kbf.runtime.allowlist import INSIDE, REGISTERED, check_plain, check_registered, check_sizes
+from kbf.runtime.allowlist import (
+    INSIDE,
+    REGISTERED,
+    check_plain,
+    check_registered,
+    check_sizes,
+    suggestion,
+)
 
 
 def build(
@@ -29,14 +36,12 @@ def build(
         ValueError: a target that does not exist or may not be called, or arguments that it does not
             take.
 
-    >>> build({"_target_": "kbf.ssm.OrientationModel", "turn": 0.1}).turn
+    >>> build({"_target_": "kbf.OrientationModel", "turn": 0.1}).turn
     0.1
     >>> build({"_target_": "kbf.ssm.simulate"})
     Traceback (most recent call last):
     ...
-    ValueError: _target_ 'kbf.ssm.simulate' is no class or function that a file may build: it does
-    not exist among the registered \
-ones of kbf. For a file that you trust: trust=true
+    ValueError: _target_ 'kbf.ssm.simulate' is not among the classes of kbf that a file may build...
     """
     if trust:
         return build_trusted(config, **extra)
@@ -107,7 +112,9 @@ def locate(name: Any) -> Any:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"_target_ {name!r} does not exist: {error}") from error
+        raise ValueError(
+            f"_target_ {name!r} does not exist{suggestion(name) or f': {error}'}"
+        ) from error
     if not callable(found):
         raise ValueError(f"_target_ {name!r} is no class or function")
     return found

@@ -291,9 +291,9 @@ def lightning_error(size: dict[str, Any], device: str, precision: str) -> tuple[
     from kbf.training.fit import train  # needs Lightning
 
     data = PendulumRKN(max(size["images"] // 50, 4), 25, steps=50)
-    encoder = {"_target_": "kbf.images.encoders.CNN", "q": [1, 24, 24], "features": 32}
+    encoder = {"_target_": "kbf.CNN", "q": [1, 24, 24], "features": 32}
     net = {
-        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "_target_": "kbf.LSTMFilter",
         "d": 2,
         "q": [1, 24, 24],
         "encoder": encoder,

@@ -182,7 +182,7 @@ def test_every_model_of_the_default_table_can_be_composed():
     assert set(config["bases"]) >= {"kalman", "lstm", "ekf", "ukf", "particle", "frame"}
     made = compare.make_cells(config, compare.Path("cells"))
     assert len(made) == len({cell.path for cell in made}) == 5 * 4 * (len(config["bases"]) + 1)
-    problem = {"_target_": "kbf.ssm.rotation"}
+    problem = {"_target_": "kbf.rotation"}
     (ekf,) = [cell for cell in made if (cell.model, cell.n_train, cell.seed) == ("ekf", 500, 2)]
     assert ekf.config["model"]["net"]["model"] == problem
     assert (ekf.config["data"]["source"]["n_train"], ekf.config["data"]["source"]["seed"]) == (

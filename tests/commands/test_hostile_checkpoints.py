@@ -20,10 +20,10 @@ from kbf.training.checkpoint import load_filter, read_checkpoint
 EXECUTE = {"_target_": "os.system", "command": "touch HERE"}
 THROUGH = {"_target_": "kbf.runtime.instantiate.build", "trust": True, "config": EXECUTE}
 LOCATED = {"_target_": "kbf.runtime.instantiate.locate", "name": "os.system"}
-OWN = {"_target_": "kbf.data.files.dataset.FileData", "path": "HERE"}
-NESTED: dict = {"_target_": "kbf.filters.kernel.kbf.KBF"}
+OWN = {"_target_": "kbf.FileData", "path": "HERE"}
+NESTED: dict = {"_target_": "kbf.KBF"}
 for _ in range(150):
-    NESTED = {"_target_": "kbf.filters.neural.lstm.LSTMFilter", "d": 2, "q": 2, "encoder": NESTED}
+    NESTED = {"_target_": "kbf.LSTMFilter", "d": 2, "q": 2, "encoder": NESTED}
 
 NETS = {
     "another package": EXECUTE,
@@ -80,122 +80,121 @@ NETS = {
     },
     "a function": {"_target_": "kbf.ssm.simulate"},
     "a source of data": OWN,
-    "a problem": {"_target_": "kbf.ssm.rotation"},
+    "a problem": {"_target_": "kbf.rotation"},
     "code as an argument": {
-        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "_target_": "kbf.LSTMFilter",
         "d": 2,
         "q": 2,
         "encoder": EXECUTE,
         "features": 3,
     },
     "a builder as an argument": {
-        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "_target_": "kbf.LSTMFilter",
         "d": 2,
         "q": 2,
         "encoder": THROUGH,
         "features": 3,
     },
     "code in a list": {
-        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "_target_": "kbf.LSTMFilter",
         "d": 2,
         "q": 2,
         "sizes": [64, EXECUTE],
     },
     "code in a problem": {
-        "_target_": "kbf.filters.gaussian.ekf.EKF",
-        "model": {"_target_": "kbf.ssm.rotation", "dtype": EXECUTE},
+        "_target_": "kbf.EKF",
+        "model": {"_target_": "kbf.rotation", "dtype": EXECUTE},
     },
     "a source as an argument": {
-        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "_target_": "kbf.LSTMFilter",
         "d": 2,
         "q": 2,
         "encoder": OWN,
         "features": 3,
     },
     "a model in a model": {
-        "_target_": "kbf.filters.gaussian.ekf.EKF",
-        "model": {"_target_": "kbf.filters.gaussian.learned_kalman.LearnedKalman"},
+        "_target_": "kbf.EKF",
+        "model": {"_target_": "kbf.LearnedKalman"},
     },
     "code without a class": {"encoder": EXECUTE},
     "a list of code": {"_target_": [EXECUTE, EXECUTE]},
     "a target that is code": {"_target_": EXECUTE},
     "no name": {"_target_": None},
-    "a wrong argument": {"_target_": "kbf.filters.kernel.kbf.KBF", "bogus": 1},
+    "a wrong argument": {"_target_": "kbf.KBF", "bogus": 1},
     "arguments of wrong types": {
-        "_target_": "kbf.filters.kernel.kbf.KBF",
+        "_target_": "kbf.KBF",
         "factors": "abc",
         "tol": {},
     },
-    "a problem that is none": {"_target_": "kbf.filters.gaussian.ekf.EKF", "model": {"f": 1}},
+    "a problem that is none": {"_target_": "kbf.EKF", "model": {"f": 1}},
     "far too deep": NESTED,
-    "an object": {"_target_": "kbf.filters.kernel.kbf.KBF", "rank": torch.zeros(3)},
-    "a transform that is code": {"_target_": "kbf.images.augment.Augment", "transforms": [EXECUTE]},
+    "an object": {"_target_": "kbf.KBF", "rank": torch.zeros(3)},
+    "a transform that is code": {"_target_": "kbf.Augment", "transforms": [EXECUTE]},
 }
 SOURCES = {
     "another package": EXECUTE,
     "a builder that trusts": THROUGH,
     "a name looked up": LOCATED,
-    "a model": {"_target_": "kbf.filters.gaussian.learned_kalman.LearnedKalman"},
+    "a model": {"_target_": "kbf.LearnedKalman"},
     "code as the problem": {
-        "_target_": "kbf.data.synthetic.SyntheticData",
+        "_target_": "kbf.SyntheticData",
         "n_train": 9,
         "problem": EXECUTE,
     },
     "a builder as the problem": {
-        "_target_": "kbf.data.synthetic.SyntheticData",
+        "_target_": "kbf.SyntheticData",
         "n_train": 9,
         "problem": THROUGH,
     },
     "code as a number": {
-        "_target_": "kbf.data.synthetic.SyntheticData",
+        "_target_": "kbf.SyntheticData",
         "n_train": EXECUTE,
-        "problem": {"_target_": "kbf.ssm.rotation"},
+        "problem": {"_target_": "kbf.rotation"},
     },
     "a problem that is none": {
-        "_target_": "kbf.data.synthetic.SyntheticData",
+        "_target_": "kbf.SyntheticData",
         "n_train": 9,
         "problem": {"f": 2},
     },
     "nothing": None,
     "a text": "os.system",
     "the environment as a file": {
-        "_target_": "kbf.data.files.dataset.FileData",
+        "_target_": "kbf.FileData",
         "path": "/${oc.env:HOME}/none.csv",
     },
     "an endless reference": {
-        "_target_": "kbf.data.files.dataset.FileData",
+        "_target_": "kbf.FileData",
         "path": "${data.source.path}",
     },
 }
 
 
-LSTM = {"_target_": "kbf.filters.neural.lstm.LSTMFilter", "d": 2, "q": 2}
-KERNEL = "kbf.filters.kernel"
+LSTM = {"_target_": "kbf.LSTMFilter", "d": 2, "q": 2}
 LARGE_NETS = {
     "hidden units": LSTM | {"hidden": 100_000},
     "layers": LSTM | {"sizes": [2000] * 1000},
     "a wide layer": LSTM | {"sizes": [10**9]},
     "observations": LSTM | {"q": [3, 10**5, 10**5], "features": 8},
     "a fraction": LSTM | {"hidden": 1e18},
-    "rank": {"_target_": f"{KERNEL}.kbf.KBF", "rank": 10**12},
-    "points": {"_target_": f"{KERNEL}.simulated_memory.SimulatedKBF", "points": 10**9},
+    "rank": {"_target_": "kbf.KBF", "rank": 10**12},
+    "points": {"_target_": "kbf.SimulatedKBF", "points": 10**9},
     "particles": {
-        "_target_": "kbf.filters.particle.learned.LearnedParticleFilter",
+        "_target_": "kbf.LearnedParticleFilter",
         "particles": 10**11,
     },
-    "channels": {"_target_": "kbf.images.encoders.CNN", "q": [3, 36, 48], "channels": [10**6]},
+    "channels": {"_target_": "kbf.CNN", "q": [3, 36, 48], "channels": [10**6]},
     "a number beyond all": LSTM | {"hidden": 10**400},
 }
 SYNTHETIC = {
-    "_target_": "kbf.data.synthetic.SyntheticData",
-    "problem": {"_target_": "kbf.ssm.rotation"},
+    "_target_": "kbf.SyntheticData",
+    "problem": {"_target_": "kbf.rotation"},
 }
 LARGE_SOURCES = {
     "training steps": SYNTHETIC | {"n_train": 10**9},
     "test steps": SYNTHETIC | {"n_train": 100, "n_test": 10**9},
-    "images": {"_target_": "kbf.data.pendulum.Pendulum", "n_train": 50_000},
+    "images": {"_target_": "kbf.Pendulum", "n_train": 50_000},
     "pixels": {
-        "_target_": "kbf.data.dmlab.OrientationImages",
+        "_target_": "kbf.OrientationImages",
         "n_train": 9,
         "frames": "none.npz",
         "size": [2000, 2000],
@@ -296,7 +295,7 @@ def test_no_data_fills_the_memory(hostile, capsys, source):
 
 
 def test_neither_encoders_nor_windows_are_too_many(hostile, capsys):
-    encoder = {"_target_": "kbf.images.encoders.CNN", "q": [3, 36, 48]}
+    encoder = {"_target_": "kbf.CNN", "q": [3, 36, 48]}
     for part in (
         {"encoding": {"epochs": 1, "lr": 0.1, "members": 10**6, "encoder": encoder}},
         {"training": {"window": 10**9}},
@@ -387,7 +386,7 @@ def test_files_that_a_checkpoint_names_are_told_and_weights_are_not_read(hostile
     main(["evaluate", f"checkpoint={hostile(change)}"])
     assert f"reading {hostile.trace}".replace("\n", "") in capsys.readouterr().out.replace("\n", "")
     backbone = {
-        "_target_": "kbf.images.encoders.Backbone",
+        "_target_": "kbf.Backbone",
         "weights": "/etc/passwd",
         "q": [1, 8, 8],
     }
@@ -476,9 +475,9 @@ def test_functions_are_registered_only_as_makers_of_problems():
         if not isinstance(locate(name), type)
     }
     assert functions == {
-        "kbf.ssm.rotation",
-        "kbf.ssm.oscillatory",
-        "kbf.data.dsprites.position_model",
+        "kbf.rotation",
+        "kbf.oscillatory",
+        "kbf.position_model",
     }
 
 

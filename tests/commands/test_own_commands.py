@@ -337,7 +337,7 @@ def test_other_data_sets_have_no_scaling():
         module = FilterTraining(
             {
                 "model": {
-                    "net": {"_target_": "kbf.filters.regression.kernel_ridge.FrameRegression"}
+                    "net": {"_target_": "kbf.FrameRegression"}
                 },
                 "seed": 0,
                 "data": data,
@@ -466,7 +466,7 @@ def test_observations_far_from_zero_reach_a_filter_of_single_precision(tmp_path)
     drawn = simulate(
         oscillatory(), torch.tensor([1.0, 0.0]).double(), 60, torch.Generator().manual_seed(0)
     )
-    net = {"_target_": "kbf.filters.neural.lstm.LSTMFilter", "d": 2, "q": 2}
+    net = {"_target_": "kbf.LSTMFilter", "d": 2, "q": 2}
     model = {"name": "lstm", "net": net, "dtype": "float32", "training": None, "encoding": None}
     found = []
     for away in (0.0, 2.0**27):

@@ -15,8 +15,8 @@ from kbf.training.settings import Training
 
 CONFIG = {
     "source": {
-        "_target_": "kbf.data.synthetic.SyntheticData",
-        "problem": {"_target_": "kbf.ssm.rotation"},
+        "_target_": "kbf.SyntheticData",
+        "problem": {"_target_": "kbf.rotation"},
         "n_train": 5,
     }
 }

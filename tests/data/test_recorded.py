@@ -151,7 +151,7 @@ def test_recordings_are_what_their_docstrings_say(name, tmp_path, monkeypatch):
     monkeypatch.setenv("KBF_CACHE", str(tmp_path))
     d, q, k, n_train, n_test = SHAPES[name]
     data = load_data(
-        {"name": name, "source": {"_target_": "kbf.data.recorded.RecordedData", "name": name}}
+        {"name": name, "source": {"_target_": "kbf.RecordedData", "name": name}}
     )
     (train,), (test,) = data.train, data.test
     assert (train.states.shape, train.obs.shape) == ((n_train, d), (n_train, q))

@@ -389,7 +389,7 @@ def config(net: dict, training: dict | None = None) -> dict:
 @pytest.mark.parametrize("learns", [False, True])
 def test_a_checkpoint_keeps_it(tmp_path, learns):
     data = SyntheticData(rotation(), n_train=80)
-    net = {"_target_": "kbf.filters.kernel.kbf.KBF", "learn": learns, "rank": 16}
+    net = {"_target_": "kbf.KBF", "learn": learns, "rank": 16}
     training = {"epochs": 1, "lr": 0.01, "window": 5, "folds": 2} if learns else None
     trained = train(config(net, training), data.train, tmp_path)
     assert trained is not None and load_filter(tmp_path / "best.ckpt").calibration is None

@@ -281,10 +281,10 @@ def test_augmentation_is_random_in_training_alone_and_repeats_with_the_seed():
         "degrees": 30,
         "translate": [0.2, 0.2],
     }
-    cnn = {"_target_": "kbf.images.encoders.CNN", "q": [3, 9, 12], "features": 5}
+    cnn = {"_target_": "kbf.CNN", "q": [3, 9, 12], "features": 5}
     config = {
-        "_target_": "kbf.images.augment.Augment",
-        "transforms": [{"_target_": "kbf.images.augment.PixelNoise", "std": 0.1}, blur],
+        "_target_": "kbf.Augment",
+        "transforms": [{"_target_": "kbf.PixelNoise", "std": 0.1}, blur],
     }
     net = build(config | {"encoder": cnn}, trust=True)
     with pytest.raises(ValueError, match="trust"):

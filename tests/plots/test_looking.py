@@ -136,7 +136,7 @@ def test_smoothed_covariances_are_recalibrated(tmp_path):
     )
     model = {
         "name": "kalman",
-        "net": {"_target_": "kbf.filters.gaussian.learned_kalman.LearnedKalman"},
+        "net": {"_target_": "kbf.LearnedKalman"},
         "training": None,
         "encoding": None,
     }

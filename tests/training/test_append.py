@@ -30,7 +30,7 @@ from kbf.training.append import (
 from kbf.training.checkpoint import CheckpointError, load_filter
 from kbf.training.fit import train
 
-KBF_NET = {"_target_": "kbf.filters.kernel.kbf.KBF", "rank": 24}
+KBF_NET = {"_target_": "kbf.KBF", "rank": 24}
 
 
 def recording(n: int, seed: int = 0) -> Recording:
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_one_clear_error_and_nothing_is_written(tmp_path):
         append(path, [good], out, budget=3)
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         append(tmp_path / "nothing.ckpt", [good], out)
-    net = {"_target_": "kbf.filters.neural.lstm.LSTMFilter", "d": 2, "q": 2}
+    net = {"_target_": "kbf.LSTMFilter", "d": 2, "q": 2}
     with pytest.raises(ValueError, match=r"a model without a memory \(some\): train it again"):
         append(trained(tmp_path / "lstm", [recording(60)], net), [good], out)
     assert not out.exists()

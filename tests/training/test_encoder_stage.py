@@ -38,14 +38,14 @@ TRAINER = {
     "use_distributed_sampler": False,
 }
 ENCODER = {
-    "_target_": "kbf.images.encoders.CNN",
+    "_target_": "kbf.CNN",
     "q": [1, SIDE, SIDE],
     "features": 8,
     "channels": [8],
     "norm": "batch",
     "dropout": 0.1,
 }
-NOISE = {"_target_": "kbf.images.augment.PixelNoise", "std": 0.1}
+NOISE = {"_target_": "kbf.PixelNoise", "std": 0.1}
 CODING = {
     "encoder": ENCODER,
     "epochs": 4,
@@ -56,7 +56,7 @@ CODING = {
 }
 KALMAN = {
     "name": "kalman",
-    "net": {"_target_": "kbf.filters.gaussian.learned_kalman.LearnedKalman"},
+    "net": {"_target_": "kbf.LearnedKalman"},
     "training": None,
     "encoding": CODING,
 }
@@ -335,7 +335,7 @@ LSTM = {
     "dtype": "float32",
     "encoding": CODING,
     "net": {
-        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "_target_": "kbf.LSTMFilter",
         "d": 2,
         "q": [2],
         "hidden": 8,
@@ -633,7 +633,7 @@ def test_encoders_are_tried_with_an_image():
 
 def test_missing_weights_are_found_before_anything_is_written():
     encoder = {
-        "_target_": "kbf.images.encoders.Backbone",
+        "_target_": "kbf.Backbone",
         "q": [1, SIDE, SIDE],
         "name": "mobilenet_v3_small",
         "weights": "none.pt",

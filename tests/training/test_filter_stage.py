@@ -37,7 +37,7 @@ LSTM = {
     "name": "lstm",
     "dtype": "float32",
     "net": {
-        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "_target_": "kbf.LSTMFilter",
         "d": 2,
         "q": 2,
         "hidden": 8,
@@ -55,7 +55,7 @@ LSTM = {
 }
 KERNEL = {
     "name": "kbf_tuned",
-    "net": {"_target_": "kbf.filters.kernel.kbf.KBF", "rank": 16},
+    "net": {"_target_": "kbf.KBF", "rank": 16},
     "training": {
         "epochs": 2,
         "lr": 0.05,
@@ -66,24 +66,24 @@ KERNEL = {
         "validation": 0.2,
     },
 }
-TRUE_MODEL = {"_target_": "kbf.ssm.rotation"}
+TRUE_MODEL = {"_target_": "kbf.rotation"}
 CLOSED = {
-    "kalman": {"_target_": "kbf.filters.gaussian.learned_kalman.LearnedKalman"},
-    "frame": {"_target_": "kbf.filters.regression.kernel_ridge.FrameRegression"},
-    "ekf": {"_target_": "kbf.filters.gaussian.ekf.EKF", "model": TRUE_MODEL},
-    "ukf": {"_target_": "kbf.filters.gaussian.ukf.UKF", "model": TRUE_MODEL},
+    "kalman": {"_target_": "kbf.LearnedKalman"},
+    "frame": {"_target_": "kbf.FrameRegression"},
+    "ekf": {"_target_": "kbf.EKF", "model": TRUE_MODEL},
+    "ukf": {"_target_": "kbf.UKF", "model": TRUE_MODEL},
     "particle": {
-        "_target_": "kbf.filters.particle.bootstrap.ParticleFilter",
+        "_target_": "kbf.ParticleFilter",
         "model": TRUE_MODEL,
         "particles": 50,
     },
     "kbf": {
-        "_target_": "kbf.filters.kernel.simulated_kbf.SimulatedKBF",
+        "_target_": "kbf.SimulatedKBF",
         "points": 60,
         "draws": 2,
         "rank": 8,
     },
-    "dense": {"_target_": "kbf.filters.kernel.kbf.KBF", "rank": None},
+    "dense": {"_target_": "kbf.KBF", "rank": None},
 }
 
 
@@ -152,7 +152,7 @@ def test_early_stopping_keeps_the_best_and_stays_stopped(data, tmp_path):
 
 def test_the_best_epoch_may_be_that_of_the_net_s_own_loss(data, tmp_path):
     net = {
-        "_target_": "kbf.filters.neural.gru_end_to_end.GRUImages",
+        "_target_": "kbf.GRUImages",
         "d": 2,
         "q": 2,
         "m": 3,
@@ -252,7 +252,7 @@ def test_several_sequences_and_images(tmp_path):
         for n in (30, 17, 23)
     ]
     net = {
-        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "_target_": "kbf.LSTMFilter",
         "d": 2,
         "q": [1, 4, 4],
         "hidden": 4,
@@ -325,10 +325,10 @@ def test_a_checkpoint_names_only_what_kbf_defines(data, tmp_path, target):
 
 
 def test_build():
-    assert build({"a": [1, {"_target_": "kbf.ssm.OrientationModel"}]})["a"][1].turn == 0.4
+    assert build({"a": [1, {"_target_": "kbf.OrientationModel"}]})["a"][1].turn == 0.4
     assert build({"_target_": "collections.OrderedDict", "x": 1}, trust=True) == {"x": 1}
     with pytest.raises(ValueError, match="unexpected keyword argument 'bogus'"):
-        build({"_target_": "kbf.ssm.OrientationModel", "bogus": 1})
+        build({"_target_": "kbf.OrientationModel", "bogus": 1})
     with pytest.raises(ValueError, match="does not exist"):
         build({"_target_": "kbf.ssm.NoSuchModel"})
     with pytest.raises(ValueError, match="no class or function"):

@@ -324,18 +324,18 @@ def test_configurations_build():
     """What the files in configs/model say, with the encoder of a data set."""
     encoding = {
         "encoder": {
-            "_target_": "kbf.images.encoders.CNN",
+            "_target_": "kbf.CNN",
             "q": list(SHAPE),
             "features": 3,
             "channels": [4],
         }
     }
-    augment = [{"_target_": "kbf.images.augment.PixelNoise", "std": 0.1}]
+    augment = [{"_target_": "kbf.PixelNoise", "std": 0.1}]
     data = {
         "d": 2,
         "q": [2],
         "image": list(SHAPE),
-        "problem": {"_target_": "kbf.ssm.OrientationModel"},
+        "problem": {"_target_": "kbf.OrientationModel"},
     }
     made = {}
     for name in ("lstm_images", "lstm_feedback", "particle_observation", "particle_pixels"):

@@ -28,7 +28,7 @@ TRAINER = {
     "log_every_n_steps": 1,
     **QUIET,
 }
-NET = {"_target_": "kbf.filters.neural.lstm.LSTMFilter", "d": 2, "q": 2, "hidden": 4, "sizes": [4]}
+NET = {"_target_": "kbf.LSTMFilter", "d": 2, "q": 2, "hidden": 4, "sizes": [4]}
 HOW = {"epochs": 4, "lr": 0.3, "window": 8, "stride": 8, "folds": 1, "validation": 0.4}
 CONFIG = {
     "model": {"name": "lstm", "dtype": "float32", "net": NET, "training": HOW},

@@ -31,7 +31,7 @@ QUIET: dict[str, Any] = {
 LSTM = {
     "name": "lstm",
     "net": {
-        "_target_": "kbf.filters.neural.lstm.LSTMFilter",
+        "_target_": "kbf.LSTMFilter",
         "d": 2,
         "q": 2,
         "hidden": 6,
@@ -41,7 +41,7 @@ LSTM = {
 }
 KERNEL = {
     "name": "kbf_tuned",
-    "net": {"_target_": "kbf.filters.kernel.kbf.KBF", "rank": 16},
+    "net": {"_target_": "kbf.KBF", "rank": 16},
     "training": {
         "epochs": 3,
         "lr": 0.05,

@@ -138,7 +138,7 @@ def test_steps_without_a_state_are_not_scored(tmp_path):
     config = {
         "name": "own",
         "source": {
-            "_target_": "kbf.data.files.dataset.FileData",
+            "_target_": "kbf.FileData",
             "path": str(path),
             "states": ["x", "y"],
             "observations": ["a", "b"],

@@ -36,19 +36,19 @@ TRAINER = {
     "use_distributed_sampler": False,
 }
 ENCODER = {
-    "_target_": "kbf.images.encoders.CNN",
+    "_target_": "kbf.CNN",
     "q": list(SHAPE),
     "features": 4,
     "channels": [4],
     "norm": "batch",
     "dropout": 0.3,
 }
-NOISE = {"_target_": "kbf.images.augment.PixelNoise", "std": 0.1}
+NOISE = {"_target_": "kbf.PixelNoise", "std": 0.1}
 MODEL = {
     "name": "kbf_features_e2e",
     "dtype": "float32",
     "net": {
-        "_target_": "kbf.filters.kernel.feature_kbf.FeatureKBF",
+        "_target_": "kbf.FeatureKBF",
         "encoder": ENCODER,
         "regs": [1e-3, 1e-3, 1e-2],
     },
