@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Recording": "kbf.recording",
+    "FitError": "kbf.runtime.errors",
     "rollout": "kbf.filters.rollout",
     "step": "kbf.filters.rollout",
     "smooth": "kbf.filters.smoothing",

@@ -6,6 +6,7 @@ from kbf import (
     commands as commands,
     config as config,
     data as data,
+    densities as densities,
     evaluation as evaluation,
     export as export,
     filters as filters,
@@ -75,6 +76,7 @@ from kbf.images.encoders import (
 )
 from kbf.recording import Recording as Recording
 from kbf.rkhs import kernels as kernels, ratios as ratios, rules as rules
+from kbf.runtime.errors import FitError as FitError
 from kbf.runtime.threads import tune_process as tune_process
 from kbf.ssm import (
     OrientationModel as OrientationModel,
@@ -104,6 +106,7 @@ __all__ = [
     "FileData",
     "FilterDataModule",
     "FilterTraining",
+    "FitError",
     "Fork",
     "FrameRegression",
     "GRUFilter",

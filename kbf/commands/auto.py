@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from kbf.filters.rollout import Filter
 from kbf.filters.selection.cross_validation import MOST, Held, Row, Search
 from kbf.recording import Recording
 from kbf.runtime.atomic_files import scratch
+from kbf.runtime.errors import FitError
 from kbf.training.checkpoint import Trained
 from kbf.training.fit import train
 
@@ -63,6 +66,15 @@ def choose(
     return with_model(config, auto["candidates"][rows[0].model]), rows
 
 
+@contextmanager
+def unsuitable() -> Iterator[None]:
+    """Raise a `FitError` where the checks of training reject a recipe for this data, or memory runs out."""
+    try:
+        yield
+    except (ValueError, torch.OutOfMemoryError) as error:
+        raise FitError(str(error)) from error
+
+
 class Recipe:
     """A configuration of ``kbf train`` as a model that a `kbf.filters.selection.cross_validation.Search` can fit: the whole of it is trained."""
 
@@ -70,11 +82,12 @@ class Recipe:
         """``folder``: of checkpoints, and of encoded images, which all recipes share. ``extent``, ``trust``: as of training."""
         self.config, self.folder, self.extent, self.trust = config, folder, extent, trust
 
+    @unsuitable()
     def fit(self, memory: list[Recording]) -> Filter[Any]:
         """The filter after training.
 
         Raises:
-            ValueError: not for so many steps, or as training.
+            FitError: not for so many steps, or as training.
         """
         name, n, auto = (
             self.config["model"]["name"],
@@ -94,6 +107,7 @@ class Recipe:
         )
         return self.trained.filter
 
+    @unsuitable()
     def run(self, filter: Filter[Any], held: list[Recording]) -> Held:
         """One run through the held-out part, from its start; cut into `MOST` stretches."""
         left = torch.cat([s.states.double().cpu() for s in held]) - torch.cat(

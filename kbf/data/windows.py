@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from kbf.recording import Recording
+from kbf.runtime.errors import FitError
 
 
 class Span(NamedTuple):
@@ -44,7 +45,7 @@ def folds(lengths: list[int], count: int) -> list[list[Span]]:
     """
     total = sum(lengths)
     if not 1 <= count <= total:
-        raise ValueError(f"{total} training steps cannot be cut into {count} folds")
+        raise FitError(f"{total} training steps cannot be cut into {count} folds")
     return cut(lengths, [round(total * k / count) for k in range(count + 1)])
 
 
@@ -78,7 +79,7 @@ def whole_folds(lengths: list[int], count: int) -> list[list[Span]]:
     """
     total = sum(lengths)
     if not 1 <= count <= total:
-        raise ValueError(f"{total} training steps cannot be cut into {count} folds")
+        raise FitError(f"{total} training steps cannot be cut into {count} folds")
     return cut(
         lengths,
         [0, *sorted({nearest_end(lengths, total * k / count) for k in range(1, count)}), total],
@@ -97,7 +98,7 @@ def split(sequences: list[Recording], fraction: float) -> tuple[list[Recording],
     if not 0 <= fraction < 1:
         raise ValueError(f"the validation fraction must be in [0, 1), got {fraction}")
     if fraction > 0 and (held < 2 or total - held < 2):
-        raise ValueError(
+        raise FitError(
             f"holding out {fraction:g} of {total} training steps leaves {total - held} to fit and {held} to validate"
         )
     fit, rest = cut(lengths, [0, total - held, total])

@@ -21,6 +21,7 @@ from torch import Generator, Tensor
 from kbf.densities.base import Features, blocks, features_of, pick
 from kbf.densities.glm import FOLDS, NUMBERS_IN_BLOCK
 from kbf.rkhs.kernels import gaussian, median_distance
+from kbf.runtime.errors import FitError, fit_errors
 
 FEWEST_LEVELS, MOST_LEVELS = 3, 12
 """Levels of a component: two are 0 and 1 (`bernoulli`), and of many each is seen too seldom."""
@@ -133,6 +134,7 @@ def ascend(
     return W
 
 
+@fit_errors()
 def fit_categories(
     u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, rank: int = 48
 ) -> tuple[CategoricalDensity, Float[Tensor, " n"]]:
@@ -144,7 +146,7 @@ def fit_categories(
     columns = [column.unique(return_inverse=True) for column in y.unbind(1)]
     sizes = tuple(len(levels) for levels, _ in columns)
     if max(sizes) > MOST_LEVELS:
-        raise ValueError(f"more than {MOST_LEVELS} categories")
+        raise FitError(f"more than {MOST_LEVELS} categories")
     seen = torch.cat(
         [torch.nn.functional.one_hot(at, len(levels)).to(y) for levels, at in columns], 1
     )

@@ -27,6 +27,7 @@ from torch import Generator, Tensor
 from kbf.densities.base import LOG_2PI, Features, blocks, features_of, gamma, whitened
 from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.rkhs.linalg import cholesky
+from kbf.runtime.errors import fit_errors
 from kbf.ssm import normal
 
 FAMILIES = ("spread", "poisson", "negbin", "bernoulli")
@@ -230,6 +231,7 @@ class Tried(NamedTuple):
     held_out: Tensor
 
 
+@fit_errors()
 def fit_parameters(
     family: str,
     u: Float[Tensor, "n d"],

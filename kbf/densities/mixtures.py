@@ -17,6 +17,7 @@ from torch import Generator, Tensor
 
 from kbf.densities.base import LOG_2PI, Features, gamma, pick, uniform, whitened
 from kbf.rkhs.linalg import cholesky
+from kbf.runtime.errors import fit_errors
 from kbf.ssm import normal
 
 DEGREES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0)
@@ -201,6 +202,7 @@ class Fitted(NamedTuple):
     ridge: float
 
 
+@fit_errors()
 def expectation_maximisation(
     features: Features,
     phi: Float[Tensor, "n p"],

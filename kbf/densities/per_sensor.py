@@ -28,6 +28,7 @@ from kbf.densities.mdn import MixtureDensityNetwork
 from kbf.densities.mixtures import MapMixture
 from kbf.densities.selection import DENSITIES, fit_density, select_density
 from kbf.manifolds import manifold_of
+from kbf.runtime.errors import FitError
 
 log: logging.Logger = logging.getLogger(__name__)
 FEWEST = 10
@@ -212,7 +213,7 @@ class SelectedSensors(nn.Module):
             log.info("law of the sensor of columns %s: %s", columns, density)
             self.density[k] = DENSITIES.index(density)
         if not bool((self.density >= 0).any()):
-            raise ValueError(f"of {len(self.density)} sensors none spoke {FEWEST} times")
+            raise FitError(f"of {len(self.density)} sensors none spoke {FEWEST} times")
 
     @torch.no_grad()
     def fit(self, u: Float[Tensor, "n d"], obs: Float[Tensor, "n q"]) -> PerSensorDensity:
@@ -232,7 +233,7 @@ class SelectedSensors(nn.Module):
                 )
                 places.append(tuple(columns))
         if not densities:
-            raise ValueError(f"of {len(self.density)} sensors none spoke {FEWEST} times")
+            raise FitError(f"of {len(self.density)} sensors none spoke {FEWEST} times")
         return PerSensorDensity(tuple(densities), tuple(places), obs.shape[1])
 
     def hyperparameters(self) -> dict[str, float]:

@@ -29,6 +29,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from kbf.densities.base import LOG_2PI, blocks
+from kbf.runtime.errors import FitError
 
 POINTS = 500
 """States that carry the density p(z)."""
@@ -80,7 +81,7 @@ def fit_state_density(states: Float[Tensor, "n d"]) -> StateDensity:
     """
     n = len(states)
     if n < 2:
-        raise ValueError(f"a density of states needs at least 2 of them, got {n}")
+        raise FitError(f"a density of states needs at least 2 of them, got {n}")
     points = states[torch.linspace(0, n - 1, POINTS, device=states.device).round().long()].double()
     scale = states.double().var(0, correction=0).mean().sqrt()
     scale = torch.where(scale > 0, scale, 1)

@@ -13,6 +13,7 @@ from kbf.manifolds import FLAT, Manifold, manifold_of
 from kbf.rkhs.features import nystrom_whitening, pivots
 from kbf.rkhs.kernels import KERNELS, NETWORK_KERNELS, Kernel, median_distance, own_value
 from kbf.rkhs.linalg import cholesky, squared_distance
+from kbf.runtime.errors import FitError, fit_errors
 from kbf.ssm import normal
 
 
@@ -152,6 +153,7 @@ class RidgeMap(NamedTuple):
         )
 
 
+@fit_errors()
 def fit_ridge_map(
     u: Float[Tensor, "n d"],
     y: Float[Tensor, "n q"],
@@ -193,12 +195,12 @@ def fit_ridge_map(
     n = len(y)
     u, y = u.double(), y.double()
     if n < 10:
-        raise ValueError(f"a kernel ridge map needs at least 10 pairs, got {n}")
+        raise FitError(f"a kernel ridge map needs at least 10 pairs, got {n}")
     offset, manifold = y.mean(0), FLAT if diagonal else manifold_of(y)
     k = manifold.log(y[:1], y[:1]).shape[-1]
     least = 1e-9 * y.var(0).mean()
     if not least > 0:
-        raise ValueError(
+        raise FitError(
             f"a kernel ridge map needs outputs that vary, got {n} times {offset[:4].tolist()}"
         )
     best: tuple[float, RidgeMap] | None = None

@@ -27,6 +27,7 @@ from kbf.densities.selection import fit_density
 from kbf.manifolds import FLAT, Manifold, manifold_of
 from kbf.recording import Recording, as_recordings, check_vectors, observed_pairs
 from kbf.rkhs.linalg import cholesky, evenly
+from kbf.runtime.errors import FitError
 from kbf.ssm import normal
 
 MOST = 5000
@@ -140,9 +141,7 @@ def learn_lagged_model(
     check_vectors(sequences, "a learned observation law")
     long = [s for s in sequences if len(s.states) > order]
     if not long:
-        raise ValueError(
-            f"a model of order {order} needs a recording of at least {order + 1} steps"
-        )
+        raise FitError(f"a model of order {order} needs a recording of at least {order + 1} steps")
     before = torch.cat([lagged_states(s.states[:-1], order) for s in long]).double()
     change = torch.cat([s.states[order:] - s.states[order - 1 : -1] for s in long]).double()
     acted = [s.controls[order:] for s in long if s.controls is not None]

@@ -39,6 +39,7 @@ from kbf.densities.mixtures import Fitted, expectation_maximisation, fit_maps
 from kbf.densities.ridge import RidgeMap, fit_ridge_map
 from kbf.rkhs.kernels import gaussian as gaussian_kernel, median_distance
 from kbf.rkhs.linalg import evenly
+from kbf.runtime.errors import FitError
 from kbf.runtime.threads import one_thread
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ def select_density(
             found[name] = (
                 tried if name in COUNTS else tried._replace(held_out=tried.held_out + volume)
             )  # a cell's probability
-        except (ValueError, RuntimeError) as error:  # a law that cannot be fitted is no candidate
+        except FitError as error:
             left_out[name] = " ".join(str(error).split())[:80]
     name = chain(found)
     gain = found[name].held_out - gaussian.held_out
@@ -341,7 +342,7 @@ def fit_density(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> 
             lattice(y, rows=0.0) if name in COUNTS else None
         )  # a law of all rows suits a part of them
         if name in COUNTS and step is None:
-            raise ValueError(
+            raise FitError(
                 f"the law {name} is of whole numbers, evenly spaced; these {len(y)} values are not"
             )
         return fit_parameters(name, u, with_noise_where_constant(y), step=step).density

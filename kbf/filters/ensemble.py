@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import namedtuple
 from functools import partial
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from kbf.filters.rollout import (
     update_rejection_count,
     where,
 )
-from kbf.filters.selection.cross_validation import Trial, nmse_of
 
 
 class EnsembleFilter:
@@ -177,53 +175,3 @@ class EnsembleFilter:
                 total + root[:, None] * (spread + apart[k, :, :, None] * apart[k, :, None]) * root
             )
         return total
-
-
-def stacked(
-    trials: list[Trial], scale: Float[Tensor, " d"]
-) -> tuple[Float[Tensor, "m d"], Float[Tensor, " s"]]:
-    """Weights of a stack, and its NMSE on each stretch by weights that were fitted without the stretches of its fold.
-
-    As the weights of a component sum to 1, the residual of the stack is the weighted sum of the
-    residuals.
-    """
-    together = [
-        torch.stack(each) for each in zip(*(trial.residuals for trial in trials), strict=True)
-    ]  # m t d, each stretch
-    places, scores = trials[0].folds, []
-    for out, block in zip(places, together, strict=True):
-        rest = [each for k, each in zip(places, together, strict=True) if k != out]
-        weights = simplex_weights(torch.cat(rest, 1))
-        scores.append(nmse_of((weights[:, None] * block).sum(0), scale))
-    return simplex_weights(torch.cat(together, 1)), torch.stack(scores)
-
-
-def simplex_weights(residuals: Float[Tensor, "m t d"]) -> Float[Tensor, "m d"]:
-    """For each component the weights, not negative and of sum 1, of the least squared sum of weighted residuals.
-
-    With R = sum_t r_t r_t^T the least of a^T R a under 1^T a = 1 is a = R^-1 1 / (1^T R^-1 1). Of
-    all subsets of the m models whose solution has no negative weight the best one is it: m is
-    small, and so nothing is iterated.
-
-    >>> simplex_weights(torch.tensor([[[1.0], [1.0]], [[-1.0], [-1.0]]]))
-    tensor([[0.5000],
-            [0.5000]], dtype=torch.float64)
-    """
-    m, _, d = residuals.shape
-    found = torch.zeros(m, d, dtype=torch.float64, device=residuals.device)
-    for j in range(d):
-        rows = residuals[..., j].double()
-        R = rows @ rows.mT
-        R = R + 1e-9 * R.diagonal().mean().clamp_min(torch.finfo(R.dtype).tiny) * torch.eye(m).to(R)
-        best = torch.inf
-        for size in range(1, m + 1):
-            for subset in map(list, combinations(range(m), size)):
-                part = R[subset][:, subset]
-                solved = torch.linalg.solve(part, torch.ones_like(part[0]))
-                a = solved / solved.sum()
-                error = float(a @ part @ a)
-                if bool((a >= 0).all()) and error < best:
-                    best = error
-                    found[:, j] = 0
-                    found[subset, j] = a
-    return found

@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kbf.rkhs.linalg import evenly, safe_sqrt, squared_distance
+from kbf.runtime.errors import FitError
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
 Points = Float[Tensor, "*b n q"]
@@ -178,7 +179,7 @@ def median_distance(
             ``distinct``, all).
     """
     if len(x) < 2:
-        raise ValueError(f"median_distance needs at least two points, got {len(x)}")
+        raise FitError(f"median_distance needs at least two points, got {len(x)}")
     x = x[evenly(len(x), limit, x.device)]
     distance = squared_distance(x, x).sqrt()
     if diagonal:
@@ -190,7 +191,7 @@ def median_distance(
     if distinct and median == 0 and bool((distance > 0).any()):
         median = distance[distance > 0].median()
     if not median > 0:
-        raise ValueError(
+        raise FitError(
             f"the median distance between {len(x)} training points is {median.item()}: most of them coincide"
         )
     return median

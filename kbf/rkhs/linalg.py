@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kbf.runtime.errors import FitError
+
 SMALL, MANY = 5, 200
 """Rows and columns of matrices, and how many of them, for which a call for each takes longer than arithmetic of all at once."""
 FACTORISED = 3
@@ -23,7 +25,7 @@ NUMBERS_ONE_BY_ONE = 2**13
 """Numbers in the differences of all pairs of points up to which these are formed one by one: a step of a filter has few."""
 
 
-class NotPositiveDefiniteError(ValueError):
+class NotPositiveDefiniteError(FitError):
     """A matrix that must be positive definite is not, or holds NaN."""
 
 

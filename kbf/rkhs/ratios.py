@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kbf.rkhs.linalg import cholesky, psd_solve, safe_sqrt
+from kbf.runtime.errors import FitError
 
 Ratios = Float[Tensor, "*b n"]
 
@@ -177,7 +178,7 @@ def kulsif_loo(
     """
     n, m = cross.shape
     if min(n, m) < 2:
-        raise ValueError(
+        raise FitError(
             f"kulsif_loo needs at least two training and two prior points, got {n} and {m}"
         )
     pairs = torch.arange(min(n, m), device=gram.device)
@@ -251,7 +252,7 @@ def _pooled(gram: Tensor, n: int, alpha: float) -> tuple[Tensor, Tensor]:
     if not 0 <= alpha < 1:
         raise ValueError(f"the relative ratio needs alpha in [0, 1), got {alpha}")
     if min(n, m) < 1:
-        raise ValueError(f"a density ratio needs points of both samples, got {n} and {m}")
+        raise FitError(f"a density ratio needs points of both samples, got {n} and {m}")
     prior = gram.new_tensor([0.0] * n + [1.0] * m)
     return prior / m, (alpha / m * prior + (1 - alpha) / n * (1 - prior)).sqrt()
 

@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 from typing import Any
 
+from kbf.runtime.errors import MissingPackageError
+
 
 def need(module: str, extra: str, what: str) -> Any:
     """Import a module of a package that is optional.
@@ -16,18 +18,20 @@ def need(module: str, extra: str, what: str) -> Any:
         what: what needs it, to begin the error with.
 
     Raises:
-        ValueError: the package is not installed, or does not load; one line that says what to do.
+        MissingPackageError: the package is not installed, or does not load; one line that says what to do.
     """
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if importlib.util.find_spec(package) is None:
-            raise ValueError(missing(package, extra, what)) from error
+            raise MissingPackageError(missing(package, extra, what)) from error
         reason = f"it lacks {error.name}"
     except Exception as error:  # a library that it cannot open, another package's version, ...: whatever its first lines raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-    raise ValueError(missing(package, extra, what, f"is installed but does not load ({reason})"))
+    raise MissingPackageError(
+        missing(package, extra, what, f"is installed but does not load ({reason})")
+    )
 
 
 def missing(package: str, extra: str, what: str, why: str = "is not installed") -> str:

@@ -336,9 +336,7 @@ def test_other_data_sets_have_no_scaling():
     for data in ({}, {"normalise": "none"}, {"name": "rotation"}):
         module = FilterTraining(
             {
-                "model": {
-                    "net": {"_target_": "kbf.FrameRegression"}
-                },
+                "model": {"net": {"_target_": "kbf.FrameRegression"}},
                 "seed": 0,
                 "data": data,
             },

@@ -150,9 +150,7 @@ def test_recordings_are_what_their_docstrings_say(name, tmp_path, monkeypatch):
         pytest.skip(f"{package} is not installed")
     monkeypatch.setenv("KBF_CACHE", str(tmp_path))
     d, q, k, n_train, n_test = SHAPES[name]
-    data = load_data(
-        {"name": name, "source": {"_target_": "kbf.RecordedData", "name": name}}
-    )
+    data = load_data({"name": name, "source": {"_target_": "kbf.RecordedData", "name": name}})
     (train,), (test,) = data.train, data.test
     assert (train.states.shape, train.obs.shape) == ((n_train, d), (n_train, q))
     assert test.states.shape == (n_test, d)

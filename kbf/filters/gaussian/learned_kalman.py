@@ -12,9 +12,11 @@ from torch import Generator, Tensor
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
 from kbf.filters.gaussian.moments import training_moments
 from kbf.recording import Recording, as_recordings, check_vectors, moves, observed_pairs
+from kbf.runtime.errors import FitError, fit_errors
 from kbf.runtime.html_repr import ShownModule
 
 
+@fit_errors()
 def regress(
     inputs: Float[Tensor, "m d"], targets: Float[Tensor, "m e"], name: str
 ) -> tuple[Float[Tensor, "e d"], Float[Tensor, " e"], Float[Tensor, "e e"]]:
@@ -24,12 +26,12 @@ def regress(
     the solution of least norm.
 
     Raises:
-        ValueError: fewer than d + 1 + e points, with which the residual covariance would be
+        FitError: fewer than d + 1 + e points, with which the residual covariance would be
             singular. The message names the points by ``name``.
     """
     (m, d), e = inputs.shape, targets.shape[1]
     if m < d + 1 + e:
-        raise ValueError(
+        raise FitError(
             f"a linear model of {name} with {d} inputs and {e} outputs needs at least "
             f"{d + 1 + e} of them, got {m}"
         )

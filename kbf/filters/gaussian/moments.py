@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 from kbf.filters.rollout import Backward, FilterStep
 from kbf.recording import Recording, as_recordings, check_vectors
 from kbf.rkhs.linalg import product, psd_solve
+from kbf.runtime.errors import FitError
 from kbf.runtime.html_repr import Shown
 from kbf.ssm import OrientationModel, StateSpaceModel
 
@@ -267,11 +268,11 @@ def training_moments(
     Every Gaussian filter starts from them.
 
     Raises:
-        ValueError: fewer than two states.
+        FitError: fewer than two states.
     """
     z = torch.cat([s.states for s in as_recordings(memory, allow_missing_sensors=True)])
     if len(z) < 2:
-        raise ValueError(
+        raise FitError(
             f"a covariance of the training states needs at least 2 of them, got {len(z)}"
         )
     return z.mean(0), torch.cov(z.mT).reshape(z.shape[1], z.shape[1])

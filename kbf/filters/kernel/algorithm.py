@@ -17,6 +17,7 @@ from kbf.filters.kernel.operators import ratio_operator, transition_operator
 from kbf.recording import Recording, as_recordings, check_finite, transitions
 from kbf.rkhs.kernels import Kernel
 from kbf.rkhs.rules import importance_weighted
+from kbf.runtime.errors import FitError
 
 
 class Filtered(NamedTuple):
@@ -110,9 +111,7 @@ def kernel_bayes_filter(
     check_finite(new_obs, "the new observations")
     n = len(states)
     if n < 2:
-        raise ValueError(
-            f"kernel_bayes_filter needs at least 2 states to learn a move from, got {n}"
-        )
+        raise FitError(f"kernel_bayes_filter needs at least 2 states to learn a move from, got {n}")
     k_ratio, k_transition, k_X = kernels
     eta, reg_transition, reg = regs
 

@@ -22,7 +22,8 @@ from kbf.filters.rollout import Filter, rollout
 from kbf.recording import Recording, as_recordings, moves, transitions
 from kbf.rkhs.embeddings import cme_loo
 from kbf.rkhs.kernels import KERNELS, Kernel, median_distance
-from kbf.rkhs.linalg import NotPositiveDefiniteError, evenly
+from kbf.rkhs.linalg import evenly
+from kbf.runtime.errors import FitError
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ def split_validation(
     total, longest = sum(len(s.states) for s in memory), memory[k]
     cut = len(longest.states) - min(most, int(share * total), len(longest.states) - 10)
     if len(longest.states) - cut < 5:
-        raise ValueError(
+        raise FitError(
             f"too short to hold out a part for validation: of {total} training steps, of which the longest sequence has "
             f"{len(longest.states)}, at least 5 must be held out (at most {share:.0%} of all) and 10 of that sequence kept"
         )
@@ -78,11 +79,11 @@ def best_of(candidates: Iterable[T], score: Callable[[T], float]) -> T:
     tried, scored = 0, []
     for candidate in candidates:
         tried += 1
-        with suppress(NotPositiveDefiniteError):
+        with suppress(FitError):
             scored.append((score(candidate), tried, candidate))
     finite = [entry for entry in scored if math.isfinite(entry[0])]
     if not finite:
-        raise ValueError(f"none of {tried} settings gives a finite score")
+        raise FitError(f"none of {tried} settings gives a finite score")
     return min(finite, key=lambda entry: entry[:2])[2]
 
 

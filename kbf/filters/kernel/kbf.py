@@ -41,6 +41,7 @@ from kbf.rkhs.kernels import KERNELS, median_distance
 from kbf.rkhs.ratios import RATIOS
 from kbf.rkhs.rules import RULES
 from kbf.runtime.distributed import Reduce, no_reduce
+from kbf.runtime.errors import FitError
 from kbf.runtime.html_repr import ShownModule
 
 RANK_OF_PAIRS = 4
@@ -260,7 +261,7 @@ class KBF(ShownModule):
             moves(sequences)[2],
         )
         if len(pairs.source) == 0:
-            raise ValueError(
+            raise FitError(
                 f"a kernel filter learns from pairs of successive steps, its {len(sequences)} sequences have none"
             )
         ratio_width, transition_width, obs_width = self.log_bandwidth.exp()
@@ -453,5 +454,5 @@ def stacked(memory: list[Recording]) -> tuple[Tensor, Tensor]:
     """
     if any(s.mask is not None and not bool(s.mask.all()) for s in memory):
         remedy = "cut the recordings at missing steps (data=own: data.cut_missing=true)"
-        raise ValueError(f"a kernel filter needs every observation of its memory: {remedy}")
+        raise FitError(f"a kernel filter needs every observation of its memory: {remedy}")
     return torch.cat([s.states for s in memory]).double(), torch.cat([s.obs for s in memory])

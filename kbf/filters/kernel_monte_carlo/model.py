@@ -31,6 +31,7 @@ from kbf.filters.rollout import rollout
 from kbf.filters.wrapper import CollectingCovariance
 from kbf.recording import Recording, as_recordings, observed_pairs, pad
 from kbf.rkhs.linalg import evenly
+from kbf.runtime.errors import FitError
 from kbf.runtime.html_repr import ShownModule
 
 HELD_OUT, HELD_OUT_BLOCKS, LONG, BURN_IN = 0.2, 8, 100, 5
@@ -178,7 +179,7 @@ class KernelMonteCarlo(ShownModule):
             )
         try:
             fit, held = split(sequences, HELD_OUT)
-        except ValueError:
+        except FitError:
             return
         blocks = held_out_blocks(held)
         choice = (
@@ -194,7 +195,7 @@ class KernelMonteCarlo(ShownModule):
         scale = torch.cat([s.states for s in fit]).var(0).clamp_min(1e-12)
         models: dict[int, LaggedModel] = {}
         for order in self.orders:
-            with suppress(ValueError):  # too few steps
+            with suppress(FitError):  # too few steps
                 models[order] = learn_lagged_model(fit, order=order, density=self.kind)
         found: dict[tuple[int, float, float, float, float], HeldOut] = {}
 

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
 from kbf.recording import Recording, as_recordings, check_vectors, control_width
+from kbf.runtime.errors import FitError, fit_errors
 from kbf.runtime.html_repr import Shown, ShownModule
 
 NUMBERS, LONG, FEW = 600, 50, 100
@@ -239,7 +240,7 @@ def checked(
     check_vectors(sequences, name)
     sequences = [s for s in sequences if s.mask is None or bool(s.mask.any())]
     if (n := sum(len(s.states) for s in sequences)) < 10:
-        raise ValueError(f"{name} needs at least ten steps to learn from, got {n}")
+        raise FitError(f"{name} needs at least ten steps to learn from, got {n}")
     return sequences
 
 
@@ -264,6 +265,7 @@ class WindowRidge(WindowRegression):
         super().__init__(width)
         self.regs: tuple[float, ...] = tuple(regs)
 
+    @fit_errors()
     def fit_regression(
         self, sequences: list[Recording]
     ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:

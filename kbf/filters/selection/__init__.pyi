@@ -4,4 +4,5 @@ from kbf.filters.selection import (
     cross_validation as cross_validation,
     drift as drift,
     ratio_mean as ratio_mean,
+    stacking as stacking,
 )

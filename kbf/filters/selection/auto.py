@@ -44,7 +44,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from kbf.data.windows import take, whole_folds, without
-from kbf.filters.ensemble import EnsembleFilter, stacked
+from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
@@ -63,7 +63,9 @@ from kbf.filters.selection.cross_validation import (
 )
 from kbf.filters.selection.drift import last_steps, newest
 from kbf.filters.selection.ratio_mean import OfMeans
+from kbf.filters.selection.stacking import stacked
 from kbf.recording import Recording, as_recordings
+from kbf.runtime.errors import FitError
 
 PLAIN: dict[str, Callable[[int], nn.Module]] = {
     "window_ridge": lambda seed: WindowRidge(None),
@@ -246,7 +248,7 @@ class ModelSelection(nn.Module):
         total = sum(len(s.states) for s in sequences)
         try:
             spans = whole_folds([len(s.states) for s in sequences], FOLDS) if total >= LEAST else []
-        except ValueError:
+        except FitError:
             return sequences, []
         few = spans[1::3] if total > MANY and len(spans) == FOLDS else spans
         return sequences, [(without(sequences, each), take(sequences, each)) for each in few]

@@ -20,6 +20,7 @@ from kbf.data.windows import piece
 from kbf.filters.rollout import Filter, rollout
 from kbf.filters.wrapper import CollectingCovariance
 from kbf.recording import Recording, pad
+from kbf.runtime.errors import FitError, MissingPackageError
 
 log = logging.getLogger(__name__)
 
@@ -115,12 +116,12 @@ class Search:
         log.info("held out: %s", name)
         try:
             if left <= 0:
-                raise ValueError(f"not tried: the budget of {self.budget:g} s is spent")
+                raise FitError(f"not tried: the budget of {self.budget:g} s is spent")
             if prepare is not None:
                 prepare()
             least = least_on_first(self.found) if compared else torch.inf
             self.found[name] = trial(fit, self.parts, self.scale, least, began + left, run)
-        except (ValueError, RuntimeError) as error:
+        except (FitError, MissingPackageError) as error:
             note = " ".join(str(error).split())
         scores = self.found[name].scores if name in self.found else torch.zeros(0)
         known = None if name not in self.found else float(scores.mean())
@@ -175,17 +176,17 @@ def trial(
         if k > 0 or len(parts) == 1:
             continue
         if not (first := mean_nmse(residuals, scale)) <= HOPELESS * least:
-            raise ValueError(
+            raise FitError(
                 f"given up: an NMSE of {first:.3g} on the first part, where another has {least:.3g}"
             )
         taken = time.perf_counter() - began
         if began + taken * len(parts) > until:
-            raise ValueError(
+            raise FitError(
                 f"given up: {taken * len(parts):.0f} s by its first part, and the budget has {until - began:.0f} s left"
             )
     scores = torch.stack([nmse_of(left, scale) for left in residuals])
     if not bool(scores.isfinite().all()):
-        raise ValueError("it lost itself on held-out stretches: an estimate is not finite")
+        raise FitError("it lost itself on held-out stretches: an estimate is not finite")
     return Trial(
         filters, residuals, places, scores, float(torch.stack(covered).mean()) if covered else None
     )

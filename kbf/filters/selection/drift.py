@@ -25,6 +25,7 @@ from torch import Tensor
 from kbf.data.windows import cut, nearest_end, take
 from kbf.filters.selection.cross_validation import nmse_of, run_blocks, significantly_better
 from kbf.recording import Recording
+from kbf.runtime.errors import FitError
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def newest(sequences: list[Recording], judges: Iterable[Any]) -> int:
         try:
             model.prepare(before)
             scores = {n: errors_of(model, last_steps(before, n), last, scale) for n in (0, *counts)}
-        except (ValueError, RuntimeError):  # too few steps for it
+        except FitError:  # too few steps
             return 0
         better = [n for n in counts if significantly_better(scores[0] - scores[n], SURE)]
         counts = [min(better, key=lambda n: float(scores[n].mean()))] if better else []

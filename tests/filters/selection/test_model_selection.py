@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+import kbf
 from kbf.commands.support.baseline_report import remarks
 from kbf.commands.support.search_report import notes_on_selection
 from kbf.data.noise_systems import Fork
 from kbf.data.synthetic import SyntheticData
 from kbf.evaluation.score import score
 from kbf.export.step import refuse
-from kbf.filters.ensemble import EnsembleFilter, simplex_weights, stacked
+from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
 from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
@@ -24,8 +25,11 @@ from kbf.filters.rollout import rollout
 from kbf.filters.selection import auto
 from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.selection.cross_validation import Search, Trial, blocks_of, trial
+from kbf.filters.selection.stacking import simplex_weights, stacked
 from kbf.filters.smoothing import smooth
 from kbf.recording import Recording
+from kbf.rkhs.linalg import NotPositiveDefiniteError
+from kbf.runtime.errors import FitError, fit_errors
 from kbf.ssm import StateSpaceModel, simulate
 
 F64 = torch.float64
@@ -479,3 +483,42 @@ def test_recordings_that_do_not_speak_for_each_other_are_held_out_whole():
         True
     ]
     assert notes_on_selection(ModelSelection(MeanModel(), name="mean")) == []
+
+
+# candidates that cannot be fitted
+
+
+class Broken(LearnedKalman):
+    """Raises an error in `fit`."""
+
+    def __init__(self, error: Exception):
+        super().__init__()
+        self.error = error
+
+    def fit(self, memory):
+        raise self.error
+
+
+def test_a_fit_error_of_one_candidate_is_reported_and_the_others_are_compared(monkeypatch):
+    monkeypatch.setitem(auto.PLAIN, "broken", lambda seed: Broken(FitError("two steps")))
+    net = ModelSelection(LearnedKalman(), name="main")
+    net.prepare([recording(300)])
+    rows = {row.model: row for row in net.tried}
+    assert rows["broken"].note == "two steps" and rows["broken"].nmse is None
+    assert all(rows[name].nmse is not None for name in ("main", "kalman", "window_ridge", "mean"))
+
+
+@pytest.mark.parametrize("error", (ValueError("shape"), RuntimeError("3x4 and 5x6")))
+def test_an_error_of_shapes_in_a_candidate_is_raised(monkeypatch, error):
+    monkeypatch.setitem(auto.PLAIN, "broken", lambda seed: Broken(error))
+    with pytest.raises(type(error), match=str(error)):
+        ModelSelection(LearnedKalman(), name="main").prepare([recording(300)])
+    search = Search([([recording(50)], [recording(50)])], torch.ones(2, dtype=F64))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        search.attempt("main", lambda memory: memory[0].states @ memory[0].states)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_singular_matrix_is_a_fit_error():
+    with pytest.raises(FitError, match="singular"), fit_errors():
+        torch.linalg.inv(torch.zeros(2, 2))
+    assert kbf.FitError is FitError and issubclass(NotPositiveDefiniteError, FitError)

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from kbf.rkhs.kernels import median_distance
+from kbf.runtime.errors import FitError
 
 MOST_SENSORS = 5
 """Sensors: each set of them has an update of its own."""
@@ -56,8 +57,8 @@ def sensor_scale(obs: Float[Tensor, "n q"], sensors: Sensors) -> Float[Tensor, "
     for k, (columns, spoke) in enumerate(zip(sensors, present(obs, sensors).T, strict=True)):
         try:
             scale[list(columns)] = median_distance(obs[spoke][:, list(columns)], distinct=True)
-        except ValueError as error:
-            raise ValueError(f"sensor {k} (columns {list(columns)}): {error}") from error
+        except FitError as error:
+            raise FitError(f"sensor {k} (columns {list(columns)}): {error}") from error
     return scale
 
 

@@ -1,0 +1,29 @@
+"""Errors that callers handle by type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class FitError(ValueError):
+    """The given data do not determine a fit: too few steps, outputs that do not vary, a singular matrix.
+
+    Model selection rejects a candidate that raises it and goes on with the others. Every other
+    exception, such as one about shapes, is an error of the program or of the call and is not caught.
+    """
+
+
+class MissingPackageError(ValueError):
+    """An optional package is not installed, or cannot be imported."""
+
+
+@contextmanager
+def fit_errors() -> Iterator[None]:
+    """Raise a `FitError` in place of PyTorch's error about a failed factorisation; also a decorator."""
+    import torch  # here, since `kbf.FitError` does not require PyTorch
+
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
+        raise FitError(str(error)) from error
