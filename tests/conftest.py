@@ -1,4 +1,6 @@
-"""One thread for every test, double-precision data by name, and nothing of kbf (its shapes are checked as it is imported)."""
+"""One thread for every test, double-precision data by name, and nothing of kbf (its shapes are
+checked as it is imported).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def cache(tmp_path_factory) -> None:
 
 @pytest.fixture(autouse=True)
 def shapes(request):
-    """Slow tests ask for numbers, in half the time without a check of every call: shapes are checked in all others."""
+    """Slow tests ask for numbers, in half the time without a check of every call: shapes are
+    checked in all others.
+    """
     jaxtyping.config.update(
         "jaxtyping_disable", request.node.get_closest_marker("slow") is not None
     )
@@ -36,7 +40,9 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture
 def normal(rng):
-    """``normal(3, 2)``: a float64 tensor of standard normal numbers; consecutive calls go on in one stream."""
+    """``normal(3, 2)``: a float64 tensor of standard normal numbers; consecutive calls go on in one
+    stream.
+    """
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.from_numpy(rng.standard_normal(shape))

@@ -1,4 +1,5 @@
-"""The truth that the tests compare with: the papers' formulas as plain loops and dense solves in NumPy. Slow on purpose.
+"""The truth that the tests compare with: the papers' formulas as plain loops and dense solves in
+NumPy. Slow on purpose.
 
 Letters and scalings as in the docstrings of kbf: ratios have mean about 1 over the n training
 points, every ridge is n * reg.
@@ -118,7 +119,9 @@ def importance_weighted_rule(ratio: Array, G: Array, g: Array, reg: float) -> Ar
 
 
 def bayes_table(prior: Array, likelihood: Array, x: int) -> Array:
-    """Bayes' rule on finite sets: posterior ``s`` of prior ``s`` and likelihood p(x | z) ``s o``, given observation x."""
+    """Bayes' rule on finite sets: posterior ``s`` of prior ``s`` and likelihood p(x | z) ``s o``,
+    given observation x.
+    """
     joint = [prior[z] * likelihood[z, x] for z in range(len(prior))]
     return np.array(joint) / sum(joint)
 
@@ -134,7 +137,8 @@ def published_filter(
     lam_transition: float,
     lam_rule: float,
 ) -> Array:
-    """Algorithm 2 of Xu et al. (2022) over one training sequence, as it stands: estimates ``T d`` from observations ``T q``.
+    """Algorithm 2 of Xu et al. (2022) over one training sequence, as it stands: estimates ``T d``
+    from observations ``T q``.
 
     Dense diagonal products and a general solve in every step, weights as they come. The paper
     starts from 1/n at the first observation; here the loop moves first, so it starts from P (1/n).
@@ -216,7 +220,8 @@ def rts_smoother(
     Q: Float[Tensor, "*g d d"],
     a: Float[Tensor, "*h d"] | float = 0.0,
 ) -> Moments:
-    """Rauch-Tung-Striebel smoother: moments of every z_t given *all* observations, by `rts_step` from the end.
+    """Rauch-Tung-Striebel smoother: moments of every z_t given *all* observations, by `rts_step`
+    from the end.
 
     Args:
         filtered: the filter's moments (see `filter_moments`), ``b T d`` and ``b T d d``.
@@ -243,7 +248,8 @@ def filter_moments(
     obs: Float[Tensor, "b T q"],
     mask: Bool[Tensor, "b T"] | None = None,
 ) -> Moments:
-    """Run a Gaussian filter and keep the moments of every step, for the smoother (`rollout` keeps the estimates alone).
+    """Run a Gaussian filter and keep the moments of every step, for the smoother (`rollout` keeps
+    the estimates alone).
 
     Args:
         filter: Kalman, extended or unscented Kalman filter.

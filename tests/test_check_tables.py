@@ -13,7 +13,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import check_tables
 
-COMMAND = "kbf compare data=rotation 'n_train=[30]' runs=3 seed=4 'models=[kalman,frame]' particles=50 workers=0"
+COMMAND = (
+    "kbf compare data=rotation 'n_train=[30]' runs=3 seed=4 'models=[kalman,frame]' particles=50 "
+    "workers=0"
+)
 RUN = {
     "data": "rotation",
     "n_train": "30",

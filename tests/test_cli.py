@@ -247,11 +247,13 @@ def test_multirun(tmp_path, monkeypatch):
 
 def test_a_launcher_that_is_not_installed_names_its_extra():
     error = ValueError(
-        "In 'hydra/config': Could not find 'hydra/launcher/joblib' Available options in 'hydra/launcher': basic"
+        "In 'hydra/config': Could not find 'hydra/launcher/joblib' Available options in "
+        "'hydra/launcher': basic"
     )
     assert (
         one_line(error)
-        == 'this sweep needs the package hydra-joblib-launcher, which is not installed: pip install "kbf[sweep]"'
+        == "this sweep needs the package hydra-joblib-launcher, which is not installed: pip "
+        'install "kbf[sweep]"'
     )
 
 
@@ -346,7 +348,8 @@ def test_every_choice_composes():
         (["train", "model=kalman", "run_dir=/dev/null/run", "n_train=20"], "/dev/null/run"),
         (
             ["train", "model=none_such"],
-            "Could not find 'model/none_such' Available options in 'model': auto backprop_kf dpf ekf",
+            "Could not find 'model/none_such' Available options in 'model': auto backprop_kf dpf "
+            "ekf",
         ),
         (
             ["train", "model=lstm", "model.training.widow=5"],

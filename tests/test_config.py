@@ -1,4 +1,6 @@
-"""One way from words to a configuration: single runs, sweeps, comparisons and experiments agree; Hydra's habits work."""
+"""One way from words to a configuration: single runs, sweeps, comparisons and experiments agree;
+Hydra's habits work.
+"""
 
 from __future__ import annotations
 
@@ -408,7 +410,10 @@ def mine(tmp_path):
     for name, text in {
         "data/slow.yaml": "defaults: [oscillatory, _self_]\nname: slow\nproblem: {omega: 0.1}\n",
         "model/small.yaml": "defaults: [particle, _self_]\nname: small\nnet: {particles: 50}\n",
-        "experiment/both.yaml": "# @package _global_\ndefaults: [{override /data: slow}, {override /model: small}]\nn_train: 44\n",
+        "experiment/both.yaml": (
+            "# @package _global_\ndefaults: [{override /data: slow}, {override /model: small}]\n"
+            "n_train: 44\n"
+        ),
         "other.yaml": "defaults: [train, {override data: slow}, _self_]\nn_train: 33\n",
     }.items():
         (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -539,7 +544,9 @@ def test_experiments_of_train_can_be_trained(name, tmp_path):
 
 
 def test_another_encoder_by_a_plain_override(tmp_path):
-    """Arguments that the new class does not take go with the old one; those that are named are kept, and refused if it has none."""
+    """Arguments that the new class does not take go with the old one; those that are named are
+    kept, and refused if it has none.
+    """
     swap = [
         "data=dsprites",
         "model=kalman",

@@ -1,4 +1,6 @@
-"""README and docs/ in step with the repository: links lead somewhere, figures are those of data/results/, the pages are built."""
+"""README and docs/ in step with the repository: links lead somewhere, figures are those of
+data/results/, the pages are built.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def outside_code(text: str) -> str:
 
 
 def broken(page: Path) -> list[str]:
-    """Relative links of a page that lead nowhere, in the repository or among the pages that are made."""
+    """Relative links of a page that lead nowhere, in the repository or among the pages that are
+    made.
+    """
     wrong = []
     for target in LINK.findall(outside_code(page.read_text(encoding="utf-8"))):
         path = unquote(target.partition("#")[0])
@@ -102,7 +106,10 @@ def test_tables_of_pages_show_what_was_measured(page):
     assert page_tables.pages()[page] == text_of(page)
 
 
-PAGE = "**rotation**\n\n| model | n = 100 |\n|---|---|\n| **`kbf`** | 0.0475 (9.1 ± 1.0 %) |\n| `ukf` | 0.0437 |\n\n"
+PAGE = (
+    "**rotation**\n\n| model | n = 100 |\n|---|---|\n| **`kbf`** | 0.0475 (9.1 ± 1.0 %) |\n| "
+    "`ukf` | 0.0437 |\n\n"
+)
 
 
 def in_page(text: str, values: dict[str, list[float]]) -> str:
@@ -139,7 +146,9 @@ def test_a_model_or_a_figure_that_is_not_there_is_told():
 
 
 def test_the_default_is_ahead_of_all_but_the_particle_filter_on_its_own_model():
-    """On each system of noise, at each size; the page has a column of each system, and a size of each table."""
+    """On each system of noise, at each size; the page has a column of each system, and a size of
+    each table.
+    """
     rows = page_tables.measured("noise")
     columns = re.findall(
         r"^\| model \|(.*volatility.*)\|$", text_of("docs/results.md"), re.MULTILINE
@@ -158,7 +167,9 @@ NUMBER_WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "ei
 
 
 def test_the_sentences_of_the_readme():
-    """What it says in words of two recordings and of the field's benchmark, from the tables that it names."""
+    """What it says in words of two recordings and of the field's benchmark, from the tables that it
+    names.
+    """
     known = {
         name: page_tables.by_model(name)
         for name in ("recordings/rat", "recordings/cartpole", "rkn_pendulum")
@@ -211,7 +222,9 @@ def test_the_readme_is_short():
 
 
 def test_the_default_is_ahead_on_the_field_s_benchmark():
-    """Of each model, in error and in log likelihood (also as learned), at each number of sequences: p < 0.05 over ten draws."""
+    """Of each model, in error and in log likelihood (also as learned), at each number of sequences:
+    p < 0.05 over ten draws.
+    """
     with (RESULTS / "rkn_pendulum" / "wilcoxon.csv").open(newline="") as file:
         pairs = [row for row in csv.DictReader(file) if row["first"] == "kbf"]
     assert len(pairs) == 3 * (8 + 6 + 6) and {row["n_train"] for row in pairs} == {
@@ -282,7 +295,9 @@ MEASURED = {
         *("188, 306, 481", "114, 227, 329", "727, 949, 1058", "3.8 %", "1.1; 0.53 to 0.6"),
     ],
 }
-"""What docs/speed.md says of a benchmark; every number of it stands, rounded, in the claims of data/results/bench/."""
+"""What docs/speed.md says of a benchmark; every number of it stands, rounded, in the claims of
+data/results/bench/.
+"""
 
 
 @pytest.mark.parametrize("benchmark", MEASURED)
@@ -305,7 +320,10 @@ def test_what_was_checked():
     with (RESULTS / "checked.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     runs, same = (sum(int(row[key]) for row in rows) for key in ("runs", "same"))
-    words = rf"of {len(rows)} tables {same} of {runs} runs had the same scores, the largest relative difference was (\S+) "
+    words = (
+        rf"of {len(rows)} tables {same} of {runs} runs had the same scores, the largest relative "
+        r"difference was (\S+) "
+    )
     told = re.search(words, text_of("docs/results.md"))
     assert told and told[
         1
@@ -346,11 +364,15 @@ def test_the_cheat_sheet_has_every_command(command):
 
 INSTALL = re.compile(r"""pip install (?:-e )?["'\\]*(?:kbf|\.)\[[^`\n]*""")
 PIP = re.compile(r'pip install "kbf\[(\w+)\]"')
-"""How advice begins to install an extra, and its one form; `kbf.runtime.optional_dependencies.missing` gives it in errors."""
+"""How advice begins to install an extra, and its one form;
+`kbf.runtime.optional_dependencies.missing` gives it in errors.
+"""
 
 
 def test_extras_are_installed_in_one_way():
-    """``pip install "kbf[EXTRA]"`` everywhere, with an extra that there is; README and tutorial say what it is in a clone."""
+    """``pip install "kbf[EXTRA]"`` everywhere, with an extra that there is; README and tutorial say
+    what it is in a clone.
+    """
     extras = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
     files = [*PAGES, *ROOT.glob("configs/**/*.yaml"), *ROOT.glob("kbf/**/*.py")]
     advice = {

@@ -1,4 +1,7 @@
-"""kbf on a graphics card: the CPU's numbers, equal bits. `scripts/gpu_check` runs these, and without a card the rest of itself."""
+"""kbf on a graphics card: the CPU's numbers, equal bits.
+
+`scripts/gpu_check` runs these, and without a card the rest of itself.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +179,10 @@ def test_bad_words(capsys):
 @pytest.mark.slow
 def test_a_part_that_takes_too_long_is_stopped_with_all_that_it_started(tmp_path):
     begun = tmp_path / "begun"
-    child = f"import time, pathlib; pathlib.Path({str(begun)!r}).write_text(str(__import__('os').getpid())); time.sleep(60)"
+    child = (
+        "import time, pathlib; "
+        f"pathlib.Path({str(begun)!r}).write_text(str(__import__('os').getpid())); time.sleep(60)"
+    )
     words = [
         sys.executable,
         "-c",

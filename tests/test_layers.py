@@ -1,4 +1,6 @@
-"""The architecture, read from the imports: folders are layers, nothing is imported upwards, and files import in no circle."""
+"""The architecture, read from the imports: folders are layers, nothing is imported upwards, and
+files import in no circle.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ LAYERS = [
     *("runtime", "recording", "rkhs", "ssm", "manifolds", "data", "densities", "filters", "images"),
     *("evaluation", "plots", "export", "training", "sklearn", "config", "commands", "cli"),
 ]
-"""Folders and files of kbf/, from the ground up. A file imports from its own folder and from lower layers."""
+"""Folders and files of kbf/, from the ground up.
+
+A file imports from its own folder and from lower layers.
+"""
 ONLY_IN = {
     "hydra": ("kbf.cli", "kbf.config"),
     "lightning": ("kbf.training",),
@@ -46,7 +51,9 @@ def imports(path: Path) -> set[str]:
 
 
 def layer(module: str) -> int:
-    """The number of the layer; that of the package itself, which only loads names when they are used, is below all."""
+    """The number of the layer; that of the package itself, which only loads names when they are
+    used, is below all.
+    """
     if module == "kbf":
         return -1
     name = module.split(".")[1]
@@ -107,6 +114,9 @@ def test_the_rules_can_fail():
 
 
 def test_help_imports_nothing_heavy():
-    code = "import sys, kbf.cli; kbf.cli.main(['--help']); print([m for m in ('torch', 'lightning', 'hydra') if m in sys.modules])"
+    code = (
+        "import sys, kbf.cli; kbf.cli.main(['--help']); print([m for m in ('torch', 'lightning', "
+        "'hydra') if m in sys.modules])"
+    )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip().endswith("[]")

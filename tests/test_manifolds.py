@@ -1,4 +1,6 @@
-"""Flat space and the circle: how points are displaced and compared, and the regressions and filters that use it."""
+"""Flat space and the circle: how points are displaced and compared, and the regressions and filters
+that use it.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,8 @@ def test_a_pose_is_taken_apart(normal):
 
 
 def turning_run(steps: int, seed: int = 0) -> Tensor:
-    """(position, cos, sin): theta' = theta + 0.4 + e_1, position' = 0.5 position + e_2, e with standard deviations 0.2 and 0.3 and
+    """(position, cos, sin): theta' = theta + 0.4 + e_1, position' = 0.5 position + e_2, e with
+    standard deviations 0.2 and 0.3 and
     correlation 0.8."""
     cov = torch.tensor([[0.04, 0.048], [0.048, 0.09]], dtype=F64)
     e = (
@@ -138,7 +141,9 @@ def turning_run(steps: int, seed: int = 0) -> Tensor:
 
 
 def test_noise_of_an_angle_beside_other_components():
-    """S is that of (position, angle), correlation and all; draws stay on the circle; the density is a normalised one."""
+    """S is that of (position, angle), correlation and all; draws stay on the circle; the density is
+    a normalised one.
+    """
     z = turning_run(600)
     fitted = fit_ridge_map(z[:-1], z[1:])
     assert fitted.manifold == Manifold((1,))
@@ -178,7 +183,9 @@ def ridge_map(noise: float) -> RidgeMap:
 
 @pytest.mark.parametrize("noise", [0.01, 0.3, 2.0])
 def test_the_wrapped_density_integrates_to_one(noise):
-    """Over the circle, with the constant -1/2 log(2 pi S) that `log_density` leaves out, at several u at once."""
+    """Over the circle, with the constant -1/2 log(2 pi S) that `log_density` leaves out, at several
+    u at once.
+    """
     regression, count = ridge_map(noise), 4000
     angle = torch.arange(count, dtype=F64) * (2 * math.pi / count)
     u = torch.tensor([[-1.0], [0.3], [0.9]], dtype=F64)
@@ -204,7 +211,9 @@ def test_draws_follow_the_density():
 
 
 def test_turn_and_noise_are_recovered():
-    """theta' = theta + 0.4 + N(0, 0.2^2): the map turns every heading by 0.4, and its noise is 0.2 radians."""
+    """theta' = theta + 0.4 + N(0, 0.2^2): the map turns every heading by 0.4, and its noise is 0.2
+    radians.
+    """
     generator = torch.Generator().manual_seed(0)
     theta = (0.4 + 0.2 * torch.randn(400, dtype=F64, generator=generator)).cumsum(0)
     z = heading(theta)

@@ -1,4 +1,6 @@
-"""What people of the language expect: names complete and type-check, arrays go in, filters copy, objects show what they hold."""
+"""What people of the language expect: names complete and type-check, arrays go in, filters copy,
+objects show what they hold.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,10 @@ def test_public_names():
 @pytest.mark.slow
 def test_modules_by_attribute():
     code = (
-        "import sys, kbf; assert 'torch' not in sys.modules; print(kbf.smoothing.smooth.__module__, kbf.filters.smoothing.__name__,"
-        "kbf.ssm.rotation.__name__, kbf.filters.kernel.algorithm.__name__, kbf.rkhs.conditional_means.__name__)"
+        "import sys, kbf; assert 'torch' not in sys.modules; "
+        "print(kbf.smoothing.smooth.__module__, kbf.filters.smoothing.__name__,"
+        "kbf.ssm.rotation.__name__, kbf.filters.kernel.algorithm.__name__, "
+        "kbf.rkhs.conditional_means.__name__)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.split() == [
@@ -179,16 +183,26 @@ def test_any_array_is_read(change):
 
 
 UNREADABLE = {
-    "kbf.Recording([[1.0, 2.0]], np.zeros((1, 1)))": "states must be a tensor or a NumPy array, got a list: numpy.asarray(states)",
-    "kbf.Recording(np.zeros((1, 1)), np.array([['a']]))": "obs must be numbers, got an array of <U1: obs.astype(float) turns",
-    "kbf.KBF().condition((np.zeros((9, 2)), np.zeros((9, 2))))": "recordings are kbf.Recording(states, observations)",
-    "kbf.KBF().condition([kbf.Recording(np.zeros(9), np.zeros((9, 2)))])": "states must be (T, d) and observations (T, ...)",
+    "kbf.Recording([[1.0, 2.0]], np.zeros((1, 1)))": (
+        "states must be a tensor or a NumPy array, got a list: numpy.asarray(states)"
+    ),
+    "kbf.Recording(np.zeros((1, 1)), np.array([['a']]))": (
+        "obs must be numbers, got an array of <U1: obs.astype(float) turns"
+    ),
+    "kbf.KBF().condition((np.zeros((9, 2)), np.zeros((9, 2))))": (
+        "recordings are kbf.Recording(states, observations)"
+    ),
+    "kbf.KBF().condition([kbf.Recording(np.zeros(9), np.zeros((9, 2)))])": (
+        "states must be (T, d) and observations (T, ...)"
+    ),
 }
 
 
 @pytest.mark.slow
 def test_what_cannot_go_in_gets_one_line():
-    """In a process of its own: in this one every annotation is checked before the function is called."""
+    """In a process of its own: in this one every annotation is checked before the function is
+    called.
+    """
     tries = "".join(
         f"try:\n    {code}\nexcept ValueError as error:\n    print(error)\n" for code in UNREADABLE
     )

@@ -1,4 +1,6 @@
-"""What README.md and the documentation tell people to type works: Python as it stands, commands up to their configuration."""
+"""What README.md and the documentation tell people to type works: Python as it stands, commands up
+to their configuration.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def commands(text: str) -> list[str]:
-    """Every ``kbf ...`` of blocks for the shell and of code within lines, without comments and placeholders."""
+    """Every ``kbf ...`` of blocks for the shell and of code within lines, without comments and
+    placeholders.
+    """
     lines = [line for block in blocks(text, "sh") for line in block.splitlines()]
     lines += re.findall(
         r"`(kbf [^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -56,7 +60,9 @@ def commands(text: str) -> list[str]:
 
 
 def words(line: str) -> list[str]:
-    """What the shell hands over, with the checkpoint that is there in place of those that are not, and the first run of a sweep."""
+    """What the shell hands over, with the checkpoint that is there in place of those that are not,
+    and the first run of a sweep.
+    """
     given = shlex.split(line)[1:]
     if given[0] == "evaluate":
         given = [
@@ -146,7 +152,9 @@ def test_python_of_the_library_page(tmp_path, monkeypatch, capsys):
 
 
 class Rat:
-    """In place of the recording of a package: a walk in a box, and counts that depend on the place."""
+    """In place of the recording of a package: a walk in a box, and counts that depend
+    on the place.
+    """
 
     def __init__(self, name: str, *, n_train: int) -> None:
         assert name == "rat"
@@ -162,7 +170,9 @@ class Rat:
 
 @pytest.mark.slow
 def test_the_tutorial(tmp_path, monkeypatch, capsys):
-    """Every command of it, in order, with the cheapest model in place of the default one, on a recording of the same shape."""
+    """Every command of it, in order, with the cheapest model in place of the default one, on a
+    recording of the same shape.
+    """
     monkeypatch.setattr("kbf.data.recorded.RecordedData", Rat)
     run_python(TUTORIAL, tmp_path, monkeypatch)
     lines = [line for block in blocks(TUTORIAL, "sh") for line in block.splitlines()]
@@ -184,7 +194,9 @@ def test_the_tutorial(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def extending(tmp_path, monkeypatch):
-    """The page's module, with its configurations in the working directory; what it adds to the tables is gone afterwards."""
+    """The page's module, with its configurations in the working directory; what it adds to the
+    tables is gone afterwards.
+    """
     monkeypatch.chdir(tmp_path)
     page = (DOCS / "extending.md").read_text(encoding="utf-8")
     (tmp_path / "my_kbf.py").write_text("\n\n".join(blocks(page, "python")))

@@ -1,4 +1,6 @@
-"""What is published: the archives hold all that is needed, versions agree, and a checkpoint of another version is told apart."""
+"""What is published: the archives hold all that is needed, versions agree, and a checkpoint of
+another version is told apart.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,10 @@ def test_the_wheel_finds_its_configurations(archives, tmp_path):
     (file,) = archives.glob("*.whl")
     with zipfile.ZipFile(file) as wheel:
         wheel.extractall(tmp_path)
-    code = "import kbf.cli; print(kbf.cli.config_dir()); raise SystemExit(kbf.cli.main(['train', 'model=lstm', '--cfg']))"
+    code = (
+        "import kbf.cli; print(kbf.cli.config_dir()); raise SystemExit(kbf.cli.main(['train', "
+        "'model=lstm', '--cfg']))"
+    )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     told = subprocess.run(
         [sys.executable, "-c", code],
@@ -205,7 +210,10 @@ def test_the_same_minor_version_is_read(version, written):
 
 @pytest.mark.parametrize("version", ["0.2.0", "1.0", "0.10.0rc1"])
 def test_a_newer_version_asks_for_an_upgrade(version, written, capsys):
-    message = rf"other.ckpt was written by kbf {version}, this is kbf {kbf.__version__}: pip install -U kbf"
+    message = (
+        rf"other.ckpt was written by kbf {version}, this is kbf {kbf.__version__}: pip install -U "
+        r"kbf"
+    )
     with pytest.raises(CheckpointError, match=message):
         load_filter(written(version))
     assert main(["evaluate", f"checkpoint={written(version)}"]) == 2

@@ -1,4 +1,6 @@
-"""The scikit-learn estimators: scikit-learn's own checks, and the numbers against the library and against known laws."""
+"""The scikit-learn estimators: scikit-learn's own checks, and the numbers against the library and
+against known laws.
+"""
 
 from __future__ import annotations
 
@@ -212,7 +214,9 @@ def test_relative_is_the_same_where_the_centres_are(normal):
 
 @pytest.fixture(scope="module")
 def two_normals():
-    """400 points of N(0, 1), labelled "p", and 300 of N(0.5, 0.5^2), labelled "q"; new points, and the true ratio there."""
+    """400 points of N(0, 1), labelled "p", and 300 of N(0.5, 0.5^2), labelled "q"; new points, and
+    the true ratio there.
+    """
     rng = np.random.default_rng(3)
     x = np.concatenate([rng.standard_normal((400, 1)), 0.5 + 0.5 * rng.standard_normal((300, 1))])
     new = rng.standard_normal((2000, 1))

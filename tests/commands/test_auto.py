@@ -43,7 +43,9 @@ def config(*words: str) -> dict[str, Any]:
 
 
 def test_the_first_has_the_least_error_on_the_held_out_part(tmp_path):
-    """The error of each is what the scoring loop says of the model fitted to the rest, and the choice is refitted to everything."""
+    """The error of each is what the scoring loop says of the model fitted to the rest, and the
+    choice is refitted to everything.
+    """
     given = config(*FEW)
     given["model"]["candidates"] = {
         name: given["model"]["candidates"][name] for name in ("frame", "kalman", "kbf_loo")

@@ -140,7 +140,9 @@ def alive(session: int) -> list[str]:
 
 @pytest.mark.slow
 def test_killed_and_in_several_processes(tmp_path):
-    """The workers' results are those of a single process, and a kill in the middle loses no finished run."""
+    """The workers' results are those of a single process, and a kill in the middle loses no
+    finished run.
+    """
     command = [sys.executable, "-m", "kbf.cli", "compare", *SMALL, "runs=4", "workers=1"]
     process = subprocess.Popen(
         [*command, f"run_dir={tmp_path / 'killed'}"],
@@ -307,7 +309,10 @@ def stored(seed, model, mse, nll, **more):
     ("more", "unit"), [({}, "steps"), ({"sequences": 10}, "sequences"), ({"sequences": 2}, "steps")]
 )
 def test_what_a_size_counts(tmp_path, capsys, monkeypatch, more, unit):
-    """Sequences where there are as many; steps of a run of an older version, which did not tell. The picture says it, too."""
+    """Sequences where there are as many; steps of a run of an older version, which did not tell.
+
+    The picture says it, too.
+    """
     units = []
     monkeypatch.setattr(compare, "comparison_figure", lambda rows, title, unit: units.append(unit))
     monkeypatch.setattr(compare, "save", lambda figure, path: None)

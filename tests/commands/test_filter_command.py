@@ -1,4 +1,6 @@
-"""``kbf filter``: the same estimates as a rollout, from any input; lines that cannot be read; states, signals and memory."""
+"""``kbf filter``: the same estimates as a rollout, from any input; lines that cannot be read;
+states, signals and memory.
+"""
 
 from __future__ import annotations
 
@@ -384,7 +386,9 @@ class OneByOne:
 
 
 def test_lines_that_come_together_are_filtered_as_one_by_one(checkpoint, monkeypatch, capsys):
-    """A jump of the hidden state loses the track; what was filtered behind it in the same block is done again from the prior."""
+    """A jump of the hidden state loses the track; what was filtered behind it in the same block is
+    done again from the prior.
+    """
     start = torch.tensor([[1.0, 0.0]], dtype=F64)
     first, second = (
         simulate(oscillatory(), start, 60, torch.Generator().manual_seed(seed)).obs[0]
@@ -467,7 +471,9 @@ def test_a_state_file_goes_on(checkpoint, obs, tmp_path, monkeypatch, capsys):
 
 
 def test_an_outlier_destroys_no_stream(checkpoint, monkeypatch, capsys):
-    """Estimates after it are those of a stream without it, an alarm says when, and the last line how many were passed over."""
+    """Estimates after it are those of a stream without it, an alarm says when, and the last line
+    how many were passed over.
+    """
     start = torch.tensor([[1.0, 0.0]], dtype=F64)
     obs = simulate(oscillatory(), start, 40, torch.Generator().manual_seed(3)).obs[0]
     _, out, err = fed(monkeypatch, capsys, text(obs), f"checkpoint={checkpoint}")
@@ -489,7 +495,9 @@ def test_an_outlier_destroys_no_stream(checkpoint, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_state_belongs_to_its_checkpoint(checkpoint, kalman, obs, tmp_path, monkeypatch, capsys):
-    """Another checkpoint's is refused, and so is one with a flipped bit; the monitor's window goes on."""
+    """Another checkpoint's is refused, and so is one with a flipped bit; the monitor's window goes
+    on.
+    """
     words = [f"checkpoint={checkpoint}", f"state={tmp_path}/now.pt"]
     jump = torch.cat([obs, -3 * obs.flip(0), obs])
     _, whole, _ = fed(monkeypatch, capsys, text(jump), f"checkpoint={checkpoint}")
@@ -517,7 +525,9 @@ def test_a_state_belongs_to_its_checkpoint(checkpoint, kalman, obs, tmp_path, mo
 
 @pytest.mark.slow
 def test_a_signal_is_the_end(kalman, obs, tmp_path):
-    """SIGTERM while it waits for a line: the state is written, and the next start goes on from it."""
+    """SIGTERM while it waits for a line: the state is written, and the next start goes
+    on from it.
+    """
     command = [
         sys.executable,
         "-m",
@@ -644,7 +654,9 @@ def test_elapsed_time_is_a_control():
 
 
 def test_a_line_that_cannot_be_read_costs_one_step():
-    """Its time is guessed, by a usual step; what comes after may be before that, and is read all the same."""
+    """Its time is guessed, by a usual step; what comes after may be before that, and is read all
+    the same.
+    """
     names, told = (
         InputColumns(
             ColumnSchema((Part("number", ("z",)),), (Part("number", ("a",)),)),
@@ -671,7 +683,10 @@ def test_a_line_that_cannot_be_read_costs_one_step():
 
 
 def test_a_blank_line_is_no_step():
-    """As in recordings to learn from; a row of empty cells is a step. What is there is told, whatever blank lines follow it."""
+    """As in recordings to learn from; a row of empty cells is a step.
+
+    What is there is told, whatever blank lines follow it.
+    """
     names = InputColumns(
         ColumnSchema((Part("number", ("z",)),), (Part("number", ("a",)), Part("number", ("b",))))
     )

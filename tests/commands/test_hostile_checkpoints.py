@@ -204,7 +204,9 @@ LARGE_SOURCES = {
 
 @pytest.fixture
 def hostile(tmp_path, monkeypatch):
-    """Makes a copy of the shipped checkpoint with other contents, and tells whether something ran."""
+    """Makes a copy of the shipped checkpoint with other contents, and tells whether
+    something ran.
+    """
     monkeypatch.chdir(tmp_path)
     trace = tmp_path / "trace"
     (tmp_path / "obs.csv").write_text("observation_1,observation_2\n0.1,0.2\n", encoding="utf-8")

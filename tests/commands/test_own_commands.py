@@ -153,7 +153,9 @@ def test_train_and_evaluate(trained, table, drawn, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_sensors_of_different_rates_need_no_further_word(table, tmp_path):
-    """Column b is read at every third step, and a dies for a while: the default model, then a file whose sensors do the same."""
+    """Column b is read at every third step, and a dies for a while: the default model, then a file
+    whose sensors do the same.
+    """
     lines = list(csv.reader(table.open(encoding="utf-8")))
     for t, row in enumerate(lines[1:]):
         row[4] = row[4] if t % 3 == 0 else ""
@@ -348,7 +350,9 @@ def test_other_data_sets_have_no_scaling():
 
 @pytest.mark.slow
 def test_an_angle_comes_back_as_an_angle(tmp_path):
-    """A heading in degrees: inside it is a pair on the circle, in the results it is degrees, with a standard deviation."""
+    """A heading in degrees: inside it is a pair on the circle, in the results it is degrees, with a
+    standard deviation.
+    """
     model = OrientationModel()
     run = simulate(model, torch.tensor([1.0, 0.0]).double(), 150, torch.Generator().manual_seed(1))
     headings = [
@@ -434,7 +438,9 @@ def test_images_are_coded(tmp_path):
 
 @pytest.mark.slow
 def test_all_of_a_recording_is_learned_from(table, tmp_path, capsys):
-    """data.test=0: a filter, its calibration and no score; whoever scores is told that there is nothing to score on."""
+    """data.test=0: a filter, its calibration and no score; whoever scores is told that there is
+    nothing to score on.
+    """
     words = ["data=own", path_of(table), *COLUMNS, "data.test=0"]
     quick = [word for word in QUICK if "calibrate" not in word]
     assert main(["train", *words, "model=kalman", f"run_dir={tmp_path}", *quick]) == 0
@@ -505,7 +511,9 @@ def test_appended_recordings_are_cut_at_missing_steps(table, tmp_path, capsys):
 
 
 def test_a_changed_recording_is_other_data(tmp_path, monkeypatch):
-    """In the key of a comparison's results: a file, one in the home directory, a folder, files with one beginning."""
+    """In the key of a comparison's results: a file, one in the home directory, a folder, files with
+    one beginning.
+    """
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("rec.csv", "views/1.png", "run_obs.npy"):
         file = tmp_path / name

@@ -1,4 +1,6 @@
-"""``kbf serve``, over loopback alone: right answers, and nothing that a client sends spoils the next answer."""
+"""``kbf serve``, over loopback alone: right answers, and nothing that a client sends spoils the
+next answer.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ def test_answers_are_the_filters(application):
 
 
 def test_an_impossible_observation_is_passed_over_and_counted(application):
-    """The program of a Gaussian law finds 1e30 impossible: the state moves on as if nothing had been observed."""
+    """The program of a Gaussian law finds 1e30 impossible: the state moves on as if nothing had
+    been observed.
+    """
     _, before = ask(application, {"obs": [0.3, 0.4]})
     _, wild = ask(application, {"obs": [1e30, -1e30], "state": before["state"]})
     _, none = ask(application, {"obs": None, "state": before["state"]})

@@ -1,4 +1,6 @@
-"""The DeepMind Lab problem: frames files, the data made of them, the driver of the engine, and the command that renders."""
+"""The DeepMind Lab problem: frames files, the data made of them, the driver of the engine, and the
+command that renders.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ SMALL = {"size": (6, 8)}
 
 
 def encoded(yaw: torch.Tensor, size=(12, 16)) -> torch.Tensor:
-    """Images that tell where they look: red and green hold the yaw in steps of UNIT, blue grows from left to right."""
+    """Images that tell where they look: red and green hold the yaw in steps of UNIT, blue grows
+    from left to right.
+    """
     units = (yaw.double() / UNIT).round().long() % 65536
     images = torch.zeros(len(yaw), *size, 3, dtype=torch.uint8)
     images[..., 0] = (units // 256).to(torch.uint8)[:, None, None]
@@ -396,7 +400,10 @@ def test_the_configuration(file, rendered, tmp_path, capsys):
 
 
 class Lab:
-    """What ``deepmind_lab.Lab`` does, as measured: see the comments. ``process`` holds what is true of one process."""
+    """What ``deepmind_lab.Lab`` does, as measured: see the comments.
+
+    ``process`` holds what is true of one process.
+    """
 
     def __init__(self, process, level, observations, config=None, renderer="software"):
         process.engines += 1
@@ -597,7 +604,8 @@ def test_more_turns_go_on_behind_those_that_are_there(process, tmp_path):
     [
         (
             {"level": "none_such"},
-            "does not start level 'none_such' with views of 6 x 8: Failed to init.* / Level not found.*dmlab30/NAME",
+            "does not start level 'none_such' with views of 6 x 8: Failed to init.* / Level not "
+            "found.*dmlab30/NAME",
         ),
         (
             {"level": "packed"},

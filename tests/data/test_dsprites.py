@@ -1,4 +1,6 @@
-"""dSprites: the pictures against the true ones and a naive renderer, the published file, its download, and the data."""
+"""dSprites: the pictures against the true ones and a naive renderer, the published file, its
+download, and the data.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 def naive(shape: int, scale: int, orientation: int, x: int, y: int) -> list[list[bool]]:
-    """One picture, pixel by pixel: the outline as a polygon on the screen, and how often it winds around the pixel's centre."""
+    """One picture, pixel by pixel: the outline as a polygon on the screen, and how often it winds
+    around the pixel's centre.
+    """
     t = [2 * math.pi * k / 72 for k in range(72)]
     if shape == 0:
         corners = [(9.6, 9.6), (9.6, -9.6), (-9.6, -9.6), (-9.6, 9.6)]
@@ -273,7 +277,9 @@ CONTENT = bytes(range(256)) * 2000
 
 
 class Handler(BaseHTTPRequestHandler):
-    """``/whole`` ignores Range; ``/range`` follows it; ``/broken`` also breaks off after 1,000 bytes; anything else is a 404."""
+    """``/whole`` ignores Range; ``/range`` follows it; ``/broken`` also breaks off after 1,000
+    bytes; anything else is a 404.
+    """
 
     def do_GET(self):
         asked = self.headers["Range"]
@@ -619,7 +625,8 @@ def test_command_writes_the_data(tmp_path, capsys):
         (["data.problem.sigma_x=0.0"], "sigma_x and extent must be positive"),
         (
             ["data.images=none.npz"],
-            "there is no file none.npz: data.images must be rendered, download, or the path of dsprites_",
+            "there is no file none.npz: data.images must be rendered, download, or the path of "
+            "dsprites_",
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""Systems with noise of other shapes: densities by quadrature, draws against them, and floors against a filter on a grid."""
+"""Systems with noise of other shapes: densities by quadrature, draws against them, and floors
+against a filter on a grid.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def test_spike_probabilities_add_up_to_one():
     "model", [*PLANE, Spikes(neurons=3), Volatility()], ids=lambda m: type(m).__name__
 )
 def test_draws_have_their_density(model):
-    """Mean of exp(log q - log p) over draws from p is 1 for any density q: here p at another state."""
+    """Mean of exp(log q - log p) over draws from p is 1 for any density q: here p at
+    another state.
+    """
     d = 1 if isinstance(model, Volatility) else 2
     z = torch.tensor([0.3, -0.5][:d], dtype=F64)
     other = z + 0.05

@@ -1,4 +1,6 @@
-"""Gymnasium's pendulum: the equations against the simulator, the recordings, the filters that know the equations, the command."""
+"""Gymnasium's pendulum: the equations against the simulator, the recordings, the filters that know
+the equations, the command.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def vectors(
 
 @pytest.mark.parametrize("repeat", [1, 4])
 def test_the_equations_are_the_simulators(env, rng, repeat):
-    """From 300 states, at rest, at the limit of the speed, and with torques that are clipped: one decision of the driver."""
+    """From 300 states, at rest, at the limit of the speed, and with torques that are clipped: one
+    decision of the driver.
+    """
     model = PendulumModel(repeat=repeat, sigma_u=2.0)
     y = torch.from_numpy(np.stack([rng.uniform(-4, 4, 300), rng.uniform(-8, 8, 300)], -1))
     e = torch.from_numpy(rng.normal(size=(300, 1)))
@@ -163,7 +167,9 @@ def test_a_run_is_the_simulators_and_the_camera_leaves_it_alone(env):
 
 
 def test_a_picture_shows_the_angle_and_nothing_else(env):
-    """The rod's pixels lie, around the middle, in the direction of theta: 0 is up, and it grows counter-clockwise."""
+    """The rod's pixels lie, around the middle, in the direction of theta: 0 is up, and it grows
+    counter-clockwise.
+    """
     grid = torch.arange(32, dtype=F64) - 15.5
     for theta in (0.0, 0.7, 2.0, -1.2, 3.1):
         picture = torch.from_numpy(photograph(env, theta)).double()
@@ -235,7 +241,9 @@ def test_without_gymnasium_one_line_says_what_to_install(monkeypatch, capsys, tm
 
 
 class Straight:
-    """A body without forces: theta' = theta + h omega + g_1 e, omega' = omega + g_2 e; a linear model."""
+    """A body without forces: theta' = theta + h omega + g_1 e, omega' = omega + g_2 e; a linear
+    model.
+    """
 
     unit = 1.0
     h, g = 0.2, torch.tensor([0.05, 0.4], dtype=F64)

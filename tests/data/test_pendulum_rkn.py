@@ -1,4 +1,6 @@
-"""The pendulum of Becker et al.: against a slow transcription, pixel by pixel, and what is said of its noises."""
+"""The pendulum of Becker et al.: against a slow transcription, pixel by pixel, and what is said of
+its noises.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +184,9 @@ def test_the_command_writes_it(tmp_path):
 
 
 def test_the_experiment_sets_every_kind_of_filter_beside_kbf():
-    """Nets with an encoder of their own see images, the others codes; all are calibrated, so that all have a log likelihood."""
+    """Nets with an encoder of their own see images, the others codes; all are calibrated, so that
+    all have a log likelihood.
+    """
     config = plain(compose("compare", ["experiment=rkn_pendulum"]), resolve=False)
     assert (config["data"]["name"], config["calibrate"], config["n_train"]) == (
         "pendulum_rkn",
@@ -230,7 +234,9 @@ def trained(name, path):
 
 @pytest.mark.slow
 def test_a_comparison_counts_sequences_and_tells_both_likelihoods(tmp_path, capsys):
-    """That of the recalibrated covariances, and that of those that were learned; one that is not recalibrated has one."""
+    """That of the recalibrated covariances, and that of those that were learned; one that is not
+    recalibrated has one.
+    """
     words = [*TINY, "models=kalman,frame", "runs=1", "workers=0", f"run_dir={tmp_path}"]
     assert main(["compare", *words, "calibrate=true"]) == 0
     cell = next(
@@ -257,7 +263,9 @@ def test_a_comparison_counts_sequences_and_tells_both_likelihoods(tmp_path, caps
 
 @pytest.mark.slow
 def test_the_default_takes_ratios_whole_and_others_their_means(tmp_path, monkeypatch):
-    """From the command line to the checkpoint, whose filter is the one of density ratios, over codes of all members."""
+    """From the command line to the checkpoint, whose filter is the one of density ratios, over
+    codes of all members.
+    """
     monkeypatch.setattr("kbf.commands.train.write_pictures", lambda *a, **k: [])
     moving, plain = trained("kernel_monte_carlo", tmp_path / "a"), trained("kalman", tmp_path / "b")
     assert isinstance(inner_filter(moving.filter), RatioFilter)

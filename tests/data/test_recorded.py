@@ -18,7 +18,9 @@ LENGTHS = (40, 30, 30)
 
 @pytest.fixture
 def ramps(tmp_path, monkeypatch):
-    """Three recordings of a "package": states count the steps, observations are their squares, the control is the seed."""
+    """Three recordings of a "package": states count the steps, observations are their squares, the
+    control is the seed.
+    """
     monkeypatch.setenv("KBF_CACHE", str(tmp_path / "cache"))
     package = tmp_path / "ramps"
     package.mkdir()

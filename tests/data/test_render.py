@@ -1,4 +1,6 @@
-"""The renderers against geometry that is worked out by hand, and what the pictures must have to tell a heading."""
+"""The renderers against geometry that is worked out by hand, and what the pictures must have to
+tell a heading.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def box(
     height: float = 2.0,
     **rest,
 ):
-    """A room of one cell; ``numbers``: textures of the east, north, west, south wall, the floor and the ceiling."""
+    """A room of one cell; ``numbers``: textures of the east, north, west, south wall, the floor and
+    the ceiling.
+    """
     numbers = numbers or [0, 0, 0, 0, 1, 2]
     walls, flats = (
         torch.tensor(numbers[:4]).reshape(1, 1, 4),
@@ -73,7 +77,9 @@ def turn(axis: int, angle: float) -> torch.Tensor:
 
 
 def turning() -> torch.Tensor:
-    """Rotation matrices of a camera that looks along each axis, with every roll of 90 degrees: 24 views."""
+    """Rotation matrices of a camera that looks along each axis, with every roll of 90 degrees: 24
+    views.
+    """
     looks = [turn(2, 90.0 * k) for k in range(4)] + [turn(1, 90.0), turn(1, -90.0)]
     return torch.stack([look @ turn(0, 90.0 * k) for look in looks for k in range(4)])
 

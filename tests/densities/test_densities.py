@@ -1,4 +1,6 @@
-"""Conditional laws: densities by quadrature, moments and draws against them, gradients, and fits to their own samples."""
+"""Conditional laws: densities by quadrature, moments and draws against them, gradients, and fits to
+their own samples.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,9 @@ def test_mean_and_covariance_are_those_of_the_density(densities, name):
 
 @pytest.mark.parametrize("name", [*REAL, *WHOLE])
 def test_draws_have_the_density(densities, name):
-    """The mean over draws of exp(log q - log p) is 1 for another density q: here the law at another input."""
+    """The mean over draws of exp(log q - log p) is 1 for another density q: here the law at another
+    input.
+    """
     density, m = densities[name], 20_000
     u, other = (torch.full((m, 1), at, dtype=F64) for at in (0.3, 0.35))
     y = density.sample(u, generator(3))
@@ -208,7 +212,9 @@ def test_the_gaussian_law_is_todays_ridge_map():
 
 
 def test_a_map_that_leaves_each_point_out_is_the_refit_without_it():
-    """The scores that one round of `expectation_maximisation` gives, against fits without each point in turn."""
+    """The scores that one round of `expectation_maximisation` gives, against fits without each
+    point in turn.
+    """
     u = inputs(30)
     y = outputs("gaussian", u)
     map = fit_ridge_map(u, y)
@@ -319,7 +325,9 @@ def test_bad_input_is_told():
 
 
 def test_networks_are_scored_on_what_they_did_not_see():
-    """A memorised output gains nothing: with pure noise for outputs the held-out score is that of the noise at most."""
+    """A memorised output gains nothing: with pure noise for outputs the held-out score is that of
+    the noise at most.
+    """
     u, y = inputs(200), randn(200, 1, seed=9)
     fitted = fit_networks(u, y, rounds=150)
     assert isinstance(fitted.density, MixtureDensityNetwork)
@@ -345,7 +353,9 @@ def test_covariance_of_counts(densities):
 
 
 def test_categories_reach_the_largest_penalised_likelihood():
-    """The gradient is 0 at the coefficients, and with two levels they are those of logistic regression by SciPy."""
+    """The gradient is 0 at the coefficients, and with two levels they are those of logistic
+    regression by SciPy.
+    """
     u = inputs(200)
     y = outputs("bernoulli", u)
     phi = torch.cat([u, u.square(), torch.ones_like(u)], -1)

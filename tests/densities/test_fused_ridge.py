@@ -1,4 +1,6 @@
-"""A map with its matrices multiplied beforehand gives the numbers of the map, and draws as it does."""
+"""A map with its matrices multiplied beforehand gives the numbers of the map, and draws
+as it does.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Kernel ridge maps against dense Gaussian processes and brute-force refits in NumPy; the model and the filter made of them."""
+"""Kernel ridge maps against dense Gaussian processes and brute-force refits in NumPy; the model and
+the filter made of them.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,17 @@ def pairs(normal) -> tuple[Tensor, Tensor]:
 
 
 def wide_network(a: np.ndarray, b: np.ndarray, bias: float, slope: float) -> float:
-    """The kernel of a wide network of sigmoids with weights N(0, slope^2) and offsets N(0, bias^2): GPML, equation 4.29."""
+    """The kernel of a wide network of sigmoids with weights N(0, slope^2) and offsets N(0, bias^2):
+    GPML, equation 4.29.
+    """
     s = np.array([[bias**2 + slope**2 * (p @ q) for q in (a, b)] for p in (a, b)])
     return 2 / math.pi * math.asin(2 * s[0, 1] / math.sqrt((1 + 2 * s[0, 0]) * (1 + 2 * s[1, 1])))
 
 
 class Choice(NamedTuple):
-    """One setting: what makes `fit_ridge_map` try nothing else, and the kernel that it stands for, entry by entry."""
+    """One setting: what makes `fit_ridge_map` try nothing else, and the kernel that it stands for,
+    entry by entry.
+    """
 
     only: dict[str, Any]
     gram: Callable[[Tensor, Tensor, Tensor], np.ndarray]
@@ -98,7 +104,10 @@ def test_mean_is_dense_kernel_ridge_regression(pairs, normal, choice):
 
 @both_kernels
 def test_scale_is_the_predictive_variance_of_a_gaussian_process(pairs, normal, choice):
-    """In units of the noise S: kernel k / (n reg), noise 1. Far away from all points a Gaussian kernel makes it 1 + 1 / (n reg)."""
+    """In units of the noise S: kernel k / (n reg), noise 1.
+
+    Far away from all points a Gaussian kernel makes it 1 + 1 / (n reg).
+    """
     u, y, at = *pairs, far_and_near(normal)
     ridge = 25 * 1e-2
     G, g, own = (choice.gram(a, b, u) / ridge for a, b in ((u, u), (at, u), (at, at)))
@@ -114,7 +123,9 @@ def test_scale_is_the_predictive_variance_of_a_gaussian_process(pairs, normal, c
 
 
 def held_out(u: Tensor, y: Tensor, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
-    """Residual and scale of each point under the process fitted without it; offset, kernel and ridge n reg are those of all."""
+    """Residual and scale of each point under the process fitted without it; offset, kernel and
+    ridge n reg are those of all.
+    """
     n = len(u)
     G, centred = choice.gram(u, u, u) / (n * choice.reg), y.numpy() - y.numpy().mean(0)
     residuals, scales = [], []
@@ -136,7 +147,8 @@ def test_noise_is_that_of_brute_force_refits(pairs, choice):
 
 @pytest.mark.parametrize("steep", [False, True], ids=["smooth", "directions"])
 def test_choice_is_the_least_log_loss_of_brute_force_refits(pairs, steep):
-    """The predictive log loss of each left-out point under N(mean, scale S), with S the most likely.
+    """The predictive log loss of each left-out point under N(mean, scale S), with S the most
+    likely.
 
     Outputs that follow the direction of the input from the origin make the arcsine kernel the
     better one. The smooth outputs have different units, which the loss does not mind, while least
@@ -190,7 +202,9 @@ def test_log_density_is_the_normal_density_up_to_a_constant(pairs, normal):
 
 
 def test_draws_have_mean_scale_and_noise(pairs, normal):
-    """20,000 draws at three points: means and covariances within 4.5 standard errors (18 comparisons)."""
+    """20,000 draws at three points: means and covariances within 4.5 standard errors (18
+    comparisons).
+    """
     u, y = pairs
     fitted = one_map(u, y)
     at = torch.tensor([[0.0, 0.0], [1.0, -1.0], [9.0, 9.0]], dtype=F64)
@@ -219,7 +233,9 @@ def test_float32_answers_are_those_of_float64(pairs, normal):
 
 
 def test_constant_components_do_no_harm(pairs):
-    """A sensor that is stuck: its noise is almost nothing, and the rest is what it would be without it."""
+    """A sensor that is stuck: its noise is almost nothing, and the rest is what it would be without
+    it.
+    """
     u, y = pairs
     stuck = torch.cat([y, torch.full((25, 1), 7.0, dtype=F64)], 1)
     for fitted in (one_map(u, stuck), fit_ridge_map(u, stuck, factors=(0.5, 1.0), slopes=(3.0,))):
@@ -290,7 +306,9 @@ def test_model_is_a_state_space(few_kernels):
 
 
 def test_model_finds_the_dynamics(few_kernels):
-    """From 200 steps of the rotation model, whose noises are 0.04 I: mean errors are small, noises within a third."""
+    """From 200 steps of the rotation model, whose noises are 0.04 I: mean errors are small, noises
+    within a third.
+    """
     truth, model = rotation(), learn_model(recordings(200))
     z = recordings(1, 50)[1].states
     assert (model.transition.predict(z)[0] - truth.f(z)).square().sum(-1).mean() < 0.015
@@ -304,7 +322,9 @@ def test_model_finds_the_dynamics(few_kernels):
 
 @pytest.mark.slow
 def test_particle_filter_on_the_learned_model(few_kernels):
-    """It runs on the fitted maps, starts from the training states, and beats the observations themselves."""
+    """It runs on the fitted maps, starts from the training states, and beats the observations
+    themselves.
+    """
     a, b, test = recordings(60, 30, 40)
     recipe = LearnedParticleFilter(particles=300)
     recipe.prepare([a, b], None)
@@ -331,7 +351,9 @@ def test_particle_filter_refuses_a_memory_it_cannot_learn_from():
 
 
 def test_a_function_of_the_direction_is_learned_with_the_arcsine_kernel():
-    """A turning state: the leave-one-out loss takes the arcsine kernel, and its map beats the Gaussian one."""
+    """A turning state: the leave-one-out loss takes the arcsine kernel, and its map beats the
+    Gaussian one.
+    """
     model = oscillatory()
     z = simulate(model, model.m0, 150, torch.Generator().manual_seed(0)).states
     fresh = simulate(model, model.m0, 300, torch.Generator().manual_seed(1)).states
@@ -346,7 +368,9 @@ def test_a_function_of_the_direction_is_learned_with_the_arcsine_kernel():
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_map_by_any_kernel_follows_its_function(name):
-    """Up to the noise of 0.01, most of which a rough kernel keeps; the fit chooses among this kernel's bandwidths alone."""
+    """Up to the noise of 0.01, most of which a rough kernel keeps; the fit chooses among this
+    kernel's bandwidths alone.
+    """
     u = torch.linspace(-1.5, 1.5, 60, dtype=torch.float64)[:, None]
     y = torch.cat([u.sin(), u.square()], 1)
     noise = 0.01 * torch.randn(

@@ -1,4 +1,6 @@
-"""Density ratios that come with an observation: against densities written out, and mixtures against their parts."""
+"""Density ratios that come with an observation: against densities written out, and mixtures against
+their parts.
+"""
 
 from __future__ import annotations
 

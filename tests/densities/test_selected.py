@@ -1,4 +1,6 @@
-"""The choice of laws as a part of models: what it finds, what it leaves alone, and what a checkpoint keeps of it."""
+"""The choice of laws as a part of models: what it finds, what it leaves alone, and what a
+checkpoint keeps of it.
+"""
 
 from __future__ import annotations
 
@@ -204,7 +206,9 @@ def births_and_deaths(n):
 
 @pytest.mark.slow
 def test_whole_states_make_no_law_of_counts_of_moves():
-    """A memory has states between whole numbers, of which such a law would say that they cannot be."""
+    """A memory has states between whole numbers, of which such a law would say that
+    they cannot be.
+    """
     data = births_and_deaths(300)
     model = SimulatedKBF(**SMALL)
     run = rollout(model.fit(data), data.obs[None].float())
@@ -258,7 +262,9 @@ def test_a_count_below_all_recorded_ones_is_possible():
 
 @pytest.mark.slow
 def test_categories_are_told_apart_and_not_measured():
-    """A point on a line in one of six rooms, numbered without order, read rightly in 8 of 10: a number nearby says nothing."""
+    """A point on a line in one of six rooms, numbered without order, read rightly in 8 of 10: a
+    number nearby says nothing.
+    """
     g = torch.Generator().manual_seed(0)
     z = [torch.zeros(1, dtype=torch.float64)]
     for _ in range(899):

@@ -113,7 +113,9 @@ def test_the_nearest_is_the_nearest(normal):
 
 @pytest.mark.parametrize("rank", [None, 300])
 def test_surprise_is_the_density_over_its_mean(memory, rank):
-    """m(x) and E m(X) by sums over the memory's kernel, for full Gram matrices and for features of full rank."""
+    """m(x) and E m(X) by sums over the memory's kernel, for full Gram matrices and for features of
+    full rank.
+    """
     net = KBF(learn=False, rank=rank, tol=1e-12)
     net.prepare(memory)
     filter = net.fit(memory)
@@ -173,7 +175,9 @@ def test_a_stopped_rollout_and_check_agree(filter, monitor):
 
 @pytest.mark.slow
 def test_false_alarms_come_at_the_rate(net, filter, memory):
-    """Over 100 x 25 fresh steps, at a nominal rate of 1 %; what was learned is from 300 steps, so it is not exact."""
+    """Over 100 x 25 fresh steps, at a nominal rate of 1 %; what was learned is from 300 steps, so
+    it is not exact.
+    """
     monitor = learn_monitor(run_through(held_out(net, memory)), memory, rate=0.01)
     found = score(filter, draw(100, 25, 7), watch=monitor.check).watched
     for name in ("novelty", "surprise"):
@@ -196,7 +200,9 @@ def test_an_observation_from_outside_raises_the_alarm_at_once(filter, monitor):
 
 
 def stuck_model():
-    """Little noise in the state, much in the observation: a filter that is elsewhere stays there for long."""
+    """Little noise in the state, much in the observation: a filter that is elsewhere stays there
+    for long.
+    """
     eye = torch.eye(2, dtype=torch.float64)
     return MODEL._replace(Q=0.05**2 * eye, R=0.4**2 * eye)
 
@@ -215,7 +221,10 @@ def known(model) -> KernelBayesFilter:
 
 
 def test_a_kidnapped_state_is_found_and_recovered():
-    """At step 20 the state jumps to the opposite place. With restarts the error is back within six steps, without it is not."""
+    """At step 20 the state jumps to the opposite place.
+
+    With restarts the error is back within six steps, without it is not.
+    """
     model = stuck_model()
     filter, memory = known(model), draw(3, 80, 1, model)
     monitor = learn_monitor(run_through([(filter, memory)]), memory)
@@ -302,7 +311,9 @@ def test_silent_sensors_and_missing_observations_raise_nothing(filter, monitor):
 
 
 def test_a_watcher_sees_each_step_before_the_update(filter):
-    """Predicted states, observations and masks of the plain loop; the filter's own way is not changed by it."""
+    """Predicted states, observations and masks of the plain loop; the filter's own way is not
+    changed by it.
+    """
     sequence = draw(1, 6, 9)[0]
     mask = torch.tensor([[True, True, False, True, True, True]])
     for given in (None, mask):
@@ -344,7 +355,9 @@ def slow(n: int, seed: int) -> Recording:
 
 
 def test_neighbours_in_time_make_nothing_novel():
-    """Steps just before and after an observation are nearer to it than those of the training are to a new one."""
+    """Steps just before and after an observation are nearer to it than those of the training are to
+    a new one.
+    """
     shares, no_run = [], Run(*[torch.zeros(0)] * 3, [torch.full((20,), torch.nan)], torch.zeros(0))
     for seed in range(4):
         memory = [slow(1000, seed)]
@@ -360,7 +373,9 @@ def test_neighbours_in_time_make_nothing_novel():
 
 
 def test_sensors_that_never_speak_together_have_no_monitor():
-    """There is no distance between observations that are never whole; too few steps are another matter."""
+    """There is no distance between observations that are never whole; too few steps are another
+    matter.
+    """
     silent = torch.rand(60, 2, dtype=torch.float64)
     silent[::2, 0] = silent[1::2, 1] = torch.nan
     memory = [Recording(torch.zeros(60, 2, dtype=torch.float64), silent)]

@@ -1,4 +1,6 @@
-"""Calibration, regions and densities against closed forms, other implementations and limits where the answer is known."""
+"""Calibration, regions and densities against closed forms, other implementations and limits where
+the answer is known.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ from kbf.training.held_out_calibration import (
 
 
 def gaussian_steps(normal, m: int, d: int = 2, wrong: float = 1.0):
-    """States drawn from N(mean, wrong C): what a filter that says C would see if it were wrong by this factor."""
+    """States drawn from N(mean, wrong C): what a filter that says C would see if it were wrong by
+    this factor.
+    """
     root = normal(m, d, d) / math.sqrt(d) + torch.eye(d, dtype=torch.float64)
     C, means = root @ root.mT, normal(m, d)
     return means + math.sqrt(wrong) * (root @ normal(m, d, 1))[..., 0], means, C
@@ -64,7 +68,9 @@ def gaussian_steps(normal, m: int, d: int = 2, wrong: float = 1.0):
 
 
 def test_the_covariance_is_psd_with_negative_weights(normal):
-    """Of 500 weight vectors with signs: that of the positive part by NumPy, and never below where it sees a state as known."""
+    """Of 500 weight vectors with signs: that of the positive part by NumPy, and never below where
+    it sees a state as known.
+    """
     states = normal(30, 3)
     filter = KernelBayesFilter(
         states, Operator(torch.eye(30, dtype=torch.float64)), None, UnitRatio()
@@ -100,7 +106,9 @@ def test_the_scale_is_found(normal, wrong):
 
 
 def test_regions_cover_whatever_the_distribution(normal):
-    """Errors with heavy tails: the Gaussian's 95 % region misses more, the one by ranks does not."""
+    """Errors with heavy tails: the Gaussian's 95 % region misses more, the one by ranks
+    does not.
+    """
     generator = np.random.default_rng(1)
     C = torch.eye(2, dtype=torch.float64).expand(3000, 2, 2)
     errors = torch.from_numpy(generator.standard_t(2.5, (6000, 2)))
@@ -116,7 +124,9 @@ def test_regions_cover_whatever_the_distribution(normal):
 
 
 def test_a_new_step_is_covered_with_at_least_the_level(normal):
-    """The small-sample correction: with 19 held-out steps the 95 % region is up to the largest score, and holds 95 % on average."""
+    """The small-sample correction: with 19 held-out steps the 95 % region is up to the largest
+    score, and holds 95 % on average.
+    """
     hits = []
     for _ in range(150):
         z, means, C = gaussian_steps(normal, 49)
@@ -153,7 +163,9 @@ def test_of_many_scores_few_are_kept(normal):
 
 
 def test_a_collapsed_covariance_does_not_rule(normal):
-    """One step in fifty says that it knows exactly and is wrong: a larger floor is taken, and the scale stays near 1."""
+    """One step in fifty says that it knows exactly and is wrong: a larger floor is taken, and the
+    scale stays near 1.
+    """
     z, means, C = gaussian_steps(normal, 1000)
     C = C.clone()
     C[::50] = 0
@@ -163,7 +175,9 @@ def test_a_collapsed_covariance_does_not_rule(normal):
 
 
 def test_units_do_not_matter(normal):
-    """In metres or millimetres, component by component: the same scores, and a floor in the new units."""
+    """In metres or millimetres, component by component: the same scores, and a floor in the new
+    units.
+    """
     z, means, C = gaussian_steps(normal, 200)
     S = torch.tensor([1.0, 1000.0], dtype=torch.float64)
     a, b = calibrate(z, means, C), calibrate(S * z, S * means, S[:, None] * C * S)
@@ -192,7 +206,9 @@ def test_what_cannot_be_calibrated(normal):
 
 
 def test_scores_against_closed_forms(normal):
-    """CRPS of a Gaussian by its integral, energy score in one dimension is the CRPS, NLL by scipy, PIT by scipy."""
+    """CRPS of a Gaussian by its integral, energy score in one dimension is the CRPS, NLL by scipy,
+    PIT by scipy.
+    """
     z, means, C = gaussian_steps(normal, 40, d=1)
     std = C[..., 0].sqrt()
     grid = np.linspace(-30, 30, 200_001)
@@ -241,7 +257,9 @@ def test_a_right_filter_is_on_the_diagonal_and_flat(normal):
 
 
 def test_the_density_is_a_density_and_the_gaussians(normal):
-    """It integrates to one, and from many draws of a Gaussian is near its own (both in log, in the middle)."""
+    """It integrates to one, and from many draws of a Gaussian is near its own (both in log, in the
+    middle).
+    """
     points = normal(2000, 1)
     embedding = Embedding(points, torch.full((1, 2000), 1 / 2000, dtype=torch.float64))
     grid = torch.linspace(-8, 8, 2001, dtype=torch.float64)[:, None]
@@ -415,7 +433,9 @@ def test_a_checkpoint_keeps_it(tmp_path, learns):
 
 
 def test_kbf_settings_reach_the_folds():
-    """A net that was tuned is conditioned on the other folds as it is: its bandwidths are not chosen anew."""
+    """A net that was tuned is conditioned on the other folds as it is: its bandwidths are not
+    chosen anew.
+    """
     data = SyntheticData(rotation(), n_train=60)
     net = KBF(learn=False, rank=16)
     net.prepare(data.train)
@@ -431,7 +451,9 @@ SMALL = ["n_train=60", "data.n_test=30", "particles=100"]
 
 @pytest.mark.slow
 def test_evaluate_tells_how_far_to_trust(tmp_path, capsys):
-    """Before and after recalibration, a picture, alarms; covariances in the file are the recalibrated ones."""
+    """Before and after recalibration, a picture, alarms; covariances in the file are the
+    recalibrated ones.
+    """
     train_it = ["train", "model=kalman", "logger=none", *SMALL, f"run_dir={tmp_path / 'run'}"]
     assert main(train_it) == 0
     best = tmp_path / "run" / "checkpoints" / "best.ckpt"

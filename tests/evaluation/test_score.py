@@ -146,7 +146,9 @@ def test_pictures(data, tmp_path):
 
 
 def test_energy_of_a_weighted_sample():
-    """Against the double sum over all points, and 200 repetitions of the draws within their Monte-Carlo error."""
+    """Against the double sum over all points, and 200 repetitions of the draws within their
+    Monte-Carlo error.
+    """
     generator = torch.Generator().manual_seed(0)
     points, weights = (
         torch.randn(1, 7, 2, generator=generator).double(),
@@ -170,7 +172,9 @@ def test_energy_of_a_weighted_sample():
 
 
 def test_a_sample_of_two_modes_has_a_better_energy_score_than_its_gaussian():
-    """Half of the states at 1, half at -1, and both in the sample: a Gaussian of variance 1 says less."""
+    """Half of the states at 1, half at -1, and both in the sample: a Gaussian of variance 1 says
+    less.
+    """
     z = torch.ones(500, 1).double() * torch.tensor([1.0, -1.0]).double().repeat(250)[:, None]
     points, weights = (
         torch.tensor([[[1.0], [-1.0]]]).double().expand(500, -1, -1),

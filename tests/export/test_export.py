@@ -86,7 +86,9 @@ FORMATS = [
     [(n, f) for n, f in FORMATS if n in ("original", "kalman", "lstm") or f == "torchscript"],
 )
 def test_an_outlier_does_not_destroy_a_program(name, format, tmp_path):
-    """Wild observations and NaN that are said to be seen: the program passes them over, as the filter does."""
+    """Wild observations and NaN that are said to be seen: the program passes them over, as the
+    filter does.
+    """
     filter, path = MODELS[name](), tmp_path / "step"
     written(filter, path, format)
     if format == "onnx":
@@ -173,7 +175,9 @@ def test_nets_that_are_trained_end_to_end_with_controls_and_without(
 
 @pytest.mark.slow
 def test_onnx_runs_without_us(tmp_path):
-    """A rollout by ONNX Runtime alone, from what the file says of itself, against `rollout` with a mask."""
+    """A rollout by ONNX Runtime alone, from what the file says of itself, against `rollout` with a
+    mask.
+    """
     filter, obs = MODELS["kbf_paper"](), recording(20, seed=1).obs
     written(filter, tmp_path / "step.onnx", "onnx", about={"model": "mine"})
     session = onnxruntime.InferenceSession(str(tmp_path / "step.onnx"))

@@ -1,4 +1,6 @@
-"""ONE contract for every filter of the project, in float64 and float32: a new filter is one more line of `TABLE`."""
+"""ONE contract for every filter of the project, in float64 and float32: a new filter is one more
+line of `TABLE`.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ from kbf.recording import Recording
 from kbf.ssm import StateSpaceModel, rotate, simulate
 
 D, Q, B, T = 2, 3, 3, 6
-"""Components of state and observation, batch, steps: all different, so that no shape passes for another."""
+"""Components of state and observation, batch, steps: all different, so that no shape passes for
+another.
+"""
 
 
 def turning(dtype: torch.dtype) -> StateSpaceModel:
@@ -69,7 +73,9 @@ class Kind(NamedTuple):
 
 
 def kbf(**changes: Any) -> Kind:
-    """Ridges that single precision bears; features to a fixed rank, so that operators of two memories have one shape."""
+    """Ridges that single precision bears; features to a fixed rank, so that operators of two
+    memories have one shape.
+    """
     return Kind(
         lambda dtype: KBF(
             **{"rank": 8, "tol": 0.0, "regs": (1e-3, 1e-3, 1e-3), "dtype": dtype, **changes}
@@ -230,7 +236,10 @@ class Case(NamedTuple):
 
 @functools.cache
 def build(name: str, dtype: torch.dtype) -> Case:
-    """Filters are pure: one serves every test. The learned models choose among few kernels, for speed."""
+    """Filters are pure: one serves every test.
+
+    The learned models choose among few kernels, for speed.
+    """
     fit = learned_ssm.fit_ridge_map
     learned_ssm.fit_ridge_map = partial(fit, factors=(0.7, 1.4), slopes=(), regs=(1e-3, 1e-2))  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -315,7 +324,9 @@ def test_estimate_is_the_state_s_mean(case):
 
 
 def test_start_is_the_distribution_of_the_training_states(case):
-    """Its mean is theirs; exactly, or as closely as particles, a drawn memory or an untrained net can say."""
+    """Its mean is theirs; exactly, or as closely as particles, a drawn memory or an untrained net
+    can say.
+    """
     mean = torch.cat([s.states for s in memory(case.dtype)]).mean(0)
     found = case.filter.estimate(case.filter.init(1, generator=generator()))[0].detach()
     loose = case.kind.random or case.name.startswith(("kbf-enlarged", "kbf-clutter", *UNTRAINED))
@@ -323,7 +334,9 @@ def test_start_is_the_distribution_of_the_training_states(case):
 
 
 def test_filter_knows_more_than_nothing(case):
-    """Smoke: after a few observations every filter but the untrained net is nearer to the states than their mean is."""
+    """Smoke: after a few observations every filter but the untrained net is nearer to the states
+    than their mean is.
+    """
     if case.name.startswith((*UNTRAINED, "mean")):
         return
     test = data(40, case.dtype, seed=21, batch=4)
@@ -333,7 +346,9 @@ def test_filter_knows_more_than_nothing(case):
 
 
 def test_methods_leave_their_inputs_alone(case):
-    """Predict, update and estimate are pure: no input changes, and the same call gives the same answer."""
+    """Predict, update and estimate are pure: no input changes, and the same call gives the same
+    answer.
+    """
     for name, state in states_of(case):
         before, obs = copy.deepcopy(state), case.obs[:, 1].clone()
         with torch.no_grad():
@@ -414,7 +429,9 @@ def test_wrong_shapes_are_errors(case):
 
 
 def test_batch_is_one_by_one(case):
-    """Random filters draw for the whole batch at once: there, other observations of the others change nothing."""
+    """Random filters draw for the whole batch at once: there, other observations of the others
+    change nothing.
+    """
     together = run(case, case.obs, case.mask)
     for k in range(B):
         if case.kind.random:
@@ -448,7 +465,9 @@ def test_randomness_comes_from_the_generator_only(case):
 
 
 def test_an_outlier_destroys_nothing(case):
-    """Twenty good steps after any finite observation the error is what it would have been, up to 5 %; the share is reported."""
+    """Twenty good steps after any finite observation the error is what it would have been, up to 5
+    %; the share is reported.
+    """
     test = data(40, case.dtype, seed=33, batch=64)
     sizes, inputs = (20, 1e3, 1e30, torch.finfo(case.dtype).max), [test.obs]
     for size in sizes:
@@ -477,7 +496,9 @@ def test_an_outlier_destroys_nothing(case):
 
 
 def test_an_impossible_observation_is_a_missing_one(case):
-    """Where one is passed over the state is the predicted one, and nobody else of the batch is touched."""
+    """Where one is passed over the state is the predicted one, and nobody else of the batch is
+    touched.
+    """
     obs, mask = case.obs.clone(), torch.ones(B, T, dtype=torch.bool)
     obs[1, 2] = torch.finfo(case.dtype).max
     found = run(case, obs)
@@ -498,7 +519,9 @@ def test_an_impossible_observation_is_a_missing_one(case):
 
 
 def test_nan_in_a_running_filter_is_a_missing_observation(case):
-    """`Live` is fed by others, who check nothing: NaN is no observation, infinity an impossible one."""
+    """`Live` is fed by others, who check nothing: NaN is no observation, infinity an impossible
+    one.
+    """
     gaps = case.obs.clone()
     gaps[0, 1], gaps[2, 3, 0], gaps[1, 4] = math.nan, math.nan, math.inf
     mask = torch.ones(B, T, dtype=torch.bool)
@@ -515,7 +538,9 @@ def test_nan_in_a_running_filter_is_a_missing_observation(case):
 
 
 def test_a_filter_that_was_stopped_goes_on(case, tmp_path):
-    """Half, save, load, the other half = the whole; random filters with their generator where it was."""
+    """Half, save, load, the other half = the whole; random filters with their generator where it
+    was.
+    """
     whole = run(case, case.obs, case.mask)
     g, half = generator(), T // 2
     with torch.no_grad():
@@ -546,7 +571,9 @@ def test_states_of_other_filters_are_refused(case, tmp_path):
 
 
 def test_state_dict_is_the_whole_filter(case):
-    """Loaded into a filter over another memory, it gives equal estimates; so nothing that counts is outside of it."""
+    """Loaded into a filter over another memory, it gives equal estimates; so nothing that counts is
+    outside of it.
+    """
     if not isinstance(case.filter, nn.Module):
         return
     other: Any = TABLE[case.name].recipe(str(case.dtype).removeprefix("torch."))
@@ -567,7 +594,9 @@ def test_state_dict_is_the_whole_filter(case):
 
 
 def test_recipe_is_restored_by_its_state_dict(case):
-    """What `prepare` chose is in the recipe's state_dict: over the same memory the filter is the same."""
+    """What `prepare` chose is in the recipe's state_dict: over the same memory the filter is the
+    same.
+    """
     other: Any = TABLE[case.name].recipe(str(case.dtype).removeprefix("torch."))
     other.load_state_dict(copy.deepcopy(case.recipe.state_dict()))
     if case.name in ("kbf-clutter", "particle-observation", "particle-pixels"):

@@ -1,4 +1,6 @@
-"""A belief that makes observations impossible many times in a row is wrong: the track begins anew, in every loop alike."""
+"""A belief that makes observations impossible many times in a row is wrong: the track begins anew,
+in every loop alike.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ GAUSSIAN: dict[str, Any] = {"transition": "gaussian", "observation": "gaussian"}
 
 
 def exact() -> StateSpaceModel:
-    """A point on a ring far from the origin, seen with little noise: a jump across is a hundred standard deviations."""
+    """A point on a ring far from the origin, seen with little noise: a jump across is a hundred
+    standard deviations.
+    """
     ring = rotation()
     small = {"Q": 0.01 * ring.Q, "R": 0.01 * ring.R, "m0": ring.m0 + SHIFT}
     return ring._replace(
@@ -176,7 +180,9 @@ def test_blocks_side_by_side_give_way_where_a_track_is_lost():
 
 
 def test_a_step_at_which_all_sensors_are_silent_counts_neither_way():
-    """Where silent sensors are known, nothing need be passed over for them: the count stays all the same."""
+    """Where silent sensors are known, nothing need be passed over for them: the count stays all the
+    same.
+    """
     eye, zero = torch.eye(2, dtype=F64), torch.zeros(2, dtype=F64)
     model = LinearModel(
         A=0.9 * eye, a=zero, Q=1e-4 * eye, C=eye, c=zero, R=1e-4 * eye, m0=zero, P0=eye
@@ -193,7 +199,9 @@ def test_a_step_at_which_all_sensors_are_silent_counts_neither_way():
 
 
 def test_an_exported_step_does_the_same():
-    """The function that becomes a program, by its own state: the count of those passed over is a part of it."""
+    """The function that becomes a program, by its own state: the count of those passed over is a
+    part of it.
+    """
     filter, test = filter_of("kbf"), jumping()
     step = ExportedStep(filter).eval()
     state, found = step.start(), []

@@ -1,4 +1,6 @@
-"""Sensors that fall silent one by one, in every model that knows them: against the Kalman filter that is told the truth."""
+"""Sensors that fall silent one by one, in every model that knows them: against the Kalman filter
+that is told the truth.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ LINEAR = LinearModel(
 
 
 def recording(n: int, seed: int = 0) -> Recording:
-    """Two components that turn and fade; the first sensor (two columns) and the second (one) die for stretches of their own."""
+    """Two components that turn and fade; the first sensor (two columns) and the second (one) die
+    for stretches of their own.
+    """
     m = LINEAR
     known = StateSpaceModel(lambda z: z @ m.A.mT, lambda z: z @ m.C.mT + m.c, m.Q, m.R, m.m0, m.P0)
     drawn = simulate(known, torch.zeros(1, 2, dtype=F64), n, torch.Generator().manual_seed(seed))
@@ -210,7 +214,9 @@ def test_a_live_filter_says_the_same_as_a_rollout(name):
 
 @pytest.mark.slow
 def test_sensors_of_different_rates():
-    """One reading in ten steps of a good sensor, and its silence between them: the default is near the true filter."""
+    """One reading in ten steps of a good sensor, and its silence between them: the default is near
+    the true filter.
+    """
     model = SimulatedKBF(points=400, run=8000, transition="gaussian", observation="gaussian")
     model.allow_missing_sensors = True
     filter = model.fit([slow_sensor(500)])

@@ -1,4 +1,6 @@
-"""A running filter: the same as a rollout, missing observations, saved states, compiled steps, and nothing that grows."""
+"""A running filter: the same as a rollout, missing observations, saved states, compiled steps, and
+nothing that grows.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ def test_one_of_a_batch_is_restarted():
 
 @pytest.mark.slow
 def test_nothing_grows():
-    """5,000 steps keep the size of the state and, but for a page or two, of the process; the error does not drift."""
+    """5,000 steps keep the size of the state and, but for a page or two, of the process; the error
+    does not drift.
+    """
     tune_process()
     filter, sequence = kernel_filter(dtype="float32"), recording(5000, seed=1)
     live, errors = Live(filter), []
@@ -188,7 +192,10 @@ torch.testing.assert_close(whole(*state, obs)[-2], filter.estimate(filter.step(s
 @pytest.mark.slow
 @pytest.mark.parametrize("normalise", [True, False])
 def test_a_step_is_one_graph(normalise):
-    """torch.compile finds no break in it: nothing waits for a value. (Not in this process: it cannot take the checks of shapes.)"""
+    """torch.compile finds no break in it: nothing waits for a value.
+
+    (Not in this process: it cannot take the checks of shapes.)
+    """
     code = WHOLE.replace("NORMALISE", str(normalise))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -233,7 +240,9 @@ def test_a_step_is_recorded_at_once():
 @compiler
 @pytest.mark.slow
 def test_compiled_code_gets_what_it_was_made_for():
-    """It looks at neither shapes, types nor strides itself, and would read beyond the end of what it gets."""
+    """It looks at neither shapes, types nor strides itself, and would read beyond the end of what
+    it gets.
+    """
     filter, obs = kernel_filter(dtype="float32"), recording(9, seed=1, batch=2).obs
     fast, slow = Live(filter, batch=2, compiled=obs[:, 0].float()), Live(filter, batch=2)
     for t in range(9):  # float64, and a view with strides

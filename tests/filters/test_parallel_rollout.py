@@ -1,4 +1,6 @@
-"""Filters that go through a sequence at once give what the loop gives, step after step: numbers, verdicts, states, gradients."""
+"""Filters that go through a sequence at once give what the loop gives, step after step: numbers,
+verdicts, states, gradients.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,9 @@ def test_at_once_is_step_by_step(name, done):
 
 @pytest.mark.parametrize("steps", [1, 2, 31, 66, 97, 98, 99, 130, 230])
 def test_constant_gains_at_every_length(steps):
-    """Before the gains settle, and with none, one and several blocks of steps after; a start that is far away."""
+    """Before the gains settle, and with none, one and several blocks of steps after; a start that
+    is far away.
+    """
     filter, obs = case("kalman")
     start = filter.init(B)
     start = start._replace(mean=start.mean + 1e3)
@@ -202,7 +206,9 @@ def test_gradients_are_those_of_the_loop(name, done):
 
 @pytest.mark.slow
 def test_a_filter_that_forgets_nothing_is_right_as_well(done):
-    """A constant with little noise in it: blocks never agree about it, and the loop is left to do it."""
+    """A constant with little noise in it: blocks never agree about it, and the loop is left to do
+    it.
+    """
     one = torch.eye(1, dtype=F64)
     model = StateSpaceModel(lambda z: z, lambda z: z, 1e-8 * one, one, 0 * one[0], one)
     obs = simulate(model, torch.full((B, 1), 2.0, dtype=F64), T, generator()).obs
@@ -241,7 +247,9 @@ def test_a_guess_that_leads_nowhere_is_given_up(kind, done):
 
 
 def test_pieces_blocks_and_progress(monkeypatch):
-    """The Kalman filter's states are held for a while only; and who watches sees every step once."""
+    """The Kalman filter's states are held for a while only; and who watches sees every
+    step once.
+    """
     for name in NAMES:
         filter, obs = case(name)
         seen: list[int] = []
@@ -326,7 +334,9 @@ def test_every_way_to_a_jacobian(moved_angle):
 
 @pytest.mark.slow
 def test_blocks_that_nothing_is_seen_in_hand_on_what_they_know(done):
-    """Sequences of a rotation (rounding does not spoil its predictions) that end early, or begin again."""
+    """Sequences of a rotation (rounding does not spoil its predictions) that end early, or begin
+    again.
+    """
     model = bent()._replace(f=oscillatory(omega=0.3, beta=0.0).f)
     obs = simulate(model, model.m0.expand(B, 2), T, generator()).obs
     mask = torch.ones(B, T, dtype=torch.bool)

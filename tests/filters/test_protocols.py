@@ -1,4 +1,6 @@
-"""What filters can do beyond the four methods is stated, and asked for in one place; wrappers pass it on."""
+"""What filters can do beyond the four methods is stated, and asked for in one place; wrappers pass
+it on.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ def test_names_in_errors_are_those_of_the_models():
 
 @pytest.mark.parametrize("folder", ["filters", "evaluation", "export"])
 def test_nobody_else_probes_filters(folder):
-    """``hasattr(filter, ...)`` and ``getattr(filter, ..., default)`` are asked nowhere: what a filter can do is a protocol."""
+    """``hasattr(filter, ...)`` and ``getattr(filter, ..., default)`` are asked nowhere: what a
+    filter can do is a protocol.
+    """
     for path in (ROOT / "kbf" / folder).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if (

@@ -83,7 +83,9 @@ def test_it_is_the_inner_filter_in_other_units(case):
 
 
 def test_the_contract(case):
-    """The state law, pure methods, masked steps, batch = one by one, and a stopped filter that goes on."""
+    """The state law, pure methods, masked steps, batch = one by one, and a stopped filter that goes
+    on.
+    """
     name, filter, _, _, obs = case
     mask = torch.tensor([[True, False, True, True, False, True]] * 3)
     whole = run(filter, obs, mask)
@@ -201,7 +203,9 @@ def test_controls_are_scaled_too():
 
 
 def test_counts_stay_as_they_are():
-    """Beside columns that are not: whole numbers below 0, above `MOST_COUNTED`, or not whole; a column of 0 alone is constant."""
+    """Beside columns that are not: whole numbers below 0, above `MOST_COUNTED`, or not whole; a
+    column of 0 alone is constant.
+    """
     rows = torch.tensor(
         [[0, 3.0, -1, 0, 0.5, 0], [2, 0, 1, 101, 1, 0], [1, torch.nan, 4, 2, 2, 0]],
         dtype=torch.float64,

@@ -1,4 +1,6 @@
-"""Smoothers against conditioning of the joint Gaussian, all paths of a finite chain, and quadrature; predictions ahead."""
+"""Smoothers against conditioning of the joint Gaussian, all paths of a finite chain, and
+quadrature; predictions ahead.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ def draw(m: LinearModel, b: int, T: int, seed: int = 0) -> Track:
 def fitted(
     m: LinearModel, x: Tensor, seen: list[int], at: int, moved: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of z_at given x_t, t in ``seen``: the joint Gaussian of all states, written down and conditioned once."""
+    """Mean and covariance of z_at given x_t, t in ``seen``: the joint Gaussian of all states,
+    written down and conditioned once.
+    """
     T, d = len(x), len(m.a)
     means, mean, blocks, cov = [], m.m0, {}, m.P0
     for t in range(T):
@@ -238,7 +242,9 @@ def test_density_smoother_is_the_sum_over_all_paths(controlled):
 
 
 def test_likelihood_of_the_future():
-    """Factors of rows cancel where columns do not move; nothing later is 1; what cannot be is 0, and never NaN."""
+    """Factors of rows cancel where columns do not move; nothing later is 1; what cannot be is 0,
+    and never NaN.
+    """
     c = chain()
     P, w = c.moves[0], c.prior[None]
     torch.testing.assert_close(
@@ -256,7 +262,9 @@ def test_likelihood_of_the_future():
 
 
 def test_ripples_of_signed_weights_cancel_in_the_likelihood_of_the_future():
-    """On a fine grid, h = N(x; z', r^2) and ripples of both signs: b is N(x; a z, q^2 + r^2), without what they leave if cut."""
+    """On a fine grid, h = N(x; z', r^2) and ripples of both signs: b is N(x; a z, q^2 + r^2),
+    without what they leave if cut.
+    """
     grid, a, q, r, x = torch.linspace(-5, 5, 501, dtype=F64), 0.9, 0.5, 0.3, 0.7
     P = (-0.5 * ((grid[:, None] - a * grid) / q).square()).exp()
     P = P / P.sum(0)
@@ -288,7 +296,9 @@ def test_nothing_more_observed_changes_nothing():
 
 
 class Track(NamedTuple):
-    """A finite chain's recording, states as unit vectors; how often each pair (to i, from j) is in it, by control, ``2 4 4``."""
+    """A finite chain's recording, states as unit vectors; how often each pair (to i, from j) is in
+    it, by control, ``2 4 4``.
+    """
 
     sequence: Recording
     counts: Tensor
@@ -315,7 +325,9 @@ def delta(x: Tensor, y: Tensor, *, bandwidth: Tensor) -> Tensor:
 @pytest.mark.parametrize("controlled", [False, True])
 @pytest.mark.parametrize("primal", [False, True])
 def test_rule_backward_is_bayes_table(primal, controlled, monkeypatch):
-    """On a finite set with a delta kernel and hardly any ridge: w^s_j = sum_i p(j | i) s_i, with the pairs' own frequencies."""
+    """On a finite set with a delta kernel and hardly any ridge: w^s_j = sum_i p(j | i) s_i, with
+    the pairs' own frequencies.
+    """
     monkeypatch.setattr(smoother, "REG", 1e-10)
     r = recording(controls=controlled)
     z, i = r.sequence.states, torch.arange(len(r.sequence.states) - 1)
@@ -349,7 +361,9 @@ def test_kernel_smoother_by_features_is_that_of_full_matrices():
 @pytest.mark.slow
 @torch.no_grad()
 def test_kernel_smoothers_on_a_linear_gaussian_model():
-    """700 points: at most 1.15 (recording) and 1.05 (enlarged) times the error of Rauch-Tung-Striebel."""
+    """700 points: at most 1.15 (recording) and 1.05 (enlarged) times the error of
+    Rauch-Tung-Striebel.
+    """
     A = 0.95 * rotate(torch.eye(2, dtype=F64), tensor(0.4)).mT
     zero, eye = torch.zeros(2, dtype=F64), torch.eye(2, dtype=F64)
     m = LinearModel(A, zero, 0.1 * eye, eye, zero, 0.1 * eye, zero, 0 * eye)
@@ -404,7 +418,9 @@ def test_smoothed_weights_have_sum_1_and_a_covariance(net):
 @pytest.mark.slow
 @torch.no_grad()
 def test_controlled_recordings():
-    """A point pushed by a control that only hindsight locates: the smoothers of both kernel filters know the controls."""
+    """A point pushed by a control that only hindsight locates: the smoothers of both kernel filters
+    know the controls.
+    """
     g = generator(0)
     u = torch.randn(2, 260, 1, dtype=F64, generator=g)
     z, states = torch.zeros(2, 1, dtype=F64), []
@@ -475,7 +491,9 @@ def test_thinning_keeps_the_mean_and_leaves_few_alone():
 @pytest.mark.slow
 @torch.no_grad()
 def test_particle_smoother_is_near_the_exact_one():
-    """The mean squared distance to the exact means is that of so many particles, 2 over their number of the smoothed variance."""
+    """The mean squared distance to the exact means is that of so many particles, 2 over their
+    number of the smoothed variance.
+    """
     m = linear()
     x, g = draw(m, 20, 15).obs, generator(1)
     start = m.m0 + gaussian_noise(torch.Size([4000]), m.P0, g)
@@ -511,7 +529,9 @@ def test_heading_smoother_is_quadrature_on_the_circle():
 
 
 def test_densities_of_moves():
-    """Of the models in the plane: each integrates to 1 over z'; of the learned one: that of what it draws, up to a factor."""
+    """Of the models in the plane: each integrates to 1 over z'; of the learned one: that of what it
+    draws, up to a factor.
+    """
     axis = torch.linspace(-4, 4, 161, dtype=F64)
     plane, z = torch.cartesian_prod(axis, axis), tensor([[0.7, -0.4], [0.1, 1.2]])
     for model in (oscillatory(), position_model(), as_state_space(linear())):

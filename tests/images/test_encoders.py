@@ -1,4 +1,6 @@
-"""Encoders of images: shapes, dtypes, gradients, state dicts; positions by soft-argmax; augmentation."""
+"""Encoders of images: shapes, dtypes, gradients, state dicts; positions by soft-argmax;
+augmentation.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def test_soft_argmax_is_the_expected_position():
 
 
 def test_positions_are_learned():
-    """A blob on noise: 80 steps of Adam bring the squared error of its position to a fiftieth of the variance."""
+    """A blob on noise: 80 steps of Adam bring the squared error of its position to a fiftieth of
+    the variance.
+    """
     generator = torch.Generator().manual_seed(0)
     z = 1.6 * torch.rand(128, 2, generator=generator) - 0.8
     axis = torch.linspace(-1, 1, 16)

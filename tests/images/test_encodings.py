@@ -1,4 +1,6 @@
-"""Codes of images: who codes what, where codes live, and a filter of codes as a filter of images."""
+"""Codes of images: who codes what, where codes live, and a filter of codes as a filter
+of images.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def test_states_that_do_not_vary_give_a_finite_code():
 
 
 def test_whole_numbers_are_pixels():
-    """uint8 images, those over 255, and these in double precision have one code; also through an encoder that is not ours."""
+    """uint8 images, those over 255, and these in double precision have one code; also through an
+    encoder that is not ours.
+    """
     whole = (255 * images(5)).to(torch.uint8)
     foreign = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
     foreign.features = 3  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
@@ -155,7 +159,9 @@ def test_a_filter_of_images_is_the_inner_filter_of_codes():
 
 
 def test_the_contract():
-    """The state law, batch = one by one, a masked step is the prediction whatever is in its image, and pure methods."""
+    """The state law, batch = one by one, a masked step is the prediction whatever is in its image,
+    and pure methods.
+    """
     filter, inner = coded_filter()
     x = images(12, seed=5).unflatten(0, (3, 4))
     assert all(leaf.shape[0] == 3 for leaf in filter.init(3))

@@ -1,4 +1,6 @@
-"""Losses of features: the closed forms against the minimisation that they solve, the paper's trace, and loops in NumPy."""
+"""Losses of features: the closed forms against the minimisation that they solve, the paper's trace,
+and loops in NumPy.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def objective(W, features, targets, reg, ratio):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_ridge_loss_is_the_least_regularised_error(normal, weighted):
-    """A minimiser that knows nothing of the closed form finds the same weights and the same value."""
+    """A minimiser that knows nothing of the closed form finds the same weights and the
+    same value.
+    """
     features, targets = normal(12, 3), normal(12, 2)
     ratio = normal(12).abs() if weighted else torch.ones(12, dtype=torch.float64)
     W = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True)

@@ -99,7 +99,9 @@ def test_all_horizons_are_scored_on_the_same_steps(data):
 @pytest.mark.slow
 @torch.no_grad()
 def test_floors_are_those_of_the_exact_filter():
-    """Linear-Gaussian data, 6 sequences of 40 steps: the particle smoother against Rauch-Tung-Striebel, and predictions ahead."""
+    """Linear-Gaussian data, 6 sequences of 40 steps: the particle smoother against
+    Rauch-Tung-Striebel, and predictions ahead.
+    """
     model, linear_model = linear()
     g = torch.Generator().manual_seed(0)
     start = torch.randn(3000, 2, dtype=F64, generator=g)
@@ -128,7 +130,9 @@ def test_without_a_true_model_there_is_no_floor(data):
 
 @pytest.mark.slow
 def test_smoothed_covariances_are_recalibrated(tmp_path):
-    """Regions around smoothed states hold their share of new states, in units of the data; with a lag it is another smoother."""
+    """Regions around smoothed states hold their share of new states, in units of the data; with a
+    lag it is another smoother.
+    """
     whole = SyntheticData(rotation(), n_train=300, n_test=400)
     train_part, test_part = (
         [s._replace(states=1000 * s.states, obs=7 * s.obs) for s in part]

@@ -1,4 +1,6 @@
-"""What loggers are shown, the pictures of a run, and the covariances in them, against plain formulas."""
+"""What loggers are shown, the pictures of a run, and the covariances in them, against plain
+formulas.
+"""
 
 from __future__ import annotations
 

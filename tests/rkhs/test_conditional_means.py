@@ -1,4 +1,6 @@
-"""Cheap conditional mean embeddings: one contract for all, each against its formula, and the exact one at full size."""
+"""Cheap conditional mean embeddings: one contract for all, each against its formula, and the exact
+one at full size.
+"""
 
 from __future__ import annotations
 
@@ -486,7 +488,9 @@ def test_leverage_sampling_finds_the_rare_region(normal):
 
 
 def test_gaussian_conditional(normal):
-    """X, Z normal: E[Z | x] is linear, and the embedding of Z given x is a Gaussian: the draft's ground truth (section 5.1)."""
+    """X, Z normal: E[Z | x] is linear, and the embedding of Z given x is a Gaussian: the draft's
+    ground truth (section 5.1).
+    """
     n, slope, noise, width = 900, 0.8, 0.6, 1.0
     x = normal(n, 1)
     z = slope * x + noise * normal(n, 1)

@@ -79,7 +79,9 @@ def test_nystrom_gradient_of_the_bandwidth(normal):
 
 @pytest.mark.parametrize(("rank", "width"), [(3, 4), (8, 8), (9, 12)])
 def test_the_module_fills_features_up_with_zeros(normal, rank, width):
-    """The first columns are those of the map at the same landmarks, and no product knows the others."""
+    """The first columns are those of the map at the same landmarks, and no product knows the
+    others.
+    """
     points, x = normal(40, 2), normal(5, 2)
     psi = NystromFeatures("gaussian", torch.tensor(1.0, dtype=F64), points, rank, 0.0)
     features = psi(x)

@@ -1,4 +1,7 @@
-"""One case for every kernel: the same loops, the same laws. Then what is special about each, and the median heuristic."""
+"""One case for every kernel: the same loops, the same laws.
+
+Then what is special about each, and the median heuristic.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Density ratios against loops, brute-force leave-one-out, closed forms and their own definitions as minimisers."""
+"""Density ratios against loops, brute-force leave-one-out, closed forms and their own definitions
+as minimisers.
+"""
 
 from __future__ import annotations
 

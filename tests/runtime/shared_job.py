@@ -1,4 +1,6 @@
-"""One of the processes of `test_distributed`: python shared_job.py DIRECTORY, with the environment that torch.distributed reads."""
+"""One of the processes of `test_distributed`: python shared_job.py DIRECTORY, with the environment
+that torch.distributed reads.
+"""
 
 from __future__ import annotations
 

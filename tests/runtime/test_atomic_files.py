@@ -1,4 +1,6 @@
-"""Files on the disk: whole or absent, one writer at a time, no litter, and no flipped bit that goes unnoticed."""
+"""Files on the disk: whole or absent, one writer at a time, no litter, and no flipped bit that goes
+unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,10 @@ def test_scratch_is_inside_and_gone(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["result"]
 
 
-HOLD = "import sys; from kbf.runtime.atomic_files import locked\nwith locked(sys.argv[1]): print(1, flush=True); sys.stdin.read()"
+HOLD = (
+    "import sys; from kbf.runtime.atomic_files import locked\nwith locked(sys.argv[1]): print(1, "
+    "flush=True); sys.stdin.read()"
+)
 
 
 def test_the_second_process_is_told_and_a_killed_one_stops_nobody(tmp_path):
@@ -148,7 +153,9 @@ def test_the_second_process_is_told_and_a_killed_one_stops_nobody(tmp_path):
 
 
 def test_no_flipped_bit_goes_unnoticed(tmp_path):
-    """Of 150 anywhere in the file and 150 among the headers at its end, each is refused or changes nothing."""
+    """Of 150 anywhere in the file and 150 among the headers at its end, each is refused or changes
+    nothing.
+    """
     path, truth = (
         tmp_path / "x.ckpt",
         {"a": torch.arange(300.0), "b": {"c": torch.tensor([1, 2]), "d": "text"}},

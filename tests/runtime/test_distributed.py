@@ -1,4 +1,6 @@
-"""A memory shared by two processes (gloo, on the CPU) is one memory: estimates, diagnostics, gradients, and a training step."""
+"""A memory shared by two processes (gloo, on the CPU) is one memory: estimates, diagnostics,
+gradients, and a training step.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,9 @@ def test_what_cannot_be_shared_is_refused(settings):
 
 @pytest.mark.slow
 def test_training_with_a_shared_memory_is_training_with_one(tmp_path):
-    """The same batches, the same memory but for the transition where it was cut: nearly the same numbers are learned."""
+    """The same batches, the same memory but for the transition where it was cut: nearly the same
+    numbers are learned.
+    """
     words = [
         "train",
         "model=kbf_tuned",

@@ -1,4 +1,6 @@
-"""Packages that only some commands need: where one is missing, or there but broken, the command says so in one line."""
+"""Packages that only some commands need: where one is missing, or there but broken, the command
+says so in one line.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ FILES = ("ratinabox", "heartpy", "seglearn")
 
 
 class Broken(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A package that is there, and whose first line fails as it does where a library of the system is not."""
+    """A package that is there, and whose first line fails as it does where a library of the system
+    is not.
+    """
 
     def __init__(self, package: str) -> None:
         self.package = package

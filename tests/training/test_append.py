@@ -56,7 +56,9 @@ def estimates(path: Path, obs: torch.Tensor) -> torch.Tensor:
 
 
 def test_halves_added_one_by_one_are_training_on_both(tmp_path):
-    """Same bandwidths and ridges (from the first half), same memory: the same filter, and the same from its file."""
+    """Same bandwidths and ridges (from the first half), same memory: the same filter, and the same
+    from its file.
+    """
     whole = recording(120)
     first, second = piece(whole, 0, 60), piece(whole, 60, 120)
     path = trained(tmp_path / "first", [first], KBF_NET)
@@ -195,7 +197,9 @@ def test_of_equal_chunks_the_oldest_stays_and_a_memory_within_its_budget_is_left
 
 @pytest.mark.slow
 def test_pruning_a_memory_that_repeats_itself_hurts_far_less_than_dropping_half_of_it():
-    """200 steps all around the circle, then 600 at rest near one place: a quarter of the points says all."""
+    """200 steps all around the circle, then 600 at rest near one place: a quarter of the points
+    says all.
+    """
     g = torch.Generator().manual_seed(0)
     draw = lambda *size: torch.randn(*size, generator=g, dtype=torch.float64)  # noqa: E731
     around = recording(200)

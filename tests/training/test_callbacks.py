@@ -1,4 +1,6 @@
-"""Callbacks by configuration: Lightning's and one's own, added and refused; and the folder of a run that is being written."""
+"""Callbacks by configuration: Lightning's and one's own, added and refused; and the folder of a run
+that is being written.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_patience_is_early_stopping_unless_there_is_another():
 
 
 def test_lightning_s_own_and_somebody_s_in_one_run(tmp_path):
-    """Early stopping ends it, the best two epochs are kept beside best.ckpt, and a callback of one's own is called."""
+    """Early stopping ends it, the best two epochs are kept beside best.ckpt, and a callback of
+    one's own is called.
+    """
     SEEN.clear()
     own = [
         "+callbacks.mine._target_=tests.training.test_callbacks.Counter",
@@ -123,7 +127,8 @@ def test_lightning_s_own_and_somebody_s_in_one_run(tmp_path):
     [
         (
             ["callbacks=early_stopping"],
-            "EarlyStopping watches validation/mse, and nothing is held out: set model.training.validation",
+            "EarlyStopping watches validation/mse, and nothing is held out: set "
+            "model.training.validation",
         ),
         (
             [HELD, "+callbacks.x._target_=fractions.Fraction"],
@@ -186,8 +191,8 @@ def test_a_run_is_not_replaced_unless_somebody_says_so(tmp_path, capsys):
     (tmp_path / "metrics.json").unlink()
     last = tmp_path / "checkpoints" / "last.ckpt"
     assert (
-        f"holds an interrupted run: kbf train ckpt_path={last} goes on with it; overwrite=true begins anew"
-        in refused()
+        f"holds an interrupted run: kbf train ckpt_path={last} goes on with it; overwrite=true "
+        "begins anew" in refused()
     )
     with locked(tmp_path):
         assert "is being written by process" in refused("overwrite=true")
@@ -201,7 +206,9 @@ def test_a_run_is_not_replaced_unless_somebody_says_so(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_resumed_elsewhere_with_another_run_s_files_in_the_way(tmp_path):
-    """They are gone before the first checkpoint comes: a kill leaves no best model of one run beside the last of another."""
+    """They are gone before the first checkpoint comes: a kill leaves no best model of one run
+    beside the last of another.
+    """
     for name, seed in (("a", 0), ("b", 1)):
         assert (
             main(

@@ -1,4 +1,6 @@
-"""The first stage: encoders learn, an interrupted fit is an uninterrupted one, and what cannot be fitted is one clear line."""
+"""The first stage: encoders learn, an interrupted fit is an uninterrupted one, and what cannot be
+fitted is one clear line.
+"""
 
 from __future__ import annotations
 
@@ -242,7 +244,9 @@ def test_fourier_targets():
 
 @pytest.mark.parametrize("kind", ["linear", "split"])
 def test_mixed_precision(kind, monkeypatch):
-    """Encoders run in bfloat16, the solve in double precision, and the error is that of single precision."""
+    """Encoders run in bfloat16, the solve in double precision, and the error is that of single
+    precision.
+    """
     solved, ran = set(), set()
     original, encode = psd_solve, CNN.encode
     monkeypatch.setattr(
@@ -296,7 +300,9 @@ def code_of(directory: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("schedule", ["onecycle", "constant"])
 @pytest.mark.parametrize("epoch", [1, 3], ids=["middle", "end"])
 def test_a_resumed_first_stage_is_an_uninterrupted_one(tmp_path, monkeypatch, schedule, epoch):
-    """Batch norm, optimiser, learning rate, dropout and augmentation go on; also when all epochs are done already."""
+    """Batch norm, optimiser, learning rate, dropout and augmentation go on; also when all epochs
+    are done already.
+    """
     data, settings = blobs(50, 30), config({"schedule": schedule})
     train(settings, data, tmp_path / "whole")
     with monkeypatch.context() as patch:
@@ -592,7 +598,7 @@ def test_settings_that_cannot_be_are_one_line_before_anything_is_written(
             and not (tmp_path / "run").exists()
             and go.__code__.co_names[0] == "train"
         ):
-            continue  # training would find it too, after the directory was made: `check` is asked first
+            continue  # training finds it, too, but only after the folder is made: `check` is first
         with pytest.raises(ValueError, match=message.replace(".", r"\.")) as ratio_dim:
             go(config(changes), blobs(50))
         assert "\n" not in str(ratio_dim.value)
@@ -644,7 +650,9 @@ def test_missing_weights_are_found_before_anything_is_written():
 
 @pytest.mark.slow
 def test_ratios_know_which_images_tell_nothing():
-    """Half of the images are noise: these are doubted, the others are not, and the mixture is better than chance on new ones."""
+    """Half of the images are noise: these are doubted, the others are not, and the mixture is
+    better than chance on new ones.
+    """
     clear, noisy = blobs(200, 200), []
     g = torch.Generator().manual_seed(1)
     spoilt = [torch.rand(len(s.obs), generator=g) < 0.5 for s in (*clear, *blobs(100, seed=1))]

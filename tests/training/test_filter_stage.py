@@ -1,4 +1,6 @@
-"""Training and checkpoints: a resumed run is an uninterrupted one, and a checkpoint gives equal estimates."""
+"""Training and checkpoints: a resumed run is an uninterrupted one, and a checkpoint gives equal
+estimates.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Baselines on images: particle filters with the true dynamics, the LSTM with an encoder inside, and errors in words."""
+"""Baselines on images: particle filters with the true dynamics, the LSTM with an encoder inside,
+and errors in words.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def few(monkeypatch):
 
 
 def test_diagonal_noise_is_that_of_each_component_refitted_without_each_point(normal):
-    """Leave-one-out by brute force: residual variances weighted by H_i, and the score that picks the ridge."""
+    """Leave-one-out by brute force: residual variances weighted by H_i, and the score that picks
+    the ridge.
+    """
     u, y = normal(14, 2), normal(14, 3)
     y[:, 1] += u[:, 0]
     only = {"factors": (1.0,), "slopes": (), "rank": 14}
@@ -109,7 +113,9 @@ def test_diagonal_noise_in_density_and_draws(normal):
 
 @pytest.mark.parametrize("predictive", [False, True])
 def test_likelihood_of_pixels_is_the_product_over_pixels(few, predictive):
-    """The quadratic form against pixel by pixel with plain loops; of a batch, and of uint8 as of floats."""
+    """The quadratic form against pixel by pixel with plain loops; of a batch, and of uint8 as of
+    floats.
+    """
     filter = PixelParticleFilter(oscillatory(), particles=5, predictive=predictive).fit(recording())
     model = filter.model
     assert isinstance(model, StateSpace)

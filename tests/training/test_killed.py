@@ -1,4 +1,6 @@
-"""A run that is killed between any two of its file operations, and resumed, ends as one that was not."""
+"""A run that is killed between any two of its file operations, and resumed, ends as one that was
+not.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def killed_and_resumed(
 
 
 def test_killed_where_the_best_is_written(data, tmp_path, whole):
-    """Before and after the best model takes its name, and before and after the last does in the same epoch."""
+    """Before and after the best model takes its name, and before and after the last does in the
+    same epoch.
+    """
     renames = [
         k
         for k, done in enumerate(whole[2])

@@ -29,7 +29,9 @@ def trained(tmp_path, *words):
 
 
 def test_what_was_chosen_is_in_the_checkpoint(tmp_path, monkeypatch):
-    """The mean is no filter: the Kalman filter takes its place, and comes back from the file with its calibration."""
+    """The mean is no filter: the Kalman filter takes its place, and comes back from the file with
+    its calibration.
+    """
     monkeypatch.setattr(auto, "MORE", {})
     data, made = trained(tmp_path, "model=mean")
     assert made is not None and made.module.net.used() == ["kalman"]
@@ -44,7 +46,9 @@ def test_what_was_chosen_is_in_the_checkpoint(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_stack_comes_back_from_its_checkpoint(tmp_path, monkeypatch):
-    """Also one whose members draw, with what they have chosen: the same random numbers give the same estimates."""
+    """Also one whose members draw, with what they have chosen: the same random numbers give the
+    same estimates.
+    """
     small = KernelMonteCarlo(particles=40, regs=(0.0,), inflations=(1.0, 2.0), density="gaussian")
     monkeypatch.setattr(auto, "MORE", {"kernel_monte_carlo": lambda seed: small})
     monkeypatch.setattr(auto, "TRUSTED", 2.0)
@@ -77,7 +81,9 @@ def test_a_net_without_a_memory_is_calibrated_on_what_its_training_held_out():
 
 
 def test_many_recordings_are_held_out_whole_wherever_a_part_is():
-    """Of ten the last two: training does not learn from them, and calibrates on them; choices between models are made on them."""
+    """Of ten the last two: training does not learn from them, and calibrates on them; choices
+    between models are made on them.
+    """
     config = configure(
         "train",
         ["data=oscillatory", "n_train=500", "model=gru", "logger=none", "model.training.window=40"],

@@ -1,4 +1,6 @@
-"""A plain trainer of Lightning, and data modules of one's own, train what `kbf.training.fit` trains."""
+"""A plain trainer of Lightning, and data modules of one's own, train what `kbf.training.fit`
+trains.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def test_the_lines_of_the_docstring_run(data, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("model", [LSTM, KERNEL], ids=lambda m: m["name"])
 def test_a_plain_trainer_ends_where_kbf_train_does(data, tmp_path, model):
-    """The same parameters to the last bit; its own checkpoint is one of ours; test and predict are those of the scoring loop."""
+    """The same parameters to the last bit; its own checkpoint is one of ours; test and predict are
+    those of the scoring loop.
+    """
     config = {"model": model, "seed": 3}
     trainer = {"_target_": "lightning.Trainer", "max_epochs": 3, "num_sanity_val_steps": 0, **QUIET}
     ours = train({**config, "trainer": trainer}, data.train, tmp_path / "ours")
@@ -123,7 +127,9 @@ class Windows(lightning.LightningDataModule):
 
 @pytest.mark.parametrize("units", [None, "standard"])
 def test_a_data_module_of_one_s_own(data, tmp_path, units):
-    """In the units of the data, whatever the filter works in; Lightning's hparams.yaml says what was trained."""
+    """In the units of the data, whatever the filter works in; Lightning's hparams.yaml says what
+    was trained.
+    """
     big = [s._replace(states=100 * s.states + 7, obs=0.01 * s.obs) for s in data.train]
     module = FilterTraining({"model": LSTM, "seed": 0, "data": {"normalise": units or "none"}}, big)
     windows = Windows(big[0], 10)

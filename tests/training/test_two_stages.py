@@ -1,4 +1,6 @@
-"""Images from the command line: encoders first, then the filter; killed, resumed, evaluated and compared."""
+"""Images from the command line: encoders first, then the filter; killed, resumed, evaluated and
+compared.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def run_dir(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_images_is_enough(run_dir, tmp_path):
-    """The same error from the checkpoint alone, which holds codes and no image; other draws of the data have another."""
+    """The same error from the checkpoint alone, which holds codes and no image; other draws of the
+    data have another.
+    """
     assert files(run_dir) == {"best.ckpt", "last.ckpt"}
     checkpoint = torch.load(run_dir / "checkpoints" / "best.ckpt", weights_only=True)
     assert {
@@ -132,7 +136,9 @@ def interrupt(monkeypatch, error: type[BaseException]) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_in_the_first_stage_and_on_from_there(run_dir, tmp_path, monkeypatch, capsys):
-    """What an earlier run left is cleared, whole files are left, and the resumed run ends as the uninterrupted one."""
+    """What an earlier run left is cleared, whole files are left, and the resumed run ends as the
+    uninterrupted one.
+    """
     (tmp_path / "checkpoints").mkdir()
     for name in ("encoder.ckpt", "last.ckpt", "best.ckpt"):
         (tmp_path / "checkpoints" / name).write_text("of an earlier run")
@@ -178,7 +184,8 @@ def test_killed_in_the_second_stage_and_on_from_there(tmp_path, model, monkeypat
         ),
         (
             ["data.encoding.loss=hinge"],
-            "there is no setting data.encoding.loss; one that a class takes and its configuration leaves out: +",
+            "there is no setting data.encoding.loss; one that a class takes and its configuration "
+            "leaves out: +",
         ),
         (
             ["+data.encoding.loss=hinge"],
@@ -275,7 +282,9 @@ def test_compare_on_images_in_two_processes(tmp_path):
     "model", [LSTM, E2E, ["model=kalman"]], ids=["lstm", "end to end", "kalman"]
 )
 def test_two_processes_share_both_stages(tmp_path, model):
-    """They end with one checkpoint, and near the result of one process: the same batches, shared out."""
+    """They end with one checkpoint, and near the result of one process: the same batches, shared
+    out.
+    """
     words = ["train", *DATA, *model, *QUIET]
     both = ["trainer=ddp", "trainer.accelerator=cpu", f"run_dir={tmp_path / 'both'}"]
     command = [sys.executable, "-m", "kbf.cli", *words, *both]
@@ -306,7 +315,9 @@ def test_two_processes_share_both_stages(tmp_path, model):
 
 @pytest.mark.slow
 def test_a_real_kill_in_the_first_stage(tmp_path):
-    """SIGKILL leaves a whole encoder.ckpt, and no temporary file beside it but what was being written."""
+    """SIGKILL leaves a whole encoder.ckpt, and no temporary file beside it but what was being
+    written.
+    """
     words = [*DATA, "model=kalman", *QUIET, "data.encoding.epochs=400", f"run_dir={tmp_path}"]
     process = subprocess.Popen(
         [sys.executable, "-m", "kbf.cli", "train", *words], stdout=subprocess.DEVNULL

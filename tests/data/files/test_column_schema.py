@@ -81,7 +81,9 @@ def test_nine_entries_of_a_matrix():
 
 @pytest.mark.parametrize("std", [0.05, 0.5, 1.2])
 def test_the_circular_std_is_that_of_a_wrapped_normal(std):
-    """Its mean pair has length exp(-sd^2 / 2), its covariance the rest; in degrees, the same in degrees."""
+    """Its mean pair has length exp(-sd^2 / 2), its covariance the rest; in degrees, the same in
+    degrees.
+    """
     angles = 2.0 + std * torch.randn(400_000, generator=generator(), dtype=torch.float64)
     pairs = torch.stack([angles.cos(), angles.sin()], 1)
     mean, spread = pairs.mean(0)[None], torch.cov(pairs.T)[None]

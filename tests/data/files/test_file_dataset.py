@@ -1,4 +1,7 @@
-"""Parts, gaps, missing values: what becomes of a recording of one's own. And what `kbf data check` says of it."""
+"""Parts, gaps, missing values: what becomes of a recording of one's own.
+
+And what `kbf data check` says of it.
+"""
 
 import math
 
@@ -262,8 +265,8 @@ def test_an_angle_that_nobody_declared(tmp_path, unit, period):
     path = written(tmp_path / "a.csv", (300,), h=heading)
     told = warnings_of(path, observations=["a", "h"])
     assert (
-        f"column h: it jumps by {period:.4g}, as an angle in {unit} does: data.angles=[h] data.angle_unit={unit}"
-        in told
+        f"column h: it jumps by {period:.4g}, as an angle in {unit} does: data.angles=[h] "
+        f"data.angle_unit={unit}" in told
     )
     assert "jumps" not in warnings_of(path, observations=["a", "h"], angles=["h"], angle_unit=unit)
     joined = [

@@ -1,4 +1,6 @@
-"""Files of somebody's that are small on the disk and large behind it, or that reach outside of their folder."""
+"""Files of somebody's that are small on the disk and large behind it, or that reach outside of
+their folder.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every kind of file gives the same recording; every kind of broken file one error that says where."""
+"""Every kind of file gives the same recording; every kind of broken file one error that
+says where.
+"""
 
 import builtins
 import csv
@@ -125,7 +127,8 @@ def test_rows_of_runs_may_be_mixed(tmp_path):
 def test_dates_are_seconds(tmp_path):
     path = tmp_path / "rec.csv"
     path.write_text(
-        "t,x,a\n2024-03-01T12:00:00,1,2\n2024-03-01T12:00:01.5,1,\n2024-03-01 12:00:03+00:00,1,NaN\n",
+        "t,x,a\n2024-03-01T12:00:00,1,2\n2024-03-01T12:00:01.5,1,\n2024-03-01 "
+        "12:00:03+00:00,1,NaN\n",
         encoding="utf-8",
     )
     recording = read(path, Layout(states=["x"], observations=["a"], time="t")).recordings[0]
@@ -512,7 +515,8 @@ def test_nothing_is_unpickled(tmp_path):
     (group / "states").mkdir(parents=True)
     (group / ".zgroup").write_text('{"zarr_format": 2}', encoding="utf-8")
     (group / "states" / ".zarray").write_text(
-        '{"zarr_format": 2, "shape": [1], "chunks": [1], "dtype": "<f8", "fill_value": 0, "order": "C", "compressor": null, '
+        '{"zarr_format": 2, "shape": [1], "chunks": [1], "dtype": "<f8", "fill_value": 0, '
+        '"order": "C", "compressor": null, '
         '"filters": [{"id": "pickle"}]}',
         encoding="utf-8",
     )
@@ -579,7 +583,8 @@ def test_nothing_is_unpickled(tmp_path):
                 "states_1": np.ones((4, 1)),
                 "obs_1": np.ones((4, 2)),
             },
-            r"the observations of sequence 1 are \(2,\), those of 0 \(1,\): all sequences must be alike",
+            r"the observations of sequence 1 are \(2,\), those of 0 \(1,\): all sequences must be "
+            r"alike",
         ),
         (
             {"states_0": np.ones((4, 1)), "obs_0": np.ones((4, 1)), "obs_1": np.ones((4, 1))},
@@ -758,7 +763,9 @@ def test_a_damaged_array_is_named(tmp_path, name):
 
 
 def test_observations_of_another_kind_of_file(tmp_path):
-    """Columns of the training's table are no arrays; one .npy is observations; dates of arrays are seconds."""
+    """Columns of the training's table are no arrays; one .npy is observations; dates of arrays are
+    seconds.
+    """
     config = {
         **LAYOUT._asdict(),
         "column_schema": column_schema.ColumnSchema.from_dict(

@@ -1,4 +1,6 @@
-"""Kalman, EKF, UKF, smoother and the fitted linear model, against the joint Gaussian, filterpy and each other."""
+"""Kalman, EKF, UKF, smoother and the fitted linear model, against the joint Gaussian, filterpy and
+each other.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ def draw(model: LinearModel, b: int, T: int, seed: int = 0) -> Recording:
 def joint_posterior(
     m: LinearModel, x, seen: list[int], upto: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean ``T d`` and covariances ``T d d`` of z_1 ... z_T given the x_t with t in ``seen`` and t <= ``upto``, by brute force.
+    """Mean ``T d`` and covariances ``T d d`` of z_1 ... z_T given the x_t with t in ``seen`` and t
+    <= ``upto``, by brute force.
 
     Builds the joint Gaussian of all states from the definition and conditions once. A may be ``T d
     d``, one for each move.
@@ -127,7 +130,9 @@ def test_smoother_is_conditioning_on_everything():
 
 
 def test_smoother_takes_one_matrix_for_each_step():
-    """A model whose A changes from step to step (as an extended smoother's does), against the joint Gaussian."""
+    """A model whose A changes from step to step (as an extended smoother's does), against the joint
+    Gaussian.
+    """
     model, T = linear_model(), 5
     x = draw(model, 3, T).obs
     A = model.A + 0.3 * torch.randn(T, 3, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
@@ -243,7 +248,9 @@ def test_unscented_mean_is_exact_for_a_quadratic():
 
 
 def test_learned_model_recovers_a_linear_system_within_standard_errors():
-    """Each coefficient within 4 standard errors of the truth, each variance too; on two sequences and with missing steps."""
+    """Each coefficient within 4 standard errors of the truth, each variance too; on two sequences
+    and with missing steps.
+    """
     model = linear_model()
     data = draw(model, 2, 2000, seed=3)
     mask = torch.rand(2000, generator=torch.Generator().manual_seed(0)) < 0.7
@@ -282,7 +289,9 @@ def test_pairs_do_not_cross_the_end_of_a_sequence():
 
 
 def test_regression_covariance_is_unbiased():
-    """Mean over 4,000 fits of 6 points with 2 inputs (3 degrees of freedom): 1 within 4 standard errors; / n would give 0.5."""
+    """Mean over 4,000 fits of 6 points with 2 inputs (3 degrees of freedom): 1 within 4 standard
+    errors; / n would give 0.5.
+    """
     g = torch.Generator().manual_seed(0)
     inputs = torch.randn(6, 2, dtype=F64, generator=g)
     noise = torch.randn(6, 4000, dtype=F64, generator=g)
@@ -394,7 +403,9 @@ def test_no_noise_and_no_observation_change_nothing(kind):
 
 
 def test_gradients_flow_through_the_rollout():
-    """Against finite differences, in parameters of f, h, Q, R and P0; the EKF's need second derivatives."""
+    """Against finite differences, in parameters of f, h, Q, R and P0; the EKF's need second
+    derivatives.
+    """
     base = oscillatory()._replace(m0=tensor([0.9, 0.3]), P0=0.2 * torch.eye(2, dtype=F64))
     data = simulate(base, base.m0[None], 4, torch.Generator().manual_seed(0))
     mask = torch.tensor([[True, False, True, True]])
@@ -455,7 +466,9 @@ def test_float32_is_close_to_float64():
 
 
 def test_update_stays_positive_where_the_short_form_does_not():
-    """A precise observation in float32: Joseph's covariance keeps its eigenvalues, P - K S K^T gets negative ones."""
+    """A precise observation in float32: Joseph's covariance keeps its eigenvalues, P - K S K^T gets
+    negative ones.
+    """
     cov = torch.tensor([[[1.0, 0.999], [0.999, 1.0]]]) * 1e4
     H, R = torch.tensor([[1.0, 1.0]]), torch.tensor([[1e-6]])
     state = kalman_update(torch.zeros(1, 2), cov, torch.ones(1, 1), H, R)

@@ -1,4 +1,6 @@
-"""Algorithm 2 on one screen against the published algorithm in NumPy, and the class against Algorithm 2."""
+"""Algorithm 2 on one screen against the published algorithm in NumPy, and the class against
+Algorithm 2.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Controls: they travel with their recordings, and every model that takes them gives the truth where it is known."""
+"""Controls: they travel with their recordings, and every model that takes them gives the truth
+where it is known.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def without_controls(sequence: Recording) -> Recording:
 
 @functools.cache
 def pushed(n: int = 400, seed: int = 0) -> Recording:
-    """z' = A z + B u + noise, seen with noise: the control moves the state further than anything else."""
+    """z' = A z + B u + noise, seen with noise: the control moves the state further than anything
+    else.
+    """
     g = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=g, dtype=torch.float64)
     u, z, states = draw(n, 1), torch.zeros(2, dtype=torch.float64), []
@@ -75,7 +79,9 @@ def pushed(n: int = 400, seed: int = 0) -> Recording:
 
 @functools.cache
 def turning(n: int, seed: int, irregular: bool) -> Recording:
-    """A rotation that is looked at after 0.5, 1, ..., 2.5 units of time, or after 1.5: the control is that time."""
+    """A rotation that is looked at after 0.5, 1, ..., 2.5 units of time, or after 1.5: the control
+    is that time.
+    """
     g = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=g, dtype=torch.float64)
     dt = (
@@ -366,7 +372,9 @@ def test_features_of_full_rank_are_the_dense_form(kernel):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kbf", "enlarged", "kalman", "particle"])
 def test_knowing_the_control_helps_by_far(name):
-    """z' = 0.8 z + u + noise, as good as not seen: without u nothing is known, with it the error is that of a few moves' noise."""
+    """z' = 0.8 z + u + noise, as good as not seen: without u nothing is known, with it the error is
+    that of a few moves' noise.
+    """
     g = torch.Generator().manual_seed(1)
     draw = partial(torch.randn, generator=g, dtype=torch.float64)
     u, z = draw(500, 1), torch.zeros(500, 1, dtype=torch.float64)
@@ -392,7 +400,9 @@ def test_kalman_finds_the_matrices():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kbf", "enlarged"])
 def test_uneven_time_steps_cost_nothing_if_they_are_told(name):
-    """Measured: kbf 0.056 evenly, 0.072 with the times, 0.118 without; the enlarged one 0.041, 0.040, 0.125."""
+    """Measured: kbf 0.056 evenly, 0.072 with the times, 0.118 without; the enlarged one 0.041,
+    0.040, 0.125.
+    """
     uneven, even = (
         (piece(turning(500, 3, k), 0, 400), piece(turning(500, 3, k), 400, 500))
         for k in (True, False)
@@ -475,7 +485,9 @@ def test_a_control_that_never_changes_is_left_out():
 
 
 def test_columns_are_the_learned_density_over_the_memory():
-    """A naive loop and a tilt, a sum of 1, the exact mean, and from a fine memory of the plane the covariance of the prediction."""
+    """A naive loop and a tilt, a sum of 1, the exact mean, and from a fine memory of the plane the
+    covariance of the prediction.
+    """
     model = learn_model([pushed()])
     assert model.join is not None
     assert model.controlled == 1
@@ -530,7 +542,9 @@ def test_columns_are_the_learned_density_over_the_memory():
 
 @pytest.mark.slow
 def test_columns_of_little_weight_and_rows_of_no_density_are_left_out_at_no_loss(monkeypatch):
-    """Against all columns, matched over all rows: estimates differ by far less than the filter errs."""
+    """Against all columns, matched over all rows: estimates differ by far less than the filter
+    errs.
+    """
     model = SimulatedKBF(points=300, run=4000, transition="gaussian", observation="gaussian").fit(
         [pushed()]
     )

@@ -1,4 +1,6 @@
-"""The filter with learned features in its rule: what it computes, where its gradient goes, and how it is trained."""
+"""The filter with learned features in its rule: what it computes, where its gradient goes, and how
+it is trained.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,9 @@ def windows(sequence: Recording, *starts: int, length: int = 6) -> Recording:
 
 @pytest.mark.parametrize("constant", [True, False])
 def test_its_rule_is_the_dual_one_with_the_features_gram_matrix(constant):
-    """Features standardised by the training part: their mean is taken off, and their mean squared norm is 1."""
+    """Features standardised by the training part: their mean is taken off, and their mean squared
+    norm is 1.
+    """
     filter, memory, x = net(constant=constant).fit(spots(40)), spots(40), spots(5, seed=9).obs
     encoder = filter.rule.psi.encoder
     with torch.no_grad():
@@ -147,7 +151,9 @@ def test_whole_numbers_are_pixels():
 
 
 def test_the_units_of_the_features_are_of_no_matter_unless_wanted():
-    """An encoder whose features are 100 times larger and far from 0 makes the same filter, or another one as published."""
+    """An encoder whose features are 100 times larger and far from 0 makes the same filter, or
+    another one as published.
+    """
     for standardise in (True, False):
         model, other = net(standardise=standardise), net(standardise=standardise)
         with torch.no_grad():
@@ -179,7 +185,9 @@ def test_the_fast_way_is_the_rollout_and_only_windows_are_changed():
 
 
 def test_gradients_are_those_of_finite_differences():
-    """Through ratio, rule and all steps: to weights of each layer, two bandwidths and three ridges."""
+    """Through ratio, rule and all steps: to weights of each layer, two bandwidths and
+    three ridges.
+    """
     model = net().double()
     model.encoder.net[
         1
@@ -235,7 +243,9 @@ def test_what_it_refuses():
 
 
 def test_the_grid_never_looks_at_distances_of_images(monkeypatch):
-    """It only runs the filter: bandwidths of states alone are set, and no image is made a float64 number."""
+    """It only runs the filter: bandwidths of states alone are set, and no image is made a float64
+    number.
+    """
     seen = []
     original = KBF.obs_scale
     monkeypatch.setattr(
@@ -257,7 +267,9 @@ def test_the_grid_never_looks_at_distances_of_images(monkeypatch):
 
 
 def test_windows_are_not_in_the_memory_that_filters_them(tmp_path, monkeypatch):
-    """Every image is different: none of a window's is among those that the filter is conditioned on, and all take their turn."""
+    """Every image is different: none of a window's is among those that the filter is conditioned
+    on, and all take their turn.
+    """
     tasks = []
     original = FeatureKBF.window_estimates
 
@@ -311,7 +323,9 @@ def test_both_stages_lower_the_error_and_the_checkpoint_holds_them(tmp_path):
 
 
 def test_operators_are_made_in_eval_mode(tmp_path, monkeypatch):
-    """What is saved in the middle of training is the filter that a loaded checkpoint builds anew: no dropout, no augmentation."""
+    """What is saved in the middle of training is the filter that a loaded checkpoint builds anew:
+    no dropout, no augmentation.
+    """
     train(config(), [spots(60)], tmp_path)
     checkpoint = read_checkpoint(tmp_path / "last.ckpt")
     module = FilterTraining(checkpoint["hyper_parameters"]["config"])

@@ -46,7 +46,9 @@ def recordings(*lengths: int) -> list[Recording]:
 
 
 def conditional_mean(kernel, reg: float):
-    """What `kernel_mean_cv` scores when the rule is the conditional mean embedding with this kernel and ridge."""
+    """What `kernel_mean_cv` scores when the rule is the conditional mean embedding with this kernel
+    and ridge.
+    """
 
     def build(x: Tensor, z: Tensor):
         gram = kernel(x, x)
@@ -88,7 +90,8 @@ def test_split_of_too_little_is_an_error():
     for lengths in ([16], [14, 14], [3]):
         with pytest.raises(
             ValueError,
-            match=f"of {sum(lengths)} training steps, of which the longest sequence has {lengths[0]}",
+            match=f"of {sum(lengths)} training steps, of which the longest sequence has "
+            f"{lengths[0]}",
         ):
             split_validation(recordings(*lengths))
 
@@ -195,7 +198,9 @@ def test_kernel_mean_cv_refuses_folds_without_points(normal):
 
 
 class Watched(KBF):
-    """A filter that keeps every memory that it is conditioned on, and the numbers that it had then."""
+    """A filter that keeps every memory that it is conditioned on, and the numbers that
+    it had then.
+    """
 
     seen: list[tuple[list[Recording], Tensor, Tensor]]
 
@@ -215,7 +220,9 @@ def small_grid(monkeypatch):
 
 
 def test_paper_grid_is_the_least_validation_error(small_grid):
-    """All settings by hand: the published kernel exp(-||a - b||^2 / s), and the error of each on the last part."""
+    """All settings by hand: the published kernel exp(-||a - b||^2 / s), and the error of each on
+    the last part.
+    """
     memory = recordings(40, 20)
     head = [Recording(memory[0].states[:22], memory[0].obs[:22]), memory[1]]
     states, obs = (torch.cat([s[k] for s in memory]) for k in (0, 1))
@@ -253,7 +260,9 @@ def test_paper_grid_is_the_least_validation_error(small_grid):
 
 
 def test_paper_grid_filters_over_the_first_part_only(small_grid):
-    """Nothing of the last part is in the memory that is judged by it, and the choice is not the last one tried."""
+    """Nothing of the last part is in the memory that is judged by it, and the choice is not the
+    last one tried.
+    """
     (memory,) = recordings(40)
     model = Watched(normalise=False)
     paper_grid(model, [memory])
@@ -274,7 +283,9 @@ def test_paper_grid_filters_over_the_first_part_only(small_grid):
 
 @pytest.mark.parametrize("select", ["median", "paper"])
 def test_bandwidths_do_not_change_when_the_test_part_changes(small_grid, select):
-    """The same training part with another test part behind it, and with one that is filled with NaN in place."""
+    """The same training part with another test part behind it, and with one that is filled with NaN
+    in place.
+    """
     problem = rotation()
     data = [SyntheticData(problem, 40, n_test=n, seed=3) for n in (5, 60, 60)]
     assert torch.equal(data[0].train[0].obs, data[1].train[0].obs)

@@ -1,4 +1,6 @@
-"""Kernel Bayes Filters as models: what they are made of, what they refuse, and the enlarged memory against the Kalman filter."""
+"""Kernel Bayes Filters as models: what they are made of, what they refuse, and the enlarged memory
+against the Kalman filter.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def test_features_are_nystrom_features_at_the_pivots(normal, kernel):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_stored_moments_are_taken_as_they_are(kept, monkeypatch, normal):
-    """Whether products of features are worth keeping, another version may have decided otherwise."""
+    """Whether products of features are worth keeping, another version may have decided
+    otherwise.
+    """
     obs, ratio, psi = (
         normal(30, 2),
         normal(9, 30).square(),
@@ -182,7 +186,9 @@ def test_numbers_go_in_and_come_out():
 @pytest.mark.parametrize("place", range(6))
 @pytest.mark.parametrize("rank", [None, 20])
 def test_each_number_has_its_own_place(rank, place):
-    """Which operators change with which number: bandwidths and ridges of ratio, transition and observation."""
+    """Which operators change with which number: bandwidths and ridges of ratio, transition and
+    observation.
+    """
     memory = recordings(30)
     model = prepared(memory, rank=rank, tol=0.0)
     before = model.fit(memory)
@@ -317,7 +323,9 @@ def test_quantise_is_a_smaller_sample_of_the_same_distribution(normal):
 
 
 def test_draws_of_the_observation_have_its_mean_and_noise(quick_fit):
-    """16,384 draws from a Sobol sequence at three states: far closer than random ones (10 % of their standard error is 5e-4)."""
+    """16,384 draws from a Sobol sequence at three states: far closer than random ones (10 % of
+    their standard error is 5e-4).
+    """
     model = learn_model(recordings(60))
     states = recordings(60)[0].states[:3]
     obs = SimulatedKBF(draws=16_384).observations(model, states)
@@ -354,7 +362,9 @@ def test_same_memory_same_filter(quick_fit):
 
 
 def test_enlarged_filter_over_a_single_precision_recording(quick_fit):
-    """The model is learned in double precision all the same; the recording itself is rounded, so draws of it move a little."""
+    """The model is learned in double precision all the same; the recording itself is rounded, so
+    draws of it move a little.
+    """
     memory, obs = recordings(60), recordings(10, seed=5)[0].obs[None]
     single = [s._replace(states=s.states.float(), obs=s.obs.float()) for s in memory]
     torch.testing.assert_close(
@@ -394,7 +404,9 @@ def test_enlarged_filter_learns_from_recordings_with_missing_observations(quick_
 
 @pytest.mark.slow
 def test_enlarged_filter_as_shipped_comes_near_the_kalman_filter():
-    """From 400 steps 3 % above its error (measured); a particle filter on the same learned model is about 2 % above."""
+    """From 400 steps 3 % above its error (measured); a particle filter on the same learned model is
+    about 2 % above.
+    """
     assert excess_over_kalman(SimulatedKBF(), 400) < 0.05
 
 

@@ -1,4 +1,6 @@
-"""The Kernel Bayes Filter against the published algorithm in NumPy, regressions, the Kalman filter and its own pieces."""
+"""The Kernel Bayes Filter against the published algorithm in NumPy, regressions, the Kalman filter
+and its own pieces.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def test_filter_is_the_published_algorithm(changes, tol):
 
 
 def test_published_scaling():
-    """With the authors' ratio, of mean 1/n, and their ridge reg2, not times n, the numbers are the same."""
+    """With the authors' ratio, of mean 1/n, and their ridge reg2, not times n, the numbers are the
+    same.
+    """
     memory, test, n = first(recording(30)), first(recording(15, seed=1)), 30
     z, x = memory.states.numpy(), memory.obs.numpy()
     G_ratio, G_move, G_X = (
@@ -112,7 +116,10 @@ def test_published_scaling():
 
 @pytest.mark.parametrize("rank, tol", [(None, 2e-6), (30, 5e-4)])
 def test_original_filter_in_the_scaling_of_fukumizu(rank, tol):
-    """Equation 19 with mu = gamma / n: its delta is ours over n^2. Ratios keep their sign. It magnifies the features' jitter."""
+    """Equation 19 with mu = gamma / n: its delta is ours over n^2. Ratios keep their sign.
+
+    It magnifies the features' jitter.
+    """
     memory, test, n = first(recording(30)), first(recording(15, seed=1)), 30
     z, x = memory.states.numpy(), memory.obs.numpy()
     G_ratio, G_move, G_X = (
@@ -148,7 +155,9 @@ def test_original_filter_in_the_scaling_of_fukumizu(rank, tol):
 
 
 def test_with_ratio_one_it_is_a_chain_of_regressions():
-    """Each observation is regressed on by itself; where none is there, the regression of the next state follows the last one."""
+    """Each observation is regressed on by itself; where none is there, the regression of the next
+    state follows the last one.
+    """
     memory, test = first(recording(40)), first(recording(8, seed=1))
     filter = published(ratio="one").fit(memory)
     mask = torch.tensor([[True, True, False, False, True, False, True, True]])
@@ -248,7 +257,9 @@ def features_of(obs: Tensor, p: int = 5) -> nn.Module:
 
 
 def test_update_over_k_draws_is_the_rule_over_all_of_them(normal):
-    """n points with k observations each = n k points, every ratio k times and the same reg; the weights of a point add up."""
+    """n points with k observations each = n k points, every ratio k times and the same reg; the
+    weights of a point add up.
+    """
     obs, ratio, x, n, k = normal(6, 3, 2), normal(4, 6).square(), normal(4, 2), 6, 3
     psi = features_of(obs)
     update = PrimalUpdate(psi, obs, 0.05)
@@ -261,7 +272,9 @@ def test_update_over_k_draws_is_the_rule_over_all_of_them(normal):
 
 
 def test_update_in_float32_keeps_few_products_and_the_digits(normal):
-    """Products of smooth features are of low rank: their two factors give the weights of float64, to the digits of float32."""
+    """Products of smooth features are of low rank: their two factors give the weights of float64,
+    to the digits of float32.
+    """
     obs, ratio, x = normal(200, 4, 1), normal(3, 200).square(), normal(3, 1)
     psi = NystromFeatures("gaussian", tensor(1.0), obs[:, 0], 12, 0.0)
     exact, single = (PrimalUpdate(psi, obs, 1e-2, dtype=dtype) for dtype in (F64, torch.float32))
@@ -276,7 +289,9 @@ def test_update_in_float32_keeps_few_products_and_the_digits(normal):
 
 @pytest.mark.parametrize("kept", [True, False], ids=["mass is kept", "mass is not kept"])
 def test_move_and_observe_of_scaled_weights_is_predict_then_observe(normal, kept):
-    """Weights of either sign, and an operator that changes their sum: the ratios are scaled anyway."""
+    """Weights of either sign, and an operator that changes their sum: the ratios are
+    scaled anyway.
+    """
     obs, states, P = normal(9, 3, 2), normal(9, 2), normal(9, 9).abs()
     transition = Operator(P / P.sum(0) if kept else P)
     filter = KernelBayesFilter(
@@ -392,7 +407,8 @@ def test_density_transition_is_the_formula(linear):
 
 
 def test_density_transition_moves_a_gaussian(linear):
-    """24 memories of 500 stationary points carry N(m, S) to N(A m + a, A S A^T + Q), within Monte-Carlo error.
+    """24 memories of 500 stationary points carry N(m, S) to N(A m + a, A S A^T + Q), within
+    Monte-Carlo error.
 
     Averages over the memories of the predicted mean and covariance are within 4.5 standard errors,
     plus 2 % of the stationary spread for the bias of order 1/n of self-normalised weights.
@@ -420,7 +436,9 @@ def test_density_transition_moves_a_gaussian(linear):
 
 
 def test_filter_over_a_drawn_memory_is_the_kalman_filter(linear):
-    """500 points with masses and the true transition density, 16 draws of the observation: within 0.1 standard deviations (rms)."""
+    """500 points with masses and the true transition density, 16 draws of the observation: within
+    0.1 standard deviations (rms).
+    """
     m = linear.model
     model = StateSpaceModel(lambda z: z @ m.A.mT + m.a, lambda z: z + m.c, m.Q, m.R, m.m0, m.P0)
     points, mass = quantise(linear.sample(20_000, 1), 500, generator(2))
@@ -519,7 +537,9 @@ def test_diagnostics_say_what_the_weights_are():
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("rank", [None, 20])
 def test_an_observation_like_none_before_is_passed_over(rank, dtype):
-    """Its features are zero to the last bit; the others of the batch do not notice, and gradients stay finite."""
+    """Its features are zero to the last bit; the others of the batch do not notice, and gradients
+    stay finite.
+    """
     model = published(rank=rank, normalise=True, dtype=dtype)
     filter = model.fit(first(recording(30)))
     obs = recording(6, seed=1, batch=2).obs.to(filter.states.dtype)
@@ -565,7 +585,9 @@ def test_weights_that_nearly_cancel_are_passed_over():
     ids=["published", "normalised", "low-rank", "original", "relative", "one"],
 )
 def test_gradients_through_ratio_rule_and_three_steps(changes):
-    """Against finite differences in bandwidths and ridges, with ratios that are cut off to exactly 0."""
+    """Against finite differences in bandwidths and ridges, with ratios that are cut off to exactly
+    0.
+    """
     memory, test = [first(recording(8)), first(recording(6, seed=2))], recording(3, seed=1, batch=2)
     mask = torch.tensor([[True, True, True], [True, False, True]])
     clipped = []

@@ -54,7 +54,9 @@ def test_a_mean_outside_of_the_points_goes_to_the_border():
 
 
 def test_a_coarse_memory_moves_as_far_as_it_should():
-    """z' = z + 0.04 + N(0, 0.02^2) on a grid of width 0.1: without the tilt few steps leave their point."""
+    """z' = z + 0.04 + N(0, 0.02^2) on a grid of width 0.1: without the tilt few steps leave their
+    point.
+    """
     z = torch.linspace(0, 2, 21, dtype=F64)[:, None]
     means, mass = (z + 0.04).clamp(max=2), torch.full((21,), 1 / 21, dtype=F64)
     log_density = -((z - means.mT) / 0.02).square() / 2

@@ -1,4 +1,6 @@
-"""The cheap ways of a step against the plain ones: composed operators, points left out, products kept, ratios in features."""
+"""The cheap ways of a step against the plain ones: composed operators, points left out, products
+kept, ratios in features.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ def test_local_of_all_points_is_the_whole_filter():
 @pytest.mark.parametrize("p", [3, 70])
 @pytest.mark.parametrize("many", [2, 128])
 def test_covariance_by_blocks_and_without_clipped_points(normal, monkeypatch, batch, p, many):
-    """Whatever the blocks, whether points of ratio 0 are left out or not, and products are made once for all ratios or for each."""
+    """Whatever the blocks, whether points of ratio 0 are left out or not, and products are made
+    once for all ratios or for each.
+    """
     monkeypatch.setattr(rules, "COVARIANCE_BLOCK", 4 * p * (p if many == 2 else 1))
     monkeypatch.setattr(rules, "MANY_RATIOS", many)
     F, ratio = normal(11, p), normal(*batch, 11).clamp_min(0)
@@ -196,7 +200,9 @@ def test_settings_that_make_no_filter(settings, ratio_dim):
 
 @pytest.mark.slow
 def test_leave_one_out_chooses_well_and_whatever_the_size():
-    """Better than the median on a wavy recording; the same from a memory far larger than the subsample that is looked at."""
+    """Better than the median on a wavy recording; the same from a memory far larger than the
+    subsample that is looked at.
+    """
     whole, test = memory(400), recording(200, seed=1)
     errors = {}
     for select in ("median", "loo"):

@@ -1,4 +1,6 @@
-"""The filter of density ratios: against the Kalman filter, Bayes' rule over recorded states, and images that tell nothing."""
+"""The filter of density ratios: against the Kalman filter, Bayes' rule over recorded states, and
+images that tell nothing.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def test_with_one_gaussian_and_a_linear_move_it_is_the_kalman_filter(width, monk
 
 
 def test_the_posterior_after_one_image_is_that_of_recorded_states_weighed_by_the_ratio(monkeypatch):
-    """Of a prior from recorded states, and a ratio of two Gaussians and doubt: mean and covariance after one observation."""
+    """Of a prior from recorded states, and a ratio of two Gaussians and doubt: mean and covariance
+    after one observation.
+    """
     monkeypatch.setattr(density_ratio, "FIRST_WIDTH", 1e-3)
     recorded = 0.5 * torch.randn(4000, 2, dtype=F64, generator=generator(4))
     density = RatioDensity(fit_state_density(recorded))
@@ -176,7 +180,9 @@ def test_bad_input_is_refused():
 
 
 def test_the_share_that_begins_anew_is_by_bayes_rule(monkeypatch):
-    """With narrow kernels all w are the law's ratios, of particles that suit the image less than recorded states do."""
+    """With narrow kernels all w are the law's ratios, of particles that suit the image less than
+    recorded states do.
+    """
     monkeypatch.setattr(density_ratio, "WIDTH", 1e-3)
     recorded = torch.randn(1000, 2, dtype=F64, generator=generator(6))
     density = RatioDensity(fit_state_density(recorded))

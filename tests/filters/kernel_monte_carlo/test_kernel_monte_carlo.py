@@ -1,4 +1,6 @@
-"""The kernel Monte Carlo filter: its rule against `kbf.rkhs.rules`, the filter against the Kalman filter, and hidden velocity."""
+"""The kernel Monte Carlo filter: its rule against `kbf.rkhs.rules`, the filter against the Kalman
+filter, and hidden velocity.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def drift(
     push: float = 0.3,
     noise: float = 1.0,
 ) -> LinearModel:
-    """A place that moves by a velocity, which is kept to a share of ``keep`` and pushed at random; the place is seen."""
+    """A place that moves by a velocity, which is kept to a share of ``keep`` and pushed at random;
+    the place is seen.
+    """
     A = torch.tensor([[position - pull, keep], [-pull, keep]], dtype=F64)
     return LinearModel(
         A=A,
@@ -60,7 +64,9 @@ def as_samples(model: LinearModel) -> StateSpaceModel:
 
 @pytest.mark.parametrize("reg", [1e-1, 1e-3])
 def test_weights_are_those_of_the_importance_weighted_rule(reg):
-    """In Nystrom features at the same landmarks, written out, with the ratio 1 at every point; batch = one by one."""
+    """In Nystrom features at the same landmarks, written out, with the ratio 1 at every point;
+    batch = one by one.
+    """
     seen, obs = (
         torch.randn(2, 40, 3, generator=generator(), dtype=F64),
         torch.randn(2, 3, generator=generator(1), dtype=F64),
@@ -85,7 +91,9 @@ def test_weights_are_those_of_the_importance_weighted_rule(reg):
 
 
 def test_several_observations_are_their_weighted_mean():
-    """The rule is linear in k(x): the weights of an embedding of observations are those of each, weighted."""
+    """The rule is linear in k(x): the weights of an embedding of observations are those of each,
+    weighted.
+    """
     seen, obs = (
         torch.randn(2, 40, 3, generator=generator(), dtype=F64),
         torch.randn(2, 5, 3, generator=generator(1), dtype=F64),
@@ -102,7 +110,10 @@ def test_several_observations_are_their_weighted_mean():
 
 @pytest.mark.parametrize("reg", [1e-3, 0.0])
 def test_its_smoother_is_the_exact_one(reg):
-    """Place and velocity with noise of one dimension: a move has no density, and needs none. Errors and sizes of the regions."""
+    """Place and velocity with noise of one dimension: a move has no density, and needs none.
+
+    Errors and sizes of the regions.
+    """
     model = drift(pull=0.1, noise=2.0)
     truth = simulate(as_samples(model), torch.zeros(4, 2, dtype=F64), 60, generator(3))
     exact = smooth(KalmanFilter(model), truth.obs)
@@ -127,7 +138,9 @@ def test_its_smoother_is_the_exact_one(reg):
 
 
 def test_weights_in_single_precision_stay_small():
-    """A lambda below the rounding of K_mn K_nm let weights of one column grow to 7e5, and estimates with them."""
+    """A lambda below the rounding of K_mn K_nm let weights of one column grow to 7e5, and estimates
+    with them.
+    """
     seen = torch.randn(20, 1600, 1, generator=generator())
     for x in (0.3, 2.0):
         obs, rule = torch.full((20, 1, 1), x), {"reg": 1e-4, "factor": 0.7}
@@ -140,7 +153,9 @@ def test_weights_in_single_precision_stay_small():
 
 @pytest.mark.parametrize("reg", [1e-4, 0.0])
 def test_with_the_true_linear_model_it_is_the_kalman_filter(reg):
-    """Place and velocity of a linear model with Gaussian noise: estimates are near the exact ones, covariances too."""
+    """Place and velocity of a linear model with Gaussian noise: estimates are near the exact ones,
+    covariances too.
+    """
     model = drift(pull=0.1)
     truth = simulate(as_samples(model), torch.zeros(4, 2, dtype=F64), 60, generator(3))
     exact = rollout(KalmanFilter(model), truth.obs)
@@ -192,7 +207,9 @@ def test_an_observation_far_from_everything_says_nothing():
 
 
 def hidden_velocity(n, seed):
-    """Recordings of a place whose velocity is no part of the state: order 1 cannot know where it goes."""
+    """Recordings of a place whose velocity is no part of the state: order 1 cannot know where it
+    goes.
+    """
     model = drift(pull=0.02, keep=0.95, push=0.1, noise=1.0)
     drawn = simulate(as_samples(model), torch.zeros(1, 2, dtype=F64), n, generator(seed))
     return Recording(drawn.states[0, :, :1], drawn.obs[0]), model
@@ -200,7 +217,9 @@ def hidden_velocity(n, seed):
 
 @pytest.mark.slow
 def test_hidden_velocity_is_found_and_used():
-    """Chosen on held-out stretches: order 2, whose error is near that of the Kalman filter that knows the model of both."""
+    """Chosen on held-out stretches: order 2, whose error is near that of the Kalman filter that
+    knows the model of both.
+    """
     memory, model = hidden_velocity(900, 1)
     test, _ = hidden_velocity(1500, 4)  # over 300 steps the ratio is 1.05 to 1.32
     floor = (
@@ -217,7 +236,9 @@ def test_hidden_velocity_is_found_and_used():
 
 
 def test_what_the_first_observation_cannot_tell_is_not_lost():
-    """Of z only its size is seen, and far from 0 it keeps its sign for long: both signs stay possible, however few particles."""
+    """Of z only its size is seen, and far from 0 it keeps its sign for long: both signs stay
+    possible, however few particles.
+    """
     states = torch.cat([torch.linspace(-5, -1, 900), torch.linspace(1, 5, 900)])[:, None]
     model = StateSpaceModel(
         f=lambda z: z,
@@ -257,7 +278,9 @@ def test_what_the_first_observation_cannot_tell_is_not_lost():
 
 
 def test_moves_of_a_lagged_model_are_those_of_the_recording():
-    """The next place is where the last move leads, its velocity the difference; noise is as wide as it is told to be."""
+    """The next place is where the last move leads, its velocity the difference; noise is as wide as
+    it is told to be.
+    """
     steps = torch.arange(60, dtype=F64)
     states = (
         torch.stack([torch.sin(0.3 * steps), torch.cos(0.2 * steps)], 1)
@@ -290,7 +313,10 @@ def test_bad_input_is_refused():
 
 
 def test_particles_that_begin_anew_follow_a_jump_as_a_fresh_start_does():
-    """The state jumps far away. With particles that begin anew the estimates are soon near those of a filter that began there."""
+    """The state jumps far away.
+
+    With particles that begin anew the estimates are soon near those of a filter that began there.
+    """
     model = drift(pull=0.1)
     wide = 30 * torch.randn(4000, 2, generator=generator(1), dtype=F64)
     wide[:, 1] /= 30
@@ -312,7 +338,9 @@ def test_particles_that_begin_anew_follow_a_jump_as_a_fresh_start_does():
 
 
 def test_a_tempered_density_is_that_of_a_wider_noise():
-    """p(x | z)^temper of a Gaussian is, up to a constant, one of variance R / temper: the Kalman filter of that model."""
+    """p(x | z)^temper of a Gaussian is, up to a constant, one of variance R / temper: the Kalman
+    filter of that model.
+    """
     model = drift(pull=0.1)
     truth = simulate(as_samples(model), torch.zeros(4, 2, dtype=F64), 60, generator(3))
     wider = KalmanFilter(model._replace(R=model.R / 0.25))
@@ -326,7 +354,9 @@ def test_a_tempered_density_is_that_of_a_wider_noise():
 
 @pytest.mark.slow
 def test_errors_that_go_on_from_step_to_step_are_tempered():
-    """The sensor's error is an autoregression: ten readings say little more than one, and held-out stretches show it."""
+    """The sensor's error is an autoregression: ten readings say little more than one, and held-out
+    stretches show it.
+    """
     g = generator(7)
 
     def walk(keep, push):

@@ -1,4 +1,6 @@
-"""Backprop KF: on a linear system it is the Kalman filter, and its gradients reach back to the first observation."""
+"""Backprop KF: on a linear system it is the Kalman filter, and its gradients reach back to the
+first observation.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,9 @@ def test_what_it_does_not_take():
 
 @pytest.mark.parametrize("growth", [1.5, 10.0])
 def test_a_move_that_runs_away_is_held(growth):
-    """Means, covariances and the gradient stay finite in single precision, over as long a recording as tests have."""
+    """Means, covariances and the gradient stay finite in single precision, over as long a recording
+    as tests have.
+    """
     net = linear_net()[0].float()
     with torch.no_grad():
         net.linear.weight.copy_(growth * torch.ones(3, 3))

@@ -1,4 +1,6 @@
-"""The differentiable particle filter: with true models it is a bootstrap and a Kalman filter, and its gradients are right."""
+"""The differentiable particle filter: with true models it is a bootstrap and a Kalman filter, and
+its gradients are right.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def small(**changes: object) -> DPF:
 
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
 def test_with_the_true_model_it_is_the_bootstrap_and_the_kalman_filter(alpha):
-    """Errors of P particles are of the order P^(-1/2) = 0.007; 0.03 is four times that, and a wrong weight is 0.1 away."""
+    """Errors of P particles are of the order P^(-1/2) = 0.007; 0.03 is four times that, and a wrong
+    weight is 0.1 away.
+    """
     net = known(alpha)
     eye, zero = torch.eye(2, dtype=F64), torch.zeros(2, dtype=F64)
     obs = torch.randn(2, 8, 2, generator=generator(), dtype=F64)
@@ -121,7 +125,9 @@ def test_soft_resampling_keeps_expectations():
 
 
 def test_gradients_through_soft_resampling_are_those_of_finite_differences():
-    """With the same noise the loss is smooth but where a choice jumps; every network has a part in it."""
+    """With the same noise the loss is smooth but where a choice jumps; every network has a part in
+    it.
+    """
     net = small(alpha=0.5, gamma=0.7)
     obs = torch.randn(2, 4, 3, generator=generator(), dtype=F64)
     states = torch.randn(2, 4, 2, generator=generator(1), dtype=F64)
@@ -186,7 +192,9 @@ def test_the_density_is_the_mixture_around_the_particles():
 
 
 def test_its_sample_is_one_of_the_mixture():
-    """With many particles mean and covariance are those of the filter, in the units of the data; without noise, the particles."""
+    """With many particles mean and covariance are those of the filter, in the units of the data;
+    without noise, the particles.
+    """
     net = small(particles=P, gamma=1.0)  # all are placed by the draws
     net.z_mean, net.z_scale = (
         torch.tensor([3.0, -2.0], dtype=F64),
@@ -235,7 +243,9 @@ def test_likelihoods_are_within_their_bounds():
 
 
 def oscillations(count: int, seed: int) -> list[Recording]:
-    """A state that turns, seen through noise as large as itself: no single observation says much."""
+    """A state that turns, seen through noise as large as itself: no single observation
+    says much.
+    """
     z, states = torch.randn(count, 2, generator=generator(seed)), []
     for t in range(20):
         z = z @ A.float().T + 0.2 * torch.randn(count, 2, generator=generator(1000 * seed + t))
@@ -247,7 +257,9 @@ def oscillations(count: int, seed: int) -> list[Recording]:
 
 @pytest.mark.slow
 def test_it_learns_a_linear_problem():
-    """Better than the mean, than an observation by itself, and with a covariance of the right size."""
+    """Better than the mean, than an observation by itself, and with a covariance of the
+    right size.
+    """
     train, test = oscillations(60, 1), oscillations(60, 2)
     torch.manual_seed(0)
     net = DPF(2, 2, hidden=0, particles=50, m=8)
@@ -280,7 +292,9 @@ def test_what_it_does_not_take():
 
 
 def test_moves_that_run_away_are_held():
-    """A net whose moves double the state in each step: its estimates stay among the proposals, through a thousand steps."""
+    """A net whose moves double the state in each step: its estimates stay among the proposals,
+    through a thousand steps.
+    """
     net = DPF(1, 1, particles=20, gamma=None)
     with torch.no_grad():
         net.linear.weight.mul_(2)

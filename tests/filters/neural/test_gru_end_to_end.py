@@ -1,4 +1,6 @@
-"""Gated recurrent units over codes with variances: the recurrence against PyTorch's, the likelihood against SciPy's."""
+"""Gated recurrent units over codes with variances: the recurrence against PyTorch's, the likelihood
+against SciPy's.
+"""
 
 from __future__ import annotations
 

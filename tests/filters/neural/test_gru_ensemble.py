@@ -1,4 +1,6 @@
-"""Recurrent nets that fit themselves: what they learn, what they keep, and what they say of themselves."""
+"""Recurrent nets that fit themselves: what they learn, what they keep, and what they say of
+themselves.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from kbf.recording import Recording
 
 
 def echoes(steps: int, seed: int, lag: int = 3) -> Recording:
-    """States that are what was observed some steps before, with a little noise: memory is all that counts."""
+    """States that are what was observed some steps before, with a little noise: memory is all that
+    counts.
+    """
     x = torch.randn(
         steps + lag, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )

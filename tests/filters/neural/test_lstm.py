@@ -196,7 +196,8 @@ def test_state_dict_is_complete():
 
 
 def test_it_learns_to_remember_and_to_predict():
-    """A point that turns by 0.5 a step, seen only in the first three of eight steps: after 60 steps of Adam the error of the
+    """A point that turns by 0.5 a step, seen only in the first three of eight steps: after 60 steps
+    of Adam the error of the
     unseen steps is under a tenth of the variance, which no filter without memory can reach.
     """
     start = 6.28 * torch.rand(64, 1, generator=generator())

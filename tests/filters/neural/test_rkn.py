@@ -1,4 +1,6 @@
-"""The Recurrent Kalman Network against a dense Kalman filter with the same matrices, its likelihood against SciPy's."""
+"""The Recurrent Kalman Network against a dense Kalman filter with the same matrices, its likelihood
+against SciPy's.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def test_the_loss_is_the_log_likelihood_of_the_filter_step_by_step():
 
 @pytest.mark.slow
 def test_it_learns_and_knows_how_much_to_trust_an_observation():
-    """Half of the observations are noise, and a third component tells which: errors and variances follow."""
+    """Half of the observations are noise, and a third component tells which: errors and variances
+    follow.
+    """
     drawn = torch.randn(40, 30, 2, generator=generator(), dtype=F64)
     states = torch.nn.functional.normalize(drawn.cumsum(1), dim=-1)
     good = (torch.rand(40, 30, 1, generator=generator(1), dtype=F64) < 0.5).double()

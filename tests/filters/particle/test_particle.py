@@ -1,4 +1,6 @@
-"""Resampling against its definition; the bootstrap filter against the Kalman filter and a Bayes filter on a grid."""
+"""Resampling against its definition; the bootstrap filter against the Kalman filter and a Bayes
+filter on a grid.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def test_systematic_counts_are_floor_or_ceil(b, P, dtype):
 
 @pytest.mark.parametrize("name", RESAMPLING)
 def test_expected_counts_are_weights(name):
-    """Mean count over 4,000 resamplings within 4.5 standard errors of P w (20 comparisons), with the scheme's own variance."""
+    """Mean count over 4,000 resamplings within 4.5 standard errors of P w (20 comparisons), with
+    the scheme's own variance.
+    """
     lw = torch.randn(1, 20, dtype=F64, generator=generator(1)).expand(4000, 20)
     n = counts(RESAMPLING[name](lw, generator()), 20)
     expected = 20 * lw[0].softmax(-1)
@@ -90,7 +94,9 @@ def test_expected_counts_are_weights(name):
 
 
 def test_edges_of_the_unit_interval_choose_no_zero_weight():
-    """Points exactly 0, on a boundary, and 1, of weights with zeros at both ends and sums that round to below 1."""
+    """Points exactly 0, on a boundary, and 1, of weights with zeros at both ends and sums that
+    round to below 1.
+    """
     lw = tensor([[0.0, 0.25, 0.25, 0.0, 0.5, 0.0]]).log()
     assert invert(lw, tensor([[0.0, 0.25, 0.5, 1.0]])).tolist() == [[1, 2, 4, 4]]
     for P in range(3, 200):
@@ -102,7 +108,9 @@ def test_edges_of_the_unit_interval_choose_no_zero_weight():
 @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
 @pytest.mark.parametrize("P", [1, 2, 30, 20_000])
 def test_systematic_is_the_inverse_of_the_cumulative_weights_at_its_points(P, dtype):
-    """By counts, which is faster than a search for each point: the same indices; at u = 0 and 1, too, none of weight 0."""
+    """By counts, which is faster than a search for each point: the same indices; at u = 0 and 1,
+    too, none of weight 0.
+    """
     lw = random_log_weights(6, P, dtype)
     lw[:, P // 2] = 5.0
     lw[3:, : P // 2] = lw[4:, P // 2 + 1 :] = -math.inf
@@ -156,9 +164,15 @@ def test_effective_sample_size():
 
 def linear_gaussian() -> LinearModel:
     return LinearModel(
-        A=tensor([[0.9, 0.4], [-0.3, 0.8]]), a=tensor([0.2, -0.1]), Q=tensor([[0.3, 0.1], [0.1, 0.2]]),
-        C=tensor([[1.0, 0.5]]), c=tensor([0.3]), R=tensor([[0.5]]), m0=tensor([1.0, -1.0]), P0=tensor([[0.6, 0.2], [0.2, 0.4]]),
-    )  # fmt: skip
+        A=tensor([[0.9, 0.4], [-0.3, 0.8]]),
+        a=tensor([0.2, -0.1]),
+        Q=tensor([[0.3, 0.1], [0.1, 0.2]]),
+        C=tensor([[1.0, 0.5]]),
+        c=tensor([0.3]),
+        R=tensor([[0.5]]),
+        m0=tensor([1.0, -1.0]),
+        P0=tensor([[0.6, 0.2], [0.2, 0.4]]),
+    )
 
 
 def as_state_space(m: LinearModel) -> StateSpaceModel:
@@ -199,7 +213,9 @@ def test_particle_filter_is_the_kalman_filter(threshold):
 
 
 def test_orientation_filter_is_bayes_rule_on_a_grid():
-    """40 filters of 800 particles against the exact filter on 360 angles; 10 numbers within 4.5 standard errors."""
+    """40 filters of 800 particles against the exact filter on 360 angles; 10 numbers within 4.5
+    standard errors.
+    """
     model, T, R = OrientationModel(turn=0.5, sigma_z=0.3, sigma_x=0.6), 5, 40
     angles = torch.arange(360, dtype=F64) * (2 * math.pi / 360)
     grid = torch.stack([angles.cos(), angles.sin()], -1)
@@ -330,7 +346,9 @@ def test_impossible_observation_resets_the_weights():
 
 
 def test_batch_is_one_by_one_and_masked_is_predicted():
-    """Without noise and without resampling a rollout is deterministic: together and alone agree exactly."""
+    """Without noise and without resampling a rollout is deterministic: together and alone agree
+    exactly.
+    """
     quiet = oscillatory()._replace(Q=torch.zeros(2, 2, dtype=F64))
     filter = BootstrapFilter(
         quiet, torch.randn(30, 2, dtype=F64, generator=generator()), 50, threshold=0.0
@@ -358,7 +376,9 @@ def test_same_generator_same_rollout():
 
 
 def test_gradients_flow_through_moves_and_weights():
-    """Against finite differences with the noise held fixed; the choice of the resampled particles does not change under them."""
+    """Against finite differences with the noise held fixed; the choice of the resampled particles
+    does not change under them.
+    """
     base = oscillatory()
     initial = torch.randn(30, 2, dtype=F64, generator=generator())
     obs = torch.randn(2, 3, 2, dtype=F64, generator=generator(1))
@@ -390,7 +410,9 @@ def test_float32_follows_the_initial_states():
 
 
 def test_covariances_factored_once_give_the_same_numbers():
-    """To the bit; a model with methods of its own, or with a covariance that learns, is left as it is."""
+    """To the bit; a model with methods of its own, or with a covariance that learns, is left as it
+    is.
+    """
     model, z = oscillatory(), torch.randn(5, 2, dtype=F64, generator=generator())
     factored = in_type_of(model, z)
     assert isinstance(factored, FactoredModel)

@@ -1,4 +1,6 @@
-"""Per-observation regression, against refitting without each point and plain NumPy ridge regression."""
+"""Per-observation regression, against refitting without each point and plain NumPy ridge
+regression.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def median(x: np.ndarray) -> float:
 
 
 def refit_score(x: np.ndarray, z: np.ndarray, bandwidth: float, reg: float) -> float:
-    """Mean squared error at each point of a ridge regression on all others, ridge n reg with n of *all* points."""
+    """Mean squared error at each point of a ridge regression on all others, ridge n reg with n of
+    *all* points.
+    """
     n, errors = len(x), []
     for i in range(n):
         rest = np.arange(n) != i

@@ -1,4 +1,6 @@
-"""Regression on a window, trees, and gated units: against scikit-learn, brute force and PyTorch's own."""
+"""Regression on a window, trees, and gated units: against scikit-learn, brute force and PyTorch's
+own.
+"""
 
 from __future__ import annotations
 
@@ -181,7 +183,9 @@ def test_the_loop_gives_what_the_whole_sequence_gives():
 
 @pytest.mark.slow
 def test_variances_cost_the_mean_nothing():
-    """The cell's gradient is that of the squared error alone; and the head finds the variance of the errors."""
+    """The cell's gradient is that of the squared error alone; and the head finds the variance of
+    the errors.
+    """
     net, s = gru(), recording(200)
     batch = Recording(*(None if leaf is None else leaf[None] for leaf in s))
     net.loss(*batch).backward()

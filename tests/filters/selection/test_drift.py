@@ -23,7 +23,9 @@ KEEP, NOISE = 0.9, 0.3
 
 
 def turning(n: int, turn: float, seed: int = 0, lead: int = 200) -> tuple[Recording, torch.Tensor]:
-    """A state z' = 0.9 z + e of variance 1, seen by a sensor that turns by ``turn`` in n steps: n steps and ``lead`` after them."""
+    """A state z' = 0.9 z + e of variance 1, seen by a sensor that turns by ``turn`` in n steps: n
+    steps and ``lead`` after them.
+    """
     generator, T = torch.Generator().manual_seed(seed), n + lead
     noise, error = (torch.randn(T, 2, generator=generator, dtype=F64) for _ in range(2))
     z = torch.zeros(T, 2, dtype=F64)
@@ -64,7 +66,9 @@ def test_nothing_is_left_out_where_nothing_drifts(n):
 
 
 def test_that_recordings_differ_is_no_drift():
-    """Each of ten has a sensor that turns otherwise: the last steps are nearest to those before them, of the same recording."""
+    """Each of ten has a sensor that turns otherwise: the last steps are nearest to those before
+    them, of the same recording.
+    """
     turned = torch.linspace(0, 6, 10, dtype=F64)[
         torch.randperm(10, generator=torch.Generator().manual_seed(1))
     ].tolist()
@@ -86,7 +90,9 @@ def test_that_recordings_differ_is_no_drift():
 
 
 def test_recordings_that_turn_one_after_the_other_do_drift():
-    """A sensor that turns from each recording to the next: the oldest recordings are left out, whole."""
+    """A sensor that turns from each recording to the next: the oldest recordings are left out,
+    whole.
+    """
     sequence, _ = turning(4000, 2.0, lead=0)
     memory = [during(sequence, k, k + 200) for k in range(0, 4000, 200)]
     count = newest(memory, [WindowRidge(None)])
@@ -103,7 +109,9 @@ def test_all_judges_must_agree():
 @pytest.mark.slow
 @pytest.mark.parametrize(("n", "turn"), [(1000, 1.0), (2000, 1.0)])
 def test_a_turning_sensor_is_followed(n, turn):
-    """Against the filter that knows how it turns: nearer than over the whole recording, and regions that hold."""
+    """Against the filter that knows how it turns: nearer than over the whole recording, and regions
+    that hold.
+    """
     sequence, C = turning(n, turn)
     memory, test = [during(sequence, 0, n)], during(sequence, n)
     floor = (true_filter(sequence, C)[n:] - test.states).square().mean()

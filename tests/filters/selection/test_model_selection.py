@@ -1,4 +1,6 @@
-"""Stacks and the net under a model: weights against brute force, mixtures by loops, choices on data whose best model is known."""
+"""Stacks and the net under a model: weights against brute force, mixtures by loops, choices on data
+whose best model is known.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def without_more(monkeypatch):
 
 
 def test_weights_of_a_stack_are_the_best_of_the_simplex():
-    """No point of a fine grid of the simplex has a smaller sum of squares; never worse than a single member."""
+    """No point of a fine grid of the simplex has a smaller sum of squares; never worse than a
+    single member.
+    """
     residuals = (
         torch.randn(3, 200, 2, generator=generator(), dtype=F64)
         * torch.tensor([1.0, 1.3, 4.0], dtype=F64)[:, None, None]
@@ -181,7 +185,9 @@ def test_a_stack_says_that_it_is_not_exported():
 
 
 class Wrong(nn.Module):
-    """A model that has learned nothing: its estimates are off by ten, and it is quite sure of them."""
+    """A model that has learned nothing: its estimates are off by ten, and it is quite
+    sure of them.
+    """
 
     def prepare(self, memory, generator=None):
         self.prepared = True
@@ -191,7 +197,9 @@ class Wrong(nn.Module):
 
 
 def test_a_model_that_is_wrong_is_replaced_by_the_right_one():
-    """The data are linear and Gaussian: the net catches by the Kalman filter, whose error it then has."""
+    """The data are linear and Gaussian: the net catches by the Kalman filter, whose error it then
+    has.
+    """
     data, new = recording(600), recording(400, seed=1)
     net = ModelSelection(Wrong(), name="wrong")
     net.prepare([data])
@@ -281,7 +289,9 @@ def test_without_enough_steps_or_with_silent_sensors_it_is_the_main_model():
 
 @pytest.mark.slow
 def test_more_is_tried_in_trouble_and_stacked(monkeypatch):
-    """Two halves of the truth: each component is told by one model; the stack has both, and a mean error below each."""
+    """Two halves of the truth: each component is told by one model; the stack has both, and a mean
+    error below each.
+    """
 
     class Half(nn.Module):
         def __init__(self, k):
@@ -355,7 +365,9 @@ def test_remarks_name_what_the_data_forbid():
 
 @pytest.mark.slow
 def test_the_published_filter_is_taken_where_it_is_better(monkeypatch):
-    """Moves of two modes and a main model that knows of one: the filter over the recording needs no law at all."""
+    """Moves of two modes and a main model that knows of one: the filter over the recording needs no
+    law at all.
+    """
     monkeypatch.undo()
     monkeypatch.setattr(auto, "MORE", {})
     data = SyntheticData(Fork(), n_train=500, n_test=200, seed=1000)
@@ -374,7 +386,9 @@ def test_the_published_filter_is_taken_where_it_is_better(monkeypatch):
     ("apart", "taken"), [(0.05, "kernel_monte_carlo"), (0.5, "window_boosting")]
 )
 def test_of_those_that_are_alike_the_filter_is_taken(apart, taken, monkeypatch):
-    """The main model is surely worse; trees are ahead of the filter by less, or more, than a standard error."""
+    """The main model is surely worse; trees are ahead of the filter by less, or more, than a
+    standard error.
+    """
     noise = torch.randn(8, generator=generator(), dtype=F64)
     scores = {
         "main": 3 + 0.1 * noise,
@@ -442,7 +456,9 @@ def test_with_controls_the_memory_that_moves_leads(monkeypatch):
 
 
 def test_stretches_are_as_long_as_a_fold_allows():
-    """`FEW` of `SHORT` steps at first, then `MOST`, which grow with the fold up to `LONG`; short recordings are taken whole."""
+    """`FEW` of `SHORT` steps at first, then `MOST`, which grow with the fold up to `LONG`; short
+    recordings are taken whole.
+    """
 
     def lengths(*steps):
         return [
@@ -460,7 +476,10 @@ def test_stretches_are_as_long_as_a_fold_allows():
 
 
 def test_recordings_that_do_not_speak_for_each_other_are_held_out_whole():
-    """Each has a sensor of its own: within a recording it tells everything, of another one nothing. What is left is the mean."""
+    """Each has a sensor of its own: within a recording it tells everything, of another one nothing.
+
+    What is left is the mean.
+    """
     g = torch.Generator().manual_seed(0)
     z = [torch.randn(300, 1, generator=g, dtype=F64) for _ in range(3)]
     memory = [

@@ -1,4 +1,6 @@
-"""Benchmarks of the forms of conditional means, of training through the filter, and of other libraries."""
+"""Benchmarks of the forms of conditional means, of training through the filter, and of other
+libraries.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Benchmarks of filters by rank, batch, locality and precision: that they run, that their sides agree, and what they claim."""
+"""Benchmarks of filters by rank, batch, locality and precision: that they run, that their sides
+agree, and what they claim.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ from studies.benchmarks.peers_filters import bootstrap
 
 
 def test_both_particle_filters_estimate_the_same():
-    """Their means differ by Monte Carlo errors alone: 0.007 to 0.013 over 40 seeds of the other side, whose numbers NumPy draws."""
+    """Their means differ by Monte Carlo errors alone: 0.007 to 0.013 over 40 seeds of the other
+    side, whose numbers NumPy draws.
+    """
     pytest.importorskip("filterpy")
     np.random.seed(0)
     ours, theirs = (

@@ -180,7 +180,9 @@ def test_the_verdict_file_says_how_it_was_made():
 
 
 def posterior_rows(**error):
-    """Eight runs at two dimensions; methods err by 1 times the dimension unless told, IW by half of it."""
+    """Eight runs at two dimensions; methods err by 1 times the dimension unless told, IW by half of
+    it.
+    """
     methods = {
         "original": 1.0,
         "original, n^2 delta": 0.8,
@@ -223,7 +225,9 @@ def test_verdicts_on_the_posterior_mean():
 
 
 def test_the_errors_of_the_posterior_mean():
-    """Each method again by NumPy: rules of Xu et al., equations 2 and 4, and the truth from the joint covariance."""
+    """Each method again by NumPy: rules of Xu et al., equations 2 and 4, and the truth from the
+    joint covariance.
+    """
     d, n, q, seed = 2, 12, 5, 3
     model = gaussian_model(d, generator := torch.Generator().manual_seed(seed), scale=1 / (2 * d))
     A = torch.randn(

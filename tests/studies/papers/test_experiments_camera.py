@@ -1,4 +1,6 @@
-"""The camera that turns in SO(3): its path, its images, and the filters, against formulas written out."""
+"""The camera that turns in SO(3): its path, its images, and the filters, against formulas written
+out.
+"""
 
 from __future__ import annotations
 
@@ -319,7 +321,9 @@ def test_the_error_is_the_frobenius_norm():
 
 
 def verdicts(runs: int, errors: dict[str, float], *, lucky: str = "") -> list[bool | None]:
-    """With these errors, which grow from run to run; ``lucky`` makes no error at all in the first."""
+    """With these errors, which grow from run to run; ``lucky`` makes no error at all in
+    the first.
+    """
     rows = [
         {
             "run": run,

@@ -1,4 +1,6 @@
-"""The experiments on cheap conditional mean embeddings: truths, baselines, choices, verdicts, and the simulated coalescent."""
+"""The experiments on cheap conditional mean embeddings: truths, baselines, choices, verdicts, and
+the simulated coalescent.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_the_kernel_is_a_gaussian_density(normal):
 
 
 def hermite(mean, cov, order=40):
-    """Points and weights of a Gaussian in two dimensions: integrals of smooth functions are exact to rounding."""
+    """Points and weights of a Gaussian in two dimensions: integrals of smooth functions are exact
+    to rounding.
+    """
     nodes, weights = np.polynomial.hermite_e.hermegauss(order)
     white = torch.tensor(list(product(nodes, nodes)), dtype=F64)
     w = torch.tensor(weights / weights.sum(), dtype=F64)
@@ -159,7 +163,9 @@ def test_the_nonlinear_truth_is_what_its_sample_scatters_around():
 
 
 def test_error_falls_to_zero_with_n():
-    """At n = 1500 the full form is near the truth, and its mean error is below the noise of the answer 0."""
+    """At n = 1500 the full form is near the truth, and its mean error is below the noise of the
+    answer 0.
+    """
     job = {"kind": "chosen", "run": 0, "n": 1500, "d": 1, "m": 50, "variance_y": 0.1}
     p = ckme_nonlinear.problem(1500, 1, 20, 0)
     row = cme_study.row(job, p, CKME, 0.03, 1e-3)
@@ -512,7 +518,9 @@ def test_statistics_of_few_sites():
 
 @pytest.mark.parametrize("rho", [0.0, 8.0])
 def test_expected_sites_and_differences(msprime, rho):
-    """E[segregating sites] = theta sum_{i<n} 1/i (Watterson) and E[pairwise differences] = theta (Tajima), whatever rho is."""
+    """E[segregating sites] = theta sum_{i<n} 1/i (Watterson) and E[pairwise differences] = theta
+    (Tajima), whatever rho is.
+    """
     theta, n = 6.0, 12
     drawn = [
         coalescent_data.statistics(*coalescent_data.sample(theta, rho, s, haplotypes=n), 0.0)
@@ -584,7 +592,9 @@ def test_the_first_pieces_are_the_simulations(monkeypatch):
 
 
 def test_a_linear_truth_is_found(monkeypatch, normal):
-    """With parameters that are a linear function of the statistics, the errors of all forms over all points are small."""
+    """With parameters that are a linear function of the statistics, the errors of all forms over
+    all points are small.
+    """
     x = normal(400, 7)
     x[:, 1:] *= 0.05
     y = torch.stack([6 + x[:, 0], 5 - x[:, 0]], 1)
@@ -659,7 +669,9 @@ def test_the_choice_is_made_once_for_all_runs(monkeypatch):
 @pytest.mark.slow
 def test_verdicts_on_the_coalescent():
     def answer(runs=8, **numbers):
-        """Each method errs by (mean, mode, seconds) at its two sizes, of which the first was better at what was taken out."""
+        """Each method errs by (mean, mode, seconds) at its two sizes, of which the first was better
+        at what was taken out.
+        """
         rows = []
         for run, method, m in product(range(runs), METHODS, (10, 20)):
             mean, mode, seconds = numbers.get(method, (2.0, 2.0, 1.0))

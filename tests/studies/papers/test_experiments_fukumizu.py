@@ -1,4 +1,6 @@
-"""The comparisons of Fukumizu et al. with density estimates and with rejection ABC, against formulas written out."""
+"""The comparisons of Fukumizu et al. with density estimates and with rejection ABC, against
+formulas written out.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,9 @@ def test_least_squares_cv_finds_the_width(normal):
 
 
 def rules_by_reference(z, x, prior, queries, length_z, length_x):
-    """Weights ``q n`` of the original rule in the operators' own scale (mu = gamma / n), and of the importance-weighted one."""
+    """Weights ``q n`` of the original rule in the operators' own scale (mu = gamma / n), and of the
+    importance-weighted one.
+    """
     n = len(z)
     z, x, prior, queries = (part.numpy() for part in (z, x, prior, queries))
     G_Z, G_X = reference.gaussian_gram(z, z, length_z), reference.gaussian_gram(x, x, length_x)
@@ -152,7 +156,9 @@ def test_rules_of_the_kde_comparison(model):
 
 
 def test_cross_validation_by_loops(model, monkeypatch):
-    """Posteriors of held-out x, averaged, against held-out z; everything but the bandwidths' unit comes from the other folds."""
+    """Posteriors of held-out x, averaged, against held-out z; everything but the bandwidths' unit
+    comes from the other folds.
+    """
     n, factors, scores = 24, (0.5, 2.0), {}
     z, x = model.pairs(n, seeded(1))
     lengths = median_distance(z), median_distance(x)
@@ -223,7 +229,8 @@ def test_errors_of_a_piece():
 
 
 def kde_rows(factor: float = 1.0, printed: float = 1.0, weighted: float = 1.0):
-    """Eight runs at two dimensions; KBR is ``factor`` times as wrong as the best density estimate but one, which has h = 0.5.
+    """Eight runs at two dimensions; KBR is ``factor`` times as wrong as the best density estimate
+    but one, which has h = 0.5.
 
     ``printed`` is the factor with delta as printed, ``weighted`` that of the IW rule's error over
     KBR's.
@@ -421,7 +428,9 @@ def test_errors_at_a_cost():
 
 
 def abc_rows(kernel: float, printed: float):
-    """Errors 1 / n with ten times the time of ABC, whose error is 1 / sqrt(n); COND takes half of KBR's time."""
+    """Errors 1 / n with ten times the time of ABC, whose error is 1 / sqrt(n); COND takes half of
+    KBR's time.
+    """
     rows = []
     for run in range(2):
         for n in (100, 1000, 10_000):

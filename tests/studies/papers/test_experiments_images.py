@@ -1,4 +1,6 @@
-"""Filtering in the plane and from images: what the experiments do, against loops from the papers; what they say of rows."""
+"""Filtering in the plane and from images: what the experiments do, against loops from the papers;
+what they say of rows.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def data_of(job):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [low.ORIGINAL, low.WEIGHTED])
 def test_the_kernel_filters_are_algorithm_2(rows, method):
-    """Xu et al., algorithms 1 and 2, in plain numpy with full Gram matrices, at the numbers that the grid has chosen."""
+    """Xu et al., algorithms 1 and 2, in plain numpy with full Gram matrices, at the numbers that
+    the grid has chosen.
+    """
     data, z, x, truth, seen = data_of(JOB)
     model = low.models("oscillatory", 50)[method]
     model.prepare(data.train)
@@ -81,7 +85,9 @@ def test_the_kernel_filters_are_algorithm_2(rows, method):
 
 
 def test_the_extended_kalman_filter_is_the_textbooks(rows):
-    """With the Jacobian by central differences, started from mean and covariance of the training states."""
+    """With the Jacobian by central differences, started from mean and covariance of the training
+    states.
+    """
     _, z, _, truth, seen = data_of(JOB)
 
     def f(point):
@@ -225,7 +231,9 @@ def test_every_method_is_in_one_piece(experiment):
 
 
 def test_pixels_and_floor_on_pictures():
-    """The particle filter of the experiment is the library's; the floor sees the positions, and not the pictures."""
+    """The particle filter of the experiment is the library's; the floor sees the positions, and not
+    the pictures.
+    """
     data = DSprites(40, 10, seed=1)
     job = {
         "n": 40,
@@ -257,7 +265,9 @@ def test_a_method_has_one_error_alone_and_beside_others():
 
 
 def tiny(steps=0, seed=0):
-    """An LSTM after some steps, fitted to a recording whose images tell the state; and the recording."""
+    """An LSTM after some steps, fitted to a recording whose images tell the state; and the
+    recording.
+    """
     torch.manual_seed(seed)
     states = torch.randn(30, 2, dtype=torch.float64)
     obs = torch.cat([states, states.square()], 1).reshape(30, 1, 2, 2).float()

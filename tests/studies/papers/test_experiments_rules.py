@@ -1,4 +1,6 @@
-"""The experiments that compare the rules: priors of two classes, filtering against EKF and UKF, rates of convergence."""
+"""The experiments that compare the rules: priors of two classes, filtering against EKF and UKF,
+rates of convergence.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,9 @@ def test_the_bound_is_what_bayes_rule_loses_without_the_prior(monkeypatch):
     ],
 )
 def test_the_verdicts_on_the_prior_follow_the_rows(through, answers, monkeypatch):
-    """Rules that are Bayes' rule; and rules that ignore the prior but for large ridges, where they are too small."""
+    """Rules that are Bayes' rule; and rules that ignore the prior but for large ridges, where they
+    are too small.
+    """
     truth = prior_influence.TRUTH
 
     def rule(method, z, x, sigma, eps, delta):
@@ -159,7 +163,9 @@ def test_the_verdicts_on_the_prior_follow_the_rows(through, answers, monkeypatch
 
 
 def test_what_is_told_of_a_ridge_is_of_both_ridges(monkeypatch):
-    """Answers that depend on epsilon alone: each number is of epsilon = delta, not of another epsilon with that delta."""
+    """Answers that depend on epsilon alone: each number is of epsilon = delta, not of another
+    epsilon with that delta.
+    """
     truth = prior_influence.TRUTH
 
     def rule(method, z, x, sigma, eps, delta):
@@ -202,7 +208,9 @@ def recording() -> Recording:
 
 
 def papers_filter(rule, memory, obs, beta, eps):
-    """Equations 18 and 19 of Fukumizu et al. with full matrices, mu and delta in their scaling; or algorithm 1 of Xu et al."""
+    """Equations 18 and 19 of Fukumizu et al. with full matrices, mu and delta in their scaling; or
+    algorithm 1 of Xu et al.
+    """
     z, y = memory.states.numpy(), memory.obs.numpy()
     T = len(z)
     k = lambda a, b, s: np.exp(-((a[:, None] - b[None]) ** 2).sum(-1) / (2 * s**2))  # noqa: E731
@@ -382,7 +390,9 @@ def test_the_ratio_anywhere_solves_its_equation():
 
 
 def test_the_errors_against_operators_on_a_grid():
-    """Every error again from matrices: embeddings as values on a fine grid, norms by pinning them there."""
+    """Every error again from matrices: embeddings as values on a fine grid, norms by pinning them
+    there.
+    """
     n, scale = 40, 10.0
     z, x, u = (t.numpy() for t in consistency.sample(n, 7))
     told = consistency.errors(n, 7, scale)
@@ -437,7 +447,9 @@ def test_the_share_of_weights_that_is_clipped():
 
 
 def power_law(exponent, noise=0.0, runs=4, clipped=0.1):
-    """Errors that fall as n^-exponent, with a factor of its own for each run and n; a share of the weights is clipped."""
+    """Errors that fall as n^-exponent, with a factor of its own for each run and n; a share of the
+    weights is clipped.
+    """
     rng = np.random.default_rng(0)
     rows = []
     for run in range(runs):

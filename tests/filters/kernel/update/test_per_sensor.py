@@ -183,7 +183,9 @@ def test_a_masked_step_of_a_recording_is_one_where_nobody_spoke():
 
 
 def test_sensors_that_never_spoke_together_are_not_used_together():
-    """Fewer than LEAST_TOGETHER common points: the first sensor alone is used, of which there are more."""
+    """Fewer than LEAST_TOGETHER common points: the first sensor alone is used, of which there are
+    more.
+    """
     whole, few = recording(200), LEAST_TOGETHER - 1
     apart = silent(silent(whole, [2], slice(0, 100 - few)), [0, 1], slice(100, 200))
     model = KBF(sensors=SENSORS)
