@@ -38,9 +38,9 @@ release:  ## build wheel and source archive into dist/, install the wheel elsewh
 	scripts/bootstrap dev,docs
 	scripts/check_release
 
-stress:  ## kill, damage and mislead kbf a thousand times and more, and count (docs/stress.md)
+stress:  ## run the stress tests: kills, damaged files, bad input (docs/stress.md)
 	scripts/bootstrap dev
-	.venv/bin/python studies/stress/run.py --page
+	.venv/bin/python -m studies stress --page
 
 gpu:  ## what the CUDA card of this machine does to kbf, in 8 minutes: numbers, training, time, memory (data/results/gpu/)
 	scripts/gpu_check

@@ -87,7 +87,6 @@ from kbf.ssm import (
 from kbf.training.checkpoint import load_filter as load_filter
 from kbf.training.datamodule import FilterDataModule as FilterDataModule
 from kbf.training.filter_stage import FilterTraining as FilterTraining
-from studies import benchmarks as benchmarks, papers as papers
 
 __version__: str
 __all__ = [

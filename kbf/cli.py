@@ -375,16 +375,12 @@ def interpret(argv: list[str]) -> int:
         return refuse(
             f"{stray[0]!r} is no setting: write key=value; see kbf {command} --help", command
         )
-    if "--list" in options:
-        from studies.benchmarks import BENCHMARKS
-        from studies.papers import EXPERIMENTS
-
-        names = BENCHMARKS if command == "bench" else EXPERIMENTS
-        print("\n".join(f"{name:<20}{what}" for name, what in names.items()))
-        return 0
     if "--multirun" not in options:
         overrides = [literal_path(word) for word in overrides]
     try:
+        if "--list" in options:
+            print(names_of_studies(command))
+            return 0
         return run(command, overrides, options)
     except KeyboardInterrupt:
         advice = (
@@ -398,6 +394,18 @@ def interpret(argv: list[str]) -> int:
         if "--debug" in options or not expected(error):
             raise
         return refuse(one_line(error), command)
+
+
+def names_of_studies(command: str) -> str:
+    """Return what ``--list`` prints: each benchmark or experiment with a description."""
+    from kbf.commands.support.workshop import load_study
+
+    names = (
+        load_study("benchmarks").BENCHMARKS
+        if command == "bench"
+        else load_study("papers").EXPERIMENTS
+    )
+    return "\n".join(f"{name:<20}{description}" for name, description in names.items())
 
 
 def refuse(reason: str, command: str = "") -> int:

@@ -8,7 +8,7 @@ measured;
 - ``claims(rows) -> list[Claim]``: what was to be reached, and what was;
 - ``draw(rows) -> Figure``: the picture.
 
-`kbf.commands.bench` runs it.
+`studies.benchmarks.command` runs it.
 """
 
 from __future__ import annotations

@@ -48,9 +48,8 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
         began = time.perf_counter()
         model.prepare(memory)
         chosen = time.perf_counter() - began
-        model.log_bandwidth.sub_(
-            math.log(4.0)
-        )  # narrow kernels: these data do not need so high a rank
+        # narrow kernels: these data do not need so high a rank otherwise
+        model.log_bandwidth.sub_(math.log(4.0))
         began = time.perf_counter()
         filter = model.to(device).fit(memory)
         synchronise()
@@ -62,9 +61,9 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
         used = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else gibibytes()
         row: Row = {
             "training points": n,
-            "rank": filter.rule.features.shape[1],
+            "rank": filter.rule.features.shape[1],  # pyright: ignore[reportIndexIssue]
             "choosing, seconds": chosen,
-        }  # pyright: ignore
+        }
         row |= {"conditioning, seconds": fitted, "step, milliseconds": 1e3 * seconds}
         rows.append(
             row

@@ -11,7 +11,7 @@ rows of one piece, with the job's own keys in them where the other parts need th
 - ``draw(rows) -> Figure``: the paper's picture;
 - ``NOTES``: what the paper leaves open, and what was chosen.
 
-`kbf.commands.reproduce` runs it.
+`studies.papers.command` runs it.
 """
 
 from __future__ import annotations

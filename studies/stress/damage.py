@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from commands.test_hostile_checkpoints import NETS
+from commands.test_hostile_checkpoints import NETS  # pyright: ignore[reportMissingImports]
 
 from kbf.cli import main
 from kbf.filters.state_io import load_state, save_state

@@ -1,7 +1,8 @@
-"""``make stress``: everything that is done to kbf on purpose, counted: tried, passed, failed. Writes docs/stress.md."""
+"""``make stress``: kills, damaged files, bad input and endurance runs, counted by kind of case."""
 
 from __future__ import annotations
 
+import argparse
 import collections
 import functools
 import json
@@ -15,15 +16,10 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]
-warnings.simplefilter("ignore")
+from studies.stress import ROOT, bad_inputs, damage, endurance, kills
+from studies.stress.cases import Outcome, small_checkpoint
 
-from studies.stress import bad_inputs, damage, endurance, kills  # noqa: E402
-from studies.stress.cases import Outcome, small_checkpoint  # noqa: E402
-
-OTHERS = ["compare in processes", "append", "export", "data", "render"]
+OTHER_COMMANDS = ["compare in processes", "append", "export", "data", "render"]
 SECTIONS = {
     "bad_inputs": bad_inputs.run,
     "damage": damage.run,
@@ -32,14 +28,17 @@ SECTIONS = {
         f"kills_{name}": functools.partial(kills.run, names=[name])
         for name in ("train", "compare", "filter")
     },
-    "kills_of_others": functools.partial(kills.run, names=OTHERS),
+    "kills_of_others": functools.partial(kills.run, names=OTHER_COMMANDS),
 }
 
 
 def everything(folder: Path, share: float, sections: Iterable[str] = SECTIONS) -> Iterator[Outcome]:
-    """Outcomes of all sections, each in a process of its own, as they come; ``share`` of the cases of each."""
+    """Yield the outcomes of all sections as they arrive; each section runs in its own process.
+
+    ``share`` is the share of the cases of each section that is run.
+    """
     readers = selectors.DefaultSelector()
-    small_checkpoint()  # all of them have it then
+    small_checkpoint()  # cached, so that every forked process has it
     for name in sections:
         reading, writing = os.pipe()
         if os.fork() == 0:
@@ -67,62 +66,63 @@ def everything(folder: Path, share: float, sections: Iterable[str] = SECTIONS) -
                     yield Outcome("the suite itself", key.data, "a section broke off")
 
 
-def page(outcomes: list, seconds: float) -> str:
-    """The counts as Markdown."""
-    tried = collections.Counter(outcome.section for outcome in outcomes)
+def page(outcomes: list[Outcome], seconds: float) -> str:
+    """Return the counts as Markdown."""
+    cases = collections.Counter(outcome.section for outcome in outcomes)
     failed = collections.Counter(outcome.section for outcome in outcomes if outcome.why)
     lines = [
-        "# Torture",
+        "# Stress tests",
         "",
-        "What `make stress` does to kbf on purpose, and how it went the last time.",
+        "Cases that `make stress` runs, and their results in the last run.",
         "",
+        "| kind of case | cases | passed | failed |",
+        "|---|---|---|---|",
     ]
-    lines += ["| what | tried | passed | failed |", "|---|---|---|---|"]
     lines += [
         f"| {name} | {count:,} | {count - failed[name]:,} | {failed[name]:,} |"
-        for name, count in tried.items()
+        for name, count in cases.items()
     ]
-    total = sum(tried.values())
-    lines += [
-        f"| **all** | **{total:,}** | **{total - sum(failed.values()):,}** | **{sum(failed.values()):,}** |",
-        "",
-    ]
+    total, failures = sum(cases.values()), sum(failed.values())
+    lines += [f"| **all** | **{total:,}** | **{total - failures:,}** | **{failures:,}** |", ""]
     lines += [f"{seconds / 60:.0f} minutes.", ""]
-    if failed:
-        lines += [
-            "Failed:",
-            "",
-            *(f"- {o.section}: `{o.name}`: {o.why}" for o in outcomes if o.why),
-            "",
-        ]
+    if failures:
+        lines += ["Failed:", ""]
+        lines += [f"- {o.section}: `{o.name}`: {o.why}" for o in outcomes if o.why] + [""]
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Run all; exit code 1 if anything failed. An argument is the share of the cases to try; with ``--page`` the page is written, with ``--kills`` and the like only these sections are run."""
-    numbers = [float(word) for word in sys.argv[1:] if not word.startswith("-")]
-    share, began, outcomes = numbers[0] if numbers else 1.0, time.monotonic(), []
-    sections = [
-        name
-        for name in SECTIONS
-        if f"--{name}" in sys.argv or (name.startswith("kills") and "--kills" in sys.argv)
-    ] or SECTIONS
+def arguments(words: list[str]) -> argparse.Namespace:
+    """Return the parsed options of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m studies stress", description=__doc__)
+    parser.add_argument(
+        "share", nargs="?", type=float, default=1.0, help="share of the cases of each section"
+    )
+    parser.add_argument("--page", action="store_true", help="write docs/stress.md")
+    parser.add_argument(
+        "--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="run these sections"
+    )
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> int:
+    """Run the sections and print the table; returns 1 if a case failed."""
+    options, start, outcomes = arguments(words), time.monotonic(), []
+    warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
-        for outcome in everything(Path(folder).resolve(), share, sections):
+        for outcome in everything(Path(folder).resolve(), options.share, options.only):
             outcomes.append(outcome)
             if outcome.why:
                 print(f"FAILED {outcome.section}: {outcome.name}: {outcome.why}", flush=True)
             if len(outcomes) % 50 == 0:
-                print(
-                    f"{len(outcomes)} tried, {sum(bool(o.why) for o in outcomes)} failed, {time.monotonic() - began:.0f} s",
-                    flush=True,
-                )
-    text = page(outcomes, time.monotonic() - began)
+                failures = sum(bool(outcome.why) for outcome in outcomes)
+                seconds = time.monotonic() - start
+                print(f"{len(outcomes)} cases, {failures} failed, {seconds:.0f} s", flush=True)
+    text = page(outcomes, time.monotonic() - start)
     print(text)
-    if "--page" in sys.argv:
+    if options.page:
         (ROOT / "docs" / "stress.md").write_text(text, encoding="utf-8")
     return int(any(outcome.why for outcome in outcomes))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -9,4 +9,5 @@ from kbf.commands.support import (
     smoothing_scores as smoothing_scores,
     stream_reader as stream_reader,
     worker_pool as worker_pool,
+    workshop as workshop,
 )

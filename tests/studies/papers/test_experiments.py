@@ -15,11 +15,10 @@ import reference
 import torch
 
 from kbf.cli import main
-from kbf.commands import reproduce
-from kbf.commands.reproduce import hashed, verdict_text
 from kbf.rkhs.kernels import median_distance
-from studies.papers import EXPERIMENTS, posterior_mean
+from studies.papers import EXPERIMENTS, command, posterior_mean
 from studies.papers.base import Verdict, all_of, column, counted, means, wilcoxon
+from studies.papers.command import hashed, verdict_text
 from studies.papers.gaussian_model import gaussian_model
 
 WRITTEN = [name for name in EXPERIMENTS if importlib.util.find_spec(f"studies.papers.{name}")]  # pyright: ignore
@@ -79,7 +78,7 @@ def test_what_is_written_for_a_while_lies_beside_its_target(tmp_path, monkeypatc
 
     monkeypatch.setattr(posterior_mean, "work", work)
     before = tempfile.gettempdir()
-    reproduce.work(reproduce.Piece("posterior_mean", {}, tmp_path / "cells" / "piece.json"))
+    command.work(command.Piece("posterior_mean", {}, tmp_path / "cells" / "piece.json"))
     assert places[0].parents[1] == tmp_path / "cells" and tempfile.gettempdir() == before
     assert not (tmp_path / "cells").exists()
 

@@ -17,7 +17,12 @@ from studies.stress.run import page
 @pytest.mark.slow
 def test_nothing_falls():
     """In a process of its own: one that has threads already cannot be forked in good health."""
-    done = subprocess.run([sys.executable, run.__file__, "0.03"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "studies", "stress", "0.03"],
+        capture_output=True,
+        text=True,
+        cwd=run.ROOT,
+    )
     counts = re.search(r"\*\*all\*\* \| \*\*(\d+)\*\* \| \*\*\d+\*\* \| \*\*0\*\*", done.stdout)
     assert done.returncode == 0 and counts and int(counts[1]) > 40, done.stdout + done.stderr
 
@@ -42,6 +47,6 @@ def test_what_is_not_refused_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert refused(["--version"]) == "exit code 0"
     assert refused(["train", "n_train=x"]) == ""
-    assert "1 | 0 | 1" in page([damage.Outcome("a", "b", "it fell")], 60) and os.getcwd() == str(
+    assert "1 | 0 | 1" in page([damage.Outcome("a", "b", "it fell")], 60.0) and os.getcwd() == str(
         tmp_path
     )

@@ -1,0 +1,51 @@
+"""The command line of the workshop: ``python -m studies papers | benchmark | stress``.
+
+Runs in a clone or in an unpacked source archive. ``papers`` and ``benchmark`` take the settings of
+``kbf reproduce`` and ``kbf bench`` and run the same code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+COMMANDS = {"papers": "reproduce", "benchmark": "bench"}
+"""Commands of this file, and the commands of kbf that run them."""
+USAGE = """\
+usage: python -m studies papers NAME [key=value ...]      an experiment of a paper, with a verdict
+       python -m studies benchmark NAME [key=value ...]   a benchmark, with its claims
+       python -m studies stress [options]                 stress tests and fault injection
+
+examples:
+  python -m studies papers posterior_mean preset=quick
+  python -m studies papers --list
+  python -m studies benchmark step size=smoke
+  python -m studies benchmark --list
+  python -m studies stress 0.03
+
+python -m studies papers --help, benchmark --help and stress --help list the settings."""
+
+
+def main(words: list[str]) -> int:
+    """Run a command; returns its exit code, 2 for input that cannot be used."""
+    command, rest = (words[0], words[1:]) if words else ("--help", [])
+    if command in ("-h", "--help"):
+        print(USAGE)
+        return 0 if words else 2
+    if command == "stress":
+        # before torch is imported; messages are compared as one line of a wide terminal
+        os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        from studies.stress import run
+
+        return run.main(rest)
+    if command not in COMMANDS:
+        print(f"python -m studies: there is no command {command!r}\n{USAGE}", file=sys.stderr)
+        return 2
+    from kbf import cli
+
+    sys.argv = ["kbf", COMMANDS[command], *rest]  # the command that about.json records
+    return cli.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
