@@ -21,7 +21,7 @@ _HOME = {
     "step": "kbf.filters.rollout",
     "smooth": "kbf.filters.smoothing",
     "predict_ahead": "kbf.filters.smoothing",
-    "Live": "kbf.filters.online",
+    "OnlineFilter": "kbf.filters.online",
     "tune_process": "kbf.runtime.threads",
     "save_state": "kbf.filters.state_io",
     "load_state": "kbf.filters.state_io",

@@ -94,7 +94,7 @@ reveal_type(kbf.filters.kernel.kbf.KBF)
 kbf.KBF(rnak=3)
 kbf.KFB
 kbf.filters.smooting
-kbf.Live(kernel_filter).stepp
+kbf.OnlineFilter(kernel_filter).stepp
 """
 REVEALED = {6: '"Tensor"', 7: '"Tensor"', 8: '"type[KBF]"'}
 WRONG = {9: "rnak", 10: "KFB", 11: "smooting", 12: "stepp"}
@@ -158,7 +158,7 @@ def test_numpy_arrays_go_in(data):
     assert torch.equal(
         kbf.predict_ahead(kernel_filter, x.numpy(), 1), kbf.predict_ahead(kernel_filter, x, 1)
     )
-    live = kbf.Live(kernel_filter)
+    live = kbf.OnlineFilter(kernel_filter)
     assert torch.equal(torch.stack([live.step(x[:, t].numpy()) for t in range(12)], 1), expected)
     state = kbf.step(kernel_filter, kernel_filter.init(1), x[:, 0].numpy())
     assert torch.equal(kernel_filter.estimate(state), expected[:, 0])
@@ -266,7 +266,7 @@ def test_objects_say_what_they_hold(data):
         (kbf.LearnedKalman().fit(data.train), ("KalmanFilter",)),
         (run, ("Rollout", "1 x 12 x 2", "rejected")),
         (result, ("Score", f"{result.mse.item():.4g}")),
-        (kbf.Live(kernel_filter), ("Live", "KernelBayesFilter")),
+        (kbf.OnlineFilter(kernel_filter), ("OnlineFilter", "KernelBayesFilter")),
     ]
     for thing, words in said:
         page = thing._repr_html_()

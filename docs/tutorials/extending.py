@@ -42,7 +42,7 @@ for kernel in ("gaussian", "rational_quadratic"):
 #
 # Four methods, and a state that is a tuple of tensors with the batch in front. That is all: missing
 # observations, batches of different
-# lengths, `Live`, saving and scoring follow.
+# lengths, `OnlineFilter`, saving and scoring follow.
 
 
 # %%

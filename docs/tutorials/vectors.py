@@ -57,7 +57,7 @@ print(f"three steps ahead: {(ahead[0, 2, :-3] - states[3:]).square().sum(-1).mea
 # it runs.
 
 # %%
-live = kbf.Live(kernel_filter)
+live = kbf.OnlineFilter(kernel_filter)
 for observation in data.test[0].obs[:5]:
     print(live.step(observation[None].float()).numpy().round(3))
 print(live.step(None).numpy().round(3), "without an observation")

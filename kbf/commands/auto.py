@@ -15,7 +15,7 @@ from kbf.commands.support.console import console, seconds_of, with_limits, witho
 from kbf.data.dataset import Data
 from kbf.data.windows import hold_out
 from kbf.evaluation.score import Score, score
-from kbf.filters.rollout import Filter
+from kbf.filters.protocols import Filter
 from kbf.filters.selection.cross_validation import MOST, Held, Row, Search
 from kbf.recording import Recording
 from kbf.runtime.atomic_files import scratch

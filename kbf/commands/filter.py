@@ -22,15 +22,15 @@ from kbf.commands.support.metric_descriptions import COLUMNS
 from kbf.commands.support.row_writers import (
     CsvWriter,
     JsonLinesWriter,
-    LiveEstimator,
     NpzWriter,
+    OnlineEstimator,
     RowWriter,
     Values,
 )
 from kbf.commands.support.stream_reader import InputColumns, LineError, Row, RowReader
 from kbf.data.files import ColumnSchema, read_observations
 from kbf.data.files.column_schema import Part
-from kbf.filters.rollout import allows_missing_sensors, control_components
+from kbf.filters.protocols import allows_missing_sensors, control_components
 from kbf.filters.state_io import read_leaves
 from kbf.recording import as_float
 from kbf.runtime.atomic_files import replacing
@@ -117,7 +117,7 @@ def run(config: dict[str, Any]) -> int:
         dtype=trained.module.input_dtype,
         device=config["device"],
     )
-    estimator = LiveEstimator(
+    estimator = OnlineEstimator(
         trained,
         column_schema,
         covariance=config["covariance"],
@@ -185,7 +185,7 @@ def tell_columns(columns: list[str], messages: Console) -> None:
 class FilterRun:
     """A live estimator applied to all rows, and the file that keeps its state, number of steps, last time and recording."""
 
-    estimator: LiveEstimator
+    estimator: OnlineEstimator
     path: Path | None
     every: int | None
     checkpoint: bytes
@@ -194,7 +194,11 @@ class FilterRun:
     columns: list[str]
 
     def __init__(
-        self, estimator: LiveEstimator, path: str | None, every: int | None, checkpoint: bytes
+        self,
+        estimator: OnlineEstimator,
+        path: str | None,
+        every: int | None,
+        checkpoint: bytes,
     ) -> None:
         """Go on from the state in ``path``, if there is one.
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from kbf.evaluation.metrics import mse
 from kbf.evaluation.scoring_rules import sample_energies
-from kbf.filters.rollout import Filter, rollout
+from kbf.filters.protocols import Filter
+from kbf.filters.rollout import rollout
 from kbf.filters.smoothing import predict_ahead, smooth
 from kbf.filters.wrapper import CollectingCovariance
 from kbf.recording import Recording, as_float, pad

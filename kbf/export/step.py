@@ -34,17 +34,14 @@ from kbf.filters.kernel.filter import KernelState
 from kbf.filters.kernel_monte_carlo.filter import LocalMemory
 from kbf.filters.neural.dpf import DPFState
 from kbf.filters.particle.bootstrap import ParticleState
-from kbf.filters.rollout import (
+from kbf.filters.protocols import (
     Filter,
-    FreshStart,
     allows_missing_sensors,
     control_components,
     covariance_of,
     move,
-    observe,
-    reinitialize_lost,
-    update_rejection_count,
 )
+from kbf.filters.rollout import FreshStart, observe, reinitialize_lost, update_rejection_count
 from kbf.filters.wrapper import FilterWrapper
 from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.runtime.atomic_files import replacing, write_json

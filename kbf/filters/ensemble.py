@@ -10,18 +10,18 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Generator, Tensor
 
-from kbf.filters.protocols import Backward, FilterStep, Smoothable, smoother_of
-from kbf.filters.rollout import (
-    MAX_CONSECUTIVE_REJECTIONS,
+from kbf.filters.protocols import (
+    Backward,
     Filter,
+    FilterStep,
+    Smoothable,
     allows_missing_sensors,
     control_components,
     covariance_of,
     move,
-    observe,
-    update_rejection_count,
-    where,
+    smoother_of,
 )
+from kbf.filters.rollout import MAX_CONSECUTIVE_REJECTIONS, observe, update_rejection_count, where
 
 
 class EnsembleFilter:

@@ -15,14 +15,11 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor, nn
 
+from kbf.filters.protocols import Filter, allows_missing_sensors, control_components, move
 from kbf.filters.rollout import (
-    Filter,
     FreshStart,
     advance,
-    allows_missing_sensors,
     check_controlled,
-    control_components,
-    move,
     reinitialize_lost,
     update_rejection_count,
     where,
@@ -32,13 +29,14 @@ from kbf.recording import Array, tensor_of
 from kbf.runtime.html_repr import Shown
 
 
-class Live(Shown):
+class OnlineFilter(Shown):
     """A running filter. Its state has a fixed size, so that nothing grows, however long it runs.
 
     >>> from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
     >>> one, zero = torch.eye(1), torch.zeros(1)
-    >>> live = Live(KalmanFilter(LinearModel(A=one, a=zero, Q=0 * one, C=one, c=zero, R=one, m0=zero, P0=one)))
-    >>> live.step(torch.tensor([[3.0]])), live.step(torch.tensor([[3.0]])), live.step(None)
+    >>> model = LinearModel(A=one, a=zero, Q=0 * one, C=one, c=zero, R=one, m0=zero, P0=one)
+    >>> online = OnlineFilter(KalmanFilter(model))
+    >>> online.step(torch.tensor([[3.0]])), online.step(torch.tensor([[3.0]])), online.step(None)
     (tensor([[1.5000]]), tensor([[2.]]), tensor([[2.]]))
     """
 

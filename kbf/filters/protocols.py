@@ -14,8 +14,29 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.filters.selection.catalogue import WITH_SMOOTHER
-from kbf.recording import Recording
+from kbf.recording import Recording, check_finite
+
+WITH_CONTROLS = (
+    *("kbf", "kbf_tuned", "kbf_paper", "kernel_monte_carlo", "particle_learned", "kalman"),
+    *("lstm", "lstm_feedback", "lstm_images", "gru", "gru_images", "rkn", "backprop_kf", "dpf"),
+    *("window_ridge", "window_boosting", "mean"),
+)
+"""Models whose filters take the controls of recordings that have some."""
+
+WITH_SMOOTHER = (
+    *(
+        "kbf",
+        "kbf_tuned",
+        "kbf_paper",
+        "kbf_features",
+        "kernel_monte_carlo",
+        "kalman",
+        "ekf",
+        "ukf",
+    ),
+    *("particle", "particle_learned", "particle_observation"),
+)
+"""Models whose filters have a smoother."""
 
 S = TypeVar(
     "S", bound=tuple[Any, ...]
@@ -270,6 +291,27 @@ def sample_of(filter: Filter[Any], state: Any) -> tuple[Tensor, Tensor] | None:
         cast(WithSample, filter).weighted_sample(state)
         if offers(type(filter), WithSample)
         else None
+    )
+
+
+def check_controlled(filter: Filter[Any], controls: Tensor | None, lead: tuple[int, ...]) -> None:
+    """Raise a ValueError unless there are controls ``*lead k``, all finite, for a filter that takes k of them, and only then."""
+    takes = control_components(filter)
+    if controls is None:
+        if takes:
+            raise ValueError(
+                f"this filter was made from recordings with controls: give it the {takes} of each step"
+            )
+        return
+    if not takes:
+        raise ValueError(
+            f"{type(filter).__name__} takes no controls. Models that do, where their recordings have controls: "
+            f"{', '.join(WITH_CONTROLS)}"
+        )
+    if controls.shape != (*lead, takes):
+        raise ValueError(f"controls must be {(*lead, takes)}, got {tuple(controls.shape)}")
+    check_finite(
+        controls.flatten(0, -2), "controls", advice="A control is always known: fill them in."
     )
 
 

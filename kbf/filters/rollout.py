@@ -29,51 +29,19 @@ from torch import Generator, Tensor
 
 from kbf.filters.parallel_rollout import Inputs, Rollout, at_once, joined
 from kbf.filters.protocols import (
-    Backward,
     Filter,
-    FilterModel,
-    FilterStep,
     Fused,
     HasLikelihood,
     S,
     UpdateHook,
     allows_missing_sensors,
-    control_components,
-    covariance_of,
+    check_controlled,
     diagnostics_of,
     move,
     offers,
-    smoother_of,
 )
-from kbf.filters.selection.catalogue import WITH_CONTROLS
 from kbf.filters.wrapper import innermost
 from kbf.recording import Array, check_finite, tensor_of
-
-__all__ = [
-    "MAX_CONSECUTIVE_REJECTIONS",
-    "Backward",
-    "Filter",
-    "FilterModel",
-    "FilterStep",
-    "FreshStart",
-    "Rollout",
-    "S",
-    "UpdateHook",
-    "advance",
-    "allows_missing_sensors",
-    "check_controlled",
-    "control_components",
-    "covariance_of",
-    "diagnostics_of",
-    "move",
-    "observe",
-    "reinitialize_lost",
-    "rollout",
-    "smoother_of",
-    "step",
-    "update_rejection_count",
-    "where",
-]
 
 MAX_CONSECUTIVE_REJECTIONS = 3
 """Observations passed over in a row after which a track begins anew."""
@@ -428,27 +396,6 @@ def all_possible(evidence: Shaped[Tensor, " b"]) -> bool:
     if len(evidence) > 64:
         return bool(((evidence > 0) & (evidence < math.inf)).all())
     return all(0 < e < math.inf for e in evidence.tolist())  # faster for few
-
-
-def check_controlled(filter: Filter[Any], controls: Tensor | None, lead: tuple[int, ...]) -> None:
-    """Raise a ValueError unless there are controls ``*lead k``, all finite, for a filter that takes k of them, and only then."""
-    takes = control_components(filter)
-    if controls is None:
-        if takes:
-            raise ValueError(
-                f"this filter was made from recordings with controls: give it the {takes} of each step"
-            )
-        return
-    if not takes:
-        raise ValueError(
-            f"{type(filter).__name__} takes no controls. Models that do, where their recordings have controls: "
-            f"{', '.join(WITH_CONTROLS)}"
-        )
-    if controls.shape != (*lead, takes):
-        raise ValueError(f"controls must be {(*lead, takes)}, got {tuple(controls.shape)}")
-    check_finite(
-        controls.flatten(0, -2), "controls", advice="A control is always known: fill them in."
-    )
 
 
 def where(mask: Bool[Tensor, " b"], a: S, b: S) -> S:

@@ -15,16 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor
 
-from kbf.filters.rollout import (
-    Backward,
-    Filter,
-    FilterStep,
-    covariance_of,
-    move,
-    observe,
-    rollout,
-    smoother_of,
-)
+from kbf.filters.protocols import Backward, Filter, FilterStep, covariance_of, move, smoother_of
+from kbf.filters.rollout import observe, rollout
 from kbf.recording import Array, tensor_of
 from kbf.runtime import html_repr
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kbf.filters.rollout import Filter, S
+from kbf.filters.protocols import Filter, S
 from kbf.runtime.atomic_files import check_archive
 from kbf.runtime.tensor_files import check_tensors, write_tensors
 

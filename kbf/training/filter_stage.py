@@ -33,8 +33,8 @@ from kbf import __version__
 from kbf.data.files import ColumnSchema
 from kbf.data.windows import folds, take
 from kbf.evaluation.metrics import mse
-from kbf.filters.protocols import LossModel, RatioModel, WindowModel
-from kbf.filters.rollout import Filter, rollout
+from kbf.filters.protocols import Filter, LossModel, RatioModel, WindowModel
+from kbf.filters.rollout import rollout
 from kbf.filters.scaling import ScaledFilter, Scaling
 from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.wrapper import FilterWrapper

@@ -29,7 +29,7 @@ from kbf.evaluation.alarms import (
 from kbf.evaluation.calibration import Calibration, calibrate, floor_of, floored, mahalanobis
 from kbf.evaluation.score import score, score_smoothed
 from kbf.filters.kernel.filter import KernelBayesFilter
-from kbf.filters.rollout import Filter, FilterModel
+from kbf.filters.protocols import Filter, FilterModel
 from kbf.filters.selection.auto import ModelSelection
 from kbf.recording import Recording, as_float, observed_pairs
 from kbf.rkhs.linalg import evenly

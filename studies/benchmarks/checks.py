@@ -1,4 +1,4 @@
-"""What it costs a running filter to look at everything that goes in and out: a step of `Live` against the bare arithmetic.
+"""What it costs a running filter to look at everything that goes in and out: a step of `OnlineFilter` against the bare arithmetic.
 
 The checks: the shape of the observation, whether it was possible given the prediction, and what to
 do where it was not (`kbf.filters.rollout.advance`). The bare side is the filter's own predict and
@@ -17,8 +17,8 @@ from torch import Tensor
 from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 from kbf.filters.neural.lstm import LSTMFilter
-from kbf.filters.online import Live
-from kbf.filters.rollout import Filter
+from kbf.filters.online import OnlineFilter
+from kbf.filters.protocols import Filter
 from kbf.plots.charts import Figure, curves
 from studies.benchmarks.base import Claim, Row, Settings, Tell, alternate
 from studies.benchmarks.problem import problem
@@ -48,7 +48,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
     rows = []
     for name, filter in filters.items():
         tell(name)
-        both = {"checked": stepper(Live(filter), obs), "bare": bare(filter, obs)}
+        both = {"checked": stepper(OnlineFilter(filter), obs), "bare": bare(filter, obs)}
         seconds = [alternate(both, rounds=1, seconds=0.02) for _ in range(settings["rounds"])]
         row: Row = {"filter": name}
         row |= {

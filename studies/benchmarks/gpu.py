@@ -38,8 +38,9 @@ from kbf.filters.neural.gru import GRUFilter
 from kbf.filters.neural.lstm import LSTMFilter
 from kbf.filters.neural.rkn import RKNFilter
 from kbf.filters.online import Step, compile_step
+from kbf.filters.protocols import Filter
 from kbf.filters.regression.kernel_ridge import FrameRegression
-from kbf.filters.rollout import Filter, rollout
+from kbf.filters.rollout import rollout
 from kbf.images.encoders import CNN
 from kbf.recording import Recording
 from kbf.rkhs.kernels import median_distance

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.update.rule import PrimalUpdate
-from kbf.filters.online import Live
+from kbf.filters.online import OnlineFilter
 from kbf.filters.rollout import rollout
 from kbf.plots.charts import Figure, curves
 from kbf.rkhs.linalg import psd_solve
@@ -84,7 +84,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
     runs = {name: rollout(each, obs) for name, each in filters.items()}
     tell("time of a step")
     sides: dict[str, Callable[[], object]] = {
-        name: stepper(Live(each), obs[0]) for name, each in filters.items()
+        name: stepper(OnlineFilter(each), obs[0]) for name, each in filters.items()
     }
     seconds = alternate(sides, rounds=settings["rounds"], seconds=settings["seconds"])
     errors = {

@@ -26,7 +26,7 @@ from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.gaussian.ukf import UKF
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 from kbf.filters.particle.learned import LearnedParticleFilter
-from kbf.filters.rollout import Filter
+from kbf.filters.protocols import Filter
 from kbf.plots.charts import Figure, curves
 from kbf.ssm import oscillatory, rotation
 from kbf.training.fit import train

@@ -19,7 +19,8 @@ from kbf.densities import learned_ssm
 from kbf.densities.learned_ssm import LearnedModel, learn_model
 from kbf.densities.ridge import fit_ridge_map
 from kbf.filters.particle.learned import LearnedParticleFilter
-from kbf.filters.rollout import Filter, FilterModel, rollout
+from kbf.filters.protocols import Filter, FilterModel
+from kbf.filters.rollout import rollout
 from kbf.recording import Recording
 from kbf.rkhs.kernels import KERNELS, arcsine, median_distance
 from kbf.ssm import StateSpace, oscillatory, rotation, simulate

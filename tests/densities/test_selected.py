@@ -22,7 +22,8 @@ from kbf.filters.kernel.simulated_kbf import SimulatedKBF, bounded_run
 from kbf.filters.kernel.update.nearest_draws import LocalUpdate
 from kbf.filters.particle.bootstrap import BootstrapFilter
 from kbf.filters.particle.learned import LearnedParticleFilter
-from kbf.filters.rollout import Filter, rollout
+from kbf.filters.protocols import Filter
+from kbf.filters.rollout import rollout
 from kbf.recording import Recording
 from kbf.ssm import rotation
 

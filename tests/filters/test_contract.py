@@ -31,17 +31,18 @@ from kbf.filters.neural.gru import GRUFilter
 from kbf.filters.neural.gru_end_to_end import GRUImages
 from kbf.filters.neural.lstm import LSTMFilter
 from kbf.filters.neural.rkn import RKNFilter
-from kbf.filters.online import Live
+from kbf.filters.online import OnlineFilter
 from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.filters.particle.learned import (
     LearnedParticleFilter,
     ObservationParticleFilter,
     PixelParticleFilter,
 )
+from kbf.filters.protocols import Filter, FilterModel
 from kbf.filters.regression.boosting import WindowBoosting
 from kbf.filters.regression.kernel_ridge import FrameRegression
 from kbf.filters.regression.window import MeanModel, WindowRidge
-from kbf.filters.rollout import Filter, FilterModel, rollout, step, where
+from kbf.filters.rollout import rollout, step, where
 from kbf.filters.state_io import load_state, save_state
 from kbf.recording import Recording
 from kbf.ssm import StateSpaceModel, rotate, simulate
@@ -519,14 +520,14 @@ def test_an_impossible_observation_is_a_missing_one(case):
 
 
 def test_nan_in_a_running_filter_is_a_missing_observation(case):
-    """`Live` is fed by others, who check nothing: NaN is no observation, infinity an impossible
+    """`OnlineFilter` is fed by others, who check nothing: NaN is no observation, infinity an impossible
     one.
     """
     gaps = case.obs.clone()
     gaps[0, 1], gaps[2, 3, 0], gaps[1, 4] = math.nan, math.nan, math.inf
     mask = torch.ones(B, T, dtype=torch.bool)
     mask[0, 1] = mask[2, 3] = mask[1, 4] = False
-    live = Live(case.filter, batch=B, generator=generator())
+    live = OnlineFilter(case.filter, batch=B, generator=generator())
     found = torch.stack([live.step(gaps[:, t]) for t in range(T)], 1)
     torch.testing.assert_close(found, run(case, case.obs, mask).estimates, **case.tolerance)
     assert live.rejected == (0 if case.name == "frame" else 1), (

@@ -14,6 +14,8 @@ from torch import nn
 
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
 from kbf.filters.protocols import (
+    WITH_CONTROLS,
+    WITH_SMOOTHER,
     allows_missing_sensors,
     control_components,
     covariance_of,
@@ -21,7 +23,6 @@ from kbf.filters.protocols import (
     smoother_of,
 )
 from kbf.filters.regression.kernel_ridge import FrameRegression
-from kbf.filters.selection.catalogue import WITH_CONTROLS, WITH_SMOOTHER
 from kbf.filters.wrapper import FilterWrapper, innermost
 from kbf.recording import Recording
 

@@ -36,8 +36,9 @@ from kbf.filters.particle.bootstrap import (
     thinned,
 )
 from kbf.filters.particle.learned import LearnedParticleFilter, ObservationModel
+from kbf.filters.protocols import FilterStep
 from kbf.filters.regression.kernel_ridge import FrameRegression
-from kbf.filters.rollout import FilterStep, rollout
+from kbf.filters.rollout import rollout
 from kbf.filters.scaling import ScaledFilter, Scaling
 from kbf.filters.smoothing import predict_ahead, smooth
 from kbf.images.encodings import EncodedFilter, Encoding

@@ -15,15 +15,16 @@ from kbf.commands.support.stream_reader import Row
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.evaluation.alarms import WINDOW, Monitor, middle
 from kbf.evaluation.calibration import Calibration
-from kbf.filters.online import Live
-from kbf.filters.rollout import covariance_of, diagnostics_of, move, observe
+from kbf.filters.online import OnlineFilter
+from kbf.filters.protocols import covariance_of, diagnostics_of, move
+from kbf.filters.rollout import observe
 from kbf.training.checkpoint import Trained
 
 Values = dict[str, float | int | str | None]
 """A row of the output: numbers and words by column."""
 
 
-class LiveEstimator:
+class OnlineEstimator:
     """A running filter that turns rows of observations into rows of estimates, standard deviations, diagnostics and alarms."""
 
     column_schema: ColumnSchema
@@ -48,7 +49,7 @@ class LiveEstimator:
                 none.
             alarms: judge each observation with the checkpoint's monitor, if it has one; a lost
                 track starts again from the prior.
-            compiled: as in `Live`.
+            compiled: as in `OnlineFilter`.
             generator: randomness of filters that draw particles.
 
         Raises:
@@ -57,7 +58,9 @@ class LiveEstimator:
         if covariance not in ("std", "full", "none"):
             raise ValueError(f"covariance must be sd, full or none, got {covariance!r}")
         self.filter: Any = trained.filter
-        self.live: Live = Live(trained.filter, compiled=compiled, generator=generator)
+        self.live: OnlineFilter = OnlineFilter(
+            trained.filter, compiled=compiled, generator=generator
+        )
         self.column_schema, self.calibration = column_schema, trained.calibration
         self.monitor: Monitor | None = trained.monitor if alarms else None
         has_covariance = covariance_of(self.filter, self.live.state) is not None

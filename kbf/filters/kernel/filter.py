@@ -19,8 +19,7 @@ from torch import Generator, Tensor, nn
 
 from kbf.filters.kernel.operators import Operator, compose
 from kbf.filters.kernel.smoother import RuleBackward, step_back_by_density, step_back_by_rule
-from kbf.filters.protocols import Controlled, WithSensors
-from kbf.filters.rollout import Backward
+from kbf.filters.protocols import Backward, Controlled, WithSensors
 from kbf.rkhs.weights import LEAST_SHARE, divisor, mass, normalised, with_sum
 from kbf.runtime.distributed import OverPoints, no_reduce
 

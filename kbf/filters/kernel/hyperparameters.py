@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kbf.filters.rollout import Filter, rollout
+from kbf.filters.protocols import Filter
+from kbf.filters.rollout import rollout
 from kbf.recording import Recording, as_recordings, moves, transitions
 from kbf.rkhs.embeddings import cme_loo
 from kbf.rkhs.kernels import KERNELS, Kernel, median_distance

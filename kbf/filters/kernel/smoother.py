@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 
-from kbf.filters.rollout import Backward, FilterStep
+from kbf.filters.protocols import Backward, FilterStep
 from kbf.rkhs.rules import importance_weighted, importance_weighted_primal
 from kbf.rkhs.weights import mass, normalised
 

@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 
 from kbf.filters.gaussian.moments import MAX_DEVIATIONS
 from kbf.filters.particle.resampling import effective_sample_size, systematic
-from kbf.filters.rollout import Backward, FilterStep, allows_missing_sensors
+from kbf.filters.protocols import Backward, FilterStep, allows_missing_sensors
 from kbf.recording import ENCODE_IMAGES, Recording, as_recordings
 from kbf.rkhs.linalg import cholesky
 from kbf.runtime.html_repr import Shown, ShownModule

@@ -49,10 +49,9 @@ from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
 from kbf.filters.neural.gru_ensemble import FittedGRU
-from kbf.filters.protocols import RatioModel
+from kbf.filters.protocols import Filter, RatioModel
 from kbf.filters.regression.boosting import WindowBoosting
 from kbf.filters.regression.window import MeanModel, WindowRidge
-from kbf.filters.rollout import Filter
 from kbf.filters.selection.cross_validation import (
     Part,
     Row,

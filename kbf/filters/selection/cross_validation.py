@@ -17,7 +17,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kbf.data.windows import piece
-from kbf.filters.rollout import Filter, rollout
+from kbf.filters.protocols import Filter
+from kbf.filters.rollout import rollout
 from kbf.filters.wrapper import CollectingCovariance
 from kbf.recording import Recording, pad
 from kbf.runtime.errors import FitError, MissingPackageError

@@ -21,7 +21,8 @@ from kbf.filters.gaussian.moments import (
     with_initial_moments,
 )
 from kbf.filters.gaussian.ukf import UKF, UnscentedKalmanFilter, sigma_points
-from kbf.filters.rollout import Filter, FilterModel, rollout, step
+from kbf.filters.protocols import Filter, FilterModel
+from kbf.filters.rollout import rollout, step
 from kbf.recording import Recording
 from kbf.rkhs.linalg import NotPositiveDefiniteError
 from kbf.ssm import OrientationModel, StateSpaceModel, gaussian_noise, oscillatory, simulate

@@ -18,7 +18,8 @@ from kbf.filters.gaussian.moments import training_moments
 from kbf.filters.kernel.kbf import KBF, stacked
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF, quantise
 from kbf.filters.kernel.update import rule
-from kbf.filters.rollout import Filter, FilterModel, rollout
+from kbf.filters.protocols import Filter, FilterModel
+from kbf.filters.rollout import rollout
 from kbf.recording import Recording
 from kbf.rkhs import features
 from kbf.rkhs.features import NystromFeatures, nystrom, pivots

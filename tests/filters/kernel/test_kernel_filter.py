@@ -28,7 +28,8 @@ from kbf.filters.kernel.operators import (
 from kbf.filters.kernel.simulated_kbf import quantise
 from kbf.filters.kernel.update import rule
 from kbf.filters.kernel.update.rule import BATCH_FOR_MOMENTS, DenseUpdate, PrimalUpdate
-from kbf.filters.rollout import Filter, rollout
+from kbf.filters.protocols import Filter
+from kbf.filters.rollout import rollout
 from kbf.recording import Recording, Transitions, transitions
 from kbf.rkhs import ratios, rules
 from kbf.rkhs.embeddings import cme_weights

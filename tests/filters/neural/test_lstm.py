@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from kbf.filters.neural.lstm import LSTMFilter
-from kbf.filters.rollout import Filter, FilterModel, rollout, where
+from kbf.filters.protocols import Filter, FilterModel
+from kbf.filters.rollout import rollout, where
 from kbf.recording import Recording
 
 F64 = torch.float64

@@ -27,7 +27,8 @@ from kbf.filters.particle.resampling import (
     stratified,
     systematic,
 )
-from kbf.filters.rollout import Filter, FilterModel, rollout, step
+from kbf.filters.protocols import Filter, FilterModel
+from kbf.filters.rollout import rollout, step
 from kbf.recording import Recording
 from kbf.ssm import (
     FactoredModel,

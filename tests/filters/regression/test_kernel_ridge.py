@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from kbf.filters.protocols import Filter, FilterModel
 from kbf.filters.regression import kernel_ridge
 from kbf.filters.regression.kernel_ridge import (
     FrameRegression,
     leave_one_out,
     subset_of_regressors,
 )
-from kbf.filters.rollout import Filter, FilterModel, rollout
+from kbf.filters.rollout import rollout
 from kbf.recording import Recording
 from kbf.rkhs.kernels import gaussian
 

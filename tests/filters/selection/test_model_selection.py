@@ -21,7 +21,7 @@ from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
 from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
-from kbf.filters.online import Live
+from kbf.filters.online import OnlineFilter
 from kbf.filters.regression.window import MeanModel, WindowRidge
 from kbf.filters.rollout import rollout
 from kbf.filters.selection import auto
@@ -165,7 +165,7 @@ def test_what_gives_no_covariance_has_that_of_its_held_out_errors():
 
 def test_a_stack_runs_live_and_its_state_is_saved(tmp_path):
     stack, obs = stack_of(two_filters(), [[0.5, 0.5], [0.5, 0.5]]), recording(20).obs
-    whole, first, second = Live(stack), Live(stack), Live(stack)
+    whole, first, second = OnlineFilter(stack), OnlineFilter(stack), OnlineFilter(stack)
     for x in obs[:10]:
         whole.step(x[None]), first.step(x[None])
     first.save(tmp_path / "state.npz")

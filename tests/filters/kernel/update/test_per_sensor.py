@@ -21,7 +21,7 @@ from kbf.filters.kernel.update.per_sensor import (
     read_sensors,
     sensor_scale,
 )
-from kbf.filters.online import Live
+from kbf.filters.online import OnlineFilter
 from kbf.filters.rollout import rollout
 from kbf.recording import Recording
 from kbf.ssm import rotation, simulate
@@ -159,7 +159,7 @@ def test_patterns_mix_in_a_batch_and_within_a_sensor_all_or_nothing_counts():
 
 def test_live_and_other_filters_with_single_sensors_missing():
     filter, test = half_silent(), silent(recording(10, 5), [2], slice(3, 6))
-    live, expected = Live(filter), estimates(filter, test.obs[None])
+    live, expected = OnlineFilter(filter), estimates(filter, test.obs[None])
     for t in range(10):
         torch.testing.assert_close(
             live.step(test.obs[t : t + 1])[0], expected[0, t], rtol=1e-10, atol=1e-10
@@ -170,7 +170,7 @@ def test_live_and_other_filters_with_single_sensors_missing():
     ):
         rollout(plain, test.obs[None])
     with pytest.raises(ValueError, match="not compiled"):
-        Live(filter, compiled=test.obs[:1])
+        OnlineFilter(filter, compiled=test.obs[:1])
 
 
 def test_a_masked_step_of_a_recording_is_one_where_nobody_spoke():
