@@ -54,7 +54,7 @@ from kbf.filters.neural.gru import GRUFilter as GRUFilter
 from kbf.filters.neural.gru_end_to_end import GRUImages as GRUImages
 from kbf.filters.neural.lstm import LSTMFilter as LSTMFilter
 from kbf.filters.neural.rkn import RKNFilter as RKNFilter
-from kbf.filters.online import Live as Live
+from kbf.filters.online import OnlineFilter as OnlineFilter
 from kbf.filters.particle.bootstrap import ParticleFilter as ParticleFilter
 from kbf.filters.particle.learned import (
     LearnedParticleFilter as LearnedParticleFilter,
@@ -115,10 +115,10 @@ __all__ = [
     "LSTMFilter",
     "LearnedKalman",
     "LearnedParticleFilter",
-    "Live",
     "MeanModel",
     "Multiplicative",
     "ObservationParticleFilter",
+    "OnlineFilter",
     "OrientationImages",
     "OrientationModel",
     "PaperMLP",

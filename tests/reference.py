@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kbf.filters.gaussian.moments import GaussianState, rts_step
-from kbf.filters.rollout import Filter, step
+from kbf.filters.protocols import Filter
+from kbf.filters.rollout import step
 
 Array = NDArray[np.float64]
 TRAINER = {

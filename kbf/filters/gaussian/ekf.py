@@ -23,7 +23,7 @@ from kbf.filters.gaussian.moments import (
     with_initial_moments,
 )
 from kbf.filters.gaussian.polar import TurningFilter, TurningModel, turning_filter
-from kbf.filters.rollout import FilterStep
+from kbf.filters.protocols import FilterStep
 from kbf.recording import Recording
 from kbf.rkhs.linalg import product
 from kbf.runtime.html_repr import ShownModule

@@ -23,7 +23,7 @@ from kbf.filters.gaussian.moments import (
     kalman_predict,
     rts_step,
 )
-from kbf.filters.rollout import FilterStep
+from kbf.filters.protocols import FilterStep
 from kbf.rkhs.linalg import product
 
 STEPS_IN_BLOCK = 32

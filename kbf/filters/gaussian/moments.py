@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
-from kbf.filters.rollout import Backward, FilterStep
+from kbf.filters.protocols import Backward, FilterStep
 from kbf.recording import Recording, as_recordings, check_vectors
 from kbf.rkhs.linalg import product, psd_solve
 from kbf.runtime.errors import FitError
