@@ -1,10 +1,14 @@
-"""What filters share that are trained end to end: codes with variances, units of the data, the likelihood of the true states."""
+"""Base class of filters trained end to end.
+
+An encoder turns observations into encodings w(x) with variances r(x), a filter runs on these, and
+all parameters are fitted to the log likelihood of the true states.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Generic, cast
+from typing import Generic, Self, cast
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -16,20 +20,24 @@ from kbf.filters.rollout import where
 from kbf.recording import ENCODE_IMAGES, Recording, as_recordings
 
 LEAST_VARIANCE = 1e-4
-"""Of a code or a read-out, in standard units: a likelihood has no bound where a variance may vanish."""
+"""Smallest variance of an encoding or a read-out, in standard units.
+
+The likelihood is unbounded where a variance may vanish.
+"""
 
 
-class EndToEndFilter(nn.Module, Generic[S]):
-    """An encoder with two heads, w(x) and its variances r(x), under a filter that a subclass defines.
+class Standardised(nn.Module):
+    """A network with the mean and scale of states, observations and controls as buffers.
 
-    A subclass has ``init``, ``predict``, ``take_in`` (w and r into a state), ``mean`` and
-    ``spread``; all are learned together, on the log likelihood of the true states (``log_density``:
-    Gaussian, unless a subclass says otherwise), through all steps of a window (`loss`). A move may
-    depend on a control u ``k``, which it gets in standard units; without one on their mean.
+    Attributes:
+        shape: of one observation.
+        raw: observations go to the encoder as they are, as images do.
+        controlled: k, components of a control; 0 for recordings without controls.
     """
 
+    shape: tuple[int, ...]
+    raw: bool
     controlled: int
-
     z_mean: Tensor
     z_scale: Tensor
     x_mean: Tensor
@@ -37,33 +45,9 @@ class EndToEndFilter(nn.Module, Generic[S]):
     u_mean: Tensor
     u_scale: Tensor
 
-    def __init__(
-        self,
-        d: int,
-        q: int | tuple[int, ...],
-        encodings: int,
-        encoder: nn.Module | None = None,
-        controls: int = 0,
-    ) -> None:
-        """An untrained net.
-
-        Args:
-            d: components of the state. q: components of an observation, or its shape.
-            codes: m, components of w and r.
-            encoder: ``b *x`` -> ``b p`` with an attribute ``features`` = p, as those of
-                `kbf.images.encoders`; it takes images as they are. None: an MLP over standardised
-                observations.
-            controls: k, components of a control; 0 for recordings without.
-        """
-        super().__init__()
-        self.shape: tuple[int, ...] = (q,) if isinstance(q, int) else tuple(q)
-        self.raw: bool = encoder is not None
-        self.encoder: nn.Module = (
-            multi_layer(math.prod(self.shape), (64, 64)) if encoder is None else encoder
-        )
-        features = 64 if encoder is None else int(encoder.features)  # pyright: ignore[reportArgumentType]
-        self.code: nn.Linear = nn.Linear(features, encodings)
-        self.encoding_variance: nn.Linear = nn.Linear(features, encodings)
+    def register_units(self, d: int, q: int | tuple[int, ...], controls: int) -> None:
+        """Register the buffers, with mean 0 and scale 1."""
+        self.shape = (q,) if isinstance(q, int) else tuple(q)
         self.controlled = controls
         sizes = {"z": (d,), "x": self.shape} | ({"u": (controls,)} if controls else {})
         for name, size in sizes.items():
@@ -71,11 +55,14 @@ class EndToEndFilter(nn.Module, Generic[S]):
             self.register_buffer(f"{name}_scale", torch.ones(size))
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Store mean and standard deviation of the training part's states, controls and, but for images, observations.
+        """Store mean and standard deviation of states, controls and, unless raw, observations.
+
+        Each component of a vector has its own scale; the pixels of an image share one. Constant
+        components keep the scale 1.
 
         Raises:
-            ValueError: states, observations or controls of another size than the net was built for,
-                or no observation at all.
+            ValueError: states, observations or controls of another size than the network was built
+                for, or no observation at all.
         """
         z, x = check_memory(memory, self.z_mean.shape, self.shape)
         u = controls_of(memory, self.controlled)
@@ -85,19 +72,62 @@ class EndToEndFilter(nn.Module, Generic[S]):
         if u is not None:
             store_units(self.u_mean, self.u_scale, u)
 
-    def fit(self, memory: Recording | list[Recording] | None = None) -> EndToEndFilter[S]:
-        """The net itself: it needs no memory."""
+    def fit(self, memory: Recording | list[Recording] | None = None) -> Self:
+        """Return the network itself: it does not depend on a memory."""
         return self
+
+    def standard(self, control: Float[Tensor, "*b k"]) -> Float[Tensor, "*b k"]:
+        """Return controls in standard units."""
+        return (control - self.u_mean) / self.u_scale
+
+
+class EndToEndFilter(Standardised, Generic[S]):
+    """An encoder with two heads, w(x) and its variances r(x), and a filter defined by a subclass.
+
+    A subclass defines ``init``, ``predict``, ``take_in`` (the update with w and r), ``mean`` and
+    ``spread``. All parameters are fitted to the log likelihood of the true states (``log_density``,
+    by default Gaussian) through all steps of a window (`loss`). A move may depend on a control u
+    ``k`` in standard units; without a control it uses their mean.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        q: int | tuple[int, ...],
+        encodings: int,
+        encoder: nn.Module | None = None,
+        controls: int = 0,
+    ) -> None:
+        """Initialise an untrained network.
+
+        Args:
+            d: components of the state.
+            q: components of an observation, or its shape.
+            encodings: m, components of w and r.
+            encoder: ``b *x`` -> ``b p`` with an attribute ``features`` = p, as those of
+                `kbf.images.encoders`; it receives images as they are. None: an MLP over
+                standardised observations.
+            controls: k, components of a control; 0 for recordings without controls.
+        """
+        super().__init__()
+        self.register_units(d, q, controls)
+        self.raw = encoder is not None
+        self.encoder: nn.Module = (
+            multi_layer(math.prod(self.shape), (64, 64)) if encoder is None else encoder
+        )
+        features = 64 if encoder is None else int(encoder.features)  # pyright: ignore[reportArgumentType]
+        self.code: nn.Linear = nn.Linear(features, encodings)
+        self.encoding_variance: nn.Linear = nn.Linear(features, encodings)
 
     def encode(
         self, obs: Shaped[Tensor, "b *x"]
     ) -> tuple[Float[Tensor, "b m"], Float[Tensor, "b m"]]:
-        """Codes w of observations and their variances r, at least `LEAST_VARIANCE`, as the update takes them."""
+        """Return encodings w and their variances r, at least `LEAST_VARIANCE`."""
         e = functional.relu(self.encoder(obs if self.raw else (obs - self.x_mean) / self.x_scale))
         return self.code(e), positive(self.encoding_variance(e)) + LEAST_VARIANCE
 
     def init(self, batch: int, *, generator: Generator | None = None) -> S:
-        """A state for each of a batch."""
+        """Return the initial state of each element of the batch."""
         raise NotImplementedError
 
     def predict(
@@ -107,47 +137,47 @@ class EndToEndFilter(nn.Module, Generic[S]):
         control: Float[Tensor, "b k"] | None = None,
         generator: Generator | None = None,
     ) -> S:
-        """Move on by a step, with the control if there is one."""
+        """Return the state one step later, given the control if there is one."""
         raise NotImplementedError
 
     def acted(self, control: Float[Tensor, "b k"] | None, batch: int) -> Float[Tensor, "b k"]:
-        """A control in standard units, zeros for none."""
+        """Return the control in standard units; zeros without one."""
         if control is None or self.controlled == 0:
             return self.z_mean.new_zeros(batch, self.controlled)
-        return (control - self.u_mean) / self.u_scale
+        return self.standard(control)
 
     def take_in(self, state: S, w: Float[Tensor, "b m"], r: Float[Tensor, "b m"]) -> S:
-        """The update with a code and its variances."""
+        """Return the state updated with an encoding and its variances."""
         raise NotImplementedError
 
     def mean(self, state: S) -> Float[Tensor, "*b d"]:
-        """What the state says of z, in standard units."""
+        """Return the mean of z, in standard units."""
         raise NotImplementedError
 
     def spread(self, state: S) -> Float[Tensor, "*b d d"]:
-        """Its covariance, in standard units."""
+        """Return the covariance of z, in standard units."""
         raise NotImplementedError
 
     def log_density(self, state: S, z: Float[Tensor, "*b d"]) -> Float[Tensor, "*b"]:
-        """What the state gives to z: log N(z; mean, spread), in standard units."""
+        """Return log p(z | state) = log N(z; mean, spread), in standard units."""
         return gaussian_log_density(z - self.mean(state), self.spread(state))
 
     def individual_loss(
         self, z: Float[Tensor, "n d"], w: Float[Tensor, "n m"], r: Float[Tensor, "n m"]
     ) -> Tensor | float:
-        """What is added to the loss, of codes and the states they were seen at, without a filter around them; here nothing."""
+        """Return a further loss of encodings and the states they belong to; 0 by default."""
         return 0.0
 
     def update(self, state: S, obs: Shaped[Tensor, "b *x"]) -> S:
-        """Take in an observation ``b *x``."""
+        """Return the state updated with an observation ``b *x``."""
         return self.take_in(state, *self.encode(obs))
 
     def estimate(self, state: S) -> Float[Tensor, "b d"]:
-        """The mean, ``b d``, in the units of the data."""
+        """Return the mean, ``b d``, in the units of the data."""
         return self.z_mean + self.z_scale * self.mean(state)
 
     def covariance(self, state: S) -> Float[Tensor, "b d d"]:
-        """``b d d``, in the units of the data."""
+        """Return the covariance, ``b d d``, in the units of the data."""
         return self.z_scale[:, None] * self.spread(state) * self.z_scale
 
     def loss(
@@ -159,10 +189,12 @@ class EndToEndFilter(nn.Module, Generic[S]):
         *,
         burn_in: int = 0,
     ) -> Float[Tensor, ""]:
-        """-log p(z | state) of the true states, in standard units, averaged over steps; all images are encoded at once.
+        """Return -log p(z | state) of the true states, in standard units, averaged over steps.
+
+        All images are encoded at once.
 
         Raises:
-            ValueError: controls of another size than the net was built for.
+            ValueError: controls of another size than the network was built for.
         """
         given = 0 if controls is None else controls.shape[-1]
         if given != self.controlled:
@@ -174,10 +206,8 @@ class EndToEndFilter(nn.Module, Generic[S]):
             state = self.take_in(predicted, w[:, t], r[:, t])
             state = state if mask is None else where(mask[:, t], state, predicted)
             seen.append(state)
-        every = cast(
-            S,
-            type(state)(*(torch.stack(leaves, 1) for leaves in zip(*seen[burn_in:], strict=True))),
-        )
+        leaves = (torch.stack(parts, 1) for parts in zip(*seen[burn_in:], strict=True))
+        every = cast(S, type(state)(*leaves))
         z = (states - self.z_mean) / self.z_scale
         seen_at = slice(None) if mask is None else mask.flatten()
         individual = self.individual_loss(*(part.flatten(0, 1)[seen_at] for part in (z, w, r)))
@@ -187,28 +217,28 @@ class EndToEndFilter(nn.Module, Generic[S]):
 def check_memory(
     memory: list[Recording], d: torch.Size, q: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """All states and observations of the recordings a net is trained on.
+    """Return all states and observations of the recordings that a network is trained on.
 
     Raises:
-        ValueError: of another size than d and q, or no observation at all.
+        ValueError: sizes other than d and q, or no observation at all.
     """
-    sequences = as_recordings(memory)
-    z = torch.cat([s.states for s in sequences])
-    x = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences])
+    recordings = as_recordings(memory)
+    z = torch.cat([s.states for s in recordings])
+    x = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in recordings])
     if z.shape[1:] != d or x.shape[1:] != q or len(x) == 0:
         raise ValueError(
-            f"the net is built for states {tuple(d)} and observations {q}, "
-            f"the memory holds {tuple(z.shape[1:])} and {len(x)} observations {tuple(x.shape[1:])}"
+            f"the network is built for states {tuple(d)} and observations {q}, "
+            f"the memory has {tuple(z.shape[1:])} and {len(x)} observations {tuple(x.shape[1:])}"
             + (f"; {ENCODE_IMAGES}" if x.ndim > 2 and len(q) == 1 else "")
         )
     return z, x
 
 
 def controls_of(memory: list[Recording], k: int) -> Float[Tensor, "n k"] | None:
-    """All controls of the recordings a net is trained on; None if they have none, and it takes none.
+    """Return all controls of the recordings that a network is trained on; None where k is 0.
 
     Raises:
-        ValueError: of another size than k.
+        ValueError: controls with another number of components than k.
     """
     controls = [s.controls for s in as_recordings(memory) if s.controls is not None]
     width = controls[0].shape[1] if controls else 0
@@ -218,12 +248,17 @@ def controls_of(memory: list[Recording], k: int) -> Float[Tensor, "n k"] | None:
 
 
 def wrong_controls(k: int, given: int) -> str:
-    """What is wrong, and where to set it."""
-    return f"the net is built for {k} controls (model.net.controls), the recordings hold {given}"
+    """Return the message of an error about the number of controls."""
+    return (
+        f"the network is built for {k} controls (model.net.controls), the recordings have {given}"
+    )
 
 
 def store_units(mean: Tensor, scale: Tensor, values: Shaped[Tensor, "n *x"]) -> None:
-    """Mean and standard deviation into two buffers; pixels of an image share one scale, constant components have the scale 1."""
+    """Write mean and standard deviation into two buffers.
+
+    The pixels of an image share one scale. Constant components have the scale 1.
+    """
     variance = values.var(0, correction=0)
     spread = (variance if variance.ndim == 1 else variance.mean()).sqrt()
     mean.copy_(values.mean(0))
@@ -231,7 +266,7 @@ def store_units(mean: Tensor, scale: Tensor, values: Shaped[Tensor, "n *x"]) -> 
 
 
 def multi_layer(q: int, sizes: Sequence[int]) -> nn.Sequential:
-    """Flatten, then linear layers of the given widths with ReLU between them."""
+    """Return an MLP: flatten, then linear layers of the given widths with ReLU between them."""
     layers: list[nn.Module] = [nn.Flatten(1)]
     for k, (a, b) in enumerate(zip([q, *sizes[:-1]], sizes, strict=True)):
         layers += [nn.ReLU(), nn.Linear(a, b)] if k else [nn.Linear(a, b)]
@@ -241,22 +276,19 @@ def multi_layer(q: int, sizes: Sequence[int]) -> nn.Sequential:
 def gaussian_log_density(
     residual: Float[Tensor, "*b d"], covariance: Float[Tensor, "*b d d"]
 ) -> Float[Tensor, "*b"]:
-    """log N(residual; 0, covariance)."""
+    """Return log N(residual; 0, covariance)."""
     L = torch.linalg.cholesky(covariance)
     white = torch.linalg.solve_triangular(L, residual[..., None], upper=False)[..., 0]
     log_volume = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return (
-        -0.5 * white.square().sum(-1)
-        - log_volume
-        - 0.5 * residual.shape[-1] * math.log(2 * math.pi)
-    )
+    constant = 0.5 * residual.shape[-1] * math.log(2 * math.pi)
+    return -0.5 * white.square().sum(-1) - log_volume - constant
 
 
 def positive(x: Tensor) -> Tensor:
-    """elu(x) + 1: positive, and linear above 0."""
+    """Return elu(x) + 1, which is positive, and linear above 0."""
     return functional.elu(x) + 1
 
 
 def inverse_positive(y: float) -> float:
-    """The x with elu(x) + 1 = y."""
+    """Return the x with elu(x) + 1 = y."""
     return math.log(y) if y < 1 else y - 1

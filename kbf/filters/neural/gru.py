@@ -1,4 +1,7 @@
-"""Recurrent baseline with gated recurrent units and a variance head."""
+"""Recurrent baseline: gated recurrent units (GRU) with a variance head.
+
+References: Cho et al. (2014); Nix and Weigend (1994).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,13 @@ from kbf.filters.neural.lstm import LSTMFilter, uniform_start
 
 
 class GRUState(NamedTuple):
-    """State of a `GRUFilter`: h ``b k`` after the last step, before ``b k`` that before the last predict, control ``b u`` of it."""
+    """State of a `GRUFilter`.
+
+    Attributes:
+        h: ``b k``, hidden state.
+        before: ``b k``, the h before the last predict.
+        control: ``b u``, of the last predict, in standard units.
+    """
 
     h: Tensor
     before: Tensor
@@ -21,17 +30,15 @@ class GRUState(NamedTuple):
 
 
 class GRUFilter(LSTMFilter):
-    """Gated recurrent units over standardised observations, with the variance of each component beside its mean.
+    """Gated recurrent units over standardised observations, with a mean and a variance read-out.
 
-    Units, flags of missing observations and controls are as in `LSTMFilter`; the cell sees
-    observations as they are, without an encoder in front. Predict moves on with the zero input,
-    update does the same move with the observation.
+    Scaling, the flag of missing observations and controls are those of `LSTMFilter`. There is no
+    encoder: the cell receives the observation. ``predict`` advances with the zero input, ``update``
+    repeats the same step with the observation.
 
-    The mean is fitted by squared error. The variance head, exp of a linear function of h for each
-    component, is fitted beside it by the Gaussian log score around the mean as it stands: no
-    gradient leads from it into the cell, so it cannot cost accuracy.
-
-    References: Cho et al. (2014); Nix and Weigend (1994) for the variance.
+    The mean is fitted by squared error. The variance of each component is exp of a linear function
+    of h, fitted by the Gaussian log score around the current mean. No gradient of the variance
+    reaches the cell, so that it does not change the mean.
     """
 
     def __init__(
@@ -43,7 +50,7 @@ class GRUFilter(LSTMFilter):
         controls: int = 0,
         generator: Generator | None = None,
     ) -> None:
-        """An untrained net; arguments as of `LSTMFilter`."""
+        """Initialise an untrained network; arguments as of `LSTMFilter`."""
         width = q if isinstance(q, int) else torch.Size(q).numel()
         super().__init__(
             d,
@@ -61,7 +68,7 @@ class GRUFilter(LSTMFilter):
         uniform_start(self.log_variance, generator)
 
     def cell(self, inputs: Float[Tensor, "b c"], h: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
-        """One step of the units: r, u = s(.), n = tanh(W x + b + r (U h + b')), h' = (1 - u) n + u h."""
+        """Return h' = (1 - u) n + u h with n = tanh(W x + b + r (U h + b')) and gates r, u."""
         W, U, bias, more_bias = self.rnn.all_weights[0]
         (r, u, n), (hr, hu, hn) = (
             functional.linear(a, M, v).chunk(3, -1)
@@ -71,7 +78,7 @@ class GRUFilter(LSTMFilter):
         return (1 - keep) * (n + (r + hr).sigmoid() * hn).tanh() + keep * h
 
     def init(self, batch: int, *, generator: Generator | None = None) -> GRUState:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Start from h = 0."""
+        """Return h = 0."""
         zero = self.z_mean.new_zeros(batch, self.rnn.hidden_size)
         return GRUState(zero, zero, zero[:, : self.controlled])
 
@@ -82,13 +89,13 @@ class GRUFilter(LSTMFilter):
         control: Float[Tensor, "b u"] | None = None,
         generator: Generator | None = None,
     ) -> GRUState:
-        """Move on without observation, with the control if there is one."""
+        """Return the state one step later without an observation, given the control if any."""
         acted = state.control if control is None else self.standard(control)
         none = acted.new_zeros(len(acted), self.rnn.input_size - self.controlled)
         return GRUState(self.cell(torch.cat([none, acted], -1), state.h), state.h, acted)
 
     def update(self, state: GRUState, obs: Shaped[Tensor, "b *x"]) -> GRUState:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The same move, with the observation ``b *x``."""
+        """Return the state after the same step with the observation ``b *x``."""
         return state._replace(
             h=self.cell(torch.cat([self.encode(obs), state.control], -1), state.before)
         )
@@ -96,17 +103,17 @@ class GRUFilter(LSTMFilter):
     def observe(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state: GRUState, obs: Shaped[Tensor, "b *x"]
     ) -> tuple[GRUState, Bool[Tensor, " b"]]:
-        """Update, and whether h is no NaN: anything else, however large, only saturates the gates."""
+        """Return the updated state and whether h is not NaN."""
         updated = self.update(state, obs)
         total = updated.h.sum(-1)
         return updated, total == total  # NaN is not
 
     def estimate(self, state: GRUState) -> Float[Tensor, "b d"]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The read-out of h, ``b d``, in the units of the data."""
+        """Return the read-out of h, ``b d``, in the units of the data."""
         return self.z_mean + self.z_scale * self.readout(state.h)
 
     def covariance(self, state: GRUState) -> Float[Tensor, "b d d"]:
-        """Diagonal, in the units of the data."""
+        """Return the diagonal covariance, ``b d d``, in the units of the data."""
         return (self.z_scale.square() * self.log_variance(state.h).exp()).diag_embed()
 
     def loss(
@@ -118,9 +125,9 @@ class GRUFilter(LSTMFilter):
         *,
         burn_in: int = 0,
     ) -> Float[Tensor, ""]:
-        """Squared error in standard units, summed over components, and the log score of variances around the mean as it is."""
+        """Return the squared error plus the log score of the variances, in standard units."""
         h = self.hidden_states(obs, mask, controls)[:, burn_in:]
         residual = (states[:, burn_in:] - self.z_mean) / self.z_scale - self.readout(h)
         log_variance = self.log_variance(h.detach())
-        surprise = 0.5 * (residual.detach().square() * (-log_variance).exp() + log_variance)
-        return (residual.square() + surprise).sum(-1).mean()
+        log_score = 0.5 * (residual.detach().square() * (-log_variance).exp() + log_variance)
+        return (residual.square() + log_score).sum(-1).mean()

@@ -1,4 +1,9 @@
-"""Gated recurrent units over codes with variances, trained end to end: the recurrent baseline of learned filters of images."""
+"""Gated recurrent network trained end to end with its image encoder.
+
+The recurrent baseline of learned filters of images.
+
+References: Becker et al. (2019), section 5; Cho et al. (2014).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,13 @@ from kbf.filters.neural.base import LEAST_VARIANCE, EndToEndFilter, positive
 
 
 class GRUImagesState(NamedTuple):
-    """h ``b k`` after the last step, that before the last predict, and the control ``b u`` of it, in standard units."""
+    """State of a `GRUImages`.
+
+    Attributes:
+        h: ``b k``, hidden state.
+        before: ``b k``, the h before the last predict.
+        control: ``b u``, of the last predict, in standard units.
+    """
 
     h: Tensor
     before: Tensor
@@ -20,14 +31,14 @@ class GRUImagesState(NamedTuple):
 
 
 class GRUImages(EndToEndFilter[GRUImagesState]):
-    """A recurrent net in the place of a filter: the same encoder with two heads and the same loss as `RKNFilter`.
+    """A recurrent network with the encoder and the loss of `RKNFilter`.
 
-    1. Code: an image x becomes w(x) ``m`` and variances r(x) ``m``.
-    2. Predict: h <- GRU((0, u), h). Update: the same move with the observation, h <- GRU((w, r, 1,
-    u), h before it).
-    3. Read out: the state from h, by an MLP, and its variances, by another.
+    1. Encode: an image x becomes w(x) ``m`` and variances r(x) ``m``.
+    2. Predict: h <- GRU((0, u), h).
+    3. Update: the same step with the observation, h <- GRU((w, r, 1, u), h before it).
+    4. Read out: the state from h by an MLP, and its variances by another.
 
-    Here both read-outs see all of h, and codes have any length.
+    Unlike in `RKNFilter`, both read-outs depend on all of h, and encodings have any length.
 
     References: Becker et al. (2019), Recurrent Kalman Networks, section 5: their LSTM and GRU; Cho
     et al. (2014).
@@ -44,12 +55,15 @@ class GRUImages(EndToEndFilter[GRUImagesState]):
         controls: int = 0,
         encoder: nn.Module | None = None,
     ) -> None:
-        """An untrained net.
+        """Initialise an untrained network.
 
         Args:
-            d: components of the state. q: components of an observation, or its shape.
-            m: of a code. units: k, of h. hidden: units of the read-outs. controls, encoder: as in
-                `EndToEndFilter`.
+            d: components of the state.
+            q: components of an observation, or its shape.
+            m: components of an encoding.
+            units: k, components of h.
+            hidden: units of the read-outs.
+            controls, encoder: as in `EndToEndFilter`.
         """
         super().__init__(d, q, m, encoder, controls)
         self.m = m
@@ -60,7 +74,7 @@ class GRUImages(EndToEndFilter[GRUImagesState]):
         )
 
     def init(self, batch: int, *, generator: Generator | None = None) -> GRUImagesState:
-        """h = 0."""
+        """Return h = 0."""
         zero = self.z_mean.new_zeros(batch, self.cell.hidden_size)
         return GRUImagesState(zero, zero, zero[:, : self.controlled])
 
@@ -71,7 +85,7 @@ class GRUImages(EndToEndFilter[GRUImagesState]):
         control: Float[Tensor, "b u"] | None = None,
         generator: Generator | None = None,
     ) -> GRUImagesState:
-        """Move on without an observation."""
+        """Return the state one step later without an observation."""
         acted = self.acted(control, len(state.h))
         none = acted.new_zeros(len(acted), 2 * self.m + 1)
         return GRUImagesState(self.cell(torch.cat([none, acted], -1), state.h), state.h, acted)
@@ -79,14 +93,14 @@ class GRUImages(EndToEndFilter[GRUImagesState]):
     def take_in(
         self, state: GRUImagesState, w: Float[Tensor, "b m"], r: Float[Tensor, "b m"]
     ) -> GRUImagesState:
-        """The same move, with a code and its variances."""
+        """Return the state after the same step with an encoding and its variances."""
         inputs = torch.cat([w, r, torch.ones_like(w[:, :1]), state.control], -1)
         return state._replace(h=self.cell(inputs, state.before))
 
     def mean(self, state: GRUImagesState) -> Float[Tensor, "*b d"]:
-        """The read-out, in standard units."""
+        """Return the read-out, in standard units."""
         return self.readout(state.h)
 
     def spread(self, state: GRUImagesState) -> Float[Tensor, "*b d d"]:
-        """Diagonal, in standard units."""
+        """Return the diagonal covariance, in standard units."""
         return (positive(self.readout_variance(state.h)) + LEAST_VARIANCE).diag_embed()

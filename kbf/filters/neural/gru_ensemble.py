@@ -1,9 +1,14 @@
-"""Gated recurrent units that fit themselves to recordings: a rival of filters where memory counts and no model is simple."""
+"""Ensemble of gated recurrent networks with early stopping, fitted without Lightning.
+
+References: Cho et al. (2014); Prechelt (1998) for early stopping; Lakshminarayanan et al. (2017)
+for ensembles.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -13,34 +18,40 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from kbf.data.windows import Span, first_steps, folds, stack, take, without
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.neural.gru import GRUFilter
+from kbf.filters.protocols import Filter
 from kbf.filters.regression.window import checked
 from kbf.recording import Recording, control_width, pad
 from kbf.runtime.html_repr import ShownModule
 from kbf.runtime.threads import side_by_side
 
-HELD, MOST = 5, 10_000
-"""Parts that the recordings are cut into, one of which each net is stopped on; steps of it that are looked at, at most."""
-UPDATES, LOOKS = 1000, 25
-"""Updates of a net, at most, where nobody says how many; times that it is looked at while it learns."""
-BATCH, BURN_IN = 32, 10
-"""Windows in a batch; first steps of a window that do not count."""
+PARTS = 5
+"""Parts that the recordings are cut into; early stopping of each network uses one of them."""
+MAX_VALIDATION_STEPS = 10_000
+"""Steps of that part that are evaluated, at most."""
+MAX_UPDATES = 1000
+"""Updates of a network, at most, unless their number is given."""
+VALIDATIONS = 25
+"""Evaluations of the validation error during training."""
+BATCH_SIZE = 32
+"""Windows in a batch."""
+BURN_IN = 10
+"""First steps of a window without loss."""
+MAX_SKIPPED_STEPS = 25
+"""First steps of a recording that the validation error leaves out, at most."""
 
 
 class FittedGRU(ShownModule):
-    """The mean of a few `kbf.filters.neural.gru.GRUFilter`, each trained on windows of the recordings without one part of them.
+    """The mean of several `kbf.filters.neural.gru.GRUFilter`.
 
-    Each net is kept as it was when its squared error on that part, run through from its beginning,
-    was least; its variances are then scaled to the errors there. The covariance is that of the
-    mixture: wider where the nets disagree.
+    Each network is trained on windows of the recordings without one part. It keeps the weights with
+    the smallest squared error on that part, and its variances are then scaled to the errors there.
+    The covariance is that of the mixture, which is larger where the networks disagree.
 
-    `fit` trains, and keeps the weights: the filter of the same recordings is not trained again.
-
-    References: Cho et al. (2014); Prechelt (1998) for stopping early; Lakshminarayanan et al.
-    (2017) for means of nets.
+    `fit` trains and stores the weights. Fitting the same recordings again uses the stored weights.
     """
 
     weights: Tensor
-    learned_from: Tensor
+    fingerprint: Tensor
 
     def __init__(
         self,
@@ -52,88 +63,77 @@ class FittedGRU(ShownModule):
         lr: float = 5e-3,
         seed: int = 0,
     ) -> None:
-        """What to train.
+        """Store the sizes of the networks and of their training.
 
         Args:
-            networks: nets. hidden: units of each.
-            updates: of the weights, with AdamW, under a learning rate that rises to ``lr`` and
-                falls to 0; None for 200 and one more for every ten steps of the recordings, at most
-                `UPDATES`.
-            window: steps of a window; half the recordings, at least, must be as long, else it is
-                shorter.
+            networks: networks of the ensemble.
+            hidden: units of each.
+            updates: AdamW updates of the weights; None for 200 plus a tenth of the steps of the
+                recordings, at most `MAX_UPDATES`.
+            window: steps of a window. It is shorter where recordings with half of the steps are.
+            lr: largest learning rate of the one-cycle schedule.
             seed: of weights and windows.
 
         Raises:
-            ValueError: no network, unit, update, or window.
+            ValueError: a size or a learning rate that is not positive.
         """
         super().__init__()
         if min(networks, hidden, 1 if updates is None else updates, window) < 1 or not lr > 0:
             raise ValueError(
-                f"networks, hidden, updates, window and lr: {(networks, hidden, updates, window, lr)} must be positive"
+                "networks, hidden, updates, window and lr must be positive, "
+                f"got {(networks, hidden, updates, window, lr)}"
             )
-        self.networks, self.hidden, self.updates, self.window, self.lr, self.seed = (
-            networks,
-            hidden,
-            updates,
-            window,
-            lr,
-            seed,
-        )
+        self.networks, self.hidden, self.updates = networks, hidden, updates
+        self.window, self.lr, self.seed = window, lr, seed
         self.register_buffer("weights", torch.zeros(0))
-        self.register_buffer("learned_from", torch.zeros(0, dtype=torch.float64))
+        self.register_buffer("fingerprint", torch.zeros(0, dtype=torch.float64))
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Nothing to choose beforehand."""
+        """Do nothing: `fit` trains."""
 
     def fit(self, memory: Recording | list[Recording] | None) -> EnsembleFilter:
-        """The nets, trained on ``memory``, in its dtype and on its device.
+        """Return the ensemble trained on ``memory``, in its dtype and on its device.
 
         Raises:
-            ValueError: no memory, observations that are no vectors, or too few steps.
+            ValueError: no memory, observations that are not vectors, or too few steps.
         """
         sequences = checked(memory, type(self).__name__)
         d, like = sequences[0].states.shape[1], sequences[0].states
-        nets = [
-            self.untrained(sequences, self.networks * self.seed + k) for k in range(self.networks)
-        ]
-        ratio_dim = fingerprint(sequences)
-        if len(self.weights) == 0 or not torch.equal(ratio_dim, self.learned_from.to(ratio_dim)):
+        seeds = [self.networks * self.seed + k for k in range(self.networks)]
+        nets = [self.untrained(sequences, seed) for seed in seeds]
+        current = fingerprint(sequences)
+        if len(self.weights) == 0 or not torch.equal(current, self.fingerprint.to(current)):
             side_by_side(lambda k: self.train_net(nets[k], sequences, k), range(len(nets)))
-            self.weights = torch.cat(
-                [parameters_to_vector(net.parameters()) for net in nets]
-            ).detach()
-            self.learned_from = ratio_dim
+            vectors = [parameters_to_vector(net.parameters()) for net in nets]
+            self.weights = torch.cat(vectors).detach()
+            self.fingerprint = current
         for net, values in zip(nets, self.weights.chunk(len(nets)), strict=True):
             vector_to_parameters(values, net.parameters())
             net.to(like).eval().requires_grad_(False)
         shares = like.new_full((len(nets), d), 1 / len(nets))
-        return EnsembleFilter(
-            {f"net{k}": net for k, net in enumerate(nets)}, shares, like.new_zeros(len(nets), d, d)
-        )
+        members: dict[str, Filter[Any]] = {f"net{k}": net for k, net in enumerate(nets)}
+        return EnsembleFilter(members, shares, like.new_zeros(len(nets), d, d))
 
     def untrained(self, sequences: list[Recording], seed: int) -> GRUFilter:
-        """A net in single precision, with the units of the recordings."""
+        """Return an untrained network in single precision, scaled by the recordings."""
         first, device = sequences[0], sequences[0].states.device
         generator = torch.Generator().manual_seed(seed)
-        width = control_width(sequences)
-        net = GRUFilter(
-            first.states.shape[1],
-            first.obs.shape[1],
-            hidden=self.hidden,
-            controls=width,
-            generator=generator,
-        )
+        settings = {"hidden": self.hidden, "controls": control_width(sequences)}
+        net = GRUFilter(first.states.shape[1], first.obs.shape[1], **settings, generator=generator)
         net.prepare([single(s) for s in sequences])
         return net.to(device)
 
     @torch.enable_grad()
     def train_net(self, net: GRUFilter, sequences: list[Recording], k: int) -> None:
-        """Train one net on all but one part of the recordings, and stop it there."""
+        """Train one network on all but one part of the recordings; that part stops it early."""
         sequences = [single(s) for s in sequences]
-        spans = folds([len(s.states) for s in sequences], HELD)[(2 * k + 1) % HELD]
-        rest, held = without(sequences, spans), pad(first_steps(take(sequences, spans), MOST))
+        spans = folds([len(s.states) for s in sequences], PARTS)[(2 * k + 1) % PARTS]
+        rest = without(sequences, spans)
+        held = pad(first_steps(take(sequences, spans), MAX_VALIDATION_STEPS))
         generator = torch.Generator().manual_seed(self.networks * self.seed + k)
-        updates = self.updates or min(UPDATES, 200 + sum(len(s.states) for s in sequences) // 10)
+        updates = self.updates or min(
+            MAX_UPDATES, 200 + sum(len(s.states) for s in sequences) // 10
+        )
         optimiser = torch.optim.AdamW(net.parameters(), lr=self.lr, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimiser, self.lr, total_steps=updates, pct_start=0.1
@@ -149,23 +149,23 @@ class FittedGRU(ShownModule):
             clip_grad_norm_(net.parameters(), 1.0)
             optimiser.step()
             schedule.step()
-            if (update + 1) % max(1, updates // LOOKS) == 0 or update + 1 == updates:
+            if (update + 1) % max(1, updates // VALIDATIONS) == 0 or update + 1 == updates:
                 error = float(held_out_error(net, held)[0])
                 if error < least:
                     least, best = error, parameters_to_vector(net.parameters()).detach().clone()
         vector_to_parameters(best, net.parameters())
         with (
             torch.no_grad()
-        ):  # variances in the head are exponentials of linear functions: a factor is a shift
+        ):  # the head is exp of a linear function: a factor is a shift of its bias
             net.log_variance.bias.add_(held_out_error(net, held)[1].log())
 
     def hyperparameters(self) -> dict[str, float]:
-        """Sizes, for logs."""
+        """Return the sizes, for loggers."""
         return {"networks": float(self.networks), "hidden": float(self.hidden)}
 
 
 def single(sequence: Recording) -> Recording:
-    """In single precision."""
+    """Return the recording in single precision."""
     controls = None if sequence.controls is None else sequence.controls.float()
     return sequence._replace(
         states=sequence.states.float(), obs=sequence.obs.float(), controls=controls
@@ -173,51 +173,48 @@ def single(sequence: Recording) -> Recording:
 
 
 def fingerprint(sequences: list[Recording]) -> Float[Tensor, " s"]:
-    """Sums that tell recordings apart: of steps, states, observations, and of their squares."""
+    """Return the number of steps and sums of states, observations and their squares.
+
+    Recordings with equal sums count as the same.
+    """
     seen = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences]).double()
     states = torch.cat([s.states for s in sequences]).double()
-    return torch.stack(
-        [
-            states.new_tensor(float(len(states))),
-            *(f(x) for x in (states, seen) for f in (torch.sum, square_sum)),
-        ]
-    )
-
-
-def square_sum(x: Tensor) -> Float[Tensor, ""]:
-    """sum x^2."""
-    return x.square().sum()
+    sums = [total for x in (states, seen) for total in (x.sum(), x.square().sum())]
+    return torch.stack([states.new_tensor(float(len(states))), *sums])
 
 
 def random_windows(
     sequences: list[Recording], most: int, count: int, generator: Generator
 ) -> Iterator[Recording]:
-    """``count`` batches of windows that begin anywhere, of ``most`` steps, or as many as recordings with half the steps have."""
+    """Yield ``count`` batches of windows with random starts.
+
+    A window has ``most`` steps, or as many as recordings with half of all steps have.
+    """
     lengths = torch.tensor([len(s.states) for s in sequences])
     order = lengths.argsort(descending=True)
     half = int((lengths[order].cumsum(0) * 2 >= lengths.sum()).int().argmax())
     width = min(most, int(lengths[order][half]))
     starts = (lengths - width + 1).clamp_min(0)
     for _ in range(count):
-        chosen = torch.multinomial(starts.float(), BATCH, replacement=True, generator=generator)
-        shares = torch.rand(BATCH, generator=generator)
-        first = (shares * starts[chosen]).long()
-        yield stack(
-            sequences,
-            [Span(k, a, a + width) for k, a in zip(chosen.tolist(), first.tolist(), strict=True)],
+        chosen = torch.multinomial(
+            starts.float(), BATCH_SIZE, replacement=True, generator=generator
         )
+        shares = torch.rand(BATCH_SIZE, generator=generator)
+        first = (shares * starts[chosen]).long()
+        starts_of = zip(chosen.tolist(), first.tolist(), strict=True)
+        yield stack(sequences, [Span(k, a, a + width) for k, a in starts_of])
 
 
 @torch.no_grad()
 def held_out_error(
     net: GRUFilter, held: Recording
 ) -> tuple[Float[Tensor, ""], Float[Tensor, " d"]]:
-    """Of a net run through recordings: the mean squared error in standard units, and that over the net's variances, ``d``.
+    """Return the mean squared error in standard units, and ``d``, its ratio to the variances.
 
-    The first fifth of a recording, at most 25 steps, does not count.
+    The first fifth of each recording, at most `MAX_SKIPPED_STEPS` steps, is left out.
     """
     h = net.hidden_states(held.obs, held.mask, held.controls)
-    first = min(25, held.states.shape[1] // 5)
+    first = min(MAX_SKIPPED_STEPS, held.states.shape[1] // 5)
     known = held.states[:, first:].isfinite().all(-1)
     left = (((held.states - net.z_mean) / net.z_scale - net.readout(h))[:, first:])[known].square()
     return left.mean(), (left / net.log_variance(h)[:, first:][known].exp()).mean(0)

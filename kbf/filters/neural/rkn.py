@@ -1,8 +1,13 @@
-"""The Recurrent Kalman Network: a Kalman filter over a latent space that is learned together with its images' codes.
+"""Recurrent Kalman network: a Kalman filter over a learned latent space (Becker et al. 2019).
 
-One step is a Kalman filter's on a state of 2 m numbers, the upper m of which are observed as codes
-with learned variances. Its covariance has three diagonals, so that nothing is inverted and a step
+The latent state has 2 m numbers, of which the upper m are observed as encodings with learned
+variances. The covariance consists of three diagonals, so that no matrix is inverted and a step
 costs O(m^2) for each A_k.
+
+References: Becker, Pandya, Gebhardt, Zhao, Taylor, Neumann (2019), Recurrent Kalman Networks:
+section 4; equations 2 to 7, and 10 to 12 of the supplement. Controls: Shaj, Becker, Büchler,
+Pandya, van Duijkeren, Taylor, Hanheide, Neumann (2020), Action-Conditional Recurrent Kalman
+Networks.
 """
 
 from __future__ import annotations
@@ -18,7 +23,10 @@ from kbf.filters.neural.base import LEAST_VARIANCE, EndToEndFilter, inverse_posi
 
 
 class FactorisedCovariance(NamedTuple):
-    """[[diag upper, diag between], [diag between, diag lower]], ``*b m`` each: u, l and s of the paper."""
+    """The covariance [[diag upper, diag between], [diag between, diag lower]].
+
+    ``*b m`` each; u, l and s in the paper.
+    """
 
     upper: Tensor
     lower: Tensor
@@ -35,26 +43,18 @@ class RKNState(NamedTuple):
 
 
 class RKNFilter(EndToEndFilter[RKNState]):
-    """The Recurrent Kalman Network as a filter of its own.
+    """The recurrent Kalman network as a filter.
 
-    1. Code: an image x becomes w(x) ``m``, of length 1, and variances r(x) ``m``.
-    2. Predict: A = sum_k softmax(c(z))_k A_k, each A_k of four blocks with a band; z <- A z, S <- A
-    S A^T + Q, of which the three
-       diagonals are kept (`predict_factorised`).
+    1. Encode: an image x becomes w(x) ``m``, of length 1, and variances r(x) ``m``.
+    2. Predict: A = sum_k softmax(c(z))_k A_k, each A_k of four banded blocks; z <- A z and
+       S <- A S A^T + Q, of which the three diagonals are kept (`predict_factorised`).
     3. Update: a Kalman update with H = [I 0] and R = diag r, exact for such S
-    (`update_factorised`). 4. Read out: the state from z, by an MLP, and its variances from the
-    three diagonals, by another.
+       (`update_factorised`).
+    4. Read out: the state from z by an MLP, and its variances from the three diagonals by another.
 
-    All is trained end to end on the Gaussian log likelihood of the true states
-    (`EndToEndFilter.loss`). Here the variance before anything was seen is fixed (``start``), and
-    the encoder is that of the configuration.
-
-    With controls the mean moves to A z + b(u), b an MLP.
-
-    References: Becker, Pandya, Gebhardt, Zhao, Taylor, Neumann (2019), Recurrent Kalman Networks:
-    section 4; equations 2 to 7, and 10 to 12 of the supplement. Controls: Shaj, Becker, Büchler,
-    Pandya, van Duijkeren, Taylor, Hanheide, Neumann (2020), Action-Conditional Recurrent Kalman
-    Networks.
+    All parameters are fitted to the Gaussian log likelihood of the true states
+    (`EndToEndFilter.loss`). The initial variance ``start`` is fixed, and the encoder is that of the
+    configuration. With controls u the mean moves to A z + b(u), b an MLP.
     """
 
     band: Tensor
@@ -72,22 +72,23 @@ class RKNFilter(EndToEndFilter[RKNState]):
         controls: int = 0,
         encoder: nn.Module | None = None,
     ) -> None:
-        """An untrained net.
+        """Initialise an untrained network.
 
         Args:
-            d: components of the state. q: components of an observation, or its shape.
-            m: of a code; the latent state has 2 m. matrices: K, how many A_k. bandwidth: of their
-                blocks, to each side.
-            hidden: units of the read-outs, and of b. start: variance of the latent state before
-                anything was seen.
+            d: components of the state.
+            q: components of an observation, or its shape.
+            m: components of an encoding; the latent state has 2 m.
+            matrices: K, the number of matrices A_k.
+            bandwidth: of their blocks, to each side of the diagonal.
+            hidden: units of the read-outs, and of b.
+            start: initial variance of the latent state.
             controls, encoder: as in `EndToEndFilter`.
         """
         super().__init__(d, q, m, encoder, controls)
         self.m, self.start = m, start
         eye = torch.eye(m)
-        first = torch.stack(
-            [eye, 0.2 * eye, -0.2 * eye, eye]
-        )  # upper from upper, upper from lower, lower from upper and lower
+        # upper from upper, upper from lower, lower from upper, lower from lower
+        first = torch.stack([eye, 0.2 * eye, -0.2 * eye, eye])
         self.blocks = nn.Parameter(first.expand(matrices, 4, m, m).clone())
         self.mixing = nn.Linear(2 * m, matrices)
         self.noise = nn.Parameter(torch.full((2, m), inverse_positive(0.1)))
@@ -107,12 +108,12 @@ class RKNFilter(EndToEndFilter[RKNState]):
     def encode(
         self, obs: Shaped[Tensor, "b *x"]
     ) -> tuple[Float[Tensor, "b m"], Float[Tensor, "b m"]]:
-        """Codes w of length 1 and their variances r."""
+        """Return encodings w of length 1 and their variances r."""
         w, r = super().encode(obs)
         return functional.normalize(w, dim=-1), r
 
     def init(self, batch: int, *, generator: Generator | None = None) -> RKNState:
-        """z = 0 with a wide covariance: the first observation says nearly all."""
+        """Return z = 0 with the variance ``start``."""
         zero = self.z_mean.new_zeros(batch, self.m)
         return RKNState(torch.cat([zero, zero], -1), zero + self.start, zero + self.start, zero)
 
@@ -123,7 +124,7 @@ class RKNFilter(EndToEndFilter[RKNState]):
         control: Float[Tensor, "b k"] | None = None,
         generator: Generator | None = None,
     ) -> RKNState:
-        """z <- A(z) z + b(u), and the covariance with it."""
+        """Return A(z) z + b(u) and its covariance."""
         weights = self.mixing(state.mean).softmax(-1)
         A0, A1, A2, A3 = (self.blocks * self.band).unbind(1)
         every = torch.cat([torch.cat([A0, A1], -1), torch.cat([A2, A3], -1)], -2)
@@ -138,19 +139,18 @@ class RKNFilter(EndToEndFilter[RKNState]):
     def take_in(
         self, state: RKNState, w: Float[Tensor, "b m"], r: Float[Tensor, "b m"]
     ) -> RKNState:
-        """The update with a code and its variances."""
+        """Return the state updated with an encoding and its variances."""
         mean, covariance = update_factorised(state.mean, FactorisedCovariance(*state[1:]), w, r)
         return RKNState(mean, *covariance)
 
     def mean(self, state: RKNState) -> Float[Tensor, "*b d"]:
-        """The read-out, in standard units."""
+        """Return the read-out, in standard units."""
         return self.readout(state.mean)
 
     def spread(self, state: RKNState) -> Float[Tensor, "*b d d"]:
-        """Diagonal, in standard units."""
-        return (
-            positive(self.readout_variance(torch.cat(state[1:], -1))) + LEAST_VARIANCE
-        ).diag_embed()
+        """Return the diagonal covariance, in standard units."""
+        variances = positive(self.readout_variance(torch.cat(state[1:], -1))) + LEAST_VARIANCE
+        return variances.diag_embed()
 
 
 def predict_factorised(
@@ -159,10 +159,10 @@ def predict_factorised(
     A: Float[Tensor, "b two_m two_m"],
     noise: Float[Tensor, "2 m"],
 ) -> tuple[Float[Tensor, "b two_m"], FactorisedCovariance]:
-    """A z, and the three diagonals of A S A^T + diag(noise).
+    """Return A z and the three diagonals of A S A^T + diag(noise).
 
-    With A = [L R], of the columns for the upper and the lower half: A S = [L u + R s, L s + R l],
-    columns by columns, and the diagonals of (A S) A^T are sums of products of rows.
+    With A = [L R] split into the columns of the upper and the lower half, A S = [L u + R s, L s +
+    R l], and the diagonals of (A S) A^T are sums of products of rows.
 
     References: Becker et al. (2019), equations 10 to 12 of the supplement.
     """
@@ -181,7 +181,9 @@ def update_factorised(
     w: Float[Tensor, "b m"],
     r: Float[Tensor, "b m"],
 ) -> tuple[Float[Tensor, "b two_m"], FactorisedCovariance]:
-    """The Kalman update with observation w = z_upper + N(0, diag r): gain u / (u + r) above, s / (u + r) below.
+    """Return the Kalman update with the observation w = z_upper + N(0, diag r).
+
+    The gain is u / (u + r) for the upper half and s / (u + r) for the lower half.
 
     References: Becker et al. (2019), equations 2 to 7.
     """

@@ -10,7 +10,7 @@ from torch import nn
 
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
 from kbf.filters.gaussian.moments import GaussianState
-from kbf.filters.neural.backprop_kf import FAR, BackpropKF
+from kbf.filters.neural.backprop_kf import MAX_STANDARD_UNITS, BackpropKF
 from kbf.filters.neural.base import LEAST_VARIANCE, inverse_positive
 from kbf.filters.rollout import rollout
 from kbf.recording import Recording
@@ -139,4 +139,4 @@ def test_a_move_that_runs_away_is_held(growth):
         p.grad is None or p.grad.isfinite().all() for p in net.parameters()
     )
     run = rollout(net, obs, mask=torch.zeros(1, 150, dtype=torch.bool))
-    assert (run.estimates.abs() <= FAR).all()
+    assert (run.estimates.abs() <= MAX_STANDARD_UNITS).all()

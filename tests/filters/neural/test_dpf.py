@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
-from kbf.filters.neural.dpf import DPF, FURTHEST, LEAST_LIKELIHOOD, DPFState
+from kbf.filters.neural.dpf import DPF, MAX_STATE, MIN_LIKELIHOOD, DPFState
 from kbf.filters.particle.bootstrap import BootstrapFilter
 from kbf.filters.particle.resampling import soft
 from kbf.filters.protocols import sample_of
@@ -227,7 +227,7 @@ def test_the_share_of_proposals_falls_and_they_carry_the_weight_of_one():
         after = net.take_in(state._replace(taken=torch.full((1,), taken, dtype=F64)), w, r)
         anew = (after.particles != state.particles).any(-1)[0]
         assert anew.sum() == expected
-        assert after.particles[0, anew].abs().le(FURTHEST).all()
+        assert after.particles[0, anew].abs().le(MAX_STATE).all()
     assert (net.take_in(state, w, r).taken == 1).all()
     none = small(gamma=None, particles=16)
     assert torch.equal(none.take_in(state, w, r).particles, state.particles)
@@ -239,7 +239,7 @@ def test_likelihoods_are_within_their_bounds():
     values = net.log_likelihood(
         1000 * torch.randn(4, 50, 2, generator=generator(1), dtype=F64), w, r
     ).exp()
-    assert (values >= LEAST_LIKELIHOOD * (1 - 1e-9)).all() and (values <= 1 + 1e-9).all()
+    assert (values >= MIN_LIKELIHOOD * (1 - 1e-9)).all() and (values <= 1 + 1e-9).all()
 
 
 def oscillations(count: int, seed: int) -> list[Recording]:
@@ -301,4 +301,4 @@ def test_moves_that_run_away_are_held():
     state = net.init(3, generator=torch.Generator().manual_seed(0))
     for _ in range(1000):
         state = net.predict(state, generator=torch.Generator().manual_seed(1))
-    assert (state.particles.abs() <= FURTHEST).all() and (state.particles.abs() == FURTHEST).any()
+    assert (state.particles.abs() <= MAX_STATE).all() and (state.particles.abs() == MAX_STATE).any()

@@ -55,7 +55,7 @@ def test_the_same_recordings_are_learned_once_and_others_anew():
         rollout(model.fit(memory), memory[0].obs[None]).estimates, first, rtol=0, atol=0
     )
     other = FittedGRU(networks=1, hidden=8, updates=20, window=20)
-    other.weights, other.learned_from = kept, model.learned_from
+    other.weights, other.fingerprint = kept, model.fingerprint
     other.fit([echoes(200, 5)])
     assert not torch.equal(other.weights, kept)
 
