@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Generic, Self, cast
+from typing import Any, Generic, cast
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -72,7 +72,7 @@ class Standardised(nn.Module):
         if u is not None:
             store_units(self.u_mean, self.u_scale, u)
 
-    def fit(self, memory: Recording | list[Recording] | None = None) -> Self:
+    def fit(self, memory: Recording | list[Recording] | None = None) -> Any:
         """Return the network itself: it does not depend on a memory."""
         return self
 
