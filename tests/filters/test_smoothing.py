@@ -29,7 +29,7 @@ from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 from kbf.filters.kernel.smoother import RuleBackward, density_backward
 from kbf.filters.neural.lstm import LSTMFilter
 from kbf.filters.particle.bootstrap import (
-    MOST_BACKWARD_PARTICLES,
+    MAX_BACKWARD_PARTICLES,
     BootstrapFilter,
     ParticleFilter,
     particle_backward,
@@ -480,11 +480,11 @@ def test_thinning_keeps_the_mean_and_leaves_few_alone():
     z = torch.randn(2, 4000, 2, dtype=F64, generator=g)
     w = (1.5 * z[..., 0]).log_softmax(-1)
     few, equal = thinned(z, w, g)
-    assert few.shape == (2, MOST_BACKWARD_PARTICLES, 2) and torch.allclose(
+    assert few.shape == (2, MAX_BACKWARD_PARTICLES, 2) and torch.allclose(
         equal.exp().sum(-1), torch.ones(2, dtype=F64)
     )
     assert (few.mean(1) - (w.exp()[..., None] * z).sum(1)).abs().max() < 4 / math.sqrt(
-        MOST_BACKWARD_PARTICLES
+        MAX_BACKWARD_PARTICLES
     )
     assert thinned(few, equal, g)[0] is few
 
@@ -503,7 +503,7 @@ def test_particle_smoother_is_near_the_exact_one():
     assert exact.covariances is not None and found.covariances is not None
     variance = exact.covariances.diagonal(dim1=-2, dim2=-1).sum(-1)
     ratio = ((found.estimates - exact.estimates).square().sum(-1) / variance).mean().item()
-    assert ratio < 6 / MOST_BACKWARD_PARTICLES
+    assert ratio < 6 / MAX_BACKWARD_PARTICLES
     assert (found.covariances - exact.covariances).abs().mean() < 0.1 * variance.mean()
 
 

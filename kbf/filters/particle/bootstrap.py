@@ -1,4 +1,9 @@
-"""Bootstrap particle filter: draw from the transition, weigh by the likelihood, resample when the weights degenerate."""
+"""Bootstrap particle filter of a known model.
+
+Draws from the transition, weighs by the likelihood, and resamples where the weights degenerate.
+
+References: Gordon, Salmond and Smith (1993); Doucet and Johansen (2009).
+"""
 
 from __future__ import annotations
 
@@ -27,8 +32,8 @@ from kbf.ssm import (
     root_of,
 )
 
-MOST_BACKWARD_PARTICLES = 500
-"""Particles that take part in a step back, of each of the two times: the pairs of all would be too many."""
+MAX_BACKWARD_PARTICLES = 500
+"""Particles of each of the two times in a backward step, whose cost is quadratic in them."""
 
 
 def particle_backward(
@@ -39,20 +44,17 @@ def particle_backward(
     control: Tensor | None = None,
     generator: Generator | None = None,
 ) -> tuple[Float[Tensor, "b M d"], Float[Tensor, "b M"]]:
-    """Forward filtering, backward smoothing: w^s_i = w_i sum_j w^{s+}_j q(z'_j | z_i) / sum_k w_k q(z'_j | z_k).
+    """Return the particles at t with smoothed log weights, by forward filtering-backward smoothing.
 
-    O(M^2) for M particles at each of the two times; more than `MOST_BACKWARD_PARTICLES` are thinned
-    to so many first.
+    w^s_i = w_i sum_j w^{s+}_j q(z'_j | z_i) / sum_k w_k q(z'_j | z_k), in O(M^2) for M particles at
+    each of the two times. More than `MAX_BACKWARD_PARTICLES` particles are thinned first.
 
     Args:
         model: has ``log_transition(z', z)``, up to a constant.
-        now: particles of the filter at t, and their normalised log weights.
-        following: smoothed ones at t + 1.
+        now: filtered particles at t and their normalised log weights.
+        following: smoothed particles at t + 1 and their normalised log weights.
         control: ``b k``, of the move between them.
         generator: of the thinning.
-
-    Returns:
-        Particles of t with smoothed log weights.
 
     References: Doucet, Godsill and Andrieu (2000), equation 37.
     """
@@ -60,7 +62,7 @@ def particle_backward(
     after, log_after = thinned(*following, generator)
     acted = {} if control is None else {"control": control[:, None, None]}
     log_q = model.log_transition(after[:, :, None], z[:, None], **acted) + log_w[:, None]
-    back = log_q.softmax(-1)  # row j: where z'_j came from
+    back = log_q.softmax(-1)  # row j: distribution of the ancestor of z'_j
     return z, (log_after.exp()[:, None] @ back)[:, 0].log().log_softmax(-1)
 
 
@@ -69,17 +71,20 @@ def thinned(
     log_weights: Float[Tensor, "b P"],
     generator: Generator | None = None,
 ) -> tuple[Float[Tensor, "b M d"], Float[Tensor, "b M"]]:
-    """At most `MOST_BACKWARD_PARTICLES` particles, drawn systematically, with equal weights; fewer are left as they are."""
+    """Return at most `MAX_BACKWARD_PARTICLES` particles, drawn by systematic resampling.
+
+    Fewer particles are returned unchanged.
+    """
     b, P = log_weights.shape
-    if P <= MOST_BACKWARD_PARTICLES:
+    if P <= MAX_BACKWARD_PARTICLES:
         return particles, log_weights
-    chosen = systematic(log_weights, generator, draws=MOST_BACKWARD_PARTICLES)
-    equal = log_weights.new_zeros(b, MOST_BACKWARD_PARTICLES).log_softmax(-1)
+    chosen = systematic(log_weights, generator, draws=MAX_BACKWARD_PARTICLES)
+    equal = log_weights.new_zeros(b, MAX_BACKWARD_PARTICLES).log_softmax(-1)
     return particles.gather(1, chosen[..., None].expand(-1, -1, particles.shape[-1])), equal
 
 
 class ParticleState(NamedTuple):
-    """Weighted particles: particles ``b P d``, log_weights ``b P`` that are normalised (their exponentials sum to 1)."""
+    """Weighted particles: particles ``b P d`` and normalised log_weights ``b P``."""
 
     particles: Tensor
     log_weights: Tensor
@@ -88,17 +93,13 @@ class ParticleState(NamedTuple):
 class BootstrapFilter(Shown):
     """Bootstrap filter: z_i ~ p(z | z_i'), w_i proportional to w_i' p(x | z_i).
 
-    A batch element whose effective sample size is under ``threshold`` P is resampled at the *start*
-    of predict, so that the estimate after an update uses the weights before they are thrown away.
-    Resampling picks particles: gradients flow through the chosen particles and through the weights,
-    not through the choice.
+    A batch element whose effective sample size is below ``threshold`` P is resampled at the *start*
+    of predict, so that the estimate after an update uses the weights before resampling. Gradients
+    flow through the chosen particles and through the weights, not through the choice.
 
-    Where *every* particle has likelihood zero (log weights all -inf) ``update`` resets the weights
-    to uniform; the loop passes the observation over, and keeps the weights of the prediction. The
-    estimate is never NaN.
-
-    References: Gordon, Salmond and Smith (1993); Doucet and Johansen (2009) for adaptive
-    resampling.
+    Where *every* particle has likelihood zero, ``update`` resets the weights to uniform. The
+    filtering loop rejects such an observation and keeps the predicted weights. Estimates are never
+    NaN.
     """
 
     initial: Float[Tensor, "n d"]
@@ -115,17 +116,16 @@ class BootstrapFilter(Shown):
         *,
         resample: Callable[..., Tensor] = systematic,
     ) -> None:
-        """The filter of one model.
+        """Store the model and the initial states.
 
         Args:
-            model: draws moves and gives the likelihood; if it has an attribute ``controlled`` that
-                is not 0, its ``move`` takes a ``control``. The matrices of a `StateSpaceModel` are
-                converted to the dtype and device of ``initial``: float32 states make a float32
-                filter.
+            model: draws moves and evaluates the likelihood. If it has an attribute ``controlled``
+                that is not 0, its ``move`` takes a ``control``. The matrices of a `StateSpaceModel`
+                are converted to the dtype and the device of ``initial``.
             initial: ``n d``, samples of the state before the first move (the training states),
                 drawn with replacement.
             particles: P.
-            threshold: share of P under which the effective sample size triggers resampling; 0
+            threshold: share of P below which the effective sample size triggers resampling; 0
                 never, 1 (nearly) always.
             resample: a scheme of `kbf.filters.particle.resampling`.
 
@@ -134,7 +134,8 @@ class BootstrapFilter(Shown):
         """
         if particles < 1 or len(initial) < 1:
             raise ValueError(
-                f"a particle filter needs particles and initial states, got {particles} and {len(initial)}"
+                "a particle filter requires particles and initial states, "
+                f"got {particles} and {len(initial)}"
             )
         self.model: StateSpace = in_type_of(model, initial)
         self.initial, self.particles, self.threshold, self.resample = (
@@ -147,7 +148,7 @@ class BootstrapFilter(Shown):
         self.allow_missing_sensors: bool = allows_missing_sensors(model)
 
     def init(self, batch: int, *, generator: Generator | None = None) -> ParticleState:
-        """P initial states for each sequence, drawn with replacement, with equal weights."""
+        """Return P initial states per recording, drawn with replacement, with equal weights."""
         size, device = (batch, self.particles), self.initial.device
         chosen = torch.randint(len(self.initial), size, device=device, generator=generator)
         return ParticleState(
@@ -161,12 +162,12 @@ class BootstrapFilter(Shown):
         control: Float[Tensor, "b k"] | None = None,
         generator: Generator | None = None,
     ) -> ParticleState:
-        """Resample where the effective sample size is low, then draw z' for each particle."""
+        """Resample where the effective sample size is low, then draw z' of each particle."""
         particles, log_weights = state
         low = effective_sample_size(log_weights) < self.threshold * self.particles
-        if many := int(low.sum()):  # resampling costs as much as the move
+        if many := int(low.sum()):  # skipped if possible: resampling costs as much as the move
             chosen = self.resample(log_weights, generator)
-            if many < len(low):  # the others keep theirs
+            if many < len(low):  # the others keep their particles
                 chosen = torch.where(
                     low[:, None], chosen, torch.arange(self.particles, device=chosen.device)
                 )
@@ -176,7 +177,7 @@ class BootstrapFilter(Shown):
         return ParticleState(self.model.move(particles, generator, **acted), log_weights)
 
     def update(self, state: ParticleState, obs: Float[Tensor, "b *x"]) -> ParticleState:
-        """Weigh by the likelihood of the observation, ``b *x``; if it is zero for all particles, weigh them equally."""
+        """Return the particles weighted by p(x | z_i); equal weights where it is zero for all."""
         return self.observe(state, obs)[0]
 
     def observe(
@@ -197,34 +198,35 @@ class BootstrapFilter(Shown):
         return state._replace(log_weights=log_weights.log_softmax(-1)), possible
 
     def estimate(self, state: ParticleState) -> Float[Tensor, "b d"]:
-        """The weighted mean, ``b d``."""
+        """Return the weighted mean, ``b d``."""
         return state.log_weights.exp().unsqueeze(1).bmm(state.particles).squeeze(1)
 
     def covariance(self, state: ParticleState) -> Float[Tensor, "b d d"]:
-        """The weighted covariance (divided by the sum of weights, 1), ``b d d``."""
+        """Return the weighted covariance, ``b d d``."""
         centred = state.particles - self.estimate(state)[:, None]
         return (state.log_weights.exp()[..., None] * centred).mT @ centred
 
     def weighted_sample(
         self, state: ParticleState
     ) -> tuple[Float[Tensor, "b P d"], Float[Tensor, "b P"]]:
-        """Particles and weights."""
+        """Return particles and weights."""
         return state.particles, state.log_weights.exp()
 
     def diagnostics(self, state: ParticleState) -> dict[str, Tensor]:
-        """``ess``, the effective sample size ``b``."""
+        """Return ``ess``, the effective sample size ``b``."""
         return {"ess": effective_sample_size(state.log_weights)}
 
     def smoother(self) -> Backward:
-        """Forward filtering, backward smoothing (`kbf.filters.particle.bootstrap.particle_backward`), over at most 1,000 particles a time.
+        """Return the step of forward filtering-backward smoothing (`particle_backward`).
 
         Raises:
-            ValueError: a model that does not know the density of its moves.
+            ValueError: the model has no transition density, ``log_transition``.
         """
         dynamics = self.model.dynamics if isinstance(self.model, OverDynamics) else self.model
         if not isinstance(dynamics, KnownTransition):
             raise ValueError(
-                f"a smoother needs the density of a move: {type(dynamics).__name__} has no log_transition(z', z)"
+                "a smoother requires the density of a move: "
+                f"{type(dynamics).__name__} has no log_transition(z', z)"
             )
 
         def step_back(
@@ -234,17 +236,17 @@ class BootstrapFilter(Shown):
             control: Tensor | None = None,
             generator: Generator | None = None,
         ) -> ParticleState:
-            return ParticleState(
-                *particle_backward(
-                    dynamics, now.state, following, control=control, generator=generator
-                )
-            )
+            settings = {"control": control, "generator": generator}
+            return ParticleState(*particle_backward(dynamics, now.state, following, **settings))
 
         return step_back
 
 
 def in_type_of(model: StateSpace, states: Float[Tensor, "n d"]) -> StateSpace:
-    """The model in the dtype and on the device of ``states``, if it is a `StateSpaceModel`; factored, if it is constant."""
+    """Return the model in the dtype and on the device of ``states``.
+
+    Only a `StateSpaceModel` is converted. If it is constant, its covariances are factored once.
+    """
     if not isinstance(model, StateSpaceModel):
         return model
     model = model._replace(Q=model.Q.to(states), R=model.R.to(states))
@@ -255,43 +257,45 @@ def in_type_of(model: StateSpace, states: Float[Tensor, "n d"]) -> StateSpace:
 
 
 class ParticleRecipe(ShownModule):
-    """What recipes of particle filters with true dynamics share: no parameters, no buffers; ``fit`` makes the filter."""
+    """Base class of models with known dynamics: neither parameters nor buffers."""
 
     model: StateSpace
     particles: int
     threshold: float
 
     def __init__(self, model: StateSpace, particles: int = 4000, threshold: float = 0.5) -> None:
-        """``model``: the true one. The others as in `BootstrapFilter`."""
+        """Store the true model; the others as in `BootstrapFilter`."""
         super().__init__()
         self.model, self.particles, self.threshold = model, particles, threshold
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Nothing to choose beforehand."""
+        """Do nothing: there are no hyper-parameters."""
 
 
 class ParticleFilter(ParticleRecipe):
-    """The bootstrap filter that knows the true model; with 20,000 particles, the floor: the error that no filter can beat.
+    """The bootstrap filter of the true model.
 
-    The first particles are training states.
+    With 20,000 particles its error is the floor, the Bayes-optimal error. The initial particles are
+    training states.
     """
 
     def fit(self, memory: Recording | list[Recording] | None) -> BootstrapFilter:
-        """The filter started from the training states, in their dtype and on their device.
+        """Return the filter that starts from the training states, in their dtype and device.
 
         Raises:
-            ValueError: no memory: the first particles are drawn from it. Or observations of another
-                shape than the model's.
+            ValueError: no memory, or observations of another shape than those of the model.
         """
         if memory is None:
             raise ValueError(
-                "a particle filter draws its first particles from the training states: give fit() a memory"
+                "a particle filter draws its initial particles from training states: "
+                "give fit() a memory"
             )
         sequences = as_recordings(memory)
         states, shape = torch.cat([s.states for s in sequences]), sequences[0].obs.shape[1:]
         expected = self.model.observe(states[:1], Generator(states.device).manual_seed(0)).shape[1:]
         if shape != expected:
             raise ValueError(
-                f"the true model sees {tuple(expected)}, the observations are {tuple(shape)}; {ENCODE_IMAGES}"
+                f"observations of the true model have the shape {tuple(expected)}, "
+                f"those of the memory {tuple(shape)}; {ENCODE_IMAGES}"
             )
         return BootstrapFilter(self.model, states, self.particles, self.threshold)

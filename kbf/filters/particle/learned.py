@@ -1,4 +1,8 @@
-"""Particle filters on learned models: on one learned whole, and on true dynamics with a learned observation."""
+"""Particle filters of learned models.
+
+`LearnedParticleFilter` learns transition and observation. The others use the true dynamics with a
+learned observation density.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ from kbf.ssm import StateSpace, normal
 
 
 class LearnedParticleFilter(ShownModule):
-    """Bootstrap particle filter on a learned model, the same as that of the Kernel Bayes Filter: its competitor.
+    """Bootstrap particle filter of the learned model that the Kernel Bayes Filter simulates from.
 
-    It weighs by the density of the learned laws, where the Kernel Bayes Filter needs draws only.
-    With ``allow_missing_sensors`` sensors may be silent one by one: the density is that of those
-    that speak (`kbf.densities.per_sensor`).
+    It weighs particles by the learned observation density, where the Kernel Bayes Filter only
+    requires draws. With ``allow_missing_sensors`` each sensor may be missing at any step, and the
+    density is that of the available sensors (`kbf.densities.per_sensor`).
     """
 
     particles: int
@@ -36,17 +40,19 @@ class LearnedParticleFilter(ShownModule):
         transition: str | None = None,
         observation: str | None = None,
     ) -> None:
-        """The first two as in `kbf.filters.particle.bootstrap.BootstrapFilter`, the others as in `kbf.densities.selected.SelectedDensities`."""
+        """Store the settings.
+
+        Args:
+            particles, threshold: as in `kbf.filters.particle.bootstrap.BootstrapFilter`.
+            transition, observation: as in `kbf.densities.selected.SelectedDensities`.
+        """
         super().__init__()
-        self.particles, self.threshold, self.densities = (
-            particles,
-            threshold,
-            SelectedDensities(transition, observation),
-        )
+        self.particles, self.threshold = particles, threshold
+        self.densities = SelectedDensities(transition, observation)
 
     @property
     def allow_missing_sensors(self) -> bool:
-        """Whether sensors may be silent one by one."""
+        """Whether each sensor may be missing at any step."""
         return self.densities.allow_missing_sensors
 
     @allow_missing_sensors.setter
@@ -54,23 +60,23 @@ class LearnedParticleFilter(ShownModule):
         self.densities.allow_missing_sensors = value
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Choose the laws."""
+        """Select transition and observation density."""
         self.densities.choose(memory)
 
     def hyperparameters(self) -> dict[str, float]:
-        """The choice of laws, for logs."""
+        """Return the selected densities and their scores, for loggers."""
         return self.densities.hyperparameters()
 
     def fit(self, memory: Recording | list[Recording] | None) -> BootstrapFilter:
-        """Fit both laws and start from the training states."""
+        """Return the filter of the fitted model that starts from the training states."""
         if memory is None:
-            raise ValueError("a learned particle filter needs a memory to learn its model from")
+            raise ValueError(
+                "a learned particle filter fits its model to a memory: give fit() the recordings"
+            )
         sequences = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         self.densities.select_if_missing(sequences)
-        model, states = (
-            learn_model(sequences, self.densities.kinds, self.densities.fitted),
-            torch.cat([s.states for s in sequences]),
-        )
+        model = learn_model(sequences, self.densities.kinds, self.densities.fitted)
+        states = torch.cat([s.states for s in sequences])
         return BootstrapFilter(model, states, self.particles, self.threshold)
 
 
@@ -95,28 +101,28 @@ class ObservationModel(NamedTuple):
     def log_likelihood(
         self, x: Float[Tensor, "*b q"], z: Float[Tensor, "*c d"]
     ) -> Float[Tensor, "*e"]:
-        """The logarithm of p(x | z), up to a constant."""
+        """Return log p(x | z), up to a constant."""
         return self.observation.log_density(x, z)
 
 
 class ObservationParticleFilter(ParticleRecipe):
-    """Bootstrap particle filter with the *true* dynamics and a learned observation density p(x | z).
+    """Bootstrap particle filter of the *true* dynamics and a learned observation density.
 
     x = m(z) + e in flat space, x = m(z) turned by e on the circle, e ~ N(0, scale(z) S): kernel
-    ridge regression of the memory's observations (for images: their codes) on its states, with its
-    own predictive variance (`RidgeMap`).
+    ridge regression of the observations of the memory (for images: their encodings) on its states,
+    with its predictive variance (`RidgeMap`).
     """
 
     def fit(self, memory: Recording | list[Recording] | None) -> BootstrapFilter:
-        """Fit the map and start from the training states.
+        """Return the filter of the fitted map that starts from the training states.
 
         Raises:
-            ValueError: no memory, fewer than ten observations, or observations that are no vectors
+            ValueError: no memory, fewer than ten observations, or observations that are not vectors
                 or do not vary.
         """
         if memory is None:
             raise ValueError(
-                "a particle filter with a learned observation density needs a memory to learn it from"
+                "a learned observation density is fitted to a memory: give fit() the recordings"
             )
         sequences = as_recordings(memory)
         check_vectors(sequences, "a learned observation map")
@@ -128,17 +134,22 @@ class ObservationParticleFilter(ParticleRecipe):
 
 
 class PixelModel(NamedTuple):
-    """A `kbf.ssm.StateSpace` of given dynamics and images x_j = m_j(z) + e_j, e_j ~ N(0, scale s_j^2), independent pixels.
+    """A `kbf.ssm.StateSpace` of given dynamics and images with independent pixels.
 
-    With phi the features of z, A the coefficients, o the mean image and W = diag(1/s), the sum of
-    squares over thousands of pixels,
-    ||W (x - o - A^T phi)||^2 = ||W (x - o)||^2 - 2 phi^T A W^2 (x - o) + phi^T A W^2 A^T phi, costs one product ``r r`` a particle.
+    Pixel j is x_j = m_j(z) + e_j, e_j ~ N(0, scale s_j^2). With phi the features of z, A the
+    coefficients, o the mean image and W = diag(1/s), the sum of squares over all pixels is
+
+        ||W (x - o - A^T phi)||^2
+            = ||W (x - o)||^2 - 2 phi^T A W^2 (x - o) + phi^T A W^2 A^T phi,
+
+    which costs one product ``r r`` per particle.
 
     Attributes:
-        dynamics: draws the moves. image: m, with the diagonal (s_j^2) as its noise; images are
-            flattened.
-        weighted: A W ``r q``. gram: A W^2 A^T ``r r``. shape: of one image.
-        predictive: scale grows where the regression does not know (`RidgeMap`), instead of being 1.
+        dynamics: draws the moves.
+        image: m, of flattened images, with noise s_j^2.
+        weighted: A W ``r q``. gram: A W^2 A^T ``r r``.
+        shape: of one image.
+        predictive: scale is the predictive variance of `RidgeMap`; False: scale is 1.
     """
 
     dynamics: StateSpace
@@ -165,7 +176,7 @@ class PixelModel(NamedTuple):
     def log_likelihood(
         self, x: Shaped[Tensor, "..."], z: Float[Tensor, "*c d"]
     ) -> Float[Tensor, "*e"]:
-        """The logarithm of p(x | z) for images ``*b *x``, up to a constant."""
+        """Return log p(x | z) for images ``*b *x``, up to a constant."""
         pixels = as_float(x, self.gram.dtype).flatten(x.ndim - len(self.shape))
         white = (pixels - self.image.offset) / self.image.noise.sqrt()
         phi = self.image.features(z)
@@ -176,20 +187,20 @@ class PixelModel(NamedTuple):
 
 
 class PixelParticleFilter(ParticleRecipe):
-    """Bootstrap particle filter with the *true* dynamics and a likelihood of raw pixels: what is lost without an encoder.
+    """Bootstrap particle filter with the *true* dynamics and a likelihood of raw pixels.
 
-    p(x | z) is a product over all pixels of Gaussians around a learned image m(z): kernel ridge
-    regression of the pixels on the state, with the leave-one-out residual variance of each pixel
-    (`PixelModel`). Errors of m are shared by many pixels, and the product counts them as so many
-    independent ones: log likelihoods of particles differ by hundreds, and few particles have any
-    weight. Where no training state is near, m is the mean image, which may explain a picture better
-    than a wrong place does: some runs lose the track. With ``predictive`` the variance grows where
-    m is not known, which keeps them on it.
+    A baseline without an encoder. p(x | z) is a product over pixels of Gaussians around a learned
+    image m(z): kernel ridge regression of the pixels on the state, with the leave-one-out residual
+    variance of each pixel (`PixelModel`). Many pixels share the errors of m, but the product treats
+    them as independent: log likelihoods of particles differ by hundreds, and few particles have any
+    weight. Far from all training states m is the mean image, which may explain an image better than
+    a wrong state does, so that some runs diverge. With ``predictive`` the variance is larger where
+    m is uncertain, which prevents this.
 
-    Xu et al. show a particle filter on images that "performs significantly worse [...] since
+    Xu et al. report a particle filter on images that "performs significantly worse [...] since
     likelihood evaluation is unstable in the high dimensional observation space, despite the true
-    dynamics being available". They do not say what its likelihood was, and their published code has
-    no particle filter. This is the textbook's choice, not known to be theirs.
+    dynamics being available". The paper does not define its likelihood, and the published code
+    contains no particle filter. The likelihood here is the textbook choice.
 
     References: Xu et al. (2022), section 6.3.
     """
@@ -206,27 +217,29 @@ class PixelParticleFilter(ParticleRecipe):
         predictive: bool = False,
         rank: int = 256,
     ) -> None:
-        """The recipe.
+        """Store the settings.
 
         Args:
-            model: the true one, whose ``move`` is used.
-            particles: as in `kbf.filters.particle.bootstrap.BootstrapFilter`. threshold: likewise.
-            predictive: use the predictive variance of the regression, not the residual variance
-                alone.
-            rank: most features of m.
+            model: the true model, whose ``move`` is used.
+            particles, threshold: as in `kbf.filters.particle.bootstrap.BootstrapFilter`.
+            predictive: use the predictive variance of the regression, not only the residual
+                variance.
+            rank: number of features of m, at most.
         """
         super().__init__(model, particles, threshold)
         self.predictive, self.rank = predictive, rank
 
     def fit(self, memory: Recording | list[Recording] | None) -> BootstrapFilter:
-        """Fit m, choosing bandwidth and ridge by the leave-one-out log loss, and start from the training states.
+        """Return the filter of the fitted m that starts from the training states.
+
+        Bandwidth and ridge of m minimise the leave-one-out log loss.
 
         Raises:
-            ValueError: no memory, fewer than ten images, or images that are all the same.
+            ValueError: no memory, fewer than ten images, or images that are all equal.
         """
         if memory is None:
             raise ValueError(
-                "a particle filter with a learned likelihood of pixels needs a memory to learn it from"
+                "a learned likelihood of pixels is fitted to a memory: give fit() the recordings"
             )
         sequences = as_recordings(memory)
         states = torch.cat([s.states for s in sequences])
@@ -237,9 +250,8 @@ class PixelParticleFilter(ParticleRecipe):
             "slopes": (),
             "regs": (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 0.1),
         }
-        image = fit_ridge_map(
-            seen, pixels, **few, rank=self.rank, diagonal=True
-        )  # each setting costs n r q, q is in the thousands
+        # few settings: each costs n r q operations, with q in the thousands
+        image = fit_ridge_map(seen, pixels, **few, rank=self.rank, diagonal=True)
         weighted = image.coefficients / image.noise.sqrt()
         dynamics, shape = in_type_of(self.model, states), tuple(obs.shape[1:])
         model = PixelModel(

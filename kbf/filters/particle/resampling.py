@@ -1,4 +1,6 @@
-"""Resampling: P indices whose expected counts are P times the weights. All of it batched over ``b``.
+"""Systematic resampling of weighted particles.
+
+Returns indices whose expected counts are P times the weights, for each element of a batch ``b``.
 
 Each scheme inverts the cumulative weights at P points of [0, 1); they differ in how the points are
 drawn. Cumulative sums are in float64, so that 20,000 float32 weights are resampled exactly.
@@ -19,10 +21,11 @@ def systematic(
     *,
     draws: int | None = None,
 ) -> Int[Tensor, "b m"]:
-    """One uniform number u for each batch element, m = P (or ``draws``) points (i + u) / m: k comes floor or ceil of m w_k times.
+    """Return m = P (or ``draws``) indices; k occurs floor or ceil of m w_k times.
 
-    Points at equal distances need no search, as in `invert`: N_k = floor(m cdf_k + 1 - u) of them
-    are left of cdf_k, and the index of point i is the number of k with N_k <= i.
+    The points are (i + u) / m with one uniform number u for each element of the batch. Since they
+    are equidistant, no search is required: N_k = floor(m cdf_k + 1 - u) of them are below cdf_k,
+    and the index of point i is the number of k with N_k <= i.
 
     >>> systematic(torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log())
     tensor([[0, 0, 1, 2]])
@@ -62,10 +65,10 @@ def multinomial(
 def soft(
     log_weights: Float[Tensor, "b P"], alpha: float, generator: Generator | None = None
 ) -> tuple[Int[Tensor, "b P"], Float[Tensor, "b P"]]:
-    """Indices drawn from q_i = alpha w_i + (1 - alpha) / P, and the log weights w_i / q_i of what was drawn, normalised.
+    """Return indices drawn from q_i = alpha w_i + (1 - alpha) / P, and log weights log w_i / q_i.
 
-    The choice has no gradient; the new weights have one, where alpha < 1. alpha = 1 is `systematic`
-    with equal weights.
+    The weights are normalised. The choice has no gradient; the weights have one where alpha < 1.
+    alpha = 1 is `systematic` with equal weights.
 
     References: Karkus, Hsu and Lee (2018), Particle Filter Networks, equation 6.
     """
@@ -79,19 +82,24 @@ RESAMPLING = {"systematic": systematic, "stratified": stratified, "multinomial":
 
 
 def invert(log_weights: Float[Tensor, "b P"], points: Float[Tensor, "b m"]) -> Int[Tensor, "b m"]:
-    """Index k with cdf_{k-1} <= point < cdf_k, of weights that need not be normalised; a weight of zero is never chosen."""
+    """Return the indices k with cdf_{k-1} <= point < cdf_k.
+
+    Weights need not be normalised. An index of weight zero is never returned.
+    """
     points = points.clamp_max(1 - torch.finfo(torch.float64).eps)
     return torch.searchsorted(cumulative(log_weights), points.contiguous(), right=True)
 
 
 def cumulative(log_weights: Float[Tensor, "b P"]) -> Float[Tensor, "b P"]:
-    """cdf_k = sum_{j <= k} w_j, the last of them 1, in float64 and without gradients."""
+    """Return cdf_k = sum_{j <= k} w_j, of which the last is 1, in float64 without gradients."""
     cdf = log_weights.detach().double().softmax(-1).cumsum(-1)
     return cdf / cdf[:, -1:]
 
 
 def effective_sample_size(log_weights: Float[Tensor, "b P"]) -> Float[Tensor, " b"]:
-    """(sum w)^2 / sum w^2, between 1 and P; the weights need not be normalised. NaN where every weight is zero.
+    """Return (sum w)^2 / sum w^2, between 1 and P; NaN where every weight is zero.
+
+    Weights need not be normalised.
 
     >>> effective_sample_size(torch.zeros(1, 8))
     tensor([8.])
