@@ -9,6 +9,7 @@ from kbf.training import (
     figure_logging as figure_logging,
     filter_stage as filter_stage,
     fit as fit,
+    fitted_model as fitted_model,
     held_out_calibration as held_out_calibration,
     metric_logging as metric_logging,
     settings as settings,

@@ -22,7 +22,7 @@ from kbf.rkhs.features import nystrom_whitening, pivots
 from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.training.buffers import RecordingBuffers
 from kbf.training.checkpoint import Trained, check_like, load_filter, rewrite_checkpoint
-from kbf.training.filter_stage import inner_filter
+from kbf.training.fitted_model import inner_filter
 from kbf.training.held_out_calibration import learn
 
 STEPS_PER_CHUNK = 20

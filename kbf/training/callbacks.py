@@ -11,8 +11,11 @@ import lightning
 import torch
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, ProgressBar
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from kbf.runtime.instantiate import build
+from kbf.runtime.tensor_files import write_tensors
+from kbf.training.checkpoint import read_checkpoint
 
 BEST, LAST, ENCODERS = "best.ckpt", "last.ckpt", "encoder.ckpt"
 """Files of a run: the model with the least validation error, the newest one, and the newest of the first stage."""
@@ -180,3 +183,23 @@ def check_callbacks(made: list[Callback], held_out: bool) -> None:
                 f"callbacks: {name} watches {monitor}, and nothing is held out: set model.training.validation, as 0.2, or give "
                 "the data a validation part"
             )
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes checkpoints of a run whole or not at all, and reads only undamaged ones.
+
+    Lightning's own class writes to a temporary file in TMPDIR, which is copied, not renamed, where
+    that is another file system.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """Overrides `TorchCheckpointIO.save_checkpoint`: writes the file in one step."""
+        write_tensors(checkpoint, path)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = True
+    ) -> dict[str, Any]:
+        """Overrides `TorchCheckpointIO.load_checkpoint`: nothing in the file is executed."""
+        return read_checkpoint(path)

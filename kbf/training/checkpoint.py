@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lightning
 import torch
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
 from kbf import __version__
@@ -22,7 +21,7 @@ from kbf.runtime import html_repr
 from kbf.runtime.allowlist import check_plain, without_weights
 from kbf.runtime.atomic_files import check_archive
 from kbf.runtime.tensor_files import check_tensors, write_tensors
-from kbf.training.filter_stage import FilterTraining, inner_filter, operators_of, take_shapes
+from kbf.training.fitted_model import FittedModel, inner_filter, operators_of, take_shapes
 
 OLDEST = (0, 1)
 """The first version whose checkpoints this one reads."""
@@ -41,7 +40,7 @@ class Trained(NamedTuple):
     of them. ``steps``: of the optimizer, in all of these epochs.
     """
 
-    module: FilterTraining
+    module: FittedModel
     filter: Filter[Any]
     epochs: int
     validation_mse: float | None = None
@@ -56,37 +55,12 @@ class Trained(NamedTuple):
         return html_repr.page("Trained", self._asdict())
 
 
-def write_checkpoint(contents: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint, whole or not at all. Every checkpoint of this project is written here."""
-    write_tensors(contents, path)
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """How Lightning's trainer writes and reads the checkpoints of a run: by `write_checkpoint`, and only undamaged ones.
-
-    Lightning's own writes to a temporary file in TMPDIR, which is copied, not renamed, where that
-    is another file system.
-    """
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        """Write, whole or not at all."""
-        write_checkpoint(checkpoint, path)
-
-    def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = True
-    ) -> dict[str, Any]:
-        """Read what the trainer goes on from; nothing in the file is executed."""
-        return read_checkpoint(path)
-
-
-def checkpoint_of(module: FilterTraining) -> dict[str, Any]:
+def checkpoint_of(module: FittedModel) -> dict[str, Any]:
     """The checkpoint of a model that has nothing to learn by gradient, as Lightning's trainer makes it of one that has."""
     contents = {
         "epoch": 0,
         "global_step": 0,
-        "pytorch-lightning_version": lightning.__version__,
+        "pytorch-lightning_version": version("lightning"),
         "state_dict": module.state_dict(),
     }
     module.on_save_checkpoint(contents)
@@ -112,7 +86,7 @@ def rewrite_checkpoint(
         else Calibration(*(leaf.cpu() for leaf in calibration))._asdict(),
         "monitor": None if monitor is None else monitor.stored(),
     }
-    write_checkpoint(contents, path)
+    write_tensors(contents, path)
 
 
 def load_filter(
@@ -140,7 +114,7 @@ def load_filter(
         )
     config = checkpoint["hyper_parameters"]["config"]
     try:
-        module = FilterTraining({**config, "model": without_weights(config["model"])}, trust=trust)
+        module = FittedModel({**config, "model": without_weights(config["model"])}, trust=trust)
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"])
         filter = module.to(device).filter()
@@ -159,16 +133,16 @@ def load_filter(
     except (ValueError, OSError):
         raise
     except Exception as error:  # whatever wrong contents make of the classes that they are for
-        version = checkpoint["kbf"]["version"]
+        written = checkpoint["kbf"]["version"]
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
-            f"checkpoint {path} (kbf {version}) does not fit kbf {__version__}: {reason}"
+            f"checkpoint {path} (kbf {written}) does not fit kbf {__version__}: {reason}"
         ) from error
     return Trained(module, filter, checkpoint["epoch"], None, calibration, monitor)
 
 
 @torch.no_grad()
-def check_step(module: FilterTraining, filter: Filter[Any], device: str | torch.device) -> None:
+def check_step(module: FittedModel, filter: Filter[Any], device: str | torch.device) -> None:
     """Raise unless a filter can take a step, and knows a state afterwards: operators of other shapes would fail only then.
 
     Raises:
@@ -189,7 +163,7 @@ def check_step(module: FilterTraining, filter: Filter[Any], device: str | torch.
         raise ValueError(f"the first estimate must be {width} finite numbers")
 
 
-def load_own(module: FilterTraining, path: Path, *, device: str | torch.device) -> Trained:
+def load_own(module: FittedModel, path: Path, *, device: str | torch.device) -> Trained:
     """A checkpoint that a run of ``module`` has written, trusted as the module is if it names the same net and encoders."""
     stored = read_checkpoint(path)["hyper_parameters"]["config"]["model"]
     same = all(stored.get(key) == module.config["model"].get(key) for key in ("net", "encoding"))
@@ -309,9 +283,7 @@ def checkpoint_file(path: str | os.PathLike[str]) -> Path:
 
 def check_version(path: str | os.PathLike[str], written: str) -> None:
     """Raise a CheckpointError if ``written``, the version that wrote a checkpoint, has a format that this one does not know."""
-    there, here = (
-        tuple(map(int, re.findall(r"\d+", version)[:2])) for version in (written, __version__)
-    )
+    there, here = (tuple(map(int, re.findall(r"\d+", each)[:2])) for each in (written, __version__))
     if len(there) < 2:
         raise CheckpointError(f"{path} does not say which version of kbf wrote it")
     if there > here:
@@ -324,7 +296,7 @@ def check_version(path: str | os.PathLike[str], written: str) -> None:
         )
 
 
-def check_like(module: FilterTraining, new: Recording, checkpoint: str | os.PathLike[str]) -> None:
+def check_like(module: FittedModel, new: Recording, checkpoint: str | os.PathLike[str]) -> None:
     """Raise a ValueError unless a recording has the states, observations and controls of those that a filter was trained on."""
     old = module.memory.sequences()[0]
     for name, mine, theirs in (

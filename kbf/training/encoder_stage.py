@@ -308,17 +308,3 @@ def check_encoder(encoder: nn.Module, images: Tensor) -> None:
         raise ValueError(
             f"the encoder {name} made features {tuple(psi.shape[1:])} of an image, its attribute 'features' is {width}"
         )
-
-
-def build_encoding(encoders: list[nn.Module], d: int, components: int = 0) -> Encoding:
-    """A code of encoders, each of which must say how many features it has; arguments as of `Encoding`.
-
-    Raises:
-        ValueError: an encoder without ``features``.
-    """
-    for encoder in encoders:
-        if not hasattr(encoder, "features"):
-            raise ValueError(
-                f"the encoder {type(encoder).__name__} needs an attribute 'features', the width of its output"
-            )
-    return Encoding(encoders, d, components)

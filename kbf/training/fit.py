@@ -32,6 +32,7 @@ from kbf.training.callbacks import (
     LAST,
     VALIDATION,
     VALIDATION_LOSS,
+    AtomicCheckpointIO,
     BestCheckpoint,
     LastCheckpoint,
     build_callbacks,
@@ -39,23 +40,21 @@ from kbf.training.callbacks import (
     early_stopping,
 )
 from kbf.training.checkpoint import (
-    AtomicCheckpointIO,
     Trained,
     checkpoint_of,
     load_own,
     read_checkpoint,
-    write_checkpoint,
 )
 from kbf.training.datamodule import FilterDataModule
 from kbf.training.encoder_datamodule import check_batches
 from kbf.training.encoder_stage import (
-    build_encoding,
     check_encoder,
     fit,
     fit_encoding,
     warn_of_chance,
 )
 from kbf.training.filter_stage import FilterTraining
+from kbf.training.fitted_model import build_encoding
 
 CHECKPOINT_KEYS = ("model", "data", "recipe", "n_train", "seed")
 """What a checkpoint keeps of a configuration."""
@@ -265,7 +264,7 @@ def fit_kernel_filter(module: FilterTraining, run: Run) -> Trained | None:
         return None
     for logger in run.loggers:
         logger.log_hyperparams(dict(module.hparams))
-    write_checkpoint(checkpoint_of(module), run.directory / BEST)
+    write_tensors(checkpoint_of(module), run.directory / BEST)
     copy(run.directory / BEST, run.directory / LAST)
     (run.directory / ENCODERS).unlink(missing_ok=True)
     return Trained(module, module.ready[0], 0)

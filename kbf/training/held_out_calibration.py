@@ -36,8 +36,8 @@ from kbf.rkhs.linalg import evenly
 from kbf.runtime.atomic_files import copy
 from kbf.training.callbacks import BEST, LAST
 from kbf.training.checkpoint import Trained, load_own, rewrite_checkpoint
-from kbf.training.filter_stage import FilterTraining
 from kbf.training.fit import held_by
+from kbf.training.fitted_model import FittedModel
 
 FOLDS = 5
 MOST_STEPS = 5000
@@ -100,7 +100,7 @@ def begun(fold: list[Recording], most: int) -> list[Recording]:
     return first_steps(fold, max(most, min(BESIDE, most) * len(fold)))
 
 
-def never_learned_from(module: FilterTraining) -> Held:
+def never_learned_from(module: FittedModel) -> Held:
     """`held_out`; of a net without a memory, which no fold can be taken out of, the steps that its training has held out."""
     memory, how = module.memory.sequences(), module.how
     alone = how is not None and how.validation > 0 and keeps_no_memory(module)
@@ -111,12 +111,12 @@ def never_learned_from(module: FilterTraining) -> Held:
     )
 
 
-def keeps_no_memory(module: FilterTraining) -> bool:
+def keeps_no_memory(module: FittedModel) -> bool:
     """Whether the net is the filter itself: what it has learned from cannot be taken out of it."""
     return module.net.fit(module.memory.sequences()) is module.net
 
 
-def learned_from_all(module: FilterTraining) -> bool:
+def learned_from_all(module: FittedModel) -> bool:
     """Whether its training held out nothing, and nothing can be taken out of it."""
     return module.how is not None and module.how.validation == 0 and keeps_no_memory(module)
 

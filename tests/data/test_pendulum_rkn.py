@@ -23,7 +23,7 @@ from kbf.filters.rollout import rollout
 from kbf.filters.selection.auto import ModelSelection
 from kbf.recording import Recording
 from kbf.training.checkpoint import load_filter
-from kbf.training.filter_stage import inner_filter
+from kbf.training.fitted_model import inner_filter
 
 F64 = torch.float64
 

@@ -27,7 +27,7 @@ from kbf.filters.rollout import rollout
 from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.recording import Recording
 from kbf.ssm import oscillatory, simulate
-from kbf.training.filter_stage import cast_all
+from kbf.training.fitted_model import cast_all
 
 F64 = torch.float64
 onnxruntime = pytest.importorskip("onnxruntime")

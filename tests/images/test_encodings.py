@@ -18,8 +18,8 @@ from kbf.images.encoders import CNN
 from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.manifolds import CIRCLE, FLAT
 from kbf.recording import Recording
-from kbf.training.encoder_stage import build_encoding
 from kbf.training.fit import held_by
+from kbf.training.fitted_model import build_encoding
 
 SHAPE = (1, 4, 4)
 

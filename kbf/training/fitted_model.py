@@ -1,0 +1,326 @@
+"""A model from its configuration, and the filter over its recordings: what a checkpoint restores.
+
+The parts are a net, the scaling of ``data.normalise``, the encoding of images and the recordings
+(the memory). `kbf.training.filter_stage.FilterTraining` trains one with Lightning;
+`kbf.training.checkpoint.load_filter` restores one without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kbf import __version__
+from kbf.data.files import ColumnSchema
+from kbf.filters.protocols import Filter, RatioModel
+from kbf.filters.scaling import ScaledFilter, Scaling
+from kbf.filters.selection.auto import ModelSelection
+from kbf.filters.wrapper import FilterWrapper
+from kbf.images.augment import Augment
+from kbf.images.encodings import EncodedFilter, Encoding
+from kbf.recording import Recording, as_float
+from kbf.runtime.allowlist import check_sizes
+from kbf.runtime.instantiate import build
+from kbf.training.buffers import RecordingBuffers
+from kbf.training.settings import (
+    EncodingSettings,
+    Training,
+    read_encoding_settings,
+    read_training,
+)
+
+
+class FittedModel(nn.Module):
+    """A net with scaling, encoders and recordings, as named by a configuration.
+
+    Attributes:
+        net: the model of ``model.net``, a `ModelSelection` around it with
+            ``model.model_selection``.
+        scaling: from the units of the data to those of the filter; None for none.
+        code: the encoding of images in front of the filter; None where there is none, or the net
+            has an encoder of its own.
+        memory: the recordings, in the units of the filter.
+        observation: shape of an observation as the data has it.
+        how: settings of the training by gradient; None for models without.
+    """
+
+    encoding: EncodingSettings | None
+    code: Encoding | None
+    memory: RecordingBuffers
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        sequences: list[Recording] | None = None,
+        *,
+        trust: bool = False,
+    ) -> None:
+        """Build the model.
+
+        Args:
+            config: resolved, with ``model`` (``net``, ``training``, ``dtype``) and ``seed``.
+            sequences: the training part, all of it; None where a checkpoint contains it.
+            trust: allow any ``_target_``, not only the public classes (`kbf.runtime.allowlist`).
+
+        Raises:
+            ValueError: a configuration that cannot be built.
+        """
+        super().__init__()
+        self.config, self.trust = config, trust
+        model = config["model"]
+        self.model_dtype: torch.dtype = getattr(torch, model.get("dtype") or "float64")
+        self.how: Training | None = read_training(model.get("training"))
+        if not trust:
+            check_sizes("", model.get("training") or {})
+        if "candidates" in model:
+            raise ValueError(
+                "model=auto selects a model by the data: it is for kbf train, name one here"
+            )
+        self.net: Any = build(model["net"], trust=trust, kinds=("model",))
+        if not isinstance(self.net, nn.Module):
+            raise ValueError(
+                f"model.net must be a module with prepare and condition, got a {type(self.net).__name__}"
+            )
+        if model.get("model_selection"):
+            if self.how is not None:
+                raise ValueError(
+                    "model.model_selection is for models without training, not for one that learns by gradient"
+                )
+            self.net = ModelSelection(
+                self.net, name=model["name"], seed=config["seed"], budget=model.get("budget")
+            )
+        data = config.get("data") or {}
+        net: Any = self.net
+        if data.get("allow_missing_sensors") and hasattr(net, "allow_missing_sensors"):
+            net.allow_missing_sensors = True
+        self.net.to(self.model_dtype)
+        d = sequences[0].states.shape[1] if sequences else 1  # a checkpoint brings its own
+        self.encoding, self.code = self.build_encoding_settings(model.get("encoding"), d, trust)
+        images = self.encoding is not None  # encoders take them as they are stored
+        self.scaling: Scaling | None = build_scaling(data, sequences)
+        scaled = self.in_units_of_the_filter(sequences or [])
+        self.memory = RecordingBuffers(scaled if images else cast_all(scaled, self.model_dtype))
+        self.augment: Augment = Augment(self.encoding.augment if self.encoding else ())
+        self.observation = tuple(sequences[0].obs.shape[1:]) if sequences else None
+        self.ready: list[Filter[Any]] = []
+        """The filter over the recordings, once built; in a list, so that its buffers are not those of the module."""
+        self.operators: dict[str, Tensor] | None = None
+        """Of the filter with the present parameters, once requested."""
+        self.prepared = False
+        self.borrowed_seconds: float = 0.0
+        """Time that the encoders took when another model fitted them."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the recordings are."""
+        return next(self.memory.buffers(), torch.empty(0)).device
+
+    @property
+    def learns(self) -> bool:
+        """Whether parameters are trained by gradient."""
+        return self.how is not None and any(p.requires_grad for p in self.net.parameters())
+
+    def build_encoding_settings(
+        self, config: dict[str, Any] | None, d: int, trust: bool
+    ) -> tuple[EncodingSettings | None, Encoding | None]:
+        """Returns the settings of the encoder stage and its encoding, which is None for a net with an encoder of its own."""
+        if config is None:
+            return None, None
+        settings = {key: value for key, value in config.items() if key != "encoder"}
+        how = read_encoding_settings(build(settings, trust=trust, kinds=("transform",)))
+        if self.own_encoder is not None:
+            return how._replace(members=1), None
+        if config.get("encoder") is None:
+            raise ValueError("data.encoding needs encoder")
+        if not isinstance(config["encoder"], dict):
+            name = config["encoder"]
+            raise ValueError(
+                f"data.encoding.encoder must be a class and its settings: write encoder@data.encoding.encoder={name}"
+            )
+        # Independent of what the net has drawn: models of one data set start from equal encoders.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1_000_003 * (self.config["seed"] + 1) - 1)
+            encoders = [
+                build(config["encoder"], trust=trust, kinds=("encoder",))
+                for _ in range(how.members)
+            ]
+            code = build_encoding(
+                encoders, d if how.visible is None else len(how.visible), how.gaussians
+            )
+            code.tells = (
+                how.gaussians > 0 and how.visible is None and isinstance(self.net, RatioModel)
+            )
+            if code.tells:
+                self.net.ratio_dim = d
+            return how, code
+
+    @property
+    def own_encoder(self) -> nn.Module | None:
+        """The encoder of images that is part of the net; None for none."""
+        return getattr(self.net, "own_encoder", None)
+
+    def prepare(self, sequences: list[Recording], generator: torch.Generator | None = None) -> None:
+        """Set what the net takes from the recordings before it is trained: bandwidths, first ridges."""
+        self.net.prepare(
+            sequences,
+            torch.Generator().manual_seed(self.config["seed"]) if generator is None else generator,
+        )
+        self.prepared = True
+
+    @torch.no_grad()
+    def filter(self) -> Filter[Any]:
+        """Returns the filter over all the recordings; the module is left in eval mode."""
+        self.eval()
+        filter = self.net.fit(self.memory.sequences())
+        if self.code is not None:
+            filter = EncodedFilter(self.code, filter, self.model_dtype).to(self.device).eval()
+        return (
+            filter
+            if self.scaling is None
+            else ScaledFilter(self.scaling, filter, self.model_dtype).to(self.device).eval()
+        )
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Dtype of observations. float64 before a scaling: far from zero float32 merges close values."""
+        return (
+            torch.float64
+            if self.scaling is not None and len(self.scaling.x_mean)
+            else self.model_dtype
+        )
+
+    def in_units_of_the_filter(self, sequences: list[Recording]) -> list[Recording]:
+        """Returns recordings as the memory holds them: scaled, where there is a scaling."""
+        return list(sequences) if self.scaling is None else [self.scaling(s) for s in sequences]
+
+    def in_units_of_the_data(self, states: Tensor) -> Tensor:
+        """Returns states or estimates in the units of the data."""
+        return states if self.scaling is None else self.scaling.states(states)
+
+    def take_ratio_means(self) -> None:
+        """Keep the means alone of encodings that are density ratios, for a net that takes vectors."""
+        assert self.code is not None
+        if not self.code.tells:
+            d = len(self.code.z_mean)
+            self.remember([s._replace(obs=s.obs[:, :d]) for s in self.memory.sequences()])
+
+    def remember(self, sequences: list[Recording]) -> None:
+        """Replace the memory by recordings in the units of the filter."""
+        self.memory = RecordingBuffers(cast_all(sequences, self.model_dtype))
+
+    @torch.no_grad()
+    def taken_in(self, sequences: list[Recording]) -> list[Recording]:
+        """Returns recordings as the filter takes them: scaled, and images encoded."""
+        scaled, code = self.in_units_of_the_filter(sequences), self.code
+        if code is not None:
+            images = [s.obs.flatten(0, s.states.ndim - 2) for s in scaled]
+            encodings = [torch.cat([code(part) for part in each.split(256)]) for each in images]
+            scaled = [
+                s._replace(obs=x.unflatten(0, s.states.shape[:-1]))
+                for s, x in zip(scaled, encodings, strict=True)
+            ]
+        images_stay = self.encoding is not None and code is None
+        return scaled if images_stay else cast_all(scaled, self.model_dtype)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the operators of the filter over all the recordings to the parameters."""
+        if self.operators is None:
+            training = self.training
+            self.operators = operators_of(self.net, self.ready[0] if self.ready else self.filter())
+            self.train(training)
+        checkpoint["kbf"] = {
+            "version": __version__,
+            "operators": self.operators,
+            "observation": self.observation,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take recordings and shapes from the checkpoint, before its values are loaded."""
+        self.prepared, self.operators = True, None
+        state = checkpoint["state_dict"]
+        self.memory = RecordingBuffers.from_state(state, "memory.").to(self.device)
+        self.observation = checkpoint["kbf"].get("observation") or tuple(
+            self.memory.sequences()[0].obs.shape[1:]
+        )
+        shaped = ("net.", "code.", "scaling.")
+        take_shapes(self, {name: leaf for name, leaf in state.items() if name.startswith(shaped)})
+        if self.code is not None and self.code.tells:
+            self.net.ratio_dim = len(self.code.z_mean)
+
+
+def build_encoding(encoders: list[nn.Module], d: int, components: int = 0) -> Encoding:
+    """A code of encoders, each of which must say how many features it has; arguments as of `Encoding`.
+
+    Raises:
+        ValueError: an encoder without ``features``.
+    """
+    for encoder in encoders:
+        if not hasattr(encoder, "features"):
+            raise ValueError(
+                f"the encoder {type(encoder).__name__} needs an attribute 'features', the width of its output"
+            )
+    return Encoding(encoders, d, components)
+
+
+def inner_filter(filter: Filter[Any]) -> Filter[Any]:
+    """What is behind units and encoders, if there are any."""
+    while isinstance(filter, FilterWrapper):
+        filter = filter.inner
+    return filter
+
+
+def operators_of(net: nn.Module, filter: Filter[Any]) -> dict[str, Tensor]:
+    """The tensors of the filter behind units and encoders; none of a net that is its own filter."""
+    inner = inner_filter(filter)
+    return dict(inner.state_dict()) if isinstance(inner, nn.Module) and inner is not net else {}
+
+
+def build_scaling(data: dict[str, Any], sequences: list[Recording] | None) -> Scaling | None:
+    """The units of ``data.normalise``: those of the training part, or empty where a checkpoint brings them; None for none.
+
+    Raises:
+        ValueError: neither standard nor none.
+    """
+    how = data.get("normalise") or "none"
+    if how not in ("standard", "none"):
+        raise ValueError(f"data.normalise must be standard or none, got {how!r}")
+    if how == "none":
+        return None
+    if not sequences:
+        return Scaling()
+    column_schema = (
+        None if data.get("column_schema") is None else ColumnSchema.from_dict(data["column_schema"])
+    )
+    free = (
+        [None, None]
+        if column_schema is None
+        else [column_schema.scalable("states"), column_schema.scalable("observations") or None]
+    )
+    return Scaling().prepare(sequences, *free)
+
+
+def cast_all(sequences: list[Recording], dtype: torch.dtype) -> list[Recording]:
+    """The same recordings in another dtype."""
+    return [
+        s._replace(
+            states=s.states.to(dtype),
+            obs=as_float(s.obs, dtype),
+            controls=None if s.controls is None else s.controls.to(dtype),
+        )
+        for s in sequences
+    ]
+
+
+def take_shapes(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give buffers and parameters the shape that they have in ``state``, where it differs: it may depend on the data."""
+    for name, value in state.items():
+        owner_name, _, leaf = name.rpartition(".")
+        owner = (
+            module.get_submodule(owner_name) if owner_name in dict(module.named_modules()) else None
+        )
+        held = None if owner is None else getattr(owner, leaf, None)
+        if isinstance(held, Tensor) and held.shape != value.shape:
+            held.data = torch.empty(value.shape, dtype=held.dtype, device=held.device)
