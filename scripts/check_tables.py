@@ -23,7 +23,7 @@ from typing import Any
 from gather_results import number, read
 from make_tables import RESULTS, ROOT, commands_of, tables, with_settings, within
 
-from kbf.commands.support.console import commit
+from kbf.commands.support.provenance import commit
 from kbf.runtime.atomic_files import write_csv
 
 RUNS = ROOT / "runs" / "checks"

@@ -21,7 +21,7 @@ from typing import Any
 
 from gather_results import gather
 
-from kbf.commands.support.console import commit
+from kbf.commands.support.provenance import commit
 from kbf.runtime.atomic_files import copy, write_json
 
 ROOT = Path(__file__).parents[1]

@@ -1,17 +1,18 @@
-"""``kbf train model=auto``: try several models on a validation part, and go on with the best."""
+"""``kbf train model=auto``: selects a model by its error on a validation part."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kbf.commands.support.console import console, seconds_of, with_limits, without_model_selection
+from kbf.commands.support.console import progress_bar
+from kbf.commands.support.run_settings import seconds_of, with_limits, without_model_selection
 from kbf.data.dataset import Data
 from kbf.data.windows import hold_out
 from kbf.evaluation.score import Score, score
@@ -27,36 +28,29 @@ from kbf.training.fit import train
 def choose(
     config: dict[str, Any], data: Data, *, trust: bool = False
 ) -> tuple[dict[str, Any], list[Row]]:
-    """The configuration of the best candidate, and what was tried, the best first, in the same words as the net under a model.
+    """Return the configuration of the best candidate, and all candidates, the best first.
 
-    Each candidate learns from the training part without its end, and is scored on that (or on
-    ``data.validation``) by the loop that scores everything; the measure is the NMSE, as the
-    components of a state may have units of their own. One that cannot be built or does not fit the
-    data is noted and left out. No test data is seen.
+    Each candidate is trained on the training part without its end and scored on that end, or on
+    ``data.validation``. The measure is the NMSE, since the components of a state may have different
+    units. A candidate that cannot be built or does not fit the data is noted and left out. No test
+    data is used.
 
     Raises:
-        ValueError: too few training steps to hold some out, or no candidate that works.
+        ValueError: there are too few training steps to hold some out, or no candidate works.
     """
     auto = config["model"]
     fit, held = held_out_part(data, auto["validation"])
-    scale = torch.cat([s.states for s in fit]).double().var(0, correction=0).cpu()
+    scale = torch.cat([r.states for r in fit]).double().var(0, correction=0).cpu()
     search = Search([(fit, held)], scale, seconds_of(config.get("budget")))
-    columns = [
-        TextColumn("trying {task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    ]
     with (
         scratch(config["run_dir"]) as folder,
-        Progress(*columns, console=console, transient=True) as progress,
+        progress_bar("trying {task.description}", remaining=False, transient=True) as progress,
     ):
         bar = progress.add_task("", total=len(auto["candidates"]))
         for name, model in auto["candidates"].items():
             progress.update(bar, description=escape(name))
-            recipe = Recipe(
-                with_model(config, without_model_selection(model)), folder, data.extent, trust
-            )
+            candidate = with_model(config, without_model_selection(model))
+            recipe = Recipe(candidate, folder, data.extent, trust)
             search.attempt(name, recipe.fit, timed=bool(search.rows), run=recipe.run)
             progress.advance(bar)
     rows = search.table()
@@ -68,56 +62,63 @@ def choose(
 
 @contextmanager
 def unsuitable() -> Iterator[None]:
-    """Raise a `FitError` where the checks of training reject a recipe for this data, or memory runs out."""
+    """Raise a `FitError` where training rejects a recipe for this data, or memory runs out."""
     try:
         yield
     except (ValueError, torch.OutOfMemoryError) as error:
         raise FitError(str(error)) from error
 
 
+@dataclass
 class Recipe:
-    """A configuration of ``kbf train`` as a model that a `kbf.filters.selection.cross_validation.Search` can fit: the whole of it is trained."""
+    """A whole training run as a model that `kbf.filters.selection.cross_validation.Search` can fit.
 
-    def __init__(self, config: dict[str, Any], folder: Path, extent: Any, trust: bool) -> None:
-        """``folder``: of checkpoints, and of encoded images, which all recipes share. ``extent``, ``trust``: as of training."""
-        self.config, self.folder, self.extent, self.trust = config, folder, extent, trust
+    Attributes:
+        config: of ``kbf train``.
+        folder: of checkpoints and of encoded images, which all recipes share.
+        extent: of images, as in `kbf.training.fit.train`.
+        trust: as in `kbf.training.fit.train`.
+    """
+
+    config: dict[str, Any]
+    folder: Path
+    extent: Any
+    trust: bool
 
     @unsuitable()
     def fit(self, memory: list[Recording]) -> Filter[Any]:
-        """The filter after training.
+        """Train on ``memory`` and return the filter.
 
         Raises:
-            FitError: not for so many steps, or as training.
+            FitError: the model is not a candidate for so many steps, or training rejects it.
         """
-        name, n, auto = (
-            self.config["model"]["name"],
-            sum(len(s.states) for s in memory),
-            self.config["auto"],
-        )
+        name, auto = self.config["model"]["name"], self.config["auto"]
+        n = sum(len(r.states) for r in memory)
         if not (auto["least"].get(name) or 0) <= n <= (auto["most"].get(name) or n):
-            raise ValueError(f"not tried on {n} training steps")
-        encodings = self.folder / "codes.pt"
-        self.trained = held_out_filter(
+            raise ValueError(f"not a candidate on {n} training steps")
+        self.trained: Trained = held_out_filter(
             self.config,
             memory,
             self.folder / name,
             trust=self.trust,
-            encodings=encodings,
+            encodings=self.folder / "codes.pt",
             extent=self.extent,
         )
         return self.trained.filter
 
     @unsuitable()
     def run(self, filter: Filter[Any], held: list[Recording]) -> Held:
-        """One run through the held-out part, from its start; cut into `MOST` stretches."""
-        left = torch.cat([s.states.double().cpu() for s in held]) - torch.cat(
-            held_out_score(self.trained, held).estimates
-        )
-        return [(each, None) for each in left.tensor_split(min(MOST, len(left)))]
+        """Run through the held-out part once and return its errors in at most `MOST` blocks."""
+        estimates = torch.cat(held_out_score(self.trained, held).estimates)
+        errors = torch.cat([r.states.double().cpu() for r in held]) - estimates
+        return [(block, None) for block in errors.tensor_split(min(MOST, len(errors)))]
 
 
 def held_out_part(data: Data, share: float) -> tuple[list[Recording], list[Recording]]:
-    """What to fit and what to score a choice on: the data's own validation part, else the end of the training part (`hold_out`)."""
+    """Return the recordings to fit a candidate to, and those to score it on.
+
+    The latter are the data's own validation part, else the end of the training part.
+    """
     return (data.train, data.validation) if data.validation else hold_out(data.train, share)
 
 
@@ -129,20 +130,20 @@ def held_out_filter(
     trust: bool = False,
     **settings: Any,
 ) -> Trained:
-    """The model of ``config`` after it was fitted to ``fit``.
+    """Train the model of ``config`` on ``fit``, without callbacks and progress bar.
 
     Args:
-        config: of ``kbf train``. fit: recordings to learn from. directory: for checkpoints.
-        trust, settings: as of `kbf.training.fit.train`.
+        config: of ``kbf train``.
+        fit: the training part.
+        directory: for checkpoints.
+        trust: as in `kbf.training.fit.train`.
+        settings: as in `kbf.training.fit.train`.
 
     Raises:
-        ValueError: data that is too short for the model, or several processes.
+        ValueError: the data is too short for the model, or the trainer starts several processes.
     """
-    quiet = {
-        **config,
-        "callbacks": None,
-        "trainer": {**config["trainer"], "enable_progress_bar": False},
-    }
+    trainer = {**config["trainer"], "enable_progress_bar": False}
+    quiet = {**config, "callbacks": None, "trainer": trainer}
     trained = train(quiet, fit, directory, trust=trust, **settings)
     if trained is None:
         raise ValueError(
@@ -152,19 +153,13 @@ def held_out_filter(
 
 
 def held_out_score(trained: Trained, held: list[Recording]) -> Score:
-    """What a trained model does on recordings that it has not learned from."""
-    module = trained.module
-    return score(
-        trained.filter,
-        held,
-        seed=module.config["seed"],
-        dtype=module.input_dtype,
-        device=module.device,
-    )
+    """Return the scores of a trained model on recordings that it was not trained on."""
+    module, seed = trained.module, trained.module.config["seed"]
+    return score(trained.filter, held, seed=seed, dtype=module.input_dtype, device=module.device)
 
 
 def with_model(config: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with one of the candidates as its model, and a trainer that goes with it."""
+    """Return the configuration with a candidate as its model, and the trainer of that model."""
     return {
         **config,
         "auto": config.get("auto", config["model"]),

@@ -1,4 +1,4 @@
-"""``kbf data``: write a data set as arrays, with a picture."""
+"""``kbf data``: writes a data set as arrays, with a figure."""
 
 from __future__ import annotations
 
@@ -7,33 +7,30 @@ from typing import Any
 
 from torch import Tensor
 
-from kbf.commands.support.console import console, save_arrays, show, start
+from kbf.commands.support.console import print_values, print_written, start
+from kbf.commands.support.run_files import save_arrays
 from kbf.data.dataset import load_data
 from kbf.plots.frames import frame_grid
 from kbf.plots.tracks import save, track_figure
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
-    """Make the data set, write its arrays and a picture, and print a summary."""
+    """Make the data set, write its arrays and a figure, and print and return a summary."""
     start(config["threads"])
     data = load_data(config["data"], trust=True)
     directory = Path(config["run_dir"])
     arrays: dict[str, Tensor] = {}
     summary: dict[str, Any] = {}
     for part in ("train", "validation", "test") if data.validation else ("train", "test"):
-        sequences = getattr(data, part)
-        for k, sequence in enumerate(sequences):
-            arrays |= {
-                f"{part}_{name}_{k}": leaf
-                for name, leaf in sequence._asdict().items()
-                if leaf is not None
-            }
+        recordings = getattr(data, part)
+        for k, recording in enumerate(recordings):
+            leaves = recording._asdict().items()
+            arrays |= {f"{part}_{name}_{k}": leaf for name, leaf in leaves if leaf is not None}
+        masks = [recording.mask for recording in recordings if recording.mask is not None]
         summary |= {
-            f"{part} sequences": len(sequences),
-            f"{part} steps": sum(len(s.states) for s in sequences),
-            f"{part} steps without observation": sum(
-                0 if s.mask is None else int((~s.mask).sum()) for s in sequences
-            ),
+            f"{part} recordings": len(recordings),
+            f"{part} steps": sum(len(recording.states) for recording in recordings),
+            f"{part} steps without observation": sum(int((~mask).sum()) for mask in masks),
         }
     first = data.train[0]
     summary |= {
@@ -44,13 +41,11 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     }
     save_arrays(directory / "data.npz", arrays)
     title = f"{config['data']['name']}, the first training steps"
-    images = first.obs.ndim == 4
-    figure = (
-        frame_grid(first, extent=data.extent, title=title)
-        if images
-        else track_figure(first, title=title)
-    )
+    if first.obs.ndim == 4:
+        figure = frame_grid(first, extent=data.extent, title=title)
+    else:
+        figure = track_figure(first, title=title)
     save(figure, directory / "data.png")
-    show(str(config["data"]["name"]), summary)
-    console.print(f"in [bold]{directory}[/]: data.npz, data.png", highlight=False)
+    print_values(str(config["data"]["name"]), summary)
+    print_written(directory, ["data.npz", "data.png"])
     return summary

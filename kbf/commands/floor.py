@@ -1,42 +1,36 @@
-"""``kbf floor``: the least error that any filter can reach on a data set."""
+"""``kbf floor``: the Bayes-optimal error of a data set, the least that any filter can reach."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from kbf.commands.support.console import console, resolved, show, start
+from kbf.commands.support.console import console, print_values, start
+from kbf.commands.support.run_settings import resolved
 from kbf.data.dataset import load_data
 from kbf.evaluation.floors import data_floor, smoothing_floor
 from kbf.evaluation.statistics import mean_and_error
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
-    """The floor of each seed, their mean and its standard error.
+    """Compute the floor of each seed; prints and returns their mean and its standard error.
 
     Raises:
-        ValueError: data without a known true model, or for a smoother one without a density of its
-            moves.
+        ValueError: the true model of the data is not known or, for a smoother, has no transition
+            density.
     """
     start(config["threads"])
-    values = []
+    smooth, name, values = config["smooth"], config["data"].get("name"), []
     for seed in range(config["seed"], config["seed"] + config["runs"]):
+        settings = {"particles": config["particles"], "seed": seed}
         with console.status(f"seed {seed}"):
             data = load_data(resolved(config["recipe"], seed=seed)["data"], trust=True)
-            if config["smooth"]:
-                least = smoothing_floor(
-                    data, lag=config["lag"], particles=config["particles"], seed=seed
-                )
+            if smooth:
+                least = smoothing_floor(data, lag=config["lag"], **settings)
             else:
-                least = data_floor(data, particles=config["particles"], seed=seed)
+                least = data_floor(data, **settings)
         if least is None:
-            known = (
-                "no density of the true moves"
-                if config["smooth"] and data.problem is not None
-                else "no true model"
-            )
-            raise ValueError(
-                f"{known} of {config['data'].get('name')} is known, so there is no floor"
-            )
+            unknown = "transition density" if smooth and data.problem is not None else "true model"
+            raise ValueError(f"the {unknown} of {name} is not known, so there is no floor")
         values.append(least.mse.mean().item())
     mean, se = mean_and_error(values)
     summary = {
@@ -46,7 +40,5 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         "n_train": config["n_train"],
         "particles": config["particles"],
     }
-    show(
-        f"{'smoothing floor' if config['smooth'] else 'floor'} of {config['data']['name']}", summary
-    )
+    print_values(f"{'smoothing floor' if smooth else 'floor'} of {name}", summary)
     return summary

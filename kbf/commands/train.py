@@ -1,4 +1,4 @@
-"""``kbf train``: fit one model, score it, leave a run directory."""
+"""``kbf train``: fits one model, scores it and writes a run directory."""
 
 from __future__ import annotations
 
@@ -9,32 +9,26 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-
 from kbf.commands import auto
 from kbf.commands.support import search_report
-from kbf.commands.support.baseline_report import beside
+from kbf.commands.support.baseline_report import print_baselines
 from kbf.commands.support.console import (
-    Telling,
-    about,
     console,
-    recalibrated,
-    reliability_metrics,
-    reliability_of,
-    score_metrics,
-    seconds_of,
-    show,
+    fit_status,
+    print_notes,
+    print_read_files,
+    print_values,
+    print_written,
     start,
-    tell,
-    tell_files,
-    with_limits,
-    without_model_selection,
-    write_pictures,
 )
+from kbf.commands.support.provenance import about
+from kbf.commands.support.run_files import write_figures
+from kbf.commands.support.run_settings import seconds_of, with_limits, without_model_selection
+from kbf.commands.support.score_metrics import score_test_part, selected_filter
 from kbf.data.dataset import Data, load_data
 from kbf.data.windows import hold_out
 from kbf.evaluation.floors import data_floor, floor
-from kbf.evaluation.score import Score, score
+from kbf.evaluation.score import Score
 from kbf.runtime.atomic_files import LOCK, copy, locked, scratch, write_json, write_text
 from kbf.runtime.instantiate import build
 from kbf.training.callbacks import BEST, ENCODERS, LAST
@@ -44,20 +38,25 @@ from kbf.training.fit import check, is_helper, train
 from kbf.training.held_out_calibration import learn_and_keep
 from kbf.training.metric_logging import log_results
 
+MAX_FLOOR_PARTICLES = 4000
+"""Particles of the floor of the held-out part, which is only logged: more take long."""
+PRINTED = ("filter", *(f"test.{key}" for key in ("mse", "nmse", "floor", "excess", "coverage_95")))
+"""Metrics that are printed first; ``metrics.json`` has all."""
+
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
-    """Train, score, write; returns the metrics.
+    """Train, score and write the results; returns the metrics.
 
     Raises:
         ValueError: a configuration or data that cannot be used, with what to change; or another
-            process that writes to the folder.
+            process writes to the folder.
     """
     with ExitStack() as lock:
         return train_and_score(config, lock)
 
 
 def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
-    """`run`, which takes the run's folder (``lock``) when it begins to write there."""
+    """Do the work of `run`; the lock of the run directory is entered when writing begins."""
     start(config["threads"])
     budget = seconds_of(config["budget"])
     ckpt_path = None if config["ckpt_path"] is None else Path(config["ckpt_path"])
@@ -65,52 +64,45 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     if ckpt_path is not None:
         config, trust = resumed(config, ckpt_path)
         if not config["explicit"]:
-            tell_files(config["data"], ckpt_path)
+            print_read_files(config["data"], ckpt_path)
     directory = Path(config["run_dir"])
     check_free(directory, ckpt_path, overwrite=config["overwrite"])
     loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]
     data = load_data(config["data"], trust=trust)
-    tell(data)
-    compared: search_report.Lines = []
+    print_notes(data.notes)
+    candidates: search_report.Candidates = []
     if "candidates" in config["model"]:
         config, rows = auto.choose(config, data, trust=trust)
-        compared = search_report.lines_of("auto", rows, {rows[0].model: 1.0})
-        search_report.show(compared)
+        candidates = search_report.candidates_of("auto", rows, {rows[0].model: 1.0})
+        search_report.print_candidates(candidates)
     if not config["calibrate"]:
         config = {**config, "model": without_model_selection(config["model"])}
     if budget is not None and config["model"].get("model_selection"):
         config = {**config, "model": {**config["model"], "budget": budget}}
     check(config, data.train, trust=trust, validation=data.validation)
     least = data_floor(data, particles=config["particles"], seed=config["seed"])
-    held_out = (
-        {}
-        if not config["hold_out"]
-        else {"held_out.mse": error_without_last_steps(config, data, trust=trust)}
-    )
+    held_out = {}
+    if config["hold_out"]:
+        held_out = {"held_out.mse": error_without_last_steps(config, data, trust=trust)}
     began = time.perf_counter()
 
     def begin() -> None:
-        check_free(
-            directory, ckpt_path, overwrite=config["overwrite"]
-        )  # another run may have ended meanwhile
+        # Checked again: another run may have ended in this folder meanwhile.
+        check_free(directory, ckpt_path, overwrite=config["overwrite"])
         lock.enter_context(locked(directory))
-        prepare_directory(directory, ckpt_path, config, compared)
+        prepare_directory(directory, ckpt_path, config, candidates)
 
-    silent = not config["model"].get("training") and not config["model"].get(
-        "encoding"
-    )  # else there is a progress bar
-    steps = sum(len(s.states) for s in data.train)
-    with (
-        Telling(f"fitting {config['model']['name']} to {steps:,} steps")
-        if silent
-        else nullcontext()
-    ):
+    # Models with epochs show a progress bar; the others a line with what they do.
+    epochs = config["model"].get("training") or config["model"].get("encoding")
+    steps = sum(len(r.states) for r in data.train)
+    status = f"fitting {config['model']['name']} to {steps:,} steps"
+    with nullcontext() if epochs else fit_status(status):
         trained = train(
             config,
             data.train,
             directory / "checkpoints",
             ckpt_path=ckpt_path,
-            validation_floor=held_floor(config, data) if loggers else None,
+            validation_floor=held_out_floor(config, data) if loggers else None,
             loggers=loggers,
             trust=trust,
             begin=begin,
@@ -123,14 +115,14 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
         trained = calibrated(trained, data, directory / "checkpoints", config["seed"])
     result, metrics = finish(config, data, trained, least, began)
     metrics |= held_out
-    title = f"{metrics['model']} on {metrics['data']}, {metrics['n_train']} training steps"
-    names = [] if result is None else write_pictures(config, data, result, title)
+    title = f"{metrics['filter']} on {metrics['data']}, {metrics['n_train']} training steps"
+    names = [] if result is None else write_figures(config, data, result, title)
     write_json(directory / "metrics.json", metrics)
     last_step = max(0, trained.steps - 1)  # that of the last point of the curves
     log_results(loggers, config, metrics, last_step)
-    under = search_report.lines_of_net(trained.module.net)
-    search_report.write(directory, compared + under)
-    search_report.log(loggers, compared + under, last_step)
+    selection = search_report.candidates_of_net(trained.module.net)
+    search_report.write(directory, candidates + selection)
+    search_report.log(loggers, candidates + selection, last_step)
     if result is not None:
         spread = None if result.covariances is None else result.covariances[0]
         shown = (data.test[0], result.estimates[0], last_step)
@@ -139,27 +131,25 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
             log_frames(loggers, "frames/test", *shown, covariances=spread, extent=data.extent)
     for logger in loggers:
         logger.finalize("success")
-    search_report.show(under)
-    for told in search_report.notes_on_selection(trained.module.net):
-        console.print(f"[yellow]{told}[/]", highlight=False)
-    of_the_test = [f"test.{name}" for name in ("mse", "nmse", "floor", "excess", "coverage_95")]
-    of_the_test += ["test.rejected"] if metrics.get("test.rejected") else []
-    show(title, metrics, [*of_the_test, "validation.mse", "held_out.mse", "epochs", "seconds"])
-    if result is not None:
-        metrics |= beside(config, data, result)
-        write_json(directory / "metrics.json", metrics)
+    search_report.print_candidates(selection)
+    print_notes(search_report.selection_notes(trained.module.net))
+    rejected = ["test.rejected"] if metrics.get("test.rejected") else []
+    keys = [*PRINTED, *rejected, "validation.mse", "held_out.mse", "epochs", "seconds"]
+    print_values(title, metrics, keys)
     if result is None:
-        console.print(
-            "[yellow]all steps were learned from[/]: there is no test part, and no score",
-            highlight=False,
-        )
-    written = ", ".join(["metrics.json", *names, "checkpoints/best.ckpt"])
-    console.print(f"in [bold]{directory}[/]: {written}", highlight=False)
+        print_notes(["the filter was trained on all steps: there is no test part, and no score"])
+    else:
+        metrics |= print_baselines(config, data, result, metrics["filter"])
+        write_json(directory / "metrics.json", metrics)
+    print_written(directory, ["metrics.json", *names, "checkpoints/best.ckpt"])
     return metrics
 
 
 def error_without_last_steps(config: dict[str, Any], data: Data, *, trust: bool) -> float:
-    """``held_out.mse``: the error on the end of the training part (``hold_out``) of a fit to the rest, which is then forgotten."""
+    """Return ``held_out.mse``: the error on the end of the training part, of a fit to the rest.
+
+    That fit is only for this error; ``hold_out`` is the share of the end.
+    """
     fit, held = auto.held_out_part(data, config["hold_out"])
     with (
         scratch(config["run_dir"]) as folder,
@@ -170,100 +160,97 @@ def error_without_last_steps(config: dict[str, Any], data: Data, *, trust: bool)
 
 
 def calibrated(trained: Trained, data: Data, directory: Path, seed: int) -> Trained:
-    """The model with its calibration and its monitor, in its checkpoints too; without, and told why, where data is too short."""
-    with console.status(
-        "learning from held-out parts of the training data how sure the filter may be"
-    ):
+    """Return the model with its calibration and its monitor, which its checkpoints hold as well.
+
+    Where the data is too short the model is returned without them, and a note is printed.
+    """
+    with console.status("learning the calibration on held-out parts of the training data"):
         try:
             calibrated = learn_and_keep(trained, directory, data.validation, seed=seed)
         except ValueError as error:
-            console.print(
-                f"[yellow]no calibration and no alarms[/]: {escape(str(error))}", highlight=False
-            )
+            print_notes([f"no calibration and no alarms: {error}"])
             return trained
     if calibrated.monitor is None:
-        console.print(
-            "[yellow]no alarms[/]: at nearly no training step all sensors have spoken",
-            highlight=False,
-        )
+        print_notes(["no alarms: nearly no training step has observations of all sensors"])
     return calibrated
 
 
 def finish(
     config: dict[str, Any], data: Data, trained: Trained, least: Score | None, began: float
 ) -> tuple[Score | None, dict[str, Any]]:
-    """Score a trained model on the test part, if there is one: the scores, and its metrics as flat keys."""
-    fitted = time.perf_counter()
-    module, result = trained.module, None
-    metrics = about(config, data)
+    """Score a trained model on the test part, if there is one.
+
+    Args:
+        config: of the run.
+        data: the data set.
+        trained: the model.
+        least: scores of the Bayes-optimal filter, if known.
+        began: when the fit began (`time.perf_counter`).
+
+    Returns:
+        The scores, None without a test part; and the metrics as flat keys.
+    """
+    fitted, module, result = time.perf_counter(), trained.module, None
+    metrics = about(config, data) | {"filter": selected_filter(trained)}
     if data.test:
-        scores = score(
-            trained.filter,
-            data.test,
-            seed=config["seed"],
-            dtype=module.input_dtype,
-            device=module.device,
-            covariances=True,
-        )
-        metrics |= score_metrics(scores, least, data.test)
-        metrics |= reliability_metrics(reliability_of(scores, data.test, trained.calibration))
-        result = recalibrated(scores, trained.calibration)
-    validated = trained.validation_mse
-    metrics |= {"validation.mse": validated, "epochs": trained.epochs}
-    began -= (
-        module.borrowed_seconds
-    )  # the time that the encoders took when they were fitted for another model
+        result, _, scores = score_test_part(trained, data, least, config["seed"])
+        metrics |= scores
+    # Encoders that were fitted for another model count as if they had been fitted here.
+    began -= module.borrowed_seconds
     tested = time.perf_counter() - fitted
+    metrics |= {"validation.mse": trained.validation_mse, "epochs": trained.epochs}
     metrics |= {"seconds.fit": fitted - began, "seconds.test": tested}
-    if data.test:  # sequences run beside each other: a step of the loop is one of each
-        metrics["seconds.step"] = tested / max(len(s.states) for s in data.test)
+    if data.test:  # recordings run in one batch: a step of the loop is one step of each
+        metrics["seconds.step"] = tested / max(len(r.states) for r in data.test)
     if hasattr(module.net, "hyperparameters"):
-        metrics |= {
-            f"hyperparameters.{name}": value for name, value in module.net.hyperparameters().items()
-        }
+        numbers = module.net.hyperparameters()
+        metrics |= {f"hyperparameters.{name}": value for name, value in numbers.items()}
     return result, metrics | {"seconds": time.perf_counter() - began}
 
 
 def resumed(config: dict[str, Any], ckpt_path: Path) -> tuple[dict[str, Any], bool]:
-    """The configuration of a run that goes on, and whether to trust it.
+    """Return the configuration of a run that continues, and whether to trust it.
 
-    With nothing said of model and data on the command line they are the checkpoint's own; otherwise
-    they must be equal to them.
+    Model and data are the checkpoint's own, unless the command line names them; then they must be
+    equal to the checkpoint's.
+
+    Raises:
+        CheckpointError: the checkpoint was not written by ``kbf train``.
+        ValueError: model or data differ from the checkpoint's.
     """
     stored = read_checkpoint(ckpt_path)["hyper_parameters"]["config"]
     keys = ("model", "data", "recipe", "n_train", "seed")
     if missing := [key for key in keys if key not in stored]:
+        lacking = ", ".join(missing)
         raise CheckpointError(
-            f"{ckpt_path} was not written by kbf train: its configuration lacks {', '.join(missing)}"
+            f"{ckpt_path} was not written by kbf train: its configuration lacks {lacking}"
         )
     if not config["explicit"]:
-        return {
-            **config,
-            **{key: stored[key] for key in keys},
-            "trainer": with_limits(config["trainer"], stored["model"]),
-        }, config["trust"]
+        own = {key: stored[key] for key in keys}
+        limited = with_limits(config["trainer"], stored["model"])
+        return {**config, **own, "trainer": limited}, config["trust"]
     mine, theirs = (dict(flatten({key: c[key] for key in keys})) for c in (config, stored))
-    more = {"model.training.epochs"}  # a run may go on for longer
-    different = sorted(
-        key
-        for key in mine.keys() | theirs.keys()
-        if mine.get(key) != theirs.get(key) and key not in more
-    )
+    longer = {"model.training.epochs"}  # a run may continue for more epochs
+    different = [
+        f"{key}: {theirs.get(key)} there, {mine.get(key)} here"
+        for key in sorted((mine.keys() | theirs.keys()) - longer)
+        if mine.get(key) != theirs.get(key)
+    ]
     if different:
-        differences = "; ".join(
-            f"{key}: {theirs.get(key)} there, {mine.get(key)} here" for key in different[:3]
-        )
         raise ValueError(
-            f"{ckpt_path} is of a run with another configuration ({differences}). Leave the overrides out to take its own."
+            f"{ckpt_path} is of a run with another configuration ({'; '.join(different[:3])}). "
+            "Leave the overrides out to take its own."
         )
     return config, True
 
 
 def check_free(directory: Path, ckpt_path: Path | None, *, overwrite: bool) -> None:
-    """Raise a ValueError if a run that is not the one that goes on has left its results or its checkpoints in a folder.
+    """Check that a folder holds no other run, and that no other process writes to it.
 
-    Or if another process writes there now; the helper processes of a distributed run belong to the
-    one that does.
+    The helper processes of a distributed run belong to the process that writes.
+
+    Raises:
+        ValueError: results or checkpoints of another run are in the folder, or it is locked.
     """
     if is_helper():
         return
@@ -275,13 +262,14 @@ def check_free(directory: Path, ckpt_path: Path | None, *, overwrite: bool) -> N
         return
     if (directory / "metrics.json").exists():
         raise ValueError(
-            f"{directory} holds a finished run: name another run_dir, or replace it with overwrite=true"
+            f"{directory} holds a finished run: name another run_dir, "
+            "or replace it with overwrite=true"
         )
     for name in (LAST, ENCODERS, BEST):
         if (checkpoints / name).exists():
-            goes_on = f"kbf train ckpt_path={checkpoints / name} goes on with it"
             raise ValueError(
-                f"{directory} holds an interrupted run: {goes_on}; overwrite=true begins anew"
+                f"{directory} holds an interrupted run: kbf train ckpt_path={checkpoints / name} "
+                "continues it; overwrite=true starts a new one"
             )
 
 
@@ -289,70 +277,65 @@ def prepare_directory(
     directory: Path,
     ckpt_path: Path | None,
     config: dict[str, Any],
-    compared: search_report.Lines | None = None,
+    candidates: search_report.Candidates | None = None,
 ) -> None:
-    """Make the run directory: a fresh run clears the results of one before, a resumed one brings its best checkpoint.
+    """Make the run directory and write ``config.yaml``.
 
-    ``compared``: what model=auto tried, for ``candidates.csv``: a kill does not take it away.
+    A new run removes the results of a former one; a resumed run brings its best checkpoint.
+
+    Args:
+        directory: of the run.
+        ckpt_path: the checkpoint of a resumed run.
+        config: of the run.
+        candidates: of ``model=auto``, written now so that a killed run keeps them.
     """
     from yaml import safe_dump
 
     checkpoints = directory / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     if ckpt_path is None:
-        written = (
-            "metrics.json",
-            "candidates.csv",
-            "track.png",
-            "frames.png",
-            "filter.gif",
-            "projector_config.pbtxt",
-            "hparams.yaml",
-        )
-        old = [
+        written = ("metrics.json", search_report.FILE, "track.png", "frames.png", "filter.gif")
+        written += ("projector_config.pbtxt", "hparams.yaml")
+        former = [
             *directory.glob("events.out.tfevents.*"),
             *checkpoints.glob("*.ckpt"),
             *(directory / name for name in written),
         ]
-        for path in old:
+        for path in former:
             path.unlink(missing_ok=True)
         for path in directory.glob("[0-9]" * 5 + "*/features"):  # of TensorBoard's projector
             shutil.rmtree(path.parent)
     elif ckpt_path.resolve().parent != checkpoints.resolve():
         own, brought = checkpoints / BEST, ckpt_path.parent / BEST
-        for name in (
-            LAST,
-            ENCODERS,
-        ):  # of another run, perhaps, which would not go with the best that comes now
+        # These may be of another run, and would not fit the best checkpoint that comes now.
+        for name in (LAST, ENCODERS):
             (checkpoints / name).unlink(missing_ok=True)
         if brought.exists():
             copy(brought, own)
-        elif (
-            own.exists()
-            and read_checkpoint(own)["hyper_parameters"]
-            != read_checkpoint(ckpt_path)["hyper_parameters"]
-        ):
-            own.unlink()
-    search_report.write(directory, compared or [])
-    write_text(
-        directory / "config.yaml",
-        safe_dump({k: v for k, v in config.items() if k != "explicit"}, sort_keys=False),
-    )
+        elif own.exists():
+            mine, theirs = (read_checkpoint(each)["hyper_parameters"] for each in (own, ckpt_path))
+            if mine != theirs:
+                own.unlink()
+    search_report.write(directory, candidates or [])
+    stored = {key: value for key, value in config.items() if key != "explicit"}
+    write_text(directory / "config.yaml", safe_dump(stored, sort_keys=False))
 
 
-def held_floor(config: dict[str, Any], data: Data) -> float | None:
-    """The floor of the held-out part of the training sequences, where the true model explains the observations themselves."""
+def held_out_floor(config: dict[str, Any], data: Data) -> float | None:
+    """Return the floor of the held-out part of the training recordings.
+
+    None where the true model is not known, or does not explain the observations themselves.
+    """
     training = config["model"].get("training") or {}
     if data.problem is None or not training.get("validation") or data.decoded is not data.test:
         return None
     fit, held = hold_out(data.train, training["validation"])
-    return (
-        floor(data.problem, fit, held, particles=min(config["particles"], 4000)).mse.mean().item()
-    )
+    particles = min(config["particles"], MAX_FLOOR_PARTICLES)
+    return floor(data.problem, fit, held, particles=particles).mse.mean().item()
 
 
 def flatten(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested keys with dots between them.
+    """Return the entries of nested dictionaries, with keys joined by dots.
 
     >>> flatten({"a": {"b": 1}, "c": [2]})
     [('a.b', 1), ('c', '[2]')]

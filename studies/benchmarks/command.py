@@ -10,8 +10,9 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from kbf.commands.support.console import console, provenance, start
-from kbf.commands.support.console_tables import print_wide
+from kbf.commands.support.console import console, start
+from kbf.commands.support.console_tables import print_table
+from kbf.commands.support.provenance import provenance
 from kbf.plots.tracks import save
 from kbf.runtime.atomic_files import write_csv, write_json, write_text
 from studies.benchmarks import BENCHMARKS
@@ -102,7 +103,7 @@ def show_rows(rows: list[dict[str, Any]]) -> None:
                 for value in row.values()
             )
         )
-    print_wide(table)
+    print_table(table)
 
 
 def claims_text(name: str, machine: str, claims: list[Claim]) -> str:

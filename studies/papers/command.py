@@ -14,7 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kbf import __version__
-from kbf.commands.support.console import commit, console, provenance, start
+from kbf.commands.support.console import console, start
+from kbf.commands.support.provenance import commit, provenance
 from kbf.commands.support.resumable_jobs import finish_all
 from kbf.plots.tracks import save
 from kbf.runtime.atomic_files import scratch, sweep, write_csv, write_json, write_text
@@ -70,8 +71,8 @@ def reproduce(name: str, config: dict[str, Any]) -> int:
         pieces,
         config["workers"],
         name="pieces",
-        called=lambda piece: str(piece.job),
-        shown=lambda piece: piece.name,
+        label=lambda piece: str(piece.job),
+        short_label=lambda piece: piece.name,
     )
     results = [done[piece.path] for piece in pieces if piece.path in done]
     if failed:

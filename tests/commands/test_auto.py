@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from kbf.cli import main
 from kbf.commands import auto
 from kbf.commands.support import search_report
-from kbf.commands.support.console import seconds_of
+from kbf.commands.support.run_settings import seconds_of
 from kbf.config import configure
 from kbf.data.dataset import load_data
 from kbf.data.windows import split
@@ -107,7 +107,7 @@ def test_models_that_fail_or_are_for_other_sizes_are_noted_and_left_out():
     data = load_data(given["data"])
     chosen, rows = auto.choose(given, data)
     notes = {row.model: row.note for row in rows}
-    assert notes["lstm"] == "not tried on 32 training steps"
+    assert notes["lstm"] == "not a candidate on 32 training steps"
     assert "no window of 20 steps fits" in notes["kbf_tuned"]
     assert [row.nmse for row in rows[2:]] == [None, None]
     assert chosen["model"]["name"] in ("kalman", "kbf_loo")
@@ -127,14 +127,14 @@ def test_the_command_leaves_the_checkpoint_of_the_choice_and_what_was_tried(
     with Path("run/candidates.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3
-    assert {row["by"] for row in rows} == {"auto"} and [row["weight"] for row in rows] == [
+    assert {row["search"] for row in rows} == {"auto"} and [row["weight"] for row in rows] == [
         "1.0",
         "",
         "",
     ]
-    assert f"best on what was held out: {rows[0]['model']}" in capsys.readouterr().out
+    assert f"selected by held-out error: {rows[0]['candidate']}" in capsys.readouterr().out
     loaded = load_filter("run/checkpoints/best.ckpt")
-    assert loaded.module.config["model"]["name"] == rows[0]["model"]
+    assert loaded.module.config["model"]["name"] == rows[0]["candidate"]
     assert sum(len(s.states) for s in loaded.module.memory.sequences()) == 80, (
         "fitted to everything"
     )
@@ -161,17 +161,20 @@ def test_what_the_net_under_a_model_tried_is_in_the_table_the_file_and_tensorboa
     assert main(["train", *few, f"run_dir={tmp_path}"]) == 0
     with (tmp_path / search_report.FILE).open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert {row["by"] for row in rows} == {"net"} and {"kbf", "window_ridge", "kalman", "mean"} <= {
-        row["model"] for row in rows
-    }
-    taken = [row["model"] for row in rows if row["weight"]]
+    assert {row["search"] for row in rows} == {"model_selection"} and {
+        "kbf",
+        "window_ridge",
+        "kalman",
+        "mean",
+    } <= {row["candidate"] for row in rows}
+    taken = [row["candidate"] for row in rows if row["weight"]]
     assert sum(float(row["weight"]) for row in rows if row["weight"]) == pytest.approx(1)
-    assert f"best on what was held out: {', '.join(taken)}" in capsys.readouterr().out
+    assert f"selected by held-out error: {', '.join(taken)}" in capsys.readouterr().out
     events = EventAccumulator(str(tmp_path)).Reload()
     for row in rows:
         if row["nmse"]:
-            assert events.Scalars(f"tried/{row['model']}")[0].value == pytest.approx(
+            assert events.Scalars(f"candidates/{row['candidate']}")[0].value == pytest.approx(
                 float(row["nmse"]), rel=1e-5
             )
-    (text,) = events.Tensors("tried/text_summary")
-    assert "| tried by | model | NMSE |" in text.tensor_proto.string_val[0].decode()
+    (text,) = events.Tensors("candidates/text_summary")
+    assert "| search | candidate | NMSE |" in text.tensor_proto.string_val[0].decode()

@@ -16,8 +16,9 @@ from rich.table import Table
 
 from kbf.cli import main
 from kbf.commands import compare
+from kbf.commands.support import comparison_report
 from kbf.commands.support.console import console
-from kbf.commands.support.console_tables import print_wide
+from kbf.commands.support.console_tables import print_table
 from kbf.commands.support.worker_pool import run_all
 from kbf.config import configure
 
@@ -280,7 +281,7 @@ def test_a_table_wider_than_the_screen_is_printed_in_pieces(monkeypatch, capsys)
     for name in ("kalman", "frame"):
         table.add_row(name, *(f"{name}{k}.1234" for k in range(12)))
     monkeypatch.setattr(console, "_width", 80)
-    print_wide(table)
+    print_table(table)
     told = capsys.readouterr().out
     assert all(f"{name}{k}.1234" in told for name in ("kalman", "frame") for k in range(12))
     assert max(map(len, told.splitlines())) <= 80
@@ -288,12 +289,12 @@ def test_a_table_wider_than_the_screen_is_printed_in_pieces(monkeypatch, capsys)
     assert pieces > 1 and told.count("kalman0.1234") == 1
     assert all(f"score {k} " in told for k in range(12))
     monkeypatch.setattr(console, "_width", 400)
-    print_wide(table)
+    print_table(table)
     assert capsys.readouterr().out.count("model") == 1
     monkeypatch.setattr(
         console, "_width", 10
     )  # narrower than a single column: it is cut, and all are there
-    print_wide(table)
+    print_table(table)
     assert capsys.readouterr().out.count("┏") == 12
 
 
@@ -306,17 +307,17 @@ def stored(seed, model, mse, nll, **more):
 
 
 @pytest.mark.parametrize(
-    ("more", "unit"), [({}, "steps"), ({"sequences": 10}, "sequences"), ({"sequences": 2}, "steps")]
+    ("more", "unit"),
+    [({}, "steps"), ({"recordings": 10}, "recordings"), ({"recordings": 2}, "steps")],
 )
 def test_what_a_size_counts(tmp_path, capsys, monkeypatch, more, unit):
-    """Sequences where there are as many; steps of a run of an older version, which did not tell.
-
-    The picture says it, too.
-    """
+    """Recordings where there are as many; else steps. The figure has the same unit."""
     units = []
-    monkeypatch.setattr(compare, "comparison_figure", lambda rows, title, unit: units.append(unit))
-    monkeypatch.setattr(compare, "save", lambda figure, path: None)
-    compare.report(
+    monkeypatch.setattr(
+        comparison_report, "comparison_figure", lambda rows, title, unit: units.append(unit)
+    )
+    monkeypatch.setattr(comparison_report, "save", lambda figure, path: None)
+    comparison_report.report(
         "x", {("a", 10, seed): stored(seed, "a", 0.5, 1.0, **more) for seed in (0, 1)}, tmp_path
     )
     assert f"x, 10 training {unit}" in capsys.readouterr().out and units == [unit]
@@ -330,7 +331,7 @@ def test_a_run_without_a_likelihood_is_left_out_of_its_tests_and_its_model_is_no
         for seed in (0, 1, 2)
     }
     runs["b", 10, 1] |= {"test.nll": float("nan"), "test.nll_raw": float("nan")}
-    compare.report("x", runs, tmp_path)
+    comparison_report.report("x", runs, tmp_path)
     tests = {
         row["score"]: int(row["seeds"])
         for row in csv.DictReader((tmp_path / "wilcoxon.csv").open())

@@ -500,7 +500,10 @@ def test_appended_recordings_are_cut_at_missing_steps(table, tmp_path, capsys):
     assert main(["append", *words, "data.cut_missing=false"]) == 2
     assert "data.cut_missing=true" in capsys.readouterr().err
     assert main(["append", f"checkpoint={best}", words[2]]) == 2
-    assert "has learned from these recordings: data.path=FILE" in capsys.readouterr().err
+    assert (
+        "was trained on these recordings: name new ones with data.path=FILE"
+        in capsys.readouterr().err
+    )
     assert main(["append", *words[:2], f"out={other}"]) == 2
     assert "would overwrite the recordings" in capsys.readouterr().err
     assert main(["append", *words]) == 0

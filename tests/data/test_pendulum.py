@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from kbf.cli import main
-from kbf.commands.support.console import resolved
+from kbf.commands.support.run_settings import resolved
 from kbf.config import compose, plain
 from kbf.data import pendulum
 from kbf.data.dataset import load_data

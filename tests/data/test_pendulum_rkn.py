@@ -266,7 +266,7 @@ def test_the_default_takes_ratios_whole_and_others_their_means(tmp_path, monkeyp
     """From the command line to the checkpoint, whose filter is the one of density ratios, over
     codes of all members.
     """
-    monkeypatch.setattr("kbf.commands.train.write_pictures", lambda *a, **k: [])
+    monkeypatch.setattr("kbf.commands.train.write_figures", lambda *a, **k: [])
     moving, plain = trained("kernel_monte_carlo", tmp_path / "a"), trained("kalman", tmp_path / "b")
     assert isinstance(inner_filter(moving.filter), RatioFilter)
     assert moving.module.memory.sequences()[0].obs.shape == (40, encoding_width(2, 4))

@@ -58,7 +58,7 @@ class Counter(Callback):
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
-    monkeypatch.setattr("kbf.commands.train.write_pictures", lambda *a, **k: [])
+    monkeypatch.setattr("kbf.commands.train.write_figures", lambda *a, **k: [])
 
 
 def test_the_group_s_files(tmp_path):

@@ -52,7 +52,7 @@ E2E = [
 def no_pictures(monkeypatch):
     """They are tested elsewhere, and take most of the time."""
     for command in ("train", "evaluate"):
-        monkeypatch.setattr(f"kbf.commands.{command}.write_pictures", lambda *a, **k: [])
+        monkeypatch.setattr(f"kbf.commands.{command}.write_figures", lambda *a, **k: [])
 
 
 def metrics(directory) -> dict:

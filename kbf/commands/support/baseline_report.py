@@ -1,4 +1,4 @@
-"""What ``kbf train`` says beside a score: the plain estimators' errors column by column, and in words what the data forbids."""
+"""Baselines next to the model's scores: the NMSE of each column, and what limits the error."""
 
 from __future__ import annotations
 
@@ -11,110 +11,115 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from kbf.commands.support.console import columns_of, console
-from kbf.commands.support.console_tables import print_wide
+from kbf.commands.support.console import print_notes
+from kbf.commands.support.console_tables import print_table
+from kbf.commands.support.run_files import state_columns
 from kbf.data.dataset import Data
 from kbf.evaluation.metrics import nmse
 from kbf.evaluation.score import Score, score
 from kbf.filters.selection.auto import PLAIN
 
-NOTHING, OUTSIDE, RULES = 0.95, 0.05, 0.9
-"""NMSE from which a column is as good as unknown; share of test steps outside of the training's range that is told; share of the
-squared error from which one column rules it."""
+MIN_NMSE_UNPREDICTABLE = 0.95
+"""NMSE from which a column counts as not predictable: a constant estimate has 1."""
+MIN_SHARE_OUTSIDE = 0.05
+"""Share of test steps outside the range of the training states from which a note is printed."""
+MIN_SHARE_DOMINANT = 0.9
+"""Share of the squared error from which one column dominates ``test.mse``."""
 
 
-def beside(config: Mapping[str, Any], data: Data, result: Score) -> dict[str, float]:
-    """Print the table and the remarks; returns the plain estimators' NMSE as ``plain.NAME.nmse``.
+def print_baselines(
+    config: Mapping[str, Any], data: Data, result: Score, name: str
+) -> dict[str, float]:
+    """Print the NMSE of the model and of the baselines, and notes; return ``plain.NAME.nmse``.
 
-    The estimators are fitted to the training part as it is. Nothing is said of images, nor where
-    observations are missing.
+    The baselines are fitted to the training part. Images and missing observations have none.
+
+    Args:
+        config: of the run.
+        data: training and test part.
+        result: scores of the model.
+        name: of the filter that was scored.
     """
-    train, test, silent = data.train, data.test, bool(config["data"].get("allow_missing_sensors"))
-    if train[0].obs.ndim != 2 or not (
-        silent or all(bool(s.obs.isfinite().all()) for s in (*train, *test))
-    ):
+    missing = bool(config["data"].get("allow_missing_sensors"))
+    complete = all(bool(r.obs.isfinite().all()) for r in (*data.train, *data.test))
+    states = torch.cat([r.states for r in data.test]).double()
+    if data.train[0].obs.ndim != 2 or not (missing or complete) or not states.isfinite().any():
         return {}
-    states = torch.cat([s.states for s in test]).double()
-    if not bool(states.isfinite().any()):
-        return {}
-    found = {config["model"]["name"]: nmse(torch.cat(result.estimates), states)}
-    for name, make in PLAIN.items():
-        if name in found:
+    found = {name: nmse(torch.cat(result.estimates), states)}
+    for baseline, make in PLAIN.items():
+        if baseline in found:
             continue
         try:
             model: Any = make(config["seed"])
-            model.allow_missing_sensors = silent
-            estimates = score(model.fit(train), test, seed=config["seed"]).estimates
-        except ValueError:  # too few steps
+            model.allow_missing_sensors = missing
+            estimates = score(model.fit(data.train), data.test, seed=config["seed"]).estimates
+        except ValueError:  # too few steps for this baseline
             continue
-        found[name] = nmse(torch.cat(estimates), states)
-    names = columns_of(data) or [f"z_{k + 1}" for k in range(states.shape[1])]
-    table = Table("NMSE of the test part", *(escape(name) for name in names), "all")
-    for name, columns in found.items():
-        table.add_row(
-            name, *(shown(value) for value in [*columns.tolist(), columns.nanmean().item()])
-        )
-    print_wide(table)
-    for told in remarks(
-        names,
-        found,
-        torch.cat([s.states for s in train]).double(),
-        states,
-        torch.cat(result.estimates),
-    ):
-        console.print(f"[yellow]{escape(told)}[/]", highlight=False)
+        found[baseline] = nmse(torch.cat(estimates), states)
+    names = state_columns(data) or [f"z_{k + 1}" for k in range(states.shape[1])]
+    table = Table("NMSE of the test part", *map(escape, names), "all")
+    for row, columns in found.items():
+        values = [*columns.tolist(), columns.nanmean().item()]
+        table.add_row(row, *("" if value != value else f"{value:.3f}" for value in values))
+    print_table(table)
+    train = torch.cat([r.states for r in data.train]).double()
+    print_notes(baseline_notes(names, found, train, states, torch.cat(result.estimates)))
     return {
-        f"plain.{name}.nmse": columns.nanmean().item()
-        for name, columns in found.items()
-        if name in PLAIN
+        f"plain.{row}.nmse": columns.nanmean().item()
+        for row, columns in found.items()
+        if row in PLAIN
     }
 
 
-def shown(value: float) -> str:
-    """An NMSE as text; empty for a column that never varies."""
-    return f"{value:.3f}" if value == value else ""
-
-
-def remarks(
+def baseline_notes(
     names: list[str],
     found: Mapping[str, Float[Tensor, " d"]],
     train: Float[Tensor, "n d"],
     states: Float[Tensor, "m d"],
     estimates: Float[Tensor, "m d"],
 ) -> list[str]:
-    """In words: columns that nobody can tell, states outside of the training's range, a column that rules the error, a better one.
+    """Return notes on what limits the error of a model on the test part.
+
+    Reported are columns that no estimator predicts, test states outside the range of the training
+    states, a column that dominates the squared error, and a baseline with a smaller error.
 
     Args:
-        names: of the columns. found: NMSE of each column, by estimator, that of the model first.
-        train, states: the states of the training and of the test part. estimates: of the model.
+        names: of the columns.
+        found: NMSE of each column by estimator; the first is the model.
+        train: states of the training part.
+        states: states of the test part.
+        estimates: of the model on the test part.
     """
-    told = []
+    notes = []
     known = states.isfinite().all(-1)
     states, estimates = states[known], estimates[known]
-    least = torch.stack(list(found.values())).amin(0)
-    if unknown := [
-        name for name, value in zip(names, least.tolist(), strict=True) if value >= NOTHING
+    least = torch.stack(list(found.values())).amin(0).tolist()
+    if unpredictable := [
+        name for name, value in zip(names, least, strict=True) if value >= MIN_NMSE_UNPREDICTABLE
     ]:
-        told.append(
-            f"no estimator tells {', '.join(unknown)} better than a constant: these observations do not say what it is"
+        notes.append(
+            f"no estimator predicts {', '.join(unpredictable)} better than a constant: "
+            "these observations do not determine it"
         )
-    beyond = ((states < train.amin(0)) | (states > train.amax(0))).double().mean(0)
-    for name, share, low, high in zip(
-        names, beyond.tolist(), train.amin(0).tolist(), train.amax(0).tolist(), strict=True
-    ):
-        if share > OUTSIDE:
-            told.append(
-                f"{100 * share:.0f} % of the test steps leave the training region, in which {name} is from {low:.4g} to {high:.4g}"
+    lowest, highest = train.amin(0), train.amax(0)
+    outside = ((states < lowest) | (states > highest)).double().mean(0)
+    limits = (each.tolist() for each in (outside, lowest, highest))
+    for name, share, low, high in zip(names, *limits, strict=True):
+        if share > MIN_SHARE_OUTSIDE:
+            notes.append(
+                f"{100 * share:.0f} % of the test steps leave the training region, in which "
+                f"{name} is from {low:.4g} to {high:.4g}"
             )
     squared = (estimates - states).square().mean(0)
-    share = squared / squared.sum()
-    k = int(share.argmax())
-    if len(names) > 1 and float(share[k]) > RULES:
-        told.append(
-            f"{100 * float(share[k]):.0f} % of test.mse is the error of {names[k]}, in its unit: compare test.nmse"
+    shares = squared / squared.sum()
+    k = int(shares.argmax())
+    if len(names) > 1 and float(shares[k]) > MIN_SHARE_DOMINANT:
+        notes.append(
+            f"{100 * float(shares[k]):.0f} % of test.mse is the error of {names[k]}, in its unit: "
+            "compare test.nmse"
         )
-    model, *others = found
-    best = min(others, key=lambda name: float(found[name].nanmean()), default=model)
+    model, *baselines = found
+    best = min(baselines, key=lambda name: float(found[name].nanmean()), default=model)
     if float(found[best].nanmean()) < float(found[model].nanmean()):
-        told.append(f"{best} has a smaller error on this test part than {model}: model={best}")
-    return told
+        notes.append(f"{best} has a smaller error on this test part than {model}: model={best}")
+    return notes

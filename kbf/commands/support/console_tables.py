@@ -1,42 +1,37 @@
-"""Tables of numbers that have more columns than a screen has room for."""
+"""Tables wider than the terminal, printed in pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from copy import copy
 
+from rich.measure import Measurement
 from rich.table import Column, Table
 
 from kbf.commands.support.console import console
 
+UNLIMITED_WIDTH = 10_000
+"""Columns of a console on which no table is cut."""
 
-def print_wide(table: Table, lead: int = 1) -> None:
-    """Print a table; in pieces below each other where it is wider than the screen, each with the first ``lead`` columns.
 
-    A number that is cut is worse than none: rich would shorten the cells of all columns until they
-    fit.
+def print_table(table: Table, lead: int = 1) -> None:
+    """Print a table; where it is wider than the console, in pieces below each other.
+
+    Rich cuts the cells of a table that is too wide, and a number that is cut is wrong. Each piece
+    repeats the first ``lead`` columns.
     """
-    first, rest = table.columns[:lead], table.columns[lead:]
-    shown: list[Column] = []
-    for column in rest:
-        if shown and room(piece(table, [*first, *shown, column])) > console.width:
-            console.print(piece(table, [*first, *shown]))
-            shown = []
-        shown.append(column)
-    console.print(piece(table, [*first, *shown]))
+    options = console.options.update(width=UNLIMITED_WIDTH)
+    shown = first = table.columns[:lead]
+    for column in table.columns[lead:]:
+        width = Measurement.get(console, options, part_of(table, [*shown, column])).maximum
+        if len(shown) > lead and width > console.width:
+            console.print(part_of(table, shown))
+            shown = first
+        shown = [*shown, column]
+    console.print(part_of(table, shown))
 
 
-def piece(table: Table, columns: Sequence[Column]) -> Table:
-    """Some columns of a table, its rows in their style."""
-    part = Table(title=table.title)
-    for column in columns:
-        part.add_column(column.header, justify=column.justify)
-    for row, cells in zip(
-        table.rows, zip(*(column.cells for column in columns), strict=True), strict=True
-    ):
-        part.add_row(*cells, style=row.style)
+def part_of(table: Table, columns: list[Column]) -> Table:
+    """Return the table with these columns only."""
+    part = copy(table)
+    part.columns = columns
     return part
-
-
-def room(table: Table) -> int:
-    """The width at which no cell of a table is cut."""
-    return console.measure(table, options=console.options.update(width=10_000)).maximum

@@ -1,4 +1,4 @@
-"""What the numbers mean that commands print: told beside them, and in ``kbf COMMAND --help``."""
+"""Descriptions of the metrics and columns that commands print, also for ``kbf COMMAND --help``."""
 
 from __future__ import annotations
 
@@ -6,62 +6,68 @@ import re
 from typing import Any
 
 DIAGNOSTICS = {
-    "ess": "effective sample size: so many points of equal weight would say as much",
+    "ess": "effective sample size: the number of equal weights with the same variance",
     "weight_sum": "sum of the weights of the memory's points",
-    "negative_mass": "sum of the negative weights: far below 0 an estimate may lie far from all recorded states",
-    "negative": "size of the sum of the negative weights",
-    "clipped": "share of the memory's points that do not count: their density ratio, prediction to recording, is 0",
+    "negative_mass": "sum of the negative weights: an estimate may lie outside the memory's states",
+    "negative": "absolute sum of the negative weights",
+    "clipped": "zero-weight share: points of the memory whose density ratio is 0",
 }
-"""What filters tell of a step."""
+"""Diagnostics of a filter step."""
 
 COLUMNS = {
     "NAME": "estimate of a column of the state, in its unit",
     "NAME_std": "its standard deviation (covariance=full: cov_i_j too)",
     **DIAGNOSTICS,
-    "alarm": "novel (unlike all training observations), surprise (not as predicted), lost (begins anew at the prior), or empty",
+    "alarm": "novel (out of distribution), surprise (innovation outlier), lost (the filter has "
+    "diverged and is re-initialised at the prior), or empty",
 }
-"""What ``kbf filter`` writes behind sequence, step and time; which diagnostics there are depends on the model."""
+"""Columns that ``kbf filter`` writes after recording, step and time; diagnostics depend on the
+model."""
 
 METRICS = {
+    "filter": "the filter that is used; another name than the model's is model selection's choice",
     "n_train": "steps in the training part of this data",
     "n_test": "steps in its test part",
     "test.mse": "squared error, summed over the state's components, mean over the steps",
-    "test.mse_se": "its standard error, from sequence to sequence",
-    "test.floor": "the error of the best possible filter, which knows the true model",
-    "test.excess": "how far test.mse is above test.floor",
-    "test.nmse": "squared error over the variance of the state, mean over components: 1 is what their means alone have",
-    "test.nmse.K": "that of component K",
+    "test.mse_se": "its standard error over recordings",
+    "test.floor": "Bayes-optimal error: that of the best possible filter, with the true model",
+    "test.excess": "excess error: test.mse relative to test.floor, minus 1",
+    "test.nmse": "squared error over the variance of the state, mean over components; "
+    "1 is the error of a constant estimate",
+    "test.nmse.K": "test.nmse of component K",
     **{f"test.{name}": f"mean {meaning}" for name, meaning in DIAGNOSTICS.items()},
-    "test.rejected": "share of observations that were not used, as the prediction makes them impossible",
-    "test.coverage_K": "share of states inside their regions of K %: about K % if the covariances are right",
-    "test.crps": "continuous ranked probability score, in the state's unit: smaller is better",
-    "test.energy_score": "the same for all components together",
-    "test.nll": "minus the log likelihood of a state, a step: smaller is better",
-    "test.novelty_alarms": "share of observations unlike all of training",
-    "test.surprise_alarms": "share of observations that were not as predicted",
-    "test.lost": "share of steps at which the track was found lost",
-    "test.mse_smoothed": "test.mse with hindsight: given later observations too",
-    "test.smoothing_floor": "the error of the best possible smoother",
-    "test.mse_ahead_K": "error of a prediction K steps ahead",
-    "test.floor_ahead_K": "the least possible error K steps ahead",
-    "validation.mse": "error on the part of the training data by which training was stopped",
-    "held_out.mse": "error on the last part of the training data (hold_out), of a fit without it",
+    "test.rejected": "share of observations rejected as implausible under the prediction",
+    "test.coverage_K": "share of states inside their K % credible regions; K % if calibrated",
+    "test.crps": "continuous ranked probability score, in the state's unit; smaller is better",
+    "test.energy_score": "energy score: the same for all components jointly",
+    "test.nll": "negative log likelihood of the state per step; smaller is better",
+    "test.novelty_alarms": "share of out-of-distribution observations",
+    "test.surprise_alarms": "share of innovation outliers",
+    "test.lost": "share of steps at which the filter had diverged",
+    "test.mse_smoothed": "test.mse of smoothed estimates, which also use later observations",
+    "test.smoothing_floor": "Bayes-optimal error of a smoother",
+    "test.mse_ahead_K": "error of predictions K steps ahead",
+    "test.floor_ahead_K": "Bayes-optimal error K steps ahead",
+    "validation.mse": "error on the validation part, by which training is stopped early",
+    "held_out.mse": "error on the end of the training part (hold_out) of a fit to the rest",
     "epochs": "passes over the training data",
 }
-"""Figures of ``kbf train`` and ``kbf evaluate``, K for a number. ``_raw``: before recalibration, ``_smoothed``: with hindsight."""
+"""Metrics of ``kbf train`` and ``kbf evaluate``; K stands for a number."""
 
-SHARE = re.compile(
+PERCENTAGES = re.compile(
     r"test\.(excess|clipped|rejected|novelty_alarms|surprise_alarms|lost|coverage_.*)"
 )
-"""Figures that are printed as percentages; files and loggers keep the number."""
+"""Metrics that are printed as percentages; files and loggers hold the number."""
 
 
-def meaning_of(name: str) -> str:
-    """What a figure of ``kbf train`` or ``kbf evaluate`` is; empty where nobody said.
+def description_of(name: str) -> str:
+    """Return the description of a metric; empty where there is none.
 
-    >>> meaning_of("test.nmse.0")
-    'that of component 0'
-    >>> meaning_of("test.crps_raw")
+    The suffixes ``_raw`` (before recalibration) and ``_smoothed`` are explained.
+
+    >>> description_of("test.nmse.0")
+    'test.nmse of component 0'
+    >>> description_of("test.crps_raw")
     'test.crps before recalibration'
     """
     if name in METRICS:
@@ -69,17 +75,17 @@ def meaning_of(name: str) -> str:
     if name.endswith("_raw"):
         return f"{name.removesuffix('_raw')} before recalibration"
     if name.startswith("test.coverage_") and name.endswith("_smoothed"):
-        return f"{name.removesuffix('_smoothed')} with hindsight"
+        return f"{name.removesuffix('_smoothed')} of smoothed estimates"
     found = re.fullmatch(r"(.*[._])(\d+)", name)
     return METRICS.get(f"{found[1]}K", "").replace("K", found[2]) if found else ""
 
 
-def shown(name: str, value: Any) -> str:
-    """A figure as text, with four significant digits; shares and the excess as percentages.
+def formatted(name: str, value: Any) -> str:
+    """Format a metric with four significant digits; shares and the excess error as percentages.
 
-    >>> shown("test.excess", 0.0561), shown("test.mse", 0.0561234), shown("epochs", 3)
+    >>> formatted("test.excess", 0.0561), formatted("test.mse", 0.0561234), formatted("epochs", 3)
     ('5.6 %', '0.05612', '3')
     """
     if not isinstance(value, float):
         return str(value)
-    return f"{100 * value:.1f} %" if SHARE.fullmatch(name) else f"{value:.4g}"
+    return f"{100 * value:.1f} %" if PERCENTAGES.fullmatch(name) else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""Work in pieces, each kept as a file as soon as it is done: a killed command goes on where it was."""
+"""Jobs whose results are files: a command that was killed continues with the missing ones."""
 
 from __future__ import annotations
 
@@ -9,23 +9,15 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
-from kbf.commands.support.console import console
+from kbf.commands.support.console import console, progress_bar
 from kbf.commands.support.worker_pool import run_all
 from kbf.runtime.atomic_files import write_json
 
 
 @runtime_checkable
-class Kept(Protocol):
-    """A piece of work, and the file for its result."""
+class ResumableJob(Protocol):
+    """A job with a file for its result."""
 
     @property
     def path(self) -> Path:
@@ -33,82 +25,67 @@ class Kept(Protocol):
         ...
 
 
-Piece = TypeVar("Piece", bound=Kept)
+Job = TypeVar("Job", bound=ResumableJob)
 
 
 def read_result(
-    path: Path, whole: Callable[[dict[str, Any]], bool] = bool
+    path: Path, complete: Callable[[dict[str, Any]], bool] = bool
 ) -> dict[str, Any] | None:
-    """What is kept of a piece; None if nothing is, or if the file is damaged: then the work is done again."""
+    """Read the result of a job; None if there is none, or the file is damaged or incomplete."""
     if not path.exists():
         return None
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(result, dict) and whole(result):
+        if isinstance(result, dict) and complete(result):
             return result
     except (ValueError, RecursionError):
         pass
-    console.print(
-        f"[yellow]{escape(str(path))} is damaged[/]: it is made again",
-        highlight=False,
-        soft_wrap=True,
-    )
+    text = f"[yellow]{escape(str(path))} is damaged[/]: it is computed again"
+    console.print(text, highlight=False, soft_wrap=True)
     return None
 
 
 def finish_all(
-    work: Callable[[Piece], dict[str, Any]],
-    pieces: list[Piece],
+    work: Callable[[Job], dict[str, Any]],
+    jobs: list[Job],
     workers: int,
     *,
     name: str,
-    called: Callable[[Piece], str],
-    shown: Callable[[Piece], str] | None = None,
-    order: Callable[[list[Piece]], list[Piece]] = list,
-    whole: Callable[[dict[str, Any]], bool] = bool,
+    label: Callable[[Job], str],
+    short_label: Callable[[Job], str] | None = None,
+    order: Callable[[list[Job]], list[Job]] = list,
+    complete: Callable[[dict[str, Any]], bool] = bool,
 ) -> tuple[dict[Path, dict[str, Any]], int]:
-    """Do what is missing: the results by file, and how many pieces failed.
+    """Run the jobs without a result; return all results by file, and the number of failed jobs.
 
     Args:
         work: a function at the top level of a module.
-        pieces: all of them.
-        workers: processes.
-        name: what people call the pieces.
-        called: what they call one, where it failed.
-        shown: what stands beside the bar when it is done; None for the same.
-        order: in which the missing ones begin.
-        whole: whether a result that was read from a file has all that is needed of it.
+        jobs: all of them.
+        workers: number of processes.
+        name: what the jobs are called in messages.
+        label: returns what one job is called where it failed.
+        short_label: returns what it is called next to the progress bar; None for ``label``.
+        order: returns the missing jobs in the order in which they start.
+        complete: returns whether a stored result has all that is needed.
     """
-    done = {
-        piece.path: stored
-        for piece in pieces
-        if (stored := read_result(piece.path, whole)) is not None
-    }
-    missing = order([piece for piece in pieces if piece.path not in done])
+    stored = {job.path: read_result(job.path, complete) for job in jobs}
+    done = {path: result for path, result in stored.items() if result is not None}
+    missing = order([job for job in jobs if job.path not in done])
     if done:
-        console.print(f"{len(done)} of {len(pieces)} {name} are there already", highlight=False)
+        console.print(f"{len(done)} of {len(jobs)} {name} are finished already", highlight=False)
     failed = 0
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    ]
     with (
-        Progress(*columns, console=console) as progress,
+        progress_bar("{task.description}") as progress,
         closing(run_all(work, missing, workers)) as finished,
     ):
         bar = progress.add_task("starting", total=len(missing))
-        for piece, result in finished:
+        for job, result in finished:
             if "error" in result:
                 failed += 1
-                progress.console.print(
-                    f"[red]failed[/] {escape(called(piece))}: {escape(result['error'])}",
-                    highlight=False,
-                )
+                text = f"[red]failed[/] {escape(label(job))}: {escape(result['error'])}"
+                progress.console.print(text, highlight=False)
             else:
-                write_json(piece.path, result)
-                done[piece.path] = result
-            progress.update(bar, advance=1, description=escape((shown or called)(piece)))
+                write_json(job.path, result)
+                done[job.path] = result
+            progress.update(bar, advance=1, description=escape((short_label or label)(job)))
     return done, failed

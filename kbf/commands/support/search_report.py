@@ -1,4 +1,7 @@
-"""What ``model=auto`` and the net under a model have tried on held-out steps of the training part: table, file, TensorBoard."""
+"""Candidates of model selection as a table, as ``candidates.csv`` and for loggers.
+
+Both ``model=auto`` and the model selection of a model (`kbf.filters.selection.auto`) report here.
+"""
 
 from __future__ import annotations
 
@@ -10,82 +13,100 @@ from rich.markup import escape
 from rich.table import Table
 
 from kbf.commands.support.console import console
-from kbf.commands.support.console_tables import print_wide
+from kbf.commands.support.console_tables import print_table
 from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.selection.cross_validation import Row
 from kbf.runtime.atomic_files import write_csv
 
 FILE = "candidates.csv"
-COLUMNS = ("tried by", "model", "NMSE", "± s.e.", "seconds", "weight in the filter", "remark")
-Lines = list[dict[str, Any]]
-"""One for each model that was tried: by whom, the fields of its `kbf.filters.selection.cross_validation.Row`, its weight in what was made of it."""
+HEADINGS = ("search", "candidate", "NMSE", "± s.e.", "seconds", "weight", "note")
+Candidates = list[dict[str, Any]]
+"""One dictionary a candidate, with the columns of `FILE`; ``weight`` is None if not selected."""
 
 
-def lines_of(by: str, rows: Sequence[Row], weights: dict[str, float]) -> Lines:
-    """The rows of one search as lines; ``weights`` are of those models that were taken."""
-    return [{"by": by, **row._asdict(), "weight": weights.get(row.model)} for row in rows]
+def candidates_of(search: str, rows: Sequence[Row], weights: dict[str, float]) -> Candidates:
+    """Return the candidates of one search; ``weights`` has those that were selected."""
+    return [
+        {
+            "search": search,
+            "candidate": row.model,
+            "nmse": row.nmse,
+            "standard_error": row.error,
+            "seconds": row.seconds,
+            "weight": weights.get(row.model),
+            "note": row.note,
+        }
+        for row in rows
+    ]
 
 
-def lines_of_net(net: Any) -> Lines:
-    """What a net under a model has compared; empty where there was no comparison."""
+def candidates_of_net(net: Any) -> Candidates:
+    """Return the candidates of a model's model selection; empty where nothing was compared."""
     if not isinstance(net, ModelSelection) or not net.tried:
         return []
-    used = net.used()
     weights = dict(zip(net.models, net.weights.mean(1).tolist(), strict=True))
-    return lines_of("net", net.tried, {name: weights[name] for name in used})
+    selected = {name: weights[name] for name in net.used()}
+    return candidates_of("model_selection", net.tried, selected)
 
 
-def notes_on_selection(net: Any) -> list[str]:
-    """What a person should know of what the net under a model has found: what was left out, and that nothing was learned."""
-    told, count = [], int(net.newest) if isinstance(net, ModelSelection) else 0
-    if count:
-        told.append(
-            f"these recordings drift: learned from their last {count} steps, since what is older misleads"
+def selection_notes(net: Any) -> list[str]:
+    """Return notes on a model selection: steps that were left out, or no informative candidate."""
+    if not isinstance(net, ModelSelection):
+        return []
+    notes = []
+    if count := int(net.newest):
+        notes.append(
+            f"NOTE: these recordings drift; the filter is trained on their last {count} steps only"
         )
-    if isinstance(net, ModelSelection) and net.main_name != "mean" and net.used() == ["mean"]:
-        told.append(
-            "nothing did better than the mean of the states on what was held out, so the filter always answers the mean: "
-            "what one part of these recordings teaches does not hold in another; more recordings may help, or other sensors"
+    if net.main_name != "mean" and net.used() == ["mean"]:
+        notes.append(
+            "NOTE: no candidate has a smaller held-out error than the mean of the states, so the "
+            "filter always answers the mean. What is learned from one part of these recordings "
+            "does not hold in another; more recordings or other sensors may help"
         )
-    return told
+    return notes
 
 
-def texts(line: dict[str, Any]) -> list[str]:
-    """The cells of a line."""
-    numbers = ["" if line[key] is None else f"{line[key]:.4f}" for key in ("nmse", "error")]
-    weight = "" if line["weight"] is None else f"{line['weight']:.2f}"
-    return [line["by"], line["model"], *numbers, f"{line['seconds']:.1f}", weight, line["note"]]
+def cells_of(candidate: dict[str, Any]) -> list[str]:
+    """Return the cells of a candidate in the table."""
+    formats = {"nmse": ".4f", "standard_error": ".4f", "seconds": ".1f", "weight": ".2f"}
+    return [
+        "" if value is None else format(value, formats.get(key, ""))
+        for key, value in candidate.items()
+    ]
 
 
-def show(lines: Lines) -> None:
-    """Print the lines, and what was made of it."""
-    if not lines:
+def print_candidates(candidates: Candidates) -> None:
+    """Print the candidates and the names of the selected ones."""
+    if not candidates:
         return
-    table = Table(*COLUMNS, title="on held-out steps of the training part")
-    for line in lines:
-        table.add_row(*map(escape, texts(line)))
-    print_wide(table, lead=2)
-    taken = ", ".join(line["model"] for line in lines if line["weight"] is not None)
-    console.print(f"taken, as best on what was held out: [bold]{escape(taken)}[/]", highlight=False)
+    table = Table(*HEADINGS, title="on held-out steps of the training part")
+    for candidate in candidates:
+        table.add_row(*map(escape, cells_of(candidate)))
+    print_table(table, lead=2)
+    selected = ", ".join(c["candidate"] for c in candidates if c["weight"] is not None)
+    console.print(f"selected by held-out error: [bold]{escape(selected)}[/]", highlight=False)
 
 
-def write(directory: Path, lines: Lines) -> None:
-    """Keep the lines as ``candidates.csv`` of a run's folder; nothing where nothing was compared."""
-    if lines:
-        write_csv(directory / FILE, lines)
+def write(directory: Path, candidates: Candidates) -> None:
+    """Write ``candidates.csv`` to a run directory; nothing where nothing was compared."""
+    if candidates:
+        write_csv(directory / FILE, candidates)
 
 
-def log(loggers: Sequence[Any], lines: Lines, step: int) -> None:
-    """Tell loggers: a number ``tried/MODEL`` of each, and those that take text the table."""
-    numbers = {f"tried/{line['model']}": line["nmse"] for line in lines if line["nmse"] is not None}
-    if not lines:
+def log(loggers: Sequence[Any], candidates: Candidates, step: int) -> None:
+    """Log the NMSE of each candidate as ``candidates/NAME``, and the table where text is taken."""
+    if not candidates:
         return
-    cells = [list(COLUMNS), ["---"] * len(COLUMNS), *(texts(line) for line in lines)]
-    table = "\n".join(
-        "| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in cells
-    )
+    numbers = {
+        f"candidates/{each['candidate']}": each["nmse"]
+        for each in candidates
+        if each["nmse"] is not None
+    }
+    rows = [HEADINGS, ["---"] * len(HEADINGS), *map(cells_of, candidates)]
+    table = "\n".join(f"| {' | '.join(c.replace('|', '/') for c in row)} |" for row in rows)
     for logger in loggers:
         logger.log_metrics(numbers, step)
         add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
         if add_text is not None:
-            add_text("tried", table, step)
+            add_text("candidates", table, step)

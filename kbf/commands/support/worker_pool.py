@@ -1,4 +1,8 @@
-"""Runs independent jobs in worker processes; a job that fails, or whose process dies, does not stop the others."""
+"""Worker processes: independent jobs, of which one may fail or die without stopping the others.
+
+`concurrent.futures.ProcessPoolExecutor` breaks as a whole when one process is killed. Here the jobs
+that were running then are run again, one at a time, and only the one that dies twice is lost.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,14 @@ def run_all(
     workers: int,
     start: Callable[[], None] | None = None,
 ) -> Generator[tuple[Job, dict[str, Any]]]:
-    """Run all jobs and yield each with its result as it is done; a failed one has the key ``error`` instead.
+    """Run all jobs and yield each with its result as it finishes.
+
+    The result of a job that failed has the key ``error``.
 
     Args:
         work: a function at the top level of a module.
-        jobs: what to give it, in this order.
-        workers: processes; 0 runs in this process.
+        jobs: arguments of ``work``, in the order in which they start.
+        workers: number of processes; 0 runs the jobs in this process.
         start: called first in each process; None for `start_worker`.
     """
     if workers == 0:
@@ -50,9 +56,8 @@ def run_all(
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     result = future.result()
                     yield running.pop(future), result
-        except (
-            BrokenProcessPool
-        ):  # a worker was killed, perhaps for its memory: nobody knows which job was in it
+        except BrokenProcessPool:
+            # A worker was killed, perhaps for its memory. Which job it ran is not known.
             if alone:
                 for job in running.values():
                     yield job, {"error": "its process died twice; was there enough memory?"}
@@ -67,7 +72,7 @@ def run_all(
 
 
 def attempt(work: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, Any]:
-    """The result of a job, or its error."""
+    """Return the result of a job, or its error as a dictionary."""
     try:
         return work(job)
     except Exception as error:
@@ -78,7 +83,10 @@ def attempt(work: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, Any]:
 
 
 def start_worker() -> None:
-    """Set up a worker: one thread, fast small steps, and an exit when the parent is gone or Ctrl-C is pressed."""
+    """Set up a worker process.
+
+    It uses one thread and fast small steps, and exits on Ctrl-C or when its parent has ended.
+    """
     from kbf.runtime.threads import tune_process
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -15,11 +15,11 @@ def test_messages_take_each_others_place_and_warnings_stay(monkeypatch):
     monkeypatch.setattr(console, "console", Console(file=shown, force_terminal=True, width=60))
     logger, log = logging.getLogger("kbf"), logging.getLogger("kbf.densities.selection")
     before = logger.level, logger.propagate, list(logger.handlers)
-    with console.Telling("fitting [x]") as line:
+    with console.fit_status("fitting [x]") as status:
         log.info("held out: the law %s", "student")
-        assert str(line.status.status) == r"fitting \[x]; held out: the law student"
+        assert str(status.status) == r"fitting \[x]; held out: the law student"
         log.info("y" * 200)
-        assert len(str(line.status.status)) < 60
+        assert len(str(status.status)) < 60
         log.warning("three columns are constant")
     assert "three columns are constant" in shown.getvalue()
     assert (logger.level, logger.propagate, list(logger.handlers)) == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kbf.commands.support.search_report import notes_on_selection
+from kbf.commands.support.search_report import selection_notes
 from kbf.config import configure
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.regression.window import MeanModel, WindowRidge
@@ -155,5 +155,5 @@ def test_what_is_left_out_is_in_no_checkpoint(tmp_path, monkeypatch):
     torch.testing.assert_close(memory.states, sequence.states[50:120].to(memory.states))
     assert kept.module.net.hyperparameters()["newest"] == 70
     assert [
-        "their last 70 steps" in ratio_dim for ratio_dim in notes_on_selection(kept.module.net)
+        "their last 70 steps" in ratio_dim for ratio_dim in selection_notes(kept.module.net)
     ] == [True]

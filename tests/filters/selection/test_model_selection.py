@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import kbf
-from kbf.commands.support.baseline_report import remarks
-from kbf.commands.support.search_report import notes_on_selection
+from kbf.commands.support.baseline_report import baseline_notes
+from kbf.commands.support.search_report import selection_notes
 from kbf.data.noise_systems import Fork
 from kbf.data.synthetic import SyntheticData
 from kbf.evaluation.score import score
@@ -351,8 +351,8 @@ def test_remarks_name_what_the_data_forbid():
     states[:100, 1] += 10  # leaves the training region
     estimates = states + torch.tensor([0.1, 0.1, 5.0], dtype=F64)  # the third rules the error
     found = {"kbf": torch.tensor([0.5, 0.1, 1.2]), "kalman": torch.tensor([0.3, 0.1, 0.99])}
-    ratio_dim = " | ".join(remarks(["place", "speed", "mood"], found, train, states, estimates))
-    assert "no estimator tells mood better than a constant" in ratio_dim
+    ratio_dim = " | ".join(baseline_notes(["place", "speed", "mood"], found, train, states, estimates))
+    assert "no estimator predicts mood better than a constant" in ratio_dim
     assert (
         "leave the training region, in which speed is from" in ratio_dim
         and "in which place" not in ratio_dim
@@ -360,7 +360,7 @@ def test_remarks_name_what_the_data_forbid():
     assert "% of test.mse is the error of mood" in ratio_dim
     assert "kalman has a smaller error on this test part than kbf: model=kalman" in ratio_dim
     fine = {"kbf": torch.full((3,), 0.1), "kalman": torch.full((3,), 0.2)}
-    assert remarks(["a", "b", "c"], fine, train, train[:100], train[:100] + 0.1) == []
+    assert baseline_notes(["a", "b", "c"], fine, train, train[:100], train[:100] + 0.1) == []
 
 
 @pytest.mark.slow
@@ -498,10 +498,10 @@ def test_recordings_that_do_not_speak_for_each_other_are_held_out_whole():
     rows = {row.model: row.nmse for row in net.tried}
     assert rows["mean"] < 1.1 and rows["window_ridge"] > 1.5
     assert net.used() == ["mean"]
-    assert ["always answers the mean" in ratio_dim for ratio_dim in notes_on_selection(net)] == [
+    assert ["always answers the mean" in ratio_dim for ratio_dim in selection_notes(net)] == [
         True
     ]
-    assert notes_on_selection(ModelSelection(MeanModel(), name="mean")) == []
+    assert selection_notes(ModelSelection(MeanModel(), name="mean")) == []
 
 
 # candidates that cannot be fitted

@@ -58,7 +58,7 @@ def test_smoke(name, tmp_path, capsys):
     before = (out / "results.csv").read_bytes()
     capsys.readouterr()
     assert main(words) == 0  # every piece is there already
-    assert "pieces are there already" in capsys.readouterr().out
+    assert "pieces are finished already" in capsys.readouterr().out
     assert (out / "results.csv").read_bytes() == before
 
 
@@ -118,7 +118,7 @@ def test_a_failing_piece_leaves_the_others(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "verdict.md").exists()
     monkeypatch.undo()
     assert main(words) == 0
-    assert "2 of 4 pieces are there already" in capsys.readouterr().out
+    assert "2 of 4 pieces are finished already" in capsys.readouterr().out
 
 
 def test_means():

@@ -1,0 +1,275 @@
+"""Tables of ``kbf compare``: means over seeds, single runs, paired tests and a figure."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from kbf.commands.support.console import console, print_written
+from kbf.commands.support.console_tables import print_table
+from kbf.commands.support.provenance import provenance
+from kbf.evaluation.scoring_rules import COVERAGE_LEVELS
+from kbf.evaluation.statistics import mean_and_error, summary, wilcoxon_pairs
+from kbf.plots.charts import comparison_figure
+from kbf.plots.tracks import save
+from kbf.runtime.atomic_files import write_csv, write_json
+
+FLOOR = "floor"
+"""Name of the Bayes-optimal filter of a data set in the results."""
+COVERAGE_COLUMNS = tuple(f"coverage_{round(100 * level)}" for level in COVERAGE_LEVELS)
+DENSITY_COLUMNS = (
+    "log_likelihood",
+    "log_likelihood_se",
+    "log_likelihood_raw",
+    "log_likelihood_raw_se",
+    "energy_score",
+    "energy_excess",
+    "energy_excess_se",
+)
+"""Columns of filters with a predictive density; left out where no filter has one."""
+DENSITY_HEADINGS = {
+    "log_likelihood": "log lik.",
+    "log_likelihood_raw": "before recal.",
+    "energy_score": "energy",
+}
+"""Those of them that are printed, with their headings."""
+Result = dict[str, Any]
+"""Metrics of one run."""
+
+
+def report(name: str, results: dict[tuple[str, int, int], Result], directory: Path) -> None:
+    """Print and write the tables, the paired tests and the figure.
+
+    Args:
+        name: of the data set.
+        results: metrics of each run, by (model, n_train, seed).
+        directory: where the files are written.
+    """
+    rows: list[dict[str, Any]] = []
+    tests: list[dict[str, Any]] = []
+    # n counts recordings or steps. A recording has several steps, so n steps are never n recordings.
+    counts_recordings = any(r.get("recordings") == n for (_, n, _), r in results.items())
+    unit = "recordings" if counts_recordings else "steps"
+    for n in sorted({n for _, n, _ in results}):
+        by_model: dict[str, dict[int, Result]] = {}
+        for (model, m, seed), result in results.items():
+            if m == n:
+                by_model.setdefault(model, {})[seed] = result
+        floors = by_model.pop(FLOOR, {})
+        size = {"data": name, "n_train": n}
+        found = [size | row_of_model(model, runs, floors) for model, runs in by_model.items()]
+        rows += found
+        for score, value_of in TESTED.items():
+            values = {
+                model: {s: value_of(r) for s, r in runs.items() if not math.isnan(value_of(r))}
+                for model, runs in by_model.items()
+            }
+            pairs = wilcoxon_pairs({model: each for model, each in values.items() if each})
+            tests += [size | {"score": score} | pair for pair in pairs]
+        if found:
+            source = found[0]["renderer"]
+            title = f"{name}, {n} training {unit}{source and f'; images: {source}'}"
+            show_table(title, found, density_scores(floors, floors) if floors else {})
+    if not rows:
+        return
+    optional = [*COVERAGE_COLUMNS, *DENSITY_COLUMNS]
+    empty = [key for key in optional if all(row[key] != row[key] for row in rows)]
+    empty += [key for key in ("rejected", "filter") if not any(row[key] for row in rows)]
+    kept = [{key: value for key, value in row.items() if key not in empty} for row in rows]
+    runs = [run_row(result) for _, result in sorted(results.items())]
+    commits = sorted({str(result.get("commit")) for result in results.values()})
+    if len(commits) > 1:
+        console.print(
+            f"[yellow]these runs are of several commits[/] ({', '.join(commits)}); "
+            "delete cells/ to run all of them at one commit"
+        )
+    write_csv(directory / "results.csv", kept)
+    write_csv(directory / "runs.csv", runs)
+    write_json(directory / "about.json", provenance() | {"commits": commits})
+    (directory / "wilcoxon.csv").unlink(missing_ok=True)  # of other models, perhaps
+    if tests:
+        write_csv(directory / "wilcoxon.csv", tests)
+    title = f"{name}: {max(row['runs'] for row in rows)} runs"
+    save(comparison_figure(rows, title=title, unit=unit), directory / "comparison.png")
+    tested = ["wilcoxon.csv"] if tests else []
+    written = ["results.csv", "runs.csv", *tested, "comparison.png", "about.json"]
+    print_written(directory, written)
+
+
+def row_of_model(model: str, runs: dict[int, Result], floors: dict[int, Result]) -> dict[str, Any]:
+    """Return the means of a model over its runs, with standard errors.
+
+    Args:
+        model: its name.
+        runs: its results by seed.
+        floors: results of the Bayes-optimal filter by seed.
+    """
+    results = list(runs.values())
+    known = [floors.get(seed, {}).get("test.mse") for seed in runs]
+    given = [floor for floor in known if floor is not None]
+    return {
+        "renderer": next((r["renderer"] for r in results if r.get("renderer")), ""),
+        "model": model,
+        "filter": ", ".join(sorted({selected(r) for r in results} - {""})),
+        "runs": len(results),
+        **summary([r["test.mse"] for r in results], known),
+        "floor": mean_and_error(given)[0] if len(given) == len(runs) else math.nan,
+        "seconds": mean_of(results, "seconds"),
+        **normalised(results),
+        **density_scores(runs, floors),
+        **{key: mean_of(results, f"test.{key}") for key in COVERAGE_COLUMNS},
+        "rejected": mean_and_error([r.get("test.rejected") or 0.0 for r in results])[0],
+    }
+
+
+def selected(result: Result) -> str:
+    """Return the filter that model selection chose in a run; empty where it is the model itself."""
+    name = result.get("filter") or ""
+    return "" if name == result["model"] else name
+
+
+def mean_of(results: list[Result], key: str) -> float:
+    """Return the mean of a metric over runs; NaN where a run has none."""
+    return mean_and_error([result.get(key, math.nan) for result in results])[0]
+
+
+def run_row(result: Result) -> dict[str, Any]:
+    """Return the row of a run in ``runs.csv``; without covariances its log likelihood is NaN."""
+    row = {key: result[key] for key in ("data", "n_train", "seed", "model", "test.mse")}
+    likelihoods = {
+        "log_likelihood": likelihood(result),
+        "log_likelihood_raw": likelihood_raw(result),
+    }
+    return row | likelihoods | {"seconds": result["seconds"]}
+
+
+def normalised(results: list[Result]) -> dict[str, float]:
+    """Return the NMSE with its standard error and by component, and times of fit and step."""
+    value, error = mean_and_error([run.get("test.nmse", math.nan) for run in results])
+    components = {key for run in results for key in run if key.startswith("test.nmse.")}
+    keys = sorted(components, key=lambda key: int(key.split(".")[-1]))
+    return {"nmse": value, "nmse_se": error} | {
+        key.removeprefix("test."): mean_of(results, key)
+        for key in (*keys, "seconds.fit", "seconds.step")
+    }
+
+
+def negated(result: Result, key: str) -> float:
+    """Return minus a metric; NaN where a run has none."""
+    value = result.get(key)
+    return math.nan if value is None else -float(value)
+
+
+def likelihood(result: Result) -> float:
+    """Return the mean log likelihood of a step, recalibrated where there is a calibration."""
+    return negated(result, "test.nll" if "test.nll" in result else "test.nll_raw")
+
+
+def likelihood_raw(result: Result) -> float:
+    """Return the mean log likelihood before recalibration; NaN where `likelihood` is the same."""
+    return negated(result, "test.nll_raw") if "test.nll" in result else math.nan
+
+
+TESTED = {
+    "mse": lambda result: result["test.mse"],
+    "log_likelihood": likelihood,
+    "log_likelihood_raw": likelihood_raw,
+}
+"""Scores of a run by which models are compared in pairs."""
+
+
+def raw_energy(result: Result) -> float:
+    """Return the energy score of the filter's own predictive density.
+
+    That is a sample where the filter has one; recalibrated it would be a Gaussian.
+    """
+    return -negated(result, "test.energy_score_raw")
+
+
+def density_scores(runs: dict[int, Result], floors: dict[int, Result]) -> dict[str, float]:
+    """Return RMSE and the `DENSITY_COLUMNS`, as means over runs by seed.
+
+    The excess of the energy score over that of the Bayes-optimal filter is NaN where either is not
+    known.
+    """
+    errors = [math.nan if run["test.mse"] is None else run["test.mse"] for run in runs.values()]
+    energies = [raw_energy(run) for run in runs.values()]
+    optimal = [raw_energy(floors.get(seed, {})) for seed in runs]
+    over = {"excess": math.nan, "excess_se": math.nan}
+    if all(map(math.isfinite, [*energies, *optimal])):
+        over = summary(energies, optimal)
+    values = (
+        *mean_and_error([likelihood(run) for run in runs.values()]),
+        *mean_and_error([likelihood_raw(run) for run in runs.values()]),
+        mean_and_error(energies)[0],
+        over["excess"],
+        over["excess_se"],
+    )
+    rmse = mean_and_error([math.sqrt(error) for error in errors])[0]
+    return {"rmse": rmse, **dict(zip(DENSITY_COLUMNS, values, strict=True))}
+
+
+def with_error(value: float, error: float, digits: int = 4, unit: str = "") -> str:
+    """Format a mean and its standard error; empty where the mean is not known.
+
+    >>> with_error(12.34, 0.51, 1, " %"), with_error(0.5, float("nan"))
+    ('12.3 ± 0.5 %', '0.5000')
+    >>> with_error(float("nan"), 1.0)
+    ''
+    """
+    known = [f"{each:.{digits}f}" for each in (value, error) if each == each]
+    return " ± ".join(known) + unit if value == value else ""
+
+
+def show_table(title: str, rows: list[dict[str, Any]], floor: dict[str, float]) -> None:
+    """Print the table of one training size, the model with the least error first.
+
+    Args:
+        title: printed above.
+        rows: of `row_of_model`.
+        floor: `density_scores` of the Bayes-optimal filter.
+    """
+    counts = {row["runs"] for row in rows}
+    same = f"; {max(counts)} run{'s' if max(counts) > 1 else ''}" if len(counts) == 1 else ""
+    console.print(f"\n[bold]{title}[/]{same}", highlight=False)
+    known = [key for row in rows for key, value in row.items() if value == value]
+    covered = [key for key in COVERAGE_COLUMNS if key in known]
+    densities = [key for key in DENSITY_HEADINGS if key in known]
+    # Errors in the units of the data mean little alone: without a floor the NMSE is printed.
+    without_floor = "floor" not in known
+    table = Table("model")
+    selection = ["filter"] if any(row["filter"] for row in rows) else []
+    headings = [*selection, "error", "NMSE" if without_floor else "excess"]
+    headings += [DENSITY_HEADINGS[key] for key in densities]
+    headings += [*([] if same else ["runs"]), "seconds"]
+    for heading in [*headings, *(f"in {key.removeprefix('coverage_')} %" for key in covered)]:
+        table.add_column(heading, justify="left" if heading == "filter" else "right")
+
+    def density_cells(values: dict[str, Any]) -> list[str]:
+        digits = {"energy_score": 4}
+        return [
+            with_error(values.get(key, math.nan), math.nan, digits.get(key, 2)) for key in densities
+        ]
+
+    order = "nmse" if without_floor and all(row["nmse"] == row["nmse"] for row in rows) else "mse"
+    for row in sorted(rows, key=lambda row: row[order]):
+        relative = with_error(row["nmse"], row["nmse_se"])
+        if not without_floor:
+            relative = with_error(100 * row["excess"], 100 * row["excess_se"], 1, " %")
+        chosen = [row["filter"] or row["model"]] if selection else []
+        cells = [row["model"], *chosen, with_error(row["mse"], row["se"]), relative]
+        cells += [*density_cells(row), *([] if same else [str(row["runs"])])]
+        cells.append(f"{row['seconds']:.1f}")
+        shares = [with_error(100 * row[key], math.nan, 1, " %") for key in covered]
+        table.add_row(*cells, *shares)
+    error = rows[0]["floor"]
+    if error == error:
+        empty = [""] * len(selection)
+        table.add_row("floor", *empty, f"{error:.4f}", "0", *density_cells(floor), style="dim")
+    print_table(table)
+    if rejected := [f"{r['model']} {100 * r['rejected']:.2f} %" for r in rows if r["rejected"]]:
+        text = f"share of observations rejected as implausible: {', '.join(rejected)}"
+        console.print(text, highlight=False)
