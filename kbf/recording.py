@@ -225,16 +225,6 @@ def as_float(x: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-def missing_where_masked(sequences: Recording | list[Recording]) -> list[Recording]:
-    """Recordings, checked, without masks: a step that is masked is one at which no sensor spoke."""
-    return [
-        s
-        if s.mask is None
-        else s._replace(obs=torch.where(s.mask[:, None], s.obs, torch.nan), mask=None)
-        for s in as_recordings(sequences, allow_missing_sensors=True)
-    ]
-
-
 MASK_MISSING = "To treat such observations as missing, mark them in the mask: kbf.recording.mask_missing(sequence) does it."
 """What to do about NaN among observations."""
 KNOWN_STATES = "A filter learns from known states: leave such rows out, or fill them in; a recording may be cut there in two."

@@ -60,6 +60,12 @@ def cme(G: Array, g: Array, reg: float) -> Array:
     return np.linalg.solve(G + n * reg * np.eye(n), g)
 
 
+def cme_weights(G: Tensor, g: Tensor, reg: float) -> Tensor:
+    """`cme` in torch, for queries g ``*b n``: w = (G + n reg I)^-1 g."""
+    n = len(G)
+    return torch.linalg.solve(G + n * reg * torch.eye(n, dtype=G.dtype), g[..., None])[..., 0]
+
+
 def cme_loo(G: Array, K: Array, reg: float) -> float:
     """sum_i ||phi(y_i) - m_{-i}(x_i)||^2, by n fits without pair i and the ridge n reg."""
     n, total = len(G), 0.0

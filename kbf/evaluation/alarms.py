@@ -218,13 +218,13 @@ def surprise_of(
     With features m(x) = mu^T psi(x), mu = Psi^T w / sum w, and E m(X) = ||mu||^2. NaN for rules
     without a kernel.
     """
-    rule, reduce = filter.rule, filter.reduce
+    rule = filter.rule
     if (
         isinstance(rule, PrimalUpdate | LocalUpdate)
         and rule.psi is not None
         and rule.features is not None
     ):
-        mu = reduce(weights.to(rule.features) @ rule.features)
+        mu = weights.to(rule.features) @ rule.features
         at, mean = (mu * rule.psi(x).to(mu)).sum(-1), mu.square().sum(-1)
     elif isinstance(rule, DenseUpdate):
         w = weights.to(rule.gram)
@@ -232,9 +232,7 @@ def surprise_of(
         at, mean = (w * query).sum(-1), ((w @ rule.gram) * w).sum(-1)
     else:
         return weights.new_full((len(weights),), torch.nan)
-    share = torch.where(
-        mean > 0, at * reduce(weights.sum(-1)) / mean, 0
-    )  # without weights nothing was expected
+    share = torch.where(mean > 0, at * weights.sum(-1) / mean, 0)  # no weights: no prediction
     return -share.clamp_min(LEAST_DENSITY).log()
 
 

@@ -229,9 +229,8 @@ class RatioModel(Protocol):
 class WindowModel(Protocol):
     """A `FilterModel` that learns by gradient and knows a faster way through many windows than a `rollout` of each step.
 
-    Models that learn may say two more of themselves: ``shares_memory``, True where several
-    processes can hold a part of the memory each (``fit(memory, reduce)``), and ``own_encoder``, a
-    net of images that is fitted before the filter.
+    Such a model may have an attribute ``own_encoder``, an image encoder that is fitted before the
+    filter.
     """
 
     def window_estimates(
@@ -239,14 +238,12 @@ class WindowModel(Protocol):
         memory: list[Recording],
         windows: Recording,
         change: Callable[[Tensor], Tensor] | None = None,
-        **settings: Any,
     ) -> Tensor:
         """The estimates ``b T d`` of a `rollout` of the filter over ``memory``, with gradients.
 
         Args:
             memory: recordings. windows: a batch ``b T``.
             change: random changes of images ``m *x``, for an encoder that learns along.
-            settings: further arguments of ``fit``.
         """
         ...
 

@@ -182,25 +182,6 @@ def project_so3(
     return torch.cat([u[..., :2], u[..., 2:] * sign[..., None, None]], -1) @ vt
 
 
-def cme_weights(
-    gram: Float[Tensor, "n n"], query: Float[Tensor, "*b n"], reg: float | Tensor
-) -> Float[Tensor, "*b n"]:
-    """Weights w(x) = (G_X + n reg I)^-1 k_X(x) of the embedding of Z given X = x, by kernel ridge regression.
-
-    Args:
-        gram: G_X ``n n``.
-        query: k_X(X, x) ``*b n``.
-        reg: lambda.
-
-    Raises:
-        NotPositiveDefiniteError: with n, reg and the smallest eigenvalue.
-
-    References: Song et al. (2009).
-    """
-    n = gram.shape[-1]
-    return psd_solve(gram, query[..., None], reg=n * reg)[..., 0]
-
-
 def cme_weights_primal(
     features: Float[Tensor, "n p"], query: Float[Tensor, "*b p"], reg: float | Tensor
 ) -> Float[Tensor, "*b n"]:

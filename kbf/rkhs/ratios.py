@@ -269,8 +269,6 @@ class Ratio(NamedTuple):
         linear: it is gamma = n (G_Z + n eta I)^-1 G_Z w (`tikhonov`), made once as an operator; cut
             off at 0 unless ``signed``.
         signed: values may be negative.
-        shareable: its steps take no sums over points but those of the operator, so that processes
-            may share the points.
         reg: eta that it starts from where none is given.
     """
 
@@ -278,7 +276,6 @@ class Ratio(NamedTuple):
     primal: Callable[..., Tensor] | None = None
     linear: bool = False
     signed: bool = False
-    shareable: bool = True
     reg: float = 3e-4
 
     @property
@@ -306,7 +303,7 @@ def _relative_primal(
 RATIOS = {
     "kulsif": Ratio(linear=True),
     "tikhonov": Ratio(linear=True, signed=True),
-    "relative": Ratio(_relative_dense, _relative_primal, shareable=False),
+    "relative": Ratio(_relative_dense, _relative_primal),
     "one": Ratio(),
 }
 """The ratios by the names that the configs use."""

@@ -306,34 +306,6 @@ def covariance_from_moments(
     return packed.index_select(-1, place).unflatten(-1, (p, p))
 
 
-def importance_weighted_moments(
-    ratio: Float[Tensor, "*b n"],
-    features: Float[Tensor, "*#b n p"],
-    moments: Float[Tensor, "*#b n t"],
-    query: Float[Tensor, "*b p"],
-    reg: float | Tensor,
-) -> Weights:
-    """The importance-weighted rule in its primal form for points that were each observed k times (k = 1 included).
-
-    The mean of psi_ij psi_ij^T over the observations of a point takes the place of psi_i psi_i^T,
-    and their mean feature that of psi_i. The weights are those of the rule over all n k
-    observations with the same lambda, each ratio repeated k times, summed over the observations of
-    each point (both sides of that system are divided by k).
-
-    Args:
-        ratio: r ``*b n``.
-        features: mean features of each point ``n p``.
-        moments: `second_moments` ``n t``.
-        query: psi(x) ``*b p``.
-        reg: lambda.
-    """
-    n, p = features.shape[-2:]
-    covariance = covariance_from_moments(ratio, moments, places(p, ratio.device))
-    return from_coefficients(
-        ratio, features, importance_weighted_coefficients(covariance, query, n * reg)
-    )
-
-
 # The table
 
 

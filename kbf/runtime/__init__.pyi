@@ -1,7 +1,6 @@
 from kbf.runtime import (
     allowlist as allowlist,
     atomic_files as atomic_files,
-    distributed as distributed,
     errors as errors,
     html_repr as html_repr,
     hydra_quoting as hydra_quoting,

@@ -79,10 +79,7 @@ def append(
         module,
         as_recordings(
             recordings,
-            allow_missing_sensors=bool(
-                getattr(module.net, "sensors", None)
-                or getattr(module.net, "allow_missing_sensors", False)
-            ),
+            allow_missing_sensors=bool(getattr(module.net, "allow_missing_sensors", False)),
         )[0],
         checkpoint,
     )

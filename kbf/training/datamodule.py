@@ -117,7 +117,6 @@ class FilterDataModule(lightning.LightningDataModule):
     held: list[Recording]
     batch_size: int | None
     order_seed: int
-    shared: bool
 
     def __init__(
         self,
@@ -162,14 +161,12 @@ class FilterDataModule(lightning.LightningDataModule):
                 f"{total - sum(lengths)} of them held out) in {training.folds} folds leave at most {longest} in a row. "
                 "Use a shorter model.training.window, fewer model.training.folds, or more data."
             )
-        self.batch_size, self.order_seed, self.shared = training.batch_size, seed, training.shared
+        self.batch_size, self.order_seed = training.batch_size, seed
 
     def train_dataloader(self) -> DataLoader[Task]:
         """One `Task` for each batch; no workers, since the data is in memory."""
         rank, world = (
-            (self.trainer.global_rank, self.trainer.world_size)
-            if self.trainer and not self.shared
-            else (0, 1)
+            (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         )
         order = EpochOrder(self.chunks, self.batch_size, self.order_seed, rank, world)
         return DataLoader(FoldTasks(self.fit, self.folds), sampler=order, batch_size=None)

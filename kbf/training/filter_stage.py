@@ -28,12 +28,10 @@ import lightning
 import torch
 from torch import Tensor
 
-from kbf.data.windows import folds, take
 from kbf.evaluation.metrics import mse
 from kbf.filters.protocols import LossModel, WindowModel
 from kbf.filters.rollout import rollout
 from kbf.recording import Recording, as_float
-from kbf.runtime.distributed import all_sum
 from kbf.training.buffers import RecordingBuffers
 from kbf.training.datamodule import FilterDataModule, Task
 from kbf.training.encoder_stage import seed_step
@@ -67,10 +65,6 @@ class FilterTraining(FittedModel, lightning.LightningModule):
             if self.how.monitor == "loss" and not isinstance(self.net, LossModel):
                 raise ValueError(
                     f"model.training.monitor=loss needs a net with a loss of its own, {kind} has none"
-                )
-            if self.how.shared and not getattr(self.net, "shares_memory", False):
-                raise ValueError(
-                    f"model.training.shared: only kernel filters share a memory, not {kind}"
                 )
         self.validation_floor: float | None = None
         self.held_out: tuple[Recording, Tensor] | None = None
@@ -115,15 +109,14 @@ class FilterTraining(FittedModel, lightning.LightningModule):
         assert self.how is not None
         seed_step(self.config["seed"], self.global_step, self.device)
         task, self.operators = self.task(batch), None
-        memory, shared = self.share(task.memory)
         windows, first = task.windows, self.how.burn_in
         if isinstance(self.net, LossModel):
             return self.log_loss(self.net.loss(*windows, burn_in=first), len(windows.states))
         if isinstance(self.net, WindowModel):
-            z = self.net.window_estimates(memory, windows, self.augment, **shared)
+            z = self.net.window_estimates(task.memory, windows, self.augment)
         else:
             z = rollout(
-                self.net.fit(memory, **shared),
+                self.net.fit(task.memory),
                 windows.obs,
                 mask=windows.mask,
                 controls=windows.controls,
@@ -152,24 +145,10 @@ class FilterTraining(FittedModel, lightning.LightningModule):
         )
         return loss
 
-    def share(self, memory: list[Recording]) -> tuple[list[Recording], dict[str, Any]]:
-        """What a filter is conditioned on: a memory, or this process's share of it and (``reduce``) how the shares' sums add up.
-
-        A share is a stretch of the recordings laid one behind the other; where one is cut, a
-        transition is lost.
-        """
-        world = self.trainer.world_size
-        if self.how is None or not self.how.shared or world == 1:
-            return memory, {}
-        return take(memory, folds([len(s.states) for s in memory], world)[self.global_rank]), {
-            "reduce": all_sum
-        }
-
     def validation_step(self, batch: Task | Recording, batch_index: int) -> None:
         """Error of the held-out part from its first step on, its excess over the floor, and how the filter is doing."""
         task = self.task(batch)
-        memory, shared = self.share(task.memory)
-        filter, windows = self.net.fit(memory, **shared), task.windows
+        filter, windows = self.net.fit(task.memory), task.windows
         run = rollout(filter, windows.obs, mask=windows.mask, controls=windows.controls)
         states = self.in_units_of_the_data(windows.states)  # NaN behind the end of the shorter ones
         z = self.in_units_of_the_data(run.estimates)

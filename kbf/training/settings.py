@@ -40,9 +40,6 @@ class Training(NamedTuple):
             loss, what the net itself is trained on (a likelihood, for one). patience: epochs
             without a new best one after which to stop, None for never.
         lr_encoder: learning rate of an encoder inside the net; None for that of all else.
-        shared: of several processes each takes every so-many-th batch, with a memory of its own
-            (False), or all take every batch, each with its share of the memory's points, whose sums
-            they add up (True): one memory, too large for one machine.
     """
 
     epochs: int
@@ -60,7 +57,6 @@ class Training(NamedTuple):
     monitor: str = "mse"
     patience: int | None = None
     lr_encoder: float | None = None
-    shared: bool = False
 
 
 def read_training(config: dict[str, Any] | None) -> Training | None:

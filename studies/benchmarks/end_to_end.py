@@ -4,7 +4,7 @@ One step of training, as `kbf.filters.kernel.feature_kbf.FeatureKBF` takes it: t
 applied to the memory and to a batch of windows, the operators are built, the windows are filtered,
 and the loss, the filter's mean squared error, is differentiated with respect to encoder, bandwidths
 and ridges. Both sides have the same encoder, and the same transition and ratio of low rank, made
-for the primal form: only the rule differs, `importance_weighted_moments` over Psi ``n p`` or
+for the primal form: only the rule differs, its primal form over Psi ``n p`` or
 `importance_weighted` over the full Gram matrix Psi Psi^T ``n n``. So the ratios are smaller than
 they would be against full Gram matrices throughout. Both compute the same weights; loss and
 gradient are compared in float64.
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from kbf.data.synthetic import SyntheticData
 from kbf.filters.kernel.feature_kbf import FeatureKBF
-from kbf.filters.kernel.shared import SharedMemory
 from kbf.filters.kernel.update.rule import DenseUpdate
 from kbf.plots.charts import Figure, curves
 from kbf.recording import Recording
@@ -41,9 +40,7 @@ PRIMAL, DUAL = "primal", "dual"
 class DualKBF(FeatureKBF):
     """The same filter, its rule over the full Gram matrix of the features."""
 
-    def update_of(
-        self, obs: Tensor, bandwidth: Tensor, reg: Tensor, memory: SharedMemory
-    ) -> nn.Module:
+    def update_of(self, obs: Tensor, bandwidth: Tensor, reg: Tensor) -> nn.Module:
         """The dual rule; a query comes as features, and the bandwidth is of no matter."""
         return DenseUpdate(rules.importance_weighted, inner, bandwidth, self.psi(obs), reg).to(
             self.dtype

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kbf.rkhs import ratios, rules
-from kbf.rkhs.embeddings import cme_weights
 from kbf.rkhs.kernels import delta, gaussian
 from kbf.rkhs.linalg import NotPositiveDefiniteError
 
@@ -189,9 +188,9 @@ def test_original_dual_is_primal(problem, normal):
 
 def test_moments_are_the_rule_over_all_observations(normal):
     ratio, features, psi, n, k = normal(6).square(), normal(6, 3, 4), normal(4), 6, 3
-    w = rules.importance_weighted_moments(
-        ratio, features.mean(1), rules.second_moments(features), psi, 0.1
-    )
+    C = rules.covariance_from_moments(ratio, rules.second_moments(features), rules.places(4))
+    c = rules.importance_weighted_coefficients(C, psi, n * 0.1)
+    w = rules.from_coefficients(ratio, features.mean(1), c)
     every = rules.importance_weighted_primal(
         ratio.repeat_interleave(k), features.flatten(0, 1), psi, 0.1
     )
@@ -201,7 +200,7 @@ def test_moments_are_the_rule_over_all_observations(normal):
 def test_ratio_one_is_kernel_ridge_regression(problem):
     w = rules.importance_weighted(torch.ones(12, dtype=F64), problem.gram, problem.query, 0.05)
     torch.testing.assert_close(
-        w, cme_weights(problem.gram, problem.query, 0.05), rtol=1e-10, atol=1e-10
+        w, reference.cme_weights(problem.gram, problem.query, 0.05), rtol=1e-10, atol=1e-10
     )
     np.testing.assert_allclose(
         w.numpy(), reference.cme(problem.gram.numpy(), problem.query.numpy(), 0.05), rtol=1e-8
@@ -354,7 +353,9 @@ def test_published_filter_is_the_chain_of_our_steps(rng):
     )
     w = torch.full((n,), 1 / n, dtype=F64)
     for t, new in enumerate(torch.from_numpy(obs[test])):
-        w = torch.cat([torch.zeros(1, dtype=F64), cme_weights(G_P[:-1, :-1], G_P[:-1] @ w, 2e-3)])
+        w = torch.cat(
+            [torch.zeros(1, dtype=F64), reference.cme_weights(G_P[:-1, :-1], G_P[:-1] @ w, 2e-3)]
+        )
         ratio = ratios.kulsif(G_Z, G_Z @ w, 1e-3)
         w = rules.importance_weighted(ratio, G_X, gaussian(new[None], x, bandwidth=0.6)[0], 5e-4)
         np.testing.assert_allclose(found[t], (w @ z).numpy(), rtol=0, atol=1e-7)

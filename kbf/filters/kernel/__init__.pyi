@@ -7,7 +7,6 @@ from kbf.filters.kernel import (
     kbf as kbf,
     moment_matching as moment_matching,
     operators as operators,
-    shared as shared,
     simulated_kbf as simulated_kbf,
     smoother as smoother,
     update as update,

@@ -18,13 +18,12 @@ from torch import Generator, Tensor, nn
 from kbf.densities.learned_ssm import LearnedModel
 from kbf.densities.ridge import Join, RidgeMap
 from kbf.filters.kernel.moment_matching import match_means
-from kbf.filters.kernel.shared import SharedMemory
 from kbf.manifolds import Manifold
 from kbf.recording import Recording, Transitions, moves
 from kbf.rkhs.features import POINTS_AT_A_TIME, nystrom_whitening, pivots
 from kbf.rkhs.kernels import KERNELS, product
 from kbf.rkhs.linalg import psd_solve
-from kbf.runtime.distributed import OverPoints
+from kbf.runtime.html_repr import ShownModule
 
 STEPS_UNDER_CONTROLS = 20
 """Steps that the learned model is run on with recorded controls before it starts from a recorded state again."""
@@ -48,7 +47,7 @@ def control_spread(controls: Float[Tensor, "m k"]) -> Float[Tensor, " k"]:
     return torch.where(spread > 0, spread, 1)
 
 
-class ControlledTransition(OverPoints):
+class ControlledTransition(ShownModule):
     """P(u): the conditional mean embedding of the next state given state *and* control, with the product kernel k_Z k_U.
 
     The embedding of a filter's (z, u), weights w over the memory and one control u, has at a pair
@@ -94,7 +93,7 @@ class ControlledTransition(OverPoints):
     ) -> Float[Tensor, "b n"]:
         """P(u) w: the weights after a move under the control u."""
         near = self.kernel(control.to(self.controls), self.controls, bandwidth=self.bandwidth)
-        return (self.reduce(w @ self.right) * near) @ self.left.mT
+        return (w @ self.right * near) @ self.left.mT
 
 
 def controlled_transition(
@@ -106,7 +105,6 @@ def controlled_transition(
     reg: Tensor,
     rank: int | None,
     tol: float,
-    memory: SharedMemory | None = None,
 ) -> ControlledTransition:
     """P(u) over the recorded moves, with all of them (``rank`` None) or with features of the product kernel.
 
@@ -116,28 +114,22 @@ def controlled_transition(
         kernel: a name in `kbf.rkhs.kernels.KERNELS`, of k_Z and k_U.
         bandwidths: of the states, and of each control ``k``.
         reg: lambda'. rank: most features. tol: as of `kbf.rkhs.features.pivots`.
-        memory: what is to be known of all points, where processes share them.
     """
-    memory = memory or SharedMemory()
     k, d = KERNELS[kernel], states.shape[1]
-    parts = [
-        (partial(k, bandwidth=width), size)
-        for width, size in zip(bandwidths, (d, controls.shape[1]), strict=True)
-    ]
-    joint = partial(product, parts=parts)
+    of_state, of_control = (partial(k, bandwidth=width) for width in bandwidths)
+    joint = partial(product, parts=[(of_state, d), (of_control, controls.shape[1])])
     acted = torch.cat([states[pairs.source], controls], -1)
-    ridge = memory.count(acted) * reg
+    ridge = len(acted) * reg
     if rank is None:
         marks = acted
         solved = psd_solve(joint(acted, acted), torch.eye(len(acted)).to(acted), reg=ridge)
     else:
-        among = memory.candidates(acted)
-        marks = among[pivots(joint, among, rank=rank, tol=tol)]
+        marks = acted[pivots(joint, acted, rank=rank, tol=tol)]
         whiten = nystrom_whitening(joint(marks, marks))
         psi = torch.cat([joint(block, marks) @ whiten for block in acted.split(POINTS_AT_A_TIME)])
-        solved = psd_solve(memory.covariance(psi).total, psi.mT, reg=ridge).mT @ whiten.mT
+        solved = psd_solve(psi.mT @ psi, psi.mT, reg=ridge).mT @ whiten.mT
     left = solved.new_zeros(len(states), len(marks)).index_copy(0, pairs.target, solved)
-    right = k(states, marks[:, :d], bandwidth=bandwidths[0])
+    right = of_state(states, marks[:, :d])
     return ControlledTransition(left, right, marks[:, d:], k, bandwidths[1])
 
 

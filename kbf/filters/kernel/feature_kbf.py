@@ -10,12 +10,10 @@ from jaxtyping import Float, Shaped
 from torch import Generator, Tensor, nn
 
 from kbf.filters.kernel.kbf import KBF, stacked
-from kbf.filters.kernel.shared import SharedMemory
 from kbf.filters.kernel.update.rule import PrimalUpdate
 from kbf.filters.rollout import rollout
 from kbf.recording import Recording, as_float, as_recordings
 from kbf.rkhs.rules import RULES
-from kbf.runtime.distributed import Reduce, no_reduce
 
 
 class FeatureKBF(KBF):
@@ -65,10 +63,6 @@ class FeatureKBF(KBF):
         if RULES[self.rule].primal is None:
             others = " or ".join(name for name, rule in RULES.items() if rule.primal is not None)
             raise ValueError(f"FeatureKBF: rule={self.rule} needs full Gram matrices; use {others}")
-        if self.sensors is not None:
-            raise ValueError(
-                "FeatureKBF: an encoder looks at the whole observation, its sensors cannot be told apart; use KBF"
-            )
         self.standardise = standardise
         self.psi: Psi = Psi(encoder, constant).eval()
 
@@ -96,21 +90,16 @@ class FeatureKBF(KBF):
         """1, in place of a median distance: the rule works on features, and uses no bandwidth of the observations."""
         return torch.ones((), dtype=torch.float64, device=obs.device)
 
-    def update_of(
-        self, obs: Tensor, bandwidth: Tensor, reg: Tensor, memory: SharedMemory
-    ) -> nn.Module:
-        """The rule over the features of the memory's observations ``n *x``."""
-        n = memory.count(obs)
-        return PrimalUpdate(
-            self.psi, obs[:, None], reg, rule=self.rule, dtype=self.dtype, local=self.local, n=n
-        )
+    def update_of(self, obs: Tensor, bandwidth: Tensor, reg: Tensor) -> nn.Module:
+        """Return the rule over the features of the memory's observations ``n *x``."""
+        settings = {"rule": self.rule, "dtype": self.dtype, "local": self.local}
+        return PrimalUpdate(self.psi, obs[:, None], reg, **settings)
 
     def window_estimates(
         self,
         memory: list[Recording],
         windows: Recording,
         change: Callable[[Tensor], Tensor] | None = None,
-        reduce: Reduce = no_reduce,
     ) -> Float[Tensor, "b T d"]:
         """The estimates of a `rollout` of the filter over ``memory``, all images encoded at once: fast, for training.
 
@@ -118,9 +107,8 @@ class FeatureKBF(KBF):
             memory: recordings.
             windows: a batch ``b T``.
             change: of the windows' images ``m *x``, before they are encoded.
-            reduce: as in `KBF.fit`.
         """
-        filter, images = self.fit(memory, reduce), windows.obs.flatten(0, 1)
+        filter, images = self.fit(memory), windows.obs.flatten(0, 1)
         features = self.psi(images if change is None else change(images))
         filter.rule.psi = nn.Identity()  # the filter is new, and nobody else's
         seen = features.unflatten(0, windows.obs.shape[:2])

@@ -1,16 +1,14 @@
-"""The Kernel Bayes Filter: the posterior is a weighted sample over the training points, moved and updated by kernel means.
+"""The Kernel Bayes Filter over a memory: its weights are predicted and updated by kernel means.
 
-The same algorithm in one function, to read first: `kbf.filters.kernel.algorithm`. Here what is
-constant in time is made once: P moves weights one step in time, A turns a predicted embedding into
-a density ratio (`kbf.filters.kernel.operators`), and the rule goes over the memory's observations
-(`kbf.filters.kernel.update.rule`).
+`kbf.filters.kernel.algorithm` has the same algorithm in one function. Here the operators that are
+constant in time are computed once: P predicts the weights, A converts a predicted embedding to a
+density ratio (both in `kbf.filters.kernel.operators`), and a rule over the memory's observations
+updates the weights (`kbf.filters.kernel.update.rule`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,33 +18,38 @@ from torch import Generator, Tensor, nn
 from kbf.filters.kernel.operators import Operator, compose
 from kbf.filters.kernel.smoother import RuleBackward, step_back_by_density, step_back_by_rule
 from kbf.filters.protocols import Backward, Controlled, WithSensors
-from kbf.rkhs.weights import LEAST_SHARE, divisor, mass, normalised, with_sum
-from kbf.runtime.distributed import OverPoints, no_reduce
+from kbf.rkhs.weights import (
+    MIN_SHARE_OF_SUM,
+    divisor,
+    effective_sample_size,
+    negative_mass,
+    normalised,
+)
+from kbf.runtime.html_repr import ShownModule
 
 
 class KernelState(NamedTuple):
-    """Weights ``b n`` over the memory points."""
+    """The belief: weights ``b n`` over the memory points."""
 
     weights: Tensor
 
 
-class KernelBayesFilter(OverPoints):
-    """The filter over n memory points; every operator is a buffer.
+class KernelBayesFilter(ShownModule):
+    """The Kernel Bayes Filter over n memory points.
 
-    With features and the importance-weighted rule nothing in `predict` and `update` waits for a
-    GPU.
+    1. Predict: w <- P w.
+    2. Update with x: gamma = A w, r = max(0, gamma), w <- rule(r, x). The original rule takes gamma
+       without the clipping.
 
-    1. predict: w <- P w.
-    2. update: gamma = A w, r = max(0, gamma) (clipped unless the rule takes signed ratios), then w
-    = rule(r, observation).
+    Weights may be negative and need not sum to 1. With ``normalise`` weights are scaled to sum 1
+    and ratios to mean 1. An observation for which the weights of the posterior cancel or vanish
+    (`kbf.rkhs.weights.MIN_SHARE_OF_SUM`), because it is far from those of the memory or from the
+    predicted ones, is rejected: the filter keeps the prediction. With features and the
+    importance-weighted rule neither `predict` nor `update` synchronises with a GPU. All operators
+    are buffers.
 
-    Weights may be negative and need not sum to 1; with ``normalise`` they are scaled to sum 1 (and
-    ratios to mean 1). An observation so far from those of the memory, or from what was predicted,
-    that the posterior's weights cancel or vanish (`kbf.rkhs.weights.LEAST_SHARE`) is passed over by
-    the loop: the prediction is kept.
-
-    References: Xu et al. (2022), Algorithm 2 (here the loop moves first: z_0 from the prior, move,
-    observe).
+    References: Xu et al. (2022), Algorithm 2 (here the loop predicts first: z_0 from the prior,
+    then predict, then update).
     """
 
     states: Tensor
@@ -72,27 +75,26 @@ class KernelBayesFilter(OverPoints):
         clip: bool = True,
         backward: RuleBackward | None = None,
     ) -> None:
-        """The filter of given operators.
+        """Build the filter of given operators.
 
         Args:
             states: memory points ``n d``.
             transition: P, weights ``b n`` -> ``b n``; or P(u), (weights, control ``b k``) -> ``b
                 n``, with ``controlled`` = k.
             ratio: A, weights ``b n`` -> gamma ``b n``; None for n I.
-            rule: (ratio ``b n``, observation ``b *x``) -> weights ``b n``; one of
-                `kbf.filters.kernel.update.rule`.
-            prior: weights to start from ``n``; None for 1/n, the embedding of the training states.
+            rule: (ratio ``b n``, observation ``b *x``) -> weights ``b n``; a module of
+                `kbf.filters.kernel.update`.
+            prior: initial weights ``n``; None for 1/n, the embedding of the training states.
             normalise: scale the weights to sum 1, the ratios to mean 1.
-            clip: cut negative ratios; the original rule takes them as they are.
-            backward: the rule backwards, for a smoother; a filter without a ratio needs none: its P
-                is a density.
+            clip: set negative ratios to 0; the original rule requires them unchanged.
+            backward: the rule backwards in time, for a smoother. A filter without ``ratio``
+                requires none: its P is a density.
         """
         super().__init__()
         self.n: int = len(states)
         self.register_buffer("states", states)
-        self.register_buffer(
-            "prior", states.new_full((len(states),), 1 / self.n) if prior is None else prior
-        )
+        uniform = states.new_full((self.n,), 1 / self.n)
+        self.register_buffer("prior", uniform if prior is None else prior)
         self.transition, self.ratio, self.rule = transition, ratio, rule
         self.normalise, self.clip, self.backward = normalise, clip, backward
         self.moved_ratio: Operator | None = None if normalise else compose(ratio, transition)
@@ -100,19 +102,17 @@ class KernelBayesFilter(OverPoints):
             normalise and clip and ratio is None and isinstance(transition, Operator)
         )
         self.controlled = transition.controlled if isinstance(transition, Controlled) else 0
-        self.allow_missing_sensors = (
-            rule.allow_missing_sensors if isinstance(rule, WithSensors) else False
-        )
+        self.allow_missing_sensors = isinstance(rule, WithSensors) and rule.allow_missing_sensors
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KernelBayesFilter:
-        """A copy with its own numbers; gradients end there, as PyTorch copies no tensor that has been computed with gradients."""
-        memo |= {id(tensor): tensor.detach().clone() for tensor in computed(vars(self), set())}
+        """Return a copy with its own buffers, detached: PyTorch copies no tensor that has a gradient function."""
+        memo |= {id(x): x.detach().clone() for x in self.buffers() if x.grad_fn is not None}
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(copy.deepcopy(vars(self), memo))
         return copied
 
     def init(self, batch: int, *, generator: Generator | None = None) -> KernelState:
-        """The state before the first move: the prior's weights for each sequence of the batch."""
+        """Return the weights of the prior for each element of the batch."""
         return KernelState(self.prior.expand(batch, -1))
 
     def predict(
@@ -122,52 +122,50 @@ class KernelBayesFilter(OverPoints):
         control: Float[Tensor, "b k"] | None = None,
         generator: Generator | None = None,
     ) -> KernelState:
-        """Move: w <- P w, or P(u) w with a control u."""
-        moved = (
-            self.transition(state.weights)
-            if control is None
-            else self.transition(state.weights, control)
-        )
-        return KernelState(self.scaled(moved, 1))
+        """Return the prediction: w <- P w, or P(u) w given a control u."""
+        w = state.weights
+        moved = self.transition(w) if control is None else self.transition(w, control)
+        return KernelState(normalised(moved, moved) if self.normalise else moved)
 
     def update(self, state: KernelState, obs: Tensor) -> KernelState:
-        """Observe ``b *x``: w <- rule(max(0, A w), x)."""
+        """Return the posterior given observations ``b *x``: w <- rule(max(0, A w), x)."""
         return self.observe(state, obs)[0]
 
     def observe(self, state: KernelState, obs: Tensor) -> tuple[KernelState, Float[Tensor, " b"]]:
-        """Observe, and the evidence: positive and finite where the sum of the weights is, and they neither cancel nor vanish."""
+        """Return the posterior, and a number that is positive where the observation is possible.
+
+        It is finite and positive where the weights have a positive, finite sum and do not cancel.
+        """
         gamma = self.n * state.weights if self.ratio is None else self.ratio(state.weights)
         return self.weighed(gamma, obs, state.weights)
 
     def weighed(
         self, gamma: Float[Tensor, "b n"], obs: Tensor, before: Float[Tensor, "b n"]
     ) -> tuple[KernelState, Float[Tensor, " b"]]:
-        """The rule over r = max(0, gamma), of mean 1 if this filter normalises, and the evidence; ``before``: to fall back to."""
+        """Apply the rule to r = max(0, gamma), scaled to mean 1 if the filter normalises.
+
+        Where the new weights cancel the result is ``before``.
+        """
         ratio = gamma.clamp_min(0) if self.clip else gamma
         if self.normalise and self.clip:
-            ratio = with_sum(ratio, self.reduce(ratio.sum(-1, keepdim=True)), self.n)
+            total = ratio.sum(-1, keepdim=True).clamp_min(torch.finfo(ratio.dtype).tiny)
+            ratio = ratio * (total.reciprocal() * self.n)
         weights = self.rule(ratio, obs)
         if not self.normalise:
-            return KernelState(weights), self.evidence(weights, before)
-        cancel, sums = divisor(self.reduce(mass(weights)))
-        return KernelState(
-            torch.where(cancel, before, weights * sums.reciprocal())
-        ), sums.masked_fill(cancel, 0)[:, 0]
-
-    def evidence(
-        self, weights: Float[Tensor, "b n"], before: Float[Tensor, "b n"]
-    ) -> Float[Tensor, " b"]:
-        """By how much the sum of weights that are not normalised is above `LEAST_SHARE` of what it was."""
-        return self.reduce(torch.sub(weights, before, alpha=LEAST_SHARE).sum(-1))
+            change = torch.sub(weights, before, alpha=MIN_SHARE_OF_SUM)
+            return KernelState(weights), change.sum(-1)
+        cancel, sums = divisor(weights)
+        posterior = torch.where(cancel, before, weights * sums.reciprocal())
+        return KernelState(posterior), sums.masked_fill(cancel, 0)[:, 0]
 
     def move_and_observe(
         self, state: KernelState, obs: Tensor
     ) -> tuple[KernelState, Float[Tensor, " b"]] | None:
-        """Predict and observe, where nothing needs the predicted weights: they are left out, and A P is one operator. Else None.
+        """Predict and observe in one, without the predicted weights; None if this is not possible.
 
-        Where ratios are the weights that P moves, and scaled anyway, these are not scaled to the
-        sum 1 before. A compiled step has the predicted weights at hand for observations that are
-        passed over.
+        If A and P are of low rank, A P is one operator. If the ratios are the predicted weights and
+        are scaled anyway, the prediction is not normalised before. A compiled step computes the
+        predicted weights in any case, for observations that are rejected.
         """
         if self.scale_free and not torch.compiler.is_compiling():
             moved = self.transition(state.weights)
@@ -176,107 +174,63 @@ class KernelBayesFilter(OverPoints):
             return None
         return self.weighed(self.moved_ratio(state.weights), obs, state.weights)
 
-    def step(self, state: KernelState, obs: Tensor) -> KernelState:
-        """Predict and update in one."""
-        fused = self.move_and_observe(state, obs)
-        return self.update(self.predict(state), obs) if fused is None else fused[0]
-
     def smoother(self) -> Backward:
-        """Back in time (`kbf.filters.kernel.smoother`): by Bayes' rule where P is a density, else by the kernel Bayes' rule.
+        """Return the backward step (`kbf.filters.kernel.smoother`).
 
-        Smoothed weights have sum 1, whether the filter's are normalised or not; where they have no
-        positive sum, the filter's stay.
+        It is Bayes' rule if P is a density, otherwise the kernel Bayes' rule. Smoothed weights have
+        sum 1 whether or not the filter normalises; where their sum is not positive, the weights of
+        the filter are kept.
 
         Raises:
-            ValueError: a memory that processes share, or P is no density and the filter was made
-                without the rule backwards.
+            ValueError: P is not a density, and the filter has no ``backward``.
         """
-        if self.reduce is not no_reduce:
-            raise ValueError("a filter whose memory is spread over processes has no smoother")
         if self.backward is not None:
-            known = [
-                op.right
-                for op in (self.transition, self.ratio)
-                if isinstance(op, Operator) and op.right is not None
-            ]
-            return step_back_by_rule(self.backward, self.states, known[0] if known else None)
+            operators = (self.transition, self.ratio)
+            features = (op.right for op in operators if isinstance(op, Operator))
+            F = next((right for right in features if right is not None), None)
+            return step_back_by_rule(self.backward, self.states, F)
         if self.ratio is not None:
             raise ValueError(
-                "this filter has no smoother: it was made without the pairs of the recording (backward=RuleBackward)"
+                "this filter has no smoother: it was built without the pairs of the recording "
+                "(backward=RuleBackward)"
             )
         return step_back_by_density(self.transition)
 
-    def scaled(
-        self, weights: Float[Tensor, "b n"], to: int, otherwise: Tensor | None = None
-    ) -> Float[Tensor, "b n"]:
-        """Weights with the given sum if this filter normalises; where they cannot have it, ``otherwise`` or as they are."""
-        if not self.normalise:
-            return weights
-        return normalised(
-            weights, self.reduce(mass(weights)), weights if otherwise is None else otherwise, to
-        )
-
     def estimate(self, state: KernelState) -> Float[Tensor, "b d"]:
-        """The mean of the embedding, sum_i w_i z_i ``b d``."""
-        return self.reduce(state.weights @ self.states)
+        """Return the mean of the embedding, sum_i w_i z_i ``b d``."""
+        return state.weights @ self.states
 
     def weighted_sample(
         self, state: KernelState
-    ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b n"]] | None:
-        """The memory's points and the positive part of the weights, of sum 1; None where processes share the memory."""
-        if self.reduce is not no_reduce:
-            return None
+    ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b n"]]:
+        """Return the memory points ``b n d`` and the positive part of the weights, of sum 1."""
         return self.states.expand(len(state.weights), -1, -1), self.positive_part(state)
 
     def positive_part(self, state: KernelState) -> Float[Tensor, "b n"]:
-        """The weights without the negative ones, of sum 1 (0 where none is positive)."""
+        """Return the weights with negative ones set to 0, scaled to sum 1 (0 if none is positive)."""
         v = state.weights.clamp_min(0)
-        return v / self.reduce(v.sum(-1, keepdim=True)).clamp_min(torch.finfo(v.dtype).tiny)
+        return v / v.sum(-1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
 
     def diagnostics(self, state: KernelState) -> dict[str, Tensor]:
-        """Effective sample size, sum and negative mass of the weights, and the share of them that are 0, each ``b``.
+        """Return effective sample size, sum, negative mass and zero-weight share, each ``b``.
 
-        After an update those are the memory points whose ratio was clipped (or passed over by
-        `PrimalUpdate`'s ``local``).
+        After an update the weight is 0 at memory points whose ratio was clipped, or which
+        `PrimalUpdate`'s ``local`` left out.
         """
         w = state.weights
-        parts = w.sum(-1), w.square().sum(-1), w.clamp_max(0).sum(-1), (w == 0).to(w).sum(-1)
-        total, squares, negative, zeros = map(self.reduce, parts)
         return {
-            "ess": total.square() / squares,
-            "weight_sum": total,
-            "negative_mass": negative,
-            "clipped": zeros / self.n,
+            "ess": effective_sample_size(w),
+            "weight_sum": w.sum(-1),
+            "negative_mass": negative_mass(w),
+            "clipped": (w == 0).to(w).mean(-1),
         }
 
     def covariance(self, state: KernelState) -> Float[Tensor, "b d d"]:
-        """Of the weights' positive part v (of sum 1), ``b d d``: sum_i v_i (z_i - m)(z_i - m)^T around its own mean m.
+        """Return sum_i v_i (z_i - m)(z_i - m)^T ``b d d``, with v the positive part and m = sum_i v_i z_i.
 
-        With signed weights the same sum need not be a covariance: where they cancel it says that
-        the state is known when it is not.
+        With the signed weights the same sum need not be positive semi-definite, and where weights
+        cancel it would be too small.
         """
         v = self.positive_part(state)
-        centred = self.states - self.reduce(v @ self.states)[:, None]
-        return self.reduce((v[..., None] * centred).mT @ centred)
-
-
-def computed(thing: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors within an object that were computed with gradients."""
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, Tensor):
-        if thing.grad_fn is not None:
-            yield thing
-        return
-    inside: Iterable[Any] = ()
-    if isinstance(thing, dict):
-        inside = thing.values()
-    elif isinstance(thing, (list, tuple)):
-        inside = thing
-    elif isinstance(thing, partial):
-        inside = (thing.args, thing.keywords)
-    elif isinstance(thing, nn.Module) or type(thing).__module__.startswith("kbf."):
-        inside = vars(thing).values() if hasattr(thing, "__dict__") else ()
-    for each in inside:
-        yield from computed(each, seen)
+        centred = self.states - (v @ self.states)[:, None]
+        return (v[..., None] * centred).mT @ centred

@@ -1,15 +1,15 @@
-"""The operators of a Kernel Bayes Filter: what is constant in time, made once from the memory.
+"""Linear operators of the Kernel Bayes Filter: the transition P and the density ratio A.
 
-P moves weights one step in time, and A turns a predicted embedding into a density ratio at the
-memory points. Each is made from full Gram matrices, or from features F of the memory points, G_Z =
-F F^T ("primal"): then it costs O(n r) a step. The third part of a step, the rule over the memory's
-observations, is in `kbf.filters.kernel.update.rule`.
+Both are constant in time and are computed once from the memory. P maps the weights of the belief
+to those of the prediction, and A maps the weights of the prediction to a density ratio at the
+memory points. Each is computed from full Gram matrices, or from features F of the memory points
+with G_Z = F F^T ("primal"), in which case a step costs O(n r). The third part of a step, the rule
+over the memory's observations, is in `kbf.filters.kernel.update.rule`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -18,11 +18,16 @@ from torch import Tensor, nn
 from kbf.filters.kernel.moment_matching import match_means
 from kbf.recording import Transitions
 from kbf.rkhs.linalg import ROUNDING, psd_solve, two_factors
-from kbf.runtime.distributed import OverPoints
+from kbf.runtime.html_repr import ShownModule
 
 
-class Operator(OverPoints):
-    """A linear map of weights, w -> left (right^T w): ``n r`` twice; dense when right is None (then left is ``n n``)."""
+class Operator(ShownModule):
+    """A linear map of weights, w -> left (right^T w); w -> left w if ``right`` is None.
+
+    Attributes:
+        left: ``n r``, or ``n n`` for a dense operator.
+        right: ``n r``, or None.
+    """
 
     left: Tensor
     right: Tensor | None
@@ -35,41 +40,32 @@ class Operator(OverPoints):
         self.register_buffer("right", right)
 
     def forward(self, w: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
-        """left (right^T w), for one or many vectors of weights."""
-        return (
-            w @ self.left.mT if self.right is None else self.reduce(w @ self.right) @ self.left.mT
-        )
+        """Return left (right^T w) for one or many weight vectors."""
+        return (w if self.right is None else w @ self.right) @ self.left.mT
 
 
 def compose(outer: nn.Module | None, inner: nn.Module) -> Operator | None:
-    """w -> outer (inner w) as one operator, where both are of low rank: half the work. None where they are not."""
+    """Return w -> outer (inner w) as one operator of low rank, or None unless both have one.
+
+    The composition takes half the work of the two operators.
+    """
     if (
-        not (isinstance(outer, Operator) and isinstance(inner, Operator))
-        or outer.right is None
-        or inner.right is None
+        isinstance(outer, Operator)
+        and isinstance(inner, Operator)
+        and outer.right is not None
+        and inner.right is not None
     ):
-        return None
-    composed = Operator(outer.left @ outer.reduce(outer.right.mT @ inner.left), inner.right)
-    composed.reduce = outer.reduce
-    return composed
+        return Operator(outer.left @ (outer.right.mT @ inner.left), inner.right)
+    return None
 
 
-def shortened(dense: Operator) -> Operator:
-    """A dense operator in float32 as one of low rank (`kbf.rkhs.linalg.two_factors`), where that has fewer numbers to read."""
+def low_rank(dense: Operator) -> Operator:
+    """Return a float32 operator in factors of low rank where these have fewer entries.
+
+    The error is that of `kbf.rkhs.linalg.two_factors`; other operators are returned unchanged.
+    """
     factors = two_factors(dense.left, ROUNDING) if dense.left.dtype == torch.float32 else None
     return dense if factors is None else Operator(factors[0], factors[1].mT.contiguous())
-
-
-class Covariance(NamedTuple):
-    """sum_i f_i f_i^T ``r r`` over some points, and how many they are."""
-
-    total: Tensor
-    points: int
-
-
-def covariance_of(features: Float[Tensor, "n r"]) -> Covariance:
-    """F^T F and n, of the points whose features are the rows of F."""
-    return Covariance(features.mT @ features, len(features))
 
 
 # P, the transition
@@ -78,7 +74,9 @@ def covariance_of(features: Float[Tensor, "n r"]) -> Covariance:
 def transition_operator(
     gram: Float[Tensor, "n n"], pairs: Transitions, reg: float | Tensor
 ) -> Operator:
-    """P, the conditional mean embedding of the next state: row target(i) of P is row i of (G_ss + m reg I)^-1 G_s:.
+    """Return P, the conditional mean embedding of the next state given the present one.
+
+    Row target(i) of P is row i of (G_ss + m reg I)^-1 G_s:, with s the sources; other rows are 0.
 
     Args:
         gram: G_Z ``n n``.
@@ -88,8 +86,8 @@ def transition_operator(
     Raises:
         NotPositiveDefiniteError: with m, reg and the smallest eigenvalue.
 
-    References: Xu et al. (2022), Algorithm 2, step 4; Fukumizu et al., equation 18, the two factors
-    on the right.
+    References: Xu et al. (2022), Algorithm 2, step 4; Fukumizu et al. (2013), equation 18, the two
+    factors on the right.
     """
     source = gram[pairs.source]
     solved = psd_solve(source[:, pairs.source], source, reg=len(pairs.source) * reg)
@@ -97,25 +95,20 @@ def transition_operator(
 
 
 def transition_operator_primal(
-    features: Float[Tensor, "n r"],
-    pairs: Transitions,
-    reg: float | Tensor,
-    covariance: Covariance | None = None,
+    features: Float[Tensor, "n r"], pairs: Transitions, reg: float | Tensor
 ) -> Operator:
-    """P from features, G_Z = F F^T: rows F_s (F_s^T F_s + m reg I_r)^-1 on the left, F on the right.
+    """Return P from features, G_Z = F F^T: left F_s (F_s^T F_s + m reg I_r)^-1, right F.
 
     Args:
         features: F ``n r``.
         pairs: m transitions (source, target).
         reg: lambda'.
-        covariance: F_s^T F_s and m, where the sources are not those of ``pairs`` alone.
 
     Raises:
         NotPositiveDefiniteError: with r, m reg and the smallest eigenvalue.
     """
     source = features[pairs.source]
-    total, m = covariance or covariance_of(source)
-    solved = psd_solve(total, source.mT, reg=m * reg).mT
+    solved = psd_solve(source.mT @ source, source.mT, reg=len(source) * reg).mT
     return Operator(torch.zeros_like(features).index_copy(0, pairs.target, solved), features)
 
 
@@ -125,24 +118,25 @@ def density_transition(
     points: Float[Tensor, "n d"],
     means: Float[Tensor, "n d"],
 ) -> Operator:
-    """P from a transition density: points weighed by volume times density, each column tilted to have the mean E[z' | z_j].
+    """Return P from a transition density, with exact conditional means.
 
         P_ij = v_i q(z_i | z_j) exp(l_j . z_i) / sum_k v_k q(z_k | z_j) exp(l_j . z_k),    v_i = m_i / p(z_i),
         sum_i P_ij z_i = E[z' | z_j]
 
-    p(z_i) = sum_k m_k q(z_i | z_k) is the density of the memory after a move, and v_i the volume
-    that point i stands for. Where moves are small beside the gaps between points, these weights
-    alone stick to points or run ahead: the tilt (`kbf.filters.kernel.moment_matching`) makes every
-    predicted mean exact (Z^T P = E[z' | z], a column's sum is 1). On a fine memory it hardly
-    matters. So P w is the predicted embedding as a weighted sample of the memory, and n P w, n m_i
-    r_i at point i, what the rule needs (where each point counts 1/n): the operator A is then n I.
+    p(z_i) = sum_k m_k q(z_i | z_k) is the density of the memory after a transition, and v_i the
+    volume that point i represents. If transitions are small compared with the distances between
+    points, the weights v_i q(z_i | z_j) alone give a mean that stays at a point or runs ahead. The
+    exponential tilt (`kbf.filters.kernel.moment_matching`) makes every predicted mean exact (Z^T P
+    = E[z' | z], columns have sum 1); on a fine memory it has hardly any effect. P w is then the
+    predicted embedding as a weighted sample of the memory, and n P w = n m_i r_i at point i is what
+    the rule requires, in which each point has weight 1/n: the operator A is n I.
 
     Args:
-        log_density: log q(z_i | z_j), row i the target, column j the source; a constant is of no
-            matter.
-        mass: m ``n``, the share of the memory's distribution that each point stands for, sum 1; 1/n
-            for a plain sample.
-        points: z ``n d``. means: E[z' | z_j] ``n d``.
+        log_density: log q(z_i | z_j), row i the target, column j the source, up to one constant.
+        mass: m ``n``, the share of the memory's distribution that each point represents, with sum
+            1; 1/n for an unweighted sample.
+        points: z ``n d``.
+        means: E[z' | z_j] ``n d``.
     """
     log_mass = mass.log()
     log_weight = (
@@ -155,7 +149,7 @@ def density_transition(
 
 
 def ratio_operator(gram: Float[Tensor, "n n"], reg: float | Tensor) -> Operator:
-    """A = n (G_Z + n reg I)^-1 G_Z: from the weights of a prior over the memory points to gamma at these points.
+    """Return A = n (G_Z + n reg I)^-1 G_Z, from weights of the prior to gamma at the memory points.
 
     Args:
         gram: G_Z ``n n``.
@@ -170,25 +164,23 @@ def ratio_operator(gram: Float[Tensor, "n n"], reg: float | Tensor) -> Operator:
     return Operator(n * psd_solve(gram, gram, reg=n * reg))
 
 
-def ratio_operator_primal(
-    features: Float[Tensor, "n r"], reg: float | Tensor, covariance: Covariance | None = None
-) -> Operator:
-    """A from features, G_Z = F F^T: n F (F^T F + n reg I_r)^-1 on the left, F on the right.
+def ratio_operator_primal(features: Float[Tensor, "n r"], reg: float | Tensor) -> Operator:
+    """Return A from features, G_Z = F F^T: left n F (F^T F + n reg I_r)^-1, right F.
 
     Args:
         features: F ``n r``.
         reg: eta.
-        covariance: F^T F and n, where these are not all of the points.
 
     Raises:
         NotPositiveDefiniteError: with r, n reg and the smallest eigenvalue.
     """
-    total, n = covariance or covariance_of(features)
-    return Operator(n * psd_solve(total, features.mT, reg=n * reg).mT, features)
+    n = len(features)
+    solved = psd_solve(features.mT @ features, features.mT, reg=n * reg).mT
+    return Operator(n * solved, features)
 
 
 class RatioOfWeights(nn.Module):
-    """A density ratio that is no linear map of the weights: w -> r(points, w, eta, alpha) at the memory points."""
+    """A density ratio that is not linear in the weights: w -> r(points, w, eta, alpha)."""
 
     points: Tensor
     reg: Tensor
@@ -202,12 +194,11 @@ class RatioOfWeights(nn.Module):
         reg: float | Tensor,
         alpha: float,
     ) -> None:
-        """The ratio of a memory.
+        """Bind a ratio to the memory points.
 
         Args:
             ratio: a form of `kbf.rkhs.ratios.Ratio`.
-            points: what it needs to know of the memory points: G_Z ``n n`` for a dense form, F ``n
-                r`` for a primal one.
+            points: G_Z ``n n`` for a dense form, F ``n r`` for a primal one.
             reg: eta.
             alpha: of the relative ratio.
         """
@@ -217,13 +208,13 @@ class RatioOfWeights(nn.Module):
         self.form, self.alpha = ratio, alpha
 
     def forward(self, w: Float[Tensor, "b n"]) -> Float[Tensor, "b n"]:
-        """The ratio of the embedding with weights w, at the memory points."""
+        """Return the ratio of the embedding with weights w at the memory points."""
         return self.form(self.points, w, self.reg, self.alpha)
 
 
 class UnitRatio(nn.Module):
-    """The ratio r = 1, whatever the prediction: the filter becomes a chain of regressions ("COND")."""
+    """The constant ratio r = 1, with which every observation is regressed on by itself ("COND")."""
 
     def forward(self, w: Tensor) -> Tensor:
-        """A ratio of 1 at each memory point."""
+        """Return a ratio of 1 at each memory point."""
         return torch.ones_like(w)

@@ -18,7 +18,7 @@ from kbf.filters.kernel.controlled_transition import (
     controlled_run,
 )
 from kbf.filters.kernel.filter import KernelBayesFilter
-from kbf.filters.kernel.operators import density_transition, shortened
+from kbf.filters.kernel.operators import density_transition, low_rank
 from kbf.filters.kernel.update.likelihood import DensityUpdate
 from kbf.filters.kernel.update.nearest_draws import LocalUpdate
 from kbf.filters.kernel.update.rule import PrimalUpdate
@@ -198,7 +198,7 @@ class SimulatedKBF(ShownModule):
                     bounded_run(moves, start, steps, recorded, generator), self.points, generator
                 )
                 log_density, mean = moves.table(states, states), moves.mean(states)
-            transition = shortened(
+            transition = low_rank(
                 density_transition(log_density, mass, states, mean).to(self.dtype)
             )
         update = self.update_of(model, states, observed_pairs(sequences)[1], generator)

@@ -19,7 +19,7 @@ from torch import Generator, Tensor, nn
 
 from kbf.filters.protocols import Backward, FilterStep
 from kbf.rkhs.rules import importance_weighted, importance_weighted_primal
-from kbf.rkhs.weights import mass, normalised
+from kbf.rkhs.weights import normalised
 
 REG = 0.1
 """Ridge of the rule backwards, with the kernel of the transition. On linear-Gaussian, rotation, oscillatory and orientation data of
@@ -158,10 +158,8 @@ def step_back_by_density(transition: Callable[..., Tensor]) -> Backward:
         w = now.state.weights
         move = transition if control is None else partial(transition, control=control)
         prior = now.predicted.weights * density_backward(move, w, following.weights)
-        smoothed = now.observe(
-            following._replace(weights=normalised(prior, mass(prior), w))
-        ).weights
-        return following._replace(weights=normalised(smoothed, mass(smoothed), w))
+        smoothed = now.observe(following._replace(weights=normalised(prior, w))).weights
+        return following._replace(weights=normalised(smoothed, w))
 
     return step_back
 
@@ -184,6 +182,6 @@ def step_back_by_rule(
     ) -> Any:
         w = now.state.weights
         smoothed = rule(w, following.weights, states, features, control)
-        return following._replace(weights=normalised(smoothed, mass(smoothed), w))
+        return following._replace(weights=normalised(smoothed, w))
 
     return step_back

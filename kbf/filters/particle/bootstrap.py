@@ -8,7 +8,6 @@ References: Gordon, Salmond and Smith (1993); Doucet and Johansen (2009).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +104,6 @@ class BootstrapFilter(Shown):
     initial: Float[Tensor, "n d"]
     particles: int
     threshold: float
-    resample: Callable[..., Tensor]
 
     def __init__(
         self,
@@ -113,8 +111,6 @@ class BootstrapFilter(Shown):
         initial: Float[Tensor, "n d"],
         particles: int,
         threshold: float = 0.5,
-        *,
-        resample: Callable[..., Tensor] = systematic,
     ) -> None:
         """Store the model and the initial states.
 
@@ -127,7 +123,6 @@ class BootstrapFilter(Shown):
             particles: P.
             threshold: share of P below which the effective sample size triggers resampling; 0
                 never, 1 (nearly) always.
-            resample: a scheme of `kbf.filters.particle.resampling`.
 
         Raises:
             ValueError: no particles or no initial states.
@@ -138,12 +133,7 @@ class BootstrapFilter(Shown):
                 f"got {particles} and {len(initial)}"
             )
         self.model: StateSpace = in_type_of(model, initial)
-        self.initial, self.particles, self.threshold, self.resample = (
-            initial,
-            particles,
-            threshold,
-            resample,
-        )
+        self.initial, self.particles, self.threshold = initial, particles, threshold
         self.controlled: int = model.controlled if isinstance(model, ControlledDynamics) else 0
         self.allow_missing_sensors: bool = allows_missing_sensors(model)
 
@@ -166,7 +156,7 @@ class BootstrapFilter(Shown):
         particles, log_weights = state
         low = effective_sample_size(log_weights) < self.threshold * self.particles
         if many := int(low.sum()):  # skipped if possible: resampling costs as much as the move
-            chosen = self.resample(log_weights, generator)
+            chosen = systematic(log_weights, generator)
             if many < len(low):  # the others keep their particles
                 chosen = torch.where(
                     low[:, None], chosen, torch.arange(self.particles, device=chosen.device)

@@ -1,11 +1,10 @@
-"""Systematic resampling of weighted particles.
+"""Resampling of weighted particles.
 
-Returns indices whose expected counts are P times the weights, for each element of a batch ``b``.
+Each function returns indices whose expected counts are P times the weights, for each element of a
+batch ``b``. `systematic` and `multinomial` invert the cumulative weights at points of [0, 1) and
+differ in how the points are drawn; `soft` is differentiable in the weights. Cumulative sums are in float64, so that 20,000 float32 weights are resampled exactly.
 
-Each scheme inverts the cumulative weights at P points of [0, 1); they differ in how the points are
-drawn. Cumulative sums are in float64, so that 20,000 float32 weights are resampled exactly.
-
-References: Douc, Cappe and Moulines (2005), who compare them.
+References: Douc, Cappe and Moulines (2005), a comparison of the schemes.
 """
 
 from __future__ import annotations
@@ -31,21 +30,12 @@ def systematic(
     tensor([[0, 0, 1, 2]])
     """
     b, m = len(log_weights), draws or log_weights.shape[1]
-    least = m * torch.finfo(torch.float64).eps
+    margin = m * torch.finfo(torch.float64).eps  # keeps all points in [0, 1)
     u = torch.rand(
         b, 1, dtype=torch.float64, device=log_weights.device, generator=generator
-    ).clamp_(least, 1 - least)
-    left = (m * cumulative(log_weights) + (1 - u)).long().clamp_(0, m)  # of NaN, too
+    ).clamp_(margin, 1 - margin)
+    left = (m * cumulative(log_weights) + (1 - u)).long().clamp_(0, m)  # NaN gives an index, too
     return left.new_zeros(b, m + 1).scatter_add_(1, left, torch.ones_like(left)).cumsum(1)[:, :-1]
-
-
-def stratified(
-    log_weights: Float[Tensor, "b P"], generator: Generator | None = None
-) -> Int[Tensor, "b P"]:
-    """A uniform number of its own in each of P strata, points (i + u_i) / P."""
-    b, P = log_weights.shape
-    u = torch.rand(b, P, dtype=torch.float64, device=log_weights.device, generator=generator)
-    return invert(log_weights, (torch.arange(P, device=u.device) + u) / P)
 
 
 def multinomial(
@@ -54,7 +44,7 @@ def multinomial(
     *,
     draws: int | None = None,
 ) -> Int[Tensor, "b m"]:
-    """P independent draws (or ``draws``), in ascending order: the highest variance of the three."""
+    """Return P (or ``draws``) independent draws, in ascending order; their counts vary the most."""
     b, P = log_weights.shape
     u = torch.rand(
         b, draws or P, dtype=torch.float64, device=log_weights.device, generator=generator
@@ -75,10 +65,6 @@ def soft(
     log_q = (alpha * log_weights.softmax(-1) + (1 - alpha) / log_weights.shape[1]).log()
     chosen = systematic(log_q, generator)
     return chosen, (log_weights.gather(1, chosen) - log_q.gather(1, chosen)).log_softmax(-1)
-
-
-RESAMPLING = {"systematic": systematic, "stratified": stratified, "multinomial": multinomial}
-"""The schemes, by the names that the configs use."""
 
 
 def invert(log_weights: Float[Tensor, "b P"], points: Float[Tensor, "b m"]) -> Int[Tensor, "b m"]:

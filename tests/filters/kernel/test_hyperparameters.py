@@ -28,7 +28,6 @@ from kbf.filters.kernel.hyperparameters import (
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.rollout import rollout
 from kbf.recording import Recording
-from kbf.rkhs.embeddings import cme_weights
 from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.ssm import rotation, simulate
 
@@ -52,7 +51,7 @@ def conditional_mean(kernel, reg: float):
 
     def build(x: Tensor, z: Tensor):
         gram = kernel(x, x)
-        return lambda queries: cme_weights(gram, kernel(queries, x), reg)
+        return lambda queries: reference.cme_weights(gram, kernel(queries, x), reg)
 
     return build
 

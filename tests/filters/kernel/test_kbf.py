@@ -81,7 +81,7 @@ def test_stored_moments_are_taken_as_they_are(kept, monkeypatch, normal):
     )
 
     def made(keep: bool) -> rule.PrimalUpdate:
-        monkeypatch.setattr(rule, "MOST_BYTES_OF_MOMENTS", 2**26 if keep else 0)
+        monkeypatch.setattr(rule, "MAX_BYTES_OF_MOMENTS", 2**26 if keep else 0)
         return rule.PrimalUpdate(psi, obs[:, None], 1e-3)
 
     stored, other = made(kept), made(not kept)
@@ -275,7 +275,7 @@ def test_memories_that_do_not_serve():
     for none in (None, []):
         with pytest.raises(ValueError, match="no sequence"):
             model.fit(none)
-    with pytest.raises(ValueError, match="its 2 sequences have none"):
+    with pytest.raises(ValueError, match="its 2 recordings have none"):
         model.fit([Recording(good.states[:1], good.obs[:1])] * 2)
     with pytest.raises(ValueError, match="two points"):
         model.prepare([Recording(good.states[:1], good.obs[:1])])

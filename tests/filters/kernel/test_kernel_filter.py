@@ -27,15 +27,14 @@ from kbf.filters.kernel.operators import (
 )
 from kbf.filters.kernel.simulated_kbf import quantise
 from kbf.filters.kernel.update import rule
-from kbf.filters.kernel.update.rule import BATCH_FOR_MOMENTS, DenseUpdate, PrimalUpdate
+from kbf.filters.kernel.update.rule import MIN_BATCH_FOR_MOMENTS, DenseUpdate, PrimalUpdate
 from kbf.filters.protocols import Filter
 from kbf.filters.rollout import rollout
 from kbf.recording import Recording, Transitions, transitions
 from kbf.rkhs import ratios, rules
-from kbf.rkhs.embeddings import cme_weights
 from kbf.rkhs.features import NystromFeatures
 from kbf.rkhs.kernels import gaussian
-from kbf.rkhs.weights import effective_sample_size, negative_mass
+from kbf.rkhs.weights import effective_sample_size, negative_mass, normalised
 from kbf.ssm import StateSpaceModel, gaussian_log_density, gaussian_noise, oscillatory, simulate
 
 F64 = torch.float64
@@ -164,11 +163,15 @@ def test_with_ratio_one_it_is_a_chain_of_regressions():
     mask = torch.tensor([[True, True, False, False, True, False, True, True]])
     found = rollout(filter, test.obs[None], mask=mask).estimates[0].detach()
     gram = gaussian(memory.obs, memory.obs, bandwidth=WIDTHS[2])
-    observed = cme_weights(gram, gaussian(test.obs, memory.obs, bandwidth=WIDTHS[2]), REGS[2])
+    observed = reference.cme_weights(
+        gram, gaussian(test.obs, memory.obs, bandwidth=WIDTHS[2]), REGS[2]
+    )
     source, target = memory.states[:-1], memory.states[1:]
     gram = gaussian(source, source, bandwidth=WIDTHS[1])
     moved = torch.zeros(40, 40, dtype=F64)  # column j: the embedding of the state after z_j
-    moved[1:] = cme_weights(gram, gaussian(memory.states, source, bandwidth=WIDTHS[1]), REGS[1]).mT
+    moved[1:] = reference.cme_weights(
+        gram, gaussian(memory.states, source, bandwidth=WIDTHS[1]), REGS[1]
+    ).mT
     for t, last in enumerate([0, 1, 1, 1, 4, 4, 6, 7]):
         w = torch.linalg.matrix_power(moved, t - last) @ observed[last]
         torch.testing.assert_close(found[t], w @ memory.states, rtol=1e-9, atol=1e-9)
@@ -298,7 +301,8 @@ def test_move_and_observe_of_scaled_weights_is_predict_then_observe(normal, kept
     filter = KernelBayesFilter(
         states, transition, None, PrimalUpdate(features_of(obs), obs, 0.05), normalise=True
     )
-    state, x = KernelState(filter.scaled(normal(4, 9) + 1, 1)), normal(4, 2)
+    w = normal(4, 9) + 1
+    state, x = KernelState(normalised(w, w)), normal(4, 2)
     fused = filter.move_and_observe(state, x)
     assert fused is not None
     after, evidence = filter.observe(filter.predict(state), x)
@@ -309,11 +313,11 @@ def test_move_and_observe_of_scaled_weights_is_predict_then_observe(normal, kept
 def test_update_is_the_same_with_and_without_stored_products(normal, monkeypatch):
     obs, ratio, x = (
         normal(7, 1, 2),
-        normal(BATCH_FOR_MOMENTS, 7).square(),
-        normal(BATCH_FOR_MOMENTS, 2),
+        normal(MIN_BATCH_FOR_MOMENTS, 7).square(),
+        normal(MIN_BATCH_FOR_MOMENTS, 2),
     )
     stored = PrimalUpdate(features_of(obs), obs, 0.05)
-    monkeypatch.setattr(rule, "MOST_BYTES_OF_MOMENTS", 0)
+    monkeypatch.setattr(rule, "MAX_BYTES_OF_MOMENTS", 0)
     fresh = PrimalUpdate(features_of(obs), obs, 0.05)
     assert stored.moments is not None
     assert fresh.moments is None

@@ -10,8 +10,7 @@ from torch import nn
 
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.operators import Operator, compose
-from kbf.filters.kernel.shared import SharedMemory
-from kbf.filters.kernel.update.rule import BATCH_FOR_MOMENTS, PrimalUpdate
+from kbf.filters.kernel.update.rule import MIN_BATCH_FOR_MOMENTS, PrimalUpdate
 from kbf.filters.rollout import rollout, step
 from kbf.rkhs import ratios, rules
 from kbf.ssm import oscillatory, simulate
@@ -43,11 +42,6 @@ def test_composed_is_one_after_the_other(normal):
     torch.testing.assert_close(both(w), outer(inner(w)))
     assert compose(Operator(normal(6, 6)), inner) is None
     assert compose(None, inner) is None
-
-
-def test_count_is_a_number(normal):
-    assert SharedMemory().count(normal(5, 2)) == 5
-    assert SharedMemory(lambda x: x + 2).count(normal(5, 2)) == 7
 
 
 @pytest.mark.parametrize(
@@ -121,9 +115,9 @@ def test_covariance_by_blocks_and_without_clipped_points(normal, monkeypatch, ba
 def test_a_large_batch_takes_kept_products_and_a_small_one_does_not(normal, monkeypatch):
     psi = nn.Linear(2, 5).double().requires_grad_(False)
     update = PrimalUpdate(psi, normal(7, 1, 2), 0.05)
-    ratio, x = normal(BATCH_FOR_MOMENTS, 7).square(), normal(BATCH_FOR_MOMENTS, 2)
+    ratio, x = normal(MIN_BATCH_FOR_MOMENTS, 7).square(), normal(MIN_BATCH_FOR_MOMENTS, 2)
     whole = update(ratio, x)
-    each = torch.cat([update(ratio[b : b + 1], x[b : b + 1]) for b in range(BATCH_FOR_MOMENTS)])
+    each = torch.cat([update(ratio[b : b + 1], x[b : b + 1]) for b in range(MIN_BATCH_FOR_MOMENTS)])
     torch.testing.assert_close(whole, each, rtol=1e-10, atol=1e-12)
     used = []
     kept, new = rules.covariance_from_moments, rules.weighted_covariance

@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from kbf.rkhs import rules
-from kbf.rkhs.linalg import column_medians, squared_distance
+from kbf.rkhs.linalg import column_medians
 
 FEW = 8
 """Draws of each point that `LocalUpdate.features` are the mean of."""
@@ -44,7 +43,6 @@ class LocalUpdate(nn.Module):
     k: int
     near: int
     width: float
-    reg: float | None
 
     def __init__(
         self,
@@ -53,7 +51,6 @@ class LocalUpdate(nn.Module):
         *,
         near: int = 512,
         width: float = 0.5,
-        reg: float | None = None,
         psi: nn.Module | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -80,7 +77,7 @@ class LocalUpdate(nn.Module):
         else:
             deviation = column_medians((flat - shift).abs())
             projection = torch.where(deviation > 0, 1 / deviation, 1).diag()
-        self.k, self.near, self.width, self.reg = k, min(near, n * k), width, reg
+        self.k, self.near, self.width = k, min(near, n * k), width
         some = obs[:, :FEW]
         self.psi = psi
         features = (
@@ -118,15 +115,4 @@ class LocalUpdate(nn.Module):
         )
         r = torch.where(inside, ratio.gather(-1, points), 0)
         g = torch.where(inside, (-squared / scale).exp(), 0)
-        if self.reg is None:
-            w = r * g
-        else:
-            gram = (-squared_distance(near, near) / scale[..., None]).exp()
-            r = r / r.mean(-1, keepdim=True).clamp_min(1e-30)
-            w = torch.stack(
-                [
-                    rules.importance_weighted(*each, self.reg)
-                    for each in zip(r, gram, g, strict=True)
-                ]
-            )
-        return torch.zeros_like(ratio).scatter_add(-1, points, w.to(ratio))
+        return torch.zeros_like(ratio).scatter_add(-1, points, (r * g).to(ratio))

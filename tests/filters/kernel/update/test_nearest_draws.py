@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from kbf.filters.kernel.update.nearest_draws import LocalUpdate
-from kbf.rkhs import rules
-from kbf.rkhs.kernels import gaussian
 
 F64 = torch.float64
 
@@ -50,35 +48,10 @@ def test_the_limit_weighs_by_a_kernel_estimate_of_the_likelihood():
         assert torch.allclose(w[b], expected)
 
 
-def test_with_a_ridge_it_is_the_importance_weighted_rule():
-    states, obs, ratio, x = problem()
-    update = LocalUpdate(obs, states, near=1000, width=0.7, reg=0.05, dtype=F64)
-    points, r = obs.flatten(0, 1) * units(obs), ratio.repeat_interleave(5, 1)
-    at = x * units(obs)
-    for b in range(3):
-        bandwidth = 0.7 * (at[b] - points).norm(dim=1).max()
-        gram, query = (
-            gaussian(each, points, bandwidth=bandwidth) for each in (points, at[b : b + 1])
-        )
-        w = rules.importance_weighted(r[b] / r[b].mean(), gram, query[0], 0.05)
-        assert torch.allclose(update(ratio, x)[b], w.unflatten(0, (12, 5)).sum(1), atol=1e-10)
-
-
-def test_a_large_ridge_comes_to_the_limit():
-    states, obs, ratio, x = problem()
-    limit, ridged = (
-        LocalUpdate(obs, states, near=30, reg=reg, dtype=F64)(ratio, x) for reg in (None, 1e6)
-    )
-    assert torch.allclose(
-        limit / limit.sum(1, keepdim=True), ridged / ridged.sum(1, keepdim=True), atol=1e-4
-    )
-
-
-@pytest.mark.parametrize("reg", [None, 0.1])
-def test_a_batch_is_its_members_and_ratios_of_zero_take_no_part(reg):
+def test_a_batch_is_its_members_and_ratios_of_zero_take_no_part():
     states, obs, ratio, x = problem()
     ratio[:, 4:] = 0
-    update = LocalUpdate(obs, states, near=40, reg=reg, dtype=F64)  # 20 draws have a ratio
+    update = LocalUpdate(obs, states, near=40, dtype=F64)  # 20 draws have a ratio
     w = update(ratio, x)
     assert torch.equal(w[:, 4:], torch.zeros(3, 8, dtype=F64))
     for b in range(3):
