@@ -52,9 +52,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
 
         settings = {"level": level, "seed": seed, "size": (height, width)}
         if name == "dmlab":
-            frames = Frames(
-                *dmlab.turn_round(part, **settings, turns=turns, look=look, progress=show)
-            )
+            frames = dmlab.turn_round(part, **settings, turns=turns, look=look, progress=show)
         else:
             frames = render_turn(name, views, **settings, progress=show)
         progress.update(bar, total=len(frames.images), completed=len(frames.images))

@@ -1,4 +1,5 @@
 from kbf.data import (
+    cache as cache,
     dataset as dataset,
     dmlab as dmlab,
     download as download,

@@ -1,13 +1,9 @@
-"""The DeepMind Lab problem of Xu et al.: a heading that turns, seen as the views at a place in a maze."""
+"""The DeepMind Lab problem of Xu et al. (2022): a turning heading, observed as views in a maze."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import warnings
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.data.download import cache_dir
+from kbf.data.cache import cached, installed
 from kbf.data.frames import (
     Frames,
     as_observations,
@@ -24,29 +20,32 @@ from kbf.data.frames import (
     read_frames,
     write_frames,
 )
-from kbf.data.synthetic import check_lengths
+from kbf.data.synthetic import check_lengths, split_at
 from kbf.recording import Recording
 from kbf.runtime.html_repr import Shown
 from kbf.ssm import OrientationModel, simulate
 
+# Views of the table that is rendered if no frames file is given: one every 0.2 degrees.
 VIEWS = 1800
-"""Views of the table that is rendered where no frames file is given: one every 0.2 degrees."""
+
+# To be raised when a change of `kbf.data.render` changes pixels: cached views are then made again.
+RENDERER_VERSION = 1
 
 
 class OrientationImages(Shown):
-    """theta' = theta + turn + N(0, sigma_z^2) from theta = 0; z = (cos, sin)(theta); x = the view at theta + N(0, sigma_x^2).
+    """theta' = theta + turn + N(0, sigma_z^2); z = (cos, sin)(theta); x: the view at theta + noise.
 
-    One trajectory: its first ``n_train`` steps to learn from, the ``n_test`` steps after them as
-    the test. It moves, then observes. With one seed, a longer training part begins with the
-    shorter.
+    The view is that at theta + N(0, sigma_x^2). One trajectory from theta = 0: ``n_train`` training
+    steps, followed by ``n_test`` test steps. Each step moves the state and then observes it. For
+    one seed, the training part for a smaller `n_train` is the beginning of that for a larger one.
 
     Attributes:
-        train: a list of one sequence, states ``T 2`` float64, observations ``T 3 h w`` float32: in
+        train: a list of one recording, states ``T 2`` float64, observations ``T 3 h w`` float32: in
             [0, 1], plus pixel noise.
-        test: a list of one sequence.
+        test: a list of one recording.
         problem: the true model, whose observation is the noisy heading as (cos, sin).
-        decoded: the test sequence with these headings in place of the images, for the floor.
-        renderer: what made the views, in words.
+        decoded: the test recording with these headings in place of the images, for the floor.
+        renderer: a description of what rendered the views.
 
     References: Xu et al. (2022), section 6.3.
     """
@@ -67,24 +66,22 @@ class OrientationImages(Shown):
         sigma_x: float = 0.2,
         pixel_noise: float = 0.1,
     ) -> None:
-        """Draw the data.
+        """Simulate the headings and look up their views.
 
         Args:
-            n_train: steps to learn from.
-            n_test: steps to score on.
+            n_train: number of training steps.
+            n_test: number of test steps.
             seed: of the headings and the noise.
             frames: a frames file; None for views of ``renderer``, which are rendered once and kept
-                (see `cache_dir`).
-            renderer: a renderer of `kbf.data.render` ("maze", "vizdoom"). level: its scene; None
-                for its own choice. render_seed:
-            of
-                the scene.
+                in the cache (`kbf.data.cache.cache_dir`).
+            renderer: a renderer of `kbf.data.render` ("maze", "vizdoom").
+            level: its scene; None for its default. render_seed: of the scene.
             size: (height, width) of the observations.
-            turn: radians a step. sigma_z, sigma_x: radians. pixel_noise: standard deviation; pixels
-                are not clipped.
+            turn: radians a step. sigma_z, sigma_x: radians. pixel_noise: standard deviation; noisy
+                pixels may leave [0, 1].
 
         Raises:
-            ValueError: fewer than two training steps or no test step, or frames that are no full
+            ValueError: fewer than two training steps or no test step, or frames that are not a full
                 turn.
             FileNotFoundError: no such frames file.
         """
@@ -104,21 +101,24 @@ class OrientationImages(Shown):
             table.yaw_degrees, torch.atan2(headings[:, 1], headings[:, 0])
         ).unique(return_inverse=True)
         views = as_observations(table.images[shown], (height, width))[which]
-        obs = views + pixel_noise * pixels(views.shape, seed)
-        self.train: list[Recording] = [Recording(states[:n_train], obs[:n_train])]
-        self.test: list[Recording] = [Recording(states[n_train:], obs[n_train:])]
-        self.decoded: list[Recording] = [Recording(states[n_train:], headings[n_train:])]
+        self.train, self.test = split_at(
+            n_train, states, views + pixel_noise * pixels(views.shape, seed)
+        )
+        self.decoded: list[Recording] = split_at(n_train, states, headings)[1]
 
 
 def pixels(shape: torch.Size, seed: int) -> Float[Tensor, "T *x"]:
-    """Standard normal numbers, step after step, from a stream of its own: how many steps there are changes none of them."""
+    """Returns standard normal numbers; those of a step do not depend on the number of steps.
+
+    Their random stream is not that of `simulate` with the same seed.
+    """
     own = int(torch.randint(2**32, (), generator=Generator().manual_seed(seed)))
     generator = Generator().manual_seed(own)
     return torch.stack([torch.randn(shape[1:], generator=generator) for _ in range(shape[0])])
 
 
 def checked(path: Path) -> Frames:
-    """Read a frames file and check that it is a full turn; its name is in the error."""
+    """Reads a frames file and checks that it is a full turn; errors name the file."""
     table = read_frames(path)
     try:
         check_frames(table)
@@ -128,46 +128,28 @@ def checked(path: Path) -> Frames:
 
 
 def described(about: dict[str, Any], path: str | os.PathLike[str] | None) -> str:
-    """Renderer, level and seed in words; the name of a file that does not tell them."""
-    words = [str(about["renderer"])] if about.get("renderer") else ["unnamed renderer"]
+    """Returns renderer, level and seed as text, and the file's name if there is a file."""
+    words = [str(about.get("renderer") or "unnamed renderer")]
     words += [f"{key} {about[key]}" for key in ("level", "seed") if about.get(key) is not None]
     return ", ".join(words + ([f"frames of {Path(path).name}"] if path is not None else []))
 
 
 def embedded(renderer: str, level: str | None, seed: int, size: tuple[int, int]) -> Frames:
-    """Views of a renderer of `kbf.data.render`, `VIEWS` of them, rendered the first time and kept in the cache.
-
-    The name of the file holds a hash of everything that the views depend on. Processes that come at
-    once each render them; the last one's file stays.
-    """
-    import kbf.data.render
-
+    """Returns `VIEWS` views of a renderer of `kbf.data.render`, from the cache if they are there."""
     if renderer == "dmlab":
         raise ValueError(
-            "the views of DeepMind Lab come from a file: 'kbf data render dmlab out=FILE', then data.frames=FILE"
+            "the views of DeepMind Lab come from a file: "
+            "'kbf data render dmlab out=FILE', then data.frames=FILE"
         )
-    sources = [
-        path.read_text(encoding="utf-8")
-        for path in sorted(Path(kbf.data.render.__path__[0]).glob("*.py"))
-    ]
-    key = json.dumps(
-        [renderer, level, seed, size, VIEWS, sources, installed("labmaze"), installed("vizdoom")]
-    )
-    path = cache_dir() / f"{renderer}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
-    try:
-        return checked(path)
-    except (FileNotFoundError, ValueError):  # not yet there, or damaged
-        pass
-    table = render_turn(renderer, VIEWS, level, seed, size)
-    check_frames(table)
-    try:
-        write_frames(path, table)
-    except OSError as error:
-        warnings.warn(
-            f"the rendered views cannot be kept ({error}): name a writable folder in KBF_CACHE",
-            stacklevel=2,
-        )
-    return table
+    packages = installed("labmaze"), installed("vizdoom")
+
+    def make() -> Frames:
+        table = render_turn(renderer, VIEWS, level, seed, size)
+        check_frames(table)
+        return table
+
+    key = [RENDERER_VERSION, renderer, level, seed, size, VIEWS, *packages]
+    return cached(renderer, key, checked, make, write_frames)
 
 
 def render_turn(
@@ -178,10 +160,10 @@ def render_turn(
     size: tuple[int, int],
     progress: Callable[[int], None] | None = None,
 ) -> Frames:
-    """One turn in ``views`` even steps, by a renderer of `kbf.data.render`.
+    """Renders one turn in ``views`` even steps with a renderer of `kbf.data.render`.
 
     Raises:
-        ValueError: there is no such renderer or level, or it needs a package that is not installed.
+        ValueError: unknown renderer or level, or a required package is not installed.
     """
     import kbf.data.render
 
@@ -192,12 +174,4 @@ def render_turn(
         )
     except ModuleNotFoundError as error:
         raise ValueError(f"renderer {renderer}: {error}") from error
-    return Frames(rendered.images, rendered.yaw_degrees, {**rendered.about, "size": list(size)})
-
-
-def installed(package: str) -> str | None:
-    """The version of a package that is installed, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return rendered._replace(about={**rendered.about, "size": list(size)})

@@ -1,4 +1,4 @@
-"""Files from the network, and the folder that keeps them."""
+"""Downloads of files, with checksums and continuation after an interruption."""
 
 from __future__ import annotations
 
@@ -12,33 +12,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def cache_dir() -> Path:
-    """Where files that can be had again are kept: ``KBF_CACHE``, or ``kbf`` in ``XDG_CACHE_HOME`` or in ``~/.cache``."""
-    if own := os.environ.get("KBF_CACHE"):
-        return Path(own)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "kbf"
-
-
 def download(
     url: str,
     path: str | os.PathLike[str],
     checksums: Mapping[str, str] | None = None,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Path:
-    """Fetch a file, unless it is there. What was fetched before an interruption (in ``path`` + ".part") is not fetched again.
+    """Downloads a file unless it exists; an interrupted download continues from ``path`` + ".part".
 
     Args:
-        url: where it is.
-        path: where it goes: whole and checked, or not at all.
+        url: of the file.
+        path: of the copy, which is complete and checked, or absent.
         checksums: hexadecimal digest by the name of its algorithm, such as ``{"sha256": ...}``.
-        progress: called with the bytes that are there and the bytes of the whole file (None if the
-            server does not say).
+        progress: called with the bytes received so far and the size of the file (None if the server
+            does not report it).
 
     Raises:
-        ValueError: no connection, an error of the server, a connection that broke off, or another
-            checksum. After another checksum the fetched file is removed; a file that was there
-            before is left.
+        ValueError: no connection, an error of the server, an interrupted connection, or another
+            checksum. A download with another checksum is removed; a file that existed before is
+            kept.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,14 +48,14 @@ def download(
         except ValueError as error:
             part.unlink()
             raise ValueError(
-                f"what {url} holds is not what was expected, and was removed: {error}"
+                f"the contents of {url} are not as expected; the download was removed: {error}"
             ) from error
         os.replace(part, path)
     return path
 
 
 def fetch(url: str, part: Path, progress: Callable[[int, int | None], None] | None = None) -> None:
-    """Fetch a file into ``part``, from where it ends."""
+    """Appends the rest of a file to ``part``."""
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
@@ -80,22 +72,23 @@ def fetch(url: str, part: Path, progress: Callable[[int, int | None], None] | No
                     if progress:
                         progress(have, total)
     except urllib.error.HTTPError as error:
-        if error.code == 416 and have:  # nothing comes behind that byte: begin again
+        if error.code == 416 and have:  # no bytes after these: restart
             part.unlink()
             return fetch(url, part, progress)
         raise ValueError(
-            f"cannot download {url}: the server says {error.code} {error.reason}"
+            f"cannot download {url}: the server answers {error.code} {error.reason}"
         ) from error
     except (OSError, http.client.HTTPException) as error:
         raise ValueError(f"cannot download {url}: {getattr(error, 'reason', error)}") from error
     if total is not None and have != total:
         raise ValueError(
-            f"cannot download {url}: it broke off after {have} of {total} bytes; the next attempt goes on from there"
+            f"cannot download {url}: interrupted after {have} of {total} bytes; "
+            "the next attempt continues from there"
         )
 
 
 def check(path: str | os.PathLike[str], checksums: Mapping[str, str] | None) -> None:
-    """Raise a ValueError if the file has other checksums than these (hexadecimal, by algorithm)."""
+    """Raises a ValueError if the file has another checksum (hexadecimal, by algorithm)."""
     for name, expected in (checksums or {}).items():
         with open(path, "rb") as file:
             digest = hashlib.file_digest(
@@ -107,7 +100,10 @@ def check(path: str | os.PathLike[str], checksums: Mapping[str, str] | None) -> 
 
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Let one process at a time make ``path`` (where the system has file locks); the workers of a comparison all begin at once."""
+    """Holds an exclusive lock for making ``path``, if the system has file locks.
+
+    The workers of a comparison start at the same time and would each make the same file.
+    """
     try:
         import fcntl
     except ImportError:

@@ -1,11 +1,12 @@
 """Frames files: the views of one full turn at one place, as an npz.
 
-==============  ====================  =====================================================================================
+==============  ====================  ============================================================
 ``images``      uint8 [N, H, W, 3]    the views
-``yaw_degrees`` float32 [N]           where each of them looks: any order, any multiple of 360 added
-``position``    float [N, 3]          optional: where the camera stood, the same for all
-``about``       str                   optional: JSON of what made them (``renderer``, ``level``, ``seed``, ``size``)
-==============  ====================  =====================================================================================
+``yaw_degrees`` float32 [N]           their directions: in any order, plus any multiple of 360
+``position``    float [N, 3]          optional: the camera's position, the same for all views
+``about``       str                   optional: JSON of their origin (``renderer``, ``level``,
+                                      ``seed``, ``size``)
+==============  ====================  ============================================================
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, interpolate
 
-from kbf.runtime.atomic_files import replacing
+from kbf.data.cache import write_arrays
 
-LARGEST_GAP = 5.0
-"""Degrees between neighbouring views that still count as a full turn."""
-LARGEST_MOVE = 0.01
-"""Distance that a camera may be away from its first position and still stand still."""
-REMEDY = "make the file with 'kbf data render', or see data/README.md for what it must hold"
+# Largest angle between neighbouring views of a full turn.
+MAX_GAP_DEGREES = 5.0
+
+# Largest distance of a camera from its first position if it counts as fixed.
+MAX_CAMERA_SHIFT = 0.01
+
+REMEDY = "make the file with 'kbf data render', or see data/README.md for its format"
 
 
 class Frames(NamedTuple):
@@ -35,9 +38,10 @@ class Frames(NamedTuple):
 
     Attributes:
         images: ``N H W 3`` uint8.
-        yaw_degrees: ``N`` float32, growing to the left (counter-clockwise).
-        about: what made them, where that is known.
-        position: ``N 3`` float64, or None where it was not recorded.
+        yaw_degrees: ``N`` float32, counter-clockwise; as read back from an engine that rounds.
+        about: their origin as far as it is known: ``renderer`` (a description), ``level``, ``seed``
+            and ``size``.
+        position: ``N 3`` float64, or None if it was not recorded.
     """
 
     images: Tensor
@@ -47,7 +51,10 @@ class Frames(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What `check_frames` found: the number of views, and the largest gap between neighbours, from ``start`` on, in degrees."""
+    """Result of `check_frames`: number of views, widest gap between neighbours and where it starts.
+
+    Both are in degrees.
+    """
 
     views: int
     gap: float
@@ -55,7 +62,7 @@ class Turn(NamedTuple):
 
 
 def read_frames(path: str | os.PathLike[str]) -> Frames:
-    """Read a frames file; nothing in it is executed.
+    """Reads a frames file without unpickling anything.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -64,31 +71,26 @@ def read_frames(path: str | os.PathLike[str]) -> Frames:
     path = Path(path).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"there is no frames file {path}; {REMEDY}")
+    names = ("images", "yaw_degrees", "position", "about")
     try:
         with np.load(path, allow_pickle=False) as stored:
-            names = set(stored.files)
-            arrays = {
-                name: stored[name]
-                for name in ("images", "yaw_degrees", "position", "about")
-                if name in names
-            }
-    except (
-        Exception
-    ) as error:  # zip, zlib, pickle, header: what a damaged file raises has no common class
-        what = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{path} is no frames file, or damaged ({what}); {REMEDY}") from error
-    wrong = faults(arrays)
-    if wrong:
+            arrays = {name: stored[name] for name in names if name in stored.files}
+    except Exception as error:  # zip, zlib, pickle and npy errors share no base class
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{path} is no frames file, or damaged ({reason}); {REMEDY}") from error
+    if wrong := fault(arrays):
         raise ValueError(f"{path}: {wrong}; {REMEDY}")
-    position = (
-        torch.from_numpy(arrays["position"].astype(np.float64)) if "position" in arrays else None
+    position = arrays.get("position")
+    return Frames(
+        torch.from_numpy(arrays["images"]),
+        torch.from_numpy(arrays["yaw_degrees"].astype(np.float32)),
+        metadata_of(arrays) or {},
+        None if position is None else torch.from_numpy(position.astype(np.float64)),
     )
-    yaw = torch.from_numpy(arrays["yaw_degrees"].astype(np.float32))
-    return Frames(torch.from_numpy(arrays["images"]), yaw, told_by(arrays) or {}, position)
 
 
-def faults(arrays: dict[str, Any]) -> str | None:
-    """The first thing wrong with the arrays of a frames file, or None."""
+def fault(arrays: dict[str, Any]) -> str | None:
+    """Returns a description of the first invalid array of a frames file, or None."""
     missing = [name for name in ("images", "yaw_degrees") if name not in arrays]
     if missing:
         return f"the array {missing[0]!r} is missing"
@@ -101,20 +103,14 @@ def faults(arrays: dict[str, Any]) -> str | None:
         return f"there are {len(images)} images and {len(yaw)} yaws"
     if not np.isfinite(yaw).all():
         return f"{int((~np.isfinite(yaw)).sum())} of {len(yaw)} yaws are NaN or infinite"
-    position = arrays.get("position")
-    if position is not None and (
-        position.dtype.kind != "f"
-        or position.shape != (len(images), 3)
-        or not np.isfinite(position).all()
-    ):
-        return f"position must be float [N, 3] and finite, it is {position.dtype} {list(position.shape)}"
-    if told_by(arrays) is None:
-        return "about must be a JSON object as a string"
-    return None
+    place = arrays.get("position", np.zeros((len(images), 3)))
+    if place.dtype.kind != "f" or place.shape != (len(images), 3) or not np.isfinite(place).all():
+        return f"position must be float [N, 3] and finite, it is {place.dtype} {list(place.shape)}"
+    return "about must be a JSON object as a string" if metadata_of(arrays) is None else None
 
 
-def told_by(arrays: dict[str, Any]) -> dict[str, Any] | None:
-    """The metadata of a frames file: empty where there is none, None where it cannot be read."""
+def metadata_of(arrays: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the metadata of a frames file: {} if there are none, None if they are invalid."""
     if "about" not in arrays:
         return {}
     try:
@@ -125,11 +121,11 @@ def told_by(arrays: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def check_frames(frames: Frames) -> Turn:
-    """Whether the frames are the views of one full turn at one place.
+    """Checks that the frames are the views of one full turn at one place.
 
     Raises:
-        ValueError: more than `LARGEST_GAP` degrees without a view, two different views at one yaw,
-            nothing to be seen, or a camera that moved.
+        ValueError: more than `MAX_GAP_DEGREES` without a view, two different views of one yaw,
+            images without content, or a camera that moved.
     """
     images, n = frames.images, len(frames.images)
     yaw = frames.yaw_degrees.double() % 360
@@ -138,19 +134,20 @@ def check_frames(frames: Frames) -> Turn:
     gaps = torch.cat([sorted_yaw[1:], sorted_yaw[:1] + 360]) - sorted_yaw
     gap, widest = float(gaps.max()), int(gaps.argmax())
     start = float(sorted_yaw[widest])
-    if gap > LARGEST_GAP:
-        end = (start + gap) % 360
+    if gap > MAX_GAP_DEGREES:
         raise ValueError(
-            f"the {n} views are no full turn: there is none between yaw {start:.1f} and {end:.1f} degrees, a gap of {gap:.1f} "
-            f"(at most {LARGEST_GAP:g} are allowed)"
+            f"the {n} views are no full turn: there is none between yaw {start:.1f} and "
+            f"{(start + gap) % 360:.1f} degrees, a gap of {gap:.1f} "
+            f"(at most {MAX_GAP_DEGREES:g} are allowed)"
         )
     again = (gaps[:-1] == 0).nonzero().flatten()
     differ = (images[order[again]] != images[order[again + 1]]).flatten(1).any(1)
     if differ.any():
         first = float(sorted_yaw[again[differ][0]])
         raise ValueError(
-            f"{int(differ.sum())} views have the yaw of another one but differ from it (first: at {first:.2f} degrees): "
-            "yaw and image do not belong together, or something moves in the scene; keep one view for each yaw"
+            f"{int(differ.sum())} views have the yaw of another one but differ from it "
+            f"(first: at {first:.2f} degrees): yaw and image do not belong together, "
+            "or something moves in the scene; keep one view for each yaw"
         )
     if all(torch.equal(image, images[0]) for image in images):
         raise ValueError(
@@ -160,7 +157,7 @@ def check_frames(frames: Frames) -> Turn:
         raise ValueError(f"each of the {n} images has one colour all over: nothing was drawn")
     if frames.position is not None:
         moved = float((frames.position - frames.position[0]).norm(dim=1).max())
-        if moved > LARGEST_MOVE:
+        if moved > MAX_CAMERA_SHIFT:
             raise ValueError(
                 f"the camera moved by {moved:.3g} while it turned: the views must be of one place"
             )
@@ -168,7 +165,7 @@ def check_frames(frames: Frames) -> Turn:
 
 
 def write_frames(path: str | os.PathLike[str], frames: Frames) -> None:
-    """Write a frames file in one step, compressed."""
+    """Writes a frames file atomically, compressed."""
     arrays: dict[str, Any] = {
         "images": frames.images.numpy(),
         "yaw_degrees": frames.yaw_degrees.float().numpy(),
@@ -176,12 +173,11 @@ def write_frames(path: str | os.PathLike[str], frames: Frames) -> None:
     }
     if frames.position is not None:
         arrays["position"] = frames.position.numpy()
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        np.savez_compressed(file, **arrays)
+    write_arrays(path, arrays)
 
 
 def nearest(yaw_degrees: Float[Tensor, "N"], angles: Float[Tensor, "n"]) -> Int[Tensor, "n"]:
-    """Index of the view that looks closest to each of the ``angles`` (radians), around the circle.
+    """Returns the index of the view closest to each of the ``angles`` (radians), on the circle.
 
     >>> nearest(torch.tensor([-179.0, 0.0, 90.0]), torch.tensor([0.1, 3.1, -3.1, 1.5]))
     tensor([1, 0, 0, 2])
@@ -193,7 +189,11 @@ def nearest(yaw_degrees: Float[Tensor, "N"], angles: Float[Tensor, "n"]) -> Int[
 def as_observations(
     images: UInt8[Tensor, "n H W 3"], size: tuple[int, int]
 ) -> Float[Tensor, "n 3 h w"]:
-    """Images in [0, 1], channels first, float32, of the size (h, w): means over areas where it divides theirs, else antialiased."""
+    """Returns the images in [0, 1], channels first, float32, resized to (h, w).
+
+    They are averaged over areas if h and w divide their height and width; otherwise they are
+    interpolated bilinearly with anti-aliasing.
+    """
     height, width = images.shape[1:3]
     x = images.permute(0, 3, 1, 2).float() / 255
     if (height, width) == tuple(size):

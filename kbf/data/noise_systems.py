@@ -1,22 +1,24 @@
-"""State-space models whose noise is not Gaussian, or not of one size: what a filter without a likelihood is for.
+"""State-space models whose noise is not Gaussian or depends on the state.
 
-Each has its exact density, so that a particle filter tells the floor. z' is the next state, x its
-observation, e standard normal.
+Each has its exact density, so that a particle filter computes the floor (the Bayes-optimal error).
+z' is the next state, x its observation, e standard normal.
 
-==================  ===================================================================================================
-`Volatility`        z' = a z + s e, x = exp(z / 2) e: only the spread of x tells of z, its sign says nothing
-`Clutter`           oscillatory states; a share of the observations is uniform on a square, whatever the state
-`HeavyTails`        oscillatory states, x = z + s t, t from a Student law of 2 degrees of freedom
-`Spikes`            rotating states, seen by the spike counts of neurons with a preferred direction each
-`Multiplicative`    rotating states, x = z + (least + max(z_1, 0)) e: noisy on one side, clear on the other
-`Fork`              the direction turns by +turn or -turn with even odds, then x = z + s e: moves have two modes
-==================  ===================================================================================================
+================  ================================================================================
+`Volatility`      z' = a z + s e, x = exp(z / 2) e: the state is the log variance of x
+`Clutter`         oscillatory states; a share of the observations is uniform on a square
+`HeavyTails`      oscillatory states, x = z + s t, t from a Student distribution, 2 degrees of
+                  freedom
+`Spikes`          rotating states, observed as spike counts of neurons with preferred directions
+`Multiplicative`  rotating states, x = z + (least + max(z_1, 0)) e: the noise depends on the state
+`Fork`            the direction turns by +turn or -turn with even odds, then x = z + s e: the
+                  transition density has two modes
+================  ================================================================================
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -25,6 +27,20 @@ from torch import Generator, Tensor
 from kbf.ssm import StateSpaceModel, normal, oscillatory, rotate, rotation
 
 LOG_2PI = math.log(2 * math.pi)
+
+
+def move_of_model(
+    self: Any, z: Float[Tensor, "*b 2"], generator: Generator | None = None
+) -> Float[Tensor, "*b 2"]:
+    """Draws z' given z, for models whose transitions are those of their ``model``."""
+    return self.model.move(z, generator)
+
+
+def log_transition_of_model(
+    self: Any, after: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]
+) -> Float[Tensor, "*e"]:
+    """Returns log p(z' | z), for models whose transitions are those of their ``model``."""
+    return self.model.log_transition(after, z)
 
 
 class Volatility(NamedTuple):
@@ -40,113 +56,92 @@ class Volatility(NamedTuple):
     def move(
         self, z: Float[Tensor, "*b 1"], generator: Generator | None = None
     ) -> Float[Tensor, "*b 1"]:
-        """Draw z' given z."""
+        """Draws z' given z."""
         return self.persistence * z + self.scale * normal(z, generator)
 
     def observe(
         self, z: Float[Tensor, "*b 1"], generator: Generator | None = None
     ) -> Float[Tensor, "*b 1"]:
-        """Draw x given z."""
+        """Draws x given z."""
         return (z / 2).exp() * normal(z, generator)
 
     def log_likelihood(
         self, x: Float[Tensor, "*b 1"], z: Float[Tensor, "*c 1"]
     ) -> Float[Tensor, "*e"]:
-        """log N(x; 0, exp(z))."""
+        """Returns log N(x; 0, exp(z))."""
         return (-0.5 * (x.square() * (-z).exp() + z + LOG_2PI)).sum(-1)
 
     def log_transition(
         self, after: Float[Tensor, "*b 1"], z: Float[Tensor, "*c 1"]
     ) -> Float[Tensor, "*e"]:
-        """The logarithm of p(z' | z)."""
+        """Returns log N(z'; persistence z, scale^2)."""
         white = (after - self.persistence * z) / self.scale
         return (-0.5 * (white.square() + LOG_2PI)).sum(-1) - math.log(self.scale)
 
 
 class Clutter(NamedTuple):
-    """A model of the plane with Gaussian noise, but a ``share`` of its observations is uniform on [-width, width]^2."""
+    """A model of the plane; a ``share`` of its observations is uniform on [-width, width]^2."""
 
     model: StateSpaceModel = oscillatory()
     share: float = 0.3
     width: float = 2.0
     m0: tuple[float, ...] = (1.0, 0.0)
 
-    def move(
-        self, z: Float[Tensor, "*b 2"], generator: Generator | None = None
-    ) -> Float[Tensor, "*b 2"]:
-        """Draw z' given z."""
-        return self.model.move(z, generator)
+    move = move_of_model
+    log_transition = log_transition_of_model
 
     def observe(
         self, z: Float[Tensor, "*b 2"], generator: Generator | None = None
     ) -> Float[Tensor, "*b 2"]:
-        """Draw x given z."""
-        seen, anything = (
-            self.model.observe(z, generator),
-            self.width * (2 * uniform(z, generator) - 1),
-        )
-        return torch.where(uniform(z[..., :1], generator) < self.share, anything, seen)
+        """Draws x given z."""
+        regular = self.model.observe(z, generator)
+        clutter = self.width * (2 * uniform(z, generator) - 1)
+        return torch.where(uniform(z[..., :1], generator) < self.share, clutter, regular)
 
     def log_likelihood(
         self, x: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]
     ) -> Float[Tensor, "*e"]:
-        """The logarithm of (1 - share) N(x; h(z), R) + share / (2 width)^2 on the square."""
-        seen = math.log(1 - self.share) + self.model.log_likelihood(x, z)
+        """Returns log[(1 - share) N(x; h(z), R) + share / (2 width)^2 1(x in the square)]."""
+        regular = math.log(1 - self.share) + self.model.log_likelihood(x, z)
         inside = (x.abs() <= self.width).all(-1)
-        anything = torch.where(
-            inside, math.log(self.share) - 2 * math.log(2 * self.width), -math.inf
-        ).to(seen)
-        return torch.logaddexp(seen, anything)
-
-    def log_transition(
-        self, after: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]
-    ) -> Float[Tensor, "*e"]:
-        """The logarithm of p(z' | z)."""
-        return self.model.log_transition(after, z)
+        log_uniform = math.log(self.share) - 2 * math.log(2 * self.width)
+        return torch.logaddexp(regular, torch.where(inside, log_uniform, -math.inf).to(regular))
 
 
 class HeavyTails(NamedTuple):
-    """The states of a model of the plane, x = z + scale t with t from the Student law of 2 degrees of freedom in the plane.
+    """The states of a model of the plane, x = z + scale t, t bivariate Student with 2 dof.
 
-    t = e / sqrt(g), e standard normal and g exponential with mean 1: one g for both components. It
-    has no variance.
+    t = e / sqrt(g), e standard normal and g exponential with mean 1, one g for both components. Its
+    variance is infinite.
     """
 
     model: StateSpaceModel = oscillatory()
     scale: float = 0.2
     m0: tuple[float, ...] = (1.0, 0.0)
 
-    def move(
-        self, z: Float[Tensor, "*b 2"], generator: Generator | None = None
-    ) -> Float[Tensor, "*b 2"]:
-        """Draw z' given z."""
-        return self.model.move(z, generator)
+    move = move_of_model
+    log_transition = log_transition_of_model
 
     def observe(
         self, z: Float[Tensor, "*b 2"], generator: Generator | None = None
     ) -> Float[Tensor, "*b 2"]:
-        """Draw x given z."""
+        """Draws x given z."""
         g = -(1 - uniform(z[..., :1], generator)).log()
         return z + self.scale * normal(z, generator) / g.sqrt()
 
     def log_likelihood(
         self, x: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]
     ) -> Float[Tensor, "*e"]:
-        """The logarithm of (2 pi scale^2)^-1 (1 + |x - z|^2 / (2 scale^2))^-2."""
+        """Returns log[(2 pi scale^2)^-1 (1 + |x - z|^2 / (2 scale^2))^-2]."""
         squared = ((x - z) / self.scale).square().sum(-1)
         return -2 * torch.log1p(squared / 2) - LOG_2PI - 2 * math.log(self.scale)
 
-    def log_transition(
-        self, after: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]
-    ) -> Float[Tensor, "*e"]:
-        """The logarithm of p(z' | z)."""
-        return self.model.log_transition(after, z)
-
 
 class Spikes(NamedTuple):
-    """The states of a model of the plane, seen as Poisson counts of rate exp(gain (cos a_j, sin a_j) . z + offset).
+    """The states of a model of the plane, observed as Poisson counts of several neurons.
 
-    The preferred directions a_j of the ``neurons`` are evenly spaced.
+    The rates are exp(gain (cos a_j, sin a_j) . z + offset); the preferred directions a_j of the
+    ``neurons`` are equally spaced.
     """
 
     model: StateSpaceModel = rotation()
@@ -155,14 +150,11 @@ class Spikes(NamedTuple):
     offset: float = -1.5
     m0: tuple[float, ...] = (1.0, 0.0)
 
-    def move(
-        self, z: Float[Tensor, "*b 2"], generator: Generator | None = None
-    ) -> Float[Tensor, "*b 2"]:
-        """Draw z' given z."""
-        return self.model.move(z, generator)
+    move = move_of_model
+    log_transition = log_transition_of_model
 
     def log_rate(self, z: Float[Tensor, "*b 2"]) -> Float[Tensor, "*b q"]:
-        """Log rates of all neurons."""
+        """Returns the log rates of all neurons."""
         angle = (
             2 * math.pi / self.neurons * torch.arange(self.neurons, dtype=z.dtype, device=z.device)
         )
@@ -171,21 +163,15 @@ class Spikes(NamedTuple):
     def observe(
         self, z: Float[Tensor, "*b 2"], generator: Generator | None = None
     ) -> Float[Tensor, "*b q"]:
-        """Draw x given z."""
+        """Draws x given z."""
         return torch.poisson(self.log_rate(z).exp(), generator)
 
     def log_likelihood(
         self, x: Float[Tensor, "*b q"], z: Float[Tensor, "*c 2"]
     ) -> Float[Tensor, "*e"]:
-        """The logarithm of the product of Poisson probabilities."""
+        """Returns the logarithm of the product of Poisson probabilities."""
         log_rate = self.log_rate(z)
         return (x * log_rate - log_rate.exp() - torch.lgamma(x + 1)).sum(-1)
-
-    def log_transition(
-        self, after: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]
-    ) -> Float[Tensor, "*e"]:
-        """The logarithm of p(z' | z)."""
-        return self.model.log_transition(after, z)
 
 
 class Multiplicative(NamedTuple):
@@ -195,34 +181,25 @@ class Multiplicative(NamedTuple):
     least: float = 0.1
     m0: tuple[float, ...] = (1.0, 0.0)
 
-    def move(
-        self, z: Float[Tensor, "*b 2"], generator: Generator | None = None
-    ) -> Float[Tensor, "*b 2"]:
-        """Draw z' given z."""
-        return self.model.move(z, generator)
+    move = move_of_model
+    log_transition = log_transition_of_model
 
     def scale(self, z: Float[Tensor, "*b 2"]) -> Float[Tensor, "*b 1"]:
-        """Standard deviation of the noise at z."""
+        """Returns the standard deviation of the noise at z."""
         return self.least + z[..., :1].clamp_min(0)
 
     def observe(
         self, z: Float[Tensor, "*b 2"], generator: Generator | None = None
     ) -> Float[Tensor, "*b 2"]:
-        """Draw x given z."""
+        """Draws x given z."""
         return z + self.scale(z) * normal(z, generator)
 
     def log_likelihood(
         self, x: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]
     ) -> Float[Tensor, "*e"]:
-        """log N(x; z, scale(z)^2 I)."""
+        """Returns log N(x; z, scale(z)^2 I)."""
         scale = self.scale(z)
         return -0.5 * ((x - z) / scale).square().sum(-1) - LOG_2PI - 2 * scale[..., 0].log()
-
-    def log_transition(
-        self, after: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]
-    ) -> Float[Tensor, "*e"]:
-        """The logarithm of p(z' | z)."""
-        return self.model.log_transition(after, z)
 
 
 class Fork(NamedTuple):
@@ -236,33 +213,33 @@ class Fork(NamedTuple):
     def branch(
         self, z: Float[Tensor, "*b 2"], side: Float[Tensor, "*b"] | float
     ) -> Float[Tensor, "*b 2"]:
-        """The direction of z, turned to one side (1 or -1)."""
+        """Returns the direction of z, turned to one side (1 or -1)."""
         angle = torch.as_tensor(side, dtype=z.dtype, device=z.device) * self.turn
         return rotate(z / z.norm(dim=-1, keepdim=True), angle)
 
     def move(
         self, z: Float[Tensor, "*b 2"], generator: Generator | None = None
     ) -> Float[Tensor, "*b 2"]:
-        """Draw z' given z."""
+        """Draws z' given z."""
         side = torch.where(uniform(z[..., 0], generator) < 0.5, 1.0, -1.0).to(z)
         return self.branch(z, side) + self.sigma_z * normal(z, generator)
 
     def observe(
         self, z: Float[Tensor, "*b 2"], generator: Generator | None = None
     ) -> Float[Tensor, "*b 2"]:
-        """Draw x given z."""
+        """Draws x given z."""
         return z + self.sigma_x * normal(z, generator)
 
     def log_likelihood(
         self, x: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]
     ) -> Float[Tensor, "*e"]:
-        """log N(x; z, sigma_x^2 I)."""
+        """Returns log N(x; z, sigma_x^2 I)."""
         return isotropic_log_density(x - z, self.sigma_x)
 
     def log_transition(
         self, after: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]
     ) -> Float[Tensor, "*e"]:
-        """The logarithm of the mean of both branches' Gaussians."""
+        """Returns the logarithm of the mean of both branches' Gaussian densities."""
         both = [
             isotropic_log_density(after - self.branch(z, side), self.sigma_z)
             for side in (1.0, -1.0)
@@ -271,12 +248,12 @@ class Fork(NamedTuple):
 
 
 def isotropic_log_density(residual: Float[Tensor, "*b q"], sigma: float) -> Float[Tensor, "*b"]:
-    """log N(residual; 0, sigma^2 I)."""
+    """Returns log N(residual; 0, sigma^2 I)."""
     return -0.5 * (residual / sigma).square().sum(-1) - residual.shape[-1] * (
         math.log(sigma) + LOG_2PI / 2
     )
 
 
 def uniform(like: Tensor, generator: Generator | None = None) -> Tensor:
-    """Numbers between 0 and 1 of the shape, type and device of ``like``."""
+    """Draws numbers between 0 and 1 of the shape, type and device of ``like``."""
     return torch.rand(like.shape, dtype=like.dtype, device=like.device, generator=generator)

@@ -1,9 +1,9 @@
-"""The pendulum of the Recurrent Kalman Networks: images whose quality varies, and is itself correlated in time.
+"""The pendulum of the Recurrent Kalman Networks, observed as images of time-correlated quality.
 
-The state is z = (sin theta, cos theta): theta = 0 is upright, where the pendulum stands on its
-head; pictures show that downwards (row numbers grow with cos theta): states and pictures are those
-of the authors turned by half a circle, which is the same task. An image shows the angle, more or
-less; the speed must be inferred over time, and how much to trust an image as well.
+The state is z = (sin theta, cos theta); theta = 0 is upright. Row numbers of an image grow with
+cos theta, so that the upright pendulum points down in the image: states and images are those of the
+authors rotated by half a turn, which is the same task. An image shows the angle with varying
+quality; the speed and the quality must be inferred over time.
 """
 
 from __future__ import annotations
@@ -17,18 +17,35 @@ from torch import Generator, Tensor
 
 from kbf.recording import Recording
 
-GRAVITY, FRICTION, DT, SIMULATED_DT = 9.81, 0.1, 0.05, 1e-4
-"""m/s^2, 1/s, and seconds from one image to the next and of one step of the simulation; mass and length are 1."""
-CANVAS, PIXELS, LENGTH, WIDTH = 128, 24, 55.0, 8.0
-"""Pixels along a side where the line is drawn, along a side of an image, and of the line."""
+# In m/s^2; mass and length are 1.
+GRAVITY = 9.81
+
+# In 1/s.
+FRICTION = 0.1
+
+# Seconds between two images.
+DT = 0.05
+
+# Seconds of one step of the simulation.
+SIMULATED_DT = 1e-4
+
+# Pixels along a side of the canvas on which the rod is drawn.
+CANVAS = 128
+
+# Pixels along a side of an image.
+PIXELS = 24
+
+# Of the rod, in pixels of the canvas.
+ROD_LENGTH, ROD_WIDTH = 55.0, 8.0
+
+# Half width of the resampling filter, in pixels of an image.
 LANCZOS = 3
-"""Half width of the filter that reduces an image, in pixels of the reduced one."""
 
 
 class Quality(NamedTuple):
-    """How good the images of a sequence are: shown = f_t image + (1 - f_t) U(0, 1) in each pixel.
+    """Quality of the images of a sequence: observed = f_t image + (1 - f_t) U(0, 1) in each pixel.
 
-    f walks: g_0 ~ U(0, 1), g_t = g_{t-1} + U(-step, step) within [0, 1]; f = (g - a) / (b - a)
+    f is a random walk: g_0 ~ U(0, 1), g_t = g_{t-1} + U(-step, step) within [0, 1]; f = (g - a) / (b - a)
     within [0, 1], with a ~ U(0, low) and b ~ U(high, 1) for each sequence. The first ``clean``
     images have f = 1.
     """
@@ -40,12 +57,12 @@ class Quality(NamedTuple):
 
 
 class PendulumRKN:
-    """Sequences of a pendulum with friction, released at rest at any angle, seen as noisy images of 24 x 24 pixels.
+    """Sequences of a pendulum with friction, observed as noisy images of 24 x 24 pixels.
 
-    omega' = omega + (3 g sin theta - friction omega) dt, theta' = theta + omega' dt in steps of
-    1e-4 s (inertia m l^2 / 3), and every 0.05 s omega has N(0, sigma_omega^2) added and an image is
-    taken. Sequences are drawn one by one: with one seed, more training sequences begin with the
-    fewer, and the test sequences are the same.
+    It is released at rest at a uniform angle. omega' = omega + (3 g sin theta - friction omega) dt, theta' = theta + omega' dt in steps of
+    1e-4 s (inertia m l^2 / 3). Every 0.05 s N(0, sigma_omega^2) is added to omega and an image is
+    taken. Sequences are drawn one by one: for one seed, the training sequences for a smaller
+    ``n_train`` are the first of those for a larger one, and the test sequences are the same.
 
     Attributes:
         train: ``n_train`` sequences, states ``T 2`` float64, observations ``T 1 24 24`` float32 in
@@ -66,14 +83,15 @@ class PendulumRKN:
         quality: Quality | None = None,
         clean: bool = False,
     ) -> None:
-        """Draw the data.
+        """Simulate the data.
 
         Args:
-            n_train: sequences to learn from. n_test: sequences to score on. seed: of everything
-                that is drawn.
-            steps: of each sequence. sigma_omega: standard deviation of the noise of the speed,
-                rad/s a step.
-            quality: of the images; None for that of the paper. clean: images without noise.
+            n_train: number of training sequences. n_test: number of test sequences. seed: of all
+                random draws.
+            steps: length of each sequence. sigma_omega: standard deviation of the noise of the
+                speed, rad/s a step.
+            quality: of the images; None for that of the paper. clean: True for images without
+                noise.
 
         Raises:
             ValueError: no training or test sequence, fewer than two steps, or numbers out of range.
@@ -91,20 +109,18 @@ class PendulumRKN:
             and sigma_omega >= 0
         ):
             raise ValueError(
-                f"quality needs 0 <= low < high <= 1, and no number may be negative: {quality}, {sigma_omega}"
+                "quality needs 0 <= low < high <= 1, and no number may be negative: "
+                f"{quality}, {sigma_omega}"
             )
-        self.test = draw_sequences(
-            n_test, 2 * seed + 1, steps, sigma_omega, None if clean else quality
-        )
-        self.train = draw_sequences(
-            n_train, 2 * seed, steps, sigma_omega, None if clean else quality
-        )
+        settings = steps, sigma_omega, None if clean else quality
+        self.test = draw_sequences(n_test, 2 * seed + 1, *settings)
+        self.train = draw_sequences(n_train, 2 * seed, *settings)
 
 
 def draw_sequences(
     count: int, seed: int, steps: int, sigma_omega: float, quality: Quality | None
 ) -> list[Recording]:
-    """So many sequences, each with random numbers of its own."""
+    """Returns ``count`` sequences, each drawn with its own generator."""
     generators = [Generator().manual_seed(1_000_003 * seed + k) for k in range(count)]
     start = torch.stack([2 * math.pi * uniform(g) for g in generators])
     noise = torch.stack(
@@ -123,7 +139,7 @@ def draw_sequences(
 
 
 def swing(start: Float[Tensor, " b"], noise: Float[Tensor, "b T"]) -> Float[Tensor, "b T+1"]:
-    """The angles ``b T+1`` from the start at rest on, with the noise of the speed that each move ends with."""
+    """Returns the angles from the start at rest; ``noise`` is added to the speed after each move."""
     theta, omega = start, torch.zeros_like(start)
     angles = [theta]
     for e in noise.unbind(1):
@@ -136,41 +152,41 @@ def swing(start: Float[Tensor, " b"], noise: Float[Tensor, "b T"]) -> Float[Tens
 
 
 def lines(theta: Float[Tensor, " n"]) -> Float[Tensor, "n 128 128"]:
-    """Pictures of a rod from the middle to 55 pixels away at (sin theta, cos theta), to the right and down: 1 on it, else 0."""
+    """Returns pictures of a rod from the middle towards (sin theta, cos theta): 1 on it, else 0.
+
+    The first coordinate is to the right, the second down.
+    """
     centre = torch.arange(CANVAS, dtype=theta.dtype) + 0.5 - CANVAS / 2
     right, down = centre[None, None, :], centre[None, :, None]
     s, c = theta.sin()[:, None, None], theta.cos()[:, None, None]
     along, across = right * s + down * c, right * c - down * s
-    return ((along >= 0) & (along <= LENGTH) & (across.abs() <= WIDTH / 2)).to(theta.dtype)
+    return ((along >= 0) & (along <= ROD_LENGTH) & (across.abs() <= ROD_WIDTH / 2)).to(theta.dtype)
 
 
 def reduce(images: Float[Tensor, "n 128 128"]) -> Float[Tensor, "n 24 24"]:
-    """Smaller pictures, by Lanczos' filter along rows and columns."""
+    """Returns the pictures resampled by a Lanczos filter along rows and columns."""
     W = lanczos(CANVAS, PIXELS).to(images)
     return (W @ images @ W.mT).clamp(0, 1)
 
 
 def lanczos(n: int, m: int) -> Float[Tensor, "m n"]:
-    """Weights of n pixels in each of m < n: sinc(u) sinc(u / 3), |u| < 3 the distance in new pixels, with sum 1."""
-    new, old = (
-        torch.arange(m, dtype=torch.float64) + 0.5,
-        (torch.arange(n, dtype=torch.float64) + 0.5) * m / n,
-    )
-    u = old - new[:, None]
+    """Returns the weights of n pixels in each of m < n: sinc(u) sinc(u / 3), normalised to sum 1.
+
+    u is the distance in new pixels, |u| < 3.
+    """
+    old = (torch.arange(n, dtype=torch.float64) + 0.5) * m / n
+    u = old - (torch.arange(m, dtype=torch.float64) + 0.5)[:, None]
     W = torch.where(u.abs() < LANCZOS, torch.sinc(u) * torch.sinc(u / LANCZOS), 0)
     return W / W.sum(1, keepdim=True)
 
 
 def walk(quality: Quality, steps: int, generator: Generator) -> Float[Tensor, " T"]:
-    """f of `Quality`."""
-    low, high = (
-        quality.low * uniform(generator),
-        quality.high + (1 - quality.high) * uniform(generator),
-    )
+    """Draws f of `Quality`."""
+    low = quality.low * uniform(generator)
+    high = quality.high + (1 - quality.high) * uniform(generator)
     g = [uniform(generator)]
-    for move in quality.step * (
-        2 * torch.rand(steps - 1, generator=generator, dtype=torch.float64) - 1
-    ):
+    draws = torch.rand(steps - 1, generator=generator, dtype=torch.float64)
+    for move in quality.step * (2 * draws - 1):
         g.append((g[-1] + move).clamp(0, 1))
     f = ((torch.stack(g) - low) / (high - low)).clamp(0, 1)
     f[: quality.clean] = 1
@@ -180,12 +196,12 @@ def walk(quality: Quality, steps: int, generator: Generator) -> Float[Tensor, " 
 def spoil(
     images: Float[Tensor, "T 24 24"], f: Float[Tensor, " T"], generator: Generator
 ) -> Float[Tensor, "T 24 24"]:
-    """f_t image + (1 - f_t) U(0, 1), float32."""
+    """Returns f_t image + (1 - f_t) U(0, 1), float32."""
     noise = torch.rand(images.shape, generator=generator, dtype=images.dtype)
     f = f[:, None, None]
     return (f * images + (1 - f) * noise).float()
 
 
 def uniform(generator: Generator) -> Tensor:
-    """One number from U(0, 1), float64."""
+    """Draws one number from U(0, 1), float64."""
     return torch.rand((), generator=generator, dtype=torch.float64)

@@ -1,23 +1,24 @@
-"""Recordings drawn from a state-space model with known equations."""
+"""Recordings simulated from a state-space model with known equations."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from kbf.data.windows import piece
 from kbf.recording import Recording
 from kbf.runtime.html_repr import Shown
 from kbf.ssm import StateSpace, simulate
 
 
 class SyntheticData(Shown):
-    """One trajectory of a known model: its first ``n_train`` steps to learn from, the ``n_test`` steps after them as the test.
+    """One trajectory of a known model: `n_train` training steps, followed by `n_test` test steps.
 
-    The trajectory starts at ``start``, moves, and then observes. With one seed, a longer training
-    part begins with the shorter.
+    The trajectory starts at ``start``; each step moves the state and then observes it. For one
+    seed, the training part for a smaller `n_train` is the beginning of that for a larger one.
 
     Attributes:
-        train: a list of one sequence. test: a list of one sequence. problem: the model, the truth
-            behind the data.
+        train: a list of one recording. test: a list of one recording. problem: the true model.
 
     References: Xu et al. (2022), section 6.2.
     """
@@ -30,14 +31,14 @@ class SyntheticData(Shown):
         seed: int = 0,
         start: tuple[float, ...] | list[float] | None = None,
     ) -> None:
-        """Draw the data, float64.
+        """Simulate the data, in float64.
 
         Args:
             problem: a model of `kbf.ssm`.
-            n_train: steps to learn from.
-            n_test: steps to score on.
-            seed: of everything that is drawn.
-            start: z_0; None for the model's own m0, or (1, 0) where it has none.
+            n_train: number of training steps.
+            n_test: number of test steps.
+            seed: of all random draws.
+            start: z_0; None for the model's own m0, or (1, 0) if it has none.
 
         Raises:
             ValueError: fewer than two training steps or no test step.
@@ -50,13 +51,19 @@ class SyntheticData(Shown):
             problem, z0, n_train + n_test, torch.Generator().manual_seed(seed)
         )
         self.problem = problem
-        self.train: list[Recording] = [Recording(states[:n_train], obs[:n_train])]
-        self.test: list[Recording] = [Recording(states[n_train:], obs[n_train:])]
+        self.train, self.test = split_at(n_train, states, obs)
+
+
+def split_at(n_train: int, states: Tensor, obs: Tensor) -> tuple[list[Recording], list[Recording]]:
+    """Returns the first ``n_train`` steps and the steps after them, a list of one recording each."""
+    whole = Recording(states, obs)
+    return [piece(whole, 0, n_train)], [piece(whole, n_train, len(states))]
 
 
 def check_lengths(kind: str, n_train: int, n_test: int) -> None:
-    """Raise a ValueError unless there is a move to learn from and a step to score."""
+    """Raises a ValueError unless there is a transition to learn from and a step to score."""
     if n_train < 2 or n_test < 1:
         raise ValueError(
-            f"{kind} data needs n_train >= 2 and n_test >= 1, got n_train {n_train} and n_test {n_test}"
+            f"{kind} data needs n_train >= 2 and n_test >= 1, "
+            f"got n_train {n_train} and n_test {n_test}"
         )

@@ -49,8 +49,8 @@ def folds(lengths: list[int], count: int) -> list[list[Span]]:
     return cut(lengths, [round(total * k / count) for k in range(count + 1)])
 
 
+# Share of the steps in one recording from which holding it out whole would leave too little.
 MOST_OF_ALL = 2 / 3
-"""Share of the steps in one recording from which holding it out whole would leave too little."""
 
 
 def nearest_end(lengths: list[int], step: float) -> int:

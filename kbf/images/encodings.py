@@ -33,10 +33,11 @@ from kbf.filters.wrapper import FilterWrapper
 from kbf.manifolds import CIRCLE, FLAT, Manifold, manifold_of
 from kbf.recording import Recording, as_float
 
+# Logarithm of pi_0 over the other shares, before training.
 LITTLE_DOUBT = -5.0
-"""Logarithm of pi_0 over the other shares, before training."""
+
+# Least and largest logarithm of one over a standard deviation, in units of the states'.
 LOG_ROOTS = (-3.0, 7.0)
-"""Least and largest logarithm of one over a standard deviation, in units of the states'."""
 
 
 class Encoding(nn.Module):

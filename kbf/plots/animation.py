@@ -48,8 +48,8 @@ from kbf.plots.tracks import (
 from kbf.recording import Recording
 from kbf.runtime.atomic_files import replacing
 
+# Steps of the past that stay in an animation.
 TRAIL_STEPS = 20
-"""Steps of the past that stay in an animation."""
 
 
 def animate(

@@ -19,8 +19,11 @@ from kbf.plots.tracks import GREY, MARKERS, PALETTE, STYLE, TRUTH
 from kbf.rkhs.linalg import evenly
 
 Row = Mapping[str, Any]
+
+# Points of a column or a part that are drawn, evenly spaced: more cannot be told apart, and take
+# minutes.
 MOST_POINTS = 20_000
-"""Points of a column or a part that are drawn, evenly spaced: more cannot be told apart, and take minutes."""
+
 PART_COLOURS = {"train": PALETTE[1], "validation": PALETTE[2], "test": PALETTE[0], "": GREY}
 
 

@@ -20,19 +20,20 @@ from kbf.recording import Recording
 
 PANEL_KINDS = ("auto", "compass", "map", "rows")
 
+# Most components that are drawn below a frame.
 MOST_COMPONENTS = 6
-"""Most components that are drawn below a frame."""
 
+# Colours and sizes: an estimate does not hide the truth behind it.
 DOT_SIZES = ((TRUTH, 6.0), (ESTIMATE, 4.0))
-"""Colours and sizes: an estimate does not hide the truth behind it."""
 
 Extent = tuple[float, float, float, float]
 
+# States ``t d``, estimates ``t d``, covariances ``t d d`` or None.
 Values = tuple[Tensor, Tensor, Tensor | None]
-"""States ``t d``, estimates ``t d``, covariances ``t d d`` or None."""
 
+# Draws a true state ``d``, its estimate ``d`` and the estimate's covariance ``d d`` or None, in
+# place of the ones before.
 Show = Callable[[Tensor, Tensor, Tensor | None], None]
-"""Draws a true state ``d``, its estimate ``d`` and the estimate's covariance ``d d`` or None, in place of the ones before."""
 
 
 def frame_grid(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kbf.data.download import cache_dir
+from kbf.data.cache import cache_dir
 from kbf.runtime.atomic_files import replacing
 from kbf.runtime.optional_dependencies import need
 

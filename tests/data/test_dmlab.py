@@ -18,7 +18,7 @@ import kbf.data.render
 from kbf.cli import main
 from kbf.data.dataset import load_data
 from kbf.data.dmlab import OrientationImages
-from kbf.data.download import cache_dir
+from kbf.data.cache import cache_dir
 from kbf.data.frames import (
     Frames,
     as_observations,
@@ -81,9 +81,7 @@ def rendered(tmp_path, monkeypatch):
         if progress is not None:
             progress(len(yaw_degrees))
         about = {"renderer": f"the {name}", "level": level or "own", "seed": seed}
-        return types.SimpleNamespace(
-            images=encoded(yaw_degrees, size), yaw_degrees=yaw_degrees.float(), about=about
-        )
+        return Frames(encoded(yaw_degrees, size), yaw_degrees.float(), about)
 
     monkeypatch.setattr(kbf.data.render, "render", render)
     monkeypatch.setenv("KBF_CACHE", str(tmp_path / "cache"))
@@ -479,7 +477,7 @@ def process(monkeypatch):
     def begin(interrupt=None, twist=0.0, missing=None):
         steady = {"frames": 3600, "turns": 1}
         levels = {
-            dmlab.LEVEL: steady,
+            dmlab.DEFAULT_LEVEL: steady,
             "other": steady,
             "short": {"frames": 800, "turns": 1},
             "stuck": {"frames": 3600, "turns": 0},
@@ -497,7 +495,7 @@ def process(monkeypatch):
     return begin
 
 
-def equal(a: dmlab.Views, b: dmlab.Views) -> bool:
+def equal(a: Frames, b: Frames) -> bool:
     return all(
         torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
         for x, y in zip(a, b, strict=True)
@@ -520,7 +518,7 @@ def test_an_agent_turns_and_its_yaw_is_read_back(process, tmp_path, turns, count
     assert (views.position == torch.tensor([516.0, 300.0, 51.0])).all()
     assert views.about | {"look": 2} == {
         "renderer": "DeepMind Lab",
-        "level": dmlab.LEVEL,
+        "level": dmlab.DEFAULT_LEVEL,
         "seed": 5,
         "size": [6, 8],
         "look": 2,
@@ -688,13 +686,13 @@ def test_the_command_renders_with_the_engine(process, tmp_path, capsys):
     process()
     assert main(words) == 0
     told = capsys.readouterr().out
-    assert all(word in told for word in ("DeepMind Lab", dmlab.LEVEL, "1705", "0.21"))
+    assert all(word in told for word in ("DeepMind Lab", dmlab.DEFAULT_LEVEL, "1705", "0.21"))
     assert sorted(path.name for path in out.parent.iterdir()) == ["lab.npz", "lab.png"]
     frames = read_frames(out)
     assert (check_frames(frames).views, frames.about["seed"]) == (1705, 5)
     assert (
         OrientationImages(9, 4, frames=out).renderer
-        == f"DeepMind Lab, level {dmlab.LEVEL}, seed 5, frames of lab.npz"
+        == f"DeepMind Lab, level {dmlab.DEFAULT_LEVEL}, seed 5, frames of lab.npz"
     )
     assert main(words) == 0  # a second engine in the process does no harm
 

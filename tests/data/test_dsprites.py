@@ -23,7 +23,8 @@ from kbf.cli import main
 from kbf.config import configure
 from kbf.data import dsprites
 from kbf.data.dataset import load_data
-from kbf.data.download import cache_dir, download
+from kbf.data.cache import cache_dir
+from kbf.data.download import download
 from kbf.data.dsprites import DSprites, frame_index, log_interval, open_dsprites, position_model
 from kbf.data.sprites import SIZES, render_sprites
 from kbf.data.synthetic import SyntheticData
@@ -216,12 +217,12 @@ def test_what_is_not_the_published_file(tmp_path, cache):
         "Fortran order": {"imgs": np.asfortranarray(images)},
         "its latents_classes are not those": {"latents_classes": classes[::-1]},
         "allow_pickle=False": {"latents_classes": np.array([Bomb()])},
-        r"of 200 pictures \d+ are as expected": {"imgs": images.transpose(0, 2, 1).copy()},
-        r"of 200 pictures 0 are as expected": {"imgs": 255 * images},
-        r"of 200 pictures \d+ are as expected; one is off by 1 pixels": {
+        r"of 200 images \d+ are as expected": {"imgs": images.transpose(0, 2, 1).copy()},
+        r"of 200 images 0 are as expected": {"imgs": 255 * images},
+        r"of 200 images \d+ are as expected; one is off by 1 pixels": {
             "imgs": np.where(third, images ^ pixel, images)
         },
-        r"of 200 pictures 1[6-9]\d are as expected; one is off by 9 pixels": {
+        r"of 200 images 1[6-9]\d are as expected; one is off by 9 pixels": {
             "imgs": np.where(tenth, images ^ nine, images)
         },
     }
@@ -322,7 +323,7 @@ def test_download_goes_on_where_it_broke_off(tmp_path, server):
         "sha256": hashlib.sha256(CONTENT).hexdigest().upper(),
         "md5": hashlib.md5(CONTENT).hexdigest(),
     }
-    with pytest.raises(ValueError, match=f"broke off after 1000 of {len(CONTENT)} bytes"):
+    with pytest.raises(ValueError, match=f"interrupted after 1000 of {len(CONTENT)} bytes"):
         download(f"{url}/broken", path, sums)
     assert not path.exists()
     assert part.read_bytes() == CONTENT[:1000]
@@ -357,7 +358,7 @@ def test_download_of_something_else(tmp_path, server):
     ):
         download(f"{url}/whole", tmp_path / "file", {"sha256": "1234"})
     assert left(tmp_path) == []
-    with pytest.raises(ValueError, match=r"cannot download .*/nothing: the server says 404"):
+    with pytest.raises(ValueError, match=r"cannot download .*/nothing: the server answers 404"):
         download(f"{url}/nothing", tmp_path / "file")
     assert left(tmp_path) == []
     (tmp_path / "file").write_bytes(b"older")
@@ -560,7 +561,7 @@ def test_likelihood_far_out():
         assert far.dtype == dtype
         assert far[0] < far[1]
     with pytest.raises(
-        ValueError, match=r"sees positions .* got \(4, 1, 1, 64, 64\): pictures must be decoded"
+        ValueError, match=r"observes positions .* got \(4, 1, 1, 64, 64\): images must be decoded"
     ):
         position_model().log_likelihood(torch.zeros(4, 1, 1, 64, 64), torch.zeros(4, 10, 2))
 

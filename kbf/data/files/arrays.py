@@ -25,6 +25,7 @@ from kbf.data.files.image_io import as_images
 from kbf.data.files.layout import Contents, FileRecording, Layout, by_recording, own_package
 from kbf.data.files.limits import check_bytes, stored_bytes
 
+# Names that arrays of each role usually have; the layout may give others.
 USUAL_NAMES = {
     "states": ["states"],
     "observations": ["observations", "obs"],
@@ -33,7 +34,6 @@ USUAL_NAMES = {
     "time": ["times", "time"],
     "recording": ["recording"],
 }
-"""Names that arrays of each role usually have; the layout may give others."""
 
 Get = Callable[[str], Any]
 

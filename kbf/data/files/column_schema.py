@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kbf.rkhs.embeddings import project_so3
 
+# Components inside, by kind of part.
 WIDTH_OF_KIND = {"number": 1, "angle": 2, "rotation": 9}
-"""Components inside, by kind of part."""
 
 
 class Part(NamedTuple):

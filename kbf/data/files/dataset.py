@@ -27,8 +27,9 @@ from kbf.data.windows import Span, take
 from kbf.recording import Recording, control_width
 from kbf.runtime.html_repr import Shown
 
+# The file that was read last, by path, age and layout: a configuration asks for its shapes, then
+# the command for the data.
 LAST_READ: dict[tuple[Any, ...], Contents] = {}
-"""The file that was read last, by path, age and layout: a configuration asks for its shapes, then the command for the data."""
 
 
 class FileData(Shown):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+# Of all that is read of a file, unpacked, at most: 4 GiB.
 LARGEST_BYTES = 2**32
-"""Of all that is read of a file, unpacked, at most: 4 GiB."""
 
+# A measurement, at most: its square is still a number.
 LARGEST_NUMBER = 1e150
-"""A measurement, at most: its square is still a number."""
 
+# Pixels of a picture or a frame, at most: 67 million.
 LARGEST_PICTURE = 2**26
-"""Pixels of a picture or a frame, at most: 67 million."""
 
 
 def check_bytes(count: int, where: Path | str, largest: int | None = None) -> None:

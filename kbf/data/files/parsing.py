@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 
+# Contents of a cell, in lower case, that mean a missing value.
 EMPTY_CELLS = {"", "nan", "na", "n/a", "null", "none"}
-"""Contents of a cell, in lower case, that mean a missing value."""
 
 
 def number(cell: str) -> float | None:

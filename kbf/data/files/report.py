@@ -13,23 +13,23 @@ from kbf.data.files.layout import FileRecording
 from kbf.recording import Recording
 from kbf.rkhs.linalg import evenly
 
+# Warn if there are fewer training steps than this.
 FEW_STEPS = 100
-"""Warn if there are fewer training steps than this."""
 
+# Warn if more than this share of the steps repeat the step before.
 REPEATED_SHARE = 0.05
-"""Warn if more than this share of the steps repeat the step before."""
 
+# Warn if more than this share of the test steps lie outside the region of the training steps.
 OUTSIDE_SHARE = 0.01
-"""Warn if more than this share of the test steps lie outside the region of the training steps."""
 
+# A value this many robust standard deviations from the median is an outlier.
 OUTLIER_DEVIATIONS = 8.0
-"""A value this many robust standard deviations from the median is an outlier."""
 
+# Points of each part that distances are taken between, at most.
 LOOKED_AT = 10_000
-"""Points of each part that distances are taken between, at most."""
 
+# This many steps before and after a step do not count as its nearest neighbours.
 ADJACENT_STEPS = 10
-"""This many steps before and after a step do not count as its nearest neighbours."""
 
 
 class Report(NamedTuple):

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kbf.data.windows import Span
 
+# How large a part is: a share, or the names of its sequences; for the test part also ``all``.
 Share = float | int | str | list[str]
-"""How large a part is: a share, or the names of its sequences; for the test part also ``all``."""
 
 
 def split(

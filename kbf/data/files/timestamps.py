@@ -8,11 +8,12 @@ from torch import Tensor
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.layout import FileRecording
 
+# A recording is cut where a move takes longer than this many median time steps.
 LARGEST_GAP = 5.0
-"""A recording is cut where a move takes longer than this many median time steps."""
 
+# A move is irregular if its duration differs from the median time step by more than this share of
+# it.
 UNEVEN_SHARE = 0.01
-"""A move is irregular if its duration differs from the median time step by more than this share of it."""
 
 
 def check_times(recording: FileRecording) -> None:

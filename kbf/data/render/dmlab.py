@@ -1,4 +1,4 @@
-"""Views of the real DeepMind Lab: an agent that stands at its spawn point and turns, with the yaw read back from the engine."""
+"""Views of the real DeepMind Lab: an agent turns at its spawn point, with its yaw from the engine."""
 
 from __future__ import annotations
 
@@ -17,46 +17,52 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from kbf.data.frames import Frames
 from kbf.runtime.atomic_files import replacing
 
-LEVEL = "nav_maze_static_01"
-LOOK = 2
-"""Units of the look action in each frame, unless others are asked for; positive ones turn to the right."""
-MOST_LOOK = 47
-"""With more of them views would be more than 5 degrees apart (`kbf.data.frames.check_frames`)."""
-STEP = 0.1056
-"""Degrees that one unit turns in one frame, at 60 frames a second."""
-SETTLE = 60
-"""Frames without action before the first view: a second, after which the agent stands on the ground and every run sees the same."""
-EVERY = 300
-"""Views before the first writing of the part file; it is written again when three times as much is there."""
-VIEW = "DEBUG.CAMERA_INTERLEAVED.PLAYER_VIEW_NO_RETICLE"  # without the heads-up display
-ROTATION = "DEBUG.POS.ROT"  # pitch, yaw, roll in degrees
+DEFAULT_LEVEL = "nav_maze_static_01"
+
+# Units of the look action in each frame by default; positive ones turn to the right.
+DEFAULT_LOOK = 2
+
+# With more units the views would be more than 5 degrees apart (`kbf.data.frames.check_frames`).
+MAX_LOOK = 47
+
+# Degrees that one unit turns in one frame, at 60 frames a second.
+DEGREES_PER_UNIT = 0.1056
+
+# Frames without action before the first view: after one second the agent stands on the ground, and
+# the views of all runs agree.
+SETTLE_FRAMES = 60
+
+# Views before the part file is written first; it is written again when their number has tripled.
+VIEWS_BEFORE_FIRST_SAVE = 300
+
+# Without the heads-up display.
+VIEW = "DEBUG.CAMERA_INTERLEAVED.PLAYER_VIEW_NO_RETICLE"
+
+# Pitch, yaw, roll in degrees.
+ROTATION = "DEBUG.POS.ROT"
+
 POSITION = "DEBUG.POS.TRANS"
+
 STAY = np.zeros(7, dtype=np.intc)
+
+# The range of a C int.
 SEEDS = range(-(2**31), 2**31)
-"""What fits a C int."""
+
 MISSING = (
-    "the Python module deepmind_lab is not installed, and no wheel of it is published. Build one: with Bazel from the sources at "
-    "github.com/google-deepmind/lab (python/pip_package there), or with the package dmlab-gym (Python 3.13; 'dmlab-gym build' "
-    "needs Docker or Podman). Then 'pip install' the wheel, or 'docker build --build-context lab=DIR' with DIR holding it. "
-    "Without it, data=dmlab works with the embedded renderer (data.renderer=maze)"
+    "the Python module deepmind_lab is not installed, and no wheel of it is published. Build one: "
+    "with Bazel from the sources at github.com/google-deepmind/lab (python/pip_package there), or "
+    "with the package dmlab-gym (Python 3.13; 'dmlab-gym build' needs Docker or Podman). Then 'pip "
+    "install' the wheel, or 'docker build --build-context lab=DIR' with the folder DIR of the "
+    "wheel. Without it, data=dmlab works with the embedded renderer (data.renderer=maze)"
 )
 
 
-class Views(NamedTuple):
-    """Images ``N H W 3`` uint8, yaw ``N`` float32 in [-180, 180) and ascending, what made them, position ``N 3`` float64."""
-
-    images: Tensor
-    yaw_degrees: Tensor
-    about: dict[str, Any]
-    position: Tensor
-
-
 class View(NamedTuple):
-    """One observation: image ``H W 3`` uint8, yaw in degrees, position ``3``."""
+    """One view: image ``H W 3`` uint8, yaw in degrees, position ``3``."""
 
     image: np.ndarray
     yaw: float
@@ -65,26 +71,26 @@ class View(NamedTuple):
 
 @runtime_checkable
 class Engine(Protocol):
-    """What is used of ``deepmind_lab.Lab``."""
+    """The methods of ``deepmind_lab.Lab`` that are used."""
 
     def reset(self, *, seed: int) -> object:
-        """Begin an episode at the spawn point."""
+        """Starts an episode at the spawn point."""
         ...
 
     def step(self, action: np.ndarray, num_steps: int = 1) -> object:
-        """Advance by frames."""
+        """Advances by ``num_steps`` frames."""
         ...
 
     def is_running(self) -> bool:
-        """False once the episode is over."""
+        """Whether the episode has not ended."""
         ...
 
     def observations(self) -> dict[str, Any]:
-        """What was asked for when the engine was made, all of one moment."""
+        """Returns the observations named at the construction of the engine, all of one moment."""
         ...
 
     def close(self) -> object:
-        """Release the engine."""
+        """Releases the engine."""
         ...
 
 
@@ -95,36 +101,36 @@ def turn_round(
     seed: int = 0,
     size: tuple[int, int] = (72, 96),
     turns: int = 1,
-    look: int = LOOK,
+    look: int = DEFAULT_LOOK,
     progress: Callable[[int], object] | None = None,
-) -> Views:
-    """Turn an agent through full turns, and look.
+) -> Frames:
+    """Records the views of an agent that turns through full turns.
 
-    What was seen is kept in the file ``part``, every `EVERY` views and when the work ends, by an
-    error and Ctrl-C too. With a part of the same level, seed, size and look, the engine repeats the
-    same actions and goes on behind its last view; if that view does not come out the same, the work
-    begins again with a new engine. The caller removes the part; after a failure that would come
-    again it is removed here.
+    Unfinished views are saved in the file ``part`` (`VIEWS_BEFORE_FIRST_SAVE`), also after an error
+    and Ctrl-C. If there is a part of the same level, seed, size and look, the engine repeats the
+    same actions and continues after its last view; if that view differs, all views are recorded
+    again with a new engine. The caller removes the part; after a permanent failure it is removed
+    here.
 
     Args:
-        part: file for what is unfinished.
-        level: level script; None for `LEVEL`. Levels of DMLab-30 need their folder:
+        part: file for unfinished views.
+        level: level script; None for `DEFAULT_LEVEL`. Levels of DMLab-30 need their folder:
             ``contributed/dmlab30/NAME``.
         seed: of the engine, a C int.
         size: (height, width) of the images.
         turns: full turns; the views of one are 0.21 degrees apart, those of the next lie between
             them.
-        look: units of the look action in each frame, 0.1056 degrees each: more of them for levels
+        look: units of the look action in each frame, 0.1056 degrees each: more of them suit levels
             with short episodes.
-        progress: called with the number of views that are done.
+        progress: called with the number of finished views.
 
     Returns:
-        The views, one for each yaw.
+        The views, one for each yaw, by ascending yaw in [-180, 180).
 
     Raises:
         ValueError: the module is missing or does not load, the level cannot be opened or loaded,
-            does not let the agent turn, or its episode is too short; or a seed, look, size or
-            number of turns that cannot be.
+            the agent cannot turn in it, or its episode is too short; or an invalid seed, look, size
+            or number of turns.
     """
     if turns < 1 or min(size) < 1:
         raise ValueError(
@@ -132,9 +138,9 @@ def turn_round(
         )
     if seed not in SEEDS:
         raise ValueError(f"DeepMind Lab takes seeds from {SEEDS[0]} to {SEEDS[-1]}, got {seed}")
-    if not 1 <= look <= MOST_LOOK:
-        raise ValueError(f"look must be from 1 to {MOST_LOOK} units a frame, got {look}")
-    part, level = Path(part), level or LEVEL
+    if not 1 <= look <= MAX_LOOK:
+        raise ValueError(f"look must be from 1 to {MAX_LOOK} units a frame, got {look}")
+    part, level = Path(part), level or DEFAULT_LEVEL
     about = {
         "renderer": "DeepMind Lab",
         "level": level,
@@ -147,10 +153,10 @@ def turn_round(
         views = read_part(part, about)
         stream = look_around(engine, level, seed, look, skip=max(0, len(views) - 1))
         if views and not same(next(stream), views[-1]):
-            engine.close()  # reset alone would not bring the same views as a fresh run
+            engine.close()  # after a mere reset the views differ from those of a new engine
             engine = open_engine(level, size)
             views, stream = [], look_around(engine, level, seed, look)
-        known, angle, lasting = len(views), way(views)[-1], False
+        saved, angle = len(views), way(views)[-1]
         try:
             while angle < 360 * turns:
                 view = next(stream)
@@ -158,47 +164,42 @@ def turn_round(
                 views.append(view)
                 if len(views) > 20 and angle < 1:
                     raise ValueError(
-                        f"level {level} does not let the agent turn: its yaw stays at {view.yaw:.2f} degrees"
+                        f"level {level} does not let the agent turn: "
+                        f"its yaw stays at {view.yaw:.2f} degrees"
                     )
-                if len(views) - known >= max(EVERY, 2 * known):
+                if len(views) - saved >= max(VIEWS_BEFORE_FIRST_SAVE, 2 * saved):
                     write_part(part, views, about)
-                    known = len(views)
+                    saved = len(views)
                 if progress is not None:
                     progress(len(views))
-        except ValueError:
-            lasting = True
+        except ValueError:  # permanent: the same views would fail again
             part.unlink(missing_ok=True)
+            saved = len(views)
             raise
         finally:
-            if len(views) > known and not lasting:
+            if len(views) > saved:
                 write_part(part, views, about)
     finally:
         engine.close()
     return arranged(views, turns, about)
 
 
-def expected_views(turns: int, look: int = LOOK) -> int:
-    """About how many views `turn_round` will see."""
-    return math.ceil(360 * turns / (STEP * look))
+def expected_views(turns: int, look: int = DEFAULT_LOOK) -> int:
+    """Returns the approximate number of views that `turn_round` records."""
+    return math.ceil(360 * turns / (DEGREES_PER_UNIT * look))
 
 
 def look_around(
-    engine: Engine, level: str, seed: int, look: int = LOOK, skip: int = 0
+    engine: Engine, level: str, seed: int, look: int = DEFAULT_LOOK, skip: int = 0
 ) -> Iterator[View]:
-    """Views of an agent that turns without end, from the ``skip``-th on: those before it are passed without looking.
+    """Yields the views of an agent that turns on and on, without the first ``skip`` of them.
 
     Raises:
         ValueError: the level cannot be loaded, or its episode ends.
     """
-    said: list[str] = []
-    try:
-        with stderr_of_engine(said):
-            engine.reset(seed=seed)
-    except Exception as error:
-        raise ValueError(
-            f"DeepMind Lab does not load level {level!r}: {why(error, said)}"
-        ) from error
-    for _ in range(SETTLE):
+    with engine_errors(f"DeepMind Lab does not load level {level!r}"):
+        engine.reset(seed=seed)
+    for _ in range(SETTLE_FRAMES):
         engine.step(STAY)
     turn, k = np.array([look, 0, 0, 0, 0, 0, 0], dtype=np.intc), 0
     while engine.is_running():
@@ -211,26 +212,26 @@ def look_around(
             )
         engine.step(turn)
         k += 1
-    done = k * look * STEP / 360
-    faster = math.ceil(look / done) if done else MOST_LOOK + 1
-    remedy = (
-        f"look={faster} makes one turn"
-        if faster <= MOST_LOOK
-        else "take a level with longer episodes"
-    )
-    remedy = f"ask for turns={int(done)}" if done >= 1 else remedy
+    done = k * look * DEGREES_PER_UNIT / 360
+    faster = math.ceil(look / done) if done else MAX_LOOK + 1
+    if done >= 1:
+        remedy = f"ask for turns={int(done)}"
+    elif faster <= MAX_LOOK:
+        remedy = f"look={faster} makes one turn"
+    else:
+        remedy = "take a level with longer episodes"
     raise ValueError(
         f"the episode of level {level} ended after {k} views, {done:.1f} turns: {remedy}"
     )
 
 
-def arranged(views: list[View], turns: int, about: dict[str, Any]) -> Views:
-    """The views of the first ``turns`` turns by ascending yaw; of several with one yaw, the first."""
+def arranged(views: list[View], turns: int, about: dict[str, Any]) -> Frames:
+    """Returns the views of the first turns by ascending yaw; of several with one yaw, the first."""
     kept = [view for view, angle in zip(views, way(views), strict=True) if angle < 360 * turns]
     yaw, first = np.unique(
         np.array([view.yaw for view in kept], dtype=np.float32), return_index=True
     )
-    return Views(
+    return Frames(
         torch.from_numpy(np.stack([kept[k].image for k in first])),
         torch.from_numpy(yaw),
         about,
@@ -239,17 +240,17 @@ def arranged(views: list[View], turns: int, about: dict[str, Any]) -> Views:
 
 
 def way(views: list[View]) -> list[float]:
-    """Degrees from the first view to each, along the way."""
+    """Returns the degrees turned from the first view to each."""
     return list(accumulate((abs(wrapped(b.yaw - a.yaw)) for a, b in pairwise(views)), initial=0.0))
 
 
 def wrapped(degrees: float) -> float:
-    """An angle in [-180, 180)."""
+    """Returns the angle in [-180, 180)."""
     return (degrees + 180) % 360 - 180
 
 
 def same(a: View, b: View) -> bool:
-    """Whether two views agree in every number."""
+    """Whether two views are equal in every number."""
     return (
         a.yaw == b.yaw
         and np.array_equal(a.position, b.position)
@@ -258,7 +259,7 @@ def same(a: View, b: View) -> bool:
 
 
 def write_part(path: Path, views: list[View], about: dict[str, Any]) -> None:
-    """Keep views in the order in which they were seen, in one step."""
+    """Writes views in the order of their recording, atomically."""
     values: dict[str, Any] = {
         "images": np.stack([view.image for view in views]),
         "yaw": np.array([view.yaw for view in views]),
@@ -270,21 +271,19 @@ def write_part(path: Path, views: list[View], about: dict[str, Any]) -> None:
 
 
 def read_part(path: Path, about: dict[str, Any]) -> list[View]:
-    """The views of a part file, none if it is absent, damaged, or of another level, seed or size."""
+    """Reads a part file; [] if it is absent, damaged, or of another level, seed or size."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             if json.loads(str(stored["about"])) != about:
                 return []
             rows = zip(stored["images"], stored["yaw"], stored["position"], strict=True)
             return [View(image, float(yaw), position) for image, yaw, position in rows]
-    except (
-        Exception
-    ):  # what a damaged file raises has no common class; it is only work to be done again
+    except Exception:  # errors of damaged files share no base class; the views are recorded again
         return []
 
 
 def open_engine(level: str, size: tuple[int, int]) -> Engine:
-    """Start DeepMind Lab in software, which draws the same everywhere.
+    """Starts DeepMind Lab with its software renderer, whose pictures do not depend on the machine.
 
     Raises:
         ValueError: the module is missing or does not load, or the engine does not start.
@@ -296,31 +295,28 @@ def open_engine(level: str, size: tuple[int, int]) -> Engine:
             raise ValueError(f"the Python module deepmind_lab does not load: {error}") from error
         raise ValueError(MISSING) from error
     except (ImportError, OSError) as error:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise ValueError(
-            f"the Python module deepmind_lab does not load: {error}. A wheel of it runs with the version of Python that it was "
-            f"built for, whatever its name says (this is {sys.version_info.major}.{sys.version_info.minor}), and needs libosmesa6 "
-            "and libsdl2-2.0-0"
+            f"the Python module deepmind_lab does not load: {error}. A wheel of it runs only with "
+            f"the version of Python that it was built for (this is {version}), and needs "
+            "libosmesa6 and libsdl2-2.0-0"
         ) from error
-    config = {
-        "height": str(size[0]),
-        "width": str(size[1]),
-        "fps": "60",
-    }  # the engine takes strings alone
-    said: list[str] = []
-    try:
-        with stderr_of_engine(said):
-            return lab.Lab(level, [VIEW, ROTATION, POSITION], config=config, renderer="software")
-    except Exception as error:
-        raise ValueError(
-            f"DeepMind Lab does not start level {level!r} with views of {size[0]} x {size[1]}: {why(error, said)}"
-        ) from error
+    # the engine takes only strings
+    config = {"height": str(size[0]), "width": str(size[1]), "fps": "60"}
+    views = f"views of {size[0]} x {size[1]}"
+    with engine_errors(f"DeepMind Lab does not start level {level!r} with {views}"):
+        return lab.Lab(level, [VIEW, ROTATION, POSITION], config=config, renderer="software")
 
 
 @contextmanager
-def stderr_of_engine(said: list[str]) -> Iterator[None]:
-    """The lines that the engine, which is no Python, writes to stderr inside of ``with``: only there it says why something fails.
+def engine_errors(problem: str) -> Iterator[None]:
+    """Turns exceptions of the engine into ValueErrors with what it wrote to stderr, and a remedy.
 
-    They go into the list ``said``, and to no terminal.
+    The engine is not written in Python and reports causes of failures only on the file descriptor
+    of stderr, which is redirected meanwhile.
+
+    Raises:
+        ValueError: ``problem`` and its cause.
     """
     sys.stderr.flush()
     with tempfile.TemporaryFile() as file:
@@ -328,18 +324,23 @@ def stderr_of_engine(said: list[str]) -> Iterator[None]:
         os.dup2(file.fileno(), 2)
         try:
             yield
+        except Exception as error:
+            file.seek(0)
+            lines = map(str.strip, file.read().decode(errors="replace").splitlines())
+            cause = " / ".join([str(error), *[line for line in lines if line][-3:]])
+            raise ValueError(f"{problem}: {cause}. {remedy_for(cause)}") from error
         finally:
             os.dup2(before, 2)
             os.close(before)
-            file.seek(0)
-            said += filter(None, map(str.strip, file.read().decode(errors="replace").splitlines()))
 
 
-def why(error: Exception, said: list[str]) -> str:
-    """What the engine raised, what it wrote, and what can be done about it."""
-    told = " / ".join([str(error), *said[-3:]])
-    if any(library in told for library in ("libOSMesa", "libSDL2", "shared object")):
-        return f"{told}. It needs two libraries: apt-get install libosmesa6 libsdl2-2.0-0"
-    if "compile map" in told and shutil.which("zip") is None:
-        return f"{told}. Such levels are packed with the program zip, which is not installed: apt-get install zip"
-    return f"{told}. Levels of DMLab-30 need their folder, as in level=contributed/dmlab30/NAME"
+def remedy_for(cause: str) -> str:
+    """Returns a remedy for a failure of the engine."""
+    if any(library in cause for library in ("libOSMesa", "libSDL2", "shared object")):
+        return "It needs two libraries: apt-get install libosmesa6 libsdl2-2.0-0"
+    if "compile map" in cause and shutil.which("zip") is None:
+        return (
+            "Such levels are packed with the program zip, which is not installed: "
+            "apt-get install zip"
+        )
+    return "Levels of DMLab-30 need their folder, as in level=contributed/dmlab30/NAME"

@@ -1,4 +1,4 @@
-"""The worlds that the ray caster shows: mazes with rooms, and a single room."""
+"""Worlds for the ray caster: mazes with rooms, and a single room."""
 
 from __future__ import annotations
 
@@ -27,30 +27,32 @@ from kbf.data.render.textures import (
     tiles,
 )
 
+# Share of the wall faces of a maze with a painting.
 HUNG = 0.25
-"""Share of the wall faces of a maze that carry a painting."""
+
+# Different paintings in one maze.
 PAINTINGS = 6
-"""Paintings of one maze."""
 
 
 class Size(NamedTuple):
-    """Extent of a maze in cells, both odd, and how many rooms it has at most."""
+    """Extent of a maze in cells, both odd, and the largest number of its rooms."""
 
     columns: int
     rows: int
     rooms: int
 
 
+# Random mazes; the other level is "room".
 LEVELS = {"small_maze": Size(11, 11, 3), "maze": Size(17, 11, 4), "large_maze": Size(23, 23, 6)}
-"""Random mazes; the other level is "room"."""
+
 DEFAULT_LEVEL = "maze"
 
 
 class Layout(NamedTuple):
-    """Where one can go.
+    """Free cells and rooms of a maze.
 
     Attributes:
-        free: ``X Y`` bool. zone: ``X Y`` int64, 0 in corridors and walls, from 1 on in rooms.
+        free: ``X Y`` bool. zone: ``X Y`` int64, 0 in corridors and walls, 1, 2, ... in rooms.
     """
 
     free: Tensor
@@ -58,7 +60,7 @@ class Layout(NamedTuple):
 
 
 class World(NamedTuple):
-    """A scene, the place in it to look around from (``3`` float64), and what it is made of, in words."""
+    """A scene, the position of the camera in it (``3`` float64), and a description of its source."""
 
     scene: Scene
     position: Tensor
@@ -67,12 +69,12 @@ class World(NamedTuple):
 
 @lru_cache(maxsize=8)
 def load_world(level: str, seed: int, labmaze: str | None) -> World:
-    """The world of a level, and a place in it with a wide view.
+    """Makes the world of a level, with a camera position that has a wide view.
 
     Args:
         level: one of `LEVELS`, or "room".
-        seed: from 0 to 2**31 - 1, of everything that is drawn.
-        labmaze: the version of labmaze to make it with; None to do without.
+        seed: from 0 to 2**31 - 1, of all random draws.
+        labmaze: the version of labmaze, which is used then; None for generated mazes and textures.
 
     Raises:
         ValueError: unknown level, or a seed out of range.
@@ -93,16 +95,14 @@ def load_world(level: str, seed: int, labmaze: str | None) -> World:
 
 
 def source(labmaze: str | None) -> str:
-    """What a maze is made of, in words."""
-    return (
-        "a generated maze, generated textures"
-        if labmaze is None
-        else f"a labmaze maze, labmaze {labmaze} textures"
-    )
+    """Returns a description of the source of mazes and textures."""
+    if labmaze is None:
+        return "a generated maze, generated textures"
+    return f"a labmaze maze, labmaze {labmaze} textures"
 
 
 def labmaze_layout(size: Size, seed: int) -> Layout:
-    """A maze of DeepMind Lab's generator."""
+    """Makes a maze with DeepMind Lab's generator."""
     maze = importlib.import_module("labmaze").RandomMaze(
         height=size.rows,
         width=size.columns,
@@ -114,11 +114,12 @@ def labmaze_layout(size: Size, seed: int) -> Layout:
 
 
 def read_layout(entities: str, variations: str) -> Layout:
-    """The layout of a text maze: ``*`` is a wall; in the second text, a letter names a room. North is at the top."""
-    walls, rooms = (
-        [line for line in entities.splitlines() if line],
-        [line for line in variations.splitlines() if line],
-    )
+    """Returns the layout of a text maze with north at the top.
+
+    ``*`` is a wall in the first text; a letter in the second text is the name of a room.
+    """
+    texts = entities.splitlines(), variations.splitlines()
+    walls, rooms = ([line for line in lines if line] for lines in texts)
     free = torch.tensor([[mark != "*" for mark in line] for line in walls])
     zone = torch.tensor(
         [[0 if mark == "." else 1 + ord(mark) - ord("A") for mark in line] for line in rooms]
@@ -127,7 +128,7 @@ def read_layout(entities: str, variations: str) -> Layout:
 
 
 def carve(size: Size, generator: Generator) -> Layout:
-    """A maze by recursive backtracking over the odd cells, then rooms of 3 or 5 cells a side that cut into it."""
+    """Makes a maze by recursive backtracking over the odd cells, with rooms of 3 or 5 cells a side."""
     columns, rows, rooms = size
     free = torch.zeros(columns, rows, dtype=torch.bool)
     zone = torch.zeros(columns, rows, dtype=torch.long)
@@ -152,10 +153,8 @@ def carve(size: Size, generator: Generator) -> Layout:
         wide, deep = 3 + 2 * pick(generator, 2), 3 + 2 * pick(generator, 2)
         if made == rooms or wide > columns - 2 or deep > rows - 2:
             continue
-        x, y = (
-            1 + 2 * pick(generator, (columns - wide) // 2),
-            1 + 2 * pick(generator, (rows - deep) // 2),
-        )
+        x = 1 + 2 * pick(generator, (columns - wide) // 2)
+        y = 1 + 2 * pick(generator, (rows - deep) // 2)
         if (zone[x - 1 : x + wide + 1, y - 1 : y + deep + 1] > 0).any():
             continue
         made += 1
@@ -165,15 +164,11 @@ def carve(size: Size, generator: Generator) -> Layout:
 
 
 def maze_scene(layout: Layout, textures: Textures, generator: Generator) -> Scene:
-    """The scene of a layout: each room and the corridors have their colours; some wall faces, which are drawn, carry paintings."""
+    """Makes the scene of a layout: rooms differ in colours, and random wall faces have paintings."""
     free, zone = layout
-    beyond = [torch.zeros_like(free) for _ in range(4)]
-    beyond[0][:-1], beyond[1][:, :-1], beyond[2][1:], beyond[3][:, 1:] = (
-        free[1:],
-        free[:, 1:],
-        free[:-1],
-        free[:, :-1],
-    )
+    around = torch.nn.functional.pad(free, (1, 1, 1, 1))
+    # the cells to the east, north, west and south
+    beyond = around[2:, 1:-1], around[1:-1, 2:], around[:-2, 1:-1], around[1:-1, :-2]
     closed = ~torch.stack(beyond, -1)
     paintings = [picture(generator) for _ in range(PAINTINGS)]
     colours, floors = len(textures.walls), len(textures.floors)
@@ -185,9 +180,8 @@ def maze_scene(layout: Layout, textures: Textures, generator: Generator) -> Scen
     kind = (zone[..., None] % colours) * (PAINTINGS + 1) + 1 + hung
     used = kind[closed & free[..., None]].unique()
     made = []
-    for which, painted in zip(
-        (used // (PAINTINGS + 1)).tolist(), (used % (PAINTINGS + 1)).tolist(), strict=True
-    ):
+    for number in used.tolist():
+        which, painted = divmod(number, PAINTINGS + 1)
         wall = textures.walls[which]
         made.append(hang(wall, paintings[painted - 1]) if painted else wall)
     walls = torch.where(closed, torch.searchsorted(used, kind).clamp(max=len(used) - 1), -1)
@@ -197,21 +191,24 @@ def maze_scene(layout: Layout, textures: Textures, generator: Generator) -> Scen
 
 
 def best_view(scene: Scene, free: Bool[Tensor, "X Y"]) -> Float[Tensor, "3"]:
-    """The centre of the free cell with the largest geometric mean distance to the walls around, at half their height."""
+    """Returns the centre of the free cell with the widest view, at half the height of the walls.
+
+    It maximises the geometric mean of the distances to the walls around.
+    """
     centres = (free.nonzero() + 0.5) * torch.tensor(scene.cell)
     angles = torch.arange(360) * (torch.pi / 180) + 0.01
-    origin = torch.cat([centres, torch.full((len(centres), 1), scene.height / 2)], -1)[
-        :, None, None
-    ]
+    eyes = torch.full((len(centres), 1), scene.height / 2)
+    origin = torch.cat([centres, eyes], -1)[:, None, None]
     rays = torch.ones(len(centres), 1, 1) * torch.stack([angles.cos(), angles.sin()])[:, None, None]
     clearance = meet_walls(scene, origin, rays[0], rays[1]).depth.log().mean((1, 2))
     return origin[int(clearance.argmax()), 0, 0].double()
 
 
 def room(seed: int = 0) -> World:
-    """A closed room of 5 x 4 x 3, each of its six faces of another hue and pattern and with a large painting; its middle.
+    """Makes a closed room of 5 x 4 x 3 with the camera in its middle.
 
-    The same with and without labmaze.
+    Each of its six faces has another hue and pattern and a large painting. It does not depend on
+    labmaze.
     """
     generator = Generator().manual_seed(seed)
     hue = float(draw(generator, 1))

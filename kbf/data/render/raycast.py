@@ -18,14 +18,18 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
+# Sides of a cell: towards +x, +y, -x, -y.
 EAST, NORTH, WEST, SOUTH = range(4)
-"""Sides of a cell: towards +x, +y, -x, -y."""
+
+# Brightness of the faces that the four sides show, of floors and of ceilings.
 LIGHT = (0.88, 1.0, 0.88, 0.8, 1.0, 0.95)
-"""Brightness of the faces that the four sides show, of floors and of ceilings."""
+
+# How much of the light is lost for each unit of depth: a face at depth t is 1 / (1 + FOG t) times
+# as bright.
 FOG = 0.02
-"""How much of the light is lost for each unit of depth: a face at depth t is 1 / (1 + FOG t) times as bright."""
+
+# Rays that are cast at once. On a processor their numbers stay in the cache.
 RAYS = {"cpu": 1 << 15, "cuda": 1 << 23}
-"""Rays that are cast at once. On a processor their numbers stay in the cache."""
 
 
 class Scene(NamedTuple):

@@ -1,7 +1,7 @@
-"""Textures: those of DeepMind Lab, which the package labmaze carries, or generated ones. All are ``S S 3`` uint8, rows downwards.
+"""Textures of DeepMind Lab (from the package labmaze) or generated ones, ``S S 3`` uint8.
 
-A function of the picture plane is written over two grids, ``across`` and ``down``, of the centres
-of the texels, in (0, 1).
+Rows run downwards. Functions of the plane are evaluated on two grids, ``across`` and ``down``, of
+the centres of the texels in (0, 1).
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Generator, Tensor
 
+# Texels along a side.
 SIZE = 256
-"""Texels along a side."""
+
+# Red, green and blue added to the transparent lines of Lab's walls, which are darker than the wall.
 GLOW = (0, 40, 45)
-"""What the transparent lines of Lab's walls add to their colour, which is darker than the wall's."""
 
 
 class Textures(NamedTuple):
-    """A set of textures of one style.
+    """Textures of one style.
 
     Attributes:
-        walls: each of another colour. floors: the same. sky: the east, north, west, south and upper
-            face of the sky.
+        walls: in different colours. floors: in different colours. sky: the east, north, west, south
+            and upper face of the sky box.
     """
 
     walls: list[Tensor]
@@ -39,7 +40,7 @@ class Textures(NamedTuple):
 
 
 def labmaze_version() -> str | None:
-    """The version of labmaze, or None where it cannot be imported."""
+    """Returns the version of labmaze, or None if it cannot be imported."""
     try:
         importlib.import_module("labmaze")
         return importlib.metadata.version("labmaze")
@@ -48,31 +49,26 @@ def labmaze_version() -> str | None:
 
 
 def draw(generator: Generator, *shape: int) -> Float[Tensor, "..."]:
-    """Uniform numbers in [0, 1), float64."""
+    """Draws uniform numbers in [0, 1), float64."""
     return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
 
 def pick(generator: Generator, n: int) -> int:
-    """A number from 0 to n - 1."""
+    """Draws a number from 0 to n - 1."""
     return int(torch.randint(n, (), generator=generator))
 
 
 def shuffled(generator: Generator, items: list[str]) -> list[str]:
-    """The items in an order that is drawn."""
+    """Returns the items in random order."""
     return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]
 
 
-# --------------------------------------------------------------------------------------------------
-# -- DeepMind Lab's textures
-
-
 def labmaze_textures(generator: Generator) -> Textures:
-    """One of Lab's five styles in all its colours, and one of its skies."""
+    """Draws one of Lab's five styles, with all its colours, and one of its skies."""
     assets = importlib.import_module("labmaze.assets")
     style = assets.MAZE_STYLES[pick(generator, len(assets.MAZE_STYLES))]
-    sky = assets.get_sky_texture_paths(
-        assets.SKY_STYLES[1 + pick(generator, 2)]
-    )  # the first is night
+    # the first sky is night
+    sky = assets.get_sky_texture_paths(assets.SKY_STYLES[1 + pick(generator, 2)])
     walls, floors = assets.get_wall_texture_paths(style), assets.get_floor_texture_paths(style)
     sides = [load(path) for path in (sky.right, sky.back, sky.left, sky.front)]
     return Textures(
@@ -83,27 +79,21 @@ def labmaze_textures(generator: Generator) -> Textures:
 
 
 def load(path: str | Path) -> UInt8[Tensor, "S S 3"]:
-    """Read a picture; what is transparent glows."""
+    """Reads a picture; its transparent parts are replaced by `GLOW`."""
     with Image.open(path) as file:
-        whole = file.convert(
-            "RGBA" if file.mode == "RGBA" or "transparency" in file.info else "RGB"
-        )
+        transparent = file.mode == "RGBA" or "transparency" in file.info
+        whole = file.convert("RGBA" if transparent else "RGB")
     if whole.mode == "RGBA":
         thumbnail = np.array(whole.reduce(8), dtype=np.float64).reshape(-1, 4)
         mean = np.average(thumbnail[:, :3], axis=0, weights=thumbnail[:, 3] + 1e-6)
         behind = [min(round(0.65 * c + glow), 255) for c, glow in zip(mean, GLOW, strict=True)]
-        whole = Image.alpha_composite(Image.new("RGBA", whole.size, (*behind, 255)), whole).convert(
-            "RGB"
-        )
+        background = Image.new("RGBA", whole.size, (*behind, 255))
+        whole = Image.alpha_composite(background, whole).convert("RGB")
     return torch.from_numpy(np.array(whole.resize((SIZE, SIZE), Image.Resampling.BOX)))
 
 
-# --------------------------------------------------------------------------------------------------
-# ------ generated textures
-
-
 def generated_textures(generator: Generator) -> Textures:
-    """Eight walls of four patterns and as many hues, two floors and a sky with clouds and a skyline."""
+    """Makes eight walls of four patterns in eight hues, two floors, and a sky with a skyline."""
     hue = float(draw(generator, 1))
     patterns = (bricks, panels, blocks, tiles)
     hues = [(hue + k / 8) % 1 for k in torch.randperm(8, generator=generator).tolist()]
@@ -113,27 +103,26 @@ def generated_textures(generator: Generator) -> Textures:
 
 
 def colour(hue: float, saturation: float, value: float) -> Float[Tensor, "3"]:
-    """Red, green and blue in [0, 1]."""
+    """Returns red, green and blue in [0, 1]."""
     return torch.tensor(colorsys.hsv_to_rgb(hue, saturation, value), dtype=torch.float64)
 
 
 def grids(size: int = SIZE) -> tuple[Float[Tensor, "S S"], Float[Tensor, "S S"]]:
-    """``across`` and ``down``."""
+    """Returns the grids ``across`` and ``down``."""
     centres = (torch.arange(size, dtype=torch.float64) + 0.5) / size
     down, across = torch.meshgrid(centres, centres, indexing="ij")
     return across, down
 
 
-def noise(generator: Generator, cells: int = 8, rows: int | None = None) -> Float[Tensor, "S S"]:
-    """Smooth noise in [-1, 1] that wraps around: random numbers on a coarse grid, read between them by cubic steps."""
-    shape = (rows or cells, cells)
-    values = 2 * draw(generator, *shape) - 1
+def noise(generator: Generator, cells: int) -> Float[Tensor, "S S"]:
+    """Returns smooth periodic noise in [-1, 1]: cubic steps between random numbers on a coarse grid."""
+    values = 2 * draw(generator, cells, cells) - 1
     across, down = grids()
     parts = []
-    for place, n in ((down, shape[0]), (across, shape[1])):
-        low = (place * n).floor()
-        t = place * n - low
-        parts.append((low.long() % n, (low.long() + 1) % n, t * t * (3 - 2 * t)))
+    for place in (down, across):
+        low = (place * cells).floor()
+        t = place * cells - low
+        parts.append((low.long() % cells, (low.long() + 1) % cells, t * t * (3 - 2 * t)))
     (r0, r1, s), (c0, c1, t) = parts
     return (values[r0, c0] * (1 - t) + values[r0, c1] * t) * (1 - s) + (
         values[r1, c0] * (1 - t) + values[r1, c1] * t
@@ -141,14 +130,14 @@ def noise(generator: Generator, cells: int = 8, rows: int | None = None) -> Floa
 
 
 def finish(brightness: Tensor, base: Float[Tensor, "3"]) -> UInt8[Tensor, "S S 3"]:
-    """A base colour times a brightness ``S S``."""
+    """Returns a base colour times a brightness ``S S``, as uint8."""
     return (255 * brightness[..., None] * base).clamp(0, 255).round().to(torch.uint8)
 
 
 def cells(
     generator: Generator, across: Tensor, down: Tensor, joint: float, contrast: float
 ) -> Tensor:
-    """Brightness of rectangles with dark joints; ``across`` and ``down`` count the rectangles, whose shades are drawn."""
+    """Returns the brightness of rectangles of random shades with dark joints, of unit side."""
     shades = 1 + contrast * (2 * draw(generator, 64, 64) - 1)
     inside_x, inside_y = across % 1, down % 1
     dark = (inside_x < joint) | (inside_y < joint)
@@ -158,26 +147,22 @@ def cells(
 
 
 def skirting(brightness: Tensor) -> Tensor:
-    """A dark strip at the foot of a wall and a thin one at its top."""
+    """Adds a dark strip at the foot of a wall and a thin one at its top."""
     _, down = grids()
     return brightness * torch.where(down > 0.93, 0.35, torch.where(down < 0.02, 0.6, 1.0))
 
 
 def bricks(generator: Generator, base: Tensor) -> Tensor:
-    """Courses of bricks, each shifted against the next."""
+    """Draws courses of bricks, each shifted against the next."""
     across, down = grids()
     courses = 8 * down
     shift = 0.5 * (courses.floor() % 2)
-    return finish(
-        skirting(
-            cells(generator, 4 * across + shift, courses, 0.05, 0.35) + 0.1 * noise(generator, 32)
-        ),
-        base,
-    )
+    shade = cells(generator, 4 * across + shift, courses, 0.05, 0.35)
+    return finish(skirting(shade + 0.1 * noise(generator, 32)), base)
 
 
 def panels(generator: Generator, base: Tensor) -> Tensor:
-    """Metal panels with a disc on each quarter."""
+    """Draws metal panels with a disc on each quarter."""
     across, down = grids()
     shade = cells(generator, 2 * across, 2 * down, 0.02, 0.1)
     discs = shades_of_discs(generator, 2 * across, 2 * down)
@@ -185,7 +170,7 @@ def panels(generator: Generator, base: Tensor) -> Tensor:
 
 
 def shades_of_discs(generator: Generator, across: Tensor, down: Tensor) -> Tensor:
-    """A disc with a rim in each unit square; their brightness is drawn."""
+    """Draws the brightness of discs with rims, one in each unit square."""
     radius = ((across % 1 - 0.5).square() + (down % 1 - 0.5).square()).sqrt()
     shades = (0.4 + 0.3 * draw(generator, 2, 2))[down.floor().long() % 2, across.floor().long() % 2]
     rim = ((radius > 0.33) & (radius < 0.36)) | ((radius > 0.38) & (radius < 0.395))
@@ -193,7 +178,7 @@ def shades_of_discs(generator: Generator, across: Tensor, down: Tensor) -> Tenso
 
 
 def blocks(generator: Generator, base: Tensor) -> Tensor:
-    """Large blocks with smooth stains, and dark channels that run along them."""
+    """Draws large blocks with smooth stains and diagonal stripes."""
     across, down = grids()
     shade = cells(generator, 3 * across, 4 * down, 0.03, 0.2)
     stripes = torch.where(((across + down) * 8 % 1) < 0.5, 0.94, 1.06)
@@ -201,13 +186,13 @@ def blocks(generator: Generator, base: Tensor) -> Tensor:
 
 
 def tiles(generator: Generator, base: Tensor) -> Tensor:
-    """Small square tiles of many shades."""
+    """Draws small square tiles of many shades."""
     across, down = grids()
     return finish(skirting(cells(generator, 10 * across, 10 * down, 0.06, 0.45)), base)
 
 
 def hexagons(generator: Generator, base: Tensor) -> Tensor:
-    """A floor of hexagons of three shades with thin joints."""
+    """Draws a floor of hexagons of four shades with thin joints."""
     across, down = grids()
     x, y = 8 * across, 8 * down
     first = torch.stack([x.floor() + 0.5, 2 * (y / 2).floor() + 1.0])
@@ -224,7 +209,7 @@ def hexagons(generator: Generator, base: Tensor) -> Tensor:
 
 
 def skies(generator: Generator) -> list[Tensor]:
-    """The five faces of a sky box: blue that pales towards the horizon, clouds, and towers around."""
+    """Draws the five faces of a sky box: pale blue at the horizon, clouds, and towers around."""
     across, down = grids()
     a, b, one = 2 * across - 1, 1 - 2 * down, torch.ones_like(across)
     faces = [(one, -a, b), (a, one, b), (-one, a, b), (-a, -one, b), (-a, b, one)]
@@ -256,12 +241,8 @@ def skies(generator: Generator) -> list[Tensor]:
     return pictures
 
 
-# --------------------------------------------------------------------------------------------------
-# ----------------- pictures
-
-
 def picture(generator: Generator) -> UInt8[Tensor, "S S 3"]:
-    """A framed abstract painting: discs, boxes and stripes of strong colours, no two alike."""
+    """Draws a framed abstract painting of discs, boxes and stripes in strong colours."""
     across, down = grids()
     hue = float(draw(generator, 1))
     painted = colour(hue, 0.35, 0.9).expand(SIZE, SIZE, 3).clone()
@@ -284,7 +265,7 @@ def picture(generator: Generator) -> UInt8[Tensor, "S S 3"]:
 def hang(
     wall: UInt8[Tensor, "S S 3"], painting: UInt8[Tensor, "S S 3"], extent: float = 0.5
 ) -> UInt8[Tensor, "S S 3"]:
-    """The wall with a painting in its middle, of this share of its side."""
+    """Returns the wall with a painting in its middle, of this share of its side."""
     side = round(SIZE * extent)
     small = Image.fromarray(painting.numpy()).resize((side, side), Image.Resampling.BOX)
     start = (SIZE - side) // 2

@@ -1,4 +1,4 @@
-"""Views of the Doom engine: ViZDoom over the Freedoom maps that it carries."""
+"""Views of the Doom engine: ViZDoom over the Freedoom maps that it contains."""
 
 from __future__ import annotations
 
@@ -15,42 +15,28 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from kbf.data.render.rendered import Rendered
+from kbf.data.frames import Frames
 from kbf.runtime.optional_dependencies import need
 
+# A bright yard with open sky.
 DEFAULT_LEVEL = "E1M3"
-"""A bright yard with open sky."""
-SETTLE = 20
-"""Ticks that the engine needs before it obeys."""
+
+# Ticks after the start before which the engine ignores actions.
+SETTLE_TICKS = 20
+
+# Parts of the picture that are not rendered.
 HIDDEN = (
-    *(
-        "hud",
-        "minimal_hud",
-        "weapon",
-        "crosshair",
-        "decals",
-        "particles",
-        "effects_sprites",
-        "corpses",
-        "messages",
-    ),
+    "hud",
+    "minimal_hud",
+    "weapon",
+    "crosshair",
+    "decals",
+    "particles",
+    "effects_sprites",
+    "corpses",
+    "messages",
     "screen_flashes",
 )
-
-
-def describe() -> str:
-    """Name and version.
-
-    Raises:
-        ValueError: ViZDoom is not installed.
-    """
-    load()
-    return f"ViZDoom {importlib.metadata.version('vizdoom')}"
-
-
-def load() -> Any:
-    """The module vizdoom."""
-    return need("vizdoom", "render", 'the renderer "vizdoom"')
 
 
 def render(
@@ -60,27 +46,27 @@ def render(
     seed: int = 0,
     size: tuple[int, int] = (72, 96),
     progress: Callable[[int], None] | None = None,
-) -> Rendered:
-    """Stand where the level begins and turn, one tick of the engine for each view; see `kbf.data.render.render`.
+) -> Frames:
+    """Renders views at the start of a level, one tick each; see `kbf.data.render.render`.
 
     The engine rounds an angle to 360 / 65536 degrees; the angles of the result are read back from
-    it. There are no monsters, but lamps flicker and things blink: two views in one direction may
-    differ in a few pixels.
+    it. There are no monsters, but lamps flicker: two views in one direction may differ in a few
+    pixels.
 
     Args:
         yaw_degrees: ``N``, counter-clockwise; 0 looks to the east of the map.
         level: "E1M1" to "E4M9" or "MAP01" to "MAP32".
         seed: of the engine's randomness.
-        size: height and width; the picture, 4:3 and 90 degrees wide, is cut to this shape around
-            its middle.
-        progress: called with the number of views that are done, every 100 views and at the end.
+        size: height and width; the picture, 4:3 and 90 degrees wide, is cropped to this shape
+            around its middle.
+        progress: called with the number of finished views, every 100 views and at the end.
 
     Raises:
         ValueError: no such level, or ViZDoom is not installed.
     """
     level = level or DEFAULT_LEVEL
     game_file = find_game(level)
-    doom, renderer = load(), describe()
+    doom = need("vizdoom", "render", 'the renderer "vizdoom"')
     images = torch.empty(len(yaw_degrees), *size, 3, dtype=torch.uint8)
     angles = torch.empty(len(yaw_degrees), dtype=torch.float64)
     with (
@@ -95,14 +81,14 @@ def render(
             images[k] = fit(torch.from_numpy(state.screen_buffer.copy()), size)
             if progress is not None and ((k + 1) % 100 == 0 or k + 1 == len(yaw_degrees)):
                 progress(k + 1)
-    turns = ((yaw_degrees.double() - angles) / 360).round()  # the engine answers from 0 to 360
-    return Rendered(
-        images, (angles + 360 * turns).float(), {"renderer": renderer, "level": level, "seed": seed}
-    )
+    turns = ((yaw_degrees.double() - angles) / 360).round()  # the engine returns 0 to 360
+    renderer = f"ViZDoom {importlib.metadata.version('vizdoom')}"
+    about = {"renderer": renderer, "level": level, "seed": seed}
+    return Frames(images, (angles + 360 * turns).float(), about)
 
 
 def find_game(level: str) -> str:
-    """The file of ViZDoom's that holds a level."""
+    """Returns the file of ViZDoom that contains a level."""
     if re.fullmatch(r"E[1-4]M[1-9]", level):
         return "freedoom1.wad"
     if re.fullmatch(r"MAP(0[1-9]|[12]\d|3[0-2])", level):
@@ -116,7 +102,10 @@ def find_game(level: str) -> str:
 def started(
     doom: Any, game_file: str, level: str, seed: int, size: tuple[int, int], folder: str
 ) -> Iterator[Any]:
-    """A running engine whose files are in ``folder``: it writes into the working directory, which is changed while it starts."""
+    """Runs the engine with ``folder`` as the working directory while it starts.
+
+    The engine writes its files into the working directory.
+    """
     game = doom.DoomGame()
     game.set_doom_game_path(str(Path(doom.__file__).parent / game_file))
     game.set_doom_config_path(str(Path(folder) / "_vizdoom.ini"))
@@ -133,7 +122,7 @@ def started(
     game.set_sound_enabled(False)
     game.set_mode(doom.Mode.PLAYER)
     game.set_episode_timeout(0)
-    game.set_episode_start_time(SETTLE)
+    game.set_episode_start_time(SETTLE_TICKS)
     game.set_available_buttons([doom.Button.TURN_LEFT_RIGHT_DELTA])
     game.set_available_game_variables([doom.GameVariable.ANGLE])
     game.add_game_args("-nomonsters +fov 90 +movebob 0 +stillbob 0")
@@ -146,7 +135,7 @@ def started(
 
 
 def fit(picture: UInt8[Tensor, "h w 3"], size: tuple[int, int]) -> UInt8[Tensor, "H W 3"]:
-    """The largest middle part of the shape of ``size``, scaled to it with anti-aliasing."""
+    """Returns the largest middle part of the shape of ``size``, resized to it with anti-aliasing."""
     height, width = picture.shape[:2]
     part = min(height / size[0], width / size[1])
     high, wide = round(part * size[0]), round(part * size[1])
