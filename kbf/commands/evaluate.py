@@ -100,9 +100,13 @@ def alarm_metrics(checks: list[Check], rate: float) -> dict[str, float]:
     """Return the shares of steps that are out of distribution, outliers, or diverged."""
     if not checks:
         return {}
-    novelty, surprise, lost = (
+    out_of_distribution, innovation, diverged = (
         torch.cat([getattr(check, name) for check in checks])
-        for name in ("novelty", "surprise", "lost")
+        for name in ("out_of_distribution", "innovation", "diverged")
     )
-    alarms = {"novelty_alarms": novelty < rate, "surprise_alarms": surprise < rate, "lost": lost}
+    alarms = {
+        "out_of_distribution_alarms": out_of_distribution < rate,
+        "innovation_alarms": innovation < rate,
+        "diverged": diverged,
+    }
     return {f"test.{name}": alarm.double().mean().item() for name, alarm in alarms.items()}

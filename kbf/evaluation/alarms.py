@@ -1,15 +1,14 @@
-"""Whether an observation can be trusted: is it like those of the recordings, was it to be expected, is the track lost?
+"""Alarms: out-of-distribution observations, innovation outliers, divergence.
 
-Three numbers are looked at, each against what it was at steps of the training data that were held
-out (`Tail`):
+Each is a score of a step, compared with its distribution over held-out steps of the training data
+(`Tail`):
 
-- novelty: the distance of x_t to the nearest training observation;
-- surprise: log(||m||^2 / m(x_t)), with m the predicted embedding of the observation, m(x) = sum_i
-w_i k_X(x_i, x): how much less
-  dense the prediction is at x_t than at its own draws on average, as E m(X) = sum_i w_i m(x_i) =
-  ||m||^2;
-- lost: the median surprise of the last `WINDOW` observations that were not novel. One bad
-observation does not move it.
+- out of distribution: the distance of x_t to the nearest training observation;
+- innovation: log(||m||^2 / m(x_t)), where m(x) = sum_i w_i k_X(x_i, x) is the predicted embedding
+  of the observation. As E m(X) = sum_i w_i m(x_i) = ||m||^2 for a draw X from the prediction, this is
+  how much smaller the predicted density is at x_t than at its own draws on average;
+- divergence: the median innovation score of the last `WINDOW` observations that are not out of
+  distribution. A single outlier does not change it.
 """
 
 from __future__ import annotations
@@ -30,21 +29,24 @@ from kbf.recording import as_float
 from kbf.rkhs.linalg import evenly
 
 WINDOW = 5
-"""Surprises that the verdict "lost" looks at; it needs more than half of them."""
+"""Innovation scores that divergence is detected from; more than half of them must be known."""
 MOST_KEPT = 512
 """Most training observations, and most scores, that a monitor keeps."""
+MIN_HELD_OUT_STEPS = 10
+"""Least number of scores that a tail is fitted to."""
 TAIL_SHARE = 0.1
-"""Share of the scores that the tail is fitted to."""
+"""Share of the scores that the exponential tail is fitted to."""
 LEAST_DENSITY = 1e-6
-"""Density over its mean below which all surprises are the same: features of low rank cannot tell smaller numbers apart."""
+"""Density over its mean at which innovation scores are capped: features of low rank do not resolve smaller values."""
 
 
 class Tail(NamedTuple):
-    """Scores of held-out steps, and an exponential tail beyond their upper `TAIL_SHARE`: p-values below one over their number.
+    """Distribution of a score over held-out steps: the empirical one, with an exponential tail above its upper `TAIL_SHARE`.
+
+    The tail gives p-values below one over the number of scores.
 
     Attributes:
-        scores: in ascending order. threshold: u, from which on the tail counts. mean: of the excess
-            over u.
+        scores: in ascending order. threshold: u, where the tail begins. mean: of the excess over u.
     """
 
     scores: Tensor
@@ -52,9 +54,9 @@ class Tail(NamedTuple):
     mean: Tensor
 
     def p_value(self, score: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-        """The share of ordinary steps with such a score or a larger one; NaN stays NaN.
+        """Share of held-out steps with a score at least this large; NaN for NaN.
 
-        (1 + #{s_i >= s}) / (n + 1) below u, and `TAIL_SHARE` exp(-(s - u) / mean excess) beyond it.
+        (1 + #{s_i >= s}) / (n + 1) below u, and `TAIL_SHARE` exp(-(s - u) / mean excess) above it.
         """
         n = len(self.scores)
         ranked = (1 + n - torch.searchsorted(self.scores, score.contiguous())) / (n + 1)
@@ -63,14 +65,16 @@ class Tail(NamedTuple):
 
 
 def fit_tail(scores: Float[Tensor, " n"]) -> Tail:
-    """The tail of some scores; NaN ones are left out.
+    """Fit a `Tail` to scores; NaN scores are ignored.
 
     Raises:
-        ValueError: fewer than ten scores.
+        ValueError: fewer than `MIN_HELD_OUT_STEPS` scores.
     """
     scores = scores[~scores.isnan()].sort().values
-    if len(scores) < 10:
-        raise ValueError(f"a monitor needs at least 10 held-out steps, got {len(scores)}")
+    if len(scores) < MIN_HELD_OUT_STEPS:
+        raise ValueError(
+            f"a monitor needs at least {MIN_HELD_OUT_STEPS} held-out steps, got {len(scores)}"
+        )
     threshold = scores.quantile(1 - TAIL_SHARE)
     above = scores[scores > threshold] - threshold
     least = 1e-3 * (threshold - scores[0]).clamp_min(torch.finfo(scores.dtype).eps)
@@ -79,39 +83,40 @@ def fit_tail(scores: Float[Tensor, " n"]) -> Tail:
 
 
 class Check(NamedTuple):
-    """What was found at one step, each ``b``.
+    """Result of `Monitor.check` for one step, each ``b``.
 
     Attributes:
-        novelty: p-value of the observation's distance to the training observations. surprise:
-            p-value under the prediction (NaN where the filter has no kernel). NaN where nothing was
-            observed.
-        alarm: either is below the monitor's rate. lost: the track is: the last surprises were too
-            large, of observations that are not novel.
-        recent: ``b WINDOW``, surprises of the last steps, for the next check; emptied where the
-            track was lost.
+        out_of_distribution: p-value of the distance to the training observations. innovation:
+            p-value under the prediction (NaN for filters without a kernel). Both are NaN where
+            nothing is observed.
+        alarm: whether either is below the monitor's rate. diverged: whether the track has diverged,
+            by the last innovation scores of observations that are not out of distribution.
+        recent: ``b WINDOW``, innovation scores of the last steps, for the next check; NaN after a
+            divergence.
     """
 
-    novelty: Tensor
-    surprise: Tensor
+    out_of_distribution: Tensor
+    innovation: Tensor
     alarm: Tensor
-    lost: Tensor
+    diverged: Tensor
     recent: Tensor
 
 
 class Monitor(NamedTuple):
-    """The three tails, and the training observations that novelty is measured from.
+    """Distributions of the three scores, and the training observations that distances are measured to.
 
     Attributes:
-        obs: ``m q``, at most `MOST_KEPT` training observations, flat, as the innermost filter sees
-            them.
-        novelty: of distances. surprise: and lost: None where the filter has no kernel.
-        rate: false alarms a step and kind.
+        obs: ``m q``, at most `MOST_KEPT` training observations, flattened, as the innermost filter
+            takes them.
+        out_of_distribution: tail of distances. innovation: tail of innovation scores, and
+            divergence: of their medians; both None for filters without a kernel.
+        rate: false alarms per step and kind.
     """
 
     obs: Tensor
-    novelty: Tail
-    surprise: Tail | None
-    lost: Tail | None
+    out_of_distribution: Tail
+    innovation: Tail | None
+    divergence: Tail | None
     rate: Tensor
 
     def check(
@@ -123,33 +128,35 @@ class Monitor(NamedTuple):
         last: Check | None = None,
         mask: Bool[Tensor, " b"] | None = None,
     ) -> Check:
-        """Judge an observation before the filter takes it in.
+        """Check an observation before the update.
 
         Args:
-            filter: whose state it is.
+            filter: the running filter.
             predicted: its state after ``predict``.
             obs: x_t, in the units of ``filter``.
-            last: the check of the step before; None at the start, and after a restart of all.
-            mask: False where nothing was observed.
+            last: the check of the previous step; None at the start, and after a restart of all.
+            mask: False where nothing is observed.
         """
         inner, x = innermost(filter, obs)
         seen = torch.ones(len(x), dtype=torch.bool, device=x.device) if mask is None else mask
         unknown = x.new_full((len(x),), torch.nan, dtype=self.obs.dtype)
-        novelty = torch.where(seen, self.novelty.p_value(nearest(x, self.obs)), unknown)
-        surprise, lost = unknown, torch.zeros_like(seen)
+        distance = self.out_of_distribution.p_value(nearest(x, self.obs))
+        outside = torch.where(seen, distance, unknown)
+        innovation, diverged = unknown, torch.zeros_like(seen)
         recent = unknown[:, None].expand(-1, WINDOW) if last is None else last.recent
-        strange = novelty < self.rate
+        strange = outside < self.rate
         if (
-            self.surprise is not None
-            and self.lost is not None
+            self.innovation is not None
+            and self.divergence is not None
             and isinstance(inner, KernelBayesFilter)
         ):
-            score = torch.where(seen, surprise_of(inner, predicted.weights, x).to(unknown), unknown)
-            surprise = self.surprise.p_value(score)
+            found = innovation_score(inner, predicted.weights, x).to(unknown)
+            score = torch.where(seen, found, unknown)
+            innovation = self.innovation.p_value(score)
             recent = torch.cat([recent[:, 1:], torch.where(strange, unknown, score)[:, None]], 1)
-            lost = self.lost.p_value(middle(recent)) < self.rate
-            recent = torch.where(lost[:, None], unknown[:, None], recent)
-        return Check(novelty, surprise, strange | (surprise < self.rate), lost, recent)
+            diverged = self.divergence.p_value(lower_median(recent)) < self.rate
+            recent = torch.where(diverged[:, None], unknown[:, None], recent)
+        return Check(outside, innovation, strange | (innovation < self.rate), diverged, recent)
 
     def step(
         self,
@@ -162,61 +169,54 @@ class Monitor(NamedTuple):
         control: Float[Tensor, "b k"] | None = None,
         generator: Generator | None = None,
     ) -> tuple[Any, Check]:
-        """Predict, check, update; where the track is lost, from the prior. Arguments as of `check` and `kbf.filters.rollout.step`."""
+        """Predict, check and update; diverged tracks are updated from the prior.
+
+        Arguments as of `check` and `kbf.filters.rollout.step`.
+        """
         predicted = move(filter, state, control=control, generator=generator)
         found = self.check(filter, predicted, obs, last=last, mask=mask)
-        if bool(found.lost.any()):
-            fresh = move(
-                filter,
-                filter.init(len(obs), generator=generator),
-                control=control,
-                generator=generator,
-            )
-            predicted = where(found.lost, fresh, predicted)
+        if bool(found.diverged.any()):
+            start = filter.init(len(obs), generator=generator)
+            fresh = move(filter, start, control=control, generator=generator)
+            predicted = where(found.diverged, fresh, predicted)
         return observe(filter, predicted, obs, mask)[0], found
 
     def stored(self) -> dict[str, Any]:
-        """As nested dicts of tensors on the CPU, for a checkpoint."""
-
-        def leaf(value: Any) -> Any:
-            if isinstance(value, Tail):
-                return {name: each.cpu() for name, each in value._asdict().items()}
-            return None if value is None else value.cpu()
-
-        return {name: leaf(value) for name, value in self._asdict().items()}
+        """The monitor as nested dicts of tensors on the CPU, for a checkpoint."""
+        return moved(self._asdict(), "cpu")
 
     @staticmethod
     def read(stored: dict[str, Any] | None, device: torch.device | str = "cpu") -> Monitor | None:
-        """From what a checkpoint keeps; None if it keeps none."""
+        """The monitor that `stored` returned; None for None."""
         if stored is None:
             return None
+        found: dict[str, Any] = moved(stored, device)
+        tails: dict[str, Any] = {k: Tail(**v) for k, v in found.items() if isinstance(v, dict)}
+        return Monitor(**(found | tails))
 
-        def leaf(value: Any) -> Any:
-            if isinstance(value, dict):
-                return Tail(**{name: each.to(device) for name, each in value.items()})
-            return None if value is None else value.to(device)
 
-        return Monitor(**{name: leaf(value) for name, value in stored.items()})
+def moved(value: Any, device: torch.device | str) -> Any:
+    """Tensors, and dicts and tails of tensors as dicts, on a device; None for None."""
+    if isinstance(value, Tensor | None):
+        return None if value is None else value.to(device)
+    items = value if isinstance(value, dict) else value._asdict()
+    return {name: moved(each, device) for name, each in items.items()}
 
 
 def nearest(x: Shaped[Tensor, "b *x"], obs: Float[Tensor, "m q"]) -> Float[Tensor, " b"]:
-    """The Euclidean distance of each x to the nearest of ``obs``."""
+    """Euclidean distance of each x to the nearest row of ``obs``; infinite where it overflows."""
     flat = as_float(x, obs.dtype).flatten(1)
     distance = torch.cdist(flat, obs).amin(1)
-    return torch.where(
-        distance.isnan() & ~flat.isnan().any(1), torch.inf, distance
-    )  # too far for any number
+    return torch.where(distance.isnan() & ~flat.isnan().any(1), torch.inf, distance)
 
 
-def surprise_of(
+def innovation_score(
     filter: KernelBayesFilter, weights: Float[Tensor, "b n"], x: Shaped[Tensor, "b *x"]
 ) -> Float[Tensor, " b"]:
-    """The surprise log(E m(X) / m(x)), m = sum_i w_i k_X(x_i, .) / sum_i w_i, X drawn from the prediction w.
+    """Innovation score log(E m(X) / m(x)), m = sum_i w_i k_X(x_i, .) / sum_i w_i, X drawn from the prediction w.
 
-    It is at most -log `LEAST_DENSITY`.
-
-    With features m(x) = mu^T psi(x), mu = Psi^T w / sum w, and E m(X) = ||mu||^2. NaN for rules
-    without a kernel.
+    It is at most -log `LEAST_DENSITY`. With features, m(x) = mu^T psi(x), mu = Psi^T w / sum w, and
+    E m(X) = ||mu||^2. NaN for rules without a kernel.
     """
     rule = filter.rule
     if (
@@ -232,13 +232,20 @@ def surprise_of(
         at, mean = (w * query).sum(-1), ((w @ rule.gram) * w).sum(-1)
     else:
         return weights.new_full((len(weights),), torch.nan)
-    share = torch.where(mean > 0, at * weights.sum(-1) / mean, 0)  # no weights: no prediction
+    # weights that are all 0 predict nothing: every observation is then an outlier
+    share = torch.where(mean > 0, at * weights.sum(-1) / mean, 0)
     return -share.clamp_min(LEAST_DENSITY).log()
 
 
-def middle(recent: Float[Tensor, "*b w"]) -> Float[Tensor, "*b"]:
-    """The median (the lower one of two) of those that are not NaN; NaN where these are not more than half."""
+def lower_median(recent: Float[Tensor, "*b w"]) -> Float[Tensor, "*b"]:
+    """Median (the lower of two) of the values that are not NaN; NaN where these are not more than half."""
     known = (~recent.isnan()).sum(-1, keepdim=True)
     ordered = recent.sort(-1).values  # NaN at the end
     median = ordered.gather(-1, (known - 1).clamp_min(0) // 2)
     return torch.where(known > recent.shape[-1] // 2, median, torch.nan).squeeze(-1)
+
+
+def running_median(scores: Float[Tensor, "*b T"]) -> Float[Tensor, "*b T"]:
+    """Median of the last `WINDOW` scores at each step, as `Monitor.check` computes it."""
+    padded = torch.nn.functional.pad(scores, (WINDOW - 1, 0), value=torch.nan)
+    return lower_median(padded.unfold(-1, WINDOW, 1))

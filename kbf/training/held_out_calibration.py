@@ -1,8 +1,8 @@
-"""What held-out parts of the training data say of a filter: its calibration and its monitor. No test data is looked at.
+"""Calibration and monitor of a filter, learned from held-out parts of the training data. Test data are not used.
 
-The recordings are cut into contiguous folds; the model's filter over the other folds runs through
-each, from its start, as it will run through new data. A person's own validation part takes the
-place of the folds.
+The recordings are cut into contiguous folds. The filter over the other folds runs through each fold
+from its initial state, as it later runs through new data. A validation part of the data replaces the
+folds.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from torch import Tensor
 from kbf.data.windows import first_steps, folds, hold_out, take, without
 from kbf.evaluation.alarms import (
     MOST_KEPT,
-    WINDOW,
     Monitor,
     fit_tail,
     innermost,
-    middle,
-    surprise_of,
+    innovation_score,
+    running_median,
 )
 from kbf.evaluation.calibration import Calibration, calibrate, floor_of, floored, mahalanobis
-from kbf.evaluation.score import score, score_smoothed
+from kbf.evaluation.score import Score, score, score_smoothed
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.protocols import Filter, FilterModel
 from kbf.filters.selection.auto import ModelSelection
@@ -41,83 +40,78 @@ from kbf.training.fitted_model import FittedModel
 
 FOLDS = 5
 MOST_STEPS = 5000
-"""Most steps that are filtered, of large recordings the first of each fold."""
-BESIDE = 300
-"""Steps of each recording that are filtered all the same: recordings run beside each other, and how they begin is not all."""
-LEAST_OBSERVATIONS = 10
-"""Observations without a silent sensor that a monitor needs."""
+"""Most steps that are filtered. Of larger recordings these are the first steps of each fold."""
+MIN_STEPS_OF_EACH = 300
+"""Steps of each recording that are filtered in any case: recordings share a batch, so that they cost
+little, and the first steps alone are not representative."""
+MIN_WHOLE_OBSERVATIONS = 10
+"""Observations without a missing sensor that a monitor requires."""
 MOST_NUMBERS = 2**22
-"""Most numbers in the observations that a monitor keeps: of large images there are fewer."""
+"""Most numbers in the observations that a monitor keeps; fewer observations are kept of large images."""
 Held = Iterable[tuple[Filter[Any], list[Recording]]]
-"""Filters, each with sequences that it has not learned from."""
+"""Filters, each with recordings that it has not been fitted to."""
 
 
-class Surprise(NamedTuple):
-    """`kbf.evaluation.alarms.surprise_of` an observation, ``b``; NaN where there is none, or the filter has no kernel."""
+class InnovationScore(NamedTuple):
+    """`kbf.evaluation.alarms.innovation_score` of a step, ``b``; NaN without an observation or without a kernel."""
 
-    surprise: Tensor
+    score: Tensor
 
 
 class Run(NamedTuple):
-    """What filters said of sequences that they have not learned from.
+    """Results of filters on recordings that they have not been fitted to.
 
     Attributes:
-        states: ``m d``, one sequence behind the other, with their estimates ``m d`` and covariances
-            ``m d d`` (None without).
-        surprises: ``T`` for each sequence.
-        filters: ``m``, the number of the filter that each step was run through by.
+        states: ``m d``, all recordings concatenated, with their estimates ``m d`` and covariances
+            ``m d d`` (None for filters without).
+        innovation_scores: ``T`` for each recording.
+        filters: ``m``, the index of the filter of each step.
     """
 
     states: Tensor
     estimates: Tensor
     covariances: Tensor | None
-    surprises: list[Tensor]
+    innovation_scores: list[Tensor]
     filters: Tensor
 
 
 def held_out(
     net: FilterModel, memory: list[Recording], count: int = FOLDS, most: int = MOST_STEPS
 ) -> Held:
-    """For each of ``count`` folds: the filter over the others, made when it is asked for, and the fold.
+    """For each of ``count`` folds: the filter over the others, fitted on demand, and the fold.
 
-    A model that has held out folds of its own to choose by
-    (`kbf.filters.selection.auto.ModelSelection`) has these filters already.
+    A model that has cross-validated its candidates (`kbf.filters.selection.auto.ModelSelection`)
+    provides these filters itself.
 
     Raises:
         ValueError: too few steps for the folds, or for the model without one of them.
     """
     if isinstance(net, ModelSelection) and net.crosswise:
-        yield from (
-            (filter, begun(part, -(-most // len(net.crosswise)))) for filter, part in net.crosswise
-        )
-        return
-    for spans in folds([len(s.states) for s in memory], count):
-        yield net.fit(without(memory, spans)), begun(take(memory, spans), -(-most // count))
-
-
-def begun(fold: list[Recording], most: int) -> list[Recording]:
-    """The first steps of each sequence of a fold, about ``most`` in all, but not fewer than `BESIDE` of each."""
-    return first_steps(fold, max(most, min(BESIDE, most) * len(fold)))
+        pairs = iter(net.crosswise)
+        count = len(net.crosswise)
+    else:
+        parts = folds([len(s.states) for s in memory], count)
+        pairs = ((net.fit(without(memory, part)), take(memory, part)) for part in parts)
+    for filter, fold in pairs:
+        steps = -(-most // count)
+        yield filter, first_steps(fold, max(steps, min(MIN_STEPS_OF_EACH, steps) * len(fold)))
 
 
 def never_learned_from(module: FittedModel) -> Held:
-    """`held_out`; of a net without a memory, which no fold can be taken out of, the steps that its training has held out."""
+    """`held_out`; for a network without a memory, which no fold can be removed from, the steps that training held out."""
     memory, how = module.memory.sequences(), module.how
-    alone = how is not None and how.validation > 0 and keeps_no_memory(module)
-    return (
-        [(module.net.eval(), hold_out(memory, how.validation)[1])]
-        if alone and how
-        else held_out(module.net, memory)
-    )
+    if how is not None and how.validation > 0 and keeps_no_memory(module):
+        return [(module.net.eval(), hold_out(memory, how.validation)[1])]
+    return held_out(module.net, memory)
 
 
 def keeps_no_memory(module: FittedModel) -> bool:
-    """Whether the net is the filter itself: what it has learned from cannot be taken out of it."""
+    """Whether the network is the filter itself, so that no fold can be removed from it."""
     return module.net.fit(module.memory.sequences()) is module.net
 
 
 def learned_from_all(module: FittedModel) -> bool:
-    """Whether its training held out nothing, and nothing can be taken out of it."""
+    """Whether training held out nothing, and no fold can be removed from the network."""
     return module.how is not None and module.how.validation == 0 and keeps_no_memory(module)
 
 
@@ -128,53 +122,49 @@ def run_through(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
 ) -> Run:
-    """Run each filter through its sequences, from its start; arguments as of `kbf.evaluation.score.score`."""
-    states, means, covariances, surprises, filters = [], [], [], [], []
-    for k, (filter, sequences) in enumerate(held):
-        scores = score(
-            filter,
-            sequences,
-            seed=seed,
-            dtype=dtype,
-            device=device,
-            covariances=True,
-            watch=surprise,
-        )
-        states += [s.states.double().cpu() for s in sequences]
-        means += scores.estimates
-        covariances += scores.covariances or []
-        surprises += [each.surprise for each in scores.watched]
-        filters.append(torch.full((sum(len(s.states) for s in sequences),), k))
+    """Run each filter through its recordings; arguments as of `kbf.evaluation.score.score`."""
+    how: Any = {"seed": seed, "dtype": dtype, "device": device}
+    return collected(
+        (recordings, score(filter, recordings, **how, covariances=True, watch=watch_innovation))
+        for filter, recordings in held
+    )
+
+
+def collected(scores: Iterable[tuple[list[Recording], Score]]) -> Run:
+    """The results of several filters as one `Run`."""
+    states, means, covariances, innovations, filters = [], [], [], [], []
+    for k, (recordings, found) in enumerate(scores):
+        states += [s.states.double().cpu() for s in recordings]
+        means += found.estimates
+        covariances += found.covariances or []
+        innovations += [each.score for each in found.watched]
+        filters += [torch.full((len(each),), k) for each in found.estimates]
     together = torch.cat(covariances) if covariances else None
-    return Run(torch.cat(states), torch.cat(means), together, surprises, torch.cat(filters))
+    return Run(torch.cat(states), torch.cat(means), together, innovations, torch.cat(filters))
 
 
-def surprise(
+def watch_innovation(
     filter: Filter[Any],
     predicted: Any,
     obs: Shaped[Tensor, "b *x"],
     *,
-    last: Surprise | None = None,
+    last: InnovationScore | None = None,
     mask: Tensor | None = None,
-) -> Surprise:
-    """What `run_through` watches."""
+) -> InnovationScore:
+    """A `kbf.evaluation.score.Watch` that collects innovation scores."""
     inner, x = innermost(filter, obs)
     unknown = torch.full((len(obs),), torch.nan, device=obs.device)
     if not isinstance(inner, KernelBayesFilter):
-        return Surprise(unknown)
-    surprises = surprise_of(inner, predicted.weights, x)
-    return Surprise(
-        surprises if mask is None else torch.where(mask, surprises, unknown.to(surprises))
-    )
+        return InnovationScore(unknown)
+    found = innovation_score(inner, predicted.weights, x)
+    return InnovationScore(found if mask is None else torch.where(mask, found, unknown.to(found)))
 
 
 def learn_calibration(run: Run) -> Calibration | None:
-    """The calibration of the covariances of a run; None if it has none."""
-    return (
-        None
-        if run.covariances is None
-        else calibrate_by(run.states, run.estimates, run.covariances, run.filters)
-    )
+    """The calibration of the covariances of a run; None for filters without covariances."""
+    if run.covariances is None:
+        return None
+    return calibrate_by(run.states, run.estimates, run.covariances, run.filters)
 
 
 def calibrate_by(
@@ -183,11 +173,11 @@ def calibrate_by(
     covariances: Float[Tensor, "m d d"],
     filters: Int[Tensor, " m"],
 ) -> Calibration:
-    """The calibration by steps that several filters were run through; of `FOLDS` filters the worst and the best are left out.
+    """The calibration by steps of several filters; of at least `FOLDS` filters the worst and the best are excluded.
 
-    Where a fold holds all that a recording says of some region, the filter without it knows nothing
-    there. That of all recordings does: by the pooled scores of all folds its regions would be far
-    too wide, by those of the middle ones they are not.
+    Where one fold contains all recorded steps of a part of the state space, the filter over the
+    other folds has no data there, but the filter over all recordings has. With the scores of all
+    folds its regions would be far too wide.
     """
     kept, count = torch.ones(len(states), dtype=torch.bool), 1 + int(filters.max())
     if count >= FOLDS:
@@ -206,21 +196,20 @@ def learn_monitor(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
 ) -> Monitor | None:
-    """A monitor from a run through held-out sequences, and the recordings.
+    """A monitor from a run through held-out recordings, and from the training recordings.
 
-    How far an observation is from those of the training, the recordings tell themselves: each from
-    those of the other folds, since the steps just before and after it are nearer to it than any
-    will be to a new one.
+    The distances of training observations are measured to those of the other folds, since adjacent
+    steps are nearer to each other than any new observation is to a recorded one.
 
     Args:
-        run: of filters through what they have not learned from.
-        memory: the recordings, with observations as the innermost filter sees them.
-        rate: false alarms a step and kind.
-        dtype: what the filters take. device: where they are.
+        run: of filters through recordings that they have not been fitted to.
+        memory: the recordings, with observations as the innermost filter takes them.
+        rate: false alarms per step and kind.
+        dtype: of the filters. device: where they are.
 
     Returns:
-        None where sensors are silent in all but `LEAST_OBSERVATIONS` observations: there is no
-        distance then.
+        None where fewer than `MIN_WHOLE_OBSERVATIONS` observations have all sensors, since distances
+        are not defined then.
 
     Raises:
         ValueError: a rate that is not between 0 and 1, or fewer than ten steps.
@@ -228,51 +217,38 @@ def learn_monitor(
     if not 0 < rate < 1:
         raise ValueError(f"a monitor's false alarm rate must be between 0 and 1, got {rate}")
     own = held_by([len(s.states) for s in memory], FOLDS)
-    fold = torch.cat(
-        [h if s.mask is None else h[s.mask.cpu()] for h, s in zip(own, memory, strict=True)]
-    ).to(device)
+    pairs = zip(own, memory, strict=True)
+    fold = torch.cat([h if s.mask is None else h[s.mask.cpu()] for h, s in pairs]).to(device)
     seen = observed_pairs(memory)[1].to(device)
     whole = seen.flatten(1).isfinite().all(1)
-    if int(whole.sum()) < LEAST_OBSERVATIONS <= len(seen):
+    if int(whole.sum()) < MIN_WHOLE_OBSERVATIONS <= len(seen):
         return None
-    seen, fold = seen[whole], fold[whole]
-    some = evenly(len(seen), 8 * MOST_KEPT)
-    seen, fold = seen[some], fold[some]
+    some = evenly(int(whole.sum()), 8 * MOST_KEPT)
+    seen, fold = seen[whole][some], fold[whole][some]
     rows = evenly(len(seen), max(2, min(MOST_KEPT, MOST_NUMBERS // seen[0].numel())), device)
     flat = as_float(seen, dtype).flatten(1)
-    distance = (
-        torch.cdist(flat, flat[rows]).masked_fill(fold[:, None] == fold[rows], torch.inf).amin(1)
-    )
-    surprises = [each.to(device, dtype) for each in run.surprises]
-    scores = torch.cat(surprises)
-    surprise = lost = None
+    same = fold[:, None] == fold[rows]
+    distance = torch.cdist(flat, flat[rows]).masked_fill(same, torch.inf).amin(1)
+    each = [scores.to(device, dtype) for scores in run.innovation_scores]
+    scores = torch.cat(each)
+    innovation = divergence = None
     if not scores.isnan().all():
-        surprise, lost = (
-            fit_tail(scores),
-            fit_tail(torch.cat([medians(each) for each in surprises])),
-        )
-    novelty = fit_tail(distance[distance.isfinite()])
-    return Monitor(
-        flat[rows], novelty, surprise, lost, torch.tensor(rate, dtype=dtype, device=device)
-    )
-
-
-def medians(run: Float[Tensor, "*b T"]) -> Float[Tensor, "*b T"]:
-    """The median of the last `WINDOW` surprises at each step, as `Monitor.check` makes it."""
-    return middle(
-        torch.nn.functional.pad(run, (WINDOW - 1, 0), value=torch.nan).unfold(-1, WINDOW, 1)
-    )
+        medians = torch.cat([running_median(scores) for scores in each])
+        innovation, divergence = fit_tail(scores), fit_tail(medians)
+    outside = fit_tail(distance[distance.isfinite()])
+    alarm_rate = torch.tensor(rate, dtype=dtype, device=device)
+    return Monitor(flat[rows], outside, innovation, divergence, alarm_rate)
 
 
 def learn(
     trained: Trained, validation: Sequence[Recording] = (), *, rate: float = 1e-3, seed: int = 0
 ) -> Trained:
-    """A trained model with its calibration and its monitor.
+    """The trained model with a calibration and a monitor.
 
     Args:
         trained: model and filter.
-        validation: recordings that the model has not learned from; without them it is conditioned
-            anew, fold by fold.
+        validation: recordings that the model has not been fitted to; without them it is fitted
+            again without each fold.
         rate: of false alarms.
         seed: of filters that draw.
 
@@ -280,17 +256,15 @@ def learn(
         ValueError: too few steps.
     """
     module, memory = trained.module, trained.module.memory.sequences()
-    settings: Any = {
-        "dtype": module.input_dtype if validation else module.model_dtype,
-        "device": module.device,
-    }
+    dtype = module.input_dtype if validation else module.model_dtype
     held: Held = [(trained.filter, list(validation))] if validation else never_learned_from(module)
-    run = run_through(held, seed=seed, **settings)
+    run = run_through(held, seed=seed, dtype=dtype, device=module.device)
     calibration = learn_calibration(run)
     if calibration is not None and not validation and learned_from_all(module):
         warnings.warn(
-            "covariances are not recalibrated: the net has learned from all recordings, on which it is too sure "
-            "(model.training.validation=0.15 or data.validation holds some out)",
+            "covariances are not recalibrated: the network was fitted to all recordings, on which "
+            "its errors are too small (model.training.validation=0.15 or data.validation holds some "
+            "out)",
             stacklevel=2,
         )
         calibration = None
@@ -301,51 +275,46 @@ def learn(
 
 
 def learn_smoothed(trained: Trained, *, lag: int | None = None, seed: int = 0) -> Calibration:
-    """The calibration of smoothed covariances: the filters over the other folds, and their smoothers, run through each.
+    """The calibration of smoothed covariances, from the smoothers of the filters over the other folds.
 
     Args:
         trained: a model whose filter has covariances and a smoother.
         lag: as of `kbf.filters.smoothing.smooth`. seed: of filters that draw.
 
     Raises:
-        ValueError: too few steps, or a filter without a smoother.
+        ValueError: too few steps, or a filter without a smoother or without covariances.
     """
     module = trained.module
-    states, means, covariances, filters = [], [], [], []
-    for k, (filter, sequences) in enumerate(held_out(module.net, module.memory.sequences())):
-        scores = score_smoothed(
-            filter, sequences, lag=lag, seed=seed, dtype=module.model_dtype, device=module.device
-        )
-        states += [s.states.double().cpu() for s in sequences]
-        means += scores.estimates
-        covariances += scores.covariances or []
-        filters.append(torch.full((sum(len(s.states) for s in sequences),), k))
-    parts = (torch.cat(part) for part in (states, means, covariances, filters))
-    return in_units_of_the_data(calibrate_by(*parts), trained)
+    how: Any = {"lag": lag, "seed": seed, "dtype": module.model_dtype, "device": module.device}
+    held = held_out(module.net, module.memory.sequences())
+    run = collected((part, score_smoothed(filter, part, **how)) for filter, part in held)
+    calibration = learn_calibration(run)
+    if calibration is None:
+        raise ValueError(f"{type(trained.filter).__name__} has no covariances to calibrate")
+    return in_units_of_the_data(calibration, trained)
 
 
 def in_units_of_the_data(calibration: Calibration, trained: Trained) -> Calibration:
-    """A calibration that was learned in scaled units."""
+    """A calibration that was learned in scaled units, in the units of the data."""
     scaling = trained.module.scaling
-    return (
-        calibration
-        if scaling is None
-        else calibration._replace(floor=calibration.floor * scaling.z_scale.cpu().square())
-    )
+    if scaling is None:
+        return calibration
+    return calibration._replace(floor=calibration.floor * scaling.z_scale.cpu().square())
 
 
 def learn_and_keep(
     trained: Trained, directory: Path, validation: Sequence[Recording] = (), *, seed: int = 0
 ) -> Trained:
-    """`learn`, and write it into the ``best.ckpt`` and ``last.ckpt`` of a run; the last of a model that learns has its own."""
+    """`learn`, and write the result into the ``best.ckpt`` and ``last.ckpt`` of a run.
+
+    The last checkpoint of a model that is trained by gradients gets a calibration of its own.
+    """
     best, last = directory / BEST, directory / LAST
     trained = learn(trained, validation, seed=seed)
     rewrite_checkpoint(trained, best, best)
     if trained.module.learns:
-        newest = learn(
-            load_own(trained.module, last, device=trained.module.device), validation, seed=seed
-        )
-        rewrite_checkpoint(newest, last, last)
+        newest = load_own(trained.module, last, device=trained.module.device)
+        rewrite_checkpoint(learn(newest, validation, seed=seed), last, last)
     else:
         copy(best, last)
     return trained

@@ -407,7 +407,7 @@ def test_lines_that_come_together_are_filtered_as_one_by_one(checkpoint, monkeyp
     assert main(["filter", "input=-", *words]) == 0
     single = capsys.readouterr().out
     alarms = [row["alarm"] for row in table(together)]
-    assert "lost" in alarms and alarms[120] == "novel" and alarms[7] == ""
+    assert "diverged" in alarms and alarms[120] == "out_of_distribution" and alarms[7] == ""
     assert [row["alarm"] for row in table(single)] == alarms
     names = ("z_0", "z_1", "z_0_std", "ess")
     torch.testing.assert_close(
@@ -422,7 +422,7 @@ def test_lines_that_come_together_are_filtered_as_one_by_one(checkpoint, monkeyp
 
 
 def test_missing_observations_pass_through_the_window(checkpoint, obs):
-    """The verdict "lost" is of the last steps, whether these come one by one or together."""
+    """The verdict "diverged" is of the last steps, whether these come one by one or together."""
     trained = load_filter(checkpoint)
     rows = [Row(x[None]) for x in obs[:5]] + [Row(None)] * 3
     one, together = (OnlineEstimator(trained, column_schema_of(trained)) for _ in range(2))
@@ -440,9 +440,15 @@ def test_the_monitor_is_that_of_the_library(checkpoint, obs, monkeypatch, capsys
     state, last, words, found = trained.filter.init(1), None, [], []
     for x in jump[:, None]:
         state, last = trained.monitor.step(trained.filter, state, x, last=last)
-        novel = last.novelty < trained.monitor.rate
+        outside = last.out_of_distribution < trained.monitor.rate
         words.append(
-            "lost" if last.lost else "novel" if novel else "surprise" if last.alarm else ""
+            "diverged"
+            if last.diverged
+            else "out_of_distribution"
+            if outside
+            else "innovation_outlier"
+            if last.alarm
+            else ""
         )
         found.append(trained.filter.estimate(state)[0].detach())
     _, out, err = fed(monkeypatch, capsys, text(jump), f"checkpoint={checkpoint}")
@@ -487,7 +493,7 @@ def test_an_outlier_destroys_no_stream(checkpoint, monkeypatch, capsys):
                 monkeypatch, capsys, text(wild), f"checkpoint={checkpoint}", *words
             )
             assert code == 0 and "1 passed over" in err
-            assert (not words and table(out)[10]["alarm"] == "novel") or words
+            assert (not words and table(out)[10]["alarm"] == "out_of_distribution") or words
             torch.testing.assert_close(
                 columns(table(out), "z_0", "z_1")[30:], plain[30:], rtol=0, atol=0.02
             )
@@ -506,7 +512,7 @@ def test_a_state_belongs_to_its_checkpoint(checkpoint, kalman, obs, tmp_path, mo
         for part in (jump[:15], jump[15:26], jump[26:])
     )
     assert [row["alarm"] for row in table(parts)] == [row["alarm"] for row in table(whole)]
-    assert "lost" in parts, "the window matters"
+    assert "diverged" in parts, "the window matters"
     code, _, err = fed(
         monkeypatch, capsys, text(obs), f"checkpoint={kalman}", f"state={tmp_path}/now.pt"
     )

@@ -16,7 +16,7 @@ from kbf.data.synthetic import SyntheticData
 from kbf.densities.learned_ssm import learn_model
 from kbf.densities.selected import SelectedDensities
 from kbf.densities.selection import COUNTS, DENSITIES, fit_density, select_density
-from kbf.evaluation.alarms import surprise_of
+from kbf.evaluation.alarms import innovation_score
 from kbf.evaluation.score import score
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF, bounded_run
 from kbf.filters.kernel.update.nearest_draws import LocalUpdate
@@ -77,7 +77,7 @@ def test_a_filter_over_another_law_knows_what_was_to_be_expected():
     weights = torch.zeros(1, len(filter.states))
     weights[0, 0] = 1
     assert isinstance(filter.rule, LocalUpdate)
-    expected, unexpected = (surprise_of(filter, weights, x).item() for x in (near, far))
+    expected, unexpected = (innovation_score(filter, weights, x).item() for x in (near, far))
     assert math.isfinite(expected)
     assert unexpected > expected + 1
 

@@ -14,9 +14,10 @@ from kbf.evaluation.alarms import (
     Monitor,
     fit_tail,
     innermost,
-    middle,
+    innovation_score,
+    lower_median,
     nearest,
-    surprise_of,
+    running_median,
 )
 from kbf.evaluation.score import score
 from kbf.filters.gaussian.learned_kalman import LearnedKalman
@@ -30,7 +31,7 @@ from kbf.recording import Recording, mask_missing, pad
 from kbf.rkhs.features import NystromFeatures
 from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.ssm import gaussian_log_density, rotation, simulate
-from kbf.training.held_out_calibration import Run, held_out, learn_monitor, medians, run_through
+from kbf.training.held_out_calibration import Run, held_out, learn_monitor, run_through
 
 MODEL = rotation()
 
@@ -102,7 +103,7 @@ def test_tails_of_what_is_constant_or_unknown():
         fit_tail(scores[:10])
 
 
-# -- novelty and surprise, by naive loops --
+# -- distances and innovation scores, by naive loops --
 
 
 def test_the_nearest_is_the_nearest(normal):
@@ -112,7 +113,7 @@ def test_the_nearest_is_the_nearest(normal):
 
 
 @pytest.mark.parametrize("rank", [None, 300])
-def test_surprise_is_the_density_over_its_mean(memory, rank):
+def test_the_innovation_score_is_the_density_over_its_mean(memory, rank):
     """m(x) and E m(X) by sums over the memory's kernel, for full Gram matrices and for features of
     full rank.
     """
@@ -130,12 +131,12 @@ def test_surprise_is_the_density_over_its_mean(memory, rank):
             for i in range(len(obs))
         )
         expected = -math.log(max(float(density / (mean / w[k].sum() ** 2)), LEAST_DENSITY))
-        assert surprise_of(filter, w, x)[k].item() == pytest.approx(expected, abs=1e-3)
-        assert surprise_of(filter, 7 * w, x)[k].item() == pytest.approx(expected, abs=1e-3)
+        assert innovation_score(filter, w, x)[k].item() == pytest.approx(expected, abs=1e-3)
+        assert innovation_score(filter, 7 * w, x)[k].item() == pytest.approx(expected, abs=1e-3)
 
 
 def test_without_weights_everything_is_surprising(filter):
-    found = surprise_of(
+    found = innovation_score(
         filter, torch.zeros(1, len(filter.states), dtype=torch.float64), filter.states[:1]
     )
     assert found.item() == pytest.approx(-math.log(LEAST_DENSITY))
@@ -143,7 +144,7 @@ def test_without_weights_everything_is_surprising(filter):
 
 def test_the_median_of_the_last_ones():
     run = torch.tensor([[0.0, 5.0, 1.0, 9.0, 2.0, 3.0, torch.nan, torch.nan, torch.nan, 4.0]])
-    found = medians(run)[0].tolist()
+    found = running_median(run)[0].tolist()
     for t, value in enumerate(found):
         known = sorted(v for v in run[0, max(0, t - WINDOW + 1) : t + 1].tolist() if v == v)
         assert (
@@ -151,7 +152,7 @@ def test_the_median_of_the_last_ones():
             if len(known) <= WINDOW // 2
             else value == known[(len(known) - 1) // 2]
         )
-    assert middle(torch.full((1, WINDOW), torch.nan)).isnan().all()
+    assert lower_median(torch.full((1, WINDOW), torch.nan)).isnan().all()
 
 
 # -- at work --
@@ -169,7 +170,7 @@ def test_a_stopped_rollout_and_check_agree(filter, monitor):
         alone = score(filter, [sequence], watch=monitor.check).watched[0]
         for mine, theirs in zip(together, alone, strict=True):
             torch.testing.assert_close(mine, theirs, equal_nan=True)
-    assert bool((found[1].novelty.isnan() == (torch.arange(20) % 3 == 0)).all())
+    assert bool((found[1].out_of_distribution.isnan() == (torch.arange(20) % 3 == 0)).all())
     assert not found[1].alarm[0]
 
 
@@ -180,10 +181,10 @@ def test_false_alarms_come_at_the_rate(net, filter, memory):
     """
     monitor = learn_monitor(run_through(held_out(net, memory)), memory, rate=0.01)
     found = score(filter, draw(100, 25, 7), watch=monitor.check).watched
-    for name in ("novelty", "surprise"):
+    for name in ("out_of_distribution", "innovation"):
         share = (torch.cat([getattr(check, name) for check in found]) < 0.01).double().mean().item()
         assert 0.002 < share < 0.03, name
-    assert torch.cat([check.lost for check in found]).double().mean().item() < 0.02
+    assert torch.cat([check.diverged for check in found]).double().mean().item() < 0.02
 
 
 def test_an_observation_from_outside_raises_the_alarm_at_once(filter, monitor):
@@ -193,8 +194,11 @@ def test_an_observation_from_outside_raises_the_alarm_at_once(filter, monitor):
     found = score(filter, sequences, watch=monitor.check).watched
     before = torch.stack([check.alarm[:10] for check in found])
     assert before.double().mean().item() < 0.03
-    assert all(bool(check.novelty[10] < monitor.rate) and bool(check.alarm[10]) for check in found)
-    assert not any(bool(check.lost[10]) for check in found)  # novel, not lost
+    assert all(
+        bool(check.out_of_distribution[10] < monitor.rate) and bool(check.alarm[10])
+        for check in found
+    )
+    assert not any(bool(check.diverged[10]) for check in found)  # outside, not diverged
     last = found[0].recent[10]
     assert last[-1].isnan() and not last[:-1].isnan().any()
 
@@ -231,7 +235,7 @@ def test_a_kidnapped_state_is_found_and_recovered():
     sequences = pad(draw(15, 32, 2, model))
     z, x = sequences.states.clone(), sequences.obs.clone()
     z[:, 20:], x[:, 20:] = -z[:, 20:], x[:, 20:] - 2 * z[:, 20:]
-    errors, lost = {}, {}
+    errors, diverged = {}, {}
     for restart in (False, True):
         state, last, error, told = filter.init(15), None, [], []
         for t in range(32):
@@ -242,10 +246,10 @@ def test_a_kidnapped_state_is_found_and_recovered():
                 last = monitor.check(filter, predicted, x[:, t], last=last)
                 state = filter.update(predicted, x[:, t])
             error.append((filter.estimate(state) - z[:, t]).square().sum(-1))
-            told.append(last.lost)
-        errors[restart], lost[restart] = torch.stack(error, 1), torch.stack(told, 1)
-    assert lost[True][:, :20].double().mean() < 0.01
-    assert lost[True][:, 20:26].any(1).double().mean() > 0.9
+            told.append(last.diverged)
+        errors[restart], diverged[restart] = torch.stack(error, 1), torch.stack(told, 1)
+    assert diverged[True][:, :20].double().mean() < 0.01
+    assert diverged[True][:, 20:26].any(1).double().mean() > 0.9
     assert errors[True][:, 26:32].median() < 0.2
     assert errors[False][:, 26:32].median() > 1
 
@@ -256,21 +260,21 @@ def test_a_lost_track_is_told_once_and_starts_from_the_prior(filter, monitor):
     x = filter.states[:1]
     state = filter.update(filter.init(1), -x)
     after, found = monitor.step(filter, state, x, last=last)
-    assert bool(found.lost) and found.recent.isnan().all()
+    assert bool(found.diverged) and found.recent.isnan().all()
     fresh = filter.update(filter.predict(filter.init(1)), x)
     torch.testing.assert_close(after.weights, fresh.weights)
     again = monitor.check(filter, filter.predict(after), x, last=found)
-    assert not bool(again.lost)
+    assert not bool(again.diverged)
 
 
 def test_a_filter_without_a_kernel_is_judged_by_novelty_alone(memory):
     filter = LearnedKalman().fit(memory)
     monitor = learn_monitor(run_through([(filter, draw(2, 20, 3))]), memory)
-    assert monitor.surprise is None and monitor.lost is None
+    assert monitor.innovation is None and monitor.divergence is None
     far = monitor.check(
         filter, filter.predict(filter.init(1)), torch.full((1, 2), 9.0, dtype=torch.float64)
     )
-    assert far.surprise.isnan().all() and bool(far.alarm) and not bool(far.lost)
+    assert far.innovation.isnan().all() and bool(far.alarm) and not bool(far.diverged)
 
 
 @pytest.mark.slow
@@ -296,18 +300,22 @@ def test_behind_scalings_and_codes(net, filter, memory, monitor):
     outside = score(wrapped, raw, watch=learned.check).watched
     within = score(inner, [scaling(s) for s in raw], watch=learned.check).watched
     for mine, theirs in zip(outside, within, strict=True):
-        torch.testing.assert_close(mine.novelty, theirs.novelty)
-        torch.testing.assert_close(mine.surprise, theirs.surprise)
+        torch.testing.assert_close(mine.out_of_distribution, theirs.out_of_distribution)
+        torch.testing.assert_close(mine.innovation, theirs.innovation)
 
 
 def test_silent_sensors_and_missing_observations_raise_nothing(filter, monitor):
     x = torch.tensor([[torch.nan, 0.3]], dtype=torch.float64)
     found = monitor.check(filter, filter.init(1), x)
-    assert found.novelty.isnan().all() and not bool(found.alarm) and not bool(found.lost)
+    assert (
+        found.out_of_distribution.isnan().all()
+        and not bool(found.alarm)
+        and not bool(found.diverged)
+    )
     whole = draw(1, 6, 3)[0]
     whole.obs[2] = torch.nan
     check = score(filter, [mask_missing(whole)], watch=monitor.check).watched[0]
-    assert check.novelty.isnan().tolist() == [False, False, True, False, False, False]
+    assert check.out_of_distribution.isnan().tolist() == [False, False, True, False, False, False]
 
 
 def test_a_watcher_sees_each_step_before_the_update(filter):
@@ -338,8 +346,8 @@ def test_a_watcher_sees_each_step_before_the_update(filter):
         torch.testing.assert_close(
             run.estimates, rollout(filter, sequence.obs[None], mask=given).estimates
         )
-    surprises = run_through([(filter, [sequence._replace(mask=mask[0])])]).surprises
-    assert surprises[0].isnan().tolist() == [False, False, True, False, False, False]
+    innovation_scores = run_through([(filter, [sequence._replace(mask=mask[0])])]).innovation_scores
+    assert innovation_scores[0].isnan().tolist() == [False, False, True, False, False, False]
 
 
 def slow(n: int, seed: int) -> Recording:
@@ -364,7 +372,10 @@ def test_neighbours_in_time_make_nothing_novel():
         monitor = learn_monitor(no_run, memory, rate=0.01)
         assert monitor is not None
         shares.append(
-            (monitor.novelty.p_value(nearest(slow(2000, 9 + seed).obs, monitor.obs)) < 0.01)
+            (
+                monitor.out_of_distribution.p_value(nearest(slow(2000, 9 + seed).obs, monitor.obs))
+                < 0.01
+            )
             .double()
             .mean()
             .item()

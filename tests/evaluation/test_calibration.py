@@ -420,9 +420,11 @@ def test_a_checkpoint_keeps_it(tmp_path, learns):
         assert (
             loaded.monitor is not None
             and found.monitor is not None
-            and loaded.monitor.surprise is not None
+            and loaded.monitor.innovation is not None
         )
-        torch.testing.assert_close(loaded.monitor.surprise.scores, found.monitor.surprise.scores)
+        torch.testing.assert_close(
+            loaded.monitor.innovation.scores, found.monitor.innovation.scores
+        )
     again = learn_and_keep(
         found, tmp_path, [s._replace() for s in data.test]
     )  # a validation part in place of the folds
@@ -468,7 +470,7 @@ def test_evaluate_tells_how_far_to_trust(tmp_path, capsys):
         "test.nll",
     ]
     assert all(math.isfinite(told[name]) and math.isfinite(told[f"{name}_raw"]) for name in names)
-    assert 0 <= told["test.novelty_alarms"] <= 1
+    assert 0 <= told["test.out_of_distribution_alarms"] <= 1
     assert (tmp_path / "out" / "calibration.png").stat().st_size > 5000
     learned = load_filter(best).calibration
     arrays = np.load(tmp_path / "out" / "predictions.npz")

@@ -18,8 +18,8 @@ COLUMNS = {
     "NAME": "estimate of a column of the state, in its unit",
     "NAME_std": "its standard deviation (covariance=full: cov_i_j too)",
     **DIAGNOSTICS,
-    "alarm": "novel (out of distribution), surprise (innovation outlier), lost (the filter has "
-    "diverged and is re-initialised at the prior), or empty",
+    "alarm": "out_of_distribution (unlike all training observations), innovation_outlier "
+    "(not as predicted), diverged (re-initialised at the prior), or empty",
 }
 """Columns that ``kbf filter`` writes after recording, step and time; diagnostics depend on the
 model."""
@@ -41,9 +41,9 @@ METRICS = {
     "test.crps": "continuous ranked probability score, in the state's unit; smaller is better",
     "test.energy_score": "energy score: the same for all components jointly",
     "test.nll": "negative log likelihood of the state per step; smaller is better",
-    "test.novelty_alarms": "share of out-of-distribution observations",
-    "test.surprise_alarms": "share of innovation outliers",
-    "test.lost": "share of steps at which the filter had diverged",
+    "test.out_of_distribution_alarms": "share of out-of-distribution observations",
+    "test.innovation_alarms": "share of innovation outliers",
+    "test.diverged": "share of steps at which the filter had diverged",
     "test.mse_smoothed": "test.mse of smoothed estimates, which also use later observations",
     "test.smoothing_floor": "Bayes-optimal error of a smoother",
     "test.mse_ahead_K": "error of predictions K steps ahead",
@@ -55,7 +55,8 @@ METRICS = {
 """Metrics of ``kbf train`` and ``kbf evaluate``; K stands for a number."""
 
 PERCENTAGES = re.compile(
-    r"test\.(excess|clipped|rejected|novelty_alarms|surprise_alarms|lost|coverage_.*)"
+    r"test\.(excess|clipped|rejected|out_of_distribution_alarms|innovation_alarms|diverged|"
+    r"coverage_.*)"
 )
 """Metrics that are printed as percentages; files and loggers hold the number."""
 

@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 
 from kbf.commands.support.stream_reader import Row
 from kbf.data.files.column_schema import ColumnSchema
-from kbf.evaluation.alarms import WINDOW, Monitor, middle
+from kbf.evaluation.alarms import WINDOW, Monitor, running_median
 from kbf.evaluation.calibration import Calibration
 from kbf.filters.online import OnlineFilter
 from kbf.filters.protocols import covariance_of, diagnostics_of, move
@@ -47,7 +47,7 @@ class OnlineEstimator:
             column_schema: names and kinds of the columns.
             covariance: sd (a standard deviation for each column), full (all entries as well) or
                 none.
-            alarms: judge each observation with the checkpoint's monitor, if it has one; a lost
+            alarms: judge each observation with the checkpoint's monitor, if it has one; a diverged
                 track starts again from the prior.
             compiled: as in `OnlineFilter`.
             generator: randomness of filters that draw particles.
@@ -89,15 +89,15 @@ class OnlineEstimator:
             rest = rows[len(states) :]
             predicted, updated, rejected = self.step_through(rest)
             verdicts = [] if self.monitor is None else self.verdicts(self.monitor, predicted, rest)
-            valid = verdicts.index("lost") if "lost" in verdicts else len(rest)
+            valid = verdicts.index("diverged") if "diverged" in verdicts else len(rest)
             states, alarms = states + updated[:valid], alarms + verdicts[:valid]
             if valid < len(
                 rest
-            ):  # the rows behind it were filtered from a lost track: start again at this one
+            ):  # the rows behind it were filtered from a diverged track: start again at this one
                 self.restart()
                 self.live.rejected = rejected[valid]
                 self.live.step(rest[valid].obs, rest[valid].control)
-                states, alarms = [*states, self.live.state], [*alarms, "lost"]
+                states, alarms = [*states, self.live.state], [*alarms, "diverged"]
         self.alarms += sum(alarm != "" for alarm in alarms)
         output = self.output_rows(concatenated(states))
         return (
@@ -129,7 +129,7 @@ class OnlineEstimator:
         return predicted, updated, rejected
 
     def verdicts(self, monitor: Monitor, predicted: list[Any], rows: list[Row]) -> list[str]:
-        """The monitor's verdict on each row: novel, surprise, lost or nothing; those behind the first "lost" are not valid."""
+        """The monitor's alarm of each row, or an empty string. Those after the first "diverged" are not valid."""
         obs = [None if row.obs is None or bool(row.obs.isnan().any()) else row.obs for row in rows]
         observed = [x for x in obs if x is not None]
         if not observed:
@@ -145,18 +145,24 @@ class OnlineEstimator:
         window = scores.new_full((WINDOW,), torch.nan) if self.recent is None else self.recent
         series = torch.cat([window, scores])
         self.recent = series[-WINDOW:]
-        lost = checks.lost
-        if monitor.lost is not None:
-            lost = monitor.lost.p_value(middle(series.unfold(0, WINDOW, 1)[1:])) < monitor.rate
+        diverged = checks.diverged
+        if monitor.divergence is not None:
+            diverged = monitor.divergence.p_value(running_median(series)[WINDOW:]) < monitor.rate
         flags = zip(
-            lost.tolist(),
-            (checks.novelty < monitor.rate).tolist(),
+            diverged.tolist(),
+            (checks.out_of_distribution < monitor.rate).tolist(),
             checks.alarm.tolist(),
             strict=True,
         )
         return [
-            "lost" if is_lost else "novel" if is_novel else "surprise" if alarm else ""
-            for is_lost, is_novel, alarm in flags
+            "diverged"
+            if has_diverged
+            else "out_of_distribution"
+            if is_outside
+            else "innovation_outlier"
+            if alarm
+            else ""
+            for has_diverged, is_outside, alarm in flags
         ]
 
     def output_rows(self, state: Any) -> list[Values]:

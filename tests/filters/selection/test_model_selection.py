@@ -351,7 +351,9 @@ def test_remarks_name_what_the_data_forbid():
     states[:100, 1] += 10  # leaves the training region
     estimates = states + torch.tensor([0.1, 0.1, 5.0], dtype=F64)  # the third rules the error
     found = {"kbf": torch.tensor([0.5, 0.1, 1.2]), "kalman": torch.tensor([0.3, 0.1, 0.99])}
-    ratio_dim = " | ".join(baseline_notes(["place", "speed", "mood"], found, train, states, estimates))
+    ratio_dim = " | ".join(
+        baseline_notes(["place", "speed", "mood"], found, train, states, estimates)
+    )
     assert "no estimator predicts mood better than a constant" in ratio_dim
     assert (
         "leave the training region, in which speed is from" in ratio_dim
@@ -498,9 +500,7 @@ def test_recordings_that_do_not_speak_for_each_other_are_held_out_whole():
     rows = {row.model: row.nmse for row in net.tried}
     assert rows["mean"] < 1.1 and rows["window_ridge"] > 1.5
     assert net.used() == ["mean"]
-    assert ["always answers the mean" in ratio_dim for ratio_dim in selection_notes(net)] == [
-        True
-    ]
+    assert ["always answers the mean" in ratio_dim for ratio_dim in selection_notes(net)] == [True]
     assert selection_notes(ModelSelection(MeanModel(), name="mean")) == []
 
 

@@ -62,7 +62,7 @@ class LocalUpdate(nn.Module):
                 its limit.
             psi: features of observations ``m q`` -> ``m p``. The update needs none; by those of
                 `FEW` draws of each point, ``n p``, a monitor tells what was to be expected
-                (`kbf.evaluation.alarms.surprise_of`).
+                (`kbf.evaluation.alarms.innovation_score`).
             dtype: of the arithmetic.
         """
         super().__init__()
