@@ -117,7 +117,7 @@ class Transitions(NamedTuple):
 
 
 def as_recordings(
-    memory: Recording | list[Recording] | tuple[Recording, ...],
+    memory: Recording | list[Recording] | tuple[Recording, ...] | None,
     *,
     allow_missing_sensors: bool = False,
 ) -> list[Recording]:
@@ -128,10 +128,15 @@ def as_recordings(
         partial: observations may hold NaN, where a sensor was silent.
 
     Raises:
-        ValueError: a sequence is no ``T d`` / ``T *x`` pair of one length, the sequences disagree
-            in d or x or in their controls ``T k``, a state, a control or an observed value is NaN
-            or infinite, or there is nothing in the memory.
+        ValueError: there is no memory, a recording is not a ``T d`` / ``T *x`` pair of one length,
+            the recordings differ in d, x or the width of their controls ``T k``, a state, a control
+            or an observed value is NaN or infinite, or the memory is empty.
     """
+    if memory is None:
+        raise ValueError(
+            "fit() needs a memory: filters are estimated from a memory of training states and "
+            "observations, give fit() recordings"
+        )
     sequences = [memory] if isinstance(memory, Recording) else list(memory)
     for s in sequences:
         if not isinstance(s, Recording):

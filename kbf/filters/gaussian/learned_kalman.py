@@ -42,7 +42,7 @@ def regress(
 
 
 def fit_linear(
-    memory: Recording | list[Recording], *, allow_missing_sensors: bool = False
+    memory: Recording | list[Recording] | None, *, allow_missing_sensors: bool = False
 ) -> LinearModel:
     """Return the least-squares fit of z' = A z + B u + a + N(0, Q) and x = C z + c + N(0, R).
 
@@ -111,8 +111,6 @@ class LearnedKalman(ShownModule):
         Raises:
             ValueError: no memory, or too few points (`fit_linear`).
         """
-        if memory is None:
-            raise ValueError("LearnedKalman fits a model to a memory: give fit() the recordings")
         missing = self.allow_missing_sensors
         model = fit_linear(memory, allow_missing_sensors=missing)
         return KalmanFilter(model, allow_missing_sensors=missing)

@@ -125,19 +125,14 @@ def turning_filter(
     Raises:
         ValueError: no memory, or observations that are not unit vectors.
     """
-    if memory is None:
-        raise ValueError(
-            "a filter of turning motion estimates its initial moments and the noise of the angle "
-            "from training states: give fit() a memory"
-        )
     sequences = as_recordings(memory)
     check_vectors(sequences, "a Gaussian filter")
     z = torch.cat([s.states for s in sequences])
     seen, x = observed_pairs(sequences)
     if x.shape[1] != 2 or not bool(((x.norm(dim=-1) - 1).abs() < 1e-3).all()):
         raise ValueError(
-            "a filter of turning motion requires observations that are unit vectors (cos, sin); "
-            "for images see data.encoding.visible"
+            "a filter of turning motion requires observations (cos, sin), "
+            "unit vectors; of images: data.encoding.visible"
         )
     R = circle_log(seen[:, :2], x.to(seen)).square().mean()
     middle = z[:, :2].mean(0)

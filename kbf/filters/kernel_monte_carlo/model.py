@@ -282,10 +282,6 @@ class KernelMonteCarlo(ShownModule):
         Raises:
             ValueError: no memory, or as `kbf.densities.second_order_ssm.learn_lagged_model`.
         """
-        if memory is None:
-            raise ValueError(
-                "a learned kernel Monte Carlo filter needs a memory to learn its model from"
-            )
         sequences = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         if self.allow_missing_sensors and not self.sensors.known:
             self.sensors.choose(*observed_pairs(sequences), self.given_density)

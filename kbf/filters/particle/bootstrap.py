@@ -261,6 +261,21 @@ class ParticleRecipe(ShownModule):
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
         """Do nothing: there are no hyper-parameters."""
 
+    def fit(self, memory: Recording | list[Recording] | None) -> BootstrapFilter:
+        """Return the filter that starts from the training states, in their dtype and device.
+
+        Raises:
+            ValueError: no memory, or as `state_space`.
+        """
+        recordings = as_recordings(memory)
+        states = torch.cat([s.states for s in recordings])
+        model = self.state_space(recordings, states)
+        return BootstrapFilter(model, states, self.particles, self.threshold)
+
+    def state_space(self, recordings: list[Recording], states: Float[Tensor, "n d"]) -> StateSpace:
+        """Return the model of the filter, from the true one and the recordings."""
+        raise NotImplementedError
+
 
 class ParticleFilter(ParticleRecipe):
     """The bootstrap filter of the true model.
@@ -269,23 +284,17 @@ class ParticleFilter(ParticleRecipe):
     training states.
     """
 
-    def fit(self, memory: Recording | list[Recording] | None) -> BootstrapFilter:
-        """Return the filter that starts from the training states, in their dtype and device.
+    def state_space(self, recordings: list[Recording], states: Float[Tensor, "n d"]) -> StateSpace:
+        """Return the true model.
 
         Raises:
-            ValueError: no memory, or observations of another shape than those of the model.
+            ValueError: observations of another shape than those of the model.
         """
-        if memory is None:
-            raise ValueError(
-                "a particle filter draws its initial particles from training states: "
-                "give fit() a memory"
-            )
-        sequences = as_recordings(memory)
-        states, shape = torch.cat([s.states for s in sequences]), sequences[0].obs.shape[1:]
+        shape = recordings[0].obs.shape[1:]
         expected = self.model.observe(states[:1], Generator(states.device).manual_seed(0)).shape[1:]
         if shape != expected:
             raise ValueError(
                 f"observations of the true model have the shape {tuple(expected)}, "
                 f"those of the memory {tuple(shape)}; {ENCODE_IMAGES}"
             )
-        return BootstrapFilter(self.model, states, self.particles, self.threshold)
+        return self.model

@@ -69,10 +69,6 @@ class LearnedParticleFilter(ShownModule):
 
     def fit(self, memory: Recording | list[Recording] | None) -> BootstrapFilter:
         """Return the filter of the fitted model that starts from the training states."""
-        if memory is None:
-            raise ValueError(
-                "a learned particle filter fits its model to a memory: give fit() the recordings"
-            )
         sequences = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         self.densities.select_if_missing(sequences)
         model = learn_model(sequences, self.densities.kinds, self.densities.fitted)
@@ -113,24 +109,16 @@ class ObservationParticleFilter(ParticleRecipe):
     with its predictive variance (`RidgeMap`).
     """
 
-    def fit(self, memory: Recording | list[Recording] | None) -> BootstrapFilter:
-        """Return the filter of the fitted map that starts from the training states.
+    def state_space(self, recordings: list[Recording], states: Float[Tensor, "n d"]) -> StateSpace:
+        """Return the true dynamics with the fitted map.
 
         Raises:
-            ValueError: no memory, fewer than ten observations, or observations that are not vectors
-                or do not vary.
+            ValueError: fewer than ten observations, or observations that are not vectors or do not
+                vary.
         """
-        if memory is None:
-            raise ValueError(
-                "a learned observation density is fitted to a memory: give fit() the recordings"
-            )
-        sequences = as_recordings(memory)
-        check_vectors(sequences, "a learned observation map")
-        states = torch.cat([s.states for s in sequences])
-        model = ObservationModel(
-            in_type_of(self.model, states), fit_ridge_map(*observed_pairs(sequences))
-        )
-        return BootstrapFilter(model, states, self.particles, self.threshold)
+        check_vectors(recordings, "a learned observation map")
+        observation = fit_ridge_map(*observed_pairs(recordings))
+        return ObservationModel(in_type_of(self.model, states), observation)
 
 
 class PixelModel(NamedTuple):
@@ -229,21 +217,15 @@ class PixelParticleFilter(ParticleRecipe):
         super().__init__(model, particles, threshold)
         self.predictive, self.rank = predictive, rank
 
-    def fit(self, memory: Recording | list[Recording] | None) -> BootstrapFilter:
-        """Return the filter of the fitted m that starts from the training states.
+    def state_space(self, recordings: list[Recording], states: Float[Tensor, "n d"]) -> StateSpace:
+        """Return the true dynamics with the fitted m.
 
         Bandwidth and ridge of m minimise the leave-one-out log loss.
 
         Raises:
-            ValueError: no memory, fewer than ten images, or images that are all equal.
+            ValueError: fewer than ten images, or images that are all equal.
         """
-        if memory is None:
-            raise ValueError(
-                "a learned likelihood of pixels is fitted to a memory: give fit() the recordings"
-            )
-        sequences = as_recordings(memory)
-        states = torch.cat([s.states for s in sequences])
-        seen, obs = observed_pairs(sequences)
+        seen, obs = observed_pairs(recordings)
         pixels = as_float(obs, torch.float64).flatten(1)
         few = {
             "factors": (0.1, 0.2, 0.3, 0.5, 0.8),
@@ -254,7 +236,5 @@ class PixelParticleFilter(ParticleRecipe):
         image = fit_ridge_map(seen, pixels, **few, rank=self.rank, diagonal=True)
         weighted = image.coefficients / image.noise.sqrt()
         dynamics, shape = in_type_of(self.model, states), tuple(obs.shape[1:])
-        model = PixelModel(
-            dynamics, image, weighted, weighted @ weighted.mT, shape, self.predictive
-        )
-        return BootstrapFilter(model, states, self.particles, self.threshold)
+        gram = weighted @ weighted.mT
+        return PixelModel(dynamics, image, weighted, gram, shape, self.predictive)

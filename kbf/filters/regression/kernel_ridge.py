@@ -175,10 +175,6 @@ class FrameRegression(ShownModule):
         Raises:
             ValueError: no memory, or fewer than two observations in it.
         """
-        if memory is None:
-            raise ValueError(
-                "FrameRegression regresses on a memory: give fit() the training sequences"
-            )
         x, z, mean = observed(memory)
         landmarks = x[evenly(len(x), MOST, x.device)]
         kernel, reg = self.at(landmarks, float(self.factor)), float(self.reg)
@@ -186,7 +182,7 @@ class FrameRegression(ShownModule):
             alpha = psd_solve(kernel(x, x), z, reg=len(x) * reg)
         else:
             alpha = subset_of_regressors(kernel, landmarks, x, z, reg)
-        return FrameFilter(kernel, landmarks, alpha, mean, control_width(memory))
+        return FrameFilter(kernel, landmarks, alpha, mean, control_width(as_recordings(memory)))
 
     def at(self, x: Float[Tensor, "n q"], factor: float) -> Callable[[Tensor, Tensor], Tensor]:
         """The kernel with the bandwidth of ``factor`` times the median distance of x."""
@@ -194,7 +190,7 @@ class FrameRegression(ShownModule):
 
 
 def observed(
-    memory: Recording | list[Recording],
+    memory: Recording | list[Recording] | None,
 ) -> tuple[Float[Tensor, "n q"], Float[Tensor, "n d"], Float[Tensor, " d"]]:
     """Flattened observations ``n q`` of the observed steps, their states centred ``n d``, and the mean of all states ``d``."""
     sequences = as_recordings(memory)

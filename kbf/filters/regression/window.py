@@ -234,8 +234,6 @@ def checked(
     memory: Recording | list[Recording] | None, name: str, *, allow_missing_sensors: bool = False
 ) -> list[Recording]:
     """The sequences of a memory in which something was observed, checked."""
-    if memory is None:
-        raise ValueError(f"{name} regresses on a memory: give fit() the training sequences")
     sequences = as_recordings(memory, allow_missing_sensors=allow_missing_sensors)
     check_vectors(sequences, name)
     sequences = [s for s in sequences if s.mask is None or bool(s.mask.any())]
