@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Puts the figures of data/results/ into the tables of README.md and docs/, each with the digits that the page has now.
+"""Writes the figures of data/results/ into the tables of README.md and docs/.
 
     .venv/bin/python scripts/page_tables.py
 
-Models and columns stay as they are: a model that a table lacks, or that was not measured, is an
-error. Sentences around the tables are for a person to look at.
+Each figure keeps its number of digits; models and columns stay. A model that a table lacks, or that
+was not measured, raises an error. The prose around the tables is checked by a person.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VECTORS_AND_IMAGES = {
     "dmlab, DeepMind Lab": "dmlab",
     "dmlab, embedded renderer": "maze",
 }
-"""Headings of tables of docs/results.md, and the folders that they are of."""
+"""Headings of the tables of docs/results.md, and their folders in data/results/."""
 SCORES = [
     ["rmse"],
     ["log_likelihood", "log_likelihood_se"],
@@ -40,7 +40,7 @@ SCORES = [
     ["coverage_95"],
     ["seconds.fit"],
 ]
-"""What the columns of the field's benchmark show, by their names in results.csv."""
+"""Columns of results.csv that the columns of the pendulum benchmark show."""
 Row = dict[str, str]
 
 
@@ -48,10 +48,9 @@ class Table(NamedTuple):
     """One table of a page.
 
     Attributes:
-        page: its file. heading: words above the table, which comes next.
-        values: the numbers of a cell, by model, column and head; None for a cell that has none, or
-            that is words.
-        models: those that it must have; None where it shows some of those that were measured.
+        page: file of the page. heading: text above the table; the table comes next.
+        values: numbers of a cell, by model, column and header; None for an empty cell or for words.
+        models: models that the table must have; None if it shows a subset of the measured ones.
     """
 
     page: str
@@ -74,7 +73,7 @@ def by_model(folder: str) -> dict[tuple[str, int], Row]:
 
 
 def errors(row: Row) -> list[float]:
-    """Mean squared error, excess and its standard error in percent."""
+    """Mean squared error; excess error and its standard error in percent."""
     return [float(row["mse"]), *percent(row, "excess")]
 
 
@@ -84,17 +83,17 @@ def percent(row: Row, column: str) -> list[float]:
 
 
 def models_of(rows: dict[tuple[str, int], Row]) -> set[str]:
-    """Their names."""
+    """Names of the models."""
     return {model for model, _ in rows}
 
 
 def tables() -> list[Table]:
     """All tables of pages that show results."""
-    return [*vectors_and_images(), *noise(), *field_benchmark(), recordings(), readme()]
+    return [*vectors_and_images(), *noise(), *field_benchmark(), recordings(), *readme()]
 
 
 def vectors_and_images() -> list[Table]:
-    """By model and number of steps; features learned through the filter; the simulator, where no excess above 100 % is shown."""
+    """Errors by model and size; learned features; the simulator, without excess errors above 100 %."""
     found = []
     for heading, folder in VECTORS_AND_IMAGES.items():
         rows = by_model(folder)
@@ -119,7 +118,7 @@ def vectors_and_images() -> list[Table]:
 def by_size(
     rows: dict[tuple[str, int], Row], most: float = math.inf
 ) -> Callable[[str, int, str], list[float]]:
-    """Errors where a column is headed "n = N"; without an excess that is above ``most``."""
+    """Errors of columns with the header "n = N", without an excess error above ``most``."""
 
     def values(model: str, _: int, head: str) -> list[float]:
         row = rows[model, int(head.removeprefix("n = "))]
@@ -129,7 +128,7 @@ def by_size(
 
 
 def noise() -> list[Table]:
-    """Excess by system, at two numbers of steps; the energy score's at both."""
+    """Excess error by system at two sizes; the excess of the energy score at both."""
     rows = measured("noise")
     models = {model for _, model, _ in rows}
 
@@ -152,12 +151,12 @@ def noise() -> list[Table]:
 
 
 def system(head: str) -> str:
-    """The name of a data set from the head of its column."""
+    """Name of a data set from the header of its column."""
     return head.replace(" ", "_")
 
 
 def field_benchmark() -> list[Table]:
-    """One for each number of training sequences; models without uncertainty have an error alone."""
+    """One table per number of training sequences; models without uncertainty have an RMSE only."""
     rows = by_model("rkn_pendulum")
 
     def values(n: int) -> Callable[[str, int, str], list[float] | None]:
@@ -181,7 +180,7 @@ def field_benchmark() -> list[Table]:
 
 
 def recordings() -> Table:
-    """NMSE, its standard error where there are several draws or splits, and coverage; empty where a model was not run."""
+    """NMSE, its standard error over draws or splits, and coverage; empty where a model was not run."""
     known = {
         folder: by_model(f"recordings/{folder}") for folder in ("rat", "ppg", "cartpole", "watch")
     }
@@ -200,29 +199,45 @@ def recordings() -> Table:
 
     return Table(
         "docs/recordings.md",
-        "## What it reaches",
+        "## Results",
         values,
         set().union(*map(models_of, known.values())),
     )
 
 
-def readme() -> Table:
-    """Excess of some models after 300 steps; the first column is words."""
+def readme() -> list[Table]:
+    """Excess error after 300 steps (the first column is text), NMSE on recordings, RMSE on images."""
     rows = {folder: by_model(folder) for folder in ("rotation", "oscillatory")}
-    return Table(
-        "README.md",
-        "## What it reaches",
-        lambda model, _, head: errors(rows[head][model, 300])[1:] if head in rows else None,
-        {"kbf", "kbf_paper", "kbr_original", "lstm", "kalman", "ukf"},
-    )
+    nmse = recordings().values
+    swung = by_model("rkn_pendulum")
+    return [
+        Table(
+            "README.md",
+            "**Synthetic data.**",
+            lambda model, _, head: errors(rows[head][model, 300])[1:] if head in rows else None,
+            {"kbf", "kbf_paper", "kbr_original", "lstm", "kalman", "ukf"},
+        ),
+        Table(
+            "README.md",
+            "**Recordings.**",
+            lambda model, column, head: (nmse(model, column, head) or [])[:2],
+            {"kbf", "gru", "window_boosting", "kalman"},
+        ),
+        Table(
+            "README.md",
+            "**Noisy images.**",
+            lambda model, _, head: [float(swung[model, int(head.split()[0])]["rmse"])],
+            {"kbf", "lstm", "gru", "rkn"},
+        ),
+    ]
 
 
 def filled(text: str, table: Table) -> str:
-    """The page with the figures of now in this table.
+    """The page with the current figures in this table.
 
     Raises:
-        ValueError: no such table, other models, or other columns or numbers in a cell than were
-            measured.
+        ValueError: the table is missing, or its models, columns or numbers of a cell differ from
+            the measured ones.
     """
     if table.heading not in text:
         raise ValueError(f"{table.page} has no {table.heading}")
@@ -234,7 +249,8 @@ def filled(text: str, table: Table) -> str:
     names = [re.findall(r"`(\w+)`", row[0])[0] for row in rows]
     if table.models is not None and table.models != {*names}:
         raise ValueError(
-            f"{table.page}, {table.heading}: there are {sorted(names)}, to be there are {sorted(table.models)}"
+            f"{table.page}, {table.heading}: the table has {sorted(names)}, "
+            f"required are {sorted(table.models)}"
         )
     for k, (name, (lead, *cells)) in enumerate(zip(names, rows, strict=True)):
         try:
@@ -250,15 +266,15 @@ def filled(text: str, table: Table) -> str:
 
 
 def cells_of(line: str) -> list[str]:
-    """Of one row."""
+    """Cells of one row."""
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def put(cell: str, values: list[float] | None) -> str:
-    """The cell with these numbers for its own, to as many digits; as it is without any.
+    """The cell with its numbers replaced, to as many digits; unchanged where values is None.
 
     Raises:
-        ValueError: not as many numbers.
+        ValueError: the cell has a different number of numbers.
     """
     if values is None:
         if NUMBER.search(cell):
@@ -272,7 +288,7 @@ def put(cell: str, values: list[float] | None) -> str:
 
 
 def with_floors(text: str) -> str:
-    """docs/results.md with the floors that stand beside its headings.
+    """docs/results.md with the floors next to its headings.
 
     Raises:
         ValueError: a heading without floors.
@@ -286,12 +302,12 @@ def with_floors(text: str) -> str:
             rf"(?<=\*\*{heading}\*\* )(\([^\n]*?floor )[^)]*", rf"\g<1>{floors}", text, count=1
         )
         if not found:
-            raise ValueError(f"docs/results.md tells no floor of {heading}")
+            raise ValueError(f"docs/results.md has no floor of {heading}")
     return text
 
 
 def pages() -> dict[str, str]:
-    """The text of each page, filled in."""
+    """Text of each page with current figures."""
     found: dict[str, str] = {}
     for table in tables():
         text = found.get(table.page) or (ROOT / table.page).read_text(encoding="utf-8")
@@ -300,11 +316,11 @@ def pages() -> dict[str, str]:
 
 
 def main() -> None:
-    """Write the pages that changed."""
+    """Writes the pages that changed."""
     for name, text in pages().items():
         if text != (ROOT / name).read_text(encoding="utf-8"):
             write_text(ROOT / name, text)
-            print(f"{name}: other figures now; look at the sentences around them")
+            print(f"{name}: figures changed; check the prose around them")
 
 
 if __name__ == "__main__":

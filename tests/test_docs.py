@@ -1,6 +1,4 @@
-"""README and docs/ in step with the repository: links lead somewhere, figures are those of
-data/results/, the pages are built.
-"""
+"""README and docs/: links have targets, figures equal data/results/, the site builds."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ MADE = (
     "contributing.md",
     "security.md",
 )
-"""Pages that docs/hooks/pages.py makes; strict mkdocs checks the links to them."""
+"""Pages that docs/hooks/pages.py generates; strict mkdocs checks the links to them."""
 
 
 def text_of(name: str) -> str:
@@ -57,9 +55,7 @@ def outside_code(text: str) -> str:
 
 
 def broken(page: Path) -> list[str]:
-    """Relative links of a page that lead nowhere, in the repository or among the pages that are
-    made.
-    """
+    """Relative links of a page without a target in the repository or among the generated pages."""
     wrong = []
     for target in LINK.findall(outside_code(page.read_text(encoding="utf-8"))):
         path = unquote(target.partition("#")[0])
@@ -70,7 +66,7 @@ def broken(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_relative_links_lead_somewhere(page):
+def test_relative_links_have_targets(page):
     assert not broken(page)
 
 
@@ -102,7 +98,7 @@ def test_the_readme_of_the_package_index_has_full_links():
 
 @pytest.mark.parametrize("page", ["README.md", "docs/results.md", "docs/recordings.md"])
 def test_tables_of_pages_show_what_was_measured(page):
-    """Each figure to the digits that it has, each model; scripts/page_tables.py puts them there."""
+    """Every model, every figure to its digits; scripts/page_tables.py writes them."""
     assert page_tables.pages()[page] == text_of(page)
 
 
@@ -121,7 +117,7 @@ def in_page(text: str, values: dict[str, list[float]]) -> str:
     )
 
 
-def test_a_wrong_figure_of_a_page_is_put_right():
+def test_a_wrong_figure_of_a_page_is_corrected():
     values = {"kbf": [0.04752, 9.13, 0.98], "ukf": [0.0437]}
     assert in_page(PAGE, values) == PAGE
     for right, wrong in (("9.1 ±", "9.2 ±"), ("0.0475", "0.0485"), ("0.0437", "1.0000")):
@@ -129,10 +125,10 @@ def test_a_wrong_figure_of_a_page_is_put_right():
     assert in_page(PAGE, values | {"ukf": [-0.04]}) == PAGE.replace("0.0437", "-0.0400")
 
 
-def test_a_model_or_a_figure_that_is_not_there_is_told():
+def test_a_missing_model_or_figure_is_an_error():
     values = {"kbf": [0.04752, 9.13, 0.98], "ukf": [0.0437]}
     with pytest.raises(
-        ValueError, match=r"a page, \*\*rotation\*\*: there are \['ekf', 'kbf'\], to be there are"
+        ValueError, match=r"a page, \*\*rotation\*\*: the table has \['ekf', 'kbf'\], required are"
     ):
         in_page(PAGE.replace("ukf", "ekf"), values)
     with pytest.raises(ValueError, match=r"has 2 numbers, measured are"):
@@ -141,14 +137,12 @@ def test_a_model_or_a_figure_that_is_not_there_is_told():
         in_page(PAGE, {"kbf": values["kbf"]})
     with pytest.raises(ValueError, match=r"a page has no \*\*rotation\*\*"):
         in_page(PAGE.replace("rotation", "other"), values)
-    with pytest.raises(ValueError, match=r"tells no floor of rotation"):
+    with pytest.raises(ValueError, match=r"has no floor of rotation"):
         page_tables.with_floors(text_of("docs/results.md").replace("(floor ", "(least error "))
 
 
 def test_the_default_is_ahead_of_all_but_the_particle_filter_on_its_own_model():
-    """On each system of noise, at each size; the page has a column of each system, and a size of
-    each table.
-    """
+    """On each noise system and size; the page has a column per system and a table per size."""
     rows = page_tables.measured("noise")
     columns = re.findall(
         r"^\| model \|(.*volatility.*)\|$", text_of("docs/results.md"), re.MULTILINE
@@ -163,58 +157,21 @@ def test_the_default_is_ahead_of_all_but_the_particle_filter_on_its_own_model():
         assert ahead or model in ("kbf", "particle_learned"), (data, model, n)
 
 
-NUMBER_WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-
-
-def test_the_sentences_of_the_readme():
-    """What it says in words of two recordings and of the field's benchmark, from the tables that it
-    names.
-    """
-    known = {
-        name: page_tables.by_model(name)
-        for name in ("recordings/rat", "recordings/cartpole", "rkn_pendulum")
-    }
-
-    def figures(table: str, n: int, *models: str, errors: tuple[str, ...] = ()) -> list[float]:
-        rows = [known[table][model, n] for model in models]
-        return [
-            float(row[name])
-            for row in rows
-            for name in ("nmse", "nmse_se")
-            if name == "nmse" or row["model"] in errors
-        ]
-
-    small, large = (figures("recordings/rat", n, "kbf", errors=("kbf",)) for n in (1000, 4798))
-    others = [
-        value
-        for m in ("gru", "window_boosting", "kalman")
-        for n in (1000, 4798)
-        for value in figures("recordings/rat", n, m)
-    ]
-    swung = ("kbf", "gru", "window_boosting", "kalman")
-    cartpole = figures("recordings/cartpole", 2400, *swung, errors=swung)
+def test_the_models_that_the_readme_shows():
+    """Noisy images: the four most accurate of nine models with 100 sequences; kbf, lstm and rkn lead with 10."""
+    known = page_tables.by_model("rkn_pendulum")
     rmse = {
-        n: {m: float(row["rmse"]) for (m, size), row in known["rkn_pendulum"].items() if size == n}
+        n: {m: float(row["rmse"]) for (m, size), row in known.items() if size == n}
         for n in (10, 100)
     }
-    few, many = ("kbf", "lstm", "rkn"), ("kbf", "lstm", "gru", "rkn")
-    rest = sorted(value for model, value in rmse[10].items() if model not in few)
-    assert max(rmse[10][model] for model in few) < rest[0]
-    assert sorted(rmse[100], key=rmse[100].get)[: len(many)] == list(many)
-    told = " ".join(text_of("README.md").split())
-    said = re.search(r"Where a rat is,.*?recurrent Kalman networks [\d.]+ \(\[ten", told)
-    assert said and f", {NUMBER_WORDS[len(rest)]} others " in said[0]
-    values = [
-        *small,
-        *large,
-        *others,
-        *cartpole,
-        *(rmse[10][m] for m in few),
-        rest[0],
-        *(rmse[100][m] for m in many),
-    ]
-    shown = re.findall(r"\d\.\d{3}", said[0])
-    assert len(shown) == len(values) and all(map(agree, shown, values))
+    few, many = ("kbf", "lstm", "rkn"), ["kbf", "lstm", "gru", "rkn"]
+    assert len(rmse[10]) == len(rmse[100]) == 9
+    assert max(rmse[10][model] for model in few) < min(
+        value for model, value in rmse[10].items() if model not in few
+    )
+    assert sorted(rmse[100], key=lambda model: rmse[100][model])[: len(many)] == many
+    table = text_of("README.md").partition("**Noisy images.**")[2].partition("## ")[0]
+    assert re.findall(r"^\| \W*`(\w+)`", table, re.MULTILINE) == many
 
 
 def test_the_readme_is_short():
@@ -222,9 +179,7 @@ def test_the_readme_is_short():
 
 
 def test_the_default_is_ahead_on_the_field_s_benchmark():
-    """Of each model, in error and in log likelihood (also as learned), at each number of sequences:
-    p < 0.05 over ten draws.
-    """
+    """Of all models, in error and in both log likelihoods, at each number of sequences: p < 0.05, ten draws."""
     with (RESULTS / "rkn_pendulum" / "wilcoxon.csv").open(newline="") as file:
         pairs = [row for row in csv.DictReader(file) if row["first"] == "kbf"]
     assert len(pairs) == 3 * (8 + 6 + 6) and {row["n_train"] for row in pairs} == {
@@ -237,7 +192,7 @@ def test_the_default_is_ahead_on_the_field_s_benchmark():
 
 
 def test_the_verdicts_of_the_experiments():
-    """Findings of the papers that were reproduced, were not, and are undecided."""
+    """Counts of findings that were reproduced, were not, and are undecided."""
     rows = re.findall(
         r"reproduce/(\w+)/verdict.md\) \| ([^|]*) \| ([^|]*) \|", text_of("docs/experiments.md")
     )
@@ -250,14 +205,14 @@ def test_the_verdicts_of_the_experiments():
         ]
         answers = [verdict["reproduced"] for verdict in verdicts if not verdict.get("asked")]
         counts = [answers.count(value) for value in (True, False, None)]
-        told = re.match(r"(\d+), (\d+), (\d+)|none", text)
-        assert told and (counts if answers else [None] * 3) == [
-            None if v is None else int(v) for v in told.groups()
+        match = re.match(r"(\d+), (\d+), (\d+)|none", text)
+        assert match and (counts if answers else [None] * 3) == [
+            None if v is None else int(v) for v in match.groups()
         ], name
 
 
 def agree(shown: str, value: float) -> bool:
-    """Whether a number is the measured one, to the digits that it has."""
+    """Whether a printed number equals the measured one to its digits."""
     return abs(float(shown) - value) <= 0.5001 * 10.0 ** -len(shown.partition(".")[2])
 
 
@@ -295,9 +250,7 @@ MEASURED = {
         *("188, 306, 481", "114, 227, 329", "727, 949, 1058", "3.8 %", "1.1; 0.53 to 0.6"),
     ],
 }
-"""What docs/speed.md says of a benchmark; every number of it stands, rounded, in the claims of
-data/results/bench/.
-"""
+"""Sentences of docs/speed.md by benchmark; every number is, rounded, in the claims of data/results/bench/."""
 
 
 @pytest.mark.parametrize("benchmark", MEASURED)
@@ -316,23 +269,20 @@ def test_the_figures_of_speed(benchmark):
 
 
 def test_what_was_checked():
-    """docs/results.md says how many runs of the tables were made again, and had their scores."""
+    """docs/results.md reports how many runs of the tables were repeated with equal scores."""
     with (RESULTS / "checked.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     runs, same = (sum(int(row[key]) for row in rows) for key in ("runs", "same"))
-    words = (
-        rf"of {len(rows)} tables {same} of {runs} runs had the same scores, the largest relative "
-        r"difference was (\S+) "
-    )
-    told = re.search(words, text_of("docs/results.md"))
-    assert told and told[
+    words = rf"of {len(rows)} tables {same} of {runs} runs had the same scores, the largest relative difference was (\S+) "
+    match = re.search(words, text_of("docs/results.md"))
+    assert match and match[
         1
     ] == f"{max(float(row['largest difference']) for row in rows):.1e}".replace("e-0", "e-")
     assert all((RESULTS / row["table"] / "runs.csv").exists() for row in rows)
 
 
 def test_the_figures_of_smoothing():
-    """Those of docs/guide.md are of the benchmark's table."""
+    """The figures of docs/guide.md equal the table of the benchmark."""
     with (RESULTS / "bench" / "smoothing" / "results.csv").open(newline="") as file:
         rows = {(row["data"], row["model"]): row for row in csv.DictReader(file)}
     shares = [
@@ -343,9 +293,9 @@ def test_the_figures_of_smoothing():
     words = (
         r"closes (\d+), (\d+) and (\d+) % of the gap.*?\((0\.\d+) against (0\.\d+)\).*?\((0\.\d+);"
     )
-    told = re.search(words, text_of("docs/guide.md"), re.DOTALL)
+    match = re.search(words, text_of("docs/guide.md"), re.DOTALL)
     true_moves = float(rows["dsprites", "particle_observation"]["smoother"])
-    assert told and all(map(agree, told.groups(), [*shares, *best, true_moves]))
+    assert match and all(map(agree, match.groups(), [*shares, *best, true_moves]))
 
 
 @pytest.mark.parametrize(
@@ -364,15 +314,11 @@ def test_the_cheat_sheet_has_every_command(command):
 
 INSTALL = re.compile(r"""pip install (?:-e )?["'\\]*(?:kbf|\.)\[[^`\n]*""")
 PIP = re.compile(r'pip install "kbf\[(\w+)\]"')
-"""How advice begins to install an extra, and its one form;
-`kbf.runtime.optional_dependencies.missing` gives it in errors.
-"""
+"""Any instruction to install an extra, and the only accepted form, that of error messages."""
 
 
 def test_extras_are_installed_in_one_way():
-    """``pip install "kbf[EXTRA]"`` everywhere, with an extra that there is; README and tutorial say
-    what it is in a clone.
-    """
+    """``pip install "kbf[EXTRA]"`` everywhere, with existing extras; README and tutorial add the form for a clone."""
     extras = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
     files = [*PAGES, *ROOT.glob("configs/**/*.yaml"), *ROOT.glob("kbf/**/*.py")]
     advice = {
@@ -393,7 +339,7 @@ def test_extras_are_installed_in_one_way():
 
 
 class Links(HTMLParser):
-    """Addresses that a page of HTML leads to, and those that it loads."""
+    """Targets of the links of an HTML page, and addresses of the files that it loads."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -415,7 +361,7 @@ class Links(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """The documentation, built strictly; once, where several workers of pytest-xdist need it."""
+    """The documentation, built strictly, once for all workers of pytest-xdist."""
     for package in ("mkdocs", "mkdocstrings", "latex2mathml", "nbclient"):
         pytest.importorskip(package)
     base = tmp_path_factory.getbasetemp()
@@ -435,8 +381,8 @@ def site(tmp_path_factory) -> Path:
                 "-d",
                 directory,
             ]
-            told = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
-            assert told.returncode == 0, told.stderr
+            built = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+            assert built.returncode == 0, built.stderr
     return directory
 
 

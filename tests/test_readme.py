@@ -1,6 +1,4 @@
-"""What README.md and the documentation tell people to type works: Python as it stands, commands up
-to their configuration.
-"""
+"""Examples of README.md and docs/: Python blocks run, commands compose their configuration."""
 
 from __future__ import annotations
 
@@ -35,10 +33,10 @@ PAGES = [
         if page.stem not in ("tutorial", "extending")
     ),
 ]
-"""All but those whose commands are run one after the other."""
+"""All pages except those whose commands are run in order."""
 PLACEHOLDER = re.compile(r"\b(NAME|COMMAND|PATH|RUN)\b|…|\.\.\.")
 ELSEWHERE = ("launcher", "run_dir")
-"""Settings that need a plugin, or a running hydra."""
+"""Settings that need a plugin or a running Hydra."""
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -46,9 +44,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def commands(text: str) -> list[str]:
-    """Every ``kbf ...`` of blocks for the shell and of code within lines, without comments and
-    placeholders.
-    """
+    """Every ``kbf ...`` of shell blocks and inline code, without comments and placeholders."""
     lines = [line for block in blocks(text, "sh") for line in block.splitlines()]
     lines += re.findall(
         r"`(kbf [^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -60,9 +56,7 @@ def commands(text: str) -> list[str]:
 
 
 def words(line: str) -> list[str]:
-    """What the shell hands over, with the checkpoint that is there in place of those that are not,
-    and the first run of a sweep.
-    """
+    """Arguments of a command; missing checkpoints become the example's, a sweep its first run."""
     given = shlex.split(line)[1:]
     if given[0] == "evaluate":
         given = [
@@ -79,7 +73,7 @@ def words(line: str) -> list[str]:
 
 
 def run_python(text: str, directory: Path, monkeypatch) -> dict:
-    """Run the blocks of a page one after the other in a directory; their names."""
+    """Runs the Python blocks of a page in order in a directory; returns their names."""
     monkeypatch.chdir(directory)
     names: dict = {}
     for block in blocks(text, "python"):
@@ -95,7 +89,7 @@ def test_the_commands_are_found():
 
 @pytest.fixture(scope="module")
 def arm(tmp_path_factory):
-    """A directory with the recordings and the checkpoint that the README speaks of."""
+    """A directory with the recordings and the checkpoint that the README uses."""
     directory = tmp_path_factory.mktemp("arm")
     data = SyntheticData(rotation(), n_train=60, n_test=2).train[0]
     rows = [",".join(map(str, row)) for row in torch.cat([data.states, data.obs], 1).tolist()]
@@ -135,7 +129,7 @@ def test_python_of_the_readme(tmp_path, monkeypatch, capsys):
     error = float(
         capsys.readouterr().out.split("\n")[0].removeprefix("tensor(").partition(",")[0].rstrip(")")
     )
-    assert error < 0.08, "the filter of the snippet is no good"
+    assert error < 0.08, "the error of the snippet's filter is too large"
     live = names["live"]
     live.save("state.pt")
     live.load("state.pt")
@@ -152,9 +146,7 @@ def test_python_of_the_library_page(tmp_path, monkeypatch, capsys):
 
 
 class Rat:
-    """In place of the recording of a package: a walk in a box, and counts that depend
-    on the place.
-    """
+    """Replaces the recording of a package: a walk in a box, and counts that depend on the position."""
 
     def __init__(self, name: str, *, n_train: int) -> None:
         assert name == "rat"
@@ -170,9 +162,7 @@ class Rat:
 
 @pytest.mark.slow
 def test_the_tutorial(tmp_path, monkeypatch, capsys):
-    """Every command of it, in order, with the cheapest model in place of the default one, on a
-    recording of the same shape.
-    """
+    """Every command in order, with a cheap model, on a recording of the same shape."""
     monkeypatch.setattr("kbf.data.recorded.RecordedData", Rat)
     run_python(TUTORIAL, tmp_path, monkeypatch)
     lines = [line for block in blocks(TUTORIAL, "sh") for line in block.splitlines()]
@@ -194,9 +184,7 @@ def test_the_tutorial(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def extending(tmp_path, monkeypatch):
-    """The page's module, with its configurations in the working directory; what it adds to the
-    tables is gone afterwards.
-    """
+    """The module of the page, with its configurations in the working directory; restores the tables."""
     monkeypatch.chdir(tmp_path)
     page = (DOCS / "extending.md").read_text(encoding="utf-8")
     (tmp_path / "my_kbf.py").write_text("\n\n".join(blocks(page, "python")))
