@@ -273,7 +273,7 @@ def test_what_was_checked():
     with (RESULTS / "checked.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     runs, same = (sum(int(row[key]) for row in rows) for key in ("runs", "same"))
-    words = rf"of {len(rows)} tables {same} of {runs} runs had the same scores, the largest relative difference was (\S+) "
+    words = rf"All {same} of {runs} runs of {len(rows)} tables have equal scores; the largest relative difference is (\S+) "
     match = re.search(words, text_of("docs/results.md"))
     assert match and match[
         1

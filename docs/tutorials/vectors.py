@@ -51,7 +51,7 @@ ahead = kbf.predict_ahead(kernel_filter, x.float(), horizon=3)
 print(f"three steps ahead: {(ahead[0, 2, :-3] - states[3:]).square().sum(-1).mean():.4f}")
 
 # %% [markdown]
-# ## Live
+# ## OnlineFilter
 #
 # One observation at a time; `None` where nothing was seen. The state has a fixed size, however long
 # it runs.
