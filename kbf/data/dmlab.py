@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from kbf.data.frames import (
 from kbf.data.synthetic import check_lengths, split_at
 from kbf.recording import Recording
 from kbf.runtime.html_repr import Shown
+from kbf.runtime.memory_limit import BYTES_OF_A_PIXEL
 from kbf.ssm import OrientationModel, simulate
 
 # Views of the table that is rendered if no frames file is given: one every 0.2 degrees.
@@ -49,6 +51,13 @@ class OrientationImages(Shown):
 
     References: Xu et al. (2022), section 6.3.
     """
+
+    @staticmethod
+    def memory_needed(
+        n_train: int = 0, n_test: int = 200, size: tuple[int, int] = (36, 48), **_: Any
+    ) -> int:
+        """Returns the bytes of the images at most, for data sets that files describe."""
+        return BYTES_OF_A_PIXEL * (n_train + n_test) * 3 * math.prod(size)
 
     def __init__(
         self,

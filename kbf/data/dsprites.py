@@ -26,6 +26,7 @@ from kbf.data.synthetic import SyntheticData
 from kbf.recording import Recording
 from kbf.runtime.atomic_files import replacing
 from kbf.runtime.html_repr import Shown
+from kbf.runtime.memory_limit import BYTES_OF_A_PIXEL
 from kbf.ssm import gaussian_log_density_of_pairs, gaussian_noise, normal, oscillatory
 
 FILE_NAME = "dsprites_ndarray_co1sh3sc6or40x32y32_64x64.npz"
@@ -158,6 +159,11 @@ class DSprites(Shown):
 
     References: Xu et al. (2022), section 6; Matthey et al. (2017) for the images.
     """
+
+    @staticmethod
+    def memory_needed(n_train: int = 0, n_test: int = 200, **_: Any) -> int:
+        """Returns the bytes of the images at most, for data sets that files describe."""
+        return BYTES_OF_A_PIXEL * (n_train + n_test) * 64 * 64
 
     def __init__(
         self,

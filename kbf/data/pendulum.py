@@ -24,6 +24,7 @@ from kbf.data.dmlab import pixels
 from kbf.data.synthetic import check_lengths, split_at
 from kbf.recording import Recording
 from kbf.runtime.html_repr import Shown
+from kbf.runtime.memory_limit import BYTES_OF_A_PIXEL
 from kbf.runtime.optional_dependencies import need
 from kbf.ssm import OrientationModel, normal, rotate
 
@@ -140,6 +141,11 @@ class Pendulum(Shown):
         decoded: the test recording with these angles in place of the images, for the floor.
         renderer: name and version of the simulator.
     """
+
+    @staticmethod
+    def memory_needed(n_train: int = 0, n_test: int = 400, **_: Any) -> int:
+        """Returns the bytes of the images at most, for data sets that files describe."""
+        return BYTES_OF_A_PIXEL * (n_train + n_test) * 3 * 32 * 32
 
     def __init__(
         self,

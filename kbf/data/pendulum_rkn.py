@@ -9,13 +9,14 @@ quality; the speed and the quality must be inferred over time.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
 from kbf.recording import Recording
+from kbf.runtime.memory_limit import BYTES_OF_A_PIXEL
 
 # In m/s^2; mass and length are 1.
 GRAVITY = 9.81
@@ -71,6 +72,11 @@ class PendulumRKN:
     References: Becker, Pandya, Gebhardt, Zhao, Taylor, Neumann (2019), Recurrent Kalman Networks,
     section 5.1.
     """
+
+    @staticmethod
+    def memory_needed(n_train: int = 0, n_test: int = 25, steps: int = 150, **_: Any) -> int:
+        """Returns the bytes of the images at most, which are float32 and drawn one recording at a time."""
+        return BYTES_OF_A_PIXEL // 2 * (n_train + n_test) * steps * 24 * 24
 
     def __init__(
         self,

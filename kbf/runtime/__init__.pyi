@@ -6,6 +6,7 @@ from kbf.runtime import (
     hydra_quoting as hydra_quoting,
     instantiate as instantiate,
     interpolation as interpolation,
+    memory_limit as memory_limit,
     optional_dependencies as optional_dependencies,
     tensor_files as tensor_files,
     threads as threads,

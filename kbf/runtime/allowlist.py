@@ -10,7 +10,6 @@ from your configuration, and its checkpoints load with ``trust=true``.
 from __future__ import annotations
 
 import difflib
-import math
 from typing import Any
 
 REGISTERED: dict[str, tuple[str, ...]] = {
@@ -83,61 +82,6 @@ DEEPEST, MOST = 50, 100_000
 """Levels and entries of the configuration inside of a file, at most."""
 
 
-LARGEST: dict[str, int] = {
-    **dict.fromkeys(("n_train", "n_test", "window", "stride", "batch_size"), 100_000),
-    **dict.fromkeys(("particles", "points", "run", "epochs"), 1_000_000),
-    **dict.fromkeys(("rank", "local", "iterations", "width", "fourier"), 10_000),
-    **dict.fromkeys(("hidden", "features", "sizes", "d", "controls", "keypoints", "size"), 2048),
-    **dict.fromkeys(("channels", "draws", "neurons", "repeat", "folds", "steps"), 512),
-    "members": 64,
-    "kernel": 15,
-}
-"""Sizes that a file may ask for, at most, by the name of the argument; of a list each entry."""
-
-IMAGES = (
-    "kbf.OrientationImages",
-    "kbf.DSprites",
-    "kbf.Pendulum",
-    "kbf.PendulumRKN",
-)
-"""Sources that draw images: of these a file gets no more than `MOST_IMAGES`."""
-
-MOST_IMAGES, MOST_PIXELS, MOST_LAYERS = 20_000, 200_000, 32
-"""Images, numbers of one observation, and entries of a list of sizes, at most."""
-
-
-def check_sizes(target: str, arguments: dict[str, Any]) -> None:
-    """Raise a ValueError if the sizes that a file asks for would fill the memory before anything is computed.
-
-    Args:
-        target: what is built; a recording on this machine (`FileData`) is as long as it is.
-        arguments: plain values by name.
-    """
-    for key, value in arguments.items():
-        numbers = list(value) if isinstance(value, list | tuple) else [value]
-        counted = key in ("q", "size", "image") and all(
-            isinstance(number, int | float) for number in numbers
-        )
-        if counted and math.prod(numbers) > MOST_PIXELS:
-            raise too_large(key, value, f"{MOST_PIXELS:,} numbers")
-        most = LARGEST.get(key)
-        if most is None or (target == "kbf.FileData" and key == "n_train"):
-            continue
-        most = MOST_IMAGES if target in IMAGES and key in ("n_train", "n_test") else most
-        if len(numbers) > MOST_LAYERS:
-            raise too_large(key, f"{len(numbers)} numbers", f"{MOST_LAYERS} numbers")
-        for number in numbers:
-            if isinstance(number, int | float) and number > most:
-                raise too_large(key, number, f"{most:,}")
-
-
-def too_large(key: str, value: Any, most: str) -> ValueError:
-    """What to say of such a size."""
-    return ValueError(
-        f"{key} is {value!r:.50}: a file may ask for {most} at most. For a file that you trust: trust=true"
-    )
-
-
 def check_registered(name: Any, kinds: tuple[str, ...]) -> str:
     """The kind of a name, which must be registered for one of ``kinds``.
 
@@ -152,8 +96,8 @@ def check_registered(name: Any, kinds: tuple[str, ...]) -> str:
             f"_target_ {name!r} is of the kind {kind}: a file may name {' or '.join(kinds) or 'nothing'} here"
         )
     raise ValueError(
-        f"_target_ {name!r} is not among the classes of kbf that a file may build"
-        f"{suggestion(name)}. For a file that you trust: trust=true"
+        f"_target_ {name!r} is no class or function that a file may build: it does not exist among "
+        f"the public ones of kbf{suggestion(name)}. For a file that you trust: trust=true"
     )
 
 

@@ -1,120 +1,115 @@
-"""Objects from plain configuration: ``{_target_: "kbf.EKF", model: {_target_: "kbf.rotation"}}``."""
+"""Objects from plain configuration: ``{_target_: kbf.EKF, model: {_target_: kbf.rotation}}``."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
+from contextlib import suppress
 from typing import Any
 
-from kbf.runtime.allowlist import (
-    INSIDE,
-    REGISTERED,
-    check_plain,
-    check_registered,
-    check_sizes,
-    suggestion,
-)
+from kbf.runtime.allowlist import INSIDE, REGISTERED, check_plain, check_registered, suggestion
+from kbf.runtime.memory_limit import check_arguments, check_module
 
 
 def build(
-    config: Any, *, trust: bool = False, kinds: tuple[str, ...] | None = None, **extra: Any
+    config: Any,
+    *,
+    trust: bool = False,
+    kinds: tuple[str, ...] | None = None,
+    copies: int = 1,
+    **extra: Any,
 ) -> Any:
-    """Build what ``config`` describes.
+    """Build the object that a configuration describes.
 
     A dict with ``_target_`` becomes a call of it, with the other keys as arguments; a list becomes
     a tuple.
 
     Args:
         config: nested dicts, lists and plain values, already resolved.
-        trust: allow any target that can be imported. A checkpoint is data from somebody: its
-            configuration is built without, from what is registered (`kbf.runtime.allowlist`) and
-            nothing else.
-        kinds: without ``trust``, of which kinds the outermost targets must be; None for any.
+        trust: allow any target that can be imported. Without it, as for the configuration of a
+            checkpoint, targets are the public classes of kbf (`kbf.runtime.allowlist`), and objects
+            need a limited memory (`kbf.runtime.memory_limit`).
+        kinds: without ``trust``, the kinds that the outermost targets may be of; None for any.
+        copies: networks that are built of this configuration, for the limit of the memory.
         extra: further arguments of the outermost call, used as they are.
 
     Raises:
-        ValueError: a target that does not exist or may not be called, or arguments that it does not
-            take.
+        ValueError: a target that does not exist or is not allowed, arguments that it does not take,
+            or an object that is too large.
 
     >>> build({"_target_": "kbf.OrientationModel", "turn": 0.1}).turn
     0.1
-    >>> build({"_target_": "kbf.ssm.simulate"})
+    >>> build({"_target_": "kbf.EKG"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ...
-    ValueError: _target_ 'kbf.ssm.simulate' is not among the classes of kbf that a file may build...
+    ValueError: _target_ 'kbf.EKG' is no class or function that a file may build...
     """
     if trust:
-        return build_trusted(config, **extra)
+        return construct(config, None, **extra)
     check_plain(config)
-    return build_registered(config, tuple(REGISTERED) if kinds is None else kinds, **extra)
+    allowed = tuple(REGISTERED) if kinds is None else kinds
+    if kinds in (("model",), ("encoder",)):
+        check_module(lambda: construct(config, allowed, **extra), copies)
+    return construct(config, allowed, **extra)
 
 
-def build_trusted(config: Any, **extra: Any) -> Any:
-    """`build` of whatever can be imported."""
+def construct(config: Any, kinds: tuple[str, ...] | None, **extra: Any) -> Any:
+    """`build` of targets of these kinds, or of any target where ``kinds`` is None."""
     if isinstance(config, list | tuple):
-        return tuple(build_trusted(value) for value in config)
+        return tuple(construct(value, kinds) for value in config)
     if not isinstance(config, dict):
         return config
+    inside, is_call = kinds, "_target_" in config
+    if kinds is not None and is_call:
+        inside = INSIDE[check_registered(config["_target_"], kinds)]
     arguments = {
-        key: build_trusted(value) for key, value in config.items() if key != "_target_"
+        key: construct(value, inside) for key, value in config.items() if key != "_target_"
     } | extra
-    return made(config["_target_"], arguments) if "_target_" in config else arguments
+    return call(config["_target_"], arguments, trust=kinds is None) if is_call else arguments
 
 
-def build_registered(config: Any, kinds: tuple[str, ...], **extra: Any) -> Any:
-    """`build` of registered targets of these kinds. What goes wrong inside of them is the fault of the file."""
-    if isinstance(config, list | tuple):
-        return tuple(build_registered(value, kinds) for value in config)
-    if not isinstance(config, dict):
-        return config
-    target = config.get("_target_")
-    check_sizes(str(target), config)
-    inside = kinds if "_target_" not in config else INSIDE[check_registered(target, kinds)]
-    arguments = {
-        key: build_registered(value, inside) for key, value in config.items() if key != "_target_"
-    } | extra
-    if "_target_" not in config:
-        return arguments
-    return made(str(target), arguments)
+def call(name: Any, arguments: dict[str, Any], *, trust: bool) -> Any:
+    """Call a target by its name.
 
-
-def made(name: str, arguments: dict[str, Any]) -> Any:
-    """`call`, with a ValueError for whatever wrong values make of a class."""
+    Raises:
+        ValueError: arguments that it does not take, or values of which it cannot be built. OSError,
+            ImportError: as the target raises them.
+    """
+    target = locate(name)
     try:
-        return call(name, arguments)
+        with suppress(ValueError):  # classes written in C may have no signature
+            inspect.signature(target).bind(**arguments)
+        if not trust:
+            check_arguments(target, arguments)
+        return target(**arguments)
     except (ValueError, OSError, ImportError):
         raise
     except Exception as error:
-        raise ValueError(
-            f"{name} cannot be built of these settings: {' '.join(str(error).split())[:200]}"
-        ) from error
+        if isinstance(error, TypeError) and "argument" in str(error):
+            raise ValueError(f"{name}: {error}{nearest_argument(target, error)}") from error
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{name} cannot be built of these settings: {reason}") from error
 
 
-def call(name: str, arguments: dict[str, Any]) -> Any:
-    """Call a target by its name; a ValueError says which arguments it does not take."""
-    target = locate(name)
-    try:
-        signature = inspect.signature(target)
-    except ValueError:  # some classes of C have none
-        return target(**arguments)
-    try:
-        signature.bind(**arguments)
-        return target(**arguments)
-    except TypeError as error:
-        if "argument" not in str(error):
-            raise
-        raise ValueError(f"{name}: {error}") from error
+def nearest_argument(target: Any, error: TypeError) -> str:
+    """Returns ", did you mean ...?" with the parameter nearest to an unexpected one, or nothing."""
+    wrong = str(error).rpartition("unexpected keyword argument '")[2].rstrip("'")
+    near = difflib.get_close_matches(wrong, inspect.signature(target).parameters, 1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near and wrong not in near else ""
 
 
 def locate(name: Any) -> Any:
-    """The class or function of a dotted name."""
+    """Returns the class or function of a dotted name.
+
+    Raises:
+        ValueError: there is none.
+    """
     module, _, attribute = str(name).rpartition(".")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"_target_ {name!r} does not exist{suggestion(name) or f': {error}'}"
-        ) from error
+        advice = suggestion(name) or f": {error}"
+        raise ValueError(f"_target_ {name!r} does not exist{advice}") from error
     if not callable(found):
         raise ValueError(f"_target_ {name!r} is no class or function")
     return found

@@ -22,8 +22,8 @@ from kbf.filters.wrapper import FilterWrapper
 from kbf.images.augment import Augment
 from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.recording import Recording, as_float
-from kbf.runtime.allowlist import check_sizes
 from kbf.runtime.instantiate import build
+from kbf.runtime.memory_limit import check_arguments
 from kbf.training.buffers import RecordingBuffers
 from kbf.training.settings import (
     EncodingSettings,
@@ -74,7 +74,7 @@ class FittedModel(nn.Module):
         self.model_dtype: torch.dtype = getattr(torch, model.get("dtype") or "float64")
         self.how: Training | None = read_training(model.get("training"))
         if not trust:
-            check_sizes("", model.get("training") or {})
+            check_arguments(Training, model.get("training") or {})
         if "candidates" in model:
             raise ValueError(
                 "model=auto selects a model by the data: it is for kbf train, name one here"
@@ -144,7 +144,7 @@ class FittedModel(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1_000_003 * (self.config["seed"] + 1) - 1)
             encoders = [
-                build(config["encoder"], trust=trust, kinds=("encoder",))
+                build(config["encoder"], trust=trust, kinds=("encoder",), copies=how.members)
                 for _ in range(how.members)
             ]
             code = build_encoding(

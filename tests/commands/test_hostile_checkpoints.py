@@ -12,9 +12,10 @@ from omegaconf import OmegaConf
 
 from kbf.cli import config_dir, main
 from kbf.filters.state_io import read_leaves
-from kbf.runtime.allowlist import INSIDE, REGISTERED, check_sizes, files_named, without_weights
+from kbf.runtime.allowlist import INSIDE, REGISTERED, files_named, without_weights
 from kbf.runtime.instantiate import build, locate
 from kbf.runtime.interpolation import literal, settled
+from kbf.runtime.memory_limit import check_arguments
 from kbf.training.checkpoint import load_filter, read_checkpoint
 
 EXECUTE = {"_target_": "os.system", "command": "touch HERE"}
@@ -462,7 +463,9 @@ def test_everything_that_the_configurations_name_is_registered_and_exists():
     for folder in ("model", "data", "encoder", "experiment", "tuned"):
         for path in sorted((config_dir() / folder).rglob("*.yaml")):
             for part in parts(yaml.safe_load(path.read_text(encoding="utf-8"))):
-                check_sizes(str(part.get("_target_")), part)
+                given = {key: value for key, value in part.items() if "${" not in str(value)}
+                if "_target_" in part:
+                    check_arguments(locate(part["_target_"]), given)
     assert (
         INSIDE.keys() == REGISTERED.keys()
         and {kind for kinds in INSIDE.values() for kind in kinds} <= REGISTERED.keys()
