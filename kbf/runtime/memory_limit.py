@@ -40,9 +40,10 @@ def check_arguments(target: Callable[..., Any], arguments: dict[str, Any]) -> No
         value = arguments.get(name)
         if "seed" in name or not re.search(r"\bint\b", str(parameter.annotation)):
             continue
-        numbers = value if isinstance(value, list | tuple) else [value]
-        for number in [math.prod(numbers)] if name in SHAPES and numbers is value else numbers:
-            if isinstance(number, int | float) and number * BYTES_OF_A_ROW > LARGEST_MEMORY:
+        several = value if isinstance(value, list | tuple) else [value]
+        numbers = [number for number in several if isinstance(number, int | float)]
+        for number in [math.prod(numbers)] if name in SHAPES else numbers:
+            if number * BYTES_OF_A_ROW > LARGEST_MEMORY:
                 most = LARGEST_MEMORY // BYTES_OF_A_ROW
                 raise too_large(f"{name} is {number!r:.50}, which may be {most:,} at most")
 
