@@ -1,6 +1,8 @@
-.PHONY: help install demo test test-slow test-all lint format docs release stress gpu clean
+.PHONY: help install demo test test-slow test-all lint format docs release stress mutants gpu clean
 
-help:  ## this list
+MUTANTS ?= 200
+
+help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 install:  ## make .venv and install kbf into it
@@ -42,7 +44,11 @@ stress:  ## run the stress tests: kills, damaged files, bad input (docs/stress.m
 	scripts/bootstrap dev
 	.venv/bin/python -m studies stress --page
 
-gpu:  ## what the CUDA card of this machine does to kbf, in 8 minutes: numbers, training, time, memory (data/results/gpu/)
+mutants:  ## mutate MUTANTS=200 places of the core and count what the tests notice (runs/mutants)
+	scripts/bootstrap dev,docs,mutants
+	.venv/bin/python scripts/mutants.py $(MUTANTS)
+
+gpu:  ## measure kbf on the CUDA card of this machine, in 8 minutes (data/results/gpu/)
 	scripts/gpu_check
 
 clean:  ## remove the environment and what the commands wrote

@@ -1,0 +1,423 @@
+#!/usr/bin/env python
+"""Mutation tests: which small changes of the core do the tests of the same folder notice?
+
+    .venv/bin/python scripts/mutants.py 200 --seed 0      # make mutants MUTANTS=200
+
+Draws places of `FOLDERS` at random, mutates each by an operator of cosmic-ray (an arithmetic or
+comparison operator, a number, a truth value, a loop) or drops a transpose, and runs the quick
+tests of the mirrored folder until the first fails. Annotations, messages and raised errors are
+left out. Works on a copy, runs/mutants/tree. Results are kept in runs/mutants/results.jsonl, and
+the same command resumes: a noticed mutant runs again only if its file changed, a survivor also if
+the tests of its folder changed.
+
+Writes runs/mutants/survivors.md. A survivor that computes the same as the original belongs into
+studies/mutants_equivalent.txt with the reason. Returns 1 below `MIN_NOTICED`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "runs" / "mutants"
+TREE = OUT / "tree"
+EQUIVALENT = ROOT / "studies" / "mutants_equivalent.txt"
+FOLDERS = (
+    "rkhs",
+    "densities",
+    "filters/kernel",
+    "filters/kernel_monte_carlo",
+    "filters/gaussian",
+    "filters/particle",
+    "evaluation",
+)
+"""Folders of kbf/ that are mutated, and of tests/ whose tests are run."""
+MIN_NOTICED = 0.95
+"""Share of the mutants, without equivalent ones, that the tests must notice."""
+TIMEOUT_FACTOR = 10
+"""A mutant whose tests take this many times the time of the unchanged code counts as noticed."""
+MIN_TIMEOUT = 60
+"""Seconds that a mutant has at least: short test runs vary by the load of the machine."""
+REPLACED = (
+    {"Add", "Sub", "Mul", "Div", "Pow"},
+    {"BitAnd", "BitOr", "BitXor"},
+    {"Lt", "LtE", "Gt", "GtE", "Eq", "NotEq"},
+    {"Is", "IsNot"},
+)
+"""An operator is replaced by those of the same set (nothing by a power): others raise at once."""
+LEFT_OUT = {"VariableReplacer", "VariableInserter", "RemoveDecorator", "NoOp", "ExceptionReplacer"}
+"""Operators of cosmic-ray that need settings, or that change no computation."""
+MESSAGES = {"warn", "warning", "info", "debug"}
+"""Calls whose arguments are messages."""
+PRELOADED = ("torch", "numpy", "scipy.linalg", "scipy.stats", "beartype", "matplotlib")
+"""Packages that every test run needs: imported once, then inherited by the forked processes."""
+
+
+class Mutant(NamedTuple):
+    """A mutation of one place.
+
+    Attributes:
+        path: the file, relative to the repository. line, column: the place, from 1 and 0.
+        operator: its name. occurrence: which of the places of this operator in the file.
+        definition: the function or class. before, after: the source lines that differ.
+    """
+
+    path: str
+    line: int
+    column: int
+    operator: str
+    occurrence: int
+    definition: str
+    before: str
+    after: str
+
+    @property
+    def folder(self) -> str:
+        """The entry of `FOLDERS` that contains the file."""
+        return next(each for each in FOLDERS if self.path.startswith(f"kbf/{each}/"))
+
+    @property
+    def name(self) -> str:
+        """File, line, change."""
+        return f"{self.path}:{self.line} {self.operator}: {self.before} -> {self.after}"
+
+
+def digest(*parts: object) -> str:
+    """Return a hash of the parts; it orders places at random, the same in every run."""
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
+
+
+def hash_of(paths: Iterable[Path]) -> str:
+    """Return a hash of the contents of files."""
+    return digest(*(path.read_bytes() for path in sorted(paths)))
+
+
+@functools.cache
+def operators() -> dict[str, Any]:
+    """Return the operators by name: `DropTranspose`, and those of cosmic-ray for numerical code."""
+    from cosmic_ray import plugins
+
+    found = {"DropTranspose": DropTranspose()}
+    for full in plugins.operator_names():
+        name = full.partition("/")[2]
+        kind, *sides = name.split("_")
+        replaces = kind in ("ReplaceBinaryOperator", "ReplaceComparisonOperator")
+        fits = sides[-1:] != ["Pow"] and any(kinds.issuperset(sides) for kinds in REPLACED)
+        if kind not in LEFT_OUT and (fits or not replaces):
+            found[name] = plugins.get_operator(full)()
+    return found
+
+
+class DropTranspose:
+    """Replaces ``a.mT`` and ``a.T`` by ``a``; has the methods of an operator of cosmic-ray."""
+
+    def mutation_positions(self, node: Any) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+        """Yield the position of the node if it is a transpose."""
+        if node.type == "trailer" and node.get_code().strip() in (".mT", ".T"):
+            yield node.start_pos, node.end_pos
+
+    def mutate(self, node: Any, index: int) -> None:
+        """Delete the node."""
+
+
+def is_message(node: ast.AST) -> bool:
+    """Return whether a node logs or warns."""
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") in MESSAGES
+
+
+def excluded(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return the places, as (line, column) of start and end, that no mutant changes.
+
+    >>> excluded("def f(a: int | None):\\n    raise ValueError(3 + a)")
+    [((1, 9), (1, 19)), ((2, 4), (2, 27))]
+    """
+    nodes: list[Any] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.arg | ast.AnnAssign):
+            nodes.append(node.annotation)
+        elif isinstance(node, ast.FunctionDef):
+            nodes.append(node.returns)
+        elif isinstance(node, ast.Raise | ast.JoinedStr) or is_message(node):
+            nodes.append(node)
+    ranges = [
+        ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
+        for node in nodes
+        if node is not None
+    ]
+    return sorted(ranges)
+
+
+def candidates(path: Path) -> Iterator[tuple[tuple[Any, ...], Mutant]]:
+    """Yield the mutants of a file, each with its place: file, position and kind of operator."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.ast.ast_query import ASTQuery
+
+    source, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+    hidden, nodes = excluded(source), list(ast_nodes(get_ast(source)))
+    for operator_name, operator in operators().items():
+        occurrence = -1
+        for node in nodes:
+            for start, _ in operator.mutation_positions(node):
+                occurrence += 1
+                if any(low <= tuple(start) < high for low, high in hidden):
+                    continue
+                definition = ASTQuery(node).get_definition_name() or ""
+                before = source.splitlines()[start[0] - 1].strip()
+                mutant = Mutant(name, *start, operator_name, occurrence, definition, before, "")
+                kind = operator_name.split("_")[0]
+                yield (name, definition, before, start[1], kind), mutant
+
+
+def mutated(mutant: Mutant, source: str) -> str:
+    """Return the source with the mutation.
+
+    Raises:
+        ValueError: the source has no such place.
+    """
+    from cosmic_ray.mutating import mutate_code
+
+    code = mutate_code(source, operators()[mutant.operator], mutant.occurrence)
+    if code is None:
+        raise ValueError(f"{mutant.path} has no place {mutant.occurrence} of {mutant.operator}")
+    return code
+
+
+def sample(count: int, seed: int) -> list[Mutant]:
+    """Return mutants of places drawn at random, one of each.
+
+    The draw orders places by a hash, so that an edit changes the draw of the edited lines only.
+    """
+    places: dict[tuple[Any, ...], list[Mutant]] = {}
+    for folder in FOLDERS:
+        for path in sorted((ROOT / "kbf" / folder).rglob("*.py")):
+            for place, mutant in candidates(path):
+                places.setdefault(place, []).append(mutant)
+    drawn = sorted(places, key=lambda place: digest(seed, *place))[:count]
+    chosen = [
+        min(places[place], key=lambda mutant: digest(seed, mutant.operator, mutant.column))
+        for place in drawn
+    ]
+    return [with_change(mutant) for mutant in chosen]
+
+
+def with_change(mutant: Mutant) -> Mutant:
+    """Return the mutant with the first line that it changes, before and after."""
+    source = (ROOT / mutant.path).read_text(encoding="utf-8")
+    old, new = source.splitlines(), mutated(mutant, source).splitlines()
+    row = next(k for k, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1])
+    return mutant._replace(before=old[row].strip(), after=new[row].strip())
+
+
+def tests_for(mutant_path: str, folder: str) -> list[str]:
+    """Return the test files of a folder: first that of the file's name, then those that name it."""
+    module = mutant_path.removesuffix(".py").replace("/", ".")
+    stem = Path(mutant_path).stem
+
+    def rank(test: Path) -> tuple[bool, bool, str]:
+        text = test.read_text(encoding="utf-8")
+        return test.name != f"test_{stem}.py", not re.search(rf"\b{module}\b", text), test.name
+
+    tests = sorted((ROOT / "tests" / folder).rglob("test_*.py"), key=rank)
+    return [test.relative_to(ROOT).as_posix() for test in tests]
+
+
+def make_tree() -> None:
+    """Copy what the tests need to `TREE`."""
+    shutil.rmtree(TREE, ignore_errors=True)
+    skip = shutil.ignore_patterns("__pycache__")
+    for name in ("kbf", "configs", "tests", "studies"):
+        shutil.copytree(ROOT / name, TREE / name, ignore=skip)
+    shutil.copy(ROOT / "pyproject.toml", TREE)
+
+
+def run_tests(tests: list[str], timeout: float) -> tuple[str, float]:
+    """Run quick tests of `TREE` until one fails; returns the verdict and the seconds.
+
+    Verdicts: "passed", "failed", "timeout", and "broken" if pytest could not run the tests.
+    """
+    start, output = time.monotonic(), OUT / "output.txt"
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            os.setpgid(0, 0)
+            with output.open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            os.chdir(TREE)
+            sys.dont_write_bytecode = True
+            os.environ["PYTHONPATH"] = str(TREE)
+            sys.path[:0] = [str(TREE)]
+            import pytest
+
+            words = ["-x", "-q", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider"]
+            code = int(pytest.main([*words, *tests]))
+            if not str(getattr(sys.modules.get("kbf"), "__file__", TREE)).startswith(str(TREE)):
+                code = 98  # the tests ran another kbf
+        finally:
+            os._exit(code)
+    while time.monotonic() - start < timeout:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            # 1: a test failed; 2: a file could not be imported; others: pytest itself
+            verdicts = {0: "passed", 1: "failed", 2: "failed"}
+            code = os.waitstatus_to_exitcode(status)
+            verdict = "failed" if code < 0 else verdicts.get(code, "broken")
+            return verdict, time.monotonic() - start
+        time.sleep(0.05)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "timeout", time.monotonic() - start
+
+
+def test(mutant: Mutant, timeout: float) -> tuple[str, float]:
+    """Run the tests with the mutant in `TREE`, which is as before afterwards."""
+    path = TREE / mutant.path
+    source, stat = path.read_text(encoding="utf-8"), path.stat()
+    try:
+        path.write_text(mutated(mutant, source), encoding="utf-8")
+        return run_tests(tests_for(mutant.path, mutant.folder), timeout)
+    finally:
+        path.write_text(source, encoding="utf-8")
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def read_results() -> dict[str, dict[str, Any]]:
+    """Return what earlier runs found, by key; the last of each."""
+    path = OUT / "results.jsonl"
+    if not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {row["key"]: row for row in rows}
+
+
+def keep(row: dict[str, Any]) -> dict[str, Any]:
+    """Append a row to the results; returns it."""
+    with (OUT / "results.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    return row
+
+
+def equivalents() -> dict[tuple[str, str], str]:
+    """Return the reasons of `EQUIVALENT` by file and mutated line.
+
+    Raises:
+        ValueError: a line that does not have three parts.
+    """
+    found = {}
+    for line in EQUIVALENT.read_text(encoding="utf-8").splitlines():
+        if line.strip() and not line.startswith("#"):
+            parts = [part.strip() for part in line.split(" :: ")]
+            if len(parts) != 3 or not all(parts):
+                raise ValueError(f"{EQUIVALENT.name}: not FILE :: LINE :: REASON: {line}")
+            found[parts[0], parts[1]] = parts[2]
+    return found
+
+
+def baseline(folder: str, known: dict[str, dict[str, Any]]) -> float:
+    """Return the seconds of the tests of a folder on the unchanged code.
+
+    Raises:
+        ValueError: one of them fails.
+    """
+    files = [*(ROOT / "kbf").rglob("*.py"), *(ROOT / "tests" / folder).rglob("*.py")]
+    key = digest("baseline", folder, hash_of(files))
+    if key not in known:
+        verdict, seconds = run_tests(tests_for("", folder), timeout=3600)
+        if verdict != "passed":
+            raise ValueError(f"tests/{folder}: {verdict} without a mutation, see {OUT}/output.txt")
+        print(f"{folder}: {seconds:.0f} s without a mutation", flush=True)
+        known[key] = keep({"key": key, "seconds": seconds})
+    return known[key]["seconds"]
+
+
+def run(mutants: list[Mutant]) -> list[dict[str, Any]]:
+    """Run the mutants that no earlier run did; returns a row of each.
+
+    Raises:
+        ValueError: tests that fail without a mutation, or a run of pytest that broke off.
+    """
+    known, rows = read_results(), []
+    for number, mutant in enumerate(mutants, 1):
+        source = hash_of([ROOT / mutant.path])
+        tests = hash_of((ROOT / "tests" / mutant.folder).rglob("*.py"))
+        key = digest(source, mutant.path, mutant.operator, mutant.occurrence)
+        row = known.get(key)
+        if row is None or (row["verdict"] == "passed" and row["tests"] != tests):
+            limit = max(TIMEOUT_FACTOR * baseline(mutant.folder, known), MIN_TIMEOUT)
+            verdict, seconds = test(mutant, limit)
+            if verdict == "broken":
+                raise ValueError(f"pytest broke off at {mutant.name}, see {OUT}/output.txt")
+            found = {"verdict": verdict, "seconds": round(seconds, 1), "tests": tests}
+            row = keep({"key": key, **found, **mutant._asdict()})
+            word = "SURVIVED" if verdict == "passed" else "noticed"
+            print(f"{number}/{len(mutants)} {word} {seconds:.1f} s {mutant.name}", flush=True)
+        rows.append(row | mutant._asdict())
+    return rows
+
+
+def report(rows: list[dict[str, Any]]) -> tuple[str, float]:
+    """Return the table of survivors as Markdown, and the share of mutants that was noticed."""
+    reasons = equivalents()
+    survivors = [row for row in rows if row["verdict"] == "passed"]
+    same = [row for row in survivors if (row["path"], row["after"]) in reasons]
+    share = 1 - (len(survivors) - len(same)) / max(len(rows) - len(same), 1)
+    lines = [
+        f"{len(rows)} mutants, {len(rows) - len(survivors)} noticed, {len(same)} equivalent, "
+        f"{len(survivors) - len(same)} survived: {share:.1%} noticed.",
+        "",
+        "| folder | mutants | noticed | equivalent | survived |",
+        "|---|---|---|---|---|",
+    ]
+    for folder in FOLDERS:
+        mine = [row for row in rows if row["path"].startswith(f"kbf/{folder}/")]
+        left, equal = ([row for row in some if row in mine] for some in (survivors, same))
+        counts = len(mine), len(mine) - len(left), len(equal), len(left) - len(equal)
+        lines.append(f"| {folder} | {' | '.join(map(str, counts))} |")
+    lines += ["", "| place | operator | before | after | reason |", "|---|---|---|---|---|"]
+    for row in survivors:
+        before, after = (row[side].replace("|", "\\|") for side in ("before", "after"))
+        reason = reasons.get((row["path"], row["after"]), "")
+        place = f"{row['path']}:{row['line']}"
+        lines.append(f"| {place} | {row['operator']} | `{before}` | `{after}` | {reason} |")
+    return "\n".join([*lines, ""]), share
+
+
+def main(words: list[str]) -> int:
+    """Draw, run, report; returns 1 if too few mutants were noticed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("count", nargs="?", type=int, default=200, help="mutants to draw")
+    parser.add_argument("--seed", type=int, default=0, help="another seed draws other places")
+    options = parser.parse_args(words)
+    OUT.mkdir(parents=True, exist_ok=True)
+    mutants = sample(options.count, options.seed)
+    make_tree()
+    os.environ |= {"OMP_NUM_THREADS": "1"}
+    for name in PRELOADED:
+        __import__(name)
+    text, share = report(run(mutants))
+    (OUT / "survivors.md").write_text(text, encoding="utf-8")
+    print(f"{text}\nin {OUT / 'survivors.md'}")
+    return int(share < MIN_NOTICED)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ValueError as error:
+        sys.exit(str(error))
