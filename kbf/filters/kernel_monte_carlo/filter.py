@@ -1,36 +1,36 @@
-"""The kernel Monte Carlo filter: a Kernel Bayes Filter whose memory moves with the belief.
+"""The kernel Monte Carlo filter: a Kernel Bayes Filter over a memory that is sampled in each step.
 
-A Kernel Bayes Filter over fixed memory points z_1..z_n can only answer with mixtures of these
-points. A thousand of them resolve a plane, but not the four dimensions of a place and its velocity.
-Here the memory is drawn anew in each step, where the belief is:
+A Kernel Bayes Filter over fixed memory points z_1 ... z_n represents every belief as a mixture of
+these points. A thousand of them cover a plane, but not the four dimensions of a position and its
+velocity. Here each step samples a memory around the belief:
 
-1. *Move.* Every particle of the last belief moves on, z_i ~ p(z' | z, u).
-2. *Imagine.* What would be seen from there: K draws x_ik ~ p(x | z_i) of each. The pairs (z_i,
-x_ik) are the memory of this step. 3. *Observe.* The importance-weighted rule over this memory gives
-the weights w_i of the posterior embedding sum_i w_i k_Z(., z_i).
-   The memory was drawn from the prior itself, so that the density ratio is 1 at all of its points,
-   and the rule is w = Psi (Psi^T Psi + N lambda I)^-1 psi(x), N = P K, summed over the draws of
-   each particle.
+1. *Move.* Each particle of the last belief moves, z_i ~ p(z' | z, u).
+2. *Simulate observations*, K draws x_ik ~ p(x | z_i) for each particle. The pairs (z_i, x_ik) are
+   the memory of this step.
+3. *Observe.* The importance-weighted rule over this memory gives the weights w_i of the posterior
+   embedding sum_i w_i k_Z(., z_i). The memory is a sample of the prior itself, so that the density
+   ratio is 1 at all of its points and the rule is w = Psi (Psi^T Psi + N lambda I)^-1 psi(x), N =
+   P K, summed over the draws of each particle.
 4. *Estimate* with the signed weights, sum_i w_i z_i.
-5. *Resample* by their positive part: particles of the next step.
+5. *Resample* in proportion to the positive part of the weights.
 
-*Back in time* goes the same rule: particles of the belief at t, resampled, and where they moved to
-are a memory of pairs (z_i, z_i'), and the smoothed embedding at t + 1 is the "observation" z' that
-weighs them. No density of the moves is needed, and so a velocity, which is the difference of two
-places, may be a part of the state.
+The *smoother* applies the same rule backwards in time. Resampled particles of the belief at t and
+their successors are a memory of pairs (z_i, z_i'), and the smoothed embedding at t + 1 is the
+"observation" z' that weighs them. It requires no density of the moves, so that a velocity, which is
+the difference of two positions, may be a part of the state.
 
-Only samples of both laws are needed, no density: the answer is the posterior of that law, whatever
-its shape. With P, K and the rank growing and lambda falling the rule tends to Bayes' rule. What is
-lost against weighing by a known density is the kernel's smoothing; what is won is that nothing
-degenerates: many draws say a little about each x.
+The filter requires samples of both conditional densities, not their values. As P, K and the rank
+grow and lambda falls, the rule tends to Bayes' rule. Compared with weights by a known density it
+has the bias of the kernel's smoothing, but its weights do not degenerate: many draws are close to
+each x.
 
-The features Psi are Nystrom's at m of the drawn observations themselves, so that bandwidth and
-landmarks follow the belief, too: Psi = K_nm L^-T with L L^T = K_mm turns the rule into w = K_nm
-(K_mn K_nm + N lambda K_mm)^-1 k_m(x): one Cholesky factor of m x m.
+The features Psi are Nystrom features at m of the simulated observations, so that bandwidth and
+landmarks follow the belief, too: Psi = K_nm L^-T with L L^T = K_mm gives w = K_nm (K_mn K_nm + N
+lambda K_mm)^-1 k_m(x), with one Cholesky factorisation of an m x m matrix.
 
 References: Kanagawa, Nishiyama, Gretton and Fukumizu (2016), the Kernel Monte Carlo Filter, with a
-transition that is sampled; Xu et al. (2022), Algorithm 1, for the rule. Kanagawa et al. apply the
-original kernel Bayes' rule to a fixed sample.
+sampled transition (they apply the original kernel Bayes' rule to a fixed sample); Xu et al. (2022),
+Algorithm 1, for the rule.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
 from kbf.filters.particle.bootstrap import in_type_of
@@ -51,40 +51,56 @@ from kbf.runtime.html_repr import Shown
 from kbf.ssm import ControlledDynamics, StateSpace
 
 JITTER = 1e-3
-"""On the diagonal of K_mm, whose diagonal is 1: landmarks that coincide (counts often do) do no harm, nor does single precision."""
-FIRST, ROWS = 4000, 64
-"""Recorded states that a first observation is compared with, at most; sequences that this is done for at once."""
-LEAST = -40.0
-"""Exponents below are as good as this: the products of smaller kernels are denormal numbers, which a processor takes long for."""
-BACK_RANK, BACK_REG, BACK_FACTOR = 64, 1e-3, 0.5
-"""Of the rule back in time, over standardised states. With place and velocity of two linear models and 400 particles its errors are
-1 to 6 % above those of the exact smoother, its standard deviations 2 to 9 % too large; lambda 1e-2
-or a factor above 1 is worse."""
-LITTLE = 1e-3
-"""Sum of the weights, about 1 elsewhere, under which an observation is far from everything that was imagined."""
+"""Added to the diagonal of K_mm, which is 1: landmarks may coincide, as counts often do."""
+
+MAX_RECORDED_STATES = 4000
+"""Recorded states that the first observation is compared with."""
+
+MAX_SEQUENCES_AT_FIRST = 64
+"""Sequences whose first observation is processed at a time."""
+
+MIN_EXPONENT = -40.0
+"""Exponents are clamped here: products of smaller kernels are denormal numbers, which are slow."""
+
+SMOOTHER_RANK = 64
+"""Landmarks of the rule backwards in time, over standardised states."""
+
+SMOOTHER_REG = 1e-3
+"""lambda of that rule; 1e-2 is worse."""
+
+SMOOTHER_FACTOR = 0.5
+"""Bandwidth factor of that rule; a factor above 1 is worse.
+
+With position and velocity of two linear models and 400 particles the errors of the smoother are 1
+to 6 % above those of the exact smoother, its standard deviations 2 to 9 % too large.
+"""
+
+MIN_SUM_OF_WEIGHTS = 1e-3
+"""Sum of weights (usually about 1) below which an observation is far from all simulated ones."""
 
 
 class LocalMemory(NamedTuple):
-    """The belief, and the memory around it.
+    """The belief and its memory.
 
     Attributes:
-        particles: ``b P D``, states of the model. draws: ``b P K q``, observations drawn from each
-            of them.
-        weights: ``b P``, of the embedding; some may be negative, their sum is 1. begun: ``b``, 0
-            before anything was observed, then 1, or how likely the track is none that was lost.
+        particles: states of the model ``b P D``.
+        draws: simulated observations of each particle ``b P K q``.
+        weights: of the embedding ``b P``; some may be negative, their sum is 1.
+        initialized: ``b``, 0 before the first observation, then 1. The filter for density ratios
+            stores the probability that the track is not lost.
     """
 
     particles: Tensor
     draws: Tensor
     weights: Tensor
-    begun: Tensor
+    initialized: Tensor
 
 
 class KernelMonteCarloFilter(Shown):
-    """The filter of one model that can be sampled (`kbf.ssm.StateSpace`; its ``log_likelihood`` is asked for with ``reg=0`` alone).
+    """The filter of one model that can be sampled (`kbf.ssm.StateSpace`).
 
-    The estimate is of the first d components of the model's state: the rest (velocities, lags) is
-    the filter's own.
+    The ``log_likelihood`` of the model is required only if ``reg`` is 0. The estimate is of the
+    first d components of the model's state; the others (velocities, lags) are internal.
     """
 
     model: StateSpace
@@ -112,29 +128,32 @@ class KernelMonteCarloFilter(Shown):
         region: tuple[Float[Tensor, " D"], Float[Tensor, " D"]] | None = None,
         recorded: bool = False,
     ) -> None:
-        """The filter of one model.
+        """Build the filter of one model.
 
         Args:
-            model: draws moves and observations; if it has an attribute ``controlled`` that is not
+            model: samples moves and observations; if it has an attribute ``controlled`` that is not
                 0, its ``move`` takes a ``control``.
             initial: samples of the model's state before the first move, drawn with replacement;
-                dtype and device are the filter's.
-            d: components that are estimated; None for all.
-            particles: P. draws: K, observations of each. rank: m, landmarks among them.
-            reg: lambda; 0 for what the rule tends to as draws grow and lambda falls, weights by the
-                density p(x | z_i) of a model that knows it (``log_likelihood``). Nothing is
-                imagined then.
-            factor: bandwidth over the root mean square distance of the drawn observations.
-            counts: observations are counts: compare their square roots, whose noise is of one size
-                whatever the mean.
-            restart: share of the particles that are drawn anew from ``initial`` in each move, as if
-                the state had jumped there: a track that was lost is found again (Lenser and Veloso,
-                2000, sensor resetting; here at all times).
-            temper: with ``reg=0``, weights by p(x | z_i)^temper: below 1 for observations whose
-                errors go on from step to step, so that several of them tell no more than one
-                (Grunwald, 2012, of models that are not quite true).
-            region: least and largest states; a particle that leaves it begins anew. A learned move
-                may run away outside of what it has seen; None for a model that is true everywhere.
+                their dtype and device are those of the filter.
+            d: number of estimated components; None for all.
+            particles: P.
+            draws: K, simulated observations of each particle.
+            rank: m, landmarks among the simulated observations.
+            reg: lambda; 0 for the limit of many draws and small lambda, in which the weights are
+                the densities p(x | z_i) of a model with ``log_likelihood``, and no observations are
+                simulated.
+            factor: bandwidth over the root mean square distance of the simulated observations.
+            counts: observations are counts; their square roots, whose noise does not depend on the
+                mean, are compared.
+            restart: share of the particles that are drawn from ``initial`` in each move, by which a
+                lost track recovers (sensor resetting of Lenser and Veloso, 2000, in every step).
+            temper: exponent of the density if ``reg`` is 0, weights p(x | z_i)^temper. A value
+                below 1 is for observations with serially correlated errors, of which several have
+                little more information than one (Grunwald, 2012, for misspecified models).
+            region: smallest and largest states; a particle outside of them is re-initialised, since
+                a learned transition may diverge outside of its training data. None for no bounds.
+            recorded: whether ``initial`` are recorded states among which the first observation
+                selects the particles.
 
         Raises:
             ValueError: no initial states, sizes below 1, or a number out of range.
@@ -146,60 +165,51 @@ class KernelMonteCarloFilter(Shown):
             or not (reg >= 0 and factor > 0 and 0 <= restart < 1 and 0 < temper <= 1)
         ):
             raise ValueError(
-                f"a kernel Monte Carlo filter needs {len(initial)} > 0 initial states, {sizes} >= 1, {reg} >= 0, {factor} > 0, "
-                f"0 <= {restart} < 1, 0 < {temper} <= 1"
+                f"a kernel Monte Carlo filter needs {len(initial)} > 0 initial states, "
+                f"{sizes} >= 1, {reg} >= 0, {factor} > 0, 0 <= {restart} < 1, 0 < {temper} <= 1"
             )
         self.model, self.initial = in_type_of(model, initial), initial
         self.d: int = initial.shape[1] if d is None else d
-        self.particles, self.draws, self.reg, self.factor, self.counts = (
-            particles,
-            draws,
-            reg,
-            factor,
-            counts,
-        )
-        self.temper: float = temper
-        self.region = region
+        self.particles, self.draws, self.reg, self.factor = particles, draws, reg, factor
+        self.counts, self.temper, self.region = counts, temper, region
+        device = initial.device
         self.recorded: Tensor | None = (
-            initial[evenly(len(initial), FIRST, initial.device)] if recorded else None
+            initial[evenly(len(initial), MAX_RECORDED_STATES, device)] if recorded else None
         )
-        count = round(restart * particles)
-        self.fresh: Tensor | None = (
-            torch.linspace(0, particles - 1, count).round().long().to(initial.device)
-            if count
-            else None
-        )
-        self.landmarks: Tensor = (
-            torch.linspace(0, particles * draws - 1, min(rank, particles * draws))
-            .round()
-            .long()
-            .to(initial.device)
-        )
+        self.restarted: Tensor = spread(particles, round(restart * particles), device)
+        self.landmarks: Tensor = spread(particles * draws, rank, device)
         self.controlled: int = model.controlled if isinstance(model, ControlledDynamics) else 0
         self.allow_missing_sensors: bool = allows_missing_sensors(model)
 
     def init(self, batch: int, *, generator: Generator | None = None) -> LocalMemory:
-        """P initial states for each sequence, drawn with replacement, with equal weights."""
-        size, device = (batch, self.particles), self.initial.device
-        particles = self.initial[
+        """Return P initial states of equal weight for each element of the batch."""
+        particles = self.initial_states(batch, self.particles, generator)
+        return self.simulate_observations(particles, particles.new_zeros(batch), generator)
+
+    def initial_states(
+        self, batch: int, count: int, generator: Generator | None
+    ) -> Float[Tensor, "b m D"]:
+        """Draw initial states with replacement."""
+        size, device = (batch, count), self.initial.device
+        return self.initial[
             torch.randint(len(self.initial), size, device=device, generator=generator)
         ]
-        return self.simulated(particles, particles.new_zeros(batch), generator)
 
-    def simulated(
+    def simulate_observations(
         self,
         particles: Float[Tensor, "b P D"],
-        begun: Float[Tensor, " b"],
+        initialized: Float[Tensor, " b"],
         generator: Generator | None,
     ) -> LocalMemory:
-        """The memory around particles of equal weight."""
-        weights = particles.new_full(particles.shape[:2], 1 / self.particles)
+        """Return the memory of particles of equal weight, with K observations of each."""
+        size = particles.shape[:2]
         if self.reg == 0:
-            return LocalMemory(
-                particles, particles.new_empty(*particles.shape[:2], 0, 0), weights, begun
-            )
-        several = particles[:, :, None].expand(-1, -1, self.draws, -1)
-        return LocalMemory(particles, self.model.observe(several, generator), weights, begun)
+            draws = particles.new_empty(*size, 0, 0)
+        else:
+            several = particles[:, :, None].expand(-1, -1, self.draws, -1)
+            draws = self.model.observe(several, generator)
+        equal = particles.new_full(size, 1 / self.particles)
+        return LocalMemory(particles, draws, equal, initialized)
 
     def predict(
         self,
@@ -208,66 +218,75 @@ class KernelMonteCarloFilter(Shown):
         control: Float[Tensor, "b k"] | None = None,
         generator: Generator | None = None,
     ) -> LocalMemory:
-        """Resample by the positive weights, move, begin anew with a share of the particles, and draw what would be seen."""
-        moved = self.moved(state, control, generator)[1]
-        if self.fresh is not None:  # weights are equal: it is no matter which ones are replaced
-            size = (len(moved), len(self.fresh))
-            anew = torch.randint(len(self.initial), size, device=moved.device, generator=generator)
-            moved = moved.index_copy(1, self.fresh, self.initial[anew])
+        """Resample in proportion to the positive weights, move, and simulate observations.
+
+        A share of the particles, and those outside of the region, are re-initialised.
+        """
+        moved, b = self.moved(state, control, generator)[1], len(state.weights)
+        if len(self.restarted):  # any of them, since all have the same weight
+            restarted = self.initial_states(b, len(self.restarted), generator)
+            moved = moved.index_copy(1, self.restarted, restarted)
         if self.region is not None:
             outside = ((moved < self.region[0]) | (moved > self.region[1])).any(-1, keepdim=True)
-            anew = torch.randint(
-                len(self.initial), moved.shape[:2], device=moved.device, generator=generator
-            )
-            moved = torch.where(outside, self.initial[anew], moved)
-        return self.simulated(moved, state.begun, generator)
+            restarted = self.initial_states(b, self.particles, generator)
+            moved = torch.where(outside, restarted, moved)
+        return self.simulate_observations(moved, state.initialized, generator)
 
     def moved(
         self, state: LocalMemory, control: Float[Tensor, "b k"] | None, generator: Generator | None
     ) -> tuple[Float[Tensor, "b P D"], Float[Tensor, "b P D"]]:
-        """Particles, resampled by the positive weights, and where they move to."""
+        """Return resampled particles and their successors."""
         chosen = systematic(state.weights.clamp_min(0).log(), generator)
         source = state.particles.gather(1, chosen[..., None].expand_as(state.particles))
         acted = {} if control is None else {"control": control[:, None]}
         return source, self.model.move(source, generator, **acted)
 
     def update(self, state: LocalMemory, obs: Float[Tensor, "b q"]) -> LocalMemory:
-        """Weigh the memory by the importance-weighted rule, given the observation ``b q``."""
+        """Return the posterior given the observation ``b q``."""
         return self.observe(state, obs)[0]
 
     def observe(
         self, state: LocalMemory, obs: Float[Tensor, "b q"]
     ) -> tuple[LocalMemory, Bool[Tensor, " b"]]:
-        """Weigh, and whether anything that was imagined is near the observation: far from all of it the kernel is 0 everywhere."""
+        """Return the posterior, and whether the observation is possible.
+
+        It is not if it is far from all simulated observations, where the kernel is 0.
+        """
         weights, possible = self.weigh(state, obs)
-        begun = state.begun > 0
-        after = state._replace(weights=weights, begun=(begun | possible).to(weights))
-        if self.recorded is None or bool(begun.all()):
+        known = state.initialized > 0
+        after = state._replace(weights=weights, initialized=(known | possible).to(weights))
+        if self.recorded is None or bool(known.all()):
             return after, possible
-        first, suits = self.first(self.recorded, state, obs.to(state.particles))
-        return where(begun, after, first), torch.where(begun, possible, suits)
+        first, possible_first = self.first(self.recorded, state, obs.to(state.particles))
+        return where(known, after, first), torch.where(known, possible, possible_first)
 
     def first(
         self, recorded: Float[Tensor, "n D"], state: LocalMemory, obs: Float[Tensor, "b q"]
     ) -> tuple[LocalMemory, Bool[Tensor, " b"]]:
-        """P of the recorded states, of equal weight, as often as the first observation suits them; and whether it suits any."""
-        weights = torch.cat(
-            [self.temper * self.model.log_likelihood(x[:, None], recorded) for x in obs.split(ROWS)]
+        """Return the belief after the first observation, and whether the observation is possible.
+
+        P recorded states of equal weight are drawn in proportion to their (tempered) likelihood.
+        """
+        parts = obs.split(MAX_SEQUENCES_AT_FIRST)
+        log_weights = torch.cat(
+            [self.temper * self.model.log_likelihood(x[:, None], recorded) for x in parts]
         )
-        suits = weights.amax(-1) > -math.inf
-        points = (
-            torch.arange(self.particles, dtype=torch.float64, device=obs.device) + 0.5
-        ) / self.particles
-        chosen = invert(torch.where(suits[:, None], weights, 0), points.expand(len(obs), -1))
+        possible = log_weights.amax(-1) > -math.inf
+        points = self.midpoints(len(obs), obs.device)
+        chosen = invert(torch.where(possible[:, None], log_weights, 0), points)
         equal = torch.full_like(state.weights, 1 / self.particles)
-        return state._replace(
-            particles=recorded[chosen], weights=equal, begun=suits.to(equal)
-        ), suits
+        first = LocalMemory(recorded[chosen], state.draws, equal, possible.to(equal))
+        return first, possible
+
+    def midpoints(self, batch: int, device: torch.device) -> Float[Tensor, "b P"]:
+        """Return the midpoints of P equal parts of [0, 1]."""
+        points = torch.arange(self.particles, dtype=torch.float64, device=device) + 0.5
+        return (points / self.particles).expand(batch, -1)
 
     def weigh(
         self, state: LocalMemory, obs: Float[Tensor, "b q"]
     ) -> tuple[Float[Tensor, "b P"], Bool[Tensor, " b"]]:
-        """The weights of the particles given the observation, and whether it is possible."""
+        """Return the weights given the observation, and whether the observation is possible."""
         if self.reg == 0:
             log_weights = self.temper * self.model.log_likelihood(
                 obs.to(state.particles)[:, None], state.particles
@@ -275,23 +294,20 @@ class KernelMonteCarloFilter(Shown):
             possible = log_weights.amax(-1) > -math.inf
             return torch.where(possible[:, None], log_weights, 0).softmax(-1), possible
         seen, x = state.draws.flatten(1, 2), obs.to(state.draws)
-        if (
-            self.allow_missing_sensors
-        ):  # columns of silent sensors are equal everywhere: they are not compared
-            spoke = x.isfinite()
-            seen, x = torch.where(spoke[:, None], seen, 0), torch.where(spoke, x, 0)
+        if self.allow_missing_sensors:  # columns of missing sensors are set to 0 everywhere
+            known = x.isfinite()
+            seen, x = torch.where(known[:, None], seen, 0), torch.where(known, x, 0)
         if self.counts:
             seen, x = seen.clamp_min(0).sqrt(), x.clamp_min(0).sqrt()
         weights = local_weights(seen, x[:, None], self.landmarks, reg=self.reg, factor=self.factor)
         weights = weights.unflatten(1, (self.particles, self.draws)).sum(-1)
         total = weights.sum(-1, keepdim=True)
-        possible = total > LITTLE
-        return torch.where(
-            possible, weights / torch.where(possible, total, 1), 1 / self.particles
-        ), possible[:, 0]
+        possible = total > MIN_SUM_OF_WEIGHTS
+        normalised = weights / torch.where(possible, total, 1)
+        return torch.where(possible, normalised, 1 / self.particles), possible[:, 0]
 
     def smoother(self) -> Backward:
-        """One step back by the rule; `FilterStep` at t and the smoothed memory at t + 1 -> the smoothed memory at t."""
+        """Return the backward step: (`FilterStep` at t, smoothed at t + 1) -> smoothed at t."""
         return self.step_back
 
     def step_back(
@@ -302,31 +318,24 @@ class KernelMonteCarloFilter(Shown):
         control: Tensor | None = None,
         generator: Generator | None = None,
     ) -> LocalMemory:
-        """The rule over resampled particles and their moves, in units of the standard deviations of these."""
+        """Apply the rule to resampled particles and their successors, standardised."""
         source, moved = self.moved(now.state, control, generator)
         middle, scale = moved.mean(1, keepdim=True), moved.std(1, keepdim=True)
         scale = torch.where(scale > 0, scale, 1)
         seen, query = (moved - middle) / scale, (following.particles - middle) / scale
-        marks = (
-            torch.linspace(0, self.particles - 1, min(BACK_RANK, self.particles))
-            .round()
-            .long()
-            .to(moved.device)
-        )
-        weights = local_weights(
-            seen, query, marks, reg=BACK_REG, factor=BACK_FACTOR, weights=following.weights
-        )
+        landmarks = spread(self.particles, SMOOTHER_RANK, moved.device)
+        settings = {"reg": SMOOTHER_REG, "factor": SMOOTHER_FACTOR}
+        weights = local_weights(seen, query, landmarks, weights=following.weights, **settings)
         weights = weights / weights.sum(-1, keepdim=True)
-        return LocalMemory(
-            source, source.new_empty(*source.shape[:2], 0, 0), weights, now.state.begun
-        )
+        draws = source.new_empty(*source.shape[:2], 0, 0)
+        return LocalMemory(source, draws, weights, now.state.initialized)
 
     def estimate(self, state: LocalMemory) -> Float[Tensor, "b d"]:
-        """The mean of the embedding, by the signed weights, ``b d``."""
+        """Return the mean of the embedding with the signed weights, ``b d``."""
         return (state.weights[:, None] @ state.particles[..., : self.d])[:, 0]
 
     def covariance(self, state: LocalMemory) -> Float[Tensor, "b d d"]:
-        """The covariance of the particles by their positive weights, ``b d d``: never indefinite."""
+        """Return the covariance ``b d d`` of the positive part of the weights."""
         states, positive = self.weighted_sample(state)
         centred = states - positive[:, None] @ states
         return (positive[..., None] * centred).mT @ centred
@@ -334,12 +343,12 @@ class KernelMonteCarloFilter(Shown):
     def weighted_sample(
         self, state: LocalMemory
     ) -> tuple[Float[Tensor, "b P d"], Float[Tensor, "b P"]]:
-        """The particles and the positive part of their weights, of sum 1."""
+        """Return the particles and the positive part of their weights, of sum 1."""
         positive = state.weights.clamp_min(0)
         return state.particles[..., : self.d], positive / positive.sum(-1, keepdim=True)
 
     def diagnostics(self, state: LocalMemory) -> dict[str, Tensor]:
-        """``ess``, the effective sample size of the positive weights, and ``negative``, the mass of the others, ``b``."""
+        """Return ``ess`` of the positive weights and ``negative``, the mass of the others."""
         positive = state.weights.clamp_min(0)
         return {
             "ess": effective_sample_size(positive.log()),
@@ -356,33 +365,33 @@ def local_weights(
     factor: float,
     weights: Float[Tensor, "b s"] | None = None,
 ) -> Float[Tensor, "b n"]:
-    """The importance-weighted rule with ratio 1 over a memory of its own for each sequence, in Nystrom features.
+    """Return the weights of the importance-weighted rule with ratio 1, one memory per sequence.
 
     w = K_nm (K_mn K_nm + n lambda K_mm)^-1 k_m(x), with a Gaussian kernel whose bandwidth is
-    ``factor`` times the root mean square distance of the memory's observations; K_mm has `JITTER`
-    on its diagonal. The small system is solved in float64.
+    ``factor`` times the root mean square distance of the memory's observations, in Nystrom
+    features; `JITTER` is added to the diagonal of K_mm. The m x m system is solved in float64.
 
     Args:
         seen: observations of the memory ``b n q``.
-        obs: x, one or several: then k_m(x) is the mean sum_j a_j k_m(x_j) of an embedding.
-        landmarks: numbers of the m observations that span the features.
-        reg: lambda. factor: of the bandwidth. weights: a; None where there is one x.
+        obs: x; several x_j are the points of an embedding, with k_m(x) = sum_j a_j k_m(x_j).
+        landmarks: indices of the m observations that span the features.
+        reg: lambda.
+        factor: of the bandwidth.
+        weights: a ``b s``; None for one x.
 
     References: Xu et al. (2022), Algorithm 1, step 3, with D = I.
     """
     n, m = seen.shape[1], len(landmarks)
     middle = seen.mean(1, keepdim=True)
     points = torch.cat([seen, obs], 1) - middle
-    spread = 2 * points[:, :n].square().sum((1, 2)) / n  # the mean squared distance of two of them
-    points = (
-        points / (factor * spread.clamp_min(torch.finfo(seen.dtype).tiny).sqrt())[:, None, None]
-    )
+    distance = 2 * points[:, :n].square().sum((1, 2)) / n  # mean squared, between two of them
+    distance = distance.clamp_min(torch.finfo(seen.dtype).tiny).sqrt()
+    points = points / (factor * distance)[:, None, None]
     k = gaussian_table(points, points[:, landmarks])
     system = (k[:, :n].mT @ k[:, :n]).double()
     base = k[:, landmarks].double()
-    rounding = (
-        16 * torch.finfo(k.dtype).eps / reg if reg else 0.0
-    )  # of n K_mn K_nm: a ridge below it lets w explode
+    # rounding of n K_mn K_nm: with a smaller ridge w would diverge
+    rounding = 16 * torch.finfo(k.dtype).eps / reg if reg else 0.0
     base = base + max(JITTER, rounding) * torch.eye(m, dtype=base.dtype, device=base.device)
     factorised = torch.linalg.cholesky_ex(system + n * reg * base)[0]
     query = k[:, n:] if weights is None else weights[:, None] @ k[:, n:]
@@ -391,8 +400,13 @@ def local_weights(
 
 
 def gaussian_table(a: Float[Tensor, "b n q"], c: Float[Tensor, "b m q"]) -> Float[Tensor, "b n m"]:
-    """exp(-||a_i - c_j||^2 / 2) by one product of matrices."""
+    """Return exp(-||a_i - c_j||^2 / 2), by one matrix product."""
     square = torch.baddbmm(-0.5 * c.square().sum(-1)[:, None], a, c.mT) - 0.5 * a.square().sum(
         -1, keepdim=True
     )
-    return square.clamp(LEAST, 0).exp()
+    return square.clamp(MIN_EXPONENT, 0).exp()
+
+
+def spread(n: int, limit: int, device: torch.device) -> Int[Tensor, " m"]:
+    """Return min(n, limit) of the indices 0 ... n - 1, evenly spaced, both ends included."""
+    return torch.linspace(0, n - 1, min(n, limit)).round().long().to(device)

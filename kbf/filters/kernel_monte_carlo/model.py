@@ -1,6 +1,6 @@
-"""The kernel Monte Carlo filter of a model that is learned from recordings: what it may choose from, and how it chooses.
+"""Kernel Monte Carlo filter of a model learned from recordings: selects its settings and builds it.
 
-The filter itself is in `kbf.filters.kernel_monte_carlo.filter`, the model with its velocities in
+The filter is in `kbf.filters.kernel_monte_carlo.filter`, the state-space model with velocities in
 `kbf.densities.second_order_ssm`.
 """
 
@@ -34,44 +34,69 @@ from kbf.rkhs.linalg import evenly
 from kbf.runtime.errors import FitError
 from kbf.runtime.html_repr import ShownModule
 
-HELD_OUT, HELD_OUT_BLOCKS, LONG, BURN_IN = 0.2, 8, 100, 5
-"""Share of the recordings that is held out to choose on; stretches of it that are run through, steps in each, at most; first steps
-that do not count: the filter does not know yet where it is."""
-LEAST_VARIANCE = 1e-4
-"""Of a component, over that of the states, when its log score is asked for: a few particles in one place are no certainty."""
-TIE = 0.1
-"""Difference of held-out scores that decides nothing: the filter that is less sure is taken."""
+HELD_OUT_SHARE = 0.2
+"""Share of the recordings, their last part, on which settings are selected."""
+
+MAX_BLOCKS = 8
+"""Held-out blocks that the candidates filter."""
+
+MAX_BLOCK_LENGTH = 100
+"""Steps of a held-out block."""
+
+BURN_IN = 5
+"""First steps of a block that do not count: the filter has not converged yet."""
+
+MIN_VARIANCE = 1e-4
+"""Smallest variance in a log score over that of the states: coinciding particles are no certainty."""
+
+LOG_SCORE_TOLERANCE = 0.1
+"""Difference of log scores within which the candidate of larger spread is selected."""
+
 MARGIN = 0.5
-"""Of the recorded range, on each side of it: there the learned moves are trusted, too."""
-RATIO_RESTARTS, RATIO_TEMPERS = (0.002,), (1.0, 0.5)
-"""What there is to choose from where density ratios are told: these find a lost track again by themselves."""
-LOOKED_AT = 1000
-"""Points that the choice of a law looks at."""
+"""Margin around the recorded range, over its width, within which the learned transition is used."""
+
+RATIO_RESTARTS = (0.002,)
+"""Candidates for ``restart`` with density ratios, which recover lost tracks themselves."""
+
+RATIO_TEMPERS = (1.0, 0.5)
+"""Candidates for ``temper`` if observations are density ratios."""
+
+MAX_POINTS_OF_DENSITY_SELECTION = 1000
+"""Points by which the conditional density of the observations is selected."""
 
 
 class HeldOut(NamedTuple):
-    """On held-out stretches: the mean squared error over the variance of each component, and -2 log N(z; m, diag C) of one."""
+    """Scores on held-out blocks, means over steps and components, lower is better.
+
+    Attributes:
+        error: squared error over the variance of the component.
+        log_score: -2 log N(z; m, diag C), up to a constant.
+    """
 
     error: float
-    surprise: float
+    log_score: float
 
 
 class KernelMonteCarlo(ShownModule):
-    """The kernel Monte Carlo filter of a model learned from recordings (`kbf.densities.second_order_ssm`): no true model is needed.
+    """The kernel Monte Carlo filter of a model learned from recordings.
 
-    `prepare` chooses, on the last fifth of the recordings and from the rest alone, what one-step
-    residuals cannot tell: whether the state carries its velocity; how much wider than its residuals
-    the noise of the moves must be so that whole runs stay on track; and lambda, which smooths the
-    rule where errors of the sensors go on from step to step (0 is the rule's limit, weights by the
-    law's density: sharper where observations tell much, and too sure where the law is not quite
-    true, unless it is tempered). All are tried by running the filter through held-out stretches.
-    The law of the observations is chosen by its held-out log score (`kbf.densities.selection`).
-    With ``allow_missing_sensors`` sensors may be silent one by one, each with a law of its own
-    (`kbf.densities.per_sensor`): draws and observations are compared in the columns of those that
-    speak.
+    `prepare` selects, by running candidates over held-out blocks of the last fifth of the
+    recordings:
+
+    - the order of the model, that is, whether the state contains its velocity;
+    - the inflation of the noise of the transition, by which runs over many steps remain on track;
+    - lambda, which smooths the rule if errors of the sensors are serially correlated. 0 is the
+      limit of the rule, weights by the density: sharper for informative observations, and
+      overconfident for a misspecified density unless it is tempered;
+    - the share of particles that are re-initialised, and the temper.
+
+    The conditional density of the observations is selected by its held-out log score
+    (`kbf.densities.selection`). With ``allow_missing_sensors`` single sensors may be missing: each
+    sensor has a density of its own (`kbf.densities.per_sensor`), and simulated and real
+    observations are compared in the columns of the present ones.
 
     Observations may be density ratios of a state with ``ratio_dim`` components
-    (`kbf.densities.ratio`): there is no law to choose then, nothing is imagined, and the filter is
+    (`kbf.densities.ratio`). The filter is then
     `kbf.filters.kernel_monte_carlo.density_ratio.RatioFilter`.
     """
 
@@ -104,34 +129,39 @@ class KernelMonteCarlo(ShownModule):
         seed: int = 0,
         dtype: str = "float32",
     ) -> None:
-        """What to build, and what to choose from.
+        """Set the sizes and the candidates.
 
         Args:
-            particles, draws, rank, factor: as of `KernelMonteCarloFilter`.
-            orders: of the model: 1 without velocity, 2 with. inflations: of the moves' noise. regs:
-                lambda of the rule; 0 weighs by the density of the law of observations. restarts:
-                shares of particles that begin anew in each move: few of them cost next to nothing,
-                and a lost track is found again.
-            tempers: powers of the density where lambda is 0; the middle one is that of the first
-                round. Of density ratios lambda is 0, and `RATIO_RESTARTS` and `RATIO_TEMPERS` take
-                the place of these.
-            law: of observations, a name of `kbf.densities.selection.DENSITIES`; None chooses.
+            particles: as of `KernelMonteCarloFilter`.
+            draws: likewise.
+            rank: likewise.
+            factor: likewise.
+            orders: candidates for the order of the model: 1 without velocity, 2 with.
+            inflations: candidates for the inflation of the noise of the transition.
+            regs: candidates for lambda of the rule; 0 for weights by the density of observations.
+            restarts: candidates for the share of particles that are re-initialised in each move.
+            tempers: candidates for the power of the density if lambda is 0; the middle one is used
+                in the first round. For density ratios lambda is 0, and `RATIO_RESTARTS` and
+                `RATIO_TEMPERS` replace ``restarts`` and ``tempers``.
+            density: of observations, a name of `kbf.densities.selection.DENSITIES`; None selects.
             seed: of the held-out runs.
             dtype: float32 or float64, of the filter's steps.
 
         Raises:
-            ValueError: an unknown law or dtype, or nothing to choose from.
+            ValueError: an unknown density or dtype, or no candidates.
         """
         super().__init__()
         if density is not None and density not in DENSITIES:
             raise ValueError(
-                f"law must be null (the best one is chosen) or one of {', '.join(DENSITIES)}; got {density!r}"
+                "density must be null (the best one is selected) or one of "
+                f"{', '.join(DENSITIES)}; got {density!r}"
             )
         if dtype not in ("float32", "float64") or not (
             orders and inflations and regs and restarts and tempers
         ):
             raise ValueError(
-                f"dtype must be float32 or float64, got {dtype!r}; orders, inflations, regs, restarts and tempers must not be empty"
+                f"dtype must be float32 or float64, got {dtype!r}; orders, inflations, regs, "
+                "restarts and tempers must not be empty"
             )
         self.sizes: dict[str, Any] = {
             "particles": particles,
@@ -139,13 +169,8 @@ class KernelMonteCarlo(ShownModule):
             "rank": rank,
             "factor": factor,
         }
-        self.orders, self.inflations, self.regs, self.restarts, self.tempers = (
-            orders,
-            inflations,
-            regs,
-            restarts,
-            tempers,
-        )
+        self.orders, self.inflations, self.regs = orders, inflations, regs
+        self.restarts, self.tempers = restarts, tempers
         self.given_density, self.seed = density, seed
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.register_buffer("order", torch.tensor(orders[-1]))
@@ -159,26 +184,28 @@ class KernelMonteCarlo(ShownModule):
 
     @torch.no_grad()
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Choose the law of observations, then order, inflation, lambda and temper by the error of runs through held-out stretches.
+        """Select the density of observations, then the settings by their error on held-out blocks.
 
-        First every order with every inflation, at the least lambda and a middle temper; then lambda
-        at the best of these and the inflation before it: smoothing the rule does a part of what
-        wider moves do; then whether particles begin anew. The temper, where lambda is 0, is the
-        least of those with the best log score of the states: it says how sure the filter may be,
-        which errors hardly show. Too short recordings (no stretch of ten steps can be held out)
-        leave the first of each.
+        1. Every order with every inflation, at the smallest lambda and the middle temper.
+        2. Every lambda, at the best of these and the inflation before it, since a smoother rule
+           has in part the effect of a wider transition.
+        3. If lambda is 0, the smallest temper among those with the best log score, which depends
+           on the spread of the belief more than the error does.
+        4. The share of particles that are re-initialised.
+
+        Recordings that are too short for a held-out block of ten steps leave the first candidates.
         """
-        sequences = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
+        recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         if self.allow_missing_sensors:
-            self.sensors.choose(*observed_pairs(sequences), self.given_density)
+            self.sensors.choose(*observed_pairs(recordings), self.given_density)
         elif self.given_density is None and not self.ratio_dim:
-            seen, obs = observed_pairs(sequences)
-            some = evenly(len(seen), LOOKED_AT, seen.device)
+            seen, obs = observed_pairs(recordings)
+            some = evenly(len(seen), MAX_POINTS_OF_DENSITY_SELECTION, seen.device)
             self.density.fill_(
                 DENSITIES.index(select_density(seen[some].double(), obs[some].double()).name)
             )
         try:
-            fit, held = split(sequences, HELD_OUT)
+            fit, held = split(recordings, HELD_OUT_SHARE)
         except FitError:
             return
         blocks = held_out_blocks(held)
@@ -199,16 +226,16 @@ class KernelMonteCarlo(ShownModule):
                 models[order] = learn_lagged_model(fit, order=order, density=self.kind)
         found: dict[tuple[int, float, float, float, float], HeldOut] = {}
 
-        def attempt(*tried: Any) -> None:
-            if tried not in found:
-                order, inflation, *rest = tried
+        def attempt(*candidate: Any) -> None:
+            if candidate not in found:
+                order, inflation, *rest = candidate
                 filter = self.filter_of(widened(models[order], inflation), fit, *rest)
-                found[tried] = held_out(filter, batch, scale, self.seed)
+                found[candidate] = held_out(filter, batch, scale, self.seed)
 
         def best() -> Any:
             return min(found, key=lambda key: found[key].error)
 
-        cheapest = min(regs)  # 0, if it is there: nothing is imagined
+        cheapest = min(regs)  # 0, if it is a candidate: no observations are simulated
         middle = tempers[len(tempers) // 2]
         for order in models:
             for inflation in self.inflations:
@@ -224,8 +251,12 @@ class KernelMonteCarlo(ShownModule):
         if others[2] == 0:
             for temper in tempers:
                 attempt(*others, temper)
-            least = min(found[*others, each].surprise for each in tempers)
-            temper = min(each for each in tempers if found[*others, each].surprise <= least + TIE)
+            least = min(found[*others, each].log_score for each in tempers)
+            temper = min(
+                each
+                for each in tempers
+                if found[*others, each].log_score <= least + LOG_SCORE_TOLERANCE
+            )
         *others, _ = others
         for restart in restarts:
             attempt(*others, restart, temper)
@@ -238,7 +269,7 @@ class KernelMonteCarlo(ShownModule):
 
     @property
     def kind(self) -> str | SelectedSensors:
-        """The law of observations by its name; or sensors that may be silent, and theirs."""
+        """Return the density of observations by name, or the selected ones of single sensors."""
         if self.ratio_dim:
             return "ratio"
         return self.sensors if self.sensors.known else DENSITIES[int(self.density)]
@@ -246,54 +277,49 @@ class KernelMonteCarlo(ShownModule):
     def filter_of(
         self,
         model: LaggedModel,
-        sequences: list[Recording],
+        recordings: list[Recording],
         reg: float,
         restart: float,
         temper: float,
     ) -> KernelMonteCarloFilter:
-        """The filter of a model, started from the recorded states."""
-        initial = all_states(sequences, model.order).to(self.dtype)
+        """Return the filter of a model; its initial states are the recorded ones."""
+        initial = all_states(recordings, model.order).to(self.dtype)
         low, high = initial.amin(0), initial.amax(0)
         margin = MARGIN * (high - low)
         region = (low - margin, high + margin)
+        given = {"d": model.d, "region": region, "recorded": True}
+        given |= {"restart": restart, "temper": temper}
         if self.ratio_dim:
-            several = {"particles": self.sizes["particles"], "restart": restart, "temper": temper}
-            return RatioFilter(model, initial, d=model.d, region=region, recorded=True, **several)
+            return RatioFilter(model, initial, particles=self.sizes["particles"], **given)
         counts = (
             self.sensors.counts
             if self.sensors.known
             else DENSITIES[int(self.density)] in ("poisson", "negbin")
         )
-        numbers = {"reg": reg, "restart": restart, "temper": temper, **self.sizes}
+        learned: Any = model
         return KernelMonteCarloFilter(
-            model,  # pyright: ignore[reportArgumentType]
-            initial,
-            d=model.d,
-            counts=counts,
-            region=region,
-            recorded=True,
-            **numbers,
+            learned, initial, reg=reg, counts=counts, **given, **self.sizes
         )
 
     @torch.no_grad()
     def fit(self, memory: Recording | list[Recording] | None) -> KernelMonteCarloFilter:
-        """Fit the model with what `prepare` has chosen to all of ``memory``.
+        """Fit the model with the selected settings to all of ``memory``.
 
         Raises:
             ValueError: no memory, or as `kbf.densities.second_order_ssm.learn_lagged_model`.
         """
-        sequences = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
+        recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         if self.allow_missing_sensors and not self.sensors.known:
-            self.sensors.choose(*observed_pairs(sequences), self.given_density)
+            self.sensors.choose(*observed_pairs(recordings), self.given_density)
         model = learn_lagged_model(
-            sequences, order=int(self.order), inflation=float(self.inflation), density=self.kind
+            recordings, order=int(self.order), inflation=float(self.inflation), density=self.kind
         )
         return self.filter_of(
-            model, sequences, float(self.reg), float(self.restart), float(self.temper)
+            model, recordings, float(self.reg), float(self.restart), float(self.temper)
         )
 
     def hyperparameters(self) -> dict[str, float]:
-        """What was chosen, for logs; the law by its position in `DENSITIES`."""
+        """Return the selected settings for logs; the density by its position in `DENSITIES`."""
         names = (
             "order",
             "inflation",
@@ -305,16 +331,16 @@ class KernelMonteCarlo(ShownModule):
 
 
 def held_out_blocks(held: list[Recording]) -> list[Recording]:
-    """At most `HELD_OUT_BLOCKS` stretches of at most `LONG` steps, spread over held-out recordings."""
-    spans = [(s, k) for s in held for k in range(0, len(s.states) - 9, LONG)]
-    chosen = [spans[i] for i in evenly(len(spans), HELD_OUT_BLOCKS).tolist()]
-    return [piece(s, k, min(k + LONG, len(s.states))) for s, k in chosen]
+    """Return evenly spaced blocks of the held-out recordings (`MAX_BLOCKS`, `MAX_BLOCK_LENGTH`)."""
+    spans = [(s, k) for s in held for k in range(0, len(s.states) - 9, MAX_BLOCK_LENGTH)]
+    chosen = [spans[i] for i in evenly(len(spans), MAX_BLOCKS).tolist()]
+    return [piece(s, k, min(k + MAX_BLOCK_LENGTH, len(s.states))) for s, k in chosen]
 
 
 def held_out(
     filter: KernelMonteCarloFilter, batch: Recording, scale: Float[Tensor, " d"], seed: int
 ) -> HeldOut:
-    """What a filter does on held-out stretches, without the first steps of each; infinite if it breaks."""
+    """Return the scores on held-out blocks without their first steps; infinite if one is NaN."""
     generator = torch.Generator(scale.device).manual_seed(seed)
     obs = batch.obs.to(filter.initial)
     controls = None if batch.controls is None else batch.controls.to(filter.initial)
@@ -329,9 +355,9 @@ def held_out(
         .double()[:, BURN_IN:][known]
         / scale
     )
-    variance = variance.clamp_min(LEAST_VARIANCE)
-    error, surprise = (
+    variance = variance.clamp_min(MIN_VARIANCE)
+    error, log_score = (
         left.square().mean().item(),
         (left.square() / variance + variance.log()).mean().item(),
     )
-    return HeldOut(error, surprise) if error == error else HeldOut(math.inf, math.inf)
+    return HeldOut(error, log_score) if error == error else HeldOut(math.inf, math.inf)

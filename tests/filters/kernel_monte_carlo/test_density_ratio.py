@@ -175,7 +175,7 @@ def test_bad_input_is_refused():
     class Blind(NamedTuple):
         observation: Any = None
 
-    with pytest.raises(ValueError, match="law of ratios"):
+    with pytest.raises(ValueError, match="needs a RatioDensity"):
         RatioFilter(Blind(), torch.zeros(3, 2, dtype=F64))  # pyright: ignore[reportArgumentType]
 
 
@@ -190,7 +190,7 @@ def test_the_share_that_begins_anew_is_by_bayes_rule(monkeypatch):
         torch.tensor([[0.5, 0.5]], dtype=F64), 0.3, nothing=math.log(0.2), ratio_dim=math.log(0.8)
     )
     filter = RatioFilter(Turning(density), recorded, particles=1000, recorded=True, restart=0.3)
-    state = filter.init(1, generator=generator(7))._replace(begun=torch.ones(1, dtype=F64))
+    state = filter.init(1, generator=generator(7))._replace(initialized=torch.ones(1, dtype=F64))
     state = state._replace(particles=state.particles + 2.0)
     w, every = (density.log_density(row, s).exp().mean() for s in (state.particles[0], recorded))
     share = 0.3 * every / (0.3 * every + 0.7 * w)
@@ -212,7 +212,7 @@ def test_a_lost_track_is_found_again_by_a_few_sharp_images():
         )
         state = filter.init(1, generator=generator(9))
         state = state._replace(
-            particles=0.05 * state.particles - 1.0, begun=torch.ones(1, dtype=F64)
+            particles=0.05 * state.particles - 1.0, initialized=torch.ones(1, dtype=F64)
         )
         for _ in range(3):
             state = filter.update(state, image)

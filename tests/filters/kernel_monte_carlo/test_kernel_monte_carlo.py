@@ -252,21 +252,22 @@ def test_what_the_first_observation_cannot_tell_is_not_lost():
         settings = {"particles": 20, "draws": 4, "rank": 10, "reg": reg}
         filter = KernelMonteCarloFilter(model, states, recorded=True, **settings)
         start = filter.predict(filter.init(30, generator=generator()), generator=generator(1))
-        assert not start.begun.any()
+        assert not start.initialized.any()
         state, possible = filter.observe(start, torch.full((30, 1), 3.0))
-        assert state.begun.all() and possible.all()
+        assert state.initialized.all() and possible.all()
         torch.testing.assert_close(
             state.particles.abs(), torch.full((30, 20, 1), 3.0), rtol=0, atol=0.05
         )
         assert ((state.particles > 0).double().mean(1) - 0.5).abs().max() <= 0.1
         none = filter.observe(
-            start._replace(begun=(torch.arange(30) < 10).to(start.begun)), torch.full((30, 1), 3.0)
+            start._replace(initialized=(torch.arange(30) < 10).to(start.initialized)),
+            torch.full((30, 1), 3.0),
         )[0]
         assert torch.equal(none.particles[:10], start.particles[:10]) and torch.equal(
             none.particles[10:], state.particles[10:]
         )
         impossible, suits = filter.observe(start, torch.full((30, 1), 1e30))
-        assert reg or not (suits.any() or impossible.begun.any())
+        assert reg or not (suits.any() or impossible.initialized.any())
         plain = KernelMonteCarloFilter(model, states, **settings)
         few = plain.update(
             plain.predict(plain.init(30, generator=generator()), generator=generator(1)),
@@ -302,7 +303,7 @@ def test_moves_of_a_lagged_model_are_those_of_the_recording():
 
 def test_bad_input_is_refused():
     for wrong in ({"density": "cauchy"}, {"dtype": "int8"}, {"orders": ()}):
-        with pytest.raises(ValueError, match=r"law must be|dtype must be"):
+        with pytest.raises(ValueError, match=r"density must be|dtype must be"):
             KernelMonteCarlo(**wrong)
     with pytest.raises(ValueError, match="order 1 or 2"):
         learn_lagged_model(hidden_velocity(30, 1)[0], order=3)
