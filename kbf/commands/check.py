@@ -46,7 +46,7 @@ def run(config: dict[str, Any]) -> int:
     }
     states = scatter_figure(parts, data.column_schema.components("states"), title=path)
     save(states, directory / "states.png")
-    for rows in (report.sequences, report.columns):
+    for rows in (report.recordings, report.columns):
         if rows:
             print_rows(rows)
     for warning in report.warnings:

@@ -1,4 +1,7 @@
-"""`Data`: training and test sequences, and the true model where it is known; `load_data` makes it from a configuration."""
+"""`Data`: training and test recordings, and the true model if it is known.
+
+`load_data` makes it from a configuration.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,21 @@ from kbf.ssm import StateSpace
 
 
 class Data(NamedTuple):
-    """A data set, checked.
+    """A checked data set.
 
     Attributes:
-        train: recordings to learn from. test: recordings to score on, which nothing may be learned
-            from.
-        problem: the true model, or None. With it there is a floor.
-        decoded: the test sequences as the problem observes them: ``test`` itself, or for images
-            what they show.
-        renderer: of images, who rendered them. extent: the coordinates of an image's left, right,
-            bottom and top edge, where states are positions in it.
-        validation: recordings to choose by; without them models that need some hold out a part of
+        train: recordings for training. test: recordings for scores, which are used for nothing
+            else.
+        problem: the true model, or None. It determines the floor (the Bayes-optimal error).
+        decoded: the test recordings with the observations of the problem: ``test`` itself, or the
+            content of its images.
+        renderer: the origin of the images. extent: the coordinates of an image's left, right,
+            bottom and top edge, if states are positions in it.
+        validation: recordings for selection; models that require some otherwise hold out a part of
             ``train``.
-        column_schema: of data with named columns, what leads from them to states and back
+        column_schema: of data with named columns, their names and kinds
             (`kbf.data.files.ColumnSchema`).
-        notes: what a person should know of the data, in sentences.
+        notes: remarks on the data, in sentences.
     """
 
     train: list[Recording]
@@ -51,16 +54,17 @@ class Data(NamedTuple):
 
 
 def load_data(config: dict[str, Any], *, trust: bool = False) -> Data:
-    """Build and check the data set of a ``data`` configuration.
+    """Builds and checks the data set of a ``data`` configuration.
 
     ``config["source"]`` names a class whose objects have ``train`` and ``test`` (lists of
     `Recording`) and may have ``problem``, ``decoded``, ``renderer``, ``extent``, ``validation``,
-    ``column_schema`` and ``notes``. With ``config["missing"]``, NaN observations are treated as missing,
-    with ``config["allow_missing_sensors"]`` they may be silent sensors. A source with ``unscored``
-    may have no training part, and test steps whose state is NaN: not known, and not scored.
+    ``column_schema`` and ``notes``. With ``config["missing"]``, NaN observations are missing
+    observations; with ``config["allow_missing_sensors"]``, single components may be NaN. A source
+    with ``unscored`` may have an empty training part, and test steps whose state is NaN, which are
+    not scored.
 
     Raises:
-        ValueError: shapes that do not fit, or NaN or infinite values that are not to be treated as
+        ValueError: shapes that do not agree, or NaN or infinite values that are not declared as
             missing.
     """
     if not isinstance(config.get("source"), dict):
@@ -71,20 +75,18 @@ def load_data(config: dict[str, Any], *, trust: bool = False) -> Data:
     parts = {}
     unscored = getattr(source, "unscored", False)
     for name in ("train", "validation", "test"):
-        sequences = list(getattr(source, name, []))
+        recordings = list(getattr(source, name, []))
         if config.get("missing"):
-            sequences = [mask_missing(s) for s in sequences]
-        checked = (
-            [s._replace(states=s.states.nan_to_num()) for s in sequences]
-            if unscored and name == "test"
-            else sequences
-        )
+            recordings = [mask_missing(r) for r in recordings]
+        checked = recordings
+        if unscored and name == "test":
+            checked = [r._replace(states=r.states.nan_to_num()) for r in recordings]
         try:
-            if sequences or (name != "validation" and not unscored):
+            if recordings or (name != "validation" and not unscored):
                 as_recordings(
                     checked, allow_missing_sensors=bool(config.get("allow_missing_sensors"))
                 )
-            parts[name] = sequences
+            parts[name] = recordings
         except ValueError as error:
             hint = (
                 " From the command line: data.missing=true." if MASK_MISSING in str(error) else ""
@@ -95,22 +97,14 @@ def load_data(config: dict[str, Any], *, trust: bool = False) -> Data:
         raise ValueError(
             f"data.d={config['d']}: the states of data {config.get('name', '')} have {d} components"
         )
-    decoded = getattr(source, "decoded", None) or parts["test"]
-    problem, renderer, extent = (
-        getattr(source, name, None) for name in ("problem", "renderer", "extent")
-    )
-    column_schema, notes = (
-        getattr(source, "column_schema", None),
-        tuple(getattr(source, "notes", ())),
-    )
+    others = {
+        name: getattr(source, name)
+        for name in ("problem", "renderer", "extent", "column_schema")
+        if hasattr(source, name)
+    }
     return Data(
-        parts["train"],
-        parts["test"],
-        problem,
-        decoded,
-        renderer,
-        extent,
-        parts["validation"],
-        column_schema,
-        notes,
+        **parts,
+        **{"problem": None, **others},
+        decoded=getattr(source, "decoded", None) or parts["test"],
+        notes=tuple(getattr(source, "notes", ())),
     )

@@ -1,4 +1,4 @@
-"""Pieces of recordings: splits, folds, and windows inside them. No piece crosses the end of a sequence."""
+"""Pieces of recordings: splits, folds and windows. No piece crosses the end of a recording."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kbf.runtime.errors import FitError
 
 
 class Span(NamedTuple):
-    """Steps start, ..., stop - 1 of one sequence."""
+    """Steps start, ..., stop - 1 of one recording."""
 
     recording: int
     start: int
@@ -20,7 +20,7 @@ class Span(NamedTuple):
 
 
 def cut(lengths: list[int], bounds: list[int]) -> list[list[Span]]:
-    """Cut the steps of all sequences, laid one behind the other, at ``bounds``: the spans of each part.
+    """Splits the concatenated steps of all recordings at ``bounds``; returns the spans of each part.
 
     >>> cut([4, 3], [0, 5, 7])
     [[Span(recording=0, start=0, stop=4), Span(recording=1, start=0, stop=1)], [Span(recording=1,
@@ -38,7 +38,7 @@ def cut(lengths: list[int], bounds: list[int]) -> list[list[Span]]:
 
 
 def folds(lengths: list[int], count: int) -> list[list[Span]]:
-    """``count`` contiguous chunks of equal size (to one step).
+    """Returns ``count`` contiguous chunks of equal size (up to one step).
 
     Raises:
         ValueError: more folds than steps.
@@ -49,26 +49,26 @@ def folds(lengths: list[int], count: int) -> list[list[Span]]:
     return cut(lengths, [round(total * k / count) for k in range(count + 1)])
 
 
-# Share of the steps in one recording from which holding it out whole would leave too little.
-MOST_OF_ALL = 2 / 3
+# Share of all steps in one recording above which it is split: the rest would be too small.
+DOMINANT_SHARE = 2 / 3
 
 
 def nearest_end(lengths: list[int], step: float) -> int:
-    """Where to cut near ``step``: at the end of the recording that is nearest, or at it where one recording is nearly all.
+    """Returns the end of a recording nearest to ``step``, or ``step`` if one recording dominates.
 
-    Models will be run on new recordings: a part of a recording says little of how they do there if
-    they have learned from its rest.
+    Models are applied to new recordings: errors on a part of a recording are too optimistic if the
+    model was trained on its rest.
 
     >>> nearest_end([4, 3, 5], 6.0), nearest_end([4, 3, 5], 11.0), nearest_end([12], 6.0)
     (7, 7, 6)
     """
-    if len(lengths) < 2 or max(lengths) > MOST_OF_ALL * sum(lengths):
+    if len(lengths) < 2 or max(lengths) > DOMINANT_SHARE * sum(lengths):
         return round(step)
     return min(itertools.accumulate(lengths[:-1]), key=lambda end: abs(end - step))
 
 
 def whole_folds(lengths: list[int], count: int) -> list[list[Span]]:
-    """At most ``count`` chunks of about equal size that end where recordings end (`nearest_end`).
+    """Returns at most ``count`` chunks of similar size that end with recordings (`nearest_end`).
 
     >>> whole_folds([4, 3, 5], 2)
     [[Span(recording=0, start=0, stop=4), Span(recording=1, start=0, stop=3)], [Span(recording=2,
@@ -86,66 +86,67 @@ def whole_folds(lengths: list[int], count: int) -> list[list[Span]]:
     )
 
 
-def split(sequences: list[Recording], fraction: float) -> tuple[list[Recording], list[Recording]]:
-    """Hold out the last ``fraction`` of all steps: (the part to fit, the part held out); the second is empty for fraction 0.
+def split(recordings: list[Recording], fraction: float) -> tuple[list[Recording], list[Recording]]:
+    """Holds out the last ``fraction`` of all steps; returns the rest and the held-out part.
 
     Raises:
         ValueError: a fraction outside [0, 1), or too few steps to leave two in each part.
     """
-    lengths = [len(s.states) for s in sequences]
+    lengths = [len(s.states) for s in recordings]
     total = sum(lengths)
     held = round(fraction * total)
     if not 0 <= fraction < 1:
         raise ValueError(f"the validation fraction must be in [0, 1), got {fraction}")
     if fraction > 0 and (held < 2 or total - held < 2):
         raise FitError(
-            f"holding out {fraction:g} of {total} training steps leaves {total - held} to fit and {held} to validate"
+            f"holding out {fraction:g} of {total} training steps leaves {total - held} to fit "
+            f"and {held} to validate"
         )
     fit, rest = cut(lengths, [0, total - held, total])
-    return take(sequences, fit), take(sequences, rest)
+    return take(recordings, fit), take(recordings, rest)
 
 
 def hold_out(
-    sequences: list[Recording], fraction: float
+    recordings: list[Recording], fraction: float
 ) -> tuple[list[Recording], list[Recording]]:
-    """`split` where a recording ends, if that holds out between half and one and a half of what was asked for.
+    """`split` at the end of a recording, if that holds out 50 to 150 % of the requested steps.
 
-    No part of what is held out was learned from then, as far as a sequence is a recording.
+    Then the held-out part contains only recordings that are not trained on.
 
     Raises:
-        ValueError: as `split`.
+        ValueError: see `split`.
     """
-    total = sum(len(s.states) for s in sequences)
+    total = sum(len(s.states) for s in recordings)
     held = round(fraction * total)
     ends = itertools.accumulate(
-        len(s.states) for s in reversed(sequences[1:])
+        len(s.states) for s in reversed(recordings[1:])
     )  # of the last recording, the last two, ...
     nearest = min(ends, key=lambda steps: (abs(steps - held), -steps), default=0)
     near = fraction < 1 and 2 <= nearest <= total - 2 and 0 < abs(nearest - held) <= held / 2
-    return split(sequences, nearest / total if near else fraction)
+    return split(recordings, nearest / total if near else fraction)
 
 
-def take(sequences: list[Recording], spans: list[Span]) -> list[Recording]:
-    """The given spans as sequences of their own."""
-    return [piece(sequences[k], start, stop) for k, start, stop in spans]
+def take(recordings: list[Recording], spans: list[Span]) -> list[Recording]:
+    """Returns the spans as separate recordings."""
+    return [piece(recordings[k], start, stop) for k, start, stop in spans]
 
 
-def without(sequences: list[Recording], spans: list[Span]) -> list[Recording]:
-    """The memory without the given spans: what is left of each sequence, cut where a span was."""
+def without(recordings: list[Recording], spans: list[Span]) -> list[Recording]:
+    """Returns the recordings without the given spans, split where a span was removed."""
     left = []
-    for k, sequence in enumerate(sequences):
+    for k, recording in enumerate(recordings):
         edges = [0]
         for span in sorted(s for s in spans if s.recording == k):
             edges += [span.start, span.stop]
-        edges.append(len(sequence.states))
+        edges.append(len(recording.states))
         left += [
-            piece(sequence, a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b
+            piece(recording, a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b
         ]
     return left
 
 
 def windows(spans: list[Span], length: int, stride: int = 1) -> list[Span]:
-    """All windows of ``length`` steps inside the spans, each starting ``stride`` steps after the one before."""
+    """Returns all windows of ``length`` steps inside the spans, ``stride`` steps apart."""
     return [
         Span(k, first, first + length)
         for k, start, stop in spans
@@ -153,9 +154,9 @@ def windows(spans: list[Span], length: int, stride: int = 1) -> list[Span]:
     ]
 
 
-def stack(sequences: list[Recording], spans: list[Span]) -> Recording:
-    """Windows of one length as a batch ``b T``; it has a mask if any of their sequences has."""
-    pieces = take(sequences, spans)
+def stack(recordings: list[Recording], spans: list[Span]) -> Recording:
+    """Stacks windows of one length to a batch ``b T``, with a mask if any window has one."""
+    pieces = take(recordings, spans)
     mask = None
     if any(p.mask is not None for p in pieces):
         mask = torch.stack(
@@ -177,16 +178,19 @@ def stack(sequences: list[Recording], spans: list[Span]) -> Recording:
     )
 
 
-def piece(sequence: Recording, start: int, stop: int) -> Recording:
-    """Steps start, ..., stop - 1 of a sequence."""
-    return Recording(*(None if leaf is None else leaf[start:stop] for leaf in sequence))  # pyright: ignore[reportArgumentType]
+def piece(recording: Recording, start: int, stop: int) -> Recording:
+    """Returns steps start, ..., stop - 1 of a recording."""
+    return Recording(*(None if leaf is None else leaf[start:stop] for leaf in recording))  # pyright: ignore[reportArgumentType]
 
 
-def first_steps(sequences: list[Recording], most: int) -> list[Recording]:
-    """The first steps of each sequence, about ``most`` in all: a little of each says more than one or two whole."""
-    total = sum(len(s.states) for s in sequences)
+def first_steps(recordings: list[Recording], most: int) -> list[Recording]:
+    """Returns the first steps of each recording, about ``most`` in all.
+
+    Parts of all recordings represent the data better than a few whole ones.
+    """
+    total = sum(len(s.states) for s in recordings)
     return (
-        [piece(s, 0, max(1, len(s.states) * most // total)) for s in sequences]
+        [piece(s, 0, max(1, len(s.states) * most // total)) for s in recordings]
         if total > most
-        else sequences
+        else recordings
     )

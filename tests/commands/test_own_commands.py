@@ -123,7 +123,7 @@ def test_patterns_stand_for_columns(tmp_path, capsys):
         )
         == 2
     )
-    assert "no column is like 'cell_?x'; it has z, cell_1, cell_2" in capsys.readouterr().err
+    assert "no column matches 'cell_?x'; it has z, cell_1, cell_2" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Recordings of one's own, from files: ``data=own data.path=...``."""
+"""Recordings from files: ``data=own data.path=...``."""
 
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.dataset import FileData, complete

@@ -1,9 +1,9 @@
 """Files of named arrays: npz, folders of npy, HDF5, Zarr. Nothing is unpickled.
 
-A recording is ``states`` ``(T, d)`` and ``observations`` (or ``obs``) ``(T, ...)``, if there are
-any with ``mask``, ``times``, ``controls``. Several of them are one array ``(B, T, ...)``, with
-``lengths`` where they end earlier; or one array with ``recording``, an id for each step; or arrays
-of their own: ``states_0``, ``states_1``, ..., ``train_states_0``, ... (as kbf writes them), or
+A recording consists of ``states`` ``(T, d)`` and ``observations`` (or ``obs``) ``(T, ...)``, and
+optionally ``mask``, ``times``, ``controls``. Several recordings are one array ``(B, T, ...)``, with
+``lengths`` if they differ in length; or one array with ``recording``, an id for each step; or
+separate arrays ``states_0``, ``states_1``, ..., ``train_states_0``, ... (as kbf writes them), or
 groups of an HDF5 or Zarr file.
 """
 
@@ -21,11 +21,11 @@ import numpy
 import torch
 from torch import Tensor
 
-from kbf.data.files.image_io import as_images
+from kbf.data.files.image_io import as_images, natural_order
 from kbf.data.files.layout import Contents, FileRecording, Layout, by_recording, own_package
 from kbf.data.files.limits import check_bytes, stored_bytes
 
-# Names that arrays of each role usually have; the layout may give others.
+# Default names of the arrays of each role; the layout may give others.
 USUAL_NAMES = {
     "states": ["states"],
     "observations": ["observations", "obs"],
@@ -39,17 +39,17 @@ Get = Callable[[str], Any]
 
 
 def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
-    """The recordings of a file of arrays.
+    """Reads the recordings of a file of arrays.
 
     Raises:
-        ValueError: damaged, arrays that are not there, that are no numbers, or whose shapes do not
-            fit.
+        ValueError: damaged, or missing arrays, arrays that are not numeric, or whose shapes do not
+            agree.
     """
     with opened(path) as (names, get, notes):
         if not names:
             raise ValueError(f"{path} holds no arrays")
         keys_by_role = {
-            role: keys_of(names, role, said_of(layout, role, names, states), path)
+            role: keys_of(names, role, name_given(layout, role, names, states), path)
             for role in USUAL_NAMES
         }
         for role in ("states", "observations") if states else ("observations",):
@@ -60,7 +60,8 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
         wanted = list(keys_by_role["states"] if states else keys_by_role["observations"])
         if missing := [name for name in wanted if name not in keys_by_role["observations"]]:
             raise ValueError(
-                f"{path}: the sequence {missing[0] or 'of states'} has no observations; it has {', '.join(names)}"
+                f"{path}: the recording {missing[0] or 'of states'} has no observations; "
+                f"it has {', '.join(names)}"
             )
         check_all_there(path, keys_by_role, states)
         recordings = []
@@ -88,51 +89,53 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
     )
 
 
-def said_of(layout: Layout, role: str, names: list[str], states: bool) -> list[str] | str | None:
-    """The layout's name of a role; None if a file to be filtered has no such array, as it may be of another kind."""
-    said = getattr(layout, role)
-    return None if not states and isinstance(said, str) and said not in names else said
+def name_given(layout: Layout, role: str, names: list[str], states: bool) -> list[str] | str | None:
+    """Returns the layout's entry of a role; None if a file to be filtered has no such array.
+
+    A file to be filtered may be of another kind than that of the training.
+    """
+    given = getattr(layout, role)
+    return None if not states and isinstance(given, str) and given not in names else given
 
 
 def check_all_there(path: Path, keys_by_role: dict[str, dict[str, str]], states: bool) -> None:
-    """Raise a ValueError if some sequences of a file have states, controls or times, and others do not."""
+    """Raises a ValueError if only some recordings of a file have states, controls or times."""
     roles = ("states", "controls", "time") if states else ("controls", "time")
-    for role, name in [
-        (role, name)
-        for role in roles
-        if keys_by_role[role]
-        for name in keys_by_role["observations"]
-        if name not in keys_by_role[role]
-    ]:
-        problem = f"{keys_by_role['observations'][name]} has no {role} beside it, others have"
-        raise ValueError(
-            f"{path}: {problem}: add them (NaN for states not known), or name one array: data.observations=NAME"
-        )
+    for role in roles:
+        lacking = keys_by_role["observations"].keys() - keys_by_role[role].keys()
+        if keys_by_role[role] and lacking:
+            array = keys_by_role["observations"][min(lacking)]
+            raise ValueError(
+                f"{path}: {array} has no {role}, others have: add them (NaN for unknown states), "
+                "or name one array: data.observations=NAME"
+            )
 
 
 def check_widths(path: Path, recordings: list[FileRecording]) -> None:
-    """Raise a ValueError unless all recordings of a file have columns alike, and at least one, and images of one size."""
+    """Raises a ValueError unless all recordings have the same columns (at least one) or image size."""
     for role in ("obs", "states", "controls"):
         shapes = [
             None if (leaf := getattr(r, role)) is None else tuple(leaf.shape[1:])
             for r in recordings
         ]
-        word = "observations" if role == "obs" else role
+        noun = "observations" if role == "obs" else role
         for shape, recording in zip(shapes, recordings, strict=True):
             if shape is not None and 0 in shape:
-                raise ValueError(f"{path}, sequence {recording.name}: its {word} have no columns")
+                raise ValueError(f"{path}, recording {recording.name}: its {noun} have no columns")
             if shape != shapes[0]:
-                problem = f"the {word} of sequence {recording.name} are {shape}, those of {recordings[0].name} {shapes[0]}"
-                raise ValueError(f"{path}: {problem}: all sequences must be alike")
+                raise ValueError(
+                    f"{path}: the {noun} of recording {recording.name} are {shape}, those of "
+                    f"{recordings[0].name} {shapes[0]}: all recordings must be alike"
+                )
 
 
 def keys_of(
-    names: list[str], role: str, said: list[str] | str | None, path: Path
+    names: list[str], role: str, given: list[str] | str | None, path: Path
 ) -> dict[str, str]:
-    """The arrays of one role, by the name of their sequence ("" where one array holds all)."""
-    called = [said] if isinstance(said, str) else USUAL_NAMES[role]
-    if isinstance(said, str) and said in names:
-        return {"": said}
+    """Returns the arrays of one role by recording; "" is a single array for all recordings."""
+    called = [given] if isinstance(given, str) else USUAL_NAMES[role]
+    if isinstance(given, str) and given in names:
+        return {"": given}
     keys = {}
     for key in names:
         for word in called:
@@ -140,23 +143,18 @@ def keys_of(
             match = re.fullmatch(rf"(?:(.+)_)?{re.escape(word)}(?:_(\d+))?", leaf)
             if match:
                 keys["_".join(part for part in (group, match[1], match[2]) if part)] = key
-    if isinstance(said, str) and not keys:
+    if isinstance(given, str) and not keys:
         raise ValueError(
-            f"{path}: there is no array {said!r} (data.{role}); it has {', '.join(names)}"
+            f"{path}: there is no array {given!r} (data.{role}); it has {', '.join(names)}"
         )
-    return dict(
-        sorted(
-            keys.items(),
-            key=lambda pair: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", pair[0])],
-        )
-    )
+    return {name: keys[name] for name in sorted(keys, key=natural_order)}
 
 
 def numbers(array: Any, path: Path, name: str) -> Tensor:
-    """An array as a tensor: uint8 and bool as they are, dates in seconds since 1970, all else float64.
+    """Returns an array as a tensor: dates in seconds since 1970; float64 unless it is uint8 or bool.
 
     Raises:
-        ValueError: no numbers, or infinite ones, or one alone.
+        ValueError: the array is not numeric, has infinite entries, or is a scalar.
     """
     array = numpy.asarray(array)
     if array.dtype.kind == "M":  # dates and times
@@ -185,14 +183,14 @@ def recordings_of(
     lengths: Tensor | None,
     ids: numpy.ndarray | None,
 ) -> list[FileRecording]:
-    """One recording, or those that one array holds.
+    """Returns one recording, or all recordings of one array.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not agree.
     """
     obs, states = loaded["observations"], loaded.get("states")
-    # A batch of sequences is told by the states; without them by images having three dimensions and
-    # vectors one.
+    # The states show whether there is a batch of recordings. Without them, images are taken to have
+    # three dimensions and vectors one.
     alone = (
         states.ndim <= 2
         if states is not None
@@ -210,7 +208,8 @@ def recordings_of(
         for role, leaf in loaded.items():
             if leaf.ndim < 2 or leaf.shape[:2] != obs.shape[:2]:
                 raise ValueError(
-                    f"{path}: {role} {tuple(leaf.shape)} and observations {tuple(obs.shape)} are not (B, T, ...) alike"
+                    f"{path}: {role} {tuple(leaf.shape)} and observations {tuple(obs.shape)} "
+                    "are not (B, T, ...) alike"
                 )
         whole = lengths is None or (lengths.ndim == 1 and bool((lengths == lengths.round()).all()))
         if not whole or len(ends) != count or not all(0 < end <= obs.shape[1] for end in ends):
@@ -224,21 +223,22 @@ def recordings_of(
         return [recording]
     if ids.size != len(recording.obs) or len(ids) != ids.size:
         raise ValueError(
-            f"{path}: {len(recording.obs)} observations, but sequence of shape {ids.shape}"
+            f"{path}: {len(recording.obs)} observations, but recording of shape {ids.shape}"
         )
     return by_recording(recording, ids.astype(str).flatten().tolist())
 
 
 def one(path: Path, layout: Layout, name: str, loaded: dict[str, Tensor]) -> FileRecording:
-    """A recording of arrays ``T ...``."""
+    """Returns a recording of arrays ``T ...``."""
     obs, states, mask = loaded["observations"], loaded.get("states"), None
     for role, leaf in loaded.items():
         if len(leaf) != len(obs):
             raise ValueError(
-                f"{path}: sequence {name} has {len(obs)} observations, but {role} of length {len(leaf)}"
+                f"{path}: recording {name} has {len(obs)} observations, "
+                f"but {role} of length {len(leaf)}"
             )
     if not len(obs):
-        raise ValueError(f"{path}: sequence {name} has no steps")
+        raise ValueError(f"{path}: recording {name} has no steps")
     obs = obs[:, None] if obs.ndim == 1 else obs
     for role in ("states", "controls"):
         if role in loaded and loaded[role].ndim > 2:
@@ -251,7 +251,7 @@ def one(path: Path, layout: Layout, name: str, loaded: dict[str, Tensor]) -> Fil
     if obs.ndim > 2:
         if obs.is_floating_point() and not bool((seen := obs.isfinite().flatten(1).all(1)).all()):
             mask = seen if mask is None else seen & mask
-        obs = as_images(obs, layout.size, f"{path}, sequence {name}")
+        obs = as_images(obs, layout.size, f"{path}, recording {name}")
     wide = {role: columns(loaded[role]) for role in ("states", "controls") if role in loaded}
     times = loaded["time"].double().flatten() if "time" in loaded else None
     return FileRecording(
@@ -266,27 +266,29 @@ def one(path: Path, layout: Layout, name: str, loaded: dict[str, Tensor]) -> Fil
 
 
 def columns(values: Tensor) -> Tensor:
-    """``T`` or ``T c`` as ``T c`` float64."""
+    """Returns ``T`` or ``T c`` as ``T c`` float64."""
     return (values[:, None] if values.ndim == 1 else values).double()
 
 
 def column_names(
-    said: list[str] | str | None, values: Tensor | None, letter: str, path: Path
+    given: list[str] | str | None, values: Tensor | None, letter: str, path: Path
 ) -> list[str]:
-    """Names of an array's columns: the configuration's list, or z1, z2, ..."""
+    """Returns the names of an array's columns: those of the configuration, or z1, z2, ..."""
     if values is None:
         return []
     width = values.shape[1]
-    if isinstance(said, list) and len(said) != width:
+    if not isinstance(given, list):
+        return [f"{letter}{k + 1}" for k in range(width)]
+    if len(given) != width:
         raise ValueError(
-            f"{path}: {len(said)} names ({', '.join(said)}) for an array of {width} columns"
+            f"{path}: {len(given)} names ({', '.join(given)}) for an array of {width} columns"
         )
-    return list(said) if isinstance(said, list) else [f"{letter}{k + 1}" for k in range(width)]
+    return list(given)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[list[str], Get, tuple[str, ...]]]:
-    """Open a file of arrays: the names of the arrays, a function that reads one, and remarks.
+    """Opens a file of arrays; yields their names, a function that reads one, and remarks.
 
     Raises:
         ValueError: damaged, or of another kind.
@@ -310,7 +312,8 @@ def opened(path: Path) -> Iterator[tuple[list[str], Get, tuple[str, ...]]]:
                     name for name in names if file[name].external or file[name].is_virtual
                 ]:
                     raise ValueError(
-                        f"{path}, array {elsewhere[0]}: its numbers are in other files, which are not read"
+                        f"{path}, array {elsewhere[0]}: its numbers are in other files, "
+                        "which are not read"
                     )
                 check_bytes(sum(stored_bytes(file[name]) for name in names), path)
                 yield names, guarded(path, lambda name: file[name][()]), ()
@@ -319,76 +322,60 @@ def opened(path: Path) -> Iterator[tuple[list[str], Get, tuple[str, ...]]]:
             check_bytes(sum(stored_bytes(array) for array in group.values()), path)
             yield list(group), guarded(path, lambda name: group[name][...]), not_stored(path, group)
         elif suffix == ".npy":  # one array
-            yield (
-                ["observations"],
-                guarded(path, lambda _: numpy.load(path, allow_pickle=False)),
-                (),
-            )
+            yield ["observations"], guarded(path, lambda _: load_npy(path)), ()
         else:
-            stems = {
-                file.stem: file
-                for file in (
-                    path.glob("*.npy")
-                    if path.is_dir()
-                    else path.parent.glob(f"{glob.escape(path.name)}*.npy")
-                )
-            }
-            files = {
-                stem if path.is_dir() else stem.removeprefix(path.name).lstrip("_-."): file
-                for stem, file in stems.items()
-            }
-            yield (
-                list(files),
-                guarded(path, lambda name: numpy.load(files[name], allow_pickle=False)),
-                (),
-            )
+            if path.is_dir():
+                files = {file.stem: file for file in path.glob("*.npy")}
+            else:
+                found = path.parent.glob(f"{glob.escape(path.name)}*.npy")
+                files = {file.stem.removeprefix(path.name).lstrip("_-."): file for file in found}
+            yield list(files), guarded(path, lambda name: load_npy(files[name])), ()
     except ValueError as error:
         if str(path) in str(error):
             raise
         raise ValueError(f"{path} is damaged, or no {suffix or 'npy'} file: {error}") from error
-    except (
-        OSError,
-        EOFError,
-        KeyError,
-        RuntimeError,
-        BadZipFile,
-    ) as error:  # RuntimeError: of h5py
+    except (OSError, EOFError, KeyError, RuntimeError, BadZipFile) as error:
+        # RuntimeError: from h5py
         raise ValueError(f"{path} is damaged, or no {suffix or 'npy'} file: {error}") from error
 
 
+def load_npy(path: Path) -> Any:
+    """Returns the array of an npy file, without unpickling."""
+    return numpy.load(path, allow_pickle=False)
+
+
 def guarded(path: Path, get: Get) -> Get:
-    """``get`` with every error turned into a ValueError that names the array."""
+    """Returns ``get`` with all errors converted to ValueErrors that name the array."""
 
     def careful(name: str) -> Any:
         try:
             return get(name)
-        except Exception as error:  # each library has kinds of its own
+        except Exception as error:  # each library has its own classes
             if "Object arrays" in str(error):
                 raise ValueError(
-                    f"{path}, array {name} holds Python objects, which are not read: save plain arrays of numbers"
+                    f"{path}, array {name} holds Python objects, which are not read: "
+                    "save plain arrays of numbers"
                 ) from error
-            reason = (
-                "it does not begin as an array"
-                if "pickle" in str(error)
-                else str(error) or type(error).__name__
-            )
+            reason = str(error) or type(error).__name__
+            if "pickle" in reason:
+                reason = "it does not begin as an array"
             raise ValueError(f"{path}, array {name}: damaged: {reason}") from error
 
     return careful
 
 
 def opened_zarr(path: Path) -> dict[str, Any]:
-    """The arrays of a Zarr group by name.
+    """Returns the arrays of a Zarr group by name.
 
     Raises:
-        ValueError: damaged, or an array that is encoded by pickle, which would run code of the
-            file.
+        ValueError: damaged, or an array encoded by pickle, which would execute code of the file.
     """
     zarr = own_package("zarr", path)
     for file in [*path.rglob(".zarray"), *path.rglob("zarr.json")]:
         if "pickle" in file.read_text(encoding="utf-8", errors="replace"):
             raise ValueError(
-                f"{file} holds pickled Python objects, which are not read: save plain arrays of numbers"
+                f"{file} holds pickled Python objects, which are not read: "
+                "save plain arrays of numbers"
             )
     try:
         group = zarr.open_group(str(path), mode="r")
@@ -397,24 +384,25 @@ def opened_zarr(path: Path) -> dict[str, Any]:
             for name, item in group.members(max_depth=None)
             if isinstance(item, zarr.Array)
         }
-    except Exception as error:  # zarr's own kinds, of several modules
+    except Exception as error:  # zarr raises exceptions of several modules
         raise ValueError(
             f"{path} is no Zarr group, or damaged: {str(error).splitlines()[0]}"
         ) from error
 
 
 def not_stored(path: Path, group: dict[str, Any]) -> tuple[str, ...]:
-    """A sentence for each array of a Zarr group of which parts have no file: they are read as the fill value.
+    """Returns a remark for each array of a Zarr group with chunks that have no file.
 
-    That is how a Zarr keeps a part that holds nothing else, and also what a copy looks like that
-    was cut short.
+    Zarr does not store chunks that hold only the fill value; chunks of an incomplete copy are
+    missing as well.
     """
     counts = [
         (name, array.nchunks_initialized, array.nchunks, array.fill_value)
         for name, array in group.items()
     ]
     return tuple(
-        f"{path}, array {name}: {total - there} of {total} chunks have no file and are read as {fill}: is the copy complete?"
-        for name, there, total, fill in counts
-        if there < total
+        f"{path}, array {name}: {total - stored} of {total} chunks have no file and are read as "
+        f"{fill}: is the copy complete?"
+        for name, stored, total, fill in counts
+        if stored < total
     )

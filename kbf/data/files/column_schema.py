@@ -1,4 +1,7 @@
-"""The column_schema between a person's columns and what filters see: angles are (cos, sin) inside, rotations are matrices inside."""
+"""Columns of a file, and the components that filters use for them.
+
+Filters use angles as (cos, sin) and rotations as matrices.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +15,35 @@ from torch import Tensor
 
 from kbf.rkhs.embeddings import project_so3
 
-# Components inside, by kind of part.
+# Components that filters use, by kind of part.
 WIDTH_OF_KIND = {"number": 1, "angle": 2, "rotation": 9}
 
 
 class Part(NamedTuple):
-    """Columns that belong together: a number, an angle, or a rotation (a quaternion w x y z, or 9 entries of a matrix, by rows)."""
+    """Columns that belong together: a number, an angle, or a rotation.
+
+    A rotation is a quaternion w x y z, or 9 entries of a matrix, by rows.
+    """
 
     kind: str
     names: tuple[str, ...]
 
     def components(self) -> list[str]:
-        """Names of the components that filters see."""
+        """Returns the names of the components that filters use."""
         if self.kind == "angle":
             return [f"cos {self.names[0]}", f"sin {self.names[0]}"]
-        return (
-            list(self.names)
-            if len(self.names) == WIDTH_OF_KIND[self.kind]
-            else [f"R{i}{j}" for i in (1, 2, 3) for j in (1, 2, 3)]
-        )
+        if len(self.names) == WIDTH_OF_KIND[self.kind]:
+            return list(self.names)
+        return [f"R{i}{j}" for i in (1, 2, 3) for j in (1, 2, 3)]
 
 
 class ColumnSchema(NamedTuple):
-    """Names and kinds of the columns of states, observations and controls; plain data, kept in the checkpoint's configuration.
+    """Names and kinds of the columns of states, observations and controls; part of checkpoints.
 
     Attributes:
         states: parts of the state. observations: parts of the observation, none for images.
             controls: names of numbers.
-        unit: of angles outside, radians or degrees.
+        unit: of angles in the file, radians or degrees.
     """
 
     states: tuple[Part, ...]
@@ -49,7 +53,7 @@ class ColumnSchema(NamedTuple):
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> ColumnSchema:
-        """The column_schema that `to_dict` described."""
+        """Returns the schema that `to_dict` converted."""
         states, obs = (
             tuple(Part(kind, tuple(names)) for kind, names in values[side])
             for side in ("states", "observations")
@@ -57,7 +61,7 @@ class ColumnSchema(NamedTuple):
         return ColumnSchema(states, obs, tuple(values["controls"]), values["unit"])
 
     def to_dict(self) -> dict[str, Any]:
-        """As dicts, lists and words, for a configuration."""
+        """Returns the schema as dicts, lists and strings, for a configuration."""
         sides = {
             side: [[part.kind, list(part.names)] for part in getattr(self, side)]
             for side in ("states", "observations")
@@ -65,15 +69,15 @@ class ColumnSchema(NamedTuple):
         return {**sides, "controls": list(self.controls), "unit": self.unit}
 
     def columns(self, side: str) -> list[str]:
-        """The file's column names of one side: states or observations."""
+        """Returns the column names of the file of one side: states or observations."""
         return [name for part in getattr(self, side) for name in part.names]
 
     def components(self, side: str) -> list[str]:
-        """Names of the components that filters see."""
+        """Returns the names of the components that filters use."""
         return [name for part in getattr(self, side) for name in part.components()]
 
     def scalable(self, side: str) -> list[bool]:
-        """For each component inside, whether its unit is of no matter: those of angles and rotations are left as they are."""
+        """Returns for each component whether it may be scaled; angles and rotations may not."""
         return [
             part.kind == "number"
             for part in getattr(self, side)
@@ -81,11 +85,11 @@ class ColumnSchema(NamedTuple):
         ]
 
     def encode(self, values: Float[Tensor, "T c"], side: str = "states") -> Float[Tensor, "T d"]:
-        """The person's columns, in the order of `columns`, as filters see them; NaN stays NaN.
+        """Converts columns in the order of `columns` to components; NaN stays NaN.
 
         Raises:
-            ValueError: a quaternion of norm 0, or 9 numbers that are no rotation (to 1 %), with the
-                row.
+            ValueError: a quaternion of norm 0, or 9 numbers that are not a rotation (to 1 %), with
+                the row.
         """
         pieces, at = [], 0
         for part in getattr(self, side):
@@ -97,14 +101,15 @@ class ColumnSchema(NamedTuple):
     def decode(
         self, estimates: Float[Tensor, "T d"], covariances: Float[Tensor, "T d d"] | None = None
     ) -> dict[str, Float[Tensor, " T"]]:
-        """Estimates in the person's own columns by name, each with a column NAME_std where covariances are given.
+        """Converts estimates to columns by name, with a column NAME_std each if covariances are given.
 
-        A number has the root of its variance. An angle is atan2 of its pair; with R the length of
-        the mean pair and C its covariance the circular standard deviation is sqrt(-ln(R^2 / (R^2 +
-        tr C))), that of directional statistics, since R^2 + tr C = 1 for points on the circle. A
-        rotation is the nearest one (`kbf.rkhs.embeddings.project_so3`), with one standard deviation
-        of the angle of turning for all its columns: sqrt(tr C / 2), since ||A - B||^2 is about
-        twice the square of the angle between A and B.
+        The standard deviation of a number is the root of its variance. An angle is atan2 of its
+        pair; with R the length of the mean pair and C its covariance its circular standard deviation
+        is sqrt(-ln(R^2 / (R^2 +
+        tr C))), as in directional statistics, since R^2 + tr C = 1 for points on the circle. A
+        rotation is the nearest one (`kbf.rkhs.embeddings.project_so3`), with the standard deviation
+        of its rotation angle for all its columns: sqrt(tr C / 2), since ||A - B||^2 is about twice
+        the square of the angle between A and B.
 
         References: Mardia and Jupp (2000), section 2.3.
         """
@@ -112,33 +117,27 @@ class ColumnSchema(NamedTuple):
         at = 0
         for k, part in enumerate(self.states):
             inside = slice(at, at + WIDTH_OF_KIND[part.kind])
-            mean, spread = (
-                estimates[:, inside],
-                None if covariances is None else covariances[:, inside, inside],
-            )
-            total = (
-                None if spread is None else spread.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0)
-            )
             at = inside.stop
+            mean = estimates[:, inside]
+            if covariances is None:
+                total = mean.new_zeros(len(mean))
+            else:
+                blocks = covariances[:, inside, inside]
+                total = blocks.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0)
             turn = 180 / math.pi if self.unit == "degrees" else 1.0
             if part.kind == "number":
-                decoded[part.names[0]], std = mean[:, 0], None if total is None else total.sqrt()
+                values, std = mean, total.sqrt()
             elif part.kind == "angle":
-                decoded[part.names[0]] = torch.atan2(mean[:, 1], mean[:, 0]) * turn
-                std = (
-                    None
-                    if total is None
-                    else (1 + total / mean.square().sum(-1)).log().sqrt() * turn
-                )
+                values = torch.atan2(mean[:, 1:], mean[:, :1]) * turn
+                std = (1 + total / mean.square().sum(-1)).log().sqrt() * turn
             else:
                 rotation = nearest_rotation(mean.reshape(-1, 3, 3))
                 values = rotation.flatten(1) if len(part.names) == 9 else to_quaternion(rotation)
-                decoded |= dict(zip(part.names, values.unbind(1), strict=True))
-                std = None if total is None else (total / 2).sqrt() * turn
-            if std is not None:
-                decoded[
-                    f"{part.names[0]}_std" if len(part.names) == 1 else f"rotation{k + 1}_std"
-                ] = std
+                std = (total / 2).sqrt() * turn
+            decoded |= dict(zip(part.names, values.unbind(1), strict=True))
+            if covariances is not None:
+                name = part.names[0] if len(part.names) == 1 else f"rotation{k + 1}"
+                decoded[f"{name}_std"] = std
         return decoded
 
 
@@ -150,11 +149,11 @@ def column_schema_of(
     rotations: list[list[str]],
     unit: str = "radians",
 ) -> ColumnSchema:
-    """Names and kinds from what a configuration declares.
+    """Returns the schema of columns whose angles and rotations a configuration declares.
 
     Raises:
-        ValueError: a name that is declared and not there, or stands twice, or a rotation of another
-            number of columns.
+        ValueError: a declared name that is missing or repeated, or a rotation with a wrong number
+            of columns.
     """
     if unit not in ("radians", "degrees"):
         raise ValueError(f"data.angle_unit must be radians or degrees, got {unit!r}")
@@ -167,15 +166,18 @@ def column_schema_of(
     for group in rotations:
         if len(group) not in (4, 9):
             raise ValueError(
-                f"data.rotations: a rotation has 4 columns (quaternion w x y z) or 9 (matrix, by rows), got {group}"
+                "data.rotations: a rotation has 4 columns (quaternion w x y z) "
+                f"or 9 (matrix, by rows), got {group}"
             )
         if not any(set(group) <= set(names) for names in (states, observations)):
             raise ValueError(
-                f"data.rotations: {group} must all be among data.states or all among data.observations"
+                f"data.rotations: {group} must all be among data.states "
+                "or all among data.observations"
             )
     if unknown := [name for name in angles if name not in (*states, *observations)]:
         raise ValueError(
-            f"data.angles: {unknown[0]!r} is neither among the states {states} nor the observations {observations}"
+            f"data.angles: {unknown[0]!r} is neither among the states {states} "
+            f"nor the observations {observations}"
         )
     return ColumnSchema(
         parts_of(states, angles, rotations),
@@ -186,7 +188,7 @@ def column_schema_of(
 
 
 def parts_of(names: list[str], angles: list[str], rotations: list[list[str]]) -> tuple[Part, ...]:
-    """Columns in their order; those of a rotation stand together, at the place of its first."""
+    """Groups columns into parts, in their order; a rotation takes the place of its first column."""
     first = {group[0]: tuple(group) for group in rotations}
     rest = {name for group in rotations for name in group[1:]}
     return tuple(
@@ -199,7 +201,7 @@ def parts_of(names: list[str], angles: list[str], rotations: list[list[str]]) ->
 
 
 def encode_part(part: Part, block: Tensor, unit: str) -> Tensor:
-    """The columns ``T c`` of one part as filters see them."""
+    """Converts the columns ``T c`` of one part to components."""
     if part.kind == "number":
         return block
     if part.kind == "angle":
@@ -209,7 +211,8 @@ def encode_part(part: Part, block: Tensor, unit: str) -> Tensor:
         norm = block.norm(dim=1, keepdim=True)
         if bool((norm == 0).any()):
             raise ValueError(
-                f"{', '.join(part.names)}: the quaternion of row {int((norm == 0).nonzero()[0, 0])} has norm 0"
+                f"{', '.join(part.names)}: the quaternion of row "
+                f"{int((norm == 0).nonzero()[0, 0])} has norm 0"
             )
         return from_quaternion(block).flatten(1)
     matrices = block.reshape(-1, 3, 3)
@@ -217,13 +220,14 @@ def encode_part(part: Part, block: Tensor, unit: str) -> Tensor:
     wrong = (off > 0.01) | (torch.linalg.det(matrices.nan_to_num()) < 0) & off.isfinite()
     if bool(wrong.any()):
         raise ValueError(
-            f"{part.names[0]} ... {part.names[-1]}: the 9 numbers of row {int(wrong.nonzero()[0, 0])} are no rotation"
+            f"{part.names[0]} ... {part.names[-1]}: the 9 numbers of row "
+            f"{int(wrong.nonzero()[0, 0])} are no rotation"
         )
     return block
 
 
 def from_quaternion(q: Float[Tensor, "T 4"]) -> Float[Tensor, "T 3 3"]:
-    """Rotation matrices of quaternions w x y z; NaN of NaN."""
+    """Returns rotation matrices of quaternions w x y z; NaN for NaN."""
     from scipy.spatial.transform import Rotation
 
     known = q.isfinite().all(1)
@@ -235,19 +239,16 @@ def from_quaternion(q: Float[Tensor, "T 4"]) -> Float[Tensor, "T 3 3"]:
 
 
 def to_quaternion(rotation: Float[Tensor, "T 3 3"]) -> Float[Tensor, "T 4"]:
-    """Unit quaternions w x y z, with w >= 0."""
+    """Returns unit quaternions w x y z, with w >= 0."""
     from scipy.spatial.transform import Rotation
 
-    q = (
-        torch.from_numpy(Rotation.from_matrix(rotation.double().numpy()).as_quat())
-        .roll(1, 1)
-        .to(rotation)
-    )
+    quaternions = Rotation.from_matrix(rotation.double().numpy()).as_quat()
+    q = torch.from_numpy(quaternions).roll(1, 1).to(rotation)
     return torch.where(q[:, :1] < 0, -q, q)
 
 
 def nearest_rotation(matrices: Float[Tensor, "T 3 3"]) -> Float[Tensor, "T 3 3"]:
-    """Each matrix's nearest rotation."""
+    """Returns the nearest rotation of each matrix."""
     return torch.cat(
         [project_so3(torch.eye(len(part)).to(part), part) for part in matrices.split(256)]
     )

@@ -1,4 +1,4 @@
-"""The data set that recordings of one's own make: ``data=own``."""
+"""The data set of a user's files: ``data=own``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from kbf.data.files.column_schema import ColumnSchema, column_schema_of
 from kbf.data.files.layout import Contents, FileRecording, Layout, layout_of, plain
 from kbf.data.files.read import read
-from kbf.data.files.splits import Share, cut_at, first_steps, split, where_known
+from kbf.data.files.splits import Share, cut_at, first_steps, where_known
+from kbf.data.files.splits import split as split_by
 from kbf.data.files.timestamps import (
     LARGEST_GAP,
     check_times,
@@ -27,23 +28,23 @@ from kbf.data.windows import Span, take
 from kbf.recording import Recording, control_width
 from kbf.runtime.html_repr import Shown
 
-# The file that was read last, by path, age and layout: a configuration asks for its shapes, then
-# the command for the data.
+# The last file that was read: a configuration requires its shapes, then the command its data. Key:
+# path, time of change and layout.
 LAST_READ: dict[tuple[Any, ...], Contents] = {}
 
 
 class FileData(Shown):
-    """Recordings of a file, cut into parts.
+    """Recordings of a file, split into parts.
 
-    Where a recording has a gap in time it is cut. Steps whose state is not known are no training
-    points: training sequences are cut there. In the test part their observations count, and they
-    are not scored; their states are NaN.
+    Recordings are split at gaps in time. Training recordings are also split at steps whose state is
+    unknown. In the test part the observations of these steps are filtered, but the steps are not
+    scored; their states are NaN.
 
     Attributes:
         train, validation, test: lists of `Recording`, float64 (images uint8).
-        column_schema: names and kinds of the columns. time_step: the median time between steps, or None.
-        spans: where each part lies in ``recordings``, by name. notes: what a person should know of
-            files and times, in sentences.
+        column_schema: names and kinds of the columns. time_step: the median time step, or None.
+        spans: the position of each part in ``recordings``, by name of the part.
+        notes: remarks on files and times, in sentences.
     """
 
     train: list[Recording]
@@ -84,24 +85,24 @@ class FileData(Shown):
         column_schema: dict[str, Any] | None = None,
         time_step: float | None = None,
     ) -> None:
-        """Read and cut.
+        """Read the recordings and split them.
 
         Args:
-            path, states, ..., size: as `kbf.data.files.layout.Layout`.
+            path, states, ..., size: see `kbf.data.files.layout.Layout`.
             angles: columns that are angles. angle_unit: radians or degrees.
             rotations: groups of 4 columns (quaternion w x y z) or 9 (matrix, by rows).
-            time_as_control: the time that each move takes is a control.
-            partial: a step counts as observed where any of its columns is (for models that know
-                sensors), not only where all are.
-            cut_missing: cut training sequences where an observation is missing, for models that
-                bear no gaps.
-            split, validation, test: as `kbf.data.files.splits.split`.
-            n_train: only the first so many training steps; None for all.
-            column_schema: of a checkpoint, that the columns must be those of. time_step: its median time
+            time_as_control: whether the duration of each move is a control.
+            allow_missing_sensors: whether a step counts as observed if any of its columns is
+                present, for models that support missing sensors; otherwise all must be.
+            cut_missing: whether training recordings are split at missing observations, for models
+                that require complete ones.
+            split, validation, test: see `kbf.data.files.splits.split`.
+            n_train: number of training steps that are used, from the first on; None for all.
+            column_schema: of a checkpoint, which the columns must match. time_step: its median time
                 step.
 
         Raises:
-            FileNotFoundError, ValueError: as the readers; and parts that nothing is left of.
+            FileNotFoundError, ValueError: errors of the readers, or an empty part.
         """
         if path is None:
             raise ValueError("data=own needs a file: data.path=FILE")
@@ -114,20 +115,16 @@ class FileData(Shown):
                 raise ValueError(f"data.{name} must be true or false, got {value!r}")
         layout = layout_of(
             {
-                **{
-                    "states": states,
-                    "observations": observations,
-                    "controls": controls,
-                    "time": time,
-                    "recording": recording,
-                },
-                **{
-                    "mask": mask,
-                    "images": images,
-                    "images_outside": images_outside,
-                    "table": table,
-                    "size": size,
-                },
+                "states": states,
+                "observations": observations,
+                "controls": controls,
+                "time": time,
+                "recording": recording,
+                "mask": mask,
+                "images": images,
+                "images_outside": images_outside,
+                "table": table,
+                "size": size,
             }
         )
         contents = read_once(Path(path).expanduser(), layout)
@@ -149,7 +146,7 @@ class FileData(Shown):
         pieces = [pieces_at_gaps(recording, self.time_step) for recording in self.recordings]
         lengths = [len(s.states) for s in whole]
         names = [recording.name for recording in self.recordings]
-        parts = split_parts(names, lengths, split, validation, test)
+        parts = split_by(names, lengths, split, plain(validation), plain(test))
         self.spans: dict[str, list[Span]] = {
             part: cut_at(spans, pieces) for part, spans in parts.items()
         }
@@ -182,12 +179,13 @@ class FileData(Shown):
                 for part, spans in self.spans.items()
             )
             raise ValueError(
-                f"{path}: too few steps with known states ({sizes} of {sum(lengths)}): change data.test or data.split"
+                f"{path}: too few steps with known states ({sizes} of {sum(lengths)}): "
+                "change data.test or data.split"
             )
         self.notes: list[str] = [*contents.notes, *self.remarks(pieces, known, time_as_control)]
 
     def encode(self, recording: FileRecording, allow_missing_sensors: bool) -> Recording:
-        """A whole recording as filters see it; NaN where a state is not known, 0 where nothing was observed."""
+        """Converts a recording for filters: unknown states are NaN, missing observations 0."""
         obs, states, mask, controls = encode_recording(
             recording, self.column_schema, allow_missing_sensors=allow_missing_sensors
         )
@@ -199,7 +197,7 @@ class FileData(Shown):
     def remarks(
         self, pieces: list[list[tuple[int, int]]], known: list[Tensor], time_as_control: bool
     ) -> list[str]:
-        """Remarks on gaps, uneven times and steps without a state."""
+        """Returns remarks on gaps, irregular times and steps without a state."""
         notes = []
         cuts = sum(len(each) - 1 for each in pieces)
         if cuts:
@@ -209,31 +207,20 @@ class FileData(Shown):
                 if len(each) > 1
             )
             notes.append(
-                f"{cuts} gaps in time of more than {LARGEST_GAP:g} median steps: recordings are cut there (first: {first})"
+                f"{cuts} gaps in time of more than {LARGEST_GAP:g} median steps: "
+                f"recordings are split there (first: {first})"
             )
         total, off, where = uneven(self.recordings, self.time_step)
         if off and not time_as_control:
             notes.append(
-                f"{off} of {total} moves take another time than the median, by more than 1 % (first: {where}). Filters take all "
-                "moves for equally long: data.time_as_control=true gives them the time of each, or resample the recording"
+                f"the duration of {off} of {total} moves differs from the median by more than 1 % "
+                f"(first: {where}). Filters assume equal durations: data.time_as_control=true makes "
+                "the duration a control, or resample the recording"
             )
         missing = sum(int((~k).sum()) for k in known)
         if missing:
-            notes.append(
-                f"{missing} steps without a state: they are no training points, and are not scored"
-            )
+            notes.append(f"{missing} steps without a state: they are neither trained on nor scored")
         return notes
-
-
-def split_parts(
-    names: list[str],
-    lengths: list[int],
-    how: str,
-    validation: Share | Sequence[str],
-    test: Share | Sequence[str],
-) -> dict[str, list[Span]]:
-    """`split`, of settings that may bring lists as tuples."""
-    return split(names, lengths, how, plain(validation), plain(test))
 
 
 def chosen_schema(
@@ -244,10 +231,10 @@ def chosen_schema(
     unit: str,
     path: str,
 ) -> ColumnSchema:
-    """The column_schema of a file, or the given one if the file has its columns.
+    """Returns the schema of a file, or the given one if the file has its columns.
 
     Raises:
-        ValueError: other columns than the column_schema's.
+        ValueError: other columns than those of the given schema.
     """
     if given is None:
         return column_schema_of(
@@ -258,13 +245,14 @@ def chosen_schema(
         mine, theirs = getattr(contents, side), column_schema.columns(side)
         if sorted(mine) != sorted(theirs):
             raise ValueError(
-                f"{path}: its {side} are {', '.join(mine)}; those of the training {', '.join(theirs) or 'images'}"
+                f"{path}: its {side} are {', '.join(mine)}; "
+                f"those of the training {', '.join(theirs) or 'images'}"
             )
     return column_schema
 
 
 def read_once(path: Path, layout: Layout) -> Contents:
-    """`read`, but the last file is kept until it changes."""
+    """Reads a file, or returns the last one if it has not changed."""
     age = path.stat().st_mtime_ns if path.exists() else 0
     key = (str(path), age, repr(layout))
     if key not in LAST_READ:
@@ -275,7 +263,7 @@ def read_once(path: Path, layout: Layout) -> Contents:
 
 
 def complete(source: dict[str, Any]) -> dict[str, Any]:
-    """The part of a ``data`` configuration that depends on the file: shapes, column_schema, median time step, number of training steps.
+    """Returns the part of a ``data`` configuration that depends on the file.
 
     Args:
         source: the arguments of `FileData`.

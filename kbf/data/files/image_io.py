@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy
@@ -23,11 +24,13 @@ def named_images(
     *,
     outside: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The images that a column names, and where there is one (an empty cell: nothing was observed); None for everywhere.
+    """Reads the images named in a column, and the mask of its cells that are not empty.
+
+    An empty cell is a missing observation. The mask is None if there is none.
 
     Raises:
-        ValueError: no image, a damaged one, or without ``outside`` one that is not inside of
-            ``folder``.
+        ValueError: no image, a damaged one, or one outside of ``folder`` unless ``outside``.
+        FileNotFoundError: a missing one.
     """
     seen = torch.tensor([bool(name) for name in names])
     images: list[tuple[Tensor, str]] = []
@@ -35,15 +38,14 @@ def named_images(
     for name, row in zip(names, rows.tolist(), strict=True):
         if name and not outside and not (folder / name).resolve().is_relative_to(home):
             raise ValueError(
-                f"{table}, row {row}: the image {name} is outside of {folder}; data.images_outside=true allows it"
+                f"{table}, row {row}: the image {name} is outside of {folder}; "
+                "data.images_outside=true allows it"
             )
         if name and not (folder / name).is_file():
             raise FileNotFoundError(f"{table}, row {row}: there is no image {folder / name}")
         if name:
             images.append((picture(folder / name, size), str(folder / name)))
-            check_bytes(
-                len(names) * images[0][0].numel(), f"{table}: the images that it names together"
-            )
+            check_bytes(len(names) * images[0][0].numel(), f"{table}: all its images")
     if not images:
         raise ValueError(f"{table}: no row names an image")
     stacked = together(images)
@@ -54,8 +56,13 @@ def named_images(
     return obs, seen
 
 
+def natural_order(name: str) -> list[int | str]:
+    """Returns the key that sorts names by the numbers in them: x_2 before x_10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
 def picture(file: Path, size: list[int] | None) -> Tensor:
-    """One image file as uint8 ``C H W``."""
+    """Reads one image file as uint8 ``C H W``."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -63,7 +70,8 @@ def picture(file: Path, size: list[int] | None) -> Tensor:
             check_pixels(*image.size, file)
             if image.mode.startswith(("I", "F")):
                 raise ValueError(
-                    f"{file}: images of mode {image.mode} are not read; save them with 8 bits a channel"
+                    f"{file}: images of mode {image.mode} are not read; "
+                    "save them with 8 bits a channel"
                 )
             array = numpy.array(image.convert("L" if image.mode in ("L", "1", "LA") else "RGB"))
     except (OSError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
@@ -72,7 +80,7 @@ def picture(file: Path, size: list[int] | None) -> Tensor:
 
 
 def together(images: list[tuple[Tensor, str]]) -> Tensor:
-    """Stack images of one size.
+    """Stacks images of one size.
 
     Raises:
         ValueError: images of different sizes.
@@ -81,22 +89,26 @@ def together(images: list[tuple[Tensor, str]]) -> Tensor:
     for image, other in images:
         if image.shape != first.shape:
             raise ValueError(
-                f"{other} is {tuple(image.shape)} (C, H, W), {name} is {tuple(first.shape)}: data.size=[h,w] resizes"
+                f"{other} is {tuple(image.shape)} (C, H, W), {name} is {tuple(first.shape)}: "
+                "data.size=[h,w] resizes them"
             )
     return torch.stack([image for image, _ in images])
 
 
 def as_images(values: Tensor, size: list[int] | None, where: str) -> Tensor:
-    """Arrays of images, ``T H W``, ``T H W C`` or ``T C H W``, uint8 or floating-point in [0, 1], as uint8 ``T C h w``.
+    """Converts arrays of images to uint8 ``T C h w``.
+
+    They are ``T H W``, ``T H W C`` or ``T C H W``, uint8 or floating-point numbers in [0, 1].
 
     Raises:
-        ValueError: another shape or range, or a size that is none.
+        ValueError: another shape or range, or an invalid size.
     """
     if values.ndim == 3:
         values = values[:, None]
     if values.ndim != 4:
         raise ValueError(
-            f"{where}: images must be (T, H, W), (T, H, W, 3) or (T, 3, H, W), got {tuple(values.shape)}"
+            f"{where}: images must be (T, H, W), (T, H, W, 3) or (T, 3, H, W), "
+            f"got {tuple(values.shape)}"
         )
     if values.shape[1] not in (1, 3) and values.shape[-1] in (1, 3):
         values = values.permute(0, 3, 1, 2)
@@ -108,7 +120,8 @@ def as_images(values: Tensor, size: list[int] | None, where: str) -> Tensor:
         top = 1.0 if high <= 1 else 255.0
         if low < 0 or high > top:
             raise ValueError(
-                f"{where}: images are uint8, or floating-point numbers from 0 to 1; got {low:g} to {high:g}"
+                f"{where}: images are uint8, or floating-point numbers from 0 to 1; "
+                f"got {low:g} to {high:g}"
             )
         values = (known * (255 / top)).round().to(torch.uint8)
     if size is None:

@@ -1,15 +1,15 @@
-"""Images: folders, columns of file names, videos, arrays. They become uint8 ``T C H W`` with 1 or 3 channels."""
+"""Reads folders of images and videos as uint8 ``T C H W`` with 1 or 3 channels."""
 
 from __future__ import annotations
 
-import re
+import glob
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kbf.data.files.image_io import IMAGE_SUFFIXES, as_images, picture, together
+from kbf.data.files.image_io import IMAGE_SUFFIXES, as_images, natural_order, picture, together
 from kbf.data.files.layout import Contents, FileRecording, Layout, own_package
 from kbf.data.files.limits import check_bytes, check_pixels
 
@@ -17,28 +17,25 @@ VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif")
 
 
 def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
-    """The recordings of a folder of images (in the order of their names) or a video, with the rows of a table beside them.
+    """Reads a folder of images (in the order of their names) or a video, with a table of states.
 
-    With ``layout.images`` a column of the table names the image of each row, in any order; without
-    it row k belongs to image k.
+    With ``layout.images``, a column of the table contains the name of the image of each row, in any
+    order; otherwise row k belongs to image k.
 
     Raises:
-        FileNotFoundError: no table of states. ValueError: other numbers of rows and images, or an
-            image that cannot be read.
+        FileNotFoundError: no table of states. ValueError: different numbers of rows and images, or
+            an image that cannot be read.
     """
     from kbf.data.files import tables
 
-    table = table_beside(path, layout, states)
-    sides = {
-        "states": [],
-        "observations": [],
-        "controls": layout.controls if isinstance(layout.controls, list) else [],
-    }
+    table = table_of(path, layout, states)
+    controls = layout.controls if isinstance(layout.controls, list) else []
+    sides = {"states": [], "observations": [], "controls": controls}
     if table is not None and states:
         if not isinstance(layout.states, list):
             header = ", ".join(tables.header_of(table))
             raise ValueError(
-                f"{table}: say which columns are states: data.states=[...]; it has {header}"
+                f"{table}: data.states=[...] must name the columns of the states; it has {header}"
             )
         sides["states"] = layout.states
     if table is None:
@@ -49,52 +46,50 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
     if layout.images:
         if not path.is_dir():
             raise ValueError(
-                f"data.images={layout.images} names image files, but {path} is a video: leave it out"
+                f"data.images={layout.images} is for image files, but {path} is a video: "
+                "leave it out"
             )
         return tables.recordings_of(table, layout, sides, rows, folder=path)
     obs = frames(path, layout.size)
     if len(obs) != len(rows.rows):
         raise ValueError(
-            f"{path} has {len(obs)} images, {table} has {len(rows.rows)} rows: they must be one for one"
+            f"{path} has {len(obs)} images, {table} has {len(rows.rows)} rows: "
+            "each image needs one row"
         )
     return tables.recordings_of(table, layout, sides, rows, obs)
 
 
-def table_beside(path: Path, layout: Layout, states: bool) -> Path | None:
-    """The table of a folder of images or of a video; None if none is needed."""
+def table_of(path: Path, layout: Layout, states: bool) -> Path | None:
+    """Returns the table of a folder of images or of a video; None if none is required."""
     if layout.table is not None:
         table = Path(layout.table).expanduser()
         if not table.is_file():
             raise FileNotFoundError(f"data.table: there is no file {table}")
         return table
-    candidates = (
-        sorted(path.glob("*.csv"))
-        if path.is_dir()
-        else [p for p in [path.with_suffix(".csv")] if p.is_file()]
-    )
+    pattern = "*.csv" if path.is_dir() else f"{glob.escape(path.stem)}.csv"
+    candidates = sorted((path if path.is_dir() else path.parent).glob(pattern))
     if len(candidates) == 1:
         return candidates[0]
     if states or layout.images:
-        where = "in it" if path.is_dir() else f"called {path.stem}.csv beside it"
+        where = "in it" if path.is_dir() else f"called {path.stem}.csv in its folder"
         raise FileNotFoundError(
-            f"{path}: there is {'no' if not candidates else 'more than one'} CSV {where}: data.table=FILE names it"
+            f"{path}: there is {'no' if not candidates else 'more than one'} CSV {where}: "
+            "data.table=FILE names it"
         )
     return None
 
 
 def frames(path: Path, size: list[int] | None) -> Tensor:
-    """All images of a folder, or all frames of a video."""
+    """Reads all images of a folder, or all frames of a video."""
     if path.is_dir():
         files = [p for p in path.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES]
         if not files:
             raise ValueError(
                 f"{path} holds no images ({', '.join(IMAGE_SUFFIXES)}) and no .npy files"
             )
-        files.sort(
-            key=lambda p: [int(w) if w.isdecimal() else w for w in re.split(r"(\d+)", p.name)]
-        )
+        files.sort(key=lambda file: natural_order(file.name))
         first = picture(files[0], size)
-        check_bytes(len(files) * first.numel(), f"{path}: its {len(files):,} images together")
+        check_bytes(len(files) * first.numel(), f"{path}: all its {len(files):,} images")
         return together(
             [(first, str(files[0])), *((picture(file, size), str(file)) for file in files[1:])]
         )
@@ -102,18 +97,17 @@ def frames(path: Path, size: list[int] | None) -> Tensor:
 
 
 def video(path: Path, size: list[int] | None) -> Iterator[Tensor]:
-    """The frames of a video, ``3 H W``."""
+    """Yields the frames of a video, ``3 H W``."""
     av = own_package("av", path)
     count = 0
     try:
         with av.open(str(path)) as container:
             for frame in container.decode(video=0):
+                check_pixels(frame.width, frame.height, f"{path}, frame {count}")
                 count += 1
-                check_pixels(frame.width, frame.height, f"{path}, frame {count - 1}")
-                image = as_images(
-                    torch.from_numpy(frame.to_ndarray(format="rgb24"))[None], size, str(path)
-                )[0]
-                check_bytes(count * image.numel(), f"{path}: its first {count:,} frames together")
+                pixels = torch.from_numpy(frame.to_ndarray(format="rgb24"))
+                image = as_images(pixels[None], size, str(path))[0]
+                check_bytes(count * image.numel(), f"{path}: its first {count:,} frames")
                 yield image
     except (av.error.FFmpegError, IndexError) as error:
         raise ValueError(f"{path} is no video, or damaged after {count} frames: {error}") from error

@@ -1,4 +1,4 @@
-"""Types of what recording files hold (`Layout`, `FileRecording`, `Contents`, `Observations`) and helpers that the readers share."""
+"""Types that the readers of files return, and functions that the readers share."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from kbf.runtime.optional_dependencies import need
 
 
 class Layout(NamedTuple):
-    """Which columns or arrays of a file hold what. A list names columns, or patterns of names; a word an array of a file of arrays.
+    """Roles of the columns or arrays of a file.
+
+    A list contains names of columns or patterns of names; a string is the name of an array.
 
     Attributes:
-        states, observations, controls: columns or array; None takes what an array file calls so.
+        states, observations, controls: columns or array; None for the array of that name.
         time, recording, mask: a column or array each.
-        images: of a table, the column that names image files. images_outside: they need not be in
-            the table's folder.
-        table: for a folder of images or a video, the CSV with the states; None takes the only one
-            beside them.
-        size: height and width that images are brought to; None leaves them.
+        images: of a table, the column with the names of image files. images_outside: whether they
+            may be outside of the table's folder.
+        table: for a folder of images or a video, the CSV with the states; None for the only one in
+            the folder, or the one with the name of the video.
+        size: height and width to which images are resized; None keeps their size.
     """
 
     states: list[str] | str | None = None
@@ -37,14 +39,14 @@ class Layout(NamedTuple):
 
 
 class FileRecording(NamedTuple):
-    """One sequence of a file, in the file's own columns and units.
+    """One recording of a file, in the columns and units of the file.
 
     Attributes:
-        name: of the sequence. obs: ``T c`` float64 with NaN where missing, or ``T C H W`` uint8.
-        states: ``T s`` float64 with NaN where not known; None if they were not asked for.
-        mask: ``T`` bool, False where the file says that nothing was observed, or None.
-        times: ``T`` float64, seconds of dates. controls: ``T k`` float64.
-        file: where it came from. rows: ``T``, line or row numbers there; None counts steps.
+        name: of the recording. obs: ``T c`` float64 with NaN where missing, or ``T C H W`` uint8.
+        states: ``T s`` float64 with NaN where unknown; None if they were not requested.
+        mask: ``T`` bool, False where the mask of the file marks a missing observation, or None.
+        times: ``T`` float64, dates in seconds. controls: ``T k`` float64.
+        file: its path. rows: ``T``, line or row numbers in the file; None counts steps.
     """
 
     name: str
@@ -57,16 +59,14 @@ class FileRecording(NamedTuple):
     rows: Tensor | None = None
 
     def place(self, step: int) -> str:
-        """The place of a step in the file, for messages."""
-        return f"{self.file}, " + (
-            f"sequence {self.name}, step {step}"
-            if self.rows is None
-            else f"row {int(self.rows[step])}"
-        )
+        """Returns the place of a step in the file, for messages."""
+        if self.rows is None:
+            return f"{self.file}, recording {self.name}, step {step}"
+        return f"{self.file}, row {int(self.rows[step])}"
 
 
 class Contents(NamedTuple):
-    """The contents of a file: recordings, the names of their columns (no observation columns for images), and remarks."""
+    """The recordings of a file, the names of their columns (none for images), and remarks."""
 
     recordings: list[FileRecording]
     states: list[str]
@@ -76,13 +76,13 @@ class Contents(NamedTuple):
 
 
 class Observations(NamedTuple):
-    """One sequence to filter, as filters see it.
+    """One recording to be filtered, in the components that filters use.
 
     Attributes:
         obs: ``T *x``, NaN where missing; images as uint8. times: ``T`` or None. controls: ``T k``
-            or None. name: of the sequence.
-        mask: ``T`` bool, False where nothing was observed; None for vectors without a missing step.
-            It is needed for images.
+            or None. name: of the recording.
+        mask: ``T`` bool, False where the observation is missing; None if none is missing. Images
+            cannot represent missing observations by NaN.
     """
 
     obs: Tensor
@@ -93,10 +93,10 @@ class Observations(NamedTuple):
 
 
 def layout_of(config: dict[str, Any]) -> Layout:
-    """The `Layout` of a ``data`` configuration.
+    """Returns the `Layout` of a ``data`` configuration.
 
     Raises:
-        ValueError: a size that is no list.
+        ValueError: ``size`` is not a list, or ``images_outside`` not a bool.
     """
     layout = Layout(**{name: plain(config.get(name)) for name in Layout._fields if name in config})
     if not isinstance(layout.images_outside, bool):
@@ -109,21 +109,21 @@ def layout_of(config: dict[str, Any]) -> Layout:
 
 
 def plain(value: Any) -> Any:
-    """Tuples turned into lists: a configuration may hold either."""
+    """Returns lists in place of tuples; configurations may contain either."""
     return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def own_package(module: str, path: Path) -> Any:
-    """The module that reads a kind of file.
+    """Imports the module that reads a kind of file.
 
     Raises:
-        ValueError: it is not installed, or does not load.
+        ValueError: it is not installed or cannot be imported.
     """
     return need(module, "own", f"{path}: reading this kind of file")
 
 
 def rows_of(chosen: Tensor, recording: FileRecording, name: str) -> FileRecording:
-    """The chosen steps of a recording, under another name."""
+    """Returns the selected steps of a recording under another name."""
     leaves = {
         key: leaf[chosen] for key, leaf in recording._asdict().items() if isinstance(leaf, Tensor)
     }
@@ -131,26 +131,23 @@ def rows_of(chosen: Tensor, recording: FileRecording, name: str) -> FileRecordin
 
 
 def by_recording(whole: FileRecording, ids: list[str]) -> list[FileRecording]:
-    """One recording for each id, in the order of first appearance.
+    """Splits steps into one recording for each id, in the order of first appearance.
 
     Raises:
         ValueError: a step without an id.
     """
     if lost := [step for step, name in enumerate(ids) if name in ("", "nan")]:
         raise ValueError(
-            f"{whole.place(lost[0])}: data.recording does not say which recording this is"
+            f"{whole.place(lost[0])}: the recording's name is missing (data.recording)"
         )
-    order = list(dict.fromkeys(ids))
-    number = (
-        torch.tensor([{name: k for k, name in enumerate(order)}[name] for name in ids])
-        if len(order) > 1
-        else None
-    )
-    if number is None:
-        return [whole._replace(name=order[0])]
-    return [rows_of((number == k).nonzero()[:, 0], whole, name) for k, name in enumerate(order)]
+    steps: dict[str, list[int]] = {}
+    for step, name in enumerate(ids):
+        steps.setdefault(name, []).append(step)
+    if len(steps) == 1:
+        return [whole._replace(name=ids[0])]
+    return [rows_of(torch.tensor(chosen), whole, name) for name, chosen in steps.items()]
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a name stands for all columns that are like it, as ``cell_*`` does."""
+    """Whether a name is a pattern for several columns, such as ``cell_*``."""
     return "*" in name or "?" in name

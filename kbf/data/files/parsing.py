@@ -1,16 +1,16 @@
-"""Numbers and dates in the cells of tables."""
+"""Parsing of numbers and dates in the cells of tables."""
 
 from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
 
-# Contents of a cell, in lower case, that mean a missing value.
+# Contents of a cell, in lower case, that represent a missing value.
 EMPTY_CELLS = {"", "nan", "na", "n/a", "null", "none"}
 
 
 def number(cell: str) -> float | None:
-    """The number that a cell holds, NaN for an empty one; None if it holds something else."""
+    """Returns the number in a cell, NaN for an empty cell, None for any other text."""
     try:
         return float("not a number" if "_" in cell else cell)  # Python reads 1_0 as 10
     except ValueError:
@@ -18,7 +18,10 @@ def number(cell: str) -> float | None:
 
 
 def seconds(cell: str) -> float | None:
-    """A time: a number, or a date and time in ISO 8601 (UTC unless it says so) in seconds since 1970."""
+    """Returns a time in seconds: a number, or the seconds since 1970 of an ISO 8601 date.
+
+    A date without a time zone is UTC; None is returned for any other text.
+    """
     value = number(cell)
     if value is not None:
         return value

@@ -1,4 +1,4 @@
-"""Read a file or folder of any supported kind; the ending of its name decides which reader is used."""
+"""Reads a file or folder of any supported kind; the ending of its name selects the reader."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from kbf.data.files.layout import (
     is_pattern,
     layout_of,
 )
-from kbf.data.files.limits import LARGEST_NUMBER
+from kbf.data.files.limits import MAX_NUMBER
 
 
 def read(path: str | os.PathLike[str], layout: Layout, *, states: bool = True) -> Contents:
-    """Read a file or folder of any known kind.
+    """Reads a file or folder of any supported kind.
 
     Args:
         path: ``.csv``, ``.tsv``, ``.parquet``, ``.npz``, ``.h5``/``.hdf5``, ``.zarr``, a video, a
             folder of images, a folder or prefix of ``.npy`` files, or without states one ``.npy``
             of observations.
-        layout: which columns or arrays hold what.
-        states: whether they are needed.
+        layout: roles of columns or arrays.
+        states: whether states are required.
 
     Raises:
         FileNotFoundError: no such file. ValueError: anything in it that cannot be used, with its
-            place.
+            place in the file.
     """
     contents = read_kind(Path(path).expanduser(), layout, states)
     for recording in contents.recordings:
@@ -43,7 +43,7 @@ def read(path: str | os.PathLike[str], layout: Layout, *, states: bool = True) -
 
 
 def read_kind(path: Path, layout: Layout, states: bool) -> Contents:
-    """`read` by the reader of a file's kind."""
+    """Reads a file with the reader of its kind."""
     from kbf.data.files import arrays, images, tables
 
     suffix = path.suffix.lower()
@@ -55,9 +55,9 @@ def read_kind(path: Path, layout: Layout, states: bool) -> Contents:
     if suffix not in readers:
         if suffix == ".npy" and path.is_file():
             if states:
-                remedy = f"the folder {path.parent}, or what the names of several begin with, as data.path"
                 raise ValueError(
-                    f"{path} is one array, and there are no states beside it: give {remedy}"
+                    f"{path} is a single array, without states: data.path must be the folder "
+                    f"{path.parent}, or the common beginning of the names of several files"
                 )
             return arrays.read(path, layout, states=False)
         if path.is_dir() and not any(path.glob("*.npy")):
@@ -68,39 +68,41 @@ def read_kind(path: Path, layout: Layout, states: bool) -> Contents:
         raise FileNotFoundError(f"data.path: there is no file {path}")
     if suffix not in readers:
         raise ValueError(
-            f"{path}: files of this kind are not known; known are {', '.join(readers)}, and folders of images or .npy"
+            f"{path}: files of this kind are not known; known are {', '.join(readers)}, "
+            "and folders of images or .npy"
         )
     return readers[suffix](path, layout, states=states)
 
 
 def check_sizes(recording: FileRecording) -> None:
-    """Raise a ValueError with the place of the first number that is too large to be squared."""
+    """Raises a ValueError with the place of the first number above `MAX_NUMBER`."""
     for name in ("states", "obs", "controls", "times"):
         values: Tensor | None = getattr(recording, name)
         if values is None or not values.is_floating_point() or not values.numel():
             continue
-        if bool((large := values.abs() > LARGEST_NUMBER).any()):
+        if bool((large := values.abs() > MAX_NUMBER).any()):
             at = large.nonzero()[0].tolist()
             what = {"obs": "observations"}.get(name, name)
             number = values[tuple(at)].item()
             raise ValueError(
-                f"{recording.place(at[0])}, {what}: {number:g} is no measurement; at most {LARGEST_NUMBER:g} is read"
+                f"{recording.place(at[0])}, {what}: {number:g} is no measurement; "
+                f"the limit is {MAX_NUMBER:g}"
             )
 
 
 def read_observations(path: str | os.PathLike[str], config: dict[str, Any]) -> list[Observations]:
-    """The observations of a file alone, for a filter that was trained with ``data=own``.
+    """Reads the observations of a file, for a filter that was trained with ``data=own``.
 
     Args:
-        path: as of `read`; states need not be there.
+        path: see `read`; states are not required.
         config: the ``data`` part of the checkpoint's configuration: columns, angles, time as
             control.
 
     Returns:
-        One for each sequence of the file, cut at gaps in time as in training.
+        One for each recording of the file, split at gaps in time as in training.
 
     Raises:
-        FileNotFoundError, ValueError: as `read`; columns that are not those of the training.
+        FileNotFoundError, ValueError: see `read`; or columns other than those of the training.
     """
     from kbf.data.files.timestamps import (
         check_times,
@@ -115,12 +117,12 @@ def read_observations(path: str | os.PathLike[str], config: dict[str, Any]) -> l
         ("observations", column_schema.columns("observations")),
         ("controls", list(column_schema.controls)),
     ):
-        said = getattr(
-            layout, side
-        )  # None: an array in the training; here it may be a table. Patterns: the columns of the training
-        if said is None or (isinstance(said, list) and any(map(is_pattern, said))):
+        given = getattr(layout, side)
+        # None: the file of the training was an array, this one may be a table. Patterns stand for
+        # the columns of the training.
+        if given is None or (isinstance(given, list) and any(map(is_pattern, given))):
             layout = layout._replace(**{side: names or None})
-    sequences = []
+    found = []
     for recording in read(path, layout, states=False).recordings:
         check_times(recording)
         check_width(recording, column_schema)
@@ -131,7 +133,7 @@ def read_observations(path: str | os.PathLike[str], config: dict[str, Any]) -> l
             column_schema,
             allow_missing_sensors=bool(config.get("allow_missing_sensors")),
         )
-        sequences += [
+        found += [
             Observations(
                 obs[a:b],
                 None if recording.times is None else recording.times[a:b],
@@ -141,11 +143,11 @@ def read_observations(path: str | os.PathLike[str], config: dict[str, Any]) -> l
             )
             for a, b in pieces_at_gaps(recording, config.get("time_step"))
         ]
-    return sequences
+    return found
 
 
 def check_width(recording: FileRecording, column_schema: ColumnSchema) -> None:
-    """Raise a ValueError if a file's columns are not as many as those of the training."""
+    """Raises a ValueError if the number of columns is not that of the training."""
     sides = {
         "observations": (recording.obs, column_schema.columns("observations")),
         "controls": (recording.controls, column_schema.controls),
@@ -155,5 +157,6 @@ def check_width(recording: FileRecording, column_schema: ColumnSchema) -> None:
         if width != len(names):
             expected = ", ".join(names) or ("images" if side == "observations" else "none")
             raise ValueError(
-                f"{recording.file}: {width} columns of {side}, the training had {len(names)} ({expected})"
+                f"{recording.file}: {width} columns of {side}, the training had {len(names)} "
+                f"({expected})"
             )

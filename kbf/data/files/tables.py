@@ -1,4 +1,4 @@
-"""Tables: CSV by the standard library, Parquet by pyarrow. One row a step; columns by their names."""
+"""Reads tables (CSV by the standard library, Parquet by pyarrow): one row a step, named columns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kbf.data.files.parsing import number, seconds
 
 
 class Table(NamedTuple):
-    """Chosen columns: numbers ``T`` float64 with NaN where empty, words as they are, and the row number of each step."""
+    """Selected columns: numbers ``T`` float64 (NaN if empty), texts, and the row number of each step."""
 
     numbers: dict[str, Tensor]
     words: dict[str, list[str]]
@@ -32,10 +32,10 @@ class Table(NamedTuple):
 
 
 def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
-    """The recordings of a table.
+    """Reads the recordings of a table.
 
     Raises:
-        ValueError: columns that are not named or not there, or a cell that is no number, with its
+        ValueError: columns that are not given or missing, or a cell that is not a number, with its
             row and column.
     """
     header = header_of(path)
@@ -53,44 +53,40 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
             not names and side != "controls" and (side != "states" or states) and not layout.images
         ):
             raise ValueError(
-                f"{path}: say which columns are {side}: data.{side}=[...]; it has {', '.join(header)}"
+                f"{path}: data.{side}=[...] must name the columns of the {side}; "
+                f"it has {', '.join(header)}"
             )
     return recordings_of(path, layout, sides, read_table(path, layout, sides))
 
 
 def matching(path: Path, header: list[str], names: list[str]) -> list[str]:
-    """Names of columns, with all that are like a pattern in its place, in the file's order.
+    """Replaces patterns by the columns that match them, in the order of the file.
 
     >>> matching(Path("a.csv"), ["x", "cell_1", "cell_2"], ["cell_*", "x"])
     ['cell_1', 'cell_2', 'x']
 
     Raises:
-        ValueError: a pattern that no column is like.
+        ValueError: a pattern without a matching column.
     """
     found: list[str] = []
     for name in names:
         pattern = is_pattern(name) and name not in header
         alike = fnmatch.filter(header, name) if pattern else [name]
         if not alike:
-            raise ValueError(f"{path}: no column is like {name!r}; it has {', '.join(header)}")
+            raise ValueError(f"{path}: no column matches {name!r}; it has {', '.join(header)}")
         found += [each for each in alike if not (pattern and each in found)]
     return found
 
 
 def read_table(path: Path, layout: Layout, sides: dict[str, Any]) -> Table:
-    """The columns that the layout names."""
-    numbers = [name for names in sides.values() for name in names] + [
-        name for name in (layout.mask,) if name
-    ]
+    """Reads the columns that the layout names."""
+    # a column may have two roles, such as state and observation
+    named = dict.fromkeys([*(name for names in sides.values() for name in names), layout.mask])
+    numbers = [name for name in named if name and name != layout.time]
     words = [name for name in (layout.recording, layout.images) if name]
-    check_columns(
-        path, header_of(path), [*numbers, *words, *([layout.time] if layout.time else [])]
-    )
+    check_columns(path, header_of(path), [*(n for n in (*named, layout.time) if n), *words])
     reader = read_parquet if is_parquet(path) else read_csv
-    once = [
-        name for name in dict.fromkeys(numbers) if name != layout.time
-    ]  # a column may serve twice: as state and observation
-    return reader(path, once, words, layout.time)
+    return reader(path, numbers, words, layout.time)
 
 
 def recordings_of(
@@ -101,7 +97,7 @@ def recordings_of(
     images: Tensor | None = None,
     folder: Path | None = None,
 ) -> Contents:
-    """Recordings of a table's columns, with the images of its rows or those that it names, relative to ``folder`` or its own."""
+    """Returns the recordings of a table, with ``images`` or the images named in it (in ``folder``)."""
     seen = None
     if images is not None:
         obs = images
@@ -138,26 +134,25 @@ def recordings_of(
 
 
 def stacked(table: Table, names: list[str]) -> Tensor:
-    """Columns side by side, ``T c``."""
+    """Stacks columns to ``T c``."""
     return torch.stack([table.numbers[name] for name in names], 1)
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file is Parquet, by its ending."""
+    """Whether a file is Parquet, by the ending of its name."""
     return path.suffix.lower() in (".parquet", ".pq")
 
 
 def header_of(path: Path) -> list[str]:
-    """The names of a table's columns.
+    """Returns the names of a table's columns.
 
     Raises:
-        ValueError: no header, or a name that stands twice.
+        ValueError: no header, or a repeated name.
     """
-    header = (
-        list(opened_parquet(path).schema_arrow.names)
-        if is_parquet(path)
-        else next(iter(lines(path)), (0, []))[1]
-    )
+    if is_parquet(path):
+        header = list(opened_parquet(path).schema_arrow.names)
+    else:
+        header = next(lines(path), (0, []))[1]
     if not header or all(number(cell) is not None for cell in header):
         raise ValueError(
             f"{path}: the first line must name the columns, got {', '.join(header[:5]) or 'nothing'}"
@@ -168,7 +163,7 @@ def header_of(path: Path) -> list[str]:
 
 
 def check_columns(path: Path, header: list[str], wanted: list[str]) -> None:
-    """Raise a ValueError that names the first wanted column that is not there, and what comes near."""
+    """Raises a ValueError that names the first missing column and the most similar name."""
     for name in wanted:
         if name not in header:
             near = difflib.get_close_matches(name, header, 1)
@@ -179,7 +174,9 @@ def check_columns(path: Path, header: list[str], wanted: list[str]) -> None:
 
 
 def lines(path: Path) -> Any:
-    """Line number and cells of each line that is not blank; the delimiter is what stands most often in the first.
+    """Yields line number and cells of each line that is not blank.
+
+    The delimiter is the most frequent of comma, semicolon and tab in the first line.
 
     Raises:
         ValueError: not a text file in UTF-8.
@@ -197,15 +194,15 @@ def lines(path: Path) -> Any:
                 done = reader.line_num
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is no text in UTF-8: {error.reason} at byte {error.start}; save it as UTF-8"
+            f"{path} is not text in UTF-8: {error.reason} at byte {error.start}; save it as UTF-8"
         ) from error
     except csv.Error as error:
-        raise ValueError(f"{path}, row {done + 1}: this is no CSV: {error}") from error
+        raise ValueError(f"{path}, row {done + 1}: this is not CSV: {error}") from error
 
 
 def read_csv(path: Path, numbers: list[str], words: list[str], time: str | None) -> Table:
-    """Chosen columns of a CSV file; the delimiter may be a comma, a semicolon or a tab."""
-    rows = iter(lines(path))
+    """Reads selected columns of a CSV file; see `lines`."""
+    rows = lines(path)
     header = next(rows)[1]
     readers = [(header.index(name), name, number) for name in numbers] + (
         [(header.index(time), time, seconds)] if time else []
@@ -222,12 +219,9 @@ def read_csv(path: Path, numbers: list[str], words: list[str], time: str | None)
         for place, name, reader in readers:
             value = reader(cells[place])
             if value is None or math.isinf(value):
-                comma = (
-                    ": decimals need a point"
-                    if number(cells[place].replace(",", ".")) is not None and value is None
-                    else ""
-                )
-                problem = f"{cells[place]!r} is no {'finite ' if value else ''}number{comma}"
+                problem = f"{cells[place]!r} is no {'finite ' if value else ''}number"
+                if value is None and number(cells[place].replace(",", ".")) is not None:
+                    problem += ": decimals need a point"
                 raise ValueError(f"{path}, row {line}, column {name}: {problem}")
             columns[name].append(value)
         for name, place in places.items():
@@ -243,7 +237,7 @@ def read_csv(path: Path, numbers: list[str], words: list[str], time: str | None)
 
 
 def opened_parquet(path: Path) -> Any:
-    """A Parquet file.
+    """Opens a Parquet file.
 
     Raises:
         ValueError: damaged, or not Parquet.
@@ -251,14 +245,14 @@ def opened_parquet(path: Path) -> Any:
     parquet = own_package("pyarrow.parquet", path)
     try:
         return parquet.ParquetFile(path)
-    except Exception as error:  # pyarrow's own kinds, and OSError for some damages
+    except Exception as error:  # pyarrow's own classes, and OSError for some damage
         raise ValueError(
             f"{path} is no Parquet file, or damaged: {str(error).splitlines()[0]}"
         ) from error
 
 
 def read_parquet(path: Path, numbers: list[str], words: list[str], time: str | None) -> Table:
-    """Chosen columns of a Parquet file; rows are counted from 1."""
+    """Reads selected columns of a Parquet file; rows are counted from 1."""
     arrow = own_package("pyarrow", path)
     file = opened_parquet(path)
     try:
@@ -285,14 +279,16 @@ def read_parquet(path: Path, numbers: list[str], words: list[str], time: str | N
             column = dates(path, name, column.to_pylist(), arrow)
         if not (arrow.types.is_integer(column.type) or arrow.types.is_floating(column.type)):
             raise ValueError(
-                f"{path}, column {name}: it holds {column.type}, not numbers (row 1: {column[0].as_py()!r})"
+                f"{path}, column {name}: it holds {column.type}, not numbers "
+                f"(row 1: {column[0].as_py()!r})"
             )
         values = torch.tensor(
             column.cast(arrow.float64(), safe=False).to_numpy(), dtype=torch.float64
         )
         if bool(values.isinf().any()):
             raise ValueError(
-                f"{path}, row {int(values.isinf().nonzero()[0, 0]) + 1}, column {name}: not a finite number"
+                f"{path}, row {int(values.isinf().nonzero()[0, 0]) + 1}, column {name}: "
+                "not a finite number"
             )
         columns[name] = values
     texts = {name: ["" if v is None else str(v) for v in table[name].to_pylist()] for name in words}
@@ -300,7 +296,7 @@ def read_parquet(path: Path, numbers: list[str], words: list[str], time: str | N
 
 
 def dates(path: Path, name: str, cells: list[str | None], arrow: Any) -> Any:
-    """A column of times that are written as text, in seconds."""
+    """Converts a column of times as text to seconds."""
     times = [seconds(cell or "") for cell in cells]
     if None in times:
         row = times.index(None)

@@ -1,4 +1,4 @@
-"""Time stamps, gaps, missing values: from a recording of a file to a sequence as filters see it."""
+"""Time stamps, gaps and missing values; conversion of a file's recordings for filters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.layout import FileRecording
 
-# A recording is cut where a move takes longer than this many median time steps.
+# A recording is split at gaps of more than this many median time steps.
 LARGEST_GAP = 5.0
 
 # A move is irregular if its duration differs from the median time step by more than this share of
@@ -17,7 +17,7 @@ UNEVEN_SHARE = 0.01
 
 
 def check_times(recording: FileRecording) -> None:
-    """Raise a ValueError with the place of the first time stamp that is missing or does not grow."""
+    """Raises a ValueError with the place of the first missing or non-increasing time stamp."""
     times = recording.times
     if times is None:
         return
@@ -29,19 +29,20 @@ def check_times(recording: FileRecording) -> None:
         k = int(wrong.nonzero()[0, 0]) + 1
         detail = f"time {times[k].item():.10g} after {times[k - 1].item():.10g}"
         raise ValueError(
-            f"{recording.place(k)}: {detail}; times must grow within a sequence (data.recording=COLUMN tells them apart)"
+            f"{recording.place(k)}: {detail}; times must increase within a recording "
+            "(data.recording=COLUMN names the recordings)"
         )
 
 
 def median_step(recordings: list[FileRecording]) -> float | None:
-    """The median time between two steps; None where there are no times, or never two steps."""
+    """Returns the median time between two steps; None without times or without two steps."""
     steps = [r.times.diff() for r in recordings if r.times is not None]
     together = torch.cat(steps) if steps else torch.zeros(0)
     return float(together.median()) if len(together) else None
 
 
 def pieces_at_gaps(recording: FileRecording, step: float | None) -> list[tuple[int, int]]:
-    """Start and stop (exclusive) of each piece of a recording that is cut at its gaps in time."""
+    """Returns start and stop (exclusive) of the pieces between the gaps of a recording."""
     if recording.times is None or step is None:
         return [(0, len(recording.obs))]
     cuts = ((recording.times.diff() > LARGEST_GAP * step).nonzero()[:, 0] + 1).tolist()
@@ -49,7 +50,10 @@ def pieces_at_gaps(recording: FileRecording, step: float | None) -> list[tuple[i
 
 
 def uneven(recordings: list[FileRecording], step: float | None) -> tuple[int, int, str | None]:
-    """How many moves there are, how many of them take another time than the median step, and the place of the first of these."""
+    """Returns the number of moves, the number of irregular ones, and the place of the first of these.
+
+    A move is irregular if its duration is not the median step, up to `UNEVEN_SHARE`.
+    """
     total, count, first = 0, 0, None
     for recording in recordings:
         if recording.times is None or step is None:
@@ -65,10 +69,10 @@ def uneven(recordings: list[FileRecording], step: float | None) -> tuple[int, in
 
 
 def with_time_control(recording: FileRecording, step: float | None) -> FileRecording:
-    """The recording with the time that each move takes as a further control; the first moves of pieces take the median time.
+    """Adds the duration of each move as a control; the first moves of pieces have the median.
 
     Raises:
-        ValueError: there are no times.
+        ValueError: the recording has no times.
     """
     if recording.times is None or step is None:
         raise ValueError(
@@ -84,13 +88,13 @@ def with_time_control(recording: FileRecording, step: float | None) -> FileRecor
 def encode_recording(
     recording: FileRecording, column_schema: ColumnSchema, *, allow_missing_sensors: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Observations ``T *x`` (NaN where missing), states ``T d`` (NaN where not known), mask ``T`` and controls ``T k``.
+    """Returns observations ``T *x``, states ``T d``, mask ``T`` and controls ``T k`` of a recording.
 
-    A step is observed where no column is missing; with ``allow_missing_sensors``, for filters of
-    several sensors, where not all of them are.
+    Missing observations and unknown states are NaN. A step is observed if no column is missing;
+    with ``allow_missing_sensors``, if any column is present.
 
     Raises:
-        ValueError: a control that is missing, or what `ColumnSchema.encode` raises, with the file.
+        ValueError: a missing control, or an error of `ColumnSchema.encode`, with the file.
     """
     controls = recording.controls
     if controls is not None and bool(controls.isnan().any()):
@@ -107,7 +111,7 @@ def encode_recording(
             else column_schema.encode(recording.obs, "observations")
         )
     except ValueError as error:
-        raise ValueError(f"{recording.file}, sequence {recording.name}: {error}") from error
+        raise ValueError(f"{recording.file}, recording {recording.name}: {error}") from error
     mask = recording.mask
     if obs.ndim == 2:
         known = obs.isfinite().any(1) if allow_missing_sensors else obs.isfinite().all(1)

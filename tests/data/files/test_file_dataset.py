@@ -85,21 +85,21 @@ def test_whole_sequences(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"test": ["r9"]}, "data.test: there is no sequence 'r9'; there are r0, r1"),
+        ({"test": ["r9"]}, "data.test: there is no recording 'r9'; there are r0, r1"),
         ({"test": ["r0"], "validation": ["r0"]}, "both name 'r0'"),
         ({"test": ["r0", "r1"]}, "leaves a part empty"),
         ({"test": 1.5}, r"data.test must be a share in \[0, 1\)"),
         ({"test": 0.0, "split": "recording", "validation": ["r0", "r1"]}, "leaves a part empty"),
-        ({"test": 0.6, "validation": 0.4}, "leave something to learn from"),
+        ({"test": 0.6, "validation": 0.4}, "must leave training steps"),
         ({"validation": "some"}, "data.validation must be a share"),
-        ({"split": "random"}, "data.split must be time or sequence"),
+        ({"split": "random"}, "data.split must be time or recording"),
         ({"n_train": 1000}, "n_train=1000: there are 96 training steps"),
         ({"states": ["x", "z"]}, "there is no column 'z'"),
         ({"angles": ["z"]}, "data.angles: 'z' is neither"),
         ({"time": None, "time_as_control": True}, "data.time_as_control needs time stamps"),
         (
             {"recording": None},
-            r"a.csv, row 62: time 0 after 29.5; times must grow within a sequence",
+            r"a.csv, row 62: time 0 after 29.5; times must increase within a recording",
         ),
     ],
 )
@@ -165,7 +165,9 @@ def test_gaps_cut_and_times_are_checked(tmp_path):
     assert "1 gaps in time of more than 5 median steps" in data.notes[0]
     assert "a.csv, row 22" in data.notes[0]
     times[30] = times[29]
-    with pytest.raises(ValueError, match=r"b.csv, row 32: time 114.5 after 114.5; times must grow"):
+    with pytest.raises(
+        ValueError, match=r"b.csv, row 32: time 114.5 after 114.5; times must increase"
+    ):
         own(written(tmp_path / "b.csv", times=times))
     times[30] = "nan"
     with pytest.raises(ValueError, match=r"c.csv, row 32: the time is missing"):
@@ -233,7 +235,7 @@ def warnings_of(path, **settings):
 def test_nothing_to_warn_of(tmp_path):
     report = examine(own(written(tmp_path / "a.csv", (300,))))
     assert not report.warnings
-    assert report.sequences[0] | {"duration": 149.5} == report.sequences[0]
+    assert report.recordings[0] | {"duration": 149.5} == report.recordings[0]
     column = next(row for row in report.columns if row["column"] == "a")
     obs = own(tmp_path / "a.csv").recordings[0].obs[:, 0]
     assert column["max"] == obs.max().item()
@@ -312,7 +314,7 @@ def test_test_steps_outside_of_the_training(tmp_path):
 
 def test_of_many_points_evenly_spaced_ones_are_looked_at(tmp_path, monkeypatch):
     """The count is then that of all, estimated from those."""
-    monkeypatch.setattr(report, "LOOKED_AT", 40)
+    monkeypatch.setattr(report, "MAX_POINTS", 40)
     drift = np.concatenate(
         [np.random.default_rng(0).normal(size=240), 30 + np.random.default_rng(1).normal(size=60)]
     )

@@ -23,10 +23,10 @@ def npz(path, **arrays):
 def test_an_archive_that_expands_is_refused_with_the_numbers(tmp_path, monkeypatch):
     path = npz(tmp_path / "a.npz", states=np.zeros((1000, 2)), observations=np.zeros((1000, 2)))
     assert path.stat().st_size < 2000 and len(read(path, Layout()).recordings[0].obs) == 1000
-    monkeypatch.setattr(limits, "LARGEST_BYTES", 30_000)
+    monkeypatch.setattr(limits, "MAX_BYTES", 30_000)
     with pytest.raises(
         ValueError,
-        match=r"a\.npz becomes 32,\d\d\d bytes in memory, more than the 30,000 that are read",
+        match=r"a\.npz: 32,\d\d\d bytes in memory, more than the limit of 30,000",
     ):
         read(path, Layout())
 
@@ -38,7 +38,7 @@ def test_a_zip_bomb_of_100_GB_is_refused_before_it_is_unpacked(tmp_path):
                 name, shape=(10**10, 2), dtype="f4", chunks=(10**5, 2), compression="gzip"
             )
     assert (tmp_path / "a.h5").stat().st_size < 10_000
-    with pytest.raises(ValueError, match=r"becomes 160,000,000,000 bytes.*4,294,967,296"):
+    with pytest.raises(ValueError, match=r": 160,000,000,000 bytes.*4,294,967,296"):
         read(tmp_path / "a.h5", Layout())
 
 
@@ -70,8 +70,8 @@ def test_pictures_that_are_too_many_are_refused(tmp_path, monkeypatch):
     for k in range(5):
         Image.new("L", (10, 10)).save(tmp_path / f"{k}.png")
     assert read(tmp_path, Layout(), states=False).recordings[0].obs.shape == (5, 1, 10, 10)
-    monkeypatch.setattr(limits, "LARGEST_BYTES", 499)
-    with pytest.raises(ValueError, match="its 5 images together becomes 500 bytes"):
+    monkeypatch.setattr(limits, "MAX_BYTES", 499)
+    with pytest.raises(ValueError, match="all its 5 images: 500 bytes"):
         read(tmp_path, Layout(), states=False)
 
 
@@ -106,6 +106,6 @@ def test_numbers_that_cannot_be_squared_are_refused_with_their_place(tmp_path, v
     (tmp_path / "t.csv").write_text(f"x,a\n1,2\n{row['x']},{row['a']}\n", encoding="utf-8")
     with pytest.raises(
         ValueError,
-        match=r"row 3, (states|observations): -?1e\+\d+ is no measurement; at most 1e\+150",
+        match=r"row 3, (states|observations): -?1e\+\d+ is no measurement; the limit is 1e\+150",
     ):
         read(tmp_path / "t.csv", Layout(states=["x"], observations=["a"]))

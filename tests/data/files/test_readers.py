@@ -439,7 +439,7 @@ def test_broken_images(tmp_path):
         ("1,2,3\n4,5,6\n", "the first line must name the columns, got 1, 2, 3"),
         ("x,y,y,a\n1,2,3,4\n", "two columns are called 'y'"),
         ("x,yy,a\n1,2,3\n", "there is no column 'y'; it has x, yy, a; did you mean 'yy'?"),
-        ('x,y,a\n1,2,3\n1,2,"3\n', "rec.csv, row 3: this is no CSV"),
+        ('x,y,a\n1,2,3\n1,2,"3\n', "rec.csv, row 3: this is not CSV"),
         ("x;y;a\n1;2,5;3\n", "row 2, column y: '2,5' is no number: decimals need a point"),
     ],
 )
@@ -453,12 +453,13 @@ def test_broken_csv(tmp_path, text, message):
 def test_csv_that_is_no_text_and_columns_that_nobody_named(tmp_path):
     path = tmp_path / "rec.csv"
     path.write_bytes("x,a\n1,ü\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"rec.csv is no text in UTF-8"):
+    with pytest.raises(ValueError, match=r"rec.csv is not text in UTF-8"):
         read(path, Layout(states=["x"], observations=["a"]))
     path.write_text("x,a\n1,2\n", encoding="utf-8")
     for layout, side in ((Layout(), "states"), (Layout(states=["x"]), "observations")):
         with pytest.raises(
-            ValueError, match=rf"say which columns are {side}: data.{side}=\[...\]; it has x, a"
+            ValueError,
+            match=rf"data.{side}=\[...\] must name the columns of the {side}; it has x, a",
         ):
             read(path, layout)
 
@@ -550,7 +551,10 @@ def test_nothing_is_unpickled(tmp_path):
             "array states, row 1: infinite",
         ),
         ({"states": np.ones((2, 4, 1)), "obs": np.ones((2, 5, 1))}, r"are not \(B, T, ...\) alike"),
-        ({"states_0": np.ones((4, 1)), "obs_1": np.ones((4, 1))}, "sequence 0 has no observations"),
+        (
+            {"states_0": np.ones((4, 1)), "obs_1": np.ones((4, 1))},
+            "recording 0 has no observations",
+        ),
         ({"states": np.ones((0, 1)), "obs": np.ones((0, 1))}, "has no steps"),
         ({"states": np.ones((4, 1)), "obs": np.ones((4, 7, 6, 8))}, "images have 1 or 3 channels"),
         ({}, "holds no arrays"),
@@ -566,11 +570,11 @@ def test_nothing_is_unpickled(tmp_path):
         ),
         (
             {"states": np.ones((4, 1)), "obs": np.ones((4, 2)), "recording": np.ones((4, 2))},
-            r"sequence of shape \(4, 2\)",
+            r"recording of shape \(4, 2\)",
         ),
         (
             {"states": np.ones((4, 1)), "obs": np.ones((4, 2)), "recording": ["a", "a", "", "b"]},
-            "step 2: data.recording does not say",
+            "step 2: the recording's name is missing",
         ),
         (
             {"states": np.ones((2, 4, 1)), "obs": np.ones((2, 4, 1)), "lengths": [2.5, 4]},
@@ -583,12 +587,12 @@ def test_nothing_is_unpickled(tmp_path):
                 "states_1": np.ones((4, 1)),
                 "obs_1": np.ones((4, 2)),
             },
-            r"the observations of sequence 1 are \(2,\), those of 0 \(1,\): all sequences must be "
+            r"the observations of recording 1 are \(2,\), those of 0 \(1,\): all recordings must be "
             r"alike",
         ),
         (
             {"states_0": np.ones((4, 1)), "obs_0": np.ones((4, 1)), "obs_1": np.ones((4, 1))},
-            "obs_1 has no states beside it, others have",
+            "obs_1 has no states, others have",
         ),
         (
             {
@@ -597,7 +601,7 @@ def test_nothing_is_unpickled(tmp_path):
                 "raw_obs": np.ones((4, 1)),
                 "controls": np.ones((4, 1)),
             },
-            "raw_obs has no states beside it, others have: .* data.observations=NAME",
+            "raw_obs has no states, others have: .* data.observations=NAME",
         ),
     ],
 )
@@ -727,7 +731,9 @@ def test_new_recordings_are_cut_at_gaps_and_checked(tmp_path):
         ("new[2:4]", [3, 4]),
     ]
     path.write_text("t,a\n0,1\n0.1,2\n0.1,3\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"new.csv, row 4: time 0.1 after 0.1; times must grow"):
+    with pytest.raises(
+        ValueError, match=r"new.csv, row 4: time 0.1 after 0.1; times must increase"
+    ):
         read_observations(path, config)
 
 
@@ -786,7 +792,7 @@ def test_observations_of_another_kind_of_file(tmp_path):
     np.save(tmp_path / "lone.npy", a["obs"])
     (found,) = read_observations(tmp_path / "lone.npy", config)
     assert found.obs.shape == (T, 3) and found.times is None
-    with pytest.raises(ValueError, match="is one array, and there are no states beside it"):
+    with pytest.raises(ValueError, match="is a single array, without states"):
         read(tmp_path / "lone.npy", Layout())
     with pytest.raises(ValueError, match=r"there is no array 't' \(data.time\)"):
         read(tmp_path / "a.npz", Layout(states="obs", time="t"))
@@ -813,9 +819,7 @@ def test_parquet_dates_as_text_and_decimals(tmp_path):
 def test_a_row_that_names_no_sequence(tmp_path):
     table = rows()
     table[3]["run"] = ""
-    with pytest.raises(
-        ValueError, match=r"row 5: data.recording does not say which recording this is"
-    ):
+    with pytest.raises(ValueError, match=r"row 5: the recording's name is missing"):
         read(write_csv(tmp_path / "rec.csv", table), LAYOUT)
 
 
