@@ -1,1 +1,4 @@
-"""The workshop: reproductions of the papers, benchmarks and stress tests. Not part of the installed package."""
+"""The workshop: reproductions of the papers, benchmarks and stress tests.
+
+Not part of the installed package.
+"""

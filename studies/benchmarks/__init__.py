@@ -8,11 +8,15 @@ BENCHMARKS = {
     "local": "only the points of the largest ratios: error against time",
     "filter": "kbf filter on standard input: observations a second, and memory",
     "online": "latency, memory and error over a million steps",
-    "checks": "a running filter with the looks at what goes in and out, against the bare arithmetic",
+    "checks": (
+        "a running filter with the looks at what goes in and out, against the bare arithmetic"
+    ),
     "precision": "float32 against float64, part by part",
     "end_to_end": "training an encoder through the filter, by features and by Gram matrices",
     "cme": "cheap conditional mean embeddings: error against time",
-    "smoothing": "how much of what later observations tell a smoother gets, against the best that there is",
+    "smoothing": (
+        "how much of what later observations tell a smoother gets, against the best that there is"
+    ),
     "peers": "the same work by other libraries",
 }
 """Every benchmark with what it compares; the module of that name in this folder makes it."""

@@ -99,7 +99,9 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
 def forms(
     x: Tensor, z: Tensor, sizes: list[int], neighbours: list[int]
 ) -> dict[tuple[str, int], tuple[Fit, bool]]:
-    """(form, size) -> how to fit it, and whether it is an estimator of its own. The exact one comes first.
+    """(form, size) -> how to fit it, and whether it is an estimator of its own.
+
+    The exact one comes first.
 
     The size is the number of features, landmarks, neighbours or points drawn; of
     `divide_and_conquer` that of the points in a part.
@@ -181,7 +183,10 @@ def claims(rows: list[Row]) -> list[Claim]:
     if best is None:
         return [Claim(target, "no form is within 2 %", False)]
     times = best["times faster than exact"]
-    words = f"{times:.0f} times faster: {best['form']}, m = {best['m']}, error {100 * best['error above exact']:+.1f} %"
+    words = (
+        f"{times:.0f} times faster: {best['form']}, m = {best['m']}, error "
+        f"{100 * best['error above exact']:+.1f} %"
+    )
     return [Claim(target, words, times >= 50)]
 
 

@@ -86,7 +86,10 @@ LIMITS = {
     "memory": 60.0,
     "determinism": 60.0,
 }
-"""Parts, and the seconds that each may take at most; all of them together are held to ``--seconds``."""
+"""Parts, and the seconds that each may take at most.
+
+All of them together are held to ``--seconds``.
+"""
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-3}
 """Largest difference to the CPU's estimates, in standard deviations of the states."""
 
@@ -103,7 +106,10 @@ class Finding(NamedTuple):
 
 
 def attempt(part: str, what: str, work: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """The findings of a piece of work; of one that fails, or needs what is not installed, those so far, and one that says so."""
+    """The findings of a piece of work.
+
+    Of one that fails, or needs what is not installed, those so far, and one that says so.
+    """
     try:
         yield from work()
     except Exception as error:  # whatever it is: the table says it, and the next piece is tried
@@ -137,7 +143,10 @@ def recordings(
 def make_filters(
     size: dict[str, Any], dtype: torch.dtype, device: str
 ) -> dict[str, Callable[[], Filter[Any]]]:
-    """Filters by name, all without random numbers: learned on the CPU, then moved; the fitted ones learn on the device."""
+    """Filters by name, all without random numbers: learned on the CPU, then moved.
+
+    The fitted ones learn on the device.
+    """
     memory = recordings(300, dtype=dtype)
     there = recordings(300, device, dtype)
     name = str(dtype).removeprefix("torch.")
@@ -491,7 +500,10 @@ def memory(size: dict[str, Any], device: str) -> Iterator[Finding]:
 
 
 def determinism(size: dict[str, Any], device: str) -> Iterator[Finding]:
-    """Whether two runs give the same bits: rollouts as they are; training as it is, and with PyTorch's deterministic algorithms."""
+    """Whether two runs give the same bits: rollouts as they are.
+
+    Training as it is, and with PyTorch's deterministic algorithms.
+    """
     part = "determinism"
     obs = torch.stack([s.obs for s in recordings(400, seed=1)])[:, : size["steps"]]
 
@@ -520,7 +532,10 @@ def determinism(size: dict[str, Any], device: str) -> Iterator[Finding]:
 
 
 def tests(size: dict[str, Any], device: str) -> Iterator[Finding]:
-    """The tests marked ``gpu``, by pytest in a process of its own; they are skipped where there is no card."""
+    """The tests marked ``gpu``, by pytest in a process of its own.
+
+    They are skipped where there is no card.
+    """
 
     def work() -> Iterator[Finding]:
         importlib.import_module("pytest")
@@ -590,7 +605,9 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def run_group(words: list[str], limit: float, **settings: Any) -> int:
-    """The exit status of a process; after ``limit`` seconds, or Ctrl-C, it and all that it has started are killed.
+    """The exit status of a process.
+
+    After ``limit`` seconds, or Ctrl-C, it and all that it has started are killed.
 
     Raises:
         subprocess.TimeoutExpired: after ``limit`` seconds.
@@ -604,7 +621,10 @@ def run_group(words: list[str], limit: float, **settings: Any) -> int:
 
 
 def run_part(part: str, size: str, device: str, limit: float, directory: Path) -> list[Finding]:
-    """The findings of a part, made by a process of its own; what it has said stays where it fails, crashes or takes too long."""
+    """The findings of a part, made by a process of its own.
+
+    What it has said stays where it fails, crashes or takes too long.
+    """
     path, why = directory / f"{part}.jsonl", ""
     words = [
         sys.executable,
@@ -670,7 +690,8 @@ def write(directory: Path, about: dict[str, Any], findings: list[Finding]) -> No
         "",
     ]
     lines += [
-        f"{len(findings)} findings, {sum(each.good is True for each in findings)} good, {len(failed)} bad.",
+        f"{len(findings)} findings, {sum(each.good is True for each in findings)} good, "
+        f"{len(failed)} bad.",
         "",
     ]
     for part in dict.fromkeys(each.part for each in findings):
@@ -680,7 +701,8 @@ def write(directory: Path, about: dict[str, Any], findings: list[Finding]) -> No
                 value = "" if each.value is None else f"{each.value:.4g}"
                 verdict = {True: "good", False: "**bad**", None: ""}[each.good]
                 lines.append(
-                    f"| {each.what} | {each.quantity} | {value} | {verdict} | {each.note.replace('|', '/')} |"
+                    f"| {each.what} | {each.quantity} | {value} | {verdict} | "
+                    f"{each.note.replace('|', '/')} |"
                 )
         lines.append("")
     write_text(directory / "gpu.md", "\n".join(lines))
@@ -744,7 +766,8 @@ def main(words: list[str] | None = None) -> int:
     bad = [each for each in findings if each.good is False]
     for each in bad:
         print(
-            f"bad: {each.part}, {each.what}: {each.quantity} {'' if each.value is None else each.value} {each.note}"
+            f"bad: {each.part}, {each.what}: {each.quantity} "
+            f"{'' if each.value is None else each.value} {each.note}"
         )
     print(f"{len(findings)} findings, {len(bad)} bad, in {directory}")
     return 1 if bad else 0

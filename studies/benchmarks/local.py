@@ -114,17 +114,24 @@ def claims(rows: list[Row]) -> list[Claim]:
     fewest = "none of those tried"
     if good:
         least = min(good, key=lambda row: int(row["points"]))
-        fewest = f"{least['points']} ({100 * least['error above all']:+.2g} %), {least['times faster than all']:.3g} times faster"
+        fewest = (
+            f"{least['points']} ({100 * least['error above all']:+.2g} %), "
+            f"{least['times faster than all']:.3g} times faster"
+        )
     claims = [
         Claim(
-            "the fewest points of the largest ratios with an error at most 1 % above that of all points",
+            "the fewest points of the largest ratios with an error at most 1 % above that of all "
+            "points",
             fewest,
             None,
         )
     ]
     for row in rows:
         if row["points"] == POSITIVE:
-            share = f"{row['points that take part']:.0f} points, {row['times faster than all']:.3g} times faster"
+            share = (
+                f"{row['points that take part']:.0f} points, {row['times faster than all']:.3g} "
+                "times faster"
+            )
             target = "only the points of a positive ratio: estimates equal to 1e-4"
             claims.append(
                 Claim(

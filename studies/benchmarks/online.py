@@ -141,7 +141,10 @@ def work(
 
 
 def resident() -> float:
-    """Resident memory of the process in MiB; its maximum so far where the system does not report the present value."""
+    """Resident memory of the process in MiB.
+
+    Its maximum so far where the system does not report the present value.
+    """
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * resource.getpagesize() / 2**20
@@ -176,9 +179,15 @@ def claims(rows: list[Row]) -> list[Claim]:
         )
         keys = ("50 %, microseconds", "99 %, microseconds", "99.9 %, microseconds")
         median, high, higher = (sorted(row[key] for row in mine)[5] for key in keys)
-        words = f"{median:.0f}, {high:.0f} and {higher:.0f} us: {1e6 / median:,.0f} observations a second"
+        words = (
+            f"{median:.0f}, {high:.0f} and {higher:.0f} us: {1e6 / median:,.0f} observations a "
+            "second"
+        )
         most = LATENCIES.get(name)
-        target = f"{name}: latency, 50, 99 and 99.9 %{'' if most is None else f'; half of the steps within {most:,} us'}"
+        target = (
+            f"{name}: latency, 50, 99 and 99.9 "
+            f"%{'' if most is None else f'; half of the steps within {most:,} us'}"
+        )
         verdicts.append(Claim(target, words, None if most is None else median <= most))
     return verdicts
 

@@ -149,7 +149,10 @@ def claims(rows: list[Row]) -> list[Claim]:
             verdicts.append(Claim(target, "not installed", None))
             continue
         equal = all(row["largest difference"] <= row["tolerance"] for row in checked)
-        words = f"largest difference {max(row['largest difference'] for row in checked):.1e}, {len(checked)} comparisons"
+        words = (
+            f"largest difference {max(row['largest difference'] for row in checked):.1e}, "
+            f"{len(checked)} comparisons"
+        )
         verdicts.append(Claim(target, words, equal))
         times = "; ".join(f"{row['work']} ({row['size']}) {row['times ours']:.2g}" for row in mine)
         verdicts.append(Claim(f"time of {name} over ours", times, None))

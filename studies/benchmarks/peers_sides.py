@@ -73,7 +73,10 @@ def by_filterpy(
 def by_numpy(
     resample: Callable[[Any], Any], model: StateSpaceModel, start: Any, obs: Tensor
 ) -> Tensor:
-    """A bootstrap filter as one writes it in NumPy, over each sequence; ``resample``: weights -> numbers of particles."""
+    """A bootstrap filter as one writes it in NumPy, over each sequence.
+
+    ``resample``: weights -> numbers of particles.
+    """
     random, n = np.random.default_rng(0), len(start)
     root, precision = np.linalg.cholesky(model.Q.numpy()), np.linalg.inv(model.R.numpy())
     means = torch.empty(obs.shape, dtype=torch.float64)

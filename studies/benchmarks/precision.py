@@ -167,7 +167,10 @@ def claims(rows: list[Row]) -> list[Claim]:
 
 
 def draw(rows: list[Row]) -> Figure:
-    """Difference to all in float64 against the tolerance; a variant that fails has no point there."""
+    """Difference to all in float64 against the tolerance.
+
+    a variant that fails has no point there.
+    """
     return curves(
         [row for row in rows if row["in float32"] != EXACT],
         x="tolerance",

@@ -52,7 +52,11 @@ class Problem(NamedTuple):
 
 
 def problem(n: int, *, steps: int = 200, scale: float = 1.0, seed: int = 0) -> Problem:
-    """Oscillatory data; kernels exp(-||a - b||^2 / s) with s = ``scale`` times the median squared distance (diagonal included)."""
+    """Oscillatory data.
+
+    Kernels exp(-||a - b||^2 / s) with s = ``scale`` times the median squared distance (diagonal
+    included).
+    """
     data = SyntheticData(oscillatory(), n_train=n, n_test=steps, seed=seed)
     memory, test = data.train[0], data.test[0]
     medians = [
@@ -63,7 +67,10 @@ def problem(n: int, *, steps: int = 200, scale: float = 1.0, seed: int = 0) -> P
 
 
 def reference() -> ModuleType | None:
-    """The published arithmetic, as the tests of a checkout have it; None where there is no checkout."""
+    """The published arithmetic, as the tests of a checkout have it.
+
+    None where there is no checkout.
+    """
     path = Path(__file__).parents[2] / "tests" / "reference.py"
     if not path.is_file():
         return None

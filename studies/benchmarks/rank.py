@@ -93,8 +93,10 @@ def claims(rows: list[Row]) -> list[Claim]:
     times = worst["largest difference"] / math.sqrt(worst["tolerance"])
     verdicts = [
         Claim(
-            f"at every scale and tolerance estimates differ by at most {LARGEST_CONSTANT:g} sqrt(tolerance)",
-            f"{times:.2g} sqrt(tolerance) at the most (scale {worst['scale']:g}, tolerance {worst['tolerance']:g})",
+            f"at every scale and tolerance estimates differ by at most {LARGEST_CONSTANT:g} "
+            "sqrt(tolerance)",
+            f"{times:.2g} sqrt(tolerance) at the most (scale {worst['scale']:g}, tolerance "
+            f"{worst['tolerance']:g})",
             times <= LARGEST_CONSTANT,
         )
     ]
@@ -114,7 +116,8 @@ def claims(rows: list[Row]) -> list[Claim]:
             row = min(good, key=lambda row: row["rank of states"])
             ranks = f"{row['rank of states']} and {row['rank of observations']}"
             needed.append(
-                f"scale {scale:g}: {ranks} ({row['times faster than dense']:.3g} times faster than dense)"
+                f"scale {scale:g}: {ranks} ({row['times faster than dense']:.3g} times faster "
+                "than dense)"
             )
     return [
         *verdicts,

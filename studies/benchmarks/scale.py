@@ -129,7 +129,10 @@ def claims(rows: list[Row]) -> list[Claim]:
             )
         )
     last = rows[-1]
-    measured = f"{last['memory, GiB'] * 2**30 / 1e9:.2f} GB at {last['training points']:,} points of rank {last['rank']}"
+    measured = (
+        f"{last['memory, GiB'] * 2**30 / 1e9:.2f} GB at {last['training points']:,} points of "
+        f"rank {last['rank']}"
+    )
     enough = last["memory, GiB"] * 2**30 < 4e9 if last["training points"] >= 100_000 else None
     return [
         *verdicts,

@@ -114,7 +114,10 @@ def data_of(name: str, settings: Settings, seed: int) -> Data:
 def filters(
     name: str, data: Data, settings: Settings, seed: int, tell: Tell
 ) -> Iterator[tuple[str, Filter[Any], torch.dtype]]:
-    """Filters by model, each with the type of its observations; of images all share their encoders. EKF and UKF know the truth."""
+    """Filters by model, each with the type of its observations; of images all share their encoders.
+
+    EKF and UKF know the truth.
+    """
     if name in VECTORS:
         problem: Any = data.problem
         models = {
@@ -147,7 +150,10 @@ def claims(rows: list[Row]) -> list[Claim]:
     for row in rows:
         if row["model"] == KBF:
             half = (row["filtering floor"] + row["smoothing floor"]) / 2
-            target = f"{row['data']}: kbf's smoother closes half of the gap between the floors (error at most {half:.4f})"
+            target = (
+                f"{row['data']}: kbf's smoother closes half of the gap between the floors (error "
+                f"at most {half:.4f})"
+            )
             measured = f"{row['smoother']:.4f} ({100 * row['share of the gap']:.0f} % of the gap)"
             if row["data"] in knowing:
                 measured += f"; with the true moves and the same codes {knowing[row['data']]:.4f}"

@@ -13,7 +13,9 @@ from torch import Tensor
 def alternate(
     sides: Mapping[str, Callable[[], object]], *, rounds: int = 7, seconds: float = 0.2
 ) -> dict[str, float]:
-    """Median seconds of a call of each side. The sides run in turn, ``rounds`` times, so that other load disturbs all alike.
+    """Median seconds of a call of each side.
+
+    The sides run in turn, ``rounds`` times, so that other load disturbs all alike.
 
     In its turn a side is called for about ``seconds``, at least once; the first call of each is not
     counted.

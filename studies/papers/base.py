@@ -65,7 +65,8 @@ def counted(verdicts: Sequence[Verdict]) -> str:
         mine = [v.reproduced for v in verdicts if v.asked == asked]
         if mine:
             parts.append(
-                f"{name}: {mine.count(True)} {yes}, {mine.count(False)} {no}, {mine.count(None)} undecided"
+                f"{name}: {mine.count(True)} {yes}, {mine.count(False)} {no}, {mine.count(None)} "
+                "undecided"
             )
     return "; ".join(parts)
 
@@ -75,7 +76,10 @@ SLIGHT_INCREASE = 0.25
 
 
 def significantly_better(won: bool, p_value: float) -> bool | None:
-    """Whether something is better with significance; None if it is better, but not by enough to be sure."""
+    """Whether something is better with significance.
+
+    None if it is better, but not by enough to be sure.
+    """
     return False if not won else True if p_value < 0.05 else None
 
 

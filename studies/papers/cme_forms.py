@@ -118,7 +118,10 @@ def split(
     folds: int = 5,
     most: int = 40,
 ) -> list[Fold]:
-    """The folds of a cross-validation, dealt out in turn; at most ``most`` points of each are predicted."""
+    """The folds of a cross-validation, dealt out in turn.
+
+    At most ``most`` points of each are predicted.
+    """
     fold = torch.arange(len(x)) % folds
     parts = []
     for f in range(folds):

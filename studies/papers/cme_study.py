@@ -36,7 +36,10 @@ EQUAL_WITHIN = 1.1
 
 
 class Problem(NamedTuple):
-    """Training pairs x ``n q`` and y ``n d``; queries ``b q`` with the truth N(mean ``b d``, cov ``d d``) of y there."""
+    """Training pairs x ``n q`` and y ``n d``.
+
+    Queries ``b q`` with the truth N(mean ``b d``, cov ``d d``) of y there.
+    """
 
     x: Tensor
     y: Tensor
@@ -189,7 +192,10 @@ def faster(rows: list[Row]) -> Verdict:
     if not near:
         return Verdict(finding, "it does not reach it at any m", False)
     r = min(near, key=lambda r: r["seconds"])
-    ours = f"m = {r['m']}: {r['rkhs']:.3g} in {1e3 * r['seconds']:.2g} ms; CKME {full['rkhs']:.3g} in {1e3 * full['seconds']:.2g} ms"
+    ours = (
+        f"m = {r['m']}: {r['rkhs']:.3g} in {1e3 * r['seconds']:.2g} ms; CKME {full['rkhs']:.3g} "
+        f"in {1e3 * full['seconds']:.2g} ms"
+    )
     return Verdict(finding, ours, r["seconds"] < full["seconds"])
 
 

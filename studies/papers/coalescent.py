@@ -76,16 +76,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 ERRORS = {"mse_mean": "mean", "mse_mode": "mode"}
-NOTES = """The draft reports no result: the questions are ours. The data are simulated anew by msprime in place of the R
-package's file, by its description: 50 haplotypes, infinite sites, a uniform noise as the second statistic; the prior, which it
-does not print, is that of the papers it comes from: theta uniform on [2, 10], rho on [0, 10]. The simulations are kept in the
-user's cache and are the same for all methods and runs; a run has its own 100 observations, and draws of the forms that draw.
-Statistics are divided by their standard deviation. Bandwidth (a factor times the median distance) and ridge are chosen for each
-method and size, and then the size of each method, by the squared error of the mean at 300 simulations that are taken out for it.
-CKME of all 100,000 needs 80 GB; here it has the first 5,000. Errors are squared and summed over theta and rho, that of the mean
-before that of the mode. "More accurate" is p < 0.05 (Wilcoxon over the runs) for both. Times (of the processor) are of one fit
-and 100 queries at given settings. The mode is looked for on a grid of the prior's box with steps of 0.2, with a bandwidth of
-1."""
+NOTES = """\
+The draft reports no result: the questions are ours. The data are simulated anew by msprime in
+place of the R package's file, by its description: 50 haplotypes, infinite sites, a uniform noise
+as the second statistic; the prior, which it does not print, is that of the papers it comes from:
+theta uniform on [2, 10], rho on [0, 10]. The simulations are kept in the user's cache and are the
+same for all methods and runs; a run has its own 100 observations, and draws of the forms that
+draw. Statistics are divided by their standard deviation. Bandwidth (a factor times the median
+distance) and ridge are chosen for each method and size, and then the size of each method, by the
+squared error of the mean at 300 simulations that are taken out for it. CKME of all 100,000 needs
+80 GB; here it has the first 5,000. Errors are squared and summed over theta and rho, that of the
+mean before that of the mode. "More accurate" is p < 0.05 (Wilcoxon over the runs) for both. Times
+(of the processor) are of one fit and 100 queries at given settings. The mode is looked for on a
+grid of the prior's box with steps of 0.2, with a bandwidth of 1.
+"""
 
 
 def jobs(settings: Settings) -> list[Job]:
@@ -189,14 +193,20 @@ def judge(rows: list[Row]) -> list[Verdict]:
     mine, p = best[LCKME], p_values(tests(rows), "error")
 
     def ahead(one: Row, other: Row, errors: Sequence[str] = tuple(ERRORS)) -> bool | None:
-        """Whether one is more accurate than another, in all errors; None where it cannot be told."""
+        """Whether one is more accurate than another, in all errors.
+
+        None where it cannot be told.
+        """
         pair = frozenset((form(one), form(other)))
         return all_of([one[e] < other[e] if p[ERRORS[e], pair] < 0.05 else None for e in errors])
 
     verdicts = []
     for other in (CKME, RANDOM, NWKR):
         whole = " over all simulations" if other == CKME else ""
-        finding = f"LCKME{whole} is more accurate than {other}{' over as many as it can hold' if whole else ''}, by mean and by mode"
+        finding = (
+            f"LCKME{whole} is more accurate than "
+            f"{other}{' over as many as it can hold' if whole else ''}, by mean and by mode"
+        )
         pair = frozenset((form(mine), form(best[other])))
         values = ", ".join(f"p = {p[name, pair]:.2g} ({name})" for name in ERRORS.values())
         verdicts.append(

@@ -73,7 +73,10 @@ def statistics(alleles: np.ndarray, places: np.ndarray, noise: float) -> list[fl
 
 
 def simulate(n: int, key: list[int]) -> Tensor:
-    """n simulations ``n 9`` with parameters from the prior: theta, rho, C1-C7. ``key`` seeds them."""
+    """n simulations ``n 9`` with parameters from the prior: theta, rho, C1-C7.
+
+    ``key`` seeds them.
+    """
     generator = np.random.default_rng(key)
     rows = []
     for _ in range(n):

@@ -1,4 +1,7 @@
-"""``kbf reproduce``: the experiments of the papers; every finished piece is a file, so that a killed run goes on."""
+"""``kbf reproduce``: the experiments of the papers.
+
+Every finished piece is a file, so that a killed run goes on.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,10 @@ def read_settings(name: str, config: dict[str, Any]) -> tuple[Experiment, dict[s
 
 
 def work(piece: Piece) -> dict[str, Any]:
-    """One piece, in a worker process; what is written meanwhile for a while only lies beside its target, not in TMPDIR."""
+    """One piece, in a worker process.
+
+    What is written meanwhile for a while only lies beside its target, not in TMPDIR.
+    """
     began, usual = time.perf_counter(), tempfile.tempdir
     with scratch(piece.path.parent) as folder:
         tempfile.tempdir = str(folder)
@@ -141,7 +147,10 @@ def report(
     directory: Path,
     seconds: float,
 ) -> None:
-    """Tables, tests, picture and verdicts, on the screen and as files; ``about_run`` is experiment, preset and runs."""
+    """Tables, tests, picture and verdicts, on the screen and as files.
+
+    ``about_run`` is experiment, preset and runs.
+    """
     rows = [row for result in results for row in result["rows"]]
     verdicts, tests = experiment.judge(rows), experiment.tests(rows)
     write_csv(directory / "results.csv", rows)

@@ -48,17 +48,22 @@ PRESETS: dict[str, dict[str, Any]] = {
     "quick": {"runs": 20, "n": [100, 200, 400, 800], "scales": [1.0, 10.0]},
     "smoke": {"runs": 3, "n": [50, 100], "scales": [10.0]},
 }
-NOTES = """The prior's embedding is that of n draws, alpha = 1/2. In appendix A r_0 is in the range of C^beta_1 for every beta_1
-< 1/2; the rates are those of the limit. f = k_Z(., 1). An observation of three values, because with a Gaussian one and a
-Gaussian kernel the conditional operator is not in H_X x H_Z, as theorem 3.6 of Xu et al. demands. The theorems have ridges n^-a
-without a factor, but kernels of any height s: multiplying both kernels by s is dividing eta, epsilon and lambda by s, and delta
-by s^2. At s = 1 delta is larger than the squared eigenvalues of C_XX (0.08 to 0.2) at all n that can be reached, and the error
-is its bias, a share delta / (c^2 + delta), which falls as delta only in the limit; so s = 10 is judged, and s = 1 is told. A
-slope is that of the logarithm of the root mean square error over runs; its standard error is the jackknife's over runs. The
-theorems are upper bounds: a rate is reproduced if the errors fall at least as fast, and undecided within two standard errors of
-it. IW's errors of E[f(Z) | x] are beside; no rate of their own is stated for them. What the paper says of the two rules against
-each other compares bounds; here it is asked of the errors. Where fewer than 1 % of the weights are below zero, IW's covariance
-is the original's, and no slower: undecided."""
+NOTES = """\
+The prior's embedding is that of n draws, alpha = 1/2. In appendix A r_0 is in the range of
+C^beta_1 for every beta_1 < 1/2; the rates are those of the limit. f = k_Z(., 1). An observation of
+three values, because with a Gaussian one and a Gaussian kernel the conditional operator is not in
+H_X x H_Z, as theorem 3.6 of Xu et al. demands. The theorems have ridges n^-a without a factor, but
+kernels of any height s: multiplying both kernels by s is dividing eta, epsilon and lambda by s,
+and delta by s^2. At s = 1 delta is larger than the squared eigenvalues of C_XX (0.08 to 0.2) at
+all n that can be reached, and the error is its bias, a share delta / (c^2 + delta), which falls as
+delta only in the limit; so s = 10 is judged, and s = 1 is told. A slope is that of the logarithm
+of the root mean square error over runs; its standard error is the jackknife's over runs. The
+theorems are upper bounds: a rate is reproduced if the errors fall at least as fast, and undecided
+within two standard errors of it. IW's errors of E[f(Z) | x] are beside; no rate of their own is
+stated for them. What the paper says of the two rules against each other compares bounds; here it
+is asked of the errors. Where fewer than 1 % of the weights are below zero, IW's covariance is the
+original's, and no slower: undecided.
+"""
 
 WIDTH = 2.0  # sigma^2 of k_Z
 kernel: Callable[..., Tensor] = partial(gaussian, bandwidth=math.sqrt(WIDTH))
@@ -123,7 +128,10 @@ def ratio_function(
 
 
 def errors(n: int, seed: int, scale: float) -> dict[tuple[str, str], float]:
-    """The errors that the theorems bound, by quantity and method, for kernels of height ``scale``; and what IW clips."""
+    """The errors that the theorems bound, by quantity and method, for kernels of height ``scale``.
+
+    And what IW clips.
+    """
     z, x, u = sample(n, seed)
     psi, queries = one_hot(x, 3).to(z), torch.eye(3, dtype=z.dtype)
     G_Z, m = kernel(z, z), kernel(z, u).mean(1)
@@ -241,17 +249,21 @@ def judge(rows: list[Row]) -> list[Verdict]:
     return [
         *verdicts,
         Verdict(
-            "theorems 3.5 and 3.6: in practice much faster than guaranteed (here: more than twice the exponent)",
-            f"{point[0][0]:.3f} +- {point[0][1]:.3f} and {average[0][0]:.3f} +- {average[0][1]:.3f}",
+            "theorems 3.5 and 3.6: in practice much faster than guaranteed (here: more than twice "
+            "the exponent)",
+            f"{point[0][0]:.3f} +- {point[0][1]:.3f} and {average[0][0]:.3f} +- "
+            f"{average[0][1]:.3f}",
             all_of([below(value, -rate, se) for (value, se), rate in (point, average)]),
         ),
         Verdict(
             "clipping makes the covariance of IW converge more slowly than the original's",
-            f"{told(COVARIANCE, IW)} and {told(COVARIANCE, ORIGINAL)}; weights below zero: {shares}",
+            f"{told(COVARIANCE, IW)} and {told(COVARIANCE, ORIGINAL)}; weights below zero: "
+            f"{shares}",
             None if idle and not slower else slower,  # with nothing to clip the two are the same
         ),
         Verdict(
-            "the conditional operator of IW converges faster than the original's, given the covariances",
+            "the conditional operator of IW converges faster than the original's, given the "
+            "covariances",
             f"{told(OPERATOR, IW)} and {told(OPERATOR, ORIGINAL)}",
             faster(slopes[OPERATOR, IW, judged], slopes[OPERATOR, ORIGINAL, judged]),
         ),
@@ -259,12 +271,18 @@ def judge(rows: list[Row]) -> list[Verdict]:
 
 
 def faster(one: tuple[float, float], other: tuple[float, float]) -> bool | None:
-    """Whether one slope is steeper than another; None within two standard errors of the difference, or without any."""
+    """Whether one slope is steeper than another.
+
+    None within two standard errors of the difference, or without any.
+    """
     return below(one[0], other[0], math.hypot(one[1], other[1]))
 
 
 def below(value: float, bound: float, se: float) -> bool | None:
-    """Whether a measured value is at most the bound; None within two standard errors of it, or without any."""
+    """Whether a measured value is at most the bound.
+
+    None within two standard errors of it, or without any.
+    """
     return value < bound if abs(value - bound) > 2 * se else None
 
 

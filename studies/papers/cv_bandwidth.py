@@ -40,14 +40,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "smoke": {"runs": 2, "n": 30, "decades": 2, "ridges": [1e-3], "folds": 3, "queries": 20},
 }
-NOTES = """The draft gives the data, the range of sigma, sigma_y = 1 while sigma_x is looked for and m = n^(2/3), and no more: no
-folds, no score, no ridge, and no result: the questions are ours. Sigmas are variances, as in its section 5.1, by whole decades.
-Here sigma_x and the ridge (epsilon over k(x, x)) are chosen together, for each of the four forms of the draft's other figures,
-by the cross-validated RKHS distance ||k(., y) - m(x)||^2 with sigma_y = 1; then sigma_y, at these, by the cross-validated
-squared error of the mode, because RKHS distances of different sigma_y cannot be compared. The score that is shown for sigma_x is
-the lowest over the ridges. Ten folds. The error is that of the mode and of the mean at 200 new inputs, against 10 sin(4 x).
-Beyond the variance of y the kernel is flat over the data and the mode is the mean, whatever sigma_y is: this is why scores are
-compared, not sigmas."""
+NOTES = """\
+The draft gives the data, the range of sigma, sigma_y = 1 while sigma_x is looked for and m =
+n^(2/3), and no more: no folds, no score, no ridge, and no result: the questions are ours. Sigmas
+are variances, as in its section 5.1, by whole decades. Here sigma_x and the ridge (epsilon over
+k(x, x)) are chosen together, for each of the four forms of the draft's other figures, by the
+cross-validated RKHS distance ||k(., y) - m(x)||^2 with sigma_y = 1; then sigma_y, at these, by the
+cross-validated squared error of the mode, because RKHS distances of different sigma_y cannot be
+compared. The score that is shown for sigma_x is the lowest over the ridges. Ten folds. The error
+is that of the mode and of the mean at 200 new inputs, against 10 sin(4 x). Beyond the variance of
+y the kernel is flat over the data and the mode is the mean, whatever sigma_y is: this is why
+scores are compared, not sigmas.
+"""
 
 
 def data(n: int, queries: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +65,10 @@ def data(n: int, queries: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mode(y: Float[Tensor, "n d"], w: Float[Tensor, "b n"], variance: float) -> Float[Tensor, "b d"]:
-    """The pre-images of sum_i w_i k(., y_i) with k = d(. | ., variance I); a constant factor of k does not move them."""
+    """The pre-images of sum_i w_i k(., y_i) with k = d(. | ., variance I).
+
+    a constant factor of k does not move them.
+    """
     return Embedding(y, w).mode(
         lambda a, b: density(a, b, variance=variance) / density(a[:1], a[:1], variance=variance)
     )
@@ -137,8 +144,14 @@ def judge(rows: list[Row]) -> list[Verdict]:
             if r["method"] == CKME and r["sigma"] == 1.0
         ]
         middle = ", ".join(f"{method} {median(values):.0e}" for method, values in chosen.items())
-        finding = f"the {name} that cross-validation chooses for CKME serves LCKME too (its score within 5 % of its lowest on average)"
-        ours = f"{100 * sum(loss) / len(loss):.1f} % above the lowest on average, at most {100 * max(loss):.1f} %; medians {middle}"
+        finding = (
+            f"the {name} that cross-validation chooses for CKME serves LCKME too (its score "
+            "within 5 % of its lowest on average)"
+        )
+        ours = (
+            f"{100 * sum(loss) / len(loss):.1f} % above the lowest on average, at most "
+            f"{100 * max(loss):.1f} %; medians {middle}"
+        )
         verdicts.append(Verdict(finding, ours, sum(loss) / len(loss) <= 0.05, asked=True))
     last = [r for r in rows if r["which"] == OUTPUT and r["sigma"] == 1.0]
     each = {
@@ -154,7 +167,10 @@ def judge(rows: list[Row]) -> list[Verdict]:
         for key in ("mode", "mean")
         for of in (torch.mean, torch.median)
     ]
-    finding = "with its cross-validated bandwidths LCKME is as accurate as CKME (within 10 %, mean and median over runs)"
+    finding = (
+        "with its cross-validated bandwidths LCKME is as accurate as CKME (within 10 %, mean and "
+        "median over runs)"
+    )
     verdicts.append(Verdict(finding, f"means (medians): {ours}", all(close), asked=True))
     return verdicts
 

@@ -14,7 +14,9 @@ from kbf.ssm import gaussian_noise
 
 
 class GaussianModel(NamedTuple):
-    """(Z, X) ~ N((0_d, 1_d), V), that is x = 1 + B z + N(0, R); the prior of z is N(0, P) with P = V_ZZ / 2.
+    """(Z, X) ~ N((0_d, 1_d), V), that is x = 1 + B z + N(0, R).
+
+    The prior of z is N(0, P) with P = V_ZZ / 2.
 
     The paper's X is our state z, its Y our observation x.
 

@@ -33,16 +33,21 @@ CODED_LSTM, CODED_PARTICLES, CODED, END_TO_END = (
     "IW end to end",
 )
 FLOOR = "floor"
-NOTES = """Ten runs, not 30, and three training lengths: the rest would take hours. The paper does not say its lengths. Original
-and IW work on pixels and are tuned as in figure 2. IW(NN): the published net (1024-512-128-32, spectral norm, batch norm) and
-ridge loss, 100 full-batch steps. LSTM: the same net, 64 hidden units, windows of ten, 300 full-batch steps of which the one
-with the least error on the last tenth of the recording is kept; the learning rate 1e-3 was better than 1e-2 on other draws, and
-in the test it runs on from the first step. Particle filter: the paper does not say what its likelihood was, and the published
-code has none; here 4,000 particles of the true dynamics with a Gaussian around a learned image for each pixel. "Significant" is
-p < 0.05, the paper's first star. Five lines are our additions: an LSTM, a particle filter with the true dynamics and the
-importance-weighted rule with an enlarged memory, all three on the codes of the same encoders; features that go on learning
-through the filter ("end to end"); and the floor. Their settings were looked for on other draws of the data, with the same
-effort for the LSTM. But for the paper's LSTM, models, seeds and data are those of kbf compare."""
+NOTES = """\
+Ten runs, not 30, and three training lengths: the rest would take hours. The paper does not say its
+lengths. Original and IW work on pixels and are tuned as in figure 2. IW(NN): the published net
+(1024-512-128-32, spectral norm, batch norm) and ridge loss, 100 full-batch steps. LSTM: the same
+net, 64 hidden units, windows of ten, 300 full-batch steps of which the one with the least error on
+the last tenth of the recording is kept; the learning rate 1e-3 was better than 1e-2 on other
+draws, and in the test it runs on from the first step. Particle filter: the paper does not say what
+its likelihood was, and the published code has none; here 4,000 particles of the true dynamics with
+a Gaussian around a learned image for each pixel. "Significant" is p < 0.05, the paper's first
+star. Five lines are our additions: an LSTM, a particle filter with the true dynamics and the
+importance-weighted rule with an enlarged memory, all three on the codes of the same encoders;
+features that go on learning through the filter ("end to end"); and the floor. Their settings were
+looked for on other draws of the data, with the same effort for the LSTM. But for the paper's LSTM,
+models, seeds and data are those of kbf compare.
+"""
 PUBLISHED = (ORIGINAL, WEIGHTED, NEURAL, LSTM, PARTICLES)
 ADDED = (CODED, END_TO_END, CODED_PARTICLES, CODED_LSTM)
 TOGETHER = (
@@ -53,7 +58,10 @@ TOGETHER = (
     (CODED, CODED_PARTICLES, CODED_LSTM),
     (END_TO_END,),
 )
-"""The methods of one piece of work; those on codes share their encoders, which take most of the time."""
+"""The methods of one piece of work.
+
+Those on codes share their encoders, which take most of the time.
+"""
 
 
 MODELS = {
@@ -201,7 +209,10 @@ def published_lstm(
 
 
 def window_loss(net: LSTMFilter, states: Tensor, obs: Tensor, window: int = 10) -> Tensor:
-    """Mean of ||z_hat - z||^2 over all steps of all windows; each image is encoded once, not once for each of its windows."""
+    """Mean of ||z_hat - z||^2 over all steps of all windows.
+
+    Each image is encoded once, not once for each of its windows.
+    """
     inputs = net.encode(obs).unfold(0, window, 1).mT
     targets = states.unfold(0, window, 1).mT
     h, _ = net.rnn(inputs)
@@ -246,7 +257,10 @@ def told(held: list[Contest]) -> str:
 
 
 def significant(rows: list[Row], held: list[Contest]) -> bool | None:
-    """Whether the first errs less with p < 0.05 in all contests; None where it always errs less and the runs are too few to say."""
+    """Whether the first errs less with p < 0.05 in all contests.
+
+    None where it always errs less and the runs are too few to say.
+    """
     runs = len({row["run"] for row in rows})
     if (
         all(c.won for c in held) and 2.0 ** (1 - runs) >= 0.05

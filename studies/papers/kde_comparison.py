@@ -43,16 +43,21 @@ PRESETS: dict[str, dict[str, Any]] = {
 BANDWIDTHS = tuple(2.0 * i for i in range(1, 11))
 SMALLER_BANDWIDTHS = (0.5, 0.7, 1.0, 1.4)
 FACTORS = tuple(2 ** (k / 2) for k in range(-4, 6))
-NOTES = """The error is the mean square over queries and components (the paper does not say whether it sums over components; the
-rise with d is then a stronger statement). KDE + IW: h_X = h_Y in 2, 4, ..., 20 as in the paper, by least-squares
-cross-validation of the joint density, and by the best mean error over the runs, as the paper does; that one sees the truth. As h
-= 2 is wide at small dimensions, "best of more" looks at 0.5, 0.7, 1 and 1.4 too. Its weights are computed with logarithms, so
-that they do not underflow. KBR: the paper does not print the ridges of this figure; these are those of its section 5.2, epsilon
-= 0.01 / n and delta = 2 epsilon for the operators (n^2 delta where the density ratio has mean 1). "KBR, delta as printed"
-(median bandwidths) takes delta as it is with weights of mean 1, which is how the paper's figure 1 prints the rule. The IW rule
-(ours) has KBR's epsilon and lambda = sqrt(delta), the eigenvalue below which delta damps. Cross-validation is over ten multiples
-of both median distances, from 1/4 to 5.7, by ten folds. Kernel means are compared in one RKHS, that of the median distance: in
-that of each candidate the widest kernel would always win, as to it all points are alike."""
+NOTES = """\
+The error is the mean square over queries and components (the paper does not say whether it sums
+over components; the rise with d is then a stronger statement). KDE + IW: h_X = h_Y in 2, 4, ...,
+20 as in the paper, by least-squares cross-validation of the joint density, and by the best mean
+error over the runs, as the paper does; that one sees the truth. As h = 2 is wide at small
+dimensions, "best of more" looks at 0.5, 0.7, 1 and 1.4 too. Its weights are computed with
+logarithms, so that they do not underflow. KBR: the paper does not print the ridges of this figure;
+these are those of its section 5.2, epsilon = 0.01 / n and delta = 2 epsilon for the operators (n^2
+delta where the density ratio has mean 1). "KBR, delta as printed" (median bandwidths) takes delta
+as it is with weights of mean 1, which is how the paper's figure 1 prints the rule. The IW rule
+(ours) has KBR's epsilon and lambda = sqrt(delta), the eigenvalue below which delta damps.
+Cross-validation is over ten multiples of both median distances, from 1/4 to 5.7, by ten folds.
+Kernel means are compared in one RKHS, that of the median distance: in that of each candidate the
+widest kernel would always win, as to it all points are alike.
+"""
 
 
 def jobs(settings: Settings) -> list[Job]:
@@ -63,7 +68,10 @@ def jobs(settings: Settings) -> list[Job]:
 
 
 def work(job: Job) -> list[Row]:
-    """The error of each rule, and of KDE + IW at each bandwidth; the ``bandwidth`` of a rule is in multiples of the medians."""
+    """The error of each rule, and of KDE + IW at each bandwidth.
+
+    The ``bandwidth`` of a rule is in multiples of the medians.
+    """
     generator = Generator().manual_seed(job["run"])
     model = gaussian_model(job["d"], generator)
     z, x = model.pairs(job["n"], generator)
@@ -216,7 +224,10 @@ def judge(rows: list[Row]) -> list[Verdict]:
     p_value = p_values(tests(rows), "d")
 
     def ahead(finding: str, ours: list[str], *, asked: bool = False) -> Verdict:
-        """Significantly so if every one of ours is at every dimension; undecided where only a p-value is too large."""
+        """Significantly so if every one of ours is at every dimension.
+
+        Undecided where only a p-value is too large.
+        """
 
         def wins(theirs: list[str]) -> int:
             return sum(

@@ -24,14 +24,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     "quick": {"runs": 6, "sizes": [100, 300, 500], "n_test": 200, "points": 1000},
     "smoke": {"runs": 1, "sizes": [30], "n_test": 20, "points": 50},
 }
-NOTES = """The paper does not say which training lengths its figure has, nor what its stars compare: here n = 100 to 900, and the
-original rule against IW. Both have the bandwidths and ridges of the published grid that err least on the last min(200, 0.3 n)
-training steps (its 200 are impossible at n = 100), eta = lambda' by the leave-one-out score of the transitions as in the
-published code (the text of the paper has the leave-one-out score of the density ratio), and 128 features in place of full Gram
-matrices. EKF and particle filter (4,000 particles) know the true model; every filter starts from the training states.
-"Comparable to the EKF" is read as an error at most 10 % above it, at more than half of the sizes. Two lines are our additions:
-the importance-weighted rule over a memory enlarged by draws from a learned model, and the floor, 20,000 particles on the true
-model. Models, seeds and data are those of kbf compare."""
+NOTES = """\
+The paper does not say which training lengths its figure has, nor what its stars compare: here n =
+100 to 900, and the original rule against IW. Both have the bandwidths and ridges of the published
+grid that err least on the last min(200, 0.3 n) training steps (its 200 are impossible at n = 100),
+eta = lambda' by the leave-one-out score of the transitions as in the published code (the text of
+the paper has the leave-one-out score of the density ratio), and 128 features in place of full Gram
+matrices. EKF and particle filter (4,000 particles) know the true model; every filter starts from
+the training states. "Comparable to the EKF" is read as an error at most 10 % above it, at more
+than half of the sizes. Two lines are our additions: the importance-weighted rule over a memory
+enlarged by draws from a learned model, and the floor, 20,000 particles on the true model. Models,
+seeds and data are those of kbf compare.
+"""
 
 
 def jobs(settings: Settings) -> list[Job]:
@@ -57,7 +61,10 @@ MODELS = {
 
 
 def models(data: str, points: int) -> dict[str, Any]:
-    """What is compared, as in ``kbf train``; ``points`` of the enlarged memory are cut from a run 32 times as long."""
+    """What is compared, as in ``kbf train``.
+
+    ``points`` of the enlarged memory are cut from a run 32 times as long.
+    """
     more = {ENLARGED: [f"+model.net.points={points}", f"+model.net.run={32 * points}"]}
     words = {
         method: [f"data={data}", f"model={name}", "logger=none", *more.get(method, [])]
@@ -104,7 +111,10 @@ def judge(rows: list[Row]) -> list[Verdict]:
     }
     gaps = "; ".join(f"n = {n}: {over[n, EXTENDED]} and {over[n, PARTICLES]}" for n in sizes)
     last = [error["rotation", sizes[-1], m] for m in informed]
-    first = f"both ahead of both rules at {len(ahead)} of {len(sizes)}; error of IW over theirs at {gaps}"
+    first = (
+        f"both ahead of both rules at {len(ahead)} of {len(sizes)}; error of IW over theirs at "
+        f"{gaps}"
+    )
 
     ratio = {
         (n, m): error["oscillatory", n, m] / error["oscillatory", n, EXTENDED]
@@ -116,7 +126,10 @@ def judge(rows: list[Row]) -> list[Verdict]:
         f"n = {n}: {percent(ratio[n, WEIGHTED])} and {percent(ratio[n, ORIGINAL])}" for n in sizes
     )
     better = sum(ratio[n, WEIGHTED] < 1 for n in sizes)
-    second = f"error of IW and original over the EKF's at {gaps}; IW below it at {better} of {len(sizes)}"
+    second = (
+        f"error of IW and original over the EKF's at {gaps}; IW below it at {better} of "
+        f"{len(sizes)}"
+    )
 
     below = {
         data: [n for n in sizes if error[data, n, WEIGHTED] < error[data, n, ORIGINAL]]
@@ -126,16 +139,19 @@ def judge(rows: list[Row]) -> list[Verdict]:
     counts = []
     for data in PROBLEMS:
         each = [
-            f"{n}: {error[data, n, ORIGINAL]:.4f}, {error[data, n, WEIGHTED]:.4f}{stars(p_values[data, n])}"
+            f"{n}: {error[data, n, ORIGINAL]:.4f}, "
+            f"{error[data, n, WEIGHTED]:.4f}{stars(p_values[data, n])}"
             for n in sizes
         ]
         counts.append(
-            f"{data}: lower at {len(below[data])} of {len(sizes)} (original and IW at {'; '.join(each)})"
+            f"{data}: lower at {len(below[data])} of {len(sizes)} (original and IW at "
+            f"{'; '.join(each)})"
         )
     third = ". ".join(counts)
     return [
         Verdict(
-            "rotation: EKF and particle filter are slightly better than the kernel filters (IW: less than 25 % at the largest n)",
+            "rotation: EKF and particle filter are slightly better than the kernel filters (IW: "
+            "less than 25 % at the largest n)",
             first,
             len(ahead) == len(sizes)
             and all(

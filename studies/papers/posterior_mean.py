@@ -36,11 +36,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "quick": {"runs": 10, "dimensions": [2, 8, 32, 64], "n": 200, "queries": 100},
     "smoke": {"runs": 2, "dimensions": [2, 4], "n": 30, "queries": 10},
 }
-NOTES = """Bandwidths are median distances of the training points, eta = lambda = 0.2 as in the paper; delta of the original rule
-is lambda too, with ratios of mean 1 as in the paper's equation 2 and the authors' code. With the operators' scaling (Fukumizu et
-al., equation 18) delta is n^2 times larger; that is the line "original, n^2 delta", and with it the original rule is much closer
-to IW. The paper does not say how many queries it takes: here 100 a run, drawn from N(0, V_XX) as in Fukumizu et al. (2013). The
-relative ratio (alpha = 0.1) and the prior's mean, 0, as an answer to every query are our additions."""
+NOTES = """\
+Bandwidths are median distances of the training points, eta = lambda = 0.2 as in the paper; delta
+of the original rule is lambda too, with ratios of mean 1 as in the paper's equation 2 and the
+authors' code. With the operators' scaling (Fukumizu et al., equation 18) delta is n^2 times
+larger; that is the line "original, n^2 delta", and with it the original rule is much closer to IW.
+The paper does not say how many queries it takes: here 100 a run, drawn from N(0, V_XX) as in
+Fukumizu et al. (2013). The relative ratio (alpha = 0.1) and the prior's mean, 0, as an answer to
+every query are our additions.
+"""
 
 
 def jobs(settings: Settings) -> list[Job]:
@@ -108,7 +112,10 @@ def judge(rows: list[Row]) -> list[Verdict]:
         listed = "; ".join(
             f"d = {d}: {error[d, worse]:.3g} and {error[d, better]:.3g}" for d in dimensions
         )
-        ours = f"smaller at {len(won)} of {len(dimensions)}, largest p = {largest:.2g} ({worse} and {better}: {listed}); "
+        ours = (
+            f"smaller at {len(won)} of {len(dimensions)}, largest p = {largest:.2g} ({worse} and "
+            f"{better}: {listed}); "
+        )
         ours += f"at d = {last} in {wins} of {len(column(rows, 'mse', d=last, method=better))} runs"
         return Verdict(
             finding, ours, significantly_better(len(won) == len(dimensions), largest), asked

@@ -1,4 +1,6 @@
-"""Does the prior come through? Two classes, Bayes' rule and the kernel Bayes' rules (Johno et al., figures 2-5).
+"""Does the prior come through?
+
+Two classes, Bayes' rule and the kernel Bayes' rules (Johno et al., figures 2-5).
 
 The state is a class, C1 or C2, with the delta kernel; the observation is in the plane, N((1, 0),
 0.1 I) or N((0, 1), 0.1 I). The truth is Bayes' rule with these two densities, p1(y) and p2(y): Q(C1
@@ -44,16 +46,21 @@ SAMPLES_PER_CLASS, VARIANCE = 50, 0.1  # samples of a class, and their variance
 CENTRES = torch.eye(2, dtype=torch.float64)
 PRIORS = torch.arange(1, 10, dtype=torch.float64) / 10  # of C1
 POINTS = torch.tensor([[0.5, 0.5], [0.6, 0.4], [0.7, 0.3]], dtype=torch.float64)
-NOTES = """Delta and epsilon are those of the paper, whose mu is gamma / n: in this library's scaling delta is n^2 times larger.
-The Gaussian kernel has the factor 1 / (sqrt(2 pi) sigma) as printed. Pseudo-inverses cut singular values below 1e-15 of the
-largest (numpy's default at the paper's time; the paper does not say). "Influence" is the least-squares slope of the answers on
-Bayes' posterior over the nine priors, around the mean at each test point: 1 where the prior comes through in full, 0 where it is
-ignored; below a quarter it is "hardly" influence, and it "shows" if it is more after the answers were normalised (they are too
-small to show it before). "Error" is the root mean square over priors and points. The paper does not say what a reasonable result
-is; here a setting is reasonable if its influence is at least 1/2 and its error (root mean square over samples too) below that of
-BR with the prior 1/2 whatever the prior is. IW is ours, with eta = epsilon and lambda = delta over the same grid; where G_X is
-well conditioned and the ridge vanishes it returns G_X^-1 g as KBR1 and KBR2 do, and this does not know the prior. "Normalised"
-divides by the sum over the two classes."""
+NOTES = """\
+Delta and epsilon are those of the paper, whose mu is gamma / n: in this library's scaling delta is
+n^2 times larger. The Gaussian kernel has the factor 1 / (sqrt(2 pi) sigma) as printed.
+Pseudo-inverses cut singular values below 1e-15 of the largest (numpy's default at the paper's
+time; the paper does not say). "Influence" is the least-squares slope of the answers on Bayes'
+posterior over the nine priors, around the mean at each test point: 1 where the prior comes through
+in full, 0 where it is ignored; below a quarter it is "hardly" influence, and it "shows" if it is
+more after the answers were normalised (they are too small to show it before). "Error" is the root
+mean square over priors and points. The paper does not say what a reasonable result is; here a
+setting is reasonable if its influence is at least 1/2 and its error (root mean square over samples
+too) below that of BR with the prior 1/2 whatever the prior is. IW is ours, with eta = epsilon and
+lambda = delta over the same grid; where G_X is well conditioned and the ridge vanishes it returns
+G_X^-1 g as KBR1 and KBR2 do, and this does not know the prior. "Normalised" divides by the sum
+over the two classes.
+"""
 
 
 def posterior(log_densities: Float[Tensor, "m 2"]) -> Float[Tensor, "9 m"]:

@@ -141,7 +141,10 @@ def neural() -> Callable[[Recording, int, float], Estimator]:
 def fit_features(
     memory: Recording, steps: int, *, batch: int = 128, lr: float = 3e-3, reg: float = 1e-3
 ) -> Psi:
-    """Steps of Adam on the ridge loss of batches; phi(z) = z are the features of the trace kernel."""
+    """Steps of Adam on the ridge loss of batches.
+
+    Phi(z) = z are the features of the trace kernel.
+    """
     x, phi, generator = memory.obs.float(), memory.states, Generator().manual_seed(0)
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -37,7 +37,10 @@ SMALL = [
     "logger=none",
     "run_dir=run",
 ]
-"""It has all that a checkpoint may: a memory, operators, a calibration and a monitor; and it is quick."""
+"""It has all that a checkpoint may: a memory, operators, a calibration and a monitor.
+
+And it is quick.
+"""
 
 
 class Outcome(NamedTuple):
@@ -49,7 +52,10 @@ class Outcome(NamedTuple):
 
 
 def refused(words: list[str], stdin: bytes | None = None) -> str:
-    """Run a command that must be refused: one line on standard error and exit code 2. Returns what is wrong, or nothing."""
+    """Run a command that must be refused: one line on standard error and exit code 2.
+
+    Returns what is wrong, or nothing.
+    """
     out, err, given = io.StringIO(), io.StringIO(), sys.stdin
     if stdin is not None:
         sys.stdin = io.TextIOWrapper(io.BytesIO(stdin))
@@ -58,7 +64,8 @@ def refused(words: list[str], stdin: bytes | None = None) -> str:
             code = main(words)
     except BaseException as error:  # the very thing that must not be
         where = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__}: {str(error)[:100]} ({Path(where.filename).name}:{where.lineno})"
+        place = f"{Path(where.filename).name}:{where.lineno}"
+        return f"{type(error).__name__}: {str(error)[:100]} ({place})"
     finally:
         sys.stdin = given
     lines = err.getvalue().strip().splitlines()

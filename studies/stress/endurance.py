@@ -45,7 +45,10 @@ BEFORE, AFTER, SCORED = 10, 20, 100
 
 
 def outliers(share: float) -> Iterator[Outcome]:
-    """One bad observation; 20 good ones later the error is within 5 % of what it would have been, over the 100 after them."""
+    """One bad observation.
+
+    20 good ones later the error is within 5 % of what it would have been, over the 100 after them.
+    """
     whole = simulate(
         rotation(),
         torch.tensor([1.0, 0.0], dtype=torch.float64),

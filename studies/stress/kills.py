@@ -1,4 +1,7 @@
-"""Kills right before a random operation on files; what is done again or resumed ends with the same numbers, to the last bit."""
+"""Kills right before a random operation on files.
+
+What is done again or resumed ends with the same numbers, to the last bit.
+"""
 
 from __future__ import annotations
 
