@@ -10,6 +10,7 @@ Nothing heavy is imported before something is composed.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -380,33 +381,48 @@ COMMAND_FOLDER = "kbf command"
 """The name, in Hydra's search path, of the folder with what only one command has: ``configs/compare/experiment``."""
 
 
+@functools.cache
+def search_path() -> Any:
+    """Returns Hydra's plugin that adds folders to the search path, registered once a process.
+
+    Its attribute ``folders`` lists them as pairs of provider and path.
+    """
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    class Folders(SearchPathPlugin):
+        folders: tuple[tuple[str, str], ...] = ()
+
+        def manipulate_search_path(self, search_path: Any) -> None:
+            for provider, path in self.folders:
+                search_path.append(provider, path)
+
+    Plugins.instance().register(Folders)
+    return Folders
+
+
 @contextmanager
 def hydra_of(command: str, folders: tuple[str, ...] = ()) -> Iterator[Any]:
-    """Hydra with the search path of a command; whatever Hydra there was before is there again afterwards.
+    """Hydra with the search path of a command; the previous Hydra is restored afterwards.
 
     Args:
         command: its own folder among the configurations is searched, too.
         folders: further ones, as ``file://PATH`` or ``pkg://NAME``.
     """
-    from hydra import version
-    from hydra._internal.hydra import Hydra
-    from hydra._internal.utils import create_config_search_path
-    from hydra.core.config_search_path import SearchPathQuery
+    from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
 
-    version.setbase("1.3")
-    last = SearchPathQuery(provider="schema", path=None)
-    path = create_config_search_path(str(config_dir()))
-    if (own := config_dir() / short(command)).is_dir():
-        path.prepend(COMMAND_FOLDER, f"file://{own}", last)
-    for folder in folders:
-        path.prepend("command-line", folder, last)
+    own = config_dir() / short(command)
+    added = [(COMMAND_FOLDER, f"file://{own}")] if own.is_dir() else []
+    search_path().folders = (*added, *(("command-line", folder) for folder in folders))
     before, job = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     try:
-        yield Hydra.create_main_hydra2("kbf", path)
+        initialize_config_dir(str(config_dir()), job_name="kbf", version_base="1.3")
+        yield GlobalHydra.instance().hydra
     finally:
+        search_path().folders = ()
         GlobalHydra.instance().hydra, HydraConfig.instance().cfg = before, job
 
 
