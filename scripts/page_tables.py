@@ -93,7 +93,7 @@ def tables() -> list[Table]:
 
 
 def vectors_and_images() -> list[Table]:
-    """Errors by model and size; learned features; the simulator, without excess errors above 100 %."""
+    """Errors by model and size; learned features; the simulator (no excess above 100 %)."""
     found = []
     for heading, folder in VECTORS_AND_IMAGES.items():
         rows = by_model(folder)
@@ -180,7 +180,7 @@ def field_benchmark() -> list[Table]:
 
 
 def recordings() -> Table:
-    """NMSE, its standard error over draws or splits, and coverage; empty where a model was not run."""
+    """NMSE, its standard error over draws or splits, and coverage; empty if a model was not run."""
     known = {
         folder: by_model(f"recordings/{folder}") for folder in ("rat", "ppg", "cartpole", "watch")
     }
@@ -206,7 +206,7 @@ def recordings() -> Table:
 
 
 def readme() -> list[Table]:
-    """Excess error after 300 steps (the first column is text), NMSE on recordings, RMSE on images."""
+    """Excess error after 300 steps (after a column of text), NMSE on recordings, RMSE on images."""
     rows = {folder: by_model(folder) for folder in ("rotation", "oscillatory")}
     nmse = recordings().values
     swung = by_model("rkn_pendulum")

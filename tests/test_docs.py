@@ -84,8 +84,8 @@ def test_the_readme_of_the_package_index_has_full_links():
     targets = LINK.findall(outside_code(text))
     assert len(targets) > 20 and all(target.startswith("https://") for target in targets)
     assert (
-        "![A filter at work: views of a maze, and the heading that the filter estimates](https://host.example/kbf/raw/v1.0/docs/"
-        in text
+        "![A filter at work: views of a maze, and the heading that the filter estimates]"
+        "(https://host.example/kbf/raw/v1.0/docs/" in text
     )
     inside = [
         t.removeprefix("https://host.example/kbf/blob/v1.0/") for t in targets if "/blob/" in t
@@ -158,7 +158,7 @@ def test_the_default_is_ahead_of_all_but_the_particle_filter_on_its_own_model():
 
 
 def test_the_models_that_the_readme_shows():
-    """Noisy images: the four most accurate of nine models with 100 sequences; kbf, lstm and rkn lead with 10."""
+    """Noisy images: the best four of nine with 100 sequences; kbf, lstm, rkn lead with 10."""
     known = page_tables.by_model("rkn_pendulum")
     rmse = {
         n: {m: float(row["rmse"]) for (m, size), row in known.items() if size == n}
@@ -179,7 +179,7 @@ def test_the_readme_is_short():
 
 
 def test_the_default_is_ahead_on_the_field_s_benchmark():
-    """Of all models, in error and in both log likelihoods, at each number of sequences: p < 0.05, ten draws."""
+    """Of all models, in error and both log likelihoods, at each size: p < 0.05, ten draws."""
     with (RESULTS / "rkn_pendulum" / "wilcoxon.csv").open(newline="") as file:
         pairs = [row for row in csv.DictReader(file) if row["first"] == "kbf"]
     assert len(pairs) == 3 * (8 + 6 + 6) and {row["n_train"] for row in pairs} == {
@@ -250,7 +250,7 @@ MEASURED = {
         *("188, 306, 481", "114, 227, 329", "727, 949, 1058", "3.8 %", "1.1; 0.53 to 0.6"),
     ],
 }
-"""Sentences of docs/speed.md by benchmark; every number is, rounded, in the claims of data/results/bench/."""
+"""Sentences of docs/speed.md; every number is, rounded, in the claims of data/results/bench/."""
 
 
 @pytest.mark.parametrize("benchmark", MEASURED)
@@ -273,7 +273,10 @@ def test_what_was_checked():
     with (RESULTS / "checked.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     runs, same = (sum(int(row[key]) for row in rows) for key in ("runs", "same"))
-    words = rf"All {same} of {runs} runs of {len(rows)} tables have equal scores; the largest relative difference is (\S+) "
+    words = (
+        rf"All {same} of {runs} runs of {len(rows)} tables have equal scores; "
+        r"the largest relative difference is (\S+) "
+    )
     match = re.search(words, text_of("docs/results.md"))
     assert match and match[
         1
@@ -318,7 +321,7 @@ PIP = re.compile(r'pip install "kbf\[(\w+)\]"')
 
 
 def test_extras_are_installed_in_one_way():
-    """``pip install "kbf[EXTRA]"`` everywhere, with existing extras; README and tutorial add the form for a clone."""
+    """``pip install "kbf[EXTRA]"`` with existing extras; two pages add the form for a clone."""
     extras = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
     files = [*PAGES, *ROOT.glob("configs/**/*.yaml"), *ROOT.glob("kbf/**/*.py")]
     advice = {

@@ -146,7 +146,7 @@ def test_python_of_the_library_page(tmp_path, monkeypatch, capsys):
 
 
 class Rat:
-    """Replaces the recording of a package: a walk in a box, and counts that depend on the position."""
+    """Replaces the recording of a package: a walk in a box, and counts by position."""
 
     def __init__(self, name: str, *, n_train: int) -> None:
         assert name == "rat"
@@ -184,7 +184,7 @@ def test_the_tutorial(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def extending(tmp_path, monkeypatch):
-    """The module of the page, with its configurations in the working directory; restores the tables."""
+    """The module of the page, with its configurations on disk; restores the tables."""
     monkeypatch.chdir(tmp_path)
     page = (DOCS / "extending.md").read_text(encoding="utf-8")
     (tmp_path / "my_kbf.py").write_text("\n\n".join(blocks(page, "python")))

@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: tables and examples become blocks of code, full names of the project links, each argument a line."""
+"""Docstrings as Markdown: code blocks, links for full names, one argument a line."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SEVERAL = re.compile(r"^( {4}\w+(?:, \w+)+): ", re.MULTILINE)
 
 
 class Markdown(griffe.Extension):
-    """Goes over every docstring when the package has been read."""
+    """Rewrites every docstring of the package as Markdown."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Rewrite them all."""
+        """Rewrites all docstrings of the package."""
         self.rewrite(pkg, pkg)
 
     def rewrite(self, thing: Any, package: griffe.Module) -> None:
-        """One docstring, and those below it."""
+        """Rewrites one docstring, and those of the members."""
         if thing.docstring is not None:
             names = [parameter.name for parameter in thing.parameters] if thing.is_function else []
             thing.docstring.value = markdown(one_a_line(thing.docstring.value, names), package)
@@ -34,7 +34,7 @@ class Markdown(griffe.Extension):
 
 
 def one_a_line(text: str, names: list[str]) -> str:
-    """``x: ``n q``. z: ``n d``.`` with a line for each of these arguments; ``a, b: ...`` as one name without a space."""
+    """Puts each argument of ``x: ``n q``. z: ``n d``.`` on a line; ``a, b: ...`` stays one name."""
     head, args, rest = text.partition("\nArgs:\n")
     if args and names:
         rest = re.sub(rf"(?<=[.;]) ({'|'.join(map(re.escape, names))}): ", r"\n    \1: ", rest)
@@ -42,7 +42,7 @@ def one_a_line(text: str, names: list[str]) -> str:
 
 
 def markdown(text: str, package: griffe.Module) -> str:
-    """The text of a docstring, for a page of the reference."""
+    """The text of a docstring as Markdown for the reference."""
 
     def link(match: re.Match[str]) -> str:
         try:

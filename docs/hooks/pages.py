@@ -1,4 +1,4 @@
-"""Pages that are made when the documentation is built: home, commands, reference, architecture, gallery; links and equations."""
+"""Generated pages: home, commands, reference, architecture, gallery; links and equations."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ PAGE_OF = {
     "data/results": "gallery.md",
     "data/results/bench": "gallery.md",
 }
-"""Files and folders of the repository that have a page of another name."""
+"""Files and folders of the repository whose page has a different name."""
 
 
 def on_config(config: Any) -> Any:
-    """Add the commands and the reference to the navigation."""
+    """Adds the commands and the reference to the navigation."""
     commands = [{f"kbf {name}": f"commands/{page_name(name)}.md"} for name in command_names()]
     config.nav.insert(2, {"Commands": [{"All commands": "commands/index.md"}, *commands]})
     sections: dict[str, list[Any]] = {}
@@ -61,7 +61,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Make the pages, and take the pictures and tables of data/results along."""
+    """Generates the pages and adds the figures and tables of data/results."""
 
     def add(path: str, content: str | bytes) -> None:
         if (old := files.get_file_from_path(path)) is not None:
@@ -101,7 +101,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links of the pages of docs/ to files of the repository become links to pages."""
+    """Replaces links to files of the repository by links to pages."""
     written = (
         page.file.abs_src_path is not None and Path(page.file.abs_src_path).parent == ROOT / "docs"
     )
@@ -109,7 +109,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    r"""Equations, \(...\) and \[...\], as MathML: browsers typeset it without a script."""
+    r"""Converts equations, \(...\) and \[...\], to MathML, which needs no script."""
 
     def equation(match: re.Match[str]) -> str:
         tex = html.unescape(match["tex"]).strip()
@@ -124,13 +124,13 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """The script that lets the search work from a folder on disk comes from docs/assets/, not from the network."""
+    """Loads the script of the offline search from docs/assets/ instead of the network."""
     here = posixpath.relpath("assets/iframe-worker.js", posixpath.dirname(page.url) or ".")
     return output.replace("https://unpkg.com/iframe-worker/shim", here)
 
 
 def with_links(text: str, folder: str, page: str) -> str:
-    """A text whose links to files, relative to ``folder`` of the repository, lead to pages; a file without one keeps its name."""
+    """Replaces links to files, relative to ``folder``, by links to pages, or by the label."""
 
     def replace(match: re.Match[str]) -> str:
         mark, label, target = match.groups()
@@ -140,13 +140,14 @@ def with_links(text: str, folder: str, page: str) -> str:
         goal = page_of(posixpath.normpath(posixpath.join(folder, path)))
         if goal is None:
             return label
-        return f"{mark}[{label}]({posixpath.relpath(goal, posixpath.dirname(page) or '.')}{hash_}{anchor})"
+        goal = posixpath.relpath(goal, posixpath.dirname(page) or ".")
+        return f"{mark}[{label}]({goal}{hash_}{anchor})"
 
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", replace, text)
 
 
 def page_of(path: str) -> str | None:
-    """Where the documentation has a file or folder of the repository; None if it has not."""
+    """Page of a file or folder of the repository; None without a page."""
     if path in PAGE_OF:
         return PAGE_OF[path]
     if path.startswith("docs/"):
@@ -161,7 +162,7 @@ def page_of(path: str) -> str | None:
 
 
 def home() -> str:
-    """The README, with a moving picture in place of the still one."""
+    """The README, with the animation instead of the still image."""
     return (
         (ROOT / "README.md")
         .read_text(encoding="utf-8")
@@ -194,7 +195,7 @@ def command_page(name: str) -> str:
 
 
 def commands_table() -> str:
-    """Every command in a line."""
+    """Table of all commands."""
     from kbf.cli import COMMANDS
 
     rows = [
@@ -209,7 +210,7 @@ def commands_table() -> str:
 
 @contextlib.contextmanager
 def wide_terminal() -> Any:
-    """Help is wrapped for the terminal that it is printed on: here for a page."""
+    """Sets the width for which the help of a command is wrapped."""
     before = os.environ.get("COLUMNS", str(shutil.get_terminal_size().columns))
     os.environ["COLUMNS"] = "132"
     yield
@@ -217,12 +218,12 @@ def wide_terminal() -> Any:
 
 
 def public_names() -> str:
-    """All names that ``import kbf`` offers, with the first sentence of their docstrings."""
+    """All public names of ``kbf`` with the first sentence of their docstrings."""
     from kbf import _HOME, _SHORT
 
     lines = [
         "# Public names\n",
-        "Everything that `import kbf` offers; each name is loaded when it is used.\n",
+        "All public names of `kbf`. Each name is imported when it is used.\n",
         "| name | |",
         "|---|---|",
     ]
@@ -234,12 +235,15 @@ def public_names() -> str:
             if isinstance(node, DOCUMENTED) and node.name == name
         ]
         lines.append(
-            f"| [`kbf.{name}`]({module}.md#{module}.{name}) | {first_sentence((docs or [''])[0] or '')} |"
+            f"| [`kbf.{name}`]({module}.md#{module}.{name}) "
+            f"| {first_sentence((docs or [''])[0] or '')} |"
         )
     short = ", ".join(f"[`kbf.{name}`]({module}.md)" for name, module in _SHORT.items())
     lines += [
         "",
-        f"Every module can be reached as an attribute (`kbf.filters.kernel.kbf`), some by a short name: {short}.",
+        "Every module is available as an attribute (`kbf.filters.kernel.kbf`), some by a "
+        "short name: "
+        f"{short}.",
         "",
         "Estimators for scikit-learn: [`kbf.sklearn`](kbf.sklearn.md).",
     ]
@@ -250,7 +254,7 @@ DOCUMENTED = (ast.ClassDef, ast.FunctionDef)
 
 
 def architecture() -> str:
-    """The layers of the test as a diagram, the highest on top, with the first sentence that each file says of itself."""
+    """Diagram of the layers, the highest on top; the first sentence of each module docstring."""
     layers: list[str] = LAYER_TEST["LAYERS"]
     rows = []
     for layer in reversed(layers):
@@ -273,24 +277,29 @@ def architecture() -> str:
 
 
 def diagram(layers: list[str]) -> str:
-    """Layers as boxes on top of one another, three in a row; each may import from those in front of it and below."""
+    """Layers as boxes, three in a row; a layer imports from those to its left and below."""
     rows = [layers[k : k + 3] for k in range(0, len(layers), 3)]
     boxes = []
     for line, row in enumerate(reversed(rows)):
         for column, name in enumerate(row):
             x, y = 10 + 230 * column, 10 + 50 * line
             boxes.append(
-                f'<rect x="{x}" y="{y}" width="220" height="40" rx="6" fill="none" stroke="currentColor"/>'
+                f'<rect x="{x}" y="{y}" width="220" height="40" rx="6" fill="none" '
+                'stroke="currentColor"/>'
             )
             boxes.append(
-                f'<text x="{x + 110}" y="{y + 26}" text-anchor="middle" fill="currentColor">{name}</text>'
+                f'<text x="{x + 110}" y="{y + 26}" text-anchor="middle" '
+                f'fill="currentColor">{name}</text>'
             )
     height = 10 + 50 * len(rows)
-    return f'<svg class="layers" viewBox="0 0 710 {height}" font-family="monospace" font-size="16">{"".join(boxes)}</svg>'
+    return (
+        f'<svg class="layers" viewBox="0 0 710 {height}" font-family="monospace" font-size="16">'
+        f"{''.join(boxes)}</svg>"
+    )
 
 
 def first_sentence(doc: str) -> str:
-    """Up to the first full stop, on one line, safe in a table."""
+    """The first sentence on one line, escaped for a table."""
     return (
         re.split(r"(?<=[.:])\s", " ".join(doc.split()), maxsplit=1)[0]
         .rstrip(":")
@@ -299,7 +308,7 @@ def first_sentence(doc: str) -> str:
 
 
 def gallery(pictures: list[Path]) -> str:
-    """Every picture of data/results under the heading of its folder, with its verdict or claims beside it."""
+    """Every figure of data/results under the heading of its folder, with links to its data."""
     lines = [(ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")]
     section = None
     for path in pictures:
@@ -312,13 +321,13 @@ def gallery(pictures: list[Path]) -> str:
             lines.append(f"## {section}\n")
         lines.append(f"### {' / '.join(parts[:-1])}\n")
         lines.append(f"![{' / '.join(parts[:-1])}](results/{'/'.join(parts)})\n")
-        beside = [
+        companions = [
             path.with_name(name)
             for name in ("verdict.md", "claims.md", "results.csv", "about.json")
         ]
         links = [
             f"[{file.name}](results/{file.relative_to(RESULTS).as_posix()})"
-            for file in beside
+            for file in companions
             if file.exists()
         ]
         lines.append(" · ".join(links) + "\n")

@@ -1,4 +1,4 @@
-"""Tutorials: files of cells in docs/tutorials/, which are run when the documentation is built, as pages and as notebooks."""
+"""Tutorials: runs the cells of docs/tutorials/ and writes them as pages and as notebooks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from nbconvert import MarkdownExporter
 
 FOLDER = Path(__file__).resolve().parents[1] / "tutorials"
 NAMES = ("vectors", "images", "recordings", "extending")
-"""In the order in which they are read."""
+"""Tutorials in reading order."""
 
 
 def run(name: str) -> Any:
-    """The notebook of a tutorial with what its cells gave, run in an empty folder; an error in a cell is raised."""
+    """The notebook of a tutorial with outputs, run in an empty folder; raises errors of cells."""
     notebook = jupytext.read(FOLDER / f"{name}.py")
     notebook.metadata["kernelspec"] = {
         "name": "python3",
@@ -42,7 +42,7 @@ def run(name: str) -> Any:
 
 
 def pages(name: str) -> dict[str, str | bytes]:
-    """A tutorial as files below tutorials/: the page in Markdown, its pictures, and the notebook to download."""
+    """Files of a tutorial below tutorials/: the page in Markdown, its figures, and the notebook."""
     notebook = run(name)
     text, resources = MarkdownExporter().from_notebook_node(notebook)
     files: dict[str, str | bytes] = {f"{name}.ipynb": jupytext.writes(notebook, fmt="ipynb")}
@@ -50,9 +50,10 @@ def pages(name: str) -> dict[str, str | bytes]:
         text = text.replace(f"]({picture})", f"]({name}_{picture})")
         files[f"{name}_{picture}"] = content
     text = text.replace("%matplotlib inline\n", "").replace(
-        "![png](", "![What the cell above draws]("
+        "![png](", "![Figure of the cell above]("
     )
     files[f"{name}.md"] = (
-        f"{text}\n*This page is a [notebook]({name}.ipynb), run when the documentation was built.*\n"
+        f"{text}\n*This page is a [notebook]({name}.ipynb), "
+        "run when the documentation was built.*\n"
     )
     return files

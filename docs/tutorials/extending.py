@@ -1,9 +1,8 @@
 # %% [markdown]
 # # Tutorial: extending
 #
-# A kernel and a filter of one's own, without a change of kbf. [Extending kbf](../extending.md) has
-# the rest: rules, ratios, encoders, data
-# sets, experiments and callbacks.
+# This tutorial adds a kernel and a filter without a change of kbf. [Extending kbf](../extending.md)
+# describes rules, ratios, encoders, data sets, experiments and callbacks.
 
 # %%
 from typing import NamedTuple
@@ -19,9 +18,8 @@ data = kbf.SyntheticData(kbf.ssm.rotation(), n_train=150, n_test=60, seed=0)
 # %% [markdown]
 # ## A kernel
 #
-# A function from points `(n, q)` and `(m, q)` to their Gram matrix `(n, m)`. With a line in the
-# table every model that takes a `kernel` can
-# use it.
+# A kernel is a function from points `(n, q)` and `(m, q)` to their Gram matrix `(n, m)`. With an
+# entry in `KERNELS` it is available to every model with an argument `kernel`.
 
 
 # %%
@@ -34,15 +32,14 @@ KERNELS["rational_quadratic"] = rational_quadratic
 for kernel in ("gaussian", "rational_quadratic"):
     model = kbf.KBF(kernel=kernel, select="loo")
     model.prepare(data.train)
-    print(f"{kernel}: {kbf.score(model.condition(data.train), data.test).mse.mean():.4f}")
+    print(f"{kernel}: {kbf.score(model.fit(data.train), data.test).mse.mean():.4f}")
 
 
 # %% [markdown]
 # ## A filter
 #
-# Four methods, and a state that is a tuple of tensors with the batch in front. That is all: missing
-# observations, batches of different
-# lengths, `OnlineFilter`, saving and scoring follow.
+# A filter has four methods and a state that is a tuple of tensors with the batch dimension first.
+# Missing observations, batches of different lengths, `OnlineFilter`, saving and scoring then work.
 
 
 # %%

@@ -1,10 +1,9 @@
 # %% [markdown]
 # # Tutorial: images
 #
-# A camera in a maze turns about itself; the state is its heading (cos, sin), and the observation is
-# what it sees, with noise on every
-# pixel. The views come from the ray caster that is part of kbf; DeepMind Lab itself needs a [module
-# of its own](../data.md).
+# A camera rotates in a maze. The state is its heading (cos, sin), and the observation is its view,
+# with noise on every pixel. The embedded ray caster renders the views; DeepMind Lab requires a
+# [module of its own](../data.md).
 
 # %%
 # %matplotlib inline
@@ -16,25 +15,23 @@ data = kbf.OrientationImages(n_train=300, n_test=60, seed=0, size=(12, 16))
 data
 
 # %%
-frame_grid(data.test[0], steps=8, title="What is seen")
+frame_grid(data.test[0], steps=8, title="Observations")
 
 # %% [markdown]
-# Here images are small, and a kernel on their pixels will do. The simplest way is a ridge
-# regression from each image to the state,
-# without a memory of the past. Images are stored in single precision, states in double; here all is
-# double:
+# These images are small, so that a kernel on pixels is sufficient. The simplest model is a ridge
+# regression of the state on a single image. Images are stored in single precision, states in
+# double; this page uses double precision:
 
 # %%
-train = [sequence._replace(obs=sequence.obs.double()) for sequence in data.train]
+train = [recording._replace(obs=recording.obs.double()) for recording in data.train]
 regression = kbf.FrameRegression()
 regression.prepare(train)
 frames = kbf.score(regression.fit(train), data.test)
-print(f"each image by itself: {frames.mse.mean():.3f}")
+print(f"single images: {frames.mse.mean():.3f}")
 
 # %% [markdown]
-# The Kernel Bayes Filter knows, besides, how headings move. [`KBF`][kbf.filters.kernel.kbf.KBF] is
-# the published filter; `prepare` chooses
-# its bandwidths and ridges from the training part.
+# The Kernel Bayes Filter also uses the dynamics of the heading. [`KBF`][kbf.filters.kernel.kbf.KBF]
+# is the published filter; `prepare` selects its bandwidths and ridges on the training part.
 
 # %%
 model = kbf.KBF(select="loo")
@@ -49,9 +46,8 @@ frame_grid(
 )
 
 # %% [markdown]
-# Larger images want an encoder: a net that maps them to a few numbers, fitted crosswise on the
-# training part before the filter.
-# `kbf train data=dmlab n_train=300` does that, `encoder@data.encoding.encoder=cnn` chooses another
-# net, and the
-# [table of images](../results.md) says what it gains.
+# Larger images require an encoder: a network that predicts the state, cross-fitted on the training
+# part before the filter. `kbf train data=dmlab n_train=300` trains one,
+# `encoder@data.encoding.encoder=cnn` selects another network, and the
+# [results on images](../results.md#images) compare the models.
 # Next: [your own recordings](recordings.md).

@@ -1,9 +1,8 @@
 # %% [markdown]
 # # Tutorial: your own recordings
 #
-# An arm turns, two distance sensors watch its end, and a motion-capture system knows where it is.
-# Here the recording is made up; yours
-# is a CSV, npz, HDF5 file or folder of images of the same shape.
+# An arm rotates. Two sensors measure distances to its end, and a motion-capture system measures its
+# position. This recording is simulated; yours is a CSV, npz or HDF5 file or a folder of images.
 
 # %%
 # %matplotlib inline
@@ -26,8 +25,7 @@ np.savetxt("arm.csv", columns, delimiter=",", header="x,y,left,right", comments=
 # %% [markdown]
 # ## Arrays
 #
-# NumPy arrays go in as they are. One recording is a [`Recording`][kbf.recording.Recording]; several
-# are a list of them.
+# A [`Recording`][kbf.recording.Recording] accepts NumPy arrays. Several recordings are a list.
 
 # %%
 train = kbf.Recording(states=columns[:300, :2], obs=columns[:300, 2:])
@@ -38,18 +36,17 @@ kbf.score(arm_filter, [test])
 # %% [markdown]
 # ## Files
 #
-# The commands read the file themselves, learn units, keep them in the checkpoint, and give
-# estimates back in your columns. `main` is the
-# command `kbf`: in a shell the first line reads `kbf data check arm.csv data.states=[x,y]
-# data.observations=[left,right]`.
+# The commands read the file, estimate units, store them in the checkpoint, and return estimates in
+# your columns. `main` is the command `kbf`: in a shell the first line is
+# `kbf data check arm.csv data.states=[x,y] data.observations=[left,right]`.
 
 # %%
 what = ["data.states=[x,y]", "data.observations=[left,right]"]
 code = main(["data", "check", "arm.csv", *what])
 
 # %% [markdown]
-# A quick model in place of the default one keeps this page quick: `model=kalman` fits a linear
-# model to the recording.
+# This page uses a fast model instead of the default: `model=kalman` fits a linear model to the
+# recording.
 
 # %%
 quick = ["model=kalman", "trainer.enable_progress_bar=false", "logger=none"]

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Tutorial: vectors
 #
-# A point turns in the plane by about 0.3 radians a step, and two noisy numbers of it are seen at
-# each step. The filter learns from 200
-# recorded steps how the point moves and what is seen of it; nobody tells it the equations.
+# A point rotates in the plane by about 0.3 radians a step, and two noisy numbers are observed at
+# each step. The filter learns the transition and the observation model from 200 recorded steps,
+# without the equations.
 
 # %%
 # %matplotlib inline
@@ -25,9 +25,8 @@ kernel_filter = kbf.SimulatedKBF(points=200, run=4000).fit(data.train)
 kernel_filter
 
 # %% [markdown]
-# `score` runs it over the test part. `floor` is the least error that any filter can have here: that
-# of the Bayes-optimal one, which
-# knows the equations.
+# `score` evaluates the filter on the test part. `floor` is the error of the Bayes-optimal filter,
+# which knows the equations.
 
 # %%
 result = kbf.score(kernel_filter, data.test, dtype=torch.float32, covariances=True)
@@ -38,10 +37,10 @@ print(f"error {result.mse.mean():.4f}, least error {least.mean():.4f}")
 track_figure(data.test[0], result.estimates[0], result.covariances[0], title="200 recorded steps")
 
 # %% [markdown]
-# ## Looking back, looking ahead
+# ## Smoothing and forecasting
 #
-# With the whole recording at hand a smoother is better than a filter. And any filter says what it
-# expects in h steps.
+# A smoother uses the whole recording and has a smaller error than a filter. Every filter can
+# forecast h steps ahead.
 
 # %%
 x, states = data.test[0].obs[None], data.test[0].states
@@ -53,8 +52,7 @@ print(f"three steps ahead: {(ahead[0, 2, :-3] - states[3:]).square().sum(-1).mea
 # %% [markdown]
 # ## OnlineFilter
 #
-# One observation at a time; `None` where nothing was seen. The state has a fixed size, however long
-# it runs.
+# One observation at a time; `None` is a missing observation. The state has a fixed size.
 
 # %%
 live = kbf.OnlineFilter(kernel_filter)
