@@ -144,7 +144,7 @@ def described(about: dict[str, Any], path: str | os.PathLike[str] | None) -> str
 
 
 def embedded(renderer: str, level: str | None, seed: int, size: tuple[int, int]) -> Frames:
-    """Returns `VIEWS` views of a renderer of `kbf.data.render`, from the cache if they are there."""
+    """Returns `VIEWS` views of a renderer of `kbf.data.render`, from the cache if possible."""
     if renderer == "dmlab":
         raise ValueError(
             "the views of DeepMind Lab come from a file: "

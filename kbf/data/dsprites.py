@@ -83,7 +83,7 @@ class PositionModel(NamedTuple):
     def observe(
         self, z: Float[Tensor, "*b 2"], generator: Generator | None = None
     ) -> Float[Tensor, "*b 2"]:
-        """Draws the observed position: a point of the grid, on its border for positions beyond it."""
+        """Draws the observed point of the grid (positions beyond it: on its border)."""
         return self.axis.to(z)[self.cell(z + self.sigma_x * normal(z, generator))]
 
     def log_transition(
@@ -98,7 +98,7 @@ class PositionModel(NamedTuple):
         return ((x - self.axis[0].to(x)) / step.to(x)).round().clamp(0, len(self.axis) - 1).long()
 
     def log_likelihood(self, x: Tensor, z: Float[Tensor, "*c 2"]) -> Float[Tensor, "*e"]:
-        """Returns the sum over the axes of log(Phi((upper - z) / sigma_x) - Phi((lower - z) / sigma_x)).
+        """Sums log(Phi((upper - z) / sigma_x) - Phi((lower - z) / sigma_x)) over the axes.
 
         It is log P(x | z), where (lower, upper) are the positions nearer to x, ``*b 2``, than to
         any other point of the grid; at the border they extend to infinity.
@@ -127,7 +127,7 @@ def position_model(
     sigma_x: float = 0.05,
     extent: float = 1.5,
 ) -> PositionModel:
-    """Returns `kbf.ssm.oscillatory` observed on the grid of 32 x 32 positions in [-extent, extent]^2.
+    """Returns `kbf.ssm.oscillatory` observed on 32 x 32 positions in [-extent, extent]^2.
 
     References: Xu et al. (2022), section 6.2, for the dynamics.
     """
@@ -226,7 +226,7 @@ class DSprites(Shown):
 
 
 def frames_of(images: str, sha256: str | None = None) -> Callable[[Tensor], Tensor]:
-    """Returns the function from factors ``n 5`` to images ``n 64 64`` for ``images`` of `DSprites`."""
+    """Returns the function from factors ``n 5`` to images ``n 64 64`` of `DSprites`."""
     if images == "rendered":
         return render_sprites
     if images == "download":
@@ -253,7 +253,7 @@ def report(done: int, total: int | None) -> None:
 
 
 def frame_index(factors: np.ndarray, sizes: tuple[int, ...] = SIZES) -> np.ndarray:
-    """Returns the indices ``n`` of images with these factors ``n 5`` in the file; posY is fastest."""
+    """Returns the indices ``n`` of images with factors ``n 5`` in the file; posY is fastest."""
     return np.asarray(np.ravel_multi_index(tuple(factors.T), sizes))
 
 

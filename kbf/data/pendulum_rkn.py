@@ -145,7 +145,7 @@ def draw_sequences(
 
 
 def swing(start: Float[Tensor, " b"], noise: Float[Tensor, "b T"]) -> Float[Tensor, "b T+1"]:
-    """Returns the angles from the start at rest; ``noise`` is added to the speed after each move."""
+    """Returns the angles from rest; ``noise`` is added to the speed after each move."""
     theta, omega = start, torch.zeros_like(start)
     angles = [theta]
     for e in noise.unbind(1):

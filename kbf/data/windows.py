@@ -20,7 +20,7 @@ class Span(NamedTuple):
 
 
 def cut(lengths: list[int], bounds: list[int]) -> list[list[Span]]:
-    """Splits the concatenated steps of all recordings at ``bounds``; returns the spans of each part.
+    """Splits the concatenated steps at ``bounds``; returns the spans of each part.
 
     >>> cut([4, 3], [0, 5, 7])
     [[Span(recording=0, start=0, stop=4), Span(recording=1, start=0, stop=1)], [Span(recording=1,

@@ -16,7 +16,7 @@ from kbf.recording import as_float
 
 
 class Augment(nn.Module):
-    """Random transforms of the images in training, nothing in eval mode; then the encoder, if there is one.
+    """Random transforms of the images in training mode, followed by the encoder, if there is one.
 
     Each image gets draws of its own: the random transforms of torchvision draw once for all that
     they are given, and are given one image at a time. A transform with an attribute ``whole =
@@ -36,7 +36,7 @@ class Augment(nn.Module):
     encoder: nn.Module | None
 
     def __init__(self, transforms: Sequence[Any] | None, encoder: nn.Module | None = None) -> None:
-        """``transforms``, of float images ``c h w`` in [0, 1], happen in this order; ``encoder`` sees what comes out."""
+        """``transforms`` of float images ``c h w`` in [0, 1] are applied in order, then ``encoder``."""
         super().__init__()
         self.transforms, self.encoder = tuple(transforms or ()), encoder
         if wrong := [t for t in self.transforms if not callable(t)]:

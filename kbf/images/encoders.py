@@ -6,7 +6,7 @@ around [0, 1], which it takes as they are.
 
 A class from elsewhere is named by its path like one of these: ``encoder: {_target_:
 my_package.MyNet, ...}``. ``kbf train`` builds what your configuration names. A checkpoint is data
-from somebody: one that names a class outside of kbf needs ``trust=true``.
+from an untrusted file: one that names a class outside of kbf needs ``trust=true``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NORMS = ("group", "batch", "none")
 
 
 class Encoder(nn.Module):
-    """What encoders share: the shape they were built for, and the conversion of images. A subclass writes ``encode``.
+    """Base class of encoders: checks and converts images. A subclass implements ``encode``.
 
     Attributes:
         shape: of one image. features: p.
@@ -61,7 +61,7 @@ class Encoder(nn.Module):
 
 
 class CNN(Encoder):
-    """Convolutions with stride 2, each with normalisation and ReLU, then dropout and linear layers with ReLU between them."""
+    """Convolutions with stride 2, normalisation and ReLU, followed by dropout and linear layers."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class CNN(Encoder):
 
 
 class SoftArgmaxCNN(Encoder):
-    """Where things are: convolutions, then for each of the last channels the expected position of its softmax over the pixels.
+    """Positions of objects: the expected position of the softmax of each of the last channels.
 
     The temperature of the softmax is learned. Positions are (x, y), -1 and 1 at the first and last
     column or row.
@@ -176,7 +176,7 @@ def soft_argmax(logits: Float[Tensor, "m k h w"]) -> Float[Tensor, "m two_k"]:
 
 
 class PaperMLP(Encoder):
-    """The published net for images: linear layers with spectral norm, ReLU behind each, batch norm behind the second.
+    """The published network: linear layers with spectral norm and ReLU; batch norm after the second.
 
     In training batch norm needs several images at once.
 
@@ -187,7 +187,7 @@ class PaperMLP(Encoder):
     def __init__(
         self, q: Sequence[int], sizes: Sequence[int] = (1024, 512, 128, 32), dropout: float = 0.0
     ) -> None:
-        """An untrained net; ``sizes`` are the widths, the last is p, ``dropout`` acts before each ReLU."""
+        """An untrained net of widths ``sizes``, the last is p; ``dropout`` acts before each ReLU."""
         super().__init__(q, sizes[-1])
         layers: list[nn.Module] = [nn.Flatten()]
         for k, (a, b) in enumerate(zip([math.prod(q), *sizes[:-1]], sizes, strict=True)):
@@ -201,7 +201,7 @@ class PaperMLP(Encoder):
 
 
 class Backbone(Encoder):
-    """A classifier of torchvision by name; a linear layer to the features takes the place of its last layer.
+    """A classifier of torchvision; its last layer is replaced by a linear layer to the features.
 
     Images are normalised with ImageNet's mean and standard deviation, a single channel is repeated,
     and small images are enlarged. Nothing is ever downloaded: to start from trained weights, fetch
@@ -248,13 +248,17 @@ class Backbone(Encoder):
 
         known = models.list_models(module=models)
         if name not in known:
-            some = "resnet18, mobilenet_v3_small, efficientnet_b0, convnext_tiny, regnet_y_400mf, densenet121, vgg11_bn, vit_b_16"
+            some = (
+                "resnet18, mobilenet_v3_small, efficientnet_b0, convnext_tiny, "
+                "regnet_y_400mf, densenet121, vgg11_bn, vit_b_16"
+            )
             raise ValueError(
                 f"torchvision has no classifier {name!r}; it has {some} and {len(known) - 8} others"
             )
         if name.startswith(("googlenet", "inception", "squeezenet")):
             raise ValueError(
-                f"{name} has no single linear layer at its end that could be replaced: take resnet18, for example"
+                f"{name} has no single linear layer at its end that could be replaced: "
+                "take resnet18, for example"
             )
         scale = max(1.0, size / min(h, w))
         fixed = name.startswith(("vit", "maxvit"))
@@ -285,7 +289,7 @@ class Backbone(Encoder):
         self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225])[:, None, None])
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take all but the last layer from the file of a state dict. Nothing in the file is executed.
+        """Loads all but the last layer from the file of a state dict, without executing code of it.
 
         Raises:
             ValueError: a file that is damaged or belongs to another net.
@@ -315,7 +319,7 @@ class Backbone(Encoder):
             )
 
     def train(self, mode: bool = True) -> Backbone:
-        """As always; what is frozen stays in eval mode, so that batch norm and dropout do not change it."""
+        """Overrides `nn.Module.train`: frozen layers stay in eval mode (batch norm, dropout)."""
         super().train(mode)
         if mode and self.freeze:
             self.net.eval()

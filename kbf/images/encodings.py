@@ -1,4 +1,4 @@
-"""Codes of images: what an encoder thinks the state is, good enough for every filter of vectors to run on.
+"""Encodings: state estimates of single images by cross-fitted encoders, for filters of vectors.
 
 A `Encoding` holds several encoders with linear heads, its *members*, each fitted
 (`kbf.training.encoder_stage`) to all recordings but one chunk. Filters learn from the codes of that
@@ -6,9 +6,9 @@ chunk, which come from the member that has not seen it, and so learn how wrong c
 are; a new image is encoded by the mean over the members.
 
 Members with ``components`` say more, a density ratio r(x, z) (`kbf.densities.ratio`): where the
-state may be, how surely, and whether the image tells anything. Their heads are trained by -log r
+state may be, with which uncertainty, and whether the image is informative. Their heads are trained by -log r
 (`kbf.training.encoder_stage`), and a new image has the mean of their ratios. Filters that know such
-ratios take the whole row (``tells``), the others its mean.
+ratios take the whole row (``returns_ratio``), the others its mean.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ LOG_ROOTS = (-3.0, 7.0)
 
 
 class Encoding(nn.Module):
-    """Images ``m *x`` -> codes ``m d``: the mean over members of mean + scale head(encoder(x)), brought to where states live.
+    """Images ``m *x`` -> encodings ``m d``: the mean over members of mean + scale head(encoder(x)).
 
     Attributes:
         z_mean: ``d``, mean of the training states. z_scale: one standard deviation for all
             components. circle: states have norm 1.
         components: Gaussians of a member's ratio, 0 for plain codes. points: ``500 d``, width:
             ``()``, of p(z), with components.
-        tells: codes are whole ratios ``m w`` (`kbf.densities.ratio.mixed`), not their means alone.
+        returns_ratio: encodings are whole ratios ``m w`` (`kbf.densities.ratio.mixed`), not only
+            their means.
     """
 
     z_mean: Tensor
@@ -62,12 +63,12 @@ class Encoding(nn.Module):
 
         Args:
             encoders: ``m *x`` -> ``m p`` with an attribute ``features``, p; one for each member.
-            d: components of the state that an image tells.
-            components: of a member's ratio; 0 for members that tell a mean alone.
+            d: components of the state that an image determines.
+            components: of a member's ratio; 0 for members that predict a mean only.
         """
         super().__init__()
         self.encoders: nn.ModuleList = nn.ModuleList(encoders)
-        self.components, self.tells = components, False
+        self.components, self.returns_ratio = components, False
         numbers = encoding_width(d, components) - d if components else d
         self.heads: nn.ModuleList = nn.ModuleList(
             nn.Linear(int(encoder.features), numbers)  # pyright: ignore[reportArgumentType]
@@ -79,7 +80,8 @@ class Encoding(nn.Module):
         if components:
             self.register_buffer("points", torch.zeros(POINTS, d))
             self.register_buffer("width", torch.ones(()))
-            for head in self.heads:  # else the first images, none of which tells anything yet, settle it that none ever does
+            # otherwise the shares of the first, uninformative images make all later ones uninformative
+            for head in self.heads:
                 nn.init.constant_(head.bias[:1], LITTLE_DOUBT)  # pyright: ignore[reportIndexIssue, reportArgumentType]
 
     def prepare(self, states: Float[Tensor, "n d"]) -> None:
@@ -101,7 +103,7 @@ class Encoding(nn.Module):
         return CIRCLE if bool(self.circle) else FLAT
 
     def answer(self, k: int, x: Shaped[Tensor, "m *x"]) -> Tensor:
-        """What member k says, in its own units."""
+        """Returns the output of member k, in its own units."""
         return self.heads[k](self.encoders[k](as_float(x, self.z_mean.dtype)))
 
     def member(self, k: int, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m d"]:
@@ -114,7 +116,10 @@ class Encoding(nn.Module):
         )
 
     def row(self, said: Float[Tensor, "m k"]) -> Float[Tensor, "m w"]:
-        """The ratio in what a member says: E[z | x] = pi_0 E[z] + sum_j pi_j m_j in front, all in the units of the states."""
+        """Returns the ratio of a member in the units of the states, E[z | x] first.
+
+        E[z | x] = pi_0 E[z] + sum_j pi_j m_j.
+        """
         d, J = len(self.z_mean), self.components
         log_shares = said[:, : J + 1].log_softmax(-1)
         centres, entries = said[:, J + 1 :].unflatten(-1, (J, -1)).split([d, d * (d + 1) // 2], -1)
@@ -129,12 +134,12 @@ class Encoding(nn.Module):
 
     @property
     def density(self) -> RatioDensity:
-        """What the rows of members with components say of states."""
+        """Returns the density of the rows of members with components."""
         return RatioDensity(StateDensity(self.points, self.width))
 
     def forward(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m d"]:
         """The code of new images."""
-        if self.tells:
+        if self.returns_ratio:
             return mixed(
                 [self.row(self.answer(k, x)) for k in range(len(self.encoders))], len(self.z_mean)
             )
@@ -150,7 +155,7 @@ class Encoding(nn.Module):
     def crossfit(
         self, sequence: Recording, held: Shaped[Tensor, " T"], batch_size: int = 256
     ) -> Recording:
-        """The sequence with codes for observations; step t is encoded by member ``held[t]``, which has not seen it.
+        """Returns the recording with encodings as observations; member ``held[t]`` encodes step t.
 
         Of members with components the codes are whole ratios ``T w``, else ``T d``.
         """

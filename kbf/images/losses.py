@@ -1,4 +1,4 @@
-"""Losses that make features good for conditional mean embeddings: how well ridge regression on them predicts the targets."""
+"""Losses of features for conditional mean embeddings: the error of ridge regression on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def ridge_loss(
     reg: float,
     ratio: Float[Tensor, " n"] | None = None,
 ) -> Float[Tensor, ""]:
-    """(1/n) tr(G_Z (D - D Psi (Psi^T D Psi + n reg I)^-1 Psi^T D)): the least regularised error of regression on the features.
+    """Returns (1/n) tr(G_Z (D - D Psi (Psi^T D Psi + n reg I)^-1 Psi^T D)), the regularised error.
 
     It equals min over W of (1/n) sum_i r_i ||phi_i - W^T psi_i||^2 + reg ||W||^2, with G_Z the Gram
     matrix of the targets phi.
@@ -38,7 +38,7 @@ def ridge_loss(
 def split_ridge_loss(
     features: Float[Tensor, "n p"], targets: Float[Tensor, "n q"], reg: float
 ) -> Float[Tensor, ""]:
-    """The same regression fitted on one half of the points and scored on the other, both ways: mean ||phi - W^T psi||^2.
+    """Returns the two-fold cross-validated error of the regression, the mean of ||phi - W^T psi||^2.
 
     Features that memorise their points gain nothing by it.
 
@@ -48,7 +48,8 @@ def split_ridge_loss(
     n = len(features)
     if n < 2:
         raise ValueError(
-            f"a batch of {n} cannot be split into a part to fit and a part to score: use a larger batch_size"
+            f"a batch of {n} cannot be split into a part to fit and a part to score: "
+            "use a larger batch_size"
         )
     half = n // 2
     parts = [(features[:half], targets[:half]), (features[half:], targets[half:])]

@@ -63,7 +63,7 @@ def animate(
     extent: Extent | None = None,
     title: str = "",
 ) -> None:
-    """Write a GIF: the observed frame, if there is one, beside it the plane of the states; and the components over time.
+    """Writes a GIF of the observed frames, the plane of the states, and the components over time.
 
     Args:
         path: ends in .gif; the file is whole or absent.
@@ -163,7 +163,7 @@ def draw_frames(
 def draw_moves(
     axes: Axes, values: Values, x: Tensor | None, kind: str, down: bool
 ) -> Callable[[int], None]:
-    """A function that draws step t in the plane of the first two components, with the trails of the steps before it."""
+    """Returns a function that draws step t and its trail in the plane of the first components."""
     z, e, _ = values
     trails: list[tuple[Any, Tensor]] = []
     if x is not None:
@@ -195,7 +195,7 @@ def draw_moves(
 def draw_series(
     axes: Axes, z: Tensor, e: Tensor, C: Tensor | None, x: Tensor | None, k: int, last: bool
 ) -> Callable[[int], None]:
-    """Draw component k over time with bands of standard deviations; returns a function that moves the line "now" to step t."""
+    """Draws component k over time; returns a function that moves the line of the current step."""
     time, end = range(len(z)), max(len(z) - 1, 1)
     draw_bands(axes, e, C, k)
     if x is not None:

@@ -1,4 +1,4 @@
-"""Charts of tables: lines with error bars, in panels. What every comparison, benchmark and experiment draws with."""
+"""Charts of tables: lines with error bars in panels, scatter plots and time series."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kbf.rkhs.linalg import evenly
 
 Row = Mapping[str, Any]
 
-# Points of a column or a part that are drawn, evenly spaced: more cannot be told apart, and take
+# Points of a column or a part that are drawn, evenly spaced: more are indistinguishable, and take
 # minutes.
 MOST_POINTS = 20_000
 
@@ -44,18 +44,18 @@ def curves(
     marks: Mapping[tuple[Any, Any], str] | None = None,
     across: int = 4,
 ) -> Figure:
-    """One line for each value of ``by``, one panel for each value of ``panel``, in the order in which they come.
+    """Draws one line for each value of ``by`` and one panel for each value of ``panel``.
 
     Args:
         rows: a row for each point, as in a CSV file; points without a finite ``y`` are left out.
         x: column of the horizontal axis; texts are set side by side.
         y: column of the vertical axis.
-        by: column that tells the lines apart.
+        by: column with one line for each value.
         se: column of the error bars.
-        panel: column that tells the panels apart; None for a single one.
+        panel: column with one panel for each value; None for a single one.
         log: axes with a logarithmic scale.
         xlabel: below each panel; the column's name unless given.
-        ylabel: beside the first panel; the column's name unless given.
+        ylabel: left of the first panel; the column's name unless given.
         title: above everything.
         level: a horizontal line and what it is.
         share_y: the same vertical axis for all panels.
@@ -160,7 +160,7 @@ def draw_lines(
 
 
 def have_room(places: list[Any]) -> bool:
-    """Whether numbers, in order, can stand below a logarithmic axis of some 36 characters without touching.
+    """Whether sorted numbers fit below a logarithmic axis of about 36 characters.
 
     >>> have_room([100, 200, 500, 1000]), have_room([10_000, 20_000, 40_000, 70_000, 100_000])
     (True, False)
@@ -254,7 +254,7 @@ def series_figure(
     title: str = "",
     most: int = 16,
 ) -> Figure:
-    """Columns over all steps, one panel each, sequences one behind the other; colours tell the part that a step is in.
+    """Draws columns over the steps of all recordings, one panel each, coloured by part.
 
     Args:
         columns: by name, one tensor ``T`` for each sequence.
@@ -297,7 +297,7 @@ def series_figure(
 def scatter_figure(
     parts: Mapping[str, Tensor], names: Sequence[str], *, title: str = "", most: int = 5
 ) -> Figure:
-    """Every pair of the first components of points ``n d``, coloured by part; of a single component its values in order."""
+    """Draws pairs of the first components of points ``n d``, or a single one, coloured by part."""
     width = min(len(names), most)
     with matplotlib.rc_context(STYLE):
         side = max(1, width - 1)

@@ -1,4 +1,4 @@
-"""Pictures of images with the truth and the estimate in them: grids, animations, and what TensorBoard's projector shows."""
+"""Grids of image observations with the true and the estimated states."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def frame_grid(
     z, e, C = shown_steps(sequence, known, covariances, steps)
     if sequence.obs.ndim != 4:
         raise ValueError(
-            f"frames are (channels, height, width), these observations are {tuple(sequence.obs.shape[1:])}"
+            "frames are (channels, height, width), these observations are "
+            f"{tuple(sequence.obs.shape[1:])}"
         )
     kind = state_kind(z, kind)
     extent = extent if kind == "map" else None
@@ -148,7 +149,7 @@ def shown_steps(
 
 
 def state_kind(z: Float[Tensor, "t d"], kind: str = "auto") -> str:
-    """The panel that suits these states: compass, map or rows. Unit vectors in the plane are headings.
+    """Returns the panel for these states: compass (unit vectors in the plane), map or rows.
 
     Raises:
         ValueError: a kind that is unknown or does not fit the states.
@@ -181,14 +182,14 @@ def step_name(sequence: Recording, t: int) -> str:
 
 
 def picture(frame: Shaped[Tensor, "c h w"]) -> Tensor:
-    """A frame as matplotlib shows it, in [0, 1]: ``h w 3``, or ``h w``, the first channel, where there are not three."""
+    """Returns a frame for matplotlib in [0, 1]: ``h w 3``, or the first channel ``h w``."""
     x = frame.double() / 255 if frame.dtype == torch.uint8 else frame.double()
     x = x.nan_to_num(0.5).clamp(0, 1)
     return x.movedim(0, -1) if len(x) == 3 else x[0]
 
 
 def draw_frame(axes: Axes, extent: Extent | None = None) -> Callable[[Tensor, bool], None]:
-    """A function that draws a frame ``c h w``, pale where it was not observed, in place of the one before."""
+    """Returns a function that draws a frame ``c h w``, pale if it was not observed."""
     axes.set_xticks([])
     axes.set_yticks([])
     axes.grid(visible=False)
@@ -227,7 +228,7 @@ def corner(axes: Axes, aspect: float) -> Axes:
 
 
 def draw_compass(axes: Axes, big: float = 1.0) -> Show:
-    """A circle with the true and the estimated direction, and the angle's 1 and 2 standard deviations; ``big`` widens the arrows.
+    """Draws the true and the estimated direction with 1 and 2 standard deviations of the angle.
 
     The arrow of the estimate is as long as the estimate: short where the filter does not know.
     """
@@ -269,7 +270,7 @@ def draw_compass(axes: Axes, big: float = 1.0) -> Show:
 
 
 def draw_map(axes: Axes, extent: Extent | None, big: float = 1.0) -> Show:
-    """Dots of truth and estimate, joined, and ellipses of 1 and 2 standard deviations; of the first two components.
+    """Draws truth and estimate of two components, and ellipses of 1 and 2 standard deviations.
 
     ``extent`` are the limits; None leaves those of a picture. ``big`` enlarges the dots.
     """
@@ -309,7 +310,7 @@ def draw_map(axes: Axes, extent: Extent | None, big: float = 1.0) -> Show:
 
 
 def draw_rows(axes: Axes, ends: tuple[float, float], named: bool) -> Show:
-    """A line for each component with dots of truth and estimate, and a bar of 1 standard deviation to either side."""
+    """Draws a line for each component with truth, estimate and a bar of 1 standard deviation."""
     axes.set(xlim=ends, xticks=[], yticks=[])
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)

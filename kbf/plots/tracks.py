@@ -81,7 +81,7 @@ def track_figure(
     radius2: Tensor | None = None,
     names: Sequence[str] = (),
 ) -> Figure:
-    """Truth, observation and estimate of one sequence, over time and in the plane of the first two components.
+    """Draws truth, observation and estimate of a recording, over time and in the plane.
 
     Args:
         sequence: ``T d``; observations are drawn where they are vectors like the state, except
@@ -144,7 +144,7 @@ def track_figure(
 
 
 def visible(sequence: Recording, n: int) -> Tensor | None:
-    """The first n observations if they have the shape of the state, NaN where one is missing; else None."""
+    """Returns the first n observations if they have the shape of the state (NaN if missing)."""
     if sequence.obs.shape[1:] != sequence.states.shape[1:] or sequence.obs.ndim != 2:
         return None
     x = sequence.obs[:n].double().cpu()
@@ -163,7 +163,7 @@ def draw_bands(axes: Axes, e: Tensor, C: Tensor | None, k: int) -> None:
 def draw_plane(
     axes: Axes, z: Tensor, x: Tensor | None, e: Tensor | None, labels: Sequence[str]
 ) -> None:
-    """Draw states and estimates in the plane of the first two components; a thin line joins each estimate with its truth."""
+    """Draws states and estimates in the plane, with a thin line from each estimate to its truth."""
     if x is not None:
         axes.plot(x[:, 0], x[:, 1], "o", color=SEEN, ms=3.5, alpha=0.5, mew=0)
     if e is not None:
@@ -178,7 +178,7 @@ def draw_plane(
 
 
 def draw_regions(axes: Axes, e: Tensor, C: Tensor, radius2: float, most: int = 25) -> None:
-    """Ellipses {z: (z - e)^T C^-1 (z - e) <= radius2} around some of the estimates, in the plane of the first two components."""
+    """Draws ellipses {z: (z - e)^T C^-1 (z - e) <= radius2} around some estimates in the plane."""
     for t in range(0, len(e), -(-len(e) // most)):
         values, vectors = torch.linalg.eigh(C[t, :2, :2])
         wide, high = (2 * (radius2 * values.clamp(min=0)).sqrt()).tolist()
@@ -190,7 +190,7 @@ def draw_regions(axes: Axes, e: Tensor, C: Tensor, radius2: float, most: int = 2
 
 
 def calibration_figure(sides: Mapping[str, Reliability], *, title: str = "") -> Figure:
-    """Coverage of the regions of each level (on the diagonal if calibrated) and the histogram of the PIT (flat if calibrated).
+    """Draws the coverage of credible regions by level, and the histogram of the PIT.
 
     Args:
         sides: by name, such as before and after recalibration.

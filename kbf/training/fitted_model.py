@@ -150,10 +150,10 @@ class FittedModel(nn.Module):
             code = build_encoding(
                 encoders, d if how.visible is None else len(how.visible), how.gaussians
             )
-            code.tells = (
+            code.returns_ratio = (
                 how.gaussians > 0 and how.visible is None and isinstance(self.net, RatioModel)
             )
-            if code.tells:
+            if code.returns_ratio:
                 self.net.ratio_dim = d
             return how, code
 
@@ -203,7 +203,7 @@ class FittedModel(nn.Module):
     def take_ratio_means(self) -> None:
         """Keep the means alone of encodings that are density ratios, for a net that takes vectors."""
         assert self.code is not None
-        if not self.code.tells:
+        if not self.code.returns_ratio:
             d = len(self.code.z_mean)
             self.remember([s._replace(obs=s.obs[:, :d]) for s in self.memory.sequences()])
 
@@ -247,7 +247,7 @@ class FittedModel(nn.Module):
         )
         shaped = ("net.", "code.", "scaling.")
         take_shapes(self, {name: leaf for name, leaf in state.items() if name.startswith(shaped)})
-        if self.code is not None and self.code.tells:
+        if self.code is not None and self.code.returns_ratio:
             self.net.ratio_dim = len(self.code.z_mean)
 
 

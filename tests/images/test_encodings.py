@@ -225,7 +225,7 @@ def test_codes_with_components_are_ratios_of_each_member_and_of_all():
         mean = shares[:, :1] * code.z_mean + (shares[:, 1:, None] * ratio.centres).sum(1)
         torch.testing.assert_close(code.member(k, x), mean)
     assert code(x).shape == (6, 2)
-    code.tells = True
+    code.returns_ratio = True
     together = torch.stack(
         [code.density.log_density(code.row(each), z[:6]).exp() for each in said]
     ).mean(0)

@@ -668,7 +668,7 @@ def test_ratios_know_which_images_tell_nothing():
         {"epochs": 40, "lr": 0.005, "members": 2, "loss": "ratio", "clip": 5.0, "batch_size": 20}
     )
     code = fitted(noisy[:2], how)[0]
-    code.tells = True
+    code.returns_ratio = True
     with torch.no_grad():
         ratio = read_encoding(code(noisy[2].obs), 2)
     doubt = ratio.log_shares[:, 0].exp()

@@ -112,7 +112,7 @@ def check_all_there(path: Path, keys_by_role: dict[str, dict[str, str]], states:
 
 
 def check_widths(path: Path, recordings: list[FileRecording]) -> None:
-    """Raises a ValueError unless all recordings have the same columns (at least one) or image size."""
+    """Raises a ValueError unless all recordings have the same columns or image size."""
     for role in ("obs", "states", "controls"):
         shapes = [
             None if (leaf := getattr(r, role)) is None else tuple(leaf.shape[1:])
@@ -151,7 +151,7 @@ def keys_of(
 
 
 def numbers(array: Any, path: Path, name: str) -> Tensor:
-    """Returns an array as a tensor: dates in seconds since 1970; float64 unless it is uint8 or bool.
+    """Returns an array as a tensor: dates in seconds; float64 unless it is uint8 or bool.
 
     Raises:
         ValueError: the array is not numeric, has infinite entries, or is a scalar.

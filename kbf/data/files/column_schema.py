@@ -101,7 +101,7 @@ class ColumnSchema(NamedTuple):
     def decode(
         self, estimates: Float[Tensor, "T d"], covariances: Float[Tensor, "T d d"] | None = None
     ) -> dict[str, Float[Tensor, " T"]]:
-        """Converts estimates to columns by name, with a column NAME_std each if covariances are given.
+        """Converts estimates to columns by name, and to columns NAME_std if covariances are given.
 
         The standard deviation of a number is the root of its variance. An angle is atan2 of its
         pair; with R the length of the mean pair and C its covariance its circular standard deviation

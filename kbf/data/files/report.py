@@ -213,7 +213,7 @@ def shared_rows(data: FileData) -> list[str]:
 
 
 def fingerprints(recording: Recording) -> list[bytes]:
-    """Returns the bytes of each observed step: of the image, or of the observation and the state."""
+    """Returns the bytes of each observed step: the image, or observation and state."""
     rows = recording.obs.flatten(1)
     if recording.obs.ndim == 2:
         rows = torch.cat([rows, recording.states], 1)
@@ -245,7 +245,7 @@ def beyond(data: FileData) -> list[str]:
     share = ((test < low) | (test > high)).double().mean(0)
     return [
         f"{100 * float(share[k]):.0f} % of the test steps have {name} outside of the training "
-        f"part's range, {float(low[k]):.4g} to {float(high[k]):.4g}: the test requires extrapolation"
+        f"part's range, {float(low[k]):.4g} to {float(high[k]):.4g}: extrapolation is required"
         for k, name in enumerate(data.column_schema.components("states"))
         if float(share[k]) > MAX_REPEATED_SHARE
     ]
@@ -288,7 +288,7 @@ def outside(name: str, train: list[Tensor], test: list[Tensor], most: int = 2000
         return []
     return [
         f"{round(int(far.sum()) / len(far) * whole)} of {whole} test {name} lie outside of "
-        "the training part's region: filters extrapolate there; record more, or split in another way"
+        "the training part's region: filters extrapolate there; record more, or split differently"
     ]
 
 

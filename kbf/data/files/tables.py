@@ -24,7 +24,7 @@ from kbf.data.files.parsing import number, seconds
 
 
 class Table(NamedTuple):
-    """Selected columns: numbers ``T`` float64 (NaN if empty), texts, and the row number of each step."""
+    """Selected columns: numbers ``T`` float64 (NaN if empty), texts, and row numbers."""
 
     numbers: dict[str, Tensor]
     words: dict[str, list[str]]
@@ -97,7 +97,7 @@ def recordings_of(
     images: Tensor | None = None,
     folder: Path | None = None,
 ) -> Contents:
-    """Returns the recordings of a table, with ``images`` or the images named in it (in ``folder``)."""
+    """Returns the recordings of a table, with ``images`` or those named in it."""
     seen = None
     if images is not None:
         obs = images
@@ -155,7 +155,8 @@ def header_of(path: Path) -> list[str]:
         header = next(lines(path), (0, []))[1]
     if not header or all(number(cell) is not None for cell in header):
         raise ValueError(
-            f"{path}: the first line must name the columns, got {', '.join(header[:5]) or 'nothing'}"
+            f"{path}: the first line must name the columns, got "
+            f"{', '.join(header[:5]) or 'nothing'}"
         )
     if repeated := [name for name in header if header.count(name) > 1]:
         raise ValueError(f"{path}: two columns are called {repeated[0]!r}")

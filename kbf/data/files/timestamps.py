@@ -50,7 +50,7 @@ def pieces_at_gaps(recording: FileRecording, step: float | None) -> list[tuple[i
 
 
 def uneven(recordings: list[FileRecording], step: float | None) -> tuple[int, int, str | None]:
-    """Returns the number of moves, the number of irregular ones, and the place of the first of these.
+    """Returns the numbers of moves and of irregular ones, and the place of the first.
 
     A move is irregular if its duration is not the median step, up to `UNEVEN_SHARE`.
     """
@@ -88,7 +88,7 @@ def with_time_control(recording: FileRecording, step: float | None) -> FileRecor
 def encode_recording(
     recording: FileRecording, column_schema: ColumnSchema, *, allow_missing_sensors: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Returns observations ``T *x``, states ``T d``, mask ``T`` and controls ``T k`` of a recording.
+    """Returns observations ``T *x``, states ``T d``, mask ``T`` and controls ``T k``.
 
     Missing observations and unknown states are NaN. A step is observed if no column is missing;
     with ``allow_missing_sensors``, if any column is present.

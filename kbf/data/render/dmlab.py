@@ -1,4 +1,4 @@
-"""Views of the real DeepMind Lab: an agent turns at its spawn point, with its yaw from the engine."""
+"""Views of the real DeepMind Lab from an agent that turns at its spawn point."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 
 
 class World(NamedTuple):
-    """A scene, the position of the camera in it (``3`` float64), and a description of its source."""
+    """A scene, the camera position (``3`` float64), and a description of the source."""
 
     scene: Scene
     position: Tensor
@@ -128,7 +128,7 @@ def read_layout(entities: str, variations: str) -> Layout:
 
 
 def carve(size: Size, generator: Generator) -> Layout:
-    """Makes a maze by recursive backtracking over the odd cells, with rooms of 3 or 5 cells a side."""
+    """Makes a maze by recursive backtracking over the odd cells, with rooms of side 3 or 5."""
     columns, rows, rooms = size
     free = torch.zeros(columns, rows, dtype=torch.bool)
     zone = torch.zeros(columns, rows, dtype=torch.long)
@@ -164,7 +164,7 @@ def carve(size: Size, generator: Generator) -> Layout:
 
 
 def maze_scene(layout: Layout, textures: Textures, generator: Generator) -> Scene:
-    """Makes the scene of a layout: rooms differ in colours, and random wall faces have paintings."""
+    """Makes the scene of a layout: colours by room, paintings on random wall faces."""
     free, zone = layout
     around = torch.nn.functional.pad(free, (1, 1, 1, 1))
     # the cells to the east, north, west and south

@@ -1,4 +1,4 @@
-"""A first-person ray caster: views of a world of rectangular cells with textured walls, floors, ceilings and a sky.
+"""A first-person ray caster for worlds of rectangular cells with textured faces and a sky.
 
 World axes: x and y on the ground, z up. Camera axes: x forward, y left, z up. A rotation matrix
 takes camera to world; a yaw of theta degrees is the turn by theta about z, counter-clockwise as
@@ -242,7 +242,7 @@ def check(
 def pixel_grid(
     size: tuple[int, int], fov: float, supersample: int, device: torch.device
 ) -> tuple[Float[Tensor, " columns"], Float[Tensor, " rows"]]:
-    """The rays' directions in the camera's plane at distance 1, float64: to the left for each column, up for each row of rays."""
+    """Returns the rays' directions in the plane at distance 1: left by column, up by row, float64."""
     height, width = size[0] * supersample, size[1] * supersample
     half = math.tan(math.radians(fov) / 2)
     across = half * (1 - (2 * torch.arange(width, dtype=torch.float64, device=device) + 1) / width)
@@ -253,7 +253,7 @@ def pixel_grid(
 def directions(
     rotation: Float[Tensor, "n 3 3"], across: Float[Tensor, " W"], level: bool
 ) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """The function from ``up`` (one number for each row) to the directions of the rays along x, y and z, float32.
+    """Returns the function from ``up`` (one number a row) to the rays' directions x, y, z, float32.
 
     They have length 1 along the camera's axis, so that the ray's parameter is the depth. For level
     cameras x and y are ``n 1 W`` and z is ``1 H 1``, else all are ``n H W``.
@@ -269,7 +269,7 @@ def directions(
 
 
 def meet_walls(scene: Scene, origin: Float[Tensor, "n 1 1 3"], dx: Tensor, dy: Tensor) -> Walls:
-    """Walk each ray from cell to cell along the ground until a wall stops it (a digital differential analyser)."""
+    """Follows each ray from cell to cell to the first wall (a digital differential analyser)."""
     columns, rows = scene.walls.shape[:2]
     table = scene.walls.flatten()
     dx, dy = dx / scene.cell[0], dy / scene.cell[1]
@@ -310,7 +310,7 @@ def mirrored(side: Tensor) -> Tensor:
 
 
 def mip(scene: Scene, extent: Tensor) -> tuple[Tensor, Tensor]:
-    """The first mip level whose texels are not smaller than ``extent`` of a texture's side: where it begins, texels of its side."""
+    """Returns start and side of the first mip level whose texels cover ``extent`` of a side."""
     level = (extent * scene.size).log2().ceil().clamp(0, math.log2(scene.size))
     side = torch.exp2(-level).mul(scene.size).round().int()
     return (scene.size**2 - side * side) // 3 * (4 * scene.number), side

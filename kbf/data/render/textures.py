@@ -115,7 +115,7 @@ def grids(size: int = SIZE) -> tuple[Float[Tensor, "S S"], Float[Tensor, "S S"]]
 
 
 def noise(generator: Generator, cells: int) -> Float[Tensor, "S S"]:
-    """Returns smooth periodic noise in [-1, 1]: cubic steps between random numbers on a coarse grid."""
+    """Returns smooth periodic noise in [-1, 1]: cubic steps on a random coarse grid."""
     values = 2 * draw(generator, cells, cells) - 1
     across, down = grids()
     parts = []

@@ -135,7 +135,7 @@ def started(
 
 
 def fit(picture: UInt8[Tensor, "h w 3"], size: tuple[int, int]) -> UInt8[Tensor, "H W 3"]:
-    """Returns the largest middle part of the shape of ``size``, resized to it with anti-aliasing."""
+    """Crops the middle in the shape of ``size`` and resizes it with anti-aliasing."""
     height, width = picture.shape[:2]
     part = min(height / size[0], width / size[1])
     high, wide = round(part * size[0]), round(part * size[1])
