@@ -22,10 +22,10 @@ from torch import Generator, Tensor, nn
 
 from kbf.densities.base import ConditionalDensity
 from kbf.densities.categorical import CategoricalDensity
-from kbf.densities.gaussian import GaussianDensity
 from kbf.densities.glm import GLMDensity
 from kbf.densities.mdn import MixtureDensityNetwork
 from kbf.densities.mixtures import MapMixture
+from kbf.densities.ridge import RidgeMap
 from kbf.densities.selection import DENSITIES, fit_density, select_density
 from kbf.manifolds import manifold_of
 from kbf.runtime.errors import FitError
@@ -113,10 +113,8 @@ class PerSensorDensity(NamedTuple):
 
 def likelihood_at(density: ConditionalDensity, u: Float[Tensor, "m d"]) -> Likelihood:
     """y ``b q`` -> log p(y | u_i) ``b m``; the parameters at u are computed once."""
-    if isinstance(density, GaussianDensity):
-        mean, scale = density.map.predict(u)
-        constant = density.constant.to(u)
-        return lambda y: density.map.log_density_table(y, mean, scale) + constant
+    if isinstance(density, RidgeMap):
+        return density.at(u)
     if isinstance(density, MapMixture):
         means, scales = density.predict(u)
         return lambda y: density.parts(y[:, None], means, scales).logsumexp(-1)

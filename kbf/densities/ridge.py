@@ -1,7 +1,8 @@
-"""Kernel ridge regression with its predictive distribution: the maps z -> z' and z -> x that are learned from recordings."""
+"""Kernel ridge regression with its predictive distribution: the Gaussian conditional density p(y | u)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
+from kbf.densities.base import LOG_2PI
 from kbf.manifolds import FLAT, Manifold, manifold_of
 from kbf.rkhs.features import nystrom_whitening, pivots
 from kbf.rkhs.kernels import KERNELS, NETWORK_KERNELS, Kernel, median_distance, own_value
@@ -18,18 +20,18 @@ from kbf.ssm import normal
 
 
 class RidgeMap(NamedTuple):
-    """A regression with its predictive distribution: y | u ~ N(mean(u), scale(u) noise).
+    """A regression with its predictive distribution: y | u ~ N(m(u), scale(u) S), a `ConditionalDensity`.
 
     Kernel ridge regression y = A^T phi(u) in r Nystrom features phi of a kernel is Bayesian linear
     regression with noise covariance S and prior variance S / (n reg); its predictive covariance is
     S times scale(u) = 1 + phi(u)^T (Phi^T Phi + n reg I)^-1 phi(u) + (k(u, u) - phi(u)^T phi(u)) /
     (n reg), which grows where there are no training points. With all training points as landmarks
     it is the predictive variance of a Gaussian process whose kernel is k / (n reg), in units of the
-    noise. Computed in float64, answered in the type of u.
+    noise. Computed in float64, returned in the type of u.
 
-    On a manifold (`kbf.manifolds`: headings as unit vectors, alone or beside other components) the
-    mean is brought back to it, and the noise is a displacement along it: y = exp(project(mean(u)),
-    e), e ~ N(0, scale(u) S).
+    On a manifold (`kbf.manifolds`: headings as unit vectors, alone or with other components) the
+    mean is projected onto it, and the noise is a displacement along it: y = exp(project(m(u)), e),
+    e ~ N(0, scale(u) S).
 
     Attributes:
         landmarks: ``r d``. whiten: ``r r``, L^-T with L L^T their Gram matrix. kernel: k, all
@@ -109,13 +111,41 @@ class RidgeMap(NamedTuple):
     def log_density(
         self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]
     ) -> Float[Tensor, "*e"]:
-        """The logarithm of p(y | u) without -1/2 log det(2 pi S), which depends on neither; y and u broadcast."""
-        return self.log_density_given(y, *self.predict(u))
+        """log N(y; m(u), scale(u) S); y and u broadcast."""
+        return self.log_density_given(y, *self.predict(u)) + self.constant.to(u)
+
+    def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
+        """`log_density` of every y given every u."""
+        return self.at(u)(y)
+
+    def at(self, u: Float[Tensor, "m d"]) -> Callable[[Tensor], Tensor]:
+        """The function `table` of y for given points u, whose predictions are computed once."""
+        mean, scale = self.predict(u)
+        constant = self.constant.to(u)
+        return lambda y: self.log_density_table(y, mean, scale) + constant
+
+    def mean(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q"]:
+        """E[y | u]."""
+        return self.expected(*self.predict(u))
+
+    def covariance(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b k k"]:
+        """scale(u) S, in flat space."""
+        return self.predict(u)[1][..., None, None] * self.covariance_of_noise.to(u)
+
+    @property
+    def covariance_of_noise(self) -> Float[Tensor, "k k"]:
+        """S as a matrix."""
+        return self.noise.diag() if self.noise.ndim == 1 else self.noise
+
+    @property
+    def constant(self) -> Float[Tensor, ""]:
+        """-1/2 log det(2 pi S)."""
+        return -0.5 * (torch.logdet(self.covariance_of_noise) + len(self.noise) * LOG_2PI)
 
     def log_density_given(
         self, y: Float[Tensor, "*b q"], mean: Float[Tensor, "*c q"], scale: Float[Tensor, "*c"]
     ) -> Float[Tensor, "*e"]:
-        """`log_density` from the mean and scale of a prediction that was made before."""
+        """`log_density` without `constant`, from the mean and scale of a prediction."""
         residual = self.manifold.log(mean, y)
         rows = residual.reshape(
             -1, residual.shape[-1]
@@ -144,7 +174,10 @@ class RidgeMap(NamedTuple):
     def log_density_table(
         self, y: Float[Tensor, "n q"], mean: Float[Tensor, "m q"], scale: Float[Tensor, " m"]
     ) -> Float[Tensor, "n m"]:
-        """`log_density_given` of every y under every prediction; in flat space by one product of matrices, ten times faster."""
+        """`log_density_given` of every y under every prediction.
+
+        In flat space it is one product of matrices, which is ten times faster.
+        """
         if self.manifold.circles:
             return self.log_density_given(y[:, None], mean, scale)
         return (
@@ -220,9 +253,7 @@ def fit_ridge_map(
                 noise = (held_out[:, None] * moved.square()).mean(0) + least
                 spread = noise.log().sum()
             else:
-                noise = (held_out[:, None] * moved).mT @ moved / n + least * torch.eye(
-                    k, dtype=y.dtype, device=y.device
-                )
+                noise = noise_covariance(moved, held_out, least)
                 spread = torch.logdet(noise)
             score = (spread - k * held_out.log().mean()).item()
             if best is None or score < best[0]:
@@ -246,6 +277,28 @@ def fit_ridge_map(
     return best[1]
 
 
+def refitted(map: RidgeMap, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> RidgeMap:
+    """The map with the same kernel, landmarks and ridge, fitted to other points (`fit_ridge_map`)."""
+    phi, offset = map.features(u), y.mean(0)
+    factor = torch.linalg.inv(phi.mT @ phi + map.ridge * torch.eye(phi.shape[1]).to(phi))
+    coefficients = factor @ (phi.mT @ (y - offset))
+    held_out = 1 - ((phi @ factor) * phi).sum(-1)
+    error = (y - offset - phi @ coefficients) / held_out[:, None]
+    moved = map.manifold.log(map.manifold.project(y - error), y)
+    least = 1e-9 * y.var(0).mean()
+    noise = noise_covariance(moved, held_out, least)
+    return map._replace(coefficients=coefficients, offset=offset, factor=factor, noise=noise)
+
+
+def noise_covariance(
+    moved: Float[Tensor, "n k"], held_out: Float[Tensor, " n"], least: Float[Tensor, ""]
+) -> Float[Tensor, "k k"]:
+    """S = (1/n) sum_i H_i v_i v_i^T, plus ``least`` times the identity."""
+    return (held_out[:, None] * moved).mT @ moved / len(moved) + least * torch.eye(
+        moved.shape[1]
+    ).to(moved)
+
+
 def kernel_candidates(
     u: Float[Tensor, "n d"],
     names: tuple[str, ...],
@@ -253,7 +306,7 @@ def kernel_candidates(
     slopes: tuple[float, ...],
     biases: tuple[float, ...],
 ) -> list[Kernel]:
-    """The kernels of these names with every setting that `fit_ridge_map` is to try, in the units of the inputs u."""
+    """The kernels of these names with every candidate setting of `fit_ridge_map`, in the units of u."""
     median, size = median_distance(u, distinct=True), u.square().sum(-1).mean().sqrt().item()
     candidates: list[Kernel] = []
     for name in names:

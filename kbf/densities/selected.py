@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kbf.densities.gaussian import GaussianDensity
 from kbf.densities.per_sensor import SelectedSensors
 from kbf.densities.ridge import join_of
 from kbf.densities.selection import COUNTS, DENSITIES, MOST, Known, select_density
@@ -128,12 +127,8 @@ class SelectedDensities(nn.Module):
             choice = select_density(inputs, outputs, counts=k == 1)
             log.info("law of %s: %s", side, choice)
             if len(inputs) <= MOST:  # all points were looked at
-                density = (
-                    choice.density.map
-                    if isinstance(choice.density, GaussianDensity)
-                    else choice.density
-                )
-                self.fitted.append(Known(choice.name, inputs.double(), outputs.double(), density))
+                known = Known(choice.name, inputs.double(), outputs.double(), choice.density)
+                self.fitted.append(known)
             self.chosen[k] = DENSITIES.index(choice.name)
             self.scores[k] = torch.tensor([choice.scores.get(name, 0.0) for name in DENSITIES])
             self.tried[k] = torch.tensor([name in choice.scores for name in DENSITIES])

@@ -3,13 +3,13 @@
 Nothing but the training pairs is looked at. The candidates, the simplest first:
 
 ==============  ======================================================================================  =======================
-``gaussian``    a kernel ridge map with Gaussian noise of one covariance                                 `densities.gaussian`
-``student``     the same with Student noise                                                              `densities.maps`
-``clutter``     the same with Gaussian noise, and a background that does not look at u                   `densities.maps`
-``spread``      a Gaussian whose mean and variance depend on u                                           `densities.parameters`
-``branches``    two ridge maps, each with its share                                                      `densities.maps`
-``networks``    mixture density networks; tried only where one of the above is better than gaussian      `densities.networks`
-``poisson``     counts; with them ``negbin`` and, where there are two values only, ``bernoulli``         `densities.parameters`
+``gaussian``    a kernel ridge map with Gaussian noise of one covariance                                 `densities.ridge`
+``student``     the same with Student noise                                                              `densities.mixtures`
+``clutter``     the same with Gaussian noise, and a background that does not look at u                   `densities.mixtures`
+``spread``      a Gaussian whose mean and variance depend on u                                           `densities.glm`
+``branches``    two ridge maps, each with its share                                                      `densities.mixtures`
+``networks``    mixture density networks; tried only where one of the above is better than gaussian      `densities.mdn`
+``poisson``     counts; with them ``negbin`` and, where there are two values only, ``bernoulli``         `densities.glm`
 ``categories``  values without an order: 3 to 12 levels, each with its share                             `densities.categories`
 ==============  ======================================================================================  =======================
 
@@ -32,11 +32,10 @@ from torch import Tensor
 
 from kbf.densities.base import ConditionalDensity, Features, blocks, features_of
 from kbf.densities.categorical import FEWEST_LEVELS, MOST_LEVELS, fit_categories
-from kbf.densities.gaussian import GaussianDensity, refitted
 from kbf.densities.glm import fit_parameters
 from kbf.densities.mdn import fit_networks
 from kbf.densities.mixtures import Fitted, expectation_maximisation, fit_maps
-from kbf.densities.ridge import RidgeMap, fit_ridge_map
+from kbf.densities.ridge import RidgeMap, fit_ridge_map, refitted
 from kbf.rkhs.kernels import gaussian as gaussian_kernel, median_distance
 from kbf.rkhs.linalg import evenly
 from kbf.runtime.errors import FitError
@@ -105,7 +104,7 @@ class Choice(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A law of a name, as fitted to inputs and outputs in float64; the Gaussian one as its `RidgeMap`."""
+    """A law of a name, as fitted to inputs and outputs in float64."""
 
     name: str
     inputs: Tensor
@@ -222,10 +221,8 @@ def candidate(
 ) -> Candidate:
     """A law of this name, fitted to all points, and its held-out log scores."""
     if name == "gaussian":
-        return Candidate(
-            GaussianDensity(map),
-            crosswise(len(y), lambda kept: GaussianDensity(refitted(map, u[kept], y[kept])), u, y),
-        )
+        refit = crosswise(len(y), lambda kept: refitted(map, u[kept], y[kept]), u, y)
+        return Candidate(map, refit)
     if name in MAPS:
         fitted = fit_maps(features_to_try(map, u), u, y, y - map.predict(u)[0], **MAPS[name])
         return Candidate(
@@ -348,6 +345,6 @@ def fit_density(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> 
         return fit_parameters(name, u, with_noise_where_constant(y), step=step).density
     map = fit_ridge_map(u, y)
     if name == "gaussian":
-        return GaussianDensity(map)
+        return map
     y = with_noise_where_constant(y)
     return fit_maps(features_to_try(map, u), u, y, y - map.predict(u)[0], **MAPS[name]).density

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from kbf.densities.base import ConditionalDensity, Features, gamma
 from kbf.densities.categorical import ascend
-from kbf.densities.gaussian import GaussianDensity, refitted
 from kbf.densities.glm import GLMDensity
 from kbf.densities.mdn import MixtureDensityNetwork, fit_networks
 from kbf.densities.mixtures import MapMixture, expectation_maximisation
-from kbf.densities.ridge import fit_ridge_map
+from kbf.densities.ridge import RidgeMap, fit_ridge_map, refitted
 from kbf.densities.selection import candidate, fit_density, lattice, select_density
 from kbf.rkhs.linalg import cholesky
 
@@ -197,15 +196,22 @@ def test_the_same_points_give_the_same_law(densities, name):
     assert torch.equal(fit_density(name, u, outputs(name, u)).mean(u), densities[name].mean(u))
 
 
-def test_the_gaussian_law_is_todays_ridge_map():
+def test_the_gaussian_density_is_the_ridge_map():
     u = inputs(120)
     y = outputs("gaussian", u)
     map = fit_ridge_map(u, y)
     density = fit_density("gaussian", u, y)
-    assert isinstance(density, GaussianDensity)
-    assert torch.equal(density.map.coefficients, map.coefficients)
+    assert isinstance(density, RidgeMap)
+    assert torch.equal(density.coefficients, map.coefficients)
     assert torch.equal(density.sample(u, generator(1)), map.sample(u, generator(1)))
-    assert torch.allclose(density.log_density(y, u), map.log_density(y, u) + density.constant)
+    mean, scale = map.predict(u)
+    truth = [
+        torch.distributions.MultivariateNormal(m, s * map.noise).log_prob(each)
+        for m, s, each in zip(mean, scale, y, strict=True)
+    ]
+    assert torch.allclose(density.log_density(y, u), torch.stack(truth))
+    assert torch.allclose(density.table(y, u).diagonal(), torch.stack(truth))
+    assert torch.allclose(density.covariance(u), scale[:, None, None] * map.noise)
     whole = refitted(map, u, y)
     assert torch.allclose(whole.coefficients, map.coefficients, atol=1e-9)
     assert torch.allclose(whole.noise, map.noise, atol=1e-12)
