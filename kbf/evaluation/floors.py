@@ -1,4 +1,4 @@
-"""The least error that any filter or smoother can reach: particle filters that know the true model."""
+"""Bayes-optimal errors ("floors") of filters, smoothers and forecasts, by particle filters of the true model."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ def floor(
     seed: int = 0,
     covariances: bool = False,
 ) -> Score:
-    """The least error that any filter can reach: the particle filter that knows the true model, started as all filters are.
+    """The Bayes-optimal error of a filter: that of the particle filter of the true model.
 
     Args:
         problem: the true model.
-        train: its states are the particles before the first move.
-        test: sequences with the observations that ``problem`` describes.
-        particles: how many.
+        train: its states are the initial particles, as for all filters.
+        test: recordings with the observations that ``problem`` describes.
+        particles: their number.
         seed: of the particles.
-        covariances: as of `kbf.evaluation.score.score`; with so many particles they take their
-            time.
+        covariances: as of `kbf.evaluation.score.score`; slow with so many particles.
     """
     return score(
         true_filter(problem, train, particles),
@@ -43,7 +42,7 @@ def floor(
 def data_floor(
     data: Data, *, particles: int = 20_000, seed: int = 0, covariances: bool = False
 ) -> Score | None:
-    """The floor of a data set's test part, or None where no true model is known."""
+    """The Bayes-optimal error of the test part of a data set; None without a true model."""
     if data.problem is None:
         return None
     return floor(
@@ -59,10 +58,10 @@ def data_floor(
 def smoothing_floor(
     data: Data, *, lag: int | None = None, particles: int = 20_000, seed: int = 0
 ) -> Score | None:
-    """The least error that any smoother can reach: the particle smoother that knows the true model.
+    """The Bayes-optimal error of a smoother: that of the particle smoother of the true model.
 
-    The way back goes over 500 of the particles (`kbf.filters.kernel.smoother`). None where no true
-    model is known, or not the density of its moves.
+    The backward pass uses 500 of the particles (`kbf.filters.particle.bootstrap`). None without a
+    true model, or without its transition density.
     """
     if data.problem is None or not isinstance(data.problem, KnownTransition):
         return None
@@ -74,7 +73,7 @@ def smoothing_floor(
 def floor_ahead(
     data: Data, horizon: int, *, particles: int = 20_000, seed: int = 0
 ) -> Ahead | None:
-    """The least error of any prediction 1 to h steps ahead, or None where no true model is known."""
+    """The Bayes-optimal error of forecasts 1 to h steps ahead; None without a true model."""
     if data.problem is None:
         return None
     return score_ahead(
@@ -83,5 +82,5 @@ def floor_ahead(
 
 
 def true_filter(problem: StateSpace, train: list[Recording], particles: int) -> BootstrapFilter:
-    """The particle filter that knows the true model, started from the training states."""
+    """The particle filter of the true model, started from the training states."""
     return BootstrapFilter(problem, torch.cat([s.states for s in train]).double(), particles)

@@ -16,9 +16,9 @@ import torch
 
 import kbf.data.render
 from kbf.cli import main
+from kbf.data.cache import cache_dir
 from kbf.data.dataset import load_data
 from kbf.data.dmlab import OrientationImages
-from kbf.data.cache import cache_dir
 from kbf.data.frames import (
     Frames,
     as_observations,

@@ -18,6 +18,7 @@ from kbf.cli import main
 from kbf.data.synthetic import SyntheticData
 from kbf.data.windows import first_steps
 from kbf.evaluation.calibration import (
+    FLOOR_SHARES,
     MOST_SCORES,
     Calibration,
     calibrate,
@@ -520,3 +521,22 @@ def test_compare_shows_what_is_covered(tmp_path):
     assert float(rows["kalman"]["coverage_95"]) == pytest.approx(sum(mine) / 2)
     assert main(["compare", *overrides]) == 0
     assert "coverage_95" not in (tmp_path / "results.csv").read_text().splitlines()[0]
+
+
+def test_the_floor_has_the_largest_likelihood(normal):
+    """Of all candidates, each with its best scale, by SciPy's densities; small covariances vary most."""
+    root = torch.rand(200, 1, 1, dtype=torch.float64).exp() - 0.98
+    C = root.square() * torch.eye(2, dtype=torch.float64)
+    means = normal(200, 2)
+    for noise in (0.05, 0.3, 0.7):
+        states = means + root[..., 0] * normal(200, 2) + noise * normal(200, 2)
+        best, floors = -math.inf, torch.zeros(2)
+        for share in FLOOR_SHARES:
+            floor = floor_of(C, share)
+            total = C + floor.diag()
+            scale = mahalanobis(states, means, total).mean() / 2
+            found = torch.distributions.MultivariateNormal(means, scale * total)
+            likelihood = found.log_prob(states).sum().item()
+            if likelihood > best:
+                best, floors = likelihood, floor
+        torch.testing.assert_close(calibrate(states, means, C).floor, floors)
