@@ -17,7 +17,7 @@ from kbf.data.dataset import Data
 from kbf.data.windows import hold_out
 from kbf.evaluation.score import Score, score
 from kbf.filters.protocols import Filter
-from kbf.filters.selection.cross_validation import MOST, Held, Row, Search
+from kbf.filters.selection.cross_validation import MAX_BLOCKS, Held, Row, Search
 from kbf.recording import Recording
 from kbf.runtime.atomic_files import scratch
 from kbf.runtime.errors import FitError
@@ -108,10 +108,10 @@ class Recipe:
 
     @unsuitable()
     def run(self, filter: Filter[Any], held: list[Recording]) -> Held:
-        """Run through the held-out part once and return its errors in at most `MOST` blocks."""
+        """Run through the held-out part once and return its errors in at most `MAX_BLOCKS` blocks."""
         estimates = torch.cat(held_out_score(self.trained, held).estimates)
         errors = torch.cat([r.states.double().cpu() for r in held]) - estimates
-        return [(block, None) for block in errors.tensor_split(min(MOST, len(errors)))]
+        return [(block, None) for block in errors.tensor_split(min(MAX_BLOCKS, len(errors)))]
 
 
 def held_out_part(data: Data, share: float) -> tuple[list[Recording], list[Recording]]:

@@ -1,4 +1,4 @@
-"""What every conditional law can do, and the parts that several of them share."""
+"""Protocol of conditional densities p(y | u), and the parts that several of them share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOG_2PI = math.log(2 * math.pi)
 
 @runtime_checkable
 class ConditionalDensity(Protocol):
-    """p(y | u), y ``q`` given u ``d``. All methods take batches and answer in the type of u."""
+    """Conditional density p(y | u), y ``q`` given u ``d``. Methods take batches and return the type of u."""
 
     def sample(
         self, u: Float[Tensor, "*b d"], generator: Generator | None = None
@@ -29,11 +29,11 @@ class ConditionalDensity(Protocol):
     def log_density(
         self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]
     ) -> Float[Tensor, "*e"]:
-        """log p(y | u), of whole numbers their log probability; y and u broadcast."""
+        """log p(y | u), or the log probability of whole numbers; y and u broadcast."""
         ...
 
     def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
-        """The same of every y given every u."""
+        """`log_density` of every y given every u."""
         ...
 
     def mean(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q"]:
@@ -41,12 +41,12 @@ class ConditionalDensity(Protocol):
         ...
 
     def covariance(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q q"]:
-        """Cov[y | u]; infinite where a law has none."""
+        """Cov[y | u]; infinite where it does not exist."""
         ...
 
 
 class Features(NamedTuple):
-    """Nystrom features of a kernel at given landmarks, with a constant 1 behind them: a map linear in them has an intercept.
+    """Nystrom features of a kernel at given landmarks and a constant 1, for linear maps with an intercept.
 
     Attributes:
         landmarks: ``r d``. whiten: ``r r``, L^-T with L L^T their Gram matrix. kernel: k, all
@@ -66,7 +66,7 @@ class Features(NamedTuple):
     def times(
         self, u: Float[Tensor, "*b d"], coefficients: Float[Tensor, "p q"]
     ) -> Float[Tensor, "*b q"]:
-        """(phi(u), 1) @ coefficients, the small matrices first: at many points that is several times less work."""
+        """(phi(u), 1) @ coefficients. At many points the small matrices are multiplied first."""
         rows = u.reshape(-1, u.shape[-1]).to(self.landmarks)
         table = self.kernel(rows, self.landmarks)
         if len(rows) < coefficients.shape[1]:
@@ -77,15 +77,15 @@ class Features(NamedTuple):
 
 
 def features_of(kernel: Kernel, u: Float[Tensor, "n d"], rank: int, tol: float = 1e-4) -> Features:
-    """Those at the pivots of the training inputs."""
+    """The features at the pivots of the training inputs."""
     landmarks = u[pivots(kernel, u, rank=rank, tol=tol)]
     return Features(landmarks, nystrom_whitening(kernel(landmarks, landmarks)), kernel)
 
 
 def blocks(n: int, count: int) -> list[Bool[Tensor, " n"]]:
-    """Masks of ``count`` successive stretches of n points: what is held out in turn.
+    """Masks of ``count`` contiguous blocks of n points, for blocked cross-validation.
 
-    >>> [int(part.sum()) for part in stretches(10, 3)]
+    >>> [int(part.sum()) for part in blocks(10, 3)]
     [3, 4, 3]
     """
     at, bounds = torch.arange(n), [round(k * n / count) for k in range(count + 1)]
@@ -106,13 +106,13 @@ def uniform(like: Tensor, generator: Generator | None = None) -> Tensor:
 
 
 def gamma(shape: Tensor, generator: Generator | None = None) -> Tensor:
-    """Draws from gamma laws of the given shapes and scale 1."""
+    """Draws from gamma distributions of the given shapes and scale 1."""
     draw: Any = getattr(torch, "_standard_gamma")  # noqa: B009 - the public function takes no generator
     return draw(shape.contiguous(), generator=generator)
 
 
 def pick(log_shares: Float[Tensor, "*b k"], generator: Generator | None = None) -> Tensor:
-    """Draw an index ``*b`` from shares that are given by their logarithms."""
+    """Draw an index ``*b`` from shares, given by their logarithms."""
     rows = log_shares.exp().reshape(-1, log_shares.shape[-1])
     return torch.multinomial(rows, 1, replacement=True, generator=generator).reshape(
         log_shares.shape[:-1]

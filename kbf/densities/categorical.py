@@ -1,9 +1,9 @@
-"""Categories: values that have no order, as the room somebody is in or the kind of a reading.
+"""Multinomial logistic density of categories: values without an order, as rooms or kinds of a reading.
 
 Each component c of y is one of its levels, with probabilities softmax_k(eta_ck(u)), eta linear in
 kernel features of u; components are independent given u. The coefficients W are those of the
 largest log likelihood - ridge / 2 |W|^2; bandwidth and ridge are those of the best held-out log
-score. A value that was not among the levels has probability 0: a filter passes it over.
+score. A value that was not among the levels has probability 0: a filter rejects it.
 
 References: Bohning (1992), Multinomial logistic regression algorithm: the fixed bound of the
 Hessian that `ascend` climbs by.
@@ -73,7 +73,7 @@ class CategoricalDensity(NamedTuple):
         return torch.stack(torch.broadcast_tensors(*found)).sum(0)
 
     def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
-        """The same of every y given every u."""
+        """`log_density` of every y given every u."""
         shares = self.log_shares(u)
         rows = max(1, NUMBERS_IN_BLOCK // (len(u) * max(self.sizes)))
         return torch.cat([self.given(part[:, None], shares) for part in y.split(rows)])
@@ -138,7 +138,7 @@ def ascend(
 def fit_categories(
     u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, rank: int = 48
 ) -> tuple[CategoricalDensity, Float[Tensor, " n"]]:
-    """Fit the law, and the held-out log score of each point by a fit without its stretch.
+    """Fit the density; also returns the held-out log score of each point by a fit without its block.
 
     Raises:
         ValueError: a component of more than `MOST_LEVELS` levels.

@@ -1,4 +1,4 @@
-"""Laws whose parameters are linear in kernel features of u: noise of a size that depends on u, counts, and yes or no.
+"""Generalised linear densities in kernel features of u: heteroscedastic Gaussian, counts, binary values.
 
 Components are independent given u (Gaussian ones after whitening by their covariance). The
 coefficients are those of the largest penalised likelihood, by Fisher scoring, for several ridges at
@@ -85,7 +85,7 @@ class GLMDensity(NamedTuple):
         )
 
     def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
-        """The same of every y given every u."""
+        """`log_density` of every y given every u."""
         eta = self.parameters(u)
         return torch.cat(
             [
@@ -224,8 +224,8 @@ def bounded(phi: Float[Tensor, "n p"], step: Float[Tensor, "g p q"]) -> Float[Te
     return step * (3 / (phi @ step).abs().amax((1, 2), keepdim=True).clamp_min(1e-30)).clamp_max(1)
 
 
-class Tried(NamedTuple):
-    """A law of one family with its held-out log scores ``n`` (each point's by a fit without its stretch)."""
+class FittedGLM(NamedTuple):
+    """A density of one family with held-out log scores ``n``, each by a fit without the block of the point."""
 
     density: GLMDensity
     held_out: Tensor
@@ -241,8 +241,8 @@ def fit_parameters(
     factors: tuple[float, ...] = FACTORS,
     ridges: tuple[float, ...] = RIDGES,
     rank: int = 48,
-) -> Tried:
-    """Fit a law; bandwidth, ridge and dispersion are those of the best log score, crosswise over stretches.
+) -> FittedGLM:
+    """Fit a density; bandwidth, ridge and dispersion have the best log score in blocked cross-validation.
 
     Args:
         family: one of `FAMILIES`.
@@ -285,7 +285,7 @@ def fit_parameters(
                 best = float(held[k].mean()), held[k], features, phi, reg[k : k + 1], a
     assert best is not None
     _, held_out, features, phi, reg, a = best
-    return Tried(
+    return FittedGLM(
         GLMDensity(
             family, features, fisher_scoring(family, phi, white, reg, a)[:, 0], shift, root, a
         ),

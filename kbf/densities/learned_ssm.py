@@ -20,7 +20,7 @@ from kbf.densities.selection import Known, fit_density
 from kbf.recording import Recording, as_recordings, check_vectors, moves, observed_pairs
 from kbf.rkhs.linalg import evenly
 
-MOST = 5000
+MAX_PAIRS = 5000
 """Pairs that a law is fitted to; of more, evenly spaced ones: its features are too few to gain by more."""
 
 
@@ -99,7 +99,7 @@ def learn_model(
     sequences = as_recordings(memory, allow_missing_sensors=not isinstance(densities[1], str))
     check_vectors(sequences, "a learned observation map")
     source, target, u = moves(sequences)
-    some = evenly(len(source), MOST, source.device)
+    some = evenly(len(source), MAX_PAIRS, source.device)
     source, target, u = source[some], target[some], None if u is None else u[some]
     join = None if u is None else join_of(source, u)
     inputs = source if join is None or u is None else join(source, u)
@@ -113,11 +113,11 @@ def learn_model(
 def observation_density(
     density: str | SelectedSensors, sequences: list[Recording], known: Sequence[Known] = ()
 ) -> Any:
-    """The law of observations by its name, or that of sensors: of each of them as many readings as there are, up to `MOST`."""
+    """The law of observations by its name, or that of sensors: of each of them as many readings as there are, up to `MAX_PAIRS`."""
     seen, obs = observed_pairs(sequences)
     if not isinstance(density, str):
         return density.fit(seen, obs)
-    few = evenly(len(seen), MOST, seen.device)
+    few = evenly(len(seen), MAX_PAIRS, seen.device)
     return fit(density, seen[few], obs[few], known)
 
 

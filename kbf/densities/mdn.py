@@ -1,4 +1,4 @@
-"""Mixture density networks: a law of any shape, by a small ensemble of networks each stopped on a stretch that it does not see."""
+"""Mixture density networks: an ensemble, each network stopped early on a block that it is not fitted to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 from kbf.densities.base import LOG_2PI, blocks, pick
 from kbf.ssm import normal
 
-LEAST = -5.0
+MIN_LOG_STD = -5.0
 """Least logarithm of a component's standard deviation, in units of the outputs' own."""
 BLOCK = 2**20
 """Numbers in a block of a table of densities."""
@@ -70,7 +70,7 @@ class MixtureDensityNetwork(NamedTuple):
         return self.given(y, self.components(u))
 
     def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
-        """The same of every y given every u."""
+        """`log_density` of every y given every u."""
         parts = self.components(u)
         return torch.cat(
             [
@@ -122,7 +122,7 @@ def heads(outputs: Float[Tensor, "*b h"], q: int) -> tuple[Tensor, Tensor, Tenso
     return (
         logits,
         means.unflatten(-1, (K, q)),
-        LEAST + nn.functional.softplus(sizes.unflatten(-1, (K, q)) - LEAST),
+        MIN_LOG_STD + nn.functional.softplus(sizes.unflatten(-1, (K, q)) - MIN_LOG_STD),
     )
 
 
@@ -154,7 +154,7 @@ def fit_networks(
     decay: float = 1e-3,
     seed: int = 0,
 ) -> Trained:
-    """Train by AdamW on all points at once; network k does not learn from stretch k, and is kept as it was at its best there.
+    """Fit by AdamW on all points at once; network k is not fitted to block k, where its best epoch is chosen.
 
     Args:
         u: inputs ``n d``. y: outputs ``n q``.

@@ -123,7 +123,7 @@ class MapMixture(NamedTuple):
         return self.parts(y, *self.predict(u)).logsumexp(-1)
 
     def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
-        """The same of every y given every u."""
+        """`log_density` of every y given every u."""
         means, scales = self.predict(u)
         rows = max(1, BLOCK // means.numel())
         return torch.cat(

@@ -1,4 +1,4 @@
-"""The law of observations of several sensors, any of which may be silent: a law of each, learned where it spoke.
+"""Density of observations with missing sensors: one density per sensor, fitted where it is present.
 
 Columns that always fall silent together are one sensor. Given the state the sensors' errors are
 taken to be independent,
@@ -31,8 +31,8 @@ from kbf.manifolds import manifold_of
 from kbf.runtime.errors import FitError
 
 log: logging.Logger = logging.getLogger(__name__)
-FEWEST = 10
-"""Readings from which a sensor has a law; with fewer it is not listened to."""
+MIN_READINGS = 10
+"""Readings from which a sensor has a law; with fewer it is not used."""
 
 Likelihood = Callable[[Tensor], Tensor]
 """x ``b q`` -> log p(x | z_i) ``b n`` of points z_i that do not change."""
@@ -54,7 +54,7 @@ class PerSensorDensity(NamedTuple):
     def readings(
         self, y: Float[Tensor, "*b q"]
     ) -> Iterator[tuple[Float[Tensor, "*b p"], Bool[Tensor, "*b"]]]:
-        """What each sensor says in y, 0 where it is silent, and whether it speaks."""
+        """The reading of each sensor in y, 0 where it is missing, and whether it is present."""
         for columns in self.columns:
             reading = y[..., list(columns)]
             spoke = reading.isfinite().all(-1)
@@ -70,7 +70,7 @@ class PerSensorDensity(NamedTuple):
         return total
 
     def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
-        """The same of every y given every u."""
+        """`log_density` of every y given every u."""
         return self.at(u)(y)
 
     def at(self, u: Float[Tensor, "m d"]) -> Likelihood:
@@ -133,8 +133,7 @@ def likelihood_at(density: ConditionalDensity, u: Float[Tensor, "m d"]) -> Likel
 def find_sensors(obs: Float[Tensor, "n q"]) -> Int[Tensor, " q"]:
     """The number of each column's sensor: columns that always fall silent together are one.
 
-    Where nothing is ever silent, that says nothing: each column is a sensor then, and a pair (cos,
-    sin) is one.
+    Where nothing is missing, each column is a sensor, and a pair (cos, sin) is one.
 
     >>> find_sensors(torch.tensor([[1.0, 2.0, torch.nan], [3.0, 4.0, 5.0]]))
     tensor([0, 0, 1])
@@ -159,7 +158,7 @@ class SelectedSensors(nn.Module):
     Attributes:
         column: ``q``, the number of each column's sensor; empty where no sensor may be silent.
         law: ``s``, the position of each sensor's law in `DENSITIES`; -1 for a sensor that spoke
-            less than `FEWEST` times.
+            less than `MIN_READINGS` times.
     """
 
     column: Tensor
@@ -200,9 +199,9 @@ class SelectedSensors(nn.Module):
         for k, columns in enumerate(self.columns()):
             readings = obs[:, columns]
             spoke = readings.isfinite().all(1)
-            if int(spoke.sum()) < FEWEST:
+            if int(spoke.sum()) < MIN_READINGS:
                 log.warning(
-                    "the sensor of columns %s spoke %d times only: it is not listened to",
+                    "the sensor of columns %s has %d readings only: it is not used",
                     columns,
                     int(spoke.sum()),
                 )
@@ -211,11 +210,11 @@ class SelectedSensors(nn.Module):
             log.info("law of the sensor of columns %s: %s", columns, density)
             self.density[k] = DENSITIES.index(density)
         if not bool((self.density >= 0).any()):
-            raise FitError(f"of {len(self.density)} sensors none spoke {FEWEST} times")
+            raise FitError(f"of {len(self.density)} sensors none has {MIN_READINGS} readings")
 
     @torch.no_grad()
     def fit(self, u: Float[Tensor, "n d"], obs: Float[Tensor, "n q"]) -> PerSensorDensity:
-        """The law for these points; a sensor that speaks less than `FEWEST` times in them is left out.
+        """The law for these points; a sensor that speaks less than `MIN_READINGS` times in them is left out.
 
         Raises:
             ValueError: as `kbf.densities.selection.fit_density`; or no sensor that speaks often
@@ -225,13 +224,13 @@ class SelectedSensors(nn.Module):
         for k, columns in enumerate(self.columns()):
             readings = obs[:, columns]
             spoke = readings.isfinite().all(1)
-            if int(self.density[k]) >= 0 and int(spoke.sum()) >= FEWEST:
+            if int(self.density[k]) >= 0 and int(spoke.sum()) >= MIN_READINGS:
                 densities.append(
                     fit_density(DENSITIES[int(self.density[k])], u[spoke], readings[spoke])
                 )
                 places.append(tuple(columns))
         if not densities:
-            raise FitError(f"of {len(self.density)} sensors none spoke {FEWEST} times")
+            raise FitError(f"of {len(self.density)} sensors none has {MIN_READINGS} readings")
         return PerSensorDensity(tuple(densities), tuple(places), obs.shape[1])
 
     def hyperparameters(self) -> dict[str, float]:
@@ -243,7 +242,7 @@ class SelectedSensors(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any
     ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As always; what was stored before there were sensors has none.
+        """Overrides `nn.Module._load_from_state_dict`: without stored sensors there are none.
 
         Raises:
             ValueError: laws that there are not.

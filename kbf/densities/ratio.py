@@ -1,11 +1,11 @@
-"""A law that comes with the observation: by how much an image makes each state more likely than it was.
+"""Density ratios p(z | x) / p(z) as observations: the output of an encoder of images.
 
-An encoder that looks at an image x can say where the state is, how surely, and whether the image
-tells anything at all. It says so as a *density ratio*
+An encoder of images x predicts the state, its uncertainty, and the probability that the image is
+not informative. Its output is a *density ratio*
 
     r(x, z) = p(z | x) / p(z) = pi_0(x) + sum_j pi_j(x) N(z; m_j(x), S_j(x)) / p(z),    pi_0 + ... + pi_J = 1,
 
-with pi_0, the chance that x tells nothing, in front. By Bayes' rule r(x, z) = p(x | z) / p(x): it
+where pi_0 is the probability that x is not informative. By Bayes' rule r(x, z) = p(x | z) / p(x): it
 is all that a filter needs of an observation. The division by p(z) is what lets images add up. An
 image of noise has r = 1 everywhere, and ten of them in a row leave a belief as it was; the density
 p(z | x) = p(z) that a regression with a variance learns would pull it ten times to where states are
@@ -74,7 +74,7 @@ def log_kernels(
 
 
 def fit_state_density(states: Float[Tensor, "n d"]) -> StateDensity:
-    """The density of training states, with the width of the best log score on stretches of time that are held out in turn.
+    """The density of training states, with the width of the best log score in blocked cross-validation.
 
     Raises:
         ValueError: fewer than two states.
@@ -194,5 +194,5 @@ class RatioDensity(NamedTuple):
         return read_encoding(y.to(u), u.shape[-1]).log_ratio(u, self.density.log(u))
 
     def sample(self, u: Float[Tensor, "*b d"], generator: Generator | None = None) -> Tensor:
-        """Raises a ValueError: the ratio says how likely a state makes an image, not what images there are."""
+        """Raises a ValueError: a density ratio is not a distribution of images."""
         raise ValueError("a density ratio comes with an image: no image can be drawn from it")

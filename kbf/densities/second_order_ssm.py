@@ -1,12 +1,12 @@
 """A state-space model learned from recordings whose state carries its velocity, where that is what moves it.
 
-A place alone does not tell where it moves next; a place and its last move do. With ``order=2`` the
+A position alone does not determine the next one; a position and its last change do. With ``order=2`` the
 model's state is (z_t, z_t - z_{t-1}), and the change z_{t+1} - z_t is a regression on both, and on
 the control. With ``order=1`` it is z_t alone.
 
 One-step residuals of smooth motion are tiny, and errors of the regression go on from step to step:
-a filter that takes them for independent noise is far too sure and loses its track. ``inflation``
-widens the noise of the moves; it is chosen on held-out stretches by whoever fits the model
+a filter that treats them as independent noise has far too small covariances and diverges. ``inflation``
+widens the noise of the moves; it is selected on held-out blocks by the model that is fitted
 (`kbf.filters.kernel_monte_carlo.model.KernelMonteCarlo`), not from residuals.
 """
 
@@ -30,7 +30,7 @@ from kbf.rkhs.linalg import cholesky, evenly
 from kbf.runtime.errors import FitError
 from kbf.ssm import normal
 
-MOST = 5000
+MAX_PAIRS = 5000
 """Pairs that a regression is fitted to; of more, evenly spaced ones."""
 RANK = 96
 """Features of the moves' regression: a step evaluates it at every particle."""
@@ -148,10 +148,10 @@ def learn_lagged_model(
     controls = torch.cat(acted).double() if acted else None
     join = None if controls is None else join_of(before, controls)
     inputs = before if join is None or controls is None else join(before, controls)
-    some = evenly(len(inputs), MOST, inputs.device)
+    some = evenly(len(inputs), MAX_PAIRS, inputs.device)
     moves = MergedMap(fit_ridge_map(inputs[some], change[some], rank=RANK))
     seen, obs = (each.double() for each in observed_pairs(sequences))
-    few = evenly(len(seen), MOST, seen.device)
+    few = evenly(len(seen), MAX_PAIRS, seen.device)
     if not isinstance(density, str):
         observation = density.fit(seen, obs)
     elif density == "ratio":

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kbf.densities.per_sensor import SelectedSensors
 from kbf.densities.ridge import join_of
-from kbf.densities.selection import COUNTS, DENSITIES, MOST, Known, select_density
+from kbf.densities.selection import COUNTS, DENSITIES, MAX_POINTS, Known, select_density
 from kbf.recording import Recording, as_recordings, check_vectors, moves, observed_pairs
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ SIDES = ("transition", "observation")
 
 
 class SelectedDensities(nn.Module):
-    """Which law moves and observations follow: the best on what is held out (`choose`), or as it is told.
+    """Densities of transitions and observations: given by name, or selected on held-out data (`choose`).
 
     Attributes:
         chosen: ``2``, positions in `kbf.densities.selection.DENSITIES`, of moves and observations;
@@ -126,7 +126,7 @@ class SelectedDensities(nn.Module):
                 continue
             choice = select_density(inputs, outputs, counts=k == 1)
             log.info("law of %s: %s", side, choice)
-            if len(inputs) <= MOST:  # all points were looked at
+            if len(inputs) <= MAX_POINTS:  # all points were looked at
                 known = Known(choice.name, inputs.double(), outputs.double(), choice.density)
                 self.fitted.append(known)
             self.chosen[k] = DENSITIES.index(choice.name)
@@ -150,7 +150,7 @@ class SelectedDensities(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any
     ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As always; what was stored before there was a choice is Gaussian.
+        """Overrides `nn.Module._load_from_state_dict`: buffers that are missing keep their values.
 
         Raises:
             ValueError: laws that there are not.

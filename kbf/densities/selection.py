@@ -1,6 +1,6 @@
-"""Which law? The one of the best held-out log score, crosswise in stretches of time; ties go to the simpler.
+"""Selection of a conditional density by the held-out log score in blocked cross-validation; ties go to the simpler.
 
-Nothing but the training pairs is looked at. The candidates, the simplest first:
+Only training pairs are used. The candidates, in order of complexity:
 
 ==============  ======================================================================================  =======================
 ``gaussian``    a kernel ridge map with Gaussian noise of one covariance                                 `densities.ridge`
@@ -13,7 +13,7 @@ Nothing but the training pairs is looked at. The candidates, the simplest first:
 ``categories``  values without an order: 3 to 12 levels, each with its share                             `densities.categories`
 ==============  ======================================================================================  =======================
 
-Whole numbers (evenly spaced values of any step, at most `LEVELS` of them) get the laws of counts,
+Whole numbers (evenly spaced values of any step, at most `MAX_STEPS` of them) get the laws of counts,
 and a Gaussian; where their step is below half the noise's standard deviation (readings that were
 rounded, large counts) the others as well, each value spread evenly over its cell. Landmarks,
 bandwidths, ridges and the background's box are of all points; coefficients and noise are held out.
@@ -43,17 +43,20 @@ from kbf.runtime.threads import one_thread
 
 log: logging.Logger = logging.getLogger(__name__)
 FOLDS = 5
-LEVELS = 200
+MAX_STEPS = 200
 """Most steps between the least and the largest of values that count as whole numbers."""
-FEWEST = 80
+MIN_POINTS = 80
 """Points with which laws other than the Gaussian are tried."""
-MOST = 4000
+MAX_POINTS = 4000
 """Points that a choice looks at; of more, evenly spaced ones."""
-WIDEST = 8
+MAX_COMPONENTS = 8
 """Components of y up to which networks and categories are tried."""
-SURE, SURER, TAILS = 2.0, 4.0, 0.02
-"""Standard errors by which a law must be better than a simpler one, and than the Gaussian one, which has the finer update; and the
-share of gains at either end that is cut."""
+MIN_STD_ERRORS = 2.0
+"""Standard errors by which a density must be better than a simpler one."""
+MIN_STD_ERRORS_OVER_GAUSSIAN = 4.0
+"""The same over the Gaussian density, whose update is more accurate."""
+TAILS = 0.02
+"""Share of the gains at either end that is clamped."""
 FACTORS, RANK = (0.25, 0.5, 1.0), 48
 """Bandwidths over the median distance of the inputs, and most features, that mixtures of maps choose from."""
 MAPS: dict[str, dict[str, Any]] = {
@@ -130,12 +133,12 @@ def select_density(
     Raises:
         ValueError: as `kbf.densities.ridge.fit_ridge_map`.
     """
-    some = evenly(len(u), MOST, u.device)
+    some = evenly(len(u), MAX_POINTS, u.device)
     u, y = u[some].double(), y[some].double()
     varies = (y != y[:1]).any(0)
     if bool(varies.any()) and not bool(
         varies.all()
-    ):  # constant columns say nothing: the law of the others, fitted to all
+    ):  # constant columns do not distinguish densities
         choice = select_density(u, y[:, varies], counts=counts)
         return choice._replace(density=fit_density(choice.name, u, y))
     map = fit_ridge_map(u, y) if map is None or len(some) < len(u) else map
@@ -154,12 +157,12 @@ def select_density(
                 left_out[name] = reason
             continue
         if name == "networks" and chain(found) == "gaussian":
-            left_out[name] = "no simpler law is better than gaussian"
+            left_out[name] = "no simpler density is better than gaussian"
             continue
-        if name in ("networks", "categories") and y.shape[1] > WIDEST:
-            left_out[name] = f"more than {WIDEST} components"
+        if name in ("networks", "categories") and y.shape[1] > MAX_COMPONENTS:
+            left_out[name] = f"more than {MAX_COMPONENTS} components"
             continue
-        log.info("held out: the law %s of %d points", name, len(u))
+        log.info("cross-validation: the density %s of %d points", name, len(u))
         try:
             tried = candidate(name, u, y if name in COUNTS else spread, map, step)
             found[name] = (
@@ -172,20 +175,27 @@ def select_density(
     error = float(gain.std() / len(gain) ** 0.5)
     scores = {key: float(each.held_out.mean()) for key, each in found.items()}
     choice = Choice(name, found[name].density, scores, float(gain.mean()), error, left_out)
-    log.info("law of %d points: %s", len(u), choice)
+    log.info("density of %d points: %s", len(u), choice)
     return choice
 
 
 def chain(found: dict[str, Candidate]) -> str:
-    """The name of the choice: each law in turn takes the place of a simpler one that it is surely better than."""
+    """The name of the selected density.
+
+    Candidates are compared in order of complexity. A candidate replaces the current one if its
+    held-out log score is significantly higher.
+    """
     best = "gaussian"
     for name, each in found.items():
-        if better(each.held_out - found[best].held_out, SURER if best == "gaussian" else SURE):
+        if better(
+            each.held_out - found[best].held_out,
+            MIN_STD_ERRORS_OVER_GAUSSIAN if best == "gaussian" else MIN_STD_ERRORS,
+        ):
             best = name
     return best
 
 
-def better(gain: Float[Tensor, " n"], sure: float = SURE) -> bool:
+def better(gain: Float[Tensor, " n"], sure: float = MIN_STD_ERRORS) -> bool:
     """Whether gains are positive on average, and by ``sure`` standard errors with both `TAILS` cut to where they begin.
 
     Without the cut one outlier of a Gaussian law would gain so much that nothing was sure.
@@ -197,9 +207,12 @@ def better(gain: Float[Tensor, " n"], sure: float = SURE) -> bool:
 def suitable(
     y: Float[Tensor, "n q"], map: RidgeMap, step: Tensor | None, fine: bool
 ) -> tuple[tuple[str, ...], str]:
-    """Laws for outputs like these besides the Gaussian, or none and the reason; ``fine``: the step is small beside the noise."""
-    if len(y) < FEWEST:
-        return (), f"fewer than {FEWEST} points"
+    """Names of candidates other than the Gaussian, or none and the reason.
+
+    ``fine``: whether the step is small compared with the noise.
+    """
+    if len(y) < MIN_POINTS:
+        return (), f"fewer than {MIN_POINTS} points"
     if map.manifold.circles:
         return (), "outputs on a circle"
     others = ("student", "clutter", "spread", "branches", "networks")
@@ -241,7 +254,7 @@ def crosswise(
     u: Float[Tensor, "n d"],
     y: Float[Tensor, "n q"],
 ) -> Float[Tensor, " n"]:
-    """Log scores of each stretch by the law that ``fit`` makes of the points that a mask keeps."""
+    """Log scores of each block by the density that ``fit`` returns for the points outside of it."""
     held = y.new_empty(n)
     for out in blocks(n, FOLDS):
         held[out] = fit(~out).log_density(y[out], u[out])
@@ -299,7 +312,7 @@ def lattice(y: Float[Tensor, "n q"], rows: float = 4.0) -> Float[Tensor, " q"] |
         least = gaps.min()
         wholes = gaps / least
         if (
-            float(wholes.sum()) > LEVELS
+            float(wholes.sum()) > MAX_STEPS
             or bool(((wholes - wholes.round()).abs() > 1e-3).any())
             or rows * len(gaps) > len(y)
         ):
@@ -327,8 +340,8 @@ def fit_density(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> 
             `kbf.densities.ridge.fit_ridge_map`.
     """
     if name not in DENSITIES:
-        raise ValueError(f"there is no law {name!r}: choose one of {', '.join(DENSITIES)}")
-    some = evenly(len(u), MOST, u.device)
+        raise ValueError(f"there is no density {name!r}: choose one of {', '.join(DENSITIES)}")
+    some = evenly(len(u), MAX_POINTS, u.device)
     u, y = u[some].double(), y[some].double()
     if name == "networks":
         return fit_networks(u, with_noise_where_constant(y)).density
@@ -340,7 +353,7 @@ def fit_density(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> 
         )  # a law of all rows suits a part of them
         if name in COUNTS and step is None:
             raise FitError(
-                f"the law {name} is of whole numbers, evenly spaced; these {len(y)} values are not"
+                f"the density {name} is of whole numbers, evenly spaced; these {len(y)} values are not"
             )
         return fit_parameters(name, u, with_noise_where_constant(y), step=step).density
     map = fit_ridge_map(u, y)

@@ -1,6 +1,6 @@
-"""Calibrated uncertainty: recalibrated covariances and regions, and samples and densities of a weighted posterior.
+"""Calibrated uncertainty: recalibrated covariances and credible regions, samples and densities of a posterior.
 
-A filter's covariance C_t is a claim. Held-out steps test it: s_t = (z_t - m_t)^T (C_t + F)^-1 (z_t
+Held-out steps test the covariances C_t of a filter: s_t = (z_t - m_t)^T (C_t + F)^-1 (z_t
 - m_t), with F a small floor, should be d on average. `calibrate` keeps what they were; a
 `Calibration` then corrects covariances, and gives regions that hold a stated share of the states,
 however wrong the Gaussian may be.

@@ -1,4 +1,4 @@
-"""Figures of merit, each with its equation. A mask says which steps count (None: all); padding may hold NaN."""
+"""Error metrics, each with its equation. A mask selects steps (None: all); padding may hold NaN."""
 
 from __future__ import annotations
 

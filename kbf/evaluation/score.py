@@ -1,4 +1,4 @@
-"""The one loop behind every number that the project prints: scores, the floor, and what is said of many runs."""
+"""Runs filters through recordings and compares estimates, smoothed estimates and forecasts with the states."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def score(
         dtype: what the filter takes. The errors are computed in float64.
         device: where the filter is.
         batch_size: sequences that go through the loop at once.
-        covariances: collect what the filter's method ``covariance(state) -> b d d``, if it has one,
-            says of its estimates, and the energy scores of its sample.
+        covariances: collect ``covariance(state) -> b d d`` of filters that have it, and the energy
+            scores of their weighted samples.
         watch: looks at each step before the update.
         progress: called after each step with its number.
 

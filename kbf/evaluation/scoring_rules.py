@@ -1,9 +1,9 @@
-"""How good a filter's statements of its own uncertainty are: coverage of regions, likelihood, CRPS, energy score, PIT.
+"""Scores of predicted uncertainty: coverage of credible regions, likelihood, CRPS, energy score, PIT.
 
-Scores are of the Gaussian N(m_t, C_t) at each step, their means over steps are told; CRPS and
+Scores are those of the Gaussian N(m_t, C_t), averaged over steps; CRPS and
 energy score are in the units of the states and lower is better (`scoringrules`). The energy score
 of a filter that believes in a weighted sample is that of its sample: where a posterior has two
-modes, no Gaussian tells it from one that is wide.
+modes, its Gaussian does not differ from a wide one.
 """
 
 from __future__ import annotations

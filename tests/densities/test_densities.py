@@ -322,7 +322,7 @@ def test_whole_numbers_of_any_step_and_origin():
 
 def test_bad_input_is_told():
     u = inputs(100)
-    with pytest.raises(ValueError, match="no law 'cauchy'"):
+    with pytest.raises(ValueError, match="no density 'cauchy'"):
         fit_density("cauchy", u, u)
     with pytest.raises(ValueError, match="whole numbers"):
         fit_density("poisson", u, outputs("gaussian", u))

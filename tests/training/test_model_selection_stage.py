@@ -51,8 +51,8 @@ def test_a_stack_comes_back_from_its_checkpoint(tmp_path, monkeypatch):
     """
     small = KernelMonteCarlo(particles=40, regs=(0.0,), inflations=(1.0, 2.0), density="gaussian")
     monkeypatch.setattr(auto, "MORE", {"kernel_monte_carlo": lambda seed: small})
-    monkeypatch.setattr(auto, "TRUSTED", 2.0)
-    monkeypatch.setattr(auto, "ENOUGH", 100)
+    monkeypatch.setattr(auto, "MIN_COVERAGE", 2.0)
+    monkeypatch.setattr(auto, "MIN_STEPS_FOR_SECOND_ROUND", 100)
     monkeypatch.setattr(auto, "surely", lambda gains, errors: errors == 1.0)  # always the stack
     data, made = trained(tmp_path, "model=kalman")
     assert made is not None and set(made.module.net.used()) >= {"kernel_monte_carlo"}

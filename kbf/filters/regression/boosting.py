@@ -17,7 +17,7 @@ from kbf.runtime.optional_dependencies import need
 from kbf.runtime.threads import side_by_side
 
 HELD = 5
-"""The last step of so many, in stretches of this share, is held out to learn how large errors are."""
+"""Every fifth block is held out to estimate the covariance of the errors."""
 LARGEST = 20_000_000
 """Numbers that trees are grown on; of more, evenly spaced rows: neighbours in time say much the same."""
 
@@ -87,12 +87,12 @@ class Trees:
 class WindowBoosting(WindowRegression):
     """Histogram gradient boosting of trees on the last ``width`` observations and controls, one model a component of the state.
 
-    A tree cannot subtract: beside the window it sees the window in its own units, (x - mean) / sd
+    A tree cannot subtract: its inputs are the window and the window in its own units, (x - mean) / sd
     of each column, which a level or an amplitude that drifts does not change (`with_own_units`).
 
     The settings are scikit-learn's defaults: 100 trees of at most 31 leaves, learning rate 0.1;
     they stop early on a tenth of the steps where there are more than 10,000. The covariance is that
-    of the errors on every fifth stretch of the memory, held out from a fit that is made for it.
+    of the errors on every fifth block of the memory, by a fit to the other blocks.
 
     References: Ke et al. (2017), whose algorithm scikit-learn's is.
     """

@@ -16,7 +16,7 @@ from kbf.rkhs.kernels import KERNELS, median_distance
 from kbf.rkhs.linalg import evenly, psd_solve
 from kbf.runtime.html_repr import Shown, ShownModule
 
-MOST = 3000
+MAX_LANDMARKS = 3000
 """Observations that a regression is made of kernels at, and that the choice of kernel and ridge looks at: its cost is O(n^3)."""
 
 
@@ -121,7 +121,7 @@ class FrameRegression(ShownModule):
 
     The bandwidth is a factor times the median distance of the memory's observations; `prepare`
     chooses factor and ridge by `leave_one_out` and keeps both as buffers. States are centred, so
-    that far from all observations the estimate is their mean. Of more than `MOST` observations the
+    that far from all observations the estimate is their mean. Of more than `MAX_LANDMARKS` observations the
     choice looks at that many, evenly spaced, and the regression, on all, has kernels at these
     (`subset_of_regressors`).
     """
@@ -159,7 +159,7 @@ class FrameRegression(ShownModule):
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
         """Choose factor and ridge with the smallest leave-one-out error on the observed steps of the training part: O(n^3)."""
         x, z, _ = observed(memory)
-        some = evenly(len(x), MOST, x.device)
+        some = evenly(len(x), MAX_LANDMARKS, x.device)
         x, z = x[some], z[some]
         regs = torch.tensor(self.regs, dtype=x.dtype, device=x.device)
         scores = torch.stack(
@@ -170,15 +170,15 @@ class FrameRegression(ShownModule):
         self.reg.fill_(self.regs[best % len(self.regs)])
 
     def fit(self, memory: Recording | list[Recording] | None) -> FrameFilter:
-        """The regression over the observed steps of ``memory``, in its dtype and on its device: O(n^3), or O(n `MOST`^2).
+        """The regression over the observed steps of ``memory``, in its dtype and on its device: O(n^3), or O(n `MAX_LANDMARKS`^2).
 
         Raises:
             ValueError: no memory, or fewer than two observations in it.
         """
         x, z, mean = observed(memory)
-        landmarks = x[evenly(len(x), MOST, x.device)]
+        landmarks = x[evenly(len(x), MAX_LANDMARKS, x.device)]
         kernel, reg = self.at(landmarks, float(self.factor)), float(self.reg)
-        if len(x) <= MOST:
+        if len(x) <= MAX_LANDMARKS:
             alpha = psd_solve(kernel(x, x), z, reg=len(x) * reg)
         else:
             alpha = subset_of_regressors(kernel, landmarks, x, z, reg)

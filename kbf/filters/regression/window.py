@@ -17,9 +17,13 @@ from kbf.recording import Recording, as_recordings, check_vectors, control_width
 from kbf.runtime.errors import FitError, fit_errors
 from kbf.runtime.html_repr import Shown, ShownModule
 
-NUMBERS, LONG, FEW = 600, 50, 100
-"""In a window whose width nobody gives; its steps at most, and its numbers at least, even if that takes more steps."""
-ROWS = 8192
+WINDOW_NUMBERS = 600
+"""Numbers in a window of unspecified width, as far as `MAX_WINDOW_STEPS` allows."""
+MAX_WINDOW_STEPS = 50
+"""Most steps of such a window, unless it has fewer than `MIN_WINDOW_NUMBERS` numbers."""
+MIN_WINDOW_NUMBERS = 100
+"""Least numbers of such a window, even if that requires more steps."""
+ROWS_PER_BLOCK = 8192
 """Windows in a block: those of 200,000 steps are never laid out all at once."""
 
 
@@ -172,7 +176,7 @@ class WindowRegression(ShownModule):
     allow_missing_sensors: bool = False
 
     def __init__(self, width: int | None = 15) -> None:
-        """``width``: observations in the window; None for about `NUMBERS` numbers, but 8 to `LONG` steps, or `FEW` numbers.
+        """``width``: observations in the window; None for about `WINDOW_NUMBERS` numbers, but 8 to `MAX_WINDOW_STEPS` steps, or `MIN_WINDOW_NUMBERS` numbers.
 
         Raises:
             ValueError: a width that is no whole number of at least 1.
@@ -190,7 +194,9 @@ class WindowRegression(ShownModule):
     def steps(self, sequences: list[Recording]) -> int:
         """The width for these recordings."""
         columns = sequences[0].obs.shape[1] + control_width(sequences)
-        return self.width or max(min(LONG, max(8, NUMBERS // columns)), FEW // columns)
+        return self.width or max(
+            min(MAX_WINDOW_STEPS, max(8, WINDOW_NUMBERS // columns)), MIN_WINDOW_NUMBERS // columns
+        )
 
     def fit_regression(
         self, sequences: list[Recording]
@@ -271,7 +277,9 @@ class WindowRidge(WindowRegression):
         states = torch.cat([s.states for s in sequences])
         parts = [(windows_of(rows_of(s), self.steps(sequences)), s.states) for s in sequences]
         blocks = [
-            (u, z) for us, zs in parts for u, z in zip(us.split(ROWS), zs.split(ROWS), strict=True)
+            (u, z)
+            for us, zs in parts
+            for u, z in zip(us.split(ROWS_PER_BLOCK), zs.split(ROWS_PER_BLOCK), strict=True)
         ]
         n, mean = len(states), states.double().mean(0)
         centre = torch.stack([u.double().sum(0) for u, _ in blocks]).sum(0) / n

@@ -1,36 +1,32 @@
-"""A net under a model: held-out stretches say whether it, a plain estimator, or a stack of several becomes the filter.
+"""Model selection by blocked cross-validation: a main model, baselines, or their stacking ensemble.
 
-No model suits every recording. `ModelSelection` fits a main model and its rivals to the recordings
-without a stretch, runs them through that stretch, goes on with the next, and compares. Two rounds
-keep it cheap where nothing is wrong:
+`ModelSelection` fits a main model and its candidates to the recordings without a fold, runs them
+through the blocks of that fold, and repeats it for the next fold. Two rounds limit the cost:
 
-1. The main model against `PLAIN`: ridge regression on a window, the Kalman filter of a linear
-model, the mean. 2. Only where there are `ENOUGH` steps, and one of these is better, or the main
-model's own regions hold far less than they promise
-   (`TRUSTED`), as where states are not Markov or errors go on from step to step: `MORE`, the kernel
-   Monte Carlo filter and boosted trees on a window, and from `MANY` steps on `NETS`.
+1. The main model is compared with `PLAIN`: ridge regression on a window, the Kalman filter of a
+   linear model, the mean.
+2. The second round requires `MIN_STEPS_FOR_SECOND_ROUND` steps, and a better baseline or a coverage
+   below `MIN_COVERAGE`, as where states are not Markov or errors accumulate. It adds `MORE`, the
+   kernel Monte Carlo filter and boosted trees on a window, and above `MIN_STEPS_OF_LARGE_DATA`
+   steps `NETS`.
 
-Up to `MANY` steps the published filter over the recording itself (`PUBLISHED`) is tried as well: it
-assumes no law at all.
+Up to `MIN_STEPS_OF_LARGE_DATA` steps the published filter over the recording itself (`PUBLISHED`) is
+a candidate as well; it assumes no form of the conditional densities.
 
-The main model stays unless another is better by `SURE` standard errors over stretches; else the
-kernel Monte Carlo filter is taken unless another is better by one: stretches are few, and a filter
-knows how sure it is. Where recordings have controls these two change places: a memory that stands
-still is weighed anew for every control, which is slow, and resolves the next state no finer than
-its points lie; one that is drawn around the belief moves with it. In the second round what is left
-is compared with the stack of all: weights a_jk of model k for component j, not negative and of sum
-1, that minimise the held-out squared error sum_t (z_tj - sum_k a_jk m_tkj)^2. The stack is scored
-on stretches that its weights were not fitted to, and taken where it is better by a standard error.
+The main model is kept unless a candidate is better by `MIN_STD_ERRORS` standard errors over blocks.
+Otherwise the kernel Monte Carlo filter is selected unless another is better by one, since blocks are
+few and a filter provides covariances. With controls the two change places: a fixed memory is
+re-weighted for every control, which is slow, and resolves the next state only to the spacing of its
+points, whereas particles move with the belief. After the second round the selected model is compared
+with the stacking ensemble (`kbf.filters.selection.stacking`), scored on blocks that its weights are
+not fitted to; it is selected if it is better by one standard error.
 
-Where observations are density ratios (`kbf.densities.ratio`) the kernel Monte Carlo filter is
-taken, and another only if it cannot be fitted: it alone takes them whole, the others see their
-means, and the ratios of the recordings are those of one encoder each, duller than what new images
-have.
+With density ratios as observations (`kbf.densities.ratio`) the kernel Monte Carlo filter is selected
+unless it cannot be fitted. Only this filter uses ratios, the others use their means, and the
+ratios of the recordings, each from a single encoder, are less informative than those of new images.
 
-Before all this the end of the recordings says whether they drift (`kbf.filters.selection.drift`):
-then their newest steps alone are learned from.
-
-References: Wolpert (1992), Breiman (1996), for stacking with weights of one sign.
+Before the comparison, drift detection (`kbf.filters.selection.drift`) may restrict the training data
+to the most recent steps.
 """
 
 from __future__ import annotations
@@ -61,7 +57,7 @@ from kbf.filters.selection.cross_validation import (
     significantly_better,
 )
 from kbf.filters.selection.drift import last_steps, newest
-from kbf.filters.selection.ratio_mean import OfMeans
+from kbf.filters.selection.ratio_mean import RatioMean
 from kbf.filters.selection.stacking import stacked
 from kbf.recording import Recording, as_recordings
 from kbf.runtime.errors import FitError
@@ -71,42 +67,45 @@ PLAIN: dict[str, Callable[[int], nn.Module]] = {
     "kalman": lambda seed: LearnedKalman(),
     "mean": lambda seed: MeanModel(),
 }
-"""Estimators that no filter may be worse than, made for a seed."""
+"""Baselines, as functions of a seed."""
 MORE: dict[str, Callable[[int], nn.Module]] = {
     "kernel_monte_carlo": lambda seed: KernelMonteCarlo(seed=seed),
     "window_boosting": lambda seed: WindowBoosting(None, seed=seed),
 }
-"""What is tried where the main model is in trouble."""
+"""Candidates of the second round."""
 MOVING = "kernel_monte_carlo"
-"""The one of them that is a filter with a model."""
+"""The filter with a learned model among them."""
 NETS: dict[str, Callable[[int], nn.Module]] = {"gru": lambda seed: FittedGRU(seed=seed)}
-"""What is tried beside these from `MANY` steps on: nets learn little from less, and take long."""
+"""Candidates above `MIN_STEPS_OF_LARGE_DATA` steps: networks are slow to fit and require much data."""
 PUBLISHED: dict[str, Callable[[int], nn.Module]] = {
     "kbf_median": lambda seed: KBF(normalise=False, rank=128, learn=False),
 }
 """The filter of Xu et al. (2022), Algorithm 2, over the recording, with bandwidths from median distances: their grid takes long."""
 FOLDS = 5
 """Parts of the recordings that are held out in turn; of several recordings these are whole, and may be fewer."""
-LEAST, ENOUGH = 100, 500
-"""Steps from which anything is compared, and from which `MORE` is tried: fewer cannot say so much."""
-MANY = 2000
-"""Steps from which only every third part is held out: fits take long, and stretches are many enough."""
-SURE = 1.5
-"""Standard errors by which another must be better than the main model."""
-TRUSTED = 0.8
-"""Share of held-out states within 1.96 standard deviations, on average over components, below which a filter is far too sure."""
+MIN_STEPS_TO_COMPARE = 100
+"""Steps below which the main model is used without a comparison."""
+MIN_STEPS_FOR_SECOND_ROUND = 500
+"""Steps below which `MORE` is not compared: the scores of few blocks are too uncertain."""
+MIN_STEPS_OF_LARGE_DATA = 2000
+"""Steps above which only every third fold is held out: fits are slow, and blocks are many."""
+MIN_STD_ERRORS = 1.5
+"""Standard errors by which a candidate must be better than the main model."""
+MIN_COVERAGE = 0.8
+"""Share of held-out states within 1.96 standard deviations, averaged over components, below which
+the covariances of a filter are far too small."""
 
 
 class ModelSelection(nn.Module):
-    """A model with a net under it; before `prepare`, and where nothing can be held out, the main model alone.
+    """A main model and its candidates; before `prepare`, and with too little data, the main model alone.
 
     Attributes:
         weights: ``m d``, of the main model and its rivals in turn: one row of ones, or a stack.
             Empty before `prepare`.
         spreads: ``m d d``, covariances of their held-out errors. scores: ``m``, their NMSE on
-            held-out stretches, -1 where they were not tried. newest: the last steps that are
-            learned from, 0 for all.
-        tried: what `prepare` tried, the best first; not kept in checkpoints.
+            held-out blocks, -1 for models that were not compared. newest: the number of most recent
+            steps that are trained on, 0 for all.
+        tried: the candidates of `prepare`, the best first; not stored in checkpoints.
     """
 
     weights: Tensor
@@ -117,11 +116,11 @@ class ModelSelection(nn.Module):
     def __init__(
         self, main: nn.Module, *, name: str = "main", seed: int = 0, budget: float | None = None
     ) -> None:
-        """A net under ``main``, called ``name``; ``seed`` of rivals that draw.
+        """Select between ``main``, called ``name``, and candidates; ``seed`` of those that draw.
 
-        ``budget``: seconds of `prepare`, or None. No rival is begun after them, and one whose first
-        fold says that it would take longer than is left is given up; the main model is always
-        tried.
+        ``budget``: seconds of `prepare`, or None. No candidate is started after them, and one that
+        would take longer, by the time of its first fold, is stopped early. The main model is always
+        compared.
         """
         super().__init__()
         self.budget = budget
@@ -159,21 +158,21 @@ class ModelSelection(nn.Module):
 
     def model(self, name: str) -> Any:
         """A model as it takes observations that are ratios of states with ``ratio_dim`` components, or others with 0."""
-        return self.as_told(self.models[name])
+        return self.adapted(self.models[name])
 
-    def as_told(self, model: Any) -> Any:
+    def adapted(self, model: Any) -> Any:
         """Any model likewise."""
         if isinstance(model, RatioModel):
             model.ratio_dim = self.ratio_dim
             return model
-        return OfMeans(model, self.ratio_dim) if self.ratio_dim else model
+        return RatioMean(model, self.ratio_dim) if self.ratio_dim else model
 
     @torch.no_grad()
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
         """Prepare the main model, compare, choose.
 
-        What ``prepare`` of a model chooses (laws, orders, lags), it chooses on all recordings;
-        fitted are all without the stretch.
+        The ``prepare`` of a model selects (densities, orders, lags) on all recordings;
+        all are fitted without the fold.
         """
         began = time.perf_counter()
         memory = self.forget(memory)
@@ -230,13 +229,17 @@ class ModelSelection(nn.Module):
         unsure = (
             lead is None
             or better_than(lead, search.found)
-            or (lead.covered is not None and lead.covered < TRUSTED)
+            or (lead.covered is not None and lead.covered < MIN_COVERAGE)
         )
-        if total <= MANY and self.main_name not in PUBLISHED and not self.allow_missing_sensors:
+        if (
+            total <= MIN_STEPS_OF_LARGE_DATA
+            and self.main_name not in PUBLISHED
+            and not self.allow_missing_sensors
+        ):
             attempt(PUBLISHED)
         before = len(search.rows)
-        if unsure and total >= ENOUGH:
-            attempt([*MORE, *(NETS if total > MANY else ())])
+        if unsure and total >= MIN_STEPS_FOR_SECOND_ROUND:
+            attempt([*MORE, *(NETS if total > MIN_STEPS_OF_LARGE_DATA else ())])
         return len(search.rows) > before
 
     def held_out(self, memory: list[Recording]) -> tuple[list[Recording], list[Part]]:
@@ -246,10 +249,14 @@ class ModelSelection(nn.Module):
         sequences = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         total = sum(len(s.states) for s in sequences)
         try:
-            spans = whole_folds([len(s.states) for s in sequences], FOLDS) if total >= LEAST else []
+            spans = (
+                whole_folds([len(s.states) for s in sequences], FOLDS)
+                if total >= MIN_STEPS_TO_COMPARE
+                else []
+            )
         except FitError:
             return sequences, []
-        few = spans[1::3] if total > MANY and len(spans) == FOLDS else spans
+        few = spans[1::3] if total > MIN_STEPS_OF_LARGE_DATA and len(spans) == FOLDS else spans
         return sequences, [(without(sequences, each), take(sequences, each)) for each in few]
 
     def compares(self, memory: list[Recording]) -> bool:
@@ -268,7 +275,7 @@ class ModelSelection(nn.Module):
             self.newest.fill_(
                 newest(
                     as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors),
-                    [self.as_told(ridge), self.model(self.main_name)],
+                    [self.adapted(ridge), self.model(self.main_name)],
                 )
             )
         return self.kept(memory)
@@ -278,12 +285,12 @@ class ModelSelection(nn.Module):
         return last_steps(memory, int(self.newest))
 
     def choose(self, search: Search, leading: str, *, stack: bool) -> None:
-        """Set the weights from what was found; ``leading``: the model that stays unless another is `SURE` to be better."""
+        """Set the weights from what was found; ``leading``: the model that stays unless another is `MIN_STD_ERRORS` to be better."""
         names, found, scale = list(self.models), search.found, search.scale
         best = least = min(found, key=lambda name: float(found[name].scores.mean()))
         for name, errors in (
             (self.main_name if leading == MOVING else MOVING, 1.0),
-            (leading, SURE),
+            (leading, MIN_STD_ERRORS),
         ):
             if name in found and not significantly_better(
                 found[name].scores - found[least].scores, errors
@@ -340,7 +347,7 @@ class ModelSelection(nn.Module):
         return self.filters_of({name: [self.model(name).fit(memory)] for name in self.used()})[0]
 
     def hyperparameters(self) -> dict[str, float]:
-        """Those of the models in use; their weights, and the NMSE of all that were tried on held-out stretches."""
+        """Those of the selected models, their weights, and the NMSE of all candidates on held-out blocks."""
         numbers: dict[str, float] = {"newest": float(self.newest)} if int(self.newest) else {}
         for name in self.used():
             own: Any = getattr(self.models[name], "hyperparameters", dict)

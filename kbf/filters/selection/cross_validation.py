@@ -1,8 +1,8 @@
-"""Which of several models is best: all run through the same held-out stretches of the training part, within a time one may set.
+"""Blocked cross-validation of several models within a time budget.
 
-``model=auto`` (`kbf.commands.auto`) and the net under the default (`kbf.filters.selection.auto`)
-both search by it: the same measure, the same table, the same reasons to give one up. They differ in
-what they try, whole recipes there and plain estimators here.
+``model=auto`` (`kbf.commands.auto`) and `kbf.filters.selection.auto` share its score, its table and
+its rules for stopping early. The candidates of the former are training recipes, those of the latter
+models without training.
 """
 
 from __future__ import annotations
@@ -25,20 +25,25 @@ from kbf.runtime.errors import FitError, MissingPackageError
 
 log = logging.getLogger(__name__)
 
-FEW, MOST, SHORT, LONG = 4, 8, 120, 1000
-"""Stretches of each part that are run through, and steps in a stretch: `SHORT` are enough where `FEW` of them fill the part, but
-what changes slowly shows itself in `LONG` ones alone."""
+MIN_BLOCKS = 4
+"""Blocks of `SHORT_BLOCK` steps that a fold is cut into before blocks become longer."""
+MAX_BLOCKS = 8
+"""Most blocks of each fold that are filtered."""
+SHORT_BLOCK = 120
+"""Steps of a block of a short fold."""
+LONG_BLOCK = 1000
+"""Most steps of a block: slow changes are visible in long blocks alone."""
 HOPELESS = 2.0
 """Times the error of another on the first fold from which a model is not tried on the rest."""
 Fit = Callable[[list[Recording]], Filter[Any]]
 Part = tuple[list[Recording], list[Recording]]
 """Recordings without a fold, to fit; and the fold."""
 Held = Iterable[tuple[Tensor, Bool[Tensor, "t d"] | None]]
-"""Of each stretch z - m ``t d``, and whether it is within 1.96 standard deviations (None without)."""
+"""Of each block z - m ``t d``, and whether it is within 1.96 standard deviations (None without)."""
 
 
 class Row(NamedTuple):
-    """What was tried: NMSE on held-out stretches (None: it could not be fitted), its standard error, seconds, why not."""
+    """A candidate: NMSE on held-out blocks (None: not fitted), its standard error, seconds, the reason."""
 
     model: str
     nmse: float | None
@@ -48,13 +53,13 @@ class Row(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """One model on all held-out stretches.
+    """Results of one model on all held-out blocks.
 
     Attributes:
         filters: one for each fold.
-        residuals: ``t d`` for each stretch, z - m on the steps that count. folds: the fold of each
-            stretch.
-        scores: ``s``, the NMSE of each stretch, over the variance of all states.
+        residuals: ``t d`` for each block, z - m after the burn-in. folds: the fold of each
+            block.
+        scores: ``s``, the NMSE of each block, over the variance of all states.
         covered: share of states within 1.96 standard deviations; None for a filter without
             covariances.
     """
@@ -102,13 +107,13 @@ class Search:
         compared: bool = True,
         run: Callable[[Filter[Any], list[Recording]], Held] | None = None,
     ) -> None:
-        """Try a model, and say what came of it.
+        """Cross-validate a model and record the result in `rows`.
 
         Args:
             name: for the table. fit: recordings -> a filter. prepare: called before. run: as
                 `run_blocks`, in its place.
-            timed: the budget may end it. compared: a first part that is hopeless beside another's
-                may.
+            timed: the budget may end it. compared: a first fold that is much worse
+                than another model's may.
         """
         began, note = time.perf_counter(), ""
         left = (
@@ -152,15 +157,15 @@ def trial(
     until: float = torch.inf,
     run: Callable[[Filter[Any], list[Recording]], Held] | None = None,
 ) -> Trial:
-    """Fit a model to the rest of each fold and run it through the fold's stretches.
+    """Fit a model to the rest of each fold and run it through the fold's blocks.
 
     Args:
         fit: recordings -> a filter, as a model's ``fit``. parts: (the rest, the fold) of each.
         scale: the variance of the states.
         least: NMSE of another on the first fold: a model of more than `HOPELESS` times that is
             given up there.
-        until: time (`time.perf_counter`) at which all is to be done: a model whose first fold says
-            that it will not is given up.
+        until: time (`time.perf_counter`) at which all is to be done: a model that would not finish,
+            by the time of its first fold, is stopped early.
         run: filter and fold -> what it did; None for `run_blocks`.
 
     Raises:
@@ -187,14 +192,14 @@ def trial(
             )
     scores = torch.stack([nmse_of(left, scale) for left in residuals])
     if not bool(scores.isfinite().all()):
-        raise FitError("it lost itself on held-out stretches: an estimate is not finite")
+        raise FitError("it diverged on a held-out block: an estimate is not finite")
     return Trial(
         filters, residuals, places, scores, float(torch.stack(covered).mean()) if covered else None
     )
 
 
 def mean_nmse(residuals: list[Tensor], scale: Float[Tensor, " d"]) -> float:
-    """`nmse_of` stretches, averaged."""
+    """`nmse_of` of each block, averaged."""
     return torch.stack([nmse_of(left, scale) for left in residuals]).mean().item()
 
 
@@ -204,23 +209,23 @@ def nmse_of(residuals: Float[Tensor, "t d"], scale: Float[Tensor, " d"]) -> Floa
 
 
 def blocks_of(part: list[Recording]) -> list[Recording]:
-    """At most `MOST` stretches, evenly over a fold, of at most `LONG` steps; where it is of several short recordings, these.
+    """At most `MAX_BLOCKS` blocks of at most `LONG_BLOCK` steps, spread evenly over a fold, or its short recordings.
 
-    How a recording begins may be all that tells where the state is: a short one is run through as
-    long as it lies in the fold, from its beginning, as it will be later, unless the fold begins
-    within it.
+    The beginning of a recording may be its only information about the state. A short recording is
+    therefore run through from its first step, as new recordings are, unless the fold begins within
+    it.
     """
     total = sum(len(s.states) for s in part)
-    length = max(2, min(SHORT, total // FEW), min(LONG, total // MOST))
-    whole = len(part) > 1 and all(len(s.states) <= 2 * SHORT for s in part)
+    length = max(2, min(SHORT_BLOCK, total // MIN_BLOCKS), min(LONG_BLOCK, total // MAX_BLOCKS))
+    whole = len(part) > 1 and all(len(s.states) <= 2 * SHORT_BLOCK for s in part)
     spans = [
         (s, k)
         for s in part
         for k in ([0] if whole else range(0, max(1, len(s.states) - length // 2), length))
     ]
-    chosen = {round(i * (len(spans) - 1) / (MOST - 1)) for i in range(MOST)}
+    chosen = {round(i * (len(spans) - 1) / (MAX_BLOCKS - 1)) for i in range(MAX_BLOCKS)}
     return [
-        piece(spans[i][0], spans[i][1], 2 * SHORT if whole else spans[i][1] + length)
+        piece(spans[i][0], spans[i][1], 2 * SHORT_BLOCK if whole else spans[i][1] + length)
         for i in sorted(chosen)
     ]
 
@@ -228,18 +233,17 @@ def blocks_of(part: list[Recording]) -> list[Recording]:
 def run_blocks(
     filter: Filter[Any], part: list[Recording]
 ) -> Iterator[tuple[Tensor, Bool[Tensor, "t d"] | None]]:
-    """Run a filter through the stretches of a part: of each z - m ``t d``, and whether it is within 1.96 standard deviations.
+    """Run a filter through the blocks of a fold: residuals z - m ``t d``, and whether within 1.96 std.
 
-    The first fifth of a stretch, at most 25 steps, does not count: the filter does not know yet
-    where it is.
+    The first fifth of a block, at most 25 steps, is a burn-in that is not scored.
     """
     blocks = blocks_of(part)
     batch = pad(blocks)
     whole = all(s.mask is None and len(s.states) == batch.states.shape[1] for s in blocks)
-    ratio_dim = CollectingCovariance(filter)
+    collecting = CollectingCovariance(filter)
     generator = torch.Generator(batch.states.device).manual_seed(0)
     mask = None if whole else batch.mask
-    found = rollout(ratio_dim, batch.obs, mask=mask, controls=batch.controls, generator=generator)
+    found = rollout(collecting, batch.obs, mask=mask, controls=batch.controls, generator=generator)
     spread = found.diagnostics.get(CollectingCovariance.NAME)
     for k, block in enumerate(blocks):
         steps = len(block.states)

@@ -1,8 +1,8 @@
-"""How far back a recording is worth learning from: where its sensors or its motion drift, what is old misleads.
+"""Drift detection: selects how much of the most recent data to train on.
 
-Parts that are held out in the middle of a recording cannot tell: what came after them was learned
-from, too. `newest` therefore holds out the end, and asks whether a regression of the states on a
-window of observations errs less there if it has learned from the newest steps before it alone.
+Folds in the middle of a recording do not detect drift, since later steps are in the training data.
+`newest` holds out the end and compares a regression of the states on a window of observations that
+is fitted to all previous steps with one that is fitted to the most recent of them.
 Ridge regression on a window is asked first, since it costs next to nothing; but where states move
 slowly a plane that is fitted nearby is better than one that is fitted everywhere, drift or not, and
 so a model that bends must say the same. Several recordings are held out and left out whole: that
@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 HELD_OUT = 0.2
 """Share of the steps, the last ones, that is held out."""
 SHARES = (0.5, 0.25, 0.125)
-"""Of the steps before them, the newest: what is tried beside all of them."""
-LEAST = 400
+"""Lengths of the most recent window that are evaluated in addition to the full history."""
+MIN_STEPS_KEPT = 400
 """Steps that are kept, at least."""
-SURE = 2.0
-"""Standard errors over stretches by which the newest steps must be better than all."""
+MIN_STD_ERRORS = 2.0
+"""Standard errors over blocks by which a recent window must be better than the full history."""
 
 
 def last_steps(sequences: list[Recording], count: int) -> list[Recording]:
@@ -49,16 +49,16 @@ def last_steps(sequences: list[Recording], count: int) -> list[Recording]:
 
 
 def newest(sequences: list[Recording], judges: Iterable[Any]) -> int:
-    """How many of the last steps to learn from: 0 for all, unless every judge is `SURE` that all are worse.
+    """The number of most recent steps to train on; 0 for all, unless every judge finds all significantly worse.
 
     Args:
         sequences: the recordings, in the order of time.
-        judges: models (``prepare``, ``fit``). The first says how many, those behind it whether they
-            agree.
+        judges: models (``prepare``, ``fit``). The first selects the number of steps, the
+            others must confirm it.
     """
     lengths = [len(s.states) for s in sequences]
     total = sum(lengths)
-    if total < LEAST:
+    if total < MIN_STEPS_KEPT:
         return 0
     end = nearest_end(lengths, (1 - HELD_OUT) * total)
     before, last = (take(sequences, spans) for spans in cut(lengths, [0, end, total]))
@@ -66,7 +66,7 @@ def newest(sequences: list[Recording], judges: Iterable[Any]) -> int:
     kept = {
         end - nearest_end([len(s.states) for s in before], (1 - share) * end) for share in SHARES
     }
-    counts = sorted(count for count in kept if count >= LEAST)
+    counts = sorted(count for count in kept if count >= MIN_STEPS_KEPT)
     for model in judges:
         if not counts:
             return 0
@@ -75,12 +75,10 @@ def newest(sequences: list[Recording], judges: Iterable[Any]) -> int:
             scores = {n: errors_of(model, last_steps(before, n), last, scale) for n in (0, *counts)}
         except FitError:  # too few steps
             return 0
-        better = [n for n in counts if significantly_better(scores[0] - scores[n], SURE)]
+        better = [n for n in counts if significantly_better(scores[0] - scores[n], MIN_STD_ERRORS)]
         counts = [min(better, key=lambda n: float(scores[n].mean()))] if better else []
     if counts:
-        log.info(
-            "what is older than the last %d of %d steps misleads: it is left out", counts[0], end
-        )
+        log.info("drift: only the last %d of %d steps are used for training", counts[0], end)
     return counts[0] if counts else 0
 
 
@@ -88,5 +86,5 @@ def newest(sequences: list[Recording], judges: Iterable[Any]) -> int:
 def errors_of(
     model: Any, memory: list[Recording], last: list[Recording], scale: Float[Tensor, " d"]
 ) -> Float[Tensor, " s"]:
-    """The NMSE of each held-out stretch of a model that has learned from ``memory``."""
+    """The NMSE of a model fitted to ``memory`` on each held-out block."""
     return torch.stack([nmse_of(left, scale) for left, _ in run_blocks(model.fit(memory), last)])

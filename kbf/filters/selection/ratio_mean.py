@@ -1,4 +1,4 @@
-"""Models that take vectors, over observations that tell more: of a density ratio (`kbf.densities.ratio`) they see the mean."""
+"""Adapter: passes the mean of a density-ratio observation to models that require vectors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kbf.recording import Recording, as_recordings
 
 
 class MeanFilter(FilterWrapper):
-    """A filter that sees the first d components of each observation."""
+    """A filter of the first d components of each observation."""
 
     def __init__(self, inner: Filter[Any], d: int) -> None:
         """``inner`` takes observations ``b d``."""
@@ -21,19 +21,19 @@ class MeanFilter(FilterWrapper):
         self.d = d
 
     def observed(self, obs: Shaped[Tensor, "b w"]) -> Tensor:
-        """The mean in front of a code."""
+        """The mean at the beginning of an encoding."""
         return obs[:, : self.d]
 
 
-class OfMeans:
-    """A model (``prepare``, ``fit``) that learns from the first d components of observations, and whose filters see these."""
+class RatioMean:
+    """A model (``prepare``, ``fit``) of the first d components of each observation."""
 
     def __init__(self, model: Any, d: int) -> None:
         """``model`` takes observations ``T d``."""
         self.model, self.d = model, d
 
     def cut(self, memory: Recording | list[Recording]) -> list[Recording]:
-        """The recordings as the model sees them."""
+        """The recordings with the first d components of each observation."""
         return [s._replace(obs=s.obs[:, : self.d]) for s in as_recordings(memory)]
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
@@ -41,5 +41,5 @@ class OfMeans:
         self.model.prepare(self.cut(memory), generator)
 
     def fit(self, memory: Recording | list[Recording]) -> Filter[Any]:
-        """The model's, as a filter of what tells more."""
+        """The filter of the model, which takes density ratios."""
         return MeanFilter(self.model.fit(self.cut(memory)), self.d)

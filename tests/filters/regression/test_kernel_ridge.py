@@ -143,7 +143,7 @@ def test_many_observations_share_the_kernels_of_a_few(monkeypatch):
     whole = FrameRegression()
     whole.prepare(memory)
     exact = rollout(whole.fit(memory), queries).estimates
-    monkeypatch.setattr(kernel_ridge, "MOST", 200)
+    monkeypatch.setattr(kernel_ridge, "MAX_LANDMARKS", 200)
     model = FrameRegression()
     model.prepare(memory)
     filter = model.fit(memory)

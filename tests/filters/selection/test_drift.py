@@ -12,7 +12,7 @@ from kbf.filters.regression.window import MeanModel, WindowRidge
 from kbf.filters.rollout import rollout
 from kbf.filters.selection import auto
 from kbf.filters.selection.auto import ModelSelection
-from kbf.filters.selection.drift import LEAST, last_steps, newest
+from kbf.filters.selection.drift import MIN_STEPS_KEPT, last_steps, newest
 from kbf.filters.wrapper import CollectingCovariance
 from kbf.recording import Recording
 from kbf.training.checkpoint import load_filter
@@ -96,13 +96,13 @@ def test_recordings_that_turn_one_after_the_other_do_drift():
     sequence, _ = turning(4000, 2.0, lead=0)
     memory = [during(sequence, k, k + 200) for k in range(0, 4000, 200)]
     count = newest(memory, [WindowRidge(None)])
-    assert count >= LEAST and count % 200 == 0
+    assert count >= MIN_STEPS_KEPT and count % 200 == 0
 
 
 def test_all_judges_must_agree():
     sequence, _ = turning(2000, 2.0)
     memory = [during(sequence, 0, 2000)]
-    assert LEAST <= newest(memory, [WindowRidge(None)]) <= 800
+    assert MIN_STEPS_KEPT <= newest(memory, [WindowRidge(None)]) <= 800
     assert newest(memory, [WindowRidge(None), MeanModel()]) == 0
 
 
@@ -117,7 +117,7 @@ def test_a_turning_sensor_is_followed(n, turn):
     floor = (true_filter(sequence, C)[n:] - test.states).square().mean()
     net = ModelSelection(KBF(), name="kbf")
     net.prepare(memory)
-    assert LEAST <= int(net.newest) <= n // 2
+    assert MIN_STEPS_KEPT <= int(net.newest) <= n // 2
     assert len(net.kept(memory)[0].states) == int(net.newest)
 
     def run(filter):

@@ -314,7 +314,7 @@ def test_more_is_tried_in_trouble_and_stacked(monkeypatch):
         auto, "MORE", {"first": lambda seed: Half(0), "second": lambda seed: Half(1)}
     )
     net = ModelSelection(MeanModel(), name="main")
-    monkeypatch.setattr(auto, "TRUSTED", 2.0)  # whatever its regions hold
+    monkeypatch.setattr(auto, "MIN_COVERAGE", 2.0)  # whatever its regions hold
     net.prepare([recording(800)])
     assert set(net.used()) == {"first", "second"}
     best = {row.model: row.nmse for row in net.tried}
@@ -458,7 +458,7 @@ def test_with_controls_the_memory_that_moves_leads(monkeypatch):
 
 
 def test_stretches_are_as_long_as_a_fold_allows():
-    """`FEW` of `SHORT` steps at first, then `MOST`, which grow with the fold up to `LONG`; short
+    """`MIN_BLOCKS` of `SHORT_BLOCK` steps at first, then `MAX_BLOCKS`, which grow with the fold up to `LONG_BLOCK`; short
     recordings are taken whole.
     """
 
