@@ -1,4 +1,4 @@
-"""Density ratios r_i ~ pi(z_i) / p(z_i) of a prior to the training distribution, at the n training points.
+"""Density ratios r_i ~ pi(z_i) / p(z_i) of a prior to the distribution of the training points.
 
 The prior comes as its embedding: g_i = m_Pi(z_i) = sum_j a_j k_Z(z_i, u_j). A ratio has mean about
 1 over the training points, and every ridge is n * reg. `RATIOS` lists those that a filter can use
@@ -42,7 +42,9 @@ def tikhonov(
 
 
 def kulsif(gram: Float[Tensor, "n n"], prior: Float[Tensor, "*b n"], reg: float | Tensor) -> Ratios:
-    """KuLSIF: r = max(0, n (G_Z + n reg I)^-1 g), unconstrained least-squares importance fitting clipped at zero.
+    """Return the KuLSIF ratio r = max(0, n (G_Z + n reg I)^-1 g).
+
+    KuLSIF is kernel unconstrained least-squares importance fitting, clipped at zero.
 
     r minimises sum_i r(z_i)^2 / (2n) - m_Pi(r) + reg/2 ||r||^2 over the RKHS before the clipping;
     arguments and errors as in `tikhonov`.
@@ -59,7 +61,9 @@ def relative(
     reg: float | Tensor,
     alpha: float,
 ) -> Ratios:
-    """The relative ratio pi / (alpha pi + (1 - alpha) p), at most 1/alpha: bounded, of lower variance. alpha = 0 is KuLSIF.
+    """Return the relative ratio pi / (alpha pi + (1 - alpha) p).
+
+    It is at most 1/alpha and has a lower variance than the ratio itself; alpha = 0 is KuLSIF.
 
     r minimises alpha/2 sum_j a_j r(u_j)^2 + (1 - alpha)/(2n) sum_i r(z_i)^2 - sum_j a_j r(u_j) +
     reg/2 ||r||^2 over the span of the k_Z(., z_i). Negative a_j would make the first term
@@ -143,7 +147,10 @@ def relative_primal(
 
 
 def true_ratio(log_prior: Float[Tensor, "*b n"], log_density: Float[Tensor, " n"]) -> Ratios:
-    """exp(log pi(z_i) - log p(z_i)), when both densities are known ("IW-TrueRatio" of Xu et al. (2022), section 6.1)."""
+    """Return exp(log pi(z_i) - log p(z_i)) of two known densities.
+
+    References: "IW-TrueRatio" of Xu et al. (2022), section 6.1.
+    """
     return (log_prior - log_density).exp()
 
 
@@ -153,7 +160,9 @@ def kulsif_loo(
     gram_prior: Float[Tensor, "m m"],
     reg: float | Tensor,
 ) -> Float[Tensor, ""]:
-    """Leave-one-out score of KuLSIF for choosing reg and the bandwidth, in closed form; lower is better.
+    """Return the closed-form leave-one-out score of KuLSIF; lower is better.
+
+    It selects reg and the bandwidth.
 
     The mean over l = 1 .. min(n, m) of r_{-l}(z_l)^2 / 2 - r_{-l}(u_l), where r_{-l} is fitted
     without z_l and u_l and not clipped:
@@ -198,7 +207,9 @@ def kulsif_loo(
 def relative_coef(
     gram: Float[Tensor, "m m"], n: int, reg: float | Tensor, alpha: float
 ) -> Float[Tensor, " m"]:
-    """The relative ratio as a function of any x: b of r(x) = sum_l b_l k(x, p_l), before it is clipped to [0, 1/alpha].
+    """Return b of the relative ratio at any x, r(x) = sum_l b_l k(x, p_l) before clipping.
+
+    The ratio is then clipped to [0, 1/alpha].
 
     r minimises alpha/(2 m') sum_j r(u_j)^2 + (1 - alpha)/(2n) sum_i r(z_i)^2 - 1/m' sum_j r(u_j) +
     reg/2 ||r||^2 over the RKHS, for samples z of p and u of pi. With the pooled points (z, u), d =
@@ -228,7 +239,7 @@ def relative_coef(
 def relative_loo(
     gram: Float[Tensor, "m m"], n: int, reg: float | Tensor, alpha: float
 ) -> Float[Tensor, ""]:
-    """Leave-one-out score of `relative_coef` for choosing reg and the bandwidth, in closed form; lower is better.
+    """Return the closed-form leave-one-out score of `relative_coef`; lower is better.
 
     The minimised sum without its penalty, each point's terms at the r that is fitted without that
     point (weights d, D and reg as they are): r_{-l}(p_l) = (r(p_l) - d_l q_l) / (1 - D_l q_l),
@@ -258,7 +269,7 @@ def _pooled(gram: Tensor, n: int, alpha: float) -> tuple[Tensor, Tensor]:
 
 
 class Ratio(NamedTuple):
-    """A density ratio of an embedding with weights w over the training points, and the facts that say how a filter makes it.
+    """A density ratio of an embedding with weights w over the training points, and its properties.
 
     Without a form, and not linear, it is 1 whatever the prior: each observation is regressed on by
     itself ("COND" of Xu et al.).
@@ -269,7 +280,7 @@ class Ratio(NamedTuple):
         linear: it is gamma = n (G_Z + n eta I)^-1 G_Z w (`tikhonov`), made once as an operator; cut
             off at 0 unless ``signed``.
         signed: values may be negative.
-        reg: eta that it starts from where none is given.
+        reg: default of eta.
     """
 
     dense: Callable[..., Tensor] | None = None
@@ -284,7 +295,7 @@ class Ratio(NamedTuple):
         return not self.linear and self.dense is None and self.primal is None
 
     def lacks(self, form: Literal["dense", "primal"]) -> bool:
-        """Whether a filter with full Gram matrices (dense), or with features (primal), cannot make it."""
+        """Return whether a filter with full Gram matrices (dense) or features (primal) lacks it."""
         return not self.linear and not self.constant and getattr(self, form) is None
 
 
@@ -306,4 +317,4 @@ RATIOS = {
     "relative": Ratio(_relative_dense, _relative_primal),
     "one": Ratio(),
 }
-"""The ratios by the names that the configs use."""
+"""The ratios by their names in configurations."""

@@ -1,8 +1,8 @@
-"""The kernel Bayes' rules, side by side: weights ``*b n`` of the posterior embedding sum_i w_i k_Z(., z_i) given one observation.
+"""Kernel Bayes' rules: weights of the posterior embedding given one observation.
 
-Letters: G = G_X ``n n`` the Gram matrix of the training observations, g = k_X(X, x) ``*b n`` the
-new observation against them, gamma or r ``*b n`` the density ratio of the prior
-(`kbf.rkhs.ratios`), D = diag(r), n training points.
+Each rule returns the weights w ``*b n`` of sum_i w_i k_Z(., z_i). Letters: G = G_X ``n n`` the Gram
+matrix of the training observations, g = k_X(X, x) ``*b n`` the new observation against them, gamma
+or r ``*b n`` the density ratio of the prior (`kbf.rkhs.ratios`), D = diag(r), n training points.
 
 Each rule has a *dense* form in these, and most have a *primal* form in features, G = Psi Psi^T and
 g = Psi psi(x), which costs O(n p^2) instead of O(n^3). The primal forms share one pattern: the
@@ -10,9 +10,8 @@ training points enter through the sum C = Psi^T D Psi alone,
 
     w = D Psi c,    c ``*b p`` solves a p x p system of C and psi(x),
 
-so a primal form is the function that gives c. `RULES` lists the rules by name, with the facts from
-which the rest of the project decides what each can be used for; to add a rule, write its functions
-here and give it a row there.
+so a primal form is the function that gives c. `RULES` lists the rules by name, with the properties
+that determine where each can be used; to add a rule, write its functions here and add a row there.
 
 Every rule is differentiable in all of its arguments. At a ratio of exactly 0 the dense
 importance-weighted rule has a kink (it takes negative ratios for 0) and gives the gradient 0; its
@@ -34,11 +33,11 @@ from kbf.rkhs.linalg import psd_solve, safe_sqrt
 
 Weights = Float[Tensor, "*b n"]
 COVARIANCE_BLOCK = 2**18
-"""Numbers in the block of features that `weighted_covariance` takes at a time: it stays in a processor's cache."""
+"""Size of the blocks of features in `weighted_covariance`, which fit in the cache of a CPU."""
 COVARIANCE_BLOCK_ON_GPU = 2**26
 """The same on a GPU, where few large blocks take less time."""
 MANY_RATIOS = 128
-"""Vectors of ratios for which the products of the features of a block are made once for all, not each time anew."""
+"""Batch size from which `weighted_covariance` computes the products of features once for all."""
 
 
 # Importance weighted
@@ -50,7 +49,9 @@ def importance_weighted(
     query: Float[Tensor, "*b n"],
     reg: float | Tensor,
 ) -> Weights:
-    """Importance-weighted kernel ridge regression: w = sqrt(D) (sqrt(D) G sqrt(D) + n reg I)^-1 sqrt(D) g.
+    """Return the weights of importance-weighted kernel ridge regression.
+
+        w = sqrt(D) (sqrt(D) G sqrt(D) + n reg I)^-1 sqrt(D) g
 
     With r = 1 it is the conditional mean embedding. The system is symmetric positive definite for
     every reg > 0.
@@ -79,7 +80,9 @@ def importance_weighted_primal(
     query: Float[Tensor, "*b p"],
     reg: float | Tensor,
 ) -> Weights:
-    """The same weights when G = Psi Psi^T, w = D Psi (Psi^T D Psi + n reg I_p)^-1 psi(x), in O(n p^2). No root is needed.
+    """Return the weights of `importance_weighted` for G = Psi Psi^T, in O(n p^2).
+
+        w = D Psi (Psi^T D Psi + n reg I_p)^-1 psi(x)
 
     Args:
         ratio: r ``*b n``.
@@ -126,7 +129,9 @@ def original(
     query: Float[Tensor, "*b n"],
     delta: float | Tensor,
 ) -> Weights:
-    """The first kernel Bayes' rule: w = L G ((L G)^2 + delta I)^-1 L g, L = diag(gamma), gamma of either sign.
+    """Return the weights of the original kernel Bayes' rule, for gamma of either sign.
+
+        w = L G ((L G)^2 + delta I)^-1 L g,    L = diag(gamma)
 
     Args:
         ratio: gamma ``*b n``, of mean about 1 (`kbf.rkhs.ratios.tikhonov`).
@@ -149,7 +154,9 @@ def original_primal(
     query: Float[Tensor, "*b p"],
     delta: float | Tensor,
 ) -> Weights:
-    """The same weights when G = Psi Psi^T: w = L Psi C (C^2 + delta I_p)^-1 psi(x), C = Psi^T L Psi, in O(n p^2).
+    """Return the weights of `original` for G = Psi Psi^T, in O(n p^2).
+
+        w = L Psi C (C^2 + delta I_p)^-1 psi(x),    C = Psi^T L Psi
 
     It follows from `original` by (L Psi C Psi^T + delta I)^-1 L Psi = L Psi (C^2 + delta I)^-1.
 
@@ -233,7 +240,10 @@ def from_coefficients(
 def weighted_covariance(
     ratio: Float[Tensor, "*b n"], features: Float[Tensor, "*#b n p"]
 ) -> Float[Tensor, "*b p p"]:
-    """C = Psi^T D Psi = sum_i r_i psi_i psi_i^T, by blocks of points; where it is worth it, without points of ratio 0."""
+    """Return C = Psi^T D Psi = sum_i r_i psi_i psi_i^T, computed by blocks of points.
+
+    Points of ratio 0 are left out where this saves time.
+    """
     p, batch, on_cpu = (
         features.shape[-1],
         max(1, ratio.shape[:-1].numel()),
@@ -263,7 +273,9 @@ def weighted_covariance(
 
 
 def second_moments(features: Float[Tensor, "n k p"]) -> Float[Tensor, "n t"]:
-    """The lower triangle of (1/k) sum_j psi_ij psi_ij^T for each memory point with k observations: t = p (p + 1) / 2 columns.
+    """Return the lower triangles of (1/k) sum_j psi_ij psi_ij^T, t = p (p + 1) / 2 columns.
+
+    There is one row for each memory point, which has k observations.
 
     They are constant in time; `covariance_from_moments` makes C of them.
     """
@@ -273,7 +285,7 @@ def second_moments(features: Float[Tensor, "n k p"]) -> Float[Tensor, "n t"]:
 
 
 def places(p: int, device: torch.device | None = None) -> Int[Tensor, " pp"]:
-    """Where the entries of a symmetric p x p matrix, row by row, stand among those of its lower triangle.
+    """Return the positions of the entries of a symmetric p x p matrix in its lower triangle.
 
     >>> places(2)
     tensor([0, 1, 1, 2])
@@ -290,9 +302,9 @@ def covariance_from_moments(
     place: Int[Tensor, " pp"],
     basis: Float[Tensor, "r t"] | None = None,
 ) -> Float[Tensor, "*b p p"]:
-    """C = sum_i r_i (1/k) sum_j psi_ij psi_ij^T by one product of the ratios with the `second_moments`, or two.
+    """Return C = sum_i r_i (1/k) sum_j psi_ij psi_ij^T from the `second_moments`.
 
-    Its time depends neither on k nor, much, on the batch.
+    It takes one matrix product, or two with ``basis``. Its time depends neither on k nor, much, on the batch.
 
     Args:
         ratio: r ``*b n``.
@@ -310,7 +322,7 @@ def covariance_from_moments(
 
 
 class Rule(NamedTuple):
-    """A rule: its two forms, and the facts that say what it can be used for.
+    """A rule: its two forms, and the properties that determine where it can be used.
 
     Attributes:
         dense: (ratio ``*b n``, G ``n n``, g ``*b n``, reg) -> weights ``*b n``.
@@ -318,8 +330,8 @@ class Rule(NamedTuple):
             the same weights; None where there is no such form. It is for the steps of a filter: a
             failed factorisation gives NaN, to be seen in the end.
         signed: it takes ratios of either sign as they are; others get them cut off at 0.
-        ridge_scales_with_n: its ridge is n reg, beside a sum over n points. Else it is reg itself.
-        reg: that it starts from where none is given.
+        ridge_scales_with_n: its ridge is n reg, added to a sum over n points; otherwise reg.
+        reg: default of its ridge.
     """
 
     dense: Callable[..., Tensor]
@@ -333,8 +345,7 @@ class Rule(NamedTuple):
         """It is a regression weighted by ratios that are not negative.
 
         Then points of small ratios may be left out (``local``), a point may have several
-        observations, processes may share the points, and the leave-one-out score of a regression is
-        about its ridge.
+        observations, and the leave-one-out score of a regression selects its ridge.
         """
         return not self.signed and self.ridge_scales_with_n and self.primal is not None
 
@@ -351,4 +362,4 @@ RULES = {
     "original": Rule(original, original_coefficients, signed=True, ridge_scales_with_n=False),
     "pseudo_inverse": Rule(_without_ridge, None, signed=True, ridge_scales_with_n=False),
 }
-"""The rules by the names that the configs use."""
+"""The rules by their names in configurations."""

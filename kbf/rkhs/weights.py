@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 MIN_SHARE_OF_SUM = 0.05
-"""Smallest |sum of weights| / (sum of absolute weights) that weights are divided by; usual values are 0.5 to 1."""
+"""Smallest sum of weights over the sum of their absolute values for a division; usually 0.5 to 1."""
 
 
 def effective_sample_size(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
@@ -24,7 +24,7 @@ def negative_mass(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
 
 
 def divisor(weights: Float[Tensor, "*b n"]) -> tuple[Bool[Tensor, "*b 1"], Float[Tensor, "*b 1"]]:
-    """Return whether weights cancel, and the sum by which they are normalised (1 where they cancel).
+    """Return whether weights cancel, and their sum (1 where they cancel).
 
     Weights cancel if their sum is at most `MIN_SHARE_OF_SUM` of the sum of their absolute values:
     divided by it, they might put the estimate far from all points. NaN does not count as
@@ -40,7 +40,7 @@ def normalised(
 ) -> Float[Tensor, "*b n"]:
     """Return weights divided by their sum; ``otherwise`` where they cancel (`divisor`).
 
-    >>> normalised(torch.tensor([[3.0, -1.0], [1.0, -1.0]]), torch.tensor([0.5, 0.5]))
+    >>> normalised(torch.tensor([[3.0, -1.0], [1.0, -1.0]]), torch.full((2, 2), 0.5))
     tensor([[ 1.5000, -0.5000],
             [ 0.5000,  0.5000]])
     """

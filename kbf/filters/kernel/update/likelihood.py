@@ -1,4 +1,4 @@
-"""Weights by the density of a learned law: the update of a Kernel Bayes Filter whose sensors may be silent."""
+"""Update by a learned likelihood, for observations with missing sensors."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ LEAST = -0.5 * MAX_DEVIATIONS**2
 
 
 class DensityUpdate(nn.Module):
-    """(ratio, x) -> weights w_i = r_i p(x | z_i), over the sensors that speak in x; the others have NaN.
+    """(ratio, x) -> weights w_i = r_i p(x | z_i), over the sensors that are not NaN in x.
 
     Kernel rules tend to this as draws grow and ridges fall. They would need features for every set
-    of sensors that may speak; a law of each sensor is enough here. Weights are relative to the
-    density at the point that explains x best: a belief that is far from all such points has none,
-    and the loop passes the observation over.
+    of sensors; here one density of each sensor suffices. Weights are relative to the
+    density at the point that explains x best: where a belief is far from all such points the
+    weights vanish, and the observation is rejected.
     """
 
     allow_missing_sensors = True
 
     def __init__(self, density: PerSensorDensity, states: Float[Tensor, "n d"]) -> None:
-        """``density``: of observations. states: of the memory, in whose type densities are computed."""
+        """Evaluate the density of observations at the states of the memory, in their dtype."""
         super().__init__()
         self.likelihood = density.at(states)
         self.dtype: torch.dtype = states.dtype

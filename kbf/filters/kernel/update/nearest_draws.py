@@ -1,4 +1,4 @@
-"""The importance-weighted rule over the draws near an observation: for laws for which no fixed features are fine enough."""
+"""The importance-weighted rule restricted to the draws nearest to the observation."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ NEGLIGIBLE = 1e-3
 
 
 class LocalUpdate(nn.Module):
-    """(ratio, x) -> weights, from k draws of the observation of each memory point, by the `near` of them that are next to x.
+    """(ratio, x) -> weights, from the ``near`` draws of observations that are nearest to x.
 
-    1. Of the draws of points whose ratio matters, the m nearest to x take part; the bandwidth is
-    the distance of the farthest one
-       times ``width``: small where draws are dense, large in the tails.
-    2. w = rule(r, G, g) (`kbf.rkhs.rules.importance_weighted`) over these, each draw with its
-    point's ratio. As the ridge grows,
-       w tends to a multiple of r g: weights by a kernel estimate of the likelihood, which are never
-           negative. ``reg`` None is this
-       limit.
+    Each memory point has k draws of its observation.
+
+    1. Among the draws of points with a ratio above `NEGLIGIBLE`, the m nearest to x are used. The
+       bandwidth is ``width`` times the distance of the farthest one: small where draws are dense,
+       large in the tails.
+    2. Draw j of point i has the weight r_i g(x_ij, x), a kernel estimate of the likelihood times
+       the ratio. This is the limit of `kbf.rkhs.rules.importance_weighted` for a large ridge, up to
+       a constant; it is never negative.
     3. The weight of a point is the sum over its draws.
 
     Observations are compared in units of the draws' median deviation. Those of more components than
@@ -58,10 +58,9 @@ class LocalUpdate(nn.Module):
 
         Args:
             obs: k draws for each point. states: of the points.
-            near: m. width: of the kernel, over the distance of the m-th draw. reg: lambda; None for
-                its limit.
+            near: m. width: of the kernel, over the distance of the m-th draw.
             psi: features of observations ``m q`` -> ``m p``. The update needs none; by those of
-                `FEW` draws of each point, ``n p``, a monitor tells what was to be expected
+                `FEW` draws of each point, ``n p``, a monitor computes the predicted observation
                 (`kbf.evaluation.alarms.innovation_score`).
             dtype: of the arithmetic.
         """

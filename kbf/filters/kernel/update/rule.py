@@ -16,7 +16,7 @@ from kbf.rkhs.rules import RULES
 from kbf.runtime.html_repr import ShownModule
 
 MIN_BATCH_FOR_MOMENTS = 8
-"""Batch size from which stored products of features (`kbf.rkhs.rules.second_moments`) are faster than new ones."""
+"""Batch size from which stored products of features are faster than new ones."""
 
 MAX_BYTES_OF_MOMENTS = 2**26
 """Largest size of the stored products on a CPU, about that of its caches."""
@@ -125,7 +125,8 @@ class PrimalUpdate(ShownModule):
                 if other.primal is not None
             )
             raise ValueError(
-                f"a rule over features is one of {possible}; got {rule} with k = {k}, local = {local}"
+                f"a rule over features is one of {possible}; "
+                f"got {rule} with k = {k}, local = {local}"
             )
         if local is not None and local < 1:
             raise ValueError(f"local must be at least 1, got {local}")
@@ -155,7 +156,7 @@ class PrimalUpdate(ShownModule):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any
     ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Overrides `nn.Module`: ``moments``, ``basis`` and ``place`` become those of the stored rank.
+        """Overrides `nn.Module`: ``moments``, ``basis``, ``place`` become those of the stored rank.
 
         Products are kept if they are stored, since a stored filter of another rank may have kept
         what this one does not.
