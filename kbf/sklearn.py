@@ -1,9 +1,9 @@
-"""Estimators for scikit-learn: the conditional mean embedding, and density ratios. NumPy in, NumPy out, all in float64.
+"""Estimators for scikit-learn: the conditional mean embedding, and density ratios.
 
-They are what `kbf.rkhs.conditional_means` and `kbf.rkhs.ratios` compute, with the numbers chosen
-from the training data, and work in pipelines, grid searches and cross-validation. Needs ``pip
-install "kbf[sklearn]"``. One bandwidth serves all columns of X: put a StandardScaler in front. X
-and y are whatever scikit-learn takes for arrays.
+They wrap `kbf.rkhs.conditional_means` and `kbf.rkhs.ratios`, select hyper-parameters from the
+training data, and work in pipelines, grid searches and cross-validation. Inputs are array-likes,
+outputs NumPy arrays in float64. All columns of X share one bandwidth: use a StandardScaler before.
+Requires ``pip install "kbf[sklearn]"``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from kbf.rkhs.ratios import relative_coef, relative_loo
 
 Array = NDArray[np.float64]
 REGS = tuple(float(reg) for reg in np.logspace(-8, 0, 17))
-MOST_LOO_POINTS = 1000
-"""Leave-one-out scores are computed at no more than this many points, evenly spaced, so that their cost stays bounded."""
+MAX_LOO_POINTS = 1000
+"""Upper bound on the points, evenly spaced, of a leave-one-out score: it bounds the cost."""
 
 
 class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
-    """E[y | x] and the whole conditional law of y, as weights of the training outputs: sum_i w_i(x) y_i.
+    """E[y | x] and the conditional distribution of y, as weights of the training outputs.
+
+    The conditional mean is sum_i w_i(x) y_i.
 
     w(x) = (G + n reg I)^-1 k(x) in the exact form. As there is no intercept, predictions go to 0
     far from the training inputs.
@@ -46,8 +48,8 @@ class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
         bandwidth: a length in the units of X; None takes the median distance between training
             inputs.
         reg: lambda > 0; None takes the one of `REGS` with the least leave-one-out error of the mean
-            (in closed form, for the exact form, at up to `MOST_LOO_POINTS` evenly spaced pairs).
-            `nadaraya_watson` has no use for it.
+            (in closed form, for the exact form, at up to `MAX_LOO_POINTS` evenly spaced pairs).
+            `nadaraya_watson` does not use it.
         form: a name of `kbf.rkhs.conditional_means.table.CONDITIONAL_MEANS`.
         size: of the cheap forms: pivots, landmarks, features, neighbours or points; of
             `divide_and_conquer`: parts.
@@ -91,7 +93,7 @@ class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
         self.form, self.size, self.random_state = form, size, random_state
 
     def fit(self, X: Any, y: Any) -> ConditionalMeanEmbedding:
-        """Choose what is None, and fit.
+        """Select the parameters that are None, and fit.
 
         Args:
             X: inputs ``n q``. y: outputs ``n`` or ``n d``.
@@ -129,18 +131,21 @@ class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
         return self
 
     def predict(self, X: Any) -> Array:
-        """The conditional means sum_i w_i(x) y_i, ``m`` or ``m d`` as y was."""
+        """Return the conditional means sum_i w_i(x) y_i, ``m`` or ``m d`` as y was."""
         queries = self._queries(X)
         mean = self.cme_.mean(queries).numpy()
         return mean[:, 0] if self.single_ else mean
 
     def weights(self, X: Any) -> Array:
-        """The weights w(x) of the training outputs, ``m n``: of either sign, and their sum need not be 1."""
+        """Return the weights w(x) of the training outputs, ``m n``, of either sign and any sum."""
         queries = self._queries(X)
         return self.cme_.weights(queries).numpy()
 
     def embedding(self, X: Any) -> Embedding:
-        """The conditional law of y as a batch of weighted samples: ``embedding(X).cov()``, ``.expect(f)``, ``.mode(kernel)``."""
+        """Return the conditional distribution of y as a batch of weighted samples.
+
+        Its methods are ``cov()``, ``expect(f)``, ``mode(kernel)`` and others.
+        """
         queries = self._queries(X)
         return Embedding(self.y_, self.cme_.weights(queries))
 
@@ -149,19 +154,21 @@ class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
         return torch.tensor(validate_data(self, X, dtype=np.float64, reset=False))
 
     def _choose(self, kernel: Kernel, x: Tensor) -> float:
-        some = evenly(len(x), MOST_LOO_POINTS)
+        some = evenly(len(x), MAX_LOO_POINTS)
         x, z = x[some], self.y_[some]
         return choose_reg(kernel(x, x), z @ z.mT, REGS)
 
     def __sklearn_tags__(self) -> Any:
-        """Several outputs at once are welcome."""
+        """Return the tags: several outputs are supported."""
         tags = super().__sklearn_tags__()
         tags.target_tags.single_output, tags.target_tags.multi_output = True, True
         return tags
 
 
 class RelativeRatio(ClassifierMixin, BaseEstimator):
-    """The relative density ratio r(x) = pi(x) / (alpha pi(x) + (1 - alpha) p(x)) of two samples (RuLSIF), bounded by 1/alpha.
+    """Relative density ratio r(x) = pi(x) / (alpha pi(x) + (1 - alpha) p(x)) of two samples.
+
+    RuLSIF; the ratio is bounded by 1/alpha.
 
     y has two labels: the smaller one (0) for the sample of p below the line, the larger one (1) for
     that of pi above it. A ratio makes a probabilistic classifier: with r0 = pi/p and the shares s
@@ -172,9 +179,9 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
         kernel: a name of `kbf.rkhs.kernels.KERNELS`.
         bandwidth: a length in the units of X; None takes the median distance between all points.
         reg: eta > 0; None takes the one of nine from 1/min(n, m) to 1 with the least closed-form
-            leave-one-out score, at up to `MOST_LOO_POINTS` evenly spaced points of each sample.
-            Theory wants none smaller than that; the score alone would choose a smaller one where
-            the samples do not overlap.
+            leave-one-out score, at up to `MAX_LOO_POINTS` evenly spaced points of each sample.
+            Theory requires at least 1/min(n, m); the score alone would select less where the
+            samples do not overlap.
 
     Attributes:
         classes_: the two labels. bandwidth_, reg_: the numbers in use. points_, coef_: r(x) = sum_l
@@ -206,7 +213,7 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
         self.alpha, self.kernel, self.bandwidth, self.reg = alpha, kernel, bandwidth, reg
 
     def fit(self, X: Any, y: Any) -> RelativeRatio:
-        """Choose what is None, and fit.
+        """Select the parameters that are None, and fit.
 
         Args:
             X: the points of both samples ``n q``. y: their labels ``n``.
@@ -234,7 +241,7 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
         self.bandwidth_ = bandwidth_of(self.points_, self.bandwidth)
         kernel = kernel_of(self.kernel, self.bandwidth_)
         if self.reg is None:
-            few = [sample[evenly(len(sample), MOST_LOO_POINTS)] for sample in samples]
+            few = [sample[evenly(len(sample), MAX_LOO_POINTS)] for sample in samples]
             gram = kernel(torch.cat(few), torch.cat(few))
             regs = map(float, np.geomspace(1 / min(map(len, samples)), 1, 9))
             self.reg_ = best_of(
@@ -248,7 +255,7 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
         return self
 
     def ratio(self, X: Any) -> Array:
-        """r(x) of each row of X, clipped to [0, 1/alpha]."""
+        """Return r(x) of each row of X, clipped to [0, 1/alpha]."""
         check_is_fitted(self)
         x = torch.tensor(validate_data(self, X, dtype=np.float64, reset=False))
         kernel, alpha = kernel_of(self.kernel, self.bandwidth_), self._alpha()
@@ -256,14 +263,17 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
         return values.clamp(0, 1 / alpha if alpha > 0 else None).numpy()
 
     def predict_proba(self, X: Any) -> Array:
-        """P(label | x) ``m 2``, in the order of ``classes_``; pi/p = (1 - alpha) r / (1 - alpha r)."""
+        """Return P(label | x) ``m 2``, in the order of ``classes_``.
+
+        It uses pi/p = (1 - alpha) r / (1 - alpha r).
+        """
         r, alpha = self.ratio(X), self._alpha()
         upper, lower = self.share_ * (1 - alpha) * r, (1 - self.share_) * (1 - alpha * r).clip(0)
         one = upper / (upper + lower)
         return np.stack([1 - one, one], axis=1)
 
     def predict(self, X: Any) -> NDArray[Any]:
-        """The more probable label."""
+        """Return the more probable label."""
         chosen = self.predict_proba(X).argmax(1)
         return self.classes_[chosen]
 
@@ -271,14 +281,14 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
         return float(self.alpha)
 
     def __sklearn_tags__(self) -> Any:
-        """Two labels, no more."""
+        """Return the tags: the classifier is binary."""
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_class = False
         return tags
 
 
 class KuLSIF(RelativeRatio):
-    """The density ratio r(x) = pi(x) / p(x) of two samples by kernel unconstrained least-squares importance fitting.
+    """Density ratio r(x) = pi(x) / p(x) of two samples by unconstrained least squares (KuLSIF).
 
     `RelativeRatio` with alpha = 0: not bounded, so of larger variance where p is small.
 
@@ -297,20 +307,20 @@ class KuLSIF(RelativeRatio):
 
 
 def bandwidth_of(x: Tensor, given: float | None) -> float:
-    """The bandwidth that was given, or the median distance between the points."""
+    """Return the given bandwidth, or the median distance between the points."""
     return median_distance(x).item() if given is None else positive("bandwidth", given)
 
 
 def kernel_of(name: str, bandwidth: float) -> Kernel:
-    """A kernel with its bandwidth filled in."""
+    """Return a kernel with its bandwidth."""
     return partial(known("kernel", name, KERNELS), bandwidth=bandwidth)
 
 
 def known(what: str, name: str, table: dict[str, Any]) -> Any:
-    """The entry of a table.
+    """Return the entry of a table.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no entry has this name.
     """
     if name not in table:
         raise ValueError(f"{what} must be one of {', '.join(table)}, got {name!r}")
@@ -318,10 +328,10 @@ def known(what: str, name: str, table: dict[str, Any]) -> Any:
 
 
 def positive(what: str, value: float) -> float:
-    """The number, if it is positive.
+    """Return the number.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not positive.
     """
     if not value > 0:
         raise ValueError(f"{what} must be positive, got {value!r}")

@@ -1,4 +1,4 @@
-"""``kbf data check``: reads recordings from files, reports what is in them and warns of problems."""
+"""``kbf data check``: reads recordings from files, reports their contents and warns of problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``kbf export``: one step of a trained filter as a program for other machines, compared with the filter before it is written."""
+"""``kbf export``: writes one step of a trained filter as a program for other machines.
+
+The program is compared with the filter before it is written.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from kbf.training.checkpoint import Trained, load_filter
 
 
 def run(config: dict[str, Any]) -> int:
-    """Load, export, compare; returns the exit code.
+    """Load, export and compare; returns the exit code.
 
     Raises:
-        CheckpointError: a checkpoint that cannot be loaded. ValueError: a filter that cannot be
-            exported.
+        CheckpointError: the checkpoint cannot be loaded.
+        ValueError: the filter cannot be exported.
     """
     start(1)
     if not isinstance(config["steps"], int) or config["steps"] < 1:
@@ -49,7 +52,8 @@ def run(config: dict[str, Any]) -> int:
                 "column_schema": column_schema.to_dict(),
             },
         )
-    message = f"largest difference to the filter over {len(obs)} steps: {difference.estimate:.1e} (estimates)"
+    message = f"largest difference to the filter over {len(obs)} steps: "
+    message += f"{difference.estimate:.1e} (estimates)"
     message += f", {difference.covariance:.1e} (covariances), in standard deviations of the state"
     if difference.own is not None:
         message += f"; to the filter as it is, in float32, {difference.own:.1e}"
@@ -58,7 +62,10 @@ def run(config: dict[str, Any]) -> int:
 
 
 def examples(trained: Trained, steps: int) -> tuple[Tensor, Tensor | None]:
-    """Observations ``T *x`` to compare on, with their controls: the recordings' own with noise, for images random ones."""
+    """Return observations ``T *x`` and controls on which program and filter are compared.
+
+    They are those of the memory with noise; images are random.
+    """
     generator = torch.Generator().manual_seed(0)
     sequence, shape, dtype = (
         trained.module.memory.sequences()[0],
@@ -81,7 +88,7 @@ def examples(trained: Trained, steps: int) -> tuple[Tensor, Tensor | None]:
 
 
 def undone(trained: Trained, side: str, values: Tensor) -> Tensor:
-    """States (z), observations (x) or controls (u) of the memory in the units of the data."""
+    """Return states (z), observations (x) or controls (u) of the memory, in the data's units."""
     scaling = trained.module.scaling
     return (
         values

@@ -1,4 +1,4 @@
-"""``kbf filter``: estimates of new observations by a trained filter, from files or as they come on standard input."""
+"""``kbf filter``: estimates states from new observations, of files or of standard input."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from kbf.commands.support.console import start
+from kbf.commands.support.filter_run import FilterRun
 from kbf.commands.support.metric_descriptions import COLUMNS
 from kbf.commands.support.row_writers import (
     CsvWriter,
@@ -25,13 +26,11 @@ from kbf.commands.support.row_writers import (
     NpzWriter,
     OnlineEstimator,
     RowWriter,
-    Values,
 )
-from kbf.commands.support.stream_reader import InputColumns, LineError, Row, RowReader
+from kbf.commands.support.stream_reader import InputColumns, Row, RowReader
 from kbf.data.files import ColumnSchema, read_observations
 from kbf.data.files.column_schema import Part
 from kbf.filters.protocols import allows_missing_sensors, control_components
-from kbf.filters.state_io import read_leaves
 from kbf.recording import as_float
 from kbf.runtime.atomic_files import replacing
 from kbf.training.checkpoint import Trained, checkpoint_file, load_filter
@@ -40,10 +39,7 @@ TEXT_SUFFIXES = (".csv", ".jsonl")
 """Files that are read line by line."""
 
 BYTES_PER_READ = 2**13
-"""The most bytes that are read at a time."""
-
-ROWS_PER_BATCH = 64
-"""The most rows whose estimates are computed and written together, of those that have already arrived."""
+"""Upper bound on the bytes of one read."""
 
 
 class Interrupted(Exception):
@@ -70,7 +66,7 @@ class SignalListener:
             raise Interrupted
 
     def chunks(self, file: Any) -> Iterator[bytes]:
-        """Bytes of a binary file as soon as they arrive, until its end or a signal."""
+        """Yield bytes of a binary file as soon as they arrive, until its end or a signal."""
         try:
             while True:
                 self.waiting = True
@@ -88,7 +84,7 @@ class SignalListener:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """A context in which this listener handles SIGINT and SIGTERM; the former handlers come back at its end."""
+        """Handle SIGINT and SIGTERM in this context, then restore the former handlers."""
         previous = {
             number: signal.signal(number, self.on_signal)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -101,11 +97,12 @@ class SignalListener:
 
 
 def run(config: dict[str, Any]) -> int:
-    """Load, filter, write; returns the exit code.
+    """Load, filter and write; returns the exit code.
 
     Raises:
-        CheckpointError: a checkpoint that cannot be loaded. ValueError, FileNotFoundError: input
-            that does not fit it.
+        CheckpointError: the checkpoint cannot be loaded.
+        ValueError: the input does not fit the checkpoint.
+        FileNotFoundError: there is no input.
     """
     start(config["threads"])
     check_settings(config)
@@ -157,7 +154,7 @@ def run(config: dict[str, Any]) -> int:
             )
             unreadable = rows.unreadable if isinstance(rows, RowReader) else 0
     except Exception:
-        if live:  # estimates have been written: the next run goes on behind them
+        if live:  # estimates have been written: the next run continues after them
             running.save()
         raise
     running.save()
@@ -166,152 +163,33 @@ def run(config: dict[str, Any]) -> int:
     parts += [f"{unreadable:,} lines could not be read"] if unreadable else []
     rejected = estimator.live.rejected
     parts += [
-        f"{rejected:,} passed over as impossible ({100 * rejected / max(running.done, 1):.1f} %)"
+        f"{rejected:,} rejected as implausible ({100 * rejected / max(running.done, 1):.1f} %)"
     ]
     parts += [f"{estimator.alarms:,} alarms"] if estimator.monitor is not None else []
     messages.print(f"{', '.join(parts)}; {running.done / seconds:,.0f} a second")
     if config["output"] != "-":
-        tell_columns(running.columns, messages)
+        print_columns(running.columns, messages)
     return 0
 
 
-def tell_columns(columns: list[str], messages: Console) -> None:
-    """Say what the diagnostics among the columns are."""
+def print_columns(columns: list[str], messages: Console) -> None:
+    """Print descriptions of the diagnostics among the columns."""
     for name in columns:
         if name in COLUMNS:
             messages.print(f"  {name:<14}{COLUMNS[name]}", style="dim", markup=False)
 
 
-class FilterRun:
-    """A live estimator applied to all rows, and the file that keeps its state, number of steps, last time and recording."""
-
-    estimator: OnlineEstimator
-    path: Path | None
-    every: int | None
-    checkpoint: bytes
-    started: bool
-    done: int
-    columns: list[str]
-
-    def __init__(
-        self,
-        estimator: OnlineEstimator,
-        path: str | None,
-        every: int | None,
-        checkpoint: bytes,
-    ) -> None:
-        """Go on from the state in ``path``, if there is one.
-
-        Args:
-            estimator: of the checkpoint.
-            path: of the state; None for none.
-            every: steps between writings of it; None writes at the end alone.
-            checkpoint: its `identity`.
-
-        Raises:
-            ValueError: a state of another checkpoint, or one that cannot be read.
-        """
-        self.estimator, self.path, self.every, self.checkpoint = (
-            estimator,
-            None if path is None else Path(path),
-            every,
-            checkpoint,
-        )
-        self.steps = self.done = self.missing = 0
-        self.columns: list[str] = []
-        self.sequence: str | None = None
-        self.clock: float | None = None
-        self.started = False
-        if self.path is not None and self.path.exists():
-            stored = read_leaves(self.path)
-            if "checkpoint" not in stored or bytes(stored["checkpoint"].tolist()) != checkpoint:
-                raise ValueError(
-                    f"state: {path} was not written with this checkpoint: name the one it belongs to, or another file"
-                )
-            estimator.live.load(self.path)
-            estimator.recent = (
-                None
-                if (recent := stored.get("recent")) is None
-                else recent.to(estimator.live.state[0].device)
-            )
-            self.steps = int(stored.get("steps", 0))
-            self.clock = float(stored["clock"]) if "clock" in stored else None
-            self.sequence = (
-                bytes(stored["recording"].tolist()).decode() if "recording" in stored else None
-            )
-            self.started = "recording" in stored
-
-    def filter_rows(self, rows: Iterable[Row], writer: RowWriter) -> None:
-        """Filter all rows and write their estimates; rows that have already arrived go through together, up to `ROWS_PER_BATCH`."""
-        waiting: list[Row] = []
-        try:
-            for row in rows:
-                if row.gap or (self.started and row.sequence != self.sequence):
-                    self.filter_batch(waiting, writer)
-                    self.estimator.restart()
-                    self.steps = 0
-                self.sequence, self.started = row.sequence, True
-                waiting.append(row)
-                if not row.next_ready or len(waiting) == ROWS_PER_BATCH:
-                    self.filter_batch(waiting, writer)
-        except LineError:
-            self.filter_batch(waiting, writer)
-            raise
-        self.filter_batch(waiting, writer)
-        writer.close()
-
-    def filter_batch(self, rows: list[Row], writer: RowWriter) -> None:
-        """Filter rows of one sequence, write their estimates and empty the list; every ``save_every`` steps save the state."""
-        if not rows:
-            return
-        output: list[Values] = []
-        for row, values in zip(rows, self.estimator.filter_rows(rows), strict=True):
-            position: Values = {} if row.sequence is None else {"recording": row.sequence}
-            position |= (
-                {"step": self.steps} if row.time is None else {"step": self.steps, "time": row.time}
-            )
-            output.append(position | values)
-            self.steps += 1
-            self.missing += row.obs is None
-        self.columns = list(output[0])
-        before, self.done, self.clock = self.done, self.done + len(rows), rows[-1].clock
-        rows.clear()
-        writer.write(output)
-        if self.every is not None and self.done // self.every > before // self.every:
-            self.save()
-
-    def save(self) -> None:
-        """Write the state, if there is a file for it and something to keep."""
-        if self.path is not None and self.done:
-            position = (
-                {}
-                if self.clock is None
-                else {"clock": torch.tensor(self.clock, dtype=torch.float64)}
-            )
-            position |= (
-                {}
-                if self.sequence is None
-                else {"recording": torch.tensor(list(self.sequence.encode()), dtype=torch.uint8)}
-            )
-            position |= {} if self.estimator.recent is None else {"recent": self.estimator.recent}
-            mine = torch.tensor(list(self.checkpoint), dtype=torch.uint8)
-            self.estimator.live.save(
-                self.path, steps=torch.tensor(self.steps), checkpoint=mine, **position
-            )
-
-
 def identity(checkpoint: str) -> bytes:
-    """What tells a checkpoint from every other: the SHA-256 sum of its file."""
+    """Return the SHA-256 sum of a checkpoint, which a saved state contains."""
     with checkpoint_file(checkpoint).open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
 
 
 def check_settings(config: dict[str, Any]) -> None:
-    """Refuse settings that contradict each other, before anything is loaded.
+    """Check that settings do not contradict each other, before anything is loaded.
 
     Raises:
-        ValueError: a setting that is unknown or impossible, or an output that would overwrite an
-            input.
+        ValueError: a setting is unknown or impossible, or the output would overwrite an input.
         FileNotFoundError: there is no input.
     """
     source, target, every = str(config["input"]), str(config["output"]), config["save_every"]
@@ -325,7 +203,8 @@ def check_settings(config: dict[str, Any]) -> None:
         )
     if source == "-" and target.endswith(".npz"):
         raise ValueError(
-            "output: standard input may never end, so its estimates are not kept for an .npz; write .csv or .jsonl"
+            "output: standard input may never end, so its estimates are not kept for an .npz; "
+            "write .csv or .jsonl"
         )
     for name, closed in (
         ("input", source == "-" and sys.stdin is None),
@@ -347,7 +226,7 @@ def check_settings(config: dict[str, Any]) -> None:
 
 
 def same_file(path: str, other: str) -> bool:
-    """Whether two settings name one file."""
+    """Return whether two settings name the same file."""
     return (
         "-" not in (path, other)
         and Path(path).expanduser().resolve() == Path(other).expanduser().resolve()
@@ -355,20 +234,28 @@ def same_file(path: str, other: str) -> bool:
 
 
 def check_state(path: Path) -> None:
-    """Raise a ValueError or an OSError if a state could not be written at the end."""
+    """Check that a state can be written at the end.
+
+    Raises:
+        ValueError: ``path`` is a folder or cannot be written.
+        OSError: its folder cannot be made.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"state: {path} cannot be written")
 
 
 def layout_of(trained: Trained) -> dict[str, Any]:
-    """The data settings of a checkpoint trained on somebody's own recordings; empty for built-in data, which has no columns."""
+    """Return the data settings of a checkpoint; empty for built-in data, which has no columns."""
     data = trained.module.config.get("data") or {}
     return data if data.get("column_schema") else {}
 
 
 def column_schema_of(trained: Trained) -> ColumnSchema:
-    """The names of columns: the person's own, or z_0, z_1 ... of states, x_0 ... of observations and u_0 ... of controls."""
+    """Return the columns: those of the training files, or for built-in data default names.
+
+    The default names are z_0, z_1, ... of states, x_0, ... of observations, u_0, ... of controls.
+    """
     if stored := layout_of(trained).get("column_schema"):
         return ColumnSchema.from_dict(stored)
     shape = trained.module.observation or ()
@@ -383,7 +270,7 @@ def column_schema_of(trained: Trained) -> ColumnSchema:
 
 
 def columns_of(data: dict[str, Any], column_schema: ColumnSchema) -> InputColumns:
-    """The columns of a text, from the data settings of the checkpoint."""
+    """Return the columns of a text input, by the data settings of the checkpoint."""
     time, recording = data.get("time") or "time", data.get("recording") or "recording"
     return InputColumns(
         column_schema, time, recording, bool(data.get("time_as_control")), data.get("time_step")
@@ -391,7 +278,9 @@ def columns_of(data: dict[str, Any], column_schema: ColumnSchema) -> InputColumn
 
 
 def is_text(source: str, column_schema: ColumnSchema, data: dict[str, Any]) -> bool:
-    """Whether the input is read line by line; a table that names images, or masks steps by a column, is read as a whole.
+    """Return whether the input is read line by line.
+
+    A table that names images, or masks steps by a column, is read as a whole.
 
     Raises:
         ValueError: images on standard input.
@@ -413,7 +302,7 @@ def text_rows(
     stack: ExitStack,
     messages: Console,
 ) -> RowReader:
-    """The rows of a text; of standard input up to a signal, of a file with a bar that shows how far it is read."""
+    """Return the rows of a text: standard input up to a signal, or a file with a progress bar."""
     if config["input"] == "-":
         stack.enter_context(listener.listening())
         chunks: Iterable[bytes] = listener.chunks(sys.stdin.buffer)
@@ -443,10 +332,10 @@ def text_rows(
 
 
 def array_rows(config: dict[str, Any], data: dict[str, Any], trained: Trained) -> Iterator[Row]:
-    """Rows of recordings in files of arrays, other tables, and images.
+    """Yield the rows of recordings in files of arrays, other tables, and images.
 
     Raises:
-        ValueError: observations of another shape than those of the training.
+        ValueError: observations have another shape than in training.
     """
     recordings = read_observations(config["input"], data)
     shape, dtype, device = (
@@ -459,7 +348,8 @@ def array_rows(config: dict[str, Any], data: dict[str, Any], trained: Trained) -
     for r in recordings:
         if tuple(r.obs.shape[1:]) != shape:
             raise ValueError(
-                f"{config['input']}: observations are {tuple(r.obs.shape[1:])}, those of the training {shape}"
+                f"{config['input']}: observations are {tuple(r.obs.shape[1:])}, "
+                f"those of the training {shape}"
             )
         for t in rich.progress.track(range(len(r.obs)), r.name, console=messages, disable=hidden):
             x = (
@@ -477,13 +367,12 @@ def array_rows(config: dict[str, Any], data: dict[str, Any], trained: Trained) -
 
 @contextmanager
 def open_writer(target: str, *, json: bool, header: bool) -> Iterator[RowWriter]:
-    """The writer of estimates: to standard output, or to a file that appears once all rows are written."""
+    """Return the writer of estimates; a file appears once all rows are written."""
     if target == "-":
         try:
             yield JsonLinesWriter(sys.stdout) if json else CsvWriter(sys.stdout, header=header)
-        except (
-            BrokenPipeError
-        ):  # whoever read the estimates has gone; nothing is left for Python to flush at its end
+        except BrokenPipeError:
+            # The reader of the estimates has exited: Python must not flush them at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     with replacing(target) as temporary:

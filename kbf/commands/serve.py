@@ -1,9 +1,8 @@
-"""``kbf serve``: the step of a filter over HTTP, from an ONNX program that ``kbf export`` wrote.
+"""``kbf serve``: serves the step of a filter over HTTP, from an ONNX program of ``kbf export``.
 
-The server keeps no state: the client sends the state of its filter with each observation and gets
-the next one back, so that any number of filters can run, and no request can spoil another's.
-Waitress reads requests without a thread for each; what arrives here is whole, and is checked before
-the program sees it.
+The server keeps no state: the client sends the state of its filter with each observation and
+receives the next state. Any number of filters can thus run, and requests are independent. Waitress
+reads requests without a thread for each; complete requests are checked before the program runs.
 """
 
 from __future__ import annotations
@@ -21,11 +20,14 @@ from rich.console import Console
 
 from kbf.runtime.optional_dependencies import need
 
-DEEPEST_JSON = 8
-"""Brackets inside of brackets in a request, at most."""
+MAX_JSON_DEPTH = 8
+"""Nested brackets in a request, at most."""
 
-LARGEST_HEADERS, MOST_CONNECTIONS = 2**14, 200
-"""Bytes of a request's headers, and connections at a time, at most."""
+MAX_HEADER_BYTES = 2**14
+"""Bytes of a request's headers, at most."""
+
+MAX_CONNECTIONS = 200
+"""Simultaneous connections, at most."""
 
 STATUS = {
     200: "OK",
@@ -37,11 +39,11 @@ STATUS = {
     415: "Unsupported Media Type",
     422: "Unprocessable Content",
 }
-"""Answers of HTTP that are given."""
+"""Status codes of the responses."""
 
 
 class Refused(ValueError):
-    """A request that is not answered with a step: its status and the reason."""
+    """A request that is refused, with its HTTP status and the reason."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -52,9 +54,9 @@ def run(config: dict[str, Any]) -> int:
     """Serve until Ctrl-C; returns the exit code.
 
     Raises:
-        ValueError: a file that is no such program, a package that is not installed, or a setting
-            out of range.
-        OSError: an address that is taken.
+        ValueError: the file is no such program, a package is not installed, or a setting is out of
+            range.
+        OSError: the address is taken.
     """
     for key, least, most in (
         ("port", 0, 65535),
@@ -79,7 +81,7 @@ def run(config: dict[str, Any]) -> int:
     console.print(f"http://{host}:{server.effective_port}/step")
     if str(config["host"]) in ("0.0.0.0", "::") and not config["hosts"]:
         console.print(
-            "who calls this machine by another name than localhost is refused: hosts=[NAME] names those who are not"
+            "requests to another name than localhost are refused: hosts=[NAME] allows more names"
         )
     try:
         server.run()  # its own handling of Ctrl-C ends it
@@ -89,11 +91,11 @@ def run(config: dict[str, Any]) -> int:
 
 
 def make_server(application: Application, config: dict[str, Any]) -> Any:
-    """A Waitress server with the limits of ``config``, listening.
+    """Return a listening Waitress server with the limits of ``config``.
 
     Raises:
-        ValueError: Waitress is not installed. OSError: an address that is taken or not this
-            machine's.
+        ValueError: Waitress is not installed.
+        OSError: the address is taken, or not one of this machine.
     """
     create_server = need("waitress", "serve", "kbf serve").create_server
     HTTPChannel = need("waitress.channel", "serve", "kbf serve").HTTPChannel
@@ -101,12 +103,15 @@ def make_server(application: Application, config: dict[str, Any]) -> Any:
     longest = config["seconds"]
 
     class TimedChannel(HTTPChannel):
-        """A connection that is closed when a request has not arrived after so many seconds, however busily it drips."""
+        """A connection that is closed if a request is incomplete after ``seconds``.
+
+        Waitress alone closes connections that are idle, not those that send a byte at a time.
+        """
 
         began = 0.0
 
         def received(self, data: bytes) -> bool:
-            """Bytes that have arrived."""
+            """Overrides `HTTPChannel.received`: closes the connection after the time limit."""
             now = time.monotonic()
             if self.request is None:
                 self.began = now
@@ -121,8 +126,8 @@ def make_server(application: Application, config: dict[str, Any]) -> Any:
         port=config["port"],
         threads=config["threads"],
         max_request_body_size=config["largest_body"],
-        max_request_header_size=LARGEST_HEADERS,
-        connection_limit=MOST_CONNECTIONS,
+        max_request_header_size=MAX_HEADER_BYTES,
+        connection_limit=MAX_CONNECTIONS,
         channel_timeout=longest,
         cleanup_interval=1,
         ident="kbf",
@@ -133,14 +138,15 @@ def make_server(application: Application, config: dict[str, Any]) -> Any:
 
 
 class Step:
-    """The step that a program computes, with every input and output checked."""
+    """The step that an exported program computes, with all inputs and outputs checked."""
 
     def __init__(self, path: str | Path) -> None:
-        """Load a program and try its first step.
+        """Load a program and run its first step.
 
         Raises:
             ValueError: not a program of ``kbf export format=onnx``, or ONNX Runtime is not
                 installed.
+            FileNotFoundError: there is no such file.
         """
         onnxruntime = need("onnxruntime", "serve", "kbf serve")
         if not Path(path).is_file():
@@ -174,11 +180,11 @@ class Step:
             ) from error
 
     def __call__(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One step: the answer to a request with ``obs``, ``control`` where the filter has one, and ``state``.
+        """Return the response to a request with ``obs``, ``state`` and perhaps ``control``.
 
         Raises:
-            Refused: anything that is missing, unknown, not finite or of another shape; or a step
-                whose result is not finite.
+            Refused: an entry is missing, unknown, not finite or of another shape; or the result of
+                the step is not finite.
         """
         known = {"obs", "state"} | ({"control"} if "control" in self.inputs else set())
         if unknown := sorted(request.keys() - known):
@@ -195,7 +201,8 @@ class Step:
         if not isinstance(state, dict) or state.keys() != leaves:
             raise Refused(
                 400,
-                f"state must be the one of the answer before, with {', '.join(sorted(leaves))}; or null to start",
+                f"state must be the one of the answer before, with {', '.join(sorted(leaves))}; "
+                "or null to start",
             )
         obs = request["obs"]
         given = {name: self.array(name, state[name]) for name in leaves}
@@ -209,7 +216,8 @@ class Step:
         if not all(np.isfinite(value).all() for value in results.values()):
             raise Refused(
                 422,
-                "the step has no finite result: this observation is not taken; keep the state that you have",
+                "the step has no finite result: this observation is not taken; "
+                "keep the state that you have",
             )
         after = {
             f"state_{name.removeprefix('next_')}": results.pop(name).tolist()
@@ -223,7 +231,13 @@ class Step:
         }
 
     def array(self, name: str, value: Any) -> np.ndarray:
-        """A value of a request as an input of the program; obs and control come without the dimension of the batch."""
+        """Return a value of a request as an input of the program.
+
+        ``obs`` and ``control`` have no batch dimension in the request.
+
+        Raises:
+            Refused: the value is not finite numbers in the shape of the input.
+        """
         dtype, shape = self.inputs[name]
         wanted = shape if name.startswith("state_") else shape[1:]
         try:
@@ -248,7 +262,7 @@ class Step:
 
 
 class Application:
-    """What answers requests (WSGI), and counts them."""
+    """The WSGI application: answers and counts requests."""
 
     step: Step
     hosts: set[str]
@@ -256,7 +270,7 @@ class Application:
     began: float
 
     def __init__(self, step: Step, hosts: set[str]) -> None:
-        """``hosts``: the names, without a port, that a request may call this machine by."""
+        """Set the step and the host names, without a port, that are accepted in requests."""
         self.step, self.hosts = step, {name.lower() for name in hosts}
         self.lock, self.began = Lock(), time.monotonic()
         self.counts: dict[str, int] = {"steps": 0, "rejected": 0, "refused": 0}
@@ -264,7 +278,7 @@ class Application:
     def __call__(
         self, environ: dict[str, Any], start_response: Callable[..., Any]
     ) -> Iterable[bytes]:
-        """Answer one request in JSON."""
+        """Answer one request with JSON."""
         try:
             status, answer = 200, self.answer(environ)
         except Refused as error:
@@ -280,15 +294,15 @@ class Application:
         return [body]
 
     def answer(self, environ: dict[str, Any]) -> dict[str, Any]:
-        """What a request gets.
+        """Return the response to a request for a step or for the health page.
 
         Raises:
-            Refused: everything but a health page and a step.
+            Refused: any other request.
         """
         if host_of(environ.get("HTTP_HOST", "")) not in self.hosts:
             raise Refused(
                 403,
-                "unknown host: kbf serve hosts=[NAME] names those by which this machine may be called",
+                "unknown host: kbf serve hosts=[NAME] allows more host names",
             )
         path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
         if path not in ("/health", "/step"):
@@ -310,18 +324,18 @@ class Application:
             raise Refused(415, "the Content-Type must be application/json")
         found = self.step(parsed(environ["wsgi.input"].read()))
         self.count("steps")
-        if found.get("rejected"):  # programs of before do not tell
+        if found.get("rejected"):
             self.count("rejected")
         return found
 
     def count(self, what: str) -> None:
-        """One more."""
+        """Increment a counter."""
         with self.lock:
             self.counts[what] += 1
 
 
 def host_of(header: str) -> str:
-    """The name in a Host header, without its port.
+    """Return the name in a Host header, without its port.
 
     >>> host_of("Localhost:8000"), host_of("[::1]:8000"), host_of("")
     ('localhost', '[::1]', '')
@@ -331,17 +345,16 @@ def host_of(header: str) -> str:
 
 
 def parsed(body: bytes) -> dict[str, Any]:
-    """The JSON object of a request.
+    """Return the JSON object of a request.
 
     Raises:
-        Refused: no JSON, brackets too deep, NaN or infinite numbers, or another thing than an
-            object.
+        Refused: the body is no JSON object, has NaN or infinite numbers, or is nested too deeply.
     """
     depth = 0
     for byte in body:
         depth += (byte in b"[{") - (byte in b"]}")
-        if depth > DEEPEST_JSON:
-            raise Refused(400, f"brackets are nested more than {DEEPEST_JSON} deep")
+        if depth > MAX_JSON_DEPTH:
+            raise Refused(400, f"brackets are nested more than {MAX_JSON_DEPTH} deep")
     try:
         value = json.loads(body, parse_constant=no_number)
     except (ValueError, RecursionError) as error:
@@ -352,5 +365,5 @@ def parsed(body: bytes) -> dict[str, Any]:
 
 
 def no_number(name: str) -> None:
-    """NaN and Infinity, which JSON does not have."""
+    """Raise a ValueError for NaN and Infinity, which JSON does not have."""
     raise ValueError(f"{name} is no number; null: nothing was observed")

@@ -1,7 +1,7 @@
-"""A filter that goes on learning: recordings are added to its memory, and the memory is kept to a budget.
+"""Adds recordings to the memory of a fitted filter, and prunes the memory to a budget.
 
-Bandwidths, ridges, units and encoders stay those of the checkpoint; the operators over the memory
-are made anew.
+Keeps the bandwidths, ridges, scaling and encoders of the checkpoint and recomputes the operators
+over the enlarged memory.
 """
 
 from __future__ import annotations
@@ -26,15 +26,22 @@ from kbf.training.fitted_model import inner_filter
 from kbf.training.held_out_calibration import learn
 
 STEPS_PER_CHUNK = 20
-"""Steps that are kept or left out together: a transition needs both of its ends."""
+"""Steps that are kept or removed together: a transition needs both of its ends."""
 COVERAGE_RANK = 256
-"""Features in which chunks are compared."""
+"""Number of features in which chunks are compared."""
 POINT_NOISE = 0.1
-"""Variance of a point's noise, where a point alone has variance 1: the smaller, the less a second look at the same is worth."""
+"""Noise variance of a point of unit variance: the smaller, the less a repeated point is worth."""
 
 
 class Appended(NamedTuple):
-    """The filter over the new memory, and how many points there were, came, and are in it now."""
+    """The filter over the new memory, and numbers of points.
+
+    Attributes:
+        trained: the filter.
+        before: points of the old memory.
+        added: points of the new recordings.
+        kept: points of the new memory.
+    """
 
     trained: Trained
     before: int
@@ -52,37 +59,33 @@ def append(
     trust: bool = False,
     seed: int = 0,
 ) -> Appended:
-    """Add recordings to the memory of a trained filter and write it as a new checkpoint, whole or not at all.
+    """Add recordings to the memory of a trained filter and write a new checkpoint, atomically.
 
-    Where the checkpoint has a calibration and a monitor, both are learned anew from the new memory.
+    Where the checkpoint has a calibration and a monitor, both are learned from the new memory.
 
     Args:
         checkpoint: of the filter.
-        recordings: in the units of the data. Each is a recording of its own: no transition leads to
-            it from those before.
+        recordings: in the units of the data. No transition leads from one to the next.
         out: the new checkpoint; it may be the old one.
-        budget: most points of the new memory (`prune`); None keeps all.
-        device: where to work. trust: as of `kbf.training.checkpoint.load_filter`. seed: of filters
-            that draw.
+        budget: upper bound on the points of the new memory (`prune`); None keeps all.
+        device: of the computation.
+        trust: as in `kbf.training.checkpoint.load_filter`.
+        seed: of filters that draw.
 
     Raises:
-        CheckpointError: a checkpoint that cannot be loaded. ValueError: a model without a memory,
-            or recordings of other shapes.
+        CheckpointError: the checkpoint cannot be loaded.
+        ValueError: a model without a memory, or recordings of other shapes.
     """
     trained = load_filter(checkpoint, device=device, trust=trust)
     module = trained.module
     if inner_filter(trained.filter) is module.net:
         raise ValueError(
-            f"{checkpoint} is of a model without a memory ({module.config['model']['name']}): train it again instead"
+            f"{checkpoint} is of a model without a memory ({module.config['model']['name']}): "
+            "train it again instead"
         )
-    check_like(
-        module,
-        as_recordings(
-            recordings,
-            allow_missing_sensors=bool(getattr(module.net, "allow_missing_sensors", False)),
-        )[0],
-        checkpoint,
-    )
+    missing = bool(getattr(module.net, "allow_missing_sensors", False))
+    first, *_ = as_recordings(recordings, allow_missing_sensors=missing)
+    check_like(module, first, checkpoint)
     memory = module.memory.sequences()
     before = points(memory)
     memory += module.taken_in(recordings)
@@ -97,31 +100,33 @@ def append(
 
 
 def points(memory: list[Recording]) -> int:
-    """Steps in all recordings together."""
-    return sum(len(s.states) for s in memory)
+    """Return the number of steps of all recordings."""
+    return sum(len(r.states) for r in memory)
 
 
 def prune(memory: list[Recording], budget: int) -> list[Recording]:
-    """At most ``budget`` points of a memory, in contiguous chunks, chosen to cover what the whole memory knows.
+    """Return at most ``budget`` points of a memory, in chunks that cover the whole memory.
 
     Greedy: the next chunk c is the one with the largest log det(I + Phi_c M Phi_c^T) / |c|, M =
-    (sigma^2 I + Phi_k^T Phi_k)^-1 over the points k that are kept already, sigma^2 = `POINT_NOISE`:
-    what a point of it tells of a function with the Gaussian kernel over (state, observation,
-    control) that those do not; of equal ones the oldest. It is pivoted Cholesky with noise, by
-    chunks in place of points. The features Phi are those of `kbf.rkhs.features.nystrom`.
+    (sigma^2 I + Phi_k^T Phi_k)^-1 over the points k that are kept already, sigma^2 = `POINT_NOISE`.
+    That is the information gain of a point about a function with the Gaussian kernel over (state,
+    observation, control); of equal chunks the oldest is taken. The algorithm is a pivoted Cholesky
+    decomposition with noise, by chunks instead of points. The features Phi are those of
+    `kbf.rkhs.features.nystrom`.
 
     Raises:
         ValueError: a budget of fewer points than one chunk.
 
-    References: Krause, Singh and Guestrin (2008) for greedy choice by information gain, Minoux
-    (1978) for not evaluating all.
+    References: Krause, Singh and Guestrin (2008), greedy selection by information gain; Minoux
+    (1978), lazy evaluation.
     """
     if points(memory) <= budget:
         return memory
     spans = chunks([len(s.states) for s in memory])
     if budget < min(span.stop - span.start for span in spans):
         raise ValueError(
-            f"a budget of {budget} points is less than the {STEPS_PER_CHUNK} steps that are kept together"
+            f"a budget of {budget} points is less than the {STEPS_PER_CHUNK} steps that are kept "
+            "together"
         )
     features = coverage_features(memory)
     starts = [sum(len(s.states) for s in memory[:k]) for k in range(len(memory))]
@@ -136,7 +141,8 @@ def prune(memory: list[Recording], budget: int) -> list[Recording]:
         if len(part) > left:
             continue
         now = (-gain(part, M), k)
-        if heap and now > heap[0]:  # a gain only falls: who is first with an old one need not be
+        # Gains only decrease: the first by an old gain need not be the first by its present one.
+        if heap and now > heap[0]:
             heapq.heappush(heap, now)
             continue
         kept.append(spans[k])
@@ -149,15 +155,17 @@ def prune(memory: list[Recording], budget: int) -> list[Recording]:
 
 
 def gain(part: Float[Tensor, "c p"], M: Float[Tensor, "p p"]) -> float:
-    """log det(I + Phi_c M Phi_c^T) / c."""
-    information = torch.linalg.slogdet(
-        torch.eye(len(part)).to(part) + part @ M @ part.mT
-    ).logabsdet / len(part)
-    return round(information.item(), 9)  # equal ones are equal, whatever was chosen before
+    """Return log det(I + Phi_c M Phi_c^T) / c."""
+    total = torch.linalg.slogdet(torch.eye(len(part)).to(part) + part @ M @ part.mT).logabsdet
+    information = total / len(part)
+    return round(information.item(), 9)  # rounding errors must not order equal chunks
 
 
 def coverage_features(memory: list[Recording]) -> Float[Tensor, "n p"]:
-    """Nystrom features of the Gaussian kernel over states, observations and controls, each in units of its median distance."""
+    """Return Nystrom features of the Gaussian kernel over states, observations and controls.
+
+    Each of the three is scaled by its median distance.
+    """
     sides = [torch.cat([s.states for s in memory]), torch.cat([s.obs.flatten(1) for s in memory])]
     sides += (
         [torch.cat([s.controls for s in memory if s.controls is not None])]
@@ -167,7 +175,7 @@ def coverage_features(memory: list[Recording]) -> Float[Tensor, "n p"]:
     scaled = []
     for side in sides:
         values = side.double()
-        values = torch.where(values.isfinite(), values, values.nanmean(0))  # of a silent sensor
+        values = torch.where(values.isfinite(), values, values.nanmean(0))  # of a missing sensor
         scaled.append(values / (median_distance(values) if values.std(0).sum() > 0 else 1))
     x = torch.cat(scaled, -1)
     kernel = partial(gaussian, bandwidth=len(sides) ** 0.5)
@@ -176,7 +184,7 @@ def coverage_features(memory: list[Recording]) -> Float[Tensor, "n p"]:
 
 
 def chunks(lengths: list[int]) -> list[Span]:
-    """Recordings in pieces of about `STEPS_PER_CHUNK` steps; of one recording all are of equal length, to one step."""
+    """Return spans of about `STEPS_PER_CHUNK` steps, of equal length (to one) in a recording."""
     spans = []
     for k, length in enumerate(lengths):
         count = max(1, round(length / STEPS_PER_CHUNK))
@@ -186,7 +194,7 @@ def chunks(lengths: list[int]) -> list[Span]:
 
 
 def joined(spans: list[Span]) -> list[Span]:
-    """Neighbours of one recording as one span: the transition between them is kept as well."""
+    """Merge neighbouring spans of a recording, to keep the transition between them."""
     whole: list[Span] = []
     for span in spans:
         if whole and whole[-1].recording == span.recording and whole[-1].stop == span.start:

@@ -1,4 +1,4 @@
-"""Recordings as buffers of a module: a checkpoint holds the memory of its filter."""
+"""Recordings as buffers of a module: a checkpoint contains the memory of its filter."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kbf.recording import Recording
 class RecordingBuffers(nn.Module):
     """Recordings as buffers: they move with the module, and are saved with it."""
 
-    def __init__(self, sequences: list[Recording]) -> None:
+    def __init__(self, recordings: list[Recording]) -> None:
         super().__init__()
-        for k, sequence in enumerate(sequences):
-            for name, leaf in sequence._asdict().items():
+        for k, recording in enumerate(recordings):
+            for name, leaf in recording._asdict().items():
                 if leaf is not None:
                     self.register_buffer(f"{name}_{k}", leaf)
 
     def sequences(self) -> list[Recording]:
-        """The recordings."""
+        """Return the recordings."""
         buffers = dict(self.named_buffers())
         count = sum(name.startswith("states_") for name in buffers)
         return [
@@ -30,7 +30,7 @@ class RecordingBuffers(nn.Module):
 
     @staticmethod
     def from_state(state: Mapping[str, Tensor], prefix: str) -> RecordingBuffers:
-        """The memory that was saved under names with this prefix."""
+        """Return the buffers that were saved under names with this prefix."""
         memory = RecordingBuffers([])
         for name, leaf in state.items():
             if name.startswith(prefix):

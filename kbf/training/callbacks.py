@@ -1,4 +1,4 @@
-"""Callbacks of training: which checkpoints a run leaves, and when it ends. Lightning's, made to go on where a run ended."""
+"""Callbacks of training: Lightning's checkpoints and early stopping, with exact resumption."""
 
 from __future__ import annotations
 
@@ -17,25 +17,33 @@ from kbf.runtime.instantiate import build
 from kbf.runtime.tensor_files import write_tensors
 from kbf.training.checkpoint import read_checkpoint
 
-BEST, LAST, ENCODERS = "best.ckpt", "last.ckpt", "encoder.ckpt"
-"""Files of a run: the model with the least validation error, the newest one, and the newest of the first stage."""
-VALIDATION, VALIDATION_LOSS = "validation/mse", "validation/loss"
-"""The error on what is held out, and the net's own loss there: metrics by which one epoch is better than another."""
+BEST = "best.ckpt"
+"""File of the model with the least validation error."""
+LAST = "last.ckpt"
+"""File of the newest model."""
+ENCODERS = "encoder.ckpt"
+"""File of the newest encoders, while the first stage runs."""
+VALIDATION = "validation/mse"
+"""Metric: the error on the held-out part."""
+VALIDATION_LOSS = "validation/loss"
+"""Metric: the model's own loss on the held-out part."""
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Lightning's, for ``best.ckpt``: the model with the least validation error, or the newest where nothing is held out.
+    """Writes ``best.ckpt``: the model with the least validation error, or without one the newest.
 
-    It must come before the `LastCheckpoint`: the error that ``last.ckpt`` calls the least so far is
-    then always one that ``best.ckpt`` has reached, wherever a process is killed. (The other way
-    round, a resumed run would compare with the error of a model that was never written.) Unlike
-    Lightning's it goes on in another folder too, and writes no path of this machine.
+    It must precede the `LastCheckpoint`: the least error that ``last.ckpt`` stores is then always
+    one that ``best.ckpt`` has reached, wherever a process is killed. In the other order a resumed
+    run would compare with the error of a model that was never written. Unlike Lightning's class it
+    can continue in another folder, and stores no path.
+
+    Attributes:
+        least: validation error of the best model; None without, or where it is not finite.
     """
 
     best_model_path: str
     kth_best_model_path: str
     least: float | None
-    """The validation error of the best model; None without, or where it is no finite number."""
 
     def __init__(self, directory: Path, monitor: str | None = VALIDATION) -> None:
         """``monitor``: None where nothing is held out."""
@@ -47,13 +55,13 @@ class BestCheckpoint(ModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """The name under which checkpoints keep the state."""
+        """Return the name under which checkpoints store the state."""
         return type(self).__name__
 
     def on_train_epoch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
     ) -> None:
-        """Save what is best so far, with its error."""
+        """Save the model if it is the best so far, with its error."""
         found = trainer.callback_metrics
         if self.monitor is not None and self.check_monitor_top_k(trainer, found.get(self.monitor)):
             error = float(found[VALIDATION])
@@ -61,43 +69,42 @@ class BestCheckpoint(ModelCheckpoint):
         super().on_train_epoch_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must know."""
+        """Return the state that a resumed run needs."""
         return {
             "best_model_score": None if self.monitor is None else self.best_model_score,
             "least": self.least,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there, if the best checkpoint so far is here as well."""
+        """Restore the state, if the best checkpoint is in the folder as well."""
         path, score = Path(str(self.dirpath)) / BEST, state_dict["best_model_score"]
         if score is not None and path.exists():
             self.best_model_score = self.current_score = self.kth_value = torch.as_tensor(score)
             self.best_model_path = self.kth_best_model_path = str(path)
             self.best_k_models = {str(path): self.best_model_score}
-            self.least = state_dict.get(
-                "least", float(score)
-            )  # of a run before there were two metrics
+            self.least = state_dict["least"]
 
 
 class LastCheckpoint(Checkpoint):
-    """The newest model: an interrupted stage goes on from it.
-
-    A file of an earlier stage, ``replaces``, is removed once this one is written.
-    """
-
-    path: Path
-    seconds: float
-    replaces: Path | None
-    saved: float
+    """Writes the newest model, from which an interrupted stage continues."""
 
     def __init__(self, path: Path, seconds: float = 0.0, replaces: Path | None = None) -> None:
-        """``seconds``: write at most every so many, and at the end."""
-        self.path, self.seconds, self.replaces, self.saved = path, seconds, replaces, -math.inf
+        """Set the file.
+
+        Args:
+            path: the file.
+            seconds: least time between two writes; the last epoch is always written.
+            replaces: file of an earlier stage, removed once this one is written.
+        """
+        self.path: Path = path
+        self.seconds: float = seconds
+        self.replaces: Path | None = replaces
+        self.saved: float = -math.inf
 
     def on_train_epoch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
     ) -> None:
-        """Save when the last time is long enough ago, and at the end."""
+        """Save where ``seconds`` have passed since the last write, and at the end."""
         last = trainer.current_epoch + 1 == trainer.max_epochs
         if trainer.strategy.broadcast(last or time.monotonic() - self.saved >= self.seconds):
             trainer.save_checkpoint(self.path)
@@ -107,26 +114,26 @@ class LastCheckpoint(Checkpoint):
 
 
 class EarlyStopping(lightning_callbacks.EarlyStopping):
-    """Lightning's; a run that had stopped has nothing left to do when it is resumed."""
+    """Early stopping that stops a resumed run at once if it had stopped before."""
 
     def on_train_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
     ) -> None:
-        """Stop where the patience is at its end already."""
+        """Stop if the patience is exhausted already."""
         trainer.should_stop = trainer.should_stop or self.wait_count >= self.patience
 
 
 def build_callbacks(
     config: dict[str, Any], *, directory: Path | None = None, first_stage: bool = False
 ) -> list[Callback]:
-    """The callbacks that ``config["callbacks"]`` names, made anew for each stage.
+    """Build the callbacks of ``config["callbacks"]``, new ones for each stage.
 
-    Progress bars are left out where ``trainer.enable_progress_bar`` is off. In the first stage,
-    which fits encoders, those that save checkpoints or watch a metric are: they are meant for the
-    filter. Checkpoints of which nobody has said where go to ``directory``.
+    Progress bars are left out where ``trainer.enable_progress_bar`` is off. Callbacks that save
+    checkpoints or watch a metric are for the filter, and left out in the first stage. Checkpoints
+    without a folder go to ``directory``.
 
     Raises:
-        ValueError: something that cannot be built, or is no callback.
+        ValueError: a callback cannot be built, or is none of Lightning.
     """
     made = [
         build(value, trust=True)
@@ -155,9 +162,10 @@ def build_callbacks(
 def early_stopping(
     patience: int | None, monitor: str | None, others: list[Callback]
 ) -> list[Callback]:
-    """What ``model.training.patience`` asks for, by the metric ``monitor`` (None where no part is held out).
+    """Return the early stopping of ``model.training.patience``, if any.
 
-    Nothing where ``others`` have a rule of their own.
+    The list is empty where no part is held out (``monitor`` is None), and where ``others`` contain
+    an early stopping.
     """
     if (
         patience is None
@@ -171,17 +179,17 @@ def early_stopping(
 
 
 def check_callbacks(made: list[Callback], held_out: bool) -> None:
-    """Raise unless the metrics that callbacks watch will be there.
+    """Check that the metrics which callbacks watch will be logged.
 
     Raises:
-        ValueError: a callback that watches a validation metric, where nothing is held out.
+        ValueError: a callback watches a validation metric, and nothing is held out.
     """
     for callback in made:
         name, monitor = type(callback).__name__, getattr(callback, "monitor", None)
         if monitor is not None and monitor.startswith("validation/") and not held_out:
             raise ValueError(
-                f"callbacks: {name} watches {monitor}, and nothing is held out: set model.training.validation, as 0.2, or give "
-                "the data a validation part"
+                f"callbacks: {name} watches {monitor}, and nothing is held out: set "
+                "model.training.validation, as 0.2, or give the data a validation part"
             )
 
 

@@ -1,6 +1,7 @@
-"""Pictures for loggers, in TensorBoard's words: tracks, frames with states drawn in, and what an encoder makes of images.
+"""Figures for loggers: tracks, frames with states drawn in, and the features of encoders.
 
-A logger that takes no such picture is passed over; where none does, nothing is drawn.
+The interface is that of TensorBoard. Loggers without it are skipped; where all are, nothing is
+drawn.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from kbf.images.encodings import Encoding
 from kbf.plots.frames import picture, state_kind
 from kbf.recording import Recording, as_float
 
-MOST_PROJECTED = 500
-"""Most images in the feature projector."""
-FRAME = 2
+MAX_PROJECTED_IMAGES = 500
+"""Images in the feature projector."""
+FRAME_WIDTH = 2
 """Pixels of the coloured frame around a thumbnail."""
 
 
 def embedding_table(
     states: Shaped[Tensor, "n d"], **more: Sequence[Any]
 ) -> tuple[list[str], list[list[str]]]:
-    """Names of columns, and a row of texts for each state: for TensorBoard's ``add_embedding(metadata_header=..., metadata=...)``.
+    """Return names of columns and a row of texts for each state, for TensorBoard's projector.
+
+    They are the arguments ``metadata_header`` and ``metadata`` of ``add_embedding``.
 
     The columns are the components of the state, for unit vectors in the plane their angle in
     degrees, and those in ``more``.
@@ -48,7 +51,10 @@ def embedding_table(
 
 
 def thumbnails(images: Shaped[Tensor, "n c h w"], side: int = 32) -> Float[Tensor, "n 3 s s"]:
-    """Small colour pictures in [0, 1], for TensorBoard's ``add_embedding(label_img=...)``; not square ones get black edges."""
+    """Return small square colour images in [0, 1], with black edges where they were not square.
+
+    They are the argument ``label_img`` of TensorBoard's ``add_embedding``.
+    """
     x = (
         torch.stack(
             [image if image.ndim == 3 else image[..., None] for image in map(picture, images)]
@@ -69,9 +75,10 @@ def thumbnails(images: Shaped[Tensor, "n c h w"], side: int = 32) -> Float[Tenso
 
 
 def state_colours(states: Float[Tensor, "n d"]) -> Float[Tensor, "n 3"]:
-    """A colour for each state: its hue is the angle of a unit vector in the plane, else that of its first component.
+    """Return a colour for each state.
 
-    The least first component is blue, the greatest red.
+    The hue is the angle of a unit vector in the plane; of other states it is the first component,
+    from blue, the least, to red, the greatest.
 
     >>> state_colours(torch.tensor([[0.0], [1.0]]))
     tensor([[0., 0., 1.],
@@ -89,13 +96,14 @@ def state_colours(states: Float[Tensor, "n d"]) -> Float[Tensor, "n 3"]:
 def framed(
     images: Float[Tensor, "n 3 h w"], colours: Float[Tensor, "n 3"]
 ) -> Float[Tensor, "n 3 h w"]:
-    """Images with an edge of `FRAME` pixels in these colours: a map of features then shows the states before anybody clicks."""
-    inside = functional.pad(torch.ones_like(images)[..., FRAME:-FRAME, FRAME:-FRAME], 4 * (FRAME,))
+    """Return images with an edge of `FRAME_WIDTH` pixels in these colours."""
+    edge = 4 * (-FRAME_WIDTH,)
+    inside = functional.pad(functional.pad(torch.ones_like(images), edge), 4 * (FRAME_WIDTH,))
     return inside * images + (1 - inside) * colours[:, :, None, None]
 
 
 def takers(loggers: list[Any], method: str) -> list[Any]:
-    """What is behind those loggers that have this method."""
+    """Return the experiments of the loggers that have this method."""
     return [
         logger.experiment
         for logger in loggers
@@ -106,27 +114,32 @@ def takers(loggers: list[Any], method: str) -> list[Any]:
 def log_track(
     loggers: list[Any],
     tag: str,
-    sequence: Recording,
+    recording: Recording,
     estimates: Tensor,
     step: int,
     *,
     covariances: Tensor | None = None,
 ) -> None:
-    """Truth, observation and estimate over time and in the plane."""
+    """Log a figure of truth, observations and estimates over time and in the plane."""
     for taker in takers(loggers, "add_figure"):
         from kbf.plots.tracks import track_figure
 
-        taker.add_figure(tag, track_figure(sequence, estimates, covariances), step)
+        taker.add_figure(tag, track_figure(recording, estimates, covariances), step)
 
 
 def log_frames(
-    loggers: list[Any], tag: str, sequence: Recording, estimates: Tensor, step: int, **settings: Any
+    loggers: list[Any],
+    tag: str,
+    recording: Recording,
+    estimates: Tensor,
+    step: int,
+    **settings: Any,
 ) -> None:
-    """Images with truth and estimate; ``settings`` of `kbf.plots.frames.frame_grid`."""
+    """Log images with truth and estimate; ``settings`` of `kbf.plots.frames.frame_grid`."""
     for taker in takers(loggers, "add_figure"):
         from kbf.plots.frames import frame_grid
 
-        taker.add_figure(tag, frame_grid(sequence, estimates, **settings), step)
+        taker.add_figure(tag, frame_grid(recording, estimates, **settings), step)
 
 
 def log_encodings(
@@ -138,19 +151,18 @@ def log_encodings(
     extent: Any = None,
     frames: int = 16,
 ) -> None:
-    """Images from all over the recordings, each with the code by the member that has not seen it, as ``frames/encoding``.
+    """Log images, evenly spaced over the recordings, with their encodings, as ``frames/encoding``.
 
-    The code is left in eval mode.
+    Each image is encoded by the member that was not trained on it, if there are several. The
+    encoding is left in eval mode.
 
     Args:
-        loggers: where to.
-        code: its members.
-        data: observations ``n *x`` (only images ``n c h w`` are drawn), states ``n d``, and for
-            each the number of the member that has not seen it ``n``; a single member has seen them
-            all.
-        step: of the optimizer.
-        extent: as for `kbf.plots.frames.frame_grid`.
-        frames: how many.
+        loggers: those that take figures are used.
+        code: the encoding.
+        data: fields of `kbf.training.encoder_datamodule.Frames`; only images ``n c h w`` are drawn.
+        step: of the optimiser.
+        extent: as in `kbf.plots.frames.frame_grid`.
+        frames: number of images.
     """
     obs, states, chunk = data
     if obs.ndim == 4 and takers(loggers, "add_figure"):
@@ -174,14 +186,15 @@ def log_encodings(
 def log_features(
     loggers: list[Any], code: Encoding, data: tuple[Tensor, Tensor, Tensor], step: int
 ) -> None:
-    """For the projector: features by the first encoder of at most `MOST_PROJECTED` images, states, and thumbnails.
+    """Log features of at most `MAX_PROJECTED_IMAGES` images by the first encoder.
 
-    The thumbnails are framed in the states' colours. Arguments as of `log_encodings`.
+    They are for the projector, with the states and with thumbnails that are framed in the states'
+    colours. Arguments as of `log_encodings`.
     """
     obs, states, chunk = data
     for taker in takers(loggers, "add_embedding"):
         code.eval()
-        rows = spread(len(obs), MOST_PROJECTED)
+        rows = spread(len(obs), MAX_PROJECTED_IMAGES)
         images = as_float(obs[rows], torch.float32).to(code.z_mean.device)
         psi = torch.cat([code.encoders[0](part) for part in images.split(256)])
         seen = ["no" if k == 0 and len(code.encoders) > 1 else "yes" for k in chunk[rows].tolist()]
@@ -195,7 +208,7 @@ def log_features(
 
 
 def spread(n: int, most: int) -> list[int]:
-    """At most ``most`` of the numbers 0..n-1, evenly spaced.
+    """Return at most ``most`` of the numbers 0..n-1, evenly spaced.
 
     >>> spread(10, 4)
     [0, 3, 6, 9]

@@ -1,12 +1,12 @@
-"""The LightningModule of every model: the recordings it learns from, and the loss of its filter.
+"""The filter stage: the LightningModule of every model, whose loss is the error of its filter.
 
-The loss is the filter's own error. A batch is some windows of one fold of the recordings; the
-filter over the *other* folds runs through them, and the squared error of its estimates is followed
-down. In the memory that filters it a window would only look itself up. This one path trains
-bandwidths and ridges, recurrent nets, and encoders of images alike.
+A batch is some windows of one fold of the recordings. The filter over the *other* folds runs
+through them, and the squared error of its estimates is minimised: a filter whose memory held the
+window would look it up. Bandwidths and ridges, recurrent networks, and encoders of images are all
+trained in this way.
 
-`kbf.training.fit.train` runs it; so does a plain trainer of Lightning, with `FilterDataModule` or a
-data module of one's own::
+`kbf.training.fit.train` runs it; so does a trainer of Lightning, with `FilterDataModule` or another
+data module::
 
     import lightning
     from kbf.training.datamodule import FilterDataModule
@@ -43,9 +43,9 @@ from kbf.training.settings import OPTIMISERS
 class FilterTraining(FittedModel, lightning.LightningModule):
     """A model, its recordings, and the loss of its filter.
 
-    A batch is a `Task`, in the units of the filter, or a `Recording` ``b T`` in those of the data,
-    which the filter over all the recordings runs through: what a model learns from so must not be
-    among them, unless it has no memory (as an LSTM).
+    A batch is a `Task`, in the units of the filter, or a `Recording` ``b T`` in those of the data.
+    The latter is filtered with the memory of all recordings: it must not be one of them, unless the
+    model has no memory, as an LSTM.
 
     Hyper-parameters are one plain dict, so that a checkpoint loads with ``weights_only=True``.
     """
@@ -64,48 +64,51 @@ class FilterTraining(FittedModel, lightning.LightningModule):
             kind = type(self.net).__name__
             if self.how.monitor == "loss" and not isinstance(self.net, LossModel):
                 raise ValueError(
-                    f"model.training.monitor=loss needs a net with a loss of its own, {kind} has none"
+                    f"model.training.monitor=loss needs a net with a loss of its own, {kind} "
+                    "has none"
                 )
         self.validation_floor: float | None = None
         self.held_out: tuple[Recording, Tensor] | None = None
         self.extent: tuple[float, float, float, float] | None = None
 
     def setup(self, stage: str) -> None:
-        """`prepare`, where a plain trainer fits a module that nobody has prepared, by all but what its data module holds out."""
+        """Prepare a module that a trainer of Lightning fits, on all but the held-out recordings."""
         if stage == "fit":
             self.ready.clear()
             if not self.prepared:
                 data = getattr(self.trainer, "datamodule", None)
-                self.prepare(
-                    data.fit if isinstance(data, FilterDataModule) else self.memory.sequences()
-                )
+                cut = isinstance(data, FilterDataModule)
+                self.prepare(data.fit if cut else self.memory.sequences())
 
     def take_encodings(self, stored: dict[str, Any]) -> None:
-        """A code that was fitted before, the encoded recordings, and the time that it took."""
+        """Take a fitted encoding, the encoded recordings, and the time that the fit took."""
         assert self.code is not None
         self.borrowed_seconds = float(stored["seconds"])
         self.code.load_state_dict(stored["code"])
         self.remember(RecordingBuffers.from_state(stored["memory"], "").sequences())
 
     def task(self, batch: Task | Recording) -> Task:
-        """What a batch asks for."""
-        return (
-            batch
-            if isinstance(batch, Task)
-            else Task(self.memory.sequences(), self.taken_in([batch])[0])
-        )
+        """Return the task of a batch."""
+        if isinstance(batch, Task):
+            return batch
+        return Task(self.memory.sequences(), self.taken_in([batch])[0])
 
     def forward(
         self, obs: Tensor, mask: Tensor | None = None, controls: Tensor | None = None
     ) -> Tensor:
-        """Estimates ``b T d`` of observations ``b T *x`` by the filter over all the recordings, both in the units of the data."""
+        """Return estimates ``b T d`` of observations ``b T *x``, both in the units of the data.
+
+        The memory of the filter is all recordings.
+        """
         filter = self.ready[0] if self.ready else self.filter()
-        return rollout(
-            filter, as_float(obs, self.input_dtype), mask=mask, controls=controls
-        ).estimates
+        obs = as_float(obs, self.input_dtype)
+        return rollout(filter, obs, mask=mask, controls=controls).estimates
 
     def training_step(self, batch: Task | Recording, batch_index: int) -> Tensor:
-        """Mean over windows and time, after ``burn_in`` steps, of ||z_hat - z||^2."""
+        """Return the mean over windows and time, after ``burn_in`` steps, of ||z_hat - z||^2.
+
+        A model with a loss of its own returns that.
+        """
         assert self.how is not None
         seed_step(self.config["seed"], self.global_step, self.device)
         task, self.operators = self.task(batch), None
@@ -124,29 +127,23 @@ class FilterTraining(FittedModel, lightning.LightningModule):
         return self.log_loss(mse(z[:, first:], windows.states[:, first:]).mean(), len(z))
 
     def log_loss(self, loss: Tensor, batch_size: int) -> Tensor:
-        """The loss, logged.
+        """Log and return the loss.
 
         Raises:
-            ValueError: it is no finite number.
+            ValueError: it is not finite.
         """
         if not torch.isfinite(loss):
             raise ValueError(
-                f"the training loss became {loss.item()} in epoch {self.current_epoch}: try a smaller learning rate "
+                f"the training loss became {loss.item()} in epoch {self.current_epoch}: "
+                f"try a smaller learning rate "
                 f"(model.training.lr is {self.how.lr if self.how else 0:g}) or larger ridges"
             )
-        self.log(
-            "train/loss",
-            loss,
-            prog_bar=True,
-            on_step=False,
-            on_epoch=True,
-            batch_size=batch_size,
-            sync_dist=True,
-        )
+        settings: Any = {"prog_bar": True, "batch_size": batch_size, "sync_dist": True}
+        self.log("train/loss", loss, on_step=False, on_epoch=True, **settings)
         return loss
 
     def validation_step(self, batch: Task | Recording, batch_index: int) -> None:
-        """Error of the held-out part from its first step on, its excess over the floor, and how the filter is doing."""
+        """Log error, excess error and diagnostics of the filter on the held-out part."""
         task = self.task(batch)
         filter, windows = self.net.fit(task.memory), task.windows
         run = rollout(filter, windows.obs, mask=windows.mask, controls=windows.controls)
@@ -170,39 +167,40 @@ class FilterTraining(FittedModel, lightning.LightningModule):
             self.log(f"filter/{name}", values.mean(), batch_size=1, sync_dist=True)
         self.held_out = windows._replace(states=states), z
 
-    def own_loss(self, sequences: Recording, lengths: Tensor) -> Tensor:
-        """The net's loss of sequences ``b T``, each to its own end (``lengths`` b), averaged over their steps."""
+    def own_loss(self, recordings: Recording, lengths: Tensor) -> Tensor:
+        """Return the model's loss of recordings ``b T``, averaged over their steps.
+
+        ``lengths`` (b) are the numbers of steps: shorter recordings are padded.
+        """
         assert isinstance(self.net, LossModel)
         parts = []
         for n in lengths.unique().tolist():
-            z, x, mask, u = (None if leaf is None else leaf[lengths == n, :n] for leaf in sequences)
+            z, x, mask, u = (
+                None if leaf is None else leaf[lengths == n, :n] for leaf in recordings
+            )
             assert z is not None and x is not None
             parts.append((z.shape[0] * n, self.net.loss(z, x, mask, u)))
         return sum(steps * loss for steps, loss in parts) / lengths.sum()
 
     def on_test_start(self) -> None:
-        """One filter for all batches."""
+        """Fit one filter for all batches."""
         self.ready = [self.filter()]
 
     on_predict_start = on_test_start
 
     def test_step(self, batch: Recording, batch_index: int) -> None:
-        """Log ``test/mse``, the error of the filter over all the recordings on new ones ``b T``, in the units of the data."""
+        """Log ``test/mse``, the error on new recordings ``b T``, in the units of the data."""
         z = self.predict_step(batch, batch_index)
         known = batch.states.isfinite().all(-1)  # shorter ones end with NaN
-        self.log(
-            "test/mse",
-            mse(z, batch.states.to(z), known).mean(),
-            batch_size=int(known.sum()),
-            sync_dist=True,
-        )
+        error = mse(z, batch.states.to(z), known).mean()
+        self.log("test/mse", error, batch_size=int(known.sum()), sync_dist=True)
 
     def predict_step(self, batch: Recording, batch_index: int) -> Tensor:
-        """Estimates ``b T d`` of new recordings, in the units of the data."""
+        """Return estimates ``b T d`` of new recordings, in the units of the data."""
         return self(batch.obs, batch.mask, batch.controls)
 
     def on_train_epoch_end(self) -> None:
-        """Log the hyper-parameters that move, the learning rate, and now and then a picture of the held-out track."""
+        """Log hyper-parameters, the learning rate and, five times, the held-out track."""
         assert self.how is not None
         if hasattr(self.net, "hyperparameters"):
             self.log_dict(
@@ -210,39 +208,32 @@ class FilterTraining(FittedModel, lightning.LightningModule):
             )
         self.log("train/learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
         if self.held_out is not None and self.current_epoch % max(1, self.how.epochs // 5) == 0:
-            sequence, z = self.held_out
-            first = Recording(*(None if leaf is None else leaf[0].cpu() for leaf in sequence))  # pyright: ignore[reportArgumentType]
-            shown = (
-                first,
-                z[0].detach().cpu(),
-                self.trainer.global_step - 1,
-            )  # the step of the epoch's curves
+            recording, z = self.held_out
+            first = Recording(*(None if leaf is None else leaf[0].cpu() for leaf in recording))  # pyright: ignore[reportArgumentType]
+            # The step is that of the epoch's curves.
+            shown = (first, z[0].detach().cpu(), self.trainer.global_step - 1)
             log_track(list(self.loggers), "track/validation", *shown)
             if first.obs.ndim == 4:
                 log_frames(list(self.loggers), "frames/validation", *shown, extent=self.extent)
 
     def configure_optimizers(self) -> Any:
-        """The optimiser, and a learning rate that stays or falls to zero along half a cosine."""
+        """Return the optimiser; the learning rate is constant, or half a cosine down to zero."""
         assert self.how is not None
-        named = [(name, p) for name, p in self.net.named_parameters() if p.requires_grad]
-        parameters: list[dict[str, Any]] = [
-            {"params": [p for name, p in named if "encoder." not in name]}
-        ]
+        parts: dict[bool, list[Any]] = {False: [], True: []}
+        for name, parameter in self.net.named_parameters():
+            if parameter.requires_grad:
+                parts["encoder." in name].append(parameter)
         lr = self.how.lr if self.how.lr_encoder is None else self.how.lr_encoder
-        parameters += [{"params": [p for name, p in named if "encoder." in name], "lr": lr}]
-        parameters = [group for group in parameters if group["params"]]
+        groups = [{"params": parts[False]}, {"params": parts[True], "lr": lr}]
+        parameters = [group for group in groups if group["params"]]
         optimiser = OPTIMISERS[self.how.optimiser](
             parameters, lr=self.how.lr, weight_decay=self.how.weight_decay
         )
         if self.how.schedule == "cosine":
-            steps = (
-                int(self.trainer.estimated_stepping_batches)
-                * self.how.epochs
-                // (self.trainer.max_epochs or self.how.epochs)
-            )
+            # A run that is resumed for more epochs keeps the schedule of its configuration.
+            epochs = self.trainer.max_epochs or self.how.epochs
+            steps = int(self.trainer.estimated_stepping_batches) * self.how.epochs // epochs
             cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-            return {
-                "optimizer": optimiser,
-                "lr_scheduler": {"scheduler": cosine, "interval": "step"},
-            }
+            schedule = {"scheduler": cosine, "interval": "step"}
+            return {"optimizer": optimiser, "lr_scheduler": schedule}
         return optimiser

@@ -1,6 +1,7 @@
-"""Training in two sentences: `fit_encoders` makes a code of images, `fit_filter` makes the filter that runs on it.
+"""Training in two stages: `fit_encoders` encodes images, `fit_filter` fits the filter.
 
-Only data of images has the first; only models with parameters have epochs in the second.
+Only data of images has the first stage. Models with parameters are trained by gradient in the
+second; the others are fitted in closed form.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,38 +41,41 @@ from kbf.training.callbacks import (
     check_callbacks,
     early_stopping,
 )
-from kbf.training.checkpoint import (
-    Trained,
-    checkpoint_of,
-    load_own,
-    read_checkpoint,
-)
+from kbf.training.checkpoint import Trained, checkpoint_of, load_own, read_checkpoint
 from kbf.training.datamodule import FilterDataModule
-from kbf.training.encoder_datamodule import check_batches
-from kbf.training.encoder_stage import (
-    check_encoder,
-    fit,
-    fit_encoding,
-    warn_of_chance,
-)
+from kbf.training.encoder_datamodule import Frames, check_batches
+from kbf.training.encoder_stage import check_encoder, fit, fit_encoding, warn_of_chance
 from kbf.training.filter_stage import FilterTraining
 from kbf.training.fitted_model import build_encoding
 
 CHECKPOINT_KEYS = ("model", "data", "recipe", "n_train", "seed")
-"""What a checkpoint keeps of a configuration."""
-ENCODER_SECONDS = 10.0
-"""Time between two checkpoints of the first stage."""
+"""Keys of a configuration that a checkpoint keeps."""
+SECONDS_BETWEEN_ENCODER_CHECKPOINTS = 10.0
+"""Least time between two checkpoints of the first stage, whose epochs may be short."""
+IRRELEVANT_WARNINGS = (
+    "does not have many workers",
+    "GPU available but not used",
+    "number of training batches",
+    "litlogger",
+    "in eval mode at the start",
+    "have no `val_dataloader`",
+    "exists and is not empty",
+    "Total length of",
+    "sync_dist=True",
+    "isinstance.treespec, LeafSpec",
+)
+"""Parts of Lightning's warnings that do not apply here: the data is in memory, and small."""
 
 
 class Run(NamedTuple):
-    """What the stages of a training run share.
+    """Settings that the stages of a training run share.
 
     Attributes:
-        config: resolved: ``model``, ``trainer``, ``callbacks`` and ``seed``. directory: where the
-            checkpoints go.
+        config: resolved: ``model``, ``trainer``, ``callbacks`` and ``seed``.
+        directory: where the checkpoints go.
         loggers: where the curves go.
         begin: called by the main process before its first file is written.
-        ckpt_path: a checkpoint of this stage to go on from.
+        ckpt_path: a checkpoint of this stage to continue.
     """
 
     config: dict[str, Any]
@@ -80,7 +85,7 @@ class Run(NamedTuple):
     ckpt_path: Path | None
 
     def trainer(self, *callbacks: Callback | Checkpoint, **settings: Any) -> lightning.Trainer:
-        """The trainer of the configuration, with these callbacks, and with other settings where they are given."""
+        """Return the trainer of the configuration, with these callbacks and settings."""
         own = {key: value for key, value in self.config["trainer"].items() if key != "callbacks"}
         own = {"default_root_dir": str(self.directory), **own, **settings}
         plugins = [*build(own.pop("plugins", None) or []), AtomicCheckpointIO()]
@@ -93,7 +98,7 @@ class Run(NamedTuple):
         )
 
     def start(self, trainer: lightning.Trainer) -> None:
-        """Make the folder, and remove what killed processes left in it."""
+        """Make the folder, and remove temporary files of killed processes from it."""
         if trainer.is_global_zero:
             self.begin()
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -115,22 +120,24 @@ def train(
     extent: tuple[float, float, float, float] | None = None,
     validation: list[Recording] | None = None,
 ) -> Trained | None:
-    """Fit the encoders of images, if there are any, then the filter, and leave ``best.ckpt`` and ``last.ckpt``.
+    """Fit the encoders of images, if there are any, then the filter; write the checkpoints.
+
+    They are ``best.ckpt`` and ``last.ckpt``.
 
     Args:
         config: resolved: ``model``, ``trainer`` and ``seed``; ``callbacks``, of the trainer, by
             name (None for none).
-        sequences: the training part.
+        sequences: the recordings of the training part.
         directory: where the checkpoints go.
-        ckpt_path: a ``last.ckpt`` or ``encoder.ckpt`` to go on from.
-        validation_floor: least possible error on the held-out part, to log the excess over it.
+        ckpt_path: a ``last.ckpt`` or ``encoder.ckpt`` to continue.
+        validation_floor: Bayes-optimal error on the held-out part, for the logged excess error.
         loggers: where the curves go.
-        trust: allow any ``_target_``, not only what is registered (`kbf.runtime.allowlist`).
-        begin: called when the model has taken the data and before the first file is written: an
-            earlier run may be cleared then.
-        codes: a file that keeps the fitted code of these images: taken from there if it exists,
-            written there if not.
-        extent: of states that are positions in an image, for the pictures
+        trust: allow any ``_target_``, not only the public classes (`kbf.runtime.allowlist`).
+        begin: called once, when the model has taken the data and before the first file is written:
+            an earlier run may be removed then.
+        encodings: a file with the fitted encoding of these images. It is read if it exists, and
+            written if not.
+        extent: of states that are positions in an image, for the figures
             (`kbf.plots.frames.frame_grid`).
         validation: recordings to validate on; without them ``model.training.validation`` holds out
             a part of the training part.
@@ -139,22 +146,28 @@ def train(
         The best model; None in the helper processes of a distributed run.
 
     Raises:
-        ValueError: too few steps, or a configuration that cannot be built. CheckpointError:
-            ``ckpt_path`` cannot be loaded.
+        ValueError: too few steps, or a configuration that cannot be built.
+        CheckpointError: ``ckpt_path`` cannot be loaded.
     """
-    quiet()
+    silence_lightning()
     lightning.seed_everything(config["seed"], verbose=False)
-    module = FilterTraining(
-        {key: config[key] for key in CHECKPOINT_KEYS if key in config}, sequences, trust=trust
-    )
+    stored = {key: config[key] for key in CHECKPOINT_KEYS if key in config}
+    module = FilterTraining(stored, sequences, trust=trust)
     module.extent, module.validation_floor = extent, validation_floor
-    run = Run(config, directory, loggers or [], once(begin), ckpt_path)
+    # cache: the second stage must not remove what the first has written.
+    run = Run(config, directory, loggers or [], cache(begin), ckpt_path)
     if module.encoding is not None:
         if not reuse_encoding(module, run, encodings):
             began = time.perf_counter()
             fit_encoders(module, run, validation)
-            run = run._replace(ckpt_path=None)  # of the first stage, if it was one
-            keep_encoding(module, encodings, time.perf_counter() - began)
+            run = run._replace(ckpt_path=None)  # a checkpoint of the first stage
+            if encodings is not None and module.code is not None:
+                contents = {
+                    "code": module.code.state_dict(),
+                    "memory": module.memory.state_dict(),
+                    "seconds": time.perf_counter() - began,
+                }
+                write_tensors(contents, encodings)
         if module.code is not None:
             module.take_ratio_means()
             module.code.requires_grad_(False).eval()
@@ -164,47 +177,37 @@ def train(
 def fit_encoders(
     module: FilterTraining, run: Run, validation: list[Recording] | None = None
 ) -> Encoding:
-    """The first stage: encoders learn to predict the states from single images; codes take the images' place in the memory.
+    """Run the first stage: fit encoders to predict the states from single images.
 
-    Each member of the code learns from all recordings but one chunk, and codes that chunk: no image
-    is encoded by who has seen it. A net with an encoder of its own has that fitted, and keeps the
-    images.
+    In the memory the encodings replace the images. Each member of the encoding is fitted to all
+    recordings but one chunk, and encodes that chunk: no image is encoded by an encoder that was
+    trained on it. A model with an encoder of its own has that encoder fitted, and keeps the images.
 
     Raises:
         ValueError: too few images.
     """
-    how, sequences = module.encoding, module.memory.sequences()
+    how, recordings, code = module.encoding, module.memory.sequences(), module.code
     assert how is not None
-    code = module.code
-    if code is None:  # what will be held out later is held out now
-        if module.how is not None and not validation:
-            sequences = FilterDataModule(sequences, module.how, run.config["seed"]).fit
+    if code is None:
+        if module.how is not None and not validation:  # the second stage holds these out
+            recordings = FilterDataModule(recordings, module.how, run.config["seed"]).fit
         assert module.own_encoder is not None
-        code = build_encoding(
-            [module.own_encoder], how.visible_part(sequences[0].states).shape[1], how.gaussians
-        )
-    held = held_by([len(s.states) for s in sequences], how.members)
-    states, obs = observed_pairs(sequences)
-    chunk = torch.cat(
-        [h if s.mask is None else h[s.mask] for h, s in zip(held, sequences, strict=True)]
-    )
-    checkpoint = LastCheckpoint(run.directory / ENCODERS, ENCODER_SECONDS)
+        d = how.visible_part(recordings[0].states).shape[1]
+        code = build_encoding([module.own_encoder], d, how.gaussians)
+    held = held_by([len(r.states) for r in recordings], how.members)
+    states, obs = observed_pairs(recordings)
+    pairs = zip(held, recordings, strict=True)
+    chunk = torch.cat([h if r.mask is None else h[r.mask] for h, r in pairs])
+    frames = Frames(obs, how.visible_part(states), chunk)
+    checkpoint = LastCheckpoint(run.directory / ENCODERS, SECONDS_BETWEEN_ENCODER_CHECKPOINTS)
     callbacks = [*build_callbacks(run.config, first_stage=True), checkpoint]
     trainer = run.trainer(*callbacks, max_epochs=how.epochs, gradient_clip_val=how.clip)
     check_batches(len(obs), how, trainer.world_size)
     run.start(trainer)
-    fit_encoding(
-        trainer,
-        module.config,
-        code,
-        how,
-        (obs, how.visible_part(states), chunk),
-        run.ckpt_path,
-        module.extent,
-    )
+    fit_encoding(trainer, module.config, code, how, frames, run.ckpt_path, module.extent)
     code.to("cpu")
     if module.code is not None:
-        encoded = [code.crossfit(s, own) for s, own in zip(sequences, held, strict=True)]
+        encoded = [code.crossfit(r, own) for r, own in zip(recordings, held, strict=True)]
         if how.members > 1:
             warn_of_chance(*observed_pairs(encoded), how)
         module.remember(encoded)
@@ -214,21 +217,22 @@ def fit_encoders(
 def fit_filter(
     module: FilterTraining, run: Run, validation: list[Recording] | None = None
 ) -> Trained | None:
-    """The second stage: set what the model takes from the data, then follow the error of its filter down, if it has parameters.
+    """Run the second stage: prepare the model from the data, then train it by gradient.
+
+    A model without parameters is fitted by `fit_kernel_filter`.
 
     Returns:
         The model with the least validation error; None in the helper processes of a distributed
         run.
 
     Raises:
-        ValueError: too few steps, or a callback that watches what is not there.
+        ValueError: too few steps, or a callback that watches a metric which is not logged.
     """
     if not module.learns or module.how is None:
         return fit_kernel_filter(module, run)
     seed, how = run.config["seed"], module.how
-    tasks = FilterDataModule(
-        module.memory.sequences(), how, seed, module.taken_in(validation or [])
-    )
+    held = module.taken_in(validation or [])
+    tasks = FilterDataModule(module.memory.sequences(), how, seed, held)
     monitor = (VALIDATION_LOSS if how.monitor == "loss" else VALIDATION) if tasks.held else None
     best = BestCheckpoint(run.directory, monitor)
     last = LastCheckpoint(run.directory / LAST, replaces=run.directory / ENCODERS)
@@ -249,14 +253,13 @@ def fit_filter(
 
 
 def fit_kernel_filter(module: FilterTraining, run: Run) -> Trained | None:
-    """The second stage of a model that nothing is to be learned of by gradient: its filter over the recordings."""
+    """Run the second stage of a model without training by gradient: fit its filter."""
     trainer = run.trainer()
     module.to(trainer.strategy.root_device).eval()
     memory = module.memory.sequences()
     module.prepare(memory, torch.Generator().manual_seed(run.config["seed"]))
-    if isinstance(module.net, ModelSelection) and int(
-        module.net.newest
-    ):  # calibration and monitor are of what is learned from, too
+    # Calibration and monitor are learned from the steps that the filter is trained on.
+    if isinstance(module.net, ModelSelection) and int(module.net.newest):
         module.remember(module.net.kept(memory))
     module.ready = [module.filter()]
     run.start(trainer)
@@ -271,7 +274,10 @@ def fit_kernel_filter(module: FilterTraining, run: Run) -> Trained | None:
 
 
 def reuse_encoding(module: FilterTraining, run: Run, encodings: Path | None) -> bool:
-    """Take a code that is fitted already, from a checkpoint of the second stage or the file ``encodings``; False if there is none."""
+    """Take an encoding that is fitted already; returns False if there is none.
+
+    It comes from a checkpoint of the second stage, or from the file ``encodings``.
+    """
     stored = {} if run.ckpt_path is None else read_checkpoint(run.ckpt_path)
     if stored and stored["kbf"].get("stage") != "encoding":
         module.on_load_checkpoint(stored)
@@ -283,38 +289,16 @@ def reuse_encoding(module: FilterTraining, run: Run, encodings: Path | None) -> 
     return False
 
 
-def keep_encoding(module: FilterTraining, encodings: Path | None, seconds: float) -> None:
-    """Write a fitted code to the file ``encodings``, if there is one, for other models on the same images."""
-    if encodings is not None and module.code is not None:
-        write_tensors(
-            {
-                "code": module.code.state_dict(),
-                "memory": module.memory.state_dict(),
-                "seconds": seconds,
-            },
-            encodings,
-        )
-
-
 def held_by(lengths: list[int], members: int) -> list[Tensor]:
-    """For each step of each sequence the number of the member of a code that does not learn from it: contiguous chunks."""
+    """Return for each step of each recording the encoder that is not trained on it.
+
+    The members of an encoding have one contiguous chunk each.
+    """
     held = [torch.zeros(n, dtype=torch.long) for n in lengths]
     for k, spans in enumerate(folds(lengths, members)):
         for span in spans:
             held[span.recording][span.start : span.stop] = k
     return held
-
-
-def once(begin: Callable[[], None]) -> Callable[[], None]:
-    """``begin``, but only for the first call: the second stage must not clear what the first wrote."""
-    calls: list[None] = []
-
-    def first() -> None:
-        if not calls:
-            calls.append(None)
-            begin()
-
-    return first
 
 
 def check(
@@ -324,41 +308,36 @@ def check(
     trust: bool = False,
     validation: list[Recording] | None = None,
 ) -> None:
-    """Raise what `train` would raise of a configuration that cannot be built or data that is too short, before anything is done."""
+    """Check, before any work, that `train` can build the configuration and use the data.
+
+    Raises:
+        ValueError: as of `train`.
+    """
     module = FilterTraining(config, sequences, trust=trust).eval()
     callbacks = build_callbacks(config) if "trainer" in config else []
-    if module.learns and module.how is not None:
-        check_callbacks(
-            callbacks,
-            bool(FilterDataModule(sequences, module.how, config["seed"], validation).held),
-        )
-    if (
-        module.encoding is not None
-    ):  # one image through each encoder tells of wrong shapes and missing weights
+    how, seed = module.how, config["seed"]
+    if module.learns and how is not None:
+        held = FilterDataModule(sequences, how, seed, validation).held
+        check_callbacks(callbacks, bool(held))
+    if module.encoding is not None:
+        # One image through each encoder finds wrong shapes and missing weights.
         for encoder in [module.own_encoder] if module.code is None else module.code.encoders:
             assert encoder is not None
             check_encoder(encoder, sequences[0].obs[:1])
-        cut = module.code is None and not validation and module.how
-        fit = FilterDataModule(sequences, cut, config["seed"]).fit if cut else sequences
-        folds([len(s.states) for s in fit], module.encoding.members)
-        check_batches(len(observed_pairs(fit)[1]), module.encoding)
+        cut = how if module.code is None and not validation else None
+        part = FilterDataModule(sequences, cut, seed).fit if cut else sequences
+        folds([len(r.states) for r in part], module.encoding.members)
+        check_batches(len(observed_pairs(part)[1]), module.encoding)
         module.encoding.visible_part(sequences[0].states)
 
 
 def is_helper() -> bool:
-    """Whether this process helps another in a distributed run; Lightning tells those their number when it starts them."""
+    """Return whether this process is a helper of a distributed run (its rank is not 0)."""
     return getattr(rank_zero_only, "rank", 0) != 0
 
 
-def quiet() -> None:
-    """Silence what Lightning says to everybody and what does not apply here."""
+def silence_lightning() -> None:
+    """Silence Lightning's messages and the warnings of it that do not apply here."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    texts = (
-        "does not have many workers",
-        "GPU available but not used",
-        "number of training batches",
-        "litlogger",
-    )
-    texts += ("in eval mode at the start", "have no `val_dataloader`", "exists and is not empty")
-    for text in (*texts, "Total length of", "sync_dist=True", "isinstance.treespec, LeafSpec"):
+    for text in IRRELEVANT_WARNINGS:
         warnings.filterwarnings("ignore", f".*{text}.*")

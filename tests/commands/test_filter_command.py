@@ -227,10 +227,10 @@ def test_json_null_is_missing(kalman, obs, monkeypatch, capsys):
 def test_what_is_passed_over_is_told(words, kalman, obs, monkeypatch, capsys):
     lines = text(obs).splitlines()
     _, _, err = fed(monkeypatch, capsys, "\n".join(lines), f"checkpoint={kalman}", *words)
-    assert "0 passed over as impossible (0.0 %)" in err
+    assert "0 rejected as implausible (0.0 %)" in err
     lines[4] = "1e30,-1e30"
     _, _, err = fed(monkeypatch, capsys, "\n".join(lines), f"checkpoint={kalman}", *words)
-    assert "1 passed over as impossible (8.3 %)" in err
+    assert "1 rejected as implausible (8.3 %)" in err
 
 
 def test_diagnostics_are_explained_where_a_file_is_written(
@@ -311,8 +311,8 @@ def test_a_header_without_the_columns(kalman, monkeypatch, capsys):
 def test_a_header_that_names_a_column_twice(kalman, monkeypatch, capsys):
     code, _, err = fed(monkeypatch, capsys, "x_0,x_1,x_0\n1,2,3\n", f"checkpoint={kalman}")
     assert code == 2 and "line 1: two columns are called 'x_0'" in err
-    code, _, err = fed(monkeypatch, capsys, "x_0,x_1,sequence\n1,2,\n", f"checkpoint={kalman}")
-    assert code == 2 and "line 2, column 'sequence': it does not say which recording this is" in err
+    code, _, err = fed(monkeypatch, capsys, "x_0,x_1,recording\n1,2,\n", f"checkpoint={kalman}")
+    assert code == 2 and "line 2, column 'recording': the name of the recording is missing" in err
 
 
 def test_nothing_is_overwritten(kalman, tmp_path, capsys):
@@ -484,7 +484,7 @@ def test_an_outlier_destroys_no_stream(checkpoint, monkeypatch, capsys):
     obs = simulate(oscillatory(), start, 40, torch.Generator().manual_seed(3)).obs[0]
     _, out, err = fed(monkeypatch, capsys, text(obs), f"checkpoint={checkpoint}")
     plain = columns(table(out), "z_0", "z_1")
-    assert "0 passed over" in err
+    assert "0 rejected" in err
     for size in (30.0, 1e30, 1e140):
         wild = obs.clone()
         wild[10] = size
@@ -492,7 +492,7 @@ def test_an_outlier_destroys_no_stream(checkpoint, monkeypatch, capsys):
             code, out, err = fed(
                 monkeypatch, capsys, text(wild), f"checkpoint={checkpoint}", *words
             )
-            assert code == 0 and "1 passed over" in err
+            assert code == 0 and "1 rejected" in err
             assert (not words and table(out)[10]["alarm"] == "out_of_distribution") or words
             torch.testing.assert_close(
                 columns(table(out), "z_0", "z_1")[30:], plain[30:], rtol=0, atol=0.02

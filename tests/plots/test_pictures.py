@@ -26,6 +26,7 @@ from kbf.plots.tracks import ESTIMATE, TRUTH
 from kbf.recording import Recording
 from kbf.runtime.instantiate import build
 from kbf.ssm import rotation
+from kbf.training.encoder_datamodule import Frames
 from kbf.training.encoder_stage import fit_encoding
 from kbf.training.figure_logging import (
     log_encodings,
@@ -180,7 +181,11 @@ def test_pictures_do_not_change_what_is_learned(monkeypatch):
         }
         trainer = build(settings | quiet, trust=True, logger=[logger] if shown else False)
         fit_encoding(
-            trainer, {"seed": 0}, made, EncodingSettings(3, 0.01, batch_size=6), recording(18)
+            trainer,
+            {"seed": 0},
+            made,
+            EncodingSettings(3, 0.01, batch_size=6),
+            Frames(*recording(18)),
         )
         assert set(board.figures) == (
             {("frames/encoding", step) for step in (2, 5, 8)} if shown else set()

@@ -24,7 +24,7 @@ from kbf.recording import Recording
 from kbf.rkhs.linalg import psd_solve
 from kbf.training.callbacks import LastCheckpoint
 from kbf.training.checkpoint import CheckpointError, load_filter, read_checkpoint
-from kbf.training.encoder_datamodule import Frames, RowOrder, Rows
+from kbf.training.encoder_datamodule import Frames, RowOrder
 from kbf.training.encoder_stage import EncoderTraining, check_encoder, fit_encoding, warn_of_chance
 from kbf.training.fit import check, held_by, train
 from kbf.training.settings import EncodingSettings, read_encoding_settings
@@ -106,7 +106,7 @@ def fitted(
     made = lightning.Trainer(
         max_epochs=how.epochs, logger=False, enable_checkpointing=False, **settings
     )
-    return code, fit_encoding(made, {"seed": seed}, code, how, (obs, states, chunk))
+    return code, fit_encoding(made, {"seed": seed}, code, how, Frames(obs, states, chunk))
 
 
 def error(code: Encoding, sequence: Recording) -> float:
@@ -219,7 +219,7 @@ def test_a_batch_of_one_chunk_teaches_its_member_nothing_and_breaks_nothing():
             {"seed": 0}, code, how._replace(loss=kind), Frames(s.obs, s.states, chunk)
         )
         for rows in (slice(None), slice(1)):
-            found = module.losses(Rows(s.obs[rows], s.states[rows], chunk[rows]))
+            found = module.losses(Frames(s.obs[rows], s.states[rows], chunk[rows]))
             found.sum().backward()
             assert found[0] == 0
             assert torch.isfinite(found).all()

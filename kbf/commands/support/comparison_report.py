@@ -50,7 +50,7 @@ def report(name: str, results: dict[tuple[str, int, int], Result], directory: Pa
     """
     rows: list[dict[str, Any]] = []
     tests: list[dict[str, Any]] = []
-    # n counts recordings or steps. A recording has several steps, so n steps are never n recordings.
+    # n counts recordings or steps. A recording has several steps: n steps are not n recordings.
     counts_recordings = any(r.get("recordings") == n for (_, n, _), r in results.items())
     unit = "recordings" if counts_recordings else "steps"
     for n in sorted({n for _, n, _ in results}):

@@ -1,4 +1,4 @@
-"""Estimates as rows of a table: computed by a running filter step by step, and written as CSV, JSON lines or npz."""
+"""Estimates as rows of a table, computed by a running filter; writers of CSV, JSON lines, npz."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from kbf.filters.rollout import observe
 from kbf.training.checkpoint import Trained
 
 Values = dict[str, float | int | str | None]
-"""A row of the output: numbers and words by column."""
+"""A row of the output: numbers and texts by column."""
 
 
 class OnlineEstimator:
-    """A running filter that turns rows of observations into rows of estimates, standard deviations, diagnostics and alarms."""
+    """A running filter: rows of observations in, rows of estimates and alarms out.
+
+    Standard deviations and diagnostics of the filter are added where it has them.
+    """
 
     column_schema: ColumnSchema
     calibration: Calibration | None
@@ -40,7 +43,7 @@ class OnlineEstimator:
         compiled: Tensor | None = None,
         generator: Generator | None = None,
     ) -> None:
-        """Start from the prior.
+        """Initialise the filter at the prior.
 
         Args:
             trained: filter, calibration and monitor of a checkpoint.
@@ -77,13 +80,16 @@ class OnlineEstimator:
         self.alarms: int = 0
 
     def restart(self) -> None:
-        """Back to the prior."""
+        """Re-initialise the filter at the prior."""
         self.live.restart()
         self.recent = None
 
     @torch.inference_mode()
     def filter_rows(self, rows: list[Row]) -> list[Values]:
-        """Estimates of rows of one sequence. The filter runs row by row; outputs are computed in one batch, which is cheaper."""
+        """Return estimates of rows of one recording.
+
+        The filter runs row by row; the outputs are computed in one batch, which is cheaper.
+        """
         states, alarms = [], []
         while len(states) < len(rows):
             rest = rows[len(states) :]
@@ -107,7 +113,9 @@ class OnlineEstimator:
         )
 
     def step_through(self, rows: list[Row]) -> tuple[list[Any], list[Any], list[int]]:
-        """States predicted for each row (empty without a monitor, which alone needs them), and updated with its observation.
+        """Return predicted and updated states of each row.
+
+        The predicted ones are empty without a monitor, which alone needs them.
 
         And how many observations had been passed over before each row.
         """
@@ -129,7 +137,10 @@ class OnlineEstimator:
         return predicted, updated, rejected
 
     def verdicts(self, monitor: Monitor, predicted: list[Any], rows: list[Row]) -> list[str]:
-        """The monitor's alarm of each row, or an empty string. Those after the first "diverged" are not valid."""
+        """Return the alarm of each row, or an empty string.
+
+        Those after the first "diverged" are not valid.
+        """
         obs = [None if row.obs is None or bool(row.obs.isnan().any()) else row.obs for row in rows]
         observed = [x for x in obs if x is not None]
         if not observed:
@@ -166,7 +177,7 @@ class OnlineEstimator:
         ]
 
     def output_rows(self, state: Any) -> list[Values]:
-        """Estimates, standard deviations and diagnostics of a batch of states, a row for each."""
+        """Return a row of estimates, standard deviations and diagnostics for each filter state."""
         C = covariance_of(self.filter, state) if self.with_covariance else None
         if C is not None and self.calibration is not None:
             C = self.calibration.covariance(C)
@@ -180,25 +191,25 @@ class OnlineEstimator:
 
 
 def concatenated(states: list[Any]) -> Any:
-    """States of single sequences as one of a batch."""
+    """Return the filter states of single recordings as one of a batch."""
     return type(states[0])(*(torch.cat(leaves) for leaves in zip(*states, strict=True)))
 
 
 @runtime_checkable
 class RowWriter(Protocol):
-    """Takes rows of estimates. The columns are those of the first row."""
+    """Writes rows of estimates. The columns are those of the first row."""
 
     def write(self, rows: list[Values]) -> None:
         """Write a block of rows."""
         ...
 
     def close(self) -> None:
-        """Write what is still kept back."""
+        """Write the rows that are still in memory."""
         ...
 
 
 class CsvWriter:
-    """Comma-separated lines, flushed after each block so that a reader behind a pipe has them at once."""
+    """Writes comma-separated lines, and flushes them after each block for the reader of a pipe."""
 
     file: Any
     flush: bool
@@ -221,11 +232,11 @@ class CsvWriter:
             self.file.flush()
 
     def close(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: no rows are in memory."""
 
 
 class JsonLinesWriter:
-    """One JSON object a line; numbers that are not finite become null."""
+    """Writes one JSON object a line; numbers that are not finite become null."""
 
     file: Any
     flush: bool
@@ -245,18 +256,18 @@ class JsonLinesWriter:
             self.file.flush()
 
     def close(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: no rows are in memory."""
 
 
 class NpzWriter:
-    """One array for each column, written at the end; until then the rows are kept in memory."""
+    """Writes one array for each column at the end; until then the rows are in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.columns: dict[str, list[Any]] = {}
 
     def write(self, rows: list[Values]) -> None:
-        """Keep rows until `close`."""
+        """Keep the rows until `close`."""
         for values in rows:
             for name, value in values.items():
                 self.columns.setdefault(name, []).append("" if value is None else value)

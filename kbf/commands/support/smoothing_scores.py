@@ -52,7 +52,7 @@ def smoothing_requested(config: dict[str, Any]) -> bool:
 
 
 def score_requested(config: dict[str, Any], loaded: Trained, data: Data, title: str) -> Scores:
-    """Return the scores that ``smooth``, ``lag`` and ``horizon`` request, and draw a figure each."""
+    """Return the scores that ``smooth``, ``lag`` and ``horizon`` request; draw their figures."""
     scores, seed = Scores({}, {}, []), config["seed"]
     settings = {"seed": seed, "dtype": loaded.module.input_dtype, "device": config["device"]}
     if smoothing_requested(config):

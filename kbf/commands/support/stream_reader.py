@@ -1,4 +1,4 @@
-"""Observations as lines of text, one a step: CSV with or without a header, or JSON lines, read one by one as they come."""
+"""Reads observations line by line from a stream: CSV with or without a header, or JSON lines."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.parsing import number, seconds
 from kbf.data.files.timestamps import LARGEST_GAP
 
-LONGEST_LINE = 2**20
-"""The most bytes a line may have."""
+MAX_LINE_BYTES = 2**20
+"""Upper bound on the bytes of a line."""
 
 
 class Row(NamedTuple):
     """The input of one step.
 
     Attributes:
-        obs: ``1 *x`` with NaN for silent sensors, or None where the observation is missing.
+        obs: ``1 *x`` with NaN for missing sensors, or None where the observation is missing.
         control: ``1 k``, or None without controls.
         time: as it was written.
         sequence: name of the recording; a new name starts the filter from the prior.
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 class InputColumns(NamedTuple):
-    """Columns of the input: those of observations and controls (of the column schema), of times, and of names of recordings.
+    """Columns of the input: observations, controls, times and names of recordings.
 
     ``step`` is the median time between steps of the training data: a filter starts again where more
     than `LARGEST_GAP` times as much has passed. With ``elapsed`` the time since the step before is
@@ -58,7 +58,7 @@ class InputColumns(NamedTuple):
 
     @property
     def needed(self) -> list[str]:
-        """Names of the columns, in the order that lines without a header have."""
+        """Return the names of the columns, in the order of lines without a header."""
         return [
             *self.column_schema.columns("observations"),
             *self.column_schema.controls,
@@ -71,7 +71,7 @@ class LineError(ValueError):
 
 
 class HeaderError(LineError):
-    """A header can be read, and does not say what is needed: no line below it could be understood."""
+    """A header lacks a column that is required, so that no line below it can be read."""
 
 
 class RowReader:
@@ -108,7 +108,7 @@ class RowReader:
         sequence: str | None = None,
         allow_missing_sensors: bool = False,
     ) -> None:
-        """A reader of one source.
+        """Set the source.
 
         Args:
             chunks: pieces of the text, as they arrive.
@@ -120,7 +120,7 @@ class RowReader:
                 step without observation. None raises the error.
             clock: time of the step before the first line, when a stream continues.
             sequence: name of the recording of that step.
-            partial: the filter takes observations in which some sensors are silent.
+            partial: the filter uses observations with missing sensors.
         """
         self.chunks, self.columns, self.dtype, self.device = chunks, columns, dtype, device
         self.source, self.on_unreadable, self.clock = source, on_unreadable, clock
@@ -140,7 +140,7 @@ class RowReader:
         self.unreadable = 0
 
     def __iter__(self) -> Iterator[Row]:
-        """The rows.
+        """Yield the rows.
 
         Raises:
             LineError: with source, line and column, if there is no ``on_unreadable``.
@@ -149,7 +149,8 @@ class RowReader:
             try:
                 if text is None:
                     raise LineError(
-                        f": no end of a line in {LONGEST_LINE:,} bytes; this is no text of observations"
+                        f": no end of a line in {MAX_LINE_BYTES:,} bytes; "
+                        "this is no text of observations"
                     )
                 if self.column_index is None and self.read_header(text):
                     continue
@@ -167,7 +168,7 @@ class RowReader:
                 yield self.missing_row()._replace(next_ready=next_ready)
 
     def lines(self) -> Iterator[tuple[int, str | None, bool]]:
-        """Number and text of each line that is not blank, and whether the next such line has already arrived.
+        """Yield number and text of each line that is not blank, and whether the next has arrived.
 
         The text is None of a line that is too long, of which no more than that is ever kept.
         """
@@ -177,7 +178,7 @@ class RowReader:
             texts = [readable(part) for part in lines]
             if too_long and lines:
                 texts[0], too_long = None, False
-            elif too_long or len(rest) > LONGEST_LINE:
+            elif too_long or len(rest) > MAX_LINE_BYTES:
                 rest, too_long = rest[:0], True
             arrived = [(lines_read + k, text) for k, text in enumerate(texts, 1) if text != ""]
             lines_read += len(lines)
@@ -185,10 +186,13 @@ class RowReader:
                 yield line, text, k < len(arrived)
 
     def read_header(self, text: str) -> bool:
-        """Find JSON or CSV, and the places of the columns, from the first line; returns whether this line is a header."""
+        """Find the format and the positions of the columns from the first line.
+
+        Returns whether this line is a header.
+        """
         needed, self.json = self.needed, False
         if text[0] in "[{" or text == "null":
-            read_json(text)  # a line that is none says nothing of those below
+            read_json(text)  # a line that is no JSON raises: the format of those below is unknown
             self.json = True
         self.delimiter = max(",;\t", key=text.count)
         cells = [] if self.json else self.split_cells(text)
@@ -214,7 +218,7 @@ class RowReader:
         return True
 
     def parse(self, text: str) -> Row:
-        """One line as a row."""
+        """Return the row of a line."""
         if self.json:
             return self.parse_json(text)
         cells = self.split_cells(text)
@@ -228,12 +232,12 @@ class RowReader:
         )
         if sequence == "":
             raise LineError(
-                f", column {self.columns.recording!r}: it does not say which recording this is"
+                f", column {self.columns.recording!r}: the name of the recording is missing"
             )
         return self.make_row(values, time, sequence)
 
     def parse_json(self, text: str) -> Row:
-        """A JSON line as a row."""
+        """Return the row of a JSON line."""
         value, needed = read_json(text), self.needed
         if value is None:
             return self.missing_row()
@@ -260,7 +264,10 @@ class RowReader:
         )
 
     def missing_row(self) -> Row:
-        """The row of a line without values: no observation, the controls of the step before, the time one usual step later."""
+        """Return the row of a line without values.
+
+        It has no observation, the controls of the step before, and the time one usual step later.
+        """
         if self.controls is None:
             raise LineError(f": the first line must hold {', '.join(self.needed[self.q :])}")
         step = self.columns.step if self.columns.elapsed else None
@@ -270,7 +277,7 @@ class RowReader:
         return row
 
     def parse_number(self, cell: object, index: int) -> float:
-        """A cell, or an entry of a JSON line, as a number; NaN if it is missing."""
+        """Return a cell, or an entry of a JSON line, as a number; NaN if it is missing."""
         needed = self.needed
         column = (
             needed[index if self.json else self.column_index.index(index)]
@@ -297,7 +304,7 @@ class RowReader:
         return value
 
     def make_row(self, values: list[float], time: str | None, sequence: str | None) -> Row:
-        """A row of tensors from its values; checks that controls are there and that time goes on."""
+        """Return a row of tensors; checks that controls are given and that time increases."""
         q, k = self.q, len(self.columns.column_schema.controls)
         if not all(map(math.isfinite, values[q:])):
             raise LineError(f": {', '.join(self.needed[q:])} must be there at each step")
@@ -315,7 +322,8 @@ class RowReader:
             early = previous is not None and now <= previous
             if early and not self.assumed:
                 raise LineError(
-                    f", column {self.columns.time!r}: time {now:.15g} does not come after {previous:.15g}"
+                    f", column {self.columns.time!r}: time {now:.15g} does not come after "
+                    f"{previous:.15g}"
                 )
             gap = previous is not None and now - previous > LARGEST_GAP * self.columns.step
             if self.columns.elapsed:
@@ -331,7 +339,7 @@ class RowReader:
         return Row(self.observation(values[:q]), controls, time, sequence, self.clock, gap)
 
     def observation(self, values: list[float]) -> Tensor | None:
-        """The observation as the filter takes it (angles as cosine and sine); None where it is missing."""
+        """Return the observation with angles as cosine and sine; None where it is missing."""
         if self.is_missing(map(math.isnan, values)):
             return None
         obs = torch.tensor([values], dtype=self.dtype, device=self.device)
@@ -343,7 +351,7 @@ class RowReader:
             raise LineError(f": {error}") from None
 
     def split_cells(self, text: str) -> list[str]:
-        """The cells of a CSV line."""
+        """Return the cells of a CSV line."""
         try:
             cells = (
                 next(csv.reader([text], delimiter=self.delimiter))
@@ -356,19 +364,19 @@ class RowReader:
 
 
 def readable(line: bytes) -> str | None:
-    """The text of a line without what surrounds it; None if it is too long."""
+    """Return the text of a line without spaces around it; None if it is too long."""
     return (
         None
-        if len(line) > LONGEST_LINE
+        if len(line) > MAX_LINE_BYTES
         else line.decode("utf-8", errors="replace").lstrip("\ufeff").strip(" \r")
     )
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON line.
+    """Return the value of a JSON line.
 
     Raises:
-        LineError: it is none.
+        LineError: the line is no JSON.
     """
     try:
         return json.loads(text)

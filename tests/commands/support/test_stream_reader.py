@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kbf.commands.support.stream_reader import LONGEST_LINE, InputColumns, LineError, RowReader
+from kbf.commands.support.stream_reader import MAX_LINE_BYTES, InputColumns, LineError, RowReader
 from kbf.data.files.column_schema import ColumnSchema, Part
 
 COLUMNS = InputColumns(
     ColumnSchema((Part("number", ("z",)),), (Part("number", ("a",)), Part("number", ("b",))))
 )
-LONG = b"7" * (LONGEST_LINE + 50_000)
+LONG = b"7" * (MAX_LINE_BYTES + 50_000)
 
 
 def rows(data, skip=True, size=2**13):

@@ -1,0 +1,132 @@
+"""Applies a filter to a stream of rows, and keeps its state in a file between runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from kbf.commands.support.row_writers import OnlineEstimator, RowWriter, Values
+from kbf.commands.support.stream_reader import LineError, Row
+from kbf.filters.state_io import read_leaves
+
+ROWS_PER_BATCH = 64
+"""Upper bound on the rows, of those that have arrived, that are written in one batch."""
+
+
+class FilterRun:
+    """Applies an estimator to all rows and saves its state, step count, last time and recording."""
+
+    def __init__(
+        self,
+        estimator: OnlineEstimator,
+        path: str | None,
+        every: int | None,
+        checkpoint: bytes,
+    ) -> None:
+        """Continue from the state in ``path``, if there is one.
+
+        Args:
+            estimator: of the checkpoint.
+            path: of the state; None for none.
+            every: steps between writings of it; None writes at the end alone.
+            checkpoint: its `identity`.
+
+        Raises:
+            ValueError: a state of another checkpoint, or one that cannot be read.
+        """
+        self.estimator: OnlineEstimator = estimator
+        self.path: Path | None = None if path is None else Path(path)
+        self.every: int | None = every
+        self.checkpoint: bytes = checkpoint
+        self.steps: int = 0
+        self.done: int = 0
+        self.missing: int = 0
+        self.columns: list[str] = []
+        self.sequence: str | None = None
+        self.clock: float | None = None
+        self.started: bool = False
+        if self.path is not None and self.path.exists():
+            stored = read_leaves(self.path)
+            if "checkpoint" not in stored or bytes(stored["checkpoint"].tolist()) != checkpoint:
+                raise ValueError(
+                    f"state: {path} was not written with this checkpoint: name the one it "
+                    "belongs to, or another file"
+                )
+            estimator.live.load(self.path)
+            estimator.recent = (
+                None
+                if (recent := stored.get("recent")) is None
+                else recent.to(estimator.live.state[0].device)
+            )
+            self.steps = int(stored.get("steps", 0))
+            self.clock = float(stored["clock"]) if "clock" in stored else None
+            self.sequence = (
+                bytes(stored["recording"].tolist()).decode() if "recording" in stored else None
+            )
+            self.started = "recording" in stored
+
+    def filter_rows(self, rows: Iterable[Row], writer: RowWriter) -> None:
+        """Filter all rows and write their estimates.
+
+        Up to `ROWS_PER_BATCH` rows that have already arrived form one batch.
+        """
+        waiting: list[Row] = []
+        try:
+            for row in rows:
+                if row.gap or (self.started and row.sequence != self.sequence):
+                    self.filter_batch(waiting, writer)
+                    self.estimator.restart()
+                    self.steps = 0
+                self.sequence, self.started = row.sequence, True
+                waiting.append(row)
+                if not row.next_ready or len(waiting) == ROWS_PER_BATCH:
+                    self.filter_batch(waiting, writer)
+        except LineError:
+            self.filter_batch(waiting, writer)
+            raise
+        self.filter_batch(waiting, writer)
+        writer.close()
+
+    def filter_batch(self, rows: list[Row], writer: RowWriter) -> None:
+        """Filter rows of one recording, write their estimates and empty the list.
+
+        The state is saved every ``save_every`` steps.
+        """
+        if not rows:
+            return
+        output: list[Values] = []
+        for row, values in zip(rows, self.estimator.filter_rows(rows), strict=True):
+            position: Values = {} if row.sequence is None else {"recording": row.sequence}
+            position |= (
+                {"step": self.steps} if row.time is None else {"step": self.steps, "time": row.time}
+            )
+            output.append(position | values)
+            self.steps += 1
+            self.missing += row.obs is None
+        self.columns = list(output[0])
+        before, self.done, self.clock = self.done, self.done + len(rows), rows[-1].clock
+        rows.clear()
+        writer.write(output)
+        if self.every is not None and self.done // self.every > before // self.every:
+            self.save()
+
+    def save(self) -> None:
+        """Write the state, if it has a file and a step has been made."""
+        if self.path is not None and self.done:
+            position = (
+                {}
+                if self.clock is None
+                else {"clock": torch.tensor(self.clock, dtype=torch.float64)}
+            )
+            position |= (
+                {}
+                if self.sequence is None
+                else {"recording": torch.tensor(list(self.sequence.encode()), dtype=torch.uint8)}
+            )
+            position |= {} if self.estimator.recent is None else {"recent": self.estimator.recent}
+            mine = torch.tensor(list(self.checkpoint), dtype=torch.uint8)
+            self.estimator.live.save(
+                self.path, steps=torch.tensor(self.steps), checkpoint=mine, **position
+            )
