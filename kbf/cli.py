@@ -30,7 +30,7 @@ from kbf.runtime.hydra_quoting import exists, literal_path
 from kbf.runtime.optional_dependencies import missing
 
 LACKS = re.compile(r"Could not find 'hydra/(?:launcher|sweeper)/(\w+)'")
-"""How Hydra says that a launcher or sweeper is not installed."""
+"""Hydra's message about a launcher or sweeper that is not installed."""
 PLUGINS = {
     "joblib": ("hydra-joblib-launcher", "sweep"),
     "ray": ("hydra-ray-launcher", "cluster"),
@@ -94,7 +94,7 @@ COMMANDS = {
             ("kbf evaluate checkpoint=example:rotation", "a trained filter that comes with kbf"),
             (
                 "kbf evaluate checkpoint=best.ckpt smooth=true horizon=5",
-                "with hindsight, and 1 to 5 steps ahead",
+                "with smoothing, and forecasts of 1 to 5 steps",
             ),
         ],
     ),
@@ -253,7 +253,7 @@ FLAGS = """\
   --debug              show the traceback of an error"""
 FIGURES = """\
 figures, of which each model and data set has some (on the screen shares are percentages; _raw: before recalibration, _smoothed:
-with hindsight)"""
+by the smoother)"""
 VALUES: dict[str, Any] = {
     "--cfg": ("job", "hydra", "all"),
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
@@ -546,7 +546,7 @@ class Task:
             else ``validation.mse``), for
             sweepers that minimise: they get it from every model, since a run of theirs holds steps
                 out (``hold_out``) if the
-            command line says nothing else. Of another command its exit code.
+            command line sets nothing else. Of another command its exit code.
         """
         from hydra.core.hydra_config import HydraConfig
 
@@ -567,9 +567,9 @@ def expected(error: Exception) -> bool:
     """Whether an error is the input's fault, or a missing package, and not ours."""
     if isinstance(
         error, ImportError
-    ):  # of an extra, missing or broken; Lightning says it in words, without a name
+    ):  # of an extra, missing or broken; Lightning's has no module name
         return (error.name or "").split(".")[0] != "kbf"
-    if type(error) is RuntimeError and "home directory" in str(error):  # of ~somebody
+    if type(error) is RuntimeError and "home directory" in str(error):  # of an unknown ~user
         return True
     return isinstance(error, ValueError | OSError) or type(error).__module__.split(".")[0] in (
         "hydra",
@@ -606,7 +606,7 @@ def one_line(error: Exception) -> str:
 
 
 def general_help() -> str:
-    """What ``kbf --help`` says."""
+    """Returns the text of ``kbf --help``."""
     lines = [
         "Kernel Bayes Filter in PyTorch.",
         "",
@@ -617,25 +617,25 @@ def general_help() -> str:
     lines += [f"  {name:<13}{what}" for name, (what, _) in COMMANDS.items()]
     lines += ["", "options:", FLAGS, "  --version            the version", "", "examples:"]
     lines += [f"  {examples[0][0]}" for _, examples in COMMANDS.values()]
-    return "\n".join([*lines, "", "kbf COMMAND --help tells what can be set."])
+    return "\n".join([*lines, "", "kbf COMMAND --help lists the settings."])
 
 
 def meanings(command: str) -> list[str]:
-    """What the help of a command says of the numbers that it prints."""
+    """Returns the lines of a command's help that describe the printed metrics."""
     from kbf.commands.support.metric_descriptions import COLUMNS, METRICS
 
     if command not in ("train", "evaluate", "filter"):
         return []
-    title, told = (
+    title, described = (
         ("columns of the output, behind sequence, step and time", COLUMNS)
         if command == "filter"
         else (FIGURES, METRICS)
     )
-    return ["", f"{title}:", *[f"  {name:<22}{meaning}" for name, meaning in told.items()]]
+    return ["", f"{title}:", *[f"  {name:<22}{meaning}" for name, meaning in described.items()]]
 
 
 def command_help(command: str) -> str:
-    """What ``kbf COMMAND --help`` says: purpose, examples, and the configuration with its groups."""
+    """Returns the text of ``kbf COMMAND --help``: purpose, examples, and the configuration with its groups."""
     what, examples = COMMANDS[command]
     lines = [f"kbf {command}: {what}", "", "examples:"]
     for line, meaning in examples:

@@ -57,7 +57,7 @@ def prepare(command: str, composed: Any, overrides: list[str]) -> dict[str, Any]
 
     Resolved, but for two entries that are filled in later, with other seeds or sizes: ``recipe``
     (data, n_train, seed) and, of a comparison, ``bases`` (a training configuration for each model).
-    Of a training run ``explicit`` says whether the command line spoke of model or data.
+    Of a training run ``explicit`` is True where the command line sets model or data.
 
     Args:
         command: as in ``kbf.cli.COMMANDS``.
@@ -102,7 +102,7 @@ def prepare(command: str, composed: Any, overrides: list[str]) -> dict[str, Any]
 
 
 def complete_run_dir(composed: Any, spoken: set[str]) -> None:
-    """Where a run goes that was not told where: on in the folder of the run that it resumes, else where Hydra puts its output.
+    """Set the run directory where none is given: that of the resumed run, else Hydra's output folder.
 
     ``hydra.run.dir=FOLDER`` does what ``run_dir=FOLDER`` does; of a sweep each run has a folder of
     its own.
@@ -142,7 +142,7 @@ def drop_arguments_of_other_classes(composed: Any, overrides: list[str]) -> None
 
 
 def fill_in_recorded(composed: Any, overrides: list[str]) -> None:
-    """The number of training steps of a package's recording, where nobody says how many: all."""
+    """Set ``n_train`` of a recording of a package to all steps, where it is not given."""
     data = composed.get("data")
     if not is_of(data, RECORDED_DATA) or "n_train" not in composed:
         return
@@ -154,7 +154,7 @@ def fill_in_recorded(composed: Any, overrides: list[str]) -> None:
         raw = OmegaConf.create({**plain(composed, resolve=False), "n_train": None})
         with suppress(
             ValueError
-        ):  # a package that is missing, or wrong settings: the data set says so when it is loaded
+        ):  # a package that is missing, or wrong settings: the error comes when the data are loaded
             every = training_steps(OmegaConf.to_container(raw.data.source, resolve=True))  # pyright: ignore
             composed.n_train = with_every(composed.n_train, every)
 
@@ -237,7 +237,7 @@ def check(command: str, composed: Any) -> None:
             raise ValueError(f"{key} must be one number or more, got none")
         for number in numbers:
             if number is None and key == "n_train" and is_of(composed.get("data"), RECORDED_DATA):
-                continue  # all steps of a recording whose package is missing: the data set says so when it is loaded
+                continue  # all steps of a recording whose package is missing: the error comes when the data are loaded
             if type(number) is not int:
                 raise ValueError(f"{key} must be a whole number, got {number!r}")
             if number < least:
@@ -314,7 +314,7 @@ def comparison(composed: Any, recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_a_checkpoint(composed: Any) -> dict[str, Any]:
-    """The configuration of a command on a checkpoint: the checkpoint's own data, changed by what the command line says of it."""
+    """Returns the configuration of a command on a checkpoint: its data, changed by the command line."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -370,7 +370,7 @@ def other_recordings(tree: Any, said: Any) -> None:
 
 
 def compose(command: str, overrides: list[str]) -> Any:
-    """Hydra's configuration of a command, completed by what a file of one's own tells, not resolved."""
+    """Returns Hydra's unresolved configuration of a command, completed by the shapes of a file."""
     with composing(command, overrides) as composed:
         with unlocked(composed):
             fill_in_own_data(composed, overrides)
@@ -530,10 +530,10 @@ def no_setting(key: str, config: Any) -> str:
     if group == "data" and rest in OmegaConf.load(config_dir() / "data" / "own.yaml"):
         return f"there is no setting {key} here: recordings of your own are data=own"
     inside, dot, last = key.rpartition(".")
-    beside = OmegaConf.select(config, inside) if inside else config
+    siblings = OmegaConf.select(config, inside) if inside else config
     near = difflib.get_close_matches(
         last,
-        [str(name) for name in beside] if isinstance(beside, DictConfig) else [],
+        [str(name) for name in siblings] if isinstance(siblings, DictConfig) else [],
         1,
         cutoff=0.7,
     )
@@ -596,7 +596,7 @@ def short(command: str) -> str:
 
 
 def config_dir() -> Path:
-    """The configurations: inside the installed package, or beside it in a checkout."""
+    """The configurations: inside the installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parent
     for directory in (package / "configs", package.parent / "configs"):
         if (directory / "train.yaml").is_file():

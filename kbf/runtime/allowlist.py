@@ -1,10 +1,11 @@
-"""What a file may build: all that the configuration inside of a checkpoint can name, by kind, and what may stand inside of what.
+"""Classes that the configuration of a checkpoint may instantiate, by kind.
 
-A checkpoint is data from somebody. Its configuration names classes (``_target_``) and gives their
-arguments: those that stand here are built, with plain values or objects of the kinds of `INSIDE` as
-arguments, and nothing else is ever called or even imported. A new model, encoder, transform, data
-set or true model of kbf gets its line here. A class of your own needs none: the commands take it
-from your configuration, and its checkpoints load with ``trust=true``.
+A checkpoint is an untrusted file. Its configuration names classes (``_target_``) with arguments;
+the public names of `REGISTERED` are built, with plain values or objects of the kinds of `INSIDE` as
+arguments. Nothing else is called or imported. The rule: every class of kbf that a configuration
+names is public as ``kbf.NAME``, so files can move without breaking checkpoints; a new one gets its
+name in ``kbf/__init__.py`` and here. Classes of other packages need none: the commands accept them
+in your configuration, and their checkpoints load with ``trust=true``.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ REGISTERED: dict[str, tuple[str, ...]] = {
         "kbf.rotation",
     ),
 }
-"""Full names by kind. The problems are true models: makers of them that take numbers alone are the only functions here."""
+"""Public names by kind: ``kbf.NAME`` for each. Problems are true models; functions that make one
+from numbers alone are the only functions here."""
 
 INSIDE: dict[str, tuple[str, ...]] = {
     "model": ("encoder", "problem"),
@@ -93,7 +95,8 @@ def check_registered(name: Any, kinds: tuple[str, ...]) -> str:
             return kind
     if kind := next((kind for kind, names in REGISTERED.items() if name in names), None):
         raise ValueError(
-            f"_target_ {name!r} is of the kind {kind}: a file may name {' or '.join(kinds) or 'nothing'} here"
+            f"_target_ {name!r} is of the kind {kind}: "
+            f"a file may name {' or '.join(kinds) or 'nothing'} here"
         )
     raise ValueError(
         f"_target_ {name!r} is no class or function that a file may build: it does not exist among "
@@ -113,7 +116,7 @@ def suggestion(name: Any) -> str:
 
 
 def check_plain(config: Any, what: str = "the configuration") -> None:
-    """Raise a ValueError unless ``config`` is nested dicts with text as keys, lists and plain values, of a reasonable size."""
+    """Raise a ValueError unless ``config`` is nested dicts, lists and plain values."""
     waiting, count = [(config, 0)], 0
     while waiting:
         value, depth = waiting.pop()
@@ -128,7 +131,8 @@ def check_plain(config: Any, what: str = "the configuration") -> None:
             waiting += [(each, depth + 1) for each in value]
         elif not (value is None or type(value) in (str, int, float, bool)):
             raise ValueError(
-                f"{what} holds a {type(value).__name__}, where numbers, text, lists and names with values belong"
+                f"{what} holds a {type(value).__name__}, "
+                "where numbers, text, lists and names with values belong"
             )
 
 
@@ -154,7 +158,7 @@ def files_named(config: Any) -> list[str]:
 
 
 def without_weights(config: Any) -> Any:
-    """A model's configuration that names no file with weights to start from: a checkpoint holds all of them."""
+    """Returns a configuration without files of initial weights: a checkpoint holds all weights."""
     if isinstance(config, list | tuple):
         return [without_weights(value) for value in config]
     if not isinstance(config, dict):

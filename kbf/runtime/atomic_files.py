@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written under a temporary name, flushed to the disk, then moved into place."""
+"""Atomic writes: files are written under a temporary name, flushed, then moved into place."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 LOCK = ".lock"
-"""The file in a folder that says which process writes there (`locked`)."""
+"""The file in a folder that names the process that writes there (`locked`)."""
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path beside ``path`` to write to; it takes the place of ``path`` at the end, or vanishes on an error.
+    """Yields a temporary path to write to, which replaces ``path`` or is removed on errors.
 
     Whenever the process is killed or the power fails, ``path`` holds all of the old contents or all
     of the new. What a killed process leaves is a file whose name begins with its number; whoever
@@ -53,7 +53,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def flush(path: Path) -> None:
-    """Write a file, or the names in a folder, to the disk: until then a power failure may take it."""
+    """Flush a file, or the names in a folder, to the disk, so that it survives a power failure."""
     if path.is_dir() and os.name != "posix":  # only there are folders opened like files
         return
     descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
@@ -66,7 +66,7 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def scratch(directory: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary folder inside of ``directory``, gone at the end; what a killed process leaves, `sweep` removes."""
+    """Yields a temporary folder inside ``directory``; `sweep` removes those of killed processes."""
     there = Path(directory).is_dir()
     Path(directory).mkdir(parents=True, exist_ok=True)
     try:
@@ -81,7 +81,7 @@ def scratch(directory: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def sweep(directory: str | os.PathLike[str], name: str | None = None) -> None:
-    """Remove the temporary files and folders that killed processes have left in a folder (`replacing`, `scratch`).
+    """Remove the temporary files and folders of killed processes from a folder.
 
     ``name``: only those that were to become the file of this name.
     """
@@ -100,14 +100,14 @@ def sweep(directory: str | os.PathLike[str], name: str | None = None) -> None:
 
 
 def runs(process: int) -> bool:
-    """Whether there is a process of this number on this machine; True where the system does not say."""
+    """Whether a process of this number runs on this machine; True on systems other than POSIX."""
     if os.name != "posix":
         return True
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # somebody else's
+    except (OSError, OverflowError):  # a process of another user
         pass
     return True
 
@@ -140,7 +140,8 @@ def locked(directory: str | os.PathLike[str]) -> Iterator[None]:
             owner = file.read().strip() or "another process"
             file.close()
             raise ValueError(
-                f"{directory} is being written by {owner}: wait until it ends, or name another folder"
+                f"{directory} is being written by {owner}: wait until it ends, "
+                "or name another folder"
             ) from None
         except OSError:  # a file system without locks
             break

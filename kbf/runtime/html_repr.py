@@ -1,4 +1,4 @@
-"""What a notebook shows of data, filters and results: a small table, and curves, as HTML that needs nothing else."""
+"""HTML representations of data, filters and results for notebooks: a table and curves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH, HEIGHT = 420, 90
 MOST = 400
 """Steps of a curve that are drawn."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-"""Of the first components; Okabe and Ito's, which the colour-blind can tell apart."""
+"""Of the first components; Okabe and Ito's, which colour-blind readers can distinguish."""
 
 
 def table(title: str, rows: Iterable[tuple[str, object]]) -> str:
@@ -32,7 +32,10 @@ def table(title: str, rows: Iterable[tuple[str, object]]) -> str:
 
 
 def lines(series: Sequence[Sequence[float]], title: str) -> str:
-    """The first components of a series ``T d`` over time, as SVG; at most `MOST` steps. Gaps where values are not finite."""
+    """Returns the first components of a series ``T d`` over time as SVG, with gaps at NaN.
+
+    At most `MOST` steps are drawn.
+    """
     shown = series[:MOST]
     finite = [value for row in shown for value in row[: len(COLOURS)] if math.isfinite(value)]
     if len(shown) < 2 or not finite:
@@ -50,7 +53,9 @@ def lines(series: Sequence[Sequence[float]], title: str) -> str:
             move = "L"
         curves.append(f'<path d="{"".join(path)}" fill="none" stroke="{colour}"/>')
     what = f"{title}, {len(shown)} of {len(series)} steps, from {low:.3g} to {high:.3g}"
-    picture = f'<svg width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{html.escape(what)}">{"".join(curves)}</svg>'
+    size = f'width="{WIDTH}" height="{HEIGHT}"'
+    label = f'role="img" aria-label="{html.escape(what)}"'
+    picture = f"<svg {size} {label}>{''.join(curves)}</svg>"
     return f"<div>{picture}<br><small>{html.escape(what)}</small></div>"
 
 
@@ -58,8 +63,8 @@ def in_words(value: Any) -> str:
     """A number, a text, the shape of a tensor, how many recordings; of anything else its type.
 
     >>> import torch
-    >>> in_words(torch.zeros(300, 2)), in_words(torch.tensor([0.5, 2.0])), in_words(0.1), in_words([])
-    ('300 x 2 float32', '0.5, 2', '0.1', 'none')
+    >>> in_words(torch.zeros(300, 2)), in_words(torch.tensor([0.5, 2.0])), in_words([])
+    ('300 x 2 float32', '0.5, 2', 'none')
     """
     if isinstance(value, Tensor):
         if value.numel() <= 4:
@@ -74,7 +79,8 @@ def in_words(value: Any) -> str:
             return ", ".join(map(in_words, value)) or "none"
         steps = [len(each.states) for each in value if hasattr(each, "states")]
         what = f", {sum(steps)} steps" if steps else ""
-        return f"{len(value)} {'recording' if steps else type(value[0]).__name__}{'s' * (len(value) > 1)}{what}"
+        kind = "recording" if steps else type(value[0]).__name__
+        return f"{len(value)} {kind}{'s' * (len(value) > 1)}{what}"
     if isinstance(value, dict):
         return (
             ", ".join(f"{key} {in_words(each)}" for key, each in list(value.items())[:6]) or "none"

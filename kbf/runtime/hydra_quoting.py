@@ -1,4 +1,4 @@
-"""Words of the command line that name files: whatever is in a name, hydra and OmegaConf are to take it as it is."""
+"""Quoting of file names in Hydra overrides, so that Hydra and OmegaConf take them literally."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def as_text(text: str) -> str:
 
 
 def unquoted(word: str) -> str:
-    """The file that a word of the command line names: the inverse of `quoted`, and other words as they are."""
+    """Returns the file name of a word of the command line: the inverse of `quoted`."""
     if len(word) < 2 or word[0] != word[-1] or word[0] not in "'\"":
         return word
     text = re.sub(
@@ -46,7 +46,7 @@ def unquoted(word: str) -> str:
 
 
 def literal_path(word: str) -> str:
-    """``key=value`` with the value in quotes, if it names a file and has a sign in it that means something to hydra.
+    """Returns ``key=value`` with the value quoted if it names a file and has a special sign.
 
     Quotes that a person has written stay, and so does what is to be filled in
     (``run_dir=runs/${seed}``), unless there is a file of just this name.

@@ -1,7 +1,7 @@
-"""A configuration that is kept unresolved, to be filled in later with other sizes and seeds: what may be in it of a file.
+"""Unresolved configuration kept in a checkpoint, to be resolved later with other sizes and seeds.
 
 OmegaConf fills ``${data.d}`` in with another entry, and calls a resolver for ``${oc.env:HOME}``. In
-the recipe of a checkpoint, which is data from somebody, references to entries are followed and
+the recipe of a checkpoint, which is an untrusted file, references to entries are followed and
 everything else stays the text that it is. So `settled` fills resolvers in before a recipe is
 written, and `literal` quotes what a file brings.
 """
@@ -21,7 +21,7 @@ def calls(text: str) -> bool:
 
 
 def settled(raw: Any, resolved: Any) -> Any:
-    """The ``raw`` configuration with what is no mere reference replaced by what it is in the ``resolved`` one."""
+    """Returns the ``raw`` configuration with all but references resolved."""
     if isinstance(raw, dict):
         return {key: settled(value, resolved[key]) for key, value in raw.items()}
     if isinstance(raw, list):
@@ -30,7 +30,7 @@ def settled(raw: Any, resolved: Any) -> Any:
 
 
 def literal(config: Any) -> Any:
-    r"""A file's configuration in which OmegaConf will follow references to entries and nothing else.
+    r"""Returns a configuration in which OmegaConf follows references to entries alone.
 
     >>> literal({"a": "${data.d}", "b": "${oc.env:HOME}"})
     {'a': '${data.d}', 'b': '\\${oc.env:HOME}'}

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 LARGEST_MEMORY = 4 * 2**30
-"""Bytes that an object of an untrusted file may need. Shipped configurations need at most 0.45e9."""
+"""Bytes that an object of an untrusted file may need. Shipped configurations need 0.45e9."""
 BYTES_OF_A_ROW = 1024
 """For each of a count: 32 numbers in float64, and three copies while they are computed."""
 BYTES_OF_A_PIXEL = 32
@@ -49,7 +49,7 @@ def check_arguments(target: Callable[..., Any], arguments: dict[str, Any]) -> No
 
 
 def check_module(make: Callable[[], Any], copies: int = 1) -> None:
-    """Raise a ValueError if ``copies`` of the module of ``make`` need more than `LARGEST_MEMORY`."""
+    """Raise a ValueError if copies of the module of ``make`` need more than `LARGEST_MEMORY`."""
     with torch.device("meta"):
         module = make()
     if isinstance(module, nn.Module):

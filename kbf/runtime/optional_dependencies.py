@@ -1,4 +1,4 @@
-"""Packages that only some commands need: imported where they are used, and named with their extra where they cannot be."""
+"""Imports of optional packages, with an error that names the extra of kbf to install."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def need(module: str, extra: str, what: str) -> Any:
         what: what needs it, to begin the error with.
 
     Raises:
-        MissingPackageError: the package is not installed, or does not load; one line that says what to do.
+        MissingPackageError: the package is not installed, or does not load; the
+            message names what to install.
     """
     package = module.partition(".")[0]
     try:
@@ -27,7 +28,7 @@ def need(module: str, extra: str, what: str) -> Any:
         if importlib.util.find_spec(package) is None:
             raise MissingPackageError(missing(package, extra, what)) from error
         reason = f"it lacks {error.name}"
-    except Exception as error:  # a library that it cannot open, another package's version, ...: whatever its first lines raise
+    except Exception as error:  # whatever its first lines raise: a shared library, a version
         reason = " ".join(str(error).split())[:200] or type(error).__name__
     raise MissingPackageError(
         missing(package, extra, what, f"is installed but does not load ({reason})")
@@ -35,5 +36,5 @@ def need(module: str, extra: str, what: str) -> Any:
 
 
 def missing(package: str, extra: str, what: str, why: str = "is not installed") -> str:
-    """The line that says what lacks which package, why, and what to do."""
+    """Returns the message about a missing package: who needs it, why, what to install."""
     return f'{what} needs the package {package}, which {why}: pip install "kbf[{extra}]"'

@@ -1,4 +1,4 @@
-"""Files of tensors: written whole or not at all, read only if they are as large as they say."""
+"""Tensor files: atomic writes, and a check of the sizes of tensors after reading."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from torch import Tensor
 from kbf.runtime.atomic_files import replacing
 
 MOST_ENTRIES, MOST_COPIES = 100_000, 16
-"""Entries of a file, and times that all tensors together may be larger than it (some share their numbers), at most."""
+"""Most entries of a file, and most times that all tensors may exceed its size (storage is shared)."""
 
 
 def write_tensors(contents: Any, path: str | os.PathLike[str]) -> None:
-    """`torch.save` in one step. PyTorch gets an open file: of a name it would take but some signs, and put a part of it inside."""
+    """Write by `torch.save`, whole or not at all.
+
+    PyTorch gets an open file, since it would store a part of the file name.
+    """
     with replacing(path) as temporary, temporary.open("wb") as file:
         torch.save(contents, file)
 
 
 def check_tensors(contents: Any, size: int) -> None:
-    """Raise a ValueError unless every tensor in nested dicts and lists is a plain one, with as many numbers as it has entries.
+    """Raise a ValueError unless the tensors in nested dicts and lists are dense and fully stored.
 
-    A file of some bytes may hold a tensor that says it has 10^12 entries and repeats a single
+    A file of some bytes may hold a tensor of 10^12 entries that repeats a single
     number (stride 0): nothing that looks at all of them would come to an end.
 
     Args:
@@ -47,7 +50,7 @@ def check_tensors(contents: Any, size: int) -> None:
                 and not value.is_quantized
             )
             if not plain or value.is_meta or value.nbytes > value.untyped_storage().nbytes():
-                raise ValueError("it holds a tensor that is not as large as it says")
+                raise ValueError("it holds a tensor that is not fully stored")
             total += value.nbytes
     if total > MOST_COPIES * size:
         raise ValueError(f"its tensors are more than {MOST_COPIES} times as large as the file")

@@ -1,4 +1,7 @@
-"""Settings of a process that make small steps fast on a CPU. The commands use them; your own program may, once, at its start."""
+"""Thread and memory settings that make small steps fast on a CPU.
+
+The commands apply them; a program may do so once, at its start.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ A, B = TypeVar("A"), TypeVar("B")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Names of glibc's ``mallopt``."""
 CORES = torch.get_num_threads()
-"""Threads that a process has before anything changes their number: its cores, or ``OMP_NUM_THREADS``."""
+"""Threads at the start of the process: the number of its cores, or ``OMP_NUM_THREADS``."""
 
 
 def tune_process(threads: int | None = None) -> None:
@@ -47,7 +50,7 @@ def tune_process(threads: int | None = None) -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """A context, or a decorator, in which PyTorch has one thread: thousands of small products wait for each other otherwise."""
+    """Context or decorator with one thread in PyTorch: small products run faster so."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -57,7 +60,9 @@ def one_thread() -> Iterator[None]:
 
 
 def side_by_side(f: Callable[[A], B], items: Iterable[A]) -> list[B]:
-    """f of each item, in order, in threads on as many cores as this process has; a worker beside others goes one by one.
+    """Returns f of each item, in order, computed in one thread for each core of the process.
+
+    In a worker process the items are computed one by one.
 
     For long work in compiled code, which does not hold Python's interpreter. Ctrl-C does not wait
     for it.

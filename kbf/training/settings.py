@@ -36,7 +36,7 @@ class Training(NamedTuple):
         folds: contiguous chunks of the part to fit; a window is filtered by the memory without its
             chunk. With 1 there is no memory left, for models that use none.
         validation: share of the training part, its last steps or recordings, that is held out.
-            monitor: what of these says which epoch was best: mse, the error of the estimates, or
+            monitor: the metric that selects the best epoch: mse, the error of the estimates, or
             loss, what the net itself is trained on (a likelihood, for one). patience: epochs
             without a new best one after which to stop, None for never.
         lr_encoder: learning rate of an encoder inside the net; None for that of all else.
@@ -115,7 +115,7 @@ class EncodingSettings(NamedTuple):
         targets: states, or fourier: random Fourier features of them.
         fourier: how many of these, with the median bandwidth.
         augment: random transforms of the images (`kbf.images.augment.Augment`).
-        visible: numbers of the components of the state that an image tells, None for all: codes
+        visible: numbers of the components of the state that an image shows, None for all: encodings
             have these alone.
     """
 
@@ -166,7 +166,7 @@ def read_settings(
 
     Args:
         kind: a NamedTuple. config: its fields. name: what the part is called.
-        options: the words that a field may be. others: settings that stand beside these.
+        options: the words that a field may be. others: settings next to these.
 
     Raises:
         ValueError: unknown or missing settings, or a word that is no option.
