@@ -19,11 +19,11 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor
 
+from kbf.filters.gating import observe
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.update.nearest_draws import LocalUpdate
 from kbf.filters.kernel.update.rule import DenseUpdate, PrimalUpdate
-from kbf.filters.protocols import Filter, move
-from kbf.filters.rollout import observe, where
+from kbf.filters.protocols import Filter, move, where
 from kbf.filters.wrapper import innermost
 from kbf.recording import as_float
 from kbf.rkhs.linalg import evenly

@@ -15,7 +15,7 @@ from kbf.evaluation.scoring_rules import sample_energies
 from kbf.filters.protocols import Filter
 from kbf.filters.rollout import rollout
 from kbf.filters.smoothing import predict_ahead, smooth
-from kbf.filters.wrapper import CollectingCovariance
+from kbf.filters.wrapper import FilterWrapper
 from kbf.recording import Recording, as_float, pad
 from kbf.runtime import html_repr
 
@@ -116,6 +116,7 @@ def score(
             obs,
             mask=None if mask is None else mask.to(device),
             controls=None if batch.controls is None else batch.controls.to(device, dtype),
+            covariances=covariances,
             generator=generator,
             progress=progress,
             before=None if watch is None else partial(note, notes, watch, filter),
@@ -127,7 +128,7 @@ def score(
             if notes
             else None
         )
-        spread = run.diagnostics.pop(ScoredBelief.NAME, None)
+        spread = run.covariances
         energies = run.diagnostics.pop(ScoredBelief.ENERGY, None)
         for k, sequence in enumerate(group):
             steps = len(sequence.states)
@@ -147,7 +148,7 @@ def score(
     )
 
 
-class ScoredBelief(CollectingCovariance):
+class ScoredBelief(FilterWrapper):
     """A filter that has among its diagnostics the energy score of its weighted sample as well, given the states of a run."""
 
     ENERGY = "energy_score"
@@ -159,7 +160,7 @@ class ScoredBelief(CollectingCovariance):
         self.draws: torch.Generator = torch.Generator(states.device).manual_seed(seed)
 
     def diagnostics(self, state: Any) -> dict[str, Tensor]:
-        """Asked once a step: the filter's own, its covariance, and its energy score ``b``."""
+        """Those of the filter and the energy score ``b``; called once a step."""
         sample = self.weighted_sample(state)
         if (
             sample is None

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import math
 import re
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +25,9 @@ from torch import Tensor, nn
 from kbf import __version__
 from kbf.evaluation.calibration import Calibration
 from kbf.export import onnx_linalg
+from kbf.filters.compile import quietly
 from kbf.filters.ensemble import EnsembleFilter
+from kbf.filters.gating import GatedFilter, GatedState
 from kbf.filters.kernel.controlled_transition import ControlledDensity
 from kbf.filters.kernel.filter import KernelState
 from kbf.filters.kernel_monte_carlo.filter import LocalMemory
@@ -39,9 +38,7 @@ from kbf.filters.protocols import (
     allows_missing_sensors,
     control_components,
     covariance_of,
-    move,
 )
-from kbf.filters.rollout import FreshStart, observe, reinitialize_lost, update_rejection_count
 from kbf.filters.wrapper import FilterWrapper
 from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.runtime.atomic_files import replacing, write_json
@@ -52,8 +49,11 @@ TOLERANCE = 1e-5
 KEY = "kbf.json"
 """Where a program keeps what is to be known of it; in an ONNX file the metadata property ``kbf``."""
 
-MISSES = "misses"
-"""The leaf of a program's state that counts observations passed over in a row."""
+REJECTIONS = "rejections"
+"""Leaf of a program's state: the count of consecutive rejections."""
+
+EXPORTER_LOGGERS = ("onnxscript", "onnx_ir", "torch.onnx")
+"""Loggers with messages of the exporters about themselves."""
 
 aten = torch.ops.aten
 SPELT_OUT: dict[Any, Any] = {
@@ -79,25 +79,22 @@ class ExportedStep(nn.Module):
         self.filter: Any = filter
         self.calibration = calibration
         state: Any = filter.init(1)
-        self.kind, self.fields = type(state), [*state._fields, MISSES]
-        self.fresh = FreshStart(filter)
+        self.kind, self.fields = type(state), [*state._fields, REJECTIONS]
+        self.gate = GatedFilter(filter)
         self.spread: bool = covariance_of(filter, state) is not None
         self.controlled: int = control_components(filter)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """One step."""
         n = len(self.fields)
-        (*leaves, misses), (obs, seen, *control) = inputs[:n], inputs[n:]
-        acted = control[0] if control else None
-        predicted = move(self.filter, self.kind(*leaves), control=acted)
-        belief, rejected = observe(self.filter, predicted, obs, seen)
-        assert rejected is not None  # it is None only where nothing is masked
-        belief, rejected = reinitialize_lost(
-            self.filter, belief, rejected, obs, misses, self.fresh, mask=seen, control=acted
+        (*leaves, count), (obs, seen, *control) = inputs[:n], inputs[n:]
+        after = self.gate.step(
+            GatedState(self.kind(*leaves), count), obs, mask=seen, control=next(iter(control), None)
         )
-        counts = update_rejection_count(self.filter, misses, rejected, obs, seen)
-        assert counts is not None
-        state = (*belief, counts)
+        belief = after.inner
+        rejections = torch.zeros_like(count) if after.rejections is None else after.rejections
+        rejected = torch.zeros_like(seen) if after.rejected is None else after.rejected
+        state = (*belief, rejections)
         C = covariance_of(self.filter, belief)
         if C is None:
             return (*state, self.filter.estimate(belief), rejected)
@@ -188,7 +185,7 @@ def export(
         {"name": k, "shape": list(v.shape), "dtype": str(v.dtype).removeprefix("torch.")}
         for k, v in inputs.items()
     ]
-    with torch.no_grad(), quietly():
+    with torch.no_grad(), quietly(*EXPORTER_LOGGERS):
         known["outputs"] = [
             {
                 "name": name,
@@ -367,19 +364,3 @@ def compare(
 def first_line(error: Exception) -> str:
     """Of its text; of an error without one, its kind."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Without the exporters' remarks on themselves."""
-    others = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir", "torch.onnx")]
-    levels = [each.level for each in others]
-    for each in others:
-        each.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for each, level in zip(others, levels, strict=True):
-            each.setLevel(level)

@@ -1,4 +1,4 @@
-"""A filter made of several: they run beside each other, and the estimate is a weighted mean of theirs."""
+"""A weighted ensemble of filters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Generator, Tensor
 
+from kbf.filters.gating import MAX_CONSECUTIVE_REJECTIONS, GatedFilter, GatedState, observe
 from kbf.filters.protocols import (
     Backward,
     Filter,
@@ -20,20 +21,21 @@ from kbf.filters.protocols import (
     covariance_of,
     move,
     smoother_of,
+    where,
 )
-from kbf.filters.rollout import MAX_CONSECUTIVE_REJECTIONS, observe, update_rejection_count, where
 
 
 class EnsembleFilter:
-    """m = sum_k a_k m_k, with weights a_k of their own for each component of the state, and the covariance of the mixture.
+    """The mean m = sum_k a_k m_k of several filters, and the covariance of their mixture.
 
-    Each filter k enters as a law of mean m_k and covariance C_k (its own, or that of its errors on
-    held-out steps). With e_k = m_k - m the covariance is sum_k A_k (C_k + e_k e_k^T) A_k, A_k =
-    diag(a_k)^(1/2): wider where the filters disagree.
+    Each component of the state has weights a_k of its own. Member k enters as a distribution with
+    mean m_k and covariance C_k (its own, or that of its errors on held-out steps). With
+    e_k = m_k - m and A_k = diag(a_k)^(1/2) the covariance is sum_k A_k (C_k + e_k e_k^T) A_k, which
+    is larger where the members disagree.
 
-    The state is all of theirs, one behind the other, and how many observations each has passed over
-    in a row: after `kbf.filters.rollout.MAX_CONSECUTIVE_REJECTIONS` it begins anew. An observation
-    is impossible where it is for every one of them.
+    The state consists of the members' states and the consecutive rejections of each member. After
+    `kbf.filters.gating.MAX_CONSECUTIVE_REJECTIONS` a member is re-initialised at its next
+    prediction. An observation is rejected if every member rejects it.
     """
 
     def __init__(
@@ -42,19 +44,19 @@ class EnsembleFilter:
         weights: Float[Tensor, "m d"],
         spreads: Float[Tensor, "m d d"],
     ) -> None:
-        """The stack.
+        """The ensemble of given members.
 
         Args:
-            filters: by name, m of them.
+            filters: m members by name.
             weights: a_k, not negative, each column of sum 1.
-            spreads: covariances of their errors, for filters that give none.
+            spreads: covariances of the errors, for members without covariances.
         """
         self.filters, self.weights, self.spreads = filters, weights, spreads
         self.kinds = [type(each.init(1)) for each in filters.values()]
         names = [
             f"member{k}_{field}" for k, kind in enumerate(self.kinds) for field in kind._fields
         ]
-        self.kind: Any = namedtuple("StackState", [*names, "members_passed_over"])
+        self.kind: Any = namedtuple("EnsembleState", [*names, "rejections"])
         self.controlled = max(control_components(each) for each in filters.values())
         self.allow_missing_sensors = all(allows_missing_sensors(each) for each in filters.values())
 
@@ -66,12 +68,12 @@ class EnsembleFilter:
             first += len(kind._fields)
         return found
 
-    def joined(self, parts: list[Any], misses: Int[Tensor, "b m"]) -> Any:
+    def joined(self, parts: list[Any], rejections: Int[Tensor, "b m"]) -> Any:
         """The states of the filters as one."""
-        return self.kind(*(leaf for part in parts for leaf in part), misses)
+        return self.kind(*(leaf for part in parts for leaf in part), rejections)
 
     def init(self, batch: int, *, generator: Generator | None = None) -> Any:
-        """The start of each."""
+        """The initial states of the members."""
         none = torch.zeros(batch, len(self.filters), dtype=torch.long, device=self.weights.device)
         return self.joined(
             [each.init(batch, generator=generator) for each in self.filters.values()], none
@@ -84,41 +86,42 @@ class EnsembleFilter:
         control: Float[Tensor, "b k"] | None = None,
         generator: Generator | None = None,
     ) -> Any:
-        """Each moves; one that is lost, from its start."""
-        moved, lost = [], state.members_passed_over >= MAX_CONSECUTIVE_REJECTIONS
-        for k, (each, part) in enumerate(
-            zip(self.filters.values(), self.parts(state), strict=True)
-        ):
+        """Predict with each member; one that is lost starts from its initial state."""
+        moved, lost = [], state.rejections >= MAX_CONSECUTIVE_REJECTIONS
+        members = zip(self.filters.values(), self.parts(state), strict=True)
+        for k, (each, part) in enumerate(members):
             if bool(lost[:, k].any()):
                 part = where(lost[:, k], each.init(len(lost), generator=generator), part)
             moved.append(move(each, part, control=control, generator=generator))
-        return self.joined(moved, state.members_passed_over.masked_fill(lost, 0))
+        return self.joined(moved, state.rejections.masked_fill(lost, 0))
 
     def update(self, state: Any, obs: Shaped[Tensor, "b *x"]) -> Any:
-        """Each observes."""
+        """Update each member."""
         return self.observe(state, obs)[0]
 
     def observe(self, state: Any, obs: Shaped[Tensor, "b *x"]) -> tuple[Any, Bool[Tensor, " b"]]:
-        """Each observes, or passes over what is impossible for it; and for which sequences one of them did not."""
-        updated, misses = [], torch.zeros_like(state.members_passed_over)
-        for k, (each, part) in enumerate(
-            zip(self.filters.values(), self.parts(state), strict=True)
-        ):
-            after, passed = observe(each, part, obs, None)
-            updated.append(after)
-            found = update_rejection_count(each, state.members_passed_over[:, k], passed, obs)
-            misses[:, k] = 0 if found is None else found
-        return self.joined(updated, misses), (misses == 0).any(1)
+        """Update each member for which the observation is plausible; and ``b``, whether there is
+        any.
+        """
+        updated, rejections = [], torch.zeros_like(state.rejections)
+        members = zip(self.filters.values(), self.parts(state), strict=True)
+        for k, (each, part) in enumerate(members):
+            gate, before = GatedFilter(each), GatedState(part, state.rejections[:, k])
+            after = gate.resolve(before, *observe(each, part, obs), obs)
+            updated.append(after.inner)
+            if after.rejections is not None:
+                rejections[:, k] = after.rejections
+        return self.joined(updated, rejections), (rejections == 0).any(1)
 
     def smoother(self) -> Backward:
-        """One step back of each that has a smoother; what the others say stays as it is.
+        """One step back of each member with a smoother; the others keep their filtered state.
 
         Raises:
-            ValueError: none of them has one.
+            ValueError: no member has a smoother.
         """
         able = [isinstance(each, Smoothable) for each in self.filters.values()]
         if not any(able):
-            smoother_of(next(iter(self.filters.values())))  # which says so
+            smoother_of(next(iter(self.filters.values())))  # raises
         backs = [
             smoother_of(each) if yes else None
             for each, yes in zip(self.filters.values(), able, strict=True)
@@ -138,16 +141,14 @@ class EnsembleFilter:
             def observed(k: int, part: Any) -> Any:
                 """Part k after x_t."""
                 whole = [part if j == k else each for j, each in enumerate(before)]
-                return self.parts(
-                    now.observe(self.joined(whole, now.predicted.members_passed_over))
-                )[k]
+                return self.parts(now.observe(self.joined(whole, now.predicted.rejections)))[k]
 
             for k, (each, back) in enumerate(zip(self.filters.values(), backs, strict=True)):
                 if back is not None:
                     acted = control if control_components(each) else None
                     step = FilterStep(states[k], before[k], partial(observed, k))
                     states[k] = back(step, after[k], control=acted, generator=generator)
-            return self.joined(states, now.state.members_passed_over)
+            return self.joined(states, now.state.rejections)
 
         return step_back
 

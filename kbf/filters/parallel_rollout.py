@@ -1,11 +1,12 @@
-"""Ways through a sequence that are not one step after the other, for filters that have one (`ParallelInTime`, `FadingMemory`).
+"""Parallel-in-time evaluation by associative scans, for filters that support it.
 
-`kbf.filters.rollout.rollout` tries them. A step of a small filter costs what its dozens of calls
-cost, whatever the size of the batch; so a sequence is cut into blocks, and the blocks are filtered
-side by side.
+Two ways, both with the results of the loop up to rounding: a filter with a closed-form recursion
+computes all its states (`kbf.filters.protocols.ParallelInTime`), and the steps of a filter with a
+fading memory (`kbf.filters.protocols.FadingMemory`) are divided into blocks that are filtered as
+one batch. A step of a small filter costs about the same for any size of the batch.
 
 References: Gander (2015) for methods that are parallel in time; Atar and Zeitouni (1997) for how
-filters forget.
+filters forget their initial state.
 """
 
 from __future__ import annotations
@@ -17,48 +18,39 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kbf.filters.protocols import FadingMemory, Filter, ParallelInTime, diagnostics_of, offers
+from kbf.filters.gating import GatedState
+from kbf.filters.protocols import (
+    FadingMemory,
+    Filter,
+    ParallelInTime,
+    covariance_of,
+    diagnostics_of,
+    offers,
+)
 from kbf.filters.wrapper import innermost
 from kbf.rkhs.linalg import NotPositiveDefiniteError
-from kbf.runtime import html_repr
 
-NUMBERS = 2**21
-"""In the states that are held at a time."""
-IMAGES = 16
-"""Numbers that an encoder of images makes of one pixel, about: they count as well."""
-ROWS = 1280
-"""Blocks side by side: with more of them a step costs more than its calls."""
-FEWEST = 4
-"""Blocks of a sequence for which cutting it is worth its while."""
+MAX_HELD_NUMBERS = 2**21
+"""Numbers in the states and observations that are held in memory at a time."""
+NUMBERS_PER_PIXEL = 16
+"""Approximate numbers that an encoder of images holds for each pixel."""
+MAX_BLOCKS = 1280
+"""Blocks in one batch; with more of them a step costs more than its calls."""
+MIN_BLOCKS = 4
+"""Blocks of a recording below which the division into blocks is not faster."""
 ROUNDING = 256
-"""Units in the last place that two states may be apart and still be the same."""
-
-
-class Rollout(NamedTuple):
-    """What the loop returns: estimates ``b T d``, the last state, and diagnostics by name, each ``b T``."""
-
-    estimates: Tensor
-    state: Any
-    diagnostics: dict[str, Tensor]
-
-    def __repr__(self) -> str:
-        return html_repr.described("Rollout", self._asdict())
-
-    def _repr_html_(self) -> str:
-        return html_repr.page(
-            "Rollout", self._asdict(), self.estimates[0], "estimates of the first recording"
-        )
+"""Units in the last place by which two states may differ and count as equal."""
 
 
 class Inputs(NamedTuple):
-    """What goes into a filter: obs ``b T *x``, mask ``b T`` or None, controls ``b T k`` or None."""
+    """Inputs of a filter: obs ``b T *x``, mask ``b T`` or None, controls ``b T k`` or None."""
 
     obs: Tensor
     mask: Tensor | None = None
     controls: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Inputs:
-        """The same change of all that there are."""
+        """Applies a function to all that are given."""
         return Inputs(*[None if part is None else change(part) for part in self])  # pyright: ignore[reportArgumentType]
 
     def during(self, begin: int, end: int | None = None) -> Inputs:
@@ -66,138 +58,156 @@ class Inputs(NamedTuple):
         return self.each(lambda part: part[:, begin:end])
 
 
-Walk = Callable[[Any, Inputs], Rollout]
+class Steps(NamedTuple):
+    """Results of consecutive steps: ``b T ...`` by name, and the state after the last of them."""
+
+    series: dict[str, Tensor]
+    state: GatedState
+
+    @property
+    def length(self) -> int:
+        """The number of steps."""
+        return self.series["estimates"].shape[1]
+
+
+Walk = Callable[[GatedState, Inputs], Steps]
 """The loop, one step after the other: from a state through inputs."""
 
 
-def at_once(filter: Filter[Any], walk: Walk, state: Any, inputs: Inputs) -> Rollout | None:
-    """As many of the steps as can be done without one after the other; None for none of them."""
+def outputs_of(filter: Filter[Any], state: Any, covariances: bool) -> dict[str, Tensor]:
+    """What is recorded of a state: the estimate, on request its covariance, and the diagnostics."""
+    found = {"estimates": filter.estimate(state)}
+    covariance = covariance_of(filter, state) if covariances else None
+    if covariance is not None:
+        found["covariances"] = covariance
+    return found | diagnostics_of(filter, state)
+
+
+def rollout_parallel(
+    filter: Filter[Any], walk: Walk, state: Any, inputs: Inputs, covariances: bool = False
+) -> Steps | None:
+    """The first steps, as many as can be evaluated in parallel; None for none of them."""
     kind = type(innermost(filter, inputs.obs[:, 0])[0])
     if offers(kind, ParallelInTime) and inputs.mask is None and inputs.controls is None:
-        return recursively(filter, state, inputs.obs)
+        return recursively(filter, state, inputs.obs, covariances)
     try:
         return in_blocks(filter, walk, state, inputs) if offers(kind, FadingMemory) else None
-    except (
-        NotPositiveDefiniteError
-    ):  # the start of a block is a guess first, which the filter itself might never come to
+    except NotPositiveDefiniteError:  # a guessed initial state, which the loop may never reach
         return None
 
 
-def recursively(filter: Filter[Any], state: Any, obs: Tensor) -> Rollout | None:
-    """All steps until before the first observation that is impossible, in pieces whose states are no burden to the memory."""
-    parts: list[Rollout] = []
-    for x in obs.split(
-        max(1, NUMBERS // (sum(leaf.numel() for leaf in state) + IMAGES * obs[:, 0].numel())), 1
-    ):
-        part = one_piece(filter, state, x)
+def recursively(filter: Filter[Any], state: Any, obs: Tensor, covariances: bool) -> Steps | None:
+    """All steps before the first rejected observation, in pieces that bound the memory."""
+    numbers = sum(leaf.numel() for leaf in state) + NUMBERS_PER_PIXEL * obs[:, 0].numel()
+    parts: list[Steps] = []
+    for x in obs.split(max(1, MAX_HELD_NUMBERS // numbers), 1):
+        part = one_piece(filter, state, x, covariances)
         if part is None:
             break
-        parts, state = [*parts, part], part.state
-        if part.estimates.shape[1] < x.shape[1]:
+        parts, state = [*parts, part], part.state.inner
+        if part.length < x.shape[1]:
             break
     return joined(parts) if parts else None
 
 
-def one_piece(filter: Filter[Any], state: Any, obs: Tensor) -> Rollout | None:
-    """All steps until before the first observation that is impossible."""
+def one_piece(filter: Filter[Any], state: Any, obs: Tensor, covariances: bool) -> Steps | None:
+    """All steps before the first rejected observation."""
     inner, x = innermost(filter, obs.flatten(0, 1))
     found = cast(ParallelInTime, inner).recursion(state, x.unflatten(0, obs.shape[:2]))
     if found is None:
         return None
-    states, possible = found
-    T = int(possible.all(0).long().cumprod(0).sum())
+    states, plausible = found
+    T = int(plausible.all(0).long().cumprod(0).sum())
     if T == 0:
         return None
     states = with_leaves(states, lambda leaf: leaf[:, :T])
-    each = [
-        with_leaves(states, itemgetter(k)) for k in range(len(obs))
-    ]  # its times are a batch; to flatten both would copy
-    estimates = torch.stack([filter.estimate(one) for one in each])
-    ratio_dim = [diagnostics_of(filter, one) for one in each]
-    diagnostics = {name: torch.stack([one[name] for one in ratio_dim]) for name in ratio_dim[0]}
-    diagnostics["rejected"] = estimates.new_zeros(estimates.shape[:2])
-    return Rollout(estimates, with_leaves(states, lambda leaf: leaf[:, -1].clone()), diagnostics)
+    rows = [  # the times of one recording serve as a batch; to flatten both would copy
+        outputs_of(filter, with_leaves(states, itemgetter(k)), covariances) for k in range(len(obs))
+    ]
+    series = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    series["rejected"] = series["estimates"].new_zeros(len(obs), T)
+    return Steps(series, GatedState(with_leaves(states, lambda leaf: leaf[:, -1].clone())))
 
 
-def joined(parts: list[Rollout]) -> Rollout:
-    """One after the other."""
+def joined(parts: list[Steps]) -> Steps:
+    """Consecutive parts as one."""
     if len(parts) == 1:
         return parts[0]
-    diagnostics = {
-        name: torch.cat([part.diagnostics[name] for part in parts], 1)
-        for name in parts[0].diagnostics
-    }
-    return Rollout(torch.cat([part.estimates for part in parts], 1), parts[-1].state, diagnostics)
+    names = parts[0].series
+    series = {name: torch.cat([part.series[name] for part in parts], 1) for name in names}
+    return Steps(series, parts[-1].state)
 
 
-def in_blocks(filter: Filter[Any], walk: Walk, state: Any, inputs: Inputs) -> Rollout | None:
-    """Cut the steps into blocks of equal lengths and filter these side by side, from where each of them starts.
+def in_blocks(filter: Filter[Any], walk: Walk, state: Any, inputs: Inputs) -> Steps | None:
+    """Divides the steps into blocks of equal lengths and filters these as one batch.
 
-    That is guessed first: it is where the steps before lead to from the filter's own start. After a
-    sweep through all blocks the end of each is the start of the next, and those that started from
-    elsewhere are filtered again, until none did. What is left is the loop's own result. The last
-    few steps, which fill no block, are not done.
+    The initial state of a block is guessed first: it is the state that the steps before the block
+    lead to from the filter's own initial state. After a sweep through all blocks the last state of
+    each is the initial state of the next, and the blocks that started from another state (or
+    another count of rejections) are filtered again, until none did. The result is that of the
+    loop. The last steps, which fill no block, are not evaluated.
     """
     reach = cast(FadingMemory, innermost(filter, inputs.obs[:, 0])[0]).forgets()
     batch, steps = inputs.obs.shape[:2]
-    count = min(steps // reach, ROWS // batch)
-    if count < FEWEST:
+    count = min(steps // reach, MAX_BLOCKS // batch)
+    if count < MIN_BLOCKS:
         return None
     n = steps // count
     blocks = inputs.during(0, count * n).each(
         lambda part: part.unflatten(1, (count, n)).flatten(0, 1)
     )
 
-    def handed_on(ends: Any) -> Any:
-        """Where the blocks start, from where they end."""
-        return type(state)(
-            *[
-                torch.cat([a[:, None], b.unflatten(0, (batch, count))[:, :-1]], 1).flatten(0, 1)
-                for a, b in zip(state, ends, strict=True)
-            ]
-        )
+    def nested(leaves: list[Tensor]) -> GatedState:
+        return GatedState(type(state)(*leaves[:-1]), leaves[-1])
 
-    starts = handed_on(walk(filter.init(batch * count), blocks.during(n - reach)).state)
-    found, rows = walk(starts, blocks), 0
+    def initial(ends: list[Tensor]) -> list[Tensor]:
+        """Initial states of the blocks, given their last states."""
+        return [
+            torch.cat([a[:, None], b.unflatten(0, (batch, count))[:, :-1]], 1).flatten(0, 1)
+            for a, b in zip(leaves_of(GatedState(state)), ends, strict=True)
+        ]
+
+    guessed = walk(GatedState(filter.init(batch * count)), blocks.during(n - reach)).state
+    starts = initial(leaves_of(guessed))
+    found = walk(nested(starts), blocks)
+    ends, rows = leaves_of(found.state), 0
     while True:
-        following = handed_on(found.state)
-        again = apart(starts, following).nonzero()[:, 0]
-        rows += len(again)
+        following = initial(ends)
+        again = differ(starts, following).nonzero()[:, 0]
         if len(again) == 0:
-            return found_in_blocks(found, batch)
+            break
+        rows += len(again)
         if rows > 2 * batch * count:  # a filter that does not forget: the loop is no slower
             return None
-        new = with_leaves(following, itemgetter(again))
-        part = walk(new, blocks.each(itemgetter(again)))
-        pairs = zip(parts_of(found, starts), parts_of(part, new), strict=True)
-        for whole, rewritten in pairs:
-            whole[again] = rewritten
-
-
-def parts_of(found: Rollout, starts: Any) -> list[Tensor]:
-    """All tensors of a sweep, each with the blocks in front."""
-    return [found.estimates, *found.state, *found.diagnostics.values(), *starts]
-
-
-def found_in_blocks(found: Rollout, batch: int) -> Rollout:
-    """The blocks of each sequence, one after the other."""
-    diagnostics = {
+        new = [leaf[again] for leaf in following]
+        part = walk(nested(new), blocks.each(itemgetter(again)))
+        rewritten = [*part.series.values(), *leaves_of(part.state), *new]
+        for whole, rows_of in zip([*found.series.values(), *ends, *starts], rewritten, strict=True):
+            whole[again] = rows_of
+    series = {
         name: values.unflatten(0, (batch, -1)).flatten(1, 2)
-        for name, values in found.diagnostics.items()
+        for name, values in found.series.items()
     }
-    last = with_leaves(found.state, lambda leaf: leaf.unflatten(0, (batch, -1))[:, -1])
-    return Rollout(found.estimates.unflatten(0, (batch, -1)).flatten(1, 2), last, diagnostics)
+    return Steps(series, nested([leaf.unflatten(0, (batch, -1))[:, -1] for leaf in ends]))
 
 
-def apart(a: Any, b: Any) -> Tensor:
-    """``b``, whether two states differ by more than rounding, in any of their parts, or hold NaN."""
+def leaves_of(state: GatedState) -> list[Tensor]:
+    """All tensors of a state, the count of rejections last."""
+    leaves, count = list(state.inner), state.rejections
+    zero = torch.zeros(len(leaves[0]), dtype=torch.long, device=leaves[0].device)
+    return [*leaves, zero if count is None else count]
+
+
+def differ(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    """``b``, whether two states differ by more than rounding in any of their leaves, or hold NaN."""
     near = []
     for u, v in zip(a, b, strict=True):
-        size = ROUNDING * torch.finfo(u.dtype).eps * v.abs().flatten(1).amax(1)
-        near.append((u - v).abs().flatten(1).amax(1) <= size)
+        unit = torch.finfo(u.dtype).eps if u.is_floating_point() else 0
+        gap, size = (x.abs().reshape(len(x), -1).amax(1) for x in (u - v, v))
+        near.append(gap <= ROUNDING * unit * size)
     return ~torch.stack(near).all(0)
 
 
 def with_leaves(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The state with the same change of each part."""
+    """The state with a function applied to each leaf."""
     return type(state)(*[change(leaf) for leaf in state])

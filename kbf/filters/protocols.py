@@ -11,7 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
 from kbf.recording import Recording, check_finite
@@ -46,7 +47,7 @@ Backward = Callable[..., Any]
 """One step back in time, (`FilterStep` at t, smoothed state at t + 1, *, control=None, generator=None) -> smoothed state at t. The
 control ``b k`` is that of the move from t to t + 1."""
 
-UpdateHook = Callable[[Any, Tensor, Tensor | None], None]
+UpdateHook = Callable[[Any, Any, Tensor | None], None]
 """What looks at a step before the update: (predicted state, x_t, mask ``b`` or None)."""
 
 
@@ -119,6 +120,19 @@ class WithCovariance(Protocol):
 
     def covariance(self, state: Any) -> Tensor | None:
         """The covariance of the state, ``b d d``; None from a wrapper around a filter without one."""
+        ...
+
+
+@runtime_checkable
+class WithLogLikelihood(Protocol):
+    """A filter with a density of its observations."""
+
+    def log_likelihood(self, state: Any, obs: Tensor) -> Tensor | None:
+        """log p(x_t | x_1, ..., x_{t-1}), ``b``, given the predicted state and x_t.
+
+        None if the density is known up to a constant only, or from a wrapper around a filter
+        without one.
+        """
         ...
 
 
@@ -282,6 +296,15 @@ def covariance_of(filter: Filter[Any], state: Any) -> Tensor | None:
     )
 
 
+def log_likelihood_of(filter: Filter[Any], state: Any, obs: Tensor) -> Tensor | None:
+    """log p(x_t | x_1, ..., x_{t-1}), ``b``, given the predicted state; None for a filter without a density."""
+    return (
+        cast(WithLogLikelihood, filter).log_likelihood(state, obs)
+        if offers(type(filter), WithLogLikelihood)
+        else None
+    )
+
+
 def sample_of(filter: Filter[Any], state: Any) -> tuple[Tensor, Tensor] | None:
     """The weighted sample that the filter believes in: points ``b n d``, weights ``b n``; None for a filter of moments."""
     return (
@@ -323,6 +346,14 @@ def move(
     if control is None:
         return filter.predict(state, generator=generator)
     return cast(Any, filter).predict(state, control=control, generator=generator)
+
+
+def where(mask: Bool[Tensor, " b"], a: S, b: S) -> S:
+    """The state of each track from ``a`` where the mask is True, from ``b`` elsewhere."""
+    pick = [
+        torch.where(mask.reshape(-1, *[1] * (u.ndim - 1)), u, v) for u, v in zip(a, b, strict=True)
+    ]
+    return cast(S, type(a)(*pick))
 
 
 def smoother_of(filter: Filter[Any]) -> Backward:

@@ -167,6 +167,13 @@ class ScaledFilter(FilterWrapper):
         inner = covariance_of(self.inner, state)
         return None if inner is None else self.scaling.covariances(inner)
 
+    def log_likelihood(self, state: Any, obs: Shaped[Tensor, "b *x"]) -> Tensor | None:
+        """Of the observation in the units of the data, ``b``; None if the inner filter has none."""
+        density = super().log_likelihood(state, obs)
+        if density is None or len(self.scaling.x_scale) == 0:
+            return density
+        return density - (obs.isfinite() * self.scaling.x_scale.log()).sum(-1)
+
     def weighted_sample(self, state: Any) -> tuple[Tensor, Tensor] | None:
         """In the units of the data, ``b n d`` float64 and ``b n``; None if the inner filter has none."""
         inner = sample_of(self.inner, state)

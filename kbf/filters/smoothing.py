@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor
 
+from kbf.filters.gating import observe
 from kbf.filters.protocols import Backward, Filter, FilterStep, covariance_of, move, smoother_of
-from kbf.filters.rollout import observe, rollout
+from kbf.filters.rollout import rollout
 from kbf.recording import Array, tensor_of
 from kbf.runtime import html_repr
 

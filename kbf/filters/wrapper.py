@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import Shaped
@@ -16,6 +15,7 @@ from kbf.filters.protocols import (
     control_components,
     covariance_of,
     diagnostics_of,
+    log_likelihood_of,
     move,
     sample_of,
     smoother_of,
@@ -69,13 +69,6 @@ class FilterWrapper(ShownModule):
         """Observe."""
         return self.inner.update(state, self.observed(obs))
 
-    @property
-    def step(self) -> Callable[[Any, Tensor], Any]:
-        """The inner filter's predict and update in one; an AttributeError (no such method) if it has none."""
-        inner: Any = self.inner
-        both = inner.step
-        return lambda state, obs: both(state, self.observed(obs))
-
     def estimate(self, state: Any) -> Tensor:
         """The inner filter's, ``b d``."""
         return self.inner.estimate(state)
@@ -87,6 +80,10 @@ class FilterWrapper(ShownModule):
     def covariance(self, state: Any) -> Tensor | None:
         """The inner filter's, ``b d d``; None if it has none."""
         return covariance_of(self.inner, state)
+
+    def log_likelihood(self, state: Any, obs: Shaped[Tensor, "b *x"]) -> Tensor | None:
+        """The inner filter's, ``b``; None if it has none."""
+        return log_likelihood_of(self.inner, state, self.observed(obs))
 
     def weighted_sample(self, state: Any) -> tuple[Tensor, Tensor] | None:
         """The inner filter's, ``b n d`` and ``b n``; None if it has none."""
@@ -111,17 +108,6 @@ class FilterWrapper(ShownModule):
             )
 
         return step_back
-
-
-class CollectingCovariance(FilterWrapper):
-    """A filter that has its ``covariance`` among its diagnostics, where the loop collects it."""
-
-    NAME = "covariance"
-
-    def diagnostics(self, state: Any) -> dict[str, Tensor]:
-        """The filter's own, and its covariance ``b d d`` if it has one."""
-        spread = self.covariance(state)
-        return super().diagnostics(state) | ({} if spread is None else {self.NAME: spread})
 
 
 def innermost(filter: Filter[Any], obs: Shaped[Tensor, "b *x"]) -> tuple[Filter[Any], Tensor]:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from kbf import __version__
 from kbf.evaluation.alarms import Monitor
 from kbf.evaluation.calibration import Calibration
+from kbf.filters.gating import observe
 from kbf.filters.protocols import Filter, control_components, move
-from kbf.filters.rollout import observe
 from kbf.recording import Recording, control_width
 from kbf.runtime import html_repr
 from kbf.runtime.allowlist import check_plain, without_weights

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kbf.filters.compile import compile_step
 from kbf.filters.kernel.filter import KernelBayesFilter
-from kbf.filters.online import compile_step
 from kbf.filters.rollout import rollout, step
 from kbf.plots.charts import Figure, curves
 from studies.benchmarks.base import Claim, Row, Settings, Tell, alternate, largest

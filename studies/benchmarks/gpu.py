@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import kbf
 from kbf.data.pendulum_rkn import PendulumRKN
+from kbf.filters.compile import Step, compile_step
 from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.kbf import KBF
@@ -37,7 +38,6 @@ from kbf.filters.neural.backprop_kf import BackpropKF
 from kbf.filters.neural.gru import GRUFilter
 from kbf.filters.neural.lstm import LSTMFilter
 from kbf.filters.neural.rkn import RKNFilter
-from kbf.filters.online import Step, compile_step
 from kbf.filters.protocols import Filter
 from kbf.filters.regression.kernel_ridge import FrameRegression
 from kbf.filters.rollout import rollout

@@ -112,7 +112,10 @@ def test_an_impossible_observation_is_passed_over_and_counted(application):
     _, wild = ask(application, {"obs": [1e30, -1e30], "state": before["state"]})
     _, none = ask(application, {"obs": None, "state": before["state"]})
     assert (before["rejected"], wild["rejected"], none["rejected"]) == (False, True, False)
-    assert (wild["state"].pop("state_misses"), none["state"].pop("state_misses")) == ([1], [0])
+    assert (wild["state"].pop("state_rejections"), none["state"].pop("state_rejections")) == (
+        [1],
+        [0],
+    )
     assert wild["state"] == none["state"] and wild["estimate"] == none["estimate"]
     health = ask(application, b"", "/health", "GET")[1]
     assert (health["steps"], health["rejected"], health["refused"]) == (3, 1, 0)

@@ -182,21 +182,24 @@ def test_onnx_runs_without_us(tmp_path):
     written(filter, tmp_path / "step.onnx", "onnx", about={"model": "mine"})
     session = onnxruntime.InferenceSession(str(tmp_path / "step.onnx"))
     about = json.loads(session.get_modelmeta().custom_metadata_map["kbf"])
-    assert about["model"] == "mine" and about["initial"].keys() == {"state_weights", "state_misses"}
+    assert about["model"] == "mine" and about["initial"].keys() == {
+        "state_weights",
+        "state_rejections",
+    }
     assert [entry.name for entry in session.get_inputs()] == [
         entry["name"] for entry in about["inputs"]
     ]
     mask = torch.arange(20) % 3 != 1
-    weights, misses, found, spreads = (
+    weights, rejections, found, spreads = (
         *(np.array(value) for value in about["initial"].values()),
         [],
         [],
     )
     for t in range(20):
         seen = {"obs": obs[t : t + 1].numpy(), "seen": mask[t : t + 1].numpy()}
-        given = {"state_weights": weights, "state_misses": misses, **seen}
-        weights, misses, estimate, covariance = session.run(
-            ["next_weights", "next_misses", "estimate", "covariance"], given
+        given = {"state_weights": weights, "state_rejections": rejections, **seen}
+        weights, rejections, estimate, covariance = session.run(
+            ["next_weights", "next_rejections", "estimate", "covariance"], given
         )
         found.append(torch.from_numpy(estimate[0]))
         spreads.append(torch.from_numpy(covariance[0]))

@@ -38,11 +38,11 @@ from kbf.filters.particle.learned import (
     ObservationParticleFilter,
     PixelParticleFilter,
 )
-from kbf.filters.protocols import Filter, FilterModel
+from kbf.filters.protocols import Filter, FilterModel, where
 from kbf.filters.regression.boosting import WindowBoosting
 from kbf.filters.regression.kernel_ridge import FrameRegression
 from kbf.filters.regression.window import MeanModel, WindowRidge
-from kbf.filters.rollout import rollout, step, where
+from kbf.filters.rollout import rollout, step
 from kbf.filters.state_io import load_state, save_state
 from kbf.recording import Recording
 from kbf.ssm import StateSpaceModel, rotate, simulate

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kbf.export.step import ExportedStep
 from kbf.filters.ensemble import EnsembleFilter
+from kbf.filters.gating import MAX_CONSECUTIVE_REJECTIONS
 from kbf.filters.gaussian.ekf import EKF
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
 from kbf.filters.gaussian.learned_kalman import LearnedKalman
@@ -21,11 +22,10 @@ from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
 from kbf.filters.online import OnlineFilter
-from kbf.filters.parallel_rollout import Inputs, Rollout
 from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.regression.window import WindowRidge
-from kbf.filters.rollout import MAX_CONSECUTIVE_REJECTIONS, misses_at, rollout
+from kbf.filters.rollout import Rollout, rollout
 from kbf.recording import Recording
 from kbf.ssm import StateSpaceModel, rotation, simulate
 
@@ -210,7 +210,7 @@ def test_an_exported_step_does_the_same():
     for x in test.obs:
         *state, estimate, _, passed = step(*state, x[None], torch.ones(1, dtype=torch.bool))
         found.append(estimate)
-    assert step.fields[-1] == "misses" and not bool(passed)
+    assert step.fields[-1] == "rejections" and not bool(passed)
     torch.testing.assert_close(torch.cat(found), run(filter, test.obs).estimates[0])
 
 
@@ -225,17 +225,3 @@ def test_a_member_of_a_stack_begins_anew():
     torch.testing.assert_close(
         found.estimates[0].float(), run(kbf, test.obs).estimates[0], rtol=1e-4, atol=1e-4
     )
-
-
-def test_misses_are_counted_by_a_loop():
-    g = torch.Generator().manual_seed(0)
-    passed, seen = torch.rand(3, 40, generator=g) < 0.6, torch.rand(3, 40, generator=g) < 0.7
-    passed &= seen
-    obs = torch.zeros(3, 40, 1, dtype=F64)
-    run = Rollout(torch.zeros(3, 40, 1), None, {"rejected": passed.double()})
-    found = misses_at(filter_of("kalman"), run, Inputs(obs, seen))
-    for b in range(3):
-        count = 0
-        for t in range(40):
-            count = count + 1 if passed[b, t] else 0 if seen[b, t] else count
-            assert int(found[b, t]) == count

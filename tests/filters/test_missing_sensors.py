@@ -25,7 +25,6 @@ from kbf.filters.regression.boosting import WindowBoosting
 from kbf.filters.regression.window import MeanModel, WindowRidge
 from kbf.filters.rollout import rollout
 from kbf.filters.selection.auto import ModelSelection
-from kbf.filters.wrapper import CollectingCovariance
 from kbf.recording import Recording
 from kbf.ssm import StateSpaceModel, simulate
 
@@ -98,8 +97,9 @@ def small() -> dict[str, Any]:
 def run(filter, sequence: Recording):
     g = torch.Generator().manual_seed(0)
     return rollout(
-        CollectingCovariance(filter),
+        filter,
         sequence.obs[None],
+        covariances=True,
         mask=None if sequence.mask is None else sequence.mask[None],
         generator=g,
     )
@@ -116,7 +116,7 @@ def covered(filter, sequence: Recording) -> float:
     found = run(filter, sequence)
     left, C = (
         found.estimates[0].double() - sequence.states,
-        found.diagnostics["covariance"][0].double(),
+        found.covariances[0].double(),
     )
     return float(
         ((left[:, None] @ torch.linalg.solve(C, left[..., None]))[:, 0, 0] < 5.991).double().mean()

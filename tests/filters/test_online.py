@@ -12,9 +12,10 @@ import sys
 import pytest
 import torch
 
+from kbf.filters.compile import compile_step
 from kbf.filters.gaussian.ekf import EKF
 from kbf.filters.kernel.kbf import KBF
-from kbf.filters.online import OnlineFilter, compile_step
+from kbf.filters.online import OnlineFilter
 from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.filters.rollout import rollout
 from kbf.runtime.threads import tune_process
@@ -174,7 +175,7 @@ def test_a_compiled_batch_takes_an_example_of_any_strides():
 
 WHOLE = """
 import torch
-from kbf.filters.online import Step
+from kbf.filters.compile import Step
 from kbf.filters.kernel.kbf import KBF
 from kbf.recording import Recording
 
@@ -204,7 +205,7 @@ def test_a_step_is_one_graph(normalise):
 RECORDED = (
     WHOLE.partition("whole =")[0]
     + """
-from kbf.filters.online import recorded
+from kbf.filters.compile import recorded
 state, obs = filter.init(3), z[:3]
 fast, now = recorded(Step(filter), (*state, obs)), tuple(state)
 for t in range(4):

@@ -100,14 +100,14 @@ def assert_same(found: Rollout, truth: Rollout, tol: float = 1e-10) -> None:
 def done(monkeypatch) -> list[int]:
     """How many steps each rollout did at once; 0 for none."""
     steps: list[int] = []
-    whole = parallel_rollout.at_once
+    whole = parallel_rollout.rollout_parallel
 
-    def spied(*args: Any) -> Rollout | None:
+    def spied(*args: Any) -> parallel_rollout.Steps | None:
         found = whole(*args)
-        steps.append(0 if found is None else found.estimates.shape[1])
+        steps.append(0 if found is None else found.length)
         return found
 
-    monkeypatch.setattr("kbf.filters.rollout.at_once", spied)
+    monkeypatch.setattr("kbf.filters.rollout.rollout_parallel", spied)
     return steps
 
 

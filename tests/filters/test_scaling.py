@@ -9,8 +9,9 @@ import torch
 from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.particle.learned import LearnedParticleFilter
+from kbf.filters.protocols import where
 from kbf.filters.regression.kernel_ridge import FrameRegression
-from kbf.filters.rollout import rollout, step, where
+from kbf.filters.rollout import rollout, step
 from kbf.filters.scaling import ScaledFilter, Scaling, spread
 from kbf.filters.state_io import load_state, save_state
 from kbf.recording import Recording

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from kbf.densities.ratio import RatioDensity, StateDensity, encoding_width, read_encoding
 from kbf.filters.gaussian.kalman import KalmanFilter
 from kbf.filters.gaussian.learned_kalman import LearnedKalman
-from kbf.filters.rollout import rollout, step, where
+from kbf.filters.protocols import where
+from kbf.filters.rollout import rollout, step
 from kbf.images.encoders import CNN
 from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.manifolds import CIRCLE, FLAT

@@ -16,8 +16,7 @@ from kbf.data.files.column_schema import ColumnSchema
 from kbf.evaluation.alarms import WINDOW, Monitor, running_median
 from kbf.evaluation.calibration import Calibration
 from kbf.filters.online import OnlineFilter
-from kbf.filters.protocols import covariance_of, diagnostics_of, move
-from kbf.filters.rollout import observe
+from kbf.filters.protocols import covariance_of, diagnostics_of
 from kbf.training.checkpoint import Trained
 
 Values = dict[str, float | int | str | None]
@@ -120,19 +119,10 @@ class OnlineEstimator:
         And how many observations had been passed over before each row.
         """
         live, predicted, updated, rejected = self.live, [], [], []
+        collect = None if self.monitor is None else lambda state, *_: predicted.append(state)
         for row in rows:
             rejected.append(live.rejected)
-            if self.monitor is not None:
-                predicted.append(
-                    move(self.filter, live.state, control=row.control, generator=live.generator)
-                )
-            if self.monitor is None or live.fast is not None:
-                live.step(row.obs, row.control)
-            elif row.obs is None:
-                live.state = predicted[-1]
-            else:
-                live.state, passed = observe(self.filter, predicted[-1], row.obs)
-                live.select_updated(passed, row.obs, row.control)
+            live.step(row.obs, row.control, before=collect)
             updated.append(live.state)
         return predicted, updated, rejected
 

@@ -48,7 +48,7 @@ from kbf.filters.kernel_monte_carlo.filter import (
     LocalMemory,
 )
 from kbf.filters.particle.resampling import invert
-from kbf.filters.rollout import where
+from kbf.filters.protocols import where
 from kbf.manifolds import Manifold
 from kbf.rkhs.linalg import cholesky, evenly
 

@@ -44,8 +44,7 @@ from torch import Generator, Tensor
 
 from kbf.filters.particle.bootstrap import in_type_of
 from kbf.filters.particle.resampling import effective_sample_size, invert, systematic
-from kbf.filters.protocols import Backward, FilterStep, allows_missing_sensors
-from kbf.filters.rollout import where
+from kbf.filters.protocols import Backward, FilterStep, allows_missing_sensors, where
 from kbf.rkhs.linalg import evenly
 from kbf.runtime.html_repr import Shown
 from kbf.ssm import ControlledDynamics, StateSpace

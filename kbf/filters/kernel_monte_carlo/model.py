@@ -28,7 +28,6 @@ from kbf.densities.selection import DENSITIES, select_density
 from kbf.filters.kernel_monte_carlo.density_ratio import RatioFilter
 from kbf.filters.kernel_monte_carlo.filter import KernelMonteCarloFilter
 from kbf.filters.rollout import rollout
-from kbf.filters.wrapper import CollectingCovariance
 from kbf.recording import Recording, as_recordings, observed_pairs, pad
 from kbf.rkhs.linalg import evenly
 from kbf.runtime.errors import FitError
@@ -345,16 +344,18 @@ def held_out(
     obs = batch.obs.to(filter.initial)
     controls = None if batch.controls is None else batch.controls.to(filter.initial)
     run = rollout(
-        CollectingCovariance(filter), obs, mask=batch.mask, controls=controls, generator=generator
+        filter,
+        obs,
+        mask=batch.mask,
+        controls=controls,
+        covariances=True,
+        generator=generator,
     )
+    assert run.covariances is not None
     known = batch.states[:, BURN_IN:].isfinite().all(-1)
     left = ((run.estimates.double() - batch.states.double())[:, BURN_IN:] / scale.sqrt())[known]
-    variance = (
-        run.diagnostics[CollectingCovariance.NAME]
-        .diagonal(dim1=-2, dim2=-1)
-        .double()[:, BURN_IN:][known]
-        / scale
-    )
+    variances = run.covariances.diagonal(dim1=-2, dim2=-1).double()
+    variance = variances[:, BURN_IN:][known] / scale
     variance = variance.clamp_min(MIN_VARIANCE)
     error, log_score = (
         left.square().mean().item(),

@@ -15,8 +15,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from kbf.filters.protocols import S
-from kbf.filters.rollout import where
+from kbf.filters.protocols import S, where
 from kbf.recording import ENCODE_IMAGES, Recording, as_recordings
 
 LEAST_VARIANCE = 1e-4

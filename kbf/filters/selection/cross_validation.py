@@ -19,7 +19,6 @@ from torch import Tensor
 from kbf.data.windows import piece
 from kbf.filters.protocols import Filter
 from kbf.filters.rollout import rollout
-from kbf.filters.wrapper import CollectingCovariance
 from kbf.recording import Recording, pad
 from kbf.runtime.errors import FitError, MissingPackageError
 
@@ -240,11 +239,17 @@ def run_blocks(
     blocks = blocks_of(part)
     batch = pad(blocks)
     whole = all(s.mask is None and len(s.states) == batch.states.shape[1] for s in blocks)
-    collecting = CollectingCovariance(filter)
     generator = torch.Generator(batch.states.device).manual_seed(0)
     mask = None if whole else batch.mask
-    found = rollout(collecting, batch.obs, mask=mask, controls=batch.controls, generator=generator)
-    spread = found.diagnostics.get(CollectingCovariance.NAME)
+    found = rollout(
+        filter,
+        batch.obs,
+        mask=mask,
+        controls=batch.controls,
+        covariances=True,
+        generator=generator,
+    )
+    spread = found.covariances
     for k, block in enumerate(blocks):
         steps = len(block.states)
         first = min(25, steps // 5)

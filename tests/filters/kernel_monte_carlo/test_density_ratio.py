@@ -17,7 +17,6 @@ from kbf.filters.kernel_monte_carlo import density_ratio
 from kbf.filters.kernel_monte_carlo.density_ratio import RatioFilter
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
 from kbf.filters.rollout import rollout
-from kbf.filters.wrapper import CollectingCovariance
 from kbf.manifolds import FLAT, Manifold
 from kbf.recording import Recording
 
@@ -82,13 +81,13 @@ def test_with_one_gaussian_and_a_linear_move_it_is_the_kalman_filter(width, monk
     kalman = KalmanFilter(
         LinearModel(A=A, a=none, Q=NOISE**2 * eye, C=eye, c=none, R=SEEN**2 * eye, m0=none, P0=eye)
     )
-    exact = rollout(CollectingCovariance(kalman), obs)
+    exact = rollout(kalman, obs, covariances=True)
     prior = torch.randn(4000, 2, dtype=F64, generator=generator(2))
     filter = RatioFilter(Turning(flat()), prior, particles=2000)
-    found = rollout(CollectingCovariance(filter), ratio_dim(obs), generator=generator(3))
-    std = exact.diagnostics["covariance"].diagonal(dim1=-2, dim2=-1).sqrt()
+    found = rollout(filter, ratio_dim(obs), covariances=True, generator=generator(3))
+    std = exact.covariances.diagonal(dim1=-2, dim2=-1).sqrt()
     assert ((found.estimates - exact.estimates) / std).square().mean().sqrt() < 0.15
-    variances = found.diagnostics["covariance"].diagonal(dim1=-2, dim2=-1)
+    variances = found.covariances.diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(variances.mean(), std.square().mean(), rtol=0.1, atol=0)
 
 

@@ -9,7 +9,6 @@ from kbf.filters.neural.gru_ensemble import FittedGRU, fingerprint, random_windo
 from kbf.filters.regression.boosting import WindowBoosting, with_own_units
 from kbf.filters.regression.window import WindowRidge, rows_of, windows_of
 from kbf.filters.rollout import rollout
-from kbf.filters.wrapper import CollectingCovariance
 from kbf.recording import Recording
 
 
@@ -39,8 +38,8 @@ def test_it_remembers_what_a_line_through_a_window_cannot_tell():
 def test_its_variances_are_those_of_errors_on_what_it_has_not_seen():
     memory, test = [echoes(1500, 0)], echoes(1500, 1)
     filter = FittedGRU(hidden=32, updates=150, window=30).fit(memory)
-    run = rollout(CollectingCovariance(filter), test.obs[None])
-    std = run.diagnostics[CollectingCovariance.NAME][0, 25:, 0, 0].sqrt()
+    run = rollout(filter, test.obs[None], covariances=True)
+    std = run.covariances[0, 25:, 0, 0].sqrt()
     inside = ((run.estimates[0] - test.states)[25:, 0].abs() < 1.96 * std).double().mean()
     assert 0.88 < float(inside) < 0.99
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from kbf.filters.neural.lstm import LSTMFilter
-from kbf.filters.protocols import Filter, FilterModel
-from kbf.filters.rollout import rollout, where
+from kbf.filters.protocols import Filter, FilterModel, where
+from kbf.filters.rollout import rollout
 from kbf.recording import Recording
 
 F64 = torch.float64

@@ -13,7 +13,6 @@ from kbf.filters.rollout import rollout
 from kbf.filters.selection import auto
 from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.selection.drift import MIN_STEPS_KEPT, last_steps, newest
-from kbf.filters.wrapper import CollectingCovariance
 from kbf.recording import Recording
 from kbf.training.checkpoint import load_filter
 from kbf.training.fit import train
@@ -121,9 +120,9 @@ def test_a_turning_sensor_is_followed(n, turn):
     assert len(net.kept(memory)[0].states) == int(net.newest)
 
     def run(filter):
-        found = rollout(CollectingCovariance(filter), test.obs[None])
+        found = rollout(filter, test.obs[None], covariances=True)
         left = found.estimates[0] - test.states
-        spread = found.diagnostics[CollectingCovariance.NAME][0].diagonal(dim1=-2, dim2=-1)
+        spread = found.covariances[0].diagonal(dim1=-2, dim2=-1)
         return left.square().mean(), (left.abs() < 1.96 * spread.sqrt()).double().mean()
 
     error, inside = run(net.fit(memory))

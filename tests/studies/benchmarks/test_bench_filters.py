@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kbf.cli import main
+from kbf.filters.compile import Step
 from kbf.filters.kernel.update.rule import PrimalUpdate
-from kbf.filters.online import OnlineFilter, Step
+from kbf.filters.online import OnlineFilter
 from kbf.filters.rollout import rollout, step
 from kbf.rkhs.features import NystromFeatures
 from studies.benchmarks import batch, checks, local, precision, rank
