@@ -18,6 +18,7 @@ from kbf.filters.gaussian.moments import (
     AdditiveModel,
     GaussianFilter,
     GaussianState,
+    innovation_log_density,
     kalman_correct,
     rts_step,
     with_initial_moments,
@@ -100,6 +101,13 @@ class ExtendedKalmanFilter(GaussianFilter):
         """Return `kalman_correct` with H = h'(m)."""
         H, expected = tangent(self.model.h, state.mean)
         return kalman_correct(*state, obs - expected, H, self.model.R)
+
+    def log_likelihood(
+        self, state: GaussianState, obs: Float[Tensor, "b q"]
+    ) -> Float[Tensor, " b"]:
+        """Return log N(x; h(m), H P H^T + R) with H = h'(m), ``b``."""
+        H, expected = tangent(self.model.h, state.mean)
+        return innovation_log_density(obs - expected, product(H, state.cov, H.mT) + self.model.R)
 
     def forgets(self) -> int:
         """Return `STEPS_UNTIL_FORGOTTEN`."""

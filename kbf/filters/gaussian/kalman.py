@@ -7,6 +7,7 @@ References: Sarkka (2013), theorem 4.2; Kalman (1960).
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Generator, Tensor
 from kbf.filters.gaussian.moments import (
     GaussianFilter,
     GaussianState,
+    innovation_log_density,
     is_possible,
     kalman_correct,
     kalman_gain,
@@ -107,13 +109,33 @@ class KalmanFilter(GaussianFilter):
         C, R, c = self.model.C, self.model.R, self.model.c
         if not self.allow_missing_sensors:
             return kalman_observe(*state, obs, C, R, c)
+        return kalman_correct(*state, *self.available(state, obs))
+
+    def available(
+        self, state: GaussianState, obs: Float[Tensor, "b q"]
+    ) -> tuple[Float[Tensor, "b q"], Float[Tensor, "b q d"], Float[Tensor, "b q q"]]:
+        """Return x - C m - c, C and R, without the missing components.
+
+        A missing component has C = 0 and unit noise: it changes neither mean nor covariance.
+        """
+        C, R, c = self.model.C, self.model.R, self.model.c
         seen = obs.isfinite()
         residual = torch.where(seen, obs - product(C, state.mean[..., None])[..., 0] - c, 0)
         H = torch.where(seen[..., None], C, 0)
-        # a missing component has H = 0 and unit noise: it changes neither mean nor covariance
         unit = torch.eye(len(R), dtype=R.dtype, device=R.device)
         both = seen[:, :, None] & seen[:, None]
-        return kalman_correct(*state, residual, H, torch.where(both, R, unit))
+        return residual, H, torch.where(both, R, unit)
+
+    def log_likelihood(
+        self, state: GaussianState, obs: Float[Tensor, "b q"]
+    ) -> Float[Tensor, " b"]:
+        """Return log N(x; C m + c, C P C^T + R) of the available components, ``b``.
+
+        References: Sarkka (2013), theorem 12.3.
+        """
+        residual, H, R = self.available(state, obs)
+        density = innovation_log_density(residual, product(H, state.cov, H.mT) + R)
+        return density + 0.5 * math.log(2 * math.pi) * (~obs.isfinite()).sum(-1)
 
     def recursion(
         self, state: GaussianState, obs: Float[Tensor, "b T q"]

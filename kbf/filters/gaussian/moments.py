@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor
+from torch.distributions import MultivariateNormal
 
 from kbf.filters.protocols import Backward, FilterStep
 from kbf.recording import Recording, as_recordings, check_vectors
@@ -171,6 +172,14 @@ def kalman_gain(
     K = psd_solve(S, HP).mT
     I_KH = torch.eye(cov.shape[-1], dtype=cov.dtype, device=cov.device) - product(K, H)
     return K, product(I_KH, cov, I_KH.mT) + product(K, R, K.mT), S.diagonal(dim1=-2, dim2=-1)
+
+
+def innovation_log_density(
+    residual: Float[Tensor, "b q"], S: Float[Tensor, "*b q q"]
+) -> Float[Tensor, " b"]:
+    """Return log N(residual; 0, S), the log density of an observation given those before it."""
+    noise = MultivariateNormal(torch.zeros_like(residual), S, validate_args=False)
+    return noise.log_prob(residual)
 
 
 def is_possible(

@@ -19,6 +19,7 @@ from kbf.filters.gaussian.moments import (
     AdditiveModel,
     GaussianFilter,
     GaussianState,
+    innovation_log_density,
     is_possible,
     kalman_gain,
     rts_step,
@@ -153,6 +154,13 @@ class UnscentedKalmanFilter(GaussianFilter):
         K, U, variances = kalman_gain(eye, H, Omega + self.model.R)
         mean = state.mean + product(L, K, (obs - c)[..., None])[..., 0]
         return GaussianState(mean, product(L, U, L.mT)), is_possible(obs - c, variances)
+
+    def log_likelihood(
+        self, state: GaussianState, obs: Float[Tensor, "b q"]
+    ) -> Float[Tensor, " b"]:
+        """Return log N(x; c, H H^T + Omega + R) of the linearised h(m + L u) ~ H u + c, ``b``."""
+        H, c, Omega = self.linearise(self.model.h, state.mean, self.root(state.cov))
+        return innovation_log_density(obs - c, product(H, H.mT) + Omega + self.model.R)
 
     def forgets(self) -> int:
         """Return `STEPS_UNTIL_FORGOTTEN`."""

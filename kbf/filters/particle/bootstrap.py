@@ -24,6 +24,7 @@ from kbf.ssm import (
     ControlledDynamics,
     FactoredModel,
     KnownTransition,
+    OrientationModel,
     OverDynamics,
     StateSpace,
     StateSpaceModel,
@@ -186,6 +187,18 @@ class BootstrapFilter(Shown):
         )
         log_weights = log_weights.masked_fill(~possible[:, None], 0)
         return state._replace(log_weights=log_weights.log_softmax(-1)), possible
+
+    def log_likelihood(
+        self, state: ParticleState, obs: Shaped[Tensor, "b *x"]
+    ) -> Float[Tensor, " b"] | None:
+        """Return log sum_i w_i p(x | z_i) of the predicted particles, ``b``.
+
+        None for learned models, whose density p(x | z) is known up to a constant.
+        """
+        if not isinstance(self.model, StateSpaceModel | FactoredModel | OrientationModel):
+            return None
+        log_likelihood = self.model.log_likelihood(obs[:, None], state.particles)
+        return (state.log_weights + log_likelihood).logsumexp(-1)
 
     def estimate(self, state: ParticleState) -> Float[Tensor, "b d"]:
         """Return the weighted mean, ``b d``."""
