@@ -1,6 +1,6 @@
 """Kernel Bayes Filter in PyTorch. ``import kbf`` costs nothing: a name is loaded when it is used.
 
-Types, for editors and checkers, stand in ``__init__.pyi`` beside this file, here and in the folders
+Types for editors and type checkers are in ``__init__.pyi`` next to this file, here and in the folders
 below.
 """
 

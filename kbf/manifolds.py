@@ -1,7 +1,7 @@
 """Where states and observations live: how to subtract, add noise, and come back, where some pairs of components are angles.
 
 A regression with noise needs three maps of a manifold: ``project`` brings a regressed mean back to
-it, ``log`` tells the displacement from one point to another, and ``exp`` displaces a point. In a
+it, ``log`` returns the displacement from one point to another, and ``exp`` displaces a point. In a
 flat space they are the identity, y - m and m + v; on the circle the nearest unit vector, the angle
 between two, and a turn. A pose (x, y, cos, sin) has two components of the one kind and one angle.
 """
@@ -66,7 +66,7 @@ class Manifold(NamedTuple):
     def parts(
         self, y: Float[Tensor, "*b q"], width: int
     ) -> list[tuple[bool, Float[Tensor, "*b p"]]]:
-        """y cut into its angles (``width`` components each) and the stretches between them, as pairs (is an angle, components)."""
+        """y cut into its angles (``width`` components each) and the parts between them: pairs (is an angle, components)."""
         pieces, at, shift = [], 0, 0
         for start in self.circles:
             start = start - shift

@@ -1,4 +1,5 @@
-"""The one record that every part of the project passes around.
+"""Recordings: states, observations, mask and controls over time, and the shape checks of every
+public function.
 
 Shape letters, the same in every docstring and annotation of the project:
 
@@ -125,7 +126,7 @@ def as_recordings(
 
     Args:
         memory: one or more recordings.
-        partial: observations may hold NaN, where a sensor was silent.
+        allow_missing_sensors: observations may hold NaN, where a sensor is missing.
 
     Raises:
         ValueError: there is no memory, a recording is not a ``T d`` / ``T *x`` pair of one length,
@@ -181,12 +182,12 @@ def check_controls(sequence: Recording, first: Recording, k: int) -> None:
         return
     length, width = len(sequence.states), first.controls.shape[-1]
     if sequence.controls.shape != (length, width):
-        told = f"controls must be {(length, width)}, one row a step, got {tuple(sequence.controls.shape)}"
-        raise ValueError(f"sequence {k}: {told}")
+        wrong = f"controls must be {(length, width)}, one row a step, got {tuple(sequence.controls.shape)}"
+        raise ValueError(f"sequence {k}: {wrong}")
     if bad := (~torch.isfinite(sequence.controls)).any(-1).nonzero().flatten().tolist():
-        told = f"controls hold NaN or infinite values in {len(bad)} of {length} rows (first: row {bad[0]})"
+        wrong = f"controls hold NaN or infinite values in {len(bad)} of {length} rows (first: row {bad[0]})"
         raise ValueError(
-            f"sequence {k}: {told}; a control is always known, also that of the first row: fill them in"
+            f"sequence {k}: {wrong}; a control is always known, also that of the first row: fill them in"
         )
 
 
@@ -237,7 +238,7 @@ KNOWN_STATES = "A filter learns from known states: leave such rows out, or fill 
 
 
 def check_finite(values: Tensor, name: str, *, advice: str = MASK_MISSING) -> None:
-    """Raise a ValueError that counts the NaN and infinite entries of ``values`` and says what to do (``advice``)."""
+    """Raise a ValueError with ``advice`` if ``values`` hold NaN or infinite entries."""
     if values.is_floating_point() and not torch.isfinite(values).all():
         bad = (~torch.isfinite(values)).reshape(len(values), -1).any(-1).nonzero().flatten()
         raise ValueError(
@@ -303,7 +304,7 @@ def pad(sequences: list[Recording]) -> Recording:
 
 
 def check_vectors(sequences: list[Recording], name: str) -> None:
-    """Raise a ValueError if observations are no vectors; ``name`` says what needs them."""
+    """Raise a ValueError if observations are no vectors; ``name`` is the model that requires them."""
     if sequences[0].obs.ndim != 2:
         raise ValueError(
             f"{name} needs observations that are vectors, got {tuple(sequences[0].obs.shape[1:])}; {ENCODE_IMAGES}"

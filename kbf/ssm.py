@@ -1,4 +1,7 @@
-"""State-space models with known equations: the sources of synthetic data, and what a floor or an EKF is told.
+"""State-space models with known equations.
+
+They generate the synthetic data sets and provide the model for the EKF, the UKF and the
+Bayes-optimal filter.
 
 ``z' = f(z) + noise(Q)``, then ``x = h(z') + noise(R)``; z_0 from N(m0, P0), or from samples of it.
 """
@@ -164,8 +167,8 @@ class FactoredModel(NamedTuple):
 class OrientationModel(NamedTuple):
     """A heading that turns: theta' = theta + turn + N(0, sigma_z^2), seen as theta + N(0, sigma_x^2); z = (cos, sin).
 
-    The observation of this model is the noisy heading itself, as (cos, sin): what an image that
-    decodes perfectly tells.
+    The observation of this model is the noisy heading itself, as (cos, sin), which corresponds to
+    a perfect encoder of images.
 
     References: Xu et al. (2022), section 6.3 (DeepMind Lab).
     """

@@ -1,11 +1,10 @@
-"""One step of a filter as a program for other machines: torch.export, TorchScript or ONNX; no kbf is needed to run it.
+"""Exports one step of a filter as a program: torch.export, TorchScript or ONNX, without kbf.
 
-The program is a function of one sequence, (leaves of the state, observation, seen[, control]) ->
-(leaves of the next state, estimate[, covariance], passed over): it moves, and where ``seen`` is
-true observes; what is impossible it passes over, and says so. The last leaf, ``misses``, is how
-many it has passed over in a row: after `kbf.filters.rollout.MAX_CONSECUTIVE_REJECTIONS` the track
-begins anew. It is read back from its file and compared with the filter before the file takes its
-place.
+The program is a function of one recording, (leaves of the state, observation, seen[, control]) ->
+(leaves of the next state, estimate[, covariance], rejected): it predicts, and updates where
+``seen`` is true. The last leaf of the state, ``rejections``, counts consecutive rejections; a lost
+track is re-initialised (`kbf.filters.gating`). The program is read back from its file and compared
+with the filter before the file replaces an older one.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ def export(
     calibration: Calibration | None = None,
     about: dict[str, Any] | None = None,
 ) -> Exported:
-    """Write the step of a filter, and beside it ``path``.json: inputs, outputs, the initial state.
+    """Write the step of a filter, and ``path``.json: inputs, outputs, the initial state.
 
     A kernel filter that works in float32 does so in float64 in an ONNX program, and is compared in
     float64: its solve makes a few 10^-5 of what another library rounds otherwise.
@@ -238,12 +237,12 @@ def refuse(filter: Filter[Any]) -> None:
         )
     if allows_missing_sensors(filter):
         raise ValueError(
-            "a filter whose sensors may be silent chooses its rule step by step, and is not exported"
+            "a filter that allows missing sensors selects its rule in each step, and is not exported"
         )
     if isinstance(filter, nn.Module) and any(
         isinstance(part, ControlledDensity) for part in filter.modules()
     ):
-        reason = "a drawn memory with controls (model=kbf) makes its transition anew in each step, and is not exported"
+        reason = "a drawn memory with controls (model=kbf) computes its transition in each step, and is not exported"
         raise ValueError(f"{reason}; kbf_tuned, kbf_paper, kalman and lstm are")
 
 
@@ -331,7 +330,7 @@ def write_onnx(
 
 WRITERS = {"torch_export": write_torch_export, "torchscript": write_torchscript, "onnx": write_onnx}
 PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
-"""What a format needs beside PyTorch, by `need`; `torch.onnx` asks for the first two itself."""
+"""Packages that a format requires; `torch.onnx` imports the first two itself."""
 
 
 def compare(
@@ -354,7 +353,7 @@ def compare(
         )
         a, b = step(*ours, *given), run(*theirs, *given)
         ours, theirs = tuple(a[:n]), tuple(b[:n])
-        if not torch.equal(a[-1], b[-1]):  # one passes over what the other takes in
+        if not torch.equal(a[-1], b[-1]):  # one rejects what the other accepts
             return math.inf, math.inf
         for k, (x, y) in enumerate(zip(a[n:-1], b[n:-1], strict=True)):
             apart[k] = max(apart[k], ((x - y).abs() / units[k]).nan_to_num(torch.inf).max().item())

@@ -22,8 +22,9 @@ COMPILER_LOGGERS = ("torch._inductor.ir", "torch.utils.cpp_extension")
 
 
 class Step(nn.Module):
-    """The module that is compiled: (leaves of the state, observation) -> (leaves of the next state,
-    estimate, rejected ``b``).
+    """The module that is compiled.
+
+    (leaves of the state, observation) -> (leaves of the next state, estimate, rejected ``b``).
     """
 
     filter: Filter[Any]
@@ -130,8 +131,9 @@ def not_compiled(error: Exception) -> ValueError:
 def fitting(
     inputs: tuple[Tensor, ...], run: Callable[..., tuple[Tensor, ...]]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """``run`` with a check of shapes and a conversion of types, without which compiled code would
-    read beyond the ends of its inputs.
+    """``run`` with a check of shapes and a conversion of types.
+
+    Compiled code checks neither, and would read beyond the ends of its inputs.
     """
     kinds = [(leaf.shape, leaf.dtype, leaf.device) for leaf in inputs]
 

@@ -100,9 +100,7 @@ class EnsembleFilter:
         return self.observe(state, obs)[0]
 
     def observe(self, state: Any, obs: Shaped[Tensor, "b *x"]) -> tuple[Any, Bool[Tensor, " b"]]:
-        """Update each member for which the observation is plausible; and ``b``, whether there is
-        any.
-        """
+        """Update each member for which the observation is plausible; ``b``, whether any is."""
         updated, rejections = [], torch.zeros_like(state.rejections)
         members = zip(self.filters.values(), self.parts(state), strict=True)
         for k, (each, part) in enumerate(members):

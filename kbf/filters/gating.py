@@ -77,7 +77,7 @@ class GatedFilter:
         control: Float[Tensor, "b k"] | None = None,
         before: UpdateHook | None = None,
     ) -> GatedState:
-        """Predict, then update where ``mask`` is True. Arguments as in `kbf.filters.rollout.step`."""
+        """Predict, then update where ``mask`` is True; arguments as in `kbf.filters.rollout.step`."""
         updated, rejected = self.attempt(
             state.inner, obs, mask=mask, control=control, before=before
         )
@@ -194,8 +194,10 @@ def select_updated(
     predicted: S,
     mask: Tensor | None = None,
 ) -> tuple[S, Bool[Tensor, " b"]]:
-    """The updated state where the observation is plausible, the predicted one elsewhere; and ``b``,
-    which observations are rejected.
+    """The updated state where the observation is plausible, the predicted one elsewhere.
+
+    Returns:
+        The state; and ``b``, which observations are rejected.
     """
     accepted = (likelihood > 0) & (likelihood < torch.inf)
     rejected = ~accepted

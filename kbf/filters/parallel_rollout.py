@@ -199,7 +199,7 @@ def leaves_of(state: GatedState) -> list[Tensor]:
 
 
 def differ(a: list[Tensor], b: list[Tensor]) -> Tensor:
-    """``b``, whether two states differ by more than rounding in any of their leaves, or hold NaN."""
+    """``b``, whether two states differ by more than rounding in any leaf, or hold NaN."""
     near = []
     for u, v in zip(a, b, strict=True):
         unit = torch.finfo(u.dtype).eps if u.is_floating_point() else 0

@@ -1,4 +1,4 @@
-"""What a filter is, what it may be able to do beyond that, and how to ask it: the only file that asks.
+"""Interfaces of filters and their models, and functions that query what a filter supports.
 
 A filter carries a *state*: a NamedTuple of tensors, each with the batch ``b`` in front (the state
 law). That law alone gives every filter missing data, ragged batches, truncated back-propagation,
@@ -101,13 +101,13 @@ class WithSensors(Protocol):
 
     @property
     def allow_missing_sensors(self) -> bool:
-        """Whether it takes observations with NaN, where a sensor is silent."""
+        """Whether observations may hold NaN, where a sensor is missing."""
         ...
 
 
 @runtime_checkable
 class WithDiagnostics(Protocol):
-    """A filter that tells of its state."""
+    """A filter with diagnostics of its state."""
 
     def diagnostics(self, state: Any) -> dict[str, Tensor]:
         """Numbers ``b`` by name."""
@@ -116,7 +116,7 @@ class WithDiagnostics(Protocol):
 
 @runtime_checkable
 class WithCovariance(Protocol):
-    """A filter that says how sure it is."""
+    """A filter with a covariance of its estimate."""
 
     def covariance(self, state: Any) -> Tensor | None:
         """The covariance of the state, ``b d d``; None from a wrapper around a filter without one."""
@@ -264,7 +264,7 @@ class WindowModel(Protocol):
 
 @functools.cache
 def offers(kind: type, protocol: type) -> bool:
-    """Whether a class has the methods of a protocol: ``isinstance`` asks anew each time, as long as a small filter's step takes."""
+    """Whether a class has the methods of a protocol; cached, as ``isinstance`` takes as long as a step."""
     return issubclass(kind, protocol)
 
 
@@ -274,12 +274,12 @@ def control_components(filter: Filter[Any]) -> int:
 
 
 def allows_missing_sensors(filter: Any) -> bool:
-    """Whether a filter, or the model it is of, takes observations with NaN, where a sensor is silent."""
+    """Whether a filter or a model accepts observations with NaN, where a sensor is missing."""
     return isinstance(filter, WithSensors) and bool(filter.allow_missing_sensors)
 
 
 def diagnostics_of(filter: Filter[Any], state: Any) -> dict[str, Tensor]:
-    """What the filter tells of its state, numbers ``b`` by name; empty for a filter that tells nothing."""
+    """The diagnostics of a state, ``b`` by name; empty for a filter without any."""
     return (
         cast(WithDiagnostics, filter).diagnostics(state)
         if offers(type(filter), WithDiagnostics)

@@ -1,7 +1,7 @@
-"""Units: filters learn and work in units in which all components are about as large, and speak those of the data.
+"""Scaling of states, observations and controls to unit variance, and filters in the data's units.
 
-One length scale serves all components of a kernel, so that metres beside millimetres would hide one
-of the two.
+A kernel has one length scale for all components: without scaling, a component in millimetres would
+hide one in metres.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Looking back and looking ahead: the state at t given what was observed later, and the state h steps on given what was observed.
+"""Smoothing and forecasting: the state at t given later observations, and h steps ahead.
 
 A smoother runs its filter forwards, keeps every state, and steps back
 (`kbf.filters.kernel.smoother`); that needs the whole recording, or for a fixed lag the next L
@@ -62,8 +62,8 @@ def smooth(
     """Estimate every z_t given all observations (fixed interval), or given x_1 ... x_{t+L} (fixed lag).
 
     It keeps two states of the filter of every step, ``2 b T n`` numbers for a kernel filter. With a
-    lag the way back is gone anew from each t + L: that costs O(L) a step, as it does while a filter
-    is running.
+    lag the backward pass is repeated from each t + L, which costs O(L) a step, as in an online
+    filter.
 
     Args:
         filter: one with a ``smoother()``.
@@ -138,8 +138,8 @@ def predict_ahead(
 ) -> Float[Tensor, "b h T d"]:
     """Estimates of z_{t+1}, ..., z_{t+h} given x_1 ... x_t, from every t: entry k, t is that of z_{t+k+1}.
 
-    It is what a `rollout` says in masked steps after t. A filter with controls is told those of the
-    moves to come; where they lie behind the end of the recording, its estimates are NaN.
+    Equals the output of `rollout` on masked steps after t. Filters with controls require the future
+    controls; beyond the end of the recording, estimates are NaN.
 
     Args:
         filter: any filter.

@@ -1,4 +1,4 @@
-"""Files with the state of a running filter."""
+"""Saves and restores the state of a running filter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kbf.runtime.tensor_files import check_tensors, write_tensors
 
 
 def save_state(state: Any, path: str | os.PathLike[str], **others: Tensor) -> None:
-    """Write the state of a running filter, and ``others`` beside it; a kill in the middle leaves the old file or none."""
+    """Write the state of a running filter and ``others`` atomically."""
     write_tensors({**state._asdict(), **others}, path)
 
 
