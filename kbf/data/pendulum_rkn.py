@@ -60,7 +60,9 @@ class Quality(NamedTuple):
 class PendulumRKN:
     """Sequences of a pendulum with friction, observed as noisy images of 24 x 24 pixels.
 
-    It is released at rest at a uniform angle. omega' = omega + (3 g sin theta - friction omega) dt, theta' = theta + omega' dt in steps of
+    It starts at rest at a uniform angle.
+
+    omega' = omega + (3 g sin theta - friction omega) dt, theta' = theta + omega' dt in steps of
     1e-4 s (inertia m l^2 / 3). Every 0.05 s N(0, sigma_omega^2) is added to omega and an image is
     taken. Sequences are drawn one by one: for one seed, the training sequences for a smaller
     ``n_train`` are the first of those for a larger one, and the test sequences are the same.

@@ -5,4 +5,4 @@ from kbf.data.files.dataset import FileData, complete
 from kbf.data.files.layout import Observations
 from kbf.data.files.read import read_observations
 
-__all__ = ["ColumnSchema", "Observations", "FileData", "complete", "read_observations"]
+__all__ = ["ColumnSchema", "FileData", "Observations", "complete", "read_observations"]

@@ -13,8 +13,7 @@ from torch import Tensor
 from kbf.data.files.column_schema import ColumnSchema, column_schema_of
 from kbf.data.files.layout import Contents, FileRecording, Layout, layout_of, plain
 from kbf.data.files.read import read
-from kbf.data.files.splits import Share, cut_at, first_steps, where_known
-from kbf.data.files.splits import split as split_by
+from kbf.data.files.splits import Share, cut_at, first_steps, split as split_by, where_known
 from kbf.data.files.timestamps import (
     LARGEST_GAP,
     check_times,

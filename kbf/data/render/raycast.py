@@ -242,7 +242,7 @@ def check(
 def pixel_grid(
     size: tuple[int, int], fov: float, supersample: int, device: torch.device
 ) -> tuple[Float[Tensor, " columns"], Float[Tensor, " rows"]]:
-    """Returns the rays' directions in the plane at distance 1: left by column, up by row, float64."""
+    """Returns the rays' directions in the plane at distance 1: left by column, up by row."""
     height, width = size[0] * supersample, size[1] * supersample
     half = math.tan(math.radians(fov) / 2)
     across = half * (1 - (2 * torch.arange(width, dtype=torch.float64, device=device) + 1) / width)
