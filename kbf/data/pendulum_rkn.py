@@ -46,7 +46,8 @@ LANCZOS = 3
 class Quality(NamedTuple):
     """Quality of the images of a sequence: observed = f_t image + (1 - f_t) U(0, 1) in each pixel.
 
-    f is a random walk: g_0 ~ U(0, 1), g_t = g_{t-1} + U(-step, step) within [0, 1]; f = (g - a) / (b - a)
+    f is a random walk: g_0 ~ U(0, 1), g_t = g_{t-1} + U(-step, step) within [0, 1];
+    f = (g - a) / (b - a)
     within [0, 1], with a ~ U(0, low) and b ~ U(high, 1) for each sequence. The first ``clean``
     images have f = 1.
     """

@@ -36,7 +36,7 @@ class Augment(nn.Module):
     encoder: nn.Module | None
 
     def __init__(self, transforms: Sequence[Any] | None, encoder: nn.Module | None = None) -> None:
-        """``transforms`` of float images ``c h w`` in [0, 1] are applied in order, then ``encoder``."""
+        """``transforms`` of images ``c h w`` in [0, 1] are applied in order, then ``encoder``."""
         super().__init__()
         self.transforms, self.encoder = tuple(transforms or ()), encoder
         if wrong := [t for t in self.transforms if not callable(t)]:

@@ -176,7 +176,7 @@ def soft_argmax(logits: Float[Tensor, "m k h w"]) -> Float[Tensor, "m two_k"]:
 
 
 class PaperMLP(Encoder):
-    """The published network: linear layers with spectral norm and ReLU; batch norm after the second.
+    """The published network: linear layers with spectral norm and ReLU; batch norm after two.
 
     In training batch norm needs several images at once.
 
@@ -187,7 +187,7 @@ class PaperMLP(Encoder):
     def __init__(
         self, q: Sequence[int], sizes: Sequence[int] = (1024, 512, 128, 32), dropout: float = 0.0
     ) -> None:
-        """An untrained net of widths ``sizes``, the last is p; ``dropout`` acts before each ReLU."""
+        """A net of widths ``sizes``, the last is p; ``dropout`` acts before each ReLU."""
         super().__init__(q, sizes[-1])
         layers: list[nn.Module] = [nn.Flatten()]
         for k, (a, b) in enumerate(zip([math.prod(q), *sizes[:-1]], sizes, strict=True)):

@@ -6,7 +6,8 @@ chunk, which come from the member that has not seen it, and so learn how wrong c
 are; a new image is encoded by the mean over the members.
 
 Members with ``components`` say more, a density ratio r(x, z) (`kbf.densities.ratio`): where the
-state may be, with which uncertainty, and whether the image is informative. Their heads are trained by -log r
+state may be, with which uncertainty, and whether the image is informative.
+Their heads are trained by -log r
 (`kbf.training.encoder_stage`), and a new image has the mean of their ratios. Filters that know such
 ratios take the whole row (``returns_ratio``), the others its mean.
 """
@@ -80,7 +81,7 @@ class Encoding(nn.Module):
         if components:
             self.register_buffer("points", torch.zeros(POINTS, d))
             self.register_buffer("width", torch.ones(()))
-            # otherwise the shares of the first, uninformative images make all later ones uninformative
+            # otherwise the first, uninformative images make all later ones uninformative
             for head in self.heads:
                 nn.init.constant_(head.bias[:1], LITTLE_DOUBT)  # pyright: ignore[reportIndexIssue, reportArgumentType]
 

@@ -38,7 +38,7 @@ def ridge_loss(
 def split_ridge_loss(
     features: Float[Tensor, "n p"], targets: Float[Tensor, "n q"], reg: float
 ) -> Float[Tensor, ""]:
-    """Returns the two-fold cross-validated error of the regression, the mean of ||phi - W^T psi||^2.
+    """Returns the two-fold cross-validated error of the regression, mean ||phi - W^T psi||^2.
 
     Features that memorise their points gain nothing by it.
 

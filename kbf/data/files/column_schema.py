@@ -104,8 +104,8 @@ class ColumnSchema(NamedTuple):
         """Converts estimates to columns by name, and to columns NAME_std if covariances are given.
 
         The standard deviation of a number is the root of its variance. An angle is atan2 of its
-        pair; with R the length of the mean pair and C its covariance its circular standard deviation
-        is sqrt(-ln(R^2 / (R^2 +
+        pair; with R the length of the mean pair and C its covariance its circular standard
+        deviation is sqrt(-ln(R^2 / (R^2 +
         tr C))), as in directional statistics, since R^2 + tr C = 1 for points on the circle. A
         rotation is the nearest one (`kbf.rkhs.embeddings.project_so3`), with the standard deviation
         of its rotation angle for all its columns: sqrt(tr C / 2), since ||A - B||^2 is about twice

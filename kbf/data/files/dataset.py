@@ -213,8 +213,8 @@ class FileData(Shown):
         if off and not time_as_control:
             notes.append(
                 f"the duration of {off} of {total} moves differs from the median by more than 1 % "
-                f"(first: {where}). Filters assume equal durations: data.time_as_control=true makes "
-                "the duration a control, or resample the recording"
+                f"(first: {where}). Filters assume equal durations: data.time_as_control=true "
+                "makes the duration a control, or resample the recording"
             )
         missing = sum(int((~k).sum()) for k in known)
         if missing:
