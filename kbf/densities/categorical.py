@@ -23,12 +23,12 @@ from kbf.densities.glm import FOLDS, NUMBERS_IN_BLOCK
 from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.runtime.errors import FitError, fit_errors
 
+# Levels of a component: two are 0 and 1 (`bernoulli`), and of many each is seen too seldom.
 FEWEST_LEVELS, MOST_LEVELS = 3, 12
-"""Levels of a component: two are 0 and 1 (`bernoulli`), and of many each is seen too seldom."""
+# Bandwidths over the median distance of the inputs, and ridges to choose from.
 FACTORS, RIDGES = (0.5, 1.0), (0.1, 1.0, 10.0)
-"""Bandwidths over the median distance of the inputs, and ridges to choose from."""
+# Steps of the ascent, and of those that are only compared.
 ROUNDS, FIRST_ROUNDS = 150, 50
-"""Steps of the ascent, and of those that are only compared."""
 
 
 class CategoricalDensity(NamedTuple):

@@ -32,10 +32,10 @@ from kbf.ssm import normal
 
 FAMILIES = ("spread", "poisson", "negbin", "bernoulli")
 FOLDS = 5
+# Bandwidths over the median distance of the inputs, ridges and dispersions to choose from.
 FACTORS, RIDGES, DISPERSIONS = (0.5, 1.0, 2.0), (0.03, 0.3, 3.0, 30.0), (0.1, 0.3, 1.0)
-"""Bandwidths over the median distance of the inputs, ridges and dispersions to choose from."""
+# Of a table of densities, at most.
 NUMBERS_IN_BLOCK = 2**20
-"""Of a table of densities, at most."""
 
 
 class GLMDensity(NamedTuple):

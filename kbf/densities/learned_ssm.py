@@ -20,8 +20,9 @@ from kbf.densities.selection import Known, fit_density
 from kbf.recording import Recording, as_recordings, check_vectors, moves, observed_pairs
 from kbf.rkhs.linalg import evenly
 
+# Pairs that a law is fitted to; of more, evenly spaced ones: its features are too few to gain by
+# more.
 MAX_PAIRS = 5000
-"""Pairs that a law is fitted to; of more, evenly spaced ones: its features are too few to gain by more."""
 
 
 class LearnedModel(NamedTuple):

@@ -13,12 +13,12 @@ from torch import Generator, Tensor, nn
 from kbf.densities.base import LOG_2PI, blocks, pick
 from kbf.ssm import normal
 
+# Least logarithm of a component's standard deviation, in units of the outputs' own.
 MIN_LOG_STD = -5.0
-"""Least logarithm of a component's standard deviation, in units of the outputs' own."""
+# Numbers in a block of a table of densities.
 BLOCK = 2**20
-"""Numbers in a block of a table of densities."""
+# Weights ``nets a b`` and biases ``nets 1 b`` in turn.
 Layers = tuple[Tensor, ...]
-"""Weights ``nets a b`` and biases ``nets 1 b`` in turn."""
 
 
 class MixtureDensityNetwork(NamedTuple):

@@ -20,12 +20,12 @@ from kbf.rkhs.linalg import cholesky
 from kbf.runtime.errors import fit_errors
 from kbf.ssm import normal
 
+# Degrees of freedom of a Student law to choose from.
 DEGREES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0)
-"""Degrees of freedom of a Student law to choose from."""
+# Share of a background that is a wide Gaussian: nothing is impossible outside of its box.
 WIDE = 0.05
-"""Share of a background that is a wide Gaussian: nothing is impossible outside of its box."""
+# Numbers in a block of a table of densities.
 BLOCK = 2**20
-"""Numbers in a block of a table of densities."""
 
 
 class Background(NamedTuple):

@@ -31,11 +31,11 @@ from kbf.manifolds import manifold_of
 from kbf.runtime.errors import FitError
 
 log: logging.Logger = logging.getLogger(__name__)
+# Readings from which a sensor has a law; with fewer it is not used.
 MIN_READINGS = 10
-"""Readings from which a sensor has a law; with fewer it is not used."""
 
+# x ``b q`` -> log p(x | z_i) ``b n`` of points z_i that do not change.
 Likelihood = Callable[[Tensor], Tensor]
-"""x ``b q`` -> log p(x | z_i) ``b n`` of points z_i that do not change."""
 
 
 class PerSensorDensity(NamedTuple):

@@ -31,17 +31,19 @@ from torch import Generator, Tensor
 from kbf.densities.base import LOG_2PI, blocks
 from kbf.runtime.errors import FitError
 
+# States that carry the density p(z).
 POINTS = 500
-"""States that carry the density p(z)."""
+# Bandwidths of p(z) that are tried, over the standard deviation of the states: narrower ones are
+# hard to learn against.
 WIDTHS = (0.1, 0.2, 0.4)
-"""Bandwidths of p(z) that are tried, over the standard deviation of the states: narrower ones are hard to learn against."""
 FOLDS = 5
+# Logarithm of a share that counts for nothing; finite, as every number of a code must be.
 LOG_NEVER = -40.0
-"""Logarithm of a share that counts for nothing; finite, as every number of a code must be."""
 
 
+# Share of p(z) that is one broad Gaussian: nowhere may p(z) be next to nothing, since ratios divide
+# by it.
 BROAD = 0.1
-"""Share of p(z) that is one broad Gaussian: nowhere may p(z) be next to nothing, since ratios divide by it."""
 
 
 class StateDensity(NamedTuple):

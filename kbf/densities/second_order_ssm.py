@@ -30,10 +30,10 @@ from kbf.rkhs.linalg import cholesky, evenly
 from kbf.runtime.errors import FitError
 from kbf.ssm import normal
 
+# Pairs that a regression is fitted to; of more, evenly spaced ones.
 MAX_PAIRS = 5000
-"""Pairs that a regression is fitted to; of more, evenly spaced ones."""
+# Features of the moves' regression: a step evaluates it at every particle.
 RANK = 96
-"""Features of the moves' regression: a step evaluates it at every particle."""
 ORDERS = (1, 2)
 
 

@@ -14,8 +14,8 @@ from kbf.densities.selection import COUNTS, DENSITIES, MAX_POINTS, Known, select
 from kbf.recording import Recording, as_recordings, check_vectors, moves, observed_pairs
 
 log: logging.Logger = logging.getLogger(__name__)
+# p(z' | z) and p(x | z), rows of the buffers below.
 SIDES = ("transition", "observation")
-"""p(z' | z) and p(x | z), rows of the buffers below."""
 
 
 class SelectedDensities(nn.Module):

@@ -43,31 +43,32 @@ from kbf.runtime.threads import one_thread
 
 log: logging.Logger = logging.getLogger(__name__)
 FOLDS = 5
+# Most steps between the least and the largest of values that count as whole numbers.
 MAX_STEPS = 200
-"""Most steps between the least and the largest of values that count as whole numbers."""
+# Points with which laws other than the Gaussian are tried.
 MIN_POINTS = 80
-"""Points with which laws other than the Gaussian are tried."""
+# Points that a choice looks at; of more, evenly spaced ones.
 MAX_POINTS = 4000
-"""Points that a choice looks at; of more, evenly spaced ones."""
+# Components of y up to which networks and categories are tried.
 MAX_COMPONENTS = 8
-"""Components of y up to which networks and categories are tried."""
+# Standard errors by which a density must be better than a simpler one.
 MIN_STD_ERRORS = 2.0
-"""Standard errors by which a density must be better than a simpler one."""
+# The same over the Gaussian density, whose update is more accurate.
 MIN_STD_ERRORS_OVER_GAUSSIAN = 4.0
-"""The same over the Gaussian density, whose update is more accurate."""
+# Share of the gains at either end that is clamped.
 TAILS = 0.02
-"""Share of the gains at either end that is clamped."""
+# Bandwidths over the median distance of the inputs, and most features, that mixtures of maps choose
+# from.
 FACTORS, RANK = (0.25, 0.5, 1.0), 48
-"""Bandwidths over the median distance of the inputs, and most features, that mixtures of maps choose from."""
+# Mixtures of maps by name.
 MAPS: dict[str, dict[str, Any]] = {
     "student": {"student": True},
     "clutter": {"clutter": True},
     "branches": {"maps": 2},
 }
-"""Mixtures of maps by name."""
 COUNTS = ("poisson", "negbin", "bernoulli", "categories")
+# Names of all laws; a checkpoint keeps a position in this tuple.
 DENSITIES = ("gaussian", "student", "clutter", "spread", "branches", "networks", *COUNTS)
-"""Names of all laws; a checkpoint keeps a position in this tuple."""
 
 
 class Candidate(NamedTuple):

@@ -28,16 +28,17 @@ from kbf.filters.wrapper import innermost
 from kbf.recording import as_float
 from kbf.rkhs.linalg import evenly
 
+# Innovation scores that divergence is detected from; more than half of them must be known.
 WINDOW = 5
-"""Innovation scores that divergence is detected from; more than half of them must be known."""
+# Most training observations, and most scores, that a monitor keeps.
 MOST_KEPT = 512
-"""Most training observations, and most scores, that a monitor keeps."""
+# Least number of scores that a tail is fitted to.
 MIN_HELD_OUT_STEPS = 10
-"""Least number of scores that a tail is fitted to."""
+# Share of the scores that the exponential tail is fitted to.
 TAIL_SHARE = 0.1
-"""Share of the scores that the exponential tail is fitted to."""
+# Density over its mean at which innovation scores are capped: features of low rank do not resolve
+# smaller values.
 LEAST_DENSITY = 1e-6
-"""Density over its mean at which innovation scores are capped: features of low rank do not resolve smaller values."""
 
 
 class Tail(NamedTuple):

@@ -20,12 +20,13 @@ from kbf.rkhs.embeddings import Embedding
 from kbf.rkhs.kernels import Kernel
 from kbf.rkhs.linalg import cholesky, evenly
 
+# Candidate floors, as shares of the mean variance of the estimates; a weighted sample on a single
+# point has C_t = 0.
 FLOOR_SHARES = (1e-3, 1e-2, 3e-2, 0.1, 0.3)
-"""Candidate floors, as shares of the mean variance of the estimates; a weighted sample on a single point has C_t = 0."""
+# The least bandwidth variance of a density estimate, as a share of the variance of the points.
 LEAST_DENSITY_VARIANCE = 1e-4
-"""The least bandwidth variance of a density estimate, as a share of the variance of the points."""
+# A calibration keeps at most this many scores.
 MOST_SCORES = 512
-"""A calibration keeps at most this many scores."""
 
 
 class Calibration(NamedTuple):

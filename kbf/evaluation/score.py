@@ -19,10 +19,10 @@ from kbf.filters.wrapper import FilterWrapper
 from kbf.recording import Recording, as_float, pad
 from kbf.runtime import html_repr
 
+# (filter, predicted state, x_t, *, last, mask) -> a NamedTuple of tensors ``b ...``: what is said
+# of each observation before the update. ``last`` is what was said of the one before, ``mask`` ``b``
+# or None. `kbf.evaluation.alarms.Monitor.check` is one.
 Watch = Callable[..., Any]
-"""(filter, predicted state, x_t, *, last, mask) -> a NamedTuple of tensors ``b ...``: what is said of each observation before the
-update. ``last`` is what was said of the one before, ``mask`` ``b`` or None.
-`kbf.evaluation.alarms.Monitor.check` is one."""
 
 
 class Score(NamedTuple):

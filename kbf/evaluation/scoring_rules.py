@@ -18,17 +18,18 @@ from kbf.evaluation.calibration import Calibration, chi_square, floor_of, floore
 from kbf.evaluation.metrics import nll
 from kbf.filters.particle.resampling import multinomial
 
+# Levels whose coverage is reported as a number.
 COVERAGE_LEVELS = (0.5, 0.8, 0.9, 0.95)
-"""Levels whose coverage is reported as a number."""
 
+# Levels of the calibration curve in the picture.
 CURVE_LEVELS = tuple(k / 20 for k in range(1, 20))
-"""Levels of the calibration curve in the picture."""
 
+# Samples drawn from each Gaussian for the energy score.
 ENERGY_SCORE_DRAWS = 64
-"""Samples drawn from each Gaussian for the energy score."""
 
+# The energy score is computed for this many steps at a time, as its samples are compared pair by
+# pair.
 STEPS_PER_BLOCK = 256
-"""The energy score is computed for this many steps at a time, as its samples are compared pair by pair."""
 
 
 class Reliability(NamedTuple):

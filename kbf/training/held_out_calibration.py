@@ -39,17 +39,18 @@ from kbf.training.fit import held_by
 from kbf.training.fitted_model import FittedModel
 
 FOLDS = 5
+# Most steps that are filtered. Of larger recordings these are the first steps of each fold.
 MOST_STEPS = 5000
-"""Most steps that are filtered. Of larger recordings these are the first steps of each fold."""
+# Steps of each recording that are filtered in any case: recordings share a batch, so that they cost
+# little, and the first steps alone are not representative.
 MIN_STEPS_OF_EACH = 300
-"""Steps of each recording that are filtered in any case: recordings share a batch, so that they cost
-little, and the first steps alone are not representative."""
+# Observations without a missing sensor that a monitor requires.
 MIN_WHOLE_OBSERVATIONS = 10
-"""Observations without a missing sensor that a monitor requires."""
+# Most numbers in the observations that a monitor keeps; fewer observations are kept of large
+# images.
 MOST_NUMBERS = 2**22
-"""Most numbers in the observations that a monitor keeps; fewer observations are kept of large images."""
+# Filters, each with recordings that it has not been fitted to.
 Held = Iterable[tuple[Filter[Any], list[Recording]]]
-"""Filters, each with recordings that it has not been fitted to."""
 
 
 class InnovationScore(NamedTuple):

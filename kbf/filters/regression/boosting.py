@@ -16,10 +16,11 @@ from kbf.rkhs.linalg import evenly
 from kbf.runtime.optional_dependencies import need
 from kbf.runtime.threads import side_by_side
 
+# Every fifth block is held out to estimate the covariance of the errors.
 HELD = 5
-"""Every fifth block is held out to estimate the covariance of the errors."""
+# Numbers that trees are grown on; of more, evenly spaced rows: neighbours in time say much the
+# same.
 LARGEST = 20_000_000
-"""Numbers that trees are grown on; of more, evenly spaced rows: neighbours in time say much the same."""
 
 
 class Trees:

@@ -16,8 +16,9 @@ from kbf.rkhs.kernels import KERNELS, median_distance
 from kbf.rkhs.linalg import evenly, psd_solve
 from kbf.runtime.html_repr import Shown, ShownModule
 
+# Observations that a regression is made of kernels at, and that the choice of kernel and ridge
+# looks at: its cost is O(n^3).
 MAX_LANDMARKS = 3000
-"""Observations that a regression is made of kernels at, and that the choice of kernel and ridge looks at: its cost is O(n^3)."""
 
 
 class FrameState(NamedTuple):

@@ -17,14 +17,14 @@ from kbf.recording import Recording, as_recordings, check_vectors, control_width
 from kbf.runtime.errors import FitError, fit_errors
 from kbf.runtime.html_repr import Shown, ShownModule
 
+# Numbers in a window of unspecified width, as far as `MAX_WINDOW_STEPS` allows.
 WINDOW_NUMBERS = 600
-"""Numbers in a window of unspecified width, as far as `MAX_WINDOW_STEPS` allows."""
+# Most steps of such a window, unless it has fewer than `MIN_WINDOW_NUMBERS` numbers.
 MAX_WINDOW_STEPS = 50
-"""Most steps of such a window, unless it has fewer than `MIN_WINDOW_NUMBERS` numbers."""
+# Least numbers of such a window, even if that requires more steps.
 MIN_WINDOW_NUMBERS = 100
-"""Least numbers of such a window, even if that requires more steps."""
+# Windows in a block: those of 200,000 steps are never laid out all at once.
 ROWS_PER_BLOCK = 8192
-"""Windows in a block: those of 200,000 steps are never laid out all at once."""
 
 
 class WindowState(NamedTuple):

@@ -62,38 +62,40 @@ from kbf.filters.selection.stacking import stacked
 from kbf.recording import Recording, as_recordings
 from kbf.runtime.errors import FitError
 
+# Baselines, as functions of a seed.
 PLAIN: dict[str, Callable[[int], nn.Module]] = {
     "window_ridge": lambda seed: WindowRidge(None),
     "kalman": lambda seed: LearnedKalman(),
     "mean": lambda seed: MeanModel(),
 }
-"""Baselines, as functions of a seed."""
+# Candidates of the second round.
 MORE: dict[str, Callable[[int], nn.Module]] = {
     "kernel_monte_carlo": lambda seed: KernelMonteCarlo(seed=seed),
     "window_boosting": lambda seed: WindowBoosting(None, seed=seed),
 }
-"""Candidates of the second round."""
+# The filter with a learned model among them.
 MOVING = "kernel_monte_carlo"
-"""The filter with a learned model among them."""
+# Candidates above `MIN_STEPS_OF_LARGE_DATA` steps: networks are slow to fit and require much data.
 NETS: dict[str, Callable[[int], nn.Module]] = {"gru": lambda seed: FittedGRU(seed=seed)}
-"""Candidates above `MIN_STEPS_OF_LARGE_DATA` steps: networks are slow to fit and require much data."""
+# The filter of Xu et al. (2022), Algorithm 2, over the recording, with bandwidths from median
+# distances: their grid takes long.
 PUBLISHED: dict[str, Callable[[int], nn.Module]] = {
     "kbf_median": lambda seed: KBF(normalise=False, rank=128, learn=False),
 }
-"""The filter of Xu et al. (2022), Algorithm 2, over the recording, with bandwidths from median distances: their grid takes long."""
+# Parts of the recordings that are held out in turn; of several recordings these are whole, and may
+# be fewer.
 FOLDS = 5
-"""Parts of the recordings that are held out in turn; of several recordings these are whole, and may be fewer."""
+# Steps below which the main model is used without a comparison.
 MIN_STEPS_TO_COMPARE = 100
-"""Steps below which the main model is used without a comparison."""
+# Steps below which `MORE` is not compared: the scores of few blocks are too uncertain.
 MIN_STEPS_FOR_SECOND_ROUND = 500
-"""Steps below which `MORE` is not compared: the scores of few blocks are too uncertain."""
+# Steps above which only every third fold is held out: fits are slow, and blocks are many.
 MIN_STEPS_OF_LARGE_DATA = 2000
-"""Steps above which only every third fold is held out: fits are slow, and blocks are many."""
+# Standard errors by which a candidate must be better than the main model.
 MIN_STD_ERRORS = 1.5
-"""Standard errors by which a candidate must be better than the main model."""
+# Share of held-out states within 1.96 standard deviations, averaged over components, below which
+# the covariances of a filter are far too small.
 MIN_COVERAGE = 0.8
-"""Share of held-out states within 1.96 standard deviations, averaged over components, below which
-the covariances of a filter are far too small."""
 
 
 class ModelSelection(nn.Module):

@@ -24,21 +24,21 @@ from kbf.runtime.errors import FitError, MissingPackageError
 
 log = logging.getLogger(__name__)
 
+# Blocks of `SHORT_BLOCK` steps that a fold is cut into before blocks become longer.
 MIN_BLOCKS = 4
-"""Blocks of `SHORT_BLOCK` steps that a fold is cut into before blocks become longer."""
+# Most blocks of each fold that are filtered.
 MAX_BLOCKS = 8
-"""Most blocks of each fold that are filtered."""
+# Steps of a block of a short fold.
 SHORT_BLOCK = 120
-"""Steps of a block of a short fold."""
+# Most steps of a block: slow changes are visible in long blocks alone.
 LONG_BLOCK = 1000
-"""Most steps of a block: slow changes are visible in long blocks alone."""
+# Times the error of another on the first fold from which a model is not tried on the rest.
 HOPELESS = 2.0
-"""Times the error of another on the first fold from which a model is not tried on the rest."""
 Fit = Callable[[list[Recording]], Filter[Any]]
+# Recordings without a fold, to fit; and the fold.
 Part = tuple[list[Recording], list[Recording]]
-"""Recordings without a fold, to fit; and the fold."""
+# Of each block z - m ``t d``, and whether it is within 1.96 standard deviations (None without).
 Held = Iterable[tuple[Tensor, Bool[Tensor, "t d"] | None]]
-"""Of each block z - m ``t d``, and whether it is within 1.96 standard deviations (None without)."""
 
 
 class Row(NamedTuple):

@@ -29,14 +29,14 @@ from kbf.runtime.errors import FitError
 
 log = logging.getLogger(__name__)
 
+# Share of the steps, the last ones, that is held out.
 HELD_OUT = 0.2
-"""Share of the steps, the last ones, that is held out."""
+# Lengths of the most recent window that are evaluated in addition to the full history.
 SHARES = (0.5, 0.25, 0.125)
-"""Lengths of the most recent window that are evaluated in addition to the full history."""
+# Steps that are kept, at least.
 MIN_STEPS_KEPT = 400
-"""Steps that are kept, at least."""
+# Standard errors over blocks by which a recent window must be better than the full history.
 MIN_STD_ERRORS = 2.0
-"""Standard errors over blocks by which a recent window must be better than the full history."""
 
 
 def last_steps(sequences: list[Recording], count: int) -> list[Recording]:
