@@ -22,8 +22,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Generator, Tensor
 
 from kbf.filters.kernel.hyperparameters import best_of, choose_reg
-from kbf.rkhs.conditional_means.base import ConditionalMean
-from kbf.rkhs.conditional_means.table import CONDITIONAL_MEANS
+from kbf.rkhs.conditional_means import CONDITIONAL_MEANS, ConditionalMean
 from kbf.rkhs.embeddings import Embedding
 from kbf.rkhs.kernels import KERNELS, Kernel, median_distance
 from kbf.rkhs.linalg import evenly
@@ -50,7 +49,7 @@ class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
         reg: lambda > 0; None takes the one of `REGS` with the least leave-one-out error of the mean
             (in closed form, for the exact form, at up to `MAX_LOO_POINTS` evenly spaced pairs).
             `nadaraya_watson` does not use it.
-        form: a name of `kbf.rkhs.conditional_means.table.CONDITIONAL_MEANS`.
+        form: a name of `kbf.rkhs.conditional_means.CONDITIONAL_MEANS`.
         size: of the cheap forms: pivots, landmarks, features, neighbours or points; of
             `divide_and_conquer`: parts.
         random_state: of the forms that draw.

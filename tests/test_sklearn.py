@@ -20,7 +20,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from kbf.rkhs import ratios
-from kbf.rkhs.conditional_means.table import CONDITIONAL_MEANS
+from kbf.rkhs.conditional_means import CONDITIONAL_MEANS
 from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.sklearn import REGS, ConditionalMeanEmbedding, KuLSIF, RelativeRatio
 

@@ -7,7 +7,7 @@ negative, as with the wide kernel and the strong ridge here. `kbf.rkhs.ratios.ku
 norm for a penalty, as the filters need it: another estimator, for comparison.
 
 A Gaussian process's posterior mean with the noise n reg is the conditional mean
-`kbf.rkhs.conditional_means.all_points.exact`, and that of its sparse form (SGPR) the ridge on
+`kbf.rkhs.conditional_means.kernel_ridge.exact`, and that of its sparse form (SGPR) the ridge on
 Nyström features of the same landmarks. gpytorch is told to factorise; left alone it takes conjugate
 gradients where there are more than 800 points, to a tolerance, in a second row.
 """

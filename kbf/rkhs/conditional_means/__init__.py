@@ -1,40 +1,46 @@
-"""The conditional mean embedding (CME) and its cheap forms, all with one interface.
+"""The conditional mean embedding (CME) and its low-cost approximations, with one interface.
 
 The CME of Z given X = x is sum_i w_i(x) k(., z_i), with w(x) = (G + n reg I)^-1 k(x) over n
-training pairs (x_i, z_i). Each function of the table `CONDITIONAL_MEANS` fits it, or something
-cheaper in its place, and returns a `ConditionalMean`: ``weights`` gives w(x), with zeros where a
-form looks at some of the pairs only; ``mean`` gives sum_i w_i(x) z_i without making w(x).
+training pairs (x_i, z_i). Each function of the table `CONDITIONAL_MEANS` fits it or an
+approximation and returns a `ConditionalMean`: ``weights`` returns w(x), with zeros at pairs that
+the estimator does not use; ``mean`` returns sum_i w_i(x) z_i without computing w(x).
 
-===================== =========================================================== =====================
-function              w(x)                                                        cost: once, a query
-===================== =========================================================== =====================
-exact                 (G + n reg I)^-1 k(x)                                       n^3, n
-incomplete_cholesky   L (n reg I + L^T L)^-1 l(x), G ~ L L^T by m pivots          n m^2, m^2
-nystrom               the same with m landmarks drawn at random                   n m^2, m^2
-random_fourier        the same with m random features in place of l               n m^2, m^2
-nearest (LCKME)       (G' + m reg I)^-1 k'(x) over the m points nearest to x      0, n + m^3
-subsample             (G' + m reg I)^-1 k'(x) over m points drawn at random       m^3, m
-divide_and_conquer    the mean of s exact ones over n/s points each               n^3 / s^2, n
-nadaraya_watson       k(x) / ||k(x)||_1                                           0, n
-===================== =========================================================== =====================
+===================== ==================================================== =======================
+function              w(x)                                                 cost of a fit, a query
+===================== ==================================================== =======================
+exact                 (G + n reg I)^-1 k(x)                                n^3, n
+incomplete_cholesky   L (n reg I + L^T L)^-1 l(x), G ~ L L^T by m pivots   n m^2, m^2
+nystrom               the same with m random landmarks                     n m^2, m^2
+random_fourier        the same with m random features in place of l        n m^2, m^2
+nearest (LCKME)       (G' + m reg I)^-1 k'(x) over the m nearest points    0, n + m^3
+subsample             (G' + m reg I)^-1 k'(x) over m random points         m^3, m
+divide_and_conquer    the mean of s exact ones over n/s points each        n^3 / s^2, n
+nadaraya_watson       k(x) / ||k(x)||_1                                    0, n
+===================== ==================================================== =======================
 
-A query costs this for ``mean``; ``weights`` are n numbers, or n m kernel values where there are
-features. ``block`` bounds memory: no array made on the way has more than about max(block, m)^2
-numbers, whatever n and the number of queries are, but for the factors of `exact` and its kin and
-the pivots' L. Gradients flow to queries and, but for the choice of points, to bandwidths, ridges
-and training pairs. A query with NaN gives NaN for itself alone.
+The cost of a query is that of ``mean``; ``weights`` has n entries and costs n m kernel values if
+there are features. ``block`` bounds memory: intermediate arrays have at most about
+max(block, m)^2 entries for any n and any number of queries, except for the factors of `exact` and
+its averages and the pivots' L. Gradients flow to queries and, except for the choice of points, to
+bandwidths, ridges and training pairs. A query with NaN gives NaN only for itself.
 """
 
 from __future__ import annotations
 
-from kbf.rkhs.conditional_means.all_points import (
+from collections.abc import Callable
+
+from kbf.rkhs.conditional_means.base import BLOCK, ConditionalMean
+from kbf.rkhs.conditional_means.kernel_ridge import (
+    Average,
     KernelRidge,
     NadarayaWatson,
+    Nearest,
+    divide_and_conquer,
     exact,
     nadaraya_watson,
+    nearest,
+    subsample,
 )
-from kbf.rkhs.conditional_means.base import BLOCK, ConditionalMean
-from kbf.rkhs.conditional_means.local import Nearest, nearest
 from kbf.rkhs.conditional_means.low_rank import (
     FeatureRidge,
     feature_loo,
@@ -44,8 +50,6 @@ from kbf.rkhs.conditional_means.low_rank import (
     nystrom,
     random_fourier,
 )
-from kbf.rkhs.conditional_means.parts import Average, divide_and_conquer, subsample
-from kbf.rkhs.conditional_means.table import CONDITIONAL_MEANS
 
 __all__ = [
     "BLOCK",
@@ -68,3 +72,19 @@ __all__ = [
     "random_fourier",
     "subsample",
 ]
+
+CONDITIONAL_MEANS: dict[str, Callable[..., ConditionalMean]] = {
+    "exact": exact,
+    "incomplete_cholesky": incomplete_cholesky,
+    "nystrom": nystrom,
+    "random_fourier": random_fourier,
+    "nearest": nearest,
+    "subsample": subsample,
+    "divide_and_conquer": divide_and_conquer,
+    "nadaraya_watson": nadaraya_watson,
+}
+"""The estimators by name.
+
+All take (kernel, x, z, reg), except `random_fourier` (a bandwidth in place of the kernel) and
+`nadaraya_watson` (no ridge).
+"""

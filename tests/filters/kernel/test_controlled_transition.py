@@ -635,7 +635,7 @@ def test_lstm_filter_is_its_forward_pass_and_needs_its_controls():
         torch.testing.assert_close(net(obs, None, u), rollout(net, obs, controls=u).estimates)
         assert not torch.allclose(net(obs, mask, u), net(obs, mask, u + 1))
     with pytest.raises(
-        ValueError, match=r"built for 0 controls \(model.net.controls\), the recordings hold 1"
+        ValueError, match=r"built for 0 controls \(model.net.controls\), the recordings have 1"
     ):
         LSTMFilter(2, 2).double().prepare([pushed()])
     feedback = LSTMFilter(2, 2, hidden=8, sizes=(8,), controls=1, feedback=True).double()
