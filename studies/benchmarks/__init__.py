@@ -1,4 +1,7 @@
-"""Benchmarks: each claim about speed or precision is one of these, and runs both sides in one process: ``kbf bench NAME``."""
+"""Benchmarks, one for each claim about speed or precision: ``kbf bench NAME``.
+
+Each runs both sides in one process.
+"""
 
 BENCHMARKS = {
     "step": "one step of a filter, against the dense textbook filter and the published arithmetic",

@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing sides in turn (`studies.benchmarks.timing`), settings, rows and claims.
+"""Shared parts of the benchmarks: alternating timing, settings, rows and claims.
 
 A file ``NAME.py`` holds one benchmark as
 
@@ -27,7 +27,10 @@ Tell = Callable[[str], None]
 
 
 class Claim(NamedTuple):
-    """A target, what was measured, and whether the target was reached (None: there is none, or it cannot be said here)."""
+    """A target, the measured value, and whether the target was reached.
+
+    None: there is no target, or it cannot be decided here.
+    """
 
     target: str
     measured: str

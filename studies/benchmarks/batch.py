@@ -1,4 +1,4 @@
-"""Many sequences at once, against the bare matrix products and against one filter for each sequence.
+"""Many sequences at once, compared with bare matrix products and with single filters.
 
 The floor is Psi^T D Psi of each sequence as matrix products, 2 n p^2 operations each, at the rate
 that this machine reaches for a large product of float32, timed in turn with the sides. (Kept

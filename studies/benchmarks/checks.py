@@ -1,4 +1,4 @@
-"""What it costs a running filter to look at everything that goes in and out: a step of `OnlineFilter` against the bare arithmetic.
+"""Cost of the checks of a running filter: `OnlineFilter` against the bare arithmetic.
 
 The checks: the shape of the observation, whether it was possible given the prediction, and what to
 do where it was not (`kbf.filters.gating`). The bare side is the filter's own predict and

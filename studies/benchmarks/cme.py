@@ -1,4 +1,4 @@
-"""Cheap conditional mean embeddings (`kbf.rkhs.conditional_means`): their error against the time that they take.
+"""Error against time of cheap conditional mean embeddings, `kbf.rkhs.conditional_means`.
 
 The regression is the move of the oscillatory model, z -> E[z'] = f(z), known exactly: n pairs of
 successive states, and new states as queries. All forms take bandwidth and ridge from one grid by
@@ -147,7 +147,10 @@ def forms(
 
 
 def of_all(grid: Grid, x: Tensor, z: Tensor, rank: int) -> tuple[float, float]:
-    """Bandwidth and ridge of the exact form: the least leave-one-out error over all pairs, by features of a high rank."""
+    """Bandwidth and ridge of the exact form with the least leave-one-out error over all pairs.
+
+    Computed with features of a high rank.
+    """
     bases = {}
     for bandwidth in {bandwidth for bandwidth, _ in grid}:
         kernel = partial(gaussian, bandwidth=bandwidth)
@@ -168,7 +171,10 @@ def best(grid: Grid, fit: Fit, x: Tensor, z: Tensor) -> tuple[float, float]:
 
 
 def left_out(fit: conditional_means.ConditionalMean, x: Tensor, z: Tensor) -> float:
-    """Mean over some training pairs of ||z_i - m_{-i}(x_i)||^2 = ||z_i - m(x_i)||^2 / (1 - w_i(x_i))^2."""
+    """Mean leave-one-out error ||z_i - m_{-i}(x_i)||^2 over some training pairs.
+
+    ||z_i - m_{-i}(x_i)||^2 = ||z_i - m(x_i)||^2 / (1 - w_i(x_i))^2.
+    """
     rows = evenly(len(x), SCORED_POINTS, x.device)
     weights = fit.weights(x[rows])
     own = weights.gather(1, rows[:, None])

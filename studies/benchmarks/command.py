@@ -1,4 +1,4 @@
-"""``kbf bench``: benchmarks that run both sides in one process and print ratios, with the machine."""
+"""``kbf bench``: runs benchmarks and writes their tables, claims and the machine."""
 
 from __future__ import annotations
 

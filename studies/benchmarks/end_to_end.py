@@ -1,4 +1,4 @@
-"""Training an encoder through the filter: the rule over p features (primal) against the rule over their Gram matrix (dual).
+"""Training an encoder through the filter, by p features (primal) and by Gram matrices (dual).
 
 One step of training, as `kbf.filters.kernel.feature_kbf.FeatureKBF` takes it: the encoder is
 applied to the memory and to a batch of windows, the operators are built, the windows are filtered,
@@ -156,7 +156,7 @@ def held(net: FeatureKBF, memory: Recording, windows: Recording) -> int:
 
 
 def claims(rows: list[Row]) -> list[Claim]:
-    """Time and memory that the primal form saves at the largest n, and whether losses and gradients are equal."""
+    """Time and memory that the primal form saves at the largest n, and equality of the losses."""
     row = max((row for row in rows if row["form"] == PRIMAL), key=lambda row: row["n"])
     where = f"n = {row['n']}, p = {row['p']}"
     verdicts = [

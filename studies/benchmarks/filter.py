@@ -1,4 +1,4 @@
-"""The command ``kbf filter`` at work: observations through a pipe into it, estimates with covariances through a pipe out of it."""
+"""Throughput of ``kbf filter``: observations in and estimates with covariances out by pipes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ LEAST_RATE = 1000
 
 
 def run(settings: Settings, tell: Tell) -> list[Row]:
-    """Rows for each of ten parts of a stream: observations a second by the clock and by the process's own time, and its memory.
+    """Rows for each of ten parts of a stream: observations a second, and memory.
+
+    Seconds are those of the clock and of the process.
 
     The models are trained here on oscillatory data; one thread each.
     """

@@ -1,4 +1,4 @@
-"""What a graphics card does to kbf: the same numbers as the CPU's, training, time of a step, memory, equal bits in two runs.
+"""Behaviour of kbf on a graphics card: accuracy, training, step time, memory, equal bits.
 
 `scripts/gpu_check` runs it: each part in a process of its own, with a limit of time, so that
 neither a failure nor a crash of the driver takes the others along. It needs PyTorch, NumPy and
@@ -95,7 +95,7 @@ TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-3}
 
 
 class Finding(NamedTuple):
-    """A line of the table: what was measured and whether that is good (None: nothing was to be reached)."""
+    """A row of the table: a measurement, and whether it is good (None: there is no target)."""
 
     part: str
     what: str
@@ -185,7 +185,7 @@ def make_filters(
 
 @torch.no_grad()
 def equal(size: dict[str, Any], device: str) -> Iterator[Finding]:
-    """Estimates of a rollout on the device against those on the CPU, with gaps among the observations."""
+    """Compares the estimates of a rollout on the device and on the CPU, with missing steps."""
     test = recordings(400, seed=1)
     obs, scale = (
         torch.stack([s.obs for s in test])[:, : size["steps"]],
@@ -220,7 +220,7 @@ def equal(size: dict[str, Any], device: str) -> Iterator[Finding]:
 def encoder_losses(
     size: dict[str, Any], device: str, low: torch.dtype | None = None
 ) -> tuple[list[float], float]:
-    """Losses of an encoder that learns the angle of a pendulum, step by step in a plain loop, and the seconds of a step."""
+    """Losses of an encoder that learns the angle of a pendulum, and the seconds of a step."""
     steps = 50
     data = PendulumRKN(max(size["images"] // steps, 1), 1, steps=steps).train
     images, states = (
@@ -251,7 +251,7 @@ def encoder_losses(
 
 
 def training(size: dict[str, Any], device: str) -> Iterator[Finding]:
-    """An encoder by itself, then inside an LSTM by Lightning's trainer: float32 and mixed precision against the CPU."""
+    """An encoder, and an LSTM with an encoder, in float32 and mixed precision against the CPU."""
     part = "training"
     reference: dict[str, float] = {}
 
@@ -297,7 +297,7 @@ def training(size: dict[str, Any], device: str) -> Iterator[Finding]:
 
 
 def lightning_error(size: dict[str, Any], device: str, precision: str) -> tuple[float, float]:
-    """Squared error on new sequences of an LSTM with an encoder of images, trained as by ``trainer=gpu``, and its seconds."""
+    """Test error and seconds of an LSTM with an image encoder, trained as by ``trainer=gpu``."""
     from kbf.training.fit import train  # needs Lightning
 
     data = PendulumRKN(max(size["images"] // 50, 4), 25, steps=50)
@@ -359,7 +359,10 @@ def kernel_filter(n: int, rank: int, device: str) -> KernelBayesFilter:
 
 @torch.no_grad()
 def steps(size: dict[str, Any], device: str) -> Iterator[Finding]:
-    """Time of a step by points and batch, as it is and as a CUDA graph, beside the largest matrix product that it needs."""
+    """Time of a step by points and batch, eager and as a CUDA graph.
+
+    The largest matrix product of the step is timed for comparison.
+    """
     for n in size["points"]:
         made: list[KernelBayesFilter] = []
 
@@ -386,7 +389,7 @@ def steps(size: dict[str, Any], device: str) -> Iterator[Finding]:
 def time_step(
     filter: KernelBayesFilter, n: int, b: int, what: str, size: dict[str, Any]
 ) -> Iterator[Finding]:
-    """Seconds of a step on b sequences and of its bare product, the memory that it takes, and the same as a graph."""
+    """Seconds of a step on b sequences, of its bare product, and its memory; also as a graph."""
     device, rank = filter.states.device, size["rank"]
     part, on_card = "steps", device.type == "cuda"
     step = Step(filter).eval()
@@ -440,7 +443,7 @@ def capture(
 
 @torch.no_grad()
 def compiled(size: dict[str, Any], device: str) -> Iterator[Finding]:
-    """`kbf.filters.online.compile_step` at the least n: on a card it needs Triton and a C compiler."""
+    """`kbf.filters.online.compile_step` at the least n; a card needs Triton and a C compiler."""
     n, part = size["points"][0], "compiled"
 
     def work() -> Iterator[Finding]:
@@ -466,7 +469,7 @@ def compiled(size: dict[str, Any], device: str) -> Iterator[Finding]:
 
 @torch.no_grad()
 def memory(size: dict[str, Any], device: str) -> Iterator[Finding]:
-    """What conditioning takes at most, what the filter keeps, and whether anything grows over a rollout."""
+    """Peak memory of fitting, memory of the filter, and growth over a rollout."""
 
     def work(n: int) -> Iterator[Finding]:
         what, on_card = f"n = {n:,}", device == "cuda"

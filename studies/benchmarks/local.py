@@ -1,4 +1,6 @@
-"""Updates by the memory points of the largest ratios only: error against time, batch 1, features in float32.
+"""Error against time of updates that use the memory points with the largest ratios only.
+
+Batch 1, features in float32.
 
 "all" is the rule as its formula stands, Psi^T D Psi over every point in one product. Points of
 ratio 0 have weight 0: to leave them out ("positive") changes nothing but time, and `kbf.rkhs.rules`

@@ -37,7 +37,7 @@ LATENCIES = {DEFAULT: 250, CONTROLLED: 2000}
 
 
 def run(settings: Settings, tell: Tell) -> list[Row]:
-    """Rows for each of ten parts of the run: percentiles of the latency, the error, and the process's memory.
+    """Rows for each of ten parts of the run: latency percentiles, error and memory.
 
     The published filter (features, float32) makes all the steps; the default model and the step as
     written make fewer.

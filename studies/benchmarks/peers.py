@@ -1,4 +1,4 @@
-"""The same work by other libraries, in one process: Gaussian and particle filters, density ratios, ridge regression.
+"""Other libraries on the same work: filters, density ratios and ridge regression.
 
 Each side's numbers are compared with ours before anything is timed. What differs is the price:
 filterpy is numpy, one sequence and one step at a time; dynamax compiles the whole recursion (and

@@ -1,4 +1,4 @@
-"""Kalman, extended and unscented Kalman filters of `kbf` and of other libraries, over the same sequences in float64.
+"""Kalman, extended and unscented Kalman filters of `kbf` and of other libraries, in float64.
 
 Each side gives the filtered means of all steps, of a model in the arithmetic that suits it (numpy,
 jax, torch). filterpy and ours are told the Jacobian (`kbf.ssm.Differentiated`), dynamax
@@ -140,7 +140,10 @@ def extended(batch: int, steps: int, library: Callable[[str], Any]) -> dict[str,
 
 
 def unscented(batch: int, steps: int, library: Callable[[str], Any]) -> dict[str, Side]:
-    """The unscented Kalman filter of the oscillatory model: alpha 1, beta 0, kappa 1, as ours has by default."""
+    """The unscented Kalman filter of the oscillatory model: alpha 1, beta 0, kappa 1.
+
+    These are the default values of `kbf.UKF`.
+    """
     model = turning()
     ours = UnscentedKalmanFilter(model)
     obs, sides = nonlinear(ours, batch, steps, library)
@@ -171,7 +174,9 @@ def unscented(batch: int, steps: int, library: Callable[[str], Any]) -> dict[str
 def bootstrap(
     batch: int, steps: int, library: Callable[[str], Any], particles: int = PARTICLES
 ) -> dict[str, Side]:
-    """The bootstrap particle filter of the oscillatory model, resampled systematically where the effective sample size is half.
+    """The bootstrap particle filter of the oscillatory model.
+
+    It resamples systematically when the effective sample size is below one half.
 
     No library of these has one: the other side is a loop of NumPy with filterpy's resampling. Both
     draw numbers of their own.

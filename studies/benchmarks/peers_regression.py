@@ -1,4 +1,4 @@
-"""Density ratios and ridge regressions of `kbf` and of other libraries, on the same points in float64.
+"""Density ratios and ridge regressions of `kbf` and of other libraries, in float64.
 
 densratio's uLSIF is least squares over kernels at the points of the numerator with the penalty reg
 ||coef||^2: that is `kbf.rkhs.ratios.relative_primal` with these kernel values as the features. It
@@ -35,7 +35,10 @@ JITTER = 1e-8
 
 
 def ratio(n: int, m: int, library: Callable[[str], Any]) -> dict[str, Side]:
-    """The ratio of N(0.5, 0.5^2 I) to N(0, I) in the plane at n points of the latter, from m points of the former."""
+    """The ratio of N(0.5, 0.5^2 I) to N(0, I) in the plane.
+
+    Evaluated at n points of the latter, from m points of the former.
+    """
     generator = Generator().manual_seed(0)
     z, u = (
         torch.randn(n, 2, generator=generator).double(),
@@ -125,7 +128,10 @@ def posterior(
     *,
     factorise: bool = False,
 ) -> Tensor:
-    """Mean of a Gaussian process with our kernel and ridge, and with landmarks if there are any (SGPR, without its correction)."""
+    """Mean of a Gaussian process with our kernel and ridge.
+
+    With landmarks it is the SGPR mean, without its correction.
+    """
 
     class Model(gp.models.ExactGP):
         def __init__(self, likelihood: Any) -> None:

@@ -1,4 +1,7 @@
-"""How the filters of other libraries are asked: filterpy one sequence and one step at a time, dynamax compiled, all at once."""
+"""Adapters that run the filters of other libraries.
+
+filterpy runs one sequence and one step at a time, dynamax compiles the whole recursion.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ OMEGA, BETA, M = 0.4, 0.4, 8.0
 
 
 class Side(NamedTuple):
-    """One implementation of a task: a call that returns its numbers, and how far they may be from ours (None: see the note)."""
+    """One implementation of a task: its function, and the allowed difference from ours.
+
+    None: the note explains why there is no bound.
+    """
 
     call: Callable[[], Tensor]
     tolerance: float | None = 1e-8

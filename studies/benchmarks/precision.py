@@ -1,4 +1,6 @@
-"""float32 against float64, part by part: what may be rounded, and what must not. n points, tolerances that make the rank grow.
+"""float32 against float64, part by part.
+
+n points; tolerances that increase the rank.
 
 All in float64 is compared with the same filter where more and more is done in float32: the steps
 (what ``KBF(dtype="float32")`` does); the features of the query; what is done once with features
@@ -81,7 +83,7 @@ def variants(p: Problem, tol: float) -> dict[str, KernelBayesFilter | None]:
 
 
 def fitted(p: Problem, features: Tensor, rule: nn.Module) -> KernelBayesFilter:
-    """The filter of given features of the memory's states ``n r``, its operators made in their type."""
+    """The filter of given features of the memory's states ``n r``; operators of the same dtype."""
     eta, reg_transition, _ = REGS
     transition = transition_operator_primal(features, transitions([len(features)]), reg_transition)
     return KernelBayesFilter(
@@ -90,7 +92,10 @@ def fitted(p: Problem, features: Tensor, rule: nn.Module) -> KernelBayesFilter:
 
 
 def single_maps(p: Problem, tol: float, jitter: float | None) -> list[NystromFeatures]:
-    """Features of states and observations in float32: at the landmarks of float64 with a jitter, or, for None, at their own."""
+    """Features of states and observations in float32.
+
+    At the landmarks of float64 with a jitter, or, for None, at landmarks of their own.
+    """
     made = []
     for points, width in ((p.memory.states, p.bandwidths[1]), (p.memory.obs, p.bandwidths[2])):
         dtype = torch.float32 if jitter is None else torch.float64
@@ -150,7 +155,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
 
 
 def claims(rows: list[Row]) -> list[Claim]:
-    """Whether steps in float32 are enough, and the error that each further part in low precision adds."""
+    """Whether float32 steps are accurate enough, and the error of each further low-precision part."""
     verdicts = []
     for name in dict.fromkeys(row["in float32"] for row in rows if row["in float32"] != EXACT):
         mine = [row for row in rows if row["in float32"] == name]

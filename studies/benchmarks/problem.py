@@ -1,4 +1,4 @@
-"""The filter that the speed benchmarks run: oscillatory data, the published form, kernels of a stated width."""
+"""The filter of the speed benchmarks: oscillatory data, published form, fixed widths."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class Problem(NamedTuple):
     bandwidths: Tensor
 
     def filter(self, rank: int | None = None, tol: float = 0.0, **settings: object) -> KBF:
-        """The published filter (Xu et al., Algorithm 2) with features up to a rank or a tolerance, or with full Gram matrices."""
+        """The published filter (Xu et al., Algorithm 2) with features or full Gram matrices.
+
+        Features are limited by a rank or a tolerance.
+        """
         model = KBF(**{"rank": rank, "tol": tol, "normalise": False, "learn": False, **settings})  # pyright: ignore[reportArgumentType]
         model.set(self.bandwidths, self.bandwidths.new_tensor(REGS))
         return model

@@ -1,4 +1,4 @@
-"""How much rank a kernel takes: features up to a tolerance in float32, against full Gram matrices in float64, by the width.
+"""Rank that a kernel needs: features to a tolerance in float32 against float64 Gram matrices.
 
 The tolerance is the share of the Gram matrix's trace that features may leave out: its root is how
 far they are from the kernel's own, in the mean of squares. So estimates should differ in proportion
@@ -88,7 +88,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
 
 
 def claims(rows: list[Row]) -> list[Claim]:
-    """Whether errors stay within the tolerance's bound at every width, and the rank that this takes."""
+    """Whether errors stay within the tolerance's bound at every width, and the rank required."""
     worst = max(rows, key=lambda row: row["largest difference"] / math.sqrt(row["tolerance"]))
     times = worst["largest difference"] / math.sqrt(worst["tolerance"])
     verdicts = [

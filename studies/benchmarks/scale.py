@@ -1,4 +1,4 @@
-"""Time and memory of a filter against the number of its training points: conditioning, a step, and the choice of its numbers.
+"""Time and memory of fitting, of a step and of selection against the number of points.
 
 Nothing is n x n: landmarks, medians and leave-one-out scores look at subsamples, features are made
 by blocks, and what is kept are arrays of n times the rank. Memory is the process's largest resident
@@ -33,7 +33,7 @@ RECORDINGS = 10
 
 
 def run(settings: Settings, tell: Tell) -> list[Row]:
-    """Each size in turn, the smallest first, so that the largest resident set is that of the size at hand."""
+    """Each size in turn, the smallest first: the peak of memory is then that of the current size."""
     torch.manual_seed(0)
     device = settings["device"]
     reset_peak()
@@ -87,7 +87,7 @@ STATUS, PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def reset_peak() -> None:
-    """Reset the peak of the resident memory, where the system allows it, so that earlier work does not count."""
+    """Reset the peak of the resident memory, where the system allows it."""
     with suppress(OSError):
         PEAK.write_text("5", encoding="ascii")
 
@@ -105,7 +105,7 @@ def gibibytes() -> float:
 
 
 def slope(rows: list[Row], key: str, least: int = 10_000) -> float:
-    """Slope of the line through log(key) against log(n), over sizes that are large enough for n to matter."""
+    """Slope of the line through log(key) against log(n), over the sizes that are large enough."""
     large = [row for row in rows if row["training points"] >= least] if len(rows) > 2 else rows
     n, values = (
         [math.log(max(row[name], 1e-12)) for row in large] for name in ("training points", key)

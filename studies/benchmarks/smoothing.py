@@ -1,4 +1,4 @@
-"""What hindsight is worth: the errors of filters and of their smoothers, between the least that a filter and a smoother can reach.
+"""Errors of filters and of their smoothers, next to the least errors that are possible.
 
 Both floors know the true model, and are of the same test part: 20,000 particles forwards, and 500
 of them backwards. Bandwidths, ridges, maps and encoders come from the training part; smoothers use
@@ -55,7 +55,10 @@ KBF = "kbf"
 VECTORS: dict[str, Any] = {"rotation": rotation, "oscillatory": oscillatory}
 IMAGES: dict[str, Any] = {"dsprites": DSprites, "dmlab": OrientationImages}
 MODELS = (KBF, "particle_learned", "kalman", "particle_observation")
-"""Models of codes of images, and one more, which knows the true moves: it shows how much of an error is that of the codes."""
+"""Models of image encodings, and one with the true transition.
+
+The latter shows the share of the error that is due to the encodings.
+"""
 
 
 @torch.no_grad()

@@ -1,4 +1,6 @@
-"""One step of the Kernel Bayes Filter, batch 1: features in float32 against full Gram matrices in float64, and the published code.
+"""One step of the Kernel Bayes Filter: features in float32 against dense float64.
+
+The published code is a third side. Batch 1.
 
 The dense filter is the textbook's: constant operators made once, one Cholesky factorisation a step.
 The published arithmetic (diagonal matrices as dense ones, a general solver) is that of

@@ -1,4 +1,6 @@
-"""Error against computing time of kernel rules and rejection ABC: the likelihood can only be sampled (Fukumizu et al., figure 3).
+"""Error against computing time of kernel rules and rejection ABC.
+
+The likelihood can only be sampled (Fukumizu et al., figure 3).
 
 The paper's X is our state z, its Y our observation x. `studies.papers.gaussian_model` has the data.
 """
@@ -128,7 +130,10 @@ def work(job: Job) -> list[Row]:
 def kernel_rules(
     model: GaussianModel, queries: Float[Tensor, "q d"], n: int, generator: Generator
 ) -> dict[str, tuple[float, Float[Tensor, "q d"]]]:
-    """CPU seconds and posterior means of each rule from n draws of (z, x), by low-rank factors (Fukumizu et al., section 4.4)."""
+    """CPU seconds and posterior means of each rule from n draws of (z, x).
+
+    By low-rank factors (Fukumizu et al., section 4.4).
+    """
     clock = time.process_time
     epsilon, delta = 0.01 / n, 0.02 / n
     began = clock()
@@ -164,7 +169,9 @@ def original_mean(
     gamma: Float[Tensor, " n"],
     delta: float,
 ) -> Float[Tensor, "q d"]:
-    """Posterior means psi^T (C^2 + delta I)^-1 C Psi^T L z with L = diag(gamma), C = Psi^T L Psi (Fukumizu et al., equation 13).
+    """Posterior means psi^T (C^2 + delta I)^-1 C Psi^T L z (Fukumizu et al., equation 13).
+
+    L = diag(gamma), C = Psi^T L Psi.
 
     They are the means of `kbf.rkhs.rules.original_primal`, of all queries with one factorisation.
     """
@@ -194,7 +201,10 @@ def weighted_mean(
 def low_rank(
     k: Kernel, x: Float[Tensor, "n q"], queries: Float[Tensor, "b q"]
 ) -> tuple[Float[Tensor, "n r"], Float[Tensor, "b r"]]:
-    """Incomplete Cholesky factor Psi of G ~ Psi Psi^T, and the features psi of queries: k(x_i, y) ~ Psi_i^T psi(y)."""
+    """Incomplete Cholesky factor Psi of G ~ Psi Psi^T, and the features psi of queries.
+
+    k(x_i, y) ~ Psi_i^T psi(y).
+    """
     Psi, pivots = pivoted_cholesky(
         lambda i: k(x, x[i][None])[:, 0], x.new_ones(len(x)), RANK, TOLERANCE
     )
@@ -209,7 +219,9 @@ def rejection(
     generator: Generator,
     block: int = 100_000,
 ) -> Float[Tensor, "q k d"]:
-    """Rejection ABC: of simulations (z, x) the states with the x nearest to each query, nearest first, at most ``accepted``.
+    """Rejection ABC: the states of the simulations with x nearest to each query.
+
+    Nearest first, at most ``accepted``.
 
     The k-th distance is the tolerance tau at which k of the simulations are accepted (Fukumizu et
     al., section 4.4).
@@ -230,7 +242,10 @@ def rejection(
 
 
 def at_cost(points: list[Row], cost: str, value: float | int) -> float:
-    """The error of a line at a cost: linear in logarithms between its points, infinite before the first, then constant."""
+    """The error of a line at a cost, linear in logarithms between its points.
+
+    Infinite before the first point, constant after the last.
+    """
     points = sorted(points, key=lambda row: row[cost])
     costs, errors = ([row[key] for row in points] for key in (cost, "mse"))
     return (
@@ -286,12 +301,12 @@ def judge(rows: list[Row]) -> list[Verdict]:
 
 
 def every(won: list[bool]) -> bool | None:
-    """Whether a statement holds at every point (True), at none (False), or depends on the point (None)."""
+    """Whether a statement holds at every point (True), at none (False), or at some (None)."""
     return None if 0 < sum(won) < len(won) else all(won)
 
 
 def tests(rows: list[Row]) -> list[Row]:
-    """Wilcoxon signed-rank tests between the methods from the same number of simulations, where kernel rules have it."""
+    """Wilcoxon signed-rank tests between the methods from the same number of simulations."""
     sizes = {row["n"] for row in rows if row["method"] == KBR}
     return wilcoxon([row for row in rows if row["n"] in sizes], "mse", ["d", "n"])
 

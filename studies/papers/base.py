@@ -28,7 +28,7 @@ Settings = dict[str, Any]
 
 
 class Verdict(NamedTuple):
-    """A finding, what came out here in numbers, and whether it was reproduced (None: it cannot be said).
+    """A finding, the result here in numbers, and whether it was reproduced (None: undecided).
 
     ``asked``: the finding is none of the paper's, but a question of ours, and the answer is yes or
     no.
@@ -117,7 +117,9 @@ class Experiment(Protocol):
 
 
 def means(rows: Sequence[Mapping[str, Any]], by: Sequence[str], *values: str) -> list[Row]:
-    """Mean and standard error (``NAME_se``) of columns over the rows that agree in ``by``, and how many these are (``runs``).
+    """Mean and standard error of columns over the rows that agree in ``by``.
+
+    The errors are ``NAME_se``; ``runs`` is the number of rows.
 
     >>> means([{"n": 1, "mse": 2.0}, {"n": 1, "mse": 4.0}], ["n"], "mse")
     [{'n': 1, 'mse': 3.0, 'mse_se': 1.0, 'runs': 2}]
@@ -149,7 +151,10 @@ def wilcoxon(
     method: str = "method",
     run: str = "run",
 ) -> list[Row]:
-    """Wilcoxon signed-rank tests of ``value`` between all pairs of methods, over runs, for each combination of ``by``."""
+    """Wilcoxon signed-rank tests of ``value`` between all pairs of methods, over runs.
+
+    One set of tests for each combination of ``by``.
+    """
     tests: list[Row] = []
     for key in dict.fromkeys(tuple(row[name] for name in by) for row in rows):
         fixed = dict(zip(by, key, strict=True))

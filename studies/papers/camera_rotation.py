@@ -1,4 +1,6 @@
-"""The rotation of a camera from what it sees: kernel Bayes filters against Kalman filters (Fukumizu et al., table 1).
+"""Camera rotation from images: kernel Bayes filters and Kalman filters.
+
+Fukumizu et al., table 1.
 
 The state is a rotation, nine numbers; an observation is an image of 20 x 20 RGB pixels. Every
 method has two numbers to tune.
@@ -92,7 +94,10 @@ ridge are chosen. "Significant" is p < 0.05 (Wilcoxon).
 
 
 def record(frames: int, noise: float, seed: int) -> Recording:
-    """A film of the room with pixel noise of variance ``noise``: states ``T 9``, observations ``T 3 20 20``."""
+    """Images of the room with pixel noise of variance ``noise``.
+
+    States ``T 9``, observations ``T 3 20 20``.
+    """
     generator = Generator().manual_seed(seed)
     path = walk(frames, reach=1.4, step=0.2, generator=generator)
     return Recording(path.flatten(1), film(path, noise**0.5, generator))
@@ -104,7 +109,7 @@ def part(whole: Recording, first: int, last: int) -> Recording:
 
 
 def builders(job: Job) -> dict[str, tuple[Callable[..., Estimator], tuple[str, str]]]:
-    """How each method is made of a memory and two numbers, and where the candidates of these are."""
+    """The methods as functions of a memory and two numbers, and the candidates of these."""
     on, image, linear = (
         partial(on_pixels, rank=job["rank"]),
         ("betas", "epsilons"),

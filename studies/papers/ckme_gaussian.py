@@ -1,4 +1,7 @@
-"""Cheap conditional mean embeddings on Gaussian data, where the conditional is known (LCKME draft, section 5.1, figures 1-8)."""
+"""Cheap conditional mean embeddings on Gaussian data with a known conditional.
+
+LCKME draft, section 5.1, figures 1-8.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +142,10 @@ def work(job: Job) -> list[Row]:
 
 
 def large(job: Job) -> list[Row]:
-    """Error of the conditional mean and time at large n, with the draft's sigma and epsilon (figure 8)."""
+    """Error of the conditional mean and time at large n, for the draft's sigma and epsilon.
+
+    Figure 8.
+    """
     n = job["n"]
     p = problem(n, job["d"], job["queries"], job["run"], offset=1.0, loc=3.0)
     reg = 0.001 / math.sqrt(n) * 2 * math.pi  # over k(x, x) = 1 / (2 pi)

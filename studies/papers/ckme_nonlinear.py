@@ -1,4 +1,7 @@
-"""Cheap conditional mean embeddings on a nonlinear regression with Gaussian noise (LCKME draft, section 5.2, figures 9-15)."""
+"""Cheap conditional mean embeddings on a nonlinear regression with Gaussian noise.
+
+LCKME draft, section 5.2, figures 9-15.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,9 @@ BUMPS, NOISE = 10, 0.1
 
 
 def problem(n: int, d: int, queries: int, seed: int) -> Problem:
-    """y = f(x) + e, f(x) = s sum_i gamma_i d(x | U_i, sigma I), with x, U, gamma uniform on [-1, 1] and s that makes Var f(X) = 1.
+    """y = f(x) + e, f(x) = s sum_i gamma_i d(x | U_i, sigma I).
+
+    x, U, gamma are uniform on [-1, 1]; s makes Var f(X) = 1.
 
     References: LCKME draft, section 5.2, equation 6.
     """

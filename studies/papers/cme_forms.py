@@ -1,4 +1,7 @@
-"""The forms of the conditional mean embedding under the draft's names, their error against a known truth, cross-validation."""
+"""Forms of the conditional mean embedding under the draft's names, and their errors.
+
+Errors are against a known truth; cross-validation selects the parameters.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,9 @@ def norm_error(
     *,
     variance: float,
 ) -> Float[Tensor, " b"]:
-    """RKHS-norm error ||m - sum_i w_i k(., y_i)|| with m the embedding of N(mean, cov) and k = `density`.
+    """RKHS-norm error ||m - sum_i w_i k(., y_i)||, m the embedding of N(mean, cov).
+
+    The kernel k is `density`.
 
     ||m||^2 = d(0 | 0, 2 cov + variance I), m(y) = d(y | mean, cov + variance I).
 
@@ -101,7 +106,7 @@ def norm_error(
 
 
 class Fold(NamedTuple):
-    """One fold: the pairs to fit to, the held-out inputs, and the kernel values of y that the score needs."""
+    """One fold: training pairs, held-out inputs, and the kernel values of y for the score."""
 
     x: Tensor
     y: Tensor
@@ -134,7 +139,10 @@ def split(
 def cv_score(
     parts: list[Fold], method: str, *, variance: float, reg: float, m: int, seed: int = 0
 ) -> float:
-    """Mean over the held-out pairs of ||k(., y) - m(x)||^2 in the RKHS of y, without ||k(., y)||^2, which is one and the same."""
+    """Mean over the held-out pairs of ||k(., y) - m(x)||^2 in the RKHS of y.
+
+    The constant ||k(., y)||^2 is left out.
+    """
     scores = []
     for part in parts:
         w = fit(method, part.x, part.y, variance=variance, reg=reg, m=m, seed=seed).weights(

@@ -1,4 +1,4 @@
-"""What figures 1-7 and 9-15 of the LCKME draft ask of one problem with a known conditional distribution N(mean(x), cov).
+"""Figures 1-7 and 9-15 of the LCKME draft, for a problem with known N(mean(x), cov).
 
 Three kinds of work: ``grid`` (all bandwidths and ridges), ``chosen`` (those of cross-validation, at
 each n and each d_x) and ``time`` (the same for each size m of the cheap forms).
@@ -76,7 +76,7 @@ def jobs(settings: Settings) -> list[Job]:
 
 
 def work(job: Job, p: Problem) -> list[Row]:
-    """The errors of every method, at all bandwidths and ridges or at those that cross-validation chooses."""
+    """The errors of every method, at all bandwidths and ridges or at cross-validated ones."""
     m, seed, variance_y = job["m"], job["run"], job["variance_y"]
     grid = list(product(job["sigmas"], job["ridges"]))
     if job["kind"] == "grid":
@@ -96,7 +96,7 @@ def work(job: Job, p: Problem) -> list[Row]:
 
 
 def row(job: Job, p: Problem, method: str, sigma: float, reg: float) -> Row:
-    """The errors of one fit, means over the queries, and the time of the fit and the means there."""
+    """The errors of one fit, averaged over the queries, and the time of fit and means."""
     began = time.process_time()
     form = fit(method, p.x, p.y, variance=sigma, reg=reg, m=job["m"], seed=job["run"])
     mean = form.mean(p.queries)
@@ -158,7 +158,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
 
 
 def sweep(rows: list[Row], name: str) -> list[Row]:
-    """Rows of cross-validated fits in which ``name`` (n or d) varies and the other is that of the grid."""
+    """Rows of cross-validated fits in which ``name`` (n or d) varies, the other is fixed."""
     other = {"n": "d", "d": "n"}[name]
     base = next(r for r in rows if r["kind"] == "grid")
     return sorted(
@@ -200,7 +200,10 @@ def faster(rows: list[Row]) -> Verdict:
 
 
 def differences(rows: list[Row]) -> list[Row]:
-    """For each run and n the decades between a method's cross-validated sigma and ridge and those of CKME (figures 7 and 15)."""
+    """Decades between a method's cross-validated sigma and ridge and those of CKME.
+
+    For each run and n (figures 7 and 15).
+    """
     full = {(r["run"], r["n"]): r for r in rows if r["method"] == CKME}
     optima = []
     for r in rows:

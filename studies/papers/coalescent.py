@@ -1,4 +1,7 @@
-"""Rates of mutation and recombination from summary statistics: error against time (LCKME draft, section 5.3, figure 16)."""
+"""Rates of mutation and recombination from summary statistics: error against time.
+
+LCKME draft, section 5.3, figure 16.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,7 @@ def jobs(settings: Settings) -> list[Job]:
 
 
 def work(job: Job) -> list[Row]:
-    """Make a chunk (no rows), or fit one method and estimate theta and rho of a run's observations."""
+    """Make a chunk (no rows), or fit one method and estimate theta and rho of a run."""
     if job["kind"] == "simulate":
         chunk(job["chunk"], sizes(job["n"])[job["chunk"]], job["seed"])
         return []
@@ -142,7 +145,7 @@ def work(job: Job) -> list[Row]:
 def scaled(
     table: Float[Tensor, "n 9"], like: Float[Tensor, "m 9"] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Statistics ``n 7`` in standard deviations of the table ``like`` (itself unless given), and parameters ``n 2``."""
+    """Statistics ``n 7`` in standard deviations of the table ``like``, and parameters ``n 2``."""
     of = (table if like is None else like)[:, 2:]
     return (table[:, 2:] - of.mean(0)) / of.std(0), table[:, :2]
 
@@ -151,7 +154,9 @@ def scaled(
 def tuned(
     method: str, m: int, n: int, seed: int, held: int, grid: tuple[tuple[float, float], ...]
 ) -> tuple[float, float, float]:
-    """The factor of the median distance, the ridge, and the squared error with them at ``held`` simulations taken out for it.
+    """The factor of the median distance, the ridge, and their squared error.
+
+    The error is over ``held`` simulations that are held out.
 
     They are the same in every run: a process looks for them once.
     """
@@ -171,7 +176,10 @@ def tuned(
 def mode(
     y: Float[Tensor, "n 2"], w: Float[Tensor, "b n"], *, step: float = 0.2, bandwidth: float = 1.0
 ) -> Float[Tensor, "b 2"]:
-    """The point of a grid over the prior's box with the largest sum_i w_i k(., y_i): `Embedding.mode` is O(n^2)."""
+    """The point of a grid over the prior's box with the largest sum_i w_i k(., y_i).
+
+    `Embedding.mode` is O(n^2).
+    """
     axes = [
         torch.linspace(low, high, round((high - low) / step) + 1, dtype=y.dtype)
         for low, high in PRIOR
@@ -184,7 +192,7 @@ def mode(
 
 
 def judge(rows: list[Row]) -> list[Verdict]:
-    """Whether the local form is ahead, each method at the size that the simulations taken out choose."""
+    """Whether the local form is more accurate, each method at its validated size."""
     table = means(rows, ["method", "m"], *ERRORS, "seconds", "held")
     best = {
         method: min((r for r in table if r["method"] == method), key=lambda r: r["held"])
@@ -248,7 +256,7 @@ def describe(row: Row) -> str:
 
 
 def tests(rows: list[Row]) -> list[Row]:
-    """Wilcoxon signed-rank tests over the runs between all methods and sizes, in the errors of mean and mode."""
+    """Wilcoxon signed-rank tests between all methods and sizes, in the errors of mean and mode."""
     each = [
         {"run": r["run"], "method": form(r), "error": name, "mse": r[key]}
         for r in rows

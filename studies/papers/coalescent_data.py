@@ -1,4 +1,4 @@
-"""Simulated genetic variation: the infinite-sites coalescent with recombination, and seven statistics of a sample.
+"""The infinite-sites coalescent with recombination, and seven statistics of a sample.
 
 A data set of the kind of ``coal`` in the R package abctools (Nunes and Prangle 2015), made by
 msprime.
@@ -24,7 +24,7 @@ SIMULATIONS_PER_PIECE = 2000
 def sample(
     theta: float, rho: float, seed: int, *, haplotypes: int = HAPLOTYPES
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One sample: derived alleles ``haplotypes sites`` (booleans) and the places of the sites in [0, 1).
+    """One sample: derived alleles ``haplotypes sites`` (booleans) and sites in [0, 1).
 
     Two haplotypes in a haploid population of size 1/2 have a common ancestor after 1/2 a unit of
     time on average, so that with the mutation rate theta they differ in theta places: the rates of
@@ -87,7 +87,7 @@ def simulate(n: int, key: list[int]) -> Tensor:
 
 
 def chunk(index: int, n: int, seed: int) -> Tensor:
-    """A part of the training simulations, ``n 9``, made the first time and kept in the user's cache."""
+    """A part of the training simulations, ``n 9``, stored in the user's cache."""
     path = cache_dir() / f"coalescent-{HAPLOTYPES}-{n}-{seed}-{index}.npz"
     if not path.is_file():
         made = simulate(n, [seed, 0, index])

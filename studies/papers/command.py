@@ -88,7 +88,7 @@ def reproduce(name: str, config: dict[str, Any]) -> int:
 
 
 def read_settings(name: str, config: dict[str, Any]) -> tuple[Experiment, dict[str, Any]]:
-    """The experiment's module and the settings of its preset, changed by what the command line says."""
+    """The module of an experiment, and the settings of its preset with the overrides."""
     if name not in EXPERIMENTS:
         raise ValueError(
             f"there is no experiment {name!r}; there are {', '.join(EXPERIMENTS)}, and all"
@@ -190,7 +190,7 @@ def report(
 
 
 def verdict_text(experiment: Experiment, verdicts: list[Verdict], about: dict[str, Any]) -> str:
-    """The verdict file: the paper's findings, ours beside them, and what we chose where the paper leaves something open."""
+    """The verdict file: the paper's findings, the results here, and the choices made."""
     marked = "" if about["preset"] == "full" else ": fewer runs or smaller than in the paper"
     made = (
         f"preset {about['preset']}{marked}; {about['runs']} run{'s' if about['runs'] > 1 else ''}"

@@ -1,4 +1,6 @@
-"""Measured slopes of the errors against n beside the proven rates (Fukumizu et al., theorems 3.5, 3.6; Xu et al., 3.4 to 3.6).
+"""Measured convergence slopes against n, next to the proven rates.
+
+Fukumizu et al., theorems 3.5 and 3.6; Xu et al., theorems 3.4 to 3.6.
 
 Everything is known: the prior N(0, 1) against training states from N(0, 2) with k_Z = exp(-(z -
 z')^2 / 4) (Xu et al., appendix A), r_0 = sqrt(2) k_Z(., 0); and an observation of three values, x =
@@ -123,7 +125,10 @@ def ratio_function(
     gamma: Float[Tensor, " n"],
     eta: float,
 ) -> Float[Tensor, " m"]:
-    """max(0, r) anywhere: r = (C + eta I)^-1 m_Pi, that is eta r = m_Pi - (1/n) sum_i gamma_i k_Z(., z_i) with gamma_i = r(z_i)."""
+    """The function max(0, r) with r = (C + eta I)^-1 m_Pi.
+
+    eta r = m_Pi - (1/n) sum_i gamma_i k_Z(., z_i) with gamma_i = r(z_i).
+    """
     return ((kernel(at, u).mean(1) - kernel(at, z) @ gamma / len(z)) / eta).clamp_min(0)
 
 

@@ -1,4 +1,7 @@
-"""Cross-validated bandwidths of the local and the full conditional mean embedding (LCKME draft, section 5.4, figures 17 and 18)."""
+"""Cross-validated bandwidths of the local and the full conditional mean embedding.
+
+LCKME draft, section 5.4, figures 17 and 18.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +190,7 @@ def shown(row: Row) -> float:
 
 
 def tests(rows: list[Row]) -> list[Row]:
-    """Wilcoxon signed-rank tests of the error of the mode, for the bandwidth that was chosen last."""
+    """Wilcoxon signed-rank tests of the error of the mode, for the bandwidth selected last."""
     return wilcoxon(
         [r for r in rows if r["which"] == OUTPUT and r["sigma"] == 1.0], "mode", ["which"]
     )

@@ -1,4 +1,7 @@
-"""The place of a heart that moves like the oscillatory point, from noisy pictures (Xu et al., figure 6)."""
+"""Position of a heart that moves like the oscillatory point, from noisy images.
+
+Xu et al., figure 6.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Filtering of rotation and oscillatory data: the KBR filter against EKF and UKF that know the model (Fukumizu et al., figure 4).
+"""Filtering of rotation and oscillatory data: KBR against EKF and UKF of the true model.
+
+Fukumizu et al., figure 4.
 
 The importance-weighted rule (IW) is run beside the original one with the same two numbers to tune.
 """
@@ -137,7 +139,10 @@ def error(estimates: Float[Tensor, "t d"], states: Float[Tensor, "t d"]) -> floa
 
 
 def choose(rule: str, memory: Recording, job: Job) -> dict[str, tuple[float, float]]:
-    """For each point estimate the (beta, eps) whose filter over the first half of the training part errs least on the second."""
+    """For each point estimate the (beta, eps) with the least validation error.
+
+    The filter uses the first half of the training part, the error is over the second.
+    """
     half = len(memory.states) // 2
     first, second = (
         Recording(memory.states[:half], memory.obs[:half]),

@@ -1,4 +1,7 @@
-"""A Gaussian model with a prior of its own and the posterior mean in closed form (Fukumizu et al., 5.1; Xu et al., 6.1)."""
+"""A Gaussian model with a separate prior and the posterior mean in closed form.
+
+Fukumizu et al., 5.1; Xu et al., 6.1.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ class GaussianModel(NamedTuple):
 
 
 def gaussian_model(d: int, generator: Generator, *, scale: float = 1.0) -> GaussianModel:
-    """V = scale A^T A + 2 I with A ``2d 2d`` standard normal: scale 1 in Fukumizu et al., 1 / (2 d) in Xu et al."""
+    """V = scale A^T A + 2 I with A ``2d 2d`` standard normal.
+
+    The scale is 1 in Fukumizu et al., 1 / (2 d) in Xu et al.
+    """
     A = partial(torch.randn, dtype=torch.float64, generator=generator)(2 * d, 2 * d)
     V = scale * A.mT @ A + 2 * torch.eye(2 * d, dtype=torch.float64)
     (V_zz, V_zx), (_, V_xx) = (block.chunk(2, -1) for block in V.chunk(2))

@@ -1,4 +1,4 @@
-"""What the experiments on images share (Xu et al., section 6.3): the methods, how they are fitted, and what is said of them."""
+"""Shared parts of the image experiments (Xu et al., section 6.3): methods, fits, verdicts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Problem(NamedTuple):
 
 
 def configured(problem: Problem, model: str, *words: str) -> dict[str, Any]:
-    """The configuration of ``kbf train`` for a model on these images, with a trainer that shows nothing."""
+    """The configuration of ``kbf train`` for a model on these images, with a silent trainer."""
     quiet = ("logger=none", "callbacks=none", "trainer.enable_progress_bar=false")
     return configure(
         "train", [f"data={problem.data}", f"model={model}", *quiet, *problem.overrides, *words]
@@ -183,7 +183,9 @@ def error_of(method: str, problem: Problem, data: Any, job: Job, directory: Path
 def published_lstm(
     recording: Recording, encoder: nn.Module, steps: int, lr: float = 1e-3
 ) -> LSTMFilter:
-    """The paper's baseline: the same MLP as IW(NN) and an LSTM, fitted to windows of ten by full-batch steps of Adam.
+    """The paper's baseline: the MLP of IW(NN) and an LSTM, trained on windows of ten.
+
+    Full-batch steps of Adam.
 
     The parameters with the least error on the last tenth of the recording stay ("early stopping").
     """
@@ -220,7 +222,7 @@ def window_loss(net: LSTMFilter, states: Tensor, obs: Tensor, window: int = 10) 
 
 
 class Contest(NamedTuple):
-    """Two methods at one training length: mean errors, and the p-value of the Wilcoxon test between them."""
+    """Two methods at one training length: mean errors, and the p-value of the Wilcoxon test."""
 
     n: int
     first: float

@@ -1,4 +1,6 @@
-"""Kernel Bayes' rule against kernel density estimates with importance weights, over the dimension (Fukumizu et al., figure 2).
+"""Kernel Bayes' rule and kernel density estimates with importance weights, by dimension.
+
+Fukumizu et al., figure 2.
 
 The paper's X is our state z, its Y our observation x, its U_i the prior sample.
 `studies.papers.gaussian_model` has the data.
@@ -114,7 +116,9 @@ def posterior(
     length_z: Tensor,
     length_x: Tensor,
 ) -> Callable[[Tensor], Tensor]:
-    """The rule with these bandwidths: from kernel values k_X(y, x_i) ``b n`` to weights ``b n`` of the points z_i, linear in them.
+    """The rule for given bandwidths, from kernel values to weights of the points z_i.
+
+    k_X(y, x_i) ``b n`` -> weights ``b n``, linear in the kernel values.
 
     The weights for unit vectors are the rows of R, with w = k_X(y, X) R for every y: the R_{X|Y} of
     Fukumizu et al., figure 1.
@@ -137,7 +141,10 @@ def posterior(
 def choose_factor(
     rule: str, x: Float[Tensor, "n q"], z: Float[Tensor, "n d"], length_z: Tensor, length_x: Tensor
 ) -> float:
-    """The multiple of both lengths with the lowest ten-fold kernel-mean score, the training states as the prior (section 4.2)."""
+    """The multiple of both lengths with the lowest ten-fold kernel-mean score.
+
+    The training states are the prior (section 4.2).
+    """
 
     def build(factor: float, x: Tensor, z: Tensor) -> Callable[[Tensor], Tensor]:
         weights = posterior(rule, x, z, z, factor * length_z, factor * length_x)
@@ -160,7 +167,10 @@ def kde(
     queries: Float[Tensor, "b q"],
     h: float,
 ) -> Float[Tensor, "b d"]:
-    """Posterior means sum_i zeta_i U_i, zeta_i ~ p_hat(y | U_i) = sum_j K_h(U_i - X_j) K_h(y - Y_j) / sum_j K_h(U_i - X_j)."""
+    """Posterior means sum_i zeta_i U_i of the importance-weighted density estimate.
+
+    zeta_i ~ p_hat(y | U_i) = sum_j K_h(U_i - X_j) K_h(y - Y_j) / sum_j K_h(U_i - X_j).
+    """
     log_share = torch.log_softmax(-squared_distance(prior, z) / (2 * h**2), -1)
     log_kernel = -squared_distance(queries, x) / (2 * h**2)
     zeta = torch.softmax(
@@ -170,7 +180,9 @@ def kde(
 
 
 def least_squares_cv(points: Float[Tensor, "n d"], h: float) -> float:
-    """Integral of p_hat^2 minus twice the mean of p_hat without point i at point i, for a Gaussian density estimate of width h.
+    """Least-squares cross-validation score of a Gaussian density estimate of width h.
+
+    Integral of p_hat^2 minus twice the mean of p_hat without point i at point i.
 
     References: Rudemo (1982); Bowman (1984).
     """
@@ -185,7 +197,7 @@ def least_squares_cv(points: Float[Tensor, "n d"], h: float) -> float:
 
 
 def with_best(rows: list[Row]) -> list[Row]:
-    """The rows with KDE + IW at single bandwidths replaced by the bandwidth of the best mean error, at each dimension."""
+    """The rows with KDE + IW at the bandwidth of the best mean error, at each dimension."""
     single, others = (
         [row for row in rows if row["method"] == KDE],
         [row for row in rows if row["method"] != KDE],
@@ -211,7 +223,7 @@ def with_best(rows: list[Row]) -> list[Row]:
 
 
 def judge(rows: list[Row]) -> list[Verdict]:
-    """The paper's two statements, the first for the other scaling of delta, too, and KBR against the IW rule."""
+    """The paper's two statements, also for the other scaling of delta, and KBR against IW."""
     with_oracle = with_best(rows)
     error = {
         (row["d"], row["method"]): row["mse"] for row in means(with_oracle, ["d", "method"], "mse")

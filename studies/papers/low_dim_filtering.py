@@ -1,4 +1,7 @@
-"""Filtering in the plane: a point that turns, and one whose radius oscillates as well (Xu et al., figure 2)."""
+"""Filtering in the plane: rotation, and rotation with an oscillating radius.
+
+Xu et al., figure 2.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ def models(data: str, points: int) -> dict[str, Any]:
 
 
 def work(job: Job) -> list[Row]:
-    """The error of each filter on the test steps, the mean over time of ||z_hat - z||^2, and the floor."""
+    """Test error of each filter, the mean over time of ||z_hat - z||^2, and the floor."""
     problem = PROBLEMS[job["data"]]()
     data = SyntheticData(problem, job["n"], job["n_test"], job["run"])
     errors = {}

@@ -1,4 +1,6 @@
-"""Error of the posterior mean against the dimension: Gaussian (X, Z) and a prior of its own (Xu et al., figure 1).
+"""Error of the posterior mean against the dimension: Gaussian (X, Z), separate prior.
+
+Xu et al., figure 1.
 
 `studies.papers.gaussian_model` has the data.
 """
@@ -94,7 +96,7 @@ def work(job: Job) -> list[Row]:
 
 
 def judge(rows: list[Row]) -> list[Verdict]:
-    """The paper's three statements, and whether IW is ahead of the other scaling and of no answer at all."""
+    """The paper's three statements, and IW against the other scaling and against zero."""
     error = {(row["d"], row["method"]): row["mse"] for row in means(rows, ["d", "method"], "mse")}
     p = p_values(tests(rows), "d")
     dimensions = sorted({row["d"] for row in rows})

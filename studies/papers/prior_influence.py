@@ -98,7 +98,10 @@ def kernel_bayes(
     eps: float,
     delta: float,
 ) -> Float[Tensor, "9 m 2"]:
-    """The sums of the posterior's weights over C1 and C2, for each prior and point (sections 4.1.2 and 4.1.3, and IW)."""
+    """Sums of the posterior's weights over C1 and C2, for each prior and point.
+
+    Sections 4.1.2 and 4.1.3, and IW.
+    """
     n, height = len(z), 1 / (math.sqrt(2 * math.pi) * sigma)
     classes = one_hot(z, 2).to(x)
     G_Z, prior = (
@@ -133,7 +136,7 @@ def jobs(settings: Settings) -> list[Job]:
 
 
 def work(job: Job) -> list[Row]:
-    """Every answer of figures 2-5, a row for each prior and point, and a row of summaries (y: all) for each setting."""
+    """Every answer of figures 2-5, and a row of summaries (y: all) for each setting."""
     z, x = sample(job["run"])
     shown = dict.fromkeys((SIGMA, reg, reg) for reg in FIGURES)
     grid = dict.fromkeys(
@@ -192,7 +195,10 @@ def error(answers: Float[Tensor, "9 m"]) -> float:
 
 
 def influence(answers: Float[Tensor, "9 m"]) -> float:
-    """Least-squares slope of the answers on Bayes' posterior over the priors, around the means at each point."""
+    """Least-squares slope of the answers on Bayes' posterior over the priors.
+
+    Both are centred at each point.
+    """
     theirs = TRUTH - TRUTH.mean(
         0
     )  # the answers need not be centred as well: the product sums to the same
@@ -270,7 +276,10 @@ def averages(rows: Any) -> list[Row]:
 
 
 def reasonable(row: Mapping[str, Any], bound: float, way: str = "") -> bool:
-    """Whether a setting's answers follow the prior, and are better than those of BR without it, of error ``bound``."""
+    """Whether a setting's answers follow the prior and have an error below ``bound``.
+
+    The bound is the error of BR without the prior.
+    """
     return row[f"{way}influence"] >= 0.5 and row[f"{way}error"] < bound
 
 

@@ -1,4 +1,4 @@
-"""Filters whose state is a rotation, seen in images: kernel Bayes rules, Kalman filters, and no filter at all.
+"""Filters of rotations from images: kernel Bayes rules, Kalman filters, and regression.
 
 Each is made of a memory, states ``T 9`` and observations ``T c h w``, and is a function of
 successive images.
@@ -41,7 +41,7 @@ def matrices(states: Float[Tensor, "t 9"]) -> Float[Tensor, "t 3 3"]:
 
 
 def pixels(images: Images, beta: float, rank: int) -> NystromFeatures:
-    """Features of the Gaussian kernel between images, with bandwidth beta times their median distance."""
+    """Features of the Gaussian kernel between images; bandwidth beta times the median distance."""
     x = images.flatten(1)
     return NystromFeatures("gaussian", beta * median_distance(x), x, rank, 1e-9)
 
@@ -49,7 +49,10 @@ def pixels(images: Images, beta: float, rank: int) -> NystromFeatures:
 def entries(
     states: Float[Tensor, "T 9"], beta: float, rank: int
 ) -> tuple[Float[Tensor, "T r"], Kernel]:
-    """Features of the states for a Gaussian kernel of the nine entries, with bandwidth beta times their median distance; and it."""
+    """Features of the states for a Gaussian kernel of the nine entries, and the kernel.
+
+    The bandwidth is beta times the median distance.
+    """
     width = beta * median_distance(states)
     return NystromFeatures("gaussian", width, states, rank, 1e-9)(states), partial(
         gaussian, bandwidth=width
@@ -64,7 +67,7 @@ def kernel_bayes(
     gauss: tuple[Float[Tensor, "T r"], Kernel] | None = None,
     original: bool = False,
 ) -> Estimator:
-    """The kernel Bayes filter by the importance-weighted or the original rule, with the image features ``psi``.
+    """The kernel Bayes filter by either rule, with the image features ``psi``.
 
     The original one is equations 18 and 19 of Fukumizu et al.: gamma = T (G_Z + T eps I)^-1 G_Z P
     alpha is T times the mu there, and delta T^2 times theirs, which is 2 eps.
@@ -93,7 +96,10 @@ def kernel_bayes(
 
 
 def once(make: Callable[[Recording, Any], Any]) -> Callable[[Recording, Any], Any]:
-    """The same function of a memory and a number, which keeps what it made for the next candidate (memories differ in length)."""
+    """The same function of a memory and a number, with its intermediate results cached.
+
+    The lengths of the memories are the keys.
+    """
     made: dict[tuple[int, Any], Any] = {}
 
     def get(memory: Recording, number: Any) -> Any:
@@ -108,7 +114,7 @@ def once(make: Callable[[Recording, Any], Any]) -> Callable[[Recording, Any], An
 def on_pixels(
     *, rank: int, trace: bool, original: bool
 ) -> Callable[[Recording, float, float], Estimator]:
-    """KBR and IW with a Gaussian kernel between images, and ``trace`` or a Gaussian kernel between states."""
+    """KBR and IW: Gaussian kernel between images, ``trace`` or Gaussian kernel between states."""
     images = once(lambda memory, beta: pixels(memory.obs, beta, rank))
     states = once(lambda memory, beta: None if trace else entries(memory.states, beta, rank))
 
@@ -133,7 +139,10 @@ def each_frame(*, rank: int) -> Callable[[Recording, float, float], Estimator]:
 
 
 def neural() -> Callable[[Recording, int, float], Estimator]:
-    """IW(NN): features of a net by the ridge loss first, then the filter (Xu et al. (2022), section 3.3); a net is fitted once."""
+    """IW(NN): features of a network trained by the ridge loss, then the filter.
+
+    Xu et al. (2022), section 3.3; a network is fitted once.
+    """
     fitted = once(fit_features)
     return lambda memory, steps, eps: kernel_bayes(memory, fitted(memory, steps), eps)
 
@@ -171,7 +180,9 @@ def kalman(
     quaternion: bool = False,
     project: bool = False,
 ) -> Estimator:
-    """The Kalman filter of a linear model between the state and principal components of the images, fitted by least squares.
+    """The Kalman filter of a linear model between state and image principal components.
+
+    Fitted by least squares.
 
     Args:
         memory: the training part.

@@ -17,7 +17,9 @@ Rotations = Float[Tensor, "n 3 3"]
 
 
 def walk(n: int, reach: float, step: float, generator: Generator) -> Rotations:
-    """A piecewise smooth walk in SO(3): from one random rotation to the next along the geodesic, at constant speed.
+    """A piecewise smooth walk in SO(3) along geodesics between random rotations.
+
+    The speed is constant.
 
     The rotations to go to are Exp(v), v uniform in the ball of radius ``reach``. The balls of SO(3)
     of radius below pi / 2 are convex, so that the path never turns further than ``reach`` from the
@@ -53,7 +55,10 @@ def walk(n: int, reach: float, step: float, generator: Generator) -> Rotations:
 
 
 def film(rotations: Rotations, noise: float, generator: Generator) -> Float[Tensor, "n 3 20 20"]:
-    """What the camera sees from the middle of the room: 20 x 20 RGB pixels in [0, 1], plus N(0, ``noise``^2), not clipped."""
+    """Views from the middle of the room: 20 x 20 RGB pixels in [0, 1], plus noise.
+
+    The noise N(0, ``noise``^2) is not clipped.
+    """
     world = room()
     views = render_views(world.scene, rotations, world.position.expand(len(rotations), 3), (20, 20))
     seen = as_observations(views, (20, 20)).double()
@@ -61,7 +66,10 @@ def film(rotations: Rotations, noise: float, generator: Generator) -> Float[Tens
 
 
 def quaternions(rotations: Rotations) -> Float[Tensor, "n 4"]:
-    """Unit quaternions (x, y, z, w) of a path. q and -q are one rotation: each has the sign that is closer to the one before."""
+    """Unit quaternions (x, y, z, w) of a path with continuous signs.
+
+    q and -q are one rotation: each has the sign that is closer to its predecessor.
+    """
     q = torch.from_numpy(Rotation.from_matrix(rotations.numpy()).as_quat())
     turned = torch.where((q[1:] * q[:-1]).sum(-1) < 0, -1.0, 1.0).double()
     return (

@@ -1,4 +1,4 @@
-"""What a stress case is, and how one is run: in this process for input that is refused, in a forked one for what is killed."""
+"""Stress cases: refused input runs in this process, killed commands in a forked one."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def refused(words: list[str], stdin: bytes | None = None) -> str:
 
 
 class Killer:
-    """An audit hook: counts the operations on files below a folder, and ends the process right before the one of a number."""
+    """An audit hook that ends the process before a given operation on files of a folder."""
 
     EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate")
 
@@ -127,7 +127,10 @@ def load_all() -> None:
 def forked(
     work: Callable[[], int], folder: Path, prepare: Callable[[], object] = lambda: None
 ) -> tuple[int, str]:
-    """Exit code (negative: the signal) and output of ``work`` in a forked process that stands in ``folder``."""
+    """Run ``work`` in a forked process in ``folder``; returns its exit code and output.
+
+    A negative code is the number of the signal.
+    """
     reading, writing = os.pipe()  # no file: a case may be one of a full disk
     pid = os.fork()
     if pid == 0:

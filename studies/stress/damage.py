@@ -1,4 +1,4 @@
-"""Hostile and damaged files: built by somebody who means harm, single flipped bits, wrong types, a full disk, one that is read-only."""
+"""Hostile and damaged files: untrusted code, flipped bits, wrong types, full disks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,10 @@ def hostile(folder: Path, share: float) -> Iterator[Outcome]:
 
 
 def judged(path: Path, *, must_refuse: bool) -> str:
-    """What is wrong with how a checkpoint is loaded: nothing if it is refused with one line, or loads and makes finite estimates."""
+    """Return the fault in how a checkpoint is loaded, or an empty string.
+
+    It must be refused with one line, or load and give finite estimates.
+    """
     try:
         filter = load_filter(path).filter
         estimate = filter.estimate(filter.predict(filter.init(1)))
@@ -109,7 +112,7 @@ def judged(path: Path, *, must_refuse: bool) -> str:
 
 
 def flips(folder: Path, share: float) -> Iterator[Outcome]:
-    """One flipped bit in a checkpoint or a state: refused, or the numbers are those of the whole file."""
+    """One flipped bit in a checkpoint or a state: refused, or equal to the whole file."""
     original = give_checkpoint(folder)
     filter = load_filter(original).filter
     save_state(filter.predict(filter.init(1)), folder / "state.pt")
@@ -205,7 +208,7 @@ def prepared(home: Path) -> Path:
 
 
 def disks(folder: Path, share: float) -> Iterator[Outcome]:
-    """A disk that is full after some bytes, and one that is read-only (/proc): one line, exit code 2, no half file."""
+    """A full disk and a read-only one (/proc): one line, exit code 2, no partial file."""
     load_all()
     for name, words in list(COMMANDS.items())[: max(2, round(share * len(COMMANDS)))]:
         for size in (0, 100, 1000)[: max(1, round(3 * share))]:

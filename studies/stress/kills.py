@@ -31,7 +31,7 @@ from studies.stress.damage import same
 
 
 class Victim(NamedTuple):
-    """A command that is killed: its words, how it goes on in a folder, what must be equal at the end, and how many kills of it."""
+    """A command that is killed, its repetition, its result, and the number of kills."""
 
     words: list[str]
     again: Callable[[Path], list[str]]
@@ -97,7 +97,7 @@ def filtered(folder: Path) -> object:
 
 
 def restarted(folder: Path) -> list[str]:
-    """A state that is there must be the whole one, and the estimates with it: nothing is left to do but to begin anew."""
+    """The command of a restart: removes the state, so that filtering starts from the prior."""
     (folder / "state.pt").unlink(missing_ok=True)
     return VICTIMS["filter"].words
 
@@ -183,7 +183,7 @@ VICTIMS = {
 
 
 def run(folder: Path, share: float = 1.0, names: Iterable[str] = VICTIMS) -> Iterator[Outcome]:
-    """Kill each victim at every operation on files, or at a random choice of many, until it has been killed often enough."""
+    """Kill each victim before every operation on files, or before randomly chosen ones."""
     load_all()
     for name in names:
         victim, generator = VICTIMS[name], random.Random(f"kills of {name}")
