@@ -1,7 +1,8 @@
 #!/usr/bin/env python
-"""Makes some runs of tables of data/results/ again, at the commit that is checked out: are the scores the same?
+"""Makes some runs of tables of data/results/ again, at the commit that is checked out: are the
+scores the same?
 
-    .venv/bin/python scripts/check_tables.py rotation noise workers=2     # the first run of each model and size
+    .venv/bin/python scripts/check_tables.py rotation noise workers=2  # first run of each model
     .venv/bin/python scripts/check_tables.py rkn_pendulum runs=1 n_train=10
 
 Tables are those of `kbf compare`; settings are its settings, in place of those that made the table
@@ -31,7 +32,10 @@ KEY = ("data", "n_train", "seed", "model")
 SCORES = ("test.mse", "log_likelihood", "log_likelihood_raw")
 """What a run of runs.csv is found by, and what is compared."""
 ROUNDING = 1e-4
-"""Relative difference up to which scores are the same: sums in another order, steps in float32. Pages show four digits."""
+"""Relative difference up to which scores are the same: sums in another order, steps in float32.
+
+Pages show four digits.
+"""
 
 Row = dict[str, Any]
 
@@ -49,7 +53,8 @@ def made_again(name: str, about: Row, folder: Path, settings: list[str]) -> list
         done = subprocess.run([Path(sys.executable).with_name("kbf"), *words], cwd=ROOT)
         if done.returncode:
             raise ValueError(
-                f"{name} was not checked: its command ended with {done.returncode}; the same call goes on"
+                f"{name} was not checked: its command ended with {done.returncode}; the same call "
+                "goes on"
             )
         rows += read(folder / str(k) / "runs.csv")
     return rows
@@ -65,12 +70,15 @@ def folder_of(settings: list[str]) -> str:
 
 
 def difference(kept: Row, made: Row) -> float:
-    """The largest relative difference of two runs' scores; infinite where one has a score and the other has none.
+    """The largest relative difference of two runs' scores; infinite where one has a score and the
+    other has none.
 
     A column that the table does not have is not compared: it was made before there was one.
 
-    >>> difference({"test.mse": "2.0"}, {"test.mse": "2.5"}), difference({"test.mse": "2.0"}, {"test.mse": ""})
-    (0.25, inf)
+    >>> difference({"test.mse": "2.0"}, {"test.mse": "2.5"})
+    0.25
+    >>> difference({"test.mse": "2.0"}, {"test.mse": ""})
+    inf
     """
     worst = 0.0
     for score in (each for each in SCORES if each in kept):
@@ -88,7 +96,8 @@ def difference(kept: Row, made: Row) -> float:
 
 
 def compared(name: str, kept: list[Row], made: list[Row]) -> Row:
-    """How many of the runs that were made again have the scores of the kept ones, and the largest relative difference.
+    """How many of the runs that were made again have the scores of the kept ones, and the largest
+    relative difference.
 
     Raises:
         ValueError: no runs, or one that the table does not have.
@@ -152,7 +161,8 @@ def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> int:
         )
         worst = found["largest difference"]
         print(
-            f"{name}: {found['same']} of {found['runs']} runs have the same scores; the largest difference is {worst:.1e}"
+            f"{name}: {found['same']} of {found['runs']} runs have the same scores; the largest "
+            f"difference is {worst:.1e}"
         )
         differ |= found["same"] < found["runs"]
     return int(differ)

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Puts the tables of several `kbf compare` runs, each of one data set, into one folder: what data/results/ keeps of an experiment.
+"""Puts the tables of several `kbf compare` runs, each of one data set, into one folder: what
+data/results/ keeps of an experiment.
 
     .venv/bin/python scripts/gather_results.py data/results/noise multirun/DATE/TIME/*
 

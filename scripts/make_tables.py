@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Makes tables of data/results/ again, each by the command that its about.json names, at the commit that is checked out.
+"""Makes tables of data/results/ again, each by the command that its about.json names, at the commit
+that is checked out.
 
-    .venv/bin/python scripts/make_tables.py                                    # lists them: command, commit, hours of one core
-    .venv/bin/python scripts/make_tables.py calibration rotation workers=2     # makes some, or all of a folder, with settings
+    .venv/bin/python scripts/make_tables.py    # lists them: command, commit, hours of one core
+    .venv/bin/python scripts/make_tables.py calibration workers=2    # makes those of a folder
 
 Hours are counted as if each model made its own encoders of images; they are made once. Runs go to
 runs/tables/COMMIT/NAME, and go on where they were stopped; a table is replaced once all of its
@@ -92,14 +93,14 @@ def make(name: str, about: dict[str, Any], results: Path, runs: Path, settings: 
         [runs / name / str(k) for k in range(len(commands))] if len(commands) > 1 else [runs / name]
     )
     for command, folder in zip(commands, folders, strict=True):
-        told = " ".join(["kbf", *command])
-        print(f"{name}: {told}", flush=True)
+        words = " ".join(["kbf", *command])
+        print(f"{name}: {words}", flush=True)
         done = subprocess.run(
             [Path(sys.executable).with_name("kbf"), *command, f"run_dir={folder}"], cwd=ROOT
         )
         if done.returncode:
             raise ValueError(
-                f"{name} stays as it was: {told} ended with {done.returncode}; the same call goes on"
+                f"{name} stays as it was: {words} returned {done.returncode}; the same call resumes"
             )
         made = json.loads((folder / "about.json").read_text())
         write_json(folder / "about.json", made | {"command": shlex.join(["kbf", *command])})

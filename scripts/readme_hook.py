@@ -1,4 +1,6 @@
-"""The README for a package index: links to files of the repository become links to its address (`project.urls.Source`)."""
+"""The README for a package index: links to files of the repository become links to its address
+(`project.urls.Source`).
+"""
 
 import posixpath
 import re
@@ -13,7 +15,8 @@ def absolute(text, source, tag):
         mark, label, target = match.groups()
         if "://" in target or target.startswith("#"):
             return match[0]
-        return f"{mark}[{label}]({source}/{'raw' if mark else 'blob'}/{tag}/{posixpath.normpath(target)})"
+        kind = "raw" if mark else "blob"
+        return f"{mark}[{label}]({source}/{kind}/{tag}/{posixpath.normpath(target)})"
 
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", replace, text)
 

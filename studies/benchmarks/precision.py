@@ -155,7 +155,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
 
 
 def claims(rows: list[Row]) -> list[Claim]:
-    """Whether float32 steps are accurate enough, and the error of each further low-precision part."""
+    """Whether float32 steps are accurate enough, and the error of each low-precision part."""
     verdicts = []
     for name in dict.fromkeys(row["in float32"] for row in rows if row["in float32"] != EXACT):
         mine = [row for row in rows if row["in float32"] == name]

@@ -33,7 +33,7 @@ RECORDINGS = 10
 
 
 def run(settings: Settings, tell: Tell) -> list[Row]:
-    """Each size in turn, the smallest first: the peak of memory is then that of the current size."""
+    """Each size in turn, the smallest first: the memory peak is that of the current size."""
     torch.manual_seed(0)
     device = settings["device"]
     reset_peak()

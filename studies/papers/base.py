@@ -54,7 +54,8 @@ class Verdict(NamedTuple):
 def counted(verdicts: Sequence[Verdict]) -> str:
     """How many findings came out, those of the paper and ours by themselves.
 
-    >>> counted([Verdict("a", "", True), Verdict("b", "", None), Verdict("c", "", False, asked=True)])
+    >>> c = Verdict("c", "", False, asked=True)
+    >>> counted([Verdict("a", "", True), Verdict("b", "", None), c])
     'findings of the paper: 1 reproduced, 0 not, 1 undecided; asked here: 0 yes, 1 no, 0 undecided'
     """
     parts = []

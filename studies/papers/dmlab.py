@@ -29,8 +29,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "smoke": {"runs": 1, "sizes": [20], "n_test": 5, "epochs": 1, "points": 50, "frames": None},
 }
 PROBLEM = images.Problem("dmlab")
-NOTES = f"""{images.NOTES} frames=FILE takes views of DeepMind Lab itself; without it they are those of an embedded ray caster
-over a maze with DeepMind Lab's textures, which are not DeepMind Lab's views. "Similar" is read as an error within 25 %."""
+NOTES = f"""{images.NOTES} frames=FILE takes views of DeepMind Lab itself; without it they are those
+of an embedded ray caster over a maze with DeepMind Lab's textures, which are not DeepMind Lab's
+views. "Similar" is read as an error within 25 %."""
 
 
 def jobs(settings: Settings) -> list[Job]:

@@ -18,9 +18,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "smoke": {"runs": 1, "sizes": [20], "n_test": 5, "epochs": 1, "points": 50},
 }
 PROBLEM = images.Problem("dsprites")
-NOTES = f"""{images.NOTES} The hearts are drawn here, from the outlines of dSprites. The paper says both that the LSTM is the
-worst and that the particle filter is worse than the methods with neural networks: the first is read as "of those that know
-nothing of the model"."""
+NOTES = f"""{images.NOTES} The hearts are drawn here, from the outlines of dSprites. The paper
+says both that the LSTM is the worst and that the particle filter is worse than the methods with
+neural networks: the first is read as "of those that know nothing of the model"."""
 
 
 def jobs(settings: Settings) -> list[Job]:

@@ -224,8 +224,10 @@ def judge(rows: list[Row]) -> list[Verdict]:
             gap[UNSCENTED] < 0.05,
         ),
         Verdict(
-            "(a): KBR has a slightly larger error than EKF and UKF (here: by less than 25 % at the largest T)",
-            f"KBR, EKF, UKF: {lined(a, lengths, KBR, EXTENDED, UNSCENTED)}; {slightly:+.0%} over UKF at T = {lengths[-1]}",
+            "(a): KBR has a slightly larger error than EKF and UKF (here: by less than 25 % at the "
+            "largest T)",
+            f"KBR, EKF, UKF: {lined(a, lengths, KBR, EXTENDED, UNSCENTED)}; {slightly:+.0%} over "
+            f"UKF at T = {lengths[-1]}",
             worse and slightly < SLIGHT_INCREASE,
         ),
     ]
@@ -257,7 +259,8 @@ def judge(rows: list[Row]) -> list[Verdict]:
     }
     sure = sum(p[at] < 0.05 for at in wins)
     means_at = "; ".join(
-        f"{d[:3]} T = {lengths[-1]}: {error[d, lengths[-1], IW]:.4f} and {error[d, lengths[-1], KBR]:.4f}"
+        f"{d[:3]} T = {lengths[-1]}: {error[d, lengths[-1], IW]:.4f} and "
+        f"{error[d, lengths[-1], KBR]:.4f}"
         for d in (a, b)
     )
     ours = (

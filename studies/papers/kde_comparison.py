@@ -253,7 +253,8 @@ def judge(rows: list[Row]) -> list[Verdict]:
             for d in dimensions
         )
         better, more, of = wins(theirs), wins([f"{KDE}, {BEST_OF_MORE}"]), len(dimensions)
-        text = f"smaller at {better} of {of}, largest p = {p:.2g} ({'; '.join((*ours, *theirs))} at {listed}); "
+        methods = "; ".join((*ours, *theirs))
+        text = f"smaller at {better} of {of}, largest p = {p:.2g} ({methods} at {listed}); "
         text += f"smaller than the {BEST_OF_MORE} at {more} of {of}"
         return Verdict(finding, text, significantly_better(better == of, p), asked)
 

@@ -241,8 +241,10 @@ def judge(rows: list[Row]) -> list[Verdict]:
             abs(ignored) < 0.05,
         ),
         Verdict(
-            "with larger ridges (1e-3, 0.1) the prior shows in KBR1, but the posterior becomes too small",
-            f"mean answer {answers} at {at}, Bayes' posterior {wanted:.3f}; influence after normalisation {shares}",
+            "with larger ridges (1e-3, 0.1) the prior shows in KBR1, but the posterior becomes too "
+            "small",
+            f"mean answer {answers} at {at}, Bayes' posterior {wanted:.3f}; influence after "
+            f"normalisation {shares}",
             shows,
         ),
         Verdict(
@@ -258,7 +260,8 @@ def judge(rows: list[Row]) -> list[Verdict]:
         ),
         Verdict(
             "the grid has reasonable settings for IW",
-            f"{summary[IW]} (KBR1: {count[KBR1]}, least error {min(row['error'] for row in grid[KBR1]):.3f}); {parameters}",
+            f"{summary[IW]} (KBR1: {count[KBR1]}, least error "
+            f"{min(row['error'] for row in grid[KBR1]):.3f}); {parameters}",
             count[IW] > 0,
             asked=True,
         ),
