@@ -13,6 +13,8 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+# Public names by kind: ``kbf.NAME`` for each. Problems are true models; functions that make one
+# from numbers alone are the only functions here.
 REGISTERED: dict[str, tuple[str, ...]] = {
     "model": (
         "kbf.EKF",
@@ -68,9 +70,8 @@ REGISTERED: dict[str, tuple[str, ...]] = {
         "kbf.rotation",
     ),
 }
-"""Public names by kind: ``kbf.NAME`` for each. Problems are true models; functions that make one
-from numbers alone are the only functions here."""
 
+# The kinds of objects that the arguments of each kind may contain.
 INSIDE: dict[str, tuple[str, ...]] = {
     "model": ("encoder", "problem"),
     "encoder": ("encoder", "transform"),
@@ -78,17 +79,17 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "source": ("problem",),
     "problem": (),
 }
-"""The kinds that arguments of a kind may be of."""
 
-DEEPEST, MOST = 50, 100_000
-"""Levels and entries of the configuration inside of a file, at most."""
+# Bounds of the configuration in a file: its nested levels, and all its entries.
+MAX_LEVELS = 50
+MAX_ENTRIES = 100_000
 
 
 def check_registered(name: Any, kinds: tuple[str, ...]) -> str:
-    """The kind of a name, which must be registered for one of ``kinds``.
+    """Returns the kind of a name, which must be registered for one of ``kinds``.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the name is not registered for them.
     """
     for kind in kinds:
         if name in REGISTERED[kind]:
@@ -121,8 +122,8 @@ def check_plain(config: Any, what: str = "the configuration") -> None:
     while waiting:
         value, depth = waiting.pop()
         count += 1
-        if depth > DEEPEST or count > MOST:
-            raise ValueError(f"{what} has more than {DEEPEST} levels or {MOST:,} entries")
+        if depth > MAX_LEVELS or count > MAX_ENTRIES:
+            raise ValueError(f"{what} has more than {MAX_LEVELS} levels or {MAX_ENTRIES:,} entries")
         if isinstance(value, dict):
             if wrong := [key for key in value if not isinstance(key, str)]:
                 raise ValueError(f"{what} has the key {wrong[0]!r:.50}, which is no text")
@@ -136,17 +137,17 @@ def check_plain(config: Any, what: str = "the configuration") -> None:
             )
 
 
+# Arguments that name files.
 FILES: dict[str, tuple[str, ...]] = {
     "kbf.OrientationImages": ("frames",),
     "kbf.DSprites": ("images",),
     "kbf.FileData": ("path", "table"),
     "kbf.Backbone": ("weights",),
 }
-"""Arguments that name files."""
 
 
 def files_named(config: Any) -> list[str]:
-    """The files that building ``config`` would read, as it names them."""
+    """Returns the names of the files in ``config`` that building it would read."""
     if isinstance(config, list | tuple):
         return [path for value in config for path in files_named(value)]
     if not isinstance(config, dict):

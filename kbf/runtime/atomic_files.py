@@ -15,17 +15,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+# The file that contains the number of the process that writes to a folder (`locked`).
 LOCK = ".lock"
-"""The file in a folder that names the process that writes there (`locked`)."""
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path to write to, which replaces ``path`` or is removed on errors.
 
-    Whenever the process is killed or the power fails, ``path`` holds all of the old contents or all
-    of the new. What a killed process leaves is a file whose name begins with its number; whoever
-    writes to ``path`` next removes it (`sweep`).
+    If the process is killed or the power fails, ``path`` holds either all of the old or all of the
+    new contents. A killed process leaves a file whose name begins with its number; the next writer
+    of ``path`` removes it (`sweep`).
 
     Raises:
         OSError: ``path`` is a folder, or its folder cannot be made.
@@ -39,7 +39,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         try:
             yield temporary
-        except RuntimeError as error:  # what PyTorch makes of a disk that is full
+        except RuntimeError as error:  # PyTorch's error of a full disk
             if "inline_container" not in str(error) and "PytorchStreamWriter" not in str(error):
                 raise
             raise OSError(
@@ -54,11 +54,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def flush(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk, so that it survives a power failure."""
-    if path.is_dir() and os.name != "posix":  # only there are folders opened like files
+    if path.is_dir() and os.name != "posix":  # only there folders can be opened
         return
     descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
     try:
-        with suppress(OSError):  # file systems that cannot
+        with suppress(OSError):  # file systems without fsync
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -76,7 +76,7 @@ def scratch(directory: str | os.PathLike[str]) -> Iterator[Path]:
             yield Path(made)
     finally:
         if not there:
-            with suppress(OSError):  # something else is in it by now
+            with suppress(OSError):  # it contains other files by now
                 Path(directory).rmdir()
 
 
@@ -114,11 +114,11 @@ def runs(process: int) -> bool:
 
 @contextmanager
 def locked(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Be the only process that writes to a folder, and sweep it.
+    """Context with an exclusive lock of a folder, from which temporary files are removed.
 
     The lock is the system's, on a file with the number of this process, which is removed at the
-    end. A killed process loses the lock, and the file that it leaves stops nobody. Systems without
-    file locks have none.
+    end. A killed process loses the lock; the file that it leaves blocks no other. Without file
+    locks of the system there is no lock.
 
     Raises:
         ValueError: another process has the lock.
@@ -160,14 +160,14 @@ def locked(directory: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def check_archive(path: str | os.PathLike[str]) -> None:
-    """Raise unless every byte of a checkpoint's contents is as it was written.
+    """Check the contents of a checkpoint against the checksums that were written with it.
 
-    PyTorch's files are zip archives, uncompressed, with a CRC-32 for each tensor; `torch.load` does
-    not look at it, and a single flipped bit loads as another number.
+    PyTorch's files are uncompressed zip archives with a CRC-32 for each tensor. `torch.load` does
+    not check it, so that a flipped bit would change a number.
 
     Raises:
-        ValueError: no such archive, or one that has changed since. OSError: a file that cannot be
-            opened.
+        ValueError: the file is no such archive, or has changed.
+        OSError: the file cannot be opened.
     """
     with open(path, "rb") as file:
         try:
@@ -181,29 +181,29 @@ def check_archive(path: str | os.PathLike[str]) -> None:
                         raise ValueError(f"{entry.filename} is not as PyTorch writes it")
                 if (damaged := archive.testzip()) is not None:
                     raise ValueError(f"{damaged} has changed since it was written")
-        except Exception as error:  # what a damaged archive raises is beyond listing
+        except Exception as error:  # damaged archives raise errors of many types
             raise ValueError(" ".join(str(error).split())[:200]) from error
 
 
 def copy(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Copy a file in one step."""
+    """Copy a file atomically."""
     with replacing(path) as temporary:
         shutil.copyfile(source, temporary)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file in one step."""
+    """Write a text file atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
-    """Write a JSON file in one step."""
+    """Write a JSON file atomically."""
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows of one kind as CSV in one step; the keys of the first row are the header."""
+    """Write rows as CSV atomically; all have the keys of the first row, which are the header."""
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()

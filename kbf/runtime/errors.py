@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 
 class FitError(ValueError):
-    """The given data do not determine a fit: too few steps, outputs that do not vary, a singular matrix.
+    """The data do not determine a fit: too few steps, constant outputs, a singular matrix.
 
-    Model selection rejects a candidate that raises it and goes on with the others. Every other
-    exception, such as one about shapes, is an error of the program or of the call and is not caught.
+    Model selection rejects a candidate that raises it and continues with the others. Every other
+    exception, such as one about shapes, is an error of the program or of the call; it is not
+    caught.
     """
 
 
@@ -20,7 +21,7 @@ class MissingPackageError(ValueError):
 
 @contextmanager
 def fit_errors() -> Iterator[None]:
-    """Raise a `FitError` in place of PyTorch's error about a failed factorisation; also a decorator."""
+    """Context or decorator that raises PyTorch's failed factorisations as `FitError`."""
     import torch  # here, since `kbf.FitError` does not require PyTorch
 
     try:

@@ -1,25 +1,24 @@
-"""Quoting of file names in Hydra overrides, so that Hydra and OmegaConf take them literally."""
+"""Quoting of file names in Hydra overrides, so that Hydra and OmegaConf read them literally."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+# Settings that name a file or a folder.
 FILE_SETTINGS = (
     *("input", "output", "checkpoint", "state", "out", "run_dir", "ckpt_path"),
     *("data.path", "data.table", "data.frames", "data.images"),
 )
-"""Settings that name a file or a folder."""
 
+# Values that require no quotes.
 USUAL = re.compile(r"[\w./:+@%~^-]*")
-"""Values that need no quotes."""
 
 
 def quoted(text: str) -> str:
-    r"""A word that hydra takes as it is, and that OmegaConf fills nothing into.
+    r"""Returns a word that Hydra and OmegaConf read as exactly this text.
 
-    In quotes of hydra's, backslashes count only before a quote; in OmegaConf's text only before
-    ``${``.
+    Inside of Hydra's quotes, a backslash escapes a quote only; in OmegaConf's text, ``${`` only.
 
     >>> print(quoted("it's a=b"), quoted(r"C:\a"), quoted("${a}"))
     'it\'s a=b' 'C:\a' '\${a}'
@@ -31,25 +30,15 @@ def quoted(text: str) -> str:
 
 
 def as_text(text: str) -> str:
-    """A text into which OmegaConf fills nothing."""
+    """Returns a text with ``${`` escaped, so that OmegaConf does not interpolate it."""
     return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", text)
-
-
-def unquoted(word: str) -> str:
-    """Returns the file name of a word of the command line: the inverse of `quoted`."""
-    if len(word) < 2 or word[0] != word[-1] or word[0] not in "'\"":
-        return word
-    text = re.sub(
-        rf"(\\+)({word[0]}|$)", lambda found: found[1][: len(found[1]) // 2] + found[2], word[1:-1]
-    )
-    return re.sub(r"(\\+)\$\{", lambda found: found[1][: len(found[1]) // 2] + "${", text)
 
 
 def literal_path(word: str) -> str:
     """Returns ``key=value`` with the value quoted if it names a file and has a special sign.
 
-    Quotes that a person has written stay, and so does what is to be filled in
-    (``run_dir=runs/${seed}``), unless there is a file of just this name.
+    Quotes on the command line stay, and so do interpolations (``run_dir=runs/${seed}``), unless a
+    file of exactly this name exists.
     """
     key, equals, value = word.partition("=")
     if (
@@ -66,7 +55,7 @@ def literal_path(word: str) -> str:
 
 
 def exists(name: str) -> bool:
-    """Whether there is a file or a folder of this name, which may be no possible name at all."""
+    """Whether a file or a folder of this name exists; False for impossible names."""
     try:
         return Path(name).exists()
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
-"""Unresolved configuration kept in a checkpoint, to be resolved later with other sizes and seeds.
+"""Unresolved configurations of checkpoints, which are resolved later with other sizes and seeds.
 
-OmegaConf fills ``${data.d}`` in with another entry, and calls a resolver for ``${oc.env:HOME}``. In
-the recipe of a checkpoint, which is an untrusted file, references to entries are followed and
-everything else stays the text that it is. So `settled` fills resolvers in before a recipe is
-written, and `literal` quotes what a file brings.
+OmegaConf replaces ``${data.d}`` by another entry, and calls a resolver for ``${oc.env:HOME}``. A
+checkpoint is an untrusted file: of its recipe, references to entries are resolved, and other
+interpolations remain text. `settled` therefore calls the resolvers before a recipe is written, and
+`literal` escapes them after it is read.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from kbf.runtime.hydra_quoting import as_text
+
+# A reference to another entry by its path from the root, such as ``${data.size[0]}``.
 REFERENCE = re.compile(r"\$\{[A-Za-z_][\w.\[\]]*\}")
-"""``${data.size[0]}``: another entry, counted from the top."""
 
 
 def calls(text: str) -> bool:
-    """Whether there is more in a text than references to entries."""
+    """Whether a text contains interpolations other than references to entries."""
     return "${" in REFERENCE.sub("", text)
 
 
@@ -30,7 +32,7 @@ def settled(raw: Any, resolved: Any) -> Any:
 
 
 def literal(config: Any) -> Any:
-    r"""Returns a configuration in which OmegaConf follows references to entries alone.
+    r"""Returns a configuration in which OmegaConf resolves only references to entries.
 
     >>> literal({"a": "${data.d}", "b": "${oc.env:HOME}"})
     {'a': '${data.d}', 'b': '\\${oc.env:HOME}'}
@@ -40,5 +42,5 @@ def literal(config: Any) -> Any:
     if isinstance(config, list | tuple):
         return [literal(value) for value in config]
     if isinstance(config, str) and calls(config):
-        return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", config)
+        return as_text(config)
     return config

@@ -21,14 +21,17 @@ from typing import Any
 import torch
 from torch import nn
 
+# Bytes that an object of an untrusted file may need. Shipped configurations need 0.45e9.
 LARGEST_MEMORY = 4 * 2**30
-"""Bytes that an object of an untrusted file may need. Shipped configurations need 0.45e9."""
+
+# Bytes for each unit of a count: 32 numbers in float64, and three copies during computations.
 BYTES_OF_A_ROW = 1024
-"""For each of a count: 32 numbers in float64, and three copies while they are computed."""
+
+# Bytes for each number of an image: float64, and three copies while noise is added.
 BYTES_OF_A_PIXEL = 32
-"""For each number of an image: float64, and three copies while noise is added."""
+
+# Arguments whose numbers multiply: the shape of an observation.
 SHAPES = ("q", "size")
-"""Arguments whose numbers multiply: the shape of an observation."""
 
 
 def check_arguments(target: Callable[..., Any], arguments: dict[str, Any]) -> None:
@@ -65,7 +68,7 @@ def check_bytes(target: Callable[..., Any], needed: int) -> None:
 
 
 def too_large(reason: str) -> ValueError:
-    """Returns the error of an object that is too large, with the way out."""
+    """Returns the error about an object that is too large, with the remedy."""
     return ValueError(
         f"{reason} for an object that a file describes. For a file that you trust: trust=true"
     )

@@ -15,7 +15,7 @@ def need(module: str, extra: str, what: str) -> Any:
     Args:
         module: its name.
         extra: of kbf, that installs its package.
-        what: what needs it, to begin the error with.
+        what: the feature that needs it, the first words of the error.
 
     Raises:
         MissingPackageError: the package is not installed, or does not load; the
@@ -28,7 +28,7 @@ def need(module: str, extra: str, what: str) -> Any:
         if importlib.util.find_spec(package) is None:
             raise MissingPackageError(missing(package, extra, what)) from error
         reason = f"it lacks {error.name}"
-    except Exception as error:  # whatever its first lines raise: a shared library, a version
+    except Exception as error:  # any error of its import: a shared library, a version
         reason = " ".join(str(error).split())[:200] or type(error).__name__
     raise MissingPackageError(
         missing(package, extra, what, f"is installed but does not load ({reason})")

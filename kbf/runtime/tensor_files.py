@@ -10,14 +10,17 @@ from torch import Tensor
 
 from kbf.runtime.atomic_files import replacing
 
-MOST_ENTRIES, MOST_COPIES = 100_000, 16
-"""Most entries of a file, and most times that all tensors may exceed its size (storage is shared)."""
+# Bound of the entries of a file.
+MAX_ENTRIES = 100_000
+
+# Bound of the size of all tensors, in sizes of the file: tensors may share their storage.
+MAX_COPIES = 16
 
 
 def write_tensors(contents: Any, path: str | os.PathLike[str]) -> None:
-    """Write by `torch.save`, whole or not at all.
+    """Write ``contents`` with `torch.save`, atomically.
 
-    PyTorch gets an open file, since it would store a part of the file name.
+    PyTorch receives an open file, since it stores a part of a file name.
     """
     with replacing(path) as temporary, temporary.open("wb") as file:
         torch.save(contents, file)
@@ -26,8 +29,8 @@ def write_tensors(contents: Any, path: str | os.PathLike[str]) -> None:
 def check_tensors(contents: Any, size: int) -> None:
     """Raise a ValueError unless the tensors in nested dicts and lists are dense and fully stored.
 
-    A file of some bytes may hold a tensor of 10^12 entries that repeats a single
-    number (stride 0): nothing that looks at all of them would come to an end.
+    A small file may hold a tensor of 10^12 entries that repeats a single number (stride 0); code
+    that reads all of them would not end.
 
     Args:
         contents: as `torch.load` returns it.
@@ -37,8 +40,8 @@ def check_tensors(contents: Any, size: int) -> None:
     while waiting:
         value = waiting.pop()
         count += 1
-        if count > MOST_ENTRIES:
-            raise ValueError(f"it has more than {MOST_ENTRIES:,} entries, or contains itself")
+        if count > MAX_ENTRIES:
+            raise ValueError(f"it has more than {MAX_ENTRIES:,} entries, or contains itself")
         if isinstance(value, dict):
             waiting += value.values()
         elif isinstance(value, list | tuple):
@@ -52,5 +55,5 @@ def check_tensors(contents: Any, size: int) -> None:
             if not plain or value.is_meta or value.nbytes > value.untyped_storage().nbytes():
                 raise ValueError("it holds a tensor that is not fully stored")
             total += value.nbytes
-    if total > MOST_COPIES * size:
-        raise ValueError(f"its tensors are more than {MOST_COPIES} times as large as the file")
+    if total > MAX_COPIES * size:
+        raise ValueError(f"its tensors are more than {MAX_COPIES} times as large as the file")

@@ -6,7 +6,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from kbf.runtime.hydra_quoting import as_text, literal_path, quoted, unquoted
+from kbf.runtime.hydra_quoting import as_text, literal_path, quoted
 
 NAMES = [
     "a=b",
@@ -38,7 +38,6 @@ def composed(word):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_quoted_name_arrives_as_it_is(name):
     assert composed(f"input={quoted(name)}") == name
-    assert unquoted(quoted(name)) == name
     assert OmegaConf.create({"input": as_text(name)}).input == name
 
 
