@@ -18,7 +18,7 @@ import yaml
 from kbf import __version__
 from kbf.cli import COMMANDS, expected, main, one_line
 from kbf.commands.support.metric_descriptions import DIAGNOSTICS
-from kbf.config import compose, config_dir, configure
+from kbf.config import composing, config_dir, configure
 from kbf.training.checkpoint import read_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -269,8 +269,9 @@ def test_help_and_version(capsys):
         assert f"kbf {command}" in text
         assert "settings" in text
         assert "rotation" in text or command in ("reproduce", "bench", "export", "serve")
-        for key in compose(command, ["checkpoint=x"] if command == "evaluate" else []):
-            assert str(key) in text or key in ("data", "model", "trainer", "logger"), key
+        with composing(command, ["checkpoint=x"] if command == "evaluate" else []) as composed:
+            for key in composed:
+                assert str(key) in text or key in ("data", "model", "trainer", "logger"), key
 
 
 @pytest.mark.slow

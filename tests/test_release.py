@@ -74,7 +74,7 @@ def test_the_wheel_finds_its_configurations(archives, tmp_path):
     with zipfile.ZipFile(file) as wheel:
         wheel.extractall(tmp_path)
     code = (
-        "import kbf.cli; print(kbf.cli.config_dir()); raise SystemExit(kbf.cli.main(['train', "
+        "import kbf.cli, kbf.config; print(kbf.config.config_dir()); raise SystemExit(kbf.cli.main(['train', "
         "'model=lstm', '--cfg']))"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}

@@ -18,15 +18,15 @@ PIXEL_NOISE = 0.1
 def run(config: dict[str, Any], out: Path) -> dict[str, Any]:
     """Simulate runs of ``steps`` images with the seeds ``seed``, ``seed`` + 1, ... and write them.
 
-    ``sequences`` is the number of runs. The file is written when all are finished; a run of 1,000
+    ``recordings`` is the number of runs. The file is written when all are finished; a run of 1,000
     images takes some seconds.
 
     Raises:
         ValueError: no step or no run, or Gymnasium or pygame are not installed.
     """
-    steps, count, seed = config["steps"], config["sequences"], config["seed"]
+    steps, count, seed = config["steps"], config["recordings"], config["seed"]
     if not steps or not count:
-        raise ValueError(f"steps and sequences must be at least 1, got {steps} and {count}")
+        raise ValueError(f"steps and recordings must be at least 1, got {steps} and {count}")
     model, seeds = PendulumModel(), list(range(seed, seed + count))
     with progress_bar("pendulum", transient=True) as progress:
         bar = progress.add_task("", total=steps * count)

@@ -10,7 +10,8 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from kbf.cli import config_dir, main
+from kbf.cli import main
+from kbf.config import config_dir
 from kbf.filters.state_io import read_leaves
 from kbf.runtime.allowlist import INSIDE, REGISTERED, files_named, without_weights
 from kbf.runtime.instantiate import build, locate

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kbf.cli import main
 from kbf.commands.support.run_settings import resolved
-from kbf.config import compose, plain
+from kbf.config import composing, configure, plain
 from kbf.data import pendulum
 from kbf.data.dataset import load_data
 from kbf.data.pendulum import (
@@ -395,7 +395,7 @@ def test_models_run_on_codes_of_the_angle_alone(env, tmp_path, model):
         "lstm": ["model.training.epochs=1"],
         "particle_observation": ["model.net.particles=100"],
     }.get(model, [])
-    config = plain(compose("train", [*TINY, f"model={model}", *more]))
+    config = configure("train", [*TINY, f"model={model}", *more])
     data = load_data(config["data"])
     trained = train(config, data.train, tmp_path)
     assert trained is not None
@@ -432,7 +432,8 @@ def test_pictures_show_the_angle_and_the_speed_beside_the_images(env, tmp_path):
 
 
 def test_the_experiment_is_what_the_table_says():
-    config = plain(compose("compare", ["experiment=pendulum"]), resolve=False)
+    with composing("compare", ["experiment=pendulum"]) as composed:
+        config = plain(composed, resolve=False)
     assert config["data"]["name"] == "pendulum" and {"kbf", "lstm", "ekf"} <= set(config["models"])
     filled = resolved({k: config[k] for k in ("data", "seed")}, n_train=300)
     assert build(filled["data"]["problem"]) == PendulumModel()  # the file spells the defaults out
@@ -445,7 +446,7 @@ def test_the_experiment_is_what_the_table_says():
 def test_the_command_writes_recordings_that_own_data_reads(env, tmp_path, capsys):
     path = tmp_path / "p.npz"
     assert (
-        main(["data", "render", "pendulum", "steps=12", "sequences=2", "seed=3", f"out={path}"])
+        main(["data", "render", "pendulum", "steps=12", "recordings=2", "seed=3", f"out={path}"])
         == 0
     )
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["p.npz", "p.png"]
@@ -457,13 +458,13 @@ def test_the_command_writes_recordings_that_own_data_reads(env, tmp_path, capsys
         stored["states"][12:, :2], torch.stack([run.y[:, 0].cos(), run.y[:, 0].sin()], -1)
     )
     assert np.array_equal(stored["observations"][12:], noisy(run.frames, 0.1, 4).numpy())
-    config = plain(compose("train", ["data=own", f"data.path={path}", "data.split=time"]))
+    config = configure("train", ["data=own", f"data.path={path}", "data.split=time"])
     data = load_data(config["data"])
     assert data.train[0].obs.dtype == torch.uint8 and data.train[0].obs.shape[1:] == (3, 32, 32)
     assert (
         sum(len(s.states) for part in (data.train, data.validation, data.test) for s in part) == 24
     )
-    for wrong in ("steps=0", "sequences=0", "out=p.txt", "steps=-1"):
+    for wrong in ("steps=0", "recordings=0", "out=p.txt", "steps=-1"):
         capsys.readouterr()
         assert main(["data", "render", "pendulum", f"out={path}", wrong]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1

@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from kbf.cli import main
-from kbf.config import compose, plain
+from kbf.config import composing, configure, plain
 from kbf.data.pendulum_rkn import PendulumRKN, Quality, lanczos, lines, reduce, spoil, swing, walk
 from kbf.densities.ratio import LOG_NEVER, encoding_width
 from kbf.filters.gaussian.learned_kalman import LearnedKalman
@@ -187,7 +187,8 @@ def test_the_experiment_sets_every_kind_of_filter_beside_kbf():
     """Nets with an encoder of their own see images, the others codes; all are calibrated, so that
     all have a log likelihood.
     """
-    config = plain(compose("compare", ["experiment=rkn_pendulum"]), resolve=False)
+    with composing("compare", ["experiment=rkn_pendulum"]) as composed:
+        config = plain(composed, resolve=False)
     assert (config["data"]["name"], config["calibrate"], config["n_train"]) == (
         "pendulum_rkn",
         True,
@@ -205,9 +206,7 @@ def test_the_experiment_sets_every_kind_of_filter_beside_kbf():
         "frame",
     } == set(config["models"])
     for name in config["models"]:
-        model = plain(compose("train", [f"model={name}", "data=pendulum_rkn"]), resolve=True)[
-            "model"
-        ]
+        model = configure("train", [f"model={name}", "data=pendulum_rkn"])["model"]
         own = name in ("rkn", "gru_images", "backprop_kf", "dpf")
         assert (model["encoding"] is None) == own
         assert not own or (
