@@ -232,5 +232,5 @@ def test_a_version_that_is_no_longer_read(written, monkeypatch):
 
 @pytest.mark.parametrize("version", [None, "", "new"])
 def test_a_checkpoint_without_a_version(version, written):
-    with pytest.raises(CheckpointError, match="does not say which version of kbf wrote it"):
+    with pytest.raises(CheckpointError, match="does not contain the version of kbf that wrote it"):
         read_checkpoint(written(version))

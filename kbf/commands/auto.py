@@ -108,7 +108,7 @@ class Recipe:
 
     @unsuitable()
     def run(self, filter: Filter[Any], held: list[Recording]) -> Held:
-        """Run through the held-out part once and return its errors in at most `MAX_BLOCKS` blocks."""
+        """Return the errors on the held-out part, in at most `MAX_BLOCKS` blocks."""
         estimates = torch.cat(held_out_score(self.trained, held).estimates)
         errors = torch.cat([r.states.double().cpu() for r in held]) - estimates
         return [(block, None) for block in errors.tensor_split(min(MAX_BLOCKS, len(errors)))]

@@ -1,4 +1,4 @@
-"""``kbf reproduce``: runs an experiment of a paper, from the folder ``studies/papers`` of a clone."""
+"""``kbf reproduce``: runs an experiment of a paper, from ``studies/papers`` of a clone."""
 
 from __future__ import annotations
 

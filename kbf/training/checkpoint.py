@@ -1,11 +1,14 @@
-"""Checkpoints that hold all that a filter needs: how they are written, read, checked, and made a filter again."""
+"""Reads, checks and writes checkpoints, which contain everything that a filter needs."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,16 +31,22 @@ OLDEST = (0, 1)
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing, damaged, or not one of ours."""
+    """A checkpoint is missing, damaged, or was not written by this package."""
 
 
 class Trained(NamedTuple):
-    """A model with its best parameters, the filter over its recordings, the epochs it took, and its least validation error.
+    """A model with its best parameters, and the filter over its recordings.
 
-    ``calibration`` and ``monitor``: what held-out steps of the training data said of the filter's
-    covariances and of its predictions; None where nobody asked
-    (`kbf.training.held_out_calibration`), in older checkpoints, and without covariances the first
-    of them. ``steps``: of the optimizer, in all of these epochs.
+    Attributes:
+        module: the model.
+        filter: over the recordings of the module.
+        epochs: of the training.
+        validation_mse: least validation error; None where it is not known.
+        calibration: of the filter's covariances, learned from held-out steps of the training data
+            (`kbf.training.held_out_calibration`); None where it was not requested, in older
+            checkpoints, and for filters without covariances.
+        monitor: of the filter's predictions, learned in the same way.
+        steps: of the optimiser, in all epochs.
     """
 
     module: FittedModel
@@ -56,7 +65,7 @@ class Trained(NamedTuple):
 
 
 def checkpoint_of(module: FittedModel) -> dict[str, Any]:
-    """The checkpoint of a model that has nothing to learn by gradient, as Lightning's trainer makes it of one that has."""
+    """Return the checkpoint of a model without training by gradient, in Lightning's format."""
     contents = {
         "epoch": 0,
         "global_step": 0,
@@ -70,47 +79,49 @@ def checkpoint_of(module: FittedModel) -> dict[str, Any]:
 def rewrite_checkpoint(
     trained: Trained, source: str | os.PathLike[str], path: str | os.PathLike[str]
 ) -> None:
-    """Write the checkpoint ``source`` to ``path`` with the memory, operators, calibration and monitor of a trained model."""
+    """Write the checkpoint ``source`` to ``path``, updated by a trained model.
+
+    Memory, operators, calibration and monitor are those of ``trained``.
+    """
     contents = read_checkpoint(source)
     calibration, monitor = trained.calibration, trained.monitor
-    contents["state_dict"] = {
-        name: leaf.cpu() for name, leaf in trained.module.state_dict().items()
-    }
+    contents["state_dict"] = on_cpu(trained.module.state_dict())
     contents["kbf"] |= {
-        "operators": {
-            name: leaf.cpu()
-            for name, leaf in operators_of(trained.module.net, trained.filter).items()
-        },
-        "calibration": None
-        if calibration is None
-        else Calibration(*(leaf.cpu() for leaf in calibration))._asdict(),
+        "operators": on_cpu(operators_of(trained.module.net, trained.filter)),
+        "calibration": None if calibration is None else on_cpu(calibration._asdict()),
         "monitor": None if monitor is None else monitor.stored(),
     }
     write_tensors(contents, path)
 
 
+def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by name, on the CPU."""
+    return {name: leaf.cpu() for name, leaf in tensors.items()}
+
+
 def load_filter(
     path: str | os.PathLike[str], *, device: str | torch.device = "cpu", trust: bool = False
 ) -> Trained:
-    """A filter from its checkpoint alone: memory, bandwidths and operators are inside.
+    """Return a filter from its checkpoint, which contains memory, bandwidths and operators.
 
     Args:
         path: of a ``best.ckpt`` or ``last.ckpt``, or ``example:rotation``, one that comes with kbf.
-        device: where to.
+        device: of the filter.
         trust: allow the checkpoint to name any class or function that can be imported, not only
-            what is registered (`kbf.runtime.allowlist`): for files that you trust as you trust a
+            the public ones (`kbf.runtime.allowlist`). Only for files that are trusted like a
             program.
 
     Raises:
         CheckpointError: no such file, not a checkpoint of this project, or one that does not fit
             the installed version.
-        ValueError: a device that is not there.
+        ValueError: the device does not exist.
     """
     check_device(device)
     checkpoint = read_checkpoint(path)
     if checkpoint["kbf"].get("stage") == "encoding":
         raise CheckpointError(
-            f"{path} is of a run whose encoders were still learning: go on with kbf train ckpt_path={path}"
+            f"{path} is of a run whose encoders were still learning: go on with "
+            f"kbf train ckpt_path={path}"
         )
     config = checkpoint["hyper_parameters"]["config"]
     try:
@@ -124,15 +135,12 @@ def load_filter(
             take_shapes(inner, operators)
             inner.load_state_dict(operators)
             inner.eval()
-        learned = checkpoint["kbf"]
         check_step(module, filter, device)
-        calibration, monitor = (
-            Calibration.read(learned.get("calibration"), device),
-            Monitor.read(learned.get("monitor"), device),
-        )
+        calibration = Calibration.read(checkpoint["kbf"].get("calibration"), device)
+        monitor = Monitor.read(checkpoint["kbf"].get("monitor"), device)
     except (ValueError, OSError):
         raise
-    except Exception as error:  # whatever wrong contents make of the classes that they are for
+    except Exception as error:  # wrong contents can raise any exception in the classes they are for
         written = checkpoint["kbf"]["version"]
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
@@ -143,20 +151,18 @@ def load_filter(
 
 @torch.no_grad()
 def check_step(module: FittedModel, filter: Filter[Any], device: str | torch.device) -> None:
-    """Raise unless a filter can take a step, and knows a state afterwards: operators of other shapes would fail only then.
+    """Check that a filter can make a step: operators of wrong shapes fail only there.
 
     Raises:
-        ValueError: an estimate that is not finite, or of another width than the recordings' states.
+        ValueError: the estimate is not finite, or of another width than the recordings' states.
     """
     generator = torch.Generator(device).manual_seed(0)
+    zeros = partial(torch.zeros, 1, dtype=module.input_dtype, device=device)
     controls = control_components(filter)
-    control = (
-        torch.zeros(1, controls, dtype=module.input_dtype, device=device) if controls else None
-    )
-    predicted = move(
-        filter, filter.init(1, generator=generator), control=control, generator=generator
-    )
-    obs = torch.zeros(1, *(module.observation or ()), dtype=module.input_dtype, device=device)
+    start = filter.init(1, generator=generator)
+    control = zeros(controls) if controls else None
+    predicted = move(filter, start, control=control, generator=generator)
+    obs = zeros(*(module.observation or ()))
     estimate = filter.estimate(observe(filter, predicted, obs)[0])
     width = module.memory.sequences()[0].states.shape[1]
     if estimate.shape != (1, width) or not bool(estimate.isfinite().all()):
@@ -164,24 +170,34 @@ def check_step(module: FittedModel, filter: Filter[Any], device: str | torch.dev
 
 
 def load_own(module: FittedModel, path: Path, *, device: str | torch.device) -> Trained:
-    """A checkpoint that a run of ``module`` has written, trusted as the module is if it names the same net and encoders."""
+    """Return a checkpoint that a run of ``module`` has written.
+
+    It is trusted as the module is, if it names the same net and encoders.
+    """
     stored = read_checkpoint(path)["hyper_parameters"]["config"]["model"]
     same = all(stored.get(key) == module.config["model"].get(key) for key in ("net", "encoding"))
     return load_filter(path, device=device, trust=module.trust and same)
 
 
 def check_device(device: str | torch.device) -> None:
-    """Raise a ValueError unless PyTorch has this device."""
+    """Check that PyTorch has this device.
+
+    Raises:
+        ValueError: it has not.
+    """
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # no such word, or no driver
+    except (RuntimeError, AssertionError) as error:  # an unknown name, or no driver
         raise ValueError(
             f"device={device}: PyTorch sees no such device on this machine (cpu is always there)"
         ) from error
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The contents of a checkpoint of this project (or ``example:NAME``), on the CPU; nothing in the file is executed.
+    """Return the contents of a checkpoint, on the CPU; nothing in the file is executed.
+
+    Args:
+        path: of the file, or ``example:NAME``.
 
     Raises:
         CheckpointError: no such file, damaged, of another project, or of a version that this one
@@ -194,7 +210,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         check_archive(file)
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         check_tensors(checkpoint, file.stat().st_size)
-    except Exception as error:  # what comes out of a file that is no checkpoint is beyond listing
+    except Exception as error:  # a file that is no checkpoint can raise nearly any exception
         raise CheckpointError(
             f"{path} ({file.stat().st_size} bytes) is no checkpoint, or damaged"
         ) from error
@@ -214,36 +230,33 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_contents(checkpoint: dict[str, Any]) -> None:
-    """Raise a ValueError unless the entries that are read have the types that they are written with."""
+    """Check that the entries that are read have the types that they are written with.
+
+    Raises:
+        ValueError: an entry has another type.
+    """
     for name in ("kbf", "state_dict", "hyper_parameters"):
         if not isinstance(checkpoint[name], dict):
             raise ValueError(f"{name} is a {type(checkpoint[name]).__name__}, not a dict")
     about, config = checkpoint["kbf"], checkpoint["hyper_parameters"].get("config")
     check_plain({"config": config})
-    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+    if not isinstance(config, dict) or not isinstance(model := config.get("model"), dict):
         raise ValueError("there is no configuration of a model in it")
-    for name, where, kind in (
-        ("net", config["model"], dict),
-        ("name", config["model"], str),
-        ("recipe", config, dict),
+    for name, where, kinds in (
+        ("net", model, (dict,)),
+        ("name", model, (str,)),
+        ("recipe", config, (dict,)),
+        ("data", config, (dict, NoneType)),
+        ("encoding", model, (dict, NoneType)),
+        ("training", model, (dict, NoneType)),
     ):
-        if name in where and not isinstance(where[name], kind):
+        if name in where and not isinstance(where[name], kinds):
             raise ValueError(
-                f"the configuration's {name} is a {type(where[name]).__name__}, not a {kind.__name__}"
+                f"the configuration's {name} is a {type(where[name]).__name__}, "
+                f"not a {kinds[0].__name__}"
             )
-    for name, where, kind in (
-        ("data", config, dict),
-        ("encoding", config["model"], dict),
-        ("training", config["model"], dict),
-    ):
-        if where.get(name) is not None and not isinstance(where[name], kind):
-            raise ValueError(
-                f"the configuration's {name} is a {type(where[name]).__name__}, not a {kind.__name__}"
-            )
-    if config["model"].get("dtype") not in (None, "float32", "float64"):
-        raise ValueError(
-            f"model.dtype must be float32 or float64, got {config['model']['dtype']!r}"
-        )
+    if model.get("dtype") not in (None, "float32", "float64"):
+        raise ValueError(f"model.dtype must be float32 or float64, got {model['dtype']!r}")
     if type(config.get("seed")) is not int or type(checkpoint.get("epoch")) is not int:
         raise ValueError("seed and epoch must be whole numbers")
     tensors = [
@@ -262,42 +275,48 @@ def check_contents(checkpoint: dict[str, Any]) -> None:
 
 
 def checkpoint_file(path: str | os.PathLike[str]) -> Path:
-    """Where a checkpoint is: ``example:NAME`` is one that comes with kbf.
+    """Return the file of a checkpoint; ``example:NAME`` is one that comes with kbf.
 
     Raises:
-        CheckpointError: no example of this name.
+        CheckpointError: no example has this name.
     """
     name = str(path).removeprefix("example:")
     if name == str(path):
         return Path(path)
-    shipped = {
-        file.stem: file
-        for file in sorted((Path(__file__).parents[1] / "checkpoints").glob("*.ckpt"))
-    }
+    files = sorted((Path(__file__).parents[1] / "checkpoints").glob("*.ckpt"))
+    shipped = {file.stem: file for file in files}
     if name not in shipped:
-        raise CheckpointError(
-            f"there is no {path}; kbf comes with {', '.join(f'example:{stem}' for stem in shipped) or 'none'}"
-        )
+        names = ", ".join(f"example:{stem}" for stem in shipped) or "none"
+        raise CheckpointError(f"there is no {path}; kbf comes with {names}")
     return shipped[name]
 
 
 def check_version(path: str | os.PathLike[str], written: str) -> None:
-    """Raise a CheckpointError if ``written``, the version that wrote a checkpoint, has a format that this one does not know."""
+    """Check that this version reads the checkpoints of the version ``written``.
+
+    Raises:
+        CheckpointError: the checkpoint is of a newer version, or of one that is no longer read.
+    """
     there, here = (tuple(map(int, re.findall(r"\d+", each)[:2])) for each in (written, __version__))
     if len(there) < 2:
-        raise CheckpointError(f"{path} does not say which version of kbf wrote it")
+        raise CheckpointError(f"{path} does not contain the version of kbf that wrote it")
     if there > here:
         raise CheckpointError(
             f"{path} was written by kbf {written}, this is kbf {__version__}: pip install -U kbf"
         )
     if there < OLDEST:
         raise CheckpointError(
-            f"{path} was written by kbf {written}, which kbf {__version__} no longer reads: train it again"
+            f"{path} was written by kbf {written}, which kbf {__version__} no longer reads: "
+            "train it again"
         )
 
 
 def check_like(module: FittedModel, new: Recording, checkpoint: str | os.PathLike[str]) -> None:
-    """Raise a ValueError unless a recording has the states, observations and controls of those that a filter was trained on."""
+    """Check that a recording has the shapes of those that a filter was trained on.
+
+    Raises:
+        ValueError: states, observations or controls have other shapes.
+    """
     old = module.memory.sequences()[0]
     for name, mine, theirs in (
         ("states", tuple(old.states.shape[1:]), tuple(new.states.shape[1:])),
@@ -306,5 +325,6 @@ def check_like(module: FittedModel, new: Recording, checkpoint: str | os.PathLik
     ):
         if mine != theirs:
             raise ValueError(
-                f"the data's {name} have the shape {theirs}, those that {checkpoint} was trained on {mine}"
+                f"the data's {name} have the shape {theirs}, those that {checkpoint} was trained "
+                f"on {mine}"
             )

@@ -82,20 +82,20 @@ class FittedModel(nn.Module):
         self.net: Any = build(model["net"], trust=trust, kinds=("model",))
         if not isinstance(self.net, nn.Module):
             raise ValueError(
-                f"model.net must be a module with prepare and condition, got a {type(self.net).__name__}"
+                f"model.net must be a module with prepare and fit, got a {type(self.net).__name__}"
             )
         if model.get("model_selection"):
             if self.how is not None:
                 raise ValueError(
-                    "model.model_selection is for models without training, not for one that learns by gradient"
+                    "model.model_selection is for models without training, not for one that "
+                    "learns by gradient"
                 )
             self.net = ModelSelection(
                 self.net, name=model["name"], seed=config["seed"], budget=model.get("budget")
             )
         data = config.get("data") or {}
-        net: Any = self.net
-        if data.get("allow_missing_sensors") and hasattr(net, "allow_missing_sensors"):
-            net.allow_missing_sensors = True
+        if data.get("allow_missing_sensors") and hasattr(self.net, "allow_missing_sensors"):
+            self.net.allow_missing_sensors = True
         self.net.to(self.model_dtype)
         d = sequences[0].states.shape[1] if sequences else 1  # a checkpoint brings its own
         self.encoding, self.code = self.build_encoding_settings(model.get("encoding"), d, trust)
@@ -105,13 +105,14 @@ class FittedModel(nn.Module):
         self.memory = RecordingBuffers(scaled if images else cast_all(scaled, self.model_dtype))
         self.augment: Augment = Augment(self.encoding.augment if self.encoding else ())
         self.observation = tuple(sequences[0].obs.shape[1:]) if sequences else None
+        # The filter over the recordings, once built; in a list, so that its buffers are not those
+        # of the module.
         self.ready: list[Filter[Any]] = []
-        """The filter over the recordings, once built; in a list, so that its buffers are not those of the module."""
+        # Operators of the filter with the present parameters, once requested.
         self.operators: dict[str, Tensor] | None = None
-        """Of the filter with the present parameters, once requested."""
         self.prepared = False
+        # Time that the encoders took when another model fitted them.
         self.borrowed_seconds: float = 0.0
-        """Time that the encoders took when another model fitted them."""
 
     @property
     def device(self) -> torch.device:
@@ -126,7 +127,13 @@ class FittedModel(nn.Module):
     def build_encoding_settings(
         self, config: dict[str, Any] | None, d: int, trust: bool
     ) -> tuple[EncodingSettings | None, Encoding | None]:
-        """Returns the settings of the encoder stage and its encoding, which is None for a net with an encoder of its own."""
+        """Return the settings of the encoder stage, and its encoding.
+
+        The encoding is None for a net with an encoder of its own.
+
+        Raises:
+            ValueError: no encoder is named, or its name is given without its settings.
+        """
         if config is None:
             return None, None
         settings = {key: value for key, value in config.items() if key != "encoder"}
@@ -135,10 +142,10 @@ class FittedModel(nn.Module):
             return how._replace(members=1), None
         if config.get("encoder") is None:
             raise ValueError("data.encoding needs encoder")
-        if not isinstance(config["encoder"], dict):
-            name = config["encoder"]
+        if not isinstance(name := config["encoder"], dict):
             raise ValueError(
-                f"data.encoding.encoder must be a class and its settings: write encoder@data.encoding.encoder={name}"
+                "data.encoding.encoder must be a class and its settings: write "
+                f"encoder@data.encoding.encoder={name}"
             )
         # Independent of what the net has drawn: models of one data set start from equal encoders.
         with torch.random.fork_rng(devices=[]):
@@ -163,16 +170,14 @@ class FittedModel(nn.Module):
         return getattr(self.net, "own_encoder", None)
 
     def prepare(self, sequences: list[Recording], generator: torch.Generator | None = None) -> None:
-        """Set what the net takes from the recordings before it is trained: bandwidths, first ridges."""
-        self.net.prepare(
-            sequences,
-            torch.Generator().manual_seed(self.config["seed"]) if generator is None else generator,
-        )
+        """Set what the net takes from the recordings before training: bandwidths, first ridges."""
+        seeded = torch.Generator().manual_seed(self.config["seed"])
+        self.net.prepare(sequences, seeded if generator is None else generator)
         self.prepared = True
 
     @torch.no_grad()
     def filter(self) -> Filter[Any]:
-        """Returns the filter over all the recordings; the module is left in eval mode."""
+        """Return the filter over all recordings; the module is left in eval mode."""
         self.eval()
         filter = self.net.fit(self.memory.sequences())
         if self.code is not None:
@@ -185,23 +190,23 @@ class FittedModel(nn.Module):
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """Dtype of observations. float64 before a scaling: far from zero float32 merges close values."""
-        return (
-            torch.float64
-            if self.scaling is not None and len(self.scaling.x_mean)
-            else self.model_dtype
-        )
+        """Dtype of observations: float64 in front of a scaling, else that of the model.
+
+        Far from zero float32 merges values that are close to each other.
+        """
+        scaled = self.scaling is not None and len(self.scaling.x_mean)
+        return torch.float64 if scaled else self.model_dtype
 
     def in_units_of_the_filter(self, sequences: list[Recording]) -> list[Recording]:
-        """Returns recordings as the memory holds them: scaled, where there is a scaling."""
+        """Return recordings as the memory holds them: scaled, where there is a scaling."""
         return list(sequences) if self.scaling is None else [self.scaling(s) for s in sequences]
 
     def in_units_of_the_data(self, states: Tensor) -> Tensor:
-        """Returns states or estimates in the units of the data."""
+        """Return states or estimates in the units of the data."""
         return states if self.scaling is None else self.scaling.states(states)
 
     def take_ratio_means(self) -> None:
-        """Keep the means alone of encodings that are density ratios, for a net that takes vectors."""
+        """Keep only the means of density-ratio encodings, for a net that requires vectors."""
         assert self.code is not None
         if not self.code.returns_ratio:
             d = len(self.code.z_mean)
@@ -213,7 +218,7 @@ class FittedModel(nn.Module):
 
     @torch.no_grad()
     def taken_in(self, sequences: list[Recording]) -> list[Recording]:
-        """Returns recordings as the filter takes them: scaled, and images encoded."""
+        """Return recordings as the filter takes them: scaled, and images encoded."""
         scaled, code = self.in_units_of_the_filter(sequences), self.code
         if code is not None:
             images = [s.obs.flatten(0, s.states.ndim - 2) for s in scaled]
@@ -226,7 +231,7 @@ class FittedModel(nn.Module):
         return scaled if images_stay else cast_all(scaled, self.model_dtype)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the operators of the filter over all the recordings to the parameters."""
+        """Add the operators of the filter over all recordings to the parameters."""
         if self.operators is None:
             training = self.training
             self.operators = operators_of(self.net, self.ready[0] if self.ready else self.filter())
@@ -252,34 +257,39 @@ class FittedModel(nn.Module):
 
 
 def build_encoding(encoders: list[nn.Module], d: int, components: int = 0) -> Encoding:
-    """A code of encoders, each of which must say how many features it has; arguments as of `Encoding`.
+    """Return an encoding by encoders with an attribute ``features``; arguments as of `Encoding`.
 
     Raises:
         ValueError: an encoder without ``features``.
     """
-    for encoder in encoders:
-        if not hasattr(encoder, "features"):
-            raise ValueError(
-                f"the encoder {type(encoder).__name__} needs an attribute 'features', the width of its output"
-            )
+    if without := [each for each in encoders if not hasattr(each, "features")]:
+        raise ValueError(
+            f"the encoder {type(without[0]).__name__} needs an attribute 'features', the width "
+            "of its output"
+        )
     return Encoding(encoders, d, components)
 
 
 def inner_filter(filter: Filter[Any]) -> Filter[Any]:
-    """What is behind units and encoders, if there are any."""
+    """Return the filter behind scaling and encoders, if there are any."""
     while isinstance(filter, FilterWrapper):
         filter = filter.inner
     return filter
 
 
 def operators_of(net: nn.Module, filter: Filter[Any]) -> dict[str, Tensor]:
-    """The tensors of the filter behind units and encoders; none of a net that is its own filter."""
+    """Return the tensors of the filter behind scaling and encoders.
+
+    Empty for a net that is its own filter.
+    """
     inner = inner_filter(filter)
     return dict(inner.state_dict()) if isinstance(inner, nn.Module) and inner is not net else {}
 
 
 def build_scaling(data: dict[str, Any], sequences: list[Recording] | None) -> Scaling | None:
-    """The units of ``data.normalise``: those of the training part, or empty where a checkpoint brings them; None for none.
+    """Return the scaling of ``data.normalise``; None for none.
+
+    It is that of the training part, or empty where a checkpoint contains it.
 
     Raises:
         ValueError: neither standard nor none.
@@ -291,19 +301,15 @@ def build_scaling(data: dict[str, Any], sequences: list[Recording] | None) -> Sc
         return None
     if not sequences:
         return Scaling()
-    column_schema = (
-        None if data.get("column_schema") is None else ColumnSchema.from_dict(data["column_schema"])
-    )
-    free = (
-        [None, None]
-        if column_schema is None
-        else [column_schema.scalable("states"), column_schema.scalable("observations") or None]
-    )
-    return Scaling().prepare(sequences, *free)
+    if data.get("column_schema") is None:
+        return Scaling().prepare(sequences)
+    columns = ColumnSchema.from_dict(data["column_schema"])
+    observations = columns.scalable("observations") or None
+    return Scaling().prepare(sequences, columns.scalable("states"), observations)
 
 
 def cast_all(sequences: list[Recording], dtype: torch.dtype) -> list[Recording]:
-    """The same recordings in another dtype."""
+    """Return the recordings in another dtype."""
     return [
         s._replace(
             states=s.states.to(dtype),
@@ -315,12 +321,10 @@ def cast_all(sequences: list[Recording], dtype: torch.dtype) -> list[Recording]:
 
 
 def take_shapes(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Give buffers and parameters the shape that they have in ``state``, where it differs: it may depend on the data."""
+    """Resize buffers and parameters to their shapes in ``state``, which may depend on the data."""
+    modules = dict(module.named_modules())
     for name, value in state.items():
-        owner_name, _, leaf = name.rpartition(".")
-        owner = (
-            module.get_submodule(owner_name) if owner_name in dict(module.named_modules()) else None
-        )
-        held = None if owner is None else getattr(owner, leaf, None)
+        owner, _, leaf = name.rpartition(".")
+        held = getattr(modules.get(owner), leaf, None)
         if isinstance(held, Tensor) and held.shape != value.shape:
             held.data = torch.empty(value.shape, dtype=held.dtype, device=held.device)

@@ -1,8 +1,8 @@
-"""Calibration and monitor of a filter, learned from held-out parts of the training data. Test data are not used.
+"""Calibration and monitor of a filter, learned from held-out parts of the training data.
 
-The recordings are cut into contiguous folds. The filter over the other folds runs through each fold
-from its initial state, as it later runs through new data. A validation part of the data replaces the
-folds.
+Test data are not used. The recordings are cut into contiguous folds. The filter over the other
+folds runs through each fold from its initial state, as it later runs through new data. A validation
+part of the data replaces the folds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ Held = Iterable[tuple[Filter[Any], list[Recording]]]
 
 
 class InnovationScore(NamedTuple):
-    """`kbf.evaluation.alarms.innovation_score` of a step, ``b``; NaN without an observation or without a kernel."""
+    """The `kbf.evaluation.alarms.innovation_score` of a step, ``b``.
+
+    NaN without an observation, and for filters without a kernel.
+    """
 
     score: Tensor
 
@@ -79,7 +82,7 @@ class Run(NamedTuple):
 def held_out(
     net: FilterModel, memory: list[Recording], count: int = FOLDS, most: int = MOST_STEPS
 ) -> Held:
-    """For each of ``count`` folds: the filter over the others, fitted on demand, and the fold.
+    """Yield for each of ``count`` folds the filter over the others, fitted on demand, and the fold.
 
     A model that has cross-validated its candidates (`kbf.filters.selection.auto.ModelSelection`)
     provides these filters itself.
@@ -99,7 +102,10 @@ def held_out(
 
 
 def never_learned_from(module: FittedModel) -> Held:
-    """`held_out`; for a network without a memory, which no fold can be removed from, the steps that training held out."""
+    """Return `held_out`; for a network without a memory, the steps that training held out.
+
+    No fold can be removed from a network that is the filter itself.
+    """
     memory, how = module.memory.sequences(), module.how
     if how is not None and how.validation > 0 and keeps_no_memory(module):
         return [(module.net.eval(), hold_out(memory, how.validation)[1])]
@@ -107,12 +113,12 @@ def never_learned_from(module: FittedModel) -> Held:
 
 
 def keeps_no_memory(module: FittedModel) -> bool:
-    """Whether the network is the filter itself, so that no fold can be removed from it."""
+    """Return whether the network is the filter itself, so that no fold can be removed from it."""
     return module.net.fit(module.memory.sequences()) is module.net
 
 
 def learned_from_all(module: FittedModel) -> bool:
-    """Whether training held out nothing, and no fold can be removed from the network."""
+    """Return whether training held out nothing, and no fold can be removed from the network."""
     return module.how is not None and module.how.validation == 0 and keeps_no_memory(module)
 
 
@@ -132,7 +138,7 @@ def run_through(
 
 
 def collected(scores: Iterable[tuple[list[Recording], Score]]) -> Run:
-    """The results of several filters as one `Run`."""
+    """Return the results of several filters as one `Run`."""
     states, means, covariances, innovations, filters = [], [], [], [], []
     for k, (recordings, found) in enumerate(scores):
         states += [s.states.double().cpu() for s in recordings]
@@ -152,7 +158,7 @@ def watch_innovation(
     last: InnovationScore | None = None,
     mask: Tensor | None = None,
 ) -> InnovationScore:
-    """A `kbf.evaluation.score.Watch` that collects innovation scores."""
+    """Return innovation scores; a `kbf.evaluation.score.Watch`."""
     inner, x = innermost(filter, obs)
     unknown = torch.full((len(obs),), torch.nan, device=obs.device)
     if not isinstance(inner, KernelBayesFilter):
@@ -162,7 +168,7 @@ def watch_innovation(
 
 
 def learn_calibration(run: Run) -> Calibration | None:
-    """The calibration of the covariances of a run; None for filters without covariances."""
+    """Return the calibration of the covariances of a run; None for filters without covariances."""
     if run.covariances is None:
         return None
     return calibrate_by(run.states, run.estimates, run.covariances, run.filters)
@@ -174,11 +180,13 @@ def calibrate_by(
     covariances: Float[Tensor, "m d d"],
     filters: Int[Tensor, " m"],
 ) -> Calibration:
-    """The calibration by steps of several filters; of at least `FOLDS` filters the worst and the best are excluded.
+    """Return the calibration by steps of several filters.
+
+    Of at least `FOLDS` filters the worst and the best are excluded.
 
     Where one fold contains all recorded steps of a part of the state space, the filter over the
     other folds has no data there, but the filter over all recordings has. With the scores of all
-    folds its regions would be far too wide.
+    folds its credible regions would be far too wide.
     """
     kept, count = torch.ones(len(states), dtype=torch.bool), 1 + int(filters.max())
     if count >= FOLDS:
@@ -197,7 +205,7 @@ def learn_monitor(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
 ) -> Monitor | None:
-    """A monitor from a run through held-out recordings, and from the training recordings.
+    """Return a monitor, learned from a run through held-out recordings and the training recordings.
 
     The distances of training observations are measured to those of the other folds, since adjacent
     steps are nearer to each other than any new observation is to a recorded one.
@@ -209,8 +217,8 @@ def learn_monitor(
         dtype: of the filters. device: where they are.
 
     Returns:
-        None where fewer than `MIN_WHOLE_OBSERVATIONS` observations have all sensors, since distances
-        are not defined then.
+        The monitor; None where fewer than `MIN_WHOLE_OBSERVATIONS` observations have all sensors,
+        since distances are not defined then.
 
     Raises:
         ValueError: a rate that is not between 0 and 1, or fewer than ten steps.
@@ -244,7 +252,7 @@ def learn_monitor(
 def learn(
     trained: Trained, validation: Sequence[Recording] = (), *, rate: float = 1e-3, seed: int = 0
 ) -> Trained:
-    """The trained model with a calibration and a monitor.
+    """Return the trained model with a calibration and a monitor.
 
     Args:
         trained: model and filter.
@@ -264,8 +272,8 @@ def learn(
     if calibration is not None and not validation and learned_from_all(module):
         warnings.warn(
             "covariances are not recalibrated: the network was fitted to all recordings, on which "
-            "its errors are too small (model.training.validation=0.15 or data.validation holds some "
-            "out)",
+            "its errors are too small (model.training.validation=0.15 or data.validation holds "
+            "some out)",
             stacklevel=2,
         )
         calibration = None
@@ -276,7 +284,7 @@ def learn(
 
 
 def learn_smoothed(trained: Trained, *, lag: int | None = None, seed: int = 0) -> Calibration:
-    """The calibration of smoothed covariances, from the smoothers of the filters over the other folds.
+    """Return the calibration of smoothed covariances, by smoothers over the other folds.
 
     Args:
         trained: a model whose filter has covariances and a smoother.
@@ -296,7 +304,7 @@ def learn_smoothed(trained: Trained, *, lag: int | None = None, seed: int = 0) -
 
 
 def in_units_of_the_data(calibration: Calibration, trained: Trained) -> Calibration:
-    """A calibration that was learned in scaled units, in the units of the data."""
+    """Return a calibration that was learned in scaled units in the units of the data."""
     scaling = trained.module.scaling
     if scaling is None:
         return calibration
@@ -306,7 +314,7 @@ def in_units_of_the_data(calibration: Calibration, trained: Trained) -> Calibrat
 def learn_and_keep(
     trained: Trained, directory: Path, validation: Sequence[Recording] = (), *, seed: int = 0
 ) -> Trained:
-    """`learn`, and write the result into the ``best.ckpt`` and ``last.ckpt`` of a run.
+    """Call `learn` and write the result to the ``best.ckpt`` and ``last.ckpt`` of a run.
 
     The last checkpoint of a model that is trained by gradients gets a calibration of its own.
     """

@@ -1,4 +1,4 @@
-"""How models learn, as read from a configuration: `EncodingSettings` of encoders, `Training` of filters."""
+"""Training settings, read from a configuration: `EncodingSettings` and `Training` of filters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Training(NamedTuple):
-    """How a model learns: the ``training`` part of its configuration.
+    """Settings of training by gradient: the ``training`` part of a model's configuration.
 
     Attributes:
         epochs: at most. lr: learning rate. weight_decay: of the optimiser. clip: largest norm of a
@@ -31,8 +31,8 @@ class Training(NamedTuple):
         batch_size: windows in a batch, None for all of a fold. An epoch is one pass over all
             windows.
         window: steps in a window. stride: steps between the starts of two windows.
-        burn_in: first steps of a window that do not count: the filter does not know yet where it
-            is.
+        burn_in: first steps of a window that are left out of the loss: the estimates are still
+            those of the prior.
         folds: contiguous chunks of the part to fit; a window is filtered by the memory without its
             chunk. With 1 there is no memory left, for models that use none.
         validation: share of the training part, its last steps or recordings, that is held out.
@@ -60,43 +60,44 @@ class Training(NamedTuple):
 
 
 def read_training(config: dict[str, Any] | None) -> Training | None:
-    """The ``training`` part of a model's configuration; None for a model that does not learn by gradient."""
+    """Check the ``training`` part of a model's configuration; None without training by gradient.
+
+    Raises:
+        ValueError: unknown, missing or impossible settings.
+    """
     if config is None:
         return None
-    options = {
-        "optimiser": tuple(OPTIMISERS),
-        "schedule": ("constant", "cosine"),
-        "monitor": ("mse", "loss"),
-    }
-    training = read_settings(Training, config, "model.training", options)
-    whole = {
-        "epochs": 1,
-        "batch_size": 1,
-        "window": 1,
-        "stride": 1,
-        "burn_in": 0,
-        "folds": 1,
-        "patience": 1,
-    }
-    numbers = {
-        "lr": "> 0",
-        "weight_decay": ">= 0",
-        "clip": "> 0",
-        "validation": ">= 0",
-        "lr_encoder": "> 0",
-    }
-    check_numbers(
-        training,
+    return read_settings(
+        Training,
+        config,
         "model.training",
-        whole,
-        numbers,
+        options={
+            "optimiser": tuple(OPTIMISERS),
+            "schedule": ("constant", "cosine"),
+            "monitor": ("mse", "loss"),
+        },
+        whole={
+            "epochs": 1,
+            "batch_size": 1,
+            "window": 1,
+            "stride": 1,
+            "burn_in": 0,
+            "folds": 1,
+            "patience": 1,
+        },
+        numbers={
+            "lr": "> 0",
+            "weight_decay": ">= 0",
+            "clip": "> 0",
+            "validation": ">= 0",
+            "lr_encoder": "> 0",
+        },
         nullable=("batch_size", "patience", "clip", "lr_encoder"),
     )
-    return training
 
 
 class EncodingSettings(NamedTuple):
-    """How encoders learn: the ``encoding`` part of a model's configuration, without the encoder itself.
+    """Settings of the encoder stage: ``model.encoding`` of a configuration, without the encoder.
 
     Attributes:
         epochs: passes over the images. lr: learning rate, its peak with schedule onecycle.
@@ -105,8 +106,8 @@ class EncodingSettings(NamedTuple):
             gradient, None for any.
         batch_size: images in a batch (up to rounding: batches are of equal size), None for all of
             them.
-        members: encoders; with 1 there is no held-out chunk, and codes of the recordings look
-            better than those of new images.
+        members: encoders; with 1 there is no held-out chunk, and encodings of the recordings are
+            more accurate than those of new images.
         loss: linear (a linear head learns along), ridge (`kbf.images.losses.ridge_loss`, the
             paper's) or split
         (`split_ridge_loss`); or ratio: -log r of a density ratio and the error of its mean
@@ -137,11 +138,11 @@ class EncodingSettings(NamedTuple):
 
     @property
     def gaussians(self) -> int:
-        """`components` of members that tell a ratio, 0 of others."""
+        """Return `components` where the encoding is a density ratio, else 0."""
         return self.components if self.loss == "ratio" else 0
 
     def visible_part(self, states: Tensor) -> Tensor:
-        """The components ``n k`` of states ``n d`` that an image shows.
+        """Return the components ``n k`` of states ``n d`` that an image shows.
 
         Raises:
             ValueError: a component that the states do not have.
@@ -150,7 +151,8 @@ class EncodingSettings(NamedTuple):
             return states
         if max(self.visible) >= states.shape[1]:
             raise ValueError(
-                f"data.encoding.visible names component {max(self.visible)}, the states have 0 to {states.shape[1] - 1}"
+                f"data.encoding.visible names component {max(self.visible)}, the states have 0 to "
+                f"{states.shape[1] - 1}"
             )
         return states[:, list(self.visible)]
 
@@ -159,17 +161,28 @@ def read_settings(
     kind: type[Settings],
     config: dict[str, Any],
     name: str,
+    *,
     options: Mapping[str, Sequence[str]],
+    whole: Mapping[str, int],
+    numbers: Mapping[str, str],
+    nullable: Sequence[str],
     others: Sequence[str] = (),
 ) -> Settings:
-    """A part of a configuration as a tuple of settings of this ``kind``, with ``epochs`` and ``lr`` among them.
+    """Return a part of a configuration as a tuple of settings; ``epochs`` and ``lr`` are required.
 
     Args:
-        kind: a NamedTuple. config: its fields. name: what the part is called.
-        options: the words that a field may be. others: settings next to these.
+        kind: a NamedTuple.
+        config: its fields.
+        name: of the part, on the command line.
+        options: the words that a field may be.
+        whole: settings that are whole numbers, with their lower bounds.
+        numbers: other numbers, each with "> 0" or ">= 0".
+        nullable: the numbers that may be None.
+        others: settings next to these.
 
     Raises:
-        ValueError: unknown or missing settings, or a word that is no option.
+        ValueError: unknown or missing settings, a word that is no option, or a setting that is no
+            number or too small.
     """
     known: tuple[str, ...] = kind._fields  # pyright: ignore[reportAttributeAccessIssue]
     if wrong := [key for key in config if key not in known]:
@@ -180,38 +193,20 @@ def read_settings(
     for key, allowed in options.items():
         if (chosen := getattr(settings, key)) not in allowed:
             raise ValueError(f"{name}.{key} must be one of {', '.join(allowed)}; got {chosen!r}")
-    return settings
-
-
-def check_numbers(
-    settings: Any,
-    name: str,
-    whole: Mapping[str, int],
-    numbers: Mapping[str, str],
-    *,
-    nullable: Sequence[str],
-) -> None:
-    """Raise a ValueError for a setting that is no number, or too small.
-
-    Args:
-        settings: a NamedTuple. name: what it is called on the command line.
-        whole: settings that are whole numbers, with the least that each may be. numbers: others,
-            each with "> 0" or ">= 0".
-        nullable: those that may be None.
-    """
-    for key, least in whole.items():
+    for key in (*whole, *numbers):
         value = getattr(settings, key)
-        if (type(value) is not int or value < least) and not (value is None and key in nullable):
-            raise ValueError(
-                f"{name}.{key} must be a whole number, at least {least}; got {value!r}"
+        if key in whole:
+            good = type(value) is int and value >= whole[key]
+            wanted = f"a whole number, at least {whole[key]}"
+        else:
+            positive = numbers[key] == "> 0"
+            good = type(value) in (int, float) and (
+                0 < value < math.inf or (value == 0 and not positive)
             )
-    for key, least in numbers.items():
-        value = getattr(settings, key)
-        good = type(value) in (int, float) and (
-            0 < value < math.inf or (value == 0 and least == ">= 0")
-        )
+            wanted = f"a number {numbers[key]}"
         if not good and not (value is None and key in nullable):
-            raise ValueError(f"{name}.{key} must be a number {least}; got {value!r}")
+            raise ValueError(f"{name}.{key} must be {wanted}; got {value!r}")
+    return settings
 
 
 def read_encoding_settings(config: dict[str, Any]) -> EncodingSettings:
@@ -220,21 +215,22 @@ def read_encoding_settings(config: dict[str, Any]) -> EncodingSettings:
     Raises:
         ValueError: unknown, missing or impossible settings.
     """
-    options = {
-        "loss": LOSSES,
-        "targets": ("states", "fourier"),
-        "optimiser": tuple(OPTIMISERS),
-        "schedule": ("constant", "onecycle"),
-    }
     encoding = read_settings(
-        EncodingSettings, config, "data.encoding", options, others=("encoder",)
+        EncodingSettings,
+        config,
+        "data.encoding",
+        options={
+            "loss": LOSSES,
+            "targets": ("states", "fourier"),
+            "optimiser": tuple(OPTIMISERS),
+            "schedule": ("constant", "onecycle"),
+        },
+        whole=dict.fromkeys(("epochs", "members", "fourier", "batch_size", "components"), 1),
+        numbers={"lr": "> 0", "reg": "> 0", "clip": "> 0", "weight_decay": ">= 0"},
+        nullable=("batch_size", "clip"),
+        others=("encoder",),
     )
     encoding = encoding._replace(augment=tuple(encoding.augment or ()))
-    whole: dict[str, int] = dict.fromkeys(
-        ("epochs", "members", "fourier", "batch_size", "components"), 1
-    )
-    numbers = {"lr": "> 0", "reg": "> 0", "clip": "> 0", "weight_decay": ">= 0"}
-    check_numbers(encoding, "data.encoding", whole, numbers, nullable=("batch_size", "clip"))
     shown = encoding.visible
     if shown is not None and (
         not isinstance(shown, tuple)
@@ -243,14 +239,17 @@ def read_encoding_settings(config: dict[str, Any]) -> EncodingSettings:
         or len({*shown}) < len(shown)
     ):
         raise ValueError(
-            f"data.encoding.visible must be null or different numbers of components, as [0, 1]; got {shown!r}"
+            "data.encoding.visible must be null or different numbers of components, as [0, 1]; "
+            f"got {shown!r}"
         )
     if encoding.targets == "fourier" and encoding.loss in ("linear", "ratio"):
         raise ValueError(
-            f"data.encoding.loss={encoding.loss} learns states: use ridge or split with targets=fourier"
+            f"data.encoding.loss={encoding.loss} learns states: use ridge or split with "
+            "targets=fourier"
         )
     if encoding.targets == "fourier" and encoding.fourier % 2:
         raise ValueError(
-            f"data.encoding.fourier must be even (a cosine and a sine of each frequency); got {encoding.fourier}"
+            "data.encoding.fourier must be even (a cosine and a sine of each frequency); got "
+            f"{encoding.fourier}"
         )
     return encoding
