@@ -94,8 +94,9 @@ class FittedModel(nn.Module):
                 self.net, name=model["name"], seed=config["seed"], budget=model.get("budget")
             )
         data = config.get("data") or {}
-        if data.get("allow_missing_sensors") and hasattr(self.net, "allow_missing_sensors"):
-            self.net.allow_missing_sensors = True
+        net: Any = self.net
+        if data.get("allow_missing_sensors") and hasattr(net, "allow_missing_sensors"):
+            net.allow_missing_sensors = True
         self.net.to(self.model_dtype)
         d = sequences[0].states.shape[1] if sequences else 1  # a checkpoint brings its own
         self.encoding, self.code = self.build_encoding_settings(model.get("encoding"), d, trust)
