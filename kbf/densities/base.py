@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -14,6 +15,10 @@ from kbf.rkhs.features import nystrom_whitening, pivots
 from kbf.rkhs.kernels import Kernel
 
 LOG_2PI = math.log(2 * math.pi)
+# Numbers in one block of a table of log densities: the memory that it takes at a time.
+MAX_NUMBERS_IN_BLOCK = 2**20
+# y ``n q`` -> log p(y | u_i) ``n m`` at fixed inputs u_i, whose parameters are computed once.
+Likelihood = Callable[[Tensor], Tensor]
 
 
 @runtime_checkable
@@ -32,8 +37,8 @@ class ConditionalDensity(Protocol):
         """log p(y | u), or the log probability of whole numbers; y and u broadcast."""
         ...
 
-    def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
-        """`log_density` of every y given every u."""
+    def at(self, u: Float[Tensor, "m d"]) -> Likelihood:
+        """Return y ``n q`` -> `log_density` ``n m`` of every y given every u, for fixed u."""
         ...
 
     def mean(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q"]:
@@ -43,6 +48,16 @@ class ConditionalDensity(Protocol):
     def covariance(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q q"]:
         """Cov[y | u]; infinite where it does not exist."""
         ...
+
+
+class Candidate(NamedTuple):
+    """A density fitted to all points, and the held-out log score ``n`` of each point.
+
+    The held-out score is that of a fit without the block of the point.
+    """
+
+    density: ConditionalDensity
+    held_out: Tensor
 
 
 class Features(NamedTuple):
@@ -90,6 +105,12 @@ def blocks(n: int, count: int) -> list[Bool[Tensor, " n"]]:
     """
     at, bounds = torch.arange(n), [round(k * n / count) for k in range(count + 1)]
     return [(at >= a) & (at < b) for a, b in pairwise(bounds)]
+
+
+def in_blocks(log_density: Callable[[Tensor], Tensor], numbers: int) -> Likelihood:
+    """Evaluate ``log_density`` on blocks of rows; ``numbers``: how many one row takes."""
+    rows = max(1, MAX_NUMBERS_IN_BLOCK // numbers)
+    return lambda y: torch.cat([log_density(part[:, None]) for part in y.split(rows)])
 
 
 def whitened(rows: Float[Tensor, "*b q"], factor: Float[Tensor, "q q"]) -> Float[Tensor, "*b q"]:

@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.densities.base import Features, blocks, features_of, pick
-from kbf.densities.glm import FOLDS, NUMBERS_IN_BLOCK
+from kbf.densities.base import Candidate, Features, Likelihood, blocks, features_of, in_blocks, pick
+from kbf.densities.glm import FOLDS
 from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.runtime.errors import FitError, fit_errors
 
@@ -72,11 +72,10 @@ class CategoricalDensity(NamedTuple):
         ]
         return torch.stack(torch.broadcast_tensors(*found)).sum(0)
 
-    def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
-        """`log_density` of every y given every u."""
+    def at(self, u: Float[Tensor, "m d"]) -> Likelihood:
+        """Return y -> `log_density` of every y given every u; parameters are computed once."""
         shares = self.log_shares(u)
-        rows = max(1, NUMBERS_IN_BLOCK // (len(u) * max(self.sizes)))
-        return torch.cat([self.given(part[:, None], shares) for part in y.split(rows)])
+        return in_blocks(lambda y: self.given(y, shares), len(u) * max(self.sizes))
 
     def sample(
         self, u: Float[Tensor, "*b d"], generator: Generator | None = None
@@ -137,7 +136,7 @@ def ascend(
 @fit_errors()
 def fit_categories(
     u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, rank: int = 48
-) -> tuple[CategoricalDensity, Float[Tensor, " n"]]:
+) -> Candidate:
     """Fit the density; also returns the held-out log score of each point by a fit without its block.
 
     Raises:
@@ -165,6 +164,5 @@ def fit_categories(
     assert best is not None
     _, held_out, features, reg = best
     levels = torch.cat([levels for levels, _ in columns])
-    return CategoricalDensity(
-        features, ascend(features(u), seen, sizes, reg)[0], levels, sizes
-    ), held_out
+    coefficients = ascend(features(u), seen, sizes, reg)[0]
+    return Candidate(CategoricalDensity(features, coefficients, levels, sizes), held_out)

@@ -24,7 +24,17 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.densities.base import LOG_2PI, Features, blocks, features_of, gamma, whitened
+from kbf.densities.base import (
+    LOG_2PI,
+    Candidate,
+    Features,
+    Likelihood,
+    blocks,
+    features_of,
+    gamma,
+    in_blocks,
+    whitened,
+)
 from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.rkhs.linalg import cholesky
 from kbf.runtime.errors import fit_errors
@@ -34,8 +44,6 @@ FAMILIES = ("spread", "poisson", "negbin", "bernoulli")
 FOLDS = 5
 # Bandwidths over the median distance of the inputs, ridges and dispersions to choose from.
 FACTORS, RIDGES, DISPERSIONS = (0.5, 1.0, 2.0), (0.03, 0.3, 3.0, 30.0), (0.1, 0.3, 1.0)
-# Of a table of densities, at most.
-NUMBERS_IN_BLOCK = 2**20
 
 
 class GLMDensity(NamedTuple):
@@ -84,15 +92,10 @@ class GLMDensity(NamedTuple):
             -torch.inf,
         )
 
-    def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
-        """`log_density` of every y given every u."""
+    def at(self, u: Float[Tensor, "m d"]) -> Likelihood:
+        """Return y -> `log_density` of every y given every u; parameters are computed once."""
         eta = self.parameters(u)
-        return torch.cat(
-            [
-                self.given(part[:, None], eta)
-                for part in y.split(max(1, NUMBERS_IN_BLOCK // eta[0].numel()))
-            ]
-        )
+        return in_blocks(lambda y: self.given(y, eta), eta[0].numel())
 
     def sample(
         self, u: Float[Tensor, "*b d"], generator: Generator | None = None
@@ -224,13 +227,6 @@ def bounded(phi: Float[Tensor, "n p"], step: Float[Tensor, "g p q"]) -> Float[Te
     return step * (3 / (phi @ step).abs().amax((1, 2), keepdim=True).clamp_min(1e-30)).clamp_max(1)
 
 
-class FittedGLM(NamedTuple):
-    """A density of one family with held-out log scores ``n``, each by a fit without the block of the point."""
-
-    density: GLMDensity
-    held_out: Tensor
-
-
 @fit_errors()
 def fit_parameters(
     family: str,
@@ -241,7 +237,7 @@ def fit_parameters(
     factors: tuple[float, ...] = FACTORS,
     ridges: tuple[float, ...] = RIDGES,
     rank: int = 48,
-) -> FittedGLM:
+) -> Candidate:
     """Fit a density; bandwidth, ridge and dispersion have the best log score in blocked cross-validation.
 
     Args:
@@ -285,7 +281,7 @@ def fit_parameters(
                 best = float(held[k].mean()), held[k], features, phi, reg[k : k + 1], a
     assert best is not None
     _, held_out, features, phi, reg, a = best
-    return FittedGLM(
+    return Candidate(
         GLMDensity(
             family, features, fisher_scoring(family, phi, white, reg, a)[:, 0], shift, root, a
         ),

@@ -10,13 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from kbf.densities.base import LOG_2PI, blocks, pick
+from kbf.densities.base import LOG_2PI, Candidate, Likelihood, blocks, in_blocks, pick
 from kbf.ssm import normal
 
 # Least logarithm of a component's standard deviation, in units of the outputs' own.
 MIN_LOG_STD = -5.0
-# Numbers in a block of a table of densities.
-BLOCK = 2**20
 # Weights ``nets a b`` and biases ``nets 1 b`` in turn.
 Layers = tuple[Tensor, ...]
 
@@ -69,15 +67,10 @@ class MixtureDensityNetwork(NamedTuple):
         """log p(y | u)."""
         return self.given(y, self.components(u))
 
-    def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
-        """`log_density` of every y given every u."""
+    def at(self, u: Float[Tensor, "m d"]) -> Likelihood:
+        """Return y -> `log_density` of every y given every u; parameters are computed once."""
         parts = self.components(u)
-        return torch.cat(
-            [
-                self.given(rows[:, None], parts)
-                for rows in y.split(max(1, BLOCK // parts[1].numel()))
-            ]
-        )
+        return in_blocks(lambda y: self.given(y, parts), parts[1].numel())
 
     def sample(
         self, u: Float[Tensor, "*b d"], generator: Generator | None = None
@@ -134,13 +127,6 @@ def log_mixture(
     return (log_shares - (0.5 * (white.square() + LOG_2PI) + sizes).sum(-1)).logsumexp(-1)
 
 
-class Trained(NamedTuple):
-    """An ensemble with the held-out log scores ``n`` (each point's by the network that did not learn from it)."""
-
-    density: MixtureDensityNetwork
-    held_out: Tensor
-
-
 def fit_networks(
     u: Float[Tensor, "n d"],
     y: Float[Tensor, "n q"],
@@ -153,7 +139,7 @@ def fit_networks(
     lr: float = 1e-2,
     decay: float = 1e-3,
     seed: int = 0,
-) -> Trained:
+) -> Candidate:
     """Fit by AdamW on all points at once; network k is not fitted to block k, where its best epoch is chosen.
 
     Args:
@@ -214,4 +200,4 @@ def fit_networks(
     density = MixtureDensityNetwork(
         tuple(layer.to(u) for layer in best_layers), u.mean(0), scale_u, y.mean(0), scale_y
     )
-    return Trained(density, held_out.to(y) - scale_y.log().sum())
+    return Candidate(density, held_out.to(y) - scale_y.log().sum())

@@ -15,7 +15,16 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.densities.base import LOG_2PI, Features, gamma, pick, uniform, whitened
+from kbf.densities.base import (
+    LOG_2PI,
+    Features,
+    Likelihood,
+    gamma,
+    in_blocks,
+    pick,
+    uniform,
+    whitened,
+)
 from kbf.rkhs.linalg import cholesky
 from kbf.runtime.errors import fit_errors
 from kbf.ssm import normal
@@ -24,8 +33,6 @@ from kbf.ssm import normal
 DEGREES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0)
 # Share of a background that is a wide Gaussian: nothing is impossible outside of its box.
 WIDE = 0.05
-# Numbers in a block of a table of densities.
-BLOCK = 2**20
 
 
 class Background(NamedTuple):
@@ -122,13 +129,10 @@ class MapMixture(NamedTuple):
         """log p(y | u)."""
         return self.parts(y, *self.predict(u)).logsumexp(-1)
 
-    def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
-        """`log_density` of every y given every u."""
+    def at(self, u: Float[Tensor, "m d"]) -> Likelihood:
+        """Return y -> `log_density` of every y given every u; parameters are computed once."""
         means, scales = self.predict(u)
-        rows = max(1, BLOCK // means.numel())
-        return torch.cat(
-            [self.parts(part[:, None], means, scales).logsumexp(-1) for part in y.split(rows)]
-        )
+        return in_blocks(lambda y: self.parts(y, means, scales).logsumexp(-1), means.numel())
 
     def sample(
         self, u: Float[Tensor, "*b d"], generator: Generator | None = None

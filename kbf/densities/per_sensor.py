@@ -13,19 +13,14 @@ often than the rows come is silent between its readings.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
-from kbf.densities.base import ConditionalDensity
-from kbf.densities.categorical import CategoricalDensity
-from kbf.densities.glm import GLMDensity
-from kbf.densities.mdn import MixtureDensityNetwork
-from kbf.densities.mixtures import MapMixture
-from kbf.densities.ridge import RidgeMap
+from kbf.densities.base import ConditionalDensity, Likelihood
 from kbf.densities.selection import DENSITIES, fit_density, select_density
 from kbf.manifolds import manifold_of
 from kbf.runtime.errors import FitError
@@ -33,9 +28,6 @@ from kbf.runtime.errors import FitError
 log: logging.Logger = logging.getLogger(__name__)
 # Readings from which a sensor has a law; with fewer it is not used.
 MIN_READINGS = 10
-
-# x ``b q`` -> log p(x | z_i) ``b n`` of points z_i that do not change.
-Likelihood = Callable[[Tensor], Tensor]
 
 
 class PerSensorDensity(NamedTuple):
@@ -69,13 +61,9 @@ class PerSensorDensity(NamedTuple):
             total = total + torch.where(spoke, density.log_density(reading, u), 0)
         return total
 
-    def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
-        """`log_density` of every y given every u."""
-        return self.at(u)(y)
-
     def at(self, u: Float[Tensor, "m d"]) -> Likelihood:
-        """`table` of points that do not change, whose parameters are computed once."""
-        each = [likelihood_at(density, u) for density in self.densities]
+        """Return y -> `log_density` of every y given every u; parameters are computed once."""
+        each = [density.at(u) for density in self.densities]
 
         def log_densities(y: Tensor) -> Tensor:
             total = y.new_zeros(())
@@ -109,25 +97,6 @@ class PerSensorDensity(NamedTuple):
         for part, columns in zip(parts, self.columns, strict=True):
             found[..., list(columns)] = part
         return found
-
-
-def likelihood_at(density: ConditionalDensity, u: Float[Tensor, "m d"]) -> Likelihood:
-    """y ``b q`` -> log p(y | u_i) ``b m``; the parameters at u are computed once."""
-    if isinstance(density, RidgeMap):
-        return density.at(u)
-    if isinstance(density, MapMixture):
-        means, scales = density.predict(u)
-        return lambda y: density.parts(y[:, None], means, scales).logsumexp(-1)
-    parameters: dict[type, str] = {
-        GLMDensity: "parameters",
-        MixtureDensityNetwork: "components",
-        CategoricalDensity: "log_shares",
-    }
-    if type(density) in parameters:
-        whole: Any = density
-        found = getattr(whole, parameters[type(density)])(u)
-        return lambda y: whole.given(y[:, None], found)
-    return lambda y: density.table(y, u)
 
 
 def find_sensors(obs: Float[Tensor, "n q"]) -> Int[Tensor, " q"]:

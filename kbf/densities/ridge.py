@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.densities.base import LOG_2PI
+from kbf.densities.base import LOG_2PI, Likelihood
 from kbf.manifolds import FLAT, Manifold, manifold_of
 from kbf.rkhs.features import nystrom_whitening, pivots
 from kbf.rkhs.kernels import KERNELS, NETWORK_KERNELS, Kernel, median_distance, own_value
@@ -114,12 +113,8 @@ class RidgeMap(NamedTuple):
         """log N(y; m(u), scale(u) S); y and u broadcast."""
         return self.log_density_given(y, *self.predict(u)) + self.constant.to(u)
 
-    def table(self, y: Float[Tensor, "n q"], u: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
-        """`log_density` of every y given every u."""
-        return self.at(u)(y)
-
-    def at(self, u: Float[Tensor, "m d"]) -> Callable[[Tensor], Tensor]:
-        """The function `table` of y for given points u, whose predictions are computed once."""
+    def at(self, u: Float[Tensor, "m d"]) -> Likelihood:
+        """Return y -> `log_density` of every y given every u; predictions are computed once."""
         mean, scale = self.predict(u)
         constant = self.constant.to(u)
         return lambda y: self.log_density_table(y, mean, scale) + constant

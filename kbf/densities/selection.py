@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kbf.densities.base import ConditionalDensity, Features, blocks, features_of
+from kbf.densities.base import Candidate, ConditionalDensity, Features, blocks, features_of
 from kbf.densities.categorical import FEWEST_LEVELS, MOST_LEVELS, fit_categories
 from kbf.densities.glm import fit_parameters
 from kbf.densities.mdn import fit_networks
@@ -69,13 +69,6 @@ MAPS: dict[str, dict[str, Any]] = {
 COUNTS = ("poisson", "negbin", "bernoulli", "categories")
 # Names of all laws; a checkpoint keeps a position in this tuple.
 DENSITIES = ("gaussian", "student", "clutter", "spread", "branches", "networks", *COUNTS)
-
-
-class Candidate(NamedTuple):
-    """A law and its held-out log scores ``n``."""
-
-    density: ConditionalDensity
-    held_out: Tensor
 
 
 class Choice(NamedTuple):
@@ -243,10 +236,10 @@ def candidate(
             fitted.density, crosswise(len(y), lambda kept: again(fitted, u, y, kept), u, y)
         )
     if name == "networks":
-        return Candidate(*fit_networks(u, y))
+        return fit_networks(u, y)
     if name == "categories":
-        return Candidate(*fit_categories(u, y))
-    return Candidate(*fit_parameters(name, u, y, step=step))
+        return fit_categories(u, y)
+    return fit_parameters(name, u, y, step=step)
 
 
 def crosswise(
@@ -347,7 +340,7 @@ def fit_density(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> 
     if name == "networks":
         return fit_networks(u, with_noise_where_constant(y)).density
     if name == "categories":
-        return fit_categories(u, y)[0]
+        return fit_categories(u, y).density
     if name in COUNTS or name == "spread":
         step = (
             lattice(y, rows=0.0) if name in COUNTS else None

@@ -15,16 +15,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kbf.filters.kernel.filter import KernelBayesFilter, KernelState
-from kbf.rkhs.embeddings import Embedding
-from kbf.rkhs.kernels import Kernel
 from kbf.rkhs.linalg import cholesky, evenly
 
 # Candidate floors, as shares of the mean variance of the estimates; a weighted sample on a single
 # point has C_t = 0.
 FLOOR_SHARES = (1e-3, 1e-2, 3e-2, 0.1, 0.3)
-# The least bandwidth variance of a density estimate, as a share of the variance of the points.
-LEAST_DENSITY_VARIANCE = 1e-4
 # A calibration keeps at most this many scores.
 MOST_SCORES = 512
 
@@ -173,56 +168,3 @@ def chi_square(level: float, d: int) -> float:
     from scipy.special import gammaincinv
 
     return 2 * float(gammaincinv(d / 2, level))
-
-
-def posterior(filter: KernelBayesFilter, state: KernelState) -> Embedding:
-    """The weighted sample of a kernel filter's state, a batch of embeddings over the memory points."""
-    return Embedding(filter.states, state.weights)
-
-
-def herd(
-    filter: KernelBayesFilter, state: KernelState, m: int, kernel: Kernel
-) -> Float[Tensor, "b m d"]:
-    """``m`` samples of the state by kernel herding (`kbf.rkhs.embeddings.Embedding.herd`), deterministic."""
-    return posterior(filter, state).herd(kernel, m)
-
-
-def log_density(embedding: Embedding, z: Float[Tensor, "*b m d"]) -> Float[Tensor, "*b m"]:
-    """log p(z) by a kernel density estimate over the weighted points: sum_i v_i N(z; z_i, H).
-
-    Negative weights are cut and the rest normalised, v. H = e^(-2/(d+4)) C is Scott's rule, with C
-    the weighted covariance and e the effective sample size, 1 / sum v^2; `LEAST_DENSITY_VARIANCE`
-    of the points' mean variance is added, so that a single point is no spike.
-
-    Raises:
-        ValueError: a batch member without a positive weight.
-
-    References: Scott (1992), equation 6.42.
-    """
-    v = embedding.weights.clamp_min(0)
-    if not (v.sum(-1) > 0).all():
-        raise ValueError("an embedding without positive weights has no density")
-    points, d = embedding.points, embedding.points.shape[-1]
-    cut = Embedding(points, v).normalised()
-    H = cut.ess[..., None, None] ** (-2 / (d + 4)) * cut.cov()
-    factor = cholesky(floored(H, LEAST_DENSITY_VARIANCE * points.var(0).mean().expand(d)))
-    white_z = torch.linalg.solve_triangular(factor, z.mT, upper=False).mT
-    white_points = torch.linalg.solve_triangular(
-        factor, points.mT.expand(*H.shape[:-2], d, -1), upper=False
-    ).mT
-    exponents = (
-        -0.5
-        * torch.cdist(white_z, white_points, compute_mode="donot_use_mm_for_euclid_dist").square()
-    )
-    log_det = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)[..., None]
-    terms = exponents + cut.weights.log()[..., None, :]
-    return terms.logsumexp(-1) - log_det - 0.5 * d * math.log(2 * math.pi)
-
-
-def density_level(
-    embedding: Embedding, kernel: Kernel, level: float, m: int = 200
-) -> Float[Tensor, "*b"]:
-    """The log density c of the highest-density region {z: log p(z) >= c}, which holds ``level`` of ``m`` herded samples."""
-    if not 0 < level < 1:
-        raise ValueError(f"a region's level must be between 0 and 1, got {level}")
-    return log_density(embedding, embedding.herd(kernel, m)).quantile(1 - level, dim=-1)

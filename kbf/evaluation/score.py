@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from kbf.evaluation.metrics import mse
 from kbf.evaluation.scoring_rules import sample_energies
 from kbf.filters.protocols import Filter
-from kbf.filters.rollout import rollout
+from kbf.filters.rollout import batch_inputs, rollout_recordings
 from kbf.filters.smoothing import predict_ahead, smooth
 from kbf.filters.wrapper import FilterWrapper
-from kbf.recording import Recording, as_float, pad
+from kbf.recording import Recording
 from kbf.runtime import html_repr
 
 # (filter, predicted state, x_t, *, last, mask) -> a NamedTuple of tensors ``b ...``: what is said
@@ -63,7 +64,7 @@ class Score(NamedTuple):
 @torch.no_grad()
 def score(
     filter: Filter[Any],
-    sequences: list[Recording],
+    recordings: list[Recording],
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
@@ -77,7 +78,7 @@ def score(
 
     Args:
         filter: any filter.
-        sequences: of any lengths; masked steps count as well: a filter is asked where the state is,
+        recordings: of any lengths; masked steps count as well: a filter is asked where the state is,
             observed or not.
         seed: of the randomness of filters that need any.
         dtype: what the filter takes. The errors are computed in float64.
@@ -100,51 +101,39 @@ def score(
     spreads: list[Tensor] = []
     collected: dict[str, list[Tensor]] = {}
     watched: list[Any] = []
-    scores: list[Tensor] = []
-    for first in range(0, len(sequences), batch_size):
-        group = sequences[first : first + batch_size]
-        batch = pad(group)
-        mask = (
-            None
-            if all(s.mask is None and len(s.states) == batch.states.shape[1] for s in group)
-            else batch.mask
-        )
-        obs = as_float(batch.obs.to(device), dtype)
+    energies: list[Tensor] = []
+    for first in range(0, len(recordings), batch_size):
+        group = recordings[first : first + batch_size]
         notes: list[Any] = []
-        run = rollout(
-            ScoredBelief(filter, batch.states.to(device), seed) if covariances else filter,
-            obs,
-            mask=None if mask is None else mask.to(device),
-            controls=None if batch.controls is None else batch.controls.to(device, dtype),
+        runs = rollout_recordings(
+            ScoredBelief(filter, pad_sequence([s.states for s in group], True).to(device), seed)
+            if covariances
+            else filter,
+            group,
+            dtype=dtype,
+            device=device,
             covariances=covariances,
             generator=generator,
             progress=progress,
             before=None if watch is None else partial(note, notes, watch, filter),
         )
-        whole = (
-            type(notes[0])._make(
-                torch.stack(leaves, 1).cpu() for leaves in zip(*notes, strict=True)
-            )
-            if notes
-            else None
-        )
-        spread = run.covariances
-        energies = run.diagnostics.pop(ScoredBelief.ENERGY, None)
-        for k, sequence in enumerate(group):
-            steps = len(sequence.states)
-            estimates.append(run.estimates[k, :steps].to("cpu", torch.float64))
-            errors.append(error_of(estimates[-1], sequence.states))
-            if whole is not None:
-                watched.append(type(whole)._make(leaf[k, :steps] for leaf in whole))
-            if spread is not None:
-                spreads.append(spread[k, :steps].to("cpu", torch.float64))
-            if energies is not None:
-                scores.append(energies[k, :steps].to("cpu", torch.float64))
+        leaves = [torch.stack(each, 1).cpu() for each in zip(*notes, strict=True)]
+        for k, (recording, run) in enumerate(zip(group, runs, strict=True)):
+            estimates.append(run.estimates.to("cpu", torch.float64))
+            errors.append(error_of(estimates[-1], recording.states))
+            if notes:
+                steps = len(recording.states)
+                watched.append(type(notes[0])._make(leaf[k, :steps] for leaf in leaves))
+            if run.covariances is not None:
+                spreads.append(run.covariances.to("cpu", torch.float64))
+            if ScoredBelief.ENERGY in run.diagnostics:
+                energy = run.diagnostics.pop(ScoredBelief.ENERGY)
+                energies.append(energy.to("cpu", torch.float64))
             for name, values in run.diagnostics.items():
-                collected.setdefault(name, []).append(values[k, :steps].double().mean())
+                collected.setdefault(name, []).append(values.double().mean())
     diagnostics = {name: torch.stack(values).mean().item() for name, values in collected.items()}
     return Score(
-        torch.stack(errors), estimates, diagnostics, spreads or None, scores or None, watched
+        torch.stack(errors), estimates, diagnostics, spreads or None, energies or None, watched
     )
 
 
@@ -201,7 +190,7 @@ def error_of(estimate: Tensor, states: Tensor) -> Tensor:
 @torch.no_grad()
 def score_smoothed(
     filter: Filter[Any],
-    sequences: list[Recording],
+    recordings: list[Recording],
     *,
     lag: int | None = None,
     seed: int = 0,
@@ -213,7 +202,7 @@ def score_smoothed(
 
     Args:
         filter: one with a smoother.
-        sequences: one after the other; padding would be taken for steps at which nothing was
+        recordings: one after the other; padding would be taken for steps at which nothing was
             observed.
         lag: as of `kbf.filters.smoothing.smooth`. The others as for `score`.
 
@@ -224,14 +213,20 @@ def score_smoothed(
         filter.eval()
     generator = torch.Generator(device).manual_seed(seed)
     runs = [
-        smooth(filter, **alone(s, dtype, device), lag=lag, generator=generator, progress=progress)
-        for s in sequences
+        smooth(
+            filter,
+            **batch_inputs([s], dtype=dtype, device=device),
+            lag=lag,
+            generator=generator,
+            progress=progress,
+        )
+        for s in recordings
     ]
     estimates = [run.estimates[0].to("cpu", torch.float64) for run in runs]
     spreads = [
         run.covariances[0].to("cpu", torch.float64) for run in runs if run.covariances is not None
     ]
-    errors = [error_of(found, s.states) for found, s in zip(estimates, sequences, strict=True)]
+    errors = [error_of(found, s.states) for found, s in zip(estimates, recordings, strict=True)]
     return Score(torch.stack(errors), estimates, {}, spreads or None)
 
 
@@ -245,7 +240,7 @@ class Ahead(NamedTuple):
 @torch.no_grad()
 def score_ahead(
     filter: Filter[Any],
-    sequences: list[Recording],
+    recordings: list[Recording],
     horizon: int,
     *,
     seed: int = 0,
@@ -256,7 +251,7 @@ def score_ahead(
 
     Args:
         filter: any.
-        sequences: longer than ``horizon``.
+        recordings: longer than ``horizon``.
         horizon: h. The others as for `score`.
 
     Raises:
@@ -264,12 +259,15 @@ def score_ahead(
     """
     if isinstance(filter, nn.Module):
         filter.eval()
-    check_horizon(sequences, horizon)
+    check_horizon(recordings, horizon)
     generator = torch.Generator(device).manual_seed(seed)
     errors, estimates = [], []
-    for s in sequences:
+    for s in recordings:
         found = predict_ahead(
-            filter, horizon=horizon, **alone(s, dtype, device), generator=generator
+            filter,
+            horizon=horizon,
+            **batch_inputs([s], dtype=dtype, device=device),
+            generator=generator,
         )[0].to("cpu", torch.float64)
         made = [found[k - 1, horizon - k : len(s.states) - k] for k in range(1, horizon + 1)]
         errors.append(torch.stack([error_of(each, s.states[horizon:]) for each in made]))
@@ -277,20 +275,9 @@ def score_ahead(
     return Ahead(torch.stack(errors), estimates)
 
 
-def check_horizon(sequences: list[Recording], horizon: int) -> None:
+def check_horizon(recordings: list[Recording], horizon: int) -> None:
     """Raise a ValueError unless every sequence is longer than the horizon."""
-    if horizon >= (shortest := min(len(s.states) for s in sequences)):
+    if horizon >= (shortest := min(len(s.states) for s in recordings)):
         raise ValueError(
             f"predictions {horizon} steps ahead need test sequences of more steps; the shortest has {shortest}"
         )
-
-
-def alone(sequence: Recording, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
-    """What was observed in one sequence, as a batch of one."""
-    mask = None if sequence.mask is None else sequence.mask[None].to(device)
-    controls = None if sequence.controls is None else sequence.controls[None].to(device, dtype)
-    return {
-        "obs": as_float(sequence.obs[None].to(device), dtype),
-        "mask": mask,
-        "controls": controls,
-    }

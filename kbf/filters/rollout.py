@@ -24,7 +24,7 @@ from kbf.filters.protocols import (
     check_controlled,
     log_likelihood_of,
 )
-from kbf.recording import Array, check_finite, tensor_of
+from kbf.recording import Array, Recording, as_float, check_finite, pad, tensor_of
 from kbf.runtime import html_repr
 
 
@@ -133,6 +133,65 @@ def rollout(
         last.inner,
         found,
     )
+
+
+def rollout_recordings(
+    filter: Filter[Any],
+    recordings: list[Recording],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> list[Rollout]:
+    """Run a filter over recordings of any lengths as one padded batch.
+
+    Args:
+        filter: as in `rollout`.
+        recordings: what is observed, with masks and controls.
+        dtype: type of observations and controls; None leaves them as they are.
+        device: device of the filter; None for that of the recordings.
+        options: further arguments of `rollout`.
+
+    Returns:
+        One `Rollout` per recording, without the dimension of the batch and without the padding:
+        estimates ``T d``. ``state`` is None, since that of a shorter recording is not kept.
+
+    Raises:
+        ValueError: as `rollout`.
+    """
+    inputs = batch_inputs(recordings, dtype=dtype, device=device)
+    run = rollout(filter, **inputs, **options)._replace(state=None)
+    return [
+        Rollout(*(first_steps_of(leaf, k, len(s.states)) for leaf in run))
+        for k, s in enumerate(recordings)
+    ]
+
+
+def first_steps_of(leaf: Any, k: int, steps: int) -> Any:
+    """The first steps of recording k in a tensor ``b T ...``, or in each tensor of a dict."""
+    if isinstance(leaf, dict):
+        return {name: value[k, :steps] for name, value in leaf.items()}
+    return None if leaf is None else leaf[k, :steps]
+
+
+def batch_inputs(
+    recordings: list[Recording],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> dict[str, Any]:
+    """Return ``obs``, ``mask`` and ``controls`` of recordings, padded, as arguments of `rollout`.
+
+    The mask is None if every step of every recording is observed: filters are faster without one.
+    """
+    batch = pad(recordings)
+    complete = all(s.mask is None and len(s.states) == batch.states.shape[1] for s in recordings)
+    obs = batch.obs.to(device)
+    return {
+        "obs": obs if dtype is None else as_float(obs, dtype),
+        "mask": None if complete or batch.mask is None else batch.mask.to(device),
+        "controls": None if batch.controls is None else batch.controls.to(device, dtype),
+    }
 
 
 def rollout_sequential(

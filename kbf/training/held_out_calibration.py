@@ -90,9 +90,9 @@ def held_out(
     Raises:
         ValueError: too few steps for the folds, or for the model without one of them.
     """
-    if isinstance(net, ModelSelection) and net.crosswise:
-        pairs = iter(net.crosswise)
-        count = len(net.crosswise)
+    if isinstance(net, ModelSelection) and net.held_out_filters:
+        pairs = iter(net.held_out_filters)
+        count = len(net.held_out_filters)
     else:
         parts = folds([len(s.states) for s in memory], count)
         pairs = ((net.fit(without(memory, part)), take(memory, part)) for part in parts)

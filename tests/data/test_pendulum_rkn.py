@@ -305,7 +305,7 @@ def test_the_net_under_a_model_takes_the_filter_of_ratios(monkeypatch):
     assert (found - z[:100]).square().mean() < (x[:100] - z[:100]).square().mean()
     monkeypatch.setattr(model.models["kernel_monte_carlo"], "fit", lambda memory: broken())
     model.prepare(memory)
-    assert {row.model for row in model.tried if row.nmse is not None} >= {
+    assert {row.model for row in model.candidates if row.nmse is not None} >= {
         "kalman",
         "window_ridge",
         "mean",

@@ -149,7 +149,7 @@ def test_draws_have_the_density(densities, name):
 def test_table_batches_and_precisions_agree(densities, name):
     density, u = densities[name], inputs(7, 5)
     y = density.sample(inputs(5, 6), generator(4))
-    table = density.table(y, u)
+    table = density.at(u)(y)
     assert table.shape == (5, 7)
     one_by_one = torch.stack(
         [torch.stack([density.log_density(a[None], b[None])[0] for b in u]) for a in y]
@@ -210,7 +210,7 @@ def test_the_gaussian_density_is_the_ridge_map():
         for m, s, each in zip(mean, scale, y, strict=True)
     ]
     assert torch.allclose(density.log_density(y, u), torch.stack(truth))
-    assert torch.allclose(density.table(y, u).diagonal(), torch.stack(truth))
+    assert torch.allclose(density.at(u)(y).diagonal(), torch.stack(truth))
     assert torch.allclose(density.covariance(u), scale[:, None, None] * map.noise)
     whole = refitted(map, u, y)
     assert torch.allclose(whole.coefficients, map.coefficients, atol=1e-9)

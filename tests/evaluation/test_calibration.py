@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -23,10 +22,7 @@ from kbf.evaluation.calibration import (
     Calibration,
     calibrate,
     chi_square,
-    density_level,
     floor_of,
-    herd,
-    log_density,
     mahalanobis,
 )
 from kbf.evaluation.scoring_rules import (
@@ -42,8 +38,6 @@ from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.operators import Operator, UnitRatio
 from kbf.plots.tracks import calibration_figure
 from kbf.recording import Recording
-from kbf.rkhs.embeddings import Embedding
-from kbf.rkhs.kernels import gaussian
 from kbf.ssm import rotation
 from kbf.training.checkpoint import load_filter, rewrite_checkpoint
 from kbf.training.fit import train
@@ -252,57 +246,6 @@ def test_a_right_filter_is_on_the_diagonal_and_flat(normal):
     assert [len(axes.lines) for axes in figure.axes] == [2, 1] and figure.axes[0].lines[
         1
     ].get_ydata()[0] == found.curve[0]
-
-
-# -- samples and densities --
-
-
-def test_the_density_is_a_density_and_the_gaussians(normal):
-    """It integrates to one, and from many draws of a Gaussian is near its own (both in log, in the
-    middle).
-    """
-    points = normal(2000, 1)
-    embedding = Embedding(points, torch.full((1, 2000), 1 / 2000, dtype=torch.float64))
-    grid = torch.linspace(-8, 8, 2001, dtype=torch.float64)[:, None]
-    density = log_density(embedding, grid[None]).exp()[0]
-    assert torch.trapezoid(density, grid[:, 0]).item() == pytest.approx(1, abs=1e-6)
-    middle = grid[:, 0].abs() < 1.5
-    torch.testing.assert_close(density[middle], scipy_pdf(grid[middle, 0]), atol=0.03, rtol=0.1)
-    theirs = scipy.stats.gaussian_kde(points[:, 0].numpy(), "scott")(grid[:, 0].numpy())
-    np.testing.assert_allclose(density, theirs, atol=2e-3)
-
-
-def scipy_pdf(x: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(scipy.stats.norm.pdf(x.numpy()))
-
-
-def test_the_density_of_a_batch_with_negative_weights(normal):
-    points, w = normal(50, 2), normal(3, 50) + 0.5
-    z = normal(3, 7, 2)
-    together = log_density(Embedding(points, w), z)
-    for k in range(3):
-        torch.testing.assert_close(
-            together[k], log_density(Embedding(points, w[k].clamp_min(0)), z[k])
-        )
-    with pytest.raises(ValueError, match="no density"):
-        log_density(Embedding(points, -w.abs()), z)
-
-
-def test_herded_regions_hold_their_share(normal):
-    points = normal(300, 2)
-    w = torch.softmax(-2 * (points - 0.5).square().sum(-1), 0)[None]
-    filter = KernelBayesFilter(
-        points, Operator(torch.eye(300, dtype=torch.float64)), None, UnitRatio()
-    )
-    kernel = partial(gaussian, bandwidth=0.5)
-    samples = herd(filter, KernelState(w), 100, kernel)
-    assert samples.shape == (1, 100, 2)
-    torch.testing.assert_close(samples.mean(1), w @ points, atol=0.03, rtol=0)
-    level = density_level(Embedding(points, w), kernel, 0.8, m=100)
-    inside = log_density(Embedding(points, w), samples) >= level[:, None]
-    assert inside.double().mean().item() == pytest.approx(0.8, abs=0.02)
-    held = (w * (log_density(Embedding(points, w), points[None]) >= level[:, None])).sum().item()
-    assert held == pytest.approx(0.8, abs=0.08)
 
 
 # -- held-out parts --

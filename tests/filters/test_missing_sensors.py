@@ -258,12 +258,12 @@ def test_the_density_is_that_of_those_that_spoke():
     two = fit_density(DENSITIES[int(sensors.density[1])], z[others], obs[others, 1:])
     u = z[:5]
     for row, expected in (
-        (obs[0], one.table(obs[:1, :1], u) + two.table(obs[:1, 1:], u)),
-        (obs[120], two.table(obs[120:121, 1:], u)),
-        (obs[220], one.table(obs[220:221, :1], u)),
+        (obs[0], one.at(u)(obs[:1, :1]) + two.at(u)(obs[:1, 1:])),
+        (obs[120], two.at(u)(obs[120:121, 1:])),
+        (obs[220], one.at(u)(obs[220:221, :1])),
         (torch.full((3,), NAN, dtype=F64), torch.zeros(1, 5, dtype=F64)),
     ):
-        torch.testing.assert_close(density.table(row[None], u), expected)
+        torch.testing.assert_close(density.at(u)(row[None]), expected)
         torch.testing.assert_close(density.log_density(row, u), expected[0])
 
 
@@ -274,7 +274,7 @@ def test_parameters_are_computed_once_for_points_that_stay(name):
     y = z.sin() + 0.1 * torch.randn(120, 2, dtype=F64, generator=g)
     density = PerSensorDensity((fit_density(name, z, y),), ((0, 2),), 3)
     x = torch.cat([y[:4, :1], torch.full((4, 1), NAN, dtype=F64), y[:4, 1:]], 1)
-    torch.testing.assert_close(density.at(z[:9])(x), density.densities[0].table(y[:4], z[:9]))
+    torch.testing.assert_close(density.at(z[:9])(x), density.densities[0].at(z[:9])(y[:4]))
     torch.testing.assert_close(density.log_density(x[:, None], z[:9]), density.at(z[:9])(x))
 
 
@@ -294,7 +294,7 @@ def test_a_sensor_that_hardly_ever_spoke_is_not_listened_to():
     sensors.choose(z, obs, "gaussian")
     assert sensors.fit(z, obs).columns == ((0,),)
     obs[:] = NAN
-    with pytest.raises(ValueError, match="none spoke 10 times"):
+    with pytest.raises(ValueError, match="none has 10 readings"):
         sensors.choose(z, obs, "gaussian")
 
 
@@ -316,7 +316,7 @@ def test_the_net_under_the_default_compares_rivals_that_know_sensors():
     net = ModelSelection(LearnedKalman(), name="kalman")
     net.allow_missing_sensors = True
     net.prepare([recording(400)])
-    assert {row.model for row in net.tried} == {
+    assert {row.model for row in net.candidates} == {
         "kalman",
         "window_ridge",
         "mean",

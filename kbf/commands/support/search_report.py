@@ -42,11 +42,11 @@ def candidates_of(search: str, rows: Sequence[Row], weights: dict[str, float]) -
 
 def candidates_of_net(net: Any) -> Candidates:
     """Return the candidates of a model's model selection; empty where nothing was compared."""
-    if not isinstance(net, ModelSelection) or not net.tried:
+    if not isinstance(net, ModelSelection) or not net.candidates:
         return []
     weights = dict(zip(net.models, net.weights.mean(1).tolist(), strict=True))
     selected = {name: weights[name] for name in net.used()}
-    return candidates_of("model_selection", net.tried, selected)
+    return candidates_of("model_selection", net.candidates, selected)
 
 
 def selection_notes(net: Any) -> list[str]:

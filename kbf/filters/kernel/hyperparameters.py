@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kbf.filters.protocols import Filter
-from kbf.filters.rollout import rollout
+from kbf.filters.rollout import rollout_recordings
 from kbf.recording import Recording, as_recordings, moves, transitions
 from kbf.rkhs.embeddings import cme_loo
 from kbf.rkhs.kernels import KERNELS, Kernel, median_distance
@@ -63,11 +63,8 @@ def validation_error(
     filter: Filter[Any], held: Recording, *, generator: torch.Generator | None = None
 ) -> float:
     """Mean over time of ||zhat - z||^2 of a filter on a held-out sequence; infinity if its estimates are not finite."""
-    mask, controls = (None if leaf is None else leaf[None] for leaf in (held.mask, held.controls))
-    estimates = rollout(
-        filter, held.obs[None], mask=mask, controls=controls, generator=generator
-    ).estimates[0]
-    error = (estimates - held.states).square().sum(-1).mean().item()
+    (run,) = rollout_recordings(filter, [held], generator=generator)
+    error = (run.estimates - held.states).square().sum(-1).mean().item()
     return error if math.isfinite(error) else math.inf
 
 

@@ -197,7 +197,7 @@ class SimulatedKBF(ShownModule):
                 states, mass = quantise(
                     bounded_run(moves, start, steps, recorded, generator), self.points, generator
                 )
-                log_density, mean = moves.table(states, states), moves.mean(states)
+                log_density, mean = moves.at(states)(states), moves.mean(states)
             transition = low_rank(
                 density_transition(log_density, mass, states, mean).to(self.dtype)
             )

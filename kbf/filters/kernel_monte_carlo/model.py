@@ -27,8 +27,8 @@ from kbf.densities.second_order_ssm import (
 from kbf.densities.selection import DENSITIES, select_density
 from kbf.filters.kernel_monte_carlo.density_ratio import RatioFilter
 from kbf.filters.kernel_monte_carlo.filter import KernelMonteCarloFilter
-from kbf.filters.rollout import rollout
-from kbf.recording import Recording, as_recordings, observed_pairs, pad
+from kbf.filters.rollout import rollout_recordings
+from kbf.recording import Recording, as_recordings, observed_pairs
 from kbf.rkhs.linalg import evenly
 from kbf.runtime.errors import FitError
 from kbf.runtime.html_repr import ShownModule
@@ -217,7 +217,6 @@ class KernelMonteCarlo(ShownModule):
         several = (self.orders, self.inflations, *choice)
         if not blocks or all(len(each) == 1 for each in several):
             return
-        batch = pad(blocks)
         scale = torch.cat([s.states for s in fit]).var(0).clamp_min(1e-12)
         models: dict[int, LaggedModel] = {}
         for order in self.orders:
@@ -229,7 +228,7 @@ class KernelMonteCarlo(ShownModule):
             if candidate not in found:
                 order, inflation, *rest = candidate
                 filter = self.filter_of(widened(models[order], inflation), fit, *rest)
-                found[candidate] = held_out(filter, batch, scale, self.seed)
+                found[candidate] = held_out(filter, blocks, scale, self.seed)
 
         def best() -> Any:
             return min(found, key=lambda key: found[key].error)
@@ -337,26 +336,25 @@ def held_out_blocks(held: list[Recording]) -> list[Recording]:
 
 
 def held_out(
-    filter: KernelMonteCarloFilter, batch: Recording, scale: Float[Tensor, " d"], seed: int
+    filter: KernelMonteCarloFilter, blocks: list[Recording], scale: Float[Tensor, " d"], seed: int
 ) -> HeldOut:
     """Return the scores on held-out blocks without their first steps; infinite if one is NaN."""
     generator = torch.Generator(scale.device).manual_seed(seed)
-    obs = batch.obs.to(filter.initial)
-    controls = None if batch.controls is None else batch.controls.to(filter.initial)
-    run = rollout(
+    runs = rollout_recordings(
         filter,
-        obs,
-        mask=batch.mask,
-        controls=controls,
+        blocks,
+        dtype=filter.initial.dtype,
+        device=filter.initial.device,
         covariances=True,
         generator=generator,
     )
-    assert run.covariances is not None
-    known = batch.states[:, BURN_IN:].isfinite().all(-1)
-    left = ((run.estimates.double() - batch.states.double())[:, BURN_IN:] / scale.sqrt())[known]
-    variances = run.covariances.diagonal(dim1=-2, dim2=-1).double()
-    variance = variances[:, BURN_IN:][known] / scale
-    variance = variance.clamp_min(MIN_VARIANCE)
+    states = torch.cat([s.states[BURN_IN:] for s in blocks]).double()
+    known = states.isfinite().all(-1)
+    estimates = torch.cat([run.estimates[BURN_IN:] for run in runs]).double()
+    left = ((estimates - states) / scale.sqrt())[known]
+    covariances = [run.covariances[BURN_IN:] for run in runs if run.covariances is not None]
+    variances = torch.cat(covariances).diagonal(dim1=-2, dim2=-1).double()
+    variance = (variances[known] / scale).clamp_min(MIN_VARIANCE)
     error, log_score = (
         left.square().mean().item(),
         (left.square() / variance + variance.log()).mean().item(),

@@ -1,4 +1,4 @@
-"""Model selection by blocked cross-validation: a main model, baselines, or their stacking ensemble.
+"""Model selection by blocked cross-validation: a main model, baselines, or an ensemble of them.
 
 `ModelSelection` fits a main model and its candidates to the recordings without a fold, runs them
 through the blocks of that fold, and repeats it for the next fold. Two rounds limit the cost:
@@ -52,7 +52,6 @@ from kbf.filters.selection.cross_validation import (
     Part,
     Row,
     Search,
-    Trial,
     deviation,
     significantly_better,
 )
@@ -99,15 +98,19 @@ MIN_COVERAGE = 0.8
 
 
 class ModelSelection(nn.Module):
-    """A main model and its candidates; before `prepare`, and with too little data, the main model alone.
+    """Selects a main model, one of its competitors, or their stacking ensemble.
+
+    Before `prepare`, and with too little data, it is the main model.
 
     Attributes:
-        weights: ``m d``, of the main model and its rivals in turn: one row of ones, or a stack.
-            Empty before `prepare`.
-        spreads: ``m d d``, covariances of their held-out errors. scores: ``m``, their NMSE on
-            held-out blocks, -1 for models that were not compared. newest: the number of most recent
-            steps that are trained on, 0 for all.
-        tried: the candidates of `prepare`, the best first; not stored in checkpoints.
+        weights: ``m d``, the weight of each model for each component of the state; empty before
+            `prepare`.
+        spreads: ``m d d``, covariances of the held-out errors of each model.
+        scores: ``m``, NMSE on held-out blocks, -1 for models that were not compared.
+        newest: the number of most recent steps that are trained on, 0 for all.
+        candidates: the results of `prepare`, the best first; not stored in checkpoints.
+        held_out_filters: the selected filter without each fold, and the fold; not stored in
+            checkpoints.
     """
 
     weights: Tensor
@@ -118,27 +121,28 @@ class ModelSelection(nn.Module):
     def __init__(
         self, main: nn.Module, *, name: str = "main", seed: int = 0, budget: float | None = None
     ) -> None:
-        """Select between ``main``, called ``name``, and candidates; ``seed`` of those that draw.
+        """Select between ``main`` and the models of this module.
 
-        ``budget``: seconds of `prepare`, or None. No candidate is started after them, and one that
-        would take longer, by the time of its first fold, is stopped early. The main model is always
-        compared.
+        Args:
+            main: the main model.
+            name: its name in tables.
+            seed: of the models that draw random numbers.
+            budget: seconds of `prepare`, or None. No candidate is started after them, and one that
+                would take longer, by the time of its first fold, is stopped early. The main model
+                is always compared.
         """
         super().__init__()
         self.budget = budget
-        self.main_name = name = name.replace(".", "_")  # a module's name has no dots
-        rivals = {
-            key: make(seed)
-            for key, make in (PLAIN | PUBLISHED | MORE | NETS).items()
-            if key != name
-        }
-        self.models = nn.ModuleDict({name: main, **rivals})
+        self.main_name = name.replace(".", "_")  # a module's name has no dots
+        makers = PLAIN | PUBLISHED | MORE | NETS
+        others = {key: make(seed) for key, make in makers.items() if key != self.main_name}
+        self.models = nn.ModuleDict({self.main_name: main, **others})
         for key in ("weights", "spreads", "scores"):
             self.register_buffer(key, torch.zeros(0, dtype=torch.float64))
         self.register_buffer("newest", torch.tensor(0))
         self.ratio_dim = 0
-        self.tried: list[Row] = []
-        self.crosswise: list[tuple[Filter[Any], list[Recording]]] = []
+        self.candidates: list[Row] = []
+        self.held_out_filters: list[tuple[Filter[Any], list[Recording]]] = []
 
     @property
     def main(self) -> Any:
@@ -147,23 +151,17 @@ class ModelSelection(nn.Module):
 
     @property
     def allow_missing_sensors(self) -> bool:
-        """Whether sensors may be silent one by one; rivals that know no sensors are not tried then."""
+        """Whether sensors may be missing; models that require all sensors are not compared then."""
         return getattr(self.main, "allow_missing_sensors", False)
 
     @allow_missing_sensors.setter
     def allow_missing_sensors(self, value: bool) -> None:
-        known: list[Any] = [
-            each for each in self.models.values() if hasattr(each, "allow_missing_sensors")
-        ]
-        for each in known:
-            each.allow_missing_sensors = value
-
-    def model(self, name: str) -> Any:
-        """A model as it takes observations that are ratios of states with ``ratio_dim`` components, or others with 0."""
-        return self.adapted(self.models[name])
+        for each in self.models.values():
+            if hasattr(each, "allow_missing_sensors"):
+                setattr(each, "allow_missing_sensors", value)  # noqa: B010 - a module's attribute
 
     def adapted(self, model: Any) -> Any:
-        """Any model likewise."""
+        """Return the model for observations that are density ratios, if ``ratio_dim`` is not 0."""
         if isinstance(model, RatioModel):
             model.ratio_dim = self.ratio_dim
             return model
@@ -171,123 +169,127 @@ class ModelSelection(nn.Module):
 
     @torch.no_grad()
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Prepare the main model, compare, choose.
+        """Prepare the main model, compare the candidates, and select.
 
-        The ``prepare`` of a model selects (densities, orders, lags) on all recordings;
-        all are fitted without the fold.
+        The ``prepare`` of each model selects its settings (densities, orders, lags) on all
+        recordings; all models are fitted without the fold that they are scored on.
         """
-        began = time.perf_counter()
-        memory = self.forget(memory)
-        sequences, parts = self.held_out(memory)
+        started = time.perf_counter()
+        memory = self.select_newest(memory)
+        recordings, parts = self.held_out(memory)
+        main = self.adapted(self.main)
         if not parts:
-            self.model(self.main_name).prepare(memory, generator)
+            main.prepare(memory, generator)
             return
-        search = Search(
-            parts,
-            torch.cat([s.states for s in sequences]).double().var(0, correction=0),
-            self.budget,
-            began,
-        )
-        known = {
-            name: each
+        scale = torch.cat([s.states for s in recordings]).double().var(0, correction=0)
+        search = Search(parts, scale, self.budget, started)
+        missing = self.allow_missing_sensors
+        suitable = [
+            name
             for name, each in self.models.items()
-            if not self.allow_missing_sensors or getattr(each, "allow_missing_sensors", False)
-        }
+            if not missing or getattr(each, "allow_missing_sensors", False)
+        ]
 
         def attempt(names: Iterable[str]) -> None:
-            for name in (
-                name
-                for name in names
-                if name in known and name not in {row.model for row in search.rows}
-            ):
-                model = self.model(name)
-                main = name == self.main_name
-                ready = None if main else partial(model.prepare, sequences, generator)
-                search.attempt(
-                    name, model.fit, prepare=ready, timed=not main, compared=name not in PLAIN
-                )
+            for name in names:
+                if name in suitable and name not in {row.model for row in search.rows}:
+                    model, is_main = self.adapted(self.models[name]), name == self.main_name
+                    ready = None if is_main else partial(model.prepare, recordings, generator)
+                    search.attempt(
+                        name,
+                        model.fit,
+                        prepare=ready,
+                        timed=not is_main,
+                        compared=name not in PLAIN,
+                    )
 
         if self.ratio_dim:
             attempt([MOVING])
         leading, stack = MOVING, False
         if not search.found:
-            self.model(self.main_name).prepare(memory, generator)
-            moves = sequences[0].controls is not None or self.ratio_dim > 0
-            leading = MOVING if moves and MOVING in known else self.main_name
-            stack = self.compare(search, attempt, leading, sum(len(s.states) for s in sequences))
+            main.prepare(memory, generator)
+            moves = recordings[0].controls is not None or self.ratio_dim > 0
+            leading = MOVING if moves and MOVING in suitable else self.main_name
+            stack = self.compare(search, attempt, leading, sum(len(s.states) for s in recordings))
         if not search.found:
             return
-        self.choose(search, leading, stack=stack)
-        chosen = self.filters_of({name: each.filters for name, each in search.found.items()})
-        self.crosswise = [(filter, part) for filter, (_, part) in zip(chosen, parts, strict=True)]
-        self.tried = search.table()
+        self.select(search, leading, stack=stack)
+        selected = self.filters_of({name: each.filters for name, each in search.found.items()})
+        folds = [fold for _, fold in parts]
+        self.held_out_filters = list(zip(selected, folds, strict=True))
+        self.candidates = search.table()
 
     def compare(
         self, search: Search, attempt: Callable[[Iterable[str]], None], leading: str, total: int
     ) -> bool:
-        """The two rounds, of ``total`` steps; whether the second tried anything, so that a stack is worth it."""
+        """Run the two rounds on ``total`` steps; return whether the second had any candidate."""
         attempt([*(name for name in PLAIN if name != self.main_name), leading, self.main_name])
         lead = search.found.get(leading)
-        unsure = (
+        uncertain = (
             lead is None
-            or better_than(lead, search.found)
+            or any(each.scores.mean() < lead.scores.mean() for each in search.found.values())
             or (lead.covered is not None and lead.covered < MIN_COVERAGE)
         )
-        if (
-            total <= MIN_STEPS_OF_LARGE_DATA
-            and self.main_name not in PUBLISHED
-            and not self.allow_missing_sensors
-        ):
+        small = total <= MIN_STEPS_OF_LARGE_DATA
+        if small and self.main_name not in PUBLISHED and not self.allow_missing_sensors:
             attempt(PUBLISHED)
         before = len(search.rows)
-        if unsure and total >= MIN_STEPS_FOR_SECOND_ROUND:
-            attempt([*MORE, *(NETS if total > MIN_STEPS_OF_LARGE_DATA else ())])
+        if uncertain and total >= MIN_STEPS_FOR_SECOND_ROUND:
+            attempt([*MORE, *(() if small else NETS)])
         return len(search.rows) > before
 
     def held_out(self, memory: list[Recording]) -> tuple[list[Recording], list[Part]]:
-        """What rivals are compared on: the recordings, and each fold with the rest; no fold where nothing can be compared."""
+        """Return the recordings and their folds, each with the rest.
+
+        There is no fold if the models cannot be compared on these recordings.
+        """
         if not self.compares(memory):
             return [], []
-        sequences = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
-        total = sum(len(s.states) for s in sequences)
+        recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
+        lengths = [len(s.states) for s in recordings]
+        total = sum(lengths)
+        if total < MIN_STEPS_TO_COMPARE:
+            return recordings, []
         try:
-            spans = (
-                whole_folds([len(s.states) for s in sequences], FOLDS)
-                if total >= MIN_STEPS_TO_COMPARE
-                else []
-            )
+            spans = whole_folds(lengths, FOLDS)
         except FitError:
-            return sequences, []
+            return recordings, []
         few = spans[1::3] if total > MIN_STEPS_OF_LARGE_DATA and len(spans) == FOLDS else spans
-        return sequences, [(without(sequences, each), take(sequences, each)) for each in few]
+        return recordings, [(without(recordings, each), take(recordings, each)) for each in few]
 
     def compares(self, memory: list[Recording]) -> bool:
-        """Whether rivals know such data: neither images nor missing observations."""
+        """Whether all models accept such data: neither images nor missing observations."""
         vectors = len(memory) > 0 and memory[0].obs.ndim == 2
         return vectors and (
             self.allow_missing_sensors or all(bool(s.obs.isfinite().all()) for s in memory)
         )
 
-    def forget(self, memory: list[Recording]) -> list[Recording]:
-        """Set `newest`, by the plain ridge regression and, where that would forget, by the main model; what is left."""
+    def select_newest(self, memory: list[Recording]) -> list[Recording]:
+        """Set `newest` by drift detection; return the steps that are trained on.
+
+        The ridge regression on a window proposes the number of steps, the main model confirms it.
+        """
         self.newest.zero_()
         ridge = WindowRidge(None)
         ridge.allow_missing_sensors = self.allow_missing_sensors
         if self.compares(memory):
-            self.newest.fill_(
-                newest(
-                    as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors),
-                    [self.adapted(ridge), self.model(self.main_name)],
-                )
-            )
+            recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
+            judges = [self.adapted(ridge), self.adapted(self.main)]
+            self.newest.fill_(newest(recordings, judges))
         return self.kept(memory)
 
     def kept(self, memory: list[Recording]) -> list[Recording]:
-        """The steps of ``memory`` that are learned from."""
+        """The steps of ``memory`` that are trained on."""
         return last_steps(memory, int(self.newest))
 
-    def choose(self, search: Search, leading: str, *, stack: bool) -> None:
-        """Set the weights from what was found; ``leading``: the model that stays unless another is `MIN_STD_ERRORS` to be better."""
+    def select(self, search: Search, leading: str, *, stack: bool) -> None:
+        """Set weights, scores and covariances of errors from the results of a search.
+
+        Args:
+            search: the results.
+            leading: the model that is kept unless another is better by `MIN_STD_ERRORS`.
+            stack: whether the stacking ensemble is a candidate.
+        """
         names, found, scale = list(self.models), search.found, search.scale
         best = least = min(found, key=lambda name: float(found[name].scores.mean()))
         for name, errors in (
@@ -298,13 +300,13 @@ class ModelSelection(nn.Module):
                 found[name].scores - found[least].scores, errors
             ):
                 best = name
-        chosen = {best: torch.ones_like(scale)}
+        weights = {best: torch.ones_like(scale)}
         if len(found) > 1 and stack:
-            weights, scores = stacked(list(found.values()), scale)
+            stacking, scores = stacked(list(found.values()), scale)
             search.rows.append(Row("stack", float(scores.mean()), deviation(scores), 0.0, ""))
             if significantly_better(found[best].scores - scores, 1.0):
-                chosen = dict(zip(found, weights, strict=True))
-        self.weights = torch.stack([chosen.get(name, torch.zeros_like(scale)) for name in names])
+                weights = dict(zip(found, stacking, strict=True))
+        self.weights = torch.stack([weights.get(name, torch.zeros_like(scale)) for name in names])
         left = {name: torch.cat(each.residuals) for name, each in found.items()}
         none = torch.zeros_like(scale.diag())
         self.spreads = torch.stack(
@@ -315,62 +317,46 @@ class ModelSelection(nn.Module):
         )
 
     def used(self) -> list[str]:
-        """The models that the filter is made of."""
-        taken = (self.weights > 0).any(-1).tolist() if len(self.weights) else []
-        return [name for name, here in zip(self.models, taken, strict=False) if here] or [
-            self.main_name
-        ]
+        """Names of the models that the filter consists of."""
+        selected = (self.weights > 0).any(-1).tolist() if len(self.weights) else []
+        names = [name for name, here in zip(self.models, selected, strict=False) if here]
+        return names or [self.main_name]
 
     def filters_of(self, filters: dict[str, list[Filter[Any]]]) -> list[Filter[Any]]:
-        """The filters of the models in use, made one for each memory."""
+        """Combine the filters of the models in use, one for each memory."""
         names = self.used()
         if len(names) == 1:
             return filters[names[0]]
         rows = [list(self.models).index(name) for name in names]
-        each = zip(*(filters[name] for name in names), strict=True)
         return [
             EnsembleFilter(
-                dict(zip(names, some, strict=True)), self.weights[rows], self.spreads[rows]
+                dict(zip(names, each, strict=True)), self.weights[rows], self.spreads[rows]
             )
-            for some in each
+            for each in zip(*(filters[name] for name in names), strict=True)
         ]
 
     def fit(self, memory: Recording | list[Recording] | None) -> Filter[Any]:
-        """The filter of what was chosen.
+        """Return the selected filter over ``memory``.
 
         Raises:
             ValueError: as the models'.
         """
-        memory = (
-            memory
-            if memory is None
-            else self.kept([memory] if isinstance(memory, Recording) else memory)
-        )
-        return self.filters_of({name: [self.model(name).fit(memory)] for name in self.used()})[0]
+        if memory is not None:
+            memory = self.kept([memory] if isinstance(memory, Recording) else memory)
+        models = {name: self.adapted(self.models[name]) for name in self.used()}
+        return self.filters_of({name: [model.fit(memory)] for name, model in models.items()})[0]
 
     def hyperparameters(self) -> dict[str, float]:
-        """Those of the selected models, their weights, and the NMSE of all candidates on held-out blocks."""
+        """Return those of the selected models, the weights, and the NMSE of all candidates."""
         numbers: dict[str, float] = {"newest": float(self.newest)} if int(self.newest) else {}
         for name in self.used():
             own: Any = getattr(self.models[name], "hyperparameters", dict)
-            numbers |= (
-                own()
-                if name == self.main_name
-                else {f"{name}/{key}": value for key, value in own().items()}
-            )
-        for k, name in enumerate(self.models if len(self.weights) else []):
-            if float(self.scores[k]) >= 0:
+            prefix = "" if name == self.main_name else f"{name}/"
+            numbers |= {prefix + key: value for key, value in own().items()}
+        for name, score, weight in zip(self.models, self.scores, self.weights, strict=False):
+            if float(score) >= 0:
                 numbers |= {
-                    f"held_out/{name}": float(self.scores[k]),
-                    f"weight/{name}": float(self.weights[k].mean()),
+                    f"held_out/{name}": float(score),
+                    f"weight/{name}": float(weight.mean()),
                 }
         return numbers
-
-
-def better_than(main: Trial, found: dict[str, Trial]) -> bool:
-    """Whether anything has a smaller error than the main model."""
-    return any(
-        float(each.scores.mean()) < float(main.scores.mean())
-        for each in found.values()
-        if each is not main
-    )

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kbf.data.windows import piece
 from kbf.filters.protocols import Filter
-from kbf.filters.rollout import rollout
-from kbf.recording import Recording, pad
+from kbf.filters.rollout import rollout_recordings
+from kbf.recording import Recording
 from kbf.runtime.errors import FitError, MissingPackageError
 
 log = logging.getLogger(__name__)
@@ -237,29 +237,16 @@ def run_blocks(
     The first fifth of a block, at most 25 steps, is a burn-in that is not scored.
     """
     blocks = blocks_of(part)
-    batch = pad(blocks)
-    whole = all(s.mask is None and len(s.states) == batch.states.shape[1] for s in blocks)
-    generator = torch.Generator(batch.states.device).manual_seed(0)
-    mask = None if whole else batch.mask
-    found = rollout(
-        filter,
-        batch.obs,
-        mask=mask,
-        controls=batch.controls,
-        covariances=True,
-        generator=generator,
-    )
-    spread = found.covariances
-    for k, block in enumerate(blocks):
-        steps = len(block.states)
-        first = min(25, steps // 5)
-        left = block.states[first:].double() - found.estimates[k, first:steps].double()
-        std = (
-            None
-            if spread is None
-            else spread[k, first:steps].diagonal(dim1=-2, dim2=-1).double().clamp_min(0).sqrt()
-        )
-        yield left, None if std is None else left.abs() <= 1.96 * std
+    generator = torch.Generator(blocks[0].states.device).manual_seed(0)
+    runs = rollout_recordings(filter, blocks, covariances=True, generator=generator)
+    for block, run in zip(blocks, runs, strict=True):
+        first = min(25, len(block.states) // 5)
+        left = block.states[first:].double() - run.estimates[first:].double()
+        if run.covariances is None:
+            yield left, None
+        else:
+            variance = run.covariances[first:].diagonal(dim1=-2, dim2=-1).double().clamp_min(0)
+            yield left, left.abs() <= 1.96 * variance.sqrt()
 
 
 def deviation(scores: Float[Tensor, " s"]) -> float | None:

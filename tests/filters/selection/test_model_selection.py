@@ -204,7 +204,7 @@ def test_a_model_that_is_wrong_is_replaced_by_the_right_one():
     net = ModelSelection(Wrong(), name="wrong")
     net.prepare([data])
     assert net.main.prepared and net.used() == ["kalman"]
-    note = next(row.note for row in net.tried if row.model == "wrong")
+    note = next(row.note for row in net.candidates if row.model == "wrong")
     assert "given up" in note
     caught, kalman = (
         rollout(each.fit(data), new.obs[None]).estimates for each in (net, LearnedKalman())
@@ -223,7 +223,7 @@ class Slow(LearnedKalman):
 def test_no_rival_is_begun_after_the_budget_and_one_that_would_take_longer_is_given_up(monkeypatch):
     net = ModelSelection(LearnedKalman(), name="main", budget=1e-9)
     net.prepare([recording(300)])
-    notes = {row.model: row.note for row in net.tried}
+    notes = {row.model: row.note for row in net.candidates}
     assert notes.pop("main") == "" and net.used() == ["main"]
     assert len(notes) == 3 and all(
         "the budget of 1e-09 s is spent" in note for note in notes.values()
@@ -233,7 +233,7 @@ def test_no_rival_is_begun_after_the_budget_and_one_that_would_take_longer_is_gi
         net = ModelSelection(LearnedKalman(), name="main", budget=budget)
         net.prepare([recording(300)])
         assert (
-            next(row.note for row in net.tried if row.model == "slow").startswith(
+            next(row.note for row in net.candidates if row.model == "slow").startswith(
                 "given up: 1 s by its first"
             )
             == given_up
@@ -244,7 +244,7 @@ def test_the_main_model_stays_where_nothing_is_better():
     net = ModelSelection(LearnedKalman(), name="main")
     net.prepare([recording(600)])
     assert net.used() == ["main"]
-    assert {row.model for row in net.tried} == {"main", "kalman", "window_ridge", "mean"}
+    assert {row.model for row in net.candidates} == {"main", "kalman", "window_ridge", "mean"}
 
 
 def test_the_choice_is_kept_with_the_model():
@@ -271,8 +271,8 @@ class Memorising(LearnedKalman):
 def test_no_filter_is_compared_on_what_it_has_learned_from():
     net = ModelSelection(Memorising(), name="main")
     net.prepare([recording(300)])
-    assert len(net.crosswise) == len(net.main.memories) == auto.FOLDS
-    for memory, (_, held) in zip(net.main.memories, net.crosswise, strict=True):
+    assert len(net.held_out_filters) == len(net.main.memories) == auto.FOLDS
+    for memory, (_, held) in zip(net.main.memories, net.held_out_filters, strict=True):
         rows = torch.cat([s.states for s in memory])
         for part in held:
             assert torch.cdist(part.states, rows).min() > 0
@@ -284,7 +284,7 @@ def test_without_enough_steps_or_with_silent_sensors_it_is_the_main_model():
     for memory in ([Recording(data.states[:3], data.obs[:3])], [silent]):
         net = ModelSelection(Wrong(), name="wrong")
         net.prepare(memory)
-        assert net.used() == ["wrong"] and not net.tried
+        assert net.used() == ["wrong"] and not net.candidates
 
 
 @pytest.mark.slow
@@ -317,7 +317,7 @@ def test_more_is_tried_in_trouble_and_stacked(monkeypatch):
     monkeypatch.setattr(auto, "MIN_COVERAGE", 2.0)  # whatever its regions hold
     net.prepare([recording(800)])
     assert set(net.used()) == {"first", "second"}
-    best = {row.model: row.nmse for row in net.tried}
+    best = {row.model: row.nmse for row in net.candidates}
     assert best["stack"] < min(best["first"], best["second"])
 
 
@@ -376,7 +376,7 @@ def test_the_published_filter_is_taken_where_it_is_better(monkeypatch):
     model = ModelSelection(LearnedKalman(), name="main")
     model.prepare(data.train)
     assert model.used() == ["kbf_median"]
-    assert {row.model for row in model.tried} >= {"kbf_median", "main", "window_ridge"}
+    assert {row.model for row in model.candidates} >= {"kbf_median", "main", "window_ridge"}
     errors = [
         float(score(each.fit(data.train), data.test).mse.mean())
         for each in (model, LearnedKalman())
@@ -398,7 +398,7 @@ def test_of_those_that_are_alike_the_filter_is_taken(apart, taken, monkeypatch):
         "window_boosting": 1 + 0.3 * noise.flip(0),
     }
     model, search = searched(scores, monkeypatch)
-    model.choose(search, "main", stack=False)
+    model.select(search, "main", stack=False)
     assert model.used() == [taken]
 
 
@@ -427,7 +427,7 @@ def test_who_leads_stays_unless_another_is_surely_better(leading, ahead, taken, 
         {"main": 2 - ahead + 0.3 * noise, "kernel_monte_carlo": 2 + 0.3 * noise.flip(0)},
         monkeypatch,
     )
-    model.choose(search, leading, stack=False)
+    model.select(search, leading, stack=False)
     assert model.used() == [taken]
 
 
@@ -453,8 +453,8 @@ def test_with_controls_the_memory_that_moves_leads(monkeypatch):
     ):
         net = ModelSelection(LearnedKalman())
         net.prepare([sequence])
-        assert {row.model for row in net.tried} == tried
-        assert all(row.nmse is not None for row in net.tried)
+        assert {row.model for row in net.candidates} == tried
+        assert all(row.nmse is not None for row in net.candidates)
 
 
 def test_stretches_are_as_long_as_a_fold_allows():
@@ -494,10 +494,10 @@ def test_recordings_that_do_not_speak_for_each_other_are_held_out_whole():
     ]
     net = ModelSelection(LearnedKalman(), name="main")
     net.prepare(memory)
-    assert len(net.crosswise) == 3 and all(
-        len(part) == 1 and len(part[0].states) == 300 for _, part in net.crosswise
+    assert len(net.held_out_filters) == 3 and all(
+        len(part) == 1 and len(part[0].states) == 300 for _, part in net.held_out_filters
     )
-    rows = {row.model: row.nmse for row in net.tried}
+    rows = {row.model: row.nmse for row in net.candidates}
     assert rows["mean"] < 1.1 and rows["window_ridge"] > 1.5
     assert net.used() == ["mean"]
     assert ["always answers the mean" in ratio_dim for ratio_dim in selection_notes(net)] == [True]
@@ -522,7 +522,7 @@ def test_a_fit_error_of_one_candidate_is_reported_and_the_others_are_compared(mo
     monkeypatch.setitem(auto.PLAIN, "broken", lambda seed: Broken(FitError("two steps")))
     net = ModelSelection(LearnedKalman(), name="main")
     net.prepare([recording(300)])
-    rows = {row.model: row for row in net.tried}
+    rows = {row.model: row for row in net.candidates}
     assert rows["broken"].note == "two steps" and rows["broken"].nmse is None
     assert all(rows[name].nmse is not None for name in ("main", "kalman", "window_ridge", "mean"))
 
