@@ -1,1 +1,1 @@
-"""Conditional laws p(y | u) of any shape, learned from pairs, and the choice between them: what a filter's memory is drawn from."""
+"""Conditional densities p(y | u), fitted to pairs and selected by held-out log scores."""

@@ -23,7 +23,10 @@ Likelihood = Callable[[Tensor], Tensor]
 
 @runtime_checkable
 class ConditionalDensity(Protocol):
-    """Conditional density p(y | u), y ``q`` given u ``d``. Methods take batches and return the type of u."""
+    """Conditional density p(y | u), y ``q`` given u ``d``; methods take batches.
+
+    Results have the type of u.
+    """
 
     def sample(
         self, u: Float[Tensor, "*b d"], generator: Generator | None = None
@@ -61,7 +64,7 @@ class Candidate(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Nystrom features of a kernel at given landmarks and a constant 1, for linear maps with an intercept.
+    """Nystrom features of a kernel at given landmarks, and a constant 1 for the intercept.
 
     Attributes:
         landmarks: ``r d``. whiten: ``r r``, L^-T with L L^T their Gram matrix. kernel: k, all

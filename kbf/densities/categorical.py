@@ -1,4 +1,4 @@
-"""Multinomial logistic density of categories: values without an order, as rooms or kinds of a reading.
+"""Multinomial logistic density of categories: values without an order, such as rooms.
 
 Each component c of y is one of its levels, with probabilities softmax_k(eta_ck(u)), eta linear in
 kernel features of u; components are independent given u. The coefficients W are those of the
@@ -108,7 +108,9 @@ def ascend(
     ridges: Float[Tensor, " g"],
     rounds: int = ROUNDS,
 ) -> Float[Tensor, "g p s"]:
-    """W of the largest penalised log likelihood for each ridge; y: 1 at the level that was seen, else 0.
+    """Return W of the largest penalised log likelihood for each ridge.
+
+    ``y`` is 1 at the level that is observed, else 0.
 
     The Hessian is nowhere below -(Phi^T Phi / 2 + ridge): W + (Phi^T Phi / 2 + ridge)^-1 gradient
     never loses, with momentum.
@@ -137,7 +139,7 @@ def ascend(
 def fit_categories(
     u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], *, rank: int = 48
 ) -> Candidate:
-    """Fit the density; also returns the held-out log score of each point by a fit without its block.
+    """Fit the density, with the held-out log score of each point.
 
     Raises:
         ValueError: a component of more than `MOST_LEVELS` levels.

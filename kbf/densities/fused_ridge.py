@@ -1,4 +1,4 @@
-"""A learned map whose matrices are multiplied beforehand: what filters evaluate at every particle, in every step."""
+"""Kernel ridge regression with precomputed products, for evaluation at many particles."""
 
 from __future__ import annotations
 

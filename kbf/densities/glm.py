@@ -1,4 +1,4 @@
-"""Generalised linear densities in kernel features of u: heteroscedastic Gaussian, counts, binary values.
+"""Generalised linear densities in kernel features: heteroscedastic Gaussian, counts, binary values.
 
 Components are independent given u (Gaussian ones after whitening by their covariance). The
 coefficients are those of the largest penalised likelihood, by Fisher scoring, for several ridges at
@@ -161,7 +161,9 @@ def fisher_scoring(
     dispersion: Tensor,
     rounds: int = 25,
 ) -> Float[Tensor, "m g p q"]:
-    """Coefficients of the largest log likelihood - ridge / 2 |coefficients|^2 (without the intercept), for each ridge.
+    """Return the coefficients of the largest penalised log likelihood, for each ridge.
+
+    The penalty is ridge / 2 |coefficients|^2, without the intercept.
 
     The variance of ``spread`` is fitted to squared residuals with the posterior variance of the
     mean added: a mean that follows the points does not make the noise look small.
@@ -238,7 +240,9 @@ def fit_parameters(
     ridges: tuple[float, ...] = RIDGES,
     rank: int = 48,
 ) -> Candidate:
-    """Fit a density; bandwidth, ridge and dispersion have the best log score in blocked cross-validation.
+    """Fit a density of one family.
+
+    Bandwidth, ridge and dispersion are those of the best log score in blocked cross-validation.
 
     Args:
         family: one of `FAMILIES`.

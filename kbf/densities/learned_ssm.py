@@ -1,4 +1,4 @@
-"""A state-space model learned from recordings: kernel ridge maps with Gaussian residuals, or conditional laws of another shape.
+"""State-space model learned from recordings: kernel ridge maps or other conditional densities.
 
 The particle filter on it is `kbf.filters.particle.learned`, the Kernel Bayes Filter over draws from
 it `kbf.filters.kernel.simulated_kbf`.
@@ -26,7 +26,7 @@ MAX_PAIRS = 5000
 
 
 class LearnedModel(NamedTuple):
-    """A `kbf.ssm.StateSpace` made of two laws: z' given z, or (z, u) with a control u, and x given z."""
+    """A `kbf.ssm.StateSpace` of two densities: z' given z (and a control u), and x given z."""
 
     transition: RidgeMap | ConditionalDensity
     observation: RidgeMap | ConditionalDensity
@@ -84,7 +84,7 @@ def learn_model(
     densities: tuple[str, str | SelectedSensors] = ("gaussian", "gaussian"),
     known: Sequence[Known] = (),
 ) -> LearnedModel:
-    """Both laws from the transition pairs and the observed points of a memory, in float64.
+    """Fit both densities to the transitions and the observed points of a memory, in float64.
 
     Args:
         memory: the recordings.
@@ -114,7 +114,10 @@ def learn_model(
 def observation_density(
     density: str | SelectedSensors, sequences: list[Recording], known: Sequence[Known] = ()
 ) -> Any:
-    """The law of observations by its name, or that of sensors: of each of them as many readings as there are, up to `MAX_PAIRS`."""
+    """Fit the density of observations, or that of each sensor.
+
+    A density is fitted to at most `MAX_PAIRS` pairs, those of sensors to all readings.
+    """
     seen, obs = observed_pairs(sequences)
     if not isinstance(density, str):
         return density.fit(seen, obs)
@@ -128,7 +131,7 @@ def fit(
     outputs: Float[Tensor, "n q"],
     known: Sequence[Known] = (),
 ) -> Any:
-    """A law by its name: a `RidgeMap` or another `kbf.densities.base.ConditionalDensity`."""
+    """Fit a density by its name: a `RidgeMap` or another `ConditionalDensity`."""
     for each in known:
         here = each.name == density and each.inputs.device == inputs.device
         if (

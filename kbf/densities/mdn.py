@@ -1,4 +1,4 @@
-"""Mixture density networks: an ensemble, each network stopped early on a block that it is not fitted to."""
+"""Mixture density networks: an ensemble, each network stopped early on a held-out block."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class MixtureDensityNetwork(NamedTuple):
     output_scale: Tensor
 
     def components(self, u: Float[Tensor, "*b d"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Log shares ``*b k``, means and log standard deviations ``*b k q`` of all networks' components, standardised."""
+        """Return the parameters of all networks' components at u, standardised.
+
+        These are log shares ``*b k``, and means and log standard deviations ``*b k q``.
+        """
         rows = (u.reshape(-1, u.shape[-1]) - self.input_mean.to(u)) / self.input_scale.to(u)
         layers = tuple(layer.to(u) for layer in self.layers)
         log_shares, means, sizes = heads(
@@ -140,7 +143,9 @@ def fit_networks(
     decay: float = 1e-3,
     seed: int = 0,
 ) -> Candidate:
-    """Fit by AdamW on all points at once; network k is not fitted to block k, where its best epoch is chosen.
+    """Fit an ensemble by AdamW on all points at once.
+
+    Network k is not fitted to block k; its best epoch is selected there.
 
     Args:
         u: inputs ``n d``. y: outputs ``n q``.

@@ -1,4 +1,4 @@
-"""Mixtures of kernel ridge maps by expectation and maximisation: heavy tails, clutter, and outputs with several branches.
+"""Mixtures of kernel ridge maps by EM: heavy tails, clutter, outputs with several branches.
 
 Each of K maps is linear in the same features, y = A_k^T phi(u) + scale_k(u)^1/2 S_k^1/2 e, with a
 share of its own; e is standard normal, or Student with nu degrees of freedom. A background that
@@ -36,13 +36,21 @@ WIDE = 0.05
 
 
 class Background(NamedTuple):
-    """Uniform on a box, but for a share `WIDE` that is Gaussian with the box's middle and lengths: low ``q``, high ``q``."""
+    """Uniform density on a box, mixed with a wide Gaussian.
+
+    The Gaussian has the share `WIDE`, the middle of the box as its mean and the lengths of the box
+    as standard deviations.
+
+    Attributes:
+        low: ``q``.
+        high: ``q``.
+    """
 
     low: Tensor
     high: Tensor
 
     def log_density(self, y: Float[Tensor, "*b q"]) -> Float[Tensor, "*b"]:
-        """The logarithm of the density, which looks at no u."""
+        """The logarithm of the density, which does not depend on u."""
         low, high = self.low.to(y), self.high.to(y)
         length, white = high - low, (y - (low + high) / 2) / (high - low)
         wide = math.log(WIDE) - (0.5 * (white.square() + LOG_2PI) + length.log()).sum(-1)
@@ -107,7 +115,10 @@ class MapMixture(NamedTuple):
         return means.to(u), scales.to(u)
 
     def parts(self, y: Tensor, means: Tensor, scales: Tensor) -> Float[Tensor, "*e k"]:
-        """Log share times density of each map, and of the background; means and scales as of `predict`."""
+        """Log of share times density for each map, and for the background.
+
+        Means and scales are as returned by `predict`.
+        """
         q, shares = y.shape[-1], self.log_shares.to(y)
         white = torch.stack(
             [whitened(y - m, root) for m, root in zip(means.unbind(-2), self.root, strict=True)], -2
@@ -156,7 +167,7 @@ class MapMixture(NamedTuple):
         return torch.where((chosen == K)[..., None], self.background.sample(y, generator), y)
 
     def mean(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q"]:
-        """E[y | u]; of a Student law with nu <= 1, which has none, its middle."""
+        """E[y | u]; the middle of a Student density with nu <= 1, which has no mean."""
         means, shares = self.predict(u)[0], self.log_shares.exp().to(u)
         mean = (shares[: len(self.root), None] * means).sum(-2)
         return (
@@ -198,7 +209,7 @@ def log_radial(squared: Tensor, q: int, degrees: float | None) -> Tensor:
 
 
 class Fitted(NamedTuple):
-    """A mixture with its leave-one-out log score, the responsibilities ``n k`` it ended with, and its ridge."""
+    """A fitted mixture: leave-one-out log score, final responsibilities ``n k``, and ridge."""
 
     density: MapMixture
     score: float
@@ -217,7 +228,9 @@ def expectation_maximisation(
     background: Background | None,
     rounds: int,
 ) -> Fitted:
-    """Maps, noises and shares from responsibilities, these from them, in turn, until the score stays.
+    """Fit a mixture by EM: parameters given responsibilities, and responsibilities in turn.
+
+    Iterations stop when the score no longer changes.
 
     Every point meets each map as fitted *without* it, in closed form: with h = phi^T (Phi^T W Phi +
     ridge)^-1 phi and its weight w, the residual is e / (1 - w h) and the scale 1 + h / (1 - w h).
@@ -304,7 +317,10 @@ def fit_maps(
     tries: int = 10,
     seed: int = 0,
 ) -> Fitted:
-    """Fit a mixture; features, ridge, and of several maps the start, are those of the best leave-one-out score.
+    """Fit a mixture of maps.
+
+    The features, the ridge and, for several maps, the start are selected by the leave-one-out log
+    score.
 
     Args:
         features: of the inputs, to choose from: those that suit a single Gaussian map are often too
@@ -340,7 +356,7 @@ def fit_maps(
 def branches(
     u: Float[Tensor, "n d"], residual: Float[Tensor, "n q"], maps: int, tries: int, seed: int
 ) -> Iterator[Float[Tensor, "n k"]]:
-    """Responsibilities to start several maps from: softmax of residual . B_k (u, 1) with random B_k."""
+    """Yield initial responsibilities: softmax of residual . B_k (u, 1) with random B_k."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.cat([standard(u), torch.ones_like(u[:, :1])], -1)
     for _ in range(tries):

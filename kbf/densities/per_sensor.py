@@ -1,13 +1,13 @@
-"""Density of observations with missing sensors: one density per sensor, fitted where it is present.
+"""Density of observations with missing sensors: one density per sensor.
 
-Columns that always fall silent together are one sensor. Given the state the sensors' errors are
-taken to be independent,
+Columns that are always missing together are one sensor. Given the state, the errors of the sensors
+are assumed to be independent,
 
     p(x | z) = prod_s p(x_s | z),
 
-so that a silent sensor (NaN in any of its columns) is left out of the likelihood, and each sensor
-has a law of its own shape: one may count, another have heavy tails. A sensor that is read less
-often than the rows come is silent between its readings.
+so that a missing sensor (NaN in any of its columns) is left out of the likelihood, and each sensor
+has a density of its own type: counts for one, heavy tails for another. A sensor with a lower rate
+than the rows is missing between its readings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIN_READINGS = 10
 
 
 class PerSensorDensity(NamedTuple):
-    """p(x | z) = prod_s p(x_s | z) over the sensors s that speak; a `kbf.densities.base.ConditionalDensity` of observations with NaN.
+    """Product of one density per sensor, a `ConditionalDensity` of observations with NaN.
 
     Attributes:
         laws: one for each sensor. columns: of x, those of each sensor; columns of none are not
@@ -55,7 +55,7 @@ class PerSensorDensity(NamedTuple):
     def log_density(
         self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]
     ) -> Float[Tensor, "*e"]:
-        """log p(y | u) of the sensors that speak in y."""
+        """log p(y | u) of the sensors that are present in y."""
         total = y.new_zeros(())
         for density, (reading, spoke) in zip(self.densities, self.readings(y), strict=True):
             total = total + torch.where(spoke, density.log_density(reading, u), 0)
@@ -100,7 +100,7 @@ class PerSensorDensity(NamedTuple):
 
 
 def find_sensors(obs: Float[Tensor, "n q"]) -> Int[Tensor, " q"]:
-    """The number of each column's sensor: columns that always fall silent together are one.
+    """The number of each column's sensor: columns that are always missing together are one sensor.
 
     Where nothing is missing, each column is a sensor, and a pair (cos, sin) is one.
 
@@ -122,7 +122,7 @@ def find_sensors(obs: Float[Tensor, "n q"]) -> Int[Tensor, " q"]:
 
 
 class SelectedSensors(nn.Module):
-    """Which columns are one sensor, and which law each sensor's readings follow, as a part of a model that its checkpoint keeps.
+    """Columns and density of each sensor, as a module that a checkpoint stores.
 
     Attributes:
         column: ``q``, the number of each column's sensor; empty where no sensor may be silent.
@@ -134,19 +134,19 @@ class SelectedSensors(nn.Module):
     density: Tensor
 
     def __init__(self) -> None:
-        """None yet: `choose` or a checkpoint brings them."""
+        """No sensor is found before `choose` is called or a checkpoint is loaded."""
         super().__init__()
         for name in ("column", "density"):
             self.register_buffer(name, torch.zeros(0, dtype=torch.long))
 
     @property
     def known(self) -> bool:
-        """Whether sensors may be silent, one by one."""
+        """Whether the sensors have been found."""
         return len(self.column) > 0
 
     @property
     def counts(self) -> bool:
-        """Whether all sensors count."""
+        """Whether the density of every sensor is one of counts."""
         return all(DENSITIES[k] in ("poisson", "negbin") for k in self.density.tolist() if k >= 0)
 
     def columns(self) -> list[list[int]]:
@@ -157,7 +157,9 @@ class SelectedSensors(nn.Module):
     def choose(
         self, u: Float[Tensor, "n d"], obs: Float[Tensor, "n q"], name: str | None = None
     ) -> None:
-        """Find the sensors, and for each the law of its readings given the states u: ``name``, or the best on what is held out.
+        """Find the sensors and select the density of each, given the states u.
+
+        ``name`` is the density of all sensors; None selects by the held-out log score.
 
         Raises:
             ValueError: as `kbf.densities.selection.select_density`; or no sensor that speaks often
@@ -183,7 +185,7 @@ class SelectedSensors(nn.Module):
 
     @torch.no_grad()
     def fit(self, u: Float[Tensor, "n d"], obs: Float[Tensor, "n q"]) -> PerSensorDensity:
-        """The law for these points; a sensor that speaks less than `MIN_READINGS` times in them is left out.
+        """Fit the density of each sensor with at least `MIN_READINGS` readings.
 
         Raises:
             ValueError: as `kbf.densities.selection.fit_density`; or no sensor that speaks often
@@ -203,7 +205,7 @@ class SelectedSensors(nn.Module):
         return PerSensorDensity(tuple(densities), tuple(places), obs.shape[1])
 
     def hyperparameters(self) -> dict[str, float]:
-        """The law of each sensor by its position in `DENSITIES`, for logs."""
+        """The density of each sensor by its position in `DENSITIES`, for logs."""
         return {
             f"law/sensor_{k}": float(density) for k, density in enumerate(self.density.tolist())
         }

@@ -3,17 +3,18 @@
 An encoder of images x predicts the state, its uncertainty, and the probability that the image is
 not informative. Its output is a *density ratio*
 
-    r(x, z) = p(z | x) / p(z) = pi_0(x) + sum_j pi_j(x) N(z; m_j(x), S_j(x)) / p(z),    pi_0 + ... + pi_J = 1,
+    r(x, z) = p(z | x) / p(z) = pi_0(x) + sum_j pi_j(x) N(z; m_j(x), S_j(x)) / p(z),
+    pi_0 + ... + pi_J = 1,
 
-where pi_0 is the probability that x is not informative. By Bayes' rule r(x, z) = p(x | z) / p(x): it
-is all that a filter needs of an observation. The division by p(z) is what lets images add up. An
-image of noise has r = 1 everywhere, and ten of them in a row leave a belief as it was; the density
-p(z | x) = p(z) that a regression with a variance learns would pull it ten times to where states are
-common.
+where pi_0 is the probability that x is not informative. By Bayes' rule r(x, z) = p(x | z) / p(x),
+which is all that a filter requires of an observation. Because of the division by p(z), repeated
+observations add no information: an image of noise has r = 1 everywhere, and ten of them in a row do
+not change a belief, whereas the density p(z | x) = p(z) of a regression with a variance would move
+it ten times towards common states.
 
-Such a ratio travels as a row of numbers, the *code* of the image: the mean E[z | x] ``d``, the
-logarithms of pi_0..pi_J, and for each j the mean m_j ``d`` and R_j, lower triangular, with S_j^-1 =
-R_j^T R_j: the logarithms of its diagonal, then what is below it.
+The encoding of an image is a row of numbers: the mean E[z | x] ``d``, the logarithms of
+pi_0..pi_J, and for each j the mean m_j ``d`` and R_j, lower triangular, with S_j^-1 = R_j^T R_j:
+the logarithms of its diagonal, then the entries below it.
 
 References: Bishop (1994), Mixture density networks, for the Gaussians; Sugiyama, Suzuki and
 Kanamori (2012), for ratios.
@@ -47,7 +48,7 @@ BROAD = 0.1
 
 
 class StateDensity(NamedTuple):
-    """p(z), a kernel density: Gaussians of one width at training states, and a `BROAD` one around them all.
+    """Kernel density p(z): Gaussians of one width at training states, and one broad Gaussian.
 
     Attributes:
         points: ``n d``. width: standard deviation of each, ``()``.
@@ -57,7 +58,10 @@ class StateDensity(NamedTuple):
     width: Tensor
 
     def log(self, z: Float[Tensor, "*b d"]) -> Float[Tensor, "*b"]:
-        """log p(z), p(z) = (0.9 / n) sum_i N(z; z_i, width^2 I) + 0.1 N(z; mean, variance I), in the type of z."""
+        """log p(z), p(z) = 0.9 / n sum_i N(z; z_i, width^2 I) + 0.1 N(z; mean, variance I).
+
+        In the type of z.
+        """
         rows, points = z.reshape(-1, z.shape[-1]), self.points.to(z)
         width, middle = self.width.to(z), points.mean(0, keepdim=True)
         wide = (points.var(0, correction=0).mean() + width.square()).sqrt()
@@ -76,7 +80,7 @@ def log_kernels(
 
 
 def fit_state_density(states: Float[Tensor, "n d"]) -> StateDensity:
-    """The density of training states, with the width of the best log score in blocked cross-validation.
+    """Fit p(z); the width has the best log score in blocked cross-validation.
 
     Raises:
         ValueError: fewer than two states.
@@ -99,7 +103,7 @@ def fit_state_density(states: Float[Tensor, "n d"]) -> StateDensity:
 
 
 class Ratio(NamedTuple):
-    """What is behind the mean in a code.
+    """Parameters of a density ratio, as read from an encoding.
 
     Attributes:
         log_shares: ``*b J+1``, of pi_0..pi_J. centres: ``*b J d``, m_j. roots: ``*b J d d``, R_j.
@@ -110,7 +114,7 @@ class Ratio(NamedTuple):
     roots: Tensor
 
     def log_gaussians(self, z: Float[Tensor, "*c d"]) -> Float[Tensor, "*e J"]:
-        """log N(z; m_j, S_j); z broadcasts with the codes."""
+        """log N(z; m_j, S_j); z broadcasts with the encodings."""
         white = (self.roots @ (z[..., None, :] - self.centres)[..., None])[..., 0]
         diagonal = self.roots.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return diagonal - 0.5 * white.square().sum(-1) - 0.5 * z.shape[-1] * LOG_2PI
@@ -125,12 +129,12 @@ class Ratio(NamedTuple):
 
 
 def numbers_of_one(d: int) -> int:
-    """Numbers that a Gaussian takes in a code, without its share."""
+    """Numbers of one Gaussian in an encoding, without its share."""
     return d + d * (d + 1) // 2
 
 
 def encoding_width(d: int, components: int) -> int:
-    """Numbers in a code: the mean, J + 1 shares and J Gaussians.
+    """Numbers in an encoding: the mean, J + 1 shares and J Gaussians.
 
     >>> encoding_width(2, components=2)
     15
@@ -139,7 +143,7 @@ def encoding_width(d: int, components: int) -> int:
 
 
 def read_encoding(code: Float[Tensor, "*b w"], d: int) -> Ratio:
-    """The ratio of codes of states with d components.
+    """Read the density ratios of encodings, for states with d components.
 
     Raises:
         ValueError: a width that no number of Gaussians has.
@@ -161,9 +165,9 @@ def read_encoding(code: Float[Tensor, "*b w"], d: int) -> Ratio:
 def mixed(
     encodings: list[Float[Tensor, "*b w"]], d: int, *, alone: int | None = None
 ) -> Float[Tensor, "*b v"]:
-    """The code of the equal mixture of several: what members of an ensemble say together, with all of their Gaussians.
+    """Return the encoding of the equal mixture of several, with all of their Gaussians.
 
-    With ``alone=k`` only member k counts, in a code of the same width.
+    With ``alone=k`` only member k has a share, in an encoding of the same width.
     """
     one = numbers_of_one(d)
     components = (encodings[0].shape[-1] - d - 1) // (one + 1)
@@ -182,7 +186,7 @@ def mixed(
 
 
 class RatioDensity(NamedTuple):
-    """Such codes as the observations of a model: a likelihood up to p(x), and nothing that could be drawn.
+    """Density ratios as the observations of a model: a likelihood up to p(x), without samples.
 
     ``density``: p(z).
     """
@@ -192,7 +196,7 @@ class RatioDensity(NamedTuple):
     def log_density(
         self, y: Float[Tensor, "*b w"], u: Float[Tensor, "*c d"]
     ) -> Float[Tensor, "*e"]:
-        """log r(x, z) of the code y of x, at z = u; they broadcast."""
+        """log r(x, z) of the encoding y of x, at z = u; they broadcast."""
         return read_encoding(y.to(u), u.shape[-1]).log_ratio(u, self.density.log(u))
 
     def sample(self, u: Float[Tensor, "*b d"], generator: Generator | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Kernel ridge regression with its predictive distribution: the Gaussian conditional density p(y | u)."""
+"""Kernel ridge regression with its predictive distribution, a Gaussian p(y | u)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kbf.ssm import normal
 
 
 class RidgeMap(NamedTuple):
-    """A regression with its predictive distribution: y | u ~ N(m(u), scale(u) S), a `ConditionalDensity`.
+    """Kernel ridge regression, a `ConditionalDensity`: y | u ~ N(m(u), scale(u) S).
 
     Kernel ridge regression y = A^T phi(u) in r Nystrom features phi of a kernel is Bayesian linear
     regression with noise covariance S and prior variance S / (n reg); its predictive covariance is
@@ -98,7 +98,10 @@ class RidgeMap(NamedTuple):
     def expected(
         self, mean: Float[Tensor, "*b q"], scale: Float[Tensor, "*b"]
     ) -> Float[Tensor, "*b q"]:
-        """E y of a prediction: where a pair is a point of the circle, shorter than 1, by exp(-variance of the angle / 2)."""
+        """E y of a prediction.
+
+        A pair that is a point of the circle is shortened by exp(-variance of the angle / 2).
+        """
         length = torch.ones_like(mean)
         for before, start in enumerate(self.manifold.circles):
             angle = start - before  # of the displacement
@@ -194,7 +197,7 @@ def fit_ridge_map(
     rank: int = 128,
     diagonal: bool = False,
 ) -> RidgeMap:
-    """Fit y on u; the kernel, its numbers and the ridge minimise the leave-one-out log loss, in closed form.
+    """Fit y on u; kernel, settings and ridge minimise the leave-one-out log loss in closed form.
 
     With H_i = 1 - phi_i^T (Phi^T Phi + n reg I)^-1 phi_i, the mean at point i when it is left out
     is y_i - e_i / H_i and its scale is 1 / H_i (offset, landmarks and the ridge n reg stay as they
@@ -273,7 +276,7 @@ def fit_ridge_map(
 
 
 def refitted(map: RidgeMap, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> RidgeMap:
-    """The map with the same kernel, landmarks and ridge, fitted to other points (`fit_ridge_map`)."""
+    """Return the map fitted to other points, with the same kernel, landmarks and ridge."""
     phi, offset = map.features(u), y.mean(0)
     factor = torch.linalg.inv(phi.mT @ phi + map.ridge * torch.eye(phi.shape[1]).to(phi))
     coefficients = factor @ (phi.mT @ (y - offset))
@@ -301,7 +304,7 @@ def kernel_candidates(
     slopes: tuple[float, ...],
     biases: tuple[float, ...],
 ) -> list[Kernel]:
-    """The kernels of these names with every candidate setting of `fit_ridge_map`, in the units of u."""
+    """Return the kernels of these names with every candidate setting of `fit_ridge_map`."""
     median, size = median_distance(u, distinct=True), u.square().sum(-1).mean().sqrt().item()
     candidates: list[Kernel] = []
     for name in names:
@@ -324,7 +327,7 @@ def kernel_candidates(
 
 
 class Join(NamedTuple):
-    """(z, u) as one vector, the input of a map: every control is shifted and scaled to spread as the states do.
+    """(z, u) as one vector, the input of a map; controls are scaled to the spread of the states.
 
     Attributes:
         shift: ``k``, the mean control. scale: ``k``, states' spread over the control's.
@@ -340,6 +343,6 @@ class Join(NamedTuple):
 
 
 def join_of(z: Float[Tensor, "m d"], u: Float[Tensor, "m k"]) -> Join:
-    """The `Join` of recorded moves, states z and controls u; a control that never changes is left out (its scale is 0)."""
+    """Return the `Join` of states z and controls u; a constant control has scale 0."""
     spread, own = z.var(0, correction=0).mean().sqrt(), u.std(0, correction=0)
     return Join(u.mean(0), torch.where(own > 0, spread / own, 0))

@@ -1,12 +1,12 @@
-"""A state-space model learned from recordings whose state carries its velocity, where that is what moves it.
+"""State-space model learned from recordings, with the velocity in the state.
 
-A position alone does not determine the next one; a position and its last change do. With ``order=2`` the
-model's state is (z_t, z_t - z_{t-1}), and the change z_{t+1} - z_t is a regression on both, and on
-the control. With ``order=1`` it is z_t alone.
+A position alone does not determine the next one; a position and its last change do. With
+``order=2`` the state of the model is (z_t, z_t - z_{t-1}), and the change z_{t+1} - z_t is a
+regression on both, and on the control. With ``order=1`` the state is z_t alone.
 
-One-step residuals of smooth motion are tiny, and errors of the regression go on from step to step:
-a filter that treats them as independent noise has far too small covariances and diverges. ``inflation``
-widens the noise of the moves; it is selected on held-out blocks by the model that is fitted
+One-step residuals of smooth motion are tiny, and errors of the regression accumulate from step to
+step: a filter that treats them as independent noise has far too small covariances and diverges.
+``inflation`` widens the noise of the transitions; it is selected on held-out blocks
 (`kbf.filters.kernel_monte_carlo.model.KernelMonteCarlo`), not from residuals.
 """
 
@@ -38,7 +38,7 @@ ORDERS = (1, 2)
 
 
 class LaggedModel(NamedTuple):
-    """A `kbf.ssm.StateSpace` (without a density) of states (z_t) or (z_t, z_t - z_{t-1}).
+    """A `kbf.ssm.StateSpace` (without log p(z' | z)) of states (z_t) or (z_t, z_t - z_{t-1}).
 
     Attributes:
         change: of z_{t+1} - z_t given the state and the control. observation: of x given z.
@@ -84,7 +84,10 @@ class LaggedModel(NamedTuple):
     def observe(
         self, s: Float[Tensor, "*b e"], generator: Generator | None = None
     ) -> Float[Tensor, "*b q"]:
-        """Draw x given the state. Where several draws are of one state, ``s`` expanded, the regression is evaluated once."""
+        """Draw x given the state.
+
+        For several draws of one state (``s`` expanded) the regression is evaluated once.
+        """
         z = s[..., : self.d]
         if not isinstance(self.observation, MergedMap) or z.ndim < 2 or z.stride(-2) != 0:
             return self.observation.sample(z, generator)
@@ -102,7 +105,7 @@ class LaggedModel(NamedTuple):
 
 
 def lagged_states(states: Float[Tensor, "T d"], order: int) -> Float[Tensor, "t e"]:
-    """The model's states of a recording, from its first step (order 1) or its second (order 2) on."""
+    """The model's states of a recording, from step 1 (order 1) or step 2 (order 2) on."""
     return states if order == 1 else torch.cat([states[1:], states[1:] - states[:-1]], -1)
 
 
@@ -118,7 +121,7 @@ def learn_lagged_model(
     inflation: float = 1.0,
     density: str | SelectedSensors = "gaussian",
 ) -> LaggedModel:
-    """Fit the regression of changes and the law of observations, in float64.
+    """Fit the regression of changes and the density of observations, in float64.
 
     Args:
         memory: the recordings.
@@ -170,7 +173,7 @@ def learn_lagged_model(
 
 
 def widened(model: LaggedModel, inflation: float) -> LaggedModel:
-    """The model with noise of moves that is so many times as wide as its one-step residuals, at least 1.
+    """The model whose transition noise is ``inflation`` >= 1 times as wide as one-step residuals.
 
     Residuals on a circle lie along it, in all directions in turn, and their covariance has half of
     their variance in each: what a draw has across the circle is projected away. There the variance

@@ -1,4 +1,4 @@
-"""The laws that a model has chosen for its recordings, as a part of it that its checkpoint keeps."""
+"""The selected densities of a model, as a module that its checkpoint stores."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ SIDES = ("transition", "observation")
 
 
 class SelectedDensities(nn.Module):
-    """Densities of transitions and observations: given by name, or selected on held-out data (`choose`).
+    """Densities of transitions and observations, given by name or selected (`choose`).
 
     Attributes:
-        chosen: ``2``, positions in `kbf.densities.selection.DENSITIES`, of moves and observations;
-            Gaussian where there was no choice.
-        scores: ``2 l``, the held-out log score of each law, nats a point. tried: ``2 l``, whether
-            there is one.
-        fitted: the chosen laws of the recordings they were chosen for, to be used without another
-            fit.
-        partial: whether sensors may be silent one by one, NaN in columns of an observation.
-            sensors: then each has a law of its own, in place of the one of observations.
+        chosen: ``2``, positions in `kbf.densities.selection.DENSITIES` of the densities of
+            transitions and observations; the Gaussian without a selection.
+        scores: ``2 l``, the held-out log score of each density, nats per point.
+        tried: ``2 l``, whether the density was a candidate.
+        fitted: the selected densities with the pairs that they are fitted to, so that they need not
+            be fitted again.
+        allow_missing_sensors: whether components of observations may be NaN. Each sensor then has
+            its own density.
+        sensors: these densities.
     """
 
     chosen: Tensor
@@ -38,7 +39,9 @@ class SelectedDensities(nn.Module):
     allow_missing_sensors: bool
 
     def __init__(self, transition: str | None = None, observation: str | None = None) -> None:
-        """Names of laws, or None for the best on what is held out; laws of counts are of observations.
+        """Take the names of densities, or None to select them by held-out log scores.
+
+        Densities of counts are for observations only.
 
         Raises:
             ValueError: an unknown name, or a law of counts for moves.
@@ -72,17 +75,17 @@ class SelectedDensities(nn.Module):
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the laws of moves and of observations."""
+        """Names of the densities of transitions and of observations."""
         transition_density, observation_density = (DENSITIES[k] for k in self.chosen.tolist())
         return transition_density, observation_density
 
     @property
     def kinds(self) -> tuple[str, str | SelectedSensors]:
-        """What `kbf.densities.learned_ssm.learn_model` is to fit: the names, or the sensors with theirs."""
+        """The arguments of `kbf.densities.learned_ssm.learn_model`: names, or the sensors."""
         return self.names[0], self.sensors if self.sensors.known else self.names[1]
 
     def select_if_missing(self, memory: Recording | list[Recording]) -> None:
-        """`choose`, unless ``prepare`` or a checkpoint did: a filter made without has laws that suit its recordings, too.
+        """Call `choose` unless ``prepare`` or a checkpoint has selected the densities.
 
         Raises:
             ValueError: observations that are no vectors, or as `choose`.
@@ -98,7 +101,7 @@ class SelectedDensities(nn.Module):
 
     @torch.no_grad()
     def choose(self, memory: Recording | list[Recording]) -> None:
-        """Choose those that were left open. Where there are controls, moves stay Gaussian.
+        """Select the densities that are not given. With controls, transitions are Gaussian.
 
         Raises:
             ValueError: as `kbf.densities.selection.select_density`.
@@ -134,7 +137,10 @@ class SelectedDensities(nn.Module):
             self.tried[k] = torch.tensor([name in choice.scores for name in DENSITIES])
 
     def hyperparameters(self) -> dict[str, float]:
-        """Held-out log scores of the laws that were tried and the place of the chosen one among all; empty if both were given."""
+        """Held-out log scores of the candidates, and the position of the selected one.
+
+        Empty if both densities are given.
+        """
         if None not in self.ratio_dim:
             return {}
         numbers = {}

@@ -1,22 +1,25 @@
-"""Selection of a conditional density by the held-out log score in blocked cross-validation; ties go to the simpler.
+"""Selection of a conditional density by held-out log score; ties go to the simpler one.
 
-Only training pairs are used. The candidates, in order of complexity:
+Only training pairs are used, in blocked cross-validation. The candidates, in order of complexity:
 
-==============  ======================================================================================  =======================
-``gaussian``    a kernel ridge map with Gaussian noise of one covariance                                 `densities.ridge`
-``student``     the same with Student noise                                                              `densities.mixtures`
-``clutter``     the same with Gaussian noise, and a background that does not look at u                   `densities.mixtures`
-``spread``      a Gaussian whose mean and variance depend on u                                           `densities.glm`
-``branches``    two ridge maps, each with its share                                                      `densities.mixtures`
-``networks``    mixture density networks; tried only where one of the above is better than gaussian      `densities.mdn`
-``poisson``     counts; with them ``negbin`` and, where there are two values only, ``bernoulli``         `densities.glm`
-``categories``  values without an order: 3 to 12 levels, each with its share                             `densities.categories`
-==============  ======================================================================================  =======================
+==============  ==========================================================  =====================
+``gaussian``    a kernel ridge map with Gaussian noise of one covariance    `densities.ridge`
+``student``     the same with Student noise                                 `densities.mixtures`
+``clutter``     Gaussian noise and a background that does not depend on u   `densities.mixtures`
+``spread``      a Gaussian whose mean and variance depend on u              `densities.glm`
+``branches``    two ridge maps, each with its share                         `densities.mixtures`
+``networks``    mixture density networks; candidates only if one of the     `densities.mdn`
+                above is better than ``gaussian``
+``poisson``     counts; also ``negbin``, and ``bernoulli`` for two values   `densities.glm`
+``categories``  values without an order: 3 to 12 levels, each with its      `densities.categorical`
+                share
+==============  ==========================================================  =====================
 
-Whole numbers (evenly spaced values of any step, at most `MAX_STEPS` of them) get the laws of counts,
-and a Gaussian; where their step is below half the noise's standard deviation (readings that were
-rounded, large counts) the others as well, each value spread evenly over its cell. Landmarks,
-bandwidths, ridges and the background's box are of all points; coefficients and noise are held out.
+Candidates for whole numbers (evenly spaced values of any step, at most `MAX_STEPS` of them) are the
+densities of counts and the Gaussian. If the step is below half the standard deviation of the noise
+(rounded readings, large counts) the others are candidates as well, with each value spread evenly
+over its cell. Landmarks, bandwidths, ridges and the box of the background are those of all points;
+coefficients and noise are held out.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ DENSITIES = ("gaussian", "student", "clutter", "spread", "branches", "networks",
 
 
 class Choice(NamedTuple):
-    """What was chosen, and what it was chosen from.
+    """The selected density and its candidates.
 
     Attributes:
         name: of the law. law: fitted to all points.
@@ -101,7 +104,7 @@ class Choice(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A law of a name, as fitted to inputs and outputs in float64."""
+    """A density, with the inputs and outputs in float64 that it is fitted to."""
 
     name: str
     inputs: Tensor
@@ -117,7 +120,7 @@ def select_density(
     map: RidgeMap | None = None,
     counts: bool = True,
 ) -> Choice:
-    """Fit every law that suits the outputs, and choose.
+    """Fit every density that suits the outputs, and select one.
 
     Args:
         u: inputs ``n d``. y: outputs ``n q``, both in time's order.
@@ -190,9 +193,10 @@ def chain(found: dict[str, Candidate]) -> str:
 
 
 def better(gain: Float[Tensor, " n"], sure: float = MIN_STD_ERRORS) -> bool:
-    """Whether gains are positive on average, and by ``sure`` standard errors with both `TAILS` cut to where they begin.
+    """Whether gains are positive on average, and by ``sure`` standard errors without their tails.
 
-    Without the cut one outlier of a Gaussian law would gain so much that nothing was sure.
+    Both `TAILS` are clamped: otherwise one outlier of a Gaussian density would dominate the
+    standard error.
     """
     cut = gain.clamp(gain.quantile(TAILS), gain.quantile(1 - TAILS))
     return float(gain.mean()) > 0 and float(cut.mean()) > sure * float(cut.std() / len(cut) ** 0.5)
@@ -226,7 +230,7 @@ def candidate(
     map: RidgeMap,
     step: Float[Tensor, " q"] | None = None,
 ) -> Candidate:
-    """A law of this name, fitted to all points, and its held-out log scores."""
+    """Fit the density of this name to all points, with held-out log scores."""
     if name == "gaussian":
         refit = crosswise(len(y), lambda kept: refitted(map, u[kept], y[kept]), u, y)
         return Candidate(map, refit)
@@ -258,7 +262,7 @@ def crosswise(
 def again(
     fitted: Fitted, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"], kept: Tensor
 ) -> ConditionalDensity:
-    """A mixture of maps fitted to some of its points, from where it ended."""
+    """Refit a mixture of maps to some of its points, starting from its final responsibilities."""
     density = fitted.density
     part = expectation_maximisation(
         density.features,
@@ -274,7 +278,7 @@ def again(
 
 
 def features_to_try(map: RidgeMap, u: Float[Tensor, "n d"]) -> list[Features]:
-    """Those of a ridge map, with a constant, and those of Gaussian kernels of several bandwidths."""
+    """Return the features of a ridge map, and those of Gaussian kernels of several bandwidths."""
     median = median_distance(u, distinct=True)
     others = [
         features_of(partial(gaussian_kernel, bandwidth=factor * median), u, RANK)
@@ -284,14 +288,16 @@ def features_to_try(map: RidgeMap, u: Float[Tensor, "n d"]) -> list[Features]:
 
 
 def spread_evenly(y: Float[Tensor, "n q"], step: Float[Tensor, " q"]) -> Float[Tensor, "n q"]:
-    """Values spread over the cells of their lattice: a density of single values would have no bound."""
+    """Spread values over the cells of their lattice: densities of single values are unbounded."""
     return y + step * (
         torch.rand(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(0)).to(y) - 0.5
     )
 
 
 def lattice(y: Float[Tensor, "n q"], rows: float = 4.0) -> Float[Tensor, " q"] | None:
-    """The step of each column of whole numbers; None if one column is none, or has fewer than ``rows`` rows a value. Constant: 1.
+    """The step of each column of whole numbers; 1 for a constant column.
+
+    None if a column has other numbers, or fewer than ``rows`` rows for each value.
 
     >>> lattice(torch.tensor([[0.0, 5.0], [4.0, 5.0], [2.0, 5.0]]).repeat(3, 1))
     tensor([2., 1.])
@@ -316,7 +322,7 @@ def lattice(y: Float[Tensor, "n q"], rows: float = 4.0) -> Float[Tensor, " q"] |
 
 
 def with_noise_where_constant(y: Float[Tensor, "n q"]) -> Float[Tensor, "n q"]:
-    """Constant columns get noise of the least variance that a ridge map has too: every law then has a density."""
+    """Add the least noise of a ridge map to constant columns, so that densities exist."""
     constant = (y == y[:1]).all(0)
     if not bool(constant.any()) or lattice(y) is not None:
         return y
@@ -327,7 +333,7 @@ def with_noise_where_constant(y: Float[Tensor, "n q"]) -> Float[Tensor, "n q"]:
 
 @one_thread()
 def fit_density(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> ConditionalDensity:
-    """The law of a name for these points, without a choice: what a filter over other recordings is made from.
+    """Fit the density of this name to these points, without a selection.
 
     Raises:
         ValueError: an unknown name, counts that are not whole, or as

@@ -42,7 +42,9 @@ LEAST_DENSITY = 1e-6
 
 
 class Tail(NamedTuple):
-    """Distribution of a score over held-out steps: the empirical one, with an exponential tail above its upper `TAIL_SHARE`.
+    """Distribution of a score over held-out steps: empirical, with an exponential upper tail.
+
+    The tail holds the upper `TAIL_SHARE` of the scores.
 
     The tail gives p-values below one over the number of scores.
 
@@ -104,7 +106,7 @@ class Check(NamedTuple):
 
 
 class Monitor(NamedTuple):
-    """Distributions of the three scores, and the training observations that distances are measured to.
+    """Distributions of the three scores, and the training observations that distances refer to.
 
     Attributes:
         obs: ``m q``, at most `MOST_KEPT` training observations, flattened, as the innermost filter
@@ -214,7 +216,9 @@ def nearest(x: Shaped[Tensor, "b *x"], obs: Float[Tensor, "m q"]) -> Float[Tenso
 def innovation_score(
     filter: KernelBayesFilter, weights: Float[Tensor, "b n"], x: Shaped[Tensor, "b *x"]
 ) -> Float[Tensor, " b"]:
-    """Innovation score log(E m(X) / m(x)), m = sum_i w_i k_X(x_i, .) / sum_i w_i, X drawn from the prediction w.
+    """Innovation score log(E m(X) / m(x)), X drawn from the prediction w.
+
+    m = sum_i w_i k_X(x_i, .) / sum_i w_i.
 
     It is at most -log `LEAST_DENSITY`. With features, m(x) = mu^T psi(x), mu = Psi^T w / sum w, and
     E m(X) = ||mu||^2. NaN for rules without a kernel.
@@ -239,7 +243,7 @@ def innovation_score(
 
 
 def lower_median(recent: Float[Tensor, "*b w"]) -> Float[Tensor, "*b"]:
-    """Median (the lower of two) of the values that are not NaN; NaN where these are not more than half."""
+    """Lower median of the values that are not NaN; NaN unless these are more than half."""
     known = (~recent.isnan()).sum(-1, keepdim=True)
     ordered = recent.sort(-1).values  # NaN at the end
     median = ordered.gather(-1, (known - 1).clamp_min(0) // 2)

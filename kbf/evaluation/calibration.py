@@ -1,9 +1,12 @@
-"""Calibrated uncertainty: recalibrated covariances and credible regions, samples and densities of a posterior.
+"""Calibrated uncertainty: recalibrated covariances and credible regions.
 
-Held-out steps test the covariances C_t of a filter: s_t = (z_t - m_t)^T (C_t + F)^-1 (z_t
-- m_t), with F a small floor, should be d on average. `calibrate` keeps what they were; a
-`Calibration` then corrects covariances, and gives regions that hold a stated share of the states,
-however wrong the Gaussian may be.
+Held-out steps test the covariances C_t of a filter: the squared distance
+
+    s_t = (z_t - m_t)^T (C_t + F)^-1 (z_t - m_t),
+
+with a small diagonal F, should be d on average. `calibrate` keeps these distances; a `Calibration`
+corrects covariances and returns regions that contain a stated share of the states, whether or not
+the posterior is Gaussian.
 """
 
 from __future__ import annotations
@@ -54,11 +57,11 @@ class Calibration(NamedTuple):
         return mahalanobis(z, mean, floored(C, self.floor))
 
     def quantile(self, level: float) -> Tensor:
-        """The score that ``level`` of the steps do not exceed: the ceil((steps + 1) level)-th smallest.
+        """The ceil((steps + 1) level)-th smallest score: ``level`` of the steps do not exceed it.
 
         A new step, exchangeable with the held-out ones, has a score up to it with a probability of
-        at least ``level``. Where so few steps cannot tell (level above steps / (steps + 1)) it is
-        the largest score or the Gaussian's quantile, the larger.
+        at least ``level``. For a level above steps / (steps + 1) it is the largest score or the
+        Gaussian's quantile, whichever is larger.
 
         Raises:
             ValueError: a level that is not between 0 and 1.
@@ -73,7 +76,10 @@ class Calibration(NamedTuple):
         return self.scores[int(torch.searchsorted(ranks, rank))]
 
     def radius2(self, level: float) -> Tensor:
-        """Squared radius of the region {z: (z - mean)^T covariance(C)^-1 (z - mean) <= radius2} that holds ``level``."""
+        """Squared radius of the region {z: (z - m)^T covariance(C)^-1 (z - m) <= radius2}.
+
+        It contains the state with probability ``level``.
+        """
         return self.quantile(level) / self.scale
 
     def contains(
@@ -83,7 +89,7 @@ class Calibration(NamedTuple):
         C: Float[Tensor, "*b d d"],
         level: float,
     ) -> Bool[Tensor, "*b"]:
-        """Whether z is in the region of this level around an estimate with the filter's own covariance C."""
+        """Whether z is in the region of this level around an estimate with covariance C."""
         return self.score(z, mean, C) <= self.quantile(level).to(C)
 
     @staticmethod
@@ -101,7 +107,7 @@ class Calibration(NamedTuple):
 def calibrate(
     states: Float[Tensor, "m d"], means: Float[Tensor, "m d"], covariances: Float[Tensor, "m d d"]
 ) -> Calibration:
-    """Learn from held-out steps: c and F are those of the largest likelihood of the states under N(m_t, c (C_t + F)).
+    """Fit c and F to held-out steps by the likelihood of the states under N(m_t, c (C_t + F)).
 
     F is one of `FLOOR_SHARES` of the covariances' mean diagonal. Each has its best scale in closed
     form, c = mean(s) / d.
@@ -141,7 +147,10 @@ def calibrate(
 
 
 def floor_of(C: Float[Tensor, "m d d"], share: float = FLOOR_SHARES[0]) -> Float[Tensor, " d"]:
-    """F: a share of the mean variance of each component; for one of variance 0, of the mean over all components."""
+    """F, a share of the mean variance of each component.
+
+    For a component of variance 0 it is a share of the mean over all components.
+    """
     mean = C.diagonal(dim1=-2, dim2=-1).mean(0)
     return share * torch.where(mean > 0, mean, mean.mean()).clamp_min(torch.finfo(C.dtype).tiny)
 
@@ -160,7 +169,9 @@ def mahalanobis(
 
 
 def chi_square(level: float, d: int) -> float:
-    """The quantile of the chi-square distribution with d degrees of freedom: the squared radius of a Gaussian's region.
+    """Quantile of the chi-square distribution with d degrees of freedom.
+
+    It is the squared radius of a Gaussian's credible region.
 
     >>> round(chi_square(0.95, 2), 3)
     5.991

@@ -1,4 +1,4 @@
-"""Bayes-optimal errors ("floors") of filters, smoothers and forecasts, by particle filters of the true model."""
+"""Bayes-optimal errors ("floors") of filters, smoothers and forecasts, by particle filters."""
 
 from __future__ import annotations
 

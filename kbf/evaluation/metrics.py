@@ -22,7 +22,7 @@ def mse(
 
 
 def nmse(estimates: Float[Tensor, "n d"], states: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
-    """Mean squared error of each component over its variance: 1 is what the best constant has.
+    """Mean squared error of each component over its variance; the best constant has 1.
 
     Steps with an unknown state (NaN) do not count; a component that never varies has no NMSE (NaN).
 
@@ -43,7 +43,7 @@ class Excess(NamedTuple):
 
 
 def excess(errors: Float[Tensor, " s"], floors: Float[Tensor, " s"]) -> Excess:
-    """mean(errors) / mean(floors) - 1 over s seeds, error and floor of a seed measured on the same sequences.
+    """mean(errors) / mean(floors) - 1 over s seeds, both of a seed on the same recordings.
 
     The standard error is that of a ratio R of paired means by the delta method: that of the mean of
     e_i - R f_i, over mean(f). With a single seed it is NaN.
@@ -86,7 +86,7 @@ def nll(
 
 
 def _difference(a: Tensor, b: Tensor, mask: Tensor | None) -> Tensor:
-    """The difference, zero where the mask is False (so that NaN in the padding reaches neither the value nor the gradient)."""
+    """The difference, zero where the mask is False: NaN in the padding affects no gradient."""
     return a - b if mask is None else torch.where(mask[..., None], a - b, torch.zeros_like(a))
 
 

@@ -1,4 +1,4 @@
-"""Runs filters through recordings and compares estimates, smoothed estimates and forecasts with the states."""
+"""Runs filters through recordings and scores estimates, smoothed estimates and forecasts."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Watch = Callable[..., Any]
 
 
 class Score(NamedTuple):
-    """What a filter did on some sequences.
+    """Results of a filter on some recordings.
 
     Attributes:
-        mse: one number a sequence, the mean over time of ||z_hat - z||^2, summed over the
+        mse: one number a recording, the mean over time of ||z_hat - z||^2, summed over the
             components of the state.
-        estimates: ``T d`` for each sequence.
-        diagnostics: means over sequences and time, by name.
-        covariances: ``T d d`` for each sequence, if they were asked for and the filter knows them.
-        energies: ``T`` for each sequence, the energy score of the filter's weighted sample at each
-            step (`kbf.evaluation.scoring_rules.sample_energies`), if covariances were asked for and
-            it believes in a sample.
-        watched: for each sequence what ``watch`` said of its steps, fields ``T ...``; empty if
-            nobody watched.
+        estimates: ``T d`` for each recording.
+        diagnostics: means over recordings and time, by name.
+        covariances: ``T d d`` for each recording, if requested and if the filter has them.
+        energies: ``T`` for each recording, the energy score of the filter's weighted sample at each
+            step (`kbf.evaluation.scoring_rules.sample_energies`), if covariances are requested and
+            the filter has a weighted sample.
+        watched: for each recording the results of ``watch``, fields ``T ...``; empty without
+            ``watch``.
     """
 
     mse: Tensor
@@ -74,19 +74,18 @@ def score(
     watch: Watch | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Score:
-    """Run a filter over sequences, from its own start, and compare its estimates with the states.
+    """Run a filter over recordings, from its initial state, and compare estimates with the states.
 
     Args:
         filter: any filter.
-        recordings: of any lengths; masked steps count as well: a filter is asked where the state is,
-            observed or not.
-        seed: of the randomness of filters that need any.
-        dtype: what the filter takes. The errors are computed in float64.
-        device: where the filter is.
-        batch_size: sequences that go through the loop at once.
-        covariances: collect ``covariance(state) -> b d d`` of filters that have it, and the energy
-            scores of their weighted samples.
-        watch: looks at each step before the update.
+        recordings: of any lengths. Masked steps are scored as well.
+        seed: of filters that draw random numbers.
+        dtype: type that the filter takes. The errors are computed in float64.
+        device: device of the filter.
+        batch_size: recordings that are filtered as one batch.
+        covariances: collect the covariances of filters that have them, and the energy scores of
+            their weighted samples.
+        watch: called at each step before the update.
         progress: called after each step with its number.
 
     Raises:
@@ -138,12 +137,12 @@ def score(
 
 
 class ScoredBelief(FilterWrapper):
-    """A filter that has among its diagnostics the energy score of its weighted sample as well, given the states of a run."""
+    """A filter whose diagnostics include the energy score of its weighted sample."""
 
     ENERGY = "energy_score"
 
     def __init__(self, inner: Filter[Any], states: Float[Tensor, "b T d"], seed: int) -> None:
-        """``states``: of the run, step by step. ``seed``: of the draws from the sample; the filter's own randomness is another."""
+        """Wrap a filter, given the true ``states``; ``seed`` is of the draws from the sample."""
         super().__init__(inner)
         self.states, self.step_number = states, 0
         self.draws: torch.Generator = torch.Generator(states.device).manual_seed(seed)
@@ -168,12 +167,14 @@ def note(
     x: Tensor,
     mask: Tensor | None,
 ) -> None:
-    """Append what is said of a step."""
+    """Append the result of ``watch`` for a step."""
     notes.append(watch(filter, predicted, x, last=notes[-1] if notes else None, mask=mask))
 
 
 def error_of(estimate: Tensor, states: Tensor) -> Tensor:
-    """The mean over time of ||z_hat - z||^2, of estimates ``T d`` in float64; a step whose state is not known (NaN) is not scored.
+    """Mean over time of ||z_hat - z||^2 of estimates ``T d`` in float64.
+
+    Steps with an unknown state (NaN) are not scored.
 
     Raises:
         ValueError: an estimate that is not finite.
@@ -198,7 +199,7 @@ def score_smoothed(
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> Score:
-    """The same of estimates that know what was observed later (`kbf.filters.smoothing.smooth`), over the same steps.
+    """Score smoothed estimates (`kbf.filters.smoothing.smooth`) over the same steps as `score`.
 
     Args:
         filter: one with a smoother.
@@ -231,7 +232,12 @@ def score_smoothed(
 
 
 class Ahead(NamedTuple):
-    """Predictions 1 to h steps ahead: errors ``s h`` of each sequence, and estimates ``h T d``, entry k, t that of z_{t+k+1}."""
+    """Forecasts 1 to h steps ahead.
+
+    Attributes:
+        mse: ``s h``, the error of each recording and horizon.
+        estimates: ``h T d`` for each recording; entry k, t is that of z_{t+k+1}.
+    """
 
     mse: Tensor
     estimates: list[Tensor]
@@ -247,7 +253,9 @@ def score_ahead(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
 ) -> Ahead:
-    """Compare predictions of z_t, made 1 to h steps before, with the states: the same steps t = h + 1, h + 2, ... for all of them.
+    """Compare forecasts of z_t, made 1 to h steps before, with the states.
+
+    All horizons are scored on the same steps t = h + 1, h + 2, ...
 
     Args:
         filter: any.
@@ -276,7 +284,7 @@ def score_ahead(
 
 
 def check_horizon(recordings: list[Recording], horizon: int) -> None:
-    """Raise a ValueError unless every sequence is longer than the horizon."""
+    """Raise a ValueError unless every recording is longer than the horizon."""
     if horizon >= (shortest := min(len(s.states) for s in recordings)):
         raise ValueError(
             f"predictions {horizon} steps ahead need test sequences of more steps; the shortest has {shortest}"

@@ -1,9 +1,9 @@
-"""Scores of predicted uncertainty: coverage of credible regions, likelihood, CRPS, energy score, PIT.
+"""Scores of predicted uncertainty: coverage, likelihood, CRPS, energy score, PIT.
 
-Scores are those of the Gaussian N(m_t, C_t), averaged over steps; CRPS and
-energy score are in the units of the states and lower is better (`scoringrules`). The energy score
-of a filter that believes in a weighted sample is that of its sample: where a posterior has two
-modes, its Gaussian does not differ from a wide one.
+Scores are those of the Gaussian N(m_t, C_t), averaged over steps; CRPS and energy score are in the
+units of the states, lower is better (`scoringrules`). For a filter with a weighted sample the
+energy score is that of the sample, which differs from the Gaussian's if the posterior has several
+modes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def reliability(
     calibration: Calibration | None = None,
     energies: Float[Tensor, " m"] | None = None,
 ) -> Reliability:
-    """Score statements about m states, in float64.
+    """Score the predicted distributions of m states, in float64.
 
     Args:
         z: the states.
@@ -86,7 +86,7 @@ def reliability(
 
 
 def crps(z: Tensor, mean: Tensor, std: Tensor) -> float:
-    """Mean continuous ranked probability score of N(mean, sd^2), over steps and components."""
+    """Mean continuous ranked probability score of N(mean, std^2), over steps and components."""
     import scoringrules
 
     return float(
@@ -97,7 +97,10 @@ def crps(z: Tensor, mean: Tensor, std: Tensor) -> float:
 def energy_score(
     z: Float[Tensor, "m d"], mean: Float[Tensor, "m d"], C: Float[Tensor, "m d d"]
 ) -> float:
-    """Mean energy score E ||X - z|| - E ||X - X'|| / 2 of X, X' ~ N(mean, C), by `ENERGY_SCORE_DRAWS` samples (unbiased)."""
+    """Mean energy score E ||X - z|| - E ||X - X'|| / 2 of X, X' ~ N(mean, C).
+
+    Unbiased, by `ENERGY_SCORE_DRAWS` samples.
+    """
     import scoringrules
 
     white = torch.randn(
@@ -122,9 +125,9 @@ def sample_energies(
     weights: Float[Tensor, "b n"],
     generator: Generator | None = None,
 ) -> Float[Tensor, " b"]:
-    """Energy scores of weighted samples, by `ENERGY_SCORE_DRAWS` draws from each (unbiased); NaN where z or the sum of weights is.
+    """Energy scores of weighted samples, by `ENERGY_SCORE_DRAWS` draws from each (unbiased).
 
-    Weights that are all 0 have no score either.
+    NaN where z or the sum of weights is, and for weights that are all 0.
     """
     m, total = ENERGY_SCORE_DRAWS, weights.sum(-1)
     known = (total > 0) & (total < torch.inf)

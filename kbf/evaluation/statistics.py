@@ -26,7 +26,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def summary(errors: Sequence[float], floors: Sequence[float | None]) -> dict[str, float]:
-    """Mean error and excess, each with its standard error, of runs on sequences with these floors."""
+    """Mean error and excess error, each with its standard error, given the floors."""
     mean, se = mean_and_error(errors)
     known = [f for f in floors if f is not None]
     if len(known) < len(errors):

@@ -1,4 +1,4 @@
-"""Gradient boosting of trees on a window of the last observations, fitted by scikit-learn and evaluated in PyTorch."""
+"""Window baseline: gradient-boosted trees (scikit-learn), evaluated in PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ LARGEST = 20_000_000
 
 
 class Trees:
-    """Sums of regression trees, one sum for each component of the state, as tables that a batch of windows walks at once.
+    """Sums of regression trees, one sum for each component of the state, as tables.
+
+    A batch of windows is evaluated at once.
 
     All nodes of all trees stand in one row, the deepest tree first, so that the trees that have a
     level are the first ones.
@@ -86,16 +88,17 @@ class Trees:
 
 
 class WindowBoosting(WindowRegression):
-    """Histogram gradient boosting of trees on the last ``width`` observations and controls, one model a component of the state.
+    """Histogram gradient boosting of trees on the last ``width`` observations and controls.
 
-    A tree cannot subtract: its inputs are the window and the window in its own units, (x - mean) / sd
-    of each column, which a level or an amplitude that drifts does not change (`with_own_units`).
+    There is one model per component of the state. Trees cannot compute differences: their inputs
+    are the window and the standardised window, (x - mean) / std of each column, which does not
+    depend on a level or an amplitude that drifts (`with_own_units`).
 
     The settings are scikit-learn's defaults: 100 trees of at most 31 leaves, learning rate 0.1;
-    they stop early on a tenth of the steps where there are more than 10,000. The covariance is that
-    of the errors on every fifth block of the memory, by a fit to the other blocks.
+    they stop early on a tenth of the steps if there are more than 10,000. The covariance is that of
+    the errors on every fifth block of the memory, by a fit to the other blocks.
 
-    References: Ke et al. (2017), whose algorithm scikit-learn's is.
+    References: Ke et al. (2017), the algorithm that scikit-learn implements.
     """
 
     iterations: int
@@ -109,7 +112,7 @@ class WindowBoosting(WindowRegression):
     def fit_regression(
         self, sequences: list[Recording]
     ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
-        """The trees over all steps, and the covariance of the errors of those over four fifths of them.
+        """Fit the trees to all steps, and the error covariance by trees over 4/5 of them.
 
         Raises:
             ValueError: scikit-learn is not installed.
@@ -152,7 +155,7 @@ class WindowBoosting(WindowRegression):
 
 
 def with_own_units(windows: Float[Tensor, "n wc"], width: int) -> Float[Tensor, "n two_wc"]:
-    """Windows of ``width`` steps and, behind them, these in their own units, (x - mean) / sd of each column (0 where it stands)."""
+    """Append the standardised windows, (x - mean) / std of each column; 0 for constant columns."""
     rows = windows.unflatten(1, (width, -1))
     centred = rows - rows.mean(1, keepdim=True)
     size = centred.square().mean(1, keepdim=True).sqrt()

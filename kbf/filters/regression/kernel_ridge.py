@@ -1,4 +1,4 @@
-"""Per-observation regression: the filter without memory, the least that a filter must beat."""
+"""Memoryless baseline: kernel ridge regression of the state on one observation."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MAX_LANDMARKS = 3000
 
 
 class FrameState(NamedTuple):
-    """The estimate itself, ``b d``: nothing else is carried from step to step."""
+    """The estimate, ``b d``; no other information is carried from step to step."""
 
     estimate: Tensor
 
 
 class FrameFilter(Shown):
-    """E[z | x] by kernel ridge regression, z = m + k(x, X) alpha, where something was observed; elsewhere the mean m.
+    """E[z | x] by kernel ridge regression: m + k(x, X) alpha; m without an observation.
 
     X are all observations of the memory, or a part of them.
     """
@@ -67,11 +67,11 @@ class FrameFilter(Shown):
         control: Tensor | None = None,
         generator: Generator | None = None,
     ) -> FrameState:
-        """The mean of the training states: without an observation nothing else is known."""
+        """The mean of the training states, the estimate without an observation."""
         return FrameState(self.mean.expand_as(state.estimate))
 
     def update(self, state: FrameState, obs: Float[Tensor, "b *x"]) -> FrameState:
-        """The regression at the observations ``b *x``; the state before has no part in it."""
+        """The regression at the observations ``b *x``; it does not depend on the previous state."""
         return FrameState(self.mean + self.kernel(obs.flatten(1), self.points) @ self.alpha)
 
     def estimate(self, state: FrameState) -> Float[Tensor, "b d"]:
@@ -82,7 +82,9 @@ class FrameFilter(Shown):
 def leave_one_out(
     gram: Float[Tensor, "n n"], targets: Float[Tensor, "n d"], regs: Float[Tensor, " r"]
 ) -> Float[Tensor, " r"]:
-    """Mean squared leave-one-out error of kernel ridge regression for each ridge, ||y_i - f_{-i}(x_i)||^2 over i, in closed form.
+    """Mean squared leave-one-out error of kernel ridge regression for each ridge, in closed form.
+
+    It is the mean over i of ||y_i - f_{-i}(x_i)||^2.
 
     With H = n reg (G + n reg I)^-1, the residual of the fit without i at i is (H Y)_i / H_ii, for
     one ridge n reg in all fits. One eigendecomposition, O(n^3), serves every ridge.
@@ -103,7 +105,9 @@ def subset_of_regressors(
     targets: Float[Tensor, "n d"],
     reg: float,
 ) -> Float[Tensor, "m d"]:
-    """alpha = (K_mn K_nm + n reg K_mm)^-1 K_mn Y: kernel ridge regression on all n points, with kernels at the landmarks alone.
+    """alpha = (K_mn K_nm + n reg K_mm)^-1 K_mn Y: kernel ridge regression with m landmarks.
+
+    The regression is on all n points.
 
     It is solved in the features psi(x)^T = k(x, landmarks) W, W W^T = K_mm^-1, in float64: (Psi^T
     Psi + n reg I) w = Psi^T Y and alpha = W w. With all points for landmarks it is the whole
@@ -118,13 +122,13 @@ def subset_of_regressors(
 
 
 class FrameRegression(ShownModule):
-    """Kernel ridge regression of the state on the observation, frame by frame.
+    """Kernel ridge regression of the state on the observation of the same step.
 
     The bandwidth is a factor times the median distance of the memory's observations; `prepare`
-    chooses factor and ridge by `leave_one_out` and keeps both as buffers. States are centred, so
-    that far from all observations the estimate is their mean. Of more than `MAX_LANDMARKS` observations the
-    choice looks at that many, evenly spaced, and the regression, on all, has kernels at these
-    (`subset_of_regressors`).
+    selects factor and ridge by `leave_one_out` and keeps both as buffers. States are centred, so
+    that far from all observations the estimate is their mean. Of more than `MAX_LANDMARKS`
+    observations the selection uses that many, evenly spaced; the regression is on all of them with
+    kernels at these landmarks (`subset_of_regressors`).
     """
 
     factor: Tensor
@@ -140,7 +144,7 @@ class FrameRegression(ShownModule):
         factors: Iterable[float] = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0),
         regs: Iterable[float] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0),
     ) -> None:
-        """An estimator with factor 1 and ridge 1e-3 until `prepare` chooses others.
+        """Initialise with factor 1 and ridge 1e-3, which `prepare` replaces.
 
         Args:
             kernel: a name of `kbf.rkhs.kernels.KERNELS`.
@@ -158,7 +162,7 @@ class FrameRegression(ShownModule):
         self.register_buffer("reg", torch.tensor(1e-3, dtype=torch.float64))
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Choose factor and ridge with the smallest leave-one-out error on the observed steps of the training part: O(n^3)."""
+        """Select factor and ridge by the leave-one-out error on the observed steps, in O(n^3)."""
         x, z, _ = observed(memory)
         some = evenly(len(x), MAX_LANDMARKS, x.device)
         x, z = x[some], z[some]
@@ -171,7 +175,9 @@ class FrameRegression(ShownModule):
         self.reg.fill_(self.regs[best % len(self.regs)])
 
     def fit(self, memory: Recording | list[Recording] | None) -> FrameFilter:
-        """The regression over the observed steps of ``memory``, in its dtype and on its device: O(n^3), or O(n `MAX_LANDMARKS`^2).
+        """Fit to the observed steps of ``memory``, in O(n^3) or O(n `MAX_LANDMARKS`^2).
+
+        In the dtype and on the device of the memory.
 
         Raises:
             ValueError: no memory, or fewer than two observations in it.
@@ -193,7 +199,10 @@ class FrameRegression(ShownModule):
 def observed(
     memory: Recording | list[Recording] | None,
 ) -> tuple[Float[Tensor, "n q"], Float[Tensor, "n d"], Float[Tensor, " d"]]:
-    """Flattened observations ``n q`` of the observed steps, their states centred ``n d``, and the mean of all states ``d``."""
+    """Observed steps: flattened observations ``n q``, centred states ``n d``; mean state ``d``.
+
+    The mean is over all steps.
+    """
     sequences = as_recordings(memory)
     x = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences]).flatten(1)
     z = torch.cat([s.states if s.mask is None else s.states[s.mask] for s in sequences])

@@ -1,7 +1,7 @@
-"""Regression of the state on the last observations: the plain estimators that a filter of recordings must beat.
+"""Window baselines: ridge regression on the last observations, and the training mean.
 
-`MeanModel` looks at nothing, `WindowRidge` is linear in a window, `kbf.filters.regression.boosting`
-grows trees on it.
+`MeanModel` ignores observations, `WindowRidge` is linear in a window, and
+`kbf.filters.regression.boosting` fits trees to it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WindowState(NamedTuple):
 
 
 class WindowFilter(Shown):
-    """z = f(the last w observations and controls); before the first observation, the mean of the training states."""
+    """z = f(the last w observations and controls); the training mean before any observation."""
 
     regression: Callable[[Tensor], Tensor]
     width: int
@@ -83,7 +83,7 @@ class WindowFilter(Shown):
         )
 
     def init(self, batch: int, *, generator: Generator | None = None) -> WindowState:
-        """Nothing seen."""
+        """The initial state, without observations."""
         seen = self.start.new_zeros(batch, len(self.start) - self.controlled)
         return WindowState(self.start.expand(batch, self.width, -1).clone(), seen)
 
@@ -94,7 +94,7 @@ class WindowFilter(Shown):
         control: Tensor | None = None,
         generator: Generator | None = None,
     ) -> WindowState:
-        """Move the window on by a step; the observation is the last one, until `update` brings another."""
+        """Advance the window by a step; the last observation is repeated until `update`."""
         newest = state.window[:, -1:]
         if control is not None:
             newest = torch.cat([newest[..., : -self.controlled], control[:, None]], -1)
@@ -106,7 +106,7 @@ class WindowFilter(Shown):
         return state._replace(window=window)
 
     def update(self, state: WindowState, obs: Float[Tensor, "b q"]) -> WindowState:
-        """Put in the newest observation; the first one of each component fills its window."""
+        """Add the newest observation; the first one of each component fills its window."""
         q = obs.shape[-1]
         spoke = (
             ~obs.isnan() if self.allow_missing_sensors else torch.ones_like(obs, dtype=torch.bool)
@@ -121,7 +121,10 @@ class WindowFilter(Shown):
     def observe(
         self, state: WindowState, obs: Float[Tensor, "b q"]
     ) -> tuple[WindowState, Bool[Tensor, " b"]]:
-        """Update, and whether observations are numbers whose squares are finite: trees would take infinity for a large number."""
+        """Update; also return whether the squares of the observations are finite.
+
+        Trees would accept an infinite observation as a large number.
+        """
         possible = obs.abs() < torch.finfo(self.start.dtype).max ** 0.5
         return self.update(state, obs), (
             possible | obs.isnan() if self.allow_missing_sensors else possible
@@ -133,16 +136,16 @@ class WindowFilter(Shown):
         return torch.where((state.seen > 0).any(1, keepdim=True), found, self.mean)
 
     def covariance(self, state: WindowState) -> Float[Tensor, "b d d"] | None:
-        """That of errors on held-out steps, whatever the window; None where it is not known."""
+        """The covariance of errors on held-out steps, for any window; None if it is not known."""
         return (
             None if self.spread is None else self.spread.expand(len(state.seen), *self.spread.shape)
         )
 
 
 def rows_of(sequence: Recording) -> Float[Tensor, "T c"]:
-    """Observation and control of each step; what is missing is the value before it, and at the start the first there is.
+    """Observation and control of each step; missing components repeat the previous value.
 
-    So it is for each component where these are NaN one by one; one that is NaN throughout stays so.
+    At the start the first value is used. A component that is always NaN remains NaN.
     """
     obs = sequence.obs
     there = ~obs.isnan()
@@ -155,7 +158,9 @@ def rows_of(sequence: Recording) -> Float[Tensor, "T c"]:
 
 
 def windows_of(rows: Float[Tensor, "T c"], width: int) -> Float[Tensor, "T wc"]:
-    """The last ``width`` rows of each step, flattened, as a view where it can be; before the first row there is the first.
+    """The last ``width`` rows of each step, flattened, as a view if possible.
+
+    The first row is repeated before the beginning.
 
     >>> windows_of(torch.tensor([[1.0], [2.0], [3.0]]), 2)
     tensor([[1., 1.],
@@ -167,16 +172,19 @@ def windows_of(rows: Float[Tensor, "T c"], width: int) -> Float[Tensor, "T wc"]:
 
 
 class WindowRegression(ShownModule):
-    """What regressions on a window share: the memory as windows and states, and the filter around what is fitted.
+    """Base class of regressions on a window: windows of a memory, and the fitted filter.
 
     With ``allow_missing_sensors`` components of an observation may be NaN: the last value of each
-    stands for it, and before the first its mean.
+    is used, and its mean before the first.
     """
 
     allow_missing_sensors: bool = False
 
     def __init__(self, width: int | None = 15) -> None:
-        """``width``: observations in the window; None for about `WINDOW_NUMBERS` numbers, but 8 to `MAX_WINDOW_STEPS` steps, or `MIN_WINDOW_NUMBERS` numbers.
+        """Set the number of observations in the window.
+
+        ``width=None`` selects about `WINDOW_NUMBERS` numbers, but 8 to `MAX_WINDOW_STEPS` steps, or
+        `MIN_WINDOW_NUMBERS` numbers.
 
         Raises:
             ValueError: a width that is no whole number of at least 1.
@@ -189,7 +197,7 @@ class WindowRegression(ShownModule):
         self.width = width
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Nothing to choose beforehand."""
+        """Do nothing: there are no settings to select in advance."""
 
     def steps(self, sequences: list[Recording]) -> int:
         """The width for these recordings."""
@@ -201,7 +209,10 @@ class WindowRegression(ShownModule):
     def fit_regression(
         self, sequences: list[Recording]
     ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
-        """Fit: flattened windows -> states ``b d``, and the covariance of its error on held-out steps, if that is known."""
+        """Return the function of flattened windows -> states ``b d``, and its error covariance.
+
+        The covariance is that of errors on held-out steps; None if it is not known.
+        """
         raise NotImplementedError
 
     @torch.no_grad()
@@ -231,7 +242,7 @@ class WindowRegression(ShownModule):
 
 
 def filled(sequence: Recording, start: Float[Tensor, " c"]) -> Float[Tensor, "T q"]:
-    """Observations without NaN: a component that is NaN throughout has its value in ``start``."""
+    """Replace NaN: a component that is always NaN has its value in ``start``."""
     obs = rows_of(sequence._replace(controls=None))
     return torch.where(obs.isnan(), start[: obs.shape[1]].to(obs), obs)
 
@@ -239,7 +250,7 @@ def filled(sequence: Recording, start: Float[Tensor, " c"]) -> Float[Tensor, "T 
 def checked(
     memory: Recording | list[Recording] | None, name: str, *, allow_missing_sensors: bool = False
 ) -> list[Recording]:
-    """The sequences of a memory in which something was observed, checked."""
+    """The recordings of a memory with at least one observation, checked."""
     sequences = as_recordings(memory, allow_missing_sensors=allow_missing_sensors)
     check_vectors(sequences, name)
     sequences = [s for s in sequences if s.mask is None or bool(s.mask.any())]
@@ -265,7 +276,10 @@ class WindowRidge(WindowRegression):
         *,
         regs: Iterable[float] = tuple(10.0 ** (k / 2) for k in range(-6, 11)),
     ) -> None:
-        """``regs``: ridges to choose from, over the inputs' standardised sum of squares (not multiplied by n)."""
+        """Set the window and the candidate ridges.
+
+        Ridges are relative to the standardised sum of squares of the inputs (not multiplied by n).
+        """
         super().__init__(width)
         self.regs: tuple[float, ...] = tuple(regs)
 
@@ -323,7 +337,7 @@ class WindowRidge(WindowRegression):
 
 
 class MeanModel(WindowRegression):
-    """The mean of the training states, whatever is observed; its covariance is theirs. An NMSE of 1 is what this has."""
+    """The mean of the training states, with their covariance; its NMSE is 1."""
 
     def __init__(self) -> None:
         """Nothing to set."""

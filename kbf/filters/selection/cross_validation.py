@@ -42,7 +42,15 @@ Held = Iterable[tuple[Tensor, Bool[Tensor, "t d"] | None]]
 
 
 class Row(NamedTuple):
-    """A candidate: NMSE on held-out blocks (None: not fitted), its standard error, seconds, the reason."""
+    """Result of a candidate.
+
+    Attributes:
+        model: its name.
+        nmse: NMSE on held-out blocks; None if it could not be fitted.
+        error: standard error of the NMSE.
+        seconds: that it took.
+        note: why it could not be fitted.
+    """
 
     model: str
     nmse: float | None
@@ -71,10 +79,13 @@ class Trial(NamedTuple):
 
 
 class Search:
-    """Models that are fitted to the rest of each part and run through the part, one after the other.
+    """Cross-validates models one after the other.
+
+    Each model is fitted to the rest of each part and run through the part.
 
     Attributes:
-        found: by name, what could be run through all parts. rows: what was tried, in that order.
+        found: results by name, of models that could be run through all parts.
+        rows: results of all candidates, in their order.
     """
 
     def __init__(
@@ -84,7 +95,7 @@ class Search:
         budget: float | None = None,
         began: float | None = None,
     ) -> None:
-        """Where to look.
+        """Set the parts and the budget.
 
         Args:
             parts: (the rest, the part) of each. scale: the variance of the states.
@@ -136,7 +147,7 @@ class Search:
         log.info("held out: %s has an NMSE of %.3g", name, float("nan") if known is None else known)
 
     def table(self) -> list[Row]:
-        """What was tried, the best first."""
+        """The results of all candidates, the best first."""
         return sorted(self.rows, key=lambda row: (row.nmse is None, row.nmse))
 
 
@@ -208,7 +219,7 @@ def nmse_of(residuals: Float[Tensor, "t d"], scale: Float[Tensor, " d"]) -> Floa
 
 
 def blocks_of(part: list[Recording]) -> list[Recording]:
-    """At most `MAX_BLOCKS` blocks of at most `LONG_BLOCK` steps, spread evenly over a fold, or its short recordings.
+    """Return at most `MAX_BLOCKS` blocks, spread evenly over a fold, or its short recordings.
 
     The beginning of a recording may be its only information about the state. A short recording is
     therefore run through from its first step, as new recordings are, unless the fold begins within
@@ -232,7 +243,9 @@ def blocks_of(part: list[Recording]) -> list[Recording]:
 def run_blocks(
     filter: Filter[Any], part: list[Recording]
 ) -> Iterator[tuple[Tensor, Bool[Tensor, "t d"] | None]]:
-    """Run a filter through the blocks of a fold: residuals z - m ``t d``, and whether within 1.96 std.
+    """Run a filter through the blocks of a fold and yield the residuals z - m ``t d`` of each.
+
+    Also yields whether they are within 1.96 standard deviations, None without covariances.
 
     The first fifth of a block, at most 25 steps, is a burn-in that is not scored.
     """

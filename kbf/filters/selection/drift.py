@@ -3,13 +3,14 @@
 Folds in the middle of a recording do not detect drift, since later steps are in the training data.
 `newest` holds out the end and compares a regression of the states on a window of observations that
 is fitted to all previous steps with one that is fitted to the most recent of them.
-Ridge regression on a window is asked first, since it costs next to nothing; but where states move
-slowly a plane that is fitted nearby is better than one that is fitted everywhere, drift or not, and
-so a model that bends must say the same. Several recordings are held out and left out whole: that
-one differs from another is no drift.
 
-References: Gama et al. (2014), A survey on concept drift adaptation, of windows that are chosen by
-error.
+Ridge regression on a window is evaluated first, since it costs little. If states change slowly, a
+linear map that is fitted locally is better than one that is fitted globally, with or without drift;
+a nonlinear model must therefore confirm the result. Of several recordings whole ones are held out
+and left out: differences between recordings are not drift.
+
+References: Gama et al. (2014), A survey on concept drift adaptation, on windows that are selected
+by error.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MIN_STD_ERRORS = 2.0
 
 
 def last_steps(sequences: list[Recording], count: int) -> list[Recording]:
-    """The last ``count`` steps of all; all of them where there are no more, or for a count of 0."""
+    """The last ``count`` steps of all recordings; all steps for a count of 0."""
     lengths = [len(s.states) for s in sequences]
     total = sum(lengths)
     return (
@@ -49,7 +50,9 @@ def last_steps(sequences: list[Recording], count: int) -> list[Recording]:
 
 
 def newest(sequences: list[Recording], judges: Iterable[Any]) -> int:
-    """The number of most recent steps to train on; 0 for all, unless every judge finds all significantly worse.
+    """Return the number of most recent steps to train on; 0 for all.
+
+    It is 0 unless every judge finds the full history significantly worse.
 
     Args:
         sequences: the recordings, in the order of time.

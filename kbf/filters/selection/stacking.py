@@ -20,7 +20,7 @@ from kbf.filters.selection.cross_validation import Trial, nmse_of
 def stacked(
     trials: list[Trial], scale: Float[Tensor, " d"]
 ) -> tuple[Float[Tensor, "m d"], Float[Tensor, " s"]]:
-    """Stacking weights of the models ``m d``, and the NMSE of the ensemble on each held-out block ``s``.
+    """Return the stacking weights ``m d``, and the ensemble's NMSE on each block ``s``.
 
     The weights that a block is scored with are fitted without the blocks of its fold. As the weights
     of a component sum to 1, the residual of the ensemble is the weighted sum of the residuals.
@@ -36,7 +36,9 @@ def stacked(
 
 
 def simplex_weights(residuals: Float[Tensor, "m t d"]) -> Float[Tensor, "m d"]:
-    """For each component the non-negative weights of sum 1 that minimise the squared sum of weighted residuals.
+    """Return the weights that minimise the squared weighted residuals, for each component.
+
+    Weights are non-negative and have sum 1.
 
     With R = sum_t r_t r_t^T, the minimiser of a^T R a under 1^T a = 1 is R^-1 1 / (1^T R^-1 1). The
     constrained minimum is the best of these solutions over all subsets of the models whose weights
