@@ -1,7 +1,7 @@
-"""Kernel Bayes Filter in PyTorch. ``import kbf`` costs nothing: a name is loaded when it is used.
+"""Kernel Bayes Filter in PyTorch. ``import kbf`` loads no module: names are loaded at first use.
 
-Types for editors and type checkers are in ``__init__.pyi`` next to this file, here and in the folders
-below.
+Types for editors and type checkers are in ``__init__.pyi`` next to this file, and in those of the
+subpackages.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
+# Public names, and the modules that define them.
 _HOME = {
     "Recording": "kbf.recording",
     "FitError": "kbf.runtime.errors",
@@ -79,8 +80,8 @@ _HOME = {
     "oscillatory": "kbf.ssm",
     "rotation": "kbf.ssm",
 }
-"""Public names, and the files that hold them."""
 
+# Modules that have a short name in addition.
 _SHORT = {
     "smoothing": "kbf.filters.smoothing",
     "kernels": "kbf.rkhs.kernels",
@@ -88,13 +89,12 @@ _SHORT = {
     "ratios": "kbf.rkhs.ratios",
     "metrics": "kbf.evaluation.metrics",
 }
-"""Modules with a short name as well."""
 
 __all__ = [*sorted(_HOME), "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def _on_demand(package: str) -> tuple[Callable[[str], ModuleType], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package whose modules are attributes of it, loaded when they are asked for.
+    """Returns ``__getattr__`` and ``__dir__`` of a package that loads its modules at first use.
 
     Args:
         package: the full name of a package, as in ``__getattr__, __dir__ = _on_demand(__name__)``
@@ -112,7 +112,7 @@ def _on_demand(package: str) -> tuple[Callable[[str], ModuleType], Callable[[], 
                 raise ModuleNotFoundError(name=full)
             return importlib.import_module(full)
         except ModuleNotFoundError as error:
-            if error.name != full:  # a module of this name needs one that is not installed
+            if error.name != full:  # the module exists, and imports one that is not installed
                 raise
             raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
 
@@ -128,7 +128,7 @@ _module, _modules = _on_demand(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from the file that holds it, or a module."""
+    """Returns a public name, after the import of the module that defines it, or a module."""
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     return importlib.import_module(_SHORT[name]) if name in _SHORT else _module(name)
