@@ -30,8 +30,8 @@ from kbf.rkhs.ratios import relative_coef, relative_loo
 
 Array = NDArray[np.float64]
 REGS = tuple(float(reg) for reg in np.logspace(-8, 0, 17))
+# Upper bound on the points, evenly spaced, of a leave-one-out score: it bounds the cost.
 MAX_LOO_POINTS = 1000
-"""Upper bound on the points, evenly spaced, of a leave-one-out score: it bounds the cost."""
 
 
 class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
@@ -66,18 +66,6 @@ class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
     (array([1.]), (1, 60))
     """
 
-    kernel: Any
-    bandwidth: Any
-    reg: Any
-    form: Any
-    size: Any
-    random_state: Any
-    y_: Tensor
-    single_: bool
-    bandwidth_: float
-    reg_: float
-    cme_: ConditionalMean
-
     def __init__(
         self,
         *,
@@ -87,9 +75,13 @@ class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
         form: Any = "exact",
         size: Any = 100,
         random_state: Any = None,
-    ) -> None:  # scikit-learn wants settings to be looked at by fit and not before
-        self.kernel, self.bandwidth, self.reg = kernel, bandwidth, reg
-        self.form, self.size, self.random_state = form, size, random_state
+    ) -> None:  # scikit-learn requires that settings are checked by fit, not here
+        self.kernel: Any = kernel
+        self.bandwidth: Any = bandwidth
+        self.reg: Any = reg
+        self.form: Any = form
+        self.size: Any = size
+        self.random_state: Any = random_state
 
     def fit(self, X: Any, y: Any) -> ConditionalMeanEmbedding:
         """Select the parameters that are None, and fit.
@@ -106,14 +98,16 @@ class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
         )
         known("form", self.form, CONDITIONAL_MEANS)
         x, z = torch.tensor(X), torch.tensor(y, dtype=torch.float64)
-        self.y_, self.single_ = z.reshape(len(z), -1), z.ndim == 1
-        self.bandwidth_ = bandwidth_of(x, self.bandwidth)
+        self.y_: Tensor = z.reshape(len(z), -1)
+        self.single_: bool = z.ndim == 1
+        self.bandwidth_: float = bandwidth_of(x, self.bandwidth)
         kernel = kernel_of(self.kernel, self.bandwidth_)
         if self.form == "random_fourier" and self.kernel != "gaussian":
             raise ValueError(
                 f"random_fourier features are of the gaussian kernel, not of {self.kernel!r}"
             )
-        self.reg_ = self._choose(kernel, x) if self.reg is None else positive("reg", self.reg)
+        chosen = self._choose(kernel, x) if self.reg is None else self.reg
+        self.reg_: float = positive("reg", chosen)
         fit = CONDITIONAL_MEANS[self.form]
         takes = signature(fit).parameters
         settings: dict[str, Any] = {
@@ -124,14 +118,14 @@ class ConditionalMeanEmbedding(RegressorMixin, BaseEstimator):
             settings["generator"] = Generator().manual_seed(
                 int(check_random_state(self.random_state).randint(2**31))
             )
-        self.cme_ = fit(
+        self.cme_: ConditionalMean = fit(
             kernel if "kernel" in takes else self.bandwidth_, x=x, z=self.y_, **settings
         )
         return self
 
     def predict(self, X: Any) -> Array:
         """Return the conditional means sum_i w_i(x) y_i, ``m`` or ``m d`` as y was."""
-        queries = self._queries(X)
+        queries = self._queries(X)  # raises where fit was not called
         mean = self.cme_.mean(queries).numpy()
         return mean[:, 0] if self.single_ else mean
 
@@ -195,21 +189,13 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
     References: Yamada et al. (2013); Kanamori, Suzuki and Sugiyama (2012).
     """
 
-    alpha: Any
-    kernel: Any
-    bandwidth: Any
-    reg: Any
-    classes_: NDArray[Any]
-    share_: float
-    points_: Tensor
-    bandwidth_: float
-    reg_: float
-    coef_: Tensor
-
     def __init__(
         self, *, alpha: Any = 0.1, kernel: Any = "gaussian", bandwidth: Any = None, reg: Any = None
     ) -> None:
-        self.alpha, self.kernel, self.bandwidth, self.reg = alpha, kernel, bandwidth, reg
+        self.alpha: Any = alpha
+        self.kernel: Any = kernel
+        self.bandwidth: Any = bandwidth
+        self.reg: Any = reg
 
     def fit(self, X: Any, y: Any) -> RelativeRatio:
         """Select the parameters that are None, and fit.
@@ -223,7 +209,7 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
         """
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         check_classification_targets(y)
-        self.classes_ = np.unique(y)
+        self.classes_: NDArray[Any] = np.unique(y)
         if len(self.classes_) > 2:
             kind = type_of_target(y, input_name="y")
             raise ValueError(
@@ -234,21 +220,18 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
                 f"a density ratio needs two samples, but y has one class only: {self.classes_[0]!r}"
             )
         samples = [torch.tensor(X[y == label]) for label in self.classes_]
-        alpha = self._alpha()
-        self.share_ = len(samples[1]) / len(y)
-        self.points_ = torch.cat(samples)
-        self.bandwidth_ = bandwidth_of(self.points_, self.bandwidth)
+        alpha, chosen = float(self.alpha), self.reg
+        self.share_: float = len(samples[1]) / len(y)
+        self.points_: Tensor = torch.cat(samples)
+        self.bandwidth_: float = bandwidth_of(self.points_, self.bandwidth)
         kernel = kernel_of(self.kernel, self.bandwidth_)
-        if self.reg is None:
+        if chosen is None:
             few = [sample[evenly(len(sample), MAX_LOO_POINTS)] for sample in samples]
             gram = kernel(torch.cat(few), torch.cat(few))
             regs = map(float, np.geomspace(1 / min(map(len, samples)), 1, 9))
-            self.reg_ = best_of(
-                regs, lambda reg: relative_loo(gram, len(few[0]), reg, alpha).item()
-            )
-        else:
-            self.reg_ = positive("reg", self.reg)
-        self.coef_ = relative_coef(
+            chosen = best_of(regs, lambda reg: relative_loo(gram, len(few[0]), reg, alpha).item())
+        self.reg_: float = positive("reg", chosen)
+        self.coef_: Tensor = relative_coef(
             kernel(self.points_, self.points_), len(samples[0]), self.reg_, alpha
         )
         return self
@@ -257,7 +240,7 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
         """Return r(x) of each row of X, clipped to [0, 1/alpha]."""
         check_is_fitted(self)
         x = torch.tensor(validate_data(self, X, dtype=np.float64, reset=False))
-        kernel, alpha = kernel_of(self.kernel, self.bandwidth_), self._alpha()
+        kernel, alpha = kernel_of(self.kernel, self.bandwidth_), float(self.alpha)
         values = torch.cat([kernel(rows, self.points_) @ self.coef_ for rows in x.split(1024)])
         return values.clamp(0, 1 / alpha if alpha > 0 else None).numpy()
 
@@ -266,7 +249,7 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
 
         It uses pi/p = (1 - alpha) r / (1 - alpha r).
         """
-        r, alpha = self.ratio(X), self._alpha()
+        r, alpha = self.ratio(X), float(self.alpha)
         upper, lower = self.share_ * (1 - alpha) * r, (1 - self.share_) * (1 - alpha * r).clip(0)
         one = upper / (upper + lower)
         return np.stack([1 - one, one], axis=1)
@@ -275,9 +258,6 @@ class RelativeRatio(ClassifierMixin, BaseEstimator):
         """Return the more probable label."""
         chosen = self.predict_proba(X).argmax(1)
         return self.classes_[chosen]
-
-    def _alpha(self) -> float:
-        return float(self.alpha)
 
     def __sklearn_tags__(self) -> Any:
         """Return the tags: the classifier is binary."""
@@ -294,15 +274,12 @@ class KuLSIF(RelativeRatio):
     References: Kanamori, Suzuki and Sugiyama (2012).
     """
 
-    kernel: Any
-    bandwidth: Any
-    reg: Any
+    alpha: Any = 0.0
 
     def __init__(self, *, kernel: Any = "gaussian", bandwidth: Any = None, reg: Any = None) -> None:
-        self.kernel, self.bandwidth, self.reg = kernel, bandwidth, reg
-
-    def _alpha(self) -> float:
-        return 0.0
+        self.kernel: Any = kernel
+        self.bandwidth: Any = bandwidth
+        self.reg: Any = reg
 
 
 def bandwidth_of(x: Tensor, given: float | None) -> float:

@@ -270,6 +270,10 @@ def execute(command: str, config: dict[str, Any]) -> Any:
     """Run the module of a command, which imports what it needs, and return its result."""
     if command == "bench" and config["threads"]:  # NumPy's threads are set before its import
         os.environ["OMP_NUM_THREADS"] = str(config["threads"])
+    if command != "serve":  # which runs without PyTorch
+        tune_process = importlib.import_module("kbf.runtime.threads").tune_process
+        # Exported programs are compared with the filter in one thread.
+        tune_process(1 if command == "export" else config.get("threads"))
     return importlib.import_module(f"kbf.commands.{short(command)}").run(config)
 
 

@@ -11,7 +11,6 @@ from kbf.commands.support.console import (
     print_notes,
     print_read_files,
     print_values,
-    start,
 )
 from kbf.data.dataset import load_data
 from kbf.data.files.splits import where_known
@@ -29,7 +28,6 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: the checkpoint cannot be loaded.
         ValueError: the recordings do not fit it.
     """
-    start(config["threads"])
     budget, out, began = config["budget"], Path(config["out"]), time.perf_counter()
     if budget is not None and (not isinstance(budget, int) or budget < 1):
         raise ValueError(

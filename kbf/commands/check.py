@@ -9,7 +9,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from kbf.commands.support.console import console, print_written, start
+from kbf.commands.support.console import console, print_written
 from kbf.commands.support.console_tables import print_table
 from kbf.data.files.dataset import FileData
 from kbf.data.files.report import all_columns, cell, examine, markdown
@@ -18,8 +18,8 @@ from kbf.plots.tracks import save
 from kbf.runtime.atomic_files import write_text
 from kbf.runtime.instantiate import build
 
+# Rows of a table that are printed; ``report.md`` has all.
 MAX_PRINTED_ROWS = 20
-"""Rows of a table that are printed; ``report.md`` has all."""
 
 
 def run(config: dict[str, Any]) -> int:
@@ -29,7 +29,6 @@ def run(config: dict[str, Any]) -> int:
         ValueError: the data cannot be used.
         FileNotFoundError: there is no such file.
     """
-    start(config["threads"])
     data = build(config["data"]["source"], trust=True)
     if not isinstance(data, FileData):
         name = config["data"]["name"]

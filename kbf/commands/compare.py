@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kbf import __version__
 from kbf.commands.support.comparison_report import FLOOR, report
-from kbf.commands.support.console import console, start
+from kbf.commands.support.console import console
 from kbf.commands.support.provenance import commit
 from kbf.commands.support.resumable_jobs import finish_all
 from kbf.commands.support.run_settings import resolved, without_model_selection
@@ -45,7 +45,6 @@ def run(config: dict[str, Any]) -> int:
 
     ``config["bases"]`` holds an unresolved configuration of ``kbf train`` for each model.
     """
-    start()
     directory = Path(config["run_dir"])
     cells = make_cells(config, directory / "cells")
     sweep(directory / "cells")  # temporary files of a comparison that was killed

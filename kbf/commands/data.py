@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kbf.commands.support.console import print_values, print_written, start
+from kbf.commands.support.console import print_values, print_written
 from kbf.commands.support.run_files import save_arrays
 from kbf.data.dataset import load_data
 from kbf.plots.frames import frame_grid
@@ -16,7 +16,6 @@ from kbf.plots.tracks import save, track_figure
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
     """Make the data set, write its arrays and a figure, and print and return a summary."""
-    start(config["threads"])
     data = load_data(config["data"], trust=True)
     directory = Path(config["run_dir"])
     arrays: dict[str, Tensor] = {}

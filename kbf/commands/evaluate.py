@@ -13,7 +13,6 @@ from kbf.commands.support.console import (
     print_read_files,
     print_values,
     print_written,
-    start,
 )
 from kbf.commands.support.provenance import about
 from kbf.commands.support.run_files import estimate_rows, save_arrays, write_figures
@@ -34,7 +33,6 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: the checkpoint cannot be loaded.
         ValueError: the data does not fit the checkpoint.
     """
-    start(config["threads"])
     loaded = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
     if not config["own_data"]:
         print_read_files(config["data"], config["checkpoint"], config["given"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kbf.commands.filter import column_schema_of, same_file
-from kbf.commands.support.console import console, start
+from kbf.commands.support.console import console
 from kbf.export.step import export
 from kbf.training.checkpoint import Trained, load_filter
 
@@ -24,7 +24,6 @@ def run(config: dict[str, Any]) -> int:
         CheckpointError: the checkpoint cannot be loaded.
         ValueError: the filter cannot be exported.
     """
-    start(1)
     if not isinstance(config["steps"], int) or config["steps"] < 1:
         raise ValueError(f"steps must be a whole number of at least 1, got {config['steps']!r}")
     trained, path = load_filter(config["checkpoint"], trust=config["trust"]), Path(config["out"])

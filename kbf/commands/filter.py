@@ -17,15 +17,14 @@ import rich.progress
 import torch
 from rich.console import Console
 
-from kbf.commands.support.console import start
 from kbf.commands.support.filter_run import FilterRun
 from kbf.commands.support.metric_descriptions import COLUMNS
 from kbf.commands.support.row_writers import (
-    CsvWriter,
-    JsonLinesWriter,
-    NpzWriter,
     OnlineEstimator,
-    RowWriter,
+    Values,
+    Write,
+    text_writer,
+    write_npz,
 )
 from kbf.commands.support.stream_reader import InputColumns, Row, RowReader
 from kbf.data.files import ColumnSchema, read_observations
@@ -35,11 +34,11 @@ from kbf.recording import as_float
 from kbf.runtime.atomic_files import replacing
 from kbf.training.checkpoint import Trained, checkpoint_file, load_filter
 
+# Files that are read line by line.
 TEXT_SUFFIXES = (".csv", ".jsonl")
-"""Files that are read line by line."""
 
+# Upper bound on the bytes of one read.
 BYTES_PER_READ = 2**13
-"""Upper bound on the bytes of one read."""
 
 
 class Interrupted(Exception):
@@ -53,11 +52,9 @@ class SignalListener:
     lets the rows that were read be filtered first.
     """
 
-    stopped: bool
-    waiting: bool
-
     def __init__(self) -> None:
-        self.waiting = self.stopped = False
+        self.stopped: bool = False
+        self.waiting: bool = False
 
     def on_signal(self, *_: object) -> None:
         """The signal handler."""
@@ -104,7 +101,6 @@ def run(config: dict[str, Any]) -> int:
         ValueError: the input does not fit the checkpoint.
         FileNotFoundError: there is no input.
     """
-    start(config["threads"])
     check_settings(config)
     trained = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
     data, column_schema = layout_of(trained), column_schema_of(trained)
@@ -167,16 +163,10 @@ def run(config: dict[str, Any]) -> int:
     ]
     parts += [f"{estimator.alarms:,} alarms"] if estimator.monitor is not None else []
     messages.print(f"{', '.join(parts)}; {running.done / seconds:,.0f} a second")
-    if config["output"] != "-":
-        print_columns(running.columns, messages)
-    return 0
-
-
-def print_columns(columns: list[str], messages: Console) -> None:
-    """Print descriptions of the diagnostics among the columns."""
-    for name in columns:
+    for name in running.columns if config["output"] != "-" else []:
         if name in COLUMNS:
             messages.print(f"  {name:<14}{COLUMNS[name]}", style="dim", markup=False)
+    return 0
 
 
 def identity(checkpoint: str) -> bytes:
@@ -189,40 +179,43 @@ def check_settings(config: dict[str, Any]) -> None:
     """Check that settings do not contradict each other, before anything is loaded.
 
     Raises:
-        ValueError: a setting is unknown or impossible, or the output would overwrite an input.
+        ValueError: a setting is unknown or impossible, the output would overwrite an input, or the
+            state cannot be written at the end.
         FileNotFoundError: there is no input.
     """
     source, target, every = str(config["input"]), str(config["output"]), config["save_every"]
-    if config["on_error"] not in ("stop", "skip"):
-        raise ValueError(f"on_error must be stop or skip, got {config['on_error']!r}")
-    if type(every) is not int or every < 1:
-        raise ValueError(f"save_every must be a whole number of at least 1, got {every!r}")
-    if target != "-" and Path(target).suffix not in (*TEXT_SUFFIXES, ".npz"):
-        raise ValueError(
-            f"output must be - (standard output) or end in .csv, .jsonl or .npz, got {target}"
-        )
-    if source == "-" and target.endswith(".npz"):
-        raise ValueError(
-            "output: standard input may never end, so its estimates are not kept for an .npz; "
-            "write .csv or .jsonl"
-        )
-    for name, closed in (
-        ("input", source == "-" and sys.stdin is None),
-        ("output", target == "-" and sys.stdout is None),
-    ):
-        if closed:
-            raise ValueError(f"{name}=- is standard {name}, which is closed: name a file")
+    impossible = {
+        f"on_error must be stop or skip, got {config['on_error']!r}": (
+            config["on_error"] not in ("stop", "skip")
+        ),
+        f"save_every must be a whole number of at least 1, got {every!r}": (
+            type(every) is not int or every < 1
+        ),
+        f"output must be - (standard output) or end in .csv, .jsonl or .npz, got {target}": (
+            target != "-" and Path(target).suffix not in (*TEXT_SUFFIXES, ".npz")
+        ),
+        "output: standard input may never end, so its estimates are not kept for an .npz; "
+        "write .csv or .jsonl": source == "-" and target.endswith(".npz"),
+        "input=- is standard input, which is closed: name a file": (
+            source == "-" and sys.stdin is None
+        ),
+        "output=- is standard output, which is closed: name a file": (
+            target == "-" and sys.stdout is None
+        ),
+    }
+    for message, applies in impossible.items():
+        if applies:
+            raise ValueError(message)
     if source != "-" and not Path(source).expanduser().exists():
         raise FileNotFoundError(f"input: there is no file or folder {source}")
-    overwritten = [
-        name
-        for name in ("input", "checkpoint", "state")
-        if config[name] is not None and same_file(config[name], target)
-    ]
-    if overwritten:
-        raise ValueError(f"output={target} would overwrite the {overwritten[0]}")
+    for name in ("input", "checkpoint", "state"):
+        if config[name] is not None and same_file(config[name], target):
+            raise ValueError(f"output={target} would overwrite the {name}")
     if config["state"] is not None:
-        check_state(Path(config["state"]))
+        state = Path(config["state"])
+        state.parent.mkdir(parents=True, exist_ok=True)
+        if state.is_dir() or not os.access(state.parent, os.W_OK):
+            raise ValueError(f"state: {state} cannot be written")
 
 
 def same_file(path: str, other: str) -> bool:
@@ -231,18 +224,6 @@ def same_file(path: str, other: str) -> bool:
         "-" not in (path, other)
         and Path(path).expanduser().resolve() == Path(other).expanduser().resolve()
     )
-
-
-def check_state(path: Path) -> None:
-    """Check that a state can be written at the end.
-
-    Raises:
-        ValueError: ``path`` is a folder or cannot be written.
-        OSError: its folder cannot be made.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"state: {path} cannot be written")
 
 
 def layout_of(trained: Trained) -> dict[str, Any]:
@@ -345,6 +326,7 @@ def array_rows(config: dict[str, Any], data: dict[str, Any], trained: Trained) -
     )
     messages = Console(stderr=True)
     hidden = config["output"] == "-" or not messages.is_terminal
+    one = len(recordings) == 1
     for r in recordings:
         if tuple(r.obs.shape[1:]) != shape:
             raise ValueError(
@@ -352,36 +334,31 @@ def array_rows(config: dict[str, Any], data: dict[str, Any], trained: Trained) -
                 f"those of the training {shape}"
             )
         for t in rich.progress.track(range(len(r.obs)), r.name, console=messages, disable=hidden):
-            x = (
-                None
-                if r.mask is not None and not r.mask[t]
-                else as_float(r.obs[t : t + 1], dtype).to(device)
-            )
-            control = None if r.controls is None else r.controls[t : t + 1].to(device, dtype)
-            time, name = (
+            missing = r.mask is not None and not r.mask[t]
+            yield Row(
+                None if missing else as_float(r.obs[t : t + 1], dtype).to(device),
+                None if r.controls is None else r.controls[t : t + 1].to(device, dtype),
                 None if r.times is None else f"{r.times[t].item():.15g}",
-                r.name if len(recordings) > 1 else None,
+                None if one else r.name,
+                next_ready=t + 1 < len(r.obs),
             )
-            yield Row(x, control, time, name, next_ready=t + 1 < len(r.obs))
 
 
 @contextmanager
-def open_writer(target: str, *, json: bool, header: bool) -> Iterator[RowWriter]:
+def open_writer(target: str, *, json: bool, header: bool) -> Iterator[Write]:
     """Return the writer of estimates; a file appears once all rows are written."""
     if target == "-":
         try:
-            yield JsonLinesWriter(sys.stdout) if json else CsvWriter(sys.stdout, header=header)
+            yield text_writer(sys.stdout, as_json=json, header=header)
         except BrokenPipeError:
             # The reader of the estimates has exited: Python must not flush them at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     with replacing(target) as temporary:
         if target.endswith(".npz"):
-            yield NpzWriter(temporary)
+            rows: list[Values] = []
+            yield rows.extend
+            write_npz(temporary, rows)
             return
         with temporary.open("w", newline="", encoding="utf-8") as file:
-            yield (
-                JsonLinesWriter(file, flush=False)
-                if target.endswith(".jsonl")
-                else CsvWriter(file, flush=False)
-            )
+            yield text_writer(file, as_json=target.endswith(".jsonl"), flush=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kbf.commands.support.console import console, print_values, start
+from kbf.commands.support.console import console, print_values
 from kbf.commands.support.run_settings import resolved
 from kbf.data.dataset import load_data
 from kbf.evaluation.floors import data_floor, smoothing_floor
@@ -18,7 +18,6 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         ValueError: the true model of the data is not known or, for a smoother, has no transition
             density.
     """
-    start(config["threads"])
     smooth, name, values = config["smooth"], config["data"].get("name"), []
     for seed in range(config["seed"], config["seed"] + config["runs"]):
         settings = {"particles": config["particles"], "seed": seed}

@@ -10,14 +10,14 @@ from torchvision.utils import make_grid, save_image
 
 import kbf.data.render
 from kbf.commands import render_pendulum
-from kbf.commands.support.console import console, print_values, progress_bar, start
+from kbf.commands.support.console import console, print_values, progress_bar
 from kbf.data.dmlab import VIEWS, render_turn
 from kbf.data.frames import Frames, check_frames, write_frames
 from kbf.data.render import dmlab
 from kbf.runtime.atomic_files import replacing
 
+# The renderers.
 NAMES = ("dmlab", *kbf.data.render.NAMES, "pendulum")
-"""The renderers."""
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -27,7 +27,6 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         ValueError: there is no such renderer, a setting is impossible, or the views are no full
             turn.
     """
-    start()
     name, turns, out = config["renderer"], config["turns"], Path(config["out"]).expanduser()
     size, level, seed, look = (config[key] for key in ("size", "level", "seed", "look"))
     if name not in NAMES:

@@ -11,8 +11,8 @@ from kbf.plots.frames import frame_grid
 from kbf.plots.tracks import save
 from kbf.recording import Recording
 
+# Standard deviation of the noise of a pixel, as in configs/data/pendulum.yaml.
 PIXEL_NOISE = 0.1
-"""Standard deviation of the noise of a pixel, as in configs/data/pendulum.yaml."""
 
 
 def run(config: dict[str, Any], out: Path) -> dict[str, Any]:

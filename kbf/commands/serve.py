@@ -20,15 +20,16 @@ from rich.console import Console
 
 from kbf.runtime.optional_dependencies import need
 
+# Nested brackets in a request, at most.
 MAX_JSON_DEPTH = 8
-"""Nested brackets in a request, at most."""
 
+# Bytes of a request's headers, at most.
 MAX_HEADER_BYTES = 2**14
-"""Bytes of a request's headers, at most."""
 
+# Simultaneous connections, at most.
 MAX_CONNECTIONS = 200
-"""Simultaneous connections, at most."""
 
+# Status codes of the responses.
 STATUS = {
     200: "OK",
     400: "Bad Request",
@@ -39,7 +40,6 @@ STATUS = {
     415: "Unsupported Media Type",
     422: "Unprocessable Content",
 }
-"""Status codes of the responses."""
 
 
 class Refused(ValueError):
@@ -165,15 +165,11 @@ class Step:
                 for entry in self.about["inputs"]
             }
             self.outputs: list[str] = [entry["name"] for entry in self.about["outputs"]]
-            control = (
-                {"control": np.zeros(self.inputs["control"][1][1:]).tolist()}
-                if "control" in self.inputs
-                else {}
-            )
-            self({"obs": None} | control)
-        except (
-            Exception
-        ) as error:  # ONNX Runtime's own kinds, and whatever a program of others lacks
+            request: dict[str, Any] = {"obs": None}
+            if "control" in self.inputs:
+                request["control"] = np.zeros(self.inputs["control"][1][1:]).tolist()
+            self(request)
+        except Exception as error:  # ONNX Runtime's own types, and entries that are missing
             reason = " ".join(str(error).split())[:200]
             raise ValueError(
                 f"{path} is no program of kbf export format=onnx, or damaged: {reason}"
@@ -186,7 +182,7 @@ class Step:
             Refused: an entry is missing, unknown, not finite or of another shape; or the result of
                 the step is not finite.
         """
-        known = {"obs", "state"} | ({"control"} if "control" in self.inputs else set())
+        known = {"obs", "state", "control"} & {*self.inputs, "state"}
         if unknown := sorted(request.keys() - known):
             raise Refused(
                 400, f"there is no {unknown[0]!r} in a request; it has {', '.join(sorted(known))}"
@@ -216,7 +212,7 @@ class Step:
         if not all(np.isfinite(value).all() for value in results.values()):
             raise Refused(
                 422,
-                "the step has no finite result: this observation is not taken; "
+                "the step has no finite result: this observation is not used; "
                 "keep the state that you have",
             )
         after = {
@@ -264,15 +260,12 @@ class Step:
 class Application:
     """The WSGI application: answers and counts requests."""
 
-    step: Step
-    hosts: set[str]
-    lock: Lock
-    began: float
-
     def __init__(self, step: Step, hosts: set[str]) -> None:
         """Set the step and the host names, without a port, that are accepted in requests."""
-        self.step, self.hosts = step, {name.lower() for name in hosts}
-        self.lock, self.began = Lock(), time.monotonic()
+        self.step: Step = step
+        self.hosts: set[str] = {name.lower() for name in hosts}
+        self.lock: Any = Lock()
+        self.began: float = time.monotonic()
         self.counts: dict[str, int] = {"steps": 0, "rejected": 0, "refused": 0}
 
     def __call__(
@@ -305,20 +298,17 @@ class Application:
                 "unknown host: kbf serve hosts=[NAME] allows more host names",
             )
         path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
-        if path not in ("/health", "/step"):
-            raise Refused(404, "there are POST /step and GET /health")
-        if method != ("GET" if path == "/health" else "POST"):
-            raise Refused(405, "there are POST /step and GET /health")
+        wanted = {"/health": "GET", "/step": "POST"}.get(path)
+        if method != wanted:
+            status = 405 if wanted else 404
+            raise Refused(status, "there are POST /step and GET /health")
         if path == "/health":
-            about = {
-                key: self.step.about.get(key)
-                for key in ("model", "data", "states", "observations", "controls")
-            }
+            keys = ("model", "data", "states", "observations", "controls")
             return {
                 "status": "ok",
                 "seconds": round(time.monotonic() - self.began, 1),
                 **self.counts,
-                **about,
+                **{key: self.step.about.get(key) for key in keys},
             }
         if environ.get("CONTENT_TYPE", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "the Content-Type must be application/json")

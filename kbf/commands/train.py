@@ -19,7 +19,6 @@ from kbf.commands.support.console import (
     print_read_files,
     print_values,
     print_written,
-    start,
 )
 from kbf.commands.support.provenance import about
 from kbf.commands.support.run_files import write_figures
@@ -38,10 +37,10 @@ from kbf.training.fit import check, is_helper, train
 from kbf.training.held_out_calibration import learn_and_keep
 from kbf.training.metric_logging import log_results
 
+# Particles of the floor of the held-out part, which is only logged: more take long.
 MAX_FLOOR_PARTICLES = 4000
-"""Particles of the floor of the held-out part, which is only logged: more take long."""
+# Metrics that are printed first; ``metrics.json`` has all.
 PRINTED = ("filter", *(f"test.{key}" for key in ("mse", "nmse", "floor", "excess", "coverage_95")))
-"""Metrics that are printed first; ``metrics.json`` has all."""
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +56,6 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
 
 def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     """Do the work of `run`; the lock of the run directory is entered when writing begins."""
-    start(config["threads"])
     budget = seconds_of(config["budget"])
     ckpt_path = None if config["ckpt_path"] is None else Path(config["ckpt_path"])
     trust = True

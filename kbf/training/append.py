@@ -25,12 +25,12 @@ from kbf.training.checkpoint import Trained, check_like, load_filter, rewrite_ch
 from kbf.training.fitted_model import inner_filter
 from kbf.training.held_out_calibration import learn
 
+# Steps that are kept or removed together: a transition needs both of its ends.
 STEPS_PER_CHUNK = 20
-"""Steps that are kept or removed together: a transition needs both of its ends."""
+# Number of features in which chunks are compared.
 COVERAGE_RANK = 256
-"""Number of features in which chunks are compared."""
+# Noise variance of a point of unit variance: the smaller, the less a repeated point is worth.
 POINT_NOISE = 0.1
-"""Noise variance of a point of unit variance: the smaller, the less a repeated point is worth."""
 
 
 class Appended(NamedTuple):

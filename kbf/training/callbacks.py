@@ -17,16 +17,16 @@ from kbf.runtime.instantiate import build
 from kbf.runtime.tensor_files import write_tensors
 from kbf.training.checkpoint import read_checkpoint
 
+# File of the model with the least validation error.
 BEST = "best.ckpt"
-"""File of the model with the least validation error."""
+# File of the newest model.
 LAST = "last.ckpt"
-"""File of the newest model."""
+# File of the newest encoders, while the first stage runs.
 ENCODERS = "encoder.ckpt"
-"""File of the newest encoders, while the first stage runs."""
+# Metric: the error on the held-out part.
 VALIDATION = "validation/mse"
-"""Metric: the error on the held-out part."""
+# Metric: the model's own loss on the held-out part.
 VALIDATION_LOSS = "validation/loss"
-"""Metric: the model's own loss on the held-out part."""
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -43,7 +43,6 @@ class BestCheckpoint(ModelCheckpoint):
 
     best_model_path: str
     kth_best_model_path: str
-    least: float | None
 
     def __init__(self, directory: Path, monitor: str | None = VALIDATION) -> None:
         """``monitor``: None where nothing is held out."""
@@ -51,7 +50,7 @@ class BestCheckpoint(ModelCheckpoint):
         super().__init__(
             directory, stem, monitor, enable_version_counter=False, save_on_train_epoch_end=True
         )
-        self.least = None
+        self.least: float | None = None
 
     @property
     def state_key(self) -> str:
@@ -135,28 +134,20 @@ def build_callbacks(
     Raises:
         ValueError: a callback cannot be built, or is none of Lightning.
     """
-    made = [
-        build(value, trust=True)
-        for value in (config.get("callbacks") or {}).values()
-        if value is not None
-    ]
+    made: list[Callback] = []
     shown = config["trainer"].get("enable_progress_bar", True)
-    made = [callback for callback in made if shown or not isinstance(callback, ProgressBar)]
-    for callback in made:
+    for value in (config.get("callbacks") or {}).values():
+        callback = None if value is None else build(value, trust=True)
+        if callback is None or (isinstance(callback, ProgressBar) and not shown):
+            continue
         if not isinstance(callback, Callback):
             raise ValueError(f"callbacks: {type(callback).__name__} is no callback of Lightning")
-        if (
-            isinstance(callback, ModelCheckpoint)
-            and callback.dirpath is None
-            and directory is not None
-        ):
+        if isinstance(callback, ModelCheckpoint) and directory and callback.dirpath is None:
             callback.dirpath = str(directory)
-    return [
-        c
-        for c in made
-        if not first_stage
-        or (not isinstance(c, Checkpoint) and getattr(c, "monitor", None) is None)
-    ]
+        of_filter = isinstance(callback, Checkpoint) or getattr(callback, "monitor", None)
+        if not (first_stage and of_filter):
+            made.append(callback)
+    return made
 
 
 def early_stopping(
@@ -167,15 +158,11 @@ def early_stopping(
     The list is empty where no part is held out (``monitor`` is None), and where ``others`` contain
     an early stopping.
     """
-    if (
-        patience is None
-        or monitor is None
-        or any(isinstance(c, lightning_callbacks.EarlyStopping) for c in others)
-    ):
+    present = any(isinstance(c, lightning_callbacks.EarlyStopping) for c in others)
+    if patience is None or monitor is None or present:
         return []
-    return [
-        EarlyStopping(monitor, patience=patience, check_finite=False, check_on_train_epoch_end=True)
-    ]
+    settings: Any = {"check_finite": False, "check_on_train_epoch_end": True}
+    return [EarlyStopping(monitor, patience=patience, **settings)]
 
 
 def check_callbacks(made: list[Callback], held_out: bool) -> None:

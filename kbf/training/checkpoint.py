@@ -26,8 +26,8 @@ from kbf.runtime.atomic_files import check_archive
 from kbf.runtime.tensor_files import check_tensors, write_tensors
 from kbf.training.fitted_model import FittedModel, inner_filter, operators_of, take_shapes
 
+# The first version whose checkpoints this one reads.
 OLDEST = (0, 1)
-"""The first version whose checkpoints this one reads."""
 
 
 class CheckpointError(ValueError):

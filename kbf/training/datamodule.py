@@ -14,8 +14,8 @@ from kbf.data.windows import Span, folds, hold_out, stack, windows, without
 from kbf.recording import Recording, pad
 from kbf.training.settings import Training
 
+# The number of a fold, and some windows of it.
 Batch = tuple[int, list[Span]]
-"""The number of a fold, and some windows of it."""
 
 
 class Task(NamedTuple):

@@ -28,12 +28,12 @@ from kbf.training.encoder_datamodule import Frames, RowOrder
 from kbf.training.figure_logging import log_encodings, log_features
 from kbf.training.settings import OPTIMISERS, EncodingSettings
 
+# Losses by which the heads are trained together with the encoders.
 OWN_HEADS = ("linear", "ratio")
-"""Losses by which the heads are trained together with the encoders."""
+# Share of the states' variance below which a warning is given: the encoders learned nothing.
 MIN_EXPLAINED_VARIANCE = 0.05
-"""Share of the states' variance below which a warning is given: the encoders learned nothing."""
+# Images that go through an encoder at once, outside of training.
 ROWS_PER_PASS = 256
-"""Images that go through an encoder at once, outside of training."""
 
 
 def warn_of_chance(

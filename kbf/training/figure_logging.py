@@ -18,10 +18,10 @@ from kbf.images.encodings import Encoding
 from kbf.plots.frames import picture, state_kind
 from kbf.recording import Recording, as_float
 
+# Images in the feature projector.
 MAX_PROJECTED_IMAGES = 500
-"""Images in the feature projector."""
+# Pixels of the coloured frame around a thumbnail.
 FRAME_WIDTH = 2
-"""Pixels of the coloured frame around a thumbnail."""
 
 
 def embedding_table(

@@ -48,10 +48,11 @@ from kbf.training.encoder_stage import check_encoder, fit, fit_encoding, warn_of
 from kbf.training.filter_stage import FilterTraining
 from kbf.training.fitted_model import build_encoding
 
+# Keys of a configuration that a checkpoint keeps.
 CHECKPOINT_KEYS = ("model", "data", "recipe", "n_train", "seed")
-"""Keys of a configuration that a checkpoint keeps."""
+# Least time between two checkpoints of the first stage, whose epochs may be short.
 SECONDS_BETWEEN_ENCODER_CHECKPOINTS = 10.0
-"""Least time between two checkpoints of the first stage, whose epochs may be short."""
+# Parts of Lightning's warnings that do not apply here: the data is in memory, and small.
 IRRELEVANT_WARNINGS = (
     "does not have many workers",
     "GPU available but not used",
@@ -64,7 +65,6 @@ IRRELEVANT_WARNINGS = (
     "sync_dist=True",
     "isinstance.treespec, LeafSpec",
 )
-"""Parts of Lightning's warnings that do not apply here: the data is in memory, and small."""
 
 
 class Run(NamedTuple):

@@ -49,7 +49,6 @@ class FittedModel(nn.Module):
 
     encoding: EncodingSettings | None
     code: Encoding | None
-    memory: RecordingBuffers
 
     def __init__(
         self,
@@ -69,7 +68,8 @@ class FittedModel(nn.Module):
             ValueError: a configuration that cannot be built.
         """
         super().__init__()
-        self.config, self.trust = config, trust
+        self.config: dict[str, Any] = config
+        self.trust: bool = trust
         model = config["model"]
         self.model_dtype: torch.dtype = getattr(torch, model.get("dtype") or "float64")
         self.how: Training | None = read_training(model.get("training"))
@@ -103,7 +103,8 @@ class FittedModel(nn.Module):
         images = self.encoding is not None  # encoders take them as they are stored
         self.scaling: Scaling | None = build_scaling(data, sequences)
         scaled = self.in_units_of_the_filter(sequences or [])
-        self.memory = RecordingBuffers(scaled if images else cast_all(scaled, self.model_dtype))
+        kept = scaled if images else cast_all(scaled, self.model_dtype)
+        self.memory: RecordingBuffers = RecordingBuffers(kept)
         self.augment: Augment = Augment(self.encoding.augment if self.encoding else ())
         self.observation = tuple(sequences[0].obs.shape[1:]) if sequences else None
         # The filter over the recordings, once built; in a list, so that its buffers are not those
@@ -111,7 +112,7 @@ class FittedModel(nn.Module):
         self.ready: list[Filter[Any]] = []
         # Operators of the filter with the present parameters, once requested.
         self.operators: dict[str, Tensor] | None = None
-        self.prepared = False
+        self.prepared: bool = False
         # Time that the encoders took when another model fitted them.
         self.borrowed_seconds: float = 0.0
 

@@ -9,10 +9,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+# Settings of ``model.training`` that are columns of a sweep.
 LOGGED_TRAINING_SETTINGS = ("epochs", "lr", "lr_encoder", "weight_decay", "batch_size", "window")
-"""Settings of ``model.training`` that are columns of a sweep."""
+# Arguments of a model that follow from the data: no hyper-parameters.
 SHAPES = ("d", "q", "controls")
-"""Arguments of a model that follow from the data: no hyper-parameters."""
+# Results that are columns of a sweep; the others are logged as curves of one point.
 LOGGED_RESULTS = (
     "test/mse",
     "test/floor",
@@ -22,13 +23,12 @@ LOGGED_RESULTS = (
     "train/epochs",
     "seconds/fit",
 )
-"""Results that are columns of a sweep; the others are logged as curves of one point."""
+# Keys of ``metrics.json`` that get a group, or would have the name of a curve.
 RENAMED = {
     "seconds": "seconds.total",
     "epochs": "train.epochs",
     "validation.mse": "validation.best_mse",
 }
-"""Keys of ``metrics.json`` that get a group, or would have the name of a curve."""
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:

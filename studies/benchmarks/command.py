@@ -10,11 +10,12 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from kbf.commands.support.console import console, start
+from kbf.commands.support.console import console
 from kbf.commands.support.console_tables import print_table
 from kbf.commands.support.provenance import provenance
 from kbf.plots.tracks import save
 from kbf.runtime.atomic_files import write_csv, write_json, write_text
+from kbf.runtime.threads import tune_process
 from studies.benchmarks import BENCHMARKS
 from studies.benchmarks.base import Benchmark, Claim
 
@@ -27,7 +28,7 @@ def run(config: dict[str, Any]) -> int:
     Raises:
         ValueError: an unknown benchmark, size or device.
     """
-    start(config["threads"])
+    tune_process(config["threads"])
     name = config["name"]
     if name != "all" and name not in BENCHMARKS:
         raise ValueError(

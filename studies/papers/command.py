@@ -17,11 +17,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from kbf import __version__
-from kbf.commands.support.console import console, start
+from kbf.commands.support.console import console
 from kbf.commands.support.provenance import commit, provenance
 from kbf.commands.support.resumable_jobs import finish_all
 from kbf.plots.tracks import save
 from kbf.runtime.atomic_files import scratch, sweep, write_csv, write_json, write_text
+from kbf.runtime.threads import tune_process
 from studies.papers import EXPERIMENTS
 from studies.papers.base import Experiment, Verdict, counted
 
@@ -41,7 +42,7 @@ def run(config: dict[str, Any]) -> int:
         ValueError: an unknown experiment or preset, or no runs. FileNotFoundError: a frames file
             that is not there.
     """
-    start()
+    tune_process()
     name = config["name"]
     if name != "all":
         return reproduce(name, config)

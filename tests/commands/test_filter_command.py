@@ -360,7 +360,7 @@ def test_an_error_leaves_the_old_output(kalman, tmp_path, capsys):
         (["output=est.txt"], "output must be - (standard output) or end in"),
         (["output=est.npz"], "standard input may never end"),
         (["input=gone.csv"], "input: there is no file or folder gone.csv"),
-        (["covariance=some"], "covariance must be sd, full or none"),
+        (["covariance=some"], "covariance must be std, full or none"),
         (["checkpoint=gone.ckpt"], "there is no checkpoint gone.ckpt"),
     ],
 )

@@ -19,12 +19,12 @@ from kbf.evaluation.metrics import nmse
 from kbf.evaluation.score import Score, score
 from kbf.filters.selection.auto import PLAIN
 
+# NMSE from which a column counts as not predictable: a constant estimate has 1.
 MIN_NMSE_UNPREDICTABLE = 0.95
-"""NMSE from which a column counts as not predictable: a constant estimate has 1."""
+# Share of test steps outside the range of the training states from which a note is printed.
 MIN_SHARE_OUTSIDE = 0.05
-"""Share of test steps outside the range of the training states from which a note is printed."""
+# Share of the squared error from which one column dominates ``test.mse``.
 MIN_SHARE_DOMINANT = 0.9
-"""Share of the squared error from which one column dominates ``test.mse``."""
 
 
 def print_baselines(

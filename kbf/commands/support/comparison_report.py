@@ -17,9 +17,10 @@ from kbf.plots.charts import comparison_figure
 from kbf.plots.tracks import save
 from kbf.runtime.atomic_files import write_csv, write_json
 
+# Name of the Bayes-optimal filter of a data set in the results.
 FLOOR = "floor"
-"""Name of the Bayes-optimal filter of a data set in the results."""
 COVERAGE_COLUMNS = tuple(f"coverage_{round(100 * level)}" for level in COVERAGE_LEVELS)
+# Columns of filters with a predictive density; left out where no filter has one.
 DENSITY_COLUMNS = (
     "log_likelihood",
     "log_likelihood_se",
@@ -29,15 +30,14 @@ DENSITY_COLUMNS = (
     "energy_excess",
     "energy_excess_se",
 )
-"""Columns of filters with a predictive density; left out where no filter has one."""
+# Those of them that are printed, with their headings.
 DENSITY_HEADINGS = {
     "log_likelihood": "log lik.",
     "log_likelihood_raw": "before recal.",
     "energy_score": "energy",
 }
-"""Those of them that are printed, with their headings."""
+# Metrics of one run.
 Result = dict[str, Any]
-"""Metrics of one run."""
 
 
 def report(name: str, results: dict[tuple[str, int, int], Result], directory: Path) -> None:
@@ -138,12 +138,14 @@ def mean_of(results: list[Result], key: str) -> float:
 
 def run_row(result: Result) -> dict[str, Any]:
     """Return the row of a run in ``runs.csv``; without covariances its log likelihood is NaN."""
-    row = {key: result[key] for key in ("data", "n_train", "seed", "model", "test.mse")}
-    likelihoods = {
+    return {
+        **{key: result[key] for key in ("data", "n_train", "seed", "model")},
+        "filter": result.get("filter") or "",
+        "test.mse": result["test.mse"],
         "log_likelihood": likelihood(result),
         "log_likelihood_raw": likelihood_raw(result),
+        "seconds": result["seconds"],
     }
-    return row | likelihoods | {"seconds": result["seconds"]}
 
 
 def normalised(results: list[Result]) -> dict[str, float]:
@@ -173,31 +175,24 @@ def likelihood_raw(result: Result) -> float:
     return negated(result, "test.nll_raw") if "test.nll" in result else math.nan
 
 
+# Scores of a run by which models are compared in pairs.
 TESTED = {
     "mse": lambda result: result["test.mse"],
     "log_likelihood": likelihood,
     "log_likelihood_raw": likelihood_raw,
 }
-"""Scores of a run by which models are compared in pairs."""
-
-
-def raw_energy(result: Result) -> float:
-    """Return the energy score of the filter's own predictive density.
-
-    That is a sample where the filter has one; recalibrated it would be a Gaussian.
-    """
-    return -negated(result, "test.energy_score_raw")
 
 
 def density_scores(runs: dict[int, Result], floors: dict[int, Result]) -> dict[str, float]:
     """Return RMSE and the `DENSITY_COLUMNS`, as means over runs by seed.
 
-    The excess of the energy score over that of the Bayes-optimal filter is NaN where either is not
-    known.
+    The energy score is that of the filter's own predictive density: a sample where the filter has
+    one; recalibrated it would be a Gaussian. Its excess over that of the Bayes-optimal filter is
+    NaN where either is not known.
     """
     errors = [math.nan if run["test.mse"] is None else run["test.mse"] for run in runs.values()]
-    energies = [raw_energy(run) for run in runs.values()]
-    optimal = [raw_energy(floors.get(seed, {})) for seed in runs]
+    energies = [-negated(run, "test.energy_score_raw") for run in runs.values()]
+    optimal = [-negated(floors.get(seed, {}), "test.energy_score_raw") for seed in runs]
     over = {"excess": math.nan, "excess_se": math.nan}
     if all(map(math.isfinite, [*energies, *optimal])):
         over = summary(energies, optimal)
@@ -249,10 +244,8 @@ def show_table(title: str, rows: list[dict[str, Any]], floor: dict[str, float]) 
         table.add_column(heading, justify="left" if heading == "filter" else "right")
 
     def density_cells(values: dict[str, Any]) -> list[str]:
-        digits = {"energy_score": 4}
-        return [
-            with_error(values.get(key, math.nan), math.nan, digits.get(key, 2)) for key in densities
-        ]
+        digits = {key: 4 if key == "energy_score" else 2 for key in densities}
+        return [with_error(values.get(key, math.nan), math.nan, n) for key, n in digits.items()]
 
     order = "nmse" if without_floor and all(row["nmse"] == row["nmse"] for row in rows) else "mse"
     for row in sorted(rows, key=lambda row: row[order]):

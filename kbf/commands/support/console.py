@@ -26,20 +26,14 @@ from rich.table import Table
 
 from kbf.commands.support.metric_descriptions import description_of, formatted
 from kbf.runtime.allowlist import files_named
-from kbf.runtime.threads import tune_process
 
+# Columns of the output where it is not a terminal: the widest table of one command fits.
 PIPE_WIDTH = 160
-"""Columns of the output where it is not a terminal: the widest table of one command fits."""
 
+# Where the commands print.
 console: Console = Console(
     width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
 )
-"""Where the commands print."""
-
-
-def start(threads: int | None = None) -> None:
-    """Set the number of threads and the floating-point mode of this process."""
-    tune_process(threads)
 
 
 def print_notes(notes: Iterable[str]) -> None:

@@ -9,8 +9,8 @@ from rich.table import Column, Table
 
 from kbf.commands.support.console import console
 
+# Columns of a console on which no table is cut.
 UNLIMITED_WIDTH = 10_000
-"""Columns of a console on which no table is cut."""
 
 
 def print_table(table: Table, lead: int = 1) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from kbf.commands.support.row_writers import OnlineEstimator, RowWriter, Values
+from kbf.commands.support.row_writers import OnlineEstimator, Values, Write
 from kbf.commands.support.stream_reader import LineError, Row
 from kbf.filters.state_io import read_leaves
 
+# Upper bound on the rows, of those that have arrived, that are written in one batch.
 ROWS_PER_BATCH = 64
-"""Upper bound on the rows, of those that have arrived, that are written in one batch."""
 
 
 class FilterRun:
@@ -55,19 +56,15 @@ class FilterRun:
                     "belongs to, or another file"
                 )
             estimator.live.load(self.path)
-            estimator.recent = (
-                None
-                if (recent := stored.get("recent")) is None
-                else recent.to(estimator.live.state[0].device)
-            )
+            if "recent" in stored:
+                estimator.recent = stored["recent"].to(estimator.live.state[0].device)
             self.steps = int(stored.get("steps", 0))
             self.clock = float(stored["clock"]) if "clock" in stored else None
-            self.sequence = (
-                bytes(stored["recording"].tolist()).decode() if "recording" in stored else None
-            )
             self.started = "recording" in stored
+            if self.started:
+                self.sequence = bytes(stored["recording"].tolist()).decode()
 
-    def filter_rows(self, rows: Iterable[Row], writer: RowWriter) -> None:
+    def filter_rows(self, rows: Iterable[Row], write: Write) -> None:
         """Filter all rows and write their estimates.
 
         Up to `ROWS_PER_BATCH` rows that have already arrived form one batch.
@@ -76,20 +73,19 @@ class FilterRun:
         try:
             for row in rows:
                 if row.gap or (self.started and row.sequence != self.sequence):
-                    self.filter_batch(waiting, writer)
+                    self.filter_batch(waiting, write)
                     self.estimator.restart()
                     self.steps = 0
                 self.sequence, self.started = row.sequence, True
                 waiting.append(row)
                 if not row.next_ready or len(waiting) == ROWS_PER_BATCH:
-                    self.filter_batch(waiting, writer)
+                    self.filter_batch(waiting, write)
         except LineError:
-            self.filter_batch(waiting, writer)
+            self.filter_batch(waiting, write)
             raise
-        self.filter_batch(waiting, writer)
-        writer.close()
+        self.filter_batch(waiting, write)
 
-    def filter_batch(self, rows: list[Row], writer: RowWriter) -> None:
+    def filter_batch(self, rows: list[Row], write: Write) -> None:
         """Filter rows of one recording, write their estimates and empty the list.
 
         The state is saved every ``save_every`` steps.
@@ -98,35 +94,30 @@ class FilterRun:
             return
         output: list[Values] = []
         for row, values in zip(rows, self.estimator.filter_rows(rows), strict=True):
-            position: Values = {} if row.sequence is None else {"recording": row.sequence}
-            position |= (
-                {"step": self.steps} if row.time is None else {"step": self.steps, "time": row.time}
-            )
-            output.append(position | values)
+            position = {"recording": row.sequence, "step": self.steps, "time": row.time}
+            output.append({k: v for k, v in position.items() if v is not None} | values)
             self.steps += 1
             self.missing += row.obs is None
         self.columns = list(output[0])
         before, self.done, self.clock = self.done, self.done + len(rows), rows[-1].clock
         rows.clear()
-        writer.write(output)
+        write(output)
         if self.every is not None and self.done // self.every > before // self.every:
             self.save()
 
     def save(self) -> None:
         """Write the state, if it has a file and a step has been made."""
-        if self.path is not None and self.done:
-            position = (
-                {}
-                if self.clock is None
-                else {"clock": torch.tensor(self.clock, dtype=torch.float64)}
-            )
-            position |= (
-                {}
-                if self.sequence is None
-                else {"recording": torch.tensor(list(self.sequence.encode()), dtype=torch.uint8)}
-            )
-            position |= {} if self.estimator.recent is None else {"recent": self.estimator.recent}
-            mine = torch.tensor(list(self.checkpoint), dtype=torch.uint8)
-            self.estimator.live.save(
-                self.path, steps=torch.tensor(self.steps), checkpoint=mine, **position
-            )
+        if self.path is None or not self.done:
+            return
+        # A checkpoint's sum and a name are bytes; what is None is left out.
+        clock, name, recent = self.clock, self.sequence, self.estimator.recent
+        as_bytes = partial(torch.tensor, dtype=torch.uint8)
+        position = {
+            "steps": torch.tensor(self.steps),
+            "checkpoint": as_bytes(list(self.checkpoint)),
+            "clock": None if clock is None else torch.tensor(clock, dtype=torch.float64),
+            "recording": None if name is None else as_bytes(list(name.encode())),
+            "recent": recent,
+        }
+        known = {key: leaf for key, leaf in position.items() if leaf is not None}
+        self.estimator.live.save(self.path, **known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+# Diagnostics of a filter step.
 DIAGNOSTICS = {
     "ess": "effective sample size: the number of equal weights with the same variance",
     "weight_sum": "sum of the weights of the memory's points",
@@ -12,8 +13,9 @@ DIAGNOSTICS = {
     "negative": "absolute sum of the negative weights",
     "clipped": "zero-weight share: points of the memory whose density ratio is 0",
 }
-"""Diagnostics of a filter step."""
 
+# Columns that ``kbf filter`` writes after recording, step and time; diagnostics depend on the
+# model.
 COLUMNS = {
     "NAME": "estimate of a column of the state, in its unit",
     "NAME_std": "its standard deviation (covariance=full: cov_i_j too)",
@@ -21,9 +23,8 @@ COLUMNS = {
     "alarm": "out_of_distribution (unlike all training observations), innovation_outlier "
     "(not as predicted), diverged (re-initialised at the prior), or empty",
 }
-"""Columns that ``kbf filter`` writes after recording, step and time; diagnostics depend on the
-model."""
 
+# Metrics of ``kbf train`` and ``kbf evaluate``; K stands for a number.
 METRICS = {
     "filter": "the filter that is used; another name than the model's is model selection's choice",
     "n_train": "steps in the training part of this data",
@@ -52,13 +53,12 @@ METRICS = {
     "held_out.mse": "error on the end of the training part (hold_out) of a fit to the rest",
     "epochs": "passes over the training data",
 }
-"""Metrics of ``kbf train`` and ``kbf evaluate``; K stands for a number."""
 
+# Metrics that are printed as percentages; files and loggers hold the number.
 PERCENTAGES = re.compile(
     r"test\.(excess|clipped|rejected|out_of_distribution_alarms|innovation_alarms|diverged|"
     r"coverage_.*)"
 )
-"""Metrics that are printed as percentages; files and loggers hold the number."""
 
 
 def description_of(name: str) -> str:

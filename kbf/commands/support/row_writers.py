@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -19,8 +20,10 @@ from kbf.filters.online import OnlineFilter
 from kbf.filters.protocols import covariance_of, diagnostics_of
 from kbf.training.checkpoint import Trained
 
+# A row of the output: numbers and texts by column.
 Values = dict[str, float | int | str | None]
-"""A row of the output: numbers and texts by column."""
+# Writes a block of rows.
+Write = Callable[[list[Values]], None]
 
 
 class OnlineEstimator:
@@ -28,9 +31,6 @@ class OnlineEstimator:
 
     Standard deviations and diagnostics of the filter are added where it has them.
     """
-
-    column_schema: ColumnSchema
-    calibration: Calibration | None
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class OnlineEstimator:
         Args:
             trained: filter, calibration and monitor of a checkpoint.
             column_schema: names and kinds of the columns.
-            covariance: sd (a standard deviation for each column), full (all entries as well) or
+            covariance: std (a standard deviation for each column), full (all entries as well) or
                 none.
-            alarms: judge each observation with the checkpoint's monitor, if it has one; a diverged
-                track starts again from the prior.
+            alarms: check each observation with the checkpoint's monitor, if it has one; a diverged
+                track is re-initialised at the prior.
             compiled: as in `OnlineFilter`.
             generator: randomness of filters that draw particles.
 
@@ -58,12 +58,13 @@ class OnlineEstimator:
             ValueError: covariances of a filter that has none, or another word.
         """
         if covariance not in ("std", "full", "none"):
-            raise ValueError(f"covariance must be sd, full or none, got {covariance!r}")
+            raise ValueError(f"covariance must be std, full or none, got {covariance!r}")
         self.filter: Any = trained.filter
         self.live: OnlineFilter = OnlineFilter(
             trained.filter, compiled=compiled, generator=generator
         )
-        self.column_schema, self.calibration = column_schema, trained.calibration
+        self.column_schema: ColumnSchema = column_schema
+        self.calibration: Calibration | None = trained.calibration
         self.monitor: Monitor | None = trained.monitor if alarms else None
         has_covariance = covariance_of(self.filter, self.live.state) is not None
         if covariance == "full" and not has_covariance:
@@ -96,27 +97,22 @@ class OnlineEstimator:
             verdicts = [] if self.monitor is None else self.verdicts(self.monitor, predicted, rest)
             valid = verdicts.index("diverged") if "diverged" in verdicts else len(rest)
             states, alarms = states + updated[:valid], alarms + verdicts[:valid]
-            if valid < len(
-                rest
-            ):  # the rows behind it were filtered from a diverged track: start again at this one
+            # The rows behind it were filtered from a diverged track: start again at this one.
+            if valid < len(rest):
                 self.restart()
                 self.live.rejected = rejected[valid]
                 self.live.step(rest[valid].obs, rest[valid].control)
                 states, alarms = [*states, self.live.state], [*alarms, "diverged"]
         self.alarms += sum(alarm != "" for alarm in alarms)
         output = self.output_rows(concatenated(states))
-        return (
-            output
-            if self.monitor is None
-            else [values | {"alarm": a} for values, a in zip(output, alarms, strict=True)]
-        )
+        if self.monitor is None:
+            return output
+        return [values | {"alarm": a} for values, a in zip(output, alarms, strict=True)]
 
     def step_through(self, rows: list[Row]) -> tuple[list[Any], list[Any], list[int]]:
-        """Return predicted and updated states of each row.
+        """Return predicted and updated states, and the number of earlier rejections, of each row.
 
-        The predicted ones are empty without a monitor, which alone needs them.
-
-        And how many observations had been passed over before each row.
+        The predicted states are empty without a monitor: nothing else requires them.
         """
         live, predicted, updated, rejected = self.live, [], [], []
         collect = None if self.monitor is None else lambda state, *_: predicted.append(state)
@@ -149,22 +145,11 @@ class OnlineEstimator:
         diverged = checks.diverged
         if monitor.divergence is not None:
             diverged = monitor.divergence.p_value(running_median(series)[WINDOW:]) < monitor.rate
-        flags = zip(
-            diverged.tolist(),
-            (checks.out_of_distribution < monitor.rate).tolist(),
-            checks.alarm.tolist(),
-            strict=True,
-        )
-        return [
-            "diverged"
-            if has_diverged
-            else "out_of_distribution"
-            if is_outside
-            else "innovation_outlier"
-            if alarm
-            else ""
-            for has_diverged, is_outside, alarm in flags
-        ]
+        outside = checks.out_of_distribution < monitor.rate
+        names = ("diverged", "out_of_distribution", "innovation_outlier", "")
+        # The first that applies, of each row.
+        flags = torch.stack([diverged, outside, checks.alarm, torch.ones_like(diverged)])
+        return [names[k] for k in flags.int().argmax(0).tolist()]
 
     def output_rows(self, state: Any) -> list[Values]:
         """Return a row of estimates, standard deviations and diagnostics for each filter state."""
@@ -185,89 +170,46 @@ def concatenated(states: list[Any]) -> Any:
     return type(states[0])(*(torch.cat(leaves) for leaves in zip(*states, strict=True)))
 
 
-@runtime_checkable
-class RowWriter(Protocol):
-    """Writes rows of estimates. The columns are those of the first row."""
+def text_writer(file: Any, *, as_json: bool, header: bool = True, flush: bool = True) -> Write:
+    """Return a function that writes rows as CSV or as JSON lines.
 
-    def write(self, rows: list[Values]) -> None:
-        """Write a block of rows."""
-        ...
+    The columns are those of the first row. In JSON, numbers that are not finite are null.
 
-    def close(self) -> None:
-        """Write the rows that are still in memory."""
-        ...
+    Args:
+        file: a text file.
+        as_json: write JSON lines instead of CSV.
+        header: write the names of the columns before the first line of CSV.
+        flush: the file after each block, for the reader of a pipe.
+    """
+    lines = csv.writer(file, lineterminator="\n")
 
+    def write(rows: list[Values]) -> None:
+        nonlocal header
+        if header and not as_json:
+            lines.writerow(rows[0])
+            header = False
+        for row in rows:
+            if as_json:
+                finite = {
+                    k: None if isinstance(v, float) and not math.isfinite(v) else v
+                    for k, v in row.items()
+                }
+                file.write(json.dumps(finite) + "\n")
+            else:
+                lines.writerow([f"{v:.9g}" if isinstance(v, float) else v for v in row.values()])
+        if flush:
+            file.flush()
 
-class CsvWriter:
-    """Writes comma-separated lines, and flushes them after each block for the reader of a pipe."""
-
-    file: Any
-    flush: bool
-    header: bool
-
-    def __init__(self, file: Any, *, header: bool = True, flush: bool = True) -> None:
-        self.file, self.header, self.flush = file, header, flush
-        self.writer: Any = csv.writer(file, lineterminator="\n")
-
-    def write(self, rows: list[Values]) -> None:
-        """Write lines; the header comes before the first."""
-        if self.header:
-            self.writer.writerow(rows[0])
-            self.header = False
-        for values in rows:
-            self.writer.writerow(
-                [f"{value:.9g}" if isinstance(value, float) else value for value in values.values()]
-            )
-        if self.flush:
-            self.file.flush()
-
-    def close(self) -> None:
-        """Do nothing: no rows are in memory."""
+    return write
 
 
-class JsonLinesWriter:
-    """Writes one JSON object a line; numbers that are not finite become null."""
+def write_npz(path: Path, rows: list[Values]) -> None:
+    """Write rows as one array for each column of the first row."""
+    import numpy
 
-    file: Any
-    flush: bool
-
-    def __init__(self, file: Any, *, flush: bool = True) -> None:
-        self.file, self.flush = file, flush
-
-    def write(self, rows: list[Values]) -> None:
-        """Write lines."""
-        for values in rows:
-            finite = {
-                k: None if isinstance(v, float) and not math.isfinite(v) else v
-                for k, v in values.items()
-            }
-            self.file.write(json.dumps(finite) + "\n")
-        if self.flush:
-            self.file.flush()
-
-    def close(self) -> None:
-        """Do nothing: no rows are in memory."""
-
-
-class NpzWriter:
-    """Writes one array for each column at the end; until then the rows are in memory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.columns: dict[str, list[Any]] = {}
-
-    def write(self, rows: list[Values]) -> None:
-        """Keep the rows until `close`."""
-        for values in rows:
-            for name, value in values.items():
-                self.columns.setdefault(name, []).append("" if value is None else value)
-
-    def close(self) -> None:
-        """Write the file."""
-        import numpy
-
-        with self.path.open("wb") as file:
-            numpy.savez_compressed(
-                file,
-                **{n: numpy.array(v) for n, v in self.columns.items()},  # pyright: ignore[reportArgumentType]
-            )
+    columns: Any = {
+        name: numpy.array(["" if row.get(name) is None else row[name] for row in rows])
+        for name in rows[0]
+    }
+    with path.open("wb") as file:
+        numpy.savez_compressed(file, **columns)

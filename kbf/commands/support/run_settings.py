@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+# Units of time that a budget may end with.
 SECONDS_PER_UNIT = {"s": 1.0, "m": 60.0, "h": 3600.0}
-"""Units of time that a budget may end with."""
 
 
 def seconds_of(budget: str | int | float | None) -> float | None:

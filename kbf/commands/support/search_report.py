@@ -20,8 +20,8 @@ from kbf.runtime.atomic_files import write_csv
 
 FILE = "candidates.csv"
 HEADINGS = ("search", "candidate", "NMSE", "± s.e.", "seconds", "weight", "note")
+# One dictionary a candidate, with the columns of `FILE`; ``weight`` is None if not selected.
 Candidates = list[dict[str, Any]]
-"""One dictionary a candidate, with the columns of `FILE`; ``weight`` is None if not selected."""
 
 
 def candidates_of(search: str, rows: Sequence[Row], weights: dict[str, float]) -> Candidates:

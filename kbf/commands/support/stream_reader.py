@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,8 @@ from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.parsing import number, seconds
 from kbf.data.files.timestamps import LARGEST_GAP
 
+# Upper bound on the bytes of a line.
 MAX_LINE_BYTES = 2**20
-"""Upper bound on the bytes of a line."""
 
 
 class Row(NamedTuple):
@@ -84,17 +85,6 @@ class RowReader:
     of numbers in the order of a CSV line, or an object by names.
     """
 
-    chunks: Iterable[bytes]
-    columns: InputColumns
-    dtype: torch.dtype
-    device: torch.device | str
-    source: str
-    on_unreadable: Callable[[str], None] | None
-    json: bool
-    delimiter: str
-    width: int
-    assumed: bool
-
     def __init__(
         self,
         chunks: Iterable[bytes],
@@ -120,24 +110,26 @@ class RowReader:
                 step without observation. None raises the error.
             clock: time of the step before the first line, when a stream continues.
             sequence: name of the recording of that step.
-            partial: the filter uses observations with missing sensors.
+            allow_missing_sensors: the filter uses observations with missing sensors.
         """
-        self.chunks, self.columns, self.dtype, self.device = chunks, columns, dtype, device
-        self.source, self.on_unreadable, self.clock = source, on_unreadable, clock
+        self.chunks: Iterable[bytes] = chunks
+        self.columns: InputColumns = columns
+        self.tensor: Callable[..., Tensor] = partial(torch.tensor, dtype=dtype, device=device)
+        self.source: str = source
+        self.on_unreadable: Callable[[str], None] | None = on_unreadable
+        self.clock: float | None = clock
         self.is_missing: Callable[[Iterable[bool]], bool] = all if allow_missing_sensors else any
-        self.json, self.delimiter = False, ","
+        self.json: bool = False
+        self.delimiter: str = ","
         self.column_index: list[int] | None = None
         self.needed: list[str] = columns.needed
-        self.width = len(self.needed)
+        self.width: int = len(self.needed)
         self.optional_index: dict[str, int] = {}
-        self.has_encoding: bool = any(
-            part.kind != "number" for part in columns.column_schema.observations
-        )
         self.q: int = len(columns.column_schema.columns("observations"))
         self.controls: list[float] | None = None if self.needed[self.q :] else []
-        self.sequence = sequence
-        self.assumed = False  # the clock was extrapolated over a line without a time
-        self.unreadable = 0
+        self.sequence: str | None = sequence
+        self.assumed: bool = False  # the clock was extrapolated over a line without a time
+        self.unreadable: int = 0
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows.
@@ -161,11 +153,9 @@ class RowReader:
                     raise LineError(message) from None
                 self.on_unreadable(message)
                 self.unreadable += 1
-                if (
-                    self.column_index is None or self.controls is None
-                ):  # before the first line that can be read there is no step
-                    continue
-                yield self.missing_row()._replace(next_ready=next_ready)
+                # Before the first line that can be read there is no step.
+                if self.column_index is not None and self.controls is not None:
+                    yield self.missing_row()._replace(next_ready=next_ready)
 
     def lines(self) -> Iterator[tuple[int, str | None, bool]]:
         """Yield number and text of each line that is not blank, and whether the next has arrived.
@@ -205,9 +195,8 @@ class RowReader:
             raise HeaderError(f": two columns are called {repeated[0]!r}")
         if missing := [name for name in needed if name not in cells]:
             remedy = f"{', '.join(needed)} are needed, in a header or as numbers in this order"
-            kind = (
-                LineError if len(missing) == len(needed) != len(cells) else HeaderError
-            )  # words that are no header at all
+            no_header = len(missing) == len(needed) != len(cells)
+            kind = LineError if no_header else HeaderError
             raise kind(f": there is no column {missing[0]!r} in {text[:80]!r}; {remedy}")
         self.column_index, self.width = [cells.index(name) for name in needed], len(cells)
         self.optional_index = {
@@ -253,9 +242,8 @@ class RowReader:
         else:
             time, sequence = None, self.sequence
         if not isinstance(value, list) or len(value) != len(needed):
-            content = (
-                f"{len(value)} entries" if isinstance(value, list) else f"a {type(value).__name__}"
-            )
+            kind = f"a {type(value).__name__}"
+            content = f"{len(value)} entries" if isinstance(value, list) else kind
             raise LineError(
                 f": it holds {content} in place of {len(needed)} numbers ({', '.join(needed)})"
             )
@@ -278,25 +266,16 @@ class RowReader:
 
     def parse_number(self, cell: object, index: int) -> float:
         """Return a cell, or an entry of a JSON line, as a number; NaN if it is missing."""
-        needed = self.needed
-        column = (
-            needed[index if self.json else self.column_index.index(index)]
-            if self.column_index
-            else ""
-        )
         if cell is None:
             return math.nan
-        value = None
+        position = index if self.json else (self.column_index or []).index(index)
+        column, value = self.needed[position], None
         if isinstance(cell, str):
-            value = (
-                seconds(cell)
-                if self.columns.elapsed and column == self.columns.time
-                else number(cell)
-            )
+            is_time = self.columns.elapsed and column == self.columns.time
+            value = seconds(cell) if is_time else number(cell)
         elif isinstance(cell, int | float) and not isinstance(cell, bool):
-            value = (
-                math.inf if abs(cell) > 1e300 else float(cell)
-            )  # whole numbers may be larger than any float
+            # Whole numbers may be larger than any float.
+            value = math.inf if abs(cell) > 1e300 else float(cell)
         if value is None:
             raise LineError(
                 f", column {column!r} ({index + 1}): {str(cell)[:40]!r} is not a number"
@@ -305,59 +284,48 @@ class RowReader:
 
     def make_row(self, values: list[float], time: str | None, sequence: str | None) -> Row:
         """Return a row of tensors; checks that controls are given and that time increases."""
-        q, k = self.q, len(self.columns.column_schema.controls)
+        q, k, step = self.q, len(self.columns.column_schema.controls), self.columns.step
         if not all(map(math.isfinite, values[q:])):
             raise LineError(f": {', '.join(self.needed[q:])} must be there at each step")
         control = self.controls = values[q : q + k]
         previous = self.clock if sequence in (None, self.sequence) else None
-        now = (
-            values[-1]
-            if self.columns.elapsed
-            else seconds(time or "")
-            if self.columns.step
-            else None
-        )
-        gap = False
-        if now is not None and self.columns.step is not None and math.isfinite(now):
+        now, gap = seconds(time or "") if step else None, False
+        if self.columns.elapsed:
+            now = values[-1]
+        if now is not None and step is not None and math.isfinite(now):
             early = previous is not None and now <= previous
             if early and not self.assumed:
                 raise LineError(
                     f", column {self.columns.time!r}: time {now:.15g} does not come after "
                     f"{previous:.15g}"
                 )
-            gap = previous is not None and now - previous > LARGEST_GAP * self.columns.step
+            gap = previous is not None and now - previous > LARGEST_GAP * step
             if self.columns.elapsed:
-                control = [
-                    *control,
-                    self.columns.step if previous is None or gap or early else now - previous,
-                ]
+                first = previous is None or gap or early
+                control = [*control, step if first else now - previous]
             self.clock, self.assumed, time = now, False, time or f"{now:.15g}"
         self.sequence = sequence
-        controls = (
-            torch.tensor([control], dtype=self.dtype, device=self.device) if control else None
-        )
+        controls = self.tensor([control]) if control else None
         return Row(self.observation(values[:q]), controls, time, sequence, self.clock, gap)
 
     def observation(self, values: list[float]) -> Tensor | None:
         """Return the observation with angles as cosine and sine; None where it is missing."""
         if self.is_missing(map(math.isnan, values)):
             return None
-        obs = torch.tensor([values], dtype=self.dtype, device=self.device)
-        if not self.has_encoding:
+        schema, obs = self.columns.column_schema, self.tensor([values])
+        if all(part.kind == "number" for part in schema.observations):
             return obs
         try:
-            return self.columns.column_schema.encode(obs, "observations")
+            return schema.encode(obs, "observations")
         except ValueError as error:
             raise LineError(f": {error}") from None
 
     def split_cells(self, text: str) -> list[str]:
         """Return the cells of a CSV line."""
+        cells = text.split(self.delimiter)
         try:
-            cells = (
-                next(csv.reader([text], delimiter=self.delimiter))
-                if '"' in text
-                else text.split(self.delimiter)
-            )
+            if '"' in text:
+                cells = next(csv.reader([text], delimiter=self.delimiter))
         except csv.Error as error:
             raise LineError(f": this is no CSV: {error}") from None
         return [cell.strip() for cell in cells]
@@ -365,11 +333,9 @@ class RowReader:
 
 def readable(line: bytes) -> str | None:
     """Return the text of a line without spaces around it; None if it is too long."""
-    return (
-        None
-        if len(line) > MAX_LINE_BYTES
-        else line.decode("utf-8", errors="replace").lstrip("\ufeff").strip(" \r")
-    )
+    if len(line) > MAX_LINE_BYTES:
+        return None
+    return line.decode("utf-8", errors="replace").lstrip("\ufeff").strip(" \r")
 
 
 def read_json(text: str) -> Any:

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+# The folder that contains the package: the repository, if kbf is imported from a clone.
 ROOT = Path(__file__).resolve().parents[3]
-"""The folder that contains the package: the repository, if kbf is imported from a clone."""
 
 
 def load_study(name: str) -> ModuleType:
