@@ -31,7 +31,7 @@ class MergedMap:
         rest, vectors = torch.linalg.eigh(
             torch.eye(len(map.factor)).to(map.factor) / map.ridge - map.factor
         )
-        self.rank = len(rest)
+        self.rank: int = len(rest)
         self.both: Tensor = map.whiten @ torch.cat(
             [vectors * rest.clamp_min(0).sqrt(), map.coefficients], -1
         )

@@ -58,7 +58,7 @@ class SelectedDensities(nn.Module):
             )
         self.ratio_dim: tuple[str | None, str | None] = (transition, observation)
         self.fitted: list[Known] = []
-        self.provisional = False  # chosen by `select_if_missing`, for the recordings at hand
+        self.provisional: bool = False  # chosen by `select_if_missing`, for the recordings at hand
         self.allow_missing_sensors, self.sensors = False, SelectedSensors()
         kept = None in self.ratio_dim  # where both are given there is nothing to restore
         self.register_buffer(

@@ -52,13 +52,15 @@ class EnsembleFilter:
             spreads: covariances of the errors, for members without covariances.
         """
         self.filters, self.weights, self.spreads = filters, weights, spreads
-        self.kinds = [type(each.init(1)) for each in filters.values()]
+        self.kinds: list[Any] = [type(each.init(1)) for each in filters.values()]
         names = [
             f"member{k}_{field}" for k, kind in enumerate(self.kinds) for field in kind._fields
         ]
         self.kind: Any = namedtuple("EnsembleState", [*names, "rejections"])
-        self.controlled = max(control_components(each) for each in filters.values())
-        self.allow_missing_sensors = all(allows_missing_sensors(each) for each in filters.values())
+        self.controlled: int = max(control_components(each) for each in filters.values())
+        self.allow_missing_sensors: bool = all(
+            allows_missing_sensors(each) for each in filters.values()
+        )
 
     def parts(self, state: Any) -> list[Any]:
         """The state of each filter."""

@@ -301,8 +301,8 @@ class RowReader:
                 )
             gap = previous is not None and now - previous > LARGEST_GAP * step
             if self.columns.elapsed:
-                first = previous is None or gap or early
-                control = [*control, step if first else now - previous]
+                elapsed = step if previous is None or gap or early else now - previous
+                control = [*control, elapsed]
             self.clock, self.assumed, time = now, False, time or f"{now:.15g}"
         self.sequence = sequence
         controls = self.tensor([control]) if control else None

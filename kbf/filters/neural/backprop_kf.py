@@ -62,14 +62,16 @@ class BackpropKF(EndToEndFilter[GaussianState]):
         super().__init__(d, q, d, encoder, controls)
         self.d, y = d, d + hidden
         self.linear, self.inner = nn.Linear(y, y), nn.Linear(y, units)
-        self.outer = nn.Linear(units, y, bias=False)
+        self.outer: nn.Linear = nn.Linear(units, y, bias=False)
         with torch.no_grad():
             self.linear.weight.copy_(torch.eye(y))
             self.linear.bias.zero_()
             self.outer.weight.mul_(0.1)
-        self.log_noise = nn.Parameter(torch.full((y,), math.log(0.1)))
-        self.log_start = nn.Parameter(torch.zeros(y))
-        self.push = nn.Linear(controls, y + units, bias=False) if controls else None
+        self.log_noise: nn.Parameter = nn.Parameter(torch.full((y,), math.log(0.1)))
+        self.log_start: nn.Parameter = nn.Parameter(torch.zeros(y))
+        self.push: nn.Linear | None = (
+            nn.Linear(controls, y + units, bias=False) if controls else None
+        )
 
     def move(
         self, y: Float[Tensor, "b y"], u: Float[Tensor, "b k"]

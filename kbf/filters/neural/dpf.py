@@ -116,25 +116,27 @@ class DPF(EndToEndFilter[DPFState]):
         self.alpha, self.gamma = alpha, gamma
         y = d + hidden
         self.linear, self.inner = nn.Linear(y, y), nn.Linear(2 * y, units)
-        self.outer = nn.Linear(units, y, bias=False)
+        self.outer: nn.Linear = nn.Linear(units, y, bias=False)
         with torch.no_grad():
             self.linear.weight.copy_(torch.eye(y))
             self.linear.bias.zero_()
             self.outer.weight.mul_(0.1)
-        self.log_noise = nn.Parameter(torch.full((y,), math.log(0.2)))
-        self.log_start = nn.Parameter(torch.zeros(y))
-        self.log_width = nn.Parameter(torch.full((d,), math.log(0.3)))
-        self.likelihood_of_encoding = nn.Linear(2 * m, units)
-        self.likelihood_of_state = nn.Linear(d, units, bias=False)
-        self.likelihood = nn.Sequential(
+        self.log_noise: nn.Parameter = nn.Parameter(torch.full((y,), math.log(0.2)))
+        self.log_start: nn.Parameter = nn.Parameter(torch.zeros(y))
+        self.log_width: nn.Parameter = nn.Parameter(torch.full((d,), math.log(0.3)))
+        self.likelihood_of_encoding: nn.Linear = nn.Linear(2 * m, units)
+        self.likelihood_of_state: nn.Linear = nn.Linear(d, units, bias=False)
+        self.likelihood: nn.Sequential = nn.Sequential(
             nn.ReLU(), nn.Linear(units, units), nn.ReLU(), nn.Linear(units, 1)
         )
-        self.proposal_of_encoding = nn.Linear(2 * m, units)
-        self.proposal_of_noise = nn.Linear(y, units, bias=False)
-        self.proposal = nn.Sequential(
+        self.proposal_of_encoding: nn.Linear = nn.Linear(2 * m, units)
+        self.proposal_of_noise: nn.Linear = nn.Linear(y, units, bias=False)
+        self.proposal: nn.Sequential = nn.Sequential(
             nn.ReLU(), nn.Linear(units, units), nn.ReLU(), nn.Linear(units, y)
         )
-        self.push = nn.Linear(controls, y + units, bias=False) if controls else None
+        self.push: nn.Linear | None = (
+            nn.Linear(controls, y + units, bias=False) if controls else None
+        )
 
     def move(
         self, y: Float[Tensor, "b P y"], eps: Float[Tensor, "b P y"], u: Float[Tensor, "b k"]

@@ -66,10 +66,12 @@ class GRUImages(EndToEndFilter[GRUImagesState]):
             controls, encoder: as in `EndToEndFilter`.
         """
         super().__init__(d, q, m, encoder, controls)
-        self.m = m
-        self.cell = nn.GRUCell(2 * m + 1 + controls, units)
-        self.readout = nn.Sequential(nn.Linear(units, hidden), nn.Tanh(), nn.Linear(hidden, d))
-        self.readout_variance = nn.Sequential(
+        self.m: int = m
+        self.cell: nn.GRUCell = nn.GRUCell(2 * m + 1 + controls, units)
+        self.readout: nn.Sequential = nn.Sequential(
+            nn.Linear(units, hidden), nn.Tanh(), nn.Linear(hidden, d)
+        )
+        self.readout_variance: nn.Sequential = nn.Sequential(
             nn.Linear(units, hidden), nn.Tanh(), nn.Linear(hidden, d)
         )
 

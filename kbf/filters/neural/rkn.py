@@ -89,14 +89,16 @@ class RKNFilter(EndToEndFilter[RKNState]):
         eye = torch.eye(m)
         # upper from upper, upper from lower, lower from upper, lower from lower
         first = torch.stack([eye, 0.2 * eye, -0.2 * eye, eye])
-        self.blocks = nn.Parameter(first.expand(matrices, 4, m, m).clone())
-        self.mixing = nn.Linear(2 * m, matrices)
-        self.noise = nn.Parameter(torch.full((2, m), inverse_positive(0.1)))
-        self.readout = nn.Sequential(nn.Linear(2 * m, hidden), nn.Tanh(), nn.Linear(hidden, d))
-        self.readout_variance = nn.Sequential(
+        self.blocks: nn.Parameter = nn.Parameter(first.expand(matrices, 4, m, m).clone())
+        self.mixing: nn.Linear = nn.Linear(2 * m, matrices)
+        self.noise: nn.Parameter = nn.Parameter(torch.full((2, m), inverse_positive(0.1)))
+        self.readout: nn.Sequential = nn.Sequential(
+            nn.Linear(2 * m, hidden), nn.Tanh(), nn.Linear(hidden, d)
+        )
+        self.readout_variance: nn.Sequential = nn.Sequential(
             nn.Linear(3 * m, hidden), nn.Tanh(), nn.Linear(hidden, d)
         )
-        self.push = (
+        self.push: nn.Sequential | None = (
             nn.Sequential(nn.Linear(controls, hidden), nn.Tanh(), nn.Linear(hidden, 2 * m))
             if controls
             else None
