@@ -53,7 +53,9 @@ def run(config: dict[str, Any]) -> int:
         cells,
         config["workers"],
         name="runs",
-        label=label,
+        label=lambda cell: (
+            f"{cell.config['data']['name']}, n {cell.n_train}, seed {cell.seed}: {cell.model}"
+        ),
         order=in_order,
         complete=is_result,
     )
@@ -107,11 +109,6 @@ def is_result(stored: dict[str, Any]) -> bool:
     counts = all(type(stored.get(key)) is int for key in ("n_train", "seed"))
     numbers = isinstance(seconds, int | float) and (floor or isinstance(error, int | float))
     return texts and counts and numbers
-
-
-def label(cell: Cell) -> str:
-    """Return the label of a run in the progress bar."""
-    return f"{cell.config['data']['name']}, n {cell.n_train}, seed {cell.seed}: {cell.model}"
 
 
 def run_cell(cell: Cell) -> dict[str, Any]:

@@ -250,14 +250,6 @@ def column_schema_of(trained: Trained) -> ColumnSchema:
     )
 
 
-def columns_of(data: dict[str, Any], column_schema: ColumnSchema) -> InputColumns:
-    """Return the columns of a text input, by the data settings of the checkpoint."""
-    time, recording = data.get("time") or "time", data.get("recording") or "recording"
-    return InputColumns(
-        column_schema, time, recording, bool(data.get("time_as_control")), data.get("time_step")
-    )
-
-
 def is_text(source: str, column_schema: ColumnSchema, data: dict[str, Any]) -> bool:
     """Return whether the input is read line by line.
 
@@ -288,20 +280,24 @@ def text_rows(
         stack.enter_context(listener.listening())
         chunks: Iterable[bytes] = listener.chunks(sys.stdin.buffer)
     else:
-        path = Path(config["input"]).expanduser()
         hidden = not messages.is_terminal or (config["output"] == "-" and sys.stdout.isatty())
-        file = stack.enter_context(
-            rich.progress.open(
-                path, "rb", description="filtering", console=messages, disable=hidden
-            )
-        )
+        settings: Any = {"description": "filtering", "console": messages, "disable": hidden}
+        path = Path(config["input"]).expanduser()
+        file = stack.enter_context(rich.progress.open(path, "rb", **settings))
         chunks = iter(lambda: file.read(BYTES_PER_READ), b"")
     report = (
         (lambda text: messages.print(text, markup=False)) if config["on_error"] == "skip" else None
     )
+    data = layout_of(trained)
     return RowReader(
         chunks,
-        columns_of(layout_of(trained), column_schema),
+        InputColumns(
+            column_schema,
+            data.get("time") or "time",
+            data.get("recording") or "recording",
+            elapsed=bool(data.get("time_as_control")),
+            step=data.get("time_step"),
+        ),
         trained.module.input_dtype,
         config["device"],
         source="standard input" if config["input"] == "-" else str(config["input"]),

@@ -149,7 +149,9 @@ def train(
         ValueError: too few steps, or a configuration that cannot be built.
         CheckpointError: ``ckpt_path`` cannot be loaded.
     """
-    silence_lightning()
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for text in IRRELEVANT_WARNINGS:
+        warnings.filterwarnings("ignore", f".*{text}.*")
     lightning.seed_everything(config["seed"], verbose=False)
     stored = {key: config[key] for key in CHECKPOINT_KEYS if key in config}
     module = FilterTraining(stored, sequences, trust=trust)
@@ -334,10 +336,3 @@ def check(
 def is_helper() -> bool:
     """Return whether this process is a helper of a distributed run (its rank is not 0)."""
     return getattr(rank_zero_only, "rank", 0) != 0
-
-
-def silence_lightning() -> None:
-    """Silence Lightning's messages and the warnings of it that do not apply here."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for text in IRRELEVANT_WARNINGS:
-        warnings.filterwarnings("ignore", f".*{text}.*")

@@ -117,11 +117,6 @@ def keeps_no_memory(module: FittedModel) -> bool:
     return module.net.fit(module.memory.sequences()) is module.net
 
 
-def learned_from_all(module: FittedModel) -> bool:
-    """Return whether training held out nothing, and no fold can be removed from the network."""
-    return module.how is not None and module.how.validation == 0 and keeps_no_memory(module)
-
-
 def run_through(
     held: Held,
     *,
@@ -269,16 +264,16 @@ def learn(
     held: Held = [(trained.filter, list(validation))] if validation else never_learned_from(module)
     run = run_through(held, seed=seed, dtype=dtype, device=module.device)
     calibration = learn_calibration(run)
-    if calibration is not None and not validation and learned_from_all(module):
-        warnings.warn(
-            "covariances are not recalibrated: the network was fitted to all recordings, on which "
-            "its errors are too small (model.training.validation=0.15 or data.validation holds "
-            "some out)",
-            stacklevel=2,
-        )
-        calibration = None
-    elif calibration is not None and not validation:  # the folds are in scaled units
-        calibration = in_units_of_the_data(calibration, trained)
+    if calibration is not None and not validation:
+        calibration = in_units_of_the_data(calibration, trained)  # the folds are in scaled units
+        if module.how is not None and module.how.validation == 0 and keeps_no_memory(module):
+            warnings.warn(
+                "covariances are not recalibrated: the network was fitted to all recordings, on "
+                "which its errors are too small (model.training.validation=0.15 or "
+                "data.validation holds some out)",
+                stacklevel=2,
+            )
+            calibration = None
     monitor = learn_monitor(run, memory, rate=rate, dtype=module.model_dtype, device=module.device)
     return trained._replace(calibration=calibration, monitor=monitor)
 
