@@ -1,7 +1,7 @@
 """Kernel mean embeddings as weighted samples, and the conditional mean embedding (CME).
 
-An embedding is m = sum_i w_i k(., z_i). Its weights may be negative and need not sum to 1: nothing
-here hides that.
+An embedding is m = sum_i w_i k(., z_i). Its weights may be negative and need not sum to 1; they are
+neither clipped nor normalised unless a method documents it.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Embedding:
         return of_weights.negative_mass(self.weights)
 
     def normalised(self) -> Embedding:
-        """The same points with weights that sum to 1.
+        """Return the same points with weights that sum to 1.
 
         Raises:
-            ValueError: a sum of weights that is not positive: such an embedding stands for no
+            ValueError: a sum of weights that is not positive: the embedding represents no
                 distribution.
         """
         total = self.weights.sum(-1, keepdim=True)
@@ -63,25 +63,25 @@ class Embedding:
         return Embedding(self.points, self.weights / total)
 
     def expect(self, f: Callable[[Tensor], Tensor]) -> Tensor:
-        """The expectation sum_i w_i f(z_i) ``*b *k``, for f from the points ``n d`` to ``n *k``.
+        """Return sum_i w_i f(z_i) ``*b *k``, for f from the points ``n d`` to ``n *k``.
 
         References: Fukumizu et al., equation 15.
         """
         return torch.tensordot(self.weights, f(self.points), dims=1)
 
     def mean(self) -> Tensor:
-        """The mean sum_i w_i z_i ``*b d``, with the weights as they are."""
+        """Return the mean sum_i w_i z_i ``*b d``, without normalisation of the weights."""
         return self.expect(lambda z: z)
 
     def cov(self) -> Float[Tensor, "*b d d"]:
-        """Covariance matrix of the normalised weights, made positive semi-definite.
+        """Return the covariance matrix of the normalised weights, positive semi-definite.
 
-        sum_i w_i z_i z_i^T - mu mu^T with w / sum(w) in place of w. Negative weights can give it
-        negative eigenvalues: these are set to zero, which is the nearest positive semi-definite
+        It is sum_i w_i z_i z_i^T - mu mu^T with w / sum(w) in place of w. If negative weights cause
+        negative eigenvalues, these are set to zero, which gives the nearest positive semi-definite
         matrix in the Frobenius norm.
 
         Raises:
-            ValueError: points that are no vectors, or a sum of weights that is not positive.
+            ValueError: points that are not vectors, or a sum of weights that is not positive.
         """
         w = self.normalised().weights
         z = self._vectors("cov")
@@ -93,21 +93,21 @@ class Embedding:
 
     @torch.no_grad()
     def mode(self, kernel: Kernel, *, steps: int = 100, tol: float = 1e-6) -> Float[Tensor, "*b d"]:
-        """The pre-image: the point z whose k(., z) is nearest to the embedding, for a Gaussian kernel.
+        """Return the pre-image: the z whose k(., z) is nearest to the embedding (Gaussian kernel).
 
-        As k(z, z) = 1 this is the z with the largest m(z) = sum_i w_i k(z_i, z). The fixed point z
-        <- sum_i w_i k(z_i, z) z_i / m(z) starts at the best training point. It can leave the data
-        where m(z) comes near 0, which negative weights make possible; so the best z on the way is
-        returned, never one that is worse than the best training point. Not differentiable.
+        Since k(z, z) = 1 this is the z with the largest m(z) = sum_i w_i k(z_i, z). The fixed-point
+        iteration z <- sum_i w_i k(z_i, z) z_i / m(z) starts at the best training point. With
+        negative weights m(z) may approach 0 and the iteration diverge; the best iterate is
+        returned, which is at least as good as the best training point. Not differentiable.
 
         Args:
-            kernel: Gaussian, with its bandwidth filled in (``allow_missing_sensors(gaussian,
-                bandwidth=0.5)``).
-            steps: the most iterations.
-            tol: stop when no batch member moves by more than this share of the points' spread.
+            kernel: Gaussian, with its bandwidth (``partial(gaussian, bandwidth=0.5)``).
+            steps: largest number of iterations.
+            tol: the iteration stops if no point moves by more than this share of the points'
+                spread.
 
         Raises:
-            ValueError: points that are no vectors.
+            ValueError: points that are not vectors.
 
         References: Fukumizu et al., section 4.1.
         """
@@ -131,15 +131,15 @@ class Embedding:
 
     @torch.no_grad()
     def herd(self, kernel: Kernel, m: int) -> Tensor:
-        """``m`` of the points, with repetitions, whose plain average of k(., z) comes close to the (normalised) embedding.
+        """Return ``m`` of the points whose average of k(., z) approximates the embedding.
 
-        Kernel herding: u_{t+1} is the point with the largest m(z) - 1/(t+1) sum_{s<=t} k(z, u_s).
-        Deterministic; the error falls faster than that of random draws, and negative weights are no
-        hindrance.
+        Kernel herding of the normalised embedding: u_{t+1} is the point with the largest
+        m(z) - 1/(t+1) sum_{s<=t} k(z, u_s). Points may repeat. It is deterministic, its error
+        decreases faster than that of random draws, and weights may be negative.
 
         Args:
             kernel: with a constant k(z, z).
-            m: how many.
+            m: number of points.
 
         Returns:
             ``*b m d``.
@@ -159,7 +159,7 @@ class Embedding:
         return self.points[torch.stack(chosen, -1)]
 
     def _vectors(self, what: str) -> Tensor:
-        """The points, which must be ``n d``."""
+        """Return the points; raise a ValueError if they are not ``n d``."""
         if self.points.ndim != 2:
             raise ValueError(
                 f"Embedding.{what} needs points (n, d), got {tuple(self.points.shape)}"
@@ -170,10 +170,11 @@ class Embedding:
 def project_so3(
     weights: Float[Tensor, "*b n"], rotations: Float[Tensor, "n 3 3"]
 ) -> Float[Tensor, "*b 3 3"]:
-    """The rotation R with the largest tr(R^T sum_i w_i Z_i): U diag(1, 1, det(U V^T)) V^T of sum_i w_i Z_i = U S V^T.
+    """Return the rotation R with the largest tr(R^T sum_i w_i Z_i).
 
-    It is the pre-image within SO(3) of an embedding under the kernel tr(A B^T). It is not unique
-    when the sum has rank below 2.
+    With the singular value decomposition sum_i w_i Z_i = U S V^T it is
+    U diag(1, 1, det(U V^T)) V^T, the pre-image within SO(3) of an embedding under the kernel
+    tr(A B^T). It is not unique if the sum has a rank below 2.
 
     References: Fukumizu et al., section 5.3 (camera rotation).
     """
@@ -185,7 +186,10 @@ def project_so3(
 def cme_weights_primal(
     features: Float[Tensor, "n p"], query: Float[Tensor, "*b p"], reg: float | Tensor
 ) -> Float[Tensor, "*b n"]:
-    """Weights w(x) = Psi (Psi^T Psi + n reg I_p)^-1 psi(x): the same weights when G_X = Psi Psi^T, in O(n p^2)."""
+    """Return the CME weights w(x) = Psi (Psi^T Psi + n reg I_p)^-1 psi(x) in O(n p^2).
+
+    They are those of the kernel psi^T psi, whose Gram matrix is Psi Psi^T.
+    """
     n = features.shape[-2]
     return psd_solve(features.mT @ features, query[..., None], reg=n * reg)[..., 0] @ features.mT
 
@@ -193,12 +197,13 @@ def cme_weights_primal(
 def cme_loo(
     gram_x: Float[Tensor, "n n"], gram_y: Float[Tensor, "n n"], reg: float | Tensor
 ) -> Float[Tensor, ""]:
-    """Leave-one-out score of the CME from x to y for choosing reg and the bandwidth of x, in closed form; lower is better.
+    """Return the closed-form leave-one-out score of the CME from x to y; lower is better.
 
-    The sum over i of ||phi(y_i) - m_{-i}(x_i)||^2 in the RKHS of y, where m_{-i} is fitted without
-    pair i (with the same ridge n reg): tr(D H K_Y H D) with H = I - G (G + n reg I)^-1 and D =
-    diag(1 / H_ii). As H = n reg (G + n reg I)^-1, the factor n reg cancels. Scores can only be
-    compared for one and the same kernel of y.
+    It selects reg and the bandwidth of x. It is the sum over i of ||phi(y_i) - m_{-i}(x_i)||^2 in
+    the RKHS of y, where m_{-i} is fitted without pair i (with the same ridge n reg):
+    tr(D H K_Y H D) with H = I - G (G + n reg I)^-1 and D = diag(1 / H_ii). As
+    H = n reg (G + n reg I)^-1, the factor n reg cancels. Only scores with the same kernel of y are
+    comparable.
 
     Args:
         gram_x: G ``n n``, of the inputs.

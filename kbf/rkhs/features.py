@@ -1,4 +1,4 @@
-"""Explicit feature maps psi with psi(x)^T psi(y) ~ k(x, y): what makes a kernel method cost O(n p^2) instead of O(n^3).
+"""Explicit feature maps psi with psi(x)^T psi(y) ~ k(x, y): O(n p^2) in place of O(n^3).
 
 A feature map is a function from points ``*b n q`` to features ``*b n p``. Gradients flow to the
 kernel's bandwidth. `NystromFeatures` is such a map as a module, for models that are saved.
@@ -19,12 +19,15 @@ from kbf.rkhs.linalg import cholesky, evenly, pivoted_cholesky
 
 FeatureMap = Callable[[Tensor], Tensor]
 
-FEW = 512
-"""Points whose whole Gram matrix is made before pivots are picked: that is faster than column by column."""
 POINTS_AT_A_TIME = 16_384
-"""Points whose features are made at a time: the kernel's intermediate arrays stay small."""
-FULL = 4
-"""Zeros fill numbers of features up to a multiple of this: in float32 64 columns take three quarters of the time of 61."""
+"""Points whose features are computed at a time, which bounds intermediate arrays of the kernel."""
+
+# Up to this number of points `pivots` computes the whole Gram matrix, which is faster than columns.
+MAX_POINTS_OF_FULL_GRAM = 512
+
+# Features are padded with zeros to a multiple of this: in float32 products with 64 columns take
+# three quarters of the time of those with 61.
+FEATURES_MULTIPLE_OF = 4
 
 
 def nystrom(
@@ -32,21 +35,21 @@ def nystrom(
 ) -> FeatureMap:
     """psi(x) = L^-1 k(landmarks, x) with L L^T = k(landmarks, landmarks) + jitter I.
 
-    psi(x)^T psi(y) is the kernel projected on the span of the landmarks: exact when one of the two
+    psi(x)^T psi(y) is the kernel projected on the span of the landmarks, which is exact if x or y
     is a landmark.
 
     Args:
         kernel: k.
         landmarks: ``m q``, for instance the training points at `pivots`.
         jitter: relative to the largest diagonal entry of the landmarks' Gram matrix. 1e-10 is for
-            float64; float32 needs 1e-6.
+            float64; float32 requires 1e-6.
 
     Returns:
         The map ``*b n q`` -> ``*b n m``.
 
     Raises:
-        NotPositiveDefiniteError: landmarks so close to each other that the jitter does not carry
-            the factorisation.
+        NotPositiveDefiniteError: the jitter is too small for landmarks that are close to each
+            other.
 
     References: Williams and Seeger (2001).
     """
@@ -60,9 +63,9 @@ def nystrom(
 
 
 def nystrom_whitening(gram: Float[Tensor, "m m"], *, jitter: float = 1e-10) -> Float[Tensor, "m m"]:
-    """W = L^-T with L L^T the landmarks' Gram matrix: psi(x)^T = k(x, landmarks) W, when the same map is used at many times.
+    """Return W = L^-T of the landmarks' Gram matrix L L^T, so that psi(x)^T = k(x, landmarks) W.
 
-    The jitter and the errors are those of `nystrom`.
+    It is for a map that is evaluated many times. Jitter and errors are those of `nystrom`.
     """
     factor = cholesky(gram, reg=jitter * gram.diagonal().max().detach())
     eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
@@ -72,17 +75,17 @@ def nystrom_whitening(gram: Float[Tensor, "m m"], *, jitter: float = 1e-10) -> F
 def pivots(
     kernel: Kernel, x: Float[Tensor, "n ..."], *, rank: int, tol: float = 0.0, limit: int = 8192
 ) -> Int[Tensor, " r"]:
-    """Positions of the landmarks that the pivoted Cholesky factorisation of k(x, x) picks, best first.
+    """Return the indices of landmarks by pivoted Cholesky factorisation of k(x, x), best first.
 
-    `nystrom` at these landmarks *is* the incomplete Cholesky factor (without its jitter), as a
-    function that takes new points too.
+    `nystrom` at these landmarks is the incomplete Cholesky factor (without the jitter) as a
+    function of any point.
 
     Args:
         kernel: k.
         x: ``n q``.
-        rank: the most that may be picked.
-        tol: stop once trace(G - L L^T) <= tol trace(G).
-        limit: of more points than this, an evenly spaced subsample is looked at.
+        rank: largest number of landmarks.
+        tol: the factorisation stops once trace(G - L L^T) <= tol trace(G).
+        limit: of more points an evenly spaced subsample of this size is used.
 
     References: Fukumizu et al., section 4.2.
     """
@@ -90,12 +93,12 @@ def pivots(
         among = evenly(len(x), limit, x.device)
         x = x[among]
         diagonal = kernel(x[:, None], x[:, None])[:, 0, 0]
-        if len(x) <= FEW:
-            gram = kernel(x, x)
-            return among[pivoted_cholesky(lambda i: gram[:, i], diagonal, rank, tol)[1]]
-        return among[
-            pivoted_cholesky(lambda i: kernel(x, x[i][None])[:, 0], diagonal, rank, tol)[1]
-        ]
+        gram = kernel(x, x) if len(x) <= MAX_POINTS_OF_FULL_GRAM else None
+
+        def column(i: Tensor) -> Tensor:
+            return kernel(x, x[i][None])[:, 0] if gram is None else gram[:, i]
+
+        return among[pivoted_cholesky(column, diagonal, rank, tol)[1]]
 
 
 def random_fourier(
@@ -106,9 +109,10 @@ def random_fourier(
     generator: Generator | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> FeatureMap:
-    """Random Fourier features of the Gaussian kernel: sqrt(2/p) (cos(w^T x), sin(w^T x)), w ~ N(0, 1/bandwidth^2), p/2 of them.
+    """Return random Fourier features of the Gaussian kernel.
 
-    The error of psi(x)^T psi(y) falls like p^(-1/2).
+    They are sqrt(2/p) (cos(w^T x), sin(w^T x)) for p/2 frequencies w ~ N(0, 1/bandwidth^2). The
+    error of psi(x)^T psi(y) is of order p^(-1/2).
 
     Args:
         q: components of a point.
@@ -133,16 +137,16 @@ def random_fourier(
 
 
 def _cosines(bandwidth: Bandwidth, frequencies: Tensor, x: Tensor) -> Tensor:
-    """The features of `random_fourier`; a function of the module, so that what holds it can be pickled."""
+    """Return the features of `random_fourier`; a global function can be pickled."""
     phase = (x / bandwidth) @ frequencies.to(x)
     return frequencies.shape[1] ** -0.5 * torch.cat([phase.cos(), phase.sin()], -1)
 
 
 class NystromFeatures(nn.Module):
-    """`nystrom` at the `pivots` of the points, with everything it needs in buffers: psi(x) = L^-1 k(landmarks, x).
+    """`nystrom` at the `pivots` of the points, as a module: psi(x) = L^-1 k(landmarks, x).
 
-    Behind them come zeros, up to a multiple of `FULL` (none where gradients flow to the kernel): no
-    product of features knows them.
+    Landmarks, whitening and bandwidth are buffers. Unless gradients flow to the kernel, features
+    are padded with zeros to a multiple of `FEATURES_MULTIPLE_OF`, which changes no inner product.
     """
 
     landmarks: Tensor
@@ -152,13 +156,13 @@ class NystromFeatures(nn.Module):
     def __init__(
         self, kernel: str, bandwidth: Tensor, points: Float[Tensor, "n q"], rank: int, tol: float
     ) -> None:
-        """Features of a kernel, spanned by some of the points.
+        """Select landmarks among the points and compute the whitening.
 
         Args:
             kernel: a name in `kbf.rkhs.kernels.KERNELS`. bandwidth: its bandwidth.
-            points: ``n q``, among which landmarks are chosen.
-            rank: the most landmarks.
-            tol: fewer, if the trace residual of the Gram matrix falls to this share of its trace.
+            points: ``n q``.
+            rank: largest number of landmarks.
+            tol: as in `pivots`.
 
         Raises:
             NotPositiveDefiniteError: as `nystrom`.
@@ -167,22 +171,18 @@ class NystromFeatures(nn.Module):
         self.kernel = kernel
         k = partial(KERNELS[kernel], bandwidth=bandwidth)
         landmarks = points[pivots(k, points, rank=rank, tol=tol)]
-        self.register_buffer("landmarks", landmarks)
         whiten = nystrom_whitening(k(landmarks, landmarks))
-        self.register_buffer(
-            "whiten", whiten if whiten.requires_grad else pad(whiten, (0, -len(whiten) % FULL))
-        )
+        if not whiten.requires_grad:
+            whiten = pad(whiten, (0, -len(whiten) % FEATURES_MULTIPLE_OF))
+        self.register_buffer("landmarks", landmarks)
+        self.register_buffer("whiten", whiten)
         self.register_buffer("bandwidth", bandwidth)
 
     def forward(self, x: Float[Tensor, "m *x"]) -> Float[Tensor, "m p"]:
-        """The features of points, which are flattened to vectors."""
-        return (
-            KERNELS[self.kernel](
-                x.flatten(1).to(self.landmarks), self.landmarks, bandwidth=self.bandwidth
-            )
-            @ self.whiten
-        )
+        """Return the features of points, which are flattened to vectors."""
+        x, k = x.flatten(1).to(self.landmarks), KERNELS[self.kernel]
+        return k(x, self.landmarks, bandwidth=self.bandwidth) @ self.whiten
 
     def all(self, points: Float[Tensor, "n q"]) -> Float[Tensor, "n p"]:
-        """The features of many points ``n q``, made `POINTS_AT_A_TIME`."""
+        """Return the features of many points, computed `POINTS_AT_A_TIME`."""
         return torch.cat([self(block) for block in points.split(POINTS_AT_A_TIME)])

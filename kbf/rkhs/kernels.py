@@ -1,8 +1,8 @@
 """Positive definite kernels as plain functions k(X, Y) -> Gram matrix, and the median heuristic.
 
 Every kernel takes points ``*b n q`` and ``*b m q`` and returns ``*b n m``. A bandwidth is a length
-in the units of the points: a number, or a vector ``q`` with one length for each component. Fix it
-with ``functools.partial``:
+in the units of the points: a number, or a vector ``q`` with one length for each component. It is
+set with ``functools.partial``:
 
 >>> k = partial(gaussian, bandwidth=0.5)
 >>> k(torch.zeros(1, 2), torch.tensor([[0.5, 0.0]]))
@@ -30,22 +30,26 @@ Bandwidth = float | Tensor
 
 
 def gaussian(x: Points, y: Others, *, bandwidth: Bandwidth) -> Gram:
-    """exp(-||x - y||^2 / (2 bandwidth^2)). Where a paper writes exp(-||x - y||^2 / s), s = 2 bandwidth^2."""
+    """Return exp(-||x - y||^2 / (2 bandwidth^2)).
+
+    For papers that write exp(-||x - y||^2 / s), s = 2 bandwidth^2.
+    """
     return torch.exp(-0.5 * squared_distance(x / bandwidth, y / bandwidth))
 
 
 def laplace(x: Points, y: Others, *, bandwidth: Bandwidth) -> Gram:
-    """exp(-||x - y||_1 / bandwidth), the product over the components of one-dimensional exponential kernels."""
+    """Return exp(-||x - y||_1 / bandwidth), the product of exponential kernels of components."""
     return torch.exp(
         -((x / bandwidth)[..., :, None, :] - (y / bandwidth)[..., None, :, :]).abs().sum(-1)
     )
 
 
 def matern(x: Points, y: Others, *, bandwidth: Bandwidth, nu: float | Tensor) -> Gram:
-    """Matern kernel with nu = 1/2, 3/2 or 5/2, a = sqrt(2 nu) ||x - y|| / bandwidth: e^-a times 1, 1 + a, 1 + a + a^2/3.
+    """Return the Matern kernel with nu = 1/2, 3/2 or 5/2.
 
-    In float32 the distance of nearly equal points is known to about 3e-4 of the points' spread
-    only, and so are the values for nu = 1/2 (a kink at zero); for nu = 3/2 and 5/2 this error is
+    It is exp(-a) times 1, 1 + a or 1 + a + a^2/3, with a = sqrt(2 nu) ||x - y|| / bandwidth. In
+    float32 the distance of nearly equal points has an error of about 3e-4 of the points' spread,
+    and so have the values for nu = 1/2, which has a kink at 0; for nu = 3/2 and 5/2 this error is
     squared.
 
     Raises:
@@ -53,7 +57,7 @@ def matern(x: Points, y: Others, *, bandwidth: Bandwidth, nu: float | Tensor) ->
 
     References: Rasmussen and Williams (2006), section 4.2.1.
     """
-    nu = float(nu)  # a filter that keeps it in a buffer gives a tensor
+    nu = float(nu)  # a tensor if a filter stores it in a buffer
     if nu not in (0.5, 1.5, 2.5):
         raise ValueError(f"matern: nu must be 0.5, 1.5 or 2.5, got {nu}")
     a = math.sqrt(2 * nu) * safe_sqrt(squared_distance(x / bandwidth, y / bandwidth))
@@ -62,16 +66,18 @@ def matern(x: Points, y: Others, *, bandwidth: Bandwidth, nu: float | Tensor) ->
 
 
 def imq(x: Points, y: Others, *, bandwidth: Bandwidth) -> Gram:
-    """Inverse multiquadric (1 + ||x - y||^2 / bandwidth^2)^(-1/2)."""
+    """Return the inverse multiquadric kernel (1 + ||x - y||^2 / bandwidth^2)^(-1/2)."""
     return (1 + squared_distance(x / bandwidth, y / bandwidth)).rsqrt()
 
 
 def arcsine(x: Points, y: Others, *, bias: float, slope: float) -> Gram:
-    """Kernel of an infinitely wide network of sigmoids (erf): (2/pi) arcsin(2 s(x, y) / sqrt((1 + 2 s(x, x)) (1 + 2 s(y, y)))).
+    """Return the kernel of an infinitely wide network of sigmoids (erf).
 
-    s(x, y) = bias^2 + slope^2 <x, y>. Not stationary: with a small bias and a steep slope it looks
-    at the *direction* of a point from the origin, as a turning state asks for; with a gentle slope
-    it is nearly linear.
+        k(x, y) = (2/pi) arcsin(2 s(x, y) / sqrt((1 + 2 s(x, x)) (1 + 2 s(y, y)))),
+        s(x, y) = bias^2 + slope^2 <x, y>
+
+    It is not stationary: with a small bias and a steep slope it depends on the *direction* of a
+    point from the origin, which suits a state on a circle; with a small slope it is nearly linear.
 
     Args:
         x: ``*b n q``. y: ``*b m q``.
@@ -84,23 +90,25 @@ def arcsine(x: Points, y: Others, *, bias: float, slope: float) -> Gram:
 
 
 def shrunk(p: Points, bias: float, slope: float) -> Float[Tensor, "*b n r"]:
-    """(slope p, bias) / sqrt(1/2 + s(p, p)), ``*b n q + 1``: `arcsine`'s argument is the product of two such."""
+    """Return (slope p, bias) / sqrt(1/2 + s(p, p)), a factor of the argument of `arcsine`."""
     weighted = torch.cat([slope * p, torch.zeros_like(p[..., :1]) + bias], -1)
     return weighted * (0.5 + weighted.square().sum(-1, keepdim=True)).rsqrt()
 
 
 def linear(x: Points, y: Others) -> Gram:
-    """<x, y>: with a linear kernel on the states, the embedding is the mean."""
+    """Return <x, y>; with a linear kernel of the states the embedding is the mean."""
     return x @ y.mT
 
 
 def trace(x: Float[Tensor, "*b n q q"], y: Float[Tensor, "*c m q q"]) -> Gram:
-    """tr(A B^T) between matrices, the kernel on SO(3) of Fukumizu et al. (section 5.3): points are ``*b n 3 3``."""
+    """Return tr(A B^T) of matrices ``*b n q q``, the kernel on SO(3) of Fukumizu et al., 5.3."""
     return torch.einsum("...nij,...mij->...nm", x, y)
 
 
 def delta(x: Points, y: Others) -> Gram:
-    """1 where two points are equal, 0 elsewhere: on a finite set an embedding is then a table of probabilities.
+    """Return 1 where two points are equal, 0 elsewhere.
+
+    On a finite set an embedding is then a table of probabilities.
 
     References: Johno et al. (2018), section 4.1.2.
     """
@@ -108,7 +116,9 @@ def delta(x: Points, y: Others) -> Gram:
 
 
 def product(x: Points, y: Others, *, parts: list[tuple[Kernel, int]]) -> Gram:
-    """k_1(x_1, y_1) k_2(x_2, y_2) ... where the components are split in the order of ``parts``: (kernel, how many).
+    """Return k_1(x_1, y_1) k_2(x_2, y_2) ..., with the components split in the order of ``parts``.
+
+    Each part is a kernel and its number of components.
 
     >>> k = partial(product, parts=[(partial(gaussian, bandwidth=1.0), 2), (delta, 1)])
     >>> k(torch.tensor([[0.0, 1.0, 7.0]]), torch.tensor([[0.0, 1.0, 7.0], [0.0, 1.0, 8.0]]))
@@ -136,14 +146,14 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
     "matern52": partial(matern, nu=2.5),
     "imq": imq,
 }
-"""Kernels with one bandwidth, by the names that the configs use. Each has the value 1 at equal points."""
+"""Kernels with one bandwidth by their names in configurations. Each is 1 at equal points."""
 
 NETWORK_KERNELS: dict[str, Callable[..., Tensor]] = {"arcsine": arcsine}
 """Kernels of infinitely wide networks, with a bias and a slope, by name."""
 
 
 def own_value(kernel: Kernel, x: Float[Tensor, "*b q"]) -> Float[Tensor, "*b"]:
-    """k(x, x) of each point by itself, without a Gram matrix where its equation is known.
+    """Return k(x, x) of each point, in closed form where there is one.
 
     >>> own_value(partial(gaussian, bandwidth=0.5), torch.tensor([[3.0], [4.0]]))
     tensor([1., 1.])
@@ -162,36 +172,35 @@ def own_value(kernel: Kernel, x: Float[Tensor, "*b q"]) -> Float[Tensor, "*b"]:
 def median_distance(
     x: Float[Tensor, "n q"], *, limit: int = 2000, diagonal: bool = False, distinct: bool = False
 ) -> Tensor:
-    """Median Euclidean distance between training points, a length to start a bandwidth from.
+    """Return the median Euclidean distance between training points, a scale for bandwidths.
 
     Of an even number of distances it is the lower of the two in the middle.
 
     Args:
         x: ``n q``, *training* points only.
-        limit: of more points than this, an evenly spaced subsample is taken.
-        diagonal: count the n zero distances of each point to itself as well, as the published code
-            of Xu et al. does.
-        distinct: where the median is zero (counts, switches, repeated values), take that of the
-            distances that are not.
+        limit: of more points an evenly spaced subsample of this size is used.
+        diagonal: include the n zero distances of points to themselves, as in the published code of
+            Xu et al.
+        distinct: if the median is zero (counts, switches, repeated values), return that of the
+            positive distances.
 
     Raises:
-        ValueError: fewer than two points, or a median of zero (most points are the same; with
+        FitError: fewer than two points, or a median of zero (most points are the same; with
             ``distinct``, all).
     """
     if len(x) < 2:
         raise FitError(f"median_distance needs at least two points, got {len(x)}")
     x = x[evenly(len(x), limit, x.device)]
     distance = squared_distance(x, x).sqrt()
-    if diagonal:
-        median = distance.flatten().median()
-    else:
+    if not diagonal:
         row, column = torch.triu_indices(len(x), len(x), 1, device=x.device)
         distance = distance[row, column]
-        median = distance.median()
+    median = distance.median()
     if distinct and median == 0 and bool((distance > 0).any()):
         median = distance[distance > 0].median()
     if not median > 0:
         raise FitError(
-            f"the median distance between {len(x)} training points is {median.item()}: most of them coincide"
+            f"the median distance between {len(x)} training points is {median.item()}: "
+            "most of them coincide"
         )
     return median

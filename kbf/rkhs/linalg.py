@@ -1,4 +1,4 @@
-"""The linear algebra that the rest stands on: one way to solve, one way to measure distance, one low-rank factor."""
+"""Linear algebra: solves by Cholesky, squared distances, low-rank factors, subsamples."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ from torch import Tensor
 
 from kbf.runtime.errors import FitError
 
-SMALL, MANY = 5, 200
-"""Rows and columns of matrices, and how many of them, for which a call for each takes longer than arithmetic of all at once."""
-FACTORISED = 3
-"""Rows of those for which that is true of their factorisation."""
-HALVES = (torch.bfloat16, torch.float16)
-"""Types that have no factorisation."""
 ROUNDING = 1e-6
-"""Share of the largest singular value that a matrix in float32 may change by to become a product of two of low rank."""
-ROWS_IN_DOUBLE = 4096
-"""Rows of a large matrix that are taken to float64 at a time."""
-NUMBERS_ONE_BY_ONE = 2**13
-"""Numbers in the differences of all pairs of points up to which these are formed one by one: a step of a filter has few."""
+"""Largest change of a float32 matrix by `two_factors`, over its largest singular value."""
+
+# Matrices of a batch are multiplied by component, all at once, if there are at least
+# MIN_MATRICES_BY_COMPONENT of at most MAX_ROWS_BY_COMPONENT rows and columns: one library call for
+# each takes longer. For factorisations this holds up to MAX_ROWS_FACTORISED_BY_COMPONENT rows.
+MIN_MATRICES_BY_COMPONENT = 200
+MAX_ROWS_BY_COMPONENT = 5
+MAX_ROWS_FACTORISED_BY_COMPONENT = 3
+
+# PyTorch has no factorisation of these types.
+HALF_PRECISION = (torch.bfloat16, torch.float16)
+
+# Rows of a large matrix that are converted to float64 at a time.
+FLOAT64_BLOCK = 4096
+
+# Up to this number of entries, differences of all pairs of points are computed directly. The points
+# in a step of a filter are few.
+MAX_DIRECT_DIFFERENCES = 2**13
 
 
 class NotPositiveDefiniteError(FitError):
@@ -38,34 +45,36 @@ def psd_solve(
 ) -> Float[Tensor, "*c n m"]:
     """Solve (A + reg I) X = B for a symmetric positive semi-definite A by Cholesky.
 
-    Batches broadcast; one A for a batch of B is factorised once and solved once, with all
-    right-hand sides side by side.
+    Batches broadcast; one A for a batch of B is factorised once and solved once, for all
+    right-hand sides together.
 
     Args:
         a: ``*a n n``, symmetric (only the lower triangle is read).
         b: ``*b n m``.
         reg: added to the diagonal: a scalar, or one value for each matrix of the batch.
-        check: ask the factorisation whether it went well. False saves a device synchronisation
-            inside a loop, where the caller looks at the result once at the end: where it did not go
-            well, X is NaN.
+        check: raise an error if the factorisation fails. With False X is NaN there, which saves a
+            device synchronisation inside a loop whose caller checks the result once at the end.
 
     Raises:
-        NotPositiveDefiniteError: with n, reg and the smallest eigenvalue. Nothing is retried behind
-            the caller's back.
+        NotPositiveDefiniteError: with n, reg and the smallest eigenvalue. There is no silent retry
+            with a larger ridge.
 
     >>> psd_solve(torch.eye(2), torch.ones(2, 1), reg=1.0).flatten()
     tensor([0.5000, 0.5000])
     """
-    if a.dtype != b.dtype or a.dtype in HALVES:  # autocast's products
+    if a.dtype != b.dtype or a.dtype in HALF_PRECISION:  # autocast's products
         kind = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
         a, b = a.to(kind), b.to(kind)
-    if many_small(a, FACTORISED) and b.ndim == 3 and isinstance(reg, float) and reg == 0:
-        x = solved_by_component(a, b)
-        if not check or math.isfinite(x.sum().item()):  # else LAPACK says what is wrong
-            return x
     if (
-        check and not torch.compiler.is_exporting()
-    ):  # a program cannot raise: where it does not go well, X is NaN
+        many_small(a, MAX_ROWS_FACTORISED_BY_COMPONENT)
+        and b.ndim == 3
+        and isinstance(reg, float)
+        and reg == 0
+    ):
+        x = solved_by_component(a, b)
+        if not check or math.isfinite(x.sum().item()):  # else the error comes from LAPACK
+            return x
+    if check and not torch.compiler.is_exporting():  # an exported program cannot raise
         factor = cholesky(a, reg=reg)
     else:
         factor, info = torch.linalg.cholesky_ex(shifted(a, reg))
@@ -75,9 +84,8 @@ def psd_solve(
         return (
             torch.cholesky_solve(columns.flatten(1), factor).reshape(columns.shape).movedim(0, -2)
         )
-    if (
-        factor.is_cuda and factor.ndim > 2
-    ):  # there many at once are MAGMA's, which waits for the card and takes memory of its own
+    if factor.is_cuda and factor.ndim > 2:
+        # For batches PyTorch calls MAGMA, which synchronises and allocates memory of its own.
         return triangular_solves(factor, b)
     return torch.cholesky_solve(b, factor)
 
@@ -85,33 +93,32 @@ def psd_solve(
 def triangular_solves(
     factor: Float[Tensor, "*a n n"], b: Float[Tensor, "*b n m"]
 ) -> Float[Tensor, "*c n m"]:
-    """L L^T X = B as L Y = B, then L^T X = Y, of a lower triangular L."""
-    return torch.linalg.solve_triangular(
-        factor.mT, torch.linalg.solve_triangular(factor, b, upper=False), upper=True
-    )
+    """Solve L L^T X = B for a lower triangular L: L Y = B, then L^T X = Y."""
+    y = torch.linalg.solve_triangular(factor, b, upper=False)
+    return torch.linalg.solve_triangular(factor.mT, y, upper=True)
 
 
-def many_small(a: Tensor, size: int = SMALL) -> bool:
-    """Whether there are so many small matrices that calls for each of them take longer than arithmetic of all at once."""
+def many_small(a: Tensor, size: int = MAX_ROWS_BY_COMPONENT) -> bool:
+    """Return whether arithmetic by component is faster than a library call for each matrix."""
     if a.ndim != 3 or torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return False
-    return a.is_cpu and a.shape[0] >= MANY and max(a.shape[1:]) <= size
+    return a.is_cpu and a.shape[0] >= MIN_MATRICES_BY_COMPONENT and max(a.shape[1:]) <= size
 
 
 def product(*factors: Tensor) -> Tensor:
-    """The product of matrices: of many small ones by component, with the batch innermost in memory; else as it is."""
+    """Return the product of matrices; many small ones are multiplied by component."""
     out, *others = factors
     for factor in others:
-        out = (
-            product_by_component(out, factor)
-            if many_small(out) or many_small(factor)
-            else out @ factor
-        )
+        by_component = many_small(out) or many_small(factor)
+        out = product_by_component(out, factor) if by_component else out @ factor
     return out
 
 
 def product_by_component(a: Tensor, b: Tensor) -> Tensor:
-    """A B as a sum of k outer products, each of the whole batch; of one A for all B, or one B for all A, as one product."""
+    """Return A B as a sum of k outer products, each of the whole batch.
+
+    One A for all B, or one B for all A, is a single matrix product.
+    """
     if b.ndim == 2:
         return product_by_component(b.mT, a.mT).mT
     if a.ndim == 2:
@@ -128,16 +135,20 @@ def product_by_component(a: Tensor, b: Tensor) -> Tensor:
 
 
 def batch_innermost(a: Float[Tensor, "b n m"]) -> Float[Tensor, "b n m"]:
-    """The same matrices; of many small ones, laid out in memory as n m vectors over the batch: most arithmetic leaves them so."""
-    return (
-        a
-        if a.stride(0) <= 1 or not many_small(a)
-        else a.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-    )
+    """Return the matrices; many small ones are stored as n m vectors over the batch.
+
+    Most arithmetic preserves this order of the memory.
+    """
+    if a.stride(0) <= 1 or not many_small(a):
+        return a
+    return a.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
 def cholesky_by_component(a: Float[Tensor, "b n n"]) -> dict[tuple[int, int], Float[Tensor, " b"]]:
-    """The entries of the lower Cholesky factor, each of the whole batch; NaN or 0 on the diagonal where there is none."""
+    """Return the entries of the lower Cholesky factor, each of the whole batch.
+
+    Where there is no factor the diagonal has NaN or 0.
+    """
     L: dict[tuple[int, int], Tensor] = {}
     rows = [row.unbind(-1) for row in a.unbind(-2)]
     for j in range(len(rows)):
@@ -152,7 +163,7 @@ def cholesky_by_component(a: Float[Tensor, "b n n"]) -> dict[tuple[int, int], Fl
 def solved_by_component(
     a: Float[Tensor, "b n n"], b: Float[Tensor, "b n m"]
 ) -> Float[Tensor, "b n m"]:
-    """A X = B by Cholesky, written out: NaN or infinite where A is not positive definite."""
+    """Solve A X = B by Cholesky by component; NaN or infinite if A is not positive definite."""
     n = a.shape[-1]
     L = {at: entry[:, None] for at, entry in cholesky_by_component(batch_innermost(a)).items()}
     x = list(batch_innermost(b).unbind(-2))
@@ -168,9 +179,9 @@ def solved_by_component(
 
 
 def cholesky(a: Float[Tensor, "*a n n"], *, reg: float | Tensor = 0.0) -> Float[Tensor, "*c n n"]:
-    """Lower Cholesky factor of A + reg I. Arguments and errors as in `psd_solve`."""
+    """Return the lower Cholesky factor of A + reg I. Arguments and errors as in `psd_solve`."""
     moved = a if isinstance(reg, float) and reg == 0 else shifted(a, reg)
-    if many_small(a, FACTORISED):
+    if many_small(a, MAX_ROWS_FACTORISED_BY_COMPONENT):
         L, n = cholesky_by_component(batch_innermost(moved)), a.shape[-1]
         zero = torch.zeros_like(L[0, 0])
         factor = (
@@ -179,7 +190,7 @@ def cholesky(a: Float[Tensor, "*a n n"], *, reg: float | Tensor = 0.0) -> Float[
             .permute(2, 0, 1)
         )
         if bool((factor.diagonal(dim1=-2, dim2=-1) > 0).all()):
-            return factor  # else LAPACK says what is wrong
+            return factor  # else the error comes from LAPACK
     factor, info = torch.linalg.cholesky_ex(moved)
     if bool(info.any()):
         n, shift = a.shape[-1], torch.as_tensor(reg).max()
@@ -189,14 +200,15 @@ def cholesky(a: Float[Tensor, "*a n n"], *, reg: float | Tensor = 0.0) -> Float[
             )
         smallest = torch.linalg.eigvalsh(moved.detach()).min().item()
         raise NotPositiveDefiniteError(
-            f"a {n} x {n} matrix is not positive definite in {a.dtype}: after adding reg = {float(shift):.3g} its smallest "
-            f"eigenvalue is {smallest:.3g}. Use a larger ridge, float64, or a lower rank."
+            f"a {n} x {n} matrix is not positive definite in {a.dtype}: after adding reg = "
+            f"{float(shift):.3g} its smallest eigenvalue is {smallest:.3g}. Use a larger ridge, "
+            "float64, or a lower rank."
         )
     return factor
 
 
 def shifted(a: Float[Tensor, "*a n n"], reg: float | Tensor) -> Float[Tensor, "*c n n"]:
-    """A + reg I ``*c n n``, without making the matrix I."""
+    """Return A + reg I ``*c n n`` without the matrix I."""
     shift = torch.as_tensor(reg, dtype=a.dtype, device=a.device)
     out = a.clone() if shift.ndim == 0 else a + torch.zeros_like(shift)[..., None, None]
     out.diagonal(dim1=-2, dim2=-1).add_(shift[..., None])
@@ -206,17 +218,17 @@ def shifted(a: Float[Tensor, "*a n n"], reg: float | Tensor) -> Float[Tensor, "*
 def squared_distance(
     x: Float[Tensor, "*b n q"], y: Float[Tensor, "*c m q"]
 ) -> Float[Tensor, "*d n m"]:
-    """Squared Euclidean distances ||x_i - y_j||^2: of few points as they stand, else expanded into one matrix product.
+    """Return squared Euclidean distances ||x_i - y_j||^2; of many points by one matrix product.
 
     For the product the points are centred first, so that it does not cancel when they are far from
-    the origin; what is left is an error of a few eps times the squared spread of the points.
-    Gradients are finite everywhere, at equal points as well.
+    the origin; the error is a few eps times the squared spread of the points. Gradients are finite
+    everywhere, including equal points.
     """
     if x.shape[-1] != y.shape[-1]:
         raise ValueError(
             f"points of {x.shape[-1]} components have no distance to points of {y.shape[-1]}"
         )
-    if x.ndim == y.ndim == 2 and x.shape[0] * y.shape[0] * x.shape[1] <= NUMBERS_ONE_BY_ONE:
+    if x.ndim == y.ndim == 2 and x.shape[0] * y.shape[0] * x.shape[1] <= MAX_DIRECT_DIFFERENCES:
         return (x[:, None] - y).square().sum(-1)
     centre = y.mean(-2, keepdim=True).detach()
     x, y = x - centre, y - centre
@@ -229,25 +241,25 @@ def squared_distance(
 def two_factors(
     a: Float[Tensor, "n m"], tol: float, worth: float = 0.7
 ) -> tuple[Tensor, Tensor] | None:
-    """A ~ L R, ``n r`` and ``r m`` by the singular vectors of values above ``tol`` times the largest: the error is no larger.
+    """Return L ``n r`` and R ``r m`` with A ~ L R, or None if they are not much smaller than A.
 
-    None where L and R have more than ``worth`` of the numbers of A. In float64 by the eigenvectors
-    of A^T A: tol is at least 1e-7.
+    r is the number of singular values above ``tol`` times the largest, which bounds the error; the
+    vectors are eigenvectors of A^T A in float64, for which tol must be at least 1e-7. None if L and
+    R have more than ``worth`` times the entries of A.
     """
     gram = a.new_zeros(a.shape[1], a.shape[1], dtype=torch.float64)
-    for rows in a.split(ROWS_IN_DOUBLE):
+    for rows in a.split(FLOAT64_BLOCK):
         gram.addmm_(rows.double().mT, rows.double())
     squares, vectors = torch.linalg.eigh(gram)
     kept = vectors[:, squares > tol**2 * squares[-1]]
     if kept.shape[1] * sum(a.shape) > worth * a.numel():
         return None
-    return torch.cat(
-        [(rows.double() @ kept).to(a) for rows in a.split(ROWS_IN_DOUBLE)]
-    ), kept.mT.to(a).contiguous()
+    left = [(rows.double() @ kept).to(a) for rows in a.split(FLOAT64_BLOCK)]
+    return torch.cat(left), kept.mT.to(a).contiguous()
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
-    """The square root of max(x, 0), with gradient 0 instead of infinity (or NaN) at x <= 0; NaN stays NaN."""
+    """Return the square root of max(x, 0), whose gradient is 0 at x <= 0; NaN propagates."""
     at_zero = x <= 0
     return torch.where(at_zero, torch.ones_like(x), x).sqrt().masked_fill(at_zero, 0)
 
@@ -255,16 +267,17 @@ def safe_sqrt(x: Tensor) -> Tensor:
 def pivoted_cholesky(
     column: Callable[[Tensor], Tensor], diagonal: Float[Tensor, " n"], rank: int, tol: float = 0.0
 ) -> tuple[Float[Tensor, "n r"], Int[Tensor, " r"]]:
-    """Incomplete Cholesky factor with diagonal pivoting: G ~ L L^T, by r columns of G, in O(n r^2).
+    """Return the incomplete Cholesky factor with diagonal pivoting, G ~ L L^T, in O(n r^2).
 
-    Each step takes the point with the largest diagonal entry of G - L L^T, so the trace of this
-    residual only falls. It ends early when no entry is above rounding: L L^T is then G.
+    Each step selects the point with the largest diagonal entry of G - L L^T, so that the trace of
+    this residual decreases. The iteration stops early if no entry is above rounding: L L^T is then
+    G.
 
     Args:
         column: i -> G[:, i], shape ``n`` (i is a zero-dimensional integer tensor).
         diagonal: ``n``, the diagonal of G.
-        rank: the largest r.
-        tol: stop once the trace of G - L L^T falls to ``tol`` times the trace of G.
+        rank: largest r.
+        tol: the iteration stops once the trace of G - L L^T is at most ``tol`` times that of G.
 
     Returns:
         L ``n r`` and the pivots ``r`` in the order of their choice; the rows of L at the pivots are
@@ -283,9 +296,8 @@ def pivoted_cholesky(
     rank = min(rank, n)
     residual = diagonal.clone()
     trace = residual.sum()
-    floor = (
-        n * torch.finfo(diagonal.dtype).eps * diagonal.max()
-    )  # LAPACK's, for its pivoted factorisation: below is rounding
+    # Smaller entries are rounding; this is the bound of LAPACK's pivoted factorisation.
+    floor = n * torch.finfo(diagonal.dtype).eps * diagonal.max()
     factor = diagonal.new_zeros(n, rank)
     pivots = torch.zeros(rank, dtype=torch.long, device=diagonal.device)
     for k in range(rank):
@@ -300,14 +312,16 @@ def pivoted_cholesky(
 
 
 def evenly(n: int, limit: int, device: torch.device | str | None = None) -> Int[Tensor, " m"]:
-    """Positions of min(n, limit) of n points, evenly spaced: the subsample that large data is looked at by."""
+    """Return min(n, limit) of the indices 0 ... n - 1, evenly spaced, to subsample large data."""
     if n <= limit:
         return torch.arange(n, device=device)
     return torch.linspace(0, n - 1, limit, dtype=torch.float64, device=device).long()
 
 
 def column_medians(x: Float[Tensor, "n q"]) -> Float[Tensor, " q"]:
-    """The median of each column, of an even number the lower one; by sorting, which a GPU does in the same way every time.
+    """Return the median of each column, the lower one of an even number of rows.
+
+    It sorts, which is deterministic on a GPU, too.
 
     >>> column_medians(torch.tensor([[3.0, 1.0], [1.0, 2.0], [2.0, 9.0], [7.0, 0.0]])).tolist()
     [2.0, 1.0]

@@ -304,7 +304,8 @@ def covariance_from_moments(
 ) -> Float[Tensor, "*b p p"]:
     """Return C = sum_i r_i (1/k) sum_j psi_ij psi_ij^T from the `second_moments`.
 
-    It takes one matrix product, or two with ``basis``. Its time depends neither on k nor, much, on the batch.
+    It takes one matrix product, or two with ``basis``. Its time does not depend on k and hardly
+    depends on the batch.
 
     Args:
         ratio: r ``*b n``.

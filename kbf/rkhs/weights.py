@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 MIN_SHARE_OF_SUM = 0.05
-"""Smallest sum of weights over the sum of their absolute values for a division; usually 0.5 to 1."""
+"""Smallest sum of weights over the sum of their absolute values for a division; often 0.5 to 1."""
 
 
 def effective_sample_size(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:

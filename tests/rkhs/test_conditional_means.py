@@ -13,7 +13,7 @@ import torch
 
 from kbf.rkhs import conditional_means
 from kbf.rkhs.embeddings import Embedding, cme_loo
-from kbf.rkhs.features import FEW, random_fourier
+from kbf.rkhs.features import MAX_POINTS_OF_FULL_GRAM, random_fourier
 from kbf.rkhs.kernels import arcsine, gaussian, linear, matern
 from kbf.rkhs.linalg import NotPositiveDefiniteError, pivoted_cholesky
 
@@ -604,7 +604,9 @@ def test_no_array_of_all_points_and_queries(normal, case):
         sizes.append(values.numel())
         return values
 
-    n = FEW + 100  # of fewer points landmarks are picked from the whole Gram matrix
+    n = (
+        MAX_POINTS_OF_FULL_GRAM + 100
+    )  # of fewer points landmarks are picked from the whole Gram matrix
     m = BLOCKED[case](watched, normal(n, 2), normal(n, 1), block=50)
     m.mean(normal(300, 2))
     assert max(sizes) <= 50 * 50

@@ -99,7 +99,7 @@ def test_stored_moments_are_taken_as_they_are(kept, monkeypatch, normal):
 def test_zeros_behind_the_features_change_no_estimate(ratio, monkeypatch):
     memory, obs = recordings(60), recordings(20, seed=5)[0].obs[None]
     full = estimates(prepared(memory, rank=13, ratio=ratio), memory, obs)
-    monkeypatch.setattr(features, "FULL", 1)
+    monkeypatch.setattr(features, "FEATURES_MULTIPLE_OF", 1)
     torch.testing.assert_close(
         full, estimates(prepared(memory, rank=13, ratio=ratio), memory, obs), rtol=1e-9, atol=1e-9
     )
