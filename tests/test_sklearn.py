@@ -5,11 +5,9 @@ against known laws.
 from __future__ import annotations
 
 import pickle
-from functools import partial
 
 import numpy as np
 import pytest
-import reference
 import torch
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
@@ -19,12 +17,9 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from kbf.rkhs import ratios
 from kbf.rkhs.conditional_means import CONDITIONAL_MEANS
 from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.sklearn import REGS, ConditionalMeanEmbedding, KuLSIF, RelativeRatio
-
-KERNEL = partial(gaussian, bandwidth=0.7)
 
 
 @parametrize_with_checks([ConditionalMeanEmbedding(), RelativeRatio(), KuLSIF()])
@@ -135,83 +130,6 @@ def test_points_that_coincide_ask_for_a_bandwidth():
 # Density ratios
 
 
-@pytest.fixture
-def samples(normal):
-    return normal(15, 1), 0.6 * normal(11, 1) + 0.5
-
-
-def pooled(z, u):
-    return torch.cat([z, u]), KERNEL(torch.cat([z, u]), torch.cat([z, u]))
-
-
-def test_without_alpha_the_function_is_kulsif(samples, normal):
-    z, u = samples
-    points, gram = pooled(z, u)
-    coef = ratios.relative_coef(gram, len(z), 1e-2, 0.0)
-    here = KERNEL(z, points) @ coef
-    torch.testing.assert_close(here, ratios.tikhonov(KERNEL(z, z), KERNEL(z, u).mean(1), 1e-2))
-    r = reference.kulsif_function(
-        z.numpy(), u.numpy(), lambda a, b: reference.gaussian(a, b, 0.7), 1e-2
-    )
-    elsewhere = normal(5, 1)
-    np.testing.assert_allclose(
-        (KERNEL(elsewhere, points) @ coef).numpy(),
-        [r(x) for x in elsewhere.numpy()],
-        rtol=1e-6,
-        atol=1e-8,
-    )
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9])
-def test_the_function_is_the_minimiser(alpha, samples, normal):
-    z, u = samples
-    points, gram = pooled(z, u)
-    best = ratios.relative_coef(gram, len(z), 1e-2, alpha)
-
-    def loss(coef):
-        r = gram @ coef
-        at_z, at_u = r[: len(z)], r[len(z) :]
-        fit = (
-            alpha / 2 * at_u.square().mean() + (1 - alpha) / 2 * at_z.square().mean() - at_u.mean()
-        )
-        return fit + 1e-2 / 2 * coef @ gram @ coef
-
-    variable = best.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(loss(variable), variable)
-    torch.testing.assert_close(slope, torch.zeros_like(slope), atol=1e-10, rtol=0.0)
-    assert all(loss(best + 0.1 * normal(len(best))) > loss(best) for _ in range(20))
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.3])
-def test_leave_one_out_is_the_loop(alpha, samples):
-    z, u = samples
-    n, m = len(z), len(u)
-    points, gram = pooled(z, u)
-    d = torch.tensor([0.0] * n + [1 / m] * m, dtype=torch.float64)
-    D = torch.tensor([(1 - alpha) / n] * n + [alpha / m] * m, dtype=torch.float64)
-    expected = 0.0
-    for i in range(n + m):
-        keep = torch.arange(n + m) != i
-        system = (
-            1e-2 * torch.eye(n + m - 1, dtype=torch.float64) + D[keep, None] * gram[keep][:, keep]
-        )
-        r = gram[i, keep] @ torch.linalg.solve(system, d[keep])
-        expected += D[i] * r**2 / 2 - d[i] * r
-    torch.testing.assert_close(ratios.relative_loo(gram, n, 1e-2, alpha), expected)
-
-
-def test_relative_is_the_same_where_the_centres_are(normal):
-    z = normal(30, 1)
-    u = z[:12]  # inside the span that `kbf.rkhs.ratios.relative` looks in
-    points, gram = pooled(z, u)
-    coef = ratios.relative_coef(gram, 30, 1e-2, 0.3)
-    weights = torch.full((12,), 1 / 12, dtype=torch.float64)
-    expected = ratios.relative(KERNEL(z, z), KERNEL(z, u), weights, 1e-2, 0.3)
-    torch.testing.assert_close(
-        (KERNEL(z, points) @ coef).clamp(0, 1 / 0.3), expected, rtol=1e-5, atol=1e-6
-    )
-
-
 @pytest.fixture(scope="module")
 def two_normals():
     """400 points of N(0, 1), labelled "p", and 300 of N(0.5, 0.5^2), labelled "q"; new points, and
@@ -263,5 +181,3 @@ def test_samples_that_make_no_ratio_are_refused(two_normals):
         KuLSIF().fit(np.where(x > 2, np.nan, x), y)
     with pytest.raises(NotFittedError):
         KuLSIF().ratio(new)
-    with pytest.raises(ValueError, match="both samples, got 3 and 0"):
-        ratios.relative_coef(torch.eye(3), 3, 0.1, 0.0)

@@ -301,3 +301,105 @@ def test_both_forms_of_a_ratio_in_the_table_are_the_same(normal, name):
     torch.testing.assert_close(
         form.primal(F, w, 0.05, 0.1), form.dense(F @ F.mT, w, 0.05, 0.1), rtol=1e-5, atol=1e-6
     )
+
+
+# The ratio as a function: `relative_coef` and `relative_loo`
+
+
+@pytest.fixture
+def two_samples(normal):
+    return normal(15, 1), 0.6 * normal(11, 1) + 0.5
+
+
+def pooled(z, u):
+    return torch.cat([z, u]), KERNEL(torch.cat([z, u]), torch.cat([z, u]))
+
+
+def test_coefficients_without_alpha_are_kulsif(two_samples, normal):
+    z, u = two_samples
+    points, gram = pooled(z, u)
+    coef = ratios.relative_coef(gram, len(z), 1e-2, 0.0)
+    here = KERNEL(z, points) @ coef
+    torch.testing.assert_close(here, ratios.tikhonov(KERNEL(z, z), KERNEL(z, u).mean(1), 1e-2))
+    r = reference.kulsif_function(
+        z.numpy(), u.numpy(), lambda a, b: reference.gaussian(a, b, 0.7), 1e-2
+    )
+    elsewhere = normal(5, 1)
+    np.testing.assert_allclose(
+        (KERNEL(elsewhere, points) @ coef).numpy(),
+        [r(x) for x in elsewhere.numpy()],
+        rtol=1e-6,
+        atol=1e-8,
+    )
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9])
+def test_coefficients_are_the_minimiser(alpha, two_samples, normal):
+    z, u = two_samples
+    points, gram = pooled(z, u)
+    best = ratios.relative_coef(gram, len(z), 1e-2, alpha)
+
+    def loss(coef):
+        r = gram @ coef
+        at_z, at_u = r[: len(z)], r[len(z) :]
+        fit = (
+            alpha / 2 * at_u.square().mean() + (1 - alpha) / 2 * at_z.square().mean() - at_u.mean()
+        )
+        return fit + 1e-2 / 2 * coef @ gram @ coef
+
+    variable = best.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(loss(variable), variable)
+    torch.testing.assert_close(slope, torch.zeros_like(slope), atol=1e-10, rtol=0.0)
+    assert all(loss(best + 0.1 * normal(len(best))) > loss(best) for _ in range(20))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3])
+def test_leave_one_out_of_coefficients_is_the_loop(alpha, two_samples):
+    z, u = two_samples
+    n, m = len(z), len(u)
+    points, gram = pooled(z, u)
+    d = torch.tensor([0.0] * n + [1 / m] * m, dtype=torch.float64)
+    D = torch.tensor([(1 - alpha) / n] * n + [alpha / m] * m, dtype=torch.float64)
+    expected = 0.0
+    for i in range(n + m):
+        keep = torch.arange(n + m) != i
+        system = (
+            1e-2 * torch.eye(n + m - 1, dtype=torch.float64) + D[keep, None] * gram[keep][:, keep]
+        )
+        r = gram[i, keep] @ torch.linalg.solve(system, d[keep])
+        expected += D[i] * r**2 / 2 - d[i] * r
+    torch.testing.assert_close(ratios.relative_loo(gram, n, 1e-2, alpha), expected)
+
+
+def test_coefficients_are_relative_where_the_centres_are(normal):
+    z = normal(30, 1)
+    u = z[:12]  # inside the span that `kbf.rkhs.ratios.relative` looks in
+    points, gram = pooled(z, u)
+    coef = ratios.relative_coef(gram, 30, 1e-2, 0.3)
+    weights = torch.full((12,), 1 / 12, dtype=torch.float64)
+    expected = ratios.relative(KERNEL(z, z), KERNEL(z, u), weights, 1e-2, 0.3)
+    torch.testing.assert_close(
+        (KERNEL(z, points) @ coef).clamp(0, 1 / 0.3), expected, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_coefficients_need_both_samples_and_alpha_in_range():
+    with pytest.raises(ValueError, match="both samples, got 3 and 0"):
+        ratios.relative_coef(torch.eye(3), 3, 0.1, 0.0)
+    for alpha in (-0.1, 1.0):
+        with pytest.raises(ValueError, match=r"alpha in \[0, 1\)"):
+            ratios.relative_coef(torch.eye(3), 2, 0.1, alpha)
+
+
+def test_coefficients_come_near_the_true_relative_ratio():
+    """p = N(0, 1) and pi = N(0.5, 0.5^2), with the ridge of the least leave-one-out score."""
+    rng = np.random.default_rng(3)
+    z, u = rng.standard_normal((400, 1)), 0.5 + 0.5 * rng.standard_normal((300, 1))
+    points, new = torch.tensor(np.concatenate([z, u])), torch.tensor(rng.standard_normal((2000, 1)))
+    true = (new**2 / 2 - ((new - 0.5) / 0.5) ** 2 / 2).exp()[:, 0].numpy() / 0.5
+    gram, alpha = KERNEL(points, points), 0.3
+    regs = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+    reg = min(regs, key=lambda reg: ratios.relative_loo(gram, 400, reg, alpha).item())
+    r = (KERNEL(new, points) @ ratios.relative_coef(gram, 400, reg, alpha)).clamp(0, 1 / alpha)
+    relative = true / (alpha * true + 1 - alpha)
+    assert np.mean((r.numpy() - relative) ** 2) < 0.05 * relative.var()

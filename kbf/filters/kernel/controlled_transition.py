@@ -1,7 +1,7 @@
-"""Transitions with a control, z' given (z, u): over the recording, and over a memory drawn from a learned model.
+"""Conditional mean embedding of the next state z' given state z and control u.
 
-`kbf.filters.kernel.kbf` and `kbf.filters.kernel.simulated_kbf` use them where recordings have
-controls.
+The memory is recorded (for `kbf.filters.kernel.kbf`) or sampled from a learned model (for
+`kbf.filters.kernel.simulated_kbf`).
 """
 
 from __future__ import annotations
@@ -25,34 +25,48 @@ from kbf.rkhs.kernels import KERNELS, product
 from kbf.rkhs.linalg import psd_solve
 from kbf.runtime.html_repr import ShownModule
 
+# Steps of the learned model under recorded controls between two recorded states.
 STEPS_UNDER_CONTROLS = 20
-"""Steps that the learned model is run on with recorded controls before it starts from a recorded state again."""
-MOVES_OF_DENSITY = 4000
-"""Moves of that run over which the density of the memory's states is a mean."""
+
+# Transitions of that run over which the density of the memory's states is averaged.
+MAX_TRANSITIONS_OF_DENSITY = 4000
+
+# States of the memory whose density is computed at a time.
 STATES_AT_A_TIME = 500
-"""States of the memory whose density is computed at a time."""
-EXACT_COLUMNS, NEWTON_STEPS, ERROR_OF_MEAN = 64, 12, 1e-3
-"""Columns of P(u) whose means are made exact, Newton steps for that, and the error, in standard deviations of the memory, after
-which the next step is the last one."""
-LEAST_WEIGHT = 1e-4
-"""Share of all weight that is not moved: that of the points of least weight, often most of them."""
-LEAST_DENSITY, FEW_COLUMNS = 1e-9, 8
-"""Share of the greatest of its column below which an entry of P(u) is nothing, unless a tilt needs it; columns, so few that all of
-their entries are looked at."""
+
+# Number of columns of P(u), those of largest weight, whose means are exact.
+EXACT_COLUMNS = 64
+
+# Newton steps for the exact means.
+MAX_NEWTON_STEPS = 12
+
+# Error of a mean, in standard deviations of the memory, after which the next step is the last one.
+ERROR_OF_MEAN = 1e-3
+
+# Share of the total weight that is not propagated, that of the points of smallest weight; often
+# most points.
+NEGLIGIBLE_WEIGHT = 1e-4
+
+# Entries of P(u) below this share of the largest of their column are set to 0 unless the exact mean
+# requires them.
+NEGLIGIBLE_ENTRY = 1e-9
+
+# Up to this number of columns all entries are used.
+MAX_COLUMNS_OF_ALL_ENTRIES = 8
 
 
 def control_spread(controls: Float[Tensor, "m k"]) -> Float[Tensor, " k"]:
-    """Standard deviation of each control, in whose units its bandwidth is chosen; 1 where it never changes."""
+    """Return the standard deviation of each control, its unit of length; 1 if it is constant."""
     spread = controls.double().std(0, correction=0)
     return torch.where(spread > 0, spread, 1)
 
 
 class ControlledTransition(ShownModule):
-    """P(u): the conditional mean embedding of the next state given state *and* control, with the product kernel k_Z k_U.
+    """P(u), the conditional mean embedding of the next state given state and control.
 
-    The embedding of a filter's (z, u), weights w over the memory and one control u, has at a pair
-    (z_l, u_l) the value (right^T w)_l k_U(u_l, u), right = k_Z(Z, z_l). So P(u) w = left ((right^T
-    w) * k_U(u_l, u)), O(n r) a step, with
+    The kernel is the product k_Z k_U. The embedding of (z, u), for weights w over the memory and
+    one control u, has at a pair (z_l, u_l) the value (right^T w)_l k_U(u_l, u), right = k_Z(Z,
+    z_l). So P(u) w = left ((right^T w) * k_U(u_l, u)), O(n r) a step, with
 
     - all m recorded pairs for l: left = (G_Z * G_U + m reg I)^-1, as in `transition_operator`;
     - r of them, landmarks of features psi = W^T k(l, .), Psi of all pairs: left = Psi (Psi^T Psi +
@@ -77,21 +91,17 @@ class ControlledTransition(ShownModule):
         kernel: Callable[..., Tensor],
         bandwidth: Float[Tensor, " k"],
     ) -> None:
-        """left, right and u_l as above; k_U and its bandwidth, one length for each control."""
+        """Store left, right, the controls u_l, k_U, and its bandwidth ``k``."""
         super().__init__()
-        for name, value in (
-            ("left", left),
-            ("right", right),
-            ("controls", controls),
-            ("bandwidth", bandwidth),
-        ):
+        operator = {"left": left, "right": right, "controls": controls, "bandwidth": bandwidth}
+        for name, value in operator.items():
             self.register_buffer(name, value)
         self.kernel, self.controlled = kernel, controls.shape[1]
 
     def forward(
         self, w: Float[Tensor, "b n"], control: Float[Tensor, "b k"]
     ) -> Float[Tensor, "b n"]:
-        """P(u) w: the weights after a move under the control u."""
+        """Return P(u) w, the weights after a transition under the control u."""
         near = self.kernel(control.to(self.controls), self.controls, bandwidth=self.bandwidth)
         return (w @ self.right * near) @ self.left.mT
 
@@ -106,14 +116,15 @@ def controlled_transition(
     rank: int | None,
     tol: float,
 ) -> ControlledTransition:
-    """P(u) over the recorded moves, with all of them (``rank`` None) or with features of the product kernel.
+    """Return P(u) over the recorded transitions, from all pairs or features of the product kernel.
 
     Args:
         states: z ``n d``.
         pairs: m transitions. controls: u ``m k`` of each.
         kernel: a name in `kbf.rkhs.kernels.KERNELS`, of k_Z and k_U.
         bandwidths: of the states, and of each control ``k``.
-        reg: lambda'. rank: most features. tol: as of `kbf.rkhs.features.pivots`.
+        reg: lambda'. rank: largest number of features; None for all pairs.
+        tol: as in `kbf.rkhs.features.pivots`.
     """
     k, d = KERNELS[kernel], states.shape[1]
     of_state, of_control = (partial(k, bandwidth=width) for width in bandwidths)
@@ -134,12 +145,15 @@ def controlled_transition(
 
 
 class ControlledDensity(nn.Module):
-    """P(u) from a learned density: row i, column j is s_i q(z_i | z_j, u) / sum_k s_k q(z_k | z_j, u), s_i = m_i / p(z_i), tilted.
+    """P(u) from a learned density q.
 
-    m is the mass of the memory's states, p the density of the distribution that they stand for, the
-    mean of q(. | z, u) over the moves that led to it: so s_i is the volume around z_i, and a column
-    the distribution of z' over the memory, made anew in each step. As on a memory without controls,
-    a tilt makes its mean exact (`kbf.filters.kernel.moment_matching`).
+        P(u)_ij = s_i q(z_i | z_j, u) / sum_k s_k q(z_k | z_j, u),    s_i = m_i / p(z_i)
+
+    m is the mass of the memory's states, and p the density of the distribution that they represent,
+    the mean of q(. | z, u) over the transitions that lead to it. So s_i is the volume around z_i,
+    and a column is the distribution of z' over the memory. Columns are computed in each step for
+    its control. As without controls, an exponential tilt makes their means exact
+    (`kbf.filters.kernel.moment_matching`).
     """
 
     states: Tensor
@@ -159,13 +173,13 @@ class ControlledDensity(nn.Module):
         before: tuple[Float[Tensor, "m d"], Float[Tensor, "m k"]],
         dtype: torch.dtype | None = None,
     ) -> None:
-        """The operator of a model.
+        """Compute the volumes of a memory.
 
         Args:
             model: with controls.
             states: the memory ``n d``. mass: m ``n``, sum 1.
-            before: states and controls of moves to the memory's distribution.
-            dtype: of the densities in a step; predictions stay in that of the model.
+            before: states and controls of transitions to the memory's distribution.
+            dtype: of the densities in a step; predictions have that of the model.
         """
         super().__init__()
         moved = model.transition
@@ -173,11 +187,8 @@ class ControlledDensity(nn.Module):
         assert isinstance(moved, RidgeMap)
         kernel: Any = moved.kernel
         self.controlled, self.manifold = model.controlled, moved.manifold
-        self.family, self.numbers, self.dtype = (
-            kernel.func,
-            tuple(kernel.keywords),
-            dtype or states.dtype,
-        )
+        self.family, self.numbers = kernel.func, tuple(kernel.keywords)
+        self.dtype = dtype or states.dtype
         for name, value in {**moved._asdict(), **kernel.keywords, **model.join._asdict()}.items():
             if name not in ("kernel", "manifold"):
                 self.register_buffer(name, torch.as_tensor(value).to(states))
@@ -190,7 +201,7 @@ class ControlledDensity(nn.Module):
         self.register_buffer("log_volume", mass.log() - torch.cat(parts))
 
     def map(self) -> RidgeMap:
-        """The learned transition as a `RidgeMap`, whose parts are kept in buffers so that a checkpoint holds them."""
+        """Return the learned transition as a `RidgeMap`, whose parts are buffers."""
         kernel = partial(self.family, **{name: getattr(self, name) for name in self.numbers})
         own = {name: getattr(self, name) for name in RidgeMap._fields if name != "kernel"}
         return RidgeMap(kernel=kernel, **own)
@@ -198,50 +209,49 @@ class ControlledDensity(nn.Module):
     def forward(
         self, w: Float[Tensor, "b n"], control: Float[Tensor, "b k"]
     ) -> Float[Tensor, "b n"]:
-        """P(u) w: means are exact for the `EXACT_COLUMNS` columns of largest weight, as in `density_transition`."""
-        return torch.stack(
-            [self.moved(weights, u) for weights, u in zip(w, control, strict=True)]
-        ).to(w)
+        """Return P(u) w; means are exact for the `EXACT_COLUMNS` columns of largest weight."""
+        pairs = zip(w, control, strict=True)
+        return torch.stack([self.moved(weights, u) for weights, u in pairs]).to(w)
 
     def moved(self, w: Float[Tensor, " n"], u: Float[Tensor, " k"]) -> Float[Tensor, " n"]:
-        """P(u) w of one sequence, from the columns that carry all but `LEAST_WEIGHT` of the weight."""
+        """Return P(u) w of one recording, from the columns of all but `NEGLIGIBLE_WEIGHT`."""
         sizes, order = w.abs().sort(descending=True)
         share = sizes.cumsum(0)
-        count = 1 + int(torch.searchsorted(share, (1 - LEAST_WEIGHT) * share[-1]))
+        count = 1 + int(torch.searchsorted(share, (1 - NEGLIGIBLE_WEIGHT) * share[-1]))
         first, rest = order[: min(count, EXACT_COLUMNS)], order[EXACT_COLUMNS:count]
         log_weight, means = self.columns(first, u, self.states.dtype)
         moved = w[first].to(means) @ self.exact(log_weight.mT, means)
         if len(rest) == 0:
             return moved
-        others, _ = self.columns(
-            rest, u, self.dtype
-        )  # as at the start, when the state may be anywhere
+        # There are many columns at the start, where the state is unknown.
+        others, _ = self.columns(rest, u, self.dtype)
         return moved + (others.softmax(0) @ w[rest].to(others)).to(means)
 
     def exact(
         self, log_weight: Float[Tensor, "m n"], means: Float[Tensor, "m d"]
     ) -> Float[Tensor, "m n"]:
-        """Weights with these means, of many columns in two goes: over the rows of `large_rows`, and over all where these miss."""
+        """Return weights with these means.
+
+        Many columns are matched over the rows of `large_rows` first, and over all rows if the error
+        of the mean is then too large.
+        """
 
         def over(rows: Tensor | slice, which: Tensor | slice) -> Tensor:
             return match_means(
                 log_weight[which][:, rows],
                 self.states[rows],
                 means[which],
-                steps=NEWTON_STEPS,
+                steps=MAX_NEWTON_STEPS,
                 error=ERROR_OF_MEAN,
             )
 
         every = slice(None)
-        rows = large_rows(log_weight) if len(means) > FEW_COLUMNS else every
+        rows = large_rows(log_weight) if len(means) > MAX_COLUMNS_OF_ALL_ENTRIES else every
         if isinstance(rows, slice) or 2 * len(rows) > len(self.states):
             return over(every, every)
         found = torch.zeros_like(log_weight).index_copy(1, rows, over(rows, every))
-        missed = (
-            ((found @ self.states - means).abs() > 2 * ERROR_OF_MEAN * self.states.std(0))
-            .any(1)
-            .nonzero()[:, 0]
-        )
+        error = (found @ self.states - means).abs()
+        missed = (error > 2 * ERROR_OF_MEAN * self.states.std(0)).any(1).nonzero()[:, 0]
         if len(missed):
             found[missed] = over(every, missed)
         return found
@@ -249,7 +259,7 @@ class ControlledDensity(nn.Module):
     def columns(
         self, which: Int[Tensor, " m"], u: Float[Tensor, " k"], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Logarithms ``n m`` of some columns of P(u), up to a constant in each, and the means ``m d`` that they should have."""
+        """Return log columns ``n m`` of P(u), up to a constant in each, and their means ``m d``."""
         q, join = self.map(), Join(self.shift, self.get_buffer("scale"))
         mean, scale = (part.to(dtype) for part in q.predict(join(self.states[which], u)))
         density = q.log_density_table(self.states.to(dtype), mean, scale)
@@ -257,34 +267,28 @@ class ControlledDensity(nn.Module):
 
 
 def large_rows(log_weight: Float[Tensor, "m n"]) -> Int[Tensor, " r"]:
-    """Points at which any of m distributions has more than `LEAST_DENSITY` of its largest weight."""
-    return (
-        (log_weight - log_weight.amax(1, keepdim=True)).amax(0) > math.log(LEAST_DENSITY)
-    ).nonzero()[:, 0]
+    """Return points where a distribution exceeds `NEGLIGIBLE_ENTRY` times its largest weight."""
+    relative = (log_weight - log_weight.amax(1, keepdim=True)).amax(0)
+    return (relative > math.log(NEGLIGIBLE_ENTRY)).nonzero()[:, 0]
 
 
 def controlled_run(
     model: LearnedModel, sequences: list[Recording], length: int, generator: Generator | None = None
 ) -> tuple[Float[Tensor, "m d"], Float[Tensor, "m k"], Float[Tensor, "m d"]]:
-    """About ``length`` moves of the model under the recorded controls: states before, controls, states after.
+    """Simulate about ``length`` transitions; return states before, controls, and states after.
 
-    It starts from recorded states, and goes on for `STEPS_UNDER_CONTROLS` steps with the controls
-    that followed there: where a control answered to the state, the states do not drift away from it
-    for long.
+    Each run starts from a recorded state and has `STEPS_UNDER_CONTROLS` steps with the controls
+    that follow in the recording. It is short because recorded controls may be feedback from the
+    state, from which a simulated state departs.
     """
     source, _, u = moves(sequences)
     assert u is not None
-    first = torch.randint(
-        len(source),
-        (-(-length // STEPS_UNDER_CONTROLS),),
-        device=source.device,
-        generator=generator,
-    )
-    z, run = source[first], []
+    runs = (-(-length // STEPS_UNDER_CONTROLS),)
+    first = torch.randint(len(source), runs, device=source.device, generator=generator)
+    moved, run = source[first], []
     for t in range(STEPS_UNDER_CONTROLS):
-        control = u[(first + t) % len(u)]
+        z, control = moved, u[(first + t) % len(u)]
         moved = model.move(z, generator, control=control)
         run.append((z, control, moved))
-        z = moved
     before, acted, after = (torch.cat(part) for part in zip(*run, strict=True))
     return before, acted, after

@@ -1,4 +1,4 @@
-"""Kernel Bayes Filter whose observation kernel is learned: k(x, x') = psi(x)^T psi(x') with an encoder psi."""
+"""Kernel Bayes Filter with a learned observation kernel k(x, x') = psi(x)^T psi(x')."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from kbf.rkhs.rules import RULES
 
 
 class FeatureKBF(KBF):
-    """Kernel Bayes Filter over the recording, with features of an encoder in the rule ("IW(NN)" with a net fitted in two stages).
+    """Kernel Bayes Filter over the recordings, with features of an encoder in the rule.
 
-    Two routes train it. Two-stage: the encoder first, by the ridge loss of its features
-    (`kbf.training.encoder_stage`), then the filter. End to end: the loss is the filter's own error,
-    and its gradient reaches the encoder, both bandwidths of the states and the three ridges,
-    through the rule, the ratio and all steps of a window. The bandwidth of the observations is of
-    no matter here.
+    There are two ways of training. In two stages ("IW(NN)") the encoder is fitted first, by the
+    ridge loss of its features (`kbf.training.encoder_stage`), then the filter. End to end, the loss
+    is the error of the filter, and its gradient reaches the encoder, both bandwidths of the states
+    and the three ridges, through the rule, the ratio and all steps of a window. The bandwidth of
+    the observations is not used.
 
-    The net stays in eval mode while it is trained end to end, so that statistics of batch norm,
-    fitted before, do not change, and the same image has the same features in the memory and in a
-    window.
+    The encoder remains in eval mode while it is trained end to end. So the statistics of batch
+    norm do not change, and an image has the same features in the memory and in a window.
 
     References: Xu et al. (2022), section 3.3 and appendix B.2, for the first route.
     """
@@ -39,26 +38,25 @@ class FeatureKBF(KBF):
         standardise: bool = True,
         **settings: Any,
     ) -> None:
-        """What to build.
+        """Store the encoder and the settings.
 
         Args:
             encoder: ``m *x`` -> ``m p``.
-            constant: add a feature that is 1 everywhere, the offset of the regression inside the
-                rule.
-            standardise: shift and scale the features so that those of the training part, when
-                `prepare` is called, have mean 0 and mean ||psi||^2 = 1: the ridges then mean the
-                same for every encoder.
+            constant: add a constant feature 1, the offset of the regression in the rule.
+            standardise: shift and scale the features so that those of the training part, at the
+                call of `prepare`, have mean 0 and mean ||psi||^2 = 1. Ridges are then comparable
+                between encoders.
             settings: of `KBF`; the rule must have a form over features
                 (`kbf.rkhs.rules.Rule.primal`).
 
         Raises:
-            ValueError: as `KBF`; a rule that has no form for features; or no encoder, where the
-                data names none.
+            ValueError: as `KBF`; a rule without a form over features; or no encoder.
         """
         super().__init__(**settings)
         if encoder is None:
             raise ValueError(
-                "FeatureKBF learns features of images, and this data brings no encoder: name one in model.net.encoder"
+                "FeatureKBF requires an encoder, and the data set has no default: "
+                "set model.net.encoder"
             )
         if RULES[self.rule].primal is None:
             others = " or ".join(name for name, rule in RULES.items() if rule.primal is not None)
@@ -68,11 +66,11 @@ class FeatureKBF(KBF):
 
     @property
     def encoder(self) -> nn.Module:
-        """The net that makes the features, without shift, scale and constant."""
+        """The network that computes the features, without shift, scale and constant."""
         return self.psi.encoder
 
     own_encoder = encoder
-    """It is fitted before the filter (`kbf.filters.protocols.WindowModel`)."""
+    """The encoder that is fitted before the filter (`kbf.filters.protocols.WindowModel`)."""
 
     def train(self, mode: bool = True) -> FeatureKBF:
         """Set the training mode of all parts but the encoder, which stays in eval mode."""
@@ -81,13 +79,13 @@ class FeatureKBF(KBF):
         return self
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Set the features' mean and scale, then what `KBF` sets."""
+        """Set mean and scale of the features, then the hyper-parameters of `KBF`."""
         if self.standardise:
             self.psi.prepare(stacked(as_recordings(memory))[1])
         super().prepare(memory, generator)
 
     def obs_scale(self, obs: Tensor, *, diagonal: bool = False) -> Tensor:
-        """1, in place of a median distance: the rule works on features, and uses no bandwidth of the observations."""
+        """Return 1: the rule uses features, and no bandwidth of the observations."""
         return torch.ones((), dtype=torch.float64, device=obs.device)
 
     def update_of(self, obs: Tensor, bandwidth: Tensor, reg: Tensor) -> nn.Module:
@@ -101,22 +99,22 @@ class FeatureKBF(KBF):
         windows: Recording,
         change: Callable[[Tensor], Tensor] | None = None,
     ) -> Float[Tensor, "b T d"]:
-        """The estimates of a `rollout` of the filter over ``memory``, all images encoded at once: fast, for training.
+        """Return the estimates of a `rollout` over ``memory``, with all images encoded at once.
 
         Args:
             memory: recordings.
             windows: a batch ``b T``.
-            change: of the windows' images ``m *x``, before they are encoded.
+            change: augmentation of the windows' images ``m *x`` before they are encoded.
         """
         filter, images = self.fit(memory), windows.obs.flatten(0, 1)
         features = self.psi(images if change is None else change(images))
-        filter.rule.psi = nn.Identity()  # the filter is new, and nobody else's
+        filter.rule.psi = nn.Identity()  # observations are features; the filter is not shared
         seen = features.unflatten(0, windows.obs.shape[:2])
         return rollout(filter, seen, mask=windows.mask, controls=windows.controls).estimates
 
 
 class Psi(nn.Module):
-    """Features of an encoder, in batches, shifted and scaled, with a constant one behind them if that is wanted."""
+    """Features of an encoder in batches, shifted and scaled, with an optional constant feature."""
 
     mean: Tensor
     scale: Tensor
@@ -132,19 +130,19 @@ class Psi(nn.Module):
 
     @torch.no_grad()
     def prepare(self, x: Shaped[Tensor, "m *x"]) -> None:
-        """Give the features of these images mean 0 and mean squared norm 1."""
+        """Set shift and scale so that features of these images have mean 0, mean square norm 1."""
         psi = self.encode(x)
         self.mean = psi.mean(0).to(self.mean)
         size = (psi - self.mean).square().sum(-1).mean().sqrt()
         self.scale = torch.where(size > 0, size, 1).to(self.scale)
 
     def forward(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m p"]:
-        """The features psi(x) ``m p``, in float32 or float64: the encoder's, shifted and scaled, and the constant one if wanted."""
+        """Return the features psi(x) ``m p`` in float32 or float64."""
         psi = (self.encode(x) - self.mean) / self.scale
         return torch.cat([psi, torch.ones_like(psi[:, :1])], -1) if self.constant else psi
 
     def encode(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m p"]:
-        """The encoder's own features ``m p``, made in batches."""
+        """Return the output of the encoder ``m p``, computed in batches."""
         first = next(self.encoder.parameters(), None)
         dtype = torch.float32 if first is None else first.dtype
         psi = torch.cat([self.encoder(as_float(part, dtype)) for part in x.split(self.batch_size)])

@@ -105,7 +105,7 @@ class KernelBayesFilter(ShownModule):
         self.allow_missing_sensors = isinstance(rule, WithSensors) and rule.allow_missing_sensors
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KernelBayesFilter:
-        """Return a copy with its own buffers, detached: PyTorch copies no tensor that has a gradient function."""
+        """Return a copy with its own, detached buffers; PyTorch copies only leaf tensors."""
         memo |= {id(x): x.detach().clone() for x in self.buffers() if x.grad_fn is not None}
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(copy.deepcopy(vars(self), memo))
@@ -207,7 +207,7 @@ class KernelBayesFilter(ShownModule):
         return self.states.expand(len(state.weights), -1, -1), self.positive_part(state)
 
     def positive_part(self, state: KernelState) -> Float[Tensor, "b n"]:
-        """Return the weights with negative ones set to 0, scaled to sum 1 (0 if none is positive)."""
+        """Return the weights clipped at 0 and scaled to sum 1; 0 if no weight is positive."""
         v = state.weights.clamp_min(0)
         return v / v.sum(-1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
 
@@ -226,10 +226,10 @@ class KernelBayesFilter(ShownModule):
         }
 
     def covariance(self, state: KernelState) -> Float[Tensor, "b d d"]:
-        """Return sum_i v_i (z_i - m)(z_i - m)^T ``b d d``, with v the positive part and m = sum_i v_i z_i.
+        """Return sum_i v_i (z_i - m)(z_i - m)^T ``b d d`` with the positive part v of the weights.
 
-        With the signed weights the same sum need not be positive semi-definite, and where weights
-        cancel it would be too small.
+        m is sum_i v_i z_i. With the signed weights the same sum need not be positive semi-definite,
+        and where weights cancel it would be too small.
         """
         v = self.positive_part(state)
         centred = self.states - (v @ self.states)[:, None]

@@ -1,9 +1,9 @@
-"""Choosing bandwidths and ridges from the training part alone.
+"""Selection of bandwidths and ridges on the training part.
 
-There are four ways: leave-one-out scores in closed form (`closed_form`), kernel-mean
-cross-validation (`kernel_mean_cv`), the filter's error on a held-out part over the published grid
-(`paper_grid`), and the gradient of that error, which is the training of
-`kbf.training.filter_stage`: there bandwidths and ridges are parameters.
+There are four methods: leave-one-out scores in closed form (`closed_form`), kernel-mean
+cross-validation (`kernel_mean_cv`), the error of the filter on a held-out part over the published
+grid (`paper_grid`), and the gradient of that error by `kbf.training.filter_stage`, for which
+bandwidths and ridges are parameters.
 """
 
 from __future__ import annotations
@@ -31,29 +31,33 @@ T = TypeVar("T")
 PAPER_SCALES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 PAPER_REGS = (5e-5, 1e-4, 5e-4)
 PAPER_TRANSITION_REGS = (5e-5, 1e-4, 5e-4, 1e-3, 5e-3)
+LOO_FACTORS = (0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.5)
+LOO_REGS = (1e-5, 5e-5, 2e-4, 1e-3, 5e-3, 2e-2)
 
 
 def split_validation(
     memory: list[Recording], share: float = 0.3, most: int = 200
 ) -> tuple[list[Recording], Recording]:
-    """Cut the last min(most, share n) steps off the longest of the training sequences, which have n steps together.
+    """Split the last min(most, share n) steps off the longest of the recordings of n steps in all.
 
-    At least ten steps of that sequence are left, and at least five are cut off.
+    At least ten steps of that recording remain, and at least five are held out.
 
     Raises:
-        ValueError: the sequences are too short for that.
+        FitError: the recordings are too short.
     """
     k = max(range(len(memory)), key=lambda i: len(memory[i].states))
     total, longest = sum(len(s.states) for s in memory), memory[k]
-    cut = len(longest.states) - min(most, int(share * total), len(longest.states) - 10)
-    if len(longest.states) - cut < 5:
+    steps = len(longest.states)
+    held = min(most, int(share * total), steps - 10)
+    if held < 5:
         raise FitError(
-            f"too short to hold out a part for validation: of {total} training steps, of which the longest sequence has "
-            f"{len(longest.states)}, at least 5 must be held out (at most {share:.0%} of all) and 10 of that sequence kept"
+            f"too short to hold out a part for validation: of {total} training steps, {steps} in "
+            f"the longest recording, at least 5 must be held out (at most {share:.0%} of all) and "
+            "10 of that recording kept"
         )
     head, tail = (
         Recording(*(None if leaf is None else leaf[part] for leaf in longest))  # pyright: ignore[reportArgumentType]
-        for part in (slice(cut), slice(cut, None))
+        for part in (slice(-held), slice(-held, None))
     )
     return [*memory[:k], head, *memory[k + 1 :]], tail
 
@@ -62,50 +66,48 @@ def split_validation(
 def validation_error(
     filter: Filter[Any], held: Recording, *, generator: torch.Generator | None = None
 ) -> float:
-    """Mean over time of ||zhat - z||^2 of a filter on a held-out sequence; infinity if its estimates are not finite."""
+    """Return the mean over time of ||zhat - z||^2 on held-out steps; infinity if not finite."""
     (run,) = rollout_recordings(filter, [held], generator=generator)
     error = (run.estimates - held.states).square().sum(-1).mean().item()
     return error if math.isfinite(error) else math.inf
 
 
 def best_of(candidates: Iterable[T], score: Callable[[T], float]) -> T:
-    """The candidate of lowest score; one whose matrices are not positive definite has none.
+    """Return the candidate of lowest score, the first one of several.
+
+    Candidates whose score is not finite or raises a `FitError` are skipped.
 
     Raises:
-        ValueError: no candidate has a finite score.
+        FitError: no candidate has a finite score.
     """
-    tried, scored = 0, []
+    candidates, scored = list(candidates), []
     for candidate in candidates:
-        tried += 1
         with suppress(FitError):
-            scored.append((score(candidate), tried, candidate))
+            scored.append((score(candidate), candidate))
     finite = [entry for entry in scored if math.isfinite(entry[0])]
     if not finite:
-        raise FitError(f"none of {tried} settings gives a finite score")
-    return min(finite, key=lambda entry: entry[:2])[2]
+        raise FitError(f"none of {len(candidates)} settings gives a finite score")
+    return min(finite, key=lambda entry: entry[0])[1]
 
 
 def choose_reg(
     gram_x: Float[Tensor, "n n"], gram_y: Float[Tensor, "n n"], regs: Iterable[float]
 ) -> float:
-    """The ridge of the conditional mean embedding of y given x with the lowest closed-form leave-one-out score."""
+    """Return the ridge of the CME of y given x with the lowest leave-one-out score."""
     return best_of(regs, lambda reg: cme_loo(gram_x, gram_y, reg).item())
 
 
-LOO_FACTORS = (0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.5)
-LOO_REGS = (1e-5, 5e-5, 2e-4, 1e-3, 5e-3, 2e-2)
-
-
 def closed_form(model: Tunable, memory: list[Recording], *, most: int = 500) -> None:
-    """Set a kernel filter by leave-one-out scores alone, on a subsample: its cost does not depend on the size of the memory.
+    """Set the hyper-parameters of a kernel filter by closed-form leave-one-out scores.
 
-    Bandwidth and ridge of the transition minimise the score of the next state given this one; the
-    ratio takes the same (as in the published code of Xu et al.). Those of the rule minimise the
-    score of the state given the observation. Both are compared in the RKHS of the state with the
-    median distance as bandwidth.
+    Bandwidth and ridge of the transition minimise the score of the next state given the present
+    one, and are those of the ratio, too (as in the published code of Xu et al.). Those of the rule
+    minimise the score of the state given the observation. Both scores are in the RKHS of the state
+    with the median distance as bandwidth. They are computed on a subsample, so that the cost does
+    not depend on the size of the memory.
 
     Args:
-        model: gets the numbers.
+        model: its hyper-parameters are set.
         memory: recordings.
         most: pairs of the subsample, evenly spaced.
 
@@ -117,11 +119,7 @@ def closed_form(model: Tunable, memory: list[Recording], *, most: int = 500) -> 
     chosen = evenly(len(pairs.source), most, states.device)
     source, target = states[pairs.source[chosen]], states[pairs.target[chosen]]
     seen = obs[pairs.target[chosen]].flatten(1).double()
-    k, length, obs_length = (
-        KERNELS[model.kernel],
-        median_distance(states, distinct=True),
-        model.obs_scale(obs).to(states),
-    )
+    k, length = KERNELS[model.kernel], median_distance(states, distinct=True)
     gram, acted = k(target, target, bandwidth=length), control_gram(model, memory, chosen)
 
     def choose(x: Tensor, unit: Tensor, near: Tensor | float = 1.0) -> tuple[Tensor, float]:
@@ -130,7 +128,8 @@ def closed_form(model: Tunable, memory: list[Recording], *, most: int = 500) -> 
             candidates, lambda c: cme_loo(near * k(x, x, bandwidth=c[0]), gram, c[1]).item()
         )
 
-    (move, reg_move), (see, reg_see) = choose(source, length, acted), choose(seen, obs_length)
+    move, reg_move = choose(source, length, acted)
+    see, reg_see = choose(seen, model.obs_scale(obs).to(states))
     model.set(torch.stack([move, move, see]), states.new_tensor([reg_move, reg_move, reg_see]))
 
 
@@ -138,7 +137,10 @@ def closed_form(model: Tunable, memory: list[Recording], *, most: int = 500) -> 
 def control_gram(
     model: Tunable, memory: list[Recording], rows: Tensor | None = None
 ) -> Tensor | float:
-    """k_U among the controls of (some) recorded moves, by which the states' Gram matrix is multiplied; 1 without controls."""
+    """Return the Gram matrix of the controls of (some) recorded moves; 1 without controls.
+
+    The Gram matrix of the states is multiplied by it.
+    """
     controls, widths = moves(memory)[2], getattr(model, "log_control", None)
     if controls is None or widths is None:
         return 1.0
@@ -152,9 +154,9 @@ def choose_transition_reg(
     regs: Iterable[float] = PAPER_TRANSITION_REGS,
     near: Tensor | float = 1.0,
 ) -> float:
-    """The ridge of the embedding of the next state given this one, by leave-one-out over the transition pairs of a memory.
+    """Return the ridge of the transition with the lowest leave-one-out score over a memory's pairs.
 
-    ``near``: `control_gram`, where the next state depends on a control as well.
+    ``near`` is `control_gram` if the recordings have controls.
     """
     states = torch.cat([s.states for s in memory]).double()
     pairs = transitions([len(s.states) for s in memory], states.device)
@@ -170,21 +172,22 @@ def kernel_mean_cv(
     *,
     folds: int = 10,
 ) -> Tensor:
-    """Kernel-mean cross-validation: how far the average of the posteriors given the held-out x is from the held-out z, in the RKHS.
+    """Return the score of kernel-mean cross-validation, which requires no likelihood.
 
-    Averaged over x, the posteriors must give back the prior. The score is the mean over the folds F
-    of
-    ||(1/|F|) sum_{a in F} m_post(x_a) - (1/|F|) sum_{a in F} k_Z(., z_a)||^2, the posteriors from the points outside of F. It needs
-    no likelihood, and scores any rule, bandwidth and ridge.
+    The average of the posteriors over x equals the prior. The score is the mean over the folds F of
+
+        ||(1/|F|) sum_{a in F} m_post(x_a) - (1/|F|) sum_{a in F} k_Z(., z_a)||^2,
+
+    with the posteriors from the points outside of F. It compares rules, bandwidths and ridges.
 
     Args:
         build: (x, z) of the training folds -> a function from held-out x ``m q`` to weights ``m
             n'`` over the training points.
-        kernel: k_Z in whose RKHS the means are compared.
+        kernel: k_Z, in whose RKHS the means are compared.
         x: observations ``n q``.
         z: states ``n d``.
-        folds: how many; the points are dealt out in turn, so give them in random order or as they
-            came.
+        folds: number of folds. Point i is in fold i mod ``folds``, so points must be in random or
+            in temporal order.
 
     Raises:
         ValueError: fewer than two folds, or more than points.
@@ -210,32 +213,32 @@ def kernel_mean_cv(
 
 @runtime_checkable
 class Tunable(Protocol):
-    """A kernel filter whose numbers can be set from outside: `kbf.filters.kernel.kbf.KBF`."""
+    """A kernel filter with hyper-parameters to set, as `kbf.filters.kernel.kbf.KBF`."""
 
     kernel: str
 
     def set(self, bandwidths: Tensor, regs: Tensor) -> None:
-        """Put bandwidths (ratio, transition, observation) and ridges (eta, lambda', lambda) in."""
+        """Set bandwidths (ratio, transition, observation) and ridges (eta, lambda', lambda)."""
         ...
 
     def obs_scale(self, obs: Tensor, *, diagonal: bool = False) -> Tensor:
-        """The median distance of observations ``n *x``."""
+        """Return the median distance of observations ``n *x``."""
         ...
 
     def fit(self, memory: Recording | list[Recording] | None) -> Filter[Any]:
-        """The filter over a memory."""
+        """Return the filter over a memory."""
         ...
 
 
 def paper_grid(model: Tunable, memory: list[Recording]) -> None:
-    """Set a kernel filter as Xu et al. tune theirs, with the training part as the judge.
+    """Set the hyper-parameters of a kernel filter by the grid of Xu et al., on the training part.
 
-    Kernels exp(-||a - b||^2 / s), s = scale times the median squared distance (diagonal included),
-    one scale for states and observations; eta = lambda' by the leave-one-out score of the
-    transitions; scale and lambda (their reg2) by the filter's error on the last min(200, 0.3 n)
-    training steps.
+    Kernels are exp(-||a - b||^2 / s), where s is a scale times the median squared distance
+    (including the diagonal), with one scale for states and observations. eta = lambda' is selected
+    by the leave-one-out score of the transitions, scale and lambda (their reg2) by the error of the
+    filter on the last min(200, 0.3 n) training steps.
 
-    References: Xu et al. (2022), section 6.2 (there eta by KuLSIF's leave-one-out score; the rest
+    References: Xu et al. (2022), section 6.2 (with KuLSIF's leave-one-out score for eta; the others
     as in their published code).
     """
     memory = as_recordings(memory)

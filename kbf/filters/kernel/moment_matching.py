@@ -1,4 +1,7 @@
-"""Weights of given points that have a wanted mean: how a coarse memory still moves as far as it should."""
+"""Moment matching: weights over given points with exact means and minimal relative entropy.
+
+They make the predictions of a transition over a coarse memory unbiased.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-NEWTON_STEPS, LEAST_PART_OF_STEP = 50, 1e-6
-"""Newton steps at most, and the least part of one; a memory that is fine enough needs two or three."""
-HALVES = 4
-"""Halvings of a step that are tried at once."""
-LONGEST_STEP = 1000.0
-"""Length of a step at most: where all weight is at one point, the curvature says nothing."""
-ERROR_OF_MEAN = 1e-5
-"""Error of a mean, in standard deviations of the points, that is let be."""
+# Newton steps; a fine memory requires two or three.
+MAX_NEWTON_STEPS = 50
+
+# Smallest fraction of a Newton step.
+MIN_STEP_FRACTION = 1e-6
+
+# Halvings of a step that are evaluated at once.
+HALVINGS_AT_ONCE = 4
+
+# Length of a step: if all weight is at one point, the curvature is 0.
+MAX_STEP_LENGTH = 1000.0
+
+# Tolerated error of a mean, in standard deviations of the points.
+MAX_ERROR_OF_MEAN = 1e-5
 
 
 def match_means(
@@ -21,23 +30,24 @@ def match_means(
     points: Float[Tensor, "n d"],
     means: Float[Tensor, "m d"],
     reg: float = 1e-6,
-    steps: int = NEWTON_STEPS,
-    error: float = ERROR_OF_MEAN,
+    steps: int = MAX_NEWTON_STEPS,
+    error: float = MAX_ERROR_OF_MEAN,
 ) -> Float[Tensor, "m n"]:
-    """Rows p_j of weights with sum 1 and sum_i p_ji z_i = means_j, of all such the least relative entropy to those given.
+    """Return rows p_j of weights with sum 1, sum_i p_ji z_i = means_j and least relative entropy.
 
-    p_ji = exp(b_ji + l_j . z_i) / sum_k exp(b_jk + l_j . z_k), where l_j minimises the convex dual
+    The relative entropy is that to the given weights, of all rows with these moments. The minimum
+    is p_ji = exp(b_ji + l_j . z_i) / sum_k exp(b_jk + l_j . z_k), where l_j minimises the dual
 
         log sum_i exp(b_ji + l . z_i) - l . means_j + reg / 2 |l|^2
 
-    by Newton's method, each step halved until the dual falls. Points count in units of their
-    standard deviations; ``reg`` keeps l finite where a mean lies outside of the points, and leaves
-    a gap of reg l there. O(m n d^2) a step, for the rows that need it.
+    by Newton's method; each step is halved until the dual decreases. Points are in units of their
+    standard deviations. ``reg`` keeps l finite if a mean is outside of the hull of the points; the
+    error of the mean is then reg l. A step costs O(m n d^2) for the rows that have not converged.
 
     Args:
-        log_weight: b ``m n``, up to a constant in each row. points: z ``n d``. means: ``m d``. reg:
-            of the dual. steps: at most.
-        error: of a mean, after which a row's next step is its last.
+        log_weight: b ``m n``, up to a constant in each row. points: z ``n d``. means: ``m d``.
+        reg: ridge of the dual. steps: largest number of Newton steps.
+        error: of a mean, below which the next step of a row is its last one.
 
     References: Farmer and Toda (2017), Discretizing nonlinear, non-Gaussian Markov processes with
     exact conditional moments.
@@ -45,41 +55,34 @@ def match_means(
     centre, spread = points.mean(0), points.std(0, correction=0)
     spread = torch.where(spread > 0, spread, 1)
     z, target, d = (points - centre) / spread, (means - centre) / spread, points.shape[1]
-    powers, ridge = (
-        torch.cat([z, (z[:, :, None] * z[:, None, :]).flatten(1)], 1),
-        reg * torch.eye(d).to(z),
-    )
+    powers = torch.cat([z, (z[:, :, None] * z[:, None, :]).flatten(1)], 1)
+    ridge, halves = reg * torch.eye(d).to(z), 0.5 ** torch.arange(1, HALVINGS_AT_ONCE + 1).to(z)
 
-    tilt, todo, b, goal = (
-        torch.zeros_like(target),
-        torch.arange(len(target), device=z.device),
-        log_weight,
-        target,
-    )
-    old, halves = tilt, 0.5 ** torch.arange(1, HALVES + 1, dtype=z.dtype, device=z.device)
+    tilt, todo = torch.zeros_like(target), torch.arange(len(target), device=z.device)
+    old, b, goal = tilt, log_weight, target
     log_p, before = dual(b, old, goal, z, reg)
     for _ in range(steps):
         mean, square = (log_p.exp() @ powers).split([d, d * d], 1)
         slope = mean - goal + reg * old
         curvature = square.unflatten(-1, (d, d)) - mean[:, :, None] * mean[:, None, :] + ridge
         step = torch.linalg.solve(curvature, slope)
-        size = (LONGEST_STEP / step.norm(dim=-1, keepdim=True)).clamp_max(1)
+        size = (MAX_STEP_LENGTH / step.norm(dim=-1, keepdim=True)).clamp_max(1)
         new = old - size * step
         log_p, after = dual(b, new, goal, z, reg)
         rising = (after > before + 1e-12 * before.abs()).nonzero()[:, 0]
-        while len(rising) and float(size[rising].min()) > LEAST_PART_OF_STEP:
+        while len(rising) and float(size[rising].min()) > MIN_STEP_FRACTION:
             shorter = size[rising] * halves
-            some = rising.repeat_interleave(HALVES)
+            some = rising.repeat_interleave(HALVINGS_AT_ONCE)
             trial = old[some] - shorter.reshape(-1, 1) * step[some]
-            tried, duals = dual(b[some], trial, goal[some], z, reg)
-            falls = (duals <= (before + 1e-12 * before.abs())[some]).unflatten(0, (-1, HALVES))
-            falls[:, -1] |= ~falls.any(1)  # none: go on from the shortest
+            log_q, duals = dual(b[some], trial, goal[some], z, reg)
+            falls = (duals <= (before + 1e-12 * before.abs())[some]).unflatten(0, (-1, len(halves)))
+            falls[:, -1] |= ~falls.any(1)  # if none does, continue from the shortest
             longest = falls.to(torch.uint8).argmax(1)
-            chosen = longest + HALVES * torch.arange(len(rising), device=z.device)
+            chosen = longest + len(halves) * torch.arange(len(rising), device=z.device)
             size[rising], new[rising], log_p[rising], after[rising] = (
                 shorter.gather(1, longest[:, None]),
                 trial[chosen],
-                tried[chosen],
+                log_q[chosen],
                 duals[chosen],
             )
             rising = rising[after[rising] > before[rising] + 1e-12 * before[rising].abs()]
@@ -88,14 +91,8 @@ def match_means(
         if len(left) == 0:
             break
         if len(left) < len(todo):
-            todo, b, goal, new, log_p, after = (
-                todo[left],
-                b[left],
-                goal[left],
-                new[left],
-                log_p[left],
-                after[left],
-            )
+            rows = (todo, b, goal, new, log_p, after)
+            todo, b, goal, new, log_p, after = (each[left] for each in rows)
         old, before = new, after
     return torch.addmm(log_weight, tilt, z.mT).softmax(-1)
 
@@ -107,7 +104,7 @@ def dual(
     z: Float[Tensor, "n d"],
     reg: float,
 ) -> tuple[Float[Tensor, "m n"], Float[Tensor, " m"]]:
-    """The logarithms of the weights at a tilt l, and the dual of `match_means`."""
+    """Return the log weights at a tilt l, and the dual of `match_means`."""
     logits = torch.addmm(b, tilt, z.mT)
     total = logits.logsumexp(-1, keepdim=True)
     return logits - total, total[:, 0] + (tilt * (reg / 2 * tilt - goal)).sum(-1)

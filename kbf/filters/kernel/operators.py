@@ -120,7 +120,8 @@ def density_transition(
 ) -> Operator:
     """Return P from a transition density, with exact conditional means.
 
-        P_ij = v_i q(z_i | z_j) exp(l_j . z_i) / sum_k v_k q(z_k | z_j) exp(l_j . z_k),    v_i = m_i / p(z_i),
+        P_ij = v_i q(z_i | z_j) exp(l_j . z_i) / sum_k v_k q(z_k | z_j) exp(l_j . z_k),
+        v_i = m_i / p(z_i),
         sum_i P_ij z_i = E[z' | z_j]
 
     p(z_i) = sum_k m_k q(z_i | z_k) is the density of the memory after a transition, and v_i the

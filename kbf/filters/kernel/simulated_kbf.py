@@ -13,7 +13,7 @@ from kbf.densities.per_sensor import PerSensorDensity
 from kbf.densities.ridge import RidgeMap
 from kbf.densities.selected import SelectedDensities
 from kbf.filters.kernel.controlled_transition import (
-    MOVES_OF_DENSITY,
+    MAX_TRANSITIONS_OF_DENSITY,
     ControlledDensity,
     controlled_run,
 )
@@ -31,37 +31,37 @@ from kbf.runtime.html_repr import ShownModule
 from kbf.runtime.threads import one_thread
 from kbf.ssm import simulate
 
+# Factor of the draws with controls: a prediction given the control covers fewer states.
 DRAWS_UNDER_CONTROLS = 4
-"""Factor of the draws with controls: a prediction given the control covers fewer states."""
-OTHER = 128
-"""Draws of a state's observation where its law is not Gaussian."""
 
-OF_CATEGORIES = 0.05
-"""Width of the kernel on categories over the distance of the farthest draw: equal or different."""
+# Draws of a state's observation if its density is not Gaussian.
+DRAWS_OF_OTHER_DENSITIES = 128
+
+# Width of the kernel over the distance of the farthest draw; categories are equal or different.
+WIDTH = 0.5
+WIDTH_OF_CATEGORIES = 0.05
 
 
 class SimulatedKBF(ShownModule):
     """Kernel Bayes Filter over a memory of any size, sampled from a learned state-space model.
 
-    1. The laws p(z' | z) and p(x | z) are learned: kernel ridge regression with Gaussian residuals,
-    or another law where
-       that is better on what is held out (`kbf.densities.selection`).
-    2. A long run of that model is cut down to ``points`` states by k-means; each has a mass, the
-    share of the run that it stands
-       for, and ``draws`` observations.
-    3. The transition is the learned density's ratio to the memory's, with exact means
-    (`density_transition`), and the update is
-       the importance-weighted rule in its primal form. Observations of another law get `OTHER`
-       draws of each state and the rule over the draws near the observation
-       (`kbf.filters.kernel.update.nearest_draws`): they may be far apart, or their noise of any
-       size.
+    1. The conditional densities p(z' | z) and p(x | z) are learned: kernel ridge regression with
+       Gaussian residuals, or another density with a better held-out score
+       (`kbf.densities.selection`).
+    2. A long run of that model is reduced to ``points`` states by k-means. Each has a mass, the
+       share of the run that it represents, and ``draws`` observations.
+    3. The transition is the ratio of the learned density to that of the memory, with exact means
+       (`density_transition`), and the update is the importance-weighted rule in its primal form.
+       If the density of observations is not Gaussian, their noise may have any scale: there are
+       `DRAWS_OF_OTHER_DENSITIES` of each state, and the rule is restricted to those near the
+       observation (`kbf.filters.kernel.update.nearest_draws`).
 
-    Where the recordings have controls, the map is (z, u) -> z', the run is under recorded controls,
-    and the transition is computed in each step for its control
-    (`kbf.filters.kernel.controlled_transition.ControlledDensity`): many times the time of a step
-    without.
+    If the recordings have controls, the transition is that of (z, u) to z', the run is under
+    recorded controls, and the operator is computed in each step for its control
+    (`kbf.filters.kernel.controlled_transition.ControlledDensity`), which takes many times longer.
 
-    Nothing needs tuning: with so many points the rule's bandwidth and ridge hardly matter.
+    There are no hyper-parameters to select: with many points the bandwidth and the ridge of the
+    rule have little effect.
 
     With ``allow_missing_sensors`` any sensor may be missing at any step, with NaN in its columns.
     The columns of each sensor are inferred from the recordings, and each sensor has a density of
@@ -91,49 +91,42 @@ class SimulatedKBF(ShownModule):
         transition: str | None = None,
         observation: str | None = None,
     ) -> None:
-        """What to draw.
+        """Store the settings.
 
         Args:
             points: states in the memory.
             draws: observations of each.
-            run: states simulated before they are cut down.
-            rank: most features of the observations' kernel.
+            run: simulated states before k-means.
+            rank: largest number of features of the observations' kernel.
             factor: its bandwidth over the median distance of the training observations.
             reg: lambda of the rule.
-            seed: of the draws; the same recording gives the same filter.
-            dtype: of the filter's steps.
+            seed: of the draws; the same recordings give the same filter.
+            dtype: float32 or float64, of the filter's steps.
             kernel: of the observations, a name in `kbf.rkhs.kernels.KERNELS`.
-            transition: name of the law of moves (`kbf.densities.selection.DENSITIES`); None for the
-                best on what is held out.
+            transition: name of the density of transitions (`kbf.densities.selection.DENSITIES`);
+                None for the best one on held-out data.
             observation: likewise.
 
         Raises:
-            ValueError: no size, another dtype, an unknown kernel or an unknown law.
+            ValueError: a size below 1, another dtype, an unknown kernel or an unknown density.
         """
         super().__init__()
         self.densities: SelectedDensities = SelectedDensities(transition, observation)
         sizes = {"points": points, "draws": draws, "run": run, "rank": rank}
         if dtype not in ("float32", "float64") or min(sizes.values()) < 1:
             raise ValueError(
-                f"SimulatedKBF: sizes must be at least 1 and dtype float32 or float64; got {sizes} and {dtype!r}"
+                "SimulatedKBF: sizes must be at least 1 and dtype float32 or float64; "
+                f"got {sizes} and {dtype!r}"
             )
         if kernel not in KERNELS:
             raise ValueError(f"kernel must be one of {', '.join(KERNELS)}; got {kernel!r}")
-        self.kernel = kernel
-        self.points, self.draws, self.run, self.rank, self.factor, self.reg, self.seed = (
-            points,
-            draws,
-            run,
-            rank,
-            factor,
-            reg,
-            seed,
-        )
+        self.points, self.draws, self.run, self.rank = points, draws, run, rank
+        self.kernel, self.factor, self.reg, self.seed = kernel, factor, reg, seed
         self.dtype: torch.dtype = getattr(torch, dtype)
 
     @property
     def allow_missing_sensors(self) -> bool:
-        """Whether sensors may be silent one by one."""
+        """Whether each sensor may be missing at any step."""
         return self.densities.allow_missing_sensors
 
     @allow_missing_sensors.setter
@@ -141,22 +134,22 @@ class SimulatedKBF(ShownModule):
         self.densities.allow_missing_sensors = value
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Choose the laws."""
+        """Select transition and observation density."""
         self.densities.choose(memory)
 
     def hyperparameters(self) -> dict[str, float]:
-        """The choice of laws, for logs."""
+        """Return the selected densities and their scores, for loggers."""
         return self.densities.hyperparameters()
 
     @torch.no_grad()
     @one_thread()
     def fit(self, memory: Recording | list[Recording] | None) -> KernelBayesFilter:
-        """Learn the model, draw the memory, build the operators.
+        """Learn the model, sample the memory, and compute the operators.
 
         Raises:
             ValueError: as `kbf.densities.learned_ssm.learn_model`.
         """
-        sequences = [
+        recordings = [
             s._replace(
                 states=s.states.double(),
                 obs=s.obs.double(),
@@ -164,51 +157,43 @@ class SimulatedKBF(ShownModule):
             )
             for s in as_recordings(memory or [], allow_missing_sensors=self.allow_missing_sensors)
         ]
-        self.densities.select_if_missing(sequences)
-        model = learn_model(sequences, self.densities.kinds, self.densities.fitted)
-        recorded = torch.cat([s.states for s in sequences])
+        self.densities.select_if_missing(recordings)
+        model = learn_model(recordings, self.densities.kinds, self.densities.fitted)
+        recorded = torch.cat([s.states for s in recordings])
         generator = torch.Generator(recorded.device).manual_seed(self.seed)
         moves = model.transition
         if model.controlled:
             if not isinstance(moves, RidgeMap):
                 raise ValueError(
-                    f"with controls the law of moves is gaussian: set transition={self.densities.names[0]} to gaussian"
+                    "with controls the transition density must be gaussian: "
+                    f"set transition={self.densities.names[0]} to gaussian"
                 )
-            before, acted, drawn = controlled_run(model, sequences, self.run, generator)
+            before, acted, drawn = controlled_run(model, recordings, self.run, generator)
             states, mass = quantise(drawn, self.points, generator, moves.manifold)
-            some = evenly(len(before), MOVES_OF_DENSITY, before.device)
-            transition = ControlledDensity(
-                model, states, mass, (before[some], acted[some]), self.dtype
-            )
+            some = evenly(len(before), MAX_TRANSITIONS_OF_DENSITY, before.device)
+            led = before[some], acted[some]
+            transition = ControlledDensity(model, states, mass, led, self.dtype)
         else:
-            start = recorded[
-                torch.randint(len(recorded), (100,), device=recorded.device, generator=generator)
-            ]
+            device = recorded.device
+            first = torch.randint(len(recorded), (100,), device=device, generator=generator)
+            start = recorded[first]
             steps = -(-self.run // len(start))
             if isinstance(moves, RidgeMap):
                 drawn = simulate(model, start, steps, generator).states.flatten(0, 1)
                 states, mass = quantise(drawn, self.points, generator, moves.manifold)
                 mean, scale = moves.predict(states)
-                log_density, mean = (
-                    moves.log_density_given(states[:, None], mean, scale),
-                    moves.expected(mean, scale),
-                )
+                log_density = moves.log_density_given(states[:, None], mean, scale)
+                mean = moves.expected(mean, scale)
             else:
-                states, mass = quantise(
-                    bounded_run(moves, start, steps, recorded, generator), self.points, generator
-                )
+                drawn = bounded_run(moves, start, steps, recorded, generator)
+                states, mass = quantise(drawn, self.points, generator)
                 log_density, mean = moves.at(states)(states), moves.mean(states)
-            transition = low_rank(
-                density_transition(log_density, mass, states, mean).to(self.dtype)
-            )
-        update = self.update_of(model, states, observed_pairs(sequences)[1], generator)
+            dense = density_transition(log_density, mass, states, mean)
+            transition = low_rank(dense.to(self.dtype))
+        update = self.update_of(model, states, observed_pairs(recordings)[1], generator)
+        prior = mass.to(self.dtype)
         return KernelBayesFilter(
-            states.to(self.dtype),
-            transition,
-            None,
-            update,
-            prior=mass.to(self.dtype),
-            normalise=True,
+            states.to(self.dtype), transition, None, update, prior=prior, normalise=True
         )
 
     def update_of(
@@ -218,27 +203,29 @@ class SimulatedKBF(ShownModule):
         recorded: Float[Tensor, "m q"],
         generator: Generator,
     ) -> nn.Module:
-        """The update over draws at the memory's states; ``recorded``: observations, whose distances are the kernel's unit."""
-        if isinstance(model.observation, PerSensorDensity):
-            return DensityUpdate(model.observation, states)
-        other = not isinstance(model.observation, RidgeMap)
-        several = states[:, None].expand(-1, OTHER, -1)
-        obs = (
-            model.observation.sample(several, generator)
-            if other
-            else self.observations(model, states)
-        )
+        """Return the update over draws at the memory's states.
+
+        The bandwidth is in units of the median distance of the ``recorded`` observations.
+        """
+        density = model.observation
+        if isinstance(density, PerSensorDensity):
+            return DensityUpdate(density, states)
+        if isinstance(density, RidgeMap):
+            obs = self.observations(model, states)
+        else:
+            several = states[:, None].expand(-1, DRAWS_OF_OTHER_DENSITIES, -1)
+            obs = density.sample(several, generator)
         width = self.factor * median_distance(recorded, distinct=True)
         features = NystromFeatures(self.kernel, width, obs[:, 0], self.rank, 1e-9)
-        if other:
-            near = OF_CATEGORIES if isinstance(model.observation, CategoricalDensity) else 0.5
-            return LocalUpdate(obs, states, width=near, psi=features, dtype=self.dtype)
-        return PrimalUpdate(features, obs, self.reg, dtype=self.dtype)
+        if isinstance(density, RidgeMap):
+            return PrimalUpdate(features, obs, self.reg, dtype=self.dtype)
+        near = WIDTH_OF_CATEGORIES if isinstance(density, CategoricalDensity) else WIDTH
+        return LocalUpdate(obs, states, width=near, psi=features, dtype=self.dtype)
 
     def observations(
         self, model: LearnedModel, states: Float[Tensor, "n d"]
     ) -> Float[Tensor, "n k q"]:
-        """``draws`` observations of each state, from a scrambled Sobol sequence: its blocks fill the noise evenly."""
+        """Return ``draws`` observations of each state, their noise from a Sobol sequence."""
         assert isinstance(model.observation, RidgeMap)
         mean, scale = model.observation.predict(states)
         draws = self.draws * (DRAWS_UNDER_CONTROLS if model.controlled else 1)
@@ -258,7 +245,11 @@ def bounded_run(
     recorded: Float[Tensor, "n d"],
     generator: Generator | None = None,
 ) -> Float[Tensor, "t d"]:
-    """States of runs of a law of moves, kept within the recorded range and half of it more: heavy tails carry nothing away."""
+    """Return the states of runs of a transition density, clamped to a bounded region.
+
+    The region is the recorded range with a margin of half its width on each side, since heavy tails
+    may leave it.
+    """
     low, high = recorded.amin(0), recorded.amax(0)
     margin = (high - low) / 2
     z, run = start, []
@@ -276,21 +267,18 @@ def quantise(
     *,
     rounds: int = 5,
 ) -> tuple[Float[Tensor, "k d"], Float[Tensor, " k"]]:
-    """k-means: at most m centres ``k d`` that stand for the points, and the share of the points that each stands for, ``k``.
+    """Return at most m centres ``k d`` by k-means, and the share of the points of each ``k``.
 
-    The centres lie on the manifold of the points.
+    The centres are on the manifold of the points.
     """
     centres = points[torch.randperm(len(points), device=points.device, generator=generator)[:m]]
     shares, middle = centres.new_ones(len(centres)), points.mean(0)
     for _ in range(rounds):
         nearest = torch.cdist((points - middle).float(), (centres - middle).float()).argmin(1)
         counts = nearest.bincount(minlength=len(centres))
-        sums = torch.segment_reduce(
-            points[nearest.argsort(stable=True)], "sum", lengths=counts
-        )  # the same bits on a GPU, too
-        taken = counts > 0
-        centres, shares = (
-            manifold.project(sums[taken] / counts[taken, None]),
-            counts[taken].to(points) / len(points),
-        )
+        # Unlike index_add this is deterministic on a GPU.
+        sums = torch.segment_reduce(points[nearest.argsort(stable=True)], "sum", lengths=counts)
+        used = counts > 0
+        centres = manifold.project(sums[used] / counts[used, None])
+        shares = counts[used].to(points) / len(points)
     return centres, shares

@@ -1,10 +1,11 @@
-"""One step back in time: the smoothed state at t, from the filtered state at t and the smoothed state at t + 1.
+"""Kernel backward step: smoothed weights at t from filtered weights and smoothed ones at t + 1.
 
-Whoever knows z_{t+1} learns nothing more of z_t from later observations. So p(z_t | x_1 ... x_T) is
-the mean over the smoothed z_{t+1} of p(z_t | z_{t+1}, x_1 ... x_t), which is the filter at t,
-updated by z_{t+1} as if it were observed. Here for weights over a memory and for particles; the
-Gaussian step is `kbf.filters.gaussian.kalman.rts_step`. `kbf.filters.smoothing` walks along the
-sequence.
+Given z_{t+1}, the state z_t is independent of later observations. So p(z_t | x_1 ... x_T) is the
+mean over the smoothed z_{t+1} of p(z_t | z_{t+1}, x_1 ... x_t), the filter at t updated with
+z_{t+1} as an observation. The steps here are for weights over a memory; the Gaussian step is
+`kbf.filters.gaussian.kalman.rts_step`, that of particles
+`kbf.filters.particle.bootstrap.particle_backward`. `kbf.filters.smoothing` applies them along a
+recording.
 """
 
 from __future__ import annotations
@@ -22,50 +23,52 @@ from kbf.rkhs.rules import importance_weighted, importance_weighted_primal
 from kbf.rkhs.weights import normalised
 
 REG = 0.1
-"""Ridge of the rule backwards, with the kernel of the transition. On linear-Gaussian, rotation, oscillatory and orientation data of
-300 to 900 points (seeds 100 and up) 0.1 to 0.3 are about as good, and 0.003 is unstable. The
-closed-form leave-one-out score of z_t given z_{t+1} says 2e-4: that is for all n points, and here
-only the few near the track have weight."""
+"""Ridge of the backward rule, with the kernel of the transition.
+
+On linear-Gaussian, rotation, oscillatory and orientation data of 300 to 900 points (seeds 100 and
+up) errors are about equal for 0.1 to 0.3, and 0.003 is unstable. The closed-form leave-one-out
+score of z_t given z_{t+1} selects 2e-4, but it is for all n points, and here only the few near the
+track have weight.
+"""
 
 
 def density_backward(
     move: Callable[[Tensor], Tensor], w: Float[Tensor, "b n"], following: Float[Tensor, "b n"]
 ) -> Float[Tensor, "b n"]:
-    """The likelihood b at z_t of all that came later, on the points of a memory; P_ij is q(z_i | z_j) up to factors in i and in j.
+    """Return the likelihood b of all later observations given z_t, at the points of a memory.
 
         b_j = max(0, sum_i P_ij h_i / sum_i P_ij),  h_i = w^{s+}_i / (P w)_i
 
-    h is the same at z_{t+1}: what is smoothed there over what was predicted, and b its mean over
-    the moves from z_j. Factors in i cancel in P_ij h_i, those in j in the quotient. h has a sign,
-    like the rule's weights: its ripples cancel in the mean, and to cut them would leave a wide
-    pedestal of what lies between. Only b is cut at 0. Where the filter predicts nothing, (P w)_i <=
-    0, h is not known, and i is left out of both sums. If nothing came later, w^{s+} = P w, then b =
-    1.
+    P_ij is q(z_i | z_j) up to factors in i and in j: those in i cancel in P_ij h_i, those in j in
+    the quotient. h is the likelihood at z_{t+1}, the ratio of smoothed and predicted weights, and b
+    its mean over the transitions from z_j. h may be negative, as the weights of the rule. Its
+    oscillations cancel in the mean, while clipping h would bias it upwards; only b is clipped at 0.
+    Where the filter predicts no weight, (P w)_i <= 0, h is unknown, and i is left out of both sums.
+    Without later observations w^{s+} = P w, and b = 1.
 
     Args:
-        move: w -> P w; what pulls back through it is its transpose.
+        move: w -> P w; its vector-Jacobian product is the transpose of P.
         w: the filter at t.
         following: w^{s+}, smoothed, at t + 1.
     """
     predicted, transpose = torch.func.vjp(move, w)[:2]
-    known = predicted > torch.finfo(w.dtype).eps * predicted.amax(
-        -1, keepdim=True
-    )  # the rest is rounding
+    largest = predicted.amax(-1, keepdim=True)
+    known = predicted > torch.finfo(w.dtype).eps * largest  # the others are rounding
     h = torch.where(known, following / torch.where(known, predicted, 1), 0)
     mass = transpose(known.to(w))[0]
     return (transpose(h)[0] / torch.where(mass > 0, mass, 1)).clamp_min(0)
 
 
 class RuleBackward(nn.Module):
-    """The importance-weighted kernel Bayes' rule for the "observation" z_{t+1}, integrated over the smoothed embedding of it.
+    """The importance-weighted kernel Bayes' rule with the smoothed embedding of z_{t+1} as query.
 
-    Pairs (z_i, z_i') of the recording; the prior is the filter at t, with its weights, cut at 0,
-    for the ratio at the sources z_i; the Gram matrix is that of the targets z_i', and the query its
-    mean, g_i = sum_j k_Z(z_i', z_j) w^{s+}_j. The result weighs the sources. With controls u_i a
-    pair counts k_U(u_i, u) times.
+    The training pairs are the transitions (z_i, z_i') of the recording. The prior is the filter at
+    t, whose weights, clipped at 0, are the ratio at the sources z_i. The Gram matrix is that of the
+    targets z_i', and the query is g_i = sum_j k_Z(z_i', z_j) w^{s+}_j. The result is weights of the
+    sources. With controls u_i the ratio of a pair is multiplied by k_U(u_i, u).
 
-    The filter's weights are already those of a sample: a ratio made of them once more, as for a
-    prediction, only adds noise.
+    No density ratio of the filter's weights is estimated, as for a prediction: they are already
+    those of a sample, and it would add noise.
     """
 
     source: Tensor
@@ -83,7 +86,9 @@ class RuleBackward(nn.Module):
         controls: Float[Tensor, "m k"] | None = None,
         log_widths: Float[Tensor, " k"] | None = None,
     ) -> None:
-        """The recorded pairs of a memory. They are not saved in a checkpoint, since they are made from its recordings again.
+        """Store the recorded pairs of a memory.
+
+        They are not part of a checkpoint, since they are computed from its recordings.
 
         Args:
             source: positions of z_i in the memory. target: of z_i'.
@@ -111,7 +116,7 @@ class RuleBackward(nn.Module):
         features: Float[Tensor, "n r"] | None = None,
         control: Float[Tensor, "b k"] | None = None,
     ) -> Float[Tensor, "b n"]:
-        """Smoothed weights at t.
+        """Return smoothed weights at t.
 
         Args:
             w: the filter at t.
@@ -122,27 +127,25 @@ class RuleBackward(nn.Module):
         """
         ratio = w[:, self.source].clamp_min(0)
         if self.controls is not None and control is not None:
-            ratio = ratio * self.kernel(
-                control.to(self.controls), self.controls, bandwidth=self.widths
-            ).to(w)
+            u = control.to(self.controls)
+            ratio = ratio * self.kernel(u, self.controls, bandwidth=self.widths).to(w)
         total = ratio.sum(-1, keepdim=True)
         ratio = ratio * len(self.source) / torch.where(total > 0, total, 1)
         if features is None:
             gram = self.kernel(states, states[self.target], bandwidth=self.bandwidth)
             smoothed = importance_weighted(ratio, gram[self.target], following @ gram, REG)
         else:
-            smoothed = importance_weighted_primal(
-                ratio, features[self.target], following @ features, REG
-            )
+            targets, query = features[self.target], following @ features
+            smoothed = importance_weighted_primal(ratio, targets, query, REG)
         return torch.zeros_like(w).index_copy(-1, self.source, smoothed)
 
 
 def step_back_by_density(transition: Callable[..., Tensor]) -> Backward:
-    """One step back for a filter whose P is a density (`density_backward`).
+    """Return the backward step of a filter whose P is a density (`density_backward`).
 
-    What came later has the likelihood b at the memory points. The prior at t is the prediction
-    times b, and the filter's update takes x_t in *last*: its regression is then one near the
-    smoothed state, and better there than the filter's own, times b.
+    b is the likelihood of later observations at the memory points. The prior at t is the prediction
+    times b, and the filter's update with x_t comes last: its regression is then local to the
+    smoothed state, and more accurate there than the filtered weights times b.
 
     Args:
         transition: weights ``b n`` -> P w; or P(u) w, given ``control``.
@@ -167,7 +170,7 @@ def step_back_by_density(transition: Callable[..., Tensor]) -> Backward:
 def step_back_by_rule(
     rule: RuleBackward, states: Float[Tensor, "n d"], features: Float[Tensor, "n r"] | None = None
 ) -> Backward:
-    """One step back by the kernel Bayes' rule, with the filter's weights for the prior.
+    """Return the backward step by the kernel Bayes' rule, with the filter's weights as prior.
 
     Args:
         rule: of the recorded pairs. states: the memory. features: as of `RuleBackward.forward`.

@@ -46,7 +46,7 @@ BURN_IN = 5
 """First steps of a block that do not count: the filter has not converged yet."""
 
 MIN_VARIANCE = 1e-4
-"""Smallest variance in a log score over that of the states: coinciding particles are no certainty."""
+"""Smallest variance in a log score over that of the states: particles may coincide."""
 
 LOG_SCORE_TOLERANCE = 0.1
 """Difference of log scores within which the candidate of larger spread is selected."""

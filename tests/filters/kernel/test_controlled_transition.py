@@ -560,7 +560,11 @@ def test_columns_of_little_weight_and_rows_of_no_density_are_left_out_at_no_loss
     )
     short = rollout(model, test.obs[None], controls=test.controls[None]).estimates[0]
     assert min(seen) < 150, "half of the points at most are looked at"
-    for name, value in {"LEAST_WEIGHT": 0.0, "FEW_COLUMNS": 300, "ERROR_OF_MEAN": 1e-5}.items():
+    for name, value in {
+        "NEGLIGIBLE_WEIGHT": 0.0,
+        "MAX_COLUMNS_OF_ALL_ENTRIES": 300,
+        "ERROR_OF_MEAN": 1e-5,
+    }.items():
         monkeypatch.setattr(kbf.filters.kernel.controlled_transition, name, value)
     whole = rollout(model, test.obs[None], controls=test.controls[None]).estimates[0]
     apart, error = (

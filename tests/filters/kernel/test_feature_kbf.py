@@ -233,7 +233,7 @@ def test_the_encoder_stays_in_eval_mode():
 
 def test_what_it_refuses():
     with pytest.raises(
-        ValueError, match=r"this data brings no encoder: name one in model\.net\.encoder"
+        ValueError, match=r"the data set has no default: set model\.net\.encoder"
     ):
         FeatureKBF(None)
     with pytest.raises(ValueError, match="rule=pseudo_inverse needs full Gram matrices"):
@@ -398,7 +398,7 @@ def test_what_is_held_out_for_validation_is_held_out_of_the_first_stage_too(tmp_
 
 @pytest.mark.parametrize("model", ["kbf_features", "kbf_features_e2e", "kbf_nn_paper"])
 def test_configurations(model):
-    with pytest.raises(ValueError, match="this data brings no encoder"):
+    with pytest.raises(ValueError, match="requires an encoder, and the data set has no default"):
         check(configure("train", [f"model={model}", "data=rotation"]), [spots(120)])
 
 

@@ -89,8 +89,7 @@ def test_split_of_too_little_is_an_error():
     for lengths in ([16], [14, 14], [3]):
         with pytest.raises(
             ValueError,
-            match=f"of {sum(lengths)} training steps, of which the longest sequence has "
-            f"{lengths[0]}",
+            match=f"of {sum(lengths)} training steps, {lengths[0]} in the longest recording",
         ):
             split_validation(recordings(*lengths))
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
 from kbf.filters.neural.dpf import DPF, MAX_STATE, MIN_LIKELIHOOD, DPFState
 from kbf.filters.particle.bootstrap import BootstrapFilter
-from kbf.filters.particle.resampling import soft
 from kbf.filters.protocols import sample_of
 from kbf.filters.rollout import rollout
 from kbf.recording import Recording
@@ -110,18 +109,6 @@ def test_a_control_moves_all_particles_as_it_says():
     )
     assert (a.particles != b.particles).all() and torch.equal(a.log_weights, b.log_weights)
     assert torch.equal(none.particles, mean.particles)
-
-
-def test_soft_resampling_keeps_expectations():
-    """sum w'_i f(z_i) over what was drawn is sum w_i f(z_i) on average, for any alpha."""
-    log_w = torch.randn(1, 6, generator=generator(), dtype=F64).log_softmax(-1)
-    f = torch.randn(6, generator=generator(1), dtype=F64)
-    for alpha in (1.0, 0.6, 0.1):
-        chosen, weights = soft(
-            log_w.repeat_interleave(4000, -1).log_softmax(-1), alpha, generator(2)
-        )
-        found = (weights.exp() * f.repeat_interleave(4000)[chosen]).sum()
-        torch.testing.assert_close(found, log_w.exp()[0] @ f, rtol=0, atol=1e-3)
 
 
 def test_gradients_through_soft_resampling_are_those_of_finite_differences():

@@ -23,6 +23,7 @@ from kbf.filters.particle.resampling import (
     effective_sample_size,
     invert,
     multinomial,
+    soft,
     systematic,
 )
 from kbf.filters.protocols import Filter, FilterModel
@@ -149,6 +150,44 @@ def test_resampling_is_a_batch_of_its_own():
     changed[[0, 1, 3]] = 0.0
     for resample in (systematic, multinomial):
         assert torch.equal(resample(lw, generator())[2], resample(changed, generator())[2])
+
+
+def test_soft_resampling_keeps_expectations():
+    """sum w'_i f(z_i) over what was drawn is sum w_i f(z_i) on average, for any alpha."""
+    log_w = torch.randn(1, 6, generator=generator(), dtype=F64).log_softmax(-1)
+    f = torch.randn(6, generator=generator(1), dtype=F64)
+    for alpha in (1.0, 0.6, 0.1):
+        chosen, weights = soft(
+            log_w.repeat_interleave(4000, -1).log_softmax(-1), alpha, generator(2)
+        )
+        found = (weights.exp() * f.repeat_interleave(4000)[chosen]).sum()
+        torch.testing.assert_close(found, log_w.exp()[0] @ f, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.6, 0.1])
+def test_soft_resampling_weighs_what_is_drawn_by_w_over_q(alpha):
+    """Draws from q = alpha w + (1 - alpha) / P, as often as systematic resampling draws from q."""
+    log_w = random_log_weights(3, 40).log_softmax(-1)
+    w = log_w.exp()
+    q = alpha * w + (1 - alpha) / 40
+    chosen, weights = soft(log_w, alpha, generator(5))
+    assert torch.equal(chosen, systematic(q.log(), generator(5)))
+    drawn = (w / q).gather(1, chosen)
+    torch.testing.assert_close(weights.exp(), drawn / drawn.sum(1, keepdim=True))
+
+
+def test_soft_resampling_has_the_gradient_of_its_weights():
+    """The choice has none; with alpha = 1 all weights are equal, and none is left."""
+    f = torch.randn(2, 8, generator=generator(1), dtype=F64)
+
+    def estimate(logits: torch.Tensor, alpha: float) -> torch.Tensor:
+        chosen, weights = soft(logits.log_softmax(-1), alpha, generator(3))
+        return (weights.exp() * f.gather(1, chosen)).sum(1)
+
+    logits = torch.randn(2, 8, generator=generator(), dtype=F64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: estimate(x, 0.4), (logits,))
+    assert torch.autograd.grad(estimate(logits, 0.4).sum(), logits)[0].abs().max() > 1e-3
+    assert torch.autograd.grad(estimate(logits, 1.0).sum(), logits)[0].abs().max() < 1e-12
 
 
 def test_effective_sample_size():

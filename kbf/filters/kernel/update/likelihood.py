@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from kbf.densities.per_sensor import PerSensorDensity
 from kbf.filters.gaussian.moments import MAX_DEVIATIONS
 
-LEAST = -0.5 * MAX_DEVIATIONS**2
-"""Log density below which an observation is far from what any point of the memory lets expect."""
+# Log density below which an observation is far from the predictions at all points of the memory.
+MIN_LOG_DENSITY = -0.5 * MAX_DEVIATIONS**2
 
 
 class DensityUpdate(nn.Module):
     """(ratio, x) -> weights w_i = r_i p(x | z_i), over the sensors that are not NaN in x.
 
-    Kernel rules tend to this as draws grow and ridges fall. They would need features for every set
-    of sensors; here one density of each sensor suffices. Weights are relative to the
-    density at the point that explains x best: where a belief is far from all such points the
-    weights vanish, and the observation is rejected.
+    It is the limit of kernel rules for many draws and small ridges. Those require features for
+    every set of sensors, this one density for each sensor. Weights are relative to the density at
+    the point that explains x best: if the belief is far from all such points the weights vanish,
+    and the observation is rejected.
     """
 
     allow_missing_sensors = True
@@ -33,6 +33,8 @@ class DensityUpdate(nn.Module):
     def forward(
         self, ratio: Float[Tensor, "b n"], obs: Float[Tensor, "b q"]
     ) -> Float[Tensor, "b n"]:
-        """The posterior's weights."""
+        """Return the weights of the posterior."""
         log_p = self.likelihood(obs.to(self.dtype))
-        return ratio * (log_p - log_p.amax(-1, keepdim=True).clamp_min(LEAST)).exp().to(ratio)
+        return ratio * (log_p - log_p.amax(-1, keepdim=True).clamp_min(MIN_LOG_DENSITY)).exp().to(
+            ratio
+        )

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from kbf.rkhs.linalg import column_medians
 
-FEW = 8
-"""Draws of each point that `LocalUpdate.features` are the mean of."""
-NEGLIGIBLE = 1e-3
-"""Ratios below this share of the largest do not matter."""
+DRAWS_FOR_FEATURES = 8
+"""Draws of each point over which `LocalUpdate.features` are averaged."""
+
+NEGLIGIBLE_RATIO = 1e-3
+"""Ratios below this share of the largest are treated as 0."""
 
 
 class LocalUpdate(nn.Module):
@@ -19,17 +20,17 @@ class LocalUpdate(nn.Module):
 
     Each memory point has k draws of its observation.
 
-    1. Among the draws of points with a ratio above `NEGLIGIBLE`, the m nearest to x are used. The
-       bandwidth is ``width`` times the distance of the farthest one: small where draws are dense,
-       large in the tails.
+    1. Among the draws of points with a ratio above `NEGLIGIBLE_RATIO`, the m nearest to x are used.
+       The bandwidth is ``width`` times the distance of the farthest one: small where draws are
+       dense, large in the tails.
     2. Draw j of point i has the weight r_i g(x_ij, x), a kernel estimate of the likelihood times
        the ratio. This is the limit of `kbf.rkhs.rules.importance_weighted` for a large ridge, up to
        a constant; it is never negative.
     3. The weight of a point is the sum over its draws.
 
-    Observations are compared in units of the draws' median deviation. Those of more components than
-    the state are first regressed on it: the kernel then looks at d numbers, the linear predictions
-    of the state, and is as fine in 20 components as in two.
+    Observations are compared in units of the draws' median deviation. If they have more components
+    than the state, they are replaced by d linear predictions of the state, so that the resolution
+    of the kernel does not depend on their number.
 
     References: Fearnhead and Prangle (2012) for regressions of the parameter as statistics; `near`
     of n points is the local conditional mean embedding (LCKME).
@@ -54,14 +55,14 @@ class LocalUpdate(nn.Module):
         psi: nn.Module | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """The update over a memory.
+        """Store the draws of a memory.
 
         Args:
             obs: k draws for each point. states: of the points.
             near: m. width: of the kernel, over the distance of the m-th draw.
-            psi: features of observations ``m q`` -> ``m p``. The update needs none; by those of
-                `FEW` draws of each point, ``n p``, a monitor computes the predicted observation
-                (`kbf.evaluation.alarms.innovation_score`).
+            psi: features of observations ``m q`` -> ``m p``. The update does not use them. From
+                those of `DRAWS_FOR_FEATURES` draws of each point, ``n p``, the predicted
+                observation is computed (`kbf.evaluation.alarms.innovation_score`).
             dtype: of the arithmetic.
         """
         super().__init__()
@@ -77,13 +78,11 @@ class LocalUpdate(nn.Module):
             deviation = column_medians((flat - shift).abs())
             projection = torch.where(deviation > 0, 1 / deviation, 1).diag()
         self.k, self.near, self.width = k, min(near, n * k), width
-        some = obs[:, :FEW]
+        some = obs[:, :DRAWS_FOR_FEATURES]
         self.psi = psi
-        features = (
-            None
-            if psi is None
-            else psi(some.flatten(0, 1)).unflatten(0, some.shape[:2]).mean(1).to(dtype)
-        )
+        features = None
+        if psi is not None:
+            features = psi(some.flatten(0, 1)).unflatten(0, some.shape[:2]).mean(1).to(dtype)
         self.register_buffer("features", features)
         self.register_buffer("projection", projection.to(dtype))
         self.register_buffer("shift", shift.to(dtype))
@@ -93,25 +92,17 @@ class LocalUpdate(nn.Module):
     def forward(
         self, ratio: Float[Tensor, "b n"], obs: Shaped[Tensor, "b *x"]
     ) -> Float[Tensor, "b n"]:
-        """The posterior's weights."""
+        """Return the weights of the posterior."""
         x = (obs.flatten(1).to(self.shift) - self.shift) @ self.projection
-        idle = ratio <= NEGLIGIBLE * ratio.amax(-1, keepdim=True)
-        further = torch.addmm(self.squares, x, self.draws, alpha=-2).unflatten(
-            -1, (-1, self.k)
-        )  # squared distances less |x|^2
-        found, rows = (
-            further.masked_fill_(idle[..., None], torch.inf)
-            .flatten(1)
-            .topk(self.near, largest=False, sorted=False)
-        )
+        idle = ratio <= NEGLIGIBLE_RATIO * ratio.amax(-1, keepdim=True)
+        distances = torch.addmm(self.squares, x, self.draws, alpha=-2)  # squared, less |x|^2
+        distances.unflatten(-1, (-1, self.k)).masked_fill_(idle[..., None], torch.inf)
+        found, rows = distances.topk(self.near, largest=False, sorted=False)
         inside, points = found.isfinite(), rows // self.k
         near = self.draws[:, rows].movedim(0, -1)
         squared = (x[:, None] - near).square().sum(-1)
-        scale = (
-            2
-            * self.width**2
-            * torch.where(inside, squared, 0).amax(-1, keepdim=True).clamp_min(1e-20)
-        )
+        farthest = torch.where(inside, squared, 0).amax(-1, keepdim=True).clamp_min(1e-20)
+        scale = 2 * self.width**2 * farthest
         r = torch.where(inside, ratio.gather(-1, points), 0)
         g = torch.where(inside, (-squared / scale).exp(), 0)
         return torch.zeros_like(ratio).scatter_add(-1, points, (r * g).to(ratio))
