@@ -19,8 +19,8 @@ from kbf.rkhs.linalg import cholesky, evenly, pivoted_cholesky
 
 FeatureMap = Callable[[Tensor], Tensor]
 
+# Points whose features are computed at a time, which bounds intermediate arrays of the kernel.
 POINTS_AT_A_TIME = 16_384
-"""Points whose features are computed at a time, which bounds intermediate arrays of the kernel."""
 
 # Up to this number of points `pivots` computes the whole Gram matrix, which is faster than columns.
 MAX_POINTS_OF_FULL_GRAM = 512

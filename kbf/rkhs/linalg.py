@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kbf.runtime.errors import FitError
 
+# Largest change of a float32 matrix by `two_factors`, over its largest singular value.
 ROUNDING = 1e-6
-"""Largest change of a float32 matrix by `two_factors`, over its largest singular value."""
 
 # Matrices of a batch are multiplied by component, all at once, if there are at least
 # MIN_MATRICES_BY_COMPONENT of at most MAX_ROWS_BY_COMPONENT rows and columns: one library call for

@@ -32,12 +32,15 @@ from torch import Tensor
 from kbf.rkhs.linalg import psd_solve, safe_sqrt
 
 Weights = Float[Tensor, "*b n"]
+
+# Size of the blocks of features in `weighted_covariance`, which fit in the cache of a CPU.
 COVARIANCE_BLOCK = 2**18
-"""Size of the blocks of features in `weighted_covariance`, which fit in the cache of a CPU."""
+
+# The same on a GPU, where few large blocks take less time.
 COVARIANCE_BLOCK_ON_GPU = 2**26
-"""The same on a GPU, where few large blocks take less time."""
+
+# Batch size from which `weighted_covariance` computes the products of features once for all.
 MANY_RATIOS = 128
-"""Batch size from which `weighted_covariance` computes the products of features once for all."""
 
 
 # Importance weighted

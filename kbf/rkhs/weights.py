@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+# Smallest sum of weights over the sum of their absolute values for a division; often 0.5 to 1.
 MIN_SHARE_OF_SUM = 0.05
-"""Smallest sum of weights over the sum of their absolute values for a division; often 0.5 to 1."""
 
 
 def effective_sample_size(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:

@@ -35,11 +35,11 @@ from kbf.rkhs.rules import RULES
 from kbf.runtime.errors import FitError
 from kbf.runtime.html_repr import ShownModule
 
+# Landmarks of pairs (state, control) over those of states: pairs vary more.
 RANK_OF_PAIRS = 4
-"""Landmarks of pairs (state, control) over those of states: pairs vary more."""
 
+# Default of lambda'. The defaults of eta and lambda are in `RATIOS` and `RULES`.
 TRANSITION_REG = 3e-4
-"""Default of lambda'. The defaults of eta and lambda are in `RATIOS` and `RULES`."""
 
 
 class KBF(ShownModule):

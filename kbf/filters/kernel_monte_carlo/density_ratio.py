@@ -52,26 +52,26 @@ from kbf.filters.protocols import where
 from kbf.manifolds import Manifold
 from kbf.rkhs.linalg import cholesky, evenly
 
+# h of the particles, and of the recorded states for a lost track, whose velocity may be new.
 WIDTH = 0.3
-"""h of the particles, and of the recorded states for a lost track, whose velocity may be new."""
 
+# h of the recorded states that are compared with the first image, of which there are thousands.
 FIRST_WIDTH = 0.05
-"""h of the recorded states that are compared with the first image, of which there are thousands."""
 
+# rho over the previous share a: several images in a row that contradict the particles add up.
 LOSS_PERSISTENCE = 0.5
-"""rho over the previous share a: several images in a row that contradict the particles add up."""
 
+# Smallest probability of a track after the first observation; 0 means that there was none.
 MIN_TRACK_PROBABILITY = 1e-6
-"""Smallest probability of a track after the first observation; 0 means that there was none."""
 
+# Recorded states among which a lost track is searched.
 MAX_STATES_FOR_LOST_TRACK = 1000
-"""Recorded states among which a lost track is searched."""
 
+# Smallest pi_0: encoders may be wrong, and a recovered track must not be lost to one image.
 MIN_UNINFORMATIVE_SHARE = 0.05
-"""Smallest pi_0: encoders may be wrong, and a recovered track must not be lost to one image."""
 
+# Added to the diagonal of C over its mean variance: on a circle C is singular.
 JITTER = 1e-9
-"""Added to the diagonal of C over its mean variance: on a circle C is singular."""
 
 
 class Terms(NamedTuple):

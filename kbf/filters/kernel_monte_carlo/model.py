@@ -33,35 +33,35 @@ from kbf.rkhs.linalg import evenly
 from kbf.runtime.errors import FitError
 from kbf.runtime.html_repr import ShownModule
 
+# Share of the recordings, their last part, on which settings are selected.
 HELD_OUT_SHARE = 0.2
-"""Share of the recordings, their last part, on which settings are selected."""
 
+# Held-out blocks that the candidates filter.
 MAX_BLOCKS = 8
-"""Held-out blocks that the candidates filter."""
 
+# Steps of a held-out block.
 MAX_BLOCK_LENGTH = 100
-"""Steps of a held-out block."""
 
+# First steps of a block that do not count: the filter has not converged yet.
 BURN_IN = 5
-"""First steps of a block that do not count: the filter has not converged yet."""
 
+# Smallest variance in a log score over that of the states: particles may coincide.
 MIN_VARIANCE = 1e-4
-"""Smallest variance in a log score over that of the states: particles may coincide."""
 
+# Difference of log scores within which the candidate of larger spread is selected.
 LOG_SCORE_TOLERANCE = 0.1
-"""Difference of log scores within which the candidate of larger spread is selected."""
 
+# Margin around the recorded range, over its width, within which the learned transition is used.
 MARGIN = 0.5
-"""Margin around the recorded range, over its width, within which the learned transition is used."""
 
+# Candidates for ``restart`` with density ratios, which recover lost tracks themselves.
 RATIO_RESTARTS = (0.002,)
-"""Candidates for ``restart`` with density ratios, which recover lost tracks themselves."""
 
+# Candidates for ``temper`` if observations are density ratios.
 RATIO_TEMPERS = (1.0, 0.5)
-"""Candidates for ``temper`` if observations are density ratios."""
 
+# Points by which the conditional density of the observations is selected.
 MAX_POINTS_OF_DENSITY_SELECTION = 1000
-"""Points by which the conditional density of the observations is selected."""
 
 
 class HeldOut(NamedTuple):

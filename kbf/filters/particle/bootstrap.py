@@ -32,8 +32,8 @@ from kbf.ssm import (
     root_of,
 )
 
+# Particles of each of the two times in a backward step, whose cost is quadratic in them.
 MAX_BACKWARD_PARTICLES = 500
-"""Particles of each of the two times in a backward step, whose cost is quadratic in them."""
 
 
 def particle_backward(

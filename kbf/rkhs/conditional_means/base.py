@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
+# Default of ``block``: rows of the largest array of kernel values.
 BLOCK = 1024
-"""Default of ``block``: rows of the largest array of kernel values."""
 
 Inputs = Float[Tensor, "n q"]
 Outputs = Float[Tensor, "n d"]

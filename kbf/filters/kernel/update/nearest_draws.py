@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from kbf.rkhs.linalg import column_medians
 
+# Draws of each point over which `LocalUpdate.features` are averaged.
 DRAWS_FOR_FEATURES = 8
-"""Draws of each point over which `LocalUpdate.features` are averaged."""
 
+# Ratios below this share of the largest are treated as 0.
 NEGLIGIBLE_RATIO = 1e-3
-"""Ratios below this share of the largest are treated as 0."""
 
 
 class LocalUpdate(nn.Module):

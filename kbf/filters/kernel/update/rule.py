@@ -15,14 +15,14 @@ from kbf.rkhs.linalg import ROUNDING, two_factors
 from kbf.rkhs.rules import RULES
 from kbf.runtime.html_repr import ShownModule
 
+# Batch size from which stored products of features are faster than new ones.
 MIN_BATCH_FOR_MOMENTS = 8
-"""Batch size from which stored products of features are faster than new ones."""
 
+# Largest size of the stored products on a CPU, about that of its caches.
 MAX_BYTES_OF_MOMENTS = 2**26
-"""Largest size of the stored products on a CPU, about that of its caches."""
 
+# Largest size of the stored products on a GPU, a small part of its memory.
 MAX_BYTES_OF_MOMENTS_ON_GPU = 2**30
-"""Largest size of the stored products on a GPU, a small part of its memory."""
 
 
 class DenseUpdate(nn.Module):
