@@ -1,4 +1,4 @@
-"""Where states and observations live: how to subtract, add noise, and come back, where some pairs of components are angles.
+"""Manifolds of states and observations: flat space, and circles for pairs that are angles.
 
 A regression with noise needs three maps of a manifold: ``project`` brings a regressed mean back to
 it, ``log`` returns the displacement from one point to another, and ``exp`` displaces a point. In a
@@ -19,7 +19,9 @@ from kbf.ssm import rotate
 
 
 class Manifold(NamedTuple):
-    """Vectors ``q`` of which some pairs of neighbours are points of the circle; a displacement has k = q - c components.
+    """Vectors ``q`` of which c neighbouring pairs are points of the circle.
+
+    A displacement has k = q - c components.
 
     Attributes:
         circles: the first component of each of the c pairs (cos, sin), rising; none in flat space.
@@ -53,7 +55,7 @@ class Manifold(NamedTuple):
         )
 
     def turns(self, k: int) -> Float[Tensor, "t k"]:
-        """Displacements of k components that lead back to where they start: none, and each angle once round either way."""
+        """Return displacements ``k`` that lead back: none, and each angle by a turn either way."""
         once = (
             2
             * math.pi
@@ -66,7 +68,7 @@ class Manifold(NamedTuple):
     def parts(
         self, y: Float[Tensor, "*b q"], width: int
     ) -> list[tuple[bool, Float[Tensor, "*b p"]]]:
-        """y cut into its angles (``width`` components each) and the parts between them: pairs (is an angle, components)."""
+        """Return pairs (is an angle, components) of y, with ``width`` components for an angle."""
         pieces, at, shift = [], 0, 0
         for start in self.circles:
             start = start - shift
@@ -107,7 +109,7 @@ FLAT, CIRCLE = Manifold(), Manifold((0,))
 
 
 def manifold_of(points: Float[Tensor, "n q"], tol: float = 1e-4) -> Manifold:
-    """Neighbouring components that vary and whose norm is 1 in all points (up to ``tol``) are angles.
+    """Return the manifold of points: neighbouring components of norm 1 that vary are angles.
 
     >>> manifold_of(torch.tensor([[5.0, 0.6, 0.8], [2.0, 0.0, -1.0]]))
     Manifold(circles=(1,))

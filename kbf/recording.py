@@ -1,5 +1,4 @@
-"""Recordings: states, observations, mask and controls over time, and the shape checks of every
-public function.
+"""Recordings: states, observations, mask and controls over time, with checks of their shapes.
 
 Shape letters, the same in every docstring and annotation of the project:
 
@@ -32,7 +31,10 @@ from kbf.runtime import html_repr
 Array = Tensor | np.ndarray
 """What may be given as data: tensors, and NumPy arrays, which become tensors."""
 
-ENCODE_IMAGES = "images must be encoded first: give the data an encoding with an encoder, as in configs/data/dsprites.yaml"
+ENCODE_IMAGES = (
+    "images must be encoded first: give the data an encoding with an encoder, as in "
+    "configs/data/dsprites.yaml"
+)
 """What to do about observations that are images, in errors of filters of vectors."""
 
 
@@ -41,7 +43,9 @@ def tensor_of(values: Array, name: str) -> Tensor: ...
 @overload
 def tensor_of(values: Array | None, name: str) -> Tensor | None: ...
 def tensor_of(values: Any, name: str) -> Any:
-    """A NumPy array, or what can be read as one (of pandas, JAX), as a tensor that shares its memory if it can; others as they are.
+    """Return an array (NumPy, pandas, JAX) as a tensor that shares its memory where possible.
+
+    Other values are returned unchanged.
 
     Raises:
         ValueError: a list, or an array whose entries are no numbers; ``name`` is in the message.
@@ -51,14 +55,16 @@ def tensor_of(values: Any, name: str) -> Any:
     """
     if isinstance(values, list):
         raise ValueError(
-            f"{name} must be a tensor or a NumPy array, got a list: numpy.asarray({name}) makes an array of it"
+            f"{name} must be a tensor or a NumPy array, got a list: "
+            f"numpy.asarray({name}) makes an array of it"
         )
     if isinstance(values, Tensor) or not hasattr(values, "__array__"):
         return values
     array = np.asarray(values)
     if array.dtype.kind not in "buif":
         raise ValueError(
-            f"{name} must be numbers, got an array of {array.dtype}: {name}.astype(float) turns them into numbers"
+            f"{name} must be numbers, got an array of {array.dtype}: "
+            f"{name}.astype(float) turns them into numbers"
         )
     array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
     return torch.from_numpy(array if array.flags.writeable else array.copy())
@@ -111,7 +117,7 @@ class Recording(RecordingFields):
 
 
 class Transitions(NamedTuple):
-    """Positions of the pairs (z_i, z_i') of a memory: source ``m`` and target ``m``, as indices into it."""
+    """Indices of the pairs (z_i, z_i') of a memory: source ``m`` and target ``m``."""
 
     source: Tensor
     target: Tensor
@@ -142,7 +148,8 @@ def as_recordings(
     for s in sequences:
         if not isinstance(s, Recording):
             raise ValueError(
-                f"recordings are kbf.Recording(states, observations) or a list of such, got a {type(s).__name__}"
+                "recordings are kbf.Recording(states, observations) or a list of such, "
+                f"got a {type(s).__name__}"
             )
     sequences = [Recording(*s) for s in sequences]
     if not sequences:
@@ -158,7 +165,8 @@ def as_recordings(
             or s.obs.shape[1:] != sequences[0].obs.shape[1:]
         ):
             raise ValueError(
-                f"sequence {k}: its states or observations have another shape than those of sequence 0"
+                f"sequence {k}: its states or observations have another shape than those of "
+                "sequence 0"
             )
         if s.mask is not None and s.mask.shape != s.states.shape[:1]:
             raise ValueError(
@@ -172,22 +180,26 @@ def as_recordings(
 
 
 def check_controls(sequence: Recording, first: Recording, k: int) -> None:
-    """Raise a ValueError unless the controls of sequence k are finite, ``T k``, and as wide as those of the first one."""
+    """Raise a ValueError unless the controls of recording k are finite and of the right shape."""
     if (sequence.controls is None) != (first.controls is None):
         without, given = (k, 0) if sequence.controls is None else (0, k)
         raise ValueError(
-            f"sequence {without} has no controls, sequence {given} has: give them for all recordings, or for none"
+            f"sequence {without} has no controls, sequence {given} has: give them for all "
+            "recordings, or for none"
         )
     if sequence.controls is None or first.controls is None:
         return
     length, width = len(sequence.states), first.controls.shape[-1]
     if sequence.controls.shape != (length, width):
-        wrong = f"controls must be {(length, width)}, one row a step, got {tuple(sequence.controls.shape)}"
+        shape = tuple(sequence.controls.shape)
+        wrong = f"controls must be {(length, width)}, one row a step, got {shape}"
         raise ValueError(f"sequence {k}: {wrong}")
     if bad := (~torch.isfinite(sequence.controls)).any(-1).nonzero().flatten().tolist():
-        wrong = f"controls hold NaN or infinite values in {len(bad)} of {length} rows (first: row {bad[0]})"
+        rows = f"{len(bad)} of {length} rows (first: row {bad[0]})"
+        wrong = f"controls hold NaN or infinite values in {rows}"
         raise ValueError(
-            f"sequence {k}: {wrong}; a control is always known, also that of the first row: fill them in"
+            f"sequence {k}: {wrong}; a control is always known, also that of the first row: "
+            "fill them in"
         )
 
 
@@ -198,7 +210,10 @@ def control_width(memory: Recording | list[Recording]) -> int:
 
 
 def moves(sequences: list[Recording]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """All pairs of successive states, source ``m d`` and target ``m d``, and the control ``m k`` of each move if there are any."""
+    """Return the pairs of successive states ``m d``, ``m d`` and the control ``m k`` of each move.
+
+    The control is None for recordings without controls.
+    """
     source, target = (
         torch.cat([s.states[part] for s in sequences]) for part in (slice(-1), slice(1, None))
     )
@@ -207,7 +222,7 @@ def moves(sequences: list[Recording]) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def as_float(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Images as floating-point numbers: uint8 divided by 255, floating-point numbers as they are, in ``dtype``.
+    """Return images in ``dtype``: uint8 divided by 255, floating-point numbers as they are.
 
     A finite number beyond the range of ``dtype`` becomes its largest: it stays a number.
 
@@ -221,7 +236,8 @@ def as_float(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype) / 255
     if not x.is_floating_point():
         raise ValueError(
-            f"images are uint8 or floating-point numbers around [0, 1], not {str(x.dtype).removeprefix('torch.')}"
+            "images are uint8 or floating-point numbers around [0, 1], not "
+            f"{str(x.dtype).removeprefix('torch.')}"
         )
     largest = torch.finfo(dtype).max
     return (
@@ -231,9 +247,15 @@ def as_float(x: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-MASK_MISSING = "To treat such observations as missing, mark them in the mask: kbf.recording.mask_missing(sequence) does it."
+MASK_MISSING = (
+    "To treat such observations as missing, mark them in the mask: "
+    "kbf.recording.mask_missing(sequence) does it."
+)
 """What to do about NaN among observations."""
-KNOWN_STATES = "A filter learns from known states: leave such rows out, or fill them in; a recording may be cut there in two."
+KNOWN_STATES = (
+    "A filter learns from known states: leave such rows out, or fill them in; a recording may be "
+    "cut there in two."
+)
 """What to do about NaN among states."""
 
 
@@ -242,12 +264,13 @@ def check_finite(values: Tensor, name: str, *, advice: str = MASK_MISSING) -> No
     if values.is_floating_point() and not torch.isfinite(values).all():
         bad = (~torch.isfinite(values)).reshape(len(values), -1).any(-1).nonzero().flatten()
         raise ValueError(
-            f"{name} hold NaN or infinite values in {len(bad)} of {len(values)} rows (first: row {int(bad[0])}). {advice}"
+            f"{name} hold NaN or infinite values in {len(bad)} of {len(values)} rows "
+            f"(first: row {int(bad[0])}). {advice}"
         )
 
 
 def mask_missing(sequence: Recording) -> Recording:
-    """Mark every observation with a NaN or infinite entry as missing, and put zeros in its place."""
+    """Return the recording with non-finite observations masked and replaced by zeros."""
     finite = torch.isfinite(sequence.obs).flatten(sequence.states.ndim - 1).all(-1)
     mask = finite if sequence.mask is None else finite & sequence.mask
     keep = mask.reshape(mask.shape + (1,) * (sequence.obs.ndim - mask.ndim))
@@ -257,7 +280,7 @@ def mask_missing(sequence: Recording) -> Recording:
 
 
 def transitions(lengths: list[int], device: torch.device | None = None) -> Transitions:
-    """Pairs (i, i + 1) of sequences that lie one behind the other; no pair crosses the end of a sequence.
+    """Return the pairs (i, i + 1) of concatenated recordings that do not cross an end.
 
     >>> transitions([3, 2])
     Transitions(source=tensor([0, 1, 3]), target=tensor([1, 2, 4]))
@@ -272,14 +295,14 @@ def transitions(lengths: list[int], device: torch.device | None = None) -> Trans
 
 
 def observed_pairs(sequences: list[Recording]) -> tuple[Tensor, Tensor]:
-    """States ``n d`` and observations ``n *x`` of the steps that were observed, of all sequences."""
+    """Return states ``n d`` and observations ``n *x`` of the observed steps of all recordings."""
     keep = [slice(None) if s.mask is None else s.mask for s in sequences]
     states = torch.cat([s.states[k] for s, k in zip(sequences, keep, strict=True)])
     return states, torch.cat([s.obs[k] for s, k in zip(sequences, keep, strict=True)])
 
 
 def pad(sequences: list[Recording]) -> Recording:
-    """Stack sequences of different lengths into one batch; the steps behind the end of each are masked.
+    """Stack recordings of different lengths into one batch; steps after the end are masked.
 
     States of the padding are NaN (an error over them would be noticed), observations and controls
     zero, mask False.
@@ -304,8 +327,9 @@ def pad(sequences: list[Recording]) -> Recording:
 
 
 def check_vectors(sequences: list[Recording], name: str) -> None:
-    """Raise a ValueError if observations are no vectors; ``name`` is the model that requires them."""
+    """Raise a ValueError if observations are not vectors; ``name`` is the model that needs them."""
     if sequences[0].obs.ndim != 2:
         raise ValueError(
-            f"{name} needs observations that are vectors, got {tuple(sequences[0].obs.shape[1:])}; {ENCODE_IMAGES}"
+            f"{name} needs observations that are vectors, got "
+            f"{tuple(sequences[0].obs.shape[1:])}; {ENCODE_IMAGES}"
         )

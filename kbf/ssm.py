@@ -67,7 +67,7 @@ class OverDynamics(Protocol):
 
 
 class Differentiated(NamedTuple):
-    """A function ``*b d`` -> ``*b e`` that knows its derivative; those of others are found by autodiff.
+    """A function ``*b d`` -> ``*b e`` with its own derivative; others use autodiff.
 
     Attributes:
         function: the function.
@@ -165,7 +165,9 @@ class FactoredModel(NamedTuple):
 
 
 class OrientationModel(NamedTuple):
-    """A heading that turns: theta' = theta + turn + N(0, sigma_z^2), seen as theta + N(0, sigma_x^2); z = (cos, sin).
+    """A turning heading: theta' = theta + turn + N(0, sigma_z^2), x = theta' + N(0, sigma_x^2).
+
+    States and observations are (cos, sin) of the angle.
 
     The observation of this model is the noisy heading itself, as (cos, sin), which corresponds to
     a perfect encoder of images.
@@ -206,7 +208,7 @@ class OrientationModel(NamedTuple):
         )
 
     def additive(self, m0: Tensor, P0: Tensor) -> StateSpaceModel:
-        """The same in the form that Gaussian filters need: mean rotation, noises of equal second moments in the plane."""
+        """Return the additive form: mean rotation, noises with equal second moments."""
         shrink_z, shrink_x = math.exp(-(self.sigma_z**2) / 2), math.exp(-(self.sigma_x**2) / 2)
         eye = torch.eye(2, dtype=m0.dtype, device=m0.device)
         return StateSpaceModel(
@@ -236,7 +238,9 @@ def oscillatory(
     moved_angle: bool = True,
     dtype: torch.dtype = torch.float64,
 ) -> StateSpaceModel:
-    """z' = (1 + beta sin(M (theta + omega))) (cos, sin)(theta + omega) + N(0, sigma_z^2 I), x = z' + N(0, sigma_x^2 I).
+    """z' = (1 + beta sin(M a)) (cos, sin)(a) + N(0, sigma_z^2 I), a = theta + omega.
+
+    x = z' + N(0, sigma_x^2 I).
 
     theta is the angle of z. It starts at (1, 0).
 
@@ -285,7 +289,7 @@ def oscillatory(
 def simulate(
     model: StateSpace, z0: Float[Tensor, "*b d"], steps: int, generator: Generator | None = None
 ) -> Recording:
-    """Draw a sequence of ``steps`` states and observations that starts *after* z0: move, then observe."""
+    """Draw a recording of ``steps`` steps that starts *after* z0: move, then observe."""
     states, obs, z = [], [], z0
     for _ in range(steps):
         z = model.move(z, generator)
@@ -305,7 +309,10 @@ def rotate(
 def wrapped_log_density(
     x: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"], sigma: float
 ) -> Float[Tensor, "*e"]:
-    """Log density of a wrapped normal at the angle from z to x (three turns of the circle are exact to rounding for sigma < 1)."""
+    """Return the log density of a wrapped normal at the angle from z to x.
+
+    Three turns of the circle are exact to rounding for sigma < 1.
+    """
     gap = torch.atan2(x[..., 1] * z[..., 0] - x[..., 0] * z[..., 1], (x * z).sum(-1))
     turns = 2 * math.pi * torch.arange(-1, 2, dtype=z.dtype, device=z.device)
     exponent = -0.5 * ((gap[..., None] + turns) / sigma).square()
@@ -320,7 +327,7 @@ def normal(like: Tensor, generator: Generator | None = None) -> Tensor:
 def gaussian_noise(
     batch: torch.Size, covariance: Float[Tensor, "d d"], generator: Generator | None = None
 ) -> Tensor:
-    """Draws ``*batch d`` from N(0, covariance); the covariance may be singular (its eigenvectors are used)."""
+    """Return draws ``*batch d`` from N(0, covariance), which may be singular."""
     return rooted_noise(batch, root_of(covariance), generator)
 
 
@@ -349,7 +356,7 @@ def gaussian_log_density(
 
 
 def log_scale(factor: Float[Tensor, "q q"]) -> Float[Tensor, ""]:
-    """log sqrt(det(2 pi factor factor^T)), the factor lower triangular: minus the log density at the mean."""
+    """Return log sqrt(det(2 pi L L^T)) of a lower triangular factor L."""
     return factor.diagonal().log().sum() + 0.5 * len(factor) * math.log(2 * math.pi)
 
 
@@ -369,7 +376,10 @@ def factored_log_density(
 def gaussian_log_density_of_pairs(
     x: Float[Tensor, "*b q"], mean: Float[Tensor, "*c q"], covariance: Float[Tensor, "q q"]
 ) -> Float[Tensor, "*e"]:
-    """log N(x; mean, covariance) for x and means that broadcast to many pairs: each is whitened once, not once for each pair."""
+    """Return log N(x; mean, covariance) of x and means that broadcast to many pairs.
+
+    Each is whitened once, not once for each pair.
+    """
     factor = cholesky(covariance)
     rows = [
         torch.linalg.solve_triangular(factor.mT, y.reshape(-1, y.shape[-1]), upper=True, left=False)

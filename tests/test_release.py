@@ -74,8 +74,8 @@ def test_the_wheel_finds_its_configurations(archives, tmp_path):
     with zipfile.ZipFile(file) as wheel:
         wheel.extractall(tmp_path)
     code = (
-        "import kbf.cli, kbf.config; print(kbf.config.config_dir()); raise SystemExit(kbf.cli.main(['train', "
-        "'model=lstm', '--cfg']))"
+        "import kbf.cli, kbf.config; print(kbf.config.config_dir()); "
+        "raise SystemExit(kbf.cli.main(['train', 'model=lstm', '--cfg']))"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     told = subprocess.run(

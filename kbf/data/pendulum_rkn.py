@@ -78,7 +78,7 @@ class PendulumRKN:
 
     @staticmethod
     def memory_needed(n_train: int = 0, n_test: int = 25, steps: int = 150, **_: Any) -> int:
-        """Returns the bytes of the images at most, which are float32 and drawn one recording at a time."""
+        """Return the bytes of the images, float32 and drawn one recording at a time, at most."""
         return BYTES_OF_A_PIXEL // 2 * (n_train + n_test) * steps * 24 * 24
 
     def __init__(

@@ -157,8 +157,9 @@ def rat(seed: int, progress: Callable[[float], None]) -> Arrays:
     """Makes a rat's path through a box of 1 x 1, observed as spike counts of place cells.
 
     States are (x, y). The path is measured: ten minutes, interpolated to 10 Hz and smoothed by a
-    Gaussian of one step. The 40 cells are simulated: centres c uniform over the box, rate 12 exp(-|z -
-    c|^2 / (2 0.12^2)) + 0.3 spikes a second, counts in 100 ms from a Poisson distribution.
+    Gaussian of one step. The 40 cells are simulated: centres c uniform over the box, rate 12
+    exp(-|z - c|^2 / (2 0.12^2)) + 0.3 spikes a second, counts in 100 ms from a Poisson
+    distribution.
 
     References: Sargolini et al. (2006) for the path, from the package ratinabox (George et al.,
     2024).

@@ -1,4 +1,4 @@
-"""What ONNX has no operators for, from sums and products alone: a positive definite solve, a symmetric eigenproblem.
+"""Linear algebra without ONNX operators, from sums and products: solves and eigenproblems.
 
 Their loops are unrolled when a step is exported; both are exact up to rounding, as LAPACK's are.
 """
@@ -16,14 +16,19 @@ SWEEPS = 8
 def keep(
     a: Float[Tensor, "*b n n"], *, upper: bool = False, check_errors: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """In place of a Cholesky factor the matrix itself, and 0: in a filter's step a factor serves one solve, `eliminate`."""
+    """Return the matrix itself and 0 in place of a Cholesky factor, for `eliminate`.
+
+    In a filter step a factor serves one solve.
+    """
     return a, a.new_zeros(a.shape[:-2], dtype=torch.int32)
 
 
 def eliminate(
     b: Float[Tensor, "*b n m"], a: Float[Tensor, "*b n n"], upper: bool = False
 ) -> Float[Tensor, "*b n m"]:
-    """X with A X = B for a symmetric positive definite A, by Gauss-Jordan elimination; NaN where A is not positive definite.
+    """Return X with A X = B for a symmetric positive definite A, by Gauss-Jordan elimination.
+
+    X is NaN where A is not positive definite.
 
     Step k makes column k of (A | B) the k-th unit vector: the first row is divided by its pivot,
     and its multiples are taken from the others. Without pivoting this is as stable as a Cholesky
@@ -45,7 +50,7 @@ def eliminate(
 def solve(
     a: Float[Tensor, "*b n n"], b: Float[Tensor, "*b n m"], *, left: bool = True
 ) -> Float[Tensor, "*b n m"]:
-    """X with A X = B for any regular A: the same elimination, with the largest entry of a column that is left for its pivot.
+    """Return X with A X = B for a regular A, by elimination with partial pivoting.
 
     References: Golub and Van Loan (2013), section 3.4.
     """
@@ -65,7 +70,9 @@ def solve(
 def eigh(
     a: Float[Tensor, "*b n n"], uplo: str = "L"
 ) -> tuple[Float[Tensor, "*b n"], Float[Tensor, "*b n n"]]:
-    """Eigenvalues, in no order, and eigenvectors in columns, by Jacobi rotations: each makes one entry zero, n/2 of them at once.
+    """Return eigenvalues, in no order, and eigenvectors in columns, by Jacobi rotations.
+
+    Each rotation makes one entry zero; n/2 of them are applied at the same time.
 
     References: Golub and Van Loan (2013), sections 8.5.2 and 8.5.6 (the order of the pairs).
     """
@@ -112,7 +119,10 @@ def diagonal_scatter(
     dim1: int = 0,
     dim2: int = 1,
 ) -> Float[Tensor, "*b n n"]:
-    """A with another diagonal, over its last two dimensions: the only ones that a filter's step asks for."""
+    """Return A with another diagonal, over its last two dimensions.
+
+    A filter step requires no others.
+    """
     return torch.where(
         torch.eye(a.shape[-1], dtype=torch.bool, device=a.device), values[..., None], a
     )

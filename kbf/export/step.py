@@ -44,9 +44,12 @@ from kbf.runtime.atomic_files import replacing, write_json
 from kbf.runtime.optional_dependencies import need
 
 TOLERANCE = 1e-5
-"""Largest difference to the filter, in standard deviations of the states (covariances: in their squares)."""
+"""Largest difference to the filter, in standard deviations of the states.
+
+Of covariances in their squares.
+"""
 KEY = "kbf.json"
-"""Where a program keeps what is to be known of it; in an ONNX file the metadata property ``kbf``."""
+"""Name of the description of a program; in an ONNX file the metadata property ``kbf``."""
 
 REJECTIONS = "rejections"
 """Leaf of a program's state: the count of consecutive rejections."""
@@ -128,7 +131,7 @@ class ExportedStep(nn.Module):
 
 
 class Exported(NamedTuple):
-    """Largest differences to the filter in the same precision, in standard deviations of the states (or their products).
+    """Return the largest differences to the filter, in standard deviations of the states.
 
     ``own``: of estimates, to the filter in its own precision, where it is another: what that
     precision rounds away.
@@ -208,7 +211,8 @@ def export(
             apart = compare(step, run, inputs, obs, controls, scale)
             if not max(apart) <= TOLERANCE:
                 raise ValueError(
-                    f"the {format} program differs from the filter by {max(apart):.1e} standard deviations of the state, more than "
+                    f"the {format} program differs from the filter by {max(apart):.1e} standard "
+                    "deviations of the state, more than "
                     f"{TOLERANCE:g}: it is not written"
                 )
             other = any(
@@ -229,20 +233,26 @@ def refuse(filter: Filter[Any]) -> None:
         inner = inner.inner
     if isinstance(inner, EnsembleFilter):
         raise ValueError(
-            f"a stack of several filters ({', '.join(inner.filters)}) is not exported; model.model_selection=false takes kbf alone"
+            f"a stack of several filters ({', '.join(inner.filters)}) is not exported; "
+            "model.model_selection=false takes kbf alone"
         )
     if isinstance(inner.init(1), ParticleState | DPFState | LocalMemory):
         raise ValueError(
-            "a particle filter draws random numbers in each step, and is not exported; kbf, kalman, lstm and frame are"
+            "a particle filter draws random numbers in each step, and is not exported; "
+            "kbf, kalman, lstm and frame are"
         )
     if allows_missing_sensors(filter):
         raise ValueError(
-            "a filter that allows missing sensors selects its rule in each step, and is not exported"
+            "a filter that allows missing sensors selects its rule in each step, "
+            "and is not exported"
         )
     if isinstance(filter, nn.Module) and any(
         isinstance(part, ControlledDensity) for part in filter.modules()
     ):
-        reason = "a drawn memory with controls (model=kbf) computes its transition in each step, and is not exported"
+        reason = (
+            "a drawn memory with controls (model=kbf) computes its transition in each step, "
+            "and is not exported"
+        )
         raise ValueError(f"{reason}; kbf_tuned, kbf_paper, kalman and lstm are")
 
 
@@ -308,7 +318,8 @@ def write_onnx(
     except torch.onnx.OnnxExporterError as error:
         found = re.search(r"aten\.\w+", str(error))
         raise ValueError(
-            f"ONNX cannot say what this filter does{f' ({found[0]})' if found else ''}: use torch_export"
+            f"ONNX cannot say what this filter does{f' ({found[0]})' if found else ''}: "
+            "use torch_export"
         ) from error
     assert made is not None
     made.model.metadata_props["kbf"] = known

@@ -77,7 +77,7 @@ class GatedFilter:
         control: Float[Tensor, "b k"] | None = None,
         before: UpdateHook | None = None,
     ) -> GatedState:
-        """Predict, then update where ``mask`` is True; arguments as in `kbf.filters.rollout.step`."""
+        """Predict, then update where ``mask`` is True; see `kbf.filters.rollout.step`."""
         updated, rejected = self.attempt(
             state.inner, obs, mask=mask, control=control, before=before
         )

@@ -179,7 +179,8 @@ class OnlineFilter(Shown):
                 self.generator.set_state(drawn)
             except RuntimeError as error:
                 raise ValueError(
-                    f"{path}: its random numbers come from another device, {str(error).splitlines()[0]}"
+                    f"{path}: its random numbers come from another device, "
+                    f"{str(error).splitlines()[0]}"
                 ) from error
         self.state = state
         self.rejections = None if counts is None else counts.to(state[0].device)

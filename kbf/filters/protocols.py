@@ -44,15 +44,18 @@ S = TypeVar(
 )  # a NamedTuple; beartype refuses NamedTuple itself as a hint
 
 Backward = Callable[..., Any]
-"""One step back in time, (`FilterStep` at t, smoothed state at t + 1, *, control=None, generator=None) -> smoothed state at t. The
-control ``b k`` is that of the move from t to t + 1."""
+"""One step back in time.
+
+(`FilterStep` at t, smoothed state at t + 1, *, control=None, generator=None) -> smoothed state at
+t. The control ``b k`` is that of the move from t to t + 1.
+"""
 
 UpdateHook = Callable[[Any, Any, Tensor | None], None]
 """What looks at a step before the update: (predicted state, x_t, mask ``b`` or None)."""
 
 
 class FilterStep(NamedTuple):
-    """What a filter knew at step t: its state, the state predicted before, and how to take x_t (if any) into such a state."""
+    """The state at step t, the state predicted before, and the update with x_t (if any)."""
 
     state: Any
     predicted: Any
@@ -69,7 +72,7 @@ class Filter(Protocol[S]):
     """
 
     def init(self, batch: int, *, generator: Generator | None = None) -> S:
-        """The state before anything was seen, for ``batch`` sequences: the distribution of the training states."""
+        """Return the initial state of ``batch`` recordings: the distribution of training states."""
         ...
 
     def predict(self, state: S, *, generator: Generator | None = None) -> S:
@@ -87,11 +90,11 @@ class Filter(Protocol[S]):
 
 @runtime_checkable
 class Controlled(Protocol):
-    """A filter that may need a control in each move: ``predict(state, *, control, generator=None)``, ``b k``."""
+    """A filter whose ``predict(state, *, control, generator=None)`` may need a control ``b k``."""
 
     @property
     def controlled(self) -> int:
-        """Components k of the control; 0 for a filter made from recordings without controls, which takes none."""
+        """Components k of the control; 0 for a filter of recordings without controls."""
         ...
 
 
@@ -119,7 +122,7 @@ class WithCovariance(Protocol):
     """A filter with a covariance of its estimate."""
 
     def covariance(self, state: Any) -> Tensor | None:
-        """The covariance of the state, ``b d d``; None from a wrapper around a filter without one."""
+        """Return the covariance ``b d d``; None from a wrapper of a filter without one."""
         ...
 
 
@@ -141,7 +144,10 @@ class WithSample(Protocol):
     """A filter whose belief is a weighted sample, of any shape: two modes, skew, heavy tails."""
 
     def weighted_sample(self, state: Any) -> tuple[Tensor, Tensor] | None:
-        """Points ``b n d`` and their weights ``b n``, not negative, of sum 1; None from a wrapper around a filter without them."""
+        """Return points ``b n d`` and weights ``b n``, non-negative with sum 1.
+
+        A wrapper of a filter without a sample returns None.
+        """
         ...
 
 
@@ -164,7 +170,9 @@ class HasLikelihood(Protocol):
     """A filter that knows which observations its prediction has no probability for."""
 
     def observe(self, state: Any, obs: Tensor) -> tuple[Any, Tensor]:
-        """What ``update`` returns, and the evidence ``b``: True, or a positive finite number, where the observation was possible.
+        """Return what ``update`` returns and, ``b``, whether the observation was possible.
+
+        The second value is True, or a positive finite number, where it was possible.
 
         Where it was not, the new state means nothing.
         """
@@ -185,7 +193,7 @@ class ParallelInTime(Protocol):
     """A filter that knows a faster way through a sequence than step after step."""
 
     def recursion(self, state: Any, obs: Tensor) -> tuple[Any, Tensor] | None:
-        """The states after each of the observations ``b T q``, all of them taken in; and ``b T``, whether that was possible.
+        """Return the states after each observation ``b T q``, and ``b T``, whether it was possible.
 
         Each part of a state has ``b T`` in front. What comes after an observation that was not
         possible means nothing. None where there is no such way from this state.
@@ -195,19 +203,25 @@ class ParallelInTime(Protocol):
 
 @runtime_checkable
 class FadingMemory(Protocol):
-    """A filter that draws no random numbers, and whose state does not depend on where it was long ago."""
+    """A filter without random numbers whose state does not depend on states of long ago."""
 
     def forgets(self) -> int:
-        """Observations after which that is most often so, to rounding. A wrong number costs time, no digits."""
+        """Return the number of observations after which this usually holds, to rounding.
+
+        A wrong number costs time, but does not change results.
+        """
         ...
 
 
 @runtime_checkable
 class FilterModel(Protocol):
-    """The recipe of a filter. Kernel filters build their operators from the memory; a recurrent net returns itself."""
+    """A model that fits a filter to a memory of recordings.
+
+    Kernel filters build their operators from the memory; a recurrent network returns itself.
+    """
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Choose what is chosen once from the training part: bandwidths, ridges, units. Before `fit`."""
+        """Select hyper-parameters on the training part: bandwidths, ridges, units. Before `fit`."""
         ...
 
     def fit(self, memory: Recording | list[Recording] | None) -> Filter[Any]:
@@ -217,7 +231,7 @@ class FilterModel(Protocol):
 
 @runtime_checkable
 class LossModel(Protocol):
-    """A `FilterModel` that learns by gradient from a loss of its own, as one that also learns how uncertain it is."""
+    """A `FilterModel` trained by gradient on its own loss, for instance a log likelihood."""
 
     def loss(
         self,
@@ -234,14 +248,17 @@ class LossModel(Protocol):
 
 @runtime_checkable
 class RatioModel(Protocol):
-    """A model that takes density ratios for observations (`kbf.densities.ratio`), of ``ratio_dim`` components (0: none)."""
+    """A model whose observations are density ratios (`kbf.densities.ratio`).
+
+    ``ratio_dim`` is their number of components, 0 for other observations.
+    """
 
     ratio_dim: int
 
 
 @runtime_checkable
 class WindowModel(Protocol):
-    """A `FilterModel` that learns by gradient and knows a faster way through many windows than a `rollout` of each step.
+    """A `FilterModel` trained by gradient with estimates of whole windows.
 
     Such a model may have an attribute ``own_encoder``, an image encoder that is fitted before the
     filter.
@@ -264,7 +281,10 @@ class WindowModel(Protocol):
 
 @functools.cache
 def offers(kind: type, protocol: type) -> bool:
-    """Whether a class has the methods of a protocol; cached, as ``isinstance`` takes as long as a step."""
+    """Return whether a class has the methods of a protocol.
+
+    Cached, since ``isinstance`` takes as long as a step.
+    """
     return issubclass(kind, protocol)
 
 
@@ -288,7 +308,7 @@ def diagnostics_of(filter: Filter[Any], state: Any) -> dict[str, Tensor]:
 
 
 def covariance_of(filter: Filter[Any], state: Any) -> Tensor | None:
-    """The covariance ``b d d`` that the filter gives to its estimate; None for a filter that gives none."""
+    """Return the covariance ``b d d`` of the estimate; None for a filter without one."""
     return (
         cast(WithCovariance, filter).covariance(state)
         if offers(type(filter), WithCovariance)
@@ -297,7 +317,7 @@ def covariance_of(filter: Filter[Any], state: Any) -> Tensor | None:
 
 
 def log_likelihood_of(filter: Filter[Any], state: Any, obs: Tensor) -> Tensor | None:
-    """log p(x_t | x_1, ..., x_{t-1}), ``b``, given the predicted state; None for a filter without a density."""
+    """Return log p(x_t | x_1, ..., x_{t-1}), ``b``; None for a filter without a density."""
     return (
         cast(WithLogLikelihood, filter).log_likelihood(state, obs)
         if offers(type(filter), WithLogLikelihood)
@@ -306,7 +326,7 @@ def log_likelihood_of(filter: Filter[Any], state: Any, obs: Tensor) -> Tensor | 
 
 
 def sample_of(filter: Filter[Any], state: Any) -> tuple[Tensor, Tensor] | None:
-    """The weighted sample that the filter believes in: points ``b n d``, weights ``b n``; None for a filter of moments."""
+    """Return points ``b n d`` and weights ``b n`` of the belief; None for a filter of moments."""
     return (
         cast(WithSample, filter).weighted_sample(state)
         if offers(type(filter), WithSample)
@@ -315,17 +335,19 @@ def sample_of(filter: Filter[Any], state: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def check_controlled(filter: Filter[Any], controls: Tensor | None, lead: tuple[int, ...]) -> None:
-    """Raise a ValueError unless there are controls ``*lead k``, all finite, for a filter that takes k of them, and only then."""
+    """Raise a ValueError unless controls are finite, ``*lead k``, and given where k > 0 only."""
     takes = control_components(filter)
     if controls is None:
         if takes:
             raise ValueError(
-                f"this filter was made from recordings with controls: give it the {takes} of each step"
+                "this filter was made from recordings with controls: "
+                f"give it the {takes} of each step"
             )
         return
     if not takes:
         raise ValueError(
-            f"{type(filter).__name__} takes no controls. Models that do, where their recordings have controls: "
+            f"{type(filter).__name__} takes no controls. Models that do, where their recordings "
+            "have controls: "
             f"{', '.join(WITH_CONTROLS)}"
         )
     if controls.shape != (*lead, takes):
@@ -365,6 +387,7 @@ def smoother_of(filter: Filter[Any]) -> Backward:
     """
     if not isinstance(filter, Smoothable):
         raise ValueError(
-            f"{type(filter).__name__} has no smoother. Models that have one: {', '.join(WITH_SMOOTHER)}"
+            f"{type(filter).__name__} has no smoother. Models that have one: "
+            f"{', '.join(WITH_SMOOTHER)}"
         )
     return filter.smoother()

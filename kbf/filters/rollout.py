@@ -206,7 +206,7 @@ def rollout_sequential(
     progress: Callable[[int], None] | None = None,
     first: int = 0,
 ) -> Steps:
-    """The loop, one step after the other. Arguments as in `rollout`; ``first`` is the number of the first step."""
+    """Run the loop one step after the other; ``first`` is the number of the first step."""
     rows: list[dict[str, Tensor]] = []
     densities: list[Tensor | None] = []
 

@@ -23,7 +23,9 @@ MOST_COUNTED = 100
 
 
 class Scaling(ShownModule):
-    """x -> (x - mean) / scale for each component of states, observations and controls; the numbers are buffers, in float64.
+    """x -> (x - mean) / scale for each component of states, observations and controls.
+
+    Means and scales are buffers in float64.
 
     Counts among the observations stay as they are: their laws (Poisson, ...) are of counts, not of
     multiples of them.
@@ -53,7 +55,7 @@ class Scaling(ShownModule):
         free_states: list[bool] | None = None,
         free_obs: list[bool] | None = None,
     ) -> Scaling:
-        """Mean and standard deviation of the training part; counts among the observations are left as they are.
+        """Return the mean and standard deviation of the training part; counts are not scaled.
 
         Args:
             sequences: the training part.
@@ -101,7 +103,10 @@ class Scaling(ShownModule):
         return self.scaled("x", obs) if len(self.x_mean) else obs
 
     def states(self, scaled: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        """States of scaled units in the data's, float64: far from zero, single precision would not do."""
+        """Return scaled states in the units of the data, in float64.
+
+        Far from zero single precision is not sufficient.
+        """
         return self.z_mean + self.z_scale * scaled
 
     def covariances(self, scaled: Float[Tensor, "*b d d"]) -> Float[Tensor, "*b d d"]:
@@ -112,7 +117,10 @@ class Scaling(ShownModule):
 def spread(
     values: Float[Tensor, "n c"], free: list[bool] | None
 ) -> tuple[Float[Tensor, " c"], Float[Tensor, " c"]]:
-    """Mean and standard deviation of each column over its finite entries; 0 and 1 for those that are not free, 1 for constants."""
+    """Return mean and standard deviation of each column over its finite entries.
+
+    0 and 1 for columns that are not free, and a scale of 1 for constants.
+    """
     kept = torch.ones(values.shape[1], dtype=torch.bool) if free is None else torch.tensor(free)
     for cosine in manifold_of(values).circles:
         kept[cosine : cosine + 2] = False
@@ -127,7 +135,10 @@ def spread(
 
 
 def are_counts(values: Float[Tensor, "n c"]) -> Bool[Tensor, " c"]:
-    """Which columns hold whole numbers from 0 to at most `MOST_COUNTED`, that differ, as far as they are finite."""
+    """Return which columns are counts: different whole numbers from 0 to `MOST_COUNTED`.
+
+    Entries that are not finite are ignored.
+    """
     finite = values.isfinite()
     known = torch.where(finite, values, 0)
     whole = ((known >= 0) & (known <= MOST_COUNTED) & (known == known.round())).all(0)
@@ -175,6 +186,6 @@ class ScaledFilter(FilterWrapper):
         return density - (obs.isfinite() * self.scaling.x_scale.log()).sum(-1)
 
     def weighted_sample(self, state: Any) -> tuple[Tensor, Tensor] | None:
-        """In the units of the data, ``b n d`` float64 and ``b n``; None if the inner filter has none."""
+        """Return ``b n d`` float64 in the units of the data, and ``b n``; or None."""
         inner = sample_of(self.inner, state)
         return None if inner is None else (self.scaling.states(inner[0]), inner[1])

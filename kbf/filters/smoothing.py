@@ -23,7 +23,10 @@ from kbf.runtime import html_repr
 
 
 class Smoothed(NamedTuple):
-    """Estimates ``b T d`` of z_t given all observations, or x_1 ... x_{t+L}; covariances ``b T d d`` if the filter knows them."""
+    """Estimates ``b T d`` of z_t given all observations, or x_1 ... x_{t+L}.
+
+    Covariances ``b T d d`` are None for a filter without them.
+    """
 
     estimates: Tensor
     covariances: Tensor | None
@@ -44,7 +47,8 @@ def check_smoother(filter: Filter[Any], lag: int | None) -> Backward:
     """The filter's way back; raise a ValueError where it has none, or for a negative lag."""
     if lag is not None and lag < 0:
         raise ValueError(
-            f"a smoother's lag is the number of later observations that it waits for, at least 0; got {lag}"
+            "a smoother's lag is the number of later observations that it waits for, "
+            f"at least 0; got {lag}"
         )
     return smoother_of(filter)
 
@@ -59,7 +63,7 @@ def smooth(
     generator: Generator | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Smoothed:
-    """Estimate every z_t given all observations (fixed interval), or given x_1 ... x_{t+L} (fixed lag).
+    """Estimate z_t given all observations (fixed interval) or x_1 ... x_{t+L} (fixed lag).
 
     It keeps two states of the filter of every step, ``2 b T n`` numbers for a kernel filter. With a
     lag the backward pass is repeated from each t + L, which costs O(L) a step, as in an online
@@ -80,7 +84,8 @@ def smooth(
 
     >>> from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
     >>> one, zero = torch.eye(1), torch.zeros(1)
-    >>> kf = KalmanFilter(LinearModel(A=one, a=zero, Q=0 * one, C=one, c=zero, R=one, m0=zero, P0=one))
+    >>> model = LinearModel(A=one, a=zero, Q=0 * one, C=one, c=zero, R=one, m0=zero, P0=one)
+    >>> kf = KalmanFilter(model)
     >>> smooth(kf, torch.tensor([[[3.0], [3.0]]])).estimates.flatten()
     tensor([2., 2.])
     """
@@ -136,7 +141,9 @@ def predict_ahead(
     controls: Float[Array, "b T k"] | None = None,
     generator: Generator | None = None,
 ) -> Float[Tensor, "b h T d"]:
-    """Estimates of z_{t+1}, ..., z_{t+h} given x_1 ... x_t, from every t: entry k, t is that of z_{t+k+1}.
+    """Return forecasts of z_{t+1}, ..., z_{t+h} given x_1 ... x_t, from every t.
+
+    Entry k, t is that of z_{t+k+1}.
 
     Equals the output of `rollout` on masked steps after t. Filters with controls require the future
     controls; beyond the end of the recording, estimates are NaN.

@@ -55,12 +55,14 @@ def load_state(filter: Filter[S], path: str | os.PathLike[str]) -> S:
     leaves = read_leaves(path, like[0].device)
     if not set(like._fields) <= set(leaves):
         raise ValueError(
-            f"{path} holds a state of {sorted(map(str, leaves))}, this filter's has {sorted(like._fields)}"
+            f"{path} holds a state of {sorted(map(str, leaves))}, "
+            f"this filter's has {sorted(like._fields)}"
         )
     for name, leaf in zip(like._fields, like, strict=True):
         if leaves[name].shape[1:] != leaf.shape[1:]:
             raise ValueError(
-                f"{path}: {name} is {tuple(leaves[name].shape[1:])} wide, this filter needs {tuple(leaf.shape[1:])}"
+                f"{path}: {name} is {tuple(leaves[name].shape[1:])} wide, "
+                f"this filter needs {tuple(leaf.shape[1:])}"
             )
         if leaves[name].dtype != leaf.dtype:
             raise ValueError(

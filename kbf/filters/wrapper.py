@@ -24,7 +24,7 @@ from kbf.runtime.html_repr import ShownModule
 
 
 class FilterWrapper(ShownModule):
-    """A filter that is another one, ``inner``, but for what a subclass changes: what is observed, the controls, or the answers.
+    """A filter that delegates to ``inner``; subclasses change observations, controls or outputs.
 
     The state is the inner filter's. A subclass overrides `observed` and `acted` for what goes in,
     and `estimate`, `covariance`, `weighted_sample` and `diagnostics` for what comes out; predict,

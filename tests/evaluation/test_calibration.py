@@ -467,7 +467,7 @@ def test_compare_shows_what_is_covered(tmp_path):
 
 
 def test_the_floor_has_the_largest_likelihood(normal):
-    """Of all candidates, each with its best scale, by SciPy's densities; small covariances vary most."""
+    """The best of all candidates with their best scales, by the densities of SciPy."""
     root = torch.rand(200, 1, 1, dtype=torch.float64).exp() - 0.98
     C = root.square() * torch.eye(2, dtype=torch.float64)
     means = normal(200, 2)

@@ -242,7 +242,8 @@ def build(name: str, dtype: torch.dtype) -> Case:
     The learned models choose among few kernels, for speed.
     """
     fit = learned_ssm.fit_ridge_map
-    learned_ssm.fit_ridge_map = partial(fit, factors=(0.7, 1.4), slopes=(), regs=(1e-3, 1e-2))  # pyright: ignore[reportAttributeAccessIssue]
+    few = {"factors": (0.7, 1.4), "slopes": (), "regs": (1e-3, 1e-2)}
+    learned_ssm.fit_ridge_map = partial(fit, **few)  # pyright: ignore
     try:
         kind = TABLE[name]
         recipe: Any = kind.recipe(str(dtype).removeprefix("torch."))
@@ -520,9 +521,7 @@ def test_an_impossible_observation_is_a_missing_one(case):
 
 
 def test_nan_in_a_running_filter_is_a_missing_observation(case):
-    """`OnlineFilter` is fed by others, who check nothing: NaN is no observation, infinity an impossible
-    one.
-    """
+    """NaN is a missing observation of `OnlineFilter`, infinity an impossible one."""
     gaps = case.obs.clone()
     gaps[0, 1], gaps[2, 3, 0], gaps[1, 4] = math.nan, math.nan, math.inf
     mask = torch.ones(B, T, dtype=torch.bool)

@@ -587,7 +587,8 @@ def test_nothing_is_unpickled(tmp_path):
                 "states_1": np.ones((4, 1)),
                 "obs_1": np.ones((4, 2)),
             },
-            r"the observations of recording 1 are \(2,\), those of 0 \(1,\): all recordings must be "
+            r"the observations of recording 1 are \(2,\), those of 0 \(1,\): "
+            r"all recordings must be "
             r"alike",
         ),
         (

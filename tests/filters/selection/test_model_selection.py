@@ -458,8 +458,9 @@ def test_with_controls_the_memory_that_moves_leads(monkeypatch):
 
 
 def test_stretches_are_as_long_as_a_fold_allows():
-    """`MIN_BLOCKS` of `SHORT_BLOCK` steps at first, then `MAX_BLOCKS`, which grow with the fold up to `LONG_BLOCK`; short
-    recordings are taken whole.
+    """`MIN_BLOCKS` of `SHORT_BLOCK` steps at first, then `MAX_BLOCKS` of up to `LONG_BLOCK` steps.
+
+    Short recordings are taken whole.
     """
 
     def lengths(*steps):
@@ -527,14 +528,18 @@ def test_a_fit_error_of_one_candidate_is_reported_and_the_others_are_compared(mo
     assert all(rows[name].nmse is not None for name in ("main", "kalman", "window_ridge", "mean"))
 
 
-@pytest.mark.parametrize("error", (ValueError("shape"), RuntimeError("3x4 and 5x6")))
+@pytest.mark.parametrize("error", [ValueError("shape"), RuntimeError("3x4 and 5x6")])
 def test_an_error_of_shapes_in_a_candidate_is_raised(monkeypatch, error):
     monkeypatch.setitem(auto.PLAIN, "broken", lambda seed: Broken(error))
     with pytest.raises(type(error), match=str(error)):
         ModelSelection(LearnedKalman(), name="main").prepare([recording(300)])
     search = Search([([recording(50)], [recording(50)])], torch.ones(2, dtype=F64))
+
+    def fit(memory):
+        return memory[0].states @ memory[0].states
+
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        search.attempt("main", lambda memory: memory[0].states @ memory[0].states)  # pyright: ignore[reportArgumentType]
+        search.attempt("main", fit)
 
 
 def test_a_singular_matrix_is_a_fit_error():
