@@ -50,13 +50,13 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     watch = None if monitor is None else monitor.check
     result, reliable, scores = score_test_part(loaded, data, floor, config["seed"], watch=watch)
     metrics = about({**config, "model": loaded.module.config["model"]}, data)
-    metrics |= {"filter": selected_filter(loaded)} | scores
     checks = list(result.watched)
-    metrics |= alarm_metrics(checks, 0.0 if monitor is None else monitor.rate.item())
+    alarms = alarm_metrics(checks, 0.0 if monitor is None else monitor.rate.item())
+    metrics |= {"filter": selected_filter(loaded), **scores, **alarms}
     title = f"{metrics['filter']} on {metrics['data']}"
     further = score_requested(config, loaded, data, title)
-    metrics |= further.metrics
-    metrics |= {"checkpoint": str(config["checkpoint"]), "seconds": time.perf_counter() - began}
+    seconds = time.perf_counter() - began
+    metrics |= {**further.metrics, "checkpoint": str(config["checkpoint"]), "seconds": seconds}
     directory = Path(config["run_dir"])
     arrays = {"mse": result.mse} | further.arrays
     series = {

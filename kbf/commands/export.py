@@ -51,9 +51,11 @@ def run(config: dict[str, Any]) -> int:
                 "column_schema": column_schema.to_dict(),
             },
         )
-    message = f"largest difference to the filter over {len(obs)} steps: "
-    message += f"{difference.estimate:.1e} (estimates)"
-    message += f", {difference.covariance:.1e} (covariances), in standard deviations of the state"
+    message = (
+        f"largest difference to the filter over {len(obs)} steps: {difference.estimate:.1e} "
+        f"(estimates), {difference.covariance:.1e} (covariances), in standard deviations of the "
+        "state"
+    )
     if difference.own is not None:
         message += f"; to the filter as it is, in float32, {difference.own:.1e}"
     console.print(f"[bold]{path}[/], {path.name}.json: {message}", highlight=False, soft_wrap=True)

@@ -196,8 +196,12 @@ def finish(
     # Encoders that were fitted for another model count as if they had been fitted here.
     began -= module.borrowed_seconds
     tested = time.perf_counter() - fitted
-    metrics |= {"validation.mse": trained.validation_mse, "epochs": trained.epochs}
-    metrics |= {"seconds.fit": fitted - began, "seconds.test": tested}
+    metrics |= {
+        "validation.mse": trained.validation_mse,
+        "epochs": trained.epochs,
+        "seconds.fit": fitted - began,
+        "seconds.test": tested,
+    }
     if data.test:  # recordings run in one batch: a step of the loop is one step of each
         metrics["seconds.step"] = tested / max(len(r.states) for r in data.test)
     if hasattr(module.net, "hyperparameters"):
@@ -292,8 +296,10 @@ def prepare_directory(
     checkpoints = directory / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     if ckpt_path is None:
-        written = ("metrics.json", search_report.FILE, "track.png", "frames.png", "filter.gif")
-        written += ("projector_config.pbtxt", "hparams.yaml")
+        written = (
+            *("metrics.json", search_report.FILE, "track.png", "frames.png", "filter.gif"),
+            *("projector_config.pbtxt", "hparams.yaml"),
+        )
         former = [
             *directory.glob("events.out.tfevents.*"),
             *checkpoints.glob("*.ckpt"),

@@ -65,7 +65,8 @@ class GatedFilter:
 
     def __init__(self, filter: Filter[Any], generator: Generator | None = None) -> None:
         """The gated version of ``filter``; ``generator`` is the source of its random numbers."""
-        self.filter, self.generator = filter, generator
+        self.filter: Filter[Any] = filter
+        self.generator: Generator | None = generator
         self.fresh: Any = None
 
     def step(

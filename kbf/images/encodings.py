@@ -69,7 +69,8 @@ class Encoding(nn.Module):
         """
         super().__init__()
         self.encoders: nn.ModuleList = nn.ModuleList(encoders)
-        self.components, self.returns_ratio = components, False
+        self.components: int = components
+        self.returns_ratio: bool = False
         numbers = encoding_width(d, components) - d if components else d
         self.heads: nn.ModuleList = nn.ModuleList(
             nn.Linear(int(encoder.features), numbers)  # pyright: ignore[reportArgumentType]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ def likelihood_raw(result: Result) -> float:
 
 
 # Scores of a run by which models are compared in pairs.
-TESTED = {
+TESTED: dict[str, Callable[[Result], float]] = {
     "mse": lambda result: result["test.mse"],
     "log_likelihood": likelihood,
     "log_likelihood_raw": likelihood_raw,

@@ -124,7 +124,8 @@ class StatusHandler(logging.Handler):
 
     def __init__(self, title: str, status: Status) -> None:
         super().__init__(logging.INFO)
-        self.title, self.status = title, status
+        self.title: str = title
+        self.status: Status = status
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show a record."""
