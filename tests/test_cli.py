@@ -99,9 +99,9 @@ def test_tensorboard_is_worth_opening(tmp_path):
         "test/mse",
         "test/excess",
     } <= set(tags["scalars"])
-    assert {f"filter/{name}" for name in ("ess", "weight_sum", "negative_mass", "clipped")} <= set(
-        tags["scalars"]
-    )
+    assert {
+        f"filter/{name}" for name in ("ess", "weight_sum", "negative_mass", "zero_weight_share")
+    } <= set(tags["scalars"])
     assert sum(tag.startswith("hyperparameters/") for tag in tags["scalars"]) >= 6
     assert {"track/validation", "track/test"} <= set(tags["images"])
     moves = [event.value for event in events.Scalars("hyperparameters/reg/rule")]
@@ -306,7 +306,9 @@ def test_what_is_printed_is_explained_and_in_percent(run_dir, tmp_path, capsys):
         assert told[name][0] == f"{100 * stored[name]:.1f} %" and 0 <= stored[name] < 10
     assert main(["filter", "--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"  {name} " in text for name in ("ess", "negative_mass", "clipped", "alarm"))
+    assert all(
+        f"  {name} " in text for name in ("ess", "negative_mass", "zero_weight_share", "alarm")
+    )
 
 
 def test_every_diagnostic_of_a_filter_is_explained():
@@ -316,7 +318,12 @@ def test_every_diagnostic_of_a_filter_is_explained():
     )
     bodies = re.findall(r"    def diagnostics\(.*?(?=\n    def|\n\n\n|\Z)", text, re.DOTALL)
     names = {name for body in bodies for name in re.findall(r'"(\w+)": ', body)}
-    assert {"ess", "clipped", "negative_mass", "negative"} <= names and names <= DIAGNOSTICS.keys()
+    assert {
+        "ess",
+        "zero_weight_share",
+        "negative_mass",
+        "negative",
+    } <= names and names <= DIAGNOSTICS.keys()
 
 
 def test_help_answers_at_once():

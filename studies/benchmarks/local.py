@@ -98,7 +98,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
             "points": name,
             "points that take part": n
             if name == ALL
-            else n * (1 - rolled.diagnostics["clipped"].mean().item()),
+            else n * (1 - rolled.diagnostics["zero_weight_share"].mean().item()),
             "microseconds": 1e6 * seconds[name],
             "times faster than all": seconds[ALL] / seconds[name],
             "error": errors[name],

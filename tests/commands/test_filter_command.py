@@ -122,7 +122,7 @@ def test_standard_input_is_the_rollout(checkpoint, obs, monkeypatch, capsys):
     torch.testing.assert_close(
         columns(rows, "ess")[:, 0], run.diagnostics["ess"][0].detach(), rtol=1e-7, atol=1e-8
     )
-    assert list(rows[0])[-4:] == ["ess", "weight_sum", "negative_mass", "clipped"]
+    assert list(rows[0])[-4:] == ["ess", "weight_sum", "negative_mass", "zero_weight_share"]
     assert "12 steps, 0 without observation" in err
 
 
@@ -240,7 +240,7 @@ def test_diagnostics_are_explained_where_a_file_is_written(
     _, _, err = fed(monkeypatch, capsys, text(obs), *words)
     assert "effective sample size" not in err
     _, _, err = fed(monkeypatch, capsys, text(obs), *words, f"output={tmp_path}/out.csv")
-    assert "effective sample size" in err and "clipped" in err and "z_0_std" not in err
+    assert "effective sample size" in err and "zero_weight_share" in err and "z_0_std" not in err
 
 
 def test_another_recording_starts_from_the_prior(kalman, obs, monkeypatch, capsys):

@@ -11,7 +11,7 @@ DIAGNOSTICS = {
     "weight_sum": "sum of the weights of the memory's points",
     "negative_mass": "sum of the negative weights: an estimate may lie outside the memory's states",
     "negative": "absolute sum of the negative weights",
-    "clipped": "zero-weight share: points of the memory whose density ratio is 0",
+    "zero_weight_share": "share of the points of the memory whose density ratio is 0",
 }
 
 # Columns that ``kbf filter`` writes after recording, step and time; diagnostics depend on the
@@ -56,7 +56,7 @@ METRICS = {
 
 # Metrics that are printed as percentages; files and loggers hold the number.
 PERCENTAGES = re.compile(
-    r"test\.(excess|clipped|rejected|out_of_distribution_alarms|innovation_alarms|diverged|"
+    r"test\.(excess|zero_weight_share|rejected|out_of_distribution_alarms|innovation_alarms|diverged|"
     r"coverage_.*)"
 )
 

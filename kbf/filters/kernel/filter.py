@@ -222,7 +222,7 @@ class KernelBayesFilter(ShownModule):
             "ess": effective_sample_size(w),
             "weight_sum": w.sum(-1),
             "negative_mass": negative_mass(w),
-            "clipped": (w == 0).to(w).mean(-1),
+            "zero_weight_share": (w == 0).to(w).mean(-1),
         }
 
     def covariance(self, state: KernelState) -> Float[Tensor, "b d d"]:

@@ -84,7 +84,9 @@ def test_filter_is_the_published_algorithm(changes, tol):
         memory.states[0].numpy(), memory.obs[0].numpy(), test.obs[0].numpy(), *WIDTHS, *REGS
     )
     np.testing.assert_allclose(run.estimates[0].detach().numpy(), expected, rtol=0, atol=tol)
-    assert 0.1 < run.diagnostics["clipped"].mean() < 0.9, "the case must meet the clipping"
+    assert 0.1 < run.diagnostics["zero_weight_share"].mean() < 0.9, (
+        "the case must meet the clipping"
+    )
 
 
 def test_published_scaling():
@@ -145,7 +147,7 @@ def test_original_filter_in_the_scaling_of_fukumizu(rank, tol):
     np.testing.assert_allclose(
         found.estimates[0].detach().numpy(), np.stack(estimates), rtol=0, atol=tol
     )
-    assert negative > 0 and (found.diagnostics["clipped"] == 0).all(), (
+    assert negative > 0 and (found.diagnostics["zero_weight_share"] == 0).all(), (
         "the original rule keeps the sign of its ratios"
     )
     assert negative > 0
@@ -531,12 +533,12 @@ def test_diagnostics_say_what_the_weights_are():
     gamma = filter.ratio(state.weights)
     after = filter.update(state, obs)
     ratio_dim = filter.diagnostics(after)
-    torch.testing.assert_close(ratio_dim["clipped"], (gamma <= 0).double().mean(-1))
+    torch.testing.assert_close(ratio_dim["zero_weight_share"], (gamma <= 0).double().mean(-1))
     torch.testing.assert_close(ratio_dim["weight_sum"], after.weights.sum(-1))
     torch.testing.assert_close(ratio_dim["negative_mass"], negative_mass(after.weights))
     torch.testing.assert_close(ratio_dim["ess"], effective_sample_size(after.weights))
     assert (ratio_dim["negative_mass"] < 0).all()
-    assert (ratio_dim["clipped"] > 0).all()
+    assert (ratio_dim["zero_weight_share"] > 0).all()
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -602,7 +604,7 @@ def test_gradients_through_ratio_rule_and_three_steps(changes):
         del model.log_bandwidth, model.log_reg
         model.log_bandwidth, model.log_reg = log_bandwidth, log_reg
         run = rollout(model.fit(memory), test.obs, mask=mask)
-        clipped.append(run.diagnostics["clipped"].detach())
+        clipped.append(run.diagnostics["zero_weight_share"].detach())
         return run.estimates
 
     start = tensor(WIDTHS).log().requires_grad_(), tensor([0.01, 0.02, 0.05]).log().requires_grad_()

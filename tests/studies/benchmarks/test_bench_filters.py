@@ -78,7 +78,7 @@ def test_points_of_ratio_0_change_nothing_but_time():
     whole = p.filter(128).fit(p.memory)
     whole.rule = local.AllPoints(whole.rule)
     assert (rollout(whole, obs).estimates - found.estimates).abs().max() < 1e-8
-    assert found.diagnostics["clipped"].mean() > 0.2
+    assert found.diagnostics["zero_weight_share"].mean() > 0.2
 
 
 @torch.no_grad()
