@@ -23,12 +23,17 @@ from kbf.densities.glm import FOLDS
 from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.runtime.errors import FitError, fit_errors
 
-# Levels of a component: two are 0 and 1 (`bernoulli`), and of many each is seen too seldom.
-FEWEST_LEVELS, MOST_LEVELS = 3, 12
-# Bandwidths over the median distance of the inputs, and ridges to choose from.
-FACTORS, RIDGES = (0.5, 1.0), (0.1, 1.0, 10.0)
-# Steps of the ascent, and of those that are only compared.
-ROUNDS, FIRST_ROUNDS = 150, 50
+# Levels of a component: two are 0 and 1 (`bernoulli`), and of many each is observed too rarely.
+FEWEST_LEVELS = 3
+MOST_LEVELS = 12
+# Candidate bandwidths, over the median distance of the inputs.
+FACTORS = (0.5, 1.0)
+# Candidate ridges.
+RIDGES = (0.1, 1.0, 10.0)
+# Steps of the ascent of the selected density.
+ROUNDS = 150
+# Steps of the ascent of candidates.
+FIRST_ROUNDS = 50
 
 
 class CategoricalDensity(NamedTuple):

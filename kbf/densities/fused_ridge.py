@@ -19,7 +19,8 @@ class MergedMap:
     rho = n reg,
 
         mean(u)  = offset + (W A)^T k(u),
-        scale(u) = 1 + phi^T M^-1 phi + (k(u, u) - |phi|^2) / rho = 1 + k(u, u) / rho - |(W C)^T k(u)|^2,  C C^T = I / rho - M^-1,
+        scale(u) = 1 + phi^T M^-1 phi + (k(u, u) - |phi|^2) / rho
+                 = 1 + k(u, u) / rho - |(W C)^T k(u)|^2,  C C^T = I / rho - M^-1,
 
     so that W A and W C, side by side, are all that is needed. Products are in float64, as those of
     the map.

@@ -12,7 +12,7 @@ once; bandwidth and ridge are those of the best held-out log score.
 ==============  ===============================================================================
 
 References: McCullagh and Nelder (1989), sections 2.5 and 11.2, for Fisher scoring and the negative
-binomial law; Smyth (1989) for joint scoring of mean and dispersion.
+binomial distribution; Smyth (1989) for joint scoring of mean and dispersion.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ from kbf.ssm import normal
 
 FAMILIES = ("spread", "poisson", "negbin", "bernoulli")
 FOLDS = 5
-# Bandwidths over the median distance of the inputs, ridges and dispersions to choose from.
-FACTORS, RIDGES, DISPERSIONS = (0.5, 1.0, 2.0), (0.03, 0.3, 3.0, 30.0), (0.1, 0.3, 1.0)
+# Candidate bandwidths, over the median distance of the inputs.
+FACTORS = (0.5, 1.0, 2.0)
+# Candidate ridges.
+RIDGES = (0.03, 0.3, 3.0, 30.0)
+# Candidate dispersions of the negative binomial density.
+DISPERSIONS = (0.1, 0.3, 1.0)
 
 
 class GLMDensity(NamedTuple):
@@ -264,7 +268,7 @@ def fit_parameters(
         above = least / root.diagonal()
         natural = (above >= 0) & (
             (above - above.round()).abs() < 1e-3
-        )  # counts begin at 0, whether it was seen or not
+        )  # counts begin at 0, whether it is observed or not
         shift = least if family == "bernoulli" else torch.where(natural, 0, least)
         constant = torch.zeros_like(shift[0])
     white, reg = whitened(y - shift, root), torch.tensor(ridges).to(y)

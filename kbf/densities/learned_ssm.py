@@ -20,8 +20,8 @@ from kbf.densities.selection import Known, fit_density
 from kbf.recording import Recording, as_recordings, check_vectors, moves, observed_pairs
 from kbf.rkhs.linalg import evenly
 
-# Pairs that a law is fitted to; of more, evenly spaced ones: its features are too few to gain by
-# more.
+# Pairs that a density is fitted to; of more, evenly spaced ones. It has too few features to gain
+# from more.
 MAX_PAIRS = 5000
 
 
@@ -39,7 +39,7 @@ class LearnedModel(NamedTuple):
 
     @property
     def allow_missing_sensors(self) -> bool:
-        """Whether observations may have NaN, where a sensor is silent."""
+        """Whether observations may have NaN, for missing sensors."""
         return isinstance(self.observation, PerSensorDensity)
 
     def move(
@@ -88,10 +88,10 @@ def learn_model(
 
     Args:
         memory: the recordings.
-        laws: names of `kbf.densities.selection.DENSITIES`, of moves and of observations; the
-            Gaussian one is a kernel ridge map. Where sensors may be silent (NaN), in place of the
-            second these and their laws.
-        known: laws that were fitted before, which are not fitted again to the same points.
+        densities: names in `kbf.densities.selection.DENSITIES` for transitions and observations;
+            "gaussian" is a kernel ridge map. The second may be the densities of sensors, where
+            these may be missing (NaN).
+        known: densities that are already fitted; they are not fitted again to the same points.
 
     Raises:
         ValueError: too few points, observations that are not vectors, or states or observations

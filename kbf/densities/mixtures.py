@@ -29,9 +29,9 @@ from kbf.rkhs.linalg import cholesky
 from kbf.runtime.errors import fit_errors
 from kbf.ssm import normal
 
-# Degrees of freedom of a Student law to choose from.
+# Candidate degrees of freedom of Student noise.
 DEGREES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0)
-# Share of a background that is a wide Gaussian: nothing is impossible outside of its box.
+# Share of the wide Gaussian in a background: its density is positive outside of the box.
 WIDE = 0.05
 
 

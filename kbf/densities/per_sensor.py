@@ -26,7 +26,7 @@ from kbf.manifolds import manifold_of
 from kbf.runtime.errors import FitError
 
 log: logging.Logger = logging.getLogger(__name__)
-# Readings from which a sensor has a law; with fewer it is not used.
+# Readings that the density of a sensor requires; a sensor with fewer is not used.
 MIN_READINGS = 10
 
 
@@ -34,8 +34,8 @@ class PerSensorDensity(NamedTuple):
     """Product of one density per sensor, a `ConditionalDensity` of observations with NaN.
 
     Attributes:
-        laws: one for each sensor. columns: of x, those of each sensor; columns of none are not
-            looked at.
+        densities: one for each sensor.
+        columns: columns of x that each sensor has; columns of no sensor are ignored.
         width: q, columns of x.
     """
 
@@ -49,16 +49,16 @@ class PerSensorDensity(NamedTuple):
         """The reading of each sensor in y, 0 where it is missing, and whether it is present."""
         for columns in self.columns:
             reading = y[..., list(columns)]
-            spoke = reading.isfinite().all(-1)
-            yield torch.where(spoke[..., None], reading, 0), spoke
+            present = reading.isfinite().all(-1)
+            yield torch.where(present[..., None], reading, 0), present
 
     def log_density(
         self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]
     ) -> Float[Tensor, "*e"]:
         """log p(y | u) of the sensors that are present in y."""
         total = y.new_zeros(())
-        for density, (reading, spoke) in zip(self.densities, self.readings(y), strict=True):
-            total = total + torch.where(spoke, density.log_density(reading, u), 0)
+        for density, (reading, present) in zip(self.densities, self.readings(y), strict=True):
+            total = total + torch.where(present, density.log_density(reading, u), 0)
         return total
 
     def at(self, u: Float[Tensor, "m d"]) -> Likelihood:
@@ -67,8 +67,8 @@ class PerSensorDensity(NamedTuple):
 
         def log_densities(y: Tensor) -> Tensor:
             total = y.new_zeros(())
-            for density, (reading, spoke) in zip(each, self.readings(y), strict=True):
-                total = total + torch.where(spoke[:, None], density(reading), 0)
+            for density, (reading, present) in zip(each, self.readings(y), strict=True):
+                total = total + torch.where(present[:, None], density(reading), 0)
             return total
 
         return log_densities
@@ -109,13 +109,13 @@ def find_sensors(obs: Float[Tensor, "n q"]) -> Int[Tensor, " q"]:
     >>> find_sensors(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([0, 1])
     """
-    spoke = obs.isfinite()
-    if bool(spoke.all()):
+    present = obs.isfinite()
+    if bool(present.all()):
         numbers = torch.arange(obs.shape[1], device=obs.device)
         for cosine in manifold_of(obs).circles:
             numbers[cosine + 1] = cosine
     else:
-        both = spoke.double().mT @ spoke.double()  # rows in which two columns speak
+        both = present.double().mT @ present.double()  # rows in which two columns are present
         own = both.diagonal()
         numbers = ((both == own) & (both == own[:, None])).int().argmax(1)
     return numbers.unique(return_inverse=True)[1]
@@ -125,9 +125,9 @@ class SelectedSensors(nn.Module):
     """Columns and density of each sensor, as a module that a checkpoint stores.
 
     Attributes:
-        column: ``q``, the number of each column's sensor; empty where no sensor may be silent.
-        law: ``s``, the position of each sensor's law in `DENSITIES`; -1 for a sensor that spoke
-            less than `MIN_READINGS` times.
+        column: ``q``, the number of each column's sensor; empty if no sensor may be missing.
+        density: ``s``, the position of each sensor's density in `DENSITIES`; -1 for a sensor with
+            fewer than `MIN_READINGS` readings.
     """
 
     column: Tensor
@@ -162,23 +162,23 @@ class SelectedSensors(nn.Module):
         ``name`` is the density of all sensors; None selects by the held-out log score.
 
         Raises:
-            ValueError: as `kbf.densities.selection.select_density`; or no sensor that speaks often
-                enough.
+            ValueError: as `kbf.densities.selection.select_density`; or no sensor with
+                `MIN_READINGS` readings.
         """
         self.column = find_sensors(obs)
         self.density = torch.full((int(self.column.max()) + 1,), -1, device=obs.device)
         for k, columns in enumerate(self.columns()):
             readings = obs[:, columns]
-            spoke = readings.isfinite().all(1)
-            if int(spoke.sum()) < MIN_READINGS:
+            present = readings.isfinite().all(1)
+            if int(present.sum()) < MIN_READINGS:
                 log.warning(
                     "the sensor of columns %s has %d readings only: it is not used",
                     columns,
-                    int(spoke.sum()),
+                    int(present.sum()),
                 )
                 continue
-            density = name or select_density(u[spoke], readings[spoke]).name
-            log.info("law of the sensor of columns %s: %s", columns, density)
+            density = name or select_density(u[present], readings[present]).name
+            log.info("density of the sensor of columns %s: %s", columns, density)
             self.density[k] = DENSITIES.index(density)
         if not bool((self.density >= 0).any()):
             raise FitError(f"of {len(self.density)} sensors none has {MIN_READINGS} readings")
@@ -188,16 +188,16 @@ class SelectedSensors(nn.Module):
         """Fit the density of each sensor with at least `MIN_READINGS` readings.
 
         Raises:
-            ValueError: as `kbf.densities.selection.fit_density`; or no sensor that speaks often
-                enough.
+            ValueError: as `kbf.densities.selection.fit_density`; or no sensor with
+                `MIN_READINGS` readings.
         """
         densities, places = [], []
         for k, columns in enumerate(self.columns()):
             readings = obs[:, columns]
-            spoke = readings.isfinite().all(1)
-            if int(self.density[k]) >= 0 and int(spoke.sum()) >= MIN_READINGS:
+            present = readings.isfinite().all(1)
+            if int(self.density[k]) >= 0 and int(present.sum()) >= MIN_READINGS:
                 densities.append(
-                    fit_density(DENSITIES[int(self.density[k])], u[spoke], readings[spoke])
+                    fit_density(DENSITIES[int(self.density[k])], u[present], readings[present])
                 )
                 places.append(tuple(columns))
         if not densities:
@@ -207,7 +207,7 @@ class SelectedSensors(nn.Module):
     def hyperparameters(self) -> dict[str, float]:
         """The density of each sensor by its position in `DENSITIES`, for logs."""
         return {
-            f"law/sensor_{k}": float(density) for k, density in enumerate(self.density.tolist())
+            f"density/sensor_{k}": float(density) for k, density in enumerate(self.density.tolist())
         }
 
     def _load_from_state_dict(
@@ -216,13 +216,14 @@ class SelectedSensors(nn.Module):
         """Overrides `nn.Module._load_from_state_dict`: without stored sensors there are none.
 
         Raises:
-            ValueError: laws that there are not.
+            ValueError: unknown densities.
         """
         for name in ("column", "density"):
             state_dict.setdefault(prefix + name, getattr(self, name).clone())
         stored = state_dict[prefix + "density"]
         if not bool(((stored >= -1) & (stored < len(DENSITIES))).all()):
             raise ValueError(
-                f"this model was stored with laws {stored.tolist()}; there are 0 to {len(DENSITIES) - 1}"
+                f"this model was stored with densities {stored.tolist()}; "
+                f"there are 0 to {len(DENSITIES) - 1}"
             )
         super()._load_from_state_dict(state_dict, prefix, *rest, **named)

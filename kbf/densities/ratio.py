@@ -32,18 +32,15 @@ from torch import Generator, Tensor
 from kbf.densities.base import LOG_2PI, blocks
 from kbf.runtime.errors import FitError
 
-# States that carry the density p(z).
+# States that the kernel density p(z) is centred at.
 POINTS = 500
-# Bandwidths of p(z) that are tried, over the standard deviation of the states: narrower ones are
-# hard to learn against.
+# Candidate bandwidths of p(z), over the standard deviation of the states: with narrower ones ratios
+# are hard to learn.
 WIDTHS = (0.1, 0.2, 0.4)
 FOLDS = 5
-# Logarithm of a share that counts for nothing; finite, as every number of a code must be.
+# Logarithm of a negligible share; finite, as all numbers of an encoding are.
 LOG_NEVER = -40.0
-
-
-# Share of p(z) that is one broad Gaussian: nowhere may p(z) be next to nothing, since ratios divide
-# by it.
+# Share of the broad Gaussian in p(z), which bounds p(z) from below, since ratios divide by it.
 BROAD = 0.1
 
 
@@ -142,19 +139,21 @@ def encoding_width(d: int, components: int) -> int:
     return d + components + 1 + components * numbers_of_one(d)
 
 
-def read_encoding(code: Float[Tensor, "*b w"], d: int) -> Ratio:
+def read_encoding(encoding: Float[Tensor, "*b w"], d: int) -> Ratio:
     """Read the density ratios of encodings, for states with d components.
 
     Raises:
         ValueError: a width that no number of Gaussians has.
     """
     one = numbers_of_one(d)
-    components, rest = divmod(code.shape[-1] - d - 1, one + 1)
+    components, rest = divmod(encoding.shape[-1] - d - 1, one + 1)
     if rest or components < 1:
-        raise ValueError(f"codes of {code.shape[-1]} numbers are no ratios over states of {d}")
-    log_shares, gaussians = code[..., d:].split([components + 1, components * one], -1)
+        raise ValueError(
+            f"encodings of {encoding.shape[-1]} numbers are no ratios over states of {d}"
+        )
+    log_shares, gaussians = encoding[..., d:].split([components + 1, components * one], -1)
     centres, entries = gaussians.unflatten(-1, (components, one)).split([d, one - d], -1)
-    rows, columns = torch.tril_indices(d, d, device=code.device)
+    rows, columns = torch.tril_indices(d, d, device=encoding.device)
     lower = entries.new_zeros(*entries.shape[:-1], d, d)
     lower[..., rows, columns] = entries
     return Ratio(
@@ -172,7 +171,8 @@ def mixed(
     one = numbers_of_one(d)
     components = (encodings[0].shape[-1] - d - 1) // (one + 1)
     means, shares, gaussians = zip(
-        *(code.split([d, components + 1, components * one], -1) for code in encodings), strict=True
+        *(encoding.split([d, components + 1, components * one], -1) for encoding in encodings),
+        strict=True,
     )
     if alone is None:
         log_shares = torch.stack(shares, -2) - math.log(len(encodings))

@@ -321,7 +321,8 @@ def kernel_candidates(
             )
     if not candidates:
         raise ValueError(
-            f"there is no setting to try of the kernels {', '.join(names) or '(none)'}: give factors, or slopes and biases"
+            f"there is no setting to try of the kernels {', '.join(names) or '(none)'}: "
+            "give factors, or slopes and biases"
         )
     return candidates
 

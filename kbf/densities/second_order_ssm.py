@@ -32,7 +32,7 @@ from kbf.ssm import normal
 
 # Pairs that a regression is fitted to; of more, evenly spaced ones.
 MAX_PAIRS = 5000
-# Features of the moves' regression: a step evaluates it at every particle.
+# Features of the regression of changes: a step evaluates it at every particle.
 RANK = 96
 ORDERS = (1, 2)
 
@@ -41,11 +41,13 @@ class LaggedModel(NamedTuple):
     """A `kbf.ssm.StateSpace` (without log p(z' | z)) of states (z_t) or (z_t, z_t - z_{t-1}).
 
     Attributes:
-        change: of z_{t+1} - z_t given the state and the control. observation: of x given z.
-        order: 1 or 2. extra: ``d d``, a root of the covariance that is added to the noise of moves.
-            d: components of z.
-        manifold: where z lives; moves are brought back to it. join: puts state and control
-            together, None without controls.
+        change: density of z_{t+1} - z_t given the state and the control.
+        observation: density of x given z.
+        order: 1 or 2.
+        extra: ``d d``, a root of the covariance that is added to the noise of transitions.
+        d: components of z.
+        manifold: of z; transitions are projected onto it.
+        join: state and control as one input; None without controls.
     """
 
     change: MergedMap
@@ -63,7 +65,7 @@ class LaggedModel(NamedTuple):
 
     @property
     def allow_missing_sensors(self) -> bool:
-        """Whether observations may have NaN, where a sensor is silent."""
+        """Whether observations may have NaN, for missing sensors."""
         return isinstance(self.observation, PerSensorDensity)
 
     def move(
@@ -126,11 +128,11 @@ def learn_lagged_model(
     Args:
         memory: the recordings.
         order: 1 or 2.
-        inflation: standard deviation of the moves' noise over that of one-step residuals, at least
-            1.
-        law: of observations given states, a name of `kbf.densities.selection.DENSITIES`; or sensors
-            that may be silent, and their laws; or "ratio", for observations that are density ratios
-            themselves (`kbf.densities.ratio`).
+        inflation: standard deviation of the transition noise over that of one-step residuals, at
+            least 1.
+        density: of observations given states: a name in `kbf.densities.selection.DENSITIES`; the
+            densities of sensors that may be missing; or "ratio", for observations that are density
+            ratios (`kbf.densities.ratio`).
 
     Raises:
         ValueError: another order or inflation, no recording of ``order`` + 1 steps, or as
@@ -138,10 +140,11 @@ def learn_lagged_model(
     """
     if order not in ORDERS or not inflation >= 1:
         raise ValueError(
-            f"a lagged model has order 1 or 2 and an inflation of at least 1, got {order} and {inflation}"
+            "a lagged model has order 1 or 2 and an inflation of at least 1, "
+            f"got {order} and {inflation}"
         )
     sequences = as_recordings(memory, allow_missing_sensors=not isinstance(density, str))
-    check_vectors(sequences, "a learned observation law")
+    check_vectors(sequences, "a learned observation density")
     long = [s for s in sequences if len(s.states) > order]
     if not long:
         raise FitError(f"a model of order {order} needs a recording of at least {order + 1} steps")

@@ -44,21 +44,24 @@ class SelectedDensities(nn.Module):
         Densities of counts are for observations only.
 
         Raises:
-            ValueError: an unknown name, or a law of counts for moves.
+            ValueError: an unknown name, or a density of counts for transitions.
         """
         super().__init__()
         for side, name in zip(SIDES, (transition, observation), strict=True):
             if name is not None and name not in DENSITIES:
                 raise ValueError(
-                    f"{side} must be null (the best law is chosen) or one of {', '.join(DENSITIES)}; got {name!r}"
+                    f"{side} must be null (selected by held-out log score) or one of "
+                    f"{', '.join(DENSITIES)}; got {name!r}"
                 )
         if transition in COUNTS:
             raise ValueError(
-                f"transition={transition}: counts are observations; a memory has states between whole numbers"
+                f"transition={transition}: counts are observations; "
+                "a memory has states between whole numbers"
             )
         self.ratio_dim: tuple[str | None, str | None] = (transition, observation)
         self.fitted: list[Known] = []
-        self.provisional: bool = False  # chosen by `select_if_missing`, for the recordings at hand
+        # selected by `select_if_missing`, for the recordings at hand
+        self.provisional: bool = False
         self.allow_missing_sensors, self.sensors = False, SelectedSensors()
         kept = None in self.ratio_dim  # where both are given there is nothing to restore
         self.register_buffer(
@@ -88,7 +91,7 @@ class SelectedDensities(nn.Module):
         """Call `choose` unless ``prepare`` or a checkpoint has selected the densities.
 
         Raises:
-            ValueError: observations that are no vectors, or as `choose`.
+            ValueError: observations that are not vectors, or as `choose`.
         """
         check_vectors(
             as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors),
@@ -128,8 +131,8 @@ class SelectedDensities(nn.Module):
             ):
                 continue
             choice = select_density(inputs, outputs, counts=k == 1)
-            log.info("law of %s: %s", side, choice)
-            if len(inputs) <= MAX_POINTS:  # all points were looked at
+            log.info("density of %s: %s", side, choice)
+            if len(inputs) <= MAX_POINTS:  # all points were used
                 known = Known(choice.name, inputs.double(), outputs.double(), choice.density)
                 self.fitted.append(known)
             self.chosen[k] = DENSITIES.index(choice.name)
@@ -147,9 +150,9 @@ class SelectedDensities(nn.Module):
         for side, chosen, scores, tried in zip(
             SIDES, self.chosen.tolist(), self.scores.tolist(), self.tried.tolist(), strict=True
         ):
-            numbers[f"law/{side}"] = float(chosen)
+            numbers[f"density/{side}"] = float(chosen)
             numbers |= {
-                f"law/{side}/{name}": scores[k] for k, name in enumerate(DENSITIES) if tried[k]
+                f"density/{side}/{name}": scores[k] for k, name in enumerate(DENSITIES) if tried[k]
             }
         return numbers | self.sensors.hyperparameters()
 
@@ -159,13 +162,14 @@ class SelectedDensities(nn.Module):
         """Overrides `nn.Module._load_from_state_dict`: buffers that are missing keep their values.
 
         Raises:
-            ValueError: laws that there are not.
+            ValueError: unknown densities.
         """
         for name in ("chosen", "scores", "tried") if None in self.ratio_dim else ():
             state_dict.setdefault(prefix + name, getattr(self, name).clone())
         stored = state_dict.get(prefix + "chosen", self.chosen)
         if not bool(((stored >= 0) & (stored < len(DENSITIES))).all()):
             raise ValueError(
-                f"this model was stored with laws {stored.tolist()}; there are 0 to {len(DENSITIES) - 1}"
+                f"this model was stored with densities {stored.tolist()}; "
+                f"there are 0 to {len(DENSITIES) - 1}"
             )
         super()._load_from_state_dict(state_dict, prefix, *rest, **named)

@@ -48,11 +48,11 @@ log: logging.Logger = logging.getLogger(__name__)
 FOLDS = 5
 # Most steps between the least and the largest of values that count as whole numbers.
 MAX_STEPS = 200
-# Points with which laws other than the Gaussian are tried.
+# Points that candidates other than the Gaussian require.
 MIN_POINTS = 80
-# Points that a choice looks at; of more, evenly spaced ones.
+# Points that a selection uses; of more, evenly spaced ones.
 MAX_POINTS = 4000
-# Components of y up to which networks and categories are tried.
+# Components of y up to which networks and categories are candidates.
 MAX_COMPONENTS = 8
 # Standard errors by which a density must be better than a simpler one.
 MIN_STD_ERRORS = 2.0
@@ -60,9 +60,10 @@ MIN_STD_ERRORS = 2.0
 MIN_STD_ERRORS_OVER_GAUSSIAN = 4.0
 # Share of the gains at either end that is clamped.
 TAILS = 0.02
-# Bandwidths over the median distance of the inputs, and most features, that mixtures of maps choose
-# from.
-FACTORS, RANK = (0.25, 0.5, 1.0), 48
+# Candidate bandwidths of mixtures of maps, over the median distance of the inputs.
+FACTORS = (0.25, 0.5, 1.0)
+# Most features of mixtures of maps.
+RANK = 48
 # Mixtures of maps by name.
 MAPS: dict[str, dict[str, Any]] = {
     "student": {"student": True},
@@ -70,7 +71,7 @@ MAPS: dict[str, dict[str, Any]] = {
     "branches": {"maps": 2},
 }
 COUNTS = ("poisson", "negbin", "bernoulli", "categories")
-# Names of all laws; a checkpoint keeps a position in this tuple.
+# Names of all densities; a checkpoint stores a position in this tuple.
 DENSITIES = ("gaussian", "student", "clutter", "spread", "branches", "networks", *COUNTS)
 
 
@@ -78,10 +79,12 @@ class Choice(NamedTuple):
     """The selected density and its candidates.
 
     Attributes:
-        name: of the law. law: fitted to all points.
+        name: of the selected density.
+        density: fitted to all points.
         scores: mean held-out log score of each candidate, by name.
-        margin: of the chosen law over ``gaussian``, and error: its standard error; nats a point.
-        left_out: why a law was not tried, by name.
+        margin: held-out gain of the selected density over ``gaussian``, nats per point.
+        error: standard error of the margin.
+        left_out: why a density was not a candidate, by name.
     """
 
     name: str
@@ -125,7 +128,7 @@ def select_density(
     Args:
         u: inputs ``n d``. y: outputs ``n q``, both in time's order.
         map: the kernel ridge map of these points, where it is at hand.
-        counts: try laws of counts where outputs are whole numbers.
+        counts: whether densities of counts are candidates for whole numbers.
 
     Raises:
         ValueError: as `kbf.densities.ridge.fit_ridge_map`.
@@ -350,10 +353,11 @@ def fit_density(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> 
     if name in COUNTS or name == "spread":
         step = (
             lattice(y, rows=0.0) if name in COUNTS else None
-        )  # a law of all rows suits a part of them
+        )  # a density of all rows suits a part of them
         if name in COUNTS and step is None:
             raise FitError(
-                f"the density {name} is of whole numbers, evenly spaced; these {len(y)} values are not"
+                f"the density {name} is of whole numbers, evenly spaced; "
+                f"these {len(y)} values are not"
             )
         return fit_parameters(name, u, with_noise_where_constant(y), step=step).density
     map = fit_ridge_map(u, y)

@@ -5,8 +5,8 @@ Each is a score of a step, compared with its distribution over held-out steps of
 
 - out of distribution: the distance of x_t to the nearest training observation;
 - innovation: log(||m||^2 / m(x_t)), where m(x) = sum_i w_i k_X(x_i, x) is the predicted embedding
-  of the observation. As E m(X) = sum_i w_i m(x_i) = ||m||^2 for a draw X from the prediction, this is
-  how much smaller the predicted density is at x_t than at its own draws on average;
+  of the observation. As E m(X) = sum_i w_i m(x_i) = ||m||^2 for a draw X from the prediction, this
+  is how much smaller the predicted density is at x_t than at its own draws on average;
 - divergence: the median innovation score of the last `WINDOW` observations that are not out of
   distribution. A single outlier does not change it.
 """

@@ -56,7 +56,8 @@ def excess(errors: Float[Tensor, " s"], floors: Float[Tensor, " s"]) -> Excess:
     """
     if len(errors) == 0 or not floors.mean() > 0:
         raise ValueError(
-            f"excess needs at least one seed and a positive floor, got {len(errors)} with mean {floors.mean().item()}"
+            f"excess needs at least one seed and a positive floor, got {len(errors)} "
+            f"with mean {floors.mean().item()}"
         )
     ratio = errors.mean() / floors.mean()
     residual = errors - ratio * floors

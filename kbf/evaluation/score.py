@@ -20,9 +20,9 @@ from kbf.filters.wrapper import FilterWrapper
 from kbf.recording import Recording
 from kbf.runtime import html_repr
 
-# (filter, predicted state, x_t, *, last, mask) -> a NamedTuple of tensors ``b ...``: what is said
-# of each observation before the update. ``last`` is what was said of the one before, ``mask`` ``b``
-# or None. `kbf.evaluation.alarms.Monitor.check` is one.
+# (filter, predicted state, x_t, *, last, mask) -> a NamedTuple of tensors ``b ...``, a result for
+# each observation before the update. ``last`` is the result of the previous step, ``mask`` is ``b``
+# or None. An example is `kbf.evaluation.alarms.Monitor.check`.
 Watch = Callable[..., Any]
 
 
@@ -150,9 +150,8 @@ class ScoredBelief(FilterWrapper):
     def diagnostics(self, state: Any) -> dict[str, Tensor]:
         """Those of the filter and the energy score ``b``; called once a step."""
         sample = self.weighted_sample(state)
-        if (
-            sample is None
-        ):  # filters of moments: they may go through a sequence in another order (`kbf.filters.parallel_rollout`)
+        # filters of moments have no sample; they may be evaluated in parallel in time
+        if sample is None:
             return super().diagnostics(state)
         z = self.states[:, self.step_number].double()
         self.step_number += 1
@@ -182,7 +181,8 @@ def error_of(estimate: Tensor, states: Tensor) -> Tensor:
     if not torch.isfinite(estimate).all():
         bad = (~torch.isfinite(estimate)).any(-1).nonzero().flatten()
         raise ValueError(
-            f"the filter's estimate is not finite at {len(bad)} of {len(estimate)} steps, first at step {int(bad[0])}"
+            f"the filter's estimate is not finite at {len(bad)} of {len(estimate)} steps, "
+            f"first at step {int(bad[0])}"
         )
     known = states.isfinite().all(-1)
     return mse(estimate, states.to(estimate), None if bool(known.all()) else known)
@@ -263,7 +263,7 @@ def score_ahead(
         horizon: h. The others as for `score`.
 
     Raises:
-        ValueError: a sequence that is too short, or as `score`.
+        ValueError: a recording that is too short, or as `score`.
     """
     if isinstance(filter, nn.Module):
         filter.eval()
@@ -287,5 +287,6 @@ def check_horizon(recordings: list[Recording], horizon: int) -> None:
     """Raise a ValueError unless every recording is longer than the horizon."""
     if horizon >= (shortest := min(len(s.states) for s in recordings)):
         raise ValueError(
-            f"predictions {horizon} steps ahead need test sequences of more steps; the shortest has {shortest}"
+            f"predictions {horizon} steps ahead need longer test recordings; "
+            f"the shortest has {shortest} steps"
         )

@@ -136,13 +136,13 @@ def test_what_was_stored_before_there_was_a_choice_is_gaussian():
     densities = SelectedDensities(None, None)
     densities.load_state_dict({})
     assert densities.names == ("gaussian", "gaussian")
-    assert densities.hyperparameters() == {"law/transition": 0.0, "law/observation": 0.0}
+    assert densities.hyperparameters() == {"density/transition": 0.0, "density/observation": 0.0}
 
 
 @pytest.mark.parametrize("stored", [[0, 99], [-1, 0]])
 def test_stored_laws_that_there_are_not_are_told(stored):
     densities = SelectedDensities(None, None)
-    with pytest.raises(ValueError, match=r"was stored with laws \[.*; there are 0 to 9"):
+    with pytest.raises(ValueError, match=r"was stored with densities \[.*; there are 0 to 9"):
         densities.load_state_dict(densities.state_dict() | {"chosen": torch.tensor(stored)})
 
 
@@ -151,12 +151,12 @@ def test_a_told_law_is_taken_and_the_other_chosen():
     densities = SelectedDensities("student", None)
     densities.choose(data.train)
     assert densities.names == ("student", "poisson")
-    assert densities.hyperparameters()["law/observation"] == DENSITIES.index("poisson")
+    assert densities.hyperparameters()["density/observation"] == DENSITIES.index("poisson")
     assert (
-        densities.hyperparameters()["law/observation/poisson"]
-        > densities.hyperparameters()["law/observation/gaussian"]
+        densities.hyperparameters()["density/observation/poisson"]
+        > densities.hyperparameters()["density/observation/gaussian"]
     )
-    assert "law/transition/gaussian" not in densities.hyperparameters()
+    assert "density/transition/gaussian" not in densities.hyperparameters()
 
 
 def test_images_and_moves_with_controls_are_left_alone():

@@ -252,7 +252,7 @@ def test_the_density_is_that_of_those_that_spoke():
     density = sensors.fit(z, obs)
     assert sensors.columns() == [[0], [1, 2]] and sensors.density[0] != sensors.density[1]
     names = [float(k) for k in sensors.density]
-    assert sensors.hyperparameters() == {"law/sensor_0": names[0], "law/sensor_1": names[1]}
+    assert sensors.hyperparameters() == {"density/sensor_0": names[0], "density/sensor_1": names[1]}
     rows, others = obs[:, 0].isfinite(), obs[:, 1].isfinite()
     one = fit_density(DENSITIES[int(sensors.density[0])], z[rows], obs[rows, :1])
     two = fit_density(DENSITIES[int(sensors.density[1])], z[others], obs[others, 1:])

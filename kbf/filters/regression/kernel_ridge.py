@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -16,8 +17,8 @@ from kbf.rkhs.kernels import KERNELS, median_distance
 from kbf.rkhs.linalg import evenly, psd_solve
 from kbf.runtime.html_repr import Shown, ShownModule
 
-# Observations that a regression is made of kernels at, and that the choice of kernel and ridge
-# looks at: its cost is O(n^3).
+# Landmarks of a regression, and observations that the selection of kernel and ridge uses, whose cost
+# is O(n^3).
 MAX_LANDMARKS = 3000
 
 
@@ -27,34 +28,23 @@ class FrameState(NamedTuple):
     estimate: Tensor
 
 
+@dataclass(eq=False, repr=False)
 class FrameFilter(Shown):
     """E[z | x] by kernel ridge regression: m + k(x, X) alpha; m without an observation.
 
-    X are all observations of the memory, or a part of them.
+    Attributes:
+        kernel: k, of observations.
+        points: X ``n q``, all observations of the memory or a part of them.
+        alpha: ``n d``.
+        mean: m ``d``, of the training states.
+        controlled: components of the controls, which are ignored.
     """
 
     kernel: Callable[[Tensor, Tensor], Tensor]
     points: Float[Tensor, "n q"]
     alpha: Float[Tensor, "n d"]
     mean: Float[Tensor, " d"]
-    controlled: int
-
-    def __init__(
-        self,
-        kernel: Callable[[Tensor, Tensor], Tensor],
-        points: Float[Tensor, "n q"],
-        alpha: Float[Tensor, "n d"],
-        mean: Float[Tensor, " d"],
-        controlled: int = 0,
-    ) -> None:
-        """Kernel of observations; X ``n q``; alpha ``n d``; m ``d``; components of the controls, which it does not look at."""
-        self.kernel, self.points, self.alpha, self.mean, self.controlled = (
-            kernel,
-            points,
-            alpha,
-            mean,
-            controlled,
-        )
+    controlled: int = 0
 
     def init(self, batch: int, *, generator: Generator | None = None) -> FrameState:
         """The mean of the training states."""

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -41,46 +42,29 @@ class WindowState(NamedTuple):
     seen: Tensor
 
 
+@dataclass(eq=False, repr=False)
 class WindowFilter(Shown):
-    """z = f(the last w observations and controls); the training mean before any observation."""
+    """z = f(the last w observations and controls); the training mean before any observation.
+
+    Attributes:
+        regression: flattened windows ``b w*c`` -> ``b d``.
+        width: w.
+        start: ``c`` = q + k, the content of a window before any observation: the training mean.
+        mean: ``d``, of the training states.
+        spread: ``d d``, the covariance of the regression's error on held-out steps; None if it is
+            not known.
+        controlled: k, components of a control.
+        allow_missing_sensors: whether components of an observation may be NaN; the last value of
+            each is used for them.
+    """
 
     regression: Callable[[Tensor], Tensor]
     width: int
     start: Float[Tensor, " c"]
     mean: Float[Tensor, " d"]
-    spread: Float[Tensor, "d d"] | None
-    controlled: int
-    allow_missing_sensors: bool
-
-    def __init__(
-        self,
-        regression: Callable[[Tensor], Tensor],
-        width: int,
-        start: Float[Tensor, " c"],
-        mean: Float[Tensor, " d"],
-        spread: Float[Tensor, "d d"] | None = None,
-        controlled: int = 0,
-        allow_missing_sensors: bool = False,
-    ) -> None:
-        """The filter of one regression.
-
-        Args:
-            regression: flattened windows ``b w*c`` -> ``b d``.
-            width: w.
-            start: what a window holds before there was anything: the mean of the training part,
-                ``c`` = q + k.
-            mean: of the training states. spread: the covariance of the regression's error on
-                held-out steps.
-            controlled: k, components of a control.
-            partial: components of an observation may be NaN: the last value there was of each
-                stands for it.
-        """
-        self.regression, self.width, self.start, self.mean = regression, width, start, mean
-        self.spread, self.controlled, self.allow_missing_sensors = (
-            spread,
-            controlled,
-            allow_missing_sensors,
-        )
+    spread: Float[Tensor, "d d"] | None = None
+    controlled: int = 0
+    allow_missing_sensors: bool = False
 
     def init(self, batch: int, *, generator: Generator | None = None) -> WindowState:
         """The initial state, without observations."""
@@ -108,14 +92,14 @@ class WindowFilter(Shown):
     def update(self, state: WindowState, obs: Float[Tensor, "b q"]) -> WindowState:
         """Add the newest observation; the first one of each component fills its window."""
         q = obs.shape[-1]
-        spoke = (
+        present = (
             ~obs.isnan() if self.allow_missing_sensors else torch.ones_like(obs, dtype=torch.bool)
         )
         last = torch.arange(self.width, device=obs.device) == self.width - 1
-        here = (last[:, None] | (state.seen == 0)[:, None]) & spoke[:, None]
+        here = (last[:, None] | (state.seen == 0)[:, None]) & present[:, None]
         seen = torch.where(here, obs[:, None], state.window[..., :q])
         return WindowState(
-            torch.cat([seen, state.window[..., q:]], -1), state.seen + spoke.to(state.seen)
+            torch.cat([seen, state.window[..., q:]], -1), state.seen + present.to(state.seen)
         )
 
     def observe(

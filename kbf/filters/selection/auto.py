@@ -10,23 +10,24 @@ through the blocks of that fold, and repeats it for the next fold. Two rounds li
    kernel Monte Carlo filter and boosted trees on a window, and above `MIN_STEPS_OF_LARGE_DATA`
    steps `NETS`.
 
-Up to `MIN_STEPS_OF_LARGE_DATA` steps the published filter over the recording itself (`PUBLISHED`) is
-a candidate as well; it assumes no form of the conditional densities.
+Up to `MIN_STEPS_OF_LARGE_DATA` steps the published filter over the recording itself (`PUBLISHED`)
+is a candidate as well; it assumes no form of the conditional densities.
 
 The main model is kept unless a candidate is better by `MIN_STD_ERRORS` standard errors over blocks.
-Otherwise the kernel Monte Carlo filter is selected unless another is better by one, since blocks are
-few and a filter provides covariances. With controls the two change places: a fixed memory is
+Otherwise the kernel Monte Carlo filter is selected unless another is better by one, since blocks
+are few and a filter provides covariances. With controls the two change places: a fixed memory is
 re-weighted for every control, which is slow, and resolves the next state only to the spacing of its
-points, whereas particles move with the belief. After the second round the selected model is compared
-with the stacking ensemble (`kbf.filters.selection.stacking`), scored on blocks that its weights are
-not fitted to; it is selected if it is better by one standard error.
+points, whereas particles move with the belief. After the second round the selected model is
+compared with the stacking ensemble (`kbf.filters.selection.stacking`), scored on blocks that its
+weights are not fitted to; it is selected if it is better by one standard error.
 
-With density ratios as observations (`kbf.densities.ratio`) the kernel Monte Carlo filter is selected
-unless it cannot be fitted. Only this filter uses ratios, the others use their means, and the
-ratios of the recordings, each from a single encoder, are less informative than those of new images.
+With density ratios as observations (`kbf.densities.ratio`) the kernel Monte Carlo filter is
+selected unless it cannot be fitted. Only this filter uses ratios, the others use their means, and
+the ratios of the recordings, each from a single encoder, are less informative than those of new
+images.
 
-Before the comparison, drift detection (`kbf.filters.selection.drift`) may restrict the training data
-to the most recent steps.
+Before the comparison, drift detection (`kbf.filters.selection.drift`) may restrict the training
+data to the most recent steps.
 """
 
 from __future__ import annotations

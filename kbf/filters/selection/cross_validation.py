@@ -32,7 +32,7 @@ MAX_BLOCKS = 8
 SHORT_BLOCK = 120
 # Most steps of a block: slow changes are visible in long blocks alone.
 LONG_BLOCK = 1000
-# Times the error of another on the first fold from which a model is not tried on the rest.
+# Times the error of another model on the first fold above which a model is stopped early.
 HOPELESS = 2.0
 Fit = Callable[[list[Recording]], Filter[Any]]
 # Recordings without a fold, to fit; and the fold.
@@ -120,10 +120,12 @@ class Search:
         """Cross-validate a model and record the result in `rows`.
 
         Args:
-            name: for the table. fit: recordings -> a filter. prepare: called before. run: as
-                `run_blocks`, in its place.
-            timed: the budget may end it. compared: a first fold that is much worse
-                than another model's may.
+            name: of the model, for the table.
+            fit: recordings -> a filter.
+            prepare: called before.
+            timed: whether the budget may stop it.
+            compared: whether a first fold that is much worse than another model's stops it.
+            run: used in place of `run_blocks`.
         """
         began, note = time.perf_counter(), ""
         left = (
@@ -132,7 +134,7 @@ class Search:
         log.info("held out: %s", name)
         try:
             if left <= 0:
-                raise FitError(f"not tried: the budget of {self.budget:g} s is spent")
+                raise FitError(f"not started: the budget of {self.budget:g} s is spent")
             if prepare is not None:
                 prepare()
             least = least_on_first(self.found) if compared else torch.inf
@@ -172,14 +174,14 @@ def trial(
     Args:
         fit: recordings -> a filter, as a model's ``fit``. parts: (the rest, the fold) of each.
         scale: the variance of the states.
-        least: NMSE of another on the first fold: a model of more than `HOPELESS` times that is
-            given up there.
-        until: time (`time.perf_counter`) at which all is to be done: a model that would not finish,
-            by the time of its first fold, is stopped early.
-        run: filter and fold -> what it did; None for `run_blocks`.
+        least: NMSE of another model on the first fold; a model with more than `HOPELESS` times that
+            is stopped early.
+        until: time (`time.perf_counter`) of the deadline; a model that would not finish, by the
+            time of its first fold, is stopped early.
+        run: filter and fold -> residuals; None for `run_blocks`.
 
     Raises:
-        ValueError: as ``fit``; estimates that are not finite; given up.
+        ValueError: as ``fit``; estimates that are not finite; stopped early.
     """
     filters, residuals, places, covered = [], [], [], []
     began = time.perf_counter()
@@ -193,12 +195,14 @@ def trial(
             continue
         if not (first := mean_nmse(residuals, scale)) <= HOPELESS * least:
             raise FitError(
-                f"given up: an NMSE of {first:.3g} on the first part, where another has {least:.3g}"
+                f"stopped early: an NMSE of {first:.3g} on the first part, "
+                f"where another model has {least:.3g}"
             )
         taken = time.perf_counter() - began
         if began + taken * len(parts) > until:
             raise FitError(
-                f"given up: {taken * len(parts):.0f} s by its first part, and the budget has {until - began:.0f} s left"
+                f"stopped early: {taken * len(parts):.0f} s by its first part, and the budget has "
+                f"{until - began:.0f} s left"
             )
     scores = torch.stack([nmse_of(left, scale) for left in residuals])
     if not bool(scores.isfinite().all()):
@@ -209,7 +213,7 @@ def trial(
 
 
 def mean_nmse(residuals: list[Tensor], scale: Float[Tensor, " d"]) -> float:
-    """`nmse_of` of each block, averaged."""
+    """The mean of `nmse_of` over blocks."""
     return torch.stack([nmse_of(left, scale) for left in residuals]).mean().item()
 
 

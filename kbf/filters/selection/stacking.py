@@ -22,8 +22,9 @@ def stacked(
 ) -> tuple[Float[Tensor, "m d"], Float[Tensor, " s"]]:
     """Return the stacking weights ``m d``, and the ensemble's NMSE on each block ``s``.
 
-    The weights that a block is scored with are fitted without the blocks of its fold. As the weights
-    of a component sum to 1, the residual of the ensemble is the weighted sum of the residuals.
+    The weights that a block is scored with are fitted without the blocks of its fold. As the
+    weights of a component sum to 1, the residual of the ensemble is the weighted sum of the
+    residuals.
     """
     residuals = zip(*(trial.residuals for trial in trials), strict=True)
     blocks = [torch.stack(each) for each in residuals]  # m t d

@@ -205,7 +205,7 @@ def test_a_model_that_is_wrong_is_replaced_by_the_right_one():
     net.prepare([data])
     assert net.main.prepared and net.used() == ["kalman"]
     note = next(row.note for row in net.candidates if row.model == "wrong")
-    assert "given up" in note
+    assert "stopped early" in note
     caught, kalman = (
         rollout(each.fit(data), new.obs[None]).estimates for each in (net, LearnedKalman())
     )
@@ -234,7 +234,7 @@ def test_no_rival_is_begun_after_the_budget_and_one_that_would_take_longer_is_gi
         net.prepare([recording(300)])
         assert (
             next(row.note for row in net.candidates if row.model == "slow").startswith(
-                "given up: 1 s by its first"
+                "stopped early: 1 s by its first"
             )
             == given_up
         )
