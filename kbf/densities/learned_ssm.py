@@ -97,28 +97,28 @@ def learn_model(
         ValueError: too few points, observations that are not vectors, or states or observations
             that do not vary.
     """
-    sequences = as_recordings(memory, allow_missing_sensors=not isinstance(densities[1], str))
-    check_vectors(sequences, "a learned observation map")
-    source, target, u = moves(sequences)
+    recordings = as_recordings(memory, allow_missing_sensors=not isinstance(densities[1], str))
+    check_vectors(recordings, "a learned observation map")
+    source, target, u = moves(recordings)
     some = evenly(len(source), MAX_PAIRS, source.device)
     source, target, u = source[some], target[some], None if u is None else u[some]
     join = None if u is None else join_of(source, u)
     inputs = source if join is None or u is None else join(source, u)
     return LearnedModel(
         fit(densities[0], inputs, target, known),
-        observation_density(densities[1], sequences, known),
+        observation_density(densities[1], recordings, known),
         join,
     )
 
 
 def observation_density(
-    density: str | SelectedSensors, sequences: list[Recording], known: Sequence[Known] = ()
+    density: str | SelectedSensors, recordings: list[Recording], known: Sequence[Known] = ()
 ) -> Any:
     """Fit the density of observations, or that of each sensor.
 
     A density is fitted to at most `MAX_PAIRS` pairs, those of sensors to all readings.
     """
-    seen, obs = observed_pairs(sequences)
+    seen, obs = observed_pairs(recordings)
     if not isinstance(density, str):
         return density.fit(seen, obs)
     few = evenly(len(seen), MAX_PAIRS, seen.device)

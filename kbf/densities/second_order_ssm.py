@@ -111,9 +111,9 @@ def lagged_states(states: Float[Tensor, "T d"], order: int) -> Float[Tensor, "t 
     return states if order == 1 else torch.cat([states[1:], states[1:] - states[:-1]], -1)
 
 
-def all_states(sequences: list[Recording], order: int) -> Float[Tensor, "n e"]:
+def all_states(recordings: list[Recording], order: int) -> Float[Tensor, "n e"]:
     """Those of several recordings."""
-    return torch.cat([lagged_states(s.states, order) for s in sequences])
+    return torch.cat([lagged_states(s.states, order) for s in recordings])
 
 
 def learn_lagged_model(
@@ -143,9 +143,9 @@ def learn_lagged_model(
             "a lagged model has order 1 or 2 and an inflation of at least 1, "
             f"got {order} and {inflation}"
         )
-    sequences = as_recordings(memory, allow_missing_sensors=not isinstance(density, str))
-    check_vectors(sequences, "a learned observation density")
-    long = [s for s in sequences if len(s.states) > order]
+    recordings = as_recordings(memory, allow_missing_sensors=not isinstance(density, str))
+    check_vectors(recordings, "a learned observation density")
+    long = [s for s in recordings if len(s.states) > order]
     if not long:
         raise FitError(f"a model of order {order} needs a recording of at least {order + 1} steps")
     before = torch.cat([lagged_states(s.states[:-1], order) for s in long]).double()
@@ -156,7 +156,7 @@ def learn_lagged_model(
     inputs = before if join is None or controls is None else join(before, controls)
     some = evenly(len(inputs), MAX_PAIRS, inputs.device)
     moves = MergedMap(fit_ridge_map(inputs[some], change[some], rank=RANK))
-    seen, obs = (each.double() for each in observed_pairs(sequences))
+    seen, obs = (each.double() for each in observed_pairs(recordings))
     few = evenly(len(seen), MAX_PAIRS, seen.device)
     if not isinstance(density, str):
         observation = density.fit(seen, obs)
@@ -169,7 +169,7 @@ def learn_lagged_model(
             if gaussian
             else fit_density(density, seen[few], obs[few])
         )
-    states = torch.cat([s.states for s in sequences])
+    states = torch.cat([s.states for s in recordings])
     none = torch.zeros_like(moves.noise)
     model = LaggedModel(moves, observation, order, none, states.shape[1], manifold_of(states), join)
     return widened(model, inflation)

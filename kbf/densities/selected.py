@@ -110,15 +110,15 @@ class SelectedDensities(nn.Module):
             ValueError: as `kbf.densities.selection.select_density`.
         """
         self.fitted, self.provisional = [], False
-        sequences = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
+        recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         if self.allow_missing_sensors:
-            self.sensors.choose(*observed_pairs(sequences), self.ratio_dim[1])
+            self.sensors.choose(*observed_pairs(recordings), self.ratio_dim[1])
         if None not in self.ratio_dim:
             return
-        source, target, u = moves(sequences)
+        source, target, u = moves(recordings)
         pairs = (
             (source if u is None else join_of(source, u)(source, u), target),
-            observed_pairs(sequences),
+            observed_pairs(recordings),
         )
         for k, (side, (inputs, outputs)) in enumerate(zip(SIDES, pairs, strict=True)):
             if self.ratio_dim[k] is not None:

@@ -126,8 +126,8 @@ def select_density(
     """Fit every density that suits the outputs, and select one.
 
     Args:
-        u: inputs ``n d``. y: outputs ``n q``, both in time's order.
-        map: the kernel ridge map of these points, where it is at hand.
+        u: inputs ``n d``. y: outputs ``n q``, both in the order of time.
+        map: the kernel ridge map of these points; None to fit it.
         counts: whether densities of counts are candidates for whole numbers.
 
     Raises:
@@ -136,9 +136,8 @@ def select_density(
     some = evenly(len(u), MAX_POINTS, u.device)
     u, y = u[some].double(), y[some].double()
     varies = (y != y[:1]).any(0)
-    if bool(varies.any()) and not bool(
-        varies.all()
-    ):  # constant columns do not distinguish densities
+    # constant columns do not distinguish densities
+    if bool(varies.any()) and not bool(varies.all()):
         choice = select_density(u, y[:, varies], counts=counts)
         return choice._replace(density=fit_density(choice.name, u, y))
     map = fit_ridge_map(u, y) if map is None or len(some) < len(u) else map
@@ -164,10 +163,10 @@ def select_density(
             continue
         log.info("cross-validation: the density %s of %d points", name, len(u))
         try:
-            tried = candidate(name, u, y if name in COUNTS else spread, map, step)
-            found[name] = (
-                tried if name in COUNTS else tried._replace(held_out=tried.held_out + volume)
-            )  # a cell's probability
+            fitted = candidate(name, u, y if name in COUNTS else spread, map, step)
+            if name not in COUNTS:  # the probability of a cell
+                fitted = fitted._replace(held_out=fitted.held_out + volume)
+            found[name] = fitted
         except FitError as error:
             left_out[name] = " ".join(str(error).split())[:80]
     name = chain(found)
@@ -351,9 +350,8 @@ def fit_density(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> 
     if name == "categories":
         return fit_categories(u, y).density
     if name in COUNTS or name == "spread":
-        step = (
-            lattice(y, rows=0.0) if name in COUNTS else None
-        )  # a density of all rows suits a part of them
+        # a density of all rows is fitted to a part of them, too, hence rows=0
+        step = lattice(y, rows=0.0) if name in COUNTS else None
         if name in COUNTS and step is None:
             raise FitError(
                 f"the density {name} is of whole numbers, evenly spaced; "

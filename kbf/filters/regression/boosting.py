@@ -110,18 +110,18 @@ class WindowBoosting(WindowRegression):
         self.iterations, self.seed = iterations, seed
 
     def fit_regression(
-        self, sequences: list[Recording]
+        self, recordings: list[Recording]
     ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
         """Fit the trees to all steps, and the error covariance by trees over 4/5 of them.
 
         Raises:
             ValueError: scikit-learn is not installed.
         """
-        width = self.steps(sequences)
+        width = self.steps(recordings)
         rows, states = (
             torch.cat(parts)
             for parts in zip(
-                *((windows_of(rows_of(s), width), s.states) for s in sequences), strict=True
+                *((windows_of(rows_of(s), width), s.states) for s in recordings), strict=True
             )
         )
         some = evenly(len(rows), max(1000, LARGEST // (2 * rows.shape[1])), rows.device)

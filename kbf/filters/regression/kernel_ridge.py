@@ -17,8 +17,8 @@ from kbf.rkhs.kernels import KERNELS, median_distance
 from kbf.rkhs.linalg import evenly, psd_solve
 from kbf.runtime.html_repr import Shown, ShownModule
 
-# Landmarks of a regression, and observations that the selection of kernel and ridge uses, whose cost
-# is O(n^3).
+# Landmarks of a regression, and observations that the selection of kernel and ridge uses, whose
+# cost is O(n^3).
 MAX_LANDMARKS = 3000
 
 
@@ -193,8 +193,8 @@ def observed(
 
     The mean is over all steps.
     """
-    sequences = as_recordings(memory)
-    x = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences]).flatten(1)
-    z = torch.cat([s.states if s.mask is None else s.states[s.mask] for s in sequences])
-    mean = torch.cat([s.states for s in sequences]).mean(0)
+    recordings = as_recordings(memory)
+    x = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in recordings]).flatten(1)
+    z = torch.cat([s.states if s.mask is None else s.states[s.mask] for s in recordings])
+    mean = torch.cat([s.states for s in recordings]).mean(0)
     return x, z - mean, mean

@@ -126,19 +126,19 @@ class WindowFilter(Shown):
         )
 
 
-def rows_of(sequence: Recording) -> Float[Tensor, "T c"]:
+def rows_of(recording: Recording) -> Float[Tensor, "T c"]:
     """Observation and control of each step; missing components repeat the previous value.
 
     At the start the first value is used. A component that is always NaN remains NaN.
     """
-    obs = sequence.obs
+    obs = recording.obs
     there = ~obs.isnan()
-    there = there if sequence.mask is None else there & sequence.mask[:, None]
+    there = there if recording.mask is None else there & recording.mask[:, None]
     if not bool(there.all()):
         steps = torch.arange(len(obs), device=obs.device)[:, None]
         held = torch.where(there, steps, -1).cummax(0).values
         obs = obs.gather(0, torch.where(held >= 0, held, there.int().argmax(0)))
-    return obs if sequence.controls is None else torch.cat([obs, sequence.controls.to(obs)], -1)
+    return obs if recording.controls is None else torch.cat([obs, recording.controls.to(obs)], -1)
 
 
 def windows_of(rows: Float[Tensor, "T c"], width: int) -> Float[Tensor, "T wc"]:
@@ -183,15 +183,15 @@ class WindowRegression(ShownModule):
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
         """Do nothing: there are no settings to select in advance."""
 
-    def steps(self, sequences: list[Recording]) -> int:
+    def steps(self, recordings: list[Recording]) -> int:
         """The width for these recordings."""
-        columns = sequences[0].obs.shape[1] + control_width(sequences)
+        columns = recordings[0].obs.shape[1] + control_width(recordings)
         return self.width or max(
             min(MAX_WINDOW_STEPS, max(8, WINDOW_NUMBERS // columns)), MIN_WINDOW_NUMBERS // columns
         )
 
     def fit_regression(
-        self, sequences: list[Recording]
+        self, recordings: list[Recording]
     ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
         """Return the function of flattened windows -> states ``b d``, and its error covariance.
 
@@ -206,28 +206,28 @@ class WindowRegression(ShownModule):
         Raises:
             ValueError: no memory, observations that are no vectors, or fewer than ten steps.
         """
-        sequences = checked(
+        recordings = checked(
             memory, type(self).__name__, allow_missing_sensors=self.allow_missing_sensors
         )
-        start = torch.cat([rows_of(s) for s in sequences]).nanmean(0).nan_to_num()
+        start = torch.cat([rows_of(s) for s in recordings]).nanmean(0).nan_to_num()
         if self.allow_missing_sensors:
-            sequences = [s._replace(obs=filled(s, start)) for s in sequences]
-        regression, spread = self.fit_regression(sequences)
-        mean = torch.cat([s.states for s in sequences]).mean(0)
+            recordings = [s._replace(obs=filled(s, start)) for s in recordings]
+        regression, spread = self.fit_regression(recordings)
+        mean = torch.cat([s.states for s in recordings]).mean(0)
         return WindowFilter(
             regression,
-            self.steps(sequences),
+            self.steps(recordings),
             start,
             mean,
             spread,
-            control_width(sequences),
+            control_width(recordings),
             self.allow_missing_sensors,
         )
 
 
-def filled(sequence: Recording, start: Float[Tensor, " c"]) -> Float[Tensor, "T q"]:
+def filled(recording: Recording, start: Float[Tensor, " c"]) -> Float[Tensor, "T q"]:
     """Replace NaN: a component that is always NaN has its value in ``start``."""
-    obs = rows_of(sequence._replace(controls=None))
+    obs = rows_of(recording._replace(controls=None))
     return torch.where(obs.isnan(), start[: obs.shape[1]].to(obs), obs)
 
 
@@ -235,12 +235,12 @@ def checked(
     memory: Recording | list[Recording] | None, name: str, *, allow_missing_sensors: bool = False
 ) -> list[Recording]:
     """The recordings of a memory with at least one observation, checked."""
-    sequences = as_recordings(memory, allow_missing_sensors=allow_missing_sensors)
-    check_vectors(sequences, name)
-    sequences = [s for s in sequences if s.mask is None or bool(s.mask.any())]
-    if (n := sum(len(s.states) for s in sequences)) < 10:
+    recordings = as_recordings(memory, allow_missing_sensors=allow_missing_sensors)
+    check_vectors(recordings, name)
+    recordings = [s for s in recordings if s.mask is None or bool(s.mask.any())]
+    if (n := sum(len(s.states) for s in recordings)) < 10:
         raise FitError(f"{name} needs at least ten steps to learn from, got {n}")
-    return sequences
+    return recordings
 
 
 class WindowRidge(WindowRegression):
@@ -269,11 +269,11 @@ class WindowRidge(WindowRegression):
 
     @fit_errors()
     def fit_regression(
-        self, sequences: list[Recording]
+        self, recordings: list[Recording]
     ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
         """The ridge regression, and the covariance of its leave-one-out errors."""
-        states = torch.cat([s.states for s in sequences])
-        parts = [(windows_of(rows_of(s), self.steps(sequences)), s.states) for s in sequences]
+        states = torch.cat([s.states for s in recordings])
+        parts = [(windows_of(rows_of(s), self.steps(recordings)), s.states) for s in recordings]
         blocks = [
             (u, z)
             for us, zs in parts
@@ -328,10 +328,10 @@ class MeanModel(WindowRegression):
         super().__init__(1)
 
     def fit_regression(
-        self, sequences: list[Recording]
+        self, recordings: list[Recording]
     ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
         """Mean and covariance of the states."""
-        states = torch.cat([s.states for s in sequences])
+        states = torch.cat([s.states for s in recordings])
         mean, centred = states.mean(0), states - states.mean(0)
         return (
             lambda window: mean.expand(len(window), -1) + 0 * window[:, :1],

@@ -40,32 +40,34 @@ MIN_STEPS_KEPT = 400
 MIN_STD_ERRORS = 2.0
 
 
-def last_steps(sequences: list[Recording], count: int) -> list[Recording]:
+def last_steps(recordings: list[Recording], count: int) -> list[Recording]:
     """The last ``count`` steps of all recordings; all steps for a count of 0."""
-    lengths = [len(s.states) for s in sequences]
+    lengths = [len(s.states) for s in recordings]
     total = sum(lengths)
     return (
-        take(sequences, cut(lengths, [total - count, total])[0]) if 0 < count < total else sequences
+        take(recordings, cut(lengths, [total - count, total])[0])
+        if 0 < count < total
+        else recordings
     )
 
 
-def newest(sequences: list[Recording], judges: Iterable[Any]) -> int:
+def newest(recordings: list[Recording], judges: Iterable[Any]) -> int:
     """Return the number of most recent steps to train on; 0 for all.
 
     It is 0 unless every judge finds the full history significantly worse.
 
     Args:
-        sequences: the recordings, in the order of time.
+        recordings: the recordings, in the order of time.
         judges: models (``prepare``, ``fit``). The first selects the number of steps, the
             others must confirm it.
     """
-    lengths = [len(s.states) for s in sequences]
+    lengths = [len(s.states) for s in recordings]
     total = sum(lengths)
     if total < MIN_STEPS_KEPT:
         return 0
     end = nearest_end(lengths, (1 - HELD_OUT) * total)
-    before, last = (take(sequences, spans) for spans in cut(lengths, [0, end, total]))
-    scale = torch.cat([s.states for s in sequences]).double().var(0, correction=0)
+    before, last = (take(recordings, spans) for spans in cut(lengths, [0, end, total]))
+    scale = torch.cat([s.states for s in recordings]).double().var(0, correction=0)
     kept = {
         end - nearest_end([len(s.states) for s in before], (1 - share) * end) for share in SHARES
     }
