@@ -120,3 +120,35 @@ def test_help_imports_nothing_heavy():
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip().endswith("[]")
+
+
+FAMILIES = [
+    *("gaussian", "particle", "kernel", "kernel_monte_carlo", "regression", "neural", "selection"),
+]
+"""Families of filters. Each imports from the ones before it and from the files of kbf/filters."""
+MAX_ENTRIES_OF_FILTERS = 18
+MAX_LINES = 420
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if "filters" in p.parts], ids=module_name)
+def test_families_of_filters_import_from_earlier_ones(path):
+    parts = module_name(path).split(".")
+    own = FAMILIES.index(parts[2]) if len(parts) > 3 else None
+    for imported in imports(path):
+        words = imported.split(".")
+        if words[:2] == ["kbf", "filters"] and len(words) > 3:
+            assert own is not None and FAMILIES.index(words[2]) <= own, f"{path} imports {imported}"
+
+
+def test_folders_and_files_stay_small():
+    entries = {p.name for p in (ROOT / "kbf" / "filters").iterdir() if not p.name.startswith("__")}
+    assert len(entries) <= MAX_ENTRIES_OF_FILTERS, sorted(entries)
+    long = [path for path in FILES if len(path.read_text().splitlines()) > MAX_LINES]
+    assert not long, f"files with more than {MAX_LINES} lines: {long}"
+
+
+def test_the_workshop_is_not_part_of_the_library():
+    users = {
+        module_name(path) for path in FILES if "studies" in {t.split(".")[0] for t in imports(path)}
+    }
+    assert not users, f"{users} import from studies, which is not installed"

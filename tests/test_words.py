@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 REPLACED = (
     *("told", "tells", "says", "anew", "begun", "hindsight", "foresight", "net_under", "imagined"),
@@ -15,8 +13,6 @@ REPLACED = (
 """Words with a standard replacement in the literature; ``told_means`` counts as told."""
 MAX_USES = 20
 """Largest number of uses in all files together."""
-ALLOWED: dict[str, str] = {}
-"""Files without a count, each with the reason."""
 WORD = re.compile(
     r"(?<![A-Za-z])(" + "|".join(REPLACED).replace(" ", r"[\s_]+") + r")(?![A-Za-z])", re.IGNORECASE
 )
@@ -34,7 +30,6 @@ def test_whole_words_are_found_in_names_strings_and_prose():
     assert uses(text) == [*words, (4, "net_under")]
 
 
-@pytest.mark.xfail(reason="some files still have words to replace; remove this mark after them")
 def test_the_words_of_the_field_are_used():
     files = [
         *(ROOT / "kbf").rglob("*.py"),
@@ -43,9 +38,8 @@ def test_the_words_of_the_field_are_used():
         ROOT / "README.md",
     ]
     found = [
-        f"{name}:{line}: {word}"
+        f"{path.relative_to(ROOT)}:{line}: {word}"
         for path in sorted(files)
-        if (name := path.relative_to(ROOT).as_posix()) not in ALLOWED
         for line, word in uses(path.read_text(encoding="utf-8"))
     ]
     assert len(found) <= MAX_USES, "\n".join([f"{len(found)} uses, at most {MAX_USES}:", *found])

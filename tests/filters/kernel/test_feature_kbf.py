@@ -232,9 +232,7 @@ def test_the_encoder_stays_in_eval_mode():
 
 
 def test_what_it_refuses():
-    with pytest.raises(
-        ValueError, match=r"the data set has no default: set model\.net\.encoder"
-    ):
+    with pytest.raises(ValueError, match=r"the data set has no default: set model\.net\.encoder"):
         FeatureKBF(None)
     with pytest.raises(ValueError, match="rule=pseudo_inverse needs full Gram matrices"):
         net(rule="pseudo_inverse", rank=None)
