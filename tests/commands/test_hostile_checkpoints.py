@@ -405,7 +405,7 @@ def test_only_a_person_can_trust(hostile):
         lambda config, put: config["model"].update(net={"_target_": "collections.OrderedDict"})
     )
     with pytest.raises(
-        ValueError, match="must be a module with prepare and condition, got a OrderedDict"
+        ValueError, match="must be a module with prepare and fit, got a OrderedDict"
     ):  # it was called
         load_filter(path, trust=True)
 
