@@ -175,7 +175,7 @@ def test_unknown_laws_and_controlled_laws_are_told():
         SimulatedKBF(observation="cauchy")
     data = SyntheticData(Fork(), 100, 10, seed=1000).train[0]
     steered = data._replace(controls=torch.rand(100, 1, dtype=torch.float64))
-    with pytest.raises(ValueError, match="with controls the law of moves is gaussian"):
+    with pytest.raises(ValueError, match="with controls the transition density must be gaussian"):
         SimulatedKBF(transition="student").fit(steered)
 
 
