@@ -58,15 +58,15 @@ class SelectedDensities(nn.Module):
                 f"transition={transition}: counts are observations; "
                 "a memory has states between whole numbers"
             )
-        self.ratio_dim: tuple[str | None, str | None] = (transition, observation)
+        self.given: tuple[str | None, str | None] = (transition, observation)
         self.fitted: list[Known] = []
         # selected by `select_if_missing`, for the recordings at hand
         self.provisional: bool = False
         self.allow_missing_sensors, self.sensors = False, SelectedSensors()
-        kept = None in self.ratio_dim  # where both are given there is nothing to restore
+        kept = None in self.given  # where both are given there is nothing to restore
         self.register_buffer(
             "chosen",
-            torch.tensor([DENSITIES.index(name or "gaussian") for name in self.ratio_dim]),
+            torch.tensor([DENSITIES.index(name or "gaussian") for name in self.given]),
             persistent=kept,
         )
         self.register_buffer(
@@ -97,7 +97,7 @@ class SelectedDensities(nn.Module):
             as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors),
             "a learned observation map",
         )
-        open_still = None in self.ratio_dim or self.allow_missing_sensors
+        open_still = None in self.given or self.allow_missing_sensors
         if open_still and (self.provisional or not (bool(self.tried.any()) or self.sensors.known)):
             self.choose(memory)
             self.provisional = True
@@ -112,8 +112,8 @@ class SelectedDensities(nn.Module):
         self.fitted, self.provisional = [], False
         recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         if self.allow_missing_sensors:
-            self.sensors.choose(*observed_pairs(recordings), self.ratio_dim[1])
-        if None not in self.ratio_dim:
+            self.sensors.choose(*observed_pairs(recordings), self.given[1])
+        if None not in self.given:
             return
         source, target, u = moves(recordings)
         pairs = (
@@ -121,7 +121,7 @@ class SelectedDensities(nn.Module):
             observed_pairs(recordings),
         )
         for k, (side, (inputs, outputs)) in enumerate(zip(SIDES, pairs, strict=True)):
-            if self.ratio_dim[k] is not None:
+            if self.given[k] is not None:
                 continue
             self.chosen[k], self.tried[k] = DENSITIES.index("gaussian"), False
             if (
@@ -144,7 +144,7 @@ class SelectedDensities(nn.Module):
 
         Empty if both densities are given.
         """
-        if None not in self.ratio_dim:
+        if None not in self.given:
             return {}
         numbers = {}
         for side, chosen, scores, tried in zip(
@@ -164,7 +164,7 @@ class SelectedDensities(nn.Module):
         Raises:
             ValueError: unknown densities.
         """
-        for name in ("chosen", "scores", "tried") if None in self.ratio_dim else ():
+        for name in ("chosen", "scores", "tried") if None in self.given else ():
             state_dict.setdefault(prefix + name, getattr(self, name).clone())
         stored = state_dict.get(prefix + "chosen", self.chosen)
         if not bool(((stored >= 0) & (stored < len(DENSITIES))).all()):
