@@ -1,5 +1,7 @@
 from kbf.filters import (
+    compile as compile,
     ensemble as ensemble,
+    gating as gating,
     gaussian as gaussian,
     kernel as kernel,
     kernel_monte_carlo as kernel_monte_carlo,
