@@ -37,7 +37,7 @@ def test_they_are_listed_with_commit_and_hours(results, capsys):
     assert lines[0].split()[:5] == ["both/two", "abc", "1.0", "h", "kbf"] and len(lines) == 3
     assert "run_dir" not in lines[2]
     make_tables.main(["--help"], results)
-    assert "makes some" in capsys.readouterr().out
+    assert "makes those of a folder" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -22,9 +22,11 @@ class Span(NamedTuple):
 def cut(lengths: list[int], bounds: list[int]) -> list[list[Span]]:
     """Splits the concatenated steps at ``bounds``; returns the spans of each part.
 
-    >>> cut([4, 3], [0, 5, 7])
-    [[Span(recording=0, start=0, stop=4), Span(recording=1, start=0, stop=1)], [Span(recording=1,
-    start=1, stop=3)]]
+    >>> first, second = cut([4, 3], [0, 5, 7])
+    >>> first
+    [Span(recording=0, start=0, stop=4), Span(recording=1, start=0, stop=1)]
+    >>> second
+    [Span(recording=1, start=1, stop=3)]
     """
     starts = [sum(lengths[:k]) for k in range(len(lengths))]
     parts = []
@@ -70,9 +72,11 @@ def nearest_end(lengths: list[int], step: float) -> int:
 def whole_folds(lengths: list[int], count: int) -> list[list[Span]]:
     """Returns at most ``count`` chunks of similar size that end with recordings (`nearest_end`).
 
-    >>> whole_folds([4, 3, 5], 2)
-    [[Span(recording=0, start=0, stop=4), Span(recording=1, start=0, stop=3)], [Span(recording=2,
-    start=0, stop=5)]]
+    >>> first, second = whole_folds([4, 3, 5], 2)
+    >>> first
+    [Span(recording=0, start=0, stop=4), Span(recording=1, start=0, stop=3)]
+    >>> second
+    [Span(recording=2, start=0, stop=5)]
 
     Raises:
         ValueError: more folds than steps.

@@ -25,6 +25,7 @@ from kbf.filters.online import OnlineFilter
 from kbf.filters.rollout import rollout
 from kbf.plots.charts import Figure, curves
 from kbf.recording import transitions
+from kbf.rkhs import rules
 from kbf.rkhs.features import NystromFeatures, nystrom_whitening
 from kbf.rkhs.kernels import gaussian
 from kbf.rkhs.linalg import NotPositiveDefiniteError
@@ -50,11 +51,13 @@ COARSE = "steps, products in bfloat16"
 class CoarseUpdate(PrimalUpdate):
     """The importance-weighted rule with its one large product, Psi^T D Psi, in bfloat16."""
 
-    def covariance(self, ratio: Tensor, features: Tensor, moments: Tensor | None) -> Tensor:
-        """Psi^T D Psi of these points."""
-        return ((features * ratio[..., None]).bfloat16().mT @ features.bfloat16()).to(
-            features.dtype
-        )
+    def over(
+        self, ratio: Tensor, features: Tensor, moments: Tensor | None, query: Tensor
+    ) -> Tensor:
+        """Apply the rule to some of the points, with Psi^T D Psi in bfloat16."""
+        products = (features * ratio[..., None]).bfloat16().mT @ features.bfloat16()
+        c = self.coefficients(products.to(features.dtype), query, self.scale * self.reg)
+        return rules.from_coefficients(ratio, features, c)
 
 
 def variants(p: Problem, tol: float) -> dict[str, KernelBayesFilter | None]:

@@ -255,8 +255,8 @@ def test_pieces_blocks_and_progress(monkeypatch):
         seen: list[int] = []
         whole = rollout(filter, obs, progress=seen.append)
         assert seen == list(range(T))
-        monkeypatch.setattr(parallel_rollout, "NUMBERS", 100 * B * 20)
-        monkeypatch.setattr(parallel_rollout, "ROWS", 5 * B)
+        monkeypatch.setattr(parallel_rollout, "MAX_HELD_NUMBERS", 100 * B * 20)
+        monkeypatch.setattr(parallel_rollout, "MAX_BLOCKS", 5 * B)
         assert_same(rollout(filter, obs), whole)
 
 

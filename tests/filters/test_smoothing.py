@@ -662,7 +662,7 @@ def test_what_has_no_smoother_says_so():
         Operator(torch.eye(60, dtype=F64)),
         Table(x),
     )
-    with pytest.raises(ValueError, match="made without the pairs of the recording"):
+    with pytest.raises(ValueError, match="built without the pairs of the recording"):
         smooth(plain, x)
 
 
@@ -672,7 +672,7 @@ def test_impossible_lags_and_horizons():
         smooth(f, x, lag=-1)
     with pytest.raises(ValueError, match="horizon of a prediction must be at least 1, got 0"):
         predict_ahead(f, x, 0)
-    with pytest.raises(ValueError, match="a single sequence is obs"):
+    with pytest.raises(ValueError, match="a single recording is obs"):
         smooth(f, x[0])
     particles = ParticleFilter(as_state_space(linear()), 20).fit(Recording(*one(linear(), 20)))
     assert smooth(particles, x[:, :1]).estimates.shape == (1, 1, 2)
