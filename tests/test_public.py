@@ -87,7 +87,7 @@ PROGRAM = """import kbf
 import numpy as np
 
 recording = kbf.Recording(np.zeros((9, 2)), np.zeros((9, 3)))
-kernel_filter = kbf.KBF(rank=3).condition(recording)
+kernel_filter = kbf.KBF(rank=3).fit(recording)
 reveal_type(kbf.rollout(kernel_filter, recording.obs[None]).estimates)
 reveal_type(kbf.smoothing.smooth(kernel_filter, np.zeros((1, 9, 3))).estimates)
 reveal_type(kbf.filters.kernel.kbf.KBF)
@@ -189,10 +189,10 @@ UNREADABLE = {
     "kbf.Recording(np.zeros((1, 1)), np.array([['a']]))": (
         "obs must be numbers, got an array of <U1: obs.astype(float) turns"
     ),
-    "kbf.KBF().condition((np.zeros((9, 2)), np.zeros((9, 2))))": (
+    "kbf.KBF().fit((np.zeros((9, 2)), np.zeros((9, 2))))": (
         "recordings are kbf.Recording(states, observations)"
     ),
-    "kbf.KBF().condition([kbf.Recording(np.zeros(9), np.zeros((9, 2)))])": (
+    "kbf.KBF().fit([kbf.Recording(np.zeros(9), np.zeros((9, 2)))])": (
         "states must be (T, d) and observations (T, ...)"
     ),
 }

@@ -141,7 +141,7 @@ def test_the_command_leaves_the_checkpoint_of_the_choice_and_what_was_tried(
     assert main(["train", "model=kalman", *SETTINGS, "run_dir=run", "overwrite=true"]) == 0
     assert not Path("run/candidates.csv").exists(), "a later run clears it"
     with pytest.raises(
-        ValueError, match="model=auto chooses a model from the data: that is for kbf train"
+        ValueError, match="model=auto selects a model by the data: it is for kbf train"
     ):
         FilterTraining(config())
 

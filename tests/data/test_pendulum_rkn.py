@@ -22,6 +22,7 @@ from kbf.filters.kernel_monte_carlo.density_ratio import RatioFilter
 from kbf.filters.rollout import rollout
 from kbf.filters.selection.auto import ModelSelection
 from kbf.recording import Recording
+from kbf.runtime.errors import FitError
 from kbf.training.checkpoint import load_filter
 from kbf.training.fitted_model import inner_filter
 
@@ -250,7 +251,7 @@ def test_a_comparison_counts_sequences_and_tells_both_likelihoods(tmp_path, caps
     )
     assert frame["log_likelihood"] == frame["log_likelihood_raw"] == "nan"
     told = capsys.readouterr().out
-    assert "pendulum_rkn, 3 training sequences" in told
+    assert "pendulum_rkn, 3 training recordings" in told
     assert f"{-cell['test.nll_raw']:.2f}" in told, "at any width of the screen"
     assert main(["compare", *words]) == 0
     kalman, _ = csv.DictReader((tmp_path / "results.csv").open())
@@ -316,4 +317,4 @@ def test_the_net_under_a_model_takes_the_filter_of_ratios(monkeypatch):
 
 def broken():
     """What a model that cannot be fitted raises."""
-    raise ValueError("too few of them")
+    raise FitError("too few of them")

@@ -289,7 +289,7 @@ def test_what_is_not_exported(tmp_path):
     )
     drawn = fitted(SimulatedKBF(points=20, draws=2, run=400, rank=8), steered)
     with pytest.raises(
-        ValueError, match="makes its transition anew in each step, and is not exported; kbf_tuned"
+        ValueError, match="computes its transition in each step, and is not exported; kbf_tuned"
     ):
         written(drawn, tmp_path / "step", "onnx")
     looking = MODELS["normalised"]()

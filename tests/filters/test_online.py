@@ -183,7 +183,7 @@ draw = torch.Generator().manual_seed(0)
 z = torch.randn(60, 2, dtype=torch.float64, generator=draw)
 model = KBF(rank=16, normalise=NORMALISE)
 model.prepare([Recording(z, z)])
-filter = model.condition(Recording(z, z)).requires_grad_(False)
+filter = model.fit(Recording(z, z)).requires_grad_(False)
 whole = torch.compile(Step(filter), fullgraph=True, backend="eager")
 state, obs = filter.init(3), z[:3]
 torch.testing.assert_close(whole(*state, obs)[-2], filter.estimate(filter.step(state, obs)))

@@ -91,7 +91,7 @@ def test_all_horizons_are_scored_on_the_same_steps(data):
                 )
         torch.testing.assert_close(found.mse[k].float(), errors, atol=1e-5, rtol=1e-4)
     with pytest.raises(
-        ValueError, match="17 steps ahead need test sequences of more steps; the shortest has 17"
+        ValueError, match="17 steps ahead need longer test recordings; the shortest has 17"
     ):
         score_ahead(filter, tests, 17)
 

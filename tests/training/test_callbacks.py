@@ -191,8 +191,8 @@ def test_a_run_is_not_replaced_unless_somebody_says_so(tmp_path, capsys):
     (tmp_path / "metrics.json").unlink()
     last = tmp_path / "checkpoints" / "last.ckpt"
     assert (
-        f"holds an interrupted run: kbf train ckpt_path={last} goes on with it; overwrite=true "
-        "begins anew" in refused()
+        f"holds an interrupted run: kbf train ckpt_path={last} continues it; overwrite=true "
+        "starts a new one" in refused()
     )
     with locked(tmp_path):
         assert "is being written by process" in refused("overwrite=true")

@@ -53,7 +53,9 @@ def test_a_stack_comes_back_from_its_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "MORE", {"kernel_monte_carlo": lambda seed: small})
     monkeypatch.setattr(auto, "MIN_COVERAGE", 2.0)
     monkeypatch.setattr(auto, "MIN_STEPS_FOR_SECOND_ROUND", 100)
-    monkeypatch.setattr(auto, "surely", lambda gains, errors: errors == 1.0)  # always the stack
+    monkeypatch.setattr(
+        auto, "significantly_better", lambda gains, errors: errors == 1.0
+    )  # always the stack
     data, made = trained(tmp_path, "model=kalman")
     assert made is not None and set(made.module.net.used()) >= {"kernel_monte_carlo"}
     loaded, obs = load_filter(tmp_path / "best.ckpt"), data.test[0].obs[None]

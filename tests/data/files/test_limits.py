@@ -60,9 +60,7 @@ def test_a_picture_of_a_billion_pixels_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a\.png"):
         read(tmp_path, Layout(), states=False)
     Image.new("1", (8193, 8192)).save(tmp_path / "a.png")
-    with pytest.raises(
-        ValueError, match=r"8193 x 8192 pixels, more than the 67,108,864 that are read"
-    ):
+    with pytest.raises(ValueError, match=r"8193 x 8192 pixels, more than the limit of 67,108,864"):
         read(tmp_path, Layout(), states=False)
 
 
