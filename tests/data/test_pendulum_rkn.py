@@ -298,7 +298,7 @@ def test_the_net_under_a_model_takes_the_filter_of_ratios(monkeypatch):
         -1,
     )
     model = ModelSelection(LearnedKalman(), name="kalman")
-    model.told = 1
+    model.ratio_dim = 1
     memory = [Recording(z, row)]
     model.prepare(memory)
     assert model.used() == ["kernel_monte_carlo"]

@@ -175,6 +175,7 @@ def test_a_compiled_batch_takes_an_example_of_any_strides():
 
 WHOLE = """
 import torch
+import kbf
 from kbf.filters.compile import Step
 from kbf.filters.kernel.kbf import KBF
 from kbf.recording import Recording
@@ -186,7 +187,7 @@ model.prepare([Recording(z, z)])
 filter = model.fit(Recording(z, z)).requires_grad_(False)
 whole = torch.compile(Step(filter), fullgraph=True, backend="eager")
 state, obs = filter.init(3), z[:3]
-torch.testing.assert_close(whole(*state, obs)[-2], filter.estimate(filter.step(state, obs)))
+torch.testing.assert_close(whole(*state, obs)[-2], filter.estimate(kbf.step(filter, state, obs)))
 """
 
 
