@@ -42,7 +42,7 @@ _HOME = {
     "simulate": "kbf.ssm",
     "score": "kbf.evaluation.score",
     "floor": "kbf.evaluation.floors",
-    "load_filter": "kbf.training.checkpoint",
+    "load_filter": "kbf.fitted.checkpoint",
     "FilterTraining": "kbf.training.filter_stage",
     "FilterDataModule": "kbf.training.datamodule",
     "position_model": "kbf.data.dsprites",

@@ -10,6 +10,7 @@ from kbf import (
     evaluation as evaluation,
     export as export,
     filters as filters,
+    fitted as fitted,
     images as images,
     manifolds as manifolds,
     plots as plots,
@@ -67,6 +68,7 @@ from kbf.filters.regression.window import MeanModel as MeanModel, WindowRidge as
 from kbf.filters.rollout import rollout as rollout, step as step
 from kbf.filters.smoothing import predict_ahead as predict_ahead, smooth as smooth
 from kbf.filters.state_io import load_state as load_state, save_state as save_state
+from kbf.fitted.checkpoint import load_filter as load_filter
 from kbf.images.augment import Augment as Augment, PixelNoise as PixelNoise
 from kbf.images.encoders import (
     CNN as CNN,
@@ -84,7 +86,6 @@ from kbf.ssm import (
     rotation as rotation,
     simulate as simulate,
 )
-from kbf.training.checkpoint import load_filter as load_filter
 from kbf.training.datamodule import FilterDataModule as FilterDataModule
 from kbf.training.filter_stage import FilterTraining as FilterTraining
 

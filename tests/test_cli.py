@@ -19,7 +19,7 @@ from kbf import __version__
 from kbf.cli import COMMANDS, expected, main, one_line
 from kbf.commands.support.metric_descriptions import DIAGNOSTICS
 from kbf.config import composing, config_dir, configure
-from kbf.training.checkpoint import read_checkpoint
+from kbf.fitted.checkpoint import read_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = ["n_train=60", "data.n_test=20", "particles=200"]

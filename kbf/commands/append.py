@@ -16,9 +16,9 @@ from kbf.data.dataset import load_data
 from kbf.data.files.splits import where_known
 from kbf.data.windows import Span, take
 from kbf.evaluation.score import score
+from kbf.fitted.append import append
+from kbf.fitted.checkpoint import check_like, load_filter
 from kbf.recording import Recording
-from kbf.training.append import append
-from kbf.training.checkpoint import check_like, load_filter
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:

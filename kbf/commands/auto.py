@@ -18,10 +18,10 @@ from kbf.data.windows import hold_out
 from kbf.evaluation.score import Score, score
 from kbf.filters.protocols import Filter
 from kbf.filters.selection.cross_validation import MAX_BLOCKS, Held, Row, Search
+from kbf.fitted.checkpoint import Trained
 from kbf.recording import Recording
 from kbf.runtime.atomic_files import scratch
 from kbf.runtime.errors import FitError
-from kbf.training.checkpoint import Trained
 from kbf.training.fit import train
 
 

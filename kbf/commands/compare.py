@@ -25,9 +25,9 @@ from kbf.commands.train import finish
 from kbf.data.dataset import load_data
 from kbf.data.download import one_at_a_time
 from kbf.evaluation.floors import data_floor
+from kbf.fitted.held_out_calibration import learn
 from kbf.runtime.atomic_files import scratch, sweep
 from kbf.training.fit import train
-from kbf.training.held_out_calibration import learn
 
 
 class Cell(NamedTuple):

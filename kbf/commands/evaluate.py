@@ -21,9 +21,9 @@ from kbf.commands.support.smoothing_scores import check_requested, score_request
 from kbf.data.dataset import load_data
 from kbf.evaluation.alarms import Check
 from kbf.evaluation.floors import data_floor
+from kbf.fitted.checkpoint import check_like, load_filter
 from kbf.plots.tracks import calibration_figure, save
 from kbf.runtime.atomic_files import write_csv, write_json
-from kbf.training.checkpoint import check_like, load_filter
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:

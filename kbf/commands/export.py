@@ -14,7 +14,7 @@ from torch import Tensor
 from kbf.commands.filter import column_schema_of, same_file
 from kbf.commands.support.console import console
 from kbf.export.step import export
-from kbf.training.checkpoint import Trained, load_filter
+from kbf.fitted.checkpoint import Trained, load_filter
 
 
 def run(config: dict[str, Any]) -> int:

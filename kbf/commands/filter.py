@@ -30,9 +30,9 @@ from kbf.commands.support.stream_reader import InputColumns, Row, RowReader
 from kbf.data.files import ColumnSchema, read_observations
 from kbf.data.files.column_schema import Part
 from kbf.filters.protocols import allows_missing_sensors, control_components
+from kbf.fitted.checkpoint import Trained, checkpoint_file, load_filter
 from kbf.recording import as_float
 from kbf.runtime.atomic_files import replacing
-from kbf.training.checkpoint import Trained, checkpoint_file, load_filter
 
 # Files that are read line by line.
 TEXT_SUFFIXES = (".csv", ".jsonl")

@@ -28,13 +28,13 @@ from kbf.data.dataset import Data, load_data
 from kbf.data.windows import hold_out
 from kbf.evaluation.floors import data_floor, floor
 from kbf.evaluation.score import Score
+from kbf.fitted.checkpoint import BEST, LAST, CheckpointError, Trained, read_checkpoint
+from kbf.fitted.held_out_calibration import learn_and_keep
 from kbf.runtime.atomic_files import LOCK, copy, locked, scratch, write_json, write_text
 from kbf.runtime.instantiate import build
-from kbf.training.callbacks import BEST, ENCODERS, LAST
-from kbf.training.checkpoint import CheckpointError, Trained, read_checkpoint
+from kbf.training.callbacks import ENCODERS
 from kbf.training.figure_logging import log_frames, log_track
 from kbf.training.fit import check, is_helper, train
-from kbf.training.held_out_calibration import learn_and_keep
 from kbf.training.metric_logging import log_results
 
 # Particles of the floor of the held-out part, which is only logged: more take long.

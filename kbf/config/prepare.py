@@ -171,7 +171,7 @@ def on_a_checkpoint(composed: Any) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from kbf.training.checkpoint import CheckpointError, read_checkpoint
+    from kbf.fitted.checkpoint import CheckpointError, read_checkpoint
 
     path, given = composed.checkpoint, composed.get("data")
     other_data = HydraConfig.get().runtime.choices.get("data") is not None

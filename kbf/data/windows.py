@@ -6,6 +6,7 @@ import itertools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from kbf.recording import Recording
 from kbf.runtime.errors import FitError
@@ -49,6 +50,18 @@ def folds(lengths: list[int], count: int) -> list[list[Span]]:
     if not 1 <= count <= total:
         raise FitError(f"{total} training steps cannot be cut into {count} folds")
     return cut(lengths, [round(total * k / count) for k in range(count + 1)])
+
+
+def held_by(lengths: list[int], members: int) -> list[Tensor]:
+    """Return for each step of each recording the encoder that is not trained on it.
+
+    The members of an encoding have one contiguous chunk each.
+    """
+    held = [torch.zeros(n, dtype=torch.long) for n in lengths]
+    for k, spans in enumerate(folds(lengths, members)):
+        for span in spans:
+            held[span.recording][span.start : span.stop] = k
+    return held
 
 
 # Share of all steps in one recording above which it is split: the rest would be too small.

@@ -1,16 +1,10 @@
 from kbf.training import (
-    append as append,
-    buffers as buffers,
     callbacks as callbacks,
-    checkpoint as checkpoint,
     datamodule as datamodule,
     encoder_datamodule as encoder_datamodule,
     encoder_stage as encoder_stage,
     figure_logging as figure_logging,
     filter_stage as filter_stage,
     fit as fit,
-    fitted_model as fitted_model,
-    held_out_calibration as held_out_calibration,
     metric_logging as metric_logging,
-    settings as settings,
 )

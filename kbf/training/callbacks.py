@@ -13,14 +13,10 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, ProgressBar
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from kbf.fitted.checkpoint import BEST, read_checkpoint
 from kbf.runtime.instantiate import build
 from kbf.runtime.tensor_files import write_tensors
-from kbf.training.checkpoint import read_checkpoint
 
-# File of the model with the least validation error.
-BEST = "best.ckpt"
-# File of the newest model.
-LAST = "last.ckpt"
 # File of the newest encoders, while the first stage runs.
 ENCODERS = "encoder.ckpt"
 # Metric: the error on the held-out part.

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from kbf.data.windows import Span, folds, hold_out, stack, windows, without
+from kbf.fitted.settings import Training
 from kbf.recording import Recording, pad
-from kbf.training.settings import Training
 
 # The number of a fold, and some windows of it.
 Batch = tuple[int, list[Span]]

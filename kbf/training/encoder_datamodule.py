@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from kbf.training.settings import EncodingSettings
+from kbf.fitted.settings import EncodingSettings
 
 
 class Frames(NamedTuple):

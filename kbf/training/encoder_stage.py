@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from kbf import __version__
+from kbf.fitted.settings import OPTIMISERS, EncodingSettings
 from kbf.images.augment import Augment
 from kbf.images.encodings import Encoding
 from kbf.images.losses import ridge_loss, ridge_weights, split_ridge_loss
@@ -26,7 +27,6 @@ from kbf.rkhs.features import random_fourier
 from kbf.rkhs.kernels import median_distance
 from kbf.training.encoder_datamodule import Frames, RowOrder
 from kbf.training.figure_logging import log_encodings, log_features
-from kbf.training.settings import OPTIMISERS, EncodingSettings
 
 # Losses by which the heads are trained together with the encoders.
 OWN_HEADS = ("linear", "ratio")

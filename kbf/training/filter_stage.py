@@ -31,13 +31,13 @@ from torch import Tensor
 from kbf.evaluation.metrics import mse
 from kbf.filters.protocols import LossModel, WindowModel
 from kbf.filters.rollout import rollout
+from kbf.fitted.buffers import RecordingBuffers
+from kbf.fitted.model import FittedModel
+from kbf.fitted.settings import OPTIMISERS
 from kbf.recording import Recording, as_float
-from kbf.training.buffers import RecordingBuffers
 from kbf.training.datamodule import FilterDataModule, Task
 from kbf.training.encoder_stage import seed_step
 from kbf.training.figure_logging import log_frames, log_track
-from kbf.training.fitted_model import FittedModel
-from kbf.training.settings import OPTIMISERS
 
 
 class FilterTraining(FittedModel, lightning.LightningModule):

@@ -19,19 +19,18 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor
 
-from kbf.data.windows import folds
+from kbf.data.windows import folds, held_by
 from kbf.filters.selection.auto import ModelSelection
+from kbf.fitted.checkpoint import BEST, LAST, Trained, checkpoint_of, load_own, read_checkpoint
+from kbf.fitted.model import build_encoding
 from kbf.images.encodings import Encoding
 from kbf.recording import Recording, observed_pairs
 from kbf.runtime.atomic_files import copy, sweep
 from kbf.runtime.instantiate import build
 from kbf.runtime.tensor_files import write_tensors
 from kbf.training.callbacks import (
-    BEST,
     ENCODERS,
-    LAST,
     VALIDATION,
     VALIDATION_LOSS,
     AtomicCheckpointIO,
@@ -41,12 +40,10 @@ from kbf.training.callbacks import (
     check_callbacks,
     early_stopping,
 )
-from kbf.training.checkpoint import Trained, checkpoint_of, load_own, read_checkpoint
 from kbf.training.datamodule import FilterDataModule
 from kbf.training.encoder_datamodule import Frames, check_batches
 from kbf.training.encoder_stage import check_encoder, fit, fit_encoding, warn_of_chance
 from kbf.training.filter_stage import FilterTraining
-from kbf.training.fitted_model import build_encoding
 
 # Keys of a configuration that a checkpoint keeps.
 CHECKPOINT_KEYS = ("model", "data", "recipe", "n_train", "seed")
@@ -289,18 +286,6 @@ def reuse_encoding(module: FilterTraining, run: Run, encodings: Path | None) -> 
         module.take_encodings(torch.load(encodings, map_location="cpu", weights_only=True))
         return True
     return False
-
-
-def held_by(lengths: list[int], members: int) -> list[Tensor]:
-    """Return for each step of each recording the encoder that is not trained on it.
-
-    The members of an encoding have one contiguous chunk each.
-    """
-    held = [torch.zeros(n, dtype=torch.long) for n in lengths]
-    for k, spans in enumerate(folds(lengths, members)):
-        for span in spans:
-            held[span.recording][span.start : span.stop] = k
-    return held
 
 
 def check(

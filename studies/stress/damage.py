@@ -14,7 +14,7 @@ from commands.test_hostile_checkpoints import NETS  # pyright: ignore[reportMiss
 
 from kbf.cli import main
 from kbf.filters.state_io import load_state, save_state
-from kbf.training.checkpoint import load_filter, read_checkpoint
+from kbf.fitted.checkpoint import load_filter, read_checkpoint
 from studies.stress.cases import CHECKPOINT, Outcome, forked, give_checkpoint, load_all
 
 WRONG = [

@@ -21,9 +21,9 @@ from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.regression.kernel_ridge import FrameRegression
 from kbf.filters.rollout import rollout
+from kbf.fitted.checkpoint import load_filter
 from kbf.recording import Recording
 from kbf.ssm import rotation, simulate
-from kbf.training.checkpoint import load_filter
 from studies.stress.cases import Outcome
 
 SIZES = [20.0, 100.0, 1e6, 1e19, 1e30, 1e39, 1e150, 1e300, float("inf"), float("nan")]

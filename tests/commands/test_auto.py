@@ -18,7 +18,7 @@ from kbf.config import configure
 from kbf.data.dataset import load_data
 from kbf.data.windows import split
 from kbf.evaluation.score import score
-from kbf.training.checkpoint import load_filter
+from kbf.fitted.checkpoint import load_filter
 from kbf.training.filter_stage import FilterTraining
 from kbf.training.fit import train
 

@@ -23,8 +23,8 @@ from kbf.commands.support.row_writers import OnlineEstimator
 from kbf.commands.support.stream_reader import InputColumns, LineError, Row, RowReader
 from kbf.data.files.column_schema import ColumnSchema, Part
 from kbf.filters.rollout import rollout
+from kbf.fitted.checkpoint import load_filter
 from kbf.ssm import oscillatory, simulate
-from kbf.training.checkpoint import load_filter
 
 TRAIN = [
     "data=oscillatory",

@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 from kbf.cli import main
 from kbf.config import config_dir
 from kbf.filters.state_io import read_leaves
+from kbf.fitted.checkpoint import load_filter, read_checkpoint
 from kbf.runtime.allowlist import INSIDE, REGISTERED, files_named, without_weights
 from kbf.runtime.instantiate import build, locate
 from kbf.runtime.interpolation import literal, settled
 from kbf.runtime.memory_limit import check_arguments
-from kbf.training.checkpoint import load_filter, read_checkpoint
 
 EXECUTE = {"_target_": "os.system", "command": "touch HERE"}
 THROUGH = {"_target_": "kbf.runtime.instantiate.build", "trust": True, "config": EXECUTE}
@@ -44,7 +44,7 @@ NETS = {
     "a command": {"_target_": "kbf.cli.main", "argv": ["train"]},
     "a command's worker": {"_target_": "kbf.cli.execute", "command": "train", "config": {}},
     "a loader that trusts": {
-        "_target_": "kbf.training.checkpoint.load_filter",
+        "_target_": "kbf.fitted.checkpoint.load_filter",
         "path": "HERE",
         "trust": True,
     },

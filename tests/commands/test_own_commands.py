@@ -15,9 +15,9 @@ from kbf.commands.compare import fingerprints
 from kbf.config import configure
 from kbf.data.dataset import load_data
 from kbf.evaluation.score import score
+from kbf.fitted.checkpoint import load_filter
 from kbf.recording import Recording
 from kbf.ssm import OrientationModel, oscillatory, simulate
-from kbf.training.checkpoint import load_filter
 from kbf.training.filter_stage import FilterTraining
 from kbf.training.fit import train
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from kbf.cli import main
-from kbf.training.checkpoint import load_filter
+from kbf.fitted.checkpoint import load_filter
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("waitress")

@@ -8,10 +8,10 @@ import torch
 from kbf.data.dataset import load_data
 from kbf.data.synthetic import SyntheticData
 from kbf.data.windows import Span, folds, hold_out, split, stack, take, windows, without
+from kbf.fitted.settings import Training
 from kbf.recording import Recording
 from kbf.ssm import OrientationModel, oscillatory, rotation, simulate
 from kbf.training.datamodule import EpochOrder, FilterDataModule
-from kbf.training.settings import Training
 
 CONFIG = {
     "source": {

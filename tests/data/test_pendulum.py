@@ -35,14 +35,14 @@ from kbf.filters.gaussian.moments import GaussianState
 from kbf.filters.gaussian.polar import TurningFilter, TurningModel, turning_filter
 from kbf.filters.gaussian.ukf import UKF, sigma_points, unscented
 from kbf.filters.rollout import rollout
+from kbf.fitted.checkpoint import load_filter
+from kbf.fitted.settings import read_encoding_settings
 from kbf.plots.animation import animate
 from kbf.plots.frames import frame_grid
 from kbf.recording import Recording
 from kbf.runtime.instantiate import build
 from kbf.ssm import OrientationModel, simulate
-from kbf.training.checkpoint import load_filter
 from kbf.training.fit import train
-from kbf.training.settings import read_encoding_settings
 
 F64 = torch.float64
 

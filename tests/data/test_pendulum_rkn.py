@@ -21,10 +21,10 @@ from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.kernel_monte_carlo.density_ratio import RatioFilter
 from kbf.filters.rollout import rollout
 from kbf.filters.selection.auto import ModelSelection
+from kbf.fitted.checkpoint import load_filter
+from kbf.fitted.model import inner_filter
 from kbf.recording import Recording
 from kbf.runtime.errors import FitError
-from kbf.training.checkpoint import load_filter
-from kbf.training.fitted_model import inner_filter
 
 F64 = torch.float64
 

@@ -27,11 +27,11 @@ from kbf.filters.kernel.operators import density_transition
 from kbf.filters.kernel.update.rule import PrimalUpdate
 from kbf.filters.rollout import rollout
 from kbf.filters.scaling import ScaledFilter, Scaling
+from kbf.fitted.held_out_calibration import Run, held_out, learn_monitor, run_through
 from kbf.recording import Recording, mask_missing, pad
 from kbf.rkhs.features import NystromFeatures
 from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.ssm import gaussian_log_density, rotation, simulate
-from kbf.training.held_out_calibration import Run, held_out, learn_monitor, run_through
 
 MODEL = rotation()
 

@@ -36,18 +36,18 @@ from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.kernel.filter import KernelBayesFilter, KernelState
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.operators import Operator, UnitRatio
-from kbf.plots.tracks import calibration_figure
-from kbf.recording import Recording
-from kbf.ssm import rotation
-from kbf.training.checkpoint import load_filter, rewrite_checkpoint
-from kbf.training.fit import train
-from kbf.training.held_out_calibration import (
+from kbf.fitted.checkpoint import load_filter, rewrite_checkpoint
+from kbf.fitted.held_out_calibration import (
     calibrate_by,
     held_out,
     learn_and_keep,
     learn_calibration,
     run_through,
 )
+from kbf.plots.tracks import calibration_figure
+from kbf.recording import Recording
+from kbf.ssm import rotation
+from kbf.training.fit import train
 
 
 def gaussian_steps(normal, m: int, d: int = 2, wrong: float = 1.0):

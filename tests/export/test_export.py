@@ -24,10 +24,10 @@ from kbf.filters.neural.rkn import RKNFilter
 from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.filters.regression.kernel_ridge import FrameRegression
 from kbf.filters.rollout import rollout
+from kbf.fitted.model import cast_all
 from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.recording import Recording
 from kbf.ssm import oscillatory, simulate
-from kbf.training.fitted_model import cast_all
 
 F64 = torch.float64
 onnxruntime = pytest.importorskip("onnxruntime")

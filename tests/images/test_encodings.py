@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kbf.data.windows import held_by
 from kbf.densities.ratio import RatioDensity, StateDensity, encoding_width, read_encoding
 from kbf.filters.gaussian.kalman import KalmanFilter
 from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.protocols import where
 from kbf.filters.rollout import rollout, step
+from kbf.fitted.model import build_encoding
 from kbf.images.encoders import CNN
 from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.manifolds import CIRCLE, FLAT
 from kbf.recording import Recording
-from kbf.training.fit import held_by
-from kbf.training.fitted_model import build_encoding
 
 SHAPE = (1, 4, 4)
 

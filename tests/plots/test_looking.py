@@ -21,11 +21,11 @@ from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
 from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.rollout import rollout
 from kbf.filters.smoothing import smooth
+from kbf.fitted.checkpoint import load_filter
+from kbf.fitted.held_out_calibration import learn_smoothed
 from kbf.recording import Recording
 from kbf.ssm import StateSpaceModel, rotate, rotation, simulate
-from kbf.training.checkpoint import load_filter
 from kbf.training.fit import train
-from kbf.training.held_out_calibration import learn_smoothed
 from studies.benchmarks import smoothing
 
 F64 = torch.float64

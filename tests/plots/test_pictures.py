@@ -21,6 +21,7 @@ from kbf.evaluation.score import score
 from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.kernel.filter import KernelBayesFilter, KernelState
 from kbf.filters.particle.bootstrap import BootstrapFilter, ParticleState
+from kbf.fitted.settings import EncodingSettings
 from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.plots.tracks import ESTIMATE, TRUTH
 from kbf.recording import Recording
@@ -37,7 +38,6 @@ from kbf.training.figure_logging import (
     state_colours,
     thumbnails,
 )
-from kbf.training.settings import EncodingSettings
 
 QUIET = ["trainer.enable_progress_bar=false", "particles=20", "n_train=12", "data.n_test=4"]
 

@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressB
 
 from kbf.cli import main
 from kbf.config import configure
+from kbf.fitted.checkpoint import load_filter, read_checkpoint
 from kbf.runtime.atomic_files import LOCK, locked
 from kbf.training import callbacks
 from kbf.training.callbacks import EarlyStopping, build_callbacks, early_stopping
-from kbf.training.checkpoint import load_filter, read_checkpoint
 
 HOW = {
     "epochs": 30,

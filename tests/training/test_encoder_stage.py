@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import kbf.training.fit
+from kbf.data.windows import held_by
 from kbf.densities.ratio import StateDensity, read_encoding
+from kbf.fitted.checkpoint import CheckpointError, load_filter, read_checkpoint
+from kbf.fitted.settings import EncodingSettings, read_encoding_settings
 from kbf.images import losses
 from kbf.images.augment import PixelNoise
 from kbf.images.encoders import CNN
@@ -23,11 +26,9 @@ from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.recording import Recording
 from kbf.rkhs.linalg import psd_solve
 from kbf.training.callbacks import LastCheckpoint
-from kbf.training.checkpoint import CheckpointError, load_filter, read_checkpoint
 from kbf.training.encoder_datamodule import Frames, RowOrder
 from kbf.training.encoder_stage import EncoderTraining, check_encoder, fit_encoding, warn_of_chance
-from kbf.training.fit import check, held_by, train
-from kbf.training.settings import EncodingSettings, read_encoding_settings
+from kbf.training.fit import check, train
 
 SIDE = 8
 TRAINER = {

@@ -16,11 +16,11 @@ from kbf.data.windows import split
 from kbf.evaluation.score import score
 from kbf.filters.neural.lstm import LSTMFilter
 from kbf.filters.rollout import rollout
+from kbf.fitted.checkpoint import CheckpointError, load_filter, read_checkpoint
 from kbf.recording import Recording
 from kbf.runtime.instantiate import build
 from kbf.ssm import rotation
 from kbf.training.callbacks import LastCheckpoint
-from kbf.training.checkpoint import CheckpointError, load_filter, read_checkpoint
 from kbf.training.filter_stage import FilterTraining
 from kbf.training.fit import check, train
 

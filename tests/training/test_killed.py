@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kbf.data.synthetic import SyntheticData
+from kbf.fitted.checkpoint import Trained, read_checkpoint
 from kbf.recording import Recording
 from kbf.ssm import rotation
-from kbf.training.checkpoint import Trained, read_checkpoint
 from kbf.training.fit import train
 
 QUIET = {

@@ -12,11 +12,11 @@ from kbf.data.windows import piece
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
 from kbf.filters.rollout import rollout
 from kbf.filters.selection import auto
-from kbf.training.checkpoint import load_filter
+from kbf.fitted.checkpoint import load_filter
+from kbf.fitted.held_out_calibration import learn, learn_and_keep, never_learned_from
 from kbf.training.datamodule import FilterDataModule
 from kbf.training.filter_stage import FilterTraining
 from kbf.training.fit import train
-from kbf.training.held_out_calibration import learn, learn_and_keep, never_learned_from
 
 
 def trained(tmp_path, *words):

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 from kbf.data.synthetic import SyntheticData
 from kbf.evaluation.score import score
 from kbf.filters.rollout import rollout
+from kbf.fitted.checkpoint import load_filter
 from kbf.recording import Recording
 from kbf.ssm import rotation
 from kbf.training import filter_stage
-from kbf.training.checkpoint import load_filter
 from kbf.training.datamodule import FilterDataModule
 from kbf.training.filter_stage import FilterTraining
 from kbf.training.fit import train

@@ -16,8 +16,8 @@ import torch
 
 from kbf.cli import main
 from kbf.data.dsprites import DSprites
+from kbf.fitted.checkpoint import read_checkpoint
 from kbf.training.callbacks import LastCheckpoint
-from kbf.training.checkpoint import read_checkpoint
 
 CODING = [
     "data.encoding.members=2",

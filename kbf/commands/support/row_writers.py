@@ -18,7 +18,7 @@ from kbf.evaluation.alarms import WINDOW, Monitor, running_median
 from kbf.evaluation.calibration import Calibration
 from kbf.filters.online import OnlineFilter
 from kbf.filters.protocols import covariance_of, diagnostics_of
-from kbf.training.checkpoint import Trained
+from kbf.fitted.checkpoint import Trained
 
 # A row of the output: numbers and texts by column.
 Values = dict[str, float | int | str | None]

@@ -14,8 +14,8 @@ from kbf.evaluation.score import Score, score
 from kbf.evaluation.scoring_rules import Reliability, reliability
 from kbf.evaluation.statistics import summary
 from kbf.filters.selection.auto import ModelSelection
+from kbf.fitted.checkpoint import Trained
 from kbf.recording import Recording
-from kbf.training.checkpoint import Trained
 
 
 class ScoredRun(NamedTuple):

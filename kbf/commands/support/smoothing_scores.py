@@ -13,10 +13,10 @@ from kbf.data.dataset import Data
 from kbf.evaluation.floors import floor_ahead, smoothing_floor
 from kbf.evaluation.score import check_horizon, score_ahead, score_smoothed
 from kbf.filters.smoothing import check_smoother
+from kbf.fitted.checkpoint import Trained
+from kbf.fitted.held_out_calibration import learn_smoothed
 from kbf.plots.charts import curves
 from kbf.plots.tracks import save, track_figure
-from kbf.training.checkpoint import Trained
-from kbf.training.held_out_calibration import learn_smoothed
 
 
 class Scores(NamedTuple):

@@ -42,12 +42,12 @@ from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.protocols import move
 from kbf.filters.regression.kernel_ridge import FrameRegression
 from kbf.filters.rollout import rollout, step
+from kbf.fitted.buffers import RecordingBuffers
+from kbf.fitted.model import cast_all
 from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.recording import Recording, as_recordings, moves, pad, transitions
 from kbf.rkhs.kernels import delta, gaussian
 from kbf.ssm import rotation
-from kbf.training.buffers import RecordingBuffers
-from kbf.training.fitted_model import cast_all
 
 TURN = 0.8 * torch.tensor(
     [[math.cos(0.3), -math.sin(0.3)], [math.sin(0.3), math.cos(0.3)]], dtype=torch.float64
@@ -588,7 +588,7 @@ def test_state_dict_holds_the_learned_density():
         if {k: v.shape for k, v in other.state_dict().items()} != {
             k: v.shape for k, v in state.items()
         }:
-            from kbf.training.fitted_model import take_shapes
+            from kbf.fitted.model import take_shapes
 
             take_shapes(other, state)
         assert not torch.allclose(rollout(other, obs, controls=u).estimates, wanted)

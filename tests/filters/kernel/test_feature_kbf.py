@@ -18,15 +18,15 @@ from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.hyperparameters import paper_grid
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.rollout import rollout
+from kbf.fitted.checkpoint import load_filter, read_checkpoint
+from kbf.fitted.settings import Training
 from kbf.images.augment import Augment, PixelNoise
 from kbf.images.encoders import CNN
 from kbf.recording import Recording
 from kbf.rkhs.rules import importance_weighted
-from kbf.training.checkpoint import load_filter, read_checkpoint
 from kbf.training.datamodule import FilterDataModule
 from kbf.training.filter_stage import FilterTraining
 from kbf.training.fit import check, train
-from kbf.training.settings import Training
 
 SHAPE = (1, 6, 6)
 TRAINER = {

@@ -13,8 +13,8 @@ from kbf.filters.rollout import rollout
 from kbf.filters.selection import auto
 from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.selection.drift import MIN_STEPS_KEPT, last_steps, newest
+from kbf.fitted.checkpoint import load_filter
 from kbf.recording import Recording
-from kbf.training.checkpoint import load_filter
 from kbf.training.fit import train
 
 F64 = torch.float64

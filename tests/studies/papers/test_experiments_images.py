@@ -19,10 +19,10 @@ from kbf.evaluation import floors, score
 from kbf.filters.neural.lstm import LSTMFilter
 from kbf.filters.particle.learned import PixelParticleFilter
 from kbf.filters.rollout import rollout
+from kbf.fitted.settings import Training
 from kbf.images.encoders import PaperMLP
 from kbf.plots.charts import curves
 from kbf.recording import Recording
-from kbf.training.settings import Training
 from studies.papers import dmlab, dsprites, images, low_dim_filtering as low
 
 JOB = {"data": "oscillatory", "n": 30, "run": 3, "n_test": 15, "points": 50}

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from kbf.data.windows import first_steps, folds, hold_out, take, without
+from kbf.data.windows import first_steps, folds, held_by, hold_out, take, without
 from kbf.evaluation.alarms import (
     MOST_KEPT,
     Monitor,
@@ -30,13 +30,11 @@ from kbf.evaluation.score import Score, score, score_smoothed
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.protocols import Filter, FilterModel
 from kbf.filters.selection.auto import ModelSelection
+from kbf.fitted.checkpoint import BEST, LAST, Trained, load_own, rewrite_checkpoint
+from kbf.fitted.model import FittedModel
 from kbf.recording import Recording, as_float, observed_pairs
 from kbf.rkhs.linalg import evenly
 from kbf.runtime.atomic_files import copy
-from kbf.training.callbacks import BEST, LAST
-from kbf.training.checkpoint import Trained, load_own, rewrite_checkpoint
-from kbf.training.fit import held_by
-from kbf.training.fitted_model import FittedModel
 
 FOLDS = 5
 # Most steps that are filtered. Of larger recordings these are the first steps of each fold.

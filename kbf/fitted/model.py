@@ -2,7 +2,7 @@
 
 The parts are a net, the scaling of ``data.normalise``, the encoding of images and the recordings
 (the memory). `kbf.training.filter_stage.FilterTraining` trains one with Lightning;
-`kbf.training.checkpoint.load_filter` restores one without it.
+`kbf.fitted.checkpoint.load_filter` restores one without it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kbf.filters.protocols import Filter, RatioModel
 from kbf.filters.scaling import ScaledFilter, Scaling
 from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.wrapper import FilterWrapper
-from kbf.images.augment import Augment
-from kbf.images.encodings import EncodedFilter, Encoding
-from kbf.recording import Recording, as_float
-from kbf.runtime.instantiate import build
-from kbf.runtime.memory_limit import check_arguments
-from kbf.training.buffers import RecordingBuffers
-from kbf.training.settings import (
+from kbf.fitted.buffers import RecordingBuffers
+from kbf.fitted.settings import (
     EncodingSettings,
     Training,
     read_encoding_settings,
     read_training,
 )
+from kbf.images.augment import Augment
+from kbf.images.encodings import EncodedFilter, Encoding
+from kbf.recording import Recording, as_float
+from kbf.runtime.instantiate import build
+from kbf.runtime.memory_limit import check_arguments
 
 
 class FittedModel(nn.Module):

@@ -19,13 +19,17 @@ from kbf.evaluation.alarms import Monitor
 from kbf.evaluation.calibration import Calibration
 from kbf.filters.gating import observe
 from kbf.filters.protocols import Filter, control_components, move
+from kbf.fitted.model import FittedModel, inner_filter, operators_of, take_shapes
 from kbf.recording import Recording, control_width
 from kbf.runtime import html_repr
 from kbf.runtime.allowlist import check_plain, without_weights
 from kbf.runtime.atomic_files import check_archive
 from kbf.runtime.tensor_files import check_tensors, write_tensors
-from kbf.training.fitted_model import FittedModel, inner_filter, operators_of, take_shapes
 
+# File of the model with the least validation error.
+BEST = "best.ckpt"
+# File of the newest model.
+LAST = "last.ckpt"
 # The first version whose checkpoints this one reads.
 OLDEST = (0, 1)
 
@@ -43,7 +47,7 @@ class Trained(NamedTuple):
         epochs: of the training.
         validation_mse: least validation error; None where it is not known.
         calibration: of the filter's covariances, learned from held-out steps of the training data
-            (`kbf.training.held_out_calibration`); None where it was not requested, in older
+            (`kbf.fitted.held_out_calibration`); None where it was not requested, in older
             checkpoints, and for filters without covariances.
         monitor: of the filter's predictions, learned in the same way.
         steps: of the optimiser, in all epochs.

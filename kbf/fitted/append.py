@@ -17,13 +17,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kbf.data.windows import Span, take
+from kbf.fitted.buffers import RecordingBuffers
+from kbf.fitted.checkpoint import Trained, check_like, load_filter, rewrite_checkpoint
+from kbf.fitted.held_out_calibration import learn
+from kbf.fitted.model import inner_filter
 from kbf.recording import Recording, as_recordings
 from kbf.rkhs.features import nystrom_whitening, pivots
 from kbf.rkhs.kernels import gaussian, median_distance
-from kbf.training.buffers import RecordingBuffers
-from kbf.training.checkpoint import Trained, check_like, load_filter, rewrite_checkpoint
-from kbf.training.fitted_model import inner_filter
-from kbf.training.held_out_calibration import learn
 
 # Steps that are kept or removed together: a transition needs both of its ends.
 STEPS_PER_CHUNK = 20
@@ -69,7 +69,7 @@ def append(
         out: the new checkpoint; it may be the old one.
         budget: upper bound on the points of the new memory (`prune`); None keeps all.
         device: of the computation.
-        trust: as in `kbf.training.checkpoint.load_filter`.
+        trust: as in `kbf.fitted.checkpoint.load_filter`.
         seed: of filters that draw.
 
     Raises:

@@ -15,9 +15,7 @@ from kbf.data.windows import Span, piece
 from kbf.evaluation.score import score
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.rollout import rollout
-from kbf.recording import Recording
-from kbf.ssm import rotation
-from kbf.training.append import (
+from kbf.fitted.append import (
     STEPS_PER_CHUNK,
     append,
     chunks,
@@ -27,7 +25,9 @@ from kbf.training.append import (
     points,
     prune,
 )
-from kbf.training.checkpoint import CheckpointError, load_filter
+from kbf.fitted.checkpoint import CheckpointError, load_filter
+from kbf.recording import Recording
+from kbf.ssm import rotation
 from kbf.training.fit import train
 
 KBF_NET = {"_target_": "kbf.KBF", "rank": 24}
