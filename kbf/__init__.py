@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -93,19 +93,24 @@ _SHORT = {
 __all__ = [*sorted(_HOME), "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def _on_demand(package: str) -> tuple[Callable[[str], ModuleType], Callable[[], list[str]]]:
+def _on_demand(
+    package: str, homes: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns ``__getattr__`` and ``__dir__`` of a package that loads its modules at first use.
 
     Args:
         package: the full name of a package, as in ``__getattr__, __dir__ = _on_demand(__name__)``
             at its top.
+        homes: public names of the package itself, and the modules that define them.
 
     >>> import kbf.rkhs
     >>> kbf.rkhs.kernels.__name__
     'kbf.rkhs.kernels'
     """
 
-    def get(name: str) -> ModuleType:
+    def get(name: str) -> Any:
+        if name in homes:
+            return getattr(importlib.import_module(homes[name]), name)
         full = f"{package}.{name}"
         try:
             if name.startswith("_"):
@@ -119,20 +124,19 @@ def _on_demand(package: str) -> tuple[Callable[[str], ModuleType], Callable[[], 
     def names() -> list[str]:
         import pkgutil
 
-        return sorted(module.name for module in pkgutil.iter_modules(sys.modules[package].__path__))
+        modules = pkgutil.iter_modules(sys.modules[package].__path__)
+        return sorted({*homes, *(module.name for module in modules)})
 
     return get, names
 
 
-_module, _modules = _on_demand(__name__)
+_public, _names = _on_demand(__name__, _HOME)
 
 
 def __getattr__(name: str) -> Any:
     """Returns a public name, after the import of the module that defines it, or a module."""
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    return importlib.import_module(_SHORT[name]) if name in _SHORT else _module(name)
+    return importlib.import_module(_SHORT[name]) if name in _SHORT else _public(name)
 
 
 def __dir__() -> list[str]:
-    return sorted({"__version__", *_modules(), *_HOME, *_SHORT})
+    return sorted({"__version__", *_names(), *_SHORT})

@@ -1,5 +1,5 @@
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from kbf import (
     cli as cli,
@@ -12,6 +12,7 @@ from kbf import (
     filters as filters,
     fitted as fitted,
     images as images,
+    layers as layers,
     manifolds as manifolds,
     plots as plots,
     recording as recording,
@@ -157,4 +158,6 @@ __all__ = [
     "tune_process",
 ]
 
-def _on_demand(package: str) -> tuple[Callable[[str], ModuleType], Callable[[], list[str]]]: ...
+def _on_demand(
+    package: str, homes: Mapping[str, str] = ...
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]: ...

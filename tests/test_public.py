@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import importlib
 import json
 import os
 import pkgutil
@@ -50,8 +51,10 @@ def test_editors_are_told_what_is_there(stub):
         module.name: f"{package}.{module.name}"
         for module in pkgutil.iter_modules([str(stub.parent)])
     }
+    homes = vars(importlib.import_module(package)).get("_HOME", {})
+    modules |= {name: f"{home}.{name}" for name, home in homes.items()}
     if package == "kbf":
-        modules |= {name: f"{home}.{name}" for name, home in kbf._HOME.items()} | kbf._SHORT
+        modules |= kbf._SHORT
     assert stub_imports(stub) == modules
 
 
@@ -64,6 +67,8 @@ def test_public_names():
         assert getattr(kbf, name) is not None
     with pytest.raises(AttributeError, match="module 'kbf' has no attribute 'KFB'"):
         _ = kbf.KFB
+    assert set(kbf.layers._HOME) | {"rule"} <= set(dir(kbf.layers))
+    assert kbf.layers.IWKBR is kbf.layers.rule.IWKBR
 
 
 @pytest.mark.slow

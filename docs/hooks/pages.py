@@ -219,25 +219,17 @@ def wide_terminal() -> Any:
 
 def public_names() -> str:
     """All public names of ``kbf`` with the first sentence of their docstrings."""
-    from kbf import _HOME, _SHORT
+    from kbf import _HOME, _SHORT, layers
 
     lines = [
         "# Public names\n",
         "All public names of `kbf`. Each name is imported when it is used.\n",
-        "| name | |",
-        "|---|---|",
+        *table_of_names("kbf", _HOME),
+        "",
+        "Layers for a network of one's own:",
+        "",
+        *table_of_names("kbf.layers", layers._HOME),
     ]
-    for name, module in sorted(_HOME.items(), key=lambda pair: pair[0].lower()):
-        tree = ast.parse(PATHS[module].read_text(encoding="utf-8"))
-        docs = [
-            ast.get_docstring(node)
-            for node in tree.body
-            if isinstance(node, DOCUMENTED) and node.name == name
-        ]
-        lines.append(
-            f"| [`kbf.{name}`]({module}.md#{module}.{name}) "
-            f"| {first_sentence((docs or [''])[0] or '')} |"
-        )
     short = ", ".join(f"[`kbf.{name}`]({module}.md)" for name, module in _SHORT.items())
     lines += [
         "",
@@ -248,6 +240,23 @@ def public_names() -> str:
         "Estimators for scikit-learn: [`kbf.sklearn`](kbf.sklearn.md).",
     ]
     return "\n".join(lines) + "\n"
+
+
+def table_of_names(package: str, homes: dict[str, str]) -> list[str]:
+    """Lines of a table: public names of a package, the first sentence of their docstrings."""
+    lines = ["| name | |", "|---|---|"]
+    for name, module in sorted(homes.items(), key=lambda pair: pair[0].lower()):
+        tree = ast.parse(PATHS[module].read_text(encoding="utf-8"))
+        docs = [
+            ast.get_docstring(node)
+            for node in tree.body
+            if isinstance(node, DOCUMENTED) and node.name == name
+        ]
+        lines.append(
+            f"| [`{package}.{name}`]({module}.md#{module}.{name}) "
+            f"| {first_sentence((docs or [''])[0] or '')} |"
+        )
+    return lines
 
 
 DOCUMENTED = (ast.ClassDef, ast.FunctionDef)

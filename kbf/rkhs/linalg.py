@@ -114,6 +114,17 @@ def product(*factors: Tensor) -> Tensor:
     return out
 
 
+def row_product(
+    a: Float[Tensor, "*b n"], matrix: Float[Tensor, "*#b n m"]
+) -> Float[Tensor, "*b m"]:
+    """Return a^T M of one matrix for all vectors, or of one for each.
+
+    >>> row_product(torch.ones(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([4., 6.])
+    """
+    return (a[..., None, :] @ matrix)[..., 0, :] if matrix.ndim > 2 else a @ matrix
+
+
 def product_by_component(a: Tensor, b: Tensor) -> Tensor:
     """Return A B as a sum of k outer products, each of the whole batch.
 

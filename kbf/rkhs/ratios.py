@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kbf.rkhs.linalg import cholesky, psd_solve, safe_sqrt
+from kbf.rkhs.linalg import cholesky, psd_solve, row_product, safe_sqrt
 from kbf.runtime.errors import FitError
 
 Ratios = Float[Tensor, "*b n"]
@@ -56,7 +56,7 @@ def kulsif(gram: Float[Tensor, "n n"], prior: Float[Tensor, "*b n"], reg: float 
 
 def relative(
     gram: Float[Tensor, "n n"],
-    prior_gram: Float[Tensor, "n m"],
+    prior_gram: Float[Tensor, "*#b n m"],
     weights: Float[Tensor, "*b m"],
     reg: float | Tensor,
     alpha: float,
@@ -77,7 +77,7 @@ def relative(
 
     Args:
         gram: G = G_Z ``n n``.
-        prior_gram: K = k_Z(z_i, u_j) ``n m``.
+        prior_gram: K = k_Z(z_i, u_j) ``n m``, or other points u for each of the batch ``*b n m``.
         weights: a ``*b m``.
         reg: eta > 0.
         alpha: in [0, 1).
@@ -101,11 +101,12 @@ def relative(
     root = safe_sqrt(weights)
     damping = psd_solve(
         alpha * root[..., :, None] * W * root[..., None, :],
-        (root * (weights @ W))[..., None],
+        (root * row_product(weights, W))[..., None],
         reg=1.0,
     )[..., 0]
     damped = weights - alpha * root * damping
-    r = n * psd_solve((1 - alpha) * gram, (damped @ prior_gram.mT)[..., None], reg=n * reg)[..., 0]
+    prior = row_product(damped, prior_gram.mT)
+    r = n * psd_solve((1 - alpha) * gram, prior[..., None], reg=n * reg)[..., 0]
     return r.clamp(0, 1 / alpha if alpha > 0 else None)
 
 

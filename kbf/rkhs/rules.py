@@ -29,7 +29,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kbf.rkhs.linalg import psd_solve, safe_sqrt
+from kbf.rkhs.linalg import psd_solve, row_product, safe_sqrt
 
 Weights = Float[Tensor, "*b n"]
 
@@ -316,7 +316,7 @@ def covariance_from_moments(
         place: `places`.
         basis: the second factor, moments @ basis = `second_moments`.
     """
-    packed = (ratio[..., None, :] @ moments)[..., 0, :] if moments.ndim > 2 else ratio @ moments
+    packed = row_product(ratio, moments)
     packed = packed if basis is None else packed @ basis
     p = math.isqrt(len(place))
     return packed.index_select(-1, place).unflatten(-1, (p, p))

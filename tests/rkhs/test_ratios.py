@@ -255,6 +255,15 @@ def test_relative_of_a_batch_and_its_gradient(samples, normal):
     )
 
 
+def test_relative_of_a_batch_of_other_samples(normal):
+    """Samples of each prior: the ratios are those of one prior after the other."""
+    x, u, weights = normal(9, 2), normal(3, 5, 2), normal(3, 5) / 5
+    cross, G = gaussian(x, u, bandwidth=1.0), gaussian(x, x, bandwidth=1.0)
+    together = ratios.relative(G, cross, weights, 0.05, 0.2)
+    for one, K, w in zip(together, cross, weights, strict=True):
+        torch.testing.assert_close(one, ratios.relative(G, K, w, 0.05, 0.2), rtol=1e-9, atol=1e-9)
+
+
 def test_relative_in_single_precision(samples):
     weights = torch.full((11,), 1 / 11, dtype=F64)
     single = ratios.relative(
