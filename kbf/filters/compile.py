@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from kbf.filters.gating import GatedFilter
 from kbf.filters.protocols import Filter, allows_missing_sensors, control_components
 
+# Loggers with messages of the compiler about itself.
 COMPILER_LOGGERS = ("torch._inductor.ir", "torch.utils.cpp_extension")
-"""Loggers with messages of the compiler about itself."""
 
 
 class Step(nn.Module):

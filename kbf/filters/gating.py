@@ -36,10 +36,10 @@ from kbf.filters.protocols import (
 )
 from kbf.filters.wrapper import innermost
 
+# Observations that are rejected in a row before a track counts as lost.
 MAX_CONSECUTIVE_REJECTIONS = 3
-"""Observations that are rejected in a row before a track counts as lost."""
+# Batch size up to which Python compares the likelihoods faster than tensor operations do.
 FEW_TRACKS = 64
-"""Batch size up to which Python compares the likelihoods faster than tensor operations do."""
 
 
 class GatedState(NamedTuple):

@@ -30,16 +30,16 @@ from kbf.filters.protocols import (
 from kbf.filters.wrapper import innermost
 from kbf.rkhs.linalg import NotPositiveDefiniteError
 
+# Numbers in the states and observations that are held in memory at a time.
 MAX_HELD_NUMBERS = 2**21
-"""Numbers in the states and observations that are held in memory at a time."""
+# Approximate numbers that an encoder of images holds for each pixel.
 NUMBERS_PER_PIXEL = 16
-"""Approximate numbers that an encoder of images holds for each pixel."""
+# Blocks in one batch; with more of them a step costs more than its calls.
 MAX_BLOCKS = 1280
-"""Blocks in one batch; with more of them a step costs more than its calls."""
+# Blocks of a recording below which the division into blocks is not faster.
 MIN_BLOCKS = 4
-"""Blocks of a recording below which the division into blocks is not faster."""
+# Units in the last place by which two states may differ and count as equal.
 ROUNDING = 256
-"""Units in the last place by which two states may differ and count as equal."""
 
 
 class Inputs(NamedTuple):
@@ -70,8 +70,8 @@ class Steps(NamedTuple):
         return self.series["estimates"].shape[1]
 
 
+# The loop, one step after the other: from a state through inputs.
 Walk = Callable[[GatedState, Inputs], Steps]
-"""The loop, one step after the other: from a state through inputs."""
 
 
 def outputs_of(filter: Filter[Any], state: Any, covariances: bool) -> dict[str, Tensor]:

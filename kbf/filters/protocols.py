@@ -17,13 +17,14 @@ from torch import Generator, Tensor
 
 from kbf.recording import Recording, check_finite
 
+# Models whose filters take the controls of recordings that have some.
 WITH_CONTROLS = (
     *("kbf", "kbf_tuned", "kbf_paper", "kernel_monte_carlo", "particle_learned", "kalman"),
     *("lstm", "lstm_feedback", "lstm_images", "gru", "gru_images", "rkn", "backprop_kf", "dpf"),
     *("window_ridge", "window_boosting", "mean"),
 )
-"""Models whose filters take the controls of recordings that have some."""
 
+# Models whose filters have a smoother.
 WITH_SMOOTHER = (
     *(
         "kbf",
@@ -37,21 +38,19 @@ WITH_SMOOTHER = (
     ),
     *("particle", "particle_learned", "particle_observation"),
 )
-"""Models whose filters have a smoother."""
 
 S = TypeVar(
     "S", bound=tuple[Any, ...]
 )  # a NamedTuple; beartype refuses NamedTuple itself as a hint
 
+# One step back in time.
+#
+# (`FilterStep` at t, smoothed state at t + 1, *, control=None, generator=None) -> smoothed state at
+# t. The control ``b k`` is that of the move from t to t + 1.
 Backward = Callable[..., Any]
-"""One step back in time.
 
-(`FilterStep` at t, smoothed state at t + 1, *, control=None, generator=None) -> smoothed state at
-t. The control ``b k`` is that of the move from t to t + 1.
-"""
-
+# What looks at a step before the update: (predicted state, x_t, mask ``b`` or None).
 UpdateHook = Callable[[Any, Any, Tensor | None], None]
-"""What looks at a step before the update: (predicted state, x_t, mask ``b`` or None)."""
 
 
 class FilterStep(NamedTuple):

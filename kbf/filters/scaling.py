@@ -18,8 +18,8 @@ from kbf.manifolds import manifold_of
 from kbf.recording import Recording
 from kbf.runtime.html_repr import ShownModule
 
+# Observations that are whole numbers from 0 on, up to this at most, are counts.
 MOST_COUNTED = 100
-"""Observations that are whole numbers from 0 on, up to this at most, are counts."""
 
 
 class Scaling(ShownModule):

@@ -28,11 +28,10 @@ from kbf.filters.gaussian.moments import (
 from kbf.filters.protocols import FilterStep
 from kbf.rkhs.linalg import product
 
+# Steps of a recursion with constant matrices that are computed one after the other.
+#
+# Blocks of so many steps are computed side by side (`constant_recursion`).
 STEPS_IN_BLOCK = 32
-"""Steps of a recursion with constant matrices that are computed one after the other.
-
-Blocks of so many steps are computed side by side (`constant_recursion`).
-"""
 
 
 class LinearModel(NamedTuple):

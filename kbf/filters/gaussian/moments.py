@@ -23,16 +23,14 @@ from kbf.runtime.errors import FitError
 from kbf.runtime.html_repr import Shown
 from kbf.ssm import OrientationModel, StateSpaceModel
 
+# Steps after which the state no longer depends on the first one, to rounding.
+#
+# Of a model whose noises are as large as its moves: 0.5^50 is 1e-15.
 STEPS_UNTIL_FORGOTTEN = 50
-"""Steps after which the state no longer depends on the first one, to rounding.
-
-Of a model whose noises are as large as its moves: 0.5^50 is 1e-15.
-"""
+# Standard deviations from the mean at which an observation counts as impossible.
+#
+# The density of a Gaussian there, exp(-37^2 / 2), is below the smallest number in double precision.
 MAX_DEVIATIONS = 37.0
-"""Standard deviations from the mean at which an observation counts as impossible.
-
-The density of a Gaussian there, exp(-37^2 / 2), is below the smallest number in double precision.
-"""
 
 
 class GaussianState(NamedTuple):

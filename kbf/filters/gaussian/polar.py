@@ -22,8 +22,8 @@ from kbf.recording import Recording, as_recordings, check_vectors, observed_pair
 from kbf.rkhs.linalg import cholesky
 from kbf.runtime.html_repr import Shown
 
+# (f, m, L) -> F, a, Omega of f(m + L u) ~ F u + a + N(0, Omega), u ~ N(0, I).
 Linearise = Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""(f, m, L) -> F, a, Omega of f(m + L u) ~ F u + a + N(0, Omega), u ~ N(0, I)."""
 
 
 @runtime_checkable

@@ -294,6 +294,7 @@ class KBF(ShownModule):
         return NystromFeatures(self.kernel, bandwidth, points, self.rank or len(points), self.tol)
 
 
+# The values of the arguments of `KBF` that are names.
 CHOICES: dict[str, Collection[str]] = {
     "rule": RULES,
     "ratio": RATIOS,
@@ -301,7 +302,6 @@ CHOICES: dict[str, Collection[str]] = {
     "select": ("median", "loo", "paper"),
     "dtype": ("float32", "float64"),
 }
-"""The values of the arguments of `KBF` that are names."""
 
 
 def check_choices(choices: dict[str, str], rank: int | None, local: int | None) -> None:

@@ -15,12 +15,11 @@ from torch import Generator, Tensor, nn
 from kbf.filters.gaussian.moments import GaussianState, kalman_observe, kalman_predict
 from kbf.filters.neural.base import EndToEndFilter
 
+# Largest absolute mean and standard deviation, in standard units.
+#
+# An untrained transition may diverge, and single precision cannot invert a sum of two variances
+# whose ratio is 1e7.
 MAX_STANDARD_UNITS = 30.0
-"""Largest absolute mean and standard deviation, in standard units.
-
-An untrained transition may diverge, and single precision cannot invert a sum of two variances whose
-ratio is 1e7.
-"""
 
 
 class BackpropKF(EndToEndFilter[GaussianState]):

@@ -18,11 +18,10 @@ from torch.nn import functional
 from kbf.filters.protocols import S, where
 from kbf.recording import ENCODE_IMAGES, Recording, as_recordings
 
+# Smallest variance of an encoding or a read-out, in standard units.
+#
+# The likelihood is unbounded where a variance may vanish.
 LEAST_VARIANCE = 1e-4
-"""Smallest variance of an encoding or a read-out, in standard units.
-
-The likelihood is unbounded where a variance may vanish.
-"""
 
 
 class Standardised(nn.Module):

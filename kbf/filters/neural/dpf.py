@@ -19,23 +19,21 @@ from torch.nn import functional
 from kbf.filters.neural.base import EndToEndFilter
 from kbf.filters.particle.resampling import effective_sample_size, soft
 
+# Smallest likelihood of a particle, the bound of the paper: no observation removes all weight.
 MIN_LIKELIHOOD = 0.004
-"""Smallest likelihood of a particle, the bound of the paper: no observation removes all weight."""
+# Largest absolute component of a particle, in standard deviations of the training states.
+#
+# Without it the learned transition diverged on 2 of 10 draws of ten sequences of `pendulum_rkn`,
+# and the particles never returned.
 MAX_STATE = 5.0
-"""Largest absolute component of a particle, in standard deviations of the training states.
-
-Without it the learned transition diverged on 2 of 10 draws of ten sequences of `pendulum_rkn`, and
-the particles never returned.
-"""
+# Largest absolute component of a vector observation, in standard deviations of the training part.
+#
+# The networks were not trained on larger values, which are rejected.
 MAX_OBSERVATION = 100.0
-"""Largest absolute component of a vector observation, in standard deviations of the training part.
-
-The networks were not trained on larger values, which are rejected.
-"""
+# Proposals for each observation in `DPF.individual_loss`.
 PROPOSALS_PER_OBSERVATION = 16
-"""Proposals for each observation in `DPF.individual_loss`."""
+# States of other times for each observation in `DPF.individual_loss`.
 OTHER_STATES_PER_OBSERVATION = 16
-"""States of other times for each observation in `DPF.individual_loss`."""
 
 
 class DPFState(NamedTuple):

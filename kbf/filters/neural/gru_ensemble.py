@@ -24,20 +24,20 @@ from kbf.recording import Recording, control_width, pad
 from kbf.runtime.html_repr import ShownModule
 from kbf.runtime.threads import side_by_side
 
+# Parts that the recordings are cut into; early stopping of each network uses one of them.
 PARTS = 5
-"""Parts that the recordings are cut into; early stopping of each network uses one of them."""
+# Steps of that part that are evaluated, at most.
 MAX_VALIDATION_STEPS = 10_000
-"""Steps of that part that are evaluated, at most."""
+# Updates of a network, at most, unless their number is given.
 MAX_UPDATES = 1000
-"""Updates of a network, at most, unless their number is given."""
+# Evaluations of the validation error during training.
 VALIDATIONS = 25
-"""Evaluations of the validation error during training."""
+# Windows in a batch.
 BATCH_SIZE = 32
-"""Windows in a batch."""
+# First steps of a window without loss.
 BURN_IN = 10
-"""First steps of a window without loss."""
+# First steps of a recording that the validation error leaves out, at most.
 MAX_SKIPPED_STEPS = 25
-"""First steps of a recording that the validation error leaves out, at most."""
 
 
 class FittedGRU(ShownModule):

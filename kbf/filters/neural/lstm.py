@@ -20,11 +20,10 @@ from kbf.filters.neural.base import Standardised, multi_layer
 from kbf.recording import Recording
 from kbf.runtime.html_repr import ShownModule
 
+# Largest absolute value that an encoder receives; larger values are clamped.
+#
+# Units saturate far below it, and larger sums would overflow, depending on their order.
 MAX_ENCODER_INPUT = 1e15
-"""Largest absolute value that an encoder receives; larger values are clamped.
-
-Units saturate far below it, and larger sums would overflow, depending on their order.
-"""
 
 
 class RecurrentState(NamedTuple):

@@ -73,6 +73,10 @@ __all__ = [
     "subsample",
 ]
 
+# The estimators by name.
+#
+# All take (kernel, x, z, reg), except `random_fourier` (a bandwidth in place of the kernel) and
+# `nadaraya_watson` (no ridge).
 CONDITIONAL_MEANS: dict[str, Callable[..., ConditionalMean]] = {
     "exact": exact,
     "incomplete_cholesky": incomplete_cholesky,
@@ -83,8 +87,3 @@ CONDITIONAL_MEANS: dict[str, Callable[..., ConditionalMean]] = {
     "divide_and_conquer": divide_and_conquer,
     "nadaraya_watson": nadaraya_watson,
 }
-"""The estimators by name.
-
-All take (kernel, x, z, reg), except `random_fourier` (a bandwidth in place of the kernel) and
-`nadaraya_watson` (no ridge).
-"""
