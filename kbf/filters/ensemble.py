@@ -16,6 +16,7 @@ from kbf.filters.protocols import (
     Filter,
     FilterStep,
     Smoothable,
+    UpdateByObserve,
     allows_missing_sensors,
     control_components,
     covariance_of,
@@ -25,7 +26,7 @@ from kbf.filters.protocols import (
 )
 
 
-class EnsembleFilter:
+class EnsembleFilter(UpdateByObserve[Any]):
     """The mean m = sum_k a_k m_k of several filters, and the covariance of their mixture.
 
     Each component of the state has weights a_k of its own. Member k enters as a distribution with
@@ -96,10 +97,6 @@ class EnsembleFilter:
                 part = where(lost[:, k], each.init(len(lost), generator=generator), part)
             moved.append(move(each, part, control=control, generator=generator))
         return self.joined(moved, state.rejections.masked_fill(lost, 0))
-
-    def update(self, state: Any, obs: Shaped[Tensor, "b *x"]) -> Any:
-        """Update each member."""
-        return self.observe(state, obs)[0]
 
     def observe(self, state: Any, obs: Shaped[Tensor, "b *x"]) -> tuple[Any, Bool[Tensor, " b"]]:
         """Update each member for which the observation is plausible; ``b``, whether any is."""

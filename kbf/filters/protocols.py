@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
 from kbf.recording import Recording, check_finite
+from kbf.runtime.html_repr import ShownModule
 
 # Models whose filters take the controls of recordings that have some.
 WITH_CONTROLS = (
@@ -178,6 +179,18 @@ class HasLikelihood(Protocol):
         ...
 
 
+class UpdateByObserve(Generic[S]):
+    """A filter whose ``update`` is the first result of its ``observe`` (`HasLikelihood`)."""
+
+    def observe(self, state: S, obs: Tensor) -> tuple[S, Tensor]:
+        """Return the updated state and, ``b``, whether the observation was possible."""
+        raise NotImplementedError
+
+    def update(self, state: S, obs: Tensor) -> S:
+        """Return the state updated with observations ``b *x``."""
+        return self.observe(state, obs)[0]
+
+
 @runtime_checkable
 class Fused(Protocol):
     """A filter that may be faster when it predicts and updates in one."""
@@ -226,6 +239,13 @@ class FilterModel(Protocol):
     def fit(self, memory: Recording | list[Recording] | None) -> Filter[Any]:
         """A filter over the points of ``memory``."""
         ...
+
+
+class WithoutHyperparameters(ShownModule):
+    """A `FilterModel` that has no hyper-parameters to select."""
+
+    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
+        """Do nothing: `fit` does all."""
 
 
 @runtime_checkable

@@ -24,10 +24,9 @@ from kbf.filters.gaussian.moments import (
     with_initial_moments,
 )
 from kbf.filters.gaussian.polar import TurningFilter, TurningModel, turning_filter
-from kbf.filters.protocols import FilterStep
+from kbf.filters.protocols import FilterStep, WithoutHyperparameters
 from kbf.recording import Recording
 from kbf.rkhs.linalg import product
-from kbf.runtime.html_repr import ShownModule
 from kbf.ssm import Differentiated, OrientationModel
 
 
@@ -129,7 +128,7 @@ class ExtendedKalmanFilter(GaussianFilter):
         return rts_step(now.state, following, F, self.model.Q, a)
 
 
-class EKF(ShownModule):
+class EKF(WithoutHyperparameters):
     """The extended Kalman filter of the true model, as a baseline.
 
     It has neither parameters nor buffers. The initial moments are those of the training states.
@@ -144,9 +143,6 @@ class EKF(ShownModule):
         """
         super().__init__()
         self.model = model
-
-    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Do nothing: there are no hyper-parameters."""
 
     def fit(
         self, memory: Recording | list[Recording] | None

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 from jaxtyping import Float
-from torch import Generator, Tensor
+from torch import Tensor
 
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
 from kbf.filters.gaussian.moments import training_moments
+from kbf.filters.protocols import WithoutHyperparameters
 from kbf.recording import Recording, as_recordings, check_vectors, moves, observed_pairs
 from kbf.runtime.errors import FitError, fit_errors
-from kbf.runtime.html_repr import ShownModule
 
 
 @fit_errors()
@@ -92,7 +92,7 @@ def regress_columns(
     return B, b, covariance
 
 
-class LearnedKalman(ShownModule):
+class LearnedKalman(WithoutHyperparameters):
     """The Kalman filter of the linear model that `fit_linear` fits to the training recordings.
 
     It has neither hyper-parameters nor parameters or buffers. The filter has the dtype and the
@@ -101,9 +101,6 @@ class LearnedKalman(ShownModule):
     """
 
     allow_missing_sensors: bool = False
-
-    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Do nothing: there are no hyper-parameters."""
 
     def fit(self, memory: Recording | list[Recording] | None) -> KalmanFilter:
         """Return the Kalman filter of the linear model fitted to ``memory``.

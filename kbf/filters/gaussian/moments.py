@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 from torch.distributions import MultivariateNormal
 
-from kbf.filters.protocols import Backward, FilterStep
+from kbf.filters.protocols import Backward, FilterStep, UpdateByObserve
 from kbf.recording import Recording, as_recordings, check_vectors
 from kbf.rkhs.linalg import product, psd_solve
 from kbf.runtime.errors import FitError
@@ -218,7 +218,7 @@ def rts_step(
     return GaussianState(mean, I_GF @ filtered.cov @ I_GF.mT + G @ (following.cov + Q) @ G.mT)
 
 
-class GaussianFilter(Shown):
+class GaussianFilter(UpdateByObserve[GaussianState], Shown):
     """A filter whose belief is N(mean, cov): the methods that do not depend on the linearisation.
 
     A subclass defines ``predict``, ``observe`` and ``step_back``.
@@ -232,16 +232,6 @@ class GaussianFilter(Shown):
         """Return N(m0, P0) for each recording of the batch."""
         m0, P0 = self.model.m0, self.model.P0
         return GaussianState(m0.expand(batch, *m0.shape), P0.expand(batch, *P0.shape))
-
-    def update(self, state: GaussianState, obs: Float[Tensor, "b q"]) -> GaussianState:
-        """Return the moments given the observation ``b q``."""
-        return self.observe(state, obs)[0]
-
-    def observe(
-        self, state: GaussianState, obs: Float[Tensor, "b q"]
-    ) -> tuple[GaussianState, Bool[Tensor, " b"]]:
-        """Return the updated moments and whether the observation was possible (`is_possible`)."""
-        raise NotImplementedError
 
     def estimate(self, state: GaussianState) -> Float[Tensor, "b d"]:
         """Return the mean, ``b d``."""

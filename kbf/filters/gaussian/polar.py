@@ -10,6 +10,7 @@ References: Sarkka (2013), algorithms 5.5 and 5.15 (non-additive noise).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -44,30 +45,25 @@ class TurningModel(Protocol):
         ...
 
 
+@dataclass(eq=False, repr=False)
 class TurningFilter(Shown):
     """A Kalman filter of y = (theta, omega), with a given linearisation.
 
     The noise of the move is one more coordinate of f. Observations are x = (cos, sin)(theta +
     N(0, R)): the innovation is the angle between x and the predicted one, and the update is linear.
+
+    Attributes:
+        model: the equation.
+        linearise: `kbf.filters.gaussian.ekf.extended` or `kbf.filters.gaussian.ukf.unscented`.
+        mean: ``2``, before the first move. cov: ``2 2``.
+        R: ``1 1``, the variance of the observed angle.
     """
 
     model: TurningModel
     linearise: Linearise
     mean: Tensor
     cov: Tensor
-
-    def __init__(
-        self, model: TurningModel, linearise: Linearise, mean: Tensor, cov: Tensor, R: Tensor
-    ) -> None:
-        """Store the model and the initial moments.
-
-        Args:
-            model: the equation.
-            linearise: `kbf.filters.gaussian.ekf.extended` or `kbf.filters.gaussian.ukf.unscented`.
-            mean: ``2``, before the first move. cov: ``2 2``.
-            R: ``1 1``, the variance of the observed angle.
-        """
-        self.model, self.linearise, self.mean, self.cov, self.R = model, linearise, mean, cov, R
+    R: Tensor
 
     def init(self, batch: int, *, generator: Generator | None = None) -> GaussianState:
         """Return the initial moments for each recording of the batch."""

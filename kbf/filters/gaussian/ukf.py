@@ -26,10 +26,9 @@ from kbf.filters.gaussian.moments import (
     with_initial_moments,
 )
 from kbf.filters.gaussian.polar import TurningFilter, TurningModel, turning_filter
-from kbf.filters.protocols import FilterStep
+from kbf.filters.protocols import FilterStep, WithoutHyperparameters
 from kbf.recording import Recording
 from kbf.rkhs.linalg import batch_innermost, cholesky, product
-from kbf.runtime.html_repr import ShownModule
 from kbf.ssm import OrientationModel
 
 
@@ -180,17 +179,13 @@ class UnscentedKalmanFilter(GaussianFilter):
         """
         L = self.root(now.state.cov)
         F, a, Omega = self.linearise(self.model.f, now.state.mean, L)
-        u, U = rts_step(whitened(now.state), following, F, Omega + self.model.Q, a)
+        eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+        white = GaussianState(torch.zeros_like(now.state.mean), eye.expand_as(L))
+        u, U = rts_step(white, following, F, Omega + self.model.Q, a)
         return GaussianState(now.state.mean + (L @ u[..., None])[..., 0], L @ U @ L.mT)
 
 
-def whitened(state: GaussianState) -> GaussianState:
-    """Return N(0, I) with the shape of ``state``."""
-    eye = torch.eye(state.mean.shape[-1], dtype=state.cov.dtype, device=state.cov.device)
-    return GaussianState(torch.zeros_like(state.mean), eye.expand_as(state.cov))
-
-
-class UKF(ShownModule):
+class UKF(WithoutHyperparameters):
     """The unscented Kalman filter of the true model, as a baseline; no parameters, as `EKF`."""
 
     model: AdditiveModel | OrientationModel | TurningModel
@@ -209,9 +204,6 @@ class UKF(ShownModule):
         """Store the true model, as `EKF`; the others as in `UnscentedKalmanFilter`."""
         super().__init__()
         self.model, self.alpha, self.beta, self.kappa = model, alpha, beta, kappa
-
-    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Do nothing: there are no hyper-parameters."""
 
     def fit(
         self, memory: Recording | list[Recording] | None

@@ -17,7 +17,7 @@ from torch import Generator, Tensor, nn
 
 from kbf.filters.kernel.operators import Operator, compose
 from kbf.filters.kernel.smoother import RuleBackward, step_back_by_density, step_back_by_rule
-from kbf.filters.protocols import Backward, Controlled, WithSensors
+from kbf.filters.protocols import Backward, Controlled, UpdateByObserve, WithSensors
 from kbf.rkhs.weights import (
     MIN_SHARE_OF_SUM,
     divisor,
@@ -34,7 +34,7 @@ class KernelState(NamedTuple):
     weights: Tensor
 
 
-class KernelBayesFilter(ShownModule):
+class KernelBayesFilter(UpdateByObserve[KernelState], ShownModule):
     """The Kernel Bayes Filter over n memory points.
 
     1. Predict: w <- P w.
@@ -127,12 +127,10 @@ class KernelBayesFilter(ShownModule):
         moved = self.transition(w) if control is None else self.transition(w, control)
         return KernelState(normalised(moved, moved) if self.normalise else moved)
 
-    def update(self, state: KernelState, obs: Tensor) -> KernelState:
-        """Return the posterior given observations ``b *x``: w <- rule(max(0, A w), x)."""
-        return self.observe(state, obs)[0]
-
     def observe(self, state: KernelState, obs: Tensor) -> tuple[KernelState, Float[Tensor, " b"]]:
         """Return the posterior, and a number that is positive where the observation is possible.
+
+        The posterior given observations ``b *x`` is w <- rule(max(0, A w), x).
 
         It is finite and positive where the weights have a positive, finite sum and do not cancel.
         """

@@ -44,7 +44,13 @@ from torch import Generator, Tensor
 
 from kbf.filters.particle.bootstrap import in_type_of
 from kbf.filters.particle.resampling import effective_sample_size, invert, systematic
-from kbf.filters.protocols import Backward, FilterStep, allows_missing_sensors, where
+from kbf.filters.protocols import (
+    Backward,
+    FilterStep,
+    UpdateByObserve,
+    allows_missing_sensors,
+    where,
+)
 from kbf.rkhs.linalg import evenly
 from kbf.runtime.html_repr import Shown
 from kbf.ssm import ControlledDynamics, StateSpace
@@ -94,7 +100,7 @@ class LocalMemory(NamedTuple):
     initialized: Tensor
 
 
-class KernelMonteCarloFilter(Shown):
+class KernelMonteCarloFilter(UpdateByObserve[LocalMemory], Shown):
     """The filter of one model that can be sampled (`kbf.ssm.StateSpace`).
 
     The ``log_likelihood`` of the model is required only if ``reg`` is 0. The estimate is of the
@@ -238,10 +244,6 @@ class KernelMonteCarloFilter(Shown):
         source = state.particles.gather(1, chosen[..., None].expand_as(state.particles))
         acted = {} if control is None else {"control": control[:, None]}
         return source, self.model.move(source, generator, **acted)
-
-    def update(self, state: LocalMemory, obs: Float[Tensor, "b q"]) -> LocalMemory:
-        """Return the posterior given the observation ``b q``."""
-        return self.observe(state, obs)[0]
 
     def observe(
         self, state: LocalMemory, obs: Float[Tensor, "b q"]

@@ -94,19 +94,13 @@ class GRUFilter(LSTMFilter):
         none = acted.new_zeros(len(acted), self.rnn.input_size - self.controlled)
         return GRUState(self.cell(torch.cat([none, acted], -1), state.h), state.h, acted)
 
-    def update(self, state: GRUState, obs: Shaped[Tensor, "b *x"]) -> GRUState:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the state after the same step with the observation ``b *x``."""
-        return state._replace(
-            h=self.cell(torch.cat([self.encode(obs), state.control], -1), state.before)
-        )
-
     def observe(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state: GRUState, obs: Shaped[Tensor, "b *x"]
     ) -> tuple[GRUState, Bool[Tensor, " b"]]:
-        """Return the updated state and whether h is not NaN."""
-        updated = self.update(state, obs)
-        total = updated.h.sum(-1)
-        return updated, total == total  # NaN is not
+        """Return the state after the same step with the observation, and whether h is not NaN."""
+        h = self.cell(torch.cat([self.encode(obs), state.control], -1), state.before)
+        total = h.sum(-1)
+        return state._replace(h=h), total == total  # NaN is not
 
     def estimate(self, state: GRUState) -> Float[Tensor, "b d"]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the read-out of h, ``b d``, in the units of the data."""

@@ -18,10 +18,9 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from kbf.data.windows import Span, first_steps, folds, stack, take, without
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.neural.gru import GRUFilter
-from kbf.filters.protocols import Filter
+from kbf.filters.protocols import Filter, WithoutHyperparameters
 from kbf.filters.regression.window import checked
 from kbf.recording import Recording, control_width, pad
-from kbf.runtime.html_repr import ShownModule
 from kbf.runtime.threads import side_by_side
 
 # Parts that the recordings are cut into; early stopping of each network uses one of them.
@@ -40,7 +39,7 @@ BURN_IN = 10
 MAX_SKIPPED_STEPS = 25
 
 
-class FittedGRU(ShownModule):
+class FittedGRU(WithoutHyperparameters):
     """The mean of several `kbf.filters.neural.gru.GRUFilter`.
 
     Each network is trained on windows of the recordings without one part. It keeps the weights with
@@ -87,9 +86,6 @@ class FittedGRU(ShownModule):
         self.window, self.lr, self.seed = window, lr, seed
         self.register_buffer("weights", torch.zeros(0))
         self.register_buffer("fingerprint", torch.zeros(0, dtype=torch.float64))
-
-    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Do nothing: `fit` trains."""
 
     def fit(self, memory: Recording | list[Recording] | None) -> EnsembleFilter:
         """Return the ensemble trained on ``memory``, in its dtype and on its device.

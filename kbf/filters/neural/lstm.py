@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -17,6 +17,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional
 
 from kbf.filters.neural.base import Standardised, multi_layer
+from kbf.filters.protocols import UpdateByObserve
 from kbf.recording import Recording
 from kbf.runtime.html_repr import ShownModule
 
@@ -57,7 +58,7 @@ def lstm_gates(
     return o.sigmoid() * c.tanh(), c
 
 
-class LSTMFilter(Standardised, ShownModule):
+class LSTMFilter(UpdateByObserve[Any], Standardised, ShownModule):
     """An LSTM over encoded observations, as a filter.
 
     The gates are U h + bias + W (e(x), 1) with an observation x and U h + bias without one. The
@@ -176,14 +177,13 @@ class LSTMFilter(Standardised, ShownModule):
             gates = gates + functional.linear(self.standard(control), W)
         return RecurrentState(*lstm_gates(gates, state.c), gates, state.c)
 
-    def update(self, state: RecurrentState, obs: Shaped[Tensor, "b *x"]) -> RecurrentState:
-        """Return the state after the same step with the observation ``b *x``."""
-        return self.observe(state, obs)[0]
-
     def observe(
         self, state: RecurrentState, obs: Shaped[Tensor, "b *x"]
     ) -> tuple[RecurrentState, Bool[Tensor, " b"]]:
-        """Return the updated state and whether h is not NaN (large x only saturate the gates)."""
+        """Return the state after the same step with the observation, and whether h is not NaN.
+
+        Large x only saturate the gates.
+        """
         W = self.rnn.all_weights[0][0]
         W = W[:, : -self.controlled] if self.controlled else W
         h, c = lstm_gates(state.gates + functional.linear(self.encode(obs), W), state.before)

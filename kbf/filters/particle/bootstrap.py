@@ -16,10 +16,16 @@ from torch import Generator, Tensor
 
 from kbf.filters.gaussian.moments import MAX_DEVIATIONS
 from kbf.filters.particle.resampling import effective_sample_size, systematic
-from kbf.filters.protocols import Backward, FilterStep, allows_missing_sensors
+from kbf.filters.protocols import (
+    Backward,
+    FilterStep,
+    UpdateByObserve,
+    WithoutHyperparameters,
+    allows_missing_sensors,
+)
 from kbf.recording import ENCODE_IMAGES, Recording, as_recordings
 from kbf.rkhs.linalg import cholesky
-from kbf.runtime.html_repr import Shown, ShownModule
+from kbf.runtime.html_repr import Shown
 from kbf.ssm import (
     ControlledDynamics,
     FactoredModel,
@@ -90,7 +96,7 @@ class ParticleState(NamedTuple):
     log_weights: Tensor
 
 
-class BootstrapFilter(Shown):
+class BootstrapFilter(UpdateByObserve[ParticleState], Shown):
     """Bootstrap filter: z_i ~ p(z | z_i'), w_i proportional to w_i' p(x | z_i).
 
     A batch element whose effective sample size is below ``threshold`` P is resampled at the *start*
@@ -167,14 +173,12 @@ class BootstrapFilter(Shown):
         acted = {} if control is None else {"control": control[:, None]}
         return ParticleState(self.model.move(particles, generator, **acted), log_weights)
 
-    def update(self, state: ParticleState, obs: Float[Tensor, "b *x"]) -> ParticleState:
-        """Return the particles weighted by p(x | z_i); equal weights where it is zero for all."""
-        return self.observe(state, obs)[0]
-
     def observe(
         self, state: ParticleState, obs: Shaped[Tensor, "b *x"]
     ) -> tuple[ParticleState, Bool[Tensor, " b"]]:
-        """Weigh, and whether the likelihood of any particle is above zero (and none is NaN).
+        """Return the particles weighted by p(x | z_i), and whether any p(x | z_i) is above zero.
+
+        Weights are equal where it is zero for all particles, or NaN for one.
 
         Below the density of a Gaussian at `kbf.filters.gaussian.moments.MAX_DEVIATIONS` standard
         deviations, in each component, it counts as 0.
@@ -259,7 +263,7 @@ def in_type_of(model: StateSpace, states: Float[Tensor, "n d"]) -> StateSpace:
     return FactoredModel(model, root_of(model.Q), factor, log_scale(factor))
 
 
-class ParticleRecipe(ShownModule):
+class ParticleRecipe(WithoutHyperparameters):
     """Base class of models with known dynamics: neither parameters nor buffers."""
 
     model: StateSpace
@@ -270,9 +274,6 @@ class ParticleRecipe(ShownModule):
         """Store the true model; the others as in `BootstrapFilter`."""
         super().__init__()
         self.model, self.particles, self.threshold = model, particles, threshold
-
-    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Do nothing: there are no hyper-parameters."""
 
     def fit(self, memory: Recording | list[Recording] | None) -> BootstrapFilter:
         """Return the filter that starts from the training states, in their dtype and device.

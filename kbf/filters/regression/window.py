@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
+from kbf.filters.protocols import WithoutHyperparameters
 from kbf.recording import Recording, as_recordings, check_vectors, control_width
 from kbf.runtime.errors import FitError, fit_errors
-from kbf.runtime.html_repr import Shown, ShownModule
+from kbf.runtime.html_repr import Shown
 
 # Numbers in a window of unspecified width, as far as `MAX_WINDOW_STEPS` allows.
 WINDOW_NUMBERS = 600
@@ -155,7 +156,7 @@ def windows_of(rows: Float[Tensor, "T c"], width: int) -> Float[Tensor, "T wc"]:
     return padded.unfold(0, width, 1).mT.flatten(1)
 
 
-class WindowRegression(ShownModule):
+class WindowRegression(WithoutHyperparameters):
     """Base class of regressions on a window: windows of a memory, and the fitted filter.
 
     With ``allow_missing_sensors`` components of an observation may be NaN: the last value of each
@@ -179,9 +180,6 @@ class WindowRegression(ShownModule):
                 f"{type(self).__name__}: width must be a whole number of at least 1, got {width!r}"
             )
         self.width = width
-
-    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Do nothing: there are no settings to select in advance."""
 
     def steps(self, recordings: list[Recording]) -> int:
         """The width for these recordings."""
