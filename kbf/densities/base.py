@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -12,9 +13,11 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
 from kbf.rkhs.features import nystrom_whitening, pivots
-from kbf.rkhs.kernels import Kernel
+from kbf.rkhs.kernels import Kernel, gaussian, median_distance
 
 LOG_2PI = math.log(2 * math.pi)
+# Blocks of the cross-validation of densities.
+FOLDS = 5
 # Numbers in one block of a table of log densities: the memory that it takes at a time.
 MAX_NUMBERS_IN_BLOCK = 2**20
 # y ``n q`` -> log p(y | u_i) ``n m`` at fixed inputs u_i, whose parameters are computed once.
@@ -51,6 +54,35 @@ class ConditionalDensity(Protocol):
     def covariance(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q q"]:
         """Cov[y | u]; infinite where it does not exist."""
         ...
+
+
+class ParametricDensity:
+    """Base class of conditional densities that depend on u through their parameters at u.
+
+    A subclass defines `parameters` and `given`.
+    """
+
+    def parameters(self, u: Float[Tensor, "*b d"]) -> tuple[Tensor, ...]:
+        """Return the parameters of the density at u, each with ``*b`` in front."""
+        raise NotImplementedError
+
+    def given(self, y: Float[Tensor, "*b q"], parameters: tuple[Tensor, ...]) -> Tensor:
+        """Return `log_density` from the parameters."""
+        raise NotImplementedError
+
+    def log_density(
+        self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]
+    ) -> Float[Tensor, "*e"]:
+        """log p(y | u), of whole numbers their log probability; y and u broadcast."""
+        return self.given(y, self.parameters(u))
+
+    def at(self, u: Float[Tensor, "m d"]) -> Likelihood:
+        """Return y -> `log_density` of every y given every u; parameters are computed once."""
+        parameters = self.parameters(u)
+        rows = max(1, MAX_NUMBERS_IN_BLOCK // max(part.numel() for part in parameters))
+        return lambda y: torch.cat(
+            [self.given(part[:, None], parameters) for part in y.split(rows)]
+        )
 
 
 class Candidate(NamedTuple):
@@ -110,10 +142,32 @@ def blocks(n: int, count: int) -> list[Bool[Tensor, " n"]]:
     return [(at >= a) & (at < b) for a, b in pairwise(bounds)]
 
 
-def in_blocks(log_density: Callable[[Tensor], Tensor], numbers: int) -> Likelihood:
-    """Evaluate ``log_density`` on blocks of rows; ``numbers``: how many one row takes."""
-    rows = max(1, MAX_NUMBERS_IN_BLOCK // numbers)
-    return lambda y: torch.cat([log_density(part[:, None]) for part in y.split(rows)])
+def select_features(
+    u: Float[Tensor, "n d"],
+    factors: Sequence[float],
+    rank: int,
+    score: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Float[Tensor, " n"], Features, int]:
+    """Select a bandwidth and a setting by the log score in blocked cross-validation.
+
+    Args:
+        u: inputs ``n d``.
+        factors: bandwidths of the Gaussian kernel, over the median distance of the inputs.
+        rank: most features.
+        score: (features ``n p``, mask ``n`` of a block) -> log scores ``g m`` of the m points of
+            the block by fits of g settings to the other points.
+
+    Returns:
+        The held-out log scores of the best pair, its features, and the position of its setting.
+    """
+    median, found = median_distance(u, distinct=True), []
+    for factor in factors:
+        features = features_of(partial(gaussian, bandwidth=factor * median), u, rank)
+        phi = features(u)
+        held = torch.cat([score(phi, out) for out in blocks(len(u), FOLDS)], 1)
+        k = int(held.mean(1).argmax())
+        found.append((held[k], features, k))
+    return max(found, key=lambda each: float(each[0].mean()))
 
 
 def whitened(rows: Float[Tensor, "*b q"], factor: Float[Tensor, "q q"]) -> Float[Tensor, "*b q"]:

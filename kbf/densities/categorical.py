@@ -11,16 +11,13 @@ Hessian that `ascend` climbs by.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.densities.base import Candidate, Features, Likelihood, blocks, features_of, in_blocks, pick
-from kbf.densities.glm import FOLDS
-from kbf.rkhs.kernels import gaussian, median_distance
+from kbf.densities.base import Candidate, Features, ParametricDensity, pick, select_features
 from kbf.runtime.errors import FitError, fit_errors
 
 # Levels of a component: two are 0 and 1 (`bernoulli`), and of many each is observed too rarely.
@@ -36,8 +33,9 @@ ROUNDS = 150
 FIRST_ROUNDS = 50
 
 
-class CategoricalDensity(NamedTuple):
-    """p(y | u) = prod_c softmax(eta_c(u)) at the level of y_c.
+@dataclass(frozen=True, eq=False)
+class CategoricalDensity(ParametricDensity):
+    """p(y | u) = prod_c softmax(eta_c(u)) at the level of y_c; 0 where y_c is none of its levels.
 
     Attributes:
         features: phi, with a constant; p of them.
@@ -50,7 +48,7 @@ class CategoricalDensity(NamedTuple):
     levels: Tensor
     sizes: tuple[int, ...]
 
-    def log_shares(self, u: Float[Tensor, "*b d"]) -> tuple[Float[Tensor, "*b k"], ...]:
+    def parameters(self, u: Float[Tensor, "*b d"]) -> tuple[Float[Tensor, "*b k"], ...]:
         """Log probabilities of the levels of each component."""
         eta = self.features.times(u, self.coefficients).to(u)
         return tuple(part.log_softmax(-1) for part in eta.split(self.sizes, -1))
@@ -59,44 +57,33 @@ class CategoricalDensity(NamedTuple):
         """The levels of each component."""
         return self.levels.to(like).split(self.sizes)
 
-    def log_density(
-        self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]
-    ) -> Float[Tensor, "*e"]:
-        """log p(y | u); -inf where a component is none of its levels."""
-        return self.given(y, self.log_shares(u))
-
     def given(
-        self, y: Float[Tensor, "*b q"], shares: tuple[Float[Tensor, "*c k"], ...]
+        self, y: Float[Tensor, "*b q"], parameters: tuple[Tensor, ...]
     ) -> Float[Tensor, "*e"]:
-        """The same from the log probabilities."""
+        """Return `log_density` from the log probabilities."""
         found = [
             torch.where(
                 (column[..., None] - levels).abs() < 1e-3 * gap(levels), share, -torch.inf
             ).amax(-1)
-            for column, share, levels in zip(y.unbind(-1), shares, self.values(y), strict=True)
+            for column, share, levels in zip(y.unbind(-1), parameters, self.values(y), strict=True)
         ]
         return torch.stack(torch.broadcast_tensors(*found)).sum(0)
-
-    def at(self, u: Float[Tensor, "m d"]) -> Likelihood:
-        """Return y -> `log_density` of every y given every u; parameters are computed once."""
-        shares = self.log_shares(u)
-        return in_blocks(lambda y: self.given(y, shares), len(u) * max(self.sizes))
 
     def sample(
         self, u: Float[Tensor, "*b d"], generator: Generator | None = None
     ) -> Float[Tensor, "*b q"]:
         """Draw y given u."""
-        pairs = zip(self.log_shares(u), self.values(u), strict=True)
+        pairs = zip(self.parameters(u), self.values(u), strict=True)
         return torch.stack([levels[pick(share, generator)] for share, levels in pairs], -1)
 
     def mean(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q"]:
         """E[y | u] of the numbers that the categories are written as."""
-        pairs = zip(self.log_shares(u), self.values(u), strict=True)
+        pairs = zip(self.parameters(u), self.values(u), strict=True)
         return torch.stack([share.exp() @ levels for share, levels in pairs], -1)
 
     def covariance(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q q"]:
         """Cov[y | u] of the same numbers."""
-        pairs = zip(self.log_shares(u), self.values(u), strict=True)
+        pairs = zip(self.parameters(u), self.values(u), strict=True)
         second = torch.stack([share.exp() @ levels.square() for share, levels in pairs], -1)
         return (second - self.mean(u).square()).diag_embed()
 
@@ -156,20 +143,14 @@ def fit_categories(
     seen = torch.cat(
         [torch.nn.functional.one_hot(at, len(levels)).to(y) for levels, at in columns], 1
     )
-    reg, median = torch.tensor(RIDGES).to(y), median_distance(u, distinct=True)
-    best: tuple[float, Tensor, Features, Tensor] | None = None
-    for factor in FACTORS:
-        features = features_of(partial(gaussian, bandwidth=factor * median), u, rank)
-        phi, held = features(u), y.new_empty(len(reg), len(y))
-        for out in blocks(len(y), FOLDS):
-            eta = phi[out] @ ascend(phi[~out], seen[~out], sizes, reg, FIRST_ROUNDS)
-            log_p = torch.cat([part.log_softmax(-1) for part in eta.split(sizes, -1)], -1)
-            held[:, out] = (log_p * seen[out]).sum(-1)
-        k = int(held.mean(1).argmax())
-        if best is None or float(held[k].mean()) > best[0]:
-            best = float(held[k].mean()), held[k], features, reg[k : k + 1]
-    assert best is not None
-    _, held_out, features, reg = best
+    reg = torch.tensor(RIDGES).to(y)
+
+    def score(phi: Tensor, out: Tensor) -> Tensor:
+        eta = phi[out] @ ascend(phi[~out], seen[~out], sizes, reg, FIRST_ROUNDS)
+        log_p = torch.cat([part.log_softmax(-1) for part in eta.split(sizes, -1)], -1)
+        return (log_p * seen[out]).sum(-1)
+
+    held_out, features, k = select_features(u, FACTORS, rank, score)
     levels = torch.cat([levels for levels, _ in columns])
-    coefficients = ascend(features(u), seen, sizes, reg)[0]
+    coefficients = ascend(features(u), seen, sizes, reg[k : k + 1])[0]
     return Candidate(CategoricalDensity(features, coefficients, levels, sizes), held_out)

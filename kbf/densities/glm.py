@@ -17,8 +17,8 @@ binomial distribution; Smyth (1989) for joint scoring of mean and dispersion.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -28,20 +28,16 @@ from kbf.densities.base import (
     LOG_2PI,
     Candidate,
     Features,
-    Likelihood,
-    blocks,
-    features_of,
+    ParametricDensity,
     gamma,
-    in_blocks,
+    select_features,
     whitened,
 )
-from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.rkhs.linalg import cholesky
 from kbf.runtime.errors import fit_errors
 from kbf.ssm import normal
 
 FAMILIES = ("spread", "poisson", "negbin", "bernoulli")
-FOLDS = 5
 # Candidate bandwidths, over the median distance of the inputs.
 FACTORS = (0.5, 1.0, 2.0)
 # Candidate ridges.
@@ -50,8 +46,9 @@ RIDGES = (0.03, 0.3, 3.0, 30.0)
 DISPERSIONS = (0.1, 0.3, 1.0)
 
 
-class GLMDensity(NamedTuple):
-    """One of the families of this file.
+@dataclass(frozen=True, eq=False)
+class GLMDensity(ParametricDensity):
+    """One of the families of this file; counts have probability 0 where they are not whole.
 
     Attributes:
         family: its name. features: phi, with a constant; p of them.
@@ -68,20 +65,16 @@ class GLMDensity(NamedTuple):
     root: Tensor
     dispersion: Tensor
 
-    def parameters(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "m *b q"]:
-        """Eta at u."""
+    def parameters(self, u: Float[Tensor, "*b d"]) -> tuple[Float[Tensor, "*b q"], ...]:
+        """Eta at u, m of them."""
         together = self.features.times(u, torch.cat(list(self.coefficients), -1))
-        return torch.stack(together.chunk(len(self.coefficients), -1)).to(u)
+        return together.to(u).chunk(len(self.coefficients), -1)
 
-    def log_density(
-        self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]
+    def given(
+        self, y: Float[Tensor, "*b q"], parameters: tuple[Tensor, ...]
     ) -> Float[Tensor, "*e"]:
-        """log p(y | u), of whole numbers their log probability; -inf where they are not whole."""
-        return self.given(y, self.parameters(u))
-
-    def given(self, y: Float[Tensor, "*b q"], eta: Float[Tensor, "m *c q"]) -> Float[Tensor, "*e"]:
-        """The same from the parameters."""
-        white = whitened(y - self.shift.to(y), self.root)
+        """Return `log_density` from eta."""
+        eta, white = parameters, whitened(y - self.shift.to(y), self.root)
         if self.family == "spread":
             return log_family(self.family, white, eta, self.dispersion).sum(
                 -1
@@ -95,11 +88,6 @@ class GLMDensity(NamedTuple):
             log_family(self.family, whole.clamp_min(0), eta, self.dispersion).sum(-1),
             -torch.inf,
         )
-
-    def at(self, u: Float[Tensor, "m d"]) -> Likelihood:
-        """Return y -> `log_density` of every y given every u; parameters are computed once."""
-        eta = self.parameters(u)
-        return in_blocks(lambda y: self.given(y, eta), eta[0].numel())
 
     def sample(
         self, u: Float[Tensor, "*b d"], generator: Generator | None = None
@@ -143,16 +131,16 @@ class GLMDensity(NamedTuple):
 
 
 def log_family(
-    family: str, y: Float[Tensor, "*b q"], eta: Float[Tensor, "m *c q"], dispersion: Tensor
+    family: str, y: Float[Tensor, "*b q"], eta: Sequence[Tensor], dispersion: Tensor
 ) -> Float[Tensor, "*e q"]:
-    """log p of each component: of whitened numbers, or of counts."""
+    """log p of each component, of whitened numbers or of counts; eta ``*c q``, m of them."""
     if family == "spread":
         return -0.5 * ((y - eta[0]).square() * (-eta[1]).exp() + eta[1] + LOG_2PI)
     if family == "bernoulli":
         return y * eta[0] - torch.nn.functional.softplus(eta[0])
     if family == "poisson":
         return y * eta[0] - eta[0].exp() - torch.lgamma(y + 1)
-    r = (1 / dispersion).to(eta)
+    r = (1 / dispersion).to(eta[0])
     binomial = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
     return binomial - r * torch.log1p(eta[0].exp() / r) + y * (eta[0] - (r + eta[0].exp()).log())
 
@@ -274,24 +262,16 @@ def fit_parameters(
     white, reg = whitened(y - shift, root), torch.tensor(ridges).to(y)
     white = white if family == "spread" else white.round()
     dispersions = [torch.tensor(a).to(y) for a in (DISPERSIONS if family == "negbin" else (0.0,))]
-    best: tuple[float, Tensor, Features, Tensor, Tensor, Tensor] | None = None
-    median = median_distance(u, distinct=True)
-    for factor in factors:
-        features = features_of(partial(gaussian, bandwidth=factor * median), u, rank)
-        phi = features(u)
+
+    def score(phi: Tensor, out: Tensor) -> Tensor:
+        each = []
         for a in dispersions:
-            held = white.new_empty(len(ridges), len(y))
-            for out in blocks(len(y), FOLDS):
-                eta = phi[out] @ fisher_scoring(family, phi[~out], white[~out], reg, a, 12)
-                held[:, out] = log_family(family, white[out], eta, a).sum(-1) - constant
-            k = int(held.mean(1).argmax())
-            if best is None or float(held[k].mean()) > best[0]:
-                best = float(held[k].mean()), held[k], features, phi, reg[k : k + 1], a
-    assert best is not None
-    _, held_out, features, phi, reg, a = best
-    return Candidate(
-        GLMDensity(
-            family, features, fisher_scoring(family, phi, white, reg, a)[:, 0], shift, root, a
-        ),
-        held_out,
-    )
+            eta = phi[out] @ fisher_scoring(family, phi[~out], white[~out], reg, a, 12)
+            each.append(log_family(family, white[out], eta.unbind(), a).sum(-1) - constant)
+        return torch.cat(each)
+
+    held_out, features, best = select_features(u, factors, rank, score)
+    j, k = divmod(best, len(ridges))
+    coefficients = fisher_scoring(family, features(u), white, reg[k : k + 1], dispersions[j])[:, 0]
+    density = GLMDensity(family, features, coefficients, shift, root, dispersions[j])
+    return Candidate(density, held_out)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from kbf.densities.base import LOG_2PI, Candidate, Likelihood, blocks, in_blocks, pick
+from kbf.densities.base import LOG_2PI, Candidate, ParametricDensity, blocks, pick
 from kbf.ssm import normal
 
 # Least logarithm of a component's standard deviation, in units of the outputs' own.
@@ -19,7 +19,8 @@ MIN_LOG_STD = -5.0
 Layers = tuple[Tensor, ...]
 
 
-class MixtureDensityNetwork(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class MixtureDensityNetwork(ParametricDensity):
     """The even mixture of several networks' mixtures of K Gaussians with diagonal covariances.
 
     Attributes:
@@ -34,7 +35,7 @@ class MixtureDensityNetwork(NamedTuple):
     output_mean: Tensor
     output_scale: Tensor
 
-    def components(self, u: Float[Tensor, "*b d"]) -> tuple[Tensor, Tensor, Tensor]:
+    def parameters(self, u: Float[Tensor, "*b d"]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parameters of all networks' components at u, standardised.
 
         These are log shares ``*b k``, and means and log standard deviations ``*b k q``.
@@ -45,41 +46,24 @@ class MixtureDensityNetwork(NamedTuple):
             run(layers, rows.expand(len(layers[0]), -1, -1)), len(self.output_mean)
         )
         log_shares = log_shares.log_softmax(-1) - math.log(len(layers[0]))
-        joined = (
-            log_shares.movedim(0, 1).flatten(1),
-            means.movedim(0, 1).flatten(1, 2),
-            sizes.movedim(0, 1).flatten(1, 2),
+        log_shares, means, sizes = (
+            part.movedim(0, 1).flatten(1, 2).unflatten(0, u.shape[:-1])
+            for part in (log_shares[..., None], means, sizes)
         )
-        batch = u.shape[:-1]
-        return (
-            joined[0].unflatten(0, batch),
-            joined[1].unflatten(0, batch),
-            joined[2].unflatten(0, batch),
-        )
+        return log_shares[..., 0], means, sizes
 
     def given(
-        self, y: Float[Tensor, "*b q"], parts: tuple[Tensor, Tensor, Tensor]
+        self, y: Float[Tensor, "*b q"], parameters: tuple[Tensor, ...]
     ) -> Float[Tensor, "*e"]:
-        """log p(y | u) from the components at u."""
+        """Return `log_density` from the components at u."""
         white = (y - self.output_mean.to(y)) / self.output_scale.to(y)
-        return log_mixture(white, *parts) - self.output_scale.log().sum().to(y)
-
-    def log_density(
-        self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]
-    ) -> Float[Tensor, "*e"]:
-        """log p(y | u)."""
-        return self.given(y, self.components(u))
-
-    def at(self, u: Float[Tensor, "m d"]) -> Likelihood:
-        """Return y -> `log_density` of every y given every u; parameters are computed once."""
-        parts = self.components(u)
-        return in_blocks(lambda y: self.given(y, parts), parts[1].numel())
+        return log_mixture(white, *parameters) - self.output_scale.log().sum().to(y)
 
     def sample(
         self, u: Float[Tensor, "*b d"], generator: Generator | None = None
     ) -> Float[Tensor, "*b q"]:
         """Draw y given u."""
-        log_shares, means, sizes = self.components(u)
+        log_shares, means, sizes = self.parameters(u)
         chosen = pick(log_shares, generator)[..., None, None].expand(
             *u.shape[:-1], 1, means.shape[-1]
         )
@@ -90,14 +74,14 @@ class MixtureDensityNetwork(NamedTuple):
 
     def mean(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q"]:
         """E[y | u]."""
-        log_shares, means, _ = self.components(u)
+        log_shares, means, _ = self.parameters(u)
         return self.output_mean.to(u) + self.output_scale.to(u) * (
             log_shares.exp()[..., None] * means
         ).sum(-2)
 
     def covariance(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q q"]:
         """Cov[y | u] by the law of total variance."""
-        log_shares, means, sizes = self.components(u)
+        log_shares, means, sizes = self.parameters(u)
         shares, scale = log_shares.exp(), self.output_scale.to(u)
         moved = means - (shares[..., None] * means).sum(-2, keepdim=True)
         second = (2 * sizes).exp().diag_embed() + moved[..., :, None] * moved[..., None, :]

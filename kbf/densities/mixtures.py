@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,9 +19,8 @@ from torch import Generator, Tensor
 from kbf.densities.base import (
     LOG_2PI,
     Features,
-    Likelihood,
+    ParametricDensity,
     gamma,
-    in_blocks,
     pick,
     uniform,
     whitened,
@@ -79,7 +79,8 @@ def background_of(y: Float[Tensor, "n q"]) -> Background:
     return Background(low - margin, high + margin)
 
 
-class MapMixture(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class MapMixture(ParametricDensity):
     """K maps and perhaps a background.
 
     Attributes:
@@ -100,7 +101,7 @@ class MapMixture(NamedTuple):
     degrees: float | None = None
     background: Background | None = None
 
-    def predict(
+    def parameters(
         self, u: Float[Tensor, "*b d"]
     ) -> tuple[Float[Tensor, "*b K q"], Float[Tensor, "*b K"]]:
         """Means and scales of all maps at u."""
@@ -117,7 +118,7 @@ class MapMixture(NamedTuple):
     def parts(self, y: Tensor, means: Tensor, scales: Tensor) -> Float[Tensor, "*e k"]:
         """Log of share times density for each map, and for the background.
 
-        Means and scales are as returned by `predict`.
+        Means and scales are as returned by `parameters`.
         """
         q, shares = y.shape[-1], self.log_shares.to(y)
         white = torch.stack(
@@ -134,22 +135,17 @@ class MapMixture(NamedTuple):
         other = (shares[-1] + self.background.log_density(y)).expand(logs.shape[:-1])
         return torch.cat([logs, other[..., None]], -1)
 
-    def log_density(
-        self, y: Float[Tensor, "*b q"], u: Float[Tensor, "*c d"]
+    def given(
+        self, y: Float[Tensor, "*b q"], parameters: tuple[Tensor, ...]
     ) -> Float[Tensor, "*e"]:
-        """log p(y | u)."""
-        return self.parts(y, *self.predict(u)).logsumexp(-1)
-
-    def at(self, u: Float[Tensor, "m d"]) -> Likelihood:
-        """Return y -> `log_density` of every y given every u; parameters are computed once."""
-        means, scales = self.predict(u)
-        return in_blocks(lambda y: self.parts(y, means, scales).logsumexp(-1), means.numel())
+        """Return `log_density` from means and scales."""
+        return self.parts(y, *parameters).logsumexp(-1)
 
     def sample(
         self, u: Float[Tensor, "*b d"], generator: Generator | None = None
     ) -> Float[Tensor, "*b q"]:
         """Draw y given u."""
-        means, scales = self.predict(u)
+        means, scales = self.parameters(u)
         K = len(self.root)
         chosen = pick(self.log_shares.to(u).expand(*u.shape[:-1], -1), generator)
         map = chosen.clamp_max(K - 1)
@@ -168,7 +164,7 @@ class MapMixture(NamedTuple):
 
     def mean(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q"]:
         """E[y | u]; the middle of a Student density with nu <= 1, which has no mean."""
-        means, shares = self.predict(u)[0], self.log_shares.exp().to(u)
+        means, shares = self.parameters(u)[0], self.log_shares.exp().to(u)
         mean = (shares[: len(self.root), None] * means).sum(-2)
         return (
             mean if self.background is None else mean + shares[-1] * self.background.moments(u)[0]
@@ -176,7 +172,7 @@ class MapMixture(NamedTuple):
 
     def covariance(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q q"]:
         """Cov[y | u] by the law of total variance; infinite for nu <= 2."""
-        means, scales = self.predict(u)
+        means, scales = self.parameters(u)
         shares, total = self.log_shares.exp().to(u), self.mean(u)
         heavier = (
             1.0

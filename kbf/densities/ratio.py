@@ -29,7 +29,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from kbf.densities.base import LOG_2PI, blocks
+from kbf.densities.base import FOLDS, LOG_2PI, blocks
 from kbf.runtime.errors import FitError
 
 # States that the kernel density p(z) is centred at.
@@ -37,7 +37,6 @@ POINTS = 500
 # Candidate bandwidths of p(z), over the standard deviation of the states: with narrower ones ratios
 # are hard to learn.
 WIDTHS = (0.1, 0.2, 0.4)
-FOLDS = 5
 # Logarithm of a negligible share; finite, as all numbers of an encoding are.
 LOG_NEVER = -40.0
 # Share of the broad Gaussian in p(z), which bounds p(z) from below, since ratios divide by it.

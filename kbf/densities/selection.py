@@ -33,7 +33,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kbf.densities.base import Candidate, ConditionalDensity, Features, blocks, features_of
+from kbf.densities.base import (
+    FOLDS,
+    Candidate,
+    ConditionalDensity,
+    Features,
+    blocks,
+    features_of,
+)
 from kbf.densities.categorical import FEWEST_LEVELS, MOST_LEVELS, fit_categories
 from kbf.densities.glm import fit_parameters
 from kbf.densities.mdn import fit_networks
@@ -45,7 +52,6 @@ from kbf.runtime.errors import FitError
 from kbf.runtime.threads import one_thread
 
 log: logging.Logger = logging.getLogger(__name__)
-FOLDS = 5
 # Most steps between the least and the largest of values that count as whole numbers.
 MAX_STEPS = 200
 # Points that candidates other than the Gaussian require.
@@ -234,13 +240,11 @@ def candidate(
 ) -> Candidate:
     """Fit the density of this name to all points, with held-out log scores."""
     if name == "gaussian":
-        refit = crosswise(len(y), lambda kept: refitted(map, u[kept], y[kept]), u, y)
+        refit = crosswise(lambda kept: refitted(map, u[kept], y[kept]), u, y)
         return Candidate(map, refit)
     if name in MAPS:
         fitted = fit_maps(features_to_try(map, u), u, y, y - map.predict(u)[0], **MAPS[name])
-        return Candidate(
-            fitted.density, crosswise(len(y), lambda kept: again(fitted, u, y, kept), u, y)
-        )
+        return Candidate(fitted.density, crosswise(lambda kept: again(fitted, u, y, kept), u, y))
     if name == "networks":
         return fit_networks(u, y)
     if name == "categories":
@@ -249,16 +253,12 @@ def candidate(
 
 
 def crosswise(
-    n: int,
     fit: Callable[[Tensor], ConditionalDensity],
     u: Float[Tensor, "n d"],
     y: Float[Tensor, "n q"],
 ) -> Float[Tensor, " n"]:
     """Log scores of each block by the density that ``fit`` returns for the points outside of it."""
-    held = y.new_empty(n)
-    for out in blocks(n, FOLDS):
-        held[out] = fit(~out).log_density(y[out], u[out])
-    return held
+    return torch.cat([fit(~out).log_density(y[out], u[out]) for out in blocks(len(y), FOLDS)])
 
 
 def again(
