@@ -130,14 +130,11 @@ class SelectedSensors(nn.Module):
             fewer than `MIN_READINGS` readings.
     """
 
-    column: Tensor
-    density: Tensor
-
     def __init__(self) -> None:
         """No sensor is found before `choose` is called or a checkpoint is loaded."""
         super().__init__()
-        for name in ("column", "density"):
-            self.register_buffer(name, torch.zeros(0, dtype=torch.long))
+        self.column: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.long))
+        self.density: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.long))
 
     @property
     def known(self) -> bool:

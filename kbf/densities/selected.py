@@ -33,11 +33,6 @@ class SelectedDensities(nn.Module):
         sensors: these densities.
     """
 
-    chosen: Tensor
-    scores: Tensor
-    tried: Tensor
-    allow_missing_sensors: bool
-
     def __init__(self, transition: str | None = None, observation: str | None = None) -> None:
         """Take the names of densities, or None to select them by held-out log scores.
 
@@ -62,19 +57,14 @@ class SelectedDensities(nn.Module):
         self.fitted: list[Known] = []
         # selected by `select_if_missing`, for the recordings at hand
         self.provisional: bool = False
-        self.allow_missing_sensors, self.sensors = False, SelectedSensors()
+        self.allow_missing_sensors: bool = False
+        self.sensors = SelectedSensors()
         kept = None in self.given  # where both are given there is nothing to restore
-        self.register_buffer(
-            "chosen",
-            torch.tensor([DENSITIES.index(name or "gaussian") for name in self.given]),
-            persistent=kept,
-        )
-        self.register_buffer(
-            "scores", torch.zeros(2, len(DENSITIES), dtype=torch.float64), persistent=kept
-        )
-        self.register_buffer(
-            "tried", torch.zeros(2, len(DENSITIES), dtype=torch.bool), persistent=kept
-        )
+        chosen = torch.tensor([DENSITIES.index(name or "gaussian") for name in self.given])
+        none = torch.zeros(2, len(DENSITIES), dtype=torch.float64)
+        self.chosen: Tensor = nn.Buffer(chosen, persistent=kept)
+        self.scores: Tensor = nn.Buffer(none, persistent=kept)
+        self.tried: Tensor = nn.Buffer(none.bool(), persistent=kept)
 
     @property
     def names(self) -> tuple[str, str]:

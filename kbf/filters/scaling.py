@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from kbf.filters.protocols import Filter, covariance_of, sample_of
 from kbf.filters.wrapper import FilterWrapper
@@ -35,19 +35,16 @@ class Scaling(ShownModule):
             they are. u_mean, u_scale: ``k``, without entries where there are no controls.
     """
 
-    z_mean: Tensor
-    z_scale: Tensor
-    x_mean: Tensor
-    x_scale: Tensor
-    u_mean: Tensor
-    u_scale: Tensor
-
     def __init__(self) -> None:
         """Without any components: `prepare` or a checkpoint brings them."""
         super().__init__()
-        for side in "zxu":
-            self.register_buffer(f"{side}_mean", torch.zeros(0, dtype=torch.float64))
-            self.register_buffer(f"{side}_scale", torch.ones(0, dtype=torch.float64))
+        none = torch.zeros(0, dtype=torch.float64)
+        self.z_mean: Tensor = nn.Buffer(none)
+        self.z_scale: Tensor = nn.Buffer(none)
+        self.x_mean: Tensor = nn.Buffer(none)
+        self.x_scale: Tensor = nn.Buffer(none)
+        self.u_mean: Tensor = nn.Buffer(none)
+        self.u_scale: Tensor = nn.Buffer(none)
 
     def prepare(
         self,
@@ -151,9 +148,6 @@ def are_counts(values: Float[Tensor, "n c"]) -> Bool[Tensor, " c"]:
 
 class ScaledFilter(FilterWrapper):
     """A filter of scaled units as a filter of the data's units."""
-
-    scaling: Scaling
-    dtype: torch.dtype
 
     def __init__(self, scaling: Scaling, inner: Filter[Any], dtype: torch.dtype) -> None:
         """``inner`` takes observations of type ``dtype`` (or images) in scaled units."""

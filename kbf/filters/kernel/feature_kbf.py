@@ -116,17 +116,11 @@ class FeatureKBF(KBF):
 class Psi(nn.Module):
     """Features of an encoder in batches, shifted and scaled, with an optional constant feature."""
 
-    mean: Tensor
-    scale: Tensor
-    encoder: nn.Module
-    constant: bool
-    batch_size: int
-
     def __init__(self, encoder: nn.Module, constant: bool, batch_size: int = 256) -> None:
         super().__init__()
         self.encoder, self.constant, self.batch_size = encoder, constant, batch_size
-        self.register_buffer("mean", torch.zeros(()))
-        self.register_buffer("scale", torch.ones(()))
+        self.mean: Tensor = nn.Buffer(torch.zeros(()))
+        self.scale: Tensor = nn.Buffer(torch.ones(()))
 
     @torch.no_grad()
     def prepare(self, x: Shaped[Tensor, "m *x"]) -> None:

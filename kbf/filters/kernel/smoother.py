@@ -70,12 +70,6 @@ class RuleBackward(nn.Module):
     those of a sample, and it would add noise.
     """
 
-    source: Tensor
-    target: Tensor
-    bandwidth: Tensor
-    controls: Tensor | None
-    widths: Tensor | None
-
     def __init__(
         self,
         source: Int[Tensor, " m"],
@@ -96,16 +90,13 @@ class RuleBackward(nn.Module):
         """
         super().__init__()
         self.kernel = kernel
-        widths = None if log_widths is None else log_widths.detach().exp()
-        kept = {
-            "source": source,
-            "target": target,
-            "bandwidth": bandwidth.detach(),
-            "controls": controls,
-            "widths": widths,
-        }
-        for name, value in kept.items():
-            self.register_buffer(name, value, persistent=False)
+        self.source: Tensor = nn.Buffer(source, persistent=False)
+        self.target: Tensor = nn.Buffer(target, persistent=False)
+        self.bandwidth: Tensor = nn.Buffer(bandwidth, persistent=False)
+        kept = None if controls is None else nn.Buffer(controls, persistent=False)
+        widths = None if log_widths is None else nn.Buffer(log_widths.exp(), persistent=False)
+        self.controls: Tensor | None = kept
+        self.widths: Tensor | None = widths
 
     def forward(
         self,

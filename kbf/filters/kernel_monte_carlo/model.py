@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from kbf.data.windows import piece, split
 from kbf.densities.per_sensor import SelectedSensors
@@ -99,19 +99,6 @@ class KernelMonteCarlo(ShownModule):
     `kbf.filters.kernel_monte_carlo.density_ratio.RatioFilter`.
     """
 
-    order: Tensor
-    inflation: Tensor
-    reg: Tensor
-    restart: Tensor
-    temper: Tensor
-    density: Tensor
-    allow_missing_sensors: bool
-    ratio_dim: int
-    orders: Sequence[int]
-    inflations: Sequence[float]
-    regs: Sequence[float]
-    seed: int
-
     def __init__(
         self,
         particles: int = 400,
@@ -172,14 +159,15 @@ class KernelMonteCarlo(ShownModule):
         self.restarts, self.tempers = restarts, tempers
         self.given_density, self.seed = density, seed
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.register_buffer("order", torch.tensor(orders[-1]))
-        self.register_buffer("inflation", torch.tensor(inflations[0], dtype=torch.float64))
-        self.register_buffer("reg", torch.tensor(regs[0], dtype=torch.float64))
-        self.register_buffer("restart", torch.tensor(restarts[0], dtype=torch.float64))
-        self.register_buffer("temper", torch.tensor(tempers[0], dtype=torch.float64))
-        self.register_buffer("density", torch.tensor(DENSITIES.index(density or "gaussian")))
-        self.allow_missing_sensors, self.sensors = False, SelectedSensors()
-        self.ratio_dim = 0
+        self.order: Tensor = nn.Buffer(torch.tensor(orders[-1]))
+        self.inflation: Tensor = nn.Buffer(torch.tensor(inflations[0], dtype=torch.float64))
+        self.reg: Tensor = nn.Buffer(torch.tensor(regs[0], dtype=torch.float64))
+        self.restart: Tensor = nn.Buffer(torch.tensor(restarts[0], dtype=torch.float64))
+        self.temper: Tensor = nn.Buffer(torch.tensor(tempers[0], dtype=torch.float64))
+        self.density: Tensor = nn.Buffer(torch.tensor(DENSITIES.index(density or "gaussian")))
+        self.allow_missing_sensors: bool = False
+        self.sensors = SelectedSensors()
+        self.ratio_dim: int = 0
 
     @torch.no_grad()
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:

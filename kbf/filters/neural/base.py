@@ -33,24 +33,19 @@ class Standardised(nn.Module):
         controlled: k, components of a control; 0 for recordings without controls.
     """
 
-    shape: tuple[int, ...]
     raw: bool
-    controlled: int
-    z_mean: Tensor
-    z_scale: Tensor
-    x_mean: Tensor
-    x_scale: Tensor
-    u_mean: Tensor
-    u_scale: Tensor
 
     def register_units(self, d: int, q: int | tuple[int, ...], controls: int) -> None:
         """Register the buffers, with mean 0 and scale 1."""
-        self.shape = (q,) if isinstance(q, int) else tuple(q)
-        self.controlled = controls
-        sizes = {"z": (d,), "x": self.shape} | ({"u": (controls,)} if controls else {})
-        for name, size in sizes.items():
-            self.register_buffer(f"{name}_mean", torch.zeros(size))
-            self.register_buffer(f"{name}_scale", torch.ones(size))
+        self.shape: tuple[int, ...] = (q,) if isinstance(q, int) else tuple(q)
+        self.controlled: int = controls
+        self.z_mean: Tensor = nn.Buffer(torch.zeros(d))
+        self.z_scale: Tensor = nn.Buffer(torch.ones(d))
+        self.x_mean: Tensor = nn.Buffer(torch.zeros(self.shape))
+        self.x_scale: Tensor = nn.Buffer(torch.ones(self.shape))
+        if controls:
+            self.u_mean: Tensor = nn.Buffer(torch.zeros(controls))
+            self.u_scale: Tensor = nn.Buffer(torch.ones(controls))
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
         """Store mean and standard deviation of states, controls and, unless raw, observations.

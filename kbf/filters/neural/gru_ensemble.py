@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from kbf.data.windows import Span, first_steps, folds, stack, take, without
@@ -49,9 +49,6 @@ class FittedGRU(WithoutHyperparameters):
     `fit` trains and stores the weights. Fitting the same recordings again uses the stored weights.
     """
 
-    weights: Tensor
-    fingerprint: Tensor
-
     def __init__(
         self,
         *,
@@ -84,8 +81,8 @@ class FittedGRU(WithoutHyperparameters):
             )
         self.networks, self.hidden, self.updates = networks, hidden, updates
         self.window, self.lr, self.seed = window, lr, seed
-        self.register_buffer("weights", torch.zeros(0))
-        self.register_buffer("fingerprint", torch.zeros(0, dtype=torch.float64))
+        self.weights: Tensor = nn.Buffer(torch.zeros(0))
+        self.fingerprint: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
 
     def fit(self, memory: Recording | list[Recording] | None) -> EnsembleFilter:
         """Return the ensemble trained on ``memory``, in its dtype and on its device.

@@ -57,8 +57,6 @@ class RKNFilter(EndToEndFilter[RKNState]):
     configuration. With controls u the mean moves to A z + b(u), b an MLP.
     """
 
-    band: Tensor
-
     def __init__(
         self,
         d: int,
@@ -103,8 +101,8 @@ class RKNFilter(EndToEndFilter[RKNState]):
             if controls
             else None
         )
-        self.register_buffer(
-            "band", (torch.arange(m)[:, None] - torch.arange(m)).abs() <= bandwidth
+        self.band: Tensor = nn.Buffer(
+            (torch.arange(m)[:, None] - torch.arange(m)).abs() <= bandwidth
         )
 
     def encode(

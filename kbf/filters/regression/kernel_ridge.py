@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from kbf.recording import Recording, as_recordings, control_width
 from kbf.rkhs.features import nystrom_whitening
@@ -121,12 +121,6 @@ class FrameRegression(ShownModule):
     kernels at these landmarks (`subset_of_regressors`).
     """
 
-    factor: Tensor
-    reg: Tensor
-    kernel: str
-    factors: tuple[float, ...]
-    regs: tuple[float, ...]
-
     def __init__(
         self,
         kernel: str = "gaussian",
@@ -147,9 +141,11 @@ class FrameRegression(ShownModule):
         super().__init__()
         if kernel not in KERNELS:
             raise ValueError(f"unknown kernel {kernel!r}: choose one of {sorted(KERNELS)}")
-        self.kernel, self.factors, self.regs = kernel, tuple(factors), tuple(regs)
-        self.register_buffer("factor", torch.tensor(1.0, dtype=torch.float64))
-        self.register_buffer("reg", torch.tensor(1e-3, dtype=torch.float64))
+        self.kernel = kernel
+        self.factors: tuple[float, ...] = tuple(factors)
+        self.regs: tuple[float, ...] = tuple(regs)
+        self.factor: Tensor = nn.Buffer(torch.tensor(1.0, dtype=torch.float64))
+        self.reg: Tensor = nn.Buffer(torch.tensor(1e-3, dtype=torch.float64))
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
         """Select factor and ridge by the leave-one-out error on the observed steps, in O(n^3)."""

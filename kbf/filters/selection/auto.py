@@ -114,11 +114,6 @@ class ModelSelection(nn.Module):
             checkpoints.
     """
 
-    weights: Tensor
-    spreads: Tensor
-    scores: Tensor
-    newest: Tensor
-
     def __init__(
         self, main: nn.Module, *, name: str = "main", seed: int = 0, budget: float | None = None
     ) -> None:
@@ -138,9 +133,10 @@ class ModelSelection(nn.Module):
         makers = PLAIN | PUBLISHED | MORE | NETS
         others = {key: make(seed) for key, make in makers.items() if key != self.main_name}
         self.models = nn.ModuleDict({self.main_name: main, **others})
-        for key in ("weights", "spreads", "scores"):
-            self.register_buffer(key, torch.zeros(0, dtype=torch.float64))
-        self.register_buffer("newest", torch.tensor(0))
+        self.weights: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
+        self.spreads: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
+        self.scores: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
+        self.newest: Tensor = nn.Buffer(torch.tensor(0))
         self.ratio_dim = 0
         self.candidates: list[Row] = []
         self.held_out_filters: list[tuple[Filter[Any], list[Recording]]] = []

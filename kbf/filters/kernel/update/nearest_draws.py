@@ -36,15 +36,6 @@ class LocalUpdate(nn.Module):
     of n points is the local conditional mean embedding (LCKME).
     """
 
-    draws: Tensor
-    squares: Tensor
-    projection: Tensor
-    shift: Tensor
-    features: Tensor | None
-    k: int
-    near: int
-    width: float
-
     def __init__(
         self,
         obs: Float[Tensor, "n k q"],
@@ -78,16 +69,16 @@ class LocalUpdate(nn.Module):
             deviation = column_medians((flat - shift).abs())
             projection = torch.where(deviation > 0, 1 / deviation, 1).diag()
         self.k, self.near, self.width = k, min(near, n * k), width
-        some = obs[:, :DRAWS_FOR_FEATURES]
         self.psi = psi
-        features = None
+        self.features: Tensor | None = None
         if psi is not None:
-            features = psi(some.flatten(0, 1)).unflatten(0, some.shape[:2]).mean(1).to(dtype)
-        self.register_buffer("features", features)
-        self.register_buffer("projection", projection.to(dtype))
-        self.register_buffer("shift", shift.to(dtype))
-        self.register_buffer("draws", ((flat - shift) @ projection).to(dtype).mT.contiguous())
-        self.register_buffer("squares", self.draws.square().sum(0))
+            some = obs[:, :DRAWS_FOR_FEATURES]
+            features = psi(some.flatten(0, 1)).unflatten(0, some.shape[:2]).mean(1)
+            self.features = nn.Buffer(features.to(dtype))
+        self.projection: Tensor = nn.Buffer(projection.to(dtype))
+        self.shift: Tensor = nn.Buffer(shift.to(dtype))
+        self.draws: Tensor = nn.Buffer(((flat - shift) @ projection).to(dtype).mT.contiguous())
+        self.squares: Tensor = nn.Buffer(self.draws.square().sum(0))
 
     def forward(
         self, ratio: Float[Tensor, "b n"], obs: Shaped[Tensor, "b *x"]
