@@ -273,5 +273,6 @@ def fit_parameters(
     held_out, features, best = select_features(u, factors, rank, score)
     j, k = divmod(best, len(ridges))
     coefficients = fisher_scoring(family, features(u), white, reg[k : k + 1], dispersions[j])[:, 0]
-    density = GLMDensity(family, features, coefficients, shift, root, dispersions[j])
-    return Candidate(density, held_out)
+    return Candidate(
+        GLMDensity(family, features, coefficients, shift, root, dispersions[j]), held_out
+    )

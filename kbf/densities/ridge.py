@@ -283,8 +283,7 @@ def refitted(map: RidgeMap, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) ->
     held_out = 1 - ((phi @ factor) * phi).sum(-1)
     error = (y - offset - phi @ coefficients) / held_out[:, None]
     moved = map.manifold.log(map.manifold.project(y - error), y)
-    least = 1e-9 * y.var(0).mean()
-    noise = noise_covariance(moved, held_out, least)
+    noise = noise_covariance(moved, held_out, 1e-9 * y.var(0).mean())
     return map._replace(coefficients=coefficients, offset=offset, factor=factor, noise=noise)
 
 

@@ -171,8 +171,10 @@ def learn_lagged_model(
         )
     states = torch.cat([s.states for s in recordings])
     none = torch.zeros_like(moves.noise)
-    model = LaggedModel(moves, observation, order, none, states.shape[1], manifold_of(states), join)
-    return widened(model, inflation)
+    return widened(
+        LaggedModel(moves, observation, order, none, states.shape[1], manifold_of(states), join),
+        inflation,
+    )
 
 
 def widened(model: LaggedModel, inflation: float) -> LaggedModel:

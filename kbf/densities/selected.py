@@ -123,8 +123,9 @@ class SelectedDensities(nn.Module):
             choice = select_density(inputs, outputs, counts=k == 1)
             log.info("density of %s: %s", side, choice)
             if len(inputs) <= MAX_POINTS:  # all points were used
-                known = Known(choice.name, inputs.double(), outputs.double(), choice.density)
-                self.fitted.append(known)
+                self.fitted.append(
+                    Known(choice.name, inputs.double(), outputs.double(), choice.density)
+                )
             self.chosen[k] = DENSITIES.index(choice.name)
             self.scores[k] = torch.tensor([choice.scores.get(name, 0.0) for name in DENSITIES])
             self.tried[k] = torch.tensor([name in choice.scores for name in DENSITIES])

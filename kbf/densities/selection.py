@@ -240,8 +240,7 @@ def candidate(
 ) -> Candidate:
     """Fit the density of this name to all points, with held-out log scores."""
     if name == "gaussian":
-        refit = crosswise(lambda kept: refitted(map, u[kept], y[kept]), u, y)
-        return Candidate(map, refit)
+        return Candidate(map, crosswise(lambda kept: refitted(map, u[kept], y[kept]), u, y))
     if name in MAPS:
         fitted = fit_maps(features_to_try(map, u), u, y, y - map.predict(u)[0], **MAPS[name])
         return Candidate(fitted.density, crosswise(lambda kept: again(fitted, u, y, kept), u, y))

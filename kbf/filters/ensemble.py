@@ -91,8 +91,9 @@ class EnsembleFilter(UpdateByObserve[Any]):
     ) -> Any:
         """Predict with each member; one that is lost starts from its initial state."""
         moved, lost = [], state.rejections >= MAX_CONSECUTIVE_REJECTIONS
-        members = zip(self.filters.values(), self.parts(state), strict=True)
-        for k, (each, part) in enumerate(members):
+        for k, (each, part) in enumerate(
+            zip(self.filters.values(), self.parts(state), strict=True)
+        ):
             if bool(lost[:, k].any()):
                 part = where(lost[:, k], each.init(len(lost), generator=generator), part)
             moved.append(move(each, part, control=control, generator=generator))
@@ -101,8 +102,9 @@ class EnsembleFilter(UpdateByObserve[Any]):
     def observe(self, state: Any, obs: Shaped[Tensor, "b *x"]) -> tuple[Any, Bool[Tensor, " b"]]:
         """Update each member for which the observation is plausible; ``b``, whether any is."""
         updated, rejections = [], torch.zeros_like(state.rejections)
-        members = zip(self.filters.values(), self.parts(state), strict=True)
-        for k, (each, part) in enumerate(members):
+        for k, (each, part) in enumerate(
+            zip(self.filters.values(), self.parts(state), strict=True)
+        ):
             gate, before = GatedFilter(each), GatedState(part, state.rejections[:, k])
             after = gate.resolve(before, *observe(each, part, obs), obs)
             updated.append(after.inner)

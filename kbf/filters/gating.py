@@ -157,8 +157,12 @@ class GatedFilter:
         """The prediction from the filter's initial state; without controls it is computed once."""
         if self.fresh is not None and len(self.fresh[0]) == batch:
             return self.fresh
-        start = self.filter.init(batch, generator=self.generator)
-        fresh = move(self.filter, start, control=control, generator=self.generator)
+        fresh = move(
+            self.filter,
+            self.filter.init(batch, generator=self.generator),
+            control=control,
+            generator=self.generator,
+        )
         if control is None and not torch.compiler.is_compiling():
             self.fresh = fresh
         return fresh

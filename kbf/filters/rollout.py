@@ -100,10 +100,9 @@ def rollout(
     if state is None:
         state = filter.init(batch, generator=generator)
     inputs = inputs.each(lambda x: x.to(state[0].device))
-    gate = GatedFilter(filter, generator)
     walk = partial(
         rollout_sequential,
-        gate,
+        GatedFilter(filter, generator),
         covariances=covariances,
         log_likelihood=log_likelihood,
         before=before,
@@ -159,8 +158,9 @@ def rollout_recordings(
     Raises:
         ValueError: as `rollout`.
     """
-    inputs = batch_inputs(recordings, dtype=dtype, device=device)
-    run = rollout(filter, **inputs, **options)._replace(state=None)
+    run = rollout(
+        filter, **batch_inputs(recordings, dtype=dtype, device=device), **options
+    )._replace(state=None)
     return [
         Rollout(*(first_steps_of(leaf, k, len(s.states)) for leaf in run))
         for k, s in enumerate(recordings)

@@ -51,8 +51,8 @@ def tangent(
     """Return the Jacobian F = f'(m) and f(m)."""
     if isinstance(f, Differentiated):
         return f.tangent(m)
-    gradients = torch.is_grad_enabled() or torch.is_inference_mode_enabled()
-    if gradients or torch.compiler.is_compiling():
+    with_gradients = torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+    if with_gradients or torch.compiler.is_compiling():
 
         def twice(z: Tensor) -> tuple[Tensor, Tensor]:
             value = f(z)

@@ -122,8 +122,7 @@ class KalmanFilter(GaussianFilter):
         residual = torch.where(seen, obs - product(C, state.mean[..., None])[..., 0] - c, 0)
         H = torch.where(seen[..., None], C, 0)
         unit = torch.eye(len(R), dtype=R.dtype, device=R.device)
-        both = seen[:, :, None] & seen[:, None]
-        return residual, H, torch.where(both, R, unit)
+        return residual, H, torch.where(seen[:, :, None] & seen[:, None], R, unit)
 
     def log_likelihood(
         self, state: GaussianState, obs: Float[Tensor, "b q"]

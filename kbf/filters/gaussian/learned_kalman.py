@@ -87,8 +87,7 @@ def regress_columns(
     covariance = residual.mT @ residual / (rows.mT @ rows - inputs.shape[1] - 1).clamp_min(1)
     values, vectors = torch.linalg.eigh(covariance)
     if bool(values[0] <= 0):
-        least = 1e-6 * covariance.diagonal().mean()
-        covariance = (vectors * values.clamp_min(least)) @ vectors.mT
+        covariance = (vectors * values.clamp_min(1e-6 * covariance.diagonal().mean())) @ vectors.mT
     return B, b, covariance
 
 
@@ -109,5 +108,6 @@ class LearnedKalman(WithoutHyperparameters):
             ValueError: no memory, or too few points (`fit_linear`).
         """
         missing = self.allow_missing_sensors
-        model = fit_linear(memory, allow_missing_sensors=missing)
-        return KalmanFilter(model, allow_missing_sensors=missing)
+        return KalmanFilter(
+            fit_linear(memory, allow_missing_sensors=missing), allow_missing_sensors=missing
+        )

@@ -176,8 +176,7 @@ def innovation_log_density(
     residual: Float[Tensor, "b q"], S: Float[Tensor, "*b q q"]
 ) -> Float[Tensor, " b"]:
     """Return log N(residual; 0, S), the log density of an observation given those before it."""
-    noise = MultivariateNormal(torch.zeros_like(residual), S, validate_args=False)
-    return noise.log_prob(residual)
+    return MultivariateNormal(torch.zeros_like(residual), S, validate_args=False).log_prob(residual)
 
 
 def is_possible(

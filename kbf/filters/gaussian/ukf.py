@@ -214,5 +214,9 @@ class UKF(WithoutHyperparameters):
                 3, self.alpha, self.beta, 0.0 if self.kappa is None else self.kappa
             )
             return turning_filter(self.model, memory, partial(unscented, sigma=sigma))
-        model = with_initial_moments(self.model, memory)
-        return UnscentedKalmanFilter(model, alpha=self.alpha, beta=self.beta, kappa=self.kappa)
+        return UnscentedKalmanFilter(
+            with_initial_moments(self.model, memory),
+            alpha=self.alpha,
+            beta=self.beta,
+            kappa=self.kappa,
+        )

@@ -93,9 +93,10 @@ class ControlledTransition(ShownModule):
     ) -> None:
         """Store left, right, the controls u_l, k_U, and its bandwidth ``k``."""
         super().__init__()
-        operator = {"left": left, "right": right, "controls": controls, "bandwidth": bandwidth}
-        for name, value in operator.items():
-            self.register_buffer(name, value)
+        self.register_buffer("left", left)
+        self.register_buffer("right", right)
+        self.register_buffer("controls", controls)
+        self.register_buffer("bandwidth", bandwidth)
         self.kernel, self.controlled = kernel, controls.shape[1]
 
     def forward(
@@ -140,8 +141,9 @@ def controlled_transition(
         psi = torch.cat([joint(block, marks) @ whiten for block in acted.split(POINTS_AT_A_TIME)])
         solved = psd_solve(psi.mT @ psi, psi.mT, reg=ridge).mT @ whiten.mT
     left = solved.new_zeros(len(states), len(marks)).index_copy(0, pairs.target, solved)
-    right = of_state(states, marks[:, :d])
-    return ControlledTransition(left, right, marks[:, d:], k, bandwidths[1])
+    return ControlledTransition(
+        left, of_state(states, marks[:, :d]), marks[:, d:], k, bandwidths[1]
+    )
 
 
 class ControlledDensity(nn.Module):

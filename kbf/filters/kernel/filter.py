@@ -150,8 +150,7 @@ class KernelBayesFilter(UpdateByObserve[KernelState], ShownModule):
             ratio = ratio * (total.reciprocal() * self.n)
         weights = self.rule(ratio, obs)
         if not self.normalise:
-            change = torch.sub(weights, before, alpha=MIN_SHARE_OF_SUM)
-            return KernelState(weights), change.sum(-1)
+            return KernelState(weights), torch.sub(weights, before, alpha=MIN_SHARE_OF_SUM).sum(-1)
         cancel, sums = divisor(weights)
         posterior = torch.where(cancel, before, weights * sums.reciprocal())
         return KernelState(posterior), sums.masked_fill(cancel, 0)[:, 0]

@@ -174,8 +174,7 @@ class KBF(ShownModule):
 
     def set_control_bandwidths(self, log_control: Float[Tensor, " k"]) -> None:
         """Make the bandwidths of the controls a parameter with these logarithms."""
-        learn = self.log_reg.requires_grad
-        self.log_control = nn.Parameter(log_control, requires_grad=learn)
+        self.log_control = nn.Parameter(log_control, requires_grad=self.log_reg.requires_grad)
 
     def hyperparameters(self) -> dict[str, float]:
         """Return bandwidths and ridges by name, for logs."""
@@ -262,8 +261,7 @@ class KBF(ShownModule):
         if self.rank is None:
             gram = KERNELS[self.kernel](states, states, bandwidth=bandwidth)
             return transition_operator(gram, pairs, reg)
-        features = self.features(states, bandwidth).all(states)
-        return transition_operator_primal(features, pairs, reg)
+        return transition_operator_primal(self.features(states, bandwidth).all(states), pairs, reg)
 
     def ratio_of(self, states: Float[Tensor, "n d"], bandwidth: Tensor, eta: Tensor) -> nn.Module:
         """Return the module from predicted weights to the density ratio at the memory points."""
@@ -284,8 +282,9 @@ class KBF(ShownModule):
         """Return the rule over observations ``n *x``, with full Gram matrices or features."""
         obs = obs.flatten(1).double()
         if self.rank is None:
-            kernel = KERNELS[self.kernel]
-            return DenseUpdate(RULES[self.rule].dense, kernel, bandwidth, obs, reg).to(self.dtype)
+            return DenseUpdate(
+                RULES[self.rule].dense, KERNELS[self.kernel], bandwidth, obs, reg
+            ).to(self.dtype)
         psi, settings = self.features(obs, bandwidth), {"dtype": self.dtype, "local": self.local}
         return PrimalUpdate(psi, obs[:, None], reg, rule=self.rule, **settings)
 

@@ -176,8 +176,7 @@ def ratio_operator_primal(features: Float[Tensor, "n r"], reg: float | Tensor) -
         NotPositiveDefiniteError: with r, n reg and the smallest eigenvalue.
     """
     n = len(features)
-    solved = psd_solve(features.mT @ features, features.mT, reg=n * reg).mT
-    return Operator(n * solved, features)
+    return Operator(n * psd_solve(features.mT @ features, features.mT, reg=n * reg).mT, features)
 
 
 class RatioOfWeights(nn.Module):

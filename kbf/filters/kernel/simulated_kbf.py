@@ -171,11 +171,13 @@ class SimulatedKBF(ShownModule):
             before, acted, drawn = controlled_run(model, recordings, self.run, generator)
             states, mass = quantise(drawn, self.points, generator, moves.manifold)
             some = evenly(len(before), MAX_TRANSITIONS_OF_DENSITY, before.device)
-            led = before[some], acted[some]
-            transition = ControlledDensity(model, states, mass, led, self.dtype)
+            transition = ControlledDensity(
+                model, states, mass, (before[some], acted[some]), self.dtype
+            )
         else:
-            device = recorded.device
-            first = torch.randint(len(recorded), (100,), device=device, generator=generator)
+            first = torch.randint(
+                len(recorded), (100,), device=recorded.device, generator=generator
+            )
             start = recorded[first]
             steps = -(-self.run // len(start))
             if isinstance(moves, RidgeMap):
@@ -188,12 +190,17 @@ class SimulatedKBF(ShownModule):
                 drawn = bounded_run(moves, start, steps, recorded, generator)
                 states, mass = quantise(drawn, self.points, generator)
                 log_density, mean = moves.at(states)(states), moves.mean(states)
-            dense = density_transition(log_density, mass, states, mean)
-            transition = low_rank(dense.to(self.dtype))
+            transition = low_rank(
+                density_transition(log_density, mass, states, mean).to(self.dtype)
+            )
         update = self.update_of(model, states, observed_pairs(recordings)[1], generator)
-        prior = mass.to(self.dtype)
         return KernelBayesFilter(
-            states.to(self.dtype), transition, None, update, prior=prior, normalise=True
+            states.to(self.dtype),
+            transition,
+            None,
+            update,
+            prior=mass.to(self.dtype),
+            normalise=True,
         )
 
     def update_of(
@@ -213,8 +220,9 @@ class SimulatedKBF(ShownModule):
         if isinstance(density, RidgeMap):
             obs = self.observations(model, states)
         else:
-            several = states[:, None].expand(-1, DRAWS_OF_OTHER_DENSITIES, -1)
-            obs = density.sample(several, generator)
+            obs = density.sample(
+                states[:, None].expand(-1, DRAWS_OF_OTHER_DENSITIES, -1), generator
+            )
         width = self.factor * median_distance(recorded, distinct=True)
         features = NystromFeatures(self.kernel, width, obs[:, 0], self.rank, 1e-9)
         if isinstance(density, RidgeMap):

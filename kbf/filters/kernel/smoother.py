@@ -51,8 +51,8 @@ def density_backward(
         following: w^{s+}, smoothed, at t + 1.
     """
     predicted, transpose = torch.func.vjp(move, w)[:2]
-    largest = predicted.amax(-1, keepdim=True)
-    known = predicted > torch.finfo(w.dtype).eps * largest  # the others are rounding
+    least = torch.finfo(w.dtype).eps * predicted.amax(-1, keepdim=True)
+    known = predicted > least  # the others are rounding
     h = torch.where(known, following / torch.where(known, predicted, 1), 0)
     mass = transpose(known.to(w))[0]
     return (transpose(h)[0] / torch.where(mass > 0, mass, 1)).clamp_min(0)

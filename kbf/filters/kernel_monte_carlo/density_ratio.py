@@ -123,8 +123,9 @@ class RatioFilter(KernelMonteCarloFilter):
         self.restarted = self.restarted[:0]  # step 4 re-initialises, given the image
         self.candidates: Tensor | None = None
         if self.recorded is not None and self.restart:
-            rows = evenly(len(self.recorded), MAX_STATES_FOR_LOST_TRACK, initial.device)
-            self.candidates = self.recorded[rows]
+            self.candidates = self.recorded[
+                evenly(len(self.recorded), MAX_STATES_FOR_LOST_TRACK, initial.device)
+            ]
             self.log_p_candidates: Tensor = self.log_p(self.candidates)
 
     def simulate_observations(
@@ -137,8 +138,9 @@ class RatioFilter(KernelMonteCarloFilter):
         like = {"dtype": particles.dtype, "device": particles.device, "generator": generator}
         size, numbers = particles.shape[:2], particles.shape[2] + self.d
         draws = torch.cat([torch.rand(*size, 1, **like), torch.randn(*size, numbers, **like)], -1)
-        equal = particles.new_full(size, 1 / self.particles)
-        return LocalMemory(particles, draws[:, :, None], equal, initialized)
+        return LocalMemory(
+            particles, draws[:, :, None], particles.new_full(size, 1 / self.particles), initialized
+        )
 
     def observe(
         self, state: LocalMemory, obs: Float[Tensor, "b w"]
@@ -175,8 +177,9 @@ class RatioFilter(KernelMonteCarloFilter):
         terms = self.terms(state.particles, obs, WIDTH, self.log_p(state.particles))
         log_w = terms.log_w
         weights = (self.temper * log_w).softmax(-1).to(state.weights)
-        particles = self.shifted(terms, state.draws[:, :, 0])
-        tracked = state._replace(particles=particles, weights=weights)
+        tracked = state._replace(
+            particles=self.shifted(terms, state.draws[:, :, 0]), weights=weights
+        )
         if self.candidates is None:
             return tracked._replace(initialized=torch.ones_like(state.initialized))
         terms = self.of_recorded(self.candidates, self.log_p_candidates, obs, WIDTH)
@@ -291,7 +294,5 @@ def covariance_of_rows(s: Float[Tensor, "b n D"]) -> Float[Tensor, "b D D"]:
     """Return C of states of equal weight, plus `JITTER` times its mean variance on the diagonal."""
     centred = s - s.mean(1, keepdim=True)
     c = centred.mT @ centred / s.shape[1]
-    least = JITTER * c.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(
-        torch.finfo(c.dtype).tiny ** 0.5
-    )
-    return c + least[:, None, None] * torch.eye(c.shape[-1]).to(c)
+    mean = c.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(c.dtype).tiny ** 0.5)
+    return c + JITTER * mean[:, None, None] * torch.eye(c.shape[-1]).to(c)

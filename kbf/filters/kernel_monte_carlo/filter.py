@@ -212,8 +212,9 @@ class KernelMonteCarloFilter(UpdateByObserve[LocalMemory], Shown):
         else:
             several = particles[:, :, None].expand(-1, -1, self.draws, -1)
             draws = self.model.observe(several, generator)
-        equal = particles.new_full(size, 1 / self.particles)
-        return LocalMemory(particles, draws, equal, initialized)
+        return LocalMemory(
+            particles, draws, particles.new_full(size, 1 / self.particles), initialized
+        )
 
     def predict(
         self,
@@ -272,11 +273,11 @@ class KernelMonteCarloFilter(UpdateByObserve[LocalMemory], Shown):
             [self.temper * self.model.log_likelihood(x[:, None], recorded) for x in parts]
         )
         possible = log_weights.amax(-1) > -math.inf
-        points = self.midpoints(len(obs), obs.device)
-        chosen = invert(torch.where(possible[:, None], log_weights, 0), points)
+        chosen = invert(
+            torch.where(possible[:, None], log_weights, 0), self.midpoints(len(obs), obs.device)
+        )
         equal = torch.full_like(state.weights, 1 / self.particles)
-        first = LocalMemory(recorded[chosen], state.draws, equal, possible.to(equal))
-        return first, possible
+        return LocalMemory(recorded[chosen], state.draws, equal, possible.to(equal)), possible
 
     def midpoints(self, batch: int, device: torch.device) -> Float[Tensor, "b P"]:
         """Return the midpoints of P equal parts of [0, 1]."""
@@ -327,8 +328,9 @@ class KernelMonteCarloFilter(UpdateByObserve[LocalMemory], Shown):
         settings = {"reg": SMOOTHER_REG, "factor": SMOOTHER_FACTOR}
         weights = local_weights(seen, query, landmarks, weights=following.weights, **settings)
         weights = weights / weights.sum(-1, keepdim=True)
-        draws = source.new_empty(*source.shape[:2], 0, 0)
-        return LocalMemory(source, draws, weights, now.state.initialized)
+        return LocalMemory(
+            source, source.new_empty(*source.shape[:2], 0, 0), weights, now.state.initialized
+        )
 
     def estimate(self, state: LocalMemory) -> Float[Tensor, "b d"]:
         """Return the mean of the embedding with the signed weights, ``b d``."""
@@ -382,8 +384,7 @@ def local_weights(
     References: Xu et al. (2022), Algorithm 1, step 3, with D = I.
     """
     n, m = seen.shape[1], len(landmarks)
-    middle = seen.mean(1, keepdim=True)
-    points = torch.cat([seen, obs], 1) - middle
+    points = torch.cat([seen, obs], 1) - seen.mean(1, keepdim=True)
     distance = 2 * points[:, :n].square().sum((1, 2)) / n  # mean squared, between two of them
     distance = distance.clamp_min(torch.finfo(seen.dtype).tiny).sqrt()
     points = points / (factor * distance)[:, None, None]
@@ -395,8 +396,7 @@ def local_weights(
     base = base + max(JITTER, rounding) * torch.eye(m, dtype=base.dtype, device=base.device)
     factorised = torch.linalg.cholesky_ex(system + n * reg * base)[0]
     query = k[:, n:] if weights is None else weights[:, None] @ k[:, n:]
-    solved = torch.cholesky_solve(query.mT.double(), factorised)
-    return (k[:, :n] @ solved.to(k))[..., 0]
+    return (k[:, :n] @ torch.cholesky_solve(query.mT.double(), factorised).to(k))[..., 0]
 
 
 def gaussian_table(a: Float[Tensor, "b n q"], c: Float[Tensor, "b m q"]) -> Float[Tensor, "b n m"]:

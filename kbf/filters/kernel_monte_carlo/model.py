@@ -272,8 +272,7 @@ class KernelMonteCarlo(ShownModule):
         initial = all_states(recordings, model.order).to(self.dtype)
         low, high = initial.amin(0), initial.amax(0)
         margin = MARGIN * (high - low)
-        region = (low - margin, high + margin)
-        given = {"d": model.d, "region": region, "recorded": True}
+        given = {"d": model.d, "region": (low - margin, high + margin), "recorded": True}
         given |= {"restart": restart, "temper": temper}
         if self.ratio_dim:
             return RatioFilter(model, initial, particles=self.sizes["particles"], **given)

@@ -199,8 +199,9 @@ class EndToEndFilter(Standardised, Generic[S]):
             state = self.take_in(predicted, w[:, t], r[:, t])
             state = state if mask is None else where(mask[:, t], state, predicted)
             seen.append(state)
-        leaves = (torch.stack(parts, 1) for parts in zip(*seen[burn_in:], strict=True))
-        every = cast(S, type(state)(*leaves))
+        every = cast(
+            S, type(state)(*(torch.stack(parts, 1) for parts in zip(*seen[burn_in:], strict=True)))
+        )
         z = (states - self.z_mean) / self.z_scale
         seen_at = slice(None) if mask is None else mask.flatten()
         individual = self.individual_loss(*(part.flatten(0, 1)[seen_at] for part in (z, w, r)))

@@ -179,8 +179,9 @@ class DPF(EndToEndFilter[DPFState]):
     def draw(self, batch: int, generator: Generator | None) -> Float[Tensor, "b P y"]:
         """Return standard normal numbers."""
         y = self.log_noise
-        size = (batch, self.P, len(y))
-        return torch.randn(size, dtype=y.dtype, device=y.device, generator=generator)
+        return torch.randn(
+            (batch, self.P, len(y)), dtype=y.dtype, device=y.device, generator=generator
+        )
 
     def predict(
         self,
@@ -283,6 +284,5 @@ class DPF(EndToEndFilter[DPFState]):
             return self.individual * loss
         J = PROPOSALS_PER_OBSERVATION
         eps = torch.randn(len(z), J, len(self.log_noise), dtype=z.dtype, device=z.device)
-        proposed = self.propose(w, r, eps)[..., : self.d]
-        density = self.kernel(z, proposed).logsumexp(-1).mean()
+        density = self.kernel(z, self.propose(w, r, eps)[..., : self.d]).logsumexp(-1).mean()
         return self.individual * (loss + math.log(J) - density)

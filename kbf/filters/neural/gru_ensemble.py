@@ -97,8 +97,9 @@ class FittedGRU(WithoutHyperparameters):
         current = fingerprint(sequences)
         if len(self.weights) == 0 or not torch.equal(current, self.fingerprint.to(current)):
             side_by_side(lambda k: self.train_net(nets[k], sequences, k), range(len(nets)))
-            vectors = [parameters_to_vector(net.parameters()) for net in nets]
-            self.weights = torch.cat(vectors).detach()
+            self.weights = torch.cat(
+                [parameters_to_vector(net.parameters()) for net in nets]
+            ).detach()
             self.fingerprint = current
         for net, values in zip(nets, self.weights.chunk(len(nets)), strict=True):
             vector_to_parameters(values, net.parameters())
@@ -192,8 +193,7 @@ def random_windows(
         chosen = torch.multinomial(
             starts.float(), BATCH_SIZE, replacement=True, generator=generator
         )
-        shares = torch.rand(BATCH_SIZE, generator=generator)
-        first = (shares * starts[chosen]).long()
+        first = (torch.rand(BATCH_SIZE, generator=generator) * starts[chosen]).long()
         starts_of = zip(chosen.tolist(), first.tolist(), strict=True)
         yield stack(sequences, [Span(k, a, a + width) for k, a in starts_of])
 

@@ -201,8 +201,9 @@ class BootstrapFilter(UpdateByObserve[ParticleState], Shown):
         """
         if not isinstance(self.model, StateSpaceModel | FactoredModel | OrientationModel):
             return None
-        log_likelihood = self.model.log_likelihood(obs[:, None], state.particles)
-        return (state.log_weights + log_likelihood).logsumexp(-1)
+        return (
+            state.log_weights + self.model.log_likelihood(obs[:, None], state.particles)
+        ).logsumexp(-1)
 
     def estimate(self, state: ParticleState) -> Float[Tensor, "b d"]:
         """Return the weighted mean, ``b d``."""
@@ -283,8 +284,9 @@ class ParticleRecipe(WithoutHyperparameters):
         """
         recordings = as_recordings(memory)
         states = torch.cat([s.states for s in recordings])
-        model = self.state_space(recordings, states)
-        return BootstrapFilter(model, states, self.particles, self.threshold)
+        return BootstrapFilter(
+            self.state_space(recordings, states), states, self.particles, self.threshold
+        )
 
     def state_space(self, recordings: list[Recording], states: Float[Tensor, "n d"]) -> StateSpace:
         """Return the model of the filter, from the true one and the recordings."""

@@ -72,8 +72,9 @@ class LearnedParticleFilter(ShownModule):
         sequences = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         self.densities.select_if_missing(sequences)
         model = learn_model(sequences, self.densities.kinds, self.densities.fitted)
-        states = torch.cat([s.states for s in sequences])
-        return BootstrapFilter(model, states, self.particles, self.threshold)
+        return BootstrapFilter(
+            model, torch.cat([s.states for s in sequences]), self.particles, self.threshold
+        )
 
 
 class ObservationModel(NamedTuple):
@@ -117,8 +118,9 @@ class ObservationParticleFilter(ParticleRecipe):
                 vary.
         """
         check_vectors(recordings, "a learned observation map")
-        observation = fit_ridge_map(*observed_pairs(recordings))
-        return ObservationModel(in_type_of(self.model, states), observation)
+        return ObservationModel(
+            in_type_of(self.model, states), fit_ridge_map(*observed_pairs(recordings))
+        )
 
 
 class PixelModel(NamedTuple):
@@ -236,5 +238,4 @@ class PixelParticleFilter(ParticleRecipe):
         image = fit_ridge_map(seen, pixels, **few, rank=self.rank, diagonal=True)
         weighted = image.coefficients / image.noise.sqrt()
         dynamics, shape = in_type_of(self.model, states), tuple(obs.shape[1:])
-        gram = weighted @ weighted.mT
-        return PixelModel(dynamics, image, weighted, gram, shape, self.predictive)
+        return PixelModel(dynamics, image, weighted, weighted @ weighted.mT, shape, self.predictive)

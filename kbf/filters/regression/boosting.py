@@ -83,8 +83,7 @@ class Trees:
             here = at[:, :count]
             right = u.gather(1, self.feature.take(here)) > self.threshold.take(here)
             at[:, :count] = self.child.take(2 * here + right)
-        found = self.base.repeat(len(u), 1).index_add(1, self.owner, self.value.take(at))
-        return found.to(window)
+        return self.base.repeat(len(u), 1).index_add(1, self.owner, self.value.take(at)).to(window)
 
 
 class WindowBoosting(WindowRegression):

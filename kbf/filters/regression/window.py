@@ -152,8 +152,7 @@ def windows_of(rows: Float[Tensor, "T c"], width: int) -> Float[Tensor, "T wc"]:
             [1., 2.],
             [2., 3.]])
     """
-    padded = torch.cat([rows[:1].expand(width - 1, -1), rows])
-    return padded.unfold(0, width, 1).mT.flatten(1)
+    return torch.cat([rows[:1].expand(width - 1, -1), rows]).unfold(0, width, 1).mT.flatten(1)
 
 
 class WindowRegression(WithoutHyperparameters):

@@ -212,8 +212,7 @@ class ModelSelection(nn.Module):
             return
         self.select(search, leading, stack=stack)
         selected = self.filters_of({name: each.filters for name, each in search.found.items()})
-        folds = [fold for _, fold in parts]
-        self.held_out_filters = list(zip(selected, folds, strict=True))
+        self.held_out_filters = list(zip(selected, [fold for _, fold in parts], strict=True))
         self.candidates = search.table()
 
     def compare(
@@ -271,8 +270,7 @@ class ModelSelection(nn.Module):
         ridge.allow_missing_sensors = self.allow_missing_sensors
         if self.compares(memory):
             recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
-            judges = [self.adapted(ridge), self.adapted(self.main)]
-            self.newest.fill_(newest(recordings, judges))
+            self.newest.fill_(newest(recordings, [self.adapted(ridge), self.adapted(self.main)]))
         return self.kept(memory)
 
     def kept(self, memory: list[Recording]) -> list[Recording]:

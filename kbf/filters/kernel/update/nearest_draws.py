@@ -90,8 +90,7 @@ class LocalUpdate(nn.Module):
         distances.unflatten(-1, (-1, self.k)).masked_fill_(idle[..., None], torch.inf)
         found, rows = distances.topk(self.near, largest=False, sorted=False)
         inside, points = found.isfinite(), rows // self.k
-        near = self.draws[:, rows].movedim(0, -1)
-        squared = (x[:, None] - near).square().sum(-1)
+        squared = (x[:, None] - self.draws[:, rows].movedim(0, -1)).square().sum(-1)
         farthest = torch.where(inside, squared, 0).amax(-1, keepdim=True).clamp_min(1e-20)
         scale = 2 * self.width**2 * farthest
         r = torch.where(inside, ratio.gather(-1, points), 0)
