@@ -62,7 +62,7 @@ _HOME = {
     "BackpropKF": "kbf.filters.neural.backprop_kf",
     "DPF": "kbf.filters.neural.dpf",
     "GRUFilter": "kbf.filters.neural.gru",
-    "GRUImages": "kbf.filters.neural.gru_end_to_end",
+    "GRUImages": "kbf.filters.neural.gru",
     "RKNFilter": "kbf.filters.neural.rkn",
     "LearnedParticleFilter": "kbf.filters.particle.learned",
     "ObservationParticleFilter": "kbf.filters.particle.learned",

@@ -52,8 +52,7 @@ from kbf.filters.kernel.simulated_kbf import SimulatedKBF as SimulatedKBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo as KernelMonteCarlo
 from kbf.filters.neural.backprop_kf import BackpropKF as BackpropKF
 from kbf.filters.neural.dpf import DPF as DPF
-from kbf.filters.neural.gru import GRUFilter as GRUFilter
-from kbf.filters.neural.gru_end_to_end import GRUImages as GRUImages
+from kbf.filters.neural.gru import GRUFilter as GRUFilter, GRUImages as GRUImages
 from kbf.filters.neural.lstm import LSTMFilter as LSTMFilter
 from kbf.filters.neural.rkn import RKNFilter as RKNFilter
 from kbf.filters.online import OnlineFilter as OnlineFilter

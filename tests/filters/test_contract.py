@@ -27,8 +27,7 @@ from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
 from kbf.filters.neural.backprop_kf import BackpropKF
 from kbf.filters.neural.dpf import DPF
-from kbf.filters.neural.gru import GRUFilter
-from kbf.filters.neural.gru_end_to_end import GRUImages
+from kbf.filters.neural.gru import GRUFilter, GRUImages
 from kbf.filters.neural.lstm import LSTMFilter
 from kbf.filters.neural.rkn import RKNFilter
 from kbf.filters.online import OnlineFilter

@@ -1,7 +1,7 @@
 """Kernel Monte Carlo filter of a model learned from recordings: selects its settings and builds it.
 
 The filter is in `kbf.filters.kernel_monte_carlo.filter`, the state-space model with velocities in
-`kbf.densities.second_order_ssm`.
+`kbf.densities.learned_ssm`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from kbf.data.windows import piece, split
-from kbf.densities.per_sensor import SelectedSensors
-from kbf.densities.second_order_ssm import (
+from kbf.densities.learned_ssm import (
     ORDERS,
     LaggedModel,
     all_states,
     learn_lagged_model,
     widened,
 )
+from kbf.densities.per_sensor import SelectedSensors
 from kbf.densities.selection import DENSITIES, select_density
 from kbf.filters.kernel_monte_carlo.density_ratio import RatioFilter
 from kbf.filters.kernel_monte_carlo.filter import KernelMonteCarloFilter
@@ -291,7 +291,7 @@ class KernelMonteCarlo(ShownModule):
         """Fit the model with the selected settings to all of ``memory``.
 
         Raises:
-            ValueError: no memory, or as `kbf.densities.second_order_ssm.learn_lagged_model`.
+            ValueError: no memory, or as `kbf.densities.learned_ssm.learn_lagged_model`.
         """
         recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         if self.allow_missing_sensors and not self.sensors.known:

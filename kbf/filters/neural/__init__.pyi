@@ -3,7 +3,6 @@ from kbf.filters.neural import (
     base as base,
     dpf as dpf,
     gru as gru,
-    gru_end_to_end as gru_end_to_end,
     gru_ensemble as gru_ensemble,
     lstm as lstm,
     rkn as rkn,

@@ -1,6 +1,6 @@
-"""Recurrent baseline: gated recurrent units (GRU) with a variance head.
+"""Recurrent baselines: gated recurrent units (GRU) over vectors, or trained with an image encoder.
 
-References: Cho et al. (2014); Nix and Weigend (1994).
+References: Cho et al. (2014); Nix and Weigend (1994); Becker et al. (2019), section 5.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
+from kbf.filters.neural.base import LEAST_VARIANCE, EndToEndFilter, positive
 from kbf.filters.neural.lstm import LSTMFilter, uniform_start
 
 
 class GRUState(NamedTuple):
-    """State of a `GRUFilter`.
+    """State of a `GRUFilter` or of `GRUImages`.
 
     Attributes:
         h: ``b k``, hidden state.
@@ -125,3 +126,81 @@ class GRUFilter(LSTMFilter):
         log_variance = self.log_variance(h.detach())
         log_score = 0.5 * (residual.detach().square() * (-log_variance).exp() + log_variance)
         return (residual.square() + log_score).sum(-1).mean()
+
+
+class GRUImages(EndToEndFilter[GRUState]):
+    """Gated recurrent units trained with their image encoder by the loss of `RKNFilter`.
+
+    1. Encode: an image x becomes w(x) ``m`` and variances r(x) ``m``.
+    2. Predict: h <- GRU((0, u), h).
+    3. Update: the same step with the observation, h <- GRU((w, r, 1, u), h before it).
+    4. Read out: the state from h by an MLP, and its variances by another.
+
+    Unlike in `RKNFilter`, both read-outs depend on all of h, and encodings have any length.
+
+    References: Becker et al. (2019), Recurrent Kalman Networks, section 5: their LSTM and GRU; Cho
+    et al. (2014).
+    """
+
+    def __init__(
+        self,
+        d: int,
+        q: int | tuple[int, ...],
+        *,
+        m: int = 15,
+        units: int = 75,
+        hidden: int = 30,
+        controls: int = 0,
+        encoder: nn.Module | None = None,
+    ) -> None:
+        """Initialise an untrained network.
+
+        Args:
+            d: components of the state.
+            q: components of an observation, or its shape.
+            m: components of an encoding.
+            units: k, components of h.
+            hidden: units of the read-outs.
+            controls, encoder: as in `EndToEndFilter`.
+        """
+        super().__init__(d, q, m, encoder, controls)
+        self.m: int = m
+        self.cell: nn.GRUCell = nn.GRUCell(2 * m + 1 + controls, units)
+        self.readout: nn.Sequential = nn.Sequential(
+            nn.Linear(units, hidden), nn.Tanh(), nn.Linear(hidden, d)
+        )
+        self.readout_variance: nn.Sequential = nn.Sequential(
+            nn.Linear(units, hidden), nn.Tanh(), nn.Linear(hidden, d)
+        )
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> GRUState:
+        """Return h = 0."""
+        zero = self.z_mean.new_zeros(batch, self.cell.hidden_size)
+        return GRUState(zero, zero, zero[:, : self.controlled])
+
+    def predict(
+        self,
+        state: GRUState,
+        *,
+        control: Float[Tensor, "b u"] | None = None,
+        generator: Generator | None = None,
+    ) -> GRUState:
+        """Return the state one step later without an observation."""
+        acted = self.acted(control, len(state.h))
+        none = acted.new_zeros(len(acted), 2 * self.m + 1)
+        return GRUState(self.cell(torch.cat([none, acted], -1), state.h), state.h, acted)
+
+    def take_in(
+        self, state: GRUState, w: Float[Tensor, "b m"], r: Float[Tensor, "b m"]
+    ) -> GRUState:
+        """Return the state after the same step with an encoding and its variances."""
+        inputs = torch.cat([w, r, torch.ones_like(w[:, :1]), state.control], -1)
+        return state._replace(h=self.cell(inputs, state.before))
+
+    def mean(self, state: GRUState) -> Float[Tensor, "*b d"]:
+        """Return the read-out, in standard units."""
+        return self.readout(state.h)
+
+    def spread(self, state: GRUState) -> Float[Tensor, "*b d d"]:
+        """Return the diagonal covariance, in standard units."""
+        return (positive(self.readout_variance(state.h)) + LEAST_VARIANCE).diag_embed()

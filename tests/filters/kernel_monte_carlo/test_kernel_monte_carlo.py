@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from kbf.densities.second_order_ssm import learn_lagged_model
+from kbf.densities.learned_ssm import learn_lagged_model
 from kbf.evaluation.metrics import nll
 from kbf.evaluation.score import score
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel

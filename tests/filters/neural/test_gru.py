@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from kbf.filters.neural.gru_end_to_end import GRUImages, GRUImagesState
+from kbf.filters.neural.gru import GRUImages, GRUState
 from kbf.filters.rollout import rollout
 from kbf.images.encoders import CNN
 from kbf.recording import Recording
@@ -48,7 +48,7 @@ def test_a_rollout_is_pytorch_s_recurrence_and_moves_with_zeros_where_nothing_wa
 def test_the_loss_is_the_log_likelihood_and_reaches_all_parameters():
     filter, obs, states = net(), normal(2, 6, 3, seed=0), 3 * normal(2, 6, 2, seed=1) + 1
     filter.prepare([Recording(states[0], obs[0])])
-    run: list[GRUImagesState] = []
+    run: list[GRUState] = []
     with torch.no_grad():
         estimates = rollout(filter, obs, states=run).estimates
         covariances = torch.stack([filter.covariance(state) for state in run], 1)
