@@ -145,6 +145,27 @@ def test_python_of_the_library_page(tmp_path, monkeypatch, capsys):
     assert "0.0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_python_of_the_layers_page(tmp_path, monkeypatch, capsys):
+    """Trained encoders are better than untrained ones and the mean; the table has such numbers."""
+    page = (DOCS / "layers.md").read_text(encoding="utf-8")
+    names = run_python(page, tmp_path, monkeypatch)
+    assert names["rule_trained"] < 0.3 * names["rule_untrained"] < 0.4 * names["mean_error"]
+    assert names["filter_trained"] < 0.2 * names["filter_untrained"]
+    assert names["filter_trained"] < names["rule_trained"]
+    assert max(names["filter_trained"], names["lightning_trained"]) < names["pixels_error"]
+    assert names["smoothed_error"] < names["filter_trained"]
+    measured = (
+        *("mean_error", "pixels_error", "rule_untrained", "rule_trained"),
+        *("filter_untrained", "filter_trained", "filter_untrained", "lightning_trained"),
+        "smoothed_error",
+    )
+    table = page.partition("## Results")[2].partition("The Bayes-optimal")[0]
+    shown = [float(number) for number in re.findall(r"\b\d\.\d{3}\b", table)]
+    assert shown == pytest.approx([names[name] for name in measured], rel=0.3)
+    assert "Lightning" in capsys.readouterr().out
+
+
 class Rat:
     """Replaces the recording of a package: a walk in a box, and counts by position."""
 

@@ -226,7 +226,7 @@ def public_names() -> str:
         "All public names of `kbf`. Each name is imported when it is used.\n",
         *table_of_names("kbf", _HOME),
         "",
-        "Layers for a network of one's own:",
+        "Layers for a network of one's own ([guide](../layers.md)):",
         "",
         *table_of_names("kbf.layers", layers._HOME),
     ]

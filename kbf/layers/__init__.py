@@ -8,4 +8,6 @@ _HOME = {
     "KernelBayesFilterRollout": "kbf.layers.rollout",
 }
 
+__all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+
 __getattr__, __dir__ = _on_demand(__name__, _HOME)
