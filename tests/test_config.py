@@ -177,7 +177,7 @@ def test_models_keep_the_settings_that_they_have_on_a_data_set(model, data):
 
 
 def test_settings_on_a_data_set_reach_comparisons_and_the_choice_of_a_model():
-    from kbf.commands.support.run_settings import resolved
+    from kbf.runtime.interpolation import resolved
 
     config = configure("compare", ["data=dsprites", "models=[lstm,kbf_nn_paper]"])
     for name, base in config["bases"].items():

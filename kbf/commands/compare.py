@@ -19,14 +19,15 @@ from kbf.commands.support.comparison_report import FLOOR, report
 from kbf.commands.support.console import console
 from kbf.commands.support.provenance import commit
 from kbf.commands.support.resumable_jobs import finish_all
-from kbf.commands.support.run_settings import resolved, without_model_selection
+from kbf.commands.support.run_settings import without_model_selection
 from kbf.commands.support.score_metrics import reliability_metrics, reliability_of
 from kbf.commands.train import finish
-from kbf.data.dataset import load_data
+from kbf.data.dataset import completed, load_data
 from kbf.data.download import one_at_a_time
 from kbf.evaluation.floors import data_floor
 from kbf.fitted.held_out_calibration import learn
 from kbf.runtime.atomic_files import scratch, sweep
+from kbf.runtime.interpolation import incomplete, resolved
 from kbf.training.fit import train
 
 
@@ -45,6 +46,7 @@ def run(config: dict[str, Any]) -> int:
 
     ``config["bases"]`` holds an unresolved configuration of ``kbf train`` for each model.
     """
+    config = with_shapes(config)
     directory = Path(config["run_dir"])
     cells = make_cells(config, directory / "cells")
     sweep(directory / "cells")  # temporary files of a comparison that was killed
@@ -65,6 +67,27 @@ def run(config: dict[str, Any]) -> int:
         text = f"[red]{failed} runs failed[/]; the same command tries them again"
         console.print(text, highlight=False)
     return 1 if failed else 0
+
+
+def with_shapes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration with what only the recordings contain: shapes, and all steps.
+
+    The data is read where the configuration leaves these to it. An ``n_train`` that is null becomes
+    the number of training steps.
+
+    Raises:
+        ValueError: the data cannot be used.
+    """
+    if not incomplete(config["recipe"]):
+        return config
+    recipe = {**config["recipe"], "n_train": None}
+    recipe = completed(recipe, load_data(resolved(recipe)["data"], trust=True))
+    return {
+        **config,
+        "recipe": recipe,
+        "bases": {name: {**base, **recipe} for name, base in config["bases"].items()},
+        "n_train": [recipe["n_train"] if n is None else n for n in config["n_train"]],
+    }
 
 
 def make_cells(config: dict[str, Any], directory: Path) -> list[Cell]:

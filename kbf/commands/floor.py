@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kbf.commands.support.console import console, print_values
-from kbf.commands.support.run_settings import resolved
 from kbf.data.dataset import load_data
 from kbf.evaluation.floors import data_floor, smoothing_floor
 from kbf.evaluation.statistics import mean_and_error
+from kbf.runtime.interpolation import resolved
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from kbf.commands.support.provenance import about
 from kbf.commands.support.run_files import write_figures
 from kbf.commands.support.run_settings import seconds_of, with_limits, without_model_selection
 from kbf.commands.support.score_metrics import score_test_part, selected_filter
-from kbf.data.dataset import Data, load_data
+from kbf.data.dataset import Data, completed, load_data
 from kbf.data.windows import hold_out
 from kbf.evaluation.floors import data_floor, floor
 from kbf.evaluation.score import Score
@@ -32,9 +32,10 @@ from kbf.fitted.checkpoint import BEST, LAST, CheckpointError, Trained, read_che
 from kbf.fitted.held_out_calibration import learn_and_keep
 from kbf.runtime.atomic_files import LOCK, copy, locked, scratch, write_json, write_text
 from kbf.runtime.instantiate import build
+from kbf.runtime.interpolation import incomplete, literal, resolved
 from kbf.training.callbacks import ENCODERS
 from kbf.training.figure_logging import log_frames, log_track
-from kbf.training.fit import check, is_helper, train
+from kbf.training.fit import CHECKPOINT_KEYS, check, is_helper, train
 from kbf.training.metric_logging import log_results
 
 # Particles of the floor of the held-out part, which is only logged: more take long.
@@ -58,16 +59,20 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     """Do the work of `run`; the lock of the run directory is entered when writing begins."""
     budget = seconds_of(config["budget"])
     ckpt_path = None if config["ckpt_path"] is None else Path(config["ckpt_path"])
-    trust = True
-    if ckpt_path is not None:
-        config, trust = resumed(config, ckpt_path)
-        if not config["explicit"]:
-            print_read_files(config["data"], ckpt_path)
+    stored = None if ckpt_path is None else stored_configuration(ckpt_path)
+    trust = stored is None or config["explicit"] or config["trust"]
+    if stored is not None and not config["explicit"]:
+        config = {**config, **stored, "trainer": with_limits(config["trainer"], stored["model"])}
+        print_read_files(config["data"], config["ckpt_path"])
     directory = Path(config["run_dir"])
     check_free(directory, ckpt_path, overwrite=config["overwrite"])
     loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]
     data = load_data(config["data"], trust=trust)
     print_notes(data.notes)
+    if stored is None or config["explicit"]:
+        config = with_shapes(config, data)
+        if stored is not None:
+            check_same(config, stored, config["ckpt_path"])
     candidates: search_report.Candidates = []
     if "candidates" in config["model"]:
         config, rows = auto.choose(config, data, trust=trust)
@@ -210,28 +215,37 @@ def finish(
     return result, metrics | {"seconds": time.perf_counter() - began}
 
 
-def resumed(config: dict[str, Any], ckpt_path: Path) -> tuple[dict[str, Any], bool]:
-    """Return the configuration of a run that continues, and whether to trust it.
+def with_shapes(config: dict[str, Any], data: Data) -> dict[str, Any]:
+    """Return the configuration of a run with what only its recordings contain, and resolved."""
+    if not incomplete(config["recipe"]):
+        return config
+    recipe = completed(config["recipe"], data)
+    whole = resolved({**literal(config), **literal(recipe), "model": config["model"]})
+    return {**config, **{key: whole[key] for key in ("model", "data", "n_train")}, "recipe": recipe}
 
-    Model and data are the checkpoint's own, unless the command line names them; then they must be
-    equal to the checkpoint's.
+
+def stored_configuration(ckpt_path: Path) -> dict[str, Any]:
+    """Return model and data of the run that a checkpoint is of.
 
     Raises:
         CheckpointError: the checkpoint was not written by ``kbf train``.
-        ValueError: model or data differ from the checkpoint's.
     """
     stored = read_checkpoint(ckpt_path)["hyper_parameters"]["config"]
-    keys = ("model", "data", "recipe", "n_train", "seed")
-    if missing := [key for key in keys if key not in stored]:
+    if missing := [key for key in CHECKPOINT_KEYS if key not in stored]:
         lacking = ", ".join(missing)
         raise CheckpointError(
             f"{ckpt_path} was not written by kbf train: its configuration lacks {lacking}"
         )
-    if not config["explicit"]:
-        own = {key: stored[key] for key in keys}
-        limited = with_limits(config["trainer"], stored["model"])
-        return {**config, **own, "trainer": limited}, config["trust"]
-    mine, theirs = (dict(flatten({key: c[key] for key in keys})) for c in (config, stored))
+    return {key: stored[key] for key in CHECKPOINT_KEYS}
+
+
+def check_same(config: dict[str, Any], stored: dict[str, Any], ckpt_path: str) -> None:
+    """Check that a run continues a checkpoint with its model and data.
+
+    Raises:
+        ValueError: they differ.
+    """
+    mine, theirs = (dict(flatten({k: c[k] for k in CHECKPOINT_KEYS})) for c in (config, stored))
     longer = {"model.training.epochs"}  # a run may continue for more epochs
     different = [
         f"{key}: {theirs.get(key)} there, {mine.get(key)} here"
@@ -243,7 +257,6 @@ def resumed(config: dict[str, Any], ckpt_path: Path) -> tuple[dict[str, Any], bo
             f"{ckpt_path} is of a run with another configuration ({'; '.join(different[:3])}). "
             "Leave the overrides out to take its own."
         )
-    return config, True
 
 
 def check_free(directory: Path, ckpt_path: Path | None, *, overwrite: bool) -> None:

@@ -195,10 +195,15 @@ def plain(config: Any, *, resolve: bool = True, skip: tuple[str, ...] = ()) -> d
     """Returns a configuration as a plain dict, without the keys of ``skip``."""
     from omegaconf import OmegaConf
 
-    if skip:
-        config = OmegaConf.masked_copy(config, [key for key in config if key not in skip])
-    container: Any = OmegaConf.to_container(config, resolve=resolve, throw_on_missing=True)
-    return container
+    def container(node: Any) -> Any:
+        """Returns a node in Python's types."""
+        if not OmegaConf.is_config(node):
+            return node
+        return OmegaConf.to_container(node, resolve=resolve, throw_on_missing=True)
+
+    if not resolve:
+        return container(config)
+    return {str(key): container(config[key]) for key in config if key not in skip}
 
 
 def short(command: str) -> str:

@@ -2,23 +2,52 @@
 
 Every way to a run goes through `prepare`: a single command, each run of a sweep (``--multirun``),
 the models of ``kbf compare``, and the experiments of the papers (`studies.papers.images`), so that
-all of them are checked alike.
+all of them are checked alike. No data is read: of recordings in files, the shapes are unknown here,
+and `kbf.data.dataset.completed` adds them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from kbf.config.checks import check
-from kbf.config.composition import COMMAND_FOLDER, composing, plain, unknown_setting, unlocked
-from kbf.config.data_settings import OWN_DATA, absolute, complete_data, has_source
+from kbf.config.composition import (
+    COMMAND_FOLDER,
+    composing,
+    config_dir,
+    plain,
+    short,
+    unknown_setting,
+    unlocked,
+)
 from kbf.runtime.hydra_quoting import as_text, exists
-from kbf.runtime.interpolation import literal, settled
+from kbf.runtime.interpolation import incomplete, literal, settled
 
 # Settings that define the data of a run; a checkpoint stores them as its ``recipe``.
 RECIPE = ("data", "n_train", "seed")
+
+# Sources whose recordings have a length of their own: the files of ``data=own``, and recordings
+# that packages contain or simulate. For them ``n_train`` may be null, for all training steps.
+RECORDED = ("kbf.FileData", "kbf.RecordedData")
+
+# Settings that are whole numbers, with their lower bounds. Commands that need more check that.
+COUNTS = {
+    **dict.fromkeys(("runs", "particles", "turns", "recordings", "threads"), 1),
+    **dict.fromkeys(
+        ("n_train", "seed", "workers", "lag", "horizon", "animation_steps", "steps"), 0
+    ),
+}
+
+# Settings that are true or false.
+SWITCHES = ("smooth", "calibrate", "alarms", "compile", "animation", "trust", "overwrite")
+
+# Settings that name a file or a folder.
+PATHS = ("run_dir", "checkpoint", "ckpt_path", "input", "output", "out", "state")
+
+# Settings that may be null although their default is not.
+NULLABLE = ("threads", "ckpt_path")
 
 
 def configure(
@@ -36,9 +65,11 @@ def configure(
 def prepare(command: str, composed: Any, overrides: list[str]) -> dict[str, Any]:
     """Returns the configuration of a command as a plain dict, from what Hydra has composed.
 
-    It is resolved, except for two entries that are resolved later with other seeds or sizes:
-    ``recipe`` (`RECIPE`) and, of a comparison, ``bases`` (a training configuration for each model).
-    Of a training run ``explicit`` is True where the command line sets model or data.
+    It is resolved, except for entries that are resolved later with other seeds or sizes: ``recipe``
+    (`RECIPE`); of a comparison, ``bases`` (a training configuration for each model); and ``model``
+    where shapes or ``n_train`` are null, since only the recordings contain them
+    (`kbf.data.dataset.completed`). Of a training run ``explicit`` is True where the command line
+    sets model or data.
 
     Args:
         command: a command of ``kbf``.
@@ -55,7 +86,7 @@ def prepare(command: str, composed: Any, overrides: list[str]) -> dict[str, Any]
     with unlocked(composed):
         complete_run_dir(composed, named)
         drop_arguments_of_other_classes(composed, overrides)
-        complete_data(composed, overrides)
+        complete_data(composed, named)
     check(command, composed)
     if command in ("evaluate", "append"):
         return on_a_checkpoint(composed)
@@ -65,7 +96,8 @@ def prepare(command: str, composed: Any, overrides: list[str]) -> dict[str, Any]
     recipe = {key: unresolved[key] for key in RECIPE}
     if command == "compare":
         return comparison(composed, recipe)
-    config = plain(composed)
+    late = ("model",) if incomplete(recipe) else ()
+    config = {**unresolved, **plain(composed, skip=late)}
     settings = {key.split(".")[0] for key in named}
     return {
         **config,
@@ -99,6 +131,36 @@ def complete_run_dir(composed: Any, named: set[str]) -> None:
         composed.run_dir = as_text(str(folder.parent))
     elif HydraConfig.get().mode == RunMode.MULTIRUN or "hydra.run.dir" in named:
         composed.run_dir = HydraConfig.get().runtime.output_dir
+
+
+def complete_data(composed: Any, named: set[str]) -> None:
+    """Complete settings of recordings that have a length of their own (`RECORDED`).
+
+    The path of ``data=own`` becomes absolute, so that a checkpoint finds the file from any folder.
+    Where ``n_train`` is not given it is null, which means all training steps, and "all" in
+    ``run_dir``.
+    """
+    data = composed.get("data")
+    if not is_recorded(data):
+        return
+    if data.get("path") is not None:
+        data.path = absolute(data.path)
+    if "n_train" in composed and "n_train" not in named:
+        composed.n_train = None
+    folder = plain(composed, resolve=False).get("run_dir")
+    if composed.get("n_train") is None and isinstance(folder, str):
+        composed.run_dir = folder.replace("${n_train}", "all")
+
+
+def is_recorded(data: Any) -> bool:
+    """Whether the source of a ``data`` configuration is one of `RECORDED`."""
+    source = None if data is None else data.get("source")
+    return isinstance(source, Mapping) and source.get("_target_") in RECORDED
+
+
+def absolute(path: Any) -> str:
+    """Returns the absolute path, which OmegaConf reads literally."""
+    return as_text(str(Path(str(path)).expanduser().resolve()))
 
 
 def drop_arguments_of_other_classes(composed: Any, overrides: list[str]) -> None:
@@ -155,8 +217,9 @@ def comparison(composed: Any, recipe: dict[str, Any]) -> dict[str, Any]:
                 "rename one"
             )
         bases[name] = {**recipe, "model": net, "trainer": trainer}
+    recipe["n_train"] = None if None in several["n_train"] else several["n_train"][0]
     with unlocked(composed):
-        composed.n_train = several["n_train"][0]
+        composed.n_train = recipe["n_train"]
     return {**plain(composed, skip=("trainer",)), **several, "recipe": recipe, "bases": bases}
 
 
@@ -191,6 +254,8 @@ def on_a_checkpoint(composed: Any) -> dict[str, Any]:
     recipe |= {key: composed[key] for key in ("n_train", "seed") if composed[key] is not None}
     if other_data:
         recipe["data"] = plain(composed, resolve=False)["data"]
+        if is_recorded(given):
+            recipe["n_train"] = composed.n_train
     tree: Any = OmegaConf.create(recipe)
     if given is not None and not other_data:
         OmegaConf.set_struct(tree, True)
@@ -199,9 +264,70 @@ def on_a_checkpoint(composed: Any) -> dict[str, Any]:
         except OmegaConfBaseException as error:
             raise ValueError(unknown_setting(str(error.full_key or ""), tree)) from error
         # All steps of other recordings are for the test, unless the command line splits them.
-        if "path" in given and has_source(tree.data, OWN_DATA):
+        if "path" in given and is_recorded(tree.data):
             tree.data.path, tree.n_train = absolute(tree.data.path), None
             if not {"test", "split"} & given.keys():
                 tree.data.test = "all"
     config = {**plain(composed, skip=RECIPE), **plain(tree), "own_data": other_data}
     return config | {"given": [str(config["data"].get(key)) for key in given or ()]}
+
+
+def check(command: str, composed: Any) -> None:
+    """Check the settings of a composed configuration; a path that is a number becomes a text.
+
+    Null is allowed where it is the default.
+
+    Raises:
+        ValueError: a setting is missing, a count is no whole number or too small, a switch is no
+            bool, or a path is empty.
+    """
+    from omegaconf import OmegaConf
+
+    file = f"{short(command)}.yaml"
+    defaults: Any = OmegaConf.to_container(OmegaConf.load(config_dir() / file), resolve=False)
+    if missing := [key for key in defaults if key not in {*composed.keys(), "defaults", "hydra"}]:
+        raise ValueError(
+            f"the configuration lacks {missing[0]}: configs/{file} has all that kbf {command} needs"
+        )
+
+    def required(keys: Iterable[str]) -> dict[str, Any]:
+        """Returns the settings of ``keys``, without those that are null and may be."""
+        given = [k for k in keys if k in composed and not OmegaConf.is_missing(composed, k)]
+        nullable = {k for k in given if k in NULLABLE or defaults.get(k) is None}
+        return {k: composed[k] for k in given if composed[k] is not None or k not in nullable}
+
+    for key, value in required(COUNTS).items():
+        several = command == "compare" and key == "n_train" and OmegaConf.is_list(value)
+        check_counts(key, list(value) if several else [value], composed.get("data"))
+    for key, value in required(SWITCHES).items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} must be true or false, got {value!r}")
+    share = composed.get("hold_out", 0.0)
+    if type(share) not in (int, float) or not 0 <= share < 1:
+        raise ValueError(f"hold_out must be a share, from 0 to below 1; got {share!r}")
+    devices = OmegaConf.select(composed, "trainer.devices")
+    named = isinstance(devices, str) and devices != "auto"
+    if named and not devices.replace(",", "").lstrip("-").isdigit():
+        raise ValueError(
+            "trainer.devices must be a number of devices, a list of their numbers, or auto; "
+            f"got {devices!r}"
+        )
+    for key, value in required(PATHS).items():
+        if isinstance(value, int | float) and not isinstance(value, bool):  # a folder named 2026
+            OmegaConf.update(composed, key, str(value))
+        elif not isinstance(value, str) or not value:
+            what = "folder" if key == "run_dir" else "file"
+            raise ValueError(f"{key} must name a {what}, got {value!r}")
+
+
+def check_counts(key: str, numbers: list[Any], data: Any) -> None:
+    """Raise a ValueError unless all numbers of a setting are whole and at least their bound."""
+    if not numbers:
+        raise ValueError(f"{key} must be one number or more, got none")
+    for number in numbers:
+        if number is None and key == "n_train" and is_recorded(data):
+            continue
+        if type(number) is not int:
+            raise ValueError(f"{key} must be a whole number, got {number!r}")
+        if number < COUNTS[key]:
+            raise ValueError(f"{key} must be at least {COUNTS[key]}, got {number}")

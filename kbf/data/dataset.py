@@ -1,15 +1,17 @@
 """`Data`: training and test recordings, and the true model if it is known.
 
-`load_data` makes it from a configuration.
+`load_data` makes it from a configuration, and `completed` adds its shapes to the configuration.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kbf.recording import MASK_MISSING, Recording, as_recordings, mask_missing
+from kbf.recording import MASK_MISSING, Recording, as_recordings, control_width, mask_missing
 from kbf.runtime import html_repr
 from kbf.runtime.instantiate import build
+from kbf.runtime.interpolation import SHAPES
 from kbf.ssm import StateSpace
 
 
@@ -28,6 +30,7 @@ class Data(NamedTuple):
             ``train``.
         column_schema: of data with named columns, their names and kinds
             (`kbf.data.files.ColumnSchema`).
+        time_step: median time between two steps, if the recordings have times.
         notes: remarks on the data, in sentences.
     """
 
@@ -39,6 +42,7 @@ class Data(NamedTuple):
     extent: tuple[float, float, float, float] | None = None
     validation: list[Recording] = []  # noqa: RUF012 (a tuple of lists, never changed)
     column_schema: Any = None
+    time_step: float | None = None
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -52,16 +56,37 @@ class Data(NamedTuple):
             "states of the test part",
         )
 
+    def shapes(self) -> dict[str, Any]:
+        """Returns the entries `SHAPES` of a ``data`` configuration.
+
+        Returns:
+            ``d``: components of the state. ``q``: shape of the filter's observations, ``[d]`` for
+            images, since their encoders estimate the state. ``image``: shape of an image, or None.
+            ``k``: components of a control. ``column_schema`` and ``time_step``: as the attributes,
+            the former as a dict.
+        """
+        first = [*self.train, *self.test][0]
+        d, shape = first.states.shape[1], list(first.obs.shape[1:])
+        images, schema = len(shape) == 3, self.column_schema
+        return {
+            "d": d,
+            "q": [d] if images else shape,
+            "image": shape if images else None,
+            "k": control_width(first),
+            "column_schema": None if schema is None else schema.to_dict(),
+            "time_step": self.time_step,
+        }
+
 
 def load_data(config: dict[str, Any], *, trust: bool = False) -> Data:
     """Builds and checks the data set of a ``data`` configuration.
 
     ``config["source"]`` names a class whose objects have ``train`` and ``test`` (lists of
     `Recording`) and may have ``problem``, ``decoded``, ``renderer``, ``extent``, ``validation``,
-    ``column_schema`` and ``notes``. With ``config["missing"]``, NaN observations are missing
-    observations; with ``config["allow_missing_sensors"]``, single components may be NaN. A source
-    with ``unscored`` may have an empty training part, and test steps whose state is NaN, which are
-    not scored.
+    ``column_schema``, ``time_step`` and ``notes``. With ``config["missing"]``, NaN observations are
+    missing observations; with ``config["allow_missing_sensors"]``, single components may be NaN. A
+    source with ``unscored`` may have an empty training part, and test steps whose state is NaN,
+    which are not scored.
 
     Raises:
         ValueError: shapes that do not agree, or NaN or infinite values that are not declared as
@@ -99,7 +124,7 @@ def load_data(config: dict[str, Any], *, trust: bool = False) -> Data:
         )
     others = {
         name: getattr(source, name)
-        for name in ("problem", "renderer", "extent", "column_schema")
+        for name in ("problem", "renderer", "extent", "column_schema", "time_step")
         if hasattr(source, name)
     }
     return Data(
@@ -108,3 +133,24 @@ def load_data(config: dict[str, Any], *, trust: bool = False) -> Data:
         decoded=getattr(source, "decoded", None) or parts["test"],
         notes=tuple(getattr(source, "notes", ())),
     )
+
+
+def completed(recipe: Mapping[str, Any], data: Data) -> dict[str, Any]:
+    """Returns a configuration with what only its recordings contain.
+
+    In ``recipe["data"]``, entries of `SHAPES` that are null are set, and vectors get no encoder. An
+    ``n_train`` that is null becomes the number of training steps. Other entries, and interpolations
+    that depend on these, stay as they are.
+
+    Args:
+        recipe: an unresolved configuration with ``data`` and ``n_train``.
+        data: its recordings.
+    """
+    settings, shapes = dict(recipe["data"]), data.shapes()
+    settings |= {key: shapes[key] for key in SHAPES if settings.get(key, 0) is None}
+    if "image" in settings and settings["image"] is None:
+        settings["encoding"] = None
+    n_train = recipe["n_train"]
+    if n_train is None:
+        n_train = sum(len(r.states) for r in data.train)
+    return {**recipe, "data": settings, "n_train": n_train}

@@ -145,14 +145,6 @@ def as_tensors(arrays: Arrays) -> list[Recording]:
     ]
 
 
-def training_steps(source: dict[str, Any]) -> int:
-    """Returns the training steps of a ``data.source`` configuration without ``n_train``."""
-    data = RecordedData(
-        **{key: value for key, value in source.items() if key not in ("_target_", "n_train")}
-    )
-    return sum(len(s.states) for s in data.train)
-
-
 def rat(seed: int, progress: Callable[[float], None]) -> Arrays:
     """Makes a rat's path through a box of 1 x 1, observed as spike counts of place cells.
 

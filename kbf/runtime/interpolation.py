@@ -9,12 +9,36 @@ interpolations remain text. `settled` therefore calls the resolvers before a rec
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from kbf.runtime.hydra_quoting import as_text
 
 # A reference to another entry by its path from the root, such as ``${data.size[0]}``.
 REFERENCE = re.compile(r"\$\{[A-Za-z_][\w.\[\]]*\}")
+
+# Entries of a ``data`` configuration that may be null until the recordings are read.
+SHAPES = ("d", "q", "image", "k", "column_schema", "time_step")
+
+
+def incomplete(recipe: Mapping[str, Any]) -> bool:
+    """Whether a configuration leaves ``n_train``, or shapes of its data, to the recordings."""
+    data = recipe["data"]
+    return recipe["n_train"] is None or any(data.get(key, 0) is None for key in SHAPES)
+
+
+def resolved(recipe: Mapping[str, Any], **values: Any) -> dict[str, Any]:
+    """Returns a configuration with its interpolations resolved.
+
+    Args:
+        recipe: the unresolved configuration.
+        values: replace top-level values before the interpolations are resolved.
+    """
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create({**recipe, **values})
+    container: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    return container
 
 
 def calls(text: str) -> bool:

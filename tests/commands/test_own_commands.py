@@ -4,14 +4,17 @@ import csv
 import json
 import math
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from reference import TRAINER
 
 from kbf.cli import main
-from kbf.commands.compare import fingerprints
+from kbf.commands import train as train_command
+from kbf.commands.compare import fingerprints, make_cells, with_shapes
 from kbf.config import configure
 from kbf.data.dataset import load_data
 from kbf.evaluation.score import score
@@ -67,21 +70,44 @@ def metrics(directory):
 
 
 def test_shapes_come_from_the_file(table):
-    config = configure("train", ["data=own", path_of(table), *COLUMNS, "model=lstm"])
+    words = ["data=own", path_of(table), *COLUMNS]
+    config = configure("train", [*words, "model=lstm"])
+    config = train_command.with_shapes(config, load_data(config["data"]))
     assert (config["data"]["d"], config["data"]["q"], config["n_train"]) == (2, [2], 176)
     assert (config["model"]["net"]["d"], config["model"]["net"]["q"]) == (2, [2])
     assert config["model"]["encoding"] is None
     assert config["data"]["path"] == str(table)
-    config = configure("compare", ["data=own", path_of(table), *COLUMNS, "models=[lstm]"])
+    assert config["data"]["source"]["n_train"] == config["recipe"]["n_train"] == 176
+    assert config["recipe"]["data"]["source"]["column_schema"] == "${data.column_schema}"
+    config = with_shapes(configure("compare", [*words, "models=[lstm]"]))
     assert config["n_train"] == [176]
     assert config["recipe"]["data"]["d"] == 2
-    assert configure(
-        "compare", ["data=own", path_of(table), *COLUMNS, "models=[lstm]", "n_train=50,100"]
-    )["n_train"] == [50, 100]
-    several = configure(
-        "compare", ["data=own", path_of(table), *COLUMNS, "models=[lstm]", "n_train=[50,null]"]
-    )
+    sized = configure("compare", [*words, "models=[lstm]", "n_train=50,100"])
+    assert with_shapes(sized)["n_train"] == [50, 100]
+    several = with_shapes(configure("compare", [*words, "models=[lstm]", "n_train=[50,null]"]))
     assert several["n_train"] == [50, 176], "null: all steps there are"
+    (lstm, *_) = [cell for cell in make_cells(several, Path("cells")) if cell.model == "lstm"]
+    assert (lstm.config["model"]["net"]["q"], lstm.n_train) == ([2], 50)
+
+
+def test_no_data_is_read_while_a_configuration_is_composed(tmp_path, capsys):
+    words = ["data=own", f"data.path={tmp_path / 'none.csv'}", *COLUMNS]
+    config = configure("train", [*words, "model=lstm"])
+    assert (config["n_train"], config["data"]["d"], config["data"]["column_schema"]) == (None,) * 3
+    assert config["model"]["net"]["d"] == "${data.d}", "resolved when the file has been read"
+    assert config["trainer"]["max_epochs"] == 60, "the rest is resolved"
+    assert config["run_dir"].endswith("-own-nall-lstm")
+    assert configure("data", words)["run_dir"] == "runs/data/own-nall-seed0"
+    assert configure("data", [*words, "n_train=50"])["run_dir"] == "runs/data/own-n50-seed0"
+    assert main(["train", *words, "--cfg"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["n_train"] is shown["data"]["d"] is None
+    run = tmp_path / "run"
+    for command in ("train", "compare"):
+        assert main([command, *words, f"run_dir={run}"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "data.path: there is no file" in line
+        assert not run.exists()
 
 
 def test_patterns_stand_for_columns(tmp_path, capsys):

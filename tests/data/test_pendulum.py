@@ -14,7 +14,6 @@ from PIL import Image
 from torch import Tensor
 
 from kbf.cli import main
-from kbf.commands.support.run_settings import resolved
 from kbf.config import composing, configure, plain
 from kbf.data import pendulum
 from kbf.data.dataset import load_data
@@ -41,6 +40,7 @@ from kbf.plots.animation import animate
 from kbf.plots.frames import frame_grid
 from kbf.recording import Recording
 from kbf.runtime.instantiate import build
+from kbf.runtime.interpolation import resolved
 from kbf.ssm import OrientationModel, simulate
 from kbf.training.fit import train
 

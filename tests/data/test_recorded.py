@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kbf.data import recorded
-from kbf.data.dataset import load_data
-from kbf.data.recorded import Arrays, RecordedData, Source, kept, package_file, training_steps
+from kbf.data.dataset import completed, load_data
+from kbf.data.recorded import Arrays, RecordedData, Source, kept, package_file
 
 LENGTHS = (40, 30, 30)
 
@@ -73,7 +73,10 @@ def test_n_train_takes_the_first_steps_and_leaves_the_test_as_it_is(ramps):
     data = RecordedData("ramps", n_train=50)
     assert steps(data.train) == list(range(50))
     assert steps(data.test) == list(range(80, 100))
-    assert training_steps({"_target_": "x", "name": "ramps", "n_train": 50}) == 80
+    recipe = {"data": {"source": {"_target_": "kbf.RecordedData", "name": "ramps"}}}
+    data = load_data(recipe["data"])
+    assert completed({**recipe, "n_train": None}, data) == {**recipe, "n_train": 80}
+    assert completed({**recipe, "n_train": 50}, data) == {**recipe, "n_train": 50}
     with pytest.raises(ValueError, match="has 80 training steps"):
         RecordedData("ramps", n_train=81)
 

@@ -1,4 +1,4 @@
-"""Settings of a run that several commands read: time budget, trainer limits, interpolations."""
+"""Settings of a run that several commands read: time budget, trainer limits."""
 
 from __future__ import annotations
 
@@ -52,17 +52,3 @@ def with_limits(trainer: Mapping[str, Any], model: Mapping[str, Any]) -> dict[st
     if wrong := [value for value in limits.values() if not isinstance(value, int | float | None)]:
         raise ValueError(f"model.training: epochs and clip must be numbers, got {wrong[0]!r}")
     return {**trainer, **limits}
-
-
-def resolved(recipe: Mapping[str, Any], **values: Any) -> dict[str, Any]:
-    """Return a configuration with its interpolations resolved.
-
-    Args:
-        recipe: the unresolved configuration.
-        values: replace top-level values before the interpolations are resolved.
-    """
-    from omegaconf import OmegaConf
-
-    config = OmegaConf.create({**recipe, **values})
-    filled: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    return filled

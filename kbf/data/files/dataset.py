@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kbf.data.files.column_schema import ColumnSchema, column_schema_of
-from kbf.data.files.layout import Contents, FileRecording, Layout, layout_of, plain
+from kbf.data.files.layout import Contents, FileRecording, layout_of, plain
 from kbf.data.files.read import read
 from kbf.data.files.splits import Share, cut_at, first_steps, split as split_by, where_known
 from kbf.data.files.timestamps import (
@@ -24,12 +24,8 @@ from kbf.data.files.timestamps import (
     with_time_control,
 )
 from kbf.data.windows import Span, take
-from kbf.recording import Recording, control_width
+from kbf.recording import Recording
 from kbf.runtime.html_repr import Shown
-
-# The last file that was read: a configuration requires its shapes, then the command its data. Key:
-# path, time of change and layout.
-LAST_READ: dict[tuple[Any, ...], Contents] = {}
 
 
 class FileData(Shown):
@@ -126,7 +122,7 @@ class FileData(Shown):
                 "size": size,
             }
         )
-        contents = read_once(Path(path).expanduser(), layout)
+        contents = read(Path(path).expanduser(), layout)
         self.column_schema: ColumnSchema = chosen_schema(
             contents, column_schema, plain(angles), plain(rotations), angle_unit, str(path)
         )
@@ -248,39 +244,3 @@ def chosen_schema(
                 f"those of the training {', '.join(theirs) or 'images'}"
             )
     return column_schema
-
-
-def read_once(path: Path, layout: Layout) -> Contents:
-    """Reads a file, or returns the last one if it has not changed."""
-    age = path.stat().st_mtime_ns if path.exists() else 0
-    key = (str(path), age, repr(layout))
-    if key not in LAST_READ:
-        contents = read(path, layout)
-        LAST_READ.clear()
-        LAST_READ[key] = contents
-    return LAST_READ[key]
-
-
-def complete(source: dict[str, Any]) -> dict[str, Any]:
-    """Returns the part of a ``data`` configuration that depends on the file.
-
-    Args:
-        source: the arguments of `FileData`.
-
-    Returns:
-        ``d``, ``q``, ``image`` (shape of an image, or None), ``k`` (components of a control),
-        ``column_schema``, ``time_step`` and ``n_train``.
-    """
-    data = FileData(**source)
-    first = [*data.train, *data.test][0]
-    d, shape = first.states.shape[1], list(first.obs.shape[1:])
-    images = len(shape) == 3
-    return {
-        "d": d,
-        "q": [d] if images else shape,
-        "image": shape if images else None,
-        "k": control_width(first),
-        "column_schema": data.column_schema.to_dict(),
-        "time_step": data.time_step,
-        "n_train": sum(len(s.states) for s in data.train),
-    }
