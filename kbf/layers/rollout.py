@@ -20,13 +20,24 @@ from kbf.layers.kernel_layer import KernelLayer
 from kbf.layers.ratio import DensityRatio
 from kbf.layers.rule import IWKBR
 from kbf.layers.transition import KernelTransition
-from kbf.recording import Array, Recording, as_float, as_recordings, moves, transitions
+from kbf.recording import (
+    Array,
+    Recording,
+    as_float,
+    as_recordings,
+    check_finite,
+    moves,
+    transitions,
+)
 from kbf.rkhs.kernels import median_distance
 from kbf.rkhs.ratios import RATIOS
 
 # Bandwidths over median distances, the defaults of `kbf.filters.kernel.kbf.KBF`.
 BANDWIDTH_OF_STATES = 0.35
 BANDWIDTH_OF_FEATURES = 0.7
+
+DIVERGED = "Its training may have diverged: use a smaller learning rate, or clip the gradient."
+"""What to do about features that are not finite."""
 
 Memory = Recording | list[Recording]
 
@@ -128,6 +139,7 @@ class KernelBayesFilterRollout(nn.Module):
 
         Raises:
             ValueError: shapes that do not match, NaN or infinite values, or as `encode`.
+            NotPositiveDefiniteError: a ridge too small for the precision of the features.
         """
         encoded = memory if isinstance(memory, EncodedMemory) else self.encode(memory)
         filter = encoded.filter
@@ -139,10 +151,12 @@ class KernelBayesFilterRollout(nn.Module):
                 f"{encoded.shape}; got {tuple(inputs.obs.shape)}"
             )
         seen = inputs.obs.flatten(0, 1).to(self.rule.log_reg.device)
-        features = features_of(self.encoder, seen).to(filter.states).unflatten(0, (b, T))
+        features = features_of(self.encoder, seen).to(filter.states)
+        check_finite(features, "features of the encoder", advice=DIVERGED)
+        features = features.unflatten(0, (b, T))
         return rollout(filter, features, mask=inputs.mask, controls=inputs.controls, state=state)
 
-    def encode(self, memory: Memory) -> EncodedMemory:
+    def encode(self, memory: Memory, *, check: bool = True) -> EncodedMemory:
         """Return features and Gram matrices of a memory, for several rollouts.
 
         They have the gradients of the present parameters: add the losses of all rollouts before
@@ -150,6 +164,7 @@ class KernelBayesFilterRollout(nn.Module):
 
         Args:
             memory: recordings of states and observations.
+            check: raise an error for a rule that fails in a step, as `IWKBR.over` has it.
 
         Raises:
             ValueError: no two successive steps, missing observations, NaN or infinite values.
@@ -162,12 +177,13 @@ class KernelBayesFilterRollout(nn.Module):
         controls = None if controls is None else controls.to(states)
         pairs = transitions([len(s.states) for s in recordings], device)
         features = features_of(self.encoder, obs.to(device)).to(states)
+        check_finite(features, "features of the encoder", advice=DIVERGED)
         move = self.transition
         filter = KernelBayesFilter(
             states,
             move.operator(states, pairs, controls),
             self.ratio.operator(states),
-            self.rule.over(features),
+            self.rule.over(features, check=check),
             normalise=self.normalise,
             backward=RuleBackward(
                 *pairs,
@@ -222,7 +238,7 @@ class KernelBayesFilterRollout(nn.Module):
         """
         frozen = copy.deepcopy(self).eval().requires_grad_(False)
         with torch.no_grad():
-            inner = frozen.encode(memory).filter
+            inner = frozen.encode(memory, check=False).filter
         return EncodedFilter(Features(frozen.encoder), inner, inner.states.dtype)
 
 

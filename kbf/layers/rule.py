@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from kbf.filters.kernel.update.rule import DenseUpdate, PrimalUpdate
 from kbf.layers.kernel_layer import KernelLayer, check_alike
 from kbf.rkhs.kernels import linear
-from kbf.rkhs.rules import importance_weighted, importance_weighted_primal
+from kbf.rkhs.rules import (
+    importance_weighted,
+    importance_weighted_coefficients,
+    importance_weighted_primal,
+)
 
 
 class IWKBR(KernelLayer):
@@ -121,15 +125,24 @@ class IWKBR(KernelLayer):
         """Return whether the p x p system is the smaller one: inner products, and p < n."""
         return self.kernel is linear and features.shape[1] < features.shape[0]
 
-    def over(self, features: Float[Tensor, "n p"]) -> nn.Module:
+    def over(self, features: Float[Tensor, "n p"], *, check: bool = True) -> nn.Module:
         """Return the rule over fixed features, (ratio ``b n``, query ``b p``) -> weights ``b n``.
 
         It is for many steps over one memory: the Gram matrix or the products of features are
-        computed once. As in every filter, a factorisation that fails gives NaN for features.
+        computed once.
+
+        Args:
+            features: Psi ``n p``.
+            check: raise an error for a factorisation that fails, as `forward` does. With False, the
+                weights of inner products are NaN there, without a synchronisation with a GPU, and
+                a filter rejects the observation.
         """
         reg = self.reg.to(features)
         if self.in_features(features):
-            return PrimalUpdate(nn.Identity(), features[:, None], reg)
+            update = PrimalUpdate(nn.Identity(), features[:, None], reg)
+            if check:
+                update.coefficients = importance_weighted_coefficients
+            return update
         self.gram(features[:1], features[:1])  # raises for a bandwidth of another length
         return DenseUpdate(
             importance_weighted, self.form, self.bandwidth.to(features), features, reg

@@ -15,6 +15,7 @@ from kbf.filters.kernel.feature_kbf import FeatureKBF
 from kbf.layers import IWKBR, DensityRatio, KernelBayesFilterRollout, KernelTransition
 from kbf.recording import Recording
 from kbf.rkhs.kernels import gaussian, linear
+from kbf.rkhs.linalg import NotPositiveDefiniteError
 
 N, T, B = 40, 7, 3
 K_Z, K_T, K_X = (partial(gaussian, bandwidth=width) for width in (0.6, 0.5, 1.1))
@@ -171,6 +172,53 @@ def test_masked_observations_have_no_gradient_and_may_be_nan(memory, obs, encode
     found.estimates.square().sum().backward()
     assert (hidden.grad[~mask] == 0).all() and (hidden.grad[mask] != 0).any()
     assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_a_large_batch_is_one_by_one(memory, encoder, normal):
+    """From 8 recordings on stored products of features are used; numbers and gradients agree."""
+    obs, layer = normal(9, 3, 2), layer_of(encoder, learn=True)
+    layer(obs, memory).estimates.square().sum().backward()
+    together = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    torch.stack([layer(x[None], memory).estimates.square().sum() for x in obs]).sum().backward()
+    for one, p in zip(together, layer.parameters(), strict=True):
+        torch.testing.assert_close(one, p.grad, rtol=1e-6, atol=1e-8)
+
+
+def test_a_rule_that_fails_is_an_error(memory, obs):
+    """In place of NaN in the gradient: six equal features are singular without a ridge."""
+    layer = KernelBayesFilterRollout(nn.Linear(2, 6).float(), rule=IWKBR(reg=1e-30))
+    nn.init.zeros_(layer.encoder.weight)
+    with pytest.raises(NotPositiveDefiniteError, match="6 x 6 matrix is not positive definite"):
+        layer(obs, memory)
+    with torch.no_grad():
+        layer.encoder.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"features of the encoder hold NaN .* diverged"):
+        layer(obs, memory)
+
+
+def test_the_gradient_of_a_continued_rollout_is_truncated(memory, obs, encoder):
+    """As docs/layers.md has it: earlier steps have no gradient after the state is detached."""
+    layer = layer_of(encoder)
+    first = layer(obs[:, :4].clone().requires_grad_(), memory)
+    state = type(first.state)(*(part.detach() for part in first.state))
+    x = obs[:, 4:].clone().requires_grad_()
+    rest = layer(x, memory, state=state)
+    assert torch.equal(rest.estimates, layer(x, memory, state=first.state).estimates)
+    rest.estimates.sum().backward()
+    assert (x.grad != 0).any()
+
+
+def test_autocast_lowers_the_precision_of_the_encoder_alone(memory, obs, encoder):
+    layer = layer_of(copy.deepcopy(encoder).float())
+    expected = layer(obs, memory).estimates
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = layer(obs, memory).estimates
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.1)
+    low = copy.deepcopy(layer)
+    low.encoder = nn.Sequential(low.encoder.bfloat16())
+    torch.testing.assert_close(low(obs, memory).estimates, expected, rtol=0, atol=0.1)
 
 
 # Time
