@@ -58,7 +58,7 @@ class SelectedDensities(nn.Module):
         # selected by `select_if_missing`, for the recordings at hand
         self.provisional: bool = False
         self.allow_missing_sensors: bool = False
-        self.sensors = SelectedSensors()
+        self.sensors: SelectedSensors = SelectedSensors()
         kept = None in self.given  # where both are given there is nothing to restore
         chosen = torch.tensor([DENSITIES.index(name or "gaussian") for name in self.given])
         none = torch.zeros(2, len(DENSITIES), dtype=torch.float64)

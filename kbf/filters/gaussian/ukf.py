@@ -188,11 +188,6 @@ class UnscentedKalmanFilter(GaussianFilter):
 class UKF(WithoutHyperparameters):
     """The unscented Kalman filter of the true model, as a baseline; no parameters, as `EKF`."""
 
-    model: AdditiveModel | OrientationModel | TurningModel
-    alpha: float
-    beta: float
-    kappa: float | None
-
     def __init__(
         self,
         model: AdditiveModel | OrientationModel | TurningModel,

@@ -80,8 +80,6 @@ class ControlledTransition(ShownModule):
     right: Tensor
     controls: Tensor
     bandwidth: Tensor
-    kernel: Callable[..., Tensor]
-    controlled: int
 
     def __init__(
         self,

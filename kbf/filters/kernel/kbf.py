@@ -75,16 +75,6 @@ class KBF(ShownModule):
     log_bandwidth: nn.Parameter
     log_reg: nn.Parameter
     log_control: nn.Parameter | None
-    rule: str
-    ratio: str
-    kernel: str
-    rank: int | None
-    tol: float
-    local: int | None
-    normalise: bool
-    select: str
-    factors: tuple[float, float, float]
-    alpha: float
 
     def __init__(
         self,

@@ -184,8 +184,6 @@ class RatioOfWeights(nn.Module):
 
     points: Tensor
     reg: Tensor
-    form: Callable[..., Tensor]
-    alpha: float
 
     def __init__(
         self,

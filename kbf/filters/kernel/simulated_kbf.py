@@ -69,14 +69,6 @@ class SimulatedKBF(ShownModule):
     (`kbf.filters.kernel.update.likelihood`).
     """
 
-    points: int
-    draws: int
-    run: int
-    rank: int
-    factor: float
-    reg: float
-    seed: int
-
     def __init__(
         self,
         points: int = 1000,

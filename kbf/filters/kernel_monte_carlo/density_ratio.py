@@ -120,7 +120,7 @@ class RatioFilter(KernelMonteCarloFilter):
         self.density: RatioDensity = model.observation
         self.manifold: Manifold = model.manifold
         self.restart: float = settings.get("restart", 0.0)
-        self.restarted = self.restarted[:0]  # step 4 re-initialises, given the image
+        self.restarted: Tensor = self.restarted[:0]  # step 4 re-initialises, given the image
         self.candidates: Tensor | None = None
         if self.recorded is not None and self.restart:
             self.candidates = self.recorded[

@@ -166,7 +166,7 @@ class KernelMonteCarlo(ShownModule):
         self.temper: Tensor = nn.Buffer(torch.tensor(tempers[0], dtype=torch.float64))
         self.density: Tensor = nn.Buffer(torch.tensor(DENSITIES.index(density or "gaussian")))
         self.allow_missing_sensors: bool = False
-        self.sensors = SelectedSensors()
+        self.sensors: SelectedSensors = SelectedSensors()
         self.ratio_dim: int = 0
 
     @torch.no_grad()

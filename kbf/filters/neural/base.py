@@ -104,7 +104,7 @@ class EndToEndFilter(Standardised, Generic[S]):
         """
         super().__init__()
         self.register_units(d, q, controls)
-        self.raw = encoder is not None
+        self.raw: bool = encoder is not None
         self.encoder: nn.Module = (
             multi_layer(math.prod(self.shape), (64, 64)) if encoder is None else encoder
         )

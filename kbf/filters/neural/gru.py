@@ -62,7 +62,7 @@ class GRUFilter(LSTMFilter):
             controls=controls,
             generator=generator,
         )
-        self.rnn = nn.GRU(width + 1 + controls, hidden, batch_first=True)
+        self.rnn: nn.LSTM | nn.GRU = nn.GRU(width + 1 + controls, hidden, batch_first=True)
         for parameter in self.rnn.parameters():
             nn.init.uniform_(parameter, -(hidden**-0.5), hidden**-0.5, generator=generator)
         self.log_variance: nn.Linear = nn.Linear(hidden, d)

@@ -117,7 +117,8 @@ class LSTMFilter(UpdateByObserve[Any], Standardised, ShownModule):
         """
         super().__init__()
         own = getattr(encoder, "features", None)
-        self.raw = isinstance(own, int)  # some networks of torchvision have a module of this name
+        # some networks of torchvision have a module of this name
+        self.raw: bool = isinstance(own, int)
         features = own if features is None and isinstance(own, int) else features
         if (encoder is None) != (features is None):
             raise ValueError(

@@ -29,10 +29,6 @@ class LearnedParticleFilter(ShownModule):
     density is that of the available sensors (`kbf.densities.per_sensor`).
     """
 
-    particles: int
-    threshold: float
-    densities: SelectedDensities
-
     def __init__(
         self,
         particles: int = 4000,
@@ -48,7 +44,7 @@ class LearnedParticleFilter(ShownModule):
         """
         super().__init__()
         self.particles, self.threshold = particles, threshold
-        self.densities = SelectedDensities(transition, observation)
+        self.densities: SelectedDensities = SelectedDensities(transition, observation)
 
     @property
     def allow_missing_sensors(self) -> bool:
@@ -194,9 +190,6 @@ class PixelParticleFilter(ParticleRecipe):
 
     References: Xu et al. (2022), section 6.3.
     """
-
-    predictive: bool
-    rank: int
 
     def __init__(
         self,

@@ -100,9 +100,6 @@ class WindowBoosting(WindowRegression):
     References: Ke et al. (2017), the algorithm that scikit-learn implements.
     """
 
-    iterations: int
-    seed: int
-
     def __init__(self, width: int | None = 15, *, iterations: int = 100, seed: int = 0) -> None:
         """``iterations``: trees a component, at most. seed: of early stopping."""
         super().__init__(width)

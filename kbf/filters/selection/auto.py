@@ -129,10 +129,10 @@ class ModelSelection(nn.Module):
         """
         super().__init__()
         self.budget = budget
-        self.main_name = name.replace(".", "_")  # a module's name has no dots
+        self.main_name: str = name.replace(".", "_")  # a module's name has no dots
         makers = PLAIN | PUBLISHED | MORE | NETS
         others = {key: make(seed) for key, make in makers.items() if key != self.main_name}
-        self.models = nn.ModuleDict({self.main_name: main, **others})
+        self.models: nn.ModuleDict = nn.ModuleDict({self.main_name: main, **others})
         self.weights: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
         self.spreads: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
         self.scores: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))

@@ -22,7 +22,7 @@ from kbf.filters.rollout import rollout_recordings
 from kbf.recording import Recording
 from kbf.runtime.errors import FitError, MissingPackageError
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 # Blocks of `SHORT_BLOCK` steps that a fold is cut into before blocks become longer.
 MIN_BLOCKS = 4

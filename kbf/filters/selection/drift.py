@@ -28,7 +28,7 @@ from kbf.filters.selection.cross_validation import nmse_of, run_blocks, signific
 from kbf.recording import Recording
 from kbf.runtime.errors import FitError
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 # Share of the steps, the last ones, that is held out.
 HELD_OUT = 0.2

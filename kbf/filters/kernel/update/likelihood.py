@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from kbf.densities.base import Likelihood
 from kbf.densities.per_sensor import PerSensorDensity
 from kbf.filters.gaussian.moments import MAX_DEVIATIONS
 
@@ -27,7 +28,7 @@ class DensityUpdate(nn.Module):
     def __init__(self, density: PerSensorDensity, states: Float[Tensor, "n d"]) -> None:
         """Evaluate the density of observations at the states of the memory, in their dtype."""
         super().__init__()
-        self.likelihood = density.at(states)
+        self.likelihood: Likelihood = density.at(states)
         self.dtype: torch.dtype = states.dtype
 
     def forward(
