@@ -172,10 +172,9 @@ def select_features(
 
 def whitened(rows: Float[Tensor, "*b q"], factor: Float[Tensor, "q q"]) -> Float[Tensor, "*b q"]:
     """L^-1 y for each y, L lower triangular."""
-    flat = rows.reshape(-1, rows.shape[-1])
-    return torch.linalg.solve_triangular(factor.mT.to(rows), flat, upper=True, left=False).reshape(
-        rows.shape
-    )
+    return torch.linalg.solve_triangular(
+        factor.mT.to(rows), rows.reshape(-1, rows.shape[-1]), upper=True, left=False
+    ).reshape(rows.shape)
 
 
 def uniform(like: Tensor, generator: Generator | None = None) -> Tensor:

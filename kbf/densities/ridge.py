@@ -81,8 +81,9 @@ class RidgeMap(NamedTuple):
     ) -> Float[Tensor, "*b q"]:
         """Draw y from the predictive distribution at u."""
         mean, scale = self.predict(u)
-        white = normal(mean.new_empty(*mean.shape[:-1], len(self.noise)), generator)
-        return self.displaced(mean, scale, white)
+        return self.displaced(
+            mean, scale, normal(mean.new_empty(*mean.shape[:-1], len(self.noise)), generator)
+        )
 
     def displaced(
         self, mean: Float[Tensor, "*b q"], scale: Float[Tensor, "*b"], white: Float[Tensor, "*b k"]

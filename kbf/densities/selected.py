@@ -6,12 +6,14 @@ import logging
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
+from kbf.densities.learned_ssm import LearnedModel, learn_model
 from kbf.densities.per_sensor import SelectedSensors
 from kbf.densities.ridge import join_of
 from kbf.densities.selection import COUNTS, DENSITIES, MAX_POINTS, Known, select_density
 from kbf.recording import Recording, as_recordings, check_vectors, moves, observed_pairs
+from kbf.runtime.html_repr import ShownModule
 
 log: logging.Logger = logging.getLogger(__name__)
 # p(z' | z) and p(x | z), rows of the buffers below.
@@ -164,3 +166,34 @@ class SelectedDensities(nn.Module):
                 f"there are 0 to {len(DENSITIES) - 1}"
             )
         super()._load_from_state_dict(state_dict, prefix, *rest, **named)
+
+
+class DensityModel(ShownModule):
+    """Base class of models over a learned state-space model, whose densities are selected."""
+
+    def __init__(self, transition: str | None = None, observation: str | None = None) -> None:
+        """Take the names of densities, as in `SelectedDensities`."""
+        super().__init__()
+        self.densities: SelectedDensities = SelectedDensities(transition, observation)
+
+    @property
+    def allow_missing_sensors(self) -> bool:
+        """Whether each sensor may be missing at any step."""
+        return self.densities.allow_missing_sensors
+
+    @allow_missing_sensors.setter
+    def allow_missing_sensors(self, value: bool) -> None:
+        self.densities.allow_missing_sensors = value
+
+    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
+        """Select transition and observation density."""
+        self.densities.choose(memory)
+
+    def hyperparameters(self) -> dict[str, float]:
+        """Return the selected densities and their scores, for loggers."""
+        return self.densities.hyperparameters()
+
+    def learned(self, recordings: list[Recording]) -> LearnedModel:
+        """Fit the state-space model, with the selected densities, to recordings."""
+        self.densities.select_if_missing(recordings)
+        return learn_model(recordings, self.densities.kinds, self.densities.fitted)

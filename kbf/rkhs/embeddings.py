@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kbf.rkhs import weights as of_weights
 from kbf.rkhs.kernels import Kernel
 from kbf.rkhs.linalg import psd_solve
 
@@ -39,16 +38,6 @@ class Embedding:
         if self.points.ndim < 2 or self.weights.shape[-1:] != self.points.shape[:1]:
             shapes = f"{tuple(self.points.shape)} and {tuple(self.weights.shape)}"
             raise ValueError(f"an embedding needs points (n, d) and weights (..., n), got {shapes}")
-
-    @property
-    def ess(self) -> Float[Tensor, "*b"]:
-        """Effective sample size, (sum w)^2 / sum w^2."""
-        return of_weights.effective_sample_size(self.weights)
-
-    @property
-    def negative_mass(self) -> Float[Tensor, "*b"]:
-        """Sum of the negative weights, at most 0."""
-        return of_weights.negative_mass(self.weights)
 
     def normalised(self) -> Embedding:
         """Return the same points with weights that sum to 1.
@@ -128,35 +117,6 @@ class Embedding:
             if moved <= tol * spread:
                 break
         return best.reshape(*self.weights.shape[:-1], -1)
-
-    @torch.no_grad()
-    def herd(self, kernel: Kernel, m: int) -> Tensor:
-        """Return ``m`` of the points whose average of k(., z) approximates the embedding.
-
-        Kernel herding of the normalised embedding: u_{t+1} is the point with the largest
-        m(z) - 1/(t+1) sum_{s<=t} k(z, u_s). Points may repeat. It is deterministic, its error
-        decreases faster than that of random draws, and weights may be negative.
-
-        Args:
-            kernel: with a constant k(z, z).
-            m: number of points.
-
-        Returns:
-            ``*b m d``.
-
-        Raises:
-            ValueError: a sum of weights that is not positive.
-
-        References: Chen, Welling and Smola (2010).
-        """
-        gram = kernel(self.points, self.points)
-        target = self.normalised().weights @ gram
-        used = torch.zeros_like(target)
-        chosen = []
-        for t in range(m):
-            chosen.append((target - used / (t + 1)).argmax(-1))
-            used = used + gram[chosen[-1]]
-        return self.points[torch.stack(chosen, -1)]
 
     def _vectors(self, what: str) -> Tensor:
         """Return the points; raise a ValueError if they are not ``n d``."""

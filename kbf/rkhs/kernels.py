@@ -61,8 +61,7 @@ def matern(x: Points, y: Others, *, bandwidth: Bandwidth, nu: float | Tensor) ->
     if nu not in (0.5, 1.5, 2.5):
         raise ValueError(f"matern: nu must be 0.5, 1.5 or 2.5, got {nu}")
     a = math.sqrt(2 * nu) * safe_sqrt(squared_distance(x / bandwidth, y / bandwidth))
-    polynomial = {0.5: 1.0, 1.5: 1 + a, 2.5: 1 + a + a.square() / 3}[nu]
-    return polynomial * torch.exp(-a)
+    return {0.5: 1.0, 1.5: 1 + a, 2.5: 1 + a + a.square() / 3}[nu] * torch.exp(-a)
 
 
 def imq(x: Points, y: Others, *, bandwidth: Bandwidth) -> Gram:

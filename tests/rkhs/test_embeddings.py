@@ -12,8 +12,9 @@ import torch
 
 from kbf.rkhs.embeddings import Embedding, cme_loo, cme_weights_primal, project_so3
 from kbf.rkhs.features import random_fourier
-from kbf.rkhs.kernels import delta, gaussian, trace
+from kbf.rkhs.kernels import gaussian
 from kbf.rkhs.linalg import NotPositiveDefiniteError
+from kbf.rkhs.weights import effective_sample_size, negative_mass
 
 F64 = torch.float64
 KERNEL = partial(gaussian, bandwidth=0.6)
@@ -64,8 +65,6 @@ def test_a_batch_is_one_by_one(normal):
             torch.testing.assert_close(
                 together.mode(KERNEL)[i, j], one.mode(KERNEL), rtol=0, atol=1e-5
             )
-            assert torch.equal(together.herd(KERNEL, 4)[i, j], one.herd(KERNEL, 4))
-            torch.testing.assert_close(together.ess[i, j], one.ess)
 
 
 def test_covariance_far_from_the_origin(normal):
@@ -86,11 +85,9 @@ def test_covariance_of_negative_weights_is_the_nearest_positive_semidefinite_mat
 
 
 def test_diagnostics():
-    m = Embedding(
-        torch.zeros(4, 1, dtype=F64), tensor([[0.25, 0.25, 0.25, 0.25], [1.0, 0.5, -0.5, 0.0]])
-    )
-    assert m.ess.tolist() == pytest.approx([4.0, 1 / 1.5])
-    assert m.negative_mass.tolist() == [0.0, -0.5]
+    weights = tensor([[0.25, 0.25, 0.25, 0.25], [1.0, 0.5, -0.5, 0.0]])
+    assert effective_sample_size(weights).tolist() == pytest.approx([4.0, 1 / 1.5])
+    assert negative_mass(weights).tolist() == [0.0, -0.5]
 
 
 def test_refusals(normal):
@@ -147,53 +144,6 @@ def test_mode_is_never_worse_than_the_best_training_point(normal):
 def test_mode_of_weights_without_positive_mass_is_the_best_training_point():
     points = tensor([[0.0], [1.0], [5.0]])
     assert Embedding(points, tensor([-1.0, -1.0, -0.1])).mode(KERNEL).tolist() == [5.0]
-
-
-# herding
-
-
-def test_herding_comes_closer_than_random_draws(normal):
-    points, w = normal(80, 2), normal(80).softmax(-1)
-    gram = KERNEL(points, points)
-
-    def distance(sample: torch.Tensor) -> float:
-        cross, own = KERNEL(points, sample), KERNEL(sample, sample)
-        return (w @ gram @ w - 2 * w @ cross.mean(1) + own.mean()).sqrt().item()
-
-    generator = torch.Generator().manual_seed(0)
-    random = np.mean(
-        [
-            distance(points[torch.multinomial(w, 20, replacement=True, generator=generator)])
-            for _ in range(20)
-        ]
-    )
-    m = Embedding(points, w)
-    assert distance(m.herd(KERNEL, 20)) < 0.5 * random
-    assert distance(m.herd(KERNEL, 80)) < 0.5 * distance(m.herd(KERNEL, 20))
-
-
-def test_herding_is_greedy(normal):
-    points, w = normal(15, 2), normal(15).softmax(-1)
-    gram, chosen = KERNEL(points, points), []
-    for t in range(12):
-        gains = [sum(w * gram[i]) - sum(gram[i, j] for j in chosen) / (t + 1) for i in range(15)]
-        chosen.append(int(torch.stack(gains).argmax()))
-    assert torch.equal(Embedding(points, 2 * w).herd(KERNEL, 12), points[chosen])
-
-
-def test_herding_repeats_points_by_their_weights():
-    values = tensor([[0.0], [1.0], [2.0]])
-    sample = Embedding(values, tensor([0.2, 1.2, 0.6])).herd(
-        delta, 10
-    )  # normalised: 1, 6, 3 of ten
-    assert sorted(sample[:, 0].tolist()) == [0.0] * 1 + [1.0] * 6 + [2.0] * 3
-
-
-def test_herding_of_rotations():
-    rotations = torch.stack([rotation(2, a) for a in (0.0, 0.1, 2.0)])
-    sample = Embedding(rotations, tensor([0.1, 0.8, 0.1])).herd(trace, 3)
-    assert sample.shape == (3, 3, 3)
-    assert torch.equal(sample[0], rotations[1])
 
 
 # rotations

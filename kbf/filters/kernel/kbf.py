@@ -121,8 +121,11 @@ class KBF(ShownModule):
             ValueError: an unknown name, or a combination that does not exist.
         """
         super().__init__()
-        choices = {"rule": rule, "ratio": ratio, "kernel": kernel, "select": select, "dtype": dtype}
-        check_choices(choices, rank, local)
+        check_choices(
+            {"rule": rule, "ratio": ratio, "kernel": kernel, "select": select, "dtype": dtype},
+            rank,
+            local,
+        )
         regs = (RATIOS[ratio].reg, TRANSITION_REG, RULES[rule].reg) if regs is None else regs
         if not 0 <= tol < 1 or not min(*factors, *regs) > 0:
             raise ValueError(

@@ -8,10 +8,10 @@ from torch import Generator, Tensor, nn
 
 from kbf.densities.base import ConditionalDensity
 from kbf.densities.categorical import CategoricalDensity
-from kbf.densities.learned_ssm import LearnedModel, learn_model
+from kbf.densities.learned_ssm import LearnedModel
 from kbf.densities.per_sensor import PerSensorDensity
 from kbf.densities.ridge import RidgeMap
-from kbf.densities.selected import SelectedDensities
+from kbf.densities.selected import DensityModel
 from kbf.filters.kernel.controlled_transition import (
     MAX_TRANSITIONS_OF_DENSITY,
     ControlledDensity,
@@ -27,7 +27,6 @@ from kbf.recording import Recording, as_recordings, observed_pairs
 from kbf.rkhs.features import NystromFeatures
 from kbf.rkhs.kernels import KERNELS, median_distance
 from kbf.rkhs.linalg import evenly
-from kbf.runtime.html_repr import ShownModule
 from kbf.runtime.threads import one_thread
 from kbf.ssm import simulate
 
@@ -42,7 +41,7 @@ WIDTH = 0.5
 WIDTH_OF_CATEGORIES = 0.05
 
 
-class SimulatedKBF(ShownModule):
+class SimulatedKBF(DensityModel):
     """Kernel Bayes Filter over a memory of any size, sampled from a learned state-space model.
 
     1. The conditional densities p(z' | z) and p(x | z) are learned: kernel ridge regression with
@@ -102,8 +101,7 @@ class SimulatedKBF(ShownModule):
         Raises:
             ValueError: a size below 1, another dtype, an unknown kernel or an unknown density.
         """
-        super().__init__()
-        self.densities: SelectedDensities = SelectedDensities(transition, observation)
+        super().__init__(transition, observation)
         sizes = {"points": points, "draws": draws, "run": run, "rank": rank}
         if dtype not in ("float32", "float64") or min(sizes.values()) < 1:
             raise ValueError(
@@ -115,23 +113,6 @@ class SimulatedKBF(ShownModule):
         self.points, self.draws, self.run, self.rank = points, draws, run, rank
         self.kernel, self.factor, self.reg, self.seed = kernel, factor, reg, seed
         self.dtype: torch.dtype = getattr(torch, dtype)
-
-    @property
-    def allow_missing_sensors(self) -> bool:
-        """Whether each sensor may be missing at any step."""
-        return self.densities.allow_missing_sensors
-
-    @allow_missing_sensors.setter
-    def allow_missing_sensors(self, value: bool) -> None:
-        self.densities.allow_missing_sensors = value
-
-    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Select transition and observation density."""
-        self.densities.choose(memory)
-
-    def hyperparameters(self) -> dict[str, float]:
-        """Return the selected densities and their scores, for loggers."""
-        return self.densities.hyperparameters()
 
     @torch.no_grad()
     @one_thread()
@@ -149,8 +130,7 @@ class SimulatedKBF(ShownModule):
             )
             for s in as_recordings(memory or [], allow_missing_sensors=self.allow_missing_sensors)
         ]
-        self.densities.select_if_missing(recordings)
-        model = learn_model(recordings, self.densities.kinds, self.densities.fitted)
+        model = self.learned(recordings)
         recorded = torch.cat([s.states for s in recordings])
         generator = torch.Generator(recorded.device).manual_seed(self.seed)
         moves = model.transition

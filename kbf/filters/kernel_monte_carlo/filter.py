@@ -210,8 +210,9 @@ class KernelMonteCarloFilter(UpdateByObserve[LocalMemory], Shown):
         if self.reg == 0:
             draws = particles.new_empty(*size, 0, 0)
         else:
-            several = particles[:, :, None].expand(-1, -1, self.draws, -1)
-            draws = self.model.observe(several, generator)
+            draws = self.model.observe(
+                particles[:, :, None].expand(-1, -1, self.draws, -1), generator
+            )
         return LocalMemory(
             particles, draws, particles.new_full(size, 1 / self.particles), initialized
         )

@@ -247,9 +247,10 @@ class KernelMonteCarlo(ShownModule):
         for restart in restarts:
             attempt(*others, restart, temper)
         restart = min(restarts, key=lambda each: found[*others, each, temper].error)
-        values = (*others, restart, temper)
         for buffer, value in zip(
-            (self.order, self.inflation, self.reg, self.restart, self.temper), values, strict=True
+            (self.order, self.inflation, self.reg, self.restart, self.temper),
+            (*others, restart, temper),
+            strict=True,
         ):
             buffer.fill_(value)
 

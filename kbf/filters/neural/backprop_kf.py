@@ -89,8 +89,10 @@ class BackpropKF(EndToEndFilter[GaussianState]):
     def init(self, batch: int, *, generator: Generator | None = None) -> GaussianState:
         """Return the mean of the training states, with learned variances."""
         variances = self.log_start.exp()
-        mean = torch.zeros_like(variances)
-        return GaussianState(mean.expand(batch, -1), variances.diag_embed().expand(batch, -1, -1))
+        return GaussianState(
+            torch.zeros_like(variances).expand(batch, -1),
+            variances.diag_embed().expand(batch, -1, -1),
+        )
 
     def predict(
         self,

@@ -173,8 +173,12 @@ class DPF(EndToEndFilter[DPFState]):
         """Return draws around the mean of the training states, with learned variances."""
         scale = (0.5 * self.log_start).exp()
         eps = self.draw(batch, generator)
-        weights = scale.new_full((batch, self.P), -math.log(self.P))
-        return DPFState(scale * eps, weights, torch.zeros_like(eps), scale.new_zeros(batch))
+        return DPFState(
+            scale * eps,
+            scale.new_full((batch, self.P), -math.log(self.P)),
+            torch.zeros_like(eps),
+            scale.new_zeros(batch),
+        )
 
     def draw(self, batch: int, generator: Generator | None) -> Float[Tensor, "b P y"]:
         """Return standard normal numbers."""

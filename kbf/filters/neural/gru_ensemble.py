@@ -134,9 +134,12 @@ class FittedGRU(WithoutHyperparameters):
         )
         least, best = math.inf, parameters_to_vector(net.parameters()).detach()
         for update, windows in enumerate(random_windows(rest, self.window, updates, generator)):
-            burn_in = min(BURN_IN, windows.states.shape[1] // 5)
             loss = net.loss(
-                windows.states, windows.obs, windows.mask, windows.controls, burn_in=burn_in
+                windows.states,
+                windows.obs,
+                windows.mask,
+                windows.controls,
+                burn_in=min(BURN_IN, windows.states.shape[1] // 5),
             )
             optimiser.zero_grad()
             loss.backward()

@@ -149,8 +149,9 @@ class RKNFilter(EndToEndFilter[RKNState]):
 
     def spread(self, state: RKNState) -> Float[Tensor, "*b d d"]:
         """Return the diagonal covariance, in standard units."""
-        variances = positive(self.readout_variance(torch.cat(state[1:], -1))) + LEAST_VARIANCE
-        return variances.diag_embed()
+        return (
+            positive(self.readout_variance(torch.cat(state[1:], -1))) + LEAST_VARIANCE
+        ).diag_embed()
 
 
 def predict_factorised(

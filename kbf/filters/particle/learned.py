@@ -12,16 +12,14 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Generator, Tensor
 
-from kbf.densities.learned_ssm import learn_model
 from kbf.densities.ridge import RidgeMap, fit_ridge_map
-from kbf.densities.selected import SelectedDensities
+from kbf.densities.selected import DensityModel
 from kbf.filters.particle.bootstrap import BootstrapFilter, ParticleRecipe, in_type_of
 from kbf.recording import Recording, as_float, as_recordings, check_vectors, observed_pairs
-from kbf.runtime.html_repr import ShownModule
 from kbf.ssm import StateSpace, normal
 
 
-class LearnedParticleFilter(ShownModule):
+class LearnedParticleFilter(DensityModel):
     """Bootstrap particle filter of the learned model that the Kernel Bayes Filter simulates from.
 
     It weighs particles by the learned observation density, where the Kernel Bayes Filter only
@@ -42,32 +40,13 @@ class LearnedParticleFilter(ShownModule):
             particles, threshold: as in `kbf.filters.particle.bootstrap.BootstrapFilter`.
             transition, observation: as in `kbf.densities.selected.SelectedDensities`.
         """
-        super().__init__()
+        super().__init__(transition, observation)
         self.particles, self.threshold = particles, threshold
-        self.densities: SelectedDensities = SelectedDensities(transition, observation)
-
-    @property
-    def allow_missing_sensors(self) -> bool:
-        """Whether each sensor may be missing at any step."""
-        return self.densities.allow_missing_sensors
-
-    @allow_missing_sensors.setter
-    def allow_missing_sensors(self, value: bool) -> None:
-        self.densities.allow_missing_sensors = value
-
-    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Select transition and observation density."""
-        self.densities.choose(memory)
-
-    def hyperparameters(self) -> dict[str, float]:
-        """Return the selected densities and their scores, for loggers."""
-        return self.densities.hyperparameters()
 
     def fit(self, memory: Recording | list[Recording] | None) -> BootstrapFilter:
         """Return the filter of the fitted model that starts from the training states."""
         sequences = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
-        self.densities.select_if_missing(sequences)
-        model = learn_model(sequences, self.densities.kinds, self.densities.fitted)
+        model = self.learned(sequences)
         return BootstrapFilter(
             model, torch.cat([s.states for s in sequences]), self.particles, self.threshold
         )

@@ -142,10 +142,9 @@ class WindowBoosting(WindowRegression):
 
         def one(k: int) -> Any:
             with pools.threadpool_limits(1, user_api="openmp"):
-                model = ensemble.HistGradientBoostingRegressor(
+                return ensemble.HistGradientBoostingRegressor(
                     max_iter=self.iterations, random_state=self.seed
-                )
-                return model.fit(u, z[:, k])
+                ).fit(u, z[:, k])
 
         return Trees(side_by_side(one, range(z.shape[1])))
 

@@ -155,10 +155,10 @@ class Search:
 
 def least_on_first(found: dict[str, Trial]) -> float:
     """The least NMSE of any model on the first fold; infinite without one."""
-    first = [
-        each.scores[: each.folds.count(each.folds[0])].mean().item() for each in found.values()
-    ]
-    return min(first, default=torch.inf)
+    return min(
+        [each.scores[: each.folds.count(each.folds[0])].mean().item() for each in found.values()],
+        default=torch.inf,
+    )
 
 
 def trial(
