@@ -70,11 +70,11 @@ class LocalUpdate(nn.Module):
             projection = torch.where(deviation > 0, 1 / deviation, 1).diag()
         self.k, self.near, self.width = k, min(near, n * k), width
         self.psi = psi
-        self.features: Tensor | None = None
+        features = None
         if psi is not None:
             some = obs[:, :DRAWS_FOR_FEATURES]
-            features = psi(some.flatten(0, 1)).unflatten(0, some.shape[:2]).mean(1)
-            self.features = nn.Buffer(features.to(dtype))
+            features = psi(some.flatten(0, 1)).unflatten(0, some.shape[:2]).mean(1).to(dtype)
+        self.features: Tensor | None = None if features is None else nn.Buffer(features)
         self.projection: Tensor = nn.Buffer(projection.to(dtype))
         self.shift: Tensor = nn.Buffer(shift.to(dtype))
         self.draws: Tensor = nn.Buffer(((flat - shift) @ projection).to(dtype).mT.contiguous())
