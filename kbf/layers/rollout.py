@@ -108,7 +108,7 @@ class KernelBayesFilterRollout(nn.Module):
             ValueError: a ratio that may be negative, which the rule does not take.
         """
         super().__init__()
-        self.encoder = encoder
+        self.encoder: nn.Module = encoder
         self.transition: KernelTransition = KernelTransition() if transition is None else transition
         self.ratio: DensityRatio = DensityRatio() if ratio is None else ratio
         self.rule: IWKBR = IWKBR() if rule is None else rule
@@ -247,7 +247,7 @@ class Features(nn.Module):
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
-        self.encoder = encoder
+        self.encoder: nn.Module = encoder
 
     def forward(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m p"]:
         """Return the features ``m p``."""
