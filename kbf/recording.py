@@ -28,14 +28,14 @@ from torch import Tensor
 
 from kbf.runtime import html_repr
 
+# What may be given as data: tensors, and NumPy arrays, which become tensors.
 Array = Tensor | np.ndarray
-"""What may be given as data: tensors, and NumPy arrays, which become tensors."""
 
+# What to do about observations that are images, in errors of filters of vectors.
 ENCODE_IMAGES = (
     "images must be encoded first: give the data an encoding with an encoder, as in "
     "configs/data/dsprites.yaml"
 )
-"""What to do about observations that are images, in errors of filters of vectors."""
 
 
 @overload
@@ -247,16 +247,16 @@ def as_float(x: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
+# What to do about NaN among observations.
 MASK_MISSING = (
     "To treat such observations as missing, mark them in the mask: "
     "kbf.recording.mask_missing(sequence) does it."
 )
-"""What to do about NaN among observations."""
+# What to do about NaN among states.
 KNOWN_STATES = (
     "A filter learns from known states: leave such rows out, or fill them in; a recording may be "
     "cut there in two."
 )
-"""What to do about NaN among states."""
 
 
 def check_finite(values: Tensor, name: str, *, advice: str = MASK_MISSING) -> None:

@@ -74,9 +74,6 @@ class RecordedData(Shown):
             columns.
     """
 
-    train: list[Recording]
-    test: list[Recording]
-
     def __init__(
         self,
         name: str,

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+# Sweeps of Jacobi rotations; convergence is quadratic, and matrices of covariances are small.
 SWEEPS = 8
-"""Sweeps of Jacobi rotations; convergence is quadratic, and matrices of covariances are small."""
 
 
 def keep(

@@ -43,21 +43,21 @@ from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.runtime.atomic_files import replacing, write_json
 from kbf.runtime.optional_dependencies import need
 
+# Largest difference to the filter, in standard deviations of the states.
+#
+# Of covariances in their squares.
 TOLERANCE = 1e-5
-"""Largest difference to the filter, in standard deviations of the states.
-
-Of covariances in their squares.
-"""
+# Name of the description of a program; in an ONNX file the metadata property ``kbf``.
 KEY = "kbf.json"
-"""Name of the description of a program; in an ONNX file the metadata property ``kbf``."""
 
+# Leaf of a program's state: the count of consecutive rejections.
 REJECTIONS = "rejections"
-"""Leaf of a program's state: the count of consecutive rejections."""
 
+# Loggers with messages of the exporters about themselves.
 EXPORTER_LOGGERS = ("onnxscript", "onnx_ir", "torch.onnx")
-"""Loggers with messages of the exporters about themselves."""
 
 aten = torch.ops.aten
+# What ONNX has no operator for, or ONNX Runtime none in float64.
 SPELT_OUT: dict[Any, Any] = {
     aten.linalg_cholesky_ex.default: onnx_linalg.keep,
     aten.cholesky_solve.default: onnx_linalg.eliminate,
@@ -66,14 +66,10 @@ SPELT_OUT: dict[Any, Any] = {
     aten.diagonal_scatter.default: onnx_linalg.diagonal_scatter,
     aten.elu.default: onnx_linalg.elu,
 }
-"""What ONNX has no operator for, or ONNX Runtime none in float64."""
 
 
 class ExportedStep(nn.Module):
     """The function that becomes a program."""
-
-    kind: type[Any]
-    fields: list[str]
 
     def __init__(self, filter: Filter[Any], calibration: Calibration | None = None) -> None:
         """``calibration`` corrects the covariances, as `kbf filter` does."""
@@ -340,8 +336,8 @@ def write_onnx(
 
 
 WRITERS = {"torch_export": write_torch_export, "torchscript": write_torchscript, "onnx": write_onnx}
+# Packages that a format requires; `torch.onnx` imports the first two itself.
 PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
-"""Packages that a format requires; `torch.onnx` imports the first two itself."""
 
 
 def compare(

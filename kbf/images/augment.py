@@ -32,9 +32,6 @@ class Augment(nn.Module):
         encoder: {_target_: kbf.CNN, q: "${data.q}"}
     """
 
-    transforms: tuple[Any, ...]
-    encoder: nn.Module | None
-
     def __init__(self, transforms: Sequence[Any] | None, encoder: nn.Module | None = None) -> None:
         """``transforms`` of images ``c h w`` in [0, 1] are applied in order, then ``encoder``."""
         super().__init__()

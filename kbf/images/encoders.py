@@ -36,9 +36,6 @@ class Encoder(nn.Module):
         shape: of one image. features: p.
     """
 
-    shape: tuple[int, ...]
-    features: int
-
     def __init__(self, q: Sequence[int], features: int) -> None:
         super().__init__()
         self.shape, self.features = tuple(q), features
@@ -211,7 +208,6 @@ class Backbone(Encoder):
 
     mean: Tensor
     std: Tensor
-    last: str
 
     def __init__(
         self,

@@ -181,9 +181,6 @@ class Encoding(nn.Module):
 class EncodedFilter(FilterWrapper):
     """A filter of codes as a filter of images: each observation is encoded first."""
 
-    code: nn.Module
-    dtype: torch.dtype
-
     def __init__(self, code: nn.Module, inner: Filter[Any], dtype: torch.dtype) -> None:
         """``inner`` takes codes of type ``dtype``."""
         super().__init__(inner)

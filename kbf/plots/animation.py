@@ -15,7 +15,6 @@ from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from PIL import Image
 from torch import Tensor
 
@@ -42,7 +41,8 @@ from kbf.plots.tracks import (
     SPREAD,
     STYLE,
     TRUTH,
-    draw_bands,
+    draw_component,
+    finish,
     visible,
 )
 from kbf.recording import Recording
@@ -52,6 +52,7 @@ from kbf.runtime.atomic_files import replacing
 TRAIL_STEPS = 20
 
 
+@matplotlib.rc_context(STYLE)
 def animate(
     path: str | os.PathLike[str],
     sequence: Recording,
@@ -82,55 +83,35 @@ def animate(
     z, e, C = shown_steps(sequence, estimates, covariances, steps)
     kind = "map" if z.shape[1] > 2 else state_kind(z, kind)
     extent = extent if kind == "map" else None
-    n, shown, images, x = (
-        len(z),
-        min(z.shape[1], 4),
-        sequence.obs.ndim == 4,
-        visible(sequence, len(z)),
-    )
-    with matplotlib.rc_context(STYLE):
-        high = 3.2 + 0.8 * shown if images else max(3.3, 0.9 * shown)
-        figure = Figure(figsize=(7.2, high + (0.7 if title else 0.4)), layout="constrained")
-        shows: list[Callable[[int], None]] = []
-        if images:
-            grid = figure.add_gridspec(1 + shown, 2, height_ratios=[3.1, *[0.8] * shown])
-            top = figure.add_subplot(grid[0, :] if kind == "rows" else grid[0, 0])
-            shows.append(draw_frames(top, sequence, (z, e, C), extent))
-            plane, below = (
-                None if kind == "rows" else figure.add_subplot(grid[0, 1]),
-                [grid[1 + k, :] for k in range(shown)],
-            )
-        else:
-            grid = figure.add_gridspec(shown, 1 if kind == "rows" else 2)
-            plane, below = (
-                None if kind == "rows" else figure.add_subplot(grid[:, 0]),
-                [grid[k, -1] for k in range(shown)],
-            )
-        if plane is not None:
-            shows.append(
-                draw_moves(plane, (z, e, C), x, kind, extent is not None and extent[2] > extent[3])
-            )
-        panels = [figure.add_subplot(cell) for cell in below]
-        shows += [
-            draw_series(axes, z, e, C, x, k, last=k == shown - 1) for k, axes in enumerate(panels)
-        ]
-        handles = state_handles(kind if images or kind == "compass" else "rows", False)
-        handles += [SEEN_DOT] if x is not None else []
-        figure.legend(
-            handles=handles + ([SPREAD] if C is not None else []),
-            loc="outside lower center",
-            ncols=4,
-        )
-        figure.suptitle(title, fontsize=10.5)
-        canvas, pages = FigureCanvasAgg(figure), []
-        for t in range(n):
-            for show in shows:
-                show(t)
-            canvas.draw()
-            figure.set_layout_engine("none")  # once is enough
-            pages.append(
-                Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize()
-            )
+    shown, images, x = min(z.shape[1], 4), sequence.obs.ndim == 4, visible(sequence, len(z))
+    high = 3.2 + 0.8 * shown if images else max(3.3, 0.9 * shown)
+    figure = Figure(figsize=(7.2, high + (0.7 if title else 0.4)), layout="constrained")
+    shows: list[Callable[[int], None]] = []
+    if images:
+        grid = figure.add_gridspec(1 + shown, 2, height_ratios=[3.1, *[0.8] * shown])
+        top = figure.add_subplot(grid[0, :] if kind == "rows" else grid[0, 0])
+        shows.append(draw_frames(top, sequence, (z, e, C), extent))
+        plane, below = grid[0, 1], [grid[1 + k, :] for k in range(shown)]
+    else:
+        grid = figure.add_gridspec(shown, 1 if kind == "rows" else 2)
+        plane, below = grid[:, 0], [grid[k, -1] for k in range(shown)]
+    if kind != "rows":
+        down = extent is not None and extent[2] > extent[3]
+        shows.append(draw_moves(figure.add_subplot(plane), (z, e, C), x, kind, down))
+    panels = [figure.add_subplot(cell) for cell in below]
+    shows += [
+        draw_series(axes, z, e, C, x, k, last=k == shown - 1) for k, axes in enumerate(panels)
+    ]
+    handles = state_handles(kind if images or kind == "compass" else "rows", False)
+    handles += ([] if x is None else [SEEN_DOT]) + ([] if C is None else [SPREAD])
+    finish(figure, title, handles=handles, ncols=4)
+    canvas, pages = FigureCanvasAgg(figure), []
+    for t in range(len(z)):
+        for show in shows:
+            show(t)
+        canvas.draw()
+        figure.set_layout_engine("none")  # once is enough
+        pages.append(Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize())
     with replacing(path) as temporary:
         pages[0].save(
             temporary,
@@ -165,29 +146,26 @@ def draw_moves(
 ) -> Callable[[int], None]:
     """Returns a function that draws step t and its trail in the plane of the first components."""
     z, e, _ = values
-    trails: list[tuple[Any, Tensor]] = []
+    trails: list[tuple[Tensor, dict[str, Any]]] = []
     if x is not None:
         trails.append(
-            (axes.plot([], [], "o", color=SEEN, ms=4, alpha=0.5, mew=0, zorder=1.4)[0], x)
+            (x, {"marker": "o", "ls": "", "color": SEEN, "ms": 4, "alpha": 0.5, "mew": 0})
         )
     if kind == "compass":
         state = draw_compass(axes, 1.8)
     else:
         state = draw_map(axes, view(z, e if x is None else torch.cat([e, x]), down=down), 1.5)
-        for color, points in ((TRUTH, z), (ESTIMATE, e)):
-            trails.append(
-                (axes.plot([], [], color=color, lw=1.1, alpha=0.45, zorder=1.5)[0], points)
-            )
+        trails += [
+            (p, {"color": c, "lw": 1.1, "alpha": 0.45}) for p, c in ((z, TRUTH), (e, ESTIMATE))
+        ]
         axes.set_xlabel("$z_1$")
         axes.set_ylabel("$z_2$", rotation=0, labelpad=8)
+    drawn = [(axes.plot([], [], zorder=1.5, **look)[0], points) for points, look in trails]
 
     def show(t: int) -> None:
         state(*at(values, t))
-        for trail, points in trails:
-            trail.set_data(
-                points[max(0, t - TRAIL_STEPS) : t + 1, 0],
-                points[max(0, t - TRAIL_STEPS) : t + 1, 1],
-            )
+        for line, points in drawn:
+            line.set_data(*points[max(0, t - TRAIL_STEPS) : t + 1, :2].T)
 
     return show
 
@@ -196,32 +174,11 @@ def draw_series(
     axes: Axes, z: Tensor, e: Tensor, C: Tensor | None, x: Tensor | None, k: int, last: bool
 ) -> Callable[[int], None]:
     """Draws component k over time; returns a function that moves the line of the current step."""
-    time, end = range(len(z)), max(len(z) - 1, 1)
-    draw_bands(axes, e, C, k)
-    if x is not None:
-        axes.plot(time, x[:, k], "o", color=SEEN, ms=3, alpha=0.65, mew=0)
-    axes.plot(time, z[:, k], color=TRUTH, lw=1.2)
-    axes.plot(time, e[:, k], color=ESTIMATE, lw=1.4)
+    draw_component(axes, z, x, e, C, k, last=last)
     axes.set_ylabel(f"$z_{{{k + 1}}}$", rotation=0, labelpad=10)
-    axes.set(
-        xlim=(0, end),
-        ylim=limits(*(values[:, k : k + 1] for values in (z, e, x) if values is not None)),
-    )
+    axes.set_ylim(limits(*(values[:, k : k + 1] for values in (z, e, x) if values is not None)))
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    axes.tick_params(labelbottom=last)
-    if last:
-        axes.set_xlabel("time step")
-    veil = Rectangle(
-        (0, 0),
-        end,
-        1,
-        transform=axes.get_xaxis_transform(),
-        color="white",
-        alpha=0.72,
-        lw=0,
-        zorder=3,
-    )
-    axes.add_patch(veil)
+    veil = axes.axvspan(0, axes.get_xlim()[1], color="white", alpha=0.72, lw=0, zorder=3)
     now = axes.axvline(0, color=GREY, lw=1.0, zorder=4)
 
     def move(t: int) -> None:

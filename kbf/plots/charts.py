@@ -9,13 +9,14 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import matplotlib
+import numpy as np
 import torch
 from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kbf.plots.tracks import GREY, MARKERS, PALETTE, STYLE, TRUTH
+from kbf.plots.tracks import GREY, MARKERS, PALETTE, STYLE, TRUTH, finish
 from kbf.rkhs.linalg import evenly
 
 Row = Mapping[str, Any]
@@ -27,6 +28,7 @@ MOST_POINTS = 20_000
 PART_COLOURS = {"train": PALETTE[1], "validation": PALETTE[2], "test": PALETTE[0], "": GREY}
 
 
+@matplotlib.rc_context(STYLE)
 def curves(
     rows: Sequence[Row],
     *,
@@ -72,36 +74,31 @@ def curves(
     lines = list(dict.fromkeys(row[by] for row in rows))
     across = min(len(panels), across)
     down = -(-len(panels) // across)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(3.7 * across + 1.9, 3.3 * down + 0.3), layout="constrained")
-        grid = figure.subplots(down, across, squeeze=False, sharey=share_y).flatten()
-        for axes, here in zip(grid, panels, strict=False):
-            mine = [row for row in rows if panel is None or row[panel] == here]
-            draw_lines(axes, mine, lines, x, y, by, se, log)
-            if level is not None:
-                axes.axhline(level[0], color=TRUTH, lw=1.2, ls=(0, (5, 2)), label=level[1])
-            for (place, at), mark in (marks or {}).items():
-                if place == here:
-                    axes.text(
-                        at, 1.0, mark, transform=axes.get_xaxis_transform(), ha="center", va="top"
-                    )
-            axes.set_xlabel(xlabel or x)
-            if here is not None:
-                axes.set_title(str(here), fontsize=9.5)
-        for axes in grid[len(panels) :]:
-            axes.set_visible(False)
-        for row in grid.reshape(down, across):
-            row[0].set_ylabel(ylabel or y)
-        handles = {
-            name: handle
-            for axes in grid
-            for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(
-            handles.values(), handles.keys(), loc="outside right center", labelspacing=0.7
-        )
-        if title:
-            figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=10.5)
+    figure = Figure(figsize=(3.7 * across + 1.9, 3.3 * down + 0.3), layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False, sharey=share_y).flatten()
+    for axes, here in zip(grid, panels, strict=False):
+        mine = [row for row in rows if panel is None or row[panel] == here]
+        draw_lines(axes, mine, lines, x, y, by, se, log)
+        if level is not None:
+            axes.axhline(level[0], color=TRUTH, lw=1.2, ls=(0, (5, 2)), label=level[1])
+        for at, mark in [
+            (at, mark) for (place, at), mark in (marks or {}).items() if place == here
+        ]:
+            axes.text(at, 1.0, mark, transform=axes.get_xaxis_transform(), ha="center", va="top")
+        axes.set_xlabel(xlabel or x)
+        axes.set_title("" if here is None else str(here), fontsize=9.5)
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    for row in grid.reshape(down, across):
+        row[0].set_ylabel(ylabel or y)
+    handles = {
+        name: handle
+        for axes in grid
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside right center", labelspacing=0.7)
+    if title:
+        figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=10.5)
     return figure
 
 
@@ -176,6 +173,7 @@ def have_room(places: list[Any]) -> bool:
     )
 
 
+@matplotlib.rc_context(STYLE)
 def comparison_figure(
     rows: Sequence[Mapping[str, Any]], *, title: str = "", unit: str = "steps"
 ) -> Figure:
@@ -196,57 +194,53 @@ def comparison_figure(
         ),
     )
     positions = {n: k for k, n in enumerate(sizes)}
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.2 + 0.9 * len(sizes), 4.6), layout="constrained")
-        axes = figure.add_subplot()
-        for k, model in enumerate(order):
-            mine = sorted(
-                (row for row in rows if row["model"] == model), key=lambda row: row["n_train"]
-            )
-            shift = 0.32 * (
-                k / max(len(order) - 1, 1) - 0.5
-            )  # side by side, so that error bars can be read
-            axes.errorbar(
-                [positions[row["n_train"]] + shift for row in mine],
-                [row["mse"] for row in mine],
-                [0 if row["se"] != row["se"] else row["se"] for row in mine],
-                color=PALETTE[models.index(model) % len(PALETTE)],
-                marker=MARKERS[models.index(model) % len(MARKERS)],
-                ms=5,
-                lw=1.2,
-                capsize=2.5,
-                elinewidth=1,
-                label=model,
-            )
-        floors = {row["n_train"]: row["floor"] for row in rows if row["floor"] == row["floor"]}
-        if floors:
-            known = sorted(floors)
-            edges = [
-                positions[known[0]] - 0.35,
-                *[positions[n] for n in known],
-                positions[known[-1]] + 0.35,
-            ]
-            values = [floors[n] for n in [known[0], *known, known[-1]]]
-            axes.plot(
-                edges, values, color=TRUTH, lw=1.3, ls=(0, (5, 2)), label="floor (true model)"
-            )
-        axes.set_yscale("log")
-        ticks = ticker.LogLocator(
-            subs=(1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0), numticks=30
+    figure = Figure(figsize=(5.2 + 0.9 * len(sizes), 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    for k, model in enumerate(order):
+        mine = sorted(
+            (row for row in rows if row["model"] == model), key=lambda row: row["n_train"]
         )
-        axes.yaxis.set_major_locator(ticks)
-        axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%.3g"))
-        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
-        axes.set_xticks(list(positions.values()), [str(n) for n in sizes])
-        axes.grid(visible=False, axis="x")
-        axes.set_xlabel(f"training {unit} $n$")
-        axes.set_ylabel("mean squared error")
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), labelspacing=0.7)
-        if title:
-            axes.set_title(title, fontsize=10.5)
+        shift = 0.32 * (
+            k / max(len(order) - 1, 1) - 0.5
+        )  # side by side, so that error bars can be read
+        axes.errorbar(
+            [positions[row["n_train"]] + shift for row in mine],
+            [row["mse"] for row in mine],
+            [0 if row["se"] != row["se"] else row["se"] for row in mine],
+            color=PALETTE[models.index(model) % len(PALETTE)],
+            marker=MARKERS[models.index(model) % len(MARKERS)],
+            ms=5,
+            lw=1.2,
+            capsize=2.5,
+            elinewidth=1,
+            label=model,
+        )
+    floors = {row["n_train"]: row["floor"] for row in rows if row["floor"] == row["floor"]}
+    if floors:
+        known = sorted(floors)
+        edges = [
+            positions[known[0]] - 0.35,
+            *[positions[n] for n in known],
+            positions[known[-1]] + 0.35,
+        ]
+        values = [floors[n] for n in [known[0], *known, known[-1]]]
+        axes.plot(edges, values, color=TRUTH, lw=1.3, ls=(0, (5, 2)), label="floor (true model)")
+    axes.set_yscale("log")
+    ticks = ticker.LogLocator(
+        subs=(1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0), numticks=30
+    )
+    axes.yaxis.set_major_locator(ticks)
+    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%.3g"))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.set_xticks(list(positions.values()), [str(n) for n in sizes])
+    axes.grid(visible=False, axis="x")
+    axes.set(xlabel=f"training {unit} $n$", ylabel="mean squared error")
+    axes.set_title(title, fontsize=10.5)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), labelspacing=0.7)
     return figure
 
 
+@matplotlib.rc_context(STYLE)
 def series_figure(
     columns: Mapping[str, Sequence[Tensor]],
     parts: Sequence[Sequence[str]],
@@ -264,63 +258,44 @@ def series_figure(
     """
     kinds = [part for each in parts for part in each]
     edges = [sum(len(each) for each in parts[:k]) for k in range(1, len(parts))]
-    with matplotlib.rc_context(STYLE):
-        shown = list(columns.items())[:most]
-        figure = Figure(figsize=(11, 1.0 + 1.3 * max(1, len(shown))), layout="constrained")
-        panels = figure.subplots(max(1, len(shown)), sharex=True, squeeze=False)[:, 0]
-        for axes, (name, each) in zip(panels, shown, strict=False):
-            values = torch.cat(list(each)).double()
-            steps = evenly(len(values), MOST_POINTS)
-            for part, colour in PART_COLOURS.items():
-                if part not in kinds:
-                    continue
-                inside = torch.tensor([kinds[k] == part for k in steps.tolist()])
-                shown_values = torch.where(inside, values[steps], torch.nan)
-                axes.plot(
-                    steps,
-                    shown_values,
-                    ".-",
-                    color=colour,
-                    lw=0.8,
-                    ms=1.5,
-                    label=part or "not used",
-                )
-            for edge in edges:
-                axes.axvline(edge - 0.5, color=GREY, lw=0.6)
-            axes.set_ylabel(name, rotation=0, ha="right")
-        panels[-1].set_xlabel("step")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-        figure.suptitle(title, fontsize=10.5)
+    shown = list(columns.items())[:most]
+    figure = Figure(figsize=(11, 1.0 + 1.3 * max(1, len(shown))), layout="constrained")
+    panels = figure.subplots(max(1, len(shown)), sharex=True, squeeze=False)[:, 0]
+    for axes, (name, each) in zip(panels, shown, strict=False):
+        values = torch.cat(list(each)).double()
+        steps = evenly(len(values), MOST_POINTS)
+        for part in [part for part in PART_COLOURS if part in kinds]:
+            inside = torch.tensor([kinds[k] == part for k in steps.tolist()])
+            look: Any = {"color": PART_COLOURS[part], "label": part or "not used"}
+            axes.plot(
+                steps, torch.where(inside, values[steps], torch.nan), ".-", lw=0.8, ms=1.5, **look
+            )
+        for edge in edges:
+            axes.axvline(edge - 0.5, color=GREY, lw=0.6)
+        axes.set_ylabel(name, rotation=0, ha="right")
+    panels[-1].set_xlabel("step")
+    finish(figure, title, handles=panels[0].get_legend_handles_labels()[0], ncols=4)
     return figure
 
 
+@matplotlib.rc_context(STYLE)
 def scatter_figure(
     parts: Mapping[str, Tensor], names: Sequence[str], *, title: str = "", most: int = 5
 ) -> Figure:
     """Draws pairs of the first components of points ``n d``, or a single one, coloured by part."""
     width = min(len(names), most)
-    with matplotlib.rc_context(STYLE):
-        side = max(1, width - 1)
-        figure = Figure(figsize=(2.6 + 2.4 * side, 2.6 + 2.2 * side), layout="constrained")
-        grid = figure.subplots(side, side, squeeze=False)
-        for i in range(side):
-            for j in range(side):
-                axes = grid[i, j]
-                axes.set_visible(j <= i)
-                for part, points in parts.items():
-                    some = evenly(len(points), MOST_POINTS)
-                    first = points[some, j] if width > 1 else some
-                    axes.plot(
-                        first,
-                        points[some, i + 1 if width > 1 else 0],
-                        ".",
-                        ms=2.5,
-                        color=PART_COLOURS[part],
-                        label=part,
-                        alpha=0.6,
-                    )
-                axes.set_xlabel(names[j] if width > 1 else "step")
-                axes.set_ylabel(names[i + 1] if width > 1 else names[0])
-        figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-        figure.suptitle(title, fontsize=10.5)
+    side = max(1, width - 1)
+    figure = Figure(figsize=(2.6 + 2.4 * side, 2.6 + 2.2 * side), layout="constrained")
+    grid = figure.subplots(side, side, squeeze=False)
+    for (i, j), axes in np.ndenumerate(grid):
+        axes.set_visible(j <= i)
+        for part, points in parts.items():
+            some = evenly(len(points), MOST_POINTS)
+            across, up = (
+                (points[some, j], points[some, i + 1]) if width > 1 else (some, points[some])
+            )
+            axes.plot(across, up, ".", ms=2.5, color=PART_COLOURS[part], label=part, alpha=0.6)
+        labels = (names[j], names[i + 1]) if width > 1 else ("step", names[0])
+        axes.set(xlabel=labels[0], ylabel=labels[1])
+    finish(figure, title, handles=grid[0, 0].get_legend_handles_labels()[0], ncols=3)
     return figure

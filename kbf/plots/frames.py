@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, Ellipse, Patch, Wedge
 from torch import Tensor
 
-from kbf.plots.tracks import ESTIMATE, GREY, SPREAD, STYLE, TRUTH
+from kbf.plots.tracks import ESTIMATE, GREY, SPREAD, STYLE, TRUTH, finish
 from kbf.recording import Recording
 
 PANEL_KINDS = ("auto", "compass", "map", "rows")
@@ -36,6 +36,7 @@ Values = tuple[Tensor, Tensor, Tensor | None]
 Show = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
+@matplotlib.rc_context(STYLE)
 def frame_grid(
     sequence: Recording,
     estimates: Shaped[Tensor, "t d"] | None = None,
@@ -85,51 +86,37 @@ def frame_grid(
     frames, columns = sequence.obs[: len(z)].cpu(), min(columns, len(z))
     lines, aspect = -(-len(z) // columns), frames.shape[2] / frames.shape[3]
     panel = kind == "rows" or (kind == "map" and extent is None)
-    sizes = [
-        1.3 * aspect,
-        *(
-            [0.15 * min(z.shape[1], MOST_COMPONENTS) + 0.05 if kind == "rows" else 0.8]
-            if panel
-            else []
-        ),
-    ]  # inches
-    with matplotlib.rc_context(STYLE):
-        height = lines * (sum(sizes) + 0.24) + (0.75 if title else 0.45)
-        figure = Figure(figsize=(max(1.38 * columns, 4.4), height), layout="compressed")
-        engine: Any = figure.get_layout_engine()
-        engine.set(w_pad=0.03, h_pad=0.03, hspace=0.0, wspace=0.0)
-        grid = figure.add_gridspec(lines * len(sizes), columns, height_ratios=sizes * lines)
-        for t in range(len(z)):
-            line, column = divmod(t, columns)
-            axes = figure.add_subplot(grid[line * len(sizes), column])
-            draw_frame(axes, extent)(frames[t], seen(sequence, t))
-            axes.set_title(
-                step_name(sequence, t) if names is None else names[t],
-                fontsize=7.5,
-                pad=2.5,
-                color="#555555",
-            )
-            below = figure.add_subplot(grid[line * len(sizes) + 1, column]) if panel else axes
-            if kind == "rows":
-                show = draw_rows(below, limits(z, e), named=column == 0)
-            elif kind == "compass":
-                show = draw_compass(corner(axes, aspect))
-            else:
-                show = (
-                    draw_map(below, None, 0.75)
-                    if extent
-                    else draw_map(below, view(z, e, sizes[-1] / 1.3))
-                )
-                below.set(xticks=[], yticks=[])
-            show(z[t], e[t], None if C is None else C[t])
-        handles = state_handles(kind, C is not None, called)
-        figure.legend(
-            handles=handles if estimates is not None else handles[:1],
-            loc="outside lower center",
-            ncols=4,
+    shown = min(z.shape[1], MOST_COMPONENTS)
+    panel_height = 0.15 * shown + 0.05 if kind == "rows" else 0.8
+    sizes = [1.3 * aspect, *([panel_height] if panel else [])]  # inches
+    height = lines * (sum(sizes) + 0.24) + (0.75 if title else 0.45)
+    figure = Figure(figsize=(max(1.38 * columns, 4.4), height), layout="compressed")
+    engine: Any = figure.get_layout_engine()
+    engine.set(w_pad=0.03, h_pad=0.03, hspace=0.0, wspace=0.0)
+    grid = figure.add_gridspec(lines * len(sizes), columns, height_ratios=sizes * lines)
+    for t in range(len(z)):
+        line, column = divmod(t, columns)
+        axes = figure.add_subplot(grid[line * len(sizes), column])
+        draw_frame(axes, extent)(frames[t], seen(sequence, t))
+        axes.set_title(
+            step_name(sequence, t) if names is None else names[t],
+            fontsize=7.5,
+            pad=2.5,
+            color="#555555",
         )
-        if title:
-            figure.suptitle(title, fontsize=10.5)
+        below = figure.add_subplot(grid[line * len(sizes) + 1, column]) if panel else axes
+        if kind == "rows":
+            show = draw_rows(below, limits(z, e), shown, named=column == 0)
+        elif kind == "compass":
+            side = 0.45 * min(1, aspect)  # a square in the lower right corner of the frame
+            show = draw_compass(axes.inset_axes((1 - side, 0.0, side, side / aspect)))
+        else:
+            plane, big = (None, 0.75) if extent else (view(z, e, sizes[-1] / 1.3), 1.0)
+            show = draw_map(below, plane, big)
+            below.set(xticks=[], yticks=[])
+        show(z[t], e[t], None if C is None else C[t])
+    handles = state_handles(kind, C is not None, called)
+    finish(figure, title, handles=handles if estimates is not None else handles[:1], ncols=4)
     return figure
 
 
@@ -190,27 +177,15 @@ def picture(frame: Shaped[Tensor, "c h w"]) -> Tensor:
 
 def draw_frame(axes: Axes, extent: Extent | None = None) -> Callable[[Tensor, bool], None]:
     """Returns a function that draws a frame ``c h w``, pale if it was not observed."""
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.grid(visible=False)
-    axes.spines[:].set_visible(False)
+    axes.set_axis_off()
+    look: Any = {"cmap": "gray", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
     shown: list[Any] = []
 
     def show(frame: Tensor, seen: bool) -> None:
         if not shown:
-            shown.append(
-                axes.imshow(
-                    picture(frame).numpy(),
-                    cmap="gray",
-                    vmin=0,
-                    vmax=1,
-                    interpolation="nearest",
-                    extent=extent,
-                )
-            )
+            shown.append(axes.imshow(picture(frame).numpy(), extent=extent, **look))
             axes.autoscale(enable=False)
-        shown[0].set_data(picture(frame).numpy())
-        shown[0].set_alpha(1.0 if seen else 0.15)
+        shown[0].set(data=picture(frame).numpy(), alpha=1.0 if seen else 0.15)
 
     return show
 
@@ -221,22 +196,13 @@ def at(values: Values, t: int) -> tuple[Tensor, Tensor, Tensor | None]:
     return z[t], e[t], None if C is None else C[t]
 
 
-def corner(axes: Axes, aspect: float) -> Axes:
-    """A square in the lower right corner of a frame whose height is ``aspect`` times its width."""
-    side = 0.45 * min(1, aspect)
-    return axes.inset_axes((1 - side, 0.0, side, side / aspect))
-
-
 def draw_compass(axes: Axes, big: float = 1.0) -> Show:
     """Draws the true and the estimated direction with 1 and 2 standard deviations of the angle.
 
     The arrow of the estimate is as long as the estimate: short where the filter does not know.
     """
-    axes.set_aspect("equal")
-    axes.set(xlim=(-1.12, 1.12), ylim=(-1.12, 1.12), xticks=[], yticks=[])
-    axes.grid(visible=False)
-    axes.spines[:].set_visible(False)
-    axes.patch.set_visible(False)
+    axes.set(xlim=(-1.12, 1.12), ylim=(-1.12, 1.12), aspect="equal")
+    axes.set_axis_off()
     axes.add_patch(Circle((0, 0), 1, fc=("white", 0.88), ec=GREY, lw=0.8))
     wedges = [Wedge((0, 0), 1, 0, 0, color=ESTIMATE, alpha=0.22, lw=0) for _ in range(2)]
     for wedge in wedges:
@@ -263,8 +229,7 @@ def draw_compass(axes: Axes, big: float = 1.0) -> Show:
             wedge.set_visible(std > 0)  # no NaN either
             if std > 0:
                 half = min(k * std, math.pi)
-                wedge.set_theta1(math.degrees(angle - half))
-                wedge.set_theta2(math.degrees(angle + half))
+                wedge.set(theta1=math.degrees(angle - half), theta2=math.degrees(angle + half))
 
     return show
 
@@ -275,8 +240,7 @@ def draw_map(axes: Axes, extent: Extent | None, big: float = 1.0) -> Show:
     ``extent`` are the limits; None leaves those of a picture. ``big`` enlarges the dots.
     """
     if extent is not None:
-        axes.set_aspect("equal")
-        axes.set(xlim=extent[:2], ylim=extent[2:])
+        axes.set(xlim=extent[:2], ylim=extent[2:], aspect="equal")
         axes.spines[:].set_visible(True)
     ellipses = [
         Ellipse((0, 0), 0, 0, fc=(ESTIMATE, 0.2), ec=(ESTIMATE, 0.8), lw=0.5) for _ in range(2)
@@ -298,48 +262,36 @@ def draw_map(axes: Axes, extent: Extent | None, big: float = 1.0) -> Show:
             ellipse.set_visible(known)
         if C is not None and known:
             variance, direction = torch.linalg.eigh(C[:2, :2])
+            high, wide = (2 * variance.clamp(min=0).sqrt()).tolist()
+            angle = math.degrees(math.atan2(float(direction[1, 1]), float(direction[0, 1])))
             for k, ellipse in enumerate(ellipses, 1):
-                ellipse.set_center((float(e[0]), float(e[1])))
-                ellipse.set_height(2 * k * max(float(variance[0]), 0.0) ** 0.5)
-                ellipse.set_width(2 * k * max(float(variance[1]), 0.0) ** 0.5)
-                ellipse.set_angle(
-                    math.degrees(math.atan2(float(direction[1, 1]), float(direction[0, 1])))
-                )
+                ellipse.set(center=e[:2].tolist(), height=k * high, width=k * wide, angle=angle)
 
     return show
 
 
-def draw_rows(axes: Axes, ends: tuple[float, float], named: bool) -> Show:
-    """Draws a line for each component with truth, estimate and a bar of 1 standard deviation."""
-    axes.set(xlim=ends, xticks=[], yticks=[])
+def draw_rows(axes: Axes, ends: tuple[float, float], k: int, named: bool) -> Show:
+    """Draws a line for each of k components: truth, estimate and a bar of 1 standard deviation."""
+    axes.set(xlim=ends, ylim=(k - 0.4, -0.6), xticks=[], yticks=[])
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
-    drawn: list[Any] = []
+    axes.hlines(range(k), *ends, color="#dddddd", lw=0.8)
+    if named:
+        axes.set_yticks(range(k), [f"$z_{{{j + 1}}}$" for j in range(k)], fontsize=7.5)
+        axes.tick_params(length=0, pad=1)
+    bars = axes.hlines(range(k), [0.0] * k, [0.0] * k, color=ESTIMATE, alpha=0.35, lw=4.5)
+    dots = [
+        axes.plot([], [], "o", color=c, ms=ms, mec="white", mew=0.5, zorder=3)[0]
+        for c, ms in DOT_SIZES
+    ]
 
     def show(z: Tensor, e: Tensor, C: Tensor | None) -> None:
-        k = min(len(z), MOST_COMPONENTS)
-        if not drawn:
-            axes.set(ylim=(k - 0.4, -0.6))
-            axes.hlines(range(k), *ends, color="#dddddd", lw=0.8)
-            if named:
-                axes.set_yticks(range(k), [f"$z_{{{j + 1}}}$" for j in range(k)], fontsize=7.5)
-                axes.tick_params(length=0, pad=1)
-            bars = axes.hlines(range(k), [0.0] * k, [0.0] * k, color=ESTIMATE, alpha=0.35, lw=4.5)
-            drawn.extend(
-                [
-                    bars,
-                    *(
-                        axes.plot([], [], "o", color=c, ms=ms, mec="white", mew=0.5, zorder=3)[0]
-                        for c, ms in DOT_SIZES
-                    ),
-                ]
-            )
         std = torch.zeros_like(e) if C is None else C.diagonal().clamp(min=0).sqrt()
-        drawn[0].set_segments(
+        bars.set_segments(
             [[(float(e[j] - std[j]), j), (float(e[j] + std[j]), j)] for j in range(k)]
         )
-        for dots, value in zip(drawn[1:], (z, e), strict=True):
-            dots.set_data(value[:k], range(k))
+        for dot, value in zip(dots, (z, e), strict=True):
+            dot.set_data(value[:k], range(k))
 
     return show
 
@@ -373,11 +325,8 @@ def view(z: Tensor, e: Tensor, aspect: float = 1.0, down: bool = False) -> Exten
 def state_handles(kind: str, spread: bool, called: str = "estimate") -> list[Any]:
     """The handles of the legend."""
     what = {"compass": "heading", "map": "position", "rows": "state"}[kind]
-    look: Any = (
-        {"marker": r"$\rightarrow$", "ms": 13, "ls": ""}
-        if kind == "compass"
-        else {"marker": "o", "ms": 5, "ls": ""}
-    )
+    marker, size = (r"$\rightarrow$", 13) if kind == "compass" else ("o", 5)
+    look: Any = {"marker": marker, "ms": size, "ls": ""}
     handles: list[Any] = [
         Line2D([], [], color=TRUTH, label=f"true {what}", **look),
         Line2D([], [], color=ESTIMATE, label=called, **look),

@@ -70,6 +70,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
         figure.savefig(temporary, dpi=150)
 
 
+@matplotlib.rc_context(STYLE)
 def track_figure(
     sequence: Recording,
     estimates: Tensor | None = None,
@@ -101,46 +102,40 @@ def track_figure(
     e = None if estimates is None else estimates[:steps].double().flatten(1).cpu()
     C = None if covariances is None else covariances[:steps].double().cpu()
     shown = min(z.shape[1], 4)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10.5, max(4.0, 1.9 * shown)), layout="constrained")
-        plane = z.shape[1] > 1
-        grid = figure.add_gridspec(
-            shown, 2 if plane else 1, width_ratios=[1.9, 1] if plane else [1]
+    figure = Figure(figsize=(10.5, max(4.0, 1.9 * shown)), layout="constrained")
+    plane = z.shape[1] > 1
+    grid = figure.add_gridspec(shown, 2 if plane else 1, width_ratios=[1.9, 1] if plane else [1])
+    panels = [figure.add_subplot(grid[k, 0]) for k in range(shown)]
+    for k, axes in enumerate(panels):
+        draw_component(axes, z, x, e, C, k, last=k == shown - 1)
+        axes.set_ylabel(labels[k], rotation=90 if names else 0, labelpad=10)
+    strange = [] if alarms is None else alarms[:steps].nonzero().flatten().tolist()
+    if strange:
+        panels[0].plot(
+            strange, [1.0] * len(strange), transform=panels[0].get_xaxis_transform(), **ALARM
         )
-        time = range(len(z))
-        panels = [figure.add_subplot(grid[k, 0]) for k in range(shown)]
-        for k, axes in enumerate(panels):
-            if x is not None:
-                axes.plot(time, x[:, k], "o", color=SEEN, ms=3.5, alpha=0.65, mew=0)
-            axes.plot(time, z[:, k], color=TRUTH, lw=1.2)
-            if e is not None:
-                axes.plot(time, e[:, k], color=ESTIMATE, lw=1.4)
-                draw_bands(axes, e, C, k)
-            axes.set_ylabel(labels[k], rotation=90 if names else 0, labelpad=10)
-            axes.set_xlim(0, max(len(z) - 1, 1))
-            axes.tick_params(labelbottom=k == shown - 1)
-        panels[-1].set_xlabel("time step")
-        strange = [] if alarms is None else alarms[:steps].nonzero().flatten().tolist()
-        if strange:
-            panels[0].plot(
-                strange, [1.0] * len(strange), transform=panels[0].get_xaxis_transform(), **ALARM
-            )
-        regions: list[Line2D] = []
-        if plane:
-            axes = figure.add_subplot(grid[:, 1])
-            draw_plane(axes, z, x, e, labels)
-            if e is not None and C is not None and radius2 is not None:
-                draw_regions(axes, e, C, float(radius2))
-                regions = [REGION]
-        handles = [Line2D([], [], color=TRUTH, label="true state")]
-        handles += [SEEN_DOT] if x is not None else []
-        handles += [Line2D([], [], color=ESTIMATE, label="estimate")] if e is not None else []
-        handles += [SPREAD] if C is not None else []
-        handles += regions + ([Line2D([], [], label="alarm", **ALARM)] if strange else [])
-        figure.legend(handles=handles, loc="outside lower center", ncols=5)
-        if title:
-            figure.suptitle(title, fontsize=10.5)
+    if plane:
+        axes = figure.add_subplot(grid[:, 1])
+        draw_plane(axes, z, x, e, labels)
+        if e is not None and C is not None and radius2 is not None:
+            draw_regions(axes, e, C, float(radius2))
+    handles = {
+        Line2D([], [], color=TRUTH, label="true state"): True,
+        SEEN_DOT: x is not None,
+        Line2D([], [], color=ESTIMATE, label="estimate"): e is not None,
+        SPREAD: C is not None,
+        REGION: plane and e is not None and C is not None and radius2 is not None,
+        Line2D([], [], label="alarm", **ALARM): bool(strange),
+    }
+    finish(figure, title, handles=[each for each, drawn in handles.items() if drawn], ncols=5)
     return figure
+
+
+def finish(figure: Figure, title: str, **legend: Any) -> None:
+    """Adds the legend below the panels, and the title, if there is one, above them."""
+    figure.legend(loc="outside lower center", **legend)
+    if title:
+        figure.suptitle(title, fontsize=10.5)
 
 
 def visible(sequence: Recording, n: int) -> Tensor | None:
@@ -151,13 +146,32 @@ def visible(sequence: Recording, n: int) -> Tensor | None:
     return x if sequence.mask is None else torch.where(sequence.mask[:n, None].cpu(), x, torch.nan)
 
 
-def draw_bands(axes: Axes, e: Tensor, C: Tensor | None, k: int) -> None:
-    """1 and 2 standard deviations around component k of the estimates, where they are known."""
-    for width in (1, 2) if C is not None else ():
-        std = width * C[:, k, k].clamp(min=0).sqrt()  # pyright: ignore[reportOptionalSubscript]
-        axes.fill_between(
-            range(len(e)), e[:, k] - std, e[:, k] + std, color=ESTIMATE, alpha=0.14, lw=0
-        )
+def draw_component(
+    axes: Axes,
+    z: Tensor,
+    x: Tensor | None,
+    e: Tensor | None,
+    C: Tensor | None,
+    k: int,
+    *,
+    last: bool,
+) -> None:
+    """Draws component k over time: observation, truth, estimate, and 1 and 2 standard deviations.
+
+    What is None is left out. Only the ``last`` panel has numbers at its horizontal axis.
+    """
+    time = range(len(z))
+    if x is not None:
+        axes.plot(time, x[:, k], "o", color=SEEN, ms=3.5, alpha=0.65, mew=0)
+    axes.plot(time, z[:, k], color=TRUTH, lw=1.2)
+    if e is not None:
+        axes.plot(time, e[:, k], color=ESTIMATE, lw=1.4)
+    if e is not None and C is not None:
+        std, look = C[:, k, k].clamp(min=0).sqrt(), {"color": ESTIMATE, "alpha": 0.14, "lw": 0}
+        for width in (1, 2):
+            axes.fill_between(time, e[:, k] - width * std, e[:, k] + width * std, **look)
+    axes.set(xlim=(0, max(len(z) - 1, 1)), xlabel="time step" if last else "")
+    axes.tick_params(labelbottom=last)
 
 
 def draw_plane(
@@ -172,8 +186,7 @@ def draw_plane(
         )
         axes.plot(e[:, 0], e[:, 1], "o", color=ESTIMATE, ms=3.5, mew=0)
     axes.plot(z[:, 0], z[:, 1], "o", color=TRUTH, ms=3, mew=0)
-    axes.set_aspect("equal")
-    axes.set_xlabel(labels[0])
+    axes.set(aspect="equal", xlabel=labels[0])
     axes.set_ylabel(labels[1], rotation=0 if labels[1].startswith("$") else 90)
 
 
@@ -189,6 +202,7 @@ def draw_regions(axes: Axes, e: Tensor, C: Tensor, radius2: float, most: int = 2
         )
 
 
+@matplotlib.rc_context(STYLE)
 def calibration_figure(sides: Mapping[str, Reliability], *, title: str = "") -> Figure:
     """Draws the coverage of credible regions by level, and the histogram of the PIT.
 
@@ -196,45 +210,40 @@ def calibration_figure(sides: Mapping[str, Reliability], *, title: str = "") -> 
         sides: by name, such as before and after recalibration.
         title: above the picture.
     """
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.5, 4.2), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        left.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (5, 2)))
-        right.axhline(1, color=GREY, lw=1, ls=(0, (5, 2)))
-        for k, (name, reliability) in enumerate(sides.items()):
-            left.plot(
-                CURVE_LEVELS,
-                reliability.curve,
-                color=PALETTE[k],
-                marker=MARKERS[k],
-                ms=4,
-                lw=1.2,
-                label=name,
-            )
-            pit = reliability.pit.flatten().tolist()
-            right.hist(
-                pit,
-                bins=10,
-                range=(0, 1),
-                density=True,
-                histtype="step",
-                color=PALETTE[k],
-                lw=1.4,
-                label=name,
-            )
-        left.set(
-            xlabel="level of the region",
-            ylabel="share of true states inside",
-            xlim=(0, 1),
-            ylim=(0, 1),
-            aspect="equal",
+    figure = Figure(figsize=(9.5, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (5, 2)))
+    right.axhline(1, color=GREY, lw=1, ls=(0, (5, 2)))
+    for k, (name, reliability) in enumerate(sides.items()):
+        left.plot(
+            CURVE_LEVELS,
+            reliability.curve,
+            color=PALETTE[k],
+            marker=MARKERS[k],
+            ms=4,
+            lw=1.2,
+            label=name,
         )
-        right.set(
-            xlabel="PIT: $P(z_k \\leq$ true value), all components", ylabel="density", xlim=(0, 1)
+        pit = reliability.pit.flatten().tolist()
+        right.hist(
+            pit,
+            bins=10,
+            range=(0, 1),
+            density=True,
+            histtype="step",
+            color=PALETTE[k],
+            lw=1.4,
+            label=name,
         )
-        figure.legend(
-            *left.get_legend_handles_labels(), loc="outside lower center", ncols=len(sides)
-        )
-        if title:
-            figure.suptitle(title, fontsize=10.5)
+    left.set(
+        xlabel="level of the region",
+        ylabel="share of true states inside",
+        xlim=(0, 1),
+        ylim=(0, 1),
+        aspect="equal",
+    )
+    right.set(
+        xlabel="PIT: $P(z_k \\leq$ true value), all components", ylabel="density", xlim=(0, 1)
+    )
+    finish(figure, title, handles=left.get_legend_handles_labels()[0], ncols=len(sides))
     return figure

@@ -42,10 +42,6 @@ class FileData(Shown):
         notes: remarks on files and times, in sentences.
     """
 
-    train: list[Recording]
-    validation: list[Recording]
-    test: list[Recording]
-
     unscored = True  # a test step may have no known state
 
     @staticmethod

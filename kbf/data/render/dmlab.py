@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,29 +69,11 @@ class View(NamedTuple):
     position: np.ndarray
 
 
-@runtime_checkable
-class Engine(Protocol):
-    """The methods of ``deepmind_lab.Lab`` that are used."""
-
-    def reset(self, *, seed: int) -> object:
-        """Starts an episode at the spawn point."""
-        ...
-
-    def step(self, action: np.ndarray, num_steps: int = 1) -> object:
-        """Advances by ``num_steps`` frames."""
-        ...
-
-    def is_running(self) -> bool:
-        """Whether the episode has not ended."""
-        ...
-
-    def observations(self) -> dict[str, Any]:
-        """Returns the observations named at the construction of the engine, all of one moment."""
-        ...
-
-    def close(self) -> object:
-        """Releases the engine."""
-        ...
+# ``deepmind_lab.Lab``, of which these methods are used: ``reset(seed=...)`` starts an episode at the
+# spawn point, ``step(action, num_steps=1)`` advances by frames, ``is_running()`` is False once the
+# episode has ended, ``observations()`` returns those named at the construction, all of one moment,
+# and ``close()`` releases the engine.
+Engine = Any
 
 
 def turn_round(
