@@ -9,8 +9,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from kbf.commands.support.console import console, print_written
-from kbf.commands.support.console_tables import print_table
+from kbf.commands.support.console import console, print_table, print_written
 from kbf.data.files.dataset import FileData
 from kbf.data.files.report import all_columns, cell, examine, markdown
 from kbf.plots.charts import scatter_figure, series_figure

@@ -22,8 +22,8 @@ from kbf.commands.support.resumable_jobs import finish_all
 from kbf.commands.support.run_settings import without_model_selection
 from kbf.commands.support.score_metrics import reliability_metrics, reliability_of
 from kbf.commands.train import finish
+from kbf.data.cache import one_at_a_time
 from kbf.data.dataset import completed, load_data
-from kbf.data.download import one_at_a_time
 from kbf.evaluation.floors import data_floor
 from kbf.fitted.held_out_calibration import learn
 from kbf.runtime.atomic_files import scratch, sweep

@@ -17,15 +17,15 @@ import rich.progress
 import torch
 from rich.console import Console
 
-from kbf.commands.support.filter_run import FilterRun
-from kbf.commands.support.metric_descriptions import COLUMNS
-from kbf.commands.support.row_writers import (
+from kbf.commands.support.filter_run import (
+    FilterRun,
     OnlineEstimator,
     Values,
     Write,
     text_writer,
     write_npz,
 )
+from kbf.commands.support.metric_descriptions import COLUMNS
 from kbf.commands.support.stream_reader import InputColumns, Row, RowReader
 from kbf.data.files import ColumnSchema, read_observations
 from kbf.data.files.column_schema import Part

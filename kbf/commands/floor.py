@@ -7,7 +7,7 @@ from typing import Any
 from kbf.commands.support.console import console, print_values
 from kbf.data.dataset import load_data
 from kbf.evaluation.floors import data_floor, smoothing_floor
-from kbf.evaluation.statistics import mean_and_error
+from kbf.evaluation.metrics import mean_and_error
 from kbf.runtime.interpolation import resolved
 
 

@@ -9,12 +9,18 @@ import torch
 from torchvision.utils import make_grid, save_image
 
 import kbf.data.render
-from kbf.commands import render_pendulum
 from kbf.commands.support.console import console, print_values, progress_bar
 from kbf.data.dmlab import VIEWS, render_turn
 from kbf.data.frames import Frames, check_frames, write_frames
+from kbf.data.pendulum import PendulumModel, noisy, simulate_run, write_recordings
 from kbf.data.render import dmlab
+from kbf.plots.frames import frame_grid
+from kbf.plots.tracks import save
+from kbf.recording import Recording
 from kbf.runtime.atomic_files import replacing
+
+# Standard deviation of the noise of a pixel, as in configs/data/pendulum.yaml.
+PIXEL_NOISE = 0.1
 
 # The renderers.
 NAMES = ("dmlab", *kbf.data.render.NAMES, "pendulum")
@@ -34,7 +40,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     if out.suffix != ".npz":
         raise ValueError(f"out must end in .npz, got {out}")
     if name == "pendulum":
-        return render_pendulum.run(config, out)
+        return render_pendulum(config, out)
     if not turns:
         raise ValueError(f"turns must be at least 1, got {turns}")
     sides = size if isinstance(size, list) and len(size) == 2 else [0, 0]
@@ -83,3 +89,37 @@ def contact_sheet(frames: Frames, path: Path, count: int = 24) -> None:
     views = frames.images[which].permute(0, 3, 1, 2).float() / 255
     with replacing(path) as temporary:
         save_image(make_grid(views, nrow=6, padding=3, pad_value=1.0), temporary)
+
+
+def render_pendulum(config: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Simulate runs of ``steps`` images with the seeds ``seed``, ``seed`` + 1, ... and write them.
+
+    ``recordings`` is the number of runs. The file is written when all are finished; a run of 1,000
+    images takes some seconds.
+
+    Raises:
+        ValueError: no step or no run, or Gymnasium or pygame are not installed.
+    """
+    steps, count, seed = config["steps"], config["recordings"], config["seed"]
+    if not steps or not count:
+        raise ValueError(f"steps and recordings must be at least 1, got {steps} and {count}")
+    model, seeds = PendulumModel(), list(range(seed, seed + count))
+    with progress_bar("pendulum", transient=True) as progress:
+        bar = progress.add_task("", total=steps * count)
+        runs = [
+            simulate_run(model, steps, one, lambda done: progress.advance(bar)) for one in seeds
+        ]
+    write_recordings(out, model, runs, seeds, PIXEL_NOISE)
+    first = Recording(model.embed(runs[0].y), noisy(runs[0].frames, PIXEL_NOISE, seed))
+    figure = out.with_suffix(".png")
+    save(frame_grid(first, title=f"pendulum, seed {seed}: the first steps"), figure)
+    summary = {
+        "recordings": len(runs),
+        "steps of each": steps,
+        "state": "cos theta, sin theta, rad/s",
+        "image": "3 x 32 x 32",
+    }
+    print_values(str(out), summary)
+    use = f"[bold]data=own data.path={out}[/], or data=pendulum"
+    console.print(f"{figure.name} shows them; the data: {use}", highlight=False)
+    return summary

@@ -19,8 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from kbf.data.cache import cache_dir, show_progress
-from kbf.data.download import check, download, one_at_a_time
+from kbf.data.cache import cache_dir, check, download, one_at_a_time, show_progress
 from kbf.data.sprites import PIXELS, SIZES, check_factors, render_sprites
 from kbf.data.synthetic import SyntheticData
 from kbf.recording import Recording
@@ -136,7 +135,7 @@ def position_model(
     base = oscillatory(omega=omega, beta=beta, M=M, sigma_z=sigma_z, sigma_x=sigma_x)
     axis = torch.linspace(-extent, extent, SIZES[3], dtype=torch.float64)
     R = base.R + (axis[1] - axis[0]).square() / 12 * torch.eye(2, dtype=torch.float64)
-    return PositionModel(base.f, base.h, base.Q, R, base.m0, base.P0, sigma_x, axis)
+    return PositionModel(**base._replace(R=R)._asdict(), sigma_x=sigma_x, axis=axis)
 
 
 class DSprites(Shown):
@@ -274,8 +273,7 @@ def open_dsprites(path: str | os.PathLike[str], sizes: tuple[int, ...] = SIZES) 
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            missing = {"imgs.npy", "latents_classes.npy"} - set(archive.namelist())
-            if missing:
+            if missing := {"imgs.npy", "latents_classes.npy"} - set(archive.namelist()):
                 raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
             member = archive.getinfo("imgs.npy")
             check_header(archive, member, sizes)
@@ -285,17 +283,17 @@ def open_dsprites(path: str | os.PathLike[str], sizes: tuple[int, ...] = SIZES) 
                 if not (target.exists() and target.stat().st_size == member.file_size):
                     check_order(archive, sizes)
                     unpack(archive, member, target, sizes)
-            frames = np.load(target, mmap_mode="r", allow_pickle=False)
+            return np.load(target, mmap_mode="r", allow_pickle=False)
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
         # RuntimeError: the archive has a password
         raise ValueError(f"cannot use {path} as the dSprites file: {error}") from error
-    return frames
 
 
 def check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo, sizes: tuple[int, ...]) -> None:
     """Raises a ValueError unless header and size of the member are those of uint8 ``N 64 64``."""
     with archive.open(member) as file:
-        shape, fortran, dtype = read_header(file)
+        np.lib.format.read_magic(file)
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
         length = file.tell() + math.prod(shape)
     expected = (math.prod(sizes), PIXELS, PIXELS)
     if dtype != np.uint8 or fortran or shape != expected:
@@ -305,16 +303,6 @@ def check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo, sizes: tuple
         )
     if member.file_size != length:
         raise ValueError(f"its imgs are {member.file_size} bytes, not {length}")
-
-
-def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Reads shape, Fortran order and dtype of an npy file, up to its data."""
-    version = np.lib.format.read_magic(file)
-    if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"npy version {version}")
-    if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(file)
-    return np.lib.format.read_array_header_2_0(file)
 
 
 def check_order(archive: zipfile.ZipFile, sizes: tuple[int, ...]) -> None:
@@ -333,8 +321,7 @@ def unpack(
     archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path, sizes: tuple[int, ...]
 ) -> None:
     """Writes the member to ``target`` atomically, after checking its checksum and its images."""
-    free = shutil.disk_usage(target.parent).free
-    if free < member.file_size:
+    if (free := shutil.disk_usage(target.parent).free) < member.file_size:
         raise ValueError(
             f"unpacked it takes {member.file_size / 1e9:.1f} GB, "
             f"{target.parent} has {free / 1e9:.1f} (see KBF_CACHE)"

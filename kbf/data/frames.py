@@ -91,8 +91,7 @@ def read_frames(path: str | os.PathLike[str]) -> Frames:
 
 def fault(arrays: dict[str, Any]) -> str | None:
     """Returns a description of the first invalid array of a frames file, or None."""
-    missing = [name for name in ("images", "yaw_degrees") if name not in arrays]
-    if missing:
+    if missing := [name for name in ("images", "yaw_degrees") if name not in arrays]:
         return f"the array {missing[0]!r} is missing"
     images, yaw = arrays["images"], arrays["yaw_degrees"]
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3 or not images.size:
@@ -111,10 +110,9 @@ def fault(arrays: dict[str, Any]) -> str | None:
 
 def metadata_of(arrays: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the metadata of a frames file: {} if there are none, None if they are invalid."""
-    if "about" not in arrays:
-        return {}
+    stored = arrays.get("about", np.array("{}"))
     try:
-        about = json.loads(str(arrays["about"])) if arrays["about"].dtype.kind == "U" else None
+        about = json.loads(str(stored)) if stored.dtype.kind == "U" else None
     except ValueError:
         return None
     return about if isinstance(about, dict) else None
@@ -155,12 +153,11 @@ def check_frames(frames: Frames) -> Turn:
         )
     if all(torch.equal(image, image[:1, :1].expand_as(image)) for image in images):
         raise ValueError(f"each of the {n} images has one colour all over: nothing was drawn")
-    if frames.position is not None:
-        moved = float((frames.position - frames.position[0]).norm(dim=1).max())
-        if moved > MAX_CAMERA_SHIFT:
-            raise ValueError(
-                f"the camera moved by {moved:.3g} while it turned: the views must be of one place"
-            )
+    place = torch.zeros(1, 3) if frames.position is None else frames.position
+    if (moved := float((place - place[0]).norm(dim=1).max())) > MAX_CAMERA_SHIFT:
+        raise ValueError(
+            f"the camera moved by {moved:.3g} while it turned: the views must be of one place"
+        )
     return Turn(n, gap, start)
 
 

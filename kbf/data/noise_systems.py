@@ -18,7 +18,8 @@ z' is the next state, x its observation, e standard normal.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -27,20 +28,6 @@ from torch import Generator, Tensor
 from kbf.ssm import StateSpaceModel, normal, oscillatory, rotate, rotation
 
 LOG_2PI = math.log(2 * math.pi)
-
-
-def move_of_model(
-    self: Any, z: Float[Tensor, "*b 2"], generator: Generator | None = None
-) -> Float[Tensor, "*b 2"]:
-    """Draws z' given z, for models whose transitions are those of their ``model``."""
-    return self.model.move(z, generator)
-
-
-def log_transition_of_model(
-    self: Any, after: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]
-) -> Float[Tensor, "*e"]:
-    """Returns log p(z' | z), for models whose transitions are those of their ``model``."""
-    return self.model.log_transition(after, z)
 
 
 class Volatility(NamedTuple):
@@ -79,16 +66,33 @@ class Volatility(NamedTuple):
         return (-0.5 * (white.square() + LOG_2PI)).sum(-1) - math.log(self.scale)
 
 
-class Clutter(NamedTuple):
+@dataclass(frozen=True)
+class ObservedPlane:
+    """States that move as those of a model of the plane, from (1, 0); subclasses observe them."""
+
+    model: StateSpaceModel
+    m0 = (1.0, 0.0)
+
+    def move(
+        self, z: Float[Tensor, "*b 2"], generator: Generator | None = None
+    ) -> Float[Tensor, "*b 2"]:
+        """Draws z' given z."""
+        return self.model.move(z, generator)
+
+    def log_transition(
+        self, after: Float[Tensor, "*b 2"], z: Float[Tensor, "*c 2"]
+    ) -> Float[Tensor, "*e"]:
+        """Returns log p(z' | z)."""
+        return self.model.log_transition(after, z)
+
+
+@dataclass(frozen=True)
+class Clutter(ObservedPlane):
     """A model of the plane; a ``share`` of its observations is uniform on [-width, width]^2."""
 
-    model: StateSpaceModel = oscillatory()
+    model: StateSpaceModel = field(default_factory=oscillatory)
     share: float = 0.3
     width: float = 2.0
-    m0: tuple[float, ...] = (1.0, 0.0)
-
-    move = move_of_model
-    log_transition = log_transition_of_model
 
     def observe(
         self, z: Float[Tensor, "*b 2"], generator: Generator | None = None
@@ -108,19 +112,16 @@ class Clutter(NamedTuple):
         return torch.logaddexp(regular, torch.where(inside, log_uniform, -math.inf).to(regular))
 
 
-class HeavyTails(NamedTuple):
+@dataclass(frozen=True)
+class HeavyTails(ObservedPlane):
     """The states of a model of the plane, x = z + scale t, t bivariate Student with 2 dof.
 
     t = e / sqrt(g), e standard normal and g exponential with mean 1, one g for both components. Its
     variance is infinite.
     """
 
-    model: StateSpaceModel = oscillatory()
+    model: StateSpaceModel = field(default_factory=oscillatory)
     scale: float = 0.2
-    m0: tuple[float, ...] = (1.0, 0.0)
-
-    move = move_of_model
-    log_transition = log_transition_of_model
 
     def observe(
         self, z: Float[Tensor, "*b 2"], generator: Generator | None = None
@@ -137,21 +138,18 @@ class HeavyTails(NamedTuple):
         return -2 * torch.log1p(squared / 2) - LOG_2PI - 2 * math.log(self.scale)
 
 
-class Spikes(NamedTuple):
+@dataclass(frozen=True)
+class Spikes(ObservedPlane):
     """The states of a model of the plane, observed as Poisson counts of several neurons.
 
     The rates are exp(gain (cos a_j, sin a_j) . z + offset); the preferred directions a_j of the
     ``neurons`` are equally spaced.
     """
 
-    model: StateSpaceModel = rotation()
+    model: StateSpaceModel = field(default_factory=rotation)
     neurons: int = 20
     gain: float = 1.5
     offset: float = -1.5
-    m0: tuple[float, ...] = (1.0, 0.0)
-
-    move = move_of_model
-    log_transition = log_transition_of_model
 
     def log_rate(self, z: Float[Tensor, "*b 2"]) -> Float[Tensor, "*b q"]:
         """Returns the log rates of all neurons."""
@@ -174,15 +172,12 @@ class Spikes(NamedTuple):
         return (x * log_rate - log_rate.exp() - torch.lgamma(x + 1)).sum(-1)
 
 
-class Multiplicative(NamedTuple):
+@dataclass(frozen=True)
+class Multiplicative(ObservedPlane):
     """The states of a model of the plane, x = z + (least + max(z_1, 0)) e."""
 
-    model: StateSpaceModel = rotation()
+    model: StateSpaceModel = field(default_factory=rotation)
     least: float = 0.1
-    m0: tuple[float, ...] = (1.0, 0.0)
-
-    move = move_of_model
-    log_transition = log_transition_of_model
 
     def scale(self, z: Float[Tensor, "*b 2"]) -> Float[Tensor, "*b 1"]:
         """Returns the standard deviation of the noise at z."""

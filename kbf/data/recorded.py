@@ -126,20 +126,15 @@ class RecordedData(Shown):
                 f"data.test={list(bounds)} leaves {first} training steps of {name} "
                 f"and {last - first} test steps"
             )
-        recordings = as_tensors(whole)
+        parts = (torch.from_numpy(np.ascontiguousarray(each)).split(lengths) for each in whole[:3])
+        recordings = [
+            Recording(z, x, controls=u if u.shape[1] else None)
+            for z, x, u in zip(*parts, strict=True)
+        ]
         self.train, self.test = take(recordings, train), take(recordings, test_spans)
         self.column_schema = (
             column_schema_of(*COLUMNS[name], rotations=[]) if name in COLUMNS else None
         )
-
-
-def as_tensors(arrays: Arrays) -> list[Recording]:
-    """Returns the recordings one by one, as float64 tensors."""
-    lengths = arrays.lengths.tolist()
-    parts = (torch.from_numpy(np.ascontiguousarray(each)).split(lengths) for each in arrays[:3])
-    return [
-        Recording(z, x, controls=u if u.shape[1] else None) for z, x, u in zip(*parts, strict=True)
-    ]
 
 
 def rat(seed: int, progress: Callable[[float], None]) -> Arrays:
@@ -165,7 +160,6 @@ def rat(seed: int, progress: Callable[[float], None]) -> Arrays:
     square = ((place[:, None] - centres) ** 2).sum(-1)
     rate = PEAK_RATE * np.exp(-square / (2 * FIELD_WIDTH**2)) + REST_RATE
     counts = random.poisson(rate / RAT_HZ).astype(np.float64)
-    progress(1.0)
     return Arrays(place, counts, np.zeros((len(place), 0)), np.array([len(place)]))
 
 
@@ -189,7 +183,6 @@ def pulse(seed: int, progress: Callable[[float], None]) -> Arrays:
             for cell in cells
         ]
     )
-    progress(0.7)
     steps = np.arange(0, time[-1], 1 / PULSE_HZ)
     signal = np.interp(steps, time, np.array([float(cell[1]) for cell in cells]))
     band: Any = butter(3, [edge / (PULSE_HZ / 2) for edge in BEAT_BAND_HZ], "band")
@@ -201,7 +194,6 @@ def pulse(seed: int, progress: Callable[[float], None]) -> Arrays:
     phase = np.interp(inside, beats, 2 * np.pi * np.arange(len(beats)))
     rate = PULSE_HZ / np.diff(beats)[np.searchsorted(beats, inside, side="right") - 1]
     states = np.stack([np.cos(phase), np.sin(phase), rate], 1)
-    progress(1.0)
     return Arrays(states, signal[inside, None], np.zeros((len(inside), 0)), np.array([len(inside)]))
 
 
@@ -216,13 +208,11 @@ def watch(seed: int, progress: Callable[[float], None]) -> Arrays:
     """
     package_file("watch")
     data = need("seglearn.datasets", "recordings", "data=watch").load_watch()
-    progress(0.7)
     runs = [
         np.asarray(data["X"][k], dtype=np.float64)
         for k in np.argsort(data["subject"], kind="stable")
     ]
     rows = np.concatenate(runs)
-    progress(1.0)
     return Arrays(
         rows[:, 3:6], rows[:, :3], np.zeros((len(rows), 0)), np.array([len(run) for run in runs])
     )
@@ -265,15 +255,13 @@ class Source(NamedTuple):
     Attributes:
         make: function that makes it. package: the package that contains its file. file: the path
             inside the package.
-        size: of the file, in bytes. sha256: its checksum. Both are None where releases of the
-            package differ in the file.
+        sha256: checksum of the file; None where releases of the package differ in the file.
         drawn: whether the recording depends on a seed.
     """
 
     make: Callable[[int, Callable[[float], None]], Arrays]
     package: str
     file: str
-    size: int | None
     sha256: str | None
     drawn: bool
 
@@ -284,7 +272,6 @@ RECORDED = {
         rat,
         "ratinabox",
         "data/sargolini.npz",
-        715_694,
         "6911a18f3c3216cf0e1cc5d9b41495640cf75b66bfe481fe6db7c4c5d4bbb1b2",
         drawn=True,
     ),
@@ -292,7 +279,6 @@ RECORDED = {
         pulse,
         "heartpy",
         "data/data3.csv",
-        2_190_153,
         "16eedaa7c97c6ca873e7e424d27a84dcd043d4eca0e4f7611d2a37969192b7ea",
         drawn=False,
     ),
@@ -300,11 +286,10 @@ RECORDED = {
         watch,
         "seglearn",
         "data/watch_dataset.npy",
-        18_118_091,
         "eb122f23cdf06ef6bd6c6c5312958ec5cf9d038e2e6d457b8081662c75a42537",
         drawn=False,
     ),
-    "cartpole": Source(cartpole, "dm_control", "suite/cartpole.xml", None, None, drawn=True),
+    "cartpole": Source(cartpole, "dm_control", "suite/cartpole.xml", None, drawn=True),
 }
 
 AXES = ("x", "y", "z")
@@ -337,13 +322,10 @@ def package_file(name: str) -> Path:
     if not places:
         raise ValueError(missing(source.package, "recordings", f"data={name}"))
     path = Path(places[0]) / source.file
-    size = path.stat().st_size if path.is_file() else 0
-    same = size > 0 and source.size in (None, size)
-    if same and source.sha256 is not None:
-        same = hashlib.sha256(path.read_bytes()).hexdigest() == source.sha256
-    if not same:
+    content = path.read_bytes() if path.is_file() else b""
+    if not content or source.sha256 not in (None, hashlib.sha256(content).hexdigest()):
         raise ValueError(
-            f"{path} ({size} bytes) of the package {source.package} is not the file that "
+            f"{path} ({len(content)} bytes) of the package {source.package} is not the file that "
             f"data={name} is made from: reinstall the package"
         )
     return path

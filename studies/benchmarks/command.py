@@ -10,8 +10,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from kbf.commands.support.console import console
-from kbf.commands.support.console_tables import print_table
+from kbf.commands.support.console import console, print_table
 from kbf.commands.support.provenance import provenance
 from kbf.plots.tracks import save
 from kbf.runtime.atomic_files import write_csv, write_json, write_text

@@ -19,8 +19,8 @@ from kbf.data.dmlab import OrientationImages
 from kbf.data.dsprites import DSprites
 from kbf.data.synthetic import SyntheticData
 from kbf.evaluation.floors import data_floor, smoothing_floor
+from kbf.evaluation.metrics import mean_and_error
 from kbf.evaluation.score import score, score_smoothed
-from kbf.evaluation.statistics import mean_and_error
 from kbf.filters.gaussian.ekf import EKF
 from kbf.filters.gaussian.learned_kalman import LearnedKalman
 from kbf.filters.gaussian.ukf import UKF

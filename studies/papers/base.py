@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from kbf.evaluation.statistics import mean_and_error, wilcoxon_pairs
+from kbf.evaluation.metrics import mean_and_error, wilcoxon_pairs
 from kbf.plots.charts import Figure
 
 Job = dict[str, Any]

@@ -17,9 +17,8 @@ from rich.table import Table
 from kbf.cli import main
 from kbf.commands import compare
 from kbf.commands.support import comparison_report
-from kbf.commands.support.console import console
-from kbf.commands.support.console_tables import print_table
-from kbf.commands.support.worker_pool import run_all
+from kbf.commands.support.console import console, print_table
+from kbf.commands.support.resumable_jobs import run_all
 from kbf.config import configure
 
 SMALL = ["n_train=40", "data.n_test=15", "particles=200", "models=kalman,frame"]

@@ -19,7 +19,7 @@ import torch
 
 from kbf.cli import main
 from kbf.commands.filter import column_schema_of
-from kbf.commands.support.row_writers import OnlineEstimator
+from kbf.commands.support.filter_run import OnlineEstimator
 from kbf.commands.support.stream_reader import InputColumns, LineError, Row, RowReader
 from kbf.data.files.column_schema import ColumnSchema, Part
 from kbf.filters.rollout import rollout

@@ -65,7 +65,7 @@ NETS = {
         "path": "HERE",
     },
     "a download": {
-        "_target_": "kbf.data.download.download",
+        "_target_": "kbf.data.cache.download",
         "url": "http://127.0.0.1:1/",
         "path": "HERE",
     },

@@ -22,9 +22,8 @@ from scipy.stats import norm
 from kbf.cli import main
 from kbf.config import configure
 from kbf.data import dsprites
-from kbf.data.cache import cache_dir
+from kbf.data.cache import cache_dir, download
 from kbf.data.dataset import load_data
-from kbf.data.download import download
 from kbf.data.dsprites import DSprites, frame_index, log_interval, open_dsprites, position_model
 from kbf.data.sprites import SIZES, render_sprites
 from kbf.data.synthetic import SyntheticData

@@ -39,7 +39,7 @@ def ramps(tmp_path, monkeypatch):
 
     checksum = hashlib.sha256(b"as it should be").hexdigest()
     monkeypatch.setitem(
-        recorded.RECORDED, "ramps", Source(make, "ramps", "data.txt", 15, checksum, drawn=True)
+        recorded.RECORDED, "ramps", Source(make, "ramps", "data.txt", checksum, drawn=True)
     )
     return calls
 

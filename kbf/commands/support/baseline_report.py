@@ -11,8 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from kbf.commands.support.console import print_notes
-from kbf.commands.support.console_tables import print_table
+from kbf.commands.support.console import print_notes, print_table
 from kbf.commands.support.run_files import state_columns
 from kbf.data.dataset import Data
 from kbf.evaluation.metrics import nmse

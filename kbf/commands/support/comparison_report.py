@@ -9,11 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
-from kbf.commands.support.console import console, print_written
-from kbf.commands.support.console_tables import print_table
+from kbf.commands.support.console import console, print_table, print_written
 from kbf.commands.support.provenance import provenance
+from kbf.evaluation.metrics import mean_and_error, summary, wilcoxon_pairs
 from kbf.evaluation.scoring_rules import COVERAGE_LEVELS
-from kbf.evaluation.statistics import mean_and_error, summary, wilcoxon_pairs
 from kbf.plots.charts import comparison_figure
 from kbf.plots.tracks import save
 from kbf.runtime.atomic_files import write_csv, write_json

@@ -1,4 +1,4 @@
-"""Console output of the commands: notes, tables of values, status lines and progress bars."""
+"""Console output of the commands: notes, tables, status lines and progress bars."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,7 +24,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.status import Status
-from rich.table import Table
+from rich.table import Column, Table
 
 from kbf.commands.support.metric_descriptions import description_of, formatted
 from kbf.runtime.allowlist import files_named
@@ -133,3 +135,31 @@ class StatusHandler(logging.Handler):
         if record.levelno > logging.INFO and not logging.getLogger("kbf").propagate:
             print_notes([message])
         self.status.update(escape(f"{self.title}; {message}"[: console.width - 4]))
+
+
+# Columns of a console on which no table is cut.
+UNLIMITED_WIDTH = 10_000
+
+
+def print_table(table: Table, lead: int = 1) -> None:
+    """Print a table; where it is wider than the console, in pieces below each other.
+
+    Rich cuts the cells of a table that is too wide, and a number that is cut is wrong. Each piece
+    repeats the first ``lead`` columns.
+    """
+    options = console.options.update(width=UNLIMITED_WIDTH)
+    shown = first = table.columns[:lead]
+    for column in table.columns[lead:]:
+        width = Measurement.get(console, options, part_of(table, [*shown, column])).maximum
+        if len(shown) > lead and width > console.width:
+            console.print(part_of(table, shown))
+            shown = first
+        shown = [*shown, column]
+    console.print(part_of(table, shown))
+
+
+def part_of(table: Table, columns: list[Column]) -> Table:
+    """Return the table with these columns only."""
+    part = copy(table)
+    part.columns = columns
+    return part

@@ -1,16 +1,221 @@
-"""Applies a filter to a stream of rows, and keeps its state in a file between runs."""
+"""Applies a filter to a stream of rows, writes its estimates, and keeps its state in a file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import csv
+import json
+import math
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Generator, Tensor
 
-from kbf.commands.support.row_writers import OnlineEstimator, Values, Write
 from kbf.commands.support.stream_reader import LineError, Row
+from kbf.data.files.column_schema import ColumnSchema
+from kbf.evaluation.alarms import WINDOW, Monitor, running_median
+from kbf.evaluation.calibration import Calibration
+from kbf.filters.online import OnlineFilter
+from kbf.filters.protocols import covariance_of, diagnostics_of
 from kbf.filters.state_io import read_leaves
+from kbf.fitted.checkpoint import Trained
+
+# A row of the output: numbers and texts by column.
+Values = dict[str, float | int | str | None]
+# Writes a block of rows.
+Write = Callable[[list[Values]], None]
+
+
+class OnlineEstimator:
+    """A running filter: rows of observations in, rows of estimates and alarms out.
+
+    Standard deviations and diagnostics of the filter are added where it has them.
+    """
+
+    def __init__(
+        self,
+        trained: Trained,
+        column_schema: ColumnSchema,
+        *,
+        covariance: str = "std",
+        alarms: bool = True,
+        compiled: Tensor | None = None,
+        generator: Generator | None = None,
+    ) -> None:
+        """Initialise the filter at the prior.
+
+        Args:
+            trained: filter, calibration and monitor of a checkpoint.
+            column_schema: names and kinds of the columns.
+            covariance: std (a standard deviation for each column), full (all entries as well) or
+                none.
+            alarms: check each observation with the checkpoint's monitor, if it has one; a diverged
+                track is re-initialised at the prior.
+            compiled: as in `OnlineFilter`.
+            generator: randomness of filters that draw particles.
+
+        Raises:
+            ValueError: covariances of a filter that has none, or another word.
+        """
+        if covariance not in ("std", "full", "none"):
+            raise ValueError(f"covariance must be std, full or none, got {covariance!r}")
+        self.filter: Any = trained.filter
+        self.live: OnlineFilter = OnlineFilter(
+            trained.filter, compiled=compiled, generator=generator
+        )
+        self.column_schema: ColumnSchema = column_schema
+        self.calibration: Calibration | None = trained.calibration
+        self.monitor: Monitor | None = trained.monitor if alarms else None
+        has_covariance = covariance_of(self.filter, self.live.state) is not None
+        if covariance == "full" and not has_covariance:
+            raise ValueError(
+                "covariance=full: this model has no covariances, set covariance=std or none"
+            )
+        self.with_covariance: bool = has_covariance and covariance != "none"
+        d = len(column_schema.components("states"))
+        self.entries: list[tuple[int, int]] = (
+            [(i, j) for i in range(d) for j in range(i, d)] if covariance == "full" else []
+        )
+        self.recent: Tensor | None = None  # the monitor's last scores, 1 WINDOW
+        self.alarms: int = 0
+
+    def restart(self) -> None:
+        """Re-initialise the filter at the prior."""
+        self.live.restart()
+        self.recent = None
+
+    @torch.inference_mode()
+    def filter_rows(self, rows: list[Row]) -> list[Values]:
+        """Return estimates of rows of one recording.
+
+        The filter runs row by row; the outputs are computed in one batch, which is cheaper.
+        """
+        states, alarms = [], []
+        while len(states) < len(rows):
+            rest = rows[len(states) :]
+            predicted, updated, rejected = self.step_through(rest)
+            verdicts = [] if self.monitor is None else self.verdicts(self.monitor, predicted, rest)
+            valid = verdicts.index("diverged") if "diverged" in verdicts else len(rest)
+            states, alarms = states + updated[:valid], alarms + verdicts[:valid]
+            # The rows behind it were filtered from a diverged track: start again at this one.
+            if valid < len(rest):
+                self.restart()
+                self.live.rejected = rejected[valid]
+                self.live.step(rest[valid].obs, rest[valid].control)
+                states, alarms = [*states, self.live.state], [*alarms, "diverged"]
+        self.alarms += sum(alarm != "" for alarm in alarms)
+        output = self.output_rows(concatenated(states))
+        if self.monitor is None:
+            return output
+        return [values | {"alarm": a} for values, a in zip(output, alarms, strict=True)]
+
+    def step_through(self, rows: list[Row]) -> tuple[list[Any], list[Any], list[int]]:
+        """Return predicted and updated states, and the number of earlier rejections, of each row.
+
+        The predicted states are empty without a monitor: nothing else requires them.
+        """
+        live, predicted, updated, rejected = self.live, [], [], []
+        collect = None if self.monitor is None else lambda state, *_: predicted.append(state)
+        for row in rows:
+            rejected.append(live.rejected)
+            live.step(row.obs, row.control, before=collect)
+            updated.append(live.state)
+        return predicted, updated, rejected
+
+    def verdicts(self, monitor: Monitor, predicted: list[Any], rows: list[Row]) -> list[str]:
+        """Return the alarm of each row, or an empty string.
+
+        Those after the first "diverged" are not valid.
+        """
+        obs = [None if row.obs is None or bool(row.obs.isnan().any()) else row.obs for row in rows]
+        observed = [x for x in obs if x is not None]
+        if not observed:
+            if self.recent is not None:
+                self.recent = torch.cat(
+                    [self.recent, torch.full_like(self.recent, torch.nan)[: len(rows)]]
+                )[-WINDOW:]
+            return [""] * len(rows)
+        mask = torch.tensor([x is not None for x in obs], device=observed[0].device)
+        filled = torch.cat([torch.zeros_like(observed[0]) if x is None else x for x in obs])
+        checks = monitor.check(self.filter, concatenated(predicted), filled, mask=mask)
+        scores = checks.recent[:, -1]
+        window = scores.new_full((WINDOW,), torch.nan) if self.recent is None else self.recent
+        series = torch.cat([window, scores])
+        self.recent = series[-WINDOW:]
+        diverged = checks.diverged
+        if monitor.divergence is not None:
+            diverged = monitor.divergence.p_value(running_median(series)[WINDOW:]) < monitor.rate
+        outside = checks.out_of_distribution < monitor.rate
+        names = ("diverged", "out_of_distribution", "innovation_outlier", "")
+        # The first that applies, of each row.
+        flags = torch.stack([diverged, outside, checks.alarm, torch.ones_like(diverged)])
+        return [names[k] for k in flags.int().argmax(0).tolist()]
+
+    def output_rows(self, state: Any) -> list[Values]:
+        """Return a row of estimates, standard deviations and diagnostics for each filter state."""
+        C = covariance_of(self.filter, state) if self.with_covariance else None
+        if C is not None and self.calibration is not None:
+            C = self.calibration.covariance(C)
+        columns = self.column_schema.decode(self.filter.estimate(state), C)
+        columns |= {f"cov_{i}_{j}": C[:, i, j] for i, j in self.entries} if C is not None else {}
+        columns |= diagnostics_of(self.filter, state)
+        return [
+            dict(zip(columns, values, strict=True))
+            for values in zip(*(c.tolist() for c in columns.values()), strict=True)
+        ]
+
+
+def concatenated(states: list[Any]) -> Any:
+    """Return the filter states of single recordings as one of a batch."""
+    return type(states[0])(*(torch.cat(leaves) for leaves in zip(*states, strict=True)))
+
+
+def text_writer(file: Any, *, as_json: bool, header: bool = True, flush: bool = True) -> Write:
+    """Return a function that writes rows as CSV or as JSON lines.
+
+    The columns are those of the first row. In JSON, numbers that are not finite are null.
+
+    Args:
+        file: a text file.
+        as_json: write JSON lines instead of CSV.
+        header: write the names of the columns before the first line of CSV.
+        flush: the file after each block, for the reader of a pipe.
+    """
+    lines = csv.writer(file, lineterminator="\n")
+
+    def write(rows: list[Values]) -> None:
+        nonlocal header
+        if header and not as_json:
+            lines.writerow(rows[0])
+            header = False
+        for row in rows:
+            if as_json:
+                finite = {
+                    k: None if isinstance(v, float) and not math.isfinite(v) else v
+                    for k, v in row.items()
+                }
+                file.write(json.dumps(finite) + "\n")
+            else:
+                lines.writerow([f"{v:.9g}" if isinstance(v, float) else v for v in row.values()])
+        if flush:
+            file.flush()
+
+    return write
+
+
+def write_npz(path: Path, rows: list[Values]) -> None:
+    """Write rows as one array for each column of the first row."""
+    import numpy
+
+    columns: Any = {
+        name: numpy.array(["" if row.get(name) is None else row[name] for row in rows])
+        for name in rows[0]
+    }
+    with path.open("wb") as file:
+        numpy.savez_compressed(file, **columns)
+
 
 # Upper bound on the rows, of those that have arrived, that are written in one batch.
 ROWS_PER_BATCH = 64

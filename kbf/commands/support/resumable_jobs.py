@@ -1,31 +1,32 @@
-"""Jobs whose results are files: a command that was killed continues with the missing ones."""
+"""Independent jobs in worker processes, whose results are files.
+
+A command that was killed continues with the missing ones, and one job may fail or die without
+stopping the others. `concurrent.futures.ProcessPoolExecutor` breaks as a whole when one process is
+killed. Here the jobs that were running then are run again, one at a time, and only the one that
+dies twice is lost.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Generator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 from rich.markup import escape
 
 from kbf.commands.support.console import console, progress_bar
-from kbf.commands.support.worker_pool import run_all
 from kbf.runtime.atomic_files import write_json
 
-
-@runtime_checkable
-class ResumableJob(Protocol):
-    """A job with a file for its result."""
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        ...
-
-
-Job = TypeVar("Job", bound=ResumableJob)
+Job = TypeVar("Job")
 
 
 def read_result(
@@ -46,21 +47,21 @@ def read_result(
 
 
 def finish_all(
-    work: Callable[[Job], dict[str, Any]],
-    jobs: list[Job],
+    work: Callable[[Any], dict[str, Any]],
+    jobs: list[Any],
     workers: int,
     *,
     name: str,
-    label: Callable[[Job], str],
-    short_label: Callable[[Job], str] | None = None,
-    order: Callable[[list[Job]], list[Job]] = list,
+    label: Callable[[Any], str],
+    short_label: Callable[[Any], str] | None = None,
+    order: Callable[[list[Any]], list[Any]] = list,
     complete: Callable[[dict[str, Any]], bool] = bool,
 ) -> tuple[dict[Path, dict[str, Any]], int]:
     """Run the jobs without a result; return all results by file, and the number of failed jobs.
 
     Args:
         work: a function at the top level of a module.
-        jobs: all of them.
+        jobs: all of them, each with the ``path`` of its result.
         workers: number of processes.
         name: what the jobs are called in messages.
         label: returns what one job is called where it failed.
@@ -89,3 +90,86 @@ def finish_all(
                 done[job.path] = result
             progress.update(bar, advance=1, description=escape((short_label or label)(job)))
     return done, failed
+
+
+def run_all(
+    work: Callable[[Job], dict[str, Any]],
+    jobs: list[Job],
+    workers: int,
+    start: Callable[[], None] | None = None,
+) -> Generator[tuple[Job, dict[str, Any]]]:
+    """Run all jobs and yield each with its result as it finishes.
+
+    The result of a job that failed has the key ``error``.
+
+    Args:
+        work: a function at the top level of a module.
+        jobs: arguments of ``work``, in the order in which they start.
+        workers: number of processes; 0 runs the jobs in this process.
+        start: called first in each process; None for `start_worker`.
+    """
+    if workers == 0:
+        for job in jobs:
+            yield job, attempt(work, job)
+        return
+    waiting: list[Job] = list(jobs)
+    suspects: list[Job] = []  # were running when a process died
+    while waiting or suspects:
+        alone = bool(suspects)
+        queue = [suspects.pop(0)] if alone else waiting
+        running: dict[Future[dict[str, Any]], Job] = {}
+        pool = ProcessPoolExecutor(
+            min(workers, len(queue)), multiprocessing.get_context("spawn"), start or start_worker
+        )
+        try:
+            while queue or running:
+                while queue and len(running) < workers:
+                    future = pool.submit(attempt, work, queue[0])
+                    running[future] = queue.pop(0)
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    result = future.result()
+                    yield running.pop(future), result
+        except BrokenProcessPool:
+            # A worker was killed, perhaps for its memory. Which job it ran is not known.
+            if alone:
+                for job in running.values():
+                    yield job, {"error": "its process died twice; was there enough memory?"}
+            else:
+                suspects = list(running.values())
+        except BaseException:
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def attempt(work: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, Any]:
+    """Return the result of a job, or its error as a dictionary."""
+    try:
+        return work(job)
+    except Exception as error:
+        return {
+            "error": f"{type(error).__name__}: {' '.join(str(error).split())}",
+            "traceback": traceback.format_exc(),
+        }
+
+
+def start_worker() -> None:
+    """Set up a worker process.
+
+    It uses one thread and fast small steps, and exits on Ctrl-C or when its parent has ended.
+    """
+    from kbf.runtime.threads import tune_process
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    tune_process(threads=1)
+    threading.Thread(target=follow_parent, daemon=True).start()
+
+
+def follow_parent() -> None:
+    """Exit when the parent process has ended, so that no worker outlives a killed command."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

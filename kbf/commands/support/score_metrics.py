@@ -9,10 +9,9 @@ import torch
 
 from kbf.data.dataset import Data
 from kbf.evaluation.calibration import Calibration
-from kbf.evaluation.metrics import nmse
+from kbf.evaluation.metrics import nmse, summary
 from kbf.evaluation.score import Score, score
 from kbf.evaluation.scoring_rules import Reliability, reliability
-from kbf.evaluation.statistics import summary
 from kbf.filters.selection.auto import ModelSelection
 from kbf.fitted.checkpoint import Trained
 from kbf.recording import Recording

@@ -12,8 +12,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from kbf.commands.support.console import console
-from kbf.commands.support.console_tables import print_table
+from kbf.commands.support.console import console, print_table
 from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.selection.cross_validation import Row
 from kbf.runtime.atomic_files import write_csv

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kbf.data.files.column_schema import ColumnSchema
-from kbf.data.files.parsing import number, seconds
+from kbf.data.files.tables import number, seconds
 from kbf.data.files.timestamps import LARGEST_GAP
 
 # Upper bound on the bytes of a line.

@@ -64,6 +64,7 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
                 f"it has {', '.join(names)}"
             )
         check_all_there(path, keys_by_role, states)
+        lengths = numbers(get("lengths"), path, "lengths") if "lengths" in names else None
         recordings = []
         for name in wanted:
             loaded = {
@@ -71,12 +72,8 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
                 for role, keys in keys_by_role.items()
                 if name in keys and role != "recording" and (states or role != "states")
             }
-            lengths = numbers(get("lengths"), path, "lengths") if "lengths" in names else None
-            ids = (
-                numpy.asarray(get(keys_by_role["recording"][name]))
-                if name in keys_by_role["recording"]
-                else None
-            )
+            id_key = keys_by_role["recording"].get(name)
+            ids = None if id_key is None else numpy.asarray(get(id_key))
             recordings += recordings_of(path, layout, name or path.stem, loaded, lengths, ids)
     check_widths(path, recordings)
     first = recordings[0]
@@ -137,12 +134,10 @@ def keys_of(
     if isinstance(given, str) and given in names:
         return {"": given}
     keys = {}
+    pattern = rf"(?:(.+)/)?(?:([^/]+)_)?(?:{'|'.join(map(re.escape, called))})(?:_(\d+))?"
     for key in names:
-        for word in called:
-            group, _, leaf = key.rpartition("/")
-            match = re.fullmatch(rf"(?:(.+)_)?{re.escape(word)}(?:_(\d+))?", leaf)
-            if match:
-                keys["_".join(part for part in (group, match[1], match[2]) if part)] = key
+        if match := re.fullmatch(pattern, key):
+            keys["_".join(part for part in match.groups() if part)] = key
     if isinstance(given, str) and not keys:
         raise ValueError(
             f"{path}: there is no array {given!r} (data.{role}); it has {', '.join(names)}"
@@ -196,9 +191,7 @@ def recordings_of(
         if states is not None
         else obs.ndim in (1, 2, 4) or (obs.dtype == torch.uint8 and obs.ndim == 3)
     )
-    if lengths is not None and len(lengths) == len(obs):
-        alone = False
-    if not alone:
+    if not alone or (lengths is not None and len(lengths) == len(obs)):
         count = len(obs)
         ends = (
             [obs.shape[1]] * count
@@ -216,8 +209,10 @@ def recordings_of(
             raise ValueError(
                 f"{path}: lengths must be {count} whole numbers from 1 to {obs.shape[1]}"
             )
-        each = [{role: leaf[k, : ends[k]] for role, leaf in loaded.items()} for k in range(count)]
-        return [one(path, layout, f"{name}_{k}", leaves) for k, leaves in enumerate(each)]
+        return [
+            one(path, layout, f"{name}_{k}", {r: leaf[k, :end] for r, leaf in loaded.items()})
+            for k, end in enumerate(ends)
+        ]
     recording = one(path, layout, name, loaded)
     if ids is None:
         return [recording]
@@ -230,7 +225,7 @@ def recordings_of(
 
 def one(path: Path, layout: Layout, name: str, loaded: dict[str, Tensor]) -> FileRecording:
     """Returns a recording of arrays ``T ...``."""
-    obs, states, mask = loaded["observations"], loaded.get("states"), None
+    obs = loaded["observations"]
     for role, leaf in loaded.items():
         if len(leaf) != len(obs):
             raise ValueError(
@@ -240,34 +235,30 @@ def one(path: Path, layout: Layout, name: str, loaded: dict[str, Tensor]) -> Fil
     if not len(obs):
         raise ValueError(f"{path}: recording {name} has no steps")
     obs = obs[:, None] if obs.ndim == 1 else obs
-    for role in ("states", "controls"):
-        if role in loaded and loaded[role].ndim > 2:
-            raise ValueError(f"{path}: {role} must be (T, number), got {tuple(loaded[role].shape)}")
-    for role in ("time", "mask"):
-        if role in loaded and loaded[role].numel() != len(obs):
-            raise ValueError(f"{path}: {role} must be (T,), got {tuple(loaded[role].shape)}")
-    if "mask" in loaded:
-        mask = loaded["mask"].bool().flatten()
+    for role, leaf in loaded.items():
+        if role in ("states", "controls") and leaf.ndim > 2:
+            raise ValueError(f"{path}: {role} must be (T, number), got {tuple(leaf.shape)}")
+        if role in ("time", "mask") and leaf.numel() != len(obs):
+            raise ValueError(f"{path}: {role} must be (T,), got {tuple(leaf.shape)}")
+    mask = loaded["mask"].bool().flatten() if "mask" in loaded else None
     if obs.ndim > 2:
         if obs.is_floating_point() and not bool((seen := obs.isfinite().flatten(1).all(1)).all()):
             mask = seen if mask is None else seen & mask
         obs = as_images(obs, layout.size, f"{path}, recording {name}")
-    wide = {role: columns(loaded[role]) for role in ("states", "controls") if role in loaded}
-    times = loaded["time"].double().flatten() if "time" in loaded else None
+    wide = {
+        role: (leaf[:, None] if leaf.ndim == 1 else leaf).double()
+        for role, leaf in loaded.items()
+        if role in ("states", "controls")
+    }
     return FileRecording(
         name,
         obs if obs.ndim == 4 else obs.double(),
-        None if states is None else wide["states"],
+        wide.get("states"),
         mask,
-        times,
+        loaded["time"].double().flatten() if "time" in loaded else None,
         wide.get("controls"),
         str(path),
     )
-
-
-def columns(values: Tensor) -> Tensor:
-    """Returns ``T`` or ``T c`` as ``T c`` float64."""
-    return (values[:, None] if values.ndim == 1 else values).double()
 
 
 def column_names(

@@ -91,11 +91,9 @@ class ColumnSchema(NamedTuple):
             ValueError: a quaternion of norm 0, or 9 numbers that are not a rotation (to 1 %), with
                 the row.
         """
-        pieces, at = [], 0
-        for part in getattr(self, side):
-            block = values[:, at : at + len(part.names)]
-            pieces.append(encode_part(part, block, self.unit))
-            at += len(part.names)
+        parts = getattr(self, side)
+        blocks = values.split([len(part.names) for part in parts], 1)
+        pieces = [encode_part(*each, self.unit) for each in zip(parts, blocks, strict=True)]
         return torch.cat(pieces, 1) if pieces else values.new_zeros(len(values), 0)
 
     def decode(
@@ -114,17 +112,15 @@ class ColumnSchema(NamedTuple):
         References: Mardia and Jupp (2000), section 2.3.
         """
         decoded: dict[str, Tensor] = {}
-        at = 0
-        for k, part in enumerate(self.states):
-            inside = slice(at, at + WIDTH_OF_KIND[part.kind])
-            at = inside.stop
-            mean = estimates[:, inside]
-            if covariances is None:
-                total = mean.new_zeros(len(mean))
-            else:
-                blocks = covariances[:, inside, inside]
-                total = blocks.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0)
-            turn = 180 / math.pi if self.unit == "degrees" else 1.0
+        C = torch.zeros_like(estimates).diag_embed() if covariances is None else covariances
+        variances = C.diagonal(dim1=-2, dim2=-1)
+        widths = [WIDTH_OF_KIND[part.kind] for part in self.states]
+        blocks = zip(
+            self.states, estimates.split(widths, 1), variances.split(widths, 1), strict=True
+        )
+        turn = 180 / math.pi if self.unit == "degrees" else 1.0
+        for k, (part, mean, variance) in enumerate(blocks):
+            total = variance.sum(-1).clamp_min(0)
             if part.kind == "number":
                 values, std = mean, total.sqrt()
             elif part.kind == "angle":

@@ -127,38 +127,32 @@ class FileData(Shown):
         self.time_step: float | None = (
             median_step(contents.recordings) if time_step is None else time_step
         )
-        self.recordings = contents.recordings
-        if time_as_control:
-            self.recordings: list[FileRecording] = [
-                with_time_control(recording, self.time_step) for recording in self.recordings
-            ]
+        self.recordings: list[FileRecording] = [
+            with_time_control(recording, self.time_step) if time_as_control else recording
+            for recording in contents.recordings
+        ]
         whole = [self.encode(recording, allow_missing_sensors) for recording in self.recordings]
         known = [s.states.isfinite().all(1) for s in whole]
         pieces = [pieces_at_gaps(recording, self.time_step) for recording in self.recordings]
+        usable = [
+            k if s.mask is None or not cut_missing else k & s.mask
+            for k, s in zip(known, whole, strict=True)
+        ]
         lengths = [len(s.states) for s in whole]
         names = [recording.name for recording in self.recordings]
         parts = split_by(names, lengths, split, plain(validation), plain(test))
+        cuts = {part: cut_at(spans, pieces) for part, spans in parts.items()}
         self.spans: dict[str, list[Span]] = {
-            part: cut_at(spans, pieces) for part, spans in parts.items()
+            "train": where_known(cuts["train"], usable.__getitem__),
+            "validation": where_known(cuts["validation"], usable.__getitem__),
+            "test": [s for s in cuts["test"] if bool(known[s.recording][s.start : s.stop].any())],
         }
-        for part in ("train", "validation"):
-            usable = [
-                k if s.mask is None or not cut_missing else k & s.mask
-                for k, s in zip(known, whole, strict=True)
-            ]
-            self.spans[part] = where_known(self.spans[part], lambda k, usable=usable: usable[k])
-        self.spans["test"] = [
-            span
-            for span in self.spans["test"]
-            if bool(known[span.recording][span.start : span.stop].any())
-        ]
         if n_train is not None and test != "all":
             self.spans["train"] = first_steps(self.spans["train"], n_train)
-        parts_of = {part: take(whole, spans) for part, spans in self.spans.items()}
         self.train, self.validation, self.test = (
             [
                 s._replace(mask=None) if s.mask is not None and bool(s.mask.all()) else s
-                for s in parts_of[part]
+                for s in take(whole, self.spans[part])
             ]
             for part in ("train", "validation", "test")
         )
@@ -190,16 +184,15 @@ class FileData(Shown):
     ) -> list[str]:
         """Returns remarks on gaps, irregular times and steps without a state."""
         notes = []
-        cuts = sum(len(each) - 1 for each in pieces)
-        if cuts:
-            first = next(
-                r.place(each[1][0])
-                for r, each in zip(self.recordings, pieces, strict=True)
-                if len(each) > 1
-            )
+        gaps = [
+            r.place(start)
+            for r, each in zip(self.recordings, pieces, strict=True)
+            for start, _ in each[1:]
+        ]
+        if gaps:
             notes.append(
-                f"{cuts} gaps in time of more than {LARGEST_GAP:g} median steps: "
-                f"recordings are split there (first: {first})"
+                f"{len(gaps)} gaps in time of more than {LARGEST_GAP:g} median steps: "
+                f"recordings are split there (first: {gaps[0]})"
             )
         total, off, where = uneven(self.recordings, self.time_step)
         if off and not time_as_control:
@@ -208,8 +201,7 @@ class FileData(Shown):
                 f"(first: {where}). Filters assume equal durations: data.time_as_control=true "
                 "makes the duration a control, or resample the recording"
             )
-        missing = sum(int((~k).sum()) for k in known)
-        if missing:
+        if missing := sum(int((~k).sum()) for k in known):
             notes.append(f"{missing} steps without a state: they are neither trained on nor scored")
         return notes
 

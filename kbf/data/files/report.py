@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from kbf.data.files.dataset import FileData
 from kbf.data.files.layout import FileRecording
@@ -64,8 +66,8 @@ def all_columns(data: FileData) -> dict[str, list[Tensor]]:
     sides = {
         "states": data.column_schema.columns("states"),
         "obs": data.column_schema.columns("observations"),
+        "controls": [*data.column_schema.controls, "time of the move"],
     }
-    sides["controls"] = [*data.column_schema.controls, "time of the move"]
     for recording in data.recordings:
         for side, names in sides.items():
             values = getattr(recording, side)
@@ -86,23 +88,18 @@ def recording_row(data: FileData, k: int, recording: FileRecording) -> dict[str,
     times = recording.times
     timing = {} if times is None else {"duration": float(times[-1] - times[0])}
     if times is not None and len(times) > 1:
-        moves = times.diff()
-        timing |= {
-            "step (least)": float(moves.min()),
-            "step (median)": float(moves.median()),
-            "step (largest)": float(moves.max()),
-        }
+        ranks = {"least": torch.min, "median": torch.median, "largest": torch.max}
+        timing |= {f"step ({name})": float(rank(times.diff())) for name, rank in ranks.items()}
     return {"recording": recording.name, "steps": len(recording.obs), **steps, **timing}
 
 
 def column_row(name: str, values: Tensor) -> dict[str, Any]:
     """Returns range and missing share of one column."""
-    known = values[values.isfinite()]
-    missing = 1 - len(known) / len(values)
-    if not len(known):
-        known = values.new_tensor([math.nan])
+    finite = values[values.isfinite()]
+    known = finite if len(finite) else values.new_tensor([math.nan])
     extent = {"min": float(known.min()), "mean": float(known.mean()), "max": float(known.max())}
-    return {"column": name, **extent, "std": float(known.std(correction=0)), "missing": missing}
+    spread = {"std": float(known.std(correction=0)), "missing": 1 - len(finite) / len(values)}
+    return {"column": name, **extent, **spread}
 
 
 def few(data: FileData) -> list[str]:
@@ -130,39 +127,26 @@ def column_warnings(name: str, each: list[Tensor], data: FileData) -> list[str]:
         return [f"column {name}: it is empty"]
     if float(known.max() - known.min()) <= 1e-12 * float(known.abs().max()):
         return [f"column {name}: it is constant ({float(known[0]):g}) and holds no information"]
-    warnings = []
     parts = (*data.column_schema.states, *data.column_schema.observations)
     declared = {part.names[0] for part in parts if part.kind == "angle"}
-    if (
-        name.removesuffix(" (observed)") not in declared
-        and (period := looks_like_angle(each)) is not None
-    ):
+    plain = name.removesuffix(" (observed)")
+    if plain not in declared and (period := looks_like_angle(each)) is not None:
         unit = "degrees" if period == 360 else "radians"
-        advice = f"data.angles=[{name.removesuffix(' (observed)')}] data.angle_unit={unit}"
-        warnings.append(
-            f"column {name}: it jumps by {period:.4g}, as an angle in {unit} does: {advice}"
-        )
-    else:
-        low, middle, high = (
-            known.quantile(known.new_tensor([0.25, 0.5, 0.75])).tolist()
-            if len(known) < 10_000_000
-            else (0, 0, 0)
-        )
-        off = (values - middle).abs() > OUTLIER_DEVIATIONS * (high - low) / 1.349
-        if high > low and bool(off.any()):
-            k = int(off.nonzero()[0, 0])
-            warnings.append(
-                f"column {name}: {int(off.sum())} outliers "
-                f"(first: {values[k].item():g} at {place_of(data, each, k)})"
-            )
-    return warnings
+        advice = f"data.angles=[{plain}] data.angle_unit={unit}"
+        return [f"column {name}: it jumps by {period:.4g}, as an angle in {unit} does: {advice}"]
+    low, middle, high = np.quantile(known.numpy(), [0.25, 0.5, 0.75]).tolist()
+    off = (values - middle).abs() > OUTLIER_DEVIATIONS * (high - low) / 1.349
+    if high <= low or not bool(off.any()):
+        return []
+    k = int(off.nonzero()[0, 0])
+    count, where = int(off.sum()), place_of(data, each, k)
+    return [f"column {name}: {count} outliers (first: {values[k].item():g} at {where})"]
 
 
 def looks_like_angle(each: list[Tensor]) -> float | None:
     """Returns 2 pi or 360 if a column has that range, jumps across it, and is smooth otherwise."""
-    moves = torch.cat([column.diff().abs() for column in each])
-    moves, values = moves[moves.isfinite()], torch.cat(each)
-    values = values[values.isfinite()]
+    moves, values = torch.cat([column.diff().abs() for column in each]), torch.cat(each)
+    moves, values = moves[moves.isfinite()], values[values.isfinite()]
     extent = float(values.max() - values.min())
     for period in (2 * math.pi, 360.0):
         jumps = moves > 0.8 * period
@@ -192,24 +176,22 @@ def repeated(data: FileData) -> list[str]:
         obs = s.obs.flatten(1)
         same = (obs[1:] == obs[:-1]).all(1) & (s.states[1:] == s.states[:-1]).all(1)
         count, total = count + int(same.sum()), total + len(same)
-    if count <= MAX_REPEATED_SHARE * total:
-        return []
-    return [
+    warning = (
         f"{count} of {total} steps are copies of the step before: was the recording padded, "
         "or sampled too often?"
-    ]
+    )
+    return [warning] if count > MAX_REPEATED_SHARE * total else []
 
 
 def shared_rows(data: FileData) -> list[str]:
     """Returns a warning of test steps with the state and observation of a training step."""
     known = {row for s in data.train for row in fingerprints(s)}
     both = sum(row in known for s in data.test for row in fingerprints(s))
-    if not both:
-        return []
-    return [
+    warning = (
         f"{both} test steps are in the training part too, equal to the last digit: "
         "the test error will be too low"
-    ]
+    )
+    return [warning] if both else []
 
 
 def fingerprints(recording: Recording) -> list[bytes]:
@@ -226,12 +208,10 @@ def vectors(recordings: list[Recording]) -> list[Tensor]:
     """Returns observations as vectors, NaN where missing; images as 8 x 8 grey ones."""
     found = []
     for s in recordings:
-        if s.obs.ndim == 4:
-            grey = s.obs.double().mean(1, keepdim=True)
-            small = torch.nn.functional.adaptive_avg_pool2d(grey, (8, 8)).flatten(1)
-        else:
-            small = s.obs
-        found.append(small if s.mask is None else torch.where(s.mask[:, None], small, torch.nan))
+        x = s.obs
+        if x.ndim == 4:
+            x = adaptive_avg_pool2d(x.double().mean(1, keepdim=True), (8, 8)).flatten(1)
+        found.append(x if s.mask is None else torch.where(s.mask[:, None], x, torch.nan))
     return found
 
 
@@ -251,11 +231,6 @@ def beyond(data: FileData) -> list[str]:
     ]
 
 
-def evenly_spaced(rows: Tensor, most: int) -> Tensor:
-    """Returns at most ``most`` of the rows."""
-    return rows[evenly(len(rows), most, rows.device)]
-
-
 def outside(name: str, train: list[Tensor], test: list[Tensor], most: int = 2000) -> list[str]:
     """Returns a warning of test points that are far from all training points.
 
@@ -268,11 +243,11 @@ def outside(name: str, train: list[Tensor], test: list[Tensor], most: int = 2000
         return []
     points, fresh = torch.cat(train), torch.cat(test)
     when = torch.cat([torch.arange(len(t)) + 1_000_000_000 * k for k, t in enumerate(train)])
-    keep = points.isfinite().all(1)
-    points, when = (evenly_spaced(each[keep], MAX_POINTS) for each in (points, when))
-    fresh = fresh[fresh.isfinite().all(1)]
+    keep = points.isfinite().all(1).nonzero()[:, 0]
+    keep = keep[evenly(len(keep), MAX_POINTS)]
+    points, when, fresh = points[keep], when[keep], fresh[fresh.isfinite().all(1)]
     whole = len(fresh)
-    fresh = evenly_spaced(fresh, MAX_POINTS)
+    fresh = fresh[evenly(whole, MAX_POINTS)]
     if len(points) < 20 or not len(fresh):
         return []
     std = points.std(0)
@@ -280,8 +255,8 @@ def outside(name: str, train: list[Tensor], test: list[Tensor], most: int = 2000
     chosen = torch.linspace(0, len(points) - 1, min(most, len(points))).long()
     own = torch.cdist(points[chosen], points)
     own[(when[chosen, None] - when).abs() <= ADJACENT_STEPS] = math.inf
-    nearest = own.amin(1)
-    finite = nearest[nearest.isfinite()]
+    finite = own.amin(1)
+    finite = finite[finite.isfinite()]
     limit = 2 * float(finite.quantile(0.99)) if len(finite) else math.inf
     far = torch.cat([torch.cdist(part, points).amin(1) for part in fresh.split(most)]) > limit
     if float(far.double().mean()) <= MAX_OUTSIDE_SHARE:

@@ -6,6 +6,7 @@ import csv
 import difflib
 import fnmatch
 import math
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ from kbf.data.files.layout import (
     is_pattern,
     own_package,
 )
-from kbf.data.files.parsing import number, seconds
 
 
 class Table(NamedTuple):
@@ -305,3 +305,30 @@ def dates(path: Path, name: str, cells: list[str | None], arrow: Any) -> Any:
             f"{path}, row {row + 1}, column {name}: {cells[row]!r} is no number and no date"
         )
     return arrow.array(times)
+
+
+# Contents of a cell, in lower case, that represent a missing value.
+EMPTY_CELLS = {"", "nan", "na", "n/a", "null", "none"}
+
+
+def number(cell: str) -> float | None:
+    """Returns the number in a cell, NaN for an empty cell, None for any other text."""
+    try:
+        return float("not a number" if "_" in cell else cell)  # Python reads 1_0 as 10
+    except ValueError:
+        return math.nan if cell.lower() in EMPTY_CELLS else None
+
+
+def seconds(cell: str) -> float | None:
+    """Returns a time in seconds: a number, or the seconds since 1970 of an ISO 8601 date.
+
+    A date without a time zone is UTC; None is returned for any other text.
+    """
+    value = number(cell)
+    if value is not None:
+        return value
+    try:
+        date = datetime.fromisoformat(cell)
+    except ValueError:
+        return None
+    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()

@@ -69,7 +69,7 @@ class View(NamedTuple):
     position: np.ndarray
 
 
-# ``deepmind_lab.Lab``, of which these methods are used: ``reset(seed=...)`` starts an episode at the
+# ``deepmind_lab.Lab``, whose methods are used: ``reset(seed=...)`` starts an episode at the
 # spawn point, ``step(action, num_steps=1)`` advances by frames, ``is_running()`` is False once the
 # episode has ended, ``observations()`` returns those named at the construction, all of one moment,
 # and ``close()`` releases the engine.

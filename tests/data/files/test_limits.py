@@ -11,8 +11,8 @@ from PIL import Image
 
 from kbf.data.files import limits
 from kbf.data.files.layout import Layout, layout_of
-from kbf.data.files.parsing import number, seconds
 from kbf.data.files.read import read
+from kbf.data.files.tables import number, seconds
 
 
 def npz(path, **arrays):
