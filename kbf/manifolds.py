@@ -6,8 +6,6 @@ flat space they are the identity, y - m and m + v; on the circle the nearest uni
 between two, and a turn. A pose (x, y, cos, sin) has two components of the one kind and one angle.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

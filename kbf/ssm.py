@@ -6,8 +6,6 @@ Bayes-optimal filter.
 ``z' = f(z) + noise(Q)``, then ``x = h(z') + noise(R)``; z_0 from N(m0, P0), or from samples of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable

@@ -1,7 +1,5 @@
 """``kbf bench``: runs a benchmark, from the folder ``studies/benchmarks`` of a clone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kbf.commands.support.workshop import load_study

@@ -1,7 +1,5 @@
 """``kbf data check``: reads recordings from files, reports their contents and warns of problems."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

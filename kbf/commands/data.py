@@ -1,7 +1,5 @@
 """``kbf data``: writes a data set as arrays, with a figure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``kbf evaluate``: scores a checkpoint on the test part of the data."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The program is compared with the filter before it is written.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``kbf filter``: estimates states from new observations, of files or of standard input."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

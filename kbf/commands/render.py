@@ -1,7 +1,5 @@
 """``kbf data render``: renders the views of a full turn, or a simulator's recordings, as a file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

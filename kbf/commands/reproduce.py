@@ -1,7 +1,5 @@
 """``kbf reproduce``: runs an experiment of a paper, from ``studies/papers`` of a clone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kbf.commands.support.workshop import load_study

@@ -5,8 +5,6 @@ settings, versions of packages, and a version number of the code, which is raise
 of the code that changes the data.
 """
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import json

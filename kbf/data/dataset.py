@@ -3,8 +3,6 @@
 `load_data` makes it from a configuration, and `completed` adds its shapes to the configuration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

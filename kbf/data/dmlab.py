@@ -1,7 +1,5 @@
 """The DeepMind Lab problem of Xu et al. (2022): a turning heading, observed as views in a maze."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The state is z = (z_1, z_2). z_1 runs to the right of the image (posX), z_2 downwards (posY).
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

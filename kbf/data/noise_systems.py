@@ -15,8 +15,6 @@ z' is the next state, x its observation, e standard normal.
 ================  ================================================================================
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import NamedTuple

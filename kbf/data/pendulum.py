@@ -7,8 +7,6 @@ equations are implemented here as `PendulumModel` for filters that require the t
 tests compare the two.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

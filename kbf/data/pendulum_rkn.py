@@ -6,8 +6,6 @@ authors rotated by half a turn, which is the same task. An image shows the angle
 quality; the speed and the quality must be inferred over time.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

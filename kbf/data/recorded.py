@@ -6,8 +6,6 @@ installs the packages. Recordings made from their files are kept in the cache
 (`kbf.data.cache.cache_dir`) and made again if they are damaged.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 from collections.abc import Callable, Sequence

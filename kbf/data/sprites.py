@@ -4,8 +4,6 @@ A factor is an index: shape 0..2 (square, ellipse, heart), scale 0..5, orientati
 (to the right), posY 0..31 (downwards). All lengths below are in pixels.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

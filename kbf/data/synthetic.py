@@ -1,7 +1,5 @@
 """Recordings simulated from a state-space model with known equations."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Pieces of recordings: splits, folds and windows. No piece crosses the end of a recording."""
 
-from __future__ import annotations
-
 import itertools
 from typing import NamedTuple
 

@@ -143,8 +143,7 @@ class Monitor(NamedTuple):
         inner, x = innermost(filter, obs)
         seen = torch.ones(len(x), dtype=torch.bool, device=x.device) if mask is None else mask
         unknown = x.new_full((len(x),), torch.nan, dtype=self.obs.dtype)
-        distance = self.out_of_distribution.p_value(nearest(x, self.obs))
-        outside = torch.where(seen, distance, unknown)
+        outside = self.out_of_distribution.p_value(nearest(x, self.obs)).where(seen, unknown)
         innovation, diverged = unknown, torch.zeros_like(seen)
         recent = unknown[:, None].expand(-1, WINDOW) if last is None else last.recent
         strange = outside < self.rate
@@ -153,8 +152,7 @@ class Monitor(NamedTuple):
             and self.divergence is not None
             and isinstance(inner, KernelBayesFilter)
         ):
-            found = innovation_score(inner, predicted.weights, x).to(unknown)
-            score = torch.where(seen, found, unknown)
+            score = innovation_score(inner, predicted.weights, x).to(unknown).where(seen, unknown)
             innovation = self.innovation.p_value(score)
             recent = torch.cat([recent[:, 1:], torch.where(strange, unknown, score)[:, None]], 1)
             diverged = self.divergence.p_value(lower_median(recent)) < self.rate

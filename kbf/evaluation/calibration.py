@@ -128,22 +128,16 @@ def calibrate(
         raise ValueError(
             f"{int((~finite).sum())} of {m} held-out steps hold NaN or infinite values"
         )
-    best: tuple[float, Calibration] | None = None
+    fits: list[tuple[float, Calibration]] = []
     for share in FLOOR_SHARES:
         floor = floor_of(covariances, share)
         C = floored(covariances, floor)
         scores = mahalanobis(states, means, C)
         scale = (scores.mean() / d).clamp_min(torch.finfo(C.dtype).tiny)
         loss = d * scale.log().item() + torch.logdet(C).mean().item()
-        if best is None or loss < best[0]:
-            best = (
-                loss,
-                Calibration(
-                    scale, floor, scores.sort().values[evenly(m, MOST_SCORES)], torch.tensor(m)
-                ),
-            )
-    assert best is not None
-    return best[1]
+        kept = scores.sort().values[evenly(m, MOST_SCORES)]
+        fits.append((loss, Calibration(scale, floor, kept, torch.tensor(m))))
+    return min(fits, key=lambda fit: fit[0])[1]
 
 
 def floor_of(C: Float[Tensor, "m d d"], share: float = FLOOR_SHARES[0]) -> Float[Tensor, " d"]:

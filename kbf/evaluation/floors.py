@@ -1,6 +1,6 @@
 """Bayes-optimal errors ("floors") of filters, smoothers and forecasts, by particle filters."""
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 
@@ -30,29 +30,15 @@ def floor(
         seed: of the particles.
         covariances: as of `kbf.evaluation.score.score`; slow with so many particles.
     """
-    return score(
-        true_filter(problem, train, particles),
-        test,
-        seed=seed,
-        batch_size=4,
-        covariances=covariances,
-    )
+    filter = true_filter(problem, train, particles)
+    return score(filter, test, seed=seed, batch_size=4, covariances=covariances)
 
 
-def data_floor(
-    data: Data, *, particles: int = 20_000, seed: int = 0, covariances: bool = False
-) -> Score | None:
-    """The Bayes-optimal error of the test part of a data set; None without a true model."""
+def data_floor(data: Data, **settings: Any) -> Score | None:
+    """The `floor` of the test part of a data set; None without a true model."""
     if data.problem is None:
         return None
-    return floor(
-        data.problem,
-        data.train,
-        data.decoded,
-        particles=particles,
-        seed=seed,
-        covariances=covariances,
-    )
+    return floor(data.problem, data.train, data.decoded, **settings)
 
 
 def smoothing_floor(

@@ -3,8 +3,6 @@
 A mask selects steps (None: all); padding may hold NaN.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
@@ -13,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.distributions import MultivariateNormal
 
 from kbf.rkhs.linalg import cholesky
 
@@ -85,10 +84,10 @@ def nll(
     Raises:
         NotPositiveDefiniteError: a covariance is singular.
     """
-    factor = cholesky(covariance)
-    squared = _mahalanobis(_difference(states, mean, mask), factor)
-    log_det = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return _over_time(0.5 * (squared + log_det + states.shape[-1] * math.log(2 * math.pi)), mask)
+    apart = _difference(states, mean, mask)
+    zero, factor = torch.zeros_like(apart), cholesky(covariance)
+    normal = MultivariateNormal(zero, scale_tril=factor, validate_args=False)
+    return -_over_time(normal.log_prob(apart), mask)
 
 
 def _difference(a: Tensor, b: Tensor, mask: Tensor | None) -> Tensor:
@@ -101,15 +100,6 @@ def _over_time(values: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return values.mean(-1)
     return torch.where(mask, values, torch.zeros_like(values)).sum(-1) / mask.sum(-1)
-
-
-def _mahalanobis(difference: Tensor, factor: Tensor) -> Tensor:
-    """||L^-1 difference||^2."""
-    return (
-        torch.linalg.solve_triangular(factor, difference[..., None], upper=False)[..., 0]
-        .square()
-        .sum(-1)
-    )
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

@@ -1,7 +1,5 @@
 """Runs filters through recordings and scores estimates, smoothed estimates and forecasts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple

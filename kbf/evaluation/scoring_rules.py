@@ -6,8 +6,6 @@ energy score is that of the sample, which differs from the Gaussian's if the pos
 modes.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

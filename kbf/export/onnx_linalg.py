@@ -3,8 +3,6 @@
 Their loops are unrolled when a step is exported; both are exact up to rounding, as LAPACK's are.
 """
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float
 from torch import Tensor

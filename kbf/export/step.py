@@ -7,8 +7,6 @@ track is re-initialised (`kbf.filters.gating`). The program is read back from it
 with the filter before the file replaces an older one.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -3,8 +3,6 @@
 Only what leaves the state alone is of use: moved or turned images show another position or heading.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

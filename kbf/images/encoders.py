@@ -30,11 +30,15 @@ NORMS = ("group", "batch", "none")
 
 
 class Encoder(nn.Module):
-    """Base class of encoders: checks and converts images. A subclass implements ``encode``.
+    """Base class of encoders: checks and converts images.
+
+    A subclass sets ``net``, from images ``m c h w`` to features ``m p``, or overrides ``encode``.
 
     Attributes:
         shape: of one image. features: p.
     """
+
+    net: nn.Module
 
     def __init__(self, q: Sequence[int], features: int) -> None:
         super().__init__()
@@ -54,7 +58,7 @@ class Encoder(nn.Module):
 
     def encode(self, x: Float[Tensor, "m *x"]) -> Float[Tensor, "m p"]:
         """Features of images that are floating-point numbers already."""
-        raise NotImplementedError
+        return self.net(x)
 
 
 class CNN(Encoder):
@@ -93,11 +97,7 @@ class CNN(Encoder):
             h, w = -(-h // 2), -(-w // 2)
         widths = [channels[-1] * h * w, *hidden, features]
         layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())][:-1]
-        self.net: nn.Sequential = nn.Sequential(*blocks, nn.Flatten(), nn.Dropout(dropout), *layers)
-
-    def encode(self, x: Float[Tensor, "m c h w"]) -> Float[Tensor, "m p"]:
-        """Features of images that are floating-point numbers already."""
-        return self.net(x)
+        self.net: nn.Module = nn.Sequential(*blocks, nn.Flatten(), nn.Dropout(dropout), *layers)
 
 
 class SoftArgmaxCNN(Encoder):
@@ -147,7 +147,7 @@ class SoftArgmaxCNN(Encoder):
         blocks: list[nn.Module] = []
         for k, (a, b) in enumerate(pairwise(widths)):
             blocks += block(a, b, kernel, 1 if k else stride, norm)
-        self.net: nn.Sequential = nn.Sequential(*blocks, nn.Conv2d(widths[-1], keypoints, 1))
+        self.net: nn.Module = nn.Sequential(*blocks, nn.Conv2d(widths[-1], keypoints, 1))
         self.log_temperature: nn.Parameter = nn.Parameter(torch.tensor(math.log(temperature)))
         widths = [2 * keypoints, *hidden, *([features] if features else [])]
         layers = [[nn.ReLU(), nn.Linear(a, b)] for a, b in pairwise(widths)]
@@ -190,11 +190,7 @@ class PaperMLP(Encoder):
         for k, (a, b) in enumerate(zip([math.prod(q), *sizes[:-1]], sizes, strict=True)):
             layers += [spectral_norm(nn.Linear(a, b)), nn.Dropout(dropout), nn.ReLU()]
             layers += [nn.BatchNorm1d(b)] if k == 1 else []
-        self.net: nn.Sequential = nn.Sequential(*layers)
-
-    def encode(self, x: Float[Tensor, "m *x"]) -> Float[Tensor, "m p"]:
-        """Features of images that are floating-point numbers already."""
-        return self.net(x)
+        self.net: nn.Module = nn.Sequential(*layers)
 
 
 class Backbone(Encoder):
@@ -270,9 +266,8 @@ class Backbone(Encoder):
         parent, _, leaf = self.last.rpartition(".")
         head = nn.Linear(linear.in_features, features)
         setattr(self.net.get_submodule(parent), leaf, head)
-        self.missing: str | None = (
-            None if weights is None or Path(weights).is_file() else str(weights)
-        )
+        there = weights is None or Path(weights).is_file()
+        self.missing: str | None = None if there else str(weights)
         self.register_load_state_dict_post_hook(forget_missing)
         if weights is not None and self.missing is None:
             self.load(weights)
@@ -290,12 +285,11 @@ class Backbone(Encoder):
         Raises:
             ValueError: a file that is damaged or belongs to another net.
         """
+        own = self.net.get_submodule(self.last).state_dict(prefix=f"{self.last}.")
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            state = {
-                key: value for key, value in state.items() if key.rpartition(".")[0] != self.last
-            }
-            missing, unexpected = self.net.load_state_dict(state, strict=False)
+            kept = {key: leaf for key, leaf in state.items() if key.rpartition(".")[0] != self.last}
+            missing, unexpected = self.net.load_state_dict(kept | own, strict=False)
         except (
             Exception
         ) as error:  # what comes out of a file that is no state dict is beyond listing
@@ -303,13 +297,8 @@ class Backbone(Encoder):
             raise ValueError(
                 f"the weights {path} cannot be loaded: {type(error).__name__}: {reason}"
             ) from error
-        missing = [key for key in missing if key.rpartition(".")[0] != self.last]
-        if missing or unexpected:
-            differences = [
-                f"{what} {some(keys)}"
-                for what, keys in (("lacks", missing), ("has unknown", unexpected))
-                if keys
-            ]
+        found = (("lacks", missing), ("has unknown", unexpected))
+        if differences := [f"{what} {some(keys)}" for what, keys in found if keys]:
             raise ValueError(
                 f"the weights {path} belong to another net: the file {' and '.join(differences)}"
             )

@@ -12,8 +12,6 @@ Their heads are trained by -log r
 ratios take the whole row (``returns_ratio``), the others its mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

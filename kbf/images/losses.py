@@ -1,7 +1,5 @@
 """Losses of features for conditional mean embeddings: the error of ridge regression on them."""
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float
 from torch import Tensor

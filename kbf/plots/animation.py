@@ -1,7 +1,5 @@
 """A filter at work as a moving picture."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Charts of tables: lines with error bars in panels, scatter plots and time series."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Mapping, Sequence

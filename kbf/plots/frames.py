@@ -1,7 +1,5 @@
 """Grids of image observations with the true and the estimated states."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -177,6 +175,7 @@ def picture(frame: Shaped[Tensor, "c h w"]) -> Tensor:
 
 def draw_frame(axes: Axes, extent: Extent | None = None) -> Callable[[Tensor, bool], None]:
     """Returns a function that draws a frame ``c h w``, pale if it was not observed."""
+    axes.set(xticks=[], yticks=[])
     axes.set_axis_off()
     look: Any = {"cmap": "gray", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
     shown: list[Any] = []
@@ -201,7 +200,7 @@ def draw_compass(axes: Axes, big: float = 1.0) -> Show:
 
     The arrow of the estimate is as long as the estimate: short where the filter does not know.
     """
-    axes.set(xlim=(-1.12, 1.12), ylim=(-1.12, 1.12), aspect="equal")
+    axes.set(xlim=(-1.12, 1.12), ylim=(-1.12, 1.12), aspect="equal", xticks=[], yticks=[])
     axes.set_axis_off()
     axes.add_patch(Circle((0, 0), 1, fc=("white", 0.88), ec=GREY, lw=0.8))
     wedges = [Wedge((0, 0), 1, 0, 0, color=ESTIMATE, alpha=0.22, lw=0) for _ in range(2)]

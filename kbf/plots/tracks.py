@@ -1,7 +1,5 @@
 """Tracks of states over time, and the look that all pictures share."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Baselines next to the model's scores: the NMSE of each column, and what limits the error."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables of ``kbf compare``: means over seeds, single runs, paired tests and a figure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Console output of the commands: notes, tables, status lines and progress bars."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """Applies a filter to a stream of rows, writes its estimates, and keeps its state in a file."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """Descriptions of the metrics and columns that commands print, also for ``kbf COMMAND --help``."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Provenance of a result: command line, commit, machine and versions."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -6,8 +6,6 @@ killed. Here the jobs that were running then are run again, one at a time, and o
 dies twice is lost.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

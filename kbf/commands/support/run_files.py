@@ -1,7 +1,5 @@
 """Files of a run directory: arrays, estimates by column, figures of the first test recording."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Settings of a run that several commands read: time budget, trainer limits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

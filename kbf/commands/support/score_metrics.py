@@ -1,7 +1,5 @@
 """Metrics of a trained filter on the test part, as the flat keys of ``metrics.json``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 Both ``model=auto`` and the model selection of a model (`kbf.filters.selection.auto`) report here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Scores of smoothed and predicted estimates, for ``kbf evaluate``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Reads observations line by line from a stream: CSV with or without a header, or JSON lines."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

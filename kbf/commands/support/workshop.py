@@ -1,7 +1,5 @@
 """Imports of the workshop: the folder ``studies/`` of a clone, which is not installed with kbf."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

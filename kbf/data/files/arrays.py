@@ -7,8 +7,6 @@ separate arrays ``states_0``, ``states_1``, ..., ``train_states_0``, ... (as kbf
 groups of an HDF5 or Zarr file.
 """
 
-from __future__ import annotations
-
 import glob
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The data set of a user's files: ``data=own``."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Image files and arrays of images as uint8 tensors ``T C H W``."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Reads folders of images and videos as uint8 ``T C H W`` with 1 or 3 channels."""
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Iterator
 from pathlib import Path

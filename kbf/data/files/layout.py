@@ -1,7 +1,5 @@
 """Types that the readers of files return, and functions that the readers share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Limits of what is read: images, videos and archives are small on disk and large in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

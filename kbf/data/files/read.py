@@ -1,7 +1,5 @@
 """Reads a file or folder of any supported kind; the ending of its name selects the reader."""
 
-from __future__ import annotations
-
 import glob
 import os
 from collections.abc import Callable

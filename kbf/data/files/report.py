@@ -1,7 +1,5 @@
 """The report of ``kbf data check``: counts, ranges and warnings about recordings."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

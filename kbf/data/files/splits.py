@@ -1,7 +1,5 @@
 """Training, validation and test splits of recordings, by recording or by time, without overlap."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Reads tables (CSV by the standard library, Parquet by pyarrow): one row a step, named columns."""
 
-from __future__ import annotations
-
 import csv
 import difflib
 import fnmatch

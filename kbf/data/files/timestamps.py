@@ -1,7 +1,5 @@
 """Time stamps, gaps and missing values; conversion of a file's recordings for filters."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

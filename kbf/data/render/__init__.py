@@ -1,7 +1,5 @@
 """First-person renderers: the views of a camera that turns at one place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from jaxtyping import Float

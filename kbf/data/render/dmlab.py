@@ -1,7 +1,5 @@
 """Views of the real DeepMind Lab from an agent that turns at its spawn point."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

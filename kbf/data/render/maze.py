@@ -1,7 +1,5 @@
 """Worlds for the ray caster: mazes with rooms, and a single room."""
 
-from __future__ import annotations
-
 import importlib
 from functools import lru_cache
 from typing import NamedTuple

@@ -7,8 +7,6 @@ seen from above. Yaw 0 looks along +x.
 Letters: ``N`` views, ``H W`` pixels, ``X Y`` cells, ``K`` textures of ``S S`` texels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

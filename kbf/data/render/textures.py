@@ -1,10 +1,7 @@
 """Textures of DeepMind Lab (from the package labmaze) or generated ones, ``S S 3`` uint8.
 
-Rows run downwards. Functions of the plane are evaluated on two grids, ``across`` and ``down``, of
-the centres of the texels in (0, 1).
+Rows run downwards. Functions of the plane are evaluated on two grids, `ACROSS` and `DOWN`.
 """
-
-from __future__ import annotations
 
 import colorsys
 import importlib
@@ -21,6 +18,11 @@ from torch import Generator, Tensor
 
 # Texels along a side.
 SIZE = 256
+
+# Centres of the texels in (0, 1): the distance from the top and from the left.
+DOWN, ACROSS = torch.meshgrid(
+    *[(torch.arange(SIZE, dtype=torch.float64) + 0.5) / SIZE] * 2, indexing="ij"
+)
 
 # Red, green and blue added to the transparent lines of Lab's walls, which are darker than the wall.
 GLOW = (0, 40, 45)
@@ -107,19 +109,11 @@ def colour(hue: float, saturation: float, value: float) -> Float[Tensor, "3"]:
     return torch.tensor(colorsys.hsv_to_rgb(hue, saturation, value), dtype=torch.float64)
 
 
-def grids(size: int = SIZE) -> tuple[Float[Tensor, "S S"], Float[Tensor, "S S"]]:
-    """Returns the grids ``across`` and ``down``."""
-    centres = (torch.arange(size, dtype=torch.float64) + 0.5) / size
-    down, across = torch.meshgrid(centres, centres, indexing="ij")
-    return across, down
-
-
 def noise(generator: Generator, cells: int) -> Float[Tensor, "S S"]:
     """Returns smooth periodic noise in [-1, 1]: cubic steps on a random coarse grid."""
     values = 2 * draw(generator, cells, cells) - 1
-    across, down = grids()
     parts = []
-    for place in (down, across):
+    for place in (DOWN, ACROSS):
         low = (place * cells).floor()
         t = place * cells - low
         parts.append((low.long() % cells, (low.long() + 1) % cells, t * t * (3 - 2 * t)))
@@ -148,24 +142,21 @@ def cells(
 
 def skirting(brightness: Tensor) -> Tensor:
     """Adds a dark strip at the foot of a wall and a thin one at its top."""
-    _, down = grids()
-    return brightness * torch.where(down > 0.93, 0.35, torch.where(down < 0.02, 0.6, 1.0))
+    return brightness * torch.where(DOWN > 0.93, 0.35, torch.where(DOWN < 0.02, 0.6, 1.0))
 
 
 def bricks(generator: Generator, base: Tensor) -> Tensor:
     """Draws courses of bricks, each shifted against the next."""
-    across, down = grids()
-    courses = 8 * down
+    courses = 8 * DOWN
     shift = 0.5 * (courses.floor() % 2)
-    shade = cells(generator, 4 * across + shift, courses, 0.05, 0.35)
+    shade = cells(generator, 4 * ACROSS + shift, courses, 0.05, 0.35)
     return finish(skirting(shade + 0.1 * noise(generator, 32)), base)
 
 
 def panels(generator: Generator, base: Tensor) -> Tensor:
     """Draws metal panels with a disc on each quarter."""
-    across, down = grids()
-    shade = cells(generator, 2 * across, 2 * down, 0.02, 0.1)
-    discs = shades_of_discs(generator, 2 * across, 2 * down)
+    shade = cells(generator, 2 * ACROSS, 2 * DOWN, 0.02, 0.1)
+    discs = shades_of_discs(generator, 2 * ACROSS, 2 * DOWN)
     return finish(skirting(shade * discs + 0.04 * noise(generator, 64)), base)
 
 
@@ -179,22 +170,19 @@ def shades_of_discs(generator: Generator, across: Tensor, down: Tensor) -> Tenso
 
 def blocks(generator: Generator, base: Tensor) -> Tensor:
     """Draws large blocks with smooth stains and diagonal stripes."""
-    across, down = grids()
-    shade = cells(generator, 3 * across, 4 * down, 0.03, 0.2)
-    stripes = torch.where(((across + down) * 8 % 1) < 0.5, 0.94, 1.06)
+    shade = cells(generator, 3 * ACROSS, 4 * DOWN, 0.03, 0.2)
+    stripes = torch.where(((ACROSS + DOWN) * 8 % 1) < 0.5, 0.94, 1.06)
     return finish(skirting(shade * stripes + 0.2 * noise(generator, 6)), base)
 
 
 def tiles(generator: Generator, base: Tensor) -> Tensor:
     """Draws small square tiles of many shades."""
-    across, down = grids()
-    return finish(skirting(cells(generator, 10 * across, 10 * down, 0.06, 0.45)), base)
+    return finish(skirting(cells(generator, 10 * ACROSS, 10 * DOWN, 0.06, 0.45)), base)
 
 
 def hexagons(generator: Generator, base: Tensor) -> Tensor:
     """Draws a floor of hexagons of four shades with thin joints."""
-    across, down = grids()
-    x, y = 8 * across, 8 * down
+    x, y = 8 * ACROSS, 8 * DOWN
     first = torch.stack([x.floor() + 0.5, 2 * (y / 2).floor() + 1.0])
     second = torch.stack([(x + 0.5).floor(), 2 * ((y + 1) / 2).floor()])
     here = torch.stack([x, y])
@@ -210,8 +198,7 @@ def hexagons(generator: Generator, base: Tensor) -> Tensor:
 
 def skies(generator: Generator) -> list[Tensor]:
     """Draws the five faces of a sky box: pale blue at the horizon, clouds, and towers around."""
-    across, down = grids()
-    a, b, one = 2 * across - 1, 1 - 2 * down, torch.ones_like(across)
+    a, b, one = 2 * ACROSS - 1, 1 - 2 * DOWN, torch.ones_like(ACROSS)
     faces = [(one, -a, b), (a, one, b), (-one, a, b), (-a, -one, b), (-a, b, one)]
     waves = 6 * (2 * draw(generator, 12, 3) - 1)
     phases = 2 * math.pi * draw(generator, 12)
@@ -243,21 +230,20 @@ def skies(generator: Generator) -> list[Tensor]:
 
 def picture(generator: Generator) -> UInt8[Tensor, "S S 3"]:
     """Draws a framed abstract painting of discs, boxes and stripes in strong colours."""
-    across, down = grids()
     hue = float(draw(generator, 1))
     painted = colour(hue, 0.35, 0.9).expand(SIZE, SIZE, 3).clone()
     for k in range(7):
         x, y, extent, turn, tint = draw(generator, 5).tolist()
         extent, angle = 0.1 + 0.22 * extent, math.pi * turn
-        u = (across - x) * math.cos(angle) + (down - y) * math.sin(angle)
-        v = (down - y) * math.cos(angle) - (across - x) * math.sin(angle)
+        u = (ACROSS - x) * math.cos(angle) + (DOWN - y) * math.sin(angle)
+        v = (DOWN - y) * math.cos(angle) - (ACROSS - x) * math.sin(angle)
         shapes = (
             (u.square() + v.square()) < extent**2,
             (u.abs() < extent) & (v.abs() < 0.6 * extent),
             u.abs() < 0.25 * extent,
         )
         painted[shapes[k % 3]] = colour(tint, 0.9, (0.3, 0.95, 0.75)[pick(generator, 3)])
-    rim = torch.maximum((across - 0.5).abs(), (down - 0.5).abs())
+    rim = torch.maximum((ACROSS - 0.5).abs(), (DOWN - 0.5).abs())
     painted[rim > 0.46] = colour(hue, 0.4, 0.2)
     return (255 * painted).round().to(torch.uint8)
 

@@ -1,7 +1,5 @@
 """Views of the Doom engine: ViZDoom over the Freedoom maps that it contains."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import re
@@ -107,24 +105,26 @@ def started(
     The engine writes its files into the working directory.
     """
     game = doom.DoomGame()
-    game.set_doom_game_path(str(Path(doom.__file__).parent / game_file))
-    game.set_doom_config_path(str(Path(folder) / "_vizdoom.ini"))
-    game.set_doom_map(level)
-    game.set_seed(seed)
     large = size[0] > 240 or size[1] > 320
-    game.set_screen_resolution(
-        doom.ScreenResolution.RES_640X480 if large else doom.ScreenResolution.RES_320X240
-    )
-    game.set_screen_format(doom.ScreenFormat.RGB24)
-    for part in HIDDEN:
-        getattr(game, f"set_render_{part}")(False)
-    game.set_window_visible(False)
-    game.set_sound_enabled(False)
-    game.set_mode(doom.Mode.PLAYER)
-    game.set_episode_timeout(0)
-    game.set_episode_start_time(SETTLE_TICKS)
-    game.set_available_buttons([doom.Button.TURN_LEFT_RIGHT_DELTA])
-    game.set_available_game_variables([doom.GameVariable.ANGLE])
+    resolution = doom.ScreenResolution.RES_640X480 if large else doom.ScreenResolution.RES_320X240
+    settings = {
+        "doom_game_path": str(Path(doom.__file__).parent / game_file),
+        "doom_config_path": str(Path(folder) / "_vizdoom.ini"),
+        "doom_map": level,
+        "seed": seed,
+        "screen_resolution": resolution,
+        "screen_format": doom.ScreenFormat.RGB24,
+        **{f"render_{part}": False for part in HIDDEN},
+        "window_visible": False,
+        "sound_enabled": False,
+        "mode": doom.Mode.PLAYER,
+        "episode_timeout": 0,
+        "episode_start_time": SETTLE_TICKS,
+        "available_buttons": [doom.Button.TURN_LEFT_RIGHT_DELTA],
+        "available_game_variables": [doom.GameVariable.ANGLE],
+    }
+    for name, value in settings.items():
+        getattr(game, f"set_{name}")(value)
     game.add_game_args("-nomonsters +fov 90 +movebob 0 +stillbob 0")
     with contextlib.chdir(folder):
         game.init()
