@@ -14,6 +14,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from filelock import FileLock
+
 from kbf import __version__
 from kbf.commands.support.comparison_report import FLOOR, report
 from kbf.commands.support.console import console
@@ -22,7 +24,6 @@ from kbf.commands.support.resumable_jobs import finish_all
 from kbf.commands.support.run_settings import without_model_selection
 from kbf.commands.support.score_metrics import reliability_metrics, reliability_of
 from kbf.commands.train import finish
-from kbf.data.cache import one_at_a_time
 from kbf.data.dataset import completed, load_data
 from kbf.evaluation.floors import data_floor
 from kbf.fitted.held_out_calibration import learn
@@ -165,7 +166,8 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     cell.path.parent.mkdir(parents=True, exist_ok=True)
     with (
         scratch(cell.path.parent) as directory,
-        one_at_a_time(encodings) if encodings and not encodings.exists() else nullcontext(),
+        # the workers start at the same time and would each encode the images
+        FileLock(f"{encodings}.lock") if encodings and not encodings.exists() else nullcontext(),
     ):
         trained = train(
             config,

@@ -348,11 +348,10 @@ def open_writer(target: str, *, json: bool, header: bool) -> Iterator[Write]:
             # The reader of the estimates has exited: Python must not flush them at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
-    with replacing(target) as temporary:
-        if target.endswith(".npz"):
-            rows: list[Values] = []
-            yield rows.extend
-            write_npz(temporary, rows)
-            return
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            yield text_writer(file, as_json=target.endswith(".jsonl"), flush=False)
+    if target.endswith(".npz"):
+        rows: list[Values] = []
+        yield rows.extend
+        write_npz(target, rows)
+        return
+    with replacing(target) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        yield text_writer(file, as_json=target.endswith(".jsonl"), flush=False)

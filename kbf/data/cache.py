@@ -13,13 +13,13 @@ import sys
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from filelock import FileLock
 
 from kbf.runtime.atomic_files import replacing
 
@@ -111,7 +111,7 @@ def download(
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with one_at_a_time(path):
+    with FileLock(path.with_name(f".{path.name}.lock")):
         if path.exists():
             try:
                 check(path, checksums)
@@ -173,19 +173,3 @@ def check(path: str | os.PathLike[str], checksums: Mapping[str, str] | None) -> 
             ).hexdigest()
         if digest != expected.lower():
             raise ValueError(f"{path} has the {name} checksum {digest}, expected {expected}")
-
-
-@contextmanager
-def one_at_a_time(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock for making ``path``, if the system has file locks.
-
-    The workers of a comparison start at the same time and would each make the same file.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    with path.with_name(f".{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from filelock import FileLock
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from kbf.data.cache import cache_dir, check, download, one_at_a_time, show_progress
+from kbf.data.cache import cache_dir, check, download, show_progress
 from kbf.data.sprites import PIXELS, SIZES, check_factors, render_sprites
 from kbf.data.synthetic import SyntheticData
 from kbf.recording import Recording
@@ -277,7 +278,7 @@ def open_dsprites(path: str | os.PathLike[str], sizes: tuple[int, ...] = SIZES) 
             check_header(archive, member, sizes)
             target = cache_dir() / "dsprites" / f"imgs-{member.CRC:08x}-{member.file_size}.npy"
             target.parent.mkdir(parents=True, exist_ok=True)
-            with one_at_a_time(target):
+            with FileLock(target.with_name(f".{target.name}.lock")):
                 if not (target.exists() and target.stat().st_size == member.file_size):
                     check_order(archive, sizes)
                     unpack(archive, member, target, sizes)

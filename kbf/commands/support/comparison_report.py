@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from kbf.commands.support.console import console, print_table, print_written
 from kbf.commands.support.provenance import provenance
@@ -107,14 +108,14 @@ def row_of_model(model: str, runs: dict[int, Result], floors: dict[int, Result])
     """
     results = list(runs.values())
     known = [floors.get(seed, {}).get("test.mse") for seed in runs]
-    given = [floor for floor in known if floor is not None]
+    given = [math.nan if floor is None else floor for floor in known]
     return {
         "renderer": next((r["renderer"] for r in results if r.get("renderer")), ""),
         "model": model,
         "filter": ", ".join(sorted({selected(r) for r in results} - {""})),
         "runs": len(results),
         **summary([r["test.mse"] for r in results], known),
-        "floor": mean_and_error(given)[0] if len(given) == len(runs) else math.nan,
+        "floor": mean_and_error(given)[0],
         "seconds": mean_of(results, "seconds"),
         **normalised(results),
         **density_scores(runs, floors),
@@ -191,9 +192,8 @@ def density_scores(runs: dict[int, Result], floors: dict[int, Result]) -> dict[s
     errors = [math.nan if run["test.mse"] is None else run["test.mse"] for run in runs.values()]
     energies = [-negated(run, "test.energy_score_raw") for run in runs.values()]
     optimal = [-negated(floors.get(seed, {}), "test.energy_score_raw") for seed in runs]
-    over = {"excess": math.nan, "excess_se": math.nan}
-    if all(map(math.isfinite, [*energies, *optimal])):
-        over = summary(energies, optimal)
+    known = all(map(math.isfinite, [*energies, *optimal]))
+    over = summary(energies, optimal if known else [None] * len(optimal))
     values = (
         *mean_and_error([likelihood(run) for run in runs.values()]),
         *mean_and_error([likelihood_raw(run) for run in runs.values()]),
@@ -217,6 +217,11 @@ def with_error(value: float, error: float, digits: int = 4, unit: str = "") -> s
     return " ± ".join(known) + unit if value == value else ""
 
 
+def density_cell(row: Result, key: str) -> str:
+    """Format one of the `DENSITY_COLUMNS`; empty where it is not known."""
+    return with_error(row.get(key, math.nan), math.nan, 4 if key == "energy_score" else 2)
+
+
 def show_table(title: str, rows: list[dict[str, Any]], floor: dict[str, float]) -> None:
     """Print the table of one training size, the model with the least error first.
 
@@ -228,38 +233,47 @@ def show_table(title: str, rows: list[dict[str, Any]], floor: dict[str, float]) 
     counts = {row["runs"] for row in rows}
     same = f"; {max(counts)} run{'s' if max(counts) > 1 else ''}" if len(counts) == 1 else ""
     console.print(f"\n[bold]{title}[/]{same}", highlight=False)
-    known = [key for row in rows for key, value in row.items() if value == value]
-    covered = [key for key in COVERAGE_COLUMNS if key in known]
-    densities = [key for key in DENSITY_HEADINGS if key in known]
+    known = {key for row in rows for key, value in row.items() if value == value}
     # Errors in the units of the data mean little alone: without a floor the NMSE is printed.
     without_floor = "floor" not in known
-    table = Table("model")
-    selection = ["filter"] if any(row["filter"] for row in rows) else []
-    headings = [*selection, "error", "NMSE" if without_floor else "excess"]
-    headings += [DENSITY_HEADINGS[key] for key in densities]
-    headings += [*([] if same else ["runs"]), "seconds"]
-    for heading in [*headings, *(f"in {key.removeprefix('coverage_')} %" for key in covered)]:
-        table.add_column(heading, justify="left" if heading == "filter" else "right")
-
-    def density_cells(values: dict[str, Any]) -> list[str]:
-        digits = {key: 4 if key == "energy_score" else 2 for key in densities}
-        return [with_error(values.get(key, math.nan), math.nan, n) for key, n in digits.items()]
-
+    nmse = {"NMSE": lambda row: with_error(row["nmse"], row["nmse_se"])}
+    excess = {
+        "excess": lambda row: with_error(100 * row["excess"], 100 * row["excess_se"], 1, " %")
+    }
+    densities = {
+        heading: partial(density_cell, key=key)
+        for key, heading in DENSITY_HEADINGS.items()
+        if key in known
+    }
+    columns: dict[str, Callable[[Result], str]] = {
+        "model": lambda row: row["model"],
+        **(
+            {"filter": lambda row: row["filter"] or row["model"]}
+            if any(row["filter"] for row in rows)
+            else {}
+        ),
+        "error": lambda row: with_error(row["mse"], row["se"]),
+        **(nmse if without_floor else excess),
+        **densities,
+        **({} if same else {"runs": lambda row: str(row["runs"])}),
+        "seconds": lambda row: f"{row['seconds']:.1f}",
+        **{
+            f"in {key.removeprefix('coverage_')} %": lambda row, key=key: with_error(
+                100 * row[key], math.nan, 1, " %"
+            )
+            for key in COVERAGE_COLUMNS
+            if key in known
+        },
+    }
+    texts = ("model", "filter")
+    table = Table(*(Column(c, justify="left" if c in texts else "right") for c in columns))
     order = "nmse" if without_floor and all(row["nmse"] == row["nmse"] for row in rows) else "mse"
     for row in sorted(rows, key=lambda row: row[order]):
-        relative = with_error(row["nmse"], row["nmse_se"])
-        if not without_floor:
-            relative = with_error(100 * row["excess"], 100 * row["excess_se"], 1, " %")
-        chosen = [row["filter"] or row["model"]] if selection else []
-        cells = [row["model"], *chosen, with_error(row["mse"], row["se"]), relative]
-        cells += [*density_cells(row), *([] if same else [str(row["runs"])])]
-        cells.append(f"{row['seconds']:.1f}")
-        shares = [with_error(100 * row[key], math.nan, 1, " %") for key in covered]
-        table.add_row(*cells, *shares)
-    error = rows[0]["floor"]
-    if error == error:
-        empty = [""] * len(selection)
-        table.add_row("floor", *empty, f"{error:.4f}", "0", *density_cells(floor), style="dim")
+        table.add_row(*(cell(row) for cell in columns.values()))
+    if not without_floor and (error := rows[0]["floor"]) == error:
+        cells = {"model": "floor", "error": f"{error:.4f}", "excess": "0"}
+        cells |= {heading: cell(floor) for heading, cell in densities.items()}
+        table.add_row(*(cells.get(heading, "") for heading in columns), style="dim")
     print_table(table)
     if rejected := [f"{r['model']} {100 * r['rejected']:.2f} %" for r in rows if r["rejected"]]:
         text = f"share of observations rejected as implausible: {', '.join(rejected)}"

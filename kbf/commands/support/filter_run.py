@@ -12,6 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 from kbf.commands.support.stream_reader import LineError, Row
+from kbf.data.cache import write_arrays
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.evaluation.alarms import WINDOW, Monitor, running_median
 from kbf.evaluation.calibration import Calibration
@@ -203,16 +204,12 @@ def text_writer(file: Any, *, as_json: bool, header: bool = True, flush: bool = 
     return write
 
 
-def write_npz(path: Path, rows: list[Values]) -> None:
-    """Write rows as one array for each column of the first row."""
-    import numpy
-
-    columns: Any = {
-        name: numpy.array(["" if row.get(name) is None else row[name] for row in rows])
-        for name in rows[0]
+def write_npz(path: str, rows: list[Values]) -> None:
+    """Write rows as one array for each column of the first row, atomically."""
+    columns = {
+        name: ["" if row.get(name) is None else row[name] for row in rows] for name in rows[0]
     }
-    with path.open("wb") as file:
-        numpy.savez_compressed(file, **columns)
+    write_arrays(path, columns)
 
 
 # Upper bound on the rows, of those that have arrived, that are written in one batch.

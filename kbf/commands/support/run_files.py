@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from kbf.data.cache import write_arrays
 from kbf.data.dataset import Data
 from kbf.evaluation.score import Score
-from kbf.runtime.atomic_files import replacing
 
 
 def state_columns(data: Data) -> list[str]:
@@ -34,11 +34,7 @@ def estimate_rows(data: Data, result: Score) -> list[dict[str, Any]]:
 
 def save_arrays(path: Path, arrays: Mapping[str, Tensor]) -> None:
     """Write tensors to one compressed npz file, atomically."""
-    import numpy
-
-    values: dict[str, Any] = {name: value.detach().cpu().numpy() for name, value in arrays.items()}
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        numpy.savez_compressed(file, **values)
+    write_arrays(path, {name: value.detach().cpu().numpy() for name, value in arrays.items()})
 
 
 def write_figures(

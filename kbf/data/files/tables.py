@@ -20,6 +20,12 @@ from kbf.data.files.layout import (
     own_package,
 )
 
+# Contents of a cell, in lower case, that represent a missing value.
+EMPTY_CELLS = {"", "nan", "na", "n/a", "null", "none"}
+
+# Types of the columns of a Parquet file that are read as numbers, as pyarrow calls them.
+NUMERIC_KINDS = ("integer", "floating", "boolean", "decimal")
+
 
 class Table(NamedTuple):
     """Selected columns: numbers ``T`` float64 (NaN if empty), texts, and row numbers."""
@@ -40,8 +46,8 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
     sides = {
         "states": layout.states if states else [],
         "observations": [] if layout.images else layout.observations,
+        "controls": layout.controls or [],
     }
-    sides["controls"] = layout.controls or []
     sides = {
         side: matching(path, header, names) if isinstance(names, list) else names
         for side, names in sides.items()
@@ -252,16 +258,16 @@ def opened_parquet(path: Path) -> Any:
 
 def read_parquet(path: Path, numbers: list[str], words: list[str], time: str | None) -> Table:
     """Reads selected columns of a Parquet file; rows are counted from 1."""
-    arrow = own_package("pyarrow", path)
-    file = opened_parquet(path)
+    arrow, file = own_package("pyarrow", path), opened_parquet(path)
+    named = [*numbers, *([time] if time else [])]
     try:
-        table = file.read(columns=[*numbers, *words, *([time] if time else [])])
+        table = file.read(columns=[*named, *words])
     except Exception as error:
         raise ValueError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
     if not table.num_rows:
         raise ValueError(f"{path}: there are no rows")
     columns = {}
-    for name in [*numbers, *([time] if time else [])]:
+    for name in named:
         column = table[name]
         if arrow.types.is_timestamp(column.type):
             since = (
@@ -270,13 +276,16 @@ def read_parquet(path: Path, numbers: list[str], words: list[str], time: str | N
                 .cast(arrow.float64(), safe=False)
             )
             column = own_package("pyarrow.compute", path).divide(since, 1e6)
-        elif arrow.types.is_boolean(column.type):
-            column = column.cast(arrow.int8())
-        elif arrow.types.is_decimal(column.type):
-            column = column.cast(arrow.float64())
         elif name == time and arrow.types.is_string(column.type):
-            column = dates(path, name, column.to_pylist(), arrow)
-        if not (arrow.types.is_integer(column.type) or arrow.types.is_floating(column.type)):
+            times = [seconds(cell or "") for cell in column.to_pylist()]
+            if None in times:
+                row = times.index(None)
+                raise ValueError(
+                    f"{path}, row {row + 1}, column {name}: {column[row].as_py()!r} is no number "
+                    "and no date"
+                )
+            column = arrow.chunked_array([times])
+        elif not any(getattr(arrow.types, f"is_{kind}")(column.type) for kind in NUMERIC_KINDS):
             raise ValueError(
                 f"{path}, column {name}: it holds {column.type}, not numbers "
                 f"(row 1: {column[0].as_py()!r})"
@@ -292,21 +301,6 @@ def read_parquet(path: Path, numbers: list[str], words: list[str], time: str | N
         columns[name] = values
     texts = {name: ["" if v is None else str(v) for v in table[name].to_pylist()] for name in words}
     return Table(columns, texts, torch.arange(1, table.num_rows + 1))
-
-
-def dates(path: Path, name: str, cells: list[str | None], arrow: Any) -> Any:
-    """Converts a column of times as text to seconds."""
-    times = [seconds(cell or "") for cell in cells]
-    if None in times:
-        row = times.index(None)
-        raise ValueError(
-            f"{path}, row {row + 1}, column {name}: {cells[row]!r} is no number and no date"
-        )
-    return arrow.array(times)
-
-
-# Contents of a cell, in lower case, that represent a missing value.
-EMPTY_CELLS = {"", "nan", "na", "n/a", "null", "none"}
 
 
 def number(cell: str) -> float | None:
