@@ -2,7 +2,6 @@ from kbf.data import (
     cache as cache,
     dataset as dataset,
     dmlab as dmlab,
-    download as download,
     dsprites as dsprites,
     files as files,
     frames as frames,

@@ -5,5 +5,4 @@ from kbf.evaluation import (
     metrics as metrics,
     score as score,
     scoring_rules as scoring_rules,
-    statistics as statistics,
 )
