@@ -31,7 +31,7 @@ _HOME = {
     "SimulatedKBF": "kbf.filters.kernel.simulated_kbf",
     "EKF": "kbf.filters.gaussian.ekf",
     "UKF": "kbf.filters.gaussian.ukf",
-    "LearnedKalman": "kbf.filters.gaussian.learned_kalman",
+    "LearnedKalman": "kbf.filters.gaussian.kalman",
     "ParticleFilter": "kbf.filters.particle.bootstrap",
     "LSTMFilter": "kbf.filters.neural.lstm",
     "FrameRegression": "kbf.filters.regression.kernel_ridge",

@@ -43,7 +43,7 @@ from kbf.evaluation.floors import floor as floor
 from kbf.evaluation.score import score as score
 from kbf.filters import smoothing as smoothing
 from kbf.filters.gaussian.ekf import EKF as EKF
-from kbf.filters.gaussian.learned_kalman import LearnedKalman as LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman as LearnedKalman
 from kbf.filters.gaussian.ukf import UKF as UKF
 from kbf.filters.kernel.algorithm import kernel_bayes_filter as kernel_bayes_filter
 from kbf.filters.kernel.feature_kbf import FeatureKBF as FeatureKBF

@@ -27,12 +27,10 @@ class Step(nn.Module):
     (leaves of the state, observation) -> (leaves of the next state, estimate, rejected ``b``).
     """
 
-    filter: Filter[Any]
-    kind: type[Any]
-
     def __init__(self, filter: Filter[Any]) -> None:
         super().__init__()
-        self.filter, self.kind = filter, type(filter.init(1))
+        self.filter: Filter[Any] = filter
+        self.kind: type[Any] = type(filter.init(1))
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """One step."""

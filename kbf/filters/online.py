@@ -42,9 +42,6 @@ class OnlineFilter(Shown):
     (tensor([[1.5000]]), tensor([[2.]]), tensor([[2.]]))
     """
 
-    controlled: int
-    allow_missing_sensors: bool
-
     def __init__(
         self,
         filter: Filter[Any],
@@ -71,8 +68,8 @@ class OnlineFilter(Shown):
             )
         self.filter: Filter[Any] = filter.eval() if isinstance(filter, nn.Module) else filter
         self.generator, self.gate = generator, GatedFilter(filter, generator)
-        self.controlled = control_components(filter)
-        self.allow_missing_sensors = allows_missing_sensors(filter)
+        self.controlled: int = control_components(filter)
+        self.allow_missing_sensors: bool = allows_missing_sensors(filter)
         self.state: Any = filter.init(batch, generator=generator)
         self.rejected: int = 0
         self.rejections: Tensor | None = None

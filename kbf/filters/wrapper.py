@@ -31,16 +31,11 @@ class FilterWrapper(ShownModule):
     update, step and smoother follow.
     """
 
-    controlled: int
-    allow_missing_sensors: bool
-
     def __init__(self, inner: Filter[Any]) -> None:
         super().__init__()
         self.inner = inner
-        self.controlled, self.allow_missing_sensors = (
-            control_components(inner),
-            allows_missing_sensors(inner),
-        )
+        self.controlled: int = control_components(inner)
+        self.allow_missing_sensors: bool = allows_missing_sensors(inner)
 
     def observed(self, obs: Shaped[Tensor, "b *x"]) -> Tensor:
         """The observation as the inner filter takes it."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 from kbf.filters.neural.lstm import LSTMFilter
 from kbf.filters.online import OnlineFilter

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import kbf
 from kbf.data.pendulum_rkn import PendulumRKN
 from kbf.filters.compile import Step, compile_step
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF

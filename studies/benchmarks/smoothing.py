@@ -22,7 +22,7 @@ from kbf.evaluation.floors import data_floor, smoothing_floor
 from kbf.evaluation.metrics import mean_and_error
 from kbf.evaluation.score import score, score_smoothed
 from kbf.filters.gaussian.ekf import EKF
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.gaussian.ukf import UKF
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 from kbf.filters.particle.learned import LearnedParticleFilter

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from kbf.filters.gaussian.kalman import KalmanFilter
-from kbf.filters.gaussian.learned_kalman import fit_linear
+from kbf.filters.gaussian.kalman import KalmanFilter, fit_linear
 from kbf.filters.kernel.feature_kbf import Psi
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.operators import ratio_operator_primal, transition_operator_primal

@@ -12,7 +12,7 @@ import torch
 from kbf.commands.support.stream_reader import InputColumns, RowReader
 from kbf.data.files.column_schema import ColumnSchema, Part
 from kbf.filters.gaussian.ekf import EKF
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.gaussian.ukf import UKF
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.neural.lstm import LSTMFilter

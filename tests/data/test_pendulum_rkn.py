@@ -17,7 +17,7 @@ from kbf.cli import main
 from kbf.config import composing, configure, plain
 from kbf.data.pendulum_rkn import PendulumRKN, Quality, lanczos, lines, reduce, spoil, swing, walk
 from kbf.densities.ratio import LOG_NEVER, encoding_width
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.kernel_monte_carlo.density_ratio import RatioFilter
 from kbf.filters.rollout import rollout
 from kbf.filters.selection.auto import ModelSelection

@@ -20,7 +20,7 @@ from kbf.evaluation.alarms import (
     running_median,
 )
 from kbf.evaluation.score import score
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.operators import density_transition

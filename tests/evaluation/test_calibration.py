@@ -32,7 +32,7 @@ from kbf.evaluation.scoring_rules import (
     energy_score,
     reliability,
 )
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.kernel.filter import KernelBayesFilter, KernelState
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.operators import Operator, UnitRatio

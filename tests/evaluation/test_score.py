@@ -15,7 +15,7 @@ from kbf.evaluation.floors import floor
 from kbf.evaluation.metrics import mean_and_error, summary, wilcoxon_pairs
 from kbf.evaluation.score import score
 from kbf.evaluation.scoring_rules import energy_score, sample_energies
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.plots.charts import comparison_figure
 from kbf.plots.tracks import save, track_figure

@@ -13,7 +13,7 @@ from kbf.cli import main
 from kbf.evaluation.calibration import Calibration
 from kbf.export import onnx_linalg
 from kbf.export.step import WRITERS, compare, export
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 from kbf.filters.neural.backprop_kf import BackpropKF

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kbf.densities import learned_ssm
 from kbf.filters.gaussian.ekf import EKF
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.gaussian.ukf import UKF
 from kbf.filters.kernel.filter import KernelBayesFilter, KernelState
 from kbf.filters.kernel.kbf import KBF

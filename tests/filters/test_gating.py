@@ -15,8 +15,7 @@ from kbf.export.step import ExportedStep
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gating import MAX_CONSECUTIVE_REJECTIONS
 from kbf.filters.gaussian.ekf import EKF
-from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import KalmanFilter, LearnedKalman, LinearModel
 from kbf.filters.gaussian.ukf import UKF
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from kbf.densities.per_sensor import PerSensorDensity, SelectedSensors, find_sensors
 from kbf.densities.selection import DENSITIES, fit_density
-from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
-from kbf.filters.gaussian.learned_kalman import LearnedKalman, fit_linear
+from kbf.filters.gaussian.kalman import KalmanFilter, LearnedKalman, LinearModel, fit_linear
 from kbf.filters.gaussian.moments import kalman_update
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo

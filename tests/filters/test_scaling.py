@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.protocols import where

@@ -18,8 +18,7 @@ from kbf.data.dsprites import position_model
 from kbf.densities.learned_ssm import learn_model
 from kbf.densities.ridge import fit_ridge_map
 from kbf.filters.gaussian.ekf import ExtendedKalmanFilter
-from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import KalmanFilter, LearnedKalman, LinearModel
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
 from kbf.filters.kernel import smoother
 from kbf.filters.kernel.filter import KernelBayesFilter

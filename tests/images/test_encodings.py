@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from kbf.data.windows import held_by
 from kbf.densities.ratio import RatioDensity, StateDensity, encoding_width, read_encoding
-from kbf.filters.gaussian.kalman import KalmanFilter
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import KalmanFilter, LearnedKalman
 from kbf.filters.protocols import where
 from kbf.filters.rollout import rollout, step
 from kbf.fitted.model import build_encoding

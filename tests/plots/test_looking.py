@@ -17,8 +17,7 @@ from kbf.data.synthetic import SyntheticData
 from kbf.evaluation.calibration import mahalanobis
 from kbf.evaluation.floors import data_floor, floor_ahead, smoothing_floor
 from kbf.evaluation.score import score_ahead, score_smoothed
-from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import KalmanFilter, LearnedKalman, LinearModel
 from kbf.filters.rollout import rollout
 from kbf.filters.smoothing import smooth
 from kbf.fitted.checkpoint import load_filter

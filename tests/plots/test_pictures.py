@@ -18,7 +18,7 @@ from kbf.cli import main
 from kbf.data.dsprites import DSprites, position_model
 from kbf.data.synthetic import SyntheticData
 from kbf.evaluation.score import score
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.kernel.filter import KernelBayesFilter, KernelState
 from kbf.filters.particle.bootstrap import BootstrapFilter, ParticleState
 from kbf.fitted.settings import EncodingSettings

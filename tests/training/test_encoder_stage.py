@@ -325,7 +325,7 @@ def test_the_first_stage_is_kept_until_the_second_has_a_checkpoint(tmp_path, mon
     data = blobs(60)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "kbf.filters.gaussian.learned_kalman.LearnedKalman.fit",
+            "kbf.filters.gaussian.kalman.LearnedKalman.fit",
             lambda self, memory: 1 / 0,
         )
         with pytest.raises(ZeroDivisionError):

@@ -15,7 +15,7 @@ from torch import nn
 from kbf.data.dsprites import position_model
 from kbf.densities.ridge import fit_ridge_map
 from kbf.filters.gaussian.ekf import EKF
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.gaussian.ukf import UKF
 from kbf.filters.neural.lstm import LSTMFilter
 from kbf.filters.particle import learned

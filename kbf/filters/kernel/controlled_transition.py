@@ -159,11 +159,6 @@ class ControlledDensity(nn.Module):
     states: Tensor
     log_volume: Tensor
     shift: Tensor
-    controlled: int
-    manifold: Manifold
-    family: Any
-    numbers: tuple[Any, ...]
-    dtype: torch.dtype
 
     def __init__(
         self,
@@ -186,9 +181,11 @@ class ControlledDensity(nn.Module):
         assert model.join is not None
         assert isinstance(moved, RidgeMap)
         kernel: Any = moved.kernel
-        self.controlled, self.manifold = model.controlled, moved.manifold
-        self.family, self.numbers = kernel.func, tuple(kernel.keywords)
-        self.dtype = dtype or states.dtype
+        self.controlled: int = model.controlled
+        self.manifold: Manifold = moved.manifold
+        self.family: Any = kernel.func
+        self.numbers: tuple[str, ...] = tuple(kernel.keywords)
+        self.dtype: torch.dtype = dtype or states.dtype
         for name, value in {**moved._asdict(), **kernel.keywords, **model.join._asdict()}.items():
             if name not in ("kernel", "manifold"):
                 self.register_buffer(name, torch.as_tensor(value).to(states))

@@ -54,14 +54,6 @@ class KernelBayesFilter(UpdateByObserve[KernelState], ShownModule):
 
     states: Tensor
     prior: Tensor
-    transition: nn.Module
-    ratio: nn.Module | None
-    rule: nn.Module
-    normalise: bool
-    clip: bool
-    backward: RuleBackward | None
-    controlled: int
-    allow_missing_sensors: bool
 
     def __init__(
         self,
@@ -95,14 +87,19 @@ class KernelBayesFilter(UpdateByObserve[KernelState], ShownModule):
         self.register_buffer("states", states)
         uniform = states.new_full((self.n,), 1 / self.n)
         self.register_buffer("prior", uniform if prior is None else prior)
-        self.transition, self.ratio, self.rule = transition, ratio, rule
-        self.normalise, self.clip, self.backward = normalise, clip, backward
+        self.transition: nn.Module = transition
+        self.ratio: nn.Module | None = ratio
+        self.rule: nn.Module = rule
+        self.normalise: bool = normalise
+        self.clip: bool = clip
+        self.backward: RuleBackward | None = backward
         self.moved_ratio: Operator | None = None if normalise else compose(ratio, transition)
         self.scale_free: bool = (
             normalise and clip and ratio is None and isinstance(transition, Operator)
         )
-        self.controlled = transition.controlled if isinstance(transition, Controlled) else 0
-        self.allow_missing_sensors = isinstance(rule, WithSensors) and rule.allow_missing_sensors
+        missing = isinstance(rule, WithSensors) and rule.allow_missing_sensors
+        self.allow_missing_sensors: bool = missing
+        self.controlled: int = transition.controlled if isinstance(transition, Controlled) else 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KernelBayesFilter:
         """Return a copy with its own, detached buffers; PyTorch copies only leaf tensors."""

@@ -72,8 +72,6 @@ class KBF(ShownModule):
     0.048
     """
 
-    log_bandwidth: nn.Parameter
-    log_reg: nn.Parameter
     log_control: nn.Parameter | None
 
     def __init__(
@@ -137,8 +135,9 @@ class KBF(ShownModule):
         self.factors, self.alpha = factors, alpha
         self.dtype: torch.dtype = getattr(torch, dtype)
         log_reg = torch.tensor(regs, dtype=torch.float64).log()
-        self.log_bandwidth = nn.Parameter(torch.zeros_like(log_reg), requires_grad=learn)
-        self.log_reg = nn.Parameter(log_reg, requires_grad=learn)
+        widths = torch.zeros_like(log_reg)
+        self.log_bandwidth: nn.Parameter = nn.Parameter(widths, requires_grad=learn)
+        self.log_reg: nn.Parameter = nn.Parameter(log_reg, requires_grad=learn)
         self.register_parameter("log_control", None)
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:

@@ -107,14 +107,6 @@ class KernelMonteCarloFilter(UpdateByObserve[LocalMemory], Shown):
     first d components of the model's state; the others (velocities, lags) are internal.
     """
 
-    model: StateSpace
-    initial: Float[Tensor, "n D"]
-    particles: int
-    draws: int
-    reg: float
-    factor: float
-    counts: bool
-
     def __init__(
         self,
         model: StateSpace,
@@ -172,10 +164,15 @@ class KernelMonteCarloFilter(UpdateByObserve[LocalMemory], Shown):
                 f"a kernel Monte Carlo filter needs {len(initial)} > 0 initial states, "
                 f"{sizes} >= 1, {reg} >= 0, {factor} > 0, 0 <= {restart} < 1, 0 < {temper} <= 1"
             )
-        self.model, self.initial = in_type_of(model, initial), initial
+        self.model: StateSpace = in_type_of(model, initial)
+        self.initial: Tensor = initial
         self.d: int = initial.shape[1] if d is None else d
-        self.particles, self.draws, self.reg, self.factor = particles, draws, reg, factor
-        self.counts, self.temper, self.region = counts, temper, region
+        self.particles: int = particles
+        self.draws: int = draws
+        self.reg: float = reg
+        self.factor: float = factor
+        self.counts: bool = counts
+        self.temper, self.region = temper, region
         device = initial.device
         self.recorded: Tensor | None = (
             initial[evenly(len(initial), MAX_RECORDED_STATES, device)] if recorded else None

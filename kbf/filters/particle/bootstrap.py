@@ -108,10 +108,6 @@ class BootstrapFilter(UpdateByObserve[ParticleState], Shown):
     NaN.
     """
 
-    initial: Float[Tensor, "n d"]
-    particles: int
-    threshold: float
-
     def __init__(
         self,
         model: StateSpace,
@@ -140,7 +136,9 @@ class BootstrapFilter(UpdateByObserve[ParticleState], Shown):
                 f"got {particles} and {len(initial)}"
             )
         self.model: StateSpace = in_type_of(model, initial)
-        self.initial, self.particles, self.threshold = initial, particles, threshold
+        self.initial: Tensor = initial
+        self.particles: int = particles
+        self.threshold: float = threshold
         self.controlled: int = model.controlled if isinstance(model, ControlledDynamics) else 0
         self.allow_missing_sensors: bool = allows_missing_sensors(model)
 
@@ -267,14 +265,12 @@ def in_type_of(model: StateSpace, states: Float[Tensor, "n d"]) -> StateSpace:
 class ParticleRecipe(WithoutHyperparameters):
     """Base class of models with known dynamics: neither parameters nor buffers."""
 
-    model: StateSpace
-    particles: int
-    threshold: float
-
     def __init__(self, model: StateSpace, particles: int = 4000, threshold: float = 0.5) -> None:
         """Store the true model; the others as in `BootstrapFilter`."""
         super().__init__()
-        self.model, self.particles, self.threshold = model, particles, threshold
+        self.model: StateSpace = model
+        self.particles: int = particles
+        self.threshold: float = threshold
 
     def fit(self, memory: Recording | list[Recording] | None) -> BootstrapFilter:
         """Return the filter that starts from the training states, in their dtype and device.

@@ -39,13 +39,8 @@ class Trees:
         base: ``d``.
     """
 
-    feature: Tensor
     threshold: Tensor
     value: Tensor
-    child: Tensor
-    root: Tensor
-    owner: Tensor
-    levels: list[int]
 
     def __init__(self, models: list[Any]) -> None:
         """From fitted `sklearn.ensemble.HistGradientBoostingRegressor` models, one a component."""
@@ -55,10 +50,11 @@ class Trees:
         trees.sort(key=lambda tree: -int(tree[1]["depth"].max()))
         nodes = numpy.concatenate([each for _, each in trees])
         sizes = torch.tensor([len(each) for _, each in trees])
-        self.root = sizes.cumsum(0) - sizes
-        self.owner = torch.tensor([k for k, _ in trees])
+        self.root: Tensor = sizes.cumsum(0) - sizes
+        self.owner: Tensor = torch.tensor([k for k, _ in trees])
         depths = [int(each["depth"].max()) for _, each in trees]
-        self.levels = [sum(depth > level for depth in depths) for level in range(depths[0])]
+        levels = range(depths[0])
+        self.levels: list[int] = [sum(depth > level for depth in depths) for level in levels]
         self.base: Tensor = torch.tensor(
             [float(model._baseline_prediction.item()) for model in models], dtype=torch.float64
         )
@@ -69,8 +65,10 @@ class Trees:
         sides = [
             first + torch.from_numpy(nodes[side].astype("int64")) for side in ("left", "right")
         ]
-        self.child = torch.where(leaf, torch.arange(len(leaf)), torch.stack(sides)).mT.flatten()
-        self.feature = torch.where(leaf, 0, torch.from_numpy(nodes["feature_idx"].astype("int64")))
+        child = torch.where(leaf, torch.arange(len(leaf)), torch.stack(sides))
+        self.child: Tensor = child.mT.flatten()
+        feature = torch.from_numpy(nodes["feature_idx"].astype("int64"))
+        self.feature: Tensor = torch.where(leaf, 0, feature)
         self.threshold, self.value = (
             torch.from_numpy(nodes[name].copy()) for name in ("num_threshold", "value")
         )

@@ -42,7 +42,7 @@ from torch import Generator, Tensor, nn
 
 from kbf.data.windows import take, whole_folds, without
 from kbf.filters.ensemble import EnsembleFilter
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
 from kbf.filters.neural.gru_ensemble import FittedGRU

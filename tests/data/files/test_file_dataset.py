@@ -13,7 +13,7 @@ from kbf.data.dataset import load_data
 from kbf.data.files import FileData, report
 from kbf.data.files.report import examine, markdown
 from kbf.evaluation.score import score
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.recording import as_recordings
 from kbf.ssm import rotation, simulate
 

@@ -11,8 +11,13 @@ import torch
 from reference import Moments, filter_moments, rts_smoother
 
 from kbf.filters.gaussian.ekf import EKF, ExtendedKalmanFilter, linearise
-from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
-from kbf.filters.gaussian.learned_kalman import LearnedKalman, fit_linear, regress
+from kbf.filters.gaussian.kalman import (
+    KalmanFilter,
+    LearnedKalman,
+    LinearModel,
+    fit_linear,
+    regress,
+)
 from kbf.filters.gaussian.moments import (
     GaussianState,
     kalman_predict,

@@ -19,7 +19,7 @@ from kbf.densities import learned_ssm
 from kbf.densities.learned_ssm import learn_model
 from kbf.densities.ridge import join_of
 from kbf.evaluation.score import score
-from kbf.filters.gaussian.learned_kalman import LearnedKalman, fit_linear
+from kbf.filters.gaussian.kalman import LearnedKalman, fit_linear
 from kbf.filters.kernel.controlled_transition import (
     ControlledDensity,
     ControlledTransition,

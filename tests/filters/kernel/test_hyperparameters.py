@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kbf.data.synthetic import SyntheticData
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.kernel import hyperparameters
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.hyperparameters import (

@@ -18,8 +18,7 @@ from kbf.data.synthetic import SyntheticData
 from kbf.evaluation.score import score
 from kbf.export.step import refuse
 from kbf.filters.ensemble import EnsembleFilter
-from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
-from kbf.filters.gaussian.learned_kalman import LearnedKalman
+from kbf.filters.gaussian.kalman import KalmanFilter, LearnedKalman, LinearModel
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
 from kbf.filters.online import OnlineFilter
 from kbf.filters.regression.window import MeanModel, WindowRidge

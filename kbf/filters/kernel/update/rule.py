@@ -86,10 +86,6 @@ class PrimalUpdate(ShownModule):
     basis: Tensor | None
     place: Tensor
     reg: Tensor
-    psi: nn.Module
-    coefficients: Callable[..., Tensor]
-    local: int | None
-    several: bool
 
     def __init__(
         self,
@@ -133,7 +129,10 @@ class PrimalUpdate(ShownModule):
         parts = obs.split(POINTS_AT_A_TIME)
         features = torch.cat([psi(x.flatten(0, 1)).unflatten(0, (len(x), k)) for x in parts])
         features = features.to(dtype or features.dtype)
-        self.psi, self.coefficients, self.local, self.several = psi, form.primal, local, k > 1
+        self.psi: nn.Module = psi
+        self.coefficients: Callable[..., Tensor] = form.primal
+        self.local: int | None = local
+        self.several: bool = k > 1
         self.scale: int = len(obs) if form.ridge_scales_with_n else 1
         p = features.shape[-1]
         size = len(obs) * p * (p + 1) // 2 * features.element_size()
