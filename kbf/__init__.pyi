@@ -55,7 +55,11 @@ from kbf.filters.neural.dpf import DPF as DPF
 from kbf.filters.neural.gru import GRUFilter as GRUFilter, GRUImages as GRUImages
 from kbf.filters.neural.lstm import LSTMFilter as LSTMFilter
 from kbf.filters.neural.rkn import RKNFilter as RKNFilter
-from kbf.filters.online import OnlineFilter as OnlineFilter
+from kbf.filters.online import (
+    OnlineFilter as OnlineFilter,
+    load_state as load_state,
+    save_state as save_state,
+)
 from kbf.filters.particle.bootstrap import ParticleFilter as ParticleFilter
 from kbf.filters.particle.learned import (
     LearnedParticleFilter as LearnedParticleFilter,
@@ -67,7 +71,6 @@ from kbf.filters.regression.kernel_ridge import FrameRegression as FrameRegressi
 from kbf.filters.regression.window import MeanModel as MeanModel, WindowRidge as WindowRidge
 from kbf.filters.rollout import rollout as rollout, step as step
 from kbf.filters.smoothing import predict_ahead as predict_ahead, smooth as smooth
-from kbf.filters.state_io import load_state as load_state, save_state as save_state
 from kbf.fitted.checkpoint import load_filter as load_filter
 from kbf.images.augment import Augment as Augment, PixelNoise as PixelNoise
 from kbf.images.encoders import (

@@ -15,6 +15,5 @@ from kbf.filters import (
     scaling as scaling,
     selection as selection,
     smoothing as smoothing,
-    state_io as state_io,
     wrapper as wrapper,
 )

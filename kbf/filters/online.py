@@ -1,10 +1,10 @@
-"""Online filtering: one observation in, one estimate out, with bounded memory."""
+"""Online filtering: one observation in, one estimate out; saves and restores the running state."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Shaped
@@ -14,6 +14,7 @@ from kbf.filters.compile import compile_step
 from kbf.filters.gating import GatedFilter, GatedState, is_observed
 from kbf.filters.protocols import (
     Filter,
+    S,
     UpdateHook,
     allows_missing_sensors,
     check_controlled,
@@ -21,9 +22,10 @@ from kbf.filters.protocols import (
     move,
     where,
 )
-from kbf.filters.state_io import load_state, read_leaves, save_state
 from kbf.recording import Array, tensor_of
+from kbf.runtime.atomic_files import check_archive
 from kbf.runtime.html_repr import Shown
+from kbf.runtime.tensor_files import check_tensors, write_tensors
 
 
 class OnlineFilter(Shown):
@@ -161,7 +163,7 @@ class OnlineFilter(Shown):
         """Continue from a saved state; a filter that draws continues its random numbers.
 
         Raises:
-            ValueError: as `kbf.filters.state_io.load_state`, or a state of another batch, or of a
+            ValueError: as `load_state`, or a state of another batch, or of a
                 generator on another device.
         """
         state: Any = load_state(self.filter, path)
@@ -181,3 +183,63 @@ class OnlineFilter(Shown):
                 ) from error
         self.state = state
         self.rejections = None if counts is None else counts.to(state[0].device)
+
+
+def save_state(state: Any, path: str | os.PathLike[str], **others: Tensor) -> None:
+    """Write the state of a running filter and ``others`` atomically."""
+    write_tensors({**state._asdict(), **others}, path)
+
+
+def read_leaves(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """What `save_state` wrote, by name.
+
+    Raises:
+        ValueError: the file is damaged (the checksums in it say so, if a bit has changed), or holds
+            something else.
+    """
+    try:
+        check_archive(path)
+        leaves = torch.load(path, weights_only=True, map_location=device)
+        check_tensors(leaves, os.stat(path).st_size)
+    except OSError:
+        raise
+    except Exception as error:  # whatever a file that is none of ours makes of the reader
+        raise ValueError(
+            f"{path} is damaged, or not the state of a filter: {type(error).__name__}"
+        ) from error
+    named = isinstance(leaves, dict) and all(
+        isinstance(n, str) and isinstance(leaf, Tensor) for n, leaf in leaves.items()
+    )
+    if not named:
+        raise ValueError(f"{path} is not the state of a filter: it holds {type(leaves).__name__}")
+    return leaves
+
+
+def load_state(filter: Filter[S], path: str | os.PathLike[str]) -> S:
+    """Read a state written by `save_state` back for ``filter``.
+
+    Raises:
+        ValueError: the file is damaged, or holds the state of another kind of filter, or NaN.
+    """
+    like: Any = filter.init(1)
+    leaves = read_leaves(path, like[0].device)
+    if not set(like._fields) <= set(leaves):
+        raise ValueError(
+            f"{path} holds a state of {sorted(map(str, leaves))}, "
+            f"this filter's has {sorted(like._fields)}"
+        )
+    for name, leaf in zip(like._fields, like, strict=True):
+        if leaves[name].shape[1:] != leaf.shape[1:]:
+            raise ValueError(
+                f"{path}: {name} is {tuple(leaves[name].shape[1:])} wide, "
+                f"this filter needs {tuple(leaf.shape[1:])}"
+            )
+        if leaves[name].dtype != leaf.dtype:
+            raise ValueError(
+                f"{path}: {name} is {leaves[name].dtype}, this filter works in {leaf.dtype}"
+            )
+        if bool((leaves[name].isnan() | leaves[name].isposinf()).any()):
+            raise ValueError(f"{path}: {name} holds NaN or infinity: start without this file")
+    return cast(S, type(like)(*(leaves[name] for name in like._fields)))

@@ -13,7 +13,7 @@ import torch
 from commands.test_hostile_checkpoints import NETS  # pyright: ignore[reportMissingImports]
 
 from kbf.cli import main
-from kbf.filters.state_io import load_state, save_state
+from kbf.filters.online import load_state, save_state
 from kbf.fitted.checkpoint import load_filter, read_checkpoint
 from studies.stress.cases import CHECKPOINT, Outcome, forked, give_checkpoint, load_all
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from kbf.cli import main
 from kbf.config import config_dir
-from kbf.filters.state_io import read_leaves
+from kbf.filters.online import read_leaves
 from kbf.fitted.checkpoint import load_filter, read_checkpoint
 from kbf.runtime.allowlist import INSIDE, REGISTERED, files_named, without_weights
 from kbf.runtime.instantiate import build, locate

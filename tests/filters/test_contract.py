@@ -30,7 +30,7 @@ from kbf.filters.neural.dpf import DPF
 from kbf.filters.neural.gru import GRUFilter, GRUImages
 from kbf.filters.neural.lstm import LSTMFilter
 from kbf.filters.neural.rkn import RKNFilter
-from kbf.filters.online import OnlineFilter
+from kbf.filters.online import OnlineFilter, load_state, save_state
 from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.filters.particle.learned import (
     LearnedParticleFilter,
@@ -42,7 +42,6 @@ from kbf.filters.regression.boosting import WindowBoosting
 from kbf.filters.regression.kernel_ridge import FrameRegression
 from kbf.filters.regression.window import MeanModel, WindowRidge
 from kbf.filters.rollout import rollout, step
-from kbf.filters.state_io import load_state, save_state
 from kbf.recording import Recording
 from kbf.ssm import StateSpaceModel, rotate, simulate
 

@@ -8,12 +8,12 @@ import torch
 
 from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
+from kbf.filters.online import load_state, save_state
 from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.protocols import where
 from kbf.filters.regression.kernel_ridge import FrameRegression
 from kbf.filters.rollout import rollout, step
 from kbf.filters.scaling import ScaledFilter, Scaling, spread
-from kbf.filters.state_io import load_state, save_state
 from kbf.recording import Recording
 from kbf.ssm import oscillatory, simulate
 

@@ -16,9 +16,8 @@ from kbf.data.cache import write_arrays
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.evaluation.alarms import WINDOW, Monitor, running_median
 from kbf.evaluation.calibration import Calibration
-from kbf.filters.online import OnlineFilter
+from kbf.filters.online import OnlineFilter, read_leaves
 from kbf.filters.protocols import covariance_of, diagnostics_of
-from kbf.filters.state_io import read_leaves
 from kbf.fitted.checkpoint import Trained
 
 # A row of the output: numbers and texts by column.

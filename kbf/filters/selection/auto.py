@@ -38,6 +38,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Shaped
 from torch import Generator, Tensor, nn
 
 from kbf.data.windows import take, whole_folds, without
@@ -57,8 +58,8 @@ from kbf.filters.selection.cross_validation import (
     significantly_better,
 )
 from kbf.filters.selection.drift import last_steps, newest
-from kbf.filters.selection.ratio_mean import RatioMean
 from kbf.filters.selection.stacking import stacked
+from kbf.filters.wrapper import FilterWrapper
 from kbf.recording import Recording, as_recordings
 from kbf.runtime.errors import FitError
 
@@ -355,3 +356,36 @@ class ModelSelection(nn.Module):
                     f"weight/{name}": float(weight.mean()),
                 }
         return numbers
+
+
+class MeanFilter(FilterWrapper):
+    """A filter of the first d components of each observation."""
+
+    def __init__(self, inner: Filter[Any], d: int) -> None:
+        """``inner`` takes observations ``b d``."""
+        super().__init__(inner)
+        self.d = d
+
+    def observed(self, obs: Shaped[Tensor, "b w"]) -> Tensor:
+        """The mean at the beginning of an encoding."""
+        return obs[:, : self.d]
+
+
+class RatioMean:
+    """A model (``prepare``, ``fit``) of the first d components of each observation."""
+
+    def __init__(self, model: Any, d: int) -> None:
+        """``model`` takes observations ``T d``."""
+        self.model, self.d = model, d
+
+    def cut(self, memory: Recording | list[Recording]) -> list[Recording]:
+        """The recordings with the first d components of each observation."""
+        return [s._replace(obs=s.obs[:, : self.d]) for s in as_recordings(memory)]
+
+    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
+        """The model's."""
+        self.model.prepare(self.cut(memory), generator)
+
+    def fit(self, memory: Recording | list[Recording]) -> Filter[Any]:
+        """The filter of the model, which takes density ratios."""
+        return MeanFilter(self.model.fit(self.cut(memory)), self.d)
