@@ -22,8 +22,8 @@ from packaging.utils import canonicalize_name
 
 import kbf
 from kbf.cli import main
+from kbf.fitted import checkpoint as checkpoints
 from kbf.fitted.checkpoint import CheckpointError, load_filter, read_checkpoint
-from kbf.training import checkpoint as checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
