@@ -103,9 +103,12 @@ class Recording(RecordingFields):
         Raises:
             ValueError: lists, or arrays whose entries are no numbers.
         """
-        acted = tensor_of(controls, "controls")
         return super().__new__(
-            cls, tensor_of(states, "states"), tensor_of(obs, "obs"), tensor_of(mask, "mask"), acted
+            cls,
+            tensor_of(states, "states"),
+            tensor_of(obs, "obs"),
+            tensor_of(mask, "mask"),
+            tensor_of(controls, "controls"),
         )
 
     def __repr__(self) -> str:
@@ -285,10 +288,9 @@ def transitions(lengths: list[int], device: torch.device | None = None) -> Trans
     >>> transitions([3, 2])
     Transitions(source=tensor([0, 1, 3]), target=tensor([1, 2, 4]))
     """
-    starts = [sum(lengths[:k]) for k in range(len(lengths))]
     parts = [
         torch.arange(s, s + length - 1, device=device)
-        for s, length in zip(starts, lengths, strict=True)
+        for s, length in zip([sum(lengths[:k]) for k in range(len(lengths))], lengths, strict=True)
     ]
     source = torch.cat(parts)
     return Transitions(source, source + 1)

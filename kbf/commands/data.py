@@ -21,8 +21,11 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     for part in ("train", "validation", "test") if data.validation else ("train", "test"):
         recordings = getattr(data, part)
         for k, recording in enumerate(recordings):
-            leaves = recording._asdict().items()
-            arrays |= {f"{part}_{name}_{k}": leaf for name, leaf in leaves if leaf is not None}
+            arrays |= {
+                f"{part}_{name}_{k}": leaf
+                for name, leaf in recording._asdict().items()
+                if leaf is not None
+            }
         masks = [recording.mask for recording in recordings if recording.mask is not None]
         summary |= {
             f"{part} recordings": len(recordings),

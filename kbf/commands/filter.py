@@ -280,8 +280,9 @@ def text_rows(
     else:
         hidden = not messages.is_terminal or (config["output"] == "-" and sys.stdout.isatty())
         settings: Any = {"description": "filtering", "console": messages, "disable": hidden}
-        path = Path(config["input"]).expanduser()
-        file = stack.enter_context(rich.progress.open(path, "rb", **settings))
+        file = stack.enter_context(
+            rich.progress.open(Path(config["input"]).expanduser(), "rb", **settings)
+        )
         chunks = iter(lambda: file.read(BYTES_PER_READ), b"")
     report = (
         (lambda text: messages.print(text, markup=False)) if config["on_error"] == "skip" else None

@@ -300,8 +300,7 @@ class Application:
         path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
         wanted = {"/health": "GET", "/step": "POST"}.get(path)
         if method != wanted:
-            status = 405 if wanted else 404
-            raise Refused(status, "there are POST /step and GET /health")
+            raise Refused(405 if wanted else 404, "there are POST /step and GET /health")
         if path == "/health":
             keys = ("model", "data", "states", "observations", "controls")
             return {

@@ -85,8 +85,7 @@ def installed(package: str) -> str | None:
 def show_progress(what: str, share: float) -> None:
     """Shows the finished share as one line of a terminal on standard error."""
     if sys.stderr.isatty():
-        end = "\n" if share >= 1 else ""
-        print(f"\r{what}: {share:.0%}", end=end, file=sys.stderr, flush=True)
+        print(f"\r{what}: {share:.0%}", end="\n" if share >= 1 else "", file=sys.stderr, flush=True)
 
 
 def download(

@@ -100,9 +100,11 @@ class OrientationImages(Shown):
             table = checked(Path(frames).expanduser())
         self.renderer: str = described(table.about, frames)
         self.problem: OrientationModel = OrientationModel(turn, sigma_z, sigma_x)
-        start = torch.tensor([1.0, 0.0], dtype=torch.float64)
         states, headings, *_ = simulate(
-            self.problem, start, n_train + n_test, Generator().manual_seed(seed)
+            self.problem,
+            torch.tensor([1.0, 0.0], dtype=torch.float64),
+            n_train + n_test,
+            Generator().manual_seed(seed),
         )
         shown, which = nearest(
             table.yaw_degrees, torch.atan2(headings[:, 1], headings[:, 0])

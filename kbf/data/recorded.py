@@ -117,8 +117,10 @@ class RecordedData(Shown):
                 f"n_train={n_train}: {name} has {first} training steps; "
                 "without n_train all of them are used"
             )
-        ends = [0, first if n_train is None else n_train], [first, last]
-        train, test_spans = (cut(lengths, bounds_of_part)[0] for bounds_of_part in ends)
+        train, test_spans = (
+            cut(lengths, bounds_of_part)[0]
+            for bounds_of_part in ([0, first if n_train is None else n_train], [first, last])
+        )
         if not train or not test_spans:
             raise ValueError(
                 f"data.test={list(bounds)} leaves {first} training steps of {name} "
@@ -191,8 +193,12 @@ def pulse(seed: int, progress: Callable[[float], None]) -> Arrays:
     inside = np.arange(beats[0], beats[-1])
     phase = np.interp(inside, beats, 2 * np.pi * np.arange(len(beats)))
     rate = PULSE_HZ / np.diff(beats)[np.searchsorted(beats, inside, side="right") - 1]
-    states = np.stack([np.cos(phase), np.sin(phase), rate], 1)
-    return Arrays(states, signal[inside, None], np.zeros((len(inside), 0)), np.array([len(inside)]))
+    return Arrays(
+        np.stack([np.cos(phase), np.sin(phase), rate], 1),
+        signal[inside, None],
+        np.zeros((len(inside), 0)),
+        np.array([len(inside)]),
+    )
 
 
 def watch(seed: int, progress: Callable[[float], None]) -> Arrays:

@@ -30,8 +30,13 @@ def floor(
         seed: of the particles.
         covariances: as of `kbf.evaluation.score.score`; slow with so many particles.
     """
-    filter = true_filter(problem, train, particles)
-    return score(filter, test, seed=seed, batch_size=4, covariances=covariances)
+    return score(
+        true_filter(problem, train, particles),
+        test,
+        seed=seed,
+        batch_size=4,
+        covariances=covariances,
+    )
 
 
 def data_floor(data: Data, **settings: Any) -> Score | None:

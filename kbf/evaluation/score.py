@@ -124,8 +124,7 @@ def score(
             if run.covariances is not None:
                 spreads.append(run.covariances.to("cpu", torch.float64))
             if ScoredBelief.ENERGY in run.diagnostics:
-                energy = run.diagnostics.pop(ScoredBelief.ENERGY)
-                energies.append(energy.to("cpu", torch.float64))
+                energies.append(run.diagnostics.pop(ScoredBelief.ENERGY).to("cpu", torch.float64))
             for name, values in run.diagnostics.items():
                 collected.setdefault(name, []).append(values.double().mean())
     diagnostics = {name: torch.stack(values).mean().item() for name, values in collected.items()}

@@ -107,10 +107,9 @@ class ExportedStep(nn.Module):
             f"state_{name}": leaf.contiguous().clone()
             for name, leaf in zip(self.fields, self.start(), strict=True)
         }
-        seen = torch.ones(1, dtype=torch.bool)
         return (
             start
-            | {"obs": obs, "seen": seen}
+            | {"obs": obs, "seen": torch.ones(1, dtype=torch.bool)}
             | ({"control": obs.new_zeros(1, self.controlled)} if self.controlled else {})
         )
 

@@ -54,8 +54,11 @@ class Augment(nn.Module):
                 else first.dtype,
             )
             for transform in self.transforms if len(x) else ():
-                whole = getattr(transform, "whole", False)
-                x = transform(x) if whole else torch.stack([transform(image) for image in x])
+                x = (
+                    transform(x)
+                    if getattr(transform, "whole", False)
+                    else torch.stack([transform(image) for image in x])
+                )
         return x if self.encoder is None else self.encoder(x)
 
 

@@ -95,8 +95,11 @@ class CNN(Encoder):
         for a, b in zip([c, *channels[:-1]], channels, strict=True):
             blocks += block(a, b, kernel, 2, norm)
             h, w = -(-h // 2), -(-w // 2)
-        widths = [channels[-1] * h * w, *hidden, features]
-        layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())][:-1]
+        layers = [
+            layer
+            for a, b in pairwise([channels[-1] * h * w, *hidden, features])
+            for layer in (nn.Linear(a, b), nn.ReLU())
+        ][:-1]
         self.net: nn.Module = nn.Sequential(*blocks, nn.Flatten(), nn.Dropout(dropout), *layers)
 
 
@@ -150,8 +153,9 @@ class SoftArgmaxCNN(Encoder):
         self.net: nn.Module = nn.Sequential(*blocks, nn.Conv2d(widths[-1], keypoints, 1))
         self.log_temperature: nn.Parameter = nn.Parameter(torch.tensor(math.log(temperature)))
         widths = [2 * keypoints, *hidden, *([features] if features else [])]
-        layers = [[nn.ReLU(), nn.Linear(a, b)] for a, b in pairwise(widths)]
-        self.head: nn.Sequential = nn.Sequential(*[layer for pair in layers for layer in pair][1:])
+        self.head: nn.Sequential = nn.Sequential(
+            *[layer for a, b in pairwise(widths) for layer in (nn.ReLU(), nn.Linear(a, b))][1:]
+        )
 
     def encode(self, x: Float[Tensor, "m c h w"]) -> Float[Tensor, "m p"]:
         """Features of images that are floating-point numbers already."""
@@ -253,8 +257,11 @@ class Backbone(Encoder):
                 "take resnet18, for example"
             )
         scale = max(1.0, size / min(h, w))
-        fixed = name.startswith(("vit", "maxvit"))
-        self.size: tuple[int, int] = (224, 224) if fixed else (round(h * scale), round(w * scale))
+        self.size: tuple[int, int] = (
+            (224, 224)
+            if name.startswith(("vit", "maxvit"))
+            else (round(h * scale), round(w * scale))
+        )
         self.net: nn.Module = models.get_model(
             name, weights=None, **({"input_size": (224, 224)} if name == "maxvit_t" else {})
         )
@@ -266,8 +273,9 @@ class Backbone(Encoder):
         parent, _, leaf = self.last.rpartition(".")
         head = nn.Linear(linear.in_features, features)
         setattr(self.net.get_submodule(parent), leaf, head)
-        there = weights is None or Path(weights).is_file()
-        self.missing: str | None = None if there else str(weights)
+        self.missing: str | None = (
+            None if weights is None or Path(weights).is_file() else str(weights)
+        )
         self.register_load_state_dict_post_hook(forget_missing)
         if weights is not None and self.missing is None:
             self.load(weights)
@@ -287,8 +295,11 @@ class Backbone(Encoder):
         """
         own = self.net.get_submodule(self.last).state_dict(prefix=f"{self.last}.")
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            kept = {key: leaf for key, leaf in state.items() if key.rpartition(".")[0] != self.last}
+            kept = {
+                key: leaf
+                for key, leaf in torch.load(path, map_location="cpu", weights_only=True).items()
+                if key.rpartition(".")[0] != self.last
+            }
             missing, unexpected = self.net.load_state_dict(kept | own, strict=False)
         except (
             Exception
@@ -297,8 +308,11 @@ class Backbone(Encoder):
             raise ValueError(
                 f"the weights {path} cannot be loaded: {type(error).__name__}: {reason}"
             ) from error
-        found = (("lacks", missing), ("has unknown", unexpected))
-        if differences := [f"{what} {some(keys)}" for what, keys in found if keys]:
+        if differences := [
+            f"{what} {some(keys)}"
+            for what, keys in (("lacks", missing), ("has unknown", unexpected))
+            if keys
+        ]:
             raise ValueError(
                 f"the weights {path} belong to another net: the file {' and '.join(differences)}"
             )
@@ -343,10 +357,9 @@ def block(a: int, b: int, kernel: int, stride: int, norm: str) -> list[nn.Module
     convolution = nn.Conv2d(a, b, kernel, stride, kernel // 2, bias=norm == "none")
     if norm == "none":
         return [convolution, nn.ReLU()]
-    groups = math.gcd(b, 4) if b >= 8 else 1
     return [
         convolution,
-        nn.GroupNorm(groups, b) if norm == "group" else nn.BatchNorm2d(b),
+        nn.GroupNorm(math.gcd(b, 4) if b >= 8 else 1, b) if norm == "group" else nn.BatchNorm2d(b),
         nn.ReLU(),
     ]
 

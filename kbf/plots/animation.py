@@ -82,8 +82,13 @@ def animate(
     kind = "map" if z.shape[1] > 2 else state_kind(z, kind)
     extent = extent if kind == "map" else None
     shown, images, x = min(z.shape[1], 4), sequence.obs.ndim == 4, visible(sequence, len(z))
-    high = 3.2 + 0.8 * shown if images else max(3.3, 0.9 * shown)
-    figure = Figure(figsize=(7.2, high + (0.7 if title else 0.4)), layout="constrained")
+    figure = Figure(
+        figsize=(
+            7.2,
+            (3.2 + 0.8 * shown if images else max(3.3, 0.9 * shown)) + (0.7 if title else 0.4),
+        ),
+        layout="constrained",
+    )
     shows: list[Callable[[int], None]] = []
     if images:
         grid = figure.add_gridspec(1 + shown, 2, height_ratios=[3.1, *[0.8] * shown])
@@ -94,11 +99,18 @@ def animate(
         grid = figure.add_gridspec(shown, 1 if kind == "rows" else 2)
         plane, below = grid[:, 0], [grid[k, -1] for k in range(shown)]
     if kind != "rows":
-        down = extent is not None and extent[2] > extent[3]
-        shows.append(draw_moves(figure.add_subplot(plane), (z, e, C), x, kind, down))
-    panels = [figure.add_subplot(cell) for cell in below]
+        shows.append(
+            draw_moves(
+                figure.add_subplot(plane),
+                (z, e, C),
+                x,
+                kind,
+                extent is not None and extent[2] > extent[3],
+            )
+        )
     shows += [
-        draw_series(axes, z, e, C, x, k, last=k == shown - 1) for k, axes in enumerate(panels)
+        draw_series(axes, z, e, C, x, k, last=k == shown - 1)
+        for k, axes in enumerate([figure.add_subplot(cell) for cell in below])
     ]
     handles = state_handles(kind if images or kind == "compass" else "rows", False)
     handles += ([] if x is None else [SEEN_DOT]) + ([] if C is None else [SPREAD])

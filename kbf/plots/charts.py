@@ -75,8 +75,16 @@ def curves(
     figure = Figure(figsize=(3.7 * across + 1.9, 3.3 * down + 0.3), layout="constrained")
     grid = figure.subplots(down, across, squeeze=False, sharey=share_y).flatten()
     for axes, here in zip(grid, panels, strict=False):
-        mine = [row for row in rows if panel is None or row[panel] == here]
-        draw_lines(axes, mine, lines, x, y, by, se, log)
+        draw_lines(
+            axes,
+            [row for row in rows if panel is None or row[panel] == here],
+            lines,
+            x,
+            y,
+            by,
+            se,
+            log,
+        )
         if level is not None:
             axes.axhline(level[0], color=TRUTH, lw=1.2, ls=(0, (5, 2)), label=level[1])
         for at, mark in [
@@ -221,8 +229,14 @@ def comparison_figure(
             *[positions[n] for n in known],
             positions[known[-1]] + 0.35,
         ]
-        values = [floors[n] for n in [known[0], *known, known[-1]]]
-        axes.plot(edges, values, color=TRUTH, lw=1.3, ls=(0, (5, 2)), label="floor (true model)")
+        axes.plot(
+            edges,
+            [floors[n] for n in [known[0], *known, known[-1]]],
+            color=TRUTH,
+            lw=1.3,
+            ls=(0, (5, 2)),
+            label="floor (true model)",
+        )
     axes.set_yscale("log")
     ticks = ticker.LogLocator(
         subs=(1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0), numticks=30

@@ -87,8 +87,10 @@ def frame_grid(
     shown = min(z.shape[1], MOST_COMPONENTS)
     panel_height = 0.15 * shown + 0.05 if kind == "rows" else 0.8
     sizes = [1.3 * aspect, *([panel_height] if panel else [])]  # inches
-    height = lines * (sum(sizes) + 0.24) + (0.75 if title else 0.45)
-    figure = Figure(figsize=(max(1.38 * columns, 4.4), height), layout="compressed")
+    figure = Figure(
+        figsize=(max(1.38 * columns, 4.4), lines * (sum(sizes) + 0.24) + (0.75 if title else 0.45)),
+        layout="compressed",
+    )
     engine: Any = figure.get_layout_engine()
     engine.set(w_pad=0.03, h_pad=0.03, hspace=0.0, wspace=0.0)
     grid = figure.add_gridspec(lines * len(sizes), columns, height_ratios=sizes * lines)
@@ -208,10 +210,9 @@ def draw_compass(axes: Axes, big: float = 1.0) -> Show:
         axes.add_patch(wedge)
     look: Any = {"angles": "xy", "scale_units": "xy", "scale": 1, "units": "inches", "zorder": 3}
     look |= {"headwidth": 3.6, "headlength": 4.2, "headaxislength": 3.8}
-    widths = {TRUTH: 0.023 * big, ESTIMATE: 0.015 * big}
     arrows = [
         axes.quiver(0, 0, 1.0, 0.0, color=color, width=width, **look)
-        for color, width in widths.items()
+        for color, width in {TRUTH: 0.023 * big, ESTIMATE: 0.015 * big}.items()
     ]
 
     def show(z: Tensor, e: Tensor, C: Tensor | None) -> None:

@@ -194,9 +194,17 @@ def draw_regions(axes: Axes, e: Tensor, C: Tensor, radius2: float, most: int = 2
         values, vectors = torch.linalg.eigh(C[t, :2, :2])
         wide, high = (2 * (radius2 * values.clamp(min=0)).sqrt()).tolist()
         angle = math.degrees(math.atan2(float(vectors[1, 0]), float(vectors[0, 0])))
-        middle = float(e[t, 0]), float(e[t, 1])
         axes.add_patch(
-            Ellipse(middle, wide, high, angle=angle, fill=False, color=ESTIMATE, alpha=0.5, lw=0.7)
+            Ellipse(
+                (float(e[t, 0]), float(e[t, 1])),
+                wide,
+                high,
+                angle=angle,
+                fill=False,
+                color=ESTIMATE,
+                alpha=0.5,
+                lw=0.7,
+            )
         )
 
 
@@ -222,9 +230,8 @@ def calibration_figure(sides: Mapping[str, Reliability], *, title: str = "") -> 
             lw=1.2,
             label=name,
         )
-        pit = reliability.pit.flatten().tolist()
         right.hist(
-            pit,
+            reliability.pit.flatten().tolist(),
             bins=10,
             range=(0, 1),
             density=True,

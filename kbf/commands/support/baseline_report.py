@@ -56,8 +56,13 @@ def print_baselines(
     names = state_columns(data) or [f"z_{k + 1}" for k in range(states.shape[1])]
     table = Table("NMSE of the test part", *map(escape, names), "all")
     for row, columns in found.items():
-        values = [*columns.tolist(), columns.nanmean().item()]
-        table.add_row(row, *("" if value != value else f"{value:.3f}" for value in values))
+        table.add_row(
+            row,
+            *(
+                "" if value != value else f"{value:.3f}"
+                for value in [*columns.tolist(), columns.nanmean().item()]
+            ),
+        )
     print_table(table)
     train = torch.cat([r.states for r in data.train]).double()
     print_notes(baseline_notes(names, found, train, states, torch.cat(result.estimates)))

@@ -74,8 +74,11 @@ def report(name: str, results: dict[tuple[str, int, int], Result], directory: Pa
             show_table(title, found, density_scores(floors, floors) if floors else {})
     if not rows:
         return
-    optional = [*COVERAGE_COLUMNS, *DENSITY_COLUMNS]
-    empty = [key for key in optional if all(row[key] != row[key] for row in rows)]
+    empty = [
+        key
+        for key in [*COVERAGE_COLUMNS, *DENSITY_COLUMNS]
+        if all(row[key] != row[key] for row in rows)
+    ]
     empty += [key for key in ("rejected", "filter") if not any(row[key] for row in rows)]
     kept = [{key: value for key, value in row.items() if key not in empty} for row in rows]
     runs = [run_row(result) for _, result in sorted(results.items())]
@@ -93,8 +96,13 @@ def report(name: str, results: dict[tuple[str, int, int], Result], directory: Pa
         write_csv(directory / "wilcoxon.csv", tests)
     title = f"{name}: {max(row['runs'] for row in rows)} runs"
     save(comparison_figure(rows, title=title, unit=unit), directory / "comparison.png")
-    tested = ["wilcoxon.csv"] if tests else []
-    written = ["results.csv", "runs.csv", *tested, "comparison.png", "about.json"]
+    written = [
+        "results.csv",
+        "runs.csv",
+        *(["wilcoxon.csv"] if tests else []),
+        "comparison.png",
+        "about.json",
+    ]
     print_written(directory, written)
 
 
@@ -192,8 +200,10 @@ def density_scores(runs: dict[int, Result], floors: dict[int, Result]) -> dict[s
     errors = [math.nan if run["test.mse"] is None else run["test.mse"] for run in runs.values()]
     energies = [-negated(run, "test.energy_score_raw") for run in runs.values()]
     optimal = [-negated(floors.get(seed, {}), "test.energy_score_raw") for seed in runs]
-    known = all(map(math.isfinite, [*energies, *optimal]))
-    over = summary(energies, optimal if known else [None] * len(optimal))
+    over = summary(
+        energies,
+        optimal if all(map(math.isfinite, [*energies, *optimal])) else [None] * len(optimal),
+    )
     values = (
         *mean_and_error([likelihood(run) for run in runs.values()]),
         *mean_and_error([likelihood_raw(run) for run in runs.values()]),
@@ -201,8 +211,10 @@ def density_scores(runs: dict[int, Result], floors: dict[int, Result]) -> dict[s
         over["excess"],
         over["excess_se"],
     )
-    rmse = mean_and_error([math.sqrt(error) for error in errors])[0]
-    return {"rmse": rmse, **dict(zip(DENSITY_COLUMNS, values, strict=True))}
+    return {
+        "rmse": mean_and_error([math.sqrt(error) for error in errors])[0],
+        **dict(zip(DENSITY_COLUMNS, values, strict=True)),
+    }
 
 
 def with_error(value: float, error: float, digits: int = 4, unit: str = "") -> str:

@@ -73,8 +73,9 @@ def print_values(title: str, values: Mapping[str, Any], keys: list[str] | None =
     """
     console.print(f"[bold]{title}[/]", highlight=False)
     names = [name for name in keys or values if values.get(name) is not None]
-    described = any(map(description_of, names))
-    table = Table("quantity", "value", *(["description"] if described else []))
+    table = Table(
+        "quantity", "value", *(["description"] if any(map(description_of, names)) else [])
+    )
     for name in names:
         cells = [name, escape(formatted(name, values[name])), description_of(name)]
         table.add_row(*cells[: len(table.columns)])

@@ -37,8 +37,9 @@ def commit(root: Path = Path(__file__).parents[3]) -> str | None:
     """
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     inputs = (":(top)", ":(top,exclude)data/results")
     try:

@@ -67,8 +67,9 @@ def finish_all(
         order: returns the missing jobs in the order in which they start.
         complete: returns whether a stored result has all that is needed.
     """
-    stored = {job.path: read_result(job.path, complete) for job in jobs}
-    done = {path: result for path, result in stored.items() if result is not None}
+    done = {
+        job.path: result for job in jobs if (result := read_result(job.path, complete)) is not None
+    }
     missing = order([job for job in jobs if job.path not in done])
     if done:
         console.print(f"{len(done)} of {len(jobs)} {name} are finished already", highlight=False)

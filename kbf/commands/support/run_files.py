@@ -62,8 +62,9 @@ def write_figures(
     tracks.save(track, directory / "track.png")
     names = ["track.png"]
     if images:
-        grid = frames.frame_grid(*shown, extent=data.extent, title=title)
-        tracks.save(grid, directory / "frames.png")
+        tracks.save(
+            frames.frame_grid(*shown, extent=data.extent, title=title), directory / "frames.png"
+        )
         names.append("frames.png")
     steps = config["animation_steps"]
     if steps and (images if config["animation"] is None else config["animation"]):

@@ -42,8 +42,9 @@ def candidates_of_net(net: Any) -> Candidates:
     if not isinstance(net, ModelSelection) or not net.candidates:
         return []
     weights = dict(zip(net.models, net.weights.mean(1).tolist(), strict=True))
-    selected = {name: weights[name] for name in net.used()}
-    return candidates_of("model_selection", net.candidates, selected)
+    return candidates_of(
+        "model_selection", net.candidates, {name: weights[name] for name in net.used()}
+    )
 
 
 def selection_notes(net: Any) -> list[str]:

@@ -130,6 +130,7 @@ def score_prediction(
             scores.metrics.update({f"test.{key}_ahead_{k}": error for k, error in errors.items()})
     scores.arrays.update({f"ahead_{k}": estimates for k, estimates in enumerate(result.estimates)})
     labels: Any = {"xlabel": "steps ahead", "ylabel": "mean squared error", "title": title}
-    figure = curves(rows, x="steps", y="error", by="of", **labels)
-    save(figure, Path(config["run_dir"]) / "ahead.png")
+    save(
+        curves(rows, x="steps", y="error", by="of", **labels), Path(config["run_dir"]) / "ahead.png"
+    )
     scores.figures.append("ahead.png")

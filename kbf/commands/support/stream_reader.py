@@ -193,8 +193,7 @@ class RowReader:
             raise HeaderError(f": two columns are called {repeated[0]!r}")
         if missing := [name for name in needed if name not in cells]:
             remedy = f"{', '.join(needed)} are needed, in a header or as numbers in this order"
-            no_header = len(missing) == len(needed) != len(cells)
-            kind = LineError if no_header else HeaderError
+            kind = LineError if len(missing) == len(needed) != len(cells) else HeaderError
             raise kind(f": there is no column {missing[0]!r} in {text[:80]!r}; {remedy}")
         self.column_index, self.width = [cells.index(name) for name in needed], len(cells)
         self.optional_index = {
@@ -240,8 +239,9 @@ class RowReader:
         else:
             time, sequence = None, self.sequence
         if not isinstance(value, list) or len(value) != len(needed):
-            kind = f"a {type(value).__name__}"
-            content = f"{len(value)} entries" if isinstance(value, list) else kind
+            content = (
+                f"{len(value)} entries" if isinstance(value, list) else f"a {type(value).__name__}"
+            )
             raise LineError(
                 f": it holds {content} in place of {len(needed)} numbers ({', '.join(needed)})"
             )
@@ -269,8 +269,11 @@ class RowReader:
         position = index if self.json else (self.column_index or []).index(index)
         column, value = self.needed[position], None
         if isinstance(cell, str):
-            is_time = self.columns.elapsed and column == self.columns.time
-            value = seconds(cell) if is_time else number(cell)
+            value = (
+                seconds(cell)
+                if self.columns.elapsed and column == self.columns.time
+                else number(cell)
+            )
         elif isinstance(cell, int | float) and not isinstance(cell, bool):
             # Whole numbers may be larger than any float.
             value = math.inf if abs(cell) > 1e300 else float(cell)
@@ -299,12 +302,17 @@ class RowReader:
                 )
             gap = previous is not None and now - previous > LARGEST_GAP * step
             if self.columns.elapsed:
-                elapsed = step if previous is None or gap or early else now - previous
-                control = [*control, elapsed]
+                control = [*control, step if previous is None or gap or early else now - previous]
             self.clock, self.assumed, time = now, False, time or f"{now:.15g}"
         self.sequence = sequence
-        controls = self.tensor([control]) if control else None
-        return Row(self.observation(values[:q]), controls, time, sequence, self.clock, gap)
+        return Row(
+            self.observation(values[:q]),
+            self.tensor([control]) if control else None,
+            time,
+            sequence,
+            self.clock,
+            gap,
+        )
 
     def observation(self, values: list[float]) -> Tensor | None:
         """Return the observation with angles as cosine and sine; None where it is missing."""

@@ -71,8 +71,14 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
                 if name in keys and role != "recording" and (states or role != "states")
             }
             id_key = keys_by_role["recording"].get(name)
-            ids = None if id_key is None else numpy.asarray(get(id_key))
-            recordings += recordings_of(path, layout, name or path.stem, loaded, lengths, ids)
+            recordings += recordings_of(
+                path,
+                layout,
+                name or path.stem,
+                loaded,
+                lengths,
+                None if id_key is None else numpy.asarray(get(id_key)),
+            )
     check_widths(path, recordings)
     first = recordings[0]
     return Contents(
@@ -316,8 +322,10 @@ def opened(path: Path) -> Iterator[tuple[list[str], Get, tuple[str, ...]]]:
             if path.is_dir():
                 files = {file.stem: file for file in path.glob("*.npy")}
             else:
-                found = path.parent.glob(f"{glob.escape(path.name)}*.npy")
-                files = {file.stem.removeprefix(path.name).lstrip("_-."): file for file in found}
+                files = {
+                    file.stem.removeprefix(path.name).lstrip("_-."): file
+                    for file in path.parent.glob(f"{glob.escape(path.name)}*.npy")
+                }
             yield list(files), guarded(path, lambda name: load_npy(files[name])), ()
     except ValueError as error:
         if str(path) in str(error):

@@ -137,8 +137,13 @@ class FileData(Shown):
             for k, s in zip(known, whole, strict=True)
         ]
         lengths = [len(s.states) for s in whole]
-        names = [recording.name for recording in self.recordings]
-        parts = split_by(names, lengths, split, plain(validation), plain(test))
+        parts = split_by(
+            [recording.name for recording in self.recordings],
+            lengths,
+            split,
+            plain(validation),
+            plain(test),
+        )
         cuts = {part: cut_at(spans, pieces) for part, spans in parts.items()}
         self.spans: dict[str, list[Span]] = {
             "train": where_known(cuts["train"], usable.__getitem__),

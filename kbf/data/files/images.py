@@ -27,8 +27,11 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
     from kbf.data.files import tables
 
     table = table_of(path, layout, states)
-    controls = layout.controls if isinstance(layout.controls, list) else []
-    sides = {"states": [], "observations": [], "controls": controls}
+    sides = {
+        "states": [],
+        "observations": [],
+        "controls": layout.controls if isinstance(layout.controls, list) else [],
+    }
     if table is not None and states:
         if not isinstance(layout.states, list):
             header = ", ".join(tables.header_of(table))
@@ -103,8 +106,9 @@ def video(path: Path, size: list[int] | None) -> Iterator[Tensor]:
             for frame in container.decode(video=0):
                 check_pixels(frame.width, frame.height, f"{path}, frame {count}")
                 count += 1
-                pixels = torch.from_numpy(frame.to_ndarray(format="rgb24"))
-                image = as_images(pixels[None], size, str(path))[0]
+                image = as_images(
+                    torch.from_numpy(frame.to_ndarray(format="rgb24"))[None], size, str(path)
+                )[0]
                 check_bytes(count * image.numel(), f"{path}: its first {count:,} frames")
                 yield image
     except (av.error.FFmpegError, IndexError) as error:

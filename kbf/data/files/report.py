@@ -72,8 +72,7 @@ def all_columns(data: FileData) -> dict[str, list[Tensor]]:
             if values is not None and values.ndim == 2:
                 for name, column in zip(names, values.unbind(1), strict=False):
                     both = side == "obs" and name in sides["states"]
-                    label = f"{name} (observed)" if both else name
-                    columns.setdefault(label, []).append(column)
+                    columns.setdefault(f"{name} (observed)" if both else name, []).append(column)
     return columns
 
 

@@ -81,10 +81,9 @@ def by_recording(
             f"data.split=recording leaves a part empty ({len(names)} recordings: {len(free)} for "
             f"training, {held}); data.split=time splits each recording instead"
         )
-    parts = {"train": free, **chosen}
     return {
         part: [span for span in whole if names[span.recording] in wanted]
-        for part, wanted in parts.items()
+        for part, wanted in {"train": free, **chosen}.items()
     }
 
 

@@ -89,8 +89,7 @@ def read_table(path: Path, layout: Layout, sides: dict[str, Any]) -> Table:
     numbers = [name for name in named if name and name != layout.time]
     words = [name for name in (layout.recording, layout.images) if name]
     check_columns(path, header_of(path), [*(n for n in (*named, layout.time) if n), *words])
-    reader = read_parquet if is_parquet(path) else read_csv
-    return reader(path, numbers, words, layout.time)
+    return (read_parquet if is_parquet(path) else read_csv)(path, numbers, words, layout.time)
 
 
 def recordings_of(

@@ -116,8 +116,10 @@ def read_layout(entities: str, variations: str) -> Layout:
 
     ``*`` is a wall in the first text; a letter in the second text is the name of a room.
     """
-    texts = entities.splitlines(), variations.splitlines()
-    walls, rooms = ([line for line in lines if line] for lines in texts)
+    walls, rooms = (
+        [line for line in lines if line]
+        for lines in (entities.splitlines(), variations.splitlines())
+    )
     free = torch.tensor([[mark != "*" for mark in line] for line in walls])
     zone = torch.tensor(
         [[0 if mark == "." else 1 + ord(mark) - ord("A") for mark in line] for line in rooms]
@@ -184,8 +186,9 @@ def maze_scene(layout: Layout, textures: Textures, generator: Generator) -> Scen
         made.append(hang(wall, paintings[painted - 1]) if painted else wall)
     walls = torch.where(closed, torch.searchsorted(used, kind).clamp(max=len(used) - 1), -1)
     flats = torch.stack([len(used) + zone.clamp(max=1) % floors, torch.full_like(zone, -1)], -1)
-    pictures = torch.stack([*made, *textures.floors, *textures.sky])
-    return make_scene(walls, flats, pictures, sky=len(used) + floors)
+    return make_scene(
+        walls, flats, torch.stack([*made, *textures.floors, *textures.sky]), sky=len(used) + floors
+    )
 
 
 def best_view(scene: Scene, free: Bool[Tensor, "X Y"]) -> Float[Tensor, "3"]:
@@ -210,10 +213,9 @@ def room(seed: int = 0) -> World:
     """
     generator = Generator().manual_seed(seed)
     hue = float(draw(generator, 1))
-    patterns = (bricks, panels, blocks, tiles, hexagons, panels)
     faces = [
         pattern(generator, colour((hue + k / 6) % 1, 0.6, 0.75))
-        for k, pattern in enumerate(patterns)
+        for k, pattern in enumerate((bricks, panels, blocks, tiles, hexagons, panels))
     ]
     faces = torch.stack([hang(face, picture(generator), 0.6) for face in faces])
     walls, flats = torch.arange(4).reshape(1, 1, 4), torch.tensor([[[4, 5]]])

@@ -80,8 +80,11 @@ def render(
             if progress is not None and ((k + 1) % 100 == 0 or k + 1 == len(yaw_degrees)):
                 progress(k + 1)
     turns = ((yaw_degrees.double() - angles) / 360).round()  # the engine returns 0 to 360
-    renderer = f"ViZDoom {importlib.metadata.version('vizdoom')}"
-    about = {"renderer": renderer, "level": level, "seed": seed}
+    about = {
+        "renderer": f"ViZDoom {importlib.metadata.version('vizdoom')}",
+        "level": level,
+        "seed": seed,
+    }
     return Frames(images, (angles + 360 * turns).float(), about)
 
 
@@ -105,8 +108,11 @@ def started(
     The engine writes its files into the working directory.
     """
     game = doom.DoomGame()
-    large = size[0] > 240 or size[1] > 320
-    resolution = doom.ScreenResolution.RES_640X480 if large else doom.ScreenResolution.RES_320X240
+    resolution = (
+        doom.ScreenResolution.RES_640X480
+        if size[0] > 240 or size[1] > 320
+        else doom.ScreenResolution.RES_320X240
+    )
     settings = {
         "doom_game_path": str(Path(doom.__file__).parent / game_file),
         "doom_config_path": str(Path(folder) / "_vizdoom.ini"),
