@@ -154,8 +154,7 @@ def as_recordings(
                 "recordings are kbf.Recording(states, observations) or a list of such, "
                 f"got a {type(s).__name__}"
             )
-    sequences = [Recording(*s) for s in sequences]
-    if not sequences:
+    if not (sequences := [Recording(*s) for s in sequences]):
         raise ValueError("the memory holds no sequence")
     for k, s in enumerate(sequences):
         if s.states.ndim != 2 or s.obs.ndim < 2 or len(s.states) != len(s.obs):

@@ -148,7 +148,6 @@ def completed(recipe: Mapping[str, Any], data: Data) -> dict[str, Any]:
     settings |= {key: shapes[key] for key in SHAPES if settings.get(key, 0) is None}
     if "image" in settings and settings["image"] is None:
         settings["encoding"] = None
-    n_train = recipe["n_train"]
-    if n_train is None:
+    if (n_train := recipe["n_train"]) is None:
         n_train = sum(len(r.states) for r in data.train)
     return {**recipe, "data": settings, "n_train": n_train}

@@ -322,8 +322,7 @@ def package_file(name: str) -> Path:
     """
     source = RECORDED[name]
     found = importlib.util.find_spec(source.package)
-    places = [] if found is None else list(found.submodule_search_locations or [])
-    if not places:
+    if not (places := [] if found is None else list(found.submodule_search_locations or [])):
         raise ValueError(missing(source.package, "recordings", f"data={name}"))
     path = Path(places[0]) / source.file
     content = path.read_bytes() if path.is_file() else b""

@@ -91,8 +91,7 @@ class ExportedStep(nn.Module):
         rejections = torch.zeros_like(count) if after.rejections is None else after.rejections
         rejected = torch.zeros_like(seen) if after.rejected is None else after.rejected
         state = (*belief, rejections)
-        C = covariance_of(self.filter, belief)
-        if C is None:
+        if (C := covariance_of(self.filter, belief)) is None:
             return (*state, self.filter.estimate(belief), rejected)
         C = C if self.calibration is None else self.calibration.covariance(C)
         return (*state, self.filter.estimate(belief), C, rejected)

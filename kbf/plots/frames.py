@@ -128,8 +128,7 @@ def shown_steps(
     Raises:
         ValueError: no step at all.
     """
-    n = min(steps, len(sequence.states), len(estimates))
-    if n < 1:
+    if (n := min(steps, len(sequence.states), len(estimates))) < 1:
         raise ValueError("there is no step to show")
     z, e = (values[:n].detach().double().cpu() for values in (sequence.states, estimates))
     return z, e, None if covariances is None else covariances[:n].detach().double().cpu()

@@ -107,8 +107,7 @@ def track_figure(
     for k, axes in enumerate(panels):
         draw_component(axes, z, x, e, C, k, last=k == shown - 1)
         axes.set_ylabel(labels[k], rotation=90 if names else 0, labelpad=10)
-    strange = [] if alarms is None else alarms[:steps].nonzero().flatten().tolist()
-    if strange:
+    if strange := [] if alarms is None else alarms[:steps].nonzero().flatten().tolist():
         panels[0].plot(
             strange, [1.0] * len(strange), transform=panels[0].get_xaxis_transform(), **ALARM
         )

@@ -128,8 +128,7 @@ class OnlineEstimator:
         Those after the first "diverged" are not valid.
         """
         obs = [None if row.obs is None or bool(row.obs.isnan().any()) else row.obs for row in rows]
-        observed = [x for x in obs if x is not None]
-        if not observed:
+        if not (observed := [x for x in obs if x is not None]):
             if self.recent is not None:
                 self.recent = torch.cat(
                     [self.recent, torch.full_like(self.recent, torch.nan)[: len(rows)]]

@@ -168,7 +168,6 @@ def start_worker() -> None:
 
 def follow_parent() -> None:
     """Exit when the parent process has ended, so that no worker outlives a killed command."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)

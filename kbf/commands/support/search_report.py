@@ -105,6 +105,5 @@ def log(loggers: Sequence[Any], candidates: Candidates, step: int) -> None:
     table = "\n".join(f"| {' | '.join(c.replace('|', '/') for c in row)} |" for row in rows)
     for logger in loggers:
         logger.log_metrics(numbers, step)
-        add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
-        if add_text is not None:
+        if (add_text := getattr(getattr(logger, "experiment", None), "add_text", None)) is not None:
             add_text("candidates", table, step)

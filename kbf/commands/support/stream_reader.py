@@ -294,8 +294,7 @@ class RowReader:
         if self.columns.elapsed:
             now = values[-1]
         if now is not None and step is not None and math.isfinite(now):
-            early = previous is not None and now <= previous
-            if early and not self.assumed:
+            if (early := previous is not None and now <= previous) and not self.assumed:
                 raise LineError(
                     f", column {self.columns.time!r}: time {now:.15g} does not come after "
                     f"{previous:.15g}"

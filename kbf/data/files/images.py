@@ -83,8 +83,7 @@ def table_of(path: Path, layout: Layout, states: bool) -> Path | None:
 def frames(path: Path, size: list[int] | None) -> Tensor:
     """Reads all images of a folder, or all frames of a video."""
     if path.is_dir():
-        files = [p for p in path.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES]
-        if not files:
+        if not (files := [p for p in path.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES]):
             raise ValueError(
                 f"{path} holds no images ({', '.join(IMAGE_SUFFIXES)}) and no .npy files"
             )

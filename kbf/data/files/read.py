@@ -151,8 +151,7 @@ def check_width(recording: FileRecording, column_schema: ColumnSchema) -> None:
         "controls": (recording.controls, column_schema.controls),
     }
     for side, (values, names) in sides.items():
-        width = 0 if values is None or values.ndim == 4 else values.shape[1]
-        if width != len(names):
+        if (width := 0 if values is None or values.ndim == 4 else values.shape[1]) != len(names):
             expected = ", ".join(names) or ("images" if side == "observations" else "none")
             raise ValueError(
                 f"{recording.file}: {width} columns of {side}, the training had {len(names)} "

@@ -68,8 +68,7 @@ def all_columns(data: FileData) -> dict[str, list[Tensor]]:
     }
     for recording in data.recordings:
         for side, names in sides.items():
-            values = getattr(recording, side)
-            if values is not None and values.ndim == 2:
+            if (values := getattr(recording, side)) is not None and values.ndim == 2:
                 for name, column in zip(names, values.unbind(1), strict=False):
                     both = side == "obs" and name in sides["states"]
                     columns.setdefault(f"{name} (observed)" if both else name, []).append(column)

@@ -75,8 +75,7 @@ def matching(path: Path, header: list[str], names: list[str]) -> list[str]:
     found: list[str] = []
     for name in names:
         pattern = is_pattern(name) and name not in header
-        alike = fnmatch.filter(header, name) if pattern else [name]
-        if not alike:
+        if not (alike := fnmatch.filter(header, name) if pattern else [name]):
             raise ValueError(f"{path}: no column matches {name!r}; it has {', '.join(header)}")
         found += [each for each in alike if not (pattern and each in found)]
     return found
@@ -221,8 +220,7 @@ def read_csv(path: Path, numbers: list[str], words: list[str], time: str | None)
                 f"{path}, row {line}: {len(cells)} cells, the header has {len(header)}"
             )
         for place, name, reader in readers:
-            value = reader(cells[place])
-            if value is None or math.isinf(value):
+            if (value := reader(cells[place])) is None or math.isinf(value):
                 problem = f"{cells[place]!r} is no {'finite ' if value else ''}number"
                 if value is None and number(cells[place].replace(",", ".")) is not None:
                     problem += ": decimals need a point"
@@ -315,8 +313,7 @@ def seconds(cell: str) -> float | None:
 
     A date without a time zone is UTC; None is returned for any other text.
     """
-    value = number(cell)
-    if value is not None:
+    if (value := number(cell)) is not None:
         return value
     try:
         date = datetime.fromisoformat(cell)

@@ -16,8 +16,7 @@ UNEVEN_SHARE = 0.01
 
 def check_times(recording: FileRecording) -> None:
     """Raises a ValueError with the place of the first missing or non-increasing time stamp."""
-    times = recording.times
-    if times is None:
+    if (times := recording.times) is None:
         return
     if bool(times.isnan().any()):
         raise ValueError(
@@ -94,8 +93,7 @@ def encode_recording(
     Raises:
         ValueError: a missing control, or an error of `ColumnSchema.encode`, with the file.
     """
-    controls = recording.controls
-    if controls is not None and bool(controls.isnan().any()):
+    if (controls := recording.controls) is not None and bool(controls.isnan().any()):
         row, column = controls.isnan().nonzero()[0].tolist()
         name = [*column_schema.controls, "time"][column]
         raise ValueError(

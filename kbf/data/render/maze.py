@@ -141,8 +141,7 @@ def carve(size: Size, generator: Generator) -> Layout:
             for dx, dy in ((2, 0), (0, 2), (-2, 0), (0, -2))
             if 0 < x + dx < columns and 0 < y + dy < rows
         ]
-        ways = [(dx, dy) for dx, dy in ways if not free[x + dx, y + dy]]
-        if not ways:
+        if not (ways := [(dx, dy) for dx, dy in ways if not free[x + dx, y + dy]]):
             path.pop()
             continue
         dx, dy = ways[pick(generator, len(ways))]
