@@ -33,15 +33,18 @@ def run(config: dict[str, Any]) -> int:
     report = examine(data)
     directory, path = Path(config["run_dir"]), str(config["data"]["path"])
     write_text(directory / "report.md", markdown(path, report))
-    series = series_figure(all_columns(data), parts_of_steps(data), title=path)
-    save(series, directory / "series.png")
+    save(
+        series_figure(all_columns(data), parts_of_steps(data), title=path), directory / "series.png"
+    )
     parts = {
         part: torch.cat([recording.states for recording in getattr(data, part)])
         for part in data.spans
         if getattr(data, part)
     }
-    states = scatter_figure(parts, data.column_schema.components("states"), title=path)
-    save(states, directory / "states.png")
+    save(
+        scatter_figure(parts, data.column_schema.components("states"), title=path),
+        directory / "states.png",
+    )
     for rows in (report.recordings, report.columns):
         if rows:
             print_rows(rows)

@@ -157,8 +157,13 @@ def embedded(renderer: str, level: str | None, seed: int, size: tuple[int, int])
         check_frames(table)
         return table
 
-    key = [RENDERER_VERSION, renderer, level, seed, size, VIEWS, *packages]
-    return cached(renderer, key, checked, make, write_frames)
+    return cached(
+        renderer,
+        [RENDERER_VERSION, renderer, level, seed, size, VIEWS, *packages],
+        checked,
+        make,
+        write_frames,
+    )
 
 
 def render_turn(

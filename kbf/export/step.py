@@ -198,8 +198,7 @@ def export(
                 f"the step of this filter cannot be exported: {first_line(error)}"
             ) from error
         with replacing(path) as temporary:
-            read = WRITERS[format](program, inputs, outputs, temporary, json.dumps(known))
-            run = read(temporary)
+            run = WRITERS[format](program, inputs, outputs, temporary, json.dumps(known))(temporary)
             apart = compare(step, run, inputs, obs, controls, scale)
             if not max(apart) <= TOLERANCE:
                 raise ValueError(

@@ -331,6 +331,9 @@ def state_handles(kind: str, spread: bool, called: str = "estimate") -> list[Any
         Line2D([], [], color=ESTIMATE, label=called, **look),
     ]
     if spread:
-        one = Patch(color=ESTIMATE, alpha=0.3, lw=0, label="1 standard deviation")
-        handles.append(one if kind == "rows" else SPREAD)
+        handles.append(
+            Patch(color=ESTIMATE, alpha=0.3, lw=0, label="1 standard deviation")
+            if kind == "rows"
+            else SPREAD
+        )
     return handles

@@ -66,8 +66,10 @@ def report(name: str, results: dict[tuple[str, int, int], Result], directory: Pa
                 model: {s: value_of(r) for s, r in runs.items() if not math.isnan(value_of(r))}
                 for model, runs in by_model.items()
             }
-            pairs = wilcoxon_pairs({model: each for model, each in values.items() if each})
-            tests += [size | {"score": score} | pair for pair in pairs]
+            tests += [
+                size | {"score": score} | pair
+                for pair in wilcoxon_pairs({model: each for model, each in values.items() if each})
+            ]
         if found:
             source = found[0]["renderer"]
             title = f"{name}, {n} training {unit}{source and f'; images: {source}'}"
@@ -288,5 +290,6 @@ def show_table(title: str, rows: list[dict[str, Any]], floor: dict[str, float]) 
         table.add_row(*(cells.get(heading, "") for heading in columns), style="dim")
     print_table(table)
     if rejected := [f"{r['model']} {100 * r['rejected']:.2f} %" for r in rows if r["rejected"]]:
-        text = f"share of observations rejected as implausible: {', '.join(rejected)}"
-        console.print(text, highlight=False)
+        console.print(
+            f"share of observations rejected as implausible: {', '.join(rejected)}", highlight=False
+        )

@@ -317,5 +317,6 @@ class FilterRun:
             "recording": None if name is None else as_bytes(list(name.encode())),
             "recent": recent,
         }
-        known = {key: leaf for key, leaf in position.items() if leaf is not None}
-        self.estimator.live.save(self.path, **known)
+        self.estimator.live.save(
+            self.path, **{key: leaf for key, leaf in position.items() if leaf is not None}
+        )

@@ -39,8 +39,11 @@ def read_result(
             return result
     except (ValueError, RecursionError):
         pass
-    text = f"[yellow]{escape(str(path))} is damaged[/]: it is computed again"
-    console.print(text, highlight=False, soft_wrap=True)
+    console.print(
+        f"[yellow]{escape(str(path))} is damaged[/]: it is computed again",
+        highlight=False,
+        soft_wrap=True,
+    )
     return None
 
 
@@ -82,8 +85,10 @@ def finish_all(
         for job, result in finished:
             if "error" in result:
                 failed += 1
-                text = f"[red]failed[/] {escape(label(job))}: {escape(result['error'])}"
-                progress.console.print(text, highlight=False)
+                progress.console.print(
+                    f"[red]failed[/] {escape(label(job))}: {escape(result['error'])}",
+                    highlight=False,
+                )
             else:
                 write_json(job.path, result)
                 done[job.path] = result

@@ -22,8 +22,9 @@ def estimate_rows(data: Data, result: Score) -> list[dict[str, Any]]:
     """Return the estimates of the test part in the file's own columns and units, a row a step."""
     rows = []
     for k, estimates in enumerate(result.estimates):
-        covariances = None if result.covariances is None else result.covariances[k]
-        columns = data.column_schema.decode(estimates, covariances)
+        columns = data.column_schema.decode(
+            estimates, None if result.covariances is None else result.covariances[k]
+        )
         values = zip(*(column.tolist() for column in columns.values()), strict=True)
         rows += [
             {"recording": k, "step": t, **dict(zip(columns, row, strict=True))}

@@ -101,8 +101,7 @@ def name_given(layout: Layout, role: str, names: list[str], states: bool) -> lis
 
 def check_all_there(path: Path, keys_by_role: dict[str, dict[str, str]], states: bool) -> None:
     """Raises a ValueError if only some recordings of a file have states, controls or times."""
-    roles = ("states", "controls", "time") if states else ("controls", "time")
-    for role in roles:
+    for role in ("states", "controls", "time") if states else ("controls", "time"):
         lacking = keys_by_role["observations"].keys() - keys_by_role[role].keys()
         if keys_by_role[role] and lacking:
             array = keys_by_role["observations"][min(lacking)]

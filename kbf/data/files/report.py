@@ -123,8 +123,11 @@ def column_warnings(name: str, each: list[Tensor], data: FileData) -> list[str]:
         return [f"column {name}: it is empty"]
     if float(known.max() - known.min()) <= 1e-12 * float(known.abs().max()):
         return [f"column {name}: it is constant ({float(known[0]):g}) and holds no information"]
-    parts = (*data.column_schema.states, *data.column_schema.observations)
-    declared = {part.names[0] for part in parts if part.kind == "angle"}
+    declared = {
+        part.names[0]
+        for part in (*data.column_schema.states, *data.column_schema.observations)
+        if part.kind == "angle"
+    }
     plain = name.removesuffix(" (observed)")
     if plain not in declared and (period := looks_like_angle(each)) is not None:
         unit = "degrees" if period == 360 else "radians"

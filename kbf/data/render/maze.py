@@ -218,7 +218,8 @@ def room(seed: int = 0) -> World:
     ]
     faces = torch.stack([hang(face, picture(generator), 0.6) for face in faces])
     walls, flats = torch.arange(4).reshape(1, 1, 4), torch.tensor([[[4, 5]]])
-    scene = make_scene(walls, flats, faces, cell=(5.0, 4.0), height=3.0)
     return World(
-        scene, torch.tensor([2.5, 2.0, 1.5], dtype=torch.float64), "a room, generated textures"
+        make_scene(walls, flats, faces, cell=(5.0, 4.0), height=3.0),
+        torch.tensor([2.5, 2.0, 1.5], dtype=torch.float64),
+        "a room, generated textures",
     )
