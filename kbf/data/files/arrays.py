@@ -20,8 +20,15 @@ import torch
 from torch import Tensor
 
 from kbf.data.files.image_io import as_images, natural_order
-from kbf.data.files.layout import Contents, FileRecording, Layout, by_recording, own_package
-from kbf.data.files.limits import check_bytes, stored_bytes
+from kbf.data.files.layout import (
+    Contents,
+    FileRecording,
+    Layout,
+    by_recording,
+    check_bytes,
+    own_package,
+    stored_bytes,
+)
 
 # Default names of the arrays of each role; the layout may give others.
 USUAL_NAMES = {

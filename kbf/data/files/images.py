@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from kbf.data.files.image_io import IMAGE_SUFFIXES, as_images, natural_order, picture, together
-from kbf.data.files.layout import Contents, FileRecording, Layout, own_package
-from kbf.data.files.limits import check_bytes, check_pixels
+from kbf.data.files.layout import (
+    Contents,
+    FileRecording,
+    Layout,
+    check_bytes,
+    check_pixels,
+    own_package,
+)
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif")
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.layout import (
+    MAX_NUMBER,
     Contents,
     FileRecording,
     Layout,
@@ -17,7 +18,6 @@ from kbf.data.files.layout import (
     is_pattern,
     layout_of,
 )
-from kbf.data.files.limits import MAX_NUMBER
 
 
 def read(path: str | os.PathLike[str], layout: Layout, *, states: bool = True) -> Contents:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kbf.data.files import limits
+from kbf.data.files import layout
 from kbf.data.files.layout import Layout, layout_of
 from kbf.data.files.read import read
 from kbf.data.files.tables import number, seconds
@@ -23,7 +23,7 @@ def npz(path, **arrays):
 def test_an_archive_that_expands_is_refused_with_the_numbers(tmp_path, monkeypatch):
     path = npz(tmp_path / "a.npz", states=np.zeros((1000, 2)), observations=np.zeros((1000, 2)))
     assert path.stat().st_size < 2000 and len(read(path, Layout()).recordings[0].obs) == 1000
-    monkeypatch.setattr(limits, "MAX_BYTES", 30_000)
+    monkeypatch.setattr(layout, "MAX_BYTES", 30_000)
     with pytest.raises(
         ValueError,
         match=r"a\.npz: 32,\d\d\d bytes in memory, more than the limit of 30,000",
@@ -68,7 +68,7 @@ def test_pictures_that_are_too_many_are_refused(tmp_path, monkeypatch):
     for k in range(5):
         Image.new("L", (10, 10)).save(tmp_path / f"{k}.png")
     assert read(tmp_path, Layout(), states=False).recordings[0].obs.shape == (5, 1, 10, 10)
-    monkeypatch.setattr(limits, "MAX_BYTES", 499)
+    monkeypatch.setattr(layout, "MAX_BYTES", 499)
     with pytest.raises(ValueError, match="all its 5 images: 500 bytes"):
         read(tmp_path, Layout(), states=False)
 
