@@ -19,9 +19,8 @@ from kbf.filters.kernel.controlled_transition import (
 )
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.operators import density_transition, low_rank
-from kbf.filters.kernel.update.likelihood import DensityUpdate
 from kbf.filters.kernel.update.nearest_draws import LocalUpdate
-from kbf.filters.kernel.update.rule import PrimalUpdate
+from kbf.filters.kernel.update.rule import DensityUpdate, PrimalUpdate
 from kbf.manifolds import FLAT, Manifold
 from kbf.recording import Recording, as_recordings, observed_pairs
 from kbf.rkhs.features import NystromFeatures
@@ -65,7 +64,7 @@ class SimulatedKBF(DensityModel):
     With ``allow_missing_sensors`` any sensor may be missing at any step, with NaN in its columns.
     The columns of each sensor are inferred from the recordings, and each sensor has a density of
     its own (`kbf.densities.per_sensor`); weights are the densities of the present sensors
-    (`kbf.filters.kernel.update.likelihood`).
+    (`kbf.filters.kernel.update.rule.DensityUpdate`).
     """
 
     def __init__(

@@ -1,5 +1,4 @@
 from kbf.filters.kernel.update import (
-    likelihood as likelihood,
     nearest_draws as nearest_draws,
     rule as rule,
 )
