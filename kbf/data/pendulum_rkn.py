@@ -120,8 +120,8 @@ class PendulumRKN:
                 f"{quality}, {sigma_omega}"
             )
         settings = steps, sigma_omega, None if clean else quality
-        self.test = draw_sequences(n_test, 2 * seed + 1, *settings)
-        self.train = draw_sequences(n_train, 2 * seed, *settings)
+        self.test: list[Recording] = draw_sequences(n_test, 2 * seed + 1, *settings)
+        self.train: list[Recording] = draw_sequences(n_train, 2 * seed, *settings)
 
 
 def draw_sequences(

@@ -52,7 +52,9 @@ class EnsembleFilter(UpdateByObserve[Any]):
             weights: a_k, not negative, each column of sum 1.
             spreads: covariances of the errors, for members without covariances.
         """
-        self.filters, self.weights, self.spreads = filters, weights, spreads
+        self.filters: dict[str, Filter[Any]] = filters
+        self.weights: Tensor = weights
+        self.spreads: Tensor = spreads
         self.kinds: list[Any] = [type(each.init(1)) for each in filters.values()]
         names = [
             f"member{k}_{field}" for k, kind in enumerate(self.kinds) for field in kind._fields

@@ -33,7 +33,8 @@ class Augment(nn.Module):
     def __init__(self, transforms: Sequence[Any] | None, encoder: nn.Module | None = None) -> None:
         """``transforms`` of images ``c h w`` in [0, 1] are applied in order, then ``encoder``."""
         super().__init__()
-        self.transforms, self.encoder = tuple(transforms or ()), encoder
+        self.transforms: tuple[Any, ...] = tuple(transforms or ())
+        self.encoder: nn.Module | None = encoder
         if wrong := [t for t in self.transforms if not callable(t)]:
             raise ValueError(
                 f"augmentation needs transforms, each with its _target_; got {wrong[0]!r}"

@@ -42,7 +42,8 @@ class Encoder(nn.Module):
 
     def __init__(self, q: Sequence[int], features: int) -> None:
         super().__init__()
-        self.shape, self.features = tuple(q), features
+        self.shape: tuple[int, ...] = tuple(q)
+        self.features: int = features
 
     def forward(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m p"]:
         """Features of images, in the dtype of the parameters.

@@ -95,7 +95,8 @@ class ControlledTransition(ShownModule):
         self.register_buffer("right", right)
         self.register_buffer("controls", controls)
         self.register_buffer("bandwidth", bandwidth)
-        self.kernel, self.controlled = kernel, controls.shape[1]
+        self.kernel: Callable[..., Tensor] = kernel
+        self.controlled: int = controls.shape[1]
 
     def forward(
         self, w: Float[Tensor, "b n"], control: Float[Tensor, "b k"]

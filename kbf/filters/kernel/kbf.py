@@ -130,9 +130,16 @@ class KBF(ShownModule):
                 "KBF: tol must be in [0, 1), factors and regs positive; "
                 f"got {tol}, {factors} and {regs}"
             )
-        self.rule, self.ratio, self.kernel, self.select = rule, ratio, kernel, select
-        self.rank, self.tol, self.local, self.normalise = rank, tol, local, normalise
-        self.factors, self.alpha = factors, alpha
+        self.rule: str = rule
+        self.ratio: str = ratio
+        self.kernel: str = kernel
+        self.select: str = select
+        self.rank: int | None = rank
+        self.tol: float = tol
+        self.local: int | None = local
+        self.normalise: bool = normalise
+        self.factors: tuple[float, float, float] = factors
+        self.alpha: float = alpha
         self.dtype: torch.dtype = getattr(torch, dtype)
         log_reg = torch.tensor(regs, dtype=torch.float64).log()
         widths = torch.zeros_like(log_reg)

@@ -172,7 +172,8 @@ class KernelMonteCarloFilter(UpdateByObserve[LocalMemory], Shown):
         self.reg: float = reg
         self.factor: float = factor
         self.counts: bool = counts
-        self.temper, self.region = temper, region
+        self.temper: float = temper
+        self.region: tuple[Tensor, Tensor] | None = region
         device = initial.device
         self.recorded: Tensor | None = (
             initial[evenly(len(initial), MAX_RECORDED_STATES, device)] if recorded else None

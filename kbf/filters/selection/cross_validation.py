@@ -102,7 +102,9 @@ class Search:
             budget: seconds from ``began`` on (a `time.perf_counter`; None for now), or None for any
                 time.
         """
-        self.parts, self.scale, self.budget = parts, scale, budget
+        self.parts: Sequence[Part] = parts
+        self.scale: Tensor = scale
+        self.budget: float | None = budget
         self.began: float = time.perf_counter() if began is None else began
         self.found: dict[str, Trial] = {}
         self.rows: list[Row] = []
