@@ -152,16 +152,16 @@ class FileData(Shown):
         }
         if n_train is not None and test != "all":
             self.spans["train"] = first_steps(self.spans["train"], n_train)
-        parts: tuple[list[Recording], ...] = tuple(
+        known_parts: tuple[list[Recording], ...] = tuple(
             [
                 s._replace(mask=None) if s.mask is not None and bool(s.mask.all()) else s
                 for s in take(whole, self.spans[part])
             ]
             for part in ("train", "validation", "test")
         )
-        self.train: list[Recording] = parts[0]
-        self.validation: list[Recording] = parts[1]
-        self.test: list[Recording] = parts[2]
+        self.train: list[Recording] = known_parts[0]
+        self.validation: list[Recording] = known_parts[1]
+        self.test: list[Recording] = known_parts[2]
         if (not self.test and test != 0) or (
             test != "all" and sum(len(s.states) for s in self.train) < 2
         ):
