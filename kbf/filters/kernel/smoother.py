@@ -92,9 +92,11 @@ class RuleBackward(nn.Module):
         self.kernel = kernel
         self.source: Tensor = nn.Buffer(source, persistent=False)
         self.target: Tensor = nn.Buffer(target, persistent=False)
-        self.bandwidth: Tensor = nn.Buffer(bandwidth, persistent=False)
+        self.bandwidth: Tensor = nn.Buffer(bandwidth.detach(), persistent=False)
         kept = None if controls is None else nn.Buffer(controls, persistent=False)
-        widths = None if log_widths is None else nn.Buffer(log_widths.exp(), persistent=False)
+        widths = (
+            None if log_widths is None else nn.Buffer(log_widths.detach().exp(), persistent=False)
+        )
         self.controls: Tensor | None = kept
         self.widths: Tensor | None = widths
 
