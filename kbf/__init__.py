@@ -16,13 +16,20 @@ __version__ = "0.1.0"
 
 # Public names, and the modules that define them.
 _HOME = {
+    "fit": "kbf.fitting",
+    "load": "kbf.fitted.fitted_filter",
+    "FittedFilter": "kbf.fitted.fitted_filter",
+    "Estimates": "kbf.fitted.estimates",
+    "OnlineFilter": "kbf.fitted.online",
+    "DataError": "kbf.runtime.errors",
+    "DataWarning": "kbf.runtime.errors",
     "Recording": "kbf.recording",
     "FitError": "kbf.runtime.errors",
     "rollout": "kbf.filters.rollout",
     "step": "kbf.filters.rollout",
     "smooth": "kbf.filters.smoothing",
     "predict_ahead": "kbf.filters.smoothing",
-    "OnlineFilter": "kbf.filters.online",
+    "RunningFilter": "kbf.filters.online",
     "tune_process": "kbf.runtime.threads",
     "save_state": "kbf.filters.online",
     "load_state": "kbf.filters.online",

@@ -11,6 +11,7 @@ from kbf import (
     export as export,
     filters as filters,
     fitted as fitted,
+    fitting as fitting,
     images as images,
     layers as layers,
     manifolds as manifolds,
@@ -56,7 +57,7 @@ from kbf.filters.neural.gru import GRUFilter as GRUFilter, GRUImages as GRUImage
 from kbf.filters.neural.lstm import LSTMFilter as LSTMFilter
 from kbf.filters.neural.rkn import RKNFilter as RKNFilter
 from kbf.filters.online import (
-    OnlineFilter as OnlineFilter,
+    RunningFilter as RunningFilter,
     load_state as load_state,
     save_state as save_state,
 )
@@ -72,6 +73,10 @@ from kbf.filters.regression.window import MeanModel as MeanModel, WindowRidge as
 from kbf.filters.rollout import rollout as rollout, step as step
 from kbf.filters.smoothing import predict_ahead as predict_ahead, smooth as smooth
 from kbf.fitted.checkpoint import load_filter as load_filter
+from kbf.fitted.estimates import Estimates as Estimates
+from kbf.fitted.fitted_filter import FittedFilter as FittedFilter, load as load
+from kbf.fitted.online import OnlineFilter as OnlineFilter
+from kbf.fitting import fit as fit
 from kbf.images.augment import Augment as Augment, PixelNoise as PixelNoise
 from kbf.images.encoders import (
     CNN as CNN,
@@ -81,7 +86,11 @@ from kbf.images.encoders import (
 )
 from kbf.recording import Recording as Recording
 from kbf.rkhs import kernels as kernels, ratios as ratios, rules as rules
-from kbf.runtime.errors import FitError as FitError
+from kbf.runtime.errors import (
+    DataError as DataError,
+    DataWarning as DataWarning,
+    FitError as FitError,
+)
 from kbf.runtime.threads import tune_process as tune_process
 from kbf.ssm import (
     OrientationModel as OrientationModel,
@@ -105,11 +114,15 @@ __all__ = [
     "Clutter",
     "DSprites",
     "Data",
+    "DataError",
+    "DataWarning",
+    "Estimates",
     "FeatureKBF",
     "FileData",
     "FilterDataModule",
     "FilterTraining",
     "FitError",
+    "FittedFilter",
     "Fork",
     "FrameRegression",
     "GRUFilter",
@@ -135,6 +148,7 @@ __all__ = [
     "RKNFilter",
     "RecordedData",
     "Recording",
+    "RunningFilter",
     "SimulatedKBF",
     "SoftArgmaxCNN",
     "Spikes",
@@ -143,8 +157,10 @@ __all__ = [
     "WindowBoosting",
     "WindowRidge",
     "__version__",
+    "fit",
     "floor",
     "kernel_bayes_filter",
+    "load",
     "load_filter",
     "load_state",
     "oscillatory",

@@ -99,7 +99,7 @@ reveal_type(kbf.filters.kernel.kbf.KBF)
 kbf.KBF(rnak=3)
 kbf.KFB
 kbf.filters.smooting
-kbf.OnlineFilter(kernel_filter).stepp
+kbf.RunningFilter(kernel_filter).stepp
 """
 REVEALED = {6: '"Tensor"', 7: '"Tensor"', 8: '"type[KBF]"'}
 WRONG = {9: "rnak", 10: "KFB", 11: "smooting", 12: "stepp"}
@@ -163,7 +163,7 @@ def test_numpy_arrays_go_in(data):
     assert torch.equal(
         kbf.predict_ahead(kernel_filter, x.numpy(), 1), kbf.predict_ahead(kernel_filter, x, 1)
     )
-    live = kbf.OnlineFilter(kernel_filter)
+    live = kbf.RunningFilter(kernel_filter)
     assert torch.equal(torch.stack([live.step(x[:, t].numpy()) for t in range(12)], 1), expected)
     state = kbf.step(kernel_filter, kernel_filter.init(1), x[:, 0].numpy())
     assert torch.equal(kernel_filter.estimate(state), expected[:, 0])
@@ -271,7 +271,7 @@ def test_objects_say_what_they_hold(data):
         (kbf.LearnedKalman().fit(data.train), ("KalmanFilter",)),
         (run, ("Rollout", "1 x 12 x 2", "rejected")),
         (result, ("Score", f"{result.mse.item():.4g}")),
-        (kbf.OnlineFilter(kernel_filter), ("OnlineFilter", "KernelBayesFilter")),
+        (kbf.RunningFilter(kernel_filter), ("RunningFilter", "KernelBayesFilter")),
     ]
     for thing, words in said:
         page = thing._repr_html_()

@@ -39,7 +39,7 @@ for kernel in ("gaussian", "rational_quadratic"):
 # ## A filter
 #
 # A filter has four methods and a state that is a tuple of tensors with the batch dimension first.
-# Missing observations, batches of different lengths, `OnlineFilter`, saving and scoring then work.
+# Missing observations, batches of different lengths, `RunningFilter`, saving and scoring then work.
 
 
 # %%

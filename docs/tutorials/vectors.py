@@ -50,12 +50,12 @@ ahead = kbf.predict_ahead(kernel_filter, x.float(), horizon=3)
 print(f"three steps ahead: {(ahead[0, 2, :-3] - states[3:]).square().sum(-1).mean():.4f}")
 
 # %% [markdown]
-# ## OnlineFilter
+# ## RunningFilter
 #
 # One observation at a time; `None` is a missing observation. The state has a fixed size.
 
 # %%
-live = kbf.OnlineFilter(kernel_filter)
+live = kbf.RunningFilter(kernel_filter)
 for observation in data.test[0].obs[:5]:
     print(live.step(observation[None].float()).numpy().round(3))
 print(live.step(None).numpy().round(3), "without an observation")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kbf.commands.filter import column_schema_of, same_file
+from kbf.commands.filter import same_file
 from kbf.commands.support.console import console
 from kbf.export.step import export
 from kbf.fitted.checkpoint import Trained, load_filter
@@ -29,7 +29,7 @@ def run(config: dict[str, Any]) -> int:
         raise ValueError(f"out={path} would overwrite the checkpoint")
     states = undone(trained, "z", torch.cat([s.states for s in trained.module.memory.sequences()]))
     obs, controls = examples(trained, config["steps"])
-    column_schema, stored = column_schema_of(trained), trained.module.config
+    column_schema, stored = trained.module.column_schema(), trained.module.config
     with console.status(f"writing and comparing {path}"):
         difference = export(
             trained.filter,

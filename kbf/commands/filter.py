@@ -15,20 +15,13 @@ import rich.progress
 import torch
 from rich.console import Console
 
-from kbf.commands.support.filter_run import (
-    FilterRun,
-    OnlineEstimator,
-    Values,
-    Write,
-    text_writer,
-    write_npz,
-)
+from kbf.commands.support.filter_run import FilterRun, Write, text_writer, write_npz
 from kbf.commands.support.metric_descriptions import COLUMNS
 from kbf.commands.support.stream_reader import InputColumns, Row, RowReader
 from kbf.data.files import ColumnSchema, read_observations
-from kbf.data.files.column_schema import Part
-from kbf.filters.protocols import allows_missing_sensors, control_components
+from kbf.filters.protocols import allows_missing_sensors
 from kbf.fitted.checkpoint import Trained, checkpoint_file, load_filter
+from kbf.fitted.online_estimator import OnlineEstimator, Values
 from kbf.recording import as_float
 from kbf.runtime.atomic_files import replacing
 
@@ -101,7 +94,7 @@ def run(config: dict[str, Any]) -> int:
     """
     check_settings(config)
     trained = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
-    data, column_schema = layout_of(trained), column_schema_of(trained)
+    data, column_schema = layout_of(trained), trained.module.column_schema()
     example = torch.zeros(
         1,
         *(trained.module.observation or ()),
@@ -228,24 +221,6 @@ def layout_of(trained: Trained) -> dict[str, Any]:
     """Return the data settings of a checkpoint; empty for built-in data, which has no columns."""
     data = trained.module.config.get("data") or {}
     return data if data.get("column_schema") else {}
-
-
-def column_schema_of(trained: Trained) -> ColumnSchema:
-    """Return the columns: those of the training files, or for built-in data default names.
-
-    The default names are z_0, z_1, ... of states, x_0, ... of observations, u_0, ... of controls.
-    """
-    if stored := layout_of(trained).get("column_schema"):
-        return ColumnSchema.from_dict(stored)
-    shape = trained.module.observation or ()
-    d, q = trained.module.memory.sequences()[0].states.shape[1], shape[0] if len(shape) == 1 else 0
-    states, observations = (
-        tuple(Part("number", (f"{letter}_{k}",)) for k in range(n))
-        for letter, n in (("z", d), ("x", q))
-    )
-    return ColumnSchema(
-        states, observations, tuple(f"u_{k}" for k in range(control_components(trained.filter)))
-    )
 
 
 def is_text(source: str, column_schema: ColumnSchema, data: dict[str, Any]) -> bool:

@@ -24,15 +24,15 @@ from kbf.commands.support.provenance import about
 from kbf.commands.support.run_files import write_figures
 from kbf.commands.support.run_settings import seconds_of, with_limits, without_model_selection
 from kbf.commands.support.score_metrics import score_test_part, selected_filter
-from kbf.data.dataset import Data, completed, load_data
+from kbf.data.dataset import Data, load_data
 from kbf.data.windows import hold_out
 from kbf.evaluation.floors import data_floor, floor
 from kbf.evaluation.score import Score
 from kbf.fitted.checkpoint import BEST, LAST, CheckpointError, Trained, read_checkpoint
 from kbf.fitted.held_out_calibration import learn_and_keep
+from kbf.fitting import with_shapes
 from kbf.runtime.atomic_files import LOCK, copy, locked, scratch, write_json, write_text
 from kbf.runtime.instantiate import build
-from kbf.runtime.interpolation import incomplete, literal, resolved
 from kbf.training.callbacks import ENCODERS
 from kbf.training.figure_logging import log_frames, log_track
 from kbf.training.fit import CHECKPOINT_KEYS, check, is_helper, train
@@ -213,15 +213,6 @@ def finish(
         numbers = module.net.hyperparameters()
         metrics |= {f"hyperparameters.{name}": value for name, value in numbers.items()}
     return result, metrics | {"seconds": time.perf_counter() - began}
-
-
-def with_shapes(config: dict[str, Any], data: Data) -> dict[str, Any]:
-    """Return the configuration of a run with what only its recordings contain, and resolved."""
-    if not incomplete(config["recipe"]):
-        return config
-    recipe = completed(config["recipe"], data)
-    whole = resolved({**literal(config), **literal(recipe), "model": config["model"]})
-    return {**config, **{key: whole[key] for key in ("model", "data", "n_train")}, "recipe": recipe}
 
 
 def stored_configuration(ckpt_path: Path) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Data(NamedTuple):
         }
 
 
-def load_data(config: dict[str, Any], *, trust: bool = False) -> Data:
+def load_data(config: dict[str, Any], *, trust: bool = False, source: Any = None) -> Data:
     """Builds and checks the data set of a ``data`` configuration.
 
     ``config["source"]`` names a class whose objects have ``train`` and ``test`` (lists of
@@ -84,17 +84,18 @@ def load_data(config: dict[str, Any], *, trust: bool = False) -> Data:
     ``column_schema``, ``time_step`` and ``notes``. With ``config["missing"]``, NaN observations are
     missing observations; with ``config["allow_missing_sensors"]``, single components may be NaN. A
     source with ``unscored`` may have an empty training part, and test steps whose state is NaN,
-    which are not scored.
+    which are not scored. An object ``source`` takes the place of the named class.
 
     Raises:
         ValueError: shapes that do not agree, or NaN or infinite values that are not declared as
             missing.
     """
-    if not isinstance(config.get("source"), dict):
+    if source is None and not isinstance(config.get("source"), dict):
         raise ValueError(
             f"data.source must be a class and its settings, got {config.get('source')!r:.100}"
         )
-    source = build(config["source"], trust=trust, kinds=("source",))
+    if source is None:
+        source = build(config["source"], trust=trust, kinds=("source",))
     parts = {}
     unscored = getattr(source, "unscored", False)
     for name in ("train", "validation", "test"):

@@ -36,6 +36,9 @@ class Calibration(NamedTuple):
         scores: the squared distances s_t in ascending order; of more than `MOST_SCORES`, evenly
             spaced ones.
         steps: how many they are of.
+        column_scores: ``MOST_SCORES c``, for each column of the states the absolute errors divided
+            by their recalibrated standard deviations, in ascending order; None in checkpoints of
+            earlier versions. A joint region is too wide for a single column.
 
     References: Vovk, Gammerman and Shafer (2005) for regions by the ranks of scores (conformal
     prediction).
@@ -45,6 +48,7 @@ class Calibration(NamedTuple):
     floor: Tensor
     scores: Tensor
     steps: Tensor
+    column_scores: Tensor | None = None
 
     def covariance(self, C: Float[Tensor, "*b d d"]) -> Float[Tensor, "*b d d"]:
         """The covariance c (C + F), positive definite."""
@@ -66,14 +70,37 @@ class Calibration(NamedTuple):
         Raises:
             ValueError: a level that is not between 0 and 1.
         """
+        rank = self.rank(level)
+        if rank is None:
+            gaussian = self.scale * chi_square(level, len(self.floor))
+            return torch.maximum(self.scores[-1], gaussian)
+        return self.scores[rank]
+
+    def column_quantile(self, level: float) -> Float[Tensor, " c"] | None:
+        """The factors of the standard deviations in intervals of this level, one for each column.
+
+        As `quantile`, for the errors of single columns; None without `column_scores`.
+        """
+        rank, scores = self.rank(level), self.column_scores
+        if scores is None:
+            return None
+        gaussian = math.sqrt(chi_square(level, 1))
+        return scores[-1].clamp_min(gaussian) if rank is None else scores[rank]
+
+    def rank(self, level: float) -> int | None:
+        """Index of the score of rank ceil((steps + 1) level); None where there are fewer steps.
+
+        Raises:
+            ValueError: a level that is not between 0 and 1.
+        """
         if not 0 < level < 1:
             raise ValueError(f"a region's level must be between 0 and 1, got {level}")
         steps = int(self.steps)
         rank = math.ceil((steps + 1) * level - 1e-9)
         if rank > steps:
-            return torch.maximum(self.scores[-1], self.scale * chi_square(level, len(self.floor)))
+            return None
         ranks = evenly(steps, len(self.scores), self.scores.device) + 1
-        return self.scores[int(torch.searchsorted(ranks, rank))]
+        return int(torch.searchsorted(ranks, rank))
 
     def radius2(self, level: float) -> Tensor:
         """Squared radius of the region {z: (z - m)^T covariance(C)^-1 (z - m) <= radius2}.
@@ -100,8 +127,30 @@ class Calibration(NamedTuple):
         return (
             None
             if stored is None
-            else Calibration(**{name: leaf.to(device) for name, leaf in stored.items()})
+            else Calibration(
+                **{name: leaf.to(device) for name, leaf in stored.items() if leaf is not None}
+            )
         )
+
+
+class HeldOut(NamedTuple):
+    """Scores of each column of the states on held-out steps, ``c``.
+
+    Attributes:
+        rmse: root of the mean squared error, in the unit of the column.
+        nmse: mean squared error over the variance of the column.
+        coverage: share of the states in intervals of 95 %, whose widths are calibrated on the
+            other folds; NaN for filters without covariances.
+    """
+
+    rmse: Tensor
+    nmse: Tensor
+    coverage: Tensor
+
+    @staticmethod
+    def read(stored: dict[str, Tensor] | None) -> HeldOut | None:
+        """The scores of a checkpoint, from their ``_asdict()``; None if it has none."""
+        return None if stored is None else HeldOut(**stored)
 
 
 def calibrate(
@@ -135,9 +184,14 @@ def calibrate(
         scores = mahalanobis(states, means, C)
         scale = (scores.mean() / d).clamp_min(torch.finfo(C.dtype).tiny)
         loss = d * scale.log().item() + torch.logdet(C).mean().item()
-        kept = scores.sort().values[evenly(m, MOST_SCORES)]
+        kept = sorted_scores(scores[:, None])[:, 0]
         fits.append((loss, Calibration(scale, floor, kept, torch.tensor(m))))
     return min(fits, key=lambda fit: fit[0])[1]
+
+
+def sorted_scores(errors: Float[Tensor, "m c"]) -> Float[Tensor, "s c"]:
+    """The errors of each column in ascending order, at most `MOST_SCORES` evenly spaced ones."""
+    return errors.sort(dim=0).values[evenly(len(errors), MOST_SCORES)]
 
 
 def floor_of(C: Float[Tensor, "m d d"], share: float = FLOOR_SHARES[0]) -> Float[Tensor, " d"]:

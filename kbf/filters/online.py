@@ -28,7 +28,7 @@ from kbf.runtime.html_repr import Shown
 from kbf.runtime.tensor_files import check_tensors, write_tensors
 
 
-class OnlineFilter(Shown):
+class RunningFilter(Shown):
     """A filter that keeps its state between observations. The state has a fixed size.
 
     Attributes:
@@ -39,7 +39,7 @@ class OnlineFilter(Shown):
     >>> from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
     >>> one, zero = torch.eye(1), torch.zeros(1)
     >>> model = LinearModel(A=one, a=zero, Q=0 * one, C=one, c=zero, R=one, m0=zero, P0=one)
-    >>> online = OnlineFilter(KalmanFilter(model))
+    >>> online = RunningFilter(KalmanFilter(model))
     >>> online.step(torch.tensor([[3.0]])), online.step(torch.tensor([[3.0]])), online.step(None)
     (tensor([[1.5000]]), tensor([[2.]]), tensor([[2.]]))
     """

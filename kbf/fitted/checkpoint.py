@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kbf import __version__
 from kbf.evaluation.alarms import Monitor
-from kbf.evaluation.calibration import Calibration
+from kbf.evaluation.calibration import Calibration, HeldOut
 from kbf.filters.gating import observe
 from kbf.filters.protocols import Filter, control_components, move
 from kbf.fitted.model import FittedModel, inner_filter, operators_of, take_shapes
@@ -50,6 +50,8 @@ class Trained(NamedTuple):
             (`kbf.fitted.held_out_calibration`); None where it was not requested, in older
             checkpoints, and for filters without covariances.
         monitor: of the filter's predictions, learned in the same way.
+        held_out: scores of the columns of the states on the same held-out steps
+            (`kbf.fitted.held_out_calibration.with_columns`).
         steps: of the optimiser, in all epochs.
     """
 
@@ -60,6 +62,7 @@ class Trained(NamedTuple):
     calibration: Calibration | None = None
     monitor: Monitor | None = None
     steps: int = 0
+    held_out: HeldOut | None = None
 
     def __repr__(self) -> str:
         return html_repr.described("Trained", self._asdict())
@@ -80,27 +83,34 @@ def checkpoint_of(module: FittedModel) -> dict[str, Any]:
     return contents | {"hparams_name": "kwargs", "hyper_parameters": {"config": module.config}}
 
 
+def save_checkpoint(trained: Trained, path: str | os.PathLike[str]) -> None:
+    """Write a trained model to a file that `load_filter` reads; atomically."""
+    write_tensors(updated(checkpoint_of(trained.module), trained), path)
+
+
 def rewrite_checkpoint(
     trained: Trained, source: str | os.PathLike[str], path: str | os.PathLike[str]
 ) -> None:
-    """Write the checkpoint ``source`` to ``path``, updated by a trained model.
+    """Write the checkpoint ``source`` to ``path``, updated by a trained model."""
+    write_tensors(updated(read_checkpoint(source), trained), path)
 
-    Memory, operators, calibration and monitor are those of ``trained``.
-    """
-    contents = read_checkpoint(source)
-    calibration, monitor = trained.calibration, trained.monitor
+
+def updated(contents: dict[str, Any], trained: Trained) -> dict[str, Any]:
+    """Return a checkpoint with memory, operators, calibration and monitor of a trained model."""
+    calibration, monitor, held_out = trained.calibration, trained.monitor, trained.held_out
     contents["state_dict"] = on_cpu(trained.module.state_dict())
     contents["kbf"] |= {
         "operators": on_cpu(operators_of(trained.module.net, trained.filter)),
         "calibration": None if calibration is None else on_cpu(calibration._asdict()),
+        "held_out": None if held_out is None else on_cpu(held_out._asdict()),
         "monitor": None if monitor is None else monitor.stored(),
     }
-    write_tensors(contents, path)
+    return contents
 
 
-def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by name, on the CPU."""
-    return {name: leaf.cpu() for name, leaf in tensors.items()}
+def on_cpu(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return tensors by name, on the CPU, without those that are None."""
+    return {name: leaf.cpu() for name, leaf in tensors.items() if leaf is not None}
 
 
 def load_filter(
@@ -142,6 +152,7 @@ def load_filter(
         check_step(module, filter, device)
         calibration = Calibration.read(checkpoint["kbf"].get("calibration"), device)
         monitor = Monitor.read(checkpoint["kbf"].get("monitor"), device)
+        held_out = HeldOut.read(checkpoint["kbf"].get("held_out"))
     except (ValueError, OSError):
         raise
     except Exception as error:  # wrong contents can raise any exception in the classes they are for
@@ -150,7 +161,9 @@ def load_filter(
         raise CheckpointError(
             f"checkpoint {path} (kbf {written}) does not fit kbf {__version__}: {reason}"
         ) from error
-    return Trained(module, filter, checkpoint["epoch"], None, calibration, monitor)
+    return Trained(
+        module, filter, checkpoint["epoch"], None, calibration, monitor, held_out=held_out
+    )
 
 
 @torch.no_grad()

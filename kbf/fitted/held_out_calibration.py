@@ -7,15 +7,17 @@ part of the data replaces the folds.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from kbf.data.files import ColumnSchema
 from kbf.data.windows import first_steps, folds, held_by, hold_out, take, without
 from kbf.evaluation.alarms import (
     MOST_KEPT,
@@ -25,7 +27,15 @@ from kbf.evaluation.alarms import (
     innovation_score,
     running_median,
 )
-from kbf.evaluation.calibration import Calibration, calibrate, floor_of, floored, mahalanobis
+from kbf.evaluation.calibration import (
+    Calibration,
+    HeldOut,
+    calibrate,
+    floor_of,
+    floored,
+    mahalanobis,
+    sorted_scores,
+)
 from kbf.evaluation.score import Score, score, score_smoothed
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.protocols import Filter, FilterModel
@@ -34,7 +44,7 @@ from kbf.fitted.checkpoint import BEST, LAST, Trained, load_own, rewrite_checkpo
 from kbf.fitted.model import FittedModel
 from kbf.recording import Recording, as_float, observed_pairs
 from kbf.rkhs.linalg import evenly
-from kbf.runtime.atomic_files import copy
+from kbf.runtime import atomic_files
 
 FOLDS = 5
 # Most steps that are filtered. Of larger recordings these are the first steps of each fold.
@@ -173,9 +183,18 @@ def calibrate_by(
     covariances: Float[Tensor, "m d d"],
     filters: Int[Tensor, " m"],
 ) -> Calibration:
-    """Return the calibration by steps of several filters.
+    """Return the calibration by the `typical` steps of several filters."""
+    kept = typical(states, means, covariances, filters)
+    return calibrate(states[kept], means[kept], covariances[kept])
 
-    Of at least `FOLDS` filters the worst and the best are excluded.
+
+def typical(
+    states: Float[Tensor, "m d"],
+    means: Float[Tensor, "m d"],
+    covariances: Float[Tensor, "m d d"],
+    filters: Int[Tensor, " m"],
+) -> Bool[Tensor, " m"]:
+    """Return which steps are not of the worst or the best of at least `FOLDS` filters.
 
     Where one fold contains all recorded steps of a part of the state space, the filter over the
     other folds has no data there, but the filter over all recordings has. With the scores of all
@@ -186,7 +205,37 @@ def calibrate_by(
         scores = mahalanobis(states, means, floored(covariances, floor_of(covariances)))
         order = torch.stack([scores[filters == k].mean() for k in range(count)]).argsort()
         kept = (filters != order[0]) & (filters != order[-1])
-    return calibrate(states[kept], means[kept], covariances[kept])
+    return kept
+
+
+def with_columns(
+    calibration: Calibration | None, run: Run, schema: ColumnSchema
+) -> tuple[Calibration | None, HeldOut]:
+    """Return the calibration with `Calibration.column_scores`, and the scores of the columns.
+
+    Args:
+        calibration: of the covariances of the run; None for a filter without them.
+        run: in the units of the data.
+        schema: the columns of the states.
+    """
+    errors = schema.errors(run.states, run.estimates)
+    spread = schema.errors(run.states, run.states.mean(0).expand_as(run.states))
+    rmse, nmse = errors.square().mean(0).sqrt(), errors.square().mean(0) / spread.square().mean(0)
+    if calibration is None or run.covariances is None:
+        return calibration, HeldOut(rmse, nmse, torch.full_like(rmse, torch.nan))
+    columns = schema.decode(run.estimates, calibration.covariance(run.covariances))
+    scores = errors.abs() / torch.stack([columns[f"{name}_std"] for name in schema.parts()], 1)
+    kept = typical(run.states, run.estimates, run.covariances, run.filters)
+    # One filter, on a validation part: five contiguous blocks take the place of the folds.
+    folds = run.filters
+    if not folds.any():
+        folds = (torch.arange(len(scores)) * FOLDS).div(len(scores), rounding_mode="floor")
+    inside = torch.zeros_like(scores)
+    for k in folds.unique().tolist():
+        others = scores[(folds != k) & kept] if bool(((folds != k) & kept).any()) else scores
+        inside[folds == k] = (scores[folds == k] <= others.quantile(0.95, dim=0)).to(scores)
+    calibration = calibration._replace(column_scores=sorted_scores(scores[kept]))
+    return calibration, HeldOut(rmse, nmse, inside.mean(0))
 
 
 @torch.no_grad()
@@ -262,18 +311,20 @@ def learn(
     held: Held = [(trained.filter, list(validation))] if validation else never_learned_from(module)
     run = run_through(held, seed=seed, dtype=dtype, device=module.device)
     calibration = learn_calibration(run)
-    if calibration is not None and not validation:
-        calibration = in_units_of_the_data(calibration, trained)  # the folds are in scaled units
-        if module.how is not None and module.how.validation == 0 and keeps_no_memory(module):
-            warnings.warn(
-                "covariances are not recalibrated: the network was fitted to all recordings, on "
-                "which its errors are too small (model.training.validation=0.15 or "
-                "data.validation holds some out)",
-                stacklevel=2,
-            )
-            calibration = None
+    if not validation:  # the folds are in scaled units
+        run, calibration = in_units_of_the_data(run, calibration, trained)
+    calibration, scores = with_columns(calibration, run, module.column_schema())
+    unreliable = module.how is not None and module.how.validation == 0 and keeps_no_memory(module)
+    if calibration is not None and not validation and unreliable:
+        warnings.warn(
+            "covariances are not recalibrated: the network was fitted to all recordings, on "
+            "which its errors are too small (model.training.validation=0.15 or "
+            "data.validation holds some out)",
+            stacklevel=2,
+        )
+        calibration = None
     monitor = learn_monitor(run, memory, rate=rate, dtype=module.model_dtype, device=module.device)
-    return trained._replace(calibration=calibration, monitor=monitor)
+    return trained._replace(calibration=calibration, monitor=monitor, held_out=scores)
 
 
 def learn_smoothed(trained: Trained, *, lag: int | None = None, seed: int = 0) -> Calibration:
@@ -290,18 +341,30 @@ def learn_smoothed(trained: Trained, *, lag: int | None = None, seed: int = 0) -
     how: Any = {"lag": lag, "seed": seed, "dtype": module.model_dtype, "device": module.device}
     held = held_out(module.net, module.memory.sequences())
     run = collected((part, score_smoothed(filter, part, **how)) for filter, part in held)
-    calibration = learn_calibration(run)
+    run, calibration = in_units_of_the_data(run, learn_calibration(run), trained)
+    calibration = with_columns(calibration, run, module.column_schema())[0]
     if calibration is None:
         raise ValueError(f"{type(trained.filter).__name__} has no covariances to calibrate")
-    return in_units_of_the_data(calibration, trained)
+    return calibration
 
 
-def in_units_of_the_data(calibration: Calibration, trained: Trained) -> Calibration:
-    """Return a calibration that was learned in scaled units in the units of the data."""
+def in_units_of_the_data(
+    run: Run, calibration: Calibration | None, trained: Trained
+) -> tuple[Run, Calibration | None]:
+    """Return a run and its calibration, both in scaled units, in the units of the data."""
     scaling = trained.module.scaling
     if scaling is None:
-        return calibration
-    return calibration._replace(floor=calibration.floor * scaling.z_scale.cpu().square())
+        return run, calibration
+    scaling = copy.deepcopy(scaling).cpu()
+    spreads = None if run.covariances is None else scaling.covariances(run.covariances)
+    run = run._replace(
+        states=scaling.states(run.states),
+        estimates=scaling.states(run.estimates),
+        covariances=spreads,
+    )
+    if calibration is not None:
+        calibration = calibration._replace(floor=calibration.floor * scaling.z_scale.square())
+    return run, calibration
 
 
 def learn_and_keep(
@@ -318,5 +381,5 @@ def learn_and_keep(
         newest = load_own(trained.module, last, device=trained.module.device)
         rewrite_checkpoint(learn(newest, validation, seed=seed), last, last)
     else:
-        copy(best, last)
+        atomic_files.copy(best, last)
     return trained

@@ -28,7 +28,7 @@ from kbf.fitted.settings import (
 )
 from kbf.images.augment import Augment
 from kbf.images.encodings import EncodedFilter, Encoding
-from kbf.recording import Recording, as_float
+from kbf.recording import Recording, as_float, control_width
 from kbf.runtime.instantiate import build
 from kbf.runtime.memory_limit import check_arguments
 
@@ -198,6 +198,17 @@ class FittedModel(nn.Module):
         """
         scaled = self.scaling is not None and len(self.scaling.x_mean)
         return torch.float64 if scaled else self.model_dtype
+
+    def column_schema(self) -> ColumnSchema:
+        """Return the columns of the training files; default names for data without columns.
+
+        The default names are those of `ColumnSchema.unnamed`.
+        """
+        if stored := (self.config.get("data") or {}).get("column_schema"):
+            return ColumnSchema.from_dict(stored)
+        shape, memory = self.observation or (), self.memory.sequences()[0]
+        q = shape[0] if len(shape) == 1 else 0
+        return ColumnSchema.unnamed(memory.states.shape[1], q, control_width(memory))
 
     def in_units_of_the_filter(self, sequences: list[Recording]) -> list[Recording]:
         """Return recordings as the memory holds them: scaled, where there is a scaling."""

@@ -227,7 +227,7 @@ class KernelBayesFilterRollout(nn.Module):
         """Return a filter over a memory with the present parameters, for deployment.
 
         It takes observations ``b *x`` wherever the library takes a filter (`kbf.rollout`,
-        `kbf.smooth`, `kbf.OnlineFilter`, ...). Encoder and numbers are copies in eval mode without
+        `kbf.smooth`, `kbf.RunningFilter`, ...). Encoder and numbers are copies in eval mode without
         gradients, so that training can go on.
 
         Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,14 @@ class FitError(ValueError):
     exception, such as one about shapes, is an error of the program or of the call; it is not
     caught.
     """
+
+
+class DataError(ValueError):
+    """Data cannot be used: columns are missing, values are not numbers, times decrease."""
+
+
+class DataWarning(UserWarning):
+    """Data is used, but an assumption does not hold for it."""
 
 
 class MissingPackageError(ValueError):
@@ -28,3 +37,17 @@ def fit_errors() -> Iterator[None]:
         yield
     except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
         raise FitError(str(error)) from error
+
+
+@contextmanager
+def in_python() -> Iterator[None]:
+    """Context that raises errors about data as `DataError`, with arguments in place of settings.
+
+    Readers of files name the settings of a command, such as ``data.recording=COLUMN``.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except ValueError as error:
+        raise DataError(re.sub(r"\bdata\.(?=[a-z_]+\b)", "", str(error))) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.pool import ThreadPool
 from typing import TypeVar
 
@@ -60,6 +60,33 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def limited_threads(threads: int | None) -> Iterator[None]:
+    """Context with a number of threads in PyTorch and in the libraries of linear algebra.
+
+    None changes nothing.
+
+    Raises:
+        ValueError: ``threads`` is below 1.
+    """
+    if threads is None:
+        yield
+        return
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    before = torch.get_num_threads()
+    try:
+        from threadpoolctl import threadpool_limits as limits
+    except ImportError:  # comes with scikit-learn
+        limits = nullcontext
+    with limits(threads):
+        torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
 
 def side_by_side(f: Callable[[A], B], items: Iterable[A]) -> list[B]:

@@ -1,4 +1,4 @@
-"""Cost of the checks of a running filter: `OnlineFilter` against the bare arithmetic.
+"""Cost of the checks of a running filter: `RunningFilter` against the bare arithmetic.
 
 The checks: the shape of the observation, whether it was possible given the prediction, and what to
 do where it was not (`kbf.filters.gating`). The bare side is the filter's own predict and
@@ -17,7 +17,7 @@ from torch import Tensor
 from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 from kbf.filters.neural.lstm import LSTMFilter
-from kbf.filters.online import OnlineFilter
+from kbf.filters.online import RunningFilter
 from kbf.filters.protocols import Filter
 from kbf.plots.charts import Figure, curves
 from studies.benchmarks.base import Claim, Row, Settings, Tell, alternate
@@ -48,7 +48,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
     rows = []
     for name, filter in filters.items():
         tell(name)
-        both = {"checked": stepper(OnlineFilter(filter), obs), "bare": bare(filter, obs)}
+        both = {"checked": stepper(RunningFilter(filter), obs), "bare": bare(filter, obs)}
         seconds = [alternate(both, rounds=1, seconds=0.02) for _ in range(settings["rounds"])]
         row: Row = {"filter": name}
         row |= {

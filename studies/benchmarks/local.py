@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.update.rule import PrimalUpdate
-from kbf.filters.online import OnlineFilter
+from kbf.filters.online import RunningFilter
 from kbf.filters.rollout import rollout
 from kbf.plots.charts import Figure, curves
 from kbf.rkhs.linalg import psd_solve
@@ -86,7 +86,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
     runs = {name: rollout(each, obs) for name, each in filters.items()}
     tell("time of a step")
     sides: dict[str, Callable[[], object]] = {
-        name: stepper(OnlineFilter(each), obs[0]) for name, each in filters.items()
+        name: stepper(RunningFilter(each), obs[0]) for name, each in filters.items()
     }
     seconds = alternate(sides, rounds=settings["rounds"], seconds=settings["seconds"])
     errors = {

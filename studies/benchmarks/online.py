@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
-from kbf.filters.online import OnlineFilter
+from kbf.filters.online import RunningFilter
 from kbf.filters.protocols import Filter
 from kbf.plots.charts import Figure, curves
 from kbf.recording import Recording
@@ -96,7 +96,7 @@ def work(
     tell: Tell,
 ) -> list[Row]:
     """Ten parts of a run of one filter."""
-    live, generator = OnlineFilter(filter, compiled=compiled), Generator().manual_seed(1)
+    live, generator = RunningFilter(filter, compiled=compiled), Generator().manual_seed(1)
     z, rows, chunk = torch.tensor([[1.0, 0.0]], dtype=torch.float64), [], min(chunk, steps // 10)
     for part in range(10):
         latencies, total, bad = [], 0.0, 0

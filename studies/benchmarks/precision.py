@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.operators import Operator, ratio_operator_primal, transition_operator_primal
 from kbf.filters.kernel.update.rule import PrimalUpdate
-from kbf.filters.online import OnlineFilter
+from kbf.filters.online import RunningFilter
 from kbf.filters.rollout import rollout
 from kbf.plots.charts import Figure, curves
 from kbf.recording import transitions
@@ -129,7 +129,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
             if each is not None:
                 obs = p.test.obs[None].to(device, torch.float64 if name == EXACT else torch.float32)
                 estimates_of[name] = rollout(each, obs).estimates[0].cpu().double()
-                sides[name] = stepper(OnlineFilter(each), obs[0])
+                sides[name] = stepper(RunningFilter(each), obs[0])
         tell(f"tolerance {tol:g}: time of a step")
         seconds = alternate(sides, rounds=settings["rounds"], seconds=settings["seconds"])
         least = (estimates_of[EXACT] - truth).square().sum(-1).mean()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kbf.filters.online import OnlineFilter
+from kbf.filters.online import RunningFilter
 from kbf.filters.rollout import rollout
 from kbf.plots.charts import Figure, curves
 from studies.benchmarks.base import Claim, Row, Settings, Tell, alternate, largest
@@ -54,7 +54,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
         dense = p.filter().fit(p.memory).to(device)
         exact = rollout(dense, obs).estimates[0].cpu()
         least = (exact - truth).square().sum(-1).mean()
-        sides: dict[str, Callable[[], object]] = {"dense": stepper(OnlineFilter(dense), obs[0])}
+        sides: dict[str, Callable[[], object]] = {"dense": stepper(RunningFilter(dense), obs[0])}
         here: list[Row] = []
         for tol in settings["tolerances"]:
             low = p.filter(n, tol, dtype="float32").fit(p.memory).to(device)
@@ -75,7 +75,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
                     ).item()
                 }
             )
-            sides[f"{tol:g}"] = stepper(OnlineFilter(low), obs[0].float())
+            sides[f"{tol:g}"] = stepper(RunningFilter(low), obs[0].float())
         tell(f"scale {scale:g}: time of a step")
         seconds = alternate(sides, rounds=settings["rounds"], seconds=settings["seconds"])
         for row in here:

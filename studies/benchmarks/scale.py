@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kbf.filters.kernel.kbf import KBF
-from kbf.filters.online import OnlineFilter
+from kbf.filters.online import RunningFilter
 from kbf.plots.charts import Figure, curves
 from kbf.recording import Recording
 from kbf.ssm import oscillatory, simulate
@@ -54,7 +54,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
         filter = model.to(device).fit(memory)
         synchronise()
         fitted = time.perf_counter() - began
-        live, obs = OnlineFilter(filter), memory[0].obs[:1].float()
+        live, obs = RunningFilter(filter), memory[0].obs[:1].float()
         seconds = alternate(
             {"step": lambda live=live, obs=obs: live.step(obs)}, rounds=settings["rounds"]
         )["step"]

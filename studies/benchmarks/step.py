@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kbf.filters.online import OnlineFilter
+from kbf.filters.online import RunningFilter
 from kbf.filters.rollout import rollout
 from kbf.plots.charts import Figure, curves
 from studies.benchmarks.base import Claim, Row, Settings, Tell, alternate, largest
@@ -42,7 +42,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
     truth, obs = p.test.states.double(), p.test.obs[None].double().to(device)
     exact = rollout(dense, obs).estimates[0].cpu()
     estimates = {DENSE: exact}
-    sides: dict[str, Callable[[], object]] = {DENSE: stepper(OnlineFilter(dense), obs[0])}
+    sides: dict[str, Callable[[], object]] = {DENSE: stepper(RunningFilter(dense), obs[0])}
     ranks: dict[str, str] = {DENSE: ""}
     code = reference()
     if code is not None and device == "cpu":
@@ -65,7 +65,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
         for compiled in (False, True) if settings["compile"] else (False,):
             name = f"tolerance {tol:g}{', compiled' if compiled else ''}"
             tell(name)
-            live = OnlineFilter(low, compiled=obs[0, :1].float() if compiled else None)
+            live = RunningFilter(low, compiled=obs[0, :1].float() if compiled else None)
             estimates[name] = torch.cat([live.step(x[None]) for x in obs[0].float()]).cpu()
             sides[name], ranks[name] = stepper(live, obs[0].float()), both
     tell("time of a step")
@@ -97,7 +97,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
     return rows
 
 
-def stepper(live: OnlineFilter, obs: Tensor) -> Callable[[], object]:
+def stepper(live: RunningFilter, obs: Tensor) -> Callable[[], object]:
     """A function that filters the next observation, starting over at the end of the sequence."""
     at = [0]
 

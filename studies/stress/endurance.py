@@ -16,7 +16,7 @@ from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.gaussian.ukf import UKF
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.neural.lstm import LSTMFilter
-from kbf.filters.online import OnlineFilter
+from kbf.filters.online import RunningFilter
 from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.regression.kernel_ridge import FrameRegression
@@ -119,7 +119,7 @@ def long(share: float) -> Iterator[Outcome]:
         f"{batch * steps:,} steps: flat memory",
         "" if grown < 8 * 1024 else f"{grown} KiB more",
     )
-    live, early, count = OnlineFilter(filter), 0, round(20_000 * share)
+    live, early, count = RunningFilter(filter), 0, round(20_000 * share)
     for k in range(count):
         live.step(None if k % 7 == 0 else obs[:1, k % 64].to(dtype))
         early = used() if k == count // 10 else early

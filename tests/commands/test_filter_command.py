@@ -18,12 +18,11 @@ import pytest
 import torch
 
 from kbf.cli import main
-from kbf.commands.filter import column_schema_of
-from kbf.commands.support.filter_run import OnlineEstimator
 from kbf.commands.support.stream_reader import InputColumns, LineError, Row, RowReader
 from kbf.data.files.column_schema import ColumnSchema, Part
 from kbf.filters.rollout import rollout
 from kbf.fitted.checkpoint import load_filter
+from kbf.fitted.online_estimator import OnlineEstimator
 from kbf.ssm import oscillatory, simulate
 
 TRAIN = [
@@ -425,7 +424,7 @@ def test_missing_observations_pass_through_the_window(checkpoint, obs):
     """The verdict "diverged" is of the last steps, whether these come one by one or together."""
     trained = load_filter(checkpoint)
     rows = [Row(x[None]) for x in obs[:5]] + [Row(None)] * 3
-    one, together = (OnlineEstimator(trained, column_schema_of(trained)) for _ in range(2))
+    one, together = (OnlineEstimator(trained, trained.module.column_schema()) for _ in range(2))
     together.filter_rows(rows)
     for row in rows:
         one.filter_rows([row])

@@ -30,7 +30,7 @@ from kbf.filters.neural.dpf import DPF
 from kbf.filters.neural.gru import GRUFilter, GRUImages
 from kbf.filters.neural.lstm import LSTMFilter
 from kbf.filters.neural.rkn import RKNFilter
-from kbf.filters.online import OnlineFilter, load_state, save_state
+from kbf.filters.online import RunningFilter, load_state, save_state
 from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.filters.particle.learned import (
     LearnedParticleFilter,
@@ -521,12 +521,12 @@ def test_an_impossible_observation_is_a_missing_one(case):
 
 
 def test_nan_in_a_running_filter_is_a_missing_observation(case):
-    """NaN is a missing observation of `OnlineFilter`, infinity an impossible one."""
+    """NaN is a missing observation of `RunningFilter`, infinity an impossible one."""
     gaps = case.obs.clone()
     gaps[0, 1], gaps[2, 3, 0], gaps[1, 4] = math.nan, math.nan, math.inf
     mask = torch.ones(B, T, dtype=torch.bool)
     mask[0, 1] = mask[2, 3] = mask[1, 4] = False
-    live = OnlineFilter(case.filter, batch=B, generator=generator())
+    live = RunningFilter(case.filter, batch=B, generator=generator())
     found = torch.stack([live.step(gaps[:, t]) for t in range(T)], 1)
     torch.testing.assert_close(found, run(case, case.obs, mask).estimates, **case.tolerance)
     assert live.rejected == (0 if case.name == "frame" else 1), (

@@ -20,7 +20,7 @@ from kbf.filters.gaussian.ukf import UKF
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
-from kbf.filters.online import OnlineFilter
+from kbf.filters.online import RunningFilter
 from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.regression.window import WindowRidge
@@ -136,7 +136,7 @@ def test_running_filters_and_those_with_masks_do_the_same(name, tmp_path):
     found = run(filter, test.obs, mask=seen[None])
     assert found.diagnostics["rejected"][0].nonzero()[:, 0].tolist() == [JUMP, JUMP + 2, JUMP + 3]
     live, stopped = (
-        OnlineFilter(filter, generator=torch.Generator().manual_seed(0)) for _ in range(2)
+        RunningFilter(filter, generator=torch.Generator().manual_seed(0)) for _ in range(2)
     )
     ratio_dim = []
     for t, x in enumerate(test.obs):
@@ -192,7 +192,7 @@ def test_a_step_at_which_all_sensors_are_silent_counts_neither_way():
     obs = torch.zeros(12, 2, dtype=F64)
     obs[5:] = 1.0
     obs[7] = torch.nan
-    live = OnlineFilter(filter)
+    live = RunningFilter(filter)
     ratio_dim = torch.cat([live.step(x[None]) for x in obs])
     found = run(filter, obs)
     assert found.diagnostics["rejected"][0].nonzero()[:, 0].tolist() == [5, 6, 8]

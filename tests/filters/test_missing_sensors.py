@@ -18,7 +18,7 @@ from kbf.filters.gaussian.kalman import KalmanFilter, LearnedKalman, LinearModel
 from kbf.filters.gaussian.moments import kalman_update
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
-from kbf.filters.online import OnlineFilter
+from kbf.filters.online import RunningFilter
 from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.regression.boosting import WindowBoosting
 from kbf.filters.regression.window import MeanModel, WindowRidge
@@ -206,7 +206,7 @@ def test_what_a_silent_sensor_would_have_said_is_of_no_matter(name):
 @pytest.mark.parametrize("name", marked("kbf", "weighing", "kalman", "window_ridge"))
 def test_a_live_filter_says_the_same_as_a_rollout(name):
     test, filter = recording(40, 2), fitted(name)
-    live = OnlineFilter(filter, generator=torch.Generator().manual_seed(0))
+    live = RunningFilter(filter, generator=torch.Generator().manual_seed(0))
     found = torch.cat([live.step(x[None]) for x in test.obs])
     torch.testing.assert_close(found, run(filter, test).estimates[0])
 

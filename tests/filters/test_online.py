@@ -15,7 +15,7 @@ import torch
 from kbf.filters.compile import compile_step
 from kbf.filters.gaussian.ekf import EKF
 from kbf.filters.kernel.kbf import KBF
-from kbf.filters.online import OnlineFilter
+from kbf.filters.online import RunningFilter
 from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.filters.rollout import rollout
 from kbf.runtime.threads import tune_process
@@ -43,7 +43,7 @@ def kernel_filter(**settings):
 @pytest.mark.parametrize("settings", [{}, {"normalise": False}, {"rank": None}])
 def test_live_is_the_rollout(settings):
     filter, obs = kernel_filter(**settings), recording(12, seed=1, batch=2).obs
-    live = OnlineFilter(filter, batch=2)
+    live = RunningFilter(filter, batch=2)
     found = torch.stack([live.step(obs[:, t]) for t in range(12)], 1)
     torch.testing.assert_close(found, rollout(filter, obs).estimates.detach())
 
@@ -54,29 +54,29 @@ def test_missing_observations_are_masked_ones():
     mask[0, 2] = mask[:, 4] = False
     gaps = torch.where(mask[..., None], obs, torch.nan)
     gaps[0, 2, 1] = 0.3  # one missing component is a missing observation
-    live = OnlineFilter(filter, batch=2)
+    live = RunningFilter(filter, batch=2)
     found = [live.step(None if t == 4 else gaps[:, t]) for t in range(6)]
     torch.testing.assert_close(
         torch.stack(found, 1), rollout(filter, obs, mask=mask).estimates.detach()
     )
     infinite = obs[:, 0].clone()
     infinite[1] = torch.inf
-    assert torch.isfinite(OnlineFilter(filter, batch=2).step(infinite)).all()
+    assert torch.isfinite(RunningFilter(filter, batch=2).step(infinite)).all()
 
 
 def test_state_is_saved_and_taken_up_again(tmp_path):
     filter, obs = kernel_filter(), recording(6, seed=1).obs
-    first = OnlineFilter(filter)
+    first = RunningFilter(filter)
     for t in range(3):
         first.step(obs[:, t])
     first.save(tmp_path / "state.pt")
-    again = OnlineFilter(filter)
+    again = RunningFilter(filter)
     again.load(tmp_path / "state.pt")
     assert torch.equal(again.step(obs[:, 3]), first.step(obs[:, 3]))
     with pytest.raises(ValueError, match="holds 1 sequences, this filter runs 2"):
-        OnlineFilter(filter, batch=2).load(tmp_path / "state.pt")
+        RunningFilter(filter, batch=2).load(tmp_path / "state.pt")
     again.restart()
-    assert torch.equal(again.step(obs[:, 0]), OnlineFilter(filter).step(obs[:, 0]))
+    assert torch.equal(again.step(obs[:, 0]), RunningFilter(filter).step(obs[:, 0]))
 
 
 def test_a_particle_filter_goes_on_with_the_numbers_that_would_have_come(tmp_path):
@@ -84,22 +84,22 @@ def test_a_particle_filter_goes_on_with_the_numbers_that_would_have_come(tmp_pat
     whole = recording(40)
     memory = whole._replace(states=whole.states[0], obs=whole.obs[0])
     filter = ParticleFilter(oscillatory(), particles=50).fit([memory])
-    first = OnlineFilter(filter, generator=torch.Generator().manual_seed(5))
+    first = RunningFilter(filter, generator=torch.Generator().manual_seed(5))
     for t in range(4):
         first.step(obs[:, t])
     first.save(tmp_path / "state.pt")
-    again = OnlineFilter(filter, generator=torch.Generator().manual_seed(6))
+    again = RunningFilter(filter, generator=torch.Generator().manual_seed(6))
     again.load(tmp_path / "state.pt")
     for t in range(4, 8):
         assert torch.equal(again.step(obs[:, t]), first.step(obs[:, t]))
 
 
 def test_a_state_with_nan_or_a_flipped_bit_is_refused(tmp_path):
-    live, path = OnlineFilter(kernel_filter()), tmp_path / "state.pt"
+    live, path = RunningFilter(kernel_filter()), tmp_path / "state.pt"
     live.state = live.state._replace(weights=live.state.weights.clone().fill_(torch.nan))
     live.save(path)
     with pytest.raises(ValueError, match="weights holds NaN or infinity"):
-        OnlineFilter(kernel_filter()).load(path)
+        RunningFilter(kernel_filter()).load(path)
     live.restart()
     live.save(path)
     stored = path.read_bytes()
@@ -107,7 +107,7 @@ def test_a_state_with_nan_or_a_flipped_bit_is_refused(tmp_path):
         broken = bytearray(stored)
         broken[at] ^= 1
         path.write_bytes(bytes(broken))
-        again = OnlineFilter(kernel_filter())
+        again = RunningFilter(kernel_filter())
         try:
             again.load(path)
         except ValueError:
@@ -119,7 +119,7 @@ def test_a_state_with_nan_or_a_flipped_bit_is_refused(tmp_path):
 
 def test_one_of_a_batch_is_restarted():
     filter, obs = kernel_filter(), recording(4, seed=1, batch=2).obs
-    live = OnlineFilter(filter, batch=2)
+    live = RunningFilter(filter, batch=2)
     for t in range(3):
         live.step(obs[:, t])
     kept = live.state.weights[1].clone()
@@ -135,7 +135,7 @@ def test_nothing_grows():
     """
     tune_process()
     filter, sequence = kernel_filter(dtype="float32"), recording(5000, seed=1)
-    live, errors = OnlineFilter(filter), []
+    live, errors = RunningFilter(filter), []
     before = None
     for t in range(5000):
         found = live.step(sequence.obs[:, t].float())
@@ -155,7 +155,7 @@ def test_nothing_grows():
 @pytest.mark.parametrize("settings", [{"normalise": False}, {}], ids=["published", "normalised"])
 def test_compiled_is_eager(settings):
     filter, obs = kernel_filter(dtype="float32", **settings), recording(20, seed=1).obs.float()
-    fast, slow = OnlineFilter(filter, compiled=obs[:, 0]), OnlineFilter(filter)
+    fast, slow = RunningFilter(filter, compiled=obs[:, 0]), RunningFilter(filter)
     for t in range(20):
         x = None if t == 7 else obs[:, t]
         torch.testing.assert_close(fast.step(x), slow.step(x), rtol=1e-4, atol=1e-5)
@@ -168,7 +168,7 @@ def test_a_compiled_batch_takes_an_example_of_any_strides():
     filter = kernel_filter(dtype="float32")
     obs = torch.cat([recording(10, seed=seed).obs for seed in (1, 2, 3)]).float()
     assert not obs[:, 0].is_contiguous()
-    fast, slow = OnlineFilter(filter, batch=3, compiled=obs[:, 0]), OnlineFilter(filter, batch=3)
+    fast, slow = RunningFilter(filter, batch=3, compiled=obs[:, 0]), RunningFilter(filter, batch=3)
     for x in obs.unbind(1):
         torch.testing.assert_close(fast.step(x), slow.step(x), rtol=1e-4, atol=1e-5)
 
@@ -247,8 +247,8 @@ def test_compiled_code_gets_what_it_was_made_for():
     """
     filter, obs = kernel_filter(dtype="float32"), recording(9, seed=1, batch=2).obs
     fast, slow = (
-        OnlineFilter(filter, batch=2, compiled=obs[:, 0].float()),
-        OnlineFilter(filter, batch=2),
+        RunningFilter(filter, batch=2, compiled=obs[:, 0].float()),
+        RunningFilter(filter, batch=2),
     )
     for t in range(9):  # float64, and a view with strides
         torch.testing.assert_close(fast.step(obs[:, t]), slow.step(obs[:, t]), rtol=1e-4, atol=1e-5)
@@ -256,17 +256,17 @@ def test_compiled_code_gets_what_it_was_made_for():
         with pytest.raises(ValueError, match=r"compiled for \(2, 2\), got"):
             fast.step(wrong)
     with pytest.raises(ValueError, match="compiled for 1 sequences, and to run 2"):
-        OnlineFilter(filter, batch=2, compiled=obs[:1, 0].float())
+        RunningFilter(filter, batch=2, compiled=obs[:1, 0].float())
     looking = kernel_filter()
     looking.rule.register_forward_hook(lambda _, inputs, w: w if bool((w > 0).any()) else None)
     with pytest.raises(ValueError, match="cannot be compiled, run it as it is"):
-        OnlineFilter(looking, compiled=obs[:1, 0])
+        RunningFilter(looking, compiled=obs[:1, 0])
 
 
 @pytest.mark.parametrize("obs", [torch.zeros(3, 2), torch.zeros(1, 2), torch.zeros(2)])
 def test_observations_of_another_batch(obs):
     with pytest.raises(ValueError, match="the batch in front"):
-        OnlineFilter(kernel_filter(), batch=2).step(obs)
+        RunningFilter(kernel_filter(), batch=2).step(obs)
 
 
 @pytest.mark.parametrize("settings", [{}, {"rank": None}])
@@ -275,12 +275,12 @@ def test_observations_of_another_width(settings, width):
     with pytest.raises(
         (ValueError, TypeError), match=r"points of \d components|Type-check error"
     ):  # here shapes are checked
-        OnlineFilter(kernel_filter(**settings), batch=2).step(torch.zeros(2, width, dtype=F64))
+        RunningFilter(kernel_filter(**settings), batch=2).step(torch.zeros(2, width, dtype=F64))
 
 
 def test_restart_of_another_batch():
     with pytest.raises(ValueError, match="which is for 3 sequences, this filter runs 2"):
-        OnlineFilter(kernel_filter(), batch=2).restart(torch.tensor([True, False, True]))
+        RunningFilter(kernel_filter(), batch=2).restart(torch.tensor([True, False, True]))
 
 
 def test_only_modules_are_compiled():

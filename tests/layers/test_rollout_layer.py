@@ -323,7 +323,7 @@ def test_the_fitted_filter_is_the_layer(kernel, memory, obs, encoder):
     found = kbf.rollout(filter, obs).estimates
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     assert not found.requires_grad and not any(p.requires_grad for p in filter.parameters())
-    live = kbf.OnlineFilter(filter, batch=B)
+    live = kbf.RunningFilter(filter, batch=B)
     steps = torch.stack([live.step(obs[:, t]) for t in range(T)], 1)
     torch.testing.assert_close(steps, expected, rtol=0, atol=1e-11)
     smoothed = kbf.smooth(filter, obs).estimates

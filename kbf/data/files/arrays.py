@@ -53,39 +53,50 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
     with opened(path) as (names, get, notes):
         if not names:
             raise ValueError(f"{path} holds no arrays")
-        keys_by_role = {
-            role: keys_of(names, role, name_given(layout, role, names, states), path)
-            for role in USUAL_NAMES
-        }
-        for role in ("states", "observations") if states else ("observations",):
-            if not keys_by_role[role]:
-                raise ValueError(
-                    f"{path}: there are no {role}: data.{role}=NAME names one of {', '.join(names)}"
-                )
-        wanted = list(keys_by_role["states"] if states else keys_by_role["observations"])
-        if missing := [name for name in wanted if name not in keys_by_role["observations"]]:
+        contents = recordings_by_name(path, layout, names, get, states)
+    return contents._replace(notes=notes)
+
+
+def recordings_by_name(
+    path: Path, layout: Layout, names: list[str], get: Get, states: bool
+) -> Contents:
+    """Returns the recordings of named arrays.
+
+    Args:
+        path: of the file, for messages. layout: names of the arrays, if not the usual ones.
+        names: of all arrays. get: returns the array of a name.
+        states: whether states are required.
+
+    Raises:
+        ValueError: missing arrays, arrays that are not numeric, or whose shapes do not agree.
+    """
+    keys_by_role = {
+        role: keys_of(names, role, name_given(layout, role, names, states), path)
+        for role in USUAL_NAMES
+    }
+    for role in ("states", "observations") if states else ("observations",):
+        if not keys_by_role[role]:
             raise ValueError(
-                f"{path}: the recording {missing[0] or 'of states'} has no observations; "
-                f"it has {', '.join(names)}"
+                f"{path}: there are no {role}: data.{role}=NAME names one of {', '.join(names)}"
             )
-        check_all_there(path, keys_by_role, states)
-        lengths = numbers(get("lengths"), path, "lengths") if "lengths" in names else None
-        recordings = []
-        for name in wanted:
-            loaded = {
-                role: numbers(get(keys[name]), path, keys[name])
-                for role, keys in keys_by_role.items()
-                if name in keys and role != "recording" and (states or role != "states")
-            }
-            id_key = keys_by_role["recording"].get(name)
-            recordings += recordings_of(
-                path,
-                layout,
-                name or path.stem,
-                loaded,
-                lengths,
-                None if id_key is None else numpy.asarray(get(id_key)),
-            )
+    wanted = list(keys_by_role["states"] if states else keys_by_role["observations"])
+    if missing := [name for name in wanted if name not in keys_by_role["observations"]]:
+        raise ValueError(
+            f"{path}: the recording {missing[0] or 'of states'} has no observations; "
+            f"it has {', '.join(names)}"
+        )
+    check_all_there(path, keys_by_role, states)
+    lengths = numbers(get("lengths"), path, "lengths") if "lengths" in names else None
+    recordings = []
+    for name in wanted:
+        loaded = {
+            role: numbers(get(keys[name]), path, keys[name])
+            for role, keys in keys_by_role.items()
+            if name in keys and role != "recording" and (states or role != "states")
+        }
+        id_key = keys_by_role["recording"].get(name)
+        ids = None if id_key is None else numpy.asarray(get(id_key))
+        recordings += recordings_of(path, layout, name or path.stem, loaded, lengths, ids)
     check_widths(path, recordings)
     first = recordings[0]
     return Contents(
@@ -93,7 +104,6 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
         column_names(layout.states, first.states, "z", path),
         column_names(layout.observations, first.obs, "x", path) if first.obs.ndim == 2 else [],
         column_names(layout.controls, first.controls, "u", path),
-        notes,
     )
 
 

@@ -60,6 +60,15 @@ class ColumnSchema(NamedTuple):
         )
         return ColumnSchema(states, obs, tuple(values["controls"]), values["unit"])
 
+    @staticmethod
+    def unnamed(d: int, q: int, k: int) -> ColumnSchema:
+        """Returns d states z_0, z_1, ..., q observations x_0, ... and k controls u_0, ..."""
+        states, observations = (
+            tuple(Part("number", (f"{letter}_{i}",)) for i in range(n))
+            for letter, n in (("z", d), ("x", q))
+        )
+        return ColumnSchema(states, observations, tuple(f"u_{i}" for i in range(k)))
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the schema as dicts, lists and strings, for a configuration."""
         sides = {
@@ -75,6 +84,17 @@ class ColumnSchema(NamedTuple):
     def components(self, side: str) -> list[str]:
         """Returns the names of the components that filters use."""
         return [name for part in getattr(self, side) for name in part.components()]
+
+    def parts(self) -> list[str]:
+        """Returns a name for each part of the states: its column, or ``rotationK``."""
+        return [
+            part.names[0] if len(part.names) == 1 else f"rotation{k + 1}"
+            for k, part in enumerate(self.states)
+        ]
+
+    def turn(self) -> float:
+        """Returns the unit of angles in the file, as a factor of radians."""
+        return 180 / math.pi if self.unit == "degrees" else 1.0
 
     def scalable(self, side: str) -> list[bool]:
         """Returns for each component whether it may be scaled; angles and rotations may not."""
@@ -118,7 +138,7 @@ class ColumnSchema(NamedTuple):
         blocks = zip(
             self.states, estimates.split(widths, 1), variances.split(widths, 1), strict=True
         )
-        turn = 180 / math.pi if self.unit == "degrees" else 1.0
+        names, turn = self.parts(), self.turn()
         for k, (part, mean, variance) in enumerate(blocks):
             total = variance.sum(-1).clamp_min(0)
             if part.kind == "number":
@@ -132,9 +152,33 @@ class ColumnSchema(NamedTuple):
                 std = (total / 2).sqrt() * turn
             decoded |= dict(zip(part.names, values.unbind(1), strict=True))
             if covariances is not None:
-                name = part.names[0] if len(part.names) == 1 else f"rotation{k + 1}"
-                decoded[f"{name}_std"] = std
+                decoded[f"{names[k]}_std"] = std
         return decoded
+
+    def errors(
+        self, states: Float[Tensor, "T d"], estimates: Float[Tensor, "T d"]
+    ) -> Float[Tensor, "T c"]:
+        """Returns the errors of the parts of the states, in the units of the columns.
+
+        That of an angle is the shortest turn, in (-pi, pi]; that of a rotation the angle of the
+        rotation between the two, from ||A - B||_F = 2 sqrt(2) sin(angle / 2).
+        """
+        truth, found, errors, at = self.decode(states), self.decode(estimates), [], 0
+        for part in self.states:
+            inside = slice(at, at + WIDTH_OF_KIND[part.kind])
+            at = inside.stop
+            if part.kind == "rotation":
+                pair = (each[:, inside].reshape(-1, 3, 3) for each in (states, estimates))
+                A, B = (nearest_rotation(each) for each in pair)
+                half = ((A - B).flatten(1).norm(dim=1) / math.sqrt(8)).clamp(max=1).asin()
+                errors.append(2 * half * self.turn())
+                continue
+            error = found[part.names[0]] - truth[part.names[0]]
+            if part.kind == "angle":
+                radians = error / self.turn()
+                error = torch.atan2(radians.sin(), radians.cos()) * self.turn()
+            errors.append(error)
+        return torch.stack(errors, 1)
 
 
 def column_schema_of(

@@ -73,6 +73,7 @@ class FileData(Shown):
         n_train: int | None = None,
         column_schema: dict[str, Any] | None = None,
         time_step: float | None = None,
+        contents: Contents | None = None,
     ) -> None:
         """Read the recordings and split them.
 
@@ -89,11 +90,12 @@ class FileData(Shown):
             n_train: number of training steps that are used, from the first on; None for all.
             column_schema: of a checkpoint, which the columns must match. time_step: its median time
                 step.
+            contents: recordings that were read already, in place of those of ``path``.
 
         Raises:
             FileNotFoundError, ValueError: errors of the readers, or an empty part.
         """
-        if path is None:
+        if path is None and contents is None:
             raise ValueError("data=own needs a file: data.path=FILE")
         for name, value in (
             ("time_as_control", time_as_control),
@@ -116,7 +118,8 @@ class FileData(Shown):
                 "size": size,
             }
         )
-        contents = read(Path(path).expanduser(), layout)
+        if contents is None:
+            contents = read(Path(str(path)).expanduser(), layout)
         self.column_schema: ColumnSchema = chosen_schema(
             contents, column_schema, plain(angles), plain(rotations), angle_unit, str(path)
         )

@@ -93,6 +93,8 @@ class Observations(NamedTuple):
             or None. name: of the recording.
         mask: ``T`` bool, False where the observation is missing; None if none is missing. Images
             cannot represent missing observations by NaN.
+        states: ``T d``, NaN where unknown; None if they were not requested.
+        rows: ``T``, as of `FileRecording`.
     """
 
     obs: Tensor
@@ -100,6 +102,8 @@ class Observations(NamedTuple):
     controls: Tensor | None
     name: str
     mask: Tensor | None = None
+    states: Tensor | None = None
+    rows: Tensor | None = None
 
 
 def layout_of(config: dict[str, Any]) -> Layout:

@@ -102,14 +102,12 @@ def read_observations(path: str | os.PathLike[str], config: dict[str, Any]) -> l
     Raises:
         FileNotFoundError, ValueError: see `read`; or columns other than those of the training.
     """
-    from kbf.data.files.timestamps import (
-        check_times,
-        encode_recording,
-        pieces_at_gaps,
-        with_time_control,
-    )
+    layout = trained_layout(config, ColumnSchema.from_dict(config["column_schema"]))
+    return observations_of(read(path, layout, states=False).recordings, config)
 
-    column_schema = ColumnSchema.from_dict(config["column_schema"])
+
+def trained_layout(config: dict[str, Any], column_schema: ColumnSchema) -> Layout:
+    """Returns the layout of further data of a filter: roles as in training, columns by name."""
     layout = layout_of(config)
     for side, names in (
         ("observations", column_schema.columns("observations")),
@@ -120,27 +118,50 @@ def read_observations(path: str | os.PathLike[str], config: dict[str, Any]) -> l
         # the columns of the training.
         if given is None or (isinstance(given, list) and any(map(is_pattern, given))):
             layout = layout._replace(**{side: names or None})
+    return layout
+
+
+def observations_of(recordings: list[FileRecording], config: dict[str, Any]) -> list[Observations]:
+    """Returns the observations of recordings, as filters take them.
+
+    Args:
+        recordings: in the columns of the training.
+        config: as of `read_observations`.
+
+    Raises:
+        ValueError: times that do not increase, or columns other than those of the training.
+    """
+    from kbf.data.files.timestamps import (
+        check_times,
+        encode_recording,
+        pieces_at_gaps,
+        with_time_control,
+    )
+
+    column_schema = ColumnSchema.from_dict(config["column_schema"])
     found = []
-    for recording in read(path, layout, states=False).recordings:
+    for recording in recordings:
         check_times(recording)
         check_width(recording, column_schema)
         if config.get("time_as_control"):
             recording = with_time_control(recording, config.get("time_step"))
-        obs, _, mask, controls = encode_recording(
+        obs, states, mask, controls = encode_recording(
             recording,
             column_schema,
             allow_missing_sensors=bool(config.get("allow_missing_sensors")),
         )
-        found += [
-            Observations(
-                obs[a:b],
-                None if recording.times is None else recording.times[a:b],
-                None if controls is None else controls[a:b],
-                recording.name if (a, b) == (0, len(obs)) else f"{recording.name}[{a}:{b}]",
-                None if mask is None else mask[a:b],
-            )
-            for a, b in pieces_at_gaps(recording, config.get("time_step"))
-        ]
+        leaves = {
+            "obs": obs,
+            "times": recording.times,
+            "controls": controls,
+            "mask": mask,
+            "states": states,
+            "rows": recording.rows,
+        }
+        for a, b in pieces_at_gaps(recording, config.get("time_step")):
+            piece: Any = {k: None if leaf is None else leaf[a:b] for k, leaf in leaves.items()}
+            name = recording.name if (a, b) == (0, len(obs)) else f"{recording.name}[{a}:{b}]"
+            found.append(Observations(name=name, **piece))
     return found
 
 

@@ -4,6 +4,7 @@ import csv
 import difflib
 import fnmatch
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,14 +43,25 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
         ValueError: columns that are not given or missing, or a cell that is not a number, with its
             row and column.
     """
-    header = header_of(path)
+    sides = sides_of(path, header_of(path), layout, states)
+    return recordings_of(path, layout, sides, read_table(path, layout, sides))
+
+
+def sides_of(path: Path, header: list[str], layout: Layout, states: bool) -> dict[str, Any]:
+    """Returns the columns of states, observations and controls, without patterns.
+
+    Raises:
+        ValueError: columns that are not given, or a pattern without a matching column.
+    """
     sides = {
         "states": layout.states if states else [],
         "observations": [] if layout.images else layout.observations,
         "controls": layout.controls or [],
     }
+    roles = [layout.time, layout.recording, layout.mask, layout.images]
+    roles += [name for names in sides.values() if isinstance(names, list) for name in names]
     sides = {
-        side: matching(path, header, names) if isinstance(names, list) else names
+        side: matching(path, header, names, roles) if isinstance(names, list) else names
         for side, names in sides.items()
     }
     for side, names in sides.items():
@@ -60,14 +72,20 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
                 f"{path}: data.{side}=[...] must name the columns of the {side}; "
                 f"it has {', '.join(header)}"
             )
-    return recordings_of(path, layout, sides, read_table(path, layout, sides))
+    return sides
 
 
-def matching(path: Path, header: list[str], names: list[str]) -> list[str]:
+def matching(
+    path: Path, header: list[str], names: list[str], roles: Sequence[str | None] = ()
+) -> list[str]:
     """Replaces patterns by the columns that match them, in the order of the file.
+
+    Columns that are named among ``roles`` do not match a pattern.
 
     >>> matching(Path("a.csv"), ["x", "cell_1", "cell_2"], ["cell_*", "x"])
     ['cell_1', 'cell_2', 'x']
+    >>> matching(Path("a.csv"), ["x", "y", "time"], ["*"], ["x", "time"])
+    ['y']
 
     Raises:
         ValueError: a pattern without a matching column.
@@ -75,7 +93,10 @@ def matching(path: Path, header: list[str], names: list[str]) -> list[str]:
     found: list[str] = []
     for name in names:
         pattern = is_pattern(name) and name not in header
-        if not (alike := fnmatch.filter(header, name) if pattern else [name]):
+        alike = [name]
+        if pattern:
+            alike = [each for each in fnmatch.filter(header, name) if each not in roles]
+        if not alike:
             raise ValueError(f"{path}: no column matches {name!r}; it has {', '.join(header)}")
         found += [each for each in alike if not (pattern and each in found)]
     return found
@@ -83,12 +104,24 @@ def matching(path: Path, header: list[str], names: list[str]) -> list[str]:
 
 def read_table(path: Path, layout: Layout, sides: dict[str, Any]) -> Table:
     """Reads the columns that the layout names."""
+    numbers, words = named_columns(path, header_of(path), layout, sides)
+    reader = read_parquet if is_parquet(path) else read_csv
+    return reader(path, numbers, words, layout.time)
+
+
+def named_columns(
+    path: Path, header: list[str], layout: Layout, sides: dict[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Returns the columns of numbers, without the time, and those of texts.
+
+    Raises:
+        ValueError: a column that the header does not have.
+    """
     # a column may have two roles, such as state and observation
     named = dict.fromkeys([*(name for names in sides.values() for name in names), layout.mask])
-    numbers = [name for name in named if name and name != layout.time]
     words = [name for name in (layout.recording, layout.images) if name]
-    check_columns(path, header_of(path), [*(n for n in (*named, layout.time) if n), *words])
-    return (read_parquet if is_parquet(path) else read_csv)(path, numbers, words, layout.time)
+    check_columns(path, header, [*(n for n in (*named, layout.time) if n), *words])
+    return [name for name in named if name and name != layout.time], words
 
 
 def recordings_of(

@@ -36,7 +36,7 @@ from kbf.filters.neural.dpf import DPF
 from kbf.filters.neural.gru import GRUImages
 from kbf.filters.neural.lstm import LSTMFilter
 from kbf.filters.neural.rkn import RKNFilter
-from kbf.filters.online import OnlineFilter
+from kbf.filters.online import RunningFilter
 from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.protocols import move
@@ -247,7 +247,7 @@ def test_who_takes_controls_gets_them_and_nobody_else():
     with pytest.raises(ValueError, match="takes no controls"):
         score(known, [test])
     with pytest.raises(ValueError, match="not compiled"):
-        OnlineFilter(with_u, compiled=test.obs[:1])
+        RunningFilter(with_u, compiled=test.obs[:1])
 
 
 @pytest.mark.slow
@@ -263,7 +263,7 @@ def test_rollout_live_and_single_steps_agree(name):
         ).estimates
         g = torch.Generator().manual_seed(0)
         state = filter.init(1, generator=g)
-        live = OnlineFilter(filter, generator=torch.Generator().manual_seed(0))
+        live = RunningFilter(filter, generator=torch.Generator().manual_seed(0))
         for t in range(5):
             state = step(filter, state, obs[:, t], mask=mask[:, t], control=u[:, t], generator=g)
             assert torch.equal(filter.estimate(state), found[:, t])
@@ -280,9 +280,9 @@ def test_rollout_live_and_single_steps_agree(name):
     )
     if name == "kbf":
         with pytest.raises(ValueError, match="give it the 1 of each step"):
-            OnlineFilter(filter).step(obs[:, 0])
+            RunningFilter(filter).step(obs[:, 0])
         with pytest.raises(ValueError, match=r"controls must be \(1, 1\), got \(1, 2\)"):
-            OnlineFilter(filter).step(obs[:, 0], u[:, 0].expand(1, 2))
+            RunningFilter(filter).step(obs[:, 0], u[:, 0].expand(1, 2))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("particle", "dpf")])

@@ -20,7 +20,7 @@ from kbf.export.step import refuse
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gaussian.kalman import KalmanFilter, LearnedKalman, LinearModel
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
-from kbf.filters.online import OnlineFilter
+from kbf.filters.online import RunningFilter
 from kbf.filters.regression.window import MeanModel, WindowRidge
 from kbf.filters.rollout import rollout
 from kbf.filters.selection import auto
@@ -164,7 +164,7 @@ def test_what_gives_no_covariance_has_that_of_its_held_out_errors():
 
 def test_a_stack_runs_live_and_its_state_is_saved(tmp_path):
     stack, obs = stack_of(two_filters(), [[0.5, 0.5], [0.5, 0.5]]), recording(20).obs
-    whole, first, second = OnlineFilter(stack), OnlineFilter(stack), OnlineFilter(stack)
+    whole, first, second = RunningFilter(stack), RunningFilter(stack), RunningFilter(stack)
     for x in obs[:10]:
         whole.step(x[None]), first.step(x[None])
     first.save(tmp_path / "state.npz")

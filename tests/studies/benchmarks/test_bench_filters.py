@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kbf.cli import main
 from kbf.filters.compile import Step
 from kbf.filters.kernel.update.rule import PrimalUpdate
-from kbf.filters.online import OnlineFilter
+from kbf.filters.online import RunningFilter
 from kbf.filters.rollout import rollout, step
 from kbf.rkhs.features import NystromFeatures
 from studies.benchmarks import batch, checks, local, precision, rank
@@ -54,7 +54,7 @@ def test_with_enough_rank_features_are_the_full_matrices():
 def test_checked_and_bare_steps_do_the_same():
     p = problem(60, steps=15)
     for filter in (p.filter(16).fit(p.memory), p.filter(16, normalise=True).fit(p.memory)):
-        live, step = OnlineFilter(filter), checks.bare(filter, p.test.obs)
+        live, step = RunningFilter(filter), checks.bare(filter, p.test.obs)
         for x in p.test.obs[1:]:
             torch.testing.assert_close(live.step(x[None]), step())
 

@@ -1,0 +1,358 @@
+"""`Estimates`: what a fitted filter returns for recordings, in the columns and units of the data.
+
+All arrays are NumPy arrays, with one row for each row of the input, in its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kbf.data.files.column_schema import WIDTH_OF_KIND, ColumnSchema
+from kbf.evaluation.calibration import Calibration, chi_square, mahalanobis
+from kbf.fitted.results import Array, Result, Source
+from kbf.runtime.html_repr import Shown
+
+
+class Estimates(Shown):
+    """Estimates of the states of recordings, with standard deviations, intervals and alarms.
+
+    Attributes:
+        columns: names of the state columns. mean: ``T c``, their estimates.
+        std: ``T c``, recalibrated standard deviations; of the columns of a rotation that of its
+            angle. None for a filter without covariances.
+        alarms: ``T`` texts: out_of_distribution, innovation_outlier, diverged, or empty; None
+            where the filter has no monitor.
+        state: of the filter after the last row; an argument of `FittedFilter.filter`.
+    """
+
+    def __init__(
+        self,
+        result: Result,
+        schema: ColumnSchema,
+        calibration: Calibration | None,
+        source: Source,
+        *,
+        state: Any = None,
+        likelihood: Callable[[], Array | None] | None = None,
+    ) -> None:
+        """Keep estimates in components, and decode them to columns.
+
+        Args:
+            result: in the components that filters use.
+            schema: the columns. calibration: of the filter, for intervals and regions.
+            source: where the rows come from.
+            state: of the filter after the last row.
+            likelihood: returns `log_likelihood`.
+        """
+        self._result, self._schema, self._calibration = result, schema, calibration
+        self._source, self._likelihood = source, likelihood
+        self.columns: list[str] = schema.columns("states")
+        decoded = schema.decode(result.means, result.covariances)
+        self.mean: Array = self._clip(stacked(decoded, self.columns))
+        self.std: Array | None = None
+        if result.covariances is not None:
+            deviations = stacked(decoded, [f"{name}_std" for name in schema.parts()])
+            self.std = deviations[:, self._part_of_column()]
+        self.alarms: Array | None = None if result.alarms is None else np.array(result.alarms)
+        self.state: Any = state
+
+    def __len__(self) -> int:
+        return len(self.mean)
+
+    @cached_property
+    def covariance(self) -> Array | None:
+        """Recalibrated covariances of the columns, ``T c c``.
+
+        Those of angles are linearised at the estimate. None for a filter without covariances, and
+        for states with rotations.
+        """
+        C, means = self._result.covariances, self._result.means
+        if C is None or any(part.kind == "rotation" for part in self._schema.states):
+            return None
+        J, at = means.new_zeros(len(means), len(self.columns), means.shape[1]), 0
+        for row, part in enumerate(self._schema.states):
+            if part.kind == "number":
+                J[:, row, at] = 1
+            else:  # d atan2(s, c) = (c ds - s dc) / (c^2 + s^2)
+                c, s = means[:, at], means[:, at + 1]
+                squared = (c.square() + s.square()) / self._schema.turn()
+                J[:, row, at], J[:, row, at + 1] = -s / squared, c / squared
+            at += WIDTH_OF_KIND[part.kind]
+        return (J @ C @ J.mT).numpy()
+
+    @cached_property
+    def log_likelihood(self) -> Array | None:
+        """log p(x_t | x_1, ..., x_{t-1}) of each observation, ``T``, in the units of the data.
+
+        NaN where nothing was observed or the observation was rejected; None for a filter without a
+        density of its observations. Computed by a second run of the filter, at the first request.
+        """
+        return None if self._likelihood is None else self._likelihood()
+
+    @property
+    def diagnostics(self) -> Any:
+        """Diagnostics of the filter at each row, a DataFrame."""
+        import pandas as pd
+
+        columns = {name: each.numpy() for name, each in self._result.diagnostics.items()}
+        return pd.DataFrame(columns, index=self._index())
+
+    def interval(self, level: float = 0.95) -> tuple[Array, Array]:
+        """Return lower and upper ends ``T c`` of intervals that contain a state with this level.
+
+        Each column has its own interval, m -+ f s with its standard deviation s and a factor f
+        from the held-out errors of this column (`Calibration.column_quantile`). Intervals of
+        angles are not wrapped; those of the columns of a rotation are NaN.
+
+        Raises:
+            ValueError: a level that is not between 0 and 1, or a filter without covariances.
+        """
+        half = self._factors(level) * self._spread()
+        return self._clip(self.mean - half), self._clip(self.mean + half)
+
+    def quantile(self, q: float) -> Array:
+        """Return the q-th quantile of each column, ``T c``; quantiles are symmetric in the mean.
+
+        Raises:
+            ValueError: as `interval`.
+        """
+        if not 0 < q < 1:
+            raise ValueError(f"q must be between 0 and 1, got {q}")
+        if q == 0.5:
+            return self.mean
+        half = self._factors(abs(2 * q - 1)) * self._spread()
+        return self._clip(self.mean + (half if q > 0.5 else -half))
+
+    def contains(self, truth: Any, level: float = 0.95) -> Array:
+        """Return whether the joint credible region of this level contains the states, ``T`` bool.
+
+        Args:
+            truth: states ``T c``, an array or a DataFrame with the columns of the states. Rows
+                with missing values are not contained.
+            level: of the region.
+
+        Raises:
+            ValueError: as `interval`, or states of another shape.
+        """
+        self._spread()
+        C = self._result.covariances
+        assert C is not None
+        z = self._schema.encode(torch.from_numpy(self._truth(truth)))
+        known = z.isfinite().all(1)
+        distance = mahalanobis(torch.where(known[:, None], z, 0.0), self._result.means, C)
+        d = C.shape[-1]
+        radius2 = chi_square(level, d)
+        if self._calibration is not None:
+            radius2 = float(self._calibration.radius2(level))
+        return ((distance <= radius2) & known).numpy()
+
+    def sample(self, n: int, *, seed: int | None = None) -> Array:
+        """Draw n states of each row from N(mean, covariance), ``n T c``, independent between rows.
+
+        Raises:
+            ValueError: a filter without covariances.
+        """
+        self._spread()
+        C, means = self._result.covariances, self._result.means
+        assert C is not None
+        generator = torch.Generator()
+        generator.seed() if seed is None else generator.manual_seed(seed)
+        noise = torch.randn(n, *means.shape, generator=generator, dtype=means.dtype)
+        values, vectors = torch.linalg.eigh(C)
+        root = vectors * values.clamp_min(0).sqrt()[:, None]
+        draws = means + torch.einsum("tij,ntj->nti", root, noise)
+        decoded = stacked(self._schema.decode(draws.flatten(0, 1)), self.columns)
+        return self._clip(decoded).reshape(n, *self.mean.shape)
+
+    def to_frame(self, level: float = 0.95) -> Any:
+        """Return a DataFrame, on the index of the DataFrame that was filtered, if it was one.
+
+        For each column of the states NAME it has NAME, NAME_std, NAME_lower and NAME_upper (the
+        interval of ``level``); ``alarm`` where the filter has a monitor. Rows of files and arrays
+        have ``recording`` and ``time`` in addition, where there are several recordings or times.
+        """
+        import pandas as pd
+
+        columns: dict[str, Any] = {}
+        index = self._index()
+        if self._source.index is None:
+            if len(set(self._source.names)) > 1:
+                columns["recording"] = list(self._source.names)
+            if self._source.times is not None:
+                columns["time"] = self._source.times
+        ends = None if self.std is None else self.interval(level)
+        for k, name in enumerate(self.columns):
+            columns[name] = self.mean[:, k]
+            if self.std is not None and ends is not None:
+                columns[f"{name}_std"] = self.std[:, k]
+                if not np.isnan(ends[0][:, k]).all():
+                    columns[f"{name}_lower"], columns[f"{name}_upper"] = (e[:, k] for e in ends)
+        if self.alarms is not None:
+            columns["alarm"] = self.alarms
+        return pd.DataFrame(columns, index=index)
+
+    def by_recording(self) -> dict[str, Estimates]:
+        """Return the estimates of each recording, by name, in the order of their first rows."""
+        names = np.array(self._source.names)
+        return {
+            name: self._rows(np.flatnonzero(names == name))
+            for name in dict.fromkeys(self._source.names)
+        }
+
+    def plot(
+        self,
+        *,
+        truth: Any = None,
+        columns: Sequence[str] | None = None,
+        level: float = 0.95,
+        axes: Any = None,
+    ) -> Any:
+        """Draw the estimates of each column over time, with their intervals and the alarms.
+
+        Args:
+            truth: states ``T c``, as of `contains`.
+            columns: of the states; None draws all.
+            level: of the intervals.
+            axes: of matplotlib, one for each column; None makes a figure.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            ValueError: an unknown column, or another number of axes.
+        """
+        from kbf.plots.estimates import estimates_figure
+
+        chosen = list(columns or self.columns)
+        if unknown := [name for name in chosen if name not in self.columns]:
+            raise ValueError(f"there is no column {unknown[0]!r}; it has {', '.join(self.columns)}")
+        where = [self.columns.index(name) for name in chosen]
+        ends = None if self.std is None else [end[:, where] for end in self.interval(level)]
+        time, xlabel = self._time()
+        return estimates_figure(
+            time,
+            self.mean[:, where],
+            ends,
+            None if truth is None else self._truth(truth)[:, where],
+            names=chosen,
+            alarms=None if self.alarms is None else self.alarms != "",
+            starts=self._starts(),
+            level=level,
+            axes=axes,
+            xlabel=xlabel,
+        )
+
+    def parts(self) -> dict[str, Any]:
+        """Returns what the table in notebooks shows."""
+        count = len(set(self._source.names))
+        shown: dict[str, Any] = {"rows": len(self), "recordings": count, "columns": self.columns}
+        if self.alarms is not None:
+            shown["alarms"] = int((self.alarms != "").sum())
+        return shown
+
+    def curve(self) -> tuple[Any, str]:
+        """Returns the curve below the table, and its title."""
+        return self.mean, ", ".join(self.columns)
+
+    def _rows(self, rows: Array) -> Estimates:
+        """The estimates of some rows."""
+        chosen, result, source = torch.from_numpy(rows), self._result, self._source
+        C, alarms = result.covariances, result.alarms
+        diagnostics = {name: each[chosen] for name, each in result.diagnostics.items()}
+        some = Result(
+            result.means[chosen],
+            None if C is None else C[chosen],
+            None if alarms is None else [alarms[k] for k in rows],
+            diagnostics,
+        )
+        origin = source._replace(
+            names=[source.names[k] for k in rows],
+            times=None if source.times is None else source.times[rows],
+            index=None if source.index is None else source.index[rows],
+        )
+
+        def likelihood() -> Array | None:
+            whole = self.log_likelihood
+            return None if whole is None else whole[rows]
+
+        return Estimates(some, self._schema, self._calibration, origin, likelihood=likelihood)
+
+    def _index(self) -> Any:
+        import pandas as pd
+
+        index = self._source.index
+        return pd.RangeIndex(len(self)) if index is None else index
+
+    def _time(self) -> tuple[Array, str]:
+        """The horizontal axis of figures and its label: the index, times, or the rows."""
+        index, times = self._source.index, self._source.times
+        if index is not None and index.nlevels == 1 and index.dtype.kind in "iufMm":
+            return np.asarray(index), str(index.name or "row")
+        if times is not None and len(self._starts()) == 1:
+            return times - times[0], "time [s]"
+        return np.arange(len(self)), "row"
+
+    def _starts(self) -> list[int]:
+        """The first rows of recordings, if the rows of none are interleaved."""
+        names = np.array(self._source.names)
+        return [0, *(np.flatnonzero(names[1:] != names[:-1]) + 1).tolist()]
+
+    def _spread(self) -> Array:
+        if self.std is None:
+            raise ValueError(
+                "this filter has no covariances, so there are no intervals: "
+                "kbf.fit(..., model='kbf') selects one that has"
+            )
+        return self.std
+
+    def _part_of_column(self) -> list[int]:
+        """The index of the part of each column."""
+        return [k for k, part in enumerate(self._schema.states) for _ in part.names]
+
+    def _factors(self, level: float) -> Array:
+        """Half the width of intervals of each column, in standard deviations; NaN of rotations."""
+        if not 0 < level < 1:
+            raise ValueError(f"level must be between 0 and 1, got {level}")
+        parts = self._schema.states
+        found = None
+        if self._calibration is not None:
+            found = self._calibration.column_quantile(level)
+        if found is None:
+            found = torch.full((len(parts),), chi_square(level, 1) ** 0.5)
+        single = [len(part.names) == 1 for part in parts]
+        factors = np.where(single, found.double().cpu().numpy(), np.nan)
+        return factors[self._part_of_column()]
+
+    def _clip(self, values: Array) -> Array:
+        """Values ``... c`` within the bounds of their columns."""
+        if not self._source.bounds:
+            return values
+        ends = [self._source.bounds.get(name, (None, None)) for name in self.columns]
+        low = [-np.inf if end[0] is None else end[0] for end in ends]
+        high = [np.inf if end[1] is None else end[1] for end in ends]
+        return np.clip(values, low, high)
+
+    def _truth(self, truth: Any) -> Array:
+        """States ``T c`` of an array or a DataFrame."""
+        if hasattr(truth, "columns"):
+            if lacking := [name for name in self.columns if name not in truth.columns]:
+                raise ValueError(
+                    f"truth: there is no column {lacking[0]!r}; it has "
+                    f"{', '.join(map(str, truth.columns))}"
+                )
+            truth = truth[self.columns]
+        values = np.asarray(truth, dtype="float64").reshape(len(truth), -1)
+        if values.shape != self.mean.shape:
+            raise ValueError(f"truth must be {self.mean.shape}, got {values.shape}")
+        return np.ascontiguousarray(values)
+
+
+def stacked(columns: dict[str, Tensor], names: Sequence[str]) -> Array:
+    """Return columns as an array ``T c`` in float64."""
+    return torch.stack([columns[name] for name in names], -1).double().numpy()

@@ -1,0 +1,393 @@
+"""`FittedFilter`: a fitted model that filters, smooths, forecasts and scores recordings.
+
+`kbf.fit` returns one and `kbf.load` reads one from a checkpoint. The methods take data as
+`kbf.fit` does, find the columns by the names of the training, and return `Estimates`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kbf.data.files.column_schema import ColumnSchema
+from kbf.filters.rollout import rollout
+from kbf.filters.smoothing import smooth
+from kbf.fitted.checkpoint import Trained, load_filter, save_checkpoint
+from kbf.fitted.estimates import Estimates
+from kbf.fitted.held_out_calibration import learn_smoothed
+from kbf.fitted.inputs import inputs_of, recording_of
+from kbf.fitted.model import inner_filter
+from kbf.fitted.online import OnlineFilter
+from kbf.fitted.online_estimator import OnlineEstimator
+from kbf.fitted.results import Result, Source, continued, in_order, joined
+from kbf.fitted.runs import (
+    as_recording,
+    batch_of,
+    check_horizon,
+    future_controls,
+    log_likelihoods,
+    moved,
+    step_through,
+)
+from kbf.fitted.summary import (
+    candidates_of,
+    capabilities_of,
+    held_out_of,
+    model_name_of,
+    rows_of,
+)
+from kbf.runtime.errors import DataError
+from kbf.runtime.html_repr import table
+
+
+class FittedFilter:
+    """A fitted filter with its columns, scaling, encoders, calibration and alarms.
+
+    Attributes:
+        trained: model, filter, calibration and monitor (`kbf.fitted.checkpoint.Trained`).
+        schema: names and kinds of the columns.
+        config: the configuration that it was fitted with.
+    """
+
+    def __init__(self, trained: Trained) -> None:
+        """Wrap a trained model; `kbf.load` and `kbf.fit` make one."""
+        self.trained: Trained = trained
+        self.schema: ColumnSchema = trained.module.column_schema()
+        self.config: dict[str, Any] = trained.module.config
+        self._smoothers: dict[int | None, Any] = {}
+
+    # What it is
+
+    @property
+    def model(self) -> Any:
+        """The filter, without scaling and encoders."""
+        return inner_filter(self.trained.filter)
+
+    @property
+    def model_name(self) -> str:
+        """The name of the selected model; those of an ensemble are joined by ``+``."""
+        return model_name_of(self.trained)
+
+    @property
+    def columns(self) -> dict[str, list[str]]:
+        """Names of the columns of states, observations and controls."""
+        sides = {side: self.schema.columns(side) for side in ("states", "observations")}
+        return {**sides, "controls": list(self.schema.controls)}
+
+    @property
+    def time_step(self) -> float | None:
+        """The median time between two steps of the training, in seconds; None without times."""
+        return self._data.get("time_step")
+
+    @property
+    def capabilities(self) -> dict[str, bool]:
+        """What the filter can do: smooth, append, missing_sensors, controls, intervals, alarms."""
+        return capabilities_of(self.trained)
+
+    @property
+    def candidates(self) -> Any:
+        """The candidates of the model selection, a DataFrame; empty where none were compared.
+
+        Columns: candidate, nmse (on held-out blocks), weight (in the selected filter).
+        """
+        return candidates_of(self.trained)
+
+    @property
+    def held_out(self) -> Any:
+        """Scores of each state column on held-out training steps, a DataFrame.
+
+        Columns: rmse, nmse, coverage_95 (`kbf.evaluation.calibration.HeldOut`). Empty for filters
+        that were not calibrated.
+        """
+        return held_out_of(self.trained)
+
+    def __repr__(self) -> str:
+        rows = (f"  {name}: {value}" for name, value in rows_of(self.trained))
+        return "\n".join([f"FittedFilter({self.model_name})", *rows])
+
+    def _repr_html_(self) -> str:
+        return table(f"FittedFilter: {self.model_name}", rows_of(self.trained))
+
+    # What it does
+
+    def filter(
+        self,
+        data: Any = None,
+        *,
+        observations: Any = None,
+        controls: Any = None,
+        mask: Any = None,
+        state: Any = None,
+        seed: int = 0,
+    ) -> Estimates:
+        """Estimate the states of each row from the observations up to it.
+
+        Each recording starts from the prior, and again after a gap in time of more than
+        `kbf.data.files.timestamps.LARGEST_GAP` steps, as in training.
+
+        Args:
+            data: a DataFrame, recordings, paths, or a list of them, as of `kbf.fit`.
+            observations: in place of ``data``, an array ``T q`` or ``B T q``, or images.
+            controls: ``T k``; mask: ``T`` bool, False where nothing was observed. Both go with
+                ``observations``.
+            state: `Estimates.state` of the rows before, to continue; None starts from the prior.
+            seed: of filters that draw random numbers.
+
+        Raises:
+            DataError: data that does not fit the columns of the training.
+        """
+        pieces, rows, source = inputs_of(
+            self._data, data, observations=observations, controls=controls, mask=mask
+        )
+        generator = torch.Generator(self._device).manual_seed(seed)
+        estimator = OnlineEstimator(self.trained, self.schema, generator=generator)
+        results = []
+        for k, piece in enumerate(pieces):
+            estimator.restart()
+            if state is not None and k == 0:
+                estimator.live.state, estimator.live.rejections, estimator.recent = state
+            results.append(step_through(estimator, self.trained, piece))
+        live = estimator.live
+        return self.estimates(
+            in_order(results, rows),
+            source,
+            state=(live.state, live.rejections, estimator.recent),
+            likelihood=lambda: log_likelihoods(self.trained, pieces, rows, seed),
+        )
+
+    def smooth(
+        self,
+        data: Any = None,
+        *,
+        observations: Any = None,
+        controls: Any = None,
+        mask: Any = None,
+        lag: int | None = None,
+        seed: int = 0,
+    ) -> Estimates:
+        """Estimate the states of each row from all observations, or from ``lag`` later ones.
+
+        The first call recalibrates the smoother's covariances on held-out training steps, which
+        takes about as long as filtering the training data.
+
+        Args:
+            data, observations, controls, mask, seed: as of `filter`.
+            lag: number of later observations; None takes all of the recording.
+
+        Raises:
+            DataError: as `filter`.
+            ValueError: a filter without a smoother, or a negative lag.
+        """
+        if not self.capabilities["smooth"]:
+            raise ValueError(self._cannot("smooth"))
+        pieces, rows, source = inputs_of(
+            self._data, data, observations=observations, controls=controls, mask=mask
+        )
+        if lag not in self._smoothers:
+            known = self.trained.calibration is not None
+            self._smoothers[lag] = learn_smoothed(self.trained, lag=lag) if known else None
+        calibration, results = self._smoothers[lag], []
+        for piece in pieces:
+            found = smooth(
+                self.trained.filter,
+                **batch_of(self.trained, piece),
+                lag=lag,
+                generator=torch.Generator(self._device).manual_seed(seed),
+            )
+            C = None if found.covariances is None else found.covariances[0].double().cpu()
+            if C is not None and calibration is not None:
+                C = calibration.covariance(C)
+            results.append(Result(found.estimates[0].double().cpu(), C, None, {}))
+        return Estimates(in_order(results, rows), self.schema, calibration, source)
+
+    def forecast(
+        self, data: Any, horizon: int, *, controls: Any = None, seed: int = 0
+    ) -> Estimates:
+        """Forecast the ``horizon`` steps after the end of each recording.
+
+        The index continues that of the data by the median time step.
+
+        Args:
+            data: as of `filter`.
+            horizon: number of steps.
+            controls: ``horizon k``, the controls of these steps, for a filter with controls.
+            seed: of filters that draw random numbers.
+
+        Raises:
+            DataError: as `filter`.
+            ValueError: a horizon below 1, or controls that are missing or of another shape.
+        """
+        check_horizon(horizon)
+        future = future_controls(self.trained, controls, horizon)
+        pieces, _, source = inputs_of(self._data, data)
+        last = {recording_of(piece): piece for piece in pieces}
+        generator = torch.Generator(self._device).manual_seed(seed)
+        results, names, times = [], [], []
+        step = self.time_step
+        for name, piece in last.items():
+            state = rollout(
+                self.trained.filter, **batch_of(self.trained, piece), generator=generator
+            ).state
+            results.append(moved(self.trained, state, future, horizon, generator))
+            names += [name] * horizon
+            if piece.times is not None and step is not None:
+                times.append(piece.times[-1].numpy() + step * np.arange(1, horizon + 1))
+        index = None
+        if source.index is not None and len(last) == 1:
+            index = continued(source.index, horizon)
+        ahead = Source(names, np.concatenate(times) if times else None, index, source.bounds)
+        return self.estimates(joined(results), ahead)
+
+    def historical_forecasts(
+        self, data: Any, horizon: int, *, stride: int = 1, seed: int = 0
+    ) -> Estimates:
+        """Forecast from every ``stride``-th row the 1 to ``horizon`` next steps.
+
+        Forecasts that need controls beyond the end of a recording are left out.
+
+        Returns:
+            Estimates with one row for each origin and step; `Estimates.to_frame` has the index
+            (origin, step): the number of the row that is the last one observed, and the number of
+            steps after it.
+
+        Raises:
+            DataError: as `filter`.
+            ValueError: a horizon or a stride below 1.
+        """
+        check_horizon(horizon)
+        if stride < 1:
+            raise ValueError(f"stride must be at least 1, got {stride}")
+        import pandas as pd
+
+        pieces, rows, source = inputs_of(self._data, data)
+        generator = torch.Generator(self._device).manual_seed(seed)
+        results, names, origins = [], [], []
+        for piece, where in zip(pieces, rows, strict=True):
+            states: list[Any] = []
+            batch = batch_of(self.trained, piece)
+            rollout(self.trained.filter, **batch, generator=generator, states=states)
+            acted = batch["controls"]
+            for t in range(0, len(states), stride):
+                steps = horizon if acted is None else min(horizon, len(states) - 1 - t)
+                if steps < 1:
+                    continue
+                ahead = None if acted is None else acted[:, t + 1 : t + 1 + steps]
+                results.append(moved(self.trained, states[t], ahead, steps, generator))
+                names += [piece.name] * steps
+                origins += [(int(where[t]), k) for k in range(1, steps + 1)]
+        index = pd.MultiIndex.from_tuples(origins, names=["origin", "step"])
+        ahead = Source(names, None, index, source.bounds)
+        return self.estimates(joined(results), ahead)
+
+    def append(self, data: Any, *, budget: int | None = None, seed: int = 0) -> FittedFilter:
+        """Return a filter whose memory contains further recordings; this one does not change.
+
+        Bandwidths, ridges, scaling and encoders stay; calibration and alarms are learned again.
+
+        Args:
+            data: recordings with states, as of `kbf.fit`.
+            budget: upper bound on the steps of the memory; the steps that cover it best are kept.
+            seed: of filters that draw random numbers.
+
+        Raises:
+            DataError: as `filter`, or no row with known states.
+            ValueError: a model without a memory.
+        """
+        from kbf.data.files.splits import where_known
+        from kbf.data.windows import Span, take
+        from kbf.fitted.append import append
+
+        if not self.capabilities["append"]:
+            raise ValueError(self._cannot("append"))
+        pieces, _, _ = inputs_of(self._data, data, states=True)
+        new = []
+        for piece in pieces:
+            recording = as_recording(piece)
+            known = recording.states.isfinite().all(1)
+            spans = where_known([Span(0, 0, len(known))], lambda _, known=known: known)
+            new += take([recording], spans)
+        if not new:
+            raise DataError("no row has known states: nothing can be appended")
+        with tempfile.TemporaryDirectory(prefix="kbf-") as folder:
+            old, out = Path(folder) / "old.ckpt", Path(folder) / "new.ckpt"
+            self.save(old)
+            made = append(
+                old,
+                new,
+                out,
+                budget=budget,
+                device=self._device,
+                trust=self.trained.module.trust,
+                seed=seed,
+            )
+        return FittedFilter(made.trained)
+
+    def online(
+        self,
+        *,
+        state: str | os.PathLike[str] | None = None,
+        max_delay: float = 0.0,
+        compile: bool = False,
+        seed: int = 0,
+    ) -> OnlineFilter:
+        """Return a running filter that takes one observation at a time.
+
+        Args:
+            state: a file that `OnlineFilter.save` has written, to continue; None starts from the
+                prior.
+            max_delay: seconds by which a reading may be late.
+            compile: compile the step; takes a minute and makes steps faster.
+            seed: of filters that draw random numbers.
+
+        Raises:
+            ValueError: a state of another filter, or a negative delay.
+        """
+        return OnlineFilter(self, state=state, max_delay=max_delay, compile=compile, seed=seed)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the checkpoint, atomically; `kbf.load` and all ``kbf`` commands read it."""
+        save_checkpoint(self.trained, path)
+
+    # How
+
+    def estimates(self, result: Result, source: Source, **settings: Any) -> Estimates:
+        """Return results in the columns of this filter; arguments as of `Estimates`."""
+        return Estimates(result, self.schema, self.trained.calibration, source, **settings)
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        """Settings of the training data, with the columns."""
+        return {**(self.config.get("data") or {}), "column_schema": self.schema.to_dict()}
+
+    @property
+    def _device(self) -> torch.device:
+        return self.trained.module.device
+
+    def _cannot(self, what: str) -> str:
+        return (
+            f"the model {self.model_name} cannot {what}: kbf.fit(..., require=[{what!r}]) selects "
+            "among models that can"
+        )
+
+
+def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> FittedFilter:
+    """Read a fitted filter from its checkpoint; nothing in the file is executed.
+
+    Args:
+        path: written by `FittedFilter.save` or ``kbf train``, or ``example:rotation``, one that
+            comes with kbf.
+        device: of the filter.
+
+    Raises:
+        kbf.fitted.checkpoint.CheckpointError: there is no such file, or it is no checkpoint.
+        ValueError: PyTorch has no such device.
+
+    >>> kbf.load("example:rotation").columns["states"]  # doctest: +SKIP
+    ['z_0', 'z_1']
+    """
+    return FittedFilter(load_filter(path, device=device))

@@ -1,0 +1,124 @@
+"""Data for a fitted filter: the columns of the training, found by name in data of any kind."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kbf.data.files.column_schema import ColumnSchema
+from kbf.data.files.in_memory import ARRAYS, FRAME, contents_of, is_frame, named_arrays
+from kbf.data.files.layout import Contents, Layout, Observations
+from kbf.data.files.read import observations_of, trained_layout
+from kbf.fitted.results import Source
+from kbf.runtime.errors import DataError, DataWarning, in_python
+
+# What `pieces_at_gaps` appends to the names of recordings.
+PIECE = re.compile(r"\[\d+:\d+\]$")
+
+
+class Inputs(NamedTuple):
+    """Recordings, cut at gaps in time, and where their rows come from.
+
+    Attributes:
+        pieces: in the components that filters use.
+        rows: of each piece, the rows of the input.
+        source: of all rows, in the order of the input.
+    """
+
+    pieces: list[Observations]
+    rows: list[Tensor]
+    source: Source
+
+
+def inputs_of(
+    settings: dict[str, Any],
+    data: Any,
+    *,
+    observations: Any = None,
+    controls: Any = None,
+    mask: Any = None,
+    states: bool = False,
+) -> Inputs:
+    """Return the recordings of data, or of arrays.
+
+    Args:
+        settings: the ``data`` part of the filter's configuration, with ``column_schema``.
+        data, observations, controls, mask: as of `FittedFilter.filter`.
+        states: whether states are required.
+
+    Raises:
+        DataError: data that does not fit the columns of the training.
+    """
+    if (data is None) == (observations is None):
+        raise DataError("give either data or observations=ARRAY")
+    if data is None:
+        data = named_arrays(observations=observations, controls=controls, mask=mask)
+    elif controls is not None or mask is not None:
+        raise DataError("controls and mask go with observations; data names its columns")
+    index = data.index if is_frame(data) and hasattr(data, "iloc") else None
+    with in_python():
+        contents = contents_of(data, layout_for(settings, data, states=states), states=states)
+        pieces = observations_of(contents.recordings, settings)
+    warn_of_partly_missing(contents, settings)
+    in_memory = contents.recordings[0].file in (str(FRAME), str(ARRAYS))
+    rows, start = [], 0
+    for piece in pieces:
+        stop = start + len(piece.obs)
+        known = piece.rows if in_memory else None
+        rows.append(torch.arange(start, stop) if known is None else known)
+        start = stop
+    names, times = [""] * start, np.full(start, np.nan)
+    for piece, where in zip(pieces, rows, strict=True):
+        for row in where.tolist():
+            names[row] = recording_of(piece)
+        if piece.times is not None:
+            times[where.numpy()] = piece.times.numpy()
+    bounds = {name: tuple(ends) for name, ends in (settings.get("bounds") or {}).items()}
+    source = Source(names, times if np.isfinite(times).any() else None, index, bounds)
+    return Inputs(pieces, rows, source)
+
+
+def recording_of(piece: Observations) -> str:
+    """Return the name of the recording that a piece was cut from."""
+    return PIECE.sub("", piece.name)
+
+
+def layout_for(settings: dict[str, Any], data: Any, *, states: bool) -> Layout:
+    """Return the roles of the columns of data, by the names of the training.
+
+    A column of recordings may be absent: the data is then a single recording.
+    """
+    schema = ColumnSchema.from_dict(settings["column_schema"])
+    layout = trained_layout(settings, schema)
+    if isinstance(data, dict) and not all(map(is_frame, data.values())):
+        return Layout(size=layout.size)  # named arrays have the usual names
+    if states:
+        layout = layout._replace(states=schema.columns("states"))
+    if is_frame(data) and layout.recording:
+        levels = getattr(getattr(data, "index", None), "names", ())
+        if layout.recording not in [*map(str, getattr(data, "columns", ())), *levels]:
+            layout = layout._replace(recording=None)
+    return layout
+
+
+def warn_of_partly_missing(contents: Contents, settings: dict[str, Any]) -> None:
+    """Warn of rows that lack some sensors, which are not used at all."""
+    if settings.get("allow_missing_sensors"):
+        return
+    count = 0
+    for recording in contents.recordings:
+        if recording.obs.ndim == 2:
+            missing = recording.obs.isnan()
+            count += int((missing.any(1) & ~missing.all(1)).sum())
+    if count:
+        warnings.warn(
+            f"{count} rows lack some of their observations and count as unobserved: "
+            "kbf.fit(..., allow_missing_sensors=True) fits a filter that uses the others",
+            DataWarning,
+            stacklevel=4,
+        )

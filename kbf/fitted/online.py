@@ -1,0 +1,400 @@
+"""`OnlineFilter`: one observation in, one estimate out, by the names of the columns.
+
+A reading may be late: within ``max_delay`` it is taken in at its time, and the steps after it are
+repeated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kbf.data.files.layout import FileRecording
+from kbf.data.files.timestamps import encode_recording
+from kbf.filters.gating import observe
+from kbf.filters.online import read_leaves
+from kbf.fitted.estimates import Estimates
+from kbf.fitted.online_estimator import OnlineEstimator, StepInputs, result_of
+from kbf.fitted.results import Source
+from kbf.fitted.runs import check_horizon, future_controls, moved
+from kbf.recording import as_float
+from kbf.runtime.errors import DataError
+
+if TYPE_CHECKING:
+    from kbf.fitted.fitted_filter import FittedFilter
+
+# Share of the time step by which the time of a reading may be off the grid without an error.
+MAX_OFF_GRID = 0.25
+
+
+class Estimate(Mapping[str, float]):
+    """The estimate of one step: a mapping from state columns to numbers.
+
+    Attributes:
+        std: standard deviations by column; empty for a filter without covariances.
+        alarm: out_of_distribution, innovation_outlier or diverged; None where there is none.
+        rejected: whether the observation was rejected as implausible.
+    """
+
+    def __init__(self, estimates: Estimates, rejected: bool) -> None:
+        """Take the only row of ``estimates``."""
+        self._estimates: Estimates = estimates
+        names = estimates.columns
+        self._values = dict(zip(names, estimates.mean[0].tolist(), strict=True))
+        spread = [] if estimates.std is None else estimates.std[0].tolist()
+        self.std: dict[str, float] = dict(zip(names, spread, strict=False))
+        self.alarm: str | None = None if estimates.alarms is None else str(estimates.alarms[0])
+        self.alarm = self.alarm or None
+        self.rejected: bool = rejected
+
+    def __getitem__(self, name: str) -> float:
+        if name not in self._values:
+            raise KeyError(f"there is no state {name!r}; there are {', '.join(self._values)}")
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        numbers = (
+            f"{name}={value:.6g}" + (f"±{self.std[name]:.2g}" if name in self.std else "")
+            for name, value in self._values.items()
+        )
+        return f"Estimate({', '.join(numbers)}{f', alarm={self.alarm}' if self.alarm else ''})"
+
+    def interval(self, level: float = 0.95) -> dict[str, tuple[float, float]]:
+        """Return lower and upper end by column, as of `Estimates.interval`."""
+        low, high = (end[0].tolist() for end in self._estimates.interval(level))
+        return dict(zip(self._values, zip(low, high, strict=True), strict=True))
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the estimates as a plain dict."""
+        return dict(self._values)
+
+
+class Past(NamedTuple):
+    """A step that may be repeated: what was before it, and its inputs."""
+
+    before: tuple[Any, ...]
+    time: float | None
+    moves: int
+    obs: Tensor | None
+    control: Tensor | None
+
+
+class OnlineFilter:
+    """A fitted filter that takes one observation at a time; `FittedFilter.online` makes one.
+
+    Attributes:
+        estimate: the last `Estimate`; None before the first step.
+        time: of the last step in seconds; None without times.
+        rejections: number of observations that were rejected as implausible.
+        dropped: number of readings that were later than ``max_delay``.
+    """
+
+    def __init__(
+        self,
+        fitted: FittedFilter,
+        *,
+        state: str | os.PathLike[str] | None = None,
+        max_delay: float = 0.0,
+        compile: bool = False,
+        seed: int = 0,
+    ) -> None:
+        """Start from the prior, or from a saved state; arguments as of `FittedFilter.online`."""
+        trained = fitted.trained
+        self._fitted = fitted
+        self._device = trained.module.device
+        self._dtype = trained.module.input_dtype
+        example = torch.zeros(
+            1, *(trained.module.observation or ()), dtype=self._dtype, device=self._device
+        )
+        self._estimator = OnlineEstimator(
+            trained,
+            fitted.schema,
+            compiled=example if compile else None,
+            generator=torch.Generator(self._device).manual_seed(seed),
+        )
+        if max_delay < 0:
+            raise ValueError(f"max_delay must be at least 0 seconds, got {max_delay}")
+        self.max_delay: float = max_delay
+        self.estimate: Estimate | None = None
+        self.time: float | None = None
+        self.dropped: int = 0
+        self._past: deque[Past] = deque()
+        if state is not None:
+            self._load(state)
+
+    @property
+    def rejections(self) -> int:
+        """Number of observations that were rejected as implausible."""
+        return self._estimator.live.rejected
+
+    def step(
+        self, obs: Any = None, *, control: Any = None, dt: float | None = None, time: Any = None
+    ) -> Estimate:
+        """Move to the next step and take in its observation.
+
+        Args:
+            obs: a mapping from observation columns to numbers, where None or NaN is a missing
+                one; an array ``q``, or an image; None where nothing was observed.
+            control: of the move, a mapping or an array ``k``.
+            dt: seconds since the step before; the filter moves round(dt / time_step) times.
+            time: of this step, seconds or a datetime, in place of ``dt``. An earlier time than
+                the last one is a late reading, as of `update`.
+
+        Raises:
+            DataError: unknown or missing columns, or a time that is not on the grid of steps.
+        """
+        now = None if time is None else seconds_of(time)
+        if now is not None and self.time is not None and now < self.time:
+            return self.update(obs, time=now)
+        moves = self._moves(dt, now)
+        self._advance(self._observation(obs), self._control(control), moves, self._clock(dt, now))
+        assert self.estimate is not None
+        return self.estimate
+
+    def predict(self, dt: float | None = None, *, control: Any = None) -> Estimate:
+        """Move to the next step, without an observation; arguments as of `step`."""
+        return self.step(None, dt=dt, control=control)
+
+    def update(self, obs: Any, *, time: Any = None) -> Estimate:
+        """Take in an observation without a move: of now, or a late one of an earlier ``time``.
+
+        A late reading is taken in at its time, and the steps after it are repeated. One that is
+        later than ``max_delay`` seconds is dropped, and counted in ``dropped``.
+
+        Raises:
+            DataError: as `step`; no time was given before.
+        """
+        x = self._observation(obs)
+        now = None if time is None else seconds_of(time)
+        if now is None or self.time is None or now >= self.time:
+            self._advance(x, None, 0, self.time)
+        elif self.time - now > self.max_delay or not self._past:
+            self.dropped += 1
+        else:
+            self._replay(x, now)
+        if self.estimate is None:
+            raise DataError("there is no step yet: call step first")
+        return self.estimate
+
+    def forecast(self, horizon: int, *, controls: Any = None) -> Estimates:
+        """Forecast the next ``horizon`` steps; the state does not change.
+
+        Args:
+            horizon: number of steps.
+            controls: ``horizon k``, for a filter with controls.
+
+        Raises:
+            ValueError: a horizon below 1, or controls of another shape.
+        """
+        check_horizon(horizon)
+        trained, live = self._fitted.trained, self._estimator.live
+        future = future_controls(trained, controls, horizon)
+        generator = torch.Generator(self._device).manual_seed(0)
+        found = moved(trained, live.state, future, horizon, generator)
+        return self._fitted.estimates(found, Source([""] * horizon))
+
+    def reset(self) -> None:
+        """Return to the prior."""
+        self._estimator.restart()
+        self.estimate, self.time = None, None
+        self._past.clear()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state, atomically; ``online(state=path)`` continues from it."""
+        others = {"fingerprint": fingerprint(self._fitted)}
+        if self.time is not None:
+            others["time"] = torch.tensor(self.time, dtype=torch.float64)
+        if self._estimator.recent is not None:
+            others["recent"] = self._estimator.recent
+        others["rejected"] = torch.tensor(self.rejections)
+        self._estimator.live.save(path, **others)
+
+    def _load(self, path: str | os.PathLike[str]) -> None:
+        """Continue from a saved state.
+
+        Raises:
+            ValueError: a state of another filter, or that cannot be read.
+        """
+        stored = read_leaves(path)
+        own = fingerprint(self._fitted)
+        if "fingerprint" not in stored or not torch.equal(stored["fingerprint"], own):
+            raise ValueError(f"state: {path} was not written by this filter")
+        self._estimator.live.load(path)
+        self._estimator.live.rejected = int(stored["rejected"])
+        self._estimator.recent = stored.get("recent")
+        self.time = float(stored["time"]) if "time" in stored else None
+
+    def _snapshot(self) -> tuple[Any, ...]:
+        live = self._estimator.live
+        return live.state, live.rejections, live.rejected, self._estimator.recent, self.time
+
+    def _restore(self, snapshot: tuple[Any, ...]) -> None:
+        live = self._estimator.live
+        live.state, live.rejections, live.rejected, self._estimator.recent, self.time = snapshot
+
+    def _advance(
+        self, obs: Tensor | None, control: Tensor | None, moves: int, time: float | None
+    ) -> None:
+        """Move a number of times and take in the observation; keeps the step if it may repeat."""
+        estimator, before = self._estimator, self._snapshot()
+        rejected = self.rejections
+        inputs = [StepInputs(None, control)] * max(0, moves - 1)
+        if moves:
+            states, alarms = estimator.advance([*inputs, StepInputs(obs, control)])
+        else:
+            live, alarms = estimator.live, [""]
+            if obs is not None:
+                live.state = observe(estimator.filter, live.state, obs, None)[0]
+            states = live.state
+        result = result_of(estimator, states, alarms).last()
+        found = self._fitted.estimates(result, Source([""]))
+        self.estimate = Estimate(found, self.rejections > rejected)
+        self.time = time
+        if self.max_delay and time is not None:
+            self._past.append(Past(before, time, moves, obs, control))
+            while self._past and (self._past[0].time or time) < time - self.max_delay:
+                self._past.popleft()
+
+    def _replay(self, obs: Tensor | None, now: float) -> None:
+        """Go back to the step at or before ``now``, take the reading in, and repeat the rest."""
+        later = [k for k, each in enumerate(self._past) if (each.time or 0.0) > now]
+        first = later[0] if later else len(self._past)
+        again = list(self._past)[first:]
+        while len(self._past) > first:
+            self._past.pop()
+        self._restore(again[0].before)
+        moves = self._moves(None, now)
+        self._advance(obs, again[0].control if moves else None, moves, now)
+        for each in again:
+            self._advance(each.obs, each.control, self._moves(None, each.time), each.time)
+
+    def _clock(self, dt: float | None, now: float | None) -> float | None:
+        """The time after a step."""
+        if now is not None:
+            return now
+        step = dt if dt is not None else self._fitted.time_step
+        return None if self.time is None or step is None else self.time + step
+
+    def _moves(self, dt: float | None, now: float | None) -> int:
+        """Number of moves for an elapsed time; 1 if no time is given.
+
+        Raises:
+            DataError: a negative time, or one that is not a multiple of the time step.
+        """
+        step = self._fitted.time_step
+        if now is not None:
+            dt = None if self.time is None else now - self.time
+        if dt is None or step is None:
+            return 1
+        moves = round(dt / step)
+        if dt < 0 or abs(dt / step - moves) > MAX_OFF_GRID:
+            raise DataError(
+                f"{dt:.6g} s since the last step are no multiple of the time step of the training, "
+                f"{step:.6g} s"
+            )
+        return moves
+
+    def _observation(self, obs: Any) -> Tensor | None:
+        """An observation ``1 *x`` in the components that the filter takes."""
+        if obs is None:
+            return None
+        schema = self._fitted.schema
+        if not schema.observations:
+            image = torch.as_tensor(np.asarray(obs))
+            return (
+                as_float(image, self._dtype)
+                .reshape(1, *(self._fitted.trained.module.observation or ()))
+                .to(self._device)
+            )
+        names = schema.columns("observations")
+        missing = self._estimator.live.allow_missing_sensors
+        values = numbers_of(obs, names, "observations", missing=missing)
+        row = FileRecording("step", torch.from_numpy(values[None]))
+        found = encode_recording(row, schema, allow_missing_sensors=missing)[0]
+        if bool(found.isnan().all()) or (not missing and bool(found.isnan().any())):
+            return None
+        return as_float(found, self._dtype).to(self._device)
+
+    def _control(self, control: Any) -> Tensor | None:
+        """A control ``1 k``.
+
+        Raises:
+            DataError: it is missing, or the filter has no controls.
+        """
+        names = list(self._fitted.schema.controls)
+        if not names and control is None:
+            return None
+        if not names or control is None:
+            needs = f"needs controls: {', '.join(names)}" if names else "has no controls"
+            raise DataError(f"this filter {needs}")
+        values = numbers_of(control, names, "controls", missing=False)
+        return torch.from_numpy(values[None]).to(self._device, self._dtype)
+
+
+def numbers_of(values: Any, names: list[str], side: str, *, missing: bool) -> np.ndarray:
+    """Return the numbers of the columns, from a mapping or an array.
+
+    Args:
+        values: by name, or in the order of ``names``. None is missing.
+        names: of the columns. side: for messages.
+        missing: whether columns may be absent.
+
+    Raises:
+        KeyError: an unknown name, with the nearest.
+        DataError: an absent name, or another number of values.
+    """
+    if isinstance(values, Mapping) or hasattr(values, "to_dict"):
+        given = dict(values) if isinstance(values, Mapping) else values.to_dict()
+        for name in given:
+            if name not in names:
+                import difflib
+
+                near = difflib.get_close_matches(str(name), names, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(names)}"
+                raise KeyError(f"{name!r} is not among the {side}; {hint}")
+        absent = [name for name in names if name not in given]
+        if absent and not missing:
+            raise DataError(f"{side}: {', '.join(absent)} is missing; None stands for no reading")
+        values = [given.get(name) for name in names]
+    elif hasattr(values, "detach"):
+        values = values.detach().cpu()
+    found = np.array(
+        [np.nan if each is None else each for each in np.atleast_1d(values).ravel()], "float64"
+    )
+    if len(found) != len(names):
+        raise DataError(
+            f"{side} must be {len(names)} numbers ({', '.join(names)}), got {len(found)}"
+        )
+    return found
+
+
+def seconds_of(time: Any) -> float:
+    """Return a time in seconds; dates since 1970, in UTC where they have no time zone."""
+    if isinstance(time, int | float | np.integer | np.floating):
+        return float(time)
+    import pandas as pd
+
+    stamp: Any = pd.Timestamp(time)
+    return (stamp.tz_localize("UTC") if stamp.tzinfo is None else stamp).timestamp()
+
+
+def fingerprint(fitted: FittedFilter) -> Tensor:
+    """Return a hash of everything that a fitted filter has learned, 32 bytes."""
+    hashed = hashlib.sha256()
+    for name, leaf in sorted(fitted.trained.module.state_dict().items()):
+        hashed.update(name.encode())
+        hashed.update(leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return torch.tensor(list(hashed.digest()), dtype=torch.uint8)

@@ -1,0 +1,214 @@
+"""A running filter of a checkpoint: observations in, calibrated estimates and alarms out.
+
+`FittedFilter.filter`, ``kbf filter`` and ``kbf serve`` step through observations with this class,
+so that they return equal numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Generator, Tensor
+
+from kbf.data.files.column_schema import ColumnSchema
+from kbf.evaluation.alarms import WINDOW, Monitor, running_median
+from kbf.evaluation.calibration import Calibration
+from kbf.filters.online import RunningFilter
+from kbf.filters.protocols import covariance_of, diagnostics_of
+from kbf.fitted.checkpoint import Trained
+from kbf.fitted.results import Result
+
+# A row of the output: numbers and texts by column.
+Values = dict[str, float | int | str | None]
+
+
+class Observed(Protocol):
+    """The input of one step: ``obs`` ``1 *x`` or None, and ``control`` ``1 k`` or None."""
+
+    @property
+    def obs(self) -> Tensor | None:
+        """NaN where a sensor is missing; None where nothing was observed."""
+        ...
+
+    @property
+    def control(self) -> Tensor | None:
+        """Of the move to this step; None for a filter without controls."""
+        ...
+
+
+class StepInputs(NamedTuple):
+    """The input of one step, see `Observed`."""
+
+    obs: Tensor | None
+    control: Tensor | None = None
+
+
+class OnlineEstimator:
+    """A running filter: rows of observations in, rows of estimates and alarms out.
+
+    Standard deviations and diagnostics of the filter are added where it has them.
+    """
+
+    def __init__(
+        self,
+        trained: Trained,
+        column_schema: ColumnSchema,
+        *,
+        covariance: str = "std",
+        alarms: bool = True,
+        compiled: Tensor | None = None,
+        generator: Generator | None = None,
+    ) -> None:
+        """Initialise the filter at the prior.
+
+        Args:
+            trained: filter, calibration and monitor of a checkpoint.
+            column_schema: names and kinds of the columns.
+            covariance: std (a standard deviation for each column), full (all entries as well) or
+                none.
+            alarms: check each observation with the checkpoint's monitor, if it has one; a diverged
+                track is re-initialised at the prior.
+            compiled: as in `RunningFilter`.
+            generator: randomness of filters that draw particles.
+
+        Raises:
+            ValueError: covariances of a filter that has none, or another word.
+        """
+        if covariance not in ("std", "full", "none"):
+            raise ValueError(f"covariance must be std, full or none, got {covariance!r}")
+        self.filter: Any = trained.filter
+        self.live: RunningFilter = RunningFilter(
+            trained.filter, compiled=compiled, generator=generator
+        )
+        self.column_schema: ColumnSchema = column_schema
+        self.calibration: Calibration | None = trained.calibration
+        self.monitor: Monitor | None = trained.monitor if alarms else None
+        has_covariance = covariance_of(self.filter, self.live.state) is not None
+        if covariance == "full" and not has_covariance:
+            raise ValueError(
+                "covariance=full: this model has no covariances, set covariance=std or none"
+            )
+        self.with_covariance: bool = has_covariance and covariance != "none"
+        d = len(column_schema.components("states"))
+        self.entries: list[tuple[int, int]] = (
+            [(i, j) for i in range(d) for j in range(i, d)] if covariance == "full" else []
+        )
+        self.recent: Tensor | None = None  # the monitor's last scores, 1 WINDOW
+        self.alarms: int = 0
+
+    def restart(self) -> None:
+        """Re-initialise the filter at the prior."""
+        self.live.restart()
+        self.recent = None
+
+    def filter_rows(self, rows: Sequence[Observed]) -> list[Values]:
+        """Return estimates of rows of one recording, one dictionary a row."""
+        state, alarms = self.advance(rows)
+        output = self.output_rows(state)
+        if self.monitor is None:
+            return output
+        return [values | {"alarm": a} for values, a in zip(output, alarms, strict=True)]
+
+    @torch.inference_mode()
+    def advance(self, rows: Sequence[Observed]) -> tuple[Any, list[str]]:
+        """Step through rows of one recording; return the filter states, as a batch, and alarms.
+
+        The filter runs row by row; alarms are computed in one batch, which is cheaper. There are
+        none without a monitor.
+        """
+        states, alarms = [], []
+        while len(states) < len(rows):
+            rest = rows[len(states) :]
+            predicted, updated, rejected = self.step_through(rest)
+            verdicts = [] if self.monitor is None else self.verdicts(self.monitor, predicted, rest)
+            valid = verdicts.index("diverged") if "diverged" in verdicts else len(rest)
+            states, alarms = states + updated[:valid], alarms + verdicts[:valid]
+            # The rows behind it were filtered from a diverged track: start again at this one.
+            if valid < len(rest):
+                self.restart()
+                self.live.rejected = rejected[valid]
+                self.live.step(rest[valid].obs, rest[valid].control)
+                states, alarms = [*states, self.live.state], [*alarms, "diverged"]
+        self.alarms += sum(alarm != "" for alarm in alarms)
+        return concatenated(states), alarms
+
+    def covariances(self, state: Any) -> Tensor | None:
+        """Return the recalibrated covariances ``b d d`` of filter states; None without any."""
+        C = covariance_of(self.filter, state) if self.with_covariance else None
+        return C if C is None or self.calibration is None else self.calibration.covariance(C)
+
+    def step_through(self, rows: Sequence[Observed]) -> tuple[list[Any], list[Any], list[int]]:
+        """Return predicted and updated states, and the number of earlier rejections, of each row.
+
+        The predicted states are empty without a monitor: nothing else requires them.
+        """
+        live, predicted, updated, rejected = self.live, [], [], []
+        collect = None if self.monitor is None else lambda state, *_: predicted.append(state)
+        for row in rows:
+            rejected.append(live.rejected)
+            live.step(row.obs, row.control, before=collect)
+            updated.append(live.state)
+        return predicted, updated, rejected
+
+    def verdicts(
+        self, monitor: Monitor, predicted: list[Any], rows: Sequence[Observed]
+    ) -> list[str]:
+        """Return the alarm of each row, or an empty string.
+
+        Those after the first "diverged" are not valid.
+        """
+        obs = [None if row.obs is None or bool(row.obs.isnan().any()) else row.obs for row in rows]
+        observed = [x for x in obs if x is not None]
+        if not observed:
+            if self.recent is not None:
+                self.recent = torch.cat(
+                    [self.recent, torch.full_like(self.recent, torch.nan)[: len(rows)]]
+                )[-WINDOW:]
+            return [""] * len(rows)
+        mask = torch.tensor([x is not None for x in obs], device=observed[0].device)
+        filled = torch.cat([torch.zeros_like(observed[0]) if x is None else x for x in obs])
+        checks = monitor.check(self.filter, concatenated(predicted), filled, mask=mask)
+        scores = checks.recent[:, -1]
+        window = scores.new_full((WINDOW,), torch.nan) if self.recent is None else self.recent
+        series = torch.cat([window, scores])
+        self.recent = series[-WINDOW:]
+        diverged = checks.diverged
+        if monitor.divergence is not None:
+            diverged = monitor.divergence.p_value(running_median(series)[WINDOW:]) < monitor.rate
+        outside = checks.out_of_distribution < monitor.rate
+        names = ("diverged", "out_of_distribution", "innovation_outlier", "")
+        # The first that applies, of each row.
+        flags = torch.stack([diverged, outside, checks.alarm, torch.ones_like(diverged)])
+        return [names[k] for k in flags.int().argmax(0).tolist()]
+
+    @torch.inference_mode()
+    def output_rows(self, state: Any) -> list[Values]:
+        """Return a row of estimates, standard deviations and diagnostics for each filter state."""
+        C = self.covariances(state)
+        columns = self.column_schema.decode(self.filter.estimate(state), C)
+        columns |= {f"cov_{i}_{j}": C[:, i, j] for i, j in self.entries} if C is not None else {}
+        columns |= diagnostics_of(self.filter, state)
+        return [
+            dict(zip(columns, values, strict=True))
+            for values in zip(*(c.tolist() for c in columns.values()), strict=True)
+        ]
+
+
+def concatenated(states: list[Any]) -> Any:
+    """Return the filter states of single recordings as one of a batch."""
+    return type(states[0])(*(torch.cat(leaves) for leaves in zip(*states, strict=True)))
+
+
+@torch.no_grad()
+def result_of(estimator: OnlineEstimator, state: Any, alarms: list[str]) -> Result:
+    """Return estimates, covariances, alarms and diagnostics of filter states as a `Result`."""
+    filter: Any = estimator.filter
+    C = estimator.covariances(state)
+    return Result(
+        filter.estimate(state).double().cpu(),
+        None if C is None else C.double().cpu(),
+        None if estimator.monitor is None else alarms,
+        {name: each.double().cpu() for name, each in diagnostics_of(filter, state).items()},
+    )

@@ -1,0 +1,136 @@
+"""Runs of a trained filter through recordings: estimates, log likelihoods, predictions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kbf.data.files.layout import Observations
+from kbf.filters.protocols import control_components, covariance_of, move
+from kbf.filters.rollout import batch_inputs, rollout
+from kbf.fitted.checkpoint import Trained
+from kbf.fitted.online_estimator import OnlineEstimator, StepInputs, result_of
+from kbf.fitted.results import Array, Result, joined
+from kbf.recording import Recording
+from kbf.runtime.errors import DataError
+
+# Rows whose outputs are computed in one batch.
+ROWS_PER_BATCH = 256
+
+
+def check_horizon(horizon: int) -> None:
+    """Raise a ValueError for a horizon that is no whole number of at least 1."""
+    if not isinstance(horizon, int) or horizon < 1:
+        raise ValueError(f"the horizon must be a whole number of at least 1, got {horizon!r}")
+
+
+@torch.no_grad()
+def moved(
+    trained: Trained,
+    state: Any,
+    controls: Tensor | None,
+    steps: int,
+    generator: torch.Generator,
+) -> Result:
+    """Return the predictions of the ``steps`` after a filter state, as ``steps`` rows.
+
+    Covariances are recalibrated as those of estimates are.
+
+    Args:
+        trained: the filter and its calibration.
+        state: of a batch of one.
+        controls: ``1 h k`` of the moves, or None.
+        steps: h.
+        generator: of filters that draw random numbers.
+    """
+    filter, means, covariances = trained.filter, [], []
+    for k in range(steps):
+        control = None if controls is None else controls[:, k]
+        state = move(filter, state, control=control, generator=generator)
+        means.append(filter.estimate(state).double().cpu())
+        C = covariance_of(filter, state)
+        if C is not None and trained.calibration is not None:
+            C = trained.calibration.covariance(C)
+        covariances += [] if C is None else [C.double().cpu()]
+    return Result(torch.cat(means), torch.cat(covariances) if covariances else None, None, {})
+
+
+def future_controls(trained: Trained, controls: Any, horizon: int) -> Tensor | None:
+    """Return the controls of a forecast ``1 h k``; None for a filter without controls.
+
+    Raises:
+        DataError: controls that are missing, not wanted, or of another shape.
+    """
+    width = control_components(trained.filter)
+    if controls is None and not width:
+        return None
+    values = np.asarray(() if controls is None else controls, dtype="float64")
+    values = values.reshape(len(values), -1)
+    if values.shape != (horizon, width):
+        raise DataError(
+            f"controls must be {(horizon, width)}, one row for each step that is forecast; "
+            f"got {values.shape if controls is not None else None}"
+        )
+    return torch.from_numpy(values)[None].to(trained.module.device, trained.module.input_dtype)
+
+
+def step_through(estimator: OnlineEstimator, trained: Trained, piece: Observations) -> Result:
+    """Step through one recording from the present state of the estimator."""
+    batch = batch_of(trained, piece)
+    obs, mask, acted = batch["obs"], batch["mask"], batch["controls"]
+    steps = [
+        StepInputs(
+            None if mask is not None and not mask[0, t] else obs[:, t],
+            None if acted is None else acted[:, t],
+        )
+        for t in range(obs.shape[1])
+    ]
+    parts = []
+    for first in range(0, len(steps), ROWS_PER_BATCH):
+        state, alarms = estimator.advance(steps[first : first + ROWS_PER_BATCH])
+        parts.append(result_of(estimator, state, alarms))
+    return joined(parts)
+
+
+@torch.no_grad()
+def log_likelihoods(
+    trained: Trained, pieces: list[Observations], rows: list[Tensor], seed: int
+) -> Array | None:
+    """Return log p(x_t | x_<t) of all rows, in the order of the input.
+
+    Args:
+        trained: the filter.
+        pieces: the recordings. rows: of each, the rows of the input.
+        seed: of filters that draw random numbers.
+
+    Returns:
+        ``T``, NaN where nothing was observed; None for a filter without a density.
+    """
+    found = np.full(sum(map(len, rows)), np.nan)
+    generator = torch.Generator(trained.module.device).manual_seed(seed)
+    for piece, where in zip(pieces, rows, strict=True):
+        batch = batch_of(trained, piece)
+        run = rollout(trained.filter, **batch, log_likelihood=True, generator=generator)
+        if run.log_likelihood is None:
+            return None
+        found[where.numpy()] = run.log_likelihood[0].double().cpu().numpy()
+    return found
+
+
+def batch_of(trained: Trained, piece: Observations) -> dict[str, Any]:
+    """Return a recording as arguments of `rollout`: a batch of one."""
+    module = trained.module
+    return batch_inputs([as_recording(piece)], dtype=module.input_dtype, device=module.device)
+
+
+def as_recording(piece: Observations) -> Recording:
+    """Return observations as a recording; missing ones are 0, unknown states NaN."""
+    obs, states = piece.obs, piece.states
+    if piece.mask is not None and obs.ndim == 2:
+        obs = torch.where(piece.mask[:, None], obs, torch.zeros_like(obs))
+    if states is None:
+        states = torch.full((len(obs), 1), torch.nan, dtype=torch.float64)
+    return Recording(states, obs, piece.mask, controls=piece.controls)

@@ -1,0 +1,351 @@
+"""`fit`: recordings in, a fitted filter out. ``kbf train`` fits with the same functions.
+
+The configuration is that of ``kbf train data=own``; `fit` sets the columns and reads data in
+memory, the command reads a file.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kbf.data.dataset import Data, completed, load_data
+from kbf.data.files.dataset import FileData
+from kbf.data.files.in_memory import contents_of, named_arrays
+from kbf.data.files.layout import Contents, Layout
+from kbf.fitted.checkpoint import Trained
+from kbf.fitted.fitted_filter import FittedFilter
+from kbf.fitted.held_out_calibration import learn_and_keep
+from kbf.runtime.errors import DataError, DataWarning, in_python
+from kbf.runtime.hydra_quoting import quoted
+from kbf.runtime.interpolation import incomplete, literal, resolved
+from kbf.runtime.threads import limited_threads
+
+Columns = str | Sequence[str]
+
+
+def fit(
+    data: Any = None,
+    *,
+    states: Any,
+    observations: Any = None,
+    images: Any = None,
+    controls: Any = None,
+    recording: Any = None,
+    time: Any = None,
+    mask: Any = None,
+    angles: Sequence[str] | Mapping[str, str] = (),
+    rotations: Sequence[Sequence[str]] = (),
+    bounds: Mapping[str, tuple[float | None, float | None]] | None = None,
+    units: Mapping[str, str] | None = None,
+    allow_missing_sensors: bool | None = None,
+    time_as_control: bool = False,
+    size: Sequence[int] | None = None,
+    model: str = "kbf",
+    config: Mapping[str, Any] | None = None,
+    encoder: str | None = None,
+    validation: float = 0.0,
+    calibrate: bool = True,
+    budget: str | float | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    threads: int | None = 1,
+    progress: bool = True,
+) -> FittedFilter:
+    """Fit a filter that estimates states from observations, to recordings of both.
+
+    Fits what ``kbf train data=own`` fits: scales all columns, selects a model by cross-validation
+    on blocks of the recordings, and learns the widths of intervals and the alarms on held-out
+    blocks. All rows are for training; nothing is kept for a test.
+
+    Args:
+        data: a DataFrame, a list or dict of DataFrames (one for each recording), a `Recording` or
+            a list of them, or the path of a file, a pattern (``"runs/*.csv"``) or a list of paths.
+            None if ``states`` and the others are arrays.
+        states: columns of the states; without ``data`` an array ``T d`` or ``B T d``, or a list
+            of arrays ``T d``.
+        observations: columns of the observations, also as patterns (``"s*"``), which do not match
+            columns that have another role; or arrays like ``states``.
+        images: the column with names of image files; or an array of images, uint8
+            ``T H W``, ``T H W C`` or ``T C H W``.
+        controls: columns of controls that act in the move to a row; or arrays.
+        recording: the column (or index level) with the name of the recording of each row. Rows of
+            several recordings may be interleaved.
+        time: the column of times. A DatetimeIndex or TimedeltaIndex is the time by itself.
+        mask: the column, or an array of bool, that is False where nothing was observed.
+        angles: columns that are angles in radians, or a dict of names and ``"degrees"`` or
+            ``"radians"``.
+        rotations: groups of columns that are rotations: 4 (quaternion w x y z) or 9 (matrix).
+        bounds: smallest and largest possible value of state columns; None for no bound.
+        units: of the columns, for labels. Nothing is converted.
+        allow_missing_sensors: use the other observations of a row where some are missing. None
+            does so if rows of the training are partly missing.
+        time_as_control: the duration of each move is a control, for irregular times.
+        size: height and width that images are resized to.
+        model: a name among ``configs/model``.
+        config: further settings of ``kbf train`` by their names, as in
+            ``{"model.net.transition": "gaussian"}``.
+        encoder: of images, a name among ``configs/encoder``.
+        validation: share of the recordings that models trained by gradient are validated on.
+        calibrate: learn intervals and alarms, and select among models.
+        budget: time for comparing models: ``"90s"``, ``"10m"``, or seconds.
+        seed: of everything that is drawn.
+        device: ``"cpu"`` or ``"cuda"``.
+        threads: of the computation, restored afterwards; one is fastest where matrices are small.
+            None leaves them.
+        progress: show what is fitted, in terminals and notebooks.
+
+    Raises:
+        kbf.DataError: columns that are missing, values that are not numbers, times that decrease.
+        kbf.FitError: the data do not determine a fit.
+        ValueError: an unknown setting.
+
+    >>> import kbf, numpy as np
+    >>> z = np.cumsum(np.random.default_rng(0).normal(size=(60, 1)), axis=0)
+    >>> fitted = kbf.fit(states=z, observations=z + 0.1, model="kalman", progress=False)
+    >>> fitted.filter(observations=z[:3] + 0.1).mean.shape
+    (3, 1)
+    """
+    from kbf.config.prepare import configure
+
+    roles = {
+        "states": states,
+        "observations": observations,
+        "controls": controls,
+        "recording": recording,
+        "time": time,
+        "mask": mask,
+    }
+    names, unit = declared_angles(angles)
+    kinds: dict[str, Any] = {
+        "angles": names,
+        "rotations": [list(group) for group in rotations],
+        "angle_unit": unit,
+        "time_as_control": time_as_control,
+        "size": None if size is None else list(size),
+    }
+    with in_python():
+        contents, columns = recordings_in(data, roles, images, kinds["size"])
+        missing = partly_missing(contents) if allow_missing_sensors is None else False
+        kinds["allow_missing_sensors"] = missing or bool(allow_missing_sensors)
+        settings = {**columns, **kinds, "validation": validation, "test": 0.0}
+        source = FileData(None, contents=contents, **settings)
+    check_columns_of_states(bounds, source.column_schema.columns("states"), "bounds")
+    check_known_units(units, source)
+    words = ["data=own", f"model={model}", f"seed={seed}", "logger=none", "callbacks=none"]
+    words += ["trainer=cpu" if device == "cpu" else "trainer=gpu", f"calibrate={calibrate}"]
+    words += [] if encoder is None else [f"encoder@data.encoding.encoder={encoder}"]
+    words += [] if budget is None else [f"budget={budget}"]
+    words += [f"{key}={word_of(value)}" for key, value in (config or {}).items()]
+    whole = configure("train", words)
+    stated = {"bounds": plain_bounds(bounds), "units": None if units is None else dict(units)}
+    own = {**whole["recipe"]["data"], **literal({**settings, **stated})}
+    whole["recipe"] = {**whole["recipe"], "data": own, "n_train": None}
+    checked = load_data({"source": {}, **kinds}, source=source)
+    warn_of_notes(checked)
+    whole = with_shapes(whole, checked)
+    if not progress:
+        whole["trainer"] = {**whole["trainer"], "enable_progress_bar": False}
+    with (
+        limited_threads(threads),
+        unchanged_globals(),
+        tempfile.TemporaryDirectory(prefix="kbf-") as folder,
+    ):
+        trained = fit_model(whole, checked, Path(folder))
+    assert trained is not None
+    return FittedFilter(trained)
+
+
+def fit_model(
+    config: dict[str, Any], data: Data, directory: Path, **settings: Any
+) -> Trained | None:
+    """Fit the model of a complete configuration, and calibrate it; writes its checkpoints.
+
+    Args:
+        config: of ``kbf train``, with shapes (`with_shapes`).
+        data: training part and, if it has one, validation part.
+        directory: of the checkpoints.
+        settings: further arguments of `kbf.training.fit.train`.
+
+    Returns:
+        The model; None in the helper processes of a distributed run.
+
+    Raises:
+        ValueError: as `kbf.training.fit.train`.
+    """
+    from kbf.training.fit import train
+
+    trained = train(config, data.train, directory, validation=data.validation, **settings)
+    if trained is None or not config["calibrate"]:
+        return trained
+    try:
+        return learn_and_keep(trained, directory, data.validation, seed=config["seed"])
+    except ValueError as error:
+        warnings.warn(f"no calibration and no alarms: {error}", DataWarning, stacklevel=2)
+        return trained
+
+
+def with_shapes(config: dict[str, Any], data: Data) -> dict[str, Any]:
+    """Return the configuration of a run with what only its recordings contain, and resolved."""
+    if not incomplete(config["recipe"]):
+        return config
+    recipe = completed(config["recipe"], data)
+    whole = resolved({**literal(config), **literal(recipe), "model": config["model"]})
+    return {**config, **{key: whole[key] for key in ("model", "data", "n_train")}, "recipe": recipe}
+
+
+def recordings_in(
+    data: Any, roles: dict[str, Any], images: Any, size: list[int] | None
+) -> tuple[Contents, dict[str, Any]]:
+    """Return the recordings of the arguments of `fit`, and the settings of their columns.
+
+    Raises:
+        ValueError: data of an unknown kind, or that cannot be read.
+    """
+    if data is None:
+        if images is not None and roles["observations"] is not None:
+            raise ValueError("give observations or images, not both")
+        given = {**roles, "observations": images if images is not None else roles["observations"]}
+        if wrong := [name for name, value in given.items() if isinstance(value, str)]:
+            raise ValueError(f"{wrong[0]} names a column, but there is no data")
+        contents = contents_of(named_arrays(**given), Layout(size=size))
+        return contents, {}
+    names = {key: as_list(value) for key, value in roles.items() if key in PLURAL}
+    singles = {key: value for key, value in roles.items() if key not in PLURAL}
+    layout = Layout(**names, **singles, images=images, size=size)
+    contents = contents_of(data, layout)
+    chosen = {
+        "states": contents.states,
+        "observations": contents.observations or None,
+        "controls": contents.controls or None,
+    }
+    timed = any(each.times is not None for each in contents.recordings)
+    time = layout.time or ("time" if timed else None)
+    return contents, {**chosen, **singles, "time": time, "images": images}
+
+
+PLURAL = ("states", "observations", "controls")
+
+
+def as_list(names: Columns | None) -> list[str] | str | None:
+    """Return a single name as a list.
+
+    Raises:
+        ValueError: arrays where names of columns are expected.
+    """
+    if names is None:
+        return None
+    if isinstance(names, str):
+        return [names]
+    if isinstance(names, np.ndarray | torch.Tensor) or not all(isinstance(n, str) for n in names):
+        raise ValueError(
+            "with data, states, observations and controls are names of columns; arrays go without "
+            "data: kbf.fit(states=ARRAY, observations=ARRAY)"
+        )
+    return list(names)
+
+
+def declared_angles(angles: Sequence[str] | Mapping[str, str]) -> tuple[list[str], str]:
+    """Return the names of angles and their unit.
+
+    Raises:
+        ValueError: an unknown unit, or several.
+    """
+    if not isinstance(angles, Mapping):
+        return as_names(angles), "radians"
+    found = sorted(set(angles.values()))
+    if len(found) > 1 or not set(found) <= {"radians", "degrees"}:
+        raise ValueError(
+            f"angles must all be in radians or all in degrees, got {', '.join(map(str, found))}"
+        )
+    return list(angles), found[0] if found else "radians"
+
+
+def as_names(names: Columns) -> list[str]:
+    """Return names as a list; a single one may be given without a list."""
+    return [names] if isinstance(names, str) else list(names)
+
+
+def partly_missing(contents: Contents) -> bool:
+    """Whether rows of the recordings lack some, but not all, of their observations."""
+    for recording in contents.recordings:
+        if recording.obs.ndim == 2 and recording.obs.is_floating_point():
+            missing = recording.obs.isnan()
+            if bool((missing.any(1) & ~missing.all(1)).any()):
+                return True
+    return False
+
+
+def check_columns_of_states(given: Mapping[str, Any] | None, states: list[str], what: str) -> None:
+    """Raise a `DataError` for a name that is no state column."""
+    import difflib
+
+    for name in given or {}:
+        if name not in states:
+            near = difflib.get_close_matches(name, states, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; they are {', '.join(states)}"
+            raise DataError(f"{what}: {name!r} is no column of the states{hint}")
+
+
+def check_known_units(units: Mapping[str, str] | None, source: FileData) -> None:
+    """Raise a `DataError` for the unit of a column that is not used."""
+    schema = source.column_schema
+    known = [*schema.columns("states"), *schema.columns("observations"), *schema.controls]
+    if unknown := [name for name in units or {} if name not in known]:
+        raise DataError(f"units: there is no column {unknown[0]!r}; there are {', '.join(known)}")
+
+
+def plain_bounds(
+    bounds: Mapping[str, tuple[float | None, float | None]] | None,
+) -> dict[str, list[float | None]] | None:
+    """Return bounds as lists, for the configuration.
+
+    Raises:
+        DataError: a pair that is not in order.
+    """
+    if bounds is None:
+        return None
+    found = {name: list(ends) for name, ends in bounds.items()}
+    for name, ends in found.items():
+        low, high = ends
+        if low is not None and high is not None and not low < high:
+            raise DataError(f"bounds of {name}: {low:g} is not below {high:g}")
+    return found
+
+
+def word_of(value: Any) -> str:
+    """Return a setting as Hydra reads it on a command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{word_of(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(word_of, value)) + "]"
+    return quoted(value) if isinstance(value, str) else str(value)
+
+
+def warn_of_notes(data: Data) -> None:
+    """Warn of what was noticed while the data was read."""
+    for note in data.notes:
+        warnings.warn(note, DataWarning, stacklevel=3)
+
+
+@contextmanager
+def unchanged_globals() -> Iterator[None]:
+    """Context after which random generators and filters of warnings are as before."""
+    import random
+
+    python, arrays = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)

@@ -1,0 +1,97 @@
+"""Estimates of each state column over time, in its own panel, with intervals and alarms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from kbf.plots.tracks import ALARM, ESTIMATE, STYLE, TRUTH
+
+# Height of a panel and width of the figure, in inches.
+PANEL_HEIGHT = 1.9
+WIDTH = 9.0
+
+
+def estimates_figure(
+    time: np.ndarray,
+    mean: np.ndarray,
+    ends: Sequence[np.ndarray] | None,
+    truth: np.ndarray | None,
+    *,
+    names: Sequence[str],
+    alarms: np.ndarray | None = None,
+    starts: Sequence[int] = (0,),
+    level: float = 0.95,
+    axes: Any = None,
+    xlabel: str = "row",
+) -> Figure:
+    """Draws one panel for each column: truth, estimate, interval, and alarms at the top.
+
+    Lines are interrupted where a recording starts.
+
+    Args:
+        time: ``T``, the horizontal axis.
+        mean: estimates ``T c``. ends: lower and upper ends of the intervals ``T c``, or None.
+        truth: states ``T c``, or None.
+        names: labels of the columns, with units.
+        alarms: ``T`` bool, rows that are marked; None for none.
+        starts: first rows of the recordings.
+        level: of the intervals, for the legend.
+        axes: of matplotlib, one for each column; None makes a figure.
+        xlabel: label of the horizontal axis.
+
+    Raises:
+        ValueError: another number of axes than columns.
+    """
+    with matplotlib.rc_context(STYLE):
+        if axes is None:
+            size = (WIDTH, max(2.6, PANEL_HEIGHT * len(names)))
+            figure = Figure(figsize=size, layout="constrained")
+            panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+        else:
+            panels = np.atleast_1d(axes).ravel()
+            if len(panels) != len(names):
+                raise ValueError(f"axes must be {len(names)}, one for each column")
+            figure = panels[0].figure
+        spans = list(zip(starts, [*starts[1:], len(time)], strict=True))
+        for k, (panel, name) in enumerate(zip(panels, names, strict=True)):
+            for first, last in spans:
+                rows = slice(first, last)
+                label = first == spans[0][0]
+                if ends is not None:
+                    panel.fill_between(
+                        time[rows],
+                        ends[0][rows, k],
+                        ends[1][rows, k],
+                        color=ESTIMATE,
+                        alpha=0.2,
+                        lw=0,
+                        label=f"{100 * level:g} % interval" if label else None,
+                    )
+                if truth is not None:
+                    panel.plot(
+                        time[rows],
+                        truth[rows, k],
+                        color=TRUTH,
+                        lw=1.1,
+                        label="truth" if label else None,
+                    )
+                panel.plot(
+                    time[rows],
+                    mean[rows, k],
+                    color=ESTIMATE,
+                    lw=1.3,
+                    label="estimate" if label else None,
+                )
+            if alarms is not None and alarms.any():
+                top = np.ones(int(alarms.sum()))
+                transform = panel.get_xaxis_transform()
+                panel.plot(time[alarms], top, transform=transform, label="alarm", **ALARM)
+            panel.set_ylabel(name)
+        panels[-1].set_xlabel(xlabel)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=4)
+    return figure
