@@ -43,7 +43,7 @@ def fit(
     mask: Any = None,
     angles: Sequence[str] | Mapping[str, str] = (),
     rotations: Sequence[Sequence[str]] = (),
-    bounds: Mapping[str, tuple[float | None, float | None]] | None = None,
+    bounds: Mapping[str, Sequence[Any]] | None = None,
     units: Mapping[str, str] | None = None,
     allow_missing_sensors: bool | None = None,
     time_as_control: bool = False,
@@ -234,7 +234,7 @@ def recordings_in(
 PLURAL = ("states", "observations", "controls")
 
 
-def as_list(names: Columns | None) -> list[str] | str | None:
+def as_list(names: Any) -> list[str] | str | None:
     """Return a single name as a list.
 
     Raises:
@@ -262,7 +262,7 @@ def declared_angles(angles: Sequence[str] | Mapping[str, str]) -> tuple[list[str
         return as_names(angles), "radians"
     found = sorted(set(angles.values()))
     if len(found) > 1 or not set(found) <= {"radians", "degrees"}:
-        raise ValueError(
+        raise DataError(
             f"angles must all be in radians or all in degrees, got {', '.join(map(str, found))}"
         )
     return list(angles), found[0] if found else "radians"
@@ -303,8 +303,8 @@ def check_known_units(units: Mapping[str, str] | None, source: FileData) -> None
 
 
 def plain_bounds(
-    bounds: Mapping[str, tuple[float | None, float | None]] | None,
-) -> dict[str, list[float | None]] | None:
+    bounds: Mapping[str, Sequence[Any]] | None,
+) -> dict[str, list[Any]] | None:
     """Return bounds as lists, for the configuration.
 
     Raises:

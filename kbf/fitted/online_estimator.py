@@ -7,7 +7,7 @@ so that they return equal numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Generator, Tensor
@@ -24,6 +24,7 @@ from kbf.fitted.results import Result
 Values = dict[str, float | int | str | None]
 
 
+@runtime_checkable
 class Observed(Protocol):
     """The input of one step: ``obs`` ``1 *x`` or None, and ``control`` ``1 k`` or None."""
 

@@ -1,0 +1,347 @@
+"""The front door: `kbf.fit` and the command fit alike, and estimates are in the user's columns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import kbf
+from kbf.cli import main
+
+ARM = {"states": ["reach_mm", "torque_kNm"], "observations": ["s*"], "recording": "run"}
+
+
+def arm(runs: int = 4, steps: int = 60, seed: int = 0) -> pd.DataFrame:
+    """Runs of a robot arm: reach in mm, torque in kN m, and three sensors with noise."""
+    rng = np.random.default_rng(seed)
+    frames = []
+    for run in range(runs):
+        phase = rng.uniform(0, 6) + np.cumsum(rng.normal(0.2, 0.03, steps))
+        reach, torque = 400 + 250 * np.cos(phase), 2 + 1.5 * np.sin(phase)
+        sensors = np.stack([reach / 100, torque * 10, reach / 250 + torque], 1)
+        sensors += 0.05 * rng.normal(size=sensors.shape)
+        start = pd.Timestamp("2026-01-05") + pd.Timedelta(hours=run)
+        index = pd.date_range(start, periods=steps, freq="100ms", name="time")
+        columns = {"run": f"run{run}", "reach_mm": reach, "torque_kNm": torque}
+        frame = pd.DataFrame(columns, index=index)
+        frame[["s1", "s2", "s3"]] = sensors
+        frames.append(frame)
+    return pd.concat(frames)
+
+
+@pytest.fixture(scope="module")
+def data() -> pd.DataFrame:
+    return arm()
+
+
+@pytest.fixture(scope="module")
+def fitted(data):
+    return kbf.fit(data[data.run != "run3"], **ARM, model="kalman", progress=False)
+
+
+def test_estimates_are_on_the_index_of_the_frame(data, fitted):
+    new = data[data.run == "run3"]
+    frame = fitted.filter(new).to_frame()
+    assert frame.index.equals(new.index)
+    names = [f"{c}{end}" for c in ARM["states"] for end in ("", "_std", "_lower", "_upper")]
+    assert list(frame)[:8] == names
+    truth = new[ARM["states"]].to_numpy()
+    found = frame[ARM["states"]].to_numpy()
+    assert (((found - truth) ** 2).mean(0) / truth.var(0) < 0.05).all()
+    assert (frame.reach_mm_lower < frame.reach_mm).all()
+
+
+def test_a_saved_filter_returns_equal_numbers(data, fitted, tmp_path):
+    fitted.save(tmp_path / "arm.ckpt")
+    again = kbf.load(tmp_path / "arm.ckpt")
+    new = data[data.run == "run3"]
+    one, other = fitted.filter(new), again.filter(new)
+    np.testing.assert_allclose(other.mean, one.mean, rtol=1e-12)
+    np.testing.assert_allclose(other.interval()[0], one.interval()[0], rtol=1e-12)
+    assert repr(again) == repr(fitted)
+    pd.testing.assert_frame_equal(again.held_out, fitted.held_out)
+
+
+@pytest.mark.parametrize(
+    "case", ["numbers", "controls", "missing", "angle", pytest.param("kbf", marks=pytest.mark.slow)]
+)
+def test_both_doors_fit_equal_filters(case, data, tmp_path, capsys):
+    """`kbf train` and then `kbf filter`, and `kbf.fit` and then `filter`: equal to 1e-12."""
+    frame, words, settings = data.reset_index(), [], {}
+    if case == "controls":
+        frame["u"] = np.sin(np.arange(len(frame)))
+        words, settings = ["data.controls=[u]"], {"controls": ["u"]}
+    if case == "missing":
+        frame.loc[::7, "s2"] = np.nan
+        words, settings = ["data.allow_missing_sensors=true"], {}
+    if case == "angle":
+        frame["reach_mm"] = np.arctan2(frame.torque_kNm - 2, frame.reach_mm - 400)
+        words, settings = ["data.angles=[reach_mm]"], {"angles": ["reach_mm"]}
+    path, run = tmp_path / "arm.csv", tmp_path / "run"
+    frame.to_csv(path, index=False)
+    frame = pd.read_csv(path, parse_dates=["time"])
+    model = "kbf" if case == "kbf" else "kalman"
+    columns = ["data.states=[reach_mm,torque_kNm]", "data.observations=[s*]", "data.time=time"]
+    code = main(
+        [
+            *("train", "data=own", f"data.path={path}", "data.recording=run", "data.test=0"),
+            *(f"model={model}", f"run_dir={run}", "logger=none", *columns, *words),
+        ]
+    )
+    assert code == 0
+    checkpoint, output = run / "checkpoints" / "best.ckpt", tmp_path / "out.npz"
+    code = main(["filter", f"checkpoint={checkpoint}", f"input={path}", f"output={output}"])
+    assert code == 0
+    mine = kbf.fit(frame, **ARM, time="time", **settings, model=model, progress=False)
+    estimates = mine.filter(frame)
+    theirs = np.load(output)
+    for k, name in enumerate(ARM["states"]):
+        np.testing.assert_allclose(theirs[name], estimates.mean[:, k], rtol=1e-12, atol=1e-12)
+        assert estimates.std is not None
+        np.testing.assert_allclose(
+            theirs[f"{name}_std"], estimates.std[:, k], rtol=1e-12, atol=1e-12
+        )
+    both = kbf.load(checkpoint).filter(frame)
+    np.testing.assert_allclose(both.mean, estimates.mean, rtol=1e-12, atol=1e-12)
+    if case == "missing":
+        assert mine.capabilities["missing_sensors"]
+
+
+def test_rows_of_recordings_may_be_interleaved(data, fitted):
+    two = data[data.run.isin(["run2", "run3"])]
+    mixed = two.assign(step=two.groupby("run").cumcount()).sort_values("step", kind="stable")
+    estimates = fitted.filter(mixed)
+    alone = fitted.filter(data[data.run == "run3"])
+    np.testing.assert_array_equal(estimates.by_recording()["run3"].mean, alone.mean)
+    rows = (mixed.run == "run3").to_numpy()
+    np.testing.assert_array_equal(estimates.mean[rows], alone.mean)
+
+
+def test_data_of_all_kinds_is_equal(data, fitted, tmp_path):
+    """A frame, a list and a dict of frames, a file, a pattern, recordings, arrays."""
+    new = data[data.run == "run3"]
+    expected = fitted.filter(new).mean
+    new.reset_index().to_csv(tmp_path / "run3.csv", index=False)
+    x = new[["s1", "s2", "s3"]].to_numpy()
+    z = new[ARM["states"]].to_numpy()
+    for given in (
+        [new],
+        {"a": new},
+        tmp_path / "run3.csv",
+        str(tmp_path / "*.csv"),
+        kbf.Recording(z, x),
+    ):
+        np.testing.assert_allclose(fitted.filter(given).mean, expected, rtol=1e-9)
+    np.testing.assert_array_equal(fitted.filter(observations=x).mean, expected)
+    batch = fitted.filter(observations=np.stack([x, x]))
+    np.testing.assert_array_equal(batch.mean, np.concatenate([expected, expected]))
+
+
+def test_arrays_are_fitted_as_frames_are(data):
+    runs = [frame for _, frame in data.groupby("run")]
+    states = [frame[ARM["states"]].to_numpy() for frame in runs]
+    x = [frame[["s1", "s2", "s3"]].to_numpy() for frame in runs]
+    lists = kbf.fit(states=states, observations=x, model="kalman", progress=False)
+    batch = kbf.fit(
+        states=np.stack(states), observations=np.stack(x), model="kalman", progress=False
+    )
+    frames = kbf.fit(data, **ARM, model="kalman", progress=False)
+    expected = frames.filter(runs[0]).mean
+    np.testing.assert_allclose(lists.filter(observations=x[0]).mean, expected, rtol=1e-9)
+    np.testing.assert_allclose(batch.filter(observations=x[0]).mean, expected, rtol=1e-9)
+    assert lists.columns["states"] == ["z1", "z2"]
+
+
+def test_states_continue_where_rows_end(data, fitted):
+    new = data[data.run == "run3"]
+    first = fitted.filter(new.iloc[:25])
+    rest = fitted.filter(new.iloc[25:], state=first.state)
+    np.testing.assert_allclose(rest.mean, fitted.filter(new).mean[25:], rtol=1e-12)
+
+
+def test_intervals_of_columns_hold_what_they_say(fitted):
+    """On new runs of the same arm, which no fold has seen."""
+    new = arm(runs=20, seed=5)
+    estimates = fitted.filter(new)
+    truth = new[ARM["states"]].to_numpy()
+    low, high = estimates.interval(0.95)
+    inside = ((truth >= low) & (truth <= high)).mean(0)
+    assert (inside > 0.9).all() and (inside < 0.99).all()
+    assert 0.88 < estimates.contains(new, 0.95).mean() < 0.99
+    np.testing.assert_allclose(estimates.quantile(0.975), high)
+    draws = estimates.sample(4000, seed=0)
+    assert estimates.std is not None and estimates.covariance is not None
+    np.testing.assert_allclose(draws.std(0)[:5], estimates.std[:5], rtol=0.1)
+    np.testing.assert_allclose(np.diagonal(estimates.covariance, 0, 1, 2), estimates.std**2)
+
+
+def test_bounds_and_units(data):
+    train = data[data.run != "run3"]
+    made = kbf.fit(
+        train,
+        **ARM,
+        model="kalman",
+        bounds={"reach_mm": (200, None)},
+        units={"reach_mm": "mm"},
+        progress=False,
+    )
+    estimates = made.filter(data)
+    assert estimates.mean[:, 0].min() >= 200
+    assert estimates.interval()[0][:, 0].min() >= 200
+    assert estimates.sample(3, seed=0)[..., 0].min() >= 200
+    assert "reach_mm [mm]" in repr(made) and "reach_mm [mm]" in made._repr_html_()
+
+
+def test_a_step_at_a_time(data, fitted, tmp_path):
+    new = data[data.run == "run3"]
+    expected = fitted.filter(new).mean
+    live = fitted.online()
+    for k, (now, row) in enumerate(new[["s1", "s2", "s3"]].iterrows()):
+        estimate = live.step(dict(row), time=now)
+        np.testing.assert_allclose(list(estimate.values()), expected[k], rtol=1e-12)
+        if k == 30:
+            live.save(tmp_path / "state.pt")
+            live = fitted.online(state=tmp_path / "state.pt")
+    assert set(estimate.std) == set(ARM["states"])
+    low, high = estimate.interval()["reach_mm"]
+    assert low < estimate["reach_mm"] < high
+    ahead = live.forecast(3)
+    np.testing.assert_allclose(ahead.mean, fitted.forecast(new, 3).mean, rtol=1e-12)
+    with pytest.raises(KeyError, match="did you mean 's1'"):
+        live.step({"s_1": 0.0})
+    with pytest.raises(kbf.DataError, match="no multiple of the time step"):
+        live.step(dict(row), dt=0.05)
+    other = kbf.fit(data, **ARM, model="kalman", progress=False)
+    with pytest.raises(ValueError, match="not written by this filter"):
+        other.online(state=tmp_path / "state.pt")
+
+
+def test_a_late_reading_is_taken_in_at_its_time(data, fitted):
+    rows = list(data[data.run == "run3"][["s1", "s2", "s3"]].iterrows())[:20]
+    expected = [fitted.online(), fitted.online(max_delay=1.0)]
+    for k, (now, row) in enumerate(rows):
+        expected[0].step(dict(row), time=now)
+        if k != 15:
+            expected[1].step(dict(row), time=now)
+    late = expected[1].step(dict(rows[15][1]), time=rows[15][0])
+    assert expected[0].estimate is not None
+    np.testing.assert_allclose(list(late.values()), list(expected[0].estimate.values()), rtol=1e-9)
+    expected[1].update(dict(rows[2][1]), time=rows[2][0])
+    assert expected[1].dropped == 1
+
+
+def test_two_steps_without_readings_are_one_of_double_duration(data, fitted):
+    row = dict(data.iloc[0][["s1", "s2", "s3"]])
+    one, two = fitted.online(), fitted.online()
+    one.step(row)
+    two.step(row)
+    one.predict()
+    np.testing.assert_allclose(
+        list(one.predict().values()), list(two.step(None, dt=0.2).values()), rtol=1e-12
+    )
+
+
+def test_forecasts_continue_the_index(data, fitted):
+    new = data[data.run == "run3"]
+    frame = fitted.forecast(new, 5).to_frame()
+    step = pd.Timedelta("100ms")
+    assert list(frame.index) == [new.index[-1] + k * step for k in range(1, 6)]
+    past = fitted.historical_forecasts(new, 2, stride=10).to_frame()
+    assert list(past.index[:3]) == [(0, 1), (0, 2), (10, 1)]
+    at_end = fitted.historical_forecasts(new, 5, stride=59).mean[-5:]
+    np.testing.assert_allclose(at_end, frame[ARM["states"]].to_numpy(), rtol=1e-9)
+
+
+def test_smoothing_is_better_than_filtering(data, fitted):
+    new = data[data.run == "run3"]
+    truth = new[ARM["states"]].to_numpy()
+    smoothed, filtered = fitted.smooth(new), fitted.filter(new)
+    errors = [((each.mean - truth) ** 2).mean(0) for each in (smoothed, filtered)]
+    assert (errors[0] < errors[1]).all()
+
+
+def test_appended_recordings_are_in_the_memory(data, fitted):
+    more = fitted.append(data[data.run == "run3"])
+    steps = [
+        sum(len(r.states) for r in f.trained.module.memory.sequences()) for f in (fitted, more)
+    ]
+    assert steps == [180, 240]
+
+
+def test_log_likelihoods_are_those_of_the_rollout(data, fitted):
+    new = data[data.run == "run3"]
+    found = fitted.filter(new).log_likelihood
+    x = torch.tensor(new[["s1", "s2", "s3"]].to_numpy())
+    run = kbf.rollout(fitted.trained.filter, x[None], log_likelihood=True)
+    assert found is not None and run.log_likelihood is not None
+    np.testing.assert_allclose(found, run.log_likelihood[0].numpy())
+
+
+def test_a_fit_leaves_threads_and_random_numbers_as_they_are(data):
+    torch.manual_seed(7)
+    np.random.seed(7)
+    threads, expected = torch.get_num_threads(), (torch.rand(1), np.random.rand())
+    torch.manual_seed(7)
+    np.random.seed(7)
+    kbf.fit(data, **ARM, model="mean", threads=1, progress=False)
+    assert torch.get_num_threads() == threads
+    assert torch.rand(1) == expected[0] and np.random.rand() == expected[1]
+
+
+def test_figures_have_a_panel_for_each_column(data, fitted):
+    new = data[data.run == "run3"]
+    figure = fitted.filter(new).plot(truth=new)
+    assert [axes.get_ylabel() for axes in figure.axes] == ARM["states"]
+    assert len(fitted.filter(new).plot(columns=["reach_mm"]).axes) == 1
+    with pytest.raises(ValueError, match="there is no column 'reach'"):
+        fitted.filter(new).plot(columns=["reach"])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda d: d.drop(columns="s2"), "there is no column 's2'"),
+        (lambda d: d.iloc[:0], "there are no rows"),
+        (lambda d: d.assign(s1="a"), "row 0, column s1: 'a' is no number"),
+        (lambda d: d.assign(s1=np.inf), "not a finite number"),
+        (lambda d: d.iloc[[0, 0, 1]], "times must increase"),
+        (lambda d: d.iloc[::-1], "times must increase"),
+        (lambda d: 3, "data must be a DataFrame"),
+    ],
+)
+def test_new_data_that_does_not_fit(change, match, data, fitted):
+    with pytest.raises(kbf.DataError, match=match):
+        fitted.filter(change(data[data.run == "run3"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"states": ["reach"]}, "no column 'reach'.*did you mean 'reach_mm'"),
+        ({"observations": ["t*x"]}, "no column matches"),
+        ({"bounds": {"reach": (0, 1)}}, "did you mean 'reach_mm'"),
+        ({"bounds": {"reach_mm": (1, 0)}}, "not below"),
+        ({"units": {"x": "m"}}, "units: there is no column 'x'"),
+        ({"angles": {"reach_mm": "turns"}}, "radians or all in degrees"),
+        ({"states": np.zeros((3, 2))}, "names of columns"),
+    ],
+)
+def test_fits_that_are_refused(settings, match, data):
+    with pytest.raises(kbf.DataError, match=match):
+        kbf.fit(data, **{**ARM, **settings}, model="mean", progress=False)
+
+
+def test_a_decreasing_time_names_the_column_of_recordings(data):
+    frame = data.reset_index()
+    frame["time"] = frame.groupby("run").cumcount() / 10
+    with pytest.raises(kbf.DataError, match="recording='run' names them"):
+        kbf.fit(frame, **{**ARM, "recording": None}, time="time", model="mean", progress=False)
+
+
+def test_partly_missing_rows_are_reported(data, fitted):
+    new = data[data.run == "run3"].copy()
+    new.iloc[3, new.columns.get_loc("s2")] = np.nan
+    with pytest.warns(kbf.DataWarning, match="1 rows lack some of their observations"):
+        fitted.filter(new)
