@@ -53,8 +53,7 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
     with opened(path) as (names, get, notes):
         if not names:
             raise ValueError(f"{path} holds no arrays")
-        contents = recordings_by_name(path, layout, names, get, states)
-    return contents._replace(notes=notes)
+        return recordings_by_name(path, layout, names, get, states)._replace(notes=notes)
 
 
 def recordings_by_name(
@@ -94,8 +93,8 @@ def recordings_by_name(
             for role, keys in keys_by_role.items()
             if name in keys and role != "recording" and (states or role != "states")
         }
-        id_key = keys_by_role["recording"].get(name)
-        ids = None if id_key is None else numpy.asarray(get(id_key))
+        key = keys_by_role["recording"].get(name)
+        ids = None if key is None else numpy.asarray(get(key))
         recordings += recordings_of(path, layout, name or path.stem, loaded, lengths, ids)
     check_widths(path, recordings)
     first = recordings[0]
