@@ -19,7 +19,8 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from kbf.rkhs.conditional_means import CONDITIONAL_MEANS
 from kbf.rkhs.kernels import gaussian, median_distance
-from kbf.sklearn import REGS, ConditionalMeanEmbedding, KuLSIF, RelativeRatio
+from kbf.sklearn import ConditionalMeanEmbedding, KuLSIF, RelativeRatio
+from kbf.sklearn.conditional_mean import REGS
 
 
 @parametrize_with_checks([ConditionalMeanEmbedding(), RelativeRatio(), KuLSIF()])
@@ -41,8 +42,9 @@ def test_it_is_kernel_ridge_regression(wave, rng):
     x, y = wave
     queries = rng.uniform(-3, 3, (7, 2))
     fit = ConditionalMeanEmbedding(bandwidth=0.9, reg=1e-3).fit(x, y)
-    theirs = KernelRidge(kernel="rbf", gamma=1 / (2 * 0.9**2), alpha=len(x) * 1e-3).fit(x, y)
-    np.testing.assert_allclose(fit.predict(queries), theirs.predict(queries), rtol=1e-9)
+    ridge = KernelRidge(kernel="rbf", gamma=1 / (2 * 0.9**2), alpha=len(x) * 1e-3)
+    expected = y.mean(0) + ridge.fit(x, y - y.mean(0)).predict(queries)
+    np.testing.assert_allclose(fit.predict(queries), expected, rtol=1e-9)
     np.testing.assert_allclose(fit.weights(queries) @ y, fit.predict(queries), rtol=1e-9)
     np.testing.assert_allclose(
         fit.embedding(queries).mean().numpy(), fit.predict(queries), rtol=1e-9
@@ -56,6 +58,7 @@ def test_what_is_none_is_chosen_from_the_training_pairs(wave):
     fit = ConditionalMeanEmbedding().fit(x, y)
     assert fit.bandwidth_ == median_distance(torch.from_numpy(x)).item()
     gram = gaussian(*[torch.from_numpy(x)] * 2, bandwidth=fit.bandwidth_).numpy()
+    centred = y - y.mean(0)
 
     def left_out(reg: float) -> float:
         """Fit without each pair in turn, with the ridge of all n of them."""
@@ -65,13 +68,29 @@ def test_what_is_none_is_chosen_from_the_training_pairs(wave):
             weights = np.linalg.solve(
                 gram[np.ix_(keep, keep)] + len(x) * reg * np.eye(len(x) - 1), gram[keep, i]
             )
-            error += ((weights @ y[keep] - y[i]) ** 2).sum()
+            error += ((weights @ centred[keep] - centred[i]) ** 2).sum()
         return error
 
     nearby = [reg for reg in REGS if 0.05 < reg / fit.reg_ < 20]
     assert len(nearby) >= 5 and min(nearby, key=left_out) == fit.reg_
     assert fit.score(x, y) > 0.95
     assert ConditionalMeanEmbedding(reg=0.3, bandwidth=0.2).fit(x, y).reg_ == 0.3
+
+
+@pytest.mark.parametrize("form", CONDITIONAL_MEANS)
+def test_a_constant_added_to_the_outputs_is_added_to_the_predictions(form, wave):
+    x, y = wave
+    settings = {"form": form, "size": 2 if form == "divide_and_conquer" else 60, "random_state": 0}
+    settings |= {"bandwidth": 0.3} if form == "nadaraya_watson" else {}
+    fit, moved = (ConditionalMeanEmbedding(**settings).fit(x, z) for z in (y, y + 1e9))
+    assert abs(fit.score(x, y) - moved.score(x, y + 1e9)) < 1e-3
+    np.testing.assert_allclose(moved.weights(x[:5]).sum(1), 1, rtol=1e-9)
+    far = np.full((1, 2), 1e3)
+    if form in ("exact", "nystrom"):  # the kernel is 0 there
+        np.testing.assert_allclose(fit.predict(far)[0], y.mean(0), rtol=1e-9)
+    np.testing.assert_allclose(
+        moved.embedding(x[:3]).cov().numpy(), fit.embedding(x[:3]).cov().numpy(), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("form", CONDITIONAL_MEANS)

@@ -219,7 +219,7 @@ def wide_terminal() -> Any:
 
 def public_names() -> str:
     """All public names of ``kbf`` with the first sentence of their docstrings."""
-    from kbf import _HOME, _SHORT, layers
+    from kbf import _HOME, _SHORT, layers, sklearn as estimators
 
     lines = [
         "# Public names\n",
@@ -237,7 +237,9 @@ def public_names() -> str:
         "short name: "
         f"{short}.",
         "",
-        "Estimators for scikit-learn: [`kbf.sklearn`](kbf.sklearn.md).",
+        "Estimators for scikit-learn ([guide](../library.md#scikit-learn)):",
+        "",
+        *table_of_names("kbf.sklearn", estimators._HOME),
     ]
     return "\n".join(lines) + "\n"
 
