@@ -262,6 +262,39 @@ def test_smoothing_is_better_than_filtering(data, fitted):
     assert (errors[0] < errors[1]).all()
 
 
+def test_scores_of_columns(data, fitted):
+    new = data[data.run.isin(["run2", "run3"])]
+    found = fitted.evaluate(new, smooth=True, horizon=2)
+    truth, estimates = new[ARM["states"]].to_numpy(), fitted.filter(new)
+    errors = ((estimates.mean - truth) ** 2).mean(0)
+    np.testing.assert_allclose(found.rmse, np.sqrt(errors))
+    np.testing.assert_allclose(found.nmse, errors / truth.var(0))
+    low, high = estimates.interval()
+    inside = ((low <= truth) & (truth <= high)).mean(0)
+    np.testing.assert_allclose(found.coverage_95, inside, atol=0.02)
+    # The filter is a Kalman filter: the baseline of this name has the errors of its copy.
+    np.testing.assert_allclose(found.nmse_kalman, found.nmse, rtol=0.3)
+    assert (found.nmse_mean > 0.9).all() and (found.nmse_smoothed < found.nmse).all()
+    assert (found.nmse_ahead_2 > found.nmse_ahead_1).all()
+    ahead = fitted.historical_forecasts(new[new.run == "run3"], 1).mean[:-1]
+    alone = fitted.evaluate(new[new.run == "run3"], horizon=1, baselines=False)
+    later = truth[-59:]
+    expected = ((ahead - later) ** 2).mean(0) / later.var(0)
+    np.testing.assert_allclose(alone.nmse_ahead_1, expected)
+    mixed = new.assign(k=new.groupby("run").cumcount()).sort_values("k", kind="stable")
+    pd.testing.assert_frame_equal(
+        fitted.evaluate(mixed, horizon=2), found[list(fitted.evaluate(mixed, horizon=2))]
+    )
+
+
+@pytest.mark.slow
+def test_an_exported_step(data, fitted, tmp_path):
+    found = fitted.export(tmp_path / "arm.onnx")
+    assert found.estimate < 1e-5 and (tmp_path / "arm.onnx.json").exists()
+    with pytest.raises(ValueError, match="the ending must be one of"):
+        fitted.export(tmp_path / "arm.bin")
+
+
 def test_appended_recordings_are_in_the_memory(data, fitted):
     more = fitted.append(data[data.run == "run3"])
     steps = [

@@ -9,8 +9,10 @@ from kbf.fitted import (
     model as model,
     online as online,
     online_estimator as online_estimator,
+    program as program,
     results as results,
     runs as runs,
+    scores as scores,
     settings as settings,
     summary as summary,
 )

@@ -29,6 +29,7 @@ class Estimates(Shown):
         alarms: ``T`` texts: out_of_distribution, innovation_outlier, diverged, or empty; None
             where the filter has no monitor.
         state: of the filter after the last row; an argument of `FittedFilter.filter`.
+        result: the estimates in the components that filters use.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class Estimates(Shown):
             state: of the filter after the last row.
             likelihood: returns `log_likelihood`.
         """
-        self._result, self._schema, self._calibration = result, schema, calibration
+        self.result: Result = result
+        self._schema, self._calibration = schema, calibration
         self._source, self._likelihood = source, likelihood
         self.columns: list[str] = schema.columns("states")
         decoded = schema.decode(result.means, result.covariances)
@@ -72,7 +74,7 @@ class Estimates(Shown):
         Those of angles are linearised at the estimate. None for a filter without covariances, and
         for states with rotations.
         """
-        C, means = self._result.covariances, self._result.means
+        C, means = self.result.covariances, self.result.means
         if C is None or any(part.kind == "rotation" for part in self._schema.states):
             return None
         J, at = means.new_zeros(len(means), len(self.columns), means.shape[1]), 0
@@ -100,7 +102,7 @@ class Estimates(Shown):
         """Diagnostics of the filter at each row, a DataFrame."""
         import pandas as pd
 
-        columns = {name: each.numpy() for name, each in self._result.diagnostics.items()}
+        columns = {name: each.numpy() for name, each in self.result.diagnostics.items()}
         return pd.DataFrame(columns, index=self._index())
 
     def interval(self, level: float = 0.95) -> tuple[Array, Array]:
@@ -141,11 +143,11 @@ class Estimates(Shown):
             ValueError: as `interval`, or states of another shape.
         """
         self._spread()
-        C = self._result.covariances
+        C = self.result.covariances
         assert C is not None
         z = self._schema.encode(torch.from_numpy(self._truth(truth)))
         known = z.isfinite().all(1)
-        distance = mahalanobis(torch.where(known[:, None], z, 0.0), self._result.means, C)
+        distance = mahalanobis(torch.where(known[:, None], z, 0.0), self.result.means, C)
         d = C.shape[-1]
         radius2 = chi_square(level, d)
         if self._calibration is not None:
@@ -159,7 +161,7 @@ class Estimates(Shown):
             ValueError: a filter without covariances.
         """
         self._spread()
-        C, means = self._result.covariances, self._result.means
+        C, means = self.result.covariances, self.result.means
         assert C is not None
         generator = torch.Generator()
         generator.seed() if seed is None else generator.manual_seed(seed)
@@ -201,7 +203,7 @@ class Estimates(Shown):
         """Return the estimates of each recording, by name, in the order of their first rows."""
         names = np.array(self._source.names)
         return {
-            name: self._rows(np.flatnonzero(names == name))
+            name: self.rows(np.flatnonzero(names == name))
             for name in dict.fromkeys(self._source.names)
         }
 
@@ -260,9 +262,9 @@ class Estimates(Shown):
         """Returns the curve below the table, and its title."""
         return self.mean, ", ".join(self.columns)
 
-    def _rows(self, rows: Array) -> Estimates:
-        """The estimates of some rows."""
-        chosen, result, source = torch.from_numpy(rows), self._result, self._source
+    def rows(self, rows: Array) -> Estimates:
+        """Return the estimates of some rows."""
+        chosen, result, source = torch.from_numpy(rows), self.result, self._source
         C, alarms = result.covariances, result.alarms
         diagnostics = {name: each[chosen] for name, each in result.diagnostics.items()}
         some = Result(

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from kbf.data.files.column_schema import ColumnSchema
+from kbf.export.step import Exported
 from kbf.filters.rollout import rollout
 from kbf.filters.smoothing import smooth
-from kbf.fitted.checkpoint import Trained, load_filter, save_checkpoint
+from kbf.fitted.checkpoint import load_filter, save_checkpoint
 from kbf.fitted.estimates import Estimates
 from kbf.fitted.held_out_calibration import learn_smoothed
 from kbf.fitted.inputs import inputs_of, recording_of
-from kbf.fitted.model import inner_filter
 from kbf.fitted.online import OnlineFilter
 from kbf.fitted.online_estimator import OnlineEstimator
+from kbf.fitted.program import export_step
 from kbf.fitted.results import Result, Source, continued, in_order, joined
 from kbf.fitted.runs import (
     as_recording,
@@ -34,18 +34,12 @@ from kbf.fitted.runs import (
     moved,
     step_through,
 )
-from kbf.fitted.summary import (
-    candidates_of,
-    capabilities_of,
-    held_out_of,
-    model_name_of,
-    rows_of,
-)
+from kbf.fitted.scores import baseline_nmse, column_scores, forecast_nmse
+from kbf.fitted.summary import Summary
 from kbf.runtime.errors import DataError
-from kbf.runtime.html_repr import table
 
 
-class FittedFilter:
+class FittedFilter(Summary):
     """A fitted filter with its columns, scaling, encoders, calibration and alarms.
 
     Attributes:
@@ -53,67 +47,6 @@ class FittedFilter:
         schema: names and kinds of the columns.
         config: the configuration that it was fitted with.
     """
-
-    def __init__(self, trained: Trained) -> None:
-        """Wrap a trained model; `kbf.load` and `kbf.fit` make one."""
-        self.trained: Trained = trained
-        self.schema: ColumnSchema = trained.module.column_schema()
-        self.config: dict[str, Any] = trained.module.config
-        self._smoothers: dict[int | None, Any] = {}
-
-    # What it is
-
-    @property
-    def model(self) -> Any:
-        """The filter, without scaling and encoders."""
-        return inner_filter(self.trained.filter)
-
-    @property
-    def model_name(self) -> str:
-        """The name of the selected model; those of an ensemble are joined by ``+``."""
-        return model_name_of(self.trained)
-
-    @property
-    def columns(self) -> dict[str, list[str]]:
-        """Names of the columns of states, observations and controls."""
-        sides = {side: self.schema.columns(side) for side in ("states", "observations")}
-        return {**sides, "controls": list(self.schema.controls)}
-
-    @property
-    def time_step(self) -> float | None:
-        """The median time between two steps of the training, in seconds; None without times."""
-        return self._data.get("time_step")
-
-    @property
-    def capabilities(self) -> dict[str, bool]:
-        """What the filter can do: smooth, append, missing_sensors, controls, intervals, alarms."""
-        return capabilities_of(self.trained)
-
-    @property
-    def candidates(self) -> Any:
-        """The candidates of the model selection, a DataFrame; empty where none were compared.
-
-        Columns: candidate, nmse (on held-out blocks), weight (in the selected filter).
-        """
-        return candidates_of(self.trained)
-
-    @property
-    def held_out(self) -> Any:
-        """Scores of each state column on held-out training steps, a DataFrame.
-
-        Columns: rmse, nmse, coverage_95 (`kbf.evaluation.calibration.HeldOut`). Empty for filters
-        that were not calibrated.
-        """
-        return held_out_of(self.trained)
-
-    def __repr__(self) -> str:
-        rows = (f"  {name}: {value}" for name, value in rows_of(self.trained))
-        return "\n".join([f"FittedFilter({self.model_name})", *rows])
-
-    def _repr_html_(self) -> str:
-        return table(f"FittedFilter: {self.model_name}", rows_of(self.trained))
-
-    # What it does
 
     def filter(
         self,
@@ -284,6 +217,48 @@ class FittedFilter:
         ahead = Source(names, None, index, source.bounds)
         return self.estimates(joined(results), ahead)
 
+    def evaluate(
+        self,
+        data: Any,
+        *,
+        smooth: bool = False,
+        horizon: int = 0,
+        baselines: bool = True,
+        seed: int = 0,
+    ) -> Any:
+        """Score the filter on recordings with known states, which it should not be fitted to.
+
+        Args:
+            data: recordings with states, as of `kbf.fit`.
+            smooth: score smoothed estimates as well (``rmse_smoothed``, ...).
+            horizon: score the forecasts of 1 to ``horizon`` steps as well (``nmse_ahead_1``, ...).
+            baselines: the NMSE of plain estimators, fitted to the filter's memory
+                (``nmse_window_ridge``, ``nmse_kalman``, ``nmse_mean``).
+            seed: of filters that draw random numbers.
+
+        Returns:
+            A DataFrame with a row for each column of the state: rmse, nmse, coverage_95, crps
+            (`kbf.fitted.scores.column_scores`), and what else is asked for.
+
+        Raises:
+            DataError: as `filter`.
+        """
+        import pandas as pd
+
+        pieces, rows, _ = inputs_of(self._data, data, states=True)
+        order = torch.cat(rows).argsort()
+        states = torch.cat([as_recording(each).states for each in pieces]).double()[order]
+        found = column_scores(self.filter(data, seed=seed), states, self.schema)
+        if smooth:
+            scores = column_scores(self.smooth(data, seed=seed), states, self.schema)
+            found |= {f"{name}_smoothed": values for name, values in scores.items()}
+        if horizon:
+            ahead = self.historical_forecasts(data, horizon, seed=seed)
+            found |= forecast_nmse(ahead, states, rows, horizon, self.schema)
+        if baselines:
+            found |= baseline_nmse(self.trained, pieces, self.schema)
+        return pd.DataFrame(found, index=self.schema.parts())
+
     def append(self, data: Any, *, budget: int | None = None, seed: int = 0) -> FittedFilter:
         """Return a filter whose memory contains further recordings; this one does not change.
 
@@ -352,6 +327,14 @@ class FittedFilter:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the checkpoint, atomically; `kbf.load` and all ``kbf`` commands read it."""
         save_checkpoint(self.trained, path)
+
+    def export(self, path: str | os.PathLike[str], *, format: str | None = None) -> Exported:
+        """Write one step as a program for other machines; see `kbf.fitted.program.export_step`.
+
+        Raises:
+            ValueError: an unknown format, or a filter that cannot be exported.
+        """
+        return export_step(self.trained, path, format)
 
     # How
 

@@ -6,10 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from kbf.data.files.column_schema import ColumnSchema
+from kbf.evaluation.calibration import Calibration
 from kbf.filters.protocols import allows_missing_sensors, control_components, smoother_of
 from kbf.filters.selection.auto import ModelSelection
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.model import inner_filter
+from kbf.runtime.html_repr import table
 
 # Columns of each side that a representation shows.
 MAX_SHOWN_COLUMNS = 8
@@ -91,3 +94,70 @@ def rows_of(trained: Trained) -> list[tuple[str, str]]:
         rows.append((f"held out, {name}", text))
     able = [name for name, can in capabilities_of(trained).items() if can]
     return [*rows, ("capabilities", ", ".join(able) or "none")]
+
+
+class Summary:
+    """What a fitted filter is: its model, columns, capabilities, candidates and held-out scores.
+
+    Attributes:
+        trained: model, filter, calibration and monitor (`kbf.fitted.checkpoint.Trained`).
+        schema: names and kinds of the columns.
+        config: the configuration that it was fitted with.
+    """
+
+    def __init__(self, trained: Trained) -> None:
+        """Wrap a trained model; `kbf.load` and `kbf.fit` make one."""
+        self.trained: Trained = trained
+        self.schema: ColumnSchema = trained.module.column_schema()
+        self.config: dict[str, Any] = trained.module.config
+        self._smoothers: dict[int | None, Calibration | None] = {}
+
+    @property
+    def model(self) -> Any:
+        """The filter, without scaling and encoders."""
+        return inner_filter(self.trained.filter)
+
+    @property
+    def model_name(self) -> str:
+        """The name of the selected model; those of an ensemble are joined by ``+``."""
+        return model_name_of(self.trained)
+
+    @property
+    def columns(self) -> dict[str, list[str]]:
+        """Names of the columns of states, observations and controls."""
+        sides = {side: self.schema.columns(side) for side in ("states", "observations")}
+        return {**sides, "controls": list(self.schema.controls)}
+
+    @property
+    def time_step(self) -> float | None:
+        """The median time between two steps of the training, in seconds; None without times."""
+        return (self.config.get("data") or {}).get("time_step")
+
+    @property
+    def capabilities(self) -> dict[str, bool]:
+        """What the filter can do: smooth, append, missing_sensors, controls, intervals, alarms."""
+        return capabilities_of(self.trained)
+
+    @property
+    def candidates(self) -> Any:
+        """The candidates of the model selection, a DataFrame; empty where none were compared.
+
+        Columns: candidate, nmse (on held-out blocks), weight (in the selected filter).
+        """
+        return candidates_of(self.trained)
+
+    @property
+    def held_out(self) -> Any:
+        """Scores of each state column on held-out training steps, a DataFrame.
+
+        Columns: rmse, nmse, coverage_95 (`kbf.evaluation.calibration.HeldOut`). Empty for filters
+        that were not calibrated.
+        """
+        return held_out_of(self.trained)
+
+    def __repr__(self) -> str:
+        rows = (f"  {name}: {value}" for name, value in rows_of(self.trained))
+        return "\n".join([f"FittedFilter({self.model_name})", *rows])
+
+    def _repr_html_(self) -> str:
+        return table(f"FittedFilter: {self.model_name}", rows_of(self.trained))

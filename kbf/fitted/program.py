@@ -1,0 +1,96 @@
+"""Exports one step of a trained filter as a program, and compares both before it is written."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kbf.export.step import Exported, export
+from kbf.fitted.checkpoint import Trained
+
+# Formats by the ending of the file.
+FORMATS = {".onnx": "onnx", ".pt2": "torch_export", ".pt": "torchscript"}
+
+
+def export_step(
+    trained: Trained, path: str | os.PathLike[str], format: str | None = None, *, steps: int = 50
+) -> Exported:
+    """Write one step of a trained filter as a program for other machines.
+
+    Args:
+        trained: the filter, with its calibration.
+        path: of the program; the description is written to ``PATH.json``.
+        format: onnx, torch_export or torchscript; None takes that of the ending of the file
+            (`FORMATS`).
+        steps: on which program and filter are compared.
+
+    Returns:
+        The largest differences to the filter, in standard deviations of the state.
+
+    Raises:
+        ValueError: an unknown ending or format, or a filter that cannot be exported.
+    """
+    target = Path(path)
+    if format is None and target.suffix not in FORMATS:
+        raise ValueError(
+            f"{target}: the ending must be one of {', '.join(FORMATS)}, or format= names the format"
+        )
+    chosen = FORMATS[target.suffix] if format is None else format
+    module, schema = trained.module, trained.module.column_schema()
+    states = undone(trained, "z", torch.cat([s.states for s in module.memory.sequences()]))
+    obs, controls = examples(trained, steps)
+    return export(
+        trained.filter,
+        target,
+        chosen,
+        obs,
+        torch.where((std := states.std(0)) > 0, std, 1.0),
+        controls=controls,
+        calibration=trained.calibration,
+        about={
+            "model": module.config["model"].get("name"),
+            "data": (module.config.get("data") or {}).get("name"),
+            "format": chosen,
+            "states": schema.components("states"),
+            "observations": schema.components("observations"),
+            "controls": list(schema.controls),
+            "column_schema": schema.to_dict(),
+        },
+    )
+
+
+def examples(trained: Trained, steps: int) -> tuple[Tensor, Tensor | None]:
+    """Return observations ``T *x`` and controls on which program and filter are compared.
+
+    They are those of the memory with noise; images are random.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sequence, shape, dtype = (
+        trained.module.memory.sequences()[0],
+        trained.module.observation or (),
+        trained.module.input_dtype,
+    )
+    if len(shape) > 1:
+        return torch.rand(steps, *shape, generator=generator, dtype=dtype), None
+    rows = torch.arange(steps) % len(sequence.obs)
+    obs = undone(trained, "x", sequence.obs.nan_to_num()[rows]).to(dtype)
+    noise = (
+        0.1 * obs.std(0, correction=0) * torch.randn(obs.shape, generator=generator, dtype=dtype)
+    )
+    controls = (
+        None
+        if sequence.controls is None
+        else undone(trained, "u", sequence.controls[rows]).to(dtype)
+    )
+    return obs + noise, controls
+
+
+def undone(trained: Trained, side: str, values: Tensor) -> Tensor:
+    """Return states (z), observations (x) or controls (u) of the memory, in the data's units."""
+    scaling = trained.module.scaling
+    return (
+        values
+        if scaling is None
+        else values * getattr(scaling, f"{side}_scale") + getattr(scaling, f"{side}_mean")
+    )

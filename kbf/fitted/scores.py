@@ -1,0 +1,117 @@
+"""Scores of a fitted filter on recordings with known states, column by column."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kbf.data.files.column_schema import ColumnSchema
+from kbf.data.files.layout import Observations
+from kbf.evaluation.score import score
+from kbf.filters.selection.auto import PLAIN
+from kbf.fitted.checkpoint import Trained
+from kbf.fitted.estimates import Estimates
+from kbf.fitted.runs import as_recording
+from kbf.runtime.errors import FitError
+
+
+def column_scores(
+    estimates: Estimates, states: Tensor, schema: ColumnSchema
+) -> dict[str, list[float]]:
+    """Return the scores of estimates by name, one number for each part of the state.
+
+    ``rmse``: in the unit of the column. ``nmse``: mean squared error over the variance of the
+    states. ``coverage_95``: share of the states in intervals of 95 %. ``crps``: mean continuous
+    ranked probability score of the Gaussian with the estimate's standard deviation. The last two
+    are missing for filters without covariances, and NaN for rotations.
+
+    Args:
+        estimates: of T rows.
+        states: ``T d`` in the components that filters use; NaN where unknown.
+        schema: the columns.
+    """
+    known = states.isfinite().all(1)
+    z, means = states[known], estimates.result.means[known]
+    errors = schema.errors(z, means)
+    spread = schema.errors(z, z.mean(0).expand_as(z))
+    found = {
+        "rmse": errors.square().mean(0).sqrt().tolist(),
+        "nmse": (errors.square().mean(0) / spread.square().mean(0)).tolist(),
+    }
+    if estimates.std is None:
+        return found
+    first = [estimates.columns.index(part.names[0]) for part in schema.states]
+    std = torch.from_numpy(estimates.std)[known][:, first]
+    half = torch.from_numpy(estimates.interval(0.95)[1] - estimates.mean)[known][:, first]
+    single = torch.tensor([len(part.names) == 1 for part in schema.states])
+    inside = (errors.abs() <= half).double().mean(0)
+    return found | {
+        "coverage_95": torch.where(single, inside, torch.nan).tolist(),
+        "crps": torch.where(single, crps_of(errors, std).mean(0), torch.nan).tolist(),
+    }
+
+
+def forecast_nmse(
+    ahead: Estimates, states: Tensor, rows: list[Tensor], horizon: int, schema: ColumnSchema
+) -> dict[str, list[float]]:
+    """Return the NMSE of forecasts as ``nmse_ahead_K``, of each step K up to the horizon.
+
+    Args:
+        ahead: of `FittedFilter.historical_forecasts`, from every row.
+        states: ``T d`` in the components that filters use.
+        rows: of each recording, the rows of ``states``.
+        horizon: number of steps.
+        schema: the columns.
+    """
+    origins = ahead.to_frame().index.to_frame(index=False)
+    found = {}
+    for k in range(1, horizon + 1):
+        target = {int(a): int(b) for each in rows for a, b in zip(each, each[k:], strict=False)}
+        aims = origins.origin.where(origins.step == k).map(target)
+        at = aims.notna().to_numpy().nonzero()[0]
+        z = states[torch.from_numpy(aims.iloc[at].to_numpy("int64"))]
+        found[f"nmse_ahead_{k}"] = column_scores(ahead.rows(at), z, schema)["nmse"]
+    return found
+
+
+def crps_of(errors: Tensor, std: Tensor) -> Tensor:
+    """Return the CRPS of N(m, std^2) at z for errors m - z."""
+    import scoringrules
+
+    values = scoringrules.crps_normal(
+        torch.zeros_like(errors).numpy(), errors.numpy(), std.numpy(), backend="numpy"
+    )
+    return torch.from_numpy(values)
+
+
+def baseline_nmse(
+    trained: Trained, pieces: list[Observations], schema: ColumnSchema
+) -> dict[str, list[float]]:
+    """Return ``nmse_NAME`` of each part of the state, by baselines fitted to the filter's memory.
+
+    The baselines are those of the model selection (`kbf.filters.selection.auto.PLAIN`). Filters
+    of images have none.
+
+    Args:
+        trained: the filter. pieces: recordings with states. schema: the columns.
+    """
+    module, found = trained.module, {}
+    memory = module.memory.sequences()
+    if module.encoding is not None or memory[0].obs.ndim != 2:
+        return {}
+    recordings = [as_recording(piece) for piece in pieces]
+    states = torch.cat([each.states for each in recordings]).double()
+    known = states.isfinite().all(1)
+    held = module.taken_in(recordings)
+    for name, make in PLAIN.items():
+        model: Any = make(module.config["seed"])
+        model.allow_missing_sensors = bool(getattr(module.net, "allow_missing_sensors", False))
+        try:
+            made = score(model.fit(memory), held, dtype=module.model_dtype).estimates
+        except FitError:  # too few steps for this baseline
+            continue
+        means = module.in_units_of_the_data(torch.cat(made).double())[known]
+        z = states[known]
+        errors, spread = schema.errors(z, means), schema.errors(z, z.mean(0).expand_as(z))
+        found[f"nmse_{name}"] = (errors.square().mean(0) / spread.square().mean(0)).tolist()
+    return found
