@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 # Public names, and the modules that define them.
 _HOME = {
     "fit": "kbf.fitting",
+    "check": "kbf.fitting",
     "load": "kbf.fitted.fitted_filter",
     "FittedFilter": "kbf.fitted.fitted_filter",
     "Estimates": "kbf.fitted.estimates",

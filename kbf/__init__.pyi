@@ -76,7 +76,7 @@ from kbf.fitted.checkpoint import load_filter as load_filter
 from kbf.fitted.estimates import Estimates as Estimates
 from kbf.fitted.fitted_filter import FittedFilter as FittedFilter, load as load
 from kbf.fitted.online import OnlineFilter as OnlineFilter
-from kbf.fitting import fit as fit
+from kbf.fitting import check as check, fit as fit
 from kbf.images.augment import Augment as Augment, PixelNoise as PixelNoise
 from kbf.images.encoders import (
     CNN as CNN,
@@ -157,6 +157,7 @@ __all__ = [
     "WindowBoosting",
     "WindowRidge",
     "__version__",
+    "check",
     "fit",
     "floor",
     "kernel_bayes_filter",

@@ -20,6 +20,7 @@ from kbf.data.dataset import Data, completed, load_data
 from kbf.data.files.dataset import FileData
 from kbf.data.files.in_memory import contents_of, named_arrays
 from kbf.data.files.layout import Contents, Layout
+from kbf.data.files.report import Report
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.fitted_filter import FittedFilter
 from kbf.fitted.held_out_calibration import learn_and_keep
@@ -115,6 +116,90 @@ def fit(
     """
     from kbf.config.prepare import configure
 
+    source, settings = read(
+        data,
+        states=states,
+        observations=observations,
+        images=images,
+        controls=controls,
+        recording=recording,
+        time=time,
+        mask=mask,
+        angles=angles,
+        rotations=rotations,
+        allow_missing_sensors=allow_missing_sensors,
+        time_as_control=time_as_control,
+        size=size,
+        validation=validation,
+    )
+    check_columns_of_states(bounds, source.column_schema.columns("states"), "bounds")
+    check_known_units(units, source)
+    words = ["data=own", f"model={model}", f"seed={seed}", "logger=none", "callbacks=none"]
+    words += ["trainer=cpu" if device == "cpu" else "trainer=gpu", f"calibrate={calibrate}"]
+    words += [] if encoder is None else [f"encoder@data.encoding.encoder={encoder}"]
+    words += [] if budget is None else [f"budget={budget}"]
+    words += [f"{key}={word_of(value)}" for key, value in (config or {}).items()]
+    whole = configure("train", words)
+    stated = {"bounds": plain_bounds(bounds), "units": None if units is None else dict(units)}
+    own = {**whole["recipe"]["data"], **literal({**settings, **stated})}
+    whole["recipe"] = {**whole["recipe"], "data": own, "n_train": None}
+    checked = load_data({**settings, "source": {}}, source=source)
+    warn_of_notes(checked)
+    whole = with_shapes(whole, checked)
+    if not progress:
+        whole["trainer"] = {**whole["trainer"], "enable_progress_bar": False}
+    with (
+        limited_threads(threads),
+        unchanged_globals(),
+        tempfile.TemporaryDirectory(prefix="kbf-") as folder,
+    ):
+        trained = fit_model(whole, checked, Path(folder))
+    assert trained is not None
+    return FittedFilter(trained)
+
+
+def check(data: Any = None, *, states: Any, test: float = 0.2, **columns: Any) -> Report:
+    """Report what recordings contain, and warn of problems for filters; nothing is fitted.
+
+    The report of ``kbf data check``: lengths, ranges and missing values, and warnings of outliers,
+    undeclared angles, repeated rows and test rows outside of the training region.
+
+    Args:
+        data, states: as of `fit`.
+        test: share of the end of each recording that is compared with the rest.
+        columns: ``observations`` and the other arguments of `fit` that describe columns.
+
+    Raises:
+        kbf.DataError: as `fit`.
+    """
+    from kbf.data.files.report import examine
+
+    return examine(read(data, states=states, test=test, **columns)[0])
+
+
+def read(
+    data: Any,
+    *,
+    states: Any,
+    observations: Any = None,
+    images: Any = None,
+    controls: Any = None,
+    recording: Any = None,
+    time: Any = None,
+    mask: Any = None,
+    angles: Sequence[str] | Mapping[str, str] = (),
+    rotations: Sequence[Sequence[str]] = (),
+    allow_missing_sensors: bool | None = None,
+    time_as_control: bool = False,
+    size: Sequence[int] | None = None,
+    validation: float = 0.0,
+    test: float = 0.0,
+) -> tuple[FileData, dict[str, Any]]:
+    """Return the data set of the arguments of `fit`, and its ``data`` settings.
+
+    Raises:
+        DataError: data that cannot be used.
+    """
     roles = {
         "states": states,
         "observations": observations,
@@ -135,32 +220,8 @@ def fit(
         contents, columns = recordings_in(data, roles, images, kinds["size"])
         missing = partly_missing(contents) if allow_missing_sensors is None else False
         kinds["allow_missing_sensors"] = missing or bool(allow_missing_sensors)
-        settings = {**columns, **kinds, "validation": validation, "test": 0.0}
-        source = FileData(None, contents=contents, **settings)
-    check_columns_of_states(bounds, source.column_schema.columns("states"), "bounds")
-    check_known_units(units, source)
-    words = ["data=own", f"model={model}", f"seed={seed}", "logger=none", "callbacks=none"]
-    words += ["trainer=cpu" if device == "cpu" else "trainer=gpu", f"calibrate={calibrate}"]
-    words += [] if encoder is None else [f"encoder@data.encoding.encoder={encoder}"]
-    words += [] if budget is None else [f"budget={budget}"]
-    words += [f"{key}={word_of(value)}" for key, value in (config or {}).items()]
-    whole = configure("train", words)
-    stated = {"bounds": plain_bounds(bounds), "units": None if units is None else dict(units)}
-    own = {**whole["recipe"]["data"], **literal({**settings, **stated})}
-    whole["recipe"] = {**whole["recipe"], "data": own, "n_train": None}
-    checked = load_data({"source": {}, **kinds}, source=source)
-    warn_of_notes(checked)
-    whole = with_shapes(whole, checked)
-    if not progress:
-        whole["trainer"] = {**whole["trainer"], "enable_progress_bar": False}
-    with (
-        limited_threads(threads),
-        unchanged_globals(),
-        tempfile.TemporaryDirectory(prefix="kbf-") as folder,
-    ):
-        trained = fit_model(whole, checked, Path(folder))
-    assert trained is not None
-    return FittedFilter(trained)
+        settings = {**columns, **kinds, "validation": validation, "test": test}
+        return FileData(None, contents=contents, **settings), settings
 
 
 def fit_model(

@@ -373,6 +373,17 @@ def test_a_decreasing_time_names_the_column_of_recordings(data):
         kbf.fit(frame, **{**ARM, "recording": None}, time="time", model="mean", progress=False)
 
 
+def test_a_check_reports_what_the_command_does(data):
+    frame = data.copy()
+    frame["s1"] = (frame["s1"] * 100) % 360
+    found = kbf.check(frame, **ARM)
+    assert [row["recording"] for row in found.recordings] == [f"run{k}" for k in range(4)]
+    assert any("undeclared" in each or "jumps by 360" in each for each in found.warnings)
+    assert "| reach_mm |" in repr(found)
+    with pytest.raises(kbf.DataError, match="did you mean 'reach_mm'"):
+        kbf.check(frame, **{**ARM, "states": "reach"})
+
+
 def test_partly_missing_rows_are_reported(data, fitted):
     new = data[data.run == "run3"].copy()
     new.iloc[3, new.columns.get_loc("s2")] = np.nan

@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from kbf.export.step import Exported
 from kbf.filters.rollout import rollout
 from kbf.filters.smoothing import smooth
 from kbf.fitted.checkpoint import load_filter, save_checkpoint
@@ -23,7 +22,6 @@ from kbf.fitted.held_out_calibration import learn_smoothed
 from kbf.fitted.inputs import inputs_of, recording_of
 from kbf.fitted.online import OnlineFilter
 from kbf.fitted.online_estimator import OnlineEstimator
-from kbf.fitted.program import export_step
 from kbf.fitted.results import Result, Source, continued, in_order, joined
 from kbf.fitted.runs import (
     as_recording,
@@ -37,6 +35,9 @@ from kbf.fitted.runs import (
 from kbf.fitted.scores import baseline_nmse, column_scores, forecast_nmse
 from kbf.fitted.summary import Summary
 from kbf.runtime.errors import DataError
+
+if TYPE_CHECKING:
+    from kbf.export.step import Exported
 
 
 class FittedFilter(Summary):
@@ -334,6 +335,8 @@ class FittedFilter(Summary):
         Raises:
             ValueError: an unknown format, or a filter that cannot be exported.
         """
+        from kbf.fitted.program import export_step  # torch.export is slow to import
+
         return export_step(self.trained, path, format)
 
     # How

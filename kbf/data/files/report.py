@@ -40,6 +40,9 @@ class Report(NamedTuple):
     columns: list[dict[str, Any]]
     warnings: list[str]
 
+    def __repr__(self) -> str:
+        return markdown("Recordings", self)
+
 
 def examine(data: FileData) -> Report:
     """Returns the tables of recordings and columns, and warnings of problems for filters."""
