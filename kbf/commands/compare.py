@@ -47,7 +47,7 @@ def run(config: dict[str, Any]) -> int:
 
     ``config["bases"]`` holds an unresolved configuration of ``kbf train`` for each model.
     """
-    config = with_shapes(config)
+    config = with_shapes(with_folds(config))
     directory = Path(config["run_dir"])
     cells = make_cells(config, directory / "cells")
     sweep(directory / "cells")  # temporary files of a comparison that was killed
@@ -70,24 +70,72 @@ def run(config: dict[str, Any]) -> int:
     return 1 if failed else 0
 
 
+def with_folds(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration with ``recipes``, one for each run, where the runs test folds.
+
+    Run k on recordings of the user tests fold k of as many folds as there are runs: whole
+    recordings if there are enough of them, else blocks of time with a gap on both sides
+    (`kbf.data.files.splits`). A single run keeps its split, and so do runs on a split that the user
+    has fixed. Data that is drawn has another draw in each run, and no folds.
+
+    Raises:
+        ValueError: more runs than ``data.folds``.
+    """
+    data, runs = config["recipe"]["data"], config["runs"]
+    if runs == 1 or "folds" not in data:
+        return config
+    if why := fixed_split(data):
+        console.print(
+            f"all runs have the same test part, since {why}: no standard errors and no tests",
+            highlight=False,
+        )
+        return config
+    count = data["folds"] or runs
+    if runs > count:
+        raise ValueError(
+            f"data.folds={count}: each run tests another fold, and there are {runs} runs"
+        )
+    how = "fold" if data["split"] == "time" else data["split"]
+    console.print(
+        f"each run tests another of {count} folds in place of data.test (data.split={how})",
+        highlight=False,
+    )
+    folds = [{"split": how, "fold": k, "folds": count} for k in range(runs)]
+    return config | {"recipes": [config["recipe"] | {"data": data | fold} for fold in folds]}
+
+
+def fixed_split(data: dict[str, Any]) -> str | None:
+    """Return why all runs have the same split; None where each may test another fold."""
+    if data["fold"] is not None:
+        return f"data.fold={data['fold']}"
+    if any(isinstance(data[part], list | tuple) for part in ("test", "validation")):
+        return "data.test or data.validation names recordings"
+    return f"data.test={data['test']}" if data["test"] in ("all", 0) else None
+
+
 def with_shapes(config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration with what only the recordings contain: shapes, and all steps.
 
     The data is read where the configuration leaves these to it. An ``n_train`` that is null becomes
-    the number of training steps.
+    the number of training steps, of folds their mean; each run has all steps of its own fold.
 
     Raises:
         ValueError: the data cannot be used.
     """
     if not incomplete(config["recipe"]):
         return config
-    recipe = {**config["recipe"], "n_train": None}
-    recipe = completed(recipe, load_data(resolved(recipe)["data"], trust=True))
+    recipes = []
+    for each in config.get("recipes", [config["recipe"]]):
+        recipe = {**each, "n_train": None}
+        recipes.append(completed(recipe, load_data(resolved(recipe)["data"], trust=True)))
+    steps = round(sum(recipe["n_train"] for recipe in recipes) / len(recipes))
     return {
         **config,
-        "recipe": recipe,
-        "bases": {name: {**base, **recipe} for name, base in config["bases"].items()},
-        "n_train": [recipe["n_train"] if n is None else n for n in config["n_train"]],
+        "recipe": recipes[0],
+        "recipes": recipes,
+        "bases": {name: {**base, **recipes[0]} for name, base in config["bases"].items()},
+        "n_train": [steps if n is None else n for n in config["n_train"]],
+        "all_steps": steps,
     }
 
 
@@ -107,11 +155,14 @@ def make_cells(config: dict[str, Any], directory: Path) -> list[Cell]:
                 "letters, digits, spaces and . + - _ can"
             )
     floor = {**config["recipe"], "model": {"name": FLOOR}, "trainer": {}}
+    recipes = config.get("recipes", [config["recipe"]])
     cells = []
-    for seed in range(config["seed"], config["seed"] + config["runs"]):
+    for k in range(config["runs"]):
+        recipe, seed = recipes[k % len(recipes)], config["seed"] + k
         for n in config["n_train"]:
+            steps = recipe["n_train"] if n == config.get("all_steps") else n
             for model, base in {FLOOR: floor, **config["bases"]}.items():
-                values = resolved(base, n_train=n, seed=seed)
+                values = resolved({**base, **recipe}, n_train=steps, seed=seed)
                 if model == FLOOR:
                     values["particles"] = config["particles"]
                 elif config["calibrate"]:
@@ -148,13 +199,17 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     about_run = {
         "data": config["data"]["name"],
         "model": cell.model,
-        "n_train": cell.n_train,
+        "n_train": config["n_train"],
         "seed": cell.seed,
         "version": __version__,
         "commit": commit(),
         "renderer": data.renderer,
         "recordings": len(data.train),
     }
+    if data.test_part:
+        known = sum(int(r.states.isfinite().all(1).sum()) for r in data.test)
+        share = known / sum(len(r.states) for r in data.train) if data.train else None
+        about_run |= {"test_part": data.test_part, "test_share": share}
     if cell.model == FLOOR:
         least = data_floor(data, particles=config["particles"], seed=cell.seed, covariances=True)
         scores = {"test.mse": None}

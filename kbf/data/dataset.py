@@ -30,6 +30,7 @@ class Data(NamedTuple):
             (`kbf.data.files.ColumnSchema`).
         time_step: median time between two steps, if the recordings have times.
         notes: remarks on the data, in sentences.
+        test_part: name of the test part of a split of recordings.
     """
 
     train: list[Recording]
@@ -42,6 +43,7 @@ class Data(NamedTuple):
     column_schema: Any = None
     time_step: float | None = None
     notes: tuple[str, ...] = ()
+    test_part: str = ""
 
     def __repr__(self) -> str:
         return html_repr.described("Data", self._asdict())
@@ -81,10 +83,11 @@ def load_data(config: dict[str, Any], *, trust: bool = False, source: Any = None
 
     ``config["source"]`` names a class whose objects have ``train`` and ``test`` (lists of
     `Recording`) and may have ``problem``, ``decoded``, ``renderer``, ``extent``, ``validation``,
-    ``column_schema``, ``time_step`` and ``notes``. With ``config["missing"]``, NaN observations are
-    missing observations; with ``config["allow_missing_sensors"]``, single components may be NaN. A
-    source with ``unscored`` may have an empty training part, and test steps whose state is NaN,
-    which are not scored. An object ``source`` takes the place of the named class.
+    ``column_schema``, ``time_step``, ``test_part`` and ``notes``. With ``config["missing"]``, NaN
+    observations are missing observations; with ``config["allow_missing_sensors"]``, single
+    components may be NaN. A source with ``unscored`` may have an empty training part, and test
+    steps whose state is NaN, which are not scored. An object ``source`` takes the place of the
+    named class.
 
     Raises:
         ValueError: shapes that do not agree, or NaN or infinite values that are not declared as
@@ -123,7 +126,14 @@ def load_data(config: dict[str, Any], *, trust: bool = False, source: Any = None
         )
     others = {
         name: getattr(source, name)
-        for name in ("problem", "renderer", "extent", "column_schema", "time_step")
+        for name in (
+            "problem",
+            "renderer",
+            "extent",
+            "column_schema",
+            "time_step",
+            "test_part",
+        )
         if hasattr(source, name)
     }
     return Data(

@@ -102,8 +102,13 @@ def _over_time(values: Tensor, mask: Tensor | None) -> Tensor:
     return torch.where(mask, values, torch.zeros_like(values)).sum(-1) / mask.sum(-1)
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+def mean_and_error(values: Sequence[float], overlap: float = 0.0) -> tuple[float, float]:
     """Mean and standard error of the mean; the error of a single value is NaN.
+
+    With the variance s^2 of the J values, the variance of the mean is (1/J + overlap) s^2. The
+    values of runs whose training parts overlap are not independent; overlap = n_test / n_train
+    corrects for it (Nadeau and Bengio, 2003, Inference for the generalization error). NaN, for
+    runs on the same test part, has no error.
 
     >>> mean_and_error([1.0, 2.0, 3.0])
     (2.0, 0.5773502691896257)
@@ -112,12 +117,38 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     if len(values) < 2:
         return mean, math.nan
     variance = sum((v - mean) ** 2 for v in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
+    if not overlap:
+        return mean, math.sqrt(variance / len(values))
+    return mean, math.sqrt(variance * (1 / len(values) + overlap))
 
 
-def summary(errors: Sequence[float], floors: Sequence[float | None]) -> dict[str, float]:
-    """Mean error and excess error, each with its standard error, given the floors."""
-    mean, se = mean_and_error(errors)
+def corrected_t(differences: Sequence[float], overlap: float) -> tuple[float, float, float]:
+    """Mean of paired differences, its standard error, and the two-sided p-value of no difference.
+
+    The corrected resampled t-test: t = mean / sqrt((1/J + n_test / n_train) s^2) with J - 1 degrees
+    of freedom. The p-value is NaN with fewer than two differences, or when all are zero.
+
+    Args:
+        differences: in each of J folds. overlap: n_test / n_train.
+
+    References: Nadeau and Bengio (2003), Inference for the generalization error.
+    """
+    from scipy.stats import t  # here, because it takes half a second
+
+    mean, error = mean_and_error(differences, overlap)
+    if math.isnan(error) or not any(differences):
+        return mean, error, math.nan
+    return mean, error, float(2 * t.sf(abs(mean) / error, len(differences) - 1)) if error else 0.0
+
+
+def summary(
+    errors: Sequence[float], floors: Sequence[float | None], overlap: float = 0.0
+) -> dict[str, float]:
+    """Mean error and excess error, each with its standard error, given the floors.
+
+    Without all floors the excess is NaN. ``overlap``: see `mean_and_error`.
+    """
+    mean, se = mean_and_error(errors, overlap)
     known = [f for f in floors if f is not None]
     if len(known) < len(errors):
         return {"mse": mean, "se": se, "excess": math.nan, "excess_se": math.nan}
@@ -150,4 +181,24 @@ def wilcoxon_pairs(errors: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
         rows.append(
             {"first": a, "second": b, "seeds": len(seeds), "mean_difference": mean, "p_value": p}
         )
+    return rows
+
+
+def corrected_pairs(errors: dict[str, dict[int, float]], overlap: float) -> list[dict[str, Any]]:
+    """`corrected_t` between every two models, over the folds that both have.
+
+    Args:
+        errors: by model, by number of the run. overlap: n_test / n_train.
+
+    Returns:
+        Rows as of `wilcoxon_pairs`, and the standard error of the mean difference.
+    """
+    rows = []
+    for a, b in itertools.combinations(errors, 2):
+        both = sorted(errors[a].keys() & errors[b].keys())
+        if not both:
+            continue
+        mean, se, p = corrected_t([errors[a][k] - errors[b][k] for k in both], overlap)
+        pair = {"first": a, "second": b, "seeds": len(both), "mean_difference": mean, "p_value": p}
+        rows.append(pair | {"difference_se": se})
     return rows

@@ -9,7 +9,15 @@ import pytest
 import scipy.stats
 import torch
 
-from kbf.evaluation.metrics import excess, mse, nll, nmse
+from kbf.evaluation.metrics import (
+    corrected_pairs,
+    corrected_t,
+    excess,
+    mean_and_error,
+    mse,
+    nll,
+    nmse,
+)
 from kbf.rkhs.linalg import NotPositiveDefiniteError
 from kbf.rkhs.weights import effective_sample_size, negative_mass
 
@@ -136,3 +144,40 @@ def test_nmse_is_one_for_the_mean_and_leaves_unknown_states_out():
         for k in (0, 1)
     ]
     torch.testing.assert_close(nmse(0.5 * states, states)[:2], torch.stack(by_hand))
+
+
+def test_standard_errors_of_runs_that_share_training_data():
+    """By hand: J = 4, s^2 = 20/3, n_test/n_train = 1/3, variance (1/4 + 1/3) 20/3 = 35/9."""
+    mean, error = mean_and_error([2.0, 4.0, 6.0, 8.0], 1 / 3)
+    assert (mean, error) == (5.0, pytest.approx(math.sqrt(35 / 9)))
+    mean, error, p = corrected_t([2.0, 4.0, 6.0, 8.0], 1 / 3)
+    t = 5 / math.sqrt(35 / 9)
+    assert error == pytest.approx(math.sqrt(35 / 9))
+    assert p == pytest.approx(2 * scipy.stats.t.sf(t, 3))
+    independent = corrected_t([2.0, 4.0, 6.0, 8.0], 0.0)
+    assert independent[2] == pytest.approx(scipy.stats.ttest_1samp([2, 4, 6, 8], 0).pvalue)
+    assert independent[2] < p
+    assert math.isnan(mean_and_error([2.0, 4.0], math.nan)[1]), "runs on the same test part"
+
+
+def test_corrected_tests_of_equal_models_and_of_one_fold():
+    assert math.isnan(corrected_t([0.0, 0.0, 0.0], 0.5)[2])
+    assert all(math.isnan(each) for each in corrected_t([1.0], 0.5)[1:])
+    assert corrected_t([1.0, 1.0, 1.0], 0.5)[1:] == (0.0, 0.0), "no spread: certain"
+    (row,) = corrected_pairs({"a": {0: 1.0, 1: 3.0, 2: 9.0}, "b": {1: 1.0, 2: 4.0, 5: 0.0}}, 0.5)
+    assert (row["first"], row["second"], row["seeds"], row["mean_difference"]) == ("a", "b", 2, 3.5)
+    assert row["difference_se"] == pytest.approx(math.sqrt((1 / 2 + 0.5) * 4.5))
+    assert corrected_pairs({"a": {0: 1.0}, "b": {1: 1.0}}, 0.5) == []
+
+
+def test_the_corrected_test_is_calibrated_where_the_plain_one_is_not():
+    """Differences of two equal learners over overlapping folds are correlated.
+
+    With the correlation n_test / (n_test + n_train) = 1/5 between folds that the correction
+    assumes, 5 % of the corrected p-values are below 0.05, and far more of the plain ones.
+    """
+    rng = np.random.default_rng(0)
+    covariance = 0.8 * np.eye(5) + 0.2
+    draws = rng.multivariate_normal(np.zeros(5), covariance, size=2000)
+    shares = [np.mean([corrected_t(d.tolist(), r)[2] < 0.05 for d in draws]) for r in (0.25, 0.0)]
+    assert 0.03 < shares[0] < 0.07 and shares[1] > 0.09

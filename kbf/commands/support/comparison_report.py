@@ -10,7 +10,12 @@ from rich.table import Column, Table
 
 from kbf.commands.support.console import console, print_table, print_written
 from kbf.commands.support.provenance import provenance
-from kbf.evaluation.metrics import mean_and_error, summary, wilcoxon_pairs
+from kbf.evaluation.metrics import (
+    corrected_pairs,
+    mean_and_error,
+    summary,
+    wilcoxon_pairs,
+)
 from kbf.evaluation.scoring_rules import COVERAGE_LEVELS
 from kbf.plots.charts import comparison_figure
 from kbf.plots.tracks import save
@@ -35,6 +40,8 @@ DENSITY_HEADINGS = {
     "log_likelihood_raw": "before recal.",
     "energy_score": "energy",
 }
+# Files of the paired tests: of runs on independent draws, and of runs on folds of the same data.
+TEST_FILES = ("wilcoxon.csv", "corrected_t.csv")
 # Metrics of one run.
 Result = dict[str, Any]
 
@@ -57,23 +64,32 @@ def report(name: str, results: dict[tuple[str, int, int], Result], directory: Pa
         for (model, m, seed), result in results.items():
             if m == n:
                 by_model.setdefault(model, {})[seed] = result
+        overlap = overlap_of([each for runs in by_model.values() for each in runs.values()])
         floors = by_model.pop(FLOOR, {})
         size = {"data": name, "n_train": n}
-        found = [size | row_of_model(model, runs, floors) for model, runs in by_model.items()]
+        found = [
+            size | row_of_model(model, runs, floors, overlap) for model, runs in by_model.items()
+        ]
         rows += found
-        for score, value_of in TESTED.items():
+        for score, value_of in {} if math.isnan(overlap) else TESTED.items():
             values = {
                 model: {s: value_of(r) for s, r in runs.items() if not math.isnan(value_of(r))}
                 for model, runs in by_model.items()
             }
-            tests += [
-                size | {"score": score} | pair
-                for pair in wilcoxon_pairs({model: each for model, each in values.items() if each})
-            ]
+            some = {model: each for model, each in values.items() if each}
+            pairs = corrected_pairs(some, overlap) if overlap else wilcoxon_pairs(some)
+            tests += [size | {"score": score} | pair for pair in pairs]
         if found:
             source = found[0]["renderer"]
             title = f"{name}, {n} training {unit}{source and f'; images: {source}'}"
             show_table(title, found, density_scores(floors, floors) if floors else {})
+            if math.isnan(overlap):
+                part = next(each["test_part"] for each in next(iter(by_model.values())).values())
+                console.print(
+                    f"every run has the same test part ({part}): no standard errors and no tests",
+                    highlight=False,
+                    markup=False,
+                )
     if not rows:
         return
     empty = [
@@ -84,6 +100,9 @@ def report(name: str, results: dict[tuple[str, int, int], Result], directory: Pa
     empty += [key for key in ("rejected", "filter") if not any(row[key] for row in rows)]
     kept = [{key: value for key, value in row.items() if key not in empty} for row in rows]
     runs = [run_row(result) for _, result in sorted(results.items())]
+    if any(result.get("test_part") for result in results.values()):
+        for row, (_, result) in zip(runs, sorted(results.items()), strict=True):
+            row["test_part"] = result.get("test_part", "")
     commits = sorted({str(result.get("commit")) for result in results.values()})
     if len(commits) > 1:
         console.print(
@@ -93,28 +112,47 @@ def report(name: str, results: dict[tuple[str, int, int], Result], directory: Pa
     write_csv(directory / "results.csv", kept)
     write_csv(directory / "runs.csv", runs)
     write_json(directory / "about.json", provenance() | {"commits": commits})
-    (directory / "wilcoxon.csv").unlink(missing_ok=True)  # of other models, perhaps
-    if tests:
-        write_csv(directory / "wilcoxon.csv", tests)
+    for file in TEST_FILES:
+        (directory / file).unlink(missing_ok=True)  # of other models, perhaps
+    tested = TEST_FILES["difference_se" in tests[0]] if tests else None
+    if tested:
+        write_csv(directory / tested, tests)
     title = f"{name}: {max(row['runs'] for row in rows)} runs"
     save(comparison_figure(rows, title=title, unit=unit), directory / "comparison.png")
     written = [
         "results.csv",
         "runs.csv",
-        *(["wilcoxon.csv"] if tests else []),
+        *([tested] if tested else []),
         "comparison.png",
         "about.json",
     ]
     print_written(directory, written)
 
 
-def row_of_model(model: str, runs: dict[int, Result], floors: dict[int, Result]) -> dict[str, Any]:
+def overlap_of(results: list[Result]) -> float:
+    """Return n_test / n_train of runs on folds of the same data, for `mean_and_error`.
+
+    0 for runs on independent draws, whose test parts have no names, and for a single run; NaN where
+    runs have the same test part.
+    """
+    parts = {result["seed"]: result.get("test_part") for result in results}
+    if len(parts) < 2 or not all(parts.values()):
+        return 0.0
+    if len(set(parts.values())) < len(parts):
+        return math.nan
+    return mean_of(results, "test_share")
+
+
+def row_of_model(
+    model: str, runs: dict[int, Result], floors: dict[int, Result], overlap: float
+) -> dict[str, Any]:
     """Return the means of a model over its runs, with standard errors.
 
     Args:
         model: its name.
         runs: its results by seed.
         floors: results of the Bayes-optimal filter by seed.
+        overlap: see `overlap_of`.
     """
     results = list(runs.values())
     known = [floors.get(seed, {}).get("test.mse") for seed in runs]
@@ -124,11 +162,11 @@ def row_of_model(model: str, runs: dict[int, Result], floors: dict[int, Result])
         "model": model,
         "filter": ", ".join(sorted({selected(r) for r in results} - {""})),
         "runs": len(results),
-        **summary([r["test.mse"] for r in results], known),
+        **summary([r["test.mse"] for r in results], known, overlap),
         "floor": mean_and_error(given)[0],
         "seconds": mean_of(results, "seconds"),
-        **normalised(results),
-        **density_scores(runs, floors),
+        **normalised(results, overlap),
+        **density_scores(runs, floors, overlap),
         **{key: mean_of(results, f"test.{key}") for key in COVERAGE_COLUMNS},
         "rejected": mean_and_error([r.get("test.rejected") or 0.0 for r in results])[0],
     }
@@ -157,9 +195,9 @@ def run_row(result: Result) -> dict[str, Any]:
     }
 
 
-def normalised(results: list[Result]) -> dict[str, float]:
+def normalised(results: list[Result], overlap: float) -> dict[str, float]:
     """Return the NMSE with its standard error and by component, and times of fit and step."""
-    value, error = mean_and_error([run.get("test.nmse", math.nan) for run in results])
+    value, error = mean_and_error([run.get("test.nmse", math.nan) for run in results], overlap)
     components = {key for run in results for key in run if key.startswith("test.nmse.")}
     keys = sorted(components, key=lambda key: int(key.split(".")[-1]))
     return {"nmse": value, "nmse_se": error} | {
@@ -192,7 +230,9 @@ TESTED: dict[str, Callable[[Result], float]] = {
 }
 
 
-def density_scores(runs: dict[int, Result], floors: dict[int, Result]) -> dict[str, float]:
+def density_scores(
+    runs: dict[int, Result], floors: dict[int, Result], overlap: float = 0.0
+) -> dict[str, float]:
     """Return RMSE and the `DENSITY_COLUMNS`, as means over runs by seed.
 
     The energy score is that of the filter's own predictive density: a sample where the filter has
@@ -205,10 +245,11 @@ def density_scores(runs: dict[int, Result], floors: dict[int, Result]) -> dict[s
     over = summary(
         energies,
         optimal if all(map(math.isfinite, [*energies, *optimal])) else [None] * len(optimal),
+        overlap,
     )
     values = (
-        *mean_and_error([likelihood(run) for run in runs.values()]),
-        *mean_and_error([likelihood_raw(run) for run in runs.values()]),
+        *mean_and_error([likelihood(run) for run in runs.values()], overlap),
+        *mean_and_error([likelihood_raw(run) for run in runs.values()], overlap),
         mean_and_error(energies)[0],
         over["excess"],
         over["excess_se"],

@@ -11,7 +11,16 @@ from torch import Tensor
 from kbf.data.files.column_schema import ColumnSchema, column_schema_of
 from kbf.data.files.layout import Contents, FileRecording, layout_of, plain
 from kbf.data.files.read import read
-from kbf.data.files.splits import Share, cut_at, first_steps, split as split_by, where_known
+from kbf.data.files.splits import (
+    Share,
+    correlation_time,
+    cut_at,
+    described,
+    first_steps,
+    fold_of,
+    split as split_by,
+    where_known,
+)
 from kbf.data.files.timestamps import (
     LARGEST_GAP,
     check_times,
@@ -37,6 +46,7 @@ class FileData(Shown):
         train, validation, test: lists of `Recording`, float64 (images uint8).
         column_schema: names and kinds of the columns. time_step: the median time step, or None.
         spans: the position of each part in ``recordings``, by name of the part.
+        test_part: the recordings of the test part, and their steps where they are not whole.
         notes: remarks on files and times, in sentences.
     """
 
@@ -70,6 +80,9 @@ class FileData(Shown):
         split: str = "time",
         validation: Share | Sequence[str] = 0.0,
         test: Share | Sequence[str] = 0.2,
+        fold: int | None = None,
+        folds: int | None = None,
+        gap: int | None = None,
         n_train: int | None = None,
         column_schema: dict[str, Any] | None = None,
         time_step: float | None = None,
@@ -87,6 +100,9 @@ class FileData(Shown):
             cut_missing: whether training recordings are split at missing observations, for models
                 that require complete ones.
             split, validation, test: see `kbf.data.files.splits.split`.
+            fold, folds: number of the fold that is the test part, from 0, and the number of folds.
+            gap: steps on each side of a test block that are not trained on; None for the
+                `kbf.data.files.splits.correlation_time` of the states.
             n_train: number of training steps that are used, from the first on; None for all.
             column_schema: of a checkpoint, which the columns must match. time_step: its median time
                 step.
@@ -146,6 +162,12 @@ class FileData(Shown):
             split,
             plain(validation),
             plain(test),
+            fold_of(
+                split,
+                fold,
+                folds,
+                lambda: correlation_time([s.states for s in whole]) if gap is None else gap,
+            ),
         )
         cuts = {part: cut_at(spans, pieces) for part, spans in parts.items()}
         self.spans: dict[str, list[Span]] = {
@@ -162,6 +184,7 @@ class FileData(Shown):
             ]
             for part in ("train", "validation", "test")
         )
+        self.test_part: str = described(parts["test"], [r.name for r in self.recordings], lengths)
         self.train: list[Recording] = known_parts[0]
         self.validation: list[Recording] = known_parts[1]
         self.test: list[Recording] = known_parts[2]
