@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
 
+import kbf
 from kbf.cli import main
 from kbf.data.synthetic import SyntheticData
 from kbf.data.windows import piece
@@ -125,20 +128,41 @@ def test_the_commands_can_be_typed(line, arm, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_python_of_the_readme(tmp_path, monkeypatch, capsys):
+    """The estimates are accurate, their intervals calibrated; the page has what is printed."""
+    (tmp_path / "data").symlink_to(ROOT / "data")
     names = run_python(README, tmp_path, monkeypatch)
-    error = float(
-        capsys.readouterr().out.split("\n")[0].removeprefix("tensor(").partition(",")[0].rstrip(")")
-    )
-    assert error < 0.08, "the error of the snippet's filter is too large"
-    live = names["live"]
-    live.save("state.pt")
-    live.load("state.pt")
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    (shown,) = blocks(README, "text")
+    first = printed.index(shown.splitlines()[0])
+    number = re.compile(r"\d+\.\d+|\d+")
+    for line, found in zip(shown.splitlines(), printed[first:], strict=False):
+        assert number.sub("#", line) == number.sub("#", found)
+        expected = [float(each) for each in number.findall(line)]
+        assert [float(each) for each in number.findall(found)] == pytest.approx(expected, rel=0.1)
+    new, est = names["new"], names["est"]
+    truth = new[est.columns].to_numpy()
+    assert (((est.mean - truth) ** 2).mean(0) / truth.var(0) < 0.006).all()
+    low, high = est.interval(0.95)
+    inside = ((low <= truth) & (truth <= high)).mean(0)
+    assert (inside >= 0.92).all() and (inside <= 0.98).all()
+    assert Path("arm.png").stat().st_size > 10_000
+    loaded = kbf.load("arm.ckpt").filter(new)
+    assert loaded.mean == pytest.approx(est.mean, rel=1e-12)
+    assert 150 < names["live"].estimate["reach_mm"] < 400
+
+
+def test_the_arm_is_written_by_its_script(tmp_path):
+    table = runpy.run_path(str(ROOT / "scripts" / "make_arm.py"))
+    drawn = table["arm"]().round(table["DECIMALS"]).reset_index()
+    stored = pd.read_csv(ROOT / "data" / "arm.csv", parse_dates=["time"])
+    pd.testing.assert_frame_equal(stored, drawn, check_dtype=False)
 
 
 @pytest.mark.slow
 def test_python_of_the_library_page(tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn")
     names = run_python((DOCS / "library.md").read_text(encoding="utf-8"), tmp_path, monkeypatch)
+    assert ((names["estimates"].mean - names["states"][300:]) ** 2).sum(1).mean() < 0.05
     assert names["error"] < 0.02 and names["result"].mse < 0.06
     assert names["regression"].score(names["observations"], names["states"]) > 0.8
     assert names["ratio"].ratio([[0.5]]) > 1.5

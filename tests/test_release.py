@@ -111,6 +111,7 @@ def test_the_source_archive_makes_the_wheel_and_runs_the_tests(archives, tmp_pat
         "Makefile",
         "mkdocs.yml",
         "data/README.md",
+        "data/arm.csv",
     }
     needed = {name for name in needed if "__pycache__" not in name}
     assert needed <= names, needed - names

@@ -46,10 +46,11 @@ def markdown(text: str, package: griffe.Module) -> str:
 
     def link(match: re.Match[str]) -> str:
         try:
-            package[match[1].split(".", 1)[1]]
-        except KeyError:
+            target = package[match[1].split(".", 1)[1]]
+            # The reference contains documented objects only: constants may have no docstring.
+            return f"[`{match[1]}`][{target.canonical_path}]" if target.has_docstring else match[0]
+        except (KeyError, griffe.AliasResolutionError):
             return match[0]
-        return f"[`{match[1]}`][]"
 
     def code(match: re.Match[str], language: str) -> str:
         return f"{match[1]}```{language}\n{match[0]}\n{match[1]}```"

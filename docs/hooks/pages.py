@@ -13,6 +13,7 @@ import runpy
 import shutil
 import sys
 from importlib import resources
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ PAGE_OF = {
 def on_config(config: Any) -> Any:
     """Adds the commands and the reference to the navigation."""
     commands = [{f"kbf {name}": f"commands/{page_name(name)}.md"} for name in command_names()]
-    config.nav.insert(2, {"Commands": [{"All commands": "commands/index.md"}, *commands]})
+    config.nav.insert(4, {"Commands": [{"All commands": "commands/index.md"}, *commands]})
     sections: dict[str, list[Any]] = {}
     for name in NAMES:
         folder = name if PATHS[name].name == "__init__.py" else name.rpartition(".")[0]
@@ -150,6 +151,8 @@ def page_of(path: str) -> str | None:
     """Page of a file or folder of the repository; None without a page."""
     if path in PAGE_OF:
         return PAGE_OF[path]
+    if path.startswith("docs/tutorials/"):
+        return path.removeprefix("docs/").replace(".py", ".md")
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     if path.startswith("data/results/"):
@@ -221,14 +224,25 @@ def public_names() -> str:
     """All public names of ``kbf`` with the first sentence of their docstrings."""
     from kbf import _HOME, _SHORT, layers, sklearn as estimators
 
+    front = dict(takewhile(lambda pair: pair[0] != "rollout", _HOME.items()))
+    others = {name: home for name, home in _HOME.items() if name not in front}
     lines = [
         "# Public names\n",
         "All public names of `kbf`. Each name is imported when it is used.\n",
-        *table_of_names("kbf", _HOME),
+        "## The front door\n",
+        "From recordings to estimates in your columns and units "
+        "([Getting started](../tutorials/getting_started.md)).\n",
+        *table_of_names("kbf", front),
         "",
+        "## Filters, data sets, scores\n",
+        *table_of_names("kbf", dict(sorted(others.items(), key=lambda pair: pair[0].lower()))),
+        "",
+        "## Layers\n",
         "Layers for a network of one's own ([guide](../layers.md)):",
         "",
         *table_of_names("kbf.layers", layers._HOME),
+        "",
+        "## Modules",
     ]
     short = ", ".join(f"[`kbf.{name}`]({module}.md)" for name, module in _SHORT.items())
     lines += [
@@ -247,7 +261,7 @@ def public_names() -> str:
 def table_of_names(package: str, homes: dict[str, str]) -> list[str]:
     """Lines of a table: public names of a package, the first sentence of their docstrings."""
     lines = ["| name | |", "|---|---|"]
-    for name, module in sorted(homes.items(), key=lambda pair: pair[0].lower()):
+    for name, module in homes.items():
         tree = ast.parse(PATHS[module].read_text(encoding="utf-8"))
         docs = [
             ast.get_docstring(node)

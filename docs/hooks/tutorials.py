@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from nbclient import NotebookClient
 from nbconvert import MarkdownExporter
 
 FOLDER = Path(__file__).resolve().parents[1] / "tutorials"
-NAMES = ("vectors", "images", "recordings", "extending")
+NAMES = ("getting_started", "vectors", "images", "recordings", "extending")
 """Tutorials in reading order."""
+ARM = FOLDER.parents[1] / "data" / "arm.csv"
+"""The recordings that tutorials read as ``data/arm.csv``, offered for download."""
 
 
 def run(name: str) -> Any:
-    """The notebook of a tutorial with outputs, run in an empty folder; raises errors of cells."""
+    """The notebook of a tutorial with outputs, run next to data/arm.csv; raises errors of cells."""
     notebook = jupytext.read(FOLDER / f"{name}.py")
     notebook.metadata["kernelspec"] = {
         "name": "python3",
@@ -26,6 +29,8 @@ def run(name: str) -> Any:
         "language": "python",
     }
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "data").mkdir()
+        shutil.copy(ARM, Path(folder) / "data")
         kernel = os.environ | {
             "PYTHONPATH": os.pathsep.join(
                 [str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -56,4 +61,6 @@ def pages(name: str) -> dict[str, str | bytes]:
         f"{text}\n*This page is a [notebook]({name}.ipynb), "
         "run when the documentation was built.*\n"
     )
+    if f"({ARM.name})" in text:
+        files[ARM.name] = ARM.read_bytes()
     return files

@@ -27,7 +27,7 @@ class Data(NamedTuple):
         validation: recordings for selection; models that require some otherwise hold out a part of
             ``train``.
         column_schema: of data with named columns, their names and kinds
-            (`kbf.data.files.ColumnSchema`).
+            (`kbf.data.files.column_schema.ColumnSchema`).
         time_step: median time between two steps, if the recordings have times.
         notes: remarks on the data, in sentences.
         test_part: name of the test part of a split of recordings.

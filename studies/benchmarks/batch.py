@@ -4,7 +4,7 @@ The floor is Psi^T D Psi of each sequence as matrix products, 2 n p^2 operations
 that this machine reaches for a large product of float32, timed in turn with the sides. (Kept
 products of features, `kbf.rkhs.rules.second_moments`, need half of them.) The sides: `kbf.rollout`,
 which makes diagnostics as well; `kbf.step` and the estimate as they are written; the same compiled
-(`kbf.filters.online.compile_step`); and as many filters of one sequence each. The sequences are
+(`kbf.filters.compile.compile_step`); and as many filters of one sequence each. The sequences are
 windows of one recording.
 """
 

@@ -443,7 +443,7 @@ def capture(
 
 @torch.no_grad()
 def compiled(size: dict[str, Any], device: str) -> Iterator[Finding]:
-    """`kbf.filters.online.compile_step` at the least n; a card needs Triton and a C compiler."""
+    """`kbf.filters.compile.compile_step` at the least n; a card needs Triton and a C compiler."""
     n, part = size["points"][0], "compiled"
 
     def work() -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 Given z_{t+1}, the state z_t is independent of later observations. So p(z_t | x_1 ... x_T) is the
 mean over the smoothed z_{t+1} of p(z_t | z_{t+1}, x_1 ... x_t), the filter at t updated with
 z_{t+1} as an observation. The steps here are for weights over a memory; the Gaussian step is
-`kbf.filters.gaussian.kalman.rts_step`, that of particles
+`kbf.filters.gaussian.moments.rts_step`, that of particles
 `kbf.filters.particle.bootstrap.particle_backward`. `kbf.filters.smoothing` applies them along a
 recording.
 """
