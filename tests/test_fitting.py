@@ -366,6 +366,66 @@ def test_fits_that_are_refused(settings, match, data):
         kbf.fit(data, **{**ARM, **settings}, model="mean", progress=False)
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda d: d.iloc[:1], "too few steps with known states"),
+        (lambda d: d.assign(s2=np.nan), "the column s2 is empty"),
+        (lambda d: d.assign(reach_mm=np.nan), "the column reach_mm is empty"),
+        (lambda d: d.assign(s2="a"), "row 0, column s2: 'a' is no number"),
+        (lambda d: d.rename(columns={"s2": "s1"}), "two columns are called 's1'"),
+    ],
+)
+def test_frames_that_are_refused(change, match, data):
+    with pytest.raises(kbf.DataError, match=match):
+        kbf.fit(change(data), **ARM, model="mean", progress=False)
+
+
+def test_controls_of_a_filter_are_asked_for():
+    rng = np.random.default_rng(0)
+    u = rng.normal(size=(150, 1))
+    z = np.zeros((150, 1))
+    for t in range(1, 150):
+        z[t] = 0.9 * z[t - 1] + u[t]
+    x = z + 0.1 * rng.normal(size=z.shape)
+    fitted = kbf.fit(states=z, observations=x, controls=u, model="kalman", progress=False)
+    recording = kbf.Recording(z, x, controls=u)
+    whole = kbf.Recording(z[:100], x[:100], controls=u[:100])
+    ahead = fitted.forecast(whole, 5, controls=u[100:105])
+    assert ((ahead.mean - z[100:105]) ** 2).mean() < 0.1 * z.var()
+    with pytest.raises(kbf.DataError, match=r"controls must be \(5, 1\).*got none"):
+        fitted.forecast(recording, 5)
+    with pytest.raises(kbf.DataError, match="0 columns of controls, the training had 1"):
+        fitted.filter(observations=x)
+    with pytest.raises(kbf.DataError, match="needs controls: u1"):
+        fitted.online().step(x[0])
+    masked = np.ma.masked_array(x, mask=np.arange(150)[:, None] % 5 == 0)
+    seen = (np.arange(150) % 5 != 0).astype(int)
+    one = fitted.filter(observations=masked, controls=u)
+    other = fitted.filter(observations=x, controls=u, mask=seen)
+    np.testing.assert_array_equal(one.mean, other.mean)
+
+
+def test_images_are_encoded(tmp_path):
+    rng = np.random.default_rng(0)
+    place = 7 + 4 * np.sin(np.cumsum(rng.normal(0, 0.3, (60, 2)), 0))
+    y, x = np.mgrid[0:16, 0:16]
+    squared = (y - place[:, :1, None]) ** 2 + (x - place[:, 1:, None]) ** 2
+    images = (255 * np.exp(-squared / 4)).astype("uint8")
+    quick = {"data.encoding.epochs": 1, "data.encoding.members": 2}
+    fitted = kbf.fit(states=place, images=images, model="kalman", config=quick, progress=False)
+    estimates = fitted.filter(observations=images)
+    assert estimates.mean.shape == (60, 2) and "images" in repr(fitted)
+    live = fitted.online()
+    for k in range(3):
+        np.testing.assert_allclose(
+            list(live.step(images[k]).values()), estimates.mean[k], rtol=1e-5
+        )
+    fitted.save(tmp_path / "images.ckpt")
+    again = kbf.load(tmp_path / "images.ckpt").filter(observations=images)
+    np.testing.assert_allclose(again.mean, estimates.mean, rtol=1e-12)
+
+
 def test_a_decreasing_time_names_the_column_of_recordings(data):
     frame = data.reset_index()
     frame["time"] = frame.groupby("run").cumcount() / 10

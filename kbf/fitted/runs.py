@@ -67,12 +67,14 @@ def future_controls(trained: Trained, controls: Any, horizon: int) -> Tensor | N
     width = control_components(trained.filter)
     if controls is None and not width:
         return None
-    values = np.asarray(() if controls is None else controls, dtype="float64")
-    values = values.reshape(len(values), -1)
+    values = np.zeros((0, width)) if controls is None else np.asarray(controls, dtype="float64")
+    if values.ndim == 1:
+        values = values[:, None]
     if values.shape != (horizon, width):
+        got = "none" if controls is None else str(values.shape)
         raise DataError(
             f"controls must be {(horizon, width)}, one row for each step that is forecast; "
-            f"got {values.shape if controls is not None else None}"
+            f"got {got}"
         )
     return torch.from_numpy(values)[None].to(trained.module.device, trained.module.input_dtype)
 

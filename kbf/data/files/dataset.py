@@ -136,9 +136,11 @@ class FileData(Shown):
         )
         if contents is None:
             contents = read(Path(str(path)).expanduser(), layout)
+        path = contents.recordings[0].file if path is None else path
         self.column_schema: ColumnSchema = chosen_schema(
             contents, column_schema, plain(angles), plain(rotations), angle_unit, str(path)
         )
+        check_not_empty(contents, str(path))
         for each in contents.recordings:
             check_times(each)
         self.time_step: float | None = (
@@ -236,6 +238,19 @@ class FileData(Shown):
         if missing := sum(int((~k).sum()) for k in known):
             notes.append(f"{missing} steps without a state: they are neither trained on nor scored")
         return notes
+
+
+def check_not_empty(contents: Contents, path: str) -> None:
+    """Raises a ValueError for a column of states or observations without any value."""
+    for side, names in (("states", contents.states), ("obs", contents.observations)):
+        values = [getattr(each, side) for each in contents.recordings]
+        if any(each is None or each.ndim != 2 for each in values):
+            continue
+        empty = torch.stack([each.isnan().all(0) for each in values]).all(0)
+        if bool(empty.any()):
+            raise ValueError(
+                f"{path}: the column {names[int(empty.nonzero()[0])]} is empty: leave it out"
+            )
 
 
 def chosen_schema(
