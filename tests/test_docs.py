@@ -412,6 +412,7 @@ def test_the_documentation_is_built_without_a_warning(site):
 @pytest.mark.slow
 def test_the_tutorials_are_run(site):
     for name, printed, pictures in (
+        ("getting_started", r"FittedFilter: kbf.*nmse_window_ridge.*out_of_distribution", 2),
         ("vectors", r"error 0\.0\d+, least error 0\.0\d+", 1),
         ("images", r"with the past: 0\.\d+", 2),
         ("recordings", r"Score.*mse", 0),

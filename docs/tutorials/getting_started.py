@@ -27,6 +27,13 @@ df.head(3)
 # %%
 train, later, new = df[df.run < "run4"], df[df.run == "run4"], df[df.run == "run5"]
 columns = {"states": ["reach_mm", "torque_kNm"], "observations": ["s*"], "recording": "run"}
+print(kbf.check(train, **columns))
+
+# %% [markdown]
+# `check` reports the ranges of all columns, and warns of outliers, undeclared angles, repeated rows
+# and others; its columns train and test are about a split that `fit` does not make. Then the fit:
+
+# %%
 arm = kbf.fit(train, **columns, progress=False)
 arm
 
@@ -152,7 +159,8 @@ assert abs(estimate["reach_mm"] - est.mean[-1, 0]) < 1e-6
 #
 # ## Forecast and smooth
 #
-# `forecast` continues after the end of the data.
+# `forecast` continues after the end of the data. Its intervals have the calibration of `filter` and are
+# too narrow several steps ahead.
 
 # %%
 arm.forecast(new, horizon=3).to_frame().round(2)
