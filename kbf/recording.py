@@ -45,10 +45,11 @@ def tensor_of(values: Array | None, name: str) -> Tensor | None: ...
 def tensor_of(values: Any, name: str) -> Any:
     """Return an array (NumPy, pandas, JAX) as a tensor that shares its memory where possible.
 
-    Other values are returned unchanged.
+    Masked entries of a `numpy.ma.MaskedArray` become NaN. Other values are returned unchanged.
 
     Raises:
-        ValueError: a list, or an array whose entries are no numbers; ``name`` is in the message.
+        ValueError: a list, an array whose entries are no numbers, or masked entries of bool or
+            uint8, which cannot be NaN; ``name`` is in the message.
 
     >>> tensor_of(np.arange(3.0), "states")
     tensor([0., 1., 2.], dtype=torch.float64)
@@ -60,7 +61,7 @@ def tensor_of(values: Any, name: str) -> Any:
         )
     if isinstance(values, Tensor) or not hasattr(values, "__array__"):
         return values
-    array = np.asarray(values)
+    array = without_mask(values, name) if np.ma.is_masked(values) else np.asarray(values)
     if array.dtype.kind not in "buif":
         raise ValueError(
             f"{name} must be numbers, got an array of {array.dtype}: "
@@ -68,6 +69,47 @@ def tensor_of(values: Any, name: str) -> Any:
         )
     array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
     return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def without_mask(values: np.ma.MaskedArray, name: str) -> np.ndarray:
+    """Return a masked array with NaN in place of masked entries.
+
+    Raises:
+        ValueError: entries of bool or uint8, which cannot be NaN.
+    """
+    if values.dtype.kind == "b" or values.dtype == np.uint8:
+        raise ValueError(
+            f"{name} is a masked array of {values.dtype}, whose masked entries cannot be NaN: give "
+            "plain arrays, and the steps that are observed as mask="
+        )
+    numbers: Any = values.astype(np.promote_types(values.dtype, np.float32))
+    return numbers.filled(np.nan)
+
+
+@overload
+def mask_of(values: Array, name: str = "mask") -> Tensor: ...
+@overload
+def mask_of(values: Array | None, name: str = "mask") -> Tensor | None: ...
+def mask_of(values: Any, name: str = "mask") -> Any:
+    """Return a mask as a tensor of bool; numbers 0 and 1 are False and True.
+
+    Integers would select rows by their index. Values that are no array are returned unchanged.
+
+    Raises:
+        ValueError: other numbers.
+
+    >>> mask_of(np.array([1, 0, 1]))
+    tensor([ True, False,  True])
+    """
+    mask = tensor_of(values, name)
+    if not isinstance(mask, Tensor) or mask.dtype == torch.bool:
+        return mask
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError(
+            f"{name} must be True where something was observed and False elsewhere, or 1 and 0; "
+            f"it holds {mask[(mask != 0) & (mask != 1)][0].item():g}"
+        )
+    return mask == 1
 
 
 class RecordingFields(NamedTuple):
@@ -98,16 +140,17 @@ class Recording(RecordingFields):
     def __new__(
         cls, states: Array, obs: Array, mask: Array | None = None, controls: Array | None = None
     ) -> Recording:
-        """Tensors as they are; NumPy arrays become tensors.
+        """Tensors as they are; NumPy arrays become tensors, their masked entries NaN.
 
         Raises:
-            ValueError: lists, or arrays whose entries are no numbers.
+            ValueError: lists, arrays whose entries are no numbers, or a mask with other values than
+                bool, 0 and 1.
         """
         return super().__new__(
             cls,
             tensor_of(states, "states"),
             tensor_of(obs, "obs"),
-            tensor_of(mask, "mask"),
+            mask_of(mask),
             tensor_of(controls, "controls"),
         )
 

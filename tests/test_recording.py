@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from kbf.recording import Recording, as_recordings, mask_missing, observed_pairs, pad, transitions
+import kbf
+from kbf.recording import (
+    Recording,
+    as_recordings,
+    mask_missing,
+    observed_pairs,
+    pad,
+    tensor_of,
+    transitions,
+)
 
 
 def recording(T: int, d: int = 2, q: tuple[int, ...] = (3,), start: float = 0.0) -> Recording:
@@ -122,3 +132,58 @@ def test_pad():
     assert (batch.obs[0, 2] == 0).all()
     assert torch.equal(batch.states[1], recording(3).states)
     assert batch.states.dtype == torch.float64
+
+
+# Masks of numbers, and masked arrays
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.float32])
+def test_a_mask_of_numbers_is_one_of_bool(kind, rng):
+    """Integers would select rows 0 and 1 again and again."""
+    seen = rng.random((2, 30)) < 0.6
+    z = np.cumsum(rng.normal(size=(2, 30, 1)), 1)
+    x = np.where(seen[..., None], z + 0.1 * rng.normal(size=z.shape), 1e3)
+    numbers = seen.astype(kind)
+    recording = Recording(z[0], x[0], numbers[0])
+    assert recording.mask is not None and recording.mask.dtype == torch.bool
+    np.testing.assert_array_equal(recording.mask.numpy(), seen[0])
+    one, other = (kbf.LearnedKalman().fit(Recording(z[0], x[0], m[0])) for m in (seen, numbers))
+    expected = kbf.rollout(one, x, mask=seen).estimates
+    torch.testing.assert_close(kbf.rollout(other, x, mask=numbers).estimates, expected)
+    torch.testing.assert_close(
+        kbf.smooth(other, x, mask=numbers).estimates, kbf.smooth(one, x, mask=seen).estimates
+    )
+    torch.testing.assert_close(
+        kbf.predict_ahead(other, x, 2, mask=numbers), kbf.predict_ahead(one, x, 2, mask=seen)
+    )
+    state = one.init(2)
+    torch.testing.assert_close(
+        kbf.step(one, state, x[:, 0], mask=numbers[:, 0]),
+        kbf.step(one, state, x[:, 0], mask=seen[:, 0]),
+    )
+
+
+def test_other_values_in_a_mask_are_refused():
+    z = np.zeros((3, 1))
+    for wrong, found in ((np.array([0, 1, 2]), "2"), (np.array([1, np.nan, 0]), "nan")):
+        with pytest.raises(ValueError, match=f"mask must be True where .*; it holds {found}"):
+            Recording(z, z, wrong)
+
+
+def test_masked_entries_of_arrays_are_missing():
+    z = np.arange(4.0)[:, None]
+    x = np.ma.array([[0.0], [-999.0], [2.0], [3.0]], mask=[[0], [1], [0], [0]])
+    found = Recording(z, x)
+    assert bool(found.obs[1].isnan()) and found.obs[0] == 0
+    assert bool(tensor_of(np.ma.array([1, 5], mask=[0, 1]), "states").isnan()[1])
+    torch.testing.assert_close(
+        tensor_of(np.ma.array([1.0, 5.0]), "states"), torch.tensor([1.0, 5.0], dtype=torch.float64)
+    )
+    with pytest.raises(ValueError, match=r"1 of 4 rows \(first: row 1\).*mask_missing"):
+        kbf.LearnedKalman().fit(found)
+    assert mask_missing(found).mask is not None
+    with pytest.raises(ValueError, match="states hold NaN"):
+        kbf.LearnedKalman().fit(Recording(x, z))
+    images = np.ma.masked_equal(np.arange(16, dtype=np.uint8).reshape(4, 2, 2), 3)
+    with pytest.raises(ValueError, match=r"masked array of uint8.*as mask="):
+        Recording(z, images)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Float, Shaped
 from torch import Generator, Tensor
 
 from kbf.filters.gating import GatedFilter, GatedState, is_observed
@@ -24,7 +24,7 @@ from kbf.filters.protocols import (
     check_controlled,
     log_likelihood_of,
 )
-from kbf.recording import Array, Recording, as_float, check_finite, pad, tensor_of
+from kbf.recording import Array, Recording, as_float, check_finite, mask_of, pad, tensor_of
 from kbf.runtime import html_repr
 
 
@@ -61,7 +61,7 @@ def rollout(
     filter: Filter[Any],
     obs: Shaped[Array, "b T *x"],
     *,
-    mask: Bool[Array, "b T"] | None = None,
+    mask: Shaped[Array, "b T"] | None = None,
     controls: Float[Array, "b T k"] | None = None,
     state: Any = None,
     covariances: bool = False,
@@ -244,7 +244,7 @@ def rollout_sequential(
 def checked_inputs(
     filter: Filter[Any],
     obs: Shaped[Array, "b T *x"],
-    mask: Bool[Array, "b T"] | None,
+    mask: Shaped[Array, "b T"] | None,
     controls: Float[Array, "b T k"] | None,
 ) -> Inputs:
     """The arguments of `rollout` as tensors, with zeros in place of masked observations.
@@ -252,7 +252,7 @@ def checked_inputs(
     Raises:
         ValueError: as `rollout`.
     """
-    obs, mask = tensor_of(obs, "obs"), tensor_of(mask, "mask")
+    obs, mask = tensor_of(obs, "obs"), mask_of(mask)
     controls = tensor_of(controls, "controls")
     if obs.ndim < 3:
         raise ValueError(
@@ -277,7 +277,7 @@ def step(
     state: Any,
     obs: Shaped[Array, "b *x"],
     *,
-    mask: Bool[Array, " b"] | None = None,
+    mask: Shaped[Array, " b"] | None = None,
     control: Float[Array, "b k"] | None = None,
     generator: Generator | None = None,
     before: UpdateHook | None = None,
@@ -293,7 +293,7 @@ def step(
         generator: source of random numbers, for filters that draw.
         before: called before the update.
     """
-    obs, mask = tensor_of(obs, "obs"), tensor_of(mask, "mask")
+    obs, mask = tensor_of(obs, "obs"), mask_of(mask)
     gate = GatedFilter(filter, generator)
     return gate.attempt(
         state, obs, mask=mask, control=tensor_of(control, "control"), before=before

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Float, Shaped
 from torch import Generator, Tensor
 
 from kbf.filters.gating import observe
 from kbf.filters.protocols import Backward, Filter, FilterStep, covariance_of, move, smoother_of
 from kbf.filters.rollout import rollout
-from kbf.recording import Array, tensor_of
+from kbf.recording import Array, mask_of, tensor_of
 from kbf.runtime import html_repr
 
 
@@ -57,7 +57,7 @@ def smooth(
     filter: Filter[Any],
     obs: Shaped[Array, "b T *x"],
     *,
-    mask: Bool[Array, "b T"] | None = None,
+    mask: Shaped[Array, "b T"] | None = None,
     controls: Float[Array, "b T k"] | None = None,
     lag: int | None = None,
     generator: Generator | None = None,
@@ -89,7 +89,7 @@ def smooth(
     >>> smooth(kf, torch.tensor([[[3.0], [3.0]]])).estimates.flatten()
     tensor([2., 2.])
     """
-    x, seen, acted = tensor_of(obs, "obs"), tensor_of(mask, "mask"), tensor_of(controls, "controls")
+    x, seen, acted = tensor_of(obs, "obs"), mask_of(mask), tensor_of(controls, "controls")
     back = check_smoother(filter, lag)
     states: list[Any] = []
     predicted: list[Any] = []
@@ -137,7 +137,7 @@ def predict_ahead(
     obs: Shaped[Array, "b T *x"],
     horizon: int,
     *,
-    mask: Bool[Array, "b T"] | None = None,
+    mask: Shaped[Array, "b T"] | None = None,
     controls: Float[Array, "b T k"] | None = None,
     generator: Generator | None = None,
 ) -> Float[Tensor, "b h T d"]:
@@ -161,7 +161,7 @@ def predict_ahead(
         raise ValueError(f"the horizon of a prediction must be at least 1, got {horizon}")
     obs, mask, controls = (
         tensor_of(obs, "obs"),
-        tensor_of(mask, "mask"),
+        mask_of(mask),
         tensor_of(controls, "controls"),
     )
     states: list[Any] = []

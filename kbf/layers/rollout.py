@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from kbf.filters.kernel.controlled_transition import control_spread
@@ -124,7 +124,7 @@ class KernelBayesFilterRollout(nn.Module):
         obs: Shaped[Array, "b T *x"],
         memory: Memory | EncodedMemory,
         *,
-        mask: Bool[Array, "b T"] | None = None,
+        mask: Shaped[Array, "b T"] | None = None,
         controls: Float[Array, "b T k"] | None = None,
         state: Any = None,
     ) -> Rollout:
