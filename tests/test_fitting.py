@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -62,6 +65,18 @@ def test_a_saved_filter_returns_equal_numbers(data, fitted, tmp_path):
     np.testing.assert_allclose(other.interval()[0], one.interval()[0], rtol=1e-12)
     assert repr(again) == repr(fitted)
     pd.testing.assert_frame_equal(again.held_out, fitted.held_out)
+
+
+@pytest.mark.parametrize("model", ["kalman", "window_ridge"])
+def test_a_fitted_filter_can_be_pickled_and_copied(model, data):
+    fitted = kbf.fit(data, **ARM, model=model, progress=False)
+    new = data[data.run == "run3"]
+    expected = fitted.filter(new)
+    for again in (pickle.loads(pickle.dumps(fitted)), copy.deepcopy(fitted)):
+        found = again.filter(new)
+        np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-12)
+        np.testing.assert_allclose(found.interval()[0], expected.interval()[0], rtol=1e-12)
+        assert repr(again) == repr(fitted)
 
 
 @pytest.mark.parametrize(

@@ -329,6 +329,13 @@ class FittedFilter(Summary):
         """Write the checkpoint, atomically; `kbf.load` and all ``kbf`` commands read it."""
         save_checkpoint(self.trained, path)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the bytes of the checkpoint; filters may contain functions."""
+        with tempfile.TemporaryDirectory(prefix="kbf-") as folder:
+            path = Path(folder) / "filter.ckpt"
+            self.save(path)
+            return unpickled, (path.read_bytes(), str(self._device), self.trained.module.trust)
+
     def export(self, path: str | os.PathLike[str], *, format: str | None = None) -> Exported:
         """Write one step as a program for other machines; see `kbf.fitted.program.export_step`.
 
@@ -377,3 +384,11 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
     ['z_0', 'z_1']
     """
     return FittedFilter(load_filter(path, device=device))
+
+
+def unpickled(checkpoint: bytes, device: str, trust: bool) -> FittedFilter:
+    """Return the filter of a checkpoint's bytes, for `pickle` and `copy`."""
+    with tempfile.TemporaryDirectory(prefix="kbf-") as folder:
+        path = Path(folder) / "filter.ckpt"
+        path.write_bytes(checkpoint)
+        return FittedFilter(load_filter(path, device=device, trust=trust))
