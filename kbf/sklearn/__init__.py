@@ -5,6 +5,7 @@ _HOME = {
     "ConditionalMeanEmbedding": "kbf.sklearn.conditional_mean",
     "KuLSIF": "kbf.sklearn.density_ratio",
     "RelativeRatio": "kbf.sklearn.density_ratio",
+    "StateEstimator": "kbf.sklearn.state_estimator",
 }
 
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
