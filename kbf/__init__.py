@@ -18,6 +18,8 @@ __version__ = "0.1.0"
 _HOME = {
     "fit": "kbf.fitting",
     "check": "kbf.fitting",
+    "cross_validate": "kbf.cross_validation",
+    "CrossValidation": "kbf.cross_validation",
     "load": "kbf.fitted.fitted_filter",
     "FittedFilter": "kbf.fitted.fitted_filter",
     "Estimates": "kbf.fitted.estimates",

@@ -5,6 +5,7 @@ from kbf import (
     cli as cli,
     commands as commands,
     config as config,
+    cross_validation as cross_validation,
     data as data,
     densities as densities,
     evaluation as evaluation,
@@ -22,6 +23,10 @@ from kbf import (
     sklearn as sklearn,
     ssm as ssm,
     training as training,
+)
+from kbf.cross_validation import (
+    CrossValidation as CrossValidation,
+    cross_validate as cross_validate,
 )
 from kbf.data.dataset import Data as Data
 from kbf.data.dmlab import OrientationImages as OrientationImages
@@ -112,6 +117,7 @@ __all__ = [
     "Backbone",
     "BackpropKF",
     "Clutter",
+    "CrossValidation",
     "DSprites",
     "Data",
     "DataError",
@@ -158,6 +164,7 @@ __all__ = [
     "WindowRidge",
     "__version__",
     "check",
+    "cross_validate",
     "fit",
     "floor",
     "kernel_bayes_filter",

@@ -18,18 +18,15 @@ import torch
 
 from kbf.data.dataset import Data, completed, load_data
 from kbf.data.files.dataset import FileData
-from kbf.data.files.in_memory import contents_of, named_arrays
-from kbf.data.files.layout import Contents, Layout
 from kbf.data.files.report import Report
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.fitted_filter import FittedFilter
 from kbf.fitted.held_out_calibration import learn_and_keep
-from kbf.runtime.errors import DataError, DataWarning, in_python
+from kbf.fitted.training_data import read
+from kbf.runtime.errors import DataError, DataWarning
 from kbf.runtime.hydra_quoting import quoted
 from kbf.runtime.interpolation import incomplete, literal, resolved
 from kbf.runtime.threads import limited_threads
-
-Columns = str | Sequence[str]
 
 
 def fit(
@@ -114,9 +111,7 @@ def fit(
     >>> fitted.filter(observations=z[:3] + 0.1).mean.shape
     (3, 1)
     """
-    from kbf.config.prepare import configure
-
-    source, settings = read(
+    source, settings, _ = read(
         data,
         states=states,
         observations=observations,
@@ -132,6 +127,43 @@ def fit(
         size=size,
         validation=validation,
     )
+    warn_of_notes(source)
+    return fit_source(
+        source,
+        settings,
+        bounds=bounds,
+        units=units,
+        model=model,
+        config=config,
+        encoder=encoder,
+        calibrate=calibrate,
+        budget=budget,
+        seed=seed,
+        device=device,
+        threads=threads,
+        progress=progress,
+    )
+
+
+def fit_source(
+    source: FileData,
+    settings: dict[str, Any],
+    *,
+    bounds: Mapping[str, Sequence[Any]] | None = None,
+    units: Mapping[str, str] | None = None,
+    model: str = "kbf",
+    config: Mapping[str, Any] | None = None,
+    encoder: str | None = None,
+    calibrate: bool = True,
+    budget: str | float | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    threads: int | None = 1,
+    progress: bool = True,
+) -> FittedFilter:
+    """Fit a filter to recordings that `read` has returned with their settings; as `fit`."""
+    from kbf.config.prepare import configure
+
     check_columns_of_states(bounds, source.column_schema.columns("states"), "bounds")
     check_known_units(units, source)
     words = ["data=own", f"model={model}", f"seed={seed}", "logger=none", "callbacks=none"]
@@ -144,7 +176,6 @@ def fit(
     own = {**whole["recipe"]["data"], **literal({**settings, **stated})}
     whole["recipe"] = {**whole["recipe"], "data": own, "n_train": None}
     checked = load_data({**settings, "source": {}}, source=source)
-    warn_of_notes(checked)
     whole = with_shapes(whole, checked)
     if not progress:
         whole["trainer"] = {**whole["trainer"], "enable_progress_bar": False}
@@ -175,53 +206,6 @@ def check(data: Any = None, *, states: Any, test: float = 0.2, **columns: Any) -
     from kbf.data.files.report import examine
 
     return examine(read(data, states=states, test=test, **columns)[0])
-
-
-def read(
-    data: Any,
-    *,
-    states: Any,
-    observations: Any = None,
-    images: Any = None,
-    controls: Any = None,
-    recording: Any = None,
-    time: Any = None,
-    mask: Any = None,
-    angles: Sequence[str] | Mapping[str, str] = (),
-    rotations: Sequence[Sequence[str]] = (),
-    allow_missing_sensors: bool | None = None,
-    time_as_control: bool = False,
-    size: Sequence[int] | None = None,
-    validation: float = 0.0,
-    test: float = 0.0,
-) -> tuple[FileData, dict[str, Any]]:
-    """Return the data set of the arguments of `fit`, and its ``data`` settings.
-
-    Raises:
-        DataError: data that cannot be used.
-    """
-    roles = {
-        "states": states,
-        "observations": observations,
-        "controls": controls,
-        "recording": recording,
-        "time": time,
-        "mask": mask,
-    }
-    names, unit = declared_angles(angles)
-    kinds: dict[str, Any] = {
-        "angles": names,
-        "rotations": [list(group) for group in rotations],
-        "angle_unit": unit,
-        "time_as_control": time_as_control,
-        "size": None if size is None else list(size),
-    }
-    with in_python():
-        contents, columns = recordings_in(data, roles, images, kinds["size"])
-        missing = partly_missing(contents) if allow_missing_sensors is None else False
-        kinds["allow_missing_sensors"] = missing or bool(allow_missing_sensors)
-        settings = {**columns, **kinds, "validation": validation, "test": test}
-        return FileData(None, contents=contents, **settings), settings
 
 
 def fit_model(
@@ -260,88 +244,6 @@ def with_shapes(config: dict[str, Any], data: Data) -> dict[str, Any]:
     recipe = completed(config["recipe"], data)
     whole = resolved({**literal(config), **literal(recipe), "model": config["model"]})
     return {**config, **{key: whole[key] for key in ("model", "data", "n_train")}, "recipe": recipe}
-
-
-def recordings_in(
-    data: Any, roles: dict[str, Any], images: Any, size: list[int] | None
-) -> tuple[Contents, dict[str, Any]]:
-    """Return the recordings of the arguments of `fit`, and the settings of their columns.
-
-    Raises:
-        ValueError: data of an unknown kind, or that cannot be read.
-    """
-    if data is None:
-        if images is not None and roles["observations"] is not None:
-            raise ValueError("give observations or images, not both")
-        given = {**roles, "observations": images if images is not None else roles["observations"]}
-        if wrong := [name for name, value in given.items() if isinstance(value, str)]:
-            raise ValueError(f"{wrong[0]} names a column, but there is no data")
-        contents = contents_of(named_arrays(**given), Layout(size=size))
-        return contents, {}
-    names = {key: as_list(value) for key, value in roles.items() if key in PLURAL}
-    singles = {key: value for key, value in roles.items() if key not in PLURAL}
-    layout = Layout(**names, **singles, images=images, size=size)
-    contents = contents_of(data, layout)
-    chosen = {
-        "states": contents.states,
-        "observations": contents.observations or None,
-        "controls": contents.controls or None,
-    }
-    timed = any(each.times is not None for each in contents.recordings)
-    time = layout.time or ("time" if timed else None)
-    return contents, {**chosen, **singles, "time": time, "images": images}
-
-
-PLURAL = ("states", "observations", "controls")
-
-
-def as_list(names: Any) -> list[str] | str | None:
-    """Return a single name as a list.
-
-    Raises:
-        ValueError: arrays where names of columns are expected.
-    """
-    if names is None:
-        return None
-    if isinstance(names, str):
-        return [names]
-    if isinstance(names, np.ndarray | torch.Tensor) or not all(isinstance(n, str) for n in names):
-        raise ValueError(
-            "with data, states, observations and controls are names of columns; arrays go without "
-            "data: kbf.fit(states=ARRAY, observations=ARRAY)"
-        )
-    return list(names)
-
-
-def declared_angles(angles: Sequence[str] | Mapping[str, str]) -> tuple[list[str], str]:
-    """Return the names of angles and their unit.
-
-    Raises:
-        ValueError: an unknown unit, or several.
-    """
-    if not isinstance(angles, Mapping):
-        return as_names(angles), "radians"
-    found = sorted(set(angles.values()))
-    if len(found) > 1 or not set(found) <= {"radians", "degrees"}:
-        raise DataError(
-            f"angles must all be in radians or all in degrees, got {', '.join(map(str, found))}"
-        )
-    return list(angles), found[0] if found else "radians"
-
-
-def as_names(names: Columns) -> list[str]:
-    """Return names as a list; a single one may be given without a list."""
-    return [names] if isinstance(names, str) else list(names)
-
-
-def partly_missing(contents: Contents) -> bool:
-    """Whether rows of the recordings lack some, but not all, of their observations."""
-    for recording in contents.recordings:
-        if recording.obs.ndim == 2 and recording.obs.is_floating_point():
-            missing = recording.obs.isnan()
-            if bool((missing.any(1) & ~missing.all(1)).any()):
-                return True
-    return False
 
 
 def check_columns_of_states(given: Mapping[str, Any] | None, states: list[str], what: str) -> None:
@@ -392,9 +294,9 @@ def word_of(value: Any) -> str:
     return quoted(value) if isinstance(value, str) else str(value)
 
 
-def warn_of_notes(data: Data) -> None:
+def warn_of_notes(source: FileData) -> None:
     """Warn of what was noticed while the data was read."""
-    for note in data.notes:
+    for note in source.notes:
         warnings.warn(note, DataWarning, stacklevel=3)
 
 

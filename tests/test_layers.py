@@ -17,7 +17,7 @@ FILES = sorted((ROOT / "kbf").rglob("*.py"))
 LAYERS = [
     *("runtime", "recording", "rkhs", "ssm", "manifolds", "data", "densities", "filters", "images"),
     *("layers", "evaluation", "plots", "export", "fitted", "training", "config", "fitting"),
-    *("sklearn", "commands", "cli"),
+    *("cross_validation", "sklearn", "commands", "cli"),
 ]
 """Folders and files of kbf/, from the ground up.
 

@@ -15,4 +15,5 @@ from kbf.fitted import (
     scores as scores,
     settings as settings,
     summary as summary,
+    training_data as training_data,
 )

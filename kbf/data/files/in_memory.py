@@ -32,7 +32,8 @@ def contents_of(data: Any, layout: Layout, *, states: bool = True) -> Contents:
     Args:
         data: a DataFrame; a list or a dict (by name of the recording) of DataFrames; a `Recording`
             or a list of them; a dict of arrays as in an ``.npz`` file (`kbf.data.files.arrays`); a
-            path, a pattern of paths (``runs/*.csv``), or a list of paths.
+            path, a pattern of paths (``runs/*.csv``), or a list of paths; or `Contents`, which are
+            returned as they are.
         layout: roles of the columns or arrays.
         states: whether states are required.
 
@@ -43,6 +44,8 @@ def contents_of(data: Any, layout: Layout, *, states: bool = True) -> Contents:
     Raises:
         ValueError: data of another kind, empty, or as `kbf.data.files.read.read`.
     """
+    if isinstance(data, Contents):
+        return data
     if isinstance(data, str | os.PathLike):
         return files(data, layout, states)
     if is_frame(data):
