@@ -162,7 +162,7 @@ def test_the_arm_is_written_by_its_script(tmp_path):
 def test_python_of_the_library_page(tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn")
     names = run_python((DOCS / "library.md").read_text(encoding="utf-8"), tmp_path, monkeypatch)
-    assert ((names["estimates"].mean - names["states"][300:]) ** 2).sum(1).mean() < 0.05
+    assert ((names["est"].mean - names["states"][300:]) ** 2).sum(1).mean() < 0.05
     assert names["error"] < 0.02 and names["result"].mse < 0.06
     assert names["regression"].score(names["observations"], names["states"]) > 0.8
     assert names["ratio"].ratio([[0.5]]) > 1.5
