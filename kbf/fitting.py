@@ -22,8 +22,9 @@ from kbf.data.files.report import Report
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.fitted_filter import FittedFilter
 from kbf.fitted.held_out_calibration import learn_and_keep
+from kbf.fitted.summary import CAPABILITIES
 from kbf.fitted.training_data import read
-from kbf.runtime.errors import DataError, DataWarning
+from kbf.runtime.errors import DataError, DataWarning, FitError
 from kbf.runtime.hydra_quoting import quoted
 from kbf.runtime.interpolation import incomplete, literal, resolved
 from kbf.runtime.threads import limited_threads
@@ -49,6 +50,7 @@ def fit(
     model: str = "kbf",
     config: Mapping[str, Any] | None = None,
     encoder: str | None = None,
+    require: Sequence[str] = (),
     validation: float = 0.0,
     calibrate: bool = True,
     budget: str | float | None = None,
@@ -91,6 +93,8 @@ def fit(
         config: further settings of ``kbf train`` by their names, as in
             ``{"model.net.transition": "gaussian"}``.
         encoder: of images, a name among ``configs/encoder``.
+        require: capabilities that the filter must have (`FittedFilter.capabilities`), as in
+            ``["smooth", "append"]``; candidates without a smoother are then not selected.
         validation: share of the recordings that models trained by gradient are validated on.
         calibrate: learn intervals and alarms, and select among models.
         budget: time for comparing models: ``"90s"``, ``"10m"``, or seconds.
@@ -136,6 +140,7 @@ def fit(
         model=model,
         config=config,
         encoder=encoder,
+        require=require,
         calibrate=calibrate,
         budget=budget,
         seed=seed,
@@ -154,6 +159,7 @@ def fit_source(
     model: str = "kbf",
     config: Mapping[str, Any] | None = None,
     encoder: str | None = None,
+    require: Sequence[str] = (),
     calibrate: bool = True,
     budget: str | float | None = None,
     seed: int = 0,
@@ -166,10 +172,15 @@ def fit_source(
 
     check_columns_of_states(bounds, source.column_schema.columns("states"), "bounds")
     check_known_units(units, source)
+    if unknown := sorted(set(require) - set(CAPABILITIES)):
+        raise ValueError(
+            f"require: {unknown[0]!r} is no capability; there are {', '.join(CAPABILITIES)}"
+        )
     words = ["data=own", f"model={model}", f"seed={seed}", "logger=none", "callbacks=none"]
     words += ["trainer=cpu" if device == "cpu" else "trainer=gpu", f"calibrate={calibrate}"]
     words += [] if encoder is None else [f"encoder@data.encoding.encoder={encoder}"]
     words += [] if budget is None else [f"budget={budget}"]
+    words += ["++model.smooths=true"] if "smooth" in require else []
     words += [f"{key}={word_of(value)}" for key, value in (config or {}).items()]
     whole = configure("train", words)
     stated = {"bounds": plain_bounds(bounds), "units": None if units is None else dict(units)}
@@ -186,7 +197,10 @@ def fit_source(
     ):
         trained = fit_model(whole, checked, Path(folder))
     assert trained is not None
-    return FittedFilter(trained)
+    fitted = FittedFilter(trained)
+    if lacking := [name for name in require if not fitted.capabilities[name]]:
+        raise FitError(f"model={model}: the filter {fitted.model_name} lacks {lacking[0]}")
+    return fitted
 
 
 def check(data: Any = None, *, states: Any, test: float = 0.2, **columns: Any) -> Report:

@@ -421,6 +421,15 @@ def test_controls_of_a_filter_are_asked_for():
     np.testing.assert_array_equal(one.mean, other.mean)
 
 
+def test_required_capabilities(data):
+    with pytest.raises(kbf.FitError, match="window_ridge lacks smooth"):
+        kbf.fit(data, **ARM, model="window_ridge", require=["smooth"], progress=False)
+    with pytest.raises(ValueError, match="'smoothing' is no capability; there are smooth"):
+        kbf.fit(data, **ARM, model="kalman", require=["smoothing"], progress=False)
+    fitted = kbf.fit(data, **ARM, model="kalman", require=["smooth", "append"], progress=False)
+    assert fitted.capabilities["smooth"]
+
+
 def test_images_are_encoded(tmp_path):
     rng = np.random.default_rng(0)
     place = 7 + 4 * np.sin(np.cumsum(rng.normal(0, 0.3, (60, 2)), 0))

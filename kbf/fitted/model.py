@@ -91,7 +91,11 @@ class FittedModel(nn.Module):
                     "learns by gradient"
                 )
             self.net = ModelSelection(
-                self.net, name=model["name"], seed=config["seed"], budget=model.get("budget")
+                self.net,
+                name=model["name"],
+                seed=config["seed"],
+                budget=model.get("budget"),
+                smooths=bool(model.get("smooths")),
             )
         data = config.get("data") or {}
         net: Any = self.net

@@ -18,6 +18,10 @@ from kbf.runtime.html_repr import table
 MAX_SHOWN_COLUMNS = 8
 
 
+# What a filter may be able to do, by name.
+CAPABILITIES = ("smooth", "append", "missing_sensors", "controls", "intervals", "alarms")
+
+
 def model_name_of(trained: Trained) -> str:
     """Return the name of the selected model; those of an ensemble are joined by ``+``."""
     net: Any = trained.module.net

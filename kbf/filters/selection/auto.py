@@ -47,7 +47,7 @@ from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
 from kbf.filters.neural.gru_ensemble import FittedGRU
-from kbf.filters.protocols import Filter, RatioModel
+from kbf.filters.protocols import Filter, RatioModel, smoother_of
 from kbf.filters.regression.boosting import WindowBoosting
 from kbf.filters.regression.window import MeanModel, WindowRidge
 from kbf.filters.selection.cross_validation import (
@@ -116,7 +116,13 @@ class ModelSelection(nn.Module):
     """
 
     def __init__(
-        self, main: nn.Module, *, name: str = "main", seed: int = 0, budget: float | None = None
+        self,
+        main: nn.Module,
+        *,
+        name: str = "main",
+        seed: int = 0,
+        budget: float | None = None,
+        smooths: bool = False,
     ) -> None:
         """Select between ``main`` and the models of this module.
 
@@ -127,9 +133,10 @@ class ModelSelection(nn.Module):
             budget: seconds of `prepare`, or None. No candidate is started after them, and one that
                 would take longer, by the time of its first fold, is stopped early. The main model
                 is always compared.
+            smooths: whether only filters with a smoother are candidates; an ensemble has none.
         """
         super().__init__()
-        self.budget = budget
+        self.budget, self.smooths = budget, smooths
         self.main_name: str = name.replace(".", "_")  # a module's name has no dots
         makers = PLAIN | PUBLISHED | MORE | NETS
         others = {key: make(seed) for key, make in makers.items() if key != self.main_name}
@@ -195,7 +202,7 @@ class ModelSelection(nn.Module):
                     ready = None if is_main else partial(model.prepare, recordings, generator)
                     search.attempt(
                         name,
-                        model.fit,
+                        partial(fit_smoother, model) if self.smooths else model.fit,
                         prepare=ready,
                         timed=not is_main,
                         compared=name not in PLAIN,
@@ -211,7 +218,7 @@ class ModelSelection(nn.Module):
             stack = self.compare(search, attempt, leading, sum(len(s.states) for s in recordings))
         if not search.found:
             return
-        self.select(search, leading, stack=stack)
+        self.select(search, leading, stack=stack and not self.smooths)
         selected = self.filters_of({name: each.filters for name, each in search.found.items()})
         self.held_out_filters = list(zip(selected, [fold for _, fold in parts], strict=True))
         self.candidates = search.table()
@@ -389,3 +396,17 @@ class RatioMean:
     def fit(self, memory: Recording | list[Recording]) -> Filter[Any]:
         """The filter of the model, which takes density ratios."""
         return MeanFilter(self.model.fit(self.cut(memory)), self.d)
+
+
+def fit_smoother(model: Any, memory: list[Recording]) -> Filter[Any]:
+    """Fit a model whose filter must have a smoother.
+
+    Raises:
+        FitError: it has none.
+    """
+    filter = model.fit(memory)
+    try:
+        smoother_of(filter)
+    except ValueError as error:
+        raise FitError("it cannot smooth") from error
+    return filter

@@ -545,3 +545,14 @@ def test_a_singular_matrix_is_a_fit_error():
     with pytest.raises(FitError, match="singular"), fit_errors():
         torch.linalg.inv(torch.zeros(2, 2))
     assert kbf.FitError is FitError and issubclass(NotPositiveDefiniteError, FitError)
+
+
+def test_only_filters_with_a_smoother_are_candidates_where_they_must_smooth():
+    states = torch.cumsum(torch.randn(300, 2, generator=generator(), dtype=F64), 0) / 5
+    obs = states + 0.3 * torch.randn(states.shape, generator=generator(1), dtype=F64)
+    net = ModelSelection(LearnedKalman(), name="kalman", smooths=True)
+    net.prepare([Recording(states, obs)])
+    notes = {row.model: row.note for row in net.candidates}
+    assert notes["window_ridge"] == notes["mean"] == "it cannot smooth"
+    assert net.used() == ["kalman"]
+    smooth(net.fit([Recording(states, obs)]), obs[None])
