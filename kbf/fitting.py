@@ -107,7 +107,7 @@ def fit(
     Raises:
         kbf.DataError: columns that are missing, values that are not numbers, times that decrease.
         kbf.FitError: the data do not determine a fit.
-        ValueError: an unknown setting.
+        ValueError: an unknown model or setting.
 
     >>> import kbf, numpy as np
     >>> z = np.cumsum(np.random.default_rng(0).normal(size=(60, 1)), axis=0)
@@ -176,6 +176,8 @@ def fit_source(
         raise ValueError(
             f"require: {unknown[0]!r} is no capability; there are {', '.join(CAPABILITIES)}"
         )
+    check_choice("model", model)
+    check_choice("encoder", encoder)
     words = ["data=own", f"model={model}", f"seed={seed}", "logger=none", "callbacks=none"]
     words += ["trainer=cpu" if device == "cpu" else "trainer=gpu", f"calibrate={calibrate}"]
     words += [] if encoder is None else [f"encoder@data.encoding.encoder={encoder}"]
@@ -258,6 +260,19 @@ def with_shapes(config: dict[str, Any], data: Data) -> dict[str, Any]:
     recipe = completed(config["recipe"], data)
     whole = resolved({**literal(config), **literal(recipe), "model": config["model"]})
     return {**config, **{key: whole[key] for key in ("model", "data", "n_train")}, "recipe": recipe}
+
+
+def check_choice(group: str, name: str | None) -> None:
+    """Raise a ValueError for a name that no configuration of a group has, with the nearest."""
+    import difflib
+
+    from kbf.config.composition import choices_of
+
+    choices = choices_of("train", group)
+    if name is not None and name not in choices:
+        near = difflib.get_close_matches(name, choices, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(choices)}"
+        raise ValueError(f"there is no {group} {name!r}; {hint}")
 
 
 def check_columns_of_states(given: Mapping[str, Any] | None, states: list[str], what: str) -> None:

@@ -421,7 +421,20 @@ def test_controls_of_a_filter_are_asked_for():
     np.testing.assert_array_equal(one.mean, other.mean)
 
 
+def test_intervals_of_short_recordings():
+    """The best and the worst fold are the same for the region and for the intervals."""
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        z = np.cumsum(rng.normal(size=(60, 1)), axis=0)
+        x = z + 0.3 * rng.normal(size=z.shape)
+        fitted = kbf.fit(states=z, observations=x, model="kalman", progress=False)
+        low, high = fitted.filter(observations=x).interval()
+        assert (low < high).all()
+
+
 def test_required_capabilities(data):
+    with pytest.raises(ValueError, match="there is no model 'kalmann'; did you mean 'kalman'"):
+        kbf.fit(data, **ARM, model="kalmann", progress=False)
     with pytest.raises(kbf.FitError, match="window_ridge lacks smooth"):
         kbf.fit(data, **ARM, model="window_ridge", require=["smooth"], progress=False)
     with pytest.raises(ValueError, match="'smoothing' is no capability; there are smooth"):

@@ -208,8 +208,18 @@ def typical(
     return kept
 
 
+def typical_steps(run: Run) -> Bool[Tensor, " m"] | None:
+    """Return the `typical` steps of a run; None for filters without covariances."""
+    if run.covariances is None:
+        return None
+    return typical(run.states, run.estimates, run.covariances, run.filters)
+
+
 def with_columns(
-    calibration: Calibration | None, run: Run, schema: ColumnSchema
+    calibration: Calibration | None,
+    run: Run,
+    schema: ColumnSchema,
+    kept: Bool[Tensor, " m"] | None = None,
 ) -> tuple[Calibration | None, HeldOut]:
     """Return the calibration with `Calibration.column_scores`, and the scores of the columns.
 
@@ -217,15 +227,15 @@ def with_columns(
         calibration: of the covariances of the run; None for a filter without them.
         run: in the units of the data.
         schema: the columns of the states.
+        kept: the steps that the calibration was learned from, see `typical`.
     """
     errors = schema.errors(run.states, run.estimates)
     spread = schema.errors(run.states, run.states.mean(0).expand_as(run.states))
     rmse, nmse = errors.square().mean(0).sqrt(), errors.square().mean(0) / spread.square().mean(0)
-    if calibration is None or run.covariances is None:
+    if calibration is None or run.covariances is None or kept is None:
         return calibration, HeldOut(rmse, nmse, torch.full_like(rmse, torch.nan))
     columns = schema.decode(run.estimates, calibration.covariance(run.covariances))
     scores = errors.abs() / torch.stack([columns[f"{name}_std"] for name in schema.parts()], 1)
-    kept = typical(run.states, run.estimates, run.covariances, run.filters)
     # One filter, on a validation part: five contiguous blocks take the place of the folds.
     folds = run.filters
     if not folds.any():
@@ -310,10 +320,10 @@ def learn(
     dtype = module.input_dtype if validation else module.model_dtype
     held: Held = [(trained.filter, list(validation))] if validation else never_learned_from(module)
     run = run_through(held, seed=seed, dtype=dtype, device=module.device)
-    calibration = learn_calibration(run)
+    calibration, kept = learn_calibration(run), typical_steps(run)
     if not validation:  # the folds are in scaled units
         run, calibration = in_units_of_the_data(run, calibration, trained)
-    calibration, scores = with_columns(calibration, run, module.column_schema())
+    calibration, scores = with_columns(calibration, run, module.column_schema(), kept)
     unreliable = module.how is not None and module.how.validation == 0 and keeps_no_memory(module)
     if calibration is not None and not validation and unreliable:
         warnings.warn(
@@ -341,8 +351,9 @@ def learn_smoothed(trained: Trained, *, lag: int | None = None, seed: int = 0) -
     how: Any = {"lag": lag, "seed": seed, "dtype": module.model_dtype, "device": module.device}
     held = held_out(module.net, module.memory.sequences())
     run = collected((part, score_smoothed(filter, part, **how)) for filter, part in held)
-    run, calibration = in_units_of_the_data(run, learn_calibration(run), trained)
-    calibration = with_columns(calibration, run, module.column_schema())[0]
+    calibration, kept = learn_calibration(run), typical_steps(run)
+    run, calibration = in_units_of_the_data(run, calibration, trained)
+    calibration = with_columns(calibration, run, module.column_schema(), kept)[0]
     if calibration is None:
         raise ValueError(f"{type(trained.filter).__name__} has no covariances to calibrate")
     return calibration
