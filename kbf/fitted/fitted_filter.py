@@ -348,10 +348,6 @@ class FittedFilter(Summary):
 
     # How
 
-    def estimates(self, result: Result, source: Source, **settings: Any) -> Estimates:
-        """Return results in the columns of this filter; arguments as of `Estimates`."""
-        return Estimates(result, self.schema, self.trained.calibration, source, **settings)
-
     @property
     def _data(self) -> dict[str, Any]:
         """Settings of the training data, with the columns."""

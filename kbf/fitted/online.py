@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,11 +24,9 @@ from kbf.fitted.estimates import Estimates
 from kbf.fitted.online_estimator import OnlineEstimator, StepInputs, result_of
 from kbf.fitted.results import Source
 from kbf.fitted.runs import check_horizon, future_controls, moved
+from kbf.fitted.summary import Summary
 from kbf.recording import as_float
 from kbf.runtime.errors import DataError
-
-if TYPE_CHECKING:
-    from kbf.fitted.fitted_filter import FittedFilter
 
 # Share of the time step by which the time of a reading may be off the grid without an error.
 MAX_OFF_GRID = 0.25
@@ -104,7 +102,7 @@ class OnlineFilter:
 
     def __init__(
         self,
-        fitted: FittedFilter,
+        fitted: Summary,
         *,
         state: str | os.PathLike[str] | None = None,
         max_delay: float = 0.0,
@@ -391,7 +389,7 @@ def seconds_of(time: Any) -> float:
     return (stamp.tz_localize("UTC") if stamp.tzinfo is None else stamp).timestamp()
 
 
-def fingerprint(fitted: FittedFilter) -> Tensor:
+def fingerprint(fitted: Summary) -> Tensor:
     """Return a hash of everything that a fitted filter has learned, 32 bytes."""
     hashed = hashlib.sha256()
     for name, leaf in sorted(fitted.trained.module.state_dict().items()):

@@ -11,7 +11,9 @@ from kbf.evaluation.calibration import Calibration
 from kbf.filters.protocols import allows_missing_sensors, control_components, smoother_of
 from kbf.filters.selection.auto import ModelSelection
 from kbf.fitted.checkpoint import Trained
+from kbf.fitted.estimates import Estimates
 from kbf.fitted.model import inner_filter
+from kbf.fitted.results import Result, Source
 from kbf.runtime.html_repr import table
 
 # Columns of each side that a representation shows.
@@ -165,3 +167,7 @@ class Summary:
 
     def _repr_html_(self) -> str:
         return table(f"FittedFilter: {self.model_name}", rows_of(self.trained))
+
+    def estimates(self, result: Result, source: Source, **settings: Any) -> Estimates:
+        """Return results in the columns of this filter; arguments as of `Estimates`."""
+        return Estimates(result, self.schema, self.trained.calibration, source, **settings)

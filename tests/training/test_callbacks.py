@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressB
 
 from kbf.cli import main
 from kbf.config import configure
+from kbf.fitted import checkpoint
 from kbf.fitted.checkpoint import load_filter, read_checkpoint
 from kbf.runtime.atomic_files import LOCK, locked
-from kbf.training import callbacks
 from kbf.training.callbacks import EarlyStopping, build_callbacks, early_stopping
 
 HOW = {
@@ -226,11 +226,11 @@ def test_resumed_elsewhere_with_another_run_s_files_in_the_way(tmp_path):
     config = {**configure("train", [*WORDS[1:], HELD]), "run_dir": str(tmp_path / "b")}
     from kbf.commands.train import prepare_directory
 
-    prepare_directory(tmp_path / "b", source / callbacks.LAST, config)
+    prepare_directory(tmp_path / "b", source / checkpoint.LAST, config)
     assert [path.name for path in target.iterdir()] == ["best.ckpt"]
     assert (target / "best.ckpt").read_bytes() == (source / "best.ckpt").read_bytes()
     (source / "best.ckpt").unlink()
-    prepare_directory(tmp_path / "b", source / callbacks.LAST, config)
+    prepare_directory(tmp_path / "b", source / checkpoint.LAST, config)
     assert (target / "best.ckpt").exists(), "it is of the same run"
     assert (
         main(
@@ -245,5 +245,5 @@ def test_resumed_elsewhere_with_another_run_s_files_in_the_way(tmp_path):
         )
         == 0
     )
-    prepare_directory(tmp_path / "b", source / callbacks.LAST, config)
+    prepare_directory(tmp_path / "b", source / checkpoint.LAST, config)
     assert list(target.iterdir()) == [], "it is of another"
