@@ -169,6 +169,7 @@ def fit_source(
 ) -> FittedFilter:
     """Fit a filter to recordings that `read` has returned with their settings; as `fit`."""
     from kbf.config.prepare import configure
+    from kbf.config.run_settings import with_selection
 
     check_columns_of_states(bounds, source.column_schema.columns("states"), "bounds")
     check_known_units(units, source)
@@ -189,7 +190,7 @@ def fit_source(
     own = {**whole["recipe"]["data"], **literal({**settings, **stated})}
     whole["recipe"] = {**whole["recipe"], "data": own, "n_train": None}
     checked = load_data({**settings, "source": {}}, source=source)
-    whole = with_shapes(whole, checked)
+    whole = with_selection(with_shapes(whole, checked))
     if not progress:
         whole["trainer"] = {**whole["trainer"], "enable_progress_bar": False}
     with (

@@ -432,6 +432,25 @@ def test_intervals_of_short_recordings():
         assert (low < high).all()
 
 
+def test_a_budget_and_no_calibration_reach_the_model_selection(data, monkeypatch):
+    """The configuration of the model has both, as that of `kbf train` has."""
+    seen = []
+
+    def train(config, *_, **__):
+        seen.append(config["model"])
+        raise kbf.FitError("enough")
+
+    monkeypatch.setattr("kbf.training.fit.train", train)
+    for settings in ({"budget": "90s"}, {"calibrate": False}, {}):
+        with pytest.raises(kbf.FitError, match="enough"):
+            kbf.fit(data, **ARM, **settings, progress=False)
+    assert seen[0]["budget"] == 90 and seen[0]["model_selection"] is True
+    assert "model_selection" not in seen[1]
+    assert "budget" not in seen[2] and seen[2]["model_selection"] is True
+    with pytest.raises(ValueError, match="budget must be a time"):
+        kbf.fit(data, **ARM, budget="soon", progress=False)
+
+
 def test_required_capabilities(data):
     with pytest.raises(ValueError, match="there is no model 'kalmann'; did you mean 'kalman'"):
         kbf.fit(data, **ARM, model="kalmann", progress=False)

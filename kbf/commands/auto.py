@@ -12,7 +12,7 @@ import torch
 from rich.markup import escape
 
 from kbf.commands.support.console import progress_bar
-from kbf.commands.support.run_settings import seconds_of, with_limits, without_model_selection
+from kbf.config.run_settings import seconds_of, with_limits, without_model_selection
 from kbf.data.dataset import Data
 from kbf.data.windows import hold_out
 from kbf.evaluation.score import Score, score

@@ -21,9 +21,9 @@ from kbf.commands.support.comparison_report import FLOOR, report
 from kbf.commands.support.console import console
 from kbf.commands.support.provenance import commit
 from kbf.commands.support.resumable_jobs import finish_all
-from kbf.commands.support.run_settings import without_model_selection
 from kbf.commands.support.score_metrics import reliability_metrics, reliability_of
 from kbf.commands.train import finish
+from kbf.config.run_settings import without_model_selection
 from kbf.data.dataset import completed, load_data
 from kbf.evaluation.floors import data_floor
 from kbf.fitted.held_out_calibration import learn

@@ -22,8 +22,8 @@ from kbf.commands.support.console import (
 )
 from kbf.commands.support.provenance import about
 from kbf.commands.support.run_files import write_figures
-from kbf.commands.support.run_settings import seconds_of, with_limits, without_model_selection
 from kbf.commands.support.score_metrics import score_test_part, selected_filter
+from kbf.config.run_settings import seconds_of, with_limits, with_selection
 from kbf.data.dataset import Data, load_data
 from kbf.data.windows import hold_out
 from kbf.evaluation.floors import data_floor, floor
@@ -57,7 +57,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
 
 def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     """Do the work of `run`; the lock of the run directory is entered when writing begins."""
-    budget = seconds_of(config["budget"])
+    seconds_of(config["budget"])  # a wrong one is refused before any work
     ckpt_path = None if config["ckpt_path"] is None else Path(config["ckpt_path"])
     stored = None if ckpt_path is None else stored_configuration(ckpt_path)
     trust = stored is None or config["explicit"] or config["trust"]
@@ -78,10 +78,7 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
         config, rows = auto.choose(config, data, trust=trust)
         candidates = search_report.candidates_of("auto", rows, {rows[0].model: 1.0})
         search_report.print_candidates(candidates)
-    if not config["calibrate"]:
-        config = {**config, "model": without_model_selection(config["model"])}
-    if budget is not None and config["model"].get("model_selection"):
-        config = {**config, "model": {**config["model"], "budget": budget}}
+    config = with_selection(config)
     check(config, data.train, trust=trust, validation=data.validation)
     least = data_floor(data, particles=config["particles"], seed=config["seed"])
     held_out = {}

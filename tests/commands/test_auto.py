@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from kbf.cli import main
 from kbf.commands import auto
 from kbf.commands.support import search_report
-from kbf.commands.support.run_settings import seconds_of
 from kbf.config import configure
+from kbf.config.run_settings import seconds_of
 from kbf.data.dataset import load_data
 from kbf.data.windows import split
 from kbf.evaluation.score import score

@@ -7,7 +7,6 @@ from kbf.commands.support import (
     provenance as provenance,
     resumable_jobs as resumable_jobs,
     run_files as run_files,
-    run_settings as run_settings,
     score_metrics as score_metrics,
     search_report as search_report,
     smoothing_scores as smoothing_scores,

@@ -39,6 +39,22 @@ def without_model_selection(model: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in model.items() if key != "model_selection"}
 
 
+def with_selection(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a run whose model selection follows ``calibrate`` and ``budget``.
+
+    Without ``calibrate`` there is none; ``budget`` is the time that it may take.
+
+    Raises:
+        ValueError: the budget is no time.
+    """
+    budget, model = seconds_of(config["budget"]), config["model"]
+    if not config["calibrate"]:
+        model = without_model_selection(model)
+    if budget is not None and model.get("model_selection"):
+        model = {**model, "budget": budget}
+    return {**config, "model": model}
+
+
 def with_limits(trainer: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a trainer with the epochs and the gradient clipping of a model.
 
