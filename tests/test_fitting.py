@@ -80,7 +80,15 @@ def test_a_fitted_filter_can_be_pickled_and_copied(model, data):
 
 
 @pytest.mark.parametrize(
-    "case", ["numbers", "controls", "missing", "angle", pytest.param("kbf", marks=pytest.mark.slow)]
+    "case",
+    [
+        "numbers",
+        "controls",
+        "missing",
+        "angle",
+        "bounds",
+        pytest.param("kbf", marks=pytest.mark.slow),
+    ],
 )
 def test_both_doors_fit_equal_filters(case, data, tmp_path, capsys):
     """`kbf train` and then `kbf filter`, and `kbf.fit` and then `filter`: equal to 1e-12."""
@@ -94,6 +102,11 @@ def test_both_doors_fit_equal_filters(case, data, tmp_path, capsys):
     if case == "angle":
         frame["reach_mm"] = np.arctan2(frame.torque_kNm - 2, frame.reach_mm - 400)
         words, settings = ["data.angles=[reach_mm]"], {"angles": ["reach_mm"]}
+    if case == "bounds":
+        words, settings = (
+            ["data.bounds={reach_mm:[300,null]}"],
+            {"bounds": {"reach_mm": (300, None)}},
+        )
     path, run = tmp_path / "arm.csv", tmp_path / "run"
     frame.to_csv(path, index=False)
     frame = pd.read_csv(path, parse_dates=["time"])
@@ -120,6 +133,8 @@ def test_both_doors_fit_equal_filters(case, data, tmp_path, capsys):
         )
     both = kbf.load(checkpoint).filter(frame)
     np.testing.assert_allclose(both.mean, estimates.mean, rtol=1e-12, atol=1e-12)
+    if case == "bounds":
+        assert theirs["reach_mm"].min() == 300
     if case == "missing":
         assert mine.capabilities["missing_sensors"]
 

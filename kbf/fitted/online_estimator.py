@@ -84,6 +84,8 @@ class OnlineEstimator:
             trained.filter, compiled=compiled, generator=generator
         )
         self.column_schema: ColumnSchema = column_schema
+        data = trained.module.config.get("data") or {}
+        self.bounds: dict[str, Any] = data.get("bounds") or {}
         self.calibration: Calibration | None = trained.calibration
         self.monitor: Monitor | None = trained.monitor if alarms else None
         has_covariance = covariance_of(self.filter, self.live.state) is not None
@@ -189,6 +191,7 @@ class OnlineEstimator:
         """Return a row of estimates, standard deviations and diagnostics for each filter state."""
         C = self.covariances(state)
         columns = self.column_schema.decode(self.filter.estimate(state), C)
+        columns |= {k: columns[k].clamp(*ends) for k, ends in self.bounds.items() if k in columns}
         columns |= {f"cov_{i}_{j}": C[:, i, j] for i, j in self.entries} if C is not None else {}
         columns |= diagnostics_of(self.filter, state)
         return [
