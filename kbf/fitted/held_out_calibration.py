@@ -229,9 +229,7 @@ def with_columns(
         schema: the columns of the states.
         kept: the steps that the calibration was learned from, see `typical`.
     """
-    errors = schema.errors(run.states, run.estimates)
-    spread = schema.errors(run.states, run.states.mean(0).expand_as(run.states))
-    rmse, nmse = errors.square().mean(0).sqrt(), errors.square().mean(0) / spread.square().mean(0)
+    errors, rmse, nmse = schema.scores(run.states, run.estimates)
     if calibration is None or run.covariances is None or kept is None:
         return calibration, HeldOut(rmse, nmse, torch.full_like(rmse, torch.nan))
     columns = schema.decode(run.estimates, calibration.covariance(run.covariances))
@@ -242,7 +240,8 @@ def with_columns(
         folds = (torch.arange(len(scores)) * FOLDS).div(len(scores), rounding_mode="floor")
     inside = torch.zeros_like(scores)
     for k in folds.unique().tolist():
-        others = scores[(folds != k) & kept] if bool(((folds != k) & kept).any()) else scores
+        others = scores[(folds != k) & kept]
+        others = others if len(others) else scores
         inside[folds == k] = (scores[folds == k] <= others.quantile(0.95, dim=0)).to(scores)
     calibration = calibration._replace(column_scores=sorted_scores(scores[kept]))
     return calibration, HeldOut(rmse, nmse, inside.mean(0))

@@ -110,12 +110,7 @@ def warn_of_partly_missing(contents: Contents, settings: dict[str, Any]) -> None
     """Warn of rows that lack some sensors, which are not used at all."""
     if settings.get("allow_missing_sensors"):
         return
-    count = 0
-    for recording in contents.recordings:
-        if recording.obs.ndim == 2:
-            missing = recording.obs.isnan()
-            count += int((missing.any(1) & ~missing.all(1)).sum())
-    if count:
+    if count := contents.partly_missing():
         warnings.warn(
             f"{count} rows lack some of their observations and count as unobserved: "
             "kbf.fit(..., allow_missing_sensors=True) fits a filter that uses the others",

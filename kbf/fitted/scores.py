@@ -31,13 +31,8 @@ def column_scores(
         schema: the columns.
     """
     known = states.isfinite().all(1)
-    z, means = states[known], estimates.result.means[known]
-    errors = schema.errors(z, means)
-    spread = schema.errors(z, z.mean(0).expand_as(z))
-    found = {
-        "rmse": errors.square().mean(0).sqrt().tolist(),
-        "nmse": (errors.square().mean(0) / spread.square().mean(0)).tolist(),
-    }
+    errors, rmse, nmse = schema.scores(states[known], estimates.result.means[known])
+    found = {"rmse": rmse.tolist(), "nmse": nmse.tolist()}
     if estimates.std is None:
         return found
     first = [estimates.columns.index(part.names[0]) for part in schema.states]
@@ -111,7 +106,5 @@ def baseline_nmse(
         except FitError:  # too few steps for this baseline
             continue
         means = module.in_units_of_the_data(torch.cat(made).double())[known]
-        z = states[known]
-        errors, spread = schema.errors(z, means), schema.errors(z, z.mean(0).expand_as(z))
-        found[f"nmse_{name}"] = (errors.square().mean(0) / spread.square().mean(0)).tolist()
+        found[f"nmse_{name}"] = schema.scores(states[known], means)[2].tolist()
     return found

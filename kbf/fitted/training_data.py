@@ -59,7 +59,7 @@ def read(
     }
     with in_python():
         contents, columns = recordings_in(data, roles, images, kinds["size"])
-        missing = partly_missing(contents) if allow_missing_sensors is None else False
+        missing = contents.partly_missing() > 0 if allow_missing_sensors is None else False
         kinds["allow_missing_sensors"] = missing or bool(allow_missing_sensors)
         settings = {**columns, **kinds, "validation": validation, "test": test}
         return FileData(None, contents=contents, **settings), settings, contents
@@ -132,13 +132,3 @@ def declared_angles(angles: Sequence[str] | Mapping[str, str]) -> tuple[list[str
 def as_names(names: Columns) -> list[str]:
     """Return names as a list; a single one may be given without a list."""
     return [names] if isinstance(names, str) else list(names)
-
-
-def partly_missing(contents: Contents) -> bool:
-    """Whether rows of the recordings lack some, but not all, of their observations."""
-    for recording in contents.recordings:
-        if recording.obs.ndim == 2 and recording.obs.is_floating_point():
-            missing = recording.obs.isnan()
-            if bool((missing.any(1) & ~missing.all(1)).any()):
-                return True
-    return False

@@ -180,6 +180,18 @@ class ColumnSchema(NamedTuple):
             errors.append(error)
         return torch.stack(errors, 1)
 
+    def scores(
+        self, states: Float[Tensor, "T d"], estimates: Float[Tensor, "T d"]
+    ) -> tuple[Float[Tensor, "T c"], Float[Tensor, " c"], Float[Tensor, " c"]]:
+        """Returns the `errors`, and for each part the RMSE and the NMSE.
+
+        The NMSE is the mean squared error over that of the constant estimate, the mean state.
+        """
+        errors = self.errors(states, estimates)
+        spread = self.errors(states, states.mean(0).expand_as(states))
+        squared = errors.square().mean(0)
+        return errors, squared.sqrt(), squared / spread.square().mean(0)
+
 
 def column_schema_of(
     states: list[str],

@@ -84,6 +84,11 @@ class Contents(NamedTuple):
     controls: list[str]
     notes: tuple[str, ...] = ()
 
+    def partly_missing(self) -> int:
+        """Returns the number of rows that lack some, but not all, of their observations."""
+        missing = [r.obs.isnan() for r in self.recordings if r.obs.ndim == 2]
+        return sum(int((each.any(1) & ~each.all(1)).sum()) for each in missing)
+
 
 class Observations(NamedTuple):
     """One recording to be filtered, in the components that filters use.
