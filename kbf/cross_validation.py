@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kbf.data.files.dataset import FileData
-from kbf.data.files.folds import Part, numbers_of, parts_of, without_near
+from kbf.data.files.folds import Part, parts_of, without_near
+from kbf.data.files.in_memory import numbers_of
 from kbf.data.files.layout import Contents, rows_of
 from kbf.data.files.splits import correlation_time, described
 from kbf.data.windows import Span

@@ -19,7 +19,7 @@ from kbf.filters.smoothing import smooth
 from kbf.fitted.checkpoint import load_filter, save_checkpoint
 from kbf.fitted.estimates import Estimates
 from kbf.fitted.held_out_calibration import learn_smoothed
-from kbf.fitted.inputs import inputs_of, recording_of
+from kbf.fitted.inputs import inputs_of, read_for, recording_of
 from kbf.fitted.online import OnlineFilter
 from kbf.fitted.online_estimator import OnlineEstimator
 from kbf.fitted.results import Result, Source, continued, in_order, joined
@@ -246,7 +246,8 @@ class FittedFilter(Summary):
         """
         import pandas as pd
 
-        pieces, rows, _ = inputs_of(self._data, data, states=True)
+        data = read_for(self._data, data, states=True)  # once, for all methods below
+        pieces, rows, _ = inputs_of(self._data, data)
         order = torch.cat(rows).argsort()
         states = torch.cat([as_recording(each).states for each in pieces]).double()[order]
         found = column_scores(self.filter(data, seed=seed), states, self.schema)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kbf.data.files.column_schema import ColumnSchema
-from kbf.data.files.in_memory import ARRAYS, FRAME, contents_of, is_frame, named_arrays
+from kbf.data.files.in_memory import contents_of, is_frame, named_arrays, numbers_of
 from kbf.data.files.layout import Contents, Layout, Observations
 from kbf.data.files.read import observations_of, trained_layout
 from kbf.fitted.results import Source
@@ -61,18 +61,13 @@ def inputs_of(
     elif controls is not None or mask is not None:
         raise DataError("controls and mask go with observations; data names its columns")
     index = data.index if is_frame(data) and hasattr(data, "iloc") else None
+    contents = read_for(settings, data, states=states)
     with in_python():
-        contents = contents_of(data, layout_for(settings, data, states=states), states=states)
         pieces = observations_of(contents.recordings, settings)
-    warn_of_partly_missing(contents, settings)
-    in_memory = contents.recordings[0].file in (str(FRAME), str(ARRAYS))
-    rows, start = [], 0
-    for piece in pieces:
-        stop = start + len(piece.obs)
-        known = piece.rows if in_memory else None
-        rows.append(torch.arange(start, stop) if known is None else known)
-        start = stop
-    names, times = [""] * start, np.full(start, np.nan)
+    # Pieces are the recordings in their order, cut at gaps.
+    numbers = torch.cat(numbers_of(contents.recordings))
+    rows = list(numbers.split([len(piece.obs) for piece in pieces]))
+    names, times = [""] * len(numbers), np.full(len(numbers), np.nan)
     for piece, where in zip(pieces, rows, strict=True):
         for row in where.tolist():
             names[row] = recording_of(piece)
@@ -81,6 +76,22 @@ def inputs_of(
     bounds = {name: tuple(ends) for name, ends in (settings.get("bounds") or {}).items()}
     source = Source(names, times if np.isfinite(times).any() else None, index, bounds)
     return Inputs(pieces, rows, source)
+
+
+def read_for(settings: dict[str, Any], data: Any, *, states: bool = False) -> Contents:
+    """Return the recordings of data with the columns of the training; arguments as of `inputs_of`.
+
+    Recordings that were read before are returned as they are, without a warning.
+
+    Raises:
+        DataError: data that does not fit the columns of the training.
+    """
+    if isinstance(data, Contents):
+        return data
+    with in_python():
+        contents = contents_of(data, layout_for(settings, data, states=states), states=states)
+    warn_of_partly_missing(contents, settings)
+    return contents
 
 
 def recording_of(piece: Observations) -> str:
@@ -115,5 +126,5 @@ def warn_of_partly_missing(contents: Contents, settings: dict[str, Any]) -> None
             f"{count} rows lack some of their observations and count as unobserved: "
             "kbf.fit(..., allow_missing_sensors=True) fits a filter that uses the others",
             DataWarning,
-            stacklevel=4,
+            stacklevel=5,
         )

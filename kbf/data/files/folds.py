@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kbf.data.files.in_memory import ARRAYS, FRAME
+from kbf.data.files.in_memory import numbers_of
 from kbf.data.files.layout import FileRecording
 from kbf.data.files.splits import Fold, split, where_known
 from kbf.data.windows import Span
@@ -69,16 +69,6 @@ def parts_of(recordings: list[FileRecording], cv: Any) -> list[Part]:
     if not found:
         raise ValueError("cv: there are no folds")
     return found
-
-
-def numbers_of(recordings: list[FileRecording]) -> list[Tensor]:
-    """Return for each recording the numbers of its rows in the data, from 0."""
-    numbers, start = [], 0
-    for each in recordings:
-        in_memory = each.file in (str(FRAME), str(ARRAYS)) and each.rows is not None
-        numbers.append(each.rows if in_memory else torch.arange(start, start + len(each.obs)))
-        start += len(each.obs)
-    return numbers
 
 
 def selected(rows: Any, total: int, fold: int) -> Tensor:

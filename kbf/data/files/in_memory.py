@@ -325,3 +325,13 @@ def as_numpy(values: Any) -> np.ndarray:
         numbers: Any = values.astype("float64")
         return numbers.filled(np.nan)
     return np.asarray(values)
+
+
+def numbers_of(recordings: list[FileRecording]) -> list[Tensor]:
+    """Return for each recording the numbers of its rows in the data, from 0."""
+    numbers, start = [], 0
+    for each in recordings:
+        in_memory = each.file in (str(FRAME), str(ARRAYS)) and each.rows is not None
+        numbers.append(each.rows if in_memory else torch.arange(start, start + len(each.obs)))
+        start += len(each.obs)
+    return numbers

@@ -99,7 +99,6 @@ class Observations(NamedTuple):
         mask: ``T`` bool, False where the observation is missing; None if none is missing. Images
             cannot represent missing observations by NaN.
         states: ``T d``, NaN where unknown; None if they were not requested.
-        rows: ``T``, as of `FileRecording`.
     """
 
     obs: Tensor
@@ -108,7 +107,6 @@ class Observations(NamedTuple):
     name: str
     mask: Tensor | None = None
     states: Tensor | None = None
-    rows: Tensor | None = None
 
 
 def layout_of(config: dict[str, Any]) -> Layout:

@@ -156,7 +156,6 @@ def observations_of(recordings: list[FileRecording], config: dict[str, Any]) -> 
             "controls": controls,
             "mask": mask,
             "states": states,
-            "rows": recording.rows,
         }
         for a, b in pieces_at_gaps(recording, config.get("time_step")):
             piece: Any = {k: None if leaf is None else leaf[a:b] for k, leaf in leaves.items()}
