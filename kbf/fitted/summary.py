@@ -24,84 +24,6 @@ MAX_SHOWN_COLUMNS = 8
 CAPABILITIES = ("smooth", "append", "missing_sensors", "controls", "intervals", "alarms")
 
 
-def model_name_of(trained: Trained) -> str:
-    """Return the name of the selected model; those of an ensemble are joined by ``+``."""
-    net: Any = trained.module.net
-    if isinstance(net, ModelSelection):
-        return "+".join(net.used())
-    return str(trained.module.config["model"].get("name", type(net).__name__))
-
-
-def capabilities_of(trained: Trained) -> dict[str, bool]:
-    """Return what a filter can do, by name."""
-    filter: Any = trained.filter
-    try:
-        smooths = smoother_of(filter) is not None
-    except ValueError:
-        smooths = False
-    return {
-        "smooth": smooths,
-        "append": inner_filter(filter) is not trained.module.net,
-        "missing_sensors": allows_missing_sensors(filter),
-        "controls": control_components(filter) > 0,
-        "intervals": trained.calibration is not None,
-        "alarms": trained.monitor is not None,
-    }
-
-
-def candidates_of(trained: Trained) -> Any:
-    """Return the candidates of the model selection as a DataFrame, the best first."""
-    import pandas as pd
-
-    net: Any = trained.module.net
-    rows = []
-    if isinstance(net, ModelSelection) and len(net.weights):
-        weights = net.weights.mean(1).tolist()
-        for name, score, weight in zip(net.models, net.scores.tolist(), weights, strict=True):
-            if score >= 0:  # -1: not compared
-                rows.append({"candidate": name, "nmse": score, "weight": weight})
-    frame = pd.DataFrame(rows, columns=["candidate", "nmse", "weight"])
-    return frame.sort_values("nmse", ignore_index=True)
-
-
-def held_out_of(trained: Trained) -> Any:
-    """Return the scores of each state column on held-out training steps as a DataFrame."""
-    import pandas as pd
-
-    names, found = ["rmse", "nmse", "coverage_95"], trained.held_out
-    if found is None:
-        return pd.DataFrame(columns=names)
-    columns = dict(zip(names, map(Tensor.numpy, found), strict=True))
-    return pd.DataFrame(columns, index=trained.module.column_schema().parts())
-
-
-def rows_of(trained: Trained) -> list[tuple[str, str]]:
-    """Return names and values that the representations of a fitted filter show."""
-    module, schema = trained.module, trained.module.column_schema()
-    units, rows = (module.config.get("data") or {}).get("units") or {}, []
-    for side in ("states", "observations", "controls"):
-        names = list(schema.controls) if side == "controls" else schema.columns(side)
-        shown = [f"{name} [{units[name]}]" if name in units else name for name in names]
-        if len(shown) > MAX_SHOWN_COLUMNS:
-            shown = [*shown[:MAX_SHOWN_COLUMNS], f"... ({len(names)})"]
-        if shown or side == "observations":
-            rows.append((side, ", ".join(shown) or "images"))
-    memory = module.memory.sequences()
-    steps = sum(len(each.states) for each in memory)
-    plural = "" if len(memory) == 1 else "s"
-    rows.append(("training", f"{steps:,} steps in {len(memory)} recording{plural}"))
-    found = trained.held_out
-    for k, name in enumerate([] if found is None else schema.parts()):
-        assert found is not None
-        unit = f" {units[name]}" if name in units else ""
-        text = f"RMSE {found.rmse[k]:.4g}{unit}, NMSE {found.nmse[k]:.3g}"
-        if bool(found.coverage[k].isfinite()):
-            text += f", intervals of 95 % contain {100 * float(found.coverage[k]):.1f} %"
-        rows.append((f"held out, {name}", text))
-    able = [name for name, can in capabilities_of(trained).items() if can]
-    return [*rows, ("capabilities", ", ".join(able) or "none")]
-
-
 class Summary:
     """What a fitted filter is: its model, columns, capabilities, candidates and held-out scores.
 
@@ -126,7 +48,10 @@ class Summary:
     @property
     def model_name(self) -> str:
         """The name of the selected model; those of an ensemble are joined by ``+``."""
-        return model_name_of(self.trained)
+        net: Any = self.trained.module.net
+        if isinstance(net, ModelSelection):
+            return "+".join(net.used())
+        return str(self.trained.module.config["model"].get("name", type(net).__name__))
 
     @property
     def columns(self) -> dict[str, list[str]]:
@@ -142,7 +67,19 @@ class Summary:
     @property
     def capabilities(self) -> dict[str, bool]:
         """What the filter can do: smooth, append, missing_sensors, controls, intervals, alarms."""
-        return capabilities_of(self.trained)
+        filter: Any = self.trained.filter
+        try:
+            smooths = smoother_of(filter) is not None
+        except ValueError:
+            smooths = False
+        return {
+            "smooth": smooths,
+            "append": inner_filter(filter) is not self.trained.module.net,
+            "missing_sensors": allows_missing_sensors(filter),
+            "controls": control_components(filter) > 0,
+            "intervals": self.trained.calibration is not None,
+            "alarms": self.trained.monitor is not None,
+        }
 
     @property
     def candidates(self) -> Any:
@@ -150,7 +87,17 @@ class Summary:
 
         Columns: candidate, nmse (on held-out blocks), weight (in the selected filter).
         """
-        return candidates_of(self.trained)
+        import pandas as pd
+
+        net: Any = self.trained.module.net
+        rows = []
+        if isinstance(net, ModelSelection) and len(net.weights):
+            weights = net.weights.mean(1).tolist()
+            for name, score, weight in zip(net.models, net.scores.tolist(), weights, strict=True):
+                if score >= 0:  # -1: not compared
+                    rows.append({"candidate": name, "nmse": score, "weight": weight})
+        frame = pd.DataFrame(rows, columns=["candidate", "nmse", "weight"])
+        return frame.sort_values("nmse", ignore_index=True)
 
     @property
     def held_out(self) -> Any:
@@ -159,14 +106,46 @@ class Summary:
         Columns: rmse, nmse, coverage_95 (`kbf.evaluation.calibration.HeldOut`). Empty for filters
         that were not calibrated.
         """
-        return held_out_of(self.trained)
+        import pandas as pd
+
+        names, found = ["rmse", "nmse", "coverage_95"], self.trained.held_out
+        if found is None:
+            return pd.DataFrame(columns=names)
+        columns = dict(zip(names, map(Tensor.numpy, found), strict=True))
+        return pd.DataFrame(columns, index=self.schema.parts())
 
     def __repr__(self) -> str:
-        rows = (f"  {name}: {value}" for name, value in rows_of(self.trained))
+        rows = (f"  {name}: {value}" for name, value in self._rows())
         return "\n".join([f"FittedFilter({self.model_name})", *rows])
 
     def _repr_html_(self) -> str:
-        return table(f"FittedFilter: {self.model_name}", rows_of(self.trained))
+        return table(f"FittedFilter: {self.model_name}", self._rows())
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """Names and values that the representations show."""
+        module, schema = self.trained.module, self.schema
+        units, rows = (module.config.get("data") or {}).get("units") or {}, []
+        for side in ("states", "observations", "controls"):
+            names = list(schema.controls) if side == "controls" else schema.columns(side)
+            shown = [f"{name} [{units[name]}]" if name in units else name for name in names]
+            if len(shown) > MAX_SHOWN_COLUMNS:
+                shown = [*shown[:MAX_SHOWN_COLUMNS], f"... ({len(names)})"]
+            if shown or side == "observations":
+                rows.append((side, ", ".join(shown) or "images"))
+        memory = module.memory.sequences()
+        steps = sum(len(each.states) for each in memory)
+        plural = "" if len(memory) == 1 else "s"
+        rows.append(("training", f"{steps:,} steps in {len(memory)} recording{plural}"))
+        found = self.trained.held_out
+        for k, name in enumerate([] if found is None else schema.parts()):
+            assert found is not None
+            unit = f" {units[name]}" if name in units else ""
+            text = f"RMSE {found.rmse[k]:.4g}{unit}, NMSE {found.nmse[k]:.3g}"
+            if bool(found.coverage[k].isfinite()):
+                text += f", intervals of 95 % contain {100 * float(found.coverage[k]):.1f} %"
+            rows.append((f"held out, {name}", text))
+        able = [name for name, can in self.capabilities.items() if can]
+        return [*rows, ("capabilities", ", ".join(able) or "none")]
 
     def estimates(self, result: Result, source: Source, **settings: Any) -> Estimates:
         """Return results in the columns of this filter; arguments as of `Estimates`."""
