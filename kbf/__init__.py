@@ -4,8 +4,6 @@ Types for editors and type checkers are in ``__init__.pyi`` next to this file, a
 subpackages.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Mapping

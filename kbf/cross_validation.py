@@ -5,8 +5,6 @@ overlap, so that the scores of folds are not independent; standard errors and te
 for it.
 """
 
-from __future__ import annotations
-
 import inspect
 import multiprocessing
 from collections.abc import Iterable, Sequence

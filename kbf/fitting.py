@@ -4,8 +4,6 @@ The configuration is that of ``kbf train data=own``; `fit` sets the columns and 
 memory, the command reads a file.
 """
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

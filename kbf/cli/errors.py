@@ -1,7 +1,5 @@
 """Errors as one line on standard error: which ones are expected, and their text."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """Help texts of ``kbf`` and of its commands."""
 
-from __future__ import annotations
-
 from kbf.cli.commands import COMMANDS
 from kbf.config.composition import choices_of, config_dir, groups_of, short
 

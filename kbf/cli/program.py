@@ -4,8 +4,6 @@
 ``kbf --help`` answers at once.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

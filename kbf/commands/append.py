@@ -1,7 +1,5 @@
 """``kbf append``: adds recordings to the memory of a trained filter without training it again."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

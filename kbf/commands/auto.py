@@ -1,7 +1,5 @@
 """``kbf train model=auto``: selects a model by its error on a validation part."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

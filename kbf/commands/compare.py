@@ -4,8 +4,6 @@ A comparison that was killed continues with the runs that are missing. `comparis
 tables.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

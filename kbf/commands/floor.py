@@ -1,7 +1,5 @@
 """``kbf floor``: the Bayes-optimal error of a data set, the least that any filter can reach."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kbf.commands.support.console import console, print_values

@@ -1,7 +1,5 @@
 """``kbf train``: fits one model, scores it and writes a run directory."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

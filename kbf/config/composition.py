@@ -3,8 +3,6 @@
 The groups and choices of a command are read from its configuration file, without Hydra.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

@@ -6,8 +6,6 @@ all of them are checked alike. No data is read: of recordings in files, the shap
 and `kbf.data.dataset.completed` adds them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import NoneType

@@ -1,7 +1,5 @@
 """Protocol of conditional densities p(y | u), and the parts that several of them share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -9,8 +9,6 @@ References: Bohning (1992), Multinomial logistic regression algorithm: the fixed
 Hessian that `ascend` climbs by.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

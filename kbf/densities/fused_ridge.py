@@ -1,7 +1,5 @@
 """Kernel ridge regression with precomputed products, for evaluation at many particles."""
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor

@@ -15,8 +15,6 @@ References: McCullagh and Nelder (1989), sections 2.5 and 11.2, for Fisher scori
 binomial distribution; Smyth (1989) for joint scoring of mean and dispersion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

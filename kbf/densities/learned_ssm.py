@@ -15,8 +15,6 @@ step: a filter that treats them as independent noise has far too small covarianc
 (`kbf.filters.kernel_monte_carlo.model.KernelMonteCarlo`), not from residuals.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Mixture density networks: an ensemble, each network stopped early on a held-out block."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise

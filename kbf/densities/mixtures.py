@@ -5,8 +5,6 @@ share of its own; e is standard normal, or Student with nu degrees of freedom. A
 does not look at u may take what fits no map.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

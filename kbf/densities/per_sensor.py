@@ -10,8 +10,6 @@ has a density of its own type: counts for one, heavy tails for another. A sensor
 than the rows is missing between its readings.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple

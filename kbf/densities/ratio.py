@@ -20,8 +20,6 @@ References: Bishop (1994), Mixture density networks, for the Gaussians; Sugiyama
 Kanamori (2012), for ratios.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

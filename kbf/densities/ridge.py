@@ -1,7 +1,5 @@
 """Kernel ridge regression with its predictive distribution, a Gaussian p(y | u)."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The selected densities of a model, as a module that its checkpoint stores."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

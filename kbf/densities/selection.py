@@ -22,8 +22,6 @@ over its cell. Landmarks, bandwidths, ridges and the box of the background are t
 coefficients and noise are held out.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Compilation of the step of a filter: machine code on a CPU, a CUDA graph on a GPU."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 import warnings

@@ -1,7 +1,5 @@
 """A weighted ensemble of filters."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from functools import partial
 from typing import Any

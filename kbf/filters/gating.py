@@ -14,8 +14,6 @@ Otherwise that observation is rejected, too.
 `GatedFilter`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple, cast
 

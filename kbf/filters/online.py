@@ -1,7 +1,5 @@
 """Online filtering: one observation in, one estimate out; saves and restores the running state."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any, cast

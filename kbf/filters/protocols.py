@@ -5,8 +5,6 @@ law). That law alone gives every filter missing data, ragged batches, truncated 
 moves between devices, and a running filter that can be saved.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast, runtime_checkable

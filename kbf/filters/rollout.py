@@ -5,8 +5,6 @@ re-initialised by `kbf.filters.gating`; filters that support it are evaluated in
 (`kbf.filters.parallel_rollout`), with the results of the loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ A smoother runs its filter forwards, keeps every state, and steps back
 observations. Any filter can look ahead: it is asked to move without observing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Filters around filters: other units, encoded images, one more diagnostic."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from jaxtyping import Shaped

@@ -4,8 +4,6 @@ Keeps the bandwidths, ridges, scaling and encoders of the checkpoint and recompu
 over the enlarged memory.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Reads, checks and writes checkpoints, which contain everything that a filter needs."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ folds runs through each fold from its initial state, as it later runs through ne
 part of the data replaces the folds.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Iterable, Sequence

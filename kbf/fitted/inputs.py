@@ -1,7 +1,5 @@
 """Data for a fitted filter: the columns of the training, found by name in data of any kind."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ The parts are a net, the scaling of ``data.normalise``, the encoding of images a
 `kbf.fitted.checkpoint.load_filter` restores one without it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A reading may be late: within ``max_delay`` it is taken in at its time, and the 
 repeated.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import deque

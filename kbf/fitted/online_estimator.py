@@ -4,8 +4,6 @@
 so that they return equal numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 

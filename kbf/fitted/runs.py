@@ -1,7 +1,5 @@
 """Runs of a trained filter through recordings: estimates, log likelihoods, predictions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

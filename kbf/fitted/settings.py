@@ -1,7 +1,5 @@
 """Training settings, read from a configuration: `EncodingSettings` and `Training` of filters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar

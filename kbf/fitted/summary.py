@@ -1,7 +1,5 @@
 """What a fitted filter is and can do, as dictionaries, DataFrames and rows of a table."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """`read`: the recordings of the arguments of `kbf.fit`, and the settings of their columns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

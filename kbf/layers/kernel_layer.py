@@ -1,7 +1,5 @@
 """Base class of the layers: a kernel, its bandwidth and a ridge, which are learned on request."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

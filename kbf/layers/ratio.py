@@ -1,7 +1,5 @@
 """A density ratio as a layer of a network: samples of a prior -> its ratio at training states."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from jaxtyping import Float

@@ -1,7 +1,5 @@
 """The Kernel Bayes Filter as a layer of a network: encoder, rule and transition in one pass."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple

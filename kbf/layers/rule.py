@@ -1,7 +1,5 @@
 """The importance-weighted kernel Bayes' rule as a layer of a network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from jaxtyping import Float

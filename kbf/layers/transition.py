@@ -1,7 +1,5 @@
 """The transition of a state's embedding as a layer of a network: weights -> predicted weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

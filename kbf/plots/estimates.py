@@ -1,7 +1,5 @@
 """Estimates of each state column over time, in its own panel, with intervals and alarms."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

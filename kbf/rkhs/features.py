@@ -4,8 +4,6 @@ A feature map is a function from points ``*b n q`` to features ``*b n p``. Gradi
 kernel's bandwidth. `NystromFeatures` is such a map as a module, for models that are saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

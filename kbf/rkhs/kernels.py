@@ -9,8 +9,6 @@ set with ``functools.partial``:
 tensor([[0.6065]])
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial, reduce

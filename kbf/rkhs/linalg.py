@@ -1,7 +1,5 @@
 """Linear algebra: solves by Cholesky, squared distances, low-rank factors, subsamples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -6,8 +6,6 @@ by name, where the prior is an embedding with weights w over the training points
 w; to add one, write its functions here and give it a row there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 

@@ -18,8 +18,6 @@ importance-weighted rule has a kink (it takes negative ratios for 0) and gives t
 primal form is smooth there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

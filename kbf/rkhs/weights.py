@@ -1,7 +1,5 @@
 """Diagnostics of the weights of an embedding, and their normalisation to sum 1."""
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor

@@ -8,8 +8,6 @@ name in ``kbf/__init__.py`` and here. Classes of other packages need none: the c
 in your configuration, and their checkpoints load with ``trust=true``.
 """
 
-from __future__ import annotations
-
 import difflib
 from typing import Any
 

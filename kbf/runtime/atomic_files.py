@@ -1,7 +1,5 @@
 """Atomic writes: files are written under a temporary name, flushed, then moved into place."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import json

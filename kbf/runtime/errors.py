@@ -1,7 +1,5 @@
 """Errors that callers handle by type."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Representations of data, filters and results: one line for ``repr``, HTML for notebooks."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Iterable, Sequence

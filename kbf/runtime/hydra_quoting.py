@@ -1,7 +1,5 @@
 """Quoting of file names in Hydra overrides, so that Hydra and OmegaConf read them literally."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

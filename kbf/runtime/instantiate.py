@@ -1,7 +1,5 @@
 """Objects from plain configuration: ``{_target_: kbf.EKF, model: {_target_: kbf.rotation}}``."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import inspect

@@ -6,8 +6,6 @@ interpolations remain text. `settled` therefore calls the resolvers before a rec
 `literal` escapes them after it is read.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

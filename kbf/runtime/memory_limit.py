@@ -10,8 +10,6 @@ Three upper bounds, by what multiplies in an object:
   module without its memory.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

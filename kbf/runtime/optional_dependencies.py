@@ -1,7 +1,5 @@
 """Imports of optional packages, with an error that names the extra of kbf to install."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from typing import Any

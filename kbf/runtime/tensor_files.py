@@ -1,7 +1,5 @@
 """Tensor files: atomic writes, and a check of the sizes of tensors after reading."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

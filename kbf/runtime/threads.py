@@ -3,8 +3,6 @@
 The commands apply them; a program may call `tune_process` once, at its start.
 """
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator

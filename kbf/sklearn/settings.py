@@ -1,7 +1,5 @@
 """Settings that the scikit-learn estimators share: kernels by name, bandwidths, checks."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

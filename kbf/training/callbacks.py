@@ -1,7 +1,5 @@
 """Callbacks of training: Lightning's checkpoints and early stopping, with exact resumption."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path

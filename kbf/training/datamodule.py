@@ -1,7 +1,5 @@
 """Training batches of filters: windows of a fold, with the memory that lacks that fold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple

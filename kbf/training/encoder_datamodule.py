@@ -1,7 +1,5 @@
 """Batches of images for encoders."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple

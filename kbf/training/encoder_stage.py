@@ -4,8 +4,6 @@ Each member of a `kbf.images.encodings.Encoding` is trained on all recordings bu
 chunk, on which its error is measured.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ The interface is that of TensorBoard. Loggers without it are skipped; where all 
 drawn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

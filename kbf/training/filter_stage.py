@@ -20,8 +20,6 @@ data module::
     estimates = trainer.predict(module, data)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning

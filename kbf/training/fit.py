@@ -4,8 +4,6 @@ Only data of images has the first stage. Models with parameters are trained by g
 second; the others are fitted in closed form.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 import warnings

@@ -3,8 +3,6 @@
 They are the columns by which a sweep can be sorted and plotted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

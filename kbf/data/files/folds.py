@@ -3,8 +3,6 @@
 `without_near` removes the training steps next to a test block.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@
 from, so that the rest of the library does not distinguish them.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 from collections.abc import Mapping

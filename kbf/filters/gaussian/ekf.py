@@ -5,8 +5,6 @@ Jacobians come from automatic differentiation.
 References: Sarkka (2013), algorithms 5.4, 5.5 and 9.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

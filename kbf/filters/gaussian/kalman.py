@@ -6,8 +6,6 @@ References: Sarkka (2013), theorem 4.2; Kalman (1960); Hastie, Tibshirani and Fr
 section 3.2.4 (multivariate regression).
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ functions; `GaussianFilter` holds the methods that the three have in common.
 References: Sarkka (2013), *Bayesian filtering and smoothing*, chapters 4, 5, 8 and 9.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch

@@ -7,8 +7,6 @@ covariance is constant.
 References: Sarkka (2013), algorithms 5.5 and 5.15 (non-additive noise).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable

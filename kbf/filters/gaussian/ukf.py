@@ -5,8 +5,6 @@ f(m + L u) ~ F u + a + N(0, Omega) with u ~ N(0, I), P = L L^T, from scaled sigm
 References: Wan and van der Merwe (2000); Sarkka (2013), algorithms 5.14 and 5.15; Sarkka (2008).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -5,8 +5,6 @@ missing observations, controls, other rules and ratios, and with features in pla
 matrices used here.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ The memory is recorded (for `kbf.filters.kernel.kbf`) or sampled from a learned 
 `kbf.filters.kernel.simulated_kbf`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

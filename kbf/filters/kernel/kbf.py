@@ -1,7 +1,5 @@
 """Kernel Bayes Filter over recordings: selects hyper-parameters, builds the filter."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

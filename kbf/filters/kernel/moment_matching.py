@@ -3,8 +3,6 @@
 They make the predictions of a transition over a coarse memory unbiased.
 """
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float
 from torch import Tensor

@@ -7,8 +7,6 @@ with G_Z = F F^T ("primal"), in which case a step costs O(n r). The third part o
 over the memory's observations, is in `kbf.filters.kernel.update.rule`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

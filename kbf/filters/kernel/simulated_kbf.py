@@ -1,7 +1,5 @@
 """Kernel Bayes Filter over a memory sampled from a learned state-space model."""
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn

@@ -8,8 +8,6 @@ z_{t+1} as an observation. The steps here are for weights over a memory; the Gau
 recording.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

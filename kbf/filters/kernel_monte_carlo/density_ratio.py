@@ -31,8 +31,6 @@ an ensemble; Evensen (2003), equation 20, for the shift; Lenser and Veloso (2000
 drawn from the observation after a loss of track.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

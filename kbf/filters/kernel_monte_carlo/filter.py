@@ -33,8 +33,6 @@ sampled transition (they apply the original kernel Bayes' rule to a fixed sample
 Algorithm 1, for the rule.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ The filter is in `kbf.filters.kernel_monte_carlo.filter`, the state-space model 
 `kbf.densities.learned_ssm`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ References: Haarnoja, Ajay, Levine, Abbeel (2016), Backprop KF, section 4. The t
 here as well.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ An encoder turns observations into encodings w(x) with variances r(x), a filter 
 all parameters are fitted to the log likelihood of the true states.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Generic, cast

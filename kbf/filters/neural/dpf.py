@@ -6,8 +6,6 @@ References: Jonschkowski, Rastogi, Brock (2018), Differentiable Particle Filters
 IV. Soft resampling: Karkus, Hsu, Lee (2018).
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

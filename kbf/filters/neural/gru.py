@@ -3,8 +3,6 @@
 References: Cho et al. (2014); Nix and Weigend (1994); Becker et al. (2019), section 5.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

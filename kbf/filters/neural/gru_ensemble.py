@@ -4,8 +4,6 @@ References: Cho et al. (2014); Prechelt (1998) for early stopping; Lakshminaraya
 for ensembles.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -5,8 +5,6 @@ One module is both the network and the filter.
 References: Hochreiter and Schmidhuber (1997); Gers et al. (2000).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

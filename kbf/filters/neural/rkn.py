@@ -10,8 +10,6 @@ Pandya, van Duijkeren, Taylor, Hanheide, Neumann (2020), Action-Conditional Recu
 Networks.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ Draws from the transition, weighs by the likelihood, and resamples where the wei
 References: Gordon, Salmond and Smith (1993); Doucet and Johansen (2009).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

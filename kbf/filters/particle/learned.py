@@ -4,8 +4,6 @@
 learned observation density.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -8,8 +8,6 @@ float64, so that 20,000 float32 weights are resampled exactly.
 References: Douc, Cappe and Moulines (2005), a comparison of the schemes.
 """
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor

@@ -1,7 +1,5 @@
 """Window baseline: gradient-boosted trees (scikit-learn), evaluated in PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memoryless baseline: kernel ridge regression of the state on one observation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@
 `kbf.filters.regression.boosting` fits trees to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple

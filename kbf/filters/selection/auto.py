@@ -30,8 +30,6 @@ Before the comparison, drift detection (`kbf.filters.selection.drift`) may restr
 data to the most recent steps.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from functools import partial

@@ -5,8 +5,6 @@ its rules for stopping early. The candidates of the former are training recipes,
 models without training.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

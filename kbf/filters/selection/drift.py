@@ -13,8 +13,6 @@ References: Gama et al. (2014), A survey on concept drift adaptation, on windows
 by error.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from typing import Any

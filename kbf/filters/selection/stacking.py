@@ -6,8 +6,6 @@ m_tkj)^2, a_jk >= 0 and sum_k a_jk = 1, over held-out steps t.
 References: Wolpert (1992); Breiman (1996), for stacking with non-negative weights.
 """
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import torch

@@ -25,8 +25,6 @@ its averages and the pivots' L. Gradients flow to queries and, except for the ch
 bandwidths, ridges and training pairs. A query with NaN gives NaN only for itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from kbf.rkhs.conditional_means.base import BLOCK, ConditionalMean

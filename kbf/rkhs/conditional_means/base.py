@@ -1,7 +1,5 @@
 """The interface of all estimators of a conditional mean embedding, and what they share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable

@@ -1,7 +1,5 @@
 """Conditional mean embeddings from kernel values: over all points, parts, or the nearest points."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Low-rank conditional mean embeddings: incomplete Cholesky, Nystrom, random Fourier features."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal

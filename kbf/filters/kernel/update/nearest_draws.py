@@ -1,7 +1,5 @@
 """The importance-weighted rule restricted to the draws nearest to the observation."""
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn

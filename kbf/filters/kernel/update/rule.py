@@ -1,7 +1,5 @@
 """Updates over the memory, (ratio, x) -> weights: by a kernel Bayes' rule, or by a likelihood."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
