@@ -41,7 +41,7 @@ ABBREVIATIONS = {
 FIRST_WORD = {"data render": "renderer", "reproduce": "name", "bench": "name"}
 
 # Entries that `prepare` adds to a configuration; --cfg does not print them.
-INTERNAL = ("bases", "explicit", "recipe", "own_data", "given")
+INTERNAL = ("bases", "explicit", "recipe", "own_data", "given", "references")
 
 
 def main(argv: list[str] | None = None) -> int:

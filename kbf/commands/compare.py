@@ -26,7 +26,7 @@ from kbf.data.dataset import completed, load_data
 from kbf.evaluation.floors import data_floor
 from kbf.fitted.held_out_calibration import learn
 from kbf.runtime.atomic_files import scratch, sweep
-from kbf.runtime.interpolation import incomplete, resolved
+from kbf.runtime.interpolation import from_environment, incomplete, resolved
 from kbf.training.fit import train
 
 
@@ -260,6 +260,7 @@ def fingerprints(data: dict[str, Any]) -> list[list[Any]]:
 
     ``path`` may be a file, a folder, or the beginning of the names of several files.
     """
+    data = from_environment(data)
     named = [
         Path(value).expanduser() for value in data.values() if isinstance(value, str) and value
     ]

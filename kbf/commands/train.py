@@ -320,7 +320,9 @@ def prepare_directory(
             if mine != theirs:
                 own.unlink()
     search_report.write(directory, candidates or [])
-    stored = {key: value for key, value in config.items() if key != "explicit"}
+    internal = ("explicit", "references")
+    stored = {key: value for key, value in config.items() if key not in internal}
+    stored |= config.get("references", {})
     write_text(directory / "config.yaml", safe_dump(stored, sort_keys=False))
 
 

@@ -21,7 +21,14 @@ from kbf.config.composition import (
     unlocked,
 )
 from kbf.runtime.hydra_quoting import as_text, exists
-from kbf.runtime.interpolation import incomplete, literal, settled
+from kbf.runtime.interpolation import (
+    environment_as_text,
+    incomplete,
+    literal,
+    settled,
+    variables_named,
+    with_references,
+)
 
 # Settings that define the data of a run; a checkpoint stores them as its ``recipe``.
 RECIPE = ("data", "n_train", "seed")
@@ -67,7 +74,9 @@ def prepare(command: str, composed: Any, overrides: list[str]) -> dict[str, Any]
     (`RECIPE`); of a comparison, ``bases`` (a training configuration for each model); and ``model``
     where shapes or ``n_train`` are null, since only the recordings contain them
     (`kbf.data.dataset.completed`). Of a training run ``explicit`` is True where the command line
-    sets model or data.
+    sets model or data. References to environment variables stay text in groups of settings, such as
+    ``model`` (`kbf.runtime.interpolation`); other settings have the value, and ``references`` has
+    their text, where there is any.
 
     Args:
         command: a command of ``kbf``.
@@ -89,19 +98,30 @@ def prepare(command: str, composed: Any, overrides: list[str]) -> dict[str, Any]
     if command in ("evaluate", "append"):
         return on_a_checkpoint(composed)
     if "data" not in composed:
-        return plain(composed)
+        return referring(composed)
     unresolved: Any = OmegaConf.to_container(composed, resolve=False)
     recipe = {key: unresolved[key] for key in RECIPE}
     if command == "compare":
         return comparison(composed, recipe)
     late = ("model",) if incomplete(recipe) else ()
-    config = {**unresolved, **plain(composed, skip=late)}
+    config = {**unresolved, **referring(composed, skip=late)}
     settings = {key.split(".")[0] for key in named}
     return {
         **config,
         "recipe": settled(recipe, {key: config[key] for key in recipe}),
         "explicit": not settings.isdisjoint({"model", "experiment", *RECIPE}),
     }
+
+
+def referring(composed: Any, skip: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Returns a configuration as a plain dict that refers to the environment, as of `prepare`."""
+    values = plain(composed, skip=skip)
+    with environment_as_text():
+        texts = with_references(values, plain(composed, skip=skip))
+    groups = {key: text for key, text in texts.items() if isinstance(text, dict)}
+    references = {key: text for key, text in texts.items() if text != values[key]}
+    others = {key: text for key, text in references.items() if key not in groups}
+    return values | groups | ({"references": others} if others else {})
 
 
 def complete_run_dir(composed: Any, named: set[str]) -> None:
@@ -142,7 +162,7 @@ def complete_data(composed: Any, named: set[str]) -> None:
     if not is_recorded(data):
         return
     if data.get("path") is not None:
-        data.path = absolute(data.path)
+        make_absolute(data)
     if "n_train" in composed and "n_train" not in named:
         composed.n_train = None
     folder = plain(composed, resolve=False).get("run_dir")
@@ -156,9 +176,15 @@ def is_recorded(data: Any) -> bool:
     return isinstance(source, Mapping) and source.get("_target_") in RECORDED
 
 
-def absolute(path: Any) -> str:
-    """Returns the absolute path, which OmegaConf reads literally."""
-    return as_text(str(Path(str(path)).expanduser().resolve()))
+def make_absolute(data: Any) -> None:
+    """Make the path of recordings absolute, which OmegaConf then reads literally.
+
+    One that refers to the environment stays a reference.
+    """
+    with environment_as_text():
+        refers = variables_named(str(data.path))
+    if not refers:
+        data.path = as_text(str(Path(str(data.path)).expanduser().resolve()))
 
 
 def drop_arguments_of_other_classes(composed: Any, overrides: list[str]) -> None:
@@ -263,11 +289,18 @@ def on_a_checkpoint(composed: Any) -> dict[str, Any]:
             raise ValueError(unknown_setting(str(error.full_key or ""), tree)) from error
         # All steps of other recordings are for the test, unless the command line splits them.
         if "path" in given and is_recorded(tree.data):
-            tree.data.path, tree.n_train = absolute(tree.data.path), None
+            make_absolute(tree.data)
+            tree.n_train = None
             if not {"test", "split"} & given.keys():
                 tree.data.test = "all"
-    config = {**plain(composed, skip=RECIPE), **plain(tree), "own_data": other_data}
-    return config | {"given": [str(config["data"].get(key)) for key in given or ()]}
+    values = {**plain(composed, skip=RECIPE), **plain(tree)}
+    with environment_as_text():
+        texts = with_references(values, {**plain(composed, skip=RECIPE), **plain(tree)})
+    given = [str(values["data"].get(key)) for key in given or ()]
+    config = {**values, "own_data": other_data, "given": given}
+    # The environment is read here: a checkpoint's references are escaped, those are the user's.
+    references = {key: text for key, text in texts.items() if text != values[key]}
+    return config | ({"references": references} if references else {})
 
 
 def check(command: str, composed: Any) -> None:

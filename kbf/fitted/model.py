@@ -28,6 +28,7 @@ from kbf.images.augment import Augment
 from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.recording import Recording, as_float, control_width
 from kbf.runtime.instantiate import build
+from kbf.runtime.interpolation import from_environment
 from kbf.runtime.memory_limit import check_arguments
 
 
@@ -68,6 +69,7 @@ class FittedModel(nn.Module):
         super().__init__()
         self.config: dict[str, Any] = config
         self.trust: bool = trust
+        config = from_environment(config) if trust else config  # the attribute keeps references
         model = config["model"]
         self.model_dtype: torch.dtype = getattr(torch, model.get("dtype") or "float64")
         self.how: Training | None = read_training(model.get("training"))
@@ -90,7 +92,7 @@ class FittedModel(nn.Module):
                 )
             self.net = ModelSelection(
                 self.net,
-                name=model["name"],
+                name=self.config["model"]["name"],
                 seed=config["seed"],
                 budget=model.get("budget"),
                 smooths=bool(model.get("smooths")),

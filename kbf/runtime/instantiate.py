@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from kbf.runtime.allowlist import INSIDE, REGISTERED, check_plain, check_registered, suggestion
+from kbf.runtime.interpolation import from_environment, variables_named
 from kbf.runtime.memory_limit import check_arguments, check_module
 
 
@@ -24,7 +25,8 @@ def build(
     a tuple.
 
     Args:
-        config: nested dicts, lists and plain values, already resolved.
+        config: nested dicts, lists and plain values, already resolved. With ``trust`` references
+            to environment variables (``${oc.env:NAME}``) are replaced.
         trust: allow any target that can be imported. Without it, as for the configuration of a
             checkpoint, targets are the public classes of kbf (`kbf.runtime.allowlist`), and objects
             need a limited memory (`kbf.runtime.memory_limit`).
@@ -34,7 +36,7 @@ def build(
 
     Raises:
         ValueError: a target that does not exist or is not allowed, arguments that it does not take,
-            or an object that is too large.
+            an object that is too large, or without ``trust`` a reference to the environment.
 
     >>> build({"_target_": "kbf.OrientationModel", "turn": 0.1}).turn
     0.1
@@ -43,8 +45,13 @@ def build(
     ValueError: _target_ 'kbf.EKG' is no class or function that a file may build...
     """
     if trust:
-        return construct(config, None, **extra)
+        return construct(from_environment(config), None, **extra)
     check_plain(config)
+    if names := variables_named(config):
+        raise ValueError(
+            f"a file refers to the environment variable {', '.join(sorted(names))}, which is read "
+            "for files that you trust alone: trust=true (or set the value, as data.path=FILE)"
+        )
     allowed = tuple(REGISTERED) if kinds is None else kinds
     if kinds in (("model",), ("encoder",)):
         check_module(lambda: construct(config, allowed, **extra), copies)

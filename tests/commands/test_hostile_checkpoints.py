@@ -16,7 +16,7 @@ from kbf.filters.online import read_leaves
 from kbf.fitted.checkpoint import load_filter, read_checkpoint
 from kbf.runtime.allowlist import INSIDE, REGISTERED, files_named, without_weights
 from kbf.runtime.instantiate import build, locate
-from kbf.runtime.interpolation import literal, settled
+from kbf.runtime.interpolation import literal, resolved, settled
 from kbf.runtime.memory_limit import check_arguments
 
 EXECUTE = {"_target_": "os.system", "command": "touch HERE"}
@@ -418,13 +418,15 @@ def test_recipes_are_settled_when_they_are_written(monkeypatch):
         "d": 3,
         "both": ["a${d}", "${oc.env:KBF_PLACE}${d}"],
     }
-    resolved = OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
-    assert settled(raw, resolved) == {
-        "path": "/here/x",
+    # Calls of resolvers are settled, and the environment remains a reference.
+    assert settled(raw, resolved(raw)) == {
+        "path": "${oc.env:KBF_PLACE}/x",
         "n": "${d}",
         "d": 3,
-        "both": ["a${d}", "/here3"],
+        "both": ["a${d}", "${oc.env:KBF_PLACE}3"],
     }
+    called = {"a": "${oc.select:d}", "d": 3}
+    assert settled(called, resolved(called)) == {"a": 3, "d": 3}
     read = OmegaConf.to_container(OmegaConf.create(literal(raw)), resolve=True)
     assert read == {
         "path": "${oc.env:KBF_PLACE}/x",
