@@ -68,6 +68,7 @@ def rollout(
     progress: Callable[[int], None] | None = None,
     states: list[Any] | None = None,
     before: UpdateHook | None = None,
+    gradients: bool = False,
 ) -> Rollout:
     """Run a filter over a batch of recordings: T times predict, update, estimate.
 
@@ -88,40 +89,43 @@ def rollout(
         progress: called with t after each step.
         states: a list to which the state after each step is appended.
         before: called before each update.
+        gradients: keep the graph of all steps for ``backward()``, which takes memory proportional
+            to T; without it nothing that is returned has gradients.
 
     Raises:
         ValueError: a wrong shape, NaN or infinite values among the observations that are not
             masked, controls for a filter without controls, or none for one that requires them.
     """
-    inputs = checked_inputs(filter, obs, mask, controls)
-    batch, steps = inputs.obs.shape[:2]
-    if state is None:
-        state = filter.init(batch, generator=generator)
-    inputs = inputs.each(lambda x: x.to(state[0].device))
-    walk = partial(
-        rollout_sequential,
-        GatedFilter(filter, generator),
-        covariances=covariances,
-        log_likelihood=log_likelihood,
-        before=before,
-        states=states,
-    )
-    parts: list[Steps] = []
-    sequential = before is not None or states is not None or log_likelihood
-    if steps > 1 and not sequential and not torch.compiler.is_compiling():
-        first = walk(GatedState(state), inputs.during(0, 1))
-        fast = None
-        if not any(leaf.requires_grad for leaf in first.state.inner):  # it keeps no gradients
-            with torch.no_grad():
-                fast = rollout_parallel(filter, walk, state, inputs, covariances)
-        parts = [first if fast is None else fast]
-    done = sum(part.length for part in parts)
-    if progress is not None:
-        for t in range(done):
-            progress(t)
-    if done < steps:
-        start = parts[-1].state if parts else GatedState(state)
-        parts.append(walk(start, inputs.during(done), progress=progress, first=done))
+    with torch.set_grad_enabled(gradients and torch.is_grad_enabled()):
+        inputs = checked_inputs(filter, obs, mask, controls)
+        batch, steps = inputs.obs.shape[:2]
+        if state is None:
+            state = filter.init(batch, generator=generator)
+        inputs = inputs.each(lambda x: x.to(state[0].device))
+        walk = partial(
+            rollout_sequential,
+            GatedFilter(filter, generator),
+            covariances=covariances,
+            log_likelihood=log_likelihood,
+            before=before,
+            states=states,
+        )
+        parts: list[Steps] = []
+        sequential = before is not None or states is not None or log_likelihood
+        if steps > 1 and not sequential and not torch.compiler.is_compiling():
+            first = walk(GatedState(state), inputs.during(0, 1))
+            fast = None
+            if not any(leaf.requires_grad for leaf in first.state.inner):  # it keeps no gradients
+                with torch.no_grad():
+                    fast = rollout_parallel(filter, walk, state, inputs, covariances)
+            parts = [first if fast is None else fast]
+        done = sum(part.length for part in parts)
+        if progress is not None:
+            for t in range(done):
+                progress(t)
+        if done < steps:
+            start = parts[-1].state if parts else GatedState(state)
+            parts.append(walk(start, inputs.during(done), progress=progress, first=done))
     found, last = joined(parts)
     return Rollout(
         found.pop("estimates"),

@@ -51,6 +51,7 @@ def check_smoother(filter: Filter[Any], lag: int | None) -> Backward:
     return smoother_of(filter)
 
 
+@torch.no_grad()
 def smooth(
     filter: Filter[Any],
     obs: Shaped[Array, "b T *x"],
@@ -130,6 +131,7 @@ def smooth(
     )
 
 
+@torch.no_grad()
 def predict_ahead(
     filter: Filter[Any],
     obs: Shaped[Array, "b T *x"],

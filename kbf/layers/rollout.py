@@ -152,7 +152,14 @@ class KernelBayesFilterRollout(nn.Module):
         features = features_of(self.encoder, seen).to(filter.states)
         check_finite(features, "features of the encoder", advice=DIVERGED)
         features = features.unflatten(0, (b, T))
-        return rollout(filter, features, mask=inputs.mask, controls=inputs.controls, state=state)
+        return rollout(
+            filter,
+            features,
+            mask=inputs.mask,
+            controls=inputs.controls,
+            state=state,
+            gradients=True,
+        )
 
     def encode(self, memory: Memory, *, check: bool = True) -> EncodedMemory:
         """Return features and Gram matrices of a memory, for several rollouts.

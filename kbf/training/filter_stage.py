@@ -121,6 +121,7 @@ class FilterTraining(FittedModel, lightning.LightningModule):
                 windows.obs,
                 mask=windows.mask,
                 controls=windows.controls,
+                gradients=True,
             ).estimates
         return self.log_loss(mse(z[:, first:], windows.states[:, first:]).mean(), len(z))
 

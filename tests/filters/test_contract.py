@@ -636,7 +636,8 @@ def test_gradients_do_not_see_masked_observations(case):
     if case.name in ("mean", "window-boosting"):
         pytest.skip("they have no gradient")
     obs = torch.where(case.mask[..., None], case.obs, math.nan).requires_grad_()
-    estimates = rollout(case.filter, obs, mask=case.mask, generator=generator()).estimates
+    settings = {"mask": case.mask, "generator": generator(), "gradients": True}
+    estimates = rollout(case.filter, obs, **settings).estimates
     estimates.square().sum().backward()
     assert obs.grad is not None
     assert torch.isfinite(obs.grad).all()

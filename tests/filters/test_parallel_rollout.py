@@ -195,7 +195,7 @@ def test_gradients_are_those_of_the_loop(name, done):
     for more in ({}, {"states": []}):
         x, R = obs[:, :10].clone().requires_grad_(), filter.model.R.clone().requires_grad_()
         rollout(
-            type(filter)(filter.model._replace(R=R)), x, **more
+            type(filter)(filter.model._replace(R=R)), x, gradients=True, **more
         ).estimates.square().sum().backward()
         gradients.append((x.grad, R.grad))
     assert done == []

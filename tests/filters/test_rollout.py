@@ -12,10 +12,12 @@ from torch import Tensor
 from kbf.filters.gaussian.ekf import ExtendedKalmanFilter
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
+from kbf.filters.kernel.kbf import KBF
 from kbf.filters.particle.bootstrap import BootstrapFilter
 from kbf.filters.regression.kernel_ridge import FrameRegression
 from kbf.filters.rollout import rollout
 from kbf.filters.scaling import ScaledFilter, Scaling
+from kbf.filters.smoothing import predict_ahead, smooth
 from kbf.recording import Recording
 from kbf.ssm import StateSpaceModel, simulate
 
@@ -149,3 +151,20 @@ def test_filters_without_covariance_or_density_return_none():
     filter = FrameRegression().fit([Recording(torch.randn(20, 2), torch.randn(20, 2))])
     found = rollout(filter, torch.randn(1, 3, 2), covariances=True, log_likelihood=True)
     assert found.log_likelihood is None
+
+
+@pytest.mark.parametrize("more", [{}, {"states": []}, {"log_likelihood": True}])
+def test_a_graph_is_kept_only_where_it_is_requested(more, normal):
+    model, recording = KBF(), Recording(normal(40, 2), normal(40, 2))
+    model.prepare([recording])
+    filter, obs = model.fit([recording]), normal(1, 6, 2)
+    plain = rollout(filter, obs, **more)
+    assert not plain.estimates.requires_grad and not plain.state[0].requires_grad
+    whole = rollout(filter, obs, gradients=True)
+    assert torch.equal(whole.estimates, plain.estimates)
+    whole.estimates.square().sum().backward()
+    assert model.log_bandwidth.grad is not None and (model.log_bandwidth.grad != 0).all()
+    with torch.no_grad():
+        assert not rollout(filter, obs, gradients=True).estimates.requires_grad
+    smoothed = smooth(filter, obs).estimates
+    assert not smoothed.requires_grad and not predict_ahead(filter, obs, 2).requires_grad

@@ -271,7 +271,7 @@ def test_forward_is_the_rollout_on_images(feedback):
     net.eval()
     torch.testing.assert_close(net(obs), rollout(net, obs).estimates)
     gradients = []
-    for estimates in (net(obs, mask), rollout(net, obs, mask=mask).estimates):
+    for estimates in (net(obs, mask), rollout(net, obs, mask=mask, gradients=True).estimates):
         net.zero_grad()
         estimates.square().mean().backward()
         gradients.append([p.grad.clone() for p in net.parameters()])

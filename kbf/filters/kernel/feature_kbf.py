@@ -110,7 +110,9 @@ class FeatureKBF(KBF):
         features = self.psi(images if change is None else change(images))
         filter.rule.psi = nn.Identity()  # observations are features; the filter is not shared
         seen = features.unflatten(0, windows.obs.shape[:2])
-        return rollout(filter, seen, mask=windows.mask, controls=windows.controls).estimates
+        return rollout(
+            filter, seen, mask=windows.mask, controls=windows.controls, gradients=True
+        ).estimates
 
 
 class Psi(nn.Module):
