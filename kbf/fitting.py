@@ -4,6 +4,8 @@ The configuration is that of ``kbf train data=own``; `fit` sets the columns and 
 memory, the command reads a file.
 """
 
+import shlex
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +27,7 @@ from kbf.fitted.training_data import read
 from kbf.runtime.errors import DataError, DataWarning, FitError
 from kbf.runtime.hydra_quoting import quoted
 from kbf.runtime.interpolation import incomplete, literal, resolved
+from kbf.runtime.provenance import provenance
 from kbf.runtime.threads import limited_threads
 
 
@@ -196,7 +199,10 @@ def fit_source(
         unchanged_globals(),
         tempfile.TemporaryDirectory(prefix="kbf-") as folder,
     ):
-        trained = fit_model(whole, checked, Path(folder))
+        names = dict.fromkeys(str(each.file) for each in source.recordings)
+        files = [path.resolve() for name in names if (path := Path(name)).is_file()]
+        record = provenance(files=files) | {"command": shlex.join(sys.argv)}
+        trained = fit_model(whole, checked, Path(folder), provenance=record)
     assert trained is not None
     fitted = FittedFilter(trained)
     if lacking := [name for name in require if not fitted.capabilities[name]]:

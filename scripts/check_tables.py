@@ -24,8 +24,8 @@ from typing import Any
 from gather_results import number, read
 from make_tables import RESULTS, ROOT, commands_of, tables, with_settings, within
 
-from kbf.commands.support.provenance import commit
 from kbf.runtime.atomic_files import write_csv
+from kbf.runtime.provenance import commit
 
 RUNS = ROOT / "runs" / "checks"
 KEY = ("data", "n_train", "seed", "model")

@@ -22,8 +22,8 @@ from typing import Any
 
 from gather_results import gather
 
-from kbf.commands.support.provenance import commit
 from kbf.runtime.atomic_files import copy, write_json
+from kbf.runtime.provenance import commit
 
 ROOT = Path(__file__).parents[1]
 RESULTS, RUNS = ROOT / "data" / "results", ROOT / "runs" / "tables"

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import make_tables
 
-from kbf.commands.support.provenance import commit
+from kbf.runtime.provenance import commit
 
 COMMAND = (
     "kbf compare data=rotation 'n_train=[30]' runs=1 'models=[kalman,frame]' particles=50 workers=0"

@@ -152,6 +152,16 @@ COMMANDS: dict[str, tuple[str, list[tuple[str, str]]]] = {
             ("kbf bench --list", "their names"),
         ],
     ),
+    "runs show": (
+        "print the provenance of a run, and the command that repeats it",
+        [
+            (
+                "kbf runs show runs/mine",
+                "command, commit, versions, machine, and data files with their sums",
+            ),
+            ("kbf runs show runs/mine/checkpoints/best.ckpt", "of a checkpoint"),
+        ],
+    ),
     "data": (
         "write a data set as arrays, with a picture",
         [("kbf data data=oscillatory n_train=500 seed=1", "data.npz and data.png")],

@@ -38,10 +38,13 @@ ABBREVIATIONS = {
 }
 
 # The setting that the first word of a command may give without its key.
-FIRST_WORD = {"data render": "renderer", "reproduce": "name", "bench": "name"}
+FIRST_WORD = {
+    **{"data render": "renderer", "reproduce": "name", "bench": "name"},
+    **{"runs": "folder", "runs show": "folder"},
+}
 
 # Entries that `prepare` adds to a configuration; --cfg does not print them.
-INTERNAL = ("bases", "explicit", "recipe", "own_data", "given", "references")
+INTERNAL = ("bases", "explicit", "recipe", "own_data", "given", "references", "command")
 
 
 def main(argv: list[str] | None = None) -> int:

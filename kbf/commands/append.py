@@ -17,6 +17,7 @@ from kbf.evaluation.score import score
 from kbf.fitted.append import append
 from kbf.fitted.checkpoint import check_like, load_filter
 from kbf.recording import Recording
+from kbf.runtime.provenance import continued, files_of, provenance
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -37,6 +38,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         print_read_files(config["data"], config["checkpoint"], config["given"])
     data = load_data(config["data"], trust=config["trust"] or config["own_data"])
     print_notes(data.notes)
+    record = provenance(config["command"], config, files_of(config["data"]))
     cut = bool(config["data"].get("cut_missing"))
     recordings = [
         part
@@ -58,6 +60,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
             out,
             budget=budget,
             trust=config["trust"],
+            provenance=continued(loaded.module.provenance, record),
             **settings,
         )
     summary = {

@@ -17,7 +17,6 @@ from filelock import FileLock
 from kbf import __version__
 from kbf.commands.support.comparison_report import FLOOR, report
 from kbf.commands.support.console import console
-from kbf.commands.support.provenance import commit
 from kbf.commands.support.resumable_jobs import finish_all
 from kbf.commands.support.score_metrics import reliability_metrics, reliability_of
 from kbf.commands.train import finish
@@ -26,7 +25,8 @@ from kbf.data.dataset import completed, load_data
 from kbf.evaluation.floors import data_floor
 from kbf.fitted.held_out_calibration import learn
 from kbf.runtime.atomic_files import scratch, sweep
-from kbf.runtime.interpolation import from_environment, incomplete, resolved
+from kbf.runtime.interpolation import incomplete, resolved
+from kbf.runtime.provenance import commit, files_of
 from kbf.training.fit import train
 
 
@@ -256,20 +256,8 @@ def hashed(values: list[Any]) -> str:
 
 
 def fingerprints(data: dict[str, Any]) -> list[list[Any]]:
-    """Return size and time of each file that a data set names: changed files are other data.
-
-    ``path`` may be a file, a folder, or the beginning of the names of several files.
-    """
-    data = from_environment(data)
-    named = [
-        Path(value).expanduser() for value in data.values() if isinstance(value, str) and value
-    ]
-    files = [path for path in named if path.is_file()]
-    path = Path(data.get("path") or "").expanduser()
-    if data.get("path") and not path.is_file():
-        inside = path.rglob("*") if path.is_dir() else path.parent.glob(f"{path.name}*")
-        files += sorted(file for file in inside if file.is_file())
-    return [[path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    """Return size and time of each file that a data set names: changed files are other data."""
+    return [[path.stat().st_size, path.stat().st_mtime_ns] for path in files_of(data)]
 
 
 def in_order(cells: list[Cell]) -> list[Cell]:

@@ -22,6 +22,7 @@ from kbf.evaluation.floors import data_floor
 from kbf.fitted.checkpoint import check_like, load_filter
 from kbf.plots.tracks import calibration_figure, save
 from kbf.runtime.atomic_files import write_csv, write_json
+from kbf.runtime.provenance import ABOUT, changes, files_of, provenance
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +36,8 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     if not config["own_data"]:
         print_read_files(config["data"], config["checkpoint"], config["given"])
     data = load_data(config["data"], trust=config["trust"] or config["own_data"])
-    print_notes(data.notes)
+    record = provenance(config["command"], config, files_of(config["data"]))
+    print_notes([*data.notes, *changes(loaded.module.provenance, record)])
     if not data.test:
         raise ValueError(
             "there is no test part to score on (data.test=0): "
@@ -81,6 +83,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         save(calibration_figure(curves, title=title), directory / "calibration.png")
         names.append("calibration.png")
     write_json(directory / "metrics.json", metrics)
+    write_json(directory / ABOUT, record)
     print_values(title, {k: v for k, v in metrics.items() if k not in ("checkpoint", "version")})
     if reliable and calibration is None:
         print_notes(

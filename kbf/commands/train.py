@@ -31,6 +31,7 @@ from kbf.fitted.held_out_calibration import learn_and_keep
 from kbf.fitting import with_shapes
 from kbf.runtime.atomic_files import LOCK, copy, locked, scratch, write_json, write_text
 from kbf.runtime.instantiate import build
+from kbf.runtime.provenance import ABOUT, changes, continued, files_of, provenance
 from kbf.training.callbacks import ENCODERS
 from kbf.training.figure_logging import log_frames, log_track
 from kbf.training.fit import CHECKPOINT_KEYS, check, is_helper, train
@@ -62,11 +63,15 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     if stored is not None and not config["explicit"]:
         config = {**config, **stored, "trainer": with_limits(config["trainer"], stored["model"])}
         print_read_files(config["data"], config["ckpt_path"])
-    directory = Path(config["run_dir"])
+    directory, words = Path(config["run_dir"]), config["command"]
+    config = {key: value for key, value in config.items() if key != "command"}
     check_free(directory, ckpt_path, overwrite=config["overwrite"])
     loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]
     data = load_data(config["data"], trust=trust)
     print_notes(data.notes)
+    record = provenance(words, config, files_of(config["data"]))
+    if ckpt_path is not None:
+        record = continued(record_of_unchanged_data(ckpt_path, record), record)
     if stored is None or config["explicit"]:
         config = with_shapes(config, data)
         if stored is not None:
@@ -89,6 +94,7 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
         check_free(directory, ckpt_path, overwrite=config["overwrite"])
         lock.enter_context(locked(directory))
         prepare_directory(directory, ckpt_path, config, candidates)
+        write_json(directory / ABOUT, record)
 
     # Models with epochs show a progress bar; the others a line with what they do.
     epochs = config["model"].get("training") or config["model"].get("encoding")
@@ -106,6 +112,7 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
             begin=begin,
             extent=data.extent,
             validation=data.validation,
+            provenance=record,
         )
     if trained is None:  # a helper process of a distributed run
         return {}
@@ -223,6 +230,21 @@ def stored_configuration(ckpt_path: Path) -> dict[str, Any]:
             f"{ckpt_path} was not written by kbf train: its configuration lacks {lacking}"
         )
     return {key: stored[key] for key in CHECKPOINT_KEYS}
+
+
+def record_of_unchanged_data(ckpt_path: Path, now: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the provenance of the run that a checkpoint is of, whose data must be the same.
+
+    Raises:
+        ValueError: a file has other contents now.
+    """
+    before = read_checkpoint(ckpt_path)["kbf"].get("provenance")
+    if found := changes(before, now):
+        raise ValueError(
+            f"{'; '.join(found)}. A run continues on the same data: restore the file, or start a "
+            "new run"
+        )
+    return before
 
 
 def check_same(config: dict[str, Any], stored: dict[str, Any], ckpt_path: str) -> None:

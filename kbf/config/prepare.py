@@ -49,7 +49,7 @@ COUNTS = {
 SWITCHES = ("smooth", "calibrate", "alarms", "compile", "animation", "trust", "overwrite")
 
 # Settings that name a file or a folder.
-PATHS = ("run_dir", "checkpoint", "ckpt_path", "input", "output", "out", "state")
+PATHS = ("run_dir", "checkpoint", "ckpt_path", "input", "output", "out", "state", "folder")
 
 # Settings that may be null although their default is not.
 NULLABLE = ("threads", "ckpt_path")
@@ -76,7 +76,7 @@ def prepare(command: str, composed: Any, overrides: list[str]) -> dict[str, Any]
     (`kbf.data.dataset.completed`). Of a training run ``explicit`` is True where the command line
     sets model or data. References to environment variables stay text in groups of settings, such as
     ``model`` (`kbf.runtime.interpolation`); other settings have the value, and ``references`` has
-    their text, where there is any.
+    their text, where there is any. ``command`` has the words of the command line.
 
     Args:
         command: a command of ``kbf``.
@@ -87,14 +87,30 @@ def prepare(command: str, composed: Any, overrides: list[str]) -> dict[str, Any]
     Raises:
         ValueError: a setting that is not possible, with its name and the possible values.
     """
-    from omegaconf import OmegaConf
-
     named = {word.lstrip("+~").partition("=")[0] for word in overrides}
     with unlocked(composed):
         complete_run_dir(composed, named)
         drop_arguments_of_other_classes(composed, overrides)
         complete_data(composed, named)
     check(command, composed)
+    return completed(command, composed, named) | {"command": words_of(command, overrides)}
+
+
+def words_of(command: str, overrides: list[str]) -> list[str]:
+    """Returns the words of the command line of a single job, also of one of a sweep."""
+    from hydra.core.hydra_config import HydraConfig
+
+    job, words = HydraConfig.get(), [command, *overrides]
+    if job.job.config_name not in (None, short(command)):
+        words.append(f"--config-name={job.job.config_name}")
+    added = [each for each in job.runtime.config_sources if each.provider == "command-line"]
+    return words + [f"--config-dir={each.path}" for each in added]
+
+
+def completed(command: str, composed: Any, named: set[str]) -> dict[str, Any]:
+    """Returns the plain dict of `prepare`, of a configuration that is complete and checked."""
+    from omegaconf import OmegaConf
+
     if command in ("evaluate", "append"):
         return on_a_checkpoint(composed)
     if "data" not in composed:

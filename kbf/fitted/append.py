@@ -8,7 +8,7 @@ import heapq
 import itertools
 import os
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -56,6 +56,7 @@ def append(
     device: str | torch.device = "cpu",
     trust: bool = False,
     seed: int = 0,
+    provenance: dict[str, Any] | None = None,
 ) -> Appended:
     """Add recordings to the memory of a trained filter and write a new checkpoint, atomically.
 
@@ -69,6 +70,7 @@ def append(
         device: of the computation.
         trust: as in `kbf.fitted.checkpoint.load_filter`.
         seed: of filters that draw.
+        provenance: record that the new checkpoint contains; None for that of the old one.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
@@ -93,6 +95,7 @@ def append(
     trained = Trained(module, module.filter(), trained.epochs)
     if learned:
         trained = learn(trained, seed=seed)
+    module.provenance = provenance or module.provenance
     rewrite_checkpoint(trained, checkpoint, out)
     return Appended(trained, before, points(recordings), points(memory))
 

@@ -102,6 +102,7 @@ def updated(contents: dict[str, Any], trained: Trained) -> dict[str, Any]:
         "calibration": None if calibration is None else on_cpu(calibration._asdict()),
         "held_out": None if held_out is None else on_cpu(held_out._asdict()),
         "monitor": None if monitor is None else monitor.stored(),
+        "provenance": trained.module.provenance,
     }
     return contents
 
@@ -254,7 +255,7 @@ def check_contents(checkpoint: dict[str, Any]) -> None:
         if not isinstance(checkpoint[name], dict):
             raise ValueError(f"{name} is a {type(checkpoint[name]).__name__}, not a dict")
     about, config = checkpoint["kbf"], checkpoint["hyper_parameters"].get("config")
-    check_plain({"config": config})
+    check_plain({"config": config, "provenance": about.get("provenance")})
     if not isinstance(config, dict) or not isinstance(model := config.get("model"), dict):
         raise ValueError("there is no configuration of a model in it")
     for name, where, kinds in (

@@ -117,6 +117,8 @@ class FittedModel(nn.Module):
         # Operators of the filter with the present parameters, once requested.
         self.operators: dict[str, Tensor] | None = None
         self.prepared: bool = False
+        # Record of `kbf.runtime.provenance`, which checkpoints contain.
+        self.provenance: dict[str, Any] | None = None
         # Time that the encoders took when another model fitted them.
         self.borrowed_seconds: float = 0.0
 
@@ -257,11 +259,13 @@ class FittedModel(nn.Module):
             "version": __version__,
             "operators": self.operators,
             "observation": self.observation,
+            "provenance": self.provenance,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take recordings and shapes from the checkpoint, before its values are loaded."""
         self.prepared, self.operators = True, None
+        self.provenance = self.provenance or checkpoint["kbf"].get("provenance")
         state = checkpoint["state_dict"]
         self.memory = RecordingBuffers.from_state(state, "memory.").to(self.device)
         self.observation = checkpoint["kbf"].get("observation") or tuple(

@@ -8,6 +8,7 @@ from kbf.runtime import (
     interpolation as interpolation,
     memory_limit as memory_limit,
     optional_dependencies as optional_dependencies,
+    provenance as provenance,
     tensor_files as tensor_files,
     threads as threads,
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 # Settings that name a file or a folder.
 FILE_SETTINGS = (
-    *("input", "output", "checkpoint", "state", "out", "run_dir", "ckpt_path"),
+    *("input", "output", "checkpoint", "state", "out", "run_dir", "ckpt_path", "folder", "csv"),
     *("data.path", "data.table", "data.frames", "data.images"),
 )
 

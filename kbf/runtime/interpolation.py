@@ -38,7 +38,7 @@ def incomplete(recipe: Mapping[str, Any]) -> bool:
 
 
 def resolved(recipe: Mapping[str, Any], **values: Any) -> dict[str, Any]:
-    """Returns a configuration with its interpolations resolved, except for texts of the environment.
+    """Returns a configuration with its interpolations resolved, but for texts of the environment.
 
     Args:
         recipe: the unresolved configuration.

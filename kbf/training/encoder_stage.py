@@ -85,6 +85,7 @@ class EncoderTraining(lightning.LightningModule):
         code.heads.requires_grad_(how.loss in OWN_HEADS)
         self.augment: Augment = Augment(how.augment)
         self.extent: Any = None
+        self.provenance: dict[str, Any] | None = None
         self.fourier: Callable[[Tensor], Tensor] | None = None
         if how.targets == "fourier":
             width = (median_distance(frames.states) / code.z_scale).item()
@@ -229,7 +230,12 @@ class EncoderTraining(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the version and the stage to the checkpoint."""
-        checkpoint["kbf"] = {"version": __version__, "stage": "encoding", "operators": {}}
+        checkpoint["kbf"] = {
+            "version": __version__,
+            "stage": "encoding",
+            "operators": {},
+            "provenance": self.provenance,
+        }
 
 
 def fit_encoding(
@@ -240,6 +246,7 @@ def fit_encoding(
     frames: Frames,
     ckpt_path: Path | None = None,
     extent: Any = None,
+    provenance: dict[str, Any] | None = None,
 ) -> EncoderTraining:
     """Fit an encoding; it is equal on all processes of a distributed run.
 
@@ -251,10 +258,11 @@ def fit_encoding(
         frames: all images.
         ckpt_path: a checkpoint of this stage to continue.
         extent: for the figures (`kbf.plots.frames.frame_grid`).
+        provenance: record that checkpoints contain (`kbf.runtime.provenance`).
     """
     module = EncoderTraining(config, code, how, frames)
     module.train()
-    module.extent = extent
+    module.extent, module.provenance = extent, provenance
     rank, world, n = trainer.global_rank, trainer.world_size, len(frames.obs)
     order = RowOrder(n, how.batch_size, config["seed"], rank, world)
     everything = torch.arange(n)[rank::world].split(ROWS_PER_PASS)

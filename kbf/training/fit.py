@@ -114,6 +114,7 @@ def train(
     encodings: Path | None = None,
     extent: tuple[float, float, float, float] | None = None,
     validation: list[Recording] | None = None,
+    provenance: dict[str, Any] | None = None,
 ) -> Trained | None:
     """Fit the encoders of images, if there are any, then the filter; write the checkpoints.
 
@@ -136,6 +137,7 @@ def train(
             (`kbf.plots.frames.frame_grid`).
         validation: recordings to validate on; without them ``model.training.validation`` holds out
             a part of the training part.
+        provenance: record that the checkpoints contain (`kbf.runtime.provenance`).
 
     Returns:
         The best model; None in the helper processes of a distributed run.
@@ -151,6 +153,7 @@ def train(
     stored = {key: config[key] for key in CHECKPOINT_KEYS if key in config}
     module = FilterTraining(stored, sequences, trust=trust)
     module.extent, module.validation_floor = extent, validation_floor
+    module.provenance = provenance
     # cache: the second stage must not remove what the first has written.
     run = Run(config, directory, loggers or [], cache(begin), ckpt_path)
     if module.encoding is not None:
@@ -201,7 +204,16 @@ def fit_encoders(
     trainer = run.trainer(*callbacks, max_epochs=how.epochs, gradient_clip_val=how.clip)
     check_batches(len(obs), how, trainer.world_size)
     run.start(trainer)
-    fit_encoding(trainer, module.config, code, how, frames, run.ckpt_path, module.extent)
+    fit_encoding(
+        trainer,
+        module.config,
+        code,
+        how,
+        frames,
+        run.ckpt_path,
+        module.extent,
+        module.provenance,
+    )
     code.to("cpu")
     if module.code is not None:
         encoded = [code.crossfit(r, own) for r, own in zip(recordings, held, strict=True)]

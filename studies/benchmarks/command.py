@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from kbf.commands.support.console import console, print_table
-from kbf.commands.support.provenance import provenance
 from kbf.plots.tracks import save
 from kbf.runtime.atomic_files import write_csv, write_json, write_text
+from kbf.runtime.provenance import provenance
 from kbf.runtime.threads import tune_process
 from studies.benchmarks import BENCHMARKS
 from studies.benchmarks.base import Benchmark, Claim

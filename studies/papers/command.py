@@ -18,10 +18,10 @@ from rich.table import Table
 
 from kbf import __version__
 from kbf.commands.support.console import console
-from kbf.commands.support.provenance import commit, provenance
 from kbf.commands.support.resumable_jobs import finish_all
 from kbf.plots.tracks import save
 from kbf.runtime.atomic_files import scratch, sweep, write_csv, write_json, write_text
+from kbf.runtime.provenance import commit, provenance
 from kbf.runtime.threads import tune_process
 from studies.papers import EXPERIMENTS
 from studies.papers.base import Experiment, Verdict, counted

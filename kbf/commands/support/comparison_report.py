@@ -9,7 +9,6 @@ from typing import Any
 from rich.table import Column, Table
 
 from kbf.commands.support.console import console, print_table, print_written
-from kbf.commands.support.provenance import provenance
 from kbf.evaluation.metrics import (
     corrected_pairs,
     mean_and_error,
@@ -20,6 +19,7 @@ from kbf.evaluation.scoring_rules import COVERAGE_LEVELS
 from kbf.plots.charts import comparison_figure
 from kbf.plots.tracks import save
 from kbf.runtime.atomic_files import write_csv, write_json
+from kbf.runtime.provenance import provenance
 
 # Name of the Bayes-optimal filter of a data set in the results.
 FLOOR = "floor"
