@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from kbf.densities.base import Candidate, Features, ParametricDensity, pick, select_features
+from kbf.runtime.deadline import check_deadline
 from kbf.runtime.errors import FitError, fit_errors
 
 # Levels of a component: two are 0 and 1 (`bernoulli`), and of many each is observed too rarely.
@@ -114,6 +115,7 @@ def ascend(
     W[:, -1] = (y.mean(0) + 1e-3).log()
     before = W
     for k in range(rounds):
+        check_deadline()
         ahead = W + k / (k + 3) * (W - before)
         p = torch.cat([part.softmax(-1) for part in (phi @ ahead).split(sizes, -1)], -1)
         before, W = (

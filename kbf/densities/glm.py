@@ -32,6 +32,7 @@ from kbf.densities.base import (
     whitened,
 )
 from kbf.rkhs.linalg import cholesky
+from kbf.runtime.deadline import check_deadline
 from kbf.runtime.errors import fit_errors
 from kbf.ssm import normal
 
@@ -168,6 +169,7 @@ def fisher_scoring(
         size[:, -1] = y.var(0).log()
         inner = 0.5 * phi.mT @ phi + torch.diag_embed(shrink)
         for _ in range(rounds):
+            check_deadline()
             precision = (-(phi @ size).clamp(-30, 30)).exp()
             inverse = torch.linalg.inv(
                 weighted_gram(phi, precision) + torch.diag_embed(shrink)[:, None]
@@ -188,6 +190,7 @@ def fisher_scoring(
         else first.clamp_min(1e-3).log()
     )
     for _ in range(rounds):
+        check_deadline()
         eta = (phi @ start).clamp(-20, 20)
         if family == "bernoulli":
             mean = eta.sigmoid()

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from kbf.densities.base import LOG_2PI, Candidate, ParametricDensity, blocks, pick
+from kbf.runtime.deadline import check_deadline
 from kbf.ssm import normal
 
 # Least logarithm of a component's standard deviation, in units of the outputs' own.
@@ -167,6 +168,7 @@ def fit_networks(
     )
     with torch.enable_grad():
         for _ in range(rounds):
+            check_deadline()
             logits, means, spreads = heads(run(layers, inputs.expand(networks, -1, -1)), q)
             score = log_mixture(targets, logits.log_softmax(-1), means, spreads)
             held = torch.where(out, score, 0).detach().sum(1) / out.sum(1)

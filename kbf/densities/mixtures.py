@@ -24,6 +24,7 @@ from kbf.densities.base import (
     whitened,
 )
 from kbf.rkhs.linalg import cholesky
+from kbf.runtime.deadline import check_deadline
 from kbf.runtime.errors import fit_errors
 from kbf.ssm import normal
 
@@ -252,6 +253,7 @@ def expectation_maximisation(
     weight, last, score = torch.ones(n, K).to(y), -math.inf, -math.inf
     A, M, roots, log_shares = [], [], [], shares.mean(0).log()
     for step in range(rounds):
+        check_deadline()
         mean = shares.mean(0).clamp_min(1e-6)
         log_shares = (mean / mean.sum()).log()
         A, M, roots, squares, sizes = [], [], [], [], []

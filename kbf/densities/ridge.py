@@ -12,6 +12,7 @@ from kbf.manifolds import FLAT, Manifold, manifold_of
 from kbf.rkhs.features import nystrom_whitening, pivots
 from kbf.rkhs.kernels import KERNELS, NETWORK_KERNELS, Kernel, median_distance, own_value
 from kbf.rkhs.linalg import cholesky, squared_distance
+from kbf.runtime.deadline import check_deadline
 from kbf.runtime.errors import FitError, fit_errors
 from kbf.ssm import normal
 
@@ -235,6 +236,7 @@ def fit_ridge_map(
         )
     best: tuple[float, RidgeMap] | None = None
     for kernel in kernel_candidates(u, kernels, factors, slopes, biases):
+        check_deadline()
         landmarks = u[pivots(kernel, u, rank=rank, tol=1e-6)]
         whiten = nystrom_whitening(kernel(landmarks, landmarks))
         phi = kernel(u, landmarks) @ whiten

@@ -24,6 +24,7 @@ from kbf.filters.protocols import (
 )
 from kbf.recording import Array, Recording, as_float, check_finite, mask_of, pad, tensor_of
 from kbf.runtime import html_repr
+from kbf.runtime.deadline import check_deadline
 
 
 class Rollout(NamedTuple):
@@ -219,6 +220,7 @@ def rollout_sequential(
 
     hook = with_density if log_likelihood else before
     for t in range(inputs.obs.shape[1]):
+        check_deadline()
         now, control = (
             None if each is None else each[:, t] for each in (inputs.mask, inputs.controls)
         )

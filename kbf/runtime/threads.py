@@ -7,6 +7,7 @@ import ctypes
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from multiprocessing.pool import ThreadPool
 from typing import TypeVar
 
@@ -90,12 +91,14 @@ def limited_threads(threads: int | None) -> Iterator[None]:
 def side_by_side(f: Callable[[A], B], items: Iterable[A]) -> list[B]:
     """Returns f of each item, in order, computed in one thread for each core of the process.
 
-    In a worker process the items are computed one by one. Suited to long work in compiled code,
+    In a worker process the items are computed one by one. Threads have the context variables of the
+    caller, such as its `kbf.runtime.deadline`. Suited to long work in compiled code,
     which releases Python's global interpreter lock. Ctrl-C does not wait for it.
     """
     several = list(items)
     threads = min(CORES if multiprocessing.parent_process() is None else 1, len(several))
     if threads < 2:
         return [f(each) for each in several]
+    tasks = [(copy_context(), each) for each in several]
     with ThreadPool(threads) as pool:
-        return pool.map(f, several, chunksize=1)
+        return pool.map(lambda task: task[0].run(f, task[1]), tasks, chunksize=1)

@@ -32,7 +32,7 @@ def test_what_was_chosen_is_in_the_checkpoint(tmp_path, monkeypatch):
     """The mean is no filter: the Kalman filter takes its place, and comes back from the file with
     its calibration.
     """
-    monkeypatch.setattr(auto, "MORE", {})
+    monkeypatch.setattr(auto, "LEARNED", {})
     data, made = trained(tmp_path, "model=mean")
     assert made is not None and made.module.net.used() == ["kalman"]
     made = learn_and_keep(made, tmp_path)
@@ -50,9 +50,8 @@ def test_a_stack_comes_back_from_its_checkpoint(tmp_path, monkeypatch):
     same estimates.
     """
     small = KernelMonteCarlo(particles=40, regs=(0.0,), inflations=(1.0, 2.0), density="gaussian")
-    monkeypatch.setattr(auto, "MORE", {"kernel_monte_carlo": lambda seed: small})
-    monkeypatch.setattr(auto, "MIN_COVERAGE", 2.0)
-    monkeypatch.setattr(auto, "MIN_STEPS_FOR_SECOND_ROUND", 100)
+    monkeypatch.setattr(auto, "LEARNED", {"kernel_monte_carlo": lambda seed: small})
+    monkeypatch.setattr(auto, "MIN_STEPS_FOR_MORE", 100)
     monkeypatch.setattr(
         auto, "significantly_better", lambda gains, errors: errors == 1.0
     )  # always the stack

@@ -24,6 +24,7 @@ from kbf.recording import Recording, as_recordings, observed_pairs
 from kbf.rkhs.features import NystromFeatures
 from kbf.rkhs.kernels import KERNELS, median_distance
 from kbf.rkhs.linalg import evenly
+from kbf.runtime.deadline import check_deadline
 from kbf.runtime.threads import one_thread
 from kbf.ssm import simulate
 
@@ -231,6 +232,7 @@ def bounded_run(
     margin = (high - low) / 2
     z, run = start, []
     for _ in range(steps):
+        check_deadline()
         z = density.sample(z, generator).clamp(low - margin, high + margin)
         run.append(z)
     return torch.cat(run)
@@ -251,6 +253,7 @@ def quantise(
     centres = points[torch.randperm(len(points), device=points.device, generator=generator)[:m]]
     shares, middle = centres.new_ones(len(centres)), points.mean(0)
     for _ in range(rounds):
+        check_deadline()
         nearest = torch.cdist((points - middle).float(), (centres - middle).float()).argmin(1)
         counts = nearest.bincount(minlength=len(centres))
         # Unlike index_add this is deterministic on a GPU.

@@ -19,6 +19,7 @@ from kbf.filters.neural.gru import GRUFilter
 from kbf.filters.protocols import Filter, WithoutHyperparameters
 from kbf.filters.regression.window import checked
 from kbf.recording import Recording, control_width, pad
+from kbf.runtime.deadline import check_deadline
 from kbf.runtime.threads import side_by_side
 
 # Parts that the recordings are cut into; early stopping of each network uses one of them.
@@ -132,6 +133,7 @@ class FittedGRU(WithoutHyperparameters):
         )
         least, best = math.inf, parameters_to_vector(net.parameters()).detach()
         for update, windows in enumerate(random_windows(rest, self.window, updates, generator)):
+            check_deadline()
             loss = net.loss(
                 windows.states,
                 windows.obs,

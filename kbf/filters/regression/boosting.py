@@ -11,6 +11,7 @@ from torch import Tensor
 from kbf.filters.regression.window import WindowRegression, rows_of, windows_of
 from kbf.recording import Recording
 from kbf.rkhs.linalg import evenly
+from kbf.runtime.deadline import check_deadline
 from kbf.runtime.optional_dependencies import need
 from kbf.runtime.threads import side_by_side
 
@@ -137,6 +138,7 @@ class WindowBoosting(WindowRegression):
         u, z = windows.double().cpu().numpy(), states.double().cpu().numpy()
 
         def one(k: int) -> Any:
+            check_deadline()
             with pools.threadpool_limits(1, user_api="openmp"):
                 return ensemble.HistGradientBoostingRegressor(
                     max_iter=self.iterations, random_state=self.seed

@@ -1,25 +1,26 @@
-"""Model selection by blocked cross-validation: a main model, baselines, or an ensemble of them.
+"""Model selection by blocked cross-validation: a main model, others, or an ensemble of them.
 
 `ModelSelection` fits a main model and its candidates to the recordings without a fold, runs them
-through the blocks of that fold, and repeats it for the next fold. Two rounds limit the cost:
+through the blocks of that fold, and repeats it for the next fold. Candidates are compared in the
+order of their cost, so that a budget leaves out the slowest ones:
 
-1. The main model is compared with `PLAIN`: ridge regression on a window, the Kalman filter of a
-   linear model, the mean.
-2. The second round requires `MIN_STEPS_FOR_SECOND_ROUND` steps, and a better baseline or a coverage
-   below `MIN_COVERAGE`, as where states are not Markov or errors accumulate. It adds `MORE`, the
-   kernel Monte Carlo filter and boosted trees on a window, and above `MIN_STEPS_OF_LARGE_DATA`
-   steps `NETS`.
-
-Up to `MIN_STEPS_OF_LARGE_DATA` steps the published filter over the recording itself (`PUBLISHED`)
-is a candidate as well; it assumes no form of the conditional densities.
+1. `PLAIN`: the mean, the Kalman filter of a linear model, ridge regression on a window. They take
+   seconds and are compared whatever the budget.
+2. `LEARNED`, filters of a learned state-space model, from `MIN_STEPS_FOR_MORE` steps on.
+3. The main model.
+4. `PUBLISHED`, the published filter over the recording itself, up to `MIN_STEPS_OF_LARGE_DATA`
+   steps; it assumes no form of the conditional densities.
+5. `SLOW`: boosted trees on a window from `MIN_STEPS_FOR_TREES` steps on, networks above
+   `MIN_STEPS_OF_LARGE_DATA` steps.
 
 The main model is kept unless a candidate is better by `MIN_STD_ERRORS` standard errors over blocks.
 Otherwise the kernel Monte Carlo filter is selected unless another is better by one, since blocks
 are few and a filter provides covariances. With controls the two change places: a fixed memory is
 re-weighted for every control, which is slow, and resolves the next state only to the spacing of its
-points, whereas particles move with the belief. After the second round the selected model is
-compared with the stacking ensemble (`kbf.filters.selection.stacking`), scored on blocks that its
-weights are not fitted to; it is selected if it is better by one standard error.
+points, whereas particles move with the belief. The selected model is then compared with the
+stacking ensemble of the best ones (`kbf.filters.selection.stacking`), scored on blocks that its
+weights are not fitted to; it is selected if it is better by one standard error and by
+`MIN_GAIN_OF_STACK`.
 
 With density ratios as observations (`kbf.densities.ratio`) the kernel Monte Carlo filter is
 selected unless it cannot be fitted. Only this filter uses ratios, the others use their means, and
@@ -45,6 +46,7 @@ from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
 from kbf.filters.neural.gru_ensemble import FittedGRU
+from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.protocols import Filter, RatioModel, smoother_of
 from kbf.filters.regression.boosting import WindowBoosting
 from kbf.filters.regression.window import MeanModel, WindowRidge
@@ -63,19 +65,22 @@ from kbf.runtime.errors import FitError
 
 # Baselines, as functions of a seed.
 PLAIN: dict[str, Callable[[int], nn.Module]] = {
-    "window_ridge": lambda seed: WindowRidge(None),
-    "kalman": lambda seed: LearnedKalman(),
     "mean": lambda seed: MeanModel(),
+    "kalman": lambda seed: LearnedKalman(),
+    "window_ridge": lambda seed: WindowRidge(None),
 }
-# Candidates of the second round.
-MORE: dict[str, Callable[[int], nn.Module]] = {
+# Filters of a learned state-space model, in the order of their cost.
+LEARNED: dict[str, Callable[[int], nn.Module]] = {
+    "particle_learned": lambda seed: LearnedParticleFilter(),
     "kernel_monte_carlo": lambda seed: KernelMonteCarlo(seed=seed),
-    "window_boosting": lambda seed: WindowBoosting(None, seed=seed),
 }
-# The filter with a learned model among them.
+# The filter with a learned model and moving particles among them.
 MOVING = "kernel_monte_carlo"
-# Candidates above `MIN_STEPS_OF_LARGE_DATA` steps: networks are slow to fit and require much data.
-NETS: dict[str, Callable[[int], nn.Module]] = {"gru": lambda seed: FittedGRU(seed=seed)}
+# Models that are slow to fit, with the steps above which they are candidates.
+SLOW: dict[str, Callable[[int], nn.Module]] = {
+    "window_boosting": lambda seed: WindowBoosting(None, seed=seed),
+    "gru": lambda seed: FittedGRU(seed=seed),
+}
 # The filter of Xu et al. (2022), Algorithm 2, over the recording, with bandwidths from median
 # distances: their grid takes long.
 PUBLISHED: dict[str, Callable[[int], nn.Module]] = {
@@ -86,15 +91,21 @@ PUBLISHED: dict[str, Callable[[int], nn.Module]] = {
 FOLDS = 5
 # Steps below which the main model is used without a comparison.
 MIN_STEPS_TO_COMPARE = 100
-# Steps below which `MORE` is not compared: the scores of few blocks are too uncertain.
-MIN_STEPS_FOR_SECOND_ROUND = 500
+# Steps below which `LEARNED` is not compared: the scores of few blocks are too uncertain.
+MIN_STEPS_FOR_MORE = 200
+# Steps below which trees are not compared.
+MIN_STEPS_FOR_TREES = 500
 # Steps above which only every third fold is held out: fits are slow, and blocks are many.
 MIN_STEPS_OF_LARGE_DATA = 2000
 # Standard errors by which a candidate must be better than the main model.
 MIN_STD_ERRORS = 1.5
-# Share of held-out states within 1.96 standard deviations, averaged over components, below which
-# the covariances of a filter are far too small.
-MIN_COVERAGE = 0.8
+# Share of the error by which an ensemble must be better: its steps take longer, and it has neither
+# a smoother nor a program for export.
+MIN_GAIN_OF_STACK = 0.1
+
+
+# Models of an ensemble; of more, the best ones. Its steps take as long as those of all members.
+MAX_MEMBERS = 4
 
 
 class ModelSelection(nn.Module):
@@ -128,15 +139,15 @@ class ModelSelection(nn.Module):
             main: the main model.
             name: its name in tables.
             seed: of the models that draw random numbers.
-            budget: seconds of `prepare`, or None. No candidate is started after them, and one that
-                would take longer, by the time of its first fold, is stopped early. The main model
-                is always compared.
+            budget: seconds of `prepare` and the fit after it, or None. Models other than `PLAIN`
+                are stopped at their end, and one that would take longer, by the time of its first
+                fold, is stopped early. The main model is no exception.
             smooths: whether only filters with a smoother are candidates; an ensemble has none.
         """
         super().__init__()
         self.budget, self.smooths = budget, smooths
         self.main_name: str = name.replace(".", "_")  # a module's name has no dots
-        makers = PLAIN | PUBLISHED | MORE | NETS
+        makers = PLAIN | LEARNED | PUBLISHED | SLOW
         others = {key: make(seed) for key, make in makers.items() if key != self.main_name}
         self.models: nn.ModuleDict = nn.ModuleDict({self.main_name: main, **others})
         self.weights: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
@@ -196,49 +207,39 @@ class ModelSelection(nn.Module):
         def attempt(names: Iterable[str]) -> None:
             for name in names:
                 if name in suitable and name not in {row.model for row in search.rows}:
-                    model, is_main = self.adapted(self.models[name]), name == self.main_name
-                    ready = None if is_main else partial(model.prepare, recordings, generator)
+                    model = self.adapted(self.models[name])
                     search.attempt(
                         name,
                         partial(fit_smoother, model) if self.smooths else model.fit,
-                        prepare=ready,
-                        timed=not is_main,
+                        prepare=partial(model.prepare, recordings, generator),
+                        timed=name not in PLAIN,
                         compared=name not in PLAIN,
                     )
 
         if self.ratio_dim:
             attempt([MOVING])
-        leading, stack = MOVING, False
+        if not search.found:
+            attempt(self.in_order(sum(len(s.states) for s in recordings)))
         if not search.found:
             main.prepare(memory, generator)
-            moves = recordings[0].controls is not None or self.ratio_dim > 0
-            leading = MOVING if moves and MOVING in suitable else self.main_name
-            stack = self.compare(search, attempt, leading, sum(len(s.states) for s in recordings))
-        if not search.found:
             return
-        self.select(search, leading, stack=stack and not self.smooths)
+        moves = recordings[0].controls is not None or self.ratio_dim > 0
+        self.select(search, MOVING if moves and MOVING in suitable else self.main_name)
         selected = self.filters_of({name: each.filters for name, each in search.found.items()})
         self.held_out_filters = list(zip(selected, [fold for _, fold in parts], strict=True))
         self.candidates = search.table()
 
-    def compare(
-        self, search: Search, attempt: Callable[[Iterable[str]], None], leading: str, total: int
-    ) -> bool:
-        """Run the two rounds on ``total`` steps; return whether the second had any candidate."""
-        attempt([*(name for name in PLAIN if name != self.main_name), leading, self.main_name])
-        lead = search.found.get(leading)
-        uncertain = (
-            lead is None
-            or any(each.scores.mean() < lead.scores.mean() for each in search.found.values())
-            or (lead.covered is not None and lead.covered < MIN_COVERAGE)
-        )
-        small = total <= MIN_STEPS_OF_LARGE_DATA
-        if small and self.main_name not in PUBLISHED and not self.allow_missing_sensors:
-            attempt(PUBLISHED)
-        before = len(search.rows)
-        if uncertain and total >= MIN_STEPS_FOR_SECOND_ROUND:
-            attempt([*MORE, *(() if small else NETS)])
-        return len(search.rows) > before
+    def in_order(self, total: int) -> list[str]:
+        """Return the candidates for ``total`` steps in the order of their cost."""
+        large = total > MIN_STEPS_OF_LARGE_DATA
+        published = not large and self.main_name not in PUBLISHED and not self.allow_missing_sensors
+        return [
+            *PLAIN,
+            *(LEARNED if total >= MIN_STEPS_FOR_MORE else ()),
+            self.main_name,
+            *(PUBLISHED if published else ()),
+            *(name for name in SLOW if large or (name != "gru" and total >= MIN_STEPS_FOR_TREES)),
+        ]
 
     def held_out(self, memory: list[Recording]) -> tuple[list[Recording], list[Part]]:
         """Return the recordings and their folds, each with the rest.
@@ -283,13 +284,12 @@ class ModelSelection(nn.Module):
         """The steps of ``memory`` that are trained on."""
         return last_steps(memory, int(self.newest))
 
-    def select(self, search: Search, leading: str, *, stack: bool) -> None:
+    def select(self, search: Search, leading: str) -> None:
         """Set weights, scores and covariances of errors from the results of a search.
 
         Args:
             search: the results.
             leading: the model that is kept unless another is better by `MIN_STD_ERRORS`.
-            stack: whether the stacking ensemble is a candidate.
         """
         names, found, scale = list(self.models), search.found, search.scale
         best = least = min(found, key=lambda name: float(found[name].scores.mean()))
@@ -302,11 +302,12 @@ class ModelSelection(nn.Module):
             ):
                 best = name
         weights = {best: torch.ones_like(scale)}
-        if len(found) > 1 and stack:
-            stacking, scores = stacked(list(found.values()), scale)
+        if len(found) > 1 and not self.smooths:
+            members = sorted(found, key=lambda name: float(found[name].scores.mean()))[:MAX_MEMBERS]
+            stacking, scores = stacked([found[name] for name in members], scale)
             search.rows.append(Row("stack", float(scores.mean()), deviation(scores), 0.0, ""))
-            if significantly_better(found[best].scores - scores, 1.0):
-                weights = dict(zip(found, stacking, strict=True))
+            if significantly_better((1 - MIN_GAIN_OF_STACK) * found[best].scores - scores, 1.0):
+                weights = dict(zip(members, stacking, strict=True))
         self.weights = torch.stack([weights.get(name, torch.zeros_like(scale)) for name in names])
         left = {name: torch.cat(each.residuals) for name, each in found.items()}
         none = torch.zeros_like(scale.diag())

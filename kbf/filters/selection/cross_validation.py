@@ -18,6 +18,7 @@ from kbf.data.windows import piece
 from kbf.filters.protocols import Filter
 from kbf.filters.rollout import rollout_recordings
 from kbf.recording import Recording
+from kbf.runtime.deadline import deadline
 from kbf.runtime.errors import FitError, MissingPackageError
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -135,10 +136,11 @@ class Search:
         try:
             if left <= 0:
                 raise FitError(f"not started: the budget of {self.budget:g} s is spent")
-            if prepare is not None:
-                prepare()
-            least = least_on_first(self.found) if compared else torch.inf
-            self.found[name] = trial(fit, self.parts, self.scale, least, began + left, run)
+            with deadline(began + left):
+                if prepare is not None:
+                    prepare()
+                least = least_on_first(self.found) if compared else torch.inf
+                self.found[name] = trial(fit, self.parts, self.scale, least, began + left, run)
         except (FitError, MissingPackageError) as error:
             note = " ".join(str(error).split())
         scores = self.found[name].scores if name in self.found else torch.zeros(0)
@@ -199,9 +201,10 @@ def trial(
                 f"where another model has {least:.3g}"
             )
         taken = time.perf_counter() - began
-        if began + taken * len(parts) > until:
+        needed = taken * (len(parts) + 1)  # and the fit to all recordings
+        if began + needed > until:
             raise FitError(
-                f"stopped early: {taken * len(parts):.0f} s by its first part, and the budget has "
+                f"stopped early: {needed:.0f} s by its first part, and the budget has "
                 f"{until - began:.0f} s left"
             )
     scores = torch.stack([nmse_of(left, scale) for left in residuals])

@@ -27,10 +27,11 @@ def stacked(
     residuals = zip(*(trial.residuals for trial in trials), strict=True)
     blocks = [torch.stack(each) for each in residuals]  # m t d
     folds, scores = trials[0].folds, []
-    for fold, block in zip(folds, blocks, strict=True):
+    for fold in dict.fromkeys(folds):
         rest = [each for k, each in zip(folds, blocks, strict=True) if k != fold]
         weights = simplex_weights(torch.cat(rest, 1))
-        scores.append(nmse_of((weights[:, None] * block).sum(0), scale))
+        held = [each for k, each in zip(folds, blocks, strict=True) if k == fold]
+        scores += [nmse_of((weights[:, None] * block).sum(0), scale) for block in held]
     return simplex_weights(torch.cat(blocks, 1)), torch.stack(scores)
 
 

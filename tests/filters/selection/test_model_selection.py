@@ -19,7 +19,6 @@ from kbf.evaluation.score import score
 from kbf.export.step import refuse
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gaussian.kalman import KalmanFilter, LearnedKalman, LinearModel
-from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
 from kbf.filters.online import RunningFilter
 from kbf.filters.regression.window import MeanModel, WindowRidge
 from kbf.filters.rollout import rollout
@@ -30,6 +29,7 @@ from kbf.filters.selection.stacking import simplex_weights, stacked
 from kbf.filters.smoothing import smooth
 from kbf.recording import Recording
 from kbf.rkhs.linalg import NotPositiveDefiniteError
+from kbf.runtime.deadline import check_deadline
 from kbf.runtime.errors import FitError, fit_errors
 from kbf.ssm import StateSpaceModel, simulate
 
@@ -65,10 +65,9 @@ def recording(n=600, noise=0.5, seed=0) -> Recording:
 
 @pytest.fixture(autouse=True)
 def without_more(monkeypatch):
-    """Only plain rivals: the others take long, and have tests of their own."""
-    monkeypatch.setattr(auto, "MORE", {})
-    monkeypatch.setattr(auto, "PUBLISHED", {})
-    monkeypatch.setattr(auto, "NETS", {})
+    """Only plain candidates: the others take long, and have tests of their own."""
+    for others in ("LEARNED", "PUBLISHED", "SLOW"):
+        monkeypatch.setattr(auto, others, {})
 
 
 # weights
@@ -212,38 +211,54 @@ def test_a_model_that_is_wrong_is_replaced_by_the_right_one():
 
 
 class Slow(LearnedKalman):
-    """Takes a tenth of a second for each fold."""
+    """Takes a second for each fold."""
 
     def fit(self, memory):
-        time.sleep(0.1)
+        time.sleep(1)
         return super().fit(memory)
 
 
-def test_no_rival_is_begun_after_the_budget_and_one_that_would_take_longer_is_given_up(monkeypatch):
-    net = ModelSelection(LearnedKalman(), name="main", budget=1e-9)
+def test_plain_models_are_compared_without_a_budget_and_others_are_not_started():
+    net = ModelSelection(Wrong(), name="main", budget=1e-9)
     net.prepare([recording(300)])
     notes = {row.model: row.note for row in net.candidates}
-    assert notes.pop("main") == "" and net.used() == ["main"]
-    assert len(notes) == 3 and all(
-        "the budget of 1e-09 s is spent" in note for note in notes.values()
-    )
-    monkeypatch.setattr(auto, "PLAIN", {"slow": lambda seed: Slow()})
-    for budget, given_up in ((0.3, True), (None, False)):
-        net = ModelSelection(LearnedKalman(), name="main", budget=budget)
-        net.prepare([recording(300)])
-        assert (
-            next(row.note for row in net.candidates if row.model == "slow").startswith(
-                "stopped early: 1 s by its first"
-            )
-            == given_up
-        )
+    assert "the budget of 1e-09 s is spent" in notes["main"] and not hasattr(net.main, "prepared")
+    assert net.used() == ["kalman"]
+    assert {name for name, note in notes.items() if not note} >= set(auto.PLAIN)
+
+
+def test_a_model_that_would_take_longer_than_the_budget_is_stopped_early(monkeypatch):
+    """By the time of its first fold: a second for each of five, and one for the fit to all."""
+    monkeypatch.setattr(auto, "LEARNED", {"slow": lambda seed: Slow()})
+    net = ModelSelection(LearnedKalman(), name="main", budget=5.0)
+    net.prepare([recording(300)])
+    note = next(row.note for row in net.candidates if row.model == "slow")
+    assert note.startswith("stopped early: ") and "by its first part" in note
+
+
+class Endless(LearnedKalman):
+    """Never ends its preparation, unless it is stopped."""
+
+    def prepare(self, memory, generator=None):
+        while True:
+            check_deadline()
+
+
+def test_a_main_model_that_takes_too_long_is_stopped_and_another_is_selected():
+    net = ModelSelection(Endless(), name="main", budget=10.0)
+    start = time.perf_counter()
+    net.prepare([recording(300)])
+    assert time.perf_counter() - start < 60 and net.used() == ["kalman"]
+    note = next(row.note for row in net.candidates if row.model == "main")
+    assert note == "stopped at the end of the budget"
 
 
 def test_the_main_model_stays_where_nothing_is_better():
     net = ModelSelection(LearnedKalman(), name="main")
     net.prepare([recording(600)])
     assert net.used() == ["main"]
-    assert {row.model for row in net.candidates} == {"main", "kalman", "window_ridge", "mean"}
+    names = {"main", "kalman", "window_ridge", "mean", "stack"}
+    assert {row.model for row in net.candidates} == names
 
 
 def test_the_choice_is_kept_with_the_model():
@@ -287,7 +302,7 @@ def test_without_enough_steps_or_with_silent_sensors_it_is_the_main_model():
 
 
 @pytest.mark.slow
-def test_more_is_tried_in_trouble_and_stacked(monkeypatch):
+def test_models_that_are_good_at_different_components_are_stacked(monkeypatch):
     """Two halves of the truth: each component is told by one model; the stack has both, and a mean
     error below each.
     """
@@ -310,10 +325,9 @@ def test_more_is_tried_in_trouble_and_stacked(monkeypatch):
 
     monkeypatch.setattr(auto, "PLAIN", {"mean": lambda seed: MeanModel()})
     monkeypatch.setattr(
-        auto, "MORE", {"first": lambda seed: Half(0), "second": lambda seed: Half(1)}
+        auto, "LEARNED", {"first": lambda seed: Half(0), "second": lambda seed: Half(1)}
     )
     net = ModelSelection(MeanModel(), name="main")
-    monkeypatch.setattr(auto, "MIN_COVERAGE", 2.0)  # whatever its regions hold
     net.prepare([recording(800)])
     assert set(net.used()) == {"first", "second"}
     best = {row.model: row.nmse for row in net.candidates}
@@ -370,7 +384,8 @@ def test_the_published_filter_is_taken_where_it_is_better(monkeypatch):
     law at all.
     """
     monkeypatch.undo()
-    monkeypatch.setattr(auto, "MORE", {})
+    for others in ("LEARNED", "SLOW"):
+        monkeypatch.setattr(auto, others, {})
     data = SyntheticData(Fork(), n_train=500, n_test=200, seed=1000)
     model = ModelSelection(LearnedKalman(), name="main")
     model.prepare(data.train)
@@ -397,7 +412,7 @@ def test_of_those_that_are_alike_the_filter_is_taken(apart, taken, monkeypatch):
         "window_boosting": 1 + 0.3 * noise.flip(0),
     }
     model, search = searched(scores, monkeypatch)
-    model.select(search, "main", stack=False)
+    model.select(search, "main")
     assert model.used() == [taken]
 
 
@@ -405,7 +420,7 @@ def searched(scores, monkeypatch):
     """A net and what its search has found: NMSE of each stretch, by model."""
     monkeypatch.setattr(
         auto,
-        "MORE",
+        "LEARNED",
         dict.fromkeys(("kernel_monte_carlo", "window_boosting"), lambda seed: MeanModel()),
     )
     search = Search([], torch.ones(1, dtype=F64))
@@ -413,7 +428,7 @@ def searched(scores, monkeypatch):
     search.found |= {
         name: Trial([], ones, list(range(8)), each, None) for name, each in scores.items()
     }
-    return ModelSelection(MeanModel()), search
+    return ModelSelection(MeanModel(), smooths=True), search  # without an ensemble
 
 
 @pytest.mark.parametrize(
@@ -426,34 +441,24 @@ def test_who_leads_stays_unless_another_is_surely_better(leading, ahead, taken, 
         {"main": 2 - ahead + 0.3 * noise, "kernel_monte_carlo": 2 + 0.3 * noise.flip(0)},
         monkeypatch,
     )
-    model.select(search, leading, stack=False)
+    model.select(search, leading)
     assert model.used() == [taken]
 
 
-@pytest.mark.slow
-def test_with_controls_the_memory_that_moves_leads(monkeypatch):
-    """It is tried although nothing is wrong with the main model."""
-    first = {
-        "orders": (1,),
-        "inflations": (1.0,),
-        "regs": (0.0,),
-        "restarts": (0.005,),
-        "tempers": (1.0,),
-    }
-    monkeypatch.setattr(
-        auto, "MORE", {auto.MOVING: lambda seed: KernelMonteCarlo(particles=200, **first)}
-    )
-    monkeypatch.setattr(auto, "PLAIN", {})
-    data = recording(300)
+def test_with_controls_the_kernel_monte_carlo_filter_leads(monkeypatch):
+    monkeypatch.setattr(auto, "LEARNED", {auto.MOVING: lambda seed: LearnedKalman()})
+    found, data = [], recording(300)
+    select = ModelSelection.select
+
+    def recorded(self, search, leading):
+        found.append(leading)
+        select(self, search, leading)
+
+    monkeypatch.setattr(ModelSelection, "select", recorded)
     controls = torch.randn(300, 1, generator=generator(), dtype=F64)
-    for sequence, tried in (
-        (data, {"main"}),
-        (data._replace(controls=controls), {"main", auto.MOVING}),
-    ):
-        net = ModelSelection(LearnedKalman())
-        net.prepare([sequence])
-        assert {row.model for row in net.candidates} == tried
-        assert all(row.nmse is not None for row in net.candidates)
+    for given in (data, data._replace(controls=controls)):
+        ModelSelection(MeanModel()).prepare([given])
+    assert found == ["main", auto.MOVING]
 
 
 def test_stretches_are_as_long_as_a_fold_allows():
