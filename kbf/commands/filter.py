@@ -153,6 +153,8 @@ def run(config: dict[str, Any]) -> int:
         f"{rejected:,} rejected as implausible ({100 * rejected / max(running.done, 1):.1f} %)"
     ]
     parts += [f"{estimator.alarms:,} alarms"] if estimator.monitor is not None else []
+    parts += [f"{running.predicted:,} without a row predicted"] if running.predicted else []
+    parts += [f"{running.restarts:,} restarts after gaps in time"] if running.restarts else []
     messages.print(f"{', '.join(parts)}; {running.done / seconds:,.0f} a second")
     for name in running.columns if config["output"] != "-" else []:
         if name in COLUMNS:
@@ -276,7 +278,7 @@ def text_rows(
         config["device"],
         source="standard input" if config["input"] == "-" else str(config["input"]),
         on_unreadable=report,
-        clock=running.clock,
+        clocks=running.clocks,
         sequence=running.sequence,
         allow_missing_sensors=allows_missing_sensors(trained.filter),
     )
@@ -311,6 +313,7 @@ def array_rows(config: dict[str, Any], data: dict[str, Any], trained: Trained) -
                 None if r.times is None else f"{r.times[t].item():.15g}",
                 None if one else r.name,
                 next_ready=t + 1 < len(r.obs),
+                inserted=r.inserted is not None and bool(r.inserted[t]),
             )
 
 

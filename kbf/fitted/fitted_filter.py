@@ -22,7 +22,7 @@ from kbf.fitted.held_out_calibration import learn_smoothed
 from kbf.fitted.inputs import inputs_of, read_for, recording_of
 from kbf.fitted.online import OnlineFilter
 from kbf.fitted.online_estimator import OnlineEstimator
-from kbf.fitted.results import Result, Source, continued, in_order, joined
+from kbf.fitted.results import Result, Source, continued, in_order, joined, row_order
 from kbf.fitted.runs import (
     as_recording,
     batch_of,
@@ -208,7 +208,7 @@ class FittedFilter(Summary):
             acted = batch["controls"]
             for t in range(0, len(states), stride):
                 steps = horizon if acted is None else min(horizon, len(states) - 1 - t)
-                if steps < 1:
+                if steps < 1 or where[t] < 0:
                     continue
                 ahead = None if acted is None else acted[:, t + 1 : t + 1 + steps]
                 results.append(moved(self.trained, states[t], ahead, steps, generator))
@@ -248,7 +248,7 @@ class FittedFilter(Summary):
 
         data = read_for(self._data, data, states=True)  # once, for all methods below
         pieces, rows, _ = inputs_of(self._data, data)
-        order = torch.cat(rows).argsort()
+        order = row_order(rows)
         states = torch.cat([as_recording(each).states for each in pieces]).double()[order]
         found = column_scores(self.filter(data, seed=seed), states, self.schema)
         if smooth:

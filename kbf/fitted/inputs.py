@@ -10,10 +10,13 @@ from torch import Tensor
 
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.in_memory import contents_of, is_frame, named_arrays, numbers_of
-from kbf.data.files.layout import Contents, Layout, Observations
+from kbf.data.files.layout import Contents, Layout, Observations, layout_of
 from kbf.data.files.read import observations_of, trained_layout
 from kbf.fitted.results import Source
 from kbf.runtime.errors import DataError, DataWarning, in_python
+
+# The row of steps that were inserted: none.
+NO_ROW = -1
 
 # What `pieces_at_gaps` appends to the names of recordings.
 PIECE = re.compile(r"\[\d+:\d+\]$")
@@ -24,7 +27,7 @@ class Inputs(NamedTuple):
 
     Attributes:
         pieces: in the components that filters use.
-        rows: of each piece, the rows of the input.
+        rows: of each piece, the rows of the input; `NO_ROW` for inserted steps.
         source: of all rows, in the order of the input.
     """
 
@@ -61,16 +64,22 @@ def inputs_of(
     index = data.index if is_frame(data) and hasattr(data, "iloc") else None
     contents = read_for(settings, data, states=states)
     with in_python():
-        pieces = observations_of(contents.recordings, settings)
-    # Pieces are the recordings in their order, cut at gaps.
+        pieces = observations_of(contents, settings)
+    # Pieces are the recordings in their order, cut at gaps, with inserted steps.
     numbers = torch.cat(numbers_of(contents.recordings))
-    rows = list(numbers.split([len(piece.obs) for piece in pieces]))
+    kept = [
+        torch.ones(len(piece.obs), dtype=torch.bool) if piece.inserted is None else ~piece.inserted
+        for piece in pieces
+    ]
+    rows = [torch.full((len(each),), NO_ROW) for each in kept]
+    own = numbers.split([int(each.sum()) for each in kept])
     names, times = [""] * len(numbers), np.full(len(numbers), np.nan)
-    for piece, where in zip(pieces, rows, strict=True):
-        for row in where.tolist():
-            names[row] = recording_of(piece)
+    for piece, row, keep, where in zip(pieces, rows, kept, own, strict=True):
+        row[keep] = where
+        for number in where.tolist():
+            names[number] = recording_of(piece)
         if piece.times is not None:
-            times[where.numpy()] = piece.times.numpy()
+            times[where.numpy()] = piece.times[keep].numpy()
     bounds = {name: tuple(ends) for name, ends in (settings.get("bounds") or {}).items()}
     source = Source(names, times if np.isfinite(times).any() else None, index, bounds)
     return Inputs(pieces, rows, source)
@@ -103,7 +112,7 @@ def layout_for(settings: dict[str, Any], data: Any, *, states: bool) -> Layout:
     A column of recordings may be absent: the data is then a single recording.
     """
     schema = ColumnSchema.from_dict(settings["column_schema"])
-    layout = trained_layout(settings, schema)
+    layout = trained_layout(layout_of(settings), schema)
     if isinstance(data, dict) and not all(map(is_frame, data.values())):
         return Layout(size=layout.size)  # named arrays have the usual names
     if states:

@@ -76,14 +76,23 @@ def joined(results: list[Result]) -> Result:
 
 
 def in_order(results: list[Result], rows: list[Tensor]) -> Result:
-    """Concatenate results and put them into the order of the rows of the input."""
-    whole, order = joined(results), torch.cat(rows).argsort()
+    """Concatenate results and put them into the order of the rows of the input.
+
+    Steps without a row, whose number is negative, are left out.
+    """
+    whole, order = joined(results), row_order(rows)
     return Result(
         whole.means[order],
         None if whole.covariances is None else whole.covariances[order],
         None if whole.alarms is None else [whole.alarms[k] for k in order.tolist()],
         {name: each[order] for name, each in whole.diagnostics.items()},
     )
+
+
+def row_order(rows: list[Tensor]) -> Tensor:
+    """Return the steps of all pieces that have a row, in the order of the rows."""
+    numbers = torch.cat(rows)
+    return numbers.argsort()[int((numbers < 0).sum()) :]
 
 
 def continued(index: Any, count: int) -> Any:

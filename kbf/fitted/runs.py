@@ -109,14 +109,15 @@ def log_likelihoods(
     Returns:
         ``T``, NaN where nothing was observed; None for a filter without a density.
     """
-    found = np.full(sum(map(len, rows)), np.nan)
+    found = np.full(sum(int((each >= 0).sum()) for each in rows), np.nan)
     generator = torch.Generator(trained.module.device).manual_seed(seed)
     for piece, where in zip(pieces, rows, strict=True):
         batch = batch_of(trained, piece)
         run = rollout(trained.filter, **batch, log_likelihood=True, generator=generator)
         if run.log_likelihood is None:
             return None
-        found[where.numpy()] = run.log_likelihood[0].double().cpu().numpy()
+        has_row = where >= 0
+        found[where[has_row].numpy()] = run.log_likelihood[0].double().cpu()[has_row].numpy()
     return found
 
 

@@ -61,7 +61,12 @@ def forecast_nmse(
     origins = ahead.to_frame().index.to_frame(index=False)
     found = {}
     for k in range(1, horizon + 1):
-        target = {int(a): int(b) for each in rows for a, b in zip(each, each[k:], strict=False)}
+        target = {
+            int(a): int(b)
+            for each in rows
+            for a, b in zip(each, each[k:], strict=False)
+            if a >= 0 and b >= 0
+        }
         aims = origins.origin.where(origins.step == k).map(target)
         at = aims.notna().to_numpy().nonzero()[0]
         z = states[torch.from_numpy(aims.iloc[at].to_numpy("int64"))]

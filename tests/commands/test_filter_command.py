@@ -648,7 +648,9 @@ def test_elapsed_time_is_a_control():
     )
     rows = read(["[1, 10]", "[1, 10.25]", "null", "[1, 11.5]", "[1, 20]"], names)
     assert [row.control.item() for row in rows] == [0.5, 0.25, 0.5, 0.75, 0.5]
-    assert read(["1,11.5"], names, clock=11.25)[0].control.item() == 0.25, "a stream that goes on"
+    assert read(["1,11.5"], names, clocks={None: 11.25})[0].control.item() == 0.25, (
+        "a stream that goes on"
+    )
     assert [row.gap for row in rows] == [False, False, False, False, True] and rows[-1].clock == 20
     with pytest.raises(LineError, match="line 3, column 't': time 10 does not come after 10"):
         read(["t,a", "10,1", "10,1"], names)

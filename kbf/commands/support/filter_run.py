@@ -3,12 +3,13 @@
 import csv
 import json
 import math
+import re
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kbf.commands.support.stream_reader import LineError, Row
 from kbf.data.cache import write_arrays
@@ -63,9 +64,35 @@ def write_npz(path: str, rows: list[Values]) -> None:
 # Upper bound on the rows, of those that have arrived, that are written in one batch.
 ROWS_PER_BATCH = 64
 
+# Interleaved recordings whose filter states are kept, at most; a state may be as large as the
+# memory of the filter.
+MAX_OPEN_RECORDINGS = 256
+
+
+class Track(NamedTuple):
+    """The filter state of a recording that others are interleaved with.
+
+    Attributes:
+        state: of the filter. rejections: of the gate, or None. recent: of the monitor, or None.
+        steps: so far. clock: the last time, or None.
+    """
+
+    state: Any
+    rejections: Tensor | None
+    recent: Tensor | None
+    steps: int
+    clock: float | None
+
 
 class FilterRun:
-    """Applies an estimator to all rows and saves its state, step count, last time and recording."""
+    """Applies an estimator to all rows and saves its state, step count, last time and recording.
+
+    Rows of several recordings may be interleaved: each has a state of its own.
+
+    Attributes:
+        predicted: number of time steps without a row that were predicted through.
+        restarts: number of gaps in time after which the filter was re-initialised.
+    """
 
     def __init__(
         self,
@@ -96,6 +123,10 @@ class FilterRun:
         self.sequence: str | None = None
         self.clock: float | None = None
         self.started: bool = False
+        self.tracks: dict[str | None, Track] = {}  # of the other recordings
+        self.closed: set[str | None] = set()  # those whose track was dropped
+        self.predicted: int = 0
+        self.restarts: int = 0
         if self.path is not None and self.path.exists():
             stored = read_leaves(self.path)
             if "checkpoint" not in stored or bytes(stored["checkpoint"].tolist()) != checkpoint:
@@ -110,7 +141,8 @@ class FilterRun:
             self.clock = float(stored["clock"]) if "clock" in stored else None
             self.started = "recording" in stored
             if self.started:
-                self.sequence = bytes(stored["recording"].tolist()).decode()
+                self.sequence = text_of(stored["recording"])
+            self.tracks = read_tracks(stored, estimator.live.state)
 
     def filter_rows(self, rows: Iterable[Row], write: Write) -> None:
         """Filter all rows and write their estimates.
@@ -122,16 +154,42 @@ class FilterRun:
             for row in rows:
                 if row.gap or (self.started and row.sequence != self.sequence):
                     self.filter_batch(waiting, write)
-                    self.estimator.restart()
-                    self.steps = 0
+                    self.switch(row)
                 self.sequence, self.started = row.sequence, True
+                waiting += [row._replace(obs=None, inserted=True)] * (row.moves - 1)
                 waiting.append(row)
-                if not row.next_ready or len(waiting) == ROWS_PER_BATCH:
+                if not row.next_ready or len(waiting) >= ROWS_PER_BATCH:
                     self.filter_batch(waiting, write)
         except LineError:
             self.filter_batch(waiting, write)
             raise
         self.filter_batch(waiting, write)
+
+    @property
+    def clocks(self) -> dict[str | None, float]:
+        """The last time of each recording that has one."""
+        known = {name: track.clock for name, track in self.tracks.items()}
+        known[self.sequence] = self.clock
+        return {name: clock for name, clock in known.items() if clock is not None}
+
+    def switch(self, row: Row) -> None:
+        """Continue with the recording of a row: from its own state, or from the prior."""
+        estimator, live = self.estimator, self.estimator.live
+        if self.started and row.sequence != self.sequence:
+            self.tracks[self.sequence] = Track(
+                live.state, live.rejections, estimator.recent, self.steps, self.clock
+            )
+            if len(self.tracks) > MAX_OPEN_RECORDINGS:
+                oldest = next(iter(self.tracks))
+                self.closed.add(oldest)
+                del self.tracks[oldest]
+        track = self.tracks.pop(row.sequence, None)
+        if track is not None and not row.gap:
+            live.state, live.rejections, estimator.recent, self.steps, self.clock = track
+            return
+        self.restarts += row.gap or row.sequence in self.closed
+        estimator.restart()
+        self.steps = 0
 
     def filter_batch(self, rows: list[Row], write: Write) -> None:
         """Filter rows of one recording, write their estimates and empty the list.
@@ -142,12 +200,15 @@ class FilterRun:
             return
         output: list[Values] = []
         for row, values in zip(rows, self.estimator.filter_rows(rows), strict=True):
+            if row.inserted:
+                self.predicted += 1
+                continue
             position = {"recording": row.sequence, "step": self.steps, "time": row.time}
             output.append({k: v for k, v in position.items() if v is not None} | values)
             self.steps += 1
             self.missing += row.obs is None
         self.columns = list(output[0])
-        before, self.done, self.clock = self.done, self.done + len(rows), rows[-1].clock
+        before, self.done, self.clock = self.done, self.done + len(output), rows[-1].clock
         rows.clear()
         write(output)
         if self.every is not None and self.done // self.every > before // self.every:
@@ -157,16 +218,60 @@ class FilterRun:
         """Write the state, if it has a file and a step has been made."""
         if self.path is None or not self.done:
             return
-        # A checkpoint's sum and a name are bytes; what is None is left out.
-        clock, name, recent = self.clock, self.sequence, self.estimator.recent
-        as_bytes = partial(torch.tensor, dtype=torch.uint8)
-        position = {
+        position: dict[str, Tensor | None] = {
             "steps": torch.tensor(self.steps),
-            "checkpoint": as_bytes(list(self.checkpoint)),
-            "clock": None if clock is None else torch.tensor(clock, dtype=torch.float64),
-            "recording": None if name is None else as_bytes(list(name.encode())),
-            "recent": recent,
+            "checkpoint": bytes_of(self.checkpoint),
+            "clock": number_of(self.clock),
+            "recording": None if self.sequence is None else bytes_of(self.sequence.encode()),
+            "recent": self.estimator.recent,
         }
+        for k, (name, track) in enumerate(self.tracks.items()):
+            leaves: dict[str, Tensor | None] = {
+                f"state_{field}": leaf for field, leaf in track.state._asdict().items()
+            }
+            leaves |= {
+                "name": None if name is None else bytes_of(name.encode()),
+                "rejections": track.rejections,
+                "recent": track.recent,
+                "steps": torch.tensor(track.steps),
+                "clock": number_of(track.clock),
+            }
+            position |= {f"track_{k}_{key}": leaf for key, leaf in leaves.items()}
         self.estimator.live.save(
             self.path, **{key: leaf for key, leaf in position.items() if leaf is not None}
         )
+
+
+def bytes_of(text: bytes) -> Tensor:
+    """Return bytes as a tensor."""
+    return torch.tensor(list(text), dtype=torch.uint8)
+
+
+def text_of(leaf: Tensor) -> str:
+    """Return the text of a tensor of bytes."""
+    return bytes(leaf.tolist()).decode()
+
+
+def number_of(value: float | None) -> Tensor | None:
+    """Return a number as a tensor in float64."""
+    return None if value is None else torch.tensor(value, dtype=torch.float64)
+
+
+def read_tracks(stored: dict[str, Tensor], like: Any) -> dict[str | None, Track]:
+    """Return the tracks of a state file by recording; ``like`` is a filter state."""
+    tracks: dict[str | None, Track] = {}
+    for key in [key for key in stored if re.fullmatch(r"track_\d+_steps", key)]:
+        start = key.removesuffix("steps")
+        leaves = {
+            field: stored[f"{start}state_{field}"].to(leaf.device)
+            for field, leaf in like._asdict().items()
+        }
+        name, clock = stored.get(f"{start}name"), stored.get(f"{start}clock")
+        tracks[None if name is None else text_of(name)] = Track(
+            type(like)(**leaves),
+            stored.get(f"{start}rejections"),
+            stored.get(f"{start}recent"),
+            int(stored[key]),
+            None if clock is None else float(clock),
+        )
+    return tracks

@@ -4,7 +4,8 @@ import csv
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.tables import number, seconds
-from kbf.data.files.timestamps import LARGEST_GAP
+from kbf.data.files.timestamps import LARGEST_GAP, moves_in
 
 # Upper bound on the bytes of a line.
 MAX_LINE_BYTES = 2**20
@@ -26,9 +27,11 @@ class Row(NamedTuple):
         obs: ``1 *x`` with NaN for missing sensors, or None where the observation is missing.
         control: ``1 k``, or None without controls.
         time: as it was written.
-        sequence: name of the recording; a new name starts the filter from the prior.
+        sequence: name of the recording; each recording has a filter state of its own.
         clock: the time as a number, where the length of a step is known.
         gap: more than `LARGEST_GAP` usual steps have passed since the row before.
+        moves: time steps since the row before; all but the last have no row.
+        inserted: such a step, whose estimate is not written.
         next_ready: the next row has already arrived.
     """
 
@@ -39,6 +42,8 @@ class Row(NamedTuple):
     clock: float | None = None
     gap: bool = False
     next_ready: bool = False
+    moves: int = 1
+    inserted: bool = False
 
 
 class InputColumns(NamedTuple):
@@ -92,7 +97,7 @@ class RowReader:
         *,
         source: str = "standard input",
         on_unreadable: Callable[[str], None] | None = None,
-        clock: float | None = None,
+        clocks: Mapping[str | None, float] | None = None,
         sequence: str | None = None,
         allow_missing_sensors: bool = False,
     ) -> None:
@@ -106,8 +111,8 @@ class RowReader:
             source: name of the input in error messages.
             on_unreadable: takes the message of a line that cannot be read, which then counts as a
                 step without observation. None raises the error.
-            clock: time of the step before the first line, when a stream continues.
-            sequence: name of the recording of that step.
+            clocks: of each recording the time of its last step, when a stream continues.
+            sequence: name of the recording of the step before the first line.
             allow_missing_sensors: the filter uses observations with missing sensors.
         """
         self.chunks: Iterable[bytes] = chunks
@@ -115,7 +120,7 @@ class RowReader:
         self.tensor: Callable[..., Tensor] = partial(torch.tensor, dtype=dtype, device=device)
         self.source: str = source
         self.on_unreadable: Callable[[str], None] | None = on_unreadable
-        self.clock: float | None = clock
+        self.clocks: dict[str | None, float] = dict(clocks or {})
         self.is_missing: Callable[[Iterable[bool]], bool] = all if allow_missing_sensors else any
         self.json: bool = False
         self.delimiter: str = ","
@@ -127,6 +132,7 @@ class RowReader:
         self.controls: list[float] | None = None if self.needed[self.q :] else []
         self.sequence: str | None = sequence
         self.assumed: bool = False  # the clock was extrapolated over a line without a time
+        self.untimed: Counter[str | None] = Counter()  # rows of recordings since their clock
         self.unreadable: int = 0
 
     def __iter__(self) -> Iterator[Row]:
@@ -257,7 +263,8 @@ class RowReader:
         if self.controls is None:
             raise LineError(f": the first line must hold {', '.join(self.needed[self.q :])}")
         step = self.columns.step if self.columns.elapsed else None
-        next_time = [self.clock + step] if step and self.clock is not None else []
+        clock = self.clocks.get(self.sequence)
+        next_time = [clock + step] if step and clock is not None else []
         row = self.make_row([math.nan] * self.q + self.controls + next_time, None, self.sequence)
         self.assumed = True
         return row
@@ -289,8 +296,8 @@ class RowReader:
         if not all(map(math.isfinite, values[q:])):
             raise LineError(f": {', '.join(self.needed[q:])} must be there at each step")
         control = self.controls = values[q : q + k]
-        previous = self.clock if sequence in (None, self.sequence) else None
-        now, gap = seconds(time or "") if step else None, False
+        previous = self.clocks.get(self.sequence if sequence is None else sequence)
+        now, gap, moves = seconds(time or "") if step else None, False, 1
         if self.columns.elapsed:
             now = values[-1]
         if now is not None and step is not None and math.isfinite(now):
@@ -302,15 +309,20 @@ class RowReader:
             gap = previous is not None and now - previous > LARGEST_GAP * step
             if self.columns.elapsed:
                 control = [*control, step if previous is None or gap or early else now - previous]
-            self.clock, self.assumed, time = now, False, time or f"{now:.15g}"
+            elif previous is not None and not gap:
+                moves = max(1, moves_in(now - previous, step) - self.untimed[sequence])
+            self.clocks[sequence], self.assumed, time = now, False, time or f"{now:.15g}"
+            self.untimed[sequence] = -1
+        self.untimed[sequence] += 1
         self.sequence = sequence
         return Row(
             self.observation(values[:q]),
             self.tensor([control]) if control else None,
             time,
             sequence,
-            self.clock,
+            self.clocks.get(sequence),
             gap,
+            moves=moves,
         )
 
     def observation(self, values: list[float]) -> Tensor | None:

@@ -81,6 +81,11 @@ class ColumnSchema(NamedTuple):
         """Returns the column names of the file of one side: states or observations."""
         return [name for part in getattr(self, side) for name in part.names]
 
+    def sides(self) -> dict[str, list[str]]:
+        """Returns the column names of the file of states, observations and controls."""
+        columns = {side: self.columns(side) for side in ("states", "observations")}
+        return {**columns, "controls": list(self.controls)}
+
     def components(self, side: str) -> list[str]:
         """Returns the names of the components that filters use."""
         return [name for part in getattr(self, side) for name in part.components()]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kbf.data.files.column_schema import ColumnSchema, column_schema_of
 from kbf.data.files.layout import Contents, FileRecording, layout_of, plain
-from kbf.data.files.read import read
+from kbf.data.files.read import in_schema_order, read, trained_layout
 from kbf.data.files.splits import (
     Share,
     correlation_time,
@@ -23,11 +23,13 @@ from kbf.data.files.splits import (
 )
 from kbf.data.files.timestamps import (
     LARGEST_GAP,
+    UNEVEN_SHARE,
     check_times,
     encode_recording,
     median_step,
     pieces_at_gaps,
     uneven,
+    with_missing_steps,
     with_time_control,
 )
 from kbf.data.windows import Span, take
@@ -134,12 +136,15 @@ class FileData(Shown):
                 "size": size,
             }
         )
+        if column_schema is not None:
+            layout = trained_layout(layout, ColumnSchema.from_dict(column_schema))
         if contents is None:
             contents = read(Path(str(path)).expanduser(), layout)
         path = contents.recordings[0].file if path is None else path
         self.column_schema: ColumnSchema = chosen_schema(
             contents, column_schema, plain(angles), plain(rotations), angle_unit, str(path)
         )
+        contents = in_schema_order(contents, self.column_schema)
         check_not_empty(contents, str(path))
         for each in contents.recordings:
             check_times(each)
@@ -189,7 +194,14 @@ class FileData(Shown):
         self.test_part: str = described(parts["test"], [r.name for r in self.recordings], lengths)
         self.train: list[Recording] = known_parts[0]
         self.validation: list[Recording] = known_parts[1]
-        self.test: list[Recording] = known_parts[2]
+        self.test: list[Recording] = (
+            known_parts[2]
+            if time_as_control
+            else [
+                self.with_missing_steps(s, span)
+                for s, span in zip(known_parts[2], self.spans["test"], strict=True)
+            ]
+        )
         if (not self.test and test != 0) or (
             test != "all" and sum(len(s.states) for s in self.train) < 2
         ):
@@ -213,6 +225,19 @@ class FileData(Shown):
             obs = torch.where(mask[:, None], obs, 0)
         return Recording(states, obs, mask, controls=controls)
 
+    def with_missing_steps(self, part: Recording, span: Span) -> Recording:
+        """Inserts the steps of a part that have no row, as filters predict through them."""
+        times = self.recordings[span.recording].times
+        leaves, _ = with_missing_steps(
+            part._asdict(),
+            None if times is None else times[span.start : span.stop],
+            self.time_step,
+        )
+        found: Any = leaves  # states and observations are not None
+        if found["mask"] is not None and found["obs"].ndim == 2:
+            found["obs"] = torch.where(found["mask"][:, None], found["obs"], 0)
+        return Recording(**found)
+
     def remarks(
         self, pieces: list[list[tuple[int, int]]], known: list[Tensor], time_as_control: bool
     ) -> list[str]:
@@ -231,9 +256,9 @@ class FileData(Shown):
         total, off, where = uneven(self.recordings, self.time_step)
         if off and not time_as_control:
             notes.append(
-                f"the duration of {off} of {total} moves differs from the median by more than 1 % "
-                f"(first: {where}). Filters assume equal durations: data.time_as_control=true "
-                "makes the duration a control, or resample the recording"
+                f"the duration of {off} of {total} moves differs from the median by more than "
+                f"{100 * UNEVEN_SHARE:g} % (first: {where}). Filters assume equal durations: "
+                "data.time_as_control=true makes the duration a control, or resample the recording"
             )
         if missing := sum(int((~k).sum()) for k in known):
             notes.append(f"{missing} steps without a state: they are neither trained on nor scored")

@@ -99,6 +99,7 @@ class Observations(NamedTuple):
         mask: ``T`` bool, False where the observation is missing; None if none is missing. Images
             cannot represent missing observations by NaN.
         states: ``T d``, NaN where unknown; None if they were not requested.
+        inserted: ``T`` bool, the steps that have no row in the file; None if all have one.
     """
 
     obs: Tensor
@@ -107,6 +108,7 @@ class Observations(NamedTuple):
     name: str
     mask: Tensor | None = None
     states: Tensor | None = None
+    inserted: Tensor | None = None
 
 
 def layout_of(config: dict[str, Any]) -> Layout:

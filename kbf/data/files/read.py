@@ -102,30 +102,50 @@ def read_observations(path: str | os.PathLike[str], config: dict[str, Any]) -> l
     Raises:
         FileNotFoundError, ValueError: see `read`; or columns other than those of the training.
     """
-    layout = trained_layout(config, ColumnSchema.from_dict(config["column_schema"]))
-    return observations_of(read(path, layout, states=False).recordings, config)
+    layout = trained_layout(layout_of(config), ColumnSchema.from_dict(config["column_schema"]))
+    return observations_of(read(path, layout, states=False), config)
 
 
-def trained_layout(config: dict[str, Any], column_schema: ColumnSchema) -> Layout:
+def trained_layout(layout: Layout, column_schema: ColumnSchema) -> Layout:
     """Returns the layout of further data of a filter: roles as in training, columns by name."""
-    layout = layout_of(config)
-    for side, names in (
-        ("observations", column_schema.columns("observations")),
-        ("controls", list(column_schema.controls)),
-    ):
+    for side, names in column_schema.sides().items():
         given = getattr(layout, side)
         # None: the file of the training was an array, this one may be a table. Patterns stand for
         # the columns of the training.
-        if given is None or (isinstance(given, list) and any(map(is_pattern, given))):
+        no_array = given is None and side != "states"
+        if no_array or (isinstance(given, list) and any(map(is_pattern, given))):
             layout = layout._replace(**{side: names or None})
     return layout
 
 
-def observations_of(recordings: list[FileRecording], config: dict[str, Any]) -> list[Observations]:
+def in_schema_order(contents: Contents, column_schema: ColumnSchema) -> Contents:
+    """Returns contents with the columns in the order of the schema, where the names are the same.
+
+    The order in a file, or of a pattern in another file, is of no matter.
+    """
+    for side, leaf in (("states", "states"), ("observations", "obs"), ("controls", "controls")):
+        names, wanted = getattr(contents, side), column_schema.sides()[side]
+        if names == wanted or sorted(names) != sorted(wanted):
+            continue
+        order = [names.index(name) for name in wanted]
+        recordings = [
+            each
+            if (values := getattr(each, leaf)) is None
+            else each._replace(**{leaf: values[:, order]})
+            for each in contents.recordings
+        ]
+        contents = contents._replace(recordings=recordings, **{side: wanted})
+    return contents
+
+
+def observations_of(contents: Contents, config: dict[str, Any]) -> list[Observations]:
     """Returns the observations of recordings, as filters take them.
 
+    Where whole time steps have no row, steps without observation are inserted
+    (`kbf.data.files.timestamps.with_missing_steps`).
+
     Args:
-        recordings: in the columns of the training.
+        contents: recordings with the columns of the training.
         config: as of `read_observations`.
 
     Raises:
@@ -135,16 +155,17 @@ def observations_of(recordings: list[FileRecording], config: dict[str, Any]) -> 
         check_times,
         encode_recording,
         pieces_at_gaps,
+        with_missing_steps,
         with_time_control,
     )
 
     column_schema = ColumnSchema.from_dict(config["column_schema"])
-    found = []
-    for recording in recordings:
+    step, found = config.get("time_step"), []
+    for recording in in_schema_order(contents, column_schema).recordings:
         check_times(recording)
         check_width(recording, column_schema)
         if config.get("time_as_control"):
-            recording = with_time_control(recording, config.get("time_step"))
+            recording = with_time_control(recording, step)
         obs, states, mask, controls = encode_recording(
             recording,
             column_schema,
@@ -157,10 +178,12 @@ def observations_of(recordings: list[FileRecording], config: dict[str, Any]) -> 
             "mask": mask,
             "states": states,
         }
-        for a, b in pieces_at_gaps(recording, config.get("time_step")):
+        for a, b in pieces_at_gaps(recording, step):
             piece: Any = {k: None if leaf is None else leaf[a:b] for k, leaf in leaves.items()}
+            grid = None if config.get("time_as_control") else piece["times"]
+            piece, inserted = with_missing_steps(piece, grid, step)
             name = recording.name if (a, b) == (0, len(obs)) else f"{recording.name}[{a}:{b}]"
-            found.append(Observations(name=name, **piece))
+            found.append(Observations(name=name, inserted=inserted, **piece))
     return found
 
 

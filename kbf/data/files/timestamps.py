@@ -1,5 +1,7 @@
 """Time stamps, gaps and missing values; conversion of a file's recordings for filters."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -9,9 +11,9 @@ from kbf.data.files.layout import FileRecording
 # A recording is split at gaps of more than this many median time steps.
 LARGEST_GAP = 5.0
 
-# A move is irregular if its duration differs from the median time step by more than this share of
-# it.
-UNEVEN_SHARE = 0.01
+# A move is irregular if its duration differs from the median time step, or from a whole multiple of
+# it, by more than this share. Clocks of ordinary loggers jitter by less.
+UNEVEN_SHARE = 0.05
 
 
 def check_times(recording: FileRecording) -> None:
@@ -63,6 +65,54 @@ def uneven(recordings: list[FileRecording], step: float | None) -> tuple[int, in
             k = int(off.nonzero()[0, 0])
             first = f"{recording.place(k + 1)}: {moves[k].item():.4g} instead of {step:.4g}"
     return total, count, first
+
+
+def moves_in(duration: float, step: float) -> int:
+    """Returns the number of time steps in a duration, up to `LARGEST_GAP`; 1 if it is irregular.
+
+    >>> moves_in(0.3, 0.1), moves_in(0.26, 0.1)
+    (3, 1)
+    """
+    count = round(duration / step)
+    regular = abs(duration / step - count) <= UNEVEN_SHARE * count
+    return count if regular and 2 <= count <= LARGEST_GAP else 1
+
+
+def with_missing_steps(
+    leaves: Mapping[str, Tensor | None], times: Tensor | None, step: float | None
+) -> tuple[dict[str, Tensor | None], Tensor | None]:
+    """Inserts a step without observation and state for each time step that has no row.
+
+    Filters move once a step, and predict through these. Where m >= 2 whole time steps have passed
+    since the row before (`moves_in`), m - 1 steps are inserted; their control is that of the row.
+
+    Args:
+        leaves: ``T ...`` by name: obs, mask, states, controls, times.
+        times: ``T``. step: the time step of the filter.
+
+    Returns:
+        The leaves ``S ...``, and which steps were inserted, ``S`` bool; None if none was.
+    """
+    if times is None or step is None or len(times) < 2:
+        return dict(leaves), None
+    durations, moves = times.diff(), torch.ones(len(times), dtype=torch.int64)
+    for k in (durations > 1.5 * step).nonzero()[:, 0].tolist():
+        moves[k + 1] = moves_in(float(durations[k]), step)
+    rows = torch.arange(len(times)).repeat_interleave(moves)
+    last = moves.cumsum(0) - 1
+    inserted = torch.ones(len(rows), dtype=torch.bool)
+    inserted[last] = False
+    if not bool(inserted.any()):
+        return dict(leaves), None
+    found = {name: None if leaf is None else leaf[rows] for name, leaf in leaves.items()}
+    for name in ("obs", "states"):
+        if (leaf := found.get(name)) is not None and leaf.is_floating_point():
+            leaf[inserted] = torch.nan
+    mask = found.get("mask")
+    found["mask"] = ~inserted if mask is None else mask & ~inserted
+    if (stamps := found.get("times")) is not None:
+        found["times"] = stamps - step * (last[rows] - torch.arange(len(rows)))
+    return found, inserted
 
 
 def with_time_control(recording: FileRecording, step: float | None) -> FileRecording:
