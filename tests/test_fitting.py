@@ -497,6 +497,16 @@ def test_images_are_encoded(tmp_path):
     np.testing.assert_allclose(again.mean, estimates.mean, rtol=1e-12)
 
 
+@pytest.mark.parametrize("names", [(None, None), ("stamp", None), (None, "stamp")])
+def test_times_in_an_index_need_no_name(names, data):
+    """Neither at the fit nor afterwards."""
+    before, after = (data.rename_axis(index=name) for name in names)
+    columns = {"states": ["reach_mm"], "observations": ["s*"], "recording": "run"}
+    fitted = kbf.fit(before, **columns, model="kalman", calibrate=False, progress=False)
+    estimates = fitted.filter(after[after.run == "run3"])
+    assert len(estimates) == 60 and estimates.to_frame().index.equals(after.index[180:])
+
+
 def test_a_decreasing_time_names_the_column_of_recordings(data):
     frame = data.reset_index()
     frame["time"] = frame.groupby("run").cumcount() / 10

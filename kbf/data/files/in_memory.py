@@ -195,17 +195,20 @@ def frame_contents(frame: Any, layout: Layout, states: bool) -> Contents:
 
 
 def with_index(frame: Any, layout: Layout) -> tuple[Any, Layout]:
-    """Returns a DataFrame whose named index levels are columns, and the layout with its time."""
+    """Returns a DataFrame whose named index levels are columns, and the layout with its time.
+
+    A DatetimeIndex or TimedeltaIndex is the time unless a column has the name of the time.
+    """
     import pandas as pd
 
     kinds = pd.DatetimeIndex | pd.TimedeltaIndex
     index = frame.index
     levels = [index.get_level_values(k) for k in range(index.nlevels)]
     names = [level.name for level in levels]
-    if layout.time is None:
+    if layout.time is None or layout.time not in (*names, *frame.columns):
         for k, level in enumerate(levels):
             if isinstance(level, kinds):
-                names[k] = str(level.name or "time")
+                names[k] = layout.time or str(level.name or "time")
                 layout = layout._replace(time=names[k])
                 break
     wanted = [k for k, name in enumerate(names) if name is not None and name not in frame.columns]
