@@ -268,7 +268,8 @@ def test_help_and_version(capsys):
         text = capsys.readouterr().out
         assert f"kbf {command}" in text
         assert "settings" in text
-        assert "rotation" in text or command in ("reproduce", "bench", "export", "serve")
+        others = ("reproduce", "bench", "export", "serve", "runs", "runs show")
+        assert "rotation" in text or command in others
         with composing(command, ["checkpoint=x"] if command == "evaluate" else []) as composed:
             for key in composed:
                 assert str(key) in text or key in ("data", "model", "trainer", "logger"), key

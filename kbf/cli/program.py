@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kbf.cli.help import command_help, general_help
 from kbf.config.composition import composing, hydra_of, short, words_for_hydra
 from kbf.config.prepare import configure, prepare
 from kbf.runtime.hydra_quoting import exists, literal_path
+from kbf.runtime.run_folders import locked
 
 # Options that a word may follow: one of these, or None for any word, which is required then.
 VALUES: dict[str, tuple[str, ...] | None] = {
@@ -42,6 +43,9 @@ FIRST_WORD = {
     **{"data render": "renderer", "reproduce": "name", "bench": "name"},
     **{"runs": "folder", "runs show": "folder"},
 }
+
+# Settings that name the folder or the files that a command writes.
+WRITTEN = ("run_dir", "out", "output", "state")
 
 # Entries that `prepare` adds to a configuration; --cfg does not print them.
 INTERNAL = ("bases", "explicit", "recipe", "own_data", "given", "references", "command")
@@ -268,7 +272,28 @@ def complete_words(words: list[str]) -> int:
 
 
 def execute(command: str, config: dict[str, Any]) -> Any:
-    """Run the module of a command, which imports what it needs, and return its result."""
+    """Run a command, with locks of the files and folders that it writes to; returns its result.
+
+    Raises:
+        ValueError: another process writes to one of them.
+    """
+    if command == "train":  # which locks its folder when it begins to write
+        return run_module(command, config)
+    with ExitStack() as locks:
+        for key in WRITTEN:
+            place = Path(os.path.expanduser(str(config.get(key) or "-")))
+            if str(place) != "-" and not (key != "run_dir" and is_stream(place)):
+                locks.enter_context(locked(place, file=key != "run_dir"))
+        return run_module(command, config)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path is a device or a pipe, which several processes may write to."""
+    return path.exists() and not path.is_file()
+
+
+def run_module(command: str, config: dict[str, Any]) -> Any:
+    """Set up the process, and run the module of a command."""
     if command == "bench" and config["threads"]:  # NumPy's threads are set before its import
         os.environ["OMP_NUM_THREADS"] = str(config["threads"])
     if command != "serve":  # which runs without PyTorch

@@ -4,6 +4,7 @@ A comparison that was killed continues with the runs that are missing. `comparis
 tables.
 """
 
+import csv
 import hashlib
 import json
 import re
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock
 
 from kbf import __version__
-from kbf.commands.support.comparison_report import FLOOR, report
+from kbf.commands.support.comparison_report import FLOOR, RUNS, report
 from kbf.commands.support.console import console
 from kbf.commands.support.resumable_jobs import finish_all
 from kbf.commands.support.score_metrics import reliability_metrics, reliability_of
@@ -48,6 +49,8 @@ def run(config: dict[str, Any]) -> int:
     config = with_shapes(with_folds(config))
     directory = Path(config["run_dir"])
     cells = make_cells(config, directory / "cells")
+    if not config["overwrite"]:
+        check_tables(directory, cells)
     sweep(directory / "cells")  # temporary files of a comparison that was killed
     results, failed = finish_all(
         run_cell,
@@ -66,6 +69,29 @@ def run(config: dict[str, Any]) -> int:
         text = f"[red]{failed} runs failed[/]; the same command tries them again"
         console.print(text, highlight=False)
     return 1 if failed else 0
+
+
+def check_tables(directory: Path, cells: list[Cell]) -> None:
+    """Check that the tables in a folder lose no run: each must be one of the comparison.
+
+    Raises:
+        ValueError: the tables are of other models, sizes or seeds.
+    """
+    if not (directory / RUNS).exists():
+        return
+    with (directory / RUNS).open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    mine = {
+        "model": {cell.model for cell in cells},
+        "n_train": {str(cell.config["n_train"]) for cell in cells},
+        "seed": {str(cell.seed) for cell in cells},
+    }
+    for key, values in mine.items():
+        if lost := sorted({row.get(key, "") for row in rows} - values - {""}):
+            raise ValueError(
+                f"{directory} holds a comparison with {key} {', '.join(lost)}, which its tables "
+                "would lose: list them as well, name another run_dir, or set overwrite=true"
+            )
 
 
 def with_folds(config: dict[str, Any]) -> dict[str, Any]:

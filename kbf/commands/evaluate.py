@@ -23,6 +23,13 @@ from kbf.fitted.checkpoint import check_like, load_filter
 from kbf.plots.tracks import calibration_figure, save
 from kbf.runtime.atomic_files import write_csv, write_json
 from kbf.runtime.provenance import ABOUT, changes, files_of, provenance
+from kbf.runtime.run_folders import check_no_result
+
+# Files that an evaluation may write, in addition to those that it always writes.
+FILES = {
+    *("track.png", "frames.png", "filter.gif", "estimates.csv"),
+    *("calibration.png", "smoothed.png", "ahead.png"),
+}
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
@@ -32,6 +39,9 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: the checkpoint cannot be loaded.
         ValueError: the data does not fit the checkpoint.
     """
+    directory = Path(config["run_dir"])
+    check_no_training(directory)
+    check_no_result(directory, overwrite=config["overwrite"])
     loaded = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
     if not config["own_data"]:
         print_read_files(config["data"], config["checkpoint"], config["given"])
@@ -58,7 +68,6 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     further = score_requested(config, loaded, data, title)
     seconds = time.perf_counter() - began
     metrics |= {**further.metrics, "checkpoint": str(config["checkpoint"]), "seconds": seconds}
-    directory = Path(config["run_dir"])
     arrays = {"mse": result.mse} | further.arrays
     series = {
         "estimates": result.estimates,
@@ -84,6 +93,8 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         names.append("calibration.png")
     write_json(directory / "metrics.json", metrics)
     write_json(directory / ABOUT, record)
+    for name in FILES - {*names, "predictions.npz"}:  # of the evaluation that was replaced
+        (directory / name).unlink(missing_ok=True)
     print_values(title, {k: v for k, v in metrics.items() if k not in ("checkpoint", "version")})
     if reliable and calibration is None:
         print_notes(
@@ -94,6 +105,16 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         )
     print_written(directory, ["metrics.json", "predictions.npz", *names])
     return metrics
+
+
+def check_no_training(directory: Path) -> None:
+    """Check that a folder is not that of a training run, whose results would be replaced.
+
+    Raises:
+        ValueError: it is.
+    """
+    if (directory / "checkpoints").exists():
+        raise ValueError(f"{directory} is the folder of a training run: name another run_dir")
 
 
 def alarm_metrics(checks: list[Check], rate: float) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """``kbf train``: fits one model, scores it and writes a run directory."""
 
 import json
-import shutil
 import time
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -29,9 +28,16 @@ from kbf.evaluation.score import Score
 from kbf.fitted.checkpoint import BEST, LAST, CheckpointError, Trained, read_checkpoint
 from kbf.fitted.held_out_calibration import learn_and_keep
 from kbf.fitting import with_shapes
-from kbf.runtime.atomic_files import LOCK, copy, locked, scratch, write_json, write_text
+from kbf.runtime.atomic_files import copy, scratch, write_json, write_text
 from kbf.runtime.instantiate import build
 from kbf.runtime.provenance import ABOUT, changes, continued, files_of, provenance
+from kbf.runtime.run_folders import (
+    check_no_result,
+    check_not_locked,
+    locked,
+    remove_former,
+    set_aside,
+)
 from kbf.training.callbacks import ENCODERS
 from kbf.training.figure_logging import log_frames, log_track
 from kbf.training.fit import CHECKPOINT_KEYS, check, is_helper, train
@@ -146,6 +152,7 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     else:
         metrics |= print_baselines(config, data, result, metrics["filter"])
         write_json(directory / "metrics.json", metrics)
+    remove_former(directory)
     print_written(directory, ["metrics.json", *names, "checkpoints/best.ckpt"])
     return metrics
 
@@ -277,17 +284,11 @@ def check_free(directory: Path, ckpt_path: Path | None, *, overwrite: bool) -> N
     """
     if is_helper():
         return
-    if (directory / LOCK).exists():
-        with locked(directory):
-            pass
+    check_not_locked(directory)
     checkpoints = directory / "checkpoints"
     if overwrite or (ckpt_path is not None and ckpt_path.resolve().parent == checkpoints.resolve()):
         return
-    if (directory / "metrics.json").exists():
-        raise ValueError(
-            f"{directory} holds a finished run: name another run_dir, "
-            "or replace it with overwrite=true"
-        )
+    check_no_result(directory, overwrite=False)
     for name in (LAST, ENCODERS, BEST):
         if (checkpoints / name).exists():
             raise ValueError(
@@ -304,7 +305,8 @@ def prepare_directory(
 ) -> None:
     """Make the run directory and write ``config.yaml``.
 
-    A new run removes the results of a former one; a resumed run brings its best checkpoint.
+    A new run moves the results of a former one aside (`set_aside`); a resumed run brings its best
+    checkpoint.
 
     Args:
         directory: of the run.
@@ -319,17 +321,16 @@ def prepare_directory(
     if ckpt_path is None:
         written = (
             *("metrics.json", search_report.FILE, "track.png", "frames.png", "filter.gif"),
-            *("projector_config.pbtxt", "hparams.yaml"),
+            *("projector_config.pbtxt", "hparams.yaml", "config.yaml", ABOUT),
         )
         former = [
             *directory.glob("events.out.tfevents.*"),
             *checkpoints.glob("*.ckpt"),
             *(directory / name for name in written),
         ]
-        for path in former:
-            path.unlink(missing_ok=True)
-        for path in directory.glob("[0-9]" * 5 + "*/features"):  # of TensorBoard's projector
-            shutil.rmtree(path.parent)
+        # Folders of TensorBoard's projector.
+        former += [path.parent for path in directory.glob("[0-9]" * 5 + "*/features")]
+        set_aside(directory, former)
     elif ckpt_path.resolve().parent != checkpoints.resolve():
         own, brought = checkpoints / BEST, ckpt_path.parent / BEST
         # These may be of another run, and would not fit the best checkpoint that comes now.

@@ -165,6 +165,25 @@ def complete_run_dir(composed: Any, named: set[str]) -> None:
         composed.run_dir = as_text(str(folder.parent))
     elif HydraConfig.get().mode == RunMode.MULTIRUN or "hydra.run.dir" in named:
         composed.run_dir = HydraConfig.get().runtime.output_dir
+    elif names := names_in_folder(composed, named):
+        folder = plain(composed, resolve=False)["run_dir"]
+        composed.run_dir = f"{folder}-{as_text('+'.join(names))}"
+
+
+def names_in_folder(composed: Any, named: set[str]) -> list[str]:
+    """Returns names that a default run directory ends with, which tell runs of a command apart.
+
+    They are the models of a comparison, if the command line names them, and the run that a
+    checkpoint is of, or its own name.
+    """
+    if "models" in named and composed.get("models"):
+        models = composed.models
+        return [models] if isinstance(models, str) else [str(model) for model in models]
+    if "checkpoint" in composed:
+        path = Path(str(composed.checkpoint).removeprefix("example:")).absolute()
+        in_run = path.parent.name == "checkpoints"
+        return [path.parent.parent.name if in_run else path.stem]
+    return []
 
 
 def complete_data(composed: Any, named: set[str]) -> None:

@@ -9,6 +9,7 @@ from kbf.runtime import (
     memory_limit as memory_limit,
     optional_dependencies as optional_dependencies,
     provenance as provenance,
+    run_folders as run_folders,
     tensor_files as tensor_files,
     threads as threads,
 )

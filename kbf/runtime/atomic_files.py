@@ -13,9 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-# The file that contains the number of the process that writes to a folder (`locked`).
-LOCK = ".lock"
-
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
@@ -108,53 +105,6 @@ def runs(process: int) -> bool:
     except (OSError, OverflowError):  # a process of another user
         pass
     return True
-
-
-@contextmanager
-def locked(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Context with an exclusive lock of a folder, from which temporary files are removed.
-
-    The lock is the system's, on a file with the number of this process, which is removed at the
-    end. A killed process loses the lock; the file that it leaves blocks no other. Without file
-    locks of the system there is no lock.
-
-    Raises:
-        ValueError: another process has the lock.
-    """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    path = directory / LOCK
-    while True:
-        file = path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = file.read().strip() or "another process"
-            file.close()
-            raise ValueError(
-                f"{directory} is being written by {owner}: wait until it ends, "
-                "or name another folder"
-            ) from None
-        except OSError:  # a file system without locks
-            break
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            break
-        file.close()  # its owner removed it between our opening and locking it
-    try:
-        file.truncate(0)
-        file.write(f"process {os.getpid()}")
-        file.flush()
-        sweep(directory)
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        file.close()
 
 
 def check_archive(path: str | os.PathLike[str]) -> None:

@@ -49,7 +49,8 @@ def recording(folder: Path) -> None:
 def tensors(path: Path) -> object:
     """What a checkpoint holds of a filter."""
     contents = torch.load(path, weights_only=True)
-    return {"state_dict": contents["state_dict"], "kbf": contents["kbf"]}
+    learned = {key: value for key, value in contents["kbf"].items() if key != "provenance"}
+    return {"state_dict": contents["state_dict"], "kbf": learned}
 
 
 def arrays(path: Path) -> object:

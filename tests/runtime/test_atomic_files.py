@@ -15,10 +15,8 @@ import torch
 
 from kbf.runtime import atomic_files
 from kbf.runtime.atomic_files import (
-    LOCK,
     check_archive,
     copy,
-    locked,
     replacing,
     runs,
     scratch,
@@ -120,36 +118,6 @@ def test_scratch_is_inside_and_gone(tmp_path):
     with scratch(tmp_path):
         (tmp_path / "result").write_text("")
     assert [p.name for p in tmp_path.iterdir()] == ["result"]
-
-
-HOLD = (
-    "import sys; from kbf.runtime.atomic_files import locked\nwith locked(sys.argv[1]): print(1, "
-    "flush=True); sys.stdin.read()"
-)
-
-
-def test_the_second_process_is_told_and_a_killed_one_stops_nobody(tmp_path):
-    (tmp_path / f".{dead_process()}-best.ckpt").write_text("half")
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-    )
-    assert process.stdout is not None and process.stdout.readline() == b"1\n"
-    assert [p.name for p in tmp_path.iterdir()] == [LOCK]  # the litter of an earlier one is swept
-    told = f"is being written by process {process.pid}: wait until it ends, or name another"
-    with pytest.raises(ValueError, match=told), locked(tmp_path):
-        pass
-    assert (tmp_path / LOCK).read_text() == f"process {process.pid}"
-    process.kill()
-    process.communicate()
-    assert (tmp_path / LOCK).exists()
-    with locked(tmp_path):
-        assert (tmp_path / LOCK).read_text() == f"process {os.getpid()}"
-        with pytest.raises(ValueError, match=f"by process {os.getpid()}"), locked(tmp_path):
-            pass
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_flipped_bit_goes_unnoticed(tmp_path):

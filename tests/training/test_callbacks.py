@@ -14,7 +14,7 @@ from kbf.cli import main
 from kbf.config import configure
 from kbf.fitted import checkpoint
 from kbf.fitted.checkpoint import load_filter, read_checkpoint
-from kbf.runtime.atomic_files import LOCK, locked
+from kbf.runtime.run_folders import LOCK, locked
 from kbf.training.callbacks import EarlyStopping, build_callbacks, early_stopping
 
 HOW = {
@@ -161,6 +161,7 @@ def test_the_second_run_in_a_folder_is_told(tmp_path, capsys):
         assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "metrics.json", LOCK}
     assert main(words) == 0
     assert {path.name for path in tmp_path.iterdir()} == {
+        "about.json",
         "checkpoints",
         "metrics.json",
         "config.yaml",

@@ -21,6 +21,8 @@ from kbf.plots.tracks import save
 from kbf.runtime.atomic_files import write_csv, write_json
 from kbf.runtime.provenance import provenance
 
+# The file with one row for each run.
+RUNS = "runs.csv"
 # Name of the Bayes-optimal filter of a data set in the results.
 FLOOR = "floor"
 COVERAGE_COLUMNS = tuple(f"coverage_{round(100 * level)}" for level in COVERAGE_LEVELS)
@@ -110,7 +112,7 @@ def report(name: str, results: dict[tuple[str, int, int], Result], directory: Pa
             "delete cells/ to run all of them at one commit"
         )
     write_csv(directory / "results.csv", kept)
-    write_csv(directory / "runs.csv", runs)
+    write_csv(directory / RUNS, runs)
     write_json(directory / "about.json", provenance() | {"commits": commits})
     for file in TEST_FILES:
         (directory / file).unlink(missing_ok=True)  # of other models, perhaps
@@ -121,7 +123,7 @@ def report(name: str, results: dict[tuple[str, int, int], Result], directory: Pa
     save(comparison_figure(rows, title=title, unit=unit), directory / "comparison.png")
     written = [
         "results.csv",
-        "runs.csv",
+        RUNS,
         *([tested] if tested else []),
         "comparison.png",
         "about.json",
