@@ -13,7 +13,7 @@ import torch
 from kbf.data.synthetic import SyntheticData
 from kbf.evaluation.floors import floor
 from kbf.evaluation.metrics import mean_and_error, summary, wilcoxon_pairs
-from kbf.evaluation.score import score
+from kbf.evaluation.score import check_horizon, score
 from kbf.evaluation.scoring_rules import energy_score, sample_energies
 from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.particle.bootstrap import ParticleFilter
@@ -206,3 +206,11 @@ def test_scores_have_the_energy_of_the_filters_sample(data):
         gaussian, rel=0.1
     )  # a posterior that is nearly Gaussian
     assert score(LearnedKalman().fit(data.train), data.test, covariances=True).energies is None
+
+
+@pytest.mark.parametrize("horizon", [5, 6])
+def test_predictions_need_recordings_longer_than_the_horizon(horizon):
+    recordings = [Recording(torch.zeros(n, 1), torch.zeros(n, 1)) for n in (9, 5)]
+    with pytest.raises(ValueError, match=f"{horizon} steps ahead .* shortest has 5 steps"):
+        check_horizon(recordings, horizon)
+    check_horizon(recordings, 4)
