@@ -133,6 +133,66 @@ class Calibration(NamedTuple):
         )
 
 
+class ForecastCalibration(NamedTuple):
+    """Calibrations of forecasts some steps ahead, learned from the same held-out origins.
+
+    Attributes:
+        horizons: ``k``, the numbers of steps ahead, ascending.
+        stacked: a `Calibration` whose fields have ``k`` in front.
+    """
+
+    horizons: Tensor
+    stacked: Calibration
+
+    def at(self, horizon: int) -> Calibration:
+        """The calibration of forecasts ``horizon`` steps ahead.
+
+        Between two learned horizons a < h < b it is w of that of b and 1 - w of that of a, with
+        w = log(h / a) / log(b / a): its scale, its floor, and each of its sorted scores. Beyond the
+        last horizon it is that of the last.
+        """
+        log = self.horizons.double().log()
+        at = math.log(max(horizon, int(self.horizons[0])))
+        upper = int(torch.searchsorted(log, at).clamp_max(len(log) - 1))
+        lower = max(upper - 1, 0)
+        w = 1.0
+        if upper > lower:
+            w = min(1.0, (at - float(log[lower])) / float(log[upper] - log[lower]))
+        steps = self.stacked.steps[upper]
+        leaves = (
+            None if leaf is None else torch.lerp(leaf[lower].double(), leaf[upper].double(), w)
+            for leaf in self.stacked
+        )
+        return Calibration(*leaves)._replace(steps=steps)  # pyright: ignore[reportArgumentType]
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return the tensors by name, as `read` takes them."""
+        leaves = {name: leaf for name, leaf in self.stacked._asdict().items() if leaf is not None}
+        return {"horizons": self.horizons, **leaves}
+
+    @staticmethod
+    def read(
+        stored: dict[str, Tensor] | None, device: torch.device | str = "cpu"
+    ) -> ForecastCalibration | None:
+        """The calibrations of a checkpoint, from `stored`; None if it has none."""
+        if stored is None:
+            return None
+        leaves = {name: leaf.to(device) for name, leaf in stored.items()}
+        return ForecastCalibration(leaves.pop("horizons"), Calibration(**leaves))
+
+    @staticmethod
+    def stack(calibrations: dict[int, Calibration]) -> ForecastCalibration:
+        """Return calibrations by their horizons, which are of equal numbers of steps, as one."""
+        leaves = (
+            None if leaf[0] is None else torch.stack([part for part in leaf if part is not None])
+            for leaf in zip(*calibrations.values(), strict=True)
+        )
+        return ForecastCalibration(
+            torch.tensor(list(calibrations)),
+            Calibration(*leaves),  # pyright: ignore[reportArgumentType]
+        )
+
+
 class HeldOut(NamedTuple):
     """Scores of each column of the states on held-out steps, ``c``.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kbf import __version__
 from kbf.evaluation.alarms import Monitor
-from kbf.evaluation.calibration import Calibration, HeldOut
+from kbf.evaluation.calibration import Calibration, ForecastCalibration, HeldOut
 from kbf.filters.gating import observe
 from kbf.filters.protocols import Filter, control_components, move
 from kbf.fitted.model import FittedModel, inner_filter, operators_of, take_shapes
@@ -51,6 +51,9 @@ class Trained(NamedTuple):
         held_out: scores of the columns of the states on the same held-out steps
             (`kbf.fitted.held_out_calibration.with_columns`).
         steps: of the optimiser, in all epochs.
+        forecasts: calibration of the covariances of forecasts, learned in the same way; None where
+            there is none, as in checkpoints of earlier versions. Forecasts then have that of the
+            estimates.
     """
 
     module: FittedModel
@@ -61,6 +64,11 @@ class Trained(NamedTuple):
     monitor: Monitor | None = None
     steps: int = 0
     held_out: HeldOut | None = None
+    forecasts: ForecastCalibration | None = None
+
+    def calibration_ahead(self, horizon: int) -> Calibration | None:
+        """Return the calibration of forecasts so many steps ahead, None without any."""
+        return self.calibration if self.forecasts is None else self.forecasts.at(horizon)
 
     def __repr__(self) -> str:
         return html_repr.described("Trained", self._asdict())
@@ -96,10 +104,12 @@ def rewrite_checkpoint(
 def updated(contents: dict[str, Any], trained: Trained) -> dict[str, Any]:
     """Return a checkpoint with memory, operators, calibration and monitor of a trained model."""
     calibration, monitor, held_out = trained.calibration, trained.monitor, trained.held_out
+    ahead = trained.forecasts
     contents["state_dict"] = on_cpu(trained.module.state_dict())
     contents["kbf"] |= {
         "operators": on_cpu(operators_of(trained.module.net, trained.filter)),
         "calibration": None if calibration is None else on_cpu(calibration._asdict()),
+        "forecasts": None if ahead is None else on_cpu(ahead.stored()),
         "held_out": None if held_out is None else on_cpu(held_out._asdict()),
         "monitor": None if monitor is None else monitor.stored(),
         "provenance": trained.module.provenance,
@@ -152,6 +162,7 @@ def load_filter(
         calibration = Calibration.read(checkpoint["kbf"].get("calibration"), device)
         monitor = Monitor.read(checkpoint["kbf"].get("monitor"), device)
         held_out = HeldOut.read(checkpoint["kbf"].get("held_out"))
+        ahead = ForecastCalibration.read(checkpoint["kbf"].get("forecasts"), device)
     except (ValueError, OSError):
         raise
     except Exception as error:  # wrong contents can raise any exception in the classes they are for
@@ -160,9 +171,8 @@ def load_filter(
         raise CheckpointError(
             f"checkpoint {path} (kbf {written}) does not fit kbf {__version__}: {reason}"
         ) from error
-    return Trained(
-        module, filter, checkpoint["epoch"], None, calibration, monitor, held_out=held_out
-    )
+    epochs = checkpoint["epoch"]
+    return Trained(module, filter, epochs, None, calibration, monitor, 0, held_out, ahead)
 
 
 @torch.no_grad()

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from kbf.data.files.column_schema import WIDTH_OF_KIND, ColumnSchema
-from kbf.evaluation.calibration import Calibration, chi_square, mahalanobis
+from kbf.evaluation.calibration import (
+    Calibration,
+    ForecastCalibration,
+    chi_square,
+    mahalanobis,
+)
 from kbf.fitted.results import Array, Result, Source
 from kbf.runtime.html_repr import Shown
 
@@ -36,7 +41,7 @@ class Estimates(Shown):
         self,
         result: Result,
         schema: ColumnSchema,
-        calibration: Calibration | None,
+        calibration: Calibration | ForecastCalibration | None,
         source: Source,
         *,
         state: Any = None,
@@ -46,7 +51,9 @@ class Estimates(Shown):
 
         Args:
             result: in the components that filters use.
-            schema: the columns. calibration: of the filter, for intervals and regions.
+            schema: the columns.
+            calibration: of the filter, or of its forecasts by their horizons, for intervals and
+                regions.
             source: where the rows come from.
             state: of the filter after the last row.
             likelihood: returns `log_likelihood`.
@@ -148,10 +155,9 @@ class Estimates(Shown):
         z = self._schema.encode(torch.from_numpy(self._truth(truth)))
         known = z.isfinite().all(1)
         distance = mahalanobis(torch.where(known[:, None], z, 0.0), self.result.means, C)
-        d = C.shape[-1]
-        radius2 = chi_square(level, d)
-        if self._calibration is not None:
-            radius2 = float(self._calibration.radius2(level))
+        radius2 = self._of_rows(lambda calibration: calibration.radius2(level))
+        if radius2 is None:
+            radius2 = chi_square(level, C.shape[-1])
         return ((distance <= radius2) & known).numpy()
 
     def sample(self, n: int, *, seed: int | None = None) -> Array:
@@ -264,15 +270,7 @@ class Estimates(Shown):
 
     def rows(self, rows: Array) -> Estimates:
         """Return the estimates of some rows."""
-        chosen, result, source = torch.from_numpy(rows), self.result, self._source
-        C, alarms = result.covariances, result.alarms
-        diagnostics = {name: each[chosen] for name, each in result.diagnostics.items()}
-        some = Result(
-            result.means[chosen],
-            None if C is None else C[chosen],
-            None if alarms is None else [alarms[k] for k in rows],
-            diagnostics,
-        )
+        some, source = self.result.rows(torch.from_numpy(rows)), self._source
         origin = source._replace(
             names=[source.names[k] for k in rows],
             times=None if source.times is None else source.times[rows],
@@ -317,19 +315,30 @@ class Estimates(Shown):
         """The index of the part of each column."""
         return [k for k, part in enumerate(self._schema.states) for _ in part.names]
 
+    def _of_rows(self, value: Callable[[Calibration], Tensor | None]) -> Tensor | None:
+        """A value of the calibration; of forecasts ``T ...``, by the horizon of each row."""
+        calibration, horizons = self._calibration, self.result.horizons
+        if not isinstance(calibration, ForecastCalibration):
+            return None if calibration is None else value(calibration)
+        assert horizons is not None
+        known, which = horizons.unique(return_inverse=True)
+        found = [value(calibration.at(h)) for h in known.tolist()]
+        return torch.stack([each.cpu() for each in found if each is not None])[which]
+
     def _factors(self, level: float) -> Array:
-        """Half the width of intervals of each column, in standard deviations; NaN of rotations."""
+        """Half the width of intervals, in standard deviations, ``c`` or ``T c``; NaN of rotations.
+
+        Those of forecasts depend on their horizons.
+        """
         if not 0 < level < 1:
             raise ValueError(f"level must be between 0 and 1, got {level}")
         parts = self._schema.states
-        found = None
-        if self._calibration is not None:
-            found = self._calibration.column_quantile(level)
+        found = self._of_rows(lambda calibration: calibration.column_quantile(level))
         if found is None:
             found = torch.full((len(parts),), chi_square(level, 1) ** 0.5)
         single = [len(part.names) == 1 for part in parts]
         factors = np.where(single, found.double().cpu().numpy(), np.nan)
-        return factors[self._part_of_column()]
+        return factors[..., self._part_of_column()]
 
     def _clip(self, values: Array) -> Array:
         """Values ``... c`` within the bounds of their columns."""

@@ -30,6 +30,7 @@ from kbf.fitted.runs import (
     future_controls,
     log_likelihoods,
     moved,
+    moved_from,
     step_through,
 )
 from kbf.fitted.scores import baseline_nmse, column_scores, forecast_nmse
@@ -205,15 +206,17 @@ class FittedFilter(Summary):
             states: list[Any] = []
             batch = batch_of(self.trained, piece)
             rollout(self.trained.filter, **batch, generator=generator, states=states)
-            acted = batch["controls"]
-            for t in range(0, len(states), stride):
-                steps = horizon if acted is None else min(horizon, len(states) - 1 - t)
-                if steps < 1 or where[t] < 0:
-                    continue
-                ahead = None if acted is None else acted[:, t + 1 : t + 1 + steps]
-                results.append(moved(self.trained, states[t], ahead, steps, generator))
-                names += [piece.name] * steps
-                origins += [(int(where[t]), k) for k in range(1, steps + 1)]
+            found, made = moved_from(
+                self.trained,
+                states,
+                [t for t in range(0, len(states), stride) if where[t] >= 0],
+                batch["controls"],
+                horizon,
+                generator,
+            )
+            results += [] if found is None else [found]
+            names += [piece.name] * len(made)
+            origins += [(int(where[t]), k) for t, k in made]
         index = pd.MultiIndex.from_tuples(origins, names=["origin", "step"])
         ahead = Source(names, None, index, source.bounds)
         return self.estimates(joined(results), ahead)

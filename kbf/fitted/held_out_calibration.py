@@ -7,26 +7,20 @@ part of the data replaces the folds.
 
 import copy
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kbf.data.files import ColumnSchema
-from kbf.data.windows import first_steps, folds, held_by, hold_out, take, without
-from kbf.evaluation.alarms import (
-    MOST_KEPT,
-    Monitor,
-    fit_tail,
-    innermost,
-    innovation_score,
-    running_median,
-)
+from kbf.data.windows import held_by
+from kbf.evaluation.alarms import MOST_KEPT, Monitor, fit_tail, running_median
 from kbf.evaluation.calibration import (
     Calibration,
+    ForecastCalibration,
     HeldOut,
     calibrate,
     floor_of,
@@ -34,138 +28,30 @@ from kbf.evaluation.calibration import (
     mahalanobis,
     sorted_scores,
 )
-from kbf.evaluation.score import Score, score, score_smoothed
-from kbf.filters.kernel.filter import KernelBayesFilter
-from kbf.filters.protocols import Filter, FilterModel
-from kbf.filters.selection.auto import ModelSelection
+from kbf.evaluation.score import score_smoothed
 from kbf.fitted.checkpoint import BEST, LAST, Trained, load_own, rewrite_checkpoint
-from kbf.fitted.model import FittedModel
+from kbf.fitted.held_out_forecasts import Ahead
+from kbf.fitted.held_out_runs import (
+    FOLDS,
+    MIN_ORIGINS,
+    Held,
+    Run,
+    collected,
+    forecast_runs,
+    held_out,
+    keeps_no_memory,
+    never_learned_from,
+    run_through,
+)
 from kbf.recording import Recording, as_float, observed_pairs
 from kbf.rkhs.linalg import evenly
 from kbf.runtime import atomic_files
 
-FOLDS = 5
-# Most steps that are filtered. Of larger recordings these are the first steps of each fold.
-MOST_STEPS = 5000
-# Steps of each recording that are filtered in any case: recordings share a batch, so that they cost
-# little, and the first steps alone are not representative.
-MIN_STEPS_OF_EACH = 300
 # Observations without a missing sensor that a monitor requires.
 MIN_WHOLE_OBSERVATIONS = 10
 # Most numbers in the observations that a monitor keeps; fewer observations are kept of large
 # images.
 MOST_NUMBERS = 2**22
-# Filters, each with recordings that it has not been fitted to.
-Held = Iterable[tuple[Filter[Any], list[Recording]]]
-
-
-class InnovationScore(NamedTuple):
-    """The `kbf.evaluation.alarms.innovation_score` of a step, ``b``.
-
-    NaN without an observation, and for filters without a kernel.
-    """
-
-    score: Tensor
-
-
-class Run(NamedTuple):
-    """Results of filters on recordings that they have not been fitted to.
-
-    Attributes:
-        states: ``m d``, all recordings concatenated, with their estimates ``m d`` and covariances
-            ``m d d`` (None for filters without).
-        innovation_scores: ``T`` for each recording.
-        filters: ``m``, the index of the filter of each step.
-    """
-
-    states: Tensor
-    estimates: Tensor
-    covariances: Tensor | None
-    innovation_scores: list[Tensor]
-    filters: Tensor
-
-
-def held_out(
-    net: FilterModel, memory: list[Recording], count: int = FOLDS, most: int = MOST_STEPS
-) -> Held:
-    """Yield for each of ``count`` folds the filter over the others, fitted on demand, and the fold.
-
-    A model that has cross-validated its candidates (`kbf.filters.selection.auto.ModelSelection`)
-    provides these filters itself.
-
-    Raises:
-        ValueError: too few steps for the folds, or for the model without one of them.
-    """
-    if isinstance(net, ModelSelection) and net.held_out_filters:
-        pairs = iter(net.held_out_filters)
-        count = len(net.held_out_filters)
-    else:
-        parts = folds([len(s.states) for s in memory], count)
-        pairs = ((net.fit(without(memory, part)), take(memory, part)) for part in parts)
-    for filter, fold in pairs:
-        steps = -(-most // count)
-        yield filter, first_steps(fold, max(steps, min(MIN_STEPS_OF_EACH, steps) * len(fold)))
-
-
-def never_learned_from(module: FittedModel) -> Held:
-    """Return `held_out`; for a network without a memory, the steps that training held out.
-
-    No fold can be removed from a network that is the filter itself.
-    """
-    memory, how = module.memory.sequences(), module.how
-    if how is not None and how.validation > 0 and keeps_no_memory(module):
-        return [(module.net.eval(), hold_out(memory, how.validation)[1])]
-    return held_out(module.net, memory)
-
-
-def keeps_no_memory(module: FittedModel) -> bool:
-    """Return whether the network is the filter itself, so that no fold can be removed from it."""
-    return module.net.fit(module.memory.sequences()) is module.net
-
-
-def run_through(
-    held: Held,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str = "cpu",
-) -> Run:
-    """Run each filter through its recordings; arguments as of `kbf.evaluation.score.score`."""
-    how: Any = {"seed": seed, "dtype": dtype, "device": device}
-    return collected(
-        (recordings, score(filter, recordings, **how, covariances=True, watch=watch_innovation))
-        for filter, recordings in held
-    )
-
-
-def collected(scores: Iterable[tuple[list[Recording], Score]]) -> Run:
-    """Return the results of several filters as one `Run`."""
-    states, means, covariances, innovations, filters = [], [], [], [], []
-    for k, (recordings, found) in enumerate(scores):
-        states += [s.states.double().cpu() for s in recordings]
-        means += found.estimates
-        covariances += found.covariances or []
-        innovations += [each.score for each in found.watched]
-        filters += [torch.full((len(each),), k) for each in found.estimates]
-    together = torch.cat(covariances) if covariances else None
-    return Run(torch.cat(states), torch.cat(means), together, innovations, torch.cat(filters))
-
-
-def watch_innovation(
-    filter: Filter[Any],
-    predicted: Any,
-    obs: Shaped[Tensor, "b *x"],
-    *,
-    last: InnovationScore | None = None,
-    mask: Tensor | None = None,
-) -> InnovationScore:
-    """Return innovation scores; a `kbf.evaluation.score.Watch`."""
-    inner, x = innermost(filter, obs)
-    unknown = torch.full((len(obs),), torch.nan, device=obs.device)
-    if not isinstance(inner, KernelBayesFilter):
-        return InnovationScore(unknown)
-    found = innovation_score(inner, predicted.weights, x)
-    return InnovationScore(found if mask is None else torch.where(mask, found, unknown.to(found)))
 
 
 def learn_calibration(run: Run) -> Calibration | None:
@@ -316,8 +202,10 @@ def learn(
     module, memory = trained.module, trained.module.memory.sequences()
     dtype = module.input_dtype if validation else module.model_dtype
     held: Held = [(trained.filter, list(validation))] if validation else never_learned_from(module)
-    run = run_through(held, seed=seed, dtype=dtype, device=module.device)
+    ahead: list[Ahead | None] = []
+    run = run_through(held, seed=seed, dtype=dtype, device=module.device, ahead=ahead)
     calibration, kept = learn_calibration(run), typical_steps(run)
+    used = run.filters if kept is None else run.filters[kept].unique()
     if not validation:  # the folds are in scaled units
         run, calibration = in_units_of_the_data(run, calibration, trained)
     calibration, scores = with_columns(calibration, run, module.column_schema(), kept)
@@ -330,8 +218,37 @@ def learn(
             stacklevel=2,
         )
         calibration = None
+    forecasts = None
+    if calibration is not None:
+        forecasts = learn_forecasts(ahead, used, trained, scaled=not validation)
     monitor = learn_monitor(run, memory, rate=rate, dtype=module.model_dtype, device=module.device)
-    return trained._replace(calibration=calibration, monitor=monitor, held_out=scores)
+    return trained._replace(
+        calibration=calibration, monitor=monitor, held_out=scores, forecasts=forecasts
+    )
+
+
+def learn_forecasts(
+    ahead: list[Ahead | None], used: Int[Tensor, " f"], trained: Trained, *, scaled: bool
+) -> ForecastCalibration | None:
+    """Return the calibration of forecasts; None where `forecast_runs` has none.
+
+    Args:
+        ahead: forecasts of each filter from held-out steps.
+        used: the numbers of the filters that the estimates are calibrated by (`typical`).
+        trained: the filter over all recordings.
+        scaled: whether forecasts are in the units of the filter.
+    """
+    found = {}
+    for horizon, run in forecast_runs(ahead).items():
+        kept = torch.isin(run.filters, used)
+        if int(kept.sum()) < MIN_ORIGINS or run.covariances is None:
+            return None
+        calibration = calibrate(run.states[kept], run.estimates[kept], run.covariances[kept])
+        if scaled:
+            run, calibration = in_units_of_the_data(run, calibration, trained)
+        schema = trained.module.column_schema()
+        found[horizon] = with_columns(calibration, run, schema, kept)[0]
+    return ForecastCalibration.stack(found) if found else None
 
 
 def learn_smoothed(trained: Trained, *, lag: int | None = None, seed: int = 0) -> Calibration:

@@ -21,21 +21,29 @@ class Result(NamedTuple):
         means: ``T d``. covariances: ``T d d``, recalibrated; None for a filter without them.
         alarms: ``T`` texts, empty where there is none; None without a monitor.
         diagnostics: ``T`` numbers, by name.
+        horizons: ``T``, the number of steps ahead of forecasts; None for estimates.
     """
 
     means: Tensor
     covariances: Tensor | None
     alarms: list[str] | None
     diagnostics: dict[str, Tensor]
+    horizons: Tensor | None = None
+
+    def rows(self, rows: Tensor) -> Result:
+        """The rows of these numbers, in this order."""
+        alarms = self.alarms
+        return Result(
+            self.means[rows],
+            None if self.covariances is None else self.covariances[rows],
+            None if alarms is None else [alarms[k] for k in rows.tolist()],
+            {name: each[rows] for name, each in self.diagnostics.items()},
+            None if self.horizons is None else self.horizons[rows],
+        )
 
     def last(self) -> Result:
         """The last row."""
-        return Result(
-            self.means[-1:],
-            None if self.covariances is None else self.covariances[-1:],
-            None if self.alarms is None else self.alarms[-1:],
-            {name: each[-1:] for name, each in self.diagnostics.items()},
-        )
+        return self.rows(torch.tensor([len(self.means) - 1]))
 
 
 class Source(NamedTuple):
@@ -72,6 +80,9 @@ def joined(results: list[Result]) -> Result:
             name: torch.cat([each.diagnostics[name] for each in results])
             for name in first.diagnostics
         },
+        None
+        if first.horizons is None
+        else torch.cat([each.horizons for each in results if each.horizons is not None]),
     )
 
 
@@ -80,13 +91,7 @@ def in_order(results: list[Result], rows: list[Tensor]) -> Result:
 
     Steps without a row, whose number is negative, are left out.
     """
-    whole, order = joined(results), row_order(rows)
-    return Result(
-        whole.means[order],
-        None if whole.covariances is None else whole.covariances[order],
-        None if whole.alarms is None else [whole.alarms[k] for k in order.tolist()],
-        {name: each[order] for name, each in whole.diagnostics.items()},
-    )
+    return joined(results).rows(row_order(rows))
 
 
 def row_order(rows: list[Tensor]) -> Tensor:
@@ -105,9 +110,9 @@ def continued(index: Any, count: int) -> Any:
     if len(index) < 2 or index.nlevels > 1:
         return None
     if isinstance(index, pd.DatetimeIndex | pd.TimedeltaIndex):
-        step = pd.Series(index).diff().median()
+        step: Any = pd.Series(index).diff().median()
     elif pd.api.types.is_numeric_dtype(index.dtype):
         step = index[-1] - index[-2]
     else:
         return None
-    return type(index)([index[-1] + k * step for k in range(1, count + 1)], name=index.name)
+    return pd.Index([index[-1] + k * step for k in range(1, count + 1)], name=index.name)

@@ -4,13 +4,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from kbf.data.files.layout import Observations
 from kbf.filters.protocols import control_components, covariance_of, move
 from kbf.filters.rollout import batch_inputs, rollout
 from kbf.fitted.checkpoint import Trained
-from kbf.fitted.online_estimator import OnlineEstimator, StepInputs, result_of
+from kbf.fitted.held_out_forecasts import ORIGINS_PER_BATCH
+from kbf.fitted.online_estimator import OnlineEstimator, StepInputs, concatenated, result_of
 from kbf.fitted.results import Array, Result, joined
 from kbf.recording import Recording
 from kbf.runtime.errors import DataError
@@ -31,16 +32,16 @@ def moved(
     state: Any,
     controls: Tensor | None,
     steps: int,
-    generator: torch.Generator,
+    generator: Generator,
 ) -> Result:
-    """Return the predictions of the ``steps`` after a filter state, as ``steps`` rows.
+    """Return the predictions of the ``steps`` after filter states, ``b steps`` rows.
 
-    Covariances are recalibrated as those of estimates are.
+    Covariances are recalibrated by the calibration of each horizon (`Trained.forecasts`).
 
     Args:
         trained: the filter and its calibration.
-        state: of a batch of one.
-        controls: ``1 h k`` of the moves, or None.
+        state: of a batch of b.
+        controls: ``b h k`` of the moves, or None.
         steps: h.
         generator: of filters that draw random numbers.
     """
@@ -50,10 +51,47 @@ def moved(
         state = move(filter, state, control=control, generator=generator)
         means.append(filter.estimate(state).double().cpu())
         C = covariance_of(filter, state)
-        if C is not None and trained.calibration is not None:
-            C = trained.calibration.covariance(C)
+        calibration = trained.calibration_ahead(k + 1)
+        if C is not None and calibration is not None:
+            C = calibration.covariance(C)
         covariances += [] if C is None else [C.double().cpu()]
-    return Result(torch.cat(means), torch.cat(covariances) if covariances else None, None, {})
+    spread = torch.stack(covariances, 1).flatten(0, 1) if covariances else None
+    horizons = torch.arange(1, steps + 1).repeat(len(means[0]))
+    return Result(torch.stack(means, 1).flatten(0, 1), spread, None, {}, horizons)
+
+
+def moved_from(
+    trained: Trained,
+    states: list[Any],
+    origins: list[int],
+    controls: Tensor | None,
+    steps: int,
+    generator: Generator,
+) -> tuple[Result | None, list[tuple[int, int]]]:
+    """Return `moved` of some of the states of a recording, and the origin and step of each row.
+
+    Args:
+        trained: the filter and its calibration.
+        states: after each step. origins: the steps that are predicted from.
+        controls: ``1 T k``; predictions that require controls after T are left out.
+        steps: of a prediction, at most.
+        generator: of filters that draw random numbers.
+    """
+    groups: dict[int, list[int]] = {}
+    for t in origins:
+        length = steps if controls is None else min(steps, len(states) - 1 - t)
+        groups.setdefault(length, []).append(t)
+    parts, rows = [], []
+    for length, group in groups.items():
+        for first in range(0, len(group) if length else 0, ORIGINS_PER_BATCH):
+            some = group[first : first + ORIGINS_PER_BATCH]
+            state = concatenated([states[t] for t in some])
+            future = None
+            if controls is not None:
+                future = torch.cat([controls[:, t + 1 : t + 1 + length] for t in some])
+            parts.append(moved(trained, state, future, length, generator))
+            rows += [(t, k) for t in some for k in range(1, length + 1)]
+    return (joined(parts) if parts else None), rows
 
 
 def future_controls(trained: Trained, controls: Any, horizon: int) -> Tensor | None:

@@ -147,4 +147,6 @@ class Summary:
 
     def estimates(self, result: Result, source: Source, **settings: Any) -> Estimates:
         """Return results in the columns of this filter; arguments as of `Estimates`."""
-        return Estimates(result, self.schema, self.trained.calibration, source, **settings)
+        calibration = self.trained.calibration
+        ahead = None if result.horizons is None else self.trained.forecasts
+        return Estimates(result, self.schema, ahead or calibration, source, **settings)

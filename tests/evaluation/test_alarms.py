@@ -27,7 +27,8 @@ from kbf.filters.kernel.operators import density_transition
 from kbf.filters.kernel.update.rule import PrimalUpdate
 from kbf.filters.rollout import rollout
 from kbf.filters.scaling import ScaledFilter, Scaling
-from kbf.fitted.held_out_calibration import Run, held_out, learn_monitor, run_through
+from kbf.fitted.held_out_calibration import learn_monitor
+from kbf.fitted.held_out_runs import Run, held_out, run_through
 from kbf.recording import Recording, mask_missing, pad
 from kbf.rkhs.features import NystromFeatures
 from kbf.rkhs.kernels import gaussian, median_distance

@@ -39,11 +39,10 @@ from kbf.filters.kernel.operators import Operator, UnitRatio
 from kbf.fitted.checkpoint import load_filter, rewrite_checkpoint
 from kbf.fitted.held_out_calibration import (
     calibrate_by,
-    held_out,
     learn_and_keep,
     learn_calibration,
-    run_through,
 )
+from kbf.fitted.held_out_runs import held_out, run_through
 from kbf.plots.tracks import calibration_figure
 from kbf.recording import Recording
 from kbf.ssm import rotation

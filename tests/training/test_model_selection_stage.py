@@ -13,7 +13,8 @@ from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
 from kbf.filters.rollout import rollout
 from kbf.filters.selection import auto
 from kbf.fitted.checkpoint import load_filter
-from kbf.fitted.held_out_calibration import learn, learn_and_keep, never_learned_from
+from kbf.fitted.held_out_calibration import learn, learn_and_keep
+from kbf.fitted.held_out_runs import never_learned_from
 from kbf.training.datamodule import FilterDataModule
 from kbf.training.filter_stage import FilterTraining
 from kbf.training.fit import train

@@ -1,0 +1,185 @@
+"""Runs of filters through recordings that they have not been fitted to.
+
+The recordings are cut into contiguous folds. The filter over the other folds runs through each fold
+from its initial state, as it later runs through new data.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from kbf.data.windows import first_steps, folds, hold_out, take, without
+from kbf.evaluation.alarms import innermost, innovation_score
+from kbf.evaluation.score import Score, score
+from kbf.filters.kernel.filter import KernelBayesFilter
+from kbf.filters.protocols import Filter, FilterModel
+from kbf.filters.selection.auto import ModelSelection
+from kbf.fitted.held_out_forecasts import HORIZONS, Ahead, Origins, forecasts
+from kbf.fitted.model import FittedModel
+from kbf.recording import Recording
+
+FOLDS = 5
+# Most steps that are filtered. Of larger recordings these are the first steps of each fold.
+MOST_STEPS = 5000
+# Steps of each recording that are filtered in any case: recordings share a batch, so that they cost
+# little, and the first steps alone are not representative.
+MIN_STEPS_OF_EACH = 300
+# Origins of forecasts that a calibration requires.
+MIN_ORIGINS = 20
+# Filters, each with recordings that it has not been fitted to.
+Held = Iterable[tuple[Filter[Any], list[Recording]]]
+
+
+class InnovationScore(NamedTuple):
+    """The `kbf.evaluation.alarms.innovation_score` of a step, ``b``.
+
+    NaN without an observation, and for filters without a kernel.
+    """
+
+    score: Tensor
+
+
+class Run(NamedTuple):
+    """Results of filters on recordings that they have not been fitted to.
+
+    Attributes:
+        states: ``m d``, all recordings concatenated, with their estimates ``m d`` and covariances
+            ``m d d`` (None for filters without).
+        innovation_scores: ``T`` for each recording.
+        filters: ``m``, the index of the filter of each step.
+    """
+
+    states: Tensor
+    estimates: Tensor
+    covariances: Tensor | None
+    innovation_scores: list[Tensor]
+    filters: Tensor
+
+
+def held_out(
+    net: FilterModel, memory: list[Recording], count: int = FOLDS, most: int = MOST_STEPS
+) -> Held:
+    """Yield for each of ``count`` folds the filter over the others, fitted on demand, and the fold.
+
+    A model that has cross-validated its candidates (`kbf.filters.selection.auto.ModelSelection`)
+    provides these filters itself.
+
+    Raises:
+        ValueError: too few steps for the folds, or for the model without one of them.
+    """
+    if isinstance(net, ModelSelection) and net.held_out_filters:
+        pairs = iter(net.held_out_filters)
+        count = len(net.held_out_filters)
+    else:
+        parts = folds([len(s.states) for s in memory], count)
+        pairs = ((net.fit(without(memory, part)), take(memory, part)) for part in parts)
+    for filter, fold in pairs:
+        steps = -(-most // count)
+        yield filter, first_steps(fold, max(steps, min(MIN_STEPS_OF_EACH, steps) * len(fold)))
+
+
+def never_learned_from(module: FittedModel) -> Held:
+    """Return `held_out`; for a network without a memory, the steps that training held out.
+
+    No fold can be removed from a network that is the filter itself.
+    """
+    memory, how = module.memory.sequences(), module.how
+    if how is not None and how.validation > 0 and keeps_no_memory(module):
+        return [(module.net.eval(), hold_out(memory, how.validation)[1])]
+    return held_out(module.net, memory)
+
+
+def keeps_no_memory(module: FittedModel) -> bool:
+    """Return whether the network is the filter itself, so that no fold can be removed from it."""
+    return module.net.fit(module.memory.sequences()) is module.net
+
+
+def run_through(
+    held: Held,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+    ahead: list[Ahead | None] | None = None,
+) -> Run:
+    """Run each filter through its recordings.
+
+    Args:
+        held: the filters and their recordings.
+        seed, dtype, device: as of `kbf.evaluation.score.score`.
+        ahead: a list to which forecasts of each filter are appended.
+    """
+    how: Any = {"seed": seed, "dtype": dtype, "device": device}
+
+    def scores() -> Iterator[tuple[list[Recording], Score]]:
+        for filter, recordings in held:
+            origins = Origins(watch_innovation, recordings)
+            watch = watch_innovation if ahead is None else origins
+            yield recordings, score(filter, recordings, **how, covariances=True, watch=watch)
+            if ahead is not None:
+                ahead.append(forecasts(filter, recordings, origins, **how))
+
+    return collected(scores())
+
+
+def forecast_runs(ahead: list[Ahead | None]) -> dict[int, Run]:
+    """Return the forecasts of several filters as a `Run` for each horizon, of the same origins.
+
+    The longest horizon is the longest of which at least half the forecasts end within their
+    recordings. Empty for filters without covariances, and with fewer than `MIN_ORIGINS` origins.
+    """
+    found = [(k, each) for k, each in enumerate(ahead) if each is not None]
+    if not found:
+        return {}
+    states = torch.cat([each.states for _, each in found], 1)
+    means = torch.cat([each.means for _, each in found], 1)
+    spreads = [each.covariances for _, each in found if each.covariances is not None]
+    if not spreads:
+        return {}
+    covariances = torch.cat(spreads, 1)
+    filters = torch.cat([torch.full((each.states.shape[1],), k) for k, each in found])
+    # Whether a horizon and all before it are known, of each origin.
+    known = states.isfinite().all(-1).int().cumprod(0).bool()
+    most = int((known.double().mean(1) >= 0.5).sum())
+    origins = known[max(most - 1, 0)]
+    if int(origins.sum()) < MIN_ORIGINS:
+        return {}
+    return {
+        HORIZONS[h]: Run(
+            states[h, origins], means[h, origins], covariances[h, origins], [], filters[origins]
+        )
+        for h in range(most)
+    }
+
+
+def collected(scores: Iterable[tuple[list[Recording], Score]]) -> Run:
+    """Return the results of several filters as one `Run`."""
+    states, means, covariances, innovations, filters = [], [], [], [], []
+    for k, (recordings, found) in enumerate(scores):
+        states += [s.states.double().cpu() for s in recordings]
+        means += found.estimates
+        covariances += found.covariances or []
+        innovations += [each.score for each in found.watched]
+        filters += [torch.full((len(each),), k) for each in found.estimates]
+    together = torch.cat(covariances) if covariances else None
+    return Run(torch.cat(states), torch.cat(means), together, innovations, torch.cat(filters))
+
+
+def watch_innovation(
+    filter: Filter[Any],
+    predicted: Any,
+    obs: Shaped[Tensor, "b *x"],
+    *,
+    last: InnovationScore | None = None,
+    mask: Tensor | None = None,
+) -> InnovationScore:
+    """Return innovation scores; a `kbf.evaluation.score.Watch`."""
+    inner, x = innermost(filter, obs)
+    unknown = torch.full((len(obs),), torch.nan, device=obs.device)
+    if not isinstance(inner, KernelBayesFilter):
+        return InnovationScore(unknown)
+    found = innovation_score(inner, predicted.weights, x)
+    return InnovationScore(found if mask is None else torch.where(mask, found, unknown.to(found)))

@@ -1,0 +1,141 @@
+"""Intervals of forecasts contain what they state at every horizon, on new recordings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import kbf
+from kbf.evaluation.calibration import Calibration, ForecastCalibration
+from kbf.fitted.held_out_forecasts import HORIZONS, Origins, forecasts
+from kbf.fitted.held_out_runs import watch_innovation
+from kbf.recording import Recording
+from scripts.make_arm import arm
+
+
+def cart(runs: int, seed: int) -> pd.DataFrame:
+    """Runs of a damped cart on a spring that is pushed, with a sensor of its place alone."""
+    rng, frames = np.random.default_rng(seed), []
+    for run in range(runs):
+        push = np.sign(np.sin(np.arange(100) / 7 + rng.uniform(0, 6)))
+        z, now = np.zeros((100, 2)), rng.normal(size=2)
+        for t in range(100):
+            now = np.array([[0.98, 0.2], [-0.15, 0.93]]) @ now + [0, 0.2 * push[t]]
+            z[t] = now = now + rng.normal(0, [0.02, 0.1])
+        x = z[:, 0] + rng.normal(0, 0.3, 100)
+        columns = {"run": f"run{run}", "p": z[:, 0], "v": z[:, 1], "x": x, "push": push}
+        frames.append(pd.DataFrame(columns))
+    return pd.concat(frames, ignore_index=True)
+
+
+SYSTEMS = {
+    "arm": (lambda runs, seed: arm(runs, seed=seed), ["reach_mm", "torque_kNm"], ["s*"], None),
+    "cart": (cart, ["p", "v"], ["x"], ["push"]),
+}
+
+
+@pytest.fixture(scope="module", params=SYSTEMS)
+def system(request):
+    make, states, observations, controls = SYSTEMS[request.param]
+    fitted = kbf.fit(
+        make(5, 0),
+        states=states,
+        observations=observations,
+        controls=controls,
+        recording="run",
+        model="kalman",
+        progress=False,
+    )
+    return fitted, make(8, 100)
+
+
+def coverage(fitted: kbf.FittedFilter, data: pd.DataFrame, horizon: int) -> np.ndarray:
+    """Share of the states in intervals of 95 %, and in the joint regions, at a horizon."""
+    ahead, names = fitted.historical_forecasts(data, horizon, stride=3), fitted.columns["states"]
+    low, high = ahead.interval(0.95)
+    index = ahead.to_frame().index.to_frame(index=False)
+    runs, z = data["run"].to_numpy(), data[names].to_numpy()
+    at = np.flatnonzero((index.step == horizon) & (index.origin + horizon < len(z)))
+    origin = index.origin.to_numpy()[at]
+    at = at[runs[origin] == runs[origin + horizon]]
+    aim = z[index.origin.to_numpy()[at] + horizon]
+    inside = (low[at] <= aim) & (aim <= high[at])
+    return np.array([*inside.mean(0), ahead.rows(at).contains(aim, 0.95).mean()])
+
+
+@pytest.mark.parametrize("horizon", [1, 5, 20])
+def test_intervals_of_forecasts_hold_what_they_state(horizon, system):
+    fitted, new = system
+    found = coverage(fitted, new, horizon)
+    assert (found > 0.9).all() and found.mean() < 0.99
+
+
+def test_forecasts_have_the_calibration_of_their_horizon(system, tmp_path):
+    """Online as well, in a file, and as estimates if a file has none."""
+    fitted, new = system
+    some = new[new.run == "run0"]
+    controls = None if "push" not in some else np.zeros((30, 1))
+    ahead = fitted.forecast(some, 30, controls=controls)
+    low, high = ahead.interval(0.9)
+    factors = (high - low) / 2 / ahead.std
+    assert fitted.trained.forecasts is not None
+    for h in (1, 3, 20, 30):
+        expected = fitted.trained.forecasts.at(h).column_quantile(0.9)
+        np.testing.assert_allclose(factors[h - 1], expected)
+    fitted.save(tmp_path / "filter.ckpt")
+    again = kbf.load(tmp_path / "filter.ckpt")
+    np.testing.assert_allclose(again.forecast(some, 30, controls=controls).interval(0.9)[1], high)
+    stored = torch.load(tmp_path / "filter.ckpt", weights_only=True)
+    del stored["kbf"]["forecasts"]
+    torch.save(stored, tmp_path / "old.ckpt")
+    old = kbf.load(tmp_path / "old.ckpt")
+    found = old.forecast(some, 30, controls=controls)
+    np.testing.assert_allclose(found.mean, ahead.mean, rtol=1e-12)
+    calibration = fitted.trained.calibration
+    assert calibration is not None
+    expected = calibration.column_quantile(0.9)
+    np.testing.assert_allclose((found.interval(0.9)[1] - found.mean)[7] / found.std[7], expected)
+
+
+def test_calibrations_between_two_horizons():
+    """The geometric mean of two horizons has the mean of their calibrations."""
+
+    def one(scale: float) -> Calibration:
+        ramp = torch.linspace(0, scale, 50, dtype=torch.float64)
+        return Calibration(ramp[-1], ramp[-2:], ramp, torch.tensor(50), ramp[:, None])
+
+    stack = ForecastCalibration.stack({1: one(1.0), 4: one(3.0), 20: one(9.0)})
+    assert float(stack.at(2).scale) == pytest.approx(2.0)
+    assert float(stack.at(1).scale) == 1 and float(stack.at(4).scale) == 3
+    assert float(stack.at(100).scale) == 9
+    expected = (one(1.0).column_quantile(0.8), one(3.0).column_quantile(0.8))
+    middle = stack.at(2).column_quantile(0.8)
+    assert middle is not None and expected[0] is not None and expected[1] is not None
+    torch.testing.assert_close(middle, (expected[0] + expected[1]) / 2)
+
+
+def test_forecasts_of_held_out_steps_are_those_of_predict_ahead(system):
+    """Of two recordings of different lengths, with controls; NaN states beyond their ends."""
+    fitted, new = system
+    filter, names = fitted.trained.filter, fitted.columns
+    recordings = []
+    for k, (_, frame) in enumerate(list(new.groupby("run"))[:2]):
+        part = frame.iloc[: 30 + 9 * k]
+        sides = [torch.tensor(part[c].to_numpy()) for c in list(names.values()) if c]
+        recordings.append(Recording(*sides[:2], controls=sides[2] if len(sides) > 2 else None))
+    origins = Origins(watch_innovation, recordings)
+    kbf.evaluation.score.score(filter, recordings, watch=origins)
+    found = forecasts(filter, recordings, origins)
+    assert found is not None
+    assert found.means.shape[:2] == (len(HORIZONS), 2 * 38)
+    for k, each in enumerate(recordings):
+        acted = None if each.controls is None else each.controls[None]
+        ahead = kbf.predict_ahead(filter, each.obs[None], 20, controls=acted)[0]
+        for row, h in enumerate(HORIZONS):
+            mine, steps = found.means[row, k::2], len(each.states)
+            known = found.states[row, k::2].isfinite().all(1)
+            assert int(known.sum()) == steps - h
+            torch.testing.assert_close(mine[known], ahead[h - 1, : steps - h])
+            torch.testing.assert_close(found.states[row, k::2][known], each.states[h:])
