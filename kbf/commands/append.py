@@ -16,6 +16,7 @@ from kbf.data.windows import Span, take
 from kbf.evaluation.score import score
 from kbf.fitted.append import append
 from kbf.fitted.checkpoint import check_like, load_filter
+from kbf.fitted.compatibility import data_differences
 from kbf.recording import Recording
 from kbf.runtime.provenance import continued, files_of, provenance
 
@@ -50,6 +51,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
             "there is no step with a known state in these recordings: nothing can be added"
         )
     check_like(loaded.module, recordings[0], config["checkpoint"])
+    print_notes(data_differences(loaded, data, recordings))
     settings: Any = {"seed": config["seed"] or 0, "device": config["device"]}
     with console.status("scoring the old filter on the new recordings"):
         scores = score(loaded.filter, recordings, dtype=loaded.module.input_dtype, **settings)

@@ -20,6 +20,7 @@ from kbf.data.dataset import load_data
 from kbf.evaluation.alarms import Check
 from kbf.evaluation.floors import data_floor
 from kbf.fitted.checkpoint import check_like, load_filter
+from kbf.fitted.compatibility import data_differences
 from kbf.plots.tracks import calibration_figure, save
 from kbf.runtime.atomic_files import write_csv, write_json
 from kbf.runtime.provenance import ABOUT, changes, files_of, provenance
@@ -54,6 +55,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
             "name another recording with data.path=FILE"
         )
     check_like(loaded.module, data.test[0], config["checkpoint"])
+    print_notes(data_differences(loaded, data, data.test))
     check_requested(config, loaded, data)
     floor = data_floor(data, particles=config["particles"], seed=config["seed"])
     began, monitor, calibration = time.perf_counter(), loaded.monitor, loaded.calibration
@@ -118,7 +120,10 @@ def check_no_training(directory: Path) -> None:
 
 
 def alarm_metrics(checks: list[Check], rate: float) -> dict[str, float]:
-    """Return the shares of steps that are out of distribution, outliers, or diverged."""
+    """Return the shares of steps that are out of distribution, outliers, or diverged.
+
+    The last two are left out for filters whose innovations are not measured.
+    """
     if not checks:
         return {}
     out_of_distribution, innovation, diverged = (
@@ -130,4 +135,6 @@ def alarm_metrics(checks: list[Check], rate: float) -> dict[str, float]:
         "innovation_alarms": innovation < rate,
         "diverged": diverged,
     }
+    if bool(innovation.isnan().all()):
+        del alarms["innovation_alarms"], alarms["diverged"]
     return {f"test.{name}": alarm.double().mean().item() for name, alarm in alarms.items()}

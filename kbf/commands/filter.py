@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from rich.console import Console
 from kbf.commands.support.filter_run import FilterRun, Write, text_writer, write_npz
 from kbf.commands.support.metric_descriptions import COLUMNS
 from kbf.commands.support.stream_reader import InputColumns, Row, RowReader
-from kbf.data.files import ColumnSchema, read_observations
+from kbf.data.files import ColumnSchema, Observations, read_observations
 from kbf.filters.protocols import allows_missing_sensors
 from kbf.fitted.checkpoint import Trained, checkpoint_file, load_filter
+from kbf.fitted.compatibility import Comparison, piece_differences
 from kbf.fitted.online_estimator import OnlineEstimator, Values
 from kbf.recording import as_float
 from kbf.runtime.atomic_files import replacing
@@ -111,23 +113,29 @@ def run(config: dict[str, Any]) -> int:
     )
     messages, listener = Console(stderr=True, highlight=False, soft_wrap=True), SignalListener()
     live = config["input"] == "-" and config["output"] == "-"
+    is_lines = is_text(config["input"], column_schema, data)
+    warn = partial(messages.print, style="yellow", markup=False)
     running = FilterRun(
         estimator,
         config["state"],
         config["save_every"] if live else None,
         identity(config["checkpoint"]),
+        Comparison(trained) if is_lines else None,
+        warn if config["input"] == "-" else None,
     )
     began, unreadable = time.perf_counter(), 0
     try:
         with ExitStack() as stack:
-            if is_text(config["input"], column_schema, data):
+            if is_lines:
                 rows: Iterable[Row] = text_rows(
                     config, trained, column_schema, running, listener, stack, messages
                 )
             else:
-                rows = array_rows(
-                    config, data | {"column_schema": column_schema.to_dict()}, trained
-                )
+                settings = data | {"column_schema": column_schema.to_dict()}
+                recordings = read_observations(config["input"], settings)
+                for text in piece_differences(trained, recordings):
+                    warn(text)
+                rows = array_rows(config, recordings, trained)
             remaining = iter(rows)
             first = next(remaining, None)  # it shows whether the text is JSON or CSV
             if first is None and config["input"] != "-":
@@ -156,6 +164,8 @@ def run(config: dict[str, Any]) -> int:
     parts += [f"{running.predicted:,} without a row predicted"] if running.predicted else []
     parts += [f"{running.restarts:,} restarts after gaps in time"] if running.restarts else []
     messages.print(f"{', '.join(parts)}; {running.done / seconds:,.0f} a second")
+    for text in [] if running.comparison is None else running.comparison.differences():
+        warn(text)
     for name in running.columns if config["output"] != "-" else []:
         if name in COLUMNS:
             messages.print(f"  {name:<14}{COLUMNS[name]}", style="dim", markup=False)
@@ -284,13 +294,14 @@ def text_rows(
     )
 
 
-def array_rows(config: dict[str, Any], data: dict[str, Any], trained: Trained) -> Iterator[Row]:
+def array_rows(
+    config: dict[str, Any], recordings: list[Observations], trained: Trained
+) -> Iterator[Row]:
     """Yield the rows of recordings in files of arrays, other tables, and images.
 
     Raises:
         ValueError: observations have another shape than in training.
     """
-    recordings = read_observations(config["input"], data)
     shape, dtype, device = (
         tuple(trained.module.observation or ()),
         trained.module.input_dtype,

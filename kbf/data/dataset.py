@@ -28,7 +28,8 @@ class Data(NamedTuple):
             ``train``.
         column_schema: of data with named columns, their names and kinds
             (`kbf.data.files.column_schema.ColumnSchema`).
-        time_step: median time between two steps, if the recordings have times.
+        time_step: median time between two steps, if the recordings have times; of a filter that is
+            scored, that of its training. own_step: that of these recordings.
         notes: remarks on the data, in sentences.
         test_part: name of the test part of a split of recordings.
     """
@@ -42,6 +43,7 @@ class Data(NamedTuple):
     validation: list[Recording] = []  # noqa: RUF012 (a tuple of lists, never changed)
     column_schema: Any = None
     time_step: float | None = None
+    own_step: float | None = None
     notes: tuple[str, ...] = ()
     test_part: str = ""
 
@@ -83,11 +85,11 @@ def load_data(config: dict[str, Any], *, trust: bool = False, source: Any = None
 
     ``config["source"]`` names a class whose objects have ``train`` and ``test`` (lists of
     `Recording`) and may have ``problem``, ``decoded``, ``renderer``, ``extent``, ``validation``,
-    ``column_schema``, ``time_step``, ``test_part`` and ``notes``. With ``config["missing"]``, NaN
-    observations are missing observations; with ``config["allow_missing_sensors"]``, single
-    components may be NaN. A source with ``unscored`` may have an empty training part, and test
-    steps whose state is NaN, which are not scored. An object ``source`` takes the place of the
-    named class.
+    ``column_schema``, ``time_step``, ``own_step``, ``test_part`` and ``notes``. With
+    ``config["missing"]``, NaN observations are missing observations; with
+    ``config["allow_missing_sensors"]``, single components may be NaN. A source with ``unscored``
+    may have an empty training part, and test steps whose state is NaN, which are not scored. An
+    object ``source`` takes the place of the named class.
 
     Raises:
         ValueError: shapes that do not agree, or NaN or infinite values that are not declared as
@@ -132,6 +134,7 @@ def load_data(config: dict[str, Any], *, trust: bool = False, source: Any = None
             "extent",
             "column_schema",
             "time_step",
+            "own_step",
             "test_part",
         )
         if hasattr(source, name)

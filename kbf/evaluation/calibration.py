@@ -18,11 +18,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kbf.rkhs.linalg import cholesky, evenly
+from kbf.rkhs.linalg import cholesky, evenly, varying
 
 # Candidate floors, as shares of the mean variance of the estimates; a weighted sample on a single
 # point has C_t = 0.
 FLOOR_SHARES = (1e-3, 1e-2, 3e-2, 0.1, 0.3)
+# Standard deviation of a component that never varies, as a share of its value, or of the deviations
+# of the others where that is larger.
+STILL_SHARE = 1e-6
 # A calibration keeps at most this many scores.
 MOST_SCORES = 512
 
@@ -219,7 +222,8 @@ def calibrate(
     """Fit c and F to held-out steps by the likelihood of the states under N(m_t, c (C_t + F)).
 
     F is one of `FLOOR_SHARES` of the covariances' mean diagonal. Each has its best scale in closed
-    form, c = mean(s) / d.
+    form, c = mean(s) / d. Components that never vary are left out: their floor is tiny, and they do
+    not count in d.
 
     Args:
         states: z_t.
@@ -238,8 +242,14 @@ def calibrate(
             f"{int((~finite).sum())} of {m} held-out steps hold NaN or infinite values"
         )
     fits: list[tuple[float, Calibration]] = []
+    varies = varying(states)
+    still = torch.maximum(means.abs().mean(0), states[:, varies].std(0).square().mean().sqrt())
+    d = max(1, int(varies.sum()))
     for share in FLOOR_SHARES:
         floor = floor_of(covariances, share)
+        floor = (
+            torch.where(varies, floor, (STILL_SHARE * still).square()) if varies.any() else floor
+        )
         C = floored(covariances, floor)
         scores = mahalanobis(states, means, C)
         scale = (scores.mean() / d).clamp_min(torch.finfo(C.dtype).tiny)

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from kbf.rkhs.linalg import cholesky
+from kbf.rkhs.linalg import cholesky, varying
 
 
 def mse(
@@ -36,7 +36,7 @@ def nmse(estimates: Float[Tensor, "n d"], states: Float[Tensor, "n d"]) -> Float
     known = states.isfinite().all(-1)
     spread = states[known].var(0, correction=0)
     error = (estimates[known] - states[known]).square().mean(0)
-    return torch.where(spread > 0, error / spread, torch.nan)
+    return torch.where(varying(states[known]), error / spread, torch.nan)
 
 
 class Excess(NamedTuple):

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from kbf.data.files.layout import Contents
 from kbf.filters.rollout import rollout
 from kbf.filters.smoothing import smooth
 from kbf.fitted.checkpoint import load_filter, save_checkpoint
+from kbf.fitted.compatibility import piece_differences
 from kbf.fitted.estimates import Estimates
 from kbf.fitted.held_out_calibration import learn_smoothed
-from kbf.fitted.inputs import inputs_of, read_for, recording_of
+from kbf.fitted.inputs import Inputs, inputs_of, read_for, recording_of
 from kbf.fitted.online import OnlineFilter
 from kbf.fitted.online_estimator import OnlineEstimator
 from kbf.fitted.results import Result, Source, continued, in_order, joined, row_order
@@ -35,7 +38,7 @@ from kbf.fitted.runs import (
 )
 from kbf.fitted.scores import baseline_nmse, column_scores, forecast_nmse
 from kbf.fitted.summary import Summary
-from kbf.runtime.errors import DataError
+from kbf.runtime.errors import DataError, DataWarning
 
 if TYPE_CHECKING:
     from kbf.export.step import Exported
@@ -76,8 +79,8 @@ class FittedFilter(Summary):
         Raises:
             DataError: data that does not fit the columns of the training.
         """
-        pieces, rows, source = inputs_of(
-            self._data, data, observations=observations, controls=controls, mask=mask
+        pieces, rows, source = self._inputs(
+            data, observations=observations, controls=controls, mask=mask
         )
         generator = torch.Generator(self._device).manual_seed(seed)
         estimator = OnlineEstimator(self.trained, self.schema, generator=generator)
@@ -120,8 +123,8 @@ class FittedFilter(Summary):
         """
         if not self.capabilities["smooth"]:
             raise ValueError(self._cannot("smooth"))
-        pieces, rows, source = inputs_of(
-            self._data, data, observations=observations, controls=controls, mask=mask
+        pieces, rows, source = self._inputs(
+            data, observations=observations, controls=controls, mask=mask
         )
         if lag not in self._smoothers:
             known = self.trained.calibration is not None
@@ -159,7 +162,7 @@ class FittedFilter(Summary):
         """
         check_horizon(horizon)
         future = future_controls(self.trained, controls, horizon)
-        pieces, _, source = inputs_of(self._data, data)
+        pieces, _, source = self._inputs(data)
         last = {recording_of(piece): piece for piece in pieces}
         generator = torch.Generator(self._device).manual_seed(seed)
         results, names, times = [], [], []
@@ -199,7 +202,7 @@ class FittedFilter(Summary):
             raise ValueError(f"stride must be at least 1, got {stride}")
         import pandas as pd
 
-        pieces, rows, source = inputs_of(self._data, data)
+        pieces, rows, source = self._inputs(data)
         generator = torch.Generator(self._device).manual_seed(seed)
         results, names, origins = [], [], []
         for piece, where in zip(pieces, rows, strict=True):
@@ -249,8 +252,10 @@ class FittedFilter(Summary):
         """
         import pandas as pd
 
-        data = read_for(self._data, data, states=True)  # once, for all methods below
+        given, data = data, read_for(self._data, data, states=True)  # once, for all methods below
         pieces, rows, _ = inputs_of(self._data, data)
+        if given is not data:
+            warn_of(piece_differences(self.trained, pieces))
         order = row_order(rows)
         states = torch.cat([as_recording(each).states for each in pieces]).double()[order]
         found = column_scores(self.filter(data, seed=seed), states, self.schema)
@@ -284,7 +289,7 @@ class FittedFilter(Summary):
 
         if not self.capabilities["append"]:
             raise ValueError(self._cannot("append"))
-        pieces, _, _ = inputs_of(self._data, data, states=True)
+        pieces, _, _ = self._inputs(data, states=True)
         new = []
         for piece in pieces:
             recording = as_recording(piece)
@@ -361,6 +366,13 @@ class FittedFilter(Summary):
     def _device(self) -> torch.device:
         return self.trained.module.device
 
+    def _inputs(self, data: Any, **others: Any) -> Inputs:
+        """Recordings in the columns of the training; warns of differences from the training."""
+        found = inputs_of(self._data, data, **others)
+        if not isinstance(data, Contents):  # which `evaluate` has read, for several methods
+            warn_of(piece_differences(self.trained, found.pieces))
+        return found
+
     def _cannot(self, what: str) -> str:
         return (
             f"the model {self.model_name} cannot {what}: kbf.fit(..., require=[{what!r}]) selects "
@@ -384,6 +396,12 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
     ['z_0', 'z_1']
     """
     return FittedFilter(load_filter(path, device=device))
+
+
+def warn_of(differences: list[str]) -> None:
+    """Warn of differences between recordings and the training."""
+    for text in differences:
+        warnings.warn(text, DataWarning, stacklevel=4)
 
 
 def unpickled(checkpoint: bytes, device: str, trust: bool) -> FittedFilter:

@@ -6,6 +6,7 @@ repeated.
 
 import hashlib
 import os
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,16 +19,20 @@ from kbf.data.files.layout import FileRecording
 from kbf.data.files.timestamps import encode_recording
 from kbf.filters.gating import observe
 from kbf.filters.online import read_leaves
+from kbf.fitted.compatibility import Comparison
 from kbf.fitted.estimates import Estimates
 from kbf.fitted.online_estimator import OnlineEstimator, StepInputs, result_of
 from kbf.fitted.results import Source
 from kbf.fitted.runs import check_horizon, future_controls, moved
 from kbf.fitted.summary import Summary
 from kbf.recording import as_float
-from kbf.runtime.errors import DataError
+from kbf.runtime.errors import DataError, DataWarning
 
 # Share of the time step by which the time of a reading may be off the grid without an error.
 MAX_OFF_GRID = 0.25
+
+# Observations after which their ranges are compared with those of the training.
+STEPS_TO_COMPARE = 100
 
 
 class Estimate(Mapping[str, float]):
@@ -128,6 +133,7 @@ class OnlineFilter:
         self.time: float | None = None
         self.dropped: int = 0
         self._past: deque[Past] = deque()
+        self._comparison: Comparison | None = Comparison(trained)
         if state is not None:
             self._load(state)
 
@@ -155,8 +161,9 @@ class OnlineFilter:
         now = None if time is None else seconds_of(time)
         if now is not None and self.time is not None and now < self.time:
             return self.update(obs, time=now)
-        moves = self._moves(dt, now)
-        self._advance(self._observation(obs), self._control(control), moves, self._clock(dt, now))
+        moves, x, u = self._moves(dt, now), self._observation(obs), self._control(control)
+        self._compare(x, u)
+        self._advance(x, u, moves, self._clock(dt, now))
         assert self.estimate is not None
         return self.estimate
 
@@ -232,6 +239,16 @@ class OnlineFilter:
         self._estimator.live.rejected = int(stored["rejected"])
         self._estimator.recent = stored.get("recent")
         self.time = float(stored["time"]) if "time" in stored else None
+
+    def _compare(self, obs: Tensor | None, control: Tensor | None) -> None:
+        """Warn once, after `STEPS_TO_COMPARE` observations, if they differ from the training."""
+        if obs is None or (comparison := self._comparison) is None:
+            return
+        comparison.add(obs, control)
+        if comparison.rows >= STEPS_TO_COMPARE:
+            self._comparison = None
+            for text in comparison.differences():
+                warnings.warn(text, DataWarning, stacklevel=4)
 
     def _snapshot(self) -> tuple[Any, ...]:
         live = self._estimator.live

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kbf.runtime.errors import FitError
@@ -336,3 +336,20 @@ def column_medians(x: Float[Tensor, "n q"]) -> Float[Tensor, " q"]:
     [2.0, 1.0]
     """
     return x.sort(0).values[(len(x) - 1) // 2]
+
+
+def varying(values: Float[Tensor, "n d"]) -> Bool[Tensor, " d"]:
+    """Return which columns are not constant up to rounding; NaN entries do not count.
+
+    The entries of a rotation about a fixed axis vary by the last digit of others in their row.
+
+    >>> varying(torch.tensor([[3.0, 1.0, 1e-17], [3.0, 2.0, 0.0]], dtype=torch.float64))
+    tensor([False,  True, False])
+    """
+    known = values.isfinite()
+    if not len(values):
+        return known.any(0)
+    largest = torch.where(known, values.abs(), 0).amax(0)
+    low = torch.where(known, values, torch.inf).amin(0)
+    high = torch.where(known, values, -torch.inf).amax(0)
+    return high - low > torch.maximum(1e-9 * largest, 1e-15 * largest.max())

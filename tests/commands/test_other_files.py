@@ -177,3 +177,116 @@ def test_missing_steps_of_arrays_and_images():
 )
 def test_moves_of_a_duration(duration, moves):
     assert moves_in(duration, 0.1) == moves
+
+
+def test_columns_that_never_vary_are_left_out(folder, capsys):
+    frame = recorded(300).assign(cell_k=7.0, u=0.5)
+    frame.to_csv(folder / "constant.csv", index=False)
+    words = ["data=own", f"data.path={folder}/constant.csv", "model=kalman", *ROLES, *QUICK]
+    words += ["data.controls=[u]", f"run_dir={folder}/constant"]
+    assert main(["train", *words]) == 0
+    assert "these columns never vary and are left out: cell_k, u" in capsys.readouterr().out
+    checkpoint = folder / "constant" / "checkpoints" / "best.ckpt"
+    with pytest.warns(kbf.DataWarning, match="left out: cell_k, u"):
+        found = kbf.fit(frame, **COLUMNS, controls=["u"], model="kalman", progress=False)
+    assert found.columns["observations"] == ["cell_0", "cell_1", "cell_2"]
+    new = recorded(seed=1)
+    lines, _ = estimated(checkpoint, new, folder, capsys)
+    mean = found.filter(new.assign(cell_k=7.0, u=0.5)).mean
+    assert lines.x.to_numpy() == pytest.approx(mean[:, 0], abs=0.05)
+    with pytest.warns(kbf.DataWarning) as caught:
+        kbf.fit(
+            frame[["t", "x", "cell_0", "cell_k"]],
+            states=["x"],
+            observations=["cell_*"],
+            time="t",
+            model="kalman",
+            progress=False,
+        )
+    assert len(caught) == 1
+
+
+def test_arrays_with_a_constant_column(tmp_path):
+    frame = recorded(200)
+    obs = frame[["cell_0", "cell_1", "cell_2"]].assign(k=1.0).to_numpy()
+    states = frame[["x", "y"]].to_numpy()
+    with pytest.warns(kbf.DataWarning, match="left out: x4"):
+        found = kbf.fit(states=states, observations=obs, model="kalman", progress=False)
+    assert found.filter(observations=obs).mean.shape == (200, 2)
+
+
+def test_states_that_never_vary_do_not_spoil_the_spread_of_others(folder, capsys):
+    new, columns = recorded(seed=1), {"observations": ["cell_*"], "time": "t"}
+    usual = kbf.fit(
+        recorded(300), **columns, states=["x", "y"], model="kalman", progress=False
+    ).filter(new)
+    with_constant = kbf.fit(
+        recorded(300).assign(c=-2e6),
+        **columns,
+        states=["x", "c", "y"],
+        model="kalman",
+        progress=False,
+    )
+    found = with_constant.filter(new)
+    np.testing.assert_allclose(found.std[:, [0, 2]], usual.std, rtol=0.15)
+    assert (found.mean[:, 1] == -2e6).all() and (found.std[:, 1] < 10).all()
+    scores = with_constant.evaluate(new.assign(c=-2e6), baselines=False)
+    assert np.isnan(scores.nmse["c"]) and (scores.nmse[["x", "y"]] < 0.05).all()
+
+
+def test_rotations_about_a_fixed_axis_have_a_usual_spread():
+    rng = np.random.default_rng(0)
+    half = np.cumsum(0.2 * rng.normal(size=400)) / 2
+    seen = np.stack([np.cos(2 * half), np.sin(2 * half)], 1) + 0.05 * rng.normal(size=(400, 2))
+    frame = pd.DataFrame(
+        {
+            "qw": np.cos(half),
+            "qx": 0.0,
+            "qy": 0.0,
+            "qz": np.sin(half),
+            "a": seen[:, 0],
+            "b": seen[:, 1],
+        }
+    )
+    names = ["qw", "qx", "qy", "qz"]
+    for model in ("kalman", "kbf_tuned"):
+        fitted = kbf.fit(
+            frame[:300],
+            states=names,
+            observations=["a", "b"],
+            rotations=[names],
+            model=model,
+            progress=False,
+        )
+        found = fitted.filter(frame[300:])
+        assert (found.std < 0.6).all() and (found.std > 0.005).all(), model
+        scores = fitted.evaluate(frame[300:], baselines=False)
+        assert scores.rmse.iloc[0] < 0.3, model
+
+
+@pytest.mark.parametrize(("offset", "digits"), [(3948996.0, 3), (0.0, 3)])
+def test_estimates_far_from_zero_have_the_digits_of_their_deviation(folder, capsys, offset, digits):
+    frame = recorded(300).assign(x=lambda f: offset + 0.05 * f.x)
+    frame.to_csv(folder / "far.csv", index=False)
+    words = ["data=own", f"data.path={folder}/far.csv", "model=kalman", *ROLES, *QUICK]
+    assert main(["train", *words, f"run_dir={folder}/far", "overwrite=true"]) == 0
+    capsys.readouterr()
+    checkpoint = folder / "far" / "checkpoints" / "best.ckpt"
+    found, _ = estimated(checkpoint, frame, folder, capsys)
+    exact = kbf.load(checkpoint).filter(frame)
+    assert (abs(found.x - exact.mean[:, 0]) < 10.0**-digits * exact.std[:, 0]).all()
+    text = (folder / "out.csv").read_text().splitlines()[5].split(",")
+    assert len(text[3].strip("-").replace(".", "").lstrip("0")) in (9, 10, 11, 12, 13, 14)
+
+
+@pytest.mark.parametrize("model", ["kalman", "kbf_tuned"])
+def test_only_innovations_that_are_measured_are_scored(folder, capsys, model):
+    recorded(300).to_csv(folder / "train.csv", index=False)
+    words = ["data=own", f"data.path={folder}/train.csv", f"model={model}", *ROLES, *QUICK]
+    assert main(["train", *words, f"run_dir={folder}/{model}_scored", "overwrite=true"]) == 0
+    checkpoint = folder / f"{model}_scored" / "checkpoints" / "best.ckpt"
+    capsys.readouterr()
+    assert main(["evaluate", f"checkpoint={checkpoint}", f"run_dir={folder}/score"]) == 0
+    shown = capsys.readouterr().out
+    assert "test.out_of_distribution_alarms" in shown
+    assert ("test.innovation_alarms" in shown) == ("test.diverged" in shown) == (model != "kalman")

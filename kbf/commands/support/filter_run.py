@@ -14,6 +14,7 @@ from torch import Tensor
 from kbf.commands.support.stream_reader import LineError, Row
 from kbf.data.cache import write_arrays
 from kbf.filters.online import read_leaves
+from kbf.fitted.compatibility import Comparison
 from kbf.fitted.online_estimator import OnlineEstimator, Values
 
 # Writes a block of rows.
@@ -46,11 +47,25 @@ def text_writer(file: Any, *, as_json: bool, header: bool = True, flush: bool = 
                 }
                 file.write(json.dumps(finite) + "\n")
             else:
-                lines.writerow([f"{v:.9g}" if isinstance(v, float) else v for v in row.values()])
+                lines.writerow(
+                    v if not isinstance(v, float) else f"{v:.{digits(v, row.get(f'{name}_std'))}g}"
+                    for name, v in row.items()
+                )
         if flush:
             file.flush()
 
     return write
+
+
+def digits(value: float, std: Any) -> int:
+    """Return how many digits of an estimate are written: `MIN_DIGITS`, and 4 of its deviation.
+
+    >>> digits(0.25, 0.01), digits(3948996.0018, 0.0014)
+    (9, 14)
+    """
+    if not isinstance(std, float) or not 0 < std < math.inf or not 0 < abs(value) < math.inf:
+        return MIN_DIGITS
+    return min(17, max(MIN_DIGITS, 4 + math.ceil(math.log10(abs(value) / std))))
 
 
 def write_npz(path: str, rows: list[Values]) -> None:
@@ -63,6 +78,12 @@ def write_npz(path: str, rows: list[Values]) -> None:
 
 # Upper bound on the rows, of those that have arrived, that are written in one batch.
 ROWS_PER_BATCH = 64
+
+# Digits of numbers in CSV, at least.
+MIN_DIGITS = 9
+
+# Rows of a stream after which its differences from the training are reported.
+ROWS_TO_COMPARE = 100
 
 # Interleaved recordings whose filter states are kept, at most; a state may be as large as the
 # memory of the filter.
@@ -100,6 +121,8 @@ class FilterRun:
         path: str | None,
         every: int | None,
         checkpoint: bytes,
+        comparison: Comparison | None = None,
+        report: Callable[[str], None] | None = None,
     ) -> None:
         """Continue from the state in ``path``, if there is one.
 
@@ -108,6 +131,9 @@ class FilterRun:
             path: of the state; None for none.
             every: steps between writings of it; None writes at the end alone.
             checkpoint: its `identity`.
+            comparison: of the rows with the training, or None.
+            report: takes the differences once `ROWS_TO_COMPARE` rows have been filtered, of a
+                stream that may never end.
 
         Raises:
             ValueError: a state of another checkpoint, or one that cannot be read.
@@ -125,6 +151,7 @@ class FilterRun:
         self.started: bool = False
         self.tracks: dict[str | None, Track] = {}  # of the other recordings
         self.closed: set[str | None] = set()  # those whose track was dropped
+        self.comparison, self.report = comparison, report
         self.predicted: int = 0
         self.restarts: int = 0
         if self.path is not None and self.path.exists():
@@ -165,6 +192,24 @@ class FilterRun:
             raise
         self.filter_batch(waiting, write)
 
+    def compare(self, rows: list[Row]) -> None:
+        """Compare rows of one recording with the training."""
+        if (comparison := self.comparison) is None:
+            return
+        clock, real = self.clock, [row for row in rows if not row.inserted]
+        for row in real:
+            if row.clock is not None:
+                comparison.add(None, durations=[] if clock is None else [row.clock - clock])
+                clock = row.clock
+        seen = [row for row in real if row.obs is not None]
+        if seen:
+            obs, controls = ([getattr(row, side) for row in seen] for side in ("obs", "control"))
+            comparison.add(torch.cat(obs), None if controls[0] is None else torch.cat(controls))
+        if self.report is not None and comparison.rows >= ROWS_TO_COMPARE:
+            for text in comparison.differences():
+                self.report(text)
+            self.comparison = None
+
     @property
     def clocks(self) -> dict[str | None, float]:
         """The last time of each recording that has one."""
@@ -190,6 +235,8 @@ class FilterRun:
         self.restarts += row.gap or row.sequence in self.closed
         estimator.restart()
         self.steps = 0
+        if track is None and row.sequence != self.sequence:
+            self.clock = None
 
     def filter_batch(self, rows: list[Row], write: Write) -> None:
         """Filter rows of one recording, write their estimates and empty the list.
@@ -199,6 +246,7 @@ class FilterRun:
         if not rows:
             return
         output: list[Values] = []
+        self.compare(rows)
         for row, values in zip(rows, self.estimator.filter_rows(rows), strict=True):
             if row.inserted:
                 self.predicted += 1

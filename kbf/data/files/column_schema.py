@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kbf.rkhs.embeddings import project_so3
+from kbf.rkhs.linalg import varying
 
 # Components that filters use, by kind of part.
 WIDTH_OF_KIND = {"number": 1, "angle": 2, "rotation": 9}
@@ -90,6 +91,10 @@ class ColumnSchema(NamedTuple):
         """Returns the names of the components that filters use."""
         return [name for part in getattr(self, side) for name in part.components()]
 
+    def widths(self) -> list[int]:
+        """Returns the number of components of each part of the states."""
+        return [WIDTH_OF_KIND[part.kind] for part in self.states]
+
     def parts(self) -> list[str]:
         """Returns a name for each part of the states: its column, or ``rotationK``."""
         return [
@@ -139,7 +144,7 @@ class ColumnSchema(NamedTuple):
         decoded: dict[str, Tensor] = {}
         C = torch.zeros_like(estimates).diag_embed() if covariances is None else covariances
         variances = C.diagonal(dim1=-2, dim2=-1)
-        widths = [WIDTH_OF_KIND[part.kind] for part in self.states]
+        widths = self.widths()
         blocks = zip(
             self.states, estimates.split(widths, 1), variances.split(widths, 1), strict=True
         )
@@ -190,12 +195,18 @@ class ColumnSchema(NamedTuple):
     ) -> tuple[Float[Tensor, "T c"], Float[Tensor, " c"], Float[Tensor, " c"]]:
         """Returns the `errors`, and for each part the RMSE and the NMSE.
 
-        The NMSE is the mean squared error over that of the constant estimate, the mean state.
+        The NMSE is the mean squared error over that of the constant estimate, the mean state; NaN
+        for a part that never varies.
         """
         errors = self.errors(states, estimates)
         spread = self.errors(states, states.mean(0).expand_as(states))
-        squared = errors.square().mean(0)
-        return errors, squared.sqrt(), squared / spread.square().mean(0)
+        squared, varies = errors.square().mean(0), varying(states).split(self.widths())
+        nmse = squared / spread.square().mean(0)
+        return (
+            errors,
+            squared.sqrt(),
+            torch.where(torch.stack([part.any() for part in varies]), nmse, torch.nan),
+        )
 
 
 def column_schema_of(

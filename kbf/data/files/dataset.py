@@ -34,6 +34,7 @@ from kbf.data.files.timestamps import (
 )
 from kbf.data.windows import Span, take
 from kbf.recording import Recording
+from kbf.rkhs.linalg import varying
 from kbf.runtime.html_repr import Shown
 
 
@@ -46,7 +47,8 @@ class FileData(Shown):
 
     Attributes:
         train, validation, test: lists of `Recording`, float64 (images uint8).
-        column_schema: names and kinds of the columns. time_step: the median time step, or None.
+        column_schema: names and kinds of the columns. own_step: the median time step, or None.
+        time_step: that of the checkpoint, if one is given.
         spans: the position of each part in ``recordings``, by name of the part.
         test_part: the recordings of the test part, and their steps where they are not whole.
         notes: remarks on files and times, in sentences.
@@ -141,16 +143,27 @@ class FileData(Shown):
         if contents is None:
             contents = read(Path(str(path)).expanduser(), layout)
         path = contents.recordings[0].file if path is None else path
-        self.column_schema: ColumnSchema = chosen_schema(
-            contents, column_schema, plain(angles), plain(rotations), angle_unit, str(path)
-        )
-        contents = in_schema_order(contents, self.column_schema)
         check_not_empty(contents, str(path))
+        constant: list[str] = []
+        if column_schema is not None:
+            schema = ColumnSchema.from_dict(column_schema)
+        else:
+            chosen = column_schema_of(
+                contents.states,
+                contents.observations,
+                contents.controls,
+                plain(angles),
+                plain(rotations),
+                angle_unit,
+            )
+            schema, constant = without_constants(chosen, contents)
+        self.column_schema: ColumnSchema = schema
+        contents = in_schema_order(contents, self.column_schema)
+        check_columns(contents, self.column_schema, str(path))
         for each in contents.recordings:
             check_times(each)
-        self.time_step: float | None = (
-            median_step(contents.recordings) if time_step is None else time_step
-        )
+        self.own_step: float | None = median_step(contents.recordings)
+        self.time_step: float | None = self.own_step if time_step is None else time_step
         self.recordings: list[FileRecording] = [
             with_time_control(recording, self.time_step) if time_as_control else recording
             for recording in contents.recordings
@@ -213,7 +226,11 @@ class FileData(Shown):
                 f"{path}: too few steps with known states ({sizes} of {sum(lengths)}): "
                 "change data.test or data.split"
             )
-        self.notes: list[str] = [*contents.notes, *self.remarks(pieces, known, time_as_control)]
+        self.notes: list[str] = [
+            *contents.notes,
+            *constant,
+            *self.remarks(pieces, known, time_as_control),
+        ]
 
     def encode(self, recording: FileRecording, allow_missing_sensors: bool) -> Recording:
         """Converts a recording for filters: unknown states are NaN, missing observations 0."""
@@ -278,29 +295,41 @@ def check_not_empty(contents: Contents, path: str) -> None:
             )
 
 
-def chosen_schema(
-    contents: Contents,
-    given: dict[str, Any] | None,
-    angles: list[str],
-    rotations: list[list[str]],
-    unit: str,
-    path: str,
-) -> ColumnSchema:
-    """Returns the schema of a file, or the given one if the file has its columns.
+def without_constants(schema: ColumnSchema, contents: Contents) -> tuple[ColumnSchema, list[str]]:
+    """Returns the schema without observations and controls that never vary, and a note of them.
 
-    Raises:
-        ValueError: other columns than those of the given schema.
+    They hold no information, and their covariances are singular. One column is kept in any case.
     """
-    if given is None:
-        return column_schema_of(
-            contents.states, contents.observations, contents.controls, angles, rotations, unit
-        )
-    column_schema = ColumnSchema.from_dict(given)
+    constant: dict[str, list[str]] = {}
+    for side, leaf in (("observations", "obs"), ("controls", "controls")):
+        values = [getattr(each, leaf) for each in contents.recordings]
+        if any(each is None or each.ndim != 2 for each in values):
+            continue
+        names = [
+            name
+            for name, varies in zip(
+                getattr(contents, side), varying(torch.cat(values)), strict=True
+            )
+            if not varies
+        ]
+        numbers = {part.names[0] for part in schema.observations if part.kind == "number"}
+        constant[side] = [name for name in names if side == "controls" or name in numbers]
+    left_out = constant.get("observations", [])
+    observations = tuple(part for part in schema.observations if part.names[0] not in left_out)
+    if not observations:
+        observations, constant["observations"] = schema.observations, []
+    controls = tuple(name for name in schema.controls if name not in constant.get("controls", []))
+    names = [name for each in constant.values() for name in each]
+    notes = [f"these columns never vary and are left out: {', '.join(names)}"] if names else []
+    return schema._replace(observations=observations, controls=controls), notes
+
+
+def check_columns(contents: Contents, schema: ColumnSchema, path: str) -> None:
+    """Raises a ValueError unless states and observations are those of the schema."""
     for side in ("states", "observations"):
-        mine, theirs = getattr(contents, side), column_schema.columns(side)
+        mine, theirs = getattr(contents, side), schema.columns(side)
         if sorted(mine) != sorted(theirs):
             raise ValueError(
                 f"{path}: its {side} are {', '.join(mine)}; "
                 f"those of the training {', '.join(theirs) or 'images'}"
             )
-    return column_schema

@@ -119,17 +119,20 @@ def trained_layout(layout: Layout, column_schema: ColumnSchema) -> Layout:
 
 
 def in_schema_order(contents: Contents, column_schema: ColumnSchema) -> Contents:
-    """Returns contents with the columns in the order of the schema, where the names are the same.
+    """Returns contents with the columns of the schema in its order, where the names are the same.
 
-    The order in a file, or of a pattern in another file, is of no matter.
+    The order in a file, or of a pattern in another file, is of no matter. Further columns, such as
+    those that never varied in the training, are left out.
     """
     for side, leaf in (("states", "states"), ("observations", "obs"), ("controls", "controls")):
         names, wanted = getattr(contents, side), column_schema.sides()[side]
-        if names == wanted or sorted(names) != sorted(wanted):
+        if names == wanted or not set(wanted) <= set(names):
             continue
         order = [names.index(name) for name in wanted]
         recordings = [
-            each
+            each._replace(**{leaf: None})
+            if side == "controls" and not wanted
+            else each
             if (values := getattr(each, leaf)) is None
             else each._replace(**{leaf: values[:, order]})
             for each in contents.recordings

@@ -250,7 +250,8 @@ def test_too_few_constant_and_empty(tmp_path):
     told = warnings_of(path, observations=["a", "flat"])
     assert "only 48 training steps" in told
     assert "only 12 test steps" in told
-    assert "column flat: it is constant (3)" in told
+    assert "these columns never vary and are left out: flat" in told
+    assert "column flat: it is constant (3)" in warnings_of(path, states=["flat"])
 
 
 def test_outliers_have_their_place(tmp_path):

@@ -1,0 +1,228 @@
+"""One check for all recordings that meet a fitted filter: time step and ranges of the training.
+
+Names and order of columns, and declared codes of missing values, are those of the checkpoint in all
+readers (`kbf.data.files.read.trained_layout`). What remains is compared here, for every command and
+every method that takes recordings: `differences` returns sentences with both numbers.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kbf.data.dataset import Data
+from kbf.data.files.layout import Observations
+from kbf.data.files.timestamps import LARGEST_GAP, UNEVEN_SHARE, moves_in
+from kbf.fitted.checkpoint import Trained
+from kbf.recording import Recording
+
+# Rows from which ranges and time steps are compared.
+MIN_ROWS = 10
+
+# Share of rows that may be outside of the training range by more than its width. Single outliers
+# are rejected by the filter; they are no other unit.
+MAX_FAR_SHARE = 0.05
+
+# Share of rows that may be outside by `NEAR_MARGIN` of the width: most of a recording.
+MAX_OUTSIDE_SHARE = 0.5
+NEAR_MARGIN = 0.1
+
+# A column that varies by less than this share of its training range is in another unit: metres in
+# place of millimetres are 0.001. A sensor at rest has more noise, or is constant.
+MIN_WIDTH_SHARE = 0.003
+MIN_ROWS_OF_WIDTH = 100
+
+# Durations that are kept; their median is compared.
+MAX_DURATIONS = 10_000
+
+# Columns that a sentence names.
+MAX_NAMED = 3
+
+
+class Reference(NamedTuple):
+    """Ranges of a filter's training data in the units of the data; angles have none.
+
+    Attributes:
+        names: of the components of observations and controls. low, high: ``c``; infinite where
+            there is no range.
+        time_step: of the training, or None.
+    """
+
+    names: list[str]
+    low: Tensor
+    high: Tensor
+    time_step: float | None
+
+
+def reference_of(trained: Trained) -> Reference:
+    """Return the ranges of the recordings that a filter holds; its checkpoint contains them."""
+    module, names = trained.module, []
+    schema, memory = module.column_schema(), module.memory.sequences()
+    obs, controls = torch.zeros(1, 0), torch.zeros(1, 0)
+    if schema.observations and memory[0].obs.ndim == 2:
+        names += schema.components("observations")
+        obs = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in memory]).double().cpu()
+    if memory[0].controls is not None:
+        controls = torch.cat([s.controls for s in memory if s.controls is not None]).double().cpu()
+        names += [*schema.controls, "time of the move"][: controls.shape[1]]
+    if module.scaling is not None:
+        x_mean, x_scale, u_mean, u_scale = (
+            getattr(module.scaling, name).cpu()
+            for name in ("x_mean", "x_scale", "u_mean", "u_scale")
+        )
+        obs = obs * x_scale + x_mean if obs.shape[1] else obs
+        controls = controls * u_scale + u_mean if controls.shape[1] else controls
+    free = schema.scalable("observations") if obs.shape[1] else []
+    ends = []
+    for values, sign in ((obs, -1), (obs, 1), (controls, -1), (controls, 1)):
+        known = torch.where(values.isfinite(), sign * values, -math.inf)
+        ends.append(known.amax(0) * sign if len(known) else known.new_full(known.shape[1:], sign))
+    fixed = ~torch.tensor(free, dtype=torch.bool)
+    ends[0][fixed], ends[1][fixed] = -math.inf, math.inf
+    step = (module.config.get("data") or {}).get("time_step")
+    return Reference(names, torch.cat([ends[0], ends[2]]), torch.cat([ends[1], ends[3]]), step)
+
+
+class Comparison:
+    """Compares the rows that a filter takes with those of its training, as they arrive."""
+
+    def __init__(self, trained: Trained) -> None:
+        """Compare with the training data of a filter."""
+        self.reference: Reference = reference_of(trained)
+        self.timed: bool = not (trained.module.config.get("data") or {}).get("time_as_control")
+        c = len(self.reference.names)
+        self.rows: int = 0
+        self.known: Tensor = torch.zeros(c)
+        self.far: Tensor = torch.zeros(c)
+        self.outside: Tensor = torch.zeros(c)
+        self.low: Tensor = torch.full((c,), math.inf, dtype=torch.float64)
+        self.high: Tensor = torch.full((c,), -math.inf, dtype=torch.float64)
+        self.durations: list[float] = []
+
+    def add(
+        self, obs: Tensor | None, controls: Tensor | None = None, durations: Iterable[float] = ()
+    ) -> None:
+        """Add rows.
+
+        Args:
+            obs: ``n q`` in components, NaN where missing; images are not compared.
+            controls: ``n k``. durations: of the moves to rows, in seconds.
+        """
+        room = MAX_DURATIONS - len(self.durations)
+        self.durations += [d for d, _ in zip(durations, range(room), strict=False)]
+        sides = [each for each in (obs, controls) if each is not None and each.ndim == 2]
+        if not sides:
+            return
+        values = torch.cat([each.double().cpu() for each in sides], 1)
+        if values.shape[1] != len(self.reference.names):
+            return
+        ends = self.reference
+        width = (ends.high - ends.low).nan_to_num(posinf=0)
+        known = values.isfinite()
+        beyond = torch.maximum(ends.low - values, values - ends.high)
+        self.rows += len(values)
+        self.known += known.sum(0)
+        self.far += (known & (beyond > width)).sum(0)
+        self.outside += (known & (beyond > NEAR_MARGIN * width)).sum(0)
+        self.low = torch.minimum(self.low, torch.where(known, values, math.inf).amin(0))
+        self.high = torch.maximum(self.high, torch.where(known, values, -math.inf).amax(0))
+
+    def differences(self) -> list[str]:
+        """Return a sentence for each difference from the training, with both numbers."""
+        return [*self.time_differences(), *self.range_differences()]
+
+    def time_differences(self) -> list[str]:
+        """Return what another time step causes."""
+        step = self.reference.time_step
+        if step is None or not self.timed or len(self.durations) < MIN_ROWS:
+            return []
+        here = float(torch.tensor(self.durations, dtype=torch.float64).median())
+        if abs(here / step - 1) <= UNEVEN_SHARE:
+            return []
+        both = f"the rows are {here:.6g} apart in time, those of the training {step:.6g}"
+        if here > LARGEST_GAP * step:
+            return [
+                f"{both}: the filter starts from the prior at each gap of more than "
+                f"{LARGEST_GAP:g} time steps. Is the time in the unit of the training?"
+            ]
+        if (moves := moves_in(here, step)) > 1:
+            return [f"{both}: the filter predicts {moves} steps for a row"]
+        return [
+            f"{both}, and no whole multiple: the filter moves one step for a row, so that its "
+            "estimates and intervals are those of another motion. Resample the recording, or "
+            "train with time_as_control"
+        ]
+
+    def range_differences(self) -> list[str]:
+        """Return which columns are outside of the training range, or vary by much less."""
+        if self.rows < MIN_ROWS:
+            return []
+        ends, known = self.reference, self.known.clamp_min(1)
+        off = (self.far > MAX_FAR_SHARE * known) | (self.outside > MAX_OUTSIDE_SHARE * known)
+        found = []
+        for k in off.nonzero()[:MAX_NAMED, 0].tolist():
+            share = 100 * float(self.outside[k] / known[k])
+            found.append(
+                f"column {ends.names[k]}: {share:.0f} % of {self.rows} rows are outside of the "
+                f"training range, {ends.low[k]:.4g} to {ends.high[k]:.4g}; here it is "
+                f"{self.low[k]:.4g} to {self.high[k]:.4g}. Are these the units of the training?"
+            )
+        if (more := int(off.sum()) - len(found)) > 0:
+            found.append(f"{more} more columns are outside of their training ranges")
+        width, here = (ends.high - ends.low).nan_to_num(posinf=0), self.high - self.low
+        narrow = ~off & (here > 0) & (here < MIN_WIDTH_SHARE * width)
+        narrow &= self.known >= MIN_ROWS_OF_WIDTH
+        return found + [
+            f"column {ends.names[k]} varies by less than {100 * MIN_WIDTH_SHARE:g} % of its "
+            f"training range: {self.low[k]:.4g} to {self.high[k]:.4g} here, {ends.low[k]:.4g} to "
+            f"{ends.high[k]:.4g} there. Is this the unit of the training?"
+            for k in narrow.nonzero()[:MAX_NAMED, 0].tolist()
+        ]
+
+
+def differences(
+    trained: Trained,
+    rows: Iterable[tuple[Tensor, Tensor | None, Tensor | None]],
+    durations: Iterable[float] = (),
+) -> list[str]:
+    """Return a sentence for each difference between recordings and those of the training.
+
+    Args:
+        trained: the filter.
+        rows: of each recording observations, mask (False where nothing was observed; None where
+            all is) and controls, in components.
+        durations: of the moves, in seconds.
+    """
+    comparison = Comparison(trained)
+    comparison.add(None, durations=durations)
+    for obs, mask, controls in rows:
+        if mask is not None:
+            obs, controls = obs[mask], None if controls is None else controls[mask]
+        comparison.add(obs, controls)
+    return comparison.differences()
+
+
+def data_differences(trained: Trained, data: Data, recordings: list[Recording]) -> list[str]:
+    """Return `differences` of recordings of a data set, whose time step is `Data.own_step`."""
+    times = [] if data.own_step is None else [data.own_step] * MIN_ROWS
+    return differences(trained, ((r.obs, r.mask, r.controls) for r in recordings), times)
+
+
+def piece_differences(trained: Trained, pieces: list[Observations]) -> list[str]:
+    """Return `differences` of recordings that are to be filtered."""
+    durations = [
+        duration
+        for each in pieces
+        if each.times is not None
+        for duration in each.times[slice(None) if each.inserted is None else ~each.inserted]
+        .diff()[:MAX_DURATIONS]
+        .tolist()
+    ]
+    # A recording that was cut at each row: the durations are those between the pieces.
+    starts = [float(each.times[0]) for each in pieces if each.times is not None]
+    jumps = [b - a for a, b in itertools.pairwise(starts) if b > a]
+    times = durations if len(durations) >= len(jumps) else jumps
+    return differences(trained, ((p.obs, p.mask, p.controls) for p in pieces), times)
