@@ -27,6 +27,7 @@ from kbf.fitted.training_data import read
 from kbf.runtime.errors import DataError, DataWarning, FitError
 from kbf.runtime.hydra_quoting import quoted
 from kbf.runtime.interpolation import incomplete, literal, resolved
+from kbf.runtime.progress import shown_progress
 from kbf.runtime.provenance import provenance
 from kbf.runtime.threads import limited_threads
 
@@ -180,7 +181,7 @@ def fit_source(
         )
     check_choice("model", model)
     check_choice("encoder", encoder)
-    words = ["data=own", f"model={model}", f"seed={seed}", "logger=none", "callbacks=none"]
+    words = ["data=own", f"model={model}", f"seed={seed}", "logger=none"]
     words += ["trainer=cpu" if device == "cpu" else "trainer=gpu", f"calibrate={calibrate}"]
     words += [] if encoder is None else [f"encoder@data.encoding.encoder={encoder}"]
     words += [] if budget is None else [f"budget={budget}"]
@@ -246,16 +247,24 @@ def fit_model(
     Raises:
         ValueError: as `kbf.training.fit.train`.
     """
-    from kbf.training.fit import train
+    from kbf.training.fit import is_helper, train
 
-    trained = train(config, data.train, directory, validation=data.validation, **settings)
-    if trained is None or not config["calibrate"]:
-        return trained
-    try:
-        return learn_and_keep(trained, directory, data.validation, seed=config["seed"])
-    except ValueError as error:
-        warnings.warn(f"no calibration and no alarms: {error}", DataWarning, stacklevel=2)
-        return trained
+    steps = sum(len(each.states) for each in data.train)
+    title = f"fitting {config['model']['name']} to {steps:,} steps"
+    shown = config["trainer"]["enable_progress_bar"] and not is_helper()
+    with shown_progress(title, shown):
+        trained = train(config, data.train, directory, validation=data.validation, **settings)
+        if trained is None or not config["calibrate"]:
+            return trained
+        try:
+            trained = learn_and_keep(trained, directory, data.validation, seed=config["seed"])
+        except ValueError as error:
+            warnings.warn(f"no calibration and no alarms: {error}", DataWarning, stacklevel=2)
+            return trained
+    if trained.monitor is None:
+        text = "no alarms: nearly no training step has observations of all sensors"
+        warnings.warn(text, DataWarning, stacklevel=2)
+    return trained
 
 
 def with_shapes(config: dict[str, Any], data: Data) -> dict[str, Any]:

@@ -466,6 +466,24 @@ def test_a_budget_and_no_calibration_reach_the_model_selection(data, monkeypatch
         kbf.fit(data, **ARM, budget="soon", progress=False)
 
 
+@pytest.mark.parametrize("model", ["kalman", "lstm"])
+def test_progress_is_logged_unless_it_is_not_wanted(model, data, capsys, monkeypatch):
+    """Which fold or epoch, of how many: on standard error, where that is no terminal."""
+    monkeypatch.setattr("kbf.runtime.progress.SECONDS_BETWEEN_LINES", 0.01)
+    short = {"model.training.epochs": 2} if model == "lstm" else {}
+    for progress in (True, False):
+        kbf.fit(data, **ARM, model=model, config=short, progress=progress)
+        out, err = capsys.readouterr()
+        assert out == ""
+        if not progress:
+            assert err == ""
+            continue
+        lines = err.splitlines()
+        assert all(line.startswith(f"fitting {model} to 240 steps") for line in lines)
+        expected = "epoch 1 of 2" if model == "lstm" else "fold 2 of 5"
+        assert any(expected in line for line in lines), lines
+
+
 def test_required_capabilities(data):
     with pytest.raises(ValueError, match="there is no model 'kalmann'; did you mean 'kalman'"):
         kbf.fit(data, **ARM, model="kalmann", progress=False)

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
 
-from kbf.commands.support.console import progress_bar
 from kbf.config.run_settings import seconds_of, with_limits, without_model_selection
 from kbf.data.dataset import Data
 from kbf.data.windows import hold_out
@@ -20,6 +18,7 @@ from kbf.fitted.checkpoint import Trained
 from kbf.recording import Recording
 from kbf.runtime.atomic_files import scratch
 from kbf.runtime.errors import FitError
+from kbf.runtime.progress import shown_progress
 from kbf.training.fit import train
 
 
@@ -40,17 +39,13 @@ def choose(
     fit, held = held_out_part(data, auto["validation"])
     scale = torch.cat([r.states for r in fit]).double().var(0, correction=0).cpu()
     search = Search([(fit, held)], scale, seconds_of(config.get("budget")))
-    with (
-        scratch(config["run_dir"]) as folder,
-        progress_bar("trying {task.description}", remaining=False, transient=True) as progress,
-    ):
-        bar = progress.add_task("", total=len(auto["candidates"]))
-        for name, model in auto["candidates"].items():
-            progress.update(bar, description=escape(name))
+    count = len(auto["candidates"])
+    with scratch(config["run_dir"]) as folder:
+        for k, (name, model) in enumerate(auto["candidates"].items(), 1):
             candidate = with_model(config, without_model_selection(model))
             recipe = Recipe(candidate, folder, data.extent, trust)
-            search.attempt(name, recipe.fit, timed=bool(search.rows), run=recipe.run)
-            progress.advance(bar)
+            with shown_progress(f"model=auto: candidate {k} of {count}"):
+                search.attempt(name, recipe.fit, timed=bool(search.rows), run=recipe.run)
     rows = search.table()
     if rows[0].nmse is None:
         reasons = "; ".join(f"{row.model}: {row.note}" for row in rows)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,11 @@ from kbf.commands import auto
 from kbf.commands.support import search_report
 from kbf.commands.support.baseline_report import print_baselines
 from kbf.commands.support.console import (
-    console,
-    fit_status,
     print_notes,
     print_read_files,
     print_values,
     print_written,
+    warnings_as_notes,
 )
 from kbf.commands.support.provenance import about
 from kbf.commands.support.run_files import write_figures
@@ -26,10 +25,10 @@ from kbf.data.windows import hold_out
 from kbf.evaluation.floors import data_floor, floor
 from kbf.evaluation.score import Score
 from kbf.fitted.checkpoint import BEST, LAST, CheckpointError, Trained, read_checkpoint
-from kbf.fitted.held_out_calibration import learn_and_keep
-from kbf.fitting import with_shapes
+from kbf.fitting import fit_model, with_shapes
 from kbf.runtime.atomic_files import copy, scratch, write_json, write_text
 from kbf.runtime.instantiate import build
+from kbf.runtime.progress import shown_progress
 from kbf.runtime.provenance import ABOUT, changes, continued, files_of, provenance
 from kbf.runtime.run_folders import (
     check_no_result,
@@ -40,7 +39,7 @@ from kbf.runtime.run_folders import (
 )
 from kbf.training.callbacks import ENCODERS
 from kbf.training.figure_logging import log_frames, log_track
-from kbf.training.fit import CHECKPOINT_KEYS, check, is_helper, train
+from kbf.training.fit import CHECKPOINT_KEYS, check, is_helper
 from kbf.training.metric_logging import log_results
 
 # Particles of the floor of the held-out part, which is only logged: more take long.
@@ -102,14 +101,10 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
         prepare_directory(directory, ckpt_path, config, candidates)
         write_json(directory / ABOUT, record)
 
-    # Models with epochs show a progress bar; the others a line with what they do.
-    epochs = config["model"].get("training") or config["model"].get("encoding")
-    steps = sum(len(r.states) for r in data.train)
-    status = f"fitting {config['model']['name']} to {steps:,} steps"
-    with nullcontext() if epochs else fit_status(status):
-        trained = train(
+    with warnings_as_notes():
+        trained = fit_model(
             config,
-            data.train,
+            data,
             directory / "checkpoints",
             ckpt_path=ckpt_path,
             validation_floor=held_out_floor(config, data) if loggers else None,
@@ -117,13 +112,10 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
             trust=trust,
             begin=begin,
             extent=data.extent,
-            validation=data.validation,
             provenance=record,
         )
     if trained is None:  # a helper process of a distributed run
         return {}
-    if config["calibrate"]:
-        trained = calibrated(trained, data, directory / "checkpoints", config["seed"])
     result, metrics = finish(config, data, trained, least, began)
     metrics |= held_out
     title = f"{metrics['filter']} on {metrics['data']}, {metrics['n_train']} training steps"
@@ -165,26 +157,10 @@ def error_without_last_steps(config: dict[str, Any], data: Data, *, trust: bool)
     fit, held = auto.held_out_part(data, config["hold_out"])
     with (
         scratch(config["run_dir"]) as folder,
-        console.status("a fit without the end of the training part"),
+        shown_progress("a fit without the end of the training part"),
     ):
         trained = auto.held_out_filter(config, fit, folder, trust=trust, extent=data.extent)
         return auto.held_out_score(trained, held).mse.mean().item()
-
-
-def calibrated(trained: Trained, data: Data, directory: Path, seed: int) -> Trained:
-    """Return the model with its calibration and its monitor, which its checkpoints hold as well.
-
-    Where the data is too short the model is returned without them, and a note is printed.
-    """
-    with console.status("learning the calibration on held-out parts of the training data"):
-        try:
-            calibrated = learn_and_keep(trained, directory, data.validation, seed=seed)
-        except ValueError as error:
-            print_notes([f"no calibration and no alarms: {error}"])
-            return trained
-    if calibrated.monitor is None:
-        print_notes(["no alarms: nearly no training step has observations of all sensors"])
-    return calibrated
 
 
 def finish(

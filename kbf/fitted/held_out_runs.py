@@ -4,6 +4,7 @@ The recordings are cut into contiguous folds. The filter over the other folds ru
 from its initial state, as it later runs through new data.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from kbf.filters.selection.auto import ModelSelection
 from kbf.fitted.held_out_forecasts import HORIZONS, Ahead, Origins, forecasts
 from kbf.fitted.model import FittedModel
 from kbf.recording import Recording
+
+log: logging.Logger = logging.getLogger(__name__)
 
 FOLDS = 5
 # Most steps that are filtered. Of larger recordings these are the first steps of each fold.
@@ -76,7 +79,8 @@ def held_out(
     else:
         parts = folds([len(s.states) for s in memory], count)
         pairs = ((net.fit(without(memory, part)), take(memory, part)) for part in parts)
-    for filter, fold in pairs:
+    for k, (filter, fold) in enumerate(pairs, 1):
+        log.info("errors on held-out steps: fold %d of %d", k, count)
         steps = -(-most // count)
         yield filter, first_steps(fold, max(steps, min(MIN_STEPS_OF_EACH, steps) * len(fold)))
 

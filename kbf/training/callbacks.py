@@ -1,5 +1,6 @@
 """Callbacks of training: Lightning's checkpoints and early stopping, with exact resumption."""
 
+import logging
 import math
 import time
 from pathlib import Path
@@ -14,6 +15,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from kbf.fitted.checkpoint import BEST, read_checkpoint
 from kbf.runtime.instantiate import build
 from kbf.runtime.tensor_files import write_tensors
+
+log: logging.Logger = logging.getLogger(__name__)
 
 # File of the newest encoders, while the first stage runs.
 ENCODERS = "encoder.ckpt"
@@ -104,6 +107,18 @@ class LastCheckpoint(Checkpoint):
             self.saved = time.monotonic()
             if self.replaces is not None and trainer.is_global_zero:
                 self.replaces.unlink(missing_ok=True)
+
+
+class EpochMessages(Callback):
+    """Logs the number of each epoch with its losses, for `kbf.runtime.progress`."""
+
+    def on_train_epoch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
+    ) -> None:
+        """Log what the module shows in progress bars."""
+        numbers = trainer.progress_bar_metrics.items()
+        shown = "".join(f", {name} {value:.4g}" for name, value in numbers)
+        log.info("epoch %d of %d%s", trainer.current_epoch + 1, trainer.max_epochs, shown)
 
 
 class EarlyStopping(lightning_callbacks.EarlyStopping):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -33,6 +33,7 @@ from kbf.training.callbacks import (
     VALIDATION_LOSS,
     AtomicCheckpointIO,
     BestCheckpoint,
+    EpochMessages,
     LastCheckpoint,
     build_callbacks,
     check_callbacks,
@@ -83,11 +84,12 @@ class Run(NamedTuple):
         """Return the trainer of the configuration, with these callbacks and settings."""
         own = {key: value for key, value in self.config["trainer"].items() if key != "callbacks"}
         own = {"default_root_dir": str(self.directory), **own, **settings}
+        own["enable_progress_bar"] = any(isinstance(each, ProgressBar) for each in callbacks)
         plugins = [*build(own.pop("plugins", None) or []), AtomicCheckpointIO()]
         return build(
             own,
             trust=True,
-            callbacks=list(callbacks),
+            callbacks=[*callbacks, EpochMessages()],
             logger=self.loggers or False,
             plugins=plugins,
         )

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from kbf.cli import main
 from kbf.config import configure
@@ -64,10 +64,9 @@ def no_pictures(monkeypatch):
 def test_the_group_s_files(tmp_path):
     made = {
         name: build_callbacks(configure("train", [f"callbacks={name}"]))
-        for name in ("default", "none", "early_stopping")
+        for name in ("none", "early_stopping")
     }
-    assert [type(c) for c in made["default"]] == [RichProgressBar] and made["none"] == []
-    assert [type(c) for c in made["early_stopping"]] == [RichProgressBar, EarlyStopping]
+    assert made["none"] == [] and [type(c) for c in made["early_stopping"]] == [EarlyStopping]
     whole = configure(
         "train",
         ["callbacks=checkpoints", f"run_dir={tmp_path}", "trainer.enable_progress_bar=false"],

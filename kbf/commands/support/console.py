@@ -1,8 +1,8 @@
 """Console output of the commands: notes, tables, status lines and progress bars."""
 
-import logging
 import os
 import sys
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -21,11 +21,11 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.status import Status
 from rich.table import Column, Table
 
 from kbf.commands.support.metric_descriptions import description_of, formatted
 from kbf.runtime.allowlist import files_named
+from kbf.runtime.errors import DataWarning
 
 # Columns of the output where it is not a terminal: the widest table of one command fits.
 PIPE_WIDTH = 160
@@ -40,6 +40,23 @@ def print_notes(notes: Iterable[str]) -> None:
     """Print notes, one a line, in yellow."""
     for note in notes:
         console.print(f"[yellow]{escape(note)}[/]", highlight=False)
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Context that prints each `DataWarning` as a note."""
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+            if issubclass(category, DataWarning):
+                print_notes([str(message)])
+            else:
+                others(message, category, *where)
+
+        warnings.simplefilter("always", DataWarning)
+        warnings.showwarning = show
+        yield
 
 
 def print_written(directory: str | Path, names: Iterable[str]) -> None:
@@ -82,58 +99,16 @@ def print_values(title: str, values: Mapping[str, Any], keys: list[str] | None =
     console.print(table)
 
 
-def progress_bar(description: str, *, remaining: bool = True, **settings: Any) -> Progress:
-    """Return a progress bar with the number of finished items and the elapsed time.
+def progress_bar(description: str, **settings: Any) -> Progress:
+    """Return a progress bar with the number of finished items, elapsed and remaining time.
 
     Args:
         description: format of the text in front of the bar.
-        remaining: also estimate the remaining time.
         settings: keyword arguments of `rich.progress.Progress`.
     """
     columns: list[ProgressColumn] = [TextColumn(description), BarColumn(), MofNCompleteColumn()]
-    columns += [TimeElapsedColumn(), *([TimeRemainingColumn()] if remaining else [])]
+    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
     return Progress(*columns, console=console, **settings)
-
-
-@contextmanager
-def fit_status(title: str) -> Iterator[Status]:
-    """Show the messages that the package logs during a fit on one status line.
-
-    Each message takes the place of the former one; warnings are printed above the line and stay.
-    Where INFO messages were enabled before, they are propagated as before.
-
-    Args:
-        title: printed in front of each message.
-    """
-    logger = logging.getLogger("kbf")
-    level, propagate = logger.level, logger.propagate
-    with console.status(escape(title)) as status:
-        handler = StatusHandler(title, status)
-        logger.propagate = logger.isEnabledFor(logging.INFO)
-        logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()))
-        logger.addHandler(handler)
-        try:
-            yield status
-        finally:
-            logger.removeHandler(handler)
-            logger.propagate = propagate
-            logger.setLevel(level)
-
-
-class StatusHandler(logging.Handler):
-    """Writes log records to a status line, cut to the width of the console."""
-
-    def __init__(self, title: str, status: Status) -> None:
-        super().__init__(logging.INFO)
-        self.title: str = title
-        self.status: Status = status
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Show a record."""
-        message = record.getMessage()
-        if record.levelno > logging.INFO and not logging.getLogger("kbf").propagate:
-            print_notes([message])
-        self.status.update(escape(f"{self.title}; {message}"[: console.width - 4]))
 
 
 # Columns of a console on which no table is cut.

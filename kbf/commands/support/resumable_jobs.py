@@ -7,6 +7,7 @@ dies twice is lost.
 """
 
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -21,8 +22,11 @@ from typing import Any, TypeVar
 
 from rich.markup import escape
 
-from kbf.commands.support.console import console, progress_bar
+from kbf.commands.support.console import console
 from kbf.runtime.atomic_files import write_json
+from kbf.runtime.progress import shown_progress
+
+log: logging.Logger = logging.getLogger(__name__)
 
 Job = TypeVar("Job")
 
@@ -66,7 +70,7 @@ def finish_all(
         workers: number of processes.
         name: what the jobs are called in messages.
         label: returns what one job is called where it failed.
-        short_label: returns what it is called next to the progress bar; None for ``label``.
+        short_label: returns what it is called in messages about progress; None for ``label``.
         order: returns the missing jobs in the order in which they start.
         complete: returns whether a stored result has all that is needed.
     """
@@ -77,22 +81,15 @@ def finish_all(
     if done:
         console.print(f"{len(done)} of {len(jobs)} {name} are finished already", highlight=False)
     failed = 0
-    with (
-        progress_bar("{task.description}") as progress,
-        closing(run_all(work, missing, workers)) as finished,
-    ):
-        bar = progress.add_task("starting", total=len(missing))
-        for job, result in finished:
+    with shown_progress(name), closing(run_all(work, missing, workers)) as finished:
+        for count, (job, result) in enumerate(finished, 1):
             if "error" in result:
                 failed += 1
-                progress.console.print(
-                    f"[red]failed[/] {escape(label(job))}: {escape(result['error'])}",
-                    highlight=False,
-                )
+                log.warning("failed %s: %s", label(job), result["error"])
             else:
                 write_json(job.path, result)
                 done[job.path] = result
-            progress.update(bar, advance=1, description=escape((short_label or label)(job)))
+            log.info("%d of %d: %s", count, len(missing), (short_label or label)(job))
     return done, failed
 
 

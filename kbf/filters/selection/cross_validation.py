@@ -140,7 +140,9 @@ class Search:
                 if prepare is not None:
                     prepare()
                 least = least_on_first(self.found) if compared else torch.inf
-                self.found[name] = trial(fit, self.parts, self.scale, least, began + left, run)
+                self.found[name] = trial(
+                    fit, self.parts, self.scale, least, began + left, run, f"held out: {name}"
+                )
         except (FitError, MissingPackageError) as error:
             note = " ".join(str(error).split())
         scores = self.found[name].scores if name in self.found else torch.zeros(0)
@@ -170,6 +172,7 @@ def trial(
     least: float = torch.inf,
     until: float = torch.inf,
     run: Callable[[Filter[Any], list[Recording]], Held] | None = None,
+    title: str = "held out",
 ) -> Trial:
     """Fit a model to the rest of each fold and run it through the fold's blocks.
 
@@ -181,6 +184,7 @@ def trial(
         until: time (`time.perf_counter`) of the deadline; a model that would not finish, by the
             time of its first fold, is stopped early.
         run: filter and fold -> residuals; None for `run_blocks`.
+        title: of the messages about progress.
 
     Raises:
         ValueError: as ``fit``; estimates that are not finite; stopped early.
@@ -188,6 +192,7 @@ def trial(
     filters, residuals, places, covered = [], [], [], []
     began = time.perf_counter()
     for k, (rest, part) in enumerate(parts):
+        log.info("%s, fold %d of %d", title, k + 1, len(parts))
         filters.append(fit(rest))
         for left, inside in (run or run_blocks)(filters[-1], part):
             residuals.append(left)
