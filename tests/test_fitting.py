@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 
+import matplotlib.dates
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import kbf
 from kbf.cli import main
@@ -222,6 +224,16 @@ def test_bounds_and_units(data):
     assert estimates.interval()[0][:, 0].min() >= 200
     assert estimates.sample(3, seed=0)[..., 0].min() >= 200
     assert "reach_mm [mm]" in repr(made) and "reach_mm [mm]" in made._repr_html_()
+    below = data.loc[data.run == "run3", ["s1", "s2", "s3"]].iloc[
+        made.filter(data).mean[-60:, 0].argmin()
+    ]
+    live = made.online()
+    for _ in range(3):
+        estimate = live.step(dict(below))
+    assert estimate["reach_mm"] == 200 == estimate.interval()["reach_mm"][0]
+    assert live.forecast(3).mean[:, 0].min() >= 200
+    assert made.forecast(data, 3).mean[:, 0].min() >= 200
+    assert made.historical_forecasts(data, 2).mean[:, 0].min() >= 200
 
 
 def test_a_step_at_a_time(data, fitted, tmp_path):
@@ -360,6 +372,24 @@ def test_figures_have_a_panel_for_each_column(data, fitted):
     assert len(fitted.filter(new).plot(columns=["reach_mm"]).axes) == 1
     with pytest.raises(ValueError, match="there is no column 'reach'"):
         fitted.filter(new).plot(columns=["reach"])
+
+
+def test_figures_have_units_times_and_given_axes(data):
+    units = {"reach_mm": "mm"}
+    fitted = kbf.fit(data, **ARM, units=units, model="mean", calibrate=False, progress=False)
+    new = data[data.run == "run3"]
+    figure = fitted.filter(new).plot(truth=new)
+    above, below = figure.axes
+    assert (above.get_ylabel(), below.get_ylabel()) == ("reach_mm [mm]", "torque_kNm")
+    assert below.get_xlabel() == new.index.name == "time"
+    assert (
+        matplotlib.dates.num2date(above.lines[0].get_xdata(orig=False)[-1]).replace(tzinfo=None)
+        == new.index[-1].to_pydatetime()
+    )
+    axes = Figure().subplots(2)
+    assert fitted.filter(new).plot(truth=new, axes=axes) is axes  # not a second picture
+    assert [panel.get_ylabel() for panel in axes] == ["reach_mm [mm]", "torque_kNm"]
+    assert {text.get_text() for text in axes[0].get_legend().get_texts()} >= {"truth", "estimate"}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from kbf.commands.support.console import print_values, print_written
-from kbf.commands.support.run_files import save_arrays
+from kbf.commands.support.run_files import labels, save_arrays
 from kbf.data.dataset import load_data
 from kbf.plots.frames import frame_grid
 from kbf.plots.tracks import save, track_figure
@@ -44,7 +44,9 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     if first.obs.ndim == 4:
         figure = frame_grid(first, extent=data.extent, title=title)
     else:
-        figure = track_figure(first, title=title)
+        figure = track_figure(
+            first, title=title, names=labels(config, data), time_step=data.time_step
+        )
     save(figure, directory / "data.png")
     print_values(str(config["data"]["name"]), summary)
     print_written(directory, ["data.npz", "data.png"])

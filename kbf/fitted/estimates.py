@@ -230,7 +230,8 @@ class Estimates(Shown):
             axes: of matplotlib, one for each column; None makes a figure.
 
         Returns:
-            The matplotlib figure.
+            The matplotlib figure, which a notebook displays as the value of a cell; the given
+            ``axes`` where there are some.
 
         Raises:
             ValueError: an unknown column, or another number of axes.
@@ -243,12 +244,13 @@ class Estimates(Shown):
         where = [self.columns.index(name) for name in chosen]
         ends = None if self.std is None else [end[:, where] for end in self.interval(level)]
         time, xlabel = self._time()
+        units = self._source.units
         return estimates_figure(
             time,
             self.mean[:, where],
             ends,
             None if truth is None else self._truth(truth)[:, where],
-            names=chosen,
+            names=[f"{name} [{units[name]}]" if name in units else name for name in chosen],
             alarms=None if self.alarms is None else self.alarms != "",
             starts=self._starts(),
             level=level,

@@ -141,7 +141,7 @@ class FittedFilter(Summary):
             if C is not None and calibration is not None:
                 C = calibration.covariance(C)
             results.append(Result(found.estimates[0].double().cpu(), C, None, {}))
-        return Estimates(in_order(results, rows), self.schema, calibration, source)
+        return self.estimates(in_order(results, rows), source, calibration=calibration)
 
     def forecast(
         self, data: Any, horizon: int, *, controls: Any = None, seed: int = 0
@@ -178,7 +178,7 @@ class FittedFilter(Summary):
         index = None
         if source.index is not None and len(last) == 1:
             index = continued(source.index, horizon)
-        ahead = Source(names, np.concatenate(times) if times else None, index, source.bounds)
+        ahead = Source(names, np.concatenate(times) if times else None, index)
         return self.estimates(joined(results), ahead)
 
     def historical_forecasts(
@@ -202,7 +202,7 @@ class FittedFilter(Summary):
             raise ValueError(f"stride must be at least 1, got {stride}")
         import pandas as pd
 
-        pieces, rows, source = self._inputs(data)
+        pieces, rows, _ = self._inputs(data)
         generator = torch.Generator(self._device).manual_seed(seed)
         results, names, origins = [], [], []
         for piece, where in zip(pieces, rows, strict=True):
@@ -221,7 +221,7 @@ class FittedFilter(Summary):
             names += [piece.name] * len(made)
             origins += [(int(where[t]), k) for t, k in made]
         index = pd.MultiIndex.from_tuples(origins, names=["origin", "step"])
-        ahead = Source(names, None, index, source.bounds)
+        ahead = Source(names, None, index)
         return self.estimates(joined(results), ahead)
 
     def evaluate(

@@ -80,8 +80,7 @@ def inputs_of(
             names[number] = recording_of(piece)
         if piece.times is not None:
             times[where.numpy()] = piece.times[keep].numpy()
-    bounds = {name: tuple(ends) for name, ends in (settings.get("bounds") or {}).items()}
-    source = Source(names, times if np.isfinite(times).any() else None, index, bounds)
+    source = Source(names, times if np.isfinite(times).any() else None, index)
     return Inputs(pieces, rows, source)
 
 

@@ -53,12 +53,14 @@ class Source(NamedTuple):
         names: of the recording of each row. times: of each row in seconds, or None.
         index: of the DataFrame that was filtered, or None.
         bounds: smallest and largest value by column; intervals and samples are clipped to them.
+        units: by column, for the labels of figures.
     """
 
     names: Sequence[str]
     times: Array | None = None
     index: Any = None
     bounds: dict[str, tuple[float | None, float | None]] = {}  # noqa: RUF012 (never changed)
+    units: dict[str, str] = {}  # noqa: RUF012 (never changed)
 
 
 def joined(results: list[Result]) -> Result:

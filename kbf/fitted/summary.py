@@ -146,7 +146,14 @@ class Summary:
         return [*rows, ("capabilities", ", ".join(able) or "none")]
 
     def estimates(self, result: Result, source: Source, **settings: Any) -> Estimates:
-        """Return results in the columns of this filter; arguments as of `Estimates`."""
-        calibration = self.trained.calibration
+        """Return results in the columns of this filter, with its bounds and units.
+
+        Arguments as of `Estimates`; ``calibration`` is that of the filter unless given, that of
+        forecasts where the result has horizons.
+        """
+        data = self.trained.module.config.get("data") or {}
+        bounds = {name: tuple(ends) for name, ends in (data.get("bounds") or {}).items()}
+        source = source._replace(bounds=bounds, units=data.get("units") or {})
         ahead = None if result.horizons is None else self.trained.forecasts
-        return Estimates(result, self.schema, ahead or calibration, source, **settings)
+        settings.setdefault("calibration", ahead or self.trained.calibration)
+        return Estimates(result, self.schema, source=source, **settings)

@@ -3,5 +3,6 @@ from kbf.plots import (
     charts as charts,
     estimates as estimates,
     frames as frames,
+    inline_figure as inline_figure,
     tracks as tracks,
 )

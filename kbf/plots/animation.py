@@ -39,6 +39,7 @@ from kbf.plots.tracks import (
     SPREAD,
     STYLE,
     TRUTH,
+    comparable,
     draw_component,
     finish,
     visible,
@@ -67,8 +68,8 @@ def animate(
     Args:
         path: ends in .gif; the file is whole or absent.
         sequence: and ``estimates``, ``covariances``, ``kind``, ``extent``, ``title``: as for
-            `frame_grid`; but observations may be vectors, drawn where they are like the state, and
-            of states with three and more components the plane shows the first two.
+            `frame_grid`; but observations may be vectors, drawn where they are of the space of the
+            states, and of states with three and more components the plane shows the first two.
         fps: steps a second.
         steps: how many of the first steps to show.
 
@@ -79,7 +80,8 @@ def animate(
     if Path(path).suffix.lower() != ".gif":
         raise ValueError(f"an animation is a .gif, not {path}")
     z, e, C = shown_steps(sequence, estimates, covariances, steps)
-    kind = "map" if z.shape[1] > 2 else state_kind(z, kind)
+    plane = "map" if comparable(z[:, :2]) else "rows"
+    kind = plane if z.shape[1] > 2 else state_kind(z, kind)
     extent = extent if kind == "map" else None
     shown, images, x = min(z.shape[1], 4), sequence.obs.ndim == 4, visible(sequence, len(z))
     figure = Figure(

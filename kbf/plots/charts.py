@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from kbf.plots.inline_figure import InlineFigure
 from kbf.plots.tracks import GREY, MARKERS, PALETTE, STYLE, TRUTH, finish
 from kbf.rkhs.linalg import evenly
 
@@ -72,7 +73,7 @@ def curves(
     lines = list(dict.fromkeys(row[by] for row in rows))
     across = min(len(panels), across)
     down = -(-len(panels) // across)
-    figure = Figure(figsize=(3.7 * across + 1.9, 3.3 * down + 0.3), layout="constrained")
+    figure = InlineFigure(figsize=(3.7 * across + 1.9, 3.3 * down + 0.3), layout="constrained")
     grid = figure.subplots(down, across, squeeze=False, sharey=share_y).flatten()
     for axes, here in zip(grid, panels, strict=False):
         draw_lines(
@@ -200,7 +201,7 @@ def comparison_figure(
         ),
     )
     positions = {n: k for k, n in enumerate(sizes)}
-    figure = Figure(figsize=(5.2 + 0.9 * len(sizes), 4.6), layout="constrained")
+    figure = InlineFigure(figsize=(5.2 + 0.9 * len(sizes), 4.6), layout="constrained")
     axes = figure.add_subplot()
     for k, model in enumerate(order):
         mine = sorted(
@@ -271,7 +272,7 @@ def series_figure(
     kinds = [part for each in parts for part in each]
     edges = [sum(len(each) for each in parts[:k]) for k in range(1, len(parts))]
     shown = list(columns.items())[:most]
-    figure = Figure(figsize=(11, 1.0 + 1.3 * max(1, len(shown))), layout="constrained")
+    figure = InlineFigure(figsize=(11, 1.0 + 1.3 * max(1, len(shown))), layout="constrained")
     panels = figure.subplots(max(1, len(shown)), sharex=True, squeeze=False)[:, 0]
     for axes, (name, each) in zip(panels, shown, strict=False):
         values = torch.cat(list(each)).double()
@@ -297,7 +298,7 @@ def scatter_figure(
     """Draws pairs of the first components of points ``n d``, or a single one, coloured by part."""
     width = min(len(names), most)
     side = max(1, width - 1)
-    figure = Figure(figsize=(2.6 + 2.4 * side, 2.6 + 2.2 * side), layout="constrained")
+    figure = InlineFigure(figsize=(2.6 + 2.4 * side, 2.6 + 2.2 * side), layout="constrained")
     grid = figure.subplots(side, side, squeeze=False)
     for (i, j), axes in np.ndenumerate(grid):
         axes.set_visible(j <= i)

@@ -5,8 +5,8 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 
+from kbf.plots.inline_figure import InlineFigure
 from kbf.plots.tracks import ALARM, ESTIMATE, STYLE, TRUTH
 
 # Height of a panel and width of the figure, in inches.
@@ -26,7 +26,7 @@ def estimates_figure(
     level: float = 0.95,
     axes: Any = None,
     xlabel: str = "row",
-) -> Figure:
+) -> Any:
     """Draws one panel for each column: truth, estimate, interval, and alarms at the top.
 
     Lines are interrupted where a recording starts.
@@ -42,19 +42,22 @@ def estimates_figure(
         axes: of matplotlib, one for each column; None makes a figure.
         xlabel: label of the horizontal axis.
 
+    Returns:
+        The figure; the given ``axes`` where there are some, as a notebook displays their figure.
+
     Raises:
         ValueError: another number of axes than columns.
     """
     with matplotlib.rc_context(STYLE):
+        figure = None
         if axes is None:
             size = (WIDTH, max(2.6, PANEL_HEIGHT * len(names)))
-            figure = Figure(figsize=size, layout="constrained")
+            figure = InlineFigure(figsize=size, layout="constrained")
             panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
         else:
             panels = np.atleast_1d(axes).ravel()
             if len(panels) != len(names):
                 raise ValueError(f"axes must be {len(names)}, one for each column")
-            figure = panels[0].figure
         spans = list(zip(starts, [*starts[1:], len(time)], strict=True))
         for k, (panel, name) in enumerate(zip(panels, names, strict=True)):
             for first, last in spans:
@@ -91,5 +94,9 @@ def estimates_figure(
                 panel.plot(time[alarms], top, transform=transform, label="alarm", **ALARM)
             panel.set_ylabel(name)
         panels[-1].set_xlabel(xlabel)
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=4)
+        handles = panels[0].get_legend_handles_labels()
+        if figure is None:
+            panels[0].legend(*handles, loc="upper right")
+            return axes
+        figure.legend(*handles, loc="outside upper right", ncols=4)
     return figure

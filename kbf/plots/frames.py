@@ -13,7 +13,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, Ellipse, Patch, Wedge
 from torch import Tensor
 
-from kbf.plots.tracks import ESTIMATE, GREY, SPREAD, STYLE, TRUTH, finish
+from kbf.plots.inline_figure import InlineFigure
+from kbf.plots.tracks import ESTIMATE, GREY, SPREAD, STYLE, TRUTH, comparable, finish
 from kbf.recording import Recording
 
 PANEL_KINDS = ("auto", "compass", "map", "rows")
@@ -81,13 +82,16 @@ def frame_grid(
         )
     kind = state_kind(z, kind)
     extent = extent if kind == "map" else None
+    if kind == "rows" and not comparable(z):  # each row on an axis of its own
+        z, e, C = standardised(z, e, C)
+    ends = limits(z, e)
     frames, columns = sequence.obs[: len(z)].cpu(), min(columns, len(z))
     lines, aspect = -(-len(z) // columns), frames.shape[2] / frames.shape[3]
     panel = kind == "rows" or (kind == "map" and extent is None)
     shown = min(z.shape[1], MOST_COMPONENTS)
     panel_height = 0.15 * shown + 0.05 if kind == "rows" else 0.8
     sizes = [1.3 * aspect, *([panel_height] if panel else [])]  # inches
-    figure = Figure(
+    figure = InlineFigure(
         figsize=(max(1.38 * columns, 4.4), lines * (sum(sizes) + 0.24) + (0.75 if title else 0.45)),
         layout="compressed",
     )
@@ -106,7 +110,7 @@ def frame_grid(
         )
         below = figure.add_subplot(grid[line * len(sizes) + 1, column]) if panel else axes
         if kind == "rows":
-            show = draw_rows(below, limits(z, e), shown, named=column == 0)
+            show = draw_rows(below, ends, shown, named=column == 0)
         elif kind == "compass":
             side = 0.45 * min(1, aspect)  # a square in the lower right corner of the frame
             show = draw_compass(axes.inset_axes((1 - side, 0.0, side, side / aspect)))
@@ -134,8 +138,22 @@ def shown_steps(
     return z, e, None if covariances is None else covariances[:n].detach().double().cpu()
 
 
+def standardised(z: Tensor, e: Tensor, C: Tensor | None) -> Values:
+    """Returns states, estimates and covariances in units of each component's spread and mean."""
+    known = z[z.isfinite().all(1)]
+    mean, scale = known.mean(0), known.std(0, correction=0)
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (
+        (z - mean) / scale,
+        (e - mean) / scale,
+        None if C is None else C / (scale[:, None] * scale),
+    )
+
+
 def state_kind(z: Float[Tensor, "t d"], kind: str = "auto") -> str:
     """Returns the panel for these states: compass (unit vectors in the plane), map or rows.
+
+    A map has equal units of length; states whose components have other spreads are rows.
 
     Raises:
         ValueError: a kind that is unknown or does not fit the states.
@@ -154,6 +172,8 @@ def state_kind(z: Float[Tensor, "t d"], kind: str = "auto") -> str:
         else "compass"
         if bool(((z.norm(dim=1) - 1).abs() < 1e-3).all())
         else "map"
+        if comparable(z)
+        else "rows"
     )
 
 

@@ -14,6 +14,7 @@ from matplotlib.patches import Ellipse, Patch
 from torch import Tensor
 
 from kbf.evaluation.scoring_rules import CURVE_LEVELS, Reliability
+from kbf.plots.inline_figure import InlineFigure
 from kbf.recording import Recording
 from kbf.runtime.atomic_files import replacing
 
@@ -33,6 +34,9 @@ PALETTE = [
     "#6b4226",
 ]
 MARKERS = "osD^vP*Xh<>d"
+# The largest ratio of the spreads of two components that are drawn with equal units of length: with
+# more, the plane would be a strip.
+MOST_UNEQUAL = 4.0
 SEEN_DOT = Line2D([], [], color=SEEN, marker="o", ms=4, ls="", label="observation")
 SPREAD = Patch(color=ESTIMATE, alpha=0.3, lw=0, label="1 and 2 standard deviations")
 REGION = Line2D(
@@ -79,12 +83,16 @@ def track_figure(
     alarms: Tensor | None = None,
     radius2: Tensor | None = None,
     names: Sequence[str] = (),
+    time_step: float | None = None,
 ) -> Figure:
     """Draws truth, observation and estimate of a recording, over time and in the plane.
 
+    The plane has the first two components. Its axes have equal units of length where the spreads
+    of the components are comparable.
+
     Args:
-        sequence: ``T d``; observations are drawn where they are vectors like the state, except
-            where they are masked.
+        sequence: ``T d``; observations are drawn where they are of the space of the states
+            (`visible`), except where they are masked.
         estimates: estimates ``T d``, or None to show the data alone.
         covariances: of the estimates ``T d d``: bands of 1 and 2 standard deviations.
         title: above the picture.
@@ -92,7 +100,8 @@ def track_figure(
         alarms: ``T`` bool, steps that a monitor called strange: marked at the top.
         radius2: squared radius of the 95 % regions by the covariances, drawn around some of the
             estimates in the plane.
-        names: of the components; without them they are z_1, z_2, ...
+        names: of the components, with units; without them they are z_1, z_2, ...
+        time_step: time between two steps, for the horizontal axis; None for the number of the step.
     """
     labels = list(names) or [f"$z_{{{k + 1}}}$" for k in range(sequence.states[0].numel())]
     z = sequence.states[:steps].double().flatten(1).cpu()
@@ -100,16 +109,19 @@ def track_figure(
     e = None if estimates is None else estimates[:steps].double().flatten(1).cpu()
     C = None if covariances is None else covariances[:steps].double().cpu()
     shown = min(z.shape[1], 4)
-    figure = Figure(figsize=(10.5, max(4.0, 1.9 * shown)), layout="constrained")
+    figure = InlineFigure(figsize=(10.5, max(4.0, 1.9 * shown)), layout="constrained")
     plane = z.shape[1] > 1
     grid = figure.add_gridspec(shown, 2 if plane else 1, width_ratios=[1.9, 1] if plane else [1])
     panels = [figure.add_subplot(grid[k, 0]) for k in range(shown)]
     for k, axes in enumerate(panels):
-        draw_component(axes, z, x, e, C, k, last=k == shown - 1)
+        draw_component(axes, z, x, e, C, k, last=k == shown - 1, time_step=time_step)
         axes.set_ylabel(labels[k], rotation=90 if names else 0, labelpad=10)
     if strange := [] if alarms is None else alarms[:steps].nonzero().flatten().tolist():
         panels[0].plot(
-            strange, [1.0] * len(strange), transform=panels[0].get_xaxis_transform(), **ALARM
+            [t * (time_step or 1) for t in strange],
+            [1.0] * len(strange),
+            transform=panels[0].get_xaxis_transform(),
+            **ALARM,
         )
     if plane:
         axes = figure.add_subplot(grid[:, 1])
@@ -136,11 +148,24 @@ def finish(figure: Figure, title: str, **legend: Any) -> None:
 
 
 def visible(sequence: Recording, n: int) -> Tensor | None:
-    """Returns the first n observations if they have the shape of the state (NaN if missing)."""
+    """Returns the first n observations (NaN if missing) if they are of the space of the states.
+
+    They are if they have as many components and each of them, as an estimate of its state, is
+    better than a constant: its median distance to the state is below that of the median state.
+    """
     if sequence.obs.shape[1:] != sequence.states.shape[1:] or sequence.obs.ndim != 2:
         return None
-    x = sequence.obs[:n].double().cpu()
-    return x if sequence.mask is None else torch.where(sequence.mask[:n, None].cpu(), x, torch.nan)
+    z, x = sequence.states.double().cpu(), sequence.obs.double().cpu()
+    if sequence.mask is not None:
+        x = torch.where(sequence.mask[:, None].cpu(), x, torch.nan)
+    constant = (z - z.nanmedian(0).values).abs().nanmedian(0).values
+    return x[:n] if ((x - z).abs().nanmedian(0).values < constant).all() else None
+
+
+def comparable(z: Tensor) -> bool:
+    """Returns whether the spreads of all components ``T d`` are of the same order."""
+    spread = z[z.isfinite().all(1)].std(0, correction=0)
+    return bool(spread.max() <= MOST_UNEQUAL * spread.min())
 
 
 def draw_component(
@@ -152,12 +177,14 @@ def draw_component(
     k: int,
     *,
     last: bool,
+    time_step: float | None = None,
 ) -> None:
     """Draws component k over time: observation, truth, estimate, and 1 and 2 standard deviations.
 
-    What is None is left out. Only the ``last`` panel has numbers at its horizontal axis.
+    What is None is left out. Only the ``last`` panel has numbers at its horizontal axis, of time
+    where the ``time_step`` is known.
     """
-    time = range(len(z))
+    time = torch.arange(len(z)) * (time_step or 1)
     if x is not None:
         axes.plot(time, x[:, k], "o", color=SEEN, ms=3.5, alpha=0.65, mew=0)
     axes.plot(time, z[:, k], color=TRUTH, lw=1.2)
@@ -167,7 +194,8 @@ def draw_component(
         std, look = C[:, k, k].clamp(min=0).sqrt(), {"color": ESTIMATE, "alpha": 0.14, "lw": 0}
         for width in (1, 2):
             axes.fill_between(time, e[:, k] - width * std, e[:, k] + width * std, **look)
-    axes.set(xlim=(0, max(len(z) - 1, 1)), xlabel="time step" if last else "")
+    label = "time step" if time_step is None else "time"
+    axes.set(xlim=(0, max(len(z) - 1, 1) * (time_step or 1)), xlabel=label if last else "")
     axes.tick_params(labelbottom=last)
 
 
@@ -183,7 +211,7 @@ def draw_plane(
         )
         axes.plot(e[:, 0], e[:, 1], "o", color=ESTIMATE, ms=3.5, mew=0)
     axes.plot(z[:, 0], z[:, 1], "o", color=TRUTH, ms=3, mew=0)
-    axes.set(aspect="equal", xlabel=labels[0])
+    axes.set(aspect="equal" if comparable(z[:, :2]) else "auto", xlabel=labels[0])
     axes.set_ylabel(labels[1], rotation=0 if labels[1].startswith("$") else 90)
 
 
@@ -215,7 +243,7 @@ def calibration_figure(sides: Mapping[str, Reliability], *, title: str = "") -> 
         sides: by name, such as before and after recalibration.
         title: above the picture.
     """
-    figure = Figure(figsize=(9.5, 4.2), layout="constrained")
+    figure = InlineFigure(figsize=(9.5, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (5, 2)))
     right.axhline(1, color=GREY, lw=1, ls=(0, (5, 2)))

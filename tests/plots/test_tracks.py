@@ -272,3 +272,47 @@ def test_what_tensorboard_embeds():
     assert small.shape == (2, 3, 16, 16) and small.dtype == torch.float32
     assert small[:, :, 4:12].min() > 0.99 and small[:, :, :4].max() == small[:, :, 12:].max() == 0
     assert thumbnails(torch.rand(3, 3, 8, 8), side=8).shape == (3, 3, 8, 8)
+
+
+def test_observations_are_drawn_where_they_are_of_the_space_of_the_states():
+    generator = torch.Generator().manual_seed(2)
+    z = torch.randn(50, 2, generator=generator).cumsum(0)
+    noisy = z + 0.2 * torch.randn(50, 2, generator=generator)
+    distances = torch.cdist(z, torch.tensor([[-40.0, 0.0], [0.0, 60.0]]))
+    noisy[::3] = torch.nan
+    for x, drawn in (
+        (noisy, True),
+        (distances, False),
+        (noisy.flip(1), False),
+        (noisy[:, :1], False),
+    ):
+        figure = track_figure(Recording(z, x), z)
+        labels = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert ("observation" in labels) == drawn
+
+
+@pytest.mark.parametrize(("scale", "aspect"), [(1.0, 1.0), (0.001, "auto")])
+def test_the_plane_has_equal_units_where_spreads_are_comparable(scale, aspect):
+    z = vectors(2).states * torch.tensor([1.0, scale])
+    figure = track_figure(Recording(z, torch.zeros(T, 3)), z, names=["reach [mm]", "torque [kN m]"])
+    assert figure.axes[-1].get_aspect() == aspect
+    assert [axes.get_ylabel() for axes in figure.axes[:2]] == ["reach [mm]", "torque [kN m]"]
+    frames = Recording(z, states(2).obs)
+    assert state_kind(z) == ("map" if scale == 1 else "rows")
+    drawn = [dots(axes, TRUTH)[:, 0] for axes in frame_grid(frames, z).axes[1::2]]
+    if scale < 1:  # every row is drawn on the scale of its component
+        assert torch.stack([torch.tensor(row) for row in drawn]).std(
+            0, correction=0
+        ).tolist() == pytest.approx([1.0, 1.0])
+
+
+def test_time_is_on_the_axis_of_time():
+    data, alarms = vectors(2), torch.arange(T) == 3
+    for time_step, label, step in ((None, "time step", 1.0), (0.1, "time", 0.1)):
+        figure = track_figure(data, data.states, alarms=alarms, time_step=time_step)
+        below = figure.axes[1]
+        assert below.get_xlabel() == label and below.get_xlim() == pytest.approx((0, 4 * step))
+        truth = next(line for line in below.lines if line.get_color() == TRUTH)
+        assert truth.get_xdata() == pytest.approx([step * t for t in range(T)])
+        marker = next(line for line in figure.axes[0].lines if line.get_marker() == "v")
+        assert marker.get_xdata() == pytest.approx([3 * step])

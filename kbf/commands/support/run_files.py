@@ -18,6 +18,12 @@ def state_columns(data: Data) -> list[str]:
     return names if part and len(names) == part[0].states.shape[1] else []
 
 
+def labels(config: Mapping[str, Any], data: Data) -> list[str]:
+    """Return `state_columns` with the units of ``data.units``."""
+    units = (config.get("data") or {}).get("units") or {}
+    return [f"{name} [{units[name]}]" if name in units else name for name in state_columns(data)]
+
+
 def estimate_rows(data: Data, result: Score) -> list[dict[str, Any]]:
     """Return the estimates of the test part in the file's own columns and units, a row a step."""
     rows = []
@@ -59,7 +65,9 @@ def write_figures(
     shown = (data.test[0], result.estimates[0])
     shown += (None if result.covariances is None else result.covariances[0],)
     title = f"{title}: test error {result.mse.mean().item():.4f}"
-    track: Any = tracks.track_figure(*shown, title=title, names=state_columns(data), **marked)
+    track: Any = tracks.track_figure(
+        *shown, title=title, names=labels(config, data), time_step=data.time_step, **marked
+    )
     tracks.save(track, directory / "track.png")
     names = ["track.png"]
     if images:

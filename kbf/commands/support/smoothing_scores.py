@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kbf.commands.support.console import console
+from kbf.commands.support.run_files import labels
 from kbf.commands.support.score_metrics import recalibrated, reliability_metrics, reliability_of
 from kbf.data.dataset import Data
 from kbf.evaluation.floors import floor_ahead, smoothing_floor
@@ -102,6 +103,8 @@ def score_smoothing(
         result.estimates[0],
         covariances[0] if covariances else None,
         title=f"{title}: error with {given} {error:.4f}",
+        names=labels(config, data),
+        time_step=data.time_step,
         radius2=None if calibration is None else calibration.radius2(0.95),
     )
     save(figure, Path(config["run_dir"]) / "smoothed.png")
