@@ -4,8 +4,8 @@ data/results/ keeps of an experiment.
 
     .venv/bin/python scripts/gather_results.py data/results/noise multirun/DATE/TIME/*
 
-Writes results.csv, runs.csv and wilcoxon.csv, one below the other, about.json and comparison.png
-(excess by data set; NMSE where no floor is known).
+Writes results.csv, runs.csv and the paired tests (wilcoxon.csv, corrected_t.csv), one below the
+other, about.json and comparison.png (excess by data set; NMSE where no floor is known).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kbf.commands.support.comparison_report import TEST_FILES
 from kbf.plots.charts import curves
 from kbf.plots.tracks import save
 from kbf.runtime.atomic_files import write_csv, write_json
@@ -45,7 +46,7 @@ def gather(into: Path, folders: list[Path]) -> None:
             )
     tables = {
         name: [row for folder in folders for row in read(folder / name)]
-        for name in ("results.csv", "runs.csv", "wilcoxon.csv")
+        for name in ("results.csv", "runs.csv", *TEST_FILES)
     }
     keys = [(row["data"], row["n_train"], row["model"]) for row in tables["results.csv"]]
     if len(set(keys)) < len(keys):

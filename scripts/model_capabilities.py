@@ -4,12 +4,14 @@
     .venv/bin/python scripts/model_capabilities.py
 
 Each model is fitted to two runs of data/arm.csv: as they are, with a control, and
-with missing sensors. A model that cannot have controls or missing sensors raises a ValueError.
+with missing sensors. A model that cannot have controls or missing sensors, or whose step cannot be
+exported, raises a ValueError.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ MODELS = {
     "gru": "`gru`",
 }
 """Models that are learned from recordings of numbers, and their names in the table."""
-COLUMNS = ("smooth", "append", "missing sensors", "controls", "intervals")
+COLUMNS = ("smooth", "append", "export", "missing sensors", "controls", "intervals")
 
 
 def capabilities(model: str) -> dict[str, bool]:
@@ -54,10 +56,21 @@ def capabilities(model: str) -> dict[str, bool]:
     return {
         "smooth": plain.capabilities["smooth"],
         "append": plain.capabilities["append"],
+        "export": exports(plain),
         "missing sensors": with_gaps is not None and with_gaps.capabilities["missing_sensors"],
         "controls": with_control is not None and with_control.capabilities["controls"],
         "intervals": spread or fitted(model, runs, calibrate=True).capabilities["intervals"],
     }
+
+
+def exports(filter: kbf.FittedFilter) -> bool:
+    """Return whether a step can be written as a program."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            filter.export(Path(folder) / "step.pt2", format="torch_export")
+        except ValueError:
+            return False
+    return True
 
 
 def fitted(model: str, runs: pd.DataFrame, **settings: Any) -> kbf.FittedFilter:
@@ -98,12 +111,17 @@ def row(model: str) -> str:
 def main(models: list[str]) -> None:
     """Write the rows of these models; all without arguments."""
     warnings.simplefilter("ignore")
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
     for model in models or MODELS:
         print(line := row(model), flush=True)
-        (where,) = [k for k, old in enumerate(lines) if old.startswith(f"| {MODELS[model]} |")]
-        lines[where] = line
+        lines = PAGE.read_text(encoding="utf-8").splitlines()
+        lines[place(lines, model)] = line
         write_text(PAGE, "\n".join(lines) + "\n")
+
+
+def place(lines: list[str], model: str) -> int:
+    """Return the number of the line of a model in the page."""
+    (found,) = [k for k, line in enumerate(lines) if line.startswith(f"| {MODELS[model]} |")]
+    return found
 
 
 if __name__ == "__main__":

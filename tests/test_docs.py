@@ -20,6 +20,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import page_tables
 
+import kbf
+import kbf.layers
+import kbf.sklearn
 from kbf.cli import COMMANDS
 from kbf.runtime.optional_dependencies import missing
 
@@ -310,6 +313,29 @@ def test_the_cheat_sheet_has_every_choice(group):
     assert not missing, f"add {sorted(missing)} to the groups of docs/cheatsheet.md"
 
 
+CAPABILITIES = runpy.run_path(str(ROOT / "scripts" / "model_capabilities.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", CAPABILITIES["MODELS"])
+@pytest.mark.filterwarnings("ignore")
+def test_the_table_of_capabilities(model):
+    """The guide has what `FittedFilter.capabilities` reports of each model."""
+    lines = text_of("docs/guide.md").splitlines()
+    assert lines[CAPABILITIES["place"](lines, model)] == CAPABILITIES["row"](model)
+
+
+def test_the_table_of_capabilities_has_every_model():
+    """Models of images and of known equations have no row; the others have one."""
+    lines = text_of("docs/guide.md").splitlines()
+    named = " ".join(lines[CAPABILITIES["place"](lines, model)] for model in CAPABILITIES["MODELS"])
+    images = {"kbf_features", "kbf_features_e2e", "kbf_nn_paper", "lstm_images", "gru_images"}
+    images |= {"rkn", "backprop_kf", "dpf", "particle_observation", "particle_pixels"}
+    others = images | {"ekf", "ukf", "particle", "auto", "mean"}
+    models = {path.stem for path in (ROOT / "configs" / "model").glob("*.yaml")}
+    assert models - others == set(re.findall(r"`(\w+)`", named))
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_cheat_sheet_has_every_command(command):
     assert f"](commands/{command.replace(' ', '_')}.md)" in text_of("docs/cheatsheet.md")
@@ -401,12 +427,48 @@ def test_the_documentation_is_built_without_a_warning(site):
         "examples are blocks of code"
     )
     assert (site / "results" / "rotation" / "comparison.png").exists()
+
+
+@pytest.mark.slow
+def test_the_reference_has_a_page_for_each_public_name(site):
+    """Modules have pages for developers, which are neither in the navigation nor searched."""
     public = (site / "reference" / "index.html").read_text(encoding="utf-8")
+    names = {*kbf._HOME, *(f"layers.{name}" for name in kbf.layers._HOME)}
+    for name in names | {f"sklearn.{name}" for name in kbf.sklearn._HOME}:
+        assert f'href="kbf.{name}.html"' in public
+        page = (site / "reference" / f"kbf.{name}.html").read_text(encoding="utf-8")
+        assert re.search(rf'<h1 id="kbf[\w.]*\.{name.rpartition(".")[2]}"', page), name
+    fitted = (site / "reference" / "kbf.FittedFilter.html").read_text(encoding="utf-8")
+    assert 'FittedFilter.candidates"' in fitted, "inherited members"
+    module = (site / "reference" / "kbf.filters.kernel.kbf.html").read_text(encoding="utf-8")
+    assert 'id="kbf.filters.kernel.kbf.KBF"' not in module and 'href="kbf.KBF.html"' in module
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    found = {entry["location"].partition("#")[0] for entry in index["docs"]}
     assert (
-        "kbf.filters.kernel.kbf.html#kbf.filters.kernel.kbf.KBF" in public
-        and "kbf.rollout" in public
+        "reference/kbf.KBF.html" in found and "reference/kbf.filters.kernel.kbf.html" not in found
     )
-    assert "n_train: 300" in (site / "commands" / "train.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_pages_of_commands_are_tables(site):
+    train = (site / "commands" / "train.html").read_text(encoding="utf-8")
+    cells = re.findall(r"<td><code>(n_train|seed)</code></td>\s*<td><code>(\w+)</code></td>", train)
+    assert cells == [("n_train", "300"), ("seed", "0")]
+    export = (site / "commands" / "export.html").read_text(encoding="utf-8")
+    assert re.search(r"<td><code>checkpoint</code></td>\s*<td>required</td>", export)
+    for name in COMMANDS:
+        page = (site / "commands" / f"{name.replace(' ', '_')}.html").read_text(encoding="utf-8")
+        assert page.count("<table>") >= 2 and "settings (key=value)" not in page
+
+
+@pytest.mark.slow
+def test_the_gallery_leads_to_the_notebooks(site):
+    page = Links((site / "gallery.html").read_text(encoding="utf-8"))
+    pictures = [source for source in page.loaded if "_output_" in source]
+    assert len(pictures) >= 10
+    for source in pictures:
+        notebook = re.sub(r"_output_.*", ".html", source)
+        assert notebook in page.links and (site / source).exists()
 
 
 @pytest.mark.slow
@@ -414,7 +476,10 @@ def test_the_tutorials_are_run(site):
     for name, printed, pictures in (
         ("getting_started", r"FittedFilter: kbf.*nmse_window_ridge.*out_of_distribution", 2),
         ("vectors", r"error 0\.0\d+, least error 0\.0\d+", 1),
-        ("images", r"with the past: 0\.\d+", 2),
+        ("images", r"FittedFilter: kalman.*covered: error 0\.\d+", 4),
+        ("missing_sensors", r"without beacon.*complete rows.*std of the position", 1),
+        ("spikes", r"FittedFilter: kernel_monte_carlo.*window_ridge.*smoother", 1),
+        ("own_network", r"epoch 4: loss 0\.\d+.*trained through the filter: 0\.\d+", 2),
         ("recordings", r"Score.*mse", 0),
         ("extending", r"rational_quadratic: 0\.0\d+", 0),
     ):

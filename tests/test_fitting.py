@@ -386,6 +386,10 @@ def test_figures_have_units_times_and_given_axes(data):
         matplotlib.dates.num2date(above.lines[0].get_xdata(orig=False)[-1]).replace(tzinfo=None)
         == new.index[-1].to_pydatetime()
     )
+    since = new.set_index(new.index - new.index[0])  # durations are in seconds
+    axes = fitted.filter(since).plot().axes[-1]
+    assert axes.get_xlabel() == "time [s]"
+    assert axes.lines[0].get_xdata()[-1] == pytest.approx(0.1 * (len(new) - 1))
     axes = Figure().subplots(2)
     assert fitted.filter(new).plot(truth=new, axes=axes) is axes  # not a second picture
     assert [panel.get_ylabel() for panel in axes] == ["reach_mm [mm]", "torque_kNm"]

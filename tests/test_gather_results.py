@@ -58,6 +58,17 @@ def test_tables_stand_one_below_the_other(folders, tmp_path):
 
 
 @pytest.mark.slow
+def test_both_kinds_of_paired_tests_are_kept(folders, tmp_path):
+    tests = {"wilcoxon.csv": "p_value", "corrected_t.csv": "difference_se"}
+    for folder, (name, column) in zip(folders, tests.items(), strict=True):
+        (folder / name).write_text(f"data,first,second,{column}\n{folder.name},kbf,lstm,0.03\n")
+    assert gather(tmp_path / "all", *folders).returncode == 0
+    for folder, (name, column) in zip(folders, tests.items(), strict=True):
+        (row,) = csv.DictReader((tmp_path / "all" / name).open())
+        assert (row["data"], row[column]) == (folder.name, "0.03")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "told"), [((0, 0), "in two of these folders"), ((0, 2), "no results.csv in")]
 )

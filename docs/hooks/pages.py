@@ -1,19 +1,14 @@
-"""Generated pages: home, commands, reference, architecture, gallery; links and equations."""
+"""Generated pages: home, commands, reference, architecture, figures; links and equations."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import html
-import io
-import os
 import posixpath
 import re
 import runpy
-import shutil
 import sys
 from importlib import resources
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +17,12 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+import command_pages  # noqa: E402  # pyright: ignore
+import reference_pages  # noqa: E402  # pyright: ignore
 import tutorials  # noqa: E402  # pyright: ignore
+from reference_pages import first_sentence  # noqa: E402  # pyright: ignore
+
+from kbf.cli import COMMANDS  # noqa: E402
 
 RESULTS = ROOT / "data" / "results"
 LAYER_TEST = runpy.run_path(str(ROOT / "tests" / "test_layers.py"))
@@ -34,30 +34,22 @@ PAGE_OF = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "data/README.md": "data.md",
-    "data/results": "gallery.md",
-    "data/results/bench": "gallery.md",
+    "data/results": "figures.md",
+    "data/results/bench": "figures.md",
 }
 """Files and folders of the repository whose page has a different name."""
 
 
 def on_config(config: Any) -> Any:
     """Adds the commands and the reference to the navigation."""
-    commands = [{f"kbf {name}": f"commands/{page_name(name)}.md"} for name in command_names()]
-    config.nav.insert(4, {"Commands": [{"All commands": "commands/index.md"}, *commands]})
-    sections: dict[str, list[Any]] = {}
-    for name in NAMES:
-        folder = name if PATHS[name].name == "__init__.py" else name.rpartition(".")[0]
-        sections.setdefault(folder, []).append(
-            {name.removeprefix("kbf.") or name: f"reference/{name}.md"}
-        )
-    config.nav.append(
-        {
-            "Reference": [
-                {"Public names": "reference/index.md"},
-                *({name: pages} for name, pages in sections.items()),
+    commands = [{f"kbf {name}": f"commands/{page_name(name)}.md"} for name in COMMANDS]
+    commands = [{"All commands": "commands/index.md"}, *commands]
+    for entry in config.nav:
+        if entry.get("Reference") == []:
+            entry["Reference"] = [
+                *reference_pages.navigation(),
+                {"Commands": commands},
             ]
-        }
-    )
     return config
 
 
@@ -84,20 +76,24 @@ def on_files(files: Files, config: Any) -> Files:
     )
     for path in results:
         add(f"results/{path.relative_to(RESULTS).as_posix()}", path.read_bytes())
-    for name in tutorials.NAMES:
-        for path, content in tutorials.pages(name).items():
+    made = {name: tutorials.pages(name) for name in tutorials.NAMES}
+    for each in made.values():
+        for path, content in each.items():
             add(f"tutorials/{path}", content)
-    add("gallery.md", gallery([path for path in results if path.suffix == ".png"]))
+    add("gallery.md", gallery(made))
+    add("figures.md", figures([path for path in results if path.suffix == ".png"]))
     add("commands/index.md", commands_table())
-    for name in command_names():
-        add(f"commands/{page_name(name)}.md", command_page(name))
+    for name in COMMANDS:
+        add(f"commands/{page_name(name)}.md", command_pages.command_page(name))
     add(
         "assets/math.ttf",
         (resources.files("ziamath") / "fonts" / "STIXTwoMath-Regular.ttf").read_bytes(),
     )  # SIL Open Font License
-    add("reference/index.md", public_names())
+    add("reference/index.md", reference_pages.index(PATHS))
+    for name, module in reference_pages.public_names().items():
+        add(f"reference/{name}.md", reference_pages.public_page(name, module))
     for name in NAMES:
-        add(f"reference/{name}.md", f"::: {name}\n")
+        add(f"reference/{name}.md", reference_pages.module_page(name))
     return files
 
 
@@ -157,7 +153,7 @@ def page_of(path: str) -> str | None:
         return path.removeprefix("docs/")
     if path.startswith("data/results/"):
         below = path.removeprefix("data/")
-        return below if (ROOT / path).is_file() else "gallery.md"
+        return below if (ROOT / path).is_file() else "figures.md"
     if path.startswith("kbf/") and path.endswith(".py"):
         name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         return f"reference/{name}.md" if name in PATHS else None
@@ -173,34 +169,13 @@ def home() -> str:
     )
 
 
-def command_names() -> list[str]:
-    """The names of all commands."""
-    from kbf.cli import COMMANDS
-
-    return list(COMMANDS)
-
-
 def page_name(command: str) -> str:
     """The name of a command's page."""
     return command.replace(" ", "_")
 
 
-def command_page(name: str) -> str:
-    """What ``kbf NAME --help`` prints."""
-    from kbf.cli import main
-
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), wide_terminal():
-        main([*name.split(), "--help"])
-    first, _, rest = text.getvalue().partition("\n")
-    summary = first.partition(": ")[2]
-    return f"# kbf {name}\n\n{summary[0].upper()}{summary[1:]}.\n\n```text\n{rest.strip()}\n```\n"
-
-
 def commands_table() -> str:
     """Table of all commands."""
-    from kbf.cli import COMMANDS
-
     rows = [
         f"| [`kbf {name}`]({page_name(name)}.md) | {entry[0]} |" for name, entry in COMMANDS.items()
     ]
@@ -209,73 +184,6 @@ def commands_table() -> str:
         + "\n".join(rows)
         + "\n\nRecipes: [cheat sheet](../cheatsheet.md).\n"
     )
-
-
-@contextlib.contextmanager
-def wide_terminal() -> Any:
-    """Sets the width for which the help of a command is wrapped."""
-    before = os.environ.get("COLUMNS", str(shutil.get_terminal_size().columns))
-    os.environ["COLUMNS"] = "132"
-    yield
-    os.environ["COLUMNS"] = before
-
-
-def public_names() -> str:
-    """All public names of ``kbf`` with the first sentence of their docstrings."""
-    from kbf import _HOME, _SHORT, layers, sklearn as estimators
-
-    front = dict(takewhile(lambda pair: pair[0] != "rollout", _HOME.items()))
-    others = {name: home for name, home in _HOME.items() if name not in front}
-    lines = [
-        "# Public names\n",
-        "All public names of `kbf`. Each name is imported when it is used.\n",
-        "## The front door\n",
-        "From recordings to estimates in your columns and units "
-        "([Getting started](../tutorials/getting_started.md)).\n",
-        *table_of_names("kbf", front),
-        "",
-        "## Filters, data sets, scores\n",
-        *table_of_names("kbf", dict(sorted(others.items(), key=lambda pair: pair[0].lower()))),
-        "",
-        "## Layers\n",
-        "Layers for a network of one's own ([guide](../layers.md)):",
-        "",
-        *table_of_names("kbf.layers", layers._HOME),
-        "",
-        "## Modules",
-    ]
-    short = ", ".join(f"[`kbf.{name}`]({module}.md)" for name, module in _SHORT.items())
-    lines += [
-        "",
-        "Every module is available as an attribute (`kbf.filters.kernel.kbf`), some by a "
-        "short name: "
-        f"{short}.",
-        "",
-        "Estimators for scikit-learn ([guide](../library.md#scikit-learn)):",
-        "",
-        *table_of_names("kbf.sklearn", estimators._HOME),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def table_of_names(package: str, homes: dict[str, str]) -> list[str]:
-    """Lines of a table: public names of a package, the first sentence of their docstrings."""
-    lines = ["| name | |", "|---|---|"]
-    for name, module in homes.items():
-        tree = ast.parse(PATHS[module].read_text(encoding="utf-8"))
-        docs = [
-            ast.get_docstring(node)
-            for node in tree.body
-            if isinstance(node, DOCUMENTED) and node.name == name
-        ]
-        lines.append(
-            f"| [`{package}.{name}`]({module}.md#{module}.{name}) "
-            f"| {first_sentence((docs or [''])[0] or '')} |"
-        )
-    return lines
-
-
-DOCUMENTED = (ast.ClassDef, ast.FunctionDef)
 
 
 def architecture() -> str:
@@ -323,18 +231,23 @@ def diagram(layers: list[str]) -> str:
     )
 
 
-def first_sentence(doc: str) -> str:
-    """The first sentence on one line, escaped for a table."""
-    return (
-        re.split(r"(?<=[.:])\s", " ".join(doc.split()), maxsplit=1)[0]
-        .rstrip(":")
-        .replace("|", "\\|")
-    )
+def gallery(made: dict[str, dict[str, str | bytes]]) -> str:
+    """The figures of the tutorials, each a link to the page whose cells draw it."""
+    lines = [(ROOT / "docs" / "gallery.md").read_text(encoding="utf-8"), '<div class="gallery">']
+    for name, files in made.items():
+        title = str(files[f"{name}.md"]).partition("\n")[0].lstrip("# ")
+        lines += [
+            f'<a href="tutorials/{name}.html"><img src="tutorials/{path}" alt="{title}">'
+            f"<span>{title}</span></a>"
+            for path in files
+            if path.endswith(".png")
+        ]
+    return "\n".join([*lines, "</div>", ""])
 
 
-def gallery(pictures: list[Path]) -> str:
+def figures(pictures: list[Path]) -> str:
     """Every figure of data/results under the heading of its folder, with links to its data."""
-    lines = [(ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")]
+    lines = [(ROOT / "docs" / "figures.md").read_text(encoding="utf-8")]
     section = None
     for path in pictures:
         parts = path.relative_to(RESULTS).parts

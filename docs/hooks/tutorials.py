@@ -14,7 +14,10 @@ from nbclient import NotebookClient
 from nbconvert import MarkdownExporter
 
 FOLDER = Path(__file__).resolve().parents[1] / "tutorials"
-NAMES = ("getting_started", "vectors", "images", "recordings", "extending")
+NAMES = (
+    *("getting_started", "vectors", "images", "missing_sensors", "spikes", "own_network"),
+    *("recordings", "extending"),
+)
 """Tutorials in reading order."""
 ARM = FOLDER.parents[1] / "data" / "arm.csv"
 """The recordings that tutorials read as ``data/arm.csv``, offered for download."""
@@ -59,12 +62,10 @@ def pages(name: str) -> dict[str, str | bytes]:
     for picture, content in resources["outputs"].items():
         text = text.replace(f"]({picture})", f"]({name}_{picture})")
         files[f"{name}_{picture}"] = content
-    text = text.replace("%matplotlib inline\n", "").replace(
-        "![png](", "![Figure of the cell above]("
-    )
+    text = text.replace("![png](", "![Figure of the cell above](")
     files[f"{name}.md"] = (
-        f"{text}\n*This page is a [notebook]({name}.ipynb), "
-        "run when the documentation was built.*\n"
+        f"{text}\n*This page is a notebook, run when the documentation was built: "
+        f"[download]({name}.ipynb).*\n"
     )
     if f"({ARM.name})" in text:
         files[ARM.name] = ARM.read_bytes()

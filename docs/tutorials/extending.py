@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Tutorial: extending
+# # Extending
 #
 # This tutorial adds a kernel and a filter without a change of kbf. [Extending kbf](../extending.md)
 # describes rules, ratios, encoders, data sets, experiments and callbacks.

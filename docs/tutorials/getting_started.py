@@ -7,7 +7,6 @@
 # the repository; next to this page it can be [downloaded](arm.csv).
 
 # %%
-# %matplotlib inline
 import pandas as pd
 
 import kbf

@@ -1,11 +1,10 @@
 # %% [markdown]
-# # Tutorial: your own recordings
+# # Files and commands
 #
 # An arm rotates. Two sensors measure distances to its end, and a motion-capture system measures its
 # position. This recording is simulated; yours is a CSV, npz or HDF5 file or a folder of images.
 
 # %%
-# %matplotlib inline
 from pathlib import Path
 
 import numpy as np

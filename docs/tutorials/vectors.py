@@ -1,12 +1,11 @@
 # %% [markdown]
-# # Tutorial: vectors
+# # Vectors
 #
 # A point rotates in the plane by about 0.3 radians a step, and two noisy numbers are observed at
 # each step. The filter learns the transition and the observation model from 200 recorded steps,
 # without the equations.
 
 # %%
-# %matplotlib inline
 import torch
 
 import kbf

@@ -295,6 +295,8 @@ class Estimates(Shown):
         """The horizontal axis of figures and its label: the index, times, or the rows."""
         index, times = self._source.index, self._source.times
         if index is not None and index.nlevels == 1 and index.dtype.kind in "iufMm":
+            if index.dtype.kind == "m":
+                return np.asarray(index) / np.timedelta64(1, "s"), f"{index.name or 'time'} [s]"
             return np.asarray(index), str(index.name or "row")
         if times is not None and len(self._starts()) == 1:
             return times - times[0], "time [s]"
