@@ -46,10 +46,8 @@ def on_config(config: Any) -> Any:
     commands = [{"All commands": "commands/index.md"}, *commands]
     for entry in config.nav:
         if entry.get("Reference") == []:
-            entry["Reference"] = [
-                *reference_pages.navigation(),
-                {"Commands": commands},
-            ]
+            names, *groups = reference_pages.navigation()
+            entry["Reference"] = [names, {"Commands": commands}, *groups]
     return config
 
 
@@ -161,12 +159,10 @@ def page_of(path: str) -> str | None:
 
 
 def home() -> str:
-    """The README, with the animation instead of the still image."""
-    return (
-        (ROOT / "README.md")
-        .read_text(encoding="utf-8")
-        .replace("docs/pictures/filter.png", "docs/pictures/filter.gif")
-    )
+    """The README in the whole width, with the animation instead of the still image."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = text.replace("docs/pictures/filter.png", "docs/pictures/filter.gif")
+    return f"---\nhide: [navigation]\n---\n\n{text}"
 
 
 def page_name(command: str) -> str:
