@@ -152,6 +152,17 @@ COMMANDS: dict[str, tuple[str, list[tuple[str, str]]]] = {
             ("kbf bench --list", "their names"),
         ],
     ),
+    "runs": (
+        "show the runs of a sweep or below any folder, and the best of them",
+        [
+            ("kbf runs", "all runs of kbf train below runs/"),
+            ("kbf runs runs/multirun/mine --watch", "a sweep, again and again while it runs"),
+            (
+                "kbf runs runs/multirun/mine metric=test.nmse csv=table.csv",
+                "the best by another metric; all metrics as CSV",
+            ),
+        ],
+    ),
     "runs show": (
         "print the provenance of a run, and the command that repeats it",
         [

@@ -15,6 +15,7 @@ OPTIONS_TEXT = """\
                        hydra.searchpath=[file://FOLDER]
   --config-name NAME   another primary configuration than that of the command
   --shell-completion   install=bash (zsh, fish): eval "$(kbf --shell-completion install=bash)"
+  --watch              of kbf runs: show the table again while runs are written
   --debug              show the traceback of an error"""
 METRICS_TITLE = """\
 metrics, of which each model and data set has some (on the screen shares are percentages; _raw:

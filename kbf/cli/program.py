@@ -4,24 +4,20 @@
 ``kbf --help`` answers at once.
 """
 
-import functools
-import importlib
-import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from kbf import __version__
 from kbf.cli.commands import COMMANDS
 from kbf.cli.errors import expected, one_line, refuse
+from kbf.cli.execution import execute
 from kbf.cli.help import command_help, general_help
+from kbf.cli.sweep import multirun, root_logger_restored
 from kbf.config.composition import composing, hydra_of, short, words_for_hydra
 from kbf.config.prepare import configure, prepare
 from kbf.runtime.hydra_quoting import exists, literal_path
-from kbf.runtime.run_folders import locked
 
 # Options that a word may follow: one of these, or None for any word, which is required then.
 VALUES: dict[str, tuple[str, ...] | None] = {
@@ -31,7 +27,7 @@ VALUES: dict[str, tuple[str, ...] | None] = {
     "--config-name": None,
     "--package": None,
 }
-SWITCHES = ("--help", "--version", "--multirun", "--resolve", "--debug", "--list")
+SWITCHES = ("--help", "--version", "--multirun", "--resolve", "--debug", "--list", "--watch")
 OPTIONS = {*SWITCHES, "--shell-completion", *VALUES}
 ABBREVIATIONS = {
     **{"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-i": "--info", "-p": "--package"},
@@ -43,9 +39,6 @@ FIRST_WORD = {
     **{"data render": "renderer", "reproduce": "name", "bench": "name"},
     **{"runs": "folder", "runs show": "folder"},
 }
-
-# Settings that name the folder or the files that a command writes.
-WRITTEN = ("run_dir", "out", "output", "state")
 
 # Entries that `prepare` adds to a configuration; --cfg does not print them.
 INTERNAL = ("bases", "explicit", "recipe", "own_data", "given", "references", "command")
@@ -94,6 +87,9 @@ def interpret(argv: list[str]) -> int:
         return refuse(f"there is no command {command!r}; see kbf --help")
     if "--list" in options and command not in ("reproduce", "bench"):
         return refuse("there is no option --list; see kbf --help")
+    if "--watch" in options and command != "runs":
+        return refuse("--watch is an option of kbf runs; see kbf --help")
+    overrides += ["watch=true"] if "--watch" in options else []
     if "--help" in options:
         print(command_help(command))
         return 0
@@ -235,18 +231,6 @@ def shown_configuration(
     return OmegaConf.to_yaml(config) if OmegaConf.is_config(config) else f"{config}\n"
 
 
-@contextmanager
-def root_logger_restored() -> Iterator[None]:
-    """Context that restores the handlers and the level of Python's root logger."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    try:
-        yield
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
-
-
 def complete_words(words: list[str]) -> int:
     """Print what the shell evaluates for completion, or the candidates for its next word.
 
@@ -269,73 +253,3 @@ def complete_words(words: list[str]) -> int:
     except (ValueError, FileNotFoundError) as error:
         return refuse(f"--shell-completion: {one_line(error)}")
     return 0
-
-
-def execute(command: str, config: dict[str, Any]) -> Any:
-    """Run a command, with locks of the files and folders that it writes to; returns its result.
-
-    Raises:
-        ValueError: another process writes to one of them.
-    """
-    if command == "train":  # which locks its folder when it begins to write
-        return run_module(command, config)
-    with ExitStack() as locks:
-        for key in WRITTEN:
-            place = Path(os.path.expanduser(str(config.get(key) or "-")))
-            if str(place) != "-" and not (key != "run_dir" and is_stream(place)):
-                locks.enter_context(locked(place, file=key != "run_dir"))
-        return run_module(command, config)
-
-
-def is_stream(path: Path) -> bool:
-    """Whether a path is a device or a pipe, which several processes may write to."""
-    return path.exists() and not path.is_file()
-
-
-def run_module(command: str, config: dict[str, Any]) -> Any:
-    """Set up the process, and run the module of a command."""
-    if command == "bench" and config["threads"]:  # NumPy's threads are set before its import
-        os.environ["OMP_NUM_THREADS"] = str(config["threads"])
-    if command != "serve":  # which runs without PyTorch
-        tune_process = importlib.import_module("kbf.runtime.threads").tune_process
-        # Exported programs are compared with the filter in one thread.
-        tune_process(1 if command == "export" else config.get("threads"))
-    return importlib.import_module(f"kbf.commands.{short(command)}").run(config)
-
-
-def multirun(
-    command: str, overrides: list[str], name: str | None = None, folders: tuple[str, ...] = ()
-) -> int:
-    """Run a sweep with Hydra's launcher and sweeper; returns the largest exit code of the runs."""
-    words = [*words_for_hydra(command, overrides, sweep=True), "hydra.mode=MULTIRUN"]
-    task = functools.partial(run_of_sweep, command)
-    with hydra_of(command, folders) as hydra, root_logger_restored():
-        results = hydra.multirun(
-            config_name=name or short(command), task_function=task, overrides=words
-        )
-    codes = [job.return_value for batch in results or [] for job in batch]
-    return max((code for code in codes if type(code) is int), default=0)
-
-
-def run_of_sweep(command: str, composed: Any) -> float | int | None:
-    """Run one job of a sweep, without progress bars, which would be mixed with those of others.
-
-    Returns:
-        Of a training run the error on steps that it was not trained on (``held_out.mse``, else
-        ``validation.mse``), which sweepers minimise. Runs of a sweeper that searches hold steps out
-        (``hold_out``), unless the command line sets it, so that every model has this error. Of
-        another command its exit code.
-    """
-    from hydra.core.hydra_config import HydraConfig
-
-    job = HydraConfig.get()
-    config = prepare(command, composed, list(job.overrides.task))
-    if "trainer" in config:
-        config["trainer"] = {**config["trainer"], "enable_progress_bar": False}
-    searches = not str(job.sweeper["_target_"]).endswith(".BasicSweeper")
-    if searches and config.get("hold_out") == 0:
-        config["hold_out"] = 0.2
-    result = execute(command, config)
-    if isinstance(result, dict):
-        return result.get("held_out.mse", result.get("validation.mse"))
-    return result

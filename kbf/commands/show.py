@@ -24,7 +24,7 @@ def run(config: dict[str, Any]) -> int:
     """
     place = Path(config["folder"])
     record = record_of(place)
-    lists = ("files", "continued")
+    lists = ("files", "continued", "settings")
     print_values(str(place), {key: value for key, value in record.items() if key not in lists})
     if record.get("files"):
         table = Table("file", "bytes", "SHA-256", "now")

@@ -18,6 +18,7 @@ from kbf.commands.support.console import (
 )
 from kbf.commands.support.provenance import about
 from kbf.commands.support.run_files import write_figures
+from kbf.commands.support.run_states import read_json
 from kbf.commands.support.score_metrics import score_test_part, selected_filter
 from kbf.config.run_settings import seconds_of, with_limits, with_selection
 from kbf.data.dataset import Data, load_data
@@ -62,6 +63,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
 def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     """Do the work of `run`; the lock of the run directory is entered when writing begins."""
     seconds_of(config["budget"])  # a wrong one is refused before any work
+    asked = settings_of(config)
     ckpt_path = None if config["ckpt_path"] is None else Path(config["ckpt_path"])
     stored = None if ckpt_path is None else stored_configuration(ckpt_path)
     trust = stored is None or config["explicit"] or config["trust"]
@@ -98,8 +100,11 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
         # Checked again: another run may have ended in this folder meanwhile.
         check_free(directory, ckpt_path, overwrite=config["overwrite"])
         lock.enter_context(locked(directory))
+        settings = asked
+        if stored is not None and not config["explicit"]:
+            settings = read_json(directory / ABOUT).get("settings")
         prepare_directory(directory, ckpt_path, config, candidates)
-        write_json(directory / ABOUT, record)
+        write_json(directory / ABOUT, {**record, "settings": settings})
 
     with warnings_as_notes():
         trained = fit_model(
@@ -248,6 +253,19 @@ def check_same(config: dict[str, Any], stored: dict[str, Any], ckpt_path: str) -
             f"{ckpt_path} is of a run with another configuration ({'; '.join(different[:3])}). "
             "Leave the overrides out to take its own."
         )
+
+
+def settings_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that a result depends on, by their full names, as JSON has them.
+
+    Args:
+        config: of `kbf.config.prepare.prepare`.
+    """
+    keys = ("model", "data", "trainer", "callbacks", "n_train", "seed")
+    keys += ("calibrate", "budget", "hold_out", "particles")
+    flat = dict(flatten({key: config[key] for key in keys}))
+    shown = {key: value for key, value in flat.items() if not key.endswith("enable_progress_bar")}
+    return json.loads(json.dumps(shown))
 
 
 def check_free(directory: Path, ckpt_path: Path | None, *, overwrite: bool) -> None:

@@ -46,7 +46,10 @@ COUNTS = {
 }
 
 # Settings that are true or false.
-SWITCHES = ("smooth", "calibrate", "alarms", "compile", "animation", "trust", "overwrite")
+SWITCHES = (
+    *("smooth", "calibrate", "alarms", "compile", "animation", "trust", "overwrite"),
+    *("largest", "watch"),
+)
 
 # Settings that name a file or a folder.
 PATHS = ("run_dir", "checkpoint", "ckpt_path", "input", "output", "out", "state", "folder")

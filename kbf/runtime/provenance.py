@@ -76,15 +76,16 @@ def provenance(
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
         "kbf": __version__,
-        "files": [
-            {
-                "path": masked(str(path), config),
-                "bytes": path.stat().st_size,
-                "sha256": sha256(path),
-            }
-            for path in files
-        ],
+        "files": sums_of(files, config),
     }
+
+
+def sums_of(files: Iterable[Path], config: Any = None) -> list[dict[str, Any]]:
+    """Return path, size and SHA-256 sum of each file; ``config`` as of `provenance`."""
+    return [
+        {"path": masked(str(path), config), "bytes": path.stat().st_size, "sha256": sha256(path)}
+        for path in files
+    ]
 
 
 def sha256(path: Path) -> str:

@@ -1,6 +1,6 @@
 """One writer at a time: locks of files and folders, and run directories that hold one run each.
 
-Every command locks the files and folders that it writes to (`kbf.cli.program.execute`). A run
+Every command locks the files and folders that it writes to (`kbf.cli.execution.execute`). A run
 directory that holds a finished run is written to again only with ``overwrite=true``, and the former
 run is removed when the new one is whole.
 """

@@ -7,9 +7,11 @@ from kbf.commands.support import (
     provenance as provenance,
     resumable_jobs as resumable_jobs,
     run_files as run_files,
+    run_states as run_states,
     score_metrics as score_metrics,
     search_report as search_report,
     smoothing_scores as smoothing_scores,
     stream_reader as stream_reader,
+    sweep_jobs as sweep_jobs,
     workshop as workshop,
 )
