@@ -11,13 +11,10 @@ from kbf.commands.support.console import (
     print_values,
 )
 from kbf.data.dataset import load_data
-from kbf.data.files.splits import where_known
-from kbf.data.windows import Span, take
 from kbf.evaluation.score import score
-from kbf.fitted.append import append
-from kbf.fitted.checkpoint import check_like, load_filter
+from kbf.fitted.append import append, known_parts
+from kbf.fitted.checkpoint import check_like, load_filter, save_checkpoint
 from kbf.fitted.compatibility import data_differences
-from kbf.recording import Recording
 from kbf.runtime.provenance import continued, files_of, provenance
 
 
@@ -41,30 +38,16 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     print_notes(data.notes)
     record = provenance(config["command"], config, files_of(config["data"]))
     cut = bool(config["data"].get("cut_missing"))
-    recordings = [
-        part
-        for whole in (*data.train, *data.validation, *data.test)
-        for part in known_parts(whole, cut_missing=cut)
-    ]
-    if not recordings:
-        raise ValueError(
-            "there is no step with a known state in these recordings: nothing can be added"
-        )
+    recordings = known_parts([*data.train, *data.validation, *data.test], cut_missing=cut)
     check_like(loaded.module, recordings[0], config["checkpoint"])
     print_notes(data_differences(loaded, data, recordings))
     settings: Any = {"seed": config["seed"] or 0, "device": config["device"]}
     with console.status("scoring the old filter on the new recordings"):
         scores = score(loaded.filter, recordings, dtype=loaded.module.input_dtype, **settings)
     with console.status("building the filter over the new memory"):
-        appended = append(
-            config["checkpoint"],
-            recordings,
-            out,
-            budget=budget,
-            trust=config["trust"],
-            provenance=continued(loaded.module.provenance, record),
-            **settings,
-        )
+        appended = append(loaded, recordings, budget=budget, seed=settings["seed"])
+    loaded.module.provenance = continued(loaded.module.provenance, record)
+    save_checkpoint(appended.trained, out)
     summary = {
         "points before": appended.before,
         "points added": appended.added,
@@ -91,13 +74,3 @@ def check_new(config: dict[str, Any], stored: dict[str, Any], out: Path) -> None
         )
     if path is not None and out.expanduser().resolve() == Path(path):
         raise ValueError(f"out={out} would overwrite the recordings")
-
-
-def known_parts(recording: Recording, *, cut_missing: bool = False) -> list[Recording]:
-    """Return the parts of a recording in which the state is known.
-
-    With ``cut_missing`` the observation must be known as well, as in training.
-    """
-    known = recording.states.isfinite().all(-1)
-    known = known & recording.mask if cut_missing and recording.mask is not None else known
-    return take([recording], where_known([Span(0, 0, len(known))], lambda _: known))

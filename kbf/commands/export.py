@@ -9,7 +9,7 @@ from typing import Any
 from kbf.commands.filter import same_file
 from kbf.commands.support.console import console
 from kbf.fitted.checkpoint import load_filter
-from kbf.fitted.program import export_step
+from kbf.fitted.fitted_filter import FittedFilter
 
 
 def run(config: dict[str, Any]) -> int:
@@ -21,11 +21,12 @@ def run(config: dict[str, Any]) -> int:
     """
     if not isinstance(config["steps"], int) or config["steps"] < 1:
         raise ValueError(f"steps must be a whole number of at least 1, got {config['steps']!r}")
-    trained, path = load_filter(config["checkpoint"], trust=config["trust"]), Path(config["out"])
+    fitted = FittedFilter(load_filter(config["checkpoint"], trust=config["trust"]))
+    path = Path(config["out"])
     if same_file(config["checkpoint"], config["out"]):
         raise ValueError(f"out={path} would overwrite the checkpoint")
     with console.status(f"writing and comparing {path}"):
-        difference = export_step(trained, path, config["format"], steps=config["steps"])
+        difference = fitted.export(path, format=config["format"], steps=config["steps"])
     message = (
         f"largest difference to the filter over {config['steps']} steps: {difference.estimate:.1e} "
         f"(estimates), {difference.covariance:.1e} (covariances), in standard deviations of the "

@@ -6,22 +6,23 @@ over the enlarged memory.
 
 import heapq
 import itertools
-import os
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kbf.data.files.splits import where_known
 from kbf.data.windows import Span, take
 from kbf.fitted.buffers import RecordingBuffers
-from kbf.fitted.checkpoint import Trained, check_like, load_filter, rewrite_checkpoint
+from kbf.fitted.checkpoint import Trained, check_like
 from kbf.fitted.held_out_calibration import learn
 from kbf.fitted.model import inner_filter
 from kbf.recording import Recording, as_recordings
 from kbf.rkhs.features import nystrom_whitening, pivots
 from kbf.rkhs.kernels import gaussian, median_distance
+from kbf.runtime.errors import DataError
 
 # Steps that are kept or removed together: a transition needs both of its ends.
 STEPS_PER_CHUNK = 20
@@ -48,44 +49,28 @@ class Appended(NamedTuple):
 
 
 def append(
-    checkpoint: str | os.PathLike[str],
-    recordings: list[Recording],
-    out: str | os.PathLike[str],
-    *,
-    budget: int | None = None,
-    device: str | torch.device = "cpu",
-    trust: bool = False,
-    seed: int = 0,
-    provenance: dict[str, Any] | None = None,
+    trained: Trained, recordings: list[Recording], *, budget: int | None = None, seed: int = 0
 ) -> Appended:
-    """Add recordings to the memory of a trained filter and write a new checkpoint, atomically.
+    """Add recordings to the memory of a trained filter; its module is changed.
 
-    Where the checkpoint has a calibration and a monitor, both are learned from the new memory.
+    Where the filter has a calibration and a monitor, both are learned from the new memory.
 
     Args:
-        checkpoint: of the filter.
+        trained: the filter.
         recordings: in the units of the data. No transition leads from one to the next.
-        out: the new checkpoint; it may be the old one.
         budget: upper bound on the points of the new memory (`prune`); None keeps all.
-        device: of the computation.
-        trust: as in `kbf.fitted.checkpoint.load_filter`.
         seed: of filters that draw.
-        provenance: record that the new checkpoint contains; None for that of the old one.
 
     Raises:
-        CheckpointError: the checkpoint cannot be loaded.
         ValueError: a model without a memory, or recordings of other shapes.
     """
-    trained = load_filter(checkpoint, device=device, trust=trust)
     module = trained.module
     if inner_filter(trained.filter) is module.net:
-        raise ValueError(
-            f"{checkpoint} is of a model without a memory ({module.config['model']['name']}): "
-            "train it again instead"
-        )
+        name = module.config["model"]["name"]
+        raise ValueError(f"this is a model without a memory ({name}): train it again instead")
     missing = bool(getattr(module.net, "allow_missing_sensors", False))
     first, *_ = as_recordings(recordings, allow_missing_sensors=missing)
-    check_like(module, first, checkpoint)
+    check_like(module, first, "the filter")
     memory = module.memory.sequences()
     before = points(memory)
     memory += module.taken_in(recordings)
@@ -95,9 +80,25 @@ def append(
     trained = Trained(module, module.filter(), trained.epochs)
     if learned:
         trained = learn(trained, seed=seed)
-    module.provenance = provenance or module.provenance
-    rewrite_checkpoint(trained, checkpoint, out)
     return Appended(trained, before, points(recordings), points(memory))
+
+
+def known_parts(recordings: list[Recording], *, cut_missing: bool = False) -> list[Recording]:
+    """Return the parts of recordings in which the state is known.
+
+    With ``cut_missing`` the observation must be known as well, as in training.
+
+    Raises:
+        DataError: no step has a known state.
+    """
+    parts = []
+    for each in recordings:
+        known = each.states.isfinite().all(-1)
+        known = known & each.mask if cut_missing and each.mask is not None else known
+        parts += take([each], where_known([Span(0, 0, len(known))], lambda _, known=known: known))
+    if not parts:
+        raise DataError("no step has a known state: nothing can be appended")
+    return parts
 
 
 def points(memory: list[Recording]) -> int:

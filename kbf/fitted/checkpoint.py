@@ -91,7 +91,8 @@ def checkpoint_of(module: FittedModel) -> dict[str, Any]:
 
 def save_checkpoint(trained: Trained, path: str | os.PathLike[str]) -> None:
     """Write a trained model to a file that `load_filter` reads; atomically."""
-    write_tensors(updated(checkpoint_of(trained.module), trained), path)
+    contents = checkpoint_of(trained.module) | {"epoch": trained.epochs}
+    write_tensors(updated(contents, trained), path)
 
 
 def rewrite_checkpoint(

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 import warnings
@@ -38,7 +39,7 @@ from kbf.fitted.runs import (
 )
 from kbf.fitted.scores import baseline_nmse, column_scores, forecast_nmse
 from kbf.fitted.summary import Summary
-from kbf.runtime.errors import DataError, DataWarning
+from kbf.runtime.errors import DataWarning
 
 if TYPE_CHECKING:
     from kbf.export.step import Exported
@@ -283,33 +284,13 @@ class FittedFilter(Summary):
             DataError: as `filter`, or no row with known states.
             ValueError: a model without a memory.
         """
-        from kbf.data.files.splits import where_known
-        from kbf.data.windows import Span, take
-        from kbf.fitted.append import append
+        from kbf.fitted.append import append, known_parts
 
         if not self.capabilities["append"]:
             raise ValueError(self._cannot("append"))
-        pieces, _, _ = self._inputs(data, states=True)
-        new = []
-        for piece in pieces:
-            recording = as_recording(piece)
-            known = recording.states.isfinite().all(1)
-            spans = where_known([Span(0, 0, len(known))], lambda _, known=known: known)
-            new += take([recording], spans)
-        if not new:
-            raise DataError("no row has known states: nothing can be appended")
-        with tempfile.TemporaryDirectory(prefix="kbf-") as folder:
-            old, out = Path(folder) / "old.ckpt", Path(folder) / "new.ckpt"
-            self.save(old)
-            made = append(
-                old,
-                new,
-                out,
-                budget=budget,
-                device=self._device,
-                trust=self.trained.module.trust,
-                seed=seed,
-            )
+        pieces, _, _ = inputs_of(self._data, data, states=True)
+        new = known_parts(list(map(as_recording, pieces)))
+        made = append(copy.deepcopy(self).trained, new, budget=budget, seed=seed)
         return FittedFilter(made.trained)
 
     def online(
@@ -345,15 +326,22 @@ class FittedFilter(Summary):
             self.save(path)
             return unpickled, (path.read_bytes(), str(self._device), self.trained.module.trust)
 
-    def export(self, path: str | os.PathLike[str], *, format: str | None = None) -> Exported:
+    def export(
+        self, path: str | os.PathLike[str], *, format: str | None = None, steps: int = 50
+    ) -> Exported:
         """Write one step as a program for other machines; see `kbf.fitted.program.export_step`.
+
+        Args:
+            path: of the program.
+            format: onnx, torch_export or torchscript; None takes that of the ending.
+            steps: on which program and filter are compared.
 
         Raises:
             ValueError: an unknown format, or a filter that cannot be exported.
         """
         from kbf.fitted.program import export_step  # torch.export is slow to import
 
-        return export_step(self.trained, path, format)
+        return export_step(self.trained, path, format, steps=steps)
 
     # How
 

@@ -22,11 +22,13 @@ from kbf.fitted.append import (
     coverage_features,
     gain,
     joined,
+    known_parts,
     points,
     prune,
 )
-from kbf.fitted.checkpoint import CheckpointError, load_filter
+from kbf.fitted.checkpoint import load_filter, save_checkpoint
 from kbf.recording import Recording
+from kbf.runtime.errors import DataError
 from kbf.ssm import rotation
 from kbf.training.fit import train
 
@@ -62,7 +64,8 @@ def test_halves_added_one_by_one_are_training_on_both(tmp_path):
     whole = recording(120)
     first, second = piece(whole, 0, 60), piece(whole, 60, 120)
     path = trained(tmp_path / "first", [first], KBF_NET)
-    found = append(path, [second], tmp_path / "both.ckpt")
+    found = append(load_filter(path), [second])
+    save_checkpoint(found.trained, tmp_path / "both.ckpt")
     assert (found.before, found.added, found.kept) == (60, 60, 120)
     model = load_filter(path).module.net
     with torch.no_grad():
@@ -85,7 +88,7 @@ def test_units_are_those_of_the_checkpoint(tmp_path):
     path = trained(tmp_path / "first", [first], KBF_NET, normalise="standard", name="own")
     old, module = (
         load_filter(path).module.scaling,
-        append(path, [second], tmp_path / "both.ckpt").trained.module,
+        append(load_filter(path), [second]).trained.module,
     )
     assert old is not None
     assert module.scaling is not None
@@ -96,13 +99,14 @@ def test_units_are_those_of_the_checkpoint(tmp_path):
 
 def test_budget_keeps_to_its_points(tmp_path):
     path = trained(tmp_path / "first", [recording(100)], KBF_NET)
-    found = append(path, [recording(100, 1)], path, budget=90)
+    found = append(load_filter(path), [recording(100, 1)], budget=90)
+    save_checkpoint(found.trained, path)
     assert 90 - STEPS_PER_CHUNK < found.kept <= 90
     assert points(load_filter(path).module.memory.sequences()) == found.kept
 
 
-def test_what_does_not_fit_is_one_clear_error_and_nothing_is_written(tmp_path):
-    path, out = trained(tmp_path / "first", [recording(60)], KBF_NET), tmp_path / "out.ckpt"
+def test_what_does_not_fit_is_one_clear_error(tmp_path):
+    path = trained(tmp_path / "first", [recording(60)], KBF_NET)
     good = recording(30, 1)
     for wrong, message in (
         (
@@ -120,17 +124,26 @@ def test_what_does_not_fit_is_one_clear_error_and_nothing_is_written(tmp_path):
         (good._replace(states=good.states * float("nan")), "NaN"),
     ):
         with pytest.raises(ValueError, match=message):
-            append(path, [wrong], out)
+            append(load_filter(path), [wrong])
     with pytest.raises(
         ValueError, match=f"a budget of 3 points is less than the {STEPS_PER_CHUNK} steps"
     ):
-        append(path, [good], out, budget=3)
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        append(tmp_path / "nothing.ckpt", [good], out)
+        append(load_filter(path), [good], budget=3)
     net = {"_target_": "kbf.LSTMFilter", "d": 2, "q": 2}
     with pytest.raises(ValueError, match=r"a model without a memory \(some\): train it again"):
-        append(trained(tmp_path / "lstm", [recording(60)], net), [good], out)
-    assert not out.exists()
+        append(load_filter(trained(tmp_path / "lstm", [recording(60)], net)), [good])
+
+
+def test_parts_with_known_states():
+    one = recording(30)
+    states = one.states.clone()
+    states[10:12] = torch.nan
+    mask = torch.arange(30) != 20
+    some = one._replace(states=states, mask=mask)
+    assert [len(part.states) for part in known_parts([some])] == [10, 18]
+    assert [len(part.states) for part in known_parts([some], cut_missing=True)] == [10, 8, 9]
+    with pytest.raises(DataError, match="no step has a known state"):
+        known_parts([one._replace(states=torch.full_like(states, torch.nan))])
 
 
 @pytest.mark.slow
