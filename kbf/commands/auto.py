@@ -45,7 +45,8 @@ def choose(
             candidate = with_model(config, without_model_selection(model))
             recipe = Recipe(candidate, folder, data.extent, trust)
             with shown_progress(f"model=auto: candidate {k} of {count}"):
-                search.attempt(name, recipe.fit, timed=bool(search.rows), run=recipe.run)
+                search.attempt(name, recipe.fit, timed=bool(search.running), run=recipe.run)
+    search.finish()
     rows = search.table()
     if rows[0].nmse is None:
         reasons = "; ".join(f"{row.model}: {row.note}" for row in rows)

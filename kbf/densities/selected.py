@@ -55,6 +55,8 @@ class SelectedDensities(nn.Module):
             )
         self.given: tuple[str | None, str | None] = (transition, observation)
         self.fitted: list[Known] = []
+        # recordings of the last `choose`, and whether sensors were missing
+        self.selected_for: tuple[Recording | list[Recording] | None, bool] = (None, False)
         # selected by `select_if_missing`, for the recordings at hand
         self.provisional: bool = False
         self.allow_missing_sensors: bool = False
@@ -96,9 +98,15 @@ class SelectedDensities(nn.Module):
     def choose(self, memory: Recording | list[Recording]) -> None:
         """Select the densities that are not given. With controls, transitions are Gaussian.
 
+        Models that share this module select once for the same list of recordings.
+
         Raises:
             ValueError: as `kbf.densities.selection.select_density`.
         """
+        before, missing = self.selected_for
+        if memory is before and missing == self.allow_missing_sensors:
+            return
+        self.selected_for = memory, self.allow_missing_sensors
         self.fitted, self.provisional = [], False
         recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         if self.allow_missing_sensors:
@@ -182,6 +190,11 @@ class DensityModel(ShownModule):
     @allow_missing_sensors.setter
     def allow_missing_sensors(self, value: bool) -> None:
         self.densities.allow_missing_sensors = value
+
+    def share_densities(self, other: "DensityModel") -> None:
+        """Use the densities of another model with the same settings: they are selected once."""
+        if self.densities.given == other.densities.given:
+            self.densities = other.densities
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
         """Select transition and observation density."""

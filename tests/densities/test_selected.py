@@ -291,3 +291,24 @@ def test_categories_are_told_apart_and_not_measured():
     assert errors[None] < 0.25
     strange = rollout(model.fit(train), torch.tensor([[[9.0], [3.0]]]))
     assert strange.estimates.isfinite().all()
+
+
+def test_models_with_the_same_settings_select_their_densities_once(monkeypatch):
+    from kbf.densities import selected
+
+    found, select = [], selected.select_density
+
+    def counted(*args: Any, **settings: Any) -> Any:
+        found.append(select(*args, **settings))
+        return found[-1]
+
+    monkeypatch.setattr(selected, "select_density", counted)
+    data = SyntheticData(rotation(), 90, 20, seed=1000).train
+    main, other, given = SimulatedKBF(**SMALL), LearnedParticleFilter(), SimulatedKBF(**GAUSSIAN)
+    other.share_densities(main)
+    given.share_densities(main)
+    for model in (main, other, given):
+        model.prepare(data)
+    assert len(found) == 2 and other.densities is main.densities is not given.densities
+    main.prepare(list(data))
+    assert len(found) == 4

@@ -1,8 +1,8 @@
 """Model selection by blocked cross-validation: a main model, others, or an ensemble of them.
 
-`ModelSelection` fits a main model and its candidates to the recordings without a fold, runs them
-through the blocks of that fold, and repeats it for the next fold. Candidates are compared in the
-order of their cost, so that a budget leaves out the slowest ones:
+`ModelSelection` fits a main model and its candidates to the recordings without a fold and runs them
+through the blocks of that fold; the best ones are compared on the other folds as well. Candidates
+are compared in the order of their cost, so that a budget leaves out the slowest ones:
 
 1. `PLAIN`: the mean, the Kalman filter of a linear model, ridge regression on a window. They take
    seconds and are compared whatever the budget.
@@ -41,6 +41,7 @@ from jaxtyping import Shaped
 from torch import Generator, Tensor, nn
 
 from kbf.data.windows import take, whole_folds, without
+from kbf.densities.selected import DensityModel
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
@@ -104,6 +105,9 @@ MIN_STD_ERRORS = 1.5
 MIN_GAIN_OF_STACK = 0.1
 
 
+# Models that are compared on all folds; the others are left out after the first one. Baselines and
+# the leading model are compared in addition.
+MAX_FINALISTS = 4
 # Models of an ensemble; of more, the best ones. Its steps take as long as those of all members.
 MAX_MEMBERS = 4
 
@@ -149,6 +153,10 @@ class ModelSelection(nn.Module):
         self.main_name: str = name.replace(".", "_")  # a module's name has no dots
         makers = PLAIN | LEARNED | PUBLISHED | SLOW
         others = {key: make(seed) for key, make in makers.items() if key != self.main_name}
+        if isinstance(main, DensityModel):
+            for each in others.values():
+                if isinstance(each, DensityModel):
+                    each.share_densities(main)
         self.models: nn.ModuleDict = nn.ModuleDict({self.main_name: main, **others})
         self.weights: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
         self.spreads: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
@@ -206,16 +214,18 @@ class ModelSelection(nn.Module):
 
         def attempt(names: Iterable[str]) -> None:
             for name in names:
-                if name in suitable and name not in {row.model for row in search.rows}:
+                if name in suitable:
                     model = self.adapted(self.models[name])
                     search.attempt(
                         name,
                         partial(fit_smoother, model) if self.smooths else model.fit,
                         prepare=partial(model.prepare, recordings, generator),
                         timed=name not in PLAIN,
-                        compared=name not in PLAIN,
                     )
+            search.finish(MAX_FINALISTS, [leading])
 
+        moves = recordings[0].controls is not None or self.ratio_dim > 0
+        leading = MOVING if moves and MOVING in suitable else self.main_name
         if self.ratio_dim:
             attempt([MOVING])
         if not search.found:
@@ -223,8 +233,7 @@ class ModelSelection(nn.Module):
         if not search.found:
             main.prepare(memory, generator)
             return
-        moves = recordings[0].controls is not None or self.ratio_dim > 0
-        self.select(search, MOVING if moves and MOVING in suitable else self.main_name)
+        self.select(search, leading)
         selected = self.filters_of({name: each.filters for name, each in search.found.items()})
         self.held_out_filters = list(zip(selected, [fold for _, fold in parts], strict=True))
         self.candidates = search.table()

@@ -8,6 +8,8 @@ models without training.
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +33,7 @@ MAX_BLOCKS = 8
 SHORT_BLOCK = 120
 # Most steps of a block: slow changes are visible in long blocks alone.
 LONG_BLOCK = 1000
-# Times the error of another model on the first fold above which a model is stopped early.
+# Times the least error on the first fold above which a model is stopped early.
 HOPELESS = 2.0
 Fit = Callable[[list[Recording]], Filter[Any]]
 # Recordings without a fold, to fit; and the fold.
@@ -77,14 +79,59 @@ class Trial(NamedTuple):
     covered: float | None
 
 
+@dataclass
+class Attempt:
+    """A model in cross-validation, with its results on the parts that it has been run through.
+
+    Attributes:
+        fit: recordings -> a filter. run: filter and part -> residuals of its blocks.
+        timed: whether the budget may stop it.
+        seconds: of all that was computed. seconds_of_first: of the first part.
+        first: NMSE on the first part.
+        filters, residuals, folds, covered: as of `Trial`; covered of each block.
+    """
+
+    fit: Fit
+    run: Callable[[Filter[Any], list[Recording]], Held]
+    timed: bool
+    seconds: float = 0.0
+    seconds_of_first: float = 0.0
+    first: float = torch.inf
+    filters: list[Filter[Any]] = field(default_factory=list)
+    residuals: list[Tensor] = field(default_factory=list)
+    folds: list[int] = field(default_factory=list)
+    covered: list[Tensor] = field(default_factory=list)
+
+    def run_through(self, rest: list[Recording], part: list[Recording]) -> None:
+        """Fit the model to the rest of a part and run it through the blocks of the part."""
+        self.filters.append(self.fit(rest))
+        for left, inside in self.run(self.filters[-1], part):
+            self.residuals.append(left)
+            self.folds.append(len(self.filters) - 1)
+            self.covered += [] if inside is None else [inside.double().mean()]
+
+    def trial(self, scale: Float[Tensor, " d"]) -> Trial:
+        """Return the results on all parts.
+
+        Raises:
+            FitError: estimates that are not finite.
+        """
+        scores = torch.stack([nmse_of(left, scale) for left in self.residuals])
+        if not bool(scores.isfinite().all()):
+            raise FitError("it diverged on a held-out block: an estimate is not finite")
+        covered = float(torch.stack(self.covered).mean()) if self.covered else None
+        return Trial(self.filters, self.residuals, self.folds, scores, covered)
+
+
 class Search:
-    """Cross-validates models one after the other.
+    """Cross-validates models by successive halving: all on the first part, the best on all parts.
 
     Each model is fitted to the rest of each part and run through the part.
 
     Attributes:
+        running: models that have been run through the first part, by name.
         found: results by name, of models that could be run through all parts.
-        rows: results of all candidates, in their order.
+        rows: results of all candidates, in the order in which they were finished.
     """
 
     def __init__(
@@ -105,6 +152,7 @@ class Search:
         self.scale: Tensor = scale
         self.budget: float | None = budget
         self.began: float = time.perf_counter() if began is None else began
+        self.running: dict[str, Attempt] = {}
         self.found: dict[str, Trial] = {}
         self.rows: list[Row] = []
 
@@ -115,109 +163,100 @@ class Search:
         *,
         prepare: Callable[[], Any] | None = None,
         timed: bool = True,
-        compared: bool = True,
         run: Callable[[Filter[Any], list[Recording]], Held] | None = None,
     ) -> None:
-        """Cross-validate a model and record the result in `rows`.
+        """Prepare a model and run it through the first part.
 
         Args:
             name: of the model, for the table.
             fit: recordings -> a filter.
             prepare: called before.
             timed: whether the budget may stop it.
-            compared: whether a first fold that is much worse than another model's stops it.
             run: used in place of `run_blocks`.
         """
-        began, note = time.perf_counter(), ""
-        left = (
-            self.budget - (began - self.began) if timed and self.budget is not None else torch.inf
-        )
-        log.info("held out: %s", name)
-        try:
-            if left <= 0:
+        log.info("held out: %s, fold 1 of %d", name, len(self.parts))
+        model = self.running[name] = Attempt(fit, run or run_blocks, timed)
+        with self.within_budget(name):
+            if (began := time.perf_counter()) > self.end(model):
                 raise FitError(f"not started: the budget of {self.budget:g} s is spent")
-            with deadline(began + left):
-                if prepare is not None:
-                    prepare()
-                least = least_on_first(self.found) if compared else torch.inf
-                self.found[name] = trial(
-                    fit, self.parts, self.scale, least, began + left, run, f"held out: {name}"
-                )
+            if prepare is not None:
+                prepare()
+                began = time.perf_counter()
+            model.run_through(*self.parts[0])
+            model.seconds_of_first = time.perf_counter() - began
+            model.first = mean_nmse(model.residuals, self.scale)
+
+    def finish(self, most: int | None = None, always: Iterable[str] = ()) -> None:
+        """Run the best models through the other parts, the best one on the first part first.
+
+        Args:
+            most: number of models; None for all.
+            always: names of models that belong to them in any case. A model with more than
+                `HOPELESS` times the least error on the first part belongs to them only if the
+                budget may not stop it.
+        """
+        order = sorted(self.running, key=lambda name: self.running[name].first)
+        best = {*order[:most], *always}
+        least = min((model.first for model in self.running.values()), default=torch.inf)
+        for name in order:
+            model = self.running[name]
+            hopeless = most is not None and model.first > HOPELESS * least
+            with self.within_budget(name):
+                if model.timed and (name not in best or hopeless):
+                    raise FitError(
+                        f"stopped early: an NMSE of {model.first:.3g} on the first part, "
+                        f"where another model has {least:.3g}"
+                    )
+                self.check_time(model)
+                for k, (rest, part) in enumerate(self.parts[1:], 2):
+                    log.info("held out: %s, fold %d of %d", name, k, len(self.parts))
+                    model.run_through(rest, part)
+                self.found[name] = model.trial(self.scale)
+            if name in self.found:
+                self.record(name, model, "")
+
+    @contextmanager
+    def within_budget(self, name: str) -> Iterator[None]:
+        """Context that records why a model could not be fitted, and ends with the budget."""
+        model, began, note = self.running[name], time.perf_counter(), ""
+        try:
+            with deadline(self.end(model)):
+                yield
         except (FitError, MissingPackageError) as error:
             note = " ".join(str(error).split())
+        model.seconds += time.perf_counter() - began
+        if note:
+            del self.running[name]
+            self.record(name, model, note)
+
+    def end(self, model: Attempt) -> float:
+        """The time (`time.perf_counter`) at which a model is stopped."""
+        return self.began + self.budget if model.timed and self.budget is not None else torch.inf
+
+    def check_time(self, model: Attempt) -> None:
+        """Raise a FitError if a model would not finish within the budget.
+
+        By the time of its first part, it needs the same for each other part and for the fit to all
+        recordings.
+        """
+        needed, left = model.seconds_of_first * len(self.parts), self.end(model)
+        left -= time.perf_counter()
+        if len(self.parts) > 1 and needed > left:
+            raise FitError(
+                f"stopped early: it needs {needed:.0f} s more, by its first part, and the budget "
+                f"has {left:.0f} s left"
+            )
+
+    def record(self, name: str, model: Attempt, note: str) -> None:
+        """Append the row of a model, and log its result."""
         scores = self.found[name].scores if name in self.found else torch.zeros(0)
         known = None if name not in self.found else float(scores.mean())
-        self.rows.append(
-            Row(name, known, deviation(scores), round(time.perf_counter() - began, 2), note)
-        )
-        log.info("held out: %s has an NMSE of %.3g", name, float("nan") if known is None else known)
+        self.rows.append(Row(name, known, deviation(scores), round(model.seconds, 2), note))
+        log.info("held out: %s: %s", name, note or f"NMSE {known:.3g}")
 
     def table(self) -> list[Row]:
         """The results of all candidates, the best first."""
         return sorted(self.rows, key=lambda row: (row.nmse is None, row.nmse))
-
-
-def least_on_first(found: dict[str, Trial]) -> float:
-    """The least NMSE of any model on the first fold; infinite without one."""
-    return min(
-        [each.scores[: each.folds.count(each.folds[0])].mean().item() for each in found.values()],
-        default=torch.inf,
-    )
-
-
-def trial(
-    fit: Fit,
-    parts: Sequence[Part],
-    scale: Float[Tensor, " d"],
-    least: float = torch.inf,
-    until: float = torch.inf,
-    run: Callable[[Filter[Any], list[Recording]], Held] | None = None,
-    title: str = "held out",
-) -> Trial:
-    """Fit a model to the rest of each fold and run it through the fold's blocks.
-
-    Args:
-        fit: recordings -> a filter, as a model's ``fit``. parts: (the rest, the fold) of each.
-        scale: the variance of the states.
-        least: NMSE of another model on the first fold; a model with more than `HOPELESS` times that
-            is stopped early.
-        until: time (`time.perf_counter`) of the deadline; a model that would not finish, by the
-            time of its first fold, is stopped early.
-        run: filter and fold -> residuals; None for `run_blocks`.
-        title: of the messages about progress.
-
-    Raises:
-        ValueError: as ``fit``; estimates that are not finite; stopped early.
-    """
-    filters, residuals, places, covered = [], [], [], []
-    began = time.perf_counter()
-    for k, (rest, part) in enumerate(parts):
-        log.info("%s, fold %d of %d", title, k + 1, len(parts))
-        filters.append(fit(rest))
-        for left, inside in (run or run_blocks)(filters[-1], part):
-            residuals.append(left)
-            places.append(k)
-            covered += [] if inside is None else [inside.double().mean()]
-        if k > 0 or len(parts) == 1:
-            continue
-        if not (first := mean_nmse(residuals, scale)) <= HOPELESS * least:
-            raise FitError(
-                f"stopped early: an NMSE of {first:.3g} on the first part, "
-                f"where another model has {least:.3g}"
-            )
-        taken = time.perf_counter() - began
-        needed = taken * (len(parts) + 1)  # and the fit to all recordings
-        if began + needed > until:
-            raise FitError(
-                f"stopped early: {needed:.0f} s by its first part, and the budget has "
-                f"{until - began:.0f} s left"
-            )
-    scores = torch.stack([nmse_of(left, scale) for left in residuals])
-    if not bool(scores.isfinite().all()):
-        raise FitError("it diverged on a held-out block: an estimate is not finite")
-    return Trial(
-        filters, residuals, places, scores, float(torch.stack(covered).mean()) if covered else None
-    )
 
 
 def mean_nmse(residuals: list[Tensor], scale: Float[Tensor, " d"]) -> float:

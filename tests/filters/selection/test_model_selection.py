@@ -24,7 +24,7 @@ from kbf.filters.regression.window import MeanModel, WindowRidge
 from kbf.filters.rollout import rollout
 from kbf.filters.selection import auto
 from kbf.filters.selection.auto import ModelSelection
-from kbf.filters.selection.cross_validation import Search, Trial, blocks_of, trial
+from kbf.filters.selection.cross_validation import Search, Trial, blocks_of
 from kbf.filters.selection.stacking import simplex_weights, stacked
 from kbf.filters.smoothing import smooth
 from kbf.recording import Recording
@@ -102,7 +102,11 @@ def test_a_stack_is_scored_on_what_its_weights_have_not_seen():
         Recording(data.states[s], data.obs[s]) for s in (slice(0, 200), slice(200, 400))
     )
     parts = [([second], [first]), ([first], [second])]
-    trials = [trial(each.fit, parts, scale) for each in (LearnedKalman(), WindowRidge(3))]
+    search = Search(parts, scale)
+    search.attempt("kalman", LearnedKalman().fit)
+    search.attempt("window_ridge", WindowRidge(3).fit)
+    search.finish()
+    trials = list(search.found.values())
     _, scores = stacked(trials, scale)
     for k, out in enumerate(trials[0].folds):
         rest = [j for j, fold in enumerate(trials[0].folds) if fold != out]
@@ -233,7 +237,7 @@ def test_a_model_that_would_take_longer_than_the_budget_is_stopped_early(monkeyp
     net = ModelSelection(LearnedKalman(), name="main", budget=5.0)
     net.prepare([recording(300)])
     note = next(row.note for row in net.candidates if row.model == "slow")
-    assert note.startswith("stopped early: ") and "by its first part" in note
+    assert note.startswith("stopped early: it needs ") and "by its first part" in note
 
 
 class Endless(LearnedKalman):
