@@ -176,7 +176,7 @@ def commands_table() -> str:
         f"| [`kbf {name}`]({page_name(name)}.md) | {entry[0]} |" for name, entry in COMMANDS.items()
     ]
     return (
-        "# Commands\n\n| | |\n|---|---|\n"
+        "# Commands\n\n| command | purpose |\n|---|---|\n"
         + "\n".join(rows)
         + "\n\nRecipes: [cheat sheet](../cheatsheet.md).\n"
     )
@@ -201,7 +201,9 @@ def architecture() -> str:
         ]
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     return (
-        f"{page}\n{diagram(layers)}\n\n| layer | file | |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+        f"{page}\n{diagram(layers)}\n\n| layer | file | content |\n|---|---|---|\n"
+        + "\n".join(rows)
+        + "\n"
     )
 
 

@@ -107,7 +107,7 @@ def index(paths: dict[str, Path]) -> str:
     }
     for group, names in public_groups().items():
         lines += [f"\n## {group}\n", *([f"{about[group]}\n"] if group in about else [])]
-        lines += ["| name | |", "|---|---|"]
+        lines += ["| name | purpose |", "|---|---|"]
         lines += [
             f"| [`{name}`]({name}.md) | {first_sentence(docstring(paths[home], name))} |"
             for name, home in names.items()

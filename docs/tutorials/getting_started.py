@@ -158,8 +158,8 @@ assert abs(estimate["reach_mm"] - est.mean[-1, 0]) < 1e-6
 #
 # ## Forecast and smooth
 #
-# `forecast` continues after the end of the data. Its intervals have the calibration of `filter` and are
-# too narrow several steps ahead.
+# `forecast` continues after the end of the data. The intervals of each horizon have a calibration of
+# their own, on held-out blocks.
 
 # %%
 arm.forecast(new, horizon=3).to_frame().round(2)
