@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import page_tables
@@ -24,6 +25,7 @@ import kbf
 import kbf.layers
 import kbf.sklearn
 from kbf.cli import COMMANDS
+from kbf.config.composition import config_dir, short
 from kbf.runtime.optional_dependencies import missing
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -339,6 +341,34 @@ def test_the_table_of_capabilities_has_every_model():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_cheat_sheet_has_every_command(command):
     assert f"](commands/{command.replace(' ', '_')}.md)" in text_of("docs/cheatsheet.md")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_page_of_a_command_has_every_setting(command):
+    """Keys and defaults are those of the configuration, each with its comment."""
+    pages = runpy.run_path(str(ROOT / "docs" / "hooks" / "command_pages.py"))
+    text = (config_dir() / f"{short(command)}.yaml").read_text(encoding="utf-8")
+    body = text.partition("\n\n")[2].partition("\nhydra:")[0]
+    found = pages["settings_of"](body)
+    stated = {key: value for key, value in yaml.safe_load(text).items() if key != "defaults"}
+    stated.pop("hydra", None)
+    assert {each.key: yaml.safe_load(each.default) for each in found} == stated
+    comments = [line.partition("# ")[2] for line in body.splitlines() if "# " in line]
+    page = pages["command_page"](command)
+    for comment in comments:
+        assert pages["escaped"](comment.strip()) in page
+    for example, meaning in COMMANDS[command][1]:
+        assert f"```sh\n{example}\n```" in page and meaning[1:] in page
+
+
+def test_settings_that_cannot_be_read_are_an_error():
+    pages = runpy.run_path(str(ROOT / "docs" / "hooks" / "command_pages.py"))
+    assert pages["settings_of"]("a: 1  # one\n       # more\nb: [x]\n") == [
+        ("a", "1", "one more"),
+        ("b", "[x]", ""),
+    ]
+    with pytest.raises(ValueError, match="no setting and no comment: '  nested: 1'"):
+        pages["settings_of"]("a:\n  nested: 1\n")
 
 
 INSTALL = re.compile(r"""pip install (?:-e )?["'\\]*(?:kbf|\.)\[[^`\n]*""")
