@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -464,3 +465,25 @@ def test_a_package_that_is_missing_or_broken_is_no_traceback():
     assert expected(ImportError("libGL.so.1: cannot open shared object file", name="av"))
     assert expected(ModuleNotFoundError("No module named 'h5py'", name="h5py"))
     assert not expected(ModuleNotFoundError("No module named 'kbf.nothing'", name="kbf.nothing"))
+
+
+def test_a_nearly_full_disk_ends_a_run_before_its_fit(tmp_path, monkeypatch, capsys):
+    usage = SimpleNamespace(free=10 * 2**20)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("kbf.commands.train.check", lambda *_, **__: pytest.fail("it went on"))
+    assert main(["train", "model=kalman", *QUICK, f"run_dir={tmp_path / 'run'}"]) == 2
+    message = capsys.readouterr().err
+    assert str(tmp_path / "run") in message and "10 mib are free" in message.lower()
+    assert len(message.strip().splitlines()) == 1 and not (tmp_path / "run").exists()
+
+
+def test_threads_do_not_wait_in_a_loop():
+    """OpenMP reads its policy once, when PyTorch is loaded: the program sets it before."""
+    code = "import os, sys; from kbf.cli import main; main(['--version']); "
+    code += "print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
+    for given, policy in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+        environment |= {} if given is None else {"OMP_WAIT_POLICY": given}
+        words = [sys.executable, "-c", code]
+        done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
+        assert done.stdout.splitlines()[-1] == f"False {policy}"

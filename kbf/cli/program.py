@@ -51,6 +51,10 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0; 1 if a part of a comparison failed; 2 for input that cannot be used.
     """
     words, code = sys.argv[1:] if argv is None else argv, 0
+    # OpenMP's threads wait for work in a loop by default: where other processes need the cores, two
+    # threads are then several times slower than one. OpenMP reads this when PyTorch is loaded.
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = interpret(words)
         if sys.stdout is not None:

@@ -27,7 +27,7 @@ from kbf.evaluation.floors import data_floor, floor
 from kbf.evaluation.score import Score
 from kbf.fitted.checkpoint import BEST, LAST, CheckpointError, Trained, read_checkpoint
 from kbf.fitting import fit_model, with_shapes
-from kbf.runtime.atomic_files import copy, scratch, write_json, write_text
+from kbf.runtime.atomic_files import check_space, copy, scratch, write_json, write_text
 from kbf.runtime.instantiate import build
 from kbf.runtime.progress import shown_progress
 from kbf.runtime.provenance import ABOUT, changes, continued, files_of, provenance
@@ -76,6 +76,8 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]
     data = load_data(config["data"], trust=trust)
     print_notes(data.notes)
+    # Two checkpoints, each with the recordings.
+    check_space(directory, 2 * sum(r.obs.nbytes + r.states.nbytes for r in data.train))
     record = provenance(words, config, files_of(config["data"]))
     if ckpt_path is not None:
         record = continued(record_of_unchanged_data(ckpt_path, record), record)

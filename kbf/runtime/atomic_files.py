@@ -13,6 +13,30 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+# Errors of a full disk and of an exhausted quota; they name no file.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Space that checkpoints, events and figures need in addition to the recordings.
+MIN_FREE_BYTES = 20 * 2**20
+
+
+def check_space(directory: str | os.PathLike[str], needed: int) -> None:
+    """Check that the file system of a folder has space for results, before any work.
+
+    Args:
+        directory: of the results, which may not exist yet.
+        needed: bytes in addition to `MIN_FREE_BYTES`.
+
+    Raises:
+        OSError: there is less.
+    """
+    place = Path(directory).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    free, needed = shutil.disk_usage(place).free, needed + MIN_FREE_BYTES
+    if free < needed:
+        message = f"{free / 2**20:,.0f} MiB are free, and the results need {needed / 2**20:,.0f}"
+        raise OSError(errno.ENOSPC, f"the disk is nearly full: {message}", str(directory))
+
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
@@ -40,6 +64,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             raise OSError(
                 errno.ENOSPC, "cannot be written whole (is the disk full?)", str(path)
             ) from error
+        except OSError as error:
+            if error.errno not in DISK_FULL or error.filename is not None:
+                raise
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         flush(temporary)
         os.replace(temporary, path)
         flush(path.parent)

@@ -4,11 +4,14 @@ unnoticed.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ import torch
 from kbf.runtime import atomic_files
 from kbf.runtime.atomic_files import (
     check_archive,
+    check_space,
     copy,
     replacing,
     runs,
@@ -173,3 +177,23 @@ def test_flush_takes_what_cannot(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic_files.os, "fsync", refuse)
     write_text(tmp_path / "text", "new")
     assert (tmp_path / "text").read_text() == "new"
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    path = tmp_path / "a.csv"
+    with pytest.raises(OSError, match=r"No space left on device: .*a\.csv"), replacing(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(FileNotFoundError, match="other"), replacing(path):  # it names a file itself
+        (tmp_path / "other" / "x").read_text()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_nearly_full_is_noticed_before_any_work(tmp_path, monkeypatch):
+    check_space(tmp_path / "new" / "run", 0)
+    assert not (tmp_path / "new").exists()
+    usage = SimpleNamespace(free=25 * 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    check_space(tmp_path, 5 * 2**20)
+    message = r"25 MiB are free, and the results need 26: .*run"
+    with pytest.raises(OSError, match=message):
+        check_space(tmp_path / "new" / "run", 6 * 2**20)

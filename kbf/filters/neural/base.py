@@ -68,8 +68,16 @@ class Standardised(nn.Module):
         return self
 
     def standard(self, control: Float[Tensor, "*b k"]) -> Float[Tensor, "*b k"]:
-        """Return controls in standard units."""
-        return (control - self.u_mean) / self.u_scale
+        """Return controls in standard units, in the type of the network."""
+        return ((control - self.u_mean) / self.u_scale).to(self.u_mean)
+
+    def encoder_input(self, obs: Shaped[Tensor, "b *x"]) -> Shaped[Tensor, "b *x"]:
+        """Return observations as the encoder takes them: in standard units, or images unchanged.
+
+        Numbers get the type of the network: a float32 network takes float64 observations.
+        """
+        x = obs if self.raw else (obs - self.x_mean) / self.x_scale
+        return x.to(self.x_mean) if x.is_floating_point() else x
 
 
 class EndToEndFilter(Standardised, Generic[S]):
@@ -114,7 +122,7 @@ class EndToEndFilter(Standardised, Generic[S]):
         self, obs: Shaped[Tensor, "b *x"]
     ) -> tuple[Float[Tensor, "b m"], Float[Tensor, "b m"]]:
         """Return encodings w and their variances r, at least `LEAST_VARIANCE`."""
-        e = functional.relu(self.encoder(obs if self.raw else (obs - self.x_mean) / self.x_scale))
+        e = functional.relu(self.encoder(self.encoder_input(obs)))
         return self.code(e), positive(self.encoding_variance(e)) + LEAST_VARIANCE
 
     def init(self, batch: int, *, generator: Generator | None = None) -> S:

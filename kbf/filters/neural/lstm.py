@@ -138,7 +138,7 @@ class LSTMFilter(UpdateByObserve[Any], Standardised, ShownModule):
 
     def encode(self, obs: Shaped[Tensor, "b *x"]) -> Float[Tensor, "b k"]:
         """Return the input of the cell for observations ``b *x``: e(x) and the flag 1."""
-        x = obs if self.raw else (obs - self.x_mean) / self.x_scale
+        x = self.encoder_input(obs)
         if x.is_floating_point():
             # + 0 * x: an infinite observation becomes NaN, which is rejected
             x = x.clamp(-MAX_ENCODER_INPUT, MAX_ENCODER_INPUT) + 0 * x

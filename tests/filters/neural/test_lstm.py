@@ -224,3 +224,14 @@ def test_float32_is_close_to_float64():
     single = rollout(net.float(), obs.float(), mask=mask).estimates.detach()
     assert single.dtype == torch.float32
     torch.testing.assert_close(single.double(), double, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("controls", [0, 1])
+def test_a_float32_network_takes_float64(controls):
+    net = LSTMFilter(2, 3, hidden=5, sizes=(6, 4), controls=controls, generator=generator())
+    obs = torch.randn(2, 6, 3, generator=generator(), dtype=F64)
+    u = torch.randn(2, 6, controls, generator=generator(), dtype=F64) if controls else None
+    wide = rollout(net, obs, controls=u).estimates
+    narrow = rollout(net, obs.float(), controls=None if u is None else u.float()).estimates
+    assert wide.dtype == narrow.dtype == torch.float32
+    torch.testing.assert_close(wide, narrow, rtol=1e-5, atol=1e-6)
