@@ -50,7 +50,7 @@ def run(name: str) -> Any:
         resources = {"metadata": {"path": folder}}
         NotebookClient(
             notebook, km=manager, timeout=600, startup_timeout=600, resources=resources
-        ).execute(env=kernel)
+        ).execute(env=kernel, cleanup_kc=True)
     return notebook
 
 

@@ -19,7 +19,12 @@ def test_the_png_is_the_figure():
     assert colours and (255, 0, 0) in [colour for _, colour in colours]
 
 
-FIGURE = "from kbf.plots.inline_figure import InlineFigure\nInlineFigure(figsize=(3, 2))"
+FIGURE = """
+from kbf.plots.inline_figure import InlineFigure
+figure = InlineFigure(figsize=(3, 2))
+line = figure.subplots().plot([0, 1])
+figure
+"""
 
 
 @pytest.mark.slow
@@ -32,7 +37,8 @@ def test_a_notebook_displays_a_figure_once(before, tmp_path):
     manager = jupyter_client.AsyncKernelManager(
         kernel_name="python3", transport="ipc", ip=f"{tmp_path}/ipc"
     )
-    nbclient.NotebookClient(notebook, km=manager, timeout=300, startup_timeout=300).execute()
+    client = nbclient.NotebookClient(notebook, km=manager, timeout=300, startup_timeout=300)
+    client.execute(cleanup_kc=True)
     shown = [
         output for output in notebook.cells[-1].outputs if "image/png" in output.get("data", {})
     ]
