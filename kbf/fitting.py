@@ -19,11 +19,13 @@ import torch
 from kbf.data.dataset import Data, completed, load_data
 from kbf.data.files.dataset import FileData
 from kbf.data.files.report import Report
+from kbf.filters.selection.requirements import REQUIREMENTS
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.fitted_filter import FittedFilter
 from kbf.fitted.held_out_calibration import learn_and_keep
 from kbf.fitted.summary import CAPABILITIES
 from kbf.fitted.training_data import read
+from kbf.model_choice import choose
 from kbf.runtime.errors import DataError, DataWarning, FitError
 from kbf.runtime.hydra_quoting import quoted
 from kbf.runtime.interpolation import incomplete, literal, resolved
@@ -52,6 +54,7 @@ def fit(
     model: str = "kbf",
     config: Mapping[str, Any] | None = None,
     encoder: str | None = None,
+    training: Mapping[str, Any] | None = None,
     require: Sequence[str] = (),
     validation: float = 0.0,
     calibrate: bool = True,
@@ -91,12 +94,14 @@ def fit(
             does so if rows of the training are partly missing.
         time_as_control: the duration of each move is a control, for irregular times.
         size: height and width that images are resized to.
-        model: a name among ``configs/model``.
+        model: a name among ``configs/model``; ``"auto"`` fits several and selects the one with the
+            least error on the end of the recordings.
         config: further settings of ``kbf train`` by their names, as in
             ``{"model.net.transition": "gaussian"}``.
         encoder: of images, a name among ``configs/encoder``.
+        training: settings of models trained by gradient, as in ``{"epochs": 20}``.
         require: capabilities that the filter must have (`FittedFilter.capabilities`), as in
-            ``["smooth", "append"]``; candidates without a smoother are then not selected.
+            ``["smooth", "export"]``; candidates that lack one are not selected.
         validation: share of the recordings that models trained by gradient are validated on.
         calibrate: learn intervals and alarms, and select among models.
         budget: time for comparing models: ``"90s"``, ``"10m"``, or seconds.
@@ -117,6 +122,8 @@ def fit(
     >>> fitted.filter(observations=z[:3] + 0.1).mean.shape
     (3, 1)
     """
+    if allow_missing_sensors is None and "missing_sensors" in require:
+        allow_missing_sensors = True
     source, settings, _ = read(
         data,
         states=states,
@@ -142,6 +149,7 @@ def fit(
         model=model,
         config=config,
         encoder=encoder,
+        training=training,
         require=require,
         calibrate=calibrate,
         budget=budget,
@@ -161,6 +169,7 @@ def fit_source(
     model: str = "kbf",
     config: Mapping[str, Any] | None = None,
     encoder: str | None = None,
+    training: Mapping[str, Any] | None = None,
     require: Sequence[str] = (),
     calibrate: bool = True,
     budget: str | float | None = None,
@@ -185,16 +194,17 @@ def fit_source(
     words += ["trainer=cpu" if device == "cpu" else "trainer=gpu", f"calibrate={calibrate}"]
     words += [] if encoder is None else [f"encoder@data.encoding.encoder={encoder}"]
     words += [] if budget is None else [f"budget={budget}"]
-    words += ["++model.smooths=true"] if "smooth" in require else []
+    words += [f"model.training.{key}={word_of(value)}" for key, value in (training or {}).items()]
     words += [f"{key}={word_of(value)}" for key, value in (config or {}).items()]
     whole = configure("train", words)
     stated = {"bounds": plain_bounds(bounds), "units": None if units is None else dict(units)}
     own = {**whole["recipe"]["data"], **literal({**settings, **stated})}
     whole["recipe"] = {**whole["recipe"], "data": own, "n_train": None}
     checked = load_data({**settings, "source": {}}, source=source)
-    whole = with_selection(with_shapes(whole, checked))
+    whole = with_shapes(whole, checked)
     if not progress:
         whole["trainer"] = {**whole["trainer"], "enable_progress_bar": False}
+    selectable = [name for name in require if name in REQUIREMENTS]
     with (
         limited_threads(threads),
         unchanged_globals(),
@@ -203,6 +213,13 @@ def fit_source(
         names = dict.fromkeys(str(each.file) for each in source.recordings)
         files = [path.resolve() for name in names if (path := Path(name)).is_file()]
         record = provenance(files=files) | {"command": shlex.join(sys.argv)}
+        if "candidates" in whole["model"]:
+            whole, rows = choose({**whole, "run_dir": folder}, checked, require=selectable)
+            compared = {row.model: row.nmse for row in rows}
+            whole["model"] = {**whole["model"], "compared": compared}
+        whole = with_selection(whole)
+        if selectable and whole["model"].get("model_selection"):
+            whole["model"] = {**whole["model"], "require": selectable}
         trained = fit_model(whole, checked, Path(folder), provenance=record)
     assert trained is not None
     fitted = FittedFilter(trained)

@@ -587,9 +587,9 @@ def test_another_encoder_by_a_plain_override(tmp_path):
 
 
 def test_what_is_held_out_is_what_a_fit_to_the_rest_misses(tmp_path):
-    from kbf.commands.auto import held_out_filter, held_out_score
     from kbf.data.dataset import load_data
     from kbf.data.windows import split
+    from kbf.model_choice import held_out_filter, held_out_score
 
     assert main([*KALMAN, "hold_out=0.25", f"run_dir={tmp_path}"]) == 0
     config = configure("train", KALMAN[1:])

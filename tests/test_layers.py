@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "kbf").rglob("*.py"))
 LAYERS = [
     *("runtime", "recording", "rkhs", "ssm", "manifolds", "data", "densities", "filters", "images"),
-    *("layers", "evaluation", "plots", "export", "fitted", "training", "config", "fitting"),
-    *("cross_validation", "sklearn", "commands", "cli"),
+    *("layers", "evaluation", "plots", "export", "fitted", "training", "config", "model_choice"),
+    *("fitting", "cross_validation", "sklearn", "commands", "cli"),
 ]
 """Folders and files of kbf/, from the ground up.
 

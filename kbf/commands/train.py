@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kbf.commands import auto
 from kbf.commands.support import search_report
 from kbf.commands.support.baseline_report import print_baselines
 from kbf.commands.support.console import (
@@ -27,6 +26,7 @@ from kbf.evaluation.floors import data_floor, floor
 from kbf.evaluation.score import Score
 from kbf.fitted.checkpoint import BEST, LAST, CheckpointError, Trained, read_checkpoint
 from kbf.fitting import fit_model, with_shapes
+from kbf.model_choice import choose, held_out_filter, held_out_part, held_out_score
 from kbf.runtime.atomic_files import check_space, copy, scratch, write_json, write_text
 from kbf.runtime.instantiate import build
 from kbf.runtime.progress import shown_progress
@@ -87,7 +87,7 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
             check_same(config, stored, config["ckpt_path"])
     candidates: search_report.Candidates = []
     if "candidates" in config["model"]:
-        config, rows = auto.choose(config, data, trust=trust)
+        config, rows = choose(config, data, trust=trust)
         candidates = search_report.candidates_of("auto", rows, {rows[0].model: 1.0})
         search_report.print_candidates(candidates)
     config = with_selection(config)
@@ -161,13 +161,13 @@ def error_without_last_steps(config: dict[str, Any], data: Data, *, trust: bool)
 
     That fit is only for this error; ``hold_out`` is the share of the end.
     """
-    fit, held = auto.held_out_part(data, config["hold_out"])
+    fit, held = held_out_part(data, config["hold_out"])
     with (
         scratch(config["run_dir"]) as folder,
         shown_progress("a fit without the end of the training part"),
     ):
-        trained = auto.held_out_filter(config, fit, folder, trust=trust, extent=data.extent)
-        return auto.held_out_score(trained, held).mse.mean().item()
+        trained = held_out_filter(config, fit, folder, trust=trust, extent=data.extent)
+        return held_out_score(trained, held).mse.mean().item()
 
 
 def finish(

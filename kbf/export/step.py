@@ -23,20 +23,14 @@ from kbf import __version__
 from kbf.evaluation.calibration import Calibration
 from kbf.export import onnx_linalg
 from kbf.filters.compile import quietly
-from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gating import GatedFilter, GatedState
-from kbf.filters.kernel.controlled_transition import ControlledDensity
 from kbf.filters.kernel.filter import KernelState
-from kbf.filters.kernel_monte_carlo.filter import LocalMemory
-from kbf.filters.neural.dpf import DPFState
-from kbf.filters.particle.bootstrap import ParticleState
 from kbf.filters.protocols import (
     Filter,
-    allows_missing_sensors,
     control_components,
     covariance_of,
 )
-from kbf.filters.wrapper import FilterWrapper
+from kbf.filters.selection.requirements import why_not_exported
 from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.runtime.atomic_files import replacing, write_json
 from kbf.runtime.optional_dependencies import need
@@ -168,7 +162,8 @@ def export(
         raise ValueError(f"format must be one of {', '.join(WRITERS)}, got {format!r}")
     for package in PACKAGES.get(format, ()):  # before the work
         need(package, "export", f"format={format}")
-    refuse(filter)
+    if reason := why_not_exported(filter):
+        raise ValueError(reason)
     own, filter = filter, copied(filter)
     if format == "onnx" and isinstance(filter.init(1), KernelState):
         to_double(filter)
@@ -215,36 +210,6 @@ def export(
             )
     write_json(path.with_name(path.name + ".json"), known | {"difference": found._asdict()})
     return found
-
-
-def refuse(filter: Filter[Any]) -> None:
-    """Raise a ValueError for filters that are no function of their input."""
-    inner = filter
-    while isinstance(inner, FilterWrapper):
-        inner = inner.inner
-    if isinstance(inner, EnsembleFilter):
-        raise ValueError(
-            f"a stack of several filters ({', '.join(inner.filters)}) is not exported; "
-            "model.model_selection=false takes kbf alone"
-        )
-    if isinstance(inner.init(1), ParticleState | DPFState | LocalMemory):
-        raise ValueError(
-            "a particle filter draws random numbers in each step, and is not exported; "
-            "kbf, kalman, lstm and frame are"
-        )
-    if allows_missing_sensors(filter):
-        raise ValueError(
-            "a filter that allows missing sensors selects its rule in each step, "
-            "and is not exported"
-        )
-    if isinstance(filter, nn.Module) and any(
-        isinstance(part, ControlledDensity) for part in filter.modules()
-    ):
-        reason = (
-            "a drawn memory with controls (model=kbf) computes its transition in each step, "
-            "and is not exported"
-        )
-        raise ValueError(f"{reason}; kbf_tuned, kbf_paper, kalman and lstm are")
 
 
 def copied(filter: Any) -> Any:

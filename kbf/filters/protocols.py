@@ -38,6 +38,12 @@ WITH_SMOOTHER = (
     *("particle", "particle_learned", "particle_observation"),
 )
 
+# Models whose filters have a memory that recordings can be added to.
+WITH_MEMORY = (
+    *("kbf", "kbf_tuned", "kbf_paper", "kernel_monte_carlo", "particle_learned", "kalman"),
+    *("window_ridge", "window_boosting", "frame"),
+)
+
 S = TypeVar(
     "S", bound=tuple[Any, ...]
 )  # a NamedTuple; beartype refuses NamedTuple itself as a hint

@@ -311,7 +311,7 @@ class Estimates(Shown):
         if self.std is None:
             raise ValueError(
                 "this filter has no covariances, so there are no intervals: "
-                "kbf.fit(..., model='kbf') selects one that has"
+                "kbf.fit(..., model='kbf', require=['intervals']) selects one that has"
             )
         return self.std
 

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 
 from kbf.data.files.layout import Contents
+from kbf.filters.protocols import WITH_MEMORY, WITH_SMOOTHER
 from kbf.filters.rollout import rollout
+from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.smoothing import smooth
 from kbf.fitted.checkpoint import load_filter, save_checkpoint
 from kbf.fitted.compatibility import piece_differences
@@ -362,10 +364,13 @@ class FittedFilter(Summary):
         return found
 
     def _cannot(self, what: str) -> str:
-        return (
-            f"the model {self.model_name} cannot {what}: kbf.fit(..., require=[{what!r}]) selects "
-            "among models that can"
-        )
+        """Why a capability is lacking, and what to do: the main model may have it, or another."""
+        if isinstance(self.trained.module.net, ModelSelection):
+            advice = f"kbf.fit(..., require=[{what!r}]) selects among models that can"
+        else:
+            able = {"smooth": WITH_SMOOTHER, "append": WITH_MEMORY}[what]
+            advice = f"models that can are {', '.join(able)}"
+        return f"the model {self.model_name} cannot {what}: {advice}"
 
 
 def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> FittedFilter:

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.evaluation.calibration import Calibration
-from kbf.filters.protocols import allows_missing_sensors, control_components, smoother_of
+from kbf.filters.protocols import allows_missing_sensors, control_components
 from kbf.filters.selection.auto import ModelSelection
+from kbf.filters.selection.requirements import can_smooth, why_not_exported
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.estimates import Estimates
 from kbf.fitted.model import inner_filter
@@ -19,7 +20,9 @@ MAX_SHOWN_COLUMNS = 8
 
 
 # What a filter may be able to do, by name.
-CAPABILITIES = ("smooth", "append", "missing_sensors", "controls", "intervals", "alarms")
+CAPABILITIES = (
+    *("smooth", "append", "export", "missing_sensors", "controls", "intervals", "alarms"),
+)
 
 
 class Summary:
@@ -64,15 +67,12 @@ class Summary:
 
     @property
     def capabilities(self) -> dict[str, bool]:
-        """What the filter can do: smooth, append, missing_sensors, controls, intervals, alarms."""
+        """What the filter can do, by the names of `CAPABILITIES`."""
         filter: Any = self.trained.filter
-        try:
-            smooths = smoother_of(filter) is not None
-        except ValueError:
-            smooths = False
         return {
-            "smooth": smooths,
+            "smooth": can_smooth(filter),
             "append": inner_filter(filter) is not self.trained.module.net,
+            "export": why_not_exported(filter) is None,
             "missing_sensors": allows_missing_sensors(filter),
             "controls": control_components(filter) > 0,
             "intervals": self.trained.calibration is not None,
@@ -94,6 +94,13 @@ class Summary:
             for name, score, weight in zip(net.models, net.scores.tolist(), weights, strict=True):
                 if score >= 0:  # -1: not compared
                     rows.append({"candidate": name, "nmse": score, "weight": weight})
+        elif compared := self.config["model"].get("compared"):  # of model=auto
+            selected = self.config["model"]["name"]
+            rows = [
+                {"candidate": name, "nmse": nmse, "weight": float(name == selected)}
+                for name, nmse in compared.items()
+                if nmse is not None
+            ]
         frame = pd.DataFrame(rows, columns=["candidate", "nmse", "weight"])
         return frame.sort_values("nmse", ignore_index=True)
 

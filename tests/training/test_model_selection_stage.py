@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kbf.commands.auto import held_out_part
 from kbf.config import configure
 from kbf.data.dataset import load_data
 from kbf.data.windows import piece
@@ -15,6 +14,7 @@ from kbf.filters.selection import auto
 from kbf.fitted.checkpoint import load_filter
 from kbf.fitted.held_out_calibration import learn, learn_and_keep
 from kbf.fitted.held_out_runs import never_learned_from
+from kbf.model_choice import held_out_part
 from kbf.training.datamodule import FilterDataModule
 from kbf.training.filter_stage import FilterTraining
 from kbf.training.fit import train

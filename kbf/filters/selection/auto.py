@@ -32,7 +32,7 @@ data to the most recent steps.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
 from kbf.filters.neural.gru_ensemble import FittedGRU
 from kbf.filters.particle.learned import LearnedParticleFilter
-from kbf.filters.protocols import Filter, RatioModel, smoother_of
+from kbf.filters.protocols import Filter, RatioModel
 from kbf.filters.regression.boosting import WindowBoosting
 from kbf.filters.regression.window import MeanModel, WindowRidge
 from kbf.filters.selection.cross_validation import (
@@ -59,6 +59,7 @@ from kbf.filters.selection.cross_validation import (
     significantly_better,
 )
 from kbf.filters.selection.drift import last_steps, newest
+from kbf.filters.selection.requirements import REQUIREMENTS, fit_meeting
 from kbf.filters.selection.stacking import stacked
 from kbf.filters.wrapper import FilterWrapper
 from kbf.recording import Recording, as_recordings
@@ -135,7 +136,7 @@ class ModelSelection(nn.Module):
         name: str = "main",
         seed: int = 0,
         budget: float | None = None,
-        smooths: bool = False,
+        require: Sequence[str] = (),
     ) -> None:
         """Select between ``main`` and the models of this module.
 
@@ -146,10 +147,17 @@ class ModelSelection(nn.Module):
             budget: seconds of `prepare` and the fit after it, or None. Models other than `PLAIN`
                 are stopped at their end, and one that would take longer, by the time of its first
                 fold, is stopped early. The main model is no exception.
-            smooths: whether only filters with a smoother are candidates; an ensemble has none.
+            require: what candidates must meet
+                (`kbf.filters.selection.requirements.REQUIREMENTS`). An ensemble has neither a
+                smoother nor a program.
+
+        Raises:
+            ValueError: an unknown requirement.
         """
         super().__init__()
-        self.budget, self.smooths = budget, smooths
+        self.budget, self.require = budget, tuple(require)
+        if unknown := [name for name in require if name not in REQUIREMENTS]:
+            raise ValueError(f"require: {unknown[0]!r} is none of {', '.join(REQUIREMENTS)}")
         self.main_name: str = name.replace(".", "_")  # a module's name has no dots
         makers = PLAIN | LEARNED | PUBLISHED | SLOW
         others = {key: make(seed) for key, make in makers.items() if key != self.main_name}
@@ -218,7 +226,7 @@ class ModelSelection(nn.Module):
                     model = self.adapted(self.models[name])
                     search.attempt(
                         name,
-                        partial(fit_smoother, model) if self.smooths else model.fit,
+                        partial(fit_meeting, model, self.require),
                         prepare=partial(model.prepare, recordings, generator),
                         timed=name not in PLAIN,
                     )
@@ -311,7 +319,7 @@ class ModelSelection(nn.Module):
             ):
                 best = name
         weights = {best: torch.ones_like(scale)}
-        if len(found) > 1 and not self.smooths:
+        if len(found) > 1 and not {"smooth", "export"} & {*self.require}:
             members = sorted(found, key=lambda name: float(found[name].scores.mean()))[:MAX_MEMBERS]
             stacking, scores = stacked([found[name] for name in members], scale)
             search.rows.append(Row("stack", float(scores.mean()), deviation(scores), 0.0, ""))
@@ -404,17 +412,3 @@ class RatioMean:
     def fit(self, memory: Recording | list[Recording]) -> Filter[Any]:
         """The filter of the model, which takes density ratios."""
         return MeanFilter(self.model.fit(self.cut(memory)), self.d)
-
-
-def fit_smoother(model: Any, memory: list[Recording]) -> Filter[Any]:
-    """Fit a model whose filter must have a smoother.
-
-    Raises:
-        FitError: it has none.
-    """
-    filter = model.fit(memory)
-    try:
-        smoother_of(filter)
-    except ValueError as error:
-        raise FitError("it cannot smooth") from error
-    return filter

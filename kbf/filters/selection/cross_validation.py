@@ -1,6 +1,6 @@
 """Blocked cross-validation of several models within a time budget.
 
-``model=auto`` (`kbf.commands.auto`) and `kbf.filters.selection.auto` share its score, its table and
+``model=auto`` (`kbf.model_choice`) and `kbf.filters.selection.auto` share its score, its table and
 its rules for stopping early. The candidates of the former are training recipes, those of the latter
 models without training.
 """

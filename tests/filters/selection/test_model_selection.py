@@ -16,7 +16,6 @@ from kbf.commands.support.search_report import selection_notes
 from kbf.data.noise_systems import Fork
 from kbf.data.synthetic import SyntheticData
 from kbf.evaluation.score import score
-from kbf.export.step import refuse
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gaussian.kalman import KalmanFilter, LearnedKalman, LinearModel
 from kbf.filters.online import RunningFilter
@@ -25,6 +24,7 @@ from kbf.filters.rollout import rollout
 from kbf.filters.selection import auto
 from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.selection.cross_validation import Search, Trial, blocks_of
+from kbf.filters.selection.requirements import why_not_exported
 from kbf.filters.selection.stacking import simplex_weights, stacked
 from kbf.filters.smoothing import smooth
 from kbf.recording import Recording
@@ -177,10 +177,9 @@ def test_a_stack_runs_live_and_its_state_is_saved(tmp_path):
 
 
 def test_a_stack_says_that_it_is_not_exported():
-    with pytest.raises(
-        ValueError, match="a stack of several filters \\(sure, unsure\\) is not exported"
-    ):
-        refuse(stack_of(two_filters(), [[0.5, 0.5], [0.5, 0.5]]))
+    reason = why_not_exported(stack_of(two_filters(), [[0.5, 0.5], [0.5, 0.5]]))
+    assert reason is not None
+    assert "a stack of several filters (sure, unsure) is not exported" in reason
 
 
 # the choice
@@ -432,7 +431,7 @@ def searched(scores, monkeypatch):
     search.found |= {
         name: Trial([], ones, list(range(8)), each, None) for name, each in scores.items()
     }
-    return ModelSelection(MeanModel(), smooths=True), search  # without an ensemble
+    return ModelSelection(MeanModel(), require=["smooth"]), search  # without an ensemble
 
 
 @pytest.mark.parametrize(
@@ -559,7 +558,7 @@ def test_a_singular_matrix_is_a_fit_error():
 def test_only_filters_with_a_smoother_are_candidates_where_they_must_smooth():
     states = torch.cumsum(torch.randn(300, 2, generator=generator(), dtype=F64), 0) / 5
     obs = states + 0.3 * torch.randn(states.shape, generator=generator(1), dtype=F64)
-    net = ModelSelection(LearnedKalman(), name="kalman", smooths=True)
+    net = ModelSelection(LearnedKalman(), name="kalman", require=["smooth"])
     net.prepare([Recording(states, obs)])
     notes = {row.model: row.note for row in net.candidates}
     assert notes["window_ridge"] == notes["mean"] == "it cannot smooth"

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from kbf import model_choice as auto
 from kbf.cli import main
-from kbf.commands import auto
 from kbf.commands.support import search_report
 from kbf.config import configure
 from kbf.config.run_settings import seconds_of

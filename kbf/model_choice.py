@@ -1,6 +1,6 @@
-"""``kbf train model=auto``: selects a model by its error on a validation part."""
+"""``model=auto``: selects a model by its error on a validation part."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from kbf.data.windows import hold_out
 from kbf.evaluation.score import Score, score
 from kbf.filters.protocols import Filter
 from kbf.filters.selection.cross_validation import MAX_BLOCKS, Held, Row, Search
+from kbf.filters.selection.requirements import check_meets
 from kbf.fitted.checkpoint import Trained
 from kbf.recording import Recording
 from kbf.runtime.atomic_files import scratch
@@ -23,7 +24,11 @@ from kbf.training.fit import train
 
 
 def choose(
-    config: dict[str, Any], data: Data, *, trust: bool = False
+    config: dict[str, Any],
+    data: Data,
+    *,
+    trust: bool = False,
+    require: Sequence[str] = (),
 ) -> tuple[dict[str, Any], list[Row]]:
     """Return the configuration of the best candidate, and all candidates, the best first.
 
@@ -31,6 +36,12 @@ def choose(
     ``data.validation``. The measure is the NMSE, since the components of a state may have different
     units. A candidate that cannot be built or does not fit the data is noted and left out. No test
     data is used.
+
+    Args:
+        config: of ``kbf train``, with the candidates as its model.
+        data: training part and, if it has one, validation part.
+        trust: as in `kbf.training.fit.train`.
+        require: what candidates must meet (`kbf.filters.selection.requirements.REQUIREMENTS`).
 
     Raises:
         ValueError: there are too few training steps to hold some out, or no candidate works.
@@ -43,7 +54,7 @@ def choose(
     with scratch(config["run_dir"]) as folder:
         for k, (name, model) in enumerate(auto["candidates"].items(), 1):
             candidate = with_model(config, without_model_selection(model))
-            recipe = Recipe(candidate, folder, data.extent, trust)
+            recipe = Recipe(candidate, folder, data.extent, trust, require)
             with shown_progress(f"model=auto: candidate {k} of {count}"):
                 search.attempt(name, recipe.fit, timed=bool(search.running), run=recipe.run)
     search.finish()
@@ -72,12 +83,14 @@ class Recipe:
         folder: of checkpoints and of encoded images, which all recipes share.
         extent: of images, as in `kbf.training.fit.train`.
         trust: as in `kbf.training.fit.train`.
+        require: what the filter must meet, as in `choose`.
     """
 
     config: dict[str, Any]
     folder: Path
     extent: Any
     trust: bool
+    require: Sequence[str] = ()
 
     @unsuitable()
     def fit(self, memory: list[Recording]) -> Filter[Any]:
@@ -98,6 +111,7 @@ class Recipe:
             encodings=self.folder / "codes.pt",
             extent=self.extent,
         )
+        check_meets(self.trained.filter, self.require)
         return self.trained.filter
 
     @unsuitable()
