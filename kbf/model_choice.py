@@ -50,12 +50,12 @@ def choose(
     fit, held = held_out_part(data, auto["validation"])
     scale = torch.cat([r.states for r in fit]).double().var(0, correction=0).cpu()
     search = Search([(fit, held)], scale, seconds_of(config.get("budget")))
-    count = len(auto["candidates"])
+    count, shown = len(auto["candidates"]), config["trainer"]["enable_progress_bar"]
     with scratch(config["run_dir"]) as folder:
         for k, (name, model) in enumerate(auto["candidates"].items(), 1):
             candidate = with_model(config, without_model_selection(model))
             recipe = Recipe(candidate, folder, data.extent, trust, require)
-            with shown_progress(f"model=auto: candidate {k} of {count}"):
+            with shown_progress(f"model=auto: candidate {k} of {count}", shown):
                 search.attempt(name, recipe.fit, timed=bool(search.running), run=recipe.run)
     search.finish()
     rows = search.table()
