@@ -112,6 +112,24 @@ def mask_of(values: Any, name: str = "mask") -> Any:
     return mask == 1
 
 
+def observation_of(obs: Any, batch: int) -> Any:
+    """Return observations of one step as a tensor ``b *x``; a vector ``q`` is that of one track.
+
+    Raises:
+        ValueError: observations by name, or as `tensor_of`.
+
+    >>> observation_of(np.array([1.0, 2.0]), 1)
+    tensor([[1., 2.]], dtype=torch.float64)
+    """
+    if isinstance(obs, dict):
+        raise ValueError(
+            "observations by name are for the filters of kbf.fit(...).online(); this one takes an "
+            "array, in the order of its training"
+        )
+    found = tensor_of(obs, "obs")
+    return found[None] if found is not None and found.ndim == 1 and batch == 1 else found
+
+
 class RecordingFields(NamedTuple):
     """What a `Recording` holds."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import matplotlib.dates
 import numpy as np
@@ -443,6 +444,90 @@ def test_fits_that_are_refused(settings, match, data):
 def test_frames_that_are_refused(change, match, data):
     with pytest.raises(kbf.DataError, match=match):
         kbf.fit(change(data), **ARM, model="mean", progress=False)
+
+
+BAD = {
+    "a column of another name": (
+        lambda d: d.rename(columns={"s2": "s_2"}),
+        "no column 's2'.*did you mean 's_2'",
+    ),
+    "texts": (lambda d: d.assign(s2="a"), "row [02], column s2: 'a' is no number"),
+    "a repeated time": (lambda d: d.iloc[[0, *range(len(d))]], "row [13]: .*times must increase"),
+    "times backwards": (lambda d: d.iloc[::-1], "row [13]: .*times must increase"),
+    "no rows": (lambda d: d.iloc[:0], "no rows?"),
+    "one row": (lambda d: d.iloc[:1], "too few steps with known states"),
+    "an empty sensor": (lambda d: d.assign(s2=np.nan), "the column s2 is empty: leave it out"),
+    "an empty state": (lambda d: d.assign(reach_mm=np.nan), "the column reach_mm is empty"),
+    "infinite numbers": (lambda d: d.assign(s1=np.inf), "row [02], column s1: .*no.* finite"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_both_doors_refuse_bad_data_in_one_line(case, data, tmp_path, capsys):
+    change, match = BAD[case]
+    frame, sensors = change(data).reset_index(), ["s1", "s2", "s3"]
+    settings = {**ARM, "observations": sensors, "time": "time"}
+    with pytest.raises(kbf.DataError, match=match) as raised:
+        kbf.fit(frame, **settings, model="mean", progress=False)
+    assert "\n" not in str(raised.value)
+    frame.to_csv(tmp_path / "arm.csv", index=False)
+    words = ["data.states=[reach_mm,torque_kNm]", "data.observations=[s1,s2,s3]"]
+    words += [f"data.path={tmp_path / 'arm.csv'}", "data.recording=run", "data.time=time"]
+    capsys.readouterr()
+    run = ["model=mean", f"run_dir={tmp_path / 'run'}", "logger=none", "data.test=0"]
+    assert main(["train", "data=own", *words, *run]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert re.search(match, line), line
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_order_of_columns_does_not_matter(data):
+    other = data[["s3", "torque_kNm", "run", "s1", "reach_mm", "s2"]]
+    settings = {"model": "kalman", "calibrate": False, "progress": False}
+    one, two = (kbf.fit(d, **ARM, **settings) for d in (data, other))
+    np.testing.assert_allclose(two.filter(other).mean, one.filter(data).mean, rtol=1e-9)
+    np.testing.assert_array_equal(one.filter(other).mean, one.filter(data).mean)
+
+
+def test_masks_of_integers_are_bool_at_every_entrance():
+    rng = np.random.default_rng(0)
+    z = np.cumsum(rng.normal(size=(120, 1)), 0)
+    x = z + 0.1 * rng.normal(size=(120, 2))
+    seen = np.arange(120) % 5 != 0
+    hidden = np.ma.masked_array(x, mask=np.repeat(~seen[:, None], 2, 1))
+    how = {"model": "kalman", "calibrate": False, "progress": False}
+    frame = pd.DataFrame({"z1": z[:, 0], "x1": x[:, 0], "x2": x[:, 1], "seen": seen.astype(int)})
+    columns = {"states": "z1", "observations": ["x1", "x2"], "mask": "seen"}
+    made = [
+        kbf.fit(states=z, observations=x, mask=seen, **how),
+        kbf.fit(states=z, observations=x, mask=seen.astype(int), **how),
+        kbf.fit(states=z, observations=hidden, **how),
+        kbf.fit(frame, **columns, **how),
+    ]
+    expected = made[0].filter(observations=x, mask=seen).mean
+    for each in made:
+        for inputs in (
+            {"observations": x, "mask": seen.astype(int)},
+            {"observations": x, "mask": seen.astype(float)},
+            {"observations": hidden},
+        ):
+            np.testing.assert_allclose(each.filter(**inputs).mean, expected, rtol=1e-9)
+    assert not np.allclose(made[0].filter(observations=x).mean, expected)
+    smoothed = [made[0].smooth(observations=x, mask=m).mean for m in (seen, seen.astype(int))]
+    np.testing.assert_array_equal(*smoothed)
+    inner = made[0].trained.filter
+    runs = [kbf.rollout(inner, x[None], mask=m[None]).estimates for m in (seen, seen.astype(int))]
+    assert torch.equal(*runs)
+    live = made[0].online()
+    one, other = live.step(hidden[0]), made[0].online().step(None)
+    assert dict(one) == dict(other)
+    for entrance in (
+        lambda: kbf.fit(states=z, observations=x, mask=2 * seen, **how),
+        lambda: made[0].filter(observations=x, mask=2 * seen),
+        lambda: kbf.rollout(inner, x[None], mask=2 * seen[None]),
+    ):
+        with pytest.raises(ValueError, match=r"mask must be True where .* it holds 2"):
+            entrance()
 
 
 def test_controls_of_a_filter_are_asked_for():

@@ -20,7 +20,7 @@ from kbf.filters.protocols import (
     move,
     where,
 )
-from kbf.recording import Array, tensor_of
+from kbf.recording import Array, observation_of, tensor_of
 from kbf.runtime.atomic_files import check_archive
 from kbf.runtime.html_repr import Shown
 from kbf.runtime.tensor_files import check_tensors, write_tensors
@@ -80,7 +80,7 @@ class RunningFilter(Shown):
     @torch.inference_mode()
     def step(
         self,
-        obs: Shaped[Array, "b *x"] | None,
+        obs: Shaped[Array, "*x"] | dict[str, Any] | None,
         control: Float[Array, "b k"] | None = None,
         *,
         before: UpdateHook | None = None,
@@ -93,7 +93,7 @@ class RunningFilter(Shown):
         in a row the track is re-initialised (`kbf.filters.gating`).
 
         Args:
-            obs: a tensor, a NumPy array, or None.
+            obs: a tensor, a NumPy array, or None; of a single track also ``q``.
             control: ``b k``, of the move to this step, for a filter with controls.
             before: called with the predicted state before the update; with None in place of the
                 observation where there is none.
@@ -102,33 +102,34 @@ class RunningFilter(Shown):
             ValueError: observations or controls of another batch or width, or controls for a filter
                 without controls.
         """
-        obs, control = tensor_of(obs, "obs"), tensor_of(control, "control")
+        x: Any = observation_of(obs, len(self.state[0]))
+        control = tensor_of(control, "control")
         if self.controlled or control is not None:
             check_controlled(self.filter, control, (len(self.state[0]),))
-        if obs is None:
+        if x is None:
             self.state = self.predicted(control)
             if before is not None:
                 before(self.state, None, None)
             return self.filter.estimate(self.state)
-        if obs.ndim < 2 or len(obs) != len(self.state[0]):
+        if x.ndim < 2 or len(x) != len(self.state[0]):
             raise ValueError(
                 f"observations must be {(len(self.state[0]), '...')}, the batch in front; "
-                f"got {tuple(obs.shape)}"
+                f"got {tuple(x.shape)}"
             )
         current, estimate = GatedState(self.state, self.rejections), None
         if self.compiled is None:
-            after = self.gate.step(current, obs, control=control, before=before)
+            after = self.gate.step(current, x, control=control, before=before)
         else:
             if before is not None:
-                before(self.predicted(control), obs, None)
-            *leaves, estimate, rejected = self.compiled(*self.state, obs)
+                before(self.predicted(control), x, None)
+            *leaves, estimate, rejected = self.compiled(*self.state, x)
             updated = type(self.state)(*leaves)
-            after = self.gate.resolve(current, updated, rejected, obs)
+            after = self.gate.resolve(current, updated, rejected, x)
             if after.inner is not updated:  # a track was re-initialised
                 estimate = None
         self.state, self.rejections = after.inner, after.rejections
         if after.rejected is not None:
-            observed = is_observed(self.filter, obs).to(after.rejected.device)
+            observed = is_observed(self.filter, x).to(after.rejected.device)
             self.rejected += int((after.rejected & observed).sum())
         return self.filter.estimate(self.state) if estimate is None else estimate
 

@@ -22,7 +22,16 @@ from kbf.filters.protocols import (
     check_controlled,
     log_likelihood_of,
 )
-from kbf.recording import Array, Recording, as_float, check_finite, mask_of, pad, tensor_of
+from kbf.recording import (
+    Array,
+    Recording,
+    as_float,
+    check_finite,
+    mask_of,
+    observation_of,
+    pad,
+    tensor_of,
+)
 from kbf.runtime import html_repr
 from kbf.runtime.deadline import check_deadline
 
@@ -279,7 +288,7 @@ def checked_inputs(
 def step(
     filter: Filter[Any],
     state: Any,
-    obs: Shaped[Array, "b *x"],
+    obs: Shaped[Array, "*x"] | dict[str, Any],
     *,
     mask: Shaped[Array, " b"] | None = None,
     control: Float[Array, "b k"] | None = None,
@@ -293,12 +302,17 @@ def step(
     Args:
         filter: any filter.
         state: its state after the step before.
-        obs: ``b *x``. mask: ``b``. control: ``b k``, of the move to this step.
+        obs: ``b *x``, of a single track also ``q``. mask: ``b``.
+        control: ``b k``, of the move to this step.
         generator: source of random numbers, for filters that draw.
         before: called before the update.
+
+    Raises:
+        ValueError: observations by name; `kbf.FittedFilter.online` takes them.
     """
-    obs, mask = tensor_of(obs, "obs"), mask_of(mask)
+    x: Any = observation_of(obs, len(state[0]))
+    mask = mask_of(mask)
     gate = GatedFilter(filter, generator)
-    return gate.attempt(
-        state, obs, mask=mask, control=tensor_of(control, "control"), before=before
-    )[0]
+    return gate.attempt(state, x, mask=mask, control=tensor_of(control, "control"), before=before)[
+        0
+    ]

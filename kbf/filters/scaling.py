@@ -6,6 +6,7 @@ hide one in metres.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -16,10 +17,23 @@ from kbf.filters.protocols import Filter, covariance_of, sample_of
 from kbf.filters.wrapper import FilterWrapper
 from kbf.manifolds import manifold_of
 from kbf.recording import Recording
+from kbf.runtime.errors import DataWarning
 from kbf.runtime.html_repr import ShownModule
 
 # Observations that are whole numbers from 0 on, up to this at most, are counts.
 MOST_COUNTED = 100
+
+
+# Standard deviations of two columns, the larger over the smaller, above which a kernel with one
+# length scale ignores the smaller column: its distances are a hundredth of the squared ones.
+MAX_SCALE_RATIO = 10.0
+# Mean over standard deviation of a column above which weights that sum to 0.9 or 1.1, as weights
+# that are not normalised do, cost an error of more than one standard deviation.
+MAX_OFFSET = 10.0
+
+
+class ScaleWarning(DataWarning):
+    """Columns have scales or means that a filter without scaling does not take well."""
 
 
 class Scaling(ShownModule):
@@ -129,6 +143,43 @@ def spread(
     return torch.where(kept.to(mean.device), mean, 0), torch.where(
         kept.to(std.device) & ~constant, std, 1
     )
+
+
+def warn_of_scales(values: Float[Tensor, "n c"], what: str, *, offset: bool = False) -> None:
+    """Warn of columns whose scales differ by more than `MAX_SCALE_RATIO`.
+
+    Constant columns are ignored.
+
+    Args:
+        values: states or observations, as a kernel takes them.
+        what: their name in the message.
+        offset: warn of means of more than `MAX_OFFSET` standard deviations as well.
+    """
+    mean, std = (each.tolist() for each in spread(values.double(), None))
+    known = torch.where(values.isfinite(), values, values.nanmean(0))
+    scales = {k: std[k] for k in range(len(std)) if bool((known[:, k] != known[0, k]).any())}
+    if not scales:
+        return
+    advice = (
+        "kbf.fit scales them; directly, use (x - mean) / std of each column, or "
+        "kbf.filters.scaling.Scaling"
+    )
+    low, high = (key(scales, key=scales.__getitem__) for key in (min, max))
+    if scales[high] > MAX_SCALE_RATIO * scales[low]:
+        warnings.warn(
+            f"{what}: column {high} varies by {scales[high]:.3g}, column {low} by "
+            f"{scales[low]:.3g}, and one length scale for both hides the latter: {advice}",
+            ScaleWarning,
+            stacklevel=4,
+        )
+    far = [k for k, scale in scales.items() if abs(mean[k]) > MAX_OFFSET * scale]
+    if offset and far:
+        warnings.warn(
+            f"{what}: column {far[0]} varies by {scales[far[0]]:.3g} around {mean[far[0]]:.3g}, "
+            f"and estimates with weights that do not sum to 1 are off by a share of it: {advice}",
+            ScaleWarning,
+            stacklevel=4,
+        )
 
 
 def are_counts(values: Float[Tensor, "n c"]) -> Bool[Tensor, " c"]:

@@ -5,6 +5,7 @@ The parts are a net, the scaling of ``data.normalise``, the encoding of images a
 `kbf.fitted.checkpoint.load_filter` restores one without it.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from kbf import __version__
 from kbf.data.files import ColumnSchema
 from kbf.filters.protocols import Filter, RatioModel
-from kbf.filters.scaling import ScaledFilter, Scaling
+from kbf.filters.scaling import ScaledFilter, ScaleWarning, Scaling
 from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.wrapper import FilterWrapper
 from kbf.fitted.buffers import RecordingBuffers
@@ -182,7 +183,9 @@ class FittedModel(nn.Module):
     def prepare(self, sequences: list[Recording], generator: torch.Generator | None = None) -> None:
         """Set what the net takes from the recordings before training: bandwidths, first ridges."""
         seeded = torch.Generator().manual_seed(self.config["seed"])
-        self.net.prepare(sequences, seeded if generator is None else generator)
+        with warnings.catch_warnings():  # of columns that data.normalise scales, or is not to scale
+            warnings.simplefilter("ignore", ScaleWarning)
+            self.net.prepare(sequences, seeded if generator is None else generator)
         self.prepared = True
 
     @torch.no_grad()

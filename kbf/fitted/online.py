@@ -25,7 +25,7 @@ from kbf.fitted.online_estimator import OnlineEstimator, StepInputs, result_of
 from kbf.fitted.results import Source
 from kbf.fitted.runs import check_horizon, future_controls, moved
 from kbf.fitted.summary import Summary
-from kbf.recording import as_float
+from kbf.recording import as_float, without_mask
 from kbf.runtime.errors import DataError, DataWarning
 
 # Share of the time step by which the time of a reading may be off the grid without an error.
@@ -384,6 +384,8 @@ def numbers_of(values: Any, names: list[str], side: str, *, missing: bool) -> np
         values = [given.get(name) for name in names]
     elif hasattr(values, "detach"):
         values = values.detach().cpu()
+    elif np.ma.is_masked(values):
+        values = without_mask(values, side)
     found = np.array(
         [np.nan if each is None else each for each in np.atleast_1d(values).ravel()], "float64"
     )

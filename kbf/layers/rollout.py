@@ -13,6 +13,7 @@ from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.kbf import stacked
 from kbf.filters.kernel.smoother import RuleBackward
 from kbf.filters.rollout import Rollout, checked_inputs, rollout
+from kbf.filters.scaling import warn_of_scales
 from kbf.images.encodings import EncodedFilter
 from kbf.layers.kernel_layer import KernelLayer
 from kbf.layers.ratio import DensityRatio
@@ -216,6 +217,7 @@ class KernelBayesFilterRollout(nn.Module):
         """
         recordings = as_recordings(memory)
         states, obs = stacked(recordings)
+        warn_of_scales(states, "states", offset=not self.normalise)
         distance = BANDWIDTH_OF_STATES * median_distance(states, distinct=True)
         set_bandwidth(self.transition, distance)
         set_bandwidth(self.ratio, distance)

@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from kbf.filters.gaussian.ekf import EKF
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.online import RunningFilter
 from kbf.filters.particle.bootstrap import ParticleFilter
-from kbf.filters.rollout import rollout
+from kbf.filters.rollout import rollout, step
 from kbf.runtime.threads import tune_process
 from kbf.ssm import oscillatory, simulate
 
@@ -301,3 +302,17 @@ def test_tune_process_sets_threads():
     assert torch.get_num_threads() == 1
     assert (torch.tensor([1e-40]) * 1.0).item() == 0, "a denormal number"
     torch.set_num_threads(before)
+
+
+def test_a_single_observation_is_taken_without_the_batch():
+    filter, obs = kernel_filter(), recording(3).obs[0]
+    live, expected = RunningFilter(filter), RunningFilter(filter)
+    for x in obs:
+        assert torch.equal(live.step(x), expected.step(x[None]))
+        assert torch.equal(live.step(x.numpy()), expected.step(x[None]))
+    state = filter.init(1)
+    one, other = (step(filter, state, x) for x in (obs[0], obs[:1]))
+    assert torch.equal(filter.estimate(one), filter.estimate(other))
+    for entrance in (live.step, partial(step, filter, state)):
+        with pytest.raises(ValueError, match=r"observations by name are for .*online\(\)"):
+            entrance({"a": 1.0})

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.protocols import where
 from kbf.filters.regression.kernel_ridge import FrameRegression
 from kbf.filters.rollout import rollout, step
-from kbf.filters.scaling import ScaledFilter, Scaling, spread
+from kbf.filters.scaling import ScaledFilter, ScaleWarning, Scaling, spread, warn_of_scales
+from kbf.fitted.model import FittedModel
 from kbf.recording import Recording
 from kbf.ssm import oscillatory, simulate
 
@@ -219,3 +221,46 @@ def test_counts_stay_as_they_are():
     )
     assert torch.equal(scaled[:, 5], torch.zeros(3).double())
     assert scaling.z_scale != 1, "states are scaled whatever they are"
+
+
+@pytest.fixture
+def silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ScaleWarning)
+        yield
+
+
+@pytest.mark.parametrize("factors", [[1.0, 9.0, 3.0], [2.0, 2.0, 0.0], [0.0, 0.0, 0.0]])
+def test_columns_of_similar_scales_bring_no_warning(factors, silent):
+    draw = torch.randn(200, 3, generator=torch.Generator().manual_seed(0)).double()
+    values = draw / draw.std(0) * torch.tensor(factors) + 5
+    warn_of_scales(values, "states", offset=True)
+    values[::7, 0] = torch.nan
+    warn_of_scales(values, "states", offset=True)
+
+
+def test_columns_of_other_scales_and_means_bring_a_warning():
+    one = torch.randn(200, 1, generator=torch.Generator().manual_seed(0)).double()
+    with pytest.warns(ScaleWarning, match="states: column 1 varies by .*, column 0 by .* hides"):
+        warn_of_scales(torch.cat([one, 12 * one.flip(0)], 1), "states")
+    with pytest.warns(ScaleWarning, match="column 0 varies by .* around 50.*do not sum to 1"):
+        warn_of_scales(one + 50, "states", offset=True)
+
+
+def test_filters_warn_where_nothing_scales_their_columns(silent):
+    drawn = simulate(oscillatory(), torch.tensor([1.0, 0.0]).double(), 60)
+    good = Recording(drawn.states, drawn.obs)
+    units = Recording(drawn.states * torch.tensor([1000.0, 1.0]), drawn.obs)
+    sensors = Recording(drawn.states, drawn.obs * torch.tensor([1.0, 50.0]))
+    for model in (KBF(), FrameRegression(), KBF(normalise=False)):
+        model.prepare([good])
+        with pytest.warns(ScaleWarning, match="observations: column 1"):
+            model.prepare([sensors])
+    with pytest.warns(ScaleWarning, match="states: column 0"):
+        KBF().prepare([units])
+    away = good._replace(states=good.states + 100)
+    KBF().prepare([away])
+    with pytest.warns(ScaleWarning, match="do not sum to 1"):
+        KBF(normalise=False).prepare([away])
+    config = {"model": {"name": "kbf", "net": {"_target_": "kbf.KBF"}}, "seed": 0}
+    FittedModel(config | {"data": {"normalise": "standard"}}, [units]).prepare([units])

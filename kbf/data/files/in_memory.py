@@ -17,7 +17,7 @@ from torch import Tensor
 from kbf.data.files import arrays, tables
 from kbf.data.files.layout import Contents, FileRecording, Layout
 from kbf.data.files.read import check_sizes, read
-from kbf.recording import Recording
+from kbf.recording import Recording, mask_of
 
 # Names in messages, where a file has its path, and of a single recording.
 FRAME = Path("DataFrame")
@@ -307,6 +307,9 @@ def named_arrays(**roles: Any) -> dict[str, Any]:
 def array_contents(named: dict[str, Any], layout: Layout, states: bool) -> Contents:
     """Returns the recordings of named arrays."""
     values = {name: as_numpy(each) for name, each in named.items()}
+    for name in values:
+        if name.startswith("mask"):
+            mask_of(values[name])  # raises an error for numbers other than 0 and 1
     if not values or not all(each.size for each in values.values()):
         empty = next((name for name, each in values.items() if not each.size), None)
         raise ValueError(f"the array {empty} is empty" if empty else "there are no arrays")

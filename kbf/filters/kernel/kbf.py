@@ -25,6 +25,7 @@ from kbf.filters.kernel.operators import (
 )
 from kbf.filters.kernel.smoother import RuleBackward
 from kbf.filters.kernel.update.rule import DenseUpdate, PrimalUpdate
+from kbf.filters.scaling import warn_of_scales
 from kbf.recording import Recording, Transitions, as_recordings, moves, transitions
 from kbf.rkhs.features import NystromFeatures
 from kbf.rkhs.kernels import KERNELS, median_distance
@@ -149,6 +150,9 @@ class KBF(ShownModule):
         """Select bandwidths, and ridges unless ``select`` is median, from the training part."""
         recordings = as_recordings(memory)
         states, obs = stacked(recordings)
+        warn_of_scales(states, "states", offset=not self.normalise)
+        if obs.ndim == 2:
+            warn_of_scales(obs, "observations")
         if (controls := moves(recordings)[2]) is not None:
             self.set_control_bandwidths(control_spread(controls).log())
         if self.select == "median":

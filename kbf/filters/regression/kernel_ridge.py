@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
+from kbf.filters.scaling import warn_of_scales
 from kbf.recording import Recording, as_recordings, control_width
 from kbf.rkhs.features import nystrom_whitening
 from kbf.rkhs.kernels import KERNELS, median_distance
@@ -148,6 +149,8 @@ class FrameRegression(ShownModule):
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
         """Select factor and ridge by the leave-one-out error on the observed steps, in O(n^3)."""
         x, z, _ = observed(memory)
+        if as_recordings(memory)[0].obs.ndim == 2:
+            warn_of_scales(x, "observations")
         some = evenly(len(x), MAX_LANDMARKS, x.device)
         x, z = x[some], z[some]
         regs = torch.tensor(self.regs, dtype=x.dtype, device=x.device)
