@@ -233,13 +233,14 @@ def gallery(made: dict[str, dict[str, str | bytes]]) -> str:
     """The figures of the tutorials, each a link to the page whose cells draw it."""
     lines = [(ROOT / "docs" / "gallery.md").read_text(encoding="utf-8"), '<div class="gallery">']
     for name, files in made.items():
-        title = str(files[f"{name}.md"]).partition("\n")[0].lstrip("# ")
-        lines += [
-            f'<a href="tutorials/{name}.html"><img src="tutorials/{path}" alt="{title}">'
-            f"<span>{title}</span></a>"
-            for path in files
-            if path.endswith(".png")
-        ]
+        text = str(files[f"{name}.md"])
+        for path in filter(lambda each: each.endswith(".png"), files):
+            headings = re.findall(r"^##? (.*)$", text.partition(f"]({path})")[0], re.MULTILINE)
+            label = html.escape(": ".join(dict.fromkeys([headings[0], headings[-1]])))
+            lines.append(
+                f'<a href="tutorials/{name}.html"><img src="tutorials/{path}" alt="{label}">'
+                f"<span>{label}</span></a>"
+            )
     return "\n".join([*lines, "</div>", ""])
 
 

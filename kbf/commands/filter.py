@@ -168,7 +168,7 @@ def run(config: dict[str, Any]) -> int:
         warn(text)
     for name in running.columns if config["output"] != "-" else []:
         if name in COLUMNS:
-            messages.print(f"  {name:<14}{COLUMNS[name]}", style="dim", markup=False)
+            messages.print(f"  {name:<18}{COLUMNS[name]}", style="dim", markup=False)
     return 0
 
 
