@@ -59,9 +59,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     check_requested(config, loaded, data)
     floor = data_floor(data, particles=config["particles"], seed=config["seed"])
     began, monitor, calibration = time.perf_counter(), loaded.monitor, loaded.calibration
-    result, reliable, scores = score_test_part(
-        loaded, data, floor, config["seed"], watch=None if monitor is None else monitor.check
-    )
+    result, reliable, scores = score_test_part(loaded, data, floor, config["seed"])
     metrics = about({**config, "model": loaded.module.config["model"]}, data)
     checks = list(result.watched)
     alarms = alarm_metrics(checks, 0.0 if monitor is None else monitor.rate.item())

@@ -44,6 +44,8 @@ from kbf.training.encoder_datamodule import Frames, check_batches
 from kbf.training.encoder_stage import check_encoder, fit, fit_encoding, warn_of_chance
 from kbf.training.filter_stage import FilterTraining
 
+log: logging.Logger = logging.getLogger(__name__)
+
 # Keys of a configuration that a checkpoint keeps.
 CHECKPOINT_KEYS = ("model", "data", "recipe", "n_train", "seed")
 # Least time between two checkpoints of the first stage, whose epochs may be short.
@@ -251,6 +253,7 @@ def fit_filter(
     check_callbacks(callbacks, bool(tasks.held))
     callbacks += early_stopping(how.patience, monitor, callbacks)
     trainer = run.trainer(*callbacks, best, last)
+    note_processes(trainer.world_size, trainer.global_rank)
     module.prepare(tasks.fit, torch.Generator().manual_seed(seed))
     run.start(trainer)
     fit(trainer, module, tasks, ckpt_path=run.ckpt_path)
@@ -261,6 +264,17 @@ def fit_filter(
     return trained._replace(
         epochs=trainer.current_epoch, validation_mse=best.least, steps=trainer.global_step
     )
+
+
+def note_processes(world: int, rank: int) -> None:
+    """Log, in process 0, that the result of several processes is not that of one."""
+    if world > 1 and rank == 0:
+        log.warning(
+            "%d processes: each step averages the gradients of that many batches of "
+            "model.training.batch_size windows, so that an epoch has fewer steps than in one "
+            "process and the result differs (trainer.devices=1)",
+            world,
+        )
 
 
 def fit_kernel_filter(module: FilterTraining, run: Run) -> Trained | None:

@@ -1,7 +1,7 @@
 """Metrics of a trained filter on the test part, as the flat keys of ``metrics.json``."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -29,21 +29,29 @@ class ScoredRun(NamedTuple):
     metrics: dict[str, float | None]
 
 
-def score_test_part(
-    trained: Trained, data: Data, floor: Score | None, seed: int, **settings: Any
-) -> ScoredRun:
-    """Score a trained filter on the test part, with its calibration.
+def score_test_part(trained: Trained, data: Data, floor: Score | None, seed: int) -> ScoredRun:
+    """Score a trained filter on the test part, with its calibration and its monitor.
+
+    The monitor changes no estimate, but it requires the sequential loop, whose rounding in float32
+    differs from that of the parallel one. It is used in training and evaluation alike, so that both
+    have equal scores.
 
     Args:
         trained: filter and calibration.
         data: its test part is scored.
         floor: scores of the Bayes-optimal filter; None where it is not known.
         seed: of filters that draw.
-        settings: keyword arguments of `kbf.evaluation.score.score`.
     """
-    module = trained.module
-    settings |= {"seed": seed, "dtype": module.input_dtype, "device": module.device}
-    result = score(trained.filter, data.test, covariances=True, **settings)
+    module, monitor = trained.module, trained.monitor
+    result = score(
+        trained.filter,
+        data.test,
+        covariances=True,
+        seed=seed,
+        dtype=module.input_dtype,
+        device=module.device,
+        watch=None if monitor is None else monitor.check,
+    )
     reliabilities = reliability_of(result, data.test, trained.calibration)
     metrics = score_metrics(result, floor, data.test) | reliability_metrics(reliabilities)
     return ScoredRun(recalibrated(result, trained.calibration), reliabilities, metrics)
