@@ -48,7 +48,7 @@ def multirun(
         1 if a job failed; of other commands than ``train``, the largest exit code of the runs.
 
     Raises:
-        ValueError: the folder holds another sweep.
+        ValueError: the folder holds another sweep, or all jobs failed for the same reason.
     """
     words = [*words_for_hydra(command, overrides, sweep=True), "hydra.mode=MULTIRUN"]
     config_name = name or short(command)
@@ -65,6 +65,8 @@ def multirun(
             failures = [each for each in returned if isinstance(each, str)]
             if folder is not None:
                 report(folder, failures)
+    if failures and failures == [failures[0]] * len(returned):
+        raise ValueError(failures[0])
     return max((code for code in returned if type(code) is int), default=int(bool(failures)))
 
 
@@ -193,13 +195,19 @@ def run_of_sweep(command: str, launcher: int, composed: Any) -> float | int | st
     if os.getpid() != launcher and os.getppid() == launcher:
         threading.Thread(target=end_with, args=(launcher,), daemon=True).start()
     job = HydraConfig.get()
-    config = prepare(command, composed, list(job.overrides.task))
+    searches = not str(job.sweeper["_target_"]).endswith(".BasicSweeper")
+    goes_on = command == "train" and not searches
+    try:
+        config = prepare(command, composed, list(job.overrides.task))
+    except Exception as error:
+        if not goes_on:
+            raise
+        return write_failure(Path(job.runtime.output_dir), error)
     if "trainer" in config:
         config["trainer"] = {**config["trainer"], "enable_progress_bar": False}
-    searches = not str(job.sweeper["_target_"]).endswith(".BasicSweeper")
     if searches and config.get("hold_out") == 0:
         config["hold_out"] = 0.2
-    result = execute(command, config) if searches or command != "train" else finish_job(config)
+    result = finish_job(config) if goes_on else execute(command, config)
     if isinstance(result, dict):
         return result.get("held_out.mse", result.get("validation.mse"))
     return result
@@ -221,8 +229,6 @@ def finish_job(config: dict[str, Any]) -> dict[str, Any] | str:
     """
     from kbf.commands.support.run_states import FAILURE, read_json
     from kbf.commands.support.sweep_jobs import DifferentRun, claimed, remaining
-    from kbf.runtime.atomic_files import write_json
-    from kbf.runtime.interpolation import masked
     from kbf.runtime.run_folders import RESULT
 
     directory = Path(config["run_dir"])
@@ -234,12 +240,28 @@ def finish_job(config: dict[str, Any]) -> dict[str, Any] | str:
                 return read_json(directory / RESULT)
             return execute("train", left)
         except Exception as error:
-            texts = {"error": one_line(error), "traceback": traceback.format_exc()}
-            failure = {key: masked(text, config) for key, text in texts.items()}
-            if not isinstance(error, DifferentRun):
-                write_json(directory / FAILURE, failure)
-            log.error("%s failed: %s", directory, failure["error"])
-            return failure["error"]
+            kept = isinstance(error, DifferentRun)
+            return write_failure(None if kept else directory, error, config)
+
+
+def write_failure(directory: Path | None, error: Exception, config: Any = None) -> str:
+    """Write the error of a job to ``failed.json`` in its folder and log it; returns its line.
+
+    Args:
+        directory: of the run; None writes no file.
+        error: of the job.
+        config: refers to the environment variables whose values are not written.
+    """
+    from kbf.commands.support.run_states import FAILURE
+    from kbf.runtime.atomic_files import write_json
+    from kbf.runtime.interpolation import masked
+
+    texts = {"error": one_line(error), "traceback": traceback.format_exc()}
+    failure = {key: masked(text, config) for key, text in texts.items()}
+    if directory is not None:
+        write_json(directory / FAILURE, failure)
+    log.error("%s", failure["error"])
+    return failure["error"]
 
 
 @contextmanager

@@ -94,9 +94,15 @@ def test_all_failed_jobs_are_listed_and_the_others_run(here, capsys):
     for job in ("0", "1"):
         failure = json.loads((here / "other" / job / "failed.json").read_text())
         assert f"failed other/{job}: {failure['error']}" in output
+        assert not (here / "other" / job / "metrics.json").exists()
         assert failure["error"] in (here / "other" / job / "kbf.log").read_text()
         assert "Traceback" in failure["traceback"]
     assert "2 failed, 1 finished" in output
+    # A configuration that cannot be used fails one job as well.
+    words = [word for word in TRAIN if not word.startswith(("n_train", "hydra"))]
+    assert main([*words, "hydra.sweep.dir=third", "model=kalman", "n_train=60,x"]) == 1
+    assert states("third") == ["finished", "failed"]
+    assert "n_train must be a whole number, got 'x'" in capsys.readouterr().out
 
 
 def test_a_job_that_another_process_works_on_is_waited_for(here, monkeypatch, capsys):

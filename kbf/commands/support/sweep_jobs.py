@@ -55,7 +55,7 @@ def remaining(config: dict[str, Any]) -> dict[str, Any] | None:
         DifferentRun: the folder holds a run with other settings, data or code.
     """
     directory = Path(config["run_dir"])
-    if config["overwrite"]:
+    if config["overwrite"] or config["ckpt_path"] is not None:
         return config
     checkpoints, whole = directory / "checkpoints", bool(read_json(directory / RESULT))
     last = next((c for name in (LAST, ENCODERS) if (c := checkpoints / name).exists()), None)
