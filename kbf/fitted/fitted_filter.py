@@ -77,7 +77,9 @@ class FittedFilter(Summary):
             controls: ``T k``; mask: ``T`` bool, False where nothing was observed. Both go with
                 ``observations``.
             state: `Estimates.state` of the rows before, to continue; None starts from the prior.
-            seed: of filters that draw random numbers.
+            seed: of filters that draw random numbers. `online` with the same seed returns the
+                numbers of the first recording, unless a diverged track is re-initialised, where
+                the rows of a batch are drawn again.
 
         Raises:
             DataError: data that does not fit the columns of the training.

@@ -126,6 +126,8 @@ class OnlineFilter:
             compiled=example if compile else None,
             generator=torch.Generator(self._device).manual_seed(seed),
         )
+        # `FittedFilter.filter` begins a recording like this: equal numbers where priors are drawn.
+        self._estimator.restart()
         if max_delay < 0:
             raise ValueError(f"max_delay must be at least 0 seconds, got {max_delay}")
         self.max_delay: float = max_delay
