@@ -26,7 +26,7 @@ from kbf.fitted.estimates import Estimates
 from kbf.fitted.results import Result, Source
 from kbf.fitted.scores import column_scores
 from kbf.fitted.training_data import read
-from kbf.fitting import fit_source, warn_of_notes
+from kbf.fitting import fit_source, warn_of_problems
 from kbf.runtime.errors import DataError, in_python
 
 # Scores of a column in each fold.
@@ -214,7 +214,7 @@ def cross_validate(
     known = inspect.signature(read).parameters.keys() - {"test"}
     columns = {key: settings.pop(key) for key in [*settings] if key in known}
     source, read_as, contents = read(data, states=states, **columns)
-    warn_of_notes(source)
+    warn_of_problems(source)
     encoded = [source.encode(each, False).states for each in source.recordings]
     steps = correlation_time(encoded) if gap is None else gap
     with in_python():

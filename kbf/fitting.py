@@ -18,7 +18,7 @@ import torch
 
 from kbf.data.dataset import Data, completed, load_data
 from kbf.data.files.dataset import FileData
-from kbf.data.files.report import Report
+from kbf.data.files.report import Report, examine
 from kbf.filters.selection.requirements import REQUIREMENTS
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.fitted_filter import FittedFilter
@@ -49,7 +49,9 @@ def fit(
     bounds: Mapping[str, Sequence[Any]] | None = None,
     units: Mapping[str, str] | None = None,
     allow_missing_sensors: bool | None = None,
+    missing: Sequence[float] | Mapping[str, Sequence[float]] | None = None,
     time_as_control: bool = False,
+    control_timing: str = "into",
     size: Sequence[int] | None = None,
     model: str = "kbf",
     config: Mapping[str, Any] | None = None,
@@ -92,7 +94,10 @@ def fit(
         units: of the columns, for labels. Nothing is converted.
         allow_missing_sensors: use the other observations of a row where some are missing. None
             does so if rows of the training are partly missing.
+        missing: values that stand for a missing one, such as ``[-999]``, or ``{"s1": [0]}`` for
+            single columns.
         time_as_control: the duration of each move is a control, for irregular times.
+        control_timing: controls act in the move ``"into"`` their row, or ``"from"`` it.
         size: height and width that images are resized to.
         model: a name among ``configs/model``; ``"auto"`` fits several and selects the one with the
             least error on the end of the recordings.
@@ -136,11 +141,13 @@ def fit(
         angles=angles,
         rotations=rotations,
         allow_missing_sensors=allow_missing_sensors,
+        missing=missing,
         time_as_control=time_as_control,
+        control_timing=control_timing,
         size=size,
         validation=validation,
     )
-    warn_of_notes(source)
+    warn_of_problems(source)
     return fit_source(
         source,
         settings,
@@ -242,8 +249,6 @@ def check(data: Any = None, *, states: Any, test: float = 0.2, **columns: Any) -
     Raises:
         kbf.DataError: as `fit`.
     """
-    from kbf.data.files.report import examine
-
     return examine(read(data, states=states, test=test, **columns)[0])
 
 
@@ -354,10 +359,10 @@ def word_of(value: Any) -> str:
     return quoted(value) if isinstance(value, str) else str(value)
 
 
-def warn_of_notes(source: FileData) -> None:
-    """Warn of what was noticed while the data was read."""
-    for note in source.notes:
-        warnings.warn(note, DataWarning, stacklevel=3)
+def warn_of_problems(source: FileData) -> None:
+    """Warn of what `check` reports."""
+    for text in examine(source).warnings:
+        warnings.warn(text, DataWarning, stacklevel=3)
 
 
 @contextmanager

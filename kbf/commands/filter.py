@@ -283,6 +283,8 @@ def text_rows(
             data.get("recording") or "recording",
             elapsed=bool(data.get("time_as_control")),
             step=data.get("time_step"),
+            missing=data.get("missing"),
+            acts_from=data.get("control_timing") == "from",
         ),
         trained.module.input_dtype,
         config["device"],

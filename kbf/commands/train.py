@@ -21,6 +21,8 @@ from kbf.commands.support.run_states import read_json
 from kbf.commands.support.score_metrics import score_test_part, selected_filter
 from kbf.config.run_settings import seconds_of, with_limits, with_selection
 from kbf.data.dataset import Data, load_data
+from kbf.data.files.dataset import FileData
+from kbf.data.files.report import Report, examine
 from kbf.data.windows import hold_out
 from kbf.evaluation.floors import data_floor, floor
 from kbf.evaluation.score import Score
@@ -45,6 +47,8 @@ from kbf.training.metric_logging import log_results
 
 # Particles of the floor of the held-out part, which is only logged: more take long.
 MAX_FLOOR_PARTICLES = 4000
+# Warnings about the data that are printed; a table of many columns may have one for each.
+MAX_WARNINGS = 12
 # Metrics that are printed first; ``metrics.json`` has all.
 PRINTED = ("filter", *(f"test.{key}" for key in ("mse", "nmse", "floor", "excess", "coverage_95")))
 
@@ -75,7 +79,8 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     check_free(directory, ckpt_path, overwrite=config["overwrite"])
     loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]
     data = load_data(config["data"], trust=trust)
-    print_notes(data.notes)
+    report = examine(data.source) if isinstance(data.source, FileData) else None
+    print_notes(data.notes if report is None else first_warnings(report))
     # Two checkpoints, each with the recordings.
     check_space(directory, 2 * sum(r.obs.nbytes + r.states.nbytes for r in data.train))
     record = provenance(words, config, files_of(config["data"]))
@@ -149,11 +154,19 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     if result is None:
         print_notes(["the filter was trained on all steps: there is no test part, and no score"])
     else:
-        metrics |= print_baselines(config, data, result, metrics["filter"])
+        causes = [] if report is None else report.causes
+        metrics |= print_baselines(config, data, result, metrics["filter"], causes)
         write_json(directory / "metrics.json", metrics)
     remove_former(directory)
     print_written(directory, ["metrics.json", *names, "checkpoints/best.ckpt"])
     return metrics
+
+
+def first_warnings(report: Report) -> list[str]:
+    """Return the first `MAX_WARNINGS` warnings of a report on the data."""
+    more = len(report.warnings) - MAX_WARNINGS
+    tail = [f"and {more} more warnings: kbf data check prints all"] if more > 0 else []
+    return [*report.warnings[:MAX_WARNINGS], *tail]
 
 
 def error_without_last_steps(config: dict[str, Any], data: Data, *, trust: bool) -> float:

@@ -30,6 +30,7 @@ class Data(NamedTuple):
             (`kbf.data.files.column_schema.ColumnSchema`).
         time_step: median time between two steps, if the recordings have times; of a filter that is
             scored, that of its training. own_step: that of these recordings.
+        source: of data with named columns, the object that was read.
         notes: remarks on the data, in sentences.
         test_part: name of the test part of a split of recordings.
     """
@@ -44,6 +45,7 @@ class Data(NamedTuple):
     column_schema: Any = None
     time_step: float | None = None
     own_step: float | None = None
+    source: Any = None
     notes: tuple[str, ...] = ()
     test_part: str = ""
 
@@ -105,7 +107,7 @@ def load_data(config: dict[str, Any], *, trust: bool = False, source: Any = None
     unscored = getattr(source, "unscored", False)
     for name in ("train", "validation", "test"):
         recordings = list(getattr(source, name, []))
-        if config.get("missing"):
+        if config.get("missing") is True:
             recordings = [mask_missing(r) for r in recordings]
         checked = recordings
         if unscored and name == "test":
@@ -143,6 +145,7 @@ def load_data(config: dict[str, Any], *, trust: bool = False, source: Any = None
         **parts,
         **{"problem": None, **others},
         decoded=getattr(source, "decoded", None) or parts["test"],
+        source=source if hasattr(source, "column_schema") else None,
         notes=tuple(getattr(source, "notes", ())),
     )
 

@@ -113,7 +113,7 @@ def layout_for(settings: dict[str, Any], data: Any, *, states: bool) -> Layout:
     schema = ColumnSchema.from_dict(settings["column_schema"])
     layout = trained_layout(layout_of(settings), schema)
     if isinstance(data, dict) and not all(map(is_frame, data.values())):
-        return Layout(size=layout.size)  # named arrays have the usual names
+        return Layout(size=layout.size, missing=layout.missing)  # named arrays have the usual names
     if states:
         layout = layout._replace(states=schema.columns("states"))
     if is_frame(data) and layout.recording:

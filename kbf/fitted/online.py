@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kbf.data.files.layout import FileRecording
+from kbf.data.files.layout import FileRecording, codes_by_column
 from kbf.data.files.timestamps import encode_recording
 from kbf.filters.gating import observe
 from kbf.filters.online import read_leaves
@@ -136,6 +136,9 @@ class OnlineFilter:
         self.dropped: int = 0
         self._past: deque[Past] = deque()
         self._comparison: Comparison | None = Comparison(trained)
+        data = trained.module.config.get("data") or {}
+        codes = data.get("missing") if data.get("column_schema") else None
+        self._codes = codes_by_column(codes, fitted.schema.columns("observations"))
         if state is not None:
             self._load(state)
 
@@ -337,6 +340,8 @@ class OnlineFilter:
         names = schema.columns("observations")
         missing = self._estimator.live.allow_missing_sensors
         values = numbers_of(obs, names, "observations", missing=missing)
+        for k, codes in enumerate(self._codes):
+            values[k] = np.nan if values[k] in codes else values[k]
         row = FileRecording("step", torch.from_numpy(values[None]))
         found = encode_recording(row, schema, allow_missing_sensors=missing)[0]
         if bool(found.isnan().all()) or (not missing and bool(found.isnan().any())):

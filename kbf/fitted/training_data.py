@@ -8,7 +8,7 @@ import torch
 
 from kbf.data.files.dataset import FileData
 from kbf.data.files.in_memory import contents_of, named_arrays
-from kbf.data.files.layout import Contents, Layout
+from kbf.data.files.layout import Contents, Layout, plain
 from kbf.runtime.errors import DataError, in_python
 
 Columns = str | Sequence[str]
@@ -29,7 +29,9 @@ def read(
     angles: Sequence[str] | Mapping[str, str] = (),
     rotations: Sequence[Sequence[str]] = (),
     allow_missing_sensors: bool | None = None,
+    missing: Sequence[float] | Mapping[str, Sequence[float]] | None = None,
     time_as_control: bool = False,
+    control_timing: str = "into",
     size: Sequence[int] | None = None,
     validation: float = 0.0,
     test: float = 0.0,
@@ -53,18 +55,24 @@ def read(
         "rotations": [list(group) for group in rotations],
         "angle_unit": unit,
         "time_as_control": time_as_control,
+        "control_timing": control_timing,
+        "missing": plain(missing),
         "size": None if size is None else list(size),
     }
     with in_python():
-        contents, columns = recordings_in(data, roles, images, kinds["size"])
-        missing = contents.partly_missing() > 0 if allow_missing_sensors is None else False
-        kinds["allow_missing_sensors"] = missing or bool(allow_missing_sensors)
+        contents, columns = recordings_in(data, roles, images, kinds["size"], kinds["missing"])
+        partly = contents.partly_missing() > 0 if allow_missing_sensors is None else False
+        kinds["allow_missing_sensors"] = partly or bool(allow_missing_sensors)
         settings = {**columns, **kinds, "validation": validation, "test": test}
         return FileData(None, contents=contents, **settings), settings, contents
 
 
 def recordings_in(
-    data: Any, roles: dict[str, Any], images: Any, size: list[int] | None
+    data: Any,
+    roles: dict[str, Any],
+    images: Any,
+    size: list[int] | None,
+    missing: Any = None,
 ) -> tuple[Contents, dict[str, Any]]:
     """Return the recordings of the arguments of `fit`, and the settings of their columns.
 
@@ -77,11 +85,11 @@ def recordings_in(
         given = {**roles, "observations": images if images is not None else roles["observations"]}
         if wrong := [name for name, value in given.items() if isinstance(value, str)]:
             raise ValueError(f"{wrong[0]} names a column, but there is no data")
-        contents = contents_of(named_arrays(**given), Layout(size=size))
+        contents = contents_of(named_arrays(**given), Layout(size=size, missing=missing))
         return contents, {}
     names = {key: as_list(value) for key, value in roles.items() if key in PLURAL}
     singles = {key: value for key, value in roles.items() if key not in PLURAL}
-    layout = Layout(**names, **singles, images=images, size=size)
+    layout = Layout(**names, **singles, images=images, size=size, missing=missing)
     contents = contents_of(data, layout)
     chosen = {
         "states": contents.states,

@@ -1,6 +1,6 @@
 """Baselines next to the model's scores: the NMSE of each column, and what limits the error."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,11 @@ MIN_SHARE_DOMINANT = 0.9
 
 
 def print_baselines(
-    config: Mapping[str, Any], data: Data, result: Score, name: str
+    config: Mapping[str, Any],
+    data: Data,
+    result: Score,
+    name: str,
+    causes: Sequence[str] = (),
 ) -> dict[str, float]:
     """Print the NMSE of the model and of the baselines, and notes; return ``plain.NAME.nmse``.
 
@@ -36,6 +40,7 @@ def print_baselines(
         data: training and test part.
         result: scores of the model.
         name: of the filter that was scored.
+        causes: known problems of the data (`kbf.data.files.report.Report.causes`).
     """
     missing = bool(config["data"].get("allow_missing_sensors"))
     complete = all(bool(r.obs.isfinite().all()) for r in (*data.train, *data.test))
@@ -65,7 +70,8 @@ def print_baselines(
         )
     print_table(table)
     train = torch.cat([r.states for r in data.train]).double()
-    print_notes(baseline_notes(names, found, train, states, torch.cat(result.estimates)))
+    estimates = torch.cat(result.estimates)
+    print_notes(baseline_notes(names, found, train, states, estimates, causes))
     return {
         f"plain.{row}.nmse": columns.nanmean().item()
         for row, columns in found.items()
@@ -79,6 +85,7 @@ def baseline_notes(
     train: Float[Tensor, "n d"],
     states: Float[Tensor, "m d"],
     estimates: Float[Tensor, "m d"],
+    causes: Sequence[str] = (),
 ) -> list[str]:
     """Return notes on what limits the error of a model on the test part.
 
@@ -91,6 +98,7 @@ def baseline_notes(
         train: states of the training part.
         states: states of the test part.
         estimates: of the model on the test part.
+        causes: known problems of the data, which explain an unpredictable column.
     """
     notes = []
     known = states.isfinite().all(-1)
@@ -99,9 +107,11 @@ def baseline_notes(
     if unpredictable := [
         name for name, value in zip(names, least, strict=True) if value >= MIN_NMSE_UNPREDICTABLE
     ]:
+        reason = "these observations do not determine it"
+        if causes:
+            reason = f"this may be the cause: {causes[0]}"
         notes.append(
-            f"no estimator predicts {', '.join(unpredictable)} better than a constant: "
-            "these observations do not determine it"
+            f"no estimator predicts {', '.join(unpredictable)} better than a constant: {reason}"
         )
     lowest, highest = train.amin(0), train.amax(0)
     outside = ((states < lowest) | (states > highest)).double().mean(0)

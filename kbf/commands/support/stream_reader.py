@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kbf.data.files.column_schema import ColumnSchema
+from kbf.data.files.layout import codes_by_column
 from kbf.data.files.tables import number, seconds
 from kbf.data.files.timestamps import LARGEST_GAP, moves_in
 
@@ -51,7 +52,9 @@ class InputColumns(NamedTuple):
 
     ``step`` is the median time between steps of the training data: a filter starts again where more
     than `LARGEST_GAP` times as much has passed. With ``elapsed`` the time since the step before is
-    the last control; in the first step it is ``step``.
+    the last control; in the first step it is ``step``. ``missing`` are values that stand for a
+    missing observation, as of `kbf.data.files.layout.codes_by_column`. With ``acts_from`` controls
+    act in the move from their row, as in `kbf.data.files.timestamps.with_control_timing`.
     """
 
     column_schema: ColumnSchema
@@ -59,6 +62,8 @@ class InputColumns(NamedTuple):
     recording: str = "recording"
     elapsed: bool = False
     step: float | None = None
+    missing: Any = None
+    acts_from: bool = False
 
     @property
     def needed(self) -> list[str]:
@@ -130,6 +135,10 @@ class RowReader:
         self.optional_index: dict[str, int] = {}
         self.q: int = len(columns.column_schema.columns("observations"))
         self.controls: list[float] | None = None if self.needed[self.q :] else []
+        self.codes: list[list[float]] = codes_by_column(
+            columns.missing, columns.column_schema.columns("observations")
+        )
+        self.acting: dict[str | None, list[float]] = {}  # controls that act in the next move
         self.sequence: str | None = sequence
         self.assumed: bool = False  # the clock was extrapolated over a line without a time
         self.untimed: Counter[str | None] = Counter()  # rows of recordings since their clock
@@ -296,6 +305,9 @@ class RowReader:
         if not all(map(math.isfinite, values[q:])):
             raise LineError(f": {', '.join(self.needed[q:])} must be there at each step")
         control = self.controls = values[q : q + k]
+        if self.columns.acts_from:
+            control = self.acting.get(sequence, control)
+            self.acting[sequence] = self.controls
         previous = self.clocks.get(self.sequence if sequence is None else sequence)
         now, gap, moves = seconds(time or "") if step else None, False, 1
         if self.columns.elapsed:
@@ -327,6 +339,9 @@ class RowReader:
 
     def observation(self, values: list[float]) -> Tensor | None:
         """Return the observation with angles as cosine and sine; None where it is missing."""
+        if self.columns.missing:
+            pairs = zip(values, self.codes, strict=True)
+            values = [math.nan if value in codes else value for value, codes in pairs]
         if self.is_missing(map(math.isnan, values)):
             return None
         schema, obs = self.columns.column_schema, self.tensor([values])

@@ -1,7 +1,7 @@
 """The data set of a user's files: ``data=own``."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from kbf.data.files.timestamps import (
     median_step,
     pieces_at_gaps,
     uneven,
+    with_control_timing,
     with_missing_steps,
     with_time_control,
 )
@@ -71,6 +72,7 @@ class FileData(Shown):
         time: str | None = None,
         recording: str | None = None,
         mask: str | None = None,
+        missing: Sequence[float] | Mapping[str, Sequence[float]] | None = None,
         images: str | None = None,
         images_outside: bool = False,
         table: str | None = None,
@@ -79,6 +81,7 @@ class FileData(Shown):
         rotations: Sequence[Sequence[str]] = (),
         angle_unit: str = "radians",
         time_as_control: bool = False,
+        control_timing: str = "into",
         allow_missing_sensors: bool = False,
         cut_missing: bool = False,
         split: str = "time",
@@ -99,6 +102,7 @@ class FileData(Shown):
             angles: columns that are angles. angle_unit: radians or degrees.
             rotations: groups of 4 columns (quaternion w x y z) or 9 (matrix, by rows).
             time_as_control: whether the duration of each move is a control.
+            control_timing: whether a control acts in the move "into" its row, or "from" it.
             allow_missing_sensors: whether a step counts as observed if any of its columns is
                 present, for models that support missing sensors; otherwise all must be.
             cut_missing: whether training recordings are split at missing observations, for models
@@ -132,6 +136,7 @@ class FileData(Shown):
                 "time": time,
                 "recording": recording,
                 "mask": mask,
+                "missing": missing,
                 "images": images,
                 "images_outside": images_outside,
                 "table": table,
@@ -162,11 +167,14 @@ class FileData(Shown):
         check_columns(contents, self.column_schema, str(path))
         for each in contents.recordings:
             check_times(each)
+        self.control_timing: str = control_timing
+        self.allow_missing_sensors: bool = allow_missing_sensors
+        timed = [with_control_timing(each, control_timing) for each in contents.recordings]
         self.own_step: float | None = median_step(contents.recordings)
         self.time_step: float | None = self.own_step if time_step is None else time_step
         self.recordings: list[FileRecording] = [
             with_time_control(recording, self.time_step) if time_as_control else recording
-            for recording in contents.recordings
+            for recording in timed
         ]
         whole = [self.encode(recording, allow_missing_sensors) for recording in self.recordings]
         known = [s.states.isfinite().all(1) for s in whole]
@@ -226,6 +234,7 @@ class FileData(Shown):
                 f"{path}: too few steps with known states ({sizes} of {sum(lengths)}): "
                 "change data.test or data.split"
             )
+        check_observed(self.train, str(path))
         self.notes: list[str] = [
             *contents.notes,
             *constant,
@@ -280,6 +289,15 @@ class FileData(Shown):
         if missing := sum(int((~k).sum()) for k in known):
             notes.append(f"{missing} steps without a state: they are neither trained on nor scored")
         return notes
+
+
+def check_observed(train: list[Recording], path: str) -> None:
+    """Raises a ValueError if no training step has an observation."""
+    if train and all(s.mask is not None and not bool(s.mask.any()) for s in train):
+        raise ValueError(
+            f"{path}: no training step has all observations: data.allow_missing_sensors=true uses "
+            "steps with some of them (sensors that alternate, or of different rates)"
+        )
 
 
 def check_not_empty(contents: Contents, path: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kbf.data.files import arrays, tables
-from kbf.data.files.layout import Contents, FileRecording, Layout
+from kbf.data.files.layout import Contents, FileRecording, Layout, without_codes
 from kbf.data.files.read import check_sizes, read
 from kbf.recording import Recording, mask_of
 
@@ -69,6 +69,7 @@ def contents_of(data: Any, layout: Layout, *, states: bool = True) -> Contents:
             raise unknown(data)
     else:
         raise unknown(data)
+    contents = without_codes(contents, layout.missing)
     for recording in contents.recordings:
         check_sizes(recording)
     return contents

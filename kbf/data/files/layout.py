@@ -3,6 +3,7 @@
 Images, videos and archives are small on disk and large in memory.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ class Layout(NamedTuple):
     Attributes:
         states, observations, controls: columns or array; None for the array of that name.
         time, recording, mask: a column or array each.
+        missing: values that stand for a missing one, in all columns or by column.
         images: of a table, the column with the names of image files. images_outside: whether they
             may be outside of the table's folder.
         table: for a folder of images or a video, the CSV with the states; None for the only one in
@@ -42,6 +44,7 @@ class Layout(NamedTuple):
     time: str | None = None
     recording: str | None = None
     mask: str | None = None
+    missing: list[float] | dict[str, list[float]] | None = None
     images: str | None = None
     table: str | None = None
     size: list[int] | None = None
@@ -127,8 +130,58 @@ def layout_of(config: dict[str, Any]) -> Layout:
     return layout
 
 
+def codes_by_column(missing: Any, names: list[str]) -> list[list[float]]:
+    """Returns the values that stand for a missing one, of each column.
+
+    Args:
+        missing: a list for all columns, or a dict of lists by column; None for none.
+        names: of the columns.
+
+    Raises:
+        ValueError: codes that are no lists of numbers.
+    """
+    by_name = missing if isinstance(missing, Mapping) else dict.fromkeys(names, missing or [])
+    found = [by_name.get(name, []) for name in names]
+    for codes in [*by_name.values(), *found]:
+        if not isinstance(codes, list | tuple) or not all(type(c) in (int, float) for c in codes):
+            raise ValueError(
+                "data.missing must be a list of numbers, as [-999], or lists by column, as "
+                f"{{a: [0]}}; got {missing!r}"
+            )
+    return [list(codes) for codes in found]
+
+
+def without_codes(contents: Contents, missing: Any) -> Contents:
+    """Returns contents with NaN in place of the values that stand for a missing one.
+
+    Raises:
+        ValueError: as `codes_by_column`.
+    """
+    if not missing:
+        return contents
+    sides = {"obs": "observations", "states": "states", "controls": "controls"}
+    codes = {
+        leaf: codes_by_column(missing, getattr(contents, side)) for leaf, side in sides.items()
+    }
+    recordings = []
+    for each in contents.recordings:
+        leaves = {}
+        for name, columns in codes.items():
+            if (leaf := getattr(each, name)) is None or not any(columns):
+                continue
+            marked = [
+                torch.isin(column, torch.tensor(marks, dtype=column.dtype))
+                for column, marks in zip(leaf.unbind(1), columns, strict=True)
+            ]
+            leaves[name] = leaf.masked_fill(torch.stack(marked, 1), torch.nan)
+        recordings.append(each._replace(**leaves))
+    return contents._replace(recordings=recordings)
+
+
 def plain(value: Any) -> Any:
     """Returns lists in place of tuples; configurations may contain either."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
     return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 

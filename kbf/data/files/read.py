@@ -17,6 +17,7 @@ from kbf.data.files.layout import (
     Observations,
     is_pattern,
     layout_of,
+    without_codes,
 )
 
 
@@ -34,7 +35,7 @@ def read(path: str | os.PathLike[str], layout: Layout, *, states: bool = True) -
         FileNotFoundError: no such file. ValueError: anything in it that cannot be used, with its
             place in the file.
     """
-    contents = read_kind(Path(path).expanduser(), layout, states)
+    contents = without_codes(read_kind(Path(path).expanduser(), layout, states), layout.missing)
     for recording in contents.recordings:
         check_sizes(recording)
     return contents
@@ -158,6 +159,7 @@ def observations_of(contents: Contents, config: dict[str, Any]) -> list[Observat
         check_times,
         encode_recording,
         pieces_at_gaps,
+        with_control_timing,
         with_missing_steps,
         with_time_control,
     )
@@ -167,6 +169,7 @@ def observations_of(contents: Contents, config: dict[str, Any]) -> list[Observat
     for recording in in_schema_order(contents, column_schema).recordings:
         check_times(recording)
         check_width(recording, column_schema)
+        recording = with_control_timing(recording, config.get("control_timing"))
         if config.get("time_as_control"):
             recording = with_time_control(recording, step)
         obs, states, mask, controls = encode_recording(

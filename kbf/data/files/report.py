@@ -8,6 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from kbf.data.files.checks import (
+    are_whole,
+    code_warning,
+    control_warning,
+    leak_warnings,
+    sensor_warnings,
+    shuffle_warning,
+    unit_warnings,
+)
 from kbf.data.files.dataset import FileData
 from kbf.data.files.layout import FileRecording
 from kbf.recording import Recording
@@ -34,11 +43,16 @@ ADJACENT_STEPS = 10
 
 
 class Report(NamedTuple):
-    """Rows of the table of recordings and of the table of columns, and warnings as sentences."""
+    """Rows of the table of recordings and of the table of columns, and warnings as sentences.
+
+    ``causes`` are the warnings of problems that make states seem unpredictable: codes for missing
+    values, undeclared angles, dead sensors, and a test part outside of the training region.
+    """
 
     recordings: list[dict[str, Any]]
     columns: list[dict[str, Any]]
     warnings: list[str]
+    causes: list[str] = []  # noqa: RUF012 (never changed)
 
     def __repr__(self) -> str:
         return markdown("Recordings", self)
@@ -47,17 +61,26 @@ class Report(NamedTuple):
 def examine(data: FileData) -> Report:
     """Returns the tables of recordings and columns, and warnings of problems for filters."""
     named = all_columns(data)
-    warnings = [*data.notes, *few(data)]
+    warnings, causes = [*data.notes, *few(data)], []
     for name, each in named.items():
-        warnings += column_warnings(name, each, data)
+        found = cause_warnings(name, each, data)
+        causes += found
+        warnings += [] if found else column_warnings(name, each, data)
+    schema, recordings = data.column_schema, data.recordings
+    allowed = data.allow_missing_sensors
+    names = schema.columns("observations")
+    causes += sensor_warnings(recordings, names, allow_missing_sensors=allowed)
+    warnings += leak_warnings(recordings, schema) + shuffle_warning(recordings)
+    warnings += control_warning(recordings, data.control_timing)
     warnings += repeated(data) + shared_rows(data)
-    warnings += beyond(data)
-    warnings += outside("states", [s.states for s in data.train], [s.states for s in data.test])
-    warnings += outside("observations", vectors(data.train), vectors(data.test))
+    causes += beyond(data)
+    causes += outside("states", [s.states for s in data.train], [s.states for s in data.test])
+    causes += outside("observations", vectors(data.train), vectors(data.test))
     return Report(
         [recording_row(data, k, recording) for k, recording in enumerate(data.recordings)],
         [column_row(name, torch.cat(each)) for name, each in named.items()],
-        warnings,
+        warnings + causes,
+        causes,
     )
 
 
@@ -118,24 +141,33 @@ def few(data: FileData) -> list[str]:
     return warnings
 
 
+def cause_warnings(name: str, each: list[Tensor], data: FileData) -> list[str]:
+    """Returns warnings of a code for missing values, and of angles and their units."""
+    schema, plain = data.column_schema, name.removesuffix(" (observed)")
+    parts = (*schema.states, *schema.observations)
+    if any(part.kind == "angle" and plain in part.names for part in parts):
+        return unit_warnings(name, each, schema.unit)
+    if any(part.kind == "rotation" and plain in part.names for part in parts):
+        return []
+    if plain not in schema.controls and (found := code_warning(plain, torch.cat(each))):
+        return found
+    if (period := looks_like_angle(each)) is None:
+        return []
+    unit = "degrees" if period == 360 else "radians"
+    advice = f"data.angles=[{plain}] data.angle_unit={unit}"
+    return [f"column {name}: it jumps by {period:.4g}, as an angle in {unit} does: {advice}"]
+
+
 def column_warnings(name: str, each: list[Tensor], data: FileData) -> list[str]:
-    """Returns warnings of an empty or constant column, of outliers, and of an undeclared angle."""
+    """Returns warnings of an empty or constant column, and of outliers; counts have none."""
     values = torch.cat(each)
     known = values[values.isfinite()]
     if not len(known):
         return [f"column {name}: it is empty"]
     if float(known.max() - known.min()) <= 1e-12 * float(known.abs().max()):
         return [f"column {name}: it is constant ({float(known[0]):g}) and holds no information"]
-    declared = {
-        part.names[0]
-        for part in (*data.column_schema.states, *data.column_schema.observations)
-        if part.kind == "angle"
-    }
-    plain = name.removesuffix(" (observed)")
-    if plain not in declared and (period := looks_like_angle(each)) is not None:
-        unit = "degrees" if period == 360 else "radians"
-        advice = f"data.angles=[{plain}] data.angle_unit={unit}"
-        return [f"column {name}: it jumps by {period:.4g}, as an angle in {unit} does: {advice}"]
+    if are_whole(known) and float(known.min()) >= 0:
+        return []
     low, middle, high = np.quantile(known.numpy(), [0.25, 0.5, 0.75]).tolist()
     off = (values - middle).abs() > OUTLIER_DEVIATIONS * (high - low) / 1.349
     if high <= low or not bool(off.any()):
@@ -149,12 +181,15 @@ def looks_like_angle(each: list[Tensor]) -> float | None:
     """Returns 2 pi or 360 if a column has that range, jumps across it, and is smooth otherwise."""
     moves, values = torch.cat([column.diff().abs() for column in each]), torch.cat(each)
     moves, values = moves[moves.isfinite()], values[values.isfinite()]
+    if not len(moves):
+        return None
     extent = float(values.max() - values.min())
     for period in (2 * math.pi, 360.0):
         jumps = moves > 0.8 * period
         others = moves[~jumps] > 0.5 * period  # a few, where undeclared recordings meet
         if (
-            0.9 * period < extent < 1.01 * period
+            (period == 360 or not are_whole(values))
+            and 0.9 * period < extent < 1.01 * period
             and bool(jumps.any())
             and float(others.double().mean()) < 0.01
         ):

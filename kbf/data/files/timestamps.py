@@ -115,6 +115,23 @@ def with_missing_steps(
     return found, inserted
 
 
+def with_control_timing(recording: FileRecording, timing: str | None) -> FileRecording:
+    """Returns a recording whose controls act in the move *to* their row.
+
+    Controls that are logged in the row that they act *from* are shifted by a row; the first move
+    has the control of the first row.
+
+    Raises:
+        ValueError: neither "into" nor "from".
+    """
+    if timing not in (None, "into", "from"):
+        raise ValueError(f"data.control_timing must be into or from, got {timing!r}")
+    u = recording.controls
+    if timing != "from" or u is None:
+        return recording
+    return recording._replace(controls=torch.cat([u[:1], u[:-1]]))
+
+
 def with_time_control(recording: FileRecording, step: float | None) -> FileRecording:
     """Adds the duration of each move as a control; the first moves of pieces have the median.
 

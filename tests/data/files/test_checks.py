@@ -1,0 +1,231 @@
+"""Codes for missing values, dead sensors, leaks, shuffled rows, controls, units: each warning has
+an ordinary twin without one.
+"""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import kbf
+from kbf.cli import main
+from kbf.data.files.checks import code_of, control_warning, unit_warnings
+from kbf.data.files.layout import FileRecording
+
+COLUMNS = {"states": ["x"], "observations": ["a", "b"]}
+
+
+def recorded(steps: int = 300, seed: int = 0) -> pd.DataFrame:
+    rng, x = np.random.default_rng(seed), np.zeros(steps)
+    for t in range(1, steps):
+        x[t] = 0.9 * x[t - 1] + rng.normal()
+    noise = 0.3 * rng.normal(size=(steps, 2))
+    return pd.DataFrame({"x": x, "a": 20 + x + noise[:, 0], "b": -x + noise[:, 1]})
+
+
+def causes(frame, **columns) -> list[str]:
+    return kbf.check(frame, **{**COLUMNS, **columns}, test=0.0).warnings
+
+
+def at_random(frame, column, value, share=0.1):
+    chosen = np.random.default_rng(1).random(len(frame)) < share
+    return frame.assign(**{column: frame[column].mask(chosen, value)})
+
+
+def test_ordinary_data_has_no_warning():
+    assert causes(recorded()) == []
+
+
+@pytest.mark.parametrize("code", [-999.0, -200.0, 0.0, 1e6])
+def test_codes_are_suspected_and_declared(code):
+    frame = at_random(recorded(), "a", code)
+    (text,) = causes(frame)
+    setting = "{a: [0]}" if code == 0 else f"[{code:g}]"
+    assert text.startswith(f"column a: {code:g} occurs") and f"missing={setting}" in text
+    columns = {**COLUMNS, "missing": {"a": [code]}, "allow_missing_sensors": True}
+    partly = kbf.check(frame, **columns, test=0.0)
+    assert partly.warnings == [] and partly.columns[1]["missing"] == pytest.approx(0.1, abs=0.04)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.random.default_rng(0).poisson(0.7, 500),  # counts, most of them 0
+        np.clip(np.random.default_rng(0).normal(size=500), 0, 1),  # saturation
+        np.random.default_rng(0).integers(0, 2, 500),  # a flag
+        np.random.default_rng(0).exponential(size=500),
+        np.r_[np.zeros(3), np.random.default_rng(0).normal(9, 1, 500)],
+    ],
+)
+def test_other_values_are_no_codes(values):
+    assert code_of(torch.from_numpy(values.astype(float))) is None
+
+
+def test_codes_in_files_of_both_doors(tmp_path, capsys):
+    frame = at_random(recorded(), "a", -999.0)
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    words = ["data=own", f"data.path={tmp_path}/a.csv", "data.states=[x]"]
+    words += ["data.observations=[a,b]", "model=kalman", "logger=none", "data.test=0"]
+    words += ["trainer.enable_progress_bar=false", f"run_dir={tmp_path}/run"]
+    assert main(["train", *words]) == 0
+    assert "data.missing=[-999]" in capsys.readouterr().out
+    words += ["data.missing=[-999]", "data.allow_missing_sensors=true", "overwrite=true"]
+    assert main(["train", *words]) == 0
+    assert "-999" not in capsys.readouterr().out
+    fitted = kbf.fit(
+        frame,
+        **COLUMNS,
+        missing=[-999],
+        model="kalman",
+        progress=False,
+    )
+    checkpoint = tmp_path / "run" / "checkpoints" / "best.ckpt"
+    line = [f"checkpoint={checkpoint}", f"input={tmp_path}/a.csv", f"output={tmp_path}/out.csv"]
+    assert main(["filter", *line]) == 0
+    found = pd.read_csv(tmp_path / "out.csv").x
+    assert found.to_numpy() == pytest.approx(fitted.filter(frame).mean[:, 0], abs=1e-6)
+    live = fitted.online()
+    for row in frame[:40].itertuples():
+        live.step({"a": row.a, "b": row.b})
+    assert live.estimate["x"] == pytest.approx(found[39], abs=1e-6)
+    with pytest.raises(kbf.DataError, match="missing must be a list of numbers"):
+        kbf.fit(frame, **COLUMNS, missing=["-999"], model="kalman")
+
+
+def test_sensors_that_die_are_named():
+    frame = recorded()
+    frame.loc[150:, "b"] = np.nan
+    (text,) = causes(frame, allow_missing_sensors=True)
+    assert "column b has no value after DataFrame, row 149: 150 of 300 rows lack it" in text
+    assert "allow_missing_sensors" not in text
+    assert any(
+        "allow_missing_sensors=true" in t for t in causes(frame, allow_missing_sensors=False)
+    )
+    frame.loc[:, "b"] = recorded().b.where(np.arange(300) % 3 > 0)
+    assert causes(frame, allow_missing_sensors=True) == []
+
+
+def test_alternating_sensors_name_the_setting(tmp_path, capsys):
+    frame = recorded()
+    frame.loc[::2, "a"], frame.loc[1::2, "b"] = np.nan, np.nan
+    with pytest.raises(kbf.DataError, match="allow_missing_sensors=true uses steps with some"):
+        kbf.fit(frame, **COLUMNS, allow_missing_sensors=False)
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    words = [f"data.path={tmp_path}/a.csv", "data.states=[x]", "data.observations=[a,b]"]
+    assert main(["train", "data=own", *words, f"run_dir={tmp_path}/run"]) == 2
+    assert "data.allow_missing_sensors=true" in capsys.readouterr().err
+    assert causes(frame, allow_missing_sensors=True) == []
+    frame.loc[:10, ["a", "b"]] = 0.5
+    without = causes(frame, allow_missing_sensors=False)
+    assert any("only 11 of 300 rows have all observations; data.allow" in text for text in without)
+
+
+@pytest.mark.parametrize(
+    ("leak", "named"),
+    [
+        (lambda x: 2 * x + 1, "exact function of x"),
+        (np.exp, "exact function of x"),
+        (lambda x: -np.arctan(x), "exact function of x"),
+    ],
+)
+def test_sensors_that_are_functions_of_the_state_are_reported(leak, named):
+    frame = recorded().assign(s=lambda f: leak(f.x))
+    found = causes(frame, observations=["a", "s"])
+    assert any("column s is an" in text and named in text for text in found)
+    precise = frame.assign(s=frame.s + 1e-3 * np.random.default_rng(0).normal(size=300))
+    assert not any("function" in text for text in causes(precise, observations=["a", "s"]))
+
+
+def test_a_state_that_is_observed_is_reported():
+    (text,) = causes(recorded(), observations=["a", "x"])
+    assert text == "x is a state and an observation: the error will be too low"
+
+
+def test_shuffled_rows_are_reported():
+    (text,) = causes(recorded().sample(frac=1, random_state=0))
+    assert "were the rows shuffled?" in text
+    fast = recorded().assign(x=np.cos(2.5 * np.arange(300)), a=np.sin(2.5 * np.arange(300)))
+    assert not any("shuffled" in text for text in causes(fast))
+
+
+def controlled(timing: str, steps: int = 400) -> pd.DataFrame:
+    rng, z = np.random.default_rng(0), np.zeros(steps)
+    u = rng.normal(size=steps)
+    for t in range(1, steps):
+        z[t] = 0.9 * z[t - 1] + u[t if timing == "into" else t - 1] + 0.05 * rng.normal()
+    return pd.DataFrame({"x": z, "u": u, "o": z + 0.5 * rng.normal(size=steps)})
+
+
+@pytest.mark.parametrize("actual", ["into", "from"])
+def test_controls_are_compared_in_both_alignments(actual, tmp_path):
+    frame, columns = controlled(actual), {"states": ["x"], "observations": ["o"]}
+    other = "from" if actual == "into" else "into"
+    (text,) = kbf.check(frame, **columns, controls=["u"], control_timing=other).warnings
+    assert f"control_timing={actual}" in text
+    assert kbf.check(frame, **columns, controls=["u"], control_timing=actual).warnings == []
+    settings = {**columns, "controls": ["u"], "model": "kalman", "progress": False}
+    right = kbf.fit(frame[:300], **settings, control_timing=actual)
+    score = right.evaluate(frame[300:], baselines=False).nmse["x"]
+    assert score < 0.02
+    frame[300:].to_csv(tmp_path / "new.csv", index=False)
+    right.save(tmp_path / "a.ckpt")
+    words = [f"checkpoint={tmp_path}/a.ckpt", f"input={tmp_path}/new.csv"]
+    assert main(["filter", *words, f"output={tmp_path}/out.csv"]) == 0
+    found = pd.read_csv(tmp_path / "out.csv").x
+    assert found.to_numpy() == pytest.approx(right.filter(frame[300:]).mean[:, 0], abs=1e-6)
+    with pytest.raises(kbf.DataError, match="control_timing must be into or from"):
+        kbf.check(frame, **columns, controls=["u"], control_timing="after")
+
+
+def test_controls_of_no_effect_are_not_compared():
+    z, u = torch.from_numpy(recorded().x.to_numpy()[:, None]), torch.randn(300, 1).double()
+    assert control_warning([FileRecording("a", z, z, controls=u)], "into") == []
+
+
+@pytest.mark.parametrize(
+    ("unit", "values", "wrong"),
+    [
+        ("radians", "wrapped degrees", True),
+        ("degrees", "wrapped degrees", False),
+        ("degrees", "wrapped radians", True),
+        ("radians", "wrapped radians", False),
+        ("radians", "turns in radians", False),
+        ("degrees", "small degrees", False),
+        ("radians", "degrees without a wrap", True),
+    ],
+)
+def test_units_of_angles(unit, values, wrong):
+    rng = np.random.default_rng(0)
+    angle = np.cumsum(0.2 * rng.normal(size=600))
+    found = {
+        "wrapped degrees": np.rad2deg(angle) % 360,
+        "wrapped radians": np.arctan2(np.sin(angle), np.cos(angle)),
+        "turns in radians": np.linspace(0, 300, 600),
+        "small degrees": 2 * np.sin(angle),
+        "degrees without a wrap": 90 + 80 * np.sin(angle),
+    }[values]
+    told = unit_warnings("h", [torch.from_numpy(found)], unit)
+    assert bool(told) == wrong
+    assert not told or f"angle_unit={'degrees' if unit == 'radians' else 'radians'}" in told[0]
+
+
+def test_counts_are_neither_angles_nor_outliers():
+    rng = np.random.default_rng(0)
+    frame = recorded(600).assign(spikes=np.minimum(rng.poisson(0.8, 600), 6))
+    frame.loc[::50, "spikes"] = 6
+    assert causes(frame, observations=["a", "spikes"]) == []
+
+
+def test_no_conclusion_where_a_cause_is_known(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"x": recorded().x, "a": rng.normal(size=300), "b": rng.normal(size=300)})
+    words = ["data=own", f"data.path={tmp_path}/a.csv", "data.states=[x]", "logger=none"]
+    words += ["data.observations=[a,b]", "model=kalman", "calibrate=false", "overwrite=true"]
+    words += [f"run_dir={tmp_path}/run", "trainer.enable_progress_bar=false"]
+    for code in (None, -999.0):
+        new = frame if code is None else at_random(frame, "a", code, 0.3)
+        new.to_csv(tmp_path / "a.csv", index=False)
+        assert main(["train", *words]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert ("these observations do not determine it" in told) == (code is None)
+        assert ("this may be the cause: column a: -999" in told) == (code is not None)
