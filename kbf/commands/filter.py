@@ -20,6 +20,7 @@ from kbf.commands.support.filter_run import FilterRun, Write, text_writer, write
 from kbf.commands.support.metric_descriptions import COLUMNS
 from kbf.commands.support.stream_reader import InputColumns, Row, RowReader
 from kbf.data.files import ColumnSchema, Observations, read_observations
+from kbf.data.files.texts import dialect_of
 from kbf.filters.protocols import allows_missing_sensors
 from kbf.fitted.checkpoint import Trained, checkpoint_file, load_filter
 from kbf.fitted.compatibility import Comparison, piece_differences
@@ -238,7 +239,8 @@ def layout_of(trained: Trained) -> dict[str, Any]:
 def is_text(source: str, column_schema: ColumnSchema, data: dict[str, Any]) -> bool:
     """Return whether the input is read line by line.
 
-    A table that names images, or masks steps by a column, is read as a whole.
+    A table that names images, or masks steps by a column, is read as a whole, and so is one with
+    decimal commas or in another encoding than UTF-8.
 
     Raises:
         ValueError: images on standard input.
@@ -247,8 +249,18 @@ def is_text(source: str, column_schema: ColumnSchema, data: dict[str, Any]) -> b
         raise ValueError(
             "images come as files, not on standard input: input=FOLDER, a video or an npz"
         )
-    needs_whole = data.get("images") or data.get("mask") or not column_schema.observations
-    return source == "-" or (Path(source).suffix.lower() in TEXT_SUFFIXES and not needs_whole)
+    suffix = Path(source).suffix.lower()
+    if source == "-" or suffix not in TEXT_SUFFIXES:
+        return source == "-"
+    whole = [data.get(key) for key in ("images", "mask", "text_encoding")]
+    if any(whole) or not column_schema.observations:
+        return False
+    if suffix != ".csv":
+        return True
+    try:
+        return dialect_of(Path(source).expanduser()).decimal == "."
+    except ValueError:  # no UTF-8: the line is reported when it is read
+        return True
 
 
 def text_rows(

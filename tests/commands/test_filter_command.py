@@ -737,18 +737,15 @@ def test_a_stream_goes_on_in_its_recording(kalman, obs, tmp_path, monkeypatch, c
         torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-8)
 
 
-def test_times_of_arrays_are_told_in_full(tmp_path, kalman, obs, monkeypatch):
+def test_times_of_arrays_are_told_in_full(kalman, obs):
     """Seconds since 1970 with their fractions."""
     from kbf.commands import filter as command
     from kbf.data.files.layout import Observations
 
     times = 1_763_733_000 + 0.25 * torch.arange(12, dtype=F64)
-    monkeypatch.setattr(
-        command, "read_observations", lambda *_: [Observations(obs, times, None, "it")]
-    )
-    rows = command.array_rows(
-        {"input": "it.npz", "output": "-", "device": "cpu"}, {}, load_filter(kalman)
-    )
+    recordings = [Observations(obs, times, None, "it")]
+    settings = {"input": "it.npz", "output": "-", "device": "cpu"}
+    rows = command.array_rows(settings, recordings, load_filter(kalman))
     assert [float(row.time) for row in rows] == times.tolist()
 
 

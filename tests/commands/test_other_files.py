@@ -69,7 +69,12 @@ def test_columns_of_patterns_are_found_by_name(kalman, folder, capsys, fitted):
     scores = []
     for frame in (new, shuffled):
         frame.to_csv(folder / "new.csv", index=False)
-        words = [f"checkpoint={kalman}", f"data.path={folder}/new.csv", f"run_dir={folder}/score"]
+        words = [
+            f"checkpoint={kalman}",
+            f"data.path={folder}/new.csv",
+            f"run_dir={folder}/score",
+            "overwrite=true",
+        ]
         assert main(["evaluate", *words]) == 0
         scores.append(np.load(folder / "score" / "predictions.npz")["estimates_0"])
     np.testing.assert_array_equal(scores[0], scores[1])
@@ -286,7 +291,24 @@ def test_only_innovations_that_are_measured_are_scored(folder, capsys, model):
     assert main(["train", *words, f"run_dir={folder}/{model}_scored", "overwrite=true"]) == 0
     checkpoint = folder / f"{model}_scored" / "checkpoints" / "best.ckpt"
     capsys.readouterr()
-    assert main(["evaluate", f"checkpoint={checkpoint}", f"run_dir={folder}/score"]) == 0
+    assert (
+        main(["evaluate", f"checkpoint={checkpoint}", f"run_dir={folder}/score", "overwrite=true"])
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "test.out_of_distribution_alarms" in shown
     assert ("test.innovation_alarms" in shown) == ("test.diverged" in shown) == (model != "kalman")
+
+
+def test_texts_with_decimal_commas_and_compressed_ones_are_filtered(kalman, folder):
+    new = recorded(40, seed=1)
+    new.to_csv(folder / "point.csv", index=False)
+    new.to_csv(folder / "comma.csv", index=False, sep=";", decimal=",")
+    new.to_csv(folder / "small.csv.gz", index=False)
+    found = []
+    for name in ("point.csv", "comma.csv", "small.csv.gz"):
+        words = [f"checkpoint={kalman}", f"input={folder}/{name}", f"output={folder}/out.csv"]
+        assert main(["filter", *words]) == 0
+        found.append(pd.read_csv(folder / "out.csv")[["x", "y", "x_std"]])
+    for each in found[1:]:
+        np.testing.assert_allclose(each, found[0], rtol=1e-8)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.layout import codes_by_column
-from kbf.data.files.tables import number, seconds
+from kbf.data.files.texts import number, seconds
 from kbf.data.files.timestamps import LARGEST_GAP, moves_in
 
 # Upper bound on the bytes of a line.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.layout import FileRecording
+from kbf.rkhs.linalg import evenly
 
 # A code for missing values occurs at least this often, and in at least this share of the rows.
 MIN_CODE_COUNT = 5
@@ -31,6 +32,9 @@ MIN_COMPLETE_SHARE = 0.05
 # Share of the variance of an observation that a linear function of the state leaves, below which it
 # is no measurement. Float32 alone leaves 1e-14.
 MAX_LEAKED_REST = 1e-9
+
+# Steps of a table that a function is looked for in, at most.
+MAX_LEAK_STEPS = 10_000
 
 # Steps from which correlations are looked at.
 MIN_STEPS = 50
@@ -119,7 +123,9 @@ def leak_warnings(recordings: list[FileRecording], schema: ColumnSchema) -> list
         known = z.isfinite().all(1) & x[:, k].isfinite()
         if name in same or int(known.sum()) < MIN_STEPS:
             continue
-        seen, truth = x[known, k], z[known]
+        chosen = known.nonzero()[:, 0]
+        chosen = chosen[evenly(len(chosen), MAX_LEAK_STEPS)]
+        seen, truth = x[chosen, k], z[chosen]
         if (state := function_of(seen, truth, states)) is not None:
             found.append(
                 f"column {name} is an exact function of {state}: it is no measurement of an "

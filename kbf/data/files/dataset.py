@@ -75,6 +75,7 @@ class FileData(Shown):
         missing: Sequence[float] | Mapping[str, Sequence[float]] | None = None,
         images: str | None = None,
         images_outside: bool = False,
+        text_encoding: str | None = None,
         table: str | None = None,
         size: Sequence[int] | None = None,
         angles: Sequence[str] = (),
@@ -139,6 +140,7 @@ class FileData(Shown):
                 "missing": missing,
                 "images": images,
                 "images_outside": images_outside,
+                "text_encoding": text_encoding,
                 "table": table,
                 "size": size,
             }

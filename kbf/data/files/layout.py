@@ -36,6 +36,7 @@ class Layout(NamedTuple):
         table: for a folder of images or a video, the CSV with the states; None for the only one in
             the folder, or the one with the name of the video.
         size: height and width to which images are resized; None keeps their size.
+        text_encoding: of CSV files; None is UTF-8.
     """
 
     states: list[str] | str | None = None
@@ -49,6 +50,7 @@ class Layout(NamedTuple):
     table: str | None = None
     size: list[int] | None = None
     images_outside: bool = False
+    text_encoding: str | None = None
 
 
 class FileRecording(NamedTuple):

@@ -25,9 +25,9 @@ def read(path: str | os.PathLike[str], layout: Layout, *, states: bool = True) -
     """Reads a file or folder of any supported kind.
 
     Args:
-        path: ``.csv``, ``.tsv``, ``.parquet``, ``.npz``, ``.h5``/``.hdf5``, ``.zarr``, a video, a
-            folder of images, a folder or prefix of ``.npy`` files, or without states one ``.npy``
-            of observations.
+        path: ``.csv`` and ``.tsv`` (also in ``.gz`` or ``.zip``), ``.parquet``, ``.npz``,
+            ``.h5``/``.hdf5``, ``.zarr``, a video, a folder of images, a folder or prefix of
+            ``.npy`` files, or without states one ``.npy`` of observations.
         layout: roles of columns or arrays.
         states: whether states are required.
 
@@ -46,6 +46,8 @@ def read_kind(path: Path, layout: Layout, states: bool) -> Contents:
     from kbf.data.files import arrays, images, tables
 
     suffix = path.suffix.lower()
+    if suffix in (".gz", ".zip"):  # of a table
+        suffix = Path(path.stem).suffix.lower()
     readers: dict[str, Callable[..., Contents]] = {
         **dict.fromkeys((".csv", ".tsv", ".txt", ".parquet", ".pq"), tables.read),
         **dict.fromkeys((".npz", ".h5", ".hdf5", ".zarr"), arrays.read),

@@ -38,6 +38,9 @@ OUTLIER_DEVIATIONS = 8.0
 # Points of each part between which distances are computed.
 MAX_POINTS = 10_000
 
+# Points whose distances are computed at once.
+POINTS_AT_ONCE = 500
+
 # Steps before and after a step that do not count as its neighbours.
 ADJACENT_STEPS = 10
 
@@ -290,12 +293,18 @@ def outside(name: str, train: list[Tensor], test: list[Tensor], most: int = 2000
     std = points.std(0)
     points, fresh = (each / torch.where(std > 0, std, 1) for each in (points, fresh))
     chosen = torch.linspace(0, len(points) - 1, min(most, len(points))).long()
-    own = torch.cdist(points[chosen], points)
-    own[(when[chosen, None] - when).abs() <= ADJACENT_STEPS] = math.inf
-    finite = own.amin(1)
+
+    def nearest(part: Tensor) -> Tensor:
+        """Distance of training points to the nearest one that is no neighbour in time."""
+        own = torch.cdist(points[part], points)
+        own[(when[part, None] - when).abs() <= ADJACENT_STEPS] = math.inf
+        return own.amin(1)
+
+    finite = torch.cat([nearest(part) for part in chosen.split(POINTS_AT_ONCE)])
     finite = finite[finite.isfinite()]
     limit = 2 * float(finite.quantile(0.99)) if len(finite) else math.inf
-    far = torch.cat([torch.cdist(part, points).amin(1) for part in fresh.split(most)]) > limit
+    distances = [torch.cdist(part, points).amin(1) for part in fresh.split(POINTS_AT_ONCE)]
+    far = torch.cat(distances) > limit
     if float(far.double().mean()) <= MAX_OUTSIDE_SHARE:
         return []
     return [

@@ -1,13 +1,11 @@
-"""Reads tables (CSV by the standard library, Parquet by pyarrow): one row a step, named columns."""
+"""Reads tables (CSV by pandas, Parquet by pyarrow): one row a step, named columns."""
 
-import csv
 import difflib
 import fnmatch
-import math
+from collections import Counter
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +18,10 @@ from kbf.data.files.layout import (
     is_pattern,
     own_package,
 )
-
-# Contents of a cell, in lower case, that represent a missing value.
-EMPTY_CELLS = {"", "nan", "na", "n/a", "null", "none"}
+from kbf.data.files.texts import Table, dialect_of, number, read_csv, seconds
 
 # Types of the columns of a Parquet file that are read as numbers, as pyarrow calls them.
 NUMERIC_KINDS = ("integer", "floating", "boolean", "decimal")
-
-
-class Table(NamedTuple):
-    """Selected columns: numbers ``T`` float64 (NaN if empty), texts, and row numbers."""
-
-    numbers: dict[str, Tensor]
-    words: dict[str, list[str]]
-    rows: Tensor
 
 
 def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
@@ -43,7 +31,7 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
         ValueError: columns that are not given or missing, or a cell that is not a number, with its
             row and column.
     """
-    sides = sides_of(path, header_of(path), layout, states)
+    sides = sides_of(path, header_of(path, layout.text_encoding), layout, states)
     return recordings_of(path, layout, sides, read_table(path, layout, sides))
 
 
@@ -104,9 +92,11 @@ def matching(
 
 def read_table(path: Path, layout: Layout, sides: dict[str, Any]) -> Table:
     """Reads the columns that the layout names."""
-    numbers, words = named_columns(path, header_of(path), layout, sides)
-    reader = read_parquet if is_parquet(path) else read_csv
-    return reader(path, numbers, words, layout.time)
+    header = header_of(path, layout.text_encoding)
+    numbers, words = named_columns(path, header, layout, sides)
+    if is_parquet(path):
+        return read_parquet(path, numbers, words, layout.time)
+    return read_csv(path, numbers, words, layout.time, layout.text_encoding)
 
 
 def named_columns(
@@ -178,7 +168,7 @@ def is_parquet(path: Path) -> bool:
     return path.suffix.lower() in (".parquet", ".pq")
 
 
-def header_of(path: Path) -> list[str]:
+def header_of(path: Path, encoding: str | None = None) -> list[str]:
     """Returns the names of a table's columns.
 
     Raises:
@@ -187,13 +177,13 @@ def header_of(path: Path) -> list[str]:
     if is_parquet(path):
         header = list(opened_parquet(path).schema_arrow.names)
     else:
-        header = next(lines(path), (0, []))[1]
+        header = dialect_of(path, encoding).header
     if not header or all(number(cell) is not None for cell in header):
         raise ValueError(
             f"{path}: the first line must name the columns, got "
             f"{', '.join(header[:5]) or 'nothing'}"
         )
-    if repeated := [name for name in header if header.count(name) > 1]:
+    if repeated := [name for name, count in Counter(header).items() if name and count > 1]:
         raise ValueError(f"{path}: two columns are called {repeated[0]!r}")
     return header
 
@@ -207,68 +197,6 @@ def check_columns(path: Path, header: list[str], wanted: list[str]) -> None:
             raise ValueError(
                 f"{path}: there is no column {name!r}; it has {', '.join(header)}{hint}"
             )
-
-
-def lines(path: Path) -> Any:
-    """Yields line number and cells of each line that is not blank.
-
-    The delimiter is the most frequent of comma, semicolon and tab in the first line.
-
-    Raises:
-        ValueError: not a text file in UTF-8.
-    """
-    done = 0
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            first = next((line for line in file if line.strip()), "")
-            file.seek(0)
-            reader = csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True)
-            for cells in reader:
-                spaces = len(cells) == 1 and cells[0] != "" and not cells[0].strip(" ")
-                if cells and not spaces:
-                    yield reader.line_num, [cell.strip() for cell in cells]
-                done = reader.line_num
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not text in UTF-8: {error.reason} at byte {error.start}; save it as UTF-8"
-        ) from error
-    except csv.Error as error:
-        raise ValueError(f"{path}, row {done + 1}: this is not CSV: {error}") from error
-
-
-def read_csv(path: Path, numbers: list[str], words: list[str], time: str | None) -> Table:
-    """Reads selected columns of a CSV file; see `lines`."""
-    rows = lines(path)
-    header = next(rows)[1]
-    readers = [(header.index(name), name, number) for name in numbers] + (
-        [(header.index(time), time, seconds)] if time else []
-    )
-    places = {name: header.index(name) for name in words}
-    columns: dict[str, list[float]] = {name: [] for _, name, _ in readers}
-    texts: dict[str, list[str]] = {name: [] for name in words}
-    at = []
-    for line, cells in rows:
-        if len(cells) != len(header):
-            raise ValueError(
-                f"{path}, row {line}: {len(cells)} cells, the header has {len(header)}"
-            )
-        for place, name, reader in readers:
-            if (value := reader(cells[place])) is None or math.isinf(value):
-                problem = f"{cells[place]!r} is no {'finite ' if value else ''}number"
-                if value is None and number(cells[place].replace(",", ".")) is not None:
-                    problem += ": decimals need a point"
-                raise ValueError(f"{path}, row {line}, column {name}: {problem}")
-            columns[name].append(value)
-        for name, place in places.items():
-            texts[name].append(cells[place])
-        at.append(line)
-    if not at:
-        raise ValueError(f"{path}: there is no row below the header")
-    return Table(
-        {name: torch.tensor(v, dtype=torch.float64) for name, v in columns.items()},
-        texts,
-        torch.tensor(at),
-    )
 
 
 def opened_parquet(path: Path) -> Any:
@@ -331,25 +259,3 @@ def read_parquet(path: Path, numbers: list[str], words: list[str], time: str | N
         columns[name] = values
     texts = {name: ["" if v is None else str(v) for v in table[name].to_pylist()] for name in words}
     return Table(columns, texts, torch.arange(1, table.num_rows + 1))
-
-
-def number(cell: str) -> float | None:
-    """Returns the number in a cell, NaN for an empty cell, None for any other text."""
-    try:
-        return float("not a number" if "_" in cell else cell)  # Python reads 1_0 as 10
-    except ValueError:
-        return math.nan if cell.lower() in EMPTY_CELLS else None
-
-
-def seconds(cell: str) -> float | None:
-    """Returns a time in seconds: a number, or the seconds since 1970 of an ISO 8601 date.
-
-    A date without a time zone is UTC; None is returned for any other text.
-    """
-    if (value := number(cell)) is not None:
-        return value
-    try:
-        date = datetime.fromisoformat(cell)
-    except ValueError:
-        return None
-    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()

@@ -12,7 +12,7 @@ from PIL import Image
 from kbf.data.files import layout
 from kbf.data.files.layout import Layout, layout_of
 from kbf.data.files.read import read
-from kbf.data.files.tables import number, seconds
+from kbf.data.files.texts import number, seconds
 
 
 def npz(path, **arrays):

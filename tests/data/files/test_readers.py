@@ -440,7 +440,7 @@ def test_broken_images(tmp_path):
         ("x,y,y,a\n1,2,3,4\n", "two columns are called 'y'"),
         ("x,yy,a\n1,2,3\n", "there is no column 'y'; it has x, yy, a; did you mean 'yy'?"),
         ('x,y,a\n1,2,3\n1,2,"3\n', "rec.csv, row 3: this is not CSV"),
-        ("x;y;a\n1;2,5;3\n", "row 2, column y: '2,5' is no number: decimals need a point"),
+        ('x,y,a\n1,"2,5",3\n', "row 2, column y: '2,5' is no number: decimals need a point"),
     ],
 )
 def test_broken_csv(tmp_path, text, message):
@@ -827,3 +827,89 @@ def test_a_row_that_names_no_sequence(tmp_path):
 def test_a_size_that_is_one_number():
     with pytest.raises(ValueError, match=r"data.size must be \[height,width\] in pixels, got 24"):
         layout_of({"size": 24})
+
+
+# texts as loggers write them
+
+PLAIN = "x,a,b\n1.5,2,0.25\n-1,3.25,1e3\n0.5,,7\n"
+
+
+def table_of(path, text, encoding="utf-8", **roles):
+    path.write_bytes(text.encode(encoding))
+    layout = Layout(states=["x"], observations=["a", "b"])._replace(**roles)
+    return read(path, layout).recordings[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLAIN.replace(",", ";").replace(".", ","),  # decimal commas
+        PLAIN.replace(",", "\t").replace(".", ","),
+        PLAIN.replace("\n", "\r\n"),
+        PLAIN.replace("\n", "\r"),
+        PLAIN.replace("\n", ",,\n"),  # unused columns at the end
+        PLAIN.replace(",", ";").replace(".", ",").replace("\n", ";;\n"),
+        PLAIN.replace(",", " , "),
+        PLAIN.replace("1.5", '"1.5"'),
+        "\n\n" + PLAIN.replace("7", "7\n\n"),
+        PLAIN.replace(",,", ",NULL,"),
+        PLAIN.replace(",,", ",N/a,"),
+    ],
+)
+def test_texts_of_loggers_are_read_alike(tmp_path, text):
+    plain = table_of(tmp_path / "plain.csv", PLAIN)
+    found = table_of(tmp_path / "rec.csv", text)
+    np.testing.assert_array_equal(found.states, plain.states)
+    np.testing.assert_array_equal(found.obs, plain.obs)
+    assert found.obs.tolist()[1] == [3.25, 1000] and bool(found.obs[2, 0].isnan())
+
+
+def test_line_numbers_are_those_of_the_text(tmp_path):
+    assert table_of(
+        tmp_path / "a.csv", "\n" + PLAIN.replace("\n-1", "\n\n \n-1")
+    ).rows.tolist() == [*(3, 6, 7)]
+    with pytest.raises(ValueError, match=r"row 6, column b: '1e3x' is no number$"):
+        table_of(tmp_path / "a.csv", "\n" + PLAIN.replace("\n-1", "\n\n \n-1").replace("e3", "e3x"))
+    with pytest.raises(ValueError, match=r"row 4: 4 cells, the header has 3"):
+        table_of(tmp_path / "a.csv", PLAIN.replace("7", "7,7"))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zip"])
+def test_compressed_tables(tmp_path, suffix):
+    import gzip
+    import zipfile
+
+    path = tmp_path / f"rec.csv{suffix}"
+    if suffix == ".gz":
+        path.write_bytes(gzip.compress(PLAIN.encode()))
+    else:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("rec.csv", PLAIN)
+    found = read(path, Layout(states=["x"], observations=["a", "b"])).recordings[0]
+    np.testing.assert_array_equal(found.obs, table_of(tmp_path / "a.csv", PLAIN).obs)
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(ValueError, match=f"rec.csv{suffix} is damaged"):
+        read(path, Layout(states=["x"], observations=["a", "b"]))
+
+
+def test_encodings_are_named(tmp_path):
+    text = PLAIN.replace("a", "Kältemittel [°C]")
+    roles = {"observations": ["Kältemittel [°C]", "b"]}
+    for encoding in ("latin-1", "utf-16"):
+        found = table_of(tmp_path / "a.csv", text, encoding, text_encoding=encoding, **roles)
+        assert found.obs.tolist()[0] == [2, 0.25]
+        with pytest.raises(ValueError, match=r"not text in UTF-8.*data.text_encoding=latin-1"):
+            table_of(tmp_path / "a.csv", text, encoding, **roles)
+    with pytest.raises(ValueError, match="there is no encoding 'latin9000'"):
+        table_of(tmp_path / "a.csv", text, text_encoding="latin9000", **roles)
+    assert (
+        FileData(
+            written_latin(tmp_path, text), states=["x"], text_encoding="latin-1", test=0.0, **roles
+        ).column_schema.columns("observations")
+        == roles["observations"]
+    )
+
+
+def written_latin(folder, text):
+    (folder / "latin.csv").write_bytes(text.encode("latin-1"))
+    return folder / "latin.csv"
