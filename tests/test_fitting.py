@@ -614,14 +614,42 @@ def test_required_capabilities(data):
     assert fitted.capabilities["smooth"]
 
 
-def test_images_are_encoded(tmp_path):
+def images_of_a_spot(steps: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    """Places ``T 2`` of a bright spot, and its images ``T 16 16``, uint8."""
     rng = np.random.default_rng(0)
-    place = 7 + 4 * np.sin(np.cumsum(rng.normal(0, 0.3, (60, 2)), 0))
+    place = 7 + 4 * np.sin(np.cumsum(rng.normal(0, 0.3, (steps, 2)), 0))
     y, x = np.mgrid[0:16, 0:16]
     squared = (y - place[:, :1, None]) ** 2 + (x - place[:, 1:, None]) ** 2
-    images = (255 * np.exp(-squared / 4)).astype("uint8")
-    quick = {"data.encoding.epochs": 1, "data.encoding.members": 2}
-    fitted = kbf.fit(states=place, images=images, model="kalman", config=quick, progress=False)
+    return place, (255 * np.exp(-squared / 4)).astype("uint8")
+
+
+QUICK_ENCODING = {"data.encoding.epochs": 1, "data.encoding.members": 2}
+
+
+def test_both_doors_fit_equal_filters_of_images(tmp_path):
+    place, images = images_of_a_spot()
+    path, run, output = tmp_path / "spot.npz", tmp_path / "run", tmp_path / "out.npz"
+    np.savez(path, states=place, observations=images)
+    words = [f"{key}={value}" for key, value in QUICK_ENCODING.items()]
+    words += ["data=own", f"data.path={path}", "data.test=0", "model=kalman", "logger=none"]
+    assert main(["train", *words, f"run_dir={run}"]) == 0
+    checkpoint = run / "checkpoints" / "best.ckpt"
+    assert main(["filter", f"checkpoint={checkpoint}", f"input={path}", f"output={output}"]) == 0
+    settings = {"model": "kalman", "config": QUICK_ENCODING, "progress": False}
+    mine = kbf.fit(states=place, images=images, **settings).filter(observations=images)
+    theirs, again = np.load(output), kbf.load(checkpoint).filter(observations=images)
+    assert mine.std is not None and mine.mean.std(0).min() > 0
+    for k, name in enumerate(("z1", "z2")):
+        np.testing.assert_allclose(theirs[name], mine.mean[:, k], rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(theirs[f"{name}_std"], mine.std[:, k], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(again.mean, mine.mean, rtol=1e-12, atol=1e-12)
+
+
+def test_images_are_encoded(tmp_path):
+    place, images = images_of_a_spot()
+    fitted = kbf.fit(
+        states=place, images=images, model="kalman", config=QUICK_ENCODING, progress=False
+    )
     estimates = fitted.filter(observations=images)
     assert estimates.mean.shape == (60, 2) and "images" in repr(fitted)
     live = fitted.online()
