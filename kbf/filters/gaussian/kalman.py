@@ -6,7 +6,6 @@ References: Sarkka (2013), theorem 4.2; Kalman (1960); Hastie, Tibshirani and Fr
 section 3.2.4 (multivariate regression).
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -16,12 +15,13 @@ from torch import Generator, Tensor
 from kbf.filters.gaussian.moments import (
     GaussianFilter,
     GaussianState,
-    innovation_log_density,
     is_possible,
     kalman_correct,
     kalman_gain,
     kalman_observe,
     kalman_predict,
+    leave_out_missing,
+    log_density_of_available,
     rts_step,
     training_moments,
 )
@@ -110,32 +110,16 @@ class KalmanFilter(GaussianFilter):
         C, R, c = self.model.C, self.model.R, self.model.c
         if not self.allow_missing_sensors:
             return kalman_observe(*state, obs, C, R, c)
-        return kalman_correct(*state, *self.available(state, obs))
-
-    def available(
-        self, state: GaussianState, obs: Float[Tensor, "b q"]
-    ) -> tuple[Float[Tensor, "b q"], Float[Tensor, "b q d"], Float[Tensor, "b q q"]]:
-        """Return x - C m - c, C and R, without the missing components.
-
-        A missing component has C = 0 and unit noise: it changes neither mean nor covariance.
-        """
-        C, R, c = self.model.C, self.model.R, self.model.c
-        seen = obs.isfinite()
-        residual = torch.where(seen, obs - product(C, state.mean[..., None])[..., 0] - c, 0)
-        H = torch.where(seen[..., None], C, 0)
-        unit = torch.eye(len(R), dtype=R.dtype, device=R.device)
-        return residual, H, torch.where(seen[:, :, None] & seen[:, None], R, unit)
+        residual = obs - product(C, state.mean[..., None])[..., 0] - c
+        return kalman_correct(*state, *leave_out_missing(residual, C, R))
 
     def log_likelihood(
         self, state: GaussianState, obs: Float[Tensor, "b q"]
     ) -> Float[Tensor, " b"]:
-        """Return log N(x; C m + c, C P C^T + R) of the available components, ``b``.
-
-        References: Sarkka (2013), theorem 12.3.
-        """
-        residual, H, R = self.available(state, obs)
-        density = innovation_log_density(residual, product(H, state.cov, H.mT) + R)
-        return density + 0.5 * math.log(2 * math.pi) * (~obs.isfinite()).sum(-1)
+        """Return log N(x; C m + c, C P C^T + R) of the available components, ``b``."""
+        C = self.model.C
+        residual = obs - product(C, state.mean[..., None])[..., 0] - self.model.c
+        return log_density_of_available(residual, C, state.cov, self.model.R)
 
     def recursion(
         self, state: GaussianState, obs: Float[Tensor, "b T q"]

@@ -7,6 +7,7 @@ functions; `GaussianFilter` holds the methods that the three have in common.
 References: Sarkka (2013), *Bayesian filtering and smoothing*, chapters 4, 5, 8 and 9.
 """
 
+import math
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -177,11 +178,40 @@ def innovation_log_density(
     return MultivariateNormal(torch.zeros_like(residual), S, validate_args=False).log_prob(residual)
 
 
+def log_density_of_available(
+    residual: Float[Tensor, "b q"], H: Float[Tensor, "*f q d"], cov: Tensor, R: Tensor
+) -> Float[Tensor, " b"]:
+    """Return log N(residual; 0, H P H^T + R) of the components that are not NaN.
+
+    References: Sarkka (2013), theorem 12.3.
+    """
+    missing = (~residual.isfinite()).sum(-1)
+    residual, H, R = leave_out_missing(residual, H, R)
+    density = innovation_log_density(residual, product(H, cov, H.mT) + R)
+    return density + 0.5 * math.log(2 * math.pi) * missing
+
+
 def is_possible(
     residual: Float[Tensor, "*b q"], variances: Float[Tensor, "*c q"]
 ) -> Bool[Tensor, "*b"]:
     """Return whether no component is `MAX_DEVIATIONS` standard deviations from its prediction."""
     return (residual.square() <= MAX_DEVIATIONS**2 * variances).all(-1)
+
+
+def leave_out_missing(
+    residual: Float[Tensor, "b q"], H: Float[Tensor, "*f q d"], R: Float[Tensor, "*g q q"]
+) -> tuple[Float[Tensor, "b q"], Float[Tensor, "b q d"], Float[Tensor, "b q q"]]:
+    """Return innovation, H and R without the components whose innovation is NaN.
+
+    A missing component has H = 0 and unit noise: it changes neither mean nor covariance.
+    """
+    seen = residual.isfinite()
+    unit = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
+    return (
+        torch.where(seen, residual, 0),
+        torch.where(seen[..., None], H, 0),
+        torch.where(seen[:, :, None] & seen[:, None], R, unit),
+    )
 
 
 def rts_step(

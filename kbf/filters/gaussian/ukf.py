@@ -17,9 +17,10 @@ from kbf.filters.gaussian.moments import (
     AdditiveModel,
     GaussianFilter,
     GaussianState,
-    innovation_log_density,
     is_possible,
     kalman_gain,
+    leave_out_missing,
+    log_density_of_available,
     rts_step,
     with_initial_moments,
 )
@@ -103,21 +104,29 @@ class UnscentedKalmanFilter(GaussianFilter):
         alpha: float = 1.0,
         beta: float = 0.0,
         kappa: float | None = None,
+        allow_missing_sensors: bool = False,
+        controlled: int = 0,
     ) -> None:
         """Store the model and its sigma points.
 
         Args:
-            model: f and h map ``*b d``; derivatives are not required.
+            model: f and h map ``*b d``; derivatives are not required. With controls f takes a
+                second argument ``*b k``.
             alpha: spread of the points. The usual 1e-3 makes them a numerical derivative at the
                 mean, with weights of 1e6.
             beta: extra weight of the centre in covariances.
             kappa: None for max(0, 3 - d), which with alpha 1 and beta 0 keeps every weight
                 non-negative in any dimension.
+            allow_missing_sensors: components of an observation may be NaN; the update leaves their
+                rows out.
+            controlled: components k of the control, 0 for none.
 
         Raises:
             ValueError: alpha <= 0 or d + kappa <= 0.
         """
         super().__init__(model)
+        self.allow_missing_sensors = allow_missing_sensors
+        self.controlled = controlled
         d = len(model.m0)
         points = sigma_points(d, alpha, beta, max(0.0, 3.0 - d) if kappa is None else kappa)
         self.points, self.mean_weights, self.cov_weights = (p.to(model.m0) for p in points)
@@ -136,28 +145,55 @@ class UnscentedKalmanFilter(GaussianFilter):
         scale = (cov + self.model.Q).diagonal(dim1=-2, dim2=-1).mean(-1)
         return cholesky(cov, reg=10 * torch.finfo(cov.dtype).eps * scale)
 
-    def predict(self, state: GaussianState, *, generator: Generator | None = None) -> GaussianState:
+    def transition(self, control: Float[Tensor, "b k"] | None) -> Callable[[Tensor], Tensor]:
+        """Return f, or z -> f(z, u), of points ``b s d``."""
+        f = self.model.f
+        return f if control is None else lambda z: f(z, control[:, None].expand(*z.shape[:-1], -1))
+
+    def predict(
+        self,
+        state: GaussianState,
+        *,
+        control: Float[Tensor, "b k"] | None = None,
+        generator: Generator | None = None,
+    ) -> GaussianState:
         """Return the weighted mean of f at the sigma points, and the weighted covariance + Q."""
-        F, a, Omega = self.linearise(self.model.f, state.mean, self.root(state.cov))
+        f = self.transition(control)
+        F, a, Omega = self.linearise(f, state.mean, self.root(state.cov))
         return GaussianState(a, product(F, F.mT) + Omega + self.model.Q)
 
     def observe(
-        self, state: GaussianState, obs: Float[Tensor, "b q"]
+        self,
+        state: GaussianState,
+        obs: Float[Tensor, "b q"],
+        *,
+        noise: Float[Tensor, " b"] | None = None,
     ) -> tuple[GaussianState, Bool[Tensor, " b"]]:
-        """Return the update of u ~ N(0, I), mapped back to z = m + L u, and `is_possible`."""
+        """Return the update of u ~ N(0, I), mapped back to z = m + L u, and `is_possible`.
+
+        ``noise`` is a factor of R for each observation.
+        """
         L = self.root(state.cov)
         H, c, Omega = self.linearise(self.model.h, state.mean, L)
+        R = self.model.R if noise is None else noise[:, None, None] * self.model.R
+        residual, R = obs - c, Omega + R
+        if self.allow_missing_sensors:
+            residual, H, R = leave_out_missing(residual, H, R)
         eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
-        K, U, variances = kalman_gain(eye, H, Omega + self.model.R)
-        mean = state.mean + product(L, K, (obs - c)[..., None])[..., 0]
-        return GaussianState(mean, product(L, U, L.mT)), is_possible(obs - c, variances)
+        K, U, variances = kalman_gain(eye, H, R)
+        mean = state.mean + product(L, K, residual[..., None])[..., 0]
+        return GaussianState(mean, product(L, U, L.mT)), is_possible(residual, variances)
 
     def log_likelihood(
         self, state: GaussianState, obs: Float[Tensor, "b q"]
     ) -> Float[Tensor, " b"]:
-        """Return log N(x; c, H H^T + Omega + R) of the linearised h(m + L u) ~ H u + c, ``b``."""
+        """Return log N(x; c, H H^T + Omega + R) of the linearised h(m + L u) ~ H u + c, ``b``.
+
+        Missing components are left out.
+        """
         H, c, Omega = self.linearise(self.model.h, state.mean, self.root(state.cov))
-        return innovation_log_density(obs - c, product(H, H.mT) + Omega + self.model.R)
+        unit = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
+        return log_density_of_available(obs - c, H, unit, Omega + self.model.R)
 
     def forgets(self) -> int:
         """Return `STEPS_UNTIL_FORGOTTEN`."""
@@ -176,7 +212,7 @@ class UnscentedKalmanFilter(GaussianFilter):
         References: Sarkka (2008), algorithm 1.
         """
         L = self.root(now.state.cov)
-        F, a, Omega = self.linearise(self.model.f, now.state.mean, L)
+        F, a, Omega = self.linearise(self.transition(control), now.state.mean, L)
         eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
         white = GaussianState(torch.zeros_like(now.state.mean), eye.expand_as(L))
         u, U = rts_step(white, following, F, Omega + self.model.Q, a)

@@ -491,3 +491,33 @@ def test_errors():
         UnscentedKalmanFilter(as_state_space(model), alpha=0.0)
     with pytest.raises(ValueError, match="kappa > 0"):
         UnscentedKalmanFilter(as_state_space(model), kappa=-3.0)
+
+
+def test_ukf_leaves_out_missing_sensors_and_takes_controls_as_the_kalman_filter():
+    """On a linear model with B u: means, covariances and densities of rows with and without NaN."""
+    generator = torch.Generator().manual_seed(4)
+    A, C = 0.8 * torch.eye(2).double(), torch.randn(3, 2, generator=generator).double()
+    B, one = torch.tensor([[0.7], [-0.4]]).double(), torch.eye(3).double()
+    R = 0.2 * one + 0.1
+    model = LinearModel(A, C[0], 0.1 * one[:2, :2], C, one[0], R, C[1], one[:2, :2], B)
+    moved = StateSpaceModel(
+        lambda z, u: z @ A.mT + u @ B.mT + C[0],
+        lambda z: z @ C.mT + one[0],
+        *(model.Q, model.R, model.m0, model.P0),
+    )
+    exact = KalmanFilter(model, allow_missing_sensors=True)
+    ukf = UnscentedKalmanFilter(moved, allow_missing_sensors=True, controlled=1)
+    obs, u = (torch.randn(4, 9, k, generator=generator).double() for k in (3, 1))
+    obs[torch.rand(obs.shape, generator=generator) < 0.4] = torch.nan
+    assert obs.isnan().all(-1).any()
+    found = [
+        rollout(each, obs, controls=u, covariances=True, log_likelihood=True)
+        for each in (exact, ukf)
+    ]
+    for a, b in zip(found[0][:3], found[1][:3], strict=True):
+        assert a is not None
+        assert b is not None
+        assert torch.allclose(a, b, atol=1e-9, equal_nan=True)
+    plain = UnscentedKalmanFilter(moved, controlled=1)
+    with pytest.raises(ValueError, match="observations hold NaN"):
+        rollout(plain, obs, controls=u)
