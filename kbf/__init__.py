@@ -40,6 +40,7 @@ _HOME = {
     "EKF": "kbf.filters.gaussian.ekf",
     "UKF": "kbf.filters.gaussian.ukf",
     "LearnedKalman": "kbf.filters.gaussian.kalman",
+    "LearnedUKF": "kbf.filters.gaussian.learned_ukf",
     "ParticleFilter": "kbf.filters.particle.bootstrap",
     "LSTMFilter": "kbf.filters.neural.lstm",
     "FrameRegression": "kbf.filters.regression.kernel_ridge",

@@ -50,6 +50,7 @@ from kbf.evaluation.score import score as score
 from kbf.filters import smoothing as smoothing
 from kbf.filters.gaussian.ekf import EKF as EKF
 from kbf.filters.gaussian.kalman import LearnedKalman as LearnedKalman
+from kbf.filters.gaussian.learned_ukf import LearnedUKF as LearnedUKF
 from kbf.filters.gaussian.ukf import UKF as UKF
 from kbf.filters.kernel.algorithm import kernel_bayes_filter as kernel_bayes_filter
 from kbf.filters.kernel.feature_kbf import FeatureKBF as FeatureKBF
@@ -138,6 +139,7 @@ __all__ = [
     "LSTMFilter",
     "LearnedKalman",
     "LearnedParticleFilter",
+    "LearnedUKF",
     "MeanModel",
     "Multiplicative",
     "ObservationParticleFilter",

@@ -31,6 +31,7 @@ MODELS = {
     "kbf_paper": "`kbf_paper`, `kbf_tuned`, `kbf_loo`",
     "kbr_original": "`kbr_original`",
     "particle_learned": "`particle_learned`",
+    "ukf_learned": "`ukf_learned`",
     "kalman": "`kalman`",
     "window_ridge": "`window_ridge`",
     "window_boosting": "`window_boosting`",

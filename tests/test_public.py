@@ -229,6 +229,7 @@ MODELS = [
     lambda: kbf.KBF(rank=None, rule="original", dtype="float64"),
     lambda: kbf.SimulatedKBF(points=40, run=400, dtype="float64"),
     kbf.LearnedKalman,
+    lambda: kbf.LearnedUKF(ranks=(20,), factors=(1.0,), kinds=("linear", "kernel")),
     lambda: kbf.ParticleFilter(kbf.ssm.rotation(), particles=50),
     lambda: kbf.UKF(kbf.ssm.rotation()),
     WindowRidge,

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from kbf.recording import Recording
+from kbf.rkhs.linalg import evenly
 from kbf.runtime.errors import FitError
+
+# Held-out blocks that the candidates for a setting filter.
+MAX_BLOCKS = 8
+# Steps of a held-out block.
+MAX_BLOCK_LENGTH = 100
 
 
 class Span(NamedTuple):
@@ -209,3 +215,13 @@ def first_steps(recordings: list[Recording], most: int) -> list[Recording]:
         if total > most
         else recordings
     )
+
+
+def held_out_blocks(held: list[Recording]) -> list[Recording]:
+    """Returns evenly spaced blocks of held-out recordings.
+
+    At most `MAX_BLOCKS` of at most `MAX_BLOCK_LENGTH` steps, and at least ten.
+    """
+    spans = [(s, k) for s in held for k in range(0, len(s.states) - 9, MAX_BLOCK_LENGTH)]
+    chosen = [spans[i] for i in evenly(len(spans), MAX_BLOCKS).tolist()]
+    return [piece(s, k, min(k + MAX_BLOCK_LENGTH, len(s.states))) for s, k in chosen]

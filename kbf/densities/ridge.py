@@ -196,6 +196,8 @@ def fit_ridge_map(
     regs: tuple[float, ...] = tuple(10.0 ** (-k / 2) for k in range(1, 15)),
     rank: int = 128,
     diagonal: bool = False,
+    flat: bool = False,
+    candidates: list[Kernel] | None = None,
 ) -> RidgeMap:
     """Fit y on u; kernel, settings and ridge minimise the leave-one-out log loss in closed form.
 
@@ -219,6 +221,9 @@ def fit_ridge_map(
         rank: most features.
         diagonal: keep only the diagonal of S, as if the components of the noise were independent:
             for outputs by the thousand.
+        flat: noise is added to all components; pairs of norm 1 are not taken as points of the
+            circle.
+        candidates: kernels with their settings, in place of those of the arguments before.
 
     Raises:
         ValueError: fewer than ten points, outputs that are all the same, or an unknown kernel.
@@ -227,7 +232,7 @@ def fit_ridge_map(
     u, y = u.double(), y.double()
     if n < 10:
         raise FitError(f"a kernel ridge map needs at least 10 pairs, got {n}")
-    offset, manifold = y.mean(0), FLAT if diagonal else manifold_of(y)
+    offset, manifold = y.mean(0), FLAT if diagonal or flat else manifold_of(y)
     k = manifold.log(y[:1], y[:1]).shape[-1]
     least = 1e-9 * y.var(0).mean()
     if not least > 0:
@@ -235,7 +240,9 @@ def fit_ridge_map(
             f"a kernel ridge map needs outputs that vary, got {n} times {offset[:4].tolist()}"
         )
     best: tuple[float, RidgeMap] | None = None
-    for kernel in kernel_candidates(u, kernels, factors, slopes, biases):
+    if candidates is None:
+        candidates = kernel_candidates(u, kernels, factors, slopes, biases)
+    for kernel in candidates:
         check_deadline()
         landmarks = u[pivots(kernel, u, rank=rank, tol=1e-6)]
         whiten = nystrom_whitening(kernel(landmarks, landmarks))
@@ -274,6 +281,14 @@ def fit_ridge_map(
                 )
     assert best is not None
     return best[1]
+
+
+def leave_one_out_loss(map: RidgeMap, u: Float[Tensor, "n d"]) -> float:
+    """Return log det S - k mean_i log H_i (`fit_ridge_map`) of a map fitted to inputs u."""
+    phi = map.features(u)
+    held_out = 1 - ((phi @ map.factor) * phi).sum(-1)
+    spread = torch.logdet(map.covariance_of_noise)
+    return (spread - len(map.noise) * held_out.log().mean()).item()
 
 
 def refitted(map: RidgeMap, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> RidgeMap:

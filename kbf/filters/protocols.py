@@ -18,7 +18,15 @@ from kbf.runtime.html_repr import ShownModule
 
 # Models whose filters take the controls of recordings that have some.
 WITH_CONTROLS = (
-    *("kbf", "kbf_tuned", "kbf_paper", "kernel_monte_carlo", "particle_learned", "kalman"),
+    *(
+        "kbf",
+        "kbf_tuned",
+        "kbf_paper",
+        "kernel_monte_carlo",
+        "particle_learned",
+        "kalman",
+        "ukf_learned",
+    ),
     *("lstm", "lstm_feedback", "lstm_images", "gru", "gru_images", "rkn", "backprop_kf", "dpf"),
     *("window_ridge", "window_boosting", "mean"),
 )
@@ -34,6 +42,7 @@ WITH_SMOOTHER = (
         "kalman",
         "ekf",
         "ukf",
+        "ukf_learned",
     ),
     *("particle", "particle_learned", "particle_observation"),
 )

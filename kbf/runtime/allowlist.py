@@ -17,6 +17,7 @@ REGISTERED: dict[str, tuple[str, ...]] = {
     "model": (
         "kbf.EKF",
         "kbf.LearnedKalman",
+        "kbf.LearnedUKF",
         "kbf.BackpropKF",
         "kbf.DPF",
         "kbf.GRUFilter",

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from kbf.densities import learned_ssm
 from kbf.filters.gaussian.ekf import EKF
 from kbf.filters.gaussian.kalman import LearnedKalman
+from kbf.filters.gaussian.learned_ukf import LearnedUKF
 from kbf.filters.gaussian.ukf import UKF
 from kbf.filters.kernel.filter import KernelBayesFilter, KernelState
 from kbf.filters.kernel.kbf import KBF
@@ -156,6 +157,7 @@ TABLE: dict[str, Kind] = {
     "ekf": Kind(lambda dtype: EKF(turning(getattr(torch, dtype)))),
     "ukf": Kind(lambda dtype: UKF(turning(getattr(torch, dtype)))),
     "kalman-learned": Kind(lambda dtype: LearnedKalman()),
+    "ukf-learned": Kind(lambda dtype: LearnedUKF(ranks=(20,), factors=(1.0, 4.0))),
     "particle": Kind(
         lambda dtype: ParticleFilter(turning(getattr(torch, dtype)), particles=64), random=True
     ),

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from kbf.data.windows import piece, split
+from kbf.data.windows import held_out_blocks, split
 from kbf.densities.learned_ssm import (
     ORDERS,
     LaggedModel,
@@ -33,12 +33,6 @@ from kbf.runtime.html_repr import ShownModule
 
 # Share of the recordings, their last part, on which settings are selected.
 HELD_OUT_SHARE = 0.2
-
-# Held-out blocks that the candidates filter.
-MAX_BLOCKS = 8
-
-# Steps of a held-out block.
-MAX_BLOCK_LENGTH = 100
 
 # First steps of a block that do not count: the filter has not converged yet.
 BURN_IN = 5
@@ -312,13 +306,6 @@ class KernelMonteCarlo(ShownModule):
             *(() if self.ratio_dim else ("reg", "density")),
         )
         return {name: float(getattr(self, name)) for name in names} | self.sensors.hyperparameters()
-
-
-def held_out_blocks(held: list[Recording]) -> list[Recording]:
-    """Return evenly spaced blocks of the held-out recordings (`MAX_BLOCKS`, `MAX_BLOCK_LENGTH`)."""
-    spans = [(s, k) for s in held for k in range(0, len(s.states) - 9, MAX_BLOCK_LENGTH)]
-    chosen = [spans[i] for i in evenly(len(spans), MAX_BLOCKS).tolist()]
-    return [piece(s, k, min(k + MAX_BLOCK_LENGTH, len(s.states))) for s, k in chosen]
 
 
 def held_out(

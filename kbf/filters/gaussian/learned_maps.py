@@ -1,0 +1,128 @@
+"""Maps u -> y that are learned by regression: linear, by kernel ridge, or the sum of both.
+
+`fit_map` fits y = B u + b + g(u), g by kernel ridge regression (`kbf.densities.ridge`) on the
+residuals of the linear part. `select_kernel` selects the kernel of g by its leave-one-out log loss.
+
+Far from the training points g returns to its mean. There a linear map alone, or a sum, continues
+the linear part; a kernel alone continues with a constant.
+"""
+
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kbf.densities.ridge import RidgeMap, fit_ridge_map, leave_one_out_loss
+from kbf.filters.gaussian.kalman import regress
+from kbf.rkhs.kernels import KERNELS, NETWORK_KERNELS, Kernel
+from kbf.rkhs.linalg import evenly
+
+# Kinds of maps: linear; g alone; and both.
+KINDS = ("linear", "kernel", "both")
+# Kernels of maps and the names of their settings.
+MAP_KERNELS: dict[str, tuple[str, ...]] = {"gaussian": ("bandwidth",), "arcsine": ("bias", "slope")}
+# Points by which a kernel is selected; of more, evenly spaced ones. The loss is flat near its
+# minimum.
+MAX_POINTS_OF_SELECTION = 1000
+# Candidates of `select_kernel`, coarser by a factor than those of `fit_ridge_map`: half the time.
+CANDIDATES = {
+    "factors": tuple(2.0**k for k in range(-3, 4)),
+    "slopes": (1.0, 3.0, 10.0, 30.0),
+    "biases": (0.3, 1.0),
+}
+
+
+class LearnedMap(NamedTuple):
+    """y = B u + b + g(u) + N(0, noise).
+
+    Attributes:
+        B: ``q e``, or None for 0. b: ``q``.
+        coefficients: ``r q``, W A of the `RidgeMap` g, or None for g = 0.
+        ridge: g, with its kernel and landmarks.
+        noise: ``q q``, the covariance of residuals; of g those of leave-one-out.
+    """
+
+    B: Tensor | None
+    b: Tensor
+    coefficients: Tensor | None
+    ridge: RidgeMap | None
+    noise: Tensor
+
+    def __call__(self, u: Float[Tensor, "*b e"]) -> Float[Tensor, "*b q"]:
+        """Return the mean at u, in the type of u."""
+        rows = u.reshape(-1, u.shape[-1]).to(self.b)
+        y = self.b.expand(len(rows), -1) if self.B is None else rows @ self.B.mT + self.b
+        if self.ridge is not None and self.coefficients is not None:
+            y = y + self.ridge.kernel(rows, self.ridge.landmarks) @ self.coefficients
+        return y.to(u).unflatten(0, u.shape[:-1])
+
+
+def fit_map(
+    kind: str,
+    u: Float[Tensor, "n e"],
+    y: Float[Tensor, "n q"],
+    *,
+    kernel: Kernel | None = None,
+    ranks: tuple[int, ...] = (96, 200, 400),
+) -> LearnedMap:
+    """Fit a map of a kind of `KINDS`, in float64.
+
+    Args:
+        kind: linear (least squares), kernel, or both.
+        u: inputs ``n e``.
+        y: outputs ``n q``.
+        kernel: of g; None selects it.
+        ranks: most features of g. Each is compared with the one before by leave-one-out.
+
+    Raises:
+        FitError: too few points for a linear map, or fewer than ten for g.
+    """
+    u, y = u.double(), y.double()
+    B, b, noise = None, torch.zeros_like(y[0]), torch.zeros_like(y[0].diag())
+    if kind != "kernel":
+        B, b, noise = regress(u, y, "points")
+    if kind == "linear":
+        return LearnedMap(B, b, None, None, noise)
+    left = y - b if B is None else y - u @ B.mT - b
+    kernel = select_kernel(u, left) if kernel is None else kernel
+    best = fit_ridge_map(u, left, candidates=[kernel], rank=ranks[0], flat=True)
+    for before, rank in pairwise(ranks):
+        if len(best.landmarks) < before:
+            break  # the kernel has no more features
+        larger = fit_ridge_map(u, left, candidates=[kernel], rank=rank, flat=True)
+        if leave_one_out_loss(larger, u) >= leave_one_out_loss(best, u):
+            break
+        best = larger
+    return LearnedMap(B, b + best.offset, best.whiten @ best.coefficients, best, best.noise)
+
+
+def select_kernel(u: Float[Tensor, "n e"], y: Float[Tensor, "n q"], rank: int = 96) -> Kernel:
+    """Return the kernel of the map with the least leave-one-out loss."""
+    some = evenly(len(u), MAX_POINTS_OF_SELECTION, u.device)
+    return fit_ridge_map(u[some], y[some], rank=rank, flat=True, **CANDIDATES).kernel
+
+
+def row_of(kernel: Kernel) -> Float[Tensor, " 3"]:
+    """Return a kernel as numbers: its position in `MAP_KERNELS` and its settings."""
+    assert isinstance(kernel, partial)
+    name = kernel.func.__name__
+    values = [float(kernel.keywords[key]) for key in MAP_KERNELS[name]]
+    row = [list(MAP_KERNELS).index(name), *values, 0.0]
+    return torch.tensor(row[:3], dtype=torch.float64)
+
+
+def kernel_of(row: Float[Tensor, " 3"]) -> Kernel:
+    """Return the kernel of such numbers.
+
+    Raises:
+        ValueError: a position that `MAP_KERNELS` does not have.
+    """
+    place, *values = row.tolist()
+    if place not in range(len(MAP_KERNELS)):
+        raise ValueError(f"a learned map has kernel 0 to {len(MAP_KERNELS) - 1}, got {place:g}")
+    name = list(MAP_KERNELS)[int(place)]
+    settings = dict(zip(MAP_KERNELS[name], values, strict=False))
+    return partial((KERNELS | NETWORK_KERNELS)[name], **settings)

@@ -1,0 +1,284 @@
+"""The UKF on learned maps: maps in closed form, the first update, choices, and the true model."""
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from kbf.filters.gaussian.kalman import LearnedKalman
+from kbf.filters.gaussian.learned_maps import fit_map, kernel_of, row_of, select_kernel
+from kbf.filters.gaussian.learned_ukf import LearnedUKF, held_out_parts
+from kbf.filters.gaussian.moments import GaussianState
+from kbf.filters.gaussian.start import StartingFilter, tempering
+from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
+from kbf.filters.rollout import rollout, rollout_recordings
+from kbf.recording import Recording
+from kbf.rkhs.kernels import arcsine, gaussian
+from kbf.runtime.errors import FitError
+from kbf.ssm import StateSpaceModel, oscillatory, simulate
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
+
+
+def turning(n: int, seed: int = 0, **changes: Any) -> list[Recording]:
+    model = oscillatory(**{"sigma_z": 0.1, "sigma_x": 0.3, **changes})
+    drawn = simulate(model, model.m0, n, generator(seed))
+    return [Recording(drawn.states, drawn.obs)]
+
+
+def linear_with_control(n: int, seed: int = 0) -> list[Recording]:
+    """z' = A z + B u + noise, three sensors."""
+    A, B = torch.tensor([[0.9, 0.2], [-0.2, 0.8]]).double(), torch.tensor([[0.5], [-0.3]]).double()
+    C, u, e, r = (
+        normal(3, 2, seed=9),
+        normal(n, 1, seed=seed),
+        normal(n, 2, seed=50 + seed),
+        normal(n, 3, seed=90 + seed),
+    )
+    z, rows = torch.zeros(2).double(), []
+    for t in range(n):
+        z = A @ z + B @ u[t] + 0.2 * e[t]
+        rows.append(z)
+    states = torch.stack(rows)
+    return [Recording(states, states @ C.mT + 0.5 * r, None, u)]
+
+
+# maps
+
+
+def test_a_kernel_map_is_kernel_ridge_regression_of_the_residuals():
+    """With every point a landmark: (K + n reg I)^-1, the same ridge."""
+    u, y = normal(40, 2), normal(40, 2, seed=1)
+    kernel = partial(gaussian, bandwidth=0.5)
+    for kind in ("kernel", "both"):
+        map = fit_map(kind, u, y, kernel=kernel, ranks=(40,))
+        assert map.ridge is not None
+        X = torch.cat([u, torch.ones(40, 1)], 1)
+        solved = torch.linalg.lstsq(X, y).solution * (kind == "both")
+        left = y - X @ solved
+        K = kernel(u, u) + map.ridge.ridge * torch.eye(40)
+        alpha = torch.linalg.solve(K, left - left.mean(0))
+        at = normal(7, 2, seed=2)
+        linear = torch.cat([at, torch.ones(7, 1)], 1) @ solved
+        expected = linear + left.mean(0) + kernel(at, u) @ alpha
+        assert torch.allclose(map(at), expected, atol=1e-5)
+
+
+def test_a_linear_map_is_least_squares_and_continues_far_away():
+    B = torch.tensor([[1.0, -2.0]]).double()
+    u = normal(60, 2)
+    y = u @ B.mT + 0.3
+    map = fit_map("linear", u, y)
+    far = torch.tensor([[100.0, -50.0]]).double()
+    assert map(far).item() == pytest.approx(200.3, abs=1e-6)
+    assert float(map.noise) < 1e-20
+    assert map(far.float()).dtype == torch.float32
+
+
+def test_larger_ranks_are_taken_where_they_are_better():
+    u = 6 * torch.rand(600, 2, generator=generator(), dtype=torch.float64)
+    y = (3 * u[:, :1]).sin() * (3 * u[:, 1:]).cos() + 0.01 * normal(600, 1)
+    kernel = partial(gaussian, bandwidth=0.4)
+    small, large = (fit_map("kernel", u, y, kernel=kernel, ranks=r) for r in ((20,), (20, 150)))
+    assert small.ridge is not None
+    assert large.ridge is not None
+    assert (len(small.ridge.landmarks), len(large.ridge.landmarks)) == (20, 150)
+    assert float(large.noise) < 0.2 * float(small.noise)
+    straight = fit_map(
+        "kernel", u, u[:, :1], kernel=partial(gaussian, bandwidth=60.0), ranks=(5, 9)
+    )
+    assert straight.ridge is not None
+    assert len(straight.ridge.landmarks) <= 9
+
+
+@pytest.mark.parametrize(
+    "kernel", [partial(gaussian, bandwidth=0.7), partial(arcsine, bias=0.3, slope=2.0)]
+)
+def test_kernels_survive_as_numbers(kernel):
+    x = normal(5, 2)
+    assert torch.equal(kernel_of(row_of(kernel))(x, x), kernel(x, x))
+
+
+def test_unknown_kernel_numbers_are_refused():
+    with pytest.raises(ValueError, match="kernel 0 to 1, got 7"):
+        kernel_of(torch.tensor([7.0, 1.0, 1.0]).double())
+
+
+def test_the_kernel_has_the_scale_of_the_function():
+    u = 10 * torch.rand(300, 1, generator=generator(), dtype=torch.float64)
+    kernels: list[Any] = [
+        select_kernel(u, (w * u).sin() + 0.05 * normal(300, 1)) for w in (6.0, 0.5)
+    ]
+    rough, smooth = (row_of(kernel)[1] for kernel in kernels)
+    assert {int(row_of(kernel)[0]) for kernel in kernels} == {0}
+    assert rough < smooth
+
+
+# the first update
+
+
+def bimodal(sigma: float = 0.2) -> StartingFilter:
+    """x = z^2 over recorded states between -2 and 2."""
+    one = torch.eye(1, dtype=torch.float64)
+    model = StateSpaceModel(
+        lambda z: z, lambda z: z.square(), 0.01 * one, sigma**2 * one, 0 * one[0], one
+    )
+    states = torch.linspace(-2, 2, 401, dtype=torch.float64)[:, None]
+    return StartingFilter(UnscentedKalmanFilter(model), states)
+
+
+def test_the_first_update_is_that_of_the_recorded_states():
+    """On a linear sensor and a wide sample it is Bayes' rule; afterwards the inner filter's."""
+    one = torch.eye(1, dtype=torch.float64)
+    model = StateSpaceModel(lambda z: 0.9 * z, lambda z: z, 0.1 * one, 0.25 * one, 0 * one[0], one)
+    states = torch.distributions.Normal(0.0, 1.0).icdf(
+        torch.linspace(0.0005, 0.9995, 2000).double()
+    )
+    filter = StartingFilter(UnscentedKalmanFilter(model), states[:, None])
+    x = torch.tensor([[0.8]]).double()
+    state = filter.init(1)
+    updated, possible = filter.observe(state, x)
+    assert possible.all()
+    assert updated.mean.item() == pytest.approx(0.8 / 1.25, abs=0.02)
+    assert updated.cov.item() == pytest.approx(0.25 / 1.25, rel=0.05)
+    assert (state.waiting.item(), updated.waiting.item()) == (1, 0)
+    again, _ = filter.observe(updated, x)
+    exact, _ = filter.inner.observe(GaussianState(updated.mean, updated.cov), x)
+    assert torch.equal(again.mean, exact.mean)
+    expected = torch.distributions.Normal(0.0, math.sqrt(1.25)).log_prob(x).item()
+    assert filter.log_likelihood(state, x).item() == pytest.approx(expected, abs=0.02)
+
+
+def test_the_first_update_of_a_square_covers_both_roots():
+    state, _ = bimodal().observe(bimodal().init(1), torch.tensor([[2.25]]).double())
+    assert abs(state.mean.item()) < 0.1
+    assert math.sqrt(state.cov.item()) == pytest.approx(1.5, rel=0.1)
+
+
+def test_a_row_without_readings_leaves_the_state_waiting():
+    filter = bimodal()
+    filter.inner.allow_missing_sensors = filter.allow_missing_sensors = True
+    state, _ = filter.observe(filter.init(1), torch.full((1, 1), torch.nan).double())
+    assert state.waiting.item() == 1
+
+
+def test_tempering_reaches_the_effective_number():
+    logs = -torch.linspace(0, 3, 200).double().square() * torch.tensor([[1.0], [900.0]])
+    power = tempering(logs, 50.0)
+    w = (power[:, None] * logs).softmax(-1)
+    effective = 1 / w.square().sum(-1)
+    assert power[0] == 1
+    assert effective[0] > 50
+    assert effective[1] == pytest.approx(50, rel=1e-3)
+
+
+# the filter
+
+
+def test_maps_without_error_make_it_the_ukf_of_the_true_model():
+    """From many rows: estimates close to those of the filter that is given f and h."""
+    true = oscillatory(beta=0.0, sigma_z=0.1, sigma_x=0.3)
+    train, test = turning(600, beta=0.0), turning(200, seed=1, beta=0.0)
+    learned = LearnedUKF(ranks=(60,), kinds=("kernel",))
+    learned.prepare(train)
+    filter = learned.fit(train)
+    exact = UnscentedKalmanFilter(true)
+    runs = [rollout_recordings(each, test)[0].estimates for each in (filter, exact)]
+    errors = [(run - test[0].states)[10:].square().sum(-1).mean() for run in runs]
+    assert errors[0] < 1.1 * errors[1]
+    assert (runs[0] - runs[1])[10:].square().sum(-1).mean() < 0.15 * errors[1]
+
+
+def test_linear_maps_make_it_the_learned_kalman_filter():
+    train, test = linear_with_control(400), linear_with_control(100, seed=3)
+    learned, controls = LearnedUKF(kinds=("linear",), factors=(1.0,)), test[0].controls
+    assert controls is not None
+    learned.prepare(train)
+    runs = [
+        rollout(each.fit(train), test[0].obs[None], controls=controls[None])
+        for each in (learned, LearnedKalman())
+    ]
+    assert torch.allclose(runs[0].estimates[:, 30:], runs[1].estimates[:, 30:], atol=1e-6)
+
+
+def test_linear_data_get_linear_maps_and_curved_data_do_not():
+    linear, curved = (LearnedUKF(ranks=(20,), factors=(1.0, 16.0)) for _ in range(2))
+    linear.prepare([r._replace(controls=None) for r in linear_with_control(200)])
+    curved.prepare(turning(200))
+    named = curved.hyperparameters()
+    assert named["transition_kind"] > 0
+    assert set(named) == {
+        *("transition_kind", "observation_kind", "transition_factor", "observation_factor")
+    }
+    assert linear.hyperparameters()["observation_factor"] <= 4
+
+
+def test_the_factor_of_q_grows_where_residuals_understate_the_error():
+    """Smooth motion: errors of a map are serially correlated there."""
+    t = torch.arange(400, dtype=torch.float64)
+    z = torch.stack([(0.05 * t).sin(), (0.083 * t).cos()], 1)
+    recording = Recording(z, z[:, :1] + 0.1 * normal(400, 1))
+    learned = LearnedUKF(ranks=(40,), kinds=("kernel",))
+    learned.prepare([recording])
+    assert learned.hyperparameters()["transition_factor"] > 1
+
+
+def test_missing_sensors_have_maps_of_their_own():
+    train, test = turning(300), turning(120, seed=2)
+    gaps = torch.rand(300, 2, generator=generator(), dtype=torch.float64) < 0.3
+    some = [train[0]._replace(obs=train[0].obs.masked_fill(gaps, torch.nan))]
+    learned = LearnedUKF(ranks=(40,), kinds=("kernel",), factors=(1.0, 4.0))
+    learned.allow_missing_sensors = True
+    learned.prepare(some)
+    filter = learned.fit(some)
+    whole = rollout_recordings(filter, test)[0].estimates
+    holes = torch.rand(120, 2, generator=generator(7), dtype=torch.float64) < 0.3
+    part = rollout_recordings(
+        filter, [test[0]._replace(obs=test[0].obs.masked_fill(holes, torch.nan))]
+    )[0].estimates
+    errors = [(run - test[0].states).square().sum(-1).mean() for run in (whole, part)]
+    assert errors[0] < errors[1] < 0.3
+    useless = [train[0]._replace(obs=train[0].obs * torch.nan)]
+    with pytest.raises(FitError, match="of 2 observations none has 10 readings"):
+        learned.fit(useless)
+
+
+def test_short_recordings_keep_the_first_candidates():
+    learned = LearnedUKF()
+    learned.prepare(turning(24))
+    assert learned.factors.tolist() == [1, 1]
+    assert held_out_parts(turning(24)) == []
+    assert len(held_out_parts(turning(300))) == 3
+    assert len(held_out_parts(turning(1200))) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": ()}, "must be positive and not empty"),
+        ({"factors": (0.0,)}, "must be positive and not empty"),
+        ({"kinds": ("cubic",)}, "kinds must be some of linear, kernel, both"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LearnedUKF(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [("kinds", [0, 7], r"kinds of maps \[0, 7\]"), ("factors", [0.0, 1.0], "must be positive")],
+)
+def test_stored_settings_that_no_model_has_are_refused(name, value, message):
+    learned = LearnedUKF()
+    stored = {**learned.state_dict(), name: torch.tensor(value).to(getattr(learned, name))}
+    with pytest.raises(ValueError, match=message):
+        learned.load_state_dict(stored)
