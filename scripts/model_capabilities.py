@@ -32,7 +32,7 @@ MODELS = {
     "kbr_original": "`kbr_original`",
     "particle_learned": "`particle_learned`",
     "ukf_learned": "`ukf_learned`",
-    "kalman": "`kalman`",
+    "kalman": "`kalman`, `kalman_velocity`",
     "window_ridge": "`window_ridge`",
     "window_boosting": "`window_boosting`",
     "frame": "`frame`, kernel ridge regression on the observation",

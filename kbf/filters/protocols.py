@@ -18,38 +18,23 @@ from kbf.runtime.html_repr import ShownModule
 
 # Models whose filters take the controls of recordings that have some.
 WITH_CONTROLS = (
-    *(
-        "kbf",
-        "kbf_tuned",
-        "kbf_paper",
-        "kernel_monte_carlo",
-        "particle_learned",
-        "kalman",
-        "ukf_learned",
-    ),
+    *("kbf", "kbf_tuned", "kbf_paper", "kernel_monte_carlo", "particle_learned"),
+    *("kalman", "kalman_velocity", "ukf_learned"),
     *("lstm", "lstm_feedback", "lstm_images", "gru", "gru_images", "rkn", "backprop_kf", "dpf"),
     *("window_ridge", "window_boosting", "mean"),
 )
 
 # Models whose filters have a smoother.
 WITH_SMOOTHER = (
-    *(
-        "kbf",
-        "kbf_tuned",
-        "kbf_paper",
-        "kbf_features",
-        "kernel_monte_carlo",
-        "kalman",
-        "ekf",
-        "ukf",
-        "ukf_learned",
-    ),
+    *("kbf", "kbf_tuned", "kbf_paper", "kbf_features", "kernel_monte_carlo"),
+    *("kalman", "kalman_velocity", "ekf", "ukf", "ukf_learned"),
     *("particle", "particle_learned", "particle_observation"),
 )
 
 # Models whose filters have a memory that recordings can be added to.
 WITH_MEMORY = (
-    *("kbf", "kbf_tuned", "kbf_paper", "kernel_monte_carlo", "particle_learned", "kalman"),
+    *("kbf", "kbf_tuned", "kbf_paper", "kernel_monte_carlo", "particle_learned"),
+    *("kalman", "kalman_velocity", "ukf_learned"),
     *("window_ridge", "window_boosting", "frame"),
 )
 

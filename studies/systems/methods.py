@@ -19,15 +19,17 @@ METHODS: dict[str, dict[str, Any]] = {
             "mean",
             "window_ridge",
             "kalman",
+            "kalman_velocity",
             "window_boosting",
             "gru",
             "kernel_monte_carlo",
             "particle_learned",
+            "ukf_learned",
         )
     },
 }
 # Methods that any user has without this library.
-BASELINES = ("mean", "window_ridge", "kalman", "window_boosting", "gru")
+BASELINES = ("mean", "window_ridge", "kalman", "kalman_velocity", "window_boosting", "gru")
 
 
 class Result(NamedTuple):

@@ -157,6 +157,7 @@ TABLE: dict[str, Kind] = {
     "ekf": Kind(lambda dtype: EKF(turning(getattr(torch, dtype)))),
     "ukf": Kind(lambda dtype: UKF(turning(getattr(torch, dtype)))),
     "kalman-learned": Kind(lambda dtype: LearnedKalman()),
+    "kalman-velocity": Kind(lambda dtype: LearnedKalman(order=2)),
     "ukf-learned": Kind(lambda dtype: LearnedUKF(ranks=(20,), factors=(1.0, 4.0))),
     "particle": Kind(
         lambda dtype: ParticleFilter(turning(getattr(torch, dtype)), particles=64), random=True

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
+from kbf.densities.learned_ssm import ORDERS, lagged_states
 from kbf.filters.gaussian.moments import (
     GaussianFilter,
     GaussianState,
@@ -265,12 +266,27 @@ def regress_columns(
 class LearnedKalman(WithoutHyperparameters):
     """The Kalman filter of the linear model that `fit_linear` fits to the training recordings.
 
+    With order 2 the state of the model is (z_t, z_t - z_{t-1}): a position and its velocity. A
+    position alone does not determine the next one where motion has inertia. The filter returns
+    estimates of the position.
+
     It has neither hyper-parameters nor parameters or buffers. The filter has the dtype and the
     device of the recordings. With ``allow_missing_sensors`` components of an observation may be
     NaN; the update leaves their rows of C out.
     """
 
     allow_missing_sensors: bool = False
+
+    def __init__(self, order: int = 1) -> None:
+        """Set the order of the model: 1, or 2 for a state with velocity.
+
+        Raises:
+            ValueError: another order.
+        """
+        super().__init__()
+        if order not in ORDERS:
+            raise ValueError(f"a linear model has order 1 or 2, got {order!r}")
+        self.order: int = order
 
     def fit(self, memory: Recording | list[Recording] | None) -> KalmanFilter:
         """Return the Kalman filter of the linear model fitted to ``memory``.
@@ -279,6 +295,43 @@ class LearnedKalman(WithoutHyperparameters):
             ValueError: no memory, or too few points (`fit_linear`).
         """
         missing = self.allow_missing_sensors
-        return KalmanFilter(
-            fit_linear(memory, allow_missing_sensors=missing), allow_missing_sensors=missing
-        )
+        recordings = as_recordings(memory, allow_missing_sensors=missing)
+        if self.order == 1:
+            model = fit_linear(recordings, allow_missing_sensors=missing)
+            return KalmanFilter(model, allow_missing_sensors=missing)
+        longer = [with_velocity(s) for s in recordings if len(s.states) > self.order]
+        if not longer:
+            raise FitError("a linear model with velocity requires a recording of at least 3 steps")
+        model = fit_linear(longer, allow_missing_sensors=missing)
+        d = recordings[0].states.shape[1]
+        mean = torch.cat([s.states for s in recordings]).mean(0)
+        model = model._replace(m0=torch.cat([mean, model.m0[d:]]))
+        return PositionFilter(model, d, allow_missing_sensors=missing)
+
+
+class PositionFilter(KalmanFilter):
+    """The Kalman filter of positions and velocities, whose estimates are the positions."""
+
+    def __init__(self, model: LinearModel, d: int, *, allow_missing_sensors: bool = False) -> None:
+        """``model`` has states (z, velocity) of 2 d components."""
+        super().__init__(model, allow_missing_sensors=allow_missing_sensors)
+        self.d: int = d
+
+    def estimate(self, state: GaussianState) -> Float[Tensor, "b d"]:
+        """Return the mean of the position, ``b d``."""
+        return state.mean[:, : self.d]
+
+    def covariance(self, state: GaussianState) -> Float[Tensor, "b d d"]:
+        """Return the covariance of the position, ``b d d``."""
+        return state.cov[:, : self.d, : self.d]
+
+
+def with_velocity(recording: Recording) -> Recording:
+    """Return a recording of states (z_t, z_t - z_{t-1}), from its second step on."""
+    mask, controls = recording.mask, recording.controls
+    return Recording(
+        lagged_states(recording.states, 2),
+        recording.obs[1:],
+        None if mask is None else mask[1:],
+        None if controls is None else controls[1:],
+    )

@@ -30,6 +30,7 @@ from kbf.filters.protocols import Filter, FilterModel
 from kbf.filters.rollout import rollout, step
 from kbf.recording import Recording
 from kbf.rkhs.linalg import NotPositiveDefiniteError
+from kbf.runtime.errors import FitError
 from kbf.ssm import OrientationModel, StateSpaceModel, gaussian_noise, oscillatory, simulate
 
 F64 = torch.float64
@@ -521,3 +522,40 @@ def test_ukf_leaves_out_missing_sensors_and_takes_controls_as_the_kalman_filter(
     plain = UnscentedKalmanFilter(moved, controlled=1)
     with pytest.raises(ValueError, match="observations hold NaN"):
         rollout(plain, obs, controls=u)
+
+
+def inertial(n: int, seed: int) -> Recording:
+    """A noisy position of a damped oscillator that is pushed at random: z'' = -k z - c z' + e."""
+    generator = torch.Generator().manual_seed(seed)
+    z, v, states = torch.zeros(1, dtype=F64), torch.zeros(1, dtype=F64), []
+    for _ in range(n):
+        v = 0.98 * v - 0.01 * z + 0.05 * torch.randn(1, generator=generator, dtype=F64)
+        z = z + v
+        states.append(z)
+    states = torch.stack(states)
+    return Recording(states, states + torch.randn(n, 1, generator=generator, dtype=F64))
+
+
+def test_order_2_is_the_kalman_filter_of_position_and_velocity():
+    train, test = inertial(600, 0), inertial(300, 1)
+    filter = LearnedKalman(order=2).fit(train)
+    lagged = Recording(
+        torch.cat([train.states[1:], train.states[1:] - train.states[:-1]], 1), train.obs[1:]
+    )
+    direct = KalmanFilter(fit_linear(lagged))
+    runs = [rollout(each, test.obs[None], covariances=True) for each in (filter, direct)]
+    assert torch.allclose(runs[0].estimates[:, 60:], runs[1].estimates[:, 60:, :1], atol=1e-8)
+    assert runs[0].covariances is not None
+    assert runs[1].covariances is not None
+    assert runs[0].covariances.shape == (1, 300, 1, 1)
+    assert torch.allclose(runs[0].covariances, runs[1].covariances[..., :1, :1])
+    first = rollout(LearnedKalman().fit(train), test.obs[None]).estimates
+    errors = [(run - test.states).square().mean() for run in (runs[0].estimates, first)]
+    assert errors[0] < 0.8 * errors[1]
+
+
+def test_order_2_refuses_short_recordings_and_other_orders():
+    with pytest.raises(FitError, match="at least 3 steps"):
+        LearnedKalman(order=2).fit([inertial(2, 0), inertial(1, 1)])
+    with pytest.raises(ValueError, match="order 1 or 2, got 3"):
+        LearnedKalman(order=3)
