@@ -93,7 +93,8 @@ def prepared_folder(
     if "${now:" in raw["dir"]:
         folder = folder_of_sweep(words)
         words = [*words, f"hydra.sweep.dir={quoted(folder)}"]
-    task = list(composed.overrides.task)
+    # Not resolved: values of environment variables belong in no file.
+    task: Any = OmegaConf.to_container(composed.overrides.task, resolve=False)
     given = {word.lstrip("+").partition("=")[0] for word in task}
     if raw["subdir"] == "${hydra.job.num}" and "run_dir" not in given:
         list_jobs(Path(folder), jobs_of(task), overwrite="overwrite=true" in task)

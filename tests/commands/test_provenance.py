@@ -51,6 +51,7 @@ def checkpoint(run):
 
 def test_runs_and_checkpoints_contain_the_record(place):
     record = json.loads((place / "run" / "about.json").read_text())
+    assert record.pop("settings")["model.name"] == "kalman"
     assert read_checkpoint(place / checkpoint("run"))["kbf"]["provenance"] == record
     words = [*WORDS, "model=kalman", "logger=none", "run_dir=run"]
     assert shlex.split(record["command"]) == ["kbf", "train", *words]
