@@ -16,6 +16,7 @@ from kbf import (
     images as images,
     layers as layers,
     manifolds as manifolds,
+    model_choice as model_choice,
     plots as plots,
     recording as recording,
     rkhs as rkhs,

@@ -26,7 +26,7 @@ from kbf.fitted.held_out_calibration import learn_and_keep
 from kbf.fitted.summary import CAPABILITIES
 from kbf.fitted.training_data import read
 from kbf.model_choice import choose
-from kbf.runtime.errors import DataError, DataWarning, FitError
+from kbf.runtime.errors import DataError, DataWarning, FitError, nearest
 from kbf.runtime.hydra_quoting import quoted
 from kbf.runtime.interpolation import incomplete, literal, resolved
 from kbf.runtime.progress import shown_progress
@@ -300,26 +300,19 @@ def with_shapes(config: dict[str, Any], data: Data) -> dict[str, Any]:
 
 def check_choice(group: str, name: str | None) -> None:
     """Raise a ValueError for a name that no configuration of a group has, with the nearest."""
-    import difflib
-
     from kbf.config.composition import choices_of
 
     choices = choices_of("train", group)
     if name is not None and name not in choices:
-        near = difflib.get_close_matches(name, choices, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(choices)}"
-        raise ValueError(f"there is no {group} {name!r}; {hint}")
+        raise ValueError(f"there is no {group} {name!r}; {nearest(name, choices)}")
 
 
 def check_columns_of_states(given: Mapping[str, Any] | None, states: list[str], what: str) -> None:
     """Raise a `DataError` for a name that is no state column."""
-    import difflib
-
     for name in given or {}:
         if name not in states:
-            near = difflib.get_close_matches(name, states, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; they are {', '.join(states)}"
-            raise DataError(f"{what}: {name!r} is no column of the states{hint}")
+            hint = nearest(name, states, "they are")
+            raise DataError(f"{what}: {name!r} is no column of the states; {hint}")
 
 
 def check_known_units(units: Mapping[str, str] | None, source: FileData) -> None:

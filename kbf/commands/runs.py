@@ -1,6 +1,5 @@
 """``kbf runs``: a table of the runs below a folder, and the best of them, from files alone."""
 
-import difflib
 import shlex
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from kbf.commands.support.console import console, print_notes, print_table
 from kbf.commands.support.metric_descriptions import formatted
 from kbf.commands.support.run_states import Run, read_runs
 from kbf.runtime.atomic_files import write_csv
+from kbf.runtime.errors import nearest
 
 # Metrics by which the best run is selected, if none is given: the first that all finished runs
 # have. Errors on the test part are the last resort, since a selection by them is optimistic.
@@ -61,9 +61,7 @@ def metric_of(runs: list[Run], given: str | None) -> str | None:
         return next(named, None) if finished else None
     if all(number(each, given) is None for each in finished):
         known = sorted({key for each in finished for key in each if number(each, key) is not None})
-        near = difflib.get_close_matches(given, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-        raise ValueError(f"metric={given}: no run has this number; {hint}")
+        raise ValueError(f"metric={given}: no run has this number; {nearest(given, known)}")
     return given
 
 

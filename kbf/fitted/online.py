@@ -26,7 +26,7 @@ from kbf.fitted.results import Source
 from kbf.fitted.runs import check_horizon, future_controls, moved
 from kbf.fitted.summary import Summary
 from kbf.recording import as_float, without_mask
-from kbf.runtime.errors import DataError, DataWarning
+from kbf.runtime.errors import DataError, DataWarning, nearest
 
 # Share of the time step by which the time of a reading may be off the grid without an error.
 MAX_OFF_GRID = 0.25
@@ -380,10 +380,7 @@ def numbers_of(values: Any, names: list[str], side: str, *, missing: bool) -> np
         given = dict(values) if isinstance(values, Mapping) else values.to_dict()
         for name in given:
             if name not in names:
-                import difflib
-
-                near = difflib.get_close_matches(str(name), names, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(names)}"
+                hint = nearest(str(name), names, "they are")
                 raise KeyError(f"{name!r} is not among the {side}; {hint}")
         absent = [name for name in names if name not in given]
         if absent and not missing:

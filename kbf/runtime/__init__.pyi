@@ -1,6 +1,7 @@
 from kbf.runtime import (
     allowlist as allowlist,
     atomic_files as atomic_files,
+    deadline as deadline,
     errors as errors,
     html_repr as html_repr,
     hydra_quoting as hydra_quoting,
@@ -8,6 +9,7 @@ from kbf.runtime import (
     interpolation as interpolation,
     memory_limit as memory_limit,
     optional_dependencies as optional_dependencies,
+    progress as progress,
     provenance as provenance,
     run_folders as run_folders,
     tensor_files as tensor_files,

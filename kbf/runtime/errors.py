@@ -1,7 +1,8 @@
 """Errors that callers handle by type."""
 
+import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -24,6 +25,19 @@ class DataWarning(UserWarning):
 
 class MissingPackageError(ValueError):
     """An optional package is not installed, or cannot be imported."""
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str = "there are") -> str:
+    """Return a hint for a name that is not among the known ones: the nearest one, or all of them.
+
+    >>> nearest("speeed", ["speed", "place"])
+    "did you mean 'speed'?"
+    >>> nearest("mood", ["speed", "place"], "they are")
+    'they are speed, place'
+    """
+    names = list(known)
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {near[0]!r}?" if near else f"{otherwise} {', '.join(names)}"
 
 
 @contextmanager
