@@ -154,7 +154,7 @@ def test_the_best_run():
     assert best_of(runs, "validation.mse") is runs[1] and best_of(runs, "test.mse") is runs[0]
     assert best_of(runs, "test.mse", largest=True) is runs[1]
     assert metric_of([*runs, finished(test_mse=1.0)], None) == "test.mse"
-    with pytest.raises(ValueError, match=r"metric=test\.msee: .* did you mean test\.mse"):
+    with pytest.raises(ValueError, match=r"metric=test\.msee: .* did you mean 'test\.mse"):
         metric_of(runs, "test.msee")
 
 
