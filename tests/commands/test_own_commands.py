@@ -96,7 +96,7 @@ def test_no_data_is_read_while_a_configuration_is_composed(tmp_path, capsys):
     assert (config["n_train"], config["data"]["d"], config["data"]["column_schema"]) == (None,) * 3
     assert config["model"]["net"]["d"] == "${data.d}", "resolved when the file has been read"
     assert config["trainer"]["max_epochs"] == 60, "the rest is resolved"
-    assert config["run_dir"].endswith("-own-nall-lstm")
+    assert config["run_dir"].endswith("-own-nall-lstm-seed0")
     assert configure("data", words)["run_dir"] == "runs/data/own-nall-seed0"
     assert configure("data", [*words, "n_train=50"])["run_dir"] == "runs/data/own-n50-seed0"
     assert main(["train", *words, "--cfg"]) == 0
