@@ -167,7 +167,7 @@ def cross_validate(
     cv: Any = 5,
     gap: int | None = None,
     workers: int = 1,
-    budget: str | float | None = None,
+    budget: str | int | float | None = None,
     seed: int = 0,
     **settings: Any,
 ) -> CrossValidation:

@@ -105,7 +105,7 @@ def folder_of_sweep(words: list[str]) -> str:
     """Return the default folder of a sweep, which its settings name.
 
     >>> folder_of_sweep(["model=kbf,lstm", "seed=0,1", "launcher=joblib"])
-    'runs/multirun/model-kbf,lstm_seed-0,1-d1bb0e1c'
+    'runs/multirun/model-kbf,lstm_seed-0,1-3401fec3'
     """
     named = [w for w in words if not WITHOUT_EFFECT.fullmatch(w.lstrip("+").partition("=")[0])]
     named = [word for word in named if word != "hydra.mode=MULTIRUN"]

@@ -29,7 +29,7 @@ def read(
     angles: Sequence[str] | Mapping[str, str] = (),
     rotations: Sequence[Sequence[str]] = (),
     allow_missing_sensors: bool | None = None,
-    missing: Sequence[float] | Mapping[str, Sequence[float]] | None = None,
+    missing: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None,
     time_as_control: bool = False,
     control_timing: str = "into",
     size: Sequence[int] | None = None,

@@ -135,7 +135,7 @@ class RowReader:
         self.optional_index: dict[str, int] = {}
         self.q: int = len(columns.column_schema.columns("observations"))
         self.controls: list[float] | None = None if self.needed[self.q :] else []
-        self.codes: list[list[float]] = codes_by_column(
+        self.codes: list[list[int | float]] = codes_by_column(
             columns.missing, columns.column_schema.columns("observations")
         )
         self.acting: dict[str | None, list[float]] = {}  # controls that act in the next move

@@ -72,7 +72,7 @@ class FileData(Shown):
         time: str | None = None,
         recording: str | None = None,
         mask: str | None = None,
-        missing: Sequence[float] | Mapping[str, Sequence[float]] | None = None,
+        missing: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None,
         images: str | None = None,
         images_outside: bool = False,
         text_encoding: str | None = None,

@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     time: str | None = None
     recording: str | None = None
     mask: str | None = None
-    missing: list[float] | dict[str, list[float]] | None = None
+    missing: list[int | float] | dict[str, list[int | float]] | None = None
     images: str | None = None
     table: str | None = None
     size: list[int] | None = None
@@ -132,7 +132,7 @@ def layout_of(config: dict[str, Any]) -> Layout:
     return layout
 
 
-def codes_by_column(missing: Any, names: list[str]) -> list[list[float]]:
+def codes_by_column(missing: Any, names: list[str]) -> list[list[int | float]]:
     """Returns the values that stand for a missing one, of each column.
 
     Args:

@@ -425,7 +425,8 @@ def test_gradients_flow_through_the_rollout():
             R=theta[3] * base.R,
             P0=theta[4] * base.P0,
         )
-        return (rollout(kind(model), data.obs, mask=mask).estimates - data.states).square().sum()
+        run = rollout(kind(model), data.obs, mask=mask, gradients=True)
+        return (run.estimates - data.states).square().sum()
 
     theta = tensor([0.9, 0.3, 1.2, 0.8, 1.1]).requires_grad_()
     for kind in (ExtendedKalmanFilter, UnscentedKalmanFilter):
@@ -440,7 +441,8 @@ def test_known_start_has_finite_gradients(kind):
     model = oscillatory()
     data = simulate(model, model.m0[None], 3, torch.Generator().manual_seed(0))
     scale = tensor(1.0).requires_grad_()
-    loss = rollout(kind(model._replace(Q=scale * model.Q)), data.obs).estimates.square().sum()
+    filter = kind(model._replace(Q=scale * model.Q))
+    loss = rollout(filter, data.obs, gradients=True).estimates.square().sum()
     loss.backward()
     assert (
         torch.isfinite(loss)

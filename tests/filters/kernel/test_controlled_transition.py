@@ -424,9 +424,10 @@ def test_gradients_reach_the_bandwidth_of_the_controls():
 
     def loss() -> Tensor:
         test = pushed(8, 5)
+        assert test.controls is not None
         found = rollout(
-            model.fit([pushed(60)]), test.obs[None], controls=test.controls[None]
-        ).estimates[0]  # pyright: ignore[reportOptionalSubscript]
+            model.fit([pushed(60)]), test.obs[None], controls=test.controls[None], gradients=True
+        ).estimates[0]
         return (found - test.states).square().sum(-1).mean()
 
     loss().backward()

@@ -554,7 +554,8 @@ def test_an_observation_like_none_before_is_passed_over(rank, dtype):
     far[0, 2] = 1e4
     mask = torch.ones(2, 6, dtype=torch.bool)
     mask[0, 2] = False
-    skipped, found = rollout(filter, obs, mask=mask).estimates, rollout(filter, far).estimates
+    skipped = rollout(filter, obs, mask=mask).estimates
+    found = rollout(filter, far, gradients=True).estimates
     assert torch.equal(found, skipped)
     found.sum().backward()
     for parameter in model.parameters():
@@ -603,7 +604,7 @@ def test_gradients_through_ratio_rule_and_three_steps(changes):
         model = KBF(**{"rank": None, "normalise": False, "tol": 0.0, **changes})
         del model.log_bandwidth, model.log_reg
         model.log_bandwidth, model.log_reg = log_bandwidth, log_reg
-        run = rollout(model.fit(memory), test.obs, mask=mask)
+        run = rollout(model.fit(memory), test.obs, mask=mask, gradients=True)
         clipped.append(run.diagnostics["zero_weight_share"].detach())
         return run.estimates
 

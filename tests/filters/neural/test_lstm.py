@@ -76,7 +76,7 @@ def test_forward_is_the_rollout_with_its_gradients():
     obs, mask = masked_batch()
     torch.testing.assert_close(net(obs), rollout(net, obs).estimates)
     gradients = []
-    for estimates in (net(obs, mask), rollout(net, obs, mask=mask).estimates):
+    for estimates in (net(obs, mask), rollout(net, obs, mask=mask, gradients=True).estimates):
         net.zero_grad()
         estimates.square().mean().backward()
         gradients.append([p.grad.clone() for p in net.parameters() if p.grad is not None])

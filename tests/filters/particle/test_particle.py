@@ -422,7 +422,10 @@ def test_gradients_flow_through_moves_and_weights():
     def estimates(theta):
         model = base._replace(f=lambda z: theta[0] * base.f(z), R=theta[1] * base.R)
         return rollout(
-            BootstrapFilter(model, initial, 12, threshold=0.0), obs, generator=generator(2)
+            BootstrapFilter(model, initial, 12, threshold=0.0),
+            obs,
+            generator=generator(2),
+            gradients=True,
         ).estimates
 
     assert torch.autograd.gradcheck(
