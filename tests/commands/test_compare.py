@@ -105,7 +105,9 @@ def test_finished_runs_are_not_done_again(tmp_path, monkeypatch):
     assert {(cell.model, cell.seed) for cell in done} == {("floor", 1), ("kalman", 1), ("frame", 1)}
     assert {p: p.stat().st_mtime_ns for p in before} == before
     done.clear()
-    main(["compare", *overrides, "data.n_test=16"])  # other data: other results
+    other = ["compare", *overrides, "data.n_test=16"]  # other data: other results
+    assert main(other) == 2 and not done
+    assert main([*other, "overwrite=true"]) == 0
     assert len(done) == 3
 
 
@@ -121,7 +123,7 @@ def test_a_failing_run_is_reported_and_the_rest_goes_on(tmp_path, capsys, monkey
     monkeypatch.setattr(compare, "run_cell", fail)
     overrides = [f"run_dir={tmp_path}", *SMALL, "runs=2", "workers=0"]
     assert main(["compare", *overrides]) == 1
-    told = " ".join(capsys.readouterr().out.split())
+    told = " ".join("".join(capsys.readouterr()).split())
     assert "failed rotation, n 40, seed 1: kalman: ValueError: the [reason]" in told
     assert len(cells(tmp_path)) == 5
     rows = {row["model"]: row for row in csv.DictReader((tmp_path / "results.csv").open())}
