@@ -255,10 +255,9 @@ def test_a_comparison_counts_sequences_and_tells_both_likelihoods(tmp_path, caps
     assert f"{-cell['test.nll_raw']:.2f}" in told, "at any width of the screen"
     assert main(["compare", *words]) == 0
     kalman, _ = csv.DictReader((tmp_path / "results.csv").open())
-    assert (
-        "log_likelihood_raw" not in kalman
-        and float(kalman["log_likelihood"]) == -cell["test.nll_raw"]
-    )
+    assert "log_likelihood_raw" not in kalman
+    # With a monitor the steps are computed one by one, without it all at once: rounding differs.
+    assert float(kalman["log_likelihood"]) == pytest.approx(-cell["test.nll_raw"], rel=1e-6)
 
 
 @pytest.mark.slow
