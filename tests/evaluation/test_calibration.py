@@ -429,10 +429,8 @@ def test_evaluate_tells_how_far_to_trust(tmp_path, capsys):
     )
     capsys.readouterr()
     assert main([*train_it, "calibrate=false", "overwrite=true"]) == 0
-    assert (
-        main(["evaluate", f"checkpoint={best}", "particles=100", f"run_dir={tmp_path / 'out'}"])
-        == 0
-    )
+    again = ["evaluate", f"checkpoint={best}", "particles=100", f"run_dir={tmp_path / 'out'}"]
+    assert main([*again, "overwrite=true"]) == 0
     assert "this checkpoint has no calibration" in " ".join(capsys.readouterr().out.split())
     told = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert "test.coverage_95" not in told and "test.coverage_95_raw" in told

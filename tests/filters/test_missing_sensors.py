@@ -315,10 +315,13 @@ def test_the_net_under_the_default_compares_rivals_that_know_sensors():
     net = ModelSelection(LearnedKalman(), name="kalman")
     net.allow_missing_sensors = True
     net.prepare([recording(400)])
+    learned = {"particle_learned", "kernel_monte_carlo"}
     assert {row.model for row in net.candidates} == {
         "kalman",
         "window_ridge",
         "mean",
+        "stack",
+        *learned,
     } and net.used() == ["kalman"]
     assert mse(net.fit([recording(400)]), recording(300, 1)) < 1.1 * mse(
         KalmanFilter(LINEAR, allow_missing_sensors=True), recording(300, 1)

@@ -241,7 +241,7 @@ def test_an_evaluation_on_images_leaves_pictures_and_covariances(run_dir, tmp_pa
     ]
     assert main([*words, "animation=false"]) == 0
     names = {"metrics.json", "predictions.npz", "track.png", "frames.png", "calibration.png"}
-    assert {path.name for path in tmp_path.iterdir()} == names
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "about.json"}
     arrays = np.load(tmp_path / "predictions.npz")
     assert (
         arrays["covariances_0"].shape == (4, 2, 2)
