@@ -30,7 +30,7 @@ from kbf.evaluation.calibration import (
 )
 from kbf.evaluation.score import score_smoothed
 from kbf.fitted.checkpoint import BEST, LAST, Trained, load_own, rewrite_checkpoint
-from kbf.fitted.held_out_forecasts import Ahead
+from kbf.fitted.held_out_forecasts import HeldOutForecasts
 from kbf.fitted.held_out_runs import (
     FOLDS,
     MIN_ORIGINS,
@@ -202,7 +202,7 @@ def learn(
     module, memory = trained.module, trained.module.memory.sequences()
     dtype = module.input_dtype if validation else module.model_dtype
     held: Held = [(trained.filter, list(validation))] if validation else never_learned_from(module)
-    ahead: list[Ahead | None] = []
+    ahead: list[HeldOutForecasts | None] = []
     run = run_through(held, seed=seed, dtype=dtype, device=module.device, ahead=ahead)
     calibration, kept = learn_calibration(run), typical_steps(run)
     used = run.filters if kept is None else run.filters[kept].unique()
@@ -228,7 +228,7 @@ def learn(
 
 
 def learn_forecasts(
-    ahead: list[Ahead | None], used: Int[Tensor, " f"], trained: Trained, *, scaled: bool
+    ahead: list[HeldOutForecasts | None], used: Int[Tensor, " f"], trained: Trained, *, scaled: bool
 ) -> ForecastCalibration | None:
     """Return the calibration of forecasts; None where `forecast_runs` has none.
 

@@ -23,7 +23,7 @@ MOST_ORIGINS = 100
 ORIGINS_PER_BATCH = 64
 
 
-class Ahead(NamedTuple):
+class HeldOutForecasts(NamedTuple):
     """Forecasts of `HORIZONS` (h of them) from m origins, and the states that they are of.
 
     Attributes:
@@ -83,7 +83,7 @@ def forecasts(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
-) -> Ahead | None:
+) -> HeldOutForecasts | None:
     """Return the forecasts from the predicted states that a run has kept; None if there are none.
 
     Args:
@@ -102,7 +102,7 @@ def forecasts(
         return None
     states, means, covariances = zip(*parts, strict=True)
     spread = None if covariances[0] is None else torch.cat(covariances, 1)
-    return Ahead(torch.cat(states, 1), torch.cat(means, 1), spread)
+    return HeldOutForecasts(torch.cat(states, 1), torch.cat(means, 1), spread)
 
 
 def batches(kept: list[tuple[int, Any]], size: int) -> Iterator[tuple[list[int], Any]]:
@@ -121,7 +121,7 @@ def moved_on(
     generator: Generator,
     dtype: torch.dtype,
     device: torch.device | str,
-) -> Ahead:
+) -> HeldOutForecasts:
     """Return forecasts from states predicted for ``steps``, of the padded recordings ``b T``."""
     truths, means, covariances = [], [], []
     beyond = torch.full_like(group.states[:, 0], torch.nan)
@@ -140,7 +140,7 @@ def moved_on(
             means.append(filter.estimate(state).double().cpu())
             C = covariance_of(filter, state)
             covariances += [] if C is None else [C.double().cpu()]
-    return Ahead(
+    return HeldOutForecasts(
         torch.stack(truths).double().cpu(),
         torch.stack(means),
         torch.stack(covariances) if covariances else None,

@@ -18,7 +18,7 @@ from kbf.evaluation.score import Score, score
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.protocols import Filter, FilterModel
 from kbf.filters.selection.auto import ModelSelection
-from kbf.fitted.held_out_forecasts import HORIZONS, Ahead, Origins, forecasts
+from kbf.fitted.held_out_forecasts import HORIZONS, HeldOutForecasts, Origins, forecasts
 from kbf.fitted.model import FittedModel
 from kbf.recording import Recording
 
@@ -107,7 +107,7 @@ def run_through(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
-    ahead: list[Ahead | None] | None = None,
+    ahead: list[HeldOutForecasts | None] | None = None,
 ) -> Run:
     """Run each filter through its recordings.
 
@@ -129,7 +129,7 @@ def run_through(
     return collected(scores())
 
 
-def forecast_runs(ahead: list[Ahead | None]) -> dict[int, Run]:
+def forecast_runs(ahead: list[HeldOutForecasts | None]) -> dict[int, Run]:
     """Return the forecasts of several filters as a `Run` for each horizon, of the same origins.
 
     The longest horizon is the longest of which at least half the forecasts end within their

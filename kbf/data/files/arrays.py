@@ -29,6 +29,7 @@ from kbf.data.files.layout import (
     own_package,
     stored_bytes,
 )
+from kbf.data.files.timestamps import seconds_since_1970
 
 # Default names of the arrays of each role; the layout may give others.
 USUAL_NAMES = {
@@ -172,9 +173,7 @@ def numbers(array: Any, path: Path, name: str) -> Tensor:
     """
     array = numpy.asarray(array)
     if array.dtype.kind == "M":  # dates and times
-        array = numpy.where(
-            numpy.isnat(array), numpy.nan, array.astype("datetime64[us]").astype("int64") / 1e6
-        )
+        array = seconds_since_1970(array)
     if not array.ndim:
         raise ValueError(f"{path}, array {name}: it is a single value, not one for each step")
     if array.dtype.kind not in "biuf":

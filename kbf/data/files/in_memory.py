@@ -17,6 +17,7 @@ from torch import Tensor
 from kbf.data.files import arrays, tables
 from kbf.data.files.layout import Contents, FileRecording, Layout, without_codes
 from kbf.data.files.read import check_sizes, read
+from kbf.data.files.timestamps import seconds_since_1970
 from kbf.recording import Recording, mask_of
 
 # Names in messages, where a file has its path, and of a single recording.
@@ -230,8 +231,7 @@ def numeric(column: Any, name: str) -> Tensor:
     kind = column.dtype.kind if isinstance(column.dtype, np.dtype) else ""
     if isinstance(column.dtype, pd.DatetimeTZDtype) or kind == "M":
         since = column.dt.tz_convert("UTC").dt.tz_localize(None) if not kind else column
-        moments = since.to_numpy("datetime64[us]")
-        values = np.where(np.isnat(moments), np.nan, moments.astype("int64") / 1e6)
+        values = seconds_since_1970(since.to_numpy())
     elif kind == "m":
         values = column.dt.total_seconds().to_numpy("float64", na_value=np.nan)
     elif kind == "c":

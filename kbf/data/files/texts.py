@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kbf.data.files.layout import MAX_BYTES, check_bytes
+from kbf.data.files.timestamps import seconds_since_1970
 
 # Contents of a cell, in lower case, that represent a missing value.
 EMPTY_CELLS = {"", "nan", "na", "n/a", "null", "none"}
@@ -232,7 +233,7 @@ def values_of(
     elif is_time and column.dtype.kind != "b":
         with suppress(ValueError):
             dates = pd.to_datetime(column.str.strip(), format="ISO8601", utc=True)
-            values = seconds_since_1970(dates.dt.tz_localize(None))
+            values = seconds_since_1970(dates.dt.tz_localize(None).to_numpy())
     if values is None:  # a cell is no number, or a missing one is spelled in another way
         read = seconds if is_time else number
         found = [read(cell.strip()) if isinstance(cell, str) else cell for cell in column]
@@ -247,12 +248,6 @@ def values_of(
         k = int(np.isinf(values).argmax())
         raise ValueError(f"{path}, row {rows[k]}, column {name}: '{values[k]}' is no finite number")
     return torch.from_numpy(np.array(values))
-
-
-def seconds_since_1970(dates: Any) -> np.ndarray:
-    """Returns dates without a time zone, a Series of pandas, in seconds; NaN where missing."""
-    moments = dates.to_numpy("datetime64[us]")
-    return np.where(np.isnat(moments), np.nan, moments.astype("int64") / 1e6)
 
 
 def number(cell: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,16 @@ LARGEST_GAP = 5.0
 # A move is irregular if its duration differs from the median time step, or from a whole multiple of
 # it, by more than this share. Clocks of ordinary loggers jitter by less.
 UNEVEN_SHARE = 0.05
+
+
+def seconds_since_1970(dates: np.ndarray) -> np.ndarray:
+    """Returns dates in UTC, an array of datetime64, in seconds; NaN where missing.
+
+    >>> seconds_since_1970(np.array(["1970-01-01T00:01", "NaT"], "datetime64[s]")).tolist()
+    [60.0, nan]
+    """
+    moments = dates.astype("datetime64[us]")
+    return np.where(np.isnat(moments), np.nan, moments.astype("int64") / 1e6)
 
 
 def check_times(recording: FileRecording) -> None:

@@ -7,7 +7,6 @@ functions; `GaussianFilter` holds the methods that the three have in common.
 References: Sarkka (2013), *Bayesian filtering and smoothing*, chapters 4, 5, 8 and 9.
 """
 
-import math
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -15,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 from torch.distributions import MultivariateNormal
 
+from kbf.densities.base import LOG_2PI
 from kbf.filters.protocols import Backward, FilterStep, UpdateByObserve
 from kbf.recording import Recording, as_recordings, check_vectors
 from kbf.rkhs.linalg import product, psd_solve
@@ -188,7 +188,7 @@ def log_density_of_available(
     missing = (~residual.isfinite()).sum(-1)
     residual, H, R = leave_out_missing(residual, H, R)
     density = innovation_log_density(residual, product(H, cov, H.mT) + R)
-    return density + 0.5 * math.log(2 * math.pi) * missing
+    return density + 0.5 * LOG_2PI * missing
 
 
 def is_possible(

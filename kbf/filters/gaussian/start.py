@@ -15,14 +15,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
+from kbf.densities.base import LOG_2PI
 from kbf.filters.gaussian.moments import GaussianState, leave_out_missing
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
 from kbf.filters.protocols import Backward, FilterStep, UpdateByObserve
 from kbf.rkhs.linalg import evenly
 from kbf.runtime.html_repr import Shown
 from kbf.ssm import StateSpaceModel
-
-LOG_2PI = math.log(2 * math.pi)
 
 # Effective number of recorded states whose moments are taken.
 MIN_EFFECTIVE_STATES = 50.0
