@@ -119,7 +119,7 @@ class Recipe:
         """Return the errors on the held-out part, in at most `MAX_BLOCKS` blocks."""
         estimates = torch.cat(held_out_score(self.trained, held).estimates)
         errors = torch.cat([r.states.double().cpu() for r in held]) - estimates
-        return [(block, None) for block in errors.tensor_split(min(MAX_BLOCKS, len(errors)))]
+        return errors.tensor_split(min(MAX_BLOCKS, len(errors)))
 
 
 def held_out_part(data: Data, share: float) -> tuple[list[Recording], list[Recording]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from kbf.data.windows import piece
@@ -38,8 +38,8 @@ HOPELESS = 2.0
 Fit = Callable[[list[Recording]], Filter[Any]]
 # Recordings without a fold, to fit; and the fold.
 Part = tuple[list[Recording], list[Recording]]
-# Of each block z - m ``t d``, and whether it is within 1.96 standard deviations (None without).
-Held = Iterable[tuple[Tensor, Bool[Tensor, "t d"] | None]]
+# The residuals z - m ``t d`` of each block.
+Held = Iterable[Tensor]
 
 
 class Row(NamedTuple):
@@ -68,15 +68,12 @@ class Trial(NamedTuple):
         residuals: ``t d`` for each block, z - m after the burn-in. folds: the fold of each
             block.
         scores: ``s``, the NMSE of each block, over the variance of all states.
-        covered: share of states within 1.96 standard deviations; None for a filter without
-            covariances.
     """
 
     filters: list[Filter[Any]]
     residuals: list[Tensor]
     folds: list[int]
     scores: Tensor
-    covered: float | None
 
 
 @dataclass
@@ -88,7 +85,7 @@ class Attempt:
         timed: whether the budget may stop it.
         seconds: of all that was computed. seconds_of_first: of the first part.
         first: NMSE on the first part.
-        filters, residuals, folds, covered: as of `Trial`; covered of each block.
+        filters, residuals, folds: as of `Trial`.
     """
 
     fit: Fit
@@ -100,15 +97,13 @@ class Attempt:
     filters: list[Filter[Any]] = field(default_factory=list)
     residuals: list[Tensor] = field(default_factory=list)
     folds: list[int] = field(default_factory=list)
-    covered: list[Tensor] = field(default_factory=list)
 
     def run_through(self, rest: list[Recording], part: list[Recording]) -> None:
         """Fit the model to the rest of a part and run it through the blocks of the part."""
         self.filters.append(self.fit(rest))
-        for left, inside in self.run(self.filters[-1], part):
+        for left in self.run(self.filters[-1], part):
             self.residuals.append(left)
             self.folds.append(len(self.filters) - 1)
-            self.covered += [] if inside is None else [inside.double().mean()]
 
     def trial(self, scale: Float[Tensor, " d"]) -> Trial:
         """Return the results on all parts.
@@ -119,8 +114,7 @@ class Attempt:
         scores = torch.stack([nmse_of(left, scale) for left in self.residuals])
         if not bool(scores.isfinite().all()):
             raise FitError("it diverged on a held-out block: an estimate is not finite")
-        covered = float(torch.stack(self.covered).mean()) if self.covered else None
-        return Trial(self.filters, self.residuals, self.folds, scores, covered)
+        return Trial(self.filters, self.residuals, self.folds, scores)
 
 
 class Search:
@@ -291,26 +285,17 @@ def blocks_of(part: list[Recording]) -> list[Recording]:
     ]
 
 
-def run_blocks(
-    filter: Filter[Any], part: list[Recording]
-) -> Iterator[tuple[Tensor, Bool[Tensor, "t d"] | None]]:
+def run_blocks(filter: Filter[Any], part: list[Recording]) -> Iterator[Float[Tensor, "t d"]]:
     """Run a filter through the blocks of a fold and yield the residuals z - m ``t d`` of each.
-
-    Also yields whether they are within 1.96 standard deviations, None without covariances.
 
     The first fifth of a block, at most 25 steps, is a burn-in that is not scored.
     """
     blocks = blocks_of(part)
     generator = torch.Generator(blocks[0].states.device).manual_seed(0)
-    runs = rollout_recordings(filter, blocks, covariances=True, generator=generator)
+    runs = rollout_recordings(filter, blocks, generator=generator)
     for block, run in zip(blocks, runs, strict=True):
         first = min(25, len(block.states) // 5)
-        left = block.states[first:].double() - run.estimates[first:].double()
-        if run.covariances is None:
-            yield left, None
-        else:
-            variance = run.covariances[first:].diagonal(dim1=-2, dim2=-1).double().clamp_min(0)
-            yield left, left.abs() <= 1.96 * variance.sqrt()
+        yield block.states[first:].double() - run.estimates[first:].double()
 
 
 def deviation(scores: Float[Tensor, " s"]) -> float | None:

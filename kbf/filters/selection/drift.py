@@ -90,4 +90,4 @@ def errors_of(
     model: Any, memory: list[Recording], last: list[Recording], scale: Float[Tensor, " d"]
 ) -> Float[Tensor, " s"]:
     """The NMSE of a model fitted to ``memory`` on each held-out block."""
-    return torch.stack([nmse_of(left, scale) for left, _ in run_blocks(model.fit(memory), last)])
+    return torch.stack([nmse_of(left, scale) for left in run_blocks(model.fit(memory), last)])

@@ -428,9 +428,7 @@ def searched(scores, monkeypatch):
     )
     search = Search([], torch.ones(1, dtype=F64))
     ones = [torch.ones(4, 1, dtype=F64)] * 8
-    search.found |= {
-        name: Trial([], ones, list(range(8)), each, None) for name, each in scores.items()
-    }
+    search.found |= {name: Trial([], ones, list(range(8)), each) for name, each in scores.items()}
     return ModelSelection(MeanModel(), require=["smooth"]), search  # without an ensemble
 
 
