@@ -1,6 +1,5 @@
 """``kbf runs show``: prints the provenance of a run or a checkpoint, and how to repeat it."""
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kbf.commands.support.console import console, print_notes, print_table, print_values
+from kbf.commands.support.run_states import read_json
 from kbf.fitted.checkpoint import read_checkpoint
 from kbf.runtime.provenance import ABOUT, commit, sha256
 
@@ -49,8 +49,7 @@ def record_of(place: Path) -> dict[str, Any]:
         ValueError: there is none.
     """
     if place.is_dir():
-        file = place / ABOUT
-        record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        record = read_json(place / ABOUT)
     else:
         record = read_checkpoint(place)["kbf"].get("provenance")
     if not isinstance(record, dict) or not isinstance(record.get("command"), str):

@@ -1,5 +1,7 @@
 """Scores of a fitted filter on recordings with known states, column by column."""
 
+from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from kbf.filters.selection.auto import PLAIN
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.estimates import Estimates
 from kbf.fitted.runs import as_recording
+from kbf.recording import Recording
 from kbf.runtime.errors import FitError
 
 
@@ -103,13 +106,40 @@ def baseline_nmse(
     states = torch.cat([each.states for each in recordings]).double()
     known = states.isfinite().all(1)
     held = module.taken_in(recordings)
-    for name, make in PLAIN.items():
-        model: Any = make(module.config["seed"])
-        model.allow_missing_sensors = bool(getattr(module.net, "allow_missing_sensors", False))
-        try:
-            made = score(model.fit(memory), held, dtype=module.model_dtype).estimates
-        except FitError:  # too few steps for this baseline
-            continue
-        means = module.in_units_of_the_data(torch.cat(made).double())[known]
+    missing = bool(getattr(module.net, "allow_missing_sensors", False))
+    seed, dtype = module.config["seed"], module.model_dtype
+    made = baseline_estimates(memory, held, seed=seed, missing=missing, dtype=dtype)
+    for name, estimates in made.items():
+        means = module.in_units_of_the_data(estimates)[known]
         found[f"nmse_{name}"] = schema.scores(states[known], means)[2].tolist()
+    return found
+
+
+def baseline_estimates(
+    memory: list[Recording],
+    recordings: list[Recording],
+    *,
+    without: Collection[str] = (),
+    seed: int = 0,
+    missing: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Tensor]:
+    """Return the estimates ``t d`` of each of `PLAIN`, all recordings concatenated.
+
+    A baseline is missing where the memory has too few steps for it.
+
+    Args:
+        memory: that the baselines are fitted to.
+        recordings: that are filtered.
+        without: names of baselines that are left out.
+        seed: of the models. missing: whether sensors may be missing.
+        dtype: as of `kbf.evaluation.score.score`.
+    """
+    found = {}
+    for name in (each for each in PLAIN if each not in without):
+        model: Any = PLAIN[name](seed)
+        model.allow_missing_sensors = missing
+        with suppress(FitError):
+            made = score(model.fit(memory), recordings, seed=seed, dtype=dtype).estimates
+            found[name] = torch.cat(made).double()
     return found

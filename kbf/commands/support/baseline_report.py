@@ -13,8 +13,9 @@ from kbf.commands.support.console import print_notes, print_table
 from kbf.commands.support.run_files import state_columns
 from kbf.data.dataset import Data
 from kbf.evaluation.metrics import nmse
-from kbf.evaluation.score import Score, score
+from kbf.evaluation.score import Score
 from kbf.filters.selection.auto import PLAIN
+from kbf.fitted.scores import baseline_estimates
 
 # NMSE from which a column counts as not predictable: a constant estimate has 1.
 MIN_NMSE_UNPREDICTABLE = 0.95
@@ -48,16 +49,10 @@ def print_baselines(
     if data.train[0].obs.ndim != 2 or not (missing or complete) or not states.isfinite().any():
         return {}
     found = {name: nmse(torch.cat(result.estimates), states)}
-    for baseline, make in PLAIN.items():
-        if baseline in found:
-            continue
-        try:
-            model: Any = make(config["seed"])
-            model.allow_missing_sensors = missing
-            estimates = score(model.fit(data.train), data.test, seed=config["seed"]).estimates
-        except ValueError:  # too few steps for this baseline
-            continue
-        found[baseline] = nmse(torch.cat(estimates), states)
+    plain = baseline_estimates(
+        data.train, data.test, without=found, seed=config["seed"], missing=missing
+    )
+    found |= {baseline: nmse(each, states) for baseline, each in plain.items()}
     names = state_columns(data) or [f"z_{k + 1}" for k in range(states.shape[1])]
     table = Table("NMSE of the test part", *map(escape, names), "all")
     for row, columns in found.items():
