@@ -177,6 +177,7 @@ def learn_model(
     memory: Recording | list[Recording],
     densities: tuple[str, str | SelectedSensors] = ("gaussian", "gaussian"),
     known: Sequence[Known] = (),
+    selections: Sequence[tuple[int, ...]] = (),
 ) -> LearnedModel:
     """Fit both densities to the transitions and the observed points of a memory, in float64.
 
@@ -186,6 +187,7 @@ def learn_model(
             "gaussian" is a kernel ridge map. The second may be the densities of sensors, where
             these may be missing (NaN).
         known: densities that are already fitted; they are not fitted again to the same points.
+        selections: of Gaussian densities fitted earlier (`RidgeMap.selection`).
 
     Raises:
         ValueError: too few points, observations that are not vectors, or states or observations
@@ -199,14 +201,17 @@ def learn_model(
     join = None if u is None else join_of(source, u)
     inputs = source if join is None or u is None else join(source, u)
     return LearnedModel(
-        fit(densities[0], inputs, target, known),
-        observation_density(densities[1], recordings, known),
+        fit(densities[0], inputs, target, known, selections),
+        observation_density(densities[1], recordings, known, selections),
         join,
     )
 
 
 def observation_density(
-    density: str | SelectedSensors, recordings: list[Recording], known: Sequence[Known] = ()
+    density: str | SelectedSensors,
+    recordings: list[Recording],
+    known: Sequence[Known] = (),
+    selections: Sequence[tuple[int, ...]] = (),
 ) -> Any:
     """Fit the density of observations, or that of each sensor.
 
@@ -216,7 +221,7 @@ def observation_density(
     if not isinstance(density, str):
         return density.fit(seen, obs)
     few = evenly(len(seen), MAX_PAIRS, seen.device)
-    return fit(density, seen[few], obs[few], known)
+    return fit(density, seen[few], obs[few], known, selections)
 
 
 def fit(
@@ -224,6 +229,7 @@ def fit(
     inputs: Float[Tensor, "n d"],
     outputs: Float[Tensor, "n q"],
     known: Sequence[Known] = (),
+    selections: Sequence[tuple[int, ...]] = (),
 ) -> Any:
     """Fit a density by its name: a `RidgeMap` or another `ConditionalDensity`."""
     for each in known:
@@ -235,7 +241,7 @@ def fit(
         ):
             return each.density
     return (
-        fit_ridge_map(inputs, outputs)
+        fit_ridge_map(inputs, outputs, known=selections)
         if density == "gaussian"
         else fit_density(density, inputs, outputs)
     )

@@ -8,7 +8,7 @@ from torch import Generator, Tensor, nn
 
 from kbf.densities.learned_ssm import LearnedModel, learn_model
 from kbf.densities.per_sensor import SelectedSensors
-from kbf.densities.ridge import join_of
+from kbf.densities.ridge import RidgeMap, join_of
 from kbf.densities.selection import COUNTS, DENSITIES, MAX_POINTS, Known, select_density
 from kbf.recording import Recording, as_recordings, check_vectors, moves, observed_pairs
 from kbf.runtime.html_repr import ShownModule
@@ -26,6 +26,8 @@ class SelectedDensities(nn.Module):
             transitions and observations; the Gaussian without a selection.
         scores: ``2 l``, the held-out log score of each density, nats per point.
         tried: ``2 l``, whether the density was a candidate.
+        maps: ``2 3``, `kbf.densities.ridge.RidgeMap.selection` of the last densities that are
+            Gaussian, -1 of others: a checkpoint is loaded without selecting their kernels again.
         fitted: the selected densities with the pairs that they are fitted to, so that they need not
             be fitted again.
         allow_missing_sensors: whether components of observations may be NaN. Each sensor then has
@@ -67,6 +69,7 @@ class SelectedDensities(nn.Module):
         self.chosen: Tensor = nn.Buffer(chosen, persistent=kept)
         self.scores: Tensor = nn.Buffer(none, persistent=kept)
         self.tried: Tensor = nn.Buffer(none.bool(), persistent=kept)
+        self.maps: Tensor = nn.Buffer(torch.full((2, 3), -1))
 
     @property
     def names(self) -> tuple[str, str]:
@@ -163,7 +166,8 @@ class SelectedDensities(nn.Module):
         Raises:
             ValueError: unknown densities.
         """
-        for name in ("chosen", "scores", "tried") if None in self.given else ():
+        selected = ("chosen", "scores", "tried") if None in self.given else ()
+        for name in ("maps", *selected):
             state_dict.setdefault(prefix + name, getattr(self, name).clone())
         stored = state_dict.get(prefix + "chosen", self.chosen)
         if not bool(((stored >= 0) & (stored < len(DENSITIES))).all()):
@@ -207,4 +211,10 @@ class DensityModel(ShownModule):
     def learned(self, recordings: list[Recording]) -> LearnedModel:
         """Fit the state-space model, with the selected densities, to recordings."""
         self.densities.select_if_missing(recordings)
-        return learn_model(recordings, self.densities.kinds, self.densities.fitted)
+        own = self.densities
+        selections = [tuple(row) for row in own.maps.tolist()]
+        model = learn_model(recordings, own.kinds, own.fitted, selections)
+        for row, density in zip(own.maps, (model.transition, model.observation), strict=True):
+            selected = density.selection if isinstance(density, RidgeMap) else ()
+            row.copy_(torch.tensor(selected or (-1, -1, -1)))
+        return model

@@ -283,7 +283,9 @@ def test_model_regresses_on_pairs_within_sequences_and_on_observed_steps(monkeyp
     b = b._replace(mask=mask, obs=b.obs.clone())
     b.obs[3] = math.nan
     seen = []
-    monkeypatch.setattr(learned_ssm, "fit_ridge_map", lambda u, y: seen.append((u, y)) or "map")
+    monkeypatch.setattr(
+        learned_ssm, "fit_ridge_map", lambda u, y, **_: seen.append((u, y)) or "map"
+    )
     assert learn_model([a, b]) == LearnedModel("map", "map")  # pyright: ignore[reportArgumentType]
     (source, target), (states, obs) = seen
     torch.testing.assert_close(source, torch.cat([a.states[:-1], b.states[:-1]]))

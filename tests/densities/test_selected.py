@@ -25,6 +25,7 @@ from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.protocols import Filter
 from kbf.filters.rollout import rollout
 from kbf.recording import Recording
+from kbf.rkhs.features import pivots
 from kbf.ssm import rotation
 
 SMALL: dict[str, Any] = {"points": 200, "run": 4000, "transition": None, "observation": None}
@@ -312,3 +313,28 @@ def test_models_with_the_same_settings_select_their_densities_once(monkeypatch):
     assert len(found) == 2 and other.densities is main.densities is not given.densities
     main.prepare(list(data))
     assert len(found) == 4
+
+
+def test_a_restored_model_takes_the_kernels_that_it_had_selected(monkeypatch):
+    from kbf.densities import ridge
+
+    compared: list[Any] = []
+
+    def counted(kernel: Any, points: Tensor, **settings: Any) -> Tensor:
+        compared.append(kernel)
+        return pivots(kernel, points, **settings)
+
+    data = SyntheticData(rotation(), 90, 20, seed=1000).train
+    model, again = SimulatedKBF(**GAUSSIAN), SimulatedKBF(**GAUSSIAN)
+    filter = model.fit(data)
+    again.load_state_dict(model.state_dict())
+    monkeypatch.setattr(ridge, "pivots", counted)
+    restored = again.fit(data)
+    assert len(compared) == 2  # of transitions and of observations
+    obs = data[0].obs
+    assert torch.equal(estimates(restored, obs), estimates(filter, obs))
+    fewer = [data[0]._replace(states=data[0].states[:80], obs=obs[:80])]
+    again.fit(fewer)  # kernels of other recordings are selected
+    assert len(compared) > 20
+    fresh = SimulatedKBF(**GAUSSIAN)
+    assert torch.equal(estimates(again.fit(fewer), obs), estimates(fresh.fit(fewer), obs))

@@ -186,7 +186,7 @@ class ControlledDensity(nn.Module):
         self.numbers: tuple[str, ...] = tuple(kernel.keywords)
         self.dtype: torch.dtype = dtype or states.dtype
         for name, value in {**moved._asdict(), **kernel.keywords, **model.join._asdict()}.items():
-            if name not in ("kernel", "manifold"):
+            if name not in ("kernel", "manifold", "selection"):
                 self.register_buffer(name, torch.as_tensor(value).to(states))
         self.register_buffer("states", states)
         mean, scale = moved.predict(model.join(*before))
@@ -199,7 +199,7 @@ class ControlledDensity(nn.Module):
     def map(self) -> RidgeMap:
         """Return the learned transition as a `RidgeMap`, whose parts are buffers."""
         kernel = partial(self.family, **{name: getattr(self, name) for name in self.numbers})
-        own = {name: getattr(self, name) for name in RidgeMap._fields if name != "kernel"}
+        own = {name: getattr(self, name) for name in RidgeMap._fields if hasattr(self, name)}
         return RidgeMap(kernel=kernel, **own)
 
     def forward(
