@@ -4,15 +4,19 @@ scores the same?
 
     .venv/bin/python scripts/check_tables.py rotation noise workers=2  # first run of each model
     .venv/bin/python scripts/check_tables.py rkn_pendulum runs=1 n_train=10
+    .venv/bin/python scripts/check_tables.py reproduce/posterior_mean    # its first run
 
-Tables are those of `kbf compare`; settings are its settings, in place of those that made the table
-(runs=1 where none are given). What was found stands in data/results/checked.csv: a line for each
-table, of its last check. Runs go to runs/checks/COMMIT/NAME/SETTINGS, and go on where they were
-stopped. It ends with 1 where a score differs by more than rounding.
+Tables are those of `kbf compare` and `kbf reproduce`; settings are settings of these commands, in
+place of those that made the table (runs=1 where none are given). What was found stands in
+data/results/checked.csv: a line for each table, of its last check. Runs go to
+runs/checks/COMMIT/NAME/SETTINGS, and go on where they were stopped. It ends with 1 where a score
+differs by more than rounding.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
 import math
 import re
 import shlex
@@ -31,6 +35,14 @@ RUNS = ROOT / "runs" / "checks"
 KEY = ("data", "n_train", "seed", "model")
 SCORES = ("test.mse", "log_likelihood", "log_likelihood_raw")
 """What a run of runs.csv is found by, and what is compared."""
+MEASURED = (
+    *("mse", "error", "rkhs", "mean", "mode", "score", "held", "answer", "influence"),
+    *("normalised error", "normalised influence", "theta_mean", "rho_mean", "mse_mean"),
+    *("theta_mode", "rho_mode", "mse_mode"),
+)
+"""The columns of a reproduction's results.csv that are compared; a row is found by the others."""
+TIMES = ("seconds",)
+"""Columns that differ from run to run."""
 ROUNDING = 1e-4
 """Relative difference up to which scores are the same: sums in another order, steps in float32.
 
@@ -56,8 +68,19 @@ def made_again(name: str, about: Row, folder: Path, settings: list[str]) -> list
                 f"{name} was not checked: its command ended with {done.returncode}; the same call "
                 "goes on"
             )
-        rows += read(folder / str(k) / "runs.csv")
+        rows += stored(folder / str(k), command[0])
     return rows
+
+
+def stored(folder: Path, command: str) -> list[Row]:
+    """The rows of a folder of ``compare`` or ``reproduce``; long tables may be compressed."""
+    if command == "compare":
+        return read(folder / "runs.csv")
+    packed = folder / "results.csv.gz"
+    if packed.exists():
+        with gzip.open(packed, "rt", encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
+    return read(folder / "results.csv")
 
 
 def folder_of(settings: list[str]) -> str:
@@ -69,7 +92,7 @@ def folder_of(settings: list[str]) -> str:
     return re.sub(r"[^\w.,=\[\]-]", "_", "_".join(settings))
 
 
-def difference(kept: Row, made: Row) -> float:
+def difference(kept: Row, made: Row, scores: tuple[str, ...] = SCORES) -> float:
     """The largest relative difference of two runs' scores; infinite where one has a score and the
     other has none.
 
@@ -81,7 +104,7 @@ def difference(kept: Row, made: Row) -> float:
     inf
     """
     worst = 0.0
-    for score in (each for each in SCORES if each in kept):
+    for score in (each for each in scores if each in kept):
         a, b = number(kept.get(score)), number(made.get(score))
         if math.isnan(a) and math.isnan(b):
             continue
@@ -122,12 +145,57 @@ def compared(name: str, kept: list[Row], made: list[Row]) -> Row:
     }
 
 
+def identity(row: Row) -> tuple[tuple[str, str], ...]:
+    """What a row of a reproduction is found by: all that is neither measured nor a time.
+
+    Numbers are read to six digits: a selected bandwidth may differ by rounding.
+
+    >>> identity({"n": "100", "method": "IW", "mse": "0.2", "seconds": "1"})
+    (('n', '100'), ('method', 'IW'))
+    """
+
+    def rounded(text: str) -> str:
+        try:
+            return f"{float(text):.6g}"
+        except ValueError:
+            return text
+
+    named = {key: value for key, value in row.items() if key not in (*MEASURED, *TIMES)}
+    return tuple((key, rounded(value)) for key, value in named.items())
+
+
+def compared_rows(name: str, kept: list[Row], made: list[Row]) -> Row:
+    """As `compared`, for the rows of a reproduction.
+
+    A row that the table does not have counts as one that differs: what identifies a row may have
+    been selected, as a bandwidth.
+
+    Raises:
+        ValueError: no rows, on either side.
+    """
+    if not made or not kept:
+        raise ValueError(f"{name}: there are no rows to compare")
+    columns = [key for key in made[0] if key in kept[0]]
+    known = {identity({key: row[key] for key in columns}): row for row in kept}
+    apart = []
+    for row in made:
+        key = identity({key: row[key] for key in columns})
+        apart.append(difference(known[key], row, MEASURED) if key in known else math.inf)
+        if apart[-1] > ROUNDING:
+            print(f"{name}: {dict(key)} differs by {apart[-1]:.1e}")
+    return {
+        "runs": len(made),
+        "same": sum(each <= ROUNDING for each in apart),
+        "largest difference": max(apart),
+    }
+
+
 def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> int:
     """Check the tables that ``words`` name; 1 where a score differs.
 
     Raises:
-        ValueError: an unknown table, or one that `kbf compare` does not make; a command that
-            failed; files that are not committed.
+        ValueError: an unknown table, or one of another command than `kbf compare` and `kbf
+            reproduce`; a command that failed; files that are not committed.
     """
     names, settings = (
         [word for word in words if "=" not in word],
@@ -139,7 +207,7 @@ def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> int:
     known = {
         name: about
         for name, about in tables(results).items()
-        if all(c[0] == "compare" for c in commands_of(about))
+        if all(c[0] in ("compare", "reproduce") for c in commands_of(about))
     }
     below = within(names, known, results)
     at = commit()
@@ -149,11 +217,13 @@ def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> int:
         settings = ["runs=1", *settings]
     differ = False
     for name in below:
+        command = commands_of(known[name])[0][0]
         made = made_again(name, known[name], runs / at / name / folder_of(settings), settings)
+        compare = compared if command == "compare" else compared_rows
         found = {
             "table": name,
             "commit": at,
-            **compared(name, read(results / name / "runs.csv"), made),
+            **compare(name, stored(results / name, command), made),
         }
         others = [row for row in read(results / "checked.csv") if row["table"] != name]
         write_csv(
@@ -161,7 +231,7 @@ def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> int:
         )
         worst = found["largest difference"]
         print(
-            f"{name}: {found['same']} of {found['runs']} runs have the same scores; the largest "
+            f"{name}: {found['same']} of {found['runs']} rows have the same scores; the largest "
             f"difference is {worst:.1e}"
         )
         differ |= found["same"] < found["runs"]

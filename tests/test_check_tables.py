@@ -70,6 +70,59 @@ def test_other_settings_have_another_folder():
     assert folders == ["runs=1", "runs=1_data.frames=a_lab.npz", "runs=1_n_train=10"]
 
 
+ROW = {"data": "a", "T": "100", "method": "IW", "mse": "0.5", "beta": "0.25", "seconds": "3"}
+
+
+@pytest.mark.parametrize(
+    ("made", "apart"),
+    [
+        ({"seconds": "9"}, 0.0),
+        ({"mse": "0.4"}, 0.2),
+        ({"beta": "0.250000000001"}, 0.0),
+        ({"beta": "0.5"}, math.inf),  # another bandwidth was selected
+        ({"T": "200"}, math.inf),
+        ({"extra": "1"}, 0.0),  # a column that the stored table does not have
+    ],
+)
+def test_rows_of_reproductions_are_compared(made, apart):
+    found = check_tables.compared_rows("reproduce/a", [ROW | {"T": "400"}, ROW], [ROW | made])
+    assert found == {
+        "runs": 1,
+        "same": int(apart < 1e-4),
+        "largest difference": pytest.approx(apart),
+    }
+
+
+def test_reproductions_without_rows_are_refused():
+    for kept, made in (([], [ROW]), ([ROW], [])):
+        with pytest.raises(ValueError, match="reproduce/a: there are no rows to compare"):
+            check_tables.compared_rows("reproduce/a", kept, made)
+
+
+def test_every_stored_reproduction_has_rows_that_can_be_found():
+    """Each row is identified by the columns that are not measured."""
+    for about in sorted(check_tables.RESULTS.glob("reproduce/*/about.json")):
+        rows = check_tables.stored(about.parent, "reproduce")
+        assert rows or about.parent.name == "prior_influence", about
+        assert len({check_tables.identity(row) for row in rows}) == len(rows), about.parent.name
+        assert not rows or set(rows[0]) & {*check_tables.MEASURED}, about.parent.name
+
+
+@pytest.mark.slow
+def test_a_reproduction_is_checked(results, tmp_path, at):
+    command = "kbf reproduce posterior_mean preset=smoke workers=0"
+    first = check_tables.made_again("posterior_mean", {"command": command}, tmp_path / "a", [])
+    folder = results / "reproduce" / "posterior_mean"
+    folder.mkdir(parents=True)
+    (folder / "about.json").write_text(json.dumps({"command": command, "commit": "abc"}))
+    for factor, answer in ((1.0, 0), (1 + 1e-3, 1)):
+        with (folder / "results.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, first[0].keys())
+            writer.writeheader()
+            writer.writerows(row | {"mse": repr(float(row["mse"]) * factor)} for row in first)
+        assert check_tables.main(["reproduce"], results, tmp_path / "runs") == answer
+
+
 def test_a_run_that_the_table_lacks_is_told():
     with pytest.raises(ValueError, match="small has no run rotation, 30, 7, kalman"):
         check_tables.compared("small", [RUN], [RUN | {"seed": "7"}])

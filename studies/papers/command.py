@@ -1,6 +1,7 @@
 """``kbf reproduce``: the experiments of the papers.
 
-Every finished piece is a file, so that a killed run goes on.
+Every finished piece is a file, so that a killed run goes on. Its name depends on the piece and on
+the code that makes its rows: other code makes it again.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import importlib
 import json
 import tempfile
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
 
-from kbf import __version__
 from kbf.commands.support.console import console
 from kbf.commands.support.resumable_jobs import finish_all
 from kbf.plots.tracks import save
@@ -25,6 +26,7 @@ from kbf.runtime.provenance import commit, provenance
 from kbf.runtime.threads import tune_process
 from studies.papers import EXPERIMENTS
 from studies.papers.base import Experiment, Verdict, counted
+from studies.papers.dependencies import code_hash
 
 
 class Piece(NamedTuple):
@@ -128,12 +130,13 @@ def work(piece: Piece) -> dict[str, Any]:
         "rows": rows,
         "seconds": time.perf_counter() - began,
         "commit": commit(),
+        "date": datetime.now(UTC).date().isoformat(),
     }
 
 
 def hashed(name: str, job: dict[str, Any]) -> str:
-    """The name of a piece: what its rows depend on, and this version."""
-    text = json.dumps([name, job, __version__], sort_keys=True)
+    """The name of a piece: what its rows depend on, the code of the experiment included."""
+    text = json.dumps([name, job, code_hash(f"studies.papers.{name}")], sort_keys=True)
     files = [
         Path(value) for value in job.values() if isinstance(value, str) and value.startswith("/")
     ]
@@ -163,11 +166,15 @@ def report(
         **provenance(),
         **about_run,
         "commits": sorted({str(result["commit"]) for result in results}),
+        "dates": sorted({result["date"] for result in results}),
+        "code": code_hash(f"studies.papers.{about_run['experiment']}"),
         "seconds of work": round(sum(result["seconds"] for result in results), 1),
     }
     write_json(directory / "about.json", about)
+    made = {key: about[key] for key in ("commits", "dates")}
     write_json(
-        directory / "verdict.json", {**about_run, "verdicts": [v._asdict() for v in verdicts]}
+        directory / "verdict.json",
+        {**about_run, **made, "verdicts": [v._asdict() for v in verdicts]},
     )
     write_text(directory / "verdict.md", verdict_text(experiment, verdicts, about))
     table = Table()
@@ -196,8 +203,7 @@ def verdict_text(experiment: Experiment, verdicts: list[Verdict], about: dict[st
     made = (
         f"preset {about['preset']}{marked}; {about['runs']} run{'s' if about['runs'] > 1 else ''}"
     )
-    if len(about["commits"]) > 1:
-        made += f"; its pieces are of the commits {', '.join(about['commits'])}"
+    made += f"; {origin(about)}"
     lines = [
         f"# {about['experiment']}",
         "",
@@ -216,6 +222,19 @@ def verdict_text(experiment: Experiment, verdicts: list[Verdict], about: dict[st
     return "\n".join([*lines, "", " ".join(experiment.NOTES.split()), ""])
 
 
+def origin(about: dict[str, Any]) -> str:
+    """The commits and the dates of the rows.
+
+    >>> origin({"commits": ["1ab", "2cd"], "dates": ["2026-11-25", "2026-11-26"]})
+    'commits 1ab, 2cd; 2026-11-25 to 2026-11-26'
+    >>> origin({"commits": ["1ab"], "dates": ["2026-11-26"]})
+    'commit 1ab; 2026-11-26'
+    """
+    commits, dates = about["commits"], sorted(about["dates"])
+    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}; {days}"
+
+
 def cell(text: str) -> str:
     """Text in a table of Markdown, where a bar would end it."""
     return text.replace("|", "\\|")
@@ -223,7 +242,10 @@ def cell(text: str) -> str:
 
 def overview(directory: Path) -> None:
     """All verdicts in one table: ``summary.md``."""
-    lines = ["| experiment | preset, runs | finding | here | verdict |", "|---|---|---|---|---|"]
+    lines = [
+        "| experiment | preset, runs | rows of | finding | here | verdict |",
+        "|---|---|---|---|---|---|",
+    ]
     for name in EXPERIMENTS:
         path = directory / name / "verdict.json"
         if path.is_file():
@@ -232,6 +254,7 @@ def overview(directory: Path) -> None:
                 words = [
                     f"`{name}`",
                     f"{stored['preset']}, {stored['runs']}",
+                    origin(stored) if "dates" in stored else "an older version",
                     cell(v.text),
                     cell(v.ours),
                     v.answer,

@@ -48,7 +48,7 @@ def test_smoke(name, tmp_path, capsys):
     assert rows
     assert (out / "figure.png").stat().st_size > 5000
     told = json.loads((out / "verdict.json").read_text(encoding="utf-8"))
-    assert told["verdicts"]
+    assert told["verdicts"] and len(told["commits"]) == len(told["dates"]) == 1
     assert all(
         v["finding"] and v["ours"] and v["reproduced"] in (True, False, None)
         for v in told["verdicts"]
@@ -163,19 +163,20 @@ def test_the_verdict_file_says_how_it_was_made():
         "preset": "full",
         "runs": 30,
         "commits": ["aa"],
+        "dates": ["2026-11-26"],
         "command": "kbf reproduce",
     }
     experiment = importlib.import_module("studies.papers.posterior_mean")
     text = verdict_text(experiment, [Verdict("a | b", "1", None)], about)
     assert (
         "figure 1" in text
-        and "(preset full; 30 runs)" in text
+        and "(preset full; 30 runs; commit aa; 2026-11-26)" in text
         and "| a \\| b | 1 | undecided |" in text
     )
     mixed = verdict_text(
         experiment, [], about | {"commits": ["aa", "bb"], "preset": "quick", "runs": 1}
     )
-    assert "smaller than in the paper; 1 run; its pieces are of the commits aa, bb" in mixed
+    assert "smaller than in the paper; 1 run; commits aa, bb; 2026-11-26" in mixed
 
 
 def posterior_rows(**error):

@@ -1,0 +1,131 @@
+"""A hash of the code that the rows of an experiment depend on: its file and all that it imports.
+
+The files are found by reading import statements, without running them. Where the configurations of
+``kbf train`` are composed, the files of ``configs/`` count too, with the classes that they name.
+Comments and docstrings do not count, nor do drawings (`kbf.plots`) and lists of names, which change
+no row.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import re
+from pathlib import Path
+
+import kbf
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+PACKAGES = ("kbf", "studies")
+PUBLIC: dict[str, str] = vars(kbf)["_HOME"]
+"""The modules of the public names of kbf."""
+DRAWINGS = "kbf.plots"
+LISTS = ("kbf", "studies", "studies.papers")
+"""Packages whose own file lists public names, and changes no row."""
+COMPOSES = "kbf.config.prepare"
+"""The module whose import brings the configuration files with it."""
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module of this repository; None for what is no module of it.
+
+    >>> file_of("kbf.rkhs.rules").name, file_of("torch")
+    ('rules.py', None)
+    """
+    if module.split(".")[0] not in PACKAGES:
+        return None
+    path = ROOT / Path(*module.split("."))
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in files if file.is_file()), None)
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of this repository that a file imports, anywhere in it.
+
+    A public name of ``kbf``, which is loaded at first use, stands for the module that defines it.
+    """
+    found: set[str] = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if file_of(full) else home(full) or node.module)
+    return {module for module in found if file_of(module)}
+
+
+def home(name: str) -> str | None:
+    """The module of a public name ``kbf.NAME``; None for other names.
+
+    >>> home("kbf.KBF"), home("kbf.rkhs.rules.original")
+    ('kbf.filters.kernel.kbf', None)
+    """
+    return PUBLIC.get(name.removeprefix("kbf."))
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file, without docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [line for line in node.body if not is_text(line)] or [ast.Pass()]
+    return tree
+
+
+def is_text(line: ast.stmt) -> bool:
+    """Whether a statement is a string by itself, as docstrings are."""
+    return isinstance(line, ast.Expr) and isinstance(getattr(line.value, "value", None), str)
+
+
+@functools.cache
+def files(module: str) -> tuple[Path, ...]:
+    """The files that a module depends on, itself among them, sorted.
+
+    Raises:
+        ValueError: no module of this repository.
+    """
+    if file_of(module) is None:
+        raise ValueError(f"there is no module {module} in {ROOT}")
+    waiting, seen, others = [module], set(), set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name in LISTS or name.startswith(DRAWINGS):
+            continue
+        seen.add(name)
+        path = file_of(name)
+        assert path is not None
+        more = imported(path)
+        if name == COMPOSES:
+            others = set(CONFIGS.rglob("*.yaml"))
+            more |= {named for file in others for named in targets(file)}
+        parents = {name.rsplit(".", k)[0] for k in range(1, name.count(".") + 1)}
+        waiting += sorted(more | parents)
+    return tuple(sorted({file for name in seen if (file := file_of(name))} | others))
+
+
+def targets(path: Path) -> set[str]:
+    """The modules of the classes that a configuration file names.
+
+    >>> targets(CONFIGS / "model" / "kbf_paper.yaml")
+    {'kbf.filters.kernel.kbf'}
+    """
+    names = re.findall(r"\bkbf(?:\.\w+)+", path.read_text(encoding="utf-8"))
+    modules = {home(name) or (name if file_of(name) else None) for name in names}
+    return {module for module in modules if module}
+
+
+@functools.cache
+def code_hash(module: str) -> str:
+    """A hash of the code that a module depends on.
+
+    A process computes it once: changes to files that it has loaded have no effect on it either.
+    """
+    digest = hashlib.sha256()
+    for path in files(module):
+        text = ast.dump(parsed(path)) if path.suffix == ".py" else path.read_text(encoding="utf-8")
+        digest.update(f"{path.relative_to(ROOT)}\0{text}\0".encode())
+    return digest.hexdigest()
