@@ -53,6 +53,7 @@ def fit(
     time_as_control: bool = False,
     control_timing: str = "into",
     size: Sequence[int] | None = None,
+    reading: Mapping[str, Any] | None = None,
     model: str = "kbf",
     config: Mapping[str, Any] | None = None,
     encoder: str | None = None,
@@ -85,7 +86,8 @@ def fit(
         controls: columns of controls that act in the move to a row; or arrays.
         recording: the column (or index level) with the name of the recording of each row. Rows of
             several recordings may be interleaved.
-        time: the column of times. A DatetimeIndex or TimedeltaIndex is the time by itself.
+        time: the column of times, or several that are joined (``["Date", "Time"]``). A
+            DatetimeIndex or TimedeltaIndex is the time by itself.
         mask: the column, or an array of bool, that is False where nothing was observed.
         angles: columns that are angles in radians, or a dict of names and ``"degrees"`` or
             ``"radians"``.
@@ -99,6 +101,9 @@ def fit(
         time_as_control: the duration of each move is a control, for irregular times.
         control_timing: controls act in the move ``"into"`` their row, or ``"from"`` it.
         size: height and width that images are resized to.
+        reading: how the data is written, by the names of ``data=own``: ``{"date_format":
+            "%d/%m/%Y %H:%M", "sort_by_time": True}``; and of CSV files ``text_encoding``,
+            ``decimal``, ``thousands``, ``comment``, ``skip_lines``, ``units_row``, ``header``.
         model: a name among ``configs/model``; ``"auto"`` fits several and selects the one with the
             least error on the end of the recordings.
         config: further settings of ``kbf train`` by their names, as in
@@ -145,6 +150,7 @@ def fit(
         time_as_control=time_as_control,
         control_timing=control_timing,
         size=size,
+        reading=reading,
         validation=validation,
     )
     warn_of_problems(source)

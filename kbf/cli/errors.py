@@ -45,7 +45,10 @@ def one_line(error: Exception) -> str:
         file = error.filename2 or error.filename
         texts = [*([str(file)] if file else []), error.strerror.lower()]
     if override := getattr(error, "override", None):
-        advice = "brackets must close, other signs need quotes: \"key='a b'\""
+        advice = (
+            "brackets must close, other signs need quotes: \"key='a b'\", in lists "
+            "'key=[\"a (b)\"]'"
+        )
         texts.insert(0, f"{override!r} cannot be read ({advice})")
     if (absent := NO_PLUGIN.search(texts[0])) and absent[1] in PLUGINS:
         return missing(*PLUGINS[absent[1]], "this sweep")

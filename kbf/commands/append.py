@@ -72,5 +72,5 @@ def check_new(config: dict[str, Any], stored: dict[str, Any], out: Path) -> None
             "the checkpoint was trained on these recordings: name new ones with data.path=FILE "
             "(or seed=NUMBER)"
         )
-    if path is not None and out.expanduser().resolve() == Path(path):
+    if path is not None and out.expanduser().resolve() in files_of(config["data"]):
         raise ValueError(f"out={out} would overwrite the recordings")

@@ -1,5 +1,6 @@
 """``kbf filter``: estimates states from new observations, of files or of standard input."""
 
+import glob
 import hashlib
 import itertools
 import os
@@ -20,7 +21,8 @@ from kbf.commands.support.filter_run import FilterRun, Write, text_writer, write
 from kbf.commands.support.metric_descriptions import COLUMNS
 from kbf.commands.support.stream_reader import InputColumns, Row, RowReader
 from kbf.data.files import ColumnSchema, Observations, read_observations
-from kbf.data.files.texts import dialect_of
+from kbf.data.files.dialect import DELIMITERS, dialect_of
+from kbf.data.files.layout import layout_of as roles_of
 from kbf.filters.protocols import allows_missing_sensors
 from kbf.fitted.checkpoint import Trained, checkpoint_file, load_filter
 from kbf.fitted.compatibility import Comparison, piece_differences
@@ -210,7 +212,8 @@ def check_settings(config: dict[str, Any]) -> None:
     for message, applies in impossible.items():
         if applies:
             raise ValueError(message)
-    if source != "-" and not Path(source).expanduser().exists():
+    path = Path(source).expanduser()
+    if source != "-" and not path.exists() and not any(glob.iglob(str(path))):
         raise FileNotFoundError(f"input: there is no file or folder {source}")
     for name in ("input", "checkpoint", "state"):
         if config[name] is not None and same_file(config[name], target):
@@ -240,7 +243,7 @@ def is_text(source: str, column_schema: ColumnSchema, data: dict[str, Any]) -> b
     """Return whether the input is read line by line.
 
     A table that names images, or masks steps by a column, is read as a whole, and so is one with
-    decimal commas or in another encoding than UTF-8.
+    settings about its text, such as decimal commas or another encoding than UTF-8.
 
     Raises:
         ValueError: images on standard input.
@@ -252,13 +255,15 @@ def is_text(source: str, column_schema: ColumnSchema, data: dict[str, Any]) -> b
     suffix = Path(source).suffix.lower()
     if source == "-" or suffix not in TEXT_SUFFIXES:
         return source == "-"
-    whole = [data.get(key) for key in ("images", "mask", "text_encoding")]
-    if any(whole) or not column_schema.observations:
+    layout = roles_of(data)
+    whole = layout.images or layout.mask or not layout.is_plain_text()
+    if whole or not column_schema.observations:
         return False
     if suffix != ".csv":
         return True
     try:
-        return dialect_of(Path(source).expanduser()).decimal == "."
+        dialect = dialect_of(Path(source).expanduser(), layout)
+        return dialect.decimal == "." and dialect.delimiter in DELIMITERS
     except ValueError:  # no UTF-8: the line is reported when it is read
         return True
 
@@ -291,7 +296,7 @@ def text_rows(
         chunks,
         InputColumns(
             column_schema,
-            data.get("time") or "time",
+            roles_of(data).time_name() or "time",
             data.get("recording") or "recording",
             elapsed=bool(data.get("time_as_control")),
             step=data.get("time_step"),

@@ -215,14 +215,19 @@ def is_recorded(data: Any) -> bool:
 
 
 def make_absolute(data: Any) -> None:
-    """Make the path of recordings absolute, which OmegaConf then reads literally.
+    """Make the paths of recordings absolute, which OmegaConf then reads literally.
 
     One that refers to the environment stays a reference.
     """
+    from omegaconf import OmegaConf
+
+    several = OmegaConf.is_list(data.path)
     with environment_as_text():
-        refers = variables_named(str(data.path))
+        paths = [str(path) for path in (data.path if several else [data.path])]
+        refers = any(map(variables_named, paths))
     if not refers:
-        data.path = as_text(str(Path(str(data.path)).expanduser().resolve()))
+        found = [as_text(str(Path(path).expanduser().resolve())) for path in paths]
+        data.path = found if several else found[0]
 
 
 def drop_arguments_of_other_classes(composed: Any, overrides: list[str]) -> None:

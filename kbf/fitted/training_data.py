@@ -8,8 +8,8 @@ import torch
 
 from kbf.data.files.dataset import FileData
 from kbf.data.files.in_memory import contents_of, named_arrays
-from kbf.data.files.layout import Contents, Layout, plain
-from kbf.runtime.errors import DataError, in_python
+from kbf.data.files.layout import TEXT_SETTINGS, Contents, Layout, layout_of, plain
+from kbf.runtime.errors import DataError, in_python, nearest
 
 Columns = str | Sequence[str]
 # Roles that several columns may have.
@@ -33,6 +33,7 @@ def read(
     time_as_control: bool = False,
     control_timing: str = "into",
     size: Sequence[int] | None = None,
+    reading: Mapping[str, Any] | None = None,
     validation: float = 0.0,
     test: float = 0.0,
 ) -> tuple[FileData, dict[str, Any], Contents]:
@@ -60,10 +61,11 @@ def read(
         "size": None if size is None else list(size),
     }
     with in_python():
-        contents, columns = recordings_in(data, roles, images, kinds["size"], kinds["missing"])
+        layout = layout_of(checked(reading) | {key: kinds[key] for key in ("size", "missing")})
+        contents, columns = recordings_in(data, roles, images, layout)
         partly = contents.partly_missing() > 0 if allow_missing_sensors is None else False
         kinds["allow_missing_sensors"] = partly or bool(allow_missing_sensors)
-        settings = {**columns, **kinds, "validation": validation, "test": test}
+        settings = {**columns, **kinds, **checked(reading), "validation": validation, "test": test}
         return FileData(None, contents=contents, **settings), settings, contents
 
 
@@ -71,8 +73,7 @@ def recordings_in(
     data: Any,
     roles: dict[str, Any],
     images: Any,
-    size: list[int] | None,
-    missing: Any = None,
+    layout: Layout,
 ) -> tuple[Contents, dict[str, Any]]:
     """Return the recordings of the arguments of `fit`, and the settings of their columns.
 
@@ -85,11 +86,12 @@ def recordings_in(
         given = {**roles, "observations": images if images is not None else roles["observations"]}
         if wrong := [name for name, value in given.items() if isinstance(value, str)]:
             raise ValueError(f"{wrong[0]} names a column, but there is no data")
-        contents = contents_of(named_arrays(**given), Layout(size=size, missing=missing))
+        contents = contents_of(named_arrays(**given), layout)
         return contents, {}
     names = {key: as_list(value) for key, value in roles.items() if key in PLURAL}
     singles = {key: value for key, value in roles.items() if key not in PLURAL}
-    layout = Layout(**names, **singles, images=images, size=size, missing=missing)
+    singles["time"] = plain(singles["time"])
+    layout = layout._replace(**names, **singles, images=images)
     contents = contents_of(data, layout)
     chosen = {
         "states": contents.states,
@@ -99,6 +101,18 @@ def recordings_in(
     timed = any(each.times is not None for each in contents.recordings)
     time = layout.time or ("time" if timed else None)
     return contents, {**chosen, **singles, "time": time, "images": images}
+
+
+def checked(reading: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns how files are written, as settings of ``data``.
+
+    Raises:
+        ValueError: an unknown setting, with the nearest.
+    """
+    for name in reading or {}:
+        if name not in TEXT_SETTINGS:
+            raise ValueError(f"reading: there is no {name!r}; {nearest(name, TEXT_SETTINGS)}")
+    return dict(reading or {})
 
 
 def as_list(names: Any) -> list[str] | str | None:

@@ -3,10 +3,11 @@
 import re
 from pathlib import Path
 
-# Settings that name a file or a folder.
-FILE_SETTINGS = (
+# Settings that name a file or a folder, or are a sign or a format with signs.
+LITERAL_SETTINGS = (
     *("input", "output", "checkpoint", "state", "out", "run_dir", "ckpt_path", "folder", "csv"),
     *("data.path", "data.table", "data.frames", "data.images"),
+    *("data.date_format", "data.decimal", "data.thousands", "data.comment"),
 )
 
 # Values that require no quotes.
@@ -33,7 +34,7 @@ def as_text(text: str) -> str:
 
 
 def literal_path(word: str) -> str:
-    """Returns ``key=value`` with the value quoted if it names a file and has a special sign.
+    """Returns ``key=value`` with the value quoted if it is to be literal and has a special sign.
 
     Quotes on the command line stay, and so do interpolations (``run_dir=runs/${seed}``), unless a
     file of exactly this name exists.
@@ -41,7 +42,7 @@ def literal_path(word: str) -> str:
     key, equals, value = word.partition("=")
     if (
         not equals
-        or key.lstrip("+") not in FILE_SETTINGS
+        or key.lstrip("+") not in LITERAL_SETTINGS
         or (USUAL.fullmatch(value) and not value.startswith("~"))
     ):
         return word

@@ -97,18 +97,22 @@ def sha256(path: Path) -> str:
 def files_of(data: dict[str, Any]) -> list[Path]:
     """Return the files that a ``data`` configuration names, absolute.
 
-    ``path`` may be a file, a folder, or the common beginning of the names of several files. Of a
-    source that is no class of kbf, every setting that is the name of a file counts.
+    ``path`` may be a file, a folder, a pattern, the common beginning of the names of several files,
+    or a list of these. Of a source that is no class of kbf, every setting that is the name of a
+    file counts.
     """
     data = from_environment(data)
     source = str((data.get("source") or {}).get("_target_"))
     texts = [value for value in data.values() if isinstance(value, str) and value]
     named = files_named(data) if source in REGISTERED["source"] else texts
     files = [path for name in named if (path := Path(name).expanduser()).is_file()]
-    path = Path(data.get("path") or "").expanduser()
-    if data.get("path") and not path.is_file():
-        inside = path.rglob("*") if path.is_dir() else path.parent.glob(f"{path.name}*")
-        files += sorted(file for file in inside if file.is_file())
+    paths = data.get("path") or []
+    for path in map(Path, [paths] if isinstance(paths, str) else paths):
+        if not (path := path.expanduser()).is_file():
+            inside = path.rglob("*") if path.is_dir() else path.parent.glob(f"{path.name}*")
+            files += sorted(file for file in inside if file.is_file())
+        elif path not in files:
+            files.append(path)
     return [file.resolve() for file in files]
 
 

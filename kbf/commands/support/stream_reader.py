@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kbf.data.files.column_schema import ColumnSchema
+from kbf.data.files.dialect import DELIMITER_LINE
 from kbf.data.files.layout import codes_by_column
 from kbf.data.files.texts import number, seconds
 from kbf.data.files.timestamps import LARGEST_GAP, moves_in
@@ -191,8 +192,10 @@ class RowReader:
     def read_header(self, text: str) -> bool:
         """Find the format and the positions of the columns from the first line.
 
-        Returns whether this line is a header.
+        Returns whether this line is a header, or names the delimiter as Excel does.
         """
+        if DELIMITER_LINE.fullmatch(text):
+            return True
         needed, self.json = self.needed, False
         if text[0] in "[{" or text == "null":
             read_json(text)  # a line that is no JSON raises: the format of those below is unknown

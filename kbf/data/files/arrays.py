@@ -1,4 +1,4 @@
-"""Files of named arrays: npz, folders of npy, HDF5, Zarr. Nothing is unpickled.
+"""Recordings of named arrays: npz, folders of npy, HDF5, Zarr, MATLAB, NetCDF.
 
 A recording consists of ``states`` ``(T, d)`` and ``observations`` (or ``obs``) ``(T, ...)``, and
 optionally ``mask``, ``times``, ``controls``. Several recordings are one array ``(B, T, ...)``, with
@@ -7,28 +7,19 @@ separate arrays ``states_0``, ``states_1``, ..., ``train_states_0``, ... (as kbf
 groups of an HDF5 or Zarr file.
 """
 
-import glob
+import fnmatch
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy
 import torch
 from torch import Tensor
 
+from kbf.data.files.array_files import Get, opened
 from kbf.data.files.image_io import as_images, natural_order
-from kbf.data.files.layout import (
-    Contents,
-    FileRecording,
-    Layout,
-    by_recording,
-    check_bytes,
-    own_package,
-    stored_bytes,
-)
+from kbf.data.files.layout import Contents, FileRecording, Layout, by_recording
+from kbf.data.files.tables import check_columns, matching
 from kbf.data.files.timestamps import seconds_since_1970
 
 # Default names of the arrays of each role; the layout may give others.
@@ -41,8 +32,6 @@ USUAL_NAMES = {
     "recording": ["recording"],
 }
 
-Get = Callable[[str], Any]
-
 
 def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
     """Reads the recordings of a file of arrays.
@@ -54,7 +43,8 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
     with opened(path) as (names, get, notes):
         if not names:
             raise ValueError(f"{path} holds no arrays")
-        return recordings_by_name(path, layout, names, get, states)._replace(notes=notes)
+        contents = recordings_by_name(path, layout, names, get, states)
+        return contents._replace(notes=(*notes, *contents.notes))
 
 
 def recordings_by_name(
@@ -70,6 +60,7 @@ def recordings_by_name(
     Raises:
         ValueError: missing arrays, arrays that are not numeric, or whose shapes do not agree.
     """
+    layout, names, get = with_columns(path, layout, names, get)
     keys_by_role = {
         role: keys_of(names, role, name_given(layout, role, names, states), path)
         for role in USUAL_NAMES
@@ -87,13 +78,14 @@ def recordings_by_name(
         )
     check_all_there(path, keys_by_role, states)
     lengths = numbers(get("lengths"), path, "lengths") if "lengths" in names else None
-    recordings = []
+    recordings, notes = [], []
     for name in wanted:
         loaded = {
             role: numbers(get(keys[name]), path, keys[name])
             for role, keys in keys_by_role.items()
             if name in keys and role != "recording" and (states or role != "states")
         }
+        notes += [] if lengths is not None else upright(path, layout, loaded)
         key = keys_by_role["recording"].get(name)
         ids = None if key is None else numpy.asarray(get(key))
         recordings += recordings_of(path, layout, name or path.stem, loaded, lengths, ids)
@@ -104,7 +96,89 @@ def recordings_by_name(
         column_names(layout.states, first.states, "z", path),
         column_names(layout.observations, first.obs, "x", path) if first.obs.ndim == 2 else [],
         column_names(layout.controls, first.controls, "u", path),
+        tuple(notes),
     )
+
+
+def with_columns(
+    path: Path, layout: Layout, names: list[str], get: Get
+) -> tuple[Layout, list[str], Get]:
+    """Adds an array ``T c`` for each role whose columns are arrays of their own.
+
+    Returns:
+        The layout without patterns, the names with that of the role, and a function that reads one.
+
+    Raises:
+        ValueError: some of the columns are no arrays, or not one number for each step.
+    """
+    roles = [*layout.time_columns(), layout.recording, layout.mask]
+    columns: dict[str, list[str]] = {}
+    for role in ("states", "observations", "controls"):
+        given = getattr(layout, role)
+        if not isinstance(given, list) or not any(fnmatch.filter(names, each) for each in given):
+            continue
+        if role in names and not {*given} <= {*names}:
+            continue  # names of the columns of one array, one of which another array has as well
+        columns[role] = matching(path, names, given, roles)
+        check_columns(path, names, columns[role])
+        layout = layout._replace(**{role: columns[role]})
+    if not columns:
+        return layout, names, get
+
+    def stacked(name: str) -> Any:
+        if name not in columns:
+            return get(name)
+        found = [numbers(get(each), path, each).double().squeeze() for each in columns[name]]
+        for each, values in zip(columns[name], found, strict=True):
+            if values.ndim != 1 or len(values) != len(found[0]):
+                raise ValueError(
+                    f"{path}, array {each}: it is {tuple(values.shape)}, not one number for each "
+                    f"step, as {columns[name][0]} {tuple(found[0].shape)}"
+                )
+        return torch.stack(found, 1)
+
+    used = {each for several in columns.values() for each in several}
+    return layout, [*columns, *(each for each in names if each not in {*used, *columns})], stacked
+
+
+def upright(path: Path, layout: Layout, loaded: dict[str, Tensor]) -> list[str]:
+    """Transposes arrays of one recording whose steps are columns; returns a remark on each.
+
+    That is so where only one number is a dimension of all arrays, or where all arrays have the same
+    number of columns, which is larger than the number of rows.
+    """
+    flat = {role: leaf for role, leaf in loaded.items() if leaf.ndim <= 2 and leaf.numel()}
+    if len(flat) < len(loaded) and (loaded["observations"].ndim == 3 or "states" not in flat):
+        return []
+    firsts = {len(leaf) for leaf in loaded.values()}
+    several = len(loaded) > 1
+    common = set.intersection(
+        *(
+            {leaf.shape[0], leaf.shape[-1]} if role in flat else {len(leaf)}
+            for role, leaf in loaded.items()
+        )
+    )
+    lasts = {leaf.shape[-1] for leaf in flat.values()}
+    if "states" not in loaded and isinstance(layout.observations, list):
+        q = len(layout.observations)
+        obs = flat.get("observations")
+        wide = obs is not None and obs.ndim == 2 and len(obs) == q != obs.shape[1]
+        steps = obs.shape[1] if wide and obs is not None else 0
+    elif len(firsts) > 1 and len(common - {1}) == 1:
+        steps = next(iter(common - {1}))
+    elif several and len(firsts) == 1 and len(lasts) == 1 and max(lasts) > max(firsts):
+        steps = max(lasts)
+    else:
+        steps = 0
+    remarks = []
+    for role, leaf in flat.items():
+        if leaf.ndim == 2 and steps and len(leaf) != steps == leaf.shape[1]:
+            loaded[role] = leaf.mT
+            if role != "time" and min(leaf.shape) > 1:
+                remarks.append(
+                    f"{path}: {role} {tuple(leaf.shape)} are read as {steps} steps of {len(leaf)}"
+                )
+    return remarks
 
 
 def name_given(layout: Layout, role: str, names: list[str], states: bool) -> list[str] | str | None:
@@ -258,7 +332,12 @@ def one(path: Path, layout: Layout, name: str, loaded: dict[str, Tensor]) -> Fil
             raise ValueError(f"{path}: {role} must be (T, number), got {tuple(leaf.shape)}")
         if role in ("time", "mask") and leaf.numel() != len(obs):
             raise ValueError(f"{path}: {role} must be (T,), got {tuple(leaf.shape)}")
-    mask = loaded["mask"].bool().flatten() if "mask" in loaded else None
+    mask = loaded["mask"].flatten() if "mask" in loaded else None
+    if mask is not None:
+        if bool((wrong := (mask != 0) & (mask != 1)).any()):
+            k = int(wrong.nonzero()[0, 0])
+            raise ValueError(f"{path}: a mask is 0 or 1, that of step {k} is {float(mask[k]):g}")
+        mask = mask.bool()
     if obs.ndim > 2:
         if obs.is_floating_point() and not bool((seen := obs.isfinite().flatten(1).all(1)).all()):
             mask = seen if mask is None else seen & mask
@@ -293,127 +372,3 @@ def column_names(
             f"{path}: {len(given)} names ({', '.join(given)}) for an array of {width} columns"
         )
     return list(given)
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[tuple[list[str], Get, tuple[str, ...]]]:
-    """Opens a file of arrays; yields their names, a function that reads one, and remarks.
-
-    Raises:
-        ValueError: damaged, or of another kind.
-    """
-    suffix = path.suffix.lower()
-    try:
-        if suffix == ".npz":
-            with numpy.load(path, allow_pickle=False) as file:
-                check_bytes(sum(entry.file_size for entry in file.zip.infolist()), path)
-                yield list(file.files), guarded(path, file.__getitem__), ()
-        elif suffix in (".h5", ".hdf5"):
-            h5py = own_package("h5py", path)
-            with h5py.File(path, "r") as file:
-                names: list[str] = []
-                file.visititems(
-                    lambda name, item: (
-                        names.append(name) if isinstance(item, h5py.Dataset) else None
-                    )
-                )
-                if elsewhere := [
-                    name for name in names if file[name].external or file[name].is_virtual
-                ]:
-                    raise ValueError(
-                        f"{path}, array {elsewhere[0]}: its numbers are in other files, "
-                        "which are not read"
-                    )
-                check_bytes(sum(stored_bytes(file[name]) for name in names), path)
-                yield names, guarded(path, lambda name: file[name][()]), ()
-        elif suffix == ".zarr":
-            group = opened_zarr(path)
-            check_bytes(sum(stored_bytes(array) for array in group.values()), path)
-            yield list(group), guarded(path, lambda name: group[name][...]), not_stored(path, group)
-        elif suffix == ".npy":  # one array
-            yield ["observations"], guarded(path, lambda _: load_npy(path)), ()
-        else:
-            if path.is_dir():
-                files = {file.stem: file for file in path.glob("*.npy")}
-            else:
-                files = {
-                    file.stem.removeprefix(path.name).lstrip("_-."): file
-                    for file in path.parent.glob(f"{glob.escape(path.name)}*.npy")
-                }
-            yield list(files), guarded(path, lambda name: load_npy(files[name])), ()
-    except ValueError as error:
-        if str(path) in str(error):
-            raise
-        raise ValueError(f"{path} is damaged, or no {suffix or 'npy'} file: {error}") from error
-    except (OSError, EOFError, KeyError, RuntimeError, BadZipFile) as error:
-        # RuntimeError: from h5py
-        raise ValueError(f"{path} is damaged, or no {suffix or 'npy'} file: {error}") from error
-
-
-def load_npy(path: Path) -> Any:
-    """Returns the array of an npy file, without unpickling."""
-    return numpy.load(path, allow_pickle=False)
-
-
-def guarded(path: Path, get: Get) -> Get:
-    """Returns ``get`` with all errors converted to ValueErrors that name the array."""
-
-    def careful(name: str) -> Any:
-        try:
-            return get(name)
-        except Exception as error:  # each library has its own classes
-            if "Object arrays" in str(error):
-                raise ValueError(
-                    f"{path}, array {name} holds Python objects, which are not read: "
-                    "save plain arrays of numbers"
-                ) from error
-            reason = str(error) or type(error).__name__
-            if "pickle" in reason:
-                reason = "it does not begin as an array"
-            raise ValueError(f"{path}, array {name}: damaged: {reason}") from error
-
-    return careful
-
-
-def opened_zarr(path: Path) -> dict[str, Any]:
-    """Returns the arrays of a Zarr group by name.
-
-    Raises:
-        ValueError: damaged, or an array encoded by pickle, which would execute code of the file.
-    """
-    zarr = own_package("zarr", path)
-    for file in [*path.rglob(".zarray"), *path.rglob("zarr.json")]:
-        if "pickle" in file.read_text(encoding="utf-8", errors="replace"):
-            raise ValueError(
-                f"{file} holds pickled Python objects, which are not read: "
-                "save plain arrays of numbers"
-            )
-    try:
-        group = zarr.open_group(str(path), mode="r")
-        return {
-            name: item
-            for name, item in group.members(max_depth=None)
-            if isinstance(item, zarr.Array)
-        }
-    except Exception as error:  # zarr raises exceptions of several modules
-        raise ValueError(
-            f"{path} is no Zarr group, or damaged: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def not_stored(path: Path, group: dict[str, Any]) -> tuple[str, ...]:
-    """Returns a remark for each array of a Zarr group with chunks that have no file.
-
-    Zarr does not store chunks that hold only the fill value; chunks of an incomplete copy are
-    missing as well.
-    """
-    counts = [
-        (name, array.nchunks_initialized, array.nchunks, array.fill_value)
-        for name, array in group.items()
-    ]
-    return tuple(
-        f"{path}, array {name}: {total - stored} of {total} chunks have no file and are read as "
-        f"{fill}: is the copy complete?"
-        for name, stored, total, fill in counts
-        if stored < total
-    )

@@ -1,16 +1,15 @@
 """The data set of a user's files: ``data=own``."""
 
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kbf.data.files.column_schema import ColumnSchema, column_schema_of
-from kbf.data.files.layout import Contents, FileRecording, layout_of, plain
-from kbf.data.files.read import in_schema_order, read, trained_layout
+from kbf.data.files.layout import Contents, FileRecording, Layout, layout_of, plain
+from kbf.data.files.read import in_schema_order, read_all, trained_layout
 from kbf.data.files.splits import (
     Share,
     correlation_time,
@@ -36,6 +35,7 @@ from kbf.data.files.timestamps import (
 from kbf.data.windows import Span, take
 from kbf.recording import Recording
 from kbf.rkhs.linalg import varying
+from kbf.runtime.errors import nearest
 from kbf.runtime.html_repr import Shown
 
 
@@ -64,20 +64,8 @@ class FileData(Shown):
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None,
+        path: str | os.PathLike[str] | Sequence[str] | None,
         *,
-        states: Sequence[str] | str | None = None,
-        observations: Sequence[str] | str | None = None,
-        controls: Sequence[str] | str | None = None,
-        time: str | None = None,
-        recording: str | None = None,
-        mask: str | None = None,
-        missing: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None,
-        images: str | None = None,
-        images_outside: bool = False,
-        text_encoding: str | None = None,
-        table: str | None = None,
-        size: Sequence[int] | None = None,
         angles: Sequence[str] = (),
         rotations: Sequence[Sequence[str]] = (),
         angle_unit: str = "radians",
@@ -95,11 +83,12 @@ class FileData(Shown):
         column_schema: dict[str, Any] | None = None,
         time_step: float | None = None,
         contents: Contents | None = None,
+        **roles: Any,
     ) -> None:
         """Read the recordings and split them.
 
         Args:
-            path, states, ..., size: see `kbf.data.files.layout.Layout`.
+            path: see `kbf.data.files.read.read_all`.
             angles: columns that are angles. angle_unit: radians or degrees.
             rotations: groups of 4 columns (quaternion w x y z) or 9 (matrix, by rows).
             time_as_control: whether the duration of each move is a control.
@@ -116,6 +105,7 @@ class FileData(Shown):
             column_schema: of a checkpoint, which the columns must match. time_step: its median time
                 step.
             contents: recordings that were read already, in place of those of ``path``.
+            roles: columns and how they are written, see `kbf.data.files.layout.Layout`.
 
         Raises:
             FileNotFoundError, ValueError: errors of the readers, or an empty part.
@@ -129,26 +119,15 @@ class FileData(Shown):
         ):
             if not isinstance(value, bool):
                 raise ValueError(f"data.{name} must be true or false, got {value!r}")
-        layout = layout_of(
-            {
-                "states": states,
-                "observations": observations,
-                "controls": controls,
-                "time": time,
-                "recording": recording,
-                "mask": mask,
-                "missing": missing,
-                "images": images,
-                "images_outside": images_outside,
-                "text_encoding": text_encoding,
-                "table": table,
-                "size": size,
-            }
-        )
+        if unknown := [name for name in roles if name not in Layout._fields]:
+            raise ValueError(
+                f"there is no data.{unknown[0]}; {nearest(unknown[0], Layout._fields)}"
+            )
+        layout = layout_of(roles)
         if column_schema is not None:
             layout = trained_layout(layout, ColumnSchema.from_dict(column_schema))
         if contents is None:
-            contents = read(Path(str(path)).expanduser(), layout)
+            contents = read_all(plain(path), layout)
         path = contents.recordings[0].file if path is None else path
         check_not_empty(contents, str(path))
         constant: list[str] = []

@@ -40,7 +40,7 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
     }
     if table is not None and states:
         if not isinstance(layout.states, list):
-            header = ", ".join(tables.header_of(table))
+            header = ", ".join(tables.header_of(table, layout))
             raise ValueError(
                 f"{table}: data.states=[...] must name the columns of the states; it has {header}"
             )

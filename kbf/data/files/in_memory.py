@@ -4,7 +4,6 @@
 from, so that the rest of the library does not distinguish them.
 """
 
-import glob
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kbf.data.files import arrays, tables
-from kbf.data.files.layout import Contents, FileRecording, Layout, without_codes
-from kbf.data.files.read import check_sizes, read
+from kbf.data.files.layout import Contents, FileRecording, Layout, finished
+from kbf.data.files.read import read_all
 from kbf.data.files.timestamps import seconds_since_1970
 from kbf.recording import Recording, mask_of
 
@@ -46,7 +45,7 @@ def contents_of(data: Any, layout: Layout, *, states: bool = True) -> Contents:
     if isinstance(data, Contents):
         return data
     if isinstance(data, str | os.PathLike):
-        return files(data, layout, states)
+        return read_all(data, layout, states=states)
     if is_frame(data):
         contents = frame_contents(as_pandas(data), layout, states)
     elif isinstance(data, Recording):
@@ -60,7 +59,7 @@ def contents_of(data: Any, layout: Layout, *, states: bool = True) -> Contents:
             contents = array_contents(dict(data), layout, states)
     elif isinstance(data, list | tuple) and data:
         if all(isinstance(each, str | os.PathLike) for each in data):
-            return merged([files(each, layout, states) for each in data])
+            return read_all(data, layout, states=states)
         if all(map(is_frame, data)):
             named = {str(k): as_pandas(each) for k, each in enumerate(data)}
             contents = frames_contents(named, layout, states)
@@ -70,10 +69,7 @@ def contents_of(data: Any, layout: Layout, *, states: bool = True) -> Contents:
             raise unknown(data)
     else:
         raise unknown(data)
-    contents = without_codes(contents, layout.missing)
-    for recording in contents.recordings:
-        check_sizes(recording)
-    return contents
+    return finished(contents, layout)
 
 
 def unknown(data: Any) -> ValueError:
@@ -95,45 +91,6 @@ def is_frame(data: Any) -> bool:
 def as_pandas(frame: Any) -> Any:
     """Returns a DataFrame of pandas."""
     return frame if hasattr(frame, "iloc") else frame.to_pandas()
-
-
-def files(path: str | os.PathLike[str], layout: Layout, states: bool) -> Contents:
-    """Reads a file, or all files that a pattern matches, in the order of their names.
-
-    Raises:
-        FileNotFoundError: no file matches.
-    """
-    if not glob.has_magic(str(path)) or Path(path).exists():
-        return read(path, layout, states=states)
-    found = sorted(glob.glob(str(Path(path).expanduser())))
-    if not found:
-        raise FileNotFoundError(f"no file matches {path}")
-    return merged([read(each, layout, states=states) for each in found])
-
-
-def merged(several: list[Contents]) -> Contents:
-    """Joins the contents of several files; recordings are named by their file.
-
-    Raises:
-        ValueError: files with different columns.
-    """
-    first = several[0]
-    recordings: list[FileRecording] = []
-    for each in several:
-        for side in ("states", "observations", "controls"):
-            if getattr(each, side) != getattr(first, side):
-                raise ValueError(
-                    f"{each.recordings[0].file}: its {side} are {', '.join(getattr(each, side))}; "
-                    f"those of {first.recordings[0].file} {', '.join(getattr(first, side))}"
-                )
-        for recording in each.recordings:
-            stem = Path(recording.file).stem
-            alone = len(each.recordings) == 1
-            recordings.append(
-                recording._replace(name=stem if alone else f"{stem}/{recording.name}")
-            )
-    notes = tuple(note for each in several for note in each.notes)
-    return first._replace(recordings=recordings, notes=notes)
 
 
 def frames_contents(frames: dict[str, Any], layout: Layout, states: bool) -> Contents:
@@ -182,12 +139,12 @@ def frame_contents(frame: Any, layout: Layout, states: bool) -> Contents:
     sides = tables.sides_of(FRAME, header, layout, states)
     numbers, words = tables.named_columns(FRAME, header, layout, sides)
     columns = {name: numeric(frame[name], name) for name in numbers}
-    if layout.time:
-        columns[layout.time] = numeric(frame[layout.time], layout.time)
+    if (name := layout.time_name()) is not None:
+        columns[name] = frame_times(frame, layout, name)
     texts = {name: ["" if v is None or v != v else str(v) for v in frame[name]] for name in words}
     table = tables.Table(columns, texts, torch.arange(len(frame)))
-    if layout.recording is None and layout.time:
-        check_forwards(frame, header, layout, columns[layout.time])
+    if name is not None and layout.recording is None and not layout.sort_by_time:
+        check_forwards(frame, header, layout, columns[name])
     contents = tables.recordings_of(FRAME, layout, sides, table)
     if not layout.recording:
         return contents._replace(
@@ -207,10 +164,10 @@ def with_index(frame: Any, layout: Layout) -> tuple[Any, Layout]:
     index = frame.index
     levels = [index.get_level_values(k) for k in range(index.nlevels)]
     names = [level.name for level in levels]
-    if layout.time is None or layout.time not in (*names, *frame.columns):
+    if not layout.time_columns() or not {*layout.time_columns()} <= {*names, *frame.columns}:
         for k, level in enumerate(levels):
             if isinstance(level, kinds):
-                names[k] = layout.time or str(level.name or "time")
+                names[k] = layout.time_name() or str(level.name or "time")
                 layout = layout._replace(time=names[k])
                 break
     wanted = [k for k, name in enumerate(names) if name is not None and name not in frame.columns]
@@ -251,6 +208,21 @@ def numeric(column: Any, name: str) -> Tensor:
     return torch.from_numpy(np.array(values, dtype="float64"))
 
 
+def frame_times(frame: Any, layout: Layout, name: str) -> Tensor:
+    """Returns the time of a DataFrame in seconds, of texts as in files (`texts.times_of`).
+
+    Raises:
+        ValueError: as `numeric` and `times_of`.
+    """
+    from kbf.data.files.texts import times_of
+
+    parts = [frame[column] for column in layout.time_columns()]
+    as_texts = parts[0].dtype == object or parts[0].dtype.name in ("str", "string")
+    if len(parts) == 1 and not as_texts and layout.date_format is None:
+        return numeric(parts[0], name)
+    return times_of(parts, name, np.arange(len(frame)), layout, FRAME)
+
+
 def check_forwards(frame: Any, header: list[str], layout: Layout, times: Tensor) -> None:
     """Raises a ValueError where times decrease; it names a column that distinguishes recordings.
 
@@ -263,7 +235,7 @@ def check_forwards(frame: Any, header: list[str], layout: Layout, times: Tensor)
     candidates = [
         name
         for name in header
-        if name != layout.time
+        if name not in layout.time_columns()
         and (frame[name].groupby(pieces).nunique(dropna=False) == 1).all()
         and frame[name].nunique() > 1
     ]

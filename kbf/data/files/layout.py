@@ -21,6 +21,19 @@ MAX_NUMBER = 1e150
 # Pixels of an image or a frame: 67 million.
 MAX_PIXELS = 2**26
 
+# Settings of a layout about the text of a table, with the values that they may have.
+TEXT_SETTINGS: dict[str, Any] = {
+    "text_encoding": str,
+    "date_format": str,
+    "decimal": (".", ","),
+    "thousands": (".", ",", " ", "'", "_"),
+    "comment": str,
+    "skip_lines": int,
+    "units_row": bool,
+    "header": bool,
+    "sort_by_time": bool,
+}
+
 
 class Layout(NamedTuple):
     """Roles of the columns or arrays of a file.
@@ -29,20 +42,28 @@ class Layout(NamedTuple):
 
     Attributes:
         states, observations, controls: columns or array; None for the array of that name.
-        time, recording, mask: a column or array each.
+        time, recording, mask: a column or array each. Several columns of the time, such as a date
+            and a time of day, are joined by spaces.
         missing: values that stand for a missing one, in all columns or by column.
         images: of a table, the column with the names of image files. images_outside: whether they
             may be outside of the table's folder.
         table: for a folder of images or a video, the CSV with the states; None for the only one in
             the folder, or the one with the name of the video.
         size: height and width to which images are resized; None keeps their size.
-        text_encoding: of CSV files; None is UTF-8.
+        text_encoding: of CSV files; None is UTF-8, or UTF-16 with a byte order mark.
+        date_format: of times that are texts, as of `datetime.strptime`; None is ISO 8601.
+        decimal, thousands: marks in the numbers of CSV files; None is a point, or a comma where it
+            is no delimiter and numbers have it; and none.
+        comment: beginning of the lines of CSV files that are comments.
+        skip_lines: lines before the header. units_row: whether a row of units follows the header.
+        header: whether the first row names the columns; otherwise they are c1, c2, ...
+        sort_by_time: whether the rows of each recording are sorted by time.
     """
 
     states: list[str] | str | None = None
     observations: list[str] | str | None = None
     controls: list[str] | str | None = None
-    time: str | None = None
+    time: str | list[str] | None = None
     recording: str | None = None
     mask: str | None = None
     missing: list[int | float] | dict[str, list[int | float]] | None = None
@@ -51,6 +72,30 @@ class Layout(NamedTuple):
     size: list[int] | None = None
     images_outside: bool = False
     text_encoding: str | None = None
+    date_format: str | None = None
+    decimal: str | None = None
+    thousands: str | None = None
+    comment: str | None = None
+    skip_lines: int = 0
+    units_row: bool = False
+    header: bool = True
+    sort_by_time: bool = False
+
+    def time_columns(self) -> list[str]:
+        """Returns the columns of the time."""
+        return [self.time] if isinstance(self.time, str) else list(self.time or ())
+
+    def time_name(self) -> str | None:
+        """Returns a name for the time; None without."""
+        return " ".join(self.time_columns()) or None
+
+    def is_plain_text(self) -> bool:
+        """Whether CSV files of this layout can be read line by line, as by ``kbf filter``."""
+        return all(
+            getattr(self, name) == default
+            for name, default in self._field_defaults.items()
+            if name in TEXT_SETTINGS
+        ) and not isinstance(self.time, list)
 
 
 class FileRecording(NamedTuple):
@@ -123,13 +168,34 @@ def layout_of(config: dict[str, Any]) -> Layout:
         ValueError: ``size`` is not a list, or ``images_outside`` not a bool.
     """
     layout = Layout(**{name: plain(config.get(name)) for name in Layout._fields if name in config})
+    for name in ("states", "observations", "controls"):
+        if isinstance(names := getattr(layout, name), list):  # a column may be called 1
+            layout = layout._replace(**{name: [str(each) for each in names]})
     if not isinstance(layout.images_outside, bool):
         raise ValueError(
             f"data.images_outside must be true or false, got {layout.images_outside!r}"
         )
     if not isinstance(layout.size, list | None):
         raise ValueError(f"data.size must be [height,width] in pixels, got {layout.size}")
+    check_texts(layout)
     return layout
+
+
+def check_texts(layout: Layout) -> None:
+    """Raises a ValueError for a setting in `TEXT_SETTINGS` with a value that it cannot have."""
+    for name, kind in TEXT_SETTINGS.items():
+        value, default = getattr(layout, name), Layout._field_defaults[name]
+        if value == default and type(value) is type(default):
+            continue
+        if isinstance(kind, tuple):
+            if value not in kind:
+                marks = ", ".join(map(repr, kind))
+                raise ValueError(f"data.{name} must be one of {marks}, got {value!r}")
+        elif type(value) is not kind or (kind is str and not value) or (kind is int and value < 0):
+            what = {str: "a text", int: "a number of lines", bool: "true or false"}[kind]
+            raise ValueError(f"data.{name} must be {what}, got {value!r}")
+    if layout.decimal is not None and layout.decimal == layout.thousands:
+        raise ValueError(f"data.decimal and data.thousands are both {layout.decimal!r}")
 
 
 def codes_by_column(missing: Any, names: list[str]) -> list[list[int | float]]:
@@ -178,6 +244,51 @@ def without_codes(contents: Contents, missing: Any) -> Contents:
             leaves[name] = leaf.masked_fill(torch.stack(marked, 1), torch.nan)
         recordings.append(each._replace(**leaves))
     return contents._replace(recordings=recordings)
+
+
+def finished(contents: Contents, layout: Layout) -> Contents:
+    """Returns contents that were read, without codes, and sorted by time where that is declared.
+
+    Raises:
+        ValueError: as `codes_by_column`, or a number above `MAX_NUMBER`.
+    """
+    contents = without_codes(contents, layout.missing)
+    for recording in contents.recordings:
+        check_sizes(recording)
+    if not layout.sort_by_time:
+        return contents
+    return contents._replace(recordings=[sorted_by_time(each) for each in contents.recordings])
+
+
+def sorted_by_time(recording: FileRecording) -> FileRecording:
+    """Returns a recording with its steps in the order of time.
+
+    Raises:
+        ValueError: it has no times.
+    """
+    if (times := recording.times) is None:
+        raise ValueError(f"{recording.file}: data.sort_by_time needs time stamps: data.time=COLUMN")
+    if bool((times.diff() >= 0).all()):
+        return recording
+    order = times.argsort(stable=True)
+    rows = torch.arange(len(times)) if recording.rows is None else recording.rows
+    return rows_of(order, recording._replace(rows=rows), recording.name)
+
+
+def check_sizes(recording: FileRecording) -> None:
+    """Raises a ValueError with the place of the first number above `MAX_NUMBER`."""
+    for name in ("states", "obs", "controls", "times"):
+        values: Tensor | None = getattr(recording, name)
+        if values is None or not values.is_floating_point() or not values.numel():
+            continue
+        if bool((large := values.abs() > MAX_NUMBER).any()):
+            at = large.nonzero()[0].tolist()
+            what = {"obs": "observations"}.get(name, name)
+            number = values[tuple(at)].item()
+            raise ValueError(
+                f"{recording.place(at[0])}, {what}: {number:g} is no measurement; "
+                f"the limit is {MAX_NUMBER:g}"
+            )
 
 
 def plain(value: Any) -> Any:

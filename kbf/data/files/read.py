@@ -6,19 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.layout import (
-    MAX_NUMBER,
     Contents,
     FileRecording,
     Layout,
     Observations,
+    finished,
     is_pattern,
     layout_of,
-    without_codes,
 )
+
+# Endings of tables, and of files of arrays.
+TABLES = (".csv", ".tsv", ".txt", ".parquet", ".pq")
+ARRAYS = (".npz", ".h5", ".hdf5", ".zarr", ".mat", ".nc", ".nc4", ".cdf")
+# Those that are read of a folder; a .txt may be anything.
+SEVERAL = tuple({*TABLES, *ARRAYS} - {".txt"})
 
 
 def read(path: str | os.PathLike[str], layout: Layout, *, states: bool = True) -> Contents:
@@ -26,8 +29,8 @@ def read(path: str | os.PathLike[str], layout: Layout, *, states: bool = True) -
 
     Args:
         path: ``.csv`` and ``.tsv`` (also in ``.gz`` or ``.zip``), ``.parquet``, ``.npz``,
-            ``.h5``/``.hdf5``, ``.zarr``, a video, a folder of images, a folder or prefix of
-            ``.npy`` files, or without states one ``.npy`` of observations.
+            ``.h5``/``.hdf5``, ``.zarr``, ``.mat``, NetCDF, a video, a folder of images, a folder or
+            prefix of ``.npy`` files, or without states one ``.npy`` of observations.
         layout: roles of columns or arrays.
         states: whether states are required.
 
@@ -35,22 +38,17 @@ def read(path: str | os.PathLike[str], layout: Layout, *, states: bool = True) -
         FileNotFoundError: no such file. ValueError: anything in it that cannot be used, with its
             place in the file.
     """
-    contents = without_codes(read_kind(Path(path).expanduser(), layout, states), layout.missing)
-    for recording in contents.recordings:
-        check_sizes(recording)
-    return contents
+    return finished(read_kind(Path(path).expanduser(), layout, states), layout)
 
 
 def read_kind(path: Path, layout: Layout, states: bool) -> Contents:
     """Reads a file with the reader of its kind."""
     from kbf.data.files import arrays, images, tables
 
-    suffix = path.suffix.lower()
-    if suffix in (".gz", ".zip"):  # of a table
-        suffix = Path(path.stem).suffix.lower()
+    suffix = kind_of(path)
     readers: dict[str, Callable[..., Contents]] = {
-        **dict.fromkeys((".csv", ".tsv", ".txt", ".parquet", ".pq"), tables.read),
-        **dict.fromkeys((".npz", ".h5", ".hdf5", ".zarr"), arrays.read),
+        **dict.fromkeys(TABLES, tables.read),
+        **dict.fromkeys(ARRAYS, arrays.read),
         **dict.fromkeys(images.VIDEO_SUFFIXES, images.read),
     }
     if suffix not in readers:
@@ -75,27 +73,95 @@ def read_kind(path: Path, layout: Layout, states: bool) -> Contents:
     return readers[suffix](path, layout, states=states)
 
 
-def check_sizes(recording: FileRecording) -> None:
-    """Raises a ValueError with the place of the first number above `MAX_NUMBER`."""
-    for name in ("states", "obs", "controls", "times"):
-        values: Tensor | None = getattr(recording, name)
-        if values is None or not values.is_floating_point() or not values.numel():
-            continue
-        if bool((large := values.abs() > MAX_NUMBER).any()):
-            at = large.nonzero()[0].tolist()
-            what = {"obs": "observations"}.get(name, name)
-            number = values[tuple(at)].item()
-            raise ValueError(
-                f"{recording.place(at[0])}, {what}: {number:g} is no measurement; "
-                f"the limit is {MAX_NUMBER:g}"
-            )
+def read_all(paths: Any, layout: Layout, *, states: bool = True) -> Contents:
+    """Reads a file, or several files with one recording or more each.
+
+    Args:
+        paths: of a file or folder, as of `read`; of a folder with several tables or files of
+            arrays, which are all read; a pattern (``runs/*.csv``); or a list of them. Files are
+            taken in the natural order of their names: run2 before run10.
+        layout, states: as of `read`.
+
+    Raises:
+        FileNotFoundError: no file matches. ValueError: as `read`, or files with other columns.
+    """
+    several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    files = [file for each in several for file in files_in(Path(each).expanduser())]
+    if len(files) == 1 and len(several) == 1:
+        return read(files[0], layout, states=states)
+    found: list[Contents] = []
+    for file in files:
+        found.append(read(file, layout, states=states))
+        # Patterns stand for the columns of the first file.
+        for side in ("states", "observations", "controls"):
+            given, names = getattr(layout, side), getattr(found[0], side)
+            if isinstance(given, list) and any(map(is_pattern, given)):
+                layout = layout._replace(**{side: names})
+    return merged(found)
 
 
-def read_observations(path: str | os.PathLike[str], config: dict[str, Any]) -> list[Observations]:
+def files_in(path: Path) -> list[Path]:
+    """Returns the files that a path stands for: itself, those in a folder, or of a pattern.
+
+    Raises:
+        FileNotFoundError: no file matches a pattern.
+    """
+    from kbf.data.files.image_io import IMAGE_SUFFIXES, natural_order
+
+    found: list[Path] = []
+    if path.is_dir() and path.suffix.lower() != ".zarr":
+        inside = [file for file in path.iterdir() if not file.name.startswith(".")]
+        # Images and .npy files are one recording, with a table that belongs to them.
+        if not any(file.suffix.lower() in (*IMAGE_SUFFIXES, ".npy") for file in inside):
+            found = [file for file in inside if kind_of(file) in SEVERAL]
+    elif glob.has_magic(str(path)) and not path.exists():
+        found = [Path(file) for file in glob.glob(str(path))]
+        if not found:
+            raise FileNotFoundError(f"data.path: no file matches {path}")
+    return sorted(found, key=lambda file: natural_order(str(file))) or [path]
+
+
+def kind_of(path: Path) -> str:
+    """Returns the ending of a name that selects the reader; that of a table in an archive."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in (".gz", ".zip") else suffix
+
+
+def merged(several: list[Contents]) -> Contents:
+    """Joins the contents of several files; recordings are named by their file.
+
+    Raises:
+        ValueError: files with different columns.
+    """
+    from kbf.data.files.arrays import check_widths
+
+    first = several[0]
+    recordings: list[FileRecording] = []
+    stems = [Path(each.recordings[0].file).name.partition(".")[0] for each in several]
+    for each, stem in zip(several, stems, strict=True):
+        file = each.recordings[0].file
+        for side in ("states", "observations", "controls"):
+            if getattr(each, side) != getattr(first, side):
+                raise ValueError(
+                    f"{file}: its {side} are {', '.join(getattr(each, side))}; "
+                    f"those of {first.recordings[0].file} {', '.join(getattr(first, side))}"
+                )
+        name = stem if stems.count(stem) == 1 else f"{Path(file).parent.name}/{stem}"
+        alone = len(each.recordings) == 1
+        recordings += [
+            recording._replace(name=name if alone else f"{name}/{recording.name}")
+            for recording in each.recordings
+        ]
+    check_widths(Path(first.recordings[0].file), recordings)
+    notes = tuple(note for each in several for note in each.notes)
+    return first._replace(recordings=recordings, notes=notes)
+
+
+def read_observations(path: Any, config: dict[str, Any]) -> list[Observations]:
     """Reads the observations of a file, for a filter that was trained with ``data=own``.
 
     Args:
-        path: see `read`; states are not required.
+        path: see `read_all`; states are not required.
         config: the ``data`` part of the checkpoint's configuration: columns, angles, time as
             control.
 
@@ -106,7 +172,7 @@ def read_observations(path: str | os.PathLike[str], config: dict[str, Any]) -> l
         FileNotFoundError, ValueError: see `read`; or columns other than those of the training.
     """
     layout = trained_layout(layout_of(config), ColumnSchema.from_dict(config["column_schema"]))
-    return observations_of(read(path, layout, states=False), config)
+    return observations_of(read_all(path, layout, states=False), config)
 
 
 def trained_layout(layout: Layout, column_schema: ColumnSchema) -> Layout:

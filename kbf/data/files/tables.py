@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kbf.data.files.dialect import dialect_of
 from kbf.data.files.layout import (
     Contents,
     FileRecording,
@@ -18,7 +20,7 @@ from kbf.data.files.layout import (
     is_pattern,
     own_package,
 )
-from kbf.data.files.texts import Table, dialect_of, number, read_csv, seconds
+from kbf.data.files.texts import Table, number, read_csv, times_of
 
 # Types of the columns of a Parquet file that are read as numbers, as pyarrow calls them.
 NUMERIC_KINDS = ("integer", "floating", "boolean", "decimal")
@@ -31,7 +33,7 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
         ValueError: columns that are not given or missing, or a cell that is not a number, with its
             row and column.
     """
-    sides = sides_of(path, header_of(path, layout.text_encoding), layout, states)
+    sides = sides_of(path, header_of(path, layout), layout, states)
     return recordings_of(path, layout, sides, read_table(path, layout, sides))
 
 
@@ -46,7 +48,7 @@ def sides_of(path: Path, header: list[str], layout: Layout, states: bool) -> dic
         "observations": [] if layout.images else layout.observations,
         "controls": layout.controls or [],
     }
-    roles = [layout.time, layout.recording, layout.mask, layout.images]
+    roles = [*layout.time_columns(), layout.recording, layout.mask, layout.images]
     roles += [name for names in sides.values() if isinstance(names, list) for name in names]
     sides = {
         side: matching(path, header, names, roles) if isinstance(names, list) else names
@@ -83,7 +85,8 @@ def matching(
         pattern = is_pattern(name) and name not in header
         alike = [name]
         if pattern:
-            alike = [each for each in fnmatch.filter(header, name) if each not in roles]
+            literal = name.replace("[", "[[]")  # brackets are part of names, as in acc[x]
+            alike = [each for each in fnmatch.filter(header, literal) if each not in roles]
         if not alike:
             raise ValueError(f"{path}: no column matches {name!r}; it has {', '.join(header)}")
         found += [each for each in alike if not (pattern and each in found)]
@@ -92,11 +95,11 @@ def matching(
 
 def read_table(path: Path, layout: Layout, sides: dict[str, Any]) -> Table:
     """Reads the columns that the layout names."""
-    header = header_of(path, layout.text_encoding)
+    header = header_of(path, layout)
     numbers, words = named_columns(path, header, layout, sides)
     if is_parquet(path):
-        return read_parquet(path, numbers, words, layout.time)
-    return read_csv(path, numbers, words, layout.time, layout.text_encoding)
+        return read_parquet(path, numbers, words, layout)
+    return read_csv(path, numbers, words, layout)
 
 
 def named_columns(
@@ -110,8 +113,9 @@ def named_columns(
     # a column may have two roles, such as state and observation
     named = dict.fromkeys([*(name for names in sides.values() for name in names), layout.mask])
     words = [name for name in (layout.recording, layout.images) if name]
-    check_columns(path, header, [*(n for n in (*named, layout.time) if n), *words])
-    return [name for name in named if name and name != layout.time], words
+    times = layout.time_columns()
+    check_columns(path, header, [*(name for name in named if name), *times, *words])
+    return [name for name in named if name and [name] != times], words
 
 
 def recordings_of(
@@ -140,14 +144,14 @@ def recordings_of(
     else:
         obs = stacked(table, sides["observations"])
     if layout.mask:
-        observed = table.numbers[layout.mask].nan_to_num(0) != 0
+        observed = mask_of_column(table, layout.mask, path)
         seen = observed if seen is None else observed & seen
     whole = FileRecording(
         path.stem,
         obs,
         stacked(table, sides["states"]) if sides["states"] else None,
         seen,
-        table.numbers[layout.time] if layout.time else None,
+        table.numbers[name] if (name := layout.time_name()) else None,
         stacked(table, sides["controls"]) if sides["controls"] else None,
         str(path),
         table.rows,
@@ -156,6 +160,22 @@ def recordings_of(
     return Contents(
         recordings, list(sides["states"]), list(sides["observations"]), list(sides["controls"])
     )
+
+
+def mask_of_column(table: Table, name: str, path: Path) -> Tensor:
+    """Returns the mask ``T`` of a column; an empty cell is False.
+
+    Raises:
+        ValueError: a number other than 0 and 1.
+    """
+    values = table.numbers[name].nan_to_num(0)
+    if bool((wrong := (values != 0) & (values != 1)).any()):
+        k = int(wrong.nonzero()[0, 0])
+        raise ValueError(
+            f"{path}, row {int(table.rows[k])}, column {name}: a mask is 0 or 1, got "
+            f"{float(values[k]):g}"
+        )
+    return values != 0
 
 
 def stacked(table: Table, names: list[str]) -> Tensor:
@@ -168,7 +188,7 @@ def is_parquet(path: Path) -> bool:
     return path.suffix.lower() in (".parquet", ".pq")
 
 
-def header_of(path: Path, encoding: str | None = None) -> list[str]:
+def header_of(path: Path, layout: Layout) -> list[str]:
     """Returns the names of a table's columns.
 
     Raises:
@@ -177,11 +197,11 @@ def header_of(path: Path, encoding: str | None = None) -> list[str]:
     if is_parquet(path):
         header = list(opened_parquet(path).schema_arrow.names)
     else:
-        header = dialect_of(path, encoding).header
-    if not header or all(number(cell) is not None for cell in header):
+        header = dialect_of(path, layout).header
+    if not header or all(number(cell.replace(",", ".")) is not None for cell in header):
         raise ValueError(
             f"{path}: the first line must name the columns, got "
-            f"{', '.join(header[:5]) or 'nothing'}"
+            f"{', '.join(header[:5]) or 'nothing'}; data.header=false names them c1, c2, ..."
         )
     if repeated := [name for name, count in Counter(header).items() if name and count > 1]:
         raise ValueError(f"{path}: two columns are called {repeated[0]!r}")
@@ -214,18 +234,23 @@ def opened_parquet(path: Path) -> Any:
         ) from error
 
 
-def read_parquet(path: Path, numbers: list[str], words: list[str], time: str | None) -> Table:
+def read_parquet(path: Path, numbers: list[str], words: list[str], layout: Layout) -> Table:
     """Reads selected columns of a Parquet file; rows are counted from 1."""
     arrow, file = own_package("pyarrow", path), opened_parquet(path)
-    named = [*numbers, *([time] if time else [])]
+    times = layout.time_columns()
+    named = list(dict.fromkeys([*numbers, *times]))
     try:
         table = file.read(columns=[*named, *words])
     except Exception as error:
         raise ValueError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
     if not table.num_rows:
         raise ValueError(f"{path}: there are no rows")
-    columns = {}
-    for name in named:
+    columns, rows = {}, np.arange(1, table.num_rows + 1)
+    texts_of_times = len(times) > 1 or any(is_text(arrow, table[name].type) for name in times)
+    if texts_of_times:
+        parts = [table[name].to_pandas() for name in times]
+        columns[layout.time_name()] = times_of(parts, str(layout.time_name()), rows, layout, path)
+    for name in numbers if texts_of_times else named:
         column = table[name]
         if arrow.types.is_timestamp(column.type):
             since = (
@@ -234,15 +259,6 @@ def read_parquet(path: Path, numbers: list[str], words: list[str], time: str | N
                 .cast(arrow.float64(), safe=False)
             )
             column = own_package("pyarrow.compute", path).divide(since, 1e6)
-        elif name == time and arrow.types.is_string(column.type):
-            times = [seconds(cell or "") for cell in column.to_pylist()]
-            if None in times:
-                row = times.index(None)
-                raise ValueError(
-                    f"{path}, row {row + 1}, column {name}: {column[row].as_py()!r} is no number "
-                    "and no date"
-                )
-            column = arrow.chunked_array([times])
         elif not any(getattr(arrow.types, f"is_{kind}")(column.type) for kind in NUMERIC_KINDS):
             raise ValueError(
                 f"{path}, column {name}: it holds {column.type}, not numbers "
@@ -259,3 +275,8 @@ def read_parquet(path: Path, numbers: list[str], words: list[str], time: str | N
         columns[name] = values
     texts = {name: ["" if v is None else str(v) for v in table[name].to_pylist()] for name in words}
     return Table(columns, texts, torch.arange(1, table.num_rows + 1))
+
+
+def is_text(arrow: Any, kind: Any) -> bool:
+    """Whether a column of Parquet holds texts."""
+    return arrow.types.is_string(kind) or arrow.types.is_large_string(kind)

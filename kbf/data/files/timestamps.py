@@ -40,7 +40,7 @@ def check_times(recording: FileRecording) -> None:
         detail = f"time {times[k].item():.10g} after {times[k - 1].item():.10g}"
         raise ValueError(
             f"{recording.place(k)}: {detail}; times must increase within a recording "
-            "(data.recording=COLUMN names the recordings)"
+            "(data.recording=COLUMN names the recordings, data.sort_by_time=true sorts the rows)"
         )
 
 
