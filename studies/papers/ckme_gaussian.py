@@ -22,7 +22,7 @@ from studies.papers.cme_study import Problem
 
 PRESETS: dict[str, dict[str, Any]] = {
     "full": {
-        "runs": 20,
+        "runs": 30,
         "n": 500,
         "d": 2,
         "queries": 20,
@@ -78,8 +78,8 @@ figures 1-7; here d_y = 2, sigma_y = 1 (a variance, as all its sigmas), m = n^(2
 section 5.4) for every cheap form, sizes and grids as in the presets. The ridge is epsilon over
 k(x, x): weights depend on this alone, and one grid then serves all sigma and d. Bandwidth and
 ridge are chosen for each method from one grid, by 5-fold cross-validation of the RKHS distance, 40
-points of each fold (figures 4-7); figures 2 and 3 show the best over the other parameter. 20
-trials (the draft does not say how many) of 20 queries in place of one; RMSE is the expectation
+points of each fold (figures 4-7); figures 2 and 3 show the best over the other parameter. 30
+trials as in the draft, each of 20 queries in place of one; RMSE is the expectation
 over the true sample y, trace(cov) + ||estimate - mean||^2. RFF has n epsilon where the draft has m
 epsilon. Times (of the processor) are of one fit and these queries at given sigma and epsilon.
 Figure 8: sigma = 1, epsilon = 0.001 / sqrt(n) for densities as kernels as in the draft, m = 300,

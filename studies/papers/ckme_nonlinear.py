@@ -19,7 +19,7 @@ from studies.papers.cme_study import Problem
 
 PRESETS: dict[str, dict[str, Any]] = {
     "full": {
-        "runs": 20,
+        "runs": 30,
         "n": 500,
         "d": 2,
         "queries": 20,
@@ -60,7 +60,7 @@ c = 10, sigma = 0.1 d_x, so that the bumps overlap in every dimension, and y is 
 which f has variance 1 (over uniform x) and the noise V = 0.1; d_y = 1, as its gamma are numbers.
 sigma_y = 0.1 (a variance, as all its sigmas). All else, choices and errors, is as in
 ckme_gaussian: m = n^(2/3) for every cheap form; the ridge is epsilon over k(x, x); bandwidth and
-ridge are chosen for each method from one grid by 5-fold cross-validation of the RKHS distance; 20
+ridge are chosen for each method from one grid by 5-fold cross-validation of the RKHS distance; 30
 trials of 20 queries; RMSE is the expectation over the true sample y; figure 9, the surface, is in
 results.csv (kind grid). ICF, RFF, divide and conquer and leverage scores, which the draft's
 figures do not have, run along.

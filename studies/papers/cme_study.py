@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple
 
@@ -167,10 +168,10 @@ def sweep(rows: list[Row], name: str) -> list[Row]:
     )
 
 
-def lowest(rows: list[Row], method: str) -> Row:
+def lowest(rows: list[Row], method: str, value: str = "rkhs") -> Row:
     """The bandwidth and ridge of a method with the smallest mean error over the runs."""
-    table = means([r for r in rows if r["method"] == method], ["method", "sigma", "ridge"], "rkhs")
-    return min(table, key=lambda r: r["rkhs"])
+    table = means([r for r in rows if r["method"] == method], ["method", "sigma", "ridge"], value)
+    return min(table, key=lambda r: r[value])
 
 
 def compare(finding: str, rows: list[Row], by: str, other: str, most: float) -> Verdict:
@@ -232,45 +233,40 @@ def tests(rows: list[Row]) -> list[Row]:
 
 
 def draw(rows: list[Row], figures: tuple[int, ...], more: list[Row]) -> Figure:
-    """Figures 2-7 (9-15); ``more`` are points of further panels.
+    """Figures 2-7 (10-15), the first five with RKHS-norm error, RMSE of mean and RMSE of mode.
 
     Args:
         rows: of the experiment.
         figures: the draft's numbers for the panels: sigma, ridge, d_x, n, time, differences.
         more: with the columns panel, at, method, error and se.
     """
+    rows = [
+        {**r, **{name: r[name] + r["noise"] for name in ("mean", "mode")}}
+        for r in rows
+        if r["kind"] in ("grid", "chosen", "time")
+    ]
     grid, sizes, points = [r for r in rows if r["kind"] == "grid"], sweep(rows, "n"), []
-    for number, key in zip(figures[:2], ("sigma", "ridge"), strict=True):
-        other = {"sigma": "ridge", "ridge": "sigma"}[key]
-        for method, value in product(METHODS, sorted({r[key] for r in grid})):
-            r = lowest([r for r in grid if r[key] == value], method)
-            points.append(
-                point(f"fig. {number}: RKHS error, {key} (best {other})", value, r, "rkhs")
-            )
-    for number, mine, key, label in (
-        (figures[2], sweep(rows, "d"), "d", "d_x"),
-        (figures[3], sizes, "n", "n"),
-    ):
-        points += [
-            point(f"fig. {number}: RKHS error, {label}", r[key], r, "rkhs")
-            for r in means(mine, ["method", key], "rkhs")
-        ]
-    for value in ("mean", "mode"):
-        squares = [{**r, value: r[value] + r["noise"]} for r in sizes]
-        for r in means(squares, ["method", "n"], value):
-            rooted = {
-                **r,
-                value: math.sqrt(r[value]),
-                f"{value}_se": r[f"{value}_se"] / (2 * math.sqrt(r[value])),
-            }
-            points.append(
-                point(f"fig. {figures[3]}: RMSE of the {value}, n", r["n"], rooted, value)
-            )
     timed = [r for r in rows if r["kind"] == "time"]
-    for method in METHODS:
-        by = ["method"] if method in ALL_POINTS else ["method", "m"]
-        for r in means([r for r in timed if r["method"] == method], by, "rkhs", "seconds"):
-            points.append(point(f"fig. {figures[4]}: RKHS error, seconds", r["seconds"], r, "rkhs"))
+    for value, (error, root) in ERRORS.items():
+        for number, key in zip(figures[:2], ("sigma", "ridge"), strict=True):
+            other = {"sigma": "ridge", "ridge": "sigma"}[key]
+            for method, at in product(METHODS, sorted({r[key] for r in grid})):
+                r = lowest([r for r in grid if r[key] == at], method, value)
+                panel = f"fig. {number}: {error}, {key} (best {other})"
+                points.append(point(panel, at, root(r, value), value))
+        for number, mine, key, label in (
+            (figures[2], sweep(rows, "d"), "d", "d_x"),
+            (figures[3], sizes, "n", "n"),
+        ):
+            points += [
+                point(f"fig. {number}: {error}, {label}", r[key], root(r, value), value)
+                for r in means(mine, ["method", key], value)
+            ]
+        for method in METHODS:
+            by = ["method"] if method in ALL_POINTS else ["method", "m"]
+            for r in means([r for r in timed if r["method"] == method], by, value, "seconds"):
+                panel = f"fig. {figures[4]}: {error}, seconds"
+                points.append(point(panel, r["seconds"], root(r, value), value))
     for r in means(differences(sizes), ["method"], "sigma", "ridge"):
         factor = {**r, "ridge": 10 ** r["ridge"], "ridge_se": None}
         points.append(
@@ -292,6 +288,25 @@ def draw(rows: list[Row], figures: tuple[int, ...], more: list[Row]) -> Figure:
         xlabel=" ",
         ylabel=" ",
     )
+
+
+def as_is(r: Row, value: str) -> Row:
+    """The mean of errors that are no squares."""
+    return r
+
+
+def rooted(r: Row, value: str) -> Row:
+    """The root of a mean of squares, with its standard error by the first derivative."""
+    rmse = math.sqrt(r[value])
+    return {**r, value: rmse, f"{value}_se": r[f"{value}_se"] / (2 * rmse)}
+
+
+ERRORS: dict[str, tuple[str, Callable[[Row, str], Row]]] = {
+    "rkhs": ("RKHS error", as_is),
+    "mean": ("RMSE of the mean", rooted),
+    "mode": ("RMSE of the mode", rooted),
+}
+"""The columns of errors: their name in the panels, and what is shown of their mean."""
 
 
 def point(panel: str, at: float | int, r: Row, value: str) -> Row:

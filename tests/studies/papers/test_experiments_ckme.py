@@ -323,6 +323,42 @@ def test_verdicts_follow_the_numbers():
     assert "1.05 at n = 10" in cme_study.judge(one)[1].ours
 
 
+def test_every_figure_of_errors_has_its_rmse_panels(monkeypatch):
+    """Against the true sample y: the root of squared error plus noise, averaged over the runs."""
+    drawn: list = []
+
+    def collect(points, **settings):
+        drawn.extend(points)
+        return curves(points, **settings)
+
+    monkeypatch.setattr(cme_study, "curves", collect)
+    rows = invented(LCKME=3.0)
+    for r in rows:
+        if r["method"] == LCKME and r["run"] == 0:
+            r["mean"] = 15.0
+    large = [{"kind": "large", "n": 10, "d": 2, "m": 5, "mean": 1.0, "mode": None, "noise": 1.0}]
+    cme_study.draw([*rows, *large], (2, 3, 4, 5, 6, 7), [])
+    panels = {p["panel"].partition(",")[0] for p in drawn}
+    assert panels >= {
+        f"fig. {k}: {error}"
+        for k in (2, 3, 4, 5, 6)
+        for error in ("RKHS error", "RMSE of the mean", "RMSE of the mode")
+    }
+    squares = np.array([16.0, 4.0, 4.0])
+    for p in drawn:
+        if "RMSE of the mean" in p["panel"] and p["method"] == LCKME:
+            assert p["error"] == pytest.approx(np.sqrt(squares.mean()))
+            se = squares.std(ddof=1) / np.sqrt(3)
+            assert p["se"] == pytest.approx(se / (2 * np.sqrt(squares.mean())))
+        if "RMSE of the mode" in p["panel"] and p["method"] == CKME:
+            assert p["error"] == pytest.approx(np.sqrt(2.0))
+
+
+def test_the_trials_are_those_of_the_draft():
+    assert [e.PRESETS["full"]["runs"] for e in EXPERIMENTS] == [30, 30]
+    assert not any("does not say how many" in " ".join(e.NOTES.split()) for e in EXPERIMENTS)
+
+
 def test_the_best_of_the_grid_is_the_best_mean_over_runs():
     runs = {(1.0, 0): 5.0, (1.0, 1): 1.0, (2.0, 0): 2.0, (2.0, 1): 2.0}
     rows = [{"method": CKME, "sigma": s, "ridge": 0.1, "rkhs": e} for (s, _), e in runs.items()]
