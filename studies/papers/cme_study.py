@@ -277,6 +277,7 @@ def draw(rows: list[Row], figures: tuple[int, ...], more: list[Row]) -> Figure:
                 "ridge",
             )
         )
+    points.sort(key=lambda p: p["panel"].partition(":")[0])  # by figure
     return curves(
         [*points, *more],
         x="at",

@@ -16,6 +16,7 @@ from kbf.rkhs import ratios
 from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.ssm import oscillatory, simulate
 from studies.papers import consistency, fukumizu_filtering, prior_influence
+from studies.papers.free_angle import FreeAngle
 
 F64 = torch.float64
 PRIORS, POINTS = np.arange(1, 10) / 10, np.array([[0.5, 0.5], [0.6, 0.4], [0.7, 0.3]])
@@ -200,6 +201,59 @@ def test_data_a_and_b():
         torch.testing.assert_close(model.R, 0.04 * torch.eye(2, dtype=F64))
 
 
+def test_the_free_angle_has_no_noise():
+    """Equations of section 5.3 as printed: at any time the state scatters around the point of an
+    angle that only depends on the first one.
+    """
+    for name, eta, b in (("(a) rotation", 0.3, 0.0), ("(b) oscillatory", 0.4, 0.4)):
+        memory, test = fukumizu_filtering.recordings(f"{name}, free angle", 4000, 1000, 3)
+        z, x = (torch.cat(parts).numpy() for parts in zip(memory[:2], test[:2], strict=True))
+        t = np.arange(1, 5001)
+
+        def residual(start, eta=eta, b=b, t=t, z=z):
+            theta = start + eta * t
+            point = np.stack([np.cos(theta), np.sin(theta)], 1)
+            return z - (1 + b * np.sin(8 * theta))[:, None] * point
+
+        starts = np.linspace(0, 2 * np.pi, 2000)
+        best = min(starts, key=lambda start: (residual(start) ** 2).sum())
+        np.testing.assert_allclose(np.cov(residual(best).T), 0.04 * np.eye(2), atol=3e-3)
+        np.testing.assert_allclose(np.cov((x - z).T), 0.04 * np.eye(2), atol=3e-3)
+
+
+def test_the_optimal_filter_of_a_free_angle_is_bayes_rule():
+    """Against weighted simulations of the printed model, two observations."""
+    model = FreeAngle(0.4, 0.4)
+    obs = torch.tensor([[0.6, 0.9], [0.2, 1.3]], dtype=F64)
+    found = model.optimal(obs).numpy()
+    rng, n = np.random.default_rng(0), 2_000_000
+    theta = rng.uniform(0, 2 * np.pi, n)
+    log_weight = np.zeros(n)
+    for t, x in enumerate(obs.numpy()):
+        theta = theta + 0.4
+        point = np.stack([np.cos(theta), np.sin(theta)], 1)
+        z = (1 + 0.4 * np.sin(8 * theta))[:, None] * point + 0.2 * rng.normal(size=(n, 2))
+        log_weight = log_weight - ((x - z) ** 2).sum(1) / 0.08
+        w = np.exp(log_weight - log_weight.max())
+        np.testing.assert_allclose(found[t], w @ z / w.sum(), atol=0.01)
+
+
+def test_pieces_of_both_readings():
+    settings = fukumizu_filtering.PRESETS["smoke"] | {"seed": 0, "runs": 1}
+    names = {job["data"] for job in fukumizu_filtering.jobs(settings)}
+    assert names == {
+        f"{name}{mark}"
+        for name in ("(a) rotation", "(b) oscillatory")
+        for mark in ("", ", free angle")
+    }
+    job = next(j for j in fukumizu_filtering.jobs(settings) if j["data"].endswith("free angle"))
+    rows = {row["method"]: row["mse"] for row in fukumizu_filtering.work(job)}
+    assert {"KBR", "IW", "EKF", "UKF", "optimal"} <= set(rows)
+    memory, test = fukumizu_filtering.recordings(job["data"], job["T"], job["test"], 0)
+    best = FreeAngle(0.3, 0.0).optimal(test.obs)
+    assert rows["optimal"] == pytest.approx((best - test.states).square().sum(1).mean().item())
+
+
 @pytest.fixture
 def recording() -> Recording:
     return simulate(
@@ -295,7 +349,12 @@ def test_an_estimate_that_is_not_finite_is_never_chosen():
 )
 def test_the_verdicts_on_filtering_follow_the_rows(kbr, ukf, answers):
     rows = []
-    for data, share in (("(a) rotation", 1.0), ("(b) oscillatory", 1.2)):
+    for data, share in (
+        ("(a) rotation", 1.0),
+        ("(b) oscillatory", 1.2),
+        ("(a) rotation, free angle", 1.0),
+        ("(b) oscillatory, free angle", 1.2),
+    ):
         for T in (100, 400):
             errors = {
                 "KBR": kbr[T],
@@ -310,7 +369,17 @@ def test_the_verdicts_on_filtering_follow_the_rows(kbr, ukf, answers):
                 for run in (0, 1)
             ]
     verdicts = fukumizu_filtering.judge(rows)
-    assert [v.reproduced for v in verdicts] == answers
+    assert [v.reproduced for v in verdicts] == [*answers, *answers, True]
+    assert verdicts[1].finding.endswith("[angle of the noisy state]")
+    assert verdicts[5].finding.endswith("[free angle]")
+    other = [
+        row | {"mse": row["mse"] + 0.2 * (row["method"] == "KBR" and "free" in row["data"])}
+        for row in rows
+    ]
+    if answers[2]:  # with a larger error of KBR, free angle
+        *_, depends = fukumizu_filtering.judge(other)
+        assert depends.reproduced is False and depends.asked
+        assert "finding 2 (reproduced; free angle: not reproduced), 3 (rep" in depends.ours
     assert (
         "ahead of EKF at 1 of 1, UKF at 1 of 1"
         if answers[2]
