@@ -113,13 +113,13 @@ class Weights:
 
 def problem(data: str) -> StateSpaceModel:
     """Data (a): eta = 0.3, b = 0; (b): eta = 0.4, b = 0.4, M = 8; both noises 0.2."""
-    return dict(zip(DATA, (rotation(), oscillatory()), strict=True))[data.removesuffix(FREE)]
+    return (rotation(), oscillatory())[DATA.index(data.removesuffix(FREE))]
 
 
 def free_angle(data: str) -> FreeAngle:
     """The same data with an angle without noise."""
     parameters = (0.3, 0.0), (0.4, 0.4)
-    return FreeAngle(*dict(zip(DATA, parameters, strict=True))[data.removesuffix(FREE)])
+    return FreeAngle(*parameters[DATA.index(data.removesuffix(FREE))])
 
 
 def recordings(data: str, steps: int, test: int, run: int) -> tuple[Recording, Recording]:

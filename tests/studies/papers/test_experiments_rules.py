@@ -137,8 +137,8 @@ def test_the_bound_is_what_bayes_rule_loses_without_the_prior(monkeypatch):
 @pytest.mark.parametrize(
     ("through", "answers"),
     [
-        (True, [False, False, False, False, True, True]),
-        (False, [True, True, True, True, False, False]),
+        (True, [False, False, False, False, False, True, True, True]),
+        (False, [True, True, True, True, True, False, False, False]),
     ],
 )
 def test_the_verdicts_on_the_prior_follow_the_rows(through, answers, monkeypatch):
@@ -160,7 +160,33 @@ def test_the_verdicts_on_the_prior_follow_the_rows(through, answers, monkeypatch
     ]
     verdicts = prior_influence.judge(rows)
     assert [v.reproduced for v in verdicts] == answers
-    assert f"KBR1: {10 if through else 0} of 10 reasonable" in verdicts[3].ours
+    for k in (3, 4):
+        assert f"KBR1: {10 if through else 0} of 10 reasonable" in verdicts[k].ours
+
+
+def test_less_error_than_without_the_prior_is_not_yet_as_good_as_bayes_rule(monkeypatch):
+    """Rules with an error between the two bounds: reasonable by the soft one alone."""
+    truth = prior_influence.TRUTH
+    rows = prior_influence.work({"run": 0, "sigmas": [0.1], "regs": [0.1]})
+    fitted, none = (
+        next(row["error"] for row in rows if row["method"] == method and row["y"] == "all")
+        for method in (prior_influence.BR, prior_influence.NEUTRAL)
+    )
+    for target, answers in (
+        (0.5 * (1.25 * fitted + none), [False, True, True, False]),
+        (1.2 * fitted, [False, False, True, True]),
+        (1.1 * none, [True, True, False, False]),
+    ):
+
+        def rule(method, z, x, sigma, eps, delta, target=target):
+            answer = truth + target  # follows the prior in full
+            return torch.stack([answer, 1 - answer], -1)
+
+        monkeypatch.setattr(prior_influence, "kernel_bayes", rule)
+        rows = prior_influence.work({"run": 0, "sigmas": [0.1], "regs": prior_influence.REGS})
+        verdicts = prior_influence.judge([*rows, *(row | {"run": 1} for row in rows)])
+        assert [verdicts[k].reproduced for k in (3, 4, 6, 7)] == answers
+        monkeypatch.undo()
 
 
 def test_what_is_told_of_a_ridge_is_of_both_ridges(monkeypatch):
@@ -178,7 +204,7 @@ def test_what_is_told_of_a_ridge_is_of_both_ridges(monkeypatch):
     rows = prior_influence.work({"run": 0, "sigmas": [0.1], "regs": prior_influence.REGS})
     verdicts = prior_influence.judge([*rows, *(row | {"run": 1} for row in rows)])
     assert "influence 0.100, 0.200, 0.300, 0.400 at" in verdicts[0].ours
-    assert "influence 0.100, 0.200, 0.300, 0.400 at" in verdicts[4].ours
+    assert "influence 0.100, 0.200, 0.300, 0.400 at" in verdicts[5].ours
     assert (
         verdicts[0].reproduced is True and verdicts[2].reproduced is False
     )  # shown, but not too small
