@@ -6,8 +6,11 @@ the code that makes its rows: other code makes it again.
 
 from __future__ import annotations
 
+import csv
+import gzip
 import hashlib
 import importlib
+import io
 import json
 import tempfile
 import time
@@ -21,12 +24,16 @@ from rich.table import Table
 from kbf.commands.support.console import console
 from kbf.commands.support.resumable_jobs import finish_all
 from kbf.plots.tracks import save
-from kbf.runtime.atomic_files import scratch, sweep, write_csv, write_json, write_text
+from kbf.runtime.atomic_files import replacing, scratch, sweep, write_csv, write_json, write_text
 from kbf.runtime.provenance import commit, provenance
 from kbf.runtime.threads import tune_process
 from studies.papers import EXPERIMENTS
 from studies.papers.base import Experiment, Verdict, counted
 from studies.papers.dependencies import code_hash
+
+
+# Longer tables of rows are compressed: 10,000 rows are about 1 MB of text.
+MAX_PLAIN_ROWS = 10_000
 
 
 class Piece(NamedTuple):
@@ -157,7 +164,7 @@ def report(
     """
     rows = [row for result in results for row in result["rows"]]
     verdicts, tests = experiment.judge(rows), experiment.tests(rows)
-    write_csv(directory / "results.csv", rows)
+    table = write_rows(directory, rows)
     (directory / "tests.csv").unlink(missing_ok=True)  # of other settings, perhaps
     if tests:
         write_csv(directory / "tests.csv", tests)
@@ -177,16 +184,16 @@ def report(
         {**about_run, **made, "verdicts": [v._asdict() for v in verdicts]},
     )
     write_text(directory / "verdict.md", verdict_text(experiment, verdicts, about))
-    table = Table()
+    screen = Table()
     for header in ("finding", "here", ""):
-        table.add_column(header)
+        screen.add_column(header)
     for verdict in verdicts:
         style = {True: "green", False: "red", None: "yellow"}[verdict.reproduced]
-        table.add_row(escape(verdict.text), escape(verdict.ours), f"[{style}]{verdict.answer}[/]")
-    console.print(table)
+        screen.add_row(escape(verdict.text), escape(verdict.ours), f"[{style}]{verdict.answer}[/]")
+    console.print(screen)
     console.print(counted(verdicts), highlight=False)
     written = [
-        "results.csv",
+        table.name,
         *(["tests.csv"] if tests else []),
         "figure.png",
         "verdict.md",
@@ -195,6 +202,24 @@ def report(
     console.print(
         f"in [bold]{directory}[/]: {', '.join(written)} ({seconds:.0f} s)", highlight=False
     )
+
+
+def write_rows(directory: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write the rows as results.csv, or compressed as results.csv.gz; returns the file."""
+    plain, packed = directory / "results.csv", directory / "results.csv.gz"
+    if len(rows) <= MAX_PLAIN_ROWS:
+        packed.unlink(missing_ok=True)  # of other settings, perhaps
+        write_csv(plain, rows)
+        return plain
+    plain.unlink(missing_ok=True)
+    with io.StringIO(newline="") as text:
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        content = gzip.compress(text.getvalue().encode(), mtime=0)  # equal rows, equal files
+    with replacing(packed) as temporary:
+        temporary.write_bytes(content)
+    return packed
 
 
 def verdict_text(experiment: Experiment, verdicts: list[Verdict], about: dict[str, Any]) -> str:

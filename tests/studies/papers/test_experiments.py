@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import importlib
 import json
 import math
@@ -66,6 +67,20 @@ def test_a_piece_is_made_again_alike():
     experiment = importlib.import_module("studies.papers.posterior_mean")
     job = experiment.jobs({**experiment.PRESETS["smoke"], "seed": 0})[0]
     assert experiment.work(job) == experiment.work(job)
+
+
+def test_long_tables_are_compressed(tmp_path, monkeypatch):
+    rows = [{"method": "a, b", "mse": 0.1 * k} for k in range(4)]
+    plain = command.write_rows(tmp_path, rows)
+    assert plain.name == "results.csv"
+    text = plain.read_bytes()
+    monkeypatch.setattr(command, "MAX_PLAIN_ROWS", 3)
+    packed = command.write_rows(tmp_path, rows)
+    assert packed.name == "results.csv.gz" and not plain.exists()
+    content = packed.read_bytes()
+    assert gzip.decompress(content) == text
+    assert command.write_rows(tmp_path, rows).read_bytes() == content
+    assert command.write_rows(tmp_path, rows[:3]).name == "results.csv" and not packed.exists()
 
 
 def test_what_is_written_for_a_while_lies_beside_its_target(tmp_path, monkeypatch):
