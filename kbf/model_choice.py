@@ -152,11 +152,9 @@ def held_out_filter(
     """
     trainer = {**config["trainer"], "enable_progress_bar": False}
     quiet = {**config, "callbacks": None, "trainer": trainer}
-    trained = train(quiet, fit, directory, trust=trust, **settings)
-    if trained is None:
-        raise ValueError(
-            "model=auto and hold_out run in one process: use trainer=cpu or trainer=gpu"
-        )
+    single = "model=auto and hold_out run"
+    trained = train(quiet, fit, directory, trust=trust, single=single, **settings)
+    assert trained is not None  # as in one process
     return trained
 
 

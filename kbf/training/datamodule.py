@@ -17,27 +17,43 @@ Batch = tuple[int, list[Span]]
 
 
 class Task(NamedTuple):
-    """Filter ``windows`` (a batch ``b T``) with the filter over ``memory``, which lacks them."""
+    """Filter ``windows`` (a batch ``b T``) with the filter over ``memory``, which lacks them.
+
+    Attributes:
+        memory: recordings.
+        windows: of a batch, or the share of it that this process has.
+        weight: of their mean loss. With weight b world / N, for N windows of the batch and b of
+            them in this process, the mean over the processes is the mean over the batch. 0 where
+            the process has none of the windows, and one of another process stands in.
+    """
 
     memory: list[Recording]
     windows: Recording
+    weight: float = 1.0
 
 
 @dataclass(eq=False)
 class FoldTasks(Dataset[Task]):
-    """Maps batches to tasks.
+    """Maps batches to tasks. Several processes share the windows of each batch.
 
     Attributes:
         recordings: the part to fit.
         chunks: the spans of each fold.
+        rank: number of this process.
+        world: number of processes.
     """
 
     recordings: list[Recording]
     chunks: list[list[Span]]
+    rank: int = 0
+    world: int = 1
 
     def __getitem__(self, batch: Batch) -> Task:
         fold, spans = batch
-        return Task(without(self.recordings, self.chunks[fold]), stack(self.recordings, spans))
+        mine = spans[self.rank :: self.world]
+        windows = stack(self.recordings, mine or spans[:1])
+        weight = self.world * len(mine) / len(spans)
+        return Task(without(self.recordings, self.chunks[fold]), windows, weight)
 
 
 @dataclass(eq=False)
@@ -45,33 +61,19 @@ class EpochOrder(Sampler[Batch]):
     """The batches of an epoch, in an order that depends on (seed, epoch) alone.
 
     A run that is resumed thus continues with the same batches. A batch holds at most ``batch_size``
-    windows, all of one fold. Of several processes each takes every ``world``-th batch.
+    windows, all of one fold.
 
     Attributes:
         chunks: the windows of each fold.
         batch_size: None for all windows of a fold.
         seed: of the order.
-        rank: number of this process.
-        world: number of processes.
         epoch: set by the trainer.
-
-    Raises:
-        ValueError: fewer batches than processes.
     """
 
     chunks: list[list[Span]]
     batch_size: int | None
     seed: int
-    rank: int = 0
-    world: int = 1
     epoch: int = 0
-
-    def __post_init__(self) -> None:
-        if len(self) < 1:
-            raise ValueError(
-                f"{self.total()} batches an epoch are too few for {self.world} processes: "
-                "lower model.training.batch_size"
-            )
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch; the trainer calls it before each."""
@@ -81,12 +83,8 @@ class EpochOrder(Sampler[Batch]):
         """Return the number of windows in a batch of this fold."""
         return max(1, min(self.batch_size or len(chunk), len(chunk)))
 
-    def total(self) -> int:
-        """Return the number of batches of an epoch, of all processes together."""
-        return sum(-(-len(chunk) // self.size(chunk)) for chunk in self.chunks)
-
     def __len__(self) -> int:
-        return self.total() // self.world
+        return sum(-(-len(chunk) // self.size(chunk)) for chunk in self.chunks)
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator: it reads the epoch when the first batch is requested. Lightning makes the
@@ -101,8 +99,7 @@ class EpochOrder(Sampler[Batch]):
                 if len(part)
             ]
         order = torch.randperm(len(batches), generator=generator).tolist()
-        mine = order[self.rank :: self.world][: len(self)]
-        yield from (batches[i] for i in mine)
+        yield from (batches[i] for i in order)
 
 
 class FilterDataModule(lightning.LightningDataModule):
@@ -169,8 +166,8 @@ class FilterDataModule(lightning.LightningDataModule):
         """Return one `Task` for each batch; without workers, since the data is in memory."""
         trainer = self.trainer
         share = (trainer.global_rank, trainer.world_size) if trainer else ()
-        order = EpochOrder(self.chunks, self.batch_size, self.order_seed, *share)
-        return DataLoader(FoldTasks(self.fit, self.folds), sampler=order, batch_size=None)
+        order = EpochOrder(self.chunks, self.batch_size, self.order_seed)
+        return DataLoader(FoldTasks(self.fit, self.folds, *share), sampler=order, batch_size=None)
 
     def val_dataloader(self) -> list[DataLoader[Task]]:
         """Return one task: the held-out part, filtered with the memory of the part to fit."""

@@ -33,16 +33,12 @@ class RowOrder(Sampler[Tensor]):
         rows: how many there are.
         batch_size: None for all of them.
         seed: of the order.
-        rank: number of this process; each has its share of every batch.
-        world: number of processes.
         epoch: set by the trainer.
     """
 
     rows: int
     batch_size: int | None
     seed: int
-    rank: int = 0
-    world: int = 1
     epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -55,19 +51,18 @@ class RowOrder(Sampler[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(1_000_003 * (self.seed + 1) + self.epoch)
         order = torch.randperm(self.rows, generator=generator)
-        yield from (batch[self.rank :: self.world] for batch in order.tensor_split(len(self)))
+        yield from order.tensor_split(len(self))
 
 
-def check_batches(rows: int, how: EncodingSettings, world: int = 1) -> None:
-    """Check that ``rows`` images, shared by ``world`` processes, give batches of at least two.
+def check_batches(rows: int, how: EncodingSettings) -> None:
+    """Check that ``rows`` images give batches of at least two.
 
     Raises:
         ValueError: they do not, with the numbers.
     """
-    least = rows // len(RowOrder(rows, how.batch_size, 0)) // world if rows else 0
+    least = rows // len(RowOrder(rows, how.batch_size, 0)) if rows else 0
     if least < 2:
         raise ValueError(
-            f"{rows} images in batches of {how.batch_size or 'all'} for {world} processes leave "
-            f"batches of {least}, too few to learn from: raise data.encoding.batch_size or use "
-            "more data"
+            f"{rows} images in batches of {how.batch_size or 'all'} leave batches of {least}, too "
+            "few to learn from: raise data.encoding.batch_size or use more data"
         )

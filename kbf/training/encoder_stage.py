@@ -25,6 +25,7 @@ from kbf.rkhs.features import random_fourier
 from kbf.rkhs.kernels import median_distance
 from kbf.training.encoder_datamodule import Frames, RowOrder
 from kbf.training.figure_logging import log_encodings, log_features
+from kbf.training.processes import gathered, rank_and_world, watched
 
 # Losses by which the heads are trained together with the encoders.
 OWN_HEADS = ("linear", "ratio")
@@ -59,6 +60,9 @@ def warn_of_chance(
 
 class EncoderTraining(lightning.LightningModule):
     """Fits the members of an encoding in parallel; each skips the images of its own chunk.
+
+    Of several processes each computes the features of a share of the batch. All features are
+    gathered, since the losses of ridge regression couple the images of a batch.
 
     The losses of ridge regression do not use the heads: these are fitted in closed form whenever
     encodings are requested. With ``how.loss`` ratio the loss is `ratio_loss`.
@@ -103,6 +107,9 @@ class EncoderTraining(lightning.LightningModule):
         """Return one loss for each member, over the images outside of its chunk."""
         obs, states, chunk = batch
         images, y = self.augment(obs), self.targets(states)
+        if (process := rank_and_world())[1] > 1:  # dropout differs between processes
+            seed = self.config["seed"] + 7919 * (1 + process[0])
+            seed_step(seed, self.global_step, self.device)
         losses = []
         for k, (encoder, head) in enumerate(zip(self.code.encoders, self.code.heads, strict=True)):
             mine = self.not_of(k, chunk)
@@ -116,7 +123,7 @@ class EncoderTraining(lightning.LightningModule):
                 ]
                 losses.append(0 * torch.stack(own).sum())
                 continue
-            psi = encoder(images[mine])
+            psi = shared_features(encoder, images[mine])
             if self.how.loss == "ratio":
                 losses.append(self.ratio_loss(head(psi), states[mine].to(psi)))
             elif self.how.loss == "linear":
@@ -153,7 +160,7 @@ class EncoderTraining(lightning.LightningModule):
         Raises:
             ValueError: a loss is not finite.
         """
-        seed_step(self.config["seed"] + 7919 * self.global_rank, self.global_step, self.device)
+        seed_step(self.config["seed"], self.global_step, self.device)
         losses = self.losses(Frames(*batch))
         if not torch.isfinite(losses).all():
             raise ValueError(
@@ -238,6 +245,14 @@ class EncoderTraining(lightning.LightningModule):
         }
 
 
+def shared_features(encoder: nn.Module, images: Tensor) -> Tensor:
+    """Return the features ``m p`` of images ``m *x``, of which each process computes a share."""
+    rank, world = rank_and_world()
+    own = images[rank::world]
+    # The parameters of a process without a share are in its graph as well, as DDP requires.
+    return gathered(encoder(own if len(own) else images[:1])[: len(own)], len(images))
+
+
 def fit_encoding(
     trainer: lightning.Trainer,
     config: dict[str, Any],
@@ -264,14 +279,14 @@ def fit_encoding(
     module.train()
     module.extent, module.provenance = extent, provenance
     rank, world, n = trainer.global_rank, trainer.world_size, len(frames.obs)
-    order = RowOrder(n, how.batch_size, config["seed"], rank, world)
+    order = RowOrder(n, how.batch_size, config["seed"])
     everything = torch.arange(n)[rank::world].split(ROWS_PER_PASS)
     images: Any = TensorDataset(*frames)
     train = DataLoader(images, sampler=order, batch_size=None)
     validation = DataLoader(images, sampler=everything, batch_size=None)
     fit(trainer, module, train, validation if how.members > 1 else None, ckpt_path=ckpt_path)
     module.close()
-    if world > 1:  # statistics of batch norm differ between processes
+    if world > 1:  # equal but for rounding
         code.load_state_dict(trainer.strategy.broadcast(code.state_dict()))
     if trainer.is_global_zero:
         log_encodings(trainer.loggers, code, frames, trainer.global_step - 1, extent=extent)
@@ -282,7 +297,8 @@ def fit_encoding(
 def fit(trainer: lightning.Trainer, *args: Any, **settings: Any) -> None:
     """Call ``trainer.fit``; Ctrl-C raises KeyboardInterrupt, not the SystemExit of the trainer."""
     try:
-        trainer.fit(*args, **settings)
+        with watched(trainer):
+            trainer.fit(*args, **settings)
     except SystemExit as error:
         if isinstance(error.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from error

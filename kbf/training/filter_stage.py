@@ -108,11 +108,11 @@ class FilterTraining(FittedModel, lightning.LightningModule):
         A model with a loss of its own returns that.
         """
         assert self.how is not None
-        seed_step(self.config["seed"], self.global_step, self.device)
+        seed_step(self.config["seed"] + 7919 * self.global_rank, self.global_step, self.device)
         task, self.operators = self.task(batch), None
         windows, first = task.windows, self.how.burn_in
         if isinstance(self.net, LossModel):
-            return self.log_loss(self.net.loss(*windows, burn_in=first), len(windows.states))
+            return self.log_loss(self.net.loss(*windows, burn_in=first), task)
         if isinstance(self.net, WindowModel):
             z = self.net.window_estimates(task.memory, windows, self.augment)
         else:
@@ -123,10 +123,10 @@ class FilterTraining(FittedModel, lightning.LightningModule):
                 controls=windows.controls,
                 gradients=True,
             ).estimates
-        return self.log_loss(mse(z[:, first:], windows.states[:, first:]).mean(), len(z))
+        return self.log_loss(mse(z[:, first:], windows.states[:, first:]).mean(), task)
 
-    def log_loss(self, loss: Tensor, batch_size: int) -> Tensor:
-        """Log and return the loss.
+    def log_loss(self, loss: Tensor, task: Task) -> Tensor:
+        """Log the mean loss of the windows of a task; returns it with the weight of the task.
 
         Raises:
             ValueError: it is not finite.
@@ -137,9 +137,10 @@ class FilterTraining(FittedModel, lightning.LightningModule):
                 f"try a smaller learning rate "
                 f"(model.training.lr is {self.how.lr if self.how else 0:g}) or larger ridges"
             )
-        settings: Any = {"prog_bar": True, "batch_size": batch_size, "sync_dist": True}
+        windows = len(task.windows.states) if task.weight else 0
+        settings: Any = {"prog_bar": True, "batch_size": windows, "sync_dist": True}
         self.log("train/loss", loss, on_step=False, on_epoch=True, **settings)
-        return loss
+        return task.weight * loss
 
     def validation_step(self, batch: Task | Recording, batch_index: int) -> None:
         """Log error, excess error and diagnostics of the filter on the held-out part."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import lightning
 import torch
+from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
@@ -43,6 +44,7 @@ from kbf.training.datamodule import FilterDataModule
 from kbf.training.encoder_datamodule import Frames, check_batches
 from kbf.training.encoder_stage import check_encoder, fit, fit_encoding, warn_of_chance
 from kbf.training.filter_stage import FilterTraining
+from kbf.training.processes import check_not_coupled
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class Run(NamedTuple):
         loggers: where the curves go.
         begin: called by the main process before its first file is written.
         ckpt_path: a checkpoint of this stage to continue.
+        single: what must run in one process; empty if several may.
     """
 
     config: dict[str, Any]
@@ -81,20 +84,30 @@ class Run(NamedTuple):
     loggers: list[Logger]
     begin: Callable[[], None]
     ckpt_path: Path | None
+    single: str = ""
 
     def trainer(self, *callbacks: Callback | Checkpoint, **settings: Any) -> lightning.Trainer:
-        """Return the trainer of the configuration, with these callbacks and settings."""
+        """Return the trainer of the configuration, with these callbacks and settings.
+
+        Raises:
+            ValueError: it starts several processes in a run that must have one.
+        """
         own = {key: value for key, value in self.config["trainer"].items() if key != "callbacks"}
         own = {"default_root_dir": str(self.directory), **own, **settings}
         own["enable_progress_bar"] = any(isinstance(each, ProgressBar) for each in callbacks)
         plugins = [*build(own.pop("plugins", None) or []), AtomicCheckpointIO()]
-        return build(
+        trainer = build(
             own,
             trust=True,
             callbacks=[*callbacks, EpochMessages()],
             logger=self.loggers or False,
             plugins=plugins,
         )
+        # Lightning starts the whole command line again, for a sweep with all of its jobs.
+        single = self.single or ("jobs of a sweep run" if HydraConfig.initialized() else "")
+        if trainer.world_size > 1 and single:
+            raise ValueError(f"{single} in one process: use trainer=cpu or trainer=gpu")
+        return trainer
 
     def start(self, trainer: lightning.Trainer) -> None:
         """Make the folder, and remove temporary files of killed processes from it."""
@@ -119,6 +132,7 @@ def train(
     extent: tuple[float, float, float, float] | None = None,
     validation: list[Recording] | None = None,
     provenance: dict[str, Any] | None = None,
+    single: str = "",
 ) -> Trained | None:
     """Fit the encoders of images, if there are any, then the filter; write the checkpoints.
 
@@ -142,6 +156,7 @@ def train(
         validation: recordings to validate on; without them ``model.training.validation`` holds out
             a part of the training part.
         provenance: record that the checkpoints contain (`kbf.runtime.provenance`).
+        single: what must run in one process; empty if several may.
 
     Returns:
         The best model; None in the helper processes of a distributed run.
@@ -150,7 +165,8 @@ def train(
         ValueError: too few steps, or a configuration that cannot be built.
         CheckpointError: ``ckpt_path`` cannot be loaded.
     """
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     for text in IRRELEVANT_WARNINGS:
         warnings.filterwarnings("ignore", f".*{text}.*")
     lightning.seed_everything(config["seed"], verbose=False)
@@ -159,7 +175,7 @@ def train(
     module.extent, module.validation_floor = extent, validation_floor
     module.provenance = provenance
     # cache: the second stage must not remove what the first has written.
-    run = Run(config, directory, loggers or [], cache(begin), ckpt_path)
+    run = Run(config, directory, loggers or [], cache(begin), ckpt_path, single)
     if module.encoding is not None:
         if not reuse_encoding(module, run, encodings):
             began = time.perf_counter()
@@ -197,7 +213,7 @@ def fit_encoders(
             recordings = FilterDataModule(recordings, module.how, run.config["seed"]).fit
         assert module.own_encoder is not None
         d = how.visible_part(recordings[0].states).shape[1]
-        code = build_encoding([module.own_encoder], d, how.gaussians)
+        code = build_encoding([module.own_encoder], d, how.gaussians).to(module.model_dtype)
     held = held_by([len(r.states) for r in recordings], how.members)
     states, obs = observed_pairs(recordings)
     pairs = zip(held, recordings, strict=True)
@@ -206,7 +222,8 @@ def fit_encoders(
     checkpoint = LastCheckpoint(run.directory / ENCODERS, SECONDS_BETWEEN_ENCODER_CHECKPOINTS)
     callbacks = [*build_callbacks(run.config, first_stage=True), checkpoint]
     trainer = run.trainer(*callbacks, max_epochs=how.epochs, gradient_clip_val=how.clip)
-    check_batches(len(obs), how, trainer.world_size)
+    check_batches(len(obs), how)
+    check_not_coupled(code.train(), trainer.world_size)
     run.start(trainer)
     fit_encoding(
         trainer,
@@ -253,7 +270,7 @@ def fit_filter(
     check_callbacks(callbacks, bool(tasks.held))
     callbacks += early_stopping(how.patience, monitor, callbacks)
     trainer = run.trainer(*callbacks, best, last)
-    note_processes(trainer.world_size, trainer.global_rank)
+    check_not_coupled(module.net.train(), trainer.world_size)
     module.prepare(tasks.fit, torch.Generator().manual_seed(seed))
     run.start(trainer)
     fit(trainer, module, tasks, ckpt_path=run.ckpt_path)
@@ -264,17 +281,6 @@ def fit_filter(
     return trained._replace(
         epochs=trainer.current_epoch, validation_mse=best.least, steps=trainer.global_step
     )
-
-
-def note_processes(world: int, rank: int) -> None:
-    """Log, in process 0, that the result of several processes is not that of one."""
-    if world > 1 and rank == 0:
-        log.warning(
-            "%d processes: each step averages the gradients of that many batches of "
-            "model.training.batch_size windows, so that an epoch has fewer steps than in one "
-            "process and the result differs (trainer.devices=1)",
-            world,
-        )
 
 
 def fit_kernel_filter(module: FilterTraining, run: Run) -> Trained | None:

@@ -11,7 +11,7 @@ from kbf.data.windows import Span, folds, hold_out, split, stack, take, windows,
 from kbf.fitted.settings import Training
 from kbf.recording import Recording
 from kbf.ssm import OrientationModel, oscillatory, rotation, simulate
-from kbf.training.datamodule import EpochOrder, FilterDataModule
+from kbf.training.datamodule import EpochOrder, FilterDataModule, FoldTasks
 
 CONFIG = {
     "source": {
@@ -131,16 +131,22 @@ def test_a_fold_without_a_window_has_no_batch():
     )  # folds of 3, 2 and 3 steps
 
 
-def test_processes_share_the_batches_out():
-    chunks = [windows(spans, 3) for spans in folds([33], 3)]
-    alone = list(EpochOrder(chunks, 4, seed=0))
-    shares = [list(EpochOrder(chunks, 4, seed=0, rank=r, world=2)) for r in range(2)]
-    assert len(shares[0]) == len(shares[1]) == len(alone) // 2
-    assert [batch for pair in zip(*shares, strict=True) for batch in pair] == alone[
-        : 2 * len(shares[0])
-    ]
-    with pytest.raises(ValueError, match="3 batches an epoch are too few for 4 processes"):
-        EpochOrder(chunks, None, seed=0, world=4)
+def test_processes_share_the_windows_of_each_batch():
+    chunks = folds([33], 3)
+    order = list(EpochOrder([windows(spans, 3) for spans in chunks], 4, seed=0))
+    assert {len(spans) for _, spans in order} == {4, 1}
+    for world in (1, 2, 3):
+        tasks = [FoldTasks([counted(33)], chunks, rank, world) for rank in range(world)]
+        for batch in order:
+            whole, shares = tasks[0].__class__([counted(33)], chunks)[batch], []
+            for task in (each[batch] for each in tasks):
+                assert torch.equal(task.memory[0].states, whole.memory[0].states)
+                shares += [task.windows.states] if task.weight else []
+                n = len(task.windows.states) if task.weight else 0
+                assert task.weight == pytest.approx(world * n / len(batch[1]))
+            assert sorted(torch.cat(shares).flatten().tolist()) == sorted(
+                whole.windows.states.flatten().tolist()
+            )
 
 
 def test_a_window_is_never_in_the_memory_that_filters_it():

@@ -22,7 +22,7 @@ from kbf.runtime.instantiate import build
 from kbf.ssm import rotation
 from kbf.training.callbacks import LastCheckpoint
 from kbf.training.filter_stage import FilterTraining
-from kbf.training.fit import check, note_processes, train
+from kbf.training.fit import check, train
 
 TRAINER = {
     "_target_": "lightning.Trainer",
@@ -356,9 +356,3 @@ def test_a_diverging_loss_is_one_error(data, tmp_path, monkeypatch):
     )
     with pytest.raises(ValueError, match=r"loss became nan in epoch 0.*lr is 0.01"):
         train(config(LSTM), data.train, Path(tmp_path))
-
-
-@pytest.mark.parametrize(("world", "rank", "noted"), [(1, 0, False), (2, 0, True), (2, 1, False)])
-def test_several_processes_are_noted_once(world, rank, noted, caplog):
-    note_processes(world, rank)
-    assert ("2 processes: each step averages" in caplog.text) is noted

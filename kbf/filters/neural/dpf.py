@@ -267,6 +267,13 @@ class DPF(EndToEndFilter[DPFState]):
         white = (z[..., None, :] - points) * (-self.log_width).exp()
         return -(0.5 * white.square() + self.log_width + 0.5 * math.log(2 * math.pi)).sum(-1)
 
+    @property
+    def coupling(self) -> str | None:
+        """Return why the loss is no mean over windows: `individual_loss` draws other states."""
+        if self.individual == 0:
+            return None
+        return "its loss draws states of other windows (model.net.individual=0 leaves that out)"
+
     def individual_loss(
         self, z: Float[Tensor, "n d"], w: Float[Tensor, "n m"], r: Float[Tensor, "n m"]
     ) -> Tensor | float:
