@@ -206,6 +206,8 @@ def run_of_sweep(command: str, launcher: int, composed: Any) -> float | int | st
         return write_failure(Path(job.runtime.output_dir), error)
     if "trainer" in config:
         config["trainer"] = {**config["trainer"], "enable_progress_bar": False}
+    # Lightning would start the command line of the sweep again, with all of its jobs.
+    config["single"] = "jobs of a sweep run"
     if searches and config.get("hold_out") == 0:
         config["hold_out"] = 0.2
     result = finish_job(config) if goes_on else execute(command, config)

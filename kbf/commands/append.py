@@ -3,7 +3,9 @@
 import time
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
+from kbf.commands.filter import same_file
 from kbf.commands.support.console import (
     console,
     print_notes,
@@ -13,7 +15,7 @@ from kbf.commands.support.console import (
 from kbf.data.dataset import load_data
 from kbf.evaluation.score import score
 from kbf.fitted.append import append, known_parts
-from kbf.fitted.checkpoint import check_like, load_filter, save_checkpoint
+from kbf.fitted.checkpoint import check_like, load_filter, read_checkpoint, save_checkpoint
 from kbf.fitted.compatibility import data_differences
 from kbf.runtime.provenance import continued, files_of, provenance
 
@@ -37,6 +39,8 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     data = load_data(config["data"], trust=config["trust"] or config["own_data"])
     print_notes(data.notes)
     record = provenance(config["command"], config, files_of(config["data"]))
+    if not config["overwrite"]:
+        check_own(out, config["checkpoint"], record)
     cut = bool(config["data"].get("cut_missing"))
     recordings = known_parts([*data.train, *data.validation, *data.test], cut_missing=cut)
     check_like(loaded.module, recordings[0], config["checkpoint"])
@@ -58,6 +62,26 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     print_values(f"{config['checkpoint']}, with more recordings", summary)
     console.print(f"in [bold]{out}[/]", highlight=False)
     return {**summary, "checkpoint": str(out)}
+
+
+def check_own(out: Path, checkpoint: str, record: dict[str, Any]) -> None:
+    """Check that ``out`` is free, the checkpoint that is extended, or of the same command before.
+
+    Raises:
+        ValueError: it is another file, whose points would be lost.
+    """
+    out = out.expanduser()
+    if not out.exists() or same_file(checkpoint, str(out)):
+        return
+    advice = "name another out, or replace it with overwrite=true"
+    if not out.is_file() or not is_zipfile(out):  # what PyTorch writes
+        raise ValueError(f"{out} exists and is no checkpoint: {advice}")
+    before = read_checkpoint(out).get("kbf", {}).get("provenance") or {}
+    last = before.get("continued", [{}])[-1]
+    if any(last.get(key) != record[key] for key in ("command", "folder")):
+        steps = [each["command"] for each in (before, last) if "command" in each]
+        written = f" of {steps[-1]}" if steps else ""
+        raise ValueError(f"{out} holds the result{written}, which would be lost: {advice}")
 
 
 def check_new(config: dict[str, Any], stored: dict[str, Any], out: Path) -> None:

@@ -12,8 +12,10 @@ from kbf.data.files.dataset import FileData
 from kbf.data.files.report import all_columns, cell, examine, markdown
 from kbf.plots.charts import scatter_figure, series_figure
 from kbf.plots.tracks import save
-from kbf.runtime.atomic_files import write_text
+from kbf.runtime.atomic_files import write_json, write_text
 from kbf.runtime.instantiate import build
+from kbf.runtime.provenance import files_of, provenance
+from kbf.runtime.run_folders import ABOUT
 
 # Rows of a table that are printed; ``report.md`` has all.
 MAX_PRINTED_ROWS = 20
@@ -52,7 +54,9 @@ def run(config: dict[str, Any]) -> int:
         console.print(f"[yellow]warning[/] {escape(warning)}", highlight=False)
     count = len(report.warnings)
     console.print(f"{count or 'no'} warning{'' if count == 1 else 's'}", highlight=False)
-    print_written(directory, ["report.md", "series.png", "states.png"])
+    record = provenance(config["command"], config, files_of(config["data"]))
+    write_json(directory / ABOUT, record)
+    print_written(directory, ["report.md", "series.png", "states.png", ABOUT])
     return 0
 
 

@@ -10,6 +10,7 @@ import json
 import re
 import time
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from kbf import __version__
 from kbf.commands.support.comparison_report import FLOOR, RUNS, report
 from kbf.commands.support.console import console
 from kbf.commands.support.resumable_jobs import finish_all
+from kbf.commands.support.run_states import read_json
 from kbf.commands.support.score_metrics import reliability_metrics, reliability_of
 from kbf.commands.train import finish
 from kbf.config.run_settings import without_model_selection
@@ -27,7 +29,8 @@ from kbf.evaluation.floors import data_floor
 from kbf.fitted.held_out_calibration import learn
 from kbf.runtime.atomic_files import scratch, sweep
 from kbf.runtime.interpolation import incomplete, resolved
-from kbf.runtime.provenance import commit, files_of
+from kbf.runtime.provenance import commit, files_of, provenance, sha256
+from kbf.runtime.run_folders import ABOUT
 from kbf.training.fit import train
 
 
@@ -64,7 +67,9 @@ def run(config: dict[str, Any]) -> int:
         complete=is_result,
     )
     found = {(c.model, c.n_train, c.seed): results[c.path] for c in cells if c.path in results}
-    report(config["data"]["name"], found, directory)
+    record = provenance(config["command"], config, files_of(config["data"]))
+    record["cells"] = sorted(path.name for path in results)
+    report(config["data"]["name"], found, directory, record)
     if failed:
         text = f"[red]{failed} runs failed[/]; the same command tries them again"
         console.print(text, highlight=False)
@@ -75,7 +80,7 @@ def check_tables(directory: Path, cells: list[Cell]) -> None:
     """Check that the tables in a folder lose no run: each must be one of the comparison.
 
     Raises:
-        ValueError: the tables are of other models, sizes or seeds.
+        ValueError: the tables are of other models, sizes, seeds, settings or data.
     """
     if not (directory / RUNS).exists():
         return
@@ -92,6 +97,12 @@ def check_tables(directory: Path, cells: list[Cell]) -> None:
                 f"{directory} holds a comparison with {key} {', '.join(lost)}, which its tables "
                 "would lose: list them as well, name another run_dir, or set overwrite=true"
             )
+    known = read_json(directory / ABOUT).get("cells", [])
+    if {*known} - {cell.path.name for cell in cells}:
+        raise ValueError(
+            f"{directory} holds a comparison with other settings, other contents of the data files "
+            "or another version of kbf: name another run_dir, or set overwrite=true"
+        )
 
 
 def with_folds(config: dict[str, Any]) -> dict[str, Any]:
@@ -281,9 +292,15 @@ def hashed(values: list[Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
-def fingerprints(data: dict[str, Any]) -> list[list[Any]]:
-    """Return size and time of each file that a data set names: changed files are other data."""
-    return [[path.stat().st_size, path.stat().st_mtime_ns] for path in files_of(data)]
+def fingerprints(data: dict[str, Any]) -> list[str]:
+    """Return the SHA-256 sum of each file that a data set names: changed files are other data."""
+    return [sum_of(path, path.stat().st_size, path.stat().st_mtime_ns) for path in files_of(data)]
+
+
+@cache
+def sum_of(path: Path, size: int, time_ns: int) -> str:
+    """Return the SHA-256 sum of a file, computed once for each size and time of it."""
+    return sha256(path)
 
 
 def in_order(cells: list[Cell]) -> list[Cell]:

@@ -7,15 +7,30 @@ from torch import Tensor
 
 from kbf.commands.support.console import print_values, print_written
 from kbf.commands.support.run_files import labels, save_arrays
+from kbf.commands.support.run_states import read_json
 from kbf.data.dataset import load_data
 from kbf.plots.frames import frame_grid
 from kbf.plots.tracks import save, track_figure
+from kbf.runtime.atomic_files import write_json
+from kbf.runtime.provenance import files_of, provenance
+from kbf.runtime.run_folders import ABOUT
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
-    """Make the data set, write its arrays and a figure, and print and return a summary."""
-    data = load_data(config["data"], trust=True)
+    """Make the data set, write its arrays and a figure, and print and return a summary.
+
+    Raises:
+        ValueError: the folder holds another data set.
+    """
     directory = Path(config["run_dir"])
+    data = load_data(config["data"], trust=True)
+    record = provenance(config["command"], config, files_of(config["data"]))
+    other = read_json(directory / ABOUT).get("command", record["command"])
+    if other != record["command"] and not config["overwrite"]:
+        raise ValueError(
+            f"{directory} holds the data of {other}: name another run_dir, or replace it with "
+            "overwrite=true"
+        )
     arrays: dict[str, Tensor] = {}
     summary: dict[str, Any] = {}
     for part in ("train", "validation", "test") if data.validation else ("train", "test"):
@@ -49,5 +64,6 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         )
     save(figure, directory / "data.png")
     print_values(str(config["data"]["name"]), summary)
-    print_written(directory, ["data.npz", "data.png"])
+    write_json(directory / ABOUT, record)
+    print_written(directory, ["data.npz", "data.png", ABOUT])
     return summary

@@ -23,13 +23,13 @@ from kbf.fitted.checkpoint import check_like, load_filter
 from kbf.fitted.compatibility import data_differences
 from kbf.plots.tracks import calibration_figure, save
 from kbf.runtime.atomic_files import write_csv, write_json
-from kbf.runtime.provenance import ABOUT, changes, files_of, provenance
-from kbf.runtime.run_folders import check_no_result
+from kbf.runtime.provenance import changes, files_of, provenance
+from kbf.runtime.run_folders import ABOUT, RESULT, check_no_result, remove_former, set_aside
 
 # Files that an evaluation may write, in addition to those that it always writes.
 FILES = {
     *("track.png", "frames.png", "filter.gif", "estimates.csv"),
-    *("calibration.png", "smoothed.png", "ahead.png"),
+    *("calibration.png", "smoothed.png", "ahead.png", "predictions.npz"),
 }
 
 
@@ -65,6 +65,8 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     alarms = alarm_metrics(checks, 0.0 if monitor is None else monitor.rate.item())
     metrics |= {"filter": selected_filter(loaded), **scores, **alarms}
     title = f"{metrics['filter']} on {metrics['data']}"
+    if config["overwrite"]:
+        set_aside(directory, [directory / name for name in FILES | {RESULT, ABOUT}])
     further = score_requested(config, loaded, data, title)
     seconds = time.perf_counter() - began
     metrics |= {**further.metrics, "checkpoint": str(config["checkpoint"]), "seconds": seconds}
@@ -93,8 +95,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         names.append("calibration.png")
     write_json(directory / "metrics.json", metrics)
     write_json(directory / ABOUT, record)
-    for name in FILES - {*names, "predictions.npz"}:  # of the evaluation that was replaced
-        (directory / name).unlink(missing_ok=True)
+    remove_former(directory)
     print_values(title, {k: v for k, v in metrics.items() if k not in ("checkpoint", "version")})
     if reliable and calibration is None:
         print_notes(
@@ -114,7 +115,7 @@ def check_no_training(directory: Path) -> None:
         ValueError: it is.
     """
     if (directory / "checkpoints").exists():
-        raise ValueError(f"{directory} is the folder of a training run: name another run_dir")
+        raise ValueError(f"{directory} is the folder of kbf train: name another run_dir")
 
 
 def alarm_metrics(checks: list[Check], rate: float) -> dict[str, float]:

@@ -10,7 +10,8 @@ from rich.table import Table
 from kbf.commands.support.console import console, print_notes, print_table, print_values
 from kbf.commands.support.run_states import read_json
 from kbf.fitted.checkpoint import read_checkpoint
-from kbf.runtime.provenance import ABOUT, commit, sha256
+from kbf.runtime.provenance import commit, sha256
+from kbf.runtime.run_folders import ABOUT
 
 # Commands that write to ``run_dir``, which does not take a second run.
 WITH_RUN_DIR = ("train", "evaluate")

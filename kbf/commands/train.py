@@ -32,8 +32,9 @@ from kbf.model_choice import choose, held_out_filter, held_out_part, held_out_sc
 from kbf.runtime.atomic_files import check_space, copy, scratch, write_json, write_text
 from kbf.runtime.instantiate import build
 from kbf.runtime.progress import shown_progress
-from kbf.runtime.provenance import ABOUT, changes, continued, files_of, provenance
+from kbf.runtime.provenance import changes, continued, files_of, provenance
 from kbf.runtime.run_folders import (
+    ABOUT,
     check_no_result,
     check_not_locked,
     locked,
@@ -74,8 +75,8 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     if stored is not None and not config["explicit"]:
         config = {**config, **stored, "trainer": with_limits(config["trainer"], stored["model"])}
         print_read_files(config["data"], config["ckpt_path"])
-    directory, words = Path(config["run_dir"]), config["command"]
-    config = {key: value for key, value in config.items() if key != "command"}
+    directory, words, single = Path(config["run_dir"]), config["command"], config.get("single", "")
+    config = {key: value for key, value in config.items() if key not in ("command", "single")}
     check_free(directory, ckpt_path, overwrite=config["overwrite"])
     loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]
     data = load_data(config["data"], trust=trust)
@@ -125,6 +126,7 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
             begin=begin,
             extent=data.extent,
             provenance=record,
+            single=single,
         )
     if trained is None:  # a helper process of a distributed run
         return {}

@@ -6,6 +6,7 @@ all of them are checked alike. No data is read: of recordings in files, the shap
 and `kbf.data.dataset.completed` adds them.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import NoneType
@@ -176,8 +177,8 @@ def complete_run_dir(composed: Any, named: set[str]) -> None:
 def names_in_folder(composed: Any, named: set[str]) -> list[str]:
     """Returns names that a default run directory ends with, which tell runs of a command apart.
 
-    They are the models of a comparison, if the command line names them, and the run that a
-    checkpoint is of, or its own name.
+    They are the models of a comparison, if the command line names them; the run that a checkpoint
+    is of, or its own name; and the file of recordings, of a command without a model.
     """
     if "models" in named and composed.get("models"):
         models = composed.models
@@ -186,6 +187,10 @@ def names_in_folder(composed: Any, named: set[str]) -> list[str]:
         path = Path(str(composed.checkpoint).removeprefix("example:")).absolute()
         in_run = path.parent.name == "checkpoints"
         return [path.parent.parent.name if in_run else path.stem]
+    if "model" not in composed and "models" not in composed and "data" in composed:
+        files = plain(composed.data, resolve=False).get("path")
+        first = files[0] if isinstance(files, list) and files else files
+        return [re.sub(r"[^\w.+-]+", "_", Path(str(first)).stem)] if first else []
     return []
 
 

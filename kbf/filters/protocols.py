@@ -264,20 +264,6 @@ class LossModel(Protocol):
 
 
 @runtime_checkable
-class CoupledLoss(Protocol):
-    """A `LossModel` whose loss may be no mean over the windows of a batch.
-
-    Several processes cannot share the windows of a batch then. ``coupling`` is the reason, and what
-    to do about it; None where the loss is a mean.
-    """
-
-    @property
-    def coupling(self) -> str | None:
-        """The reason."""
-        ...
-
-
-@runtime_checkable
 class RatioModel(Protocol):
     """A model whose observations are density ratios (`kbf.densities.ratio`).
 

@@ -22,9 +22,6 @@ from kbf.runtime.interpolation import from_environment, masked
 # Packages whose versions are recorded: results may differ between versions of these.
 PACKAGES = ("torch", "numpy", "lightning")
 
-# The file of a run directory with the record.
-ABOUT = "about.json"
-
 
 def commit(root: Path = Path(__file__).parents[2]) -> str | None:
     """Return the commit of the checkout that the code runs from; None for an installed wheel.

@@ -26,6 +26,8 @@ SECONDS_BETWEEN_ATTEMPTS = 0.02
 FORMER = ".former"
 # The file that a finished run has.
 RESULT = "metrics.json"
+# The file with the provenance of the results in a folder (`kbf.runtime.provenance`).
+ABOUT = "about.json"
 
 
 @contextmanager

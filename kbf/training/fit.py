@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import lightning
 import torch
-from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
@@ -103,10 +102,8 @@ class Run(NamedTuple):
             logger=self.loggers or False,
             plugins=plugins,
         )
-        # Lightning starts the whole command line again, for a sweep with all of its jobs.
-        single = self.single or ("jobs of a sweep run" if HydraConfig.initialized() else "")
-        if trainer.world_size > 1 and single:
-            raise ValueError(f"{single} in one process: use trainer=cpu or trainer=gpu")
+        if trainer.world_size > 1 and self.single:
+            raise ValueError(f"{self.single} in one process: use trainer=cpu or trainer=gpu")
         return trainer
 
     def start(self, trainer: lightning.Trainer) -> None:

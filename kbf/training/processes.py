@@ -7,20 +7,32 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from subprocess import Popen
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning
 import torch
 from jaxtyping import Float
 from torch import Tensor, distributed, nn
 
-from kbf.filters.protocols import CoupledLoss
-
 # Time between two looks whether the other processes still run.
 SECONDS_BETWEEN_LOOKS = 0.1
 # Time in which an error of the connection is explained by a process that has died, and in which
 # the main thread has to leave a fit of which a process has died.
 SECONDS_TO_EXPLAIN = 5.0
+
+
+@runtime_checkable
+class CoupledLoss(Protocol):
+    """A `kbf.filters.protocols.LossModel` whose loss may be no mean over the windows of a batch.
+
+    Several processes cannot share the windows of a batch then. ``coupling`` is the reason, and what
+    to do about it; None where the loss is a mean.
+    """
+
+    @property
+    def coupling(self) -> str | None:
+        """The reason."""
+        ...
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kbf.cli import main
-from kbf.commands import compare, train as train_command
+from kbf.commands import compare, evaluate, train as train_command
 from kbf.config.prepare import configure
 from kbf.fitted.append import points
 from kbf.fitted.checkpoint import load_filter
@@ -72,6 +72,51 @@ def test_of_two_appends_at_once_both_arrive_or_one_is_named(here):
     assert after - before == 80 * done.count(0) > 0
 
 
+def test_an_append_replaces_only_what_it_extends_or_has_written(here, capsys):
+    append, ours = ["append", BEST, "seed=3"], ["append", BEST, "seed=3", "out=mine.ckpt"]
+    assert main(ours) == 0
+    first = load_filter("mine.ckpt")
+    assert main(["append", BEST, "seed=4", "out=mine.ckpt"]) == 2
+    error = capsys.readouterr().err
+    assert "mine.ckpt holds the result of kbf append" in error and "seed=3" in error
+    assert main([*append, "out=run/checkpoints/last.ckpt"]) == 2
+    assert "last.ckpt holds the result of kbf train" in capsys.readouterr().err
+    (here / "notes.txt").write_text("mine")
+    assert main([*append, "out=notes.txt"]) == 2
+    assert "notes.txt exists and is no checkpoint" in capsys.readouterr().err
+    assert (here / "notes.txt").read_text() == "mine"
+    assert main(ours) == 0  # the same again, as after a kill
+    same = points(load_filter("mine.ckpt").module.memory.sequences())
+    assert same == points(first.module.memory.sequences())
+    assert main(["append", "checkpoint=mine.ckpt", "seed=4", "out=mine.ckpt"]) == 0
+    assert points(load_filter("mine.ckpt").module.memory.sequences()) == same + 80
+    assert main(["append", BEST, "seed=4", "out=mine.ckpt", "overwrite=true"]) == 0
+    assert points(load_filter("mine.ckpt").module.memory.sequences()) == same
+
+
+def test_a_folder_of_one_command_is_no_folder_of_another(here, capsys):
+    before = {path: path.read_bytes() for path in (here / "run").rglob("*") if path.is_file()}
+    other = {
+        "compare": ["compare", "models=kalman", "runs=1"],
+        "data": ["data"],
+        "data check": ["data", "check", "x.csv", "data.states=[x_1]", "data.observations=[x_2]"],
+    }
+    for words in other.values():
+        assert main([*words, "run_dir=run"]) == 2
+        assert "run is the folder of kbf train: name another run_dir" in capsys.readouterr().err
+    assert before == {p: p.read_bytes() for p in (here / "run").rglob("*") if p.is_file()}
+    assert main(["data", "data.n_test=10", "run_dir=set"]) == 0
+    assert main(["data", "data.n_test=10", "run_dir=set"]) == 0
+    arrays = (here / "set" / "data.npz").read_bytes()
+    assert main(["data", "data.n_test=20", "run_dir=set"]) == 2
+    assert "set holds the data of kbf data data.n_test=10" in capsys.readouterr().err
+    assert main([*TRAIN, "run_dir=set", "overwrite=true"]) == 2
+    assert "set is the folder of kbf data: name another run_dir" in capsys.readouterr().err
+    assert (here / "set" / "data.npz").read_bytes() == arrays
+    assert main(["data", "data.n_test=20", "run_dir=set", "overwrite=true"]) == 0
+    assert (here / "set" / "data.npz").read_bytes() != arrays
+
+
 def test_default_folders_of_one_second_differ(here):
     first, second = (configure("evaluate", [BEST])["run_dir"] for _ in range(2))
     assert first != second and first.endswith("-run")
@@ -79,6 +124,8 @@ def test_default_folders_of_one_second_differ(here):
     assert first.endswith("-rotation-n300-kbf-seed0") and second.endswith("-kbf-seed1")
     folders = {configure("compare", [f"models={m}"])["run_dir"] for m in ("kalman", "kalman,lstm")}
     assert folders == {"runs/compare/rotation-kalman", "runs/compare/rotation-kalman+lstm"}
+    files = {configure("check", [f"data.path={name}.csv"])["run_dir"] for name in ("a", "b c")}
+    assert files == {"runs/check-a", "runs/check-b_c"}
     assert configure("compare", [])["run_dir"] == "runs/compare/rotation"
 
 
@@ -86,7 +133,7 @@ def test_an_evaluation_does_not_replace_a_result(here, capsys):
     before = {path: path.read_bytes() for path in (here / "run").rglob("*") if path.is_file()}
     for more in ([], ["overwrite=true"]):
         assert main(["evaluate", BEST, "run_dir=run", *more]) == 2
-        assert "run is the folder of a training run" in capsys.readouterr().err
+        assert "run is the folder of kbf train" in capsys.readouterr().err
     assert before == {p: p.read_bytes() for p in (here / "run").rglob("*") if p.is_file()}
     assert main(["evaluate", BEST, "run_dir=scores", "seed=1", "horizon=2"]) == 0
     assert (here / "scores" / "ahead.png").exists()
@@ -97,6 +144,22 @@ def test_an_evaluation_does_not_replace_a_result(here, capsys):
     assert main(["evaluate", BEST, "run_dir=scores", "seed=2", "overwrite=true"]) == 0
     assert first != json.loads((here / "scores" / "metrics.json").read_text())
     assert not (here / "scores" / "ahead.png").exists()  # of the first
+    assert not (here / "scores" / FORMER).exists()
+
+
+def test_an_evaluation_is_replaced_when_the_new_one_is_whole(here, monkeypatch):
+    words = ["evaluate", BEST, "run_dir=second", "overwrite=true"]
+    assert main(words) == 0
+    former = {path.name: path.read_bytes() for path in (here / "second").iterdir()}
+
+    def fail(*_, **__):
+        raise ValueError("no memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "write_figures", fail)
+        assert main([*words, "seed=1"]) == 2
+    assert former == {p.name: p.read_bytes() for p in (here / "second" / FORMER).iterdir()}
+    assert main([*words, "seed=2"]) == 0 and not (here / "second" / FORMER).exists()
 
 
 def test_a_run_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):
@@ -127,6 +190,9 @@ def test_tables_of_other_models_are_not_replaced(tmp_path, capsys):
     assert "a comparison with model kalman, which its tables would lose" in capsys.readouterr().err
     assert main([*words, "models=kalman", "seed=1"]) == 2
     assert "with seed 0, which" in capsys.readouterr().err
+    assert (tmp_path / "results.csv").read_text() == tables
+    assert main([*words, "models=kalman", "data.n_test=11"]) == 2
+    assert "a comparison with other settings" in capsys.readouterr().err
     assert (tmp_path / "results.csv").read_text() == tables
     assert main([*words, "models=kalman,frame"]) == 0  # more of them
     assert main([*words, "models=frame", "overwrite=true"]) == 0

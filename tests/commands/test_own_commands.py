@@ -97,8 +97,8 @@ def test_no_data_is_read_while_a_configuration_is_composed(tmp_path, capsys):
     assert config["model"]["net"]["d"] == "${data.d}", "resolved when the file has been read"
     assert config["trainer"]["max_epochs"] == 60, "the rest is resolved"
     assert config["run_dir"].endswith("-own-nall-lstm-seed0")
-    assert configure("data", words)["run_dir"] == "runs/data/own-nall-seed0"
-    assert configure("data", [*words, "n_train=50"])["run_dir"] == "runs/data/own-n50-seed0"
+    assert configure("data", words)["run_dir"] == "runs/data/own-nall-seed0-none"
+    assert configure("data", [*words, "n_train=50"])["run_dir"] == "runs/data/own-n50-seed0-none"
     assert main(["train", *words, "--cfg"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["n_train"] is shown["data"]["d"] is None

@@ -19,7 +19,7 @@ from kbf.evaluation.scoring_rules import COVERAGE_LEVELS
 from kbf.plots.charts import comparison_figure
 from kbf.plots.tracks import save
 from kbf.runtime.atomic_files import write_csv, write_json
-from kbf.runtime.provenance import provenance
+from kbf.runtime.run_folders import ABOUT
 
 # The file with one row for each run.
 RUNS = "runs.csv"
@@ -48,13 +48,19 @@ TEST_FILES = ("wilcoxon.csv", "corrected_t.csv")
 Result = dict[str, Any]
 
 
-def report(name: str, results: dict[tuple[str, int, int], Result], directory: Path) -> None:
+def report(
+    name: str,
+    results: dict[tuple[str, int, int], Result],
+    directory: Path,
+    record: dict[str, Any],
+) -> None:
     """Print and write the tables, the paired tests and the figure.
 
     Args:
         name: of the data set.
         results: metrics of each run, by (model, n_train, seed).
         directory: where the files are written.
+        record: of the comparison (`kbf.runtime.provenance`).
     """
     rows: list[dict[str, Any]] = []
     tests: list[dict[str, Any]] = []
@@ -113,7 +119,7 @@ def report(name: str, results: dict[tuple[str, int, int], Result], directory: Pa
         )
     write_csv(directory / "results.csv", kept)
     write_csv(directory / RUNS, runs)
-    write_json(directory / "about.json", provenance() | {"commits": commits})
+    write_json(directory / ABOUT, record | {"commits": commits})
     for file in TEST_FILES:
         (directory / file).unlink(missing_ok=True)  # of other models, perhaps
     tested = TEST_FILES["difference_se" in tests[0]] if tests else None
@@ -126,7 +132,7 @@ def report(name: str, results: dict[tuple[str, int, int], Result], directory: Pa
         RUNS,
         *([tested] if tested else []),
         "comparison.png",
-        "about.json",
+        ABOUT,
     ]
     print_written(directory, written)
 

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kbf.runtime.provenance import ABOUT
-from kbf.runtime.run_folders import CLAIM, FORMER, RESULT, writer_of
+from kbf.runtime.run_folders import ABOUT, CLAIM, FORMER, RESULT, writer_of
 
 # The file of a run that ended with an error, with the line of the error.
 FAILURE = "failed.json"

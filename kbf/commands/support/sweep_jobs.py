@@ -10,8 +10,8 @@ from kbf.commands.support.console import print_notes
 from kbf.commands.support.run_states import read_json
 from kbf.commands.train import settings_of
 from kbf.fitted.checkpoint import BEST, LAST
-from kbf.runtime.provenance import ABOUT, changes, commit, files_of, sums_of
-from kbf.runtime.run_folders import CLAIM, RESULT, locked
+from kbf.runtime.provenance import changes, commit, files_of, sums_of
+from kbf.runtime.run_folders import ABOUT, CLAIM, RESULT, locked
 from kbf.training.callbacks import ENCODERS
 
 # Time between two attempts to begin a job that another process works on.
