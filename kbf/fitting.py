@@ -80,7 +80,8 @@ def fit(
         states: columns of the states; without ``data`` an array ``T d`` or ``B T d``, or a list
             of arrays ``T d``.
         observations: columns of the observations, also as patterns (``"s*"``), which do not match
-            columns that have another role; or arrays like ``states``.
+            columns that have another role; or arrays like ``states``. A dict has the columns of
+            each sensor, ``{"gps": ["lat", "lon"]}``: where one of them is missing all are.
         images: the column with names of image files; or an array of images, uint8
             ``T H W``, ``T H W C`` or ``T C H W``.
         controls: columns of controls that act in the move to a row; or arrays.

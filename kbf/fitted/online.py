@@ -153,8 +153,8 @@ class OnlineFilter:
         """Move to the next step and take in its observation.
 
         Args:
-            obs: a mapping from observation columns to numbers, where None or NaN is a missing
-                one; an array ``q``, or an image; None where nothing was observed.
+            obs: a mapping from columns to numbers (or sensors to several), None or NaN where they
+                are missing; an array ``q``, or an image; None where nothing was observed.
             control: of the move, a mapping or an array ``k``.
             dt: seconds since the step before; the filter moves round(dt / time_step) times.
             time: of this step, seconds or a datetime, in place of ``dt``. An earlier time than
@@ -339,7 +339,7 @@ class OnlineFilter:
             )
         names = schema.columns("observations")
         missing = self._estimator.live.allow_missing_sensors
-        values = numbers_of(obs, names, "observations", missing=missing)
+        values = numbers_of(schema.by_column(obs), names, "observations", missing=missing)
         for k, codes in enumerate(self._codes):
             values[k] = np.nan if values[k] in codes else values[k]
         row = FileRecording("step", torch.from_numpy(values[None]))

@@ -60,6 +60,11 @@ def read(
         "missing": plain(missing),
         "size": None if size is None else list(size),
     }
+    if isinstance(observations, Mapping):
+        if data is None:
+            raise DataError("sensors are named columns of data: observations is an array here")
+        kinds["sensors"] = {name: list(as_names(each)) for name, each in observations.items()}
+        roles["observations"] = [name for each in kinds["sensors"].values() for name in each]
     with in_python():
         layout = layout_of(checked(reading) | {key: kinds[key] for key in ("size", "missing")})
         contents, columns = recordings_in(data, roles, images, layout)

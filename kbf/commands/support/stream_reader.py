@@ -348,12 +348,13 @@ class RowReader:
         if self.is_missing(map(math.isnan, values)):
             return None
         schema, obs = self.columns.column_schema, self.tensor([values])
-        if all(part.kind == "number" for part in schema.observations):
+        if not schema.sensors and all(part.kind == "number" for part in schema.observations):
             return obs
         try:
-            return schema.encode(obs, "observations")
+            found = schema.encode(obs, "observations")
         except ValueError as error:
             raise LineError(f": {error}") from None
+        return None if self.is_missing(found.isnan().flatten().tolist()) else found
 
     def split_cells(self, text: str) -> list[str]:
         """Return the cells of a CSV line."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -45,12 +47,15 @@ class ColumnSchema(NamedTuple):
         states: parts of the state. observations: parts of the observation, none for images.
             controls: names of numbers.
         unit: of angles in the file, radians or degrees.
+        sensors: names of sensors, and the columns of the observations that each has, which are
+            missing together.
     """
 
     states: tuple[Part, ...]
     observations: tuple[Part, ...]
     controls: tuple[str, ...] = ()
     unit: str = "radians"
+    sensors: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> ColumnSchema:
@@ -59,7 +64,9 @@ class ColumnSchema(NamedTuple):
             tuple(Part(kind, tuple(names)) for kind, names in values[side])
             for side in ("states", "observations")
         )
-        return ColumnSchema(states, obs, tuple(values["controls"]), values["unit"])
+        sensors = ((name, tuple(columns)) for name, columns in values.get("sensors", {}).items())
+        controls = tuple(values["controls"])
+        return ColumnSchema(states, obs, controls, values["unit"], tuple(sensors))
 
     @staticmethod
     def unnamed(d: int, q: int, k: int) -> ColumnSchema:
@@ -76,7 +83,9 @@ class ColumnSchema(NamedTuple):
             side: [[part.kind, list(part.names)] for part in getattr(self, side)]
             for side in ("states", "observations")
         }
-        return {**sides, "controls": list(self.controls), "unit": self.unit}
+        found = {**sides, "controls": list(self.controls), "unit": self.unit}
+        sensors = {name: list(columns) for name, columns in self.sensors}
+        return found | ({"sensors": sensors} if sensors else {})
 
     def columns(self, side: str) -> list[str]:
         """Returns the column names of the file of one side: states or observations."""
@@ -117,14 +126,52 @@ class ColumnSchema(NamedTuple):
     def encode(self, values: Float[Tensor, "T c"], side: str = "states") -> Float[Tensor, "T d"]:
         """Converts columns in the order of `columns` to components; NaN stays NaN.
 
+        A sensor that lacks one of its columns is missing as a whole.
+
         Raises:
             ValueError: a quaternion of norm 0, or 9 numbers that are not a rotation (to 1 %), with
                 the row.
         """
         parts = getattr(self, side)
+        if side == "observations":
+            values = self.without_incomplete_sensors(values)
         blocks = values.split([len(part.names) for part in parts], 1)
         pieces = [encode_part(*each, self.unit) for each in zip(parts, blocks, strict=True)]
         return torch.cat(pieces, 1) if pieces else values.new_zeros(len(values), 0)
+
+    def without_incomplete_sensors(self, obs: Float[Tensor, "T c"]) -> Float[Tensor, "T c"]:
+        """Returns observations with NaN in all columns of sensors that lack one of them."""
+        names = self.columns("observations")
+        for _, columns in self.sensors:
+            own = torch.tensor([name in columns for name in names], device=obs.device)
+            incomplete = obs[:, own].isnan().any(1, keepdim=True)
+            obs = obs.masked_fill(incomplete & own, torch.nan)
+        return obs
+
+    def by_column(self, values: Any) -> Any:
+        """Returns a mapping with the columns of sensors in place of their names.
+
+        A sensor is given by its numbers in the order of its columns, or None; values that are no
+        mapping are returned as they are.
+
+        Raises:
+            ValueError: another number of values than the sensor has columns.
+        """
+        if not isinstance(values, Mapping):
+            return values
+        found = dict(values)
+        for sensor, columns in self.sensors:
+            if sensor not in found or sensor in columns:
+                continue
+            given = found.pop(sensor)
+            numbers = [None] * len(columns) if given is None else list(given)
+            if len(numbers) != len(columns):
+                raise ValueError(
+                    f"{sensor} must be {len(columns)} numbers ({', '.join(columns)}), "
+                    f"got {len(numbers)}"
+                )
+            found |= dict(zip(columns, numbers, strict=True))
+        return found
 
     def decode(
         self, estimates: Float[Tensor, "T d"], covariances: Float[Tensor, "T d d"] | None = None
@@ -216,12 +263,13 @@ def column_schema_of(
     angles: list[str],
     rotations: list[list[str]],
     unit: str = "radians",
+    sensors: Mapping[str, Sequence[str]] | None = None,
 ) -> ColumnSchema:
     """Returns the schema of columns whose angles and rotations a configuration declares.
 
     Raises:
         ValueError: a declared name that is missing or repeated, or a rotation with a wrong number
-            of columns.
+            of columns; or as `sensors_of`.
     """
     if unit not in ("radians", "degrees"):
         raise ValueError(f"data.angle_unit must be radians or degrees, got {unit!r}")
@@ -252,7 +300,32 @@ def column_schema_of(
         parts_of(observations, angles, rotations),
         tuple(controls),
         unit,
+        sensors_of(sensors or {}, observations),
     )
+
+
+def sensors_of(
+    sensors: Mapping[str, Sequence[str]], observations: list[str]
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Returns the columns of each sensor, which may be given by patterns.
+
+    Raises:
+        ValueError: a sensor without columns, or a column of two sensors.
+    """
+    found, owner = [], dict[str, str]()
+    for sensor, patterns in sensors.items():
+        columns = [name for name in observations if any(fnmatchcase(name, p) for p in patterns)]
+        if not columns:
+            raise ValueError(
+                f"data.sensors: no observation is {', '.join(patterns)}, of the sensor {sensor!r}"
+            )
+        if shared := [name for name in columns if name in owner]:
+            raise ValueError(
+                f"data.sensors: {shared[0]!r} is a column of {owner[shared[0]]!r} and {sensor!r}"
+            )
+        owner |= dict.fromkeys(columns, sensor)
+        found.append((sensor, tuple(columns)))
+    return tuple(found)
 
 
 def parts_of(names: list[str], angles: list[str], rotations: list[list[str]]) -> tuple[Part, ...]:

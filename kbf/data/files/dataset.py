@@ -72,6 +72,7 @@ class FileData(Shown):
         time_as_control: bool = False,
         control_timing: str = "into",
         allow_missing_sensors: bool = False,
+        sensors: Mapping[str, Sequence[str]] | None = None,
         cut_missing: bool = False,
         split: str = "time",
         validation: Share | Sequence[str] = 0.0,
@@ -95,6 +96,7 @@ class FileData(Shown):
             control_timing: whether a control acts in the move "into" its row, or "from" it.
             allow_missing_sensors: whether a step counts as observed if any of its columns is
                 present, for models that support missing sensors; otherwise all must be.
+            sensors: columns of the observations of each sensor, which are missing together.
             cut_missing: whether training recordings are split at missing observations, for models
                 that require complete ones.
             split, validation, test: see `kbf.data.files.splits.split`.
@@ -141,6 +143,7 @@ class FileData(Shown):
                 plain(angles),
                 plain(rotations),
                 angle_unit,
+                plain(sensors),
             )
             schema, constant = without_constants(chosen, contents)
         self.column_schema: ColumnSchema = schema
