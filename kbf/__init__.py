@@ -19,6 +19,7 @@ _HOME = {
     "cross_validate": "kbf.cross_validation",
     "CrossValidation": "kbf.cross_validation",
     "load": "kbf.fitted.fitted_filter",
+    "load_onnx": "kbf.export.onnx_filter",
     "FittedFilter": "kbf.fitted.fitted_filter",
     "Estimates": "kbf.fitted.estimates",
     "OnlineFilter": "kbf.fitted.online",

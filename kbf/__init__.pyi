@@ -48,6 +48,7 @@ from kbf.data.synthetic import SyntheticData as SyntheticData
 from kbf.evaluation import metrics as metrics
 from kbf.evaluation.floors import floor as floor
 from kbf.evaluation.score import score as score
+from kbf.export.onnx_filter import load_onnx as load_onnx
 from kbf.filters import smoothing as smoothing
 from kbf.filters.gaussian.ekf import EKF as EKF
 from kbf.filters.gaussian.kalman import LearnedKalman as LearnedKalman
@@ -173,6 +174,7 @@ __all__ = [
     "kernel_bayes_filter",
     "load",
     "load_filter",
+    "load_onnx",
     "load_state",
     "oscillatory",
     "position_model",

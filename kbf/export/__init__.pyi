@@ -1,4 +1,5 @@
 from kbf.export import (
+    onnx_filter as onnx_filter,
     onnx_linalg as onnx_linalg,
     step as step,
 )

@@ -2,12 +2,15 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kbf.data.files.layout import codes_by_column
 from kbf.export.step import Exported, export
 from kbf.fitted.checkpoint import Trained
+from kbf.rkhs.linalg import evenly
 
 # Formats by the ending of the file.
 FORMATS = {".onnx": "onnx", ".pt2": "torch_export", ".pt": "torchscript"}
@@ -56,8 +59,31 @@ def export_step(
             "observations": schema.components("observations"),
             "controls": list(schema.controls),
             "column_schema": schema.to_dict(),
+            **for_users(trained),
         },
     )
+
+
+def for_users(trained: Trained) -> dict[str, Any]:
+    """Return what `kbf.load_onnx` requires for the columns of a program.
+
+    The time step, bounds, codes of missing values and, for intervals, the held-out errors of
+    columns in standard deviations with their ranks (`Calibration.column_quantile`).
+    """
+    data = trained.module.config.get("data") or {}
+    names, known = trained.module.column_schema().columns("observations"), trained.calibration
+    intervals = None
+    if known is not None and known.column_scores is not None:
+        steps = int(known.steps)
+        ranks = evenly(steps, len(known.column_scores)) + 1
+        scores = known.column_scores.tolist()
+        intervals = {"steps": steps, "ranks": ranks.tolist(), "scores": scores}
+    return {
+        "time_step": data.get("time_step"),
+        "bounds": data.get("bounds"),
+        "missing": codes_by_column(data.get("missing"), names) if names else None,
+        "intervals": intervals,
+    }
 
 
 def examples(trained: Trained, steps: int) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,362 @@
+"""`load_onnx`: an exported ONNX program as a running filter, in NumPy, without PyTorch.
+
+The program computes in the components that filters use; here are the columns, angles, rotations,
+bounds and intervals of the filter that it was exported from (`kbf.fitted.program.export_step`).
+"""
+
+import bisect
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from kbf.runtime.errors import DataError, nearest
+from kbf.runtime.optional_dependencies import need
+
+Array = np.ndarray
+
+# Components that filters use, by kind of part (`kbf.data.files.column_schema.WIDTH_OF_KIND`).
+WIDTHS = {"number": 1, "angle": 2, "rotation": 9}
+
+
+class ProgramEstimate(Mapping[str, float]):
+    """The estimate of one step of a program: a mapping from state columns to numbers.
+
+    Attributes:
+        std: standard deviations by column; empty for a filter without covariances.
+        rejected: whether the observation was rejected as implausible.
+    """
+
+    def __init__(
+        self, values: dict[str, float], std: dict[str, float], rejected: bool, program: "OnnxFilter"
+    ) -> None:
+        """Take the values of the columns."""
+        self._values, self._program = values, program
+        self.std: dict[str, float] = std
+        self.rejected: bool = rejected
+
+    def __getitem__(self, name: str) -> float:
+        if name not in self._values:
+            raise KeyError(f"there is no state {name!r}; there are {', '.join(self._values)}")
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Estimate({', '.join(f'{name}={v:.6g}' for name, v in self._values.items())})"
+
+    def interval(self, level: float = 0.95) -> dict[str, tuple[float, float]]:
+        """Return lower and upper end by column, as of `kbf.Estimates.interval`.
+
+        Raises:
+            ValueError: a level that is not between 0 and 1, or a filter without covariances.
+        """
+        if not self.std:
+            raise ValueError("this filter has no covariances, so there are no intervals")
+        factors = self._program.factors(level)
+        ends = {}
+        for name, value in self._values.items():
+            half = factors[name] * self.std[name]
+            ends[name] = self._program.bounded(name, value - half, value + half)
+        return ends
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the estimates as a plain dict."""
+        return dict(self._values)
+
+
+class OnnxFilter:
+    """A program of ``kbf export format=onnx``, one observation at a time; `load_onnx` reads one.
+
+    Attributes:
+        about: the description of the program, in its metadata.
+        columns: names of the columns of states, observations and controls.
+        estimate: the last estimate; None before the first step.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, threads: int = 1) -> None:
+        """Read the program; arguments as of `load_onnx`."""
+        onnxruntime = need("onnxruntime", "serve", "kbf.load_onnx")
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = threads, 4
+        try:
+            self._session: Any = onnxruntime.InferenceSession(
+                str(path), options, providers=["CPUExecutionProvider"]
+            )
+            stored = self._session.get_modelmeta().custom_metadata_map["kbf"]
+            self.about: dict[str, Any] = json.loads(stored)
+            self._schema: dict[str, Any] = self.about["column_schema"]
+            self._inputs: dict[str, Any] = {each["name"]: each for each in self.about["inputs"]}
+            self._outputs: list[str] = [each["name"] for each in self.about["outputs"]]
+        except Exception as error:  # ONNX Runtime's own types, and entries that are missing
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"{path} is no program of FittedFilter.export, or damaged: {reason}"
+            ) from error
+        self.columns: dict[str, list[str]] = {
+            side: [name for _, names in self._schema[side] for name in names]
+            for side in ("states", "observations")
+        } | {"controls": list(self._schema["controls"])}
+        self._turn: float = 180 / math.pi if self._schema["unit"] == "degrees" else 1.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Return to the prior."""
+        self._state: dict[str, Array] = {
+            name: np.array(value, self._inputs[name]["dtype"])
+            for name, value in self.about["initial"].items()
+        }
+        self.estimate: ProgramEstimate | None = None
+
+    def step(
+        self, obs: Any = None, *, control: Any = None, dt: float | None = None
+    ) -> ProgramEstimate:
+        """Move to the next step and take in its observation.
+
+        Args:
+            obs: a mapping from observation columns to numbers, an array ``q``, or an image; None,
+                or with a missing number, where nothing was observed.
+            control: of the move, a mapping or an array ``k``.
+            dt: seconds since the step before; the filter moves round(dt / time_step) times.
+
+        Raises:
+            DataError: columns that are unknown or missing, or a time that is no multiple of the
+                time step.
+        """
+        given, acted = self._observation(obs), self._control(control)
+        for _ in range(self._moves(dt) - 1):
+            self._run(None, acted)
+        self.estimate = self._run(given, acted)
+        return self.estimate
+
+    def predict(self, dt: float | None = None, *, control: Any = None) -> ProgramEstimate:
+        """Move to the next step, without an observation; arguments as of `step`."""
+        return self.step(None, dt=dt, control=control)
+
+    def forecast(self, horizon: int, *, controls: Any = None) -> list[ProgramEstimate]:
+        """Return the predictions of the next ``horizon`` steps; the state does not change.
+
+        Args:
+            horizon: number of steps.
+            controls: one for each step, for a filter with controls.
+
+        Raises:
+            ValueError: a horizon below 1, or another number of controls.
+        """
+        if horizon < 1:
+            raise ValueError(f"the horizon must be a whole number of at least 1, got {horizon!r}")
+        acted = [None] * horizon if controls is None else list(controls)
+        if len(acted) != horizon:
+            raise ValueError(f"there are {len(acted)} controls for {horizon} steps")
+        before = self._state
+        found = [self._run(None, self._control(each)) for each in acted]
+        self._state = before
+        return found
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state as an ``.npz`` file, which `load` reads."""
+        with open(path, "wb") as file:
+            leaves: dict[str, Any] = self._state
+            np.savez(file, **leaves)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Continue from a state that `save` has written.
+
+        Raises:
+            ValueError: a state of another program.
+        """
+        with np.load(path) as stored:
+            leaves = dict(stored)
+        shapes = {name: each.shape for name, each in self._state.items()}
+        if {name: each.shape for name, each in leaves.items()} != shapes:
+            raise ValueError(f"state: {path} was not written by this program")
+        self._state = leaves
+
+    def factors(self, level: float) -> dict[str, float]:
+        """Return half the widths of intervals in standard deviations, by column.
+
+        As `kbf.evaluation.calibration.Calibration.column_quantile`; NaN for rotations.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level must be between 0 and 1, got {level}")
+        found: dict[str, float] = {}
+        for k, (kind, names) in enumerate(self._schema["states"]):
+            single = self._factor(level, k) if kind != "rotation" else math.nan
+            found |= dict.fromkeys(names, single)
+        return found
+
+    def bounded(self, name: str, *values: float) -> Any:
+        """Return values of a column, clipped to its bounds."""
+        low, high = (self.about.get("bounds") or {}).get(name, (None, None))
+        ends = (-math.inf if low is None else low, math.inf if high is None else high)
+        return tuple(min(max(value, ends[0]), ends[1]) for value in values)
+
+    def _factor(self, level: float, part: int) -> float:
+        gaussian = NormalDist().inv_cdf((1 + level) / 2)
+        if (held := self.about.get("intervals")) is None:
+            return gaussian
+        rank, scores = math.ceil((held["steps"] + 1) * level - 1e-9), held["scores"]
+        if rank > held["steps"]:
+            return max(scores[-1][part], gaussian)
+        return scores[bisect.bisect_left(held["ranks"], rank)][part]
+
+    def _run(self, obs: Array | None, control: Array | None) -> ProgramEstimate:
+        """One run of the program; None is a step without an observation."""
+        entry = self._inputs["obs"]
+        given = {**self._state, "seen": np.array([obs is not None])}
+        given["obs"] = np.zeros(entry["shape"], entry["dtype"]) if obs is None else obs
+        if control is not None:
+            given["control"] = control
+        results = dict(zip(self._outputs, self._session.run(None, given), strict=True))
+        self._state = {name: results[f"next_{name.removeprefix('state_')}"] for name in self._state}
+        values, std = self._decode(results["estimate"][0], results.get("covariance"))
+        clipped = {name: self.bounded(name, value)[0] for name, value in values.items()}
+        return ProgramEstimate(clipped, std, bool(results["rejected"][0]), self)
+
+    def _decode(
+        self, mean: Array, covariance: Array | None
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Columns and their standard deviations, as `ColumnSchema.decode`."""
+        values: dict[str, float] = {}
+        std: dict[str, float] = {}
+        at = 0
+        for kind, names in self._schema["states"]:
+            own = slice(at, at + WIDTHS[kind])
+            at, m = own.stop, mean[own]
+            variance = 0.0 if covariance is None else max(0.0, covariance[0].diagonal()[own].sum())
+            if kind == "number":
+                found, spread = [m[0]], math.sqrt(variance)
+            elif kind == "angle":
+                found = [math.atan2(m[1], m[0]) * self._turn]
+                spread = math.sqrt(math.log1p(variance / (m @ m))) * self._turn
+            else:
+                found, spread = (
+                    rotation_columns(m, len(names)),
+                    math.sqrt(variance / 2) * self._turn,
+                )
+            values |= dict(zip(names, map(float, found), strict=True))
+            std |= {} if covariance is None else dict.fromkeys(names, float(spread))
+        return values, std
+
+    def _observation(self, obs: Any) -> Array | None:
+        """An observation as the program takes it; None where a number of it is missing."""
+        if obs is None:
+            return None
+        entry, names = self._inputs["obs"], self.columns["observations"]
+        if not names:
+            image = np.asarray(obs)
+            scale = 255 if image.dtype == np.uint8 else 1
+            return (image.reshape(entry["shape"]) / scale).astype(entry["dtype"])
+        values = numbers_by_name(obs, names, "observations")
+        codes = self.about.get("missing") or [[] for _ in names]
+        values = [math.nan if v in marks else v for v, marks in zip(values, codes, strict=True)]
+        if any(map(math.isnan, values)):
+            return None
+        encoded, at = [], 0
+        for kind, own in self._schema["observations"]:
+            block = values[at : at + len(own)]
+            at += len(own)
+            if kind == "angle":
+                angle = block[0] / self._turn
+                block = [math.cos(angle), math.sin(angle)]
+            elif kind == "rotation" and len(own) == 4:
+                block = from_quaternion(block)
+            encoded += block
+        return np.array([encoded], entry["dtype"])
+
+    def _control(self, control: Any) -> Array | None:
+        """A control as the program takes it."""
+        names = self.columns["controls"]
+        if not names and control is None:
+            return None
+        if not names or control is None:
+            needs = f"needs controls: {', '.join(names)}" if names else "has no controls"
+            raise DataError(f"this filter {needs}")
+        numbers = numbers_by_name(control, names, "controls")
+        if any(map(math.isnan, numbers)):
+            raise DataError("a control is missing")
+        return np.array([numbers], self._inputs["control"]["dtype"])
+
+    def _moves(self, dt: float | None) -> int:
+        """Number of moves for an elapsed time."""
+        step = self.about.get("time_step")
+        if dt is None or step is None:
+            return 1
+        moves = round(dt / step)
+        if moves < 1 or abs(dt / step - moves) > 0.25:
+            raise DataError(
+                f"{dt:.6g} s since the last step are no multiple of the time step of the training, "
+                f"{step:.6g} s"
+            )
+        return moves
+
+
+def load_onnx(path: str | os.PathLike[str], *, threads: int = 1) -> OnnxFilter:
+    """Read a program of ``FittedFilter.export("step.onnx")`` as a running filter.
+
+    It requires NumPy and ONNX Runtime (extra ``serve``), not PyTorch, and imports neither PyTorch
+    nor the rest of kbf.
+
+    Args:
+        path: of the program.
+        threads: of ONNX Runtime in a step.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no such program, or ONNX Runtime is not installed.
+    """
+    return OnnxFilter(path, threads=threads)
+
+
+def numbers_by_name(values: Any, names: list[str], side: str) -> list[float]:
+    """Return the numbers of columns, from a mapping or an array; NaN where one is missing.
+
+    Raises:
+        KeyError: an unknown name. DataError: an absent name, or another number of values.
+    """
+    if hasattr(values, "to_dict"):
+        values = values.to_dict()
+    if isinstance(values, Mapping):
+        if unknown := [name for name in values if name not in names]:
+            hint = nearest(str(unknown[0]), names, "they are")
+            raise KeyError(f"{unknown[0]!r} is not among the {side}; {hint}")
+        if absent := [name for name in names if name not in values]:
+            raise DataError(f"{side}: {', '.join(absent)} is missing; None stands for no reading")
+        values = [values[name] for name in names]
+    found = [math.nan if each is None else float(each) for each in np.ravel(values)]
+    if len(found) != len(names):
+        raise DataError(
+            f"{side} must be {len(names)} numbers ({', '.join(names)}), got {len(found)}"
+        )
+    return found
+
+
+def rotation_columns(m: Array, width: int) -> Any:
+    """Return the nearest rotation to 9 numbers: its 9 entries, or a quaternion w x y z, w >= 0."""
+    left, _, right = np.linalg.svd(m.reshape(3, 3))
+    left[:, 2] *= np.linalg.det(left @ right)
+    nearest_rotation = left @ right
+    if width == 9:
+        return nearest_rotation.ravel()
+    from scipy.spatial.transform import Rotation
+
+    q = np.roll(Rotation.from_matrix(nearest_rotation).as_quat(), 1)
+    return -q if q[0] < 0 else q
+
+
+def from_quaternion(q: list[float]) -> list[float]:
+    """Return the 9 entries of the matrix of a quaternion w x y z."""
+    from scipy.spatial.transform import Rotation
+
+    return Rotation.from_quat(np.roll(q, -1)).as_matrix().ravel().tolist()
