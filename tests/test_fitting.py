@@ -305,6 +305,27 @@ def test_smoothing_is_better_than_filtering(data, fitted):
     assert (errors[0] < errors[1]).all()
 
 
+def test_paths_of_smoothed_estimates(data, fitted):
+    """Paths have the calibrated moments of each row, and move as the state does."""
+    new = data[data.run.isin(["run3", "run2"])]
+    mixed = new.iloc[np.random.default_rng(0).permutation(len(new))].sort_index(kind="stable")
+    smoothed = fitted.smooth(mixed)
+    paths, apart = (smoothed.sample(500, paths=p, seed=0) for p in (True, False))
+    assert paths.shape == apart.shape == (500, len(mixed), 2)
+    np.testing.assert_array_equal(paths, smoothed.sample(500, paths=True, seed=0))
+    off = (paths.mean(0) - smoothed.mean) / smoothed.std
+    assert np.abs(off).max() < 6 / np.sqrt(500)
+    np.testing.assert_allclose(paths.std(0), smoothed.std, rtol=0.25)
+    one = (mixed.run == "run3").to_numpy()
+    steps = [np.diff(draws[:, one], axis=1).std() for draws in (paths, apart)]
+    assert steps[0] < 0.9 * steps[1]
+    single = smoothed.by_recording()["run3"].sample(500, paths=True, seed=0)
+    np.testing.assert_array_equal(single, paths[:, one])
+    for other in (fitted.filter(mixed), fitted.smooth(mixed, lag=0)):
+        with pytest.raises(ValueError, match="given all observations"):
+            other.sample(2, paths=True)
+
+
 def test_scores_of_columns(data, fitted):
     new = data[data.run.isin(["run2", "run3"])]
     found = fitted.evaluate(new, smooth=True, horizon=2)

@@ -1,4 +1,4 @@
-"""Smoothing and forecasting: the state at t given later observations, and h steps ahead.
+"""Smoothing and forecasting: states given later observations, paths of them, and h steps ahead.
 
 A smoother runs its filter forwards, keeps every state, and steps back
 (`kbf.filters.kernel.smoother`); that needs the whole recording, or for a fixed lag the next L
@@ -129,6 +129,91 @@ def smooth(
         torch.stack([filter.estimate(state) for state in smoothed], 1),
         torch.stack(spreads, 1) if spreads else None,
     )
+
+
+@torch.no_grad()
+def sample_paths(
+    filter: Filter[Any],
+    obs: Shaped[Array, "1 T *x"],
+    n: int,
+    *,
+    mask: Shaped[Array, "1 T"] | None = None,
+    controls: Float[Array, "1 T k"] | None = None,
+    generator: Generator | None = None,
+) -> Float[Tensor, "n T d"]:
+    """Draw whole paths z_1, ..., z_T given all observations of a recording.
+
+    Forward filtering, backward sampling: z_T is drawn from the belief at T, and z_t for t = T - 1,
+    ..., 1 from p(z_t | z_{t+1}, x_1 ... x_t), the filter's step back from a belief that is certain
+    of the drawn z_{t+1}. It costs as much as smoothing a batch of n recordings.
+
+    Args:
+        filter: one with a ``smoother()``, and no stacking ensemble.
+        obs: ``1 T *x``. mask: ``1 T``. controls: ``1 T k``. As for `smooth`.
+        n: number of paths.
+        generator: of the draws.
+
+    Raises:
+        ValueError: a filter without a smoother, an ensemble, or as `kbf.filters.rollout.rollout`.
+
+    References: Carter and Kohn (1994); Godsill, Doucet and West (2004) for particles.
+    """
+    x, seen, acted = tensor_of(obs, "obs"), mask_of(mask), tensor_of(controls, "controls")
+    back = check_smoother(filter, None)
+    states: list[Any] = []
+    predicted: list[Any] = []
+
+    def keep(state: Any, obs: Tensor, mask: Tensor | None) -> None:
+        predicted.append(state)
+
+    rollout(filter, x, mask=seen, controls=acted, generator=generator, states=states, before=keep)
+    if seen is not None:  # whatever stands where nothing was observed
+        x = torch.where(seen.reshape(*seen.shape, *[1] * (x.ndim - 2)), x, torch.zeros_like(x))
+
+    def copies(value: Any) -> Any:
+        """A tensor, or the leaves of a state, n times."""
+        if isinstance(value, Tensor):
+            return value.expand(n, *value.shape[1:])
+        return type(value)(*map(copies, value))
+
+    def observed(state: Any, t: int) -> Any:
+        return observe(
+            filter, state, copies(x[:, t]), None if seen is None else copies(seen[:, t])
+        )[0]
+
+    certain = drawn(copies(states[-1]), generator)
+    path = [filter.estimate(certain)]
+    for t in reversed(range(len(states) - 1)):
+        now = FilterStep(copies(states[t]), copies(predicted[t]), partial(observed, t=t))
+        control = None if acted is None else copies(acted[:, t + 1])
+        certain = drawn(back(now, certain, control=control, generator=generator), generator)
+        path.append(filter.estimate(certain))
+    return torch.stack(path[::-1], 1)
+
+
+def drawn(state: Any, generator: Generator | None = None) -> Any:
+    """Draw one state of each belief of a batch, and return the beliefs that are certain of them.
+
+    Beliefs are normal, with ``mean`` and ``cov``, or samples with ``weights`` or ``log_weights``,
+    which may be negative: the positive part is a distribution.
+
+    Raises:
+        ValueError: another kind of belief.
+    """
+    if hasattr(state, "cov"):
+        values, vectors = torch.linalg.eigh(state.cov)
+        root = vectors * values.clamp_min(0).sqrt()[..., None, :]
+        noise = torch.randn(state.mean.shape, generator=generator).to(state.mean)
+        mean = state.mean + (root @ noise[..., None])[..., 0]
+        return state._replace(mean=mean, cov=torch.zeros_like(state.cov))
+    logarithms = hasattr(state, "log_weights")
+    if not logarithms and not hasattr(state, "weights"):
+        raise ValueError("a stacking ensemble has no paths: fit a single model, as model='kalman'")
+    weights = state.log_weights.exp() if logarithms else state.weights
+    positive = weights.clamp_min(0)
+    pick = torch.multinomial(positive.cpu(), 1, generator=generator).to(positive.device)
+    single = torch.zeros_like(weights).scatter(1, pick, 1)
+    return state._replace(**({"log_weights": single.log()} if logarithms else {"weights": single}))
 
 
 @torch.no_grad()

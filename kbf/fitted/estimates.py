@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from kbf.data.files.column_schema import WIDTH_OF_KIND, ColumnSchema
 from kbf.evaluation.calibration import (
@@ -46,6 +46,7 @@ class Estimates(Shown):
         *,
         state: Any = None,
         likelihood: Callable[[], Array | None] | None = None,
+        paths: Callable[[int, Generator], Tensor] | None = None,
     ) -> None:
         """Keep estimates in components, and decode them to columns.
 
@@ -57,10 +58,11 @@ class Estimates(Shown):
             source: where the rows come from.
             state: of the filter after the last row.
             likelihood: returns `log_likelihood`.
+            paths: draws n paths ``n T d``, of estimates from all observations.
         """
         self.result: Result = result
         self._schema, self._calibration = schema, calibration
-        self._source, self._likelihood = source, likelihood
+        self._source, self._likelihood, self._paths = source, likelihood, paths
         self.columns: list[str] = schema.columns("states")
         decoded = schema.decode(result.means, result.covariances)
         self.mean: Array = self._clip(stacked(decoded, self.columns))
@@ -160,23 +162,35 @@ class Estimates(Shown):
             radius2 = chi_square(level, C.shape[-1])
         return ((distance <= radius2) & known).numpy()
 
-    def sample(self, n: int, *, seed: int | None = None) -> Array:
-        """Draw n states of each row from N(mean, covariance), ``n T c``, independent between rows.
+    def sample(self, n: int, *, paths: bool = False, seed: int | None = None) -> Array:
+        """Draw n states of each row, ``n T c``, with the calibrated spread.
+
+        Args:
+            n: number of draws.
+            paths: draw whole paths given all observations, for estimates of
+                `FittedFilter.smooth`. Without it rows are independent, from N(mean, covariance).
+            seed: of the draws; None for another one in each call.
 
         Raises:
-            ValueError: a filter without covariances.
+            ValueError: a filter without covariances, or paths of other estimates.
         """
         self._spread()
         C, means = self.result.covariances, self.result.means
         assert C is not None
         generator = torch.Generator()
         generator.seed() if seed is None else generator.manual_seed(seed)
+        if paths:
+            if self._paths is None:
+                raise ValueError(
+                    "paths are drawn given all observations: "
+                    "fitted.smooth(data).sample(n, paths=True)"
+                )
+            return self._columns(self._paths(n, generator))
         noise = torch.randn(n, *means.shape, generator=generator, dtype=means.dtype)
         values, vectors = torch.linalg.eigh(C)
         root = vectors * values.clamp_min(0).sqrt()[:, None]
         draws = means + torch.einsum("tij,ntj->nti", root, noise)
-        decoded = stacked(self._schema.decode(draws.flatten(0, 1)), self.columns)
-        return self._clip(decoded).reshape(n, *self.mean.shape)
+        return self._columns(draws)
 
     def to_frame(self, level: float = 0.95) -> Any:
         """Return a DataFrame, on the index of the DataFrame that was filtered, if it was one.
@@ -283,7 +297,23 @@ class Estimates(Shown):
             whole = self.log_likelihood
             return None if whole is None else whole[rows]
 
-        return Estimates(some, self._schema, self._calibration, origin, likelihood=likelihood)
+        def paths(n: int, generator: Generator) -> Tensor:
+            assert self._paths is not None
+            return self._paths(n, generator)[:, torch.from_numpy(rows)]
+
+        return Estimates(
+            some,
+            self._schema,
+            self._calibration,
+            origin,
+            likelihood=likelihood,
+            paths=None if self._paths is None else paths,
+        )
+
+    def _columns(self, draws: Tensor) -> Array:
+        """Draws ``n T d`` in columns ``n T c``, within the bounds."""
+        decoded = stacked(self._schema.decode(draws.flatten(0, 1)), self.columns)
+        return self._clip(decoded).reshape(len(draws), *self.mean.shape)
 
     def _index(self) -> Any:
         import pandas as pd

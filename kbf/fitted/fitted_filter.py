@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Generator, Tensor
 
 from kbf.data.files.layout import Contents
 from kbf.filters.protocols import WITH_MEMORY, WITH_SMOOTHER
@@ -37,6 +38,7 @@ from kbf.fitted.runs import (
     log_likelihoods,
     moved,
     moved_from,
+    smoothed_paths,
     step_through,
 )
 from kbf.fitted.scores import baseline_nmse, column_scores, forecast_nmse
@@ -134,7 +136,7 @@ class FittedFilter(Summary):
         if lag not in self._smoothers:
             known = self.trained.calibration is not None
             self._smoothers[lag] = learn_smoothed(self.trained, lag=lag) if known else None
-        calibration, results = self._smoothers[lag], []
+        calibration, results, smoothed = self._smoothers[lag], [], []
         for piece in pieces:
             found = smooth(
                 self.trained.filter,
@@ -142,11 +144,22 @@ class FittedFilter(Summary):
                 lag=lag,
                 generator=torch.Generator(self._device).manual_seed(seed),
             )
+            smoothed.append(found)
             C = None if found.covariances is None else found.covariances[0].double().cpu()
             if C is not None and calibration is not None:
                 C = calibration.covariance(C)
             results.append(Result(found.estimates[0].double().cpu(), C, None, {}))
-        return self.estimates(in_order(results, rows), source, calibration=calibration)
+
+        def paths(n: int, generator: Generator) -> Tensor:
+            """Draws in the order of the rows of the input."""
+            drawn = smoothed_paths(self.trained, pieces, smoothed, calibration, n, generator)
+            return torch.cat(drawn, 1)[:, row_order(rows)]
+
+        settings: dict[str, Any] = {
+            "calibration": calibration,
+            "paths": paths if lag is None else None,
+        }
+        return self.estimates(in_order(results, rows), source, **settings)
 
     def forecast(
         self, data: Any, horizon: int, *, controls: Any = None, seed: int = 0

@@ -7,8 +7,10 @@ import torch
 from torch import Generator, Tensor
 
 from kbf.data.files.layout import Observations
+from kbf.evaluation.calibration import Calibration
 from kbf.filters.protocols import control_components, covariance_of, move
 from kbf.filters.rollout import batch_inputs, rollout
+from kbf.filters.smoothing import Smoothed, sample_paths
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.held_out_forecasts import ORIGINS_PER_BATCH
 from kbf.fitted.online_estimator import OnlineEstimator, StepInputs, concatenated, result_of
@@ -157,6 +159,48 @@ def log_likelihoods(
         has_row = where >= 0
         found[where[has_row].numpy()] = run.log_likelihood[0].double().cpu()[has_row].numpy()
     return found
+
+
+@torch.no_grad()
+def smoothed_paths(
+    trained: Trained,
+    pieces: list[Observations],
+    smoothed: list[Smoothed],
+    calibration: Calibration | None,
+    n: int,
+    generator: Generator,
+) -> list[Tensor]:
+    """Return draws ``n T d`` of the states of each recording given all of its observations.
+
+    The deviations of a path from the smoothed means are scaled by S^1/2 C^-1/2 where the
+    calibration makes the smoothed covariance C to S, so that each row has the calibrated spread.
+
+    Args:
+        trained: the filter.
+        pieces: the recordings. smoothed: of each, as learned, without calibration.
+        calibration: of the smoother, or None.
+        n: number of paths.
+        generator: of the draws.
+    """
+    found = []
+    for piece, each in zip(pieces, smoothed, strict=True):
+        batch = batch_of(trained, piece)
+        paths = sample_paths(trained.filter, n=n, **batch, generator=generator).double().cpu()
+        mean, C = each.estimates[0].double().cpu(), each.covariances
+        if C is not None and calibration is not None:
+            C = C[0].double().cpu()
+            scale = power(calibration.covariance(C), 0.5) @ power(C, -0.5)
+            paths = mean + ((paths - mean)[:, :, None] @ scale.mT)[:, :, 0]
+        found.append(paths)
+    return found
+
+
+def power(C: Tensor, exponent: float) -> Tensor:
+    """Return a power of positive semi-definite matrices ``*b d d``, 0 in their null spaces."""
+    values, vectors = torch.linalg.eigh(C)
+    least = torch.finfo(C.dtype).eps * C.shape[-1] * values.amax(-1, keepdim=True)
+    powers = torch.where(values > least, values.clamp_min(least) ** exponent, 0)
+    return (vectors * powers[..., None, :]) @ vectors.mT
 
 
 def batch_of(trained: Trained, piece: Observations) -> dict[str, Any]:

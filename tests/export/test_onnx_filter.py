@@ -127,7 +127,9 @@ def test_rotations_are_decoded_as_the_schema_does():
     from kbf.export import onnx_filter
 
     generator = np.random.default_rng(0)
-    for quaternion in Rotation.from_rotvec(generator.normal(size=(5, 3))).as_quat(scalar_first=True):
+    for quaternion in Rotation.from_rotvec(generator.normal(size=(5, 3))).as_quat(
+        scalar_first=True
+    ):
         matrix = from_quaternion(from_numpy(quaternion[None]))
         own = np.reshape(onnx_filter.from_quaternion(quaternion.tolist()), (1, 3, 3))
         np.testing.assert_allclose(own, matrix, atol=1e-12)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from kbf.data.dsprites import position_model
 from kbf.densities.learned_ssm import learn_model
 from kbf.densities.ridge import fit_ridge_map
+from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gaussian.ekf import ExtendedKalmanFilter
 from kbf.filters.gaussian.kalman import KalmanFilter, LearnedKalman, LinearModel
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
@@ -39,7 +41,7 @@ from kbf.filters.protocols import FilterStep
 from kbf.filters.regression.kernel_ridge import FrameRegression
 from kbf.filters.rollout import rollout
 from kbf.filters.scaling import ScaledFilter, Scaling
-from kbf.filters.smoothing import predict_ahead, smooth
+from kbf.filters.smoothing import predict_ahead, sample_paths, smooth
 from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.recording import Recording
 from kbf.ssm import OrientationModel, StateSpaceModel, gaussian_noise, oscillatory, rotate, simulate
@@ -87,8 +89,17 @@ def draw(m: LinearModel, b: int, T: int, seed: int = 0) -> Track:
 def fitted(
     m: LinearModel, x: Tensor, seen: list[int], at: int, moved: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of z_at given x_t, t in ``seen``: the joint Gaussian of all states,
-    written down and conditioned once.
+    """Mean and covariance of z_at given x_t, t in ``seen``."""
+    part = slice(at * len(m.a), (at + 1) * len(m.a))
+    mean, spread = conditioned(m, x, seen, moved)
+    return mean[part], spread[part, part]
+
+
+def conditioned(
+    m: LinearModel, x: Tensor, seen: list[int], moved: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Mean ``Td`` and covariance ``Td Td`` of all states given x_t, t in ``seen``: their joint
+    Gaussian, written down and conditioned once.
     """
     T, d = len(x), len(m.a)
     means, mean, blocks, cov = [], m.m0, {}, m.P0
@@ -108,9 +119,7 @@ def fitted(
     gain = joint @ H.mT @ torch.linalg.inv(S)
     stacked = torch.cat(means)
     found = stacked + gain @ (torch.cat([x[t] - m.c for t in seen]) - H @ stacked)
-    spread = joint - gain @ H @ joint
-    part = slice(at * d, (at + 1) * d)
-    return found[part], spread[part, part]
+    return found, joint - gain @ H @ joint
 
 
 GAUSSIAN: dict[str, Callable[[LinearModel], Any]] = {
@@ -136,6 +145,40 @@ def test_gaussian_smoothers_condition_the_joint_gaussian(kind, lag):
         mean, cov = fitted(m, x[k], seen, t)
         torch.testing.assert_close(found.estimates[k, t], mean, atol=1e-7, rtol=1e-7)
         torch.testing.assert_close(found.covariances[k, t], cov, atol=1e-7, rtol=1e-7)
+
+
+@pytest.mark.parametrize("kind", GAUSSIAN)
+def test_paths_of_gaussian_filters_have_the_joint_gaussian(kind):
+    m, T, n = linear(), 5, 40_000
+    x = draw(m, 1, T).obs
+    mask = torch.tensor([[True, True, False, True, True]])
+    drawn = sample_paths(GAUSSIAN[kind](m), x, n, mask=mask, generator=generator(3)).flatten(1)
+    mean, cov = conditioned(m, x[0], [0, 1, 3, 4])
+    std = cov.diagonal().sqrt()
+    assert ((drawn.mean(0) - mean) / std).abs().max() < 5 / math.sqrt(n)
+    errors = (drawn.mT.cov() - cov) / (std[:, None] * std)
+    assert errors.abs().max() < 5 * math.sqrt(2 / n)
+
+
+def test_paths_of_particles_have_the_smoothed_moments():
+    m, n = linear(), 4000
+    x, g = draw(m, 1, 12).obs, generator(1)
+    start = m.m0 + gaussian_noise(torch.Size([2000]), m.P0, g)
+    drawn = sample_paths(BootstrapFilter(as_state_space(m), start, 2000), x, n, generator=g)
+    mean, cov = conditioned(m, x[0], list(range(12)))
+    errors = (drawn.flatten(1).mean(0) - mean) / cov.diagonal().sqrt()
+    assert errors.abs().max() < 0.2
+    step = (drawn[:, 1:] - drawn[:, :-1]).var(0).sum()  # of neighbours, not of single steps
+    D = torch.eye(24, dtype=F64)[2:] - torch.eye(24, dtype=F64)[:-2]
+    assert step == pytest.approx(float((D @ cov @ D.mT).trace()), rel=0.1)
+
+
+def test_an_ensemble_has_no_paths():
+    members = {name: KalmanFilter(linear()) for name in "ab"}
+    half, spreads = torch.full((2, 2), 0.5, dtype=F64), torch.eye(2, dtype=F64).expand(2, 2, 2)
+    both = EnsembleFilter(members, half, spreads)
+    with pytest.raises(ValueError, match="a stacking ensemble has no paths"):
+        sample_paths(both, draw(linear(), 1, 3).obs, 2)
 
 
 def test_kalman_smoother_with_controls():
@@ -210,18 +253,28 @@ def chain() -> Chain:
     )
 
 
-def enumerated(c: Chain, x: list[int], seen: list[bool], controls: list[int]) -> Tensor:
-    """p(z_t | all x), ``T 4``, by the probability of each of 4^(T+1) paths."""
-    found = torch.zeros(len(x), 4, dtype=F64)
+def path_probabilities(
+    c: Chain, x: list[int], seen: list[bool], controls: list[int]
+) -> dict[tuple[int, ...], float]:
+    """p(z_1 ... z_T | all x) of each path, by enumeration."""
+    found: dict[tuple[int, ...], float] = {}
     for path in itertools.product(range(4), repeat=len(x) + 1):
         p = float(c.prior[path[0]])
         for t, (i, j) in enumerate(itertools.pairwise(path)):
             p *= float(c.moves[controls[t], j, i]) * (
                 float(c.likelihood[j, x[t]]) if seen[t] else 1.0
             )
-        for t, j in enumerate(path[1:]):
+        found[path[1:]] = found.get(path[1:], 0.0) + p
+    return {path: p / sum(found.values()) for path, p in found.items()}
+
+
+def enumerated(c: Chain, x: list[int], seen: list[bool], controls: list[int]) -> Tensor:
+    """p(z_t | all x), ``T 4``, by the probability of each path."""
+    found = torch.zeros(len(x), 4, dtype=F64)
+    for path, p in path_probabilities(c, x, seen, controls).items():
+        for t, j in enumerate(path):
             found[t, j] += p
-    return found / found.sum(-1, keepdim=True)
+    return found
 
 
 @pytest.mark.parametrize("controlled", [False, True])
@@ -239,6 +292,28 @@ def test_density_smoother_is_the_sum_over_all_paths(controlled):
     given: dict[str, Any] = {"controls": tensor(u)[None, :, None]} if controlled else {}
     found = smooth(f, tensor(x)[None, :, None], mask=torch.tensor([seen]), **given).estimates[0]
     torch.testing.assert_close(found, enumerated(c, x, seen, u if controlled else [0] * 5))
+
+
+@pytest.mark.parametrize("controlled", [False, True])
+def test_paths_of_a_chain_have_their_probabilities(controlled):
+    c, x, seen, u = chain(), [0, 2, 1, 1, 0], [True, True, False, True, True], [0, 1, 1, 0, 1]
+    transition = Chosen(c.moves) if controlled else Operator(c.moves[0])
+    f = KernelBayesFilter(
+        torch.eye(4, dtype=F64),
+        transition,
+        None,
+        Table(c.likelihood),
+        prior=c.prior,
+        normalise=True,
+    )
+    given: dict[str, Any] = {"controls": tensor(u)[None, :, None]} if controlled else {}
+    n, mask = 20_000, torch.tensor([seen])
+    drawn = sample_paths(f, tensor(x)[None, :, None], n, mask=mask, generator=generator(), **given)
+    assert drawn.shape == (n, 5, 4)
+    expected = path_probabilities(c, x, seen, u if controlled else [0] * 5)
+    counted = Counter(map(tuple, drawn.argmax(-1).tolist()))
+    for path, p in expected.items():
+        assert abs(counted[path] / n - p) < 5 * math.sqrt(p * (1 - p) / n) + 1e-12, path
 
 
 def test_likelihood_of_the_future():
