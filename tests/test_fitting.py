@@ -317,8 +317,9 @@ def test_paths_of_smoothed_estimates(data, fitted):
     assert np.abs(off).max() < 6 / np.sqrt(500)
     np.testing.assert_allclose(paths.std(0), smoothed.std, rtol=0.25)
     one = (mixed.run == "run3").to_numpy()
-    steps = [np.diff(draws[:, one], axis=1).std() for draws in (paths, apart)]
-    assert steps[0] < 0.9 * steps[1]
+    off_mean = [(draws - smoothed.mean)[:, one] / smoothed.std[one] for draws in (paths, apart)]
+    steps = [np.diff(deviations, axis=1).std() for deviations in off_mean]
+    assert steps[0] < 0.95 * steps[1]
     single = smoothed.by_recording()["run3"].sample(500, paths=True, seed=0)
     np.testing.assert_array_equal(single, paths[:, one])
     for other in (fitted.filter(mixed), fitted.smooth(mixed, lag=0)):

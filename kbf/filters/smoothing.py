@@ -19,6 +19,9 @@ from kbf.filters.rollout import rollout
 from kbf.recording import Array, mask_of, tensor_of
 from kbf.runtime import html_repr
 
+# Paths that are drawn in one batch: some filters step back in O(P^2) numbers for each.
+PATHS_AT_A_TIME = 200
+
 
 class Smoothed(NamedTuple):
     """Estimates ``b T d`` of z_t given all observations, or x_1 ... x_{t+L}.
@@ -170,25 +173,30 @@ def sample_paths(
     if seen is not None:  # whatever stands where nothing was observed
         x = torch.where(seen.reshape(*seen.shape, *[1] * (x.ndim - 2)), x, torch.zeros_like(x))
 
-    def copies(value: Any) -> Any:
-        """A tensor, or the leaves of a state, n times."""
-        if isinstance(value, Tensor):
-            return value.expand(n, *value.shape[1:])
-        return type(value)(*map(copies, value))
+    def path(count: int) -> Tensor:
+        """Draw so many paths, ``count T d``."""
 
-    def observed(state: Any, t: int) -> Any:
-        return observe(
-            filter, state, copies(x[:, t]), None if seen is None else copies(seen[:, t])
-        )[0]
+        def copies(value: Any) -> Any:
+            """A tensor, or the leaves of a state, for each path."""
+            if isinstance(value, Tensor):
+                return value.expand(count, *value.shape[1:])
+            return type(value)(*map(copies, value))
 
-    certain = drawn(copies(states[-1]), generator)
-    path = [filter.estimate(certain)]
-    for t in reversed(range(len(states) - 1)):
-        now = FilterStep(copies(states[t]), copies(predicted[t]), partial(observed, t=t))
-        control = None if acted is None else copies(acted[:, t + 1])
-        certain = drawn(back(now, certain, control=control, generator=generator), generator)
-        path.append(filter.estimate(certain))
-    return torch.stack(path[::-1], 1)
+        def observed(state: Any, t: int) -> Any:
+            known = None if seen is None else copies(seen[:, t])
+            return observe(filter, state, copies(x[:, t]), known)[0]
+
+        certain = drawn(copies(states[-1]), generator)
+        found = [filter.estimate(certain)]
+        for t in reversed(range(len(states) - 1)):
+            now = FilterStep(copies(states[t]), copies(predicted[t]), partial(observed, t=t))
+            control = None if acted is None else copies(acted[:, t + 1])
+            certain = drawn(back(now, certain, control=control, generator=generator), generator)
+            found.append(filter.estimate(certain))
+        return torch.stack(found[::-1], 1)
+
+    counts = [min(PATHS_AT_A_TIME, n - first) for first in range(0, n, PATHS_AT_A_TIME)]
+    return torch.cat([path(count) for count in counts])
 
 
 def drawn(state: Any, generator: Generator | None = None) -> Any:
@@ -206,14 +214,18 @@ def drawn(state: Any, generator: Generator | None = None) -> Any:
         noise = torch.randn(state.mean.shape, generator=generator).to(state.mean)
         mean = state.mean + (root @ noise[..., None])[..., 0]
         return state._replace(mean=mean, cov=torch.zeros_like(state.cov))
-    logarithms = hasattr(state, "log_weights")
-    if not logarithms and not hasattr(state, "weights"):
+    name = "log_weights" if hasattr(state, "log_weights") else "weights"
+    if (weights := getattr(state, name, None)) is None:
         raise ValueError("a stacking ensemble has no paths: fit a single model, as model='kalman'")
-    weights = state.log_weights.exp() if logarithms else state.weights
-    positive = weights.clamp_min(0)
+    positive = weights.exp() if name == "log_weights" else weights.clamp_min(0)
     pick = torch.multinomial(positive.cpu(), 1, generator=generator).to(positive.device)
-    single = torch.zeros_like(weights).scatter(1, pick, 1)
-    return state._replace(**({"log_weights": single.log()} if logarithms else {"weights": single}))
+    if hasattr(state, "particles"):  # the others are not required
+        at = pick[..., None].expand(-1, -1, state.particles.shape[-1])
+        sure = torch.zeros_like if name == "log_weights" else torch.ones_like
+        return state._replace(
+            **{"particles": state.particles.gather(1, at), name: sure(positive[:, :1])}
+        )
+    return state._replace(weights=torch.zeros_like(weights).scatter(1, pick, 1))
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """The data set of a user's files: ``data=own``."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
