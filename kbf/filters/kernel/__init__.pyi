@@ -5,6 +5,7 @@ from kbf.filters.kernel import (
     filter as filter,
     hyperparameters as hyperparameters,
     kbf as kbf,
+    kernel_bayes_smoother as kernel_bayes_smoother,
     moment_matching as moment_matching,
     operators as operators,
     simulated_kbf as simulated_kbf,
