@@ -31,7 +31,6 @@ from studies.papers import EXPERIMENTS
 from studies.papers.base import Experiment, Verdict, counted
 from studies.papers.dependencies import code_hash
 
-
 # Longer tables of rows are compressed: 10,000 rows are about 1 MB of text.
 MAX_PLAIN_ROWS = 10_000
 

@@ -165,6 +165,8 @@ def composed(words: tuple[str, ...]) -> tuple[str, dict]:
 
 def run_words(words: list[str]) -> int:
     """Run a command that must not fail; returns its exit code."""
+    if "-m" in words:
+        return main(words)
     command, config = composed(tuple(words))
     code = execute(command, copy.deepcopy(config))
     return code if isinstance(code, int) else 0
@@ -174,8 +176,9 @@ def operations(words: list[str], folder: Path, make: Callable[[Path], None]) -> 
     """How many operations on files a command needs: it is run once, and counted."""
     folder.mkdir(parents=True)
     make(folder)
-    with standing_in(folder):
-        composed(tuple(words))
+    if "-m" not in words:
+        with standing_in(folder):
+            composed(tuple(words))
 
     def work() -> int:
         killer = Killer(folder, None)

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from kbf.cli import main
+from kbf.commands.support.run_states import read_runs
+from kbf.fitted.checkpoint import BEST
 from studies.stress.cases import (
     CHECKPOINT,
     Killer,
@@ -83,6 +85,15 @@ def resumed(folder: Path) -> list[str]:
     )
 
 
+def swept(folder: Path) -> object:
+    """Weights and errors of the runs of a sweep, all of which must be finished."""
+    runs = read_runs(folder / "sweep")
+    if (states := {each.state for each in runs}) != {"finished"}:
+        return states
+    errors = [{k: v for k, v in run.metrics.items() if k.endswith("mse")} for run in runs]
+    return errors, [tensors(run.folder / "checkpoints" / BEST) for run in runs]
+
+
 def compared(folder: Path) -> object:
     """The rows of a comparison, without times."""
     with (folder / "run" / "runs.csv").open() as file:
@@ -103,22 +114,15 @@ def restarted(folder: Path) -> list[str]:
     return VICTIMS["filter"].words
 
 
+SMALL_LSTM = [
+    *("model=lstm", "n_train=60", "data.n_test=10", "model.training.epochs=3"),
+    *("model.training.window=5", "model.training.folds=1", "+model.net.hidden=4"),
+    *("logger=none", "particles=50", "calibrate=false"),
+]
+SWEEP = ["train", "-m", *SMALL_LSTM, "seed=0,1,2", "hydra.sweep.dir=sweep"]
 VICTIMS = {
-    "train": Victim(
-        [
-            "train",
-            "model=lstm",
-            "n_train=60",
-            "data.n_test=10",
-            "model.training.epochs=3",
-            "model.training.window=5",
-            "model.training.folds=1",
-        ]
-        + ["+model.net.hidden=4", "run_dir=run", "logger=none", "particles=50", "calibrate=false"],
-        resumed,
-        trained,
-        60,
-    ),
+    "train": Victim(["train", *SMALL_LSTM, "run_dir=run"], resumed, trained, 60),
+    "sweep": Victim(SWEEP, lambda folder: SWEEP, swept, 30),
     "compare": Victim(
         [
             "compare",

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from studies.stress import ROOT, bad_inputs, damage, endurance, kills
+from studies.stress import ROOT, bad_inputs, damage, endurance, kills, losses
 from studies.stress.cases import Outcome, small_checkpoint
 
 OTHER_COMMANDS = ["compare in processes", "append", "export", "data", "render"]
@@ -24,9 +24,10 @@ SECTIONS = {
     "bad_inputs": bad_inputs.run,
     "damage": damage.run,
     "endurance": endurance.run,
+    "losses": losses.run,
     **{
         f"kills_{name}": functools.partial(kills.run, names=[name])
-        for name in ("train", "compare", "filter")
+        for name in ("train", "compare", "filter", "sweep")
     },
     "kills_of_others": functools.partial(kills.run, names=OTHER_COMMANDS),
 }

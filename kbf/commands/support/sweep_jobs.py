@@ -9,7 +9,7 @@ from typing import Any
 from kbf.commands.support.console import print_notes
 from kbf.commands.support.run_states import read_json
 from kbf.commands.train import settings_of
-from kbf.fitted.checkpoint import BEST, LAST
+from kbf.fitted.checkpoint import BEST, LAST, CheckpointError, read_checkpoint
 from kbf.runtime.provenance import changes, commit, files_of, sums_of
 from kbf.runtime.run_folders import ABOUT, CLAIM, RESULT, locked
 from kbf.training.callbacks import ENCODERS
@@ -49,7 +49,8 @@ def claimed(directory: Path) -> Iterator[None]:
 def remaining(config: dict[str, Any]) -> dict[str, Any] | None:
     """Return the configuration that finishes a run, or None if it is finished.
 
-    A run that was cut continues from its last checkpoint.
+    A run that was cut continues from its last checkpoint. One whose checkpoints are lost or damaged
+    starts again.
 
     Raises:
         DifferentRun: the folder holds a run with other settings, data or code.
@@ -58,9 +59,12 @@ def remaining(config: dict[str, Any]) -> dict[str, Any] | None:
     if config["overwrite"] or config["ckpt_path"] is not None:
         return config
     checkpoints, whole = directory / "checkpoints", bool(read_json(directory / RESULT))
-    last = next((c for name in (LAST, ENCODERS) if (c := checkpoints / name).exists()), None)
-    if not whole and last is None:  # a best model alone: it was cut between two files
-        return {**config, "overwrite": True} if (checkpoints / BEST).exists() else config
+    best, encoders = (readable(checkpoints / name) for name in (BEST, ENCODERS))
+    last = checkpoints / LAST if readable(checkpoints / LAST) and best else None
+    last = last or (checkpoints / ENCODERS if encoders else None)
+    if (whole and not best) or (not whole and last is None):  # cut between two files, or damaged
+        begun = whole or any(checkpoints.glob("*.ckpt"))
+        return {**config, "overwrite": True} if begun else config
     if found := differences(config, read_json(directory / ABOUT)):
         raise DifferentRun(
             f"{directory} holds {'a finished' if whole else 'an interrupted'} run that differs "
@@ -70,6 +74,18 @@ def remaining(config: dict[str, Any]) -> dict[str, Any] | None:
     if whole:
         return None
     return {**config, "ckpt_path": str(last), "explicit": False, "trust": True}
+
+
+def readable(path: Path) -> bool:
+    """Return whether there is a checkpoint that can be read; a note names one that cannot."""
+    if not path.exists():
+        return False
+    try:
+        read_checkpoint(path)
+    except CheckpointError as error:
+        print_notes([f"{error}: the run does not continue from it"])
+        return False
+    return True
 
 
 def differences(config: dict[str, Any], record: dict[str, Any]) -> list[str]:
