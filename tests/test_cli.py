@@ -345,7 +345,20 @@ def test_every_choice_composes():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trian"], "no command 'trian'"),
+        (["trian"], "no command 'trian'; did you mean 'train'?"),
+        (["data", "chek"], "'chek' is no setting: write key=value; did you mean 'data check'?"),
+        (["show"], "no command 'show'; did you mean 'runs show'?"),
+        (["train", "model=kalmann"], "there is no model 'kalmann'; did you mean 'kalman'?"),
+        (["train", "data=rotatoin"], "there is no data 'rotatoin'; did you mean 'rotation'?"),
+        (
+            ["train", "data=own", "data.path=a.csv", "model=ukf"],
+            "model ukf requires the equations of the system, and data=own has none",
+        ),
+        (
+            ["compare", "data=own", "data.path=a.csv", "models=[kalman,particle]"],
+            "model particle requires the equations of the system, and data=own has none",
+        ),
+        (["train", "data.states=[CO(GT)]"], """'key=["a (b)"]'"""),
         (["train", "--fast"], "no option --fast"),
         (["train", "n_trian=5"], "there is no setting n_trian; did you mean n_train?"),
         (
@@ -358,8 +371,7 @@ def test_every_choice_composes():
         (["train", "model=kalman", "run_dir=/dev/null/run", "n_train=20"], "/dev/null/run"),
         (
             ["train", "model=none_such"],
-            "Could not find 'model/none_such' Available options in 'model': auto backprop_kf dpf "
-            "ekf",
+            "there is no model 'none_such'; there are auto, backprop_kf, dpf, ekf",
         ),
         (
             ["train", "model=lstm", "model.training.widow=5"],
@@ -384,8 +396,8 @@ def test_every_choice_composes():
         ),
         (["evaluate"], "Missing mandatory value: checkpoint"),
         (["evaluate", "checkpoint=none.ckpt"], "there is no checkpoint none.ckpt"),
-        (["evaluate", "checkpoint=none.ckpt", "data=none_such"], "Could not find 'data/none_such'"),
-        (["compare", "models=[none_such]"], "Could not find 'model/none_such'"),
+        (["evaluate", "checkpoint=none.ckpt", "data=none_such"], "there is no data 'none_such'"),
+        (["compare", "models=[none_such]"], "there is no model 'none_such'"),
         (["data", "n_train=abc"], "n_train must be a whole number, got 'abc'"),
         (["compare", "n_train=100,-5"], "n_train must be at least 0, got -5"),
     ],

@@ -169,7 +169,11 @@ def test_what_the_net_under_a_model_tried_is_in_the_table_the_file_and_tensorboa
     } <= {row["candidate"] for row in rows}
     taken = [row["candidate"] for row in rows if row["weight"]]
     assert sum(float(row["weight"]) for row in rows if row["weight"]) == pytest.approx(1)
-    assert f"selected by held-out error: {', '.join(taken)}" in capsys.readouterr().out
+    weighted = [{"candidate": r["candidate"], "nmse": float(r["nmse"])} for r in rows if r["nmse"]]
+    weighted = [{**r, "weight": 1 if r["candidate"] in taken else None} for r in weighted]
+    how = ("selected by held-out error", "kept, since no other is significantly better")
+    shown = how[search_report.was_kept(weighted)]
+    assert f"{shown}: {', '.join(taken)}" in capsys.readouterr().out
     events = EventAccumulator(str(tmp_path)).Reload()
     for row in rows:
         if row["nmse"]:
@@ -178,3 +182,25 @@ def test_what_the_net_under_a_model_tried_is_in_the_table_the_file_and_tensorboa
             )
     (text,) = events.Tensors("candidates/text_summary")
     assert "| search | candidate | NMSE |" in text.tensor_proto.string_val[0].decode()
+
+
+@pytest.mark.parametrize(
+    ("nmse", "weights", "how"),
+    [
+        ((0.1, 0.2, 0.05), (1.0, None, None), "selected by held-out error: kbf"),
+        ((0.2, 0.1, 0.05), (1.0, None, None), "kept, since no other is significantly better: kbf"),
+        ((0.2, 0.1, 0.05), (None, 1.0, None), "selected by held-out error: kalman"),
+        ((0.2, 0.1, 0.05), (0.3, 0.7, None), "selected by held-out error: kbf, kalman"),
+        ((0.1, None, None), (1.0, None, None), "selected by held-out error: kbf"),
+    ],
+)
+def test_what_is_kept_is_not_called_the_best(capsys, nmse, weights, how):
+    names = ("kbf", "kalman", "stack")
+    rows = [
+        dict(zip(search_report.HEADINGS, ("", name, error, 0.1, 1.0, weight, ""), strict=True))
+        for name, error, weight in zip(names, nmse, weights, strict=True)
+    ]
+    search_report.print_candidates(
+        [{"nmse" if key == "NMSE" else key: value for key, value in row.items()} for row in rows]
+    )
+    assert how in capsys.readouterr().out

@@ -1,7 +1,9 @@
 """Errors as one line on standard error: which ones are expected, and their text."""
 
+import difflib
 import re
 import sys
+from collections.abc import Iterable
 
 from kbf.runtime.optional_dependencies import missing
 
@@ -19,6 +21,18 @@ PLUGINS = {
 
 # Hydra's messages end with its search path, its name of a key, or a link to its manual.
 ENDINGS = re.compile(r"Config search path|full_key:|See https://hydra.cc")
+
+
+# Hydra's message about a name that no file of a group has.
+NO_CHOICE = re.compile(
+    r"Could not find '([\w/]+)/([^/']+)'\s+Available options in '[^']+':\s+(.*)", re.DOTALL
+)
+
+
+def similar(word: str, known: Iterable[str]) -> str:
+    """Returns a hint at the most similar of several words; nothing without one."""
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def refuse(reason: str, command: str = "") -> int:
@@ -54,5 +68,9 @@ def one_line(error: Exception) -> str:
         return missing(*PLUGINS[absent[1]], "this sweep")
     if type(error).__module__.startswith("hydra") and error.__cause__ is not None:
         texts.append(str(error.__cause__))
+    if choice := NO_CHOICE.search(texts[0]):
+        group, name, choices = choice[1], choice[2], ENDINGS.split(choice[3])[0].split()
+        hint = similar(name, choices) or f"; there are {', '.join(choices)}"
+        return f"there is no {group} {name!r}{hint}"
     shown = [" ".join(ENDINGS.split(text)[0].split()) for text in texts]
     return ": ".join(text for text in shown if text)

@@ -11,7 +11,7 @@ from typing import Any
 
 from kbf import __version__
 from kbf.cli.commands import COMMANDS
-from kbf.cli.errors import expected, one_line, refuse
+from kbf.cli.errors import expected, one_line, refuse, similar
 from kbf.cli.execution import execute
 from kbf.cli.help import command_help, general_help
 from kbf.cli.sweep import multirun, root_logger_restored
@@ -88,7 +88,9 @@ def interpret(argv: list[str]) -> int:
         words[:2] = [two_words]
     command, *overrides = words
     if command not in COMMANDS:
-        return refuse(f"there is no command {command!r}; see kbf --help")
+        return refuse(
+            f"there is no command {command!r}{similar(command, COMMANDS)}; see kbf --help"
+        )
     if "--list" in options and command not in ("reproduce", "bench"):
         return refuse("there is no option --list; see kbf --help")
     if "--watch" in options and command != "runs":
@@ -101,7 +103,8 @@ def interpret(argv: list[str]) -> int:
     for word in overrides:
         key, equals, _ = word.partition("=")
         if not key.lstrip("+~") or not (equals or key.startswith("~")):
-            reason = f"{word!r} is no setting: write key=value; see kbf {command} --help"
+            hint = similar(f"{command} {word}", COMMANDS)
+            reason = f"{word!r} is no setting: write key=value{hint}; see kbf {command} --help"
             return refuse(reason, command)
     if "--multirun" not in options:
         overrides = [literal_path(word) for word in overrides]

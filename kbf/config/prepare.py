@@ -123,6 +123,8 @@ def completed(command: str, composed: Any, named: set[str]) -> dict[str, Any]:
     recipe = {key: unresolved[key] for key in RECIPE}
     if command == "compare":
         return comparison(composed, recipe)
+    if "model" in unresolved:
+        check_equations(unresolved["model"], unresolved["data"])
     late = ("model",) if incomplete(recipe) else ()
     config = {**unresolved, **referring(composed, skip=late)}
     settings = {key.split(".")[0] for key in named}
@@ -229,8 +231,7 @@ def make_absolute(data: Any) -> None:
     several = OmegaConf.is_list(data.path)
     with environment_as_text():
         paths = [str(path) for path in (data.path if several else [data.path])]
-        refers = any(map(variables_named, paths))
-    if not refers:
+    if not any(map(variables_named, paths)):
         found = [as_text(str(Path(path).expanduser().resolve())) for path in paths]
         data.path = found if several else found[0]
 
@@ -283,6 +284,7 @@ def comparison(composed: Any, recipe: dict[str, Any]) -> dict[str, Any]:
         with composing("train", words, folders=folders) as whole:
             net = plain(whole, resolve=False)["model"]
         name = str(net["name"])
+        check_equations(net, recipe["data"])
         if name in bases:
             raise ValueError(
                 f"models: two of them have the name {name!r}, which identifies their results: "
@@ -293,6 +295,17 @@ def comparison(composed: Any, recipe: dict[str, Any]) -> dict[str, Any]:
     with unlocked(composed):
         composed.n_train = recipe["n_train"]
     return {**plain(composed, skip=("trainer",)), **several, "recipe": recipe, "bases": bases}
+
+
+def check_equations(model: dict[str, Any], data: dict[str, Any]) -> None:
+    """Raise a ValueError for a filter with the true equations, on data that has none."""
+    net = model.get("net")
+    refers = isinstance(net, dict) and "${data.problem}" in net.values()
+    if refers and data.get("problem", "") is None:
+        raise ValueError(
+            f"model {model['name']} requires the equations of the system, and data={data['name']} "
+            "has none: kalman, ukf_learned and particle_learned learn them from the recordings"
+        )
 
 
 def on_a_checkpoint(composed: Any) -> dict[str, Any]:

@@ -224,7 +224,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the contents of a checkpoint, on the CPU; nothing in the file is executed.
 
     Args:
-        path: of the file, or ``example:NAME``.
+        path: of the file or of the folder of a run, or ``example:NAME``.
 
     Raises:
         CheckpointError: no such file, damaged, of another project, or of a version that this one
@@ -232,7 +232,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     file = checkpoint_file(path)
     if not file.is_file():
-        raise CheckpointError(f"there is no checkpoint {path}")
+        where = f" in the folder {path}" if file.is_dir() else f" {path}"
+        raise CheckpointError(f"there is no checkpoint{where}")
     try:
         check_archive(file)
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
@@ -304,12 +305,16 @@ def check_contents(checkpoint: dict[str, Any]) -> None:
 def checkpoint_file(path: str | os.PathLike[str]) -> Path:
     """Return the file of a checkpoint; ``example:NAME`` is one that comes with kbf.
 
+    A folder of a run stands for ``checkpoints/best.ckpt`` in it.
+
     Raises:
         CheckpointError: no example has this name.
     """
     name = str(path).removeprefix("example:")
     if name == str(path):
-        return Path(path)
+        file = Path(path).expanduser()
+        inside = [file / "checkpoints" / "best.ckpt", file / "best.ckpt"]
+        return next((each for each in inside if each.is_file()), file)
     files = sorted((Path(__file__).parents[1] / "checkpoints").glob("*.ckpt"))
     shipped = {file.stem: file for file in files}
     if name not in shipped:

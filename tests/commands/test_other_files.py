@@ -3,6 +3,10 @@
 Each kind has an ordinary twin, of which nothing is reported.
 """
 
+import shlex
+import subprocess
+import sys
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -312,3 +316,29 @@ def test_texts_with_decimal_commas_and_compressed_ones_are_filtered(kalman, fold
         found.append(pd.read_csv(folder / "out.csv")[["x", "y", "x_std"]])
     for each in found[1:]:
         np.testing.assert_allclose(each, found[0], rtol=1e-8)
+
+
+def test_a_folder_of_a_run_is_its_checkpoint(kalman, folder, capsys):
+    new, run = recorded(seed=1), kalman.parents[1]
+    expected, _ = estimated(kalman, new, folder, capsys)
+    for path in (run, kalman.parent):
+        found, _ = estimated(path, new, folder, capsys)
+        pd.testing.assert_frame_equal(found, expected)
+    assert kbf.load(run).model_name == "kalman"
+    (folder / "empty").mkdir(exist_ok=True)
+    assert main(["evaluate", f"checkpoint={folder / 'empty'}"]) == 2
+    assert f"there is no checkpoint in the folder {folder / 'empty'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--version"], ["data", "check", "FILE", *ROLES, "run_dir=RUN"]])
+def test_python_m_kbf_and_a_closed_standard_output(folder, words):
+    recorded(120).to_csv(folder / "check.csv", index=False)
+    path, run = folder / "check.csv", folder / "check"
+    words = [w.replace("FILE", str(path)).replace("RUN", str(run)) for w in words]
+    command = " ".join(map(shlex.quote, [sys.executable, "-m", "kbf", *words]))
+    for ending in ("", " >&-"):
+        found = subprocess.run(
+            command + ending, shell=True, capture_output=True, text=True, check=False
+        )
+        assert (found.returncode, "Traceback" in found.stderr) == (0, False), found.stderr
+    assert words == ["--version"] or (run / "report.md").exists()

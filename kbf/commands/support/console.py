@@ -31,9 +31,8 @@ from kbf.runtime.errors import DataWarning
 PIPE_WIDTH = 160
 
 # Where the commands print.
-console: Console = Console(
-    width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
-)
+is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it was closed (>&-)
+console: Console = Console(width=None if is_terminal or "COLUMNS" in os.environ else PIPE_WIDTH)
 
 
 def print_notes(notes: Iterable[str]) -> None:
