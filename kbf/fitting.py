@@ -120,8 +120,8 @@ def fit(
         device: ``"cpu"`` or ``"cuda"``.
         threads: of the computation, restored afterwards; one is fastest where matrices are small.
             Where other processes need the cores, set the environment variable
-            ``OMP_WAIT_POLICY=PASSIVE`` before Python starts: OpenMP reads it when PyTorch is loaded.
-            None leaves them.
+            ``OMP_WAIT_POLICY=PASSIVE`` before Python starts: OpenMP reads it when PyTorch is
+            loaded. None leaves them.
         progress: show what is fitted, in terminals and notebooks.
 
     Raises:

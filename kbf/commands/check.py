@@ -14,6 +14,7 @@ from kbf.plots.charts import scatter_figure, series_figure
 from kbf.plots.tracks import save
 from kbf.runtime.atomic_files import write_json, write_text
 from kbf.runtime.instantiate import build
+from kbf.runtime.interpolation import masked
 from kbf.runtime.provenance import files_of, provenance
 from kbf.runtime.run_folders import ABOUT
 
@@ -34,7 +35,7 @@ def run(config: dict[str, Any]) -> int:
         raise ValueError(f"kbf data check reads recordings from your files, not data={name}")
     report = examine(data)
     directory, path = Path(config["run_dir"]), str(config["data"]["path"])
-    write_text(directory / "report.md", markdown(path, report))
+    write_text(directory / "report.md", masked(markdown(path, report), config))
     save(
         series_figure(all_columns(data), parts_of_steps(data), title=path), directory / "series.png"
     )

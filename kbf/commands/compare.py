@@ -28,7 +28,7 @@ from kbf.data.dataset import completed, load_data
 from kbf.evaluation.floors import data_floor
 from kbf.fitted.held_out_calibration import learn
 from kbf.runtime.atomic_files import scratch, sweep
-from kbf.runtime.interpolation import incomplete, resolved
+from kbf.runtime.interpolation import incomplete, masked, resolved
 from kbf.runtime.provenance import commit, files_of, provenance, sha256
 from kbf.runtime.run_folders import ABOUT
 from kbf.training.fit import train
@@ -244,7 +244,8 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     if data.test_part:
         known = sum(int(r.states.isfinite().all(1).sum()) for r in data.test)
         share = known / sum(len(r.states) for r in data.train) if data.train else None
-        about_run |= {"test_part": data.test_part, "test_share": share}
+        part = masked(data.test_part, cell.config)  # the name of a file may be a secret's
+        about_run |= {"test_part": part, "test_share": share}
     if cell.model == FLOOR:
         least = data_floor(data, particles=config["particles"], seed=cell.seed, covariances=True)
         scores = {"test.mse": None}

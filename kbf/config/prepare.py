@@ -179,21 +179,22 @@ def complete_run_dir(composed: Any, named: set[str]) -> None:
 def names_in_folder(composed: Any, named: set[str]) -> list[str]:
     """Returns names that a default run directory ends with, which tell runs of a command apart.
 
-    They are the models of a comparison, if the command line names them; the run that a checkpoint
-    is of, or its own name; and the file of recordings, of a command without a model.
+    They are the run that a checkpoint is of, or its own name; of commands without a checkpoint and
+    a single model the file of recordings, and the models of a comparison, if the command line names
+    them.
     """
-    if "models" in named and composed.get("models"):
-        models = composed.models
-        return [models] if isinstance(models, str) else [str(model) for model in models]
     if "checkpoint" in composed:
         path = Path(str(composed.checkpoint).removeprefix("example:")).absolute()
         in_run = path.parent.name == "checkpoints"
         return [path.parent.parent.name if in_run else path.stem]
-    if "model" not in composed and "models" not in composed and "data" in composed:
-        files = plain(composed.data, resolve=False).get("path")
-        first = files[0] if isinstance(files, list) and files else files
-        return [re.sub(r"[^\w.+-]+", "_", Path(str(first)).stem)] if first else []
-    return []
+    if "model" in composed or "data" not in composed:  # the folder of a training has its time
+        return []
+    files, models = plain(composed.data, resolve=False).get("path"), []
+    first = files[0] if isinstance(files, list) and files else files
+    if "models" in named and composed.get("models"):
+        models = [composed.models] if isinstance(composed.models, str) else composed.models
+    names = [*([Path(str(first)).stem] if first else []), *map(str, models)]
+    return [re.sub(r"[^\w.+-]+", "_", name) for name in names]
 
 
 def complete_data(composed: Any, named: set[str]) -> None:

@@ -126,6 +126,9 @@ def test_default_folders_of_one_second_differ(here):
     assert folders == {"runs/compare/rotation-kalman", "runs/compare/rotation-kalman+lstm"}
     files = {configure("check", [f"data.path={name}.csv"])["run_dir"] for name in ("a", "b c")}
     assert files == {"runs/check-a", "runs/check-b_c"}
+    own = ["data=own", "data.path=a.csv", "data.states=[x]", "data.observations=[y]"]
+    assert configure("compare", own)["run_dir"] == "runs/compare/own-a"
+    assert configure("compare", [*own, "models=kalman"])["run_dir"] == "runs/compare/own-a+kalman"
     assert configure("compare", [])["run_dir"] == "runs/compare/rotation"
 
 

@@ -66,6 +66,27 @@ def test_a_sweep_contains_references_alone(secret):
     assert files_with(SECRET.encode(), secret / "sweep") == []
 
 
+def test_no_file_of_another_command_contains_the_value(secret):
+    assert main(TRAIN[:-3]) == 0
+    own = [word for word in TRAIN if word.startswith("data")]
+    checkpoint = "checkpoint=run/checkpoints/best.ckpt"
+    rows = np.loadtxt(f"{SECRET}.csv", delimiter=",", skiprows=1) + 0.5
+    np.savetxt(f"more-{SECRET}.csv", rows, delimiter=",", header="x,a", comments="")
+    more = f"data.path=more-{REFERENCE}.csv"
+    assert main(["data", *own]) == 0
+    assert main(["data", "check", *own[1:]]) == 0
+    compared = ["models=kalman", "runs=1", "particles=50", "workers=0"]
+    assert main(["compare", *own, *compared]) == 0
+    assert main(["append", checkpoint, more, "out=new.ckpt", "trust=true"]) == 0
+    written = [path for path in secret.rglob("*") if path.is_file() and path.suffix != ".csv"]
+    assert {"data.npz", "report.md", "new.ckpt"} <= {path.name for path in written}
+    assert sum(path.name == "about.json" for path in written) == 4
+    found = [path for path in written if SECRET in str(path.relative_to(secret))]
+    assert found == [] and files_with(SECRET.encode(), secret / "runs") == []
+    assert SECRET.encode() not in (secret / "new.ckpt").read_bytes()
+    assert len(files_with(b'"sha256"', secret / "runs")) == 3
+
+
 def test_settings_of_a_command_have_the_value_and_files_the_reference(secret):
     config = configure("train", [f"run_dir=/scratch/{REFERENCE}", "seed=${oc.decode:'3'}"])
     assert config["run_dir"] == f"/scratch/{SECRET}"
