@@ -124,14 +124,20 @@ def position_model(
     sigma_z: float = 0.2,
     sigma_x: float = 0.05,
     extent: float = 1.5,
+    moved_angle: bool = True,
 ) -> PositionModel:
     """Returns `kbf.ssm.oscillatory` observed on 32 x 32 positions in [-extent, extent]^2.
+
+    ``moved_angle`` is that of `kbf.ssm.oscillatory`: False takes sin(M theta) as equation 5 of the
+    paper prints it.
 
     References: Xu et al. (2022), section 6.2, for the dynamics.
     """
     if not (sigma_x > 0 and extent > 0):
         raise ValueError(f"sigma_x and extent must be positive, got {sigma_x} and {extent}")
-    base = oscillatory(omega=omega, beta=beta, M=M, sigma_z=sigma_z, sigma_x=sigma_x)
+    base = oscillatory(
+        omega=omega, beta=beta, M=M, sigma_z=sigma_z, sigma_x=sigma_x, moved_angle=moved_angle
+    )
     axis = torch.linspace(-extent, extent, SIZES[3], dtype=torch.float64)
     R = base.R + (axis[1] - axis[0]).square() / 12 * torch.eye(2, dtype=torch.float64)
     return PositionModel(**base._replace(R=R)._asdict(), sigma_x=sigma_x, axis=axis)

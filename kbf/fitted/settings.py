@@ -110,6 +110,8 @@ class EncodingSettings(NamedTuple):
             paper's) or split
         (`split_ridge_loss`); or ratio: -log r of a density ratio and the error of its mean
         (`kbf.densities.ratio`), for images whose quality varies.
+        weighting: uniform, or kulsif: the errors of the ridge loss are weighted by the density
+            ratio of a belief around a random state of each batch, as a filter's rule weights them.
         components: of a ratio, its Gaussians. reg: lambda of ridge and split.
         targets: states, or fourier: random Fourier features of them.
         fourier: how many of these, with the median bandwidth.
@@ -133,6 +135,7 @@ class EncodingSettings(NamedTuple):
     augment: tuple[Any, ...] = ()
     visible: tuple[int, ...] | None = None
     components: int = 2
+    weighting: str = "uniform"
 
     @property
     def gaussians(self) -> int:
@@ -220,6 +223,7 @@ def read_encoding_settings(config: dict[str, Any]) -> EncodingSettings:
         options={
             "loss": LOSSES,
             "targets": ("states", "fourier"),
+            "weighting": ("uniform", "kulsif"),
             "optimiser": tuple(OPTIMISERS),
             "schedule": ("constant", "onecycle"),
         },
@@ -229,6 +233,11 @@ def read_encoding_settings(config: dict[str, Any]) -> EncodingSettings:
         others=("encoder",),
     )
     encoding = encoding._replace(augment=tuple(encoding.augment or ()))
+    if encoding.weighting != "uniform" and encoding.loss != "ridge":
+        raise ValueError(
+            f"data.encoding.weighting={encoding.weighting} is for data.encoding.loss=ridge; "
+            f"got loss={encoding.loss}"
+        )
     shown = encoding.visible
     if shown is not None and (
         not isinstance(shown, tuple)

@@ -2,9 +2,11 @@
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Generator, Tensor
 
+from kbf.rkhs.kernels import gaussian, median_distance
 from kbf.rkhs.linalg import psd_solve
+from kbf.rkhs.ratios import RATIOS, kulsif
 
 
 def ridge_loss(
@@ -67,3 +69,26 @@ def ridge_weights(
     """W = (Psi^T D Psi + n reg I)^-1 Psi^T D Phi."""
     weighted = ratio[:, None] * features
     return psd_solve(weighted.mT @ features, weighted.mT @ targets, reg=len(features) * reg)
+
+
+@torch.no_grad()
+def belief_ratio(
+    states: Float[Tensor, "n d"], generator: Generator | None = None
+) -> Float[Tensor, " n"]:
+    """Returns the density ratio of a belief at a random one of the states, of mean 1, in float64.
+
+    The prior is the embedding k_Z(., z_i) with the median distance as bandwidth, and the ratio that
+    of KuLSIF with its default ridge. In a filter the ratio differs from step to step; a loss that
+    draws one for each of its steps is the mean over beliefs. Xu et al. learn one feature for all
+    steps with r = 1.
+
+    Args:
+        states: z ``n d``.
+        generator: draws i; None for the global one.
+    """
+    z = states.double()
+    bandwidth = median_distance(z, distinct=True)
+    i = int(torch.randint(len(z), (1,), generator=generator))
+    gram = gaussian(z, z, bandwidth=bandwidth)
+    r = kulsif(gram, gram[i], RATIOS["kulsif"].reg)
+    return r * (len(z) / r.sum())

@@ -1,7 +1,8 @@
 """Explicit feature maps psi with psi(x)^T psi(y) ~ k(x, y): O(n p^2) in place of O(n^3).
 
 A feature map is a function from points ``*b n q`` to features ``*b n p``. Gradients flow to the
-kernel's bandwidth. `NystromFeatures` is such a map as a module, for models that are saved.
+kernel's bandwidth. `NystromFeatures` and `RandomFourierFeatures` are such maps as modules, for
+models that are saved.
 """
 
 from collections.abc import Callable
@@ -180,6 +181,36 @@ class NystromFeatures(nn.Module):
         """Return the features of points, which are flattened to vectors."""
         x, k = x.flatten(1).to(self.landmarks), KERNELS[self.kernel]
         return k(x, self.landmarks, bandwidth=self.bandwidth) @ self.whiten
+
+    def all(self, points: Float[Tensor, "n q"]) -> Float[Tensor, "n p"]:
+        """Return the features of many points, computed `POINTS_AT_A_TIME`."""
+        return torch.cat([self(block) for block in points.split(POINTS_AT_A_TIME)])
+
+
+class RandomFourierFeatures(nn.Module):
+    """`random_fourier` as a module. Frequencies and bandwidth are buffers."""
+
+    frequencies: Tensor
+    bandwidth: Tensor
+
+    def __init__(self, bandwidth: Tensor, q: int, p: int, seed: int = 0) -> None:
+        """Draw the frequencies.
+
+        Args:
+            bandwidth: of the Gaussian kernel.
+            q: components of a point.
+            p: number of features; one more if it is odd.
+            seed: of the frequencies.
+        """
+        super().__init__()
+        generator = Generator().manual_seed(seed)
+        drawn = torch.randn(q, (p + 1) // 2, dtype=torch.float64, generator=generator)
+        self.register_buffer("frequencies", drawn.to(bandwidth))
+        self.register_buffer("bandwidth", bandwidth)
+
+    def forward(self, x: Float[Tensor, "m *x"]) -> Float[Tensor, "m p"]:
+        """Return the features of points, which are flattened to vectors."""
+        return _cosines(self.bandwidth, self.frequencies, x.flatten(1).to(self.frequencies))
 
     def all(self, points: Float[Tensor, "n q"]) -> Float[Tensor, "n p"]:
         """Return the features of many points, computed `POINTS_AT_A_TIME`."""

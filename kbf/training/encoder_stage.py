@@ -19,7 +19,7 @@ from kbf import __version__
 from kbf.fitted.settings import OPTIMISERS, EncodingSettings
 from kbf.images.augment import Augment
 from kbf.images.encodings import Encoding
-from kbf.images.losses import ridge_loss, ridge_weights, split_ridge_loss
+from kbf.images.losses import belief_ratio, ridge_loss, ridge_weights, split_ridge_loss
 from kbf.recording import as_float
 from kbf.rkhs.features import random_fourier
 from kbf.rkhs.kernels import median_distance
@@ -129,8 +129,14 @@ class EncoderTraining(lightning.LightningModule):
             elif self.how.loss == "linear":
                 losses.append((head(psi) - y[mine]).square().sum(-1).mean())
             else:  # the solve stays in double precision whatever the precision of the encoder
-                loss = ridge_loss if self.how.loss == "ridge" else split_ridge_loss
-                losses.append(loss(psi.double(), y[mine].double(), self.how.reg).float())
+                pair, reg = (psi.double(), y[mine].double()), self.how.reg
+                if self.how.loss == "ridge":
+                    weights = (
+                        None if self.how.weighting == "uniform" else belief_ratio(states[mine])
+                    )
+                    losses.append(ridge_loss(*pair, reg, weights).float())
+                else:
+                    losses.append(split_ridge_loss(*pair, reg).float())
         return torch.stack(losses)
 
     def ratio_loss(

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import reference
 import torch
 
-from kbf.images.losses import ridge_loss, ridge_weights, split_ridge_loss
+from kbf.images.losses import belief_ratio, ridge_loss, ridge_weights, split_ridge_loss
 
 
 def objective(W, features, targets, reg, ratio):
@@ -114,3 +115,18 @@ def test_more_ridge_and_fewer_features_explain_less(normal):
 def test_nothing_to_split(normal):
     with pytest.raises(ValueError, match="a batch of 1 cannot be split"):
         split_ridge_loss(normal(1, 2), normal(1, 2), 0.1)
+
+
+def test_the_ratio_of_a_belief_is_kulsif_for_one_of_the_states(normal):
+    """Prior k_Z(., z_i) for the i that the generator draws; where the state is near, r is large."""
+    z = normal(15, 2)
+    found = belief_ratio(z.float(), torch.Generator().manual_seed(4)).numpy()
+    i = int(torch.randint(15, (1,), generator=torch.Generator().manual_seed(4)))
+    distances = np.linalg.norm(z.numpy()[:, None] - z.numpy(), axis=-1)
+    width = np.sort(distances[np.triu_indices(15, 1)])[52]  # the lower one of 105 is the middle one
+    G = reference.gaussian_gram(z.numpy(), z.numpy(), width)
+    r = reference.kulsif(G, G[:, i], 3e-4)
+    np.testing.assert_allclose(found, r / r.mean(), rtol=1e-3, atol=1e-4)
+    assert found.argmax() == i
+    draws = {int(belief_ratio(z, torch.Generator().manual_seed(k)).argmax()) for k in range(30)}
+    assert len(draws) > 5

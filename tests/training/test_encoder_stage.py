@@ -23,6 +23,7 @@ from kbf.images import losses
 from kbf.images.augment import PixelNoise
 from kbf.images.encoders import CNN
 from kbf.images.encodings import EncodedFilter, Encoding
+from kbf.images.losses import ridge_loss
 from kbf.recording import Recording
 from kbf.rkhs.linalg import psd_solve
 from kbf.training import encoder_stage
@@ -129,6 +130,7 @@ def error(code: Encoding, sequence: Recording) -> float:
         {"loss": "split"},
         {"loss": "ridge", "targets": "fourier", "fourier": 20},
         {"loss": "split", "targets": "fourier", "fourier": 20},
+        {"loss": "ridge", "weighting": "kulsif"},
         {"members": 1},
         {"batch_size": None, "epochs": 60},
         {"optimiser": "adam", "schedule": "constant", "lr": 0.01},
@@ -558,6 +560,26 @@ def test_processes_share_each_batch(monkeypatch):
         assert torch.allclose(rows, encoder(images))
 
 
+def test_the_ridge_loss_has_the_weights_of_a_belief(monkeypatch):
+    """The loss of each member is that of its own images with the ratio of a belief among them."""
+    (sequence,) = blobs(24)
+    how = EncodingSettings(
+        epochs=1, lr=0.01, members=2, batch_size=None, loss="ridge", weighting="kulsif"
+    )
+    seen: list = []
+
+    def watched(features, targets, reg, ratio=None):
+        seen.append(ratio)
+        return ridge_loss(features, targets, reg, ratio)
+
+    monkeypatch.setattr("kbf.training.encoder_stage.ridge_loss", watched)
+    fitted([sequence], how)
+    assert len(seen) == 2
+    for ratio in seen:
+        assert ratio.shape == (12,) and (ratio >= 0).all()
+        assert ratio.mean().item() == pytest.approx(1) and ratio.std() > 0.1
+
+
 # settings
 
 
@@ -585,6 +607,8 @@ def test_processes_share_each_batch(monkeypatch):
             "data.encoding.fourier must be even",
         ),
         ({"encoder": None}, "data.encoding needs encoder"),
+        ({"weighting": "kulsif"}, "weighting=kulsif is for data.encoding.loss=ridge; got loss=lin"),
+        ({"weighting": "iw"}, "data.encoding.weighting must be one of uniform, kulsif"),
         ({"members": 99}, "50 training steps cannot be cut into 99 folds"),
         (
             {"batch_size": 1},

@@ -58,6 +58,11 @@ class FeatureKBF(KBF):
                 "FeatureKBF requires an encoder, and the data set has no default: "
                 "set model.net.encoder"
             )
+        if self.select == "kernel_mean_cv":
+            raise ValueError(
+                "FeatureKBF: select=kernel_mean_cv compares kernels of the observations, and "
+                "features take their place; use paper or kulsif_loo"
+            )
         if RULES[self.rule].primal is None:
             others = " or ".join(name for name, rule in RULES.items() if rule.primal is not None)
             raise ValueError(f"FeatureKBF: rule={self.rule} needs full Gram matrices; use {others}")

@@ -9,7 +9,7 @@ updates the weights (`kbf.filters.kernel.update.rule`).
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -18,6 +18,8 @@ from torch import Generator, Tensor, nn
 from kbf.filters.kernel.operators import Operator, compose
 from kbf.filters.kernel.smoother import RuleBackward, step_back_by_density, step_back_by_rule
 from kbf.filters.protocols import Backward, Controlled, UpdateByObserve, WithSensors
+from kbf.rkhs.embeddings import Embedding
+from kbf.rkhs.kernels import Kernel
 from kbf.rkhs.weights import (
     MIN_SHARE_OF_SUM,
     divisor,
@@ -26,6 +28,15 @@ from kbf.rkhs.weights import (
     normalised,
 )
 from kbf.runtime.html_repr import ShownModule
+
+
+@runtime_checkable
+class Regresses(Protocol):
+    """An update that has the regression of the state on an observation."""
+
+    def regress(self, obs: Tensor, reg: float) -> Tensor:
+        """Return the weights of the conditional mean embedding ``b n``."""
+        ...
 
 
 class KernelState(NamedTuple):
@@ -66,6 +77,7 @@ class KernelBayesFilter(UpdateByObserve[KernelState], ShownModule):
         normalise: bool = False,
         clip: bool = True,
         backward: RuleBackward | None = None,
+        preimage: Kernel | None = None,
     ) -> None:
         """Build the filter of given operators.
 
@@ -81,6 +93,8 @@ class KernelBayesFilter(UpdateByObserve[KernelState], ShownModule):
             clip: set negative ratios to 0; the original rule requires them unchanged.
             backward: the rule backwards in time, for a smoother. A filter without ``ratio``
                 requires none: its P is a density.
+            preimage: Gaussian kernel of the states whose pre-image is the estimate; None for the
+                mean.
         """
         super().__init__()
         self.n: int = len(states)
@@ -93,6 +107,7 @@ class KernelBayesFilter(UpdateByObserve[KernelState], ShownModule):
         self.normalise: bool = normalise
         self.clip: bool = clip
         self.backward: RuleBackward | None = backward
+        self.preimage: Kernel | None = preimage
         self.moved_ratio: Operator | None = None if normalise else compose(ratio, transition)
         self.scale_free: bool = (
             normalise and clip and ratio is None and isinstance(transition, Operator)
@@ -190,9 +205,39 @@ class KernelBayesFilter(UpdateByObserve[KernelState], ShownModule):
             )
         return step_back_by_density(self.transition)
 
+    def start(self, obs: Tensor, reg: float) -> KernelState:
+        """Return the weights given the first observations ``b *x`` alone, without a prior.
+
+            w = (G_X + n reg I)^-1 k_X(x)
+
+        It is the start of Fukumizu et al. where the prior is unknown. The filter goes on from it by
+        `kbf.rollout` with ``state`` over the observations after the first.
+
+        Args:
+            obs: ``b *x``. reg: lambda of the regression.
+
+        Raises:
+            ValueError: the update has no Gram matrix of observations.
+
+        References: Fukumizu et al., equation 10 and the end of section 4.3.
+        """
+        if not isinstance(self.rule, Regresses):
+            raise ValueError(
+                f"{type(self.rule).__name__} is no regression over the memory's observations: "
+                "start from the prior"
+            )
+        w = self.rule.regress(obs, reg)
+        return KernelState(normalised(w, w) if self.normalise else w)
+
     def estimate(self, state: KernelState) -> Float[Tensor, "b d"]:
-        """Return the mean of the embedding, sum_i w_i z_i ``b d``."""
-        return state.weights @ self.states
+        """Return the mean of the embedding, sum_i w_i z_i ``b d``, or its pre-image."""
+        if self.preimage is None:
+            return state.weights @ self.states
+        if torch.compiler.is_exporting():
+            raise ValueError(
+                "the pre-image is an iteration, which cannot be exported: use the mean"
+            )
+        return Embedding(self.states, state.weights).mode(self.preimage)
 
     def weighted_sample(
         self, state: KernelState

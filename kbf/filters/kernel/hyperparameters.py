@@ -1,9 +1,9 @@
 """Selection of bandwidths and ridges on the training part.
 
 There are four methods: leave-one-out scores in closed form (`closed_form`), kernel-mean
-cross-validation (`kernel_mean_cv`), the error of the filter on a held-out part over the published
-grid (`paper_grid`), and the gradient of that error by `kbf.training.filter_stage`, for which
-bandwidths and ridges are parameters.
+cross-validation (`kernel_mean_cv`, `kernel_mean_grid`), the error of the filter on a held-out part
+over the published grid (`paper_grid`), and the gradient of that error by
+`kbf.training.filter_stage`, for which bandwidths and ridges are parameters.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from kbf.recording import Recording, as_recordings, moves, transitions
 from kbf.rkhs.embeddings import cme_loo
 from kbf.rkhs.kernels import KERNELS, Kernel, median_distance
 from kbf.rkhs.linalg import evenly
+from kbf.rkhs.ratios import RATIOS, kulsif_loo, tikhonov
+from kbf.rkhs.rules import RULES
 from kbf.runtime.errors import FitError
 
 T = TypeVar("T")
@@ -33,6 +35,12 @@ PAPER_REGS = (5e-5, 1e-4, 5e-4)
 PAPER_TRANSITION_REGS = (5e-5, 1e-4, 5e-4, 1e-3, 5e-3)
 LOO_FACTORS = (0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.5)
 LOO_REGS = (1e-5, 5e-5, 2e-4, 1e-3, 5e-3, 2e-2)
+
+# Priors over which `choose_ratio_reg` takes the mean of its score.
+PRIORS = 10
+
+# Points of the scores that cost O(n^3) for each candidate.
+MAX_SCORED = 500
 
 
 def split_validation(
@@ -164,6 +172,55 @@ def choose_transition_reg(
     return choose_reg(near * kernel(source, source), kernel(target, target), regs)
 
 
+@torch.no_grad()
+def choose_ratio_reg(
+    kernel: Kernel,
+    memory: list[Recording],
+    regs: Iterable[float] = PAPER_TRANSITION_REGS,
+    near: Tensor | float = 1.0,
+) -> float:
+    """Return the ridge of the ratio with the lowest leave-one-out score of KuLSIF.
+
+    The score requires a sample of the prior, and a filter's prior is a prediction. Its place take
+    the successors of the states nearest to one recorded state, the prediction from a belief around
+    it: `PRIORS` of them from evenly spaced states, each of a tenth of the pairs; the training
+    points are all other states. The score is the mean over these priors.
+
+    Args:
+        kernel: k_Z.
+        memory: recordings; at most `MAX_SCORED` evenly spaced pairs of them are used.
+        regs: candidates.
+        near: for the signature of `choose_transition_reg`; controls do not enter the ratio.
+
+    Raises:
+        FitError: fewer than 20 pairs, or no finite score.
+
+    References: Xu et al. (2022), section 6.2, which does not name the sample; Kanamori et al.
+    (2012).
+    """
+    states = torch.cat([s.states for s in memory]).double()
+    pairs = transitions([len(s.states) for s in memory], states.device)
+    rows = evenly(len(pairs.source), MAX_SCORED, states.device)
+    if len(rows) < 2 * PRIORS:
+        raise FitError(
+            f"select=kulsif_loo needs at least {2 * PRIORS} pairs of successive steps, "
+            f"got {len(rows)}"
+        )
+    source, target = states[pairs.source[rows]], states[pairs.target[rows]]
+    count = len(rows) // 10
+    grams = []
+    for i in evenly(len(rows), PRIORS, states.device):
+        nearest = (source - source[i]).square().sum(-1).argsort()
+        u, z = target[nearest[:count]], target[nearest[count:]]
+        grams.append((kernel(z, z), kernel(z, u), kernel(u, u)))
+
+    def score(reg: float) -> float:
+        scores = [kulsif_loo(gram, cross, own, reg).item() for gram, cross, own in grams]
+        return sum(scores) / len(scores)
+
+    return best_of(regs, score)
+
+
 def kernel_mean_cv(
     build: Callable[[Tensor, Tensor], Callable[[Tensor], Tensor]],
     kernel: Kernel,
@@ -230,7 +287,12 @@ class Tunable(Protocol):
         ...
 
 
-def paper_grid(model: Tunable, memory: list[Recording]) -> None:
+def paper_grid(
+    model: Tunable,
+    memory: list[Recording],
+    *,
+    ratio_reg: Callable[..., float] = choose_transition_reg,
+) -> None:
     """Set the hyper-parameters of a kernel filter by the grid of Xu et al., on the training part.
 
     Kernels are exp(-||a - b||^2 / s), where s is a scale times the median squared distance
@@ -238,25 +300,88 @@ def paper_grid(model: Tunable, memory: list[Recording]) -> None:
     by the leave-one-out score of the transitions, scale and lambda (their reg2) by the error of the
     filter on the last min(200, 0.3 n) training steps.
 
+    Args:
+        model: its hyper-parameters are set.
+        memory: recordings.
+        ratio_reg: selects eta; `choose_ratio_reg` is the score that the paper names.
+
     References: Xu et al. (2022), section 6.2 (with KuLSIF's leave-one-out score for eta; the others
     as in their published code).
     """
     memory = as_recordings(memory)
-    states, obs = torch.cat([s.states for s in memory]).double(), torch.cat([s.obs for s in memory])
-    medians = torch.stack(
-        [median_distance(states, diagonal=True, distinct=True)] * 2
-        + [model.obs_scale(obs, diagonal=True).to(states)]
-    )
     head, held = split_validation(memory)
-    candidates: list[tuple[Tensor, Tensor]] = []
-    for scale in PAPER_SCALES:
-        bandwidths = medians * math.sqrt(scale / 2)
-        kernel = partial(KERNELS[model.kernel], bandwidth=bandwidths[1])
-        eta = choose_transition_reg(kernel, memory, near=control_gram(model, memory))
-        candidates += [(bandwidths, bandwidths.new_tensor([eta, eta, reg])) for reg in PAPER_REGS]
+    candidates = paper_candidates(model, memory, ratio_reg)
 
     def score(numbers: tuple[Tensor, Tensor]) -> float:
         model.set(*numbers)
         return validation_error(model.fit(head), held)
 
     model.set(*best_of(candidates, score))
+
+
+def paper_candidates(
+    model: Tunable, memory: list[Recording], ratio_reg: Callable[..., float]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the bandwidths and ridges of the grid of Xu et al.: `PAPER_SCALES` x `PAPER_REGS`."""
+    states, obs = torch.cat([s.states for s in memory]).double(), torch.cat([s.obs for s in memory])
+    medians = torch.stack(
+        [median_distance(states, diagonal=True, distinct=True)] * 2
+        + [model.obs_scale(obs, diagonal=True).to(states)]
+    )
+    candidates: list[tuple[Tensor, Tensor]] = []
+    for scale in PAPER_SCALES:
+        bandwidths = medians * math.sqrt(scale / 2)
+        kernel = partial(KERNELS[model.kernel], bandwidth=bandwidths[1])
+        eta = ratio_reg(kernel, memory, near=control_gram(model, memory))
+        candidates += [(bandwidths, bandwidths.new_tensor([eta, eta, reg])) for reg in PAPER_REGS]
+    return candidates
+
+
+@runtime_checkable
+class TunableRule(Tunable, Protocol):
+    """A `Tunable` with the names of its rule and its ratio."""
+
+    rule: str
+    ratio: str
+    alpha: float
+
+
+@torch.no_grad()
+def kernel_mean_grid(model: TunableRule, memory: list[Recording]) -> None:
+    """Set the hyper-parameters by kernel-mean cross-validation over the grid of Xu et al.
+
+    The states of the training part are the prior, so that the average posterior is their embedding.
+    Embeddings are compared in one RKHS, that of the median distance of the states: in that of each
+    candidate the widest kernel would win, to which all points are alike. Of more than `MAX_SCORED`
+    points evenly spaced ones are used.
+
+    References: Fukumizu et al., section 4.2.
+    """
+    memory = as_recordings(memory)
+    states, obs = torch.cat([s.states for s in memory]).double(), torch.cat([s.obs for s in memory])
+    rows, base = evenly(len(states), MAX_SCORED, states.device), KERNELS[model.kernel]
+    z, x = states[rows], obs[rows].flatten(1).double()
+    rule, form = RULES[model.rule], RATIOS[model.ratio]
+    common = partial(base, bandwidth=median_distance(states, distinct=True))
+
+    def build(bandwidths: Tensor, regs: Tensor, x: Tensor, z: Tensor) -> Callable[[Tensor], Tensor]:
+        G_Z, G_X = base(z, z, bandwidth=bandwidths[0]), base(x, x, bandwidth=bandwidths[2])
+        uniform = z.new_full((1, len(z)), 1 / len(z))
+        if form.constant:
+            gamma = torch.ones_like(uniform)
+        elif form.dense is not None:
+            gamma = form.dense(G_Z, uniform, regs[0], model.alpha)
+        else:
+            gamma = tikhonov(G_Z, uniform @ G_Z, regs[0])
+        ratio = gamma if form.signed else gamma.clamp_min(0)
+
+        def weights(held: Tensor) -> Tensor:  # of the mean posterior: the rule is linear in k_X
+            query = base(held, x, bandwidth=bandwidths[2]).mean(0, keepdim=True)
+            return rule.dense(ratio, G_X, query, regs[2])
+
+        return weights
+
+    def score(numbers: tuple[Tensor, Tensor]) -> float:
+        return kernel_mean_cv(partial(build, *numbers), common, x, z).item()
+
+    model.set(*best_of(paper_candidates(model, memory, choose_transition_reg), score))

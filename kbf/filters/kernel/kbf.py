@@ -1,6 +1,7 @@
 """Kernel Bayes Filter over recordings: selects hyper-parameters, builds the filter."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,12 @@ from kbf.filters.kernel.controlled_transition import (
     controlled_transition,
 )
 from kbf.filters.kernel.filter import KernelBayesFilter
-from kbf.filters.kernel.hyperparameters import closed_form, paper_grid
+from kbf.filters.kernel.hyperparameters import (
+    choose_ratio_reg,
+    closed_form,
+    kernel_mean_grid,
+    paper_grid,
+)
 from kbf.filters.kernel.operators import (
     Operator,
     RatioOfWeights,
@@ -27,7 +33,7 @@ from kbf.filters.kernel.smoother import RuleBackward
 from kbf.filters.kernel.update.rule import DenseUpdate, PrimalUpdate
 from kbf.filters.scaling import warn_of_scales
 from kbf.recording import Recording, Transitions, as_recordings, moves, transitions
-from kbf.rkhs.features import NystromFeatures
+from kbf.rkhs.features import NystromFeatures, RandomFourierFeatures
 from kbf.rkhs.kernels import KERNELS, median_distance
 from kbf.rkhs.ratios import RATIOS
 from kbf.rkhs.rules import RULES
@@ -88,6 +94,8 @@ class KBF(ShownModule):
         alpha: float = 0.1,
         dtype: str = "float64",
         local: int | None = None,
+        feature_map: str = "nystrom",
+        point_estimate: str = "mean",
     ) -> None:
         """Choose the form of the filter; `prepare` sets the numbers.
 
@@ -103,8 +111,10 @@ class KBF(ShownModule):
                 from those of full matrices by about 2 sqrt(tol) (`kbf bench rank`).
             normalise: scale weights to sum 1.
             select: median (``factors`` times the median distances, and ``regs``), loo
-                (leave-one-out scores in closed form, on a subsample) or paper (the grid of Xu et
-                al., on the last min(200, 0.3 n) training steps).
+                (leave-one-out scores in closed form, on a subsample), paper (the grid of Xu et
+                al., on the last min(200, 0.3 n) training steps), kulsif_loo (the same, with eta by
+                the leave-one-out score of KuLSIF, as their paper has it) or kernel_mean_cv (the
+                grid by the score of Fukumizu et al., which requires no states to be estimated).
             learn: whether training changes the six numbers.
             factors: bandwidths over median distances: ratio, transition, observation.
             regs: eta, lambda', lambda; None for the defaults of the ratio and the rule.
@@ -113,16 +123,22 @@ class KBF(ShownModule):
                 float64.
             local: number of memory points in an update, those of the largest ratios; requires a
                 rank, and a rule that is a weighted regression (`kbf.rkhs.rules.Rule.regression`).
+            feature_map: nystrom (landmarks by pivoted Cholesky) or random_fourier (``rank`` random
+                Fourier features of the Gaussian kernels, in rule, ratio and transition).
+            point_estimate: mean of the embedding, or preimage (`kbf.rkhs.embeddings.Embedding.mode`
+                with the kernel of the ratio; Gaussian kernel, ``learn`` False).
 
         Raises:
             ValueError: an unknown name, or a combination that does not exist.
         """
         super().__init__()
-        check_choices(
-            {"rule": rule, "ratio": ratio, "kernel": kernel, "select": select, "dtype": dtype},
-            rank,
-            local,
-        )
+        choices = {"rule": rule, "ratio": ratio, "kernel": kernel, "select": select, "dtype": dtype}
+        choices |= {"feature_map": feature_map, "point_estimate": point_estimate}
+        check_choices(choices, rank, local)
+        if point_estimate == "preimage" and learn:
+            raise ValueError(
+                "KBF: the pre-image has no gradient; point_estimate=preimage needs learn=False"
+            )
         regs = (RATIOS[ratio].reg, TRANSITION_REG, RULES[rule].reg) if regs is None else regs
         if not 0 <= tol < 1 or not min(*factors, *regs) > 0:
             raise ValueError(
@@ -136,6 +152,8 @@ class KBF(ShownModule):
         self.rank: int | None = rank
         self.tol: float = tol
         self.local: int | None = local
+        self.feature_map: str = feature_map
+        self.point_estimate: str = point_estimate
         self.normalise: bool = normalise
         self.factors: tuple[float, float, float] = factors
         self.alpha: float = alpha
@@ -161,7 +179,7 @@ class KBF(ShownModule):
             )
             self.set(medians * medians.new_tensor(self.factors), self.log_reg.exp())
         else:
-            (paper_grid if self.select == "paper" else closed_form)(self, memory)
+            SELECTIONS[self.select](self, memory)
 
     def obs_scale(self, obs: Tensor, *, diagonal: bool = False) -> Tensor:
         """Return the median distance of observations ``n *x``, the unit of their bandwidth."""
@@ -227,6 +245,9 @@ class KBF(ShownModule):
             normalise=self.normalise,
             clip=not RATIOS[self.ratio].signed,
             backward=RuleBackward(*pairs, kernel, transition_width, controls, self.log_control),
+            preimage=None
+            if self.point_estimate == "mean"
+            else partial(kernel, bandwidth=ratio_width.item()),
         )
         for operator in (filter.transition, filter.ratio, filter.moved_ratio):
             if operator is not None:
@@ -253,6 +274,10 @@ class KBF(ShownModule):
                 raise ValueError(
                     "KBF: call prepare() first, "
                     f"it sets the bandwidths of {controls.shape[1]} controls"
+                )
+            if self.feature_map != "nystrom":
+                raise ValueError(
+                    f"KBF: controls have no feature_map={self.feature_map}; use nystrom"
                 )
             widths = (bandwidth, self.log_control.exp())
             rank = None if self.rank is None else RANK_OF_PAIRS * self.rank
@@ -289,18 +314,32 @@ class KBF(ShownModule):
         psi, settings = self.features(obs, bandwidth), {"dtype": self.dtype, "local": self.local}
         return PrimalUpdate(psi, obs[:, None], reg, rule=self.rule, **settings)
 
-    def features(self, points: Float[Tensor, "n q"], bandwidth: Tensor) -> NystromFeatures:
-        """Return features of the kernel at landmarks among the points."""
+    def features(
+        self, points: Float[Tensor, "n q"], bandwidth: Tensor
+    ) -> NystromFeatures | RandomFourierFeatures:
+        """Return features of the kernel, by landmarks among the points or random frequencies."""
+        if self.feature_map == "random_fourier":
+            return RandomFourierFeatures(bandwidth, points.shape[1], self.rank or len(points))
         return NystromFeatures(self.kernel, bandwidth, points, self.rank or len(points), self.tol)
 
+
+# The ways of `KBF.prepare` other than median.
+SELECTIONS: dict[str, Callable[[KBF, list[Recording]], None]] = {
+    "loo": closed_form,
+    "paper": paper_grid,
+    "kulsif_loo": partial(paper_grid, ratio_reg=choose_ratio_reg),
+    "kernel_mean_cv": kernel_mean_grid,
+}
 
 # The values of the arguments of `KBF` that are names.
 CHOICES: dict[str, Collection[str]] = {
     "rule": RULES,
     "ratio": RATIOS,
     "kernel": KERNELS,
-    "select": ("median", "loo", "paper"),
+    "select": ("median", *SELECTIONS),
     "dtype": ("float32", "float64"),
+    "feature_map": ("nystrom", "random_fourier"),
+    "point_estimate": ("mean", "preimage"),
 }
 
 
@@ -330,6 +369,11 @@ def check_choices(choices: dict[str, str], rank: int | None, local: int | None) 
     if RATIOS[ratio].lacks("dense" if rank is None else "primal"):
         remedy = "give a rank" if rank is None else "set rank to null"
         raise ValueError(f"KBF: ratio={ratio} has no form for rank={rank}; {remedy}")
+    for name, value in {"feature_map": "random_fourier", "point_estimate": "preimage"}.items():
+        if choices.get(name) == value and choices["kernel"] != "gaussian":
+            raise ValueError(f"KBF: {name}={value} needs kernel=gaussian")
+    if choices.get("feature_map") == "random_fourier" and rank is None:
+        raise ValueError("KBF: feature_map=random_fourier needs a rank, the number of features")
     if choices["select"] == "loo" and not form.regression:
         raise ValueError(
             f"KBF: select=loo gives the ridge of rule={regressions}, not that of {rule}"

@@ -18,6 +18,7 @@ from kbf.filters.kernel import hyperparameters
 from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.hyperparameters import (
     best_of,
+    choose_ratio_reg,
     choose_reg,
     choose_transition_reg,
     kernel_mean_cv,
@@ -29,6 +30,7 @@ from kbf.filters.kernel.kbf import KBF
 from kbf.filters.rollout import rollout
 from kbf.recording import Recording
 from kbf.rkhs.kernels import gaussian, median_distance
+from kbf.runtime.errors import FitError
 from kbf.ssm import rotation, simulate
 
 F64 = torch.float64
@@ -279,7 +281,7 @@ def test_paper_grid_filters_over_the_first_part_only(small_grid):
 # nothing of the test part
 
 
-@pytest.mark.parametrize("select", ["median", "paper"])
+@pytest.mark.parametrize("select", ["median", "paper", "kulsif_loo", "kernel_mean_cv"])
 def test_bandwidths_do_not_change_when_the_test_part_changes(small_grid, select):
     """The same training part with another test part behind it, and with one that is filled with NaN
     in place.
@@ -312,3 +314,86 @@ def test_median_bandwidths_are_factors_of_the_training_medians():
     z, x = (median_distance(torch.cat([s[k] for s in memory])).item() for k in (0, 1))
     expected = [0.2 * z, 0.3 * z, 0.4 * x, 1e-3, 2e-3, 3e-3]
     np.testing.assert_allclose(list(model.hyperparameters().values()), expected, rtol=1e-12)
+
+
+# the papers' own scores
+
+
+def test_the_ridge_of_the_ratio_has_the_lowest_score_of_kulsif():
+    """The priors by loops, the leave-one-out score by fits without each pair."""
+    memory = recordings(26, 16)
+    z, later = (
+        torch.cat([s.states[part] for s in memory]).numpy() for part in (slice(-1), slice(1, None))
+    )
+    regs = (1e-4, 3e-3, 1e-1)
+    k = lambda a, b: reference.gaussian(a, b, 0.7)  # noqa: E731
+    scores = np.zeros(3)
+    for i in np.linspace(0, len(z) - 1, 10).astype(int):
+        nearest = np.argsort(((z - z[i]) ** 2).sum(1))
+        u, others = later[nearest[:4]], later[nearest[4:]]
+        scores += [reference.kulsif_loo(others, u, k, reg) for reg in regs]
+    found = choose_ratio_reg(KERNEL, memory, regs)
+    assert found == regs[int(np.argmin(scores))]
+    with pytest.raises(FitError, match="at least 20 pairs of successive steps, got 9"):
+        choose_ratio_reg(KERNEL, recordings(10))
+
+
+def test_kulsif_loo_is_the_papers_grid_with_that_ridge(small_grid, monkeypatch):
+    memory = recordings(60)
+    found = {}
+    for select in ("paper", "kulsif_loo"):
+        model = KBF(normalise=False, select=select)
+        model.prepare(memory)
+        numbers = found[select] = model.hyperparameters()
+        assert numbers["reg/ratio"] == pytest.approx(numbers["reg/transition"])  # lambda' = eta
+    width = found["kulsif_loo"]["bandwidth/ratio"]
+    eta = choose_ratio_reg(partial(gaussian, bandwidth=width), memory)
+    assert found["kulsif_loo"]["reg/ratio"] == pytest.approx(eta)
+    assert found["paper"]["reg/ratio"] != pytest.approx(eta)  # the case tells them apart
+
+
+@pytest.mark.parametrize(
+    ("rule", "ratio"), [("importance_weighted", "kulsif"), ("original", "tikhonov")]
+)
+def test_kernel_mean_grid_by_loops(small_grid, rule, ratio):
+    """Every candidate: posteriors of the left-out observations, by NumPy; the mean posterior in the
+    RKHS of the median distance.
+    """
+    memory = recordings(40)
+    z, x = memory[0].states.numpy(), memory[0].obs.numpy()
+    n, fold = len(z), np.arange(40) % 10
+    common = median_distance(memory[0].states).item()
+    scores, settings = [], []
+    for bandwidths, regs in hyperparameters.paper_candidates(
+        KBF(rule=rule, ratio=ratio), memory, choose_transition_reg
+    ):
+        (s_z, _, s_x), (eta, _, reg) = bandwidths.tolist(), regs.tolist()
+        total = 0.0
+        for f in range(10):
+            train, held = fold != f, fold == f
+            G_Z = reference.gaussian_gram(z[train], z[train], s_z)
+            gamma = reference.tikhonov(G_Z, G_Z.mean(1), eta)
+            G_X = reference.gaussian_gram(x[train], x[train], s_x)
+            g = reference.gaussian_gram(x[train], x[held], s_x)
+            if rule == "original":
+                w = [reference.original_rule(gamma, G_X, q, reg) for q in g.T]
+            else:
+                w = [reference.importance_weighted_rule(gamma.clip(0), G_X, q, reg) for q in g.T]
+            points = np.concatenate([z[train], z[held]])
+            signed = np.concatenate([np.mean(w, 0), np.full(held.sum(), -1 / held.sum())])
+            total += signed @ reference.gaussian_gram(points, points, common) @ signed / 10
+        scores.append(total)
+        settings.append([*bandwidths.tolist(), *regs.tolist()])
+    model = KBF(rule=rule, ratio=ratio, select="kernel_mean_cv")
+    model.prepare(memory)
+    assert n == 40 and len({round(s, 12) for s in scores}) == len(scores)
+    np.testing.assert_allclose(
+        list(model.hyperparameters().values()), settings[int(np.argmin(scores))], rtol=1e-9
+    )
+
+
+def test_kernel_mean_grid_of_other_ratios(small_grid):
+    for ratio in ("relative", "one"):
+        model = KBF(ratio=ratio, select="kernel_mean_cv")
+        model.prepare(recordings(40))
+        assert all(math.isfinite(v) for v in model.hyperparameters().values())

@@ -73,6 +73,11 @@ class DenseUpdate(nn.Module):
         query = self.kernel(obs.flatten(1).to(self.obs), self.obs, bandwidth=self.bandwidth)
         return self.rule(ratio, self.gram, query, self.reg)
 
+    def regress(self, obs: Shaped[Tensor, "b *x"], reg: float) -> Float[Tensor, "b n"]:
+        """Return the weights of the conditional mean embedding: the rule without a prior."""
+        query = self.kernel(obs.flatten(1).to(self.obs), self.obs, bandwidth=self.bandwidth)
+        return rules.importance_weighted(torch.ones_like(query), self.gram, query, reg)
+
 
 class PrimalUpdate(ShownModule):
     """A rule over features psi of the observations: (ratio, x) -> weights w = D Psi c.
@@ -203,6 +208,17 @@ class PrimalUpdate(ShownModule):
             C = rules.weighted_covariance(ratio, features)
         c = self.coefficients(C, query, self.scale * self.reg)
         return rules.from_coefficients(ratio, features, c)
+
+    def regress(self, obs: Shaped[Tensor, "b *x"], reg: float) -> Float[Tensor, "b n"]:
+        """Return the weights of the conditional mean embedding: the rule without a prior."""
+        query = self.psi(obs).to(self.features.dtype)
+        ones = query.new_ones(len(query), len(self.features))
+        if self.moments is not None and self.several:
+            C = rules.covariance_from_moments(ones, self.moments, self.place, self.basis)
+        else:
+            C = rules.weighted_covariance(ones, self.features)
+        c = rules.importance_weighted_coefficients(C, query, len(self.features) * reg)
+        return rules.from_coefficients(ones, self.features, c)
 
 
 class DensityUpdate(nn.Module):
