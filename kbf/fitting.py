@@ -156,7 +156,7 @@ def fit(
         reading=reading,
         validation=validation,
     )
-    warn_of_problems(source)
+    warn_of_problems(source, bounds)
     return fit_source(
         source,
         settings,
@@ -361,9 +361,9 @@ def word_of(value: Any) -> str:
     return quoted(value) if isinstance(value, str) else str(value)
 
 
-def warn_of_problems(source: FileData) -> None:
+def warn_of_problems(source: FileData, bounds: Mapping[str, Any] | None = None) -> None:
     """Warn of what `check` reports."""
-    for text in examine(source).warnings:
+    for text in examine(source, bounds).warnings:
         warnings.warn(text, DataWarning, stacklevel=3)
 
 

@@ -439,7 +439,7 @@ def test_configurations_of_one_s_own(mine, capsys):
     job = printed(["train", "--config-name", "other", "--config-dir", str(mine), "--cfg"], capsys)
     assert (job["data"]["name"], job["model"]["name"], job["n_train"]) == ("slow", "kbf", 33)
     assert main(["train", "data=slow"]) == 2
-    assert "Could not find 'data/slow'" in capsys.readouterr().err
+    assert "there is no data 'slow'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

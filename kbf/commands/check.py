@@ -33,7 +33,7 @@ def run(config: dict[str, Any]) -> int:
     if not isinstance(data, FileData):
         name = config["data"]["name"]
         raise ValueError(f"kbf data check reads recordings from your files, not data={name}")
-    report = examine(data)
+    report = examine(data, config["data"].get("bounds"))
     directory, path = Path(config["run_dir"]), str(config["data"]["path"])
     write_text(directory / "report.md", masked(markdown(path, report), config))
     save(

@@ -86,7 +86,8 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     }
     names = [*write_figures(config, data, result, title, **marked), *further.figures]
     if data.column_schema is not None:
-        write_csv(directory / "estimates.csv", estimate_rows(data, result))
+        rows = estimate_rows(data, result, config["data"].get("bounds"))
+        write_csv(directory / "estimates.csv", rows)
         names.append("estimates.csv")
     if reliable:
         labels = {"raw": "before recalibration", "": "recalibrated"}

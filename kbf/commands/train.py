@@ -80,7 +80,8 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     check_free(directory, ckpt_path, overwrite=config["overwrite"])
     loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]
     data = load_data(config["data"], trust=trust)
-    report = examine(data.source) if isinstance(data.source, FileData) else None
+    bounds = config["data"].get("bounds")
+    report = examine(data.source, bounds) if isinstance(data.source, FileData) else None
     print_notes(data.notes if report is None else first_warnings(report))
     # Two checkpoints, each with the recordings.
     check_space(directory, 2 * sum(r.obs.nbytes + r.states.nbytes for r in data.train))

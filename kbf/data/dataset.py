@@ -6,6 +6,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kbf.data.files.bounds import checked_bounds, few_valued
 from kbf.recording import MASK_MISSING, Recording, as_recordings, control_width, mask_missing
 from kbf.runtime import html_repr
 from kbf.runtime.instantiate import build
@@ -153,7 +154,8 @@ def load_data(config: dict[str, Any], *, trust: bool = False, source: Any = None
 def completed(recipe: Mapping[str, Any], data: Data) -> dict[str, Any]:
     """Returns a configuration with what only its recordings contain.
 
-    In ``recipe["data"]``, entries of `SHAPES` that are null are set, and vectors get no encoder. An
+    In ``recipe["data"]``, entries of `SHAPES` that are null are set, vectors get no encoder, and
+    states of few values get their bounds. An
     ``n_train`` that is null becomes the number of training steps. Other entries, and interpolations
     that depend on these, stay as they are.
 
@@ -165,6 +167,9 @@ def completed(recipe: Mapping[str, Any], data: Data) -> dict[str, Any]:
     settings |= {key: shapes[key] for key in SHAPES if settings.get(key, 0) is None}
     if "image" in settings and settings["image"] is None:
         settings["encoding"] = None
+    if (schema := data.column_schema) is not None and "bounds" in settings:
+        declared = checked_bounds(settings["bounds"], schema)
+        settings["bounds"] = few_valued(schema, data.train) | declared or None
     if (n_train := recipe["n_train"]) is None:
         n_train = sum(len(r.states) for r in data.train)
     return {**recipe, "data": settings, "n_train": n_train}

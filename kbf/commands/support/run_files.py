@@ -24,13 +24,19 @@ def labels(config: Mapping[str, Any], data: Data) -> list[str]:
     return [f"{name} [{units[name]}]" if name in units else name for name in state_columns(data)]
 
 
-def estimate_rows(data: Data, result: Score) -> list[dict[str, Any]]:
-    """Return the estimates of the test part in the file's own columns and units, a row a step."""
+def estimate_rows(
+    data: Data, result: Score, bounds: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Return the estimates of the test part in the file's own columns and units, a row a step.
+
+    They are within the bounds of the states, by column.
+    """
     rows = []
     for k, estimates in enumerate(result.estimates):
         columns = data.column_schema.decode(
             estimates, None if result.covariances is None else result.covariances[k]
         )
+        columns |= {key: columns[key].clamp(*ends) for key, ends in (bounds or {}).items()}
         values = zip(*(column.tolist() for column in columns.values()), strict=True)
         rows += [
             {"recording": k, "step": t, **dict(zip(columns, row, strict=True))}

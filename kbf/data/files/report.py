@@ -1,6 +1,7 @@
 """The report of ``kbf data check``: counts, ranges and warnings about recordings."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from kbf.data.files.bounds import edge_warnings
 from kbf.data.files.checks import (
     are_whole,
     code_warning,
@@ -61,8 +63,12 @@ class Report(NamedTuple):
         return markdown("Recordings", self)
 
 
-def examine(data: FileData) -> Report:
-    """Returns the tables of recordings and columns, and warnings of problems for filters."""
+def examine(data: FileData, bounds: Mapping[str, Any] | None = None) -> Report:
+    """Returns the tables of recordings and columns, and warnings of problems for filters.
+
+    Args:
+        data: the recordings. bounds: of the states, by column.
+    """
     named = all_columns(data)
     warnings, causes = [*data.notes, *few(data)], []
     for name, each in named.items():
@@ -76,6 +82,7 @@ def examine(data: FileData) -> Report:
     warnings += leak_warnings(recordings, schema) + shuffle_warning(recordings)
     warnings += control_warning(recordings, data.control_timing)
     warnings += repeated(data) + shared_rows(data)
+    warnings += edge_warnings(schema, data.train, bounds)
     causes += beyond(data)
     causes += outside("states", [s.states for s in data.train], [s.states for s in data.test])
     causes += outside("observations", vectors(data.train), vectors(data.test))
