@@ -21,6 +21,7 @@ from kbf.config.composition import (
     unknown_setting,
     unlocked,
 )
+from kbf.config.run_settings import check_equations
 from kbf.runtime.hydra_quoting import as_text, exists
 from kbf.runtime.interpolation import (
     environment_as_text,
@@ -296,17 +297,6 @@ def comparison(composed: Any, recipe: dict[str, Any]) -> dict[str, Any]:
     with unlocked(composed):
         composed.n_train = recipe["n_train"]
     return {**plain(composed, skip=("trainer",)), **several, "recipe": recipe, "bases": bases}
-
-
-def check_equations(model: dict[str, Any], data: dict[str, Any]) -> None:
-    """Raise a ValueError for a filter with the true equations, on data that has none."""
-    net = model.get("net")
-    refers = isinstance(net, dict) and "${data.problem}" in net.values()
-    if refers and data.get("problem", "") is None:
-        raise ValueError(
-            f"model {model['name']} requires the equations of the system, and data={data['name']} "
-            "has none: kalman, ukf_learned and particle_learned learn them from the recordings"
-        )
 
 
 def on_a_checkpoint(composed: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Settings of a run that several commands read: time budget, trainer limits."""
+"""Settings of a run that several commands read: time budget, trainer limits, equations."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -66,3 +66,14 @@ def with_limits(trainer: Mapping[str, Any], model: Mapping[str, Any]) -> dict[st
     if wrong := [value for value in limits.values() if not isinstance(value, int | float | None)]:
         raise ValueError(f"model.training: epochs and clip must be numbers, got {wrong[0]!r}")
     return {**trainer, **limits}
+
+
+def check_equations(model: dict[str, Any], data: dict[str, Any]) -> None:
+    """Raise a ValueError for a filter with the true equations, on data that has none."""
+    net = model.get("net")
+    refers = isinstance(net, dict) and "${data.problem}" in net.values()
+    if refers and data.get("problem", "") is None:
+        raise ValueError(
+            f"model {model['name']} requires the equations of the system, and data={data['name']} "
+            "has none: kalman, ukf_learned and particle_learned learn them from the recordings"
+        )

@@ -147,7 +147,16 @@ def few(data: FileData) -> list[str]:
         warnings.append(f"only {steps['test']} test steps: the error measured on them is uncertain")
     blind = sum(int((~s.mask).sum()) for s in data.train if s.mask is not None)
     if blind > 0.5 * steps["train"] > 0:
-        warnings.append(f"{blind} of {steps['train']} training steps have no observation")
+        partly = any(
+            bool((r.obs.isfinite().any(1) & ~r.obs.isfinite().all(1)).any())
+            for r in data.recordings
+            if r.obs.ndim == 2
+        )
+        advice = "; data.allow_missing_sensors=true uses rows with some of their values"
+        warnings.append(
+            f"{blind} of {steps['train']} training steps have no observation"
+            + (advice if partly and not data.allow_missing_sensors else "")
+        )
     return warnings
 
 
