@@ -4,6 +4,7 @@ The configuration is that of ``kbf train data=own``; `fit` sets the columns and 
 memory, the command reads a file.
 """
 
+import os
 import shlex
 import sys
 import tempfile
@@ -52,6 +53,7 @@ def fit(
     missing: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None,
     time_as_control: bool = False,
     control_timing: str = "into",
+    root: str | os.PathLike[str] | None = None,
     size: Sequence[int] | None = None,
     reading: Mapping[str, Any] | None = None,
     model: str = "kbf",
@@ -101,6 +103,8 @@ def fit(
             single columns.
         time_as_control: the duration of each move is a control, for irregular times.
         control_timing: controls act in the move ``"into"`` their row, or ``"from"`` it.
+        root: the folder of the image files that ``images`` names; None is that of the table, or
+            the present one for a DataFrame. It is stored: `FittedFilter.filter` uses it, too.
         size: height and width that images are resized to.
         reading: how the data is written, by the names of ``data=own``: ``{"date_format":
             "%d/%m/%Y %H:%M", "sort_by_time": True}``; and of CSV files ``text_encoding``,
@@ -152,6 +156,7 @@ def fit(
         missing=missing,
         time_as_control=time_as_control,
         control_timing=control_timing,
+        root=root,
         size=size,
         reading=reading,
         validation=validation,

@@ -667,6 +667,27 @@ def test_both_doors_fit_equal_filters_of_images(tmp_path):
     np.testing.assert_allclose(again.mean, mine.mean, rtol=1e-12, atol=1e-12)
 
 
+def test_images_of_a_frame_are_in_a_folder(tmp_path, monkeypatch):
+    from PIL import Image
+
+    place, images = images_of_a_spot(40)
+    (tmp_path / "frames").mkdir()
+    names = [f"{k}.png" for k in range(len(images))]
+    for name, image in zip(names, images, strict=True):
+        Image.fromarray(image).save(tmp_path / "frames" / name)
+    data = pd.DataFrame({"y": place[:, 0], "x": place[:, 1], "file": names})
+    settings = {"model": "kalman", "config": QUICK_ENCODING, "progress": False}
+    monkeypatch.chdir(tmp_path)
+    fitted = kbf.fit(data, states=["y", "x"], images="file", root="frames", **settings)
+    arrays = kbf.fit(states=place, images=images, **settings)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = fitted.filter(data[["file"]])
+    np.testing.assert_array_equal(found.mean, arrays.filter(observations=images).mean)
+    with pytest.raises(FileNotFoundError, match=r"no image .*nothing.png"):
+        fitted.filter(pd.DataFrame({"file": ["nothing.png"]}))
+
+
 def test_images_are_encoded(tmp_path):
     place, images = images_of_a_spot()
     fitted = kbf.fit(

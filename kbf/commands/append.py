@@ -45,11 +45,12 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     recordings = known_parts([*data.train, *data.validation, *data.test], cut_missing=cut)
     check_like(loaded.module, recordings[0], config["checkpoint"])
     print_notes(data_differences(loaded, data, recordings))
+    again: Any = {"refit": config["refit"], "seed": config["seed"] or 0}
     settings: Any = {"seed": config["seed"] or 0, "device": config["device"]}
     with console.status("scoring the old filter on the new recordings"):
         scores = score(loaded.filter, recordings, dtype=loaded.module.input_dtype, **settings)
     with console.status("building the filter over the new memory"):
-        appended = append(loaded, recordings, budget=budget, seed=settings["seed"])
+        appended = append(loaded, recordings, budget=budget, **again)
     loaded.module.provenance = continued(loaded.module.provenance, record)
     save_checkpoint(appended.trained, out)
     summary = {

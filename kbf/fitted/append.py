@@ -49,7 +49,12 @@ class Appended(NamedTuple):
 
 
 def append(
-    trained: Trained, recordings: list[Recording], *, budget: int | None = None, seed: int = 0
+    trained: Trained,
+    recordings: list[Recording],
+    *,
+    budget: int | None = None,
+    refit: bool = False,
+    seed: int = 0,
 ) -> Appended:
     """Add recordings to the memory of a trained filter; its module is changed.
 
@@ -59,12 +64,19 @@ def append(
         trained: the filter.
         recordings: in the units of the data. No transition leads from one to the next.
         budget: upper bound on the points of the new memory (`prune`); None keeps all.
+        refit: select bandwidths, ridges, densities and, with model selection, the model again.
         seed: of filters that draw.
 
     Raises:
-        ValueError: a model without a memory, or recordings of other shapes.
+        ValueError: a model without a memory, recordings of other shapes, or ``refit`` of a model
+            that is trained by gradient.
     """
     module = trained.module
+    if refit and module.learns:
+        raise ValueError(
+            f"{module.config['model']['name']} is trained by gradient, which refit=True does not: "
+            "fit it again with kbf.fit"
+        )
     if inner_filter(trained.filter) is module.net:
         name = module.config["model"]["name"]
         raise ValueError(f"this is a model without a memory ({name}): train it again instead")
@@ -76,6 +88,8 @@ def append(
     memory += module.taken_in(recordings)
     memory = memory if budget is None else prune(memory, budget)
     module.memory = RecordingBuffers(memory).to(module.device)
+    if refit:
+        module.prepare(module.memory.sequences())
     learned = trained.calibration is not None or trained.monitor is not None
     trained = Trained(module, module.filter(), trained.epochs)
     if learned:

@@ -18,9 +18,7 @@ import torch
 from torch import Generator, Tensor
 
 from kbf.data.files.layout import Contents
-from kbf.filters.protocols import WITH_MEMORY, WITH_SMOOTHER
 from kbf.filters.rollout import rollout
-from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.smoothing import smooth
 from kbf.fitted.checkpoint import load_filter, save_checkpoint
 from kbf.fitted.compatibility import piece_differences
@@ -287,7 +285,9 @@ class FittedFilter(Summary):
             found |= baseline_nmse(self.trained, pieces, self.schema)
         return pd.DataFrame(found, index=self.schema.parts())
 
-    def append(self, data: Any, *, budget: int | None = None, seed: int = 0) -> FittedFilter:
+    def append(
+        self, data: Any, *, budget: int | None = None, refit: bool = False, seed: int = 0
+    ) -> FittedFilter:
         """Return a filter whose memory contains further recordings; this one does not change.
 
         Bandwidths, ridges, scaling and encoders stay; calibration and alarms are learned again.
@@ -295,6 +295,8 @@ class FittedFilter(Summary):
         Args:
             data: recordings with states, as of `kbf.fit`.
             budget: upper bound on the steps of the memory; the steps that cover it best are kept.
+            refit: select bandwidths, ridges, densities and the model again, as `kbf.fit` does;
+                scaling and encoders stay.
             seed: of filters that draw random numbers.
 
         Raises:
@@ -307,7 +309,7 @@ class FittedFilter(Summary):
             raise ValueError(self._cannot("append"))
         pieces, _, _ = inputs_of(self._data, data, states=True)
         new = known_parts(list(map(as_recording, pieces)))
-        made = append(copy.deepcopy(self).trained, new, budget=budget, seed=seed)
+        made = append(copy.deepcopy(self).trained, new, budget=budget, refit=refit, seed=seed)
         return FittedFilter(made.trained)
 
     def online(
@@ -377,15 +379,6 @@ class FittedFilter(Summary):
         if not isinstance(data, Contents):  # which `evaluate` has read, for several methods
             warn_of(piece_differences(self.trained, found.pieces))
         return found
-
-    def _cannot(self, what: str) -> str:
-        """Why a capability is lacking, and what to do: the main model may have it, or another."""
-        if isinstance(self.trained.module.net, ModelSelection):
-            advice = f"kbf.fit(..., require=[{what!r}]) selects among models that can"
-        else:
-            able = {"smooth": WITH_SMOOTHER, "append": WITH_MEMORY}[what]
-            advice = f"models that can are {', '.join(able)}"
-        return f"the model {self.model_name} cannot {what}: {advice}"
 
 
 def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> FittedFilter:

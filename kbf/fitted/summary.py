@@ -6,7 +6,12 @@ from torch import Tensor
 
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.evaluation.calibration import Calibration
-from kbf.filters.protocols import allows_missing_sensors, control_components
+from kbf.filters.protocols import (
+    WITH_MEMORY,
+    WITH_SMOOTHER,
+    allows_missing_sensors,
+    control_components,
+)
 from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.selection.requirements import can_smooth, why_not_exported
 from kbf.fitted.checkpoint import Trained
@@ -118,6 +123,15 @@ class Summary:
             return pd.DataFrame(columns=names)
         columns = dict(zip(names, map(Tensor.numpy, found), strict=True))
         return pd.DataFrame(columns, index=self.schema.parts())
+
+    def _cannot(self, what: str) -> str:
+        """Why a capability is lacking, and what to do: the main model may have it, or another."""
+        if isinstance(self.trained.module.net, ModelSelection):
+            advice = f"kbf.fit(..., require=[{what!r}]) selects among models that can"
+        else:
+            able = {"smooth": WITH_SMOOTHER, "append": WITH_MEMORY}[what]
+            advice = f"models that can are {', '.join(able)}"
+        return f"the model {self.model_name} cannot {what}: {advice}"
 
     def __repr__(self) -> str:
         rows = (f"  {name}: {value}" for name, value in self._rows())

@@ -1,6 +1,8 @@
 """`read`: the recordings of the arguments of `kbf.fit`, and the settings of their columns."""
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ def read(
     missing: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None,
     time_as_control: bool = False,
     control_timing: str = "into",
+    root: str | os.PathLike[str] | None = None,
     size: Sequence[int] | None = None,
     reading: Mapping[str, Any] | None = None,
     validation: float = 0.0,
@@ -58,6 +61,7 @@ def read(
         "time_as_control": time_as_control,
         "control_timing": control_timing,
         "missing": plain(missing),
+        "root": None if root is None else str(Path(root).expanduser().resolve()),
         "size": None if size is None else list(size),
     }
     if isinstance(observations, Mapping):
@@ -66,7 +70,9 @@ def read(
         kinds["sensors"] = {name: list(as_names(each)) for name, each in observations.items()}
         roles["observations"] = [name for each in kinds["sensors"].values() for name in each]
     with in_python():
-        layout = layout_of(checked(reading) | {key: kinds[key] for key in ("size", "missing")})
+        layout = layout_of(
+            checked(reading) | {key: kinds[key] for key in ("size", "missing", "root")}
+        )
         contents, columns = recordings_in(data, roles, images, layout)
         partly = contents.partly_missing() > 0 if allow_missing_sensors is None else False
         kinds["allow_missing_sensors"] = partly or bool(allow_missing_sensors)

@@ -46,7 +46,8 @@ class Layout(NamedTuple):
             and a time of day, are joined by spaces.
         missing: values that stand for a missing one, in all columns or by column.
         images: of a table, the column with the names of image files. images_outside: whether they
-            may be outside of the table's folder.
+            may be outside of the table's folder. root: the folder of these files; None is that of
+            the table.
         table: for a folder of images or a video, the CSV with the states; None for the only one in
             the folder, or the one with the name of the video.
         size: height and width to which images are resized; None keeps their size.
@@ -71,6 +72,7 @@ class Layout(NamedTuple):
     table: str | None = None
     size: list[int] | None = None
     images_outside: bool = False
+    root: str | None = None
     text_encoding: str | None = None
     date_format: str | None = None
     decimal: str | None = None

@@ -134,7 +134,7 @@ def recordings_of(
         from kbf.data.files.image_io import named_images
 
         obs, seen = named_images(
-            folder or path.parent,
+            Path(layout.root).expanduser() if layout.root else folder or path.parent,
             table.words[layout.images],
             layout.size,
             str(path),
