@@ -17,6 +17,9 @@ from kbf.filters.protocols import Filter, covariance_of, sample_of
 from kbf.filters.wrapper import FilterWrapper
 from kbf.manifolds import manifold_of
 from kbf.recording import Recording
+from kbf.rkhs.kernels import Bandwidth, Kernel, median_distance
+from kbf.rkhs.linalg import evenly
+from kbf.rkhs.weights import effective_sample_size
 from kbf.runtime.errors import DataWarning
 from kbf.runtime.html_repr import ShownModule
 
@@ -30,6 +33,12 @@ MAX_SCALE_RATIO = 10.0
 # Mean over standard deviation of a column above which weights that sum to 0.9 or 1.1, as weights
 # that are not normalised do, cost an error of more than one standard deviation.
 MAX_OFFSET = 10.0
+
+# Effective sample size of a row of the Gram matrix below which a point has no neighbour: 1 is the
+# point itself.
+MIN_NEIGHBOURS = 1.05
+# Rows of the Gram matrix whose median is taken.
+ROWS_OF_NEIGHBOURS = 100
 
 
 class ScaleWarning(DataWarning):
@@ -177,6 +186,35 @@ def warn_of_scales(values: Float[Tensor, "n c"], what: str, *, offset: bool = Fa
         warnings.warn(
             f"{what}: column {far[0]} varies by {scales[far[0]]:.3g} around {mean[far[0]]:.3g}, "
             f"and estimates with weights that do not sum to 1 are off by a share of it: {advice}",
+            ScaleWarning,
+            stacklevel=4,
+        )
+
+
+@torch.no_grad()
+def warn_of_isolation(
+    values: Float[Tensor, "n c"], kernel: Kernel, bandwidth: Bandwidth, what: str
+) -> None:
+    """Warn of a bandwidth at which a training point resembles only itself.
+
+    The effective sample size (sum_j k_ij)^2 / sum_j k_ij^2 of row i of the Gram matrix is the
+    number of points that point i resembles. Where its median is below `MIN_NEIGHBOURS`, weights
+    are those of single memory points, and estimates jump between them.
+
+    Args:
+        values: training points, as the kernel takes them.
+        kernel: k. bandwidth: its bandwidth.
+        what: the points' name in the message.
+    """
+    rows = values[evenly(len(values), ROWS_OF_NEIGHBOURS, values.device)]
+    found = effective_sample_size(kernel(rows, values, bandwidth=bandwidth)).median().item()
+    if len(values) > 1 and found < MIN_NEIGHBOURS:
+        distance = median_distance(values, distinct=True)
+        warnings.warn(
+            f"{what}: at a bandwidth of {torch.as_tensor(bandwidth).max():.3g} a training point "
+            f"resembles only itself (effective sample size {found:.2f} of {len(values)}; the "
+            f"median distance of two points is {distance:.3g}): prepare(recordings) sets "
+            "bandwidths by the data, and kbf.fit does so by itself",
             ScaleWarning,
             stacklevel=4,
         )

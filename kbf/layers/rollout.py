@@ -13,7 +13,7 @@ from kbf.filters.kernel.filter import KernelBayesFilter
 from kbf.filters.kernel.kbf import stacked
 from kbf.filters.kernel.smoother import RuleBackward
 from kbf.filters.rollout import Rollout, checked_inputs, rollout
-from kbf.filters.scaling import warn_of_scales
+from kbf.filters.scaling import warn_of_isolation, warn_of_scales
 from kbf.images.encodings import EncodedFilter
 from kbf.layers.kernel_layer import KernelLayer
 from kbf.layers.ratio import DensityRatio
@@ -185,6 +185,7 @@ class KernelBayesFilterRollout(nn.Module):
         features = features_of(self.encoder, obs.to(device)).to(states)
         check_finite(features, "features of the encoder", advice=DIVERGED)
         move = self.transition
+        warn_of_isolation(states, move.form, move.bandwidth.to(states), "states")
         filter = KernelBayesFilter(
             states,
             move.operator(states, pairs, controls),

@@ -14,9 +14,17 @@ from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.protocols import where
 from kbf.filters.regression.kernel_ridge import FrameRegression
 from kbf.filters.rollout import rollout, step
-from kbf.filters.scaling import ScaledFilter, ScaleWarning, Scaling, spread, warn_of_scales
+from kbf.filters.scaling import (
+    ScaledFilter,
+    ScaleWarning,
+    Scaling,
+    spread,
+    warn_of_isolation,
+    warn_of_scales,
+)
 from kbf.fitted.model import FittedModel
 from kbf.recording import Recording
+from kbf.rkhs.kernels import gaussian
 from kbf.ssm import oscillatory, simulate
 
 UNITS = torch.tensor([1000.0, 0.01]).double()
@@ -247,6 +255,15 @@ def test_columns_of_other_scales_and_means_bring_a_warning():
         warn_of_scales(one + 50, "states", offset=True)
 
 
+def test_points_without_neighbours_bring_a_warning(silent):
+    """Two of three points have a twin, or none has."""
+    twins = torch.arange(30.0, dtype=torch.float64).div(2, rounding_mode="floor")[:, None]
+    warn_of_isolation(twins, gaussian, 0.1, "states")
+    warn_of_isolation(twins[::2], gaussian, 1.0, "states")
+    with pytest.warns(ScaleWarning, match=r"states: .* \(effective sample size 1.00 of 15; .* 5\)"):
+        warn_of_isolation(twins[::2], gaussian, 0.1, "states")
+
+
 def test_filters_warn_where_nothing_scales_their_columns(silent):
     drawn = simulate(oscillatory(), torch.tensor([1.0, 0.0]).double(), 60)
     good = Recording(drawn.states, drawn.obs)
@@ -262,5 +279,11 @@ def test_filters_warn_where_nothing_scales_their_columns(silent):
     KBF().prepare([away])
     with pytest.warns(ScaleWarning, match="do not sum to 1"):
         KBF(normalise=False).prepare([away])
+    large = Recording(1000 * drawn.states, drawn.obs)
+    with pytest.warns(ScaleWarning, match="states: at a bandwidth of 1 .* resembles only itself"):
+        KBF().fit([large])
+    prepared = KBF()
+    prepared.prepare([large])
+    prepared.fit([large])
     config = {"model": {"name": "kbf", "net": {"_target_": "kbf.KBF"}}, "seed": 0}
     FittedModel(config | {"data": {"normalise": "standard"}}, [units]).prepare([units])

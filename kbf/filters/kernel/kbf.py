@@ -31,7 +31,7 @@ from kbf.filters.kernel.operators import (
 )
 from kbf.filters.kernel.smoother import RuleBackward
 from kbf.filters.kernel.update.rule import DenseUpdate, PrimalUpdate
-from kbf.filters.scaling import warn_of_scales
+from kbf.filters.scaling import warn_of_isolation, warn_of_scales
 from kbf.recording import Recording, Transitions, as_recordings, moves, transitions
 from kbf.rkhs.features import NystromFeatures, RandomFourierFeatures
 from kbf.rkhs.kernels import KERNELS, median_distance
@@ -236,6 +236,8 @@ class KBF(ShownModule):
         ratio_width, transition_width, obs_width = self.log_bandwidth.exp()
         eta, reg_transition, reg = self.log_reg.exp()
         kernel = KERNELS[self.kernel]
+        warn_of_isolation(states, kernel, transition_width, "states")
+        warn_of_isolation(obs.flatten(1), kernel, obs_width, "observations")
         transition = self.transition_of(states, pairs, controls, transition_width, reg_transition)
         filter = KernelBayesFilter(
             states.to(self.dtype),
