@@ -26,12 +26,11 @@ from kbf.commands.train import finish
 from kbf.config.run_settings import without_model_selection
 from kbf.data.dataset import completed, load_data
 from kbf.evaluation.floors import data_floor
-from kbf.fitted.held_out_calibration import learn
+from kbf.fitting import fit_model
 from kbf.runtime.atomic_files import scratch, sweep
 from kbf.runtime.interpolation import incomplete, masked, resolved
 from kbf.runtime.provenance import commit, files_of, provenance, sha256
 from kbf.runtime.run_folders import ABOUT
-from kbf.training.fit import train
 
 
 class Cell(NamedTuple):
@@ -260,17 +259,9 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         # the workers start at the same time and would each encode the images
         FileLock(f"{encodings}.lock") if encodings and not encodings.exists() else nullcontext(),
     ):
-        trained = train(
-            config,
-            data.train,
-            directory,
-            trust=True,
-            encodings=encodings,
-            validation=data.validation,
-        )
+        config = {**config, "calibrate": bool(config.get("calibrate"))}
+        trained = fit_model(config, data, directory, trust=True, encodings=encodings)
         assert trained is not None
-        if config.get("calibrate"):
-            trained = learn(trained, data.validation, seed=cell.seed)
         _, metrics = finish(config, data, trained, None, began)
     return {**metrics, **about_run}
 

@@ -5,7 +5,9 @@ re-initialised by `kbf.filters.gating`; filters that support it are evaluated in
 (`kbf.filters.parallel_rollout`), with the results of the loop.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,6 +36,11 @@ from kbf.recording import (
 )
 from kbf.runtime import html_repr
 from kbf.runtime.deadline import check_deadline
+
+# Messages of PyTorch and of kernels about tensors whose sizes do not fit.
+MISMATCH: re.Pattern[str] = re.compile(
+    "size of tensor|shapes cannot be multiplied|have no distance"
+)
 
 
 class Rollout(NamedTuple):
@@ -120,22 +127,24 @@ def rollout(
             before=before,
             states=states,
         )
-        parts: list[Steps] = []
-        sequential = before is not None or states is not None or log_likelihood
-        if steps > 1 and not sequential and not torch.compiler.is_compiling():
-            first = walk(GatedState(state), inputs.during(0, 1))
-            fast = None
-            if not any(leaf.requires_grad for leaf in first.state.inner):  # it keeps no gradients
-                with torch.no_grad():
-                    fast = rollout_parallel(filter, walk, state, inputs, covariances)
-            parts = [first if fast is None else fast]
-        done = sum(part.length for part in parts)
-        if progress is not None:
-            for t in range(done):
-                progress(t)
-        if done < steps:
-            start = parts[-1].state if parts else GatedState(state)
-            parts.append(walk(start, inputs.during(done), progress=progress, first=done))
+        with shape_errors(inputs.obs.shape[2:]):
+            parts: list[Steps] = []
+            sequential = before is not None or states is not None or log_likelihood
+            if steps > 1 and not sequential and not torch.compiler.is_compiling():
+                first = walk(GatedState(state), inputs.during(0, 1))
+                fast = None
+                # It keeps no gradients.
+                if not any(leaf.requires_grad for leaf in first.state.inner):
+                    with torch.no_grad():
+                        fast = rollout_parallel(filter, walk, state, inputs, covariances)
+                parts = [first if fast is None else fast]
+            done = sum(part.length for part in parts)
+            if progress is not None:
+                for t in range(done):
+                    progress(t)
+            if done < steps:
+                start = parts[-1].state if parts else GatedState(state)
+                parts.append(walk(start, inputs.during(done), progress=progress, first=done))
     found, last = joined(parts)
     return Rollout(
         found.pop("estimates"),
@@ -312,7 +321,24 @@ def step(
     """
     x: Any = observation_of(obs, len(state[0]))
     mask = mask_of(mask)
-    gate = GatedFilter(filter, generator)
-    return gate.attempt(state, x, mask=mask, control=tensor_of(control, "control"), before=before)[
-        0
-    ]
+    gate, acted = GatedFilter(filter, generator), tensor_of(control, "control")
+    with shape_errors(x.shape[1:]):
+        return gate.attempt(state, x, mask=mask, control=acted, before=before)[0]
+
+
+@contextmanager
+def shape_errors(shape: torch.Size) -> Iterator[None]:
+    """Context that raises errors about the sizes of tensors as a ValueError about observations.
+
+    Args:
+        shape: of an observation.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if not MISMATCH.search(str(error)):
+            raise
+        given = f"{shape[0]} components" if len(shape) == 1 else f"the shape {tuple(shape)}"
+        raise ValueError(
+            f"observations have {given}, and the filter was fitted to others: {error}"
+        ) from error

@@ -15,7 +15,8 @@ from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.particle.bootstrap import BootstrapFilter
 from kbf.filters.regression.kernel_ridge import FrameRegression
-from kbf.filters.rollout import rollout
+from kbf.filters.regression.window import WindowRidge
+from kbf.filters.rollout import rollout, step
 from kbf.filters.scaling import ScaledFilter, Scaling
 from kbf.filters.smoothing import predict_ahead, smooth
 from kbf.recording import Recording
@@ -168,3 +169,26 @@ def test_a_graph_is_kept_only_where_it_is_requested(more, normal):
         assert not rollout(filter, obs, gradients=True).estimates.requires_grad
     smoothed = smooth(filter, obs).estimates
     assert not smoothed.requires_grad and not predict_ahead(filter, obs, 2).requires_grad
+
+
+def test_observations_of_another_width_are_refused_in_words():
+    """In a filter whose annotations state no width: tests check those of the others."""
+    whole = simulate(SPACE, MODEL.m0.expand(1, 2), 40, torch.Generator().manual_seed(0))
+    drawn = Recording(whole.states[0], whole.obs[0])
+    f = WindowRidge().fit([drawn])
+    rollout(f, drawn.obs[None, :5])
+    wider = torch.cat([drawn.obs, drawn.obs, drawn.obs], -1)
+    text = f"observations have {wider.shape[1]} components, and the filter was fitted to others"
+    with pytest.raises(ValueError, match=text):
+        rollout(f, wider[None, :5])
+    with pytest.raises(ValueError, match=text):
+        step(f, f.init(1), wider[:1])
+
+
+def test_other_errors_of_a_filter_stay_as_they_are():
+    class Broken(KalmanFilter):
+        def estimate(self, state):
+            raise RuntimeError("no device")
+
+    with pytest.raises(RuntimeError, match=r"^no device$"):
+        rollout(Broken(MODEL), torch.zeros(1, 2, 3, dtype=F64))

@@ -280,7 +280,7 @@ def test_filters_warn_where_nothing_scales_their_columns(silent):
     with pytest.warns(ScaleWarning, match="do not sum to 1"):
         KBF(normalise=False).prepare([away])
     large = Recording(1000 * drawn.states, drawn.obs)
-    with pytest.warns(ScaleWarning, match="states: at a bandwidth of 1 .* resembles only itself"):
+    with pytest.warns(ScaleWarning, match=r"states: at a bandwidth of 1 .* resembles only itself"):
         KBF().fit([large])
     prepared = KBF()
     prepared.prepare([large])
