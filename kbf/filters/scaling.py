@@ -7,6 +7,7 @@ hide one in metres.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from kbf.filters.protocols import Filter, covariance_of, sample_of
 from kbf.filters.wrapper import FilterWrapper
 from kbf.manifolds import manifold_of
 from kbf.recording import Recording
-from kbf.rkhs.kernels import Bandwidth, Kernel, median_distance
+from kbf.rkhs.kernels import Bandwidth, median_distance
 from kbf.rkhs.linalg import evenly
 from kbf.rkhs.weights import effective_sample_size
 from kbf.runtime.errors import DataWarning
@@ -193,7 +194,7 @@ def warn_of_scales(values: Float[Tensor, "n c"], what: str, *, offset: bool = Fa
 
 @torch.no_grad()
 def warn_of_isolation(
-    values: Float[Tensor, "n c"], kernel: Kernel, bandwidth: Bandwidth, what: str
+    values: Float[Tensor, "n c"], kernel: Callable[..., Tensor], bandwidth: Bandwidth, what: str
 ) -> None:
     """Warn of a bandwidth at which a training point resembles only itself.
 
