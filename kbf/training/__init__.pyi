@@ -7,4 +7,5 @@ from kbf.training import (
     filter_stage as filter_stage,
     fit as fit,
     metric_logging as metric_logging,
+    processes as processes,
 )

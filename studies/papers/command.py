@@ -31,6 +31,9 @@ from studies.papers import EXPERIMENTS
 from studies.papers.base import Experiment, Verdict, counted
 from studies.papers.dependencies import code_hash
 
+# frames=download: dsprites with the published images.
+DOWNLOAD = "download"
+
 # Longer tables of rows are compressed: 10,000 rows are about 1 MB of text.
 MAX_PLAIN_ROWS = 10_000
 
@@ -112,7 +115,9 @@ def read_settings(name: str, config: dict[str, Any]) -> tuple[Experiment, dict[s
         if config["runs"] < 1:
             raise ValueError("runs must be at least 1")
         settings["runs"] = config["runs"]
-    if config["frames"] is not None and "frames" in settings:
+    if config["frames"] == DOWNLOAD and name == "dsprites":
+        settings["frames"] = DOWNLOAD
+    elif config["frames"] is not None and "frames" in settings:
         if not Path(config["frames"]).is_file():
             raise FileNotFoundError(f"frames: there is no file {config['frames']}")
         settings["frames"] = str(Path(config["frames"]).resolve())

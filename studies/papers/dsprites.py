@@ -17,10 +17,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "quick": {"runs": 3, "sizes": [100], "n_test": 200, "epochs": None, "points": None},
     "smoke": {"runs": 1, "sizes": [20], "n_test": 5, "epochs": 1, "points": 50},
 }
-PROBLEM = images.Problem("dsprites")
-NOTES = f"""{images.NOTES} The hearts are drawn here, from the outlines of dSprites. The paper
-says both that the LSTM is the worst and that the particle filter is worse than the methods with
-neural networks: the first is read as "of those that know nothing of the model"."""
+for preset in PRESETS.values():
+    preset["frames"] = None
+PROBLEM = images.Problem("dsprites", frames="data.images")
+NOTES = f"""{images.NOTES} The hearts are drawn here, from the outlines of dSprites; frames=FILE
+takes the images of the published file, frames=download downloads it. The paper says both that the
+LSTM is the worst and that the particle filter is worse than the methods with neural networks: the
+first is read as "of those that know nothing of the model"."""
 
 
 def jobs(settings: Settings) -> list[Job]:

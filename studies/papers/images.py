@@ -78,10 +78,14 @@ MODELS = {
 
 
 class Problem(NamedTuple):
-    """A data set of ``configs/data``, and words of ``kbf train`` that change it or a model."""
+    """A data set of ``configs/data``, and words of ``kbf train`` that change it or a model.
+
+    ``frames`` is the setting that names a file of its images.
+    """
 
     data: str
     overrides: tuple[str, ...] = ()
+    frames: str = "data.frames"
 
 
 def configured(problem: Problem, model: str, *words: str) -> dict[str, Any]:
@@ -101,7 +105,7 @@ def load(problem: Problem, job: Job) -> Data:
     """The images of a job."""
     words = [f"n_train={job['n']}", f"data.n_test={job['n_test']}", f"seed={job['run']}"]
     if job.get("frames") is not None:
-        words.append(f"data.frames={quoted(job['frames'])}")
+        words.append(f"{problem.frames}={quoted(job['frames'])}")
     return load_data(configured(problem, "kalman", *words)["data"], trust=True)
 
 

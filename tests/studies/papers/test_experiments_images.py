@@ -4,6 +4,7 @@ what they say of rows.
 
 from __future__ import annotations
 
+import csv
 import itertools
 import math
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from kbf.cli import main
 from kbf.config import configure
 from kbf.data.dsprites import DSprites
 from kbf.data.synthetic import SyntheticData
@@ -24,6 +26,7 @@ from kbf.images.encoders import PaperMLP
 from kbf.plots.charts import curves
 from kbf.recording import Recording
 from studies.papers import dmlab, dsprites, images, low_dim_filtering as low
+from studies.papers.command import read_settings
 
 JOB = {"data": "oscillatory", "n": 30, "run": 3, "n_test": 15, "points": 50}
 
@@ -377,3 +380,56 @@ def test_frames_are_the_files(tmp_path):
                 "methods": [images.FLOOR],
             }
         )
+
+
+# the same models, seeds and data as kbf compare
+
+
+@pytest.mark.slow
+def test_the_experiment_has_the_errors_of_kbf_compare(tmp_path):
+    """Models, seeds and data of figures 5 and 6 are those of the command: equal digits."""
+    methods = (images.ORIGINAL, images.WEIGHTED, images.NEURAL, images.PARTICLES)
+    models = ",".join(images.MODELS[method] for method in methods)
+    words = [f"models=[{models}]", "n_train=[40]", "data.n_test=10", "runs=1", "seed=3"]
+    more = ["workers=0", "particles=50", f"run_dir={tmp_path}"]
+    assert main(["compare", "data=dsprites", *words, *more]) == 0
+    with (tmp_path / "runs.csv").open(encoding="utf-8") as file:
+        by_command = {row["model"]: float(row["test.mse"]) for row in csv.DictReader(file)}
+    job = {"n": 40, "run": 3, "n_test": 10, "epochs": None, "points": None, "frames": None}
+    rows = dsprites.work({**job, "methods": list(methods)})
+    assert len(rows) == 4
+    for row in rows:
+        model = images.MODELS[row["method"]]
+        assert row["mse"] == pytest.approx(by_command[model], rel=1e-6), model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", [dsprites.PROBLEM, dmlab.PROBLEM])
+def test_models_of_the_experiment_are_those_of_the_command(problem):
+    for method, name in images.MODELS.items():
+        ours = images.models(problem)[method]
+        plain = configure("train", [f"data={problem.data}", f"model={name}"])["model"]
+        assert ours == plain, method
+
+
+def test_published_images_can_be_taken(tmp_path, monkeypatch):
+    seen: list = []
+    data = DSprites(2, 1)
+    monkeypatch.setattr(images, "load_data", lambda config, trust: seen.append(config) or data)
+    job = {"n": 20, "run": 1, "n_test": 5}
+    for frames, expected in (
+        ("download", "download"),
+        (None, "rendered"),
+        ("/a b.npz", "/a b.npz"),
+    ):
+        images.load(dsprites.PROBLEM, {**job, "frames": frames})
+        assert seen[-1]["images"] == expected and seen[-1]["source"]["images"] == expected
+    file = tmp_path / "dsprites.npz"
+    file.write_bytes(b"")
+    base = {"preset": "smoke", "seed": 0, "runs": None}
+    for given, expected in (("download", "download"), (str(file), str(file)), (None, None)):
+        settings = read_settings("dsprites", {**base, "frames": given})[1]
+        assert settings["frames"] == expected
+        assert all(job["frames"] == expected for job in dsprites.jobs(settings))
+    with pytest.raises(FileNotFoundError, match="there is no file download"):
+        read_settings("dmlab", {**base, "frames": "download"})
