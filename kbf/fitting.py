@@ -54,6 +54,7 @@ def fit(
     time_as_control: bool = False,
     control_timing: str = "into",
     root: str | os.PathLike[str] | None = None,
+    latency: Mapping[str, float] | None = None,
     size: Sequence[int] | None = None,
     reading: Mapping[str, Any] | None = None,
     model: str = "kbf",
@@ -105,6 +106,8 @@ def fit(
         control_timing: controls act in the move ``"into"`` their row, or ``"from"`` it.
         root: the folder of the image files that ``images`` names; None is that of the table, or
             the present one for a DataFrame. It is stored: `FittedFilter.filter` uses it, too.
+        latency: seconds (steps without times) by which the readings of a sensor are late,
+            ``{"gps": 0.3}``. They are moved to the rows of their own time.
         size: height and width that images are resized to.
         reading: how the data is written, by the names of ``data=own``: ``{"date_format":
             "%d/%m/%Y %H:%M", "sort_by_time": True}``; and of CSV files ``text_encoding``,
@@ -157,6 +160,7 @@ def fit(
         time_as_control=time_as_control,
         control_timing=control_timing,
         root=root,
+        latency=latency,
         size=size,
         reading=reading,
         validation=validation,

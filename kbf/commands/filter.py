@@ -246,17 +246,22 @@ def is_text(source: str, column_schema: ColumnSchema, data: dict[str, Any]) -> b
     settings about its text, such as decimal commas or another encoding than UTF-8.
 
     Raises:
-        ValueError: images on standard input.
+        ValueError: images, or sensors that are late, on standard input.
     """
     if source == "-" and not column_schema.observations:
         raise ValueError(
             "images come as files, not on standard input: input=FOLDER, a video or an npz"
         )
+    if source == "-" and data.get("latency"):
+        raise ValueError(
+            "the sensors of this filter are late (data.latency), and a stream cannot be moved: "
+            "input=FILE, or from Python update(readings, time=...) of kbf.load(...).online()"
+        )
     suffix = Path(source).suffix.lower()
     if source == "-" or suffix not in TEXT_SUFFIXES:
         return source == "-"
     layout = roles_of(data)
-    whole = layout.images or layout.mask or not layout.is_plain_text()
+    whole = layout.images or layout.mask or data.get("latency") or not layout.is_plain_text()
     if whole or not column_schema.observations:
         return False
     if suffix != ".csv":

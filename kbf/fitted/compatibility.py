@@ -7,6 +7,7 @@ every method that takes recordings: `differences` returns sentences with both nu
 
 import itertools
 import math
+import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from kbf.data.files.layout import Observations
 from kbf.data.files.timestamps import LARGEST_GAP, UNEVEN_SHARE, moves_in
 from kbf.fitted.checkpoint import Trained
 from kbf.recording import Recording
+from kbf.runtime.errors import DataWarning
 
 # Rows from which ranges and time steps are compared.
 MIN_ROWS = 10
@@ -89,8 +91,20 @@ def reference_of(trained: Trained) -> Reference:
 class Comparison:
     """Compares the rows that a filter takes with those of its training, as they arrive."""
 
-    def __init__(self, trained: Trained) -> None:
-        """Compare with the training data of a filter."""
+    def __init__(self, trained: Trained, *, live: bool = False) -> None:
+        """Compare with the training data of a filter.
+
+        Args:
+            trained: the filter. live: warn of sensors that are late, whose readings a live filter
+                takes at another time than those of recordings.
+        """
+        late = (trained.module.config.get("data") or {}).get("latency") or {}
+        for name, seconds in late.items() if live else ():
+            text = (
+                f"the readings of {name} are {seconds:g} s late in the training: give each by "
+                "update(reading, time=...) with its own time, and set max_delay"
+            )
+            warnings.warn(text, DataWarning, stacklevel=4)
         self.reference: Reference = reference_of(trained)
         self.timed: bool = not (trained.module.config.get("data") or {}).get("time_as_control")
         c = len(self.reference.names)

@@ -135,7 +135,7 @@ class OnlineFilter:
         self.time: float | None = None
         self.dropped: int = 0
         self._past: deque[Past] = deque()
-        self._comparison: Comparison | None = Comparison(trained)
+        self._comparison: Comparison | None = Comparison(trained, live=True)
         data = trained.module.config.get("data") or {}
         codes = data.get("missing") if data.get("column_schema") else None
         self._codes = codes_by_column(codes, fitted.schema.columns("observations"))

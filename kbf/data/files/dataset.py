@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kbf.data.files.column_schema import ColumnSchema, column_schema_of
+from kbf.data.files.latency import checked_latency, without_latency
 from kbf.data.files.layout import Contents, FileRecording, Layout, layout_of, plain
 from kbf.data.files.read import in_schema_order, read_all, trained_layout
 from kbf.data.files.splits import (
@@ -71,6 +72,7 @@ class FileData(Shown):
         angle_unit: str = "radians",
         time_as_control: bool = False,
         control_timing: str = "into",
+        latency: Mapping[str, float] | None = None,
         allow_missing_sensors: bool = False,
         sensors: Mapping[str, Sequence[str]] | None = None,
         cut_missing: bool = False,
@@ -94,6 +96,7 @@ class FileData(Shown):
             rotations: groups of 4 columns (quaternion w x y z) or 9 (matrix, by rows).
             time_as_control: whether the duration of each move is a control.
             control_timing: whether a control acts in the move "into" its row, or "from" it.
+            latency: by column, the time by which the readings of a sensor are late.
             allow_missing_sensors: whether a step counts as observed if any of its columns is
                 present, for models that support missing sensors; otherwise all must be.
             sensors: columns of the observations of each sensor, which are missing together.
@@ -153,9 +156,18 @@ class FileData(Shown):
             check_times(each)
         self.control_timing: str = control_timing
         self.allow_missing_sensors: bool = allow_missing_sensors
-        timed = [with_control_timing(each, control_timing) for each in contents.recordings]
         self.own_step: float | None = median_step(contents.recordings)
         self.time_step: float | None = self.own_step if time_step is None else time_step
+        late = checked_latency(plain(latency), self.column_schema.columns("observations"))
+        timed = [
+            without_latency(
+                with_control_timing(each, control_timing),
+                self.column_schema.columns("observations"),
+                late,
+                self.time_step,
+            )
+            for each in contents.recordings
+        ]
         self.recordings: list[FileRecording] = [
             with_time_control(recording, self.time_step) if time_as_control else recording
             for recording in timed

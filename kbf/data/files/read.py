@@ -223,6 +223,7 @@ def observations_of(contents: Contents, config: dict[str, Any]) -> list[Observat
     Raises:
         ValueError: times that do not increase, or columns other than those of the training.
     """
+    from kbf.data.files.latency import checked_latency, without_latency
     from kbf.data.files.timestamps import (
         check_times,
         encode_recording,
@@ -234,10 +235,13 @@ def observations_of(contents: Contents, config: dict[str, Any]) -> list[Observat
 
     column_schema = ColumnSchema.from_dict(config["column_schema"])
     step, found = config.get("time_step"), []
+    names = column_schema.columns("observations")
+    late = checked_latency(config.get("latency"), names)
     for recording in in_schema_order(contents, column_schema).recordings:
         check_times(recording)
         check_width(recording, column_schema)
         recording = with_control_timing(recording, config.get("control_timing"))
+        recording = without_latency(recording, names, late, step)
         if config.get("time_as_control"):
             recording = with_time_control(recording, step)
         obs, states, mask, controls = encode_recording(

@@ -20,6 +20,7 @@ from kbf.data.files.checks import (
     unit_warnings,
 )
 from kbf.data.files.dataset import FileData
+from kbf.data.files.latency import latency_warnings
 from kbf.data.files.layout import FileRecording
 from kbf.recording import Recording
 from kbf.rkhs.linalg import evenly
@@ -36,6 +37,9 @@ MAX_OUTSIDE_SHARE = 0.01
 
 # A value this many robust standard deviations from the median is an outlier.
 OUTLIER_DEVIATIONS = 8.0
+
+# Steps around an outlier, of most of which the values must differ from it.
+STEPS_AROUND = 11
 
 # Points of each part between which distances are computed.
 MAX_POINTS = 10_000
@@ -81,6 +85,7 @@ def examine(data: FileData, bounds: Mapping[str, Any] | None = None) -> Report:
     causes += sensor_warnings(recordings, names, allow_missing_sensors=allowed)
     warnings += leak_warnings(recordings, schema) + shuffle_warning(recordings)
     warnings += control_warning(recordings, data.control_timing)
+    warnings += latency_warnings(recordings, names, data.own_step)
     warnings += repeated(data) + shared_rows(data)
     warnings += edge_warnings(schema, data.train, bounds)
     causes += beyond(data)
@@ -191,9 +196,22 @@ def column_warnings(name: str, each: list[Tensor], data: FileData) -> list[str]:
     off = (values - middle).abs() > OUTLIER_DEVIATIONS * (high - low) / 1.349
     if high <= low or not bool(off.any()):
         return []
+    # A sensor that drifts away over many steps has no outliers.
+    around = torch.cat([running_median(column) for column in each])
+    off &= (values - around).abs() > 0.5 * (values - middle).abs()
+    if not bool(off.any()):
+        return []
     k = int(off.nonzero()[0, 0])
     count, where = int(off.sum()), place_of(data, each, k)
     return [f"column {name}: {count} outliers (first: {values[k].item():g} at {where})"]
+
+
+def running_median(column: Tensor) -> Tensor:
+    """Returns the medians ``T`` of the known values in windows of `STEPS_AROUND` steps."""
+    import pandas as pd
+
+    window = pd.Series(column.numpy()).rolling(STEPS_AROUND, center=True, min_periods=1)
+    return torch.from_numpy(window.median().fillna(0).to_numpy(copy=True))
 
 
 def looks_like_angle(each: list[Tensor]) -> float | None:
