@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -289,6 +290,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
             verdicts.append(
                 Verdict(finding, ours, every([*won[COND], *won[KBR]]), asked=cost == "n")
             )
+        verdicts.append(of_iw(d, line(d, IW), line(d, KBR), abc))
     for method in (KBR, PRINTED):
         points = [row for d in dimensions for row in line(d, method)]
         better = [
@@ -298,6 +300,30 @@ def judge(rows: list[Row]) -> list[Verdict]:
         ours = f"at {sum(better)} of {len(better)} sizes and dimensions"
         verdicts.append(Verdict(finding, ours, every(better), asked=method == PRINTED))
     return verdicts
+
+
+def of_iw(
+    d: int, points: list[Row], others: list[Row], abc: Callable[[int, str, float | int], float]
+) -> Verdict:
+    """Whether IW-KBR is more accurate than ABC and KBR from the same number of simulations.
+
+    Args:
+        d: dimension.
+        points: means of the IW rule at its sizes. others: of KBR.
+        abc: (d, "n", n) -> error of the best ABC from n simulations.
+    """
+    error = {row["n"]: row["mse"] for row in others}
+    wins = {
+        ABC: [row["mse"] < abc(d, "n", row["n"]) for row in points],
+        KBR: [row["mse"] < error[row["n"]] for row in points],
+    }
+    counts = ", ".join(
+        f"than {name} at {sum(won)} of {len(won)} sizes" for name, won in wins.items()
+    )
+    last = points[-1]
+    ours = f"{counts}; at n = {last['n']}: {last['mse']:.3g}, KBR {error[last['n']]:.3g}"
+    finding = f"the IW rule is more accurate than ABC and KBR from the same simulations, d = {d}"
+    return Verdict(finding, ours, every([*wins[ABC], *wins[KBR]]), asked=True)
 
 
 def every(won: list[bool]) -> bool | None:

@@ -414,15 +414,20 @@ def test_models_of_the_experiment_are_those_of_the_command(problem):
 
 def test_published_images_can_be_taken(tmp_path, monkeypatch):
     seen: list = []
-    data = DSprites(2, 1)
-    monkeypatch.setattr(images, "load_data", lambda config, trust: seen.append(config) or data)
+
+    def stop(config, trust):
+        seen.append(config)
+        raise InterruptedError
+
+    monkeypatch.setattr(images, "load_data", stop)
     job = {"n": 20, "run": 1, "n_test": 5}
     for frames, expected in (
         ("download", "download"),
         (None, "rendered"),
         ("/a b.npz", "/a b.npz"),
     ):
-        images.load(dsprites.PROBLEM, {**job, "frames": frames})
+        with pytest.raises(InterruptedError):
+            images.load(dsprites.PROBLEM, {**job, "frames": frames})
         assert seen[-1]["images"] == expected and seen[-1]["source"]["images"] == expected
     file = tmp_path / "dsprites.npz"
     file.write_bytes(b"")
