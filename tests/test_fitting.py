@@ -667,6 +667,15 @@ def test_both_doors_fit_equal_filters_of_images(tmp_path):
     np.testing.assert_allclose(again.mean, mine.mean, rtol=1e-12, atol=1e-12)
 
 
+def test_errors_on_the_training_are_not_reported_as_held_out(data):
+    """No fold can be removed from a network without a memory."""
+    quick = {"training": {"epochs": 1}, "progress": False}
+    fitted = kbf.fit(data, **ARM, model="lstm", **quick)
+    assert fitted.held_out.empty and "held out" not in repr(fitted)
+    apart = kbf.fit(data, **ARM, model="lstm", validation=0.25, **quick)
+    assert list(apart.held_out.index) == ARM["states"] and "held out, reach_mm" in repr(apart)
+
+
 def test_images_of_a_frame_are_in_a_folder(tmp_path, monkeypatch):
     from PIL import Image
 

@@ -141,7 +141,7 @@ def test_python_of_the_readme(tmp_path, monkeypatch, capsys):
         assert [float(each) for each in number.findall(found)] == pytest.approx(expected, rel=0.1)
     new, est = names["new"], names["est"]
     truth = new[est.columns].to_numpy()
-    assert (((est.mean - truth) ** 2).mean(0) / truth.var(0) < 0.006).all()
+    assert (((est.mean - truth) ** 2).mean(0) / truth.var(0) < 0.0025).all()
     low, high = est.interval(0.95)
     inside = ((low <= truth) & (truth <= high)).mean(0)
     assert (inside >= 0.92).all() and (inside <= 0.98).all()

@@ -209,15 +209,16 @@ def learn(
     if not validation:  # the folds are in scaled units
         run, calibration = in_units_of_the_data(run, calibration, trained)
     calibration, scores = with_columns(calibration, run, module.column_schema(), kept)
-    unreliable = module.how is not None and module.how.validation == 0 and keeps_no_memory(module)
-    if calibration is not None and not validation and unreliable:
-        warnings.warn(
-            "covariances are not recalibrated: the network was fitted to all recordings, on "
-            "which its errors are too small (model.training.validation=0.15 or "
-            "data.validation holds some out)",
-            stacklevel=2,
-        )
-        calibration = None
+    in_sample = not validation and module.how is not None and module.how.validation == 0
+    if in_sample and keeps_no_memory(module):
+        if calibration is not None:
+            warnings.warn(
+                "covariances are not recalibrated: the network was fitted to all recordings, on "
+                "which its errors are too small (model.training.validation=0.15 or "
+                "data.validation holds some out)",
+                stacklevel=2,
+            )
+        calibration = scores = None
     forecasts = None
     if calibration is not None:
         forecasts = learn_forecasts(ahead, used, trained, scaled=not validation)
