@@ -190,6 +190,19 @@ def test_python_of_the_layers_page(tmp_path, monkeypatch, capsys):
     assert "Lightning" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_python_of_the_page_on_operators(tmp_path, monkeypatch, capsys):
+    """A learned law is not rejected, a wrong one is; labels correct; ratios are near the truth."""
+    page = (DOCS / "operators.md").read_text(encoding="utf-8")
+    names = run_python(page, tmp_path, monkeypatch)
+    learned, wrong = names["p_values"].values()
+    assert learned > 0.2 and wrong <= 0.05
+    assert names["estimate"] == pytest.approx(0.7, abs=0.15)  # of the last strength; 1.5 without
+    assert names["by_kliep"].item() == pytest.approx(1.62, abs=0.25)
+    assert names["by_classifier"].item() == pytest.approx(1.62, abs=0.25)
+    assert "strength 0: 1.50" in capsys.readouterr().out
+
+
 class Rat:
     """Replaces the recording of a package: a walk in a box, and counts by position."""
 
