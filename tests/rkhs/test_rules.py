@@ -411,3 +411,19 @@ def test_signed_rules_see_negative_ratios_and_others_take_them_for_zero(problem,
     gram = problem.gram + torch.eye(12, dtype=F64)
     as_it_is, cut = (rule.dense(r, gram, problem.query, 0.02) for r in (ratio, ratio.clamp_min(0)))
     assert torch.allclose(as_it_is, cut) is not rule.signed
+
+
+def test_without_any_ridge_no_rule_knows_the_prior(normal):
+    """Johno et al., section 3.1, and the same of the weighted rule: G^-1 g for every ratio."""
+    x = normal(12, 2)
+    G = torch.exp(-torch.cdist(x, x).square() / (2 * 0.3**2))
+    g = torch.exp(-(x - 0.2).square().sum(-1) / (2 * 0.3**2))
+    regression = torch.linalg.solve(G, g)
+    for signs in (normal(12).sign(), torch.ones(12, dtype=x.dtype)):
+        ratio = 0.5 + normal(12).abs()
+        found = (
+            rules.original(ratio * signs, G, g, 1e-14),
+            rules.importance_weighted(ratio, G, g, 1e-14),
+        )
+        for w in found:
+            torch.testing.assert_close(w, regression, rtol=1e-4, atol=1e-7)

@@ -15,7 +15,7 @@ from kbf.recording import Recording
 from kbf.rkhs.embeddings import Embedding, cme_weights_primal
 from kbf.rkhs.features import RandomFourierFeatures, random_fourier
 from kbf.rkhs.kernels import gaussian
-from kbf.ssm import oscillatory, rotation, simulate
+from kbf.ssm import oscillatory, rotate, rotation, simulate
 
 F64 = torch.float64
 
@@ -166,3 +166,10 @@ def test_dsprites_with_the_printed_angle():
     noise = states[1:] - printed.f(states[:-1])
     usual = DSprites(5, 3, 0).train[0].states
     torch.testing.assert_close(noise, usual[1:] - position_model().f(usual[:-1]))
+
+
+def test_the_two_readings_of_equation_5_are_one_system_seen_from_another_angle(normal):
+    """f_moved(z) = R(-omega) f_printed(R(omega) z): errors of rotation-invariant filters agree."""
+    z, omega = normal(200, 2), torch.tensor(0.4, dtype=F64)
+    printed, moved = oscillatory(moved_angle=False), oscillatory()
+    torch.testing.assert_close(rotate(printed.f(rotate(z, omega)), -omega), moved.f(z))
