@@ -68,11 +68,16 @@ def with_limits(trainer: Mapping[str, Any], model: Mapping[str, Any]) -> dict[st
     return {**trainer, **limits}
 
 
-def check_equations(model: dict[str, Any], data: dict[str, Any]) -> None:
-    """Raise a ValueError for a filter with the true equations, on data that has none."""
+def lacks_equations(model: dict[str, Any], data: dict[str, Any]) -> bool:
+    """Return whether a filter requires the true equations, on data that has none."""
     net = model.get("net")
     refers = isinstance(net, dict) and "${data.problem}" in net.values()
-    if refers and data.get("problem", "") is None:
+    return refers and data.get("problem", "") is None
+
+
+def check_equations(model: dict[str, Any], data: dict[str, Any]) -> None:
+    """Raise a ValueError for a filter with the true equations, on data that has none."""
+    if lacks_equations(model, data):
         raise ValueError(
             f"model {model['name']} requires the equations of the system, and data={data['name']} "
             "has none: kalman, ukf_learned and particle_learned learn them from the recordings"

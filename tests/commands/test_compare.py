@@ -319,7 +319,7 @@ def test_what_a_size_counts(tmp_path, capsys, monkeypatch, more, unit):
     )
     monkeypatch.setattr(comparison_report, "save", lambda figure, path: None)
     comparison_report.report(
-        "x", {("a", 10, seed): stored(seed, "a", 0.5, 1.0, **more) for seed in (0, 1)}, tmp_path
+        "x", {("a", 10, seed): stored(seed, "a", 0.5, 1.0, **more) for seed in (0, 1)}, tmp_path, {}
     )
     assert f"x, 10 training {unit}" in capsys.readouterr().out and units == [unit]
 
@@ -332,7 +332,7 @@ def test_a_run_without_a_likelihood_is_left_out_of_its_tests_and_its_model_is_no
         for seed in (0, 1, 2)
     }
     runs["b", 10, 1] |= {"test.nll": float("nan"), "test.nll_raw": float("nan")}
-    comparison_report.report("x", runs, tmp_path)
+    comparison_report.report("x", runs, tmp_path, {})
     tests = {
         row["score"]: int(row["seeds"])
         for row in csv.DictReader((tmp_path / "wilcoxon.csv").open())

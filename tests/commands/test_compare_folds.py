@@ -99,3 +99,10 @@ def test_overlap_of_runs():
     assert overlap_of(runs) == pytest.approx(0.3)
     assert overlap_of(runs[:1]) == overlap_of([{"seed": 0}, {"seed": 1}]) == 0
     assert math.isnan(overlap_of([runs[0], runs[0] | {"seed": 5}]))
+
+
+def test_default_models_are_those_that_recordings_allow(table):
+    names = {cell.model for cell in cells_of(table, "runs=2")}
+    assert {"kbf", "kalman", "lstm"} <= names and not names & {"ekf", "ukf", "particle"}
+    with pytest.raises(ValueError, match="model ekf requires the equations"):
+        cells_of(table, "runs=2", "models=[kalman,ekf]")
