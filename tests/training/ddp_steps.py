@@ -22,10 +22,10 @@ from kbf.training.encoder_stage import fit_encoding
 from kbf.training.fit import train
 
 QUIET = ["logger=none", "callbacks=none", "trainer.enable_progress_bar=false", "particles=50"]
-# Uneven shares: the last batch of an epoch has fewer windows than there are processes.
+# Of five windows processes have three and two; of the last one of an epoch one and none.
 TRAINING = {
     **{"epochs": 1, "optimiser": "sgd", "weight_decay": 0, "schedule": "constant"},
-    **{"clip": "null", "batch_size": 4, "window": 8, "stride": 5, "validation": 0.2, "burn_in": 1},
+    **{"clip": "null", "batch_size": 5, "window": 8, "stride": 5, "validation": 0.2, "burn_in": 1},
 }
 LEARNED = [f"++model.training.{key}={value}" for key, value in TRAINING.items()]
 NUMBERS = ["n_train=140", "data.n_test=20"]
