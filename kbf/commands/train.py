@@ -35,6 +35,7 @@ from kbf.runtime.progress import shown_progress
 from kbf.runtime.provenance import changes, continued, files_of, provenance
 from kbf.runtime.run_folders import (
     ABOUT,
+    RESULT,
     check_no_result,
     check_not_locked,
     locked,
@@ -135,7 +136,6 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     metrics |= held_out
     title = f"{metrics['filter']} on {metrics['data']}, {metrics['n_train']} training steps"
     names = [] if result is None else write_figures(config, data, result, title)
-    write_json(directory / "metrics.json", metrics)
     last_step = max(0, trained.steps - 1)  # that of the last point of the curves
     log_results(loggers, config, metrics, last_step)
     selection = search_report.candidates_of_net(trained.module.net)
@@ -159,7 +159,7 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     else:
         causes = [] if report is None else report.causes
         metrics |= print_baselines(config, data, result, metrics["filter"], causes)
-        write_json(directory / "metrics.json", metrics)
+    write_json(directory / RESULT, metrics)  # last: a run that has this file is whole
     remove_former(directory)
     print_written(directory, ["metrics.json", *names, "checkpoints/best.ckpt"])
     return metrics
