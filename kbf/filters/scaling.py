@@ -26,6 +26,8 @@ from kbf.runtime.html_repr import ShownModule
 
 # Observations that are whole numbers from 0 on, up to this at most, are counts.
 MOST_COUNTED = 100
+# They are so up to ten times more if their mean is at most this: rates may have bursts.
+MOST_MEAN_OF_BURSTS = 20
 
 
 # Standard deviations of two columns, the larger over the smaller, above which a kernel with one
@@ -224,11 +226,14 @@ def warn_of_isolation(
 def are_counts(values: Float[Tensor, "n c"]) -> Bool[Tensor, " c"]:
     """Return which columns are counts: different whole numbers from 0 to `MOST_COUNTED`.
 
-    Entries that are not finite are ignored.
+    Columns with a mean of at most `MOST_MEAN_OF_BURSTS` may have numbers ten times larger. Entries
+    that are not finite are ignored.
     """
     finite = values.isfinite()
     known = torch.where(finite, values, 0)
-    whole = ((known >= 0) & (known <= MOST_COUNTED) & (known == known.round())).all(0)
+    mean = known.sum(0) / finite.sum(0).clamp_min(1)
+    largest = torch.where(mean <= MOST_MEAN_OF_BURSTS, 10 * MOST_COUNTED, MOST_COUNTED)
+    whole = ((known >= 0) & (known <= largest) & (known == known.round())).all(0)
     least, most = (
         torch.where(finite, values, torch.inf).amin(0),
         torch.where(finite, values, -torch.inf).amax(0),

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kbf.densities.ridge import RidgeMap, fit_ridge_map, leave_one_out_loss
+from kbf.filters.gaussian.count_maps import CountMap, fit_count_map
 from kbf.filters.gaussian.kalman import regress
 from kbf.rkhs.kernels import KERNELS, NETWORK_KERNELS, Kernel
 from kbf.rkhs.linalg import evenly
@@ -43,6 +44,7 @@ class LearnedMap(NamedTuple):
         coefficients: ``r q``, W A of the `RidgeMap` g, or None for g = 0.
         ridge: g, with its kernel and landmarks.
         noise: ``q q``, the covariance of residuals; of g those of leave-one-out.
+        rates: of counts, the map that is added; None for 0.
     """
 
     B: Tensor | None
@@ -50,6 +52,7 @@ class LearnedMap(NamedTuple):
     coefficients: Tensor | None
     ridge: RidgeMap | None
     noise: Tensor
+    rates: CountMap | None = None
 
     def __call__(self, u: Float[Tensor, "*b e"]) -> Float[Tensor, "*b q"]:
         """Return the mean at u, in the type of u."""
@@ -57,6 +60,8 @@ class LearnedMap(NamedTuple):
         y = self.b.expand(len(rows), -1) if self.B is None else rows @ self.B.mT + self.b
         if self.ridge is not None and self.coefficients is not None:
             y = y + self.ridge.kernel(rows, self.ridge.landmarks) @ self.coefficients
+        if self.rates is not None:
+            y = y + self.rates(rows)
         return y.to(u).unflatten(0, u.shape[:-1])
 
 
@@ -67,6 +72,7 @@ def fit_map(
     *,
     kernel: Kernel | None = None,
     ranks: tuple[int, ...] = (96, 200, 400),
+    counts: bool = False,
 ) -> LearnedMap:
     """Fit a map of a kind of `KINDS`, in float64.
 
@@ -76,17 +82,22 @@ def fit_map(
         y: outputs ``n q``.
         kernel: of g; None selects it.
         ranks: most features of g. Each is compared with the one before by leave-one-out.
+        counts: outputs are `kbf.filters.gaussian.count_maps.stabilised` counts; the map of their
+            rates is in place of the linear one.
 
     Raises:
         FitError: too few points for a linear map, or fewer than ten for g.
     """
     u, y = u.double(), y.double()
-    B, b, noise = None, torch.zeros_like(y[0]), torch.zeros_like(y[0].diag())
-    if kind != "kernel":
+    rates, B, b, noise = None, None, torch.zeros_like(y[0]), torch.zeros_like(y[0].diag())
+    if kind != "kernel" and counts:
+        rates = fit_count_map(u, y)
+        noise = rates.noise
+    elif kind != "kernel":
         B, b, noise = regress(u, y, "points")
     if kind == "linear":
-        return LearnedMap(B, b, None, None, noise)
-    left = y - b if B is None else y - u @ B.mT - b
+        return LearnedMap(B, b, None, None, noise, rates)
+    left = y - LearnedMap(B, b, None, None, noise, rates)(u)
     kernel = select_kernel(u, left) if kernel is None else kernel
     best = fit_ridge_map(u, left, candidates=[kernel], rank=ranks[0], flat=True)
     for before, rank in pairwise(ranks):
@@ -96,7 +107,7 @@ def fit_map(
         if leave_one_out_loss(larger, u) >= leave_one_out_loss(best, u):
             break
         best = larger
-    return LearnedMap(B, b + best.offset, best.whiten @ best.coefficients, best, best.noise)
+    return LearnedMap(B, b + best.offset, best.whiten @ best.coefficients, best, best.noise, rates)
 
 
 def select_kernel(u: Float[Tensor, "n e"], y: Float[Tensor, "n q"], rank: int = 96) -> Kernel:

@@ -17,16 +17,15 @@ maps.
 """
 
 from collections.abc import Sequence
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
 
 from kbf.data.windows import held_out_blocks, take, whole_folds, without
-from kbf.densities.per_sensor import MIN_READINGS, find_sensors
-from kbf.densities.ridge import Join, join_of
+from kbf.filters.gaussian.augmented import Sensor, augmented
+from kbf.filters.gaussian.count_maps import with_stable_counts
 from kbf.filters.gaussian.learned_maps import (
     KINDS,
     LearnedMap,
@@ -35,23 +34,29 @@ from kbf.filters.gaussian.learned_maps import (
     row_of,
     select_kernel,
 )
-from kbf.filters.gaussian.moments import innovation_log_density, training_moments
+from kbf.filters.gaussian.map_pairs import Pairs, pairs_of, residuals_of
+from kbf.filters.gaussian.moments import innovation_log_density
+from kbf.filters.gaussian.sensor_laws import (
+    MAX_DELAY,
+    fit_persistence,
+    no_faults,
+    observed,
+    select_delays,
+    working,
+)
 from kbf.filters.gaussian.start import StartingFilter
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
 from kbf.filters.rollout import rollout_recordings
+from kbf.filters.scaling import are_counts
 from kbf.manifolds import manifold_of
 from kbf.recording import (
     Recording,
     as_recordings,
     check_vectors,
     control_width,
-    moves,
-    observed_pairs,
 )
-from kbf.rkhs.linalg import evenly
 from kbf.runtime.errors import FitError
 from kbf.runtime.html_repr import ShownModule
-from kbf.ssm import StateSpaceModel
 
 # Parts that the recordings are cut into.
 FOLDS = 5
@@ -63,30 +68,11 @@ BURN_IN = 5
 # Share of the mean variance that is added to each component in a log score: states may lie on a
 # circle, where a covariance is nearly singular.
 MIN_VARIANCE = 1e-6
-# Pairs that a map is fitted to; of more, evenly spaced ones.
-MAX_PAIRS = 5000
-# Variance of a sensor without a map.
-UNUSED_VARIANCE = 1e12
 # Factors of Q and R with which the kinds of maps are compared.
 COARSE_FACTORS = ((1.0, 1.0), (16.0, 1.0))
 
 # Recordings without a fold, to fit; and held-out blocks of the fold.
 Part = tuple[list[Recording], list[Recording]]
-
-
-class Pairs(NamedTuple):
-    """Inputs and outputs of the maps.
-
-    Attributes:
-        inputs: ``m e``, states joined with controls. change: ``m d``.
-        sensors: of each sensor its columns, and states ``n d`` and readings ``n p``.
-        join: how states and controls are joined.
-    """
-
-    inputs: Tensor
-    change: Tensor
-    sensors: list[tuple[Tensor, Tensor, Tensor]]
-    join: Join | None
 
 
 class LearnedUKF(ShownModule):
@@ -135,14 +121,19 @@ class LearnedUKF(ShownModule):
         self.kernels: Tensor = nn.Buffer(torch.zeros(0, 2, 3, dtype=torch.float64))
         self.kinds: Tensor = nn.Buffer(torch.full((2,), KINDS.index(kinds[-1])))
         self.factors: Tensor = nn.Buffer(torch.ones(2, dtype=torch.float64))
+        self.delays: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.long))
+        self.counts: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.bool))
+        self.faulty: Tensor = nn.Buffer(torch.tensor(False))
 
     @torch.no_grad()
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Select kernels by leave-one-out, kinds and factors by the log score on held-out blocks.
+        """Select delays, faults, kernels, kinds of maps and factors.
 
-        1. Every kind of the change map with every kind of the observation maps, at the better one
-           of `COARSE_FACTORS`.
-        2. Every factor of Q with every factor of R, at these kinds.
+        1. Delays of sensors by leave-one-out (`select_delays`), faults by the residuals of a map,
+           kernels by leave-one-out.
+        2. The kind of the observation maps, then that of the change map, by the log score on
+           held-out blocks at the better one of `COARSE_FACTORS`.
+        3. The factor of Q, of R, and of Q again, at these kinds.
 
         Recordings that are too short for a held-out block of ten steps leave the last kinds and
         factors of 1.
@@ -151,19 +142,44 @@ class LearnedUKF(ShownModule):
         check_vectors(recordings, "a learned observation map")
         self.kinds.fill_(KINDS.index(self.given_kinds[-1]))
         self.factors.fill_(1)
-        self.kernels = self.selected_kernels(self.pairs(recordings))
-        parts, best = held_out_parts(recordings), -torch.inf
-        filters: list[StartingFilter] = []
-        for kinds in product(self.given_kinds, self.given_kinds):
-            try:
-                found = [self.filter_of(rest, *kinds) for rest, _ in parts]
-            except FitError:  # too few steps without a fold
-                continue
-            if found and (score := float(log_scores(found, parts, COARSE_FACTORS).max())) > best:
-                best, filters = score, found
-                self.kinds.copy_(torch.tensor([KINDS.index(kind) for kind in kinds]))
-        if filters:
-            grid = tuple(product(self.given_factors, self.given_factors))
+        self.counts = counts_in(recordings)
+        stable = [with_stable_counts(each, self.counts) for each in recordings]
+        self.delays = select_delays(stable)
+        faults, kept = working(stable, self.delays)
+        self.faulty.fill_(faults.any)
+        self.kernels = self.selected_kernels(self.pairs(kept))
+        parts = held_out_parts(recordings)
+        if parts:
+            filters = self.select_kinds(parts)
+            if filters:
+                self.select_factors(filters, parts)
+
+    def select_kinds(self, parts: list[Part]) -> list[StartingFilter]:
+        """Set `kinds`; return the filters without each part, none if no kind could be fitted."""
+        best, filters = -torch.inf, []
+        last = self.given_kinds[-1]
+        for place, others in ((1, self.given_kinds), (0, self.given_kinds[:-1])):
+            for kind in others:
+                kinds = [last, last] if place else [last, KINDS[int(self.kinds[1])]]
+                kinds[place] = kind
+                try:
+                    found = [self.filter_of(rest, *kinds) for rest, _ in parts]
+                except FitError:  # too few steps without a fold
+                    continue
+                score = float(log_scores(found, parts, COARSE_FACTORS).max())
+                if score > best:
+                    best, filters = score, found
+                    self.kinds.copy_(torch.tensor([KINDS.index(each) for each in kinds]))
+        return filters
+
+    def select_factors(self, filters: list[StartingFilter], parts: list[Part]) -> None:
+        """Set `factors`, one after the other."""
+        for place in (0, 1, 0):
+            grid = []
+            for factor in self.given_factors:
+                pair = self.factors.tolist()
+                pair[place] = factor
+                grid.append((pair[0], pair[1]))
             k = int(log_scores(filters, parts, grid).argmax())
             self.factors.copy_(torch.tensor(grid[k], dtype=torch.float64))
 
@@ -180,38 +196,24 @@ class LearnedUKF(ShownModule):
         return with_factors(self.filter_of(recordings, move, reading), self.factors)
 
     def pairs(self, recordings: list[Recording]) -> Pairs:
-        """Return the pairs that maps are fitted to, at most `MAX_PAIRS` of each map.
+        """Return `pairs_of` recordings with stable counts."""
+        counts = self.counts if len(self.counts) else none_of(recordings)
+        return pairs_of(recordings, self.delays, counts)
 
-        Without missing values all columns of observations are one sensor, so that residuals may be
-        correlated. A sensor with fewer than `kbf.densities.per_sensor.MIN_READINGS` readings is
-        left out.
-
-        Raises:
-            FitError: no sensor has so many readings.
-        """
-        z, after, u = moves(recordings)
-        some = evenly(len(z), MAX_PAIRS, z.device)
-        z, after, u = z[some], after[some], None if u is None else u[some]
-        join = None if u is None else join_of(z, u)
-        inputs = z if join is None or u is None else join(z, u)
-        seen, x = observed_pairs(recordings)
-        few = evenly(len(seen), MAX_PAIRS, seen.device)
-        seen, x = seen[few], x[few]
-        whole = not self.allow_missing_sensors or bool(x.isfinite().all())
-        numbers = torch.zeros_like(x[0], dtype=torch.long) if whole else find_sensors(x)
-        sensors = []
-        for k in range(int(numbers.max()) + 1):
-            columns = (numbers == k).nonzero()[:, 0]
-            read = x[:, columns].isfinite().all(1)
-            if int(read.sum()) >= MIN_READINGS:
-                sensors.append((columns, seen[read], x[read][:, columns]))
-        if not sensors:
-            raise FitError(f"of {x.shape[1]} observations none has {MIN_READINGS} readings")
-        return Pairs(inputs, after - z, sensors, join)
+    def sensors(self, pairs: Pairs, kind: str) -> list[Sensor]:
+        """Return the observation maps of a kind."""
+        found = []
+        for k, each in enumerate(pairs.sensors, 1):
+            map = self.map_of(k, kind, each.states, each.readings, counts=each.counts)
+            found.append(Sensor(each.columns, each.delay, map, map.noise))
+        return found
 
     def selected_kernels(self, pairs: Pairs) -> Float[Tensor, "m 2 3"]:
         """Return `kernels` for these pairs; zeros where a kind is no candidate."""
-        both = [(pairs.inputs, pairs.change), *((z, x) for _, z, x in pairs.sensors)]
+        both = [
+            (pairs.inputs, pairs.change),
+            *((each.states, each.readings) for each in pairs.sensors),
+        ]
         found = torch.zeros(len(both), 2, 3, dtype=torch.float64)
         for row, (u, y) in zip(found, both, strict=True):
             for k, kind in enumerate(KINDS[1:]):
@@ -222,59 +224,62 @@ class LearnedUKF(ShownModule):
                     row[k] = row_of(select_kernel(u.double(), left, self.ranks[0]))
         return found
 
-    def map_of(self, place: int, kind: str, u: Tensor, y: Tensor) -> LearnedMap:
+    def map_of(
+        self, place: int, kind: str, u: Tensor, y: Tensor, *, counts: bool = False
+    ) -> LearnedMap:
         """Return the map of a kind; its kernels are row ``place`` of `kernels`, if there is one."""
         kernel = None
         if place < len(self.kernels) and kind != "linear":
             kernel = kernel_of(self.kernels[place, KINDS.index(kind) - 1])
-        return fit_map(kind, u, y, kernel=kernel, ranks=self.ranks)
+        return fit_map(kind, u, y, kernel=kernel, ranks=self.ranks, counts=counts)
 
     def filter_of(self, recordings: list[Recording], move: str, reading: str) -> StartingFilter:
         """Return the filter of maps of such kinds, without factors."""
-        pairs = self.pairs(recordings)
+        counts = self.counts if len(self.counts) else none_of(recordings)
+        recordings = [with_stable_counts(each, counts) for each in recordings]
+        faults, kept = no_faults(recordings[0].obs.shape[1]), recordings
+        if bool(self.faulty):
+            faults, kept = working(recordings, self.delays)
+        pairs = self.pairs(kept)
         change, join = self.map_of(0, move, pairs.inputs, pairs.change), pairs.join
-        maps = [
-            (columns, self.map_of(1 + k, reading, z, x))
-            for k, (columns, z, x) in enumerate(pairs.sensors)
-        ]
-        states = torch.cat([s.states for s in recordings])
-        manifold, q = manifold_of(states), recordings[0].obs.shape[1]
+        sensors = self.sensors(pairs, reading)
+        manifold = manifold_of(torch.cat([s.states for s in recordings]))
 
-        def f(z: Tensor, u: Tensor | None = None) -> Tensor:
+        def moved(z: Tensor, u: Tensor | None = None) -> Tensor:
             return manifold.project(z + change(z if u is None or join is None else join(z, u)))
 
-        def h(z: Tensor) -> Tensor:
-            found = z.new_zeros(*z.shape[:-1], q)
-            for columns, map in maps:
-                found[..., columns] = map(z)
-            return found
-
-        m0, P0 = training_moments(recordings)
-        R = UNUSED_VARIANCE * torch.eye(q, dtype=torch.float64, device=m0.device)
-        for columns, map in maps:
-            R[columns[:, None], columns] = map.noise
+        persistence = fit_persistence([residuals_of(each, sensors) for each in kept])
+        model, states, d = augmented(recordings, moved, change.noise, sensors, persistence)
         inner = UnscentedKalmanFilter(
-            StateSpaceModel(f, h, change.noise.to(m0), R.to(m0), m0, P0),
-            allow_missing_sensors=self.allow_missing_sensors,
+            model,
+            allow_missing_sensors=self.allow_missing_sensors or faults.any,
             controlled=control_width(recordings),
         )
-        return StartingFilter(inner, states)
+        return StartingFilter(
+            inner, states, d=d, faults=faults, counts=counts, missing=self.allow_missing_sensors
+        )
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any
     ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Overrides `nn.Module._load_from_state_dict`: ``kernels`` gets the stored number of maps.
+        """Overrides `nn.Module._load_from_state_dict`: buffers get the stored numbers of maps.
 
         Buffers that are missing keep their values.
 
         Raises:
-            ValueError: kinds or factors that no model has.
+            ValueError: kinds, factors or delays that no model has.
         """
-        names = ("kernels", "kinds", "factors")
-        kernels, kinds, factors = (
+        names = ("kernels", "kinds", "factors", "delays", "counts", "faulty")
+        kernels, kinds, factors, delays, counts, _ = (
             state_dict.setdefault(prefix + name, getattr(self, name).clone()) for name in names
         )
         self.kernels = torch.zeros_like(kernels, device=self.kernels.device)
+        self.delays = torch.zeros_like(delays, device=self.delays.device)
+        self.counts = torch.zeros_like(counts, device=self.counts.device)
+        if not bool(((delays >= 0) & (delays <= MAX_DELAY)).all()):
+            raise ValueError(
+                f"this model was stored with delays {delays.tolist()}; they are 0 to {MAX_DELAY}"
+            )
         if not bool(((kinds >= 0) & (kinds < len(KINDS))).all()):
             raise ValueError(
                 f"this model was stored with kinds of maps {kinds.tolist()}; "
@@ -293,6 +298,16 @@ class LearnedUKF(ShownModule):
         return kinds | {f"{n}_factor": float(k) for n, k in zip(names, self.factors, strict=True)}
 
 
+def none_of(recordings: list[Recording]) -> Bool[Tensor, " q"]:
+    """Return that no column of observations is a count."""
+    return torch.zeros_like(recordings[0].obs[0], dtype=torch.bool)
+
+
+def counts_in(recordings: list[Recording]) -> Bool[Tensor, " q"]:
+    """Return which columns of observations are counts."""
+    return are_counts(torch.cat([observed(each) for each in recordings]))
+
+
 def held_out_parts(recordings: list[Recording]) -> list[Part]:
     """Return the rest and the held-out blocks of each fold; folds without blocks are left out."""
     lengths = [len(s.states) for s in recordings]
@@ -307,14 +322,16 @@ def held_out_parts(recordings: list[Recording]) -> list[Part]:
 
 
 def with_factors(filter: StartingFilter, factors: Float[Tensor, "*b 2"]) -> StartingFilter:
-    """Return the filter with the covariances q Q and r R for each pair (q, r) of factors.
+    """Return the filter with the covariances q Q of z and r R for each pair (q, r) of factors.
 
     Of several pairs, each is that of one recording of a batch.
     """
-    inner = filter.inner
+    inner, d = filter.inner, filter.d
     q, r = (each[..., None, None].to(inner.model.Q) for each in factors.unbind(-1))
+    Q = inner.model.Q.expand(*factors.shape[:-1], -1, -1).clone()
+    Q[..., :d, :d] *= q
     changed = UnscentedKalmanFilter(
-        inner.model._replace(Q=q * inner.model.Q, R=r * inner.model.R),
+        inner.model._replace(Q=Q, R=r * inner.model.R),
         allow_missing_sensors=inner.allow_missing_sensors,
         controlled=inner.controlled,
     )

@@ -16,10 +16,12 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
 from kbf.densities.base import LOG_2PI
-from kbf.filters.gaussian.moments import GaussianState, leave_out_missing
-from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
+from kbf.filters.gaussian.count_maps import log_slope, stabilised
+from kbf.filters.gaussian.moments import GaussianState, kalman_gain, leave_out_missing
+from kbf.filters.gaussian.sensor_laws import Faults, no_faults
+from kbf.filters.gaussian.ukf import UnscentedKalmanFilter, scaled
 from kbf.filters.protocols import Backward, FilterStep, UpdateByObserve
-from kbf.rkhs.linalg import evenly
+from kbf.rkhs.linalg import evenly, product
 from kbf.runtime.html_repr import Shown
 from kbf.ssm import StateSpaceModel
 
@@ -27,28 +29,65 @@ from kbf.ssm import StateSpaceModel
 MIN_EFFECTIVE_STATES = 50.0
 # Recorded states that the first observation is compared with; of more, evenly spaced ones.
 MAX_STATES = 3000
+# Times that the probabilities of all sensors are computed in turn.
+ROUNDS_OF_FAULTS = 4
+# Least probability that a sensor works, in the update: the noise stays finite.
+MIN_PROBABILITY = 1e-6
 # Halvings of the interval (0, 1) that contains the power.
 BISECTIONS = 20
 
 
 class StartingState(NamedTuple):
-    """mean ``b d``, cov ``b d d``; waiting ``b``, 1 before the first observation and 0 after it."""
+    """State of a `StartingFilter`.
+
+    Attributes:
+        mean: ``b e``. cov: ``b e e``.
+        waiting: ``b``, 1 before the first observation and 0 after it.
+        works: ``b q``, the probability that each sensor works.
+    """
 
     mean: Tensor
     cov: Tensor
     waiting: Tensor
+    works: Tensor
 
 
 class StartingFilter(UpdateByObserve[StartingState], Shown):
-    """The UKF of a model, except for the first observation of a recording."""
+    """The UKF of a model, except for the first observation of a recording and for faults.
 
-    def __init__(self, inner: UnscentedKalmanFilter, states: Float[Tensor, "n d"]) -> None:
-        """Keep the filter and the recorded states."""
+    The variance of the noise of a sensor that may fail is divided by the probability that it works.
+    """
+
+    def __init__(
+        self,
+        inner: UnscentedKalmanFilter,
+        states: Float[Tensor, "n e"],
+        *,
+        d: int | None = None,
+        faults: Faults | None = None,
+        counts: Bool[Tensor, " q"] | None = None,
+        missing: bool | None = None,
+    ) -> None:
+        """Keep the filter and the recorded states.
+
+        Args:
+            inner: of the model.
+            states: recorded states of the model.
+            d: the first components, which are estimated; None for all.
+            faults: of the sensors; None if they always work.
+            counts: columns of observations whose square roots the model is of; None for none.
+            missing: whether observations may hold NaN; None for what ``inner`` allows.
+        """
         self.inner: UnscentedKalmanFilter = inner
+        self.d: int = states.shape[1] if d is None else d
+        self.faults: Faults = no_faults(len(inner.model.R)) if faults is None else faults
+        self.counts: Tensor = torch.zeros(len(inner.model.R)).bool() if counts is None else counts
         self.states: Tensor = states[evenly(len(states), MAX_STATES, states.device)]
         self.expected: Tensor = inner.model.h(self.states)
         self.controlled: int = inner.controlled
-        self.allow_missing_sensors: bool = inner.allow_missing_sensors
+        self.allow_missing_sensors: bool = (
+            inner.allow_missing_sensors if missing is None else missing
+        )
 
     def with_inner(self, inner: UnscentedKalmanFilter) -> "StartingFilter":
         """Return the filter with another inner filter of the same observation map."""
@@ -64,7 +103,8 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
     def init(self, batch: int, *, generator: Generator | None = None) -> StartingState:
         """Return the moments of the recorded states, waiting for an observation."""
         moments = self.inner.init(batch)
-        return StartingState(*moments, torch.ones_like(moments.mean[:, 0]))
+        working = moments.mean.new_ones(batch, len(self.faults.enter))
+        return StartingState(*moments, torch.ones_like(moments.mean[:, 0]), working)
 
     def predict(
         self,
@@ -75,26 +115,60 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
     ) -> StartingState:
         """Return the inner filter's prediction."""
         moments = self.inner.predict(GaussianState(state.mean, state.cov), control=control)
-        return StartingState(*moments, state.waiting)
+        works = self.faults.predict(state.works) if self.faults.any else state.works
+        return StartingState(*moments, state.waiting, works)
 
     def observe(
         self, state: StartingState, obs: Float[Tensor, "b q"]
     ) -> tuple[StartingState, Bool[Tensor, " b"]]:
-        """Return the inner filter's update; that of the recorded states where the state waits."""
-        moments, possible = self.inner.observe(GaussianState(state.mean, state.cov), obs)
+        """Return the inner filter's update; that of the recorded states where the state waits.
+
+        References: Minka (2001), section 3.2, for the probabilities that sensors work.
+        """
+        works, obs = state.works, stabilised(obs, self.counts)
+        moments, first, noise = GaussianState(state.mean, state.cov), obs, None
+        if self.faults.any:
+            works = self.working(moments, works, obs)
+            first = torch.where(works < 0.5, torch.nan, obs)
+            noise = 1 / works.clamp_min(MIN_PROBABILITY)
+        moments, possible = self.inner.observe(moments, obs, noise=noise)
         waiting = state.waiting * (~obs.isfinite().any(-1)).to(state.waiting)
         if not torch.compiler.is_compiling() and not bool((state.waiting > 0).any()):
-            return StartingState(*moments, waiting), possible
-        first, first_possible = self.first_update(obs)
+            return StartingState(*moments, waiting, works), possible
+        started, first_possible = self.first_update(first)
         here = state.waiting > 0
         return (
             StartingState(
-                torch.where(here[:, None], first.mean, moments.mean),
-                torch.where(here[:, None, None], first.cov, moments.cov),
+                torch.where(here[:, None], started.mean, moments.mean),
+                torch.where(here[:, None, None], started.cov, moments.cov),
                 waiting,
+                works,
             ),
             torch.where(here, first_possible, possible),
         )
+
+    def working(
+        self, state: GaussianState, prior: Float[Tensor, "b q"], obs: Float[Tensor, "b q"]
+    ) -> Float[Tensor, "b q"]:
+        """Return the probability that each sensor works, given the reading and all others.
+
+        The reading of a sensor is compared with its prediction from those of the others, by their
+        probabilities, a few times in turn: sensors that agree outvote the one that does not.
+        """
+        inner = self.inner
+        H, c, Omega = inner.linearise(inner.model.h, state.mean, inner.root(state.cov))
+        residual, H, R = leave_out_missing(obs - c, H, Omega + inner.model.R)
+        variances = R.diagonal(dim1=-2, dim2=-1)
+        works, eye = torch.ones_like(prior), torch.eye(H.shape[-1]).to(H)
+        for _ in range(ROUNDS_OF_FAULTS):
+            noise = 1 / works.clamp_min(MIN_PROBABILITY)
+            K, U, _ = kalman_gain(eye, H, scaled(R, noise))
+            spread = (product(H, U) * H).sum(-1)
+            kept = 1 - spread / (noise * variances)  # of a prediction without the sensor itself
+            left = (residual - product(H, K, residual[..., None])[..., 0]) / kept
+            seen = torch.where(obs.isfinite(), obs, torch.nan)
+            works = self.faults.update(prior, seen, seen - left, spread / kept + variances)
+        return works
 
     def first_update(self, obs: Float[Tensor, "b q"]) -> tuple[GaussianState, Bool[Tensor, " b"]]:
         """Return the moments of the recorded states given x, and whether x was possible."""
@@ -105,7 +179,7 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
         centred = self.states - mean[:, None]
         cov = (weights[..., None] * centred).mT @ centred
         rest = 1 / (1 - power).clamp_min(torch.finfo(obs.dtype).eps)
-        return self.inner.observe(GaussianState(mean, cov), obs, noise=rest)
+        return self.inner.observe(GaussianState(mean, cov), obs, noise=rest[:, None])
 
     def log_likelihoods(self, obs: Float[Tensor, "b q"]) -> Float[Tensor, "b n"]:
         """Return log N(x; h(z_i), R) of the available components, for each recorded state."""
@@ -122,19 +196,21 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
         self, state: StartingState, obs: Float[Tensor, "b q"]
     ) -> Float[Tensor, " b"]:
         """Return the inner filter's; log mean_i p(x | z_i) where the state waits."""
-        density = self.inner.log_likelihood(GaussianState(state.mean, state.cov), obs)
+        slope = log_slope(obs, self.counts)
+        obs = stabilised(obs, self.counts)
+        density = slope + self.inner.log_likelihood(GaussianState(state.mean, state.cov), obs)
         if not bool((state.waiting > 0).any()):
             return density
         first = self.log_likelihoods(obs).logsumexp(-1) - math.log(len(self.states))
-        return torch.where(state.waiting > 0, first, density)
+        return torch.where(state.waiting > 0, first + slope, density)
 
     def estimate(self, state: StartingState) -> Float[Tensor, "b d"]:
-        """Return the mean, ``b d``."""
-        return state.mean
+        """Return the mean of the first components, ``b d``."""
+        return state.mean[:, : self.d]
 
     def covariance(self, state: StartingState) -> Float[Tensor, "b d d"]:
-        """Return the covariance, ``b d d``."""
-        return state.cov
+        """Return the covariance of the first components, ``b d d``."""
+        return state.cov[:, : self.d, : self.d]
 
     def smoother(self) -> Backward:
         """Return the inner filter's step back in time."""
@@ -152,7 +228,7 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
                 GaussianState(following.mean, following.cov),
                 control=control,
             )
-            return StartingState(*moments, state.waiting)
+            return StartingState(*moments, state.waiting, state.works)
 
         return step_back
 

@@ -76,6 +76,12 @@ def unscented(
     return F, a, product(weighted.mT, dy) - product(F, F.mT)
 
 
+def scaled(R: Float[Tensor, "*b q q"], factors: Float[Tensor, "b p"]) -> Float[Tensor, "b q q"]:
+    """Return the covariance whose variances are multiplied by factors; correlations stay."""
+    root = factors.sqrt()
+    return root[:, :, None] * R * root[:, None]
+
+
 class UnscentedKalmanFilter(GaussianFilter):
     """Unscented Kalman filter of z' = f(z) + N(0, Q), x = h(z) + N(0, R).
 
@@ -167,15 +173,15 @@ class UnscentedKalmanFilter(GaussianFilter):
         state: GaussianState,
         obs: Float[Tensor, "b q"],
         *,
-        noise: Float[Tensor, " b"] | None = None,
+        noise: Float[Tensor, "b p"] | None = None,
     ) -> tuple[GaussianState, Bool[Tensor, " b"]]:
         """Return the update of u ~ N(0, I), mapped back to z = m + L u, and `is_possible`.
 
-        ``noise`` is a factor of R for each observation.
+        ``noise`` are factors of the variances R, one for each component (p = q) or for all (p = 1).
         """
         L = self.root(state.cov)
         H, c, Omega = self.linearise(self.model.h, state.mean, L)
-        R = self.model.R if noise is None else noise[:, None, None] * self.model.R
+        R = self.model.R if noise is None else scaled(self.model.R, noise)
         residual, R = obs - c, Omega + R
         if self.allow_missing_sensors:
             residual, H, R = leave_out_missing(residual, H, R)

@@ -4,7 +4,7 @@
 through the blocks of that fold; the best ones are compared on the other folds as well. Candidates
 are compared in the order of their cost, so that a budget leaves out the slowest ones:
 
-1. `PLAIN`: the mean, the Kalman filter of a linear model, ridge regression on a window. They take
+1. `PLAIN`: the mean, Kalman filters of linear models, ridge regression on a window. They take
    seconds and are compared whatever the budget.
 2. `LEARNED`, filters of a learned state-space model, from `MIN_STEPS_FOR_MORE` steps on.
 3. The main model.
@@ -37,13 +37,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Shaped
 from torch import Generator, Tensor, nn
 
 from kbf.data.windows import take, whole_folds, without
 from kbf.densities.selected import DensityModel
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gaussian.kalman import LearnedKalman
+from kbf.filters.gaussian.learned_ukf import LearnedUKF
+from kbf.filters.held import HeldReadings, held_sensors
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
 from kbf.filters.neural.gru_ensemble import FittedGRU
@@ -59,9 +60,9 @@ from kbf.filters.selection.cross_validation import (
     significantly_better,
 )
 from kbf.filters.selection.drift import last_steps, newest
+from kbf.filters.selection.ratio_mean import RatioMean
 from kbf.filters.selection.requirements import REQUIREMENTS, fit_meeting
 from kbf.filters.selection.stacking import stacked
-from kbf.filters.wrapper import FilterWrapper
 from kbf.recording import Recording, as_recordings
 from kbf.runtime.errors import FitError
 
@@ -69,10 +70,12 @@ from kbf.runtime.errors import FitError
 PLAIN: dict[str, Callable[[int], nn.Module]] = {
     "mean": lambda seed: MeanModel(),
     "kalman": lambda seed: LearnedKalman(),
+    "kalman_velocity": lambda seed: LearnedKalman(order=2),
     "window_ridge": lambda seed: WindowRidge(None),
 }
 # Filters of a learned state-space model, in the order of their cost.
 LEARNED: dict[str, Callable[[int], nn.Module]] = {
+    "ukf_learned": lambda seed: LearnedUKF(),
     "particle_learned": lambda seed: LearnedParticleFilter(),
     "kernel_monte_carlo": lambda seed: KernelMonteCarlo(seed=seed),
 }
@@ -124,6 +127,8 @@ class ModelSelection(nn.Module):
         spreads: ``m d d``, covariances of the held-out errors of each model.
         scores: ``m``, NMSE on held-out blocks, -1 for models that were not compared.
         newest: the number of most recent steps that are trained on, 0 for all.
+        held: ``q``, sensors whose repeated readings are missing (`kbf.filters.held`); empty for
+            none.
         candidates: the results of `prepare`, the best first; not stored in checkpoints.
         held_out_filters: the selected filter without each fold, and the fold; not stored in
             checkpoints.
@@ -170,6 +175,7 @@ class ModelSelection(nn.Module):
         self.spreads: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
         self.scores: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
         self.newest: Tensor = nn.Buffer(torch.tensor(0))
+        self.held: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.bool))
         self.ratio_dim = 0
         self.candidates: list[Row] = []
         self.held_out_filters: list[tuple[Filter[Any], list[Recording]]] = []
@@ -191,7 +197,9 @@ class ModelSelection(nn.Module):
                 setattr(each, "allow_missing_sensors", value)  # noqa: B010 - a module's attribute
 
     def adapted(self, model: Any) -> Any:
-        """Return the model for observations that are density ratios, if ``ratio_dim`` is not 0."""
+        """Return the model for observations that are density ratios or have repeats, if they do."""
+        if bool(self.held.any()) and hasattr(model, "allow_missing_sensors"):
+            return HeldReadings(model, self.held)
         if isinstance(model, RatioModel):
             model.ratio_dim = self.ratio_dim
             return model
@@ -205,6 +213,8 @@ class ModelSelection(nn.Module):
         recordings; all models are fitted without the fold that they are scored on.
         """
         started = time.perf_counter()
+        vectors = len(memory) > 0 and memory[0].obs.ndim == 2 and not self.ratio_dim
+        self.held = held_sensors(memory) if vectors else self.held[:0]
         memory = self.select_newest(memory)
         recordings, parts = self.held_out(memory)
         main = self.adapted(self.main)
@@ -379,36 +389,3 @@ class ModelSelection(nn.Module):
                     f"weight/{name}": float(weight.mean()),
                 }
         return numbers
-
-
-class MeanFilter(FilterWrapper):
-    """A filter of the first d components of each observation."""
-
-    def __init__(self, inner: Filter[Any], d: int) -> None:
-        """``inner`` takes observations ``b d``."""
-        super().__init__(inner)
-        self.d = d
-
-    def observed(self, obs: Shaped[Tensor, "b w"]) -> Tensor:
-        """The mean at the beginning of an encoding."""
-        return obs[:, : self.d]
-
-
-class RatioMean:
-    """A model (``prepare``, ``fit``) of the first d components of each observation."""
-
-    def __init__(self, model: Any, d: int) -> None:
-        """``model`` takes observations ``T d``."""
-        self.model, self.d = model, d
-
-    def cut(self, memory: Recording | list[Recording]) -> list[Recording]:
-        """The recordings with the first d components of each observation."""
-        return [s._replace(obs=s.obs[:, : self.d]) for s in as_recordings(memory)]
-
-    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """The model's."""
-        self.model.prepare(self.cut(memory), generator)
-
-    def fit(self, memory: Recording | list[Recording]) -> Filter[Any]:
-        """The filter of the model, which takes density ratios."""
-        return MeanFilter(self.model.fit(self.cut(memory)), self.d)

@@ -1,0 +1,406 @@
+"""How sensors depart from x_t = h(z_t) + white noise: delays, faults, and errors that persist.
+
+Recorded states are known, so that each law is estimated from the residuals of a sensor's map:
+
+- a delay L, x_t = h(z_{t-L}) + noise (`select_delays`);
+- faults: a two-state Markov chain; a failed sensor reads a number that is uniform on its range
+  (`working`, `Faults`);
+- persistent errors: noise w_t + e_t, e_t = phi e_{t-1} + innovation (`fit_persistence`). Biases
+  that drift, and errors of a map that vary slowly, are of this kind.
+
+References: Rabiner (1989), equations 18 to 20, for chains; Sarkka (2013), section 3.6, for the
+state with persistent errors.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kbf.densities.base import LOG_2PI
+from kbf.recording import Recording
+from kbf.rkhs.features import nystrom_whitening, pivots
+from kbf.rkhs.kernels import gaussian, median_distance
+from kbf.rkhs.linalg import evenly
+
+# Longest delay that is tried, in steps.
+MAX_DELAY = 4
+# Rows that delays are selected by; of more, the last ones.
+MAX_ROWS_OF_DELAYS = 2000
+# Rows that a selection of delays requires.
+MIN_ROWS_OF_DELAYS = 50
+# Share by which a delay must lower the leave-one-out error, and standard errors of this decrease.
+MIN_GAIN_OF_DELAY = 0.05
+MIN_STD_ERRORS_OF_DELAY = 3.0
+# Nystrom features and ridge of the regression by which delays are compared.
+FEATURES_OF_DELAYS = 64
+RIDGE_OF_DELAYS = 1e-3
+# Log likelihood by which faults must explain residuals better than a Gaussian: 3 parameters are
+# added, and laws with tails a little heavier than a Gaussian's need no faults.
+MIN_GAIN_OF_FAULTS = 10.0
+MAX_SHARE_OF_FAULTS = 0.45
+ITERATIONS_OF_FAULTS = 30
+# Iterations of the fit of chains, and where it starts: failures of five steps.
+ITERATIONS_OF_CHAINS = 5
+START_OF_LEAVE = 0.2
+# Times that a regression and faults are fitted in turn.
+ROUNDS_OF_FAULTS = 10
+# Residuals that the laws of a sensor require.
+MIN_RESIDUALS = 50
+# Lags and candidates of the persistence, and the least autocorrelations that count as persistence.
+LAGS = (1, 2, 4, 8)
+PERSISTENCES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
+MIN_AUTOCORRELATION = 0.1
+MIN_STD_ERRORS_OF_PERSISTENCE = 3.0
+# Largest share of the error's variance that may persist.
+MAX_PERSISTENT_SHARE = 0.95
+
+
+class Faults(NamedTuple):
+    """The two-state chain of each sensor.
+
+    Attributes:
+        enter, leave: ``q``, probabilities that a working sensor fails and that a failed one
+            recovers; enter is 0 for sensors without faults.
+        low, high: ``q``, the range of failed readings.
+    """
+
+    enter: Tensor
+    leave: Tensor
+    low: Tensor
+    high: Tensor
+
+    @property
+    def any(self) -> bool:
+        """Whether a sensor may fail."""
+        return bool((self.enter > 0).any())
+
+    def predict(self, works: Float[Tensor, "b q"]) -> Float[Tensor, "b q"]:
+        """Return the probability that each sensor works one step later."""
+        return works * (1 - self.enter.to(works)) + (1 - works) * self.leave.to(works)
+
+    def update(
+        self,
+        works: Float[Tensor, "b q"],
+        x: Float[Tensor, "b q"],
+        mean: Float[Tensor, "b q"],
+        variance: Float[Tensor, "b q"],
+    ) -> Float[Tensor, "b q"]:
+        """Return the probability that each sensor works given its reading x.
+
+        A working sensor reads N(mean, variance). Missing readings leave the probability as it is.
+        """
+        low, high = self.low.to(x), self.high.to(x)
+        inside = (x >= low) & (x <= high)
+        log_failed = torch.where(inside, -(high - low).log(), -torch.inf)
+        log_works = -0.5 * ((x - mean).square() / variance + variance.log() + LOG_2PI)
+        odds = (1 - works).log() + log_failed - works.log() - log_works
+        found = torch.where(self.enter.to(x) > 0, torch.sigmoid(-odds), works)
+        return torch.where(x.isfinite(), found, works)
+
+
+class Persistence(NamedTuple):
+    """Errors w_t + e_t of each sensor, e_t = phi e_{t-1} + innovation.
+
+    Attributes:
+        share: ``q``, the share of the error's variance that is that of e. phi: ``q``.
+    """
+
+    share: Tensor
+    phi: Tensor
+
+
+def no_faults(q: int) -> Faults:
+    """Return the chain of q sensors that always work."""
+    none = torch.zeros(q, dtype=torch.float64)
+    return Faults(none, none + 1, none.clone(), none + 1)
+
+
+class Mixture(NamedTuple):
+    """Densities of the readings of sensors that may fail.
+
+    Attributes:
+        faulty: ``q``, whether a sensor may fail. share: ``q``, of failed readings.
+        log_works, log_failed: ``n q``, log densities of residuals; 0 where missing.
+        low, high: ``q``, the range of the readings.
+    """
+
+    faulty: Tensor
+    share: Tensor
+    log_works: Tensor
+    log_failed: Tensor
+    low: Tensor
+    high: Tensor
+
+    @property
+    def failed(self) -> Bool[Tensor, "n q"]:
+        """Whether a reading is more probably failed, by itself."""
+        share = self.share.clamp(1e-12, 0.5)
+        return self.faulty & (share.log() + self.log_failed > torch.log1p(-share) + self.log_works)
+
+
+def fit_mixture(r: Float[Tensor, "n q"], x: Float[Tensor, "n q"]) -> Mixture:
+    """Fit the densities to residuals r of readings x, NaN where missing.
+
+    Residuals of working sensors are N(0, s^2), those of failed ones uniform on the range of x.
+    """
+    n, q = r.shape
+    none = torch.zeros(q, dtype=torch.float64)
+    found = Mixture(
+        none.bool(), none.clone(), r.new_zeros(n, q), r.new_zeros(n, q), none.clone(), none + 1
+    )
+    for j in range(q):
+        seen = r[:, j].isfinite()
+        values = r[seen, j]
+        if len(values) < MIN_RESIDUALS or not bool(x[seen, j].amax() > x[seen, j].amin()):
+            continue
+        found.low[j], found.high[j] = x[seen, j].amin(), x[seen, j].amax()
+        width = float(found.high[j] - found.low[j])
+        found.share[j], s = fault_mixture(values, width)
+        found.faulty[j] = found.share[j] > 0
+        found.log_works[seen, j] = -0.5 * ((values / s).square() + 2 * s.log() + LOG_2PI)
+        found.log_failed[seen, j] = -math.log(width)
+    return found
+
+
+def fit_faults(mixture: Mixture, lengths: list[int]) -> tuple[Faults, Bool[Tensor, "n q"]]:
+    """Fit the chains by expectation maximisation (Baum and Welch), densities as they are.
+
+    Args:
+        mixture: the densities. lengths: of the recordings.
+
+    Returns:
+        The chains, and ``n q``, whether a reading is more probably failed given all of them.
+    """
+    share = mixture.share.clamp(1e-12, 0.5)
+    leave = torch.full_like(share, START_OF_LEAVE)
+    enter = leave * share / (1 - share)
+    works = torch.ones_like(mixture.log_works)
+    ratio = mixture.log_failed - mixture.log_works
+    for _ in range(ITERATIONS_OF_CHAINS):
+        works, entered, left = smoothed(ratio, lengths, enter, leave, share)
+        total, total_failed = works.sum(0), (1 - works).sum(0)
+        enter = (entered + 0.5 * enter) / (total + 0.5)
+        leave = (left + 0.5 * leave) / (total_failed + 0.5)
+        share = (total_failed / (total + total_failed)).clamp(1e-12, 0.5)
+    enter = torch.where(mixture.faulty, enter, 0)
+    return Faults(enter, leave, mixture.low, mixture.high), mixture.faulty & (works < 0.5)
+
+
+def smoothed(
+    ratio: Float[Tensor, "n q"],
+    lengths: list[int],
+    enter: Float[Tensor, " q"],
+    leave: Float[Tensor, " q"],
+    share: Float[Tensor, " q"],
+) -> tuple[Float[Tensor, "n q"], Float[Tensor, " q"], Float[Tensor, " q"]]:
+    """Return the smoothed probabilities that sensors work, and expected numbers of transitions.
+
+    Args:
+        ratio: log density of a failed sensor over that of a working one.
+        lengths: of the recordings. enter, leave: of the chains. share: of failures at the start.
+
+    References: Rabiner (1989), equations 19 to 27 and 37.
+    """
+    odds = ratio.clamp(-500, 500).exp()
+    parts, entered, left = [], torch.zeros_like(enter), torch.zeros_like(leave)
+    for o in odds.split(lengths):
+        prior, filtered = 1 - share, []
+        for each in o:
+            now = prior / (prior + (1 - prior) * each)
+            filtered.append(now)
+            prior = now * (1 - enter) + (1 - now) * leave
+        back = [filtered[-1]]
+        for now in reversed(filtered[:-1]):
+            predicted = now * (1 - enter) + (1 - now) * leave
+            to_works = back[-1] / predicted.clamp_min(1e-300)
+            to_failed = (1 - back[-1]) / (1 - predicted).clamp_min(1e-300)
+            entered = entered + now * enter * to_failed
+            left = left + (1 - now) * leave * to_works
+            back.append(now * ((1 - enter) * to_works + enter * to_failed))
+        parts.append(torch.stack(back[::-1]))
+    return torch.cat(parts), entered, left
+
+
+def fault_mixture(r: Float[Tensor, " n"], width: float) -> tuple[float, Float[Tensor, ""]]:
+    """Return the share of faults, 0 for none, and the standard deviation s of working sensors.
+
+    (1 - share) N(r; 0, s^2) + share / width.
+    """
+    share, s = 0.05, 1.4826 * r.abs().median()
+    works = torch.ones_like(r)
+    total = works
+    for _ in range(ITERATIONS_OF_FAULTS):
+        s = s.clamp_min(1e-6 * width)
+        density = (1 - share) * torch.exp(-0.5 * (r / s).square()) / (s * math.sqrt(2 * math.pi))
+        total = density + share / width
+        works = density / total
+        share = float(1 - works.mean())
+        s = ((works * r.square()).sum() / works.sum().clamp_min(1)).sqrt()
+    variance = r.square().mean()
+    plain = -0.5 * len(r) * (1 + variance.log() + LOG_2PI)
+    if float(total.log().sum() - plain) < MIN_GAIN_OF_FAULTS or not share < MAX_SHARE_OF_FAULTS:
+        return 0.0, variance.sqrt().clamp_min(1e-6 * width)
+    return share, s
+
+
+def fit_persistence(residuals: list[Tensor]) -> Persistence:
+    """Fit c phi^l to the autocorrelations of residuals ``T q`` at lags l of `LAGS`.
+
+    A sensor whose autocorrelation at the first two lags is below `MIN_AUTOCORRELATION`, or within
+    `MIN_STD_ERRORS_OF_PERSISTENCE` of 0, has share 0.
+    """
+    q = residuals[0].shape[1]
+    found = Persistence(torch.zeros(q, dtype=torch.float64), torch.zeros(q, dtype=torch.float64))
+    rho, counts = autocorrelations(residuals)
+    phi = torch.tensor(PERSISTENCES, dtype=torch.float64)
+    powers = phi[:, None] ** torch.tensor(LAGS, dtype=torch.float64)
+    for j in range(q):
+        least = (MIN_STD_ERRORS_OF_PERSISTENCE / counts[j].sqrt()).clamp_min(MIN_AUTOCORRELATION)
+        if int(counts[j, 0]) < MIN_RESIDUALS or not bool((rho[j] > least)[:2].all()):
+            continue
+        weights = counts[j] / counts[j].sum()
+        share = (powers @ (weights * rho[j])) / (powers.square() @ weights)
+        share = share.clamp(0, MAX_PERSISTENT_SHARE)
+        left = ((rho[j] - share[:, None] * powers).square() @ weights).argmin()
+        found.share[j], found.phi[j] = share[left], phi[left]
+    return found
+
+
+def autocorrelations(residuals: list[Tensor]) -> tuple[Float[Tensor, "q l"], Float[Tensor, "q l"]]:
+    """Return the autocorrelations at `LAGS`, of pairs within a recording, and numbers of pairs."""
+    zero = [torch.where(each.isfinite(), each, 0) for each in residuals]
+    seen = [each.isfinite().double() for each in residuals]
+    variance = sum(each.square().sum(0) for each in zero) / sum(each.sum(0) for each in seen)
+    rho, counts = [], []
+    for lag in LAGS:
+        products = [(r[lag:] * r[:-lag]).sum(0) for r in zero if len(r) > lag]
+        pairs = [(s[lag:] * s[:-lag]).sum(0) for s in seen if len(s) > lag]
+        count = torch.stack(pairs).sum(0) if pairs else torch.zeros_like(seen[0][0])
+        total = torch.stack(products).sum(0) if products else torch.zeros_like(count)
+        counts.append(count.clamp_min(1))
+        rho.append(total / counts[-1] / variance)
+    return torch.nan_to_num(torch.stack(rho, 1)), torch.stack(counts, 1)
+
+
+def select_delays(recordings: list[Recording]) -> Int[Tensor, " q"]:
+    """Return the delay of each sensor, 0 to `MAX_DELAY` steps.
+
+    For each delay x_t is regressed on z_{t-L}, linearly and by Nystrom features of a Gaussian
+    kernel; the delay has the least squared leave-one-out error. It is 0 unless another is better by
+    `MIN_GAIN_OF_DELAY` and `MIN_STD_ERRORS_OF_DELAY`.
+    """
+    long = [each for each in recordings if len(each.states) > MAX_DELAY]
+    q = recordings[0].obs.shape[1]
+    none = torch.zeros(q, dtype=torch.long)
+    if sum(len(each.states) - MAX_DELAY for each in long) < MIN_ROWS_OF_DELAYS:
+        return none
+    x = torch.cat([observed(each)[MAX_DELAY:] for each in long])[-MAX_ROWS_OF_DELAYS:].double()
+    errors = []
+    for delay in range(MAX_DELAY + 1):
+        z = torch.cat([s.states[MAX_DELAY - delay : len(s.states) - delay] for s in long])
+        errors.append(left_out(features_of(z[-MAX_ROWS_OF_DELAYS:].double()), x))
+    squares = torch.stack(errors).square()
+    for j in range(q):
+        seen = x[:, j].isfinite()
+        if int(seen.sum()) < MIN_ROWS_OF_DELAYS:
+            continue
+        each = squares[:, seen, j]
+        best = int(each.mean(1).argmin())
+        gain = each[0] - each[best]
+        error = gain.std() / math.sqrt(len(gain))
+        enough = gain.mean() > MIN_GAIN_OF_DELAY * each[0].mean()
+        if bool(enough) and bool(gain.mean() > MIN_STD_ERRORS_OF_DELAY * error):
+            none[j] = best
+    return none
+
+
+def working(
+    recordings: list[Recording], delays: Int[Tensor, " q"]
+) -> tuple[Faults, list[Recording]]:
+    """Return the faults of sensors, and the recordings with NaN in place of failed readings.
+
+    Readings that work are regressed on the states as in `select_delays`, and faults are fitted to
+    the residuals, in turn.
+    """
+    x = torch.cat([observed(each) for each in recordings])
+    lengths = [len(each.states) for each in recordings]
+    errors, used = torch.full_like(x, torch.nan), x.isfinite()
+    faults, mixture = no_faults(x.shape[1]), fit_mixture(errors, x)
+    features = {}
+    for delay in delays.unique().tolist():
+        past = [former(each.states, delay) for each in recordings]
+        features[delay] = features_of(torch.cat(past).double()).to(x)
+    for _ in range(ROUNDS_OF_FAULTS):
+        for delay, phi in features.items():
+            columns = (delays == delay).nonzero()[:, 0]
+            errors[:, columns] = left_out(phi, x[:, columns], used[:, columns])
+        mixture = fit_mixture(errors, x)
+        before, used = used, x.isfinite() & ~mixture.failed
+        if bool((before == used).all()):
+            break
+    if bool(mixture.faulty.any()):
+        faults, failed = fit_faults(mixture, lengths)
+        used = x.isfinite() & ~failed
+    kept = torch.where(used, x, torch.nan) if faults.any else x
+    return faults, [
+        each._replace(obs=obs) if faults.any else each
+        for each, obs in zip(recordings, kept.split(lengths), strict=True)
+    ]
+
+
+def former(states: Float[Tensor, "T d"], delay: int) -> Float[Tensor, "T d"]:
+    """Return the states of ``delay`` steps before; in the first steps, the first one."""
+    return states[(torch.arange(len(states), device=states.device) - delay).clamp_min(0)]
+
+
+def observed(recording: Recording) -> Float[Tensor, "T q"]:
+    """Return observations, NaN in masked steps."""
+    if recording.mask is None:
+        return recording.obs
+    return torch.where(recording.mask[:, None], recording.obs, torch.nan)
+
+
+def features_of(z: Float[Tensor, "n d"]) -> Float[Tensor, "n p"]:
+    """Return 1, z and Nystrom features of a Gaussian kernel with the median distance."""
+    white = (z - z.mean(0)) / z.std(0).clamp_min(1e-9)
+    some = white[evenly(len(white), 500)]
+    bandwidth = median_distance(some, distinct=True)
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:
+        return gaussian(a, b, bandwidth=bandwidth)
+
+    landmarks = some[pivots(kernel, some, rank=FEATURES_OF_DELAYS, tol=1e-6)]
+    phi = kernel(white, landmarks) @ nystrom_whitening(kernel(landmarks, landmarks))
+    return torch.cat([torch.ones_like(white[:, :1]), white, phi], 1)
+
+
+def left_out(
+    phi: Float[Tensor, "n p"], x: Float[Tensor, "n q"], used: Bool[Tensor, "n q"] | None = None
+) -> Float[Tensor, "n q"]:
+    """Return errors of ridge regression of each column; NaN where x is missing.
+
+    They are leave-one-out errors in the rows that the regression uses; None for all.
+    """
+    found = torch.full_like(x, torch.nan)
+    used = x.isfinite() if used is None else used & x.isfinite()
+    eye = RIDGE_OF_DELAYS * torch.eye(phi.shape[1]).to(phi)
+    for columns in patterns(used):
+        rows = used[:, columns[0]]
+        if int(rows.sum()) < MIN_ROWS_OF_DELAYS:
+            continue
+        A = phi[rows]
+        G = torch.linalg.inv(A.mT @ A + len(A) * eye)
+        y = torch.where(rows[:, None], x[:, columns], 0)
+        error = x[:, columns] - phi @ (G @ (phi.mT @ y))
+        held_out = torch.where(rows, 1 - ((phi @ G) * phi).sum(1), 1)
+        found[:, columns] = error / held_out[:, None]
+    return found
+
+
+def patterns(seen: Bool[Tensor, "n q"]) -> list[Int[Tensor, " k"]]:
+    """Return the columns of each group that are present in the same rows."""
+    numbers = seen.mT.unique(dim=0, return_inverse=True)[1]
+    return [(numbers == k).nonzero()[:, 0] for k in range(int(numbers.max()) + 1)]

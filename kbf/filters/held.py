@@ -1,0 +1,199 @@
+"""Readings that repeat the one before are missing: slow sensors are held, faulty ones stick.
+
+A logger writes the last reading of a slow sensor again until the next one arrives, and a sensor
+that sticks repeats its last reading. Such a repeat contains no information about the state of its
+own step. `held_sensors` finds the sensors of which this is true; `HeldReadings` is a model whose
+filter treats their repeats as missing.
+"""
+
+from collections import namedtuple
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Generator, Tensor
+
+from kbf.filters.protocols import (
+    Backward,
+    Filter,
+    FilterStep,
+    HasLikelihood,
+    control_components,
+    covariance_of,
+    diagnostics_of,
+    log_likelihood_of,
+    move,
+    offers,
+    sample_of,
+    smoother_of,
+)
+from kbf.recording import Recording
+
+# Repeats that a sensor must have, as a number and as a share of its readings.
+MIN_REPEATS = 5
+MIN_SHARE_OF_REPEATS = 0.01
+# Different values that readings must have, as a share of the readings that are no repeat. Counts
+# and rounded readings have fewer: they repeat by chance.
+MIN_SHARE_OF_VALUES = 0.95
+# Different values that repeats must have, as a share of the runs of repeats. A sensor at the end
+# of its range repeats few values.
+MIN_SHARE_OF_REPEATED_VALUES = 0.9
+
+
+def held_sensors(recordings: list[Recording]) -> Bool[Tensor, " q"]:
+    """Return which observations ``T q`` are held or stick, by their exact repeats.
+
+    >>> t = torch.arange(60.0)[:, None]
+    >>> held_sensors([Recording(t, torch.cat([t.sin(), (t // 3).sin()], 1))])
+    tensor([False,  True])
+    """
+    x = torch.cat([each.obs for each in recordings])
+    first = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    first[[sum(len(each.obs) for each in recordings[:k]) for k in range(len(recordings))]] = True
+    found = torch.zeros(x.shape[1], dtype=torch.bool, device=x.device)
+    for column, values in enumerate(x.mT):
+        repeats = (values == values.roll(1)) & ~first
+        fresh = values[values.isfinite() & ~repeats]
+        runs = values[repeats & ~repeats.roll(1)]  # the first repeat of each run
+        enough = max(MIN_REPEATS, MIN_SHARE_OF_REPEATS * len(values))
+        found[column] = (
+            int(repeats.sum()) >= enough
+            and len(fresh.unique()) >= MIN_SHARE_OF_VALUES * len(fresh)
+            and len(runs.unique()) >= MIN_SHARE_OF_REPEATED_VALUES * len(runs)
+        )
+    return found
+
+
+def without_repeats(recording: Recording, held: Bool[Tensor, " q"]) -> Recording:
+    """Return the recording with NaN in place of readings of held sensors that repeat."""
+    x = recording.obs.clone()
+    x[1:][(recording.obs[1:] == recording.obs[:-1]) & held] = torch.nan
+    return recording._replace(obs=x)
+
+
+class HeldReadings:
+    """A model that knows single sensors, with repeats of held sensors as missing readings."""
+
+    def __init__(self, model: Any, held: Bool[Tensor, " q"]) -> None:
+        """``model``: has ``allow_missing_sensors``, which is set to True."""
+        model.allow_missing_sensors = True
+        self.model, self.held = model, held
+
+    def fresh(self, memory: Recording | list[Recording]) -> list[Recording]:
+        """Return the recordings without repeats."""
+        recordings = [memory] if isinstance(memory, Recording) else memory
+        return [without_repeats(each, self.held.to(each.obs.device)) for each in recordings]
+
+    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
+        """Prepare the model."""
+        self.model.prepare(self.fresh(memory), generator)
+
+    def fit(self, memory: Recording | list[Recording]) -> "HeldFilter":
+        """Return the filter of the model, which takes repeats as missing."""
+        return HeldFilter(self.model.fit(self.fresh(memory)), self.held)
+
+
+class HeldFilter:
+    """A filter whose observations have repeats of held sensors.
+
+    The state is that of the inner filter, and the last reading of each sensor, ``last`` ``b q``,
+    NaN where there is none.
+    """
+
+    allow_missing_sensors: bool = True
+
+    def __init__(self, inner: Filter[Any], held: Bool[Tensor, " q"]) -> None:
+        """Wrap a filter that accepts missing sensors."""
+        self.inner: Filter[Any] = inner
+        self.held: Tensor = held
+        self.controlled: int = control_components(inner)
+        self.inner_kind: Any = type(inner.init(1))
+        self.kind: Any = namedtuple("HeldState", [*self.inner_kind._fields, "last"])
+
+    def inner_state(self, state: Any) -> Any:
+        """Return the state of the inner filter."""
+        return self.inner_kind(*state[:-1])
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> Any:
+        """Return the initial state of the inner filter, without readings."""
+        inner = self.inner.init(batch, generator=generator)
+        none = torch.full((batch, len(self.held)), torch.nan, device=inner[0].device)
+        return self.kind(*inner, none.double())
+
+    def predict(
+        self, state: Any, *, control: Tensor | None = None, generator: Generator | None = None
+    ) -> Any:
+        """Move the inner state."""
+        moved = move(self.inner, self.inner_state(state), control=control, generator=generator)
+        return self.kind(*moved, state.last)
+
+    def fresh(self, state: Any, obs: Float[Tensor, "b q"]) -> Float[Tensor, "b q"]:
+        """Return the observation with NaN in place of repeats."""
+        repeats = (obs == state.last.to(obs)) & self.held.to(obs.device)
+        return torch.where(repeats, torch.nan, obs)
+
+    def observe(self, state: Any, obs: Float[Tensor, "b q"]) -> tuple[Any, Tensor]:
+        """Return the update with the readings that are no repeats, and whether it was possible.
+
+        Without any reading left it changes nothing and is possible.
+        """
+        x, inner = self.fresh(state, obs), self.inner_state(state)
+        if offers(type(self.inner), HasLikelihood):
+            updated, possible = self.inner.observe(inner, x)  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            updated = self.inner.update(inner, x)
+            possible = self.inner.estimate(updated).isfinite().all(-1)
+        nothing = ~x.isfinite().any(-1)
+        last = torch.where(obs.isfinite(), obs.to(state.last), state.last)
+        likelihood = torch.where(nothing, torch.ones_like(possible), possible)
+        return self.kind(*updated, last), likelihood
+
+    def update(self, state: Any, obs: Float[Tensor, "b q"]) -> Any:
+        """Return the updated state."""
+        return self.observe(state, obs)[0]
+
+    def estimate(self, state: Any) -> Tensor:
+        """Return the inner filter's, ``b d``."""
+        return self.inner.estimate(self.inner_state(state))
+
+    def covariance(self, state: Any) -> Tensor | None:
+        """Return the inner filter's, ``b d d``; None if it has none."""
+        return covariance_of(self.inner, self.inner_state(state))
+
+    def log_likelihood(self, state: Any, obs: Float[Tensor, "b q"]) -> Tensor | None:
+        """Return the inner filter's of the readings that are no repeats; None if it has none."""
+        return log_likelihood_of(self.inner, self.inner_state(state), self.fresh(state, obs))
+
+    def weighted_sample(self, state: Any) -> tuple[Tensor, Tensor] | None:
+        """Return the inner filter's, ``b n d`` and ``b n``; None if it has none."""
+        return sample_of(self.inner, self.inner_state(state))
+
+    def diagnostics(self, state: Any) -> dict[str, Tensor]:
+        """Return the inner filter's."""
+        return diagnostics_of(self.inner, self.inner_state(state))
+
+    def smoother(self) -> Backward:
+        """Return the inner filter's step back; ``last`` stays that of the filtered state.
+
+        Raises:
+            ValueError: the inner filter has no smoother.
+        """
+        inner = smoother_of(self.inner)
+
+        def step_back(
+            now: FilterStep,
+            following: Any,
+            *,
+            control: Tensor | None = None,
+            generator: Generator | None = None,
+        ) -> Any:
+            def observed(state: Any) -> Any:
+                return self.inner_state(now.observe(self.kind(*state, now.predicted.last)))
+
+            step = FilterStep(
+                self.inner_state(now.state), self.inner_state(now.predicted), observed
+            )
+            back = inner(step, self.inner_state(following), control=control, generator=generator)
+            return self.kind(*back, now.state.last)
+
+        return step_back

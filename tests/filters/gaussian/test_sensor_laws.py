@@ -1,0 +1,315 @@
+"""Delays, faults and persistent errors of sensors, each against a truth; and counts."""
+
+import math
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+
+from kbf.filters.gaussian.augmented import Sensor, augmented, with_past
+from kbf.filters.gaussian.count_maps import expected_root, fit_count_map, log_slope, stabilised
+from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
+from kbf.filters.gaussian.learned_ukf import LearnedUKF
+from kbf.filters.gaussian.sensor_laws import (
+    Faults,
+    Persistence,
+    fit_faults,
+    fit_mixture,
+    fit_persistence,
+    left_out,
+    no_faults,
+    select_delays,
+    smoothed,
+)
+from kbf.filters.gaussian.start import StartingFilter
+from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
+from kbf.filters.rollout import rollout
+from kbf.recording import Recording
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
+
+
+def chain(n: int, enter: float, leave: float, seed: int = 0) -> torch.Tensor:
+    """Whether a sensor has failed, for n steps."""
+    failed, now = [], False
+    for u in torch.rand(n, generator=generator(seed)).tolist():
+        now = u >= leave if now else u < enter
+        failed.append(now)
+    return torch.tensor(failed)
+
+
+def smooth_states(n: int, d: int = 2, seed: int = 0) -> torch.Tensor:
+    z, rows = torch.zeros(d).double(), []
+    for e in normal(n, d, seed=seed):
+        z = 0.9 * z + 0.45 * e
+        rows.append(z)
+    return torch.stack(rows)
+
+
+# delays
+
+
+def late(n: int, delays: list[int], noise: float = 0.3, seed: int = 0) -> Recording:
+    z = smooth_states(n, seed=seed)
+    columns = [z[(torch.arange(n) - k).clamp_min(0), j % 2].tanh() for j, k in enumerate(delays)]
+    obs = torch.stack(columns, 1) + noise * normal(n, len(delays), seed=seed + 7)
+    return Recording(z, obs)
+
+
+def test_delays_are_found():
+    assert select_delays([late(400, [0, 3, 1])]).tolist() == [0, 3, 1]
+    several = [late(60, [0, 2], seed=k) for k in range(8)]
+    assert select_delays(several).tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_sensors_without_a_delay_have_none(seed):
+    assert select_delays([late(200, [0, 0, 0, 0], noise=1.0, seed=seed)]).tolist() == [0] * 4
+
+
+def test_few_rows_have_no_delays():
+    assert select_delays([late(40, [2, 2])]).tolist() == [0, 0]
+
+
+def test_left_out_errors_are_those_of_fits_without_the_point():
+    phi, x = normal(60, 4), normal(60, 2, seed=1)
+    x[3, 1] = torch.nan
+    found = left_out(phi, x)
+    for i, j in ((0, 0), (7, 0), (7, 1)):
+        rows = x[:, j].isfinite() & (torch.arange(60) != i)
+        A = phi[rows]
+        ridge = 1e-3 * int(x[:, j].isfinite().sum()) * torch.eye(4)
+        w = torch.linalg.solve(A.mT @ A + ridge, A.mT @ x[rows, j])
+        assert found[i, j].item() == pytest.approx(float(x[i, j] - phi[i] @ w), abs=1e-9)
+    assert found[3, 1].isnan()
+
+
+# faults
+
+
+def test_faults_are_found():
+    failed = chain(3000, 0.02, 0.1)
+    uniform = 10 * torch.rand(3000, generator=generator(1)).double() - 5
+    r = torch.where(failed, uniform, 0.3 * normal(3000))[:, None]
+    faults, found = fit_faults(fit_mixture(r, r), [1000, 2000])
+    assert 0.014 < faults.enter.item() < 0.028
+    assert 0.07 < faults.leave.item() < 0.14
+    assert (found[:, 0] == failed).double().mean() > 0.98
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_gaussian_errors_are_no_faults(seed):
+    r = normal(400, 2, seed=seed)
+    mixture = fit_mixture(r, r)
+    faults, failed = fit_faults(mixture, [400])
+    assert not bool(mixture.faulty.any())
+    assert not faults.any
+    assert not bool(failed.any())
+
+
+def test_smoothed_probabilities_are_those_of_all_paths():
+    """Four steps, sixteen paths; enumeration."""
+    ratio = torch.tensor([0.3, 2.0, -1.0, 0.5], dtype=torch.float64)[:, None]
+    enter, leave, share = (torch.tensor([v], dtype=torch.float64) for v in (0.2, 0.4, 0.3))
+    works, entered, left = smoothed(ratio, [4], enter, leave, share)
+    P = {(1, 1): 0.8, (1, 0): 0.2, (0, 0): 0.6, (0, 1): 0.4}
+    total, steps = 0.0, [0.0] * 4
+    moved = {(1, 0): 0.0, (0, 1): 0.0}
+    for path in product((0, 1), repeat=4):
+        weight = 0.7 if path[0] else 0.3
+        weight *= math.prod(P[step] for step in pairwise(path))
+        weight *= math.exp(sum(float(r) for r, works in zip(ratio, path, strict=True) if not works))
+        total += weight
+        steps = [s + weight * works for s, works in zip(steps, path, strict=True)]
+        for step in pairwise(path):
+            if step in moved:
+                moved[step] += weight
+    assert works[:, 0].tolist() == pytest.approx([s / total for s in steps], rel=1e-9)
+    assert entered.item() == pytest.approx(moved[1, 0] / total, rel=1e-9)
+    assert left.item() == pytest.approx(moved[0, 1] / total, rel=1e-9)
+
+
+def test_the_chain_is_filtered_by_bayes_rule():
+    """Two steps by enumeration of working (1) and failed (0)."""
+    one = torch.ones(1).double()
+    faults = Faults(0.1 * one, 0.3 * one, -2 * one, 2 * one)
+    readings, variance = [0.5, 1.4], 0.25
+    works = faults.predict(one[None])
+    for x in readings:
+        if x == readings[1]:
+            works = faults.predict(works)
+        works = faults.update(works, x * one[None], 0 * one[None], variance * one[None])
+
+    def density(x: float, condition: int) -> float:
+        normal_density = math.exp(-0.5 * x**2 / variance) / math.sqrt(2 * math.pi * variance)
+        return normal_density if condition else 0.25
+
+    P = {(1, 1): 0.9, (1, 0): 0.1, (0, 0): 0.7, (0, 1): 0.3}
+    total = {0: 0.0, 1: 0.0}
+    for a in (0, 1):
+        for b in (0, 1):
+            path = pairwise((1, a, b))
+            prior = math.prod(P[step] for step in path)
+            total[b] += prior * density(readings[0], a) * density(readings[1], b)
+    assert works.item() == pytest.approx(total[1] / (total[0] + total[1]), rel=1e-9)
+
+
+def test_missing_readings_and_sensors_without_faults_keep_their_probability():
+    faults = no_faults(2)._replace(enter=torch.tensor([0.1, 0.0]).double())
+    works = torch.full((1, 2), 0.7).double()
+    x = torch.tensor([[torch.nan, 50.0]]).double()
+    assert torch.equal(faults.update(works, x, 0 * x.nan_to_num(), 1 + 0 * works), works)
+
+
+# persistent errors
+
+
+def autoregression(n: int, phi: float, share: float, seed: int = 0) -> torch.Tensor:
+    e, rows = normal(1, seed=seed)[0], []
+    for u in normal(n, seed=seed + 1):
+        e = phi * e + math.sqrt(1 - phi**2) * u
+        rows.append(e)
+    return math.sqrt(share) * torch.stack(rows) + math.sqrt(1 - share) * normal(n, seed=seed + 2)
+
+
+def test_persistence_is_found():
+    r = torch.stack([autoregression(4000, 0.95, 0.6), autoregression(4000, 0.8, 0.3, 9)], 1)
+    r[::3, 0] = torch.nan
+    found = fit_persistence([r])
+    assert found.share.tolist() == pytest.approx([0.6, 0.3], abs=0.12)
+    assert found.phi.tolist() == pytest.approx([0.95, 0.8], abs=0.11)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_white_errors_do_not_persist(seed):
+    assert fit_persistence([normal(300, 3, seed=seed)]).share.tolist() == [0.0] * 3
+
+
+def test_the_filter_of_late_and_wandering_sensors_is_the_kalman_filter():
+    """One sensor of z, one of z two steps before with an error e_t = 0.9 e_{t-1} + innovation."""
+    A = torch.tensor([[0.8]]).double()
+    Q, noise = torch.tensor([[0.5]]).double(), torch.tensor([0.2, 0.6]).double()
+    z = smooth_states(300, 1)
+    recordings = [Recording(z, torch.cat([z, z], 1))]
+    persistence = Persistence(torch.tensor([0.0, 0.75]).double(), torch.tensor([0.0, 0.9]).double())
+    sensors = [
+        Sensor(torch.tensor([j]), 2 * j, lambda z: z, noise[j].reshape(1, 1)) for j in (0, 1)
+    ]
+    found = augmented(recordings, lambda z: z @ A.mT, Q, sensors, persistence)
+    F = torch.zeros(4, 4).double()
+    F[0, 0], F[1, 0], F[2, 1], F[3, 3] = 0.8, 1.0, 1.0, 0.9
+    q = torch.zeros(4, 4).double()
+    q[0, 0], q[3, 3] = 0.5, (1 - 0.81) * 0.75 * 0.6
+    H = torch.tensor([[1.0, 0, 0, 0], [0, 0, 1, 1]]).double()
+    R = torch.tensor([0.2, 0.25 * 0.6]).double().diag()
+    none = torch.zeros(4).double()
+    truth = KalmanFilter(
+        LinearModel(F, none, q, H, none[:2], R, found.model.m0, found.model.P0, None)
+    )
+    x = normal(1, 40, 2, seed=3)
+    run = rollout(UnscentedKalmanFilter(found.model), x, covariances=True)
+    exact = rollout(truth, x, covariances=True)
+    assert torch.allclose(run.estimates, exact.estimates, atol=1e-8)
+    assert run.covariances is not None
+    assert exact.covariances is not None
+    assert torch.allclose(run.covariances, exact.covariances, atol=1e-8)
+    assert found.states.shape == (300, 4)
+    assert found.states[:, 3].var().item() == pytest.approx(0.45, rel=0.3)
+    assert torch.equal(found.states[:, :3], with_past(z, 2))
+
+
+# counts
+
+
+def test_the_expected_root_of_a_count_is_the_sum_over_counts():
+    for log_rate in (-9.0, -1.234, 0.5, 3.3, 3.999, 4.5, 6.0):
+        rate = math.exp(log_rate)
+        p, total = math.exp(-rate), 0.0
+        for x in range(3000):
+            total += p * 2 * math.sqrt(x + 0.375)
+            p *= rate / (x + 1)
+        found = expected_root(torch.tensor(log_rate, dtype=torch.float64)).item()
+        assert found == pytest.approx(total, rel=2e-3)
+
+
+def test_log_rates_are_recovered_and_their_roots_have_unit_noise():
+    z = normal(3000, 2)
+    B, b = torch.tensor([[0.6, -0.4], [0.0, 0.8]]).double(), torch.tensor([1.5, 2.0]).double()
+    x = torch.poisson((z @ B.mT + b).exp(), generator=generator(2))
+    map = fit_count_map(z, stabilised(x, torch.tensor([True, True])))
+    assert torch.allclose(map.B, B, atol=0.03)
+    assert torch.allclose(map.b, b, atol=0.04)
+    assert map.noise.diagonal().tolist() == pytest.approx([1, 1], abs=0.12)
+
+
+def test_the_density_of_a_count_is_that_of_its_root_times_the_slope():
+    x = torch.tensor([[3.0, 1.5]]).double().requires_grad_()
+    counts = torch.tensor([True, False])
+    t = stabilised(x, counts)
+    (slope,) = torch.autograd.grad(t[0, 0], x)
+    assert log_slope(x.detach(), counts).item() == pytest.approx(math.log(float(slope[0, 0])))
+    assert t[0, 1].item() == 1.5
+
+
+# all of them, learned
+
+
+def error(model: LearnedUKF, train: Recording, test: Recording) -> float:
+    model.prepare([train])
+    run = rollout(model.fit([train]), test.obs[None])
+    return (run.estimates[0] - test.states).square().mean().item()
+
+
+def test_the_learned_filter_uses_delays():
+    train, test = late(400, [2, 2], noise=0.1), late(1000, [2, 2], noise=0.1, seed=5)
+    model, blind = LearnedUKF(kinds=("linear",)), LearnedUKF(kinds=("linear",))
+    found = error(model, train, test)
+    assert model.delays.tolist() == [2, 2]
+    blind.prepare([train])
+    blind.delays.zero_()
+    run = rollout(blind.fit([train]), test.obs[None])
+    assert found < 0.8 * (run.estimates[0] - test.states).square().mean().item()
+
+
+def failing(n: int, seed: int = 0) -> Recording:
+    z = smooth_states(n, seed=seed)
+    obs = torch.cat([z, z], 1) + 0.2 * normal(n, 4, seed=seed + 3)
+    low, high = -3.0, 3.0
+    for j in range(4):
+        u = low + (high - low) * torch.rand(n, generator=generator(seed + j)).double()
+        obs[:, j] = torch.where(chain(n, 0.03, 0.1, seed=seed + 20 + j), u, obs[:, j])
+    return Recording(z, obs)
+
+
+def test_the_learned_filter_leaves_out_failed_readings():
+    train, test = failing(500), failing(1000, seed=40)
+    model = LearnedUKF(kinds=("linear",))
+    found = error(model, train, test)
+    assert bool(model.faulty)
+    filter: StartingFilter = model.fit([train])
+    assert bool((filter.faults.enter > 0).all())
+    assert not filter.allow_missing_sensors
+    blind = LearnedUKF(kinds=("linear",))
+    blind.prepare([train])
+    blind.faulty.fill_(False)
+    run = rollout(blind.fit([train]), test.obs[None])
+    assert found < 0.6 * (run.estimates[0] - test.states).square().mean().item()
+
+
+def test_a_plain_system_has_neither_delays_nor_faults_nor_counts():
+    z = smooth_states(300)
+    train = Recording(z, z + 0.3 * normal(300, 2, seed=8))
+    model = LearnedUKF(kinds=("linear",))
+    model.prepare([train])
+    assert model.delays.tolist() == [0, 0]
+    assert not bool(model.faulty)
+    assert model.counts.tolist() == [False, False]
+    filter: Any = model.fit([train])
+    assert filter.model.m0.shape == (2,)

@@ -1,0 +1,97 @@
+"""Held and sticking sensors: which are found, and the filter without their repeats."""
+
+import pytest
+import torch
+
+from kbf.filters.gaussian.kalman import LearnedKalman
+from kbf.filters.held import HeldFilter, HeldReadings, held_sensors, without_repeats
+from kbf.filters.rollout import rollout
+from kbf.filters.smoothing import smooth
+from kbf.recording import Recording
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def walk(n: int, seed: int = 0, period: int = 4) -> Recording:
+    """A random walk that returns to 0, and two sensors; the second is read every 4th step."""
+    z, rows = torch.zeros(1).double(), []
+    for e in normal(n, 1, seed=seed):
+        z = 0.95 * z + 0.3 * e
+        rows.append(z)
+    states = torch.stack(rows)
+    obs = states + 0.5 * normal(n, 2, seed=seed + 100)
+    slow = obs[torch.arange(n) // period * period, 1]
+    return Recording(states, torch.stack([obs[:, 0], slow], 1))
+
+
+def test_a_slow_sensor_is_found():
+    assert held_sensors([walk(200)]).tolist() == [False, True]
+
+
+def test_repeats_by_chance_are_no_held_readings():
+    """Counts and rounded readings have few values, a sensor at the end of its range one."""
+    x = normal(400, 3)
+    counts, rounded, clipped = (x[:, 0].exp().round(), (4 * x[:, 1]).round() / 4, x[:, 2])
+    obs = torch.stack([counts, rounded, clipped.clamp_max(0.3)], 1)
+    assert held_sensors([Recording(x, obs)]).tolist() == [False] * 3
+
+
+def test_the_first_reading_of_a_recording_is_no_repeat():
+    x = torch.arange(10.0)[:, None]
+    recordings = [Recording(x, x), Recording(x.flip(0), x.flip(0))]
+    assert without_repeats(recordings[1], torch.tensor([True])).obs.isfinite().all()
+    assert held_sensors(recordings).tolist() == [False]
+
+
+def fitted() -> tuple[HeldFilter, Recording]:
+    filter = HeldReadings(LearnedKalman(), torch.tensor([False, True])).fit([walk(300)])
+    return filter, walk(60, seed=1)
+
+
+def test_the_filter_is_that_of_missing_readings():
+    filter, new = fitted()
+    fresh = without_repeats(new, filter.held)
+    assert int(fresh.obs.isnan().sum()) == 45
+    run = rollout(filter, new.obs[None], covariances=True, log_likelihood=True)
+    truth = rollout(filter.inner, fresh.obs[None], covariances=True, log_likelihood=True)
+    for name in ("estimates", "covariances", "log_likelihood"):
+        assert torch.equal(getattr(run, name), getattr(truth, name))
+
+
+def test_so_is_the_smoother():
+    filter, new = fitted()
+    fresh = without_repeats(new, filter.held)
+    assert torch.allclose(
+        smooth(filter, new.obs[None]).estimates, smooth(filter.inner, fresh.obs[None]).estimates
+    )
+
+
+def test_repeats_cost_accuracy_if_they_are_taken_as_readings():
+    train, test = [walk(300)], walk(2000, seed=1)
+    raw = LearnedKalman().fit(train)
+    filter, _ = fitted()
+    errors = [
+        (rollout(each, test.obs[None]).estimates[0] - test.states).square().mean().item()
+        for each in (filter, raw)
+    ]
+    assert errors[0] < 0.97 * errors[1]
+
+
+def test_a_row_of_repeats_is_no_rejected_observation():
+    filter = HeldReadings(LearnedKalman(), torch.tensor([True, True])).fit([walk(300)])
+    state = filter.update(filter.predict(filter.init(1)), torch.tensor([[0.3, 0.2]]).double())
+    moved = filter.predict(state)
+    again, possible = filter.observe(moved, torch.tensor([[0.3, 0.2]]).double())
+    assert bool(possible.all())
+    assert torch.equal(filter.estimate(again), filter.estimate(moved))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_state_keeps_the_last_reading_of_each_sensor(dtype):
+    filter, _ = fitted()
+    state = filter.update(filter.init(2), torch.tensor([[1.0, 2.0], [3.0, torch.nan]], dtype=dtype))
+    state = filter.update(state, torch.tensor([[torch.nan, 2.0], [4.0, 5.0]], dtype=dtype))
+    assert state.last.tolist() == [[1.0, 2.0], [4.0, 5.0]]
