@@ -65,7 +65,11 @@ def recording(n=600, noise=0.5, seed=0) -> Recording:
 
 @pytest.fixture(autouse=True)
 def without_more(monkeypatch):
-    """Only plain candidates: the others take long, and have tests of their own."""
+    """Only plain candidates: the others take long, and have tests of their own.
+
+    On a linear system the Kalman filters with and without velocity are alike: one is a candidate.
+    """
+    monkeypatch.delitem(auto.PLAIN, "kalman_velocity")
     for others in ("LEARNED", "PUBLISHED", "SLOW"):
         monkeypatch.setattr(auto, others, {})
 
@@ -562,3 +566,22 @@ def test_only_filters_with_a_smoother_are_candidates_where_they_must_smooth():
     assert notes["window_ridge"] == notes["mean"] == "it cannot smooth"
     assert net.used() == ["kalman"]
     smooth(net.fit([Recording(states, obs)]), obs[None])
+
+
+def test_repeats_of_held_sensors_are_missing_readings_of_all_candidates():
+    """A sensor that is read every fourth step."""
+    data, new = recording(800), recording(2000, seed=1)
+    held = [
+        r._replace(obs=torch.stack([r.obs[:, 0], r.obs[torch.arange(len(r.obs)) // 4 * 4, 1]], 1))
+        for r in (data, new)
+    ]
+    net = ModelSelection(LearnedKalman(), name="main")
+    net.prepare(held[:1])
+    assert net.held.tolist() == [False, True]
+    models = (net, LearnedKalman())
+    runs = [rollout(each.fit(held[:1]), held[1].obs[None]) for each in models]
+    found, raw = ((run.estimates[0] - new.states).square().mean().item() for run in runs)
+    assert found < 0.9 * raw
+    plain = ModelSelection(LearnedKalman(), name="main")
+    plain.prepare([data])
+    assert plain.held.tolist() == [False, False]
