@@ -7,6 +7,8 @@ filter treats their repeats as missing.
 """
 
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,9 +77,18 @@ class HeldReadings:
     """A model that knows single sensors, with repeats of held sensors as missing readings."""
 
     def __init__(self, model: Any, held: Bool[Tensor, " q"]) -> None:
-        """``model``: has ``allow_missing_sensors``, which is set to True."""
-        model.allow_missing_sensors = True
+        """``model``: has ``allow_missing_sensors``, which is True while it is fitted."""
         self.model, self.held = model, held
+
+    @contextmanager
+    def with_missing_sensors(self) -> Iterator[Any]:
+        """Context in which the model allows missing sensors."""
+        before = self.model.allow_missing_sensors
+        self.model.allow_missing_sensors = True
+        try:
+            yield self.model
+        finally:
+            self.model.allow_missing_sensors = before
 
     def fresh(self, memory: Recording | list[Recording]) -> list[Recording]:
         """Return the recordings without repeats."""
@@ -86,11 +97,13 @@ class HeldReadings:
 
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
         """Prepare the model."""
-        self.model.prepare(self.fresh(memory), generator)
+        with self.with_missing_sensors() as model:
+            model.prepare(self.fresh(memory), generator)
 
     def fit(self, memory: Recording | list[Recording]) -> "HeldFilter":
         """Return the filter of the model, which takes repeats as missing."""
-        return HeldFilter(self.model.fit(self.fresh(memory)), self.held)
+        with self.with_missing_sensors() as model:
+            return HeldFilter(model.fit(self.fresh(memory)), self.held)
 
 
 class HeldFilter:

@@ -61,6 +61,12 @@ def test_the_filter_is_that_of_missing_readings():
         assert torch.equal(getattr(run, name), getattr(truth, name))
 
 
+def test_the_model_itself_requires_all_sensors_as_before():
+    model = LearnedKalman()
+    HeldReadings(model, torch.tensor([False, True])).fit([walk(300)])
+    assert not model.allow_missing_sensors
+
+
 def test_so_is_the_smoother():
     filter, new = fitted()
     fresh = without_repeats(new, filter.held)

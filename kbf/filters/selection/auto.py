@@ -214,7 +214,8 @@ class ModelSelection(nn.Module):
         """
         started = time.perf_counter()
         vectors = len(memory) > 0 and memory[0].obs.ndim == 2 and not self.ratio_dim
-        self.held = held_sensors(memory) if vectors else self.held[:0]
+        exported = "export" in self.require  # a program requires all sensors
+        self.held = held_sensors(memory) if vectors and not exported else self.held[:0]
         memory = self.select_newest(memory)
         recordings, parts = self.held_out(memory)
         main = self.adapted(self.main)
@@ -378,6 +379,8 @@ class ModelSelection(nn.Module):
     def hyperparameters(self) -> dict[str, float]:
         """Return those of the selected models, the weights, and the NMSE of all candidates."""
         numbers: dict[str, float] = {"newest": float(self.newest)} if int(self.newest) else {}
+        if held := int(self.held.sum()):
+            numbers["held_sensors"] = float(held)
         for name in self.used():
             own: Any = getattr(self.models[name], "hyperparameters", dict)
             prefix = "" if name == self.main_name else f"{name}/"

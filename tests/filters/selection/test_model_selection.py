@@ -578,6 +578,8 @@ def test_repeats_of_held_sensors_are_missing_readings_of_all_candidates():
     net = ModelSelection(LearnedKalman(), name="main")
     net.prepare(held[:1])
     assert net.held.tolist() == [False, True]
+    assert {row.model for row in net.candidates} >= {"main", "kalman", "window_ridge"}
+    assert not net.allow_missing_sensors
     models = (net, LearnedKalman())
     runs = [rollout(each.fit(held[:1]), held[1].obs[None]) for each in models]
     found, raw = ((run.estimates[0] - new.states).square().mean().item() for run in runs)
