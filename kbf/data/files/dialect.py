@@ -208,7 +208,7 @@ def doubtful_numbers(names: list[str], rows: list[list[str]]) -> dict[str, str]:
     return found
 
 
-def rows_of(text: str, dialect: Dialect, path: Path) -> tuple[np.ndarray, int]:
+def rows_of(content: bytes, dialect: Dialect, path: Path) -> tuple[np.ndarray, int]:
     """Returns the line numbers of the rows below the header, without blank lines, and their width.
 
     Rows may all have the same number of further cells at the end, which then must be empty.
@@ -216,9 +216,10 @@ def rows_of(text: str, dialect: Dialect, path: Path) -> tuple[np.ndarray, int]:
     Raises:
         ValueError: a line with another number of cells than the header, or that is no CSV.
     """
-    if '"' in text:
+    if b'"' in content:
         counts, at = [], []
-        reader = csv.reader(io.StringIO(text), delimiter=dialect.delimiter, strict=True)
+        lines_of_text = io.TextIOWrapper(io.BytesIO(content), "utf-8", newline="")
+        reader = csv.reader(lines_of_text, delimiter=dialect.delimiter, strict=True)
         done = 0
         try:
             for cells in reader:
@@ -231,7 +232,7 @@ def rows_of(text: str, dialect: Dialect, path: Path) -> tuple[np.ndarray, int]:
         lines, cells = np.array(at, dtype="int64"), np.array(counts, dtype="int64")
         lines, cells = lines[lines > dialect.lines], cells[lines > dialect.lines]
     else:
-        raw = np.frombuffer(text.encode(), dtype=np.uint8)
+        raw = np.frombuffer(content, dtype=np.uint8)
         ends = np.append(np.flatnonzero(raw == ord("\n")), len(raw))
         marks = np.diff(
             np.searchsorted(np.flatnonzero(raw == ord(dialect.delimiter)), ends), prepend=0

@@ -38,6 +38,12 @@ MAX_OUTSIDE_SHARE = 0.01
 # A value this many robust standard deviations from the median is an outlier.
 OUTLIER_DEVIATIONS = 8.0
 
+# An odd number with random bits, 2^64 over the golden ratio, as of Fibonacci hashing.
+HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+# Columns up to which a tree finds the nearest points faster than all distances do.
+MAX_TREE_COLUMNS = 8
+
 # Steps around an outlier, of most of which the values must differ from it.
 STEPS_AROUND = 11
 
@@ -216,11 +222,15 @@ def running_median(column: Tensor) -> Tensor:
 
 def looks_like_angle(each: list[Tensor]) -> float | None:
     """Returns 2 pi or 360 if a column has that range, jumps across it, and is smooth otherwise."""
-    moves, values = torch.cat([column.diff().abs() for column in each]), torch.cat(each)
-    moves, values = moves[moves.isfinite()], values[values.isfinite()]
+    values = torch.cat(each)
+    values = values[values.isfinite()]
+    extent = float(values.max() - values.min()) if len(values) else 0.0
+    if not any(0.9 * period < extent < 1.01 * period for period in (2 * math.pi, 360.0)):
+        return None
+    moves = torch.cat([column.diff().abs() for column in each])
+    moves = moves[moves.isfinite()]
     if not len(moves):
         return None
-    extent = float(values.max() - values.min())
     for period in (2 * math.pi, 360.0):
         jumps = moves > 0.8 * period
         others = moves[~jumps] > 0.5 * period  # a few, where undeclared recordings meet
@@ -259,8 +269,9 @@ def repeated(data: FileData) -> list[str]:
 
 def shared_rows(data: FileData) -> list[str]:
     """Returns a warning of test steps with the state and observation of a training step."""
-    known = {row for s in data.train for row in fingerprints(s)}
-    both = sum(row in known for s in data.test for row in fingerprints(s))
+    parts = [[fingerprints(s) for s in part] for part in (data.train, data.test)]
+    train, test = (np.concatenate([np.zeros(0, np.uint64), *part]) for part in parts)
+    both = int(np.isin(test, train).sum())
     warning = (
         f"{both} test steps are in the training part too, equal to the last digit: "
         "the test error will be too low"
@@ -268,14 +279,20 @@ def shared_rows(data: FileData) -> list[str]:
     return [warning] if both else []
 
 
-def fingerprints(recording: Recording) -> list[bytes]:
-    """Returns the bytes of each observed step: the image, or observation and state."""
+def fingerprints(recording: Recording) -> np.ndarray:
+    """Returns a 64-bit hash of the bytes of each observed step: image, or observation and state."""
     rows = recording.obs.flatten(1)
     if recording.obs.ndim == 2:
         rows = torch.cat([rows, recording.states], 1)
     if recording.mask is not None:
         rows = rows[recording.mask]
-    return [row.tobytes() for row in rows.numpy()]
+    raw = np.ascontiguousarray(rows.numpy()).view(np.uint8)
+    words = np.pad(raw, ((0, 0), (0, -raw.shape[1] % 8))).view(np.uint64)
+    hashes = np.zeros(len(words), np.uint64)
+    for word in words.T:  # as FNV-1a, with the upper bits mixed into the lower ones
+        hashes = (hashes ^ word) * HASH_FACTOR
+        hashes ^= hashes >> np.uint64(32)
+    return hashes
 
 
 def vectors(recordings: list[Recording]) -> list[Tensor]:
@@ -328,23 +345,41 @@ def outside(name: str, train: list[Tensor], test: list[Tensor], most: int = 2000
     points, fresh = (each / torch.where(std > 0, std, 1) for each in (points, fresh))
     chosen = torch.linspace(0, len(points) - 1, min(most, len(points))).long()
 
-    def nearest(part: Tensor) -> Tensor:
-        """Distance of training points to the nearest one that is no neighbour in time."""
-        own = torch.cdist(points[part], points)
-        own[(when[part, None] - when).abs() <= ADJACENT_STEPS] = math.inf
-        return own.amin(1)
-
-    finite = torch.cat([nearest(part) for part in chosen.split(POINTS_AT_ONCE)])
+    finite = nearest(points[chosen], points, (when[chosen], when))
     finite = finite[finite.isfinite()]
     limit = 2 * float(finite.quantile(0.99)) if len(finite) else math.inf
-    distances = [torch.cdist(part, points).amin(1) for part in fresh.split(POINTS_AT_ONCE)]
-    far = torch.cat(distances) > limit
+    far = nearest(fresh, points) > limit
     if float(far.double().mean()) <= MAX_OUTSIDE_SHARE:
         return []
     return [
         f"{round(int(far.sum()) / len(far) * whole)} of {whole} test {name} lie outside of "
         "the training part's region: filters extrapolate there; record more, or split differently"
     ]
+
+
+def nearest(fresh: Tensor, points: Tensor, when: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Returns the distance ``m`` of each of ``m c`` to the nearest of ``n c``.
+
+    With the times of both, those within `ADJACENT_STEPS` do not count.
+    """
+    if points.shape[1] <= MAX_TREE_COLUMNS:
+        from scipy.spatial import cKDTree
+
+        # Within these steps there are at most so many points, since times differ.
+        count = 1 if when is None else min(2 * ADJACENT_STEPS + 2, len(points))
+        found, index = cKDTree(points.numpy()).query(fresh.numpy(), k=[*range(1, count + 1)])
+        distances = torch.from_numpy(found)
+        if when is not None:
+            apart = (when[0][:, None] - when[1][torch.from_numpy(index)]).abs()
+            distances[apart <= ADJACENT_STEPS] = math.inf
+        return distances.amin(1)
+    closest = []
+    for rows in torch.arange(len(fresh)).split(POINTS_AT_ONCE):
+        distances = torch.cdist(fresh[rows], points)
+        if when is not None:
+            distances[(when[0][rows, None] - when[1]).abs() <= ADJACENT_STEPS] = math.inf
+        closest.append(distances.amin(1))
+    return torch.cat(closest)
 
 
 def markdown(path: str, report: Report) -> str:

@@ -38,8 +38,8 @@ def read_csv(path: Path, numbers: list[str], words: list[str], layout: Layout) -
     """
     import pandas as pd
 
-    dialect, text = dialect_of(path, layout), text_of(path, layout)
-    rows, width = rows_of(text, dialect, path)
+    dialect, content = dialect_of(path, layout), text_of(path, layout).encode()
+    rows, width = rows_of(content, dialect, path)
     if not len(rows):
         raise ValueError(f"{path}: there is no row below the header")
     for name in numbers:
@@ -57,8 +57,10 @@ def read_csv(path: Path, numbers: list[str], words: list[str], layout: Layout) -
     texts: Any = dict.fromkeys([*(places[name] for name in [*words, *dated]), *unnamed], str)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The 'float_precision' argument")  # for pandas < 3.1
+        # Parts of a large column may have other types; `values_of` and `times_of` take both.
+        warnings.simplefilter("ignore", pd.errors.DtypeWarning)
         frame = pd.read_csv(
-            io.BytesIO(text.encode()),
+            io.BytesIO(content),
             sep=dialect.delimiter,
             decimal=dialect.decimal,
             thousands=layout.thousands,
@@ -72,7 +74,6 @@ def read_csv(path: Path, numbers: list[str], words: list[str], layout: Layout) -
             na_values=sorted({spell(cell) for cell in EMPTY_CELLS for spell in SPELLINGS}),
             skipinitialspace=True,
             float_precision="round_trip",
-            low_memory=False,
         )
     assert len(frame) == len(rows), f"{path}: {len(frame)} rows in {len(rows)} lines"
     for k in unnamed:

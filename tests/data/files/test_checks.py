@@ -11,6 +11,8 @@ import kbf
 from kbf.cli import main
 from kbf.data.files.checks import code_of, control_warning, unit_warnings
 from kbf.data.files.layout import FileRecording
+from kbf.data.files.report import fingerprints, nearest
+from kbf.recording import Recording
 
 COLUMNS = {"states": ["x"], "observations": ["a", "b"]}
 
@@ -229,3 +231,34 @@ def test_no_conclusion_where_a_cause_is_known(tmp_path, capsys):
         told = " ".join(capsys.readouterr().out.split())
         assert ("these observations do not determine it" in told) == (code is None)
         assert ("this may be the cause: column a: -999" in told) == (code is not None)
+
+
+@pytest.mark.parametrize("columns", [2, 9])
+def test_nearest_points_are_those_of_all_distances(columns):
+    """By a tree, and by all distances where there are many columns."""
+    generator = torch.Generator().manual_seed(0)
+    points, fresh = (torch.randn(n, columns, generator=generator).double() for n in (300, 40))
+    when, chosen = torch.arange(300), torch.arange(0, 300, 7)
+    torch.testing.assert_close(nearest(fresh, points), torch.cdist(fresh, points).amin(1))
+    distances = torch.cdist(points[chosen], points)
+    distances[(chosen[:, None] - when).abs() <= 10] = np.inf
+    found = nearest(points[chosen], points, (when[chosen], when))
+    torch.testing.assert_close(found, distances.amin(1))
+
+
+def test_fingerprints_tell_rows_apart():
+    rng = np.random.default_rng(0)
+    obs = torch.from_numpy(rng.integers(0, 3, (4000, 3)).astype("float64"))
+    states = torch.from_numpy(rng.integers(0, 3, (4000, 2)).astype("float64"))
+    hashes = fingerprints(Recording(states, obs, None))
+    together = torch.cat([obs, states], 1)
+    assert len(np.unique(hashes)) == len(together.unique(dim=0)) == 243
+    assert (hashes[0] == hashes).tolist() == (together == together[0]).all(1).tolist()
+
+
+def test_a_sensor_that_drifts_away_has_no_outliers():
+    frame = recorded(600)
+    drift = frame.a + 40 * np.maximum(0, np.arange(600) / 600 - 0.9) ** 2 * 400
+    assert not any("outliers" in text for text in causes(frame.assign(a=drift)))
+    far = frame.a.where(np.arange(600) % 100 != 50, 400.0 + np.arange(600))
+    assert any("6 outliers" in text for text in causes(frame.assign(a=far)))
