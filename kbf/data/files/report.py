@@ -363,11 +363,11 @@ def nearest(fresh: Tensor, points: Tensor, when: tuple[Tensor, Tensor] | None = 
     With the times of both, those within `ADJACENT_STEPS` do not count.
     """
     if points.shape[1] <= MAX_TREE_COLUMNS:
-        from scipy.spatial import cKDTree
+        from scipy.spatial import KDTree
 
         # Within these steps there are at most so many points, since times differ.
         count = 1 if when is None else min(2 * ADJACENT_STEPS + 2, len(points))
-        found, index = cKDTree(points.numpy()).query(fresh.numpy(), k=[*range(1, count + 1)])
+        found, index = KDTree(points.numpy()).query(fresh.numpy(), k=[*range(1, count + 1)])
         distances = torch.from_numpy(found)
         if when is not None:
             apart = (when[0][:, None] - when[1][torch.from_numpy(index)]).abs()
