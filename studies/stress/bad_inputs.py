@@ -113,6 +113,19 @@ NETS += [
 ]
 OTHERS = [
     *(
+        ["data", "check", "good.csv", "data.states=[x]", "data.observations=[a]", f"data.{x}"]
+        for x in (
+            *("date_format=3", "decimal=x", "thousands=;", "skip_lines=-1", "units_row=3"),
+            *("header=x", "sort_by_time=true", "sort_by_time=x", "time=[x,y]", "latency={b:1}"),
+            *("latency={a:-1}", "latency=3", "header=false", "path=[good.csv,none.csv]"),
+            *("path=none*.csv", "mask=a"),
+        )
+    ),
+    *(
+        ["train", "data=own", "data.path=good.csv", "data.states=[x]", "data.observations=[a]", x]
+        for x in ("data.bounds={a:[0,1]}", "data.bounds={x:[1,0]}", "data.bounds={x:3}")
+    ),
+    *(
         ["train", f"{group}=no_such"]
         for group in ("data", "model", "trainer", "logger", "launcher", "experiment")
     ),
@@ -256,7 +269,10 @@ CONTENTS = {
     "Parquet": b"PAR1" + bytes(50) + b"PAR1",
     "PNG": b"\x89PNG\r\n\x1a\n" + bytes(50),
 }
-KINDS = ("csv", "tsv", "txt", "parquet", "npz", "h5", "npy", "mp4", "gif", "avi", "xyz")
+KINDS = (
+    *("csv", "tsv", "txt", "parquet", "npz", "h5", "npy", "mp4", "gif", "avi", "xyz"),
+    *("mat", "nc", "csv.gz", "csv.zip"),
+)
 TABLES = {
     "no rows": "x,a\n",
     "one row": "x,a\n1,2\n",
@@ -275,6 +291,11 @@ TABLES = {
     "a quote": 'x,a\n1,2\n"3,4\n',
     "null": "x,a\n1,2\n3,\0\n",
     "Latin": "x,a\n1,2\n3,\xe4\n",
+    "thousands": 'x,a\n1,2\n3,"1,234,567"\n',
+    "doubtful": "x;a\n" + "1;1,234\n2;999\n" * 9,
+    "a comment": "# by a logger\nx,a\n1,2\n3,4\n",
+    "units": "x,a\nm,V\n1,2\n3,4\n",
+    "other columns": "sep=;\nx;b\n1;2\n3;4\n",
 }
 LINES = {
     "text": b"x_0,x_1\n1,2\na,b\n",

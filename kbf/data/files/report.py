@@ -367,8 +367,8 @@ def nearest(fresh: Tensor, points: Tensor, when: tuple[Tensor, Tensor] | None = 
 
         # Within these steps there are at most so many points, since times differ.
         count = 1 if when is None else min(2 * ADJACENT_STEPS + 2, len(points))
-        found, index = KDTree(points.numpy()).query(fresh.numpy(), k=[*range(1, count + 1)])
-        distances = torch.from_numpy(found)
+        found, index = KDTree(points.numpy()).query(fresh.numpy(), k=count)
+        distances = torch.from_numpy(np.reshape(found, (len(fresh), count)))
         if when is not None:
             apart = (when[0][:, None] - when[1][torch.from_numpy(index)]).abs()
             distances[apart <= ADJACENT_STEPS] = math.inf
