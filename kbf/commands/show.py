@@ -14,7 +14,7 @@ from kbf.runtime.provenance import commit, sha256
 from kbf.runtime.run_folders import ABOUT
 
 # Commands that write to ``run_dir``, which does not take a second run.
-WITH_RUN_DIR = ("train", "evaluate")
+WITH_RUN_DIR = ("train", "evaluate", "compare", "data")
 
 
 def run(config: dict[str, Any]) -> int:
@@ -55,8 +55,8 @@ def record_of(place: Path) -> dict[str, Any]:
         record = read_checkpoint(place)["kbf"].get("provenance")
     if not isinstance(record, dict) or not isinstance(record.get("command"), str):
         raise ValueError(
-            f"{place} has no record of its provenance: it is not of kbf train or kbf evaluate, "
-            "or of an older version of kbf"
+            f"{place} has no record of its provenance: it is not of kbf train, evaluate, "
+            "compare or data, or of an older version of kbf"
         )
     return record
 

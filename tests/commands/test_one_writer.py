@@ -115,6 +115,10 @@ def test_a_folder_of_one_command_is_no_folder_of_another(here, capsys):
     assert (here / "set" / "data.npz").read_bytes() == arrays
     assert main(["data", "data.n_test=20", "run_dir=set", "overwrite=true"]) == 0
     assert (here / "set" / "data.npz").read_bytes() != arrays
+    capsys.readouterr()
+    assert main(["runs", "show", "set"]) == 0
+    repeat = "kbf data data.n_test=20 run_dir=set-again"
+    assert repeat in " ".join(capsys.readouterr().out.split())
 
 
 def test_default_folders_of_one_second_differ(here):
