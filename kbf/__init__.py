@@ -135,7 +135,8 @@ def _on_demand(
         import pkgutil
 
         modules = pkgutil.iter_modules(sys.modules[package].__path__)
-        return sorted({*homes, *(module.name for module in modules)})
+        public = (module.name for module in modules if not module.name.startswith("_"))
+        return sorted({*homes, *public})
 
     return get, names
 
