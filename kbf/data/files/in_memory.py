@@ -138,6 +138,12 @@ def frame_contents(frame: Any, layout: Layout, states: bool) -> Contents:
         raise ValueError(f"{FRAME}: two columns are called {repeated[0]!r}")
     sides = tables.sides_of(FRAME, header, layout, states)
     numbers, words = tables.named_columns(FRAME, header, layout, sides)
+    for name in numbers:
+        if frame[name].dtype.kind in "mM":
+            first = frame[name].iloc[0]
+            raise ValueError(
+                f"{FRAME}, column {name}: it holds dates, not numbers (row 0: {first})"
+            )
     columns = {name: numeric(frame[name], name) for name in numbers}
     if (name := layout.time_name()) is not None:
         columns[name] = frame_times(frame, layout, name)

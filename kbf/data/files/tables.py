@@ -252,7 +252,7 @@ def read_parquet(path: Path, numbers: list[str], words: list[str], layout: Layou
         columns[layout.time_name()] = times_of(parts, str(layout.time_name()), rows, layout, path)
     for name in numbers if texts_of_times else named:
         column = table[name]
-        if arrow.types.is_timestamp(column.type):
+        if name in times and arrow.types.is_timestamp(column.type):
             since = (
                 column.cast(arrow.timestamp("us"), safe=False)
                 .cast(arrow.int64())

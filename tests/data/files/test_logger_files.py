@@ -237,3 +237,24 @@ def test_masks_are_zero_or_one(tmp_path):
         read(tmp_path / "a.npz", Layout())
     np.savez(tmp_path / "a.npz", **arrays | {"mask": np.array([1.0, 1, 0])})
     assert read(tmp_path / "a.npz", Layout()).recordings[0].mask.tolist() == [True, True, False]
+
+
+def test_dates_are_no_measurements_at_either_door(tmp_path):
+    from kbf.data.files.in_memory import contents_of
+
+    dates = pd.date_range("2026-01-01", periods=3, freq="s")
+    frame = pd.DataFrame({"x": [1.0, 2.0, 4.0], "a": dates, "b": [1.0, 2.0, 3.0], "t": dates})
+    layout = layout_of({**ROLES, "time": "t"})
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    with pytest.raises(ValueError, match=r"column a: '2026-01-01.*' is no number"):
+        read(tmp_path / "a.csv", layout)
+    with pytest.raises(ValueError, match=r"column a: it holds dates, not numbers"):
+        contents_of(frame, layout)
+    if pytest.importorskip("pyarrow"):
+        frame.to_parquet(tmp_path / "a.parquet")
+        with pytest.raises(ValueError, match=r"column a: it holds timestamp.*, not numbers"):
+            read(tmp_path / "a.parquet", layout)
+    # as the time they are read
+    for each in (frame, frame.assign(t=frame.t.dt.tz_localize("Europe/Berlin"))):
+        (found,) = contents_of(each.assign(a=1.0), layout).recordings
+        assert found.times.diff().tolist() == [1.0, 1.0]
