@@ -3,6 +3,7 @@ from kbf.filters import (
     ensemble as ensemble,
     gating as gating,
     gaussian as gaussian,
+    held as held,
     kernel as kernel,
     kernel_monte_carlo as kernel_monte_carlo,
     neural as neural,

@@ -6,6 +6,11 @@ ranks minimise the leave-one-out loss of a map. The kinds of the maps (linear, k
 factors of Q and R maximise the log score of the filter on held-out blocks: one-step residuals do
 not show whether errors of a map accumulate.
 
+Sensors may be late, fail, or have errors that persist: their laws are fitted to the residuals of h
+(`kbf.filters.gaussian.sensor_laws`) and filtered in an augmented state
+(`kbf.filters.gaussian.augmented`). Counts are filtered as their square roots
+(`kbf.filters.gaussian.count_maps`).
+
 The first observation meets the recorded states themselves, not a Gaussian of them
 (`kbf.filters.gaussian.start`).
 
@@ -87,6 +92,9 @@ class LearnedUKF(ShownModule):
             alone and for both; empty before `prepare`.
         kinds: ``2``, positions in `KINDS` of the kinds of the change map and of observation maps.
         factors: ``2``, factors of the covariances Q and R.
+        delays: ``q``, steps by which sensors are late; empty before `prepare`.
+        counts: ``q``, which observations are counts; empty before `prepare`.
+        faulty: whether sensors may fail.
     """
 
     def __init__(

@@ -2,6 +2,7 @@ from kbf.filters.selection import (
     auto as auto,
     cross_validation as cross_validation,
     drift as drift,
+    ratio_mean as ratio_mean,
     requirements as requirements,
     stacking as stacking,
 )
