@@ -42,6 +42,8 @@ RIDGE_OF_DELAYS = 1e-3
 MIN_GAIN_OF_FAULTS = 10.0
 MAX_SHARE_OF_FAULTS = 0.45
 ITERATIONS_OF_FAULTS = 30
+# Rows that chains are fitted to, step by step; of more, the last ones.
+MAX_ROWS_OF_CHAINS = 10_000
 # Iterations of the fit of chains, and where it starts: failures of five steps.
 ITERATIONS_OF_CHAINS = 5
 START_OF_LEAVE = 0.2
@@ -342,7 +344,14 @@ def working(
         if bool((before == used).all()):
             break
     if bool(mixture.faulty.any()):
-        faults, failed = fit_faults(mixture, lengths)
+        rows = sum(lengths) - MAX_ROWS_OF_CHAINS
+        if rows <= 0:
+            faults, failed = fit_faults(mixture, lengths)
+        else:  # the chain of the last rows; readings are classified by themselves
+            last = mixture._replace(
+                log_works=mixture.log_works[rows:], log_failed=mixture.log_failed[rows:]
+            )
+            (faults, _), failed = fit_faults(last, [MAX_ROWS_OF_CHAINS]), mixture.failed
         used = x.isfinite() & ~failed
     kept = torch.where(used, x, torch.nan) if faults.any else x
     return faults, [

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kbf.filters.gaussian import sensor_laws
 from kbf.filters.gaussian.augmented import Sensor, augmented, with_past
 from kbf.filters.gaussian.count_maps import expected_root, fit_count_map, log_slope, stabilised
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
@@ -21,6 +22,7 @@ from kbf.filters.gaussian.sensor_laws import (
     no_faults,
     select_delays,
     smoothed,
+    working,
 )
 from kbf.filters.gaussian.start import StartingFilter
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
@@ -112,6 +114,22 @@ def test_gaussian_errors_are_no_faults(seed):
     assert not bool(mixture.faulty.any())
     assert not faults.any
     assert not bool(failed.any())
+
+
+def test_chains_of_long_recordings_are_those_of_the_last_rows(monkeypatch):
+    z = smooth_states(4000)
+    failed = chain(4000, 0.02, 0.1)
+    uniform = 8 * torch.rand(4000, generator=generator(4)).double() - 4
+    x = torch.where(failed, uniform, z[:, 0] + 0.2 * normal(4000, seed=5))[:, None]
+    found = []
+    for rows in (10_000, 3000):
+        monkeypatch.setattr(sensor_laws, "MAX_ROWS_OF_CHAINS", rows)
+        found.append(working([Recording(z, x)], torch.tensor([0])))
+    (whole, kept), (part, also_kept) = found
+    assert part.enter.item() == pytest.approx(whole.enter.item(), rel=0.4)
+    assert part.leave.item() == pytest.approx(whole.leave.item(), rel=0.4)
+    for each in (kept, also_kept):
+        assert (each[0].obs.isnan()[:, 0] == failed).double().mean() > 0.95
 
 
 def test_smoothed_probabilities_are_those_of_all_paths():
