@@ -196,7 +196,7 @@ def warn_of_scales(values: Float[Tensor, "n c"], what: str, *, offset: bool = Fa
 
 @torch.no_grad()
 def warn_of_isolation(
-    values: Float[Tensor, "n c"], kernel: Callable[..., Tensor], bandwidth: Bandwidth, what: str
+    values: Shaped[Tensor, "n c"], kernel: Callable[..., Tensor], bandwidth: Bandwidth, what: str
 ) -> None:
     """Warn of a bandwidth at which a training point resembles only itself.
 
@@ -209,6 +209,7 @@ def warn_of_isolation(
         kernel: k. bandwidth: its bandwidth.
         what: the points' name in the message.
     """
+    values = values if values.is_floating_point() else values.double()
     rows = values[evenly(len(values), ROWS_OF_NEIGHBOURS, values.device)]
     found = effective_sample_size(kernel(rows, values, bandwidth=bandwidth)).median().item()
     if len(values) > 1 and found < MIN_NEIGHBOURS:

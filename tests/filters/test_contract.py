@@ -602,7 +602,7 @@ def test_recipe_is_restored_by_its_state_dict(case):
     """
     other: Any = TABLE[case.name].recipe(str(case.dtype).removeprefix("torch."))
     other.load_state_dict(copy.deepcopy(case.recipe.state_dict()))
-    if case.name in ("kbf-clutter", "particle-observation", "particle-pixels"):
+    if case.name in ("particle-observation", "particle-pixels"):
         assert not any(leaf.numel() for leaf in case.recipe.state_dict().values()), (
             "nothing is chosen beforehand"
         )
