@@ -273,20 +273,30 @@ def test_the_figures_of_speed(benchmark):
             assert any(agree(number, float(claim)) for claim in claims), (words, number)
 
 
-def test_what_was_checked():
-    """docs/results.md reports how many runs of the tables were repeated with equal scores."""
-    with (RESULTS / "checked.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+@pytest.mark.parametrize(
+    ("reproductions", "sentence", "file"),
+    [
+        (False, "All {same} of {all} runs of {count} tables have equal scores", "runs.csv"),
+        (True, "All {same} of {all} rows of {count} reproductions are equal", "results.csv"),
+    ],
+)
+def test_what_was_checked(reproductions, sentence, file):
+    """docs/results.md reports how many runs were repeated with equal scores."""
+    with (RESULTS / "checked.csv").open(newline="") as lines:
+        rows = [
+            row
+            for row in csv.DictReader(lines)
+            if row["table"].startswith("reproduce/") == reproductions
+        ]
     runs, same = (sum(int(row[key]) for row in rows) for key in ("runs", "same"))
-    words = (
-        rf"All {same} of {runs} runs of {len(rows)} tables have equal scores; "
-        r"the largest relative difference is (\S+) "
+    words = sentence.format(same=same, all=runs, count=len(rows))
+    match = re.search(
+        rf"{words}; the largest relative difference is (\S+) ", text_of("docs/results.md")
     )
-    match = re.search(words, text_of("docs/results.md"))
     assert match and match[
         1
     ] == f"{max(float(row['largest difference']) for row in rows):.1e}".replace("e-0", "e-")
-    assert all((RESULTS / row["table"] / "runs.csv").exists() for row in rows)
+    assert all((RESULTS / row["table"] / file).exists() for row in rows)
 
 
 def test_the_figures_of_smoothing():
