@@ -315,9 +315,10 @@ def test_the_net_under_the_default_compares_rivals_that_know_sensors():
     net = ModelSelection(LearnedKalman(), name="kalman")
     net.allow_missing_sensors = True
     net.prepare([recording(400)])
-    learned = {"particle_learned", "kernel_monte_carlo"}
+    learned = {"ukf_learned", "particle_learned", "kernel_monte_carlo"}
     assert {row.model for row in net.candidates} == {
         "kalman",
+        "kalman_velocity",
         "window_ridge",
         "mean",
         "stack",
