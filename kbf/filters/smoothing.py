@@ -93,16 +93,7 @@ def smooth(
     """
     x, seen, acted = tensor_of(obs, "obs"), mask_of(mask), tensor_of(controls, "controls")
     back = check_smoother(filter, lag)
-    states: list[Any] = []
-    predicted: list[Any] = []
-
-    def keep(state: Any, obs: Tensor, mask: Tensor | None) -> None:
-        predicted.append(state)
-
-    rollout(filter, x, mask=seen, controls=acted, generator=generator, states=states, before=keep)
-
-    if seen is not None:  # whatever stands where nothing was observed
-        x = torch.where(seen.reshape(*seen.shape, *[1] * (x.ndim - 2)), x, torch.zeros_like(x))
+    states, predicted, x = forward(filter, x, seen, acted, generator)
 
     def observed(state: Any, t: int) -> Any:
         """Take x_t in, where there was one."""
@@ -134,6 +125,34 @@ def smooth(
     )
 
 
+def forward(
+    filter: Filter[Any],
+    x: Shaped[Tensor, "b T *x"],
+    mask: Tensor | None,
+    controls: Tensor | None,
+    generator: Generator | None,
+) -> tuple[list[Any], list[Any], Shaped[Tensor, "b T *x"]]:
+    """Return the states after each step, those predicted before it, and x, 0 where masked."""
+    states: list[Any] = []
+    predicted: list[Any] = []
+
+    def keep(state: Any, obs: Tensor, mask: Tensor | None) -> None:
+        predicted.append(state)
+
+    rollout(
+        filter,
+        x,
+        mask=mask,
+        controls=controls,
+        generator=generator,
+        states=states,
+        before=keep,
+    )
+    if mask is not None:  # whatever stands where nothing was observed
+        x = torch.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, torch.zeros_like(x))
+    return states, predicted, x
+
+
 @torch.no_grad()
 def sample_paths(
     filter: Filter[Any],
@@ -163,15 +182,7 @@ def sample_paths(
     """
     x, seen, acted = tensor_of(obs, "obs"), mask_of(mask), tensor_of(controls, "controls")
     back = check_smoother(filter, None)
-    states: list[Any] = []
-    predicted: list[Any] = []
-
-    def keep(state: Any, obs: Tensor, mask: Tensor | None) -> None:
-        predicted.append(state)
-
-    rollout(filter, x, mask=seen, controls=acted, generator=generator, states=states, before=keep)
-    if seen is not None:  # whatever stands where nothing was observed
-        x = torch.where(seen.reshape(*seen.shape, *[1] * (x.ndim - 2)), x, torch.zeros_like(x))
+    states, predicted, x = forward(filter, x, seen, acted, generator)
 
     def path(count: int) -> Tensor:
         """Draw so many paths, ``count T d``."""

@@ -205,8 +205,10 @@ class LearnedUKF(ShownModule):
 
     def pairs(self, recordings: list[Recording]) -> Pairs:
         """Return `pairs_of` recordings with stable counts."""
-        counts = self.counts if len(self.counts) else none_of(recordings)
-        return pairs_of(recordings, self.delays, counts)
+        none = none_of(recordings)
+        counts = self.counts if len(self.counts) else none
+        delays = self.delays if len(self.delays) else none.long()
+        return pairs_of(recordings, delays, counts)
 
     def sensors(self, pairs: Pairs, kind: str) -> list[Sensor]:
         """Return the observation maps of a kind."""

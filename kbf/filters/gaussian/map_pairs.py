@@ -50,7 +50,7 @@ def pairs_of(
 
     Args:
         recordings: with `kbf.filters.gaussian.count_maps.stabilised` counts.
-        delays: of the columns of observations; empty for none.
+        delays: of the columns of observations.
         counts: which columns are counts.
 
     Columns of one kind with one delay that are never missing alone are one sensor, so that
@@ -70,7 +70,7 @@ def pairs_of(
         numbers = torch.zeros_like(x[0], dtype=torch.long)
     else:
         numbers = find_sensors(x)
-    delays = delays.to(numbers) if len(delays) else torch.zeros_like(numbers)
+    delays = delays.to(numbers)
     sensors = []
     kinds = torch.stack([numbers, delays, counts.to(numbers)], 1)
     for kind in kinds.unique(dim=0):

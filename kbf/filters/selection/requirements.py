@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from kbf.filters.ensemble import EnsembleFilter
+from kbf.filters.gaussian.start import StartingState
 from kbf.filters.kernel.controlled_transition import ControlledDensity
 from kbf.filters.kernel_monte_carlo.filter import LocalMemory
 from kbf.filters.neural.dpf import DPFState
@@ -39,6 +40,11 @@ def why_not_exported(filter: Filter[Any]) -> str | None:
         return (
             "a particle filter draws random numbers in each step, and is not exported; "
             "kbf, kalman, lstm and frame are"
+        )
+    if isinstance(inner.init(1), StartingState):
+        return (
+            "the UKF on learned maps (ukf_learned) checks in each step whether a covariance has a "
+            "Cholesky factor, and is not exported; kbf, kalman, lstm and frame are"
         )
     if allows_missing_sensors(filter):
         return (

@@ -18,6 +18,7 @@ from kbf.data.synthetic import SyntheticData
 from kbf.evaluation.score import score
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gaussian.kalman import KalmanFilter, LearnedKalman, LinearModel
+from kbf.filters.gaussian.learned_ukf import LearnedUKF
 from kbf.filters.online import RunningFilter
 from kbf.filters.regression.window import MeanModel, WindowRidge
 from kbf.filters.rollout import rollout
@@ -587,3 +588,15 @@ def test_repeats_of_held_sensors_are_missing_readings_of_all_candidates():
     plain = ModelSelection(LearnedKalman(), name="main")
     plain.prepare([data])
     assert plain.held.tolist() == [False, False]
+
+
+def test_the_learned_ukf_is_no_candidate_where_a_program_is_required(monkeypatch):
+    """Its step is not exported, as `kbf.export` of it shows."""
+    model = LearnedUKF(kinds=("linear",))
+    filter = model.fit([recording(300)])
+    assert "ukf_learned" in str(why_not_exported(filter))
+    monkeypatch.setattr(auto, "LEARNED", {"ukf_learned": lambda seed: model})
+    net = ModelSelection(LearnedKalman(), name="main", require=("export",))
+    net.prepare([recording(300)])
+    note = next(row.note for row in net.candidates if row.model == "ukf_learned")
+    assert "export" in note
