@@ -67,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         if sys.stdout is not None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code or refuse(f"standard output: {one_line(error)}")
+    if argv is None and (threads := sys.modules.get("kbf.runtime.threads")):
+        threads.release_memory()  # the process ends
     return code
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from kbf.data.synthetic import SyntheticData
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 from kbf.runtime import threads as thread_settings
-from kbf.runtime.threads import one_thread, side_by_side
+from kbf.runtime.threads import one_thread, release_memory, side_by_side
 from kbf.ssm import rotation
 
 
@@ -63,3 +65,18 @@ def test_a_filter_is_made_with_one_thread_and_the_number_comes_back(two_threads,
     with pytest.raises(ZeroDivisionError):
         SimulatedKBF(points=20, run=100).fit(SyntheticData(rotation(), 30, 5).train)
     assert seen == [1] and torch.get_num_threads() == 2
+
+
+def test_freed_memory_goes_back_to_the_system():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    blocks = [bytes(1000) for _ in range(100_000)]
+    held = resident()
+    del blocks[::2], blocks[:-1]
+    try:
+        release_memory()
+        assert held - resident() > 50e6
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
