@@ -23,11 +23,12 @@ from kbf.data.files.splits import correlation_time, described
 from kbf.data.windows import Span
 from kbf.evaluation.metrics import corrected_t, mean_and_error
 from kbf.fitted.estimates import Estimates
+from kbf.fitted.python_words import in_python
 from kbf.fitted.results import Result, Source
 from kbf.fitted.scores import column_scores
 from kbf.fitted.training_data import read
 from kbf.fitting import fit_source, warn_of_problems
-from kbf.runtime.errors import DataError, in_python
+from kbf.runtime.errors import DataError
 
 # Scores of a column in each fold.
 SCORES = ("rmse", "nmse", "coverage_95", "crps")

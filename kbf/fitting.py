@@ -24,6 +24,7 @@ from kbf.filters.selection.requirements import REQUIREMENTS
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.fitted_filter import FittedFilter
 from kbf.fitted.held_out_calibration import learn_and_keep
+from kbf.fitted.python_words import python_words
 from kbf.fitted.summary import CAPABILITIES
 from kbf.fitted.training_data import read
 from kbf.model_choice import choose
@@ -267,7 +268,9 @@ def check(data: Any = None, *, states: Any, test: float = 0.2, **columns: Any) -
     Raises:
         kbf.DataError: as `fit`.
     """
-    return examine(read(data, states=states, test=test, **columns)[0])
+    report = examine(read(data, states=states, test=test, **columns)[0])
+    found = ([python_words(text) for text in each] for each in (report.warnings, report.causes))
+    return Report(report.recordings, report.columns, *found)
 
 
 def fit_model(
@@ -373,7 +376,7 @@ def word_of(value: Any) -> str:
 def warn_of_problems(source: FileData, bounds: Mapping[str, Any] | None = None) -> None:
     """Warn of what `check` reports."""
     for text in examine(source, bounds).warnings:
-        warnings.warn(text, DataWarning, stacklevel=3)
+        warnings.warn(python_words(text), DataWarning, stacklevel=3)
 
 
 @contextmanager

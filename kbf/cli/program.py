@@ -17,7 +17,7 @@ from kbf.cli.help import command_help, general_help
 from kbf.cli.sweep import multirun, root_logger_restored
 from kbf.config.composition import composing, hydra_of, short, words_for_hydra
 from kbf.config.prepare import configure, prepare
-from kbf.runtime.hydra_quoting import exists, literal_path
+from kbf.runtime.hydra_quoting import exists, literal_names, literal_path
 
 # Options that a word may follow: one of these, or None for any word, which is required then.
 VALUES: dict[str, tuple[str, ...] | None] = {
@@ -109,7 +109,7 @@ def interpret(argv: list[str]) -> int:
             reason = f"{word!r} is no setting: write key=value{hint}; see kbf {command} --help"
             return refuse(reason, command)
     if "--multirun" not in options:
-        overrides = [literal_path(word) for word in overrides]
+        overrides = [literal_names(literal_path(word)) for word in overrides]
     try:
         if "--list" not in options:
             return run(command, overrides, options)

@@ -12,8 +12,9 @@ from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.in_memory import contents_of, is_frame, named_arrays, numbers_of
 from kbf.data.files.layout import Contents, Layout, Observations, layout_of
 from kbf.data.files.read import observations_of, trained_layout
+from kbf.fitted.python_words import in_python
 from kbf.fitted.results import Source
-from kbf.runtime.errors import DataError, DataWarning, in_python
+from kbf.runtime.errors import DataError, DataWarning
 
 # The row of steps that were inserted: none.
 NO_ROW = -1

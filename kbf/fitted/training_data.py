@@ -11,7 +11,8 @@ import torch
 from kbf.data.files.dataset import FileData
 from kbf.data.files.in_memory import contents_of, named_arrays
 from kbf.data.files.layout import TEXT_SETTINGS, Contents, Layout, layout_of, plain
-from kbf.runtime.errors import DataError, in_python, nearest
+from kbf.fitted.python_words import in_python
+from kbf.runtime.errors import DataError, nearest
 
 Columns = str | Sequence[str]
 # Roles that several columns may have.

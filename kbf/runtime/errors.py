@@ -1,7 +1,6 @@
 """Errors that callers handle by type."""
 
 import difflib
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -49,17 +48,3 @@ def fit_errors() -> Iterator[None]:
         yield
     except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
         raise FitError(str(error)) from error
-
-
-@contextmanager
-def in_python() -> Iterator[None]:
-    """Context that raises errors about data as `DataError`, with arguments in place of settings.
-
-    Readers of files name the settings of a command, such as ``data.recording=COLUMN``.
-    """
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except ValueError as error:
-        raise DataError(re.sub(r"\bdata\.(?=[a-z_]+\b)", "", str(error))) from error

@@ -6,7 +6,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from kbf.runtime.hydra_quoting import as_text, literal_path, quoted
+from kbf.runtime.hydra_quoting import as_text, literal_names, literal_path, quoted
 
 NAMES = [
     "a=b",
@@ -71,3 +71,30 @@ def test_a_home_that_is_a_name(tmp_path, monkeypatch):
     (tmp_path / "~x.csv").write_text("")
     assert composed(literal_path("input=~x.csv")) == str(tmp_path / "~x.csv")
     assert composed(literal_path("input=~/none.csv")) == "~/none.csv"
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        ("[CO(GT),NOx(GT),PT08.S1*]", ["CO(GT)", "NOx(GT)", "PT08.S1*"]),
+        ("[Größe (m), 温度, acc[x], a b]", ["Größe (m)", "温度", "acc[x]", "a b"]),
+        ("[\"CO(GT)\",'a,b',c]", ["CO(GT)", "a,b", "c"]),
+        ("[[q_w,q_x],[R[0],R[1]]]", [["q_w", "q_x"], ["R[0]", "R[1]"]]),
+        ("Zeit (s)", "Zeit (s)"),
+        ("[Date,Time (UTC)]", ["Date", "Time (UTC)"]),
+        ("{CO(GT): [-200, null], a: [0,1]}", {"CO(GT)": [-200, None], "a": [0, 1]}),
+        ("{T(K): 0.5}", {"T(K)": 0.5}),
+        ("[s*]", ["s*"]),
+        ("[a,b]", ["a", "b"]),
+        ("null", None),
+        ("[-999]", [-999]),
+    ],
+)
+def test_names_of_columns_require_no_quotes(value, read):
+    found = OverridesParser.create().parse_overrides([literal_names(f"data.states={value}")])
+    assert found[0].value() == read
+
+
+@pytest.mark.parametrize("word", ["data.states=${names}", "model.states=[a(b)]", "data.states"])
+def test_other_words_stay(word):
+    assert literal_names(word) == word

@@ -4,6 +4,7 @@ Each function returns warnings as sentences, with the setting that mends the pro
 """
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ MIN_CODE_SHARE = 0.002
 
 # Its distance from all other values, as a share of their range.
 MIN_CODE_DISTANCE = 0.2
+
+# That of a value which is a code of another column.
+MIN_SHARED_DISTANCE = 0.05
 
 # Other values of a column with a code; fewer are levels or counts.
 MIN_OTHER_VALUES = 20
@@ -51,10 +55,11 @@ MAX_SHIFTED_ERROR = 0.8
 MIN_DEGREES = 90.0
 
 
-def code_of(values: Tensor) -> float | None:
+def code_of(values: Tensor, distance: float = MIN_CODE_DISTANCE) -> float | None:
     """Returns a value that seems to stand for a missing one; None without.
 
-    It is the smallest or largest value, occurs many times, and is far from all others.
+    It is the smallest or largest value, occurs many times, and is far from all others: by more
+    than ``distance`` of their range.
     """
     known = values[values.isfinite()]
     for code in {float(known.min()), float(known.max())} if len(known) else ():
@@ -65,23 +70,43 @@ def code_of(values: Tensor) -> float | None:
         if len(others[:10_000].unique()) < MIN_OTHER_VALUES:
             continue
         low, high = others.min(), others.max()
-        if float(torch.maximum(low - code, code - high)) > MIN_CODE_DISTANCE * float(high - low):
+        if float(torch.maximum(low - code, code - high)) > distance * float(high - low):
             return code
     return None
 
 
-def code_warning(name: str, values: Tensor) -> list[str]:
-    """Returns a warning of a value that seems to stand for a missing one."""
-    if (code := code_of(values)) is None:
-        return []
-    others = values[(values != code) & values.isfinite()]
+def codes_of(columns: Mapping[str, Tensor]) -> dict[str, float]:
+    """Returns by column the value that seems to stand for a missing one, where there is one.
+
+    A code of one column is looked for in the others at `MIN_SHARED_DISTANCE`.
+    """
+    found = {name: code_of(values) for name, values in columns.items()}
+    shared = {code for code in found.values() if code}  # zero is an ordinary value elsewhere
+    for name, values in columns.items():
+        if found[name] is None and code_of(values, MIN_SHARED_DISTANCE) in shared:
+            found[name] = code_of(values, MIN_SHARED_DISTANCE)
+    return {name: code for name, code in found.items() if code is not None}
+
+
+def code_warnings(columns: Mapping[str, Tensor]) -> list[str]:
+    """Returns a warning of each value that seems to stand for a missing one, with its columns."""
+    codes = codes_of(columns)
     # Zero may be an ordinary value of another column.
-    setting = f"{{{name}: [0]}}" if code == 0 else f"[{code:g}]"
-    return [
-        f"column {name}: {code:g} occurs {int((values == code).sum())} times, far from all other "
-        f"values ({float(others.min()):.4g} to {float(others.max()):.4g}). If it stands for a "
-        f"missing value: data.missing={setting}"
-    ]
+    groups = [[name for name in codes if codes[name] == code] for code in {*codes.values()} - {0}]
+    groups += [[name] for name, code in codes.items() if code == 0]
+    found = []
+    for names in sorted(groups, key=lambda names: list(codes).index(names[0])):
+        first, code = names[0], codes[names[0]]
+        values = columns[first]
+        others = values[(values != code) & values.isfinite()]
+        setting = f"{{{first}: [0]}}" if code == 0 else f"[{code:g}]"
+        more = f"; so it does in {', '.join(names[1:])}" if names[1:] else ""
+        found.append(
+            f"column {first}: {code:g} occurs {int((values == code).sum())} times, far from all "
+            f"other values ({float(others.min()):.4g} to {float(others.max()):.4g}){more}. If it "
+            f"stands for a missing value: data.missing={setting}"
+        )
+    return found
 
 
 def sensor_warnings(

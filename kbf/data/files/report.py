@@ -12,13 +12,15 @@ from torch.nn.functional import adaptive_avg_pool2d
 from kbf.data.files.bounds import edge_warnings
 from kbf.data.files.checks import (
     are_whole,
-    code_warning,
+    code_warnings,
+    codes_of,
     control_warning,
     leak_warnings,
     sensor_warnings,
     shuffle_warning,
     unit_warnings,
 )
+from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.dataset import FileData
 from kbf.data.files.latency import latency_warnings
 from kbf.data.files.layout import FileRecording
@@ -79,21 +81,29 @@ def examine(data: FileData, bounds: Mapping[str, Any] | None = None) -> Report:
     Args:
         data: the recordings. bounds: of the states, by column.
     """
-    named = all_columns(data)
-    warnings, causes = [*data.notes, *few(data)], []
+    named, schema, recordings = all_columns(data), data.column_schema, data.recordings
+    coded = {
+        plain_name(name): torch.cat(each)
+        for name, each in named.items()
+        if kind_of(name, schema) == "number"
+    }
+    codes = codes_of(coded)
+    warnings, causes = [*data.notes, *few(data)], code_warnings(coded)
     for name, each in named.items():
-        found = cause_warnings(name, each, data)
+        if plain_name(name) in codes:
+            continue
+        found = angle_warnings(name, each, schema)
         causes += found
         warnings += [] if found else column_warnings(name, each, data)
-    schema, recordings = data.column_schema, data.recordings
     allowed = data.allow_missing_sensors
     names = schema.columns("observations")
     causes += sensor_warnings(recordings, names, allow_missing_sensors=allowed)
-    warnings += leak_warnings(recordings, schema) + shuffle_warning(recordings)
+    warnings += leak_warnings(recordings, schema)
     warnings += control_warning(recordings, data.control_timing)
     warnings += latency_warnings(recordings, names, data.own_step)
-    warnings += repeated(data) + shared_rows(data)
-    warnings += edge_warnings(schema, data.train, bounds)
+    if not codes:  # which repeat, and change at random
+        warnings += shuffle_warning(recordings) + repeated(data) + shared_rows(data)
+    warnings += edge_warnings(schema, data.train, {**(bounds or {}), **codes})
     causes += beyond(data)
     causes += outside("states", [s.states for s in data.train], [s.states for s in data.test])
     causes += outside("observations", vectors(data.train), vectors(data.test))
@@ -171,17 +181,26 @@ def few(data: FileData) -> list[str]:
     return warnings
 
 
-def cause_warnings(name: str, each: list[Tensor], data: FileData) -> list[str]:
-    """Returns warnings of a code for missing values, and of angles and their units."""
-    schema, plain = data.column_schema, name.removesuffix(" (observed)")
-    parts = (*schema.states, *schema.observations)
-    if any(part.kind == "angle" and plain in part.names for part in parts):
+def plain_name(name: str) -> str:
+    """Returns the name of a column of `all_columns` in the file."""
+    return name.removesuffix(" (observed)")
+
+
+def kind_of(name: str, schema: ColumnSchema) -> str:
+    """Returns the kind of a column of `all_columns`: number, angle, rotation or control."""
+    plain = plain_name(name)
+    for part in (*schema.states, *schema.observations):
+        if part.kind != "number" and plain in part.names:
+            return part.kind
+    return "control" if plain in (*schema.controls, "time of the move") else "number"
+
+
+def angle_warnings(name: str, each: list[Tensor], schema: ColumnSchema) -> list[str]:
+    """Returns a warning of an angle that is not declared, or in another unit than it is."""
+    plain = plain_name(name)
+    if (kind := kind_of(name, schema)) == "angle":
         return unit_warnings(name, each, schema.unit)
-    if any(part.kind == "rotation" and plain in part.names for part in parts):
-        return []
-    if plain not in schema.controls and (found := code_warning(plain, torch.cat(each))):
-        return found
-    if (period := looks_like_angle(each)) is None:
+    if kind == "rotation" or (period := looks_like_angle(each)) is None:
         return []
     unit = "degrees" if period == 360 else "radians"
     advice = f"data.angles=[{plain}] data.angle_unit={unit}"

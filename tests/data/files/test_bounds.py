@@ -84,7 +84,7 @@ def test_a_state_that_is_often_at_its_largest_value_is_named():
     life = np.minimum(125, 300 - np.arange(400.0) % 300)
     names = {"observations": ["v"], "test": 0.0}
     (text,) = kbf.check(frame.assign(life=life), states=["life"], **names).warnings
-    assert text.startswith("column life is 125 in 2") and "data.bounds={life: [null, 125]}" in text
+    assert text.startswith("column life is 125 in 2") and "bounds={'life': [None, 125]}" in text
     # ordinary: no value is repeated, or a few are
     smooth = battery().assign(life=300 - np.arange(400.0) % 300)
     assert kbf.check(smooth, states=["life"], **names).warnings == []

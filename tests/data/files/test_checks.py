@@ -42,7 +42,7 @@ def test_ordinary_data_has_no_warning():
 def test_codes_are_suspected_and_declared(code):
     frame = at_random(recorded(), "a", code)
     (text,) = causes(frame)
-    setting = "{a: [0]}" if code == 0 else f"[{code:g}]"
+    setting = "{'a': [0]}" if code == 0 else f"[{code:g}]"
     assert text.startswith(f"column a: {code:g} occurs") and f"missing={setting}" in text
     columns = {**COLUMNS, "missing": {"a": [code]}, "allow_missing_sensors": True}
     partly = kbf.check(frame, **columns, test=0.0)
@@ -101,7 +101,7 @@ def test_sensors_that_die_are_named():
     assert "column b has no value after DataFrame, row 149: 150 of 300 rows lack it" in text
     assert "allow_missing_sensors" not in text
     assert any(
-        "allow_missing_sensors=true" in t for t in causes(frame, allow_missing_sensors=False)
+        "allow_missing_sensors=True" in t for t in causes(frame, allow_missing_sensors=False)
     )
     frame.loc[:, "b"] = recorded().b.where(np.arange(300) % 3 > 0)
     assert causes(frame, allow_missing_sensors=True) == []
@@ -110,7 +110,7 @@ def test_sensors_that_die_are_named():
 def test_alternating_sensors_name_the_setting(tmp_path, capsys):
     frame = recorded()
     frame.loc[::2, "a"], frame.loc[1::2, "b"] = np.nan, np.nan
-    with pytest.raises(kbf.DataError, match="allow_missing_sensors=true uses steps with some"):
+    with pytest.raises(kbf.DataError, match="allow_missing_sensors=True uses steps with some"):
         kbf.fit(frame, **COLUMNS, allow_missing_sensors=False)
     frame.to_csv(tmp_path / "a.csv", index=False)
     words = [f"data.path={tmp_path}/a.csv", "data.states=[x]", "data.observations=[a,b]"]
@@ -119,7 +119,7 @@ def test_alternating_sensors_name_the_setting(tmp_path, capsys):
     assert causes(frame, allow_missing_sensors=True) == []
     frame.loc[:10, ["a", "b"]] = 0.5
     without = causes(frame, allow_missing_sensors=False)
-    assert any("only 11 of 300 rows have all observations; data.allow" in text for text in without)
+    assert any("only 11 of 300 rows have all observations; allow_m" in text for text in without)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_controls_are_compared_in_both_alignments(actual, tmp_path):
     frame, columns = controlled(actual), {"states": ["x"], "observations": ["o"]}
     other = "from" if actual == "into" else "into"
     (text,) = kbf.check(frame, **columns, controls=["u"], control_timing=other).warnings
-    assert f"control_timing={actual}" in text
+    assert f"control_timing={actual!r}" in text
     assert kbf.check(frame, **columns, controls=["u"], control_timing=actual).warnings == []
     settings = {**columns, "controls": ["u"], "model": "kalman", "progress": False}
     right = kbf.fit(frame[:300], **settings, control_timing=actual)
@@ -262,3 +262,17 @@ def test_a_sensor_that_drifts_away_has_no_outliers():
     assert not any("outliers" in text for text in causes(frame.assign(a=drift)))
     far = frame.a.where(np.arange(600) % 100 != 50, 400.0 + np.arange(600))
     assert any("6 outliers" in text for text in causes(frame.assign(a=far)))
+
+
+def test_a_code_of_one_column_is_found_in_others():
+    """Also where their range is wide; it is no bound, and rows of codes are no copies."""
+    frame = recorded()
+    gone = np.random.default_rng(2).random(300) < 0.2
+    wide = (400 * frame.b.abs()).mask(gone, -200)
+    assert code_of(torch.from_numpy(wide.to_numpy(copy=True))) is None  # alone it may be a value
+    assert not any("-200" in text for text in causes(frame.assign(b=wide)))
+    both = frame.assign(a=frame.a.mask(gone, -200), b=wide)
+    (text,) = causes(both)
+    assert text.startswith("column a: -200 occurs") and "so it does in b. If" in text
+    (text,) = causes(both.assign(x=frame.x.mask(gone, -200)))
+    assert text.startswith("column x: -200 occurs") and "so it does in a, b. If" in text

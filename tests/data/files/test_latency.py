@@ -32,7 +32,7 @@ def test_the_report_estimates_a_latency(late):
     (text,) = kbf.check(frame, **COLUMNS, test=0.0).warnings
     setting = {"a": pytest.approx(0.1 * late)}
     assert f"{0.1 * late:.4g} s late: states of {late} rows before" in text
-    assert f"data.latency={{a: {0.1 * late:.4g}}}" in text
+    assert f"latency={{'a': {0.1 * late:.4g}}}" in text
     assert kbf.check(frame, **COLUMNS, latency={"a": 0.1 * late}, test=0.0).warnings == []
     untimed = {key: value for key, value in COLUMNS.items() if key != "time"}
     (text,) = kbf.check(frame.drop(columns="t"), **untimed, test=0.0).warnings
