@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from pathlib import Path
 
@@ -74,9 +73,5 @@ def test_freed_memory_goes_back_to_the_system():
     blocks = [bytes(1000) for _ in range(100_000)]
     held = resident()
     del blocks[::2], blocks[:-1]
-    try:
-        release_memory()
-        assert held - resident() > 50e6
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
+    release_memory()
+    assert held - resident() > 50e6
