@@ -29,6 +29,15 @@ from kbf.cross_validation import (
     CrossValidation as CrossValidation,
     cross_validate as cross_validate,
 )
+from kbf.data.benchmark_systems import (
+    SystemRecordings as SystemRecordings,
+    discrete_lorenz as discrete_lorenz,
+    double_pendulum as double_pendulum,
+    lorenz96 as lorenz96,
+    lorenz_flow as lorenz_flow,
+    spherical_lorenz as spherical_lorenz,
+    turning_target as turning_target,
+)
 from kbf.data.dataset import Data as Data
 from kbf.data.dmlab import OrientationImages as OrientationImages
 from kbf.data.dsprites import DSprites as DSprites, position_model as position_model
@@ -62,7 +71,9 @@ from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo as KernelMonte
 from kbf.filters.neural.backprop_kf import BackpropKF as BackpropKF
 from kbf.filters.neural.dpf import DPF as DPF
 from kbf.filters.neural.gru import GRUFilter as GRUFilter, GRUImages as GRUImages
+from kbf.filters.neural.kalmannet import KalmanNet as KalmanNet
 from kbf.filters.neural.lstm import LSTMFilter as LSTMFilter
+from kbf.filters.neural.mamba import MambaFilter as MambaFilter
 from kbf.filters.neural.rkn import RKNFilter as RKNFilter
 from kbf.filters.online import (
     RunningFilter as RunningFilter,
@@ -137,11 +148,13 @@ __all__ = [
     "GRUFilter",
     "GRUImages",
     "HeavyTails",
+    "KalmanNet",
     "KernelMonteCarlo",
     "LSTMFilter",
     "LearnedKalman",
     "LearnedParticleFilter",
     "LearnedUKF",
+    "MambaFilter",
     "MeanModel",
     "Multiplicative",
     "ObservationParticleFilter",
@@ -163,12 +176,15 @@ __all__ = [
     "SoftArgmaxCNN",
     "Spikes",
     "SyntheticData",
+    "SystemRecordings",
     "Volatility",
     "WindowBoosting",
     "WindowRidge",
     "__version__",
     "check",
     "cross_validate",
+    "discrete_lorenz",
+    "double_pendulum",
     "fit",
     "floor",
     "kernel_bayes_filter",
@@ -176,6 +192,8 @@ __all__ = [
     "load_filter",
     "load_onnx",
     "load_state",
+    "lorenz96",
+    "lorenz_flow",
     "oscillatory",
     "position_model",
     "predict_ahead",
@@ -185,8 +203,10 @@ __all__ = [
     "score",
     "simulate",
     "smooth",
+    "spherical_lorenz",
     "step",
     "tune_process",
+    "turning_target",
 ]
 
 def _on_demand(

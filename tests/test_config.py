@@ -480,7 +480,7 @@ def test_one_s_own_reach_comparisons_and_sweeps(mine, where, tmp_path):
                 "experiment=dsprites_e2e",
             ],
         ),
-        ("kbf train model=kalm", ["model=kalman", "model=kalman_velocity"]),
+        ("kbf train model=kalm", ["model=kalman", "model=kalman_velocity", "model=kalmannet"]),
         ("kbf train model=lstm model.training.we", ["model.training.weight_decay="]),
         ("kbf data check data.norm", ["data.normalise="]),
     ],

@@ -343,7 +343,7 @@ def test_the_table_of_capabilities_has_every_model():
     named = " ".join(lines[CAPABILITIES["place"](lines, model)] for model in CAPABILITIES["MODELS"])
     images = {"kbf_features", "kbf_features_e2e", "kbf_nn_paper", "lstm_images", "gru_images"}
     images |= {"rkn", "backprop_kf", "dpf", "particle_observation", "particle_pixels"}
-    others = images | {"ekf", "ukf", "particle", "auto", "mean"}
+    others = images | {"ekf", "ukf", "kalmannet", "particle", "auto", "mean"}
     models = {path.stem for path in (ROOT / "configs" / "model").glob("*.yaml")}
     assert models - others == set(re.findall(r"`(\w+)`", named))
 

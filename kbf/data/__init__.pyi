@@ -1,4 +1,5 @@
 from kbf.data import (
+    benchmark_systems as benchmark_systems,
     cache as cache,
     dataset as dataset,
     dmlab as dmlab,

@@ -21,7 +21,7 @@ WITH_CONTROLS = (
     *("kbf", "kbf_tuned", "kbf_paper", "kernel_monte_carlo", "particle_learned"),
     *("kalman", "kalman_velocity", "ukf_learned"),
     *("lstm", "lstm_feedback", "lstm_images", "gru", "gru_images", "rkn", "backprop_kf", "dpf"),
-    *("window_ridge", "window_boosting", "mean"),
+    *("mamba", "window_ridge", "window_boosting", "mean"),
 )
 
 # Models whose filters have a smoother.

@@ -108,7 +108,8 @@ class FittedModel(nn.Module):
         d = sequences[0].states.shape[1] if sequences else 1  # a checkpoint brings its own
         self.encoding, self.code = self.build_encoding_settings(model.get("encoding"), d, trust)
         images = self.encoding is not None  # encoders take them as they are stored
-        self.scaling: Scaling | None = build_scaling(data, sequences)
+        given = getattr(net, "given_equations", False)  # they are in the units of the data
+        self.scaling: Scaling | None = None if given else build_scaling(data, sequences)
         scaled = self.in_units_of_the_filter(sequences or [])
         kept = scaled if images else cast_all(scaled, self.model_dtype)
         self.memory: RecordingBuffers = RecordingBuffers(kept)

@@ -28,6 +28,8 @@ REGISTERED: dict[str, tuple[str, ...]] = {
         "kbf.FeatureKBF",
         "kbf.KernelMonteCarlo",
         "kbf.LSTMFilter",
+        "kbf.MambaFilter",
+        "kbf.KalmanNet",
         "kbf.ParticleFilter",
         "kbf.LearnedParticleFilter",
         "kbf.ObservationParticleFilter",
@@ -54,6 +56,7 @@ REGISTERED: dict[str, tuple[str, ...]] = {
         "kbf.PendulumRKN",
         "kbf.RecordedData",
         "kbf.SyntheticData",
+        "kbf.SystemRecordings",
     ),
     "problem": (
         "kbf.position_model",
@@ -67,6 +70,12 @@ REGISTERED: dict[str, tuple[str, ...]] = {
         "kbf.OrientationModel",
         "kbf.oscillatory",
         "kbf.rotation",
+        "kbf.discrete_lorenz",
+        "kbf.spherical_lorenz",
+        "kbf.lorenz_flow",
+        "kbf.lorenz96",
+        "kbf.double_pendulum",
+        "kbf.turning_target",
     ),
 }
 

@@ -14,8 +14,8 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from kbf.data.benchmark_systems import discrete_lorenz
 from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.gaussian.learned_ukf import LearnedUKF
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
@@ -32,39 +32,6 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 # Errors to be reached with 20 recordings, by -10 log10 r^2.
 TARGETS = {0: -9.6, 20: -29.3, 30: -39.5}
-STEP = 0.02
-TERMS = 5
-DEGREE = math.pi / 180
-
-
-def transition(z: Tensor) -> Tensor:
-    """Return the Taylor series of the Lorenz flow with A fixed at z."""
-    A = torch.zeros(*z.shape, 3, dtype=z.dtype, device=z.device)
-    A[..., 0, 0], A[..., 0, 1] = -10, 10
-    A[..., 1, 0], A[..., 1, 1] = 28 - z[..., 2], -1
-    A[..., 2, 0], A[..., 2, 2] = z[..., 1], -8 / 3
-    total = term = z
-    for j in range(1, TERMS + 1):
-        term = (A @ term[..., None])[..., 0] * STEP / j
-        total = total + term
-    return total
-
-
-def sensor_rotation() -> Tensor:
-    """Return R, turns by one degree about the last and the middle axis and the first."""
-    c, s = math.cos(DEGREE), math.sin(DEGREE)
-    z = torch.tensor([[c, -s, 0], [s, c, 0], [0, 0, 1]], dtype=torch.float64)
-    y = torch.tensor([[c, 0, s], [0, 1, 0], [-s, 0, c]], dtype=torch.float64)
-    x = torch.tensor([[1, 0, 0], [0, c, -s], [0, s, c]], dtype=torch.float64)
-    return z @ y @ x
-
-
-def lorenz(r2: float) -> StateSpaceModel:
-    """Return the model with the variance r^2 of observations, from (1, 1, 1)."""
-    R, eye = sensor_rotation(), torch.eye(3, dtype=torch.float64)
-    return StateSpaceModel(
-        transition, lambda z: z @ R.mT, r2 / 100 * eye, r2 * eye, torch.ones(3).double(), 0 * eye
-    )
 
 
 def drawn(model: StateSpaceModel, recordings: int, steps: int, seed: int) -> Recording:
@@ -82,7 +49,7 @@ def run(settings: Settings, tell: Tell) -> list[Row]:
     """Errors, shares of states within 1.96 standard deviations, and times of fits."""
     rows: list[Row] = []
     for level in settings["noise_db"]:
-        model = lorenz(10 ** (-level / 10))
+        model = discrete_lorenz(level)
         train = drawn(model, settings["train"], settings["steps"], settings["seed"])
         test = drawn(model, settings["test"], settings["steps"], settings["seed"] + 1)
         memory = [Recording(z, x) for z, x in zip(train.states, train.obs, strict=True)]

@@ -29,7 +29,9 @@ from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
 from kbf.filters.neural.backprop_kf import BackpropKF
 from kbf.filters.neural.dpf import DPF
 from kbf.filters.neural.gru import GRUFilter, GRUImages
+from kbf.filters.neural.kalmannet import KalmanNet
 from kbf.filters.neural.lstm import LSTMFilter
+from kbf.filters.neural.mamba import MambaFilter
 from kbf.filters.neural.rkn import RKNFilter
 from kbf.filters.online import RunningFilter, load_state, save_state
 from kbf.filters.particle.bootstrap import ParticleFilter
@@ -105,6 +107,18 @@ def seeded_gru_images() -> GRUImages:
     """A small untrained net."""
     torch.manual_seed(0)
     return GRUImages(D, Q, m=3, units=8)
+
+
+def seeded_kalmannet(dtype: torch.dtype) -> KalmanNet:
+    """A net that knows the equations, with gains near half of the sensors' pseudo-inverse."""
+    torch.manual_seed(0)
+    net = KalmanNet(turning(dtype))
+    C = torch.tensor([[1.0, 0.3, -0.5], [-0.2, 1.0, 0.4]])
+    last: Any = net.fc2[-1]
+    with torch.no_grad():
+        last.weight.mul_(0.05)
+        last.bias.copy_(0.5 * torch.linalg.pinv(C.mT).flatten())
+    return net.to(dtype)
 
 
 class Sensors(nn.Linear):
@@ -190,10 +204,16 @@ TABLE: dict[str, Kind] = {
     "gru": Kind(
         lambda dtype: GRUFilter(D, Q, hidden=7, generator=generator()).to(getattr(torch, dtype))
     ),
+    "mamba": Kind(
+        lambda dtype: MambaFilter(
+            D, Q, hidden=7, heads=2, head_width=3, n=4, generator=generator()
+        ).to(getattr(torch, dtype))
+    ),
+    "kalmannet": Kind(lambda dtype: seeded_kalmannet(getattr(torch, dtype))),
 }
 
 
-UNTRAINED = ("lstm", "gru", "gru_images", "rkn", "backprop_kf", "dpf")
+UNTRAINED = ("lstm", "gru", "gru_images", "rkn", "backprop_kf", "dpf", "mamba", "kalmannet")
 
 
 def generator(seed: int = 0) -> torch.Generator:

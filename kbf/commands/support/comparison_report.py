@@ -171,6 +171,7 @@ def row_of_model(
         "filter": ", ".join(sorted({selected(r) for r in results} - {""})),
         "runs": len(results),
         **summary([r["test.mse"] for r in results], known, overlap),
+        "mse_settled": mean_of(results, "test.mse_settled"),
         "floor": mean_and_error(given)[0],
         "seconds": mean_of(results, "seconds"),
         **normalised(results, overlap),

@@ -28,6 +28,7 @@ METRICS = {
     "n_train": "steps in the training part of this data",
     "n_test": "steps in its test part",
     "test.mse": "squared error, summed over the state's components, mean over the steps",
+    "test.mse_settled": "test.mse without the first ten steps of each recording",
     "test.mse_se": "its standard error over recordings",
     "test.floor": "Bayes-optimal error: that of the best possible filter, with the true model",
     "test.excess": "excess error: test.mse relative to test.floor, minus 1",

@@ -14,6 +14,9 @@ from kbf.filters.selection.auto import ModelSelection
 from kbf.fitted.checkpoint import Trained
 from kbf.recording import Recording
 
+# First steps of each recording that ``test.mse_settled`` leaves out.
+SETTLING_STEPS = 10
+
 
 class ScoredRun(NamedTuple):
     """Scores of a filter on the test part.
@@ -85,12 +88,23 @@ def score_metrics(
         "test.floor": None if floor is None else floor.mse.mean().item(),
         "test.excess": figures["excess"],
     }
+    values["test.mse_settled"] = settled_error(result, recordings)
     states = torch.cat([r.states.double() for r in recordings])
     by_component = nmse(torch.cat(result.estimates), states)
     values["test.nmse"] = by_component.nanmean().item()
     values |= {f"test.nmse.{k}": value for k, value in enumerate(by_component.tolist())}
     values |= {f"test.{name}": value for name, value in result.diagnostics.items()}
     return {name: None if value != value else value for name, value in values.items()}
+
+
+def settled_error(result: Score, recordings: list[Recording]) -> float:
+    """Return the error without the first `SETTLING_STEPS` of each recording; NaN of shorter ones.
+
+    It is the mean over the remaining steps with a known state, each counted once.
+    """
+    pairs = zip(recordings, result.estimates, strict=True)
+    left = [(r.states.double() - z)[SETTLING_STEPS:] for r, z in pairs]
+    return torch.cat(left).square().sum(-1).nanmean().item()
 
 
 def reliability_of(

@@ -16,6 +16,7 @@ from kbf.filters.gaussian.moments import (
     AdditiveModel,
     GaussianFilter,
     GaussianState,
+    check_initial,
     innovation_log_density,
     kalman_correct,
     rts_step,
@@ -129,23 +130,34 @@ class ExtendedKalmanFilter(GaussianFilter):
 class EKF(WithoutHyperparameters):
     """The extended Kalman filter of the true model, as a baseline.
 
-    It has neither parameters nor buffers. The initial moments are those of the training states.
+    It has neither parameters nor buffers. The equations are in the units of the data.
     """
 
-    def __init__(self, model: AdditiveModel | OrientationModel | TurningModel) -> None:
+    given_equations = True
+
+    def __init__(
+        self,
+        model: AdditiveModel | OrientationModel | TurningModel,
+        *,
+        initial: str = "memory",
+    ) -> None:
         """Store the true model.
 
         Args:
             model: of an `OrientationModel` the additive form is used; a `TurningModel` is filtered
                 in (theta, omega).
+            initial: moments of z_0: memory, those of the training states; or model, its m0 and P0.
+
+        Raises:
+            ValueError: another ``initial``.
         """
         super().__init__()
-        self.model = model
+        self.model, self.initial = model, check_initial(initial)
 
     def fit(
         self, memory: Recording | list[Recording] | None
     ) -> ExtendedKalmanFilter | TurningFilter:
-        """Return the filter that starts from the moments of the training states.
+        """Return the filter, which starts from the moments that ``initial`` names.
 
         It has the dtype and the device of the training states.
 
@@ -158,4 +170,4 @@ class EKF(WithoutHyperparameters):
         """
         if isinstance(self.model, TurningModel):
             return turning_filter(self.model, memory, extended)
-        return ExtendedKalmanFilter(with_initial_moments(self.model, memory))
+        return ExtendedKalmanFilter(with_initial_moments(self.model, memory, self.initial))

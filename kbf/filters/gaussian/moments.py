@@ -32,6 +32,10 @@ STEPS_UNTIL_FORGOTTEN = 50
 MAX_DEVIATIONS = 37.0
 
 
+# Where a filter with given equations takes the moments of z_0 from.
+INITIALS = ("memory", "model")
+
+
 class GaussianState(NamedTuple):
     """The moments of N(mean, cov): mean ``b d``, cov ``b d d``."""
 
@@ -302,8 +306,21 @@ def training_moments(
     return z.mean(0), torch.cov(z.mT).reshape(z.shape[1], z.shape[1])
 
 
+def check_initial(initial: str) -> str:
+    """Return a name among `INITIALS`.
+
+    Raises:
+        ValueError: another name.
+    """
+    if initial not in INITIALS:
+        raise ValueError(f"initial must be {' or '.join(INITIALS)}, got {initial!r}")
+    return initial
+
+
 def with_initial_moments(
-    model: AdditiveModel | OrientationModel, memory: Recording | list[Recording] | None
+    model: AdditiveModel | OrientationModel,
+    memory: Recording | list[Recording] | None,
+    initial: str = "memory",
 ) -> AdditiveModel:
     """Return the true model with the moments of the training states as its initial moments.
 
@@ -312,6 +329,7 @@ def with_initial_moments(
     Args:
         model: the true model; of an `OrientationModel` the additive form is used.
         memory: the training part; None keeps the m0 and P0 of the model.
+        initial: memory, or model to keep the m0 and P0 of an additive model.
 
     Raises:
         ValueError: an `OrientationModel` without a memory, since it has no m0 and P0; or
@@ -325,4 +343,6 @@ def with_initial_moments(
     m0, P0 = training_moments(memory)
     if isinstance(model, OrientationModel):
         return model.additive(m0, P0)
+    if initial == "model":
+        m0, P0 = model.m0.to(m0), model.P0.to(m0)
     return StateSpaceModel(model.f, model.h, model.Q.to(m0), model.R.to(m0), m0, P0)

@@ -17,6 +17,7 @@ from kbf.filters.gaussian.moments import (
     AdditiveModel,
     GaussianFilter,
     GaussianState,
+    check_initial,
     is_possible,
     kalman_gain,
     leave_out_missing,
@@ -228,6 +229,8 @@ class UnscentedKalmanFilter(GaussianFilter):
 class UKF(WithoutHyperparameters):
     """The unscented Kalman filter of the true model, as a baseline; no parameters, as `EKF`."""
 
+    given_equations = True
+
     def __init__(
         self,
         model: AdditiveModel | OrientationModel | TurningModel,
@@ -235,22 +238,24 @@ class UKF(WithoutHyperparameters):
         alpha: float = 1.0,
         beta: float = 0.0,
         kappa: float | None = None,
+        initial: str = "memory",
     ) -> None:
-        """Store the true model, as `EKF`; the others as in `UnscentedKalmanFilter`."""
+        """Store model and ``initial``, as `EKF`; the others as in `UnscentedKalmanFilter`."""
         super().__init__()
+        self.initial = check_initial(initial)
         self.model, self.alpha, self.beta, self.kappa = model, alpha, beta, kappa
 
     def fit(
         self, memory: Recording | list[Recording] | None
     ) -> UnscentedKalmanFilter | TurningFilter:
-        """Return the filter that starts from the moments of the training states, as `EKF`."""
+        """Return the filter, as `EKF`."""
         if isinstance(self.model, TurningModel):
             sigma = sigma_points(
                 3, self.alpha, self.beta, 0.0 if self.kappa is None else self.kappa
             )
             return turning_filter(self.model, memory, partial(unscented, sigma=sigma))
         return UnscentedKalmanFilter(
-            with_initial_moments(self.model, memory),
+            with_initial_moments(self.model, memory, self.initial),
             alpha=self.alpha,
             beta=self.beta,
             kappa=self.kappa,

@@ -4,6 +4,8 @@ from kbf.filters.neural import (
     dpf as dpf,
     gru as gru,
     gru_ensemble as gru_ensemble,
+    kalmannet as kalmannet,
     lstm as lstm,
+    mamba as mamba,
     rkn as rkn,
 )

@@ -284,6 +284,19 @@ def gaussian_log_density(
     return -0.5 * white.square().sum(-1) - log_volume - constant
 
 
+def mean_and_variance_loss(
+    residual: Float[Tensor, "b T d"], log_variance: Float[Tensor, "b T d"]
+) -> Float[Tensor, ""]:
+    """Return the squared error plus the log score of the variances, averaged over steps.
+
+    The score is that of the current residuals without their gradient: variances change no mean.
+
+    References: Nix and Weigend (1994).
+    """
+    log_score = 0.5 * (residual.detach().square() * (-log_variance).exp() + log_variance)
+    return (residual.square() + log_score).sum(-1).mean()
+
+
 def positive(x: Tensor) -> Tensor:
     """Return elu(x) + 1, which is positive, and linear above 0."""
     return functional.elu(x) + 1

@@ -10,7 +10,12 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from kbf.filters.neural.base import LEAST_VARIANCE, EndToEndFilter, positive
+from kbf.filters.neural.base import (
+    LEAST_VARIANCE,
+    EndToEndFilter,
+    mean_and_variance_loss,
+    positive,
+)
 from kbf.filters.neural.lstm import LSTMFilter, uniform_start
 
 
@@ -118,12 +123,10 @@ class GRUFilter(LSTMFilter):
         *,
         burn_in: int = 0,
     ) -> Float[Tensor, ""]:
-        """Return the squared error plus the log score of the variances, in standard units."""
+        """Return `mean_and_variance_loss` in standard units."""
         h = self.hidden_states(obs, mask, controls)[:, burn_in:]
         residual = (states[:, burn_in:] - self.z_mean) / self.z_scale - self.readout(h)
-        log_variance = self.log_variance(h.detach())
-        log_score = 0.5 * (residual.detach().square() * (-log_variance).exp() + log_variance)
-        return (residual.square() + log_score).sum(-1).mean()
+        return mean_and_variance_loss(residual, self.log_variance(h.detach()))
 
 
 class GRUImages(EndToEndFilter[GRUState]):

@@ -1,7 +1,9 @@
-"""Ensemble of gated recurrent networks with early stopping, fitted without Lightning.
+"""Ensembles of recurrent networks with early stopping, fitted without Lightning.
 
-References: Cho et al. (2014); Prechelt (1998) for early stopping; Lakshminarayanan et al. (2017)
-for ensembles.
+`FittedGRU` has gated recurrent units, `FittedMamba` selective state-space networks.
+
+References: Cho et al. (2014); Dao and Gu (2024); Prechelt (1998) for early stopping;
+Lakshminarayanan et al. (2017) for ensembles.
 """
 
 import math
@@ -16,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from kbf.data.windows import Span, first_steps, folds, stack, take, without
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.neural.gru import GRUFilter
+from kbf.filters.neural.mamba import MambaFilter
 from kbf.filters.protocols import Filter, WithoutHyperparameters
 from kbf.filters.regression.window import checked
 from kbf.recording import Recording, control_width, pad
@@ -38,6 +41,10 @@ BURN_IN = 10
 MAX_SKIPPED_STEPS = 25
 
 
+# Networks with a mean and a variance read-out, that are linear in their hidden states.
+Network = GRUFilter | MambaFilter
+
+
 class FittedGRU(WithoutHyperparameters):
     """The mean of several `kbf.filters.neural.gru.GRUFilter`.
 
@@ -47,6 +54,8 @@ class FittedGRU(WithoutHyperparameters):
 
     `fit` trains and stores the weights. Fitting the same recordings again uses the stored weights.
     """
+
+    network: type[GRUFilter] | type[MambaFilter] = GRUFilter
 
     def __init__(
         self,
@@ -107,17 +116,18 @@ class FittedGRU(WithoutHyperparameters):
         members: dict[str, Filter[Any]] = {f"net{k}": net for k, net in enumerate(nets)}
         return EnsembleFilter(members, shares, like.new_zeros(len(nets), d, d))
 
-    def untrained(self, sequences: list[Recording], seed: int) -> GRUFilter:
+    def untrained(self, sequences: list[Recording], seed: int) -> Network:
         """Return an untrained network in single precision, scaled by the recordings."""
         first, device = sequences[0], sequences[0].states.device
         generator = torch.Generator().manual_seed(seed)
         settings = {"hidden": self.hidden, "controls": control_width(sequences)}
-        net = GRUFilter(first.states.shape[1], first.obs.shape[1], **settings, generator=generator)
+        sizes = first.states.shape[1], first.obs.shape[1]
+        net = self.network(*sizes, **settings, generator=generator)
         net.prepare([single(s) for s in sequences])
         return net.to(device)
 
     @torch.enable_grad()
-    def train_net(self, net: GRUFilter, sequences: list[Recording], k: int) -> None:
+    def train_net(self, net: Network, sequences: list[Recording], k: int) -> None:
         """Train one network on all but one part of the recordings; that part stops it early."""
         sequences = [single(s) for s in sequences]
         spans = folds([len(s.states) for s in sequences], PARTS)[(2 * k + 1) % PARTS]
@@ -161,6 +171,16 @@ class FittedGRU(WithoutHyperparameters):
         return {"networks": float(self.networks), "hidden": float(self.hidden)}
 
 
+class FittedMamba(FittedGRU):
+    """The same of `kbf.filters.neural.mamba.MambaFilter`, which takes longer: one network."""
+
+    network = MambaFilter
+
+    def __init__(self, *, networks: int = 1, **settings: Any) -> None:
+        """Store the sizes, as `FittedGRU`."""
+        super().__init__(networks=networks, **settings)
+
+
 def single(sequence: Recording) -> Recording:
     """Return the recording in single precision."""
     controls = None if sequence.controls is None else sequence.controls.float()
@@ -202,9 +222,7 @@ def random_windows(
 
 
 @torch.no_grad()
-def held_out_error(
-    net: GRUFilter, held: Recording
-) -> tuple[Float[Tensor, ""], Float[Tensor, " d"]]:
+def held_out_error(net: Network, held: Recording) -> tuple[Float[Tensor, ""], Float[Tensor, " d"]]:
     """Return the mean squared error in standard units, and ``d``, its ratio to the variances.
 
     The first fifth of each recording, at most `MAX_SKIPPED_STEPS` steps, is left out.

@@ -263,6 +263,8 @@ def in_type_of(model: StateSpace, states: Float[Tensor, "n d"]) -> StateSpace:
 class ParticleRecipe(WithoutHyperparameters):
     """Base class of models with known dynamics: neither parameters nor buffers."""
 
+    given_equations = True
+
     def __init__(self, model: StateSpace, particles: int = 4000, threshold: float = 0.5) -> None:
         """Store the true model; the others as in `BootstrapFilter`."""
         super().__init__()

@@ -10,8 +10,7 @@ are compared in the order of their cost, so that a budget leaves out the slowest
 3. The main model.
 4. `PUBLISHED`, the published filter over the recording itself, up to `MIN_STEPS_OF_LARGE_DATA`
    steps; it assumes no form of the conditional densities.
-5. `SLOW`: boosted trees on a window from `MIN_STEPS_FOR_TREES` steps on, networks above
-   `MIN_STEPS_OF_LARGE_DATA` steps.
+5. `SLOW`: boosted trees on a window and networks, each from `MIN_STEPS_FOR_SLOW` steps on.
 
 The main model is kept unless a candidate is better by `MIN_STD_ERRORS` standard errors over blocks.
 Otherwise the kernel Monte Carlo filter is selected unless another is better by one, since blocks
@@ -47,7 +46,7 @@ from kbf.filters.gaussian.learned_ukf import LearnedUKF
 from kbf.filters.held import HeldReadings, held_sensors
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
-from kbf.filters.neural.gru_ensemble import FittedGRU
+from kbf.filters.neural.gru_ensemble import FittedGRU, FittedMamba
 from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.protocols import Filter, RatioModel
 from kbf.filters.regression.boosting import WindowBoosting
@@ -81,10 +80,11 @@ LEARNED: dict[str, Callable[[int], nn.Module]] = {
 }
 # The filter with a learned model and moving particles among them.
 MOVING = "kernel_monte_carlo"
-# Models that are slow to fit, with the steps above which they are candidates.
+# Models that are slow to fit.
 SLOW: dict[str, Callable[[int], nn.Module]] = {
     "window_boosting": lambda seed: WindowBoosting(None, seed=seed),
     "gru": lambda seed: FittedGRU(seed=seed),
+    "mamba": lambda seed: FittedMamba(seed=seed),
 }
 # The filter of Xu et al. (2022), Algorithm 2, over the recording, with bandwidths from median
 # distances: their grid takes long.
@@ -98,8 +98,8 @@ FOLDS = 5
 MIN_STEPS_TO_COMPARE = 100
 # Steps below which `LEARNED` is not compared: the scores of few blocks are too uncertain.
 MIN_STEPS_FOR_MORE = 200
-# Steps below which trees are not compared.
-MIN_STEPS_FOR_TREES = 500
+# Steps below which models of `SLOW` are not compared.
+MIN_STEPS_FOR_SLOW = {"window_boosting": 500, "gru": 2001, "mamba": 5000}
 # Steps above which only every third fold is held out: fits are slow, and blocks are many.
 MIN_STEPS_OF_LARGE_DATA = 2000
 # Standard errors by which a candidate must be better than the main model.
@@ -266,7 +266,7 @@ class ModelSelection(nn.Module):
             *(LEARNED if total >= MIN_STEPS_FOR_MORE else ()),
             self.main_name,
             *(PUBLISHED if published else ()),
-            *(name for name in SLOW if large or (name != "gru" and total >= MIN_STEPS_FOR_TREES)),
+            *(name for name in SLOW if total >= MIN_STEPS_FOR_SLOW[name]),
         ]
 
     def held_out(self, memory: list[Recording]) -> tuple[list[Recording], list[Part]]:
@@ -375,6 +375,21 @@ class ModelSelection(nn.Module):
             memory = self.kept([memory] if isinstance(memory, Recording) else memory)
         models = {name: self.adapted(self.models[name]) for name in self.used()}
         return self.filters_of({name: [model.fit(memory)] for name, model in models.items()})[0]
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any
+    ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Overrides `nn.Module._load_from_state_dict`: later candidates than stored are not used.
+
+        `weights` has a row for each candidate of the version that wrote it.
+        """
+        compared = len(state_dict.get(prefix + "weights", ()))
+        for name in list(self.models)[max(1, compared) :]:
+            inside = f"{prefix}models.{name}."
+            if not any(key.startswith(inside) for key in state_dict):
+                own = self.models[name].state_dict(prefix=inside)
+                state_dict.update({key: value.clone() for key, value in own.items()})
+        super()._load_from_state_dict(state_dict, prefix, *rest, **named)
 
     def hyperparameters(self) -> dict[str, float]:
         """Return those of the selected models, the weights, and the NMSE of all candidates."""

@@ -10,6 +10,8 @@ import pytest
 import torch
 from reference import Moments, filter_moments, rts_smoother
 
+from kbf.config.prepare import configure
+from kbf.data.benchmark_systems import SystemRecordings, discrete_lorenz
 from kbf.filters.gaussian.ekf import EKF, ExtendedKalmanFilter, linearise
 from kbf.filters.gaussian.kalman import (
     KalmanFilter,
@@ -28,6 +30,7 @@ from kbf.filters.gaussian.moments import (
 from kbf.filters.gaussian.ukf import UKF, UnscentedKalmanFilter, sigma_points
 from kbf.filters.protocols import Filter, FilterModel
 from kbf.filters.rollout import rollout, step
+from kbf.fitted.model import FittedModel
 from kbf.recording import Recording
 from kbf.rkhs.linalg import NotPositiveDefiniteError
 from kbf.runtime.errors import FitError
@@ -561,3 +564,32 @@ def test_order_2_refuses_short_recordings_and_other_orders():
         LearnedKalman(order=2).fit([inertial(2, 0), inertial(1, 1)])
     with pytest.raises(ValueError, match="order 1 or 2, got 3"):
         LearnedKalman(order=3)
+
+
+# given equations
+
+
+@pytest.mark.parametrize("Model", [EKF, UKF])
+def test_a_filter_of_given_equations_starts_from_the_moments_that_it_is_asked_for(Model):
+    drawn = SystemRecordings(discrete_lorenz(), 5, 1, 0, steps=30)
+    states = torch.cat([each.states for each in drawn.train])
+    start = Model(drawn.system).fit(drawn.train).init(1)
+    torch.testing.assert_close(start.mean[0], states.mean(0))
+    start = Model(drawn.system, initial="model").fit(drawn.train).init(1)
+    torch.testing.assert_close(start.mean[0], torch.ones(3, dtype=torch.float64))
+    assert float(start.cov.abs().max()) == 0
+    with pytest.raises(ValueError, match="initial must be memory or model, got 'states'"):
+        Model(drawn.system, initial="states")
+
+
+def test_given_equations_are_in_the_units_of_the_data():
+    """With scaled recordings a learned filter gets a scaling, and one with equations does not."""
+    drawn = SystemRecordings(discrete_lorenz(20), 3, 1, 0, steps=30)
+    config = configure("train", ["data=lorenz", "model=ekf", "data.noise_db=20"])
+    assert config["data"]["normalise"] == "standard"
+    module = FittedModel(config, drawn.train)
+    assert module.scaling is None
+    run = rollout(module.filter(), drawn.test[0].obs[None])
+    assert float((run.estimates[0] - drawn.test[0].states).square().mean()) < 0.005
+    config = configure("train", ["data=lorenz", "model=kalman"])
+    assert FittedModel(config, drawn.train).scaling is not None

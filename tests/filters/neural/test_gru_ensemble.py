@@ -5,7 +5,7 @@ themselves.
 import pytest
 import torch
 
-from kbf.filters.neural.gru_ensemble import FittedGRU, fingerprint, random_windows
+from kbf.filters.neural.gru_ensemble import FittedGRU, FittedMamba, fingerprint, random_windows
 from kbf.filters.regression.boosting import WindowBoosting, with_own_units
 from kbf.filters.regression.window import WindowRidge, rows_of, windows_of
 from kbf.filters.rollout import rollout
@@ -35,6 +35,18 @@ def test_it_remembers_what_a_line_through_a_window_cannot_tell():
 
 
 @pytest.mark.slow
+def test_a_selective_network_remembers_and_knows_its_errors():
+    memory, test = [echoes(1500, 0)], echoes(800, 1)
+    model = FittedMamba(hidden=32, updates=250, window=30)
+    assert nmse(model, memory, test) < 0.3
+    run = rollout(model.fit(memory), test.obs[None], covariances=True)
+    assert run.covariances is not None
+    std = run.covariances[0, 25:, 0, 0].sqrt()
+    inside = ((run.estimates[0] - test.states)[25:, 0].abs() < 1.96 * std).double().mean()
+    assert 0.88 < float(inside) < 0.99
+
+
+@pytest.mark.slow
 def test_its_variances_are_those_of_errors_on_what_it_has_not_seen():
     memory, test = [echoes(1500, 0)], echoes(1500, 1)
     filter = FittedGRU(hidden=32, updates=150, window=30).fit(memory)
@@ -44,16 +56,17 @@ def test_its_variances_are_those_of_errors_on_what_it_has_not_seen():
     assert 0.88 < float(inside) < 0.99
 
 
-def test_the_same_recordings_are_learned_once_and_others_anew():
+@pytest.mark.parametrize("Fitted", [FittedGRU, FittedMamba])
+def test_the_same_recordings_are_learned_once_and_others_anew(Fitted):
     memory = [echoes(200, 0)]
-    model = FittedGRU(networks=1, hidden=8, updates=20, window=20)
+    model = Fitted(networks=1, hidden=8, updates=20, window=20)
     first = rollout(model.fit(memory), memory[0].obs[None]).estimates
     kept = model.weights.clone()
     model.updates = -1  # training again would fail: there is no schedule of so many steps
     torch.testing.assert_close(
         rollout(model.fit(memory), memory[0].obs[None]).estimates, first, rtol=0, atol=0
     )
-    other = FittedGRU(networks=1, hidden=8, updates=20, window=20)
+    other = Fitted(networks=1, hidden=8, updates=20, window=20)
     other.weights, other.fingerprint = kept, model.fingerprint
     other.fit([echoes(200, 5)])
     assert not torch.equal(other.weights, kept)

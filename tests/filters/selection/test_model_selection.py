@@ -19,6 +19,7 @@ from kbf.evaluation.score import score
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gaussian.kalman import KalmanFilter, LearnedKalman, LinearModel
 from kbf.filters.gaussian.learned_ukf import LearnedUKF
+from kbf.filters.kernel.kbf import KBF
 from kbf.filters.online import RunningFilter
 from kbf.filters.regression.window import MeanModel, WindowRidge
 from kbf.filters.rollout import rollout
@@ -600,3 +601,42 @@ def test_the_learned_ukf_is_no_candidate_where_a_program_is_required(monkeypatch
     net.prepare([recording(300)])
     note = next(row.note for row in net.candidates if row.model == "ukf_learned")
     assert "export" in note
+
+
+# candidates
+
+
+def test_networks_are_candidates_from_some_thousands_of_steps_on(monkeypatch):
+    names = ("window_boosting", "gru", "mamba")
+    monkeypatch.setattr(auto, "SLOW", {name: lambda seed: MeanModel() for name in names})
+    net = auto.ModelSelection(LearnedKalman(), name="kalman")
+    for total, expected in (
+        (499, ()),
+        (500, names[:1]),
+        (2000, names[:1]),
+        (2001, names[:2]),
+        (5000, names),
+    ):
+        assert tuple(name for name in net.in_order(total) if name in names) == expected
+
+
+def test_a_checkpoint_from_before_a_candidate_loads_without_it(monkeypatch):
+    """The filter is that of the checkpoint; a candidate that was compared must be there."""
+    data = [recording(400)]
+    before = auto.ModelSelection(LearnedKalman(), name="kalman")
+    before.prepare(data)
+    monkeypatch.setattr(auto, "SLOW", {"late": lambda seed: KBF()})
+    after = auto.ModelSelection(LearnedKalman(), name="kalman")
+    for name in ("weights", "spreads", "scores", "held"):
+        setattr(after, name, torch.zeros_like(getattr(before, name)))
+    state = before.state_dict()
+    after.load_state_dict(dict(state))
+    assert after.used() == before.used()
+    obs = recording(50, seed=1).obs[None]
+    found, expected = (rollout(net.fit(data), obs).estimates for net in (after, before))
+    assert torch.equal(found, expected)
+    assert set(after.state_dict()) > set(state)
+    lacking = {k: v for k, v in after.state_dict().items() if not k.startswith("models.late")}
+    after.weights = torch.cat([after.weights, 0 * after.weights[:1]])  # it was compared
+    with pytest.raises(RuntimeError, match=r"models\.late"):
+        after.load_state_dict({**lacking, "weights": after.weights})
