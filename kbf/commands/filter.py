@@ -23,6 +23,7 @@ from kbf.commands.support.stream_reader import InputColumns, Row, RowReader
 from kbf.data.files import ColumnSchema, Observations, read_observations
 from kbf.data.files.dialect import DELIMITERS, dialect_of
 from kbf.data.files.layout import layout_of as roles_of
+from kbf.data.files.read import files_in
 from kbf.filters.protocols import allows_missing_sensors
 from kbf.fitted.checkpoint import Trained, checkpoint_file, load_filter
 from kbf.fitted.compatibility import Comparison, piece_differences
@@ -189,7 +190,7 @@ def check_settings(config: dict[str, Any]) -> None:
             state cannot be written at the end.
         FileNotFoundError: there is no input.
     """
-    source, target, every = str(config["input"]), str(config["output"]), config["save_every"]
+    source, target, every = config["input"], str(config["output"]), config["save_every"]
     impossible = {
         f"on_error must be stop or skip, got {config['on_error']!r}": (
             config["on_error"] not in ("stop", "skip")
@@ -212,11 +213,16 @@ def check_settings(config: dict[str, Any]) -> None:
     for message, applies in impossible.items():
         if applies:
             raise ValueError(message)
-    path = Path(source).expanduser()
-    if source != "-" and not path.exists() and not any(glob.iglob(str(path))):
-        raise FileNotFoundError(f"input: there is no file or folder {source}")
-    for name in ("input", "checkpoint", "state"):
-        if config[name] is not None and same_file(config[name], target):
+    inputs = source if isinstance(source, list) else [source]
+    for each in inputs:
+        path = Path(each).expanduser()
+        if each != "-" and not path.exists() and not any(glob.iglob(str(path))):
+            raise FileNotFoundError(f"input: there is no file or folder {each}")
+    if "-" in inputs and source != "-":
+        raise ValueError("input: standard input cannot be one of several files")
+    others = {name: config[name] for name in ("checkpoint", "state") if config[name] is not None}
+    for name, path in [*(("input", each) for each in inputs), *others.items()]:
+        if same_file(path, target):
             raise ValueError(f"output={target} would overwrite the {name}")
     if config["state"] is not None:
         state = Path(config["state"])
@@ -239,11 +245,12 @@ def layout_of(trained: Trained) -> dict[str, Any]:
     return data if data.get("column_schema") else {}
 
 
-def is_text(source: str, column_schema: ColumnSchema, data: dict[str, Any]) -> bool:
+def is_text(source: str | list[str], column_schema: ColumnSchema, data: dict[str, Any]) -> bool:
     """Return whether the input is read line by line.
 
-    A table that names images, or masks steps by a column, is read as a whole, and so is one with
-    settings about its text, such as decimal commas or another encoding than UTF-8.
+    Several files are read as a whole, one recording or more each. So is a table that names images,
+    or masks steps by a column, and one with settings about its text, such as decimal commas or
+    another encoding than UTF-8.
 
     Raises:
         ValueError: images, or sensors that are late, on standard input.
@@ -257,7 +264,12 @@ def is_text(source: str, column_schema: ColumnSchema, data: dict[str, Any]) -> b
             "the sensors of this filter are late (data.latency), and a stream cannot be moved: "
             "input=FILE, or from Python update(readings, time=...) of kbf.load(...).online()"
         )
-    suffix = Path(source).suffix.lower()
+    if isinstance(source, list):
+        return False
+    path = Path(source).expanduser()
+    if source != "-" and (not path.exists() or files_in(path)[1:]):
+        return False
+    suffix = path.suffix.lower()
     if source == "-" or suffix not in TEXT_SUFFIXES:
         return source == "-"
     layout = roles_of(data)
@@ -267,7 +279,7 @@ def is_text(source: str, column_schema: ColumnSchema, data: dict[str, Any]) -> b
     if suffix != ".csv":
         return True
     try:
-        dialect = dialect_of(Path(source).expanduser(), layout)
+        dialect = dialect_of(path, layout)
         return dialect.decimal == "." and dialect.delimiter in DELIMITERS
     except ValueError:  # no UTF-8: the line is reported when it is read
         return True

@@ -230,12 +230,11 @@ def make_absolute(data: Any) -> None:
     """
     from omegaconf import OmegaConf
 
-    several = OmegaConf.is_list(data.path)
     with environment_as_text():
-        paths = [str(path) for path in (data.path if several else [data.path])]
+        paths = [str(p) for p in (data.path if OmegaConf.is_list(data.path) else [data.path])]
     if not any(map(variables_named, paths)):
         found = [as_text(str(Path(path).expanduser().resolve())) for path in paths]
-        data.path = found if several else found[0]
+        data.path = found if OmegaConf.is_list(data.path) else found[0]
 
 
 def drop_arguments_of_other_classes(composed: Any, overrides: list[str]) -> None:
@@ -400,9 +399,10 @@ def check(command: str, composed: Any) -> None:
             f"got {devices!r}"
         )
     for key, value in required(PATHS).items():
+        named = list(value) if key == "input" and OmegaConf.is_list(value) else [value]
         if isinstance(value, int | float) and not isinstance(value, bool):  # a folder named 2026
             OmegaConf.update(composed, key, str(value))
-        elif not isinstance(value, str) or not value:
+        elif not named or not all(isinstance(each, str) and each for each in named):
             what = "folder" if key == "run_dir" else "file"
             raise ValueError(f"{key} must name a {what}, got {value!r}")
 

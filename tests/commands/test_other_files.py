@@ -318,6 +318,39 @@ def test_texts_with_decimal_commas_and_compressed_ones_are_filtered(kalman, fold
         np.testing.assert_allclose(each, found[0], rtol=1e-8)
 
 
+def test_several_files_are_filtered_at_once(kalman, folder, capsys):
+    """A folder, a pattern and a list; each file is a recording, as one alone is."""
+    several = folder / "several"
+    several.mkdir()
+    for k in range(2):
+        recorded(60, k + 5, run=f"r{k}").to_csv(several / f"r{k}.csv", index=False)
+    found = {}
+    inputs = [several, f"{several}/r*.csv", f"[{several}/r0.csv,{several}/r1.csv]"]
+    for text in [*inputs, f"{several}/r1*.csv"]:
+        words = [f"checkpoint={kalman}", f"input={text}", f"output={folder}/all.csv"]
+        assert main(["filter", *words]) == 0
+        found[str(text)] = pd.read_csv(folder / "all.csv")
+    first, *others, last = found.values()
+    assert list(first.recording.unique()) == ["r0", "r1"]
+    for each in others:
+        pd.testing.assert_frame_equal(each, first)
+    alone, _ = estimated(kalman, recorded(60, 6, run="r1"), folder, capsys)
+    pd.testing.assert_frame_equal(last, alone[last.columns])
+    second = first[first.recording == "r1"].reset_index(drop=True)
+    pd.testing.assert_frame_equal(second[["x", "y"]], alone[["x", "y"]])
+    refused = {
+        f"[{several}/r0.csv,{several}/r9.csv]": "there is no file or folder",
+        f"[-,{several}/r0.csv]": "standard input cannot be one of several files",
+        "[]": "input must name a file, got []",
+    }
+    for text, message in refused.items():
+        assert main(["filter", f"checkpoint={kalman}", f"input={text}"]) == 2
+        assert message in capsys.readouterr().err
+    words = [f"checkpoint={kalman}", f"input=[{several}/r0.csv]", f"output={several}/r0.csv"]
+    assert main(["filter", *words]) == 2
+    assert "would overwrite the input" in capsys.readouterr().err
+
+
 def test_a_folder_of_a_run_is_its_checkpoint(kalman, folder, capsys):
     new, run = recorded(seed=1), kalman.parents[1]
     expected, _ = estimated(kalman, new, folder, capsys)
