@@ -8,6 +8,7 @@ import bisect
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import NormalDist
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kbf.runtime.errors import DataError, nearest
+from kbf.runtime.errors import DataError, DataWarning, nearest
 from kbf.runtime.optional_dependencies import need
 
 Array = np.ndarray
@@ -109,6 +110,13 @@ class OnnxFilter:
             for side in ("states", "observations")
         } | {"controls": list(self._schema["controls"])}
         self._turn: float = 180 / math.pi if self._schema["unit"] == "degrees" else 1.0
+        for name, late in (self.about.get("latency") or {}).items():
+            unit = "steps" if self.about.get("time_step") is None else "s"
+            text = (
+                f"the readings of {name} are {late:g} {unit} late in the training: give the "
+                "program each reading in the step of its own time"
+            )
+            warnings.warn(text, DataWarning, stacklevel=3)
         self.reset()
 
     def reset(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kbf.data.dataset import Data
+from kbf.data.files.checks import MIN_CODE_COUNT
 from kbf.data.files.layout import Observations
 from kbf.data.files.timestamps import LARGEST_GAP, UNEVEN_SHARE, moves_in
 from kbf.fitted.checkpoint import Trained
@@ -114,6 +115,8 @@ class Comparison:
         self.outside: Tensor = torch.zeros(c)
         self.low: Tensor = torch.full((c,), math.inf, dtype=torch.float64)
         self.high: Tensor = torch.full((c,), -math.inf, dtype=torch.float64)
+        self.lowest: Tensor = torch.zeros(c)  # values that equal the least, and the largest
+        self.highest: Tensor = torch.zeros(c)
         self.durations: list[float] = []
 
     def add(
@@ -131,7 +134,7 @@ class Comparison:
         if not sides:
             return
         values = torch.cat([each.double().cpu() for each in sides], 1)
-        if values.shape[1] != len(self.reference.names):
+        if values.shape[1] != len(self.reference.names) or not len(values):
             return
         ends = self.reference
         width = (ends.high - ends.low).nan_to_num(posinf=0)
@@ -141,8 +144,11 @@ class Comparison:
         self.known += known.sum(0)
         self.far += (known & (beyond > width)).sum(0)
         self.outside += (known & (beyond > NEAR_MARGIN * width)).sum(0)
-        self.low = torch.minimum(self.low, torch.where(known, values, math.inf).amin(0))
-        self.high = torch.maximum(self.high, torch.where(known, values, -math.inf).amax(0))
+        low = torch.minimum(self.low, torch.where(known, values, math.inf).amin(0))
+        high = torch.maximum(self.high, torch.where(known, values, -math.inf).amax(0))
+        self.lowest = self.lowest * (low == self.low) + (values == low).sum(0)
+        self.highest = self.highest * (high == self.high) + (values == high).sum(0)
+        self.low, self.high = low, high
 
     def differences(self) -> list[str]:
         """Return a sentence for each difference from the training, with both numbers."""
@@ -182,7 +188,7 @@ class Comparison:
             found.append(
                 f"column {ends.names[k]}: {share:.0f} % of {self.rows} rows are outside of the "
                 f"training range, {ends.low[k]:.4g} to {ends.high[k]:.4g}; here it is "
-                f"{self.low[k]:.4g} to {self.high[k]:.4g}. Are these the units of the training?"
+                f"{self.low[k]:.4g} to {self.high[k]:.4g}. {self.question(k)}"
             )
         if (more := int(off.sum()) - len(found)) > 0:
             found.append(f"{more} more columns are outside of their training ranges")
@@ -195,6 +201,15 @@ class Comparison:
             f"{ends.high[k]:.4g} there. Is this the unit of the training?"
             for k in narrow.nonzero()[:MAX_NAMED, 0].tolist()
         ]
+
+    def question(self, k: int) -> str:
+        """Return the question of a column out of range: its unit, or a code for a missing value."""
+        sides = ((self.lowest, self.low), (self.highest, self.high))
+        for count, end in sides:
+            below = end[k] < self.reference.low[k] or end[k] > self.reference.high[k]
+            if below and count[k] >= MIN_CODE_COUNT and count[k] > 0.9 * self.outside[k]:
+                return f"Does {end[k]:g} stand for a missing value, which the training had none of?"
+        return "Are these the units of the training?"
 
 
 def differences(

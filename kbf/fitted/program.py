@@ -67,8 +67,8 @@ def export_step(
 def for_users(trained: Trained) -> dict[str, Any]:
     """Return what `kbf.load_onnx` requires for the columns of a program.
 
-    The time step, bounds, codes of missing values and, for intervals, the held-out errors of
-    columns in standard deviations with their ranks (`Calibration.column_quantile`).
+    The time step, bounds, latencies, codes of missing values and, for intervals, the held-out
+    errors of columns in standard deviations with their ranks (`Calibration.column_quantile`).
     """
     data = trained.module.config.get("data") or {}
     names, known = trained.module.column_schema().columns("observations"), trained.calibration
@@ -81,6 +81,7 @@ def for_users(trained: Trained) -> dict[str, Any]:
     return {
         "time_step": data.get("time_step"),
         "bounds": data.get("bounds"),
+        "latency": data.get("latency"),
         "missing": codes_by_column(data.get("missing"), names) if names else None,
         "intervals": intervals,
     }

@@ -109,6 +109,22 @@ def test_steps_that_are_refused(data, program, tmp_path):
         kbf.load_onnx(tmp_path / "b.onnx")
 
 
+def test_a_program_warns_of_late_sensors(data, program, tmp_path, recwarn):
+    """It takes readings in the steps of their own time, as the filter was trained; others warn
+    of nothing."""
+    kbf.load_onnx(program)
+    assert not [each for each in recwarn if issubclass(each.category, kbf.DataWarning)]
+    columns = {"states": ["speed"], "observations": ["east", "north"], "latency": {"east": 0.2}}
+    late = kbf.fit(data, **columns, model="kalman", allow_missing_sensors=False, progress=False)
+    late.export(tmp_path / "late.onnx")
+    with pytest.warns(kbf.DataWarning, match=r"readings of east are 0.2 s late in the training"):
+        loaded = kbf.load_onnx(tmp_path / "late.onnx")
+    moved = data.assign(east=data.east.shift(-2)).iloc[:20]
+    expected = late.filter(data).mean[:20, 0]
+    rows = moved[["east", "north"]].to_dict("records")
+    assert [loaded.step(row)["speed"] for row in rows] == pytest.approx(expected, abs=1e-4)
+
+
 def test_a_program_runs_without_pytorch(program):
     code = (
         "import sys, kbf\n"

@@ -91,6 +91,20 @@ def test_a_smaller_unit_is_no_sensor_at_rest():
     assert warned(lambda: found.filter(at_rest)) == []
 
 
+def test_codes_that_the_training_did_not_have_are_asked_for(fitted):
+    new = recorded(seed=3)
+    first = next(iter(fitted.columns["observations"]))
+    coded = new.assign(**{first: new[first].mask(new.index % 8 == 3, -777.0)})
+    (text,) = warned(lambda: fitted.filter(coded))
+    assert f"column {first}: " in text and "Does -777 stand for a missing value" in text
+
+
+def test_a_sensor_without_any_reading_is_no_error(fitted):
+    first = next(iter(fitted.columns["observations"]))
+    (text,) = warned(lambda: fitted.filter(recorded(seed=3).assign(**{first: np.nan})))
+    assert "150 rows lack some of their observations" in text
+
+
 def test_single_outliers_and_a_drift_are_no_other_unit(fitted):
     frame = recorded(seed=1)
     frame.loc[::40, "a"] = 1e6

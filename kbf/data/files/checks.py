@@ -37,8 +37,11 @@ MIN_COMPLETE_SHARE = 0.05
 # is no measurement. Float32 alone leaves 1e-14.
 MAX_LEAKED_REST = 1e-9
 
+# Rows between a state and an observation that is a function of it, and how a warning names them.
+SHIFTS = {0: "", -1: " in the row before", 1: " in the row after"}
+
 # Steps of a table that a function is looked for in, at most.
-MAX_LEAK_STEPS = 10_000
+MAX_LEAK_STEPS = 2_000
 
 # Steps from which correlations are looked at.
 MIN_STEPS = 50
@@ -144,33 +147,44 @@ def leak_warnings(recordings: list[FileRecording], schema: ColumnSchema) -> list
         return found
     z = torch.cat([each.states for each in recordings if each.states is not None])
     x = torch.cat([each.obs for each in recordings])
+    run = torch.cat([torch.full((len(each.obs),), k) for k, each in enumerate(recordings)])
     for k, name in enumerate(names):
         known = z.isfinite().all(1) & x[:, k].isfinite()
         if name in same or int(known.sum()) < MIN_STEPS:
             continue
         chosen = known.nonzero()[:, 0]
         chosen = chosen[evenly(len(chosen), MAX_LEAK_STEPS)]
-        seen, truth = x[chosen, k], z[chosen]
-        if (state := function_of(seen, truth, states)) is not None:
-            found.append(
-                f"column {name} is an exact function of {state}: it is no measurement of an "
-                "unknown state, and the error will be too low"
-            )
+        for shift, row in SHIFTS.items():
+            rows = chosen[(chosen + shift >= 0) & (chosen + shift < len(z))]
+            rows = rows[known[rows + shift] & (run[rows] == run[rows + shift])]
+            if (state := function_of(x[rows, k], z[rows + shift], states)) is not None:
+                found.append(
+                    f"column {name} is an exact function of {state}{row}: it is no measurement of "
+                    "an unknown state, and the error will be too low"
+                )
+                break
     return found
 
 
 def function_of(seen: Tensor, states: Tensor, names: list[str]) -> str | None:
     """Returns the names of the states that a column ``n`` is a function of; None without.
 
-    Functions that are found are linear ones of all states ``n d``, and monotone ones of a state.
+    Functions that are found are linear and quadratic ones of all states ``n d``, roots of the
+    latter, as distances, and monotone or rounded ones of a state.
     """
-    if float(seen.std()) == 0:
+    if len(seen) < MIN_STEPS or float(seen.std()) == 0:
         return None
-    Z = torch.cat([states - states.mean(0), torch.ones(len(states), 1).to(states)], 1)
-    Z = Z / Z.norm(dim=0).clamp_min(1e-300)
-    rest = seen - Z @ torch.linalg.lstsq(Z, seen[:, None]).solution[:, 0]
-    if len(seen) > 4 * Z.shape[1] and float(rest.var() / seen.var()) < MAX_LEAKED_REST:
-        return ", ".join(names)
+    states = (states - states.mean(0)) / states.std(0).clamp_min(1e-300)
+    one = torch.ones(len(states), 1).to(states)
+    pairs = torch.combinations(torch.arange(len(names)), with_replacement=True)
+    squares = states[:, pairs[:, 0]] * states[:, pairs[:, 1]]
+    for Z in (torch.cat([states, one], 1), torch.cat([states, squares, one], 1)):
+        if len(seen) < 4 * Z.shape[1]:
+            break
+        for target in (seen, seen.square()):
+            rest = target - Z @ torch.linalg.lstsq(Z, target[:, None]).solution[:, 0]
+            if float(rest.var() / target.var()) < MAX_LEAKED_REST:
+                return ", ".join(names)
     for name, column in zip(names, states.unbind(1), strict=True):
         ordered = seen[column.argsort(stable=True)].diff()
         increasing = bool((ordered >= 0).all()) or bool((ordered <= 0).all())

@@ -128,14 +128,32 @@ def test_alternating_sensors_name_the_setting(tmp_path, capsys):
         (lambda x: 2 * x + 1, "exact function of x"),
         (np.exp, "exact function of x"),
         (lambda x: -np.arctan(x), "exact function of x"),
+        (lambda x: (x - 1) ** 2, "exact function of x"),
+        (np.abs, "exact function of x"),
+        (lambda x: x.shift(1), "exact function of x in the row before"),
+        (lambda x: 3 - x.shift(-1), "exact function of x in the row after"),
     ],
 )
 def test_sensors_that_are_functions_of_the_state_are_reported(leak, named):
-    frame = recorded().assign(s=lambda f: leak(f.x))
-    found = causes(frame, observations=["a", "s"])
+    frame = recorded().assign(s=lambda f: leak(f.x).ffill().bfill())
+    found = causes(frame[1:-1], observations=["a", "s"])
     assert any("column s is an" in text and named in text for text in found)
     precise = frame.assign(s=frame.s + 1e-3 * np.random.default_rng(0).normal(size=300))
     assert not any("function" in text for text in causes(precise, observations=["a", "s"]))
+
+
+def test_a_distance_of_two_states_is_a_function_of_both():
+    frame = recorded().assign(y=recorded(seed=1).x)
+    exact = frame.assign(a=np.hypot(frame.x, frame.y), b=frame.x * frame.y)
+    found = [text for text in causes(exact, states=["x", "y"]) if "function" in text]
+    assert [text.split(" is")[0] for text in found] == ["column a", "column b"]
+    assert all("exact function of x, y:" in text for text in found)
+    two = pd.concat([exact.assign(run="r"), exact.assign(run="s")])
+    shifted = two.assign(a=two.groupby("run").x.shift(1).fillna(0.0))
+    found = causes(shifted, states=["x", "y"], recording="run")
+    assert any("column a is an exact function of x, y in the row before" in t for t in found)
+    noisy = exact.assign(a=exact.a + 1e-2 * frame.b, b=exact.b + 1e-2 * frame.a)
+    assert not any("function" in text for text in causes(noisy, states=["x", "y"]))
 
 
 def test_a_state_that_is_observed_is_reported():
