@@ -200,6 +200,7 @@ def fit_ridge_map(
     biases: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0),
     regs: tuple[float, ...] = tuple(10.0 ** (-k / 2) for k in range(1, 15)),
     rank: int = 128,
+    tol: float = 1e-6,
     diagonal: bool = False,
     flat: bool = False,
     candidates: list[Kernel] | None = None,
@@ -225,6 +226,8 @@ def fit_ridge_map(
         biases: of network kernels, for each slope.
         regs: ridges to try.
         rank: most features.
+        tol: share of the trace of the Gram matrix that the features leave out, see
+            `kbf.rkhs.features.pivots`.
         diagonal: keep only the diagonal of S, as if the components of the noise were independent:
             for outputs by the thousand.
         flat: noise is added to all components; pairs of norm 1 are not taken as points of the
@@ -258,7 +261,7 @@ def fit_ridge_map(
         kernels_to_try, ridges_to_try = [kernels_to_try[only[0]]], [ridges_to_try[only[1]]]
     for place, kernel in kernels_to_try:
         check_deadline()
-        landmarks = u[pivots(kernel, u, rank=rank, tol=1e-6)]
+        landmarks = u[pivots(kernel, u, rank=rank, tol=tol)]
         whiten = nystrom_whitening(kernel(landmarks, landmarks))
         phi = kernel(u, landmarks) @ whiten
         values, vectors = torch.linalg.eigh(phi.mT @ phi)

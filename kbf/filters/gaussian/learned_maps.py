@@ -9,7 +9,7 @@ the linear part; a kernel alone continues with a constant.
 
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -25,11 +25,17 @@ from kbf.rkhs.linalg import evenly
 KINDS = ("linear", "kernel", "both")
 # Kernels of maps and the names of their settings.
 MAP_KERNELS: dict[str, tuple[str, ...]] = {"gaussian": ("bandwidth",), "arcsine": ("bias", "slope")}
+# Settings of `fit_ridge_map` for maps whose errors add up, as those of moves do. Wide kernels, with
+# features that differ by little and small ridges, represent smooth maps by few features. With the
+# defaults the error of the map of data=lorenz at 30 dB was -55.9 dB, with these -66.6 dB. Far from
+# the points such maps grow as polynomials: maps of sensors have the defaults, since a filter that
+# has lost the state needs them there (NMSE 0.39 with these on data=bearings, 0.21 without).
+PRECISE: dict[str, Any] = {"tol": 1e-10, "regs": tuple(10.0 ** (-k / 2) for k in range(1, 23))}
 # Points by which a kernel is selected; of more, evenly spaced ones. The loss is flat near its
 # minimum.
 MAX_POINTS_OF_SELECTION = 1000
 # Candidates of `select_kernel`, coarser by a factor than those of `fit_ridge_map`: half the time.
-CANDIDATES = {
+CANDIDATES: dict[str, Any] = {
     "factors": tuple(2.0**k for k in range(-3, 4)),
     "slopes": (1.0, 3.0, 10.0, 30.0),
     "biases": (0.3, 1.0),
@@ -73,6 +79,7 @@ def fit_map(
     kernel: Kernel | None = None,
     ranks: tuple[int, ...] = (96, 200, 400),
     counts: bool = False,
+    precise: bool = False,
 ) -> LearnedMap:
     """Fit a map of a kind of `KINDS`, in float64.
 
@@ -84,6 +91,7 @@ def fit_map(
         ranks: most features of g. Each is compared with the one before by leave-one-out.
         counts: outputs are `kbf.filters.gaussian.count_maps.stabilised` counts; the map of their
             rates is in place of the linear one.
+        precise: use `PRECISE`.
 
     Raises:
         FitError: too few points for a linear map, or fewer than ten for g.
@@ -98,22 +106,26 @@ def fit_map(
     if kind == "linear":
         return LearnedMap(B, b, None, None, noise, rates)
     left = y - LearnedMap(B, b, None, None, noise, rates)(u)
-    kernel = select_kernel(u, left) if kernel is None else kernel
-    best = fit_ridge_map(u, left, candidates=[kernel], rank=ranks[0], flat=True)
+    kernel = select_kernel(u, left, precise=precise) if kernel is None else kernel
+    settings = {"candidates": [kernel], "flat": True, **(PRECISE if precise else {})}
+    best = fit_ridge_map(u, left, rank=ranks[0], **settings)
     for before, rank in pairwise(ranks):
         if len(best.landmarks) < before:
             break  # the kernel has no more features
-        larger = fit_ridge_map(u, left, candidates=[kernel], rank=rank, flat=True)
+        larger = fit_ridge_map(u, left, rank=rank, **settings)
         if leave_one_out_loss(larger, u) >= leave_one_out_loss(best, u):
             break
         best = larger
     return LearnedMap(B, b + best.offset, best.whiten @ best.coefficients, best, best.noise, rates)
 
 
-def select_kernel(u: Float[Tensor, "n e"], y: Float[Tensor, "n q"], rank: int = 96) -> Kernel:
+def select_kernel(
+    u: Float[Tensor, "n e"], y: Float[Tensor, "n q"], rank: int = 96, *, precise: bool = False
+) -> Kernel:
     """Return the kernel of the map with the least leave-one-out loss."""
     some = evenly(len(u), MAX_POINTS_OF_SELECTION, u.device)
-    return fit_ridge_map(u[some], y[some], rank=rank, flat=True, **CANDIDATES).kernel
+    settings = CANDIDATES | (PRECISE if precise else {})
+    return fit_ridge_map(u[some], y[some], rank=rank, flat=True, **settings).kernel
 
 
 def row_of(kernel: Kernel) -> Float[Tensor, " 3"]:

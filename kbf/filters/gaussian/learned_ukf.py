@@ -225,13 +225,14 @@ class LearnedUKF(ShownModule):
             *((each.states, each.readings) for each in pairs.sensors),
         ]
         found = torch.zeros(len(both), 2, 3, dtype=torch.float64)
-        for row, (u, y) in zip(found, both, strict=True):
+        for place, (row, (u, y)) in enumerate(zip(found, both, strict=True)):
             for k, kind in enumerate(KINDS[1:]):
                 if kind in self.given_kinds:
                     left = y.double()
                     if kind == "both":
                         left = left - fit_map("linear", u, y)(u.double())
-                    row[k] = row_of(select_kernel(u.double(), left, self.ranks[0]))
+                    u = u.double()
+                    row[k] = row_of(select_kernel(u, left, self.ranks[0], precise=place == 0))
         return found
 
     def map_of(
@@ -241,7 +242,9 @@ class LearnedUKF(ShownModule):
         kernel = None
         if place < len(self.kernels) and kind != "linear":
             kernel = kernel_of(self.kernels[place, KINDS.index(kind) - 1])
-        return fit_map(kind, u, y, kernel=kernel, ranks=self.ranks, counts=counts)
+        return fit_map(
+            kind, u, y, kernel=kernel, ranks=self.ranks, counts=counts, precise=place == 0
+        )
 
     def filter_of(self, recordings: list[Recording], move: str, reading: str) -> StartingFilter:
         """Return the filter of maps of such kinds, without factors."""

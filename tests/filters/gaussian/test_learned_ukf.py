@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kbf.data.benchmark_systems import SystemRecordings, discrete_lorenz
 from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.gaussian.learned_maps import fit_map, kernel_of, row_of, select_kernel
 from kbf.filters.gaussian.learned_ukf import LearnedUKF, held_out_parts
@@ -282,3 +283,22 @@ def test_stored_settings_that_no_model_has_are_refused(name, value, message):
     stored = {**learned.state_dict(), name: torch.tensor(value).to(getattr(learned, name))}
     with pytest.raises(ValueError, match=message):
         learned.load_state_dict(stored)
+
+
+def test_precise_maps_represent_a_smooth_flow():
+    """The change of the Lorenz equations from 2,000 noisy pairs: the error is a fifth of that of
+    the usual settings, and below the noise of the pairs by 10 dB.
+    """
+    system = discrete_lorenz(30)
+    drawn = SystemRecordings(system, 20, 10, 0, seed=1000)
+    scale = torch.cat([each.states for each in drawn.train]).std(0)
+    u = torch.cat([each.states[:-1] for each in drawn.train]) / scale
+    y = torch.cat([each.states[1:] - each.states[:-1] for each in drawn.train]) / scale
+    z = torch.cat([each.states[::3] for each in drawn.test])
+    errors = []
+    for precise in (False, True):
+        map = fit_map("both", u, y, precise=precise)
+        left = z + map(z / scale) * scale - system.f(z)
+        errors.append(float(left.square().mean()))
+    assert errors[1] < errors[0] / 5
+    assert errors[1] < 0.1 * float(system.Q[0, 0])
