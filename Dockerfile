@@ -6,6 +6,7 @@
 # Tests:          docker build --target test .
 #
 # docker run --rm --user "$(id -u)" -v "$PWD/runs:/kbf/runs" kbf train data=rotation n_train=300
+# docker run --rm -p 127.0.0.1:8000:8000 -v "$PWD/runs:/kbf/runs" kbf serve checkpoint=runs/arm/checkpoints/best.ckpt host=0.0.0.0
 # docker run --rm --gpus all --user "$(id -u)" -v "$PWD/runs:/kbf/runs" kbf train trainer=gpu
 
 ARG PYTHON=3.12
@@ -26,7 +27,7 @@ RUN --mount=type=bind,from=lab,target=/lab \
     if ls /lab/*.whl > /dev/null 2>&1; then pip install dm-env "setuptools<81" /lab/*.whl && python -c "import deepmind_lab"; else echo "no DeepMind Lab wheel was handed in"; fi
 
 COPY . .
-RUN pip install -e ".[sweep]"
+RUN pip install -e ".[sweep,serve]"
 
 FROM base AS test
 # the tests look at processes with ps

@@ -21,6 +21,7 @@ from kbf import (
     recording as recording,
     rkhs as rkhs,
     runtime as runtime,
+    serving as serving,
     sklearn as sklearn,
     ssm as ssm,
     training as training,

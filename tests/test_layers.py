@@ -17,7 +17,7 @@ FILES = sorted((ROOT / "kbf").rglob("*.py"))
 LAYERS = [
     *("runtime", "recording", "rkhs", "ssm", "manifolds", "data", "densities", "filters", "images"),
     *("layers", "evaluation", "plots", "export", "fitted", "training", "config", "model_choice"),
-    *("fitting", "cross_validation", "sklearn", "commands", "cli", "__main__"),
+    *("fitting", "cross_validation", "sklearn", "serving", "commands", "cli", "__main__"),
 ]
 """Folders and files of kbf/, from the ground up.
 

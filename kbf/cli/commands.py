@@ -81,7 +81,7 @@ COMMANDS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         [
             (
                 "kbf export checkpoint=best.ckpt format=onnx out=step.onnx",
-                "for ONNX Runtime and kbf serve",
+                "for ONNX Runtime and kbf.load_onnx",
             ),
             (
                 "kbf export checkpoint=best.ckpt format=torch_export out=step.pt2",
@@ -94,14 +94,14 @@ COMMANDS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         ],
     ),
     "serve": (
-        "serve the step of a filter over HTTP",
+        "serve a trained filter over HTTP, with a page to watch it",
         [
             (
-                "kbf serve program=step.onnx",
-                "POST /step with JSON, GET /health; for this machine only",
+                "kbf serve checkpoint=best.ckpt",
+                "sessions with JSON, metrics and pages, at http://localhost:8000",
             ),
             (
-                "kbf serve program=step.onnx host=0.0.0.0 hosts=[filter.example.org]",
+                "kbf serve checkpoint=best.ckpt host=0.0.0.0 hosts=[filter.example.org]",
                 "for other machines, behind a proxy",
             ),
         ],

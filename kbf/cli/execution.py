@@ -60,7 +60,7 @@ def run_module(command: str, config: dict[str, Any]) -> Any:
     """Set up the process, and run the module of a command."""
     if command == "bench" and config["threads"]:  # NumPy's threads are set before its import
         os.environ["OMP_NUM_THREADS"] = str(config["threads"])
-    if command not in ("serve", "runs"):  # which run without PyTorch
+    if command != "runs":  # which runs without PyTorch
         tune_process = importlib.import_module("kbf.runtime.threads").tune_process
         # Exported programs are compared with the filter in one thread.
         tune_process(1 if command == "export" else config.get("threads"))

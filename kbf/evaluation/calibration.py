@@ -12,6 +12,7 @@ the posterior is Gaussian.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,13 @@ FLOOR_SHARES = (1e-3, 1e-2, 3e-2, 0.1, 0.3)
 STILL_SHARE = 1e-6
 # A calibration keeps at most this many scores.
 MOST_SCORES = 512
+
+
+@lru_cache(maxsize=64)
+def rank_of(level: float, steps: int, kept: int) -> int | None:
+    """As `Calibration.rank`, of ``kept`` scores; each step of a running filter asks for it."""
+    rank = math.ceil((steps + 1) * level - 1e-9)
+    return None if rank > steps else int(torch.searchsorted(evenly(steps, kept) + 1, rank))
 
 
 class Calibration(NamedTuple):
@@ -87,8 +95,9 @@ class Calibration(NamedTuple):
         rank, scores = self.rank(level), self.column_scores
         if scores is None:
             return None
-        gaussian = math.sqrt(chi_square(level, 1))
-        return scores[-1].clamp_min(gaussian) if rank is None else scores[rank]
+        if rank is None:
+            return scores[-1].clamp_min(math.sqrt(chi_square(level, 1)))
+        return scores[rank]
 
     def rank(self, level: float) -> int | None:
         """Index of the score of rank ceil((steps + 1) level); None where there are fewer steps.
@@ -98,12 +107,7 @@ class Calibration(NamedTuple):
         """
         if not 0 < level < 1:
             raise ValueError(f"a region's level must be between 0 and 1, got {level}")
-        steps = int(self.steps)
-        rank = math.ceil((steps + 1) * level - 1e-9)
-        if rank > steps:
-            return None
-        ranks = evenly(steps, len(self.scores), self.scores.device) + 1
-        return int(torch.searchsorted(ranks, rank))
+        return rank_of(level, int(self.steps), len(self.scores))
 
     def radius2(self, level: float) -> Tensor:
         """Squared radius of the region {z: (z - m)^T covariance(C)^-1 (z - m) <= radius2}.

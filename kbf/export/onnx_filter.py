@@ -9,13 +9,14 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
+from kbf.runtime.column_values import ColumnValues
 from kbf.runtime.errors import DataError, DataWarning, nearest
 from kbf.runtime.optional_dependencies import need
 
@@ -25,32 +26,15 @@ Array = np.ndarray
 WIDTHS = {"number": 1, "angle": 2, "rotation": 9}
 
 
-class ProgramEstimate(Mapping[str, float]):
-    """The estimate of one step of a program: a mapping from state columns to numbers.
-
-    Attributes:
-        std: standard deviations by column; empty for a filter without covariances.
-        rejected: whether the observation was rejected as implausible.
-    """
+class ProgramEstimate(ColumnValues):
+    """The estimate of one step of a program."""
 
     def __init__(
         self, values: dict[str, float], std: dict[str, float], rejected: bool, program: "OnnxFilter"
     ) -> None:
         """Take the values of the columns."""
-        self._values, self._program = values, program
-        self.std: dict[str, float] = std
-        self.rejected: bool = rejected
-
-    def __getitem__(self, name: str) -> float:
-        if name not in self._values:
-            raise KeyError(f"there is no state {name!r}; there are {', '.join(self._values)}")
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        super().__init__(values, std, rejected)
+        self._program = program
 
     def __repr__(self) -> str:
         return f"Estimate({', '.join(f'{name}={v:.6g}' for name, v in self._values.items())})"
@@ -69,10 +53,6 @@ class ProgramEstimate(Mapping[str, float]):
             half = factors[name] * self.std[name]
             ends[name] = self._program.bounded(name, value - half, value + half)
         return ends
-
-    def to_dict(self) -> dict[str, float]:
-        """Return the estimates as a plain dict."""
-        return dict(self._values)
 
 
 class OnnxFilter:

@@ -8,7 +8,7 @@ import hashlib
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from kbf.fitted.results import Source
 from kbf.fitted.runs import check_horizon, future_controls, moved
 from kbf.fitted.summary import Summary
 from kbf.recording import as_float, without_mask
+from kbf.runtime.column_values import ColumnValues
 from kbf.runtime.errors import DataError, DataWarning, nearest
 
 # Share of the time step by which the time of a reading may be off the grid without an error.
@@ -35,36 +36,25 @@ MAX_OFF_GRID = 0.25
 STEPS_TO_COMPARE = 100
 
 
-class Estimate(Mapping[str, float]):
+class Estimate(ColumnValues):
     """The estimate of one step: a mapping from state columns to numbers.
 
     Attributes:
-        std: standard deviations by column; empty for a filter without covariances.
         alarm: out_of_distribution, innovation_outlier or diverged; None where there is none.
-        rejected: whether the observation was rejected as implausible.
     """
 
     def __init__(self, estimates: Estimates, rejected: bool) -> None:
         """Take the only row of ``estimates``."""
-        self._estimates: Estimates = estimates
         names = estimates.columns
-        self._values = dict(zip(names, estimates.mean[0].tolist(), strict=True))
         spread = [] if estimates.std is None else estimates.std[0].tolist()
-        self.std: dict[str, float] = dict(zip(names, spread, strict=False))
+        super().__init__(
+            dict(zip(names, estimates.mean[0].tolist(), strict=True)),
+            dict(zip(names, spread, strict=False)),
+            rejected,
+        )
+        self._estimates: Estimates = estimates
         self.alarm: str | None = None if estimates.alarms is None else str(estimates.alarms[0])
         self.alarm = self.alarm or None
-        self.rejected: bool = rejected
-
-    def __getitem__(self, name: str) -> float:
-        if name not in self._values:
-            raise KeyError(f"there is no state {name!r}; there are {', '.join(self._values)}")
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
     def __repr__(self) -> str:
         numbers = (
@@ -77,10 +67,6 @@ class Estimate(Mapping[str, float]):
         """Return lower and upper end by column, as of `Estimates.interval`."""
         low, high = (end[0].tolist() for end in self._estimates.interval(level))
         return dict(zip(self._values, zip(low, high, strict=True), strict=True))
-
-    def to_dict(self) -> dict[str, float]:
-        """Return the estimates as a plain dict."""
-        return dict(self._values)
 
 
 class Past(NamedTuple):
@@ -101,6 +87,7 @@ class OnlineFilter:
         time: of the last step in seconds; None without times.
         rejections: number of observations that were rejected as implausible.
         dropped: number of readings that were later than ``max_delay``.
+        differences: sentences about differences from the training, of which a warning was given.
     """
 
     def __init__(
@@ -134,6 +121,7 @@ class OnlineFilter:
         self.estimate: Estimate | None = None
         self.time: float | None = None
         self.dropped: int = 0
+        self.differences: list[str] = []
         self._past: deque[Past] = deque()
         self._comparison: Comparison | None = Comparison(trained, live=True)
         data = trained.module.config.get("data") or {}
@@ -252,7 +240,8 @@ class OnlineFilter:
         comparison.add(obs, control)
         if comparison.rows >= STEPS_TO_COMPARE:
             self._comparison = None
-            for text in comparison.differences():
+            self.differences = comparison.differences()
+            for text in self.differences:
                 warnings.warn(text, DataWarning, stacklevel=4)
 
     def _snapshot(self) -> tuple[Any, ...]:

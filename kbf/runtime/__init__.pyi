@@ -1,6 +1,7 @@
 from kbf.runtime import (
     allowlist as allowlist,
     atomic_files as atomic_files,
+    column_values as column_values,
     deadline as deadline,
     errors as errors,
     html_repr as html_repr,

@@ -21,6 +21,7 @@ BENCHMARKS = {
         "how much of what later observations tell a smoother gets, against the best that there is"
     ),
     "lorenz": "a UKF on learned maps, against one that knows the Lorenz equations",
+    "serving": "kbf serve, against an empty endpoint of the same framework",
     "peers": "the same work by other libraries",
 }
 """Every benchmark with what it compares; the module of that name in this folder makes it."""

@@ -24,7 +24,7 @@ NEEDED = {
     "data render": ["renderer=maze", "out=lab.npz"],
     "reproduce": ["name=posterior_mean"],
     "bench": ["name=step"],
-    "serve": ["program=none.onnx"],
+    "serve": ["checkpoint=none.ckpt"],
 }
 COUNTS = {
     "train": ["n_train", "seed", "animation_steps", "particles", "threads"],
@@ -35,7 +35,7 @@ COUNTS = {
     "compare": ["runs", "workers", "particles", "seed"],
     "floor": ["n_train", "seed", "runs", "particles"],
     "data": ["n_train", "seed"],
-    "serve": ["port", "threads", "largest_body", "seconds"],
+    "serve": ["port", "threads", "sessions", "expiry", "largest_body", "seconds"],
 }
 NO_COUNTS = ["x", "-5", "1.5", "[1,2]", "true", "{a:1}", "'1_0'"]
 SWITCHES = {
@@ -378,7 +378,11 @@ def table() -> Iterator[tuple[str, list[str], bytes | None]]:
             ["filter", f"checkpoint='{content.replace(' ', '_')}.csv'", "input=obs.csv"],
             None,
         )
-        yield f"{content} as program", ["serve", f"program={content.replace(' ', '_')}.csv"], None
+        yield (
+            f"{content} as served checkpoint",
+            ["serve", f"checkpoint={content.replace(' ', '_')}.csv"],
+            None,
+        )
         yield (
             f"{content} as state",
             ["filter", *NEEDED["filter"], f"state={content.replace(' ', '_')}.csv"],

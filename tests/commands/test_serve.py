@@ -1,262 +1,260 @@
-"""``kbf serve``, over loopback alone: right answers, and nothing that a client sends spoils the
-next answer.
+"""``kbf serve``, over loopback alone: the numbers of the filter, limits, and nothing that a client
+sends spoils the next response.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import functools
 import http.client
-import io
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 
-import numpy as np
 import pytest
-import torch
 
+import kbf
 from kbf.cli import main
-from kbf.fitted.checkpoint import load_filter
 
-pytest.importorskip("onnxruntime")
-pytest.importorskip("waitress")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("bokeh")
 
-from kbf.commands.serve import Application, Step, make_server
+from kbf.serving.app import Service, application
+from kbf.serving.openapi import document
+from kbf.serving.sessions import Sessions
+from studies.benchmarks.serving import Client, health
 
-pytestmark = pytest.mark.slow  # the program: its export takes most of the time
+pytestmark = pytest.mark.slow  # a server in a process of its own
 
-CONFIG = {"host": "127.0.0.1", "port": 0, "threads": 2, "largest_body": 20_000, "seconds": 1}
+LARGEST, SECONDS = 20_000, 2
+STEP = {"obs": {"x_0": 0.3, "x_1": 0.4}}
+
+
+@contextlib.contextmanager
+def serving(*words):
+    """A server in a process of its own: the process and its port."""
+    command = [sys.executable, "-m", "kbf.cli", "serve", "checkpoint=example:rotation", "port=0"]
+    with subprocess.Popen(
+        [*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().strip()
+            assert address.startswith("http://127.0.0.1:"), process.stderr.read()
+            yield process, int(address.rstrip("/").rpartition(":")[2])
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    path = tmp_path_factory.mktemp("serve") / "step.onnx"
-    assert main(["export", "checkpoint=example:rotation", f"out={path}", "steps=3"]) == 0
-    return path
+def port():
+    with serving(f"largest_body={LARGEST}", f"seconds={SECONDS}", "sessions=40") as (_, port):
+        yield port
 
 
-@pytest.fixture(scope="module")
-def step(program):
-    return Step(program)
-
-
-@pytest.fixture
-def application(step):
-    return Application(step, {"localhost", "127.0.0.1"})
-
-
-@pytest.fixture
-def port(application):
-    server = make_server(application, CONFIG)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    yield server.effective_port
-    server.close()
-    server.task_dispatcher.shutdown()
-
-
-def ask(
-    application, body, path="/step", method="POST", host="localhost:8000", kind="application/json"
-):
-    """A request without a network: its status and answer."""
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    environ = {
-        "HTTP_HOST": host,
-        "PATH_INFO": path,
-        "REQUEST_METHOD": method,
-        "CONTENT_TYPE": kind,
-        "wsgi.input": io.BytesIO(raw),
-    }
-    status: list[str] = []
-    [answer] = application(environ, lambda line, headers: status.append(line))
-    return int(status[0].split()[0]), json.loads(answer)
-
-
-def over_http(port, body, path="/step", method="POST", **headers):
+def ask(port, method, path, body=None, **headers):
+    """Status and content of a response; JSON is parsed."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    connection.request(method, path, body, {"Content-Type": "application/json", **headers})
-    answer = connection.getresponse()
-    return answer.status, answer.read()
-
-
-def test_answers_are_the_filters(application):
-    """Two observations, one missing, against the filter."""
-    filter = load_filter("example:rotation").filter
-    state, answer = filter.init(1), {}
-    for obs in ([0.3, 0.4], None, [0.1, -0.2]):
-        status, answer = ask(
-            application, {"obs": obs, **({"state": answer["state"]} if answer else {})}
-        )
-        assert status == 200
-        state = filter.predict(state)
-        state = (
-            state
-            if obs is None
-            else filter.update(state, torch.tensor([obs], dtype=filter.estimate(state).dtype))
-        )
-        np.testing.assert_allclose(
-            answer["estimate"], filter.estimate(state)[0], rtol=1e-4, atol=1e-5
-        )
-
-
-def test_an_impossible_observation_is_passed_over_and_counted(application):
-    """The program of a Gaussian law finds 1e30 impossible: the state moves on as if nothing had
-    been observed.
-    """
-    _, before = ask(application, {"obs": [0.3, 0.4]})
-    _, wild = ask(application, {"obs": [1e30, -1e30], "state": before["state"]})
-    _, none = ask(application, {"obs": None, "state": before["state"]})
-    assert (before["rejected"], wild["rejected"], none["rejected"]) == (False, True, False)
-    assert (wild["state"].pop("state_rejections"), none["state"].pop("state_rejections")) == (
-        [1],
-        [0],
+    raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    kind = {"Content-Type": "application/json"} if raw is not None else {}
+    connection.request(
+        method, path, raw, kind | {k.replace("_", "-"): v for k, v in headers.items()}
     )
-    assert wild["state"] == none["state"] and wild["estimate"] == none["estimate"]
-    health = ask(application, b"", "/health", "GET")[1]
-    assert (health["steps"], health["rejected"], health["refused"]) == (3, 1, 0)
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    if response.getheader("Content-Type", "") == "application/json":
+        content = json.loads(content)
+    return response.status, content
 
 
-GOOD = {"obs": [0.3, 0.4]}
+@pytest.fixture
+def session(port):
+    status, found = ask(port, "POST", "/sessions", {})
+    assert status == 201 and found["observations"] == ["x_0", "x_1"]
+    yield found["session"]
+    ask(port, "DELETE", f"/sessions/{found['session']}")
+
+
+def test_estimates_by_name_are_the_filters(port, session):
+    online = kbf.load("example:rotation").online()
+    for obs in ({"x_0": 0.3, "x_1": 0.4}, None, {"x_0": 0.1, "x_1": -0.2}):
+        status, found = ask(port, "POST", f"/sessions/{session}/steps", {"obs": obs})
+        wanted = online.step(obs)
+        assert status == 200
+        for name, value in wanted.items():
+            assert found["estimates"][name]["value"] == pytest.approx(value, abs=1e-6)
+            assert found["estimates"][name]["lower"] == pytest.approx(
+                wanted.interval()[name][0], abs=1e-6
+            )
+    status, about = ask(port, "GET", f"/sessions/{session}")
+    assert status == 200 and about["steps"] == 3 and about["last"] == found
+    assert session in [each["session"] for each in ask(port, "GET", "/sessions")[1]["sessions"]]
+
+
+def test_a_session_is_saved_restored_and_deleted(port, session):
+    ask(port, "POST", f"/sessions/{session}/steps", STEP)
+    status, state = ask(port, "GET", f"/sessions/{session}/state")
+    assert status == 200
+    kind = {"Content_Type": "application/octet-stream"}
+    status, other = ask(port, "POST", "/sessions", state, **kind)
+    assert status == 201
+    path = f"/sessions/{other['session']}"
+    pair = [ask(port, "POST", f"{p}/steps", STEP)[1] for p in (f"/sessions/{session}", path)]
+    assert pair[0]["estimates"] == pair[1]["estimates"]
+    assert ask(port, "DELETE", path)[0] == 204
+    for method, where in (("POST", f"{path}/steps"), ("GET", path), ("DELETE", path)):
+        status, found = ask(port, method, where, STEP if method == "POST" else None)
+        assert status == 404 and "no such session" in found["error"]
+    for damaged in (b"", state[:-100], b"PK\x03\x04" + bytes(100)):
+        status, found = ask(port, "POST", "/sessions", damaged, **kind)
+        assert status == 422 and len(found["error"].splitlines()) == 1
+
+
 BAD = {
-    "nothing": (b"", 400, "no JSON of numbers"),
-    "no JSON": (b"{", 400, "no JSON of numbers"),
+    "no JSON": (b"{", 400, "no JSON"),
     "no text": (b"\xff\xfe", 400, "JSON"),
     "a list": ([0.3, 0.4], 400, "object"),
-    "null": (None, 400, "object"),
-    "NaN": (b'{"obs": [NaN, 1]}', 400, "NaN is no number"),
-    "Infinity": (b'{"obs": [-Infinity, 1]}', 400, "Infinity is no number"),
-    "a number too large": (b'{"obs": [1e999, 1]}', 400, "finite"),
-    "more digits than a float": (
-        b'{"obs": [1' + b"0" * 400 + b", 1]}",
-        400,
-        "numbers in the shape",
-    ),
+    "null": (b"null", 400, "object"),
+    "NaN": (b'{"obs": {"x_0": NaN, "x_1": 1}}', 400, "NaN is no number"),
+    "Infinity": (b'{"obs": {"x_0": -Infinity, "x_1": 1}}', 400, "Infinity is no number"),
+    "a number too large": (b'{"obs": {"x_0": 1e999, "x_1": 1}}', 422, "finite"),
     "more digits than are read": (b'{"obs": [1' + b"0" * 5000 + b", 1]}", 400, "JSON"),
-    "too deep": (b'{"obs": ' + b"[" * 9000 + b"]" * 9000 + b"}", 400, "deep"),
-    "wide": ({"obs": [1, 2, 3]}, 400, "shape [2]"),
-    "narrow": ({"obs": 1}, 400, "shape [2]"),
-    "ragged": ({"obs": [[1], 2]}, 400, "shape [2]"),
-    "text": ({"obs": ["1", "2"]}, 400, "numbers"),
-    "truth": ({"obs": [True, False]}, 400, "numbers"),
-    "null inside": ({"obs": [None, 1]}, 400, "numbers"),
-    "no observation": ({}, 400, "no 'obs'"),
-    "something else": (GOOD | {"trust": True}, 400, "no 'trust'"),
-    "a state that is none": (GOOD | {"state": 3}, 400, "state must be"),
-    "an empty state": (GOOD | {"state": {}}, 400, "state must be"),
+    "too deep": (b'{"obs": ' + b"[" * 9000 + b"]" * 9000 + b"}", 400, "JSON"),
+    "an unknown sensor": ({"obs": {"x_9": 1}}, 422, "'x_9' is not among the observations"),
+    "text": ({"obs": {"x_0": "1", "x_1": 2}}, 422, "finite numbers"),
+    "no obs": ({}, 422, "no obs"),
+    "an empty body": (b"", 422, "no obs"),
 }
 
 
 @pytest.mark.parametrize("body, status, message", BAD.values(), ids=BAD)
-def test_bad_requests_get_one_line_and_spoil_nothing(application, body, status, message):
-    before = ask(application, GOOD)
-    found, answer = ask(application, body)
-    assert found == status and message in answer["error"] and len(answer["error"].splitlines()) == 1
-    assert ask(application, GOOD) == before
-    assert application.counts == {"steps": 2, "rejected": 0, "refused": 1}
+def test_a_bad_request_has_one_line_and_spoils_nothing(port, session, body, status, message):
+    path = f"/sessions/{session}/steps"
+    found, content = ask(port, "POST", path, body)
+    assert found == status and message in content["error"]
+    assert len(content["error"].splitlines()) == 1
+    assert ask(port, "POST", path, STEP)[1]["step"] == 1
 
 
-def test_a_spoiled_state_is_refused(application):
-    _, answer = ask(application, GOOD)
-    for name, leaf in answer["state"].items():
-        values = np.asarray(leaf)
-        for wrong in ((values * np.nan).tolist(), np.zeros((3, *values.shape)).tolist(), "x", None):
-            body = json.dumps(GOOD | {"state": answer["state"] | {name: wrong}}).encode()
-            assert ask(application, body)[0] == 400
-
-
-def test_huge_observations_never_come_back_as_no_numbers(application):
-    for size in (1e3, 1e19, 1e30, 1e38):
-        status, answer = ask(application, {"obs": [size, -size]})
-        assert status == 422 or np.isfinite(answer["estimate"]).all()
-
-
-def test_only_known_hosts_methods_and_kinds(application):
-    for host in (
-        "evil.example",
-        "evil.example:8000",
-        "localhost.evil.example",
-        "",
-        "127.0.0.1.evil.example:80",
-    ):
-        assert ask(application, GOOD, host=host)[0] == 403
+def test_hosts_methods_paths_and_kinds(port, session):
+    path = f"/sessions/{session}/steps"
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", ""):
+        status, found = ask(port, "POST", path, STEP, Host=host)
+        assert status in (400, 403), host
+        assert status == 400 or "hosts=[NAME]" in found["error"]
     for host in ("localhost", "LOCALHOST:9", "127.0.0.1:8000"):
-        assert ask(application, GOOD, host=host)[0] == 200
-    assert ask(application, GOOD, path="/")[0] == 404
-    assert ask(application, GOOD, method="GET")[0] == 405
-    for kind in (
-        "text/plain",
-        "",
-        "application/x-www-form-urlencoded",
-    ):  # what a page of others may send
-        assert ask(application, GOOD, kind=kind)[0] == 415
+        assert ask(port, "POST", path, STEP, Host=host)[0] == 200
+    for kind in ("text/plain", "", "application/x-www-form-urlencoded"):
+        assert ask(port, "POST", path, STEP, Content_Type=kind)[0] == 415
+    assert ask(port, "GET", "/nowhere")[0] == 404
+    status, found = ask(port, "GET", path)
+    assert status == 405 and "/docs" in found["error"]
 
 
-def test_health(application):
-    ask(application, GOOD)
-    ask(application, {})
-    status, answer = ask(application, b"", path="/health", method="GET")
-    assert (
-        status == 200
-        and answer["status"] == "ok"
-        and answer["steps"] == 1
-        and answer["refused"] == 1
+def test_limits_of_size_and_of_sessions(port, session):
+    path = f"/sessions/{session}/steps"
+    status, found = ask(port, "POST", path, b" " * (LARGEST + 1))
+    assert status == 413 and f"{LARGEST} bytes" in found["error"]
+    parts = [b" " * 1000] * (LARGEST // 1000 + 1)  # without a length: chunks
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    kind = {"Content-Type": "application/json"}
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.request("POST", path, iter(parts), kind, encode_chunked=True)
+        assert connection.getresponse().status in (411, 413)
+    started = []
+    while (answer := ask(port, "POST", "/sessions", {}))[0] == 201:
+        started.append(answer[1]["session"])
+    assert answer[0] == 429 and "40 sessions" in answer[1]["error"]
+    for name in started:
+        assert ask(port, "DELETE", f"/sessions/{name}")[0] == 204
+
+
+def test_health_and_metrics_count(port, session):
+    before = ask(port, "GET", "/health")[1]["steps"]
+    for obs in (STEP["obs"], {"x_0": 1e30, "x_1": -1e30}):
+        ask(port, "POST", f"/sessions/{session}/steps", {"obs": obs})
+    status, found = ask(port, "GET", "/health")
+    assert status == 200 and found["status"] == "ok" and found["steps"] == before + 2
+    assert found["states"] == ["z_0", "z_1"]
+    text = ask(port, "GET", "/metrics")[1].decode()
+    assert re.search(rf"^kbf_step_seconds_count {found['steps']}\.0$", text, re.M)
+    assert re.search(r'^kbf_alarms_total\{alarm="out_of_distribution"\} [1-9]', text, re.M)
+    assert re.search(r"^kbf_rejected_observations_total [1-9]", text, re.M)
+    assert re.search(r"^process_resident_memory_bytes ", text, re.M)
+
+
+def test_the_openapi_document_has_all_routes_and_the_columns(port):
+    status, found = ask(port, "GET", "/openapi.json")
+    fitted = kbf.load("example:rotation")
+    assert status == 200 and found == document(fitted)
+    service = Service(
+        fitted,
+        Sessions(fitted, limit=1, expiry=1, settings={}),
+        largest_body=1,
+        seconds=1,
+        threads=1,
     )
-    assert answer["states"] == ["z_0", "z_1"]
+    routes = {(method.lower(), path) for method, path, _ in service.routes()}
+    ways = {(way, path) for path, entry in found["paths"].items() for way in entry}
+    assert ways - {("parameters", path) for path in found["paths"]} == routes
+    assert list(found["components"]["schemas"]["Step"]["properties"]["obs"]["properties"]) == [
+        "x_0",
+        "x_1",
+    ]
+    page = ask(port, "GET", "/docs")[1].decode()
+    assert "POST /sessions/{session}/steps" in page and "://" not in page.replace(
+        "http://localhost:8000", ""
+    )
 
 
-def gone(connection):
-    """Send one more byte; whether the server has hung up."""
-    try:
-        connection.sendall(b" ")
-    except OSError:
-        return True
-    return False
-
-
-def test_limits_of_size_and_time_over_loopback(port):
-    assert over_http(port, json.dumps(GOOD))[0] == 200
-    assert over_http(port, None, **{"Content-Length": "30000"})[0] == 413
-    with contextlib.suppress(
-        ConnectionError
-    ):  # refused before it is read to the end; to one still sending, by a reset
-        assert over_http(port, json.dumps(GOOD), Other="x" * 40_000)[0] in (400, 431)
-    assert over_http(port, json.dumps(GOOD), Host="evil.example")[0] == 403
-    stalled = [
-        socket.create_connection(("127.0.0.1", port)) for _ in range(20)
-    ]  # ten times as many as threads
-    for connection in stalled:
+def test_idle_and_slow_connections_delay_nobody_and_are_closed(port, session):
+    assert asyncio.run(health(port, 230)) < 1
+    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+    for connection in slow:
         connection.sendall(
-            b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+            b"POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
         )
+    silent = socket.create_connection(("127.0.0.1", port))
+    dripping = socket.create_connection(("127.0.0.1", port))
     began = time.monotonic()
-    assert over_http(port, json.dumps(GOOD))[0] == 200, "while the others wait"
-    dripping = stalled.pop()
-    while (
-        not gone(dripping) and time.monotonic() - began < 60
-    ):  # a second is allowed; a busy machine may be late
-        time.sleep(0.1)
-    assert gone(dripping)
-    for connection in stalled:
+    assert ask(port, "POST", f"/sessions/{session}/steps", STEP)[0] == 200, "while the others wait"
+    for connection in slow:
         connection.settimeout(60)
-        assert connection.recv(1000) == b""  # closed
-    assert over_http(port, b"", path="/health", method="GET")[0] == 200
+        assert b" 408 " in connection.recv(1000).split(b"\r\n")[0]
+    while time.monotonic() - began < 60:
+        try:
+            dripping.sendall(b"P" if time.monotonic() - began < 1 else b"O")
+        except OSError:
+            break
+        time.sleep(0.1)
+    assert time.monotonic() - began < 60
+    silent.settimeout(60)
+    assert silent.recv(10) == b""
 
 
-def test_many_clients_at_once_get_their_own_answers(port):
-    expected = {x: over_http(port, json.dumps({"obs": [x, 0.0]})) for x in (0.1, 0.5, 0.9)}
-    wrong: list[float] = []
+def test_many_clients_at_once_get_their_own_responses(port):
+    wrong: list[object] = []
 
     def client(x):
-        wrong.extend(
-            x for _ in range(20) if over_http(port, json.dumps({"obs": [x, 0.0]})) != expected[x]
-        )
+        online = kbf.load("example:rotation").online()
+        name = ask(port, "POST", "/sessions", {})[1]["session"]
+        for _ in range(20):
+            obs = {"x_0": x, "x_1": 0.0}
+            found = ask(port, "POST", f"/sessions/{name}/steps", {"obs": obs})[1]
+            if abs(found["estimates"]["z_0"]["value"] - online.step(obs)["z_0"]) > 1e-6:
+                wrong.append(found)
+        ask(port, "DELETE", f"/sessions/{name}")
 
-    threads = [threading.Thread(target=client, args=(x,)) for x in expected]
+    threads = [threading.Thread(target=client, args=(x,)) for x in (0.1, 0.5, 0.9)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -264,38 +262,130 @@ def test_many_clients_at_once_get_their_own_answers(port):
     assert not wrong and not any(thread.is_alive() for thread in threads)
 
 
-def test_the_command_says_where_it_listens_and_ends_with_the_signal(program):
-    words = [sys.executable, "-m", "kbf.cli", "serve", f"program={program}", "port=0"]
-    started = functools.partial(
-        signal.signal, signal.SIGINT, signal.SIG_DFL
-    )  # in the background it is ignored
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=started
-    ) as process:
-        try:
-            assert process.stdout is not None
-            address = process.stdout.readline().strip()
-            port = int(address.removeprefix("http://127.0.0.1:").removesuffix("/step"))
-            assert over_http(port, json.dumps(GOOD))[0] == 200
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
-        finally:
-            process.kill()
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_requests_in_flight_are_answered_and_the_end_is_logged(sign):
+    """30 clients that have sent half of their body at the signal, and 5 that send on and on."""
+
+    async def clients(process, port):
+        lines = [await Client(port).open() for _ in range(30)]
+        busy = [await Client(port).open() for _ in range(5)]
+        body = json.dumps({}).encode()
+        head = b"POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        for each in lines:
+            each.writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body[:1])
+            await each.writer.drain()
+
+        async def send_on(client):
+            """Requests until the server closes the connection: whole responses, and how many."""
+            count = 0
+            while True:
+                client.writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                head = (await client.reader.readuntil(b"\r\n\r\n")).lower()
+                [length] = re.findall(rb"content-length: (\d+)", head)
+                assert json.loads(await client.reader.readexactly(int(length)))
+                count += 1
+                if b"connection: close" in head:
+                    return count
+
+        running = [asyncio.create_task(send_on(each)) for each in busy]
+        await asyncio.sleep(0.5)
+        process.send_signal(sign)
+        await asyncio.sleep(1.0)
+        statuses = []
+        for each in lines:
+            each.writer.write(body[1:])
+            statuses.append(int((await each.reader.readuntil(b"\r\n\r\n")).split()[1]))
+        return statuses, await asyncio.gather(*running)
+
+    with serving() as (process, port):
+        statuses, counts = asyncio.run(clients(process, port))
+        assert statuses == [201] * 30 and min(counts) > 1
+        assert process.wait(60) == 0
+        assert process.stdout.read().startswith("ended: 0 steps, 30 sessions")
+        assert process.stderr.read() == ""
+
+
+def without_network(app, method, path, body=None):
+    """Status and parsed content of the response of an ASGI application."""
+    raw, sent = b"" if body is None else json.dumps(body).encode(), []
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+    }
+
+    async def receive():
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    with contextlib.suppress(ZeroDivisionError):  # Starlette raises a fault again, for the log
+        asyncio.run(app(scope, receive, send))
+    return sent[0]["status"], json.loads(b"".join(each.get("body", b"") for each in sent))
+
+
+def test_a_fault_of_the_server_is_one_json_error(monkeypatch):
+    """A step that raises what nobody expects: 500, and the server goes on."""
+    fitted = kbf.load("example:rotation")
+    sessions = Sessions(fitted, limit=2, expiry=60, settings={})
+    service = Service(fitted, sessions, largest_body=1000, seconds=9, threads=1)
+    app = application(service, {"localhost"})
+    name = without_network(app, "POST", "/sessions", {})[1]["session"]
+    monkeypatch.setattr(type(sessions.get(name).online), "step", lambda *a, **k: 1 / 0)
+    status, found = without_network(app, "POST", f"/sessions/{name}/steps", STEP)
+    assert status == 500 and "fault of the server" in found["error"]
+    assert without_network(app, "GET", "/health")[0] == 200
+
+
+def test_slow_filters_step_in_threads(monkeypatch):
+    """Equal responses, in the order of the requests."""
+    from kbf.serving import app as module
+
+    fitted = kbf.load("example:rotation")
+    found = []
+    for limit in (0.0, 100.0):
+        monkeypatch.setattr(module, "MAX_SECONDS_IN_LOOP", limit)
+        sessions = Sessions(fitted, limit=2, expiry=60, settings={})
+        service = Service(fitted, sessions, largest_body=1000, seconds=9, threads=2)
+        assert (service.threads is None) == (limit > 1)
+        app = application(service, {"localhost"})
+        name = without_network(app, "POST", "/sessions", {})[1]["session"]
+        path = f"/sessions/{name}/steps"
+        found.append([without_network(app, "POST", path, STEP)[1] for _ in range(5)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["program=none.onnx"], "there is no file none.onnx"),
-        (["program=bad.onnx"], "is no program of kbf export"),
-        (["program=bad.onnx", "port=99999"], "port must be a whole number from 0 to 65535"),
-        (["program=bad.onnx", "hosts=a"], "hosts must be a list of names"),
-        (["program=bad.onnx", "seconds=0"], "seconds must be a whole number from 1"),
+        (["checkpoint=none.ckpt"], "none.ckpt"),
+        (["checkpoint=bad.ckpt"], "bad.ckpt"),
+        (["checkpoint=bad.ckpt", "port=99999"], "port must be a whole number from 0 to 65535"),
+        (["checkpoint=bad.ckpt", "hosts=a"], "hosts must be a list of names"),
+        (["checkpoint=bad.ckpt", "seconds=0"], "seconds must be a whole number from 1"),
+        (["checkpoint=bad.ckpt", "sessions=x"], "sessions must be a whole number from 1"),
+        (["checkpoint=bad.ckpt", "max_delay=-1"], "max_delay must be a number of seconds"),
     ],
 )
 def test_bad_settings(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad.onnx").write_bytes(b"\x08\x09nothing")
+    (tmp_path / "bad.ckpt").write_bytes(b"\x08\x09nothing")
     assert main(["serve", *words]) == 2
-    told = capsys.readouterr().err
-    assert message in told and len(told.splitlines()) == 1
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
+def test_an_address_that_is_taken(port, capsys):
+    assert main(["serve", "checkpoint=example:rotation", f"port={port}"]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and str(port) in error
+
+
+def test_the_page_needs_no_network(port, session):
+    """All scripts are part of the page."""
+    page = urllib.request.urlopen(f"http://127.0.0.1:{port}/?session={session}").read().decode()
+    assert f"sessions/{session}/history" in page
+    assert not re.search(r"<(script|link)[^>]*(src|href)=", page)

@@ -14,8 +14,14 @@ from kbf.cli import main
 from kbf.runtime.optional_dependencies import need
 
 COMMANDS = {
-    "waitress": ("serve", ["serve", "program=step.onnx"]),
-    "onnxruntime": ("serve", ["serve", "program=step.onnx"]),
+    "starlette": ("serve", ["serve", "checkpoint=example:rotation"]),
+    "uvicorn": ("serve", ["serve", "checkpoint=example:rotation"]),
+    "prometheus_client": ("serve", ["serve", "checkpoint=example:rotation"]),
+    "bokeh": ("serve", ["serve", "checkpoint=example:rotation"]),
+    "onnxruntime": (
+        "export",
+        ["export", "checkpoint=example:rotation", "format=onnx", "out=step"],
+    ),
     "onnx": ("export", ["export", "checkpoint=example:rotation", "format=onnx", "out=step"]),
     "onnxscript": ("export", ["export", "checkpoint=example:rotation", "format=onnx", "out=step"]),
     "sklearn": (

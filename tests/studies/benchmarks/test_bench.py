@@ -18,7 +18,7 @@ from studies.benchmarks.base import alternate
 from studies.benchmarks.problem import problem, reference
 from studies.benchmarks.scale import slope
 
-HERE = ("step", "scale", "online")
+HERE = ("step", "scale", "online", "serving")
 
 
 def module(name: str):
@@ -28,6 +28,8 @@ def module(name: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HERE)
 def test_smoke(name, tmp_path, capsys):
+    if name == "serving":
+        pytest.importorskip("starlette")
     assert main(["bench", name, "size=smoke", f"run_dir={tmp_path}"]) == 0
     assert {file.name for file in tmp_path.iterdir()} == {
         "results.csv",

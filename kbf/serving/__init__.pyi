@@ -1,0 +1,8 @@
+from kbf.serving import (
+    app as app,
+    openapi as openapi,
+    page as page,
+    server as server,
+    sessions as sessions,
+    values as values,
+)
