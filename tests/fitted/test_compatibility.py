@@ -94,9 +94,9 @@ def test_a_smaller_unit_is_no_sensor_at_rest():
 def test_codes_that_the_training_did_not_have_are_asked_for(fitted):
     new = recorded(seed=3)
     first = next(iter(fitted.columns["observations"]))
-    coded = new.assign(**{first: new[first].mask(new.index % 8 == 3, -777.0)})
+    coded = new.assign(**{first: new[first].mask(new.index % 8 == 3, -9999.0)})
     (text,) = warned(lambda: fitted.filter(coded))
-    assert f"column {first}: " in text and "Does -777 stand for a missing value" in text
+    assert f"column {first}: " in text and "Does -9999 stand for a missing value" in text
 
 
 def test_a_sensor_without_any_reading_is_no_error(fitted):
