@@ -397,6 +397,27 @@ def test_figures_have_a_panel_for_each_column(data, fitted):
         fitted.filter(new).plot(columns=["reach"])
 
 
+def test_angles_are_drawn_without_jumps():
+    """The truth counts from 0, the estimate from -180; both are drawn on one turn."""
+    rng = np.random.default_rng(0)
+    turned = np.cumsum(2 + rng.normal(size=300))
+    frame = pd.DataFrame({"h": turned % 360, "c": (turned + 5 * rng.normal(size=300)) % 360})
+    frame.index = pd.date_range("2026-01-05", periods=300, freq="20ms")
+    angles = {"h": "degrees", "c": "degrees"}
+    columns = {"states": ["h"], "observations": ["c"], "angles": angles}
+    fitted = kbf.fit(frame, **columns, model="kalman", progress=False)
+    estimates = fitted.filter(frame)
+    (panel,) = estimates.plot(truth=frame).axes
+    truth, drawn = (line.get_ydata() for line in panel.lines[:2])
+    assert np.abs(np.diff(drawn)).max() < 180 < np.abs(np.diff(estimates.mean[:, 0])).max()
+    assert np.abs(truth - drawn).max() < 90
+    assert np.allclose(np.mod(truth - frame.h + 180, 360), 180)
+    low, high = (end[:, 0] for end in estimates.interval())
+    ends = panel.collections[0].get_datalim(panel.transData)
+    assert ends.height < (drawn.max() - drawn.min()) + 2 * (high - low).max()
+    assert panel.get_xlabel() == "time"
+
+
 def test_figures_have_units_times_and_given_axes(data):
     units = {"reach_mm": "mm"}
     fitted = kbf.fit(data, **ARM, units=units, model="mean", calibrate=False, progress=False)
@@ -563,6 +584,11 @@ def test_controls_of_a_filter_are_asked_for():
     recording = kbf.Recording(z, x, controls=u)
     whole = kbf.Recording(z[:100], x[:100], controls=u[:100])
     ahead = fitted.forecast(whole, 5, controls=u[100:105])
+    named = [{"u1": float(each)} for each in u[100:105, 0]]
+    for given in (named, pd.DataFrame(named).assign(other=1.0)):
+        np.testing.assert_allclose(fitted.forecast(whole, 5, controls=given).mean, ahead.mean)
+    with pytest.raises(KeyError, match="'U1' is not among the controls; did you mean 'u1'"):
+        fitted.forecast(whole, 1, controls=[{"U1": 0.0}])
     assert ((ahead.mean - z[100:105]) ** 2).mean() < 0.1 * z.var()
     with pytest.raises(kbf.DataError, match=r"controls must be \(5, 1\).*got none"):
         fitted.forecast(recording, 5)

@@ -265,6 +265,11 @@ class Estimates(Shown):
             ends,
             None if truth is None else self._truth(truth)[:, where],
             names=[f"{name} [{units[name]}]" if name in units else name for name in chosen],
+            periods={
+                chosen.index(part.names[0]): 2 * np.pi * self._schema.turn()
+                for part in self._schema.states
+                if part.kind == "angle" and part.names[0] in chosen
+            },
             alarms=None if self.alarms is None else self.alarms != "",
             starts=self._starts(),
             level=level,
@@ -327,7 +332,7 @@ class Estimates(Shown):
         if index is not None and index.nlevels == 1 and index.dtype.kind in "iufMm":
             if index.dtype.kind == "m":
                 return np.asarray(index) / np.timedelta64(1, "s"), f"{index.name or 'time'} [s]"
-            return np.asarray(index), str(index.name or "row")
+            return np.asarray(index), str(index.name or ("time" if times is not None else "row"))
         if times is not None and len(self._starts()) == 1:
             return times - times[0], "time [s]"
         return np.arange(len(self)), "row"

@@ -169,7 +169,8 @@ class FittedFilter(Summary):
         Args:
             data: as of `filter`.
             horizon: number of steps.
-            controls: ``horizon k``, the controls of these steps, for a filter with controls.
+            controls: ``horizon k``, the controls of these steps, for a filter with controls; or a
+                DataFrame, or a mapping for each step.
             seed: of filters that draw random numbers.
 
         Raises:

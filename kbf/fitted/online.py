@@ -23,11 +23,11 @@ from kbf.fitted.compatibility import Comparison
 from kbf.fitted.estimates import Estimates
 from kbf.fitted.online_estimator import OnlineEstimator, StepInputs, result_of
 from kbf.fitted.results import Source
-from kbf.fitted.runs import check_horizon, future_controls, moved
+from kbf.fitted.runs import check_horizon, future_controls, moved, numbers_of
 from kbf.fitted.summary import Summary
-from kbf.recording import as_float, without_mask
+from kbf.recording import as_float
 from kbf.runtime.column_values import ColumnValues
-from kbf.runtime.errors import DataError, DataWarning, nearest
+from kbf.runtime.errors import DataError, DataWarning
 
 # Share of the time step by which the time of a reading may be off the grid without an error.
 MAX_OFF_GRID = 0.25
@@ -190,7 +190,7 @@ class OnlineFilter:
 
         Args:
             horizon: number of steps.
-            controls: ``horizon k``, for a filter with controls.
+            controls: ``horizon k``, or a mapping for each step, for a filter with controls.
 
         Raises:
             ValueError: a horizon below 1, or controls of another shape.
@@ -351,42 +351,6 @@ class OnlineFilter:
             raise DataError(f"this filter {needs}")
         values = numbers_of(control, names, "controls", missing=False)
         return torch.from_numpy(values[None]).to(self._device, self._dtype)
-
-
-def numbers_of(values: Any, names: list[str], side: str, *, missing: bool) -> np.ndarray:
-    """Return the numbers of the columns, from a mapping or an array.
-
-    Args:
-        values: by name, or in the order of ``names``. None is missing.
-        names: of the columns. side: for messages.
-        missing: whether columns may be absent.
-
-    Raises:
-        KeyError: an unknown name, with the nearest.
-        DataError: an absent name, or another number of values.
-    """
-    if isinstance(values, Mapping) or hasattr(values, "to_dict"):
-        given = dict(values) if isinstance(values, Mapping) else values.to_dict()
-        for name in given:
-            if name not in names:
-                hint = nearest(str(name), names, "they are")
-                raise KeyError(f"{name!r} is not among the {side}; {hint}")
-        absent = [name for name in names if name not in given]
-        if absent and not missing:
-            raise DataError(f"{side}: {', '.join(absent)} is missing; None stands for no reading")
-        values = [given.get(name) for name in names]
-    elif hasattr(values, "detach"):
-        values = values.detach().cpu()
-    elif np.ma.is_masked(values):
-        values = without_mask(values, side)
-    found = np.array(
-        [np.nan if each is None else each for each in np.atleast_1d(values).ravel()], "float64"
-    )
-    if len(found) != len(names):
-        raise DataError(
-            f"{side} must be {len(names)} numbers ({', '.join(names)}), got {len(found)}"
-        )
-    return found
 
 
 def seconds_of(time: Any) -> float:

@@ -1,5 +1,6 @@
 """Runs of a trained filter through recordings: estimates, log likelihoods, predictions."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ from kbf.fitted.checkpoint import Trained
 from kbf.fitted.held_out_forecasts import ORIGINS_PER_BATCH
 from kbf.fitted.online_estimator import OnlineEstimator, StepInputs, concatenated, result_of
 from kbf.fitted.results import Array, Result, joined
-from kbf.recording import Recording
-from kbf.runtime.errors import DataError
+from kbf.recording import Recording, without_mask
+from kbf.runtime.errors import DataError, nearest
 
 # Rows whose outputs are computed in one batch.
 ROWS_PER_BATCH = 256
@@ -102,9 +103,14 @@ def future_controls(trained: Trained, controls: Any, horizon: int) -> Tensor | N
     Raises:
         DataError: controls that are missing, not wanted, or of another shape.
     """
-    width = control_components(trained.filter)
+    width, names = control_components(trained.filter), list(trained.module.column_schema().controls)
     if controls is None and not width:
         return None
+    if controls is not None and hasattr(controls, "columns"):
+        controls = controls[[name for name in names if name in controls]].to_dict("records")
+    if isinstance(controls, list) and all(isinstance(each, Mapping) for each in controls):
+        rows = [numbers_of(each, names, "controls", missing=False) for each in controls]
+        controls = np.stack(rows) if rows else None
     values = np.zeros((0, width)) if controls is None else np.asarray(controls, dtype="float64")
     if values.ndim == 1:
         values = values[:, None]
@@ -217,3 +223,39 @@ def as_recording(piece: Observations) -> Recording:
     if states is None:
         states = torch.full((len(obs), 1), torch.nan, dtype=torch.float64)
     return Recording(states, obs, piece.mask, controls=piece.controls)
+
+
+def numbers_of(values: Any, names: list[str], side: str, *, missing: bool) -> np.ndarray:
+    """Return the numbers of the columns, from a mapping or an array.
+
+    Args:
+        values: by name, or in the order of ``names``. None is missing.
+        names: of the columns. side: for messages.
+        missing: whether columns may be absent.
+
+    Raises:
+        KeyError: an unknown name, with the nearest.
+        DataError: an absent name, or another number of values.
+    """
+    if isinstance(values, Mapping) or hasattr(values, "to_dict"):
+        given = dict(values) if isinstance(values, Mapping) else values.to_dict()
+        for name in given:
+            if name not in names:
+                hint = nearest(str(name), names, "they are")
+                raise KeyError(f"{name!r} is not among the {side}; {hint}")
+        absent = [name for name in names if name not in given]
+        if absent and not missing:
+            raise DataError(f"{side}: {', '.join(absent)} is missing; None stands for no reading")
+        values = [given.get(name) for name in names]
+    elif hasattr(values, "detach"):
+        values = values.detach().cpu()
+    elif np.ma.is_masked(values):
+        values = without_mask(values, side)
+    found = np.array(
+        [np.nan if each is None else each for each in np.atleast_1d(values).ravel()], "float64"
+    )
+    if len(found) != len(names):
+        raise DataError(
+            f"{side} must be {len(names)} numbers ({', '.join(names)}), got {len(found)}"
+        )
+    return found

@@ -1,6 +1,7 @@
 """Estimates of each state column over time, in its own panel, with intervals and alarms."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -21,6 +22,7 @@ def estimates_figure(
     truth: np.ndarray | None,
     *,
     names: Sequence[str],
+    periods: Mapping[int, float] | None = None,
     alarms: np.ndarray | None = None,
     starts: Sequence[int] = (0,),
     level: float = 0.95,
@@ -36,6 +38,7 @@ def estimates_figure(
         mean: estimates ``T c``. ends: lower and upper ends of the intervals ``T c``, or None.
         truth: states ``T c``, or None.
         names: labels of the columns, with units.
+        periods: of the columns that are angles, which are drawn without jumps.
         alarms: ``T`` bool, rows that are marked; None for none.
         starts: first rows of the recordings.
         level: of the intervals, for the legend.
@@ -48,6 +51,9 @@ def estimates_figure(
     Raises:
         ValueError: another number of axes than columns.
     """
+    bounds = [0, *list(starts)[1:], len(time)]
+    for k, period in (periods or {}).items():
+        mean, ends, truth = without_jumps(mean, ends, truth, k, period, bounds)
     with matplotlib.rc_context(STYLE):
         figure = None
         if axes is None:
@@ -100,3 +106,29 @@ def estimates_figure(
             return axes
         figure.legend(*handles, loc="outside upper right", ncols=4)
     return figure
+
+
+def without_jumps(
+    mean: np.ndarray,
+    ends: Sequence[np.ndarray] | None,
+    truth: np.ndarray | None,
+    column: int,
+    period: float,
+    bounds: Sequence[int],
+) -> tuple[np.ndarray, Sequence[np.ndarray] | None, np.ndarray | None]:
+    """Returns estimates, ends and truth of an angle that differ by less than half a turn.
+
+    Each estimate is taken on the turn that is the nearest to the one before, in each recording
+    between ``bounds``; the truth on the turn that is the nearest to the estimate.
+    """
+    arrays = [each.copy() for each in (mean, *(ends or ()))]
+    for first, last in itertools.pairwise(bounds):
+        angle = mean[first:last, column]
+        turns = np.unwrap(angle, period=period) - angle
+        for each in arrays:
+            each[first:last, column] += turns
+    if truth is not None:
+        truth = truth.copy()
+        apart = truth[:, column] - arrays[0][:, column]
+        truth[:, column] -= period * np.round(apart / period)
+    return arrays[0], None if ends is None else arrays[1:], truth

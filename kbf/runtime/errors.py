@@ -31,11 +31,14 @@ def nearest(name: str, known: Iterable[str], otherwise: str = "there are") -> st
 
     >>> nearest("speeed", ["speed", "place"])
     "did you mean 'speed'?"
+    >>> nearest("S3", ["s2", "s3"])
+    "did you mean 's3'?"
     >>> nearest("mood", ["speed", "place"], "they are")
     'they are speed, place'
     """
     names = list(known)
-    near = difflib.get_close_matches(name, names, 1)
+    alike = [each for each in names if each.casefold() == name.casefold()]
+    near = alike or difflib.get_close_matches(name, names, 1)
     return f"did you mean {near[0]!r}?" if near else f"{otherwise} {', '.join(names)}"
 
 

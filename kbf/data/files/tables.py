@@ -1,6 +1,5 @@
 """Reads tables (CSV by pandas, Parquet by pyarrow): one row a step, named columns."""
 
-import difflib
 import fnmatch
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from kbf.data.files.layout import (
     own_package,
 )
 from kbf.data.files.texts import Table, number, read_csv, times_of
+from kbf.runtime.errors import nearest
 
 # Types of the columns of a Parquet file that are read as numbers, as pyarrow calls them.
 NUMERIC_KINDS = ("integer", "floating", "boolean", "decimal")
@@ -212,8 +212,8 @@ def check_columns(path: Path, header: list[str], wanted: list[str]) -> None:
     """Raises a ValueError that names the first missing column and the most similar name."""
     for name in wanted:
         if name not in header:
-            near = difflib.get_close_matches(name, header, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = nearest(name, header, "")
+            hint = f"; {hint}" if hint.endswith("?") else ""
             raise ValueError(
                 f"{path}: there is no column {name!r}; it has {', '.join(header)}{hint}"
             )
