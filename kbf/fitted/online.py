@@ -8,7 +8,6 @@ import hashlib
 import os
 import warnings
 from collections import deque
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
