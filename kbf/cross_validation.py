@@ -27,7 +27,7 @@ from kbf.fitted.python_words import in_python
 from kbf.fitted.results import Result, Source
 from kbf.fitted.scores import column_scores
 from kbf.fitted.training_data import read
-from kbf.fitting import fit_source, warn_of_problems
+from kbf.fitting import check_choice, fit_source, warn_of_problems
 from kbf.runtime.errors import DataError
 
 # Scores of a column in each fold.
@@ -206,6 +206,8 @@ def cross_validate(
     names = [models] if isinstance(models, str) else list(models)
     if not names or len(set(names)) < len(names):
         raise ValueError(f"models must be one or more different names, got {names}")
+    for name in names:
+        check_choice("model", name)
     if "model" in settings:
         raise ValueError("cross_validate takes models=[...], not model")
     if type(workers) is not int or workers < 1:

@@ -168,6 +168,7 @@ def test_arrays_blocks_and_processes():
         ({"gap": -1}, "gap must be a number of rows"),
         ({"models": []}, "models must be one or more"),
         ({"models": ["mean", "mean"]}, "different names"),
+        ({"models": ["mean", "kalmann"]}, "there is no model .kalmann.; did you mean"),
         ({"model": "mean"}, "takes models="),
         ({"workers": 0}, "workers must be at least 1"),
     ],
