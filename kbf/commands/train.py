@@ -242,12 +242,12 @@ def record_of_unchanged_data(ckpt_path: Path, now: dict[str, Any]) -> dict[str, 
     """Return the provenance of the run that a checkpoint is of, whose data must be the same.
 
     Raises:
-        ValueError: a file has other contents now.
+        ValueError: a file has other contents now, is new, or is gone.
     """
     before = read_checkpoint(ckpt_path)["kbf"].get("provenance")
-    if found := changes(before, now):
+    if found := changes(before, now, same_files=True):
         raise ValueError(
-            f"{'; '.join(found)}. A run continues on the same data: restore the file, or start a "
+            f"{'; '.join(found)}. A run continues on the same data: restore the files, or start a "
             "new run"
         )
     return before

@@ -128,18 +128,27 @@ def continued(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, A
     return {**before, "files": list(files.values()), "continued": steps}
 
 
-def changes(before: dict[str, Any] | None, now: dict[str, Any]) -> list[str]:
+def changes(
+    before: dict[str, Any] | None, now: dict[str, Any], *, same_files: bool = False
+) -> list[str]:
     """Return one sentence for each file of a former record that has other contents now.
 
     Args:
         before: record of `provenance`; None where there is none, as in older checkpoints.
-        now: the present one. Files that are in one of the records only are not compared.
+        now: the present one.
+        same_files: report files that are in one of the records only, as well.
     """
-    present = {file["path"]: file for file in now["files"]}
-    return [
+    if before is None:
+        return []
+    then, present = ({file["path"]: file for file in each["files"]} for each in (before, now))
+    found = [
         f"{path} has changed since the training: {file['bytes']:,} bytes, "
         f"SHA-256 {file['sha256'][:12]} then; {present[path]['bytes']:,} bytes, "
         f"{present[path]['sha256'][:12]} now"
-        for file in (before or {}).get("files", [])
-        if (path := file["path"]) in present and present[path]["sha256"] != file["sha256"]
+        for path, file in then.items()
+        if path in present and present[path]["sha256"] != file["sha256"]
     ]
+    if same_files:
+        found += [f"{path} is new since the training" for path in present if path not in then]
+        found += [f"{path} is gone since the training" for path in then if path not in present]
+    return found

@@ -76,6 +76,25 @@ def test_a_changed_file_is_a_note_of_evaluate_and_an_error_of_resume(changed, ca
     assert " changed " in capsys.readouterr().out
 
 
+def test_files_that_are_added_or_gone_are_an_error_of_resume(tmp_path, monkeypatch, capsys):
+    """Of a folder of recordings, which is read as a whole; without a change the run continues."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "many").mkdir()
+    for k in range(2):
+        draw(f"many/r{k}.csv", k)
+    words = [*WORDS[:-1], "data.path=many", *LSTM, "calibrate=false", "run_dir=run"]
+    assert main(["train", *words]) == 0
+    resume = ["train", "ckpt_path=run/checkpoints/last.ckpt"]
+    draw("many/r2.csv", 2)
+    assert main(resume) == 2
+    assert "r2.csv is new since the training. A run continues" in capsys.readouterr().err
+    (tmp_path / "many" / "r2.csv").unlink()
+    assert main(resume) == 0
+    (tmp_path / "many" / "r1.csv").unlink()
+    assert main(resume) == 2
+    assert "r1.csv is gone since the training" in capsys.readouterr().err
+
+
 def test_the_same_file_brings_no_note(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     assert main(["evaluate", f"checkpoint={checkpoint('run')}", "run_dir=scores"]) == 0
