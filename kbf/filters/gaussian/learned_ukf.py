@@ -6,6 +6,9 @@ ranks minimise the leave-one-out loss of a map. The kinds of the maps (linear, k
 factors of Q and R maximise the log score of the filter on held-out blocks: one-step residuals do
 not show whether errors of a map accumulate.
 
+Moves may have several regimes, and jumps (`kbf.filters.gaussian.regimes`); the filter is then the
+interacting multiple model filter (`kbf.filters.gaussian.switching`).
+
 Sensors may be late, fail, or have errors that persist: their laws are fitted to the residuals of h
 (`kbf.filters.gaussian.sensor_laws`) and filtered in an augmented state
 (`kbf.filters.gaussian.augmented`). Counts are filtered as their square roots
@@ -22,14 +25,20 @@ maps.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
 
-from kbf.data.windows import held_out_blocks, take, whole_folds, without
 from kbf.filters.gaussian.augmented import Sensor, augmented
+from kbf.filters.gaussian.block_scores import (
+    Fitted,
+    Part,
+    held_out_parts,
+    held_out_scores,
+    with_factors,
+)
 from kbf.filters.gaussian.count_maps import with_stable_counts
 from kbf.filters.gaussian.learned_maps import (
     KINDS,
@@ -39,19 +48,19 @@ from kbf.filters.gaussian.learned_maps import (
     row_of,
     select_kernel,
 )
-from kbf.filters.gaussian.map_pairs import Pairs, pairs_of, residuals_of
-from kbf.filters.gaussian.moments import innovation_log_density
+from kbf.filters.gaussian.map_pairs import Pairs, residuals_of
+from kbf.filters.gaussian.map_sources import Source, jump_covariance, source_of
+from kbf.filters.gaussian.regimes import STRUCTURES, select_regimes
 from kbf.filters.gaussian.sensor_laws import (
     MAX_DELAY,
     fit_persistence,
-    no_faults,
     observed,
     select_delays,
     working,
 )
 from kbf.filters.gaussian.start import StartingFilter
+from kbf.filters.gaussian.switching import SwitchingFilter
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
-from kbf.filters.rollout import rollout_recordings
 from kbf.filters.scaling import are_counts
 from kbf.manifolds import manifold_of
 from kbf.recording import (
@@ -63,21 +72,16 @@ from kbf.recording import (
 from kbf.runtime.errors import FitError
 from kbf.runtime.html_repr import ShownModule
 
-# Parts that the recordings are cut into.
-FOLDS = 5
-# Steps from which on the last part alone is held out; of fewer, `FOLDS_OF_FEW` parts are in turn.
-MANY_STEPS = 1000
-FOLDS_OF_FEW = (0, 2, 4)
-# First steps of a held-out block that do not count: the filter has not converged yet.
-BURN_IN = 5
-# Share of the mean variance that is added to each component in a log score: states may lie on a
-# circle, where a covariance is nearly singular.
-MIN_VARIANCE = 1e-6
 # Factors of Q and R with which the kinds of maps are compared.
 COARSE_FACTORS = ((1.0, 1.0), (16.0, 1.0))
 
-# Recordings without a fold, to fit; and held-out blocks of the fold.
-Part = tuple[list[Recording], list[Recording]]
+
+class Scored(NamedTuple):
+    """Filters without each part, and their scores on the parts (`held_out_scores`)."""
+
+    filters: list[Fitted]
+    log: float
+    error: float
 
 
 class LearnedUKF(ShownModule):
@@ -95,6 +99,7 @@ class LearnedUKF(ShownModule):
         delays: ``q``, steps by which sensors are late; empty before `prepare`.
         counts: ``q``, which observations are counts; empty before `prepare`.
         faulty: whether sensors may fail.
+        regimes: the map of each regime, one of `kbf.filters.gaussian.regimes.STRUCTURES`.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class LearnedUKF(ShownModule):
         ranks: Sequence[int] = (96, 200, 400),
         factors: Sequence[float] = (1.0, 4.0, 16.0, 64.0, 256.0),
         kinds: Sequence[str] = KINDS,
+        switches: bool = True,
     ) -> None:
         """Set the candidates.
 
@@ -109,6 +115,7 @@ class LearnedUKF(ShownModule):
             ranks: most features of a map.
             factors: of the covariances Q and R.
             kinds: of maps, names among `KINDS`.
+            switches: whether several regimes are tried. A filter of several has no smoother.
 
         Raises:
             ValueError: no candidates, ranks or factors that are not positive, or unknown kinds.
@@ -125,6 +132,7 @@ class LearnedUKF(ShownModule):
             tuple(factors),
             tuple(kinds),
         )
+        self.switches: bool = switches
         self.allow_missing_sensors: bool = False
         self.kernels: Tensor = nn.Buffer(torch.zeros(0, 2, 3, dtype=torch.float64))
         self.kinds: Tensor = nn.Buffer(torch.full((2,), KINDS.index(kinds[-1])))
@@ -132,15 +140,17 @@ class LearnedUKF(ShownModule):
         self.delays: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.long))
         self.counts: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.bool))
         self.faulty: Tensor = nn.Buffer(torch.tensor(False))
+        self.regimes: Tensor = nn.Buffer(torch.tensor(STRUCTURES[0]))
 
     @torch.no_grad()
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
         """Select delays, faults, kernels, kinds of maps and factors.
 
         1. Delays of sensors by leave-one-out (`select_delays`), faults by the residuals of a map,
-           kernels by leave-one-out.
+           kernels by leave-one-out, regimes by `select_regimes`.
         2. The kind of the observation maps, then that of the change map, by the log score on
-           held-out blocks at the better one of `COARSE_FACTORS`.
+           held-out blocks at the better one of `COARSE_FACTORS`. Several regimes are used if their
+           error on these blocks is smaller, too.
         3. The factor of Q, of R, and of Q again, at these kinds.
 
         Recordings that are too short for a held-out block of ten steps leave the last kinds and
@@ -153,34 +163,58 @@ class LearnedUKF(ShownModule):
         self.counts = counts_in(recordings)
         stable = [with_stable_counts(each, self.counts) for each in recordings]
         self.delays = select_delays(stable)
-        faults, kept = working(stable, self.delays)
-        self.faulty.fill_(faults.any)
-        self.kernels = self.selected_kernels(self.pairs(kept))
+        self.faulty.fill_(working(stable, self.delays)[0].any)
+        source = self.source(recordings)
+        self.kernels = self.selected_kernels(source.pairs)
+        structure = select_regimes(source.moves) if self.switches else STRUCTURES[0]
+        self.regimes = torch.tensor(STRUCTURES[0])
         parts = held_out_parts(recordings)
         if parts:
-            filters = self.select_kinds(parts)
+            filters = self.select_kinds(parts, structure)
             if filters:
                 self.select_factors(filters, parts)
+        else:
+            self.regimes = torch.tensor(structure)
 
-    def select_kinds(self, parts: list[Part]) -> list[StartingFilter]:
-        """Set `kinds`; return the filters without each part, none if no kind could be fitted."""
-        best, filters = -torch.inf, []
-        last = self.given_kinds[-1]
+    def select_kinds(self, parts: list[Part], structure: tuple[int, ...]) -> list[Fitted]:
+        """Set `kinds` and `regimes`; return the filters without each part, none if none fits.
+
+        The kind of observation maps is selected first, then that of the change map, by log scores.
+        Several regimes are used where their error is smaller.
+        """
+        sources = [self.source(rest) for rest, _ in parts]
+        last = KINDS.index(self.given_kinds[-1])
+        best, filters, found = None, [], None
         for place, others in ((1, self.given_kinds), (0, self.given_kinds[:-1])):
-            for kind in others:
-                kinds = [last, last] if place else [last, KINDS[int(self.kinds[1])]]
-                kinds[place] = kind
-                try:
-                    found = [self.filter_of(rest, *kinds) for rest, _ in parts]
-                except FitError:  # too few steps without a fold
-                    continue
-                score = float(log_scores(found, parts, COARSE_FACTORS).max())
-                if score > best:
-                    best, filters = score, found
-                    self.kinds.copy_(torch.tensor([KINDS.index(each) for each in kinds]))
+            for kind in map(KINDS.index, others):
+                kinds = (last, kind) if place else (kind, int(self.kinds[1]))
+                found = self.scored(sources, parts, kinds)
+                if found is not None and (best is None or found.log > best.log):
+                    best, filters = found, found.filters
+                    self.kinds.copy_(torch.tensor(kinds))
+        if best is None or structure == STRUCTURES[0]:
+            return filters
+        several, reading = [each.with_regimes(structure) for each in sources], int(self.kinds[1])
+        for kind in map(KINDS.index, self.given_kinds):
+            found = self.scored(several, parts, (kind, reading))
+            if found is not None and found.error < best.error:
+                best, filters = found, found.filters
+                self.kinds.copy_(torch.tensor((kind, reading)))
+                self.regimes = torch.tensor(structure)
         return filters
 
-    def select_factors(self, filters: list[StartingFilter], parts: list[Part]) -> None:
+    def scored(
+        self, sources: list[Source], parts: list[Part], kinds: tuple[int, int]
+    ) -> Scored | None:
+        """Return the scores of filters of such kinds; None if there are too few steps."""
+        try:
+            filters = [self.filter_of(each, *(KINDS[k] for k in kinds)) for each in sources]
+        except FitError:
+            return None
+        logs, errors = held_out_scores(filters, parts, COARSE_FACTORS)
+        return Scored(filters, float(logs.max()), float(errors.min()))
+
+    def select_factors(self, filters: list[Fitted], parts: list[Part]) -> None:
         """Set `factors`, one after the other."""
         for place in (0, 1, 0):
             grid = []
@@ -188,11 +222,11 @@ class LearnedUKF(ShownModule):
                 pair = self.factors.tolist()
                 pair[place] = factor
                 grid.append((pair[0], pair[1]))
-            k = int(log_scores(filters, parts, grid).argmax())
+            k = int(held_out_scores(filters, parts, grid)[0].argmax())
             self.factors.copy_(torch.tensor(grid[k], dtype=torch.float64))
 
     @torch.no_grad()
-    def fit(self, memory: Recording | list[Recording] | None) -> StartingFilter:
+    def fit(self, memory: Recording | list[Recording] | None) -> Fitted:
         """Return the filter of maps that are fitted to ``memory``, in its dtype and device.
 
         Raises:
@@ -201,14 +235,15 @@ class LearnedUKF(ShownModule):
         recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         check_vectors(recordings, "a learned observation map")
         move, reading = (KINDS[k] for k in self.kinds.tolist())
-        return with_factors(self.filter_of(recordings, move, reading), self.factors)
+        source = self.source(recordings).with_regimes(tuple(self.regimes.tolist()))
+        return with_factors(self.filter_of(source, move, reading), self.factors)
 
-    def pairs(self, recordings: list[Recording]) -> Pairs:
-        """Return `pairs_of` recordings with stable counts."""
-        none = none_of(recordings)
+    def source(self, recordings: list[Recording]) -> Source:
+        """Return what maps are fitted to, of one regime."""
+        none = torch.zeros_like(recordings[0].obs[0], dtype=torch.bool)
         counts = self.counts if len(self.counts) else none
         delays = self.delays if len(self.delays) else none.long()
-        return pairs_of(recordings, delays, counts)
+        return source_of(recordings, delays, counts, faulty=bool(self.faulty))
 
     def sensors(self, pairs: Pairs, kind: str) -> list[Sensor]:
         """Return the observation maps of a kind."""
@@ -246,31 +281,55 @@ class LearnedUKF(ShownModule):
             kind, u, y, kernel=kernel, ranks=self.ranks, counts=counts, precise=place == 0
         )
 
-    def filter_of(self, recordings: list[Recording], move: str, reading: str) -> StartingFilter:
+    def changes(self, source: Source, kind: str) -> list[tuple[LearnedMap, Tensor]]:
+        """Return the change map of each regime, and its covariance Q."""
+        inputs, change, regimes = source.pairs.inputs, source.pairs.change, source.regimes
+        if regimes is None:
+            found = self.map_of(0, kind, inputs, change)
+            return [(found, found.noise)]
+        maps: dict[int, LearnedMap] = {}
+        laws = []
+        for k, place in enumerate(regimes.maps):
+            if place not in maps:
+                here = regimes.moves_of(place)
+                moves = source.moves
+                maps[place] = self.map_of(0, kind, moves.inputs[here], moves.change[here])
+                laws.append((maps[place], maps[place].noise))
+            else:
+                laws.append((maps[place], jump_covariance(source, maps[place], k)))
+        return laws
+
+    def filter_of(self, source: Source, move: str, reading: str) -> Fitted:
         """Return the filter of maps of such kinds, without factors."""
-        counts = self.counts if len(self.counts) else none_of(recordings)
-        recordings = [with_stable_counts(each, counts) for each in recordings]
-        faults, kept = no_faults(recordings[0].obs.shape[1]), recordings
-        if bool(self.faulty):
-            faults, kept = working(recordings, self.delays)
-        pairs = self.pairs(kept)
-        change, join = self.map_of(0, move, pairs.inputs, pairs.change), pairs.join
-        sensors = self.sensors(pairs, reading)
+        recordings, join = source.recordings, source.pairs.join
+        sensors = self.sensors(source.pairs, reading)
         manifold = manifold_of(torch.cat([s.states for s in recordings]))
+        persistence = fit_persistence([residuals_of(each, sensors) for each in source.kept])
+        counts = self.counts if len(self.counts) else torch.zeros_like(recordings[0].obs[0]).bool()
 
-        def moved(z: Tensor, u: Tensor | None = None) -> Tensor:
-            return manifold.project(z + change(z if u is None or join is None else join(z, u)))
+        def filter_with(change: LearnedMap, Q: Tensor) -> StartingFilter:
+            def moved(z: Tensor, u: Tensor | None = None) -> Tensor:
+                return manifold.project(z + change(z if u is None or join is None else join(z, u)))
 
-        persistence = fit_persistence([residuals_of(each, sensors) for each in kept])
-        model, states, d = augmented(recordings, moved, change.noise, sensors, persistence)
-        inner = UnscentedKalmanFilter(
-            model,
-            allow_missing_sensors=self.allow_missing_sensors or faults.any,
-            controlled=control_width(recordings),
-        )
-        return StartingFilter(
-            inner, states, d=d, faults=faults, counts=counts, missing=self.allow_missing_sensors
-        )
+            model, states, d = augmented(recordings, moved, Q, sensors, persistence)
+            inner = UnscentedKalmanFilter(
+                model,
+                allow_missing_sensors=self.allow_missing_sensors or source.faults.any,
+                controlled=control_width(recordings),
+            )
+            return StartingFilter(
+                inner,
+                states,
+                d=d,
+                faults=source.faults,
+                counts=counts,
+                missing=self.allow_missing_sensors,
+            )
+
+        filters = [filter_with(*law) for law in self.changes(source, move)]
+        if source.regimes is None:
+            return filters[0]
+        return SwitchingFilter(filters, source.regimes.P, source.regimes.start)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any
@@ -282,13 +341,19 @@ class LearnedUKF(ShownModule):
         Raises:
             ValueError: kinds, factors or delays that no model has.
         """
-        names = ("kernels", "kinds", "factors", "delays", "counts", "faulty")
-        kernels, kinds, factors, delays, counts, _ = (
+        names = ("kernels", "kinds", "factors", "delays", "counts", "regimes", "faulty")
+        kernels, kinds, factors, delays, counts, regimes, _ = (
             state_dict.setdefault(prefix + name, getattr(self, name).clone()) for name in names
         )
         self.kernels = torch.zeros_like(kernels, device=self.kernels.device)
         self.delays = torch.zeros_like(delays, device=self.delays.device)
         self.counts = torch.zeros_like(counts, device=self.counts.device)
+        self.regimes = torch.zeros_like(regimes, device=self.regimes.device)
+        if tuple(regimes.tolist()) not in STRUCTURES:
+            raise ValueError(
+                f"this model was stored with regimes {regimes.tolist()}, which are none of "
+                f"{', '.join(map(str, map(list, STRUCTURES)))}"
+            )
         if not bool(((delays >= 0) & (delays <= MAX_DELAY)).all()):
             raise ValueError(
                 f"this model was stored with delays {delays.tolist()}; they are 0 to {MAX_DELAY}"
@@ -311,69 +376,6 @@ class LearnedUKF(ShownModule):
         return kinds | {f"{n}_factor": float(k) for n, k in zip(names, self.factors, strict=True)}
 
 
-def none_of(recordings: list[Recording]) -> Bool[Tensor, " q"]:
-    """Return that no column of observations is a count."""
-    return torch.zeros_like(recordings[0].obs[0], dtype=torch.bool)
-
-
 def counts_in(recordings: list[Recording]) -> Bool[Tensor, " q"]:
     """Return which columns of observations are counts."""
     return are_counts(torch.cat([observed(each) for each in recordings]))
-
-
-def held_out_parts(recordings: list[Recording]) -> list[Part]:
-    """Return the rest and the held-out blocks of each fold; folds without blocks are left out."""
-    lengths = [len(s.states) for s in recordings]
-    try:
-        spans = whole_folds(lengths, FOLDS)
-    except FitError:
-        return []
-    few = [k for k in FOLDS_OF_FEW if k < len(spans)] if sum(lengths) < MANY_STEPS else [-1]
-    parts = [(without(recordings, spans[k]), take(recordings, spans[k])) for k in few]
-    blocks = [(rest, held_out_blocks(held)) for rest, held in parts]
-    return [(rest, held) for rest, held in blocks if rest and held]
-
-
-def with_factors(filter: StartingFilter, factors: Float[Tensor, "*b 2"]) -> StartingFilter:
-    """Return the filter with the covariances q Q of z and r R for each pair (q, r) of factors.
-
-    Of several pairs, each is that of one recording of a batch.
-    """
-    inner, d = filter.inner, filter.d
-    q, r = (each[..., None, None].to(inner.model.Q) for each in factors.unbind(-1))
-    Q = inner.model.Q.expand(*factors.shape[:-1], -1, -1).clone()
-    Q[..., :d, :d] *= q
-    changed = UnscentedKalmanFilter(
-        inner.model._replace(Q=Q, R=r * inner.model.R),
-        allow_missing_sensors=inner.allow_missing_sensors,
-        controlled=inner.controlled,
-    )
-    return filter.with_inner(changed)
-
-
-def log_scores(
-    filters: list[StartingFilter], parts: list[Part], factors: Sequence[tuple[float, float]]
-) -> Float[Tensor, " m"]:
-    """Return the mean of log N(z; m, C) over held-out steps for m pairs of factors of Q and R.
-
-    All pairs are run as one batch. -inf where a score is not finite.
-    """
-    found: list[Tensor] = []
-    for filter, (_, blocks) in zip(filters, parts, strict=True):
-        rows = torch.tensor(factors, dtype=torch.float64).repeat_interleave(len(blocks), 0)
-        runs = rollout_recordings(
-            with_factors(filter, rows),
-            blocks * len(factors),
-            dtype=filter.states.dtype,
-            covariances=True,
-        )
-        scores = []
-        for block, run in zip(blocks * len(factors), runs, strict=True):
-            assert run.covariances is not None
-            left = (block.states - run.estimates)[BURN_IN:].double()
-            C = run.covariances[BURN_IN:].double()
-            least = MIN_VARIANCE * C.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-            scores.append(innovation_log_density(left, C + least * torch.eye(C.shape[-1]).to(C)))
-        found.append(torch.cat(scores).unflatten(0, (len(factors), -1)))
-    means = torch.cat(found, 1).mean(1)
-    return torch.where(means.isfinite(), means, -torch.inf)

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kbf.densities.base import LOG_2PI
+from kbf.filters.gaussian.hidden_chain import smoothed_chain
 from kbf.recording import Recording
 from kbf.rkhs.features import nystrom_whitening, pivots
 from kbf.rkhs.kernels import gaussian, median_distance
@@ -180,50 +181,17 @@ def fit_faults(mixture: Mixture, lengths: list[int]) -> tuple[Faults, Bool[Tenso
     leave = torch.full_like(share, START_OF_LEAVE)
     enter = leave * share / (1 - share)
     works = torch.ones_like(mixture.log_works)
-    ratio = mixture.log_failed - mixture.log_works
+    logs = torch.stack([mixture.log_works.mT, mixture.log_failed.mT], -1)
     for _ in range(ITERATIONS_OF_CHAINS):
-        works, entered, left = smoothed(ratio, lengths, enter, leave, share)
+        P = torch.stack([1 - enter, enter, leave, 1 - leave], -1).unflatten(-1, (2, 2))
+        chain = smoothed_chain(logs, P, torch.stack([1 - share, share], -1), lengths)
+        works = chain.marginals[..., 0].mT
         total, total_failed = works.sum(0), (1 - works).sum(0)
-        enter = (entered + 0.5 * enter) / (total + 0.5)
-        leave = (left + 0.5 * leave) / (total_failed + 0.5)
+        enter = (chain.transitions[:, 0, 1] + 0.5 * enter) / (total + 0.5)
+        leave = (chain.transitions[:, 1, 0] + 0.5 * leave) / (total_failed + 0.5)
         share = (total_failed / (total + total_failed)).clamp(1e-12, 0.5)
     enter = torch.where(mixture.faulty, enter, 0)
     return Faults(enter, leave, mixture.low, mixture.high), mixture.faulty & (works < 0.5)
-
-
-def smoothed(
-    ratio: Float[Tensor, "n q"],
-    lengths: list[int],
-    enter: Float[Tensor, " q"],
-    leave: Float[Tensor, " q"],
-    share: Float[Tensor, " q"],
-) -> tuple[Float[Tensor, "n q"], Float[Tensor, " q"], Float[Tensor, " q"]]:
-    """Return the smoothed probabilities that sensors work, and expected numbers of transitions.
-
-    Args:
-        ratio: log density of a failed sensor over that of a working one.
-        lengths: of the recordings. enter, leave: of the chains. share: of failures at the start.
-
-    References: Rabiner (1989), equations 19 to 27 and 37.
-    """
-    odds = ratio.clamp(-500, 500).exp()
-    parts, entered, left = [], torch.zeros_like(enter), torch.zeros_like(leave)
-    for o in odds.split(lengths):
-        prior, filtered = 1 - share, []
-        for each in o:
-            now = prior / (prior + (1 - prior) * each)
-            filtered.append(now)
-            prior = now * (1 - enter) + (1 - now) * leave
-        back = [filtered[-1]]
-        for now in reversed(filtered[:-1]):
-            predicted = now * (1 - enter) + (1 - now) * leave
-            to_works = back[-1] / predicted.clamp_min(1e-300)
-            to_failed = (1 - back[-1]) / (1 - predicted).clamp_min(1e-300)
-            entered = entered + now * enter * to_failed
-            left = left + (1 - now) * leave * to_works
-            back.append(now * ((1 - enter) * to_works + enter * to_failed))
-        parts.append(torch.stack(back[::-1]))
-    return torch.cat(parts), entered, left
 
 
 def fault_mixture(r: Float[Tensor, " n"], width: float) -> tuple[float, Float[Tensor, ""]]:

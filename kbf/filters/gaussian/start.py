@@ -19,7 +19,7 @@ from kbf.densities.base import LOG_2PI
 from kbf.filters.gaussian.count_maps import log_slope, stabilised
 from kbf.filters.gaussian.moments import GaussianState, kalman_gain, leave_out_missing
 from kbf.filters.gaussian.sensor_laws import Faults, no_faults
-from kbf.filters.gaussian.ukf import UnscentedKalmanFilter, scaled
+from kbf.filters.gaussian.ukf import Linearised, UnscentedKalmanFilter, scaled
 from kbf.filters.protocols import Backward, FilterStep, UpdateByObserve
 from kbf.rkhs.linalg import evenly, product
 from kbf.runtime.html_repr import Shown
@@ -50,6 +50,20 @@ class StartingState(NamedTuple):
     cov: Tensor
     waiting: Tensor
     works: Tensor
+
+
+class Prepared(NamedTuple):
+    """What an update and a log likelihood of a `StartingFilter` have in common.
+
+    Attributes:
+        linearised: the observation map at the state.
+        works: ``b q``, the probability that each sensor works.
+        noise: ``b q``, factors of the variances of sensors; None without faults.
+    """
+
+    linearised: Linearised
+    works: Tensor
+    noise: Tensor | None
 
 
 class StartingFilter(UpdateByObserve[StartingState], Shown):
@@ -125,13 +139,36 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
 
         References: Minka (2001), section 3.2, for the probabilities that sensors work.
         """
-        works, obs = state.works, stabilised(obs, self.counts)
-        moments, first, noise = GaussianState(state.mean, state.cov), obs, None
-        if self.faults.any:
-            works = self.working(moments, works, obs)
+        return self.updated(state, stabilised(obs, self.counts), self.prepared(state, obs))
+
+    def observe_with_density(
+        self, state: StartingState, obs: Float[Tensor, "b q"]
+    ) -> tuple[StartingState, Bool[Tensor, " b"], Float[Tensor, " b"]]:
+        """Return `observe` and `log_likelihood`, computed together."""
+        known, x = self.prepared(state, obs), stabilised(obs, self.counts)
+        return *self.updated(state, x, known), self.density(state, obs, known)
+
+    def prepared(self, state: StartingState, obs: Float[Tensor, "b q"]) -> Prepared:
+        """Return what update and density have in common."""
+        linearised = self.inner.linearised(GaussianState(state.mean, state.cov))
+        if not self.faults.any:
+            return Prepared(linearised, state.works, None)
+        works = self.working(linearised, state.works, stabilised(obs, self.counts))
+        return Prepared(linearised, works, 1 / works.clamp_min(MIN_PROBABILITY))
+
+    def updated(
+        self, state: StartingState, obs: Float[Tensor, "b q"], known: Prepared
+    ) -> tuple[StartingState, Bool[Tensor, " b"]]:
+        """Return `observe` of stable counts."""
+        works, first = known.works, obs
+        if known.noise is not None:
             first = torch.where(works < 0.5, torch.nan, obs)
-            noise = 1 / works.clamp_min(MIN_PROBABILITY)
-        moments, possible = self.inner.observe(moments, obs, noise=noise)
+        moments, possible = self.inner.observe(
+            GaussianState(state.mean, state.cov),
+            obs,
+            noise=known.noise,
+            linearised=known.linearised,
+        )
         waiting = state.waiting * (~obs.isfinite().any(-1)).to(state.waiting)
         if not torch.compiler.is_compiling() and not bool((state.waiting > 0).any()):
             return StartingState(*moments, waiting, works), possible
@@ -148,16 +185,15 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
         )
 
     def working(
-        self, state: GaussianState, prior: Float[Tensor, "b q"], obs: Float[Tensor, "b q"]
+        self, linearised: Linearised, prior: Float[Tensor, "b q"], obs: Float[Tensor, "b q"]
     ) -> Float[Tensor, "b q"]:
         """Return the probability that each sensor works, given the reading and all others.
 
         The reading of a sensor is compared with its prediction from those of the others, by their
         probabilities, a few times in turn: sensors that agree outvote the one that does not.
         """
-        inner = self.inner
-        H, c, Omega = inner.linearise(inner.model.h, state.mean, inner.root(state.cov))
-        residual, H, R = leave_out_missing(obs - c, H, Omega + inner.model.R)
+        _, H, c, Omega = linearised
+        residual, H, R = leave_out_missing(obs - c, H, Omega + self.inner.model.R)
         variances = R.diagonal(dim1=-2, dim2=-1)
         works, eye = torch.ones_like(prior), torch.eye(H.shape[-1]).to(H)
         for _ in range(ROUNDS_OF_FAULTS):
@@ -196,9 +232,20 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
         self, state: StartingState, obs: Float[Tensor, "b q"]
     ) -> Float[Tensor, " b"]:
         """Return the inner filter's; log mean_i p(x | z_i) where the state waits."""
+        return self.density(state, obs, self.prepared(state, obs))
+
+    def density(
+        self, state: StartingState, obs: Float[Tensor, "b q"], known: Prepared
+    ) -> Float[Tensor, " b"]:
+        """Return `log_likelihood`."""
         slope = log_slope(obs, self.counts)
         obs = stabilised(obs, self.counts)
-        density = slope + self.inner.log_likelihood(GaussianState(state.mean, state.cov), obs)
+        density = slope + self.inner.log_likelihood(
+            GaussianState(state.mean, state.cov),
+            obs,
+            noise=known.noise,
+            linearised=known.linearised,
+        )
         if not bool((state.waiting > 0).any()):
             return density
         first = self.log_likelihoods(obs).logsumexp(-1) - math.log(len(self.states))

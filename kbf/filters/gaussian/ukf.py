@@ -7,6 +7,7 @@ References: Wan and van der Merwe (2000); Sarkka (2013), algorithms 5.14 and 5.1
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -83,6 +84,19 @@ def scaled(R: Float[Tensor, "*b q q"], factors: Float[Tensor, "b p"]) -> Float[T
     return root[:, :, None] * R * root[:, None]
 
 
+class Linearised(NamedTuple):
+    """h(m + L u) ~ H u + c + N(0, Omega), u ~ N(0, I), at the moments of a state.
+
+    Attributes:
+        L: ``b d d``. H: ``b q d``. c: ``b q``. Omega: ``b q q``.
+    """
+
+    L: Tensor
+    H: Tensor
+    c: Tensor
+    Omega: Tensor
+
+
 class UnscentedKalmanFilter(GaussianFilter):
     """Unscented Kalman filter of z' = f(z) + N(0, Q), x = h(z) + N(0, R).
 
@@ -144,6 +158,11 @@ class UnscentedKalmanFilter(GaussianFilter):
         """Return `unscented` with the sigma points of this filter."""
         return unscented(f, m, L, (self.points, self.mean_weights, self.cov_weights))
 
+    def linearised(self, state: GaussianState) -> Linearised:
+        """Return the observation map, linearised at a state."""
+        L = self.root(state.cov)
+        return Linearised(L, *self.linearise(self.model.h, state.mean, L))
+
     def root(self, cov: Float[Tensor, "b d d"]) -> Float[Tensor, "b d d"]:
         """Return the Cholesky factor of P + jitter I; P = 0 is allowed.
 
@@ -175,13 +194,16 @@ class UnscentedKalmanFilter(GaussianFilter):
         obs: Float[Tensor, "b q"],
         *,
         noise: Float[Tensor, "b p"] | None = None,
+        linearised: Linearised | None = None,
     ) -> tuple[GaussianState, Bool[Tensor, " b"]]:
         """Return the update of u ~ N(0, I), mapped back to z = m + L u, and `is_possible`.
 
-        ``noise`` are factors of the variances R, one for each component (p = q) or for all (p = 1).
+        Args:
+            state: predicted. obs: ``b q``.
+            noise: factors of the variances R, of each component (p = q) or of all (p = 1).
+            linearised: at the state; None to compute it.
         """
-        L = self.root(state.cov)
-        H, c, Omega = self.linearise(self.model.h, state.mean, L)
+        L, H, c, Omega = linearised or self.linearised(state)
         R = self.model.R if noise is None else scaled(self.model.R, noise)
         residual, R = obs - c, Omega + R
         if self.allow_missing_sensors:
@@ -192,15 +214,21 @@ class UnscentedKalmanFilter(GaussianFilter):
         return GaussianState(mean, product(L, U, L.mT)), is_possible(residual, variances)
 
     def log_likelihood(
-        self, state: GaussianState, obs: Float[Tensor, "b q"]
+        self,
+        state: GaussianState,
+        obs: Float[Tensor, "b q"],
+        *,
+        noise: Float[Tensor, "b p"] | None = None,
+        linearised: Linearised | None = None,
     ) -> Float[Tensor, " b"]:
         """Return log N(x; c, H H^T + Omega + R) of the linearised h(m + L u) ~ H u + c, ``b``.
 
-        Missing components are left out.
+        Missing components are left out. Arguments are those of `observe`.
         """
-        H, c, Omega = self.linearise(self.model.h, state.mean, self.root(state.cov))
+        _, H, c, Omega = linearised or self.linearised(state)
         unit = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
-        return log_density_of_available(obs - c, H, unit, Omega + self.model.R)
+        R = self.model.R if noise is None else scaled(self.model.R, noise)
+        return log_density_of_available(obs - c, H, unit, Omega + R)
 
     def forgets(self) -> int:
         """Return `STEPS_UNTIL_FORGOTTEN`."""

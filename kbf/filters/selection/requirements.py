@@ -7,6 +7,7 @@ from torch import nn
 
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gaussian.start import StartingState
+from kbf.filters.gaussian.switching import SwitchingState
 from kbf.filters.kernel.controlled_transition import ControlledDensity
 from kbf.filters.kernel_monte_carlo.filter import LocalMemory
 from kbf.filters.neural.dpf import DPFState
@@ -40,6 +41,11 @@ def why_not_exported(filter: Filter[Any]) -> str | None:
         return (
             "a particle filter draws random numbers in each step, and is not exported; "
             "kbf, kalman, lstm and frame are"
+        )
+    if isinstance(inner.init(1), SwitchingState):
+        return (
+            "the filter of several regimes (ukf_learned) is not exported; "
+            "require=export fits one of one regime"
         )
     if isinstance(inner.init(1), StartingState):
         return (

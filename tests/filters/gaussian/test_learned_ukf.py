@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from kbf.data.benchmark_systems import SystemRecordings, discrete_lorenz
+from kbf.filters.gaussian.block_scores import held_out_parts
 from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.gaussian.learned_maps import fit_map, kernel_of, row_of, select_kernel
-from kbf.filters.gaussian.learned_ukf import LearnedUKF, held_out_parts
+from kbf.filters.gaussian.learned_ukf import LearnedUKF
 from kbf.filters.gaussian.moments import GaussianState
 from kbf.filters.gaussian.start import StartingFilter, tempering
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter

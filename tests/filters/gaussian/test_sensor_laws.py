@@ -1,7 +1,7 @@
 """Delays, faults and persistent errors of sensors, each against a truth; and counts."""
 
 import math
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +21,6 @@ from kbf.filters.gaussian.sensor_laws import (
     left_out,
     no_faults,
     select_delays,
-    smoothed,
     working,
 )
 from kbf.filters.gaussian.start import StartingFilter
@@ -130,28 +129,6 @@ def test_chains_of_long_recordings_are_those_of_the_last_rows(monkeypatch):
     assert part.leave.item() == pytest.approx(whole.leave.item(), rel=0.4)
     for each in (kept, also_kept):
         assert (each[0].obs.isnan()[:, 0] == failed).double().mean() > 0.95
-
-
-def test_smoothed_probabilities_are_those_of_all_paths():
-    """Four steps, sixteen paths; enumeration."""
-    ratio = torch.tensor([0.3, 2.0, -1.0, 0.5], dtype=torch.float64)[:, None]
-    enter, leave, share = (torch.tensor([v], dtype=torch.float64) for v in (0.2, 0.4, 0.3))
-    works, entered, left = smoothed(ratio, [4], enter, leave, share)
-    P = {(1, 1): 0.8, (1, 0): 0.2, (0, 0): 0.6, (0, 1): 0.4}
-    total, steps = 0.0, [0.0] * 4
-    moved = {(1, 0): 0.0, (0, 1): 0.0}
-    for path in product((0, 1), repeat=4):
-        weight = 0.7 if path[0] else 0.3
-        weight *= math.prod(P[step] for step in pairwise(path))
-        weight *= math.exp(sum(float(r) for r, works in zip(ratio, path, strict=True) if not works))
-        total += weight
-        steps = [s + weight * works for s, works in zip(steps, path, strict=True)]
-        for step in pairwise(path):
-            if step in moved:
-                moved[step] += weight
-    assert works[:, 0].tolist() == pytest.approx([s / total for s in steps], rel=1e-9)
-    assert entered.item() == pytest.approx(moved[1, 0] / total, rel=1e-9)
-    assert left.item() == pytest.approx(moved[0, 1] / total, rel=1e-9)
 
 
 def test_the_chain_is_filtered_by_bayes_rule():
@@ -311,7 +288,8 @@ def test_the_learned_filter_leaves_out_failed_readings():
     model = LearnedUKF(kinds=("linear",))
     found = error(model, train, test)
     assert bool(model.faulty)
-    filter: StartingFilter = model.fit([train])
+    filter = model.fit([train])
+    assert isinstance(filter, StartingFilter)
     assert bool((filter.faults.enter > 0).all())
     assert not filter.allow_missing_sensors
     blind = LearnedUKF(kinds=("linear",))

@@ -1,0 +1,108 @@
+"""Scores of a Gaussian filter on held-out blocks, for several factors of its covariances."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kbf.data.windows import held_out_blocks, take, whole_folds, without
+from kbf.filters.gaussian.moments import innovation_log_density
+from kbf.filters.gaussian.start import StartingFilter
+from kbf.filters.gaussian.switching import SwitchingFilter
+from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
+from kbf.filters.rollout import rollout_recordings
+from kbf.recording import Recording
+from kbf.runtime.errors import FitError
+
+# Parts that the recordings are cut into.
+FOLDS = 5
+# Steps from which on the last part alone is held out; of fewer, `FOLDS_OF_FEW` parts are in turn.
+MANY_STEPS = 1000
+FOLDS_OF_FEW = (0, 2, 4)
+# First steps of a held-out block that do not count: the filter has not converged yet.
+BURN_IN = 5
+# Share of the mean variance that is added to each component in a log score: states may lie on a
+# circle, where a covariance is nearly singular.
+MIN_VARIANCE = 1e-6
+
+# Recordings without a fold, to fit; and held-out blocks of the fold.
+Part = tuple[list[Recording], list[Recording]]
+# Of one regime, and of several.
+Fitted = StartingFilter | SwitchingFilter
+
+
+def held_out_parts(recordings: list[Recording]) -> list[Part]:
+    """Return the rest and the held-out blocks of each fold; folds without blocks are left out."""
+    lengths = [len(s.states) for s in recordings]
+    try:
+        spans = whole_folds(lengths, FOLDS)
+    except FitError:
+        return []
+    few = [k for k in FOLDS_OF_FEW if k < len(spans)] if sum(lengths) < MANY_STEPS else [-1]
+    parts = [(without(recordings, spans[k]), take(recordings, spans[k])) for k in few]
+    blocks = [(rest, held_out_blocks(held)) for rest, held in parts]
+    return [(rest, held) for rest, held in blocks if rest and held]
+
+
+def with_factors(filter: Fitted, factors: Float[Tensor, "*b 2"]) -> Fitted:
+    """Return the filter with the covariances q Q of z and r R for each pair (q, r) of factors.
+
+    Of several pairs, each is that of one recording of a batch.
+    """
+    if isinstance(filter, SwitchingFilter):
+        return filter.each(lambda one: scaled_noise(one, factors))
+    return scaled_noise(filter, factors)
+
+
+def scaled_noise(filter: StartingFilter, factors: Float[Tensor, "*b 2"]) -> StartingFilter:
+    """Return `with_factors` of the filter of one regime."""
+    inner, d = filter.inner, filter.d
+    q, r = (each[..., None, None].to(inner.model.Q) for each in factors.unbind(-1))
+    Q = inner.model.Q.expand(*factors.shape[:-1], -1, -1).clone()
+    Q[..., :d, :d] *= q
+    changed = UnscentedKalmanFilter(
+        inner.model._replace(Q=Q, R=r * inner.model.R),
+        allow_missing_sensors=inner.allow_missing_sensors,
+        controlled=inner.controlled,
+    )
+    return filter.with_inner(changed)
+
+
+def held_out_scores(
+    filters: list[Fitted], parts: list[Part], factors: Sequence[tuple[float, float]]
+) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
+    """Return scores over held-out steps for m pairs of factors of Q and R.
+
+    All pairs are run as one batch.
+
+    Returns:
+        The mean of log N(z; m, C), and the mean squared error of a component over its variance.
+        -inf and inf where they are not finite.
+    """
+    logs: list[Tensor] = []
+    errors: list[Tensor] = []
+    scale = torch.cat([r.states for _, blocks in parts for r in blocks]).double().var(0)
+    for filter, (_, blocks) in zip(filters, parts, strict=True):
+        rows = torch.tensor(factors, dtype=torch.float64).repeat_interleave(len(blocks), 0)
+        runs = rollout_recordings(
+            with_factors(filter, rows),
+            blocks * len(factors),
+            dtype=filter.states.dtype,
+            covariances=True,
+        )
+        scores, squares = [], []
+        for block, run in zip(blocks * len(factors), runs, strict=True):
+            assert run.covariances is not None
+            left = (block.states - run.estimates)[BURN_IN:].double()
+            C = run.covariances[BURN_IN:].double()
+            least = MIN_VARIANCE * C.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+            scores.append(innovation_log_density(left, C + least * torch.eye(C.shape[-1]).to(C)))
+            squares.append((left.square() / scale)[:, scale > 0].mean(-1))
+        logs.append(torch.cat(scores).unflatten(0, (len(factors), -1)))
+        errors.append(torch.cat(squares).unflatten(0, (len(factors), -1)))
+    log, error = torch.cat(logs, 1).mean(1), torch.cat(errors, 1).mean(1)
+    return (
+        torch.where(log.isfinite(), log, -torch.inf),
+        torch.where(error.isfinite(), error, torch.inf),
+    )

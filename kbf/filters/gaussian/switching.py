@@ -1,0 +1,149 @@
+"""`SwitchingFilter`: Gaussian filters of several regimes, the interacting multiple model filter.
+
+The regime k is a Markov chain with probabilities P(i, j). Each filter starts a step from the
+moments of the mixture of all filters, weighted by the probability that its regime comes after
+theirs; a regime's probability is multiplied by the filter's likelihood of the observation.
+
+References: Blom and Bar-Shalom (1988); Bar-Shalom, Li and Kirubarajan (2001), section 11.6.6.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Generator, Tensor
+
+from kbf.filters.gaussian.start import StartingFilter, StartingState
+from kbf.filters.protocols import UpdateByObserve
+from kbf.runtime.html_repr import Shown
+
+
+class SwitchingState(NamedTuple):
+    """State of a `SwitchingFilter`: that of each regime's filter, and the regimes' probabilities.
+
+    Attributes:
+        mean: ``b k e``. cov: ``b k e e``. waiting: ``b``. works: ``b k q``, as of `StartingState`.
+        probabilities: ``b k``.
+    """
+
+    mean: Tensor
+    cov: Tensor
+    waiting: Tensor
+    works: Tensor
+    probabilities: Tensor
+
+
+class SwitchingFilter(UpdateByObserve[SwitchingState], Shown):
+    """The mixture of filters, one for each regime, that differ in the change of the state."""
+
+    def __init__(
+        self,
+        filters: list[StartingFilter],
+        P: Float[Tensor, "k k"],
+        start: Float[Tensor, " k"],
+    ) -> None:
+        """Keep the filters and the chain.
+
+        Args:
+            filters: of the regimes; they share sensors and recorded states.
+            P: transition probabilities; rows sum to 1. start: probabilities at the beginning.
+        """
+        self.filters: list[StartingFilter] = filters
+        self.P: Tensor = P.to(filters[0].states)
+        self.start: Tensor = start.to(filters[0].states)
+        self.states: Tensor = filters[0].states
+        self.controlled: int = filters[0].controlled
+        self.allow_missing_sensors: bool = filters[0].allow_missing_sensors
+
+    def each(self, change: Callable[[StartingFilter], StartingFilter]) -> "SwitchingFilter":
+        """Return the mixture of changed filters."""
+        return SwitchingFilter([change(one) for one in self.filters], self.P, self.start)
+
+    def init(self, batch: int, *, generator: Generator | None = None) -> SwitchingState:
+        """Return the filters' initial states."""
+        return joined([each.init(batch) for each in self.filters], self.start.expand(batch, -1))
+
+    def predict(
+        self,
+        state: SwitchingState,
+        *,
+        control: Float[Tensor, "b k"] | None = None,
+        generator: Generator | None = None,
+    ) -> SwitchingState:
+        """Mix the filters' moments, and predict with each filter."""
+        flow = state.probabilities[..., None] * self.P  # b i j
+        probabilities = flow.sum(1)
+        shares = (flow / probabilities.clamp_min(torch.finfo(flow.dtype).tiny)[:, None]).mT
+        mean = shares @ state.mean
+        works = shares @ state.works
+        moved = []
+        for j, each in enumerate(self.filters):
+            cov = mixture_covariance(shares[:, j], state.mean, state.cov, mean[:, j])
+            mixed = StartingState(mean[:, j], cov, state.waiting, works[:, j])
+            moved.append(each.predict(mixed, control=control))
+        return joined(moved, probabilities)
+
+    def observe(
+        self, state: SwitchingState, obs: Float[Tensor, "b q"]
+    ) -> tuple[SwitchingState, Bool[Tensor, " b"]]:
+        """Update each filter, and the regimes' probabilities by its likelihood."""
+        logs, updated, possible = [], [], []
+        for each, part in zip(self.filters, parts_of(state), strict=True):
+            after, fits, log = each.observe_with_density(part, obs)
+            logs.append(log)
+            updated.append(after)
+            possible.append(fits)
+        weights = state.probabilities.log() + torch.stack(logs, -1)
+        seen = obs.isfinite().any(-1)[:, None]
+        found = torch.where(seen, weights.softmax(-1), state.probabilities)
+        return joined(updated, found), torch.stack(possible).any(0)
+
+    def log_likelihood(
+        self, state: SwitchingState, obs: Float[Tensor, "b q"]
+    ) -> Float[Tensor, " b"]:
+        """Return log sum_k p(k) p(x | k)."""
+        logs = [
+            each.log_likelihood(part, obs)
+            for each, part in zip(self.filters, parts_of(state), strict=True)
+        ]
+        return (state.probabilities.log() + torch.stack(logs, -1)).logsumexp(-1)
+
+    def estimate(self, state: SwitchingState) -> Float[Tensor, "b d"]:
+        """Return the mean of the mixture, ``b d``."""
+        d = self.filters[0].d
+        return (state.probabilities[:, None] @ state.mean[..., :d])[:, 0]
+
+    def covariance(self, state: SwitchingState) -> Float[Tensor, "b d d"]:
+        """Return the covariance of the mixture, ``b d d``."""
+        d = self.filters[0].d
+        return mixture_covariance(
+            state.probabilities, state.mean[..., :d], state.cov[..., :d, :d], self.estimate(state)
+        )
+
+
+def parts_of(state: SwitchingState) -> list[StartingState]:
+    """Return the state of each filter."""
+    return [
+        StartingState(state.mean[:, k], state.cov[:, k], state.waiting, state.works[:, k])
+        for k in range(state.mean.shape[1])
+    ]
+
+
+def joined(parts: list[StartingState], probabilities: Float[Tensor, "b k"]) -> SwitchingState:
+    """Return the states of filters as one; all of them wait, or none."""
+    mean, cov, works = (
+        torch.stack([getattr(each, name) for each in parts], 1) for name in ("mean", "cov", "works")
+    )
+    return SwitchingState(mean, cov, parts[0].waiting, works, probabilities)
+
+
+def mixture_covariance(
+    weights: Float[Tensor, "b k"],
+    means: Float[Tensor, "b k e"],
+    covs: Float[Tensor, "b k e e"],
+    mean: Float[Tensor, "b e"],
+) -> Float[Tensor, "b e e"]:
+    """Return sum_k w_k (C_k + (m_k - m) (m_k - m)^T)."""
+    left = means - mean[:, None]
+    return (weights[..., None, None] * covs).sum(1) + (weights[..., None] * left).mT @ left
