@@ -4,7 +4,7 @@ The regime k is a Markov chain with probabilities P(i, j). Each filter starts a 
 moments of the mixture of all filters, weighted by the probability that its regime comes after
 theirs; a regime's probability is multiplied by the filter's likelihood of the observation.
 
-References: Blom and Bar-Shalom (1988); Bar-Shalom, Li and Kirubarajan (2001), section 11.6.6.
+References: Blom and Bar-Shalom (1988), for the filter; Kim (1994), for the smoother.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
 from kbf.filters.gaussian.start import StartingFilter, StartingState
-from kbf.filters.protocols import UpdateByObserve
+from kbf.filters.protocols import Backward, FilterStep, UpdateByObserve
 from kbf.runtime.html_repr import Shown
 
 
@@ -120,6 +120,48 @@ class SwitchingFilter(UpdateByObserve[SwitchingState], Shown):
         return mixture_covariance(
             state.probabilities, state.mean[..., :d], state.cov[..., :d, :d], self.estimate(state)
         )
+
+    def smoother(self) -> Backward:
+        """Return the step back in time of Kim's smoother.
+
+        Each filter's state is smoothed with the move of each regime j that may follow; the results
+        are mixed by P(i at t, j at t + 1 | all observations) = P(j at t + 1 | all) p_i P(i, j) /
+        sum_l p_l P(l, j), p the filtered probabilities.
+
+        References: Kim (1994), equations 2.20 to 2.27.
+        """
+        backs = [each.smoother() for each in self.filters]
+
+        def step_back(
+            now: FilterStep,
+            following: SwitchingState,
+            *,
+            control: Tensor | None = None,
+            generator: Generator | None = None,
+        ) -> SwitchingState:
+            state: SwitchingState = now.state
+            flow = state.probabilities[..., None] * self.P  # b i j
+            tiny = torch.finfo(flow.dtype).tiny
+            joint = flow / flow.sum(1, keepdim=True).clamp_min(tiny)
+            joint = joint * following.probabilities[:, None]
+            probabilities = joint.sum(-1)
+            shares = joint / probabilities.clamp_min(tiny)[..., None]
+            after, smoothed = parts_of(following), []
+            for i, part in enumerate(parts_of(state)):
+                here = FilterStep(part, None, None)
+                each = joined(
+                    [
+                        back(here, next, control=control)
+                        for back, next in zip(backs, after, strict=True)
+                    ],
+                    shares[:, i],
+                )
+                mean = (shares[:, i, None] @ each.mean)[:, 0]
+                cov = mixture_covariance(shares[:, i], each.mean, each.cov, mean)
+                smoothed.append(StartingState(mean, cov, part.waiting, part.works))
+            return joined(smoothed, probabilities)
+
+        return step_back
 
 
 def parts_of(state: SwitchingState) -> list[StartingState]:

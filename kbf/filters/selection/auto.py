@@ -171,8 +171,8 @@ class ModelSelection(nn.Module):
                 if isinstance(each, DensityModel):
                     each.share_densities(main)
         learned = others.get("ukf_learned", main)
-        if isinstance(learned, LearnedUKF) and {"smooth", "export"} & {*self.require}:
-            learned.switches = False  # a filter of several regimes has neither
+        if isinstance(learned, LearnedUKF) and "export" in self.require:
+            learned.switches = False  # a filter of several regimes is not exported
         self.models: nn.ModuleDict = nn.ModuleDict({self.main_name: main, **others})
         self.weights: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
         self.spreads: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))

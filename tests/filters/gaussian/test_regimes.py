@@ -21,7 +21,9 @@ from kbf.filters.gaussian.regimes import (
 from kbf.filters.gaussian.start import StartingFilter
 from kbf.filters.gaussian.switching import SwitchingFilter
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
+from kbf.filters.protocols import FilterStep
 from kbf.filters.rollout import rollout
+from kbf.filters.smoothing import smooth
 from kbf.recording import Recording
 from kbf.runtime.errors import FitError
 from kbf.ssm import StateSpaceModel
@@ -260,6 +262,39 @@ def test_the_error_is_near_that_of_all_paths():
     exact = (best / total - truth[:, -1]).square().mean()
     error = (filter.estimate(state)[:, 0] - truth[:, -1]).square().mean()
     assert float(error) < 1.05 * float(exact)
+
+
+def test_the_smoother_of_equal_regimes_is_that_of_one():
+    states, obs = normal(50, 1), normal(1, 30, 1, seed=3)
+    one = StartingFilter(UnscentedKalmanFilter(scalar(0.9)), states)
+    two = switching([scalar(0.9), scalar(0.9)], STAY, states)
+    runs = [smooth(each, obs) for each in (one, two)]
+    torch.testing.assert_close(runs[0].estimates, runs[1].estimates)
+    torch.testing.assert_close(runs[0].covariances, runs[1].covariances)
+
+
+def test_the_smoothed_probabilities_are_those_of_the_chain():
+    """Regimes that differ in the noise alone, states seen without error: a hidden Markov chain."""
+    exact = {"R": 1e-10 * torch.ones(1, 1, dtype=F64)}
+    models = [scalar(0.0, q)._replace(**exact) for q in (0.1, 4.0)]
+    filter = switching(models, STAY, normal(50, 1))
+    x, state = normal(12, 1, seed=2), filter.init(1)
+    state = state._replace(waiting=torch.zeros(1, dtype=F64))
+    steps, logs = [], []
+    for each in x:
+        predicted = filter.predict(state)
+        state, _ = filter.observe(predicted, each[None])
+        steps.append(FilterStep(state, predicted, None))
+        logs.append([-0.5 * (float(each) ** 2 / q + math.log(q)) for q in (0.1, 4.0)])
+    start = torch.full((1, 2), 0.5, dtype=F64) @ STAY
+    chain = smoothed_chain(torch.tensor([logs], dtype=F64), STAY[None], start, [12])
+    torch.testing.assert_close(state.probabilities[0], chain.marginals[0, -1], rtol=1e-6, atol=0)
+    back, following = filter.smoother(), state
+    for t in range(10, -1, -1):
+        following = back(steps[t], following)
+        torch.testing.assert_close(
+            following.probabilities[0], chain.marginals[0, t], rtol=1e-6, atol=1e-9
+        )
 
 
 def seen(moves: Moves, seed: int) -> Recording:
