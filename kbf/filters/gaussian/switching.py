@@ -148,7 +148,7 @@ class SwitchingFilter(UpdateByObserve[SwitchingState], Shown):
             shares = joint / probabilities.clamp_min(tiny)[..., None]
             after, smoothed = parts_of(following), []
             for i, part in enumerate(parts_of(state)):
-                here = FilterStep(part, None, None)
+                here = FilterStep(part, now.predicted, now.observe)
                 each = joined(
                     [
                         back(here, next, control=control)

@@ -284,7 +284,7 @@ def test_the_smoothed_probabilities_are_those_of_the_chain():
     for each in x:
         predicted = filter.predict(state)
         state, _ = filter.observe(predicted, each[None])
-        steps.append(FilterStep(state, predicted, None))
+        steps.append(FilterStep(state, predicted, lambda one: one))
         logs.append([-0.5 * (float(each) ** 2 / q + math.log(q)) for q in (0.1, 4.0)])
     start = torch.full((1, 2), 0.5, dtype=F64) @ STAY
     chain = smoothed_chain(torch.tensor([logs], dtype=F64), STAY[None], start, [12])
