@@ -32,6 +32,8 @@ VECTORS_AND_IMAGES = {
     "dmlab, embedded renderer": "maze",
 }
 """Headings of the tables of docs/results.md, and their folders in data/results/."""
+SYSTEMS_OF_PAPERS = ("Lorenz in discrete time", "Lorenz-96", "Other systems")
+"""Beginnings of the headings of the tables of experiment=lorenz."""
 SCORES = [
     ["rmse"],
     ["log_likelihood", "log_likelihood_se"],
@@ -89,7 +91,14 @@ def models_of(rows: dict[tuple[str, int], Row]) -> set[str]:
 
 def tables() -> list[Table]:
     """All tables of pages that show results."""
-    return [*vectors_and_images(), *noise(), *field_benchmark(), recordings(), *readme()]
+    return [
+        *vectors_and_images(),
+        *noise(),
+        *field_benchmark(),
+        *systems_of_papers(),
+        recordings(),
+        *readme(),
+    ]
 
 
 def vectors_and_images() -> list[Table]:
@@ -177,6 +186,45 @@ def field_benchmark() -> list[Table]:
         )
         for n in sizes
     ]
+
+
+def systems_of_papers() -> list[Table]:
+    """Two tables of `experiment=lorenz`; headers of columns are "data set, recordings".
+
+    Errors in dB, 10 log10 of the mean squared error of a component, of all steps and without the
+    first ten; then log likelihood and seconds of the fit. Empty where a model was not run.
+    """
+    rows = measured("lorenz")
+    models = {model for _, model, _ in rows}
+
+    def row_of(model: str, head: str) -> Row | None:
+        name, _, count = head.strip("`").partition(", ")
+        return rows.get((name, model, int(count.replace(",", ""))))
+
+    def errors_in_db(model: str, _: int, head: str) -> list[float] | None:
+        row = row_of(model, head)
+        return None if row is None else [decibels(row, key) for key in ("mse", "mse_settled")]
+
+    def others(model: str, _: int, head: str) -> list[float] | None:
+        row = row_of(model, head)
+        if row is None:
+            return None
+        found = [float(row.get(key) or math.nan) for key in ("log_likelihood", "seconds.fit")]
+        return [value for value in found if math.isfinite(value)]
+
+    page = "docs/results.md"
+    titles = [f"{part}, {what}" for part in SYSTEMS_OF_PAPERS for what in ("errors", "others")]
+    values = [errors_in_db, others] * len(SYSTEMS_OF_PAPERS)
+    return [
+        Table(page, f"**{title}**", each, models)
+        for title, each in zip(titles, values, strict=True)
+    ]
+
+
+def decibels(row: Row, key: str) -> float:
+    """A squared error, summed over components, as 10 log10 of that of one component."""
+    components = sum(bool(value) for name, value in row.items() if name.startswith("nmse."))
+    return 10 * math.log10(float(row[key]) / components)
 
 
 def recordings() -> Table:

@@ -10,6 +10,7 @@ import torch
 from scipy.integrate import solve_ivp
 from torch import Tensor
 
+from kbf.config.prepare import configure
 from kbf.data.benchmark_systems import (
     Bearings,
     SystemRecordings,
@@ -25,6 +26,8 @@ from kbf.data.benchmark_systems import (
     turned,
     turning_target,
 )
+from kbf.data.dataset import load_data
+from kbf.runtime.interpolation import resolved
 
 F64 = torch.float64
 SYSTEMS = {
@@ -231,3 +234,32 @@ def test_sizes_are_checked():
         small(0)
     with pytest.raises(ValueError, match="d >= 4"):
         lorenz96(3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("data", "sizes", "steps"),
+    [
+        ("lorenz", [20, 1000], 100),
+        ("lorenz_spherical", [100], 20),
+        ("lorenz_decimated", [10], 300),
+        ("lorenz96", [20, 200], 100),
+        ("double_pendulum", [20, 200], 100),
+        ("bearings", [20, 200], 100),
+    ],
+)
+def test_the_experiment_has_every_model_on_every_system(data, sizes, steps):
+    """Windows of networks are whole recordings, except for the long ones; the data can be made."""
+    config = configure("compare", ["experiment=lorenz", f"data={data}"])
+    assert config["n_train"] == sizes
+    assert config["calibrate"]
+    assert {*config["bases"]} >= {"ekf", "ukf", "kalmannet", "kbf", "ukf_learned", "gru", "mamba"}
+    for name in ("gru", "lstm", "mamba", "kalmannet"):
+        training = resolved(config["bases"][name], n_train=2, seed=0)["model"]["training"]
+        assert training["window"] in ({steps} if name == "kalmannet" else {min(steps, 100)})
+        assert training["burn_in"] == 0
+    recipe = resolved(config["recipe"], n_train=2, seed=0)
+    made = load_data({**recipe["data"], "source": {**recipe["data"]["source"], "n_test": 1}})
+    assert made.train[0].states.shape == (steps, recipe["data"]["d"])
+    assert list(made.test[0].obs.shape[1:]) == recipe["data"]["q"]
+    assert recipe["data"]["name"].startswith(data)
