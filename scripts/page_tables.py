@@ -32,8 +32,12 @@ VECTORS_AND_IMAGES = {
     "dmlab, embedded renderer": "maze",
 }
 """Headings of the tables of docs/results.md, and their folders in data/results/."""
-SYSTEMS_OF_PAPERS = ("Lorenz in discrete time", "Lorenz-96", "Other systems")
-"""Beginnings of the headings of the tables of experiment=lorenz."""
+SYSTEMS_OF_PAPERS = {
+    "Lorenz in discrete time": r"lorenz_\d+",
+    "Lorenz-96": r"lorenz96_.*",
+    "Other systems": r"lorenz_[ds].*|double_pendulum|bearings",
+}
+"""Beginnings of the headings of the tables of experiment=lorenz, and the data sets in them."""
 SCORES = [
     ["rmse"],
     ["log_likelihood", "log_likelihood_se"],
@@ -195,10 +199,9 @@ def systems_of_papers() -> list[Table]:
     first ten; then log likelihood and seconds of the fit. Empty where a model was not run.
     """
     rows = measured("lorenz")
-    models = {model for _, model, _ in rows}
 
     def row_of(model: str, head: str) -> Row | None:
-        name, _, count = head.strip("`").partition(", ")
+        name, _, count = head.partition(", ")
         return rows.get((name, model, int(count.replace(",", ""))))
 
     def errors_in_db(model: str, _: int, head: str) -> list[float] | None:
@@ -212,13 +215,12 @@ def systems_of_papers() -> list[Table]:
         found = [float(row.get(key) or math.nan) for key in ("log_likelihood", "seconds.fit")]
         return [value for value in found if math.isfinite(value)]
 
-    page = "docs/results.md"
-    titles = [f"{part}, {what}" for part in SYSTEMS_OF_PAPERS for what in ("errors", "others")]
-    values = [errors_in_db, others] * len(SYSTEMS_OF_PAPERS)
-    return [
-        Table(page, f"**{title}**", each, models)
-        for title, each in zip(titles, values, strict=True)
-    ]
+    found = []
+    for title, pattern in SYSTEMS_OF_PAPERS.items():
+        models = {model for name, model, _ in rows if re.fullmatch(pattern, name)}
+        for what, values in (("errors", errors_in_db), ("others", others)):
+            found.append(Table("docs/results.md", f"**{title}, {what}**", values, models))
+    return found
 
 
 def decibels(row: Row, key: str) -> float:
