@@ -80,15 +80,15 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     config = {key: value for key, value in config.items() if key not in ("command", "single")}
     check_free(directory, ckpt_path, overwrite=config["overwrite"])
     loggers = [build(logger, trust=True) for logger in (config["logger"] or {}).values()]
+    record = provenance(words, config, files_of(config["data"]))
+    if ckpt_path is not None:
+        record = continued(record_of_unchanged_data(ckpt_path, record), record)
     data = load_data(config["data"], trust=trust)
     bounds = config["data"].get("bounds")
     report = examine(data.source, bounds) if isinstance(data.source, FileData) else None
     print_notes(data.notes if report is None else first_warnings(report))
     # Two checkpoints, each with the recordings.
     check_space(directory, 2 * sum(r.obs.nbytes + r.states.nbytes for r in data.train))
-    record = provenance(words, config, files_of(config["data"]))
-    if ckpt_path is not None:
-        record = continued(record_of_unchanged_data(ckpt_path, record), record)
     if stored is None or config["explicit"]:
         config = with_shapes(config, data)
         if stored is not None:
