@@ -64,7 +64,7 @@ class OnnxFilter:
         estimate: the last estimate; None before the first step.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, threads: int = 1) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, threads: int = 1, seed: int = 0) -> None:
         """Read the program; arguments as of `load_onnx`."""
         onnxruntime = need("onnxruntime", "serve", "kbf.load_onnx")
         if not Path(path).is_file():
@@ -89,6 +89,7 @@ class OnnxFilter:
             side: [name for _, names in self._schema[side] for name in names]
             for side in ("states", "observations")
         } | {"controls": list(self._schema["controls"])}
+        self._seed: int = seed
         self._turn: float = 180 / math.pi if self._schema["unit"] == "degrees" else 1.0
         for name, late in (self.about.get("latency") or {}).items():
             unit = "steps" if self.about.get("time_step") is None else "s"
@@ -100,7 +101,8 @@ class OnnxFilter:
         self.reset()
 
     def reset(self) -> None:
-        """Return to the prior."""
+        """Return to the prior, and to the first random number."""
+        self._rng = np.random.default_rng(self._seed)
         self._state: dict[str, Array] = {
             name: np.array(value, self._inputs[name]["dtype"])
             for name, value in self.about["initial"].items()
@@ -206,6 +208,11 @@ class OnnxFilter:
         given["obs"] = np.zeros(entry["shape"], entry["dtype"]) if obs is None else obs
         if control is not None:
             given["control"] = control
+        for kind in ("uniform", "normal"):
+            if kind in self._inputs:
+                shape = self._inputs[kind]["shape"]
+                draw = self._rng.random if kind == "uniform" else self._rng.standard_normal
+                given[kind] = draw(shape)
         results = dict(zip(self._outputs, self._session.run(None, given), strict=True))
         self._state = {name: results[f"next_{name.removeprefix('state_')}"] for name in self._state}
         values, std = self._decode(results["estimate"][0], results.get("covariance"))
@@ -249,7 +256,8 @@ class OnnxFilter:
         values = numbers_by_name(obs, names, "observations")
         codes = self.about.get("missing") or [[] for _ in names]
         values = [math.nan if v in marks else v for v, marks in zip(values, codes, strict=True)]
-        if any(map(math.isnan, values)):
+        missing = list(map(math.isnan, values))
+        if all(missing) or (any(missing) and not self.about.get("allow_missing_sensors")):
             return None
         encoded, at = [], 0
         for kind, own in self._schema["observations"]:
@@ -259,7 +267,8 @@ class OnnxFilter:
                 angle = block[0] / self._turn
                 block = [math.cos(angle), math.sin(angle)]
             elif kind == "rotation" and len(own) == 4:
-                block = from_quaternion(block)
+                known = not any(map(math.isnan, block))
+                block = from_quaternion(block) if known else [math.nan] * 9
             encoded += block
         return np.array([encoded], entry["dtype"])
 
@@ -290,7 +299,7 @@ class OnnxFilter:
         return moves
 
 
-def load_onnx(path: str | os.PathLike[str], *, threads: int = 1) -> OnnxFilter:
+def load_onnx(path: str | os.PathLike[str], *, threads: int = 1, seed: int = 0) -> OnnxFilter:
     """Read a program of ``FittedFilter.export("step.onnx")`` as a running filter.
 
     It requires NumPy and ONNX Runtime (extra ``serve``), not PyTorch, and imports neither PyTorch
@@ -299,12 +308,13 @@ def load_onnx(path: str | os.PathLike[str], *, threads: int = 1) -> OnnxFilter:
     Args:
         path: of the program.
         threads: of ONNX Runtime in a step.
+        seed: of the random numbers of a filter that draws, from NumPy's default generator.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is no such program, or ONNX Runtime is not installed.
     """
-    return OnnxFilter(path, threads=threads)
+    return OnnxFilter(path, threads=threads, seed=seed)
 
 
 def numbers_by_name(values: Any, names: list[str], side: str) -> list[float]:

@@ -3,6 +3,8 @@
 Their loops are unrolled when a step is exported; both are exact up to rounding, as LAPACK's are.
 """
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -43,6 +45,29 @@ def eliminate(
         pivot = column[..., k : k + 1, :].sqrt().square()  # the root of a negative one is NaN
         table = table - (column - eye[:, k : k + 1]) @ (table[..., k : k + 1, :] / pivot)
     return table
+
+
+def solve_triangular(
+    a: Float[Tensor, "*b n n"],
+    b: Float[Tensor, "..."],
+    *,
+    upper: bool,
+    left: bool = True,
+    unitriangular: bool = False,
+) -> Float[Tensor, "..."]:
+    """Return X with A X = B for a triangular A, or X A = B, by substitution; B is ``*b n m``.
+
+    References: Golub and Van Loan (2013), section 3.1.
+    """
+    if not left:  # X A = B
+        return solve_triangular(a.mT, b.mT, upper=not upper).mT
+    n, x = a.shape[-1], b
+    for k in reversed(range(n)) if upper else range(n):
+        row = x[..., k : k + 1, :] / a[..., k : k + 1, k : k + 1]
+        others = a[..., k : k + 1] * (torch.arange(n, device=a.device) != k).to(a)[:, None]
+        here = (torch.arange(n, device=a.device) == k).to(a)[:, None]
+        x = x * (1 - here) + here * row - others * row
+    return x
 
 
 def solve(
@@ -110,6 +135,21 @@ def rounds(n: int) -> list[tuple[list[int], list[int]]]:
     return schedule
 
 
+def searchsorted(
+    ordered: Tensor,
+    values: Tensor,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Tensor | None = None,
+) -> Tensor:
+    """Return the number of entries of a row that are below each value, or equal with ``right``."""
+    after = right or side == "right"
+    a, v = ordered[..., None, :], values[..., None]
+    return (a <= v if after else a < v).sum(-1)
+
+
 def diagonal_scatter(
     a: Float[Tensor, "*b n n"],
     values: Float[Tensor, "*b n"],
@@ -129,3 +169,17 @@ def diagonal_scatter(
 def elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Tensor:
     """scale x above 0, scale alpha (exp(input_scale x) - 1) below."""
     return scale * torch.where(x > 0, x, alpha * (torch.exp(input_scale * x.clamp_max(0)) - 1))
+
+
+def asin(x: Tensor) -> Tensor:
+    """Return arcsin x: a series and two Newton steps, at arguments up to 1/2.
+
+    Beyond, arcsin x = pi/2 - 2 arcsin sqrt((1 - x) / 2).
+    """
+    size = x.abs()
+    large = size > 0.5
+    t = torch.where(large, ((1 - size) / 2).clamp_min(0).sqrt(), size)
+    y = t + t**3 / 6 + 3 * t**5 / 40 + 15 * t**7 / 336
+    for _ in range(2):
+        y = y - (y.sin() - t) / y.cos()
+    return torch.where(large, math.pi / 2 - 2 * y, y) * x.sign()

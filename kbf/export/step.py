@@ -1,10 +1,12 @@
 """Exports one step of a filter as a program: torch.export, TorchScript or ONNX, without kbf.
 
-The program is a function of one recording, (leaves of the state, observation, seen[, control]) ->
-(leaves of the next state, estimate[, covariance], rejected): it predicts, and updates where
-``seen`` is true. The last leaf of the state, ``rejections``, counts consecutive rejections; a lost
-track is re-initialised (`kbf.filters.gating`). The program is read back from its file and compared
-with the filter before the file replaces an older one.
+The program is a function of one recording, (leaves of the state, observation, seen[, control][,
+uniform][, normal]) -> (leaves of the next state, estimate[, covariance], rejected): it predicts,
+and updates where ``seen`` is true. ``uniform`` and ``normal`` are random numbers, of filters that
+draw (`kbf.runtime.random_inputs`). A missing sensor is NaN, in filters that allow it. The last leaf
+of the state, ``rejections``, counts consecutive rejections; a lost track is re-initialised
+(`kbf.filters.gating`). The program is read back from its file and compared with the filter before
+the file replaces an older one.
 """
 
 import copy
@@ -27,6 +29,7 @@ from kbf.filters.gating import GatedFilter, GatedState
 from kbf.filters.kernel.filter import KernelState
 from kbf.filters.protocols import (
     Filter,
+    allows_missing_sensors,
     control_components,
     covariance_of,
 )
@@ -34,6 +37,7 @@ from kbf.filters.selection.requirements import why_not_exported
 from kbf.images.encodings import EncodedFilter, Encoding
 from kbf.runtime.atomic_files import replacing, write_json
 from kbf.runtime.optional_dependencies import need
+from kbf.runtime.random_inputs import RandomInputs
 
 # Largest difference to the filter, in standard deviations of the states.
 #
@@ -55,6 +59,9 @@ SPELT_OUT: dict[Any, Any] = {
     aten.cholesky_solve.default: onnx_linalg.eliminate,
     aten.linalg_solve.default: onnx_linalg.solve,
     aten.linalg_eigh.default: onnx_linalg.eigh,
+    aten.asin.default: onnx_linalg.asin,
+    aten.searchsorted.Tensor: onnx_linalg.searchsorted,
+    aten.linalg_solve_triangular.default: onnx_linalg.solve_triangular,
     aten.diagonal_scatter.default: onnx_linalg.diagonal_scatter,
     aten.elu.default: onnx_linalg.elu,
 }
@@ -69,13 +76,23 @@ class ExportedStep(nn.Module):
         self.filter: Any = filter
         self.calibration = calibration
         state: Any = filter.init(1)
-        self.kind, self.fields = type(state), [*state._fields, REJECTIONS]
+        # an ensemble counts the rejections of its members under the same name
+        own = REJECTIONS if REJECTIONS not in state._fields else f"all_{REJECTIONS}"
+        self.kind, self.fields = type(state), [*state._fields, own]
         self.gate = GatedFilter(filter)
         self.spread: bool = covariance_of(filter, state) is not None
         self.controlled: int = control_components(filter)
+        self.drawn: dict[str, int] = {}
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """One step."""
+        """One step; the random numbers are the last inputs."""
+        kinds = [kind for kind, count in self.drawn.items() if count]
+        given = dict(zip(kinds, inputs[len(inputs) - len(kinds) :], strict=True))
+        with RandomInputs(**given):
+            return self.step(*inputs[: len(inputs) - len(kinds)])
+
+    def step(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """One step with the random numbers of a `RandomInputs`."""
         n = len(self.fields)
         (*leaves, count), (obs, seen, *control) = inputs[:n], inputs[n:]
         after = self.gate.step(
@@ -91,8 +108,11 @@ class ExportedStep(nn.Module):
         return (*state, self.filter.estimate(belief), C, rejected)
 
     def start(self) -> tuple[Tensor, ...]:
-        """The leaves of the first state."""
-        return (*self.filter.init(1), torch.zeros(1, dtype=torch.long))
+        """The leaves of the first state; particles are drawn from a generator with seed 0."""
+        device = next(iter(self.filter.init(1))).device
+        generator = torch.Generator(device).manual_seed(0)
+        count = torch.zeros(1, dtype=torch.long)
+        return (*self.filter.init(1, generator=generator), count)
 
     def inputs(self, obs: Shaped[Tensor, "1 *x"]) -> dict[str, Tensor]:
         """The start, by the names of the inputs."""
@@ -100,11 +120,24 @@ class ExportedStep(nn.Module):
             f"state_{name}": leaf.contiguous().clone()
             for name, leaf in zip(self.fields, self.start(), strict=True)
         }
-        return (
+        found = (
             start
             | {"obs": obs, "seen": torch.ones(1, dtype=torch.bool)}
             | ({"control": obs.new_zeros(1, self.controlled)} if self.controlled else {})
         )
+        with torch.no_grad(), RandomInputs() as counting:
+            self.step(*found.values())
+        self.drawn = counting.counts
+        return found | self.random(torch.Generator().manual_seed(0))
+
+    def random(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Random numbers of a step, by the names of the inputs; empty where nothing is drawn."""
+        draw = {"uniform": torch.rand, "normal": torch.randn}
+        return {
+            kind: draw[kind](1, count, dtype=torch.float64, generator=generator)
+            for kind, count in self.drawn.items()
+            if count
+        }
 
     def outputs(self) -> list[str]:
         """Their names."""
@@ -145,7 +178,7 @@ def export(
     float64: its solve makes a few 10^-5 of what another library rounds otherwise.
 
     Args:
-        filter: deterministic; a copy is exported.
+        filter: a copy is exported.
         path: the file.
         format: a key of `WRITERS`.
         obs: observations to compare on.
@@ -155,7 +188,7 @@ def export(
         about: more to be known of it.
 
     Raises:
-        ValueError: a filter that draws particles or cannot be recorded, a package that is not
+        ValueError: a filter that cannot be recorded, a package that is not
             installed, or a program that differs by more than `TOLERANCE`.
     """
     if format not in WRITERS:
@@ -183,6 +216,7 @@ def export(
             }
             for name, value in zip(outputs, step(*inputs.values()), strict=True)
         ]
+        known["allow_missing_sensors"] = allows_missing_sensors(filter)
         known["initial"] = {
             name: value.tolist() for name, value in inputs.items() if name.startswith("state_")
         }
@@ -310,6 +344,9 @@ def compare(
 ) -> tuple[float, float]:
     """Both go their own way through the observations; each seventh is not seen."""
     n = len(step.fields)
+    if not step.drawn:
+        step.inputs(obs[:1])
+    generator = torch.Generator().manual_seed(1)
     ours, theirs = step.start(), tuple(inputs.values())[:n]
     apart, units = [0.0, 0.0], (scale, scale[:, None] * scale)
     for t in range(len(obs)):
@@ -317,6 +354,7 @@ def compare(
             obs[t : t + 1],
             torch.tensor([t % 7 != 5]),
             *(() if controls is None else (controls[t : t + 1],)),
+            *step.random(generator).values(),
         )
         a, b = step(*ours, *given), run(*theirs, *given)
         ours, theirs = tuple(a[:n]), tuple(b[:n])

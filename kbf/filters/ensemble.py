@@ -22,6 +22,7 @@ from kbf.filters.protocols import (
     smoother_of,
     where,
 )
+from kbf.runtime.branches import computes_all_branches
 
 
 class EnsembleFilter(UpdateByObserve[Any]):
@@ -94,7 +95,7 @@ class EnsembleFilter(UpdateByObserve[Any]):
         for k, (each, part) in enumerate(
             zip(self.filters.values(), self.parts(state), strict=True)
         ):
-            if bool(lost[:, k].any()):
+            if computes_all_branches() or bool(lost[:, k].any()):
                 part = where(lost[:, k], each.init(len(lost), generator=generator), part)
             moved.append(move(each, part, control=control, generator=generator))
         return self.joined(moved, state.rejections.masked_fill(lost, 0))

@@ -33,6 +33,7 @@ from kbf.filters.protocols import (
     where,
 )
 from kbf.filters.wrapper import innermost
+from kbf.runtime.branches import computes_all_branches
 
 # Observations that are rejected in a row before a track counts as lost.
 MAX_CONSECUTIVE_REJECTIONS = 3
@@ -131,7 +132,7 @@ class GatedFilter:
             obs, mask, control: of the step. A step without an observation leaves the count as it
                 is.
         """
-        count, compiling = before.rejections, torch.compiler.is_compiling()
+        count, compiling = before.rejections, computes_all_branches()
         if rejected is None:
             if count is None or not allows_missing_sensors(self.filter):  # each was observed
                 return GatedState(updated)
@@ -161,7 +162,7 @@ class GatedFilter:
             control=control,
             generator=self.generator,
         )
-        if control is None and not torch.compiler.is_compiling():
+        if control is None and not computes_all_branches():
             self.fresh = fresh
         return fresh
 
@@ -216,7 +217,7 @@ def all_plausible(likelihood: Shaped[Tensor, " b"]) -> bool:
 
     False on a GPU, and while a step is compiled or exported.
     """
-    if torch.compiler.is_compiling() or not likelihood.is_cpu:
+    if computes_all_branches() or not likelihood.is_cpu:
         return False
     if likelihood.dtype == torch.bool:
         return bool(likelihood.all())

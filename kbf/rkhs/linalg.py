@@ -169,6 +169,20 @@ def cholesky_by_component(a: Float[Tensor, "b n n"]) -> dict[tuple[int, int], Fl
     return L
 
 
+def cholesky_by_column(a: Float[Tensor, "*a n n"]) -> Float[Tensor, "*a n n"]:
+    """Return the lower Cholesky factor by sums and products; NaN where there is none.
+
+    References: Golub and Van Loan (2013), algorithm 4.2.1.
+    """
+    n, columns = a.shape[-1], []
+    below = torch.ones(n, n, dtype=a.dtype, device=a.device).tril()
+    for k in range(n):
+        column = a[..., k : k + 1] * a[..., k : k + 1, k : k + 1].rsqrt() * below[:, k : k + 1]
+        columns.append(column)
+        a = a - column @ column.mT
+    return torch.cat(columns, -1)
+
+
 def solved_by_component(
     a: Float[Tensor, "b n n"], b: Float[Tensor, "b n m"]
 ) -> Float[Tensor, "b n m"]:
@@ -190,6 +204,8 @@ def solved_by_component(
 def cholesky(a: Float[Tensor, "*a n n"], *, reg: float | Tensor = 0.0) -> Float[Tensor, "*c n n"]:
     """Return the lower Cholesky factor of A + reg I. Arguments and errors as in `psd_solve`."""
     moved = a if isinstance(reg, float) and reg == 0 else shifted(a, reg)
+    if torch.compiler.is_exporting():  # a program can neither raise nor, in ONNX, factorise
+        return cholesky_by_column(moved)
     if many_small(a, MAX_ROWS_FACTORISED_BY_COMPONENT):
         L, n = cholesky_by_component(batch_innermost(moved)), a.shape[-1]
         zero = torch.zeros_like(L[0, 0])

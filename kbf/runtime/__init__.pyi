@@ -1,6 +1,7 @@
 from kbf.runtime import (
     allowlist as allowlist,
     atomic_files as atomic_files,
+    branches as branches,
     column_values as column_values,
     deadline as deadline,
     errors as errors,
@@ -12,6 +13,7 @@ from kbf.runtime import (
     optional_dependencies as optional_dependencies,
     progress as progress,
     provenance as provenance,
+    random_inputs as random_inputs,
     run_folders as run_folders,
     tensor_files as tensor_files,
     threads as threads,

@@ -17,11 +17,9 @@ from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 from kbf.filters.neural.backprop_kf import BackpropKF
-from kbf.filters.neural.dpf import DPF
 from kbf.filters.neural.gru import GRUImages
 from kbf.filters.neural.lstm import LSTMFilter
 from kbf.filters.neural.rkn import RKNFilter
-from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.filters.regression.kernel_ridge import FrameRegression
 from kbf.filters.rollout import rollout
 from kbf.fitted.model import cast_all
@@ -272,10 +270,6 @@ def test_a_program_that_differs_is_not_written(apart, told, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_what_is_not_exported(tmp_path):
-    with pytest.raises(ValueError, match="a particle filter draws random numbers"):
-        written(fitted(ParticleFilter(oscillatory(), particles=10)), tmp_path / "step", "onnx")
-    with pytest.raises(ValueError, match="a particle filter draws random numbers"):
-        written(DPF(2, 2, particles=10), tmp_path / "step", "onnx")
     with pytest.raises(
         ValueError, match="format must be one of torch_export, torchscript, onnx, got 'tflite'"
     ):

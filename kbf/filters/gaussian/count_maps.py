@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kbf.densities.glm import fisher_scoring
 from kbf.recording import Recording
+from kbf.runtime.branches import computes_all_branches
 
 # Log rates between which E[t | r] is interpolated; above, it is 2 sqrt(r + 1/8).
 LOG_RATES = (-8.0, 4.0)
@@ -34,7 +35,7 @@ def stabilised(x: Tensor, counts: Bool[Tensor, " q"]) -> Tensor:
     >>> stabilised(torch.tensor([[1.0, 1.0]]), torch.tensor([False, True]))
     tensor([[1.0000, 2.3452]])
     """
-    if not bool(counts.any()):
+    if not computes_all_branches() and not bool(counts.any()):
         return x
     roots = 2 * (x.clamp_min(0) + 0.375).sqrt()
     return torch.where(counts.to(x.device), torch.where(x.isnan(), x, roots), x)

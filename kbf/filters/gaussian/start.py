@@ -21,7 +21,8 @@ from kbf.filters.gaussian.moments import GaussianState, kalman_gain, leave_out_m
 from kbf.filters.gaussian.sensor_laws import Faults, no_faults
 from kbf.filters.gaussian.ukf import Linearised, UnscentedKalmanFilter, scaled
 from kbf.filters.protocols import Backward, FilterStep, UpdateByObserve
-from kbf.rkhs.linalg import evenly, product
+from kbf.rkhs.linalg import cholesky, evenly, product
+from kbf.runtime.branches import computes_all_branches
 from kbf.runtime.html_repr import Shown
 from kbf.ssm import StateSpaceModel
 
@@ -95,6 +96,7 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
         self.inner: UnscentedKalmanFilter = inner
         self.d: int = states.shape[1] if d is None else d
         self.faults: Faults = no_faults(len(inner.model.R)) if faults is None else faults
+        self.sensors_fail: bool = self.faults.any
         self.counts: Tensor = torch.zeros(len(inner.model.R)).bool() if counts is None else counts
         self.states: Tensor = states[evenly(len(states), MAX_STATES, states.device)]
         self.expected: Tensor = inner.model.h(self.states)
@@ -129,7 +131,7 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
     ) -> StartingState:
         """Return the inner filter's prediction."""
         moments = self.inner.predict(GaussianState(state.mean, state.cov), control=control)
-        works = self.faults.predict(state.works) if self.faults.any else state.works
+        works = self.faults.predict(state.works) if self.sensors_fail else state.works
         return StartingState(*moments, state.waiting, works)
 
     def observe(
@@ -151,7 +153,7 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
     def prepared(self, state: StartingState, obs: Float[Tensor, "b q"]) -> Prepared:
         """Return what update and density have in common."""
         linearised = self.inner.linearised(GaussianState(state.mean, state.cov))
-        if not self.faults.any:
+        if not self.sensors_fail:
             return Prepared(linearised, state.works, None)
         works = self.working(linearised, state.works, stabilised(obs, self.counts))
         return Prepared(linearised, works, 1 / works.clamp_min(MIN_PROBABILITY))
@@ -170,7 +172,7 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
             linearised=known.linearised,
         )
         waiting = state.waiting * (~obs.isfinite().any(-1)).to(state.waiting)
-        if not torch.compiler.is_compiling() and not bool((state.waiting > 0).any()):
+        if not computes_all_branches() and not bool((state.waiting > 0).any()):
             return StartingState(*moments, waiting, works), possible
         started, first_possible = self.first_update(first)
         here = state.waiting > 0
@@ -181,7 +183,7 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
                 waiting,
                 works,
             ),
-            torch.where(here, first_possible, possible),
+            (here & first_possible) | (~here & possible),  # ONNX selects no truth values
         )
 
     def working(
@@ -221,7 +223,7 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
         """Return log N(x; h(z_i), R) of the available components, for each recorded state."""
         residual = obs[:, None] - self.expected
         _, _, R = leave_out_missing(obs, torch.zeros_like(obs[0])[:, None], self.model.R)
-        factor = torch.linalg.cholesky(R)
+        factor = cholesky(R)
         seen = torch.where(residual.isfinite(), residual, 0)
         white = torch.linalg.solve_triangular(factor, seen.mT, upper=False)
         scale = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) + 0.5 * LOG_2PI * obs.shape[1]

@@ -27,6 +27,7 @@ from kbf.rkhs.weights import (
     negative_mass,
     normalised,
 )
+from kbf.runtime.branches import computes_all_branches
 from kbf.runtime.html_repr import ShownModule
 
 
@@ -176,7 +177,7 @@ class KernelBayesFilter(UpdateByObserve[KernelState], ShownModule):
         are scaled anyway, the prediction is not normalised before. A compiled step computes the
         predicted weights in any case, for observations that are rejected.
         """
-        if self.scale_free and not torch.compiler.is_compiling():
+        if self.scale_free and not computes_all_branches():
             moved = self.transition(state.weights)
             return self.weighed(moved, obs, moved)
         if self.moved_ratio is None:

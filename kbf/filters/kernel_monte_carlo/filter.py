@@ -50,6 +50,7 @@ from kbf.filters.protocols import (
     where,
 )
 from kbf.rkhs.linalg import evenly
+from kbf.runtime.branches import computes_all_branches
 from kbf.runtime.html_repr import Shown
 from kbf.ssm import ControlledDynamics, StateSpace
 
@@ -253,10 +254,11 @@ class KernelMonteCarloFilter(UpdateByObserve[LocalMemory], Shown):
         weights, possible = self.weigh(state, obs)
         known = state.initialized > 0
         after = state._replace(weights=weights, initialized=(known | possible).to(weights))
-        if self.recorded is None or bool(known.all()):
+        if self.recorded is None or (not computes_all_branches() and bool(known.all())):
             return after, possible
         first, possible_first = self.first(self.recorded, state, obs.to(state.particles))
-        return where(known, after, first), torch.where(known, possible, possible_first)
+        # ONNX selects no truth values
+        return where(known, after, first), (known & possible) | (~known & possible_first)
 
     def first(
         self, recorded: Float[Tensor, "n D"], state: LocalMemory, obs: Float[Tensor, "b q"]

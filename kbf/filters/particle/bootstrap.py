@@ -23,6 +23,7 @@ from kbf.filters.protocols import (
 )
 from kbf.recording import ENCODE_IMAGES, Recording, as_recordings
 from kbf.rkhs.linalg import cholesky
+from kbf.runtime.branches import computes_all_branches
 from kbf.runtime.html_repr import Shown
 from kbf.ssm import (
     ControlledDynamics,
@@ -158,9 +159,11 @@ class BootstrapFilter(UpdateByObserve[ParticleState], Shown):
         """Resample where the effective sample size is low, then draw z' of each particle."""
         particles, log_weights = state
         low = effective_sample_size(log_weights) < self.threshold * self.particles
-        if many := int(low.sum()):  # skipped if possible: resampling costs as much as the move
+        every = computes_all_branches()
+        # skipped if possible: resampling costs as much as the move
+        if every or bool(low.any()):
             chosen = systematic(log_weights, generator)
-            if many < len(low):  # the others keep their particles
+            if every or not bool(low.all()):  # the others keep their particles
                 chosen = torch.where(
                     low[:, None], chosen, torch.arange(self.particles, device=chosen.device)
                 )

@@ -104,8 +104,8 @@ MIN_STEPS_FOR_SLOW = {"window_boosting": 500, "gru": 2001, "mamba": 5000}
 MIN_STEPS_OF_LARGE_DATA = 2000
 # Standard errors by which a candidate must be better than the main model.
 MIN_STD_ERRORS = 1.5
-# Share of the error by which an ensemble must be better: its steps take longer, and it has neither
-# a smoother nor a program for export.
+# Share of the error by which an ensemble must be better: its steps take longer, and it has no
+# smoother.
 MIN_GAIN_OF_STACK = 0.1
 
 
@@ -153,8 +153,8 @@ class ModelSelection(nn.Module):
                 are stopped at their end, and one that would take longer, by the time of its first
                 fold, is stopped early. The main model is no exception.
             require: what candidates must meet
-                (`kbf.filters.selection.requirements.REQUIREMENTS`). An ensemble has neither a
-                smoother nor a program.
+                (`kbf.filters.selection.requirements.REQUIREMENTS`). An ensemble has no
+                smoother.
 
         Raises:
             ValueError: an unknown requirement.
@@ -217,8 +217,7 @@ class ModelSelection(nn.Module):
         """
         started = time.perf_counter()
         vectors = len(memory) > 0 and memory[0].obs.ndim == 2 and not self.ratio_dim
-        exported = "export" in self.require  # a program requires all sensors
-        self.held = held_sensors(memory) if vectors and not exported else self.held[:0]
+        self.held = held_sensors(memory) if vectors else self.held[:0]
         memory = self.select_newest(memory)
         recordings, parts = self.held_out(memory)
         main = self.adapted(self.main)
@@ -333,7 +332,7 @@ class ModelSelection(nn.Module):
             ):
                 best = name
         weights = {best: torch.ones_like(scale)}
-        if len(found) > 1 and not {"smooth", "export"} & {*self.require}:
+        if len(found) > 1 and "smooth" not in self.require:
             members = sorted(found, key=lambda name: float(found[name].scores.mean()))[:MAX_MEMBERS]
             stacking, scores = stacked([found[name] for name in members], scale)
             search.rows.append(Row("stack", float(scores.mean()), deviation(scores), 0.0, ""))

@@ -3,59 +3,40 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from kbf.filters.ensemble import EnsembleFilter
-from kbf.filters.gaussian.start import StartingState
 from kbf.filters.gaussian.switching import SwitchingState
 from kbf.filters.kernel.controlled_transition import ControlledDensity
-from kbf.filters.kernel_monte_carlo.filter import LocalMemory
-from kbf.filters.neural.dpf import DPFState
-from kbf.filters.particle.bootstrap import ParticleState
 from kbf.filters.protocols import (
     Filter,
     allows_missing_sensors,
+    control_components,
     covariance_of,
+    move,
     smoother_of,
 )
 from kbf.filters.wrapper import FilterWrapper
 from kbf.recording import Recording
 from kbf.runtime.errors import FitError
+from kbf.runtime.random_inputs import NotExportedError, RandomInputs
 
 
 def why_not_exported(filter: Filter[Any]) -> str | None:
     """Return why one step of a filter is not exported as a program; None if it can be.
 
-    A program is a function of its input: it draws no random numbers and its operations do not
-    depend on the values of the observation.
+    A program is a function of its input: its operations do not depend on values, and its random
+    numbers are uniform and Gaussian inputs (`kbf.runtime.random_inputs`).
     """
     inner = filter
     while isinstance(inner, FilterWrapper):
         inner = inner.inner
-    if isinstance(inner, EnsembleFilter):
-        return (
-            f"a stack of several filters ({', '.join(inner.filters)}) is not exported; "
-            "model.model_selection=false takes kbf alone"
-        )
-    if isinstance(inner.init(1), ParticleState | DPFState | LocalMemory):
-        return (
-            "a particle filter draws random numbers in each step, and is not exported; "
-            "kbf, kalman, lstm and frame are"
-        )
-    if isinstance(inner.init(1), SwitchingState):
+    members = inner.filters.values() if isinstance(inner, EnsembleFilter) else [inner]
+    if any(isinstance(each.init(1), SwitchingState) for each in members):
         return (
             "the filter of several regimes (ukf_learned) is not exported; "
             "require=export fits one of one regime"
-        )
-    if isinstance(inner.init(1), StartingState):
-        return (
-            "the UKF on learned maps (ukf_learned) checks in each step whether a covariance has a "
-            "Cholesky factor, and is not exported; kbf, kalman, lstm and frame are"
-        )
-    if allows_missing_sensors(filter):
-        return (
-            "a filter that allows missing sensors selects its rule in each step, "
-            "and is not exported"
         )
     if isinstance(filter, nn.Module) and any(
         isinstance(part, ControlledDensity) for part in filter.modules()
@@ -64,6 +45,13 @@ def why_not_exported(filter: Filter[Any]) -> str | None:
             "a drawn memory with controls (model=kbf) computes its transition in each step, "
             "and is not exported; kbf_tuned, kbf_paper, kalman and lstm are"
         )
+    width = control_components(filter)
+    state: Any = filter.init(1)
+    try:
+        with torch.no_grad(), RandomInputs():
+            move(filter, state, control=state[0].new_zeros(1, width) if width else None)
+    except NotExportedError as error:
+        return str(error)
     return None
 
 

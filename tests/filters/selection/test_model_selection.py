@@ -26,7 +26,6 @@ from kbf.filters.rollout import rollout
 from kbf.filters.selection import auto
 from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.selection.cross_validation import Search, Trial, blocks_of
-from kbf.filters.selection.requirements import why_not_exported
 from kbf.filters.selection.stacking import simplex_weights, stacked
 from kbf.filters.smoothing import smooth
 from kbf.recording import Recording
@@ -180,12 +179,6 @@ def test_a_stack_runs_live_and_its_state_is_saved(tmp_path):
     second.load(tmp_path / "state.npz")
     for x in obs[10:]:
         torch.testing.assert_close(second.step(x[None]), whole.step(x[None]), rtol=0, atol=0)
-
-
-def test_a_stack_says_that_it_is_not_exported():
-    reason = why_not_exported(stack_of(two_filters(), [[0.5, 0.5], [0.5, 0.5]]))
-    assert reason is not None
-    assert "a stack of several filters (sure, unsure) is not exported" in reason
 
 
 # the choice
@@ -591,16 +584,14 @@ def test_repeats_of_held_sensors_are_missing_readings_of_all_candidates():
     assert plain.held.tolist() == [False, False]
 
 
-def test_the_learned_ukf_is_no_candidate_where_a_program_is_required(monkeypatch):
-    """Its step is not exported, as `kbf.export` of it shows."""
+def test_the_learned_ukf_is_a_candidate_where_a_program_is_required(monkeypatch):
+    """All candidates have programs (tests/export/test_candidates.py), stacks as well."""
     model = LearnedUKF(kinds=("linear",))
-    filter = model.fit([recording(300)])
-    assert "ukf_learned" in str(why_not_exported(filter))
     monkeypatch.setattr(auto, "LEARNED", {"ukf_learned": lambda seed: model})
     net = ModelSelection(LearnedKalman(), name="main", require=("export",))
     net.prepare([recording(300)])
-    note = next(row.note for row in net.candidates if row.model == "ukf_learned")
-    assert "export" in note
+    found = {row.model: row.note for row in net.candidates}
+    assert "export" not in found["ukf_learned"] and "stack" in found
 
 
 # candidates

@@ -1,0 +1,251 @@
+"""Every candidate of the model selection exports: with controls, missing and held sensors, and as
+a stack. Programs equal the filters on the same random numbers.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kbf
+from kbf.export import onnx_linalg
+from kbf.export.step import WRITERS, ExportedStep, compare, export
+from kbf.filters.ensemble import EnsembleFilter
+from kbf.filters.gaussian.kalman import LearnedKalman
+from kbf.filters.held import HeldReadings
+from kbf.filters.kernel_monte_carlo.filter import KernelMonteCarloFilter
+from kbf.filters.particle.bootstrap import ParticleFilter
+from kbf.filters.regression.window import WindowRidge
+from kbf.filters.rollout import rollout
+from kbf.filters.selection.auto import LEARNED, PLAIN, PUBLISHED, SLOW
+from kbf.filters.selection.requirements import why_not_exported
+from kbf.recording import Recording
+from kbf.rkhs.linalg import cholesky_by_column
+from kbf.runtime.branches import all_branches
+from kbf.runtime.random_inputs import RandomInputs
+
+F64 = torch.float64
+CANDIDATES = PLAIN | LEARNED | PUBLISHED | SLOW
+STEPS = 12
+"""Steps on which programs and filters are compared."""
+
+
+def recording(steps=60, *, control=False, missing=0.0, seed=0):
+    """Two states on a spiral, three noisy sensors of them."""
+    g = torch.Generator().manual_seed(seed)
+    A = 0.97 * torch.tensor([[0.95, 0.25], [-0.25, 0.95]], dtype=F64)
+    C = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], dtype=F64)
+    u, z, states = torch.randn(steps, 1, generator=g, dtype=F64), torch.zeros(2, dtype=F64), []
+    for t in range(steps):
+        z = A @ z + 0.2 * torch.randn(2, generator=g, dtype=F64) + (0.3 * u[t] if control else 0)
+        states.append(z)
+    obs = torch.stack(states) @ C.mT + 0.2 * torch.randn(steps, 3, generator=g, dtype=F64)
+    obs = torch.where(torch.rand(steps, 3, generator=g) < missing, torch.nan, obs)
+    return Recording(torch.stack(states), obs, controls=u if control else None)
+
+
+def small(name):
+    """A candidate with few particles, trees and updates."""
+    model = CANDIDATES[name](0)
+    for setting, value in (("particles", 20), ("updates", 3), ("iterations", 5)):
+        if hasattr(model, setting):
+            setattr(model, setting, value)
+    return model
+
+
+def written(filter, path, format, memory):
+    """The differences of a program to its filter, in standard deviations of the state."""
+    controls = None if memory.controls is None else memory.controls[:STEPS]
+    return export(filter, path, format, memory.obs[:STEPS], memory.states.std(0), controls=controls)
+
+
+CASES = [
+    (name, kind)
+    for name in CANDIDATES
+    for kind in ("plain", "control", "missing")
+    if kind != "missing" or hasattr(CANDIDATES[name](0), "allow_missing_sensors")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_every_candidate_exports(name, kind, tmp_path):
+    model = small(name)
+    memory = recording(control=kind == "control", missing=0.15 if kind == "missing" else 0.0)
+    if kind == "missing":
+        model.allow_missing_sensors = True
+    if name not in SLOW:  # networks and trees have nothing to prepare
+        model.prepare([memory])
+    filter = model.fit([memory])
+    assert why_not_exported(filter) is None
+    assert max(written(filter, tmp_path / "step.pt2", "torch_export", memory)[:2]) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", WRITERS)
+def test_a_stack_of_filters_exports(format, tmp_path):
+    memory = recording()
+    filters = {"kalman": LearnedKalman().fit([memory]), "window": WindowRidge(3).fit([memory])}
+    weights = torch.tensor([[0.7, 0.4], [0.3, 0.6]], dtype=F64)
+    stack = EnsembleFilter(filters, weights, torch.eye(2, dtype=F64).expand(2, 2, 2))
+    assert why_not_exported(stack) is None
+    assert max(written(stack, tmp_path / "step", format, memory)[:2]) < 1e-6
+
+
+@pytest.mark.slow
+def test_held_sensors_export(tmp_path):
+    memory = recording()
+    obs = memory.obs.clone()
+    obs[:, 2] = obs[torch.arange(len(obs)) // 3 * 3, 2]
+    memory, held = memory._replace(obs=obs), torch.tensor([False, False, True])
+    model = HeldReadings(LearnedKalman(), held)
+    model.prepare([memory])
+    assert max(written(model.fit([memory]), tmp_path / "a.pt2", "torch_export", memory)[:2]) < 1e-6
+
+
+@pytest.mark.slow
+def test_an_onnx_program_of_missing_sensors_runs_by_names(tmp_path):
+    """Equal to `FittedFilter.online` where single sensors are missing."""
+    pytest.importorskip("onnxruntime")
+    memory = recording(120, missing=0.15)
+    fitted = kbf.fit(
+        states=memory.states.numpy(),
+        observations=memory.obs.numpy(),
+        model="kalman",
+        allow_missing_sensors=True,
+        progress=False,
+    )
+    fitted.export(tmp_path / "step.onnx", steps=5)
+    program, online = kbf.load_onnx(tmp_path / "step.onnx"), fitted.online()
+    for row in memory.obs[:30].numpy():
+        ours, theirs = program.step(row), online.step(row)
+        assert ours.to_dict() == pytest.approx(theirs.to_dict(), abs=1e-6)
+        assert ours.std == pytest.approx(theirs.std, abs=1e-6)
+
+
+def moving(memory):
+    """A kernel Monte Carlo filter of a known model, with its random numbers."""
+    model, sizes = kbf.ssm.oscillatory(), {"particles": 8, "draws": 2, "rank": 6}
+    return KernelMonteCarloFilter(model, memory.states, **sizes)
+
+
+def oscillation(steps=60):
+    whole = kbf.ssm.simulate(
+        kbf.ssm.oscillatory(),
+        torch.tensor([[1.0, 0.0]], dtype=F64),
+        steps,
+        torch.Generator().manual_seed(0),
+    )
+    return Recording(whole.states[0], whole.obs[0])
+
+
+def particles(memory):
+    """A bootstrap filter of the same model."""
+    return ParticleFilter(kbf.ssm.oscillatory(), particles=8).fit([memory])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [moving, particles])
+def test_random_numbers_of_onnx_programs(make, tmp_path):
+    pytest.importorskip("onnxruntime")
+    memory = oscillation()
+    assert max(written(make(memory), tmp_path / "a.onnx", "onnx", memory)[:2]) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [moving, particles])
+def test_random_numbers_are_inputs(make, tmp_path):
+    """Equal on the same numbers, and another path on others."""
+    memory = oscillation()
+    filter = make(memory)
+    assert max(written(filter, tmp_path / "a.pt2", "torch_export", memory)[:2]) < 1e-6
+    step = ExportedStep(filter).eval()
+    inputs = step.inputs(memory.obs[:1])
+    assert {"uniform", "normal"} & inputs.keys()
+    program = torch.export.load(tmp_path / "a.pt2").module()
+    first = program(*inputs.values())
+    again = program(*inputs.values())
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    other = inputs | step.random(torch.Generator().manual_seed(9))
+    assert not torch.equal(program(*other.values())[0], first[0])
+
+
+def test_the_comparison_notices_other_random_numbers():
+    memory = oscillation()
+    step = ExportedStep(particles(memory)).eval()
+    inputs = step.inputs(memory.obs[:1])
+    scale, obs = memory.states.std(0), memory.obs[:STEPS]
+    with torch.no_grad():
+        assert max(compare(step, step, inputs, obs, None, scale)) == 0
+
+        def shifted(*given):
+            return step(*given[:-1], given[-1] + 0.01)
+
+        assert max(compare(step, shifted, inputs, obs, None, scale)) > 1e-4
+
+
+def test_a_step_with_all_branches_is_the_step():
+    memory = recording()
+    filter = LearnedKalman().fit([memory])
+    plain = rollout(filter, memory.obs[None]).estimates
+    with all_branches():
+        torch.testing.assert_close(rollout(filter, memory.obs[None]).estimates, plain)
+
+
+SAMPLES = 20_000
+
+
+def numbers():
+    g = torch.Generator().manual_seed(0)
+    shape = (1, 60 * SAMPLES)
+    return torch.rand(shape, generator=g, dtype=F64), torch.randn(shape, generator=g, dtype=F64)
+
+
+@pytest.mark.parametrize("shape", [0.5, 1.0, 4.0])
+def test_gamma_numbers_have_the_moments_of_the_distribution(shape):
+    """Mean and variance are both the shape; the tolerance is five standard errors and more."""
+    with RandomInputs(*numbers()):
+        drawn = torch._standard_gamma(torch.full((SAMPLES,), shape, dtype=F64))
+    assert drawn.mean().item() == pytest.approx(shape, abs=5 * (shape / SAMPLES) ** 0.5)
+    assert drawn.var().item() == pytest.approx(shape, rel=0.1)
+    assert (drawn > 0).all()
+
+
+def test_samplers_have_their_distributions():
+    p = torch.tensor([0.2, 0.0, 0.5, 0.3], dtype=F64)
+    with RandomInputs(*numbers()):
+        chosen = torch.multinomial(p.expand(SAMPLES, 4), 1, replacement=True)
+        whole = torch.randint(3, (SAMPLES,), generator=torch.Generator())
+        coins = torch.bernoulli(torch.full((SAMPLES,), 0.3, dtype=F64))
+        uniform, normal = torch.rand(5, 2), torch.randn((4, 3), dtype=F64)
+    shares = chosen.flatten().bincount(minlength=4) / SAMPLES
+    torch.testing.assert_close(shares.double(), p, atol=0.02, rtol=0)
+    assert (whole.bincount() / SAMPLES - 1 / 3).abs().max() < 0.02 and whole.max() == 2
+    assert coins.mean().item() == pytest.approx(0.3, abs=0.02)
+    assert uniform.shape == (5, 2) and normal.shape == (4, 3) and normal.dtype == F64
+
+
+def test_a_filter_that_draws_counts_is_refused():
+    with RandomInputs(), pytest.raises(ValueError, match="draws counts"):
+        torch.poisson(torch.ones(3))
+
+
+def test_spelt_out_functions_are_pytorchs():
+    g = torch.Generator().manual_seed(0)
+    x = torch.cat([torch.linspace(-1, 1, 1001, dtype=F64), torch.tensor([0.5, -0.5], dtype=F64)])
+    torch.testing.assert_close(onnx_linalg.asin(x), x.asin(), atol=1e-14, rtol=1e-12)
+    a = torch.rand(3, 4, 4, generator=g, dtype=F64) + 2 * torch.eye(4, dtype=F64)
+    b = torch.randn(3, 4, 2, generator=g, dtype=F64)
+    for upper, own in ((True, a.triu()), (False, a.tril())):
+        wanted = torch.linalg.solve_triangular(own, b, upper=upper)
+        torch.testing.assert_close(onnx_linalg.solve_triangular(own, b, upper=upper), wanted)
+        right = onnx_linalg.solve_triangular(own, b.mT, upper=upper, left=False)
+        torch.testing.assert_close(right @ own, b.mT)
+    rows = torch.rand(2, 6, generator=g).sort(-1).values
+    points = torch.cat([torch.rand(2, 5, generator=g), rows[:, :2]], 1)
+    for right in (False, True):
+        wanted = torch.searchsorted(rows, points, right=right)
+        assert torch.equal(onnx_linalg.searchsorted(rows, points, right=right), wanted)
+    S = a @ a.mT
+    torch.testing.assert_close(cholesky_by_column(S), torch.linalg.cholesky(S))
+    assert cholesky_by_column(-S).isnan().any()
