@@ -280,6 +280,30 @@ def unit_warnings(name: str, each: list[Tensor], unit: str) -> list[str]:
     return [text] if wrong else []
 
 
+def looks_like_angle(each: list[Tensor]) -> float | None:
+    """Returns 2 pi or 360 if a column has that range, jumps across it, and is smooth otherwise."""
+    values = torch.cat(each)
+    values = values[values.isfinite()]
+    extent = float(values.max() - values.min()) if len(values) else 0.0
+    if not any(0.9 * period < extent < 1.01 * period for period in (2 * math.pi, 360.0)):
+        return None
+    moves = torch.cat([column.diff().abs() for column in each])
+    moves = moves[moves.isfinite()]
+    if not len(moves):
+        return None
+    for period in (2 * math.pi, 360.0):
+        jumps = moves > 0.8 * period
+        others = moves[~jumps] > 0.5 * period  # a few, where undeclared recordings meet
+        if (
+            (period == 360 or not are_whole(values))
+            and 0.9 * period < extent < 1.01 * period
+            and bool(jumps.any())
+            and float(others.double().mean()) < 0.01
+        ):
+            return period
+    return None
+
+
 def are_whole(values: Tensor) -> bool:
     """Whether all values of a column are whole numbers: counts, or levels."""
     return bool(np.equal(np.mod(values.numpy(), 1), 0).all())

@@ -16,6 +16,7 @@ from kbf.data.files.checks import (
     codes_of,
     control_warning,
     leak_warnings,
+    looks_like_angle,
     sensor_warnings,
     shuffle_warning,
     unit_warnings,
@@ -237,30 +238,6 @@ def running_median(column: Tensor) -> Tensor:
 
     window = pd.Series(column.numpy()).rolling(STEPS_AROUND, center=True, min_periods=1)
     return torch.from_numpy(window.median().fillna(0).to_numpy(copy=True))
-
-
-def looks_like_angle(each: list[Tensor]) -> float | None:
-    """Returns 2 pi or 360 if a column has that range, jumps across it, and is smooth otherwise."""
-    values = torch.cat(each)
-    values = values[values.isfinite()]
-    extent = float(values.max() - values.min()) if len(values) else 0.0
-    if not any(0.9 * period < extent < 1.01 * period for period in (2 * math.pi, 360.0)):
-        return None
-    moves = torch.cat([column.diff().abs() for column in each])
-    moves = moves[moves.isfinite()]
-    if not len(moves):
-        return None
-    for period in (2 * math.pi, 360.0):
-        jumps = moves > 0.8 * period
-        others = moves[~jumps] > 0.5 * period  # a few, where undeclared recordings meet
-        if (
-            (period == 360 or not are_whole(values))
-            and 0.9 * period < extent < 1.01 * period
-            and bool(jumps.any())
-            and float(others.double().mean()) < 0.01
-        ):
-            return period
-    return None
 
 
 def place_of(data: FileData, each: list[Tensor], k: int) -> str:
