@@ -92,8 +92,8 @@ class LearnedUKF(ShownModule):
     of missing ones.
 
     Attributes:
-        kernels: ``m 2 3``, the kernels of each map (the change map, then those of sensors), for g
-            alone and for both; empty before `prepare`.
+        kernels: ``1+q 2 3``, for g alone and for both: those of the change map, then those of the
+            sensor whose first column it is; empty before `prepare`.
         kinds: ``2``, positions in `KINDS` of the kinds of the change map and of observation maps.
         factors: ``2``, factors of the covariances Q and R.
         delays: ``q``, steps by which sensors are late; empty before `prepare`.
@@ -165,7 +165,7 @@ class LearnedUKF(ShownModule):
         self.delays = select_delays(stable)
         self.faulty.fill_(working(stable, self.delays)[0].any)
         source = self.source(recordings)
-        self.kernels = self.selected_kernels(source.pairs)
+        self.kernels = self.selected_kernels(source.pairs, len(self.delays))
         structure = select_regimes(source.moves) if self.switches else STRUCTURES[0]
         self.regimes = torch.tensor(STRUCTURES[0])
         parts = held_out_parts(recordings)
@@ -248,35 +248,36 @@ class LearnedUKF(ShownModule):
     def sensors(self, pairs: Pairs, kind: str) -> list[Sensor]:
         """Return the observation maps of a kind."""
         found = []
-        for k, each in enumerate(pairs.sensors, 1):
-            map = self.map_of(k, kind, each.states, each.readings, counts=each.counts)
+        for each in pairs.sensors:
+            place = 1 + int(each.columns[0])
+            map = self.map_of(place, kind, each.states, each.readings, counts=each.counts)
             found.append(Sensor(each.columns, each.delay, map, map.noise))
         return found
 
-    def selected_kernels(self, pairs: Pairs) -> Float[Tensor, "m 2 3"]:
-        """Return `kernels` for these pairs; zeros where a kind is no candidate."""
-        both = [
-            (pairs.inputs, pairs.change),
-            *((each.states, each.readings) for each in pairs.sensors),
-        ]
-        found = torch.zeros(len(both), 2, 3, dtype=torch.float64)
-        for place, (row, (u, y)) in enumerate(zip(found, both, strict=True)):
+    def selected_kernels(self, pairs: Pairs, q: int) -> Float[Tensor, "m 2 3"]:
+        """Return `kernels` for these pairs of q sensors; zeros where there is no candidate."""
+        both = {0: (pairs.inputs, pairs.change)} | {
+            1 + int(each.columns[0]): (each.states, each.readings) for each in pairs.sensors
+        }
+        found = torch.zeros(1 + q, 2, 3, dtype=torch.float64)
+        for place, (u, y) in both.items():
             for k, kind in enumerate(KINDS[1:]):
                 if kind in self.given_kinds:
                     left = y.double()
                     if kind == "both":
                         left = left - fit_map("linear", u, y)(u.double())
-                    u = u.double()
-                    row[k] = row_of(select_kernel(u, left, self.ranks[0], precise=place == 0))
+                    kernel = select_kernel(u.double(), left, self.ranks[0], precise=place == 0)
+                    found[place, k] = row_of(kernel)
         return found
 
     def map_of(
         self, place: int, kind: str, u: Tensor, y: Tensor, *, counts: bool = False
     ) -> LearnedMap:
-        """Return the map of a kind; its kernels are row ``place`` of `kernels`, if there is one."""
+        """Return the map of a kind, with the kernel in row ``place`` of `kernels`, if any."""
         kernel = None
         if place < len(self.kernels) and kind != "linear":
-            kernel = kernel_of(self.kernels[place, KINDS.index(kind) - 1])
+            row = self.kernels[place, KINDS.index(kind) - 1]
+            kernel = kernel_of(row) if bool(row.any()) else None
         return fit_map(
             kind, u, y, kernel=kernel, ranks=self.ranks, counts=counts, precise=place == 0
         )

@@ -55,7 +55,8 @@ def pairs_of(
 
     Columns of one kind with one delay that are never missing alone are one sensor, so that
     residuals may be correlated. A sensor with fewer than
-    `kbf.densities.per_sensor.MIN_READINGS` readings is left out.
+    `kbf.densities.per_sensor.MIN_READINGS` readings is left out, and so are columns that do not
+    vary.
 
     Raises:
         FitError: no sensor has so many readings.
@@ -81,7 +82,12 @@ def pairs_of(
         if int(read.sum()) >= MIN_READINGS:
             at = read.nonzero()[:, 0]
             at = at[evenly(len(at), MAX_PAIRS, at.device)]
-            sensors.append(SensorPairs(columns, delay, counted > 0, seen[at], x[at][:, columns]))
+            readings = x[at][:, columns]
+            vary = (readings != readings[0]).any(0)
+            if bool(vary.any()):
+                sensors.append(
+                    SensorPairs(columns[vary], delay, counted > 0, seen[at], readings[:, vary])
+                )
     if not sensors:
         raise FitError(f"of {x.shape[1]} observations none has {MIN_READINGS} readings")
     return Pairs(inputs, after - z, sensors, join)

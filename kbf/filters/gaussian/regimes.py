@@ -20,6 +20,7 @@ from torch import Generator, Tensor
 from kbf.densities.base import LOG_2PI
 from kbf.filters.gaussian.hidden_chain import smoothed_chain
 from kbf.filters.gaussian.sensor_laws import features_of
+from kbf.runtime.deadline import check_deadline
 
 # The map of each component: one law; rare jumps; two regimes; two and jumps; three. Those of three
 # components are compared only if one of two is better than one law.
@@ -178,6 +179,7 @@ def expectation_maximisation(
     start = torch.full((b, k), 1 / k, dtype=y.dtype)
     step = 0
     while True:
+        check_deadline()
         used = weights * visible[..., None]
         errors = left_out_errors(phi, y, map_weights(used, maps))[:, maps]  # b k n d
         Q = covariances(errors, used)

@@ -85,6 +85,7 @@ class Attempt:
         timed: whether the budget may stop it.
         seconds: of all that was computed. seconds_of_first: of the first part.
         first: NMSE on the first part.
+        end: the time (`time.perf_counter`) at which it is stopped on the first part.
         filters, residuals, folds: as of `Trial`.
     """
 
@@ -94,6 +95,7 @@ class Attempt:
     seconds: float = 0.0
     seconds_of_first: float = 0.0
     first: float = torch.inf
+    end: float = torch.inf
     filters: list[Filter[Any]] = field(default_factory=list)
     residuals: list[Tensor] = field(default_factory=list)
     folds: list[int] = field(default_factory=list)
@@ -158,6 +160,7 @@ class Search:
         prepare: Callable[[], Any] | None = None,
         timed: bool = True,
         run: Callable[[Filter[Any], list[Recording]], Held] | None = None,
+        share: float = 1.0,
     ) -> None:
         """Prepare a model and run it through the first part.
 
@@ -167,11 +170,14 @@ class Search:
             prepare: called before.
             timed: whether the budget may stop it.
             run: used in place of `run_blocks`.
+            share: of the time that is left, after which the budget stops the model.
         """
         log.info("held out: %s, fold 1 of %d", name, len(self.parts))
         model = self.running[name] = Attempt(fit, run or run_blocks, timed)
+        began = time.perf_counter()
+        model.end = began + share * (self.end(model) - began)
         with self.within_budget(name):
-            if (began := time.perf_counter()) > self.end(model):
+            if began > self.end(model):
                 raise FitError(f"not started: the budget of {self.budget:g} s is spent")
             if prepare is not None:
                 prepare()
@@ -179,6 +185,7 @@ class Search:
             model.run_through(*self.parts[0])
             model.seconds_of_first = time.perf_counter() - began
             model.first = mean_nmse(model.residuals, self.scale)
+            model.end = torch.inf  # other parts may take the rest of the budget
 
     def finish(self, most: int | None = None, always: Iterable[str] = ()) -> None:
         """Run the best models through the other parts, the best one on the first part first.
@@ -225,7 +232,9 @@ class Search:
 
     def end(self, model: Attempt) -> float:
         """The time (`time.perf_counter`) at which a model is stopped."""
-        return self.began + self.budget if model.timed and self.budget is not None else torch.inf
+        if not model.timed or self.budget is None:
+            return torch.inf
+        return min(model.end, self.began + self.budget)
 
     def check_time(self, model: Attempt) -> None:
         """Raise a FitError if a model would not finish within the budget.

@@ -303,3 +303,15 @@ def test_precise_maps_represent_a_smooth_flow():
         errors.append(float(left.square().mean()))
     assert errors[1] < errors[0] / 5
     assert errors[1] < 0.1 * float(system.Q[0, 0])
+
+
+def test_a_sensor_that_is_nearly_always_0_is_no_obstacle():
+    """A neuron that fires three times; one that never does."""
+    train = turning(1500)[0]
+    rare = torch.zeros(1500, 2, dtype=torch.float64)
+    rare[[100, 101, 700], 0] = 1.0
+    obs = torch.cat([train.obs, rare], 1)
+    model = LearnedUKF(ranks=(48,), factors=(1.0,))
+    model.prepare([train._replace(obs=obs)])
+    run = rollout(model.fit([train._replace(obs=obs)]), obs[None])
+    assert float((run.estimates[0] - train.states).square().mean()) < 0.1
