@@ -307,6 +307,7 @@ class LearnedUKF(ShownModule):
         manifold = manifold_of(torch.cat([s.states for s in recordings]))
         persistence = fit_persistence([residuals_of(each, sensors) for each in source.kept])
         counts = self.counts if len(self.counts) else torch.zeros_like(recordings[0].obs[0]).bool()
+        firsts = torch.tensor([0, *(len(each.states) for each in recordings[:-1])]).cumsum(0)
 
         def filter_with(change: LearnedMap, Q: Tensor) -> StartingFilter:
             def moved(z: Tensor, u: Tensor | None = None) -> Tensor:
@@ -325,6 +326,7 @@ class LearnedUKF(ShownModule):
                 faults=source.faults,
                 counts=counts,
                 missing=self.allow_missing_sensors,
+                first=states[firsts],
             )
 
         filters = [filter_with(*law) for law in self.changes(source, move)]

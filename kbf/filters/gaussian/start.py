@@ -5,10 +5,12 @@ not N(m0, P0). With l_i = p(x | z_i) and w_i proportional to l_i^a, the states a
 weighted moments N(m, P), and the update of the Gaussian filter with p(x | z)^(1 - a) completes
 p(x | z). The power a is the largest for which the effective number of states is at least
 `MIN_EFFECTIVE_STATES`: a few near states have no reliable covariance.
+
+Where there are many recordings, the first states of these have half of the probability before the
+first observation, and all states the other half: recordings may start in places of their own.
 """
 
 import copy
-import math
 from typing import NamedTuple
 
 import torch
@@ -28,6 +30,10 @@ from kbf.ssm import StateSpaceModel
 
 # Effective number of recorded states whose moments are taken.
 MIN_EFFECTIVE_STATES = 50.0
+# First states of recordings, and the number of them for each component of the state, from which on
+# they have half of the probability.
+MIN_FIRST_STATES = 10
+MIN_FIRST_STATES_PER_COMPONENT = 4
 # Recorded states that the first observation is compared with; of more, evenly spaced ones.
 MAX_STATES = 3000
 # Times that the probabilities of all sensors are computed in turn.
@@ -82,6 +88,7 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
         faults: Faults | None = None,
         counts: Bool[Tensor, " q"] | None = None,
         missing: bool | None = None,
+        first: Float[Tensor, "k e"] | None = None,
     ) -> None:
         """Keep the filter and the recorded states.
 
@@ -92,13 +99,23 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
             faults: of the sensors; None if they always work.
             counts: columns of observations whose square roots the model is of; None for none.
             missing: whether observations may hold NaN; None for what ``inner`` allows.
+            first: the first state of each recording; None if they are not known.
         """
         self.inner: UnscentedKalmanFilter = inner
         self.d: int = states.shape[1] if d is None else d
         self.faults: Faults = no_faults(len(inner.model.R)) if faults is None else faults
         self.sensors_fail: bool = self.faults.any
         self.counts: Tensor = torch.zeros(len(inner.model.R)).bool() if counts is None else counts
-        self.states: Tensor = states[evenly(len(states), MAX_STATES, states.device)]
+        some = states[evenly(len(states), MAX_STATES, states.device)]
+        least = max(MIN_FIRST_STATES, MIN_FIRST_STATES_PER_COMPONENT * self.d)
+        first = some[:0] if first is None or len(first) < least else first[:MAX_STATES]
+        self.states: Tensor = torch.cat([first, some])
+        half = 0.5 if len(first) else 1.0
+        shares = [torch.full((len(some),), half / len(some))]
+        if len(first):
+            shares.insert(0, torch.full((len(first),), half / len(first)))
+        self.log_prior: Tensor = torch.cat(shares).to(states).log()
+        self.effective: float = min(MIN_EFFECTIVE_STATES, 0.5 * (len(first) or len(some)))
         self.expected: Tensor = inner.model.h(self.states)
         self.controlled: int = inner.controlled
         self.allow_missing_sensors: bool = (
@@ -211,8 +228,8 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
     def first_update(self, obs: Float[Tensor, "b q"]) -> tuple[GaussianState, Bool[Tensor, " b"]]:
         """Return the moments of the recorded states given x, and whether x was possible."""
         logs = self.log_likelihoods(obs)
-        power = tempering(logs, min(MIN_EFFECTIVE_STATES, 0.5 * len(self.states)))
-        weights = (power[:, None] * logs).softmax(-1)
+        power = tempering(logs, self.effective, self.log_prior)
+        weights = (power[:, None] * logs + self.log_prior).softmax(-1)
         mean = weights @ self.states
         centred = self.states - mean[:, None]
         cov = (weights[..., None] * centred).mT @ centred
@@ -250,7 +267,7 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
         )
         if not bool((state.waiting > 0).any()):
             return density
-        first = self.log_likelihoods(obs).logsumexp(-1) - math.log(len(self.states))
+        first = (self.log_likelihoods(obs) + self.log_prior).logsumexp(-1)
         return torch.where(state.waiting > 0, first + slope, density)
 
     def estimate(self, state: StartingState) -> Float[Tensor, "b d"]:
@@ -282,14 +299,16 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
         return step_back
 
 
-def tempering(logs: Float[Tensor, "b n"], effective: float) -> Float[Tensor, " b"]:
-    """Return the largest power a in [0, 1] for which weights l_i^a have so many effective states.
+def tempering(
+    logs: Float[Tensor, "b n"], effective: float, log_prior: Float[Tensor, " n"]
+) -> Float[Tensor, " b"]:
+    """Return the largest power a in [0, 1] for which p_i l_i^a have so many effective states.
 
     By bisection: (sum w)^2 / sum w^2 falls with a.
     """
 
     def enough(a: Tensor) -> Tensor:
-        w = (a[:, None] * logs).softmax(-1)
+        w = (a[:, None] * logs + log_prior).softmax(-1)
         return w.square().sum(-1).reciprocal() >= effective
 
     low, high = torch.zeros_like(logs[:, 0]), torch.ones_like(logs[:, 0])

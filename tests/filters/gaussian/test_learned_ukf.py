@@ -165,6 +165,36 @@ def test_the_first_update_of_a_square_covers_both_roots():
     assert math.sqrt(state.cov.item()) == pytest.approx(1.5, rel=0.1)
 
 
+def starting_at_one(k: int) -> StartingFilter:
+    """States around 0; k recordings that start at 1.5 +- 0.1."""
+    one = torch.eye(1, dtype=torch.float64)
+    model = StateSpaceModel(lambda z: 0.9 * z, lambda z: z, 0.1 * one, one, 0 * one[0], one)
+    first = 1.5 + 0.1 * normal(k, 1)
+    return StartingFilter(UnscentedKalmanFilter(model), normal(3000, 1, seed=1), first=first)
+
+
+def test_first_states_of_many_recordings_have_half_of_the_probability():
+    """Bayes' rule for the mixture of N(1.5, 0.1^2) and N(0, 1), by integration."""
+    x = torch.tensor([[1.2]]).double()
+    filter = starting_at_one(400)
+    state, _ = filter.observe(filter.init(1), x)
+    grid = torch.linspace(-6, 6, 20001).double()
+    law = torch.distributions.Normal
+    prior = 0.5 * law(1.5, 0.1).log_prob(grid).exp() + 0.5 * law(0.0, 1.0).log_prob(grid).exp()
+    joint = prior * law(grid, 1.0).log_prob(x[0]).exp()
+    expected = float((grid * joint).sum() / joint.sum())
+    assert state.mean.item() == pytest.approx(expected, abs=0.05)
+    evidence = math.log(float(joint.sum()) * 12 / 20000)
+    assert filter.log_likelihood(filter.init(1), x).item() == pytest.approx(evidence, abs=0.05)
+
+
+def test_first_states_of_few_recordings_are_states_as_all_others():
+    filter = starting_at_one(5)
+    state, _ = filter.observe(filter.init(1), torch.tensor([[1.2]]).double())
+    assert len(filter.states) == 3000
+    assert state.mean.item() == pytest.approx(0.6, abs=0.05)
+
+
 def test_a_row_without_readings_leaves_the_state_waiting():
     filter = bimodal()
     filter.inner.allow_missing_sensors = filter.allow_missing_sensors = True
@@ -174,7 +204,7 @@ def test_a_row_without_readings_leaves_the_state_waiting():
 
 def test_tempering_reaches_the_effective_number():
     logs = -torch.linspace(0, 3, 200).double().square() * torch.tensor([[1.0], [900.0]])
-    power = tempering(logs, 50.0)
+    power = tempering(logs, 50.0, torch.zeros(logs.shape[1], dtype=torch.float64))
     w = (power[:, None] * logs).softmax(-1)
     effective = 1 / w.square().sum(-1)
     assert power[0] == 1
