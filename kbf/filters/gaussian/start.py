@@ -40,6 +40,9 @@ MAX_STATES = 3000
 ROUNDS_OF_FAULTS = 4
 # Least probability that a sensor works, in the update: the noise stays finite.
 MIN_PROBABILITY = 1e-6
+# Share of the mean variance that is added to each component of the first covariance: former states
+# equal the first one where all weight is on the beginnings of recordings.
+MIN_VARIANCE = 1e-10
 # Halvings of the interval (0, 1) that contains the power.
 BISECTIONS = 20
 
@@ -233,6 +236,8 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
         mean = weights @ self.states
         centred = self.states - mean[:, None]
         cov = (weights[..., None] * centred).mT @ centred
+        least = MIN_VARIANCE * cov.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+        cov = cov + least * torch.eye(cov.shape[-1]).to(cov)
         rest = 1 / (1 - power).clamp_min(torch.finfo(obs.dtype).eps)
         return self.inner.observe(GaussianState(mean, cov), obs, noise=rest[:, None])
 

@@ -188,6 +188,16 @@ def test_first_states_of_many_recordings_have_half_of_the_probability():
     assert filter.log_likelihood(filter.init(1), x).item() == pytest.approx(evidence, abs=0.05)
 
 
+def test_first_states_without_a_past_have_a_covariance():
+    """States joined with former ones are singular where all recordings begin."""
+    eye = torch.eye(3, dtype=torch.float64)
+    model = StateSpaceModel(lambda z: z, lambda z: z[..., :1], eye, eye[:1, :1], 0 * eye[0], eye)
+    first = (5 + 1e-2 * normal(30, 1)).expand(-1, 3)
+    filter = StartingFilter(UnscentedKalmanFilter(model), normal(200, 3), d=1, first=first)
+    state, _ = filter.observe(filter.init(1), torch.tensor([[5.0]]).double())
+    assert filter.estimate(state).item() == pytest.approx(5.0, abs=0.1)
+
+
 def test_first_states_of_few_recordings_are_states_as_all_others():
     filter = starting_at_one(5)
     state, _ = filter.observe(filter.init(1), torch.tensor([[1.2]]).double())
