@@ -65,7 +65,7 @@ def fit(
     require: Sequence[str] = (),
     validation: float = 0.0,
     calibrate: bool = True,
-    budget: str | int | float | None = None,
+    budget: str | int | float | None = "8m",
     seed: int = 0,
     device: str = "cpu",
     threads: int | None = 1,
@@ -123,7 +123,7 @@ def fit(
             ``["smooth", "export"]``; candidates that lack one are not selected.
         validation: share of the recordings that models trained by gradient are validated on.
         calibrate: learn intervals and alarms, and select among models.
-        budget: time for comparing models: ``"90s"``, ``"10m"``, or seconds.
+        budget: time for comparing models: ``"90s"``, ``"10m"``, or seconds; None for any time.
         seed: of everything that is drawn.
         device: ``"cpu"`` or ``"cuda"``.
         threads: of the computation, restored afterwards; one is fastest where matrices are small.
@@ -219,7 +219,7 @@ def fit_source(
     words = ["data=own", f"model={model}", f"seed={seed}", "logger=none"]
     words += ["trainer=cpu" if device == "cpu" else "trainer=gpu", f"calibrate={calibrate}"]
     words += [] if encoder is None else [f"encoder@data.encoding.encoder={encoder}"]
-    words += [] if budget is None else [f"budget={budget}"]
+    words.append(f"budget={'null' if budget is None else budget}")
     words += [f"model.training.{key}={word_of(value)}" for key, value in (training or {}).items()]
     words += [f"{key}={word_of(value)}" for key, value in (config or {}).items()]
     whole = configure("train", words)

@@ -623,12 +623,13 @@ def test_a_budget_and_no_calibration_reach_the_model_selection(data, monkeypatch
         raise kbf.FitError("enough")
 
     monkeypatch.setattr("kbf.training.fit.train", train)
-    for settings in ({"budget": "90s"}, {"calibrate": False}, {}):
+    for settings in ({"budget": "90s"}, {"calibrate": False}, {}, {"budget": None}):
         with pytest.raises(kbf.FitError, match="enough"):
             kbf.fit(data, **ARM, **settings, progress=False)
     assert seen[0]["budget"] == 90 and seen[0]["model_selection"] is True
     assert "model_selection" not in seen[1]
-    assert "budget" not in seen[2] and seen[2]["model_selection"] is True
+    assert seen[2]["budget"] == 480 and seen[2]["model_selection"] is True
+    assert "budget" not in seen[3]
     with pytest.raises(ValueError, match="budget must be a time"):
         kbf.fit(data, **ARM, budget="soon", progress=False)
 

@@ -196,7 +196,8 @@ def make_cells(config: dict[str, Any], directory: Path) -> list[Cell]:
         for n in config["n_train"]:
             steps = recipe["n_train"] if n == config.get("all_steps") else n
             for model, base in {FLOOR: floor, **config["bases"]}.items():
-                values = resolved({**base, **recipe}, n_train=steps, seed=seed)
+                # Scores must not depend on the speed of a machine.
+                values = resolved({**base, "budget": None, **recipe}, n_train=steps, seed=seed)
                 if model == FLOOR:
                     values["particles"] = config["particles"]
                 elif config["calibrate"]:

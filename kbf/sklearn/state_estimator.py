@@ -56,7 +56,7 @@ class StateEstimator(RegressorMixin, BaseEstimator):
             Series, or by position: ``{0: (0, None)}``.
         allow_missing_sensors: use the other observations of a row where some are NaN. None does so
             if rows of the training are partly missing.
-        budget: time for comparing models: ``"90s"``, ``"10m"``, or seconds.
+        budget: time for comparing models: ``"90s"``, ``"10m"``, or seconds; None for any time.
         threads: of the computation; None leaves them.
         random_state: of everything that is drawn; an integer is the ``seed`` of `kbf.fit`.
 
@@ -85,7 +85,7 @@ class StateEstimator(RegressorMixin, BaseEstimator):
         time: Any = None,
         bounds: Any = None,
         allow_missing_sensors: Any = None,
-        budget: Any = None,
+        budget: Any = "8m",
         threads: Any = 1,
         random_state: Any = None,
     ) -> None:  # scikit-learn requires that settings are checked by fit, not here
