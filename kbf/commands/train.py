@@ -150,7 +150,9 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     for logger in loggers:
         logger.finalize("success")
     search_report.print_candidates(selection)
-    print_notes(search_report.selection_notes(trained.module.net))
+    schema = data.column_schema
+    sensors = [] if schema is None else schema.components("observations")
+    print_notes(search_report.selection_notes(trained.module.net, sensors))
     rejected = ["test.rejected"] if metrics.get("test.rejected") else []
     keys = [*PRINTED, *rejected, "validation.mse", "held_out.mse", "epochs", "seconds"]
     print_values(title, metrics, keys)

@@ -98,6 +98,7 @@ class FittedModel(nn.Module):
                 seed=config["seed"],
                 budget=model.get("budget"),
                 require=model.get("require") or (),
+                held=(config.get("data") or {}).get("held", "auto"),
             )
         data = config.get("data") or {}
         net: Any = self.net

@@ -47,11 +47,31 @@ def candidates_of_net(net: Any) -> Candidates:
     )
 
 
-def selection_notes(net: Any) -> list[str]:
-    """Return notes on a model selection: steps that were left out, or no informative candidate."""
+def selection_notes(net: Any, sensors: Sequence[str] = ()) -> list[str]:
+    """Return notes on a model selection.
+
+    They name steps that were left out, sensors that are held or late, and that no candidate is
+    informative.
+
+    Args:
+        net: the model.
+        sensors: names of the components of its observations.
+    """
     if not isinstance(net, ModelSelection):
         return []
     notes = []
+    names = dict(enumerate(sensors))
+    if held := [names.get(k, f"x_{k}") for k in net.held.nonzero()[:, 0].tolist()]:
+        notes.append(
+            f"NOTE: readings of {', '.join(held)} repeat exactly; repeats are missing readings "
+            "(data.held=false: they are readings)"
+        )
+    learned: Any = net.models["ukf_learned"] if "ukf_learned" in net.used() else None
+    if learned is not None:
+        for k in learned.delays.nonzero()[:, 0].tolist():
+            steps = int(learned.delays[k])
+            late = f"{steps} step{'s' if steps > 1 else ''}"
+            notes.append(f"NOTE: {names.get(k, f'x_{k}')} is late by {late}, and filtered so")
     if count := int(net.newest):
         notes.append(
             f"NOTE: these recordings drift; the filter is trained on their last {count} steps only"

@@ -145,6 +145,7 @@ class ModelSelection(nn.Module):
         seed: int = 0,
         budget: float | None = None,
         require: Sequence[str] = (),
+        held: str | bool = "auto",
     ) -> None:
         """Select between ``main`` and the models of this module.
 
@@ -159,10 +160,16 @@ class ModelSelection(nn.Module):
                 (`kbf.filters.selection.requirements.REQUIREMENTS`). An ensemble has no
                 smoother.
 
+            held: whether exact repeats of readings are missing readings: True for those of all
+                sensors, False for none, auto for those that `kbf.filters.held.held_sensors` finds.
+
         Raises:
-            ValueError: an unknown requirement.
+            ValueError: an unknown requirement, or another value of ``held``.
         """
         super().__init__()
+        if held not in ("auto", True, False):
+            raise ValueError(f"data.held must be auto, true or false, got {held!r}")
+        self.finds_held: str | bool = held
         self.budget, self.require = budget, tuple(require)
         if unknown := [name for name in require if name not in REQUIREMENTS]:
             raise ValueError(f"require: {unknown[0]!r} is none of {', '.join(REQUIREMENTS)}")
@@ -220,7 +227,11 @@ class ModelSelection(nn.Module):
         """
         started = time.perf_counter()
         vectors = len(memory) > 0 and memory[0].obs.ndim == 2 and not self.ratio_dim
-        self.held = held_sensors(memory) if vectors else self.held[:0]
+        self.held = self.held[:0]
+        if vectors and self.finds_held == "auto":
+            self.held = held_sensors(memory)
+        elif vectors and self.finds_held:
+            self.held = torch.ones_like(memory[0].obs[0], dtype=torch.bool)
         memory = self.select_newest(memory)
         recordings, parts = self.held_out(memory)
         main = self.adapted(self.main)

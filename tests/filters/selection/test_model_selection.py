@@ -594,6 +594,41 @@ def test_the_learned_ukf_is_a_candidate_where_a_program_is_required(monkeypatch)
     assert "export" not in found["ukf_learned"] and "stack" in found
 
 
+@pytest.mark.parametrize(("held", "expected"), [(True, [1, 1]), (False, []), ("auto", [1, 0])])
+def test_repeats_are_missing_as_data_held_has_it(held, expected, monkeypatch):
+    for others in ("LEARNED", "PUBLISHED", "SLOW"):
+        monkeypatch.setattr(auto, others, {})
+    data = recording(300)
+    repeated = data.obs.clone()
+    repeated[1::2, 0] = repeated[:-1:2, 0]
+    net = ModelSelection(LearnedKalman(), name="main", held=held)
+    net.prepare([data._replace(obs=repeated)])
+    assert net.held.int().tolist() == expected
+    notes = [note for note in selection_notes(net, ["gps", "imu"]) if "repeat exactly" in note]
+    names = [name for name, here in zip(("gps", "imu"), expected, strict=False) if here]
+    assert [f"readings of {', '.join(names)} repeat exactly" in note for note in notes] == (
+        [True] if names else []
+    )
+
+
+def test_another_value_of_data_held_is_refused():
+    with pytest.raises(ValueError, match=r"data\.held must be auto, true or false"):
+        ModelSelection(LearnedKalman(), held="sometimes")
+
+
+def test_late_sensors_of_the_selected_filter_are_named(monkeypatch):
+    monkeypatch.setattr(
+        auto, "LEARNED", {"ukf_learned": lambda seed: LearnedUKF(kinds=("linear",), factors=(1.0,))}
+    )
+    net = ModelSelection(MeanModel(), name="main")
+    net.weights = torch.zeros(len(net.models), 2, dtype=F64)
+    net.weights[list(net.models).index("ukf_learned")] = 1.0
+    learned = net.models["ukf_learned"]
+    assert isinstance(learned, LearnedUKF)
+    learned.delays = torch.tensor([0, 3])
+    assert selection_notes(net, ["gps", "imu"]) == ["NOTE: imu is late by 3 steps, and filtered so"]
+
+
 # candidates
 
 
