@@ -358,7 +358,7 @@ def test_every_choice_composes():
             ["compare", "data=own", "data.path=a.csv", "models=[kalman,particle]"],
             "model particle requires the equations of the system, and data=own has none",
         ),
-        (["train", "data.states=[CO(GT)]"], """'key=["a (b)"]'"""),
+        (["train", "model=[a b(c)]"], """'key=["a (b)"]'"""),
         (["train", "--fast"], "no option --fast"),
         (["train", "n_trian=5"], "there is no setting n_trian; did you mean n_train?"),
         (
@@ -366,7 +366,7 @@ def test_every_choice_composes():
             "there is no setting data.path here: recordings of your own are data=own",
         ),
         (["train", "rec.csv"], "'rec.csv' is no setting: write key=value"),
-        (["train", "data.states=[x"], "'data.states=[x' cannot be read (brackets must close"),
+        (["train", "model=[x"], "'model=[x' cannot be read (brackets must close"),
         (["train", "calibrate=maybe"], "calibrate must be true or false, got 'maybe'"),
         (["train", "model=kalman", "run_dir=/dev/null/run", "n_train=20"], "/dev/null/run"),
         (

@@ -66,7 +66,7 @@ def configure(
     """Returns the configuration of a single run of a command; arguments as of `composing`.
 
     >>> configure("train", ["model=ekf", "n_train=50"])["model"]["net"]
-    {'_target_': 'kbf.EKF', 'model': {'_target_': 'kbf.rotation'}}
+    {'_target_': 'kbf.EKF', 'model': {'_target_': 'kbf.rotation'}, 'initial': 'memory'}
     """
     with composing(command, overrides, name=name, folders=folders) as composed:
         return prepare(command, composed, overrides)

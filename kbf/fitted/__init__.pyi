@@ -13,6 +13,7 @@ from kbf.fitted import (
     online as online,
     online_estimator as online_estimator,
     program as program,
+    python_words as python_words,
     results as results,
     runs as runs,
     scores as scores,

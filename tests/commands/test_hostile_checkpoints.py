@@ -483,9 +483,15 @@ def test_functions_are_registered_only_as_makers_of_problems():
         if not isinstance(locate(name), type)
     }
     assert functions == {
-        "kbf.rotation",
+        "kbf.discrete_lorenz",
+        "kbf.double_pendulum",
+        "kbf.lorenz96",
+        "kbf.lorenz_flow",
         "kbf.oscillatory",
         "kbf.position_model",
+        "kbf.rotation",
+        "kbf.spherical_lorenz",
+        "kbf.turning_target",
     }
 
 

@@ -189,7 +189,8 @@ def selected(result: Result) -> str:
 
 def mean_of(results: list[Result], key: str) -> float:
     """Return the mean of a metric over runs; NaN where a run has none."""
-    return mean_and_error([result.get(key, math.nan) for result in results])[0]
+    values = [result.get(key) for result in results]
+    return mean_and_error([math.nan if value is None else value for value in values])[0]
 
 
 def run_row(result: Result) -> dict[str, Any]:
