@@ -41,6 +41,8 @@ SENSOR_TURN = math.pi / 180
 # Time of a Runge-Kutta step, and their number between two observations.
 FLOW_STEP, FLOW_STEPS = 1e-3, 20
 LORENZ96_STEP, LORENZ96_STEPS = 0.01, 5
+# Most variables of Lorenz (1996): a covariance of so many needs 0.2e9 bytes.
+MAX_VARIABLES = 5000
 PENDULUM_STEP, PENDULUM_STEPS = 0.005, 10
 # Variance of the noise of states, as a share of that of observations.
 STATE_NOISE = 0.01
@@ -171,10 +173,12 @@ def lorenz96(d: int = 10, noise_db: int | float = 0.0) -> StateSpaceModel:
     """Return the equations of Lorenz (1996), every 0.05, from N(8/3, 3^2 I); q^2 = r^2 / 100.
 
     Raises:
-        ValueError: fewer than four variables.
+        ValueError: fewer than four variables, or more than `MAX_VARIABLES`.
     """
-    if d < 4:
-        raise ValueError(f"the equations of Lorenz (1996) need d >= 4 variables, got {d}")
+    if not 4 <= d <= MAX_VARIABLES:
+        raise ValueError(
+            f"the equations of Lorenz (1996) need 4 to {MAX_VARIABLES:,} variables, got {d}"
+        )
 
     def f(z: Tensor) -> Tensor:
         return runge_kutta(lorenz96_field, z, LORENZ96_STEP, LORENZ96_STEPS)

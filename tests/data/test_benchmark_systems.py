@@ -263,3 +263,9 @@ def test_the_experiment_has_every_model_on_every_system(data, sizes, steps):
     assert made.train[0].states.shape == (steps, recipe["data"]["d"])
     assert list(made.test[0].obs.shape[1:]) == recipe["data"]["q"]
     assert recipe["data"]["name"].startswith(data)
+
+
+@pytest.mark.parametrize("d", [3, 5001])
+def test_lorenz96_has_limits(d):
+    with pytest.raises(ValueError, match="need 4 to 5,000 variables"):
+        lorenz96(d)
