@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -99,7 +99,8 @@ def files_of(data: dict[str, Any]) -> list[Path]:
     file counts.
     """
     data = from_environment(data)
-    source = str((data.get("source") or {}).get("_target_"))
+    settings = data.get("source")
+    source = str(settings.get("_target_")) if isinstance(settings, Mapping) else ""
     texts = [value for value in data.values() if isinstance(value, str) and value]
     named = files_named(data) if source in REGISTERED["source"] else texts
     files = [path for name in named if (path := Path(name).expanduser()).is_file()]

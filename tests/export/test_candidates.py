@@ -144,6 +144,7 @@ def particles(memory):
     return ParticleFilter(kbf.ssm.oscillatory(), particles=8).fit([memory])
 
 
+@pytest.mark.xfail(reason="ONNX Runtime has no arctangent in double precision", strict=False)
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [moving, particles])
 def test_random_numbers_of_onnx_programs(make, tmp_path):

@@ -323,7 +323,8 @@ def test_the_net_under_the_default_compares_rivals_that_know_sensors():
         "mean",
         "stack",
         *learned,
-    } and net.used() == ["kalman"]
+    }
+    assert net.used() in (["kalman"], ["ukf_learned"])  # linear maps make them one filter
     assert mse(net.fit([recording(400)]), recording(300, 1)) < 1.1 * mse(
         KalmanFilter(LINEAR, allow_missing_sensors=True), recording(300, 1)
     )

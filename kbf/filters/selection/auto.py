@@ -12,13 +12,13 @@ are compared in the order of their cost, so that a budget leaves out the slowest
    steps; it assumes no form of the conditional densities.
 5. `SLOW`: boosted trees on a window and networks, each from `MIN_STEPS_FOR_SLOW` steps on.
 
-The model with the least error on held-out blocks is selected. Of two whose errors differ by less
-than `MIN_STD_ERRORS` standard errors over blocks, the main model is preferred, then the kernel
-Monte Carlo filter, since a filter provides covariances and a smoother. With controls the two change
-places: a fixed memory is re-weighted for every control, which is slow, and resolves the next state
-only to the spacing of its points, whereas particles move with the belief. The selected model is
-then compared with the stacking ensemble of the best ones (`kbf.filters.selection.stacking`), scored
-on blocks that its weights are not fitted to; it is selected if its error is smaller by
+The main model is kept unless a candidate is better by `MIN_STD_ERRORS` standard errors over blocks.
+Otherwise the kernel Monte Carlo filter is selected unless another is better by one, since blocks
+are few and a filter provides covariances. With controls the two change places: a fixed memory is
+re-weighted for every control, which is slow, and resolves the next state only to the spacing of its
+points, whereas particles move with the belief. The selected model is then compared with the
+stacking ensemble of the best ones (`kbf.filters.selection.stacking`), scored on blocks that its
+weights are not fitted to; it is selected if it is better by one standard error and by
 `MIN_GAIN_OF_STACK`.
 
 With density ratios as observations (`kbf.densities.ratio`) the kernel Monte Carlo filter is
@@ -102,11 +102,11 @@ MIN_STEPS_FOR_MORE = 200
 MIN_STEPS_FOR_SLOW = {"window_boosting": 500, "gru": 2001, "mamba": 5000}
 # Steps above which only every third fold is held out: fits are slow, and blocks are many.
 MIN_STEPS_OF_LARGE_DATA = 2000
-# Standard errors by which a candidate must be better than one that is preferred.
-MIN_STD_ERRORS = 0.5
+# Standard errors by which a candidate must be better than the main model.
+MIN_STD_ERRORS = 1.5
 # Share of the error by which an ensemble must be better: its steps take longer, and it may have no
 # smoother.
-MIN_GAIN_OF_STACK = 0.05
+MIN_GAIN_OF_STACK = 0.1
 # A candidate may take this multiple of its even share of the time that is left, so that one slow
 # candidate leaves time for those after it.
 SHARES_OF_TIME = 2.0
@@ -334,13 +334,16 @@ class ModelSelection(nn.Module):
 
         Args:
             search: the results.
-            leading: the model that is preferred, before `MOVING`.
+            leading: the model that is kept unless another is better by `MIN_STD_ERRORS`.
         """
         names, found, scale = list(self.models), search.found, search.scale
         best = least = min(found, key=lambda name: float(found[name].scores.mean()))
-        for name in (self.main_name if leading == MOVING else MOVING, leading):
+        for name, errors in (
+            (self.main_name if leading == MOVING else MOVING, 1.0),
+            (leading, MIN_STD_ERRORS),
+        ):
             if name in found and not significantly_better(
-                found[name].scores - found[least].scores, MIN_STD_ERRORS
+                found[name].scores - found[least].scores, errors
             ):
                 best = name
         weights = {best: torch.ones_like(scale)}
@@ -348,7 +351,7 @@ class ModelSelection(nn.Module):
             members = sorted(found, key=lambda name: float(found[name].scores.mean()))[:MAX_MEMBERS]
             stacking, scores = stacked([found[name] for name in members], scale)
             search.rows.append(Row("stack", float(scores.mean()), deviation(scores), 0.0, ""))
-            if significantly_better((1 - MIN_GAIN_OF_STACK) * found[best].scores - scores, 0.0):
+            if significantly_better((1 - MIN_GAIN_OF_STACK) * found[best].scores - scores, 1.0):
                 weights = dict(zip(members, stacking, strict=True))
         self.weights = torch.stack([weights.get(name, torch.zeros_like(scale)) for name in names])
         left = {name: torch.cat(each.residuals) for name, each in found.items()}
