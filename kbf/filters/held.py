@@ -66,6 +66,25 @@ def held_sensors(recordings: list[Recording]) -> Bool[Tensor, " q"]:
     return found
 
 
+def check_held(held: str | bool) -> str | bool:
+    """Return a value of ``data.held``.
+
+    Raises:
+        ValueError: another value.
+    """
+    if held not in ("auto", True, False):
+        raise ValueError(f"data.held must be auto, true or false, got {held!r}")
+    return held
+
+
+def held_by(held: str | bool, recordings: list[Recording]) -> Bool[Tensor, " q"]:
+    """Return the sensors whose repeats are missing; all for True, none for False."""
+    if held == "auto":
+        return held_sensors(recordings)
+    every = torch.ones_like(recordings[0].obs[0], dtype=torch.bool)
+    return every if held else every[:0]
+
+
 def without_repeats(recording: Recording, held: Bool[Tensor, " q"]) -> Recording:
     """Return the recording with NaN in place of readings of held sensors that repeat."""
     x = recording.obs.clone()

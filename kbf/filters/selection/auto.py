@@ -43,7 +43,7 @@ from kbf.densities.selected import DensityModel
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.gaussian.learned_ukf import LearnedUKF
-from kbf.filters.held import HeldReadings, held_sensors
+from kbf.filters.held import HeldReadings, check_held, held_by
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
 from kbf.filters.neural.gru_ensemble import FittedGRU, FittedMamba
@@ -167,9 +167,7 @@ class ModelSelection(nn.Module):
             ValueError: an unknown requirement, or another value of ``held``.
         """
         super().__init__()
-        if held not in ("auto", True, False):
-            raise ValueError(f"data.held must be auto, true or false, got {held!r}")
-        self.finds_held: str | bool = held
+        self.finds_held: str | bool = check_held(held)
         self.budget, self.require = budget, tuple(require)
         if unknown := [name for name in require if name not in REQUIREMENTS]:
             raise ValueError(f"require: {unknown[0]!r} is none of {', '.join(REQUIREMENTS)}")
@@ -227,11 +225,7 @@ class ModelSelection(nn.Module):
         """
         started = time.perf_counter()
         vectors = len(memory) > 0 and memory[0].obs.ndim == 2 and not self.ratio_dim
-        self.held = self.held[:0]
-        if vectors and self.finds_held == "auto":
-            self.held = held_sensors(memory)
-        elif vectors and self.finds_held:
-            self.held = torch.ones_like(memory[0].obs[0], dtype=torch.bool)
+        self.held = held_by(self.finds_held, memory) if vectors else self.held[:0]
         memory = self.select_newest(memory)
         recordings, parts = self.held_out(memory)
         main = self.adapted(self.main)
