@@ -93,28 +93,9 @@ def project_circle(y: Float[Tensor, "*b 2"]) -> Float[Tensor, "*b 2"]:
 
 def circle_log(base: Float[Tensor, "*b 2"], y: Float[Tensor, "*c 2"]) -> Float[Tensor, "*e 1"]:
     """The angle in (-pi, pi] that turns base to y, counter-clockwise."""
-    return arctan2(base[..., 0] * y[..., 1] - base[..., 1] * y[..., 0], (base * y).sum(-1))[
+    return torch.atan2(base[..., 0] * y[..., 1] - base[..., 1] * y[..., 0], (base * y).sum(-1))[
         ..., None
     ]
-
-
-def arctan2(y: Float[Tensor, "*b"], x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """The angle of (x, y) in [-pi, pi], as `torch.atan2`.
-
-    Programs compute it by roots and a series, since ONNX has no arctangent in double precision:
-    tan(t / 2) = y / (r + x) for x >= 0, and tan(t / 2) = u / (1 + sqrt(1 + u^2)) with u = tan t.
-    """
-    if not torch.compiler.is_exporting():
-        return torch.atan2(y, x)
-    side = torch.where(y >= 0, 1.0, -1.0).to(y)
-    turned = torch.where(x < 0, side * torch.pi / 2, 0.0).to(y)
-    x, y = torch.where(x < 0, side * y, x), torch.where(x < 0, -side * x, y)
-    scale = (x.square() + y.square()).sqrt() + x
-    u = y / torch.where(scale > 0, scale, 1)
-    for _ in range(2):  # tan(t / 4), tan(t / 8): at most 0.2
-        u = u / (1 + (1 + u.square()).sqrt())
-    series = sum((-1) ** k / (2 * k + 1) * u.square() ** k for k in range(12))
-    return turned + 8 * u * series
 
 
 def circle_exp(base: Float[Tensor, "*b 2"], v: Float[Tensor, "*b 1"]) -> Float[Tensor, "*b 2"]:

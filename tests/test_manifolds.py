@@ -20,7 +20,6 @@ from kbf.manifolds import (
     CIRCLE,
     FLAT,
     Manifold,
-    arctan2,
     circle_exp,
     circle_log,
     manifold_of,
@@ -236,14 +235,3 @@ def test_the_enlarged_filter_is_near_the_particle_filter_on_headings():
     )
     least = floor(OrientationModel(), data.train, data.test, particles=1000).mse.mean().item()
     assert least < found < 1.1 * least
-
-
-def test_the_arctangent_of_programs_is_that_of_torch(monkeypatch):
-    angle = torch.linspace(-math.pi, math.pi, 4001, dtype=torch.float64)
-    radius = torch.logspace(-3, 3, 4001, dtype=torch.float64)
-    y, x = radius * angle.sin(), radius * angle.cos()
-    expected = torch.atan2(y, x)
-    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
-    torch.testing.assert_close(arctan2(y, x), expected, rtol=1e-14, atol=1e-14)
-    zero = torch.zeros(1, dtype=torch.float64)
-    assert arctan2(zero, zero).item() == 0

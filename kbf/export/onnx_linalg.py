@@ -183,3 +183,27 @@ def asin(x: Tensor) -> Tensor:
     for _ in range(2):
         y = y - (y.sin() - t) / y.cos()
     return torch.where(large, math.pi / 2 - 2 * y, y) * x.sign()
+
+
+def atan2(y: Tensor, x: Tensor) -> Tensor:
+    """Return the angle of (x, y): ONNX Runtime has no arctangent in double precision.
+
+    tan(t / 2) = y / (r + x) for x >= 0, other points are turned by a quarter; two halvings,
+    tan(t / 2) = u / (1 + sqrt(1 + u^2)) with u = tan t, lead to |u| < 0.2 and a short series.
+    """
+    side = torch.where(y >= 0, 1.0, -1.0).to(y)
+    turned = torch.where(x < 0, side * math.pi / 2, torch.zeros_like(side))
+    x, y = torch.where(x < 0, side * y, x), torch.where(x < 0, -side * x, y)
+    scale = (x.square() + y.square()).sqrt() + x
+    u = y / torch.where(scale > 0, scale, torch.ones_like(scale))
+    for _ in range(2):
+        u = u / (1 + (1 + u.square()).sqrt())
+    series = torch.zeros_like(u)
+    for k in reversed(range(12)):
+        series = series * u.square() + (-1) ** k / (2 * k + 1)
+    return turned + 8 * u * series
+
+
+def atan(x: Tensor) -> Tensor:
+    """Return arctan x, as `atan2`."""
+    return atan2(x, torch.ones_like(x))

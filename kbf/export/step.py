@@ -60,6 +60,8 @@ SPELT_OUT: dict[Any, Any] = {
     aten.linalg_solve.default: onnx_linalg.solve,
     aten.linalg_eigh.default: onnx_linalg.eigh,
     aten.asin.default: onnx_linalg.asin,
+    aten.atan.default: onnx_linalg.atan,
+    aten.atan2.default: onnx_linalg.atan2,
     aten.searchsorted.Tensor: onnx_linalg.searchsorted,
     aten.linalg_solve_triangular.default: onnx_linalg.solve_triangular,
     aten.diagonal_scatter.default: onnx_linalg.diagonal_scatter,

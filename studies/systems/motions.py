@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from kbf.data.benchmark_systems import runge_kutta
 from kbf.ssm import rotate
 from studies.systems.draws import Draws
 
@@ -108,7 +108,9 @@ def lorenz(draws: Draws) -> Motion:
         x, y, w = z.unbind(-1)
         return torch.stack([10 * (y - x), x * (rho - w) - y, x * y - 8 / 3 * w], -1)
 
-    return Motion(lambda z: (runge_kutta(slope, mean + std * z, step, 4) - mean) / std, (0.01, 0.1))
+    return Motion(
+        lambda z: (runge_kutta(slope, mean + std * z, step / 4, 4) - mean) / std, (0.01, 0.1)
+    )
 
 
 def lorenz_96(draws: Draws) -> Motion:
@@ -120,22 +122,9 @@ def lorenz_96(draws: Draws) -> Motion:
 
     def f(z: Tensor) -> Tensor:
         whole = LORENZ_96_MEAN + LORENZ_96_STD * z
-        return (runge_kutta(slope, whole, step, 4) - LORENZ_96_MEAN) / LORENZ_96_STD
+        return (runge_kutta(slope, whole, step / 4, 4) - LORENZ_96_MEAN) / LORENZ_96_STD
 
     return Motion(f, (0.01, 0.1))
-
-
-def runge_kutta(
-    slope: Callable[[Tensor], Tensor], z: Float[Tensor, "*b d"], time: float, steps: int
-) -> Float[Tensor, "*b d"]:
-    """Return the solution of dz/dt = slope(z) after ``time``, by the method of order 4."""
-    h = time / steps
-    for _ in range(steps):
-        a = slope(z)
-        b = slope(z + h / 2 * a)
-        c = slope(z + h / 2 * b)
-        z = z + h / 6 * (a + 2 * b + 2 * c + slope(z + h * c))
-    return z
 
 
 def polynomial(d: int, draws: Draws) -> Motion:

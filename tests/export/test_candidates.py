@@ -4,6 +4,8 @@ a stack. Programs equal the filters on the same random numbers.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -144,7 +146,6 @@ def particles(memory):
     return ParticleFilter(kbf.ssm.oscillatory(), particles=8).fit([memory])
 
 
-@pytest.mark.xfail(reason="ONNX Runtime has no arctangent in double precision", strict=False)
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [moving, particles])
 def test_random_numbers_of_onnx_programs(make, tmp_path):
@@ -235,6 +236,12 @@ def test_spelt_out_functions_are_pytorchs():
     g = torch.Generator().manual_seed(0)
     x = torch.cat([torch.linspace(-1, 1, 1001, dtype=F64), torch.tensor([0.5, -0.5], dtype=F64)])
     torch.testing.assert_close(onnx_linalg.asin(x), x.asin(), atol=1e-14, rtol=1e-12)
+    angle = torch.linspace(-math.pi, math.pi, 4001, dtype=F64)
+    radius = torch.logspace(-3, 3, 4001, dtype=F64)
+    turned = radius * angle.sin(), radius * angle.cos()
+    torch.testing.assert_close(onnx_linalg.atan2(*turned), torch.atan2(*turned), rtol=0, atol=1e-14)
+    assert onnx_linalg.atan2(0 * x, 0 * x).eq(0).all()
+    torch.testing.assert_close(onnx_linalg.atan(9 * x), torch.atan(9 * x), rtol=0, atol=1e-14)
     a = torch.rand(3, 4, 4, generator=g, dtype=F64) + 2 * torch.eye(4, dtype=F64)
     b = torch.randn(3, 4, 2, generator=g, dtype=F64)
     for upper, own in ((True, a.triu()), (False, a.tril())):

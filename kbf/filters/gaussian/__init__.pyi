@@ -7,6 +7,7 @@ from kbf.filters.gaussian import (
     kalman as kalman,
     learned_maps as learned_maps,
     learned_ukf as learned_ukf,
+    leave_one_out as leave_one_out,
     map_pairs as map_pairs,
     map_sources as map_sources,
     moments as moments,

@@ -56,7 +56,6 @@ from kbf.filters.gaussian.sensor_laws import (
     fit_persistence,
     observed,
     select_delays,
-    working,
 )
 from kbf.filters.gaussian.start import StartingFilter
 from kbf.filters.gaussian.switching import SwitchingFilter
@@ -161,10 +160,10 @@ class LearnedUKF(ShownModule):
         self.kinds.fill_(KINDS.index(self.given_kinds[-1]))
         self.factors.fill_(1)
         self.counts = counts_in(recordings)
-        stable = [with_stable_counts(each, self.counts) for each in recordings]
-        self.delays = select_delays(stable)
-        self.faulty.fill_(working(stable, self.delays)[0].any)
+        self.delays = select_delays([with_stable_counts(each, self.counts) for each in recordings])
+        self.faulty.fill_(True)
         source = self.source(recordings)
+        self.faulty.fill_(source.faults.any)
         self.kernels = self.selected_kernels(source.pairs, len(self.delays))
         structure = select_regimes(source.moves) if self.switches else STRUCTURES[0]
         self.regimes = torch.tensor(STRUCTURES[0])
@@ -184,24 +183,24 @@ class LearnedUKF(ShownModule):
         """
         sources = [self.source(rest) for rest, _ in parts]
         last = KINDS.index(self.given_kinds[-1])
-        best, filters, found = None, [], None
+        best = None
         for place, others in ((1, self.given_kinds), (0, self.given_kinds[:-1])):
             for kind in map(KINDS.index, others):
                 kinds = (last, kind) if place else (kind, int(self.kinds[1]))
                 found = self.scored(sources, parts, kinds)
                 if found is not None and (best is None or found.log > best.log):
-                    best, filters = found, found.filters
+                    best = found
                     self.kinds.copy_(torch.tensor(kinds))
         if best is None or structure == STRUCTURES[0]:
-            return filters
+            return [] if best is None else best.filters
         several, reading = [each.with_regimes(structure) for each in sources], int(self.kinds[1])
         for kind in map(KINDS.index, self.given_kinds):
             found = self.scored(several, parts, (kind, reading))
             if found is not None and found.error < best.error:
-                best, filters = found, found.filters
+                best = found
                 self.kinds.copy_(torch.tensor((kind, reading)))
                 self.regimes = torch.tensor(structure)
-        return filters
+        return best.filters
 
     def scored(
         self, sources: list[Source], parts: list[Part], kinds: tuple[int, int]
@@ -306,7 +305,6 @@ class LearnedUKF(ShownModule):
         sensors = self.sensors(source.pairs, reading)
         manifold = manifold_of(torch.cat([s.states for s in recordings]))
         persistence = fit_persistence([residuals_of(each, sensors) for each in source.kept])
-        counts = self.counts if len(self.counts) else torch.zeros_like(recordings[0].obs[0]).bool()
         firsts = torch.tensor([0, *(len(each.states) for each in recordings[:-1])]).cumsum(0)
 
         def filter_with(change: LearnedMap, Q: Tensor) -> StartingFilter:
@@ -324,7 +322,7 @@ class LearnedUKF(ShownModule):
                 states,
                 d=d,
                 faults=source.faults,
-                counts=counts,
+                counts=source.counts,
                 missing=self.allow_missing_sensors,
                 first=states[firsts],
             )

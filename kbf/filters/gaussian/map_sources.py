@@ -21,12 +21,14 @@ class Source(NamedTuple):
 
     Attributes:
         recordings: with stable counts. kept: with NaN in place of failed readings.
-        faults: of the sensors. pairs: that maps are fitted to.
+        counts: ``q``, which observations are counts. faults: of the sensors.
+        pairs: that maps are fitted to.
         moves: that regimes are fitted to. regimes: None for one regime.
     """
 
     recordings: list[Recording]
     kept: list[Recording]
+    counts: Tensor
     faults: Faults
     pairs: Pairs
     moves: Moves
@@ -67,7 +69,7 @@ def source_of(
     inputs = z if u is None or pairs.join is None else pairs.join(z, u)
     lengths = [len(each.states) - 1 for each in kept if len(each.states) > 1]
     found = Moves(inputs, after - z, lengths).newest()
-    return Source(stable, kept, faults, pairs, found, None)
+    return Source(stable, kept, counts, faults, pairs, found, None)
 
 
 def jump_covariance(source: Source, change: LearnedMap, component: int) -> Tensor:

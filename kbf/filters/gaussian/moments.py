@@ -17,7 +17,7 @@ from torch.distributions import MultivariateNormal
 from kbf.densities.base import LOG_2PI
 from kbf.filters.protocols import Backward, FilterStep, UpdateByObserve
 from kbf.recording import Recording, as_recordings, check_vectors
-from kbf.rkhs.linalg import product, psd_solve
+from kbf.rkhs.linalg import cholesky, product, psd_solve
 from kbf.runtime.errors import FitError
 from kbf.runtime.html_repr import Shown
 from kbf.ssm import OrientationModel, StateSpaceModel
@@ -180,6 +180,16 @@ def innovation_log_density(
 ) -> Float[Tensor, " b"]:
     """Return log N(residual; 0, S), the log density of an observation given those before it."""
     return MultivariateNormal(torch.zeros_like(residual), S, validate_args=False).log_prob(residual)
+
+
+def log_densities(
+    residuals: Float[Tensor, "*b n q"], S: Float[Tensor, "*b q q"]
+) -> Float[Tensor, "*b n"]:
+    """Return log N(r_i; 0, S) of n residuals; S is factorised once for all of them."""
+    factor = cholesky(S)
+    white = torch.linalg.solve_triangular(factor, residuals.mT, upper=False)
+    scale = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) + 0.5 * LOG_2PI * S.shape[-1]
+    return -0.5 * white.square().sum(-2) - scale[..., None]
 
 
 def log_density_of_available(

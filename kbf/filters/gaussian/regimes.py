@@ -17,9 +17,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
-from kbf.densities.base import LOG_2PI
 from kbf.filters.gaussian.hidden_chain import smoothed_chain
-from kbf.filters.gaussian.sensor_laws import features_of
+from kbf.filters.gaussian.leave_one_out import features_of, weighted_errors
+from kbf.filters.gaussian.moments import log_densities
 from kbf.runtime.deadline import check_deadline
 
 # The map of each component: one law; rare jumps; two regimes; two and jumps; three. Those of three
@@ -42,11 +42,10 @@ ITERATIONS_OF_BEST = 6
 # Steps of a regime in a random start, and the probability to leave it at first.
 STEPS_OF_START = 30
 LEAVE_OF_START = 0.05
-# Ridge of the maps, relative to the number of moves.
-RIDGE = 1e-3
-# Moves that a component has at least, those of the prior of its covariance included.
+# Least 1 - leverage of a move: a map of few moves passes through single ones.
+LEAST_LEFT = 0.05
+# Weight of the priors of covariances and of the transition probabilities, in moves.
 PRIOR_MOVES = 2.0
-MIN_MOVES_OF_MAP = 30.0
 # Share of moves with the largest errors that a component of jumps starts with.
 SHARE_OF_JUMPS = 0.05
 
@@ -147,7 +146,7 @@ def fit_chain(moves: Moves, structure: tuple[int, ...], visible: Bool[Tensor, "f
     """Fit a mixture to the visible moves, for each row of ``visible``.
 
     Expectation maximisation starts from regimes at random with linear maps; the best start goes on
-    with the features of `kbf.filters.gaussian.sensor_laws.features_of`.
+    with the features of `kbf.filters.gaussian.leave_one_out.features_of`.
     """
     phi, y = features_of(moves.inputs.double()), moves.change.double()
     linear = phi[:, : 1 + moves.inputs.shape[1]]
@@ -181,9 +180,9 @@ def expectation_maximisation(
     while True:
         check_deadline()
         used = weights * visible[..., None]
-        errors = left_out_errors(phi, y, map_weights(used, maps))[:, maps]  # b k n d
+        errors = weighted_errors(phi, y, map_weights(used, maps), LEAST_LEFT)[:, maps]  # b k n d
         Q = covariances(errors, used)
-        logs = log_densities(errors, Q)
+        logs = log_densities(errors, Q).mT
         hidden = torch.where(visible[..., None], logs, 0)  # held-out moves are missing
         smooth = smoothed_chain(hidden, P, start, moves.lengths)
         weights = smooth.marginals
@@ -214,7 +213,7 @@ def started(
     weights.scatter_(2, places[labels][..., None], 1.0)
     wide = [j for j, each in enumerate(structure) if each in structure[:j]]
     if wide:
-        error = left_out_errors(phi, y, visible[:, None].to(y))[:, 0]
+        error = weighted_errors(phi, y, visible[:, None].to(y), LEAST_LEFT)[:, 0]
         size = (error / error.std(1, keepdim=True)).square().sum(-1)
         jumps = size >= size.quantile(1 - SHARE_OF_JUMPS, dim=1, keepdim=True)
         weights = torch.where(jumps[..., None], 0.0, weights)
@@ -228,18 +227,6 @@ def map_weights(weights: Float[Tensor, "b n k"], maps: Tensor) -> Float[Tensor, 
     return weights[..., first].mT
 
 
-def left_out_errors(
-    phi: Float[Tensor, "n p"], y: Float[Tensor, "n d"], weights: Float[Tensor, "b m n"]
-) -> Float[Tensor, "b m n d"]:
-    """Return leave-one-out errors of weighted ridge regressions y ~ A^T phi."""
-    weighted = weights[..., None] * phi  # b m n p
-    total = weights.sum(-1).clamp_min(1)[..., None, None]
-    G = torch.linalg.inv(weighted.mT @ phi + RIDGE * total * torch.eye(phi.shape[1]).to(phi))
-    error = y - phi @ (G @ (weighted.mT @ y))
-    leverage = ((phi @ G) * weighted).sum(-1)
-    return error / (1 - leverage).clamp_min(0.05)[..., None]
-
-
 def covariances(
     errors: Float[Tensor, "b k n d"], weights: Float[Tensor, "b n k"]
 ) -> Float[Tensor, "b k d d"]:
@@ -250,13 +237,3 @@ def covariances(
     pooled = S.sum(1, keepdim=True) / total.sum(1, keepdim=True)
     D = pooled.diagonal(dim1=-2, dim2=-1).clamp_min(1e-12).diag_embed()
     return (S + PRIOR_MOVES * D) / (total + PRIOR_MOVES)
-
-
-def log_densities(
-    errors: Float[Tensor, "b k n d"], Q: Float[Tensor, "b k d d"]
-) -> Float[Tensor, "b n k"]:
-    """Return log N(error; 0, Q_k) of each move."""
-    L = torch.linalg.cholesky(Q)
-    white = torch.linalg.solve_triangular(L, errors.mT, upper=False)
-    scale = L.diagonal(dim1=-2, dim2=-1).log().sum(-1) + 0.5 * LOG_2PI * errors.shape[-1]
-    return (-0.5 * white.square().sum(-2) - scale[..., None]).mT

@@ -21,23 +21,16 @@ from torch import Tensor
 
 from kbf.densities.base import LOG_2PI
 from kbf.filters.gaussian.hidden_chain import smoothed_chain
+from kbf.filters.gaussian.leave_one_out import MIN_ROWS, features_of, left_out
 from kbf.recording import Recording
-from kbf.rkhs.features import nystrom_whitening, pivots
-from kbf.rkhs.kernels import gaussian, median_distance
-from kbf.rkhs.linalg import evenly
 
 # Longest delay that is tried, in steps.
 MAX_DELAY = 4
 # Rows that delays are selected by; of more, the last ones.
 MAX_ROWS_OF_DELAYS = 2000
-# Rows that a selection of delays requires.
-MIN_ROWS_OF_DELAYS = 50
 # Share by which a delay must lower the leave-one-out error, and standard errors of this decrease.
 MIN_GAIN_OF_DELAY = 0.05
 MIN_STD_ERRORS_OF_DELAY = 3.0
-# Nystrom features and ridge of the regression by which delays are compared.
-FEATURES_OF_DELAYS = 64
-RIDGE_OF_DELAYS = 1e-3
 # Log likelihood by which faults must explain residuals better than a Gaussian: 3 parameters are
 # added, and laws with tails a little heavier than a Gaussian's need no faults.
 MIN_GAIN_OF_FAULTS = 10.0
@@ -265,7 +258,7 @@ def select_delays(recordings: list[Recording]) -> Int[Tensor, " q"]:
     long = [each for each in recordings if len(each.states) > MAX_DELAY]
     q = recordings[0].obs.shape[1]
     none = torch.zeros(q, dtype=torch.long)
-    if sum(len(each.states) - MAX_DELAY for each in long) < MIN_ROWS_OF_DELAYS:
+    if sum(len(each.states) - MAX_DELAY for each in long) < MIN_ROWS:
         return none
     x = torch.cat([observed(each)[MAX_DELAY:] for each in long])[-MAX_ROWS_OF_DELAYS:].double()
     errors = []
@@ -275,7 +268,7 @@ def select_delays(recordings: list[Recording]) -> Int[Tensor, " q"]:
     squares = torch.stack(errors).square()
     for j in range(q):
         seen = x[:, j].isfinite()
-        if int(seen.sum()) < MIN_ROWS_OF_DELAYS:
+        if int(seen.sum()) < MIN_ROWS:
             continue
         each = squares[:, seen, j]
         best = int(each.mean(1).argmin())
@@ -338,46 +331,3 @@ def observed(recording: Recording) -> Float[Tensor, "T q"]:
     if recording.mask is None:
         return recording.obs
     return torch.where(recording.mask[:, None], recording.obs, torch.nan)
-
-
-def features_of(z: Float[Tensor, "n d"]) -> Float[Tensor, "n p"]:
-    """Return 1, z and Nystrom features of a Gaussian kernel with the median distance."""
-    white = (z - z.mean(0)) / z.std(0).clamp_min(1e-9)
-    some = white[evenly(len(white), 500)]
-    bandwidth = median_distance(some, distinct=True)
-
-    def kernel(a: Tensor, b: Tensor) -> Tensor:
-        return gaussian(a, b, bandwidth=bandwidth)
-
-    landmarks = some[pivots(kernel, some, rank=FEATURES_OF_DELAYS, tol=1e-6)]
-    phi = kernel(white, landmarks) @ nystrom_whitening(kernel(landmarks, landmarks))
-    return torch.cat([torch.ones_like(white[:, :1]), white, phi], 1)
-
-
-def left_out(
-    phi: Float[Tensor, "n p"], x: Float[Tensor, "n q"], used: Bool[Tensor, "n q"] | None = None
-) -> Float[Tensor, "n q"]:
-    """Return errors of ridge regression of each column; NaN where x is missing.
-
-    They are leave-one-out errors in the rows that the regression uses; None for all.
-    """
-    found = torch.full_like(x, torch.nan)
-    used = x.isfinite() if used is None else used & x.isfinite()
-    eye = RIDGE_OF_DELAYS * torch.eye(phi.shape[1]).to(phi)
-    for columns in patterns(used):
-        rows = used[:, columns[0]]
-        if int(rows.sum()) < MIN_ROWS_OF_DELAYS:
-            continue
-        A = phi[rows]
-        G = torch.linalg.inv(A.mT @ A + len(A) * eye)
-        y = torch.where(rows[:, None], x[:, columns], 0)
-        error = x[:, columns] - phi @ (G @ (phi.mT @ y))
-        held_out = torch.where(rows, 1 - ((phi @ G) * phi).sum(1), 1)
-        found[:, columns] = error / held_out[:, None]
-    return found
-
-
-def patterns(seen: Bool[Tensor, "n q"]) -> list[Int[Tensor, " k"]]:
-    """Return the columns of each group that are present in the same rows."""
-    numbers = seen.mT.unique(dim=0, return_inverse=True)[1]
-    return [(numbers == k).nonzero()[:, 0] for k in range(int(numbers.max()) + 1)]

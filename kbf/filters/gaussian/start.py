@@ -19,11 +19,16 @@ from torch import Generator, Tensor
 
 from kbf.densities.base import LOG_2PI
 from kbf.filters.gaussian.count_maps import log_slope, stabilised
-from kbf.filters.gaussian.moments import GaussianState, kalman_gain, leave_out_missing
+from kbf.filters.gaussian.moments import (
+    GaussianState,
+    kalman_gain,
+    leave_out_missing,
+    log_densities,
+)
 from kbf.filters.gaussian.sensor_laws import Faults, no_faults
 from kbf.filters.gaussian.ukf import Linearised, UnscentedKalmanFilter, scaled
 from kbf.filters.protocols import Backward, FilterStep, UpdateByObserve
-from kbf.rkhs.linalg import cholesky, evenly, product
+from kbf.rkhs.linalg import evenly, product
 from kbf.runtime.branches import computes_all_branches
 from kbf.runtime.html_repr import Shown
 from kbf.ssm import StateSpaceModel
@@ -66,11 +71,13 @@ class Prepared(NamedTuple):
     """What an update and a log likelihood of a `StartingFilter` have in common.
 
     Attributes:
+        obs: ``b q``, with stable counts.
         linearised: the observation map at the state.
         works: ``b q``, the probability that each sensor works.
         noise: ``b q``, factors of the variances of sensors; None without faults.
     """
 
+    obs: Tensor
     linearised: Linearised
     works: Tensor
     noise: Tensor | None
@@ -161,28 +168,30 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
 
         References: Minka (2001), section 3.2, for the probabilities that sensors work.
         """
-        return self.updated(state, stabilised(obs, self.counts), self.prepared(state, obs))
+        return self.updated(state, self.prepared(state, obs))
 
     def observe_with_density(
         self, state: StartingState, obs: Float[Tensor, "b q"]
     ) -> tuple[StartingState, Bool[Tensor, " b"], Float[Tensor, " b"]]:
         """Return `observe` and `log_likelihood`, computed together."""
-        known, x = self.prepared(state, obs), stabilised(obs, self.counts)
-        return *self.updated(state, x, known), self.density(state, obs, known)
+        known = self.prepared(state, obs)
+        return *self.updated(state, known), self.density(state, obs, known)
 
     def prepared(self, state: StartingState, obs: Float[Tensor, "b q"]) -> Prepared:
         """Return what update and density have in common."""
         linearised = self.inner.linearised(GaussianState(state.mean, state.cov))
+        x = stabilised(obs, self.counts)
         if not self.sensors_fail:
-            return Prepared(linearised, state.works, None)
-        works = self.working(linearised, state.works, stabilised(obs, self.counts))
-        return Prepared(linearised, works, 1 / works.clamp_min(MIN_PROBABILITY))
+            return Prepared(x, linearised, state.works, None)
+        works = self.working(linearised, state.works, x)
+        return Prepared(x, linearised, works, 1 / works.clamp_min(MIN_PROBABILITY))
 
     def updated(
-        self, state: StartingState, obs: Float[Tensor, "b q"], known: Prepared
+        self, state: StartingState, known: Prepared
     ) -> tuple[StartingState, Bool[Tensor, " b"]]:
-        """Return `observe` of stable counts."""
-        works, first = known.works, obs
+        """Return `observe` of what was prepared."""
+        obs, works = known.obs, known.works
+        first = obs
         if known.noise is not None:
             first = torch.where(works < 0.5, torch.nan, obs)
         moments, possible = self.inner.observe(
@@ -245,12 +254,9 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
         """Return log N(x; h(z_i), R) of the available components, for each recorded state."""
         residual = obs[:, None] - self.expected
         _, _, R = leave_out_missing(obs, torch.zeros_like(obs[0])[:, None], self.model.R)
-        factor = cholesky(R)
         seen = torch.where(residual.isfinite(), residual, 0)
-        white = torch.linalg.solve_triangular(factor, seen.mT, upper=False)
-        scale = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) + 0.5 * LOG_2PI * obs.shape[1]
         missing = 0.5 * LOG_2PI * (~obs.isfinite()).sum(-1)
-        return -0.5 * white.square().sum(-2) - (scale - missing)[:, None]
+        return log_densities(seen, R) + missing[:, None]
 
     def log_likelihood(
         self, state: StartingState, obs: Float[Tensor, "b q"]
@@ -263,16 +269,15 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
     ) -> Float[Tensor, " b"]:
         """Return `log_likelihood`."""
         slope = log_slope(obs, self.counts)
-        obs = stabilised(obs, self.counts)
         density = slope + self.inner.log_likelihood(
             GaussianState(state.mean, state.cov),
-            obs,
+            known.obs,
             noise=known.noise,
             linearised=known.linearised,
         )
         if not bool((state.waiting > 0).any()):
             return density
-        first = (self.log_likelihoods(obs) + self.log_prior).logsumexp(-1)
+        first = (self.log_likelihoods(known.obs) + self.log_prior).logsumexp(-1)
         return torch.where(state.waiting > 0, first + slope, density)
 
     def estimate(self, state: StartingState) -> Float[Tensor, "b d"]:

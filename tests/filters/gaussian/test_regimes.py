@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kbf.filters.gaussian.hidden_chain import products, smoothed_chain
 from kbf.filters.gaussian.learned_ukf import LearnedUKF
+from kbf.filters.gaussian.leave_one_out import weighted_errors
 from kbf.filters.gaussian.moments import GaussianState, kalman_predict, kalman_update
 from kbf.filters.gaussian.regimes import (
     STRUCTURES,
     Moves,
     fit_chain,
     fit_regimes,
-    left_out_errors,
     select_regimes,
 )
 from kbf.filters.gaussian.start import StartingFilter
@@ -99,7 +99,7 @@ def test_impossible_observations_stay_finite():
 def test_left_out_errors_are_those_of_fits_without_a_point():
     phi, y, w = normal(12, 3), normal(12, 2, seed=1), torch.rand(1, 1, 12, generator=generator())
     w = w.double()
-    found = left_out_errors(phi, y, w)[0, 0]
+    found = weighted_errors(phi, y, w)[0, 0]
     ridge = 1e-3 * float(w.sum())
     for i in range(12):
         keep = torch.arange(12) != i

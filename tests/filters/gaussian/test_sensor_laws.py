@@ -12,13 +12,13 @@ from kbf.filters.gaussian.augmented import Sensor, augmented, with_past
 from kbf.filters.gaussian.count_maps import expected_root, fit_count_map, log_slope, stabilised
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
 from kbf.filters.gaussian.learned_ukf import LearnedUKF
+from kbf.filters.gaussian.leave_one_out import left_out
 from kbf.filters.gaussian.sensor_laws import (
     Faults,
     Persistence,
     fit_faults,
     fit_mixture,
     fit_persistence,
-    left_out,
     no_faults,
     select_delays,
     working,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kbf.data.benchmark_systems import runge_kutta
 from studies.systems import floors
 from studies.systems.command import main, read_cells, summary
 from studies.systems.draws import Draws
@@ -21,7 +22,7 @@ from studies.systems.floors import (
     ukf_floor,
 )
 from studies.systems.grammar import DIMENSIONS, FEATURES, draw_system, faults_of
-from studies.systems.motions import MOTIONS, linear, rotating, runge_kutta
+from studies.systems.motions import MOTIONS, linear, rotating
 from studies.systems.noise import LAWS, Noise
 from studies.systems.sensors import SENSORS, Reading, of_matrix
 from studies.systems.system import System
@@ -170,7 +171,7 @@ def test_turning_keeps_the_circle_and_the_linear_map_is_its_matrix():
 
 
 def test_runge_kutta_solves_an_equation_with_a_known_solution():
-    z = runge_kutta(lambda z: -2 * z, torch.tensor([[1.5]]).double(), 0.3, 6)
+    z = runge_kutta(lambda z: -2 * z, torch.tensor([[1.5]]).double(), 0.3 / 6, 6)
     assert z.item() == pytest.approx(1.5 * math.exp(-0.6), rel=1e-6)
 
 

@@ -1,0 +1,78 @@
+"""Ridge regression on Nystrom features, and its leave-one-out errors in closed form.
+
+With weights w_i the coefficients are A = G sum_i w_i phi_i y_i^T,
+G = (sum_i w_i phi_i phi_i^T + reg sum_i w_i I)^-1, and the error of point i of the fit without it
+is (y_i - A^T phi_i) / (1 - w_i phi_i^T G phi_i). A point of weight 0 has its plain error.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kbf.rkhs.features import nystrom_whitening, pivots
+from kbf.rkhs.kernels import gaussian, median_distance
+from kbf.rkhs.linalg import evenly
+
+# Nystrom features, and the ridge for each point.
+FEATURES = 64
+RIDGE = 1e-3
+# Points that a regression of a column requires.
+MIN_ROWS = 50
+
+
+def features_of(z: Float[Tensor, "n d"]) -> Float[Tensor, "n p"]:
+    """Return 1, z and Nystrom features of a Gaussian kernel with the median distance."""
+    white = (z - z.mean(0)) / z.std(0).clamp_min(1e-9)
+    some = white[evenly(len(white), 500)]
+    bandwidth = median_distance(some, distinct=True)
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:
+        return gaussian(a, b, bandwidth=bandwidth)
+
+    landmarks = some[pivots(kernel, some, rank=FEATURES, tol=1e-6)]
+    phi = kernel(white, landmarks) @ nystrom_whitening(kernel(landmarks, landmarks))
+    return torch.cat([torch.ones_like(white[:, :1]), white, phi], 1)
+
+
+def weighted_errors(
+    phi: Float[Tensor, "n p"],
+    y: Float[Tensor, "n q"],
+    weights: Float[Tensor, "b m n"],
+    least: float = 0.0,
+) -> Float[Tensor, "b m n q"]:
+    """Return leave-one-out errors of the regressions with these weights.
+
+    Args:
+        phi: features. y: outputs.
+        weights: of the points, for each of the regressions.
+        least: of 1 - leverage.
+    """
+    weighted = weights[..., None] * phi  # b m n p
+    total = weights.sum(-1).clamp_min(1)[..., None, None]
+    G = torch.linalg.inv(weighted.mT @ phi + RIDGE * total * torch.eye(phi.shape[1]).to(phi))
+    error = y - phi @ (G @ (weighted.mT @ y))
+    leverage = ((phi @ G) * weighted).sum(-1)
+    return error / (1 - leverage).clamp_min(least)[..., None]
+
+
+def left_out(
+    phi: Float[Tensor, "n p"], x: Float[Tensor, "n q"], used: Bool[Tensor, "n q"] | None = None
+) -> Float[Tensor, "n q"]:
+    """Return errors of ridge regression of each column; NaN where x is missing.
+
+    They are leave-one-out errors in the rows that the regression uses; None for all.
+    """
+    found = torch.full_like(x, torch.nan)
+    used = x.isfinite() if used is None else used & x.isfinite()
+    for columns in patterns(used):
+        rows, y = used[:, columns[0]], x[:, columns]
+        if int(rows.sum()) >= MIN_ROWS:
+            errors = weighted_errors(phi, torch.nan_to_num(y), rows.to(phi)[None, None])[0, 0]
+            found[:, columns] = torch.where(y.isfinite(), errors, torch.nan)
+    return found
+
+
+def patterns(seen: Bool[Tensor, "n q"]) -> list[Int[Tensor, " k"]]:
+    """Return the columns of each group that are present in the same rows."""
+    numbers = seen.mT.unique(dim=0, return_inverse=True)[1]
+    return [(numbers == k).nonzero()[:, 0] for k in range(int(numbers.max()) + 1)]
