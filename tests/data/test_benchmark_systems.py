@@ -232,7 +232,7 @@ def test_the_first_components_of_a_start_may_be_uniform():
 def test_sizes_are_checked():
     with pytest.raises(ValueError, match="n_train >= 1"):
         small(0)
-    with pytest.raises(ValueError, match="d >= 4"):
+    with pytest.raises(ValueError, match="need 4 to 5,000 variables"):
         lorenz96(3)
 
 
