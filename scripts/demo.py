@@ -21,7 +21,7 @@ def main() -> None:
         observations=["s*"],
         recording="run",
         units={"reach_mm": "mm", "torque_kNm": "kN m"},
-        budget="30s",  # for comparing models; without it the comparison takes two minutes
+        budget="30s",  # for comparing models; without it the comparison takes three minutes
     )
     print(f"\n{arm}\n\nCandidates\n{arm.candidates.round(4).to_string(index=False)}")
     estimates = arm.filter(new)

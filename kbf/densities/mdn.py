@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from kbf.densities.base import LOG_2PI, Candidate, ParametricDensity, blocks, pick
+from kbf.densities.base import LOG_2PI, Candidate, ParametricDensity, blocks, pick, uniform
 from kbf.runtime.deadline import check_deadline
 from kbf.ssm import normal
 
@@ -61,15 +61,26 @@ class MixtureDensityNetwork(ParametricDensity):
     def sample(
         self, u: Float[Tensor, "*b d"], generator: Generator | None = None
     ) -> Float[Tensor, "*b q"]:
-        """Draw y given u."""
-        log_shares, means, sizes = self.parameters(u)
-        chosen = pick(log_shares, generator)[..., None, None].expand(
-            *u.shape[:-1], 1, means.shape[-1]
+        """Draw y given u.
+
+        Each point gets one of the networks: of ``nets * ceil(n / nets)`` places, an equal number in
+        each network, it takes one at random. A network is only run at its own points.
+        """
+        rows = (u.reshape(-1, u.shape[-1]) - self.input_mean.to(u)) / self.input_scale.to(u)
+        layers = tuple(layer.to(u) for layer in self.layers)
+        nets, q = len(layers[0]), len(self.output_mean)
+        places = rows.new_empty(nets * (-(-len(rows) // nets)))
+        taken = uniform(places, generator).argsort()[: len(rows)]
+        inputs = rows.new_zeros(len(places), rows.shape[-1]).index_copy(0, taken, rows)
+        log_shares, means, sizes = (
+            part.flatten(0, 1)[taken]
+            for part in heads(run(layers, inputs.unflatten(0, (nets, -1))), q)
         )
-        mean, size = means.gather(-2, chosen)[..., 0, :], sizes.gather(-2, chosen)[..., 0, :]
-        return self.output_mean.to(u) + self.output_scale.to(u) * (
-            mean + size.exp() * normal(mean, generator)
-        )
+        chosen = pick(log_shares.log_softmax(-1), generator)[:, None, None].expand(-1, 1, q)
+        mean, size = means.gather(1, chosen)[:, 0], sizes.gather(1, chosen)[:, 0]
+        drawn = mean + size.exp() * normal(mean, generator)
+        y = self.output_mean.to(u) + self.output_scale.to(u) * drawn
+        return y.reshape(*u.shape[:-1], q)
 
     def mean(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "*b q"]:
         """E[y | u]."""

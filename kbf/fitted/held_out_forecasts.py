@@ -19,6 +19,8 @@ from kbf.recording import Recording, pad
 HORIZONS = (1, 2, 5, 10, 20)
 # Most origins of forecasts for each filter: a particle filter moves a cloud for each of them.
 MOST_ORIGINS = 100
+# Steps between origins at least: forecasts from adjacent steps have nearly the same errors.
+MIN_STRIDE = 4
 # Origins whose forecasts are computed in one batch.
 ORIGINS_PER_BATCH = 64
 
@@ -48,7 +50,7 @@ class Origins:
         """Keep at most about `MOST_ORIGINS` predicted states; ``watch`` is called as well."""
         self.watch: Watch = watch
         steps = sum(len(each.states) for each in recordings)
-        self.stride: int = -(-steps // MOST_ORIGINS)
+        self.stride: int = max(MIN_STRIDE, -(-steps // MOST_ORIGINS))
         self.groups: list[list[tuple[int, Any]]] = []
         self.step: int = 0
 

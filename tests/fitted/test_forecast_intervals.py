@@ -9,7 +9,7 @@ import torch
 
 import kbf
 from kbf.evaluation.calibration import Calibration, ForecastCalibration
-from kbf.fitted.held_out_forecasts import HORIZONS, Origins, forecasts
+from kbf.fitted.held_out_forecasts import HORIZONS, MIN_STRIDE, Origins, forecasts
 from kbf.fitted.held_out_runs import watch_innovation
 from kbf.recording import Recording
 from scripts.make_arm import arm
@@ -126,6 +126,8 @@ def test_forecasts_of_held_out_steps_are_those_of_predict_ahead(system):
         sides = [torch.tensor(part[c].to_numpy()) for c in list(names.values()) if c]
         recordings.append(Recording(*sides[:2], controls=sides[2] if len(sides) > 2 else None))
     origins = Origins(watch_innovation, recordings)
+    assert origins.stride == MIN_STRIDE
+    origins.stride = 1
     kbf.evaluation.score.score(filter, recordings, watch=origins)
     found = forecasts(filter, recordings, origins)
     assert found is not None
