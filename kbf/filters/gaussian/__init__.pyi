@@ -14,6 +14,7 @@ from kbf.filters.gaussian import (
     polar as polar,
     regimes as regimes,
     sensor_laws as sensor_laws,
+    sparse_maps as sparse_maps,
     start as start,
     switching as switching,
     ukf as ukf,

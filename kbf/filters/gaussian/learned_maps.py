@@ -21,7 +21,7 @@ from kbf.filters.gaussian.kalman import regress
 from kbf.rkhs.kernels import KERNELS, NETWORK_KERNELS, Kernel
 from kbf.rkhs.linalg import evenly
 
-# Kinds of maps: linear; g alone; and both.
+# Kinds of maps that `fit_map` fits: linear; g alone; and both.
 KINDS = ("linear", "kernel", "both")
 # Kernels of maps and the names of their settings.
 MAP_KERNELS: dict[str, tuple[str, ...]] = {"gaussian": ("bandwidth",), "arcsine": ("bias", "slope")}
@@ -62,7 +62,7 @@ class LearnedMap(NamedTuple):
 
     def __call__(self, u: Float[Tensor, "*b e"]) -> Float[Tensor, "*b q"]:
         """Return the mean at u, in the type of u."""
-        rows = u.reshape(-1, u.shape[-1]).to(self.b)
+        rows = u.reshape(u.shape[:-1].numel(), u.shape[-1]).to(self.b)
         y = self.b.expand(len(rows), -1) if self.B is None else rows @ self.B.mT + self.b
         if self.ridge is not None and self.coefficients is not None:
             y = y + self.ridge.kernel(rows, self.ridge.landmarks) @ self.coefficients

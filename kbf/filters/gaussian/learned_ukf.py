@@ -41,7 +41,7 @@ from kbf.filters.gaussian.block_scores import (
 )
 from kbf.filters.gaussian.count_maps import with_stable_counts
 from kbf.filters.gaussian.learned_maps import (
-    KINDS,
+    KINDS as KINDS_OF_MAPS,
     LearnedMap,
     fit_map,
     kernel_of,
@@ -57,6 +57,7 @@ from kbf.filters.gaussian.sensor_laws import (
     observed,
     select_delays,
 )
+from kbf.filters.gaussian.sparse_maps import SparseMap, fit_sparse, select_inputs
 from kbf.filters.gaussian.start import StartingFilter
 from kbf.filters.gaussian.switching import SwitchingFilter
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
@@ -71,8 +72,10 @@ from kbf.recording import (
 from kbf.runtime.errors import FitError
 from kbf.runtime.html_repr import ShownModule
 
+# Kinds of maps: of few inputs for each output, and those of all inputs.
+KINDS = ("sparse", *KINDS_OF_MAPS)
 # Factors of Q and R with which the kinds of maps are compared.
-COARSE_FACTORS = ((1.0, 1.0), (16.0, 1.0))
+COARSE_FACTORS = ((1.0, 1.0), (16.0, 1.0), (256.0, 1.0))
 
 
 class Scored(NamedTuple):
@@ -93,6 +96,8 @@ class LearnedUKF(ShownModule):
     Attributes:
         kernels: ``1+q 2 3``, for g alone and for both: those of the change map, then those of the
             sensor whose first column it is; empty before `prepare`.
+        inputs: ``d+q e+3``, of sparse maps: those of the changes, then those of the sensors
+            (`kbf.filters.gaussian.sparse_maps.select_inputs`); empty before `prepare`.
         kinds: ``2``, positions in `KINDS` of the kinds of the change map and of observation maps.
         factors: ``2``, factors of the covariances Q and R.
         delays: ``q``, steps by which sensors are late; empty before `prepare`.
@@ -134,6 +139,7 @@ class LearnedUKF(ShownModule):
         self.switches: bool = switches
         self.allow_missing_sensors: bool = False
         self.kernels: Tensor = nn.Buffer(torch.zeros(0, 2, 3, dtype=torch.float64))
+        self.inputs: Tensor = nn.Buffer(torch.zeros(0, 3, dtype=torch.float64))
         self.kinds: Tensor = nn.Buffer(torch.full((2,), KINDS.index(kinds[-1])))
         self.factors: Tensor = nn.Buffer(torch.ones(2, dtype=torch.float64))
         self.delays: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.long))
@@ -165,6 +171,8 @@ class LearnedUKF(ShownModule):
         source = self.source(recordings)
         self.faulty.fill_(source.faults.any)
         self.kernels = self.selected_kernels(source.pairs, len(self.delays))
+        if "sparse" in self.given_kinds:
+            self.inputs = selected_inputs(source.pairs, len(self.delays))
         structure = select_regimes(source.moves) if self.switches else STRUCTURES[0]
         self.regimes = torch.tensor(STRUCTURES[0])
         parts = held_out_parts(recordings)
@@ -178,15 +186,22 @@ class LearnedUKF(ShownModule):
     def select_kinds(self, parts: list[Part], structure: tuple[int, ...]) -> list[Fitted]:
         """Set `kinds` and `regimes`; return the filters without each part, none if none fits.
 
-        The kind of observation maps is selected first, then that of the change map, by log scores.
+        Log scores select among pairs of equal kinds, then the kind of observation maps, then that
+        of the change map.
         Several regimes are used where their error is smaller.
         """
         sources = [self.source(rest) for rest, _ in parts]
-        last = KINDS.index(self.given_kinds[-1])
-        best = None
-        for place, others in ((1, self.given_kinds), (0, self.given_kinds[:-1])):
-            for kind in map(KINDS.index, others):
-                kinds = (last, kind) if place else (kind, int(self.kinds[1]))
+        given = [KINDS.index(kind) for kind in self.given_kinds]
+        best, tried = None, set[tuple[int, int]]()
+        for trials in (
+            lambda move, reading: [(kind, kind) for kind in given],
+            lambda move, reading: [(move, kind) for kind in given],
+            lambda move, reading: [(kind, reading) for kind in given],
+        ):
+            for kinds in trials(*self.kinds.tolist()):
+                if kinds in tried:
+                    continue
+                tried.add(kinds)
                 found = self.scored(sources, parts, kinds)
                 if found is not None and (best is None or found.log > best.log):
                     best = found
@@ -248,8 +263,13 @@ class LearnedUKF(ShownModule):
         """Return the observation maps of a kind."""
         found = []
         for each in pairs.sensors:
-            place = 1 + int(each.columns[0])
-            map = self.map_of(place, kind, each.states, each.readings, counts=each.counts)
+            u, y = each.states, each.readings
+            if kind == "sparse" and not each.counts:
+                rows = self.inputs[len(each.states[0]) + each.columns]
+                map = fit_sparse(rows, u, y, ranks=self.ranks)
+            else:
+                whole = "both" if kind == "sparse" else kind
+                map = self.map_of(1 + int(each.columns[0]), whole, u, y, counts=each.counts)
             found.append(Sensor(each.columns, each.delay, map, map.noise))
         return found
 
@@ -260,7 +280,7 @@ class LearnedUKF(ShownModule):
         }
         found = torch.zeros(1 + q, 2, 3, dtype=torch.float64)
         for place, (u, y) in both.items():
-            for k, kind in enumerate(KINDS[1:]):
+            for k, kind in enumerate(KINDS_OF_MAPS[1:]):
                 if kind in self.given_kinds:
                     left = y.double()
                     if kind == "both":
@@ -275,25 +295,31 @@ class LearnedUKF(ShownModule):
         """Return the map of a kind, with the kernel in row ``place`` of `kernels`, if any."""
         kernel = None
         if place < len(self.kernels) and kind != "linear":
-            row = self.kernels[place, KINDS.index(kind) - 1]
+            row = self.kernels[place, KINDS_OF_MAPS.index(kind) - 1]
             kernel = kernel_of(row) if bool(row.any()) else None
         return fit_map(
             kind, u, y, kernel=kernel, ranks=self.ranks, counts=counts, precise=place == 0
         )
 
-    def changes(self, source: Source, kind: str) -> list[tuple[LearnedMap, Tensor]]:
+    def change_of(self, kind: str, u: Tensor, y: Tensor) -> LearnedMap | SparseMap:
+        """Return the map of the change."""
+        if kind == "sparse":
+            return fit_sparse(self.inputs[: y.shape[1]], u, y, ranks=self.ranks, precise=True)
+        return self.map_of(0, kind, u, y)
+
+    def changes(self, source: Source, kind: str) -> list[tuple[LearnedMap | SparseMap, Tensor]]:
         """Return the change map of each regime, and its covariance Q."""
         inputs, change, regimes = source.pairs.inputs, source.pairs.change, source.regimes
         if regimes is None:
-            found = self.map_of(0, kind, inputs, change)
+            found = self.change_of(kind, inputs, change)
             return [(found, found.noise)]
-        maps: dict[int, LearnedMap] = {}
+        maps: dict[int, LearnedMap | SparseMap] = {}
         laws = []
         for k, place in enumerate(regimes.maps):
             if place not in maps:
                 here = regimes.moves_of(place)
                 moves = source.moves
-                maps[place] = self.map_of(0, kind, moves.inputs[here], moves.change[here])
+                maps[place] = self.change_of(kind, moves.inputs[here], moves.change[here])
                 laws.append((maps[place], maps[place].noise))
             else:
                 laws.append((maps[place], jump_covariance(source, maps[place], k)))
@@ -307,7 +333,7 @@ class LearnedUKF(ShownModule):
         persistence = fit_persistence([residuals_of(each, sensors) for each in source.kept])
         firsts = torch.tensor([0, *(len(each.states) for each in recordings[:-1])]).cumsum(0)
 
-        def filter_with(change: LearnedMap, Q: Tensor) -> StartingFilter:
+        def filter_with(change: LearnedMap | SparseMap, Q: Tensor) -> StartingFilter:
             def moved(z: Tensor, u: Tensor | None = None) -> Tensor:
                 return manifold.project(z + change(z if u is None or join is None else join(z, u)))
 
@@ -342,11 +368,12 @@ class LearnedUKF(ShownModule):
         Raises:
             ValueError: kinds, factors or delays that no model has.
         """
-        names = ("kernels", "kinds", "factors", "delays", "counts", "regimes", "faulty")
-        kernels, kinds, factors, delays, counts, regimes, _ = (
+        names = ("kernels", "kinds", "factors", "delays", "counts", "regimes", "faulty", "inputs")
+        kernels, kinds, factors, delays, counts, regimes, _, inputs = (
             state_dict.setdefault(prefix + name, getattr(self, name).clone()) for name in names
         )
         self.kernels = torch.zeros_like(kernels, device=self.kernels.device)
+        self.inputs = torch.zeros_like(inputs, device=self.inputs.device)
         self.delays = torch.zeros_like(delays, device=self.delays.device)
         self.counts = torch.zeros_like(counts, device=self.counts.device)
         self.regimes = torch.zeros_like(regimes, device=self.regimes.device)
@@ -380,3 +407,15 @@ class LearnedUKF(ShownModule):
 def counts_in(recordings: list[Recording]) -> Bool[Tensor, " q"]:
     """Return which columns of observations are counts."""
     return are_counts(torch.cat([observed(each) for each in recordings]))
+
+
+def selected_inputs(pairs: Pairs, q: int) -> Float[Tensor, "m f"]:
+    """Return `LearnedUKF.inputs` for these pairs of q sensors; zeros for counts."""
+    d, e = pairs.change.shape[1], pairs.inputs.shape[1]
+    found = torch.zeros(d + q, e + 3, dtype=torch.float64)
+    found[:d] = select_inputs(pairs.inputs, pairs.change, precise=True)
+    for each in pairs.sensors:
+        if not each.counts:
+            rows = select_inputs(each.states, each.readings)
+            found[d + each.columns, :d], found[d + each.columns, -3:] = rows[:, :-3], rows[:, -3:]
+    return found

@@ -1,12 +1,11 @@
 """What the maps of a state-space model are fitted to: working readings, moves, and their laws."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kbf.filters.gaussian.count_maps import with_stable_counts
-from kbf.filters.gaussian.learned_maps import LearnedMap
 from kbf.filters.gaussian.map_pairs import Pairs, pairs_of
 from kbf.filters.gaussian.regimes import STRUCTURES, Moves, Regimes, fit_regimes
 from kbf.filters.gaussian.sensor_laws import Faults, no_faults, working
@@ -72,7 +71,7 @@ def source_of(
     return Source(stable, kept, counts, faults, pairs, found, None)
 
 
-def jump_covariance(source: Source, change: LearnedMap, component: int) -> Tensor:
+def jump_covariance(source: Source, change: Any, component: int) -> Tensor:
     """Return the covariance ``d d`` of the errors of a map in the moves of a component."""
     assert source.regimes is not None
     weights = source.regimes.marginals[:, component]
