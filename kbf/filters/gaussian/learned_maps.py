@@ -65,7 +65,9 @@ class LearnedMap(NamedTuple):
         rows = u.reshape(u.shape[:-1].numel(), u.shape[-1]).to(self.b)
         y = self.b.expand(len(rows), -1) if self.B is None else rows @ self.B.mT + self.b
         if self.ridge is not None and self.coefficients is not None:
-            y = y + self.ridge.kernel(rows, self.ridge.landmarks) @ self.coefficients
+            places = self.ridge.landmarks
+            inside = rows.clamp(places.amin(0), places.amax(0))
+            y = y + self.ridge.kernel(inside, places) @ self.coefficients
         if self.rates is not None:
             y = y + self.rates(rows)
         return y.to(u).unflatten(0, u.shape[:-1])

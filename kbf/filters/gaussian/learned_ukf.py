@@ -413,7 +413,7 @@ def selected_inputs(pairs: Pairs, q: int) -> Float[Tensor, "m f"]:
     """Return `LearnedUKF.inputs` for these pairs of q sensors; zeros for counts."""
     d, e = pairs.change.shape[1], pairs.inputs.shape[1]
     found = torch.zeros(d + q, e + 3, dtype=torch.float64)
-    found[:d] = select_inputs(pairs.inputs, pairs.change, precise=True)
+    found[:d] = select_inputs(pairs.inputs, pairs.change)
     for each in pairs.sensors:
         if not each.counts:
             rows = select_inputs(each.states, each.readings)

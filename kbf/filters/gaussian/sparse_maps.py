@@ -6,14 +6,15 @@ stretch of time: a map that has learned the places of a recording fails on the s
 out, and a map of the input that matters does not.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kbf.filters.gaussian.learned_maps import LearnedMap, fit_map, kernel_of, row_of, select_kernel
-from kbf.rkhs.kernels import gaussian, median_distance
+from kbf.filters.gaussian.learned_maps import LearnedMap, fit_map, kernel_of, row_of
+from kbf.rkhs.kernels import gaussian
 from kbf.rkhs.linalg import evenly
 from kbf.runtime.deadline import check_deadline
 
@@ -25,8 +26,10 @@ MIN_STD_ERRORS = 2.0
 # Inputs of an output.
 MAX_INPUTS = 8
 # Points by which inputs are selected, of more, evenly spaced ones; and kernel features.
-MAX_POINTS = 2000
+MAX_POINTS = 1000
 FEATURES = 48
+# Candidates of the bandwidth of a kernel, see `bandwidth`.
+FACTORS = (0.5, 1.0, 2.0, 4.0)
 # Ridge for each point, in units of the variance of an output.
 RIDGE = 1e-8
 
@@ -50,9 +53,7 @@ class SparseMap(NamedTuple):
         return torch.cat([map(u[..., inputs]) for inputs, map in pairs], -1)
 
 
-def select_inputs(
-    u: Float[Tensor, "n e"], y: Float[Tensor, "n q"], *, precise: bool = False
-) -> Float[Tensor, "q f"]:
+def select_inputs(u: Float[Tensor, "n e"], y: Float[Tensor, "n q"]) -> Float[Tensor, "q f"]:
     """Return for each output which of the e inputs it has, and the row of its kernel.
 
     Rows are e numbers, 1 for an input that is used, and 3 of
@@ -60,7 +61,6 @@ def select_inputs(
 
     Args:
         u, y: in the order of time.
-        precise: as of `kbf.filters.gaussian.learned_maps.fit_map`.
     """
     some = evenly(len(u), MAX_POINTS, u.device)
     u, y = u[some].double(), y[some].double()
@@ -74,54 +74,73 @@ def select_inputs(
         inputs, nonlinear = selected(white, target - target.mean())
         found[j, inputs] = 1
         if nonlinear:
-            chosen = u[:, inputs]
-            left = target[:, None] - fit_map("linear", chosen, target[:, None])(chosen)
-            found[j, -3:] = row_of(select_kernel(chosen, left, FEATURES, precise=precise))
+            given = white[:, inputs]
+            trials = torch.stack([with_kernel(given[None], factor)[0] for factor in FACTORS])
+            best = int(block_errors(trials, target).mean(1).argmin())
+            size = bandwidth(len(inputs), FACTORS[best]) * scale[inputs].log().mean().exp()
+            found[j, -3:] = row_of(partial(gaussian, bandwidth=float(size)))
     return found
 
 
 def selected(u: Float[Tensor, "n e"], y: Float[Tensor, " n"]) -> tuple[list[int], bool]:
-    """Return the inputs of an output by forward selection, and whether its map has a kernel."""
+    """Return the inputs of an output by forward selection, and whether its map has a kernel.
+
+    Linear maps first. A kernel is then tried on their inputs, and on these and one more.
+    """
     inputs: list[int] = []
     nonlinear = False
-    now = block_errors(u[:, :0], y)
-    while len(inputs) < min(MAX_INPUTS, u.shape[1]) or not nonlinear:
-        more = [[*inputs, i] for i in range(u.shape[1]) if i not in inputs]
-        more = more if len(inputs) < MAX_INPUTS else []
-        trials = [(each, kernel) for each in more for kernel in (nonlinear, True)]
-        if inputs and not nonlinear:
-            trials.append((inputs, True))
-        errors = [
-            block_errors(features(u[:, each]) if kernel else u[:, each], y)
-            for each, kernel in trials
-        ]
-        best = min(range(len(trials)), key=lambda k: float(errors[k].mean()))
-        gain = now.log() - errors[best].log()
-        uncertain = MIN_STD_ERRORS * gain.std() / BLOCKS**0.5
-        if not bool(gain.mean() > uncertain) or bool(errors[best].mean() >= now.mean()):
-            break
-        (inputs, nonlinear), now = trials[best], errors[best]
+    now = block_errors(u[None, :, :0], y)[0]
+    for features in (torch.Tensor.contiguous, with_kernel):
+        while True:
+            more = [i for i in range(u.shape[1]) if i not in inputs]
+            trials = [[*inputs, i] for i in more] if len(inputs) < MAX_INPUTS else []
+            errors = []
+            if trials:
+                errors = list(block_errors(features(u[:, torch.tensor(trials)].movedim(1, 0)), y))
+            if inputs and features is with_kernel and not nonlinear:
+                trials.append(inputs)
+                errors += block_errors(with_kernel(u[None, :, inputs]), y)
+            if not trials:
+                break
+            best = min(range(len(trials)), key=lambda k: float(errors[k].mean()))
+            if not better(errors[best], now):
+                break
+            inputs, now, nonlinear = trials[best], errors[best], features is with_kernel
     return inputs, nonlinear
 
 
-def features(u: Float[Tensor, "n e"]) -> Float[Tensor, "n p"]:
-    """Return u and values of a wide Gaussian kernel at points of u."""
-    places = u[evenly(len(u), FEATURES, u.device)]
-    bandwidth = 2 * median_distance(places, distinct=True)
-    return torch.cat([u, gaussian(u, places, bandwidth=bandwidth)], 1)
+def better(errors: Float[Tensor, " k"], others: Float[Tensor, " k"]) -> bool:
+    """Return whether errors on k blocks are smaller by `MIN_STD_ERRORS` standard errors."""
+    gain = others.log() - errors.log()
+    certain = gain.mean() > MIN_STD_ERRORS * gain.std() / len(gain) ** 0.5
+    return bool(certain & (errors.mean() < others.mean()))
 
 
-def block_errors(phi: Float[Tensor, "n p"], y: Float[Tensor, " n"]) -> Float[Tensor, " k"]:
-    """Return the mean squared error of least squares on each of k blocks, fitted to the others."""
-    n = len(y)
-    one = torch.cat([torch.ones_like(phi[:, :1]), phi], 1)
-    per = n // BLOCKS
-    used = per * BLOCKS
-    P, t = one[:used].unflatten(0, (BLOCKS, per)), y[:used].unflatten(0, (BLOCKS, per))
-    grams, moments = P.mT @ P, (P.mT @ t[..., None])[..., 0]
-    rest = grams.sum(0) - grams + RIDGE * n * torch.eye(one.shape[1]).to(one)
-    w = torch.linalg.solve(rest, moments.sum(0) - moments)
-    error = (t - (P @ w[..., None])[..., 0]).square().mean(1)
+def with_kernel(u: Float[Tensor, "c n e"], factor: float = 2.0) -> Float[Tensor, "c n p"]:
+    """Return u, of variance 1, and values of a Gaussian kernel at points of u."""
+    places = u[:, evenly(u.shape[1], FEATURES, u.device)]
+    return torch.cat([u, gaussian(u, places, bandwidth=bandwidth(u.shape[2], factor))], -1)
+
+
+def bandwidth(e: int, factor: float) -> float:
+    """Return a multiple of the typical distance of two points with e inputs of variance 1."""
+    return factor * (2 * e) ** 0.5
+
+
+def block_errors(phi: Float[Tensor, "c n p"], y: Float[Tensor, " n"]) -> Float[Tensor, "c k"]:
+    """Return the mean squared error of least squares on each of k blocks, fitted to the others.
+
+    Args:
+        phi: features of c regressions. y: the output of all.
+    """
+    per = len(y) // BLOCKS
+    one = torch.cat([torch.ones_like(phi[..., :1]), phi], -1)[:, : per * BLOCKS]
+    P, t = one.unflatten(1, (BLOCKS, per)), y[: per * BLOCKS].unflatten(0, (BLOCKS, per, 1))
+    grams, moments = P.mT @ P, P.mT @ t
+    rest = grams.sum(1, keepdim=True) - grams
+    rest = rest + RIDGE * len(y) * torch.eye(rest.shape[-1]).to(rest)
+    w = torch.linalg.solve(rest, moments.sum(1, keepdim=True) - moments)
+    error = (t - P @ w).square().mean((-2, -1))
     return error.clamp_min(torch.finfo(y.dtype).eps * y.var())
 
 
