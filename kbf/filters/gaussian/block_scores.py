@@ -18,7 +18,7 @@ from kbf.runtime.errors import FitError
 # Parts that the recordings are cut into.
 FOLDS = 5
 # Steps from which on the last part alone is held out; of fewer, `FOLDS_OF_FEW` parts are in turn.
-MANY_STEPS = 1000
+MANY_STEPS = 3000
 FOLDS_OF_FEW = (0, 2, 4)
 # First steps of a held-out block that do not count: the filter has not converged yet.
 BURN_IN = 5

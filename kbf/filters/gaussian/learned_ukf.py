@@ -2,9 +2,9 @@
 
 z' = z + g(z, u) + N(0, Q), x = h(z) + N(0, R), with g and h of `kbf.filters.gaussian.learned_maps`.
 The regression is of the change z' - z: without evidence a state stays where it is. Kernels and
-ranks minimise the leave-one-out loss of a map. The kinds of the maps (linear, kernel, both) and the
-factors of Q and R maximise the log score of the filter on held-out blocks: one-step residuals do
-not show whether errors of a map accumulate.
+ranks minimise the leave-one-out loss of a map. The kinds of the maps (linear, kernel, both, or of
+few inputs: `kbf.filters.gaussian.sparse_maps`) minimise the error of the filter on held-out blocks:
+one-step residuals do not show whether errors of a map accumulate.
 
 Moves may have several regimes, and jumps (`kbf.filters.gaussian.regimes`); the filter is then the
 interacting multiple model filter (`kbf.filters.gaussian.switching`).
@@ -24,7 +24,8 @@ References: Wan and van der Merwe (2000); Ko and Fox (2009), GP-BayesFilters, fo
 maps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ from kbf.filters.gaussian.sensor_laws import (
     observed,
     select_delays,
 )
-from kbf.filters.gaussian.sparse_maps import SparseMap, fit_sparse, select_inputs
+from kbf.filters.gaussian.sparse_maps import SparseMap, fit_sparse, selected_inputs
 from kbf.filters.gaussian.start import StartingFilter
 from kbf.filters.gaussian.switching import SwitchingFilter
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
@@ -74,15 +75,17 @@ from kbf.runtime.html_repr import ShownModule
 
 # Kinds of maps: of few inputs for each output, and those of all inputs.
 KINDS = ("sparse", *KINDS_OF_MAPS)
+AnyMap = LearnedMap | SparseMap
 # Factors of Q and R with which the kinds of maps are compared.
-COARSE_FACTORS = ((1.0, 1.0), (16.0, 1.0), (256.0, 1.0))
+COARSE_FACTORS = ((1.0, 1.0), (16.0, 1.0), (256.0, 1.0), (1.0, 16.0))
+# Factors with errors of at most this multiple of the least are compared by their log scores.
+MAX_ERROR_RATIO = 1.05
 
 
 class Scored(NamedTuple):
-    """Filters without each part, and their scores on the parts (`held_out_scores`)."""
+    """Filters without each part, and their error on the parts (`held_out_scores`)."""
 
     filters: list[Fitted]
-    log: float
     error: float
 
 
@@ -153,10 +156,9 @@ class LearnedUKF(ShownModule):
 
         1. Delays of sensors by leave-one-out (`select_delays`), faults by the residuals of a map,
            kernels by leave-one-out, regimes by `select_regimes`.
-        2. The kind of the observation maps, then that of the change map, by the log score on
-           held-out blocks at the better one of `COARSE_FACTORS`. Several regimes are used if their
-           error on these blocks is smaller, too.
-        3. The factor of Q, of R, and of Q again, at these kinds.
+        2. The kinds of maps by the error on held-out blocks at the best of `COARSE_FACTORS`, of one
+           regime and of several.
+        3. The factor of Q, of R, and of Q again, by the log score on these blocks.
 
         Recordings that are too short for a held-out block of ten steps leave the last kinds and
         factors of 1.
@@ -192,41 +194,44 @@ class LearnedUKF(ShownModule):
         """
         sources = [self.source(rest) for rest, _ in parts]
         given = [KINDS.index(kind) for kind in self.given_kinds]
-        best, tried = None, set[tuple[int, int]]()
-        for trials in (
-            lambda move, reading: [(kind, kind) for kind in given],
-            lambda move, reading: [(move, kind) for kind in given],
-            lambda move, reading: [(kind, reading) for kind in given],
-        ):
-            for kinds in trials(*self.kinds.tolist()):
-                if kinds in tried:
-                    continue
-                tried.add(kinds)
-                found = self.scored(sources, parts, kinds)
-                if found is not None and (best is None or found.log > best.log):
+        score = self.scores(sources, parts)
+        best = None
+        for places in ((0, 1), (1,), (0,)):
+            for kind in given:
+                kinds = [kind if k in places else int(now) for k, now in enumerate(self.kinds)]
+                found = score(kinds[0], kinds[1])
+                if found is not None and (best is None or found.error < best.error):
                     best = found
                     self.kinds.copy_(torch.tensor(kinds))
         if best is None or structure == STRUCTURES[0]:
             return [] if best is None else best.filters
-        several, reading = [each.with_regimes(structure) for each in sources], int(self.kinds[1])
-        for kind in map(KINDS.index, self.given_kinds):
-            found = self.scored(several, parts, (kind, reading))
+        several = self.scores([each.with_regimes(structure) for each in sources], parts)
+        reading = int(self.kinds[1])
+        for move in given:
+            found = several(move, reading)
             if found is not None and found.error < best.error:
                 best = found
-                self.kinds.copy_(torch.tensor((kind, reading)))
+                self.kinds.copy_(torch.tensor((move, reading)))
                 self.regimes = torch.tensor(structure)
         return best.filters
 
-    def scored(
-        self, sources: list[Source], parts: list[Part], kinds: tuple[int, int]
-    ) -> Scored | None:
-        """Return the scores of filters of such kinds; None if there are too few steps."""
-        try:
-            filters = [self.filter_of(each, *(KINDS[k] for k in kinds)) for each in sources]
-        except FitError:
-            return None
-        logs, errors = held_out_scores(filters, parts, COARSE_FACTORS)
-        return Scored(filters, float(logs.max()), float(errors.min()))
+    def scores(
+        self, sources: list[Source], parts: list[Part]
+    ) -> Callable[[int, int], Scored | None]:
+        """Return the scores of filters as a function of their kinds; None for too few steps."""
+        moves = cache(lambda kind: [self.changes(each, kind) for each in sources])
+        readings = cache(lambda kind: [self.sensors(each.pairs, kind) for each in sources])
+
+        @cache
+        def score(move: int, reading: int) -> Scored | None:
+            try:
+                laws = zip(sources, moves(KINDS[move]), readings(KINDS[reading]), strict=True)
+                filters = [self.filter_with(*each) for each in laws]
+            except FitError:
+                return None
+            return Scored(filters, float(held_out_scores(filters, parts, COARSE_FACTORS)[1].min()))
+
+        return score
 
     def select_factors(self, filters: list[Fitted], parts: list[Part]) -> None:
         """Set `factors`, one after the other."""
@@ -236,7 +241,9 @@ class LearnedUKF(ShownModule):
                 pair = self.factors.tolist()
                 pair[place] = factor
                 grid.append((pair[0], pair[1]))
-            k = int(held_out_scores(filters, parts, grid)[0].argmax())
+            logs, errors = held_out_scores(filters, parts, grid)
+            near = errors <= MAX_ERROR_RATIO * errors.min()
+            k = int(torch.where(near, logs, -torch.inf).argmax())
             self.factors.copy_(torch.tensor(grid[k], dtype=torch.float64))
 
     @torch.no_grad()
@@ -250,7 +257,8 @@ class LearnedUKF(ShownModule):
         check_vectors(recordings, "a learned observation map")
         move, reading = (KINDS[k] for k in self.kinds.tolist())
         source = self.source(recordings).with_regimes(tuple(self.regimes.tolist()))
-        return with_factors(self.filter_of(source, move, reading), self.factors)
+        laws = self.changes(source, move), self.sensors(source.pairs, reading)
+        return with_factors(self.filter_with(source, *laws), self.factors)
 
     def source(self, recordings: list[Recording]) -> Source:
         """Return what maps are fitted to, of one regime."""
@@ -301,19 +309,19 @@ class LearnedUKF(ShownModule):
             kind, u, y, kernel=kernel, ranks=self.ranks, counts=counts, precise=place == 0
         )
 
-    def change_of(self, kind: str, u: Tensor, y: Tensor) -> LearnedMap | SparseMap:
+    def change_of(self, kind: str, u: Tensor, y: Tensor) -> AnyMap:
         """Return the map of the change."""
         if kind == "sparse":
             return fit_sparse(self.inputs[: y.shape[1]], u, y, ranks=self.ranks, precise=True)
         return self.map_of(0, kind, u, y)
 
-    def changes(self, source: Source, kind: str) -> list[tuple[LearnedMap | SparseMap, Tensor]]:
+    def changes(self, source: Source, kind: str) -> list[tuple[AnyMap, Tensor]]:
         """Return the change map of each regime, and its covariance Q."""
         inputs, change, regimes = source.pairs.inputs, source.pairs.change, source.regimes
         if regimes is None:
             found = self.change_of(kind, inputs, change)
             return [(found, found.noise)]
-        maps: dict[int, LearnedMap | SparseMap] = {}
+        maps: dict[int, AnyMap] = {}
         laws = []
         for k, place in enumerate(regimes.maps):
             if place not in maps:
@@ -325,15 +333,16 @@ class LearnedUKF(ShownModule):
                 laws.append((maps[place], jump_covariance(source, maps[place], k)))
         return laws
 
-    def filter_of(self, source: Source, move: str, reading: str) -> Fitted:
-        """Return the filter of maps of such kinds, without factors."""
+    def filter_with(
+        self, source: Source, changes: list[tuple[AnyMap, Tensor]], sensors: list[Sensor]
+    ) -> Fitted:
+        """Return the filter of such maps, without factors."""
         recordings, join = source.recordings, source.pairs.join
-        sensors = self.sensors(source.pairs, reading)
         manifold = manifold_of(torch.cat([s.states for s in recordings]))
         persistence = fit_persistence([residuals_of(each, sensors) for each in source.kept])
         firsts = torch.tensor([0, *(len(each.states) for each in recordings[:-1])]).cumsum(0)
 
-        def filter_with(change: LearnedMap | SparseMap, Q: Tensor) -> StartingFilter:
+        def of_regime(change: AnyMap, Q: Tensor) -> StartingFilter:
             def moved(z: Tensor, u: Tensor | None = None) -> Tensor:
                 return manifold.project(z + change(z if u is None or join is None else join(z, u)))
 
@@ -353,7 +362,7 @@ class LearnedUKF(ShownModule):
                 first=states[firsts],
             )
 
-        filters = [filter_with(*law) for law in self.changes(source, move)]
+        filters = [of_regime(*law) for law in changes]
         if source.regimes is None:
             return filters[0]
         return SwitchingFilter(filters, source.regimes.P, source.regimes.start)
@@ -407,15 +416,3 @@ class LearnedUKF(ShownModule):
 def counts_in(recordings: list[Recording]) -> Bool[Tensor, " q"]:
     """Return which columns of observations are counts."""
     return are_counts(torch.cat([observed(each) for each in recordings]))
-
-
-def selected_inputs(pairs: Pairs, q: int) -> Float[Tensor, "m f"]:
-    """Return `LearnedUKF.inputs` for these pairs of q sensors; zeros for counts."""
-    d, e = pairs.change.shape[1], pairs.inputs.shape[1]
-    found = torch.zeros(d + q, e + 3, dtype=torch.float64)
-    found[:d] = select_inputs(pairs.inputs, pairs.change)
-    for each in pairs.sensors:
-        if not each.counts:
-            rows = select_inputs(each.states, each.readings)
-            found[d + each.columns, :d], found[d + each.columns, -3:] = rows[:, :-3], rows[:, -3:]
-    return found

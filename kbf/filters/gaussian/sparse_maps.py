@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kbf.filters.gaussian.learned_maps import LearnedMap, fit_map, kernel_of, row_of
+from kbf.filters.gaussian.map_pairs import Pairs
 from kbf.rkhs.kernels import gaussian
 from kbf.rkhs.linalg import evenly
 from kbf.runtime.deadline import check_deadline
@@ -160,7 +161,13 @@ def fit_sparse(
 
     Raises:
         FitError: as `kbf.filters.gaussian.learned_maps.fit_map`.
+        ValueError: a choice among other inputs.
     """
+    if len(choice) != y.shape[1] or bool(choice[:, u.shape[1] : -3].any()):
+        raise ValueError(
+            f"sparse maps were selected for other data than {u.shape[1]} inputs and "
+            f"{y.shape[1]} outputs"
+        )
     inputs, maps, left, spread = [], [], [], []
     for j, row in enumerate(choice):
         used = row[:-3].nonzero()[:, 0]
@@ -177,3 +184,15 @@ def fit_sparse(
     sigma = torch.stack(spread)
     noise = sigma[:, None] * (white.mT @ white / len(white)) * sigma
     return SparseMap(inputs, maps, noise.diagonal_scatter(sigma.square()))
+
+
+def selected_inputs(pairs: Pairs, q: int) -> Float[Tensor, "m f"]:
+    """Return `select_inputs` of d changes and of q columns of sensors; zeros for counts."""
+    d, e = pairs.change.shape[1], pairs.inputs.shape[1]
+    found = torch.zeros(d + q, e + 3, dtype=torch.float64)
+    found[:d] = select_inputs(pairs.inputs, pairs.change)
+    for each in pairs.sensors:
+        if not each.counts:
+            rows = select_inputs(each.states, each.readings)
+            found[d + each.columns, :d], found[d + each.columns, -3:] = rows[:, :-3], rows[:, -3:]
+    return found
