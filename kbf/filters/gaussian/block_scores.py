@@ -1,6 +1,7 @@
 """Scores of a Gaussian filter on held-out blocks, for several factors of its covariances."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -20,6 +21,10 @@ FOLDS = 5
 # Steps from which on the last part alone is held out; of fewer, `FOLDS_OF_FEW` parts are in turn.
 MANY_STEPS = 3000
 FOLDS_OF_FEW = (0, 2, 4)
+# Factors of Q and R with which the kinds of maps are compared.
+COARSE_FACTORS = ((1.0, 1.0), (64.0, 1.0))
+# Kinds with this multiple of the error of the best on a part are not run on the others.
+MAX_PART_RATIO = 1.5
 # First steps of a held-out block that do not count: the filter has not converged yet.
 BURN_IN = 5
 # Share of the mean variance that is added to each component in a log score: states may lie on a
@@ -30,6 +35,18 @@ MIN_VARIANCE = 1e-6
 Part = tuple[list[Recording], list[Recording]]
 # Of one regime, and of several.
 Fitted = StartingFilter | SwitchingFilter
+
+
+class Scored(NamedTuple):
+    """Filters without each of p parts, and their errors ``p m`` with m pairs of factors."""
+
+    filters: list[Fitted]
+    errors: Tensor
+
+    @property
+    def error(self) -> float:
+        """The mean over parts, with the best factors."""
+        return float(self.errors.mean(0).min())
 
 
 def held_out_parts(recordings: list[Recording]) -> list[Part]:
@@ -69,39 +86,50 @@ def scaled_noise(filter: StartingFilter, factors: Float[Tensor, "*b 2"]) -> Star
     return filter.with_inner(changed)
 
 
+def variance_of(parts: list[Part]) -> Float[Tensor, " d"]:
+    """Return the variances of the held-out states."""
+    return torch.cat([block.states for _, blocks in parts for block in blocks]).double().var(0)
+
+
 def held_out_scores(
-    filters: list[Fitted], parts: list[Part], factors: Sequence[tuple[float, float]]
+    filter: Fitted,
+    part: Part,
+    factors: Sequence[tuple[float, float]],
+    scale: Float[Tensor, " d"],
 ) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
     """Return scores over held-out steps for m pairs of factors of Q and R.
 
     All pairs are run as one batch.
 
+    Args:
+        filter: without the part.
+        part: that is held out.
+        factors: of Q and R.
+        scale: variances of the state's components.
+
     Returns:
         The mean of log N(z; m, C), and the mean squared error of a component over its variance.
         -inf and inf where they are not finite.
     """
-    logs: list[Tensor] = []
-    errors: list[Tensor] = []
-    scale = torch.cat([r.states for _, blocks in parts for r in blocks]).double().var(0)
-    for filter, (_, blocks) in zip(filters, parts, strict=True):
-        rows = torch.tensor(factors, dtype=torch.float64).repeat_interleave(len(blocks), 0)
-        runs = rollout_recordings(
-            with_factors(filter, rows),
-            blocks * len(factors),
-            dtype=filter.states.dtype,
-            covariances=True,
-        )
-        scores, squares = [], []
-        for block, run in zip(blocks * len(factors), runs, strict=True):
-            assert run.covariances is not None
-            left = (block.states - run.estimates)[BURN_IN:].double()
-            C = run.covariances[BURN_IN:].double()
-            least = MIN_VARIANCE * C.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-            scores.append(innovation_log_density(left, C + least * torch.eye(C.shape[-1]).to(C)))
-            squares.append((left.square() / scale)[:, scale > 0].mean(-1))
-        logs.append(torch.cat(scores).unflatten(0, (len(factors), -1)))
-        errors.append(torch.cat(squares).unflatten(0, (len(factors), -1)))
-    log, error = torch.cat(logs, 1).mean(1), torch.cat(errors, 1).mean(1)
+    blocks = part[1]
+    rows = torch.tensor(factors, dtype=torch.float64).repeat_interleave(len(blocks), 0)
+    runs = rollout_recordings(
+        with_factors(filter, rows),
+        blocks * len(factors),
+        dtype=filter.states.dtype,
+        covariances=True,
+    )
+    scores, squares = [], []
+    for block, run in zip(blocks * len(factors), runs, strict=True):
+        assert run.covariances is not None
+        left = (block.states - run.estimates)[BURN_IN:].double()
+        C = run.covariances[BURN_IN:].double()
+        least = MIN_VARIANCE * C.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+        scores.append(innovation_log_density(left, C + least * torch.eye(C.shape[-1]).to(C)))
+        squares.append((left.square() / scale)[:, scale > 0].mean(-1))
+    log, error = (
+        torch.cat(each).unflatten(0, (len(factors), -1)).mean(1) for each in (scores, squares)
+    )
     return (
         torch.where(log.isfinite(), log, -torch.inf),
         torch.where(error.isfinite(), error, torch.inf),

@@ -26,7 +26,7 @@ maps.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -34,10 +34,14 @@ from torch import Generator, Tensor, nn
 
 from kbf.filters.gaussian.augmented import Sensor, augmented
 from kbf.filters.gaussian.block_scores import (
+    COARSE_FACTORS,
+    MAX_PART_RATIO,
     Fitted,
     Part,
+    Scored,
     held_out_parts,
     held_out_scores,
+    variance_of,
     with_factors,
 )
 from kbf.filters.gaussian.count_maps import with_stable_counts
@@ -76,17 +80,8 @@ from kbf.runtime.html_repr import ShownModule
 # Kinds of maps: of few inputs for each output, and those of all inputs.
 KINDS = ("sparse", *KINDS_OF_MAPS)
 AnyMap = LearnedMap | SparseMap
-# Factors of Q and R with which the kinds of maps are compared.
-COARSE_FACTORS = ((1.0, 1.0), (16.0, 1.0), (256.0, 1.0), (1.0, 16.0))
 # Factors with errors of at most this multiple of the least are compared by their log scores.
 MAX_ERROR_RATIO = 1.05
-
-
-class Scored(NamedTuple):
-    """Filters without each part, and their error on the parts (`held_out_scores`)."""
-
-    filters: list[Fitted]
-    error: float
 
 
 class LearnedUKF(ShownModule):
@@ -188,60 +183,64 @@ class LearnedUKF(ShownModule):
     def select_kinds(self, parts: list[Part], structure: tuple[int, ...]) -> list[Fitted]:
         """Set `kinds` and `regimes`; return the filters without each part, none if none fits.
 
-        Log scores select among pairs of equal kinds, then the kind of observation maps, then that
-        of the change map.
-        Several regimes are used where their error is smaller.
+        Errors select among pairs of equal kinds, then the kind of observation maps, then that of
+        the change map, and then the same with several regimes.
         """
         sources = [self.source(rest) for rest, _ in parts]
-        given = [KINDS.index(kind) for kind in self.given_kinds]
-        score = self.scores(sources, parts)
-        best = None
-        for places in ((0, 1), (1,), (0,)):
-            for kind in given:
-                kinds = [kind if k in places else int(now) for k, now in enumerate(self.kinds)]
-                found = score(kinds[0], kinds[1])
-                if found is not None and (best is None or found.error < best.error):
-                    best = found
-                    self.kinds.copy_(torch.tensor(kinds))
-        if best is None or structure == STRUCTURES[0]:
-            return [] if best is None else best.filters
-        several = self.scores([each.with_regimes(structure) for each in sources], parts)
-        reading = int(self.kinds[1])
-        for move in given:
-            found = several(move, reading)
-            if found is not None and found.error < best.error:
-                best = found
-                self.kinds.copy_(torch.tensor((move, reading)))
-                self.regimes = torch.tensor(structure)
-        return best.filters
+        given, best = [KINDS.index(kind) for kind in self.given_kinds], None
+        structures = (STRUCTURES[0],) if structure == STRUCTURES[0] else (STRUCTURES[0], structure)
+        for regimes in structures:
+            score = self.scores([each.with_regimes(regimes) for each in sources], parts)
+            one = regimes == STRUCTURES[0]
+            for places in ((0, 1), (1,), (0,)) if one else ((0,),):
+                for kind in given:
+                    kinds = [kind if k in places else int(now) for k, now in enumerate(self.kinds)]
+                    found = score(kinds[0], kinds[1], best)
+                    if found is not None and (best is None or found.error < best.error):
+                        best = found
+                        self.kinds.copy_(torch.tensor(kinds))
+                        self.regimes = torch.tensor(regimes)
+        return [] if best is None else best.filters
 
     def scores(
         self, sources: list[Source], parts: list[Part]
-    ) -> Callable[[int, int], Scored | None]:
-        """Return the scores of filters as a function of their kinds; None for too few steps."""
-        moves = cache(lambda kind: [self.changes(each, kind) for each in sources])
-        readings = cache(lambda kind: [self.sensors(each.pairs, kind) for each in sources])
+    ) -> Callable[[int, int, Scored | None], Scored | None]:
+        """Return the scores of filters as a function of kinds, and of the best scores so far.
 
-        @cache
-        def score(move: int, reading: int) -> Scored | None:
-            try:
-                laws = zip(sources, moves(KINDS[move]), readings(KINDS[reading]), strict=True)
-                filters = [self.filter_with(*each) for each in laws]
-            except FitError:
-                return None
-            return Scored(filters, float(held_out_scores(filters, parts, COARSE_FACTORS)[1].min()))
+        They are None for too few steps, and if the error on a part is `MAX_PART_RATIO` times that
+        of the best. Maps of a kind are fitted once.
+        """
+        moves = cache(lambda k, kind: self.changes(sources[k], KINDS[kind]))
+        readings = cache(lambda k, kind: self.sensors(sources[k].pairs, KINDS[kind]))
+        scale = variance_of(parts)
+
+        def score(move: int, reading: int, best: Scored | None) -> Scored | None:
+            filters, errors = [], []
+            for k, part in enumerate(parts):
+                try:
+                    filter = self.filter_with(sources[k], moves(k, move), readings(k, reading))
+                except FitError:
+                    return None
+                filters.append(filter)
+                errors.append(held_out_scores(filter, part, COARSE_FACTORS, scale)[1])
+                if best is not None and errors[k].min() > MAX_PART_RATIO * best.errors[k].min():
+                    return None
+            return Scored(filters, torch.stack(errors))
 
         return score
 
     def select_factors(self, filters: list[Fitted], parts: list[Part]) -> None:
         """Set `factors`, one after the other."""
+        scale = variance_of(parts)
         for place in (0, 1, 0):
             grid = []
             for factor in self.given_factors:
                 pair = self.factors.tolist()
                 pair[place] = factor
                 grid.append((pair[0], pair[1]))
-            logs, errors = held_out_scores(filters, parts, grid)
+            pairs = zip(filters, parts, strict=True)
+            found = [torch.stack(held_out_scores(*pair, grid, scale)) for pair in pairs]
+            logs, errors = torch.stack(found).mean(0)
             near = errors <= MAX_ERROR_RATIO * errors.min()
             k = int(torch.where(near, logs, -torch.inf).argmax())
             self.factors.copy_(torch.tensor(grid[k], dtype=torch.float64))
