@@ -3,8 +3,8 @@
 `fit_map` fits y = B u + b + g(u), g by kernel ridge regression (`kbf.densities.ridge`) on the
 residuals of the linear part. `select_kernel` selects the kernel of g by its leave-one-out log loss.
 
-Far from the training points g returns to its mean. There a linear map alone, or a sum, continues
-the linear part; a kernel alone continues with a constant.
+Outside of the box of its landmarks g has its value at the border: with wide kernels it would grow
+as a polynomial. There a linear map alone, or a sum, continues the linear part.
 """
 
 from functools import partial
