@@ -41,11 +41,13 @@ class Augmented(NamedTuple):
 
     Attributes:
         model: of s. states: ``n e``, recorded. d: components of z.
+        linear: components of e, which enter both maps as a linear term.
     """
 
     model: StateSpaceModel
     states: Tensor
     d: int
+    linear: int
 
 
 def augmented(
@@ -97,7 +99,7 @@ def augmented(
     Q_s[e, e], P_s[e, e] = ((1 - phi.square()) * variance).diag().to(m0), variance.diag().to(m0)
     R = (white[:, None] * noise * white).to(m0)
     start = torch.cat([m0.repeat(past + 1), torch.zeros(width).to(m0)])
-    return Augmented(StateSpaceModel(f, h, Q_s, R, start, P_s), states, d)
+    return Augmented(StateSpaceModel(f, h, Q_s, R, start, P_s), states, d, width)
 
 
 def with_past(states: Float[Tensor, "T d"], past: int) -> Float[Tensor, "T e"]:

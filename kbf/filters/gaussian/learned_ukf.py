@@ -345,11 +345,12 @@ class LearnedUKF(ShownModule):
             def moved(z: Tensor, u: Tensor | None = None) -> Tensor:
                 return manifold.project(z + change(z if u is None or join is None else join(z, u)))
 
-            model, states, d = augmented(recordings, moved, Q, sensors, persistence)
+            model, states, d, linear = augmented(recordings, moved, Q, sensors, persistence)
             inner = UnscentedKalmanFilter(
                 model,
                 allow_missing_sensors=self.allow_missing_sensors or source.faults.any,
                 controlled=control_width(recordings),
+                linear=linear,
             )
             return StartingFilter(
                 inner,

@@ -27,6 +27,7 @@ from kbf.filters.gaussian.start import StartingFilter
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
 from kbf.filters.rollout import rollout
 from kbf.recording import Recording
+from kbf.ssm import StateSpaceModel
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -309,3 +310,31 @@ def test_a_plain_system_has_neither_delays_nor_faults_nor_counts():
     assert model.counts.tolist() == [False, False]
     filter: Any = model.fit([train])
     assert filter.model.m0.shape == (2,)
+
+
+def test_linear_components_are_not_computed_at_points_of_their_own():
+    """The filter with ``linear`` has the moments of the filter that computes all points."""
+    seed = torch.Generator().manual_seed(0)
+    m0, root = (torch.randn(*size, generator=seed, dtype=torch.float64) for size in ((5,), (5, 5)))
+    C, B = (torch.randn(*size, generator=seed, dtype=torch.float64) for size in ((3, 2), (5, 2)))
+    calls = []
+
+    def f(s, u):
+        calls.append(s.shape[1])
+        z = torch.stack([s[..., 0] * s[..., 1], s[..., 2].sin(), s[..., 0]], -1) + u
+        return torch.cat([z, 0 * s[..., 3:]], -1) + s[..., 3:] @ B.mT
+
+    def h(s):
+        return s[..., :3].square() + s[..., 3:] @ C.mT
+
+    P = root @ root.mT
+    model = StateSpaceModel(f, h, 0.1 * P, torch.eye(3, dtype=torch.float64), m0, P)
+    x, u = (torch.randn(4, 3, generator=seed, dtype=torch.float64) for _ in range(2))
+    found = []
+    for linear in (0, 2):
+        filter = UnscentedKalmanFilter(model, controlled=3, linear=linear, kappa=0.5)
+        state = filter.predict(filter.update(filter.init(4), x), control=u)
+        found.append((state.mean, state.cov, filter.log_likelihood(state, x)))
+    assert calls[0] == 11 and calls[-1] == 7
+    for whole, few in zip(*found, strict=True):
+        torch.testing.assert_close(few, whole, rtol=1e-10, atol=1e-10)
