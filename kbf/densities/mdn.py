@@ -34,17 +34,23 @@ class MixtureDensityNetwork(ParametricDensity):
     output_mean: Tensor
     output_scale: Tensor
 
+    def standardised(self, u: Float[Tensor, "*b d"]) -> Float[Tensor, "n d"]:
+        """Return the inputs of the networks, as rows."""
+        return (u.reshape(-1, u.shape[-1]) - self.input_mean.to(u)) / self.input_scale.to(u)
+
+    def components(self, inputs: Float[Tensor, "nets n d"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the `heads` of each network at its own inputs."""
+        layers = tuple(layer.to(inputs) for layer in self.layers)
+        return heads(run(layers, inputs), len(self.output_mean))
+
     def parameters(self, u: Float[Tensor, "*b d"]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parameters of all networks' components at u, standardised.
 
         These are log shares ``*b k``, and means and log standard deviations ``*b k q``.
         """
-        rows = (u.reshape(-1, u.shape[-1]) - self.input_mean.to(u)) / self.input_scale.to(u)
-        layers = tuple(layer.to(u) for layer in self.layers)
-        log_shares, means, sizes = heads(
-            run(layers, rows.expand(len(layers[0]), -1, -1)), len(self.output_mean)
-        )
-        log_shares = log_shares.log_softmax(-1) - math.log(len(layers[0]))
+        rows, nets = self.standardised(u), len(self.layers[0])
+        log_shares, means, sizes = self.components(rows.expand(nets, -1, -1))
+        log_shares = log_shares.log_softmax(-1) - math.log(nets)
         log_shares, means, sizes = (
             part.movedim(0, 1).flatten(1, 2).unflatten(0, u.shape[:-1])
             for part in (log_shares[..., None], means, sizes)
@@ -66,15 +72,12 @@ class MixtureDensityNetwork(ParametricDensity):
         Each point gets one of the networks: of ``nets * ceil(n / nets)`` places, an equal number in
         each network, it takes one at random. A network is only run at its own points.
         """
-        rows = (u.reshape(-1, u.shape[-1]) - self.input_mean.to(u)) / self.input_scale.to(u)
-        layers = tuple(layer.to(u) for layer in self.layers)
-        nets, q = len(layers[0]), len(self.output_mean)
+        rows, nets, q = self.standardised(u), len(self.layers[0]), len(self.output_mean)
         places = rows.new_empty(nets * (-(-len(rows) // nets)))
         taken = uniform(places, generator).argsort()[: len(rows)]
         inputs = rows.new_zeros(len(places), rows.shape[-1]).index_copy(0, taken, rows)
         log_shares, means, sizes = (
-            part.flatten(0, 1)[taken]
-            for part in heads(run(layers, inputs.unflatten(0, (nets, -1))), q)
+            part.flatten(0, 1)[taken] for part in self.components(inputs.unflatten(0, (nets, -1)))
         )
         chosen = pick(log_shares.log_softmax(-1), generator)[:, None, None].expand(-1, 1, q)
         mean, size = means.gather(1, chosen)[:, 0], sizes.gather(1, chosen)[:, 0]

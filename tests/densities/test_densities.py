@@ -392,3 +392,29 @@ def test_unseen_and_many_categories():
     assert select_density(u, outputs("categories", u)).name == "categories"
     with pytest.raises(ValueError, match="more than 12 categories"):
         fit_density("categories", u, torch.arange(300, dtype=F64)[:, None] % 20)
+
+
+@pytest.mark.parametrize("points", [1, 3, 4001])
+def test_draws_of_networks_have_the_density_of_their_mixture(points):
+    """Three networks, whose means are -4, 0 and 4 everywhere, each of two components."""
+    shares, apart, size = torch.tensor([0.25, 0.75]), torch.tensor([-1.0, 1.0]), 0.1
+    bias = torch.stack(
+        [
+            torch.cat([shares.log(), middle + apart, torch.full((2,), math.log(size))])
+            for middle in (-4.0, 0.0, 4.0)
+        ]
+    )[:, None].double()
+    layers = (torch.zeros(3, 1, 6, dtype=torch.float64), bias)
+    zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    networks = MixtureDensityNetwork(layers, zero, one, 10 + zero, 2 * one)
+    generator = torch.Generator().manual_seed(0)
+    u = torch.zeros(points, 1, dtype=torch.float64)
+    y = torch.cat([networks.sample(u, generator) for _ in range(24_000 // points)])
+    edges = torch.arange(-1.0, 22.0, 2.0, dtype=torch.float64)  # between all components
+    grid = edges[:-1, None] + torch.linspace(0, 2, 401, dtype=torch.float64)
+    given = torch.zeros(*grid.shape, 1, dtype=torch.float64)
+    density = networks.log_density(grid[..., None], given).exp()
+    expected = torch.trapezoid(density, dx=2 / 400)
+    found = torch.histc(y, len(edges) - 1, float(edges[0]), float(edges[-1])) / len(y)
+    assert float(expected.sum()) == pytest.approx(1, abs=1e-6)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)

@@ -41,13 +41,14 @@ class Augmented(NamedTuple):
 
     Attributes:
         model: of s. states: ``n e``, recorded. d: components of z.
-        linear: components of e, which enter both maps as a linear term.
+        slopes: ``e l`` and ``q l``, by which the last l components enter the moves and the
+            observations; None for both if l = 0.
     """
 
     model: StateSpaceModel
     states: Tensor
     d: int
-    linear: int
+    slopes: tuple[Tensor | None, Tensor | None]
 
 
 def augmented(
@@ -99,7 +100,13 @@ def augmented(
     Q_s[e, e], P_s[e, e] = ((1 - phi.square()) * variance).diag().to(m0), variance.diag().to(m0)
     R = (white[:, None] * noise * white).to(m0)
     start = torch.cat([m0.repeat(past + 1), torch.zeros(width).to(m0)])
-    return Augmented(StateSpaceModel(f, h, Q_s, R, start, P_s), states, d, width)
+    slopes: tuple[Tensor | None, Tensor | None] = (None, None)
+    if width:
+        rows, columns = torch.arange(size, size + width), torch.arange(width)
+        of_move, of_reading = m0.new_zeros(size + width, width), m0.new_zeros(q, width)
+        of_move[rows, columns], of_reading[erring, columns] = phi.to(m0), 1.0
+        slopes = of_move, of_reading
+    return Augmented(StateSpaceModel(f, h, Q_s, R, start, P_s), states, d, slopes)
 
 
 def with_past(states: Float[Tensor, "T d"], past: int) -> Float[Tensor, "T e"]:

@@ -51,6 +51,7 @@ class LearnedMap(NamedTuple):
         ridge: g, with its kernel and landmarks.
         noise: ``q q``, the covariance of residuals; of g those of leave-one-out.
         rates: of counts, the map that is added; None for 0.
+        box: ``2 e``, least and largest coordinates of the landmarks of g.
     """
 
     B: Tensor | None
@@ -59,15 +60,15 @@ class LearnedMap(NamedTuple):
     ridge: RidgeMap | None
     noise: Tensor
     rates: CountMap | None = None
+    box: Tensor | None = None
 
     def __call__(self, u: Float[Tensor, "*b e"]) -> Float[Tensor, "*b q"]:
         """Return the mean at u, in the type of u."""
         rows = u.reshape(u.shape[:-1].numel(), u.shape[-1]).to(self.b)
         y = self.b.expand(len(rows), -1) if self.B is None else rows @ self.B.mT + self.b
         if self.ridge is not None and self.coefficients is not None:
-            places = self.ridge.landmarks
-            inside = rows.clamp(places.amin(0), places.amax(0))
-            y = y + self.ridge.kernel(inside, places) @ self.coefficients
+            inside = rows if self.box is None else rows.clamp(*self.box)
+            y = y + self.ridge.kernel(inside, self.ridge.landmarks) @ self.coefficients
         if self.rates is not None:
             y = y + self.rates(rows)
         return y.to(u).unflatten(0, u.shape[:-1])
@@ -118,7 +119,9 @@ def fit_map(
         if leave_one_out_loss(larger, u) >= leave_one_out_loss(best, u):
             break
         best = larger
-    return LearnedMap(B, b + best.offset, best.whiten @ best.coefficients, best, best.noise, rates)
+    box = torch.stack([best.landmarks.amin(0), best.landmarks.amax(0)])
+    A = best.whiten @ best.coefficients
+    return LearnedMap(B, b + best.offset, A, best, best.noise, rates, box)
 
 
 def select_kernel(

@@ -29,7 +29,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from kbf.filters.gaussian.augmented import Sensor, augmented
@@ -54,19 +54,17 @@ from kbf.filters.gaussian.learned_maps import (
     select_kernel,
 )
 from kbf.filters.gaussian.map_pairs import Pairs, residuals_of
-from kbf.filters.gaussian.map_sources import Source, jump_covariance, source_of
+from kbf.filters.gaussian.map_sources import Source, counts_in, jump_covariance, source_of
 from kbf.filters.gaussian.regimes import STRUCTURES, select_regimes
 from kbf.filters.gaussian.sensor_laws import (
     MAX_DELAY,
     fit_persistence,
-    observed,
     select_delays,
 )
-from kbf.filters.gaussian.sparse_maps import SparseMap, fit_sparse, selected_inputs
+from kbf.filters.gaussian.sparse_maps import AnyMap, fit_sparse, inputs_of_maps
 from kbf.filters.gaussian.start import StartingFilter
 from kbf.filters.gaussian.switching import SwitchingFilter
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
-from kbf.filters.scaling import are_counts
 from kbf.manifolds import manifold_of
 from kbf.recording import (
     Recording,
@@ -79,7 +77,6 @@ from kbf.runtime.html_repr import ShownModule
 
 # Kinds of maps: of few inputs for each output, and those of all inputs.
 KINDS = ("sparse", *KINDS_OF_MAPS)
-AnyMap = LearnedMap | SparseMap
 # Factors with errors of at most this multiple of the least are compared by their log scores.
 MAX_ERROR_RATIO = 1.05
 
@@ -153,7 +150,8 @@ class LearnedUKF(ShownModule):
            kernels by leave-one-out, regimes by `select_regimes`.
         2. The kinds of maps by the error on held-out blocks at the best of `COARSE_FACTORS`, of one
            regime and of several.
-        3. The factor of Q, of R, and of Q again, by the log score on these blocks.
+        3. The factor of Q, of R, and of Q again, by the log score on these blocks, among those
+           whose error is at most `MAX_ERROR_RATIO` times the least.
 
         Recordings that are too short for a held-out block of ten steps leave the last kinds and
         factors of 1.
@@ -169,7 +167,7 @@ class LearnedUKF(ShownModule):
         self.faulty.fill_(source.faults.any)
         self.kernels = self.selected_kernels(source.pairs, len(self.delays))
         if "sparse" in self.given_kinds:
-            self.inputs = selected_inputs(source.pairs, len(self.delays))
+            self.inputs = inputs_of_maps(source.pairs, len(self.delays))
         structure = select_regimes(source.moves) if self.switches else STRUCTURES[0]
         self.regimes = torch.tensor(STRUCTURES[0])
         parts = held_out_parts(recordings)
@@ -187,18 +185,24 @@ class LearnedUKF(ShownModule):
         the change map, and then the same with several regimes.
         """
         sources = [self.source(rest) for rest, _ in parts]
-        given, best = [KINDS.index(kind) for kind in self.given_kinds], None
+        given = [KINDS.index(kind) for kind in self.given_kinds]
+        best, tried = None, set[tuple[tuple[int, ...], int, int]]()
         structures = (STRUCTURES[0],) if structure == STRUCTURES[0] else (STRUCTURES[0], structure)
         for regimes in structures:
             score = self.scores([each.with_regimes(regimes) for each in sources], parts)
             one = regimes == STRUCTURES[0]
             for places in ((0, 1), (1,), (0,)) if one else ((0,),):
                 for kind in given:
-                    kinds = [kind if k in places else int(now) for k, now in enumerate(self.kinds)]
-                    found = score(kinds[0], kinds[1], best)
+                    move, reading = (
+                        kind if k in places else int(now) for k, now in enumerate(self.kinds)
+                    )
+                    if (regimes, move, reading) in tried:
+                        continue
+                    tried.add((regimes, move, reading))
+                    found = score(move, reading, best)
                     if found is not None and (best is None or found.error < best.error):
                         best = found
-                        self.kinds.copy_(torch.tensor(kinds))
+                        self.kinds.copy_(torch.tensor((move, reading)))
                         self.regimes = torch.tensor(regimes)
         return [] if best is None else best.filters
 
@@ -272,7 +276,7 @@ class LearnedUKF(ShownModule):
         for each in pairs.sensors:
             u, y = each.states, each.readings
             if kind == "sparse" and not each.counts:
-                rows = self.inputs[len(each.states[0]) + each.columns]
+                rows = self.inputs[len(each.states[0]) + each.columns.to(self.inputs.device)]
                 map = fit_sparse(rows, u, y, ranks=self.ranks)
             else:
                 whole = "both" if kind == "sparse" else kind
@@ -345,12 +349,12 @@ class LearnedUKF(ShownModule):
             def moved(z: Tensor, u: Tensor | None = None) -> Tensor:
                 return manifold.project(z + change(z if u is None or join is None else join(z, u)))
 
-            model, states, d, linear = augmented(recordings, moved, Q, sensors, persistence)
+            model, states, d, slopes = augmented(recordings, moved, Q, sensors, persistence)
             inner = UnscentedKalmanFilter(
                 model,
                 allow_missing_sensors=self.allow_missing_sensors or source.faults.any,
                 controlled=control_width(recordings),
-                linear=linear,
+                slopes=slopes,
             )
             return StartingFilter(
                 inner,
@@ -411,8 +415,3 @@ class LearnedUKF(ShownModule):
         names = ("transition", "observation")
         kinds = {f"{n}_kind": float(k) for n, k in zip(names, self.kinds, strict=True)}
         return kinds | {f"{n}_factor": float(k) for n, k in zip(names, self.factors, strict=True)}
-
-
-def counts_in(recordings: list[Recording]) -> Bool[Tensor, " q"]:
-    """Return which columns of observations are counts."""
-    return are_counts(torch.cat([observed(each) for each in recordings]))

@@ -1,14 +1,17 @@
 """What the maps of a state-space model are fitted to: working readings, moves, and their laws."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kbf.filters.gaussian.count_maps import with_stable_counts
 from kbf.filters.gaussian.map_pairs import Pairs, pairs_of
 from kbf.filters.gaussian.regimes import STRUCTURES, Moves, Regimes, fit_regimes
-from kbf.filters.gaussian.sensor_laws import Faults, no_faults, working
+from kbf.filters.gaussian.sensor_laws import Faults, no_faults, observed, working
+from kbf.filters.gaussian.sparse_maps import AnyMap
+from kbf.filters.scaling import are_counts
 from kbf.recording import Recording, moves
 
 # Moves that a map of a regime requires.
@@ -71,7 +74,7 @@ def source_of(
     return Source(stable, kept, counts, faults, pairs, found, None)
 
 
-def jump_covariance(source: Source, change: Any, component: int) -> Tensor:
+def jump_covariance(source: Source, change: AnyMap, component: int) -> Tensor:
     """Return the covariance ``d d`` of the errors of a map in the moves of a component."""
     assert source.regimes is not None
     weights = source.regimes.marginals[:, component]
@@ -79,3 +82,8 @@ def jump_covariance(source: Source, change: Any, component: int) -> Tensor:
     prior = change.noise.diagonal().diag()
     S = (weights[:, None] * error).mT @ error + prior
     return S / (weights.sum() + 1)
+
+
+def counts_in(recordings: list[Recording]) -> Bool[Tensor, " q"]:
+    """Return which columns of observations are counts."""
+    return are_counts(torch.cat([observed(each) for each in recordings]))

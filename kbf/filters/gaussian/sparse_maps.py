@@ -31,7 +31,7 @@ MAX_POINTS = 1000
 FEATURES = 48
 # Candidates of the bandwidth of a kernel, see `bandwidth`.
 FACTORS = (0.5, 1.0, 2.0, 4.0)
-# Ridge for each point, in units of the variance of an output.
+# Ridge for each point, of features of inputs of variance 1.
 RIDGE = 1e-8
 
 
@@ -54,6 +54,9 @@ class SparseMap(NamedTuple):
         return torch.cat([map(u[..., inputs]) for inputs, map in pairs], -1)
 
 
+AnyMap = LearnedMap | SparseMap
+
+
 def select_inputs(u: Float[Tensor, "n e"], y: Float[Tensor, "n q"]) -> Float[Tensor, "q f"]:
     """Return for each output which of the e inputs it has, and the row of its kernel.
 
@@ -72,7 +75,7 @@ def select_inputs(u: Float[Tensor, "n e"], y: Float[Tensor, "n q"]) -> Float[Ten
         return found
     for j, target in enumerate(y.mT):
         check_deadline()
-        inputs, nonlinear = selected(white, target - target.mean())
+        inputs, nonlinear = forward_selection(white, target - target.mean())
         found[j, inputs] = 1
         if nonlinear:
             given = white[:, inputs]
@@ -83,31 +86,42 @@ def select_inputs(u: Float[Tensor, "n e"], y: Float[Tensor, "n q"]) -> Float[Ten
     return found
 
 
-def selected(u: Float[Tensor, "n e"], y: Float[Tensor, " n"]) -> tuple[list[int], bool]:
-    """Return the inputs of an output by forward selection, and whether its map has a kernel.
+def forward_selection(u: Float[Tensor, "n e"], y: Float[Tensor, " n"]) -> tuple[list[int], bool]:
+    """Return the inputs of an output, and whether its map has a kernel.
 
     Linear maps first. A kernel is then tried on their inputs, and on these and one more.
+
+    Args:
+        u: candidates, of variance 1. y: the output, of mean 0.
     """
     inputs: list[int] = []
     nonlinear = False
     now = block_errors(u[None, :, :0], y)[0]
-    for features in (torch.Tensor.contiguous, with_kernel):
+    for kernel in (False, True):
         while True:
-            more = [i for i in range(u.shape[1]) if i not in inputs]
-            trials = [[*inputs, i] for i in more] if len(inputs) < MAX_INPUTS else []
-            errors = []
-            if trials:
-                errors = list(block_errors(features(u[:, torch.tensor(trials)].movedim(1, 0)), y))
-            if inputs and features is with_kernel and not nonlinear:
+            others = [i for i in range(u.shape[1]) if i not in inputs]
+            trials = [[*inputs, i] for i in others] if len(inputs) < MAX_INPUTS else []
+            errors = errors_of(trials, u, y, kernel)
+            if inputs and kernel and not nonlinear:
                 trials.append(inputs)
-                errors += block_errors(with_kernel(u[None, :, inputs]), y)
+                errors += errors_of([inputs], u, y, kernel)
             if not trials:
                 break
             best = min(range(len(trials)), key=lambda k: float(errors[k].mean()))
             if not better(errors[best], now):
                 break
-            inputs, now, nonlinear = trials[best], errors[best], features is with_kernel
+            inputs, now, nonlinear = trials[best], errors[best], kernel
     return inputs, nonlinear
+
+
+def errors_of(
+    trials: list[list[int]], u: Float[Tensor, "n e"], y: Float[Tensor, " n"], kernel: bool
+) -> list[Tensor]:
+    """Return the `block_errors` of maps of each set of inputs; the sets have one size."""
+    if not trials:
+        return []
+    chosen = u[:, torch.tensor(trials)].movedim(1, 0)
+    return list(block_errors(with_kernel(chosen) if kernel else chosen, y))
 
 
 def better(errors: Float[Tensor, " k"], others: Float[Tensor, " k"]) -> bool:
@@ -170,7 +184,7 @@ def fit_sparse(
         )
     inputs, maps, left, spread = [], [], [], []
     for j, row in enumerate(choice):
-        used = row[:-3].nonzero()[:, 0]
+        used = row[:-3].nonzero()[:, 0].to(u.device)
         target, given = y[:, j : j + 1].double(), u[:, used].double()
         kernel = kernel_of(row[-3:]) if bool(row[-3:].any()) else None
         kind = "linear" if kernel is None else "both"
@@ -186,13 +200,13 @@ def fit_sparse(
     return SparseMap(inputs, maps, noise.diagonal_scatter(sigma.square()))
 
 
-def selected_inputs(pairs: Pairs, q: int) -> Float[Tensor, "m f"]:
+def inputs_of_maps(pairs: Pairs, q: int) -> Float[Tensor, "m f"]:
     """Return `select_inputs` of d changes and of q columns of sensors; zeros for counts."""
     d, e = pairs.change.shape[1], pairs.inputs.shape[1]
     found = torch.zeros(d + q, e + 3, dtype=torch.float64)
     found[:d] = select_inputs(pairs.inputs, pairs.change)
     for each in pairs.sensors:
         if not each.counts:
-            rows = select_inputs(each.states, each.readings)
-            found[d + each.columns, :d], found[d + each.columns, -3:] = rows[:, :-3], rows[:, -3:]
+            rows, at = select_inputs(each.states, each.readings), d + each.columns.cpu()
+            found[at, :d], found[at, -3:] = rows[:, :-3], rows[:, -3:]
     return found

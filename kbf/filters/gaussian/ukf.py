@@ -78,21 +78,13 @@ def unscented(
     return F, a, product(weighted.mT, dy) - product(F, F.mT)
 
 
-def slopes(
-    f: Callable[[Tensor], Tensor], m: Float[Tensor, " d"], linear: int
-) -> Float[Tensor, "e l"]:
-    """Return the matrix by which the last components enter f."""
-    steps = torch.eye(len(m), dtype=m.dtype, device=m.device)[-linear:]
-    values = f(torch.stack([m, *(m + steps)])[None])[0]
-    return (values[1:] - values[0]).mT
-
-
 def at_points(
     f: Callable[[Tensor], Tensor], C: Float[Tensor, "e l"], s: Float[Tensor, "b s d"]
 ) -> Float[Tensor, "b s e"]:
     """Return f at sigma points m + L u, computed at those of the first d - l components.
 
-    L is lower triangular: the points of the last l components differ from m in these alone.
+    The last l components enter f as C e. L is lower triangular: their points differ from m in these
+    components alone.
     """
     d, n = s.shape[-1], s.shape[-1] - C.shape[1]
     first = [0, *range(1, n + 1), *range(d + 1, d + n + 1)]
@@ -152,7 +144,7 @@ class UnscentedKalmanFilter(GaussianFilter):
         kappa: float | None = None,
         allow_missing_sensors: bool = False,
         controlled: int = 0,
-        linear: int = 0,
+        slopes: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
         """Store the model and its sigma points.
 
@@ -167,8 +159,9 @@ class UnscentedKalmanFilter(GaussianFilter):
             allow_missing_sensors: components of an observation may be NaN; the update leaves their
                 rows out.
             controlled: components k of the control, 0 for none.
-            linear: last components of the state that enter f and h as a linear term. Both are then
-                only computed at the points of the other components.
+            slopes: ``d l`` and ``q l``, if the last l components of the state enter f and h as a
+                linear term: their matrices. Both maps are then only computed at the points of the
+                other components.
 
         Raises:
             ValueError: alpha <= 0 or d + kappa <= 0.
@@ -179,32 +172,24 @@ class UnscentedKalmanFilter(GaussianFilter):
         d = len(model.m0)
         points = sigma_points(d, alpha, beta, max(0.0, 3.0 - d) if kappa is None else kappa)
         self.points, self.mean_weights, self.cov_weights = (p.to(model.m0) for p in points)
-        self.linear: int = linear
-        none = model.m0.new_zeros(1, controlled) if controlled else None
-        self.slopes: tuple[Tensor, Tensor] | None = None
-        if linear:
-            self.slopes = (
-                slopes(self.transition(none), model.m0, linear),
-                slopes(model.h, model.m0, linear),
-            )
+        self.slopes: tuple[Tensor | None, Tensor | None] = slopes
 
     def linearise(
         self,
         f: Callable[[Tensor], Tensor],
         m: Float[Tensor, "b d"],
         L: Float[Tensor, "b d d"],
-        *,
-        of_move: bool,
+        slopes: Float[Tensor, "e l"] | None,
     ) -> tuple[Float[Tensor, "b e d"], Float[Tensor, "b e"], Float[Tensor, "b e e"]]:
-        """Return `unscented` with the sigma points of this filter; f is the move, or else h."""
-        if self.slopes is not None:
-            f = partial(at_points, f, self.slopes[0 if of_move else 1])
+        """Return `unscented` with the sigma points of this filter; slopes as of `at_points`."""
+        if slopes is not None:
+            f = partial(at_points, f, slopes)
         return unscented(f, m, L, (self.points, self.mean_weights, self.cov_weights))
 
     def linearised(self, state: GaussianState) -> Linearised:
         """Return the observation map, linearised at a state."""
         L = self.root(state.cov)
-        return Linearised(L, *self.linearise(self.model.h, state.mean, L, of_move=False))
+        return Linearised(L, *self.linearise(self.model.h, state.mean, L, self.slopes[1]))
 
     def root(self, cov: Float[Tensor, "b d d"]) -> Float[Tensor, "b d d"]:
         """Return the Cholesky factor of P + jitter I; P = 0 is allowed.
@@ -228,7 +213,7 @@ class UnscentedKalmanFilter(GaussianFilter):
     ) -> GaussianState:
         """Return the weighted mean of f at the sigma points, and the weighted covariance + Q."""
         f = self.transition(control)
-        F, a, Omega = self.linearise(f, state.mean, self.root(state.cov), of_move=True)
+        F, a, Omega = self.linearise(f, state.mean, self.root(state.cov), self.slopes[0])
         return GaussianState(a, product(F, F.mT) + Omega + self.model.Q)
 
     def observe(
@@ -290,7 +275,7 @@ class UnscentedKalmanFilter(GaussianFilter):
         References: Sarkka (2008), algorithm 1.
         """
         L = self.root(now.state.cov)
-        F, a, Omega = self.linearise(self.transition(control), now.state.mean, L, of_move=True)
+        F, a, Omega = self.linearise(self.transition(control), now.state.mean, L, self.slopes[0])
         eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
         white = GaussianState(torch.zeros_like(now.state.mean), eye.expand_as(L))
         u, U = rts_step(white, following, F, Omega + self.model.Q, a)

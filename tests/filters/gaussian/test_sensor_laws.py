@@ -313,7 +313,7 @@ def test_a_plain_system_has_neither_delays_nor_faults_nor_counts():
 
 
 def test_linear_components_are_not_computed_at_points_of_their_own():
-    """The filter with ``linear`` has the moments of the filter that computes all points."""
+    """The filter with ``slopes`` has the moments of the filter that computes all points."""
     seed = torch.Generator().manual_seed(0)
     m0, root = (torch.randn(*size, generator=seed, dtype=torch.float64) for size in ((5,), (5, 5)))
     C, B = (torch.randn(*size, generator=seed, dtype=torch.float64) for size in ((3, 2), (5, 2)))
@@ -331,8 +331,8 @@ def test_linear_components_are_not_computed_at_points_of_their_own():
     model = StateSpaceModel(f, h, 0.1 * P, torch.eye(3, dtype=torch.float64), m0, P)
     x, u = (torch.randn(4, 3, generator=seed, dtype=torch.float64) for _ in range(2))
     found = []
-    for linear in (0, 2):
-        filter = UnscentedKalmanFilter(model, controlled=3, linear=linear, kappa=0.5)
+    for slopes in ((None, None), (B, C)):
+        filter = UnscentedKalmanFilter(model, controlled=3, slopes=slopes, kappa=0.5)
         state = filter.predict(filter.update(filter.init(4), x), control=u)
         found.append((state.mean, state.cov, filter.log_likelihood(state, x)))
     assert calls[0] == 11 and calls[-1] == 7

@@ -9,8 +9,8 @@ from kbf.filters.gaussian.sparse_maps import (
     MAX_INPUTS,
     block_errors,
     fit_sparse,
+    forward_selection,
     select_inputs,
-    selected,
 )
 from kbf.recording import Recording
 
@@ -61,7 +61,7 @@ def test_a_map_of_velocity_forgets_places():
     place = 0.1 * velocity.cumsum(0)
     u = torch.stack([place, velocity], 1)[:-1]
     change = (place[1:] - place[:-1])[:, None] + 0.01 * draws(599, 1, 3)
-    inputs, nonlinear = selected((u - u.mean(0)) / u.std(0), change[:, 0] - change.mean())
+    inputs, nonlinear = forward_selection((u - u.mean(0)) / u.std(0), change[:, 0] - change.mean())
     assert inputs == [1] and not nonlinear
 
 
@@ -80,7 +80,7 @@ def test_noise_is_the_covariance_of_residuals():
 def test_few_inputs_at_most_and_none_for_few_points():
     u = draws(800, MAX_INPUTS + 4)
     y = u.sum(1) + 0.01 * draws(800, 1, 1)[:, 0]
-    assert len(selected(u, y)[0]) == MAX_INPUTS
+    assert len(forward_selection(u, y)[0]) == MAX_INPUTS
     assert not select_inputs(u[:70], y[:70, None]).any()
 
 
