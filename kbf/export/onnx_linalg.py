@@ -171,6 +171,12 @@ def elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 
     return scale * torch.where(x > 0, x, alpha * (torch.exp(input_scale * x.clamp_max(0)) - 1))
 
 
+def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    """log(1 + exp(beta x)) / beta, without overflow; ``threshold`` is not needed."""
+    y = beta * x
+    return (y.clamp_min(0) + torch.log(1 + torch.exp(-y.abs()))) / beta
+
+
 def asin(x: Tensor) -> Tensor:
     """Return arcsin x: a series and two Newton steps, at arguments up to 1/2.
 

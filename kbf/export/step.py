@@ -66,6 +66,7 @@ SPELT_OUT: dict[Any, Any] = {
     aten.linalg_solve_triangular.default: onnx_linalg.solve_triangular,
     aten.diagonal_scatter.default: onnx_linalg.diagonal_scatter,
     aten.elu.default: onnx_linalg.elu,
+    aten.softplus.default: onnx_linalg.softplus,
 }
 
 

@@ -84,6 +84,16 @@ def test_every_candidate_exports(name, kind, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_networks_and_trees_with_missing_sensors_are_onnx_programs(name, tmp_path):
+    pytest.importorskip("onnxruntime")
+    model, memory = small(name), recording(missing=0.15)
+    model.allow_missing_sensors = True
+    filter = model.fit([memory])
+    assert max(written(filter, tmp_path / "step.onnx", "onnx", memory)[:2]) < 1e-6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("format", WRITERS)
 def test_a_stack_of_filters_exports(format, tmp_path):
     memory = recording()

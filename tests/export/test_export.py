@@ -353,6 +353,17 @@ def test_diagonal_scatter(normal):
     )
 
 
+def test_softplus(normal):
+    x = torch.cat([20 * normal(50), torch.tensor([0.0, -800.0, 800.0], dtype=torch.float64)])
+    for beta in (1.0, 0.3):
+        torch.testing.assert_close(
+            onnx_linalg.softplus(x, beta),
+            torch.logaddexp(torch.zeros_like(x), beta * x) / beta,
+            rtol=1e-12,
+            atol=1e-15,
+        )
+
+
 def test_elu(normal):
     x = 3 * normal(50)
     torch.testing.assert_close(onnx_linalg.elu(x), nn.functional.elu(x))

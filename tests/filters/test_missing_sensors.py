@@ -18,6 +18,7 @@ from kbf.filters.gaussian.kalman import KalmanFilter, LearnedKalman, LinearModel
 from kbf.filters.gaussian.moments import kalman_update
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF
 from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
+from kbf.filters.neural.gru_ensemble import FittedGRU, FittedMamba
 from kbf.filters.online import RunningFilter
 from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.regression.boosting import WindowBoosting
@@ -86,6 +87,8 @@ def small() -> dict[str, Any]:
         "kalman": LearnedKalman(),
         "window_ridge": WindowRidge(15),
         "window_boosting": WindowBoosting(15, iterations=30),
+        "gru": FittedGRU(networks=1, hidden=32, updates=200, window=40),
+        "mamba": FittedMamba(hidden=32, updates=20, window=40),
         "mean": MeanModel(),
     }
     for model in models.values():
@@ -172,7 +175,8 @@ def test_the_default_model_is_nearly_the_true_kalman_filter_where_a_sensor_dies(
         "particles": 1.1,
         "kalman": 1.05,
         "window_ridge": 2.8,
-        "window_boosting": 4,
+        "window_boosting": 3.4,
+        "gru": 2.2,
     }.items(),
 )
 def test_others_are_near_it_each_by_its_own_means(name, worse):
@@ -182,7 +186,7 @@ def test_others_are_near_it_each_by_its_own_means(name, worse):
     )
 
 
-LONG = {"kbf", "weighing", "imagining", "particles"}
+LONG = {"kbf", "weighing", "imagining", "particles", "gru", "mamba"}
 """Those that take seconds to fit."""
 
 
@@ -203,12 +207,33 @@ def test_what_a_silent_sensor_would_have_said_is_of_no_matter(name):
     )
 
 
-@pytest.mark.parametrize("name", marked("kbf", "weighing", "kalman", "window_ridge"))
+@pytest.mark.parametrize(
+    "name",
+    marked("kbf", "weighing", "kalman", "window_ridge", "window_boosting", "gru", "mamba"),
+)
 def test_a_live_filter_says_the_same_as_a_rollout(name):
     test, filter = recording(40, 2), fitted(name)
     live = RunningFilter(filter, generator=torch.Generator().manual_seed(0))
     found = torch.cat([live.step(x[None]) for x in test.obs])
     torch.testing.assert_close(found, run(filter, test).estimates[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["window_boosting", "gru"])
+def test_a_sensor_that_was_never_read_or_never_failed_in_training(name):
+    """Whatever such a sensor reads later, estimates without it are as good."""
+    memory, test = recording(400), recording(60, 2)
+    obs = memory.obs.clone()
+    obs[:, 0], obs[:, 2] = NAN, obs[:, 2].nan_to_num(0.5)
+    model = small()[name]
+    filter = model.fit([memory._replace(obs=obs)])
+    found = run(filter, test).estimates
+    assert found.isfinite().all()
+    if name == "gru":
+        assert filter.flags.fails.tolist() == [True, True, False]
+        kept = model.weights
+        model.fit([memory._replace(obs=obs)])
+        assert model.weights is kept  # the same recordings are learned once
 
 
 @pytest.mark.slow

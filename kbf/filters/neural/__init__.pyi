@@ -8,4 +8,5 @@ from kbf.filters.neural import (
     lstm as lstm,
     mamba as mamba,
     rkn as rkn,
+    sensor_flags as sensor_flags,
 )

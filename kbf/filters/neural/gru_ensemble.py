@@ -19,6 +19,7 @@ from kbf.data.windows import Span, first_steps, folds, stack, take, without
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.neural.gru import GRUFilter
 from kbf.filters.neural.mamba import MambaFilter
+from kbf.filters.neural.sensor_flags import FlaggedFilter, SensorFlags
 from kbf.filters.protocols import Filter, WithoutHyperparameters
 from kbf.filters.regression.window import checked
 from kbf.recording import Recording, control_width, pad
@@ -53,8 +54,12 @@ class FittedGRU(WithoutHyperparameters):
     The covariance is that of the mixture, which is larger where the networks disagree.
 
     `fit` trains and stores the weights. Fitting the same recordings again uses the stored weights.
+
+    With ``allow_missing_sensors`` components of an observation may be NaN: inputs are the mean in
+    their place, and a flag for each sensor (`kbf.filters.neural.sensor_flags`).
     """
 
+    allow_missing_sensors: bool = False
     network: type[GRUFilter] | type[MambaFilter] = GRUFilter
 
     def __init__(
@@ -92,13 +97,21 @@ class FittedGRU(WithoutHyperparameters):
         self.weights: Tensor = nn.Buffer(torch.zeros(0))
         self.fingerprint: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
 
-    def fit(self, memory: Recording | list[Recording] | None) -> EnsembleFilter:
+    def fit(self, memory: Recording | list[Recording] | None) -> EnsembleFilter | FlaggedFilter:
         """Return the ensemble trained on ``memory``, in its dtype and on its device.
 
         Raises:
             ValueError: no memory, observations that are not vectors, or too few steps.
         """
-        sequences = checked(memory, type(self).__name__)
+        missing = self.allow_missing_sensors
+        sequences = checked(memory, type(self).__name__, allow_missing_sensors=missing)
+        if not missing:
+            return self.fit_networks(sequences)
+        flags = SensorFlags.of(sequences)
+        return FlaggedFilter(self.fit_networks([flags.recording(s) for s in sequences]), flags)
+
+    def fit_networks(self, sequences: list[Recording]) -> EnsembleFilter:
+        """Return the ensemble trained on recordings without missing sensors."""
         d, like = sequences[0].states.shape[1], sequences[0].states
         seeds = [self.networks * self.seed + k for k in range(self.networks)]
         nets = [self.untrained(sequences, seed) for seed in seeds]

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kbf.filters.regression.window import WindowRegression, rows_of, windows_of
+from kbf.filters.regression.window import WindowRegression
 from kbf.recording import Recording
 from kbf.rkhs.linalg import evenly
 from kbf.runtime.deadline import check_deadline
@@ -32,7 +32,8 @@ class Trees:
 
     Attributes:
         feature, threshold, value: ``nodes``. child: ``2 nodes``, to the left and to the right of
-            each; a leaf is its own.
+            each; a leaf is its own. gap_right: ``nodes``, whether NaN goes to the right; None for
+            trees without NaN.
         root, owner: ``trees``, the first node and the component of each. levels: how many trees are
             that deep, level by level.
         base: ``d``.
@@ -41,8 +42,11 @@ class Trees:
     threshold: Tensor
     value: Tensor
 
-    def __init__(self, models: list[Any]) -> None:
-        """From fitted `sklearn.ensemble.HistGradientBoostingRegressor` models, one a component."""
+    def __init__(self, models: list[Any], *, gaps: bool = False) -> None:
+        """From fitted `sklearn.ensemble.HistGradientBoostingRegressor` models, one a component.
+
+        ``gaps``: windows may contain NaN.
+        """
         trees = [
             (k, stage[0].nodes) for k, model in enumerate(models) for stage in model._predictors
         ]
@@ -71,6 +75,8 @@ class Trees:
         self.threshold, self.value = (
             torch.from_numpy(nodes[name].copy()) for name in ("num_threshold", "value")
         )
+        left = torch.from_numpy(nodes["missing_go_to_left"].astype(bool))
+        self.gap_right: Tensor | None = ~left if gaps else None
 
     def __call__(self, window: Float[Tensor, "b p"]) -> Float[Tensor, "b d"]:
         """The sums at windows ``b p``."""
@@ -78,7 +84,10 @@ class Trees:
         at = self.root.repeat(len(u), 1)
         for count in self.levels:
             here = at[:, :count]
-            right = u.gather(1, self.feature.take(here)) > self.threshold.take(here)
+            x = u.gather(1, self.feature.take(here))
+            right = x > self.threshold.take(here)  # False for NaN
+            if self.gap_right is not None:
+                right = right | (x.isnan() & self.gap_right.take(here))
             at[:, :count] = self.child.take(2 * here + right)
         return self.base.repeat(len(u), 1).index_add(1, self.owner, self.value.take(at)).to(window)
 
@@ -90,12 +99,17 @@ class WindowBoosting(WindowRegression):
     are the window and the standardised window, (x - mean) / std of each column, which does not
     depend on a level or an amplitude that drifts (`with_own_units`).
 
+    A missing sensor is NaN in the window: each split sends NaN to the side that reduces the error
+    more. The tree thus knows which readings of the window there were.
+
     The settings are scikit-learn's defaults: 100 trees of at most 31 leaves, learning rate 0.1;
     they stop early on a tenth of the steps if there are more than 10,000. The covariance is that of
     the errors on every fifth block of the memory, by a fit to the other blocks.
 
     References: Ke et al. (2017), the algorithm that scikit-learn implements.
     """
+
+    accepts_gaps: bool = True
 
     def __init__(self, width: int | None = 15, *, iterations: int = 100, seed: int = 0) -> None:
         """``iterations``: trees a component, at most. seed: of early stopping."""
@@ -113,9 +127,7 @@ class WindowBoosting(WindowRegression):
         width = self.steps(recordings)
         rows, states = (
             torch.cat(parts)
-            for parts in zip(
-                *((windows_of(rows_of(s), width), s.states) for s in recordings), strict=True
-            )
+            for parts in zip(*((self.windows(s), s.states) for s in recordings), strict=True)
         )
         some = evenly(len(rows), max(1000, LARGEST // (2 * rows.shape[1])), rows.device)
         windows, states = with_own_units(rows[some], width), states[some]
@@ -136,6 +148,7 @@ class WindowBoosting(WindowRegression):
         ensemble = need("sklearn.ensemble", "sklearn", "model=window_boosting")
         pools = need("threadpoolctl", "sklearn", "model=window_boosting")
         u, z = windows.double().cpu().numpy(), states.double().cpu().numpy()
+        u = numpy.where(numpy.isnan(u).all(0), 0, u)  # scikit-learn requires a value in each column
 
         def one(k: int) -> Any:
             check_deadline()
@@ -144,13 +157,17 @@ class WindowBoosting(WindowRegression):
                     max_iter=self.iterations, random_state=self.seed
                 ).fit(u, z[:, k])
 
-        return Trees(side_by_side(one, range(z.shape[1])))
+        return Trees(side_by_side(one, range(z.shape[1])), gaps=not self.fills)
 
 
 def with_own_units(windows: Float[Tensor, "n wc"], width: int) -> Float[Tensor, "n two_wc"]:
-    """Append the standardised windows, (x - mean) / std of each column; 0 for constant columns."""
+    """Append the standardised windows, (x - mean) / std of each column; 0 for constant columns.
+
+    Mean and std are those of the values that are not NaN; NaN stays NaN.
+    """
     rows = windows.unflatten(1, (width, -1))
-    centred = rows - rows.mean(1, keepdim=True)
-    size = centred.square().mean(1, keepdim=True).sqrt()
-    own = torch.where(size > 1e-6 * (1 + rows.abs().amax(1, keepdim=True)), centred / size, 0)
+    centred = rows - rows.nanmean(1, keepdim=True)
+    size = centred.square().nanmean(1, keepdim=True).sqrt()
+    largest = rows.nan_to_num().abs().amax(1, keepdim=True)
+    own = torch.where(size > 1e-6 * (1 + largest), centred / size, 0 * centred)
     return torch.cat([windows, own.flatten(1)], 1)

@@ -32,7 +32,7 @@ class WindowState(NamedTuple):
 
     Attributes:
         window: ``b w c``, the newest last: observation and control of each step. A missing
-            observation is the one before it.
+            observation is the one before it, or NaN.
         seen: ``b q``, how many observations there were of each component; before the first the
             window holds nothing.
     """
@@ -53,8 +53,9 @@ class WindowFilter(Shown):
         spread: ``d d``, the covariance of the regression's error on held-out steps; None if it is
             not known.
         controlled: k, components of a control.
-        allow_missing_sensors: whether components of an observation may be NaN; the last value of
-            each is used for them.
+        allow_missing_sensors: whether components of an observation may be NaN.
+        fills: whether the last value of a component is used where it is missing. Otherwise missing
+            values, and those before the first step, are NaN in the window.
     """
 
     regression: Callable[[Tensor], Tensor]
@@ -64,11 +65,13 @@ class WindowFilter(Shown):
     spread: Float[Tensor, "d d"] | None = None
     controlled: int = 0
     allow_missing_sensors: bool = False
+    fills: bool = True
 
     def init(self, batch: int, *, generator: Generator | None = None) -> WindowState:
         """The initial state, without observations."""
         seen = self.start.new_zeros(batch, len(self.start) - self.controlled)
-        return WindowState(self.start.expand(batch, self.width, -1).clone(), seen)
+        start = self.start if self.fills else torch.full_like(self.start, torch.nan)
+        return WindowState(start.expand(batch, self.width, -1).clone(), seen)
 
     def predict(
         self,
@@ -77,25 +80,30 @@ class WindowFilter(Shown):
         control: Tensor | None = None,
         generator: Generator | None = None,
     ) -> WindowState:
-        """Advance the window by a step; the last observation is repeated until `update`."""
+        """Advance the window by a step; the last observation is repeated until `update`.
+
+        Without ``fills`` it is NaN.
+        """
         newest = state.window[:, -1:]
+        newest = newest if self.fills else torch.full_like(newest, torch.nan)
         if control is not None:
             newest = torch.cat([newest[..., : -self.controlled], control[:, None]], -1)
         window = torch.cat([state.window[:, 1:], newest], 1)
-        if control is not None:  # before the first observation the first control fills the window
+        if control is not None and self.fills:  # the first control fills the window
             first = (state.seen == 0).all(1)[:, None, None]
             acted = torch.where(first, control[:, None], window[..., -self.controlled :])
             window = torch.cat([window[..., : -self.controlled], acted], -1)
         return state._replace(window=window)
 
     def update(self, state: WindowState, obs: Float[Tensor, "b q"]) -> WindowState:
-        """Add the newest observation; the first one of each component fills its window."""
+        """Add the newest observation; with ``fills`` the first of a component fills its window."""
         q = obs.shape[-1]
         present = (
             ~obs.isnan() if self.allow_missing_sensors else torch.ones_like(obs, dtype=torch.bool)
         )
         last = torch.arange(self.width, device=obs.device) == self.width - 1
-        here = (last[:, None] | (state.seen == 0)[:, None]) & present[:, None]
+        rows = last[:, None] | (state.seen == 0)[:, None] if self.fills else last[:, None]
+        here = rows & present[:, None]
         seen = torch.where(here, obs[:, None], state.window[..., :q])
         return WindowState(
             torch.cat([seen, state.window[..., q:]], -1), state.seen + present.to(state.seen)
@@ -153,14 +161,46 @@ def windows_of(rows: Float[Tensor, "T c"], width: int) -> Float[Tensor, "T wc"]:
     return torch.cat([rows[:1].expand(width - 1, -1), rows]).unfold(0, width, 1).mT.flatten(1)
 
 
+def windows_with_gaps(recording: Recording, width: int) -> Float[Tensor, "T wc"]:
+    """The last ``width`` rows of each step, flattened, with NaN where a component is missing.
+
+    So are all components before the first step.
+
+    >>> windows_with_gaps(Recording(torch.zeros(2, 1), torch.tensor([[1.0], [2.0]])), 2)
+    tensor([[nan, 1.],
+            [1., 2.]])
+    """
+    obs = recording.obs
+    if recording.mask is not None:
+        obs = torch.where(recording.mask[:, None], obs, torch.nan)
+    controls = recording.controls
+    rows = obs if controls is None else torch.cat([obs, controls.to(obs)], -1)
+    before = torch.full_like(rows[:1], torch.nan)
+    return windows_of(torch.cat([before, rows]), width)[1:]
+
+
 class WindowRegression(WithoutHyperparameters):
     """Base class of regressions on a window: windows of a memory, and the fitted filter.
 
-    With ``allow_missing_sensors`` components of an observation may be NaN: the last value of each
-    is used, and its mean before the first.
+    With ``allow_missing_sensors`` components of an observation may be NaN. A regression that
+    requires numbers gets the last value of each, and its mean before the first; one that accepts
+    NaN (``accepts_gaps``) gets NaN.
     """
 
     allow_missing_sensors: bool = False
+    accepts_gaps: bool = False
+
+    @property
+    def fills(self) -> bool:
+        """Whether missing values are replaced in windows."""
+        return not (self.allow_missing_sensors and self.accepts_gaps)
+
+    def windows(self, recording: Recording) -> Float[Tensor, "T wc"]:
+        """The windows of a recording as the regression gets them; the width is that of `steps`."""
+        width = self.steps([recording])
+        if self.fills:
+            return windows_of(rows_of(recording), width)
+        return windows_with_gaps(recording, width)
 
     def __init__(self, width: int | None = 15) -> None:
         """Set the number of observations in the window.
@@ -205,7 +245,7 @@ class WindowRegression(WithoutHyperparameters):
             memory, type(self).__name__, allow_missing_sensors=self.allow_missing_sensors
         )
         start = torch.cat([rows_of(s) for s in recordings]).nanmean(0).nan_to_num()
-        if self.allow_missing_sensors:
+        if self.allow_missing_sensors and self.fills:
             recordings = [s._replace(obs=filled(s, start)) for s in recordings]
         regression, spread = self.fit_regression(recordings)
         mean = torch.cat([s.states for s in recordings]).mean(0)
@@ -217,6 +257,7 @@ class WindowRegression(WithoutHyperparameters):
             spread,
             control_width(recordings),
             self.allow_missing_sensors,
+            self.fills,
         )
 
 
@@ -268,7 +309,7 @@ class WindowRidge(WindowRegression):
     ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
         """The ridge regression, and the covariance of its leave-one-out errors."""
         states = torch.cat([s.states for s in recordings])
-        parts = [(windows_of(rows_of(s), self.steps(recordings)), s.states) for s in recordings]
+        parts = [(self.windows(s), s.states) for s in recordings]
         blocks = [
             (u, z)
             for us, zs in parts

@@ -10,7 +10,13 @@ from torch import nn
 
 from kbf.filters.neural.gru import GRUFilter
 from kbf.filters.regression.boosting import WindowBoosting, with_own_units
-from kbf.filters.regression.window import MeanModel, WindowRidge, rows_of, windows_of
+from kbf.filters.regression.window import (
+    MeanModel,
+    WindowRidge,
+    rows_of,
+    windows_of,
+    windows_with_gaps,
+)
 from kbf.filters.rollout import rollout
 from kbf.recording import Recording
 
@@ -129,6 +135,68 @@ def test_trees_are_those_of_scikit_learn():
         )
         expected = torch.from_numpy(reference.predict(with_own_units(new, 3).numpy()))
         torch.testing.assert_close(filter.regression(new)[:, c], expected, rtol=1e-12, atol=1e-12)
+
+
+def with_gaps(n, seed):
+    """Single components and whole rows are missing, the latter by NaN and by the mask."""
+    s = recording(n, seed, mask=True)
+    g = torch.Generator().manual_seed(seed + 100)
+    gone = torch.rand(s.obs.shape, generator=g) < 0.3
+    return s._replace(obs=torch.where(gone, torch.nan, s.obs))
+
+
+def test_windows_with_gaps_are_those_of_a_loop():
+    s, width = with_gaps(9, 1), 4
+    gap = torch.full((3,), torch.nan, dtype=torch.float64)
+    known = [
+        torch.cat([s.obs[t] if s.mask[t] else gap[:2], s.controls[t]]) for t in range(len(s.obs))
+    ]
+    padded = [gap] * (width - 1) + known
+    expected = torch.stack([torch.cat(padded[t : t + width]) for t in range(len(s.obs))])
+    torch.testing.assert_close(
+        windows_with_gaps(s, width), expected, rtol=0, atol=0, equal_nan=True
+    )
+
+
+def test_trees_with_gaps_are_those_of_scikit_learn_and_of_the_loop():
+    sklearn = pytest.importorskip("sklearn.ensemble")
+    memory, new = with_gaps(300, 1), with_gaps(100, 3)
+    model = WindowBoosting(3, iterations=20)
+    model.allow_missing_sensors = True
+    filter = model.fit(memory)
+    U, V = (with_own_units(windows_with_gaps(s, 3), 3).numpy() for s in (memory, new))
+    expected = torch.stack(
+        [
+            torch.from_numpy(
+                sklearn.HistGradientBoostingRegressor(max_iter=20, random_state=0)
+                .fit(U, memory.states[:, c].numpy())
+                .predict(V)
+            )
+            for c in range(3)
+        ],
+        1,
+    )
+    run = rollout(filter, new.obs[None], mask=new.mask[None], controls=new.controls[None])
+    seen = new.mask & new.obs.isfinite().any(1)
+    first = int(seen.int().argmax())
+    torch.testing.assert_close(run.estimates[0, first:], expected[first:], rtol=1e-12, atol=1e-12)
+    assert torch.equal(run.estimates[0, :first], filter.mean.expand(first, 3))
+
+
+def test_a_gap_where_training_had_none_goes_the_way_of_scikit_learn():
+    """With the larger part of the examples."""
+    sklearn = pytest.importorskip("sklearn.ensemble")
+    memory, new = recording(300, 1), with_gaps(100, 3)
+    model = WindowBoosting(1, iterations=20)
+    model.allow_missing_sensors = True
+    filter = model.fit(memory)
+    reference = sklearn.HistGradientBoostingRegressor(max_iter=20, random_state=0).fit(
+        with_own_units(windows_with_gaps(memory, 1), 1).numpy(), memory.states[:, 0].numpy()
+    )
+    V = windows_with_gaps(new, 1)
+    assert V.isnan().any()
+    expected = torch.from_numpy(reference.predict(with_own_units(V, 1).numpy()))
+    torch.testing.assert_close(filter.regression(V)[:, 0], expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_mean_is_the_mean_and_its_covariance_that_of_the_states():
