@@ -19,9 +19,9 @@ from rich.console import Console
 
 from kbf.commands.support.filter_run import FilterRun, Write, text_writer, write_npz
 from kbf.commands.support.metric_descriptions import COLUMNS
-from kbf.commands.support.stream_reader import InputColumns, Row, RowReader
+from kbf.commands.support.stream_reader import STREAMED_DELIMITERS, InputColumns, Row, RowReader
 from kbf.data.files import ColumnSchema, Observations, read_observations
-from kbf.data.files.dialect import DELIMITERS, dialect_of
+from kbf.data.files.dialect import dialect_of
 from kbf.data.files.layout import layout_of as roles_of
 from kbf.data.files.read import files_in
 from kbf.filters.protocols import allows_missing_sensors
@@ -280,7 +280,7 @@ def is_text(source: str | list[str], column_schema: ColumnSchema, data: dict[str
         return True
     try:
         dialect = dialect_of(path, layout)
-        return dialect.decimal == "." and dialect.delimiter in DELIMITERS
+        return dialect.decimal == "." and dialect.delimiter in STREAMED_DELIMITERS
     except ValueError:  # no UTF-8: the line is reported when it is read
         return True
 

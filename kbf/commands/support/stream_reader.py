@@ -18,6 +18,9 @@ from kbf.data.files.layout import codes_by_column
 from kbf.data.files.texts import number, seconds
 from kbf.data.files.timestamps import LARGEST_GAP, moves_in
 
+# Delimiters of texts that are read line by line; of equally frequent ones the first.
+STREAMED_DELIMITERS = ",;\t"
+
 # Upper bound on the bytes of a line.
 MAX_LINE_BYTES = 2**20
 
@@ -200,7 +203,7 @@ class RowReader:
         if text[0] in "[{" or text == "null":
             read_json(text)  # a line that is no JSON raises: the format of those below is unknown
             self.json = True
-        self.delimiter = max(",;\t", key=text.count)
+        self.delimiter = max(STREAMED_DELIMITERS, key=text.count)
         cells = [] if self.json else self.split_cells(text)
         if self.json or all(number(cell) is not None for cell in cells):
             self.column_index = list(range(len(needed)))

@@ -1,18 +1,17 @@
-"""Checks of recordings for what makes results wrong without an error: codes, leaks, alignment.
+"""Checks of recordings for what makes results wrong without an error: codes, sensors, alignment.
 
 Each function returns warnings as sentences, with the setting that mends the problem.
 """
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.layout import FileRecording
-from kbf.rkhs.linalg import evenly
 
 # A code for missing values occurs at least this often, and in at least this share of the rows.
 MIN_CODE_COUNT = 5
@@ -24,24 +23,36 @@ MIN_CODE_DISTANCE = 0.2
 # That of a value which is a code of another column.
 MIN_SHARED_DISTANCE = 0.05
 
-# Other values of a column with a code; fewer are levels or counts.
+# Other values of a column with a code, and their share; fewer are levels or counts.
 MIN_OTHER_VALUES = 20
+MIN_OTHER_SHARE = 0.05
+
+# Codes of a column: below and above the range of a sensor, out of order, not installed.
+MAX_CODES = 4
+
+# Rows of each recording in which a value in the middle of a column is looked for.
+MAX_ROWS_OF_VALUES = 20_000
+
+# Share of the other values that are distinct in a column of which a value in the middle may be one
+# that stands for a missing one; rounded values are not.
+MIN_DISTINCT_SHARE = 0.9
+
+# The median jump to such a value, in standard deviations of the others, and in comparison with the
+# median move of the others. A wheel that stands still was slow before.
+MIN_JUMP_SHARE = 0.4
+MIN_JUMP_RATIO = 4.0
 
 # Share of the rows at the end of a recording without any value of a column that had values before.
 MIN_DEAD_SHARE = 0.2
 
+# Rows, and their share of a recording, for which a sensor gives the same value: it is stuck if no
+# more than a share of its other values are equal to the one before.
+MIN_STUCK_ROWS = 30
+MIN_STUCK_SHARE = 0.1
+MAX_EQUAL_SHARE = 0.02
+
 # Share of rows with all observations, below which sensors alternate.
 MIN_COMPLETE_SHARE = 0.05
-
-# Share of the variance of an observation that a linear function of the state leaves, below which it
-# is no measurement. Float32 alone leaves 1e-14.
-MAX_LEAKED_REST = 1e-9
-
-# Rows between a state and an observation that is a function of it, and how a warning names them.
-SHIFTS = {0: "", -1: " in the row before", 1: " in the row after"}
-
-# Steps of a table that a function is looked for in, at most.
-MAX_LEAK_STEPS = 2_000
 
 # Steps from which correlations are looked at.
 MIN_STEPS = 50
@@ -58,140 +69,180 @@ MAX_SHIFTED_ERROR = 0.8
 MIN_DEGREES = 90.0
 
 
-def code_of(values: Tensor, distance: float = MIN_CODE_DISTANCE) -> float | None:
-    """Returns a value that seems to stand for a missing one; None without.
+def codes_in(values: Tensor, distance: float = MIN_CODE_DISTANCE) -> list[float]:
+    """Returns the values of a column ``n`` that seem to stand for a missing one.
 
-    It is the smallest or largest value, occurs many times, and is far from all others: by more
+    They are the smallest or largest values, occur many times, and are far from all others: by more
     than ``distance`` of their range.
     """
-    known = values[values.isfinite()]
-    for code in {float(known.min()), float(known.max())} if len(known) else ():
-        others = known[known != code]
-        count = len(known) - len(others)
-        if count < max(MIN_CODE_COUNT, MIN_CODE_SHARE * len(known)) or count > 0.95 * len(known):
-            continue
-        if len(others[:10_000].unique()) < MIN_OTHER_VALUES:
-            continue
-        low, high = others.min(), others.max()
-        if float(torch.maximum(low - code, code - high)) > distance * float(high - low):
-            return code
-    return None
+    rest, found = values[values.isfinite()], []
+    while len(found) < MAX_CODES:
+        new = lowest_codes(rest, distance) or [-code for code in lowest_codes(-rest, distance)]
+        if not new:
+            break
+        rest = rest[~torch.isin(rest, torch.tensor(new, dtype=rest.dtype))]
+        found += new
+    return found
 
 
-def codes_of(columns: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns by column the value that seems to stand for a missing one, where there is one.
+def lowest_codes(values: Tensor, distance: float) -> list[float]:
+    """Returns the smallest values if each occurs many times and all others are far above them."""
+    least, rest = max(MIN_CODE_COUNT, MIN_CODE_SHARE * len(values)), values
+    peeled: list[float] = []
+    found: list[float] = []
+    while len(rest) and len(peeled) < MAX_CODES:
+        low = rest.min()
+        others = rest[rest != low]
+        if len(rest) - len(others) < least or len(others) < MIN_OTHER_SHARE * len(values):
+            break
+        peeled.append(float(low))
+        ends = others.aminmax()
+        far = float(ends.min - low) > distance * float(ends.max - ends.min)
+        if far and len(others[:10_000].unique()) >= MIN_OTHER_VALUES:
+            found = list(peeled)
+        rest = others
+    return found
+
+
+def codes_of(columns: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Returns by column the values that seem to stand for a missing one, where there are some.
 
     A code of one column is looked for in the others at `MIN_SHARED_DISTANCE`.
     """
-    found = {name: code_of(values) for name, values in columns.items()}
-    shared = {code for code in found.values() if code}  # zero is an ordinary value elsewhere
-    for name, values in columns.items():
-        if found[name] is None and code_of(values, MIN_SHARED_DISTANCE) in shared:
-            found[name] = code_of(values, MIN_SHARED_DISTANCE)
-    return {name: code for name, code in found.items() if code is not None}
+    found = {name: codes_in(values) for name, values in columns.items()}
+    # zero is an ordinary value elsewhere
+    shared = {code for codes in found.values() for code in codes if code}
+    for name, values in columns.items() if shared else ():
+        near = codes_in(values, MIN_SHARED_DISTANCE)
+        found[name] += [code for code in near if code in shared and code not in found[name]]
+    return {name: codes for name, codes in found.items() if codes}
 
 
 def code_warnings(columns: Mapping[str, Tensor]) -> list[str]:
-    """Returns a warning of each value that seems to stand for a missing one, with its columns."""
+    """Returns a warning of the values that seem to stand for a missing one, with their columns."""
     codes = codes_of(columns)
-    # Zero may be an ordinary value of another column.
-    groups = [[name for name in codes if codes[name] == code] for code in {*codes.values()} - {0}]
-    groups += [[name] for name, code in codes.items() if code == 0]
+    groups: dict[Any, list[str]] = {}
+    for name, each in codes.items():  # zero may be an ordinary value of another column
+        groups.setdefault((*each, name if 0 in each else ""), []).append(name)
     found = []
-    for names in sorted(groups, key=lambda names: list(codes).index(names[0])):
-        first, code = names[0], codes[names[0]]
+    for names in groups.values():
+        first, each = names[0], codes[names[0]]
         values = columns[first]
-        others = values[(values != code) & values.isfinite()]
-        setting = f"{{{first}: [0]}}" if code == 0 else f"[{code:g}]"
+        is_code = torch.isin(values, torch.tensor(each, dtype=values.dtype))
+        others = values[~is_code & values.isfinite()]
+        listed = ",".join(map(written, each))
+        setting = f"{{{first}: [{listed}]}}" if 0 in each else f"[{listed}]"
         more = f"; so it does in {', '.join(names[1:])}" if names[1:] else ""
+        shown = " and ".join(map(written, each))
         found.append(
-            f"column {first}: {code:g} occurs {int((values == code).sum())} times, far from all "
-            f"other values ({float(others.min()):.4g} to {float(others.max()):.4g}){more}. If it "
-            f"stands for a missing value: data.missing={setting}"
+            f"column {first}: {shown} {'occur' if each[1:] else 'occurs'} {int(is_code.sum())} "
+            f"times, far from all other values ({float(others.min()):.4g} to "
+            f"{float(others.max()):.4g}){more}. If {'they stand' if each[1:] else 'it stands'} "
+            f"for a missing value: data.missing={setting}"
         )
     return found
+
+
+def written(code: float) -> str:
+    """Returns a code in its own digits."""
+    return short if float(short := f"{code:g}") == code else f"{code:.10g}"
+
+
+def repeated_value(columns: list[Tensor]) -> float | None:
+    """Returns the value that a sensor seems to give where it has none; None without.
+
+    It is one of the values in the middle of a column, as 0 is, occurs many times where no other
+    value does, and is entered and left by jumps across a large part of the column's range.
+
+    Args:
+        columns: of a sensor, one for each recording.
+    """
+    columns = [column[column.isfinite()][:MAX_ROWS_OF_VALUES] for column in columns]
+    values = torch.cat(columns)
+    levels, counts = values.unique(return_counts=True)
+    least = max(MIN_CODE_COUNT, MIN_CODE_SHARE * len(values))
+    if not len(levels) or float(counts.max()) < least:
+        return None
+    value, rest = levels[counts.argmax()], values[values != levels[counts.argmax()]]
+    if len(levels) - 1 < MIN_DISTINCT_SHARE * len(rest) or len(rest) < 0.5 * len(values):
+        return None
+    moves = torch.cat([column.diff().abs() for column in columns])
+    at = torch.cat(
+        [(column[1:] == value).int() + (column[:-1] == value).int() for column in columns]
+    )
+    jumps, others = moves[at == 1], moves[at == 0]
+    if len(jumps) < MIN_CODE_COUNT or not len(others):
+        return None
+    large = max(MIN_JUMP_SHARE * float(rest.std()), MIN_JUMP_RATIO * float(others.median()))
+    return float(value) if float(jumps.median()) > large else None
 
 
 def sensor_warnings(
     recordings: list[FileRecording], names: list[str], *, allow_missing_sensors: bool
 ) -> list[str]:
-    """Returns warnings of columns that end before the recording, and of alternating sensors."""
+    """Returns warnings of columns without values at an end, and of stuck and alternating ones."""
     if any(each.obs.ndim != 2 for each in recordings):
         return []
     found = []
     for k, name in enumerate(names):
-        for recording in recordings:
-            present = recording.obs[:, k].isfinite().nonzero()[:, 0]
-            rest = len(recording.obs) - 1 - int(present[-1]) if len(present) else 0
-            if rest > MIN_DEAD_SHARE * len(recording.obs):
-                found.append(
-                    f"column {name} has no value after {recording.place(int(present[-1]))}: "
-                    f"{rest} of {len(recording.obs)} rows lack it"
-                )
-                break
+        text = absent_warning(recordings, name, k)
+        found += [] if text is None else [text]
+    stuck = [stuck_warning(recordings, name, k) for k, name in enumerate(names)]
+    others = [text for text in stuck if text is not None]
     if allow_missing_sensors:
-        return found
+        return found + others
     obs = torch.cat([each.obs for each in recordings])
     any_, all_ = obs.isfinite().any(1), obs.isfinite().all(1)
     if int(any_.sum()) and int(all_.sum()) < MIN_COMPLETE_SHARE * int(any_.sum()):
         found.append(f"only {int(all_.sum())} of {int(any_.sum())} rows have all observations")
-    return [f"{text}; data.allow_missing_sensors=true uses the others" for text in found]
+    setting = "data.allow_missing_sensors=true uses the others"
+    return [f"{text}; {setting}" for text in found] + others
 
 
-def leak_warnings(recordings: list[FileRecording], schema: ColumnSchema) -> list[str]:
-    """Returns warnings of observations that are states, or exact functions of them."""
-    states, names = schema.columns("states"), schema.columns("observations")
-    same = [name for name in names if name in states]
-    found = [f"{name} is a state and an observation: the error will be too low" for name in same]
-    if any(each.obs.ndim != 2 or each.states is None for each in recordings):
-        return found
-    z = torch.cat([each.states for each in recordings if each.states is not None])
-    x = torch.cat([each.obs for each in recordings])
-    run = torch.cat([torch.full((len(each.obs),), k) for k, each in enumerate(recordings)])
-    for k, name in enumerate(names):
-        known = z.isfinite().all(1) & x[:, k].isfinite()
-        if name in same or int(known.sum()) < MIN_STEPS:
+def absent_warning(recordings: list[FileRecording], name: str, k: int) -> str | None:
+    """Returns a warning of a column without values at the end or the beginning of a recording."""
+    for recording in recordings:
+        rows = len(recording.obs)
+        present = recording.obs[:, k].isfinite().nonzero()[:, 0]
+        if not len(present):
             continue
-        chosen = known.nonzero()[:, 0]
-        chosen = chosen[evenly(len(chosen), MAX_LEAK_STEPS)]
-        for shift, row in SHIFTS.items():
-            rows = chosen[(chosen + shift >= 0) & (chosen + shift < len(z))]
-            rows = rows[known[rows + shift] & (run[rows] == run[rows + shift])]
-            if (state := function_of(x[rows, k], z[rows + shift], states)) is not None:
-                found.append(
-                    f"column {name} is an exact function of {state}{row}: it is no measurement of "
-                    "an unknown state, and the error will be too low"
+        first, last = int(present[0]), int(present[-1])
+        for side, step, lacking in (("after", last, rows - 1 - last), ("before", first, first)):
+            if lacking > MIN_DEAD_SHARE * rows:
+                place = recording.place(step)
+                return (
+                    f"column {name} has no value {side} {place}: {lacking} of {rows} rows lack it"
                 )
-                break
-    return found
-
-
-def function_of(seen: Tensor, states: Tensor, names: list[str]) -> str | None:
-    """Returns the names of the states that a column ``n`` is a function of; None without.
-
-    Functions that are found are linear and quadratic ones of all states ``n d``, roots of the
-    latter, as distances, and monotone or rounded ones of a state.
-    """
-    if len(seen) < MIN_STEPS or float(seen.std()) == 0:
-        return None
-    states = (states - states.mean(0)) / states.std(0).clamp_min(1e-300)
-    one = torch.ones(len(states), 1).to(states)
-    pairs = torch.combinations(torch.arange(len(names)), with_replacement=True)
-    squares = states[:, pairs[:, 0]] * states[:, pairs[:, 1]]
-    for Z in (torch.cat([states, one], 1), torch.cat([states, squares, one], 1)):
-        if len(seen) < 4 * Z.shape[1]:
-            break
-        for target in (seen, seen.square()):
-            rest = target - Z @ torch.linalg.lstsq(Z, target[:, None]).solution[:, 0]
-            if float(rest.var() / target.var()) < MAX_LEAKED_REST:
-                return ", ".join(names)
-    for name, column in zip(names, states.unbind(1), strict=True):
-        ordered = seen[column.argsort(stable=True)].diff()
-        increasing = bool((ordered >= 0).all()) or bool((ordered <= 0).all())
-        levels = min(len(seen.unique()), len(column.unique()))
-        if increasing and levels > 0.9 * len(seen):
-            return name
     return None
+
+
+def stuck_warning(recordings: list[FileRecording], name: str, k: int) -> str | None:
+    """Returns a warning of a sensor that gives one value for many rows, and usually never twice.
+
+    A sensor at its smallest or largest value is saturated.
+    """
+    columns = [each.obs[:, k] for each in recordings]
+    longest, where, equal, total = 0, (0, 0), 0, 0
+    for number, column in enumerate(columns):
+        rows = column.isfinite().nonzero()[:, 0]
+        same = column[rows].diff() == 0
+        equal, total = equal + int(same.sum()), total + len(same)
+        breaks = torch.cat([torch.tensor([-1]), (~same).nonzero()[:, 0], torch.tensor([len(same)])])
+        runs = breaks.diff()  # rows with one value
+        if int(runs.max()) >= max(longest + 1, MIN_STUCK_ROWS, MIN_STUCK_SHARE * len(column)):
+            longest = int(runs.max())
+            where = (number, int(rows[int(breaks[int(runs.argmax())]) + 1]))
+    if not longest or equal - (longest - 1) > MAX_EQUAL_SHARE * total:
+        return None
+    value, whole = columns[where[0]][where[1]], torch.cat(columns)
+    known = whole[whole.isfinite()]
+    if float(value) in (float(known.min()), float(known.max())):
+        return None
+    return (
+        f"column {name} has the same value, {float(value):.6g}, in {longest} rows from "
+        f"{recordings[where[0]].place(where[1])} on, and hardly ever twice elsewhere: was the "
+        "sensor stuck?"
+    )
 
 
 def shuffle_warning(recordings: list[FileRecording]) -> list[str]:
@@ -287,8 +338,7 @@ def looks_like_angle(each: list[Tensor]) -> float | None:
     extent = float(values.max() - values.min()) if len(values) else 0.0
     if not any(0.9 * period < extent < 1.01 * period for period in (2 * math.pi, 360.0)):
         return None
-    moves = torch.cat([column.diff().abs() for column in each])
-    moves = moves[moves.isfinite()]
+    moves = torch.cat([column[column.isfinite()].diff().abs() for column in each])
     if not len(moves):
         return None
     for period in (2 * math.pi, 360.0):

@@ -321,10 +321,10 @@ def without_constants(schema: ColumnSchema, contents: Contents) -> tuple[ColumnS
             continue
         names = [
             name
-            for name, varies in zip(
-                getattr(contents, side), varying(torch.cat(values)), strict=True
+            for name, column in zip(
+                getattr(contents, side), torch.cat(values).split(1, 1), strict=True
             )
-            if not varies
+            if not varying(column)
         ]
         numbers = {part.names[0] for part in schema.observations if part.kind == "number"}
         constant[side] = [name for name in names if side == "controls" or name in numbers]

@@ -1,10 +1,13 @@
 """How the text of a table is written: encoding, lines that are no rows, delimiter, marks."""
 
+import bz2
 import csv
 import gzip
 import io
 import itertools
+import lzma
 import re
+import unicodedata
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +20,10 @@ import numpy as np
 from kbf.data.files.layout import MAX_BYTES, Layout, check_bytes
 
 # Contents of a cell, in lower case, that represent a missing value.
-EMPTY_CELLS = {"", "nan", "na", "n/a", "null", "none"}
+EMPTY_CELLS = {
+    *("", "nan", "-nan", "na", "n/a", "#n/a", "null", "none", "-", "--", "---", "?"),
+    *("1.#qnan", "-1.#ind"),  # as the C library of Windows writes it
+}
 
 # A number with a decimal comma.
 DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
@@ -32,8 +38,10 @@ MIN_GROUPED = 5
 # The first line of a text that Excel reads as its delimiter.
 DELIMITER_LINE = re.compile(r"\s*\"?sep=(.)\"?\s*", re.IGNORECASE)
 
-# Delimiters that are recognised.
-DELIMITERS = ";\t,"
+# Delimiters that are recognised. The last one, the unit separator of ASCII, takes the place of
+# spaces that separate or align columns.
+ALIGNED = "\x1f"
+DELIMITERS = f";\t,|{ALIGNED}"
 
 # Lines of which the numbers of delimiters are compared.
 LINES_OF_DIALECT = 20
@@ -52,7 +60,8 @@ def text_of(path: Path, layout: Layout, most: int | None = None) -> str:
     spreadsheets leave at the end.
 
     Args:
-        path: of a text, or of one in a ``.gz``, or alone in a ``.zip``.
+        path: of a text, or of one that is compressed: ``.gz``, ``.bz2``, ``.xz``, or alone in a
+            ``.zip``.
         layout: encoding of the text, lines to skip and comments.
         most: bytes that are read; None for all.
 
@@ -77,14 +86,33 @@ def text_of(path: Path, layout: Layout, most: int | None = None) -> str:
         ) from error
     except LookupError as error:
         raise ValueError(f"data.text_encoding: there is no encoding {encoding!r}") from error
-    except (EOFError, BadZipFile, zlib.error, gzip.BadGzipFile) as error:
+    except (EOFError, BadZipFile, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     text = text if "\n" in text else text.replace("\r", "\n")
     if layout.skip_lines:
         text = "\n" * layout.skip_lines + text.split("\n", layout.skip_lines)[-1]
     if layout.comment:
         text = re.sub(rf"(?m)^[ \t]*{re.escape(layout.comment)}.*$", "", text)
+    text = without_alignment(text)
     return without_empty_rows(text) if whole else text
+
+
+def without_alignment(text: str) -> str:
+    r"""Returns a text with `ALIGNED` between cells that are separated, or aligned, by spaces.
+
+    >>> without_alignment("  t   x\n0.1   5\n0.2  10\n")
+    't\x1fx\n0.1\x1f5\n0.2\x1f10\n'
+    >>> without_alignment("body temperature\n36.5\n")
+    'body temperature\n36.5\n'
+    """
+    lines = [line for line in text[:BYTES_OF_DIALECT].splitlines() if line.strip()]
+    lines = lines[:LINES_OF_DIALECT]
+    cells = {len(line.split()) for line in lines}
+    if len(lines) < 2 or len(cells) != 1 or cells == {1}:
+        return text
+    if any(sign in line for line in lines for sign in f'{DELIMITERS}"'):
+        return text
+    return re.sub(r"(?<=\S) +(?=\S)", ALIGNED, re.sub(r"(?m)^ +| +$", "", text))
 
 
 def without_empty_rows(text: str) -> str:
@@ -109,14 +137,30 @@ def opened(path: Path) -> Iterator[Any]:
         ValueError: an archive of several files.
     """
     if path.suffix.lower() == ".zip":
-        with ZipFile(path) as archive:
-            if len(names := archive.namelist()) != 1:
-                raise ValueError(f"{path} holds {len(names)} files; a table is one file")
-            with archive.open(names[0]) as file:
-                yield file
-    else:
-        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+        with ZipFile(path) as archive, archive.open(file_in(archive, path)) as file:
             yield file
+    else:
+        openers = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+        with openers.get(path.suffix.lower(), open)(path, "rb") as file:
+            yield file
+
+
+def file_in(archive: ZipFile, path: Path) -> str:
+    """Returns the name of the only file in an archive; macOS adds hidden ones.
+
+    Raises:
+        ValueError: it has none, or several.
+    """
+    names = [
+        name
+        for name in archive.namelist()
+        if not name.endswith("/")
+        and not name.startswith("__MACOSX/")
+        and not Path(name).name.startswith(".")
+    ]
+    if len(names) != 1:
+        raise ValueError(f"{path} holds {len(names)} files; a table is one file: unpack them")
+    return names[0]
 
 
 class Dialect(NamedTuple):
@@ -168,7 +212,8 @@ def dialect_of(path: Path, layout: Layout) -> Dialect:
     except csv.Error as error:
         raise ValueError(f"{path}, row {reader.line_num}: this is not CSV: {error}") from error
     width = len(header)
-    names = [name.strip() for name in header]
+    # Letters with accents are one character, or two as in names of macOS.
+    names = [unicodedata.normalize("NFC", name.strip()) for name in header]
     while names and not names[-1].strip(",; "):
         names.pop()
     rows = [[cell.strip(' "') for cell in line.split(delimiter)] for line in lines]
@@ -182,7 +227,7 @@ def dialect_of(path: Path, layout: Layout) -> Dialect:
 
 
 def delimiter_of(lines: list[str]) -> str:
-    """Returns the delimiter of lines: the first of semicolon, tab and comma that all have alike.
+    """Returns the delimiter of lines: the first of `DELIMITERS` that all have alike.
 
     >>> delimiter_of(["1,5;2,5", "1,7;2"]), delimiter_of(["a,b", "1,2;3"])
     (';', ',')
@@ -192,7 +237,7 @@ def delimiter_of(lines: list[str]) -> str:
         counts = {line.count(delimiter) for line in bare}
         if len(counts) == 1 and counts != {0}:
             return delimiter
-    return max(",;\t", key=bare[0].count)
+    return max(f",;\t|{ALIGNED}", key=bare[0].count)
 
 
 def doubtful_numbers(names: list[str], rows: list[list[str]]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 Images, videos and archives are small on disk and large in memory.
 """
 
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,7 +173,8 @@ def layout_of(config: dict[str, Any]) -> Layout:
     layout = Layout(**{name: plain(config.get(name)) for name in Layout._fields if name in config})
     for name in ("states", "observations", "controls"):
         if isinstance(names := getattr(layout, name), list):  # a column may be called 1
-            layout = layout._replace(**{name: [str(each) for each in names]})
+            texts = [unicodedata.normalize("NFC", str(each)) for each in names]
+            layout = layout._replace(**{name: texts})
     if not isinstance(layout.images_outside, bool):
         raise ValueError(
             f"data.images_outside must be true or false, got {layout.images_outside!r}"

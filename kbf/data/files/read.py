@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.layout import (
@@ -18,17 +19,18 @@ from kbf.data.files.layout import (
 )
 
 # Endings of tables, and of files of arrays.
-TABLES = (".csv", ".tsv", ".txt", ".parquet", ".pq")
+TABLES = (".csv", ".tsv", ".txt", ".dat", ".parquet", ".pq")
 ARRAYS = (".npz", ".h5", ".hdf5", ".zarr", ".mat", ".nc", ".nc4", ".cdf")
-# Those that are read of a folder; a .txt may be anything.
-SEVERAL = tuple({*TABLES, *ARRAYS} - {".txt"})
+# Those that are read of a folder; a .txt or a .dat may be anything.
+SEVERAL = tuple({*TABLES, *ARRAYS} - {".txt", ".dat"})
 
 
 def read(path: str | os.PathLike[str], layout: Layout, *, states: bool = True) -> Contents:
     """Reads a file or folder of any supported kind.
 
     Args:
-        path: ``.csv`` and ``.tsv`` (also in ``.gz`` or ``.zip``), ``.parquet``, ``.npz``,
+        path: ``.csv``, ``.tsv``, ``.txt`` and ``.dat`` (also in ``.gz``, ``.bz2``, ``.xz`` or
+            ``.zip``), ``.parquet``, ``.npz``,
             ``.h5``/``.hdf5``, ``.zarr``, ``.mat``, NetCDF, a video, a folder of images, a folder or
             prefix of ``.npy`` files, or without states one ``.npy`` of observations.
         layout: roles of columns or arrays.
@@ -124,7 +126,18 @@ def files_in(path: Path) -> list[Path]:
 def kind_of(path: Path) -> str:
     """Returns the ending of a name that selects the reader; that of a table in an archive."""
     suffix = path.suffix.lower()
-    return Path(path.stem).suffix.lower() if suffix in (".gz", ".zip") else suffix
+    if suffix not in (".gz", ".bz2", ".xz", ".zip"):
+        return suffix
+    inner = Path(path.stem).suffix.lower()
+    if suffix == ".zip" and inner not in TABLES and path.is_file():
+        from kbf.data.files.dialect import file_in
+
+        try:
+            with ZipFile(path) as archive:
+                return Path(file_in(archive, path)).suffix.lower()
+        except BadZipFile as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+    return inner
 
 
 def merged(several: list[Contents]) -> Contents:

@@ -15,8 +15,8 @@ from kbf.data.files.checks import (
     code_warnings,
     codes_of,
     control_warning,
-    leak_warnings,
     looks_like_angle,
+    repeated_value,
     sensor_warnings,
     shuffle_warning,
     unit_warnings,
@@ -25,6 +25,7 @@ from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.dataset import FileData
 from kbf.data.files.latency import latency_warnings
 from kbf.data.files.layout import FileRecording
+from kbf.data.files.leaks import leak_warnings
 from kbf.recording import Recording
 from kbf.rkhs.linalg import evenly
 
@@ -86,14 +87,14 @@ def examine(data: FileData, bounds: Mapping[str, Any] | None = None) -> Report:
     coded = {
         plain_name(name): torch.cat(each)
         for name, each in named.items()
-        if kind_of(name, schema) == "number"
+        if kind_of(name, schema) in ("number", "control")
     }
     codes = codes_of(coded)
     warnings, causes = [*data.notes, *few(data)], code_warnings(coded)
     for name, each in named.items():
         if plain_name(name) in codes:
             continue
-        found = angle_warnings(name, each, schema)
+        found = angle_warnings(name, each, schema) or value_warning(name, each, schema)
         causes += found
         warnings += [] if found else column_warnings(name, each, data)
     allowed = data.allow_missing_sensors
@@ -206,6 +207,21 @@ def angle_warnings(name: str, each: list[Tensor], schema: ColumnSchema) -> list[
     unit = "degrees" if period == 360 else "radians"
     advice = f"data.angles=[{plain}] data.angle_unit={unit}"
     return [f"column {name}: it jumps by {period:.4g}, as an angle in {unit} does: {advice}"]
+
+
+def value_warning(name: str, each: list[Tensor], schema: ColumnSchema) -> list[str]:
+    """Returns a warning of a value in the middle of a sensor's range that may be a missing one."""
+    plain = plain_name(name)
+    if plain not in schema.columns("observations") or kind_of(name, schema) != "number":
+        return []
+    if (value := repeated_value(each)) is None:
+        return []
+    count = sum(int((column == value).sum()) for column in each)
+    return [
+        f"column {name}: {value:.10g} occurs {count} times, where other values hardly occur twice, "
+        "and is entered and left by jumps. If it stands for a missing value: "
+        f"data.missing={{{plain}: [{value:.10g}]}}"
+    ]
 
 
 def column_warnings(name: str, each: list[Tensor], data: FileData) -> list[str]:

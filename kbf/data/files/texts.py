@@ -174,7 +174,9 @@ def values_of(
                     mark = next(sign for sign in text if sign in ",.")
                     problem += f"; data.thousands='{mark}' declares a mark of thousands"
                 elif decimal == "." and number(text.replace(",", ".")) is not None:
-                    problem += ": decimals need a point"
+                    problem += ": decimals need a point, or data.decimal=','"
+                elif k == 0 and len(column) > 1 and number(str(column.iloc[1])) is not None:
+                    problem += "; data.units_row=true leaves out a row of units"
                 raise ValueError(f"{path}, row {rows[k]}, column {name}: {problem}")
             found.append(value)
         values = np.array(found, dtype="float64")

@@ -9,7 +9,7 @@ import torch
 
 import kbf
 from kbf.cli import main
-from kbf.data.files.checks import code_of, control_warning, unit_warnings
+from kbf.data.files.checks import codes_in, control_warning, unit_warnings
 from kbf.data.files.layout import FileRecording
 from kbf.data.files.report import fingerprints, nearest
 from kbf.recording import Recording
@@ -60,7 +60,68 @@ def test_codes_are_suspected_and_declared(code):
     ],
 )
 def test_other_values_are_no_codes(values):
-    assert code_of(torch.from_numpy(values.astype(float))) is None
+    assert codes_in(torch.from_numpy(values.astype(float))) == []
+
+
+@pytest.mark.parametrize("codes", [(-999.0, -998.0), (9999.0, -999.0), (1e20, 65535.0)])
+def test_several_codes_of_a_column(codes):
+    rng = np.random.default_rng(3)
+    frame = recorded().assign(u=recorded(seed=5).x)
+    for code in codes:
+        frame["a"] = frame.a.mask(rng.random(300) < 0.1, code)
+    (text,) = causes(frame)
+    assert "and" in text and all(f"{code:g}" in text.split("far")[0] for code in codes)
+    settings = {"missing": {"a": list(codes)}, "allow_missing_sensors": True}
+    assert causes(frame, **settings) == []
+
+
+def test_a_large_code_leaves_the_other_columns():
+    """1e20 is no reason to call columns of ordinary size constant."""
+    (text,) = causes(at_random(recorded(), "a", 1e20))
+    assert text.startswith("column a: 1e+20 occurs")
+
+
+def test_codes_of_controls_are_suspected():
+    frame = recorded().assign(u=recorded(seed=5).x)
+    assert causes(frame, controls=["u"]) == []
+    (text,) = causes(at_random(frame, "u", -999.0), controls=["u"])
+    assert text.startswith("column u: -999 occurs")
+
+
+def smooth(steps: int = 400) -> pd.DataFrame:
+    """A slow state, and sensors whose values never occur twice."""
+    x = np.cumsum(np.random.default_rng(4).normal(size=steps))
+    noise = 0.1 * np.random.default_rng(5).normal(size=(steps, 2))
+    return pd.DataFrame({"x": x, "a": x - x.mean() + noise[:, 0], "b": noise[:, 1] - x})
+
+
+def test_zero_in_the_middle_of_a_range_is_suspected_where_it_is_a_jump():
+    frame = smooth()
+    assert causes(frame) == []
+    (text,) = causes(at_random(frame, "a", 0.0, 0.05))
+    assert text.startswith("column a: 0 occurs") and "missing={'a': [0]}" in text
+    # a sensor that stands still at 0 was slow before; one that is rounded repeats all values
+    at_rest = frame.assign(a=np.sign(frame.a) * np.maximum(frame.a.abs() - 1, 0))
+    assert causes(at_rest) == []
+    rounded = causes(at_random(frame.assign(a=frame.a.round(0)), "a", 0.0, 0.05))
+    assert rounded == []
+    # on the states the report is silent: zero may be one of them
+    assert not any("stands for" in text for text in causes(at_random(frame, "x", 0.0, 0.05)))
+
+
+def test_sensors_that_are_stuck_are_named():
+    frame = smooth()
+    k = int((frame.b - frame.b.median()).abs()[:250].argmin())
+    stuck = frame.assign(b=frame.b.mask((frame.index >= k) & (frame.index < k + 150), frame.b[k]))
+    found = [text for text in causes(stuck) if "stuck" in text]
+    assert len(found) == 1 and f"in 150 rows from DataFrame, row {k} on" in found[0]
+    # sensors that are saturated, rounded or slow give equal values, too
+    for ordinary in (
+        frame.assign(b=frame.b.clip(upper=float(frame.b.quantile(0.6)))),
+        frame.round(0),
+        frame.assign(b=frame.b.where(np.arange(400) % 5 == 0).ffill()),
+    ):
+        assert not any("stuck" in text for text in causes(ordinary))
 
 
 def test_codes_in_files_of_both_doors(tmp_path, capsys):
@@ -103,6 +164,9 @@ def test_sensors_that_die_are_named():
     assert any(
         "allow_missing_sensors=True" in t for t in causes(frame, allow_missing_sensors=False)
     )
+    late = recorded().assign(b=recorded().b.where(np.arange(300) >= 100))
+    (text,) = causes(late, allow_missing_sensors=True)
+    assert text == "column b has no value before DataFrame, row 100: 100 of 300 rows lack it"
     frame.loc[:, "b"] = recorded().b.where(np.arange(300) % 3 > 0)
     assert causes(frame, allow_missing_sensors=True) == []
 
@@ -132,6 +196,9 @@ def test_alternating_sensors_name_the_setting(tmp_path, capsys):
         (np.abs, "exact function of x"),
         (lambda x: x.shift(1), "exact function of x in the row before"),
         (lambda x: 3 - x.shift(-1), "exact function of x in the row after"),
+        (lambda x: x.shift(3), "exact function of x 3 rows before"),
+        (lambda x: 5 * x.diff(), "exact function of x and its moves"),
+        (lambda x: (2 * x + 1).round(1), "exact function of x"),
     ],
 )
 def test_sensors_that_are_functions_of_the_state_are_reported(leak, named):
@@ -154,6 +221,18 @@ def test_a_distance_of_two_states_is_a_function_of_both():
     assert any("column a is an exact function of x, y in the row before" in t for t in found)
     noisy = exact.assign(a=exact.a + 1e-2 * frame.b, b=exact.b + 1e-2 * frame.a)
     assert not any("function" in text for text in causes(noisy, states=["x", "y"]))
+
+
+@pytest.mark.parametrize("unit", ["radians", "degrees"])
+def test_a_direction_is_a_function_of_two_states(unit):
+    frame = recorded(600).assign(y=recorded(600, seed=1).x)
+    bearing = np.arctan2(frame.y - 1, frame.x + 2)
+    noisy = bearing + 1e-2 * np.random.default_rng(0).normal(size=600)
+    for angle, exact in ((bearing, True), (noisy, False)):
+        angle = np.rad2deg(angle) % 360 if unit == "degrees" else angle
+        settings = {"states": ["x", "y"], "angles": {"s": unit}, "observations": ["a", "s"]}
+        found = causes(frame.assign(s=angle), **settings)
+        assert any("column s is an exact function of x, y" in text for text in found) == exact
 
 
 def test_a_state_that_is_observed_is_reported():
@@ -236,6 +315,12 @@ def test_counts_are_neither_angles_nor_outliers():
     assert causes(frame, observations=["a", "spikes"]) == []
 
 
+def test_an_undeclared_angle_of_every_other_row_is_found():
+    frame = recorded(600).assign(a=(np.cumsum(np.full(600, 0.11)) + 3) % (2 * np.pi) - np.pi)
+    found = causes(frame.assign(a=frame.a.where(frame.index % 2 == 0)), allow_missing_sensors=True)
+    assert any("column a: it jumps by 6.283" in text for text in found)
+
+
 def test_no_conclusion_where_a_cause_is_known(tmp_path, capsys):
     rng = np.random.default_rng(0)
     frame = pd.DataFrame({"x": recorded().x, "a": rng.normal(size=300), "b": rng.normal(size=300)})
@@ -287,7 +372,7 @@ def test_a_code_of_one_column_is_found_in_others():
     frame = recorded()
     gone = np.random.default_rng(2).random(300) < 0.2
     wide = (400 * frame.b.abs()).mask(gone, -200)
-    assert code_of(torch.from_numpy(wide.to_numpy(copy=True))) is None  # alone it may be a value
+    assert codes_in(torch.from_numpy(wide.to_numpy(copy=True))) == []  # alone it may be a value
     assert not any("-200" in text for text in causes(frame.assign(b=wide)))
     both = frame.assign(a=frame.a.mask(gone, -200), b=wide)
     (text,) = causes(both)

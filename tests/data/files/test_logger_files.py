@@ -1,6 +1,10 @@
 """Tables as loggers and spreadsheets write them, each beside the plain table with equal numbers."""
 
+import bz2
 import gzip
+import lzma
+import re
+import unicodedata
 import zipfile
 
 import numpy as np
@@ -36,6 +40,16 @@ WRITTEN = {
         "# made by\n" + PLAIN.replace("\n0.1", "\n  # pause, here\n0.1"),
         {"comment": "#"},
     ),
+    "a pipe": (PLAIN.replace(",", "|"), {}),
+    "spaces": (PLAIN.replace(",", " "), {}),
+    "columns aligned by spaces": (PLAIN.replace(",", "   ").replace("\n", "\n  "), {}),
+    "quoted decimal commas": (
+        "\n".join(
+            ",".join(f'"{cell.replace(".", ",")}"' for cell in line.split(","))
+            for line in PLAIN.splitlines()
+        ),
+        {"decimal": ","},
+    ),
     "decimal commas": (PLAIN.replace(",", ";").replace(".", ","), {}),
     "thousands by points": (
         PLAIN.replace(",", ";").replace(".", ",").replace("1234", "1.234").replace("1250", "1.250"),
@@ -55,6 +69,10 @@ WRITTEN = {
     "rows of a Mac": (PLAIN.replace("\n", "\r"), {}),
     "missing values in another spelling": (
         PLAIN.replace(",", ";").replace(".", ",") + "0,3;NuLL;4;5,5\n0,4;1;4;5,5\n",
+        {},
+    ),
+    "missing values as loggers write them": (
+        PLAIN + "".join(f"0.5,{cell},4,5\n" for cell in ("#N/A", "-", "--", "?", "1.#QNAN")),
         {},
     ),
 }
@@ -83,18 +101,58 @@ def test_a_file_without_a_header(tmp_path, plain):
         numbers_of(tmp_path / "a.csv", PLAIN, **settings)
 
 
-@pytest.mark.parametrize(("suffix", "layout"), [("csv.gz", {}), ("csv.zip", {}), ("CSV", {})])
-def test_archives_and_names_in_capitals(tmp_path, plain, suffix, layout):
+SUFFIXES = ["csv.gz", "csv.bz2", "csv.xz", "csv.zip", "zip", "CSV", "dat"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_archives_and_names_in_capitals(tmp_path, plain, suffix):
     path = tmp_path / f"Messung [1] Kälte {3}.{suffix}"
-    if suffix.endswith("gz"):
-        path.write_bytes(gzip.compress(PLAIN.encode()))
+    compress = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+    if (last := suffix.split(".")[-1]) in compress:
+        path.write_bytes(compress[last](PLAIN.encode()))
     elif suffix.endswith("zip"):
         with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("rec.csv", PLAIN)
+            archive.writestr("rec/rec.csv", PLAIN)
+            archive.writestr("__MACOSX/rec/._rec.csv", "of macOS")
     else:
         path.write_text(PLAIN)
-    (found,) = read_all(path, layout_of({**ROLES, "time": "t", **layout})).recordings
+    (found,) = read_all(path, layout_of({**ROLES, "time": "t"})).recordings
     assert torch.equal(found.obs, plain[:, 2:])
+
+
+def test_archives_of_several_files_are_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("a.csv", PLAIN)
+        archive.writestr("b.csv", PLAIN)
+    with pytest.raises(ValueError, match="holds 2 files; a table is one file: unpack them"):
+        read_all(tmp_path / "a.zip", layout_of(ROLES))
+    (tmp_path / "b.zip").write_text(PLAIN)
+    with pytest.raises(ValueError, match=r"b.zip is damaged"):
+        read_all(tmp_path / "b.zip", layout_of(ROLES))
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("# made by\n" + PLAIN, "data.comment='#'"),
+        ("Logger 7\nno 3\n" + PLAIN, "data.skip_lines=N"),
+        (PLAIN.replace("b\n", "b\ns,m,V,mV\n"), "data.units_row=true"),
+        (PLAIN.replace("1.5", '"1,5"'), "data.decimal=','"),
+    ],
+)
+def test_errors_name_the_setting_of_the_file(tmp_path, text, setting):
+    with pytest.raises(ValueError, match=re.escape(setting)):
+        numbers_of(tmp_path / "a.csv", text)
+
+
+def test_letters_of_two_characters_are_those_of_one(tmp_path):
+    for form in ("NFC", "NFD"):
+        text = unicodedata.normalize(form, PLAIN.replace("x", "Größe"))
+        (tmp_path / "a.csv").write_text(text)
+        for name in ("NFC", "NFD"):
+            roles = {**ROLES, "states": [unicodedata.normalize(name, "Größe")]}
+            (found,) = read(tmp_path / "a.csv", layout_of(roles)).recordings
+            assert found.states is not None and found.states[:, 0].tolist() == [1.5, 2.5, 3.5]
 
 
 def test_a_number_that_may_be_a_thousand_is_asked_for(tmp_path):

@@ -440,7 +440,10 @@ def test_broken_images(tmp_path):
         ("x,y,y,a\n1,2,3,4\n", "two columns are called 'y'"),
         ("x,yy,a\n1,2,3\n", "there is no column 'y'; it has x, yy, a; did you mean 'yy'?"),
         ('x,y,a\n1,2,3\n1,2,"3\n', "rec.csv, row 3: this is not CSV"),
-        ('x,y,a\n1,"2,5",3\n', "row 2, column y: '2,5' is no number: decimals need a point"),
+        (
+            'x,y,a\n1,"2,5",3\n',
+            "row 2, column y: '2,5' is no number: decimals need a point, or data.decimal=','",
+        ),
     ],
 )
 def test_broken_csv(tmp_path, text, message):
