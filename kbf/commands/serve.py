@@ -3,6 +3,7 @@
 The parts are in `kbf.serving`: sessions, application, server and page.
 """
 
+import gc
 import socket
 import warnings
 from typing import Any
@@ -82,5 +83,7 @@ def run(config: dict[str, Any]) -> int:
         seconds=config["seconds"],
         log=console.print,
     )
+    gc.collect()
+    gc.freeze()  # what is loaded stays: the collector passes over it
     server.run()
     return 0

@@ -39,6 +39,8 @@ TAIL_SHARE = 0.1
 # Density over its mean at which innovation scores are capped: features of low rank do not resolve
 # smaller values.
 LEAST_DENSITY = 1e-6
+# Names of alarms; the first that applies is reported.
+ALARMS = ("diverged", "out_of_distribution", "innovation_outlier", "")
 
 
 class Tail(NamedTuple):
@@ -104,6 +106,15 @@ class Check(NamedTuple):
     diverged: Tensor
     recent: Tensor
 
+    def names(self, rate: Tensor) -> list[str]:
+        """Return the first alarm of each row that applies, or an empty text, by their order.
+
+        diverged, out_of_distribution, innovation_outlier. ``rate`` is that of the monitor.
+        """
+        outside = self.out_of_distribution < rate
+        flags = torch.stack([self.diverged, outside, self.alarm, torch.ones_like(outside)])
+        return [ALARMS[k] for k in flags.int().argmax(0).tolist()]
+
 
 class Monitor(NamedTuple):
     """Distributions of the three scores, and the training observations that distances refer to.
@@ -137,7 +148,8 @@ class Monitor(NamedTuple):
             filter: the running filter.
             predicted: its state after ``predict``.
             obs: x_t, in the units of ``filter``.
-            last: the check of the previous step; None at the start, and after a restart of all.
+            last: the check of the previous step, of which ``recent`` is used; None at the start,
+                and after a restart of all.
             mask: False where nothing is observed.
         """
         inner, x = innermost(filter, obs)

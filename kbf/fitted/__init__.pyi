@@ -9,6 +9,7 @@ from kbf.fitted import (
     held_out_forecasts as held_out_forecasts,
     held_out_runs as held_out_runs,
     inputs as inputs,
+    joint_step as joint_step,
     model as model,
     online as online,
     online_estimator as online_estimator,

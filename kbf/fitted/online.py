@@ -8,18 +8,19 @@ import hashlib
 import os
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kbf.data.files.layout import FileRecording, codes_by_column
-from kbf.data.files.timestamps import encode_recording
+from kbf.data.files.layout import codes_by_column
 from kbf.filters.gating import observe
 from kbf.filters.online import read_leaves
 from kbf.fitted.compatibility import Comparison
 from kbf.fitted.estimates import Estimates
+from kbf.fitted.joint_step import step_together
 from kbf.fitted.online_estimator import OnlineEstimator, StepInputs, result_of
 from kbf.fitted.results import Source
 from kbf.fitted.runs import check_horizon, future_controls, moved, numbers_of
@@ -42,17 +43,17 @@ class Estimate(ColumnValues):
         alarm: out_of_distribution, innovation_outlier or diverged; None where there is none.
     """
 
-    def __init__(self, estimates: Estimates, rejected: bool) -> None:
-        """Take the only row of ``estimates``."""
+    def __init__(self, estimates: Estimates, rejected: bool, row: int = 0) -> None:
+        """Take a row of ``estimates``."""
         names = estimates.columns
-        spread = [] if estimates.std is None else estimates.std[0].tolist()
+        spread = [] if estimates.std is None else estimates.std[row].tolist()
         super().__init__(
-            dict(zip(names, estimates.mean[0].tolist(), strict=True)),
+            dict(zip(names, estimates.mean[row].tolist(), strict=True)),
             dict(zip(names, spread, strict=False)),
             rejected,
         )
-        self._estimates: Estimates = estimates
-        self.alarm: str | None = None if estimates.alarms is None else str(estimates.alarms[0])
+        self._estimates, self._row = estimates, row
+        self.alarm: str | None = None if estimates.alarms is None else str(estimates.alarms[row])
         self.alarm = self.alarm or None
 
     def __repr__(self) -> str:
@@ -64,18 +65,24 @@ class Estimate(ColumnValues):
 
     def interval(self, level: float = 0.95) -> dict[str, tuple[float, float]]:
         """Return lower and upper end by column, as of `Estimates.interval`."""
-        low, high = (end[0].tolist() for end in self._estimates.interval(level))
+        low, high = (end[self._row].tolist() for end in self._estimates.interval(level))
         return dict(zip(self._values, zip(low, high, strict=True), strict=True))
+
+
+class Inputs(NamedTuple):
+    """The inputs of a step, in components; ``moves`` to it, and its time in seconds."""
+
+    obs: Tensor | None
+    control: Tensor | None
+    moves: int
+    time: float | None
 
 
 class Past(NamedTuple):
     """A step that may be repeated: what was before it, and its inputs."""
 
     before: tuple[Any, ...]
-    time: float | None
-    moves: int
-    obs: Tensor | None
-    control: Tensor | None
+    inputs: Inputs
 
 
 class OnlineFilter:
@@ -123,6 +130,7 @@ class OnlineFilter:
         self.differences: list[str] = []
         self._past: deque[Past] = deque()
         self._comparison: Comparison | None = Comparison(trained, live=True)
+        self._compared: list[tuple[Tensor | None, Tensor | None]] = []
         data = trained.module.config.get("data") or {}
         codes = data.get("missing") if data.get("column_schema") else None
         self._codes = codes_by_column(codes, fitted.schema.columns("observations"))
@@ -153,11 +161,26 @@ class OnlineFilter:
         now = None if time is None else seconds_of(time)
         if now is not None and self.time is not None and now < self.time:
             return self.update(obs, time=now)
-        moves, x, u = self._moves(dt, now), self._observation(obs), self._control(control)
+        return self.take(self.inputs(obs, control=control, dt=dt, time=now))
+
+    def inputs(
+        self, obs: Any, *, control: Any = None, dt: float | None = None, time: float | None = None
+    ) -> Inputs:
+        """Return the inputs of a step after the last one; arguments and errors as of `step`."""
+        moves, x, u = self._moves(dt, time), self._observation(obs), self._control(control)
         self._compare(x, u)
-        self._advance(x, u, moves, self._clock(dt, now))
-        assert self.estimate is not None
-        return self.estimate
+        return Inputs(x, u, moves, self._clock(dt, time))
+
+    def take(self, inputs: Inputs) -> Estimate:
+        """Take a step."""
+        if self.joins(inputs):
+            return take_together([self], [inputs])[0]
+        return self._advance(inputs)
+
+    def joins(self, inputs: Inputs) -> bool:
+        """Return whether `take_together` can take a step: one move with an observation."""
+        compiled = self._estimator.live.compiled is not None
+        return inputs.obs is not None and inputs.moves == 1 and not compiled
 
     def predict(self, dt: float | None = None, *, control: Any = None) -> Estimate:
         """Move to the next step, without an observation; arguments as of `step`."""
@@ -175,7 +198,7 @@ class OnlineFilter:
         x = self._observation(obs)
         now = None if time is None else seconds_of(time)
         if now is None or self.time is None or now >= self.time:
-            self._advance(x, None, 0, self.time)
+            self._advance(Inputs(x, None, 0, self.time))
         elif self.time - now > self.max_delay or not self._past:
             self.dropped += 1
         else:
@@ -236,12 +259,16 @@ class OnlineFilter:
         """Warn once, after `STEPS_TO_COMPARE` observations, if they differ from the training."""
         if obs is None or (comparison := self._comparison) is None:
             return
-        comparison.add(obs, control)
-        if comparison.rows >= STEPS_TO_COMPARE:
-            self._comparison = None
+        self._compared.append((obs if obs.ndim == 2 else None, control))  # images are not compared
+        if len(self._compared) == STEPS_TO_COMPARE:
+            sides = zip(*self._compared, strict=True)
+            rows = [[each for each in side if each is not None] for side in sides]
+            seen, controls = (torch.cat(side) if side else None for side in rows)
+            comparison.add(seen, controls)
             self.differences = comparison.differences()
+            self._comparison, self._compared = None, []
             for text in self.differences:
-                warnings.warn(text, DataWarning, stacklevel=4)
+                warnings.warn(text, DataWarning, stacklevel=5)
 
     def _snapshot(self) -> tuple[Any, ...]:
         live = self._estimator.live
@@ -251,41 +278,43 @@ class OnlineFilter:
         live = self._estimator.live
         live.state, live.rejections, live.rejected, self._estimator.recent, self.time = snapshot
 
-    def _advance(
-        self, obs: Tensor | None, control: Tensor | None, moves: int, time: float | None
-    ) -> None:
-        """Move a number of times and take in the observation; keeps the step if it may repeat."""
-        estimator, before = self._estimator, self._snapshot()
-        rejected = self.rejections
-        inputs = [StepInputs(None, control)] * max(0, moves - 1)
+    def _advance(self, inputs: Inputs) -> Estimate:
+        """Move a number of times and take in the observation."""
+        estimator, before, rejected = self._estimator, self._snapshot(), self.rejections
+        obs, control, moves, _ = inputs
         if moves:
-            states, alarms = estimator.advance([*inputs, StepInputs(obs, control)])
+            rows = [*[StepInputs(None, control)] * (moves - 1), StepInputs(obs, control)]
+            states, alarms = estimator.advance(rows)
         else:
             live, alarms = estimator.live, [""]
             if obs is not None:
                 live.state = observe(estimator.filter, live.state, obs, None)[0]
             states = live.state
-        result = result_of(estimator, states, alarms).last()
-        found = self._fitted.estimates(result, Source([""]))
-        self.estimate = Estimate(found, self.rejections > rejected)
-        self.time = time
-        if self.max_delay and time is not None:
-            self._past.append(Past(before, time, moves, obs, control))
-            while self._past and (self._past[0].time or time) < time - self.max_delay:
+        found = self._fitted.estimates(result_of(estimator, states, alarms).last(), Source([""]))
+        return self._conclude(Estimate(found, self.rejections > rejected), inputs, before)
+
+    def _conclude(self, estimate: Estimate, inputs: Inputs, before: tuple[Any, ...]) -> Estimate:
+        """Keep the estimate of a step, and the step if it may be repeated."""
+        self.estimate, self.time = estimate, inputs.time
+        if self.max_delay and inputs.time is not None:
+            self._past.append(Past(before, inputs))
+            oldest = inputs.time - self.max_delay
+            while self._past and (self._past[0].inputs.time or inputs.time) < oldest:
                 self._past.popleft()
+        return estimate
 
     def _replay(self, obs: Tensor | None, now: float) -> None:
         """Go back to the step at or before ``now``, take the reading in, and repeat the rest."""
-        later = [k for k, each in enumerate(self._past) if (each.time or 0.0) > now]
+        later = [k for k, each in enumerate(self._past) if (each.inputs.time or 0.0) > now]
         first = later[0] if later else len(self._past)
         again = list(self._past)[first:]
         while len(self._past) > first:
             self._past.pop()
         self._restore(again[0].before)
         moves = self._moves(None, now)
-        self._advance(obs, again[0].control if moves else None, moves, now)
-        for each in again:
-            self._advance(each.obs, each.control, self._moves(None, each.time), each.time)
+        self._advance(Inputs(obs, again[0].inputs.control if moves else None, moves, now))
+        for _, each in again:
+            self._advance(each._replace(moves=self._moves(None, each.time)))
 
     def _clock(self, dt: float | None, now: float | None) -> float | None:
         """The time after a step."""
@@ -330,9 +359,9 @@ class OnlineFilter:
         values = numbers_of(schema.by_column(obs), names, "observations", missing=missing)
         for k, codes in enumerate(self._codes):
             values[k] = np.nan if values[k] in codes else values[k]
-        row = FileRecording("step", torch.from_numpy(values[None]))
-        found = encode_recording(row, schema, allow_missing_sensors=missing)[0]
-        if bool(found.isnan().all()) or (not missing and bool(found.isnan().any())):
+        found = schema.encode(torch.from_numpy(values[None]), "observations")
+        known = found.isfinite()
+        if not bool(known.any() if missing else known.all()):
             return None
         return as_float(found, self._dtype).to(self._device)
 
@@ -350,6 +379,26 @@ class OnlineFilter:
             raise DataError(f"this filter {needs}")
         values = numbers_of(control, names, "controls", missing=False)
         return torch.from_numpy(values[None]).to(self._device, self._dtype)
+
+
+def take_together(filters: Sequence[OnlineFilter], inputs: Sequence[Inputs]) -> list[Estimate]:
+    """Take one step of several filters of a checkpoint as one batch (`kbf.fitted.joint_step`).
+
+    Args:
+        filters: more than one only of a filter without random numbers
+            (`kbf.fitted.joint_step.draws`).
+        inputs: of each; ones that `OnlineFilter.joins` allows.
+    """
+    before = [each._snapshot() for each in filters]
+    rejected = [each.rejections for each in filters]
+    result = step_together(
+        [each._estimator for each in filters], [StepInputs(x.obs, x.control) for x in inputs]
+    )
+    found = filters[0]._fitted.estimates(result, Source([""] * len(filters)))
+    return [
+        each._conclude(Estimate(found, each.rejections > rejected[k], k), inputs[k], before[k])
+        for k, each in enumerate(filters)
+    ]
 
 
 def seconds_of(time: Any) -> float:

@@ -1,7 +1,7 @@
 """A running filter of a checkpoint: observations in, calibrated estimates and alarms out.
 
 `FittedFilter.filter`, ``kbf filter`` and ``kbf serve`` step through observations with this class,
-so that they return equal numbers.
+so that they return equal numbers, up to the rounding of batches (`kbf.fitted.joint_step`).
 """
 
 from collections.abc import Sequence
@@ -178,11 +178,7 @@ class OnlineEstimator:
         diverged = checks.diverged
         if monitor.divergence is not None:
             diverged = monitor.divergence.p_value(running_median(series)[WINDOW:]) < monitor.rate
-        outside = checks.out_of_distribution < monitor.rate
-        names = ("diverged", "out_of_distribution", "innovation_outlier", "")
-        # The first that applies, of each row.
-        flags = torch.stack([diverged, outside, checks.alarm, torch.ones_like(diverged)])
-        return [names[k] for k in flags.int().argmax(0).tolist()]
+        return checks._replace(diverged=diverged).names(monitor.rate)
 
     @torch.inference_mode()
     def output_rows(self, state: Any) -> list[Values]:

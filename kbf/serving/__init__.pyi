@@ -4,5 +4,6 @@ from kbf.serving import (
     page as page,
     server as server,
     sessions as sessions,
+    steps as steps,
     values as values,
 )

@@ -1,7 +1,8 @@
 """The HTTP application of ``kbf serve``, in Starlette: sessions, health, metrics and pages.
 
-Handlers run one after another in the event loop, where a step is fast; the steps of a slow filter
-run in threads, so that other requests are answered in the meantime.
+Where a step is fast the event loop takes it, together with those of other sessions that have
+arrived (`kbf.serving.steps`); the steps of a slow filter run in threads, so that other requests are
+answered in the meantime.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from kbf.runtime.optional_dependencies import need
 from kbf.serving.openapi import document, documentation_page
 from kbf.serving.page import page
 from kbf.serving.sessions import Session, Sessions
+from kbf.serving.steps import Steps
 from kbf.serving.values import Refused
 
 # Seconds that a step in the event loop may take; slower ones run in a thread.
@@ -51,6 +53,7 @@ class Service:
         self.largest_body, self.seconds = largest_body, seconds
         self.responses: Any = need("starlette.responses", "serve", "kbf serve")
         self.metrics: Metrics = Metrics(sessions)
+        self.steps: Steps = Steps(fitted)
         self.began: float = time.monotonic()
         self.ending: bool = False
         slow = seconds_of_step(fitted) > MAX_SECONDS_IN_LOOP
@@ -91,7 +94,7 @@ class Service:
         session = self.session(request)
         asked, began = await self.json(request), time.perf_counter()
         if self.threads is None:
-            found = session.step(asked)
+            found = await self.steps.take(session, asked)
         else:  # one step of a session at a time, in the order of arrival
             async with session.lock:
                 loop = asyncio.get_running_loop()

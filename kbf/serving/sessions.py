@@ -10,6 +10,8 @@ import tempfile
 import time
 import uuid
 from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ import numpy as np
 from kbf.filters.selection.requirements import has_covariances
 from kbf.fitted.compatibility import MIN_ROWS, Comparison
 from kbf.fitted.fitted_filter import FittedFilter
-from kbf.fitted.online import Estimate, OnlineFilter, seconds_of
+from kbf.fitted.online import Estimate, Inputs, OnlineFilter, seconds_of
 from kbf.serving.values import Refused, check_numbers, finite, image_of, one_line, png_of
 
 # Level of the intervals in responses and on the page.
@@ -47,6 +49,25 @@ class Past(NamedTuple):
     readings: list[float]
     rejected: bool
     alarm: str | None
+
+
+class Asked(NamedTuple):
+    """A request for a step that was checked; ``inputs`` is None for a late reading."""
+
+    obs: Any
+    time: float | None
+    inputs: Inputs | None
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Turn errors about data into `Refused`."""
+    try:
+        yield
+    except Refused:
+        raise
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise Refused(422, one_line(error)) from error
 
 
 class Session:
@@ -78,6 +99,10 @@ class Session:
             Refused: an unknown entry or sensor, a value of another type, or a time that is no
                 multiple of the time step.
         """
+        return self.take(self.read(request))
+
+    def read(self, request: dict[str, Any]) -> Asked:
+        """Check a request, without a step; arguments and errors as of `step`."""
         if unknown := sorted(request.keys() - {"obs", "control", "dt", "time"}):
             raise Refused(
                 422, f"there is no {unknown[0]!r} in a step; it has obs, control, and dt or time"
@@ -92,19 +117,31 @@ class Session:
         check_numbers(control, "control")
         if not isinstance(now, str):
             check_numbers(now, "time")
-        try:
+        with refusing():
             now = None if now is None else seconds_of(now)
             self.check_moves(dt, now)
             if self.sensors:
                 check_numbers(obs, "obs")
             elif obs is not None:
                 obs = image_of(obs, self.fitted.trained.module.observation or ())
-            estimate = self.online.step(obs, control=control, dt=dt, time=now)
-        except Refused:
-            raise
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise Refused(422, one_line(error)) from error
-        return self.answer(estimate, obs)
+            late = now is not None and self.online.time is not None and now < self.online.time
+            inputs = None
+            if not late:
+                inputs = self.online.inputs(obs, control=control, dt=dt, time=now)
+        return Asked(obs, now, inputs)
+
+    def take(self, asked: Asked) -> dict[str, Any]:
+        """Take a step that `read` has checked.
+
+        Raises:
+            Refused: as `step`.
+        """
+        with refusing():
+            if asked.inputs is None:
+                estimate = self.online.update(asked.obs, time=asked.time)
+            else:
+                estimate = self.online.take(asked.inputs)
+        return self.answer(estimate, asked.obs)
 
     def check_moves(self, dt: int | float | None, now: float | None) -> None:
         """Raise `Refused` for a time that is not finite or takes more than `MAX_MOVES` moves."""

@@ -27,6 +27,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 pytest.importorskip("bokeh")
 
+from kbf.serving import steps
 from kbf.serving.app import Service, application
 from kbf.serving.openapi import document
 from kbf.serving.sessions import Sessions
@@ -334,7 +335,7 @@ def test_a_fault_of_the_server_is_one_json_error(monkeypatch):
     service = Service(fitted, sessions, largest_body=1000, seconds=9, threads=1)
     app = application(service, {"localhost"})
     name = without_network(app, "POST", "/sessions", {})[1]["session"]
-    monkeypatch.setattr(type(sessions.get(name).online), "step", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(steps, "take_together", lambda *a, **k: 1 / 0)
     status, found = without_network(app, "POST", f"/sessions/{name}/steps", STEP)
     assert status == 500 and "fault of the server" in found["error"]
     assert without_network(app, "GET", "/health")[0] == 200

@@ -275,7 +275,7 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
             noise=known.noise,
             linearised=known.linearised,
         )
-        if not bool((state.waiting > 0).any()):
+        if not computes_all_branches() and not bool((state.waiting > 0).any()):
             return density
         first = (self.log_likelihoods(known.obs) + self.log_prior).logsumexp(-1)
         return torch.where(state.waiting > 0, first + slope, density)
