@@ -1,6 +1,6 @@
 """Scores of a Gaussian filter on held-out blocks, for several factors of its covariances."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ MANY_STEPS = 3000
 FOLDS_OF_FEW = (0, 2, 4)
 # Factors of Q and R with which the kinds of maps are compared.
 COARSE_FACTORS = ((1.0, 1.0), (64.0, 1.0))
-# Kinds with this multiple of the error of the best on a part are not run on the others.
+# Kinds with this multiple of the least error on a part are not run on the others.
 MAX_PART_RATIO = 1.5
 # First steps of a held-out block that do not count: the filter has not converged yet.
 BURN_IN = 5
@@ -85,6 +85,39 @@ def scaled_noise(filter: StartingFilter, factors: Float[Tensor, "*b 2"]) -> Star
         slopes=inner.slopes,
     )
     return filter.with_inner(changed)
+
+
+def raced(
+    pairs: Sequence[tuple[int, ...]],
+    run: Callable[[tuple[int, ...], int], tuple[Fitted, Tensor] | None],
+    parts: int,
+    best: Scored | None = None,
+) -> dict[tuple[int, ...], Scored]:
+    """Return the scores of those kinds that come near the least error on each part.
+
+    Args:
+        pairs: of kinds of the maps.
+        run: kinds and part -> the filter and its errors ``m``, None if there is no filter.
+        parts: number of them.
+        best: scores that are compared with, too.
+    """
+    found = {pair: Scored([], torch.zeros(0)) for pair in pairs}
+    for k in range(parts):
+        for pair in list(found):
+            result = run(pair, k)
+            if result is None:
+                del found[pair]
+                continue
+            filters, errors = found[pair]
+            found[pair] = Scored(
+                [*filters, result[0]],
+                torch.cat([errors, result[1][None]]) if filters else result[1][None],
+            )
+        here = [*found.values(), *([best] if best else [])]
+        least = min((float(each.errors[k].min()) for each in here), default=torch.inf)
+        near = MAX_PART_RATIO * least
+        found = {pair: each for pair, each in found.items() if float(each.errors[k].min()) <= near}
+    return found
 
 
 def variance_of(parts: list[Part]) -> Float[Tensor, " d"]:

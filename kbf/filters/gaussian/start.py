@@ -21,14 +21,13 @@ from kbf.densities.base import LOG_2PI
 from kbf.filters.gaussian.count_maps import log_slope, stabilised
 from kbf.filters.gaussian.moments import (
     GaussianState,
-    kalman_gain,
     leave_out_missing,
     log_densities,
 )
 from kbf.filters.gaussian.sensor_laws import Faults, no_faults
 from kbf.filters.gaussian.ukf import Linearised, UnscentedKalmanFilter, scaled
 from kbf.filters.protocols import Backward, FilterStep, UpdateByObserve
-from kbf.rkhs.linalg import evenly, product
+from kbf.rkhs.linalg import evenly, product, psd_solve
 from kbf.runtime.branches import computes_all_branches
 from kbf.runtime.html_repr import Shown
 from kbf.ssm import StateSpaceModel
@@ -226,13 +225,14 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
         _, H, c, Omega = linearised
         residual, H, R = leave_out_missing(obs - c, H, Omega + self.inner.model.R)
         variances = R.diagonal(dim1=-2, dim2=-1)
-        works, eye = torch.ones_like(prior), torch.eye(H.shape[-1]).to(H)
+        works, G = torch.ones_like(prior), product(H, H.mT)
         for _ in range(ROUNDS_OF_FAULTS):
             noise = 1 / works.clamp_min(MIN_PROBABILITY)
-            K, U, _ = kalman_gain(eye, H, scaled(R, noise))
-            spread = (product(H, U) * H).sum(-1)
+            scaled_R = scaled(R, noise)
+            K = psd_solve(G + scaled_R, G).mT  # of the predicted readings
+            spread = (K * scaled_R).sum(-1)
             kept = 1 - spread / (noise * variances)  # of a prediction without the sensor itself
-            left = (residual - product(H, K, residual[..., None])[..., 0]) / kept
+            left = (residual - product(K, residual[..., None])[..., 0]) / kept
             seen = torch.where(obs.isfinite(), obs, torch.nan)
             works = self.faults.update(prior, seen, seen - left, spread / kept + variances)
         return works

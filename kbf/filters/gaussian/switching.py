@@ -46,7 +46,7 @@ class SwitchingFilter(UpdateByObserve[SwitchingState], Shown):
         """Keep the filters and the chain.
 
         Args:
-            filters: of the regimes; they share sensors and recorded states.
+            filters: of the regimes; they share sensors, recorded states, and hence the update.
             P: transition probabilities; rows sum to 1. start: probabilities at the beginning.
         """
         self.filters: list[StartingFilter] = filters
@@ -59,6 +59,11 @@ class SwitchingFilter(UpdateByObserve[SwitchingState], Shown):
     def each(self, change: Callable[[StartingFilter], StartingFilter]) -> "SwitchingFilter":
         """Return the mixture of changed filters."""
         return SwitchingFilter([change(one) for one in self.filters], self.P, self.start)
+
+    def sensors(self) -> StartingFilter:
+        """Return the filter whose update is that of `stacked_parts`."""
+        first = self.filters[0]
+        return first.with_inner(first.inner.repeated(len(self.filters)))
 
     def init(self, batch: int, *, generator: Generator | None = None) -> SwitchingState:
         """Return the filters' initial states."""
@@ -88,26 +93,25 @@ class SwitchingFilter(UpdateByObserve[SwitchingState], Shown):
         self, state: SwitchingState, obs: Float[Tensor, "b q"]
     ) -> tuple[SwitchingState, Bool[Tensor, " b"]]:
         """Update each filter, and the regimes' probabilities by its likelihood."""
-        logs, updated, possible = [], [], []
-        for each, part in zip(self.filters, parts_of(state), strict=True):
-            after, fits, log = each.observe_with_density(part, obs)
-            logs.append(log)
-            updated.append(after)
-            possible.append(fits)
-        weights = state.probabilities.log() + torch.stack(logs, -1)
+        k = len(self.filters)
+        sensors, stacked = self.sensors(), stacked_parts(state)
+        after, fits, logs = sensors.observe_with_density(stacked, obs.repeat_interleave(k, 0))
+        weights = state.probabilities.log() + logs.unflatten(0, (-1, k))
         seen = obs.isfinite().any(-1)[:, None]
         found = torch.where(seen, weights.softmax(-1), state.probabilities)
-        return joined(updated, found), torch.stack(possible).any(0)
+        mean, cov, works = (
+            each.unflatten(0, (-1, k)) for each in (after.mean, after.cov, after.works)
+        )
+        updated = SwitchingState(mean, cov, after.waiting[::k], works, found)
+        return updated, fits.unflatten(0, (-1, k)).any(1)
 
     def log_likelihood(
         self, state: SwitchingState, obs: Float[Tensor, "b q"]
     ) -> Float[Tensor, " b"]:
         """Return log sum_k p(k) p(x | k)."""
-        logs = [
-            each.log_likelihood(part, obs)
-            for each, part in zip(self.filters, parts_of(state), strict=True)
-        ]
-        return (state.probabilities.log() + torch.stack(logs, -1)).logsumexp(-1)
+        k = len(self.filters)
+        logs = self.sensors().log_likelihood(stacked_parts(state), obs.repeat_interleave(k, 0))
+        return (state.probabilities.log() + logs.unflatten(0, (-1, k))).logsumexp(-1)
 
     def estimate(self, state: SwitchingState) -> Float[Tensor, "b d"]:
         """Return the mean of the mixture, ``b d``."""
@@ -170,6 +174,13 @@ def parts_of(state: SwitchingState) -> list[StartingState]:
         StartingState(state.mean[:, k], state.cov[:, k], state.waiting, state.works[:, k])
         for k in range(state.mean.shape[1])
     ]
+
+
+def stacked_parts(state: SwitchingState) -> StartingState:
+    """Return the state of each filter for each recording of the batch, as one batch."""
+    k = state.mean.shape[1]
+    mean, cov, works = (each.flatten(0, 1) for each in (state.mean, state.cov, state.works))
+    return StartingState(mean, cov, state.waiting.repeat_interleave(k, 0), works)
 
 
 def joined(parts: list[StartingState], probabilities: Float[Tensor, "b k"]) -> SwitchingState:

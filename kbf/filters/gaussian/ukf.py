@@ -5,6 +5,7 @@ f(m + L u) ~ F u + a + N(0, Omega) with u ~ N(0, I), P = L L^T, from scaled sigm
 References: Wan and van der Merwe (2000); Sarkka (2013), algorithms 5.14 and 5.15; Sarkka (2008).
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -173,6 +174,17 @@ class UnscentedKalmanFilter(GaussianFilter):
         points = sigma_points(d, alpha, beta, max(0.0, 3.0 - d) if kappa is None else kappa)
         self.points, self.mean_weights, self.cov_weights = (p.to(model.m0) for p in points)
         self.slopes: tuple[Tensor | None, Tensor | None] = slopes
+
+    def repeated(self, times: int) -> "UnscentedKalmanFilter":
+        """Return the filter of a batch in which each recording occurs so many times in turn."""
+        model = self.model
+        Q, R = (
+            each if each.ndim == 2 else each.repeat_interleave(times, 0)
+            for each in (model.Q, model.R)
+        )
+        changed = copy.copy(self)
+        changed.model = model._replace(Q=Q, R=R)
+        return changed
 
     def linearise(
         self,
