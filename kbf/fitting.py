@@ -241,8 +241,7 @@ def fit_source(
         record = provenance(files=files) | {"command": shlex.join(sys.argv)}
         if "candidates" in whole["model"]:
             whole, rows = choose({**whole, "run_dir": folder}, checked, require=selectable)
-            compared = {row.model: row.nmse for row in rows}
-            whole["model"] = {**whole["model"], "compared": compared}
+            whole["model"] = {**whole["model"], "compared": [list(row) for row in rows]}
         whole = with_selection(whole)
         if selectable and whole["model"].get("model_selection"):
             whole["model"] = {**whole["model"], "require": selectable}

@@ -23,7 +23,8 @@ def main() -> None:
         units={"reach_mm": "mm", "torque_kNm": "kN m"},
         budget="30s",  # for comparing models; without it the comparison takes three minutes
     )
-    print(f"\n{arm}\n\nCandidates\n{arm.candidates.round(4).to_string(index=False)}")
+    compared = arm.candidates[["candidate", "nmse", "weight", "seconds"]].dropna()
+    print(f"\n{arm}\n\nCandidates\n{compared.round(4).to_string(index=False)}")
     estimates = arm.filter(new)
     print(f"\nA new run, next to baselines\n{arm.evaluate(new).round(4).T.to_string()}")
     estimates.plot(truth=new).savefig(FOLDER / "arm.png", dpi=150)

@@ -88,26 +88,25 @@ class Summary:
     def candidates(self) -> Any:
         """The candidates of the model selection, a DataFrame; empty where none were compared.
 
-        Columns: candidate, nmse (on held-out blocks), weight (in the selected filter).
+        Columns: candidate, nmse (on held-out blocks), standard_error (of the NMSE), weight (in the
+        selected filter), seconds, and note: why a candidate has no NMSE. Candidates without one
+        come last.
         """
         import pandas as pd
 
         net: Any = self.trained.module.net
-        rows = []
-        if isinstance(net, ModelSelection) and len(net.weights):
-            weights = net.weights.mean(1).tolist()
-            for name, score, weight in zip(net.models, net.scores.tolist(), weights, strict=True):
-                if score >= 0:  # -1: not compared
-                    rows.append({"candidate": name, "nmse": score, "weight": weight})
-        elif compared := self.config["model"].get("compared"):  # of model=auto
-            selected = self.config["model"]["name"]
-            rows = [
-                {"candidate": name, "nmse": nmse, "weight": float(name == selected)}
-                for name, nmse in compared.items()
-                if nmse is not None
-            ]
-        frame = pd.DataFrame(rows, columns=["candidate", "nmse", "weight"])
-        return frame.sort_values("nmse", ignore_index=True)
+        if isinstance(net, ModelSelection):
+            weights = dict(zip(net.models, net.weights.mean(1).tolist(), strict=False))
+        else:  # of model=auto
+            weights = {self.config["model"].get("name"): 1.0}
+        rows = [
+            (name, nmse, error, weights.get(name, 0.0), seconds, note)
+            for name, nmse, error, seconds, note in self.config["model"].get("compared") or []
+        ]
+        names = ["candidate", "nmse", "standard_error", "weight", "seconds", "note"]
+        frame = pd.DataFrame(rows, columns=names)
+        numbers = dict.fromkeys(("nmse", "standard_error", "weight", "seconds"), float)
+        return frame.astype(numbers).sort_values("nmse", ignore_index=True, kind="stable")
 
     @property
     def held_out(self) -> Any:

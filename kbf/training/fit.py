@@ -287,8 +287,10 @@ def fit_kernel_filter(module: FilterTraining, run: Run) -> Trained | None:
     memory = module.memory.sequences()
     module.prepare(memory, torch.Generator().manual_seed(run.config["seed"]))
     # Calibration and monitor are learned from the steps that the filter is trained on.
-    if isinstance(module.net, ModelSelection) and int(module.net.newest):
-        module.remember(module.net.kept(memory))
+    if isinstance(module.net, ModelSelection):
+        if int(module.net.newest):
+            module.remember(module.net.kept(memory))
+        module.config["model"]["compared"] = [list(row) for row in module.net.candidates]
     module.ready = [module.filter()]
     run.start(trainer)
     if not trainer.is_global_zero:

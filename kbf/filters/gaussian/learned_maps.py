@@ -32,8 +32,10 @@ MAP_KERNELS: dict[str, tuple[str, ...]] = {"gaussian": ("bandwidth",), "arcsine"
 # has lost the state needs them there (NMSE 0.39 with these on data=bearings, 0.21 without).
 PRECISE: dict[str, Any] = {"tol": 1e-10, "regs": tuple(10.0 ** (-k / 2) for k in range(1, 23))}
 # Points by which a kernel is selected; of more, evenly spaced ones. The loss is flat near its
-# minimum.
+# minimum. Many sensors share this number of points, and none has fewer than the least.
 MAX_POINTS_OF_SELECTION = 1000
+MAX_POINTS_OF_ALL_SENSORS = 8000
+MIN_POINTS_OF_SELECTION = 300
 # Candidates of `select_kernel`, coarser by a factor than those of `fit_ridge_map`: half the time.
 CANDIDATES: dict[str, Any] = {
     "factors": tuple(2.0**k for k in range(-3, 4)),
@@ -125,14 +127,29 @@ def fit_map(
 
 
 def select_kernel(
-    u: Float[Tensor, "n e"], y: Float[Tensor, "n q"], rank: int = 96, *, precise: bool = False
+    u: Float[Tensor, "n e"],
+    y: Float[Tensor, "n q"],
+    rank: int = 96,
+    *,
+    precise: bool = False,
+    points: int = MAX_POINTS_OF_SELECTION,
 ) -> Kernel:
-    """Return the kernel of the map with the least leave-one-out loss."""
-    some = evenly(len(u), MAX_POINTS_OF_SELECTION, u.device)
+    """Return the kernel of the map with the least leave-one-out loss on so many points.
+
+    A map has at most a sixth as many features.
+    """
+    some = evenly(len(u), points, u.device)
+    rank = min(rank, max(1, points // 6))
     if bool((y[some] == y[some[0]]).all()):  # rare counts
         some = torch.arange(len(u), device=u.device)
     settings = CANDIDATES | (PRECISE if precise else {})
     return fit_ridge_map(u[some], y[some], rank=rank, flat=True, **settings).kernel
+
+
+def points_of_selection(maps: int) -> int:
+    """Return the number of points by which the kernel of each of so many maps is selected."""
+    share = MAX_POINTS_OF_ALL_SENSORS // max(1, maps)
+    return max(MIN_POINTS_OF_SELECTION, min(MAX_POINTS_OF_SELECTION, share))
 
 
 def row_of(kernel: Kernel) -> Float[Tensor, " 3"]:

@@ -49,6 +49,7 @@ from kbf.filters.gaussian.learned_maps import (
     LearnedMap,
     fit_map,
     kernel_of,
+    points_of_selection,
     row_of,
     select_kernel,
 )
@@ -287,13 +288,15 @@ class LearnedUKF(ShownModule):
             1 + int(each.columns[0]): (each.states, each.readings) for each in pairs.sensors
         }
         found = torch.zeros(1 + q, 2, 3, dtype=torch.float64)
+        points = points_of_selection(len(pairs.sensors))
         for place, (u, y) in both.items():
             for k, kind in enumerate(KINDS_OF_MAPS[1:]):
                 if kind in self.given_kinds:
                     left = y.double()
                     if kind == "both":
                         left = left - fit_map("linear", u, y)(u.double())
-                    kernel = select_kernel(u.double(), left, self.ranks[0], precise=place == 0)
+                    settings = {"precise": True} if place == 0 else {"points": points}
+                    kernel = select_kernel(u.double(), left, self.ranks[0], **settings)
                     found[place, k] = row_of(kernel)
         return found
 
