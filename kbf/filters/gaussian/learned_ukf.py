@@ -46,6 +46,7 @@ from kbf.filters.gaussian.block_scores import (
 from kbf.filters.gaussian.count_maps import with_stable_counts
 from kbf.filters.gaussian.learned_maps import (
     KINDS as KINDS_OF_MAPS,
+    MAX_POINTS_OF_SELECTION,
     LearnedMap,
     fit_map,
     kernel_of,
@@ -189,7 +190,7 @@ class LearnedUKF(ShownModule):
         """
         sources = [self.source(rest) for rest, _ in parts]
         given = [KINDS.index(kind) for kind in self.given_kinds]
-        best, tried = None, set[tuple[tuple[int, ...], int, int]]()
+        best, tried = None, set[tuple[tuple[int, ...], tuple[int, ...]]]()
         structures = (STRUCTURES[0],) if structure == STRUCTURES[0] else (STRUCTURES[0], structure)
         for regimes in structures:
             run = self.runs([each.with_regimes(regimes) for each in sources], parts)
@@ -199,8 +200,8 @@ class LearnedUKF(ShownModule):
                     tuple(kind if k in places else int(now) for k, now in enumerate(self.kinds))
                     for kind in given
                 ]
-                pairs = [pair for pair in pairs if (regimes, *pair) not in tried]
-                tried.update((regimes, *pair) for pair in pairs)
+                pairs = [pair for pair in pairs if (regimes, pair) not in tried]
+                tried.update((regimes, pair) for pair in pairs)
                 for pair, found in raced(pairs, run, len(parts), best).items():
                     if best is None or found.error < best.error:
                         best = found
@@ -295,8 +296,13 @@ class LearnedUKF(ShownModule):
                     left = y.double()
                     if kind == "both":
                         left = left - fit_map("linear", u, y)(u.double())
-                    settings = {"precise": True} if place == 0 else {"points": points}
-                    kernel = select_kernel(u.double(), left, self.ranks[0], **settings)
+                    kernel = select_kernel(
+                        u.double(),
+                        left,
+                        self.ranks[0],
+                        precise=place == 0,
+                        points=points if place else MAX_POINTS_OF_SELECTION,
+                    )
                     found[place, k] = row_of(kernel)
         return found
 
