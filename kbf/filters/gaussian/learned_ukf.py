@@ -46,7 +46,6 @@ from kbf.filters.gaussian.block_scores import (
 from kbf.filters.gaussian.count_maps import with_stable_counts
 from kbf.filters.gaussian.learned_maps import (
     KINDS as KINDS_OF_MAPS,
-    MAX_POINTS_OF_SELECTION,
     LearnedMap,
     fit_map,
     kernel_of,
@@ -57,22 +56,13 @@ from kbf.filters.gaussian.learned_maps import (
 from kbf.filters.gaussian.map_pairs import Pairs, residuals_of
 from kbf.filters.gaussian.map_sources import Source, counts_in, jump_covariance, source_of
 from kbf.filters.gaussian.regimes import STRUCTURES, select_regimes
-from kbf.filters.gaussian.sensor_laws import (
-    MAX_DELAY,
-    fit_persistence,
-    select_delays,
-)
+from kbf.filters.gaussian.sensor_laws import MAX_DELAY, fit_persistence, select_delays
 from kbf.filters.gaussian.sparse_maps import AnyMap, fit_sparse, inputs_of_maps
 from kbf.filters.gaussian.start import StartingFilter
 from kbf.filters.gaussian.switching import SwitchingFilter
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
 from kbf.manifolds import manifold_of
-from kbf.recording import (
-    Recording,
-    as_recordings,
-    check_vectors,
-    control_width,
-)
+from kbf.recording import Recording, as_recordings, check_vectors, control_width
 from kbf.runtime.errors import FitError
 from kbf.runtime.html_repr import ShownModule
 
@@ -289,7 +279,6 @@ class LearnedUKF(ShownModule):
             1 + int(each.columns[0]): (each.states, each.readings) for each in pairs.sensors
         }
         found = torch.zeros(1 + q, 2, 3, dtype=torch.float64)
-        points = points_of_selection(len(pairs.sensors))
         for place, (u, y) in both.items():
             for k, kind in enumerate(KINDS_OF_MAPS[1:]):
                 if kind in self.given_kinds:
@@ -301,7 +290,7 @@ class LearnedUKF(ShownModule):
                         left,
                         self.ranks[0],
                         precise=place == 0,
-                        points=points if place else MAX_POINTS_OF_SELECTION,
+                        points=points_of_selection(len(pairs.sensors) if place else 1),
                     )
                     found[place, k] = row_of(kernel)
         return found
