@@ -61,7 +61,8 @@ def capabilities(model: str) -> dict[str, bool]:
         "export": exports(plain),
         "missing sensors": with_gaps is not None and with_gaps.capabilities["missing_sensors"],
         "controls": with_control is not None and with_control.capabilities["controls"],
-        "intervals": spread or fitted(model, runs, calibrate=True).capabilities["intervals"],
+        "intervals": spread
+        or fitted(model, runs, calibrate=True, validation=0.2).capabilities["intervals"],
     }
 
 

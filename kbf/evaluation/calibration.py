@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kbf.filters.protocols import Filter, covariance_of
 from kbf.rkhs.linalg import cholesky, evenly, varying
 
 # Candidate floors, as shares of the mean variance of the estimates; a weighted sample on a single
@@ -261,6 +262,43 @@ def calibrate(
         kept = sorted_scores(scores[:, None])[:, 0]
         fits.append((loss, Calibration(scale, floor, kept, torch.tensor(m))))
     return min(fits, key=lambda fit: fit[0])[1]
+
+
+def calibrate_constant(
+    states: Float[Tensor, "m d"], means: Float[Tensor, "m d"]
+) -> tuple[Calibration, Float[Tensor, "m d d"]]:
+    """Fit the covariance of the errors of a filter that has none, the same at all steps.
+
+    F is the mean square of each component's errors in addition to that of `calibrate`, so that
+    `Calibration.covariance` of C = 0 is this covariance.
+
+    Returns:
+        The calibration, and the covariances that it scores: zeros.
+
+    Raises:
+        ValueError: as `calibrate`.
+    """
+    square = (states - means).square().mean(0)
+    found = calibrate(states, means, square.diag().expand(len(states), -1, -1))
+    zeros = torch.zeros(len(states), len(square), len(square)).to(states)
+    return found._replace(floor=found.floor + square), zeros
+
+
+def calibrated_covariance(
+    filter: Filter[Any], state: Any, calibration: Calibration | None
+) -> Float[Tensor, "b d d"] | None:
+    """The recalibrated covariances of a filter's estimates.
+
+    Of a filter without covariances they are those of its held-out errors (`calibrate_constant`);
+    None without a calibration.
+    """
+    C = covariance_of(filter, state)
+    if calibration is None:
+        return C
+    if C is None:
+        d = len(calibration.floor)
+        C = filter.estimate(state).new_zeros(len(state[0]), d, d)
+    return calibration.covariance(C)
 
 
 def sorted_scores(errors: Float[Tensor, "m c"]) -> Float[Tensor, "s c"]:

@@ -22,7 +22,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from kbf import __version__
-from kbf.evaluation.calibration import Calibration
+from kbf.evaluation.calibration import Calibration, calibrated_covariance
 from kbf.export import onnx_linalg
 from kbf.filters.compile import quietly
 from kbf.filters.gating import GatedFilter, GatedState
@@ -31,7 +31,6 @@ from kbf.filters.protocols import (
     Filter,
     allows_missing_sensors,
     control_components,
-    covariance_of,
 )
 from kbf.filters.selection.requirements import why_not_exported
 from kbf.images.encodings import EncodedFilter, Encoding
@@ -83,7 +82,7 @@ class ExportedStep(nn.Module):
         own = REJECTIONS if REJECTIONS not in state._fields else f"all_{REJECTIONS}"
         self.kind, self.fields = type(state), [*state._fields, own]
         self.gate = GatedFilter(filter)
-        self.spread: bool = covariance_of(filter, state) is not None
+        self.spread: bool = calibrated_covariance(filter, state, calibration) is not None
         self.controlled: int = control_components(filter)
         self.drawn: dict[str, int] = {}
 
@@ -105,9 +104,9 @@ class ExportedStep(nn.Module):
         rejections = torch.zeros_like(count) if after.rejections is None else after.rejections
         rejected = torch.zeros_like(seen) if after.rejected is None else after.rejected
         state = (*belief, rejections)
-        if (C := covariance_of(self.filter, belief)) is None:
+        C = calibrated_covariance(self.filter, belief, self.calibration)
+        if C is None:
             return (*state, self.filter.estimate(belief), rejected)
-        C = C if self.calibration is None else self.calibration.covariance(C)
         return (*state, self.filter.estimate(belief), C, rejected)
 
     def start(self) -> tuple[Tensor, ...]:

@@ -45,8 +45,8 @@ class Trained(NamedTuple):
         epochs: of the training.
         validation_mse: least validation error; None where it is not known.
         calibration: of the filter's covariances, learned from held-out steps of the training data
-            (`kbf.fitted.held_out_calibration`); None where it was not requested, in older
-            checkpoints, and for filters without covariances.
+            (`kbf.fitted.held_out_calibration`); None where it was not requested, and in older
+            checkpoints. Of a filter without covariances that of its errors.
         monitor: of the filter's predictions, learned in the same way.
         held_out: scores of the columns of the states on the same held-out steps
             (`kbf.fitted.held_out_calibration.with_columns`).

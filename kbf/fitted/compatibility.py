@@ -11,12 +11,14 @@ import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kbf.data.dataset import Data
 from kbf.data.files.checks import MIN_CODE_COUNT
 from kbf.data.files.layout import Observations
+from kbf.data.files.report import fingerprints
 from kbf.data.files.timestamps import LARGEST_GAP, UNEVEN_SHARE, moves_in
 from kbf.fitted.checkpoint import Trained
 from kbf.recording import Recording
@@ -41,6 +43,15 @@ MIN_ROWS_OF_WIDTH = 100
 # Durations that are kept; their median is compared.
 MAX_DURATIONS = 10_000
 
+# Share of rows that may be equal to rows of the training; and of rows that are distinct, below
+# which they may be equal by chance.
+MAX_SEEN_SHARE = 0.2
+MIN_DISTINCT_SHARE = 0.5
+
+# Rows in which a sensor may give the same value, and how much longer than ever in the training.
+MAX_EQUAL_ROWS = 50
+MAX_EQUAL_RATIO = 3
+
 # Columns that a sentence names.
 MAX_NAMED = 3
 
@@ -52,12 +63,14 @@ class Reference(NamedTuple):
         names: of the components of observations and controls. low, high: ``c``; infinite where
             there is no range.
         time_step: of the training, or None.
+        equal: ``c``, the longest runs of equal values; 0 where they are not compared.
     """
 
     names: list[str]
     low: Tensor
     high: Tensor
     time_step: float | None
+    equal: Tensor
 
 
 def reference_of(trained: Trained) -> Reference:
@@ -86,7 +99,22 @@ def reference_of(trained: Trained) -> Reference:
     fixed = ~torch.tensor(free, dtype=torch.bool)
     ends[0][fixed], ends[1][fixed] = -math.inf, math.inf
     step = (module.config.get("data") or {}).get("time_step")
-    return Reference(names, torch.cat([ends[0], ends[2]]), torch.cat([ends[1], ends[3]]), step)
+    runs = [longest_runs(s.obs) for s in memory] if obs.shape[1] else []
+    equal = torch.zeros(len(names), dtype=torch.int64)
+    if runs:
+        equal[: obs.shape[1]] = torch.stack(runs).amax(0)
+    low, high = torch.cat([ends[0], ends[2]]), torch.cat([ends[1], ends[3]])
+    return Reference(names, low, high, step, equal)
+
+
+def longest_runs(values: Tensor) -> Tensor:
+    """Return how often in a row each column of ``T c`` gives one value, ``c``, at most."""
+    if not len(values):
+        return torch.zeros(values.shape[1], dtype=torch.int64)
+    rows = torch.arange(1, len(values) + 1)[:, None]
+    changes = torch.cat([torch.ones_like(values[:1]), values.diff(dim=0)]) != 0
+    first = torch.where(changes.cpu(), rows, 1).cummax(0).values
+    return (rows - first + 1).amax(0)
 
 
 class Comparison:
@@ -117,6 +145,7 @@ class Comparison:
         self.high: Tensor = torch.full((c,), -math.inf, dtype=torch.float64)
         self.lowest: Tensor = torch.zeros(c)  # values that equal the least, and the largest
         self.highest: Tensor = torch.zeros(c)
+        self.equal: Tensor = torch.zeros(c, dtype=torch.int64)
         self.durations: list[float] = []
 
     def add(
@@ -139,6 +168,7 @@ class Comparison:
         ends = self.reference
         width = (ends.high - ends.low).nan_to_num(posinf=0)
         known = values.isfinite()
+        self.equal = torch.maximum(self.equal, longest_runs(values))
         beyond = torch.maximum(ends.low - values, values - ends.high)
         self.rows += len(values)
         self.known += known.sum(0)
@@ -192,6 +222,13 @@ class Comparison:
             )
         if (more := int(off.sum()) - len(found)) > 0:
             found.append(f"{more} more columns are outside of their training ranges")
+        stuck = (ends.equal > 0) & (self.equal >= MAX_EQUAL_ROWS)
+        stuck &= self.equal > MAX_EQUAL_RATIO * ends.equal
+        found += [
+            f"column {ends.names[k]} gives the same value in {int(self.equal[k])} rows on end, in "
+            f"the training in at most {int(ends.equal[k])}: is the sensor stuck?"
+            for k in (~off & stuck).nonzero()[:MAX_NAMED, 0].tolist()
+        ]
         width, here = (ends.high - ends.low).nan_to_num(posinf=0), self.high - self.low
         narrow = ~off & (here > 0) & (here < MIN_WIDTH_SHARE * width)
         narrow &= self.known >= MIN_ROWS_OF_WIDTH
@@ -232,6 +269,25 @@ def differences(
             obs, controls = obs[mask], None if controls is None else controls[mask]
         comparison.add(obs, controls)
     return comparison.differences()
+
+
+def seen_in_training(trained: Trained, recordings: list[Recording]) -> list[str]:
+    """Return a sentence where many rows of recordings with states are those of the training.
+
+    Recordings of a few values, whose rows are alike by chance, and images are not compared.
+    """
+    module, memory = trained.module, trained.module.memory.sequences()
+    if module.encoding is not None or memory[0].obs.ndim != 2:
+        return []
+    known = [np.unique(fingerprints(each)) for each in memory]
+    rows = np.concatenate([fingerprints(each) for each in module.taken_in(recordings)])
+    both = int(np.isin(rows, np.concatenate(known)).sum())
+    if both <= MAX_SEEN_SHARE * len(rows) or len(np.unique(rows)) < MIN_DISTINCT_SHARE * len(rows):
+        return []
+    return [
+        f"{both} of {len(rows)} rows are in the training, equal to the last digit: errors on them "
+        "are too small, and appended again they count twice"
+    ]
 
 
 def data_differences(trained: Trained, data: Data, recordings: list[Recording]) -> list[str]:

@@ -30,7 +30,8 @@ class Estimates(Shown):
     Attributes:
         columns: names of the state columns. mean: ``T c``, their estimates.
         std: ``T c``, recalibrated standard deviations; of the columns of a rotation that of its
-            angle. None for a filter without covariances.
+            angle. Of a filter without covariances, such as ``lstm``, they are those of its held-out
+            errors, the same in all rows; None where it has no calibration.
         alarms: ``T`` texts: out_of_distribution, innovation_outlier, diverged, or empty; None
             where the filter has no monitor.
         state: of the filter after the last row; an argument of `FittedFilter.filter`.

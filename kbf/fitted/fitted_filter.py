@@ -21,7 +21,7 @@ from kbf.data.files.layout import Contents
 from kbf.filters.rollout import rollout
 from kbf.filters.smoothing import smooth
 from kbf.fitted.checkpoint import load_filter, save_checkpoint
-from kbf.fitted.compatibility import piece_differences
+from kbf.fitted.compatibility import piece_differences, seen_in_training
 from kbf.fitted.estimates import Estimates
 from kbf.fitted.held_out_calibration import learn_smoothed
 from kbf.fitted.inputs import Inputs, inputs_of, read_for, recording_of
@@ -273,6 +273,7 @@ class FittedFilter(Summary):
         pieces, rows, _ = inputs_of(self._data, data)
         if given is not data:
             warn_of(piece_differences(self.trained, pieces))
+        warn_of(seen_in_training(self.trained, list(map(as_recording, pieces))), depth=3)
         order = row_order(rows)
         states = torch.cat([as_recording(each).states for each in pieces]).double()[order]
         found = column_scores(self.filter(data, seed=seed), states, self.schema)
@@ -310,6 +311,7 @@ class FittedFilter(Summary):
             raise ValueError(self._cannot("append"))
         pieces, _, _ = inputs_of(self._data, data, states=True)
         new = known_parts(list(map(as_recording, pieces)))
+        warn_of(seen_in_training(self.trained, new), depth=3)
         made = append(copy.deepcopy(self).trained, new, budget=budget, refit=refit, seed=seed)
         return FittedFilter(made.trained)
 
@@ -400,10 +402,10 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
     return FittedFilter(load_filter(path, device=device))
 
 
-def warn_of(differences: list[str]) -> None:
-    """Warn of differences between recordings and the training."""
+def warn_of(differences: list[str], *, depth: int = 4) -> None:
+    """Warn of what recordings and the training have in common, or not."""
     for text in differences:
-        warnings.warn(text, DataWarning, stacklevel=4)
+        warnings.warn(text, DataWarning, stacklevel=depth)
 
 
 def unpickled(checkpoint: bytes, device: str, trust: bool) -> FittedFilter:

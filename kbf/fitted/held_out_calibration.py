@@ -23,6 +23,7 @@ from kbf.evaluation.calibration import (
     ForecastCalibration,
     HeldOut,
     calibrate,
+    calibrate_constant,
     floor_of,
     floored,
     mahalanobis,
@@ -97,6 +98,16 @@ def typical_steps(run: Run) -> Bool[Tensor, " m"] | None:
     if run.covariances is None:
         return None
     return typical(run.states, run.estimates, run.covariances, run.filters)
+
+
+def with_constant_covariance(run: Run) -> tuple[Run, Calibration, Bool[Tensor, " m"]]:
+    """Return the run of a filter without covariances with zeros, and what calibrates these.
+
+    All steps are used: which folds are typical depends on covariances.
+    """
+    calibration, zeros = calibrate_constant(run.states, run.estimates)
+    kept = torch.ones(len(run.states), dtype=torch.bool)
+    return run._replace(covariances=zeros), calibration, kept
 
 
 def with_columns(
@@ -204,7 +215,11 @@ def learn(
     held: Held = [(trained.filter, list(validation))] if validation else never_learned_from(module)
     ahead: list[HeldOutForecasts | None] = []
     run = run_through(held, seed=seed, dtype=dtype, device=module.device, ahead=ahead)
-    calibration, kept = learn_calibration(run), typical_steps(run)
+    constant = run.covariances is None
+    if constant:
+        run, calibration, kept = with_constant_covariance(run)
+    else:
+        calibration, kept = learn_calibration(run), typical_steps(run)
     used = run.filters if kept is None else run.filters[kept].unique()
     if not validation:  # the folds are in scaled units
         run, calibration = in_units_of_the_data(run, calibration, trained)
@@ -212,15 +227,16 @@ def learn(
     in_sample = not validation and module.how is not None and module.how.validation == 0
     if in_sample and keeps_no_memory(module):
         if calibration is not None:
+            lacking = "no intervals" if constant else "covariances are not recalibrated"
             warnings.warn(
-                "covariances are not recalibrated: the network was fitted to all recordings, on "
+                f"{lacking}: the network was fitted to all recordings, on "
                 "which its errors are too small (model.training.validation=0.15 or "
                 "data.validation holds some out)",
                 stacklevel=2,
             )
         calibration = scores = None
     forecasts = None
-    if calibration is not None:
+    if calibration is not None and not constant:
         forecasts = learn_forecasts(ahead, used, trained, scaled=not validation)
     monitor = learn_monitor(run, memory, rate=rate, dtype=module.model_dtype, device=module.device)
     return trained._replace(

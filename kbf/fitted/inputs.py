@@ -128,7 +128,18 @@ def warn_of_partly_missing(contents: Contents, settings: dict[str, Any]) -> None
     """Warn of rows that lack some sensors, which are not used at all."""
     if settings.get("allow_missing_sensors"):
         return
-    if count := contents.partly_missing():
+    recordings = [each for each in contents.recordings if each.obs.ndim == 2]
+    empty = [
+        name
+        for k, name in enumerate(contents.observations if recordings else [])
+        if all(bool(each.obs[:, k].isnan().all()) for each in recordings)
+    ]
+    if empty:
+        text = f"there is no value of {', '.join(empty)}: no row is observed"
+        if len(empty) < len(contents.observations):
+            text += "; kbf.fit(..., allow_missing_sensors=True) fits a filter that uses the others"
+        warnings.warn(text, DataWarning, stacklevel=5)
+    elif count := contents.partly_missing():
         warnings.warn(
             f"{count} rows lack some of their observations and count as unobserved: "
             "kbf.fit(..., allow_missing_sensors=True) fits a filter that uses the others",

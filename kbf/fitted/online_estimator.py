@@ -12,9 +12,9 @@ from torch import Generator, Tensor
 
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.evaluation.alarms import WINDOW, Monitor, running_median
-from kbf.evaluation.calibration import Calibration
+from kbf.evaluation.calibration import Calibration, calibrated_covariance
 from kbf.filters.online import RunningFilter
-from kbf.filters.protocols import covariance_of, diagnostics_of
+from kbf.filters.protocols import diagnostics_of
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.results import Result
 
@@ -86,7 +86,8 @@ class OnlineEstimator:
         self.bounds: dict[str, Any] = data.get("bounds") or {}
         self.calibration: Calibration | None = trained.calibration
         self.monitor: Monitor | None = trained.monitor if alarms else None
-        has_covariance = covariance_of(self.filter, self.live.state) is not None
+        spread = calibrated_covariance(self.filter, self.live.state, self.calibration)
+        has_covariance = spread is not None
         if covariance == "full" and not has_covariance:
             raise ValueError(
                 "covariance=full: this model has no covariances, set covariance=std or none"
@@ -137,8 +138,9 @@ class OnlineEstimator:
 
     def covariances(self, state: Any) -> Tensor | None:
         """Return the recalibrated covariances ``b d d`` of filter states; None without any."""
-        C = covariance_of(self.filter, state) if self.with_covariance else None
-        return C if C is None or self.calibration is None else self.calibration.covariance(C)
+        if not self.with_covariance:
+            return None
+        return calibrated_covariance(self.filter, state, self.calibration)
 
     def step_through(self, rows: Sequence[Observed]) -> tuple[list[Any], list[Any], list[int]]:
         """Return predicted and updated states, and the number of earlier rejections, of each row.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kbf.filters.selection.requirements import has_covariances
+from kbf.evaluation.calibration import calibrated_covariance
 from kbf.fitted.compatibility import MIN_ROWS, Comparison
 from kbf.fitted.fitted_filter import FittedFilter
 from kbf.fitted.online import Estimate, Inputs, OnlineFilter, seconds_of
@@ -207,7 +207,9 @@ class Session:
     @property
     def spread(self) -> bool:
         """Whether estimates have intervals."""
-        return has_covariances(self.fitted.trained.filter)
+        trained = self.fitted.trained
+        state = trained.filter.init(1)
+        return calibrated_covariance(trained.filter, state, trained.calibration) is not None
 
     def about(self) -> dict[str, Any]:
         """Return the columns of the session, and how far it is."""

@@ -9,7 +9,7 @@ import torch
 
 import kbf
 from kbf.cli import main
-from kbf.fitted.compatibility import Comparison, reference_of
+from kbf.fitted.compatibility import Comparison, longest_runs, reference_of
 from kbf.runtime.errors import DataWarning
 
 COLUMNS = {"states": ["x"], "observations": ["a", "b"], "controls": ["u"], "time": "t"}
@@ -102,7 +102,41 @@ def test_codes_that_the_training_did_not_have_are_asked_for(fitted):
 def test_a_sensor_without_any_reading_is_no_error(fitted):
     first = next(iter(fitted.columns["observations"]))
     (text,) = warned(lambda: fitted.filter(recorded(seed=3).assign(**{first: np.nan})))
-    assert "150 rows lack some of their observations" in text
+    assert text.startswith(f"there is no value of {first}: no row is observed; kbf.fit(..., allow")
+    nothing = recorded(seed=3).assign(a=np.nan, b=np.nan)
+    assert warned(lambda: fitted.filter(nothing)) == [
+        "there is no value of a, b: no row is observed"
+    ]
+
+
+def test_sensors_that_are_stuck_are_named(fitted):
+    new = recorded(seed=3)
+    stuck = new.assign(b=new.b.where(new.index < 60, new.b[59]))
+    (text,) = warned(lambda: fitted.filter(stuck))
+    assert "column b gives the same value in 91 rows on end, in the training in at most 1" in text
+    briefly = new.assign(b=new.b.where((new.index < 60) | (new.index > 90), new.b[59]))
+    assert warned(lambda: fitted.filter(briefly)) == []
+
+
+def test_lengths_of_runs():
+    values = torch.tensor([[1.0, 1.0, np.nan], [1.0, 2.0, 5.0], [3.0, 2.0, 5.0], [4.0, 2.0, 5.0]])
+    assert longest_runs(values).tolist() == [2, 3, 3]
+    assert longest_runs(values[:0]).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("method", ["evaluate", "append"])
+def test_rows_of_the_training_are_reported(fitted, method):
+    texts = warned(lambda: getattr(fitted, method)([recorded(300), recorded(seed=3)]))
+    assert len(texts) == 1
+    assert texts[0].startswith("300 of 450 rows are in the training, equal to the last digit")
+
+
+def test_rows_of_few_values_are_alike_by_chance():
+    rng = np.random.default_rng(0)
+    frames = [pd.DataFrame(rng.integers(0, 3, (300, 2)), columns=["x", "a"]) for _ in range(2)]
+    columns = {"states": ["x"], "observations": ["a"], "model": "mean", "progress": False}
+    found = kbf.fit(frames[0].astype(float), **columns, calibrate=False)
+    assert warned(lambda: found.evaluate(frames[1].astype(float), baselines=False)) == []
 
 
 def test_single_outliers_and_a_drift_are_no_other_unit(fitted):

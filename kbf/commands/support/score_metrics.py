@@ -112,27 +112,37 @@ def reliability_of(
 ) -> dict[str, Reliability]:
     """Return the reliability of the covariances: raw (key "raw") and recalibrated (key "").
 
-    Empty for a filter without covariances; without a calibration only "raw".
+    Without a calibration only "raw"; for a filter without covariances only "", with those of its
+    held-out errors.
     """
-    if result.covariances is None:
+    if result.covariances is None and calibration is None:
         return {}
     states = [r.states.double() for r in recordings]
-    z, m, C = (torch.cat(parts) for parts in (states, result.estimates, result.covariances))
+    spreads = result.covariances or no_covariances(result)
+    z, m, C = (torch.cat(parts) for parts in (states, result.estimates, spreads))
     known = z.isfinite().all(-1)
     if not known.any():
         return {}
     energies = None if result.energies is None else torch.cat(result.energies)[known]
-    found = {"raw": reliability(z[known], m[known], C[known], energies=energies)}
+    found = {}
+    if result.covariances is not None:
+        found["raw"] = reliability(z[known], m[known], C[known], energies=energies)
     if calibration is not None:
         found[""] = reliability(z[known], m[known], C[known], calibration)
     return found
 
 
 def recalibrated(result: Score, calibration: Calibration | None) -> Score:
-    """Return the scores with recalibrated covariances, where both exist."""
-    if calibration is None or result.covariances is None:
+    """Return the scores with recalibrated covariances, where there is a calibration."""
+    if calibration is None:
         return result
-    return result._replace(covariances=[calibration.covariance(C) for C in result.covariances])
+    spreads = result.covariances or no_covariances(result)
+    return result._replace(covariances=[calibration.covariance(C) for C in spreads])
+
+
+def no_covariances(result: Score) -> list[torch.Tensor]:
+    """Return zeros ``T d d``, which `kbf.evaluation.calibration.calibrate_constant` calibrates."""
+    return [m.new_zeros(*m.shape, m.shape[-1]) for m in result.estimates]
 
 
 def reliability_metrics(reliabilities: Mapping[str, Reliability]) -> dict[str, float]:

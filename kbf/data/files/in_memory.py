@@ -147,7 +147,9 @@ def frame_contents(frame: Any, layout: Layout, states: bool) -> Contents:
     columns = {name: numeric(frame[name], name) for name in numbers}
     if (name := layout.time_name()) is not None:
         columns[name] = frame_times(frame, layout, name)
-    texts = {name: ["" if v is None or v != v else str(v) for v in frame[name]] for name in words}
+    texts = {
+        name: ["" if v is None or v != v else str(v).strip() for v in frame[name]] for name in words
+    }
     table = tables.Table(columns, texts, torch.arange(len(frame)))
     if name is not None and layout.recording is None and not layout.sort_by_time:
         check_forwards(frame, header, layout, columns[name])

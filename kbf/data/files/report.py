@@ -11,7 +11,6 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from kbf.data.files.bounds import edge_warnings
 from kbf.data.files.checks import (
-    are_whole,
     code_warnings,
     codes_of,
     control_warning,
@@ -26,6 +25,7 @@ from kbf.data.files.dataset import FileData
 from kbf.data.files.latency import latency_warnings
 from kbf.data.files.layout import FileRecording
 from kbf.data.files.leaks import leak_warnings
+from kbf.data.files.outliers import column_warnings
 from kbf.recording import Recording
 from kbf.rkhs.linalg import evenly
 
@@ -39,17 +39,11 @@ MAX_REPEATED_SHARE = 0.05
 # Largest share of test steps that are far from all training steps, without a warning.
 MAX_OUTSIDE_SHARE = 0.01
 
-# A value this many robust standard deviations from the median is an outlier.
-OUTLIER_DEVIATIONS = 8.0
-
 # An odd number with random bits, 2^64 over the golden ratio, as of Fibonacci hashing.
 HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 # Columns up to which a tree finds the nearest points faster than all distances do.
 MAX_TREE_COLUMNS = 8
-
-# Steps around an outlier, of most of which the values must differ from it.
-STEPS_AROUND = 11
 
 # Points of each part between which distances are computed.
 MAX_POINTS = 10_000
@@ -222,47 +216,6 @@ def value_warning(name: str, each: list[Tensor], schema: ColumnSchema) -> list[s
         "and is entered and left by jumps. If it stands for a missing value: "
         f"data.missing={{{plain}: [{value:.10g}]}}"
     ]
-
-
-def column_warnings(name: str, each: list[Tensor], data: FileData) -> list[str]:
-    """Returns warnings of an empty or constant column, and of outliers; counts have none."""
-    values = torch.cat(each)
-    known = values[values.isfinite()]
-    if not len(known):
-        return [f"column {name}: it is empty"]
-    if float(known.max() - known.min()) <= 1e-12 * float(known.abs().max()):
-        return [f"column {name}: it is constant ({float(known[0]):g}) and holds no information"]
-    if are_whole(known) and float(known.min()) >= 0:
-        return []
-    low, middle, high = np.quantile(known.numpy(), [0.25, 0.5, 0.75]).tolist()
-    off = (values - middle).abs() > OUTLIER_DEVIATIONS * (high - low) / 1.349
-    if high <= low or not bool(off.any()):
-        return []
-    # A sensor that drifts away over many steps has no outliers.
-    around = torch.cat([running_median(column) for column in each])
-    off &= (values - around).abs() > 0.5 * (values - middle).abs()
-    if not bool(off.any()):
-        return []
-    k = int(off.nonzero()[0, 0])
-    count, where = int(off.sum()), place_of(data, each, k)
-    return [f"column {name}: {count} outliers (first: {values[k].item():g} at {where})"]
-
-
-def running_median(column: Tensor) -> Tensor:
-    """Returns the medians ``T`` of the known values in windows of `STEPS_AROUND` steps."""
-    import pandas as pd
-
-    window = pd.Series(column.numpy()).rolling(STEPS_AROUND, center=True, min_periods=1)
-    return torch.from_numpy(window.median().fillna(0).to_numpy(copy=True))
-
-
-def place_of(data: FileData, each: list[Tensor], k: int) -> str:
-    """Returns the place of the k-th value of a column in the file, for messages."""
-    for recording, column in zip(data.recordings, each, strict=False):
-        if k < len(column):
-            return recording.place(k)
-        k -= len(column)
-    return f"step {k}"
 
 
 def repeated(data: FileData) -> list[str]:

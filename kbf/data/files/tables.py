@@ -214,8 +214,9 @@ def check_columns(path: Path, header: list[str], wanted: list[str]) -> None:
         if name not in header:
             hint = nearest(name, header, "")
             hint = f"; {hint}" if hint.endswith("?") else ""
-            if not hint and not is_parquet(path) and not set(wanted) & set(header):
-                hint = "; data.skip_lines=N or data.comment='#' leaves out lines before the header"
+            a_text = path.suffix.lower() not in ("", ".parquet", ".pq")  # none: a DataFrame
+            if not hint and a_text and not set(wanted) & set(header):
+                hint = "; data.skip_lines=2 or data.comment='#' leaves out lines before the header"
             raise ValueError(
                 f"{path}: there is no column {name!r}; it has {', '.join(header)}{hint}"
             )

@@ -367,6 +367,17 @@ def test_a_sensor_that_drifts_away_has_no_outliers():
     assert any("6 outliers" in text for text in causes(frame.assign(a=far)))
 
 
+def test_heavy_tails_are_no_outliers():
+    """Bumps of a road: some accelerations are large, and others nearly as large."""
+    tail = np.random.default_rng(0).standard_t(3, size=2000)
+    assert np.abs(tail).max() > 8 * np.diff(np.quantile(tail, [0.25, 0.75]))[0] / 1.349
+    frame = recorded(2000).assign(a=tail)
+    assert not any("outliers" in text for text in causes(frame))
+    frame.loc[[100, 900, 1500], "a"] = [300.0, -350.0, 400.0]
+    (text,) = [text for text in causes(frame) if "outliers" in text]
+    assert "column a: 3 outliers (first: 300 at DataFrame, row 100)" in text
+
+
 def test_a_code_of_one_column_is_found_in_others():
     """Also where their range is wide; it is no bound, and rows of codes are no copies."""
     frame = recorded()

@@ -135,7 +135,7 @@ def test_archives_of_several_files_are_refused(tmp_path):
     ("text", "setting"),
     [
         ("# made by\n" + PLAIN, "data.comment='#'"),
-        ("Logger 7\nno 3\n" + PLAIN, "data.skip_lines=N"),
+        ("Logger 7\nno 3\n" + PLAIN, "data.skip_lines=2"),
         (PLAIN.replace("b\n", "b\ns,m,V,mV\n"), "data.units_row=true"),
         (PLAIN.replace("1.5", '"1,5"'), "data.decimal=','"),
     ],

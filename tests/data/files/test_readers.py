@@ -8,10 +8,12 @@ import pickle
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
 
+import kbf
 from kbf.data.files import column_schema
 from kbf.data.files.dataset import FileData
 from kbf.data.files.layout import Layout, layout_of
@@ -122,6 +124,18 @@ def test_rows_of_runs_may_be_mixed(tmp_path):
     table = rows()
     mixed = [row for pair in zip(table[:T], table[T:], strict=True) for row in pair]
     check(read(write_csv(tmp_path / "rec.csv", mixed), LAYOUT))
+
+
+def test_names_of_runs_are_stripped_at_both_doors(tmp_path):
+    names = ["a", " b", "a ", "b", "a", "b "]
+    frame = pd.DataFrame({"run": names, "x": range(6), "a": range(6)}).astype(
+        {"x": float, "a": float}
+    )
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    settings = {"states": ["x"], "observations": ["a"], "recording": "run", "test": 0.0}
+    for data in (frame, tmp_path / "a.csv"):
+        rows = kbf.check(data, **settings).recordings
+        assert [(row["recording"], row["steps"]) for row in rows] == [("a", 3), ("b", 3)]
 
 
 def test_dates_are_seconds(tmp_path):
