@@ -118,6 +118,8 @@ class EncodingSettings(NamedTuple):
         augment: random transforms of the images (`kbf.images.augment.Augment`).
         visible: numbers of the components of the state that an image shows, None for all: encodings
             have these alone.
+        pixel_ridge: with loss linear, compare the encoders with a kernel ridge regression on pixels
+            (`kbf.training.pixel_choice`).
     """
 
     epochs: int
@@ -136,6 +138,7 @@ class EncodingSettings(NamedTuple):
     visible: tuple[int, ...] | None = None
     components: int = 2
     weighting: str = "uniform"
+    pixel_ridge: bool = True
 
     @property
     def gaussians(self) -> int:
@@ -233,6 +236,10 @@ def read_encoding_settings(config: dict[str, Any]) -> EncodingSettings:
         others=("encoder",),
     )
     encoding = encoding._replace(augment=tuple(encoding.augment or ()))
+    if not isinstance(encoding.pixel_ridge, bool):
+        raise ValueError(
+            f"data.encoding.pixel_ridge must be true or false, got {encoding.pixel_ridge!r}"
+        )
     if encoding.weighting != "uniform" and encoding.loss != "ridge":
         raise ValueError(
             f"data.encoding.weighting={encoding.weighting} is for data.encoding.loss=ridge; "

@@ -3,4 +3,5 @@ from kbf.images import (
     encoders as encoders,
     encodings as encodings,
     losses as losses,
+    pixel_ridge as pixel_ridge,
 )

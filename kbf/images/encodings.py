@@ -10,6 +10,9 @@ state may be, with which uncertainty, and whether the image is informative.
 Their heads are trained by -log r
 (`kbf.training.encoder_stage`), and a new image has the mean of their ratios. Filters that know such
 ratios take the whole row (``returns_ratio``), the others its mean.
+
+Of few images a kernel ridge regression on pixels (`kbf.images.pixel_ridge`) may have a smaller
+held-out error than the encoders (`kbf.training.pixel_choice`); it is then used in their place.
 """
 
 from collections.abc import Iterable
@@ -29,6 +32,7 @@ from kbf.densities.ratio import (
 )
 from kbf.filters.protocols import Filter
 from kbf.filters.wrapper import FilterWrapper
+from kbf.images.pixel_ridge import PixelRidge
 from kbf.manifolds import CIRCLE, FLAT, Manifold, manifold_of
 from kbf.recording import Recording, as_float
 
@@ -49,6 +53,7 @@ class Encoding(nn.Module):
             ``()``, of p(z), with components.
         returns_ratio: encodings are whole ratios ``m w`` (`kbf.densities.ratio.mixed`), not only
             their means.
+        pixels: encodes images in place of the members, once it is fitted.
     """
 
     z_mean: Tensor
@@ -69,6 +74,7 @@ class Encoding(nn.Module):
         self.encoders: nn.ModuleList = nn.ModuleList(encoders)
         self.components: int = components
         self.returns_ratio: bool = False
+        self.pixels: PixelRidge = PixelRidge()
         numbers = encoding_width(d, components) - d if components else d
         self.heads: nn.ModuleList = nn.ModuleList(
             nn.Linear(int(encoder.features), numbers)  # pyright: ignore[reportArgumentType]
@@ -143,8 +149,10 @@ class Encoding(nn.Module):
             return mixed(
                 [self.row(self.answer(k, x)) for k in range(len(self.encoders))], len(self.z_mean)
             )
-        encodings = [self.member(k, x) for k in range(len(self.encoders))]
-        mean = torch.stack(encodings).mean(0)
+        if self.pixels.fitted:
+            mean = self.pixels(x).to(self.z_mean)
+        else:
+            mean = torch.stack([self.member(k, x) for k in range(len(self.encoders))]).mean(0)
         if mean.shape[-1] != 2:
             return mean
         return torch.where(

@@ -7,5 +7,6 @@ from kbf.training import (
     filter_stage as filter_stage,
     fit as fit,
     metric_logging as metric_logging,
+    pixel_choice as pixel_choice,
     processes as processes,
 )

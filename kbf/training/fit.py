@@ -43,6 +43,7 @@ from kbf.training.datamodule import FilterDataModule
 from kbf.training.encoder_datamodule import Frames, check_batches
 from kbf.training.encoder_stage import check_encoder, fit, fit_encoding, warn_of_chance
 from kbf.training.filter_stage import FilterTraining
+from kbf.training.pixel_choice import choose_pixels
 from kbf.training.processes import check_not_coupled
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -235,6 +236,7 @@ def fit_encoders(
     code.to("cpu")
     if module.code is not None:
         encoded = [code.crossfit(r, own) for r, own in zip(recordings, held, strict=True)]
+        encoded = choose_pixels(code, recordings, held, encoded, how)
         if how.members > 1:
             warn_of_chance(*observed_pairs(encoded), how)
         module.remember(encoded)

@@ -58,6 +58,7 @@ CODING = {
     "members": 2,
     "batch_size": 32,
     "augment": [NOISE],
+    "pixel_ridge": False,
 }
 KALMAN = {
     "name": "kalman",
