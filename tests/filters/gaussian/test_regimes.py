@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kbf.filters.gaussian.block_scores import with_factors
 from kbf.filters.gaussian.hidden_chain import products, smoothed_chain
 from kbf.filters.gaussian.learned_ukf import LearnedUKF
 from kbf.filters.gaussian.leave_one_out import weighted_errors
@@ -225,6 +226,26 @@ def test_equal_regimes_are_the_filter_of_one():
     runs = [rollout(each, obs, covariances=True) for each in (one, two)]
     torch.testing.assert_close(runs[0].estimates, runs[1].estimates)
     torch.testing.assert_close(runs[0].covariances, runs[1].covariances)
+
+
+def test_regimes_share_one_update_with_factors_of_each_recording():
+    """Recordings of a batch with factors of their own are filtered as by themselves."""
+    states, obs = normal(50, 1), normal(3, 20, 1, seed=3)
+    filter = switching([scalar(0.9), scalar(-0.9)], STAY, states)
+    factors = torch.tensor([[1.0, 1.0], [4.0, 1.0], [1.0, 16.0]], dtype=F64)
+    together = rollout(with_factors(filter, factors), obs, covariances=True)
+    for k, pair in enumerate(factors):
+        alone = rollout(with_factors(filter, pair), obs[k : k + 1], covariances=True)
+        torch.testing.assert_close(together.estimates[k], alone.estimates[0])
+        torch.testing.assert_close(together.covariances[k], alone.covariances[0])
+    step = with_factors(filter, factors)
+    state = step.predict(step.init(3)._replace(waiting=torch.zeros(3, dtype=F64)))
+    mean, cov = state.mean, state.cov
+    R = 0.3 * factors[:, 1, None]
+    density = torch.distributions.Normal(mean[..., 0], (cov[..., 0, 0] + R).sqrt())
+    logs = state.probabilities.log() + density.log_prob(obs[:, 0])
+    found = step.log_likelihood(state, obs[:, 0])
+    torch.testing.assert_close(found, logs.logsumexp(-1))
 
 
 def test_the_error_is_near_that_of_all_paths():
