@@ -1,4 +1,4 @@
-"""The command line of the workshop: ``python -m studies papers | benchmark | systems | stress``.
+"""The command line of the workshop: ``python -m studies COMMAND``.
 
 Runs in a clone or in an unpacked source archive. ``papers`` and ``benchmark`` take the settings of
 ``kbf reproduce`` and ``kbf bench`` and run the same code.
@@ -15,6 +15,7 @@ USAGE = """\
 usage: python -m studies papers NAME [key=value ...]      an experiment of a paper, with a verdict
        python -m studies benchmark NAME [key=value ...]   a benchmark, with its claims
        python -m studies systems [options]                models on systems by seed, with floors
+       python -m studies structure [options]              are features of such systems named?
        python -m studies stress [options]                 stress tests and fault injection
 
 examples:
@@ -23,9 +24,10 @@ examples:
   python -m studies benchmark step size=smoke
   python -m studies benchmark --list
   python -m studies systems --seeds 0-9 --rows 300 --methods kalman window_ridge
+  python -m studies structure --seeds 0-9 --dimensions 1 2 3
   python -m studies stress 0.03
 
---help after papers, benchmark, systems or stress lists the settings."""
+--help after papers, benchmark, systems, structure or stress lists the settings."""
 
 
 def main(words: list[str]) -> int:
@@ -45,6 +47,11 @@ def main(words: list[str]) -> int:
         from studies.systems import command as systems
 
         return systems.main(rest)
+    if command == "structure":
+        os.environ |= {"OMP_NUM_THREADS": "1"}
+        from studies.systems import structure
+
+        return structure.main(rest)
     if command not in COMMANDS:
         print(f"python -m studies: there is no command {command!r}\n{USAGE}", file=sys.stderr)
         return 2

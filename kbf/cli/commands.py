@@ -76,6 +76,23 @@ COMMANDS: dict[str, tuple[str, list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "report": (
+        "report what was found about a filter and its recordings, as one HTML file",
+        [
+            (
+                "kbf report checkpoint=best.ckpt",
+                "report.html: sensors, regimes, noises, and what would help most",
+            ),
+            (
+                "kbf report checkpoint=example:rotation out=rotation.html trials=false",
+                "what the recordings show, without further fits",
+            ),
+            (
+                "kbf report checkpoint=best.ckpt out=learned.html trial_model=ukf_learned",
+                "further fits with another filter, which takes longer",
+            ),
+        ],
+    ),
     "export": (
         "export one step of a filter as a program for other machines",
         [

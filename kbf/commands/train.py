@@ -27,6 +27,7 @@ from kbf.data.windows import hold_out
 from kbf.evaluation.floors import data_floor, floor
 from kbf.evaluation.score import Score
 from kbf.fitted.checkpoint import BEST, LAST, CheckpointError, Trained, read_checkpoint
+from kbf.fitted.structure import ALWAYS, structure_of
 from kbf.fitting import fit_model, with_shapes
 from kbf.model_choice import choose, held_out_filter, held_out_part, held_out_score
 from kbf.runtime.atomic_files import check_space, copy, scratch, write_json, write_text
@@ -152,7 +153,10 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     search_report.print_candidates(selection)
     schema = data.column_schema
     sensors = [] if schema is None else schema.components("observations")
-    print_notes(search_report.selection_notes(trained.module.net, sensors))
+    noted = search_report.selection_notes(trained.module.net, sensors)
+    print_notes(noted)
+    if config["structure"] and isinstance(data.source, FileData):
+        print_notes(structure_notes(trained, noted))
     rejected = ["test.rejected"] if metrics.get("test.rejected") else []
     keys = [*PRINTED, *rejected, "validation.mse", "held_out.mse", "epochs", "seconds"]
     print_values(title, metrics, keys)
@@ -165,6 +169,16 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     remove_former(directory)
     print_written(directory, ["metrics.json", *names, "checkpoints/best.ckpt"])
     return metrics
+
+
+def structure_notes(trained: Trained, noted: list[str]) -> list[str]:
+    """Return a sentence for each property of sensors and moves that was found, and is not noted."""
+    with shown_progress("what the recordings show"):
+        found = structure_of(trained)
+    found = found[~found.kind.isin(ALWAYS)]
+    late_or_held = found.kind.isin(("late", "held", "sticking"))
+    known = [any(name in note for note in noted) for name in found.column]
+    return found.sentence[~(late_or_held & known)].tolist()
 
 
 def first_warnings(report: Report) -> list[str]:

@@ -1,5 +1,6 @@
 """What a fitted filter is and can do, as dictionaries, DataFrames and rows of a table."""
 
+import os
 from typing import Any
 
 from torch import Tensor
@@ -45,6 +46,7 @@ class Summary:
         self.schema: ColumnSchema = trained.module.column_schema()
         self.config: dict[str, Any] = trained.module.config
         self._smoothers: dict[int | None, Calibration | None] = {}
+        self._structure: Any = None
 
     @property
     def model(self) -> Any:
@@ -107,6 +109,37 @@ class Summary:
         frame = pd.DataFrame(rows, columns=names)
         numbers = dict.fromkeys(("nmse", "standard_error", "weight", "seconds"), float)
         return frame.astype(numbers).sort_values("nmse", ignore_index=True, kind="stable")
+
+    @property
+    def structure(self) -> Any:
+        """What the training recordings show, a DataFrame with a row and a sentence for each.
+
+        Sensors that are late, held, stick, fail or drift; regimes and jumps; noises; and why the
+        filter was selected (`kbf.fitted.structure.structure_of`). The first use takes some seconds.
+        """
+        if self._structure is None:
+            from kbf.fitted.structure import structure_of
+
+            self._structure = structure_of(self.trained)
+        return self._structure.copy()
+
+    def report(
+        self, path: str | os.PathLike[str], *, trials: bool = True, model: str | None = None
+    ) -> list[str]:
+        """Write what was found as one HTML file with pictures inside; returns its sentences.
+
+        Args:
+            path: of the file.
+            trials: also fit a quick filter without each sensor and to fewer rows
+                (`kbf.fitted.trials`).
+            model: of these fits, None for the best of `kbf.fitted.trials.QUICK`.
+
+        Raises:
+            ValueError: an unknown model.
+        """
+        from kbf.fitted.report import write_report
+
+        return write_report(self, path, trials=trials, model=model)
 
     @property
     def held_out(self) -> Any:

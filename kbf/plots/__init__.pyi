@@ -1,5 +1,6 @@
 from kbf.plots import (
     animation as animation,
+    bars as bars,
     charts as charts,
     estimates as estimates,
     frames as frames,

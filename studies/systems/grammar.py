@@ -5,6 +5,8 @@ tables; each of `FEATURES` is there with probability `SHARE`. A feature is drawn
 changes the data.
 """
 
+from collections.abc import Collection, Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
@@ -38,17 +40,29 @@ FEATURES: dict[str, str] = {
 STEPS_OF_SCALE = 500
 
 
-def draw_system(seed: int) -> System:
+def draw_system(
+    seed: int,
+    *,
+    dimensions: Sequence[int] = DIMENSIONS,
+    wanted: Collection[str] | None = None,
+) -> System:
     """Return the system of a seed.
+
+    Args:
+        seed: of all draws.
+        dimensions: that the dimension is drawn from.
+        wanted: the features, in place of those that are drawn; features that do not act on the
+            system are left out.
 
     >>> draw_system(3).d == draw_system(3).d
     True
     """
     draws = Draws(seed)
-    d = draws.choice(DIMENSIONS)
+    d = draws.choice(dimensions)
     kinds = {"motion": draws.choice(motions_for(d)), "sensor": draws.choice(sensors_for(d))}
     sensor = SENSORS[kinds["sensor"]](d, draws)
     drawn = {name for name in FEATURES if draws.chance(SHARE)}
+    drawn = drawn if wanted is None else set(wanted)
     features = tuple(name for name in FEATURES if name in drawn & possible(d, sensor, drawn))
     make = MOTIONS[kinds["motion"]]
     motions = tuple(make(d, draws) for _ in range(2 if "regimes" in features else 1))

@@ -246,13 +246,14 @@ def test_no_net_of_a_checkpoint_runs_anything(hostile, capsys, net):
     assert not hostile.trace.exists() and sorted(os.listdir()) == ["last.ckpt", "obs.csv"]
 
 
-@pytest.mark.parametrize("command", ["filter", "export", "append", "evaluate", "train"])
+@pytest.mark.parametrize("command", ["filter", "export", "report", "append", "evaluate", "train"])
 @pytest.mark.parametrize("net", ["another package", "a builder that trusts", "a name looked up"])
 def test_no_command_runs_it(hostile, capsys, command, net):
     path = hostile(lambda config, put: config["model"].update(net=put(NETS[net])))
     words = {
         "filter": ["input=obs.csv"],
         "export": ["out=a.onnx"],
+        "report": ["out=a.html"],
         "append": ["out=a.ckpt", "seed=3"],
     }.get(command, [])
     key = "ckpt_path" if command == "train" else "checkpoint"

@@ -35,6 +35,7 @@ BEST = "checkpoint=run/checkpoints/best.ckpt"
 COMMANDS = {
     "append": (["append", BEST, "seed=3", "out=new/a.ckpt"], "new/a.ckpt"),
     "export": (["export", BEST, "out=new/a.onnx"], "new/a.onnx"),
+    "report": (["report", BEST, "out=new/a.html"], "new/a.html"),
     "filter": (["filter", BEST, "input=x.csv", "output=new/z.csv"], "new/z.csv"),
     "state": (["filter", BEST, "input=x.csv", "state=new/now.pt"], "new/now.pt"),
     "render": (["data", "render", "maze", "out=new/m.npz"], "new/m.npz"),

@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = ["posterior_mean", "preset=smoke", "workers=0"]
 
 
-@pytest.mark.parametrize("command", ["papers", "benchmark", "systems", "stress"])
+@pytest.mark.parametrize("command", ["papers", "benchmark", "systems", "structure", "stress"])
 def test_help(command, capsys):
-    if command in ("systems", "stress"):
+    if command in ("systems", "structure", "stress"):
         with pytest.raises(SystemExit, match="0"):
             main([command, "--help"])
     else:

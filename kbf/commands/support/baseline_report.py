@@ -59,7 +59,7 @@ def print_baselines(
         table.add_row(
             row,
             *(
-                "" if value != value else f"{value:.3f}"
+                "" if value != value else f"{value:.3g}"
                 for value in [*columns.tolist(), columns.nanmean().item()]
             ),
         )
@@ -67,11 +67,41 @@ def print_baselines(
     train = torch.cat([r.states for r in data.train]).double()
     estimates = torch.cat(result.estimates)
     print_notes(baseline_notes(names, found, train, states, estimates, causes))
+    print_notes(sensor_notes(names, data, estimates))
     return {
         f"plain.{row}.nmse": columns.nanmean().item()
         for row, columns in found.items()
         if row in PLAIN
     }
+
+
+def sensor_notes(names: list[str], data: Data, estimates: Float[Tensor, "m d"]) -> list[str]:
+    """Return notes on states that a sensor itself reads with a smaller error than the estimate.
+
+    Args:
+        names: of the columns of the state.
+        data: whose test part has observations ``T q``.
+        estimates: of the test part.
+    """
+    x = torch.cat([r.obs for r in data.test]).to(estimates)
+    z = torch.cat([r.states for r in data.test]).to(estimates)
+    schema = data.column_schema
+    sensors = [f"x_{k + 1}" for k in range(x.shape[1])]
+    if schema is not None and len(schema.components("observations")) == len(sensors):
+        sensors = schema.components("observations")
+    notes = []
+    for k, name in enumerate(names):
+        rows = z[:, k].isfinite() & estimates[:, k].isfinite()
+        own = (estimates[:, k] - z[:, k])[rows].square().mean().sqrt()
+        each = (x - z[:, [k]])[rows].square().mean(0).sqrt()
+        each = torch.where(each.isfinite(), each, torch.inf)
+        best = int(each.argmin())
+        if float(each[best]) < float(own):
+            notes.append(
+                f"the estimate of {name} is worse than the sensor itself: its RMSE is {own:.3g}, "
+                f"that of {sensors[best]}, taken as it is, {each[best]:.3g}"
+            )
+    return notes
 
 
 def baseline_notes(

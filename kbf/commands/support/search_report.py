@@ -87,7 +87,7 @@ def selection_notes(net: Any, sensors: Sequence[str] = ()) -> list[str]:
 
 def cells_of(candidate: dict[str, Any]) -> list[str]:
     """Return the cells of a candidate in the table."""
-    formats = {"nmse": ".4f", "standard_error": ".4f", "seconds": ".1f", "weight": ".2f"}
+    formats = {"nmse": ".3g", "standard_error": ".2g", "seconds": ".1f", "weight": ".2f"}
     return [
         "" if value is None else format(value, formats.get(key, ""))
         for key, value in candidate.items()

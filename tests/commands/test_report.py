@@ -1,0 +1,58 @@
+"""``kbf report``: one HTML file with pictures inside, that loads nothing and replaces nothing."""
+
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import kbf
+from kbf.cli import main
+from kbf.commands import report
+from kbf.config.composition import config_dir
+
+
+def test_the_report_is_one_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["report", "checkpoint=example:rotation", "trial_model=kalman"]
+    assert main([*words, "out=new/rotation.html"]) == 0
+    printed = capsys.readouterr().out
+    page = (tmp_path / "new/rotation.html").read_text()
+    assert page.count('src="data:image/png;base64,') == len(re.findall("<img ", page)) >= 4
+    assert not re.findall(r'(?:src|href)="(?!data:)', page) and "http" not in page
+    assert "Trials are made with kalman" in page and "Trials are made with kalman" in printed
+    assert "z_0" in page and printed.endswith("in new/rotation.html\n")
+    assert main([*words, "out=new/rotation.html"]) == 2
+    assert "rotation.html exists: name another out" in capsys.readouterr().err
+    assert (tmp_path / "new/rotation.html").read_text() == page
+
+
+def test_names_of_columns_are_text_and_not_html(tmp_path):
+    z = np.cumsum(np.random.default_rng(0).normal(size=300)) * 0.1
+    data = pd.DataFrame({"<b>z</b>": z, "<script>": z + np.sin(np.arange(300.0))})
+    fitted = kbf.fit(
+        data, states=["<b>z</b>"], observations=["<script>"], model="mean", progress=False
+    )
+    fitted.report(tmp_path / "a.html", trials=False)
+    page = (tmp_path / "a.html").read_text()
+    assert "&lt;script&gt;" in page and "<script>" not in page and "<b>z" not in page
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("trial_model=arima", "trial_model=arima is none of mean, kalman"),
+        ("out=a.pdf", "a report is an HTML file"),
+        ("checkpoint=absent.ckpt", "absent.ckpt"),
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path, monkeypatch, capsys, word, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "checkpoint=example:rotation", word]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_help_lists_all_models():
+    meaning = (config_dir() / "report.yaml").read_text()
+    assert all(name in meaning for name in report.MODELS)
