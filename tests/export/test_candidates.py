@@ -14,6 +14,8 @@ from kbf.export import onnx_linalg
 from kbf.export.step import WRITERS, ExportedStep, compare, export
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gaussian.kalman import LearnedKalman
+from kbf.filters.gaussian.learned_ukf import LearnedUKF
+from kbf.filters.gaussian.switching import SwitchingFilter
 from kbf.filters.held import HeldReadings
 from kbf.filters.kernel_monte_carlo.filter import KernelMonteCarloFilter
 from kbf.filters.particle.bootstrap import ParticleFilter
@@ -102,6 +104,30 @@ def test_a_stack_of_filters_exports(format, tmp_path):
     stack = EnsembleFilter(filters, weights, torch.eye(2, dtype=F64).expand(2, 2, 2))
     assert why_not_exported(stack) is None
     assert max(written(stack, tmp_path / "step", format, memory)[:2]) < 1e-6
+
+
+def of_two_regimes(memory):
+    """The regimes are the motion of a recording, and the same motion backwards in time."""
+    learned = LearnedUKF(kinds=("linear",), factors=(1.0,), switches=False)
+    forward, back = (
+        learned.fit([memory._replace(states=memory.states[way], obs=memory.obs[way])])
+        for way in (torch.arange(len(memory.obs)), torch.arange(len(memory.obs)).flip(0))
+    )
+    P = torch.tensor([[0.95, 0.05], [0.1, 0.9]], dtype=F64)
+    return SwitchingFilter(
+        [forward, forward.with_inner(back.inner)], P, torch.tensor([0.6, 0.4], dtype=F64)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["torch_export", "torchscript"])
+def test_a_filter_of_two_regimes_exports(format, tmp_path):
+    memory = recording(60)
+    filter = of_two_regimes(memory)
+    assert why_not_exported(filter) is None
+    run = rollout(filter, memory.obs[None])
+    assert 0.01 < float(run.state.probabilities[0, 0]) < 0.99  # both regimes have a part
+    assert max(written(filter, tmp_path / "step", format, memory)[:2]) < 1e-6
 
 
 @pytest.mark.slow

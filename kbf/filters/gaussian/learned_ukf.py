@@ -108,7 +108,7 @@ class LearnedUKF(ShownModule):
             ranks: most features of a map.
             factors: of the covariances Q and R.
             kinds: of maps, names among `KINDS`.
-            switches: whether several regimes are tried. A filter of several is not exported.
+            switches: whether several regimes are tried.
 
         Raises:
             ValueError: no candidates, ranks or factors that are not positive, or unknown kinds.

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor
-from torch.distributions import MultivariateNormal
 
 from kbf.densities.base import LOG_2PI
 from kbf.filters.protocols import Backward, FilterStep, UpdateByObserve
@@ -179,7 +178,7 @@ def innovation_log_density(
     residual: Float[Tensor, "b q"], S: Float[Tensor, "*b q q"]
 ) -> Float[Tensor, " b"]:
     """Return log N(residual; 0, S), the log density of an observation given those before it."""
-    return MultivariateNormal(torch.zeros_like(residual), S, validate_args=False).log_prob(residual)
+    return log_densities(residual[:, None], S)[:, 0]
 
 
 def log_densities(

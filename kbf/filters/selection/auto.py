@@ -180,7 +180,7 @@ class ModelSelection(nn.Module):
                     each.share_densities(main)
         learned = others.get("ukf_learned", main)
         if isinstance(learned, LearnedUKF) and "export" in self.require:
-            learned.switches = False  # a filter of several regimes is not exported
+            learned.switches = False  # ONNX programs of several regimes take minutes to write
         self.models: nn.ModuleDict = nn.ModuleDict({self.main_name: main, **others})
         self.weights: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
         self.spreads: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))

@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from kbf.filters.ensemble import EnsembleFilter
-from kbf.filters.gaussian.switching import SwitchingState
 from kbf.filters.kernel.controlled_transition import ControlledDensity
 from kbf.filters.protocols import (
     Filter,
@@ -17,7 +15,6 @@ from kbf.filters.protocols import (
     move,
     smoother_of,
 )
-from kbf.filters.wrapper import FilterWrapper
 from kbf.recording import Recording
 from kbf.runtime.errors import FitError
 from kbf.runtime.random_inputs import NotExportedError, RandomInputs
@@ -29,15 +26,6 @@ def why_not_exported(filter: Filter[Any]) -> str | None:
     A program is a function of its input: its operations do not depend on values, and its random
     numbers are uniform and Gaussian inputs (`kbf.runtime.random_inputs`).
     """
-    inner = filter
-    while isinstance(inner, FilterWrapper):
-        inner = inner.inner
-    members = inner.filters.values() if isinstance(inner, EnsembleFilter) else [inner]
-    if any(isinstance(each.init(1), SwitchingState) for each in members):
-        return (
-            "the filter of several regimes (ukf_learned) is not exported; "
-            "require=export fits one of one regime"
-        )
     if isinstance(filter, nn.Module) and any(
         isinstance(part, ControlledDensity) for part in filter.modules()
     ):
