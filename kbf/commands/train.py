@@ -176,9 +176,11 @@ def structure_notes(trained: Trained, noted: list[str]) -> list[str]:
     with shown_progress("what the recordings show"):
         found = structure_of(trained)
     found = found[~found.kind.isin(ALWAYS)]
-    late_or_held = found.kind.isin(("late", "held", "sticking"))
-    known = [any(name in note for note in noted) for name in found.column]
-    return found.sentence[~(late_or_held & known)].tolist()
+    return [
+        row.sentence
+        for row in found.itertuples()
+        if row.kind not in ("late", "held", "sticking") or not any(row.column in n for n in noted)
+    ]
 
 
 def first_warnings(report: Report) -> list[str]:

@@ -56,3 +56,24 @@ def test_wrong_settings_are_refused(tmp_path, monkeypatch, capsys, word, message
 def test_the_help_lists_all_models():
     meaning = (config_dir() / "report.yaml").read_text()
     assert all(name in meaning for name in report.MODELS)
+
+
+def test_training_prints_what_the_recordings_show(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    z = np.zeros(500)
+    for t in range(1, 500):
+        z[t] = 0.95 * z[t - 1] + 0.3 * rng.normal()
+    a = z + 0.2 * rng.normal(size=500)
+    for start in (100, 200, 300):
+        a[start : start + 10] = a[start]
+    data = pd.DataFrame({"place": z, "a": a, "b": z + 0.1 * rng.normal(size=500)})
+    data.to_csv("rec.csv", index=False)
+    words = ["train", "model=mean", "logger=none", "calibrate=false", "data=own"]
+    words += ["data.path=rec.csv", "data.states=[place]", "data.observations=[a,b]"]
+    assert main([*words, "run_dir=one"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "a sticks in" in printed and "b sticks" not in printed
+    assert "the estimate of place is worse than the sensor itself" in printed
+    assert main([*words, "run_dir=two", "structure=false"]) == 0
+    assert "sticks" not in capsys.readouterr().out
