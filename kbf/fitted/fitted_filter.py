@@ -38,6 +38,7 @@ from kbf.fitted.runs import (
     moved_from,
     smoothed_paths,
     step_through,
+    step_through_all,
 )
 from kbf.fitted.scores import baseline_nmse, column_scores, forecast_nmse
 from kbf.fitted.summary import Summary
@@ -90,11 +91,10 @@ class FittedFilter(Summary):
         generator = torch.Generator(self._device).manual_seed(seed)
         estimator = OnlineEstimator(self.trained, self.schema, generator=generator)
         results = []
-        for k, piece in enumerate(pieces):
-            estimator.restart()
-            if state is not None and k == 0:
-                estimator.live.state, estimator.live.rejections, estimator.recent = state
-            results.append(step_through(estimator, self.trained, piece))
+        if state is not None:
+            estimator.live.state, estimator.live.rejections, estimator.recent = state
+            results.append(step_through(estimator, self.trained, pieces[0]))
+        results += step_through_all(estimator, self.trained, pieces[len(results) :])
         live = estimator.live
         return self.estimates(
             in_order(results, rows),

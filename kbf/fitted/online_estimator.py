@@ -124,7 +124,9 @@ class OnlineEstimator:
         while len(states) < len(rows):
             rest = rows[len(states) :]
             predicted, updated, rejected = self.step_through(rest)
-            verdicts = [] if self.monitor is None else self.verdicts(self.monitor, predicted, rest)
+            verdicts: list[str] = []
+            if self.monitor is not None:
+                verdicts = self.verdicts(self.monitor, concatenated(predicted), rest)
             valid = verdicts.index("diverged") if "diverged" in verdicts else len(rest)
             states, alarms = states + updated[:valid], alarms + verdicts[:valid]
             # The rows behind it were filtered from a diverged track: start again at this one.
@@ -155,10 +157,8 @@ class OnlineEstimator:
             updated.append(live.state)
         return predicted, updated, rejected
 
-    def verdicts(
-        self, monitor: Monitor, predicted: list[Any], rows: Sequence[Observed]
-    ) -> list[str]:
-        """Return the alarm of each row, or an empty string.
+    def verdicts(self, monitor: Monitor, predicted: Any, rows: Sequence[Observed]) -> list[str]:
+        """Return the alarm of each row, or an empty string, from its predicted state.
 
         Those after the first "diverged" are not valid.
         """
@@ -172,7 +172,7 @@ class OnlineEstimator:
             return [""] * len(rows)
         mask = torch.tensor([x is not None for x in obs], device=observed[0].device)
         filled = torch.cat([torch.zeros_like(observed[0]) if x is None else x for x in obs])
-        checks = monitor.check(self.filter, concatenated(predicted), filled, mask=mask)
+        checks = monitor.check(self.filter, predicted, filled, mask=mask)
         scores = checks.recent[:, -1]
         window = scores.new_full((WINDOW,), torch.nan) if self.recent is None else self.recent
         series = torch.cat([window, scores])

@@ -9,11 +9,13 @@ from torch import Generator, Tensor
 
 from kbf.data.files.layout import Observations
 from kbf.evaluation.calibration import Calibration
+from kbf.filters.gating import GatedFilter, GatedState
 from kbf.filters.protocols import control_components, covariance_of, move
 from kbf.filters.rollout import batch_inputs, rollout
 from kbf.filters.smoothing import Smoothed, sample_paths
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.held_out_forecasts import ORIGINS_PER_BATCH
+from kbf.fitted.joint_step import draws
 from kbf.fitted.online_estimator import OnlineEstimator, StepInputs, concatenated, result_of
 from kbf.fitted.results import Array, Result, joined
 from kbf.recording import Recording, without_mask
@@ -21,6 +23,8 @@ from kbf.runtime.errors import DataError, nearest
 
 # Rows whose outputs are computed in one batch.
 ROWS_PER_BATCH = 256
+# Recordings of at most `ROWS_PER_BATCH` rows that are filtered as one batch.
+RECORDINGS_PER_BATCH = 32
 
 
 def check_horizon(horizon: int) -> None:
@@ -123,18 +127,93 @@ def future_controls(trained: Trained, controls: Any, horizon: int) -> Tensor | N
     return torch.from_numpy(values)[None].to(trained.module.device, trained.module.input_dtype)
 
 
-def step_through(estimator: OnlineEstimator, trained: Trained, piece: Observations) -> Result:
-    """Step through one recording from the present state of the estimator."""
-    batch = batch_of(trained, piece)
+def step_through_all(
+    estimator: OnlineEstimator, trained: Trained, pieces: list[Observations]
+) -> list[Result]:
+    """Step through recordings, each from the prior; many short ones as one batch.
+
+    Filters that draw random numbers step through one after the other, and so does the last
+    recording, whose end is the state of the estimator afterwards.
+    """
+    short = [k for k, each in enumerate(pieces[:-1]) if len(each.obs) <= ROWS_PER_BATCH]
+    if len(short) > 1:
+        example = batch_of(trained, pieces[0])["obs"][:, 0]
+        if draws(trained.filter, example, control_components(trained.filter)):
+            short = []
+    found: dict[int, Result] = {}
+    for first in range(0, len(short), RECORDINGS_PER_BATCH):
+        some = short[first : first + RECORDINGS_PER_BATCH]
+        results = step_through_together(estimator, trained, [pieces[k] for k in some])
+        found |= dict(zip(some, results, strict=True))
+    for k, piece in enumerate(pieces):
+        if k not in found:
+            estimator.restart()
+            found[k] = step_through(estimator, trained, piece)
+    return [found[k] for k in range(len(pieces))]
+
+
+@torch.inference_mode()
+def step_through_together(
+    estimator: OnlineEstimator, trained: Trained, pieces: list[Observations]
+) -> list[Result]:
+    """Step through recordings as one padded batch, each from the prior.
+
+    The results equal those of `step_through` up to rounding. A recording whose track diverges is
+    stepped through by itself, since it starts again from the prior there.
+    """
+    module, monitor = trained.module, estimator.monitor
+    recordings = [as_recording(each) for each in pieces]
+    batch = batch_inputs(recordings, dtype=module.input_dtype, device=module.device)
     obs, mask, acted = batch["obs"], batch["mask"], batch["controls"]
-    steps = [
+    gate, state = GatedFilter(trained.filter), GatedState(trained.filter.init(len(pieces)))
+    predicted, updated = [], []
+    collect = None if monitor is None else lambda now, *_: predicted.append(now)
+    for t in range(obs.shape[1]):
+        now, control = (None if each is None else each[:, t] for each in (mask, acted))
+        state = gate.step(state, obs[:, t], mask=now, control=control, before=collect)
+        updated.append(state.inner)
+    before, after = (over_time(each) if each else None for each in (predicted, updated))
+    results = []
+    for k, each in enumerate(pieces):
+        estimator.restart()
+        steps, alarms = len(each.obs), []
+        if monitor is not None:
+            rows = inputs_of(*(None if v is None else v[k : k + 1, :steps] for v in (obs, mask)))
+            alarms = estimator.verdicts(monitor, part_of(before, k, steps), rows)
+        if "diverged" in alarms:
+            estimator.restart()
+            results.append(step_through(estimator, trained, each))
+        else:
+            estimator.alarms += sum(alarm != "" for alarm in alarms)
+            results.append(result_of(estimator, part_of(after, k, steps), alarms))
+    return results
+
+
+def over_time(states: list[Any]) -> Any:
+    """Return the states ``b ...`` of T steps as one, ``T b ...``."""
+    return type(states[0])(*(torch.stack(leaves) for leaves in zip(*states, strict=True)))
+
+
+def part_of(states: Any, k: int, steps: int) -> Any:
+    """Return the first steps of recording k of such states, as a batch."""
+    return type(states)(*(leaf[:steps, k] for leaf in states))
+
+
+def inputs_of(obs: Tensor, mask: Tensor | None, controls: Tensor | None = None) -> list[StepInputs]:
+    """Return the steps of a batch of one recording."""
+    return [
         StepInputs(
             None if mask is not None and not mask[0, t] else obs[:, t],
-            None if acted is None else acted[:, t],
+            None if controls is None else controls[:, t],
         )
         for t in range(obs.shape[1])
     ]
-    parts = []
+
+
+def step_through(estimator: OnlineEstimator, trained: Trained, piece: Observations) -> Result:
+    """Step through one recording from the present state of the estimator."""
+    batch, parts = batch_of(trained, piece), []
+    steps = inputs_of(batch["obs"], batch["mask"], batch["controls"])
     for first in range(0, len(steps), ROWS_PER_BATCH):
         state, alarms = estimator.advance(steps[first : first + ROWS_PER_BATCH])
         parts.append(result_of(estimator, state, alarms))
