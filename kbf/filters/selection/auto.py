@@ -107,10 +107,10 @@ MIN_STD_ERRORS = 1.5
 # Share of the error by which an ensemble must be better: its steps take longer, and it may have no
 # smoother.
 MIN_GAIN_OF_STACK = 0.1
-# A candidate may take this multiple of its even share of the time that is left, so that one slow
-# candidate leaves time for those after it.
+# A candidate may take this multiple of its even share of the time that is left, and at least this
+# share of it, so that one slow candidate leaves time for those after it.
 SHARES_OF_TIME = 2.0
-
+MIN_SHARE_OF_TIME = 0.5
 
 # Models that are compared on all folds; the others are left out after the first one. Baselines and
 # the leading model are compared in addition.
@@ -250,7 +250,7 @@ class ModelSelection(nn.Module):
                     partial(fit_meeting, model, self.require),
                     prepare=partial(model.prepare, recordings, generator),
                     timed=name not in PLAIN,
-                    share=min(1.0, SHARES_OF_TIME / (len(names) - k)),
+                    share=min(1.0, max(MIN_SHARE_OF_TIME, SHARES_OF_TIME / (len(names) - k))),
                 )
             search.finish(MAX_FINALISTS, [leading])
 
