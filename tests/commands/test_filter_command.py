@@ -675,7 +675,7 @@ def test_a_line_that_cannot_be_read_costs_one_step():
         [],
     )
     rows = read(
-        ["t,a", "10,1", "10.1,1", "10.2,?", "10.3,1", "10.4,1"], names, on_unreadable=told.append
+        ["t,a", "10,1", "10.1,1", "10.2,1x", "10.3,1", "10.4,1"], names, on_unreadable=told.append
     )
     assert len(told) == 1 and [row.obs is None for row in rows] == [
         False,
