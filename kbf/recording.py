@@ -388,6 +388,13 @@ def pad(sequences: list[Recording]) -> Recording:
     return Recording(states, obs, mask, controls)
 
 
+def observed(recording: Recording) -> Tensor:
+    """Return observations ``T q``, NaN in masked steps."""
+    if recording.mask is None:
+        return recording.obs
+    return torch.where(recording.mask[:, None], recording.obs, torch.nan)
+
+
 def check_vectors(sequences: list[Recording], name: str) -> None:
     """Raise a ValueError if observations are not vectors; ``name`` is the model that needs them."""
     if sequences[0].obs.ndim != 2:

@@ -101,3 +101,10 @@ def test_settings_of_the_training(data):
     assert fitted.config["model"]["training"]["epochs"] == 2
     with pytest.raises(ValueError, match=r"no covariances.*require=.'intervals'"):
         fitted.filter(data).interval()
+
+
+def test_candidates_of_a_checkpoint_with_errors_alone():
+    """The shipped example keeps the errors of its candidates, neither seconds nor notes."""
+    table = kbf.load("example:rotation").candidates
+    assert len(table) >= 5 and table.nmse.notna().all() and table.weight.sum() == 1
+    assert table.seconds.isna().all() and (table.note == "").all()

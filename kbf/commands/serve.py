@@ -84,6 +84,6 @@ def run(config: dict[str, Any]) -> int:
         log=console.print,
     )
     gc.collect()
-    gc.freeze()  # what is loaded stays: the collector passes over it
+    gc.freeze()  # what is loaded stays: it is excluded from garbage collection
     server.run()
     return 0

@@ -155,8 +155,6 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     sensors = [] if schema is None else schema.components("observations")
     noted = search_report.selection_notes(trained.module.net, sensors)
     print_notes(noted)
-    if config["structure"] and isinstance(data.source, FileData):
-        print_notes(structure_notes(trained, noted))
     rejected = ["test.rejected"] if metrics.get("test.rejected") else []
     keys = [*PRINTED, *rejected, "validation.mse", "held_out.mse", "epochs", "seconds"]
     print_values(title, metrics, keys)
@@ -167,6 +165,8 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
         metrics |= print_baselines(config, data, result, metrics["filter"], causes)
     write_json(directory / RESULT, metrics)  # last: a run that has this file is whole
     remove_former(directory)
+    if config["structure"] and isinstance(data.source, FileData):
+        print_notes(structure_notes(trained, noted))
     print_written(directory, ["metrics.json", *names, "checkpoints/best.ckpt"])
     return metrics
 

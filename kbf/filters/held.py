@@ -29,7 +29,7 @@ from kbf.filters.protocols import (
     sample_of,
     smoother_of,
 )
-from kbf.recording import Recording
+from kbf.recording import Recording, observed
 
 # Repeats that a sensor must have, as a number and as a share of its readings.
 MIN_REPEATS = 5
@@ -45,11 +45,13 @@ MIN_SHARE_OF_REPEATED_VALUES = 0.9
 def held_sensors(recordings: list[Recording]) -> Bool[Tensor, " q"]:
     """Return which observations ``T q`` are held or stick, by their exact repeats.
 
+    Steps that were not observed have no readings.
+
     >>> t = torch.arange(60.0)[:, None]
     >>> held_sensors([Recording(t, torch.cat([t.sin(), (t // 3).sin()], 1))])
     tensor([False,  True])
     """
-    x = torch.cat([each.obs for each in recordings])
+    x = torch.cat([observed(each) for each in recordings])
     first = torch.zeros(len(x), dtype=torch.bool, device=x.device)
     first[[sum(len(each.obs) for each in recordings[:k]) for k in range(len(recordings))]] = True
     found = torch.zeros(x.shape[1], dtype=torch.bool, device=x.device)

@@ -51,11 +51,19 @@ def step_together(estimators: Sequence[OnlineEstimator], inputs: Sequence[StepIn
         observed = is_observed(first.filter, obs).to(after.rejected.device)
         rejected = (after.rejected & observed).tolist()
     states = rows_of(after.inner)
-    for k, (each, given) in enumerate(zip(estimators, inputs, strict=True)):
-        if alarms[k] == "diverged":  # these first: only they can raise an error
-            each.restart()
-            each.live.step(given.obs, given.control)
-            states[k] = each.live.state
+    lost = [k for k, alarm in enumerate(alarms) if alarm == "diverged"]
+    kept = [(live.state, live.rejections, live.rejected) for live in lives]
+    recents = [each.recent for each in estimators]
+    try:  # these first: only they can raise an error
+        for k in lost:
+            estimators[k].restart()
+            lives[k].step(inputs[k].obs, inputs[k].control)
+            states[k] = lives[k].state
+    except Exception:
+        for k in lost:
+            lives[k].state, lives[k].rejections, lives[k].rejected = kept[k]
+            estimators[k].recent = recents[k]
+        raise
     for k, each in enumerate(estimators):
         each.alarms += alarms[k] != ""
         if alarms[k] != "diverged":

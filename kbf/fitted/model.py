@@ -379,6 +379,19 @@ def build_scaling(data: dict[str, Any], sequences: list[Recording] | None) -> Sc
     return Scaling().prepare(sequences, columns.scalable("states"), observations)
 
 
+def compared_by(module: "FittedModel") -> list[tuple[str, float | None, float | None, float, str]]:
+    """Return (model, NMSE, its standard error, seconds, note) of each candidate of the selection.
+
+    Checkpoints that keep the NMSE alone have NaN for the seconds.
+    """
+    if stored := module.config["model"].get("compared"):
+        return [(name, nmse, error, secs, note) for name, nmse, error, secs, note in stored]
+    if not isinstance(module.net, ModelSelection):
+        return []
+    pairs = zip(module.net.models, module.net.scores.tolist(), strict=False)
+    return [(name, nmse, None, float("nan"), "") for name, nmse in pairs if nmse >= 0]
+
+
 def cast_all(sequences: list[Recording], dtype: torch.dtype) -> list[Recording]:
     """Return the recordings in another dtype."""
     return [

@@ -23,8 +23,10 @@ from kbf.runtime.errors import DataError, nearest
 
 # Rows whose outputs are computed in one batch.
 ROWS_PER_BATCH = 256
-# Recordings of at most `ROWS_PER_BATCH` rows that are filtered as one batch.
+# Recordings of at most `ROWS_PER_BATCH` rows that are filtered as one batch, and the memory of
+# their states and observations; filters over many points have large states.
 RECORDINGS_PER_BATCH = 32
+MAX_BYTES_OF_BATCH = 2**28
 
 
 def check_horizon(horizon: int) -> None:
@@ -136,13 +138,10 @@ def step_through_all(
     recording, whose end is the state of the estimator afterwards.
     """
     short = [k for k, each in enumerate(pieces[:-1]) if len(each.obs) <= ROWS_PER_BATCH]
-    if len(short) > 1:
-        example = batch_of(trained, pieces[0])["obs"][:, 0]
-        if draws(trained.filter, example, control_components(trained.filter)):
-            short = []
+    together = recordings_per_batch(trained, pieces[0]) if len(short) > 1 else 1
     found: dict[int, Result] = {}
-    for first in range(0, len(short), RECORDINGS_PER_BATCH):
-        some = short[first : first + RECORDINGS_PER_BATCH]
+    for first in range(0, len(short) if together > 1 else 0, together):
+        some = short[first : first + together]
         results = step_through_together(estimator, trained, [pieces[k] for k in some])
         found |= dict(zip(some, results, strict=True))
     for k, piece in enumerate(pieces):
@@ -150,6 +149,16 @@ def step_through_all(
             estimator.restart()
             found[k] = step_through(estimator, trained, piece)
     return [found[k] for k in range(len(pieces))]
+
+
+def recordings_per_batch(trained: Trained, piece: Observations) -> int:
+    """Return how many short recordings are filtered as one batch: 1 if a step is random."""
+    filter, example = trained.filter, batch_of(trained, piece)["obs"][:, 0]
+    if draws(filter, example, control_components(filter)):
+        return 1
+    row = sum(leaf[0].numel() * leaf.element_size() for leaf in (example, *filter.init(1)))
+    fits = MAX_BYTES_OF_BATCH // (2 * ROWS_PER_BATCH * max(1, row))  # predicted and updated
+    return max(1, min(RECORDINGS_PER_BATCH, fits))
 
 
 @torch.inference_mode()

@@ -22,12 +22,11 @@ from kbf.filters.gaussian.sensor_laws import (
     fit_mixture,
     fit_persistence,
     former,
-    observed,
     select_delays,
     working,
 )
 from kbf.filters.held import held_sensors, without_repeats
-from kbf.recording import Recording
+from kbf.recording import Recording, observed
 
 
 class Finding(NamedTuple):
@@ -84,7 +83,8 @@ MIN_RESIDUALS = 100
 def sensor_findings(recordings: list[Recording]) -> list[Finding]:
     """Return what is found in the observations ``T q`` of recordings with known states."""
     counts = counts_in(recordings)
-    stable = [with_stable_counts(each, counts) for each in recordings]
+    seen = [each._replace(obs=observed(each)) for each in recordings]
+    stable = [with_stable_counts(each, counts) for each in seen]
     found, fresh = repeats(stable)
     delays = select_delays(fresh)
     found += [Finding("late", k, steps=float(delays[k])) for k in delays.nonzero()[:, 0].tolist()]

@@ -5,16 +5,21 @@ The findings are properties of the recordings (`kbf.fitted.sensor_findings`,
 """
 
 import math
+from collections.abc import Callable
+from itertools import count
 from typing import Any
+
+from torch.linalg import LinAlgError
 
 from kbf.filters.gaussian.map_sources import counts_in
 from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.selection.drift import last_steps
 from kbf.fitted.checkpoint import Trained
-from kbf.fitted.model import FittedModel
+from kbf.fitted.model import FittedModel, compared_by
 from kbf.fitted.move_findings import move_findings
 from kbf.fitted.sensor_findings import MIN_RESIDUALS, Finding, sensor_findings
 from kbf.recording import Recording
+from kbf.runtime.errors import FitError
 
 # Rows that are examined; of more, the last ones.
 MAX_ROWS = 5000
@@ -49,16 +54,26 @@ def structure_of(trained: Trained) -> Any:
     if module.encoding is None and recordings[0].obs.ndim == 2:
         sensors = schema.components("observations")
         counts = counts_in(recordings).tolist()
-        for each in sensor_findings(recordings):
+        for each in found_by(sensor_findings, recordings):
             name = sensors[each.column]
             unit = UNIT_OF_COUNTS if counts[each.column] else units.get(name, "")
             rows.append(row_of(each, name, unit, sentence_of(each, name, unit, step)))
-    numbers = iter(range(1, 1 + len(states)))
-    for each in move_findings(recordings):
+    numbers = count(1)
+    for each in found_by(move_findings, recordings):
         name = states[each.column] if each.column >= 0 else f"mode {next(numbers)}"
         unit = units.get(name, "")
         rows.append(row_of(each, name, unit, sentence_of(each, name, unit, step)))
     return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def found_by(
+    detector: Callable[[list[Recording]], list[Finding]], recordings: list[Recording]
+) -> list[Finding]:
+    """Return the findings; none where the recordings do not determine the regressions."""
+    try:
+        return detector(recordings)
+    except (FitError, LinAlgError):
+        return []
 
 
 def row_of(found: Finding, name: str, unit: str, sentence: str) -> dict[str, Any]:
@@ -104,9 +119,9 @@ def sentence_of(found: Finding, name: str, unit: str, step: float | None) -> str
         "sticking": f"{name} sticks in {share} of the rows, for {steps} at a time.",
         "failing": f"{name} fails in {share} of the rows, for {steps} at a time; failed readings "
         f"are off by {size}.",
-        "drift": f"{name} drifts: an error of {size} goes on for {steps}.",
-        "gain": f"the gain of {name} wanders: an error of {size} in proportion to its reading goes "
-        "on.",
+        "drift": f"{name} drifts: errors of {size} are correlated over {steps}.",
+        "gain": f"the gain of {name} varies slowly: errors in proportion to its reading have a "
+        f"standard deviation of {size}.",
         "sensor noise": f"the noise of {name} has a standard deviation of {size}.",
         "regime": f"{name} has {share} of the steps and lasts for {steps} at a time.",
         "jumps": f"{name} jumps in {share} of the steps, by {size}.",
@@ -118,17 +133,10 @@ def why_selected(module: FittedModel) -> str:
     """Return which filter was selected and why, in one sentence."""
     net: Any = module.net
     name = str(module.config["model"].get("name", type(net).__name__))
-    if isinstance(net, ModelSelection) and len(net.scores):
-        scores = {
-            key: float(score)
-            for key, score in zip(net.models, net.scores.tolist(), strict=False)
-            if score >= 0
-        }
-        return sentence_of_selection(net.used(), scores)
-    compared = module.config["model"].get("compared") or []  # of model=auto
-    known = {key: float(nmse) for key, nmse, *_ in compared if nmse is not None}
+    known = {key: float(nmse) for key, nmse, *_ in compared_by(module) if nmse is not None}
     if known:
-        return sentence_of_selection([name], known)
+        used = net.used() if isinstance(net, ModelSelection) else [name]
+        return sentence_of_selection(used, {k: v for k, v in known.items() if k != "stack"})
     return f"{name} is the filter; no other one was compared with it."
 
 

@@ -17,7 +17,7 @@ from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.selection.requirements import can_smooth, why_not_exported
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.estimates import Estimates
-from kbf.fitted.model import inner_filter
+from kbf.fitted.model import compared_by, inner_filter
 from kbf.fitted.results import Result, Source
 from kbf.runtime.html_repr import table
 
@@ -103,7 +103,7 @@ class Summary:
             weights = {self.config["model"].get("name"): 1.0}
         rows = [
             (name, nmse, error, weights.get(name, 0.0), seconds, note)
-            for name, nmse, error, seconds, note in self.config["model"].get("compared") or []
+            for name, nmse, error, seconds, note in compared_by(self.trained.module)
         ]
         names = ["candidate", "nmse", "standard_error", "weight", "seconds", "note"]
         frame = pd.DataFrame(rows, columns=names)

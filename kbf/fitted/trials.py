@@ -233,7 +233,7 @@ def most_helpful(trials: Trials) -> str:
     sensor is, if the sensor of the median worth is.
     """
     if trials.whole.nmse < MIN_NMSE:
-        return f"Nothing is to be gained: the NMSE is {trials.whole.nmse:.2g}."
+        return f"The NMSE is {trials.whole.nmse:.2g}: no improvement is expected."
     rows, worth_rows = 0.0, False
     if len(trials.curve) > 1:
         rows, worth_rows = gain_of(trials.curve[-2][1], trials.curve[-1][1])

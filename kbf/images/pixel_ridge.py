@@ -18,6 +18,8 @@ from kbf.rkhs.kernels import gaussian
 
 # Pixels of the longer side of averaged images, to choose from.
 SIDES = (8, 16, 32)
+# Images that are converted to float64 at a time.
+IMAGES_AT_A_TIME = 64
 
 
 class PixelRidge(nn.Module):
@@ -46,7 +48,7 @@ class PixelRidge(nn.Module):
 
     def averaged(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m *channels r"]:
         """Return A x B^T of each channel."""
-        return self.rows @ as_float(x, self.rows.dtype) @ self.columns.mT
+        return averaged_by(self.rows, self.columns, x)
 
     def forward(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m d"]:
         """Return the regression at images."""
@@ -123,6 +125,13 @@ def averages(pixels: int, cells: int) -> Float[Tensor, "c p"]:
     return shared.clamp_min(0) * cells / pixels
 
 
+def averaged_by(
+    A: Float[Tensor, "r h"], B: Float[Tensor, "s w"], x: Shaped[Tensor, "m *x"]
+) -> Float[Tensor, "m *channels r s"]:
+    """Return A x B^T of each channel; few images at a time are float64."""
+    return torch.cat([A @ as_float(some, A.dtype) @ B.mT for some in x.split(IMAGES_AT_A_TIME)])
+
+
 def averages_of(
     x: Shaped[Tensor, "n *x"], side: int
 ) -> tuple[Float[Tensor, "r h"], Float[Tensor, "s w"]]:
@@ -140,7 +149,7 @@ def best_settings(x: Shaped[Tensor, "n *x"], states: Float[Tensor, "n d"]) -> Pi
     z = states.double()
     for side in SIDES:
         A, B = averages_of(x, side)
-        memory = Recording(z, A @ as_float(x, A.dtype) @ B.mT)
+        memory = Recording(z, averaged_by(A, B, x))
         regression = FrameRegression()
         regression.prepare([memory])
         flat, factor, reg = memory.obs.flatten(1), float(regression.factor), regression.reg[None]

@@ -1,7 +1,6 @@
 """Steps of sessions in the event loop: requests that arrive together are one batch of the filter.
 
-While a batch is computed further requests arrive, which are the next batch: a request waits for no
-other one.
+While a batch is computed further requests arrive, which are the next batch.
 """
 
 import asyncio
@@ -65,7 +64,11 @@ class Steps:
         if rest:
             asyncio.get_running_loop().call_soon(self.next_batch)
         steps = [(each.session, each.request) for each in batch.values()]
-        for each, found in zip(batch.values(), responses(steps, self.joined), strict=True):
+        try:
+            results = responses(steps, self.joined)
+        except Exception as error:  # each request gets an answer
+            results = [error] * len(batch)
+        for each, found in zip(batch.values(), results, strict=True):
             if each.found.done():  # the request was cancelled
                 continue
             if isinstance(found, Exception):
@@ -113,7 +116,10 @@ def batch_of(together: list[tuple[int, Session, Asked]]) -> list[dict[str, Any] 
         if len(together) > 1:
             return [response for each in together for response in batch_of([each])]
         return [Refused(422, one_line(error)) if isinstance(error, ValueError) else error]
-    return [
-        session.answer(estimate, each.obs)
-        for session, estimate, each in zip(sessions, estimates, asked, strict=True)
-    ]
+    answers: list[dict[str, Any] | Exception] = []
+    for session, estimate, each in zip(sessions, estimates, asked, strict=True):
+        try:
+            answers.append(session.answer(estimate, each.obs))
+        except Exception as error:
+            answers.append(error)
+    return answers

@@ -22,10 +22,11 @@ class Refused(ValueError):
 
 
 def check_numbers(value: Any, name: str) -> None:
-    """Raise `Refused` for a value of JSON that is not numbers, or null, in lists or mappings."""
-    inside = value.values() if isinstance(value, dict) else value
+    """Raise `Refused` for a value of JSON that is no number, null, or list or mapping of these."""
     if isinstance(value, dict | list):
-        for each in inside:
+        for each in value.values() if isinstance(value, dict) else value:
+            if isinstance(each, dict | list):
+                raise Refused(422, f"{name} must be numbers, without lists or mappings inside")
             check_numbers(each, name)
     elif value is not None and (
         type(value) not in (int, float) or not -math.inf < value < math.inf

@@ -101,3 +101,13 @@ def test_the_state_keeps_the_last_reading_of_each_sensor(dtype):
     state = filter.update(filter.init(2), torch.tensor([[1.0, 2.0], [3.0, torch.nan]], dtype=dtype))
     state = filter.update(state, torch.tensor([[torch.nan, 2.0], [4.0, 5.0]], dtype=dtype))
     assert state.last.tolist() == [[1.0, 2.0], [4.0, 5.0]]
+
+
+def test_steps_that_were_not_observed_are_no_repeats():
+    """Readings of masked steps are filled with zeros."""
+    x = torch.randn(600, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = torch.ones(600, dtype=torch.bool)
+    mask[200:220] = False
+    filled = torch.where(mask[:, None], x, 0)
+    assert not held_sensors([Recording(x, filled, mask)]).any()
+    assert held_sensors([Recording(x, filled, None)]).all(), "as readings they are"

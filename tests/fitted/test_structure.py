@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import kbf
+from kbf.fitted import structure
 from kbf.fitted.move_findings import jumps, move_findings
-from kbf.fitted.sensor_findings import sensor_findings
+from kbf.fitted.sensor_findings import Finding, sensor_findings
 from kbf.fitted.structure import ALWAYS, COLUMNS, sentence_of_selection
 from kbf.recording import Recording
+from kbf.runtime.errors import FitError
 
 N = 800
 
@@ -198,3 +200,35 @@ def test_why_a_filter_was_selected():
         ["kalman", "mean"], scores | {"gru": 2.0}
     )
     assert "only filter" in sentence_of_selection(["kalman"], {"kalman": 0.02})
+
+
+def test_steps_that_were_not_observed_are_no_findings(rng):
+    z = states(rng)
+    x = readings(rng, z)
+    (seen,) = recording(z, x)
+    mask = torch.ones(N, dtype=torch.bool)
+    mask[200:240] = False
+    gap = seen._replace(obs=torch.where(mask[:, None], seen.obs, 0), mask=mask)
+    assert named(sensor_findings([gap])) == set()
+
+
+def test_regimes_of_one_component_have_names(monkeypatch):
+    modes = [Finding("regime", -1, share=share, steps=9.0) for share in (0.7, 0.3)]
+    monkeypatch.setattr(structure, "move_findings", lambda recordings: modes)
+    z = np.cumsum(np.random.default_rng(0).normal(size=(150, 1)), axis=0)
+    fitted = kbf.fit(states=z, observations=z + 0.1, model="mean", progress=False)
+    found = fitted.structure
+    assert list(found[found.kind == "regime"].column) == ["mode 1", "mode 2"]
+
+
+def test_what_cannot_be_examined_has_no_findings(monkeypatch):
+    """A state that hardly ever changes has no scale."""
+
+    def failing(recordings):
+        raise FitError("the median distance is 0")
+
+    monkeypatch.setattr(structure, "move_findings", failing)
+    monkeypatch.setattr(structure, "sensor_findings", failing)
+    z = np.cumsum(np.random.default_rng(0).normal(size=(150, 1)), axis=0)
+    fitted = kbf.fit(states=z, observations=z + 0.1, model="mean", progress=False)
+    assert list(fitted.structure.kind) == ["filter"]

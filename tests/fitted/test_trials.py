@@ -71,7 +71,7 @@ def test_what_helps_most(half, without, words):
     each = {str(k): trial(value) for k, value in enumerate(without)}
     found = Trials("kalman", whole, [(200, trial(half)), (400, whole)], each, [])
     assert words in most_helpful(found)
-    assert "Nothing is to be gained" in most_helpful(found._replace(whole=trial(1e-4)))
+    assert "no improvement is expected" in most_helpful(found._replace(whole=trial(1e-4)))
     assert "too few rows" in most_helpful(found._replace(curve=[(400, whole)], without={}))
 
 

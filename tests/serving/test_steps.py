@@ -101,3 +101,25 @@ def test_a_fault_ends_each_request(fitted, sessions, monkeypatch):
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     assert [type(each) for each in asyncio.run(both())] == [ZeroDivisionError] * 2
+
+
+def test_lists_inside_of_an_observation_are_refused(sessions):
+    asked = [step(0.1), {"obs": [[0.1, 0.1]]}, {"obs": [0.1, 0.2]}]
+    found = responses([(sessions.create(), each) for each in asked], True)
+    assert isinstance(found[1], Refused) and "without lists" in str(found[1])
+    assert [isinstance(each, dict) for each in found] == [True, False, True]
+
+
+def test_each_request_of_a_batch_gets_an_answer(sessions, fitted, monkeypatch):
+    def failing(*_):
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr(module, "responses", failing)
+
+    async def ask():
+        steps = Steps(fitted)
+        return await asyncio.gather(
+            *(steps.take(sessions.create(), step(0.1)) for _ in range(3)), return_exceptions=True
+        )
+
+    assert [str(each) for each in asyncio.run(ask())] == ["unexpected"] * 3

@@ -15,12 +15,17 @@ from kbf.data.dataset import Data
 from kbf.evaluation.metrics import nmse
 from kbf.evaluation.score import Score
 from kbf.filters.selection.auto import PLAIN
+from kbf.filters.selection.cross_validation import significantly_better
 from kbf.fitted.scores import baseline_estimates
+from kbf.recording import observed
 
 # NMSE from which a column counts as not predictable: a constant estimate has 1.
 MIN_NMSE_UNPREDICTABLE = 0.95
 # Share of test steps outside the range of the training states from which a note is printed.
 MIN_SHARE_OUTSIDE = 0.05
+# Blocks of the test part, and standard errors over them by which a sensor must be better.
+BLOCKS = 10
+MIN_STD_ERRORS = 2.0
 # Share of the squared error from which one column dominates ``test.mse``.
 MIN_SHARE_DOMINANT = 0.9
 
@@ -78,12 +83,14 @@ def print_baselines(
 def sensor_notes(names: list[str], data: Data, estimates: Float[Tensor, "m d"]) -> list[str]:
     """Return notes on states that a sensor itself reads with a smaller error than the estimate.
 
+    The error is smaller by `MIN_STD_ERRORS` standard errors over `BLOCKS` blocks of the test part.
+
     Args:
         names: of the columns of the state.
         data: whose test part has observations ``T q``.
         estimates: of the test part.
     """
-    x = torch.cat([r.obs for r in data.test]).to(estimates)
+    x = torch.cat([observed(r) for r in data.test]).to(estimates)
     z = torch.cat([r.states for r in data.test]).to(estimates)
     schema = data.column_schema
     sensors = [f"x_{k + 1}" for k in range(x.shape[1])]
@@ -91,15 +98,17 @@ def sensor_notes(names: list[str], data: Data, estimates: Float[Tensor, "m d"]) 
         sensors = schema.components("observations")
     notes = []
     for k, name in enumerate(names):
-        rows = z[:, k].isfinite() & estimates[:, k].isfinite()
-        own = (estimates[:, k] - z[:, k])[rows].square().mean().sqrt()
-        each = (x - z[:, [k]])[rows].square().mean(0).sqrt()
-        each = torch.where(each.isfinite(), each, torch.inf)
-        best = int(each.argmin())
-        if float(each[best]) < float(own):
+        own = (estimates[:, k] - z[:, k]).square()
+        each = (x - z[:, [k]]).square()
+        means = each.nanmean(0).nan_to_num(torch.inf)
+        best = int(means.argmin())
+        gains = (own - each[:, best])[own.isfinite() & each[:, best].isfinite()]
+        blocks = [part.mean() for part in gains.tensor_split(BLOCKS)]
+        if len(gains) >= BLOCKS and significantly_better(torch.stack(blocks), MIN_STD_ERRORS):
             notes.append(
-                f"the estimate of {name} is worse than the sensor itself: its RMSE is {own:.3g}, "
-                f"that of {sensors[best]}, taken as it is, {each[best]:.3g}"
+                f"the estimate of {name} is worse than the sensor itself: its RMSE is "
+                f"{own.nanmean().sqrt():.3g}, that of {sensors[best]}, taken as it is, "
+                f"{means[best].sqrt():.3g}"
             )
     return notes
 

@@ -7,7 +7,6 @@ import io
 import itertools
 import lzma
 import re
-import unicodedata
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-from kbf.data.files.layout import MAX_BYTES, Layout, check_bytes
+from kbf.data.files.layout import MAX_BYTES, Layout, check_bytes, normalised
 
 # Contents of a cell, in lower case, that represent a missing value.
 EMPTY_CELLS = {
@@ -213,7 +212,7 @@ def dialect_of(path: Path, layout: Layout) -> Dialect:
         raise ValueError(f"{path}, row {reader.line_num}: this is not CSV: {error}") from error
     width = len(header)
     # Letters with accents are one character, or two as in names of macOS.
-    names = [unicodedata.normalize("NFC", name.strip()) for name in header]
+    names = [normalised(name.strip()) for name in header]
     while names and not names[-1].strip(",; "):
         names.pop()
     rows = [[cell.strip(' "') for cell in line.split(delimiter)] for line in lines]

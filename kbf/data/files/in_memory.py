@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kbf.data.files import arrays, tables
-from kbf.data.files.layout import Contents, FileRecording, Layout, finished
+from kbf.data.files.layout import Contents, FileRecording, Layout, finished, normalised
 from kbf.data.files.read import read_all
 from kbf.data.files.timestamps import seconds_since_1970
 from kbf.recording import Recording, mask_of
@@ -130,7 +130,7 @@ def frame_contents(frame: Any, layout: Layout, states: bool) -> Contents:
             decrease without ``layout.recording``.
     """
     frame, layout = with_index(frame, layout)
-    header = [str(name) for name in frame.columns]
+    header = [normalised(name) for name in frame.columns]
     frame = frame.set_axis(header, axis=1)
     if not len(frame):
         raise ValueError(f"{FRAME}: there are no rows")

@@ -172,9 +172,11 @@ def layout_of(config: dict[str, Any]) -> Layout:
     """
     layout = Layout(**{name: plain(config.get(name)) for name in Layout._fields if name in config})
     for name in ("states", "observations", "controls"):
-        if isinstance(names := getattr(layout, name), list):  # a column may be called 1
-            texts = [unicodedata.normalize("NFC", str(each)) for each in names]
-            layout = layout._replace(**{name: texts})
+        if isinstance(names := getattr(layout, name), list):
+            layout = layout._replace(**{name: [normalised(each) for each in names]})
+    for name in ("time", "recording"):
+        if isinstance(text := getattr(layout, name), str):
+            layout = layout._replace(**{name: normalised(text)})
     if not isinstance(layout.images_outside, bool):
         raise ValueError(
             f"data.images_outside must be true or false, got {layout.images_outside!r}"
@@ -183,6 +185,15 @@ def layout_of(config: dict[str, Any]) -> Layout:
         raise ValueError(f"data.size must be [height,width] in pixels, got {layout.size}")
     check_texts(layout)
     return layout
+
+
+def normalised(name: Any) -> str:
+    """Return the name of a column as text, with composed letters (Unicode NFC).
+
+    >>> normalised("u\u0308") == "\u00fc", normalised(1)
+    (True, '1')
+    """
+    return unicodedata.normalize("NFC", str(name))
 
 
 def check_texts(layout: Layout) -> None:

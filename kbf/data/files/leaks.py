@@ -24,7 +24,7 @@ SHIFTS = {
 }
 
 # Steps of a table that a function is looked for in, at most.
-MAX_LEAK_STEPS = 2_000
+MAX_LEAK_STEPS = 800
 
 # Values of a rounded function, at least; and how far it may be from the function, in units of the
 # last digit. Rounding alone is off by 0.5.
@@ -34,6 +34,9 @@ MAX_ROUNDING = 0.55
 # Share of the variance of (cos a, sin a) that the direction to a point leaves, below which an angle
 # a is this direction.
 MAX_DIRECTION_REST = 1e-8
+
+# States whose pairs are taken as places in a plane; with more states there are too many pairs.
+MAX_STATES_OF_PLANES = 8
 
 
 def leak_warnings(recordings: list[FileRecording], schema: ColumnSchema) -> list[str]:
@@ -82,10 +85,10 @@ def function_of(seen: Tensor, states: Tensor, names: list[str]) -> str | None:
     plane, states = states, (states - states.mean(0)) / states.std(0).clamp_min(1e-300)
     one = torch.ones(len(states), 1).to(states)
     pairs = torch.combinations(torch.arange(len(names)), with_replacement=True)
-    squares = states[:, pairs[:, 0]] * states[:, pairs[:, 1]]
-    for Z in (torch.cat([states, one], 1), torch.cat([states, squares, one], 1)):
-        if len(seen) < 4 * Z.shape[1]:
+    for first, second in (pairs[:0].unbind(1), pairs.unbind(1)):
+        if len(seen) < 4 * (states.shape[1] + len(first) + 1):
             break
+        Z = torch.cat([states, states[:, first] * states[:, second], one], 1)
         for target in (seen, seen.square()):
             rest = residual(target, Z)
             if float(rest.var() / target.var()) < MAX_LEAKED_REST:
@@ -98,7 +101,8 @@ def function_of(seen: Tensor, states: Tensor, names: list[str]) -> str | None:
         levels = min(len(seen.unique()), len(column.unique()))
         if increasing and levels > 0.9 * len(seen):
             return name
-    for i, j in torch.combinations(torch.arange(len(names))).tolist():
+    planes = torch.combinations(torch.arange(len(names))).tolist()
+    for i, j in planes if len(names) <= MAX_STATES_OF_PLANES else ():
         if is_direction(seen, plane[:, i], plane[:, j]):
             return f"{names[i]}, {names[j]}"
     return None

@@ -78,11 +78,12 @@ def examine(data: FileData, bounds: Mapping[str, Any] | None = None) -> Report:
         data: the recordings. bounds: of the states, by column.
     """
     named, schema, recordings = all_columns(data), data.column_schema, data.recordings
-    coded = {
-        plain_name(name): torch.cat(each)
-        for name, each in named.items()
-        if kind_of(name, schema) in ("number", "control")
-    }
+    coded = {}
+    for name, each in named.items():
+        kind, values = kind_of(name, schema), torch.cat(each)
+        if kind in ("number", "control"):  # a control of 0 is off
+            off = (values == 0) & (kind == "control")
+            coded[plain_name(name)] = torch.where(off, torch.nan, values)
     codes = codes_of(coded)
     warnings, causes = [*data.notes, *few(data)], code_warnings(coded)
     for name, each in named.items():

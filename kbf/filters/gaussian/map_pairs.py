@@ -9,8 +9,7 @@ from torch import Tensor
 from kbf.densities.per_sensor import MIN_READINGS, find_sensors
 from kbf.densities.ridge import Join, join_of
 from kbf.filters.gaussian.augmented import Sensor
-from kbf.filters.gaussian.sensor_laws import observed
-from kbf.recording import Recording, moves
+from kbf.recording import Recording, moves, observed
 from kbf.rkhs.linalg import evenly
 from kbf.runtime.errors import FitError
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from kbf.filters.gaussian.count_maps import with_stable_counts
 from kbf.filters.gaussian.map_pairs import Pairs, pairs_of
 from kbf.filters.gaussian.regimes import STRUCTURES, Moves, Regimes, fit_regimes
-from kbf.filters.gaussian.sensor_laws import Faults, no_faults, observed, working
+from kbf.filters.gaussian.sensor_laws import Faults, no_faults, working
 from kbf.filters.gaussian.sparse_maps import AnyMap
 from kbf.filters.scaling import are_counts
-from kbf.recording import Recording, moves
+from kbf.recording import Recording, moves, observed
 
 # Moves that a map of a regime requires.
 MIN_MOVES_OF_MAP = 30

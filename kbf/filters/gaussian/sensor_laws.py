@@ -22,7 +22,7 @@ from torch import Tensor
 from kbf.densities.base import LOG_2PI
 from kbf.filters.gaussian.hidden_chain import smoothed_chain
 from kbf.filters.gaussian.leave_one_out import MIN_ROWS, features_of, left_out
-from kbf.recording import Recording
+from kbf.recording import Recording, observed
 
 # Longest delay that is tried, in steps.
 MAX_DELAY = 4
@@ -324,10 +324,3 @@ def working(
 def former(states: Float[Tensor, "T d"], delay: int) -> Float[Tensor, "T d"]:
     """Return the states of ``delay`` steps before; in the first steps, the first one."""
     return states[(torch.arange(len(states), device=states.device) - delay).clamp_min(0)]
-
-
-def observed(recording: Recording) -> Float[Tensor, "T q"]:
-    """Return observations, NaN in masked steps."""
-    if recording.mask is None:
-        return recording.obs
-    return torch.where(recording.mask[:, None], recording.obs, torch.nan)

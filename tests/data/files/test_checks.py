@@ -390,3 +390,8 @@ def test_a_code_of_one_column_is_found_in_others():
     assert text.startswith("column a: -200 occurs") and "so it does in b. If" in text
     (text,) = causes(both.assign(x=frame.x.mask(gone, -200)))
     assert text.startswith("column x: -200 occurs") and "so it does in a, b. If" in text
+
+
+def test_a_control_of_zero_is_off():
+    frame = recorded().assign(u=30 + recorded(seed=5).x.abs())
+    assert causes(at_random(frame, "u", 0.0), controls=["u"]) == []
