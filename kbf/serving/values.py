@@ -21,13 +21,19 @@ class Refused(ValueError):
         self.status: int = status
 
 
-def check_numbers(value: Any, name: str) -> None:
-    """Raise `Refused` for a value of JSON that is no number, null, or list or mapping of these."""
+def check_numbers(value: Any, name: str, *, nested: bool = False) -> None:
+    """Raise `Refused` for a value of JSON that is no number, null, or list or mapping of these.
+
+    Args:
+        value: of JSON.
+        name: for the message.
+        nested: whether lists may have lists inside, as images do.
+    """
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
-            if isinstance(each, dict | list):
+            if isinstance(each, dict | list) and not nested:
                 raise Refused(422, f"{name} must be numbers, without lists or mappings inside")
-            check_numbers(each, name)
+            check_numbers(each, name, nested=nested)
     elif value is not None and (
         type(value) not in (int, float) or not -math.inf < value < math.inf
     ):
@@ -58,7 +64,7 @@ def image_of(obs: Any, shape: tuple[int, ...]) -> np.ndarray:
         return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
     if not isinstance(obs, list):
         raise Refused(422, 'obs must be {"png": an image in base64}, or nested lists c h w')
-    check_numbers(obs, "obs")
+    check_numbers(obs, "obs", nested=True)
     try:
         pixels = np.array(obs, dtype="float64")
     except ValueError:
