@@ -187,7 +187,8 @@ def step_through_together(
         estimator.restart()
         steps, alarms = len(each.obs), []
         if monitor is not None:
-            rows = inputs_of(*(None if v is None else v[k : k + 1, :steps] for v in (obs, mask)))
+            seen = None if mask is None else mask[k : k + 1, :steps]
+            rows = inputs_of(obs[k : k + 1, :steps], seen)
             alarms = estimator.verdicts(monitor, part_of(before, k, steps), rows)
         if "diverged" in alarms:
             estimator.restart()

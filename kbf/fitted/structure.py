@@ -9,8 +9,6 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from torch.linalg import LinAlgError
-
 from kbf.filters.gaussian.map_sources import counts_in
 from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.selection.drift import last_steps
@@ -19,7 +17,7 @@ from kbf.fitted.model import FittedModel, compared_by
 from kbf.fitted.move_findings import move_findings
 from kbf.fitted.sensor_findings import MIN_RESIDUALS, Finding, sensor_findings
 from kbf.recording import Recording
-from kbf.runtime.errors import FitError
+from kbf.runtime.errors import FitError, fit_errors
 
 # Rows that are examined; of more, the last ones.
 MAX_ROWS = 5000
@@ -71,8 +69,9 @@ def found_by(
 ) -> list[Finding]:
     """Return the findings; none where the recordings do not determine the regressions."""
     try:
-        return detector(recordings)
-    except (FitError, LinAlgError):
+        with fit_errors():
+            return detector(recordings)
+    except FitError:
         return []
 
 
