@@ -35,6 +35,8 @@ def column_warnings(name: str, each: list[Tensor], data: FileData) -> list[str]:
     # A sensor that drifts away over many steps has no outliers.
     around = torch.cat([running_median(column) for column in each])
     off &= (values - around).abs() > 0.5 * (values - middle).abs()
+    if name in data.column_schema.controls:
+        off &= values != 0  # a control of 0 is off
     if not bool(off.any()):
         return []
     k = int(off.nonzero()[0, 0])
