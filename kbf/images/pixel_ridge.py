@@ -33,6 +33,13 @@ class PixelRidge(nn.Module):
         rows, columns: A ``r h`` and B ``s w`` (`averages`).
     """
 
+    rows: Tensor
+    columns: Tensor
+    bandwidth: Tensor
+    points: Tensor
+    alpha: Tensor
+    mean: Tensor
+
     NAMES: tuple[str, ...] = ("points", "alpha", "mean", "bandwidth", "rows", "columns")
 
     def __init__(self) -> None:
