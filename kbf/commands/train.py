@@ -153,8 +153,7 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     search_report.print_candidates(selection)
     schema = data.column_schema
     sensors = [] if schema is None else schema.components("observations")
-    noted = search_report.selection_notes(trained.module.net, sensors)
-    print_notes(noted)
+    print_notes(search_report.selection_notes(trained.module.net, sensors))
     rejected = ["test.rejected"] if metrics.get("test.rejected") else []
     keys = [*PRINTED, *rejected, "validation.mse", "held_out.mse", "epochs", "seconds"]
     print_values(title, metrics, keys)
@@ -166,21 +165,23 @@ def train_and_score(config: dict[str, Any], lock: ExitStack) -> dict[str, Any]:
     write_json(directory / RESULT, metrics)  # last: a run that has this file is whole
     remove_former(directory)
     if config["structure"] and isinstance(data.source, FileData):
-        print_notes(structure_notes(trained, noted))
+        print_notes(structure_notes(trained, sensors))
     print_written(directory, ["metrics.json", *names, "checkpoints/best.ckpt"])
     return metrics
 
 
-def structure_notes(trained: Trained, noted: list[str]) -> list[str]:
-    """Return a sentence for each property of sensors and moves that was found, and is not noted."""
+def structure_notes(trained: Trained, sensors: list[str]) -> list[str]:
+    """Return a sentence for each property of sensors and moves that was found.
+
+    Those that the model selection has found, too, are among its notes.
+    """
     with shown_progress("what the recordings show"):
         found = structure_of(trained)
-    found = found[~found.kind.isin(ALWAYS)]
-    return [
-        row.sentence
-        for row in found.itertuples()
-        if row.kind not in ("late", "held", "sticking") or not any(row.column in n for n in noted)
-    ]
+    held, late = search_report.held_and_late(trained.module.net, sensors)
+    noted = (found.kind.isin(["held", "sticking"]) & found.column.isin(held)) | (
+        (found.kind == "late") & found.column.isin(late)
+    )
+    return found.sentence[~found.kind.isin(ALWAYS) & ~noted].tolist()
 
 
 def first_warnings(report: Report) -> list[str]:

@@ -264,6 +264,11 @@ def calibrate(
     return min(fits, key=lambda fit: fit[0])[1]
 
 
+def no_covariances(means: Float[Tensor, "*m d"]) -> Float[Tensor, "*m d d"]:
+    """Return zeros, the covariances of a filter without any, which `calibrate_constant` fits."""
+    return means.new_zeros(*means.shape, means.shape[-1])
+
+
 def calibrate_constant(
     states: Float[Tensor, "m d"], means: Float[Tensor, "m d"]
 ) -> tuple[Calibration, Float[Tensor, "m d d"]]:
@@ -280,8 +285,7 @@ def calibrate_constant(
     """
     square = (states - means).square().mean(0)
     found = calibrate(states, means, square.diag().expand(len(states), -1, -1))
-    zeros = torch.zeros(len(states), len(square), len(square)).to(states)
-    return found._replace(floor=found.floor + square), zeros
+    return found._replace(floor=found.floor + square), no_covariances(means)
 
 
 def calibrated_covariance(
@@ -295,10 +299,7 @@ def calibrated_covariance(
     C = covariance_of(filter, state)
     if calibration is None:
         return C
-    if C is None:
-        d = len(calibration.floor)
-        C = filter.estimate(state).new_zeros(len(state[0]), d, d)
-    return calibration.covariance(C)
+    return calibration.covariance(no_covariances(filter.estimate(state)) if C is None else C)
 
 
 def sorted_scores(errors: Float[Tensor, "m c"]) -> Float[Tensor, "s c"]:

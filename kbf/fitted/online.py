@@ -268,7 +268,7 @@ class OnlineFilter:
             self.differences = comparison.differences()
             self._comparison, self._compared = None, []
             for text in self.differences:
-                warnings.warn(text, DataWarning, stacklevel=5)
+                warnings.warn(text, DataWarning, stacklevel=4)
 
     def _snapshot(self) -> tuple[Any, ...]:
         live = self._estimator.live

@@ -16,9 +16,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kbf.data.windows import take, whole_folds, without
-from kbf.filters.rollout import rollout_recordings
 from kbf.filters.selection.auto import FOLDS, LEARNED, PLAIN
-from kbf.filters.selection.cross_validation import blocks_of, deviation
+from kbf.filters.selection.cross_validation import (
+    blocks_of,
+    deviation,
+    nmse_of,
+    run_blocks,
+    scored_states,
+)
 from kbf.filters.selection.drift import last_steps
 from kbf.recording import Recording
 from kbf.runtime.errors import FitError
@@ -180,17 +185,12 @@ def held_out(
         if missing and hasattr(net, "allow_missing_sensors"):
             net.allow_missing_sensors = True
         net.prepare(rest)
-        blocks = blocks_of(part)
-        runs = rollout_recordings(net.fit(rest), blocks, generator=torch.Generator().manual_seed(0))
-        for block, run in zip(blocks, runs, strict=True):
-            first = min(25, len(block.states) // 5)
-            z = block.states[first:]
-            left = z - run.estimates[first:].to(z)
+        for block, left in zip(blocks_of(part), run_blocks(net.fit(rest), part), strict=True):
             if not bool(left.isfinite().all()):
                 raise FitError("an estimate on a held-out block is not finite")
-            states.append(z)
+            states.append(scored_states(block))
             residuals.append(left)
-            scores.append((left.square().mean(0) / scale)[scale > 0].mean())
+            scores.append(nmse_of(left, scale))
     return Trial(torch.cat(states), torch.cat(residuals), torch.stack(scores))
 
 

@@ -17,7 +17,8 @@ import torch
 
 from kbf.fitted.move_findings import move_findings
 from kbf.fitted.sensor_findings import sensor_findings
-from studies.systems.command import read_cells, seeds_of
+from kbf.fitted.structure import ALWAYS
+from studies.systems.command import TRAIN_SEED, read_cells, seeds_of
 from studies.systems.grammar import draw_system
 
 # Kinds that count as right for a feature; none for a system without any.
@@ -32,10 +33,6 @@ KINDS: dict[str, set[str]] = {
     "sticking": {"sticking"},
     "held": {"held"},
 }
-# Added to the seed of a system, for its recordings.
-TRAIN_SEED = 10_000
-# Kinds that every system has.
-ALWAYS = ("sensor noise", "process noise")
 
 
 def main(words: list[str]) -> int:

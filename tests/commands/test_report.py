@@ -8,7 +8,7 @@ import pytest
 
 import kbf
 from kbf.cli import main
-from kbf.commands import report
+from kbf.commands import report, train
 from kbf.config.composition import config_dir
 
 
@@ -77,3 +77,20 @@ def test_training_prints_what_the_recordings_show(tmp_path, monkeypatch, capsys)
     assert "the estimate of place is worse than the sensor itself" in printed
     assert main([*words, "run_dir=two", "structure=false"]) == 0
     assert "sticks" not in capsys.readouterr().out
+
+
+def test_notes_leave_out_what_the_selection_has_found(monkeypatch):
+    """Of the same sensor: the name ``a`` is part of the names of others."""
+    found = pd.DataFrame(
+        [
+            ("held", "range", "range repeats its last reading."),
+            ("late", "a", "a is late by 2 steps."),
+            ("failing", "range", "range fails."),
+            ("sensor noise", "a", "the noise of a"),
+        ],
+        columns=["kind", "column", "sentence"],
+    )
+    monkeypatch.setattr(train, "structure_of", lambda trained: found)
+    monkeypatch.setattr(train.search_report, "held_and_late", lambda net, sensors: (["range"], {}))
+    notes = train.structure_notes(kbf.load("example:rotation").trained, ["range", "a"])
+    assert notes == ["a is late by 2 steps.", "range fails."]

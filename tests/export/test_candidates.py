@@ -120,8 +120,10 @@ def of_two_regimes(memory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["torch_export", "torchscript"])
+@pytest.mark.parametrize("format", ["torch_export", "torchscript", "onnx"])
 def test_a_filter_of_two_regimes_exports(format, tmp_path):
+    if format == "onnx":
+        pytest.importorskip("onnxruntime")
     memory = recording(60)
     filter = of_two_regimes(memory)
     assert why_not_exported(filter) is None

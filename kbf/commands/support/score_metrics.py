@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from kbf.data.dataset import Data
-from kbf.evaluation.calibration import Calibration
+from kbf.evaluation.calibration import Calibration, no_covariances
 from kbf.evaluation.metrics import nmse, summary
 from kbf.evaluation.score import Score, score
 from kbf.evaluation.scoring_rules import Reliability, reliability
@@ -118,7 +118,7 @@ def reliability_of(
     if result.covariances is None and calibration is None:
         return {}
     states = [r.states.double() for r in recordings]
-    spreads = result.covariances or no_covariances(result)
+    spreads = result.covariances or list(map(no_covariances, result.estimates))
     z, m, C = (torch.cat(parts) for parts in (states, result.estimates, spreads))
     known = z.isfinite().all(-1)
     if not known.any():
@@ -136,13 +136,8 @@ def recalibrated(result: Score, calibration: Calibration | None) -> Score:
     """Return the scores with recalibrated covariances, where there is a calibration."""
     if calibration is None:
         return result
-    spreads = result.covariances or no_covariances(result)
+    spreads = result.covariances or list(map(no_covariances, result.estimates))
     return result._replace(covariances=[calibration.covariance(C) for C in spreads])
-
-
-def no_covariances(result: Score) -> list[torch.Tensor]:
-    """Return zeros ``T d d``, which `kbf.evaluation.calibration.calibrate_constant` calibrates."""
-    return [m.new_zeros(*m.shape, m.shape[-1]) for m in result.estimates]
 
 
 def reliability_metrics(reliabilities: Mapping[str, Reliability]) -> dict[str, float]:

@@ -60,18 +60,15 @@ def selection_notes(net: Any, sensors: Sequence[str] = ()) -> list[str]:
     if not isinstance(net, ModelSelection):
         return []
     notes = []
-    names = dict(enumerate(sensors))
-    if held := [names.get(k, f"x_{k}") for k in net.held.nonzero()[:, 0].tolist()]:
+    held, delays = held_and_late(net, sensors)
+    if held:
         notes.append(
             f"NOTE: readings of {', '.join(held)} repeat exactly; repeats are missing readings "
             "(data.held=false: they are readings)"
         )
-    learned: Any = net.models["ukf_learned"] if "ukf_learned" in net.used() else None
-    if learned is not None:
-        for k in learned.delays.nonzero()[:, 0].tolist():
-            steps = int(learned.delays[k])
-            late = f"{steps} step{'s' if steps > 1 else ''}"
-            notes.append(f"NOTE: {names.get(k, f'x_{k}')} is late by {late}, and filtered so")
+    for name, steps in delays.items():
+        late = f"{steps} step{'s' if steps > 1 else ''}"
+        notes.append(f"NOTE: {name} is late by {late}, and filtered so")
     if count := int(net.newest):
         notes.append(
             f"NOTE: these recordings drift; the filter is trained on their last {count} steps only"
@@ -83,6 +80,23 @@ def selection_notes(net: Any, sensors: Sequence[str] = ()) -> list[str]:
             "does not hold in another; more recordings or other sensors may help"
         )
     return notes
+
+
+def held_and_late(net: Any, sensors: Sequence[str] = ()) -> tuple[list[str], dict[str, int]]:
+    """Return the sensors that a model selection takes as held, and the steps of those as late.
+
+    Args:
+        net, sensors: as of `selection_notes`.
+    """
+    if not isinstance(net, ModelSelection):
+        return [], {}
+    names = dict(enumerate(sensors))
+    held = [names.get(k, f"x_{k}") for k in net.held.nonzero()[:, 0].tolist()]
+    learned: Any = net.models["ukf_learned"] if "ukf_learned" in net.used() else None
+    if learned is None:
+        return held, {}
+    late = learned.delays.nonzero()[:, 0].tolist()
+    return held, {names.get(k, f"x_{k}"): int(learned.delays[k]) for k in late}
 
 
 def cells_of(candidate: dict[str, Any]) -> list[str]:

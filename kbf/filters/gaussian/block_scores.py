@@ -101,23 +101,21 @@ def raced(
         parts: number of them.
         best: scores that are compared with, too.
     """
-    found = {pair: Scored([], torch.zeros(0)) for pair in pairs}
+    found: dict[tuple[int, ...], list[tuple[Fitted, Tensor]]] = {pair: [] for pair in pairs}
     for k in range(parts):
-        for pair in list(found):
-            result = run(pair, k)
-            if result is None:
-                del found[pair]
-                continue
-            filters, errors = found[pair]
-            found[pair] = Scored(
-                [*filters, result[0]],
-                torch.cat([errors, result[1][None]]) if filters else result[1][None],
-            )
-        here = [*found.values(), *([best] if best else [])]
-        least = min((float(each.errors[k].min()) for each in here), default=torch.inf)
-        near = MAX_PART_RATIO * least
-        found = {pair: each for pair, each in found.items() if float(each.errors[k].min()) <= near}
-    return found
+        results = {pair: run(pair, k) for pair in found}
+        tried = {pair: result for pair, result in results.items() if result is not None}
+        least = [float(errors.min()) for _, errors in tried.values()]
+        least += [] if best is None else [float(best.errors[k].min())]
+        found = {
+            pair: [*found[pair], result]
+            for pair, result in tried.items()
+            if float(result[1].min()) <= MAX_PART_RATIO * min(least)
+        }
+    return {
+        pair: Scored([filter for filter, _ in each], torch.stack([errors for _, errors in each]))
+        for pair, each in found.items()
+    }
 
 
 def variance_of(parts: list[Part]) -> Float[Tensor, " d"]:

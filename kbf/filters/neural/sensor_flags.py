@@ -22,7 +22,7 @@ from kbf.filters.protocols import (
     covariance_of,
     move,
 )
-from kbf.recording import Recording
+from kbf.recording import Recording, observed
 
 
 class SensorFlags(NamedTuple):
@@ -64,8 +64,7 @@ class SensorFlags(NamedTuple):
 
 def seen_steps(recording: Recording) -> Bool[Tensor, " T"]:
     """Return the steps at which at least one sensor was read."""
-    some = ~recording.obs.isnan().all(1)
-    return some if recording.mask is None else some & recording.mask
+    return ~observed(recording).isnan().all(1)
 
 
 class FlaggedFilter(UpdateByObserve[Any]):

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
 from kbf.filters.protocols import WithoutHyperparameters
-from kbf.recording import Recording, as_recordings, check_vectors, control_width
+from kbf.recording import Recording, as_recordings, check_vectors, control_width, observed
 from kbf.runtime.errors import FitError, fit_errors
 from kbf.runtime.html_repr import Shown
 
@@ -145,6 +145,11 @@ def rows_of(recording: Recording) -> Float[Tensor, "T c"]:
         steps = torch.arange(len(obs), device=obs.device)[:, None]
         held = torch.where(there, steps, -1).cummax(0).values
         obs = obs.gather(0, torch.where(held >= 0, held, there.int().argmax(0)))
+    return with_controls(obs, recording)
+
+
+def with_controls(obs: Float[Tensor, "T q"], recording: Recording) -> Float[Tensor, "T c"]:
+    """Append the controls of a recording, if it has any."""
     return obs if recording.controls is None else torch.cat([obs, recording.controls.to(obs)], -1)
 
 
@@ -170,11 +175,7 @@ def windows_with_gaps(recording: Recording, width: int) -> Float[Tensor, "T wc"]
     tensor([[nan, 1.],
             [1., 2.]])
     """
-    obs = recording.obs
-    if recording.mask is not None:
-        obs = torch.where(recording.mask[:, None], obs, torch.nan)
-    controls = recording.controls
-    rows = obs if controls is None else torch.cat([obs, controls.to(obs)], -1)
+    rows = with_controls(observed(recording), recording)
     before = torch.full_like(rows[:1], torch.nan)
     return windows_of(torch.cat([before, rows]), width)[1:]
 

@@ -295,16 +295,18 @@ def blocks_of(part: list[Recording]) -> list[Recording]:
 
 
 def run_blocks(filter: Filter[Any], part: list[Recording]) -> Iterator[Float[Tensor, "t d"]]:
-    """Run a filter through the blocks of a fold and yield the residuals z - m ``t d`` of each.
-
-    The first fifth of a block, at most 25 steps, is a burn-in that is not scored.
-    """
+    """Run a filter through the blocks of a fold; yield residuals z - m of `scored_states`."""
     blocks = blocks_of(part)
     generator = torch.Generator(blocks[0].states.device).manual_seed(0)
     runs = rollout_recordings(filter, blocks, generator=generator)
     for block, run in zip(blocks, runs, strict=True):
-        first = min(25, len(block.states) // 5)
-        yield block.states[first:].double() - run.estimates[first:].double()
+        z = scored_states(block)
+        yield z - run.estimates[-len(z) :].double()
+
+
+def scored_states(block: Recording) -> Float[Tensor, "t d"]:
+    """Return the states of a block without its burn-in: the first fifth, at most 25 steps."""
+    return block.states[min(25, len(block.states) // 5) :].double()
 
 
 def deviation(scores: Float[Tensor, " s"]) -> float | None:
