@@ -134,8 +134,9 @@ def step_through_all(
 ) -> list[Result]:
     """Step through recordings, each from the prior; many short ones as one batch.
 
-    Filters that draw random numbers step through one after the other, and so does the last
-    recording, whose end is the state of the estimator afterwards.
+    Filters that draw random numbers or have single precision, where the rounding of a batch would
+    show, step through one after the other, and so does the last recording, whose end is the state
+    of the estimator afterwards.
     """
     short = [k for k, each in enumerate(pieces[:-1]) if len(each.obs) <= ROWS_PER_BATCH]
     together = recordings_per_batch(trained, pieces[0]) if len(short) > 1 else 1
@@ -152,11 +153,16 @@ def step_through_all(
 
 
 def recordings_per_batch(trained: Trained, piece: Observations) -> int:
-    """Return how many short recordings are filtered as one batch: 1 if a step is random."""
+    """Return how many short recordings are filtered as one batch.
+
+    1 if a step is random, or if the filter keeps a state in single precision.
+    """
     filter, example = trained.filter, batch_of(trained, piece)["obs"][:, 0]
-    if draws(filter, example, control_components(filter)):
+    prior = filter.init(1)
+    single = any(leaf.dtype in (torch.float32, torch.float16) for leaf in prior)
+    if single or draws(filter, example, control_components(filter)):
         return 1
-    row = sum(leaf[0].numel() * leaf.element_size() for leaf in (example, *filter.init(1)))
+    row = sum(leaf[0].numel() * leaf.element_size() for leaf in (example, *prior))
     fits = MAX_BYTES_OF_BATCH // (2 * ROWS_PER_BATCH * max(1, row))  # predicted and updated
     return max(1, min(RECORDINGS_PER_BATCH, fits))
 
