@@ -244,7 +244,7 @@ def test_a_damaged_checkpoint_of_the_first_stage_is_one_line(tmp_path, capsys, c
 @pytest.mark.slow
 def test_the_seeds_of_data_and_encoders_are_separate(tmp_path):
     """The data of one seed under another seed of everything else: the same states, other codes."""
-    words, runs = [*DATA, *QUIET, "model=kalman", "data.encoding.pixel_ridge=false"], {}
+    words, runs = [*DATA, *QUIET, "model=kalman", "+data.encoding.pixel_ridge=false"], {}
     for name, overrides in {
         "a": [],
         "b": ["seed=1", "data.source.seed=0"],
