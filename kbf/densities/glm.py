@@ -16,7 +16,7 @@ binomial distribution; Smyth (1989) for joint scoring of mean and dispersion.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -27,6 +27,7 @@ from kbf.densities.base import (
     Candidate,
     Features,
     ParametricDensity,
+    features_of,
     gamma,
     select_features,
     whitened,
@@ -43,6 +44,8 @@ FACTORS = (0.5, 1.0, 2.0)
 RIDGES = (0.03, 0.3, 3.0, 30.0)
 # Candidate dispersions of the negative binomial density.
 DISPERSIONS = (0.1, 0.3, 1.0)
+# Most features.
+RANK = 48
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +57,7 @@ class GLMDensity(ParametricDensity):
         coefficients: ``m p q``, of the m parameters of each component (2 of ``spread``, else 1).
         shift: ``q``, and root: ``q q``, of the whitening y -> root^-1 (y - shift) of ``spread``; of
             whole numbers the offset and the diagonal of steps: y = shift + root k, k = 0, 1, ...
-        dispersion: a, of ``negbin``.
+        dispersion: a, of ``negbin``. ridge: of the coefficients.
     """
 
     family: str
@@ -63,6 +66,7 @@ class GLMDensity(ParametricDensity):
     shift: Tensor
     root: Tensor
     dispersion: Tensor
+    ridge: Tensor
 
     def parameters(self, u: Float[Tensor, "*b d"]) -> tuple[Float[Tensor, "*b q"], ...]:
         """Eta at u, m of them."""
@@ -231,7 +235,7 @@ def fit_parameters(
     step: Float[Tensor, " q"] | None = None,
     factors: tuple[float, ...] = FACTORS,
     ridges: tuple[float, ...] = RIDGES,
-    rank: int = 48,
+    rank: int = RANK,
 ) -> Candidate:
     """Fit a density of one family.
 
@@ -245,21 +249,8 @@ def fit_parameters(
         factors: bandwidths of the Gaussian kernel over the median distance. ridges: of the
             coefficients. rank: most features.
     """
-    if family == "spread":
-        shift = y.mean(0)
-        root = cholesky(
-            torch.cov(y.mT).reshape(y.shape[1], -1)
-            + 1e-9 * y.var(0).mean() * torch.eye(y.shape[1]).to(y)
-        )
-        constant = root.diagonal().log().sum()
-    else:
-        least, root = y.amin(0), (torch.ones_like(y[0]) if step is None else step).diag()
-        above = least / root.diagonal()
-        natural = (above >= 0) & (
-            (above - above.round()).abs() < 1e-3
-        )  # counts begin at 0, whether it is observed or not
-        shift = least if family == "bernoulli" else torch.where(natural, 0, least)
-        constant = torch.zeros_like(shift[0])
+    shift, root = whitening(family, y, step)
+    constant = root.diagonal().log().sum() if family == "spread" else 0.0
     white, reg = whitened(y - shift, root), torch.tensor(ridges).to(y)
     white = white if family == "spread" else white.round()
     dispersions = [torch.tensor(a).to(y) for a in (DISPERSIONS if family == "negbin" else (0.0,))]
@@ -274,6 +265,39 @@ def fit_parameters(
     held_out, features, best = select_features(u, factors, rank, score)
     j, k = divmod(best, len(ridges))
     coefficients = fisher_scoring(family, features(u), white, reg[k : k + 1], dispersions[j])[:, 0]
-    return Candidate(
-        GLMDensity(family, features, coefficients, shift, root, dispersions[j]), held_out
-    )
+    density = GLMDensity(family, features, coefficients, shift, root, dispersions[j], reg[k])
+    return Candidate(density, held_out)
+
+
+def whitening(
+    family: str, y: Float[Tensor, "n q"], step: Float[Tensor, " q"] | None
+) -> tuple[Float[Tensor, " q"], Float[Tensor, "q q"]]:
+    """Return ``shift`` and ``root`` of `GLMDensity` for these outputs."""
+    if family == "spread":
+        least = 1e-9 * y.var(0).mean() * torch.eye(y.shape[1]).to(y)
+        return y.mean(0), cholesky(torch.cov(y.mT).reshape(y.shape[1], -1) + least)
+    least, root = y.amin(0), (torch.ones_like(y[0]) if step is None else step).diag()
+    above = least / root.diagonal()
+    # counts begin at 0, whether it is observed or not
+    natural = (above >= 0) & ((above - above.round()).abs() < 1e-3)
+    return (least if family == "bernoulli" else torch.where(natural, 0, least)), root
+
+
+@fit_errors()
+def refitted(density: GLMDensity, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> GLMDensity:
+    """Fit a density to some of its points, with its bandwidth, ridge and dispersion.
+
+    The shift and the steps of whole numbers remain, too.
+    """
+    family, spread = density.family, density.family == "spread"
+    shift, root = whitening(family, y, None) if spread else (density.shift, density.root)
+    white = whitened(y - shift, root)
+    features = features_of(density.features.kernel, u, RANK)
+    coefficients = fisher_scoring(
+        family,
+        features(u),
+        white if spread else white.round(),
+        density.ridge[None],
+        density.dispersion,
+    )[:, 0]
+    return replace(density, features=features, coefficients=coefficients, shift=shift, root=root)

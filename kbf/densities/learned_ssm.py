@@ -27,7 +27,7 @@ from kbf.densities.fused_ridge import MergedMap
 from kbf.densities.per_sensor import PerSensorDensity, SelectedSensors
 from kbf.densities.ratio import RatioDensity, fit_state_density
 from kbf.densities.ridge import Join, fit_ridge_map, join_of
-from kbf.densities.selection import Known, fit_density
+from kbf.densities.selection import Known, fit_density, fit_like
 from kbf.manifolds import FLAT, Manifold, manifold_of
 from kbf.recording import Recording, as_recordings, check_vectors, moves, observed_pairs
 from kbf.rkhs.linalg import cholesky, evenly
@@ -232,14 +232,8 @@ def fit(
     selections: Sequence[tuple[int, ...]] = (),
 ) -> Any:
     """Fit a density by its name: a `RidgeMap` or another `ConditionalDensity`."""
-    for each in known:
-        here = each.name == density and each.inputs.device == inputs.device
-        if (
-            here
-            and torch.equal(each.inputs, inputs.double())
-            and torch.equal(each.outputs, outputs.double())
-        ):
-            return each.density
+    if (density_of_them := fit_like(known, density, inputs, outputs)) is not None:
+        return density_of_them
     return (
         fit_ridge_map(inputs, outputs, known=selections)
         if density == "gaussian"
@@ -263,6 +257,7 @@ def learn_lagged_model(
     order: int = 2,
     inflation: float = 1.0,
     density: str | SelectedSensors = "gaussian",
+    known: Sequence[Known] = (),
 ) -> LaggedModel:
     """Fit the regression of changes and the density of observations, in float64.
 
@@ -274,6 +269,7 @@ def learn_lagged_model(
         density: of observations given states: a name in `kbf.densities.selection.DENSITIES`; the
             densities of sensors that may be missing; or "ratio", for observations that are density
             ratios (`kbf.densities.ratio`).
+        known: densities of observations that are already fitted, as of `learn_model`.
 
     Raises:
         ValueError: another order or inflation, no recording of ``order`` + 1 steps, or as
@@ -304,7 +300,7 @@ def learn_lagged_model(
         few = evenly(len(seen), MAX_PAIRS, seen.device)
         observation = MergedMap(fit_ridge_map(seen[few], obs[few], rank=RANK))
     else:
-        observation = observation_density(density, recordings)
+        observation = observation_density(density, recordings, known)
     states = torch.cat([s.states for s in recordings])
     none, d = torch.zeros_like(changes.noise), states.shape[1]
     model = LaggedModel(changes, observation, order, none, d, manifold_of(states), join)

@@ -19,7 +19,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
 from kbf.densities.base import ConditionalDensity, Likelihood
-from kbf.densities.selection import DENSITIES, fit_density, select_density
+from kbf.densities.selection import (
+    DENSITIES,
+    MAX_POINTS,
+    Known,
+    fit_density,
+    fit_like,
+    select_density,
+)
 from kbf.manifolds import manifold_of
 from kbf.runtime.errors import FitError
 
@@ -126,6 +133,7 @@ class SelectedSensors(nn.Module):
         column: ``q``, the number of each column's sensor; empty if no sensor may be missing.
         density: ``s``, the position of each sensor's density in `DENSITIES`; -1 for a sensor with
             fewer than `MIN_READINGS` readings.
+        fitted: the selected densities with the pairs that they are fitted to, not stored.
     """
 
     def __init__(self) -> None:
@@ -133,6 +141,7 @@ class SelectedSensors(nn.Module):
         super().__init__()
         self.column: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.long))
         self.density: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.long))
+        self.fitted: list[Known] = []
 
     @property
     def known(self) -> bool:
@@ -160,7 +169,7 @@ class SelectedSensors(nn.Module):
             ValueError: as `kbf.densities.selection.select_density`; or no sensor with
                 `MIN_READINGS` readings.
         """
-        self.column = find_sensors(obs)
+        self.column, self.fitted = find_sensors(obs), []
         self.density = torch.full((int(self.column.max()) + 1,), -1, device=obs.device)
         for k, columns in enumerate(self.columns()):
             readings = obs[:, columns]
@@ -172,7 +181,12 @@ class SelectedSensors(nn.Module):
                     int(present.sum()),
                 )
                 continue
-            density = name or select_density(u[present], readings[present]).name
+            density, seen, read = name, u[present], readings[present]
+            if density is None:
+                choice = select_density(seen, read)
+                density = choice.name
+                if len(seen) <= MAX_POINTS:  # all of them were used
+                    self.fitted.append(Known(choice, seen.double(), read.double()))
             log.info("density of the sensor of columns %s: %s", columns, density)
             self.density[k] = DENSITIES.index(density)
         if not bool((self.density >= 0).any()):
@@ -191,9 +205,9 @@ class SelectedSensors(nn.Module):
             readings = obs[:, columns]
             present = readings.isfinite().all(1)
             if int(self.density[k]) >= 0 and int(present.sum()) >= MIN_READINGS:
-                densities.append(
-                    fit_density(DENSITIES[int(self.density[k])], u[present], readings[present])
-                )
+                name, seen, read = DENSITIES[int(self.density[k])], u[present], readings[present]
+                known = fit_like(self.fitted, name, seen, read)
+                densities.append(fit_density(name, seen, read) if known is None else known)
                 places.append(tuple(columns))
         if not densities:
             raise FitError(f"of {len(self.density)} sensors none has {MIN_READINGS} readings")

@@ -110,7 +110,9 @@ class SelectedDensities(nn.Module):
         if memory is before and missing == self.allow_missing_sensors:
             return
         self.selected_for = memory, self.allow_missing_sensors
-        self.fitted, self.provisional = [], False
+        known = list(self.fitted)
+        self.fitted.clear()  # other models may share the list
+        self.provisional = False
         recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         if self.allow_missing_sensors:
             self.sensors.choose(*observed_pairs(recordings), self.given[1])
@@ -131,12 +133,11 @@ class SelectedDensities(nn.Module):
                 or (k == 1 and self.allow_missing_sensors)
             ):
                 continue
-            choice = select_density(inputs, outputs, counts=k == 1)
+            own = next((each for each in known if each.fits(inputs, outputs)), None)
+            choice = select_density(inputs, outputs, counts=k == 1) if own is None else own.choice
             log.info("density of %s: %s", side, choice)
             if len(inputs) <= MAX_POINTS:  # all points were used
-                self.fitted.append(
-                    Known(choice.name, inputs.double(), outputs.double(), choice.density)
-                )
+                self.fitted.append(Known(choice, inputs.double(), outputs.double()))
             self.chosen[k] = DENSITIES.index(choice.name)
             self.scores[k] = torch.tensor([choice.scores.get(name, 0.0) for name in DENSITIES])
             self.tried[k] = torch.tensor([name in choice.scores for name in DENSITIES])

@@ -23,7 +23,7 @@ coefficients and noise are held out.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ from kbf.densities.base import (
     features_of,
 )
 from kbf.densities.categorical import FEWEST_LEVELS, MOST_LEVELS, fit_categories
-from kbf.densities.glm import fit_parameters
+from kbf.densities.glm import GLMDensity, fit_parameters, refitted as refitted_glm
 from kbf.densities.mdn import fit_networks
 from kbf.densities.mixtures import Fitted, expectation_maximisation, fit_maps
 from kbf.densities.ridge import RidgeMap, fit_ridge_map, refitted
@@ -111,12 +111,54 @@ class Choice(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A density, with the inputs and outputs in float64 that it is fitted to."""
+    """A selected density, with the inputs and outputs in float64 that it is fitted to."""
 
-    name: str
+    choice: Choice
     inputs: Tensor
     outputs: Tensor
-    density: Any
+
+    def fits(self, inputs: Float[Tensor, "n d"], outputs: Float[Tensor, "n q"]) -> bool:
+        """Whether the density is fitted to these points, of its device."""
+        return (
+            self.inputs.device == inputs.device
+            and torch.equal(self.inputs, inputs.double())
+            and torch.equal(self.outputs, outputs.double())
+        )
+
+    def contains(self, inputs: Float[Tensor, "n d"], outputs: Float[Tensor, "n q"]) -> bool:
+        """Whether all of these points are among those that the density is fitted to."""
+        if inputs.shape[1:] != self.inputs.shape[1:] or outputs.shape[1:] != self.outputs.shape[1:]:
+            return False
+        own, some = (
+            {tuple(row) for row in torch.cat([u.double(), y.double()], 1).tolist()}
+            for u, y in ((self.inputs, self.outputs), (inputs, outputs))
+        )
+        return some <= own
+
+
+def fit_like(
+    known: Sequence[Known], name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]
+) -> ConditionalDensity | None:
+    """Return a known density of these points, or one with its settings; None without either.
+
+    A generalised linear density of some of its points has the bandwidth and the ridge that were
+    selected on all of them.
+
+    Args:
+        known: densities that are fitted already.
+        name: of the density.
+        u: inputs. y: outputs.
+    """
+    for each in known:
+        if each.choice.name == name and each.fits(u, y):
+            return each.choice.density
+    for each in known:
+        density = each.choice.density
+        fewer = each.choice.name == name and len(u) < len(each.inputs)
+        if fewer and isinstance(density, GLMDensity) and each.contains(u, y):
+            log.info("the density %s of %d points, with the settings of all", name, len(u))
+            return refitted_glm(density, u.double(), with_noise_where_constant(y.double()))
+    return None
 
 
 @one_thread()

@@ -35,6 +35,15 @@ def deadline(end: float) -> Iterator[None]:
         _end.reset(token)
 
 
+def time_within_share(share: float) -> float:
+    """Return the time (`time.perf_counter`) after a share of what is left until the deadline.
+
+    Infinite without a deadline. Selections that can stop with what they have do so at this time.
+    """
+    now = time.perf_counter()
+    return now + share * (_end.get() - now)
+
+
 def check_deadline() -> None:
     """Raise a `DeadlineError` after the `deadline` in which this is called, if any.
 

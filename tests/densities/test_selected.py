@@ -121,15 +121,15 @@ def test_a_chosen_law_is_not_fitted_again_to_the_same_recording():
         learn_model(data, densities.names, densities.fitted),
         learn_model(data, densities.names),
     )
-    assert same.observation is densities.fitted[1].density
-    assert fresh.observation is not densities.fitted[1].density
+    assert same.observation is densities.fitted[1].choice.density
+    assert fresh.observation is not densities.fitted[1].choice.density
     u = data[0].states
     assert torch.equal(same.log_transition(u[1:], u[:-1]), fresh.log_transition(u[1:], u[:-1]))
     assert torch.equal(same.log_likelihood(data[0].obs, u), fresh.log_likelihood(data[0].obs, u))
     shorter = [data[0]._replace(states=u[:100], obs=data[0].obs[:100])]
     assert (
         learn_model(shorter, densities.names, densities.fitted).observation
-        is not densities.fitted[1].density
+        is not densities.fitted[1].choice.density
     )
 
 
@@ -311,7 +311,9 @@ def test_models_with_the_same_settings_select_their_densities_once(monkeypatch):
     for model in (main, other, given):
         model.prepare(data)
     assert len(found) == 2 and other.densities is main.densities is not given.densities
-    main.prepare(list(data))
+    main.prepare(list(data))  # the same points
+    assert len(found) == 2
+    main.prepare([each._replace(states=each.states[5:], obs=each.obs[5:]) for each in data])
     assert len(found) == 4
 
 

@@ -1,5 +1,7 @@
 """Scores of a Gaussian filter on held-out blocks, for several factors of its covariances."""
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -25,6 +27,9 @@ FOLDS_OF_FEW = (0, 2, 4)
 COARSE_FACTORS = ((1.0, 1.0), (64.0, 1.0))
 # Kinds with this multiple of the least error on a part are not run on the others.
 MAX_PART_RATIO = 1.5
+# Share of the time until a deadline after which no further kinds are compared: factors, and the
+# filter itself, are still to be fitted.
+MAX_SHARE_FOR_KINDS = 0.5
 # First steps of a held-out block that do not count: the filter has not converged yet.
 BURN_IN = 5
 # Share of the mean variance that is added to each component in a log score: states may lie on a
@@ -43,10 +48,11 @@ class Scored(NamedTuple):
     filters: list[Fitted]
     errors: Tensor
 
-    @property
-    def error(self) -> float:
-        """The mean over parts, with the best factors."""
-        return float(self.errors.mean(0).min())
+    def better_than(self, other: "Scored") -> bool:
+        """Whether the mean error over the parts of both, with the best factors, is smaller."""
+        p = min(len(self.errors), len(other.errors))
+        mine, theirs = (each.errors[:p].mean(0).min() for each in (self, other))
+        return bool(mine < theirs)
 
 
 def held_out_parts(recordings: list[Recording]) -> list[Part]:
@@ -92,6 +98,7 @@ def raced(
     run: Callable[[tuple[int, ...], int], tuple[Fitted, Tensor] | None],
     parts: int,
     best: Scored | None = None,
+    until: float = math.inf,
 ) -> dict[tuple[int, ...], Scored]:
     """Return the scores of those kinds that come near the least error on each part.
 
@@ -100,10 +107,18 @@ def raced(
         run: kinds and part -> the filter and its errors ``m``, None if there is no filter.
         parts: number of them.
         best: scores that are compared with, too.
+        until: a `time.perf_counter`, after which no further part is begun, and on the first part
+            no further pair once one has a result.
     """
     found: dict[tuple[int, ...], list[tuple[Fitted, Tensor]]] = {pair: [] for pair in pairs}
     for k in range(parts):
-        results = {pair: run(pair, k) for pair in found}
+        if k > 0 and time.perf_counter() > until:
+            break
+        results: dict[tuple[int, ...], tuple[Fitted, Tensor] | None] = {}
+        for pair in found:
+            known = best is not None or any(results.values())
+            if k > 0 or not known or time.perf_counter() <= until:
+                results[pair] = run(pair, k)
         tried = {pair: result for pair, result in results.items() if result is not None}
         least = [float(errors.min()) for _, errors in tried.values()]
         least += [] if best is None else [float(best.errors[k].min())]

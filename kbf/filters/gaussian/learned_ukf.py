@@ -24,6 +24,7 @@ References: Wan and van der Merwe (2000); Ko and Fox (2009), GP-BayesFilters, fo
 maps.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -35,6 +36,7 @@ from torch import Generator, Tensor, nn
 from kbf.filters.gaussian.augmented import Sensor, augmented
 from kbf.filters.gaussian.block_scores import (
     COARSE_FACTORS,
+    MAX_SHARE_FOR_KINDS,
     Fitted,
     Part,
     held_out_parts,
@@ -63,6 +65,7 @@ from kbf.filters.gaussian.switching import SwitchingFilter
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
 from kbf.manifolds import manifold_of
 from kbf.recording import Recording, as_recordings, check_vectors, control_width
+from kbf.runtime.deadline import time_within_share
 from kbf.runtime.errors import FitError
 from kbf.runtime.html_repr import ShownModule
 
@@ -120,11 +123,8 @@ class LearnedUKF(ShownModule):
             )
         if not kinds or not set(kinds) <= set(KINDS):
             raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {list(kinds)}")
-        self.ranks, self.given_factors, self.given_kinds = (
-            tuple(ranks),
-            tuple(factors),
-            tuple(kinds),
-        )
+        self.ranks, self.given_factors = tuple(ranks), tuple(factors)
+        self.given_kinds = tuple(kinds)
         self.switches: bool = switches
         self.allow_missing_sensors: bool = False
         self.kernels: Tensor = nn.Buffer(torch.zeros(0, 2, 3, dtype=torch.float64))
@@ -148,8 +148,10 @@ class LearnedUKF(ShownModule):
            whose error is at most `MAX_ERROR_RATIO` times the least.
 
         Recordings that are too short for a held-out block of ten steps leave the last kinds and
-        factors of 1.
+        factors of 1. Within a `kbf.runtime.deadline.deadline` the kinds take at most
+        `MAX_SHARE_FOR_KINDS` of the time: then fewer parts, or fewer kinds, are compared.
         """
+        until = time_within_share(MAX_SHARE_FOR_KINDS)
         recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         check_vectors(recordings, "a learned observation map")
         self.kinds.fill_(KINDS.index(self.given_kinds[-1]))
@@ -166,54 +168,59 @@ class LearnedUKF(ShownModule):
         self.regimes = torch.tensor(STRUCTURES[0])
         parts = held_out_parts(recordings)
         if parts:
-            filters = self.select_kinds(parts, structure)
+            filters = self.select_kinds(parts, structure, until)
             if filters:
-                self.select_factors(filters, parts)
+                self.select_factors(filters, parts[: len(filters)])
         else:
             self.regimes = torch.tensor(structure)
 
-    def select_kinds(self, parts: list[Part], structure: tuple[int, ...]) -> list[Fitted]:
+    def select_kinds(
+        self, parts: list[Part], structure: tuple[int, ...], until: float
+    ) -> list[Fitted]:
         """Set `kinds` and `regimes`; return the filters without each part, none if none fits.
 
         Errors select among pairs of equal kinds, then the kind of observation maps, then that of
-        the change map, and then the same with several regimes.
+        the change map, and then the same with several regimes; at ``until`` (a
+        `time.perf_counter`) the comparison ends.
         """
-        sources = [self.source(rest) for rest, _ in parts]
+        source_without = cache(lambda k: self.source(parts[k][0]))
         given = [KINDS.index(kind) for kind in self.given_kinds]
         best, tried = None, set[tuple[tuple[int, ...], tuple[int, ...]]]()
         structures = (STRUCTURES[0],) if structure == STRUCTURES[0] else (STRUCTURES[0], structure)
         for regimes in structures:
-            run = self.runs([each.with_regimes(regimes) for each in sources], parts)
+            run = self.runs(cache(lambda k, r=regimes: source_without(k).with_regimes(r)), parts)
             one = regimes == STRUCTURES[0]
             for places in ((0, 1), (1,), (0,)) if one else ((0,),):
+                if best is not None and time.perf_counter() > until:
+                    break
                 pairs = [
                     tuple(kind if k in places else int(now) for k, now in enumerate(self.kinds))
                     for kind in given
                 ]
                 pairs = [pair for pair in pairs if (regimes, pair) not in tried]
                 tried.update((regimes, pair) for pair in pairs)
-                for pair, found in raced(pairs, run, len(parts), best).items():
-                    if best is None or found.error < best.error:
+                for pair, found in raced(pairs, run, len(parts), best, until).items():
+                    if best is None or found.better_than(best):
                         best = found
                         self.kinds.copy_(torch.tensor(pair))
                         self.regimes = torch.tensor(regimes)
         return [] if best is None else best.filters
 
     def runs(
-        self, sources: list[Source], parts: list[Part]
+        self, source: Callable[[int], Source], parts: list[Part]
     ) -> Callable[[tuple[int, ...], int], tuple[Fitted, Tensor] | None]:
         """Return the filter and its errors as a function of kinds, and of the part held out.
 
         Both are None for too few steps. Maps of a kind are fitted once.
         """
-        moves = cache(lambda k, kind: self.changes(sources[k], KINDS[kind]))
-        readings = cache(lambda k, kind: self.sensors(sources[k].pairs, KINDS[kind]))
+        moves = cache(lambda k, kind: self.changes(source(k), KINDS[kind]))
+        readings = cache(lambda k, kind: self.sensors(source(k).pairs, KINDS[kind]))
         scale = variance_of(parts)
 
         def run(pair: tuple[int, ...], k: int) -> tuple[Fitted, Tensor] | None:
             move, reading = pair
             try:
-                filter = self.filter_with(sources[k], moves(k, move), readings(k, reading))
+                filter = self.filter_with(source(k), moves(k, move), readings(k, reading))
             except FitError:
                 return None
             return filter, held_out_scores(filter, parts[k], COARSE_FACTORS, scale)[1]

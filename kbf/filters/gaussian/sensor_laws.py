@@ -142,23 +142,22 @@ def fit_mixture(r: Float[Tensor, "n q"], x: Float[Tensor, "n q"]) -> Mixture:
 
     Residuals of working sensors are N(0, s^2), those of failed ones uniform on the range of x.
     """
-    n, q = r.shape
-    none = torch.zeros(q, dtype=torch.float64)
-    found = Mixture(
-        none.bool(), none.clone(), r.new_zeros(n, q), r.new_zeros(n, q), none.clone(), none + 1
+    seen = r.isfinite()
+    low = torch.where(seen, x, torch.inf).amin(0)
+    high = torch.where(seen, x, -torch.inf).amax(0)
+    usable = (seen.sum(0) >= MIN_RESIDUALS) & (high > low)
+    low, high = torch.where(usable, low, 0), torch.where(usable, high, 1)
+    width, seen = high - low, seen & usable
+    share, s = fault_mixture(torch.where(usable, r, torch.nan), width)
+    works = -0.5 * ((torch.where(seen, r, 0) / s).square() + 2 * s.log() + LOG_2PI)
+    return Mixture(
+        share > 0,
+        share,
+        torch.where(seen, works, 0),
+        torch.where(seen, -width.log(), 0),
+        low,
+        high,
     )
-    for j in range(q):
-        seen = r[:, j].isfinite()
-        values = r[seen, j]
-        if len(values) < MIN_RESIDUALS or not bool(x[seen, j].amax() > x[seen, j].amin()):
-            continue
-        found.low[j], found.high[j] = x[seen, j].amin(), x[seen, j].amax()
-        width = float(found.high[j] - found.low[j])
-        found.share[j], s = fault_mixture(values, width)
-        found.faulty[j] = found.share[j] > 0
-        found.log_works[seen, j] = -0.5 * ((values / s).square() + 2 * s.log() + LOG_2PI)
-        found.log_failed[seen, j] = -math.log(width)
-    return found
 
 
 def fit_faults(mixture: Mixture, lengths: list[int]) -> tuple[Faults, Bool[Tensor, "n q"]]:
@@ -187,26 +186,33 @@ def fit_faults(mixture: Mixture, lengths: list[int]) -> tuple[Faults, Bool[Tenso
     return Faults(enter, leave, mixture.low, mixture.high), mixture.faulty & (works < 0.5)
 
 
-def fault_mixture(r: Float[Tensor, " n"], width: float) -> tuple[float, Float[Tensor, ""]]:
+def fault_mixture(
+    r: Float[Tensor, "n q"], width: Float[Tensor, " q"]
+) -> tuple[Float[Tensor, " q"], Float[Tensor, " q"]]:
     """Return the share of faults, 0 for none, and the standard deviation s of working sensors.
 
-    (1 - share) N(r; 0, s^2) + share / width.
+    (1 - share) N(r; 0, s^2) + share / width, of each sensor; r is NaN where missing.
     """
-    share, s = 0.05, 1.4826 * r.abs().median()
-    works = torch.ones_like(r)
-    total = works
+    seen = r.isfinite()
+    n, values = seen.sum(0).clamp_min(1), torch.where(seen, r, 0)
+    share, s = torch.full_like(width, 0.05), 1.4826 * r.abs().nanmedian(0).values
+    s = torch.where(s.isfinite(), s, width)
+    total = torch.ones_like(values)
     for _ in range(ITERATIONS_OF_FAULTS):
-        s = s.clamp_min(1e-6 * width)
-        density = (1 - share) * torch.exp(-0.5 * (r / s).square()) / (s * math.sqrt(2 * math.pi))
+        s = s.maximum(1e-6 * width)
+        density = (
+            (1 - share) * torch.exp(-0.5 * (values / s).square()) / (s * math.sqrt(2 * math.pi))
+        )
         total = density + share / width
-        works = density / total
-        share = float(1 - works.mean())
-        s = ((works * r.square()).sum() / works.sum().clamp_min(1)).sqrt()
-    variance = r.square().mean()
-    plain = -0.5 * len(r) * (1 + variance.log() + LOG_2PI)
-    if float(total.log().sum() - plain) < MIN_GAIN_OF_FAULTS or not share < MAX_SHARE_OF_FAULTS:
-        return 0.0, variance.sqrt().clamp_min(1e-6 * width)
-    return share, s
+        works = torch.where(seen, density / total, 0)
+        share = 1 - works.sum(0) / n
+        s = ((works * values.square()).sum(0) / works.sum(0).clamp_min(1)).sqrt()
+    variance = values.square().sum(0) / n
+    plain = -0.5 * n * (1 + variance.log() + LOG_2PI)
+    gain = torch.where(seen, total.log(), 0).sum(0) - plain
+    found = (gain >= MIN_GAIN_OF_FAULTS) & (share < MAX_SHARE_OF_FAULTS)
+    alone = variance.sqrt().maximum(1e-6 * width)
+    return torch.where(found, share, 0), torch.where(found, s, alone)
 
 
 def fit_persistence(residuals: list[Tensor]) -> Persistence:

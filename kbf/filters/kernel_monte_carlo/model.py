@@ -22,7 +22,7 @@ from kbf.densities.learned_ssm import (
     widened,
 )
 from kbf.densities.per_sensor import SelectedSensors
-from kbf.densities.selection import DENSITIES, select_density
+from kbf.densities.selection import DENSITIES, Known, select_density
 from kbf.filters.kernel_monte_carlo.density_ratio import RatioFilter
 from kbf.filters.kernel_monte_carlo.filter import KernelMonteCarloFilter
 from kbf.filters.rollout import rollout_recordings
@@ -159,6 +159,8 @@ class KernelMonteCarlo(ShownModule):
         self.density: Tensor = nn.Buffer(torch.tensor(DENSITIES.index(density or "gaussian")))
         self.allow_missing_sensors: bool = False
         self.sensors: SelectedSensors = SelectedSensors()
+        # densities that are fitted already, perhaps those of another model
+        self.fitted: list[Known] = []
         self.ratio_dim: int = 0
 
     @torch.no_grad()
@@ -181,7 +183,7 @@ class KernelMonteCarlo(ShownModule):
             seen, obs = observed_pairs(recordings)
             some = evenly(len(seen), MAX_POINTS_OF_DENSITY_SELECTION, seen.device)
             self.density.fill_(
-                DENSITIES.index(select_density(seen[some].double(), obs[some].double()).name)
+                DENSITIES.index(self.select(seen[some].double(), obs[some].double()))
             )
         try:
             fit, held = split(recordings, HELD_OUT_SHARE)
@@ -201,7 +203,9 @@ class KernelMonteCarlo(ShownModule):
         models: dict[int, LaggedModel] = {}
         for order in self.orders:
             with suppress(FitError):  # too few steps
-                models[order] = learn_lagged_model(fit, order=order, density=self.kind)
+                models[order] = learn_lagged_model(
+                    fit, order=order, density=self.kind, known=self.fitted
+                )
         found: dict[tuple[int, float, float, float, float], HeldOut] = {}
 
         def attempt(*candidate: Any) -> None:
@@ -245,6 +249,15 @@ class KernelMonteCarlo(ShownModule):
             strict=True,
         ):
             buffer.fill_(value)
+
+    def select(self, z: Float[Tensor, "n d"], x: Float[Tensor, "n q"]) -> str:
+        """Return the name of the density of these observations, selected here or by another."""
+        for each in self.fitted:
+            if each.fits(z, x):
+                return each.choice.name
+        choice = select_density(z, x)
+        self.fitted.append(Known(choice, z, x))
+        return choice.name
 
     @property
     def kind(self) -> str | SelectedSensors:
@@ -290,7 +303,11 @@ class KernelMonteCarlo(ShownModule):
         if self.allow_missing_sensors and not self.sensors.known:
             self.sensors.choose(*observed_pairs(recordings), self.given_density)
         model = learn_lagged_model(
-            recordings, order=int(self.order), inflation=float(self.inflation), density=self.kind
+            recordings,
+            order=int(self.order),
+            inflation=float(self.inflation),
+            density=self.kind,
+            known=self.fitted,
         )
         return self.filter_of(
             model, recordings, float(self.reg), float(self.restart), float(self.temper)

@@ -72,12 +72,14 @@ PLAIN: dict[str, Callable[[int], nn.Module]] = {
     "kalman_velocity": lambda seed: LearnedKalman(order=2),
     "window_ridge": lambda seed: WindowRidge(None),
 }
-# Filters of a learned state-space model, in the order of their cost.
+# Filters of a learned state-space model.
 LEARNED: dict[str, Callable[[int], nn.Module]] = {
     "ukf_learned": lambda seed: LearnedUKF(),
     "particle_learned": lambda seed: LearnedParticleFilter(),
     "kernel_monte_carlo": lambda seed: KernelMonteCarlo(seed=seed),
 }
+# The last of them that is compared. (Checkpoints number the models in the order above.)
+COSTLIEST = "particle_learned"
 # The filter with a learned model and moving particles among them.
 MOVING = "kernel_monte_carlo"
 # Models that are slow to fit.
@@ -108,9 +110,9 @@ MIN_STD_ERRORS = 1.5
 # smoother.
 MIN_GAIN_OF_STACK = 0.1
 # A candidate may take this multiple of its even share of the time that is left, and at least this
-# share of it, so that one slow candidate leaves time for those after it.
+# share of it.
 SHARES_OF_TIME = 2.0
-MIN_SHARE_OF_TIME = 0.5
+MIN_SHARE_OF_TIME = 0.75
 
 # Models that are compared on all folds; the others are left out after the first one. Baselines and
 # the leading model are compared in addition.
@@ -120,9 +122,7 @@ MAX_MEMBERS = 4
 
 
 class ModelSelection(nn.Module):
-    """Selects a main model, one of its competitors, or their stacking ensemble.
-
-    Before `prepare`, and with too little data, it is the main model.
+    """Selects a main model (also without enough data), a competitor, or a stacking ensemble.
 
     Attributes:
         weights: ``m d``, the weight of each model for each component of the state; empty before
@@ -159,7 +159,6 @@ class ModelSelection(nn.Module):
             require: what candidates must meet
                 (`kbf.filters.selection.requirements.REQUIREMENTS`). An ensemble has no
                 smoother.
-
             held: whether exact repeats of readings are missing readings: True for those of all
                 sensors, False for none, auto for those that `kbf.filters.held.held_sensors` finds.
 
@@ -178,9 +177,8 @@ class ModelSelection(nn.Module):
             for each in others.values():
                 if isinstance(each, DensityModel):
                     each.share_densities(main)
-        learned = others.get("ukf_learned", main)
-        if isinstance(learned, LearnedUKF) and "export" in self.require:
-            learned.switches = False  # ONNX programs of several regimes take minutes to write
+                if isinstance(each, KernelMonteCarlo):
+                    each.fitted = main.densities.fitted
         self.models: nn.ModuleDict = nn.ModuleDict({self.main_name: main, **others})
         self.weights: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
         self.spreads: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
@@ -265,7 +263,8 @@ class ModelSelection(nn.Module):
             return
         self.select(search, leading)
         selected = self.filters_of({name: each.filters for name, each in search.found.items()})
-        self.held_out_filters = list(zip(selected, [fold for _, fold in parts], strict=True))
+        folds = [fold for _, fold in search.parts]
+        self.held_out_filters = list(zip(selected, folds, strict=True))
         self.candidates = search.table()
 
     def in_order(self, total: int) -> list[str]:
@@ -274,7 +273,7 @@ class ModelSelection(nn.Module):
         published = not large and self.main_name not in PUBLISHED and not self.allow_missing_sensors
         return [
             *PLAIN,
-            *(LEARNED if total >= MIN_STEPS_FOR_MORE else ()),
+            *(sorted(LEARNED, key=COSTLIEST.__eq__) if total >= MIN_STEPS_FOR_MORE else ()),
             self.main_name,
             *(PUBLISHED if published else ()),
             *(name for name in SLOW if total >= MIN_STEPS_FOR_SLOW[name]),

@@ -33,8 +33,13 @@ MAX_BLOCKS = 8
 SHORT_BLOCK = 120
 # Most steps of a block: slow changes are visible in long blocks alone.
 LONG_BLOCK = 1000
+# Fewest parts by which models are compared if a budget is too short for all of them.
+MIN_PARTS = 3
 # Times the least error on the first fold above which a model is stopped early.
 HOPELESS = 2.0
+# Models, the best on the first part, for whose other parts time is reserved before further models
+# are tried.
+RESERVED_MODELS = 2
 Fit = Callable[[list[Recording]], Filter[Any]]
 # Recordings without a fold, to fit; and the fold.
 Part = tuple[list[Recording], list[Recording]]
@@ -170,12 +175,14 @@ class Search:
             prepare: called before.
             timed: whether the budget may stop it.
             run: used in place of `run_blocks`.
-            share: of the time that is left, after which the budget stops the model.
+            share: of the time that is left and not reserved (`reserved`), after which the budget
+                stops the model.
         """
         log.info("held out: %s, fold 1 of %d", name, len(self.parts))
+        reserved = self.reserved()
         model = self.running[name] = Attempt(fit, run or run_blocks, timed)
         began = time.perf_counter()
-        model.end = began + share * (self.end(model) - began)
+        model.end = began + share * (self.end(model) - reserved - began)
         with self.within_budget(name):
             if began > self.end(model):
                 raise FitError(f"not started: the budget of {self.budget:g} s is spent")
@@ -190,6 +197,9 @@ class Search:
     def finish(self, most: int | None = None, always: Iterable[str] = ()) -> None:
         """Run the best models through the other parts, the best one on the first part first.
 
+        There are fewer parts, but at least `MIN_PARTS`, if the time that is left is too short for
+        the best one.
+
         Args:
             most: number of models; None for all.
             always: names of models that belong to them in any case. A model with more than
@@ -199,6 +209,8 @@ class Search:
         order = sorted(self.running, key=lambda name: self.running[name].first)
         best = {*order[:most], *always}
         least = min((model.first for model in self.running.values()), default=torch.inf)
+        if order:
+            self.parts = self.parts[: self.affordable_parts(self.running[order[0]])]
         for name in order:
             model = self.running[name]
             hopeless = most is not None and model.first > HOPELESS * least
@@ -236,14 +248,32 @@ class Search:
             return torch.inf
         return min(model.end, self.began + self.budget)
 
-    def check_time(self, model: Attempt) -> None:
-        """Raise a FitError if a model would not finish within the budget.
+    def needed(self, model: Attempt) -> float:
+        """Seconds that a model needs after its first part, for the others and the last fit.
 
-        By the time of its first part, it needs the same for each other part and for the fit to all
-        recordings.
+        Each of them takes as long as the first part did.
         """
-        needed, left = model.seconds_of_first * len(self.parts), self.end(model)
-        left -= time.perf_counter()
+        return model.seconds_of_first * len(self.parts)
+
+    def reserved(self) -> float:
+        """Seconds that the best models on the first part still need."""
+        best = sorted(self.running.values(), key=lambda model: model.first)[:RESERVED_MODELS]
+        return sum((self.needed(model) for model in best), 0.0)
+
+    def affordable_parts(self, model: Attempt) -> int:
+        """The number of parts that a model can be run through within the budget.
+
+        It is that of all parts if the model could not be run through `MIN_PARTS`.
+        """
+        left = self.end(model) - time.perf_counter()
+        for count in range(len(self.parts), MIN_PARTS - 1, -1):
+            if model.seconds_of_first * count <= left:
+                return count
+        return len(self.parts)
+
+    def check_time(self, model: Attempt) -> None:
+        """Raise a FitError if a model would not finish within the budget."""
+        needed, left = self.needed(model), self.end(model) - time.perf_counter()
         if len(self.parts) > 1 and needed > left:
             raise FitError(
                 f"stopped early: it needs {needed:.0f} s more, by its first part, and the budget "

@@ -31,7 +31,21 @@ def test_kinds_that_lose_on_a_part_are_not_run_on_the_others(calls):
     assert list(found) == [(1, 0)]
     assert found[1, 0].filters == [f"filter (1, 0) {k}" for k in range(3)]
     assert found[1, 0].errors.tolist() == [[9.0, pytest.approx(e)] for e in ERRORS[1, 0]]
-    assert found[1, 0].error == pytest.approx(3.4 / 3)
+
+
+def test_scores_are_compared_on_common_parts():
+    one = Scored([], torch.tensor([[1.0, 9.0], [9.0, 9.0]]))
+    assert one.better_than(Scored([], torch.tensor([[2.0, 3.0]])))
+    assert not one.better_than(Scored([], torch.tensor([[2.0, 3.0], [2.0, 3.0]])))
+
+
+def test_after_the_time_is_over_the_first_result_remains(calls):
+    errors = {(0, 0): [None, 1.0], (1, 0): [1.2, 1.0], (2, 0): [1.0, 1.0]}
+    found = raced(list(errors), run_of(errors, calls), 2, until=0.0)
+    assert calls == [((0, 0), 0), ((1, 0), 0)] and list(found) == [(1, 0)]
+    assert found[1, 0].errors.shape == (1, 2)
+    best = Scored([], torch.tensor([[0.9]]))
+    assert not raced([(2, 0)], run_of(errors, calls), 2, best, until=0.0) and len(calls) == 2
 
 
 def test_kinds_are_compared_with_the_best_so_far(calls):
