@@ -14,11 +14,20 @@ from torch import Tensor
 
 from kbf.densities.base import ConditionalDensity, Features, gamma
 from kbf.densities.categorical import ascend
-from kbf.densities.glm import GLMDensity
+from kbf.densities.glm import GLMDensity, fit_parameters, refitted as refitted_glm
 from kbf.densities.mdn import MixtureDensityNetwork, fit_networks
 from kbf.densities.mixtures import MapMixture, expectation_maximisation
 from kbf.densities.ridge import RidgeMap, fit_ridge_map, refitted
-from kbf.densities.selection import candidate, fit_density, lattice, select_density
+from kbf.densities.selection import (
+    Choice,
+    Known,
+    candidate,
+    fit_density,
+    fit_like,
+    lattice,
+    select_density,
+)
+from kbf.rkhs.kernels import median_distance
 from kbf.rkhs.linalg import cholesky
 
 F64 = torch.float64
@@ -418,3 +427,36 @@ def test_draws_of_networks_have_the_density_of_their_mixture(points):
     found = torch.histc(y, len(edges) - 1, float(edges[0]), float(edges[-1])) / len(y)
     assert float(expected.sum()) == pytest.approx(1, abs=1e-6)
     torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("family", ["spread", "poisson", "negbin", "bernoulli"])
+def test_a_density_of_some_points_has_the_settings_of_all(family):
+    """It is what a fit with one bandwidth, ridge and dispersion finds."""
+    u, some = inputs(300), slice(40, 240)
+    y = outputs(family, u)
+    known = fit_parameters(family, u, y, factors=(1.0,), ridges=(0.3,)).density
+    assert isinstance(known, GLMDensity)
+    found = refitted_glm(known, u[some], y[some])
+    factor = float(median_distance(u, distinct=True) / median_distance(u[some], distinct=True))
+    expected = fit_parameters(family, u[some], y[some], factors=(factor,), ridges=(0.3,)).density
+    assert isinstance(expected, GLMDensity)
+    if family == "negbin" and expected.dispersion != known.dispersion:
+        pytest.skip("another dispersion was selected on these points")
+    new = inputs(50, 7)
+    assert float(found.log_density(outputs(family, new), new).mean()) == pytest.approx(
+        float(expected.log_density(outputs(family, new), new).mean()), rel=1e-6
+    )
+
+
+def test_known_densities_are_those_of_the_points():
+    """Fitted to these points, or to more than these; not to others."""
+    u = inputs(300)
+    y = outputs("spread", u)
+    choice = Choice("spread", fit_density("spread", u, y), {}, 0.0, 0.0, {})
+    known = [Known(choice, u, y)]
+    assert fit_like(known, "spread", u.float().double(), y) is None
+    assert fit_like(known, "spread", u, y) is choice.density
+    assert isinstance(fit_like(known, "spread", u[:200], y[:200]), GLMDensity)
+    assert fit_like(known, "gaussian", u, y) is None
+    assert fit_like(known, "spread", u[:200], y[1:201]) is None
+    assert fit_like(known, "spread", u[:200].repeat(1, 2), y[:200]) is None

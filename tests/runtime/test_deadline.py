@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kbf.runtime.deadline import check_deadline, deadline
+from kbf.runtime.deadline import check_deadline, deadline, time_within_share
 from kbf.runtime.errors import FitError
 from kbf.runtime.threads import side_by_side
 
@@ -30,3 +30,10 @@ def test_an_outer_deadline_that_is_earlier_holds():
 def test_threads_have_the_deadline_of_their_caller():
     with pytest.raises(FitError), deadline(time.perf_counter() - 1):
         side_by_side(lambda k: check_deadline(), range(4))
+
+
+def test_a_share_of_the_time_that_is_left():
+    assert time_within_share(0.5) == float("inf")
+    now = time.perf_counter()
+    with deadline(now + 100):
+        assert now + 50 <= time_within_share(0.5) <= now + 51

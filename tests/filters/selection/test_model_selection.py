@@ -5,6 +5,7 @@ whose best model is known.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from kbf.filters.regression.window import MeanModel, WindowRidge
 from kbf.filters.rollout import rollout
 from kbf.filters.selection import auto
 from kbf.filters.selection.auto import ModelSelection
-from kbf.filters.selection.cross_validation import Search, Trial, blocks_of
+from kbf.filters.selection.cross_validation import Attempt, Search, Trial, blocks_of, run_blocks
 from kbf.filters.selection.stacking import simplex_weights, stacked
 from kbf.filters.smoothing import smooth
 from kbf.recording import Recording
@@ -666,3 +667,37 @@ def test_a_checkpoint_from_before_a_candidate_loads_without_it(monkeypatch):
     after.weights = torch.cat([after.weights, 0 * after.weights[:1]])  # it was compared
     with pytest.raises(RuntimeError, match=r"models\.late"):
         after.load_state_dict({**lacking, "weights": after.weights})
+
+
+def attempt(first: float, seconds: float) -> Attempt:
+    """A model that has been run through the first part."""
+    made = Attempt(LearnedKalman().fit, run_blocks, timed=True)
+    made.first, made.seconds_of_first = first, seconds
+    return made
+
+
+def test_time_is_reserved_for_the_two_best_models():
+    parts: Any = [([], [])] * 5
+    search = Search(parts, torch.ones(1), budget=100.0)
+    assert search.reserved() == 0
+    search.running = {"c": attempt(3.0, 9.0), "a": attempt(1.0, 1.0), "b": attempt(2.0, 4.0)}
+    assert search.reserved() == 5 * (1 + 4)
+    given = []
+
+    def fit(rest: list[Recording]) -> Any:
+        given.append(search.end(search.running["next"]))
+        raise FitError("enough")
+
+    search.attempt("next", fit, share=0.5)
+    left = given[0] - time.perf_counter()
+    assert 0.5 * 73 < left < 0.5 * 75, "half of 100 s less 25 s"
+
+
+def test_parts_are_left_out_where_the_best_model_lacks_the_time():
+    parts: Any = [([], [])] * 5
+    search = Search(parts, torch.ones(1), budget=100.0)
+    assert search.affordable_parts(attempt(1.0, 10.0)) == 5
+    assert search.affordable_parts(attempt(1.0, 24.0)) == 4
+    assert search.affordable_parts(attempt(1.0, 30.0)) == 3
+    assert search.affordable_parts(attempt(1.0, 40.0)) == 5, "it is stopped, as before"
+    assert Search(parts, torch.ones(1)).affordable_parts(attempt(1.0, 1e6)) == 5
