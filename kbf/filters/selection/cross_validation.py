@@ -38,8 +38,9 @@ MIN_PARTS = 3
 # Times the least error on the first fold above which a model is stopped early.
 HOPELESS = 2.0
 # Models, the best on the first part, for whose other parts time is reserved before further models
-# are tried.
+# are tried; and the multiple of the time of their first part that is reserved for each other one.
 RESERVED_MODELS = 2
+RESERVED_TIME = 1.25
 Fit = Callable[[list[Recording]], Filter[Any]]
 # Recordings without a fold, to fit; and the fold.
 Part = tuple[list[Recording], list[Recording]]
@@ -198,7 +199,7 @@ class Search:
         """Run the best models through the other parts, the best one on the first part first.
 
         There are fewer parts, but at least `MIN_PARTS`, if the time that is left is too short for
-        the best one.
+        the best one that the budget may stop.
 
         Args:
             most: number of models; None for all.
@@ -209,8 +210,9 @@ class Search:
         order = sorted(self.running, key=lambda name: self.running[name].first)
         best = {*order[:most], *always}
         least = min((model.first for model in self.running.values()), default=torch.inf)
-        if order:
-            self.parts = self.parts[: self.affordable_parts(self.running[order[0]])]
+        timed = [self.running[name] for name in order if self.running[name].timed]
+        if timed:
+            self.parts = self.parts[: self.affordable_parts(timed[0])]
         for name in order:
             model = self.running[name]
             hopeless = most is not None and model.first > HOPELESS * least
@@ -256,9 +258,9 @@ class Search:
         return model.seconds_of_first * len(self.parts)
 
     def reserved(self) -> float:
-        """Seconds that the best models on the first part still need."""
+        """Seconds that are kept for the best models on the first part."""
         best = sorted(self.running.values(), key=lambda model: model.first)[:RESERVED_MODELS]
-        return sum((self.needed(model) for model in best), 0.0)
+        return sum((RESERVED_TIME * self.needed(model) for model in best), 0.0)
 
     def affordable_parts(self, model: Attempt) -> int:
         """The number of parts that a model can be run through within the budget.
