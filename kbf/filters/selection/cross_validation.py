@@ -258,8 +258,9 @@ class Search:
         return model.seconds_of_first * len(self.parts)
 
     def reserved(self) -> float:
-        """Seconds that are kept for the best models on the first part."""
-        best = sorted(self.running.values(), key=lambda model: model.first)[:RESERVED_MODELS]
+        """Seconds that are kept for the best models on the first part that the budget may stop."""
+        timed = [model for model in self.running.values() if model.timed]
+        best = sorted(timed, key=lambda model: model.first)[:RESERVED_MODELS]
         return sum((RESERVED_TIME * self.needed(model) for model in best), 0.0)
 
     def affordable_parts(self, model: Attempt) -> int:
