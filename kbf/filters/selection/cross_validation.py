@@ -199,7 +199,7 @@ class Search:
         """Run the best models through the other parts, the best one on the first part first.
 
         There are fewer parts, but at least `MIN_PARTS`, if the time that is left is too short for
-        the best one that the budget may stop.
+        the best ones that the budget may stop.
 
         Args:
             most: number of models; None for all.
@@ -210,9 +210,7 @@ class Search:
         order = sorted(self.running, key=lambda name: self.running[name].first)
         best = {*order[:most], *always}
         least = min((model.first for model in self.running.values()), default=torch.inf)
-        timed = [self.running[name] for name in order if self.running[name].timed]
-        if timed:
-            self.parts = self.parts[: self.affordable_parts(timed[0])]
+        self.parts = self.parts[: self.affordable_parts()]
         for name in order:
             model = self.running[name]
             hopeless = most is not None and model.first > HOPELESS * least
@@ -257,21 +255,28 @@ class Search:
         """
         return model.seconds_of_first * len(self.parts)
 
-    def reserved(self) -> float:
-        """Seconds that are kept for the best models on the first part that the budget may stop."""
+    def best_timed(self) -> list[Attempt]:
+        """The best models on the first part among those that the budget may stop."""
         timed = [model for model in self.running.values() if model.timed]
-        best = sorted(timed, key=lambda model: model.first)[:RESERVED_MODELS]
-        return sum((RESERVED_TIME * self.needed(model) for model in best), 0.0)
+        return sorted(timed, key=lambda model: model.first)[:RESERVED_MODELS]
 
-    def affordable_parts(self, model: Attempt) -> int:
-        """The number of parts that a model can be run through within the budget.
+    def reserved(self) -> float:
+        """Seconds that are kept for `best_timed`."""
+        return sum((RESERVED_TIME * self.needed(model) for model in self.best_timed()), 0.0)
 
-        It is that of all parts if the model could not be run through `MIN_PARTS`.
+    def affordable_parts(self) -> int:
+        """The number of parts that `best_timed` can be run through within the budget.
+
+        With less time than for `MIN_PARTS` it is that of the best one alone, and of all parts if it
+        lacks the time, too.
         """
-        left = self.end(model) - time.perf_counter()
-        for count in range(len(self.parts), MIN_PARTS - 1, -1):
-            if model.seconds_of_first * count <= left:
-                return count
+        best, now = self.best_timed(), time.perf_counter()
+        for models in (best, best[:1]):
+            left = min((self.end(model) - now for model in models), default=torch.inf)
+            first = sum(model.seconds_of_first for model in models)
+            for count in range(len(self.parts), MIN_PARTS - 1, -1):
+                if first * count <= left:
+                    return count
         return len(self.parts)
 
     def check_time(self, model: Attempt) -> None:

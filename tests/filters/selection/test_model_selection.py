@@ -214,10 +214,10 @@ def test_a_model_that_is_wrong_is_replaced_by_the_right_one():
 
 
 class Slow(LearnedKalman):
-    """Takes a second for each fold."""
+    """Takes three seconds for each fold."""
 
     def fit(self, memory):
-        time.sleep(1)
+        time.sleep(3)
         return super().fit(memory)
 
 
@@ -231,9 +231,9 @@ def test_plain_models_are_compared_without_a_budget_and_others_are_not_started()
 
 
 def test_a_model_that_would_take_longer_than_the_budget_is_stopped_early(monkeypatch):
-    """By the time of its first fold: a second for each of five, and one for the fit to all."""
+    """By the time of its first fold, three seconds: two other folds and the fit need nine."""
     monkeypatch.setattr(auto, "LEARNED", {"slow": lambda seed: Slow()})
-    net = ModelSelection(LearnedKalman(), name="main", budget=5.0)
+    net = ModelSelection(LearnedKalman(), name="main", budget=9.0)
     net.prepare([recording(300)])
     note = next(row.note for row in net.candidates if row.model == "slow")
     assert note.startswith("stopped early: it needs ") and "by its first part" in note
@@ -695,9 +695,15 @@ def test_time_is_reserved_for_the_two_best_models():
 
 def test_parts_are_left_out_where_the_best_model_lacks_the_time():
     parts: Any = [([], [])] * 5
-    search = Search(parts, torch.ones(1), budget=100.0)
-    assert search.affordable_parts(attempt(1.0, 10.0)) == 5
-    assert search.affordable_parts(attempt(1.0, 24.0)) == 4
-    assert search.affordable_parts(attempt(1.0, 30.0)) == 3
-    assert search.affordable_parts(attempt(1.0, 40.0)) == 5, "it is stopped, as before"
-    assert Search(parts, torch.ones(1)).affordable_parts(attempt(1.0, 1e6)) == 5
+
+    def affordable(*seconds: float, budget: float | None = 100.0) -> int:
+        search = Search(parts, torch.ones(1), budget=budget)
+        search.running = {str(k): attempt(float(k), each) for k, each in enumerate(seconds)}
+        return search.affordable_parts()
+
+    assert affordable() == affordable(10.0) == affordable(9.0, 9.0) == 5
+    assert affordable(24.0) == affordable(12.0, 12.0) == 4
+    assert affordable(30.0) == affordable(15.0, 15.0) == 3
+    assert affordable(19.0, 40.0) == 5, "the best one alone"
+    assert affordable(40.0) == 5, "it is stopped"
+    assert affordable(1e6, budget=None) == 5
