@@ -109,15 +109,21 @@ class SelectedDensities(nn.Module):
         before, missing = self.selected_for
         if memory is before and missing == self.allow_missing_sensors:
             return
-        self.selected_for = memory, self.allow_missing_sensors
-        known = list(self.fitted)
-        self.fitted.clear()  # other models may share the list
+        self.selected_for = None, False  # also if a deadline ends the selection
         self.provisional = False
         recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         if self.allow_missing_sensors:
             self.sensors.choose(*observed_pairs(recordings), self.given[1])
-        if None not in self.given:
-            return
+        # other models may share the list
+        self.fitted[:] = self.select_open(recordings) if None in self.given else []
+        self.selected_for = memory, self.allow_missing_sensors
+
+    def select_open(self, recordings: list[Recording]) -> list[Known]:
+        """Select the densities that are not given; return those that are fitted to all points.
+
+        A density in `fitted` of the same points is not selected again.
+        """
+        found: list[Known] = []
         source, target, u = moves(recordings)
         pairs = (
             (source if u is None else join_of(source, u)(source, u), target),
@@ -133,14 +139,16 @@ class SelectedDensities(nn.Module):
                 or (k == 1 and self.allow_missing_sensors)
             ):
                 continue
-            own = next((each for each in known if each.fits(inputs, outputs)), None)
+            own = next((each for each in self.fitted if each.fits(inputs, outputs)), None)
             choice = select_density(inputs, outputs, counts=k == 1) if own is None else own.choice
             log.info("density of %s: %s", side, choice)
             if len(inputs) <= MAX_POINTS:  # all points were used
-                self.fitted.append(Known(choice, inputs.double(), outputs.double()))
+                found.append(Known(choice, inputs.double(), outputs.double()))
+                self.fitted.append(found[-1])
             self.chosen[k] = DENSITIES.index(choice.name)
             self.scores[k] = torch.tensor([choice.scores.get(name, 0.0) for name in DENSITIES])
             self.tried[k] = torch.tensor([name in choice.scores for name in DENSITIES])
+        return found
 
     def hyperparameters(self) -> dict[str, float]:
         """Held-out log scores of the candidates, and the position of the selected one.

@@ -26,6 +26,7 @@ from kbf.filters.protocols import Filter
 from kbf.filters.rollout import rollout
 from kbf.recording import Recording
 from kbf.rkhs.features import pivots
+from kbf.runtime.errors import FitError
 from kbf.ssm import rotation
 
 SMALL: dict[str, Any] = {"points": 200, "run": 4000, "transition": None, "observation": None}
@@ -315,6 +316,28 @@ def test_models_with_the_same_settings_select_their_densities_once(monkeypatch):
     assert len(found) == 2
     main.prepare([each._replace(states=each.states[5:], obs=each.obs[5:]) for each in data])
     assert len(found) == 4
+
+
+def test_a_selection_that_was_stopped_is_finished_by_the_next_model(monkeypatch):
+    from kbf.densities import selected
+
+    found, select = [], selected.select_density
+
+    def stopped(*args: Any, **settings: Any) -> Any:
+        if len(found) == 1:
+            found.append(None)
+            raise FitError("stopped at the end of the budget")
+        found.append(select(*args, **settings))
+        return found[-1]
+
+    monkeypatch.setattr(selected, "select_density", stopped)
+    data = SyntheticData(rotation(), 90, 20, seed=1000).train
+    densities = SelectedDensities(None, None)
+    with pytest.raises(FitError, match="stopped"):
+        densities.choose(data)
+    densities.choose(data)
+    assert len(found) == 3, "that of transitions is known"
+    assert [each.choice for each in densities.fitted] == [found[0], found[2]]
 
 
 def test_a_restored_model_takes_the_kernels_that_it_had_selected(monkeypatch):
