@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kbf.data.files.array_files import Get, opened
 from kbf.data.files.image_io import as_images, natural_order
-from kbf.data.files.layout import Contents, FileRecording, Layout, by_recording
+from kbf.data.files.layout import Contents, FileRecording, Layout, by_recording, normalised
 from kbf.data.files.tables import check_columns, matching
 from kbf.data.files.timestamps import seconds_since_1970
 
@@ -43,7 +43,10 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
     with opened(path) as (names, get, notes):
         if not names:
             raise ValueError(f"{path} holds no arrays")
-        contents = recordings_by_name(path, layout, names, get, states)
+        stored = {normalised(name): name for name in names}
+        contents = recordings_by_name(
+            path, layout, list(stored), lambda name: get(stored[name]), states
+        )
         return contents._replace(notes=(*notes, *contents.notes))
 
 

@@ -17,6 +17,7 @@ from kbf.data.files.layout import (
     Layout,
     by_recording,
     is_pattern,
+    normalised,
     own_package,
 )
 from kbf.data.files.texts import Table, number, read_csv, times_of
@@ -195,7 +196,7 @@ def header_of(path: Path, layout: Layout) -> list[str]:
         ValueError: no header, or a repeated name.
     """
     if is_parquet(path):
-        header = list(opened_parquet(path).schema_arrow.names)
+        header = [normalised(name) for name in opened_parquet(path).schema_arrow.names]
     else:
         header = dialect_of(path, layout).header
     if not header or all(number(cell.replace(",", ".")) is not None for cell in header):
@@ -242,12 +243,15 @@ def read_parquet(path: Path, numbers: list[str], words: list[str], layout: Layou
     arrow, file = own_package("pyarrow", path), opened_parquet(path)
     times = layout.time_columns()
     named = list(dict.fromkeys([*numbers, *times]))
+    stored = {normalised(name): name for name in file.schema_arrow.names}
+    wanted = list(dict.fromkeys([*named, *words]))
     try:
-        table = file.read(columns=[*named, *words])
+        table = file.read(columns=[stored[name] for name in wanted])
     except Exception as error:
         raise ValueError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
     if not table.num_rows:
         raise ValueError(f"{path}: there are no rows")
+    table = table.rename_columns([normalised(name) for name in table.column_names])
     columns, rows = {}, np.arange(1, table.num_rows + 1)
     texts_of_times = len(times) > 1 or any(is_text(arrow, table[name].type) for name in times)
     if texts_of_times:

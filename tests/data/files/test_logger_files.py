@@ -155,6 +155,18 @@ def test_letters_of_two_characters_are_those_of_one(tmp_path):
             assert found.states is not None and found.states[:, 0].tolist() == [1.5, 2.5, 3.5]
 
 
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_letters_of_two_characters_in_other_files(tmp_path, form):
+    columns = {"Größe": [1.5, 2.5, 3.5], "a": [1.0, 2.0, 3.0], "b": [3.0, 2.0, 1.0]}
+    stored = {unicodedata.normalize(form, name): values for name, values in columns.items()}
+    pd.DataFrame(stored).to_parquet(tmp_path / "a.parquet")
+    np.savez(tmp_path / "a.npz", **{name: np.array(values) for name, values in stored.items()})
+    for name in ("a.parquet", "a.npz"):
+        roles = {**ROLES, "states": [unicodedata.normalize("NFD", "Größe")]}
+        (found,) = read(tmp_path / name, layout_of(roles)).recordings
+        assert found.states is not None and found.states[:, 0].tolist() == [1.5, 2.5, 3.5]
+
+
 def test_a_number_that_may_be_a_thousand_is_asked_for(tmp_path):
     rows = [f"{k};{cell};0,5" for k, cell in enumerate(["1,234", "2,500", "999", "12,001"] * 3)]
     text = "x;a;b\n" + "\n".join(rows) + "\n"
