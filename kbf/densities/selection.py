@@ -157,7 +157,7 @@ def fit_like(
         fewer = each.choice.name == name and len(u) < len(each.inputs)
         if fewer and isinstance(density, GLMDensity) and each.contains(u, y):
             log.info("the density %s of %d points, with the settings of all", name, len(u))
-            return refitted_glm(density, u.double(), with_noise_where_constant(y.double()))
+            return refitted_glm(density, u.double(), fitted_outputs(name, y.double()))
     return None
 
 
@@ -372,6 +372,18 @@ def with_noise_where_constant(y: Float[Tensor, "n q"]) -> Float[Tensor, "n q"]:
     return y + torch.where(constant, least * noise, 0)
 
 
+def fitted_outputs(name: str, y: Float[Tensor, "n q"]) -> Float[Tensor, "n q"]:
+    """Return the outputs that a density of this name is fitted to.
+
+    Densities of real numbers are fitted to values that are spread over the cells of their lattice,
+    if they have one, as in `select_density`.
+    """
+    step = None if name in COUNTS else lattice(y)
+    if step is None:
+        return with_noise_where_constant(y)
+    return spread_evenly(y, torch.where((y != y[:1]).any(0), step, 0))
+
+
 @one_thread()
 def fit_density(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> ConditionalDensity:
     """Fit the density of this name to these points, without a selection.
@@ -385,7 +397,7 @@ def fit_density(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> 
     some = evenly(len(u), MAX_POINTS, u.device)
     u, y = u[some].double(), y[some].double()
     if name == "networks":
-        return fit_networks(u, with_noise_where_constant(y)).density
+        return fit_networks(u, fitted_outputs(name, y)).density
     if name == "categories":
         return fit_categories(u, y).density
     if name in COUNTS or name == "spread":
@@ -396,9 +408,9 @@ def fit_density(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> 
                 f"the density {name} is of whole numbers, evenly spaced; "
                 f"these {len(y)} values are not"
             )
-        return fit_parameters(name, u, with_noise_where_constant(y), step=step).density
+        return fit_parameters(name, u, fitted_outputs(name, y), step=step).density
     map = fit_ridge_map(u, y)
     if name == "gaussian":
         return map
-    y = with_noise_where_constant(y)
+    y = fitted_outputs(name, y)
     return fit_maps(features_to_try(map, u), u, y, y - map.predict(u)[0], **MAPS[name]).density

@@ -460,3 +460,15 @@ def test_known_densities_are_those_of_the_points():
     assert fit_like(known, "gaussian", u, y) is None
     assert fit_like(known, "spread", u[:200], y[1:201]) is None
     assert fit_like(known, "spread", u[:200].repeat(1, 2), y[:200]) is None
+
+
+@pytest.mark.parametrize("kind", ["student", "clutter", "spread", "branches"])
+def test_a_density_of_rounded_values_is_selected_as_it_is_fitted(kind):
+    """A checkpoint is loaded by a fit without a selection, which must find the same density."""
+    u = inputs(900)
+    y = (outputs(kind, u) * 8).round() / 8
+    assert lattice(y) is not None
+    choice = select_density(u, y)
+    assert choice.name != "gaussian"
+    again = fit_density(choice.name, u, y)
+    torch.testing.assert_close(choice.density.log_density(y, u), again.log_density(y, u))
