@@ -232,8 +232,8 @@ def fit(
     selections: Sequence[tuple[int, ...]] = (),
 ) -> Any:
     """Fit a density by its name: a `RidgeMap` or another `ConditionalDensity`."""
-    if (density_of_them := fit_like(known, density, inputs, outputs)) is not None:
-        return density_of_them
+    if (found := fit_like(known, density, inputs, outputs)) is not None:
+        return found
     return (
         fit_ridge_map(inputs, outputs, known=selections)
         if density == "gaussian"

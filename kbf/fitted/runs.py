@@ -158,9 +158,10 @@ def recordings_per_batch(trained: Trained, piece: Observations) -> int:
     1 if a step is random, or if the filter keeps a state in single precision.
     """
     filter, example = trained.filter, batch_of(trained, piece)["obs"][:, 0]
+    if draws(filter, example, control_components(filter)):
+        return 1
     prior = filter.init(1)
-    single = any(leaf.dtype in (torch.float32, torch.float16) for leaf in prior)
-    if single or draws(filter, example, control_components(filter)):
+    if any(leaf.is_floating_point() and leaf.dtype != torch.float64 for leaf in prior):
         return 1
     row = sum(leaf[0].numel() * leaf.element_size() for leaf in (example, *prior))
     fits = MAX_BYTES_OF_BATCH // (2 * ROWS_PER_BATCH * max(1, row))  # predicted and updated

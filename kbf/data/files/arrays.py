@@ -44,6 +44,10 @@ def read(path: Path, layout: Layout, *, states: bool = True) -> Contents:
         if not names:
             raise ValueError(f"{path} holds no arrays")
         stored = {normalised(name): name for name in names}
+        if len(stored) < len(names):
+            raise ValueError(
+                f"{path}: two arrays have one name, in letters of one and of two parts"
+            )
         contents = recordings_by_name(
             path, layout, list(stored), lambda name: get(stored[name]), states
         )

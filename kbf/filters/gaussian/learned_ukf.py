@@ -148,8 +148,8 @@ class LearnedUKF(ShownModule):
            whose error is at most `MAX_ERROR_RATIO` times the least.
 
         Recordings that are too short for a held-out block of ten steps leave the last kinds and
-        factors of 1. Within a `kbf.runtime.deadline.deadline` the kinds take at most
-        `MAX_SHARE_FOR_KINDS` of the time: then fewer parts, or fewer kinds, are compared.
+        factors of 1. Within a `kbf.runtime.deadline.deadline` fewer parts, or fewer kinds, are
+        compared once `MAX_SHARE_FOR_KINDS` of the time is over.
         """
         until = time_within_share(MAX_SHARE_FOR_KINDS)
         recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)

@@ -109,10 +109,8 @@ MIN_STD_ERRORS = 1.5
 # Share of the error by which an ensemble must be better: its steps take longer, and it may have no
 # smoother.
 MIN_GAIN_OF_STACK = 0.1
-# A candidate may take this multiple of its even share of the time that is left, and at least this
-# share of it.
-SHARES_OF_TIME = 2.0
-MIN_SHARE_OF_TIME = 0.75
+# Share of the time that is left which a candidate may take, the last two all of it.
+SHARE_OF_TIME = 0.75
 
 # Models that are compared on all folds; the others are left out after the first one. Baselines and
 # the leading model are compared in addition.
@@ -122,7 +120,9 @@ MAX_MEMBERS = 4
 
 
 class ModelSelection(nn.Module):
-    """Selects a main model (also without enough data), a competitor, or a stacking ensemble.
+    """Selects a main model, one of its competitors, or their stacking ensemble.
+
+    Before `prepare`, and with too little data, it is the main model.
 
     Attributes:
         weights: ``m d``, the weight of each model for each component of the state; empty before
@@ -248,7 +248,7 @@ class ModelSelection(nn.Module):
                     partial(fit_meeting, model, self.require),
                     prepare=partial(model.prepare, recordings, generator),
                     timed=name not in PLAIN,
-                    share=min(1.0, max(MIN_SHARE_OF_TIME, SHARES_OF_TIME / (len(names) - k))),
+                    share=1.0 if len(names) - k <= 2 else SHARE_OF_TIME,
                 )
             search.finish(MAX_FINALISTS, [leading])
 

@@ -31,6 +31,7 @@ def test_kinds_that_lose_on_a_part_are_not_run_on_the_others(calls):
     assert list(found) == [(1, 0)]
     assert found[1, 0].filters == [f"filter (1, 0) {k}" for k in range(3)]
     assert found[1, 0].errors.tolist() == [[9.0, pytest.approx(e)] for e in ERRORS[1, 0]]
+    assert float(found[1, 0].errors.mean(0).min()) == pytest.approx(3.4 / 3)
 
 
 def test_scores_are_compared_on_common_parts():
