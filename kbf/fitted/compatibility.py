@@ -21,7 +21,8 @@ from kbf.data.files.layout import Observations
 from kbf.data.files.report import fingerprints
 from kbf.data.files.timestamps import LARGEST_GAP, UNEVEN_SHARE, moves_in
 from kbf.fitted.checkpoint import Trained
-from kbf.recording import Recording
+from kbf.fitted.column_order import MAX_ROWS, find_change
+from kbf.recording import Recording, observed
 from kbf.runtime.errors import DataWarning
 
 # Rows from which ranges and time steps are compared.
@@ -64,6 +65,8 @@ class Reference(NamedTuple):
             there is no range.
         time_step: of the training, or None.
         equal: ``c``, the longest runs of equal values; 0 where they are not compared.
+        q: number of observations among the components.
+        free: which components may have another sign, or be exchanged.
     """
 
     names: list[str]
@@ -71,40 +74,55 @@ class Reference(NamedTuple):
     high: Tensor
     time_step: float | None
     equal: Tensor
+    q: int
+    free: list[bool]
 
 
 def reference_of(trained: Trained) -> Reference:
     """Return the ranges of the recordings that a filter holds; its checkpoint contains them."""
     module, names = trained.module, []
-    schema, memory = module.column_schema(), module.memory.sequences()
-    obs, controls = torch.zeros(1, 0), torch.zeros(1, 0)
-    if schema.observations and memory[0].obs.ndim == 2:
+    schema, series = module.column_schema(), training_series(trained)
+    controls = module.memory.sequences()[0].controls
+    k = 0 if controls is None else controls.shape[1]
+    q = series[0].shape[1] - k
+    if q:
         names += schema.components("observations")
-        obs = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in memory]).double().cpu()
-    if memory[0].controls is not None:
-        controls = torch.cat([s.controls for s in memory if s.controls is not None]).double().cpu()
-        names += [*schema.controls, "time of the move"][: controls.shape[1]]
-    if module.scaling is not None:
-        x_mean, x_scale, u_mean, u_scale = (
-            getattr(module.scaling, name).cpu()
-            for name in ("x_mean", "x_scale", "u_mean", "u_scale")
-        )
-        obs = obs * x_scale + x_mean if obs.shape[1] else obs
-        controls = controls * u_scale + u_mean if controls.shape[1] else controls
-    free = schema.scalable("observations") if obs.shape[1] else []
-    ends = []
-    for values, sign in ((obs, -1), (obs, 1), (controls, -1), (controls, 1)):
-        known = torch.where(values.isfinite(), sign * values, -math.inf)
-        ends.append(known.amax(0) * sign if len(known) else known.new_full(known.shape[1:], sign))
+    names += [*schema.controls, "time of the move"][:k]
+    values = torch.cat(series)
+    known = values.isfinite()
+    low = torch.where(known, values, math.inf).amin(0)
+    high = torch.where(known, values, -math.inf).amax(0)
+    free = [*(schema.scalable("observations") if q else []), *[True] * k]
     fixed = ~torch.tensor(free, dtype=torch.bool)
-    ends[0][fixed], ends[1][fixed] = -math.inf, math.inf
+    low[fixed], high[fixed] = -math.inf, math.inf
     step = (module.config.get("data") or {}).get("time_step")
-    runs = [longest_runs(s.obs) for s in memory] if obs.shape[1] else []
     equal = torch.zeros(len(names), dtype=torch.int64)
-    if runs:
-        equal[: obs.shape[1]] = torch.stack(runs).amax(0)
-    low, high = torch.cat([ends[0], ends[2]]), torch.cat([ends[1], ends[3]])
-    return Reference(names, low, high, step, equal)
+    if q:
+        equal[:q] = torch.stack([longest_runs(each[:, :q]) for each in series]).amax(0)
+    return Reference(names, low, high, step, equal, q, free)
+
+
+def training_series(trained: Trained) -> list[Tensor]:
+    """Return the recordings that a filter holds, ``T c`` in the units of the data.
+
+    Columns are the observations, NaN where missing, and the controls. Images are left out.
+    """
+    module = trained.module
+    recordings = module.memory.sequences()
+    if recordings[0].obs.ndim != 2 or not module.column_schema().observations:
+        recordings = [each._replace(obs=each.states[:, :0], mask=None) for each in recordings]
+    series = [columns_of(observed(each), each.controls).cpu() for each in recordings]
+    if (scaling := module.scaling) is None:
+        return series
+    q = recordings[0].obs.shape[1]
+    mean = torch.cat([scaling.x_mean[:q], scaling.u_mean]).double().cpu()
+    scale = torch.cat([scaling.x_scale[:q], scaling.u_scale]).double().cpu()
+    return [each * scale + mean for each in series]
+
+
+def columns_of(obs: Tensor, controls: Tensor | None) -> Tensor:
+    """Return observations and controls ``T c`` side by side."""
+    return torch.cat([obs.double()] + ([] if controls is None else [controls.double()]), 1)
 
 
 def longest_runs(values: Tensor) -> Tensor:
@@ -134,6 +152,7 @@ class Comparison:
                 "update(reading, time=...) with its own time, and set max_delay"
             )
             warnings.warn(text, DataWarning, stacklevel=4)
+        self.trained: Trained = trained
         self.reference: Reference = reference_of(trained)
         self.timed: bool = not (trained.module.config.get("data") or {}).get("time_as_control")
         c = len(self.reference.names)
@@ -147,6 +166,7 @@ class Comparison:
         self.highest: Tensor = torch.zeros(c)
         self.equal: Tensor = torch.zeros(c, dtype=torch.int64)
         self.durations: list[float] = []
+        self.values: list[Tensor] = []  # the first rows
 
     def add(
         self, obs: Tensor | None, controls: Tensor | None = None, durations: Iterable[float] = ()
@@ -170,7 +190,9 @@ class Comparison:
         known = values.isfinite()
         self.equal = torch.maximum(self.equal, longest_runs(values))
         beyond = torch.maximum(ends.low - values, values - ends.high)
-        self.rows += len(values)
+        if sum(map(len, self.values)) < MAX_ROWS:
+            self.values.append(values)
+        self.rows += int(known.any(1).sum())
         self.known += known.sum(0)
         self.far += (known & (beyond > width)).sum(0)
         self.outside += (known & (beyond > NEAR_MARGIN * width)).sum(0)
@@ -182,7 +204,7 @@ class Comparison:
 
     def differences(self) -> list[str]:
         """Return a sentence for each difference from the training, with both numbers."""
-        return [*self.time_differences(), *self.range_differences()]
+        return [*self.time_differences(), *self.range_differences(), *self.order_differences()]
 
     def time_differences(self) -> list[str]:
         """Return what another time step causes."""
@@ -239,6 +261,27 @@ class Comparison:
             for k in narrow.nonzero()[:MAX_NAMED, 0].tolist()
         ]
 
+    def order_differences(self) -> list[str]:
+        """Return which column has the other sign, or which two are exchanged."""
+        ends = self.reference
+        if self.rows < MIN_ROWS or not ends.q:
+            return []
+        values = torch.cat(self.values)
+        found = find_change(training_series(self.trained), values, ends.q, ends.free)
+        if found is None:
+            return []
+        names = [ends.names[k] for k in found.columns]
+        what = (
+            f"column {names[0]} seems to have the other sign, relative to the others"
+            if len(names) == 1
+            else f"the columns {names[0]} and {names[1]} seem to be exchanged"
+        )
+        return [
+            f"{what}: each row is then predicted from the row before as well as in the training "
+            f"(mean error {found.error:.3g}, in the training {found.in_training:.3g}; as the rows "
+            f"are given {found.as_given:.3g})"
+        ]
+
     def question(self, k: int) -> str:
         """Return the question of a column out of range: its unit, or a code for a missing value."""
         sides = ((self.lowest, self.low), (self.highest, self.high))
@@ -265,8 +308,8 @@ def differences(
     comparison = Comparison(trained)
     comparison.add(None, durations=durations)
     for obs, mask, controls in rows:
-        if mask is not None:
-            obs, controls = obs[mask], None if controls is None else controls[mask]
+        if mask is not None and obs.ndim == 2:
+            obs = torch.where(mask[:, None], obs.double(), torch.nan)
         comparison.add(obs, controls)
     return comparison.differences()
 
