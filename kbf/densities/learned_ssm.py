@@ -26,7 +26,7 @@ from torch import Generator, Tensor
 from kbf.densities.fused_ridge import MergedMap
 from kbf.densities.per_sensor import PerSensorDensity, SelectedSensors
 from kbf.densities.ratio import RatioDensity, fit_state_density
-from kbf.densities.ridge import Join, fit_ridge_map, join_of
+from kbf.densities.ridge import Join, RidgeMap, fit_ridge_map, join_of
 from kbf.densities.selection import Known, fit_density, fit_like
 from kbf.manifolds import FLAT, Manifold, manifold_of
 from kbf.recording import Recording, as_recordings, check_vectors, moves, observed_pairs
@@ -113,6 +113,10 @@ class LearnedModel(LearnedStateSpace):
         """The logarithm of p(z' | z), or p(z' | z, u), up to a constant; z', z and u broadcast."""
         return self.transition.log_density(after, self.joined(z, control))
 
+    def merged(self) -> "LearnedModel":
+        """Return the model whose Gaussian densities are evaluated by one product of matrices."""
+        return LearnedModel(merged(self.transition), merged(self.observation), self.join)
+
 
 @dataclass(frozen=True)
 class LaggedModel(LearnedStateSpace):
@@ -171,6 +175,13 @@ class LaggedModel(LearnedStateSpace):
     ) -> Float[Tensor, "*f"]:
         """The logarithm of p(x | z), up to a constant."""
         return self.observation.log_density(x, s[..., : self.d])
+
+
+def merged(density: Any) -> Any:
+    """Return a Gaussian density, or those of sensors, as `MergedMap`; others are returned."""
+    if isinstance(density, PerSensorDensity):
+        return density._replace(densities=tuple(map(merged, density.densities)))
+    return MergedMap(density) if isinstance(density, RidgeMap) else density
 
 
 def learn_model(
@@ -258,6 +269,7 @@ def learn_lagged_model(
     inflation: float = 1.0,
     density: str | SelectedSensors = "gaussian",
     known: Sequence[Known] = (),
+    observation: Any = None,
 ) -> LaggedModel:
     """Fit the regression of changes and the density of observations, in float64.
 
@@ -270,6 +282,7 @@ def learn_lagged_model(
             densities of sensors that may be missing; or "ratio", for observations that are density
             ratios (`kbf.densities.ratio`).
         known: densities of observations that are already fitted, as of `learn_model`.
+        observation: that of a model of the same recordings and density; None fits it.
 
     Raises:
         ValueError: another order or inflation, no recording of ``order`` + 1 steps, or as
@@ -294,13 +307,15 @@ def learn_lagged_model(
     some = evenly(len(inputs), MAX_PAIRS, inputs.device)
     changes = MergedMap(fit_ridge_map(inputs[some], change[some], rank=RANK))
     seen, obs = (each.double() for each in observed_pairs(recordings))
-    if density == "ratio":
+    if observation is not None:
+        pass
+    elif density == "ratio":
         observation = RatioDensity(fit_state_density(seen))
     elif density == "gaussian":
         few = evenly(len(seen), MAX_PAIRS, seen.device)
         observation = MergedMap(fit_ridge_map(seen[few], obs[few], rank=RANK))
     else:
-        observation = observation_density(density, recordings, known)
+        observation = merged(observation_density(density, recordings, known))
     states = torch.cat([s.states for s in recordings])
     none, d = torch.zeros_like(changes.noise), states.shape[1]
     model = LaggedModel(changes, observation, order, none, d, manifold_of(states), join)

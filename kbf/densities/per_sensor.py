@@ -133,7 +133,8 @@ class SelectedSensors(nn.Module):
         column: ``q``, the number of each column's sensor; empty if no sensor may be missing.
         density: ``s``, the position of each sensor's density in `DENSITIES`; -1 for a sensor with
             fewer than `MIN_READINGS` readings.
-        fitted: the selected densities with the pairs that they are fitted to, not stored.
+        fitted: the selected densities with the pairs that they are fitted to, not stored. Models
+            that share the list select each density once.
     """
 
     def __init__(self) -> None:
@@ -169,7 +170,7 @@ class SelectedSensors(nn.Module):
             ValueError: as `kbf.densities.selection.select_density`; or no sensor with
                 `MIN_READINGS` readings.
         """
-        self.column, self.fitted = find_sensors(obs), []
+        self.column = find_sensors(obs)
         self.density = torch.full((int(self.column.max()) + 1,), -1, device=obs.device)
         for k, columns in enumerate(self.columns()):
             readings = obs[:, columns]
@@ -183,9 +184,10 @@ class SelectedSensors(nn.Module):
                 continue
             density, seen, read = name, u[present], readings[present]
             if density is None:
-                choice = select_density(seen, read)
+                known = next((each for each in self.fitted if each.fits(seen, read)), None)
+                choice = select_density(seen, read) if known is None else known.choice
                 density = choice.name
-                if len(seen) <= MAX_POINTS:  # all of them were used
+                if known is None and len(seen) <= MAX_POINTS:  # all of them were used
                     self.fitted.append(Known(choice, seen.double(), read.double()))
             log.info("density of the sensor of columns %s: %s", columns, density)
             self.density[k] = DENSITIES.index(density)

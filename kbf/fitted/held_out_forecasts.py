@@ -12,12 +12,13 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from kbf.evaluation.score import Watch
+from kbf.filters.particle.bootstrap import ParticleState, thinned
 from kbf.filters.protocols import Filter, covariance_of, move
 from kbf.recording import Recording, pad
 
 # Numbers of steps ahead that are calibrated; those between them are interpolated.
 HORIZONS = (1, 2, 5, 10, 20)
-# Most origins of forecasts for each filter: a particle filter moves a cloud for each of them.
+# Most origins of forecasts for each filter.
 MOST_ORIGINS = 100
 # Steps between origins at least: forecasts from adjacent steps have nearly the same errors.
 MIN_STRIDE = 4
@@ -65,13 +66,18 @@ class Origins:
     ) -> Any:
         """Keep the predicted state of every ``stride``-th step; a `kbf.evaluation.score.Watch`.
 
-        The first step is left out: its prediction is that of the prior.
+        The first step is left out: its prediction is that of the prior. Particles are thinned: some
+        hundreds determine mean and covariance of a forecast.
         """
         if last is None:
             self.groups.append([])
             self.step = 0
         elif self.step % self.stride == 0:
-            self.groups[-1].append((self.step, predicted))
+            few = predicted
+            if isinstance(predicted, ParticleState):
+                generator = Generator(predicted.particles.device).manual_seed(self.step)
+                few = ParticleState(*thinned(*predicted, generator))
+            self.groups[-1].append((self.step, few))
         self.step += 1
         return self.watch(filter, predicted, obs, last=last, mask=mask)
 

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from kbf.densities import learned_ssm
 from kbf.densities.learned_ssm import LearnedModel, learn_model
+from kbf.densities.per_sensor import SelectedSensors
 from kbf.densities.ridge import fit_ridge_map
+from kbf.densities.selection import fit_density
 from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.protocols import Filter, FilterModel
 from kbf.filters.rollout import rollout
@@ -307,6 +309,46 @@ def test_model_is_a_state_space(few_kernels):
     torch.testing.assert_close(
         model.log_likelihood(x, z), model.observation.log_density(x.expand(3, 5, 2), z)
     )
+
+
+def test_merged_densities_give_the_numbers_of_the_model(few_kernels):
+    """Draws are equal; log likelihoods are, up to a constant."""
+    data = recordings(60)
+    gappy = [each._replace(obs=each.obs.clone()) for each in data]
+    gappy[0].obs[::5, 0] = torch.nan
+    sensors = SelectedSensors()
+    sensors.choose(gappy[0].states, gappy[0].obs, "gaussian")
+    z = torch.randn(3, 5, 2, dtype=F64, generator=generator())
+    x = torch.randn(3, 1, 2, dtype=F64, generator=generator(1))
+    for each, densities in ((data, "gaussian"), (gappy, sensors)):
+        model = learn_model(each, ("gaussian", densities))
+        merged = model.merged()
+        for name in ("move", "observe"):
+            draws = (getattr(one, name)(z, generator()) for one in (merged, model))
+            torch.testing.assert_close(*draws, rtol=1e-6, atol=1e-8)
+        differences = merged.log_likelihood(x, z) - model.log_likelihood(x, z)
+        torch.testing.assert_close(differences, differences[:1, :1].expand(3, 5))
+    branches = fit_density("branches", data[0].states, data[0].obs)
+    assert learned_ssm.merged(branches) is branches
+
+
+def test_observations_of_a_lagged_model_are_fitted_once(monkeypatch, few_kernels):
+    """Models of both orders have the same density of observations."""
+    data = recordings(60)
+    first = learned_ssm.learn_lagged_model(data, order=1)
+    again = learned_ssm.learn_lagged_model(data, order=2)
+    fits: list[int] = []
+    fit = learned_ssm.fit_ridge_map
+    monkeypatch.setattr(
+        learned_ssm, "fit_ridge_map", lambda *a, **b: fits.append(1) or fit(*a, **b)
+    )
+    second = learned_ssm.learn_lagged_model(data, order=2, observation=first.observation)
+    assert len(fits) == 1
+    z = torch.randn(5, 4, dtype=F64, generator=generator())
+    for name in ("move", "observe"):
+        torch.testing.assert_close(
+            getattr(second, name)(z, generator()), getattr(again, name)(z, generator())
+        )
 
 
 def test_model_finds_the_dynamics(few_kernels):

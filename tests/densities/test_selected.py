@@ -24,6 +24,7 @@ from kbf.filters.particle.bootstrap import BootstrapFilter
 from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.protocols import Filter
 from kbf.filters.rollout import rollout
+from kbf.filters.selection.auto import ModelSelection
 from kbf.recording import Recording
 from kbf.rkhs.features import pivots
 from kbf.runtime.errors import FitError
@@ -316,6 +317,36 @@ def test_models_with_the_same_settings_select_their_densities_once(monkeypatch):
     assert len(found) == 2
     main.prepare([each._replace(states=each.states[5:], obs=each.obs[5:]) for each in data])
     assert len(found) == 4
+
+
+def test_densities_of_sensors_are_selected_once(monkeypatch):
+    """By the models of a selection that share them, which is finished where it was stopped."""
+    from kbf.densities import per_sensor
+
+    found, select = [], per_sensor.select_density
+
+    def stopped(*args: Any, **settings: Any) -> Any:
+        if len(found) == 1:
+            found.append(None)
+            raise FitError("stopped at the end of the budget")
+        found.append(select(*args, **settings))
+        return found[-1]
+
+    monkeypatch.setattr(per_sensor, "select_density", stopped)
+    states, obs = (getattr(rotation_recording(90), name) for name in ("states", "obs"))
+    obs[::5, 0] = torch.nan
+    models = ModelSelection(SimulatedKBF(**SMALL), name="kbf").models
+    sensors = [models["kbf"].densities.sensors, models["kernel_monte_carlo"].sensors]
+    with pytest.raises(FitError, match="stopped"):
+        sensors[0].choose(states, obs)
+    for each in (*sensors, models["particle_learned"].densities.sensors):
+        each.choose(states, obs)
+        assert each.density.tolist() == [DENSITIES.index(found[k].name) for k in (0, 2)]
+    assert len(found) == 3
+
+
+def rotation_recording(steps: int) -> Recording:
+    return SyntheticData(rotation(), steps, 20, seed=1000).train[0]
 
 
 def test_a_selection_that_was_stopped_is_finished_by_the_next_model(monkeypatch):

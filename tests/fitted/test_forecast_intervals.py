@@ -9,9 +9,15 @@ import torch
 
 import kbf
 from kbf.evaluation.calibration import Calibration, ForecastCalibration
+from kbf.filters.particle.bootstrap import (
+    MAX_BACKWARD_PARTICLES,
+    BootstrapFilter,
+    ParticleState,
+)
 from kbf.fitted.held_out_forecasts import HORIZONS, MIN_STRIDE, Origins, forecasts
 from kbf.fitted.held_out_runs import watch_innovation
 from kbf.recording import Recording
+from kbf.ssm import rotation, simulate
 from scripts.make_arm import arm
 
 
@@ -141,3 +147,30 @@ def test_forecasts_of_held_out_steps_are_those_of_predict_ahead(system):
             assert int(known.sum()) == steps - h
             torch.testing.assert_close(mine[known], ahead[h - 1, : steps - h])
             torch.testing.assert_close(found.states[row, k::2][known], each.states[h:])
+
+
+def test_forecasts_of_particle_filters_are_those_of_some_particles():
+    """Weights stay normalised, and mean and covariance are those of all, up to chance."""
+    generator = torch.Generator().manual_seed(0)
+    model, start = rotation(), torch.zeros(2, dtype=torch.float64)
+    recording = simulate(model, start, 40, generator)
+    filter = BootstrapFilter(model, recording.states, 20 * MAX_BACKWARD_PARTICLES)
+    whole: list[ParticleState] = []
+
+    def watch(filter, predicted, obs, **others):
+        whole.append(predicted)
+        return watch_innovation(filter, predicted, obs, **others)
+
+    origins = Origins(watch, [recording])
+    kbf.evaluation.score.score(filter, [recording], watch=origins)
+    for step, few in origins.groups[0]:
+        assert few.particles.shape[1] == MAX_BACKWARD_PARTICLES
+        torch.testing.assert_close(few.log_weights.exp().sum(), torch.tensor(1.0).double())
+        moved = filter.predict(few, generator=generator)
+        torch.testing.assert_close(moved.log_weights.exp().sum(), torch.tensor(1.0).double())
+        C = filter.covariance(whole[step])[0]
+        error = filter.estimate(few) - filter.estimate(whole[step])
+        assert (error[0].abs() < 5 * (C.diagonal() / MAX_BACKWARD_PARTICLES).sqrt()).all()
+        torch.testing.assert_close(
+            filter.covariance(few)[0], C, rtol=0.4, atol=0.2 * float(C.max())
+        )

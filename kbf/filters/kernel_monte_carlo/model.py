@@ -201,11 +201,14 @@ class KernelMonteCarlo(ShownModule):
             return
         scale = torch.cat([s.states for s in fit]).var(0).clamp_min(1e-12)
         models: dict[int, LaggedModel] = {}
+        observation: Any = None
         for order in self.orders:
             with suppress(FitError):  # too few steps
+                settings = {"density": self.kind, "known": self.fitted}
                 models[order] = learn_lagged_model(
-                    fit, order=order, density=self.kind, known=self.fitted
+                    fit, order=order, observation=observation, **settings
                 )
+                observation = models[order].observation
         found: dict[tuple[int, float, float, float, float], HeldOut] = {}
 
         def attempt(*candidate: Any) -> None:

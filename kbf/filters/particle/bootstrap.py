@@ -158,17 +158,16 @@ class BootstrapFilter(UpdateByObserve[ParticleState], Shown):
     ) -> ParticleState:
         """Resample where the effective sample size is low, then draw z' of each particle."""
         particles, log_weights = state
-        low = effective_sample_size(log_weights) < self.threshold * self.particles
+        P = log_weights.shape[1]
+        low = effective_sample_size(log_weights) < self.threshold * P
         every = computes_all_branches()
         # skipped if possible: resampling costs as much as the move
         if every or bool(low.any()):
             chosen = systematic(log_weights, generator)
             if every or not bool(low.all()):  # the others keep their particles
-                chosen = torch.where(
-                    low[:, None], chosen, torch.arange(self.particles, device=chosen.device)
-                )
+                chosen = torch.where(low[:, None], chosen, torch.arange(P, device=chosen.device))
             particles = particles.gather(1, chosen[..., None].expand_as(particles))
-            log_weights = log_weights.masked_fill(low[:, None], -math.log(self.particles))
+            log_weights = log_weights.masked_fill(low[:, None], -math.log(P))
         acted = {} if control is None else {"control": control[:, None]}
         return ParticleState(self.model.move(particles, generator, **acted), log_weights)
 

@@ -44,7 +44,7 @@ class LearnedParticleFilter(DensityModel):
     def fit(self, memory: Recording | list[Recording] | None) -> BootstrapFilter:
         """Return the filter of the fitted model that starts from the training states."""
         sequences = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
-        model = self.learned(sequences)
+        model = self.learned(sequences).merged()
         return BootstrapFilter(
             model, torch.cat([s.states for s in sequences]), self.particles, self.threshold
         )

@@ -179,6 +179,7 @@ class ModelSelection(nn.Module):
                     each.share_densities(main)
                 if isinstance(each, KernelMonteCarlo):
                     each.fitted = main.densities.fitted
+                    each.sensors.fitted = main.densities.sensors.fitted
         self.models: nn.ModuleDict = nn.ModuleDict({self.main_name: main, **others})
         self.weights: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
         self.spreads: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
