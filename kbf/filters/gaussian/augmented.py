@@ -1,8 +1,8 @@
 """The state-space model of a state with its past and with errors of sensors that persist.
 
-s = (z_t, z_{t-1}, ..., z_{t-L}, e_t): a delayed sensor reads a former state, and the error of a
-sensor is w_t + e_t with e_t = phi e_{t-1} + innovation, w white. The model of s is again
-s' = f(s) + N(0, Q), x = h(s) + N(0, R).
+s = (z_t, z_{t-1}, ..., z_{t-L}, g_t, e_t): a delayed sensor reads a former state, and the error of
+a sensor is w_t + e_t + g_t h(z_t) with e_t = phi e_{t-1} + innovation, g_t likewise, w white. The
+model of s is again s' = f(s) + N(0, Q), x = h(s) + N(0, R).
 
 References: Sarkka (2013), section 3.6.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kbf.filters.gaussian.moments import training_moments
 from kbf.filters.gaussian.sensor_laws import Persistence, former
+from kbf.filters.gaussian.ukf import Split
 from kbf.recording import Recording
 from kbf.ssm import StateSpaceModel
 
@@ -40,15 +41,13 @@ class Augmented(NamedTuple):
     """A model of s, and the recorded s.
 
     Attributes:
-        model: of s. states: ``n e``, recorded. d: components of z.
-        slopes: ``e l`` and ``q l``, by which the last l components enter the moves and the
-            observations; None for both if l = 0.
+        model: of s; its maps are `kbf.filters.gaussian.ukf.Split`, the errors come last.
+        states: ``n e``, recorded. d: components of z.
     """
 
     model: StateSpaceModel
     states: Tensor
     d: int
-    slopes: tuple[Tensor | None, Tensor | None]
 
 
 def augmented(
@@ -58,7 +57,7 @@ def augmented(
     sensors: list[Sensor],
     persistence: Persistence,
 ) -> Augmented:
-    """Return the model of s = (z, past, e), and recorded s, whose e are drawn.
+    """Return the model of s = (z, past, g, e), and recorded s, whose g and e are drawn.
 
     Args:
         recordings: of z. move: z (and u) -> the mean of z'. Q: its noise.
@@ -70,43 +69,48 @@ def augmented(
     noise = UNUSED_VARIANCE * torch.eye(q, dtype=torch.float64, device=m0.device)
     for sensor in sensors:
         noise[sensor.columns[:, None], sensor.columns] = sensor.noise
-    erring = (persistence.share > 0).nonzero()[:, 0].to(m0.device)
-    share, phi = (each.to(noise)[erring] for each in persistence)
-    variance = share * noise.diagonal()[erring]
-    white = torch.ones_like(noise.diagonal()).index_copy(0, erring, (1 - share).sqrt())
-    e = slice(d * (past + 1), None)
+    varying, erring = (
+        (each > 0).nonzero()[:, 0].to(m0.device) for each in (persistence.gain, persistence.share)
+    )
+    share, phi, gain_share, gain_phi, gain = (each.to(noise) for each in persistence)
+    G = len(varying)
+    phi = torch.cat([gain_phi[varying], phi[erring]])
+    variance = torch.cat([gain[varying], (share * noise.diagonal())[erring]])
+    white = (1 - share - gain_share).sqrt()
 
-    def f(s: Tensor, u: Tensor | None = None) -> Tensor:
+    def former_states(s: Tensor, u: Tensor | None = None) -> Tensor:
         z = s[..., :d]
         moved = move(z) if u is None else move(z, u)
-        return torch.cat([moved, s[..., : d * past], phi.to(s) * s[..., e]], -1)
+        return torch.cat([moved, s[..., : d * past]], -1)
 
-    def h(s: Tensor) -> Tensor:
+    def read(s: Tensor) -> Tensor:
         found = s.new_zeros(*s.shape[:-1], q)
         for sensor in sensors:
             first = d * sensor.delay
             found[..., sensor.columns] = sensor.map(s[..., first : first + d])
-        found[..., erring] = found[..., erring] + s[..., e]
         return found
 
+    def with_errors(y: Tensor, w: Tensor) -> Tensor:
+        x = y.clone()
+        x[..., varying] = x[..., varying] * (1 + w[..., :G])
+        x[..., erring] = x[..., erring] + w[..., G:]
+        return x
+
     states = torch.cat([with_past(each.states, past) for each in recordings])
-    size, width = states.shape[1], len(erring)
+    size, width = states.shape[1], len(phi)
     if past:
         P0 = torch.cov(states.mT)
     drawn = torch.randn(len(states), width, generator=torch.Generator().manual_seed(0))
     states = torch.cat([states, drawn.to(states) * variance.sqrt().to(states)], 1)
     Q_s, P_s = (torch.zeros(size + width, size + width).to(m0) for _ in range(2))
+    w = slice(size, None)
     Q_s[:d, :d], P_s[:size, :size] = Q.to(m0), P0
-    Q_s[e, e], P_s[e, e] = ((1 - phi.square()) * variance).diag().to(m0), variance.diag().to(m0)
+    Q_s[w, w], P_s[w, w] = ((1 - phi.square()) * variance).diag().to(m0), variance.diag().to(m0)
     R = (white[:, None] * noise * white).to(m0)
     start = torch.cat([m0.repeat(past + 1), torch.zeros(width).to(m0)])
-    slopes: tuple[Tensor | None, Tensor | None] = (None, None)
-    if width:
-        rows, columns = torch.arange(size, size + width), torch.arange(width)
-        of_move, of_reading = m0.new_zeros(size + width, width), m0.new_zeros(q, width)
-        of_move[rows, columns], of_reading[erring, columns] = phi.to(m0), 1.0
-        slopes = of_move, of_reading
-    return Augmented(StateSpaceModel(f, h, Q_s, R, start, P_s), states, d, slopes)
+    f = Split(former_states, lambda y, w: torch.cat([y, phi.to(w) * w], -1), width)
+    h = Split(read, with_errors, width)
+    return Augmented(StateSpaceModel(f, h, Q_s, R, start, P_s), states, d)
 
 
 def with_past(states: Float[Tensor, "T d"], past: int) -> Float[Tensor, "T e"]:

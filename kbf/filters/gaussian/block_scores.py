@@ -88,7 +88,6 @@ def scaled_noise(filter: StartingFilter, factors: Float[Tensor, "*b 2"]) -> Star
         inner.model._replace(Q=Q, R=r * inner.model.R),
         allow_missing_sensors=inner.allow_missing_sensors,
         controlled=inner.controlled,
-        slopes=inner.slopes,
     )
     return filter.with_inner(changed)
 

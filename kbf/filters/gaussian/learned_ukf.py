@@ -55,10 +55,10 @@ from kbf.filters.gaussian.learned_maps import (
     row_of,
     select_kernel,
 )
-from kbf.filters.gaussian.map_pairs import Pairs, residuals_of
+from kbf.filters.gaussian.map_pairs import Pairs, persistence_of
 from kbf.filters.gaussian.map_sources import Source, counts_in, jump_covariance, source_of
 from kbf.filters.gaussian.regimes import STRUCTURES, select_regimes
-from kbf.filters.gaussian.sensor_laws import MAX_DELAY, fit_persistence, select_delays
+from kbf.filters.gaussian.sensor_laws import MAX_DELAY, select_delays
 from kbf.filters.gaussian.sparse_maps import AnyMap, fit_sparse, inputs_of_maps
 from kbf.filters.gaussian.start import StartingFilter
 from kbf.filters.gaussian.switching import SwitchingFilter
@@ -344,19 +344,18 @@ class LearnedUKF(ShownModule):
         """Return the filter of such maps, without factors."""
         recordings, join = source.recordings, source.pairs.join
         manifold = manifold_of(torch.cat([s.states for s in recordings]))
-        persistence = fit_persistence([residuals_of(each, sensors) for each in source.kept])
+        persistence = persistence_of(source.kept, sensors)
         firsts = torch.tensor([0, *(len(each.states) for each in recordings[:-1])]).cumsum(0)
 
         def of_regime(change: AnyMap, Q: Tensor) -> StartingFilter:
             def moved(z: Tensor, u: Tensor | None = None) -> Tensor:
                 return manifold.project(z + change(z if u is None or join is None else join(z, u)))
 
-            model, states, d, slopes = augmented(recordings, moved, Q, sensors, persistence)
+            model, states, d = augmented(recordings, moved, Q, sensors, persistence)
             inner = UnscentedKalmanFilter(
                 model,
                 allow_missing_sensors=self.allow_missing_sensors or source.faults.any,
                 controlled=control_width(recordings),
-                slopes=slopes,
             )
             return StartingFilter(
                 inner,

@@ -9,6 +9,7 @@ from torch import Tensor
 from kbf.densities.per_sensor import MIN_READINGS, find_sensors
 from kbf.densities.ridge import Join, join_of
 from kbf.filters.gaussian.augmented import Sensor
+from kbf.filters.gaussian.sensor_laws import Persistence, fit_persistence
 from kbf.recording import Recording, moves, observed
 from kbf.rkhs.linalg import evenly
 from kbf.runtime.errors import FitError
@@ -102,12 +103,18 @@ def delayed_pairs(
     )
 
 
-def residuals_of(recording: Recording, sensors: list[Sensor]) -> Float[Tensor, "T q"]:
-    """Return x - h(z) of each step; NaN where the reading or the state is missing."""
+def persistence_of(recordings: list[Recording], sensors: list[Sensor]) -> Persistence:
+    """Return the persistent errors of sensors in recordings, of x - h(z) and h(z)."""
+    readings = [readings_of(each, sensors) for each in recordings]
+    pairs = zip(recordings, readings, strict=True)
+    return fit_persistence([observed(each) - read for each, read in pairs], readings)
+
+
+def readings_of(recording: Recording, sensors: list[Sensor]) -> Float[Tensor, "T q"]:
+    """Return h(z) of each step; NaN without a state, or without a map."""
     found = torch.full_like(recording.obs, torch.nan)
     steps = len(recording.states)
     for columns, delay, map, _ in sensors:
         if delay < steps:
-            left = observed(recording)[delay:, columns] - map(recording.states[: steps - delay])
-            found[delay:, columns] = left
+            found[delay:, columns] = map(recording.states[: steps - delay]).to(found)
     return found

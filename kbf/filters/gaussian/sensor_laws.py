@@ -5,8 +5,9 @@ Recorded states are known, so that each law is estimated from the residuals of a
 - a delay L, x_t = h(z_{t-L}) + noise (`select_delays`);
 - faults: a two-state Markov chain; a failed sensor reads a number that is uniform on its range
   (`working`, `Faults`);
-- persistent errors: noise w_t + e_t, e_t = phi e_{t-1} + innovation (`fit_persistence`). Biases
-  that drift, and errors of a map that vary slowly, are of this kind.
+- persistent errors: noise w_t + e_t + g_t h(z_t), e_t = phi e_{t-1} + innovation and g_t likewise
+  (`fit_persistence`). Biases that drift, and errors of a map that vary slowly, are of the first
+  kind, gains that wander of the second.
 
 References: Rabiner (1989), equations 18 to 20, for chains; Sarkka (2013), section 3.6, for the
 state with persistent errors.
@@ -52,6 +53,9 @@ MIN_AUTOCORRELATION = 0.1
 MIN_STD_ERRORS_OF_PERSISTENCE = 3.0
 # Largest share of the error's variance that may persist.
 MAX_PERSISTENT_SHARE = 0.95
+# Least share of the error's variance that is that of a gain, and blocks of steps for its error.
+MIN_SHARE_OF_GAIN = 0.1
+BLOCKS_OF_GAINS = 20
 
 
 class Faults(NamedTuple):
@@ -98,14 +102,19 @@ class Faults(NamedTuple):
 
 
 class Persistence(NamedTuple):
-    """Errors w_t + e_t of each sensor, e_t = phi e_{t-1} + innovation.
+    """Errors w_t + e_t + g_t h(z_t) of each sensor, e_t = phi e_{t-1} + innovation, g_t likewise.
 
     Attributes:
         share: ``q``, the share of the error's variance that is that of e. phi: ``q``.
+        gain_share: ``q``, the share that is that of g h(z). gain_phi: ``q``, of g.
+        gain: ``q``, the variance of g; 0 for a constant gain.
     """
 
     share: Tensor
     phi: Tensor
+    gain_share: Tensor
+    gain_phi: Tensor
+    gain: Tensor
 
 
 def no_faults(q: int) -> Faults:
@@ -215,27 +224,102 @@ def fault_mixture(
     return torch.where(found, share, 0), torch.where(found, s, alone)
 
 
-def fit_persistence(residuals: list[Tensor]) -> Persistence:
-    """Fit c phi^l to the autocorrelations of residuals ``T q`` at lags l of `LAGS`.
+def fit_persistence(residuals: list[Tensor], readings: list[Tensor] | None = None) -> Persistence:
+    """Fit the autocovariances V_g phi_g^l h_t h_{t-l} + V_e phi^l of errors at lags l of `LAGS`.
 
-    A sensor whose autocorrelation at the first two lags is below `MIN_AUTOCORRELATION`, or within
-    `MIN_STD_ERRORS_OF_PERSISTENCE` of 0, has share 0.
+    Gains come first (`fit_gains`), then c phi^l is fitted to what they leave of the
+    autocorrelations. A sensor whose autocorrelation at the first two lags is below
+    `MIN_AUTOCORRELATION`, or within `MIN_STD_ERRORS_OF_PERSISTENCE` of 0, has share 0.
+
+    Args:
+        residuals: ``T q`` of each recording, NaN where missing.
+        readings: h(z) ``T q``; None for constant gains.
     """
     q = residuals[0].shape[1]
-    found = Persistence(torch.zeros(q, dtype=torch.float64), torch.zeros(q, dtype=torch.float64))
+    found = Persistence(*(torch.zeros(q, dtype=torch.float64) for _ in Persistence._fields))
     rho, counts = autocorrelations(residuals)
-    phi = torch.tensor(PERSISTENCES, dtype=torch.float64)
-    powers = phi[:, None] ** torch.tensor(LAGS, dtype=torch.float64)
+    if readings is not None:
+        gains, rho = fit_gains(residuals, readings, rho)
+        found = found._replace(gain_share=gains[0], gain_phi=gains[1], gain=gains[2])
     for j in range(q):
         least = (MIN_STD_ERRORS_OF_PERSISTENCE / counts[j].sqrt()).clamp_min(MIN_AUTOCORRELATION)
         if int(counts[j, 0]) < MIN_RESIDUALS or not bool((rho[j] > least)[:2].all()):
             continue
-        weights = counts[j] / counts[j].sum()
-        share = (powers @ (weights * rho[j])) / (powers.square() @ weights)
-        share = share.clamp(0, MAX_PERSISTENT_SHARE)
-        left = ((rho[j] - share[:, None] * powers).square() @ weights).argmin()
-        found.share[j], found.phi[j] = share[left], phi[left]
+        most = float(MAX_PERSISTENT_SHARE - found.gain_share[j])
+        found.share[j], found.phi[j] = powers_fit(rho[j], counts[j], most)
     return found
+
+
+def powers_fit(
+    values: Float[Tensor, " l"], counts: Float[Tensor, " l"], most: float
+) -> tuple[float, float]:
+    """Return c <= ``most`` and phi of `PERSISTENCES` with the least weighted error of c phi^l."""
+    phi = torch.tensor(PERSISTENCES, dtype=torch.float64)
+    powers = phi[:, None] ** torch.tensor(LAGS, dtype=torch.float64)
+    weights = counts / counts.sum()
+    share = ((powers @ (weights * values)) / (powers.square() @ weights)).clamp(0, most)
+    left = ((values - share[:, None] * powers).square() @ weights).argmin()
+    return float(share[left]), float(phi[left])
+
+
+def fit_gains(
+    residuals: list[Tensor], readings: list[Tensor], rho: Float[Tensor, "q l"]
+) -> tuple[Float[Tensor, "3 q"], Float[Tensor, "q l"]]:
+    """Fit gains to products of errors: E r_t r_{t-l} = V phi^l h_t h_{t-l} + const.
+
+    The slope of this regression must be positive at the first two lags, by
+    `MIN_STD_ERRORS_OF_PERSISTENCE` over blocks of steps.
+
+    Args:
+        residuals: r, readings: h, ``T q`` of each recording.
+        rho: autocorrelations of r.
+
+    Returns:
+        Shares of the errors' variance, phi and V; and the autocorrelations without gains.
+    """
+    q, rest = rho.shape[0], rho.clone()
+    found = torch.zeros(3, q, dtype=torch.float64)
+    for j in range(q):
+        pairs = [lagged_products(residuals, readings, j, lag) for lag in LAGS]
+        if min(len(p) for p, _ in pairs) < MIN_RESIDUALS:
+            continue
+        slopes, counts, certain = [], [], []
+        for p, m in pairs:
+            m0 = m - m.mean()
+            slopes.append((m0 @ p) / m0.square().sum().clamp_min(1e-300))
+            counts.append(float(len(p)))
+            rows = len(p) // BLOCKS_OF_GAINS
+            each = (m0 * (p - p.mean()))[: rows * BLOCKS_OF_GAINS]
+            means = each.reshape(BLOCKS_OF_GAINS, rows).mean(1)
+            error = means.std() / math.sqrt(BLOCKS_OF_GAINS)
+            certain.append(bool(means.mean() > MIN_STD_ERRORS_OF_PERSISTENCE * error))
+        if not all(certain[:2]):
+            continue
+        V, phi = powers_fit(torch.stack(slopes), torch.tensor(counts).double(), math.inf)
+        r, h = (torch.cat(each)[:, j] for each in (residuals, readings))
+        seen = r.isfinite() & h.isfinite()
+        scale = float(h[seen].square().mean() / r[seen].square().mean())
+        if V * scale < MIN_SHARE_OF_GAIN:
+            continue
+        V = min(V, MAX_PERSISTENT_SHARE / scale)
+        found[:, j] = torch.tensor([V * scale, phi, V])
+        means = torch.stack([m.mean() for _, m in pairs]) / r[seen].square().mean()
+        rest[j] -= V * phi ** torch.tensor(LAGS, dtype=torch.float64) * means
+    return found, rest
+
+
+def lagged_products(
+    residuals: list[Tensor], readings: list[Tensor], j: int, lag: int
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """Return r_t r_{t-l} and h_t h_{t-l} of sensor j where they are known, within recordings."""
+    both = [
+        torch.stack([x[lag:, j] * x[:-lag, j] for x in (r, h)]).double()
+        for r, h in zip(residuals, readings, strict=True)
+        if len(r) > lag
+    ]
+    products = torch.cat(both, 1) if both else torch.zeros(2, 0, dtype=torch.float64)
+    p, m = products[:, products.isfinite().all(0)]
+    return p, m
 
 
 def autocorrelations(residuals: list[Tensor]) -> tuple[Float[Tensor, "q l"], Float[Tensor, "q l"]]:

@@ -79,21 +79,38 @@ def unscented(
     return F, a, product(weighted.mT, dy) - product(F, F.mT)
 
 
-def at_points(
-    f: Callable[[Tensor], Tensor], C: Float[Tensor, "e l"], s: Float[Tensor, "b s d"]
-) -> Float[Tensor, "b s e"]:
-    """Return f at sigma points m + L u, computed at those of the first d - l components.
+class Split(NamedTuple):
+    """A map f(s) = outer(inner(s_1, ...), s_2) of a state whose last ``last`` components are s_2.
 
-    The last l components enter f as C e. L is lower triangular: their points differ from m in these
-    components alone.
+    ``inner`` is costly, ``outer`` is not; sigma points that differ in s_2 share values of the
+    inner map.
+
+    Attributes:
+        inner: ``*b d-last`` (and a control ``*b k``) -> ``*b e``.
+        outer: ``*b e`` and ``*b last`` -> the values of f.
+        last: number of components of s_2.
     """
-    d, n = s.shape[-1], s.shape[-1] - C.shape[1]
-    first = [0, *range(1, n + 1), *range(d + 1, d + n + 1)]
-    y = f(s[:, first])
-    others = y[:, :1] + product(s[..., n:] - s[:, :1, n:], C.mT.to(s))
-    return torch.cat(
-        [y[:, : n + 1], others[:, n + 1 : d + 1], y[:, n + 1 :], others[:, d + n + 1 :]], 1
-    )
+
+    inner: Callable[..., Tensor]
+    outer: Callable[[Tensor, Tensor], Tensor]
+    last: int
+
+    def __call__(self, s: Float[Tensor, "*b d"], *control: Tensor) -> Float[Tensor, "*b e"]:
+        """f(s)."""
+        n = s.shape[-1] - self.last
+        return self.outer(self.inner(s[..., :n], *control), s[..., n:])
+
+    def at_points(self, s: Float[Tensor, "b s d"], *control: Tensor) -> Float[Tensor, "b s e"]:
+        """f at sigma points m + L u.
+
+        L is lower triangular: the points of the last components differ from m in these alone.
+        """
+        d = s.shape[-1]
+        n = d - self.last
+        first = [0, *range(1, n + 1), *range(d + 1, d + n + 1)]
+        y = self.inner(s[:, first, :n], *(u[:, first] for u in control))
+        same = y[:, :1].expand(-1, self.last, -1)
+        return self.outer(torch.cat([y[:, : n + 1], same, y[:, n + 1 :], same], 1), s[..., n:])
 
 
 def scaled(R: Float[Tensor, "*b q q"], factors: Float[Tensor, "b p"]) -> Float[Tensor, "b q q"]:
@@ -145,13 +162,13 @@ class UnscentedKalmanFilter(GaussianFilter):
         kappa: float | None = None,
         allow_missing_sensors: bool = False,
         controlled: int = 0,
-        slopes: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
         """Store the model and its sigma points.
 
         Args:
             model: f and h map ``*b d``; derivatives are not required. With controls f takes a
-                second argument ``*b k``.
+                second argument ``*b k``. Of a `Split` the inner map is computed at the points that
+                differ in it.
             alpha: spread of the points. The usual 1e-3 makes them a numerical derivative at the
                 mean, with weights of 1e6.
             beta: extra weight of the centre in covariances.
@@ -160,9 +177,6 @@ class UnscentedKalmanFilter(GaussianFilter):
             allow_missing_sensors: components of an observation may be NaN; the update leaves their
                 rows out.
             controlled: components k of the control, 0 for none.
-            slopes: ``d l`` and ``q l``, if the last l components of the state enter f and h as a
-                linear term: their matrices. Both maps are then only computed at the points of the
-                other components.
 
         Raises:
             ValueError: alpha <= 0 or d + kappa <= 0.
@@ -173,7 +187,6 @@ class UnscentedKalmanFilter(GaussianFilter):
         d = len(model.m0)
         points = sigma_points(d, alpha, beta, max(0.0, 3.0 - d) if kappa is None else kappa)
         self.points, self.mean_weights, self.cov_weights = (p.to(model.m0) for p in points)
-        self.slopes: tuple[Tensor | None, Tensor | None] = slopes
 
     def repeated(self, times: int) -> "UnscentedKalmanFilter":
         """Return the filter of a batch in which each recording occurs so many times in turn."""
@@ -188,20 +201,21 @@ class UnscentedKalmanFilter(GaussianFilter):
 
     def linearise(
         self,
-        f: Callable[[Tensor], Tensor],
+        f: Callable[..., Tensor],
         m: Float[Tensor, "b d"],
         L: Float[Tensor, "b d d"],
-        slopes: Float[Tensor, "e l"] | None,
+        control: Float[Tensor, "b k"] | None = None,
     ) -> tuple[Float[Tensor, "b e d"], Float[Tensor, "b e"], Float[Tensor, "b e e"]]:
-        """Return `unscented` with the sigma points of this filter; slopes as of `at_points`."""
-        if slopes is not None:
-            f = partial(at_points, f, slopes)
-        return unscented(f, m, L, (self.points, self.mean_weights, self.cov_weights))
+        """Return `unscented` of f, or of z -> f(z, u), with the sigma points of this filter."""
+        at = f.at_points if isinstance(f, Split) else f
+        acted = () if control is None else (control[:, None].expand(-1, len(self.points), -1),)
+        sigma = (self.points, self.mean_weights, self.cov_weights)
+        return unscented(lambda z: at(z, *acted), m, L, sigma)
 
     def linearised(self, state: GaussianState) -> Linearised:
         """Return the observation map, linearised at a state."""
         L = self.root(state.cov)
-        return Linearised(L, *self.linearise(self.model.h, state.mean, L, self.slopes[1]))
+        return Linearised(L, *self.linearise(self.model.h, state.mean, L))
 
     def root(self, cov: Float[Tensor, "b d d"]) -> Float[Tensor, "b d d"]:
         """Return the Cholesky factor of P + jitter I; P = 0 is allowed.
@@ -211,11 +225,6 @@ class UnscentedKalmanFilter(GaussianFilter):
         scale = (cov + self.model.Q).diagonal(dim1=-2, dim2=-1).mean(-1)
         return cholesky(cov, reg=10 * torch.finfo(cov.dtype).eps * scale)
 
-    def transition(self, control: Float[Tensor, "b k"] | None) -> Callable[[Tensor], Tensor]:
-        """Return f, or z -> f(z, u), of points ``b s d``."""
-        f = self.model.f
-        return f if control is None else lambda z: f(z, control[:, None].expand(*z.shape[:-1], -1))
-
     def predict(
         self,
         state: GaussianState,
@@ -224,8 +233,8 @@ class UnscentedKalmanFilter(GaussianFilter):
         generator: Generator | None = None,
     ) -> GaussianState:
         """Return the weighted mean of f at the sigma points, and the weighted covariance + Q."""
-        f = self.transition(control)
-        F, a, Omega = self.linearise(f, state.mean, self.root(state.cov), self.slopes[0])
+        L = self.root(state.cov)
+        F, a, Omega = self.linearise(self.model.f, state.mean, L, control)
         return GaussianState(a, product(F, F.mT) + Omega + self.model.Q)
 
     def observe(
@@ -287,7 +296,7 @@ class UnscentedKalmanFilter(GaussianFilter):
         References: Sarkka (2008), algorithm 1.
         """
         L = self.root(now.state.cov)
-        F, a, Omega = self.linearise(self.transition(control), now.state.mean, L, self.slopes[0])
+        F, a, Omega = self.linearise(self.model.f, now.state.mean, L, control)
         eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
         white = GaussianState(torch.zeros_like(now.state.mean), eye.expand_as(L))
         u, U = rts_step(white, following, F, Omega + self.model.Q, a)

@@ -24,7 +24,7 @@ from kbf.filters.gaussian.sensor_laws import (
     working,
 )
 from kbf.filters.gaussian.start import StartingFilter
-from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
+from kbf.filters.gaussian.ukf import Split, UnscentedKalmanFilter
 from kbf.filters.rollout import rollout
 from kbf.recording import Recording
 from kbf.ssm import StateSpaceModel
@@ -188,13 +188,89 @@ def test_white_errors_do_not_persist(seed):
     assert fit_persistence([normal(300, 3, seed=seed)]).share.tolist() == [0.0] * 3
 
 
+def wandering(n: int, phi: float, V: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Readings h, far from 0 and not, and their errors under gains 1 + g, with white noise."""
+    h = smooth_states(n, seed=seed) * torch.tensor([0.5, 1.0]) + torch.tensor([2.0, 0.0])
+    g = math.sqrt(V) * torch.stack([autoregression(n, phi, 1.0, seed + 7 * k) for k in (1, 2)], 1)
+    return h, g * h + 0.2 * normal(n, 2, seed=seed + 50)
+
+
+def test_gains_are_found():
+    h, r = wandering(8000, 0.98, 0.04)
+    r[::3, 0] = torch.nan
+    found = fit_persistence([r[:5000], r[5000:]], [h[:5000], h[5000:]])
+    assert found.gain.tolist() == pytest.approx([0.04, 0.04], abs=0.015)
+    assert found.gain_phi.tolist() == pytest.approx([0.98, 0.98], abs=0.035)
+    expected = 0.04 * h.square().mean(0) / r.square().nanmean(0)
+    torch.testing.assert_close(found.gain_share, expected, rtol=0.35, atol=0.0)
+    assert float(found.share[1]) == 0, "the gain explains all that persists"
+    assert fit_persistence([r], None).gain.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_constant_gains_are_not_found(seed):
+    """White errors, those that grow with the reading, and biases that drift."""
+    h, _ = wandering(1500, 0.98, 0.04, seed=100 * seed)
+    white = normal(1500, 2, seed=seed + 1)
+    drift = torch.stack([autoregression(1500, 0.98, 0.8, 900 + 10 * seed + k) for k in (0, 1)], 1)
+    for r in (0.3 * white, 0.2 * h * white, 0.3 * drift):
+        assert fit_persistence([r], [h]).gain.tolist() == [0.0, 0.0]
+
+
+def test_a_gain_of_a_constant_reading_is_an_error_that_persists():
+    """g c with a constant c is e, so that both filters have the same moments."""
+    z, c = smooth_states(300, 1), 3.0
+    recordings = [Recording(z, torch.cat([z, z], 1))]
+    maps = [lambda z: z, lambda z: torch.full_like(z, c)]
+    noise = torch.tensor([[1.0]]).double()
+    sensors = [Sensor(torch.tensor([j]), 0, maps[j], noise) for j in (0, 1)]
+    zero = torch.zeros(2).double()
+    share, phi = torch.tensor([0.0, 0.6]).double(), torch.tensor([0.0, 0.9]).double()
+    runs = []
+    for persistence in (
+        Persistence(share, phi, zero, zero, zero),
+        Persistence(zero, zero, share, phi, share / c**2),
+    ):
+        found = augmented(recordings, lambda z: 0.8 * z, noise, sensors, persistence)
+        filter = UnscentedKalmanFilter(found.model)
+        runs.append(rollout(filter, normal(1, 40, 2, seed=3), covariances=True))
+        assert found.model.R.diagonal().tolist() == pytest.approx([1.0, 0.4])
+    torch.testing.assert_close(runs[0].estimates[..., 0], runs[1].estimates[..., 0])
+    torch.testing.assert_close(c * runs[1].estimates[..., 1], runs[0].estimates[..., 1])
+
+
+def test_the_filter_follows_gains():
+    """Of the true model it is better than that of the same model with constant gains."""
+    z, n = smooth_states(1500, 2), 4
+    g = torch.stack([autoregression(1500, 0.98, 1.0, 5 + 10 * k) for k in range(n)], 1)
+    M = torch.tensor([[2.0, 0.0], [0.0, 2.0], [2.0, 2.0], [2.0, -2.0]]).double()
+    x = (1 + 0.3 * g) * (1 + z @ M.mT) + 0.1 * normal(1500, n, seed=90)
+    h2 = (1 + z @ M.mT).square().mean(0)
+    total, zero = 0.01 + 0.09 * h2, torch.zeros(n).double()
+    columns = torch.arange(n)
+    errors = []
+    for share in (zero, 0.09 * h2 / total):
+        noise = (0.01 + 0.09 * h2).diag()
+        sensors = [Sensor(columns, 0, lambda z: 1 + z @ M.mT, noise)]
+        gain, phi = 0.09 * (share > 0).double(), zero + 0.98
+        law = Persistence(zero, zero, share, phi, gain)
+        Q = 0.45**2 * torch.eye(2).double()
+        found = augmented([Recording(z, x)], lambda z: 0.9 * z, Q, sensors, law)
+        run = rollout(UnscentedKalmanFilter(found.model), x[None])
+        errors.append((run.estimates[0, :, :2] - z).square().mean().item())
+    assert errors[1] < 0.7 * errors[0]
+
+
 def test_the_filter_of_late_and_wandering_sensors_is_the_kalman_filter():
     """One sensor of z, one of z two steps before with an error e_t = 0.9 e_{t-1} + innovation."""
     A = torch.tensor([[0.8]]).double()
     Q, noise = torch.tensor([[0.5]]).double(), torch.tensor([0.2, 0.6]).double()
     z = smooth_states(300, 1)
     recordings = [Recording(z, torch.cat([z, z], 1))]
-    persistence = Persistence(torch.tensor([0.0, 0.75]).double(), torch.tensor([0.0, 0.9]).double())
+    none = torch.zeros(2).double()
+    persistence = Persistence(
+        torch.tensor([0.0, 0.75]).double(), torch.tensor([0.0, 0.9]).double(), none, none, none
+    )
     sensors = [
         Sensor(torch.tensor([j]), 2 * j, lambda z: z, noise[j].reshape(1, 1)) for j in (0, 1)
     ]
@@ -312,27 +388,29 @@ def test_a_plain_system_has_neither_delays_nor_faults_nor_counts():
     assert filter.model.m0.shape == (2,)
 
 
-def test_linear_components_are_not_computed_at_points_of_their_own():
-    """The filter with ``slopes`` has the moments of the filter that computes all points."""
+def test_inner_maps_are_not_computed_at_points_of_other_components():
+    """The filter of `Split` maps has the moments of the filter that computes all points."""
     seed = torch.Generator().manual_seed(0)
     m0, root = (torch.randn(*size, generator=seed, dtype=torch.float64) for size in ((5,), (5, 5)))
-    C, B = (torch.randn(*size, generator=seed, dtype=torch.float64) for size in ((3, 2), (5, 2)))
     calls = []
 
-    def f(s, u):
-        calls.append(s.shape[1])
-        z = torch.stack([s[..., 0] * s[..., 1], s[..., 2].sin(), s[..., 0]], -1) + u
-        return torch.cat([z, 0 * s[..., 3:]], -1) + s[..., 3:] @ B.mT
+    def move(z, u):
+        calls.append(z.shape[1])
+        return torch.stack([z[..., 0] * z[..., 1], z[..., 2].sin(), z[..., 0]], -1) + u
 
-    def h(s):
-        return s[..., :3].square() + s[..., 3:] @ C.mT
+    def with_rest(y, w):
+        return torch.cat([y, 0.9 * w], -1)
 
+    def read(y, w):
+        return y * torch.cat([1 + w, 1 + w[..., :1]], -1)
+
+    f, h = Split(move, with_rest, 2), Split(torch.square, read, 2)
     P = root @ root.mT
-    model = StateSpaceModel(f, h, 0.1 * P, torch.eye(3, dtype=torch.float64), m0, P)
     x, u = (torch.randn(4, 3, generator=seed, dtype=torch.float64) for _ in range(2))
     found = []
-    for slopes in ((None, None), (B, C)):
-        filter = UnscentedKalmanFilter(model, controlled=3, slopes=slopes, kappa=0.5)
+    for maps in ((lambda s, u: f(s, u), lambda s: h(s)), (f, h)):
+        model = StateSpaceModel(*maps, 0.1 * P, torch.eye(3, dtype=torch.float64), m0, P)
+        filter = UnscentedKalmanFilter(model, controlled=3, kappa=0.5)
         state = filter.predict(filter.update(filter.init(4), x), control=u)
         found.append((state.mean, state.cov, filter.log_likelihood(state, x)))
     assert calls[0] == 11 and calls[-1] == 7
