@@ -9,8 +9,8 @@ one-step residuals do not show whether errors of a map accumulate.
 Moves may have several regimes, and jumps (`kbf.filters.gaussian.regimes`); the filter is then the
 interacting multiple model filter (`kbf.filters.gaussian.switching`).
 
-Sensors may be late, fail, or have errors that persist: their laws are fitted to the residuals of h
-(`kbf.filters.gaussian.sensor_laws`) and filtered in an augmented state
+Sensors may be late, fail, have errors that persist, or gains that wander: their laws are fitted to
+the residuals of h (`kbf.filters.gaussian.sensor_laws`) and filtered in an augmented state
 (`kbf.filters.gaussian.augmented`). Counts are filtered as their square roots
 (`kbf.filters.gaussian.count_maps`).
 
