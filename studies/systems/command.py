@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from kbf.runtime.errors import FitError
+from kbf.runtime.provenance import commit
 from studies.systems.floors import PARTICLES, error_of, floor_of
 from studies.systems.grammar import draw_system
 from studies.systems.methods import BASELINES, METHODS, run_method
@@ -25,6 +26,8 @@ from studies.systems.system import System
 # Added to the seed of a system, for the recordings of training and test.
 TRAIN_SEED = 10_000
 TEST_SEED = 20_000
+# Name of the floor among the methods; it does not depend on the rows of the training.
+FLOOR = "floor"
 # Coverage of regions of 95 % that counts as right.
 GOOD_COVERAGE = (0.90, 0.98)
 
@@ -34,11 +37,13 @@ Cell = dict[str, Any]
 def main(words: list[str]) -> int:
     """Compute the missing cells and print the summary."""
     options = arguments(words)
-    if unknown := set(options.methods) - set(METHODS):
-        print(f"there is no method {sorted(unknown)[0]!r}; there are {', '.join(METHODS)}")
+    if unknown := set(options.methods) - {FLOOR, *METHODS}:
+        names = ", ".join([FLOOR, *METHODS])
+        print(f"there is no method {sorted(unknown)[0]!r}; there are {names}")
         return 2
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    options.commit = commit()
     cells = read_cells(options.file)
     if not options.summary:
         for seed in seeds_of(options.seeds):
@@ -54,7 +59,8 @@ def arguments(words: list[str]) -> argparse.Namespace:
     add("--seeds", default="0-9", help="a seed, or the first and the last one: 0-9")
     add("--rows", nargs="+", type=int, default=[300], help="rows of the training recordings")
     add("--test-rows", type=int, default=2000, help="rows of the test recordings")
-    add("--methods", nargs="+", default=["kbf", *BASELINES], help=f"of {', '.join(METHODS)}")
+    methods = ", ".join([FLOOR, *METHODS])
+    add("--methods", nargs="+", default=[FLOOR, "kbf", *BASELINES], help=f"of {methods}")
     add("--budget", default="1m", help="time for the model selection of kbf")
     add("--particles", type=int, default=PARTICLES, help="particles of a floor")
     add("--file", type=Path, default=Path("systems.jsonl"), help="finished cells")
@@ -93,10 +99,13 @@ def key_of(cell: Cell) -> tuple[int, int, str]:
 def run_system(seed: int, options: argparse.Namespace, known: Iterable[Cell]) -> list[Cell]:
     """Compute the missing cells of a system, and write each to the file.
 
-    A floor belongs to the test recordings; its cell has 0 rows.
+    A floor belongs to the test recordings; its cell has 0 rows. A cell has the commit of its run.
     """
     done = {key_of(cell) for cell in known}
-    wanted = [(0, "floor"), *((rows, name) for rows in options.rows for name in options.methods)]
+    wanted = [
+        (0 if name == FLOOR else rows, name) for rows in options.rows for name in options.methods
+    ]
+    wanted = list(dict.fromkeys(sorted(wanted, key=lambda each: each[0])))
     missing = [each for each in wanted if (seed, *each) not in done]
     if not missing:
         return []
@@ -104,8 +113,8 @@ def run_system(seed: int, options: argparse.Namespace, known: Iterable[Cell]) ->
     test = system.recordings(options.test_rows, torch.Generator().manual_seed(TEST_SEED + seed))
     for rows, name in missing:
         began = time.perf_counter()
-        cell: Cell = {"seed": seed, "rows": rows, "method": name}
-        if name == "floor":
+        cell: Cell = {"seed": seed, "rows": rows, "method": name, "commit": options.commit}
+        if name == FLOOR:
             floor = floor_of(system, test, particles=options.particles)
             error = error_of(torch.cat(floor.estimates), test)
             cell |= {"error": error, "model": floor.kind, "d": system.d}
@@ -152,8 +161,8 @@ def summary(cells: list[Cell]) -> str:
     infinite error.
     """
     table = {key_of(cell): cell for cell in cells}
-    floors = {seed: cell["error"] for (seed, _, name), cell in table.items() if name == "floor"}
-    names = list(dict.fromkeys(cell["method"] for cell in cells if cell["method"] != "floor"))
+    floors = {seed: cell["error"] for (seed, _, name), cell in table.items() if name == FLOOR}
+    names = list(dict.fromkeys(cell["method"] for cell in cells if cell["method"] != FLOOR))
     lines = []
     for rows in sorted({cell["rows"] for cell in cells} - {0}):
         lines += ["", f"{rows} rows", HEADER]

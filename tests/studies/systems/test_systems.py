@@ -355,11 +355,12 @@ def test_the_command_writes_cells_and_resumes(tmp_path, capsys):
     file = tmp_path / "cells.jsonl"
     words = ["--seeds", "2", "--rows", "100", "--test-rows", "100", "--particles", "200"]
     words += ["--file", str(file), "--methods"]
-    assert main([*words, "mean"]) == 0
+    assert main([*words, "mean", "floor"]) == 0
     assert [(c["method"], c["rows"]) for c in read_cells(file)] == [("floor", 0), ("mean", 100)]
     file.write_text(file.read_text() + '{"seed": 2, "rows"')  # a run that was stopped
     first = read_cells(file)
     assert len(first) == 2
+    assert all("commit" in cell for cell in first)
     file.write_text("".join(json.dumps(cell) + "\n" for cell in first))
     assert main([*words, "mean", "kalman"]) == 0
     cells = read_cells(file)
