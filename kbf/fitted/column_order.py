@@ -2,9 +2,10 @@
 
 Ranges do not show this where the columns are alike. The law by which rows follow one another does:
 a linear prediction of each row from the row before and the controls is fitted to the training
-(`LinearPrediction`). A recording is predicted as it is, with each column negated, and with each two
-columns exchanged. Only what is significantly better so, and then as good as in the training, is
-reported: symmetric laws and other operating conditions bring no sentence.
+(`LinearPrediction`). A recording that is predicted worse than any part of the training is predicted
+with each column negated, and with each two columns exchanged. Only what is significantly better so,
+and then as good as in the training, is reported: symmetric laws and quieter operation bring no
+sentence.
 """
 
 import itertools
@@ -21,6 +22,8 @@ BLOCKS = 20
 MIN_ROWS_OF_BLOCK = 4
 # Rows of the training, and of recordings, that are used.
 MAX_ROWS = 5_000
+# Columns up to which exchanges are tried.
+MAX_COLUMNS = 64
 # Probability that one of the changes is reported by chance.
 ERROR_RATE = 1e-3
 # Ridge on standardised columns, as a share of the rows, and variance that is added to the errors'.
@@ -63,50 +66,86 @@ class LinearPrediction:
         self.mean: Tensor = values.nan_to_num(0.0).sum(0) / count
         square = torch.where(known, values - self.mean, 0.0).square().sum(0) / count
         self.scale: Tensor = torch.where(square > 0, square.sqrt(), 1.0)
-        pairs = [self.pairs(each.double()) for each in series]
-        A, B = (torch.cat(side) for side in zip(*pairs, strict=True))
+        A, B = self.sides(*moves_in(series))
         gram = A.mT @ A + RIDGE * len(A) * torch.eye(A.shape[1], dtype=A.dtype)
         self.coefficients: Tensor = torch.linalg.solve(gram, A.mT @ B)
         residuals = B - A @ self.coefficients
         noise = residuals.mT @ residuals / max(len(A), 1)
         root = torch.linalg.cholesky(noise + ADDED_VARIANCE * torch.eye(q, dtype=A.dtype))
         self.whitening: Tensor = torch.linalg.inv(root).mT
-        self.errors: Tensor = self.error(residuals @ self.whitening)
+        self.errors: Tensor = self.error((residuals @ self.whitening).square().sum(1))
 
-    def standardised(self, values: Tensor, columns: list[int]) -> Tensor:
+    def standardised(self, values: Tensor, columns: slice | list[int]) -> Tensor:
         """Return the values of some columns in standard deviations; 0 where they are missing."""
         return ((values - self.mean[columns]) / self.scale[columns]).nan_to_num(0.0)
 
-    def pairs(self, values: Float[Tensor, "T c"]) -> tuple[Tensor, Tensor]:
-        """Return inputs ``T-1 c+1`` (x_{t-1}, u_t, 1) and targets ``T-1 q`` of a recording."""
-        z = self.standardised(values, list(range(values.shape[1])))
-        one = z.new_ones(max(len(z) - 1, 0), 1)
-        return torch.cat([z[:-1, : self.q], z[1:, self.q :], one], 1), z[1:, : self.q]
+    def sides(
+        self, before: Float[Tensor, "n c"], after: Float[Tensor, "n c"]
+    ) -> tuple[Float[Tensor, "n i"], Float[Tensor, "n q"]]:
+        """Return inputs (x_{t-1}, u_t, 1) and targets x_t of moves."""
+        q, every = self.q, slice(None)
+        first, then = self.standardised(before, every), self.standardised(after, every)
+        return torch.cat([first[:, :q], then[:, q:], then.new_ones(len(then), 1)], 1), then[:, :q]
 
-    def error(self, whitened: Float[Tensor, "n q"]) -> Float[Tensor, " n"]:
-        """Return the error of each row."""
-        return self.q * torch.log1p(whitened.square().sum(1) / self.q)
+    def error(self, square: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """Return the errors of rows, given the squared norms of their whitened residuals."""
+        return self.q * torch.log1p(square / self.q)
 
-    def residuals(self, values: Float[Tensor, "T c"]) -> Float[Tensor, "n q"]:
-        """Return the whitened residuals of a recording."""
-        A, B = self.pairs(values)
-        return (B - A @ self.coefficients) @ self.whitening
 
-    def changed(
-        self, values: Float[Tensor, "T c"], columns: list[int], new: Float[Tensor, "T j"]
-    ) -> Float[Tensor, "n q"]:
-        """Return by how much the whitened residuals change if some columns are replaced."""
-        moved = self.standardised(new, columns) - self.standardised(values[:, columns], columns)
-        seen = torch.tensor([column < self.q for column in columns])
-        inputs = torch.where(seen, moved[:-1], moved[1:]) @ self.coefficients[columns]
-        targets = torch.zeros_like(inputs)
-        targets[:, [k for k in columns if k < self.q]] = moved[1:, seen]
-        return (targets - inputs) @ self.whitening
+class ChangedErrors:
+    """Errors of a recording with some of its columns replaced.
+
+    A column that is replaced changes the whitened residuals by its difference as a target, times a
+    row of W, minus its difference as an input, times a row of C W. Norms after a change follow from
+    products that are computed once.
+    """
+
+    def __init__(
+        self, prediction: LinearPrediction, before: Float[Tensor, "n c"], after: Tensor
+    ) -> None:
+        """Take the moves of a recording, from ``before`` to ``after``."""
+        self.prediction, self.before, self.after = prediction, before, after
+        A, B = prediction.sides(before, after)
+        W, C = prediction.whitening, prediction.coefficients
+        residuals = (B - A @ C) @ W
+        directions = torch.cat([W, -C[:-1] @ W])
+        self.square: Tensor = residuals.square().sum(1)
+        self.products: Tensor = residuals @ directions.mT
+        self.gram: Tensor = directions @ directions.mT
+
+    @property
+    def as_given(self) -> Float[Tensor, " n"]:
+        """The errors without a change."""
+        return self.prediction.error(self.square)
+
+    def after_change(self, columns: list[int]) -> Float[Tensor, " n"]:
+        """Return the errors with one column negated, or with two exchanged."""
+        q, terms = self.prediction.q, list[Tensor]()
+        places: list[int] = []
+        first, then = (self.difference(each, columns) for each in (self.before, self.after))
+        for k, column in enumerate(columns):
+            if column < q:
+                terms += [then[:, k], first[:, k]]
+                places += [column, q + column]
+            else:
+                terms.append(then[:, k])
+                places.append(q + column)
+        a = torch.stack(terms, 1)
+        cross = (a * self.products[:, places]).sum(1)
+        own = ((a @ self.gram[places][:, places]) * a).sum(1)
+        return self.prediction.error((self.square + 2 * cross + own).clamp_min(0))
+
+    def difference(self, values: Tensor, columns: list[int]) -> Float[Tensor, "n k"]:
+        """Return by how much the standardised columns change."""
+        old = values[:, columns]
+        new = -old if len(columns) == 1 else old.flip(1)
+        standardised = self.prediction.standardised
+        return standardised(new, columns) - standardised(old, columns)
 
 
 def find_change(
     training: list[Float[Tensor, "_ c"]],
-    values: Float[Tensor, "n c"],
+    recordings: list[Float[Tensor, "_ c"]],
     q: int,
     free: list[bool],
 ) -> Change | None:
@@ -114,47 +153,59 @@ def find_change(
 
     Args:
         training: its recordings, columns of observations first, then controls.
-        values: rows in their order.
+        recordings: that are compared, with the same columns.
         q: number of observations.
         free: of each column, whether it may be negated or exchanged; components of angles may not.
     """
     from scipy.special import stdtrit  # quantiles of Student's t
 
-    if len(values) <= BLOCKS * MIN_ROWS_OF_BLOCK or sum(map(len, training)) <= BLOCKS or not q:
+    training, recordings = first_rows(training), first_rows(recordings)
+    usual, new = moves_in(training), moves_in(recordings)
+    found = list(changes(q, free))
+    if min(len(usual[0]), len(new[0])) < BLOCKS * MIN_ROWS_OF_BLOCK or not q or not found:
         return None
-    values = values[:MAX_ROWS].double()
-    prediction = LinearPrediction(first_rows(training), q)
-    given = prediction.residuals(values)
-    as_given, best = prediction.error(given), None
-    for columns in (found := list(changes(q, free))):
-        new = -values[:, columns] if len(columns) == 1 else values[:, columns[::-1]]
-        errors = prediction.error(given + prediction.changed(values, columns, new))
-        if best is None or errors.mean() < best[1].mean():
-            best = columns, errors
-    if best is None:
-        return None
-    columns, errors = best
-    gain = block_means(as_given - errors)
+    prediction = LinearPrediction(training, q)
+    errors = ChangedErrors(prediction, *new)
+    means = block_means(prediction.errors)
+    if errors.as_given.mean() <= means.max():
+        return None  # as in the training
+    after = {tuple(columns): errors.after_change(columns) for columns in found}
+    columns = min(after, key=lambda each: float(after[each].mean()))
+    gain = block_means(errors.as_given - after[columns])
     t = float(gain.mean() / (gain.std() / math.sqrt(BLOCKS)).clamp_min(1e-12))
-    usual = block_means(prediction.errors)
-    if t < -stdtrit(BLOCKS - 1, ERROR_RATE / len(found)) or errors.mean() > usual.max():
+    least = -stdtrit(BLOCKS - 1, ERROR_RATE / len(found))
+    if t < least or after[columns].mean() > means.max():
         return None
-    means = (float(each.mean()) for each in (errors, as_given, usual))
-    return Change(tuple(columns), *means)
+    each = (after[columns], errors.as_given, means)
+    return Change(columns, *(float(values.mean()) for values in each))
 
 
 def changes(q: int, free: list[bool]) -> Iterator[list[int]]:
-    """Return each free column, and each two free columns of observations or of controls."""
+    """Return each free column, and each two free columns of observations or of controls.
+
+    With more than `MAX_COLUMNS` free columns there are no pairs, of which there would be too many.
+    """
     columns = [k for k, each in enumerate(free) if each]
     yield from ([k] for k in columns)
-    yield from ([i, j] for i, j in itertools.combinations(columns, 2) if (i < q) == (j < q))
+    if len(columns) <= MAX_COLUMNS:
+        yield from ([i, j] for i, j in itertools.combinations(columns, 2) if (i < q) == (j < q))
+
+
+def moves_in(series: list[Tensor]) -> tuple[Float[Tensor, "n c"], Float[Tensor, "n c"]]:
+    """Return rows and the rows after them, within recordings, in float64."""
+    sides = [(each[:-1], each[1:]) for each in series if len(each)]
+    before, after = (torch.cat(side).double() for side in zip(*sides, strict=True))
+    return before, after
 
 
 def first_rows(series: list[Tensor]) -> list[Tensor]:
     """Return the first `MAX_ROWS` rows of recordings."""
-    ends = itertools.accumulate(map(len, series))
-    kept = [each[: MAX_ROWS - end + len(each)] for each, end in zip(series, ends, strict=True)]
-    return [each for each in kept if len(each)]
+    starts = [0, *itertools.accumulate(map(len, series))]
+    return [
+        each[: MAX_ROWS - start]
+        for each, start in zip(series, starts, strict=False)
+        if start < MAX_ROWS and len(each)
+    ]
 
 
 def block_means(values: Float[Tensor, " n"]) -> Float[Tensor, " b"]:

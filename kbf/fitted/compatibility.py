@@ -98,7 +98,8 @@ def reference_of(trained: Trained) -> Reference:
     step = (module.config.get("data") or {}).get("time_step")
     equal = torch.zeros(len(names), dtype=torch.int64)
     if q:
-        equal[:q] = torch.stack([longest_runs(each[:, :q]) for each in series]).amax(0)
+        seen = [each[each[:, :q].isfinite().any(1), :q] for each in series]
+        equal[:q] = torch.stack(list(map(longest_runs, seen))).amax(0)
     return Reference(names, low, high, step, equal, q, free)
 
 
@@ -166,7 +167,7 @@ class Comparison:
         self.highest: Tensor = torch.zeros(c)
         self.equal: Tensor = torch.zeros(c, dtype=torch.int64)
         self.durations: list[float] = []
-        self.values: list[Tensor] = []  # the first rows
+        self.values: list[Tensor] = []  # the first recordings
 
     def add(
         self, obs: Tensor | None, controls: Tensor | None = None, durations: Iterable[float] = ()
@@ -188,7 +189,7 @@ class Comparison:
         ends = self.reference
         width = (ends.high - ends.low).nan_to_num(posinf=0)
         known = values.isfinite()
-        self.equal = torch.maximum(self.equal, longest_runs(values))
+        self.equal = torch.maximum(self.equal, longest_runs(values[known[:, : ends.q].any(1)]))
         beyond = torch.maximum(ends.low - values, values - ends.high)
         if sum(map(len, self.values)) < MAX_ROWS:
             self.values.append(values)
@@ -264,10 +265,9 @@ class Comparison:
     def order_differences(self) -> list[str]:
         """Return which column has the other sign, or which two are exchanged."""
         ends = self.reference
-        if self.rows < MIN_ROWS or not ends.q:
+        if not self.values or not ends.q:
             return []
-        values = torch.cat(self.values)
-        found = find_change(training_series(self.trained), values, ends.q, ends.free)
+        found = find_change(training_series(self.trained), self.values, ends.q, ends.free)
         if found is None:
             return []
         names = [ends.names[k] for k in found.columns]

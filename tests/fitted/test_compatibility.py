@@ -116,6 +116,9 @@ def test_sensors_that_are_stuck_are_named(fitted):
     assert "column b gives the same value in 91 rows on end, in the training in at most 1" in text
     briefly = new.assign(b=new.b.where((new.index < 60) | (new.index > 90), new.b[59]))
     assert warned(lambda: fitted.filter(briefly)) == []
+    gappy = stuck.assign(**{k: stuck[k].where(stuck.index % 4 > 0) for k in ("a", "b")})
+    (text,) = warned(lambda: fitted.filter(gappy))
+    assert "column b gives the same value in 68 rows on end" in text
 
 
 def test_lengths_of_runs():

@@ -235,11 +235,11 @@ def fit_persistence(residuals: list[Tensor], readings: list[Tensor] | None = Non
         residuals: ``T q`` of each recording, NaN where missing.
         readings: h(z) ``T q``; None for constant gains.
     """
-    q = residuals[0].shape[1]
+    q, residuals = residuals[0].shape[1], [each.cpu() for each in residuals]
     found = Persistence(*(torch.zeros(q, dtype=torch.float64) for _ in Persistence._fields))
     rho, counts = autocorrelations(residuals)
     if readings is not None:
-        gains, rho = fit_gains(residuals, readings, rho)
+        gains, rho = fit_gains(residuals, [each.cpu() for each in readings], rho)
         found = found._replace(gain_share=gains[0], gain_phi=gains[1], gain=gains[2])
     for j in range(q):
         least = (MIN_STD_ERRORS_OF_PERSISTENCE / counts[j].sqrt()).clamp_min(MIN_AUTOCORRELATION)
