@@ -115,6 +115,12 @@ class Scaling(ShownModule):
             controls=None if sequence.controls is None else self.scaled("u", sequence.controls),
         )
 
+    def give_zero_reading(self, net: nn.Module) -> None:
+        """Set the attribute ``zero_reading`` of parts of a net: ``q``, 0 in scaled units."""
+        for each in net.modules() if len(self.x_mean) else ():
+            if hasattr(each, "zero_reading"):
+                each.zero_reading = -self.x_mean / self.x_scale
+
     def scaled(self, side: str, values: Tensor) -> Tensor:
         """Values ``*b c`` of one side (z, x, u) in scaled units, float64."""
         return (values.to(torch.float64) - getattr(self, f"{side}_mean")) / getattr(

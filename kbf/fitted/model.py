@@ -185,6 +185,8 @@ class FittedModel(nn.Module):
     def prepare(self, sequences: list[Recording], generator: torch.Generator | None = None) -> None:
         """Set what the net takes from the recordings before training: bandwidths, first ridges."""
         seeded = torch.Generator().manual_seed(self.config["seed"])
+        if self.scaling is not None:
+            self.scaling.give_zero_reading(self.net)
         with warnings.catch_warnings():  # of columns that data.normalise scales, or is not to scale
             warnings.simplefilter("ignore", ScaleWarning)
             self.net.prepare(sequences, seeded if generator is None else generator)
@@ -194,6 +196,8 @@ class FittedModel(nn.Module):
     def filter(self) -> Filter[Any]:
         """Return the filter over all recordings; the module is left in eval mode."""
         self.eval()
+        if self.scaling is not None:
+            self.scaling.give_zero_reading(self.net)
         filter = self.net.fit(self.memory.sequences())
         store_in_rows(inner_filter(filter))
         if self.code is not None:

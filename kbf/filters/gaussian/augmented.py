@@ -72,7 +72,7 @@ def augmented(
     varying, erring = (
         (each > 0).nonzero()[:, 0].to(m0.device) for each in (persistence.gain, persistence.share)
     )
-    share, phi, gain_share, gain_phi, gain = (each.to(noise) for each in persistence)
+    share, phi, gain_share, gain_phi, gain, zero = (each.to(noise) for each in persistence)
     G = len(varying)
     phi = torch.cat([gain_phi[varying], phi[erring]])
     variance = torch.cat([gain[varying], (share * noise.diagonal())[erring]])
@@ -92,7 +92,7 @@ def augmented(
 
     def with_errors(y: Tensor, w: Tensor) -> Tensor:
         x = y.clone()
-        x[..., varying] = x[..., varying] * (1 + w[..., :G])
+        x[..., varying] = y[..., varying] + w[..., :G] * (y[..., varying] - zero[varying].to(y))
         x[..., erring] = x[..., erring] + w[..., G:]
         return x
 

@@ -20,8 +20,7 @@ The first observation meets the recorded states themselves, not a Gaussian of th
 A Gaussian has one mode: forks, and starts that several places explain, require particles
 (`kbf.filters.kernel_monte_carlo`).
 
-References: Wan and van der Merwe (2000); Ko and Fox (2009), GP-BayesFilters, for the UKF on learned
-maps.
+References: Wan and van der Merwe (2000); Ko and Fox (2009) for the UKF on learned maps.
 """
 
 import time
@@ -96,6 +95,7 @@ class LearnedUKF(ShownModule):
         counts: ``q``, which observations are counts; empty before `prepare`.
         faulty: whether sensors may fail.
         regimes: the map of each regime, one of `kbf.filters.gaussian.regimes.STRUCTURES`.
+        zero_reading: ``q``, the reading 0 of each sensor in the units of recordings; None for 0.
     """
 
     def __init__(
@@ -126,6 +126,7 @@ class LearnedUKF(ShownModule):
         self.ranks, self.given_factors = tuple(ranks), tuple(factors)
         self.given_kinds = tuple(kinds)
         self.switches: bool = switches
+        self.zero_reading: Tensor | None = None
         self.allow_missing_sensors: bool = False
         self.kernels: Tensor = nn.Buffer(torch.zeros(0, 2, 3, dtype=torch.float64))
         self.inputs: Tensor = nn.Buffer(torch.zeros(0, 3, dtype=torch.float64))
@@ -344,7 +345,7 @@ class LearnedUKF(ShownModule):
         """Return the filter of such maps, without factors."""
         recordings, join = source.recordings, source.pairs.join
         manifold = manifold_of(torch.cat([s.states for s in recordings]))
-        persistence = persistence_of(source.kept, sensors)
+        persistence = persistence_of(source.kept, sensors, self.zero_reading)
         firsts = torch.tensor([0, *(len(each.states) for each in recordings[:-1])]).cumsum(0)
 
         def of_regime(change: AnyMap, Q: Tensor) -> StartingFilter:

@@ -103,11 +103,20 @@ def delayed_pairs(
     )
 
 
-def persistence_of(recordings: list[Recording], sensors: list[Sensor]) -> Persistence:
-    """Return the persistent errors of sensors in recordings, of x - h(z) and h(z)."""
+def persistence_of(
+    recordings: list[Recording], sensors: list[Sensor], zero: Float[Tensor, " q"] | None = None
+) -> Persistence:
+    """Return the persistent errors of sensors in recordings, of x - h(z) and h(z).
+
+    Gains act on h(z) less ``zero``, the reading 0 in the units of the recordings; None for 0.
+    """
     readings = [readings_of(each, sensors) for each in recordings]
     pairs = zip(recordings, readings, strict=True)
-    return fit_persistence([observed(each) - read for each, read in pairs], readings)
+    residuals = [observed(each) - read for each, read in pairs]
+    if zero is None:
+        return fit_persistence(residuals, readings)
+    found = fit_persistence(residuals, [each - zero.to(each) for each in readings])
+    return found._replace(zero=zero.double().cpu())
 
 
 def readings_of(recording: Recording, sensors: list[Sensor]) -> Float[Tensor, "T q"]:

@@ -108,6 +108,7 @@ class Persistence(NamedTuple):
         share: ``q``, the share of the error's variance that is that of e. phi: ``q``.
         gain_share: ``q``, the share that is that of g h(z). gain_phi: ``q``, of g.
         gain: ``q``, the variance of g; 0 for a constant gain.
+        zero: ``q``, the reading that a gain does not change.
     """
 
     share: Tensor
@@ -115,6 +116,7 @@ class Persistence(NamedTuple):
     gain_share: Tensor
     gain_phi: Tensor
     gain: Tensor
+    zero: Tensor
 
 
 def no_faults(q: int) -> Faults:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kbf.filters.gaussian import sensor_laws
+import kbf
+from kbf.filters.gaussian import map_pairs, sensor_laws
 from kbf.filters.gaussian.augmented import Sensor, augmented, with_past
 from kbf.filters.gaussian.count_maps import expected_root, fit_count_map, log_slope, stabilised
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
@@ -26,6 +27,7 @@ from kbf.filters.gaussian.sensor_laws import (
 from kbf.filters.gaussian.start import StartingFilter
 from kbf.filters.gaussian.ukf import Split, UnscentedKalmanFilter
 from kbf.filters.rollout import rollout
+from kbf.filters.scaling import Scaling
 from kbf.recording import Recording
 from kbf.ssm import StateSpaceModel
 
@@ -228,15 +230,47 @@ def test_a_gain_of_a_constant_reading_is_an_error_that_persists():
     share, phi = torch.tensor([0.0, 0.6]).double(), torch.tensor([0.0, 0.9]).double()
     runs = []
     for persistence in (
-        Persistence(share, phi, zero, zero, zero),
-        Persistence(zero, zero, share, phi, share / c**2),
+        Persistence(share, phi, zero, zero, zero, zero),
+        Persistence(zero, zero, share, phi, share / c**2, zero),
+        Persistence(zero, zero, share, phi, share, zero + c - 1),
     ):
         found = augmented(recordings, lambda z: 0.8 * z, noise, sensors, persistence)
         filter = UnscentedKalmanFilter(found.model)
         runs.append(rollout(filter, normal(1, 40, 2, seed=3), covariances=True))
         assert found.model.R.diagonal().tolist() == pytest.approx([1.0, 0.4])
-    torch.testing.assert_close(runs[0].estimates[..., 0], runs[1].estimates[..., 0])
-    torch.testing.assert_close(c * runs[1].estimates[..., 1], runs[0].estimates[..., 1])
+    for run, factor in zip(runs[1:], (c, 1.0), strict=True):
+        torch.testing.assert_close(runs[0].estimates[..., 0], run.estimates[..., 0])
+        torch.testing.assert_close(factor * run.estimates[..., 1], runs[0].estimates[..., 1])
+
+
+def test_gains_act_on_readings_in_the_units_of_the_data():
+    """Of scaled recordings, and of recordings in the units of the data, the law is the same."""
+    h, r = wandering(3000, 0.98, 0.04)
+    raw = Recording(smooth_states(3000, 2), h + r)
+    scaling, net = Scaling().prepare([raw]), LearnedUKF()
+    scaling.give_zero_reading(net)
+    assert net.zero_reading is not None
+    identity = torch.eye(2).double()
+    laws = []
+    for recording, map, zero in (
+        (raw, lambda z: h[: len(z)], None),
+        (scaling(raw), lambda z: scaling.scaled("x", h[: len(z)]), net.zero_reading),
+    ):
+        sensors = [Sensor(torch.arange(2), 0, map, identity)]
+        laws.append(map_pairs.persistence_of([recording], sensors, zero))
+    for before, after in zip(laws[0][:-1], laws[1][:-1], strict=True):
+        torch.testing.assert_close(before, after)
+    assert float(laws[0].gain[0]) > 0.02
+    torch.testing.assert_close(scaling.x_mean + scaling.x_scale * laws[1].zero, 0 * h[0])
+
+
+def test_a_fitted_model_knows_the_zero_reading():
+    z = smooth_states(120, 1)
+    x = z + 7 + 0.3 * normal(120, 1, seed=9)
+    columns = {"states": z.numpy(), "observations": x.numpy()}
+    fitted = kbf.fit(**columns, model="ukf_learned", calibrate=False, progress=False)
+    net: Any = fitted.trained.module.net
+    torch.testing.assert_close(net.zero_reading, -x.mean(0) / x.std(0), rtol=0.01, atol=0.0)
 
 
 def test_the_filter_follows_gains():
@@ -253,7 +287,7 @@ def test_the_filter_follows_gains():
         noise = (0.01 + 0.09 * h2).diag()
         sensors = [Sensor(columns, 0, lambda z: 1 + z @ M.mT, noise)]
         gain, phi = 0.09 * (share > 0).double(), zero + 0.98
-        law = Persistence(zero, zero, share, phi, gain)
+        law = Persistence(zero, zero, share, phi, gain, zero)
         Q = 0.45**2 * torch.eye(2).double()
         found = augmented([Recording(z, x)], lambda z: 0.9 * z, Q, sensors, law)
         run = rollout(UnscentedKalmanFilter(found.model), x[None])
@@ -269,7 +303,12 @@ def test_the_filter_of_late_and_wandering_sensors_is_the_kalman_filter():
     recordings = [Recording(z, torch.cat([z, z], 1))]
     none = torch.zeros(2).double()
     persistence = Persistence(
-        torch.tensor([0.0, 0.75]).double(), torch.tensor([0.0, 0.9]).double(), none, none, none
+        torch.tensor([0.0, 0.75]).double(),
+        torch.tensor([0.0, 0.9]).double(),
+        none,
+        none,
+        none,
+        none,
     )
     sensors = [
         Sensor(torch.tensor([j]), 2 * j, lambda z: z, noise[j].reshape(1, 1)) for j in (0, 1)
