@@ -306,20 +306,25 @@ def learn_lagged_model(
     inputs = before if join is None or controls is None else join(before, controls)
     some = evenly(len(inputs), MAX_PAIRS, inputs.device)
     changes = MergedMap(fit_ridge_map(inputs[some], change[some], rank=RANK))
-    seen, obs = (each.double() for each in observed_pairs(recordings))
-    if observation is not None:
-        pass
-    elif density == "ratio":
-        observation = RatioDensity(fit_state_density(seen))
-    elif density == "gaussian":
-        few = evenly(len(seen), MAX_PAIRS, seen.device)
-        observation = MergedMap(fit_ridge_map(seen[few], obs[few], rank=RANK))
-    else:
-        observation = merged(observation_density(density, recordings, known))
+    if observation is None:
+        observation = lagged_observation(density, recordings, known)
     states = torch.cat([s.states for s in recordings])
     none, d = torch.zeros_like(changes.noise), states.shape[1]
     model = LaggedModel(changes, observation, order, none, d, manifold_of(states), join)
     return widened(model, inflation)
+
+
+def lagged_observation(
+    density: str | SelectedSensors, recordings: list[Recording], known: Sequence[Known]
+) -> Any:
+    """Fit the density of observations of `learn_lagged_model`."""
+    seen, obs = (each.double() for each in observed_pairs(recordings))
+    if density == "ratio":
+        return RatioDensity(fit_state_density(seen))
+    if density == "gaussian":
+        few = evenly(len(seen), MAX_PAIRS, seen.device)
+        return MergedMap(fit_ridge_map(seen[few], obs[few], rank=RANK))
+    return merged(observation_density(density, recordings, known))
 
 
 def widened(model: LaggedModel, inflation: float) -> LaggedModel:

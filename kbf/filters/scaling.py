@@ -127,16 +127,20 @@ class Scaling(ShownModule):
             self, f"{side}_scale"
         )
 
+    def unscaled(self, side: str, values: Float[Tensor, "*b c"]) -> Float[Tensor, "*b c"]:
+        """Values of one side in the units of the data, the inverse of `scaled`, in float64.
+
+        Far from zero single precision is not sufficient.
+        """
+        return getattr(self, f"{side}_mean") + getattr(self, f"{side}_scale") * values
+
     def observation(self, obs: Shaped[Tensor, "*b"]) -> Shaped[Tensor, "*b"]:
         """Observations in scaled units; images as they are."""
         return self.scaled("x", obs) if len(self.x_mean) else obs
 
     def states(self, scaled: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        """Return scaled states in the units of the data, in float64.
-
-        Far from zero single precision is not sufficient.
-        """
-        return self.z_mean + self.z_scale * scaled
+        """Return scaled states in the units of the data, in float64."""
+        return self.unscaled("z", scaled)
 
     def covariances(self, scaled: Float[Tensor, "*b d d"]) -> Float[Tensor, "*b d d"]:
         """S C S with S = diag(z_scale), float64."""

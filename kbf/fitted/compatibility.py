@@ -112,18 +112,17 @@ def training_series(trained: Trained) -> list[Tensor]:
     recordings = module.memory.sequences()
     if recordings[0].obs.ndim != 2 or not module.column_schema().observations:
         recordings = [each._replace(obs=each.states[:, :0], mask=None) for each in recordings]
-    series = [columns_of(observed(each), each.controls).cpu() for each in recordings]
-    if (scaling := module.scaling) is None:
-        return series
-    q = recordings[0].obs.shape[1]
-    mean = torch.cat([scaling.x_mean[:q], scaling.u_mean]).double().cpu()
-    scale = torch.cat([scaling.x_scale[:q], scaling.u_scale]).double().cpu()
-    return [each * scale + mean for each in series]
-
-
-def columns_of(obs: Tensor, controls: Tensor | None) -> Tensor:
-    """Return observations and controls ``T c`` side by side."""
-    return torch.cat([obs.double()] + ([] if controls is None else [controls.double()]), 1)
+    sides = [(observed(each).double(), each.controls) for each in recordings]
+    if (scaling := module.scaling) is not None:
+        sides = [
+            (
+                scaling.unscaled("x", obs) if obs.shape[1] else obs,
+                None if controls is None else scaling.unscaled("u", controls),
+            )
+            for obs, controls in sides
+        ]
+    both = [[each.double() for each in side if each is not None] for side in sides]
+    return [torch.cat(each, 1).cpu() for each in both]
 
 
 def longest_runs(values: Tensor) -> Tensor:

@@ -116,8 +116,4 @@ def examples(trained: Trained, steps: int) -> tuple[Tensor, Tensor | None]:
 def undone(trained: Trained, side: str, values: Tensor) -> Tensor:
     """Return states (z), observations (x) or controls (u) of the memory, in the data's units."""
     scaling = trained.module.scaling
-    return (
-        values
-        if scaling is None
-        else values * getattr(scaling, f"{side}_scale") + getattr(scaling, f"{side}_mean")
-    )
+    return values if scaling is None else scaling.unscaled(side, values)

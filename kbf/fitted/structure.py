@@ -90,7 +90,7 @@ def recordings_of(module: FittedModel) -> list[Recording]:
     for each in last_steps(module.memory.sequences(), MAX_ROWS):
         obs, scaling = each.obs.double(), module.scaling
         if scaling is not None and len(scaling.x_mean) and obs.ndim == 2:
-            obs = scaling.x_mean.cpu() + scaling.x_scale.cpu() * obs.cpu()
+            obs = scaling.unscaled("x", obs)
         states = module.in_units_of_the_data(each.states.double())
         controls = None if each.controls is None else each.controls.double().cpu()
         mask = None if each.mask is None else each.mask.cpu()
