@@ -2,6 +2,7 @@ from kbf.fitted import (
     append as append,
     buffers as buffers,
     checkpoint as checkpoint,
+    column_order as column_order,
     compatibility as compatibility,
     estimates as estimates,
     fitted_filter as fitted_filter,
