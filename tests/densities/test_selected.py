@@ -319,11 +319,9 @@ def test_models_with_the_same_settings_select_their_densities_once(monkeypatch):
     assert len(found) == 4
 
 
-def test_densities_of_sensors_are_selected_once(monkeypatch):
-    """By the models of a selection that share them, which is finished where it was stopped."""
-    from kbf.densities import per_sensor
-
-    found, select = [], per_sensor.select_density
+def stop_the_second(monkeypatch, module) -> list[Any]:
+    """Let the second selection of a density end with the budget; return what is selected."""
+    found, select = [], module.select_density
 
     def stopped(*args: Any, **settings: Any) -> Any:
         if len(found) == 1:
@@ -332,7 +330,15 @@ def test_densities_of_sensors_are_selected_once(monkeypatch):
         found.append(select(*args, **settings))
         return found[-1]
 
-    monkeypatch.setattr(per_sensor, "select_density", stopped)
+    monkeypatch.setattr(module, "select_density", stopped)
+    return found
+
+
+def test_densities_of_sensors_are_selected_once(monkeypatch):
+    """By the models of a selection that share them, which is finished where it was stopped."""
+    from kbf.densities import per_sensor
+
+    found = stop_the_second(monkeypatch, per_sensor)
     states, obs = (getattr(rotation_recording(90), name) for name in ("states", "obs"))
     obs[::5, 0] = torch.nan
     models = ModelSelection(SimulatedKBF(**SMALL), name="kbf").models
@@ -352,16 +358,7 @@ def rotation_recording(steps: int) -> Recording:
 def test_a_selection_that_was_stopped_is_finished_by_the_next_model(monkeypatch):
     from kbf.densities import selected
 
-    found, select = [], selected.select_density
-
-    def stopped(*args: Any, **settings: Any) -> Any:
-        if len(found) == 1:
-            found.append(None)
-            raise FitError("stopped at the end of the budget")
-        found.append(select(*args, **settings))
-        return found[-1]
-
-    monkeypatch.setattr(selected, "select_density", stopped)
+    found = stop_the_second(monkeypatch, selected)
     data = SyntheticData(rotation(), 90, 20, seed=1000).train
     densities = SelectedDensities(None, None)
     with pytest.raises(FitError, match="stopped"):
