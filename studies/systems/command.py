@@ -156,9 +156,9 @@ def line_of(cell: Cell) -> str:
 def summary(cells: list[Cell]) -> str:
     """Return a table of methods for each number of rows.
 
-    Excess is the error over the floor's, minus 1; "over best" the error over that of the best
-    baseline that was computed for the system. Methods that could not be fitted count with an
-    infinite error.
+    Excess is the error over the floor's, minus 1, of the systems that have a floor; "over best" the
+    error over that of the best baseline that was computed for the system, of all systems. Methods
+    that could not be fitted count with an infinite error.
     """
     table = {key_of(cell): cell for cell in cells}
     floors = {seed: cell["error"] for (seed, _, name), cell in table.items() if name == FLOOR}
@@ -168,10 +168,9 @@ def summary(cells: list[Cell]) -> str:
         lines += ["", f"{rows} rows", HEADER]
         for name in names:
             mine = {seed: c for (seed, r, m), c in table.items() if (r, m) == (rows, name)}
-            scored = {seed: cell for seed, cell in mine.items() if seed in floors}
-            if scored:
-                best = {seed: best_baseline(table, seed, rows, name) for seed in scored}
-                lines.append(row_of(name, scored, floors, best))
+            if floors.keys() & mine.keys():
+                best = {seed: best_baseline(table, seed, rows, name) for seed in mine}
+                lines.append(row_of(name, mine, floors, best))
     return "\n".join(lines)
 
 
@@ -196,7 +195,7 @@ def row_of(
 ) -> str:
     """Return the row of a method: its cells, the floors and the best baselines by seed."""
     errors = {seed: float("inf") if c["error"] is None else c["error"] for seed, c in mine.items()}
-    excess = sorted(100 * (error / floors[seed] - 1) for seed, error in errors.items())
+    excess = sorted(100 * (errors[k] / floors[k] - 1) for k in errors if k in floors)
     ratios = [error / best[seed] for seed, error in errors.items()]
     covered = [c["coverage"] for c in mine.values() if c.get("coverage") is not None]
     right = sum(GOOD_COVERAGE[0] <= each <= GOOD_COVERAGE[1] for each in covered)

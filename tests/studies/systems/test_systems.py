@@ -387,5 +387,8 @@ def test_the_summary_counts_excess_and_baselines():
     assert float(words[4]) == 50
     assert float(words[6]) == pytest.approx((0.11 / 0.2 + 0.3 / 0.25) / 2, abs=0.01)
     assert words[7:9] == ["1", "2/2"]
+    cells.append(cells[2] | {"seed": 7, "error": 0.5})  # without a floor or a baseline
+    line = next(row for row in summary(cells).splitlines() if row.startswith("kbf"))
+    assert line.split()[1:3] == ["3", "30"]
     cells[2]["error"] = None
     assert "inf" in summary(cells)
