@@ -70,7 +70,9 @@ def on_files(files: Files, config: Any) -> Files:
     add("index.md", with_links(home(), "", "index.md"))
     add("architecture.md", architecture())
     results = sorted(
-        path for path in RESULTS.rglob("*") if path.suffix in (".png", ".csv", ".json", ".md")
+        path
+        for path in RESULTS.rglob("*")
+        if path.suffix in (".png", ".csv", ".json", ".jsonl", ".md")
     )
     for path in results:
         add(f"results/{path.relative_to(RESULTS).as_posix()}", path.read_bytes())
