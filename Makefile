@@ -8,7 +8,7 @@ help:  ## list the targets
 install:  ## make .venv and install kbf into it
 	scripts/bootstrap
 
-demo:  ## set up, then train, evaluate and compare on the rotation problem
+demo:  ## set up, then fit a filter to recordings of a robot arm and run it on a new one
 	scripts/demo
 
 test: lint  ## set up with the tools for development, then check everything and run the quick tests
