@@ -1,6 +1,7 @@
 """Window baseline: gradient-boosted trees (scikit-learn), evaluated in PyTorch."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy
@@ -118,8 +119,8 @@ class WindowBoosting(WindowRegression):
 
     def fit_regression(
         self, recordings: list[Recording]
-    ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
-        """Fit the trees to all steps, and the error covariance by trees over 4/5 of them.
+    ) -> tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]:
+        """Fit the trees to all steps, and those of 4/5 of the steps once the covariance is needed.
 
         Raises:
             ValueError: scikit-learn is not installed.
@@ -133,11 +134,14 @@ class WindowBoosting(WindowRegression):
         windows, states = with_own_units(rows[some], width), states[some]
         n = len(states)
         held = (torch.arange(n, device=states.device) * 4 * HELD // n) % HELD == HELD - 1
-        residual = states[held] - self.grow(windows[~held], states[~held])(windows[held])
         trees = self.grow(windows, states)
-        return lambda window: trees(with_own_units(window, width)), residual.mT @ residual / max(
-            1, len(residual)
-        )
+
+        @cache
+        def spread() -> Tensor:
+            residual = states[held] - self.grow(windows[~held], states[~held])(windows[held])
+            return residual.mT @ residual / max(1, len(residual))
+
+        return lambda window: trees(with_own_units(window, width)), spread
 
     def grow(self, windows: Float[Tensor, "n p"], states: Float[Tensor, "n d"]) -> Trees:
         """Fit the trees, those of each component on a core of its own.

@@ -50,8 +50,8 @@ class WindowFilter(Shown):
         width: w.
         start: ``c`` = q + k, the content of a window before any observation: the training mean.
         mean: ``d``, of the training states.
-        spread: ``d d``, the covariance of the regression's error on held-out steps; None if it is
-            not known.
+        spread: returns the covariance ``d d`` of the regression's error on held-out steps; None if
+            it is not known.
         controlled: k, components of a control.
         allow_missing_sensors: whether components of an observation may be NaN.
         fills: whether the last value of a component is used where it is missing. Otherwise missing
@@ -62,7 +62,7 @@ class WindowFilter(Shown):
     width: int
     start: Float[Tensor, " c"]
     mean: Float[Tensor, " d"]
-    spread: Float[Tensor, "d d"] | None = None
+    spread: Callable[[], Float[Tensor, "d d"]] | None = None
     controlled: int = 0
     allow_missing_sensors: bool = False
     fills: bool = True
@@ -128,9 +128,7 @@ class WindowFilter(Shown):
 
     def covariance(self, state: WindowState) -> Float[Tensor, "b d d"] | None:
         """The covariance of errors on held-out steps, for any window; None if it is not known."""
-        return (
-            None if self.spread is None else self.spread.expand(len(state.seen), *self.spread.shape)
-        )
+        return None if self.spread is None else self.spread().expand(len(state.seen), -1, -1)
 
 
 def rows_of(recording: Recording) -> Float[Tensor, "T c"]:
@@ -228,10 +226,10 @@ class WindowRegression(WithoutHyperparameters):
 
     def fit_regression(
         self, recordings: list[Recording]
-    ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
-        """Return the function of flattened windows -> states ``b d``, and its error covariance.
+    ) -> tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]:
+        """Return functions of flattened windows -> states ``b d``, and -> the error covariance.
 
-        The covariance is that of errors on held-out steps; None if it is not known.
+        The covariance is that of errors on held-out steps.
         """
         raise NotImplementedError
 
@@ -307,7 +305,7 @@ class WindowRidge(WindowRegression):
     @fit_errors()
     def fit_regression(
         self, recordings: list[Recording]
-    ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+    ) -> tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]:
         """The ridge regression, and the covariance of its leave-one-out errors."""
         states = torch.cat([s.states for s in recordings])
         parts = [(self.windows(s), s.states) for s in recordings]
@@ -354,7 +352,7 @@ class WindowRidge(WindowRegression):
             spread += residual.mT @ residual / n
         slope = (coefficients / scale[:, None]).to(states)
         offset = (mean - centre @ (coefficients / scale[:, None])).to(states)
-        return lambda window: window @ slope + offset, spread.to(states)
+        return lambda window: window @ slope + offset, lambda: spread.to(states)
 
 
 class MeanModel(WindowRegression):
@@ -366,11 +364,11 @@ class MeanModel(WindowRegression):
 
     def fit_regression(
         self, recordings: list[Recording]
-    ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+    ) -> tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]:
         """Mean and covariance of the states."""
         states = torch.cat([s.states for s in recordings])
         mean, centred = states.mean(0), states - states.mean(0)
         return (
             lambda window: mean.expand(len(window), -1) + 0 * window[:, :1],
-            centred.mT @ centred / len(states),
+            lambda: centred.mT @ centred / len(states),
         )

@@ -97,7 +97,7 @@ PUBLISHED: dict[str, Callable[[int], nn.Module]] = {
 # be fewer.
 FOLDS = 5
 # Steps below which the main model is used without a comparison.
-MIN_STEPS_TO_COMPARE = 100
+MIN_STEPS_TO_COMPARE = 50
 # Steps below which `LEARNED` is not compared: the scores of few blocks are too uncertain.
 MIN_STEPS_FOR_MORE = 200
 # Steps below which models of `SLOW` are not compared.

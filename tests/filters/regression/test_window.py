@@ -90,7 +90,7 @@ def test_ridge_is_that_of_the_least_leave_one_out_error():
         )
     filter = WindowRidge(3, regs=RIDGES).fit(sequences)
     torch.testing.assert_close(filter.regression(U), expected)
-    torch.testing.assert_close(filter.spread.diagonal(), errors.amin(0) / n)
+    torch.testing.assert_close(filter.spread().diagonal(), errors.amin(0) / n)
 
 
 @pytest.mark.parametrize("kind", [WindowRidge, WindowBoosting])
@@ -293,3 +293,22 @@ def test_an_observation_without_a_finite_square_is_impossible(kind, normal):
     state, possible = filter.observe(filter.init(len(values)), values)
     assert possible.tolist() == [True, False, True, False, False]
     assert filter.estimate(state)[possible].isfinite().all()
+
+
+def test_trees_of_the_covariance_are_grown_once_when_it_is_needed(monkeypatch):
+    """A comparison of errors alone does not pay for them."""
+    steps = []
+    grow = WindowBoosting.grow
+    monkeypatch.setattr(
+        WindowBoosting, "grow", lambda self, u, z: steps.append(len(u)) or grow(self, u, z)
+    )
+    sequence = recording(100)
+    filter = WindowBoosting(3, iterations=5).fit(sequence)
+    rollout(filter, sequence.obs[None], controls=sequence.controls[None])
+    assert steps == [100]
+    runs = [
+        rollout(filter, sequence.obs[None], controls=sequence.controls[None], covariances=True)
+        for _ in range(2)
+    ]
+    assert steps == [100, 80]
+    assert torch.equal(runs[0].covariances, runs[1].covariances)
