@@ -140,6 +140,7 @@ def baseline_estimates(
         model: Any = PLAIN[name](seed)
         model.allow_missing_sensors = missing
         with suppress(FitError):
+            model.prepare(memory)
             made = score(model.fit(memory), recordings, seed=seed, dtype=dtype).estimates
             found[name] = torch.cat(made).double()
     return found

@@ -44,6 +44,10 @@ CANDIDATES: dict[str, Any] = {
 }
 
 
+# Share of the variance of its readings that the noise of a sensor has at least, see `least_noise`.
+MIN_NOISE = 1e-12
+
+
 class LearnedMap(NamedTuple):
     """y = B u + b + g(u) + N(0, noise).
 
@@ -144,6 +148,14 @@ def select_kernel(
         some = torch.arange(len(u), device=u.device)
     settings = CANDIDATES | (PRECISE if precise else {})
     return fit_ridge_map(u[some], y[some], rank=rank, flat=True, **settings).kernel
+
+
+def least_noise(y: Float[Tensor, "n q"]) -> Float[Tensor, "q q"]:
+    """Return a covariance to add to that of residuals of readings y.
+
+    With the covariance 0 of sensors without noise, covariances of innovations have no inverse.
+    """
+    return MIN_NOISE * y.double().var(0).diag()
 
 
 def points_of_selection(maps: int) -> int:

@@ -50,6 +50,7 @@ from kbf.filters.gaussian.learned_maps import (
     LearnedMap,
     fit_map,
     kernel_of,
+    least_noise,
     points_of_selection,
     row_of,
     select_kernel,
@@ -278,7 +279,7 @@ class LearnedUKF(ShownModule):
             else:
                 whole = "both" if kind == "sparse" else kind
                 map = self.map_of(1 + int(each.columns[0]), whole, u, y, counts=each.counts)
-            found.append(Sensor(each.columns, each.delay, map, map.noise))
+            found.append(Sensor(each.columns, each.delay, map, map.noise + least_noise(y)))
         return found
 
     def selected_kernels(self, pairs: Pairs, q: int) -> Float[Tensor, "m 2 3"]:

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from kbf.filters.protocols import WithoutHyperparameters
+from kbf.filters.regression.window_width import candidates, select_width
 from kbf.recording import Recording, as_recordings, check_vectors, control_width, observed
 from kbf.runtime.errors import FitError, fit_errors
 from kbf.runtime.html_repr import Shown
@@ -224,6 +225,18 @@ class WindowRegression(WithoutHyperparameters):
             min(MAX_WINDOW_STEPS, max(8, WINDOW_NUMBERS // columns)), MIN_WINDOW_NUMBERS // columns
         )
 
+    def inputs(
+        self, memory: Recording | list[Recording] | None
+    ) -> tuple[list[Recording], Float[Tensor, " c"]]:
+        """Return the recordings without gaps, if the regression has none, and their mean row."""
+        recordings = checked(
+            memory, type(self).__name__, allow_missing_sensors=self.allow_missing_sensors
+        )
+        start = torch.cat([rows_of(s) for s in recordings]).nanmean(0).nan_to_num()
+        if self.allow_missing_sensors and self.fills:
+            recordings = [s._replace(obs=filled(s, start)) for s in recordings]
+        return recordings, start
+
     def fit_regression(
         self, recordings: list[Recording]
     ) -> tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]:
@@ -240,12 +253,7 @@ class WindowRegression(WithoutHyperparameters):
         Raises:
             ValueError: no memory, observations that are no vectors, or fewer than ten steps.
         """
-        recordings = checked(
-            memory, type(self).__name__, allow_missing_sensors=self.allow_missing_sensors
-        )
-        start = torch.cat([rows_of(s) for s in recordings]).nanmean(0).nan_to_num()
-        if self.allow_missing_sensors and self.fills:
-            recordings = [s._replace(obs=filled(s, start)) for s in recordings]
+        recordings, start = self.inputs(memory)
         regression, spread = self.fit_regression(recordings)
         mean = torch.cat([s.states for s in recordings]).mean(0)
         return WindowFilter(
@@ -286,6 +294,11 @@ class WindowRidge(WindowRegression):
     ridge costs one product: the residual without i is e_i / (1 - h_i), h_i = sum_k (u_i V)_k^2 /
     (s_k + r).
 
+    Without a width, `prepare` selects it.
+
+    Attributes:
+        selected: ``()``, the width that `prepare` selected; 0 before.
+
     References: Golub, Heath and Wahba (1979).
     """
 
@@ -301,6 +314,26 @@ class WindowRidge(WindowRegression):
         """
         super().__init__(width)
         self.regs: tuple[float, ...] = tuple(regs)
+        self.selected: Tensor = nn.Buffer(torch.tensor(0))
+
+    def steps(self, recordings: list[Recording]) -> int:
+        """The given width, else the selected one, else the usual one."""
+        return self.width or int(self.selected) or super().steps(recordings)
+
+    @torch.no_grad()
+    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
+        """Select the width, if none is given (`kbf.filters.regression.window_width`)."""
+        if self.width is not None:
+            return
+        recordings, _ = self.inputs(memory)
+        rows = [rows_of(each) for each in recordings]
+        steps, columns = sum(map(len, rows)), rows[0].shape[1]
+        widths = candidates(super().steps(recordings), columns, steps)
+        parts = [
+            (windows_of(row, widths[-1]), each.states)
+            for row, each in zip(rows, recordings, strict=True)
+        ]
+        self.selected.fill_(select_width(parts, widths, self.regs))
 
     @fit_errors()
     def fit_regression(

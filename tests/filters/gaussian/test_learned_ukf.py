@@ -251,6 +251,19 @@ def test_linear_maps_make_it_the_learned_kalman_filter():
     assert torch.allclose(runs[0].estimates[:, 30:], runs[1].estimates[:, 30:], atol=1e-6)
 
 
+def test_sensors_without_noise_give_the_state():
+    """The covariance of an innovation would be 0 where the state is known exactly."""
+    train, test = (
+        [each._replace(obs=each.states @ normal(2, 2, seed=9)) for each in linear_with_control(*at)]
+        for at in ((200,), (50, 3))
+    )
+    learned, controls = LearnedUKF(kinds=("linear",), factors=(1.0,)), test[0].controls
+    assert controls is not None
+    learned.prepare(train)
+    run = rollout(learned.fit(train), test[0].obs[None], controls=controls[None])
+    torch.testing.assert_close(run.estimates[0], test[0].states, atol=1e-4, rtol=0)
+
+
 def test_linear_data_get_linear_maps_and_curved_data_do_not():
     linear, curved = (LearnedUKF(ranks=(20,), factors=(1.0, 16.0)) for _ in range(2))
     linear.prepare([r._replace(controls=None) for r in linear_with_control(200)])

@@ -1,0 +1,79 @@
+"""Selects the width of the window of a ridge regression by the error on held-out blocks.
+
+A window of few steps has few coefficients, one of many steps a long memory: which is better depends
+on the number of training steps. Windows of all widths end at the same step, so that the products of
+a narrow one are parts of those of the widest one, and all regressions are solved from the products
+U_k^T U_k and U_k^T z_k of each block k.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kbf.rkhs.linalg import evenly
+
+# Contiguous blocks, each of which is held out.
+BLOCKS = 5
+# Widths that are compared, as multiples of the usual one; the larger ones if a window has at most
+# so many numbers, and there are so many steps for each number.
+NARROWER = (1, 2, 4, 8)
+WIDER = (2, 4)
+MAX_NUMBERS = 1000
+STEPS_PER_NUMBER = 10
+# Windows that are used; of more, evenly spaced ones.
+MAX_WINDOWS = 20_000
+
+
+def candidates(width: int, columns: int, steps: int) -> list[int]:
+    """Return the widths that are compared, ascending.
+
+    >>> candidates(50, 3, 1000), candidates(100, 1, 10_000)
+    ([6, 12, 25, 50], [12, 25, 50, 100, 200, 400])
+
+    Args:
+        width: the usual one. columns: numbers of a step. steps: of training.
+    """
+    most = min(MAX_NUMBERS, steps // STEPS_PER_NUMBER)
+    wider = {factor * width for factor in WIDER if factor * width * columns <= most}
+    return sorted({max(1, width // divisor) for divisor in NARROWER} | wider)
+
+
+def select_width(
+    parts: Sequence[tuple[Float[Tensor, "_ p"], Float[Tensor, "_ d"]]],
+    widths: Sequence[int],
+    regs: Sequence[float],
+) -> int:
+    """Return the width with the least error on held-out blocks, each component with its best ridge.
+
+    Args:
+        parts: flattened windows of the largest width, the newest step last, and states, of each
+            recording.
+        widths: that are compared, ascending. regs: ridges, as of
+            `kbf.filters.regression.window.WindowRidge`.
+    """
+    total = sum(len(u) for u, _ in parts)
+    share = [max(1, len(u) * MAX_WINDOWS // total) for u, _ in parts]
+    some = [evenly(len(u), most, u.device) for (u, _), most in zip(parts, share, strict=True)]
+    u = torch.cat([each[rows].double() for (each, _), rows in zip(parts, some, strict=True)])
+    z = torch.cat([each[rows].double() for (_, each), rows in zip(parts, some, strict=True)])
+    u, z = u - u.mean(0), z - z.mean(0)
+    scale = u.std(0)
+    u = u / torch.where(scale > 0, scale, 1)
+    blocks = list(zip(u.tensor_split(BLOCKS), z.tensor_split(BLOCKS), strict=True))
+    gram = torch.stack([a.mT @ a for a, _ in blocks])  # k p p
+    cross = torch.stack([a.mT @ b for a, b in blocks])  # k p d
+    square = z.square().sum(0)  # d
+    ridges, errors = gram.new_tensor(regs), []
+    for width in widths:
+        p = gram.shape[-1] * width // widths[-1]
+        G, C = gram[:, -p:, -p:], cross[:, -p:]
+        values, V = torch.linalg.eigh(G.sum(0) - G)
+        target = V.mT @ (C.sum(0) - C)
+        shrunk = target[:, None] / (values.clamp_min(0)[:, None] + ridges[:, None])[..., None]
+        B = V[:, None] @ shrunk  # k r p d
+        explained = (B * (2 * C[:, None] - G[:, None] @ B)).sum((0, 2))  # r d
+        left = (square - explained).amin(0)[square > 0] / square[square > 0]
+        errors.append(float(left.mean()))
+    return widths[errors.index(min(errors))]

@@ -1,0 +1,97 @@
+"""The width of a window: against regressions on each block, and on data of a known memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kbf.filters.regression.window import WindowRidge, rows_of, windows_of
+from kbf.filters.regression.window_width import BLOCKS, candidates, select_width
+from kbf.recording import Recording
+from kbf.runtime.errors import FitError
+
+REGS = (0.1, 10.0)
+
+
+def moving_average(n: int, memory: int, seed: int = 0) -> Recording:
+    """States that are the mean of the last observations, with noise, and a useless sensor."""
+    g = torch.Generator().manual_seed(seed)
+    obs = torch.randn(n, 2, generator=g, dtype=torch.float64)
+    means = windows_of(obs[:, :1], memory).mean(1, keepdim=True)
+    states = means + 0.3 * torch.randn(n, 1, generator=g, dtype=torch.float64)
+    return Recording(states, obs)
+
+
+def error_by_blocks(u: torch.Tensor, z: torch.Tensor, reg: float) -> torch.Tensor:
+    """Sum of squared errors of ridge regressions, each fitted to the other blocks."""
+    found = torch.zeros(z.shape[1], dtype=torch.float64)
+    for k in range(BLOCKS):
+        held = torch.zeros(len(u), dtype=torch.bool)
+        held[torch.arange(len(u)).tensor_split(BLOCKS)[k]] = True
+        a, b = u[~held], z[~held]
+        eye = torch.eye(u.shape[1], dtype=torch.float64)
+        w = torch.linalg.solve(a.mT @ a + reg * eye, a.mT @ b)
+        found += (z[held] - u[held] @ w).square().sum(0)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_width_has_the_least_error_of_regressions_on_each_block(seed):
+    recording = moving_average(120, 4, seed)
+    z = torch.cat([recording.states, recording.states.square()], 1)
+    widths = [1, 2, 4, 8, 16]
+    errors = []
+    for width in widths:
+        u = windows_of(rows_of(recording), width)
+        u, centred = (u - u.mean(0)) / u.std(0), z - z.mean(0)
+        least = torch.stack([error_by_blocks(u, centred, reg) for reg in REGS]).amin(0)
+        errors.append(float((least / centred.square().sum(0)).mean()))
+    found = select_width([(windows_of(rows_of(recording), 16), z)], widths, REGS)
+    assert found == widths[errors.index(min(errors))]
+
+
+def test_a_short_memory_gets_a_short_window_and_a_long_one_a_long_window():
+    """Of 400 steps with two numbers each the usual window has 50 steps."""
+    short, long = WindowRidge(None), WindowRidge(None)
+    short.prepare([moving_average(400, 3)])
+    long.prepare([moving_average(400, 40)])
+    assert int(short.selected) == 6
+    assert int(long.selected) == 50
+    test = moving_average(400, 3, seed=1)
+    usual = WindowRidge(None).fit([moving_average(400, 3)])
+    filters = [short.fit([moving_average(400, 3)]), usual]
+    windows = [windows_of(rows_of(test), each.width) for each in filters]
+    errors = [
+        float((each.regression(u) - test.states).square().mean())
+        for each, u in zip(filters, windows, strict=True)
+    ]
+    assert errors[0] < errors[1]
+
+
+def test_wide_windows_need_many_steps():
+    assert candidates(50, 2, 400) == [6, 12, 25, 50]
+    assert candidates(50, 2, 4000) == [6, 12, 25, 50, 100, 200]
+    assert candidates(50, 10, 100_000) == [6, 12, 25, 50, 100]
+    assert candidates(3, 1, 20) == [1, 3]
+
+
+def test_the_width_is_stored_and_a_given_one_is_kept():
+    model, other = WindowRidge(None), WindowRidge(None)
+    model.prepare([moving_average(400, 3)])
+    other.load_state_dict(model.state_dict())
+    assert other.fit([moving_average(400, 3)]).width == int(model.selected)
+    given = WindowRidge(9)
+    given.prepare([moving_average(400, 3)])
+    assert given.fit([moving_average(400, 3)]).width == 9
+
+
+def test_missing_sensors_and_masks_are_filled_before():
+    recording = moving_average(400, 3)
+    gaps = recording.obs.clone()
+    gaps[::7, 1] = torch.nan
+    model = WindowRidge(None)
+    model.allow_missing_sensors = True
+    model.prepare([Recording(recording.states, gaps)])
+    assert int(model.selected) == 6
+    with pytest.raises(FitError, match="ten steps"):
+        WindowRidge(None).prepare([moving_average(9, 3)])
