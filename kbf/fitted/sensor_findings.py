@@ -17,7 +17,7 @@ from kbf.densities.ridge import fit_ridge_map
 from kbf.filters.gaussian.count_maps import with_stable_counts
 from kbf.filters.gaussian.learned_maps import PRECISE, select_kernel
 from kbf.filters.gaussian.leave_one_out import features_of, left_out
-from kbf.filters.gaussian.map_sources import counts_in
+from kbf.filters.gaussian.map_sources import counts_in, rare_counts
 from kbf.filters.gaussian.sensor_laws import (
     fit_mixture,
     fit_persistence,
@@ -88,7 +88,7 @@ def sensor_findings(recordings: list[Recording]) -> list[Finding]:
     found, fresh = repeats(stable)
     delays = select_delays(fresh)
     found += [Finding("late", k, steps=float(delays[k])) for k in delays.nonzero()[:, 0].tolist()]
-    _, kept = working(fresh, delays)
+    _, kept = working(fresh, delays, ~rare_counts(seen, counts))
     lengths = [len(each.states) for each in recordings]
     x, all_x = (torch.cat([observed(s) for s in each]) for each in (kept, fresh))
     z = torch.cat([each.states for each in recordings])

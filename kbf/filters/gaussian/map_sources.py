@@ -14,6 +14,8 @@ from kbf.filters.gaussian.sparse_maps import AnyMap
 from kbf.filters.scaling import are_counts
 from kbf.recording import Recording, moves, observed
 
+# Mean of counts from which on failures of a sensor are looked for, see `rare_counts`.
+MIN_MEAN_OF_COUNTS = 4.0
 # Moves that a map of a regime requires.
 MIN_MOVES_OF_MAP = 30
 
@@ -65,7 +67,7 @@ def source_of(
     stable = [with_stable_counts(each, counts) for each in recordings]
     faults, kept = no_faults(stable[0].obs.shape[1]), stable
     if faulty:
-        faults, kept = working(stable, delays)
+        faults, kept = working(stable, delays, ~rare_counts(recordings, counts))
     pairs = pairs_of(kept, delays, counts)
     z, after, u = moves(kept)
     inputs = z if u is None or pairs.join is None else pairs.join(z, u)
@@ -87,3 +89,13 @@ def jump_covariance(source: Source, change: AnyMap, component: int) -> Tensor:
 def counts_in(recordings: list[Recording]) -> Bool[Tensor, " q"]:
     """Return which columns of observations are counts."""
     return are_counts(torch.cat([observed(each) for each in recordings]))
+
+
+def rare_counts(recordings: list[Recording], counts: Bool[Tensor, " q"]) -> Bool[Tensor, " q"]:
+    """Return which columns are counts with a mean below `MIN_MEAN_OF_COUNTS`.
+
+    Their square roots are far from Gaussian: most are that of 0, and the others would be taken for
+    failures.
+    """
+    mean = torch.cat([observed(each) for each in recordings]).nanmean(0)
+    return counts.to(mean.device) & (mean < MIN_MEAN_OF_COUNTS)

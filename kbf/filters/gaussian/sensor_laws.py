@@ -373,12 +373,12 @@ def select_delays(recordings: list[Recording]) -> Int[Tensor, " q"]:
 
 
 def working(
-    recordings: list[Recording], delays: Int[Tensor, " q"]
+    recordings: list[Recording], delays: Int[Tensor, " q"], may_fail: Bool[Tensor, " q"]
 ) -> tuple[Faults, list[Recording]]:
     """Return the faults of sensors, and the recordings with NaN in place of failed readings.
 
-    Readings that work are regressed on the states as in `select_delays`, and faults are fitted to
-    the residuals, in turn.
+    Readings that work are regressed on the states as in `select_delays`, and faults of those that
+    may fail are fitted to the residuals, in turn.
     """
     x = torch.cat([observed(each) for each in recordings])
     lengths = [len(each.states) for each in recordings]
@@ -392,6 +392,7 @@ def working(
         for delay, phi in features.items():
             columns = (delays == delay).nonzero()[:, 0]
             errors[:, columns] = left_out(phi, x[:, columns], used[:, columns])
+        errors[:, ~may_fail] = torch.nan
         mixture = fit_mixture(errors, x)
         before, used = used, x.isfinite() & ~mixture.failed
         if bool((before == used).all()):

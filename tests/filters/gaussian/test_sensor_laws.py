@@ -14,6 +14,7 @@ from kbf.filters.gaussian.count_maps import expected_root, fit_count_map, log_sl
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
 from kbf.filters.gaussian.learned_ukf import LearnedUKF
 from kbf.filters.gaussian.leave_one_out import left_out
+from kbf.filters.gaussian.map_sources import rare_counts, source_of
 from kbf.filters.gaussian.sensor_laws import (
     Faults,
     Persistence,
@@ -126,12 +127,28 @@ def test_chains_of_long_recordings_are_those_of_the_last_rows(monkeypatch):
     found = []
     for rows in (10_000, 3000):
         monkeypatch.setattr(sensor_laws, "MAX_ROWS_OF_CHAINS", rows)
-        found.append(working([Recording(z, x)], torch.tensor([0])))
+        found.append(working([Recording(z, x)], torch.tensor([0]), torch.tensor([True])))
     (whole, kept), (part, also_kept) = found
     assert part.enter.item() == pytest.approx(whole.enter.item(), rel=0.4)
     assert part.leave.item() == pytest.approx(whole.leave.item(), rel=0.4)
     for each in (kept, also_kept):
         assert (each[0].obs.isnan()[:, 0] == failed).double().mean() > 0.95
+
+
+def test_spikes_of_a_cell_are_no_failures():
+    """Nine of ten counts are 0: with a model of failures only these were left of each sensor."""
+    z = smooth_states(1000)
+    centres = torch.linspace(-2, 2, 5).double()
+    rates = 0.5 * (-((z[:, :1] - centres) ** 2) / 0.3).exp()
+    x = torch.poisson(rates, generator=generator(7))
+    recordings, counts, delays = [Recording(z, x)], torch.ones(5).bool(), torch.zeros(5).long()
+    assert bool(rare_counts(recordings, counts).all())
+    source = source_of(recordings, delays, counts, faulty=True)
+    assert not source.faults.any
+    assert [each.columns.tolist() for each in source.pairs.sensors] == [[0, 1, 2, 3, 4]]
+    many = [Recording(z, torch.poisson(20 * rates + 4, generator=generator(7)))]
+    assert not bool(rare_counts(many, counts).any())
+    assert not bool(rare_counts(recordings, ~counts).any())
 
 
 def test_the_chain_is_filtered_by_bayes_rule():
