@@ -6,14 +6,14 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
 
 from kbf.filters.protocols import WithoutHyperparameters
-from kbf.filters.regression.window_width import candidates, select_width
+from kbf.filters.regression.window_width import MAX_NUMBERS, candidates, select_width
 from kbf.recording import Recording, as_recordings, check_vectors, control_width, observed
 from kbf.runtime.errors import FitError, fit_errors
 from kbf.runtime.html_repr import Shown
@@ -326,14 +326,27 @@ class WindowRidge(WindowRegression):
         if self.width is not None:
             return
         recordings, _ = self.inputs(memory)
-        rows = [rows_of(each) for each in recordings]
-        steps, columns = sum(map(len, rows)), rows[0].shape[1]
+        columns = recordings[0].obs.shape[1] + control_width(recordings)
+        steps = sum(len(s.states) for s in recordings)
         widths = candidates(super().steps(recordings), columns, steps)
-        parts = [
-            (windows_of(row, widths[-1]), each.states)
-            for row, each in zip(rows, recordings, strict=True)
-        ]
+        parts = [(windows_of(rows_of(s), widths[-1]), s.states) for s in recordings]
         self.selected.fill_(select_width(parts, widths, self.regs))
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any
+    ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Overrides `nn.Module._load_from_state_dict`: earlier versions stored no width.
+
+        Raises:
+            ValueError: a width that no selection has.
+        """
+        width = state_dict.setdefault(prefix + "selected", torch.zeros_like(self.selected))
+        if not bool(((width >= 0) & (width <= MAX_NUMBERS)).all()):
+            raise ValueError(
+                f"this model was stored with a window of {width.tolist()} steps; "
+                f"there are 0 to {MAX_NUMBERS}"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest, **named)
 
     @fit_errors()
     def fit_regression(

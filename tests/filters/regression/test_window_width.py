@@ -80,6 +80,10 @@ def test_the_width_is_stored_and_a_given_one_is_kept():
     model.prepare([moving_average(400, 3)])
     other.load_state_dict(model.state_dict())
     assert other.fit([moving_average(400, 3)]).width == int(model.selected)
+    other.load_state_dict({})  # of a version without it: the usual width
+    assert other.fit([moving_average(400, 3)]).width == 50
+    with pytest.raises(ValueError, match=r"a window of 1000000 steps; there are 0 to 1000"):
+        other.load_state_dict({"selected": torch.tensor(1_000_000)})
     given = WindowRidge(9)
     given.prepare([moving_average(400, 3)])
     assert given.fit([moving_average(400, 3)]).width == 9
