@@ -61,16 +61,11 @@ def silenced(sequence: Recording) -> Recording:
 
 def slow_sensor(n: int, seed: int = 0) -> Recording:
     """The second sensor is read at every tenth step alone."""
-    sequence = recording(n, seed)
-    whole = (
-        sequence.states.sum(1, keepdim=True)
-        + 1
-        + 0.1 * torch.randn(n, 1, dtype=F64, generator=torch.Generator().manual_seed(seed))
-    )
+    sequence, g = recording(n, seed), torch.Generator().manual_seed(seed)
+    first, second = torch.randn(2, n, 1, dtype=F64, generator=g)
+    whole = sequence.states.sum(1, keepdim=True) + 1 + 0.1 * second
     whole[torch.arange(n) % 10 != 0] = NAN
-    return sequence._replace(
-        obs=torch.cat([sequence.states[:, :1] + 0.5 * torch.randn(n, 1, dtype=F64), whole], 1)
-    )
+    return sequence._replace(obs=torch.cat([sequence.states[:, :1] + 0.5 * first, whole], 1))
 
 
 def small() -> dict[str, Any]:
