@@ -42,8 +42,6 @@ CANDIDATES: dict[str, Any] = {
     "slopes": (1.0, 3.0, 10.0, 30.0),
     "biases": (0.3, 1.0),
 }
-
-
 # Share of the variance of its readings that the noise of a sensor has at least, see `least_noise`.
 MIN_NOISE = 1e-12
 

@@ -384,15 +384,14 @@ def working(
     lengths = [len(each.states) for each in recordings]
     errors, used = torch.full_like(x, torch.nan), x.isfinite()
     faults, mixture = no_faults(x.shape[1]), fit_mixture(errors, x)
-    features = {}
-    for delay in delays.unique().tolist():
+    features, may_fail = {}, may_fail.to(delays.device)
+    for delay in delays[may_fail].unique().tolist():
         past = [former(each.states, delay) for each in recordings]
         features[delay] = features_of(torch.cat(past).double()).to(x)
     for _ in range(ROUNDS_OF_FAULTS):
         for delay, phi in features.items():
-            columns = (delays == delay).nonzero()[:, 0]
+            columns = ((delays == delay) & may_fail).nonzero()[:, 0]
             errors[:, columns] = left_out(phi, x[:, columns], used[:, columns])
-        errors[:, ~may_fail] = torch.nan
         mixture = fit_mixture(errors, x)
         before, used = used, x.isfinite() & ~mixture.failed
         if bool((before == used).all()):

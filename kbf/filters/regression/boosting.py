@@ -132,12 +132,12 @@ class WindowBoosting(WindowRegression):
         )
         some = evenly(len(rows), max(1000, LARGEST // (2 * rows.shape[1])), rows.device)
         windows, states = with_own_units(rows[some], width), states[some]
-        n = len(states)
-        held = (torch.arange(n, device=states.device) * 4 * HELD // n) % HELD == HELD - 1
         trees = self.grow(windows, states)
 
         @cache
         def spread() -> Tensor:
+            n = len(states)
+            held = (torch.arange(n, device=states.device) * 4 * HELD // n) % HELD == HELD - 1
             residual = states[held] - self.grow(windows[~held], states[~held])(windows[held])
             return residual.mT @ residual / max(1, len(residual))
 

@@ -396,9 +396,9 @@ class WindowRidge(WindowRegression):
                 1 - rotated.square() @ shrunk[:, best]
             )
             spread += residual.mT @ residual / n
-        slope = (coefficients / scale[:, None]).to(states)
+        slope, spread = (coefficients / scale[:, None]).to(states), spread.to(states)
         offset = (mean - centre @ (coefficients / scale[:, None])).to(states)
-        return lambda window: window @ slope + offset, lambda: spread.to(states)
+        return lambda window: window @ slope + offset, lambda: spread
 
 
 class MeanModel(WindowRegression):
@@ -414,7 +414,5 @@ class MeanModel(WindowRegression):
         """Mean and covariance of the states."""
         states = torch.cat([s.states for s in recordings])
         mean, centred = states.mean(0), states - states.mean(0)
-        return (
-            lambda window: mean.expand(len(window), -1) + 0 * window[:, :1],
-            lambda: centred.mT @ centred / len(states),
-        )
+        spread = centred.mT @ centred / len(states)
+        return lambda window: mean.expand(len(window), -1) + 0 * window[:, :1], lambda: spread

@@ -3,7 +3,10 @@
 A window of few steps has few coefficients, one of many steps a long memory: which is better depends
 on the number of training steps. Windows of all widths end at the same step, so that the products of
 a narrow one are parts of those of the widest one, and all regressions are solved from the products
-U_k^T U_k and U_k^T z_k of each block k.
+G_k = U_k^T U_k and C_k = U_k^T Z_k of each block k of centred windows U and states Z:
+
+    B_k = (sum_{l != k} G_l + r I)^-1 sum_{l != k} C_l,
+    |Z_k - U_k B_k|^2 = |Z_k|^2 - tr B_k^T (2 C_k - G_k B_k).
 """
 
 from collections.abc import Sequence
@@ -16,8 +19,8 @@ from kbf.rkhs.linalg import evenly
 
 # Contiguous blocks, each of which is held out.
 BLOCKS = 5
-# Widths that are compared, as multiples of the usual one; the larger ones if a window has at most
-# so many numbers, and there are so many steps for each number.
+# Widths that are compared, as multiples of the usual one, of windows with at most so many numbers
+# (the time grows as their cube); the larger ones if there are so many steps for each number.
 NARROWER = (1, 2, 4, 8)
 WIDER = (2, 4)
 MAX_NUMBERS = 1000
@@ -27,14 +30,16 @@ MAX_WINDOWS = 20_000
 
 
 def candidates(width: int, columns: int, steps: int) -> list[int]:
-    """Return the widths that are compared, ascending.
+    """Return the widths that are compared, ascending; the usual one alone if it is too wide.
 
-    >>> candidates(50, 3, 1000), candidates(100, 1, 10_000)
-    ([6, 12, 25, 50], [12, 25, 50, 100, 200, 400])
+    >>> candidates(50, 3, 1000), candidates(100, 1, 10_000), candidates(8, 300, 1000)
+    ([6, 12, 25, 50], [12, 25, 50, 100, 200, 400], [8])
 
     Args:
         width: the usual one. columns: numbers of a step. steps: of training.
     """
+    if width * columns > MAX_NUMBERS:
+        return [width]
     most = min(MAX_NUMBERS, steps // STEPS_PER_NUMBER)
     wider = {factor * width for factor in WIDER if factor * width * columns <= most}
     return sorted({max(1, width // divisor) for divisor in NARROWER} | wider)
@@ -53,9 +58,10 @@ def select_width(
         widths: that are compared, ascending. regs: ridges, as of
             `kbf.filters.regression.window.WindowRidge`.
     """
+    if len(widths) == 1:
+        return widths[0]
     total = sum(len(u) for u, _ in parts)
-    share = [max(1, len(u) * MAX_WINDOWS // total) for u, _ in parts]
-    some = [evenly(len(u), most, u.device) for (u, _), most in zip(parts, share, strict=True)]
+    some = [evenly(len(u), max(1, len(u) * MAX_WINDOWS // total), u.device) for u, _ in parts]
     u = torch.cat([each[rows].double() for (each, _), rows in zip(parts, some, strict=True)])
     z = torch.cat([each[rows].double() for (_, each), rows in zip(parts, some, strict=True)])
     u, z = u - u.mean(0), z - z.mean(0)

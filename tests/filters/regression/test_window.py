@@ -303,7 +303,8 @@ def test_trees_of_the_covariance_are_grown_once_when_it_is_needed(monkeypatch):
         WindowBoosting, "grow", lambda self, u, z: steps.append(len(u)) or grow(self, u, z)
     )
     sequence = recording(100)
-    filter = WindowBoosting(3, iterations=5).fit(sequence)
+    model = WindowBoosting(3, iterations=5)
+    filter = model.fit(sequence)
     rollout(filter, sequence.obs[None], controls=sequence.controls[None])
     assert steps == [100]
     runs = [
@@ -312,3 +313,8 @@ def test_trees_of_the_covariance_are_grown_once_when_it_is_needed(monkeypatch):
     ]
     assert steps == [100, 80]
     assert torch.equal(runs[0].covariances, runs[1].covariances)
+    windows = with_own_units(windows_of(rows_of(sequence), 3), 3)
+    held = torch.arange(100) // 5 % 5 == 4  # every fifth block of five steps
+    trees = grow(model, windows[~held], sequence.states[~held])
+    left = sequence.states[held] - trees(windows[held])
+    torch.testing.assert_close(runs[0].covariances[0, -1], left.mT @ left / 20)

@@ -75,6 +75,16 @@ def test_wide_windows_need_many_steps():
     assert candidates(3, 1, 20) == [1, 3]
 
 
+def test_windows_of_many_columns_keep_the_usual_width():
+    """Of 200 columns it has eight steps, 1,600 numbers."""
+    g = torch.Generator().manual_seed(0)
+    states, obs = (torch.randn(60, n, generator=g, dtype=torch.float64) for n in (1, 200))
+    model = WindowRidge(None)
+    model.prepare([Recording(states, obs)])
+    assert int(model.selected) == 8
+    assert model.fit([Recording(states, obs)]).width == 8
+
+
 def test_the_width_is_stored_and_a_given_one_is_kept():
     model, other = WindowRidge(None), WindowRidge(None)
     model.prepare([moving_average(400, 3)])
@@ -97,5 +107,10 @@ def test_missing_sensors_and_masks_are_filled_before():
     model.allow_missing_sensors = True
     model.prepare([Recording(recording.states, gaps)])
     assert int(model.selected) == 6
+    hidden = torch.arange(400) % 9 == 4
+    broken = torch.where(hidden[:, None], 1e6, recording.obs)
+    masked = WindowRidge(None)
+    masked.prepare([Recording(recording.states, broken, ~hidden)])
+    assert int(masked.selected) == 6
     with pytest.raises(FitError, match="ten steps"):
         WindowRidge(None).prepare([moving_average(9, 3)])
