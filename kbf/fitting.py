@@ -27,7 +27,6 @@ from kbf.fitted.held_out_calibration import learn_and_keep
 from kbf.fitted.python_words import python_words
 from kbf.fitted.summary import CAPABILITIES
 from kbf.fitted.training_data import read
-from kbf.model_choice import choose
 from kbf.runtime.errors import DataError, DataWarning, FitError, nearest
 from kbf.runtime.hydra_quoting import quoted
 from kbf.runtime.interpolation import incomplete, literal, resolved
@@ -207,6 +206,7 @@ def fit_source(
     """Fit a filter to recordings that `read` has returned with their settings; as `fit`."""
     from kbf.config.prepare import configure
     from kbf.config.run_settings import with_selection
+    from kbf.model_choice import choose
 
     check_columns_of_states(bounds, source.column_schema.columns("states"), "bounds")
     check_known_units(units, source)

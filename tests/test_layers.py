@@ -123,6 +123,12 @@ def test_help_imports_nothing_heavy():
     assert told.stdout.strip().endswith("[]")
 
 
+def test_checking_a_file_imports_no_trainer():
+    code = "import sys, kbf; kbf.check; print('lightning' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "False"
+
+
 FAMILIES = [
     *("gaussian", "particle", "kernel", "kernel_monte_carlo", "regression", "neural", "selection"),
 ]

@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -128,8 +129,8 @@ def times_of(
             return values_of(column, name, rows, (decimal, None), path, seconds)
         except ValueError as error:
             raise ValueError(
-                f"{error} and no date in ISO 8601: data.date_format='%d/%m/%Y %H:%M:%S' declares "
-                "another format"
+                f"{error} and no date in ISO 8601: data.date_format={format_like(column)!r} "
+                "declares another format"
             ) from error
     found = pd.to_datetime(column.str.strip(), format=layout.date_format, utc=True, errors="coerce")
     k = int((found.isna() & column.notna()).to_numpy().argmax())
@@ -137,6 +138,20 @@ def times_of(
         f"{path}, row {rows[k]}, column {name}: {str(column.iloc[k]).strip()!r} is no date in "
         f"the format {layout.date_format!r}"
     )
+
+
+def format_like(column: Any) -> str:
+    """Return a date format with the separators of the first text, for messages.
+
+    >>> import pandas as pd
+    >>> format_like(pd.Series(["10/03/2004 18.00.00"]))
+    '%d/%m/%Y %H.%M.%S'
+    """
+    text = str(column.dropna().iloc[0]).strip()
+    date = "Ymd" if re.match(r"\d{4}\D", text) else "dmY"
+    codes = iter(f"{date}HMS")
+    found = re.sub(r"\d+", lambda match: "%" + next(codes, "f"), text)
+    return found if found.startswith(f"%{date[0]}") else "%d/%m/%Y %H:%M:%S"
 
 
 def values_of(
