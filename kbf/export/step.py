@@ -38,9 +38,8 @@ from kbf.runtime.atomic_files import replacing, write_json
 from kbf.runtime.optional_dependencies import need
 from kbf.runtime.random_inputs import RandomInputs
 
-# Largest difference to the filter, in standard deviations of the states.
-#
-# Of covariances in their squares.
+# Largest difference between program and filter, in standard deviations of the states; of
+# covariances in products of two of them.
 TOLERANCE = 1e-5
 # Name of the description of a program; in an ONNX file the metadata property ``kbf``.
 KEY = "kbf.json"
@@ -52,7 +51,7 @@ REJECTIONS = "rejections"
 EXPORTER_LOGGERS = ("onnxscript", "onnx_ir", "torch.onnx")
 
 aten = torch.ops.aten
-# What ONNX has no operator for, or ONNX Runtime none in float64.
+# Operators that ONNX lacks, or ONNX Runtime lacks in float64.
 SPELT_OUT: dict[Any, Any] = {
     aten.linalg_cholesky_ex.default: onnx_linalg.keep,
     aten.cholesky_solve.default: onnx_linalg.eliminate,
@@ -70,7 +69,7 @@ SPELT_OUT: dict[Any, Any] = {
 
 
 class ExportedStep(nn.Module):
-    """The function that becomes a program."""
+    """One step of a filter as a function of tensors, which is recorded as a program."""
 
     def __init__(self, filter: Filter[Any], calibration: Calibration | None = None) -> None:
         """``calibration`` corrects the covariances, as `kbf filter` does."""
@@ -117,7 +116,7 @@ class ExportedStep(nn.Module):
         return (*self.filter.init(1, generator=generator), count)
 
     def inputs(self, obs: Shaped[Tensor, "1 *x"]) -> dict[str, Tensor]:
-        """The start, by the names of the inputs."""
+        """Example inputs by name: the first state, and an observation."""
         start = {
             f"state_{name}": leaf.contiguous().clone()
             for name, leaf in zip(self.fields, self.start(), strict=True)
@@ -142,7 +141,7 @@ class ExportedStep(nn.Module):
         }
 
     def outputs(self) -> list[str]:
-        """Their names."""
+        """Names of the outputs."""
         return (
             [f"next_{name}" for name in self.fields]
             + ["estimate"]
@@ -152,10 +151,13 @@ class ExportedStep(nn.Module):
 
 
 class Exported(NamedTuple):
-    """Return the largest differences to the filter, in standard deviations of the states.
+    """Largest differences between a program and its filter, in standard deviations of the states.
 
-    ``own``: of estimates, to the filter in its own precision, where it is another: what that
-    precision rounds away.
+    Attributes:
+        estimate: of the estimates.
+        covariance: of the covariances.
+        own: of the estimates, from the filter in its own precision, if the program has a higher
+            one; otherwise None.
     """
 
     estimate: float
@@ -176,8 +178,9 @@ def export(
 ) -> Exported:
     """Write the step of a filter, and ``path``.json: inputs, outputs, the initial state.
 
-    A kernel filter that works in float32 does so in float64 in an ONNX program, and is compared in
-    float64: its solve makes a few 10^-5 of what another library rounds otherwise.
+    The ONNX program of a kernel filter in float32 works in float64 and is compared with the filter
+    in float64: in float32, rounding errors of its linear solve differ by some 1e-5 between
+    libraries.
 
     Args:
         filter: a copy is exported.
@@ -185,9 +188,9 @@ def export(
         format: a key of `WRITERS`.
         obs: observations to compare on.
         scale: standard deviations of the states.
-        controls: with them, for a filter that takes them.
-        calibration: corrects covariances.
-        about: more to be known of it.
+        controls: of these observations, for a filter with controls.
+        calibration: of the covariances.
+        about: entries that are added to the description.
 
     Raises:
         ValueError: a filter that cannot be recorded, a package that is not
@@ -249,7 +252,7 @@ def export(
 
 
 def copied(filter: Any) -> Any:
-    """A copy to change, without gradients: operators may hang on bandwidths that are learned."""
+    """Return a copy without gradients; operators may depend on bandwidths that are learned."""
     leaves = [*filter.parameters(), *filter.buffers()] if isinstance(filter, nn.Module) else []
     return copy.deepcopy(
         filter, {id(leaf): leaf.detach().clone() for leaf in leaves if not leaf.is_leaf}
@@ -257,7 +260,7 @@ def copied(filter: Any) -> Any:
 
 
 def to_double(filter: Any) -> None:
-    """Everything but encoders of images in float64, in place."""
+    """Convert a filter to float64 in place, except encoders of images."""
     modules = list(filter.modules()) if isinstance(filter, nn.Module) else []
     kept = {part for module in modules if isinstance(module, Encoding) for part in module.modules()}
     for module in modules:
@@ -276,7 +279,7 @@ Reader = Callable[[Path], Run]
 def write_torch_export(
     program: Any, inputs: dict[str, Tensor], outputs: list[str], path: Path, known: str
 ) -> Reader:
-    """For ``torch.export.load`` and AOTInductor."""
+    """Write a program for ``torch.export.load`` and AOTInductor."""
     with path.open("wb") as file:
         torch.export.save(program, file, extra_files={KEY: known})
     return lambda path: torch.export.load(path.open("rb")).module()
@@ -285,7 +288,7 @@ def write_torch_export(
 def write_torchscript(
     program: Any, inputs: dict[str, Tensor], outputs: list[str], path: Path, known: str
 ) -> Reader:
-    """For ``torch.jit.load``, and LibTorch in C++: a trace of the exported program."""
+    """Write a trace of the exported program, for ``torch.jit.load`` and LibTorch in C++."""
     traced = torch.jit.trace(program.module(), tuple(inputs.values()), check_trace=False)
     with path.open("wb") as file:
         torch.jit.save(traced, file, _extra_files={KEY: known})
@@ -295,7 +298,7 @@ def write_torchscript(
 def write_onnx(
     program: Any, inputs: dict[str, Tensor], outputs: list[str], path: Path, known: str
 ) -> Reader:
-    """For ONNX Runtime: operator set 20, weights inside the file."""
+    """Write a program for ONNX Runtime: operator set 20, weights inside the file."""
     onnxruntime = need("onnxruntime", "export", "format=onnx")
     spelt = program.run_decompositions(SPELT_OUT)
     try:
@@ -310,7 +313,7 @@ def write_onnx(
     except torch.onnx.OnnxExporterError as error:
         found = re.search(r"aten\.\w+", str(error))
         raise ValueError(
-            f"ONNX cannot say what this filter does{f' ({found[0]})' if found else ''}: "
+            f"ONNX has no operator for this filter{f' ({found[0]})' if found else ''}: "
             "use torch_export"
         ) from error
     assert made is not None
@@ -344,7 +347,10 @@ def compare(
     controls: Tensor | None,
     scale: Tensor,
 ) -> tuple[float, float]:
-    """Both go their own way through the observations; each seventh is not seen."""
+    """Return the largest differences of estimates and of covariances, as of `Exported`.
+
+    Program and filter each continue from their own state; every seventh observation is missing.
+    """
     n = len(step.fields)
     if not step.drawn:
         step.inputs(obs[:1])
@@ -368,5 +374,5 @@ def compare(
 
 
 def first_line(error: Exception) -> str:
-    """Of its text; of an error without one, its kind."""
+    """Return the first line of the text of an error; its class if it has no text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -274,7 +274,7 @@ def test_what_is_not_exported(tmp_path):
         ValueError, match="format must be one of torch_export, torchscript, onnx, got 'tflite'"
     ):
         written(MODELS["kalman"](), tmp_path / "step", "tflite")
-    with pytest.raises(ValueError, match="ONNX cannot say what this filter does"):
+    with pytest.raises(ValueError, match="ONNX has no operator for this filter"):
         written(
             fitted(KBF(rank=None, rule="pseudo_inverse"), recording(8)), tmp_path / "step", "onnx"
         )
