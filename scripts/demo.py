@@ -21,7 +21,7 @@ def main() -> None:
         observations=["s*"],
         recording="run",
         units={"reach_mm": "mm", "torque_kNm": "kN m"},
-        budget="30s",  # for comparing models; without it the comparison takes three minutes
+        budget="25s",  # for comparing models; without it the comparison takes three minutes
     )
     compared = arm.candidates[["candidate", "nmse", "weight", "seconds"]].dropna()
     print(f"\n{arm}\n\nCandidates\n{compared.round(4).to_string(index=False)}")
