@@ -18,8 +18,8 @@ are few and a filter provides covariances. With controls the two change places: 
 re-weighted for every control, which is slow, and resolves the next state only to the spacing of its
 points, whereas particles move with the belief. The selected model is then compared with the
 stacking ensemble of the best ones (`kbf.filters.selection.stacking`), scored on blocks that its
-weights are not fitted to; it is selected if its error is smaller by the share `MIN_GAIN_OF_STACK`
-and by one standard error.
+weights are not fitted to; it is selected if its error is smaller than the share 1 -
+`MIN_GAIN_OF_STACK` of that of the model, by one standard error.
 
 With density ratios as observations (`kbf.densities.ratio`) the kernel Monte Carlo filter is
 selected unless it cannot be fitted. Only this filter uses ratios, the others use their means, and
@@ -107,7 +107,7 @@ MIN_STEPS_OF_LARGE_DATA = 2000
 # Standard errors by which a candidate must be better than the main model.
 MIN_STD_ERRORS = 1.5
 # Share of the error by which an ensemble must be better: its steps take longer.
-MIN_GAIN_OF_STACK = 0.03
+MIN_GAIN_OF_STACK = 0.1
 # Share of the time that is left which a candidate may take, the last two all of it.
 SHARE_OF_TIME = 0.75
 # Models that are compared on all folds; the others are left out after the first one. Baselines and
@@ -343,9 +343,7 @@ class ModelSelection(nn.Module):
             members = sorted(found, key=lambda name: float(found[name].scores.mean()))[:MAX_MEMBERS]
             stacking, scores = stacked([found[name] for name in members], scale)
             search.rows.append(Row("stack", float(scores.mean()), deviation(scores), 0.0, ""))
-            gains = found[best].scores - scores
-            enough = float(gains.mean()) > MIN_GAIN_OF_STACK * float(found[best].scores.mean())
-            if enough and significantly_better(gains, 1.0):
+            if significantly_better((1 - MIN_GAIN_OF_STACK) * found[best].scores - scores, 1.0):
                 weights = dict(zip(members, stacking, strict=True))
         self.weights = torch.stack([weights.get(name, torch.zeros_like(scale)) for name in names])
         left = {name: torch.cat(each.residuals) for name, each in found.items()}
