@@ -251,7 +251,8 @@ def test_many_clients_at_once_get_their_own_responses(port):
         for _ in range(20):
             obs = {"x_0": x, "x_1": 0.0}
             found = ask(port, "POST", f"/sessions/{name}/steps", {"obs": obs})[1]
-            if abs(found["estimates"]["z_0"]["value"] - online.step(obs)["z_0"]) > 1e-6:
+            # the filter works in float32, and steps of several sessions may be one batch
+            if abs(found["estimates"]["z_0"]["value"] - online.step(obs)["z_0"]) > 1e-5:
                 wrong.append(found)
         ask(port, "DELETE", f"/sessions/{name}")
 
