@@ -21,13 +21,13 @@ def data() -> pd.DataFrame:
 @pytest.fixture
 def few(monkeypatch):
     """Only these candidates of model=auto: all of them take minutes."""
+    original = model_choice.choose
 
     def choose(config, data, **settings):
         some = {name: config["model"]["candidates"][name] for name in ("frame", "lstm", "kalman")}
         config = {**config, "model": {**config["model"], "candidates": some}}
         return original(config, data, **settings)
 
-    original = model_choice.choose
     monkeypatch.setattr(model_choice, "choose", choose)
 
 

@@ -179,7 +179,7 @@ def export(
     """Write the step of a filter, and ``path``.json: inputs, outputs, the initial state.
 
     The ONNX program of a kernel filter in float32 works in float64 and is compared with the filter
-    in float64: in float32, rounding errors of its linear solve differ by some 1e-5 between
+    in float64: in float32, rounding errors of its linear solve differ by a few 1e-5 between
     libraries.
 
     Args:

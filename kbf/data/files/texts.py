@@ -143,15 +143,19 @@ def times_of(
 def format_like(column: Any) -> str:
     """Return a date format with the separators of the first text, for messages.
 
+    The usual format if the text has letters or too few numbers.
+
     >>> import pandas as pd
     >>> format_like(pd.Series(["10/03/2004 18.00.00"]))
     '%d/%m/%Y %H.%M.%S'
+    >>> format_like(pd.Series(["10 March 2004"]))
+    '%d/%m/%Y %H:%M:%S'
     """
     text = str(column.dropna().iloc[0]).strip()
-    date = "Ymd" if re.match(r"\d{4}\D", text) else "dmY"
-    codes = iter(f"{date}HMS")
-    found = re.sub(r"\d+", lambda match: "%" + next(codes, "f"), text)
-    return found if found.startswith(f"%{date[0]}") else "%d/%m/%Y %H:%M:%S"
+    if re.search(r"[^\W\d]", text) or len(re.findall(r"\d+", text)) < 3:
+        return "%d/%m/%Y %H:%M:%S"
+    codes = iter("YmdHMS" if re.match(r"\d{4}", text) else "dmYHMS")
+    return re.sub(r"\d+", lambda match: "%" + next(codes, "f"), text)
 
 
 def values_of(

@@ -18,8 +18,8 @@ are few and a filter provides covariances. With controls the two change places: 
 re-weighted for every control, which is slow, and resolves the next state only to the spacing of its
 points, whereas particles move with the belief. The selected model is then compared with the
 stacking ensemble of the best ones (`kbf.filters.selection.stacking`), scored on blocks that its
-weights are not fitted to; it is selected if its error is smaller than the share 1 -
-`MIN_GAIN_OF_STACK` of that of the model, by one standard error.
+weights are not fitted to; it is selected if its error is below (1 - `MIN_GAIN_OF_STACK`)
+times that of the selected model, by one standard error.
 
 With density ratios as observations (`kbf.densities.ratio`) the kernel Monte Carlo filter is
 selected unless it cannot be fitted. Only this filter uses ratios, the others use their means, and
@@ -106,10 +106,12 @@ MIN_STEPS_FOR_SLOW = {"window_boosting": 500, "gru": 2001, "mamba": 5000}
 MIN_STEPS_OF_LARGE_DATA = 2000
 # Standard errors by which a candidate must be better than the main model.
 MIN_STD_ERRORS = 1.5
-# Share of the error by which an ensemble must be better: its steps take longer.
+# Share of the error by which an ensemble must be better: its steps take longer, and it may have no
+# smoother.
 MIN_GAIN_OF_STACK = 0.1
 # Share of the time that is left which a candidate may take, the last two all of it.
 SHARE_OF_TIME = 0.75
+
 # Models that are compared on all folds; the others are left out after the first one. Baselines and
 # the leading model are compared in addition.
 MAX_FINALISTS = 4
