@@ -94,8 +94,8 @@ def pivots(
         diagonal = kernel(x[:, None], x[:, None])[:, 0, 0]
         gram = kernel(x, x) if len(x) <= MAX_POINTS_OF_FULL_GRAM else None
 
-        def column(i: Tensor) -> Tensor:
-            return kernel(x, x[i][None])[:, 0] if gram is None else gram[:, i]
+        def column(i: int) -> Tensor:
+            return kernel(x, x[i : i + 1])[:, 0] if gram is None else gram[i]
 
         return among[pivoted_cholesky(column, diagonal, rank, tol)[1]]
 

@@ -290,7 +290,7 @@ def safe_sqrt(x: Tensor) -> Tensor:
 
 
 def pivoted_cholesky(
-    column: Callable[[Tensor], Tensor], diagonal: Float[Tensor, " n"], rank: int, tol: float = 0.0
+    column: Callable[[int], Tensor], diagonal: Float[Tensor, " n"], rank: int, tol: float = 0.0
 ) -> tuple[Float[Tensor, "n r"], Int[Tensor, " r"]]:
     """Return the incomplete Cholesky factor with diagonal pivoting, G ~ L L^T, in O(n r^2).
 
@@ -299,7 +299,7 @@ def pivoted_cholesky(
     G.
 
     Args:
-        column: i -> G[:, i], shape ``n`` (i is a zero-dimensional integer tensor).
+        column: i -> G[:, i], shape ``n``.
         diagonal: ``n``, the diagonal of G.
         rank: largest r.
         tol: the iteration stops once the trace of G - L L^T is at most ``tol`` times that of G.
@@ -318,22 +318,22 @@ def pivoted_cholesky(
             "pivoted_cholesky: the diagonal of the matrix holds NaN or infinite entries"
         )
     n = len(diagonal)
-    rank = min(rank, n)
     residual = diagonal.clone()
-    trace = residual.sum()
     # Smaller entries are rounding; this is the bound of LAPACK's pivoted factorisation.
-    floor = n * torch.finfo(diagonal.dtype).eps * diagonal.max()
-    factor = diagonal.new_zeros(n, rank)
-    pivots = torch.zeros(rank, dtype=torch.long, device=diagonal.device)
-    for k in range(rank):
-        i = residual.argmax()
-        if residual[i] <= floor or residual.clamp_min(0).sum() <= tol * trace:
-            return factor[:, :k], pivots[:k]
-        factor[:, k] = (column(i) - factor[:, :k] @ factor[i, :k]) / residual[i].sqrt()
-        residual = residual - factor[:, k].square()
+    floor = n * torch.finfo(diagonal.dtype).eps * float(diagonal.max())
+    enough = tol * float(diagonal.sum())
+    rows = diagonal.new_zeros(min(rank, n), n)  # of L^T: contiguous
+    pivots: list[int] = []
+    for k in range(len(rows)):
+        i = int(residual.argmax())
+        largest = float(residual[i])
+        if largest <= floor or float(residual.sum()) <= enough:
+            break
+        rows[k] = (column(i) - rows[:k, i] @ rows[:k]) / largest**0.5
+        residual = (residual - rows[k].square()).clamp_min(0)
         residual[i] = 0
-        pivots[k] = i
-    return factor, pivots
+        pivots.append(i)
+    return rows[: len(pivots)].mT, torch.tensor(pivots, device=diagonal.device).long()
 
 
 def evenly(n: int, limit: int, device: torch.device | str | None = None) -> Int[Tensor, " m"]:

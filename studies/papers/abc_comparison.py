@@ -207,7 +207,7 @@ def low_rank(
     k(x_i, y) ~ Psi_i^T psi(y).
     """
     Psi, pivots = pivoted_cholesky(
-        lambda i: k(x, x[i][None])[:, 0], x.new_ones(len(x)), RANK, TOLERANCE
+        lambda i: k(x, x[i : i + 1])[:, 0], x.new_ones(len(x)), RANK, TOLERANCE
     )
     return Psi, torch.linalg.solve_triangular(Psi[pivots], k(x[pivots], queries), upper=False).mT
 

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kbf.rkhs.linalg import product
+
 # Least log likelihood of a condition, relative to that of the likeliest one: products of three
 # such numbers are positive in double precision.
 MIN_LOG_RATIO = -200.0
@@ -76,7 +78,8 @@ def products(M: Float[Tensor, "b n k k"]) -> Float[Tensor, "b n k k"]:
     """
     found, width = M / M.amax((-2, -1), keepdim=True), 1
     while width < M.shape[1]:
-        joined = found[:, :-width] @ found[:, width:]
+        left, right = found[:, :-width], found[:, width:]
+        joined = product(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
         joined = joined / joined.amax((-2, -1), keepdim=True)
         found = torch.cat([found[:, :width], joined], 1)
         width *= 2

@@ -25,7 +25,7 @@ References: Wan and van der Merwe (2000); Ko and Fox (2009) for the UKF on learn
 
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ from kbf.filters.gaussian.learned_maps import (
 from kbf.filters.gaussian.map_pairs import Pairs, persistence_of
 from kbf.filters.gaussian.map_sources import Source, counts_in, jump_covariance, source_of
 from kbf.filters.gaussian.regimes import STRUCTURES, select_regimes
-from kbf.filters.gaussian.sensor_laws import MAX_DELAY, select_delays
+from kbf.filters.gaussian.sensor_laws import MAX_DELAY, Persistence, select_delays
 from kbf.filters.gaussian.sparse_maps import AnyMap, fit_sparse, inputs_of_maps
 from kbf.filters.gaussian.start import StartingFilter
 from kbf.filters.gaussian.switching import SwitchingFilter
@@ -169,60 +169,57 @@ class LearnedUKF(ShownModule):
         structure = select_regimes(source.moves) if self.switches else STRUCTURES[0]
         self.regimes = torch.tensor(STRUCTURES[0])
         parts = held_out_parts(recordings)
-        if parts:
-            filters = self.select_kinds(parts, structure, until)
-            if filters:
-                self.select_factors(filters, parts[: len(filters)])
-        else:
+        if not parts:
             self.regimes = torch.tensor(structure)
+        elif filters := self.select_kinds(parts, structure, until):
+            self.select_factors(filters, parts[: len(filters)])
 
     def select_kinds(
         self, parts: list[Part], structure: tuple[int, ...], until: float
     ) -> list[Fitted]:
         """Set `kinds` and `regimes`; return the filters without each part, none if none fits.
 
-        Errors select among pairs of equal kinds, then the kind of observation maps, then that of
-        the change map, and then the same with several regimes; at ``until`` (a
-        `time.perf_counter`) the comparison ends.
+        Errors select among pairs of equal kinds; then, with several regimes, the kind of the change
+        map; then the kind of observation maps, and that of the change map. The kinds of the best
+        filter so far come first: at ``until`` (a `time.perf_counter`) the comparison ends.
         """
         source_without = cache(lambda k: self.source(parts[k][0]))
+        source = cache(lambda regimes, k: source_without(k).with_regimes(regimes))
+        readings = cache(lambda k, kind: self.readings(source_without(k), KINDS[kind]))
+        runs = cache(lambda regimes: self.runs(partial(source, regimes), readings, parts))
         given = [KINDS.index(kind) for kind in self.given_kinds]
         best, tried = None, set[tuple[tuple[int, ...], tuple[int, ...]]]()
-        structures = (STRUCTURES[0],) if structure == STRUCTURES[0] else (STRUCTURES[0], structure)
-        for regimes in structures:
-            run = self.runs(cache(lambda k, r=regimes: source_without(k).with_regimes(r)), parts)
-            one = regimes == STRUCTURES[0]
-            for places in ((0, 1), (1,), (0,)) if one else ((0,),):
-                if best is not None and time.perf_counter() > until:
-                    break
-                pairs = [
-                    tuple(kind if k in places else int(now) for k, now in enumerate(self.kinds))
-                    for kind in given
-                ]
-                pairs = [pair for pair in pairs if (regimes, pair) not in tried]
-                tried.update((regimes, pair) for pair in pairs)
-                for pair, found in raced(pairs, run, len(parts), best, until).items():
-                    if best is None or found.better_than(best):
-                        best = found
-                        self.kinds.copy_(torch.tensor(pair))
-                        self.regimes = torch.tensor(regimes)
+        several = () if structure == STRUCTURES[0] else ((structure, (0,)),)
+        for regimes, places in ((STRUCTURES[0], (0, 1)), *several, (None, (1,)), (None, (0,))):
+            if best is not None and time.perf_counter() > until:
+                break
+            regimes, now = regimes or tuple(self.regimes.tolist()), tuple(self.kinds.tolist())
+            pairs = [tuple(i if k in places else now[k] for k in (0, 1)) for i in given]
+            pairs = [pair for pair in pairs if (regimes, pair) not in tried]
+            if best is not None:
+                pairs.sort(key=now.__ne__)
+            tried.update((regimes, pair) for pair in pairs)
+            for pair, found in raced(pairs, runs(regimes), len(parts), best, until).items():
+                if best is None or found.better_than(best):
+                    best = found
+                    self.kinds.copy_(torch.tensor(pair))
+                    self.regimes = torch.tensor(regimes)
         return [] if best is None else best.filters
 
     def runs(
-        self, source: Callable[[int], Source], parts: list[Part]
+        self, source: Callable[[int], Source], readings: Callable[..., Any], parts: list[Part]
     ) -> Callable[[tuple[int, ...], int], tuple[Fitted, Tensor] | None]:
         """Return the filter and its errors as a function of kinds, and of the part held out.
 
         Both are None for too few steps. Maps of a kind are fitted once.
         """
         moves = cache(lambda k, kind: self.changes(source(k), KINDS[kind]))
-        readings = cache(lambda k, kind: self.sensors(source(k).pairs, KINDS[kind]))
         scale = variance_of(parts)
 
         def run(pair: tuple[int, ...], k: int) -> tuple[Fitted, Tensor] | None:
             move, reading = pair
             try:
-                filter = self.filter_with(source(k), moves(k, move), readings(k, reading))
+                filter = self.filter_with(source(k), moves(k, move), *readings(k, reading))
             except FitError:
                 return None
             return filter, held_out_scores(filter, parts[k], COARSE_FACTORS, scale)[1]
@@ -258,7 +255,7 @@ class LearnedUKF(ShownModule):
         check_vectors(recordings, "a learned observation map")
         move, reading = (KINDS[k] for k in self.kinds.tolist())
         source = self.source(recordings).with_regimes(tuple(self.regimes.tolist()))
-        laws = self.changes(source, move), self.sensors(source.pairs, reading)
+        laws = self.changes(source, move), *self.readings(source, reading)
         return with_factors(self.filter_with(source, *laws), self.factors)
 
     def source(self, recordings: list[Recording]) -> Source:
@@ -268,10 +265,10 @@ class LearnedUKF(ShownModule):
         delays = self.delays if len(self.delays) else none.long()
         return source_of(recordings, delays, counts, faulty=bool(self.faulty))
 
-    def sensors(self, pairs: Pairs, kind: str) -> list[Sensor]:
-        """Return the observation maps of a kind."""
+    def readings(self, source: Source, kind: str) -> tuple[list[Sensor], Persistence]:
+        """Return the observation maps of a kind, and how long their errors persist."""
         found = []
-        for each in pairs.sensors:
+        for each in source.pairs.sensors:
             u, y = each.states, each.readings
             if kind == "sparse" and not each.counts:
                 rows = self.inputs[len(each.states[0]) + each.columns.to(self.inputs.device)]
@@ -280,7 +277,7 @@ class LearnedUKF(ShownModule):
                 whole = "both" if kind == "sparse" else kind
                 map = self.map_of(1 + int(each.columns[0]), whole, u, y, counts=each.counts)
             found.append(Sensor(each.columns, each.delay, map, map.noise + least_noise(y)))
-        return found
+        return found, persistence_of(source.kept, found, self.zero_reading)
 
     def selected_kernels(self, pairs: Pairs, q: int) -> Float[Tensor, "m 2 3"]:
         """Return `kernels` for these pairs of q sensors; zeros where there is no candidate."""
@@ -341,12 +338,15 @@ class LearnedUKF(ShownModule):
         return laws
 
     def filter_with(
-        self, source: Source, changes: list[tuple[AnyMap, Tensor]], sensors: list[Sensor]
+        self,
+        source: Source,
+        changes: list[tuple[AnyMap, Tensor]],
+        sensors: list[Sensor],
+        persistence: Persistence,
     ) -> Fitted:
         """Return the filter of such maps, without factors."""
         recordings, join = source.recordings, source.pairs.join
         manifold = manifold_of(torch.cat([s.states for s in recordings]))
-        persistence = persistence_of(source.kept, sensors, self.zero_reading)
         firsts = torch.tensor([0, *(len(each.states) for each in recordings[:-1])]).cumsum(0)
 
         def of_regime(change: AnyMap, Q: Tensor) -> StartingFilter:

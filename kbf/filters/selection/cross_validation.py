@@ -37,6 +37,8 @@ LONG_BLOCK = 1000
 MIN_PARTS = 3
 # Times the least error on the first fold above which a model is stopped early.
 HOPELESS = 2.0
+# Share of a budget after which a search ends: the filter is still to be fitted and calibrated.
+SHARE_OF_SEARCH = 0.9
 # Models, the best on the first part, for whose other parts time is reserved before further models
 # are tried; and the multiple of the time of their first part that is reserved for each other one.
 RESERVED_MODELS = 2
@@ -147,8 +149,8 @@ class Search:
 
         Args:
             parts: (the rest, the part) of each. scale: the variance of the states.
-            budget: seconds from ``began`` on (a `time.perf_counter`; None for now), or None for any
-                time.
+            budget: seconds from ``began`` on (a `time.perf_counter`; None for now), of which the
+                search has `SHARE_OF_SEARCH`; or None for any time.
         """
         self.parts: Sequence[Part] = parts
         self.scale: Tensor = scale
@@ -246,7 +248,7 @@ class Search:
         """The time (`time.perf_counter`) at which a model is stopped."""
         if not model.timed or self.budget is None:
             return torch.inf
-        return min(model.end, self.began + self.budget)
+        return min(model.end, self.began + SHARE_OF_SEARCH * self.budget)
 
     def needed(self, model: Attempt) -> float:
         """Seconds that a model needs after its first part, for the others and the last fit.

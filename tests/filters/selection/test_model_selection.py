@@ -26,7 +26,14 @@ from kbf.filters.regression.window import MeanModel, WindowRidge
 from kbf.filters.rollout import rollout
 from kbf.filters.selection import auto
 from kbf.filters.selection.auto import ModelSelection
-from kbf.filters.selection.cross_validation import Attempt, Search, Trial, blocks_of, run_blocks
+from kbf.filters.selection.cross_validation import (
+    SHARE_OF_SEARCH,
+    Attempt,
+    Search,
+    Trial,
+    blocks_of,
+    run_blocks,
+)
 from kbf.filters.selection.stacking import simplex_weights, stacked
 from kbf.filters.smoothing import smooth
 from kbf.recording import Recording
@@ -678,7 +685,7 @@ def attempt(first: float, seconds: float) -> Attempt:
 
 def test_time_is_reserved_for_the_two_best_models():
     parts: Any = [([], [])] * 5
-    search = Search(parts, torch.ones(1), budget=100.0)
+    search = Search(parts, torch.ones(1), budget=100.0 / SHARE_OF_SEARCH)
     assert search.reserved() == 0
     search.running = {"c": attempt(3.0, 9.0), "a": attempt(1.0, 1.0), "b": attempt(2.0, 4.0)}
     assert search.reserved() == 1.25 * 5 * (1 + 4)
@@ -696,7 +703,7 @@ def test_time_is_reserved_for_the_two_best_models():
 def test_parts_are_left_out_where_the_best_model_lacks_the_time():
     parts: Any = [([], [])] * 5
 
-    def affordable(*seconds: float, budget: float | None = 100.0) -> int:
+    def affordable(*seconds: float, budget: float | None = 100.0 / SHARE_OF_SEARCH) -> int:
         search = Search(parts, torch.ones(1), budget=budget)
         search.running = {str(k): attempt(float(k), each) for k, each in enumerate(seconds)}
         return search.affordable_parts()
