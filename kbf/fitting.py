@@ -122,7 +122,8 @@ def fit(
             ``["smooth", "export"]``; candidates that lack one are not selected.
         validation: share of the recordings that models trained by gradient are validated on.
         calibrate: learn intervals and alarms, and select among models.
-        budget: time for comparing models: ``"90s"``, ``"10m"``, or seconds; None for any time.
+        budget: time for comparing models and calibrating: ``"90s"``, ``"10m"``, or seconds; None
+            for any time.
         seed: of everything that is drawn.
         device: ``"cpu"`` or ``"cuda"``.
         threads: of the computation, restored afterwards; one is fastest where matrices are small.
