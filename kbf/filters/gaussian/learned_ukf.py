@@ -144,8 +144,8 @@ class LearnedUKF(ShownModule):
 
         1. Delays of sensors by leave-one-out (`select_delays`), faults by the residuals of a map,
            kernels by leave-one-out, regimes by `select_regimes`.
-        2. The kinds of maps by the error on held-out blocks at the best of `COARSE_FACTORS`, of one
-           regime and of several.
+        2. The kinds of maps and one regime or several (`select_kinds`), by the error on held-out
+           blocks at the best of `COARSE_FACTORS`.
         3. The factor of Q, of R, and of Q again, by the log score on these blocks, among those
            whose error is at most `MAX_ERROR_RATIO` times the least.
 

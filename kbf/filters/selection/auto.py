@@ -153,9 +153,9 @@ class ModelSelection(nn.Module):
             main: the main model.
             name: its name in tables.
             seed: of the models that draw random numbers.
-            budget: seconds of `prepare`, the fit after it and the calibration, or None. Models
-                other than `PLAIN` are stopped at the end of their share, and one that would take
-                longer, by the time of its first fold, is stopped early, the main model, too.
+            budget: seconds for `prepare`, the fit after it and the calibration, or None. Models
+                other than `PLAIN` are stopped when the search ends, and one that would take
+                longer, by its first fold, is stopped early. The main model is no exception.
             require: what candidates must meet
                 (`kbf.filters.selection.requirements.REQUIREMENTS`). An ensemble has no
                 smoother.
