@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kbf.data.benchmark_systems import SystemRecordings, discrete_lorenz
-from kbf.filters.gaussian.block_scores import held_out_parts
+from kbf.filters.gaussian import learned_ukf
+from kbf.filters.gaussian.block_scores import Scored, held_out_parts
 from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.gaussian.learned_maps import fit_map, kernel_of, row_of, select_kernel
 from kbf.filters.gaussian.learned_ukf import LearnedUKF
@@ -368,3 +369,19 @@ def test_a_sensor_that_is_nearly_always_0_is_no_obstacle():
     model.prepare([train._replace(obs=obs)])
     run = rollout(model.fit([train._replace(obs=obs)]), obs[None])
     assert float((run.estimates[0] - train.states).square().mean()) < 0.1
+
+
+def test_several_regimes_are_compared_second_with_the_kinds_of_the_best_filter_first(monkeypatch):
+    errors, asked = iter([1.0, 0.5, 2.0, 2.0]), []
+
+    def raced(pairs, run, parts, best=None, until=0.0):
+        asked.append(pairs)
+        first = [(1, 1)] if best is None else pairs[:1]
+        return {pair: Scored([], torch.tensor([[next(errors)]])) for pair in first}
+
+    monkeypatch.setattr(learned_ukf, "raced", raced)
+    model = LearnedUKF()
+    z = torch.arange(50, dtype=torch.float64)[:, None].sin()
+    model.select_kinds([([], [Recording(z, z)])], (0, 1), float("inf"))
+    assert asked[1][0] == (1, 1), "the kinds of the first comparison"
+    assert model.regimes.tolist() == [0, 1] and model.kinds.tolist() == [1, 1]
