@@ -11,6 +11,7 @@ first observation, and all states the other half: recordings may start in places
 """
 
 import copy
+import math
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,9 @@ MIN_FIRST_STATES_PER_COMPONENT = 4
 MAX_STATES = 3000
 # Times that the probabilities of all sensors are computed in turn.
 ROUNDS_OF_FAULTS = 4
+# How much more probable readings must be given the recorded states than given a belief by which
+# most sensors fail, for this belief to count as lost.
+MIN_RATIO_OF_LOST = 3.0
 # Least probability that a sensor works, in the update: the noise stays finite.
 MIN_PROBABILITY = 1e-6
 # Share of the mean variance that is added to each component of the first covariance: former states
@@ -199,6 +203,8 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
             noise=known.noise,
             linearised=known.linearised,
         )
+        if known.noise is not None:
+            possible = possible & ~self.lost(state, obs, works)
         waiting = state.waiting * (~obs.isfinite().any(-1)).to(state.waiting)
         if not computes_all_branches() and not bool((state.waiting > 0).any()):
             return StartingState(*moments, waiting, works), possible
@@ -236,6 +242,33 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
             seen = torch.where(obs.isfinite(), obs, torch.nan)
             works = self.faults.update(prior, seen, seen - left, spread / kept + variances)
         return works
+
+    def lost(
+        self, state: StartingState, obs: Float[Tensor, "b q"], works: Float[Tensor, "b q"]
+    ) -> Bool[Tensor, " b"]:
+        """Return whether a wrong belief explains why most sensors seem to fail, all at once.
+
+        Their readings have no effect, so that a wrong belief would stay wrong. It counts as lost
+        if the density of the readings given the recorded states, mean_i prod_j p(x_j | z_i), is
+        at least `MIN_RATIO_OF_LOST` times the largest possible one given this belief: U(x_j) of
+        failed sensors times N(h_j; h_j, R_jj) of the others.
+        """
+        seen, fails = obs.isfinite(), works < 0.5
+        failed = (seen & fails).sum(-1)
+        silent = (failed > 1) & (2 * failed > seen.sum(-1)) & (state.waiting == 0)
+        if not computes_all_branches() and not bool(silent.any()):
+            return silent
+        faults = self.faults
+        log_peaks = -0.5 * (self.model.R.diagonal().log() + LOG_2PI)
+        log_failed = -(faults.high - faults.low).log().to(obs)
+        belief = torch.where(seen, torch.where(fails, log_failed, log_peaks), 0).sum(-1)
+        share = (faults.enter / (faults.enter + faults.leave)).to(obs)
+        squares = (obs[:, None] - self.expected).square() / self.model.R.diagonal()
+        log_works = (1 - share).log() + log_peaks - 0.5 * squares
+        logs = torch.logaddexp(log_works, share.log() + log_failed)
+        each = torch.where(seen[:, None], logs, 0).sum(-1)
+        recorded = (each + self.log_prior).logsumexp(-1)
+        return silent & (recorded > belief + math.log(MIN_RATIO_OF_LOST))
 
     def first_update(self, obs: Float[Tensor, "b q"]) -> tuple[GaussianState, Bool[Tensor, " b"]]:
         """Return the moments of the recorded states given x, and whether x was possible."""

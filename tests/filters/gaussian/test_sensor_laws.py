@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kbf
+from kbf.filters.gating import GatedFilter, GatedState
 from kbf.filters.gaussian import map_pairs, sensor_laws
 from kbf.filters.gaussian.augmented import Sensor, augmented, with_past
 from kbf.filters.gaussian.count_maps import expected_root, fit_count_map, log_slope, stabilised
@@ -56,6 +57,34 @@ def smooth_states(n: int, d: int = 2, seed: int = 0) -> torch.Tensor:
         z = 0.9 * z + 0.45 * e
         rows.append(z)
     return torch.stack(rows)
+
+
+def turning_state(
+    q: int, failing: tuple[int, ...]
+) -> tuple[StartingFilter, torch.Tensor, torch.Tensor]:
+    """Return the filter of a turning state and q linear sensors; 60 states; readings.
+
+    From the 20th step on some sensors read uniform numbers.
+    """
+    turn = torch.tensor([[math.cos(0.1), -math.sin(0.1)], [math.sin(0.1), math.cos(0.1)]]).double()
+    angles = torch.linspace(0, math.pi, q + 1)[:-1].double()
+    H = torch.stack([angles.cos(), angles.sin()], 1)
+    eye, z, states = torch.eye(2).double(), torch.tensor([1.0, 0.0]).double(), []
+    for e in normal(60, 2, seed=1):
+        z = turn @ z + 0.01 * e
+        states.append(z)
+    z = torch.stack(states)
+    x = z @ H.mT + 0.05 * normal(60, q, seed=2)
+    for j in failing:
+        x[20:, j] = 2.6 * torch.rand(40, generator=generator(j), dtype=torch.float64) - 1.3
+    around = torch.arange(1000).double() * 0.1
+    recorded = torch.stack([around.cos(), around.sin()], 1) + 0.1 * normal(1000, 2, seed=3)
+    one = torch.ones(q).double()
+    model = StateSpaceModel(
+        lambda z: z @ turn.mT, lambda z: z @ H.mT, 1e-4 * eye, 0.05**2 * one.diag(), 0 * z[0], eye
+    )
+    faults = Faults(0.01 * one, 0.1 * one, -1.3 * one, 1.3 * one)
+    return StartingFilter(UnscentedKalmanFilter(model), recorded, faults=faults), z, x
 
 
 # delays
@@ -181,6 +210,28 @@ def test_missing_readings_and_sensors_without_faults_keep_their_probability():
     works = torch.full((1, 2), 0.7).double()
     x = torch.tensor([[torch.nan, 50.0]]).double()
     assert torch.equal(faults.update(works, x, 0 * x.nan_to_num(), 1 + 0 * works), works)
+
+
+@pytest.mark.parametrize("sensors", [3, 5, 8])
+def test_a_wrong_belief_is_lost_and_starts_again(sensors):
+    """Sensors of which most disagree with the belief would otherwise count as failed for long."""
+    filter, z, x = turning_state(sensors, failing=())
+    gated = GatedFilter(filter)
+    state = GatedState(filter.init(1))
+    for each in x[:20]:
+        state = gated.step(state, each[None])
+    assert (filter.estimate(state.inner) - z[19]).norm() < 0.1
+
+    state = GatedState(state.inner._replace(mean=-state.inner.mean))
+    for each in x[20:60]:
+        state = gated.step(state, each[None])
+    assert (filter.estimate(state.inner) - z[59]).norm() < 0.1
+
+
+def test_a_right_belief_is_kept_while_most_sensors_fail():
+    filter, z, x = turning_state(5, failing=(0, 1, 2))
+    run = rollout(filter, x[None])
+    assert (run.means[0] - z).norm(dim=-1).max() < 0.2
 
 
 # persistent errors
