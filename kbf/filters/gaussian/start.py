@@ -258,13 +258,13 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
         silent = (failed > 1) & (2 * failed > seen.sum(-1)) & (state.waiting == 0)
         if not computes_all_branches() and not bool(silent.any()):
             return silent
-        faults = self.faults
-        log_peaks = -0.5 * (self.model.R.diagonal().log() + LOG_2PI)
+        faults, variances = self.faults, self.model.R.diagonal(dim1=-2, dim2=-1)
+        log_peaks = -0.5 * (variances.log() + LOG_2PI)
         log_failed = -(faults.high - faults.low).log().to(obs)
         belief = torch.where(seen, torch.where(fails, log_failed, log_peaks), 0).sum(-1)
         share = (faults.enter / (faults.enter + faults.leave)).to(obs)
-        squares = (obs[:, None] - self.expected).square() / self.model.R.diagonal()
-        log_works = (1 - share).log() + log_peaks - 0.5 * squares
+        squares = (obs[:, None] - self.expected).square() / variances[..., None, :]
+        log_works = (1 - share).log() + log_peaks[..., None, :] - 0.5 * squares
         logs = torch.logaddexp(log_works, share.log() + log_failed)
         each = torch.where(seen[:, None], logs, 0).sum(-1)
         recorded = (each + self.log_prior).logsumexp(-1)
