@@ -5,10 +5,10 @@
 
 Draws places of `FOLDERS` at random, mutates each by an operator of cosmic-ray (an arithmetic or
 comparison operator, a number, a truth value, a loop) or drops a transpose, and runs the quick
-tests of the mirrored folder until the first fails. Annotations, messages and raised errors are
-left out. Works on a copy, runs/mutants/tree. Results are kept in runs/mutants/results.jsonl, and
-the same command resumes: a noticed mutant runs again only if its file changed, a survivor also if
-the tests of its folder changed.
+tests of the mirrored folder until the first fails, short ones first. Annotations, messages and
+raised errors are left out. Each process works on a copy, runs/mutants/tree*. Results are kept in
+runs/mutants/results.jsonl, and the same command resumes: a noticed mutant runs again only if its
+file changed, a survivor also if the tests of its folder changed.
 
 Writes runs/mutants/survivors.md. A survivor that computes the same as the original belongs into
 studies/mutants_equivalent.txt with the reason. Returns 1 below `MIN_NOTICED`.
@@ -21,6 +21,7 @@ import ast
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "runs" / "mutants"
-TREE = OUT / "tree"
+TREE = OUT / "tree0"
 EQUIVALENT = ROOT / "studies" / "mutants_equivalent.txt"
 FOLDERS = (
     "rkhs",
@@ -51,6 +52,8 @@ TIMEOUT_FACTOR = 10
 """A mutant whose tests take this many times the time of the unchanged code counts as noticed."""
 MIN_TIMEOUT = 60
 """Seconds that a mutant has at least: short test runs vary by the load of the machine."""
+SHORT = 0.5
+"""Seconds: tests that took less without a mutation run before the others."""
 REPLACED = (
     {"Add", "Sub", "Mul", "Div", "Pow"},
     {"BitAnd", "BitOr", "BitXor"},
@@ -234,8 +237,38 @@ def tests_for(mutant_path: str, folder: str) -> list[str]:
     return [test.relative_to(ROOT).as_posix() for test in tests]
 
 
-def make_tree() -> None:
-    """Copy what the tests need to `TREE`."""
+class ShortFirst:
+    """A plugin of pytest: tests that were short in an earlier run come first.
+
+    Attributes:
+        path: a file with the seconds of each test; it is written if it does not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+        self.found: dict[str, float] = {}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Move the long tests to the end; the order is otherwise kept."""
+        items.sort(key=lambda item: self.known.get(item.nodeid, 0.0) > SHORT)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Add the seconds of set-up, call and tear-down."""
+        self.found[report.nodeid] = self.found.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the seconds if no earlier run did."""
+        if not self.path.exists():
+            self.path.write_text(json.dumps(self.found), encoding="utf-8")
+
+
+def make_tree(started: Any) -> None:
+    """Copy what the tests need to a `TREE` of this process; ``started``: a number of processes."""
+    global TREE
+    with started.get_lock():
+        TREE = OUT / f"tree{started.value}"
+        started.value += 1
     shutil.rmtree(TREE, ignore_errors=True)
     skip = shutil.ignore_patterns("__pycache__")
     for name in ("kbf", "configs", "tests", "studies"):
@@ -243,12 +276,15 @@ def make_tree() -> None:
     shutil.copy(ROOT / "pyproject.toml", TREE)
 
 
-def run_tests(tests: list[str], timeout: float) -> tuple[str, float]:
+def run_tests(tests: list[str], timeout: float, durations: Path) -> tuple[str, float]:
     """Run quick tests of `TREE` until one fails; returns the verdict and the seconds.
+
+    Args:
+        tests: the files. timeout: in seconds. durations: see `ShortFirst`.
 
     Verdicts: "passed", "failed", "timeout", and "broken" if pytest could not run the tests.
     """
-    start, output = time.monotonic(), OUT / "output.txt"
+    start, output = time.monotonic(), TREE / "output.txt"
     pid = os.fork()
     if pid == 0:
         code = 99
@@ -264,35 +300,48 @@ def run_tests(tests: list[str], timeout: float) -> tuple[str, float]:
             import pytest
 
             words = ["-x", "-q", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider"]
-            code = int(pytest.main([*words, *tests]))
+            code = int(pytest.main([*words, *tests], plugins=[ShortFirst(durations)]))
             if not str(getattr(sys.modules.get("kbf"), "__file__", TREE)).startswith(str(TREE)):
                 code = 98  # the tests ran another kbf
         finally:
             os._exit(code)
-    while time.monotonic() - start < timeout:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            # 1: a test failed; 2: a file could not be imported; others: pytest itself
-            verdicts = {0: "passed", 1: "failed", 2: "failed"}
-            code = os.waitstatus_to_exitcode(status)
-            verdict = "failed" if code < 0 else verdicts.get(code, "broken")
-            return verdict, time.monotonic() - start
-        time.sleep(0.05)
-    os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "timeout", time.monotonic() - start
+    done = 0
+    try:
+        while time.monotonic() - start < timeout:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                # 1: a test failed; 2: a file could not be imported; others: pytest itself
+                verdicts = {0: "passed", 1: "failed", 2: "failed"}
+                code = os.waitstatus_to_exitcode(status)
+                verdict = "failed" if code < 0 else verdicts.get(code, "broken")
+                return verdict, time.monotonic() - start
+            time.sleep(0.05)
+        return "timeout", time.monotonic() - start
+    finally:
+        if not done:  # too slow, or interrupted
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
-def test(mutant: Mutant, timeout: float) -> tuple[str, float]:
-    """Run the tests with the mutant in `TREE`, which is as before afterwards."""
+def test(mutant: Mutant) -> tuple[Mutant, str, float]:
+    """Run the tests with the mutant in `TREE`, which is as before afterwards.
+
+    Raises:
+        ValueError: pytest broke off.
+    """
+    seconds, durations = baseline(mutant.folder)
+    limit = max(TIMEOUT_FACTOR * seconds, MIN_TIMEOUT)
     path = TREE / mutant.path
     source, stat = path.read_text(encoding="utf-8"), path.stat()
     try:
         path.write_text(mutated(mutant, source), encoding="utf-8")
-        return run_tests(tests_for(mutant.path, mutant.folder), timeout)
+        verdict, seconds = run_tests(tests_for(mutant.path, mutant.folder), limit, durations)
     finally:
         path.write_text(source, encoding="utf-8")
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    if verdict == "broken":
+        raise ValueError(f"pytest broke off at {mutant.name}, see {TREE}/output.txt")
+    return mutant, verdict, seconds
 
 
 def read_results() -> dict[str, dict[str, Any]]:
@@ -327,46 +376,52 @@ def equivalents() -> dict[tuple[str, str], str]:
     return found
 
 
-def baseline(folder: str, known: dict[str, dict[str, Any]]) -> float:
-    """Return the seconds of the tests of a folder on the unchanged code.
+def baseline(folder: str) -> tuple[float, Path]:
+    """Return the seconds of the tests of a folder on the unchanged code, and of each; kept.
 
     Raises:
         ValueError: one of them fails.
     """
     files = [*(ROOT / "kbf").rglob("*.py"), *(ROOT / "tests" / folder).rglob("*.py")]
     key = digest("baseline", folder, hash_of(files))
-    if key not in known:
-        verdict, seconds = run_tests(tests_for("", folder), timeout=3600)
+    durations, known = OUT / f"durations_{key[:16]}.json", read_results()
+    if key not in known or not durations.exists():
+        verdict, seconds = run_tests(tests_for("", folder), 3600, durations)
         if verdict != "passed":
-            raise ValueError(f"tests/{folder}: {verdict} without a mutation, see {OUT}/output.txt")
+            durations.unlink(missing_ok=True)
+            raise ValueError(f"tests/{folder}: {verdict} without a mutation, see {TREE}/output.txt")
         print(f"{folder}: {seconds:.0f} s without a mutation", flush=True)
         known[key] = keep({"key": key, "seconds": seconds})
-    return known[key]["seconds"]
+    return known[key]["seconds"], durations
 
 
-def run(mutants: list[Mutant]) -> list[dict[str, Any]]:
-    """Run the mutants that no earlier run did; returns a row of each.
+def run(mutants: list[Mutant], jobs: int) -> list[dict[str, Any]]:
+    """Run the mutants that no earlier run did, in processes; returns a row of each.
 
     Raises:
         ValueError: tests that fail without a mutation, or a run of pytest that broke off.
     """
-    known, rows = read_results(), []
-    for number, mutant in enumerate(mutants, 1):
+    known, rows, pending = read_results(), {}, {}
+    for mutant in mutants:
         source = hash_of([ROOT / mutant.path])
         tests = hash_of((ROOT / "tests" / mutant.folder).rglob("*.py"))
         key = digest(source, mutant.path, mutant.operator, mutant.occurrence)
         row = known.get(key)
         if row is None or (row["verdict"] == "passed" and row["tests"] != tests):
-            limit = max(TIMEOUT_FACTOR * baseline(mutant.folder, known), MIN_TIMEOUT)
-            verdict, seconds = test(mutant, limit)
-            if verdict == "broken":
-                raise ValueError(f"pytest broke off at {mutant.name}, see {OUT}/output.txt")
-            found = {"verdict": verdict, "seconds": round(seconds, 1), "tests": tests}
-            row = keep({"key": key, **found, **mutant._asdict()})
+            pending[mutant] = {"key": key, "tests": tests}
+        else:
+            rows[mutant] = row | mutant._asdict()
+    context = multiprocessing.get_context("fork")
+    with context.Pool(jobs, make_tree, (context.Value("i", 0),)) as pool:
+        folders = sorted({mutant.folder for mutant in pending}, key=FOLDERS.index)
+        pool.map(baseline, folders, chunksize=1)
+        for mutant, verdict, seconds in pool.imap_unordered(test, pending):
+            found = {"verdict": verdict, "seconds": round(seconds, 1)}
+            rows[mutant] = keep(pending[mutant] | found | mutant._asdict())
             word = "SURVIVED" if verdict == "passed" else "noticed"
-            print(f"{number}/{len(mutants)} {word} {seconds:.1f} s {mutant.name}", flush=True)
-        rows.append(row | mutant._asdict())
-    return rows
+            count = f"{len(rows)}/{len(mutants)}"
+            print(f"{count} {word} {seconds:.1f} s {mutant.name}", flush=True)
+    return [rows[mutant] for mutant in mutants]
 
 
 def report(rows: list[dict[str, Any]]) -> tuple[str, float]:
@@ -403,14 +458,14 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument("count", nargs="?", type=int, default=200, help="mutants to draw")
     parser.add_argument("--seed", type=int, default=0, help="another seed draws other places")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args(words)
     OUT.mkdir(parents=True, exist_ok=True)
     mutants = sample(options.count, options.seed)
-    make_tree()
     os.environ |= {"OMP_NUM_THREADS": "1"}
     for name in PRELOADED:
         __import__(name)
-    text, share = report(run(mutants))
+    text, share = report(run(mutants, options.jobs))
     (OUT / "survivors.md").write_text(text, encoding="utf-8")
     print(f"{text}\nin {OUT / 'survivors.md'}")
     return int(share < MIN_NOTICED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -77,3 +78,18 @@ def test_mutants_of_a_file(mutants, monkeypatch, tmp_path):
     assert {mutant.line for mutant in drawn} == {1, 3, 5} and len(drawn) > 4
     assert all(mutant.before != mutant.after for mutant in drawn)
     assert mutants.sample(2, 0) == drawn[:2]
+
+
+def test_short_tests_come_first(mutants, tmp_path):
+    """In the second run; the first one measures them."""
+    file, path = tmp_path / "test_a.py", tmp_path / "durations.json"
+    file.write_text(
+        "import time\ndef test_long(): time.sleep(0.6)\ndef test_short(): pass\n"
+        "def test_other(): pass\n"
+    )
+    words = [str(file), "-q", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    for expected in (["long", "short", "other"], ["short", "other", "long"]):
+        plugin = mutants.ShortFirst(path)
+        assert pytest.main(words, plugins=[plugin]) == 0
+        assert [name.split("test_")[-1] for name in plugin.found] == expected
+        assert plugin.found.keys() == json.loads(path.read_text()).keys()
