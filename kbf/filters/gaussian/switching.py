@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
 from kbf.filters.gaussian.start import StartingFilter, StartingState
+from kbf.filters.gaussian.ukf import Split
 from kbf.filters.protocols import Backward, FilterStep, UpdateByObserve
 from kbf.runtime.html_repr import Shown
 
@@ -50,8 +51,8 @@ class SwitchingFilter(UpdateByObserve[SwitchingState], Shown):
             P: transition probabilities; rows sum to 1. start: probabilities at the beginning.
         """
         self.filters: list[StartingFilter] = filters
-        sensors = filters[0].inner.repeated(len(filters))
-        self.sensors: StartingFilter = filters[0].with_inner(sensors)  # updates `stacked_parts`
+        inner = filters[0].inner.repeated(len(filters)).with_parts(f=moves_of(filters))
+        self.sensors: StartingFilter = filters[0].with_inner(inner)  # of `stacked_parts`
         self.P: Tensor = P.to(filters[0].states)
         self.start: Tensor = start.to(filters[0].states)
         self.states: Tensor = filters[0].states
@@ -78,13 +79,18 @@ class SwitchingFilter(UpdateByObserve[SwitchingState], Shown):
         probabilities = flow.sum(1)
         shares = (flow / probabilities.clamp_min(torch.finfo(flow.dtype).tiny)[:, None]).mT
         mean = shares @ state.mean
-        works = shares @ state.works
-        moved = []
-        for j, each in enumerate(self.filters):
-            cov = mixture_covariance(shares[:, j], state.mean, state.cov, mean[:, j])
-            mixed = StartingState(mean[:, j], cov, state.waiting, works[:, j])
-            moved.append(each.predict(mixed, control=control))
-        return joined(moved, probabilities)
+        left = state.mean[:, None] - mean[:, :, None]  # b j i e
+        cov = (shares[..., None, None] * state.cov[:, None]).sum(2)
+        cov = cov + (shares[..., None] * left).mT @ left
+        mixed = SwitchingState(mean, cov, state.waiting, shares @ state.works, probabilities)
+        moves = self.sensors.with_inner(self.sensors.inner.with_parts(Q=self.noises(len(mean))))
+        acted = None if control is None else control.repeat_interleave(len(self.filters), 0)
+        return unstacked(moves.predict(stacked_parts(mixed), control=acted), probabilities)
+
+    def noises(self, batch: int) -> Float[Tensor, "bk e e"]:
+        """Return Q of each regime for each recording of a batch."""
+        each = torch.stack([one.model.Q for one in self.filters], -3)
+        return each.expand(batch, *each.shape[-3:]).flatten(0, 1)
 
     def observe(
         self, state: SwitchingState, obs: Float[Tensor, "b q"]
@@ -96,11 +102,7 @@ class SwitchingFilter(UpdateByObserve[SwitchingState], Shown):
         weights = state.probabilities.log() + logs.unflatten(0, (-1, k))
         seen = obs.isfinite().any(-1)[:, None]
         found = torch.where(seen, weights.softmax(-1), state.probabilities)
-        mean, cov, works = (
-            each.unflatten(0, (-1, k)) for each in (after.mean, after.cov, after.works)
-        )
-        updated = SwitchingState(mean, cov, after.waiting[::k], works, found)
-        return updated, fits.unflatten(0, (-1, k)).any(1)
+        return unstacked(after, found), fits.unflatten(0, (-1, k)).any(1)
 
     def log_likelihood(
         self, state: SwitchingState, obs: Float[Tensor, "b q"]
@@ -178,6 +180,30 @@ def stacked_parts(state: SwitchingState) -> StartingState:
     k = state.mean.shape[1]
     mean, cov, works = (each.flatten(0, 1) for each in (state.mean, state.cov, state.works))
     return StartingState(mean, cov, state.waiting.repeat_interleave(k, 0), works)
+
+
+def unstacked(state: StartingState, probabilities: Float[Tensor, "b k"]) -> SwitchingState:
+    """Return the inverse of `stacked_parts`, with the regimes' probabilities."""
+    k = probabilities.shape[1]
+    mean, cov, works = (each.unflatten(0, (-1, k)) for each in (state.mean, state.cov, state.works))
+    return SwitchingState(mean, cov, state.waiting[::k], works, probabilities)
+
+
+def moves_of(filters: list[StartingFilter]) -> Callable[..., Tensor]:
+    """Return f of `stacked_parts`: each row moves as its regime does."""
+    k, maps = len(filters), [each.model.f for each in filters]
+
+    def by_regime(functions: list[Callable[..., Tensor]]) -> Callable[..., Tensor]:
+        def moved(z: Tensor, *control: Tensor) -> Tensor:
+            given = [each.unflatten(0, (-1, k)) for each in (z, *control)]
+            found = [f(*(each[:, j] for each in given)) for j, f in enumerate(functions)]
+            return torch.stack(found, 1).flatten(0, 1)
+
+        return moved
+
+    if splits := [f for f in maps if isinstance(f, Split)]:
+        return Split(by_regime([f.inner for f in splits]), splits[0].outer, splits[0].last)
+    return by_regime(maps)
 
 
 def joined(parts: list[StartingState], probabilities: Float[Tensor, "b k"]) -> SwitchingState:

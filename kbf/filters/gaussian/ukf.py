@@ -8,7 +8,7 @@ References: Wan and van der Merwe (2000); Sarkka (2013), algorithms 5.14 and 5.1
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -188,16 +188,19 @@ class UnscentedKalmanFilter(GaussianFilter):
         points = sigma_points(d, alpha, beta, max(0.0, 3.0 - d) if kappa is None else kappa)
         self.points, self.mean_weights, self.cov_weights = (p.to(model.m0) for p in points)
 
+    def with_parts(self, **parts: Any) -> "UnscentedKalmanFilter":
+        """Return the filter with other parts of the model: f, h, Q or R."""
+        changed = copy.copy(self)
+        changed.model = self.model._replace(**parts)
+        return changed
+
     def repeated(self, times: int) -> "UnscentedKalmanFilter":
         """Return the filter of a batch in which each recording occurs so many times in turn."""
-        model = self.model
         Q, R = (
             each if each.ndim == 2 else each.repeat_interleave(times, 0)
-            for each in (model.Q, model.R)
+            for each in (self.model.Q, self.model.R)
         )
-        changed = copy.copy(self)
-        changed.model = model._replace(Q=Q, R=R)
-        return changed
+        return self.with_parts(Q=Q, R=R)
 
     def linearise(
         self,
