@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Generator, Tensor
 
-from kbf.filters.gating import MAX_CONSECUTIVE_REJECTIONS, GatedFilter, GatedState, observe
+from kbf.filters.gating import MAX_CONSECUTIVE_REJECTIONS, counted, observe
 from kbf.filters.protocols import (
     Backward,
     Filter,
@@ -102,16 +102,17 @@ class EnsembleFilter(UpdateByObserve[Any]):
 
     def observe(self, state: Any, obs: Shaped[Tensor, "b *x"]) -> tuple[Any, Bool[Tensor, " b"]]:
         """Update each member for which the observation is plausible; ``b``, whether any is."""
-        updated, rejections = [], torch.zeros_like(state.rejections)
+        updated, rejections = [], []
         for k, (each, part) in enumerate(
             zip(self.filters.values(), self.parts(state), strict=True)
         ):
-            gate, before = GatedFilter(each), GatedState(part, state.rejections[:, k])
-            after = gate.resolve(before, *observe(each, part, obs), obs)
-            updated.append(after.inner)
-            if after.rejections is not None:
-                rejections[:, k] = after.rejections
-        return self.joined(updated, rejections), (rejections == 0).any(1)
+            count = state.rejections[:, k]
+            found, rejected = observe(each, part, obs)
+            rejected = torch.zeros_like(count, dtype=torch.bool) if rejected is None else rejected
+            updated.append(found)
+            rejections.append(counted(each, count, rejected, obs))
+        count = torch.stack(rejections, 1)
+        return self.joined(updated, count), (count == 0).any(1)
 
     def smoother(self) -> Backward:
         """One step back of each member with a smoother; the others keep their filtered state.

@@ -18,7 +18,7 @@ import math
 from typing import Any, NamedTuple, cast
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Generator, Tensor
 
 from kbf.filters.protocols import (
@@ -140,16 +140,13 @@ class GatedFilter:
         elif count is None and not compiling and not bool(rejected.any()):
             return GatedState(updated)
         obs = obs.to(rejected.device)
-        observed = (
-            is_observed(self.filter, obs) if mask is None else mask & is_observed(self.filter, obs)
-        )
         count = torch.zeros_like(rejected, dtype=torch.long) if count is None else count
         lost = rejected & (count >= MAX_CONSECUTIVE_REJECTIONS)
         if compiling or bool(lost.any()):
             fresh, implausible = observe(self.filter, self.prior(len(count), control), obs, mask)
             found = lost if implausible is None else lost & ~implausible
             updated, rejected = where(found, fresh, updated), rejected & ~found
-        count = torch.where(observed, (count + 1) * rejected, count)
+        count = counted(self.filter, count, rejected, obs, mask)
         return GatedState(updated, count if compiling or bool(count.any()) else None, rejected)
 
     def prior(self, batch: int, control: Float[Tensor, "b k"] | None = None) -> Any:
@@ -165,6 +162,19 @@ class GatedFilter:
         if control is None and not computes_all_branches():
             self.fresh = fresh
         return fresh
+
+
+def counted(
+    filter: Filter[Any],
+    count: Int[Tensor, " b"],
+    rejected: Bool[Tensor, " b"],
+    obs: Shaped[Tensor, "b *x"],
+    mask: Bool[Tensor, " b"] | None = None,
+) -> Int[Tensor, " b"]:
+    """Return the consecutive rejections after a step; without an observation they are kept."""
+    observed = is_observed(filter, obs)
+    observed = observed if mask is None else mask & observed
+    return torch.where(observed, (count + 1) * rejected, count)
 
 
 def observe(

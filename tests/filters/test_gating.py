@@ -16,6 +16,7 @@ from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gating import MAX_CONSECUTIVE_REJECTIONS
 from kbf.filters.gaussian.ekf import EKF
 from kbf.filters.gaussian.kalman import KalmanFilter, LearnedKalman, LinearModel
+from kbf.filters.gaussian.learned_ukf import LearnedUKF
 from kbf.filters.gaussian.ukf import UKF
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.simulated_kbf import SimulatedKBF
@@ -26,6 +27,7 @@ from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.regression.window import WindowRidge
 from kbf.filters.rollout import Rollout, rollout
 from kbf.recording import Recording
+from kbf.runtime.branches import all_branches
 from kbf.ssm import StateSpaceModel, rotation, simulate
 
 F64 = torch.float64
@@ -224,3 +226,19 @@ def test_a_member_of_a_stack_begins_anew():
     torch.testing.assert_close(
         found.estimates[0].float(), run(kbf, test.obs).estimates[0], rtol=1e-4, atol=1e-4
     )
+
+
+def test_members_of_a_stack_get_their_controls_while_all_branches_are_computed():
+    """As in compiled steps, and where it is found out whether a step draws random numbers."""
+    z = torch.randn(80, 2, generator=torch.Generator().manual_seed(0), dtype=F64)
+    controls = z.roll(1, 0)[:, :1]
+    memory = [Recording(z, z + 0.1 * z.flip(0), controls=controls)]
+    learned = LearnedUKF(kinds=("linear",), factors=(1.0,), switches=False)
+    filters = {"learned": learned.fit(memory), "window": WindowRidge(3).fit(memory)}
+    weights = torch.full((2, 2), 0.5, dtype=F64)
+    stack = EnsembleFilter(filters, weights, torch.eye(2, dtype=F64).expand(2, 2, 2))
+    u = controls[:1]
+    expected = stack.update(stack.predict(stack.init(1), control=u), z[:1])
+    with all_branches():
+        found = stack.update(stack.predict(stack.init(1), control=u), z[:1])
+    torch.testing.assert_close(stack.estimate(found), stack.estimate(expected))
