@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -56,7 +54,9 @@ def test_a_stack_comes_back_from_its_checkpoint(tmp_path, monkeypatch):
     small = KernelMonteCarlo(particles=40, regs=(0.0,), inflations=(1.0, 2.0), density="gaussian")
     monkeypatch.setattr(auto, "LEARNED", {"kernel_monte_carlo": lambda seed: small})
     monkeypatch.setattr(auto, "MIN_STEPS_FOR_MORE", 100)
-    monkeypatch.setattr(auto, "MIN_GAIN_OF_STACK", -math.inf)  # always the stack
+    monkeypatch.setattr(
+        auto, "significantly_better", lambda gains, errors: errors == 1.0
+    )  # always the stack
     data, made = trained(tmp_path, "model=kalman")
     assert made is not None and set(made.module.net.used()) >= {"kernel_monte_carlo"}
     loaded, obs = load_filter(tmp_path / "best.ckpt"), data.test[0].obs[None]

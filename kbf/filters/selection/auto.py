@@ -19,7 +19,7 @@ re-weighted for every control, which is slow, and resolves the next state only t
 points, whereas particles move with the belief. The selected model is then compared with the
 stacking ensemble of the best ones (`kbf.filters.selection.stacking`), scored on blocks that its
 weights are not fitted to; it is selected if its error is below (1 - `MIN_GAIN_OF_STACK`)
-times that of the selected model.
+times that of the selected model, by one standard error.
 
 With density ratios as observations (`kbf.densities.ratio`) the kernel Monte Carlo filter is
 selected unless it cannot be fitted. Only this filter uses ratios, the others use their means, and
@@ -345,7 +345,7 @@ class ModelSelection(nn.Module):
             members = sorted(found, key=lambda name: float(found[name].scores.mean()))[:MAX_MEMBERS]
             stacking, scores = stacked([found[name] for name in members], scale)
             search.rows.append(Row("stack", float(scores.mean()), deviation(scores), 0.0, ""))
-            if scores.mean() < (1 - MIN_GAIN_OF_STACK) * found[best].scores.mean():
+            if significantly_better((1 - MIN_GAIN_OF_STACK) * found[best].scores - scores, 1.0):
                 weights = dict(zip(members, stacking, strict=True))
         self.weights = torch.stack([weights.get(name, torch.zeros_like(scale)) for name in names])
         left = {name: torch.cat(each.residuals) for name, each in found.items()}
