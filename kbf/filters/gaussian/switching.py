@@ -53,6 +53,7 @@ class SwitchingFilter(UpdateByObserve[SwitchingState], Shown):
         self.filters: list[StartingFilter] = filters
         inner = filters[0].inner.repeated(len(filters)).with_parts(f=moves_of(filters))
         self.sensors: StartingFilter = filters[0].with_inner(inner)  # of `stacked_parts`
+        self.Q: Tensor = torch.stack([each.model.Q for each in filters], -3)
         self.P: Tensor = P.to(filters[0].states)
         self.start: Tensor = start.to(filters[0].states)
         self.states: Tensor = filters[0].states
@@ -79,18 +80,12 @@ class SwitchingFilter(UpdateByObserve[SwitchingState], Shown):
         probabilities = flow.sum(1)
         shares = (flow / probabilities.clamp_min(torch.finfo(flow.dtype).tiny)[:, None]).mT
         mean = shares @ state.mean
-        left = state.mean[:, None] - mean[:, :, None]  # b j i e
-        cov = (shares[..., None, None] * state.cov[:, None]).sum(2)
-        cov = cov + (shares[..., None] * left).mT @ left
+        cov = mixture_covariance(shares, state.mean[:, None], state.cov[:, None], mean)
         mixed = SwitchingState(mean, cov, state.waiting, shares @ state.works, probabilities)
-        moves = self.sensors.with_inner(self.sensors.inner.with_parts(Q=self.noises(len(mean))))
+        Q = self.Q.expand(len(mean), *self.Q.shape[-3:]).flatten(0, 1)
+        moves = self.sensors.with_inner(self.sensors.inner.with_parts(Q=Q))
         acted = None if control is None else control.repeat_interleave(len(self.filters), 0)
         return unstacked(moves.predict(stacked_parts(mixed), control=acted), probabilities)
-
-    def noises(self, batch: int) -> Float[Tensor, "bk e e"]:
-        """Return Q of each regime for each recording of a batch."""
-        each = torch.stack([one.model.Q for one in self.filters], -3)
-        return each.expand(batch, *each.shape[-3:]).flatten(0, 1)
 
     def observe(
         self, state: SwitchingState, obs: Float[Tensor, "b q"]
@@ -215,11 +210,11 @@ def joined(parts: list[StartingState], probabilities: Float[Tensor, "b k"]) -> S
 
 
 def mixture_covariance(
-    weights: Float[Tensor, "b k"],
-    means: Float[Tensor, "b k e"],
-    covs: Float[Tensor, "b k e e"],
-    mean: Float[Tensor, "b e"],
-) -> Float[Tensor, "b e e"]:
+    weights: Float[Tensor, "*b k"],
+    means: Float[Tensor, "*c k e"],
+    covs: Float[Tensor, "*c k e e"],
+    mean: Float[Tensor, "*b e"],
+) -> Float[Tensor, "*b e e"]:
     """Return sum_k w_k (C_k + (m_k - m) (m_k - m)^T)."""
-    left = means - mean[:, None]
-    return (weights[..., None, None] * covs).sum(1) + (weights[..., None] * left).mT @ left
+    left = means - mean[..., None, :]
+    return (weights[..., None, None] * covs).sum(-3) + (weights[..., None] * left).mT @ left
