@@ -14,6 +14,8 @@ from kbf.runtime.errors import FitError
 MAX_BLOCKS = 8
 # Steps of a held-out block.
 MAX_BLOCK_LENGTH = 100
+# Recordings that represent the others, see `some_of_each`.
+MIN_WHOLE_RECORDINGS = 10
 
 
 class Span(NamedTuple):
@@ -199,8 +201,8 @@ def stack(recordings: list[Recording], spans: list[Span]) -> Recording:
     )
 
 
-def piece(recording: Recording, start: int, stop: int) -> Recording:
-    """Returns steps start, ..., stop - 1 of a recording."""
+def piece(recording: Recording, start: int, stop: int | None) -> Recording:
+    """Returns steps start, ..., stop - 1 of a recording; a negative start counts from its end."""
     return Recording(*(None if leaf is None else leaf[start:stop] for leaf in recording))  # pyright: ignore[reportArgumentType]
 
 
@@ -215,6 +217,20 @@ def first_steps(recordings: list[Recording], most: int) -> list[Recording]:
         if total > most
         else recordings
     )
+
+
+def some_of_each(recordings: list[Recording], most: int) -> list[Recording]:
+    """Returns about ``most`` steps: evenly spaced recordings, or the last steps of each.
+
+    Recordings are taken whole if there are then at least `MIN_WHOLE_RECORDINGS`.
+    """
+    total = sum(len(s.states) for s in recordings)
+    if total <= most:
+        return recordings
+    count = len(recordings) * most // total
+    if count >= MIN_WHOLE_RECORDINGS:
+        return [recordings[i] for i in evenly(len(recordings), count).tolist()]
+    return [piece(s, -max(1, len(s.states) * most // total), None) for s in recordings]
 
 
 def held_out_blocks(held: list[Recording]) -> list[Recording]:

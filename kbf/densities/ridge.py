@@ -13,7 +13,7 @@ from kbf.densities.base import LOG_2PI, Likelihood
 from kbf.manifolds import FLAT, Manifold, manifold_of
 from kbf.rkhs.features import nystrom_whitening, pivots
 from kbf.rkhs.kernels import KERNELS, NETWORK_KERNELS, Kernel, median_distance, own_value
-from kbf.rkhs.linalg import cholesky, squared_distance
+from kbf.rkhs.linalg import cholesky, evenly, squared_distance
 from kbf.runtime.deadline import check_deadline
 from kbf.runtime.errors import FitError, fit_errors
 from kbf.ssm import normal
@@ -204,6 +204,7 @@ def fit_ridge_map(
     diagonal: bool = False,
     flat: bool = False,
     candidates: list[Kernel] | None = None,
+    points: int | None = None,
     known: Collection[tuple[int, ...]] = (),
 ) -> RidgeMap:
     """Fit y on u; kernel, settings and ridge minimise the leave-one-out log loss in closed form.
@@ -233,6 +234,7 @@ def fit_ridge_map(
         flat: noise is added to all components; pairs of norm 1 are not taken as points of the
             circle.
         candidates: kernels with their settings, in place of those of the arguments before.
+        points: number of evenly spaced inputs among which landmarks are selected; None for all.
         known: `RidgeMap.selection` of earlier fits with the same settings. If one is of the same
             points, its kernel and ridge are taken without a comparison.
 
@@ -253,15 +255,16 @@ def fit_ridge_map(
     best: tuple[float, RidgeMap] | None = None
     if candidates is None:
         candidates = kernel_candidates(u, kernels, factors, slopes, biases)
-    points = hash_of(u, y)
-    only = next((each[1:] for each in known if each[:1] == (points,)), None)
+    own = hash_of(u, y)
+    only = next((each[1:] for each in known if each[:1] == (own,)), None)
+    some = u if points is None else u[evenly(n, points, u.device)]
     kernels_to_try = list(enumerate(candidates))
     ridges_to_try = list(enumerate(n * reg for reg in regs))
     if only is not None:
         kernels_to_try, ridges_to_try = [kernels_to_try[only[0]]], [ridges_to_try[only[1]]]
     for place, kernel in kernels_to_try:
         check_deadline()
-        landmarks = u[pivots(kernel, u, rank=rank, tol=tol)]
+        landmarks = some[pivots(kernel, some, rank=rank, tol=tol)]
         whiten = nystrom_whitening(kernel(landmarks, landmarks))
         phi = kernel(u, landmarks) @ whiten
         values, vectors = torch.linalg.eigh(phi.mT @ phi)
@@ -294,7 +297,7 @@ def fit_ridge_map(
                         noise,
                         u.new_tensor(ridge),
                         manifold,
-                        (points, place, strength),
+                        (own, place, strength),
                     ),
                 )
     assert best is not None

@@ -5,6 +5,8 @@ from its initial state, as it later runs through new data.
 """
 
 import logging
+import math
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,7 +14,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from kbf.data.windows import first_steps, folds, hold_out, take, without
+from kbf.data.windows import first_steps, folds, hold_out, piece, take, without
 from kbf.evaluation.alarms import innermost, innovation_score
 from kbf.evaluation.score import Score, score
 from kbf.filters.kernel.filter import KernelBayesFilter
@@ -30,6 +32,10 @@ MOST_STEPS = 5000
 # Steps of each recording that are filtered in any case: recordings share a batch, so that they cost
 # little, and the first steps alone are not representative.
 MIN_STEPS_OF_EACH = 300
+# Steps of each recording that are filtered even if the time is over, and those by which a filter is
+# timed.
+MIN_STEPS_IN_TIME = 200
+STEPS_OF_TRIAL = 10
 # Origins of forecasts that a calibration requires.
 MIN_ORIGINS = 20
 # Filters, each with recordings that it has not been fitted to.
@@ -68,21 +74,39 @@ def held_out(
     """Yield for each of ``count`` folds the filter over the others, fitted on demand, and the fold.
 
     A model that has cross-validated its candidates (`kbf.filters.selection.auto.ModelSelection`)
-    provides these filters itself.
+    provides these filters itself. Of slow filters, fewer steps are filtered, so that all folds end
+    within its budget if `MIN_STEPS_IN_TIME` of each allow it.
 
     Raises:
         ValueError: too few steps for the folds, or for the model without one of them.
     """
+    until, seconds = math.inf, 0.0
     if isinstance(net, ModelSelection) and net.held_out_filters:
         pairs = iter(net.held_out_filters)
-        count = len(net.held_out_filters)
+        count, until = len(net.held_out_filters), net.until
     else:
         parts = folds([len(s.states) for s in memory], count)
         pairs = ((net.fit(without(memory, part)), take(memory, part)) for part in parts)
     for k, (filter, fold) in enumerate(pairs, 1):
         log.info("errors on held-out steps: fold %d of %d", k, count)
         steps = -(-most // count)
-        yield filter, first_steps(fold, max(steps, min(MIN_STEPS_OF_EACH, steps) * len(fold)))
+        kept = first_steps(fold, max(steps, min(MIN_STEPS_OF_EACH, steps) * len(fold)))
+        began = time.perf_counter()
+        if until < math.inf:
+            seconds = seconds or seconds_of_a_step(filter, kept)
+            longest = (until - began) / (1 + count - k) / seconds
+            kept = [piece(s, 0, max(MIN_STEPS_IN_TIME, int(longest))) for s in kept]
+        yield filter, kept
+        seconds = (time.perf_counter() - began) / max(len(s.states) for s in kept)
+
+
+def seconds_of_a_step(filter: Filter[Any], recordings: list[Recording]) -> float:
+    """Return how long a filter takes for a step of all recordings at once."""
+    few = [piece(s, 0, STEPS_OF_TRIAL) for s in recordings]
+    how: Any = {"dtype": few[0].obs.dtype, "device": few[0].states.device}
+    began = time.perf_counter()
+    score(filter, few, **how, covariances=True, watch=watch_innovation)
+    return (time.perf_counter() - began) / max(len(s.states) for s in few)
 
 
 def never_learned_from(module: FittedModel) -> Held:

@@ -1,18 +1,17 @@
 """Smoothing and prediction of a hidden Markov chain, in parallel over time.
 
 alpha_t(j) = sum_i alpha_{t-1}(i) P(i, j) l_t(j) and beta_t(i) = sum_j P(i, j) l_{t+1}(j)
-beta_{t+1}(j) are products of the matrices P diag(l_t), which are computed by a scan.
+beta_{t+1}(j) are products of the matrices P diag(l_t), computed by a scan.
 
 References: Rabiner (1989), equations 19 to 27 and 37; Blelloch (1990), for scans.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-
-from kbf.rkhs.linalg import product
 
 # Least log likelihood of a condition, relative to that of the likeliest one: products of three
 # such numbers are positive in double precision.
@@ -74,13 +73,32 @@ def smoothed_chain(
 def products(M: Float[Tensor, "b n k k"]) -> Float[Tensor, "b n k k"]:
     """Return M_1 M_2 ... M_t for each t, each divided by its largest element.
 
-    log2(n) rounds of products of pairs (Hillis and Steele, 1986).
+    Of sqrt(n) blocks the products are computed at once, then those of the blocks before each one.
     """
-    found, width = M / M.amax((-2, -1), keepdim=True), 1
-    while width < M.shape[1]:
-        left, right = found[:, :-width], found[:, width:]
-        joined = product(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
-        joined = joined / joined.amax((-2, -1), keepdim=True)
-        found = torch.cat([found[:, :width], joined], 1)
-        width *= 2
-    return found
+    b, n, k = M.shape[:3]
+    width = math.isqrt(n - 1) + 1
+    eye = torch.eye(k, dtype=M.dtype, device=M.device)
+    rest = eye.expand(b, -n % width, k, k)
+    blocks = torch.cat([M, rest], 1).unflatten(1, (-1, width)).permute(2, 3, 4, 1, 0)
+    inside = running(blocks)  # width k k blocks b
+    totals = running(inside[-1].permute(2, 0, 1, 3))
+    before = torch.cat([eye[None, ..., None].expand(1, k, k, b), totals[:-1]])
+    left = before.permute(1, 2, 0, 3)[:, :, None]  # k k 1 blocks b
+    found = joined(left, inside.movedim(0, 2))
+    return found.permute(4, 3, 2, 0, 1).flatten(1, 2)[:, :n]
+
+
+def running(M: Float[Tensor, "n k k *c"]) -> Float[Tensor, "n k k *c"]:
+    """Return M_1 M_2 ... M_t for each t, one after the other."""
+    found = [M[0] / M[0].amax((0, 1))]
+    for each in M[1:].contiguous():
+        found.append(joined(found[-1], each))
+    return torch.stack(found)
+
+
+def joined(
+    left: Float[Tensor, "k k *c"], right: Float[Tensor, "k k *e"]
+) -> Float[Tensor, "k k *f"]:
+    """Return products of matrices, each divided by its largest element."""
+    found = (left[:, :, None] * right).sum(1)
+    return found / found.amax((0, 1))

@@ -7,6 +7,7 @@ Outside of the box of its landmarks g has its value at the border: with wide ker
 as a polynomial. There a linear map alone, or a sum, continues the linear part.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch import Tensor
 from kbf.densities.ridge import RidgeMap, fit_ridge_map, leave_one_out_loss
 from kbf.filters.gaussian.count_maps import CountMap, fit_count_map
 from kbf.filters.gaussian.kalman import regress
+from kbf.filters.gaussian.map_pairs import Pairs
 from kbf.rkhs.kernels import KERNELS, NETWORK_KERNELS, Kernel
 from kbf.rkhs.linalg import evenly
 
@@ -36,6 +38,8 @@ PRECISE: dict[str, Any] = {"tol": 1e-10, "regs": tuple(10.0 ** (-k / 2) for k in
 MAX_POINTS_OF_SELECTION = 1000
 MAX_POINTS_OF_ALL_SENSORS = 8000
 MIN_POINTS_OF_SELECTION = 300
+# Points among which landmarks are selected.
+MAX_POINTS_OF_LANDMARKS = 2000
 # Candidates of `select_kernel`, coarser by a factor than those of `fit_ridge_map`: half the time.
 CANDIDATES: dict[str, Any] = {
     "factors": tuple(2.0**k for k in range(-3, 4)),
@@ -114,7 +118,8 @@ def fit_map(
         return LearnedMap(B, b, None, None, noise, rates)
     left = y - LearnedMap(B, b, None, None, noise, rates)(u)
     kernel = select_kernel(u, left, precise=precise) if kernel is None else kernel
-    settings = {"candidates": [kernel], "flat": True, **(PRECISE if precise else {})}
+    settings = {"candidates": [kernel], "flat": True, "points": MAX_POINTS_OF_LANDMARKS}
+    settings |= PRECISE if precise else {}
     best = fit_ridge_map(u, left, rank=ranks[0], **settings)
     for before, rank in pairwise(ranks):
         if len(best.landmarks) < before:
@@ -146,6 +151,34 @@ def select_kernel(
         some = torch.arange(len(u), device=u.device)
     settings = CANDIDATES | (PRECISE if precise else {})
     return fit_ridge_map(u[some], y[some], rank=rank, flat=True, **settings).kernel
+
+
+def kernels_of_maps(
+    pairs: Pairs, q: int, kinds: Sequence[str], rank: int
+) -> Float[Tensor, "m 2 3"]:
+    """Return kernels of the change map, and of that of each of q columns of sensors.
+
+    The row of a sensor is that of its first column. For each of the two kinds of `KINDS` that have
+    a kernel there are the numbers of `row_of`; zeros where there is no candidate.
+
+    Args:
+        pairs: inputs and outputs. q: columns of observations.
+        kinds: that kernels are selected for. rank: most features.
+    """
+    both = {0: (pairs.inputs, pairs.change)} | {
+        1 + int(each.columns[0]): (each.states, each.readings) for each in pairs.sensors
+    }
+    points = points_of_selection(len(pairs.sensors))
+    found = torch.zeros(1 + q, 2, 3, dtype=torch.float64)
+    for place, (u, y) in both.items():
+        u, y = u.double(), y.double()
+        for k, kind in enumerate(KINDS[1:]):
+            if kind in kinds:
+                left = y - fit_map("linear", u, y)(u) if kind == "both" else y
+                some = points if place else MAX_POINTS_OF_SELECTION
+                kernel = select_kernel(u, left, rank, precise=place == 0, points=some)
+                found[place, k] = row_of(kernel)
+    return found
 
 
 def least_noise(y: Float[Tensor, "n q"]) -> Float[Tensor, "q q"]:

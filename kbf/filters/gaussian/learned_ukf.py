@@ -29,9 +29,9 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
+from kbf.data.windows import some_of_each
 from kbf.filters.gaussian.augmented import Sensor, augmented
 from kbf.filters.gaussian.block_scores import (
     COARSE_FACTORS,
@@ -50,12 +50,10 @@ from kbf.filters.gaussian.learned_maps import (
     LearnedMap,
     fit_map,
     kernel_of,
+    kernels_of_maps,
     least_noise,
-    points_of_selection,
-    row_of,
-    select_kernel,
 )
-from kbf.filters.gaussian.map_pairs import Pairs, persistence_of
+from kbf.filters.gaussian.map_pairs import persistence_of
 from kbf.filters.gaussian.map_sources import Source, counts_in, jump_covariance, source_of
 from kbf.filters.gaussian.regimes import STRUCTURES, select_regimes
 from kbf.filters.gaussian.sensor_laws import MAX_DELAY, Persistence, select_delays
@@ -74,6 +72,8 @@ KINDS = ("sparse", *KINDS_OF_MAPS)
 # Kinds that are compared by default. On six development systems (seeds 0 to 3, 7 and 8, 1,000 rows)
 # the selected filter had no larger error than with kernel maps without a linear part among them.
 COMPARED_KINDS = ("sparse", "linear", "both")
+# Steps by which all is selected; the maps are fitted to all recordings.
+MAX_STEPS_OF_SELECTION = 5000
 # Factors with errors of at most this multiple of the least are compared by their log scores.
 MAX_ERROR_RATIO = 1.05
 
@@ -140,7 +140,7 @@ class LearnedUKF(ShownModule):
 
     @torch.no_grad()
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
-        """Select delays, faults, kernels, kinds of maps and factors.
+        """Select delays, faults, kernels, kinds of maps and factors by `MAX_STEPS_OF_SELECTION`.
 
         1. Delays of sensors by leave-one-out (`select_delays`), faults by the residuals of a map,
            kernels by leave-one-out, regimes by `select_regimes`.
@@ -156,6 +156,7 @@ class LearnedUKF(ShownModule):
         until = time_within_share(MAX_SHARE_FOR_KINDS)
         recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         check_vectors(recordings, "a learned observation map")
+        recordings = some_of_each(recordings, MAX_STEPS_OF_SELECTION)
         self.kinds.fill_(KINDS.index(self.given_kinds[-1]))
         self.factors.fill_(1)
         self.counts = counts_in(recordings)
@@ -163,7 +164,9 @@ class LearnedUKF(ShownModule):
         self.faulty.fill_(True)
         source = self.source(recordings)
         self.faulty.fill_(source.faults.any)
-        self.kernels = self.selected_kernels(source.pairs, len(self.delays))
+        self.kernels = kernels_of_maps(
+            source.pairs, len(self.delays), self.given_kinds, self.ranks[0]
+        )
         if "sparse" in self.given_kinds:
             self.inputs = inputs_of_maps(source.pairs, len(self.delays))
         structure = select_regimes(source.moves) if self.switches else STRUCTURES[0]
@@ -279,28 +282,6 @@ class LearnedUKF(ShownModule):
             found.append(Sensor(each.columns, each.delay, map, map.noise + least_noise(y)))
         return found, persistence_of(source.kept, found, self.zero_reading)
 
-    def selected_kernels(self, pairs: Pairs, q: int) -> Float[Tensor, "m 2 3"]:
-        """Return `kernels` for these pairs of q sensors; zeros where there is no candidate."""
-        both = {0: (pairs.inputs, pairs.change)} | {
-            1 + int(each.columns[0]): (each.states, each.readings) for each in pairs.sensors
-        }
-        found = torch.zeros(1 + q, 2, 3, dtype=torch.float64)
-        for place, (u, y) in both.items():
-            for k, kind in enumerate(KINDS_OF_MAPS[1:]):
-                if kind in self.given_kinds:
-                    left = y.double()
-                    if kind == "both":
-                        left = left - fit_map("linear", u, y)(u.double())
-                    kernel = select_kernel(
-                        u.double(),
-                        left,
-                        self.ranks[0],
-                        precise=place == 0,
-                        points=points_of_selection(len(pairs.sensors) if place else 1),
-                    )
-                    found[place, k] = row_of(kernel)
-        return found
-
     def map_of(
         self, place: int, kind: str, u: Tensor, y: Tensor, *, counts: bool = False
     ) -> LearnedMap:
@@ -384,15 +365,13 @@ class LearnedUKF(ShownModule):
         Raises:
             ValueError: kinds, factors or delays that no model has.
         """
-        names = ("kernels", "kinds", "factors", "delays", "counts", "regimes", "faulty", "inputs")
-        kernels, kinds, factors, delays, counts, regimes, _, inputs = (
-            state_dict.setdefault(prefix + name, getattr(self, name).clone()) for name in names
+        for name, own in list(self.named_buffers(recurse=False)):
+            stored = state_dict.setdefault(prefix + name, own.clone())
+            if name not in ("kinds", "factors", "faulty"):  # their sizes are those of the data
+                setattr(self, name, torch.zeros_like(stored, device=own.device))
+        kinds, factors, delays, regimes = (
+            state_dict[prefix + name] for name in ("kinds", "factors", "delays", "regimes")
         )
-        self.kernels = torch.zeros_like(kernels, device=self.kernels.device)
-        self.inputs = torch.zeros_like(inputs, device=self.inputs.device)
-        self.delays = torch.zeros_like(delays, device=self.delays.device)
-        self.counts = torch.zeros_like(counts, device=self.counts.device)
-        self.regimes = torch.zeros_like(regimes, device=self.regimes.device)
         if tuple(regimes.tolist()) not in STRUCTURES:
             raise ValueError(
                 f"this model was stored with regimes {regimes.tolist()}, which are none of "

@@ -16,6 +16,9 @@ from kbf.rkhs.linalg import evenly
 # Nystrom features, and the ridge for each point.
 FEATURES = 64
 RIDGE = 1e-3
+# Up to so many features sums over points are products with those of all pairs of features, without
+# an array for each regression.
+MAX_FEATURES_OF_PAIRS = 32
 # Points that a regression of a column requires.
 MIN_ROWS = 50
 
@@ -47,11 +50,20 @@ def weighted_errors(
         weights: of the points, for each of the regressions.
         least: of 1 - leverage.
     """
-    weighted = weights[..., None] * phi  # b m n p
+    p = phi.shape[1]
     total = weights.sum(-1).clamp_min(1)[..., None, None]
-    G = torch.linalg.inv(weighted.mT @ phi + RIDGE * total * torch.eye(phi.shape[1]).to(phi))
-    error = y - phi @ (G @ (weighted.mT @ y))
-    leverage = ((phi @ G) * weighted).sum(-1)
+    ridge = RIDGE * total * torch.eye(p).to(phi)
+    if p <= MAX_FEATURES_OF_PAIRS:
+        pairs = (phi[:, :, None] * phi[:, None]).flatten(1)  # n p*p
+        G = torch.linalg.inv((weights @ pairs).unflatten(-1, (p, p)) + ridge)
+        moment = (weights @ (phi[:, :, None] * y[:, None]).flatten(1)).unflatten(-1, (p, -1))
+        leverage = weights * (G.flatten(-2) @ pairs.mT)
+    else:
+        weighted = weights[..., None] * phi  # b m n p
+        G = torch.linalg.inv(weighted.mT @ phi + ridge)
+        moment = weighted.mT @ y
+        leverage = ((phi @ G) * weighted).sum(-1)
+    error = y - phi @ (G @ moment)
     return error / (1 - leverage).clamp_min(least)[..., None]
 
 

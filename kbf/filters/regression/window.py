@@ -328,9 +328,10 @@ class WindowRidge(WindowRegression):
         recordings, _ = self.inputs(memory)
         columns = recordings[0].obs.shape[1] + control_width(recordings)
         steps = sum(len(s.states) for s in recordings)
-        widths = candidates(super().steps(recordings), columns, steps)
+        usual = super().steps(recordings)
+        widths = candidates(usual, columns, steps)
         parts = [(windows_of(rows_of(s), widths[-1]), s.states) for s in recordings]
-        self.selected.fill_(select_width(parts, widths, self.regs))
+        self.selected.fill_(select_width(parts, widths, self.regs, usual))
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any

@@ -1,9 +1,9 @@
 """Selects the width of the window of a ridge regression by the error on held-out blocks.
 
 A window of few steps has few coefficients, one of many steps a long memory: which is better depends
-on the number of training steps. Windows of all widths end at the same step, so that the products of
-a narrow one are parts of those of the widest one, and all regressions are solved from the products
-G_k = U_k^T U_k and C_k = U_k^T Z_k of each block k of centred windows U and states Z:
+on the number of training steps. Windows of all widths end at the same step. All regressions of a
+width are solved from the products G_k = U_k^T U_k and C_k = U_k^T Z_k of each block k of centred
+windows U and states Z:
 
     B_k = (sum_{l != k} G_l + r I)^-1 sum_{l != k} C_l,
     |Z_k - U_k B_k|^2 = |Z_k|^2 - tr B_k^T (2 C_k - G_k B_k).
@@ -49,14 +49,18 @@ def select_width(
     parts: Sequence[tuple[Float[Tensor, "_ p"], Float[Tensor, "_ d"]]],
     widths: Sequence[int],
     regs: Sequence[float],
+    usual: int,
 ) -> int:
     """Return the width with the least error on held-out blocks, each component with its best ridge.
+
+    Widths above the usual one are compared while the error falls: they take most of the time.
 
     Args:
         parts: flattened windows of the largest width, the newest step last, and states, of each
             recording.
         widths: that are compared, ascending. regs: ridges, as of
             `kbf.filters.regression.window.WindowRidge`.
+        usual: one of the widths.
     """
     if len(widths) == 1:
         return widths[0]
@@ -67,14 +71,15 @@ def select_width(
     u, z = u - u.mean(0), z - z.mean(0)
     scale = u.std(0)
     u = u / torch.where(scale > 0, scale, 1)
-    blocks = list(zip(u.tensor_split(BLOCKS), z.tensor_split(BLOCKS), strict=True))
-    gram = torch.stack([a.mT @ a for a, _ in blocks])  # k p p
-    cross = torch.stack([a.mT @ b for a, b in blocks])  # k p d
     square = z.square().sum(0)  # d
-    ridges, errors = gram.new_tensor(regs), []
+    ridges, errors = u.new_tensor(regs), list[float]()
     for width in widths:
-        p = gram.shape[-1] * width // widths[-1]
-        G, C = gram[:, -p:, -p:], cross[:, -p:]
+        if width > usual and len(errors) > 1 and errors[-1] >= errors[-2]:
+            break
+        p = u.shape[1] * width // widths[-1]
+        blocks = list(zip(u[:, -p:].tensor_split(BLOCKS), z.tensor_split(BLOCKS), strict=True))
+        G = torch.stack([a.mT @ a for a, _ in blocks])  # k p p
+        C = torch.stack([a.mT @ b for a, b in blocks])  # k p d
         values, V = torch.linalg.eigh(G.sum(0) - G)
         target = V.mT @ (C.sum(0) - C)
         shrunk = target[:, None] / (values.clamp_min(0)[:, None] + ridges[:, None])[..., None]

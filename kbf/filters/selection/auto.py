@@ -135,6 +135,7 @@ class ModelSelection(nn.Module):
         candidates: the results of `prepare`, the best first; not stored in checkpoints.
         held_out_filters: the selected filter without each fold, and the fold; not stored in
             checkpoints.
+        until: the end of the budget (a `time.perf_counter`), infinite without one.
     """
 
     def __init__(
@@ -188,6 +189,7 @@ class ModelSelection(nn.Module):
         self.held: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.bool))
         self.ratio_dim = 0
         self.candidates: list[Row] = []
+        self.until: float = torch.inf
         self.held_out_filters: list[tuple[Filter[Any], list[Recording]]] = []
 
     @property
@@ -223,6 +225,7 @@ class ModelSelection(nn.Module):
         recordings; all models are fitted without the fold that they are scored on.
         """
         started = time.perf_counter()
+        self.until = torch.inf if self.budget is None else started + self.budget
         vectors = len(memory) > 0 and memory[0].obs.ndim == 2 and not self.ratio_dim
         self.held = held_by(self.finds_held, memory) if vectors else self.held[:0]
         memory = self.select_newest(memory)
@@ -233,11 +236,10 @@ class ModelSelection(nn.Module):
             return
         scale = torch.cat([s.states for s in recordings]).double().var(0, correction=0)
         search = Search(parts, scale, self.budget, started)
-        missing = self.allow_missing_sensors
         suitable = [
             name
             for name, each in self.models.items()
-            if not missing or getattr(each, "allow_missing_sensors", False)
+            if not self.allow_missing_sensors or getattr(each, "allow_missing_sensors", False)
         ]
 
         def attempt(names: Iterable[str]) -> None:
@@ -264,8 +266,8 @@ class ModelSelection(nn.Module):
             return
         self.select(search, leading)
         selected = self.filters_of({name: each.filters for name, each in search.found.items()})
-        folds = [fold for _, fold in search.parts]
-        self.held_out_filters = list(zip(selected, folds, strict=True))
+        pairs = zip(selected, search.parts, strict=True)
+        self.held_out_filters = [(filter, fold) for filter, (_, fold) in pairs]
         self.candidates = search.table()
 
     def in_order(self, total: int) -> list[str]:
@@ -312,7 +314,7 @@ class ModelSelection(nn.Module):
         The ridge regression on a window proposes the number of steps, the main model confirms it.
         """
         self.newest.zero_()
-        ridge = WindowRidge(None)
+        ridge = WindowRidge()
         ridge.allow_missing_sensors = self.allow_missing_sensors
         if self.compares(memory):
             recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
@@ -413,8 +415,6 @@ class ModelSelection(nn.Module):
             numbers |= {prefix + key: value for key, value in own().items()}
         for name, score, weight in zip(self.models, self.scores, self.weights, strict=False):
             if float(score) >= 0:
-                numbers |= {
-                    f"held_out/{name}": float(score),
-                    f"weight/{name}": float(weight.mean()),
-                }
+                numbers[f"held_out/{name}"] = float(score)
+                numbers[f"weight/{name}"] = float(weight.mean())
         return numbers

@@ -33,8 +33,10 @@ MAX_BLOCKS = 8
 SHORT_BLOCK = 120
 # Most steps of a block: slow changes are visible in long blocks alone.
 LONG_BLOCK = 1000
-# Fewest parts by which models are compared if a budget is too short for all of them.
+# Fewest parts by which models are compared if a budget is too short for all of them; a part with so
+# many steps is enough.
 MIN_PARTS = 3
+STEPS_OF_ENOUGH = 1000
 # Times the least error on the first fold above which a model is stopped early.
 HOPELESS = 2.0
 # Share of a budget after which a search ends: the filter is still to be fitted and calibrated.
@@ -200,8 +202,8 @@ class Search:
     def finish(self, most: int | None = None, always: Iterable[str] = ()) -> None:
         """Run the best models through the other parts, the best one on the first part first.
 
-        There are fewer parts, but at least `MIN_PARTS`, if the time that is left is too short for
-        the best ones that the budget may stop.
+        There are fewer parts, but at least `MIN_PARTS` or one of `STEPS_OF_ENOUGH`, if the time
+        that is left is too short for the best ones that the budget may stop.
 
         Args:
             most: number of models; None for all.
@@ -269,14 +271,16 @@ class Search:
     def affordable_parts(self) -> int:
         """The number of parts that `best_timed` can be run through within the budget.
 
-        With less time than for `MIN_PARTS` it is that of the best one alone, and of all parts if it
-        lacks the time, too.
+        With less time than for the fewest parts it is that of the best one alone, and of all parts
+        if it lacks the time, too.
         """
         best, now = self.best_timed(), time.perf_counter()
+        enough = sum(len(s.states) for s in self.parts[0][1]) >= STEPS_OF_ENOUGH
+        least = 1 if enough else MIN_PARTS
         for models in (best, best[:1]):
             left = min((self.end(model) - now for model in models), default=torch.inf)
             first = sum(model.seconds_of_first for model in models)
-            for count in range(len(self.parts), MIN_PARTS - 1, -1):
+            for count in range(len(self.parts), least - 1, -1):
                 if first * count <= left:
                     return count
         return len(self.parts)

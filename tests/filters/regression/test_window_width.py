@@ -46,8 +46,22 @@ def test_the_width_has_the_least_error_of_regressions_on_each_block(seed):
         u, centred = (u - u.mean(0)) / u.std(0), z - z.mean(0)
         least = torch.stack([error_by_blocks(u, centred, reg) for reg in REGS]).amin(0)
         errors.append(float((least / centred.square().sum(0)).mean()))
-    found = select_width([(windows_of(rows_of(recording), 16), z)], widths, REGS)
+    found = select_width([(windows_of(rows_of(recording), 16), z)], widths, REGS, 16)
     assert found == widths[errors.index(min(errors))]
+
+
+def test_wider_windows_are_compared_while_the_error_falls(monkeypatch):
+    """A memory of 3 steps: windows of 8 have a larger error than those of 4; of 20, a smaller."""
+    solved = []
+    eigh = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda a: solved.append(a.shape[-1]) or eigh(a))
+    for memory, compared in ((3, [2, 4, 8]), (20, [2, 4, 8, 16, 32])):
+        recording = moving_average(400, memory)
+        parts = [(windows_of(rows_of(recording), 32), recording.states)]
+        solved.clear()
+        select_width(parts, [2, 4, 8, 16, 32], REGS, 8)
+        columns = solved[0] // 2
+        assert solved == [width * columns for width in compared]
 
 
 def test_a_short_memory_gets_a_short_window_and_a_long_one_a_long_window():
