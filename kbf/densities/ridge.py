@@ -269,10 +269,10 @@ def fit_ridge_map(
         phi = kernel(u, landmarks) @ whiten
         values, vectors = torch.linalg.eigh(phi.mT @ phi)
         rotated = phi @ vectors
-        target = rotated.mT @ (y - offset)
+        squares, target = rotated.square(), rotated.mT @ (y - offset)
         for strength, ridge in ridges_to_try:
             shrunk = 1 / (values.clamp_min(0) + ridge)
-            held_out = 1 - (rotated.square() @ shrunk)
+            held_out = 1 - (squares @ shrunk)
             error = (y - offset - rotated @ (shrunk[:, None] * target)) / held_out[:, None]
             moved = manifold.log(manifold.project(y - error), y)
             if diagonal:

@@ -30,6 +30,7 @@ MAX_PART_RATIO = 1.5
 # Share of the time until a deadline after which no further kinds are compared: factors, and the
 # filter itself, are still to be fitted.
 MAX_SHARE_FOR_KINDS = 0.6
+MAX_SHARE_OF_LARGE_DATA = 0.35
 # First steps of a held-out block that do not count: the filter has not converged yet.
 BURN_IN = 5
 # Share of the mean variance that is added to each component in a log score: states may lie on a

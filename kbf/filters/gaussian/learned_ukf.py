@@ -36,6 +36,7 @@ from kbf.filters.gaussian.augmented import Sensor, augmented
 from kbf.filters.gaussian.block_scores import (
     COARSE_FACTORS,
     MAX_SHARE_FOR_KINDS,
+    MAX_SHARE_OF_LARGE_DATA,
     Fitted,
     Part,
     held_out_parts,
@@ -72,8 +73,11 @@ KINDS = ("sparse", *KINDS_OF_MAPS)
 # Kinds that are compared by default. On six development systems (seeds 0 to 3, 7 and 8, 1,000 rows)
 # the selected filter had no larger error than with kernel maps without a linear part among them.
 COMPARED_KINDS = ("sparse", "linear", "both")
-# Steps by which all is selected; the maps are fitted to all recordings.
+# Steps by which all is selected, at most and at least, and for each second until a deadline; the
+# maps are fitted to all recordings.
 MAX_STEPS_OF_SELECTION = 5000
+MIN_STEPS_OF_SELECTION = 1000
+STEPS_PER_SECOND = 50
 # Factors with errors of at most this multiple of the least are compared by their log scores.
 MAX_ERROR_RATIO = 1.05
 
@@ -151,12 +155,17 @@ class LearnedUKF(ShownModule):
 
         Recordings that are too short for a held-out block of ten steps leave the last kinds and
         factors of 1. Within a `kbf.runtime.deadline.deadline` fewer parts, or fewer kinds, are
-        compared once `MAX_SHARE_FOR_KINDS` of the time is over.
+        compared once `MAX_SHARE_FOR_KINDS` of the time is over, or of more steps than
+        are selected by, `MAX_SHARE_OF_LARGE_DATA`.
         """
-        until = time_within_share(MAX_SHARE_FOR_KINDS)
         recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         check_vectors(recordings, "a learned observation map")
-        recordings = some_of_each(recordings, MAX_STEPS_OF_SELECTION)
+        seconds = time_within_share(1.0) - time.perf_counter()
+        most = min(MAX_STEPS_OF_SELECTION, STEPS_PER_SECOND * seconds)
+        given = sum(len(each.states) for each in recordings)
+        recordings = some_of_each(recordings, max(MIN_STEPS_OF_SELECTION, int(most)))
+        whole = sum(len(each.states) for each in recordings) == given
+        until = time_within_share(MAX_SHARE_FOR_KINDS if whole else MAX_SHARE_OF_LARGE_DATA)
         self.kinds.fill_(KINDS.index(self.given_kinds[-1]))
         self.factors.fill_(1)
         self.counts = counts_in(recordings)
@@ -175,7 +184,8 @@ class LearnedUKF(ShownModule):
         if not parts:
             self.regimes = torch.tensor(structure)
         elif filters := self.select_kinds(parts, structure, until):
-            self.select_factors(filters, parts[: len(filters)])
+            count = len(filters) if whole else 1
+            self.select_factors(filters[:count], parts[:count])
 
     def select_kinds(
         self, parts: list[Part], structure: tuple[int, ...], until: float
