@@ -15,7 +15,7 @@ import torch
 
 from kbf.cli import main
 from kbf.data.synthetic import SyntheticData
-from kbf.data.windows import first_steps
+from kbf.data.windows import first_steps, some_of_each
 from kbf.evaluation.calibration import (
     FLOOR_SHARES,
     MOST_SCORES,
@@ -278,6 +278,23 @@ def test_the_first_steps():
     assert [len(s.states) for s in first_steps(two, 6)] == [2, 3]
     assert [len(s.states) for s in first_steps(two, 1)] == [1, 1]
     assert [len(s.states) for s in first_steps(two, 60)] == [4, 5]
+
+
+def test_some_steps_of_each_recording_or_some_recordings():
+    def numbered(*lengths: int) -> list[Recording]:
+        steps = [torch.arange(float(n))[:, None] for n in lengths]
+        return [Recording(each, each + 100 * k) for k, each in enumerate(steps)]
+
+    few = some_of_each(numbered(40, 20), 30)
+    assert [each.states[:, 0].tolist() for each in few] == [
+        list(range(20, 40)),
+        list(range(10, 20)),
+    ]
+    many = some_of_each(numbered(*[5] * 41), 55)
+    assert [float(each.obs[0]) / 100 for each in many] == list(range(0, 41, 4))
+    assert all(len(each.states) == 5 for each in many)
+    whole = numbered(4, 5)
+    assert some_of_each(whole, 9) is whole
 
 
 def test_of_five_filters_the_best_and_the_worst_do_not_count():

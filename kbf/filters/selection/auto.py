@@ -343,7 +343,7 @@ class ModelSelection(nn.Module):
             ):
                 best = name
         weights = {best: torch.ones_like(scale)}
-        if len(found) > 1 and "smooth" not in self.require:
+        if min(len(found), len(search.parts)) > 1 and "smooth" not in self.require:
             members = sorted(found, key=lambda name: float(found[name].scores.mean()))[:MAX_MEMBERS]
             stacking, scores = stacked([found[name] for name in members], scale)
             search.rows.append(Row("stack", float(scores.mean()), deviation(scores), 0.0, ""))

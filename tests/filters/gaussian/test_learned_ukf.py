@@ -1,6 +1,7 @@
 """The UKF on learned maps: maps in closed form, the first update, choices, and the true model."""
 
 import math
+import time
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
 from kbf.filters.rollout import rollout, rollout_recordings
 from kbf.recording import Recording
 from kbf.rkhs.kernels import arcsine, gaussian
+from kbf.runtime.deadline import deadline
 from kbf.runtime.errors import FitError
 from kbf.ssm import StateSpaceModel, oscillatory, simulate
 
@@ -305,6 +307,26 @@ def test_missing_sensors_have_maps_of_their_own():
     useless = [train[0]._replace(obs=train[0].obs * torch.nan)]
     with pytest.raises(FitError, match="of 2 observations none has 10 readings"):
         learned.fit(useless)
+
+
+def test_large_data_are_selected_by_the_last_steps(monkeypatch):
+    """Within a deadline there are fewer of them, but a least number."""
+    data = turning(900)
+    last = data[0]._replace(states=data[0].states[-300:], obs=data[0].obs[-300:])
+
+    def selected(recording: Recording) -> dict[str, torch.Tensor]:
+        net = LearnedUKF(ranks=(24,), factors=(1.0, 4.0))
+        net.prepare([recording])
+        return net.state_dict()
+
+    expected = selected(last)
+    for most, least, rate, seconds in ((300, 1, 1, math.inf), (900, 1, 1, 300), (900, 300, 1, 200)):
+        monkeypatch.setattr(learned_ukf, "MAX_STEPS_OF_SELECTION", most)
+        monkeypatch.setattr(learned_ukf, "MIN_STEPS_OF_SELECTION", least)
+        monkeypatch.setattr(learned_ukf, "STEPS_PER_SECOND", rate)
+        with deadline(time.perf_counter() + seconds + 0.5):
+            found = selected(data[0])
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_short_recordings_keep_the_first_candidates():

@@ -28,6 +28,7 @@ from kbf.filters.selection import auto
 from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.selection.cross_validation import (
     SHARE_OF_SEARCH,
+    STEPS_OF_ENOUGH,
     Attempt,
     Search,
     Trial,
@@ -244,6 +245,16 @@ def test_a_model_that_would_take_longer_than_the_budget_is_stopped_early(monkeyp
     net.prepare([recording(300)])
     note = next(row.note for row in net.candidates if row.model == "slow")
     assert note.startswith("stopped early: it needs ") and "by its first part" in note
+
+
+def test_one_long_part_selects_a_model_and_is_calibrated_by(monkeypatch):
+    """Without a second part there are no weights of an ensemble."""
+    monkeypatch.setattr(auto, "LEARNED", {})
+    monkeypatch.setattr(Search, "affordable_parts", lambda self: 1)
+    net = ModelSelection(LearnedKalman(), name="main", budget=60.0)
+    net.prepare([recording(600)])
+    assert len(net.held_out_filters) == 1 and len(net.used()) == 1
+    assert "stack" not in {row.model for row in net.candidates}
 
 
 class Endless(LearnedKalman):
@@ -701,10 +712,11 @@ def test_time_is_reserved_for_the_two_best_models():
 
 
 def test_parts_are_left_out_where_the_best_model_lacks_the_time():
-    parts: Any = [([], [])] * 5
-
-    def affordable(*seconds: float, budget: float | None = 100.0 / SHARE_OF_SEARCH) -> int:
-        search = Search(parts, torch.ones(1), budget=budget)
+    def affordable(
+        *seconds: float, budget: float | None = 100.0 / SHARE_OF_SEARCH, steps: int = 0
+    ) -> int:
+        held = [Recording(torch.zeros(steps, 1), torch.zeros(steps, 1))]
+        search = Search([([], held)] * 5, torch.ones(1), budget=budget)
         search.running = {str(k): attempt(float(k), each) for k, each in enumerate(seconds)}
         return search.affordable_parts()
 
@@ -714,3 +726,6 @@ def test_parts_are_left_out_where_the_best_model_lacks_the_time():
     assert affordable(19.0, 40.0) == 5, "the best one alone"
     assert affordable(40.0) == 5, "it is stopped"
     assert affordable(1e6, budget=None) == 5
+    assert affordable(40.0, steps=STEPS_OF_ENOUGH) == 2, "a long part is enough"
+    assert affordable(90.0, steps=STEPS_OF_ENOUGH) == 1
+    assert affordable(40.0, steps=STEPS_OF_ENOUGH - 1) == 5
