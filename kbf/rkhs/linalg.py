@@ -343,6 +343,12 @@ def evenly(n: int, limit: int, device: torch.device | str | None = None) -> Int[
     return torch.linspace(0, n - 1, limit, dtype=torch.float64, device=device).long()
 
 
+def patterns(seen: Bool[Tensor, "n q"]) -> list[Int[Tensor, " k"]]:
+    """Return the columns of each group that are present in the same rows."""
+    numbers = seen.mT.unique(dim=0, return_inverse=True)[1]
+    return [(numbers == k).nonzero()[:, 0] for k in range(int(numbers.max()) + 1)]
+
+
 def column_medians(x: Float[Tensor, "n q"]) -> Float[Tensor, " q"]:
     """Return the median of each column, the lower one of an even number of rows.
 

@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kbf.data.files.layout import FileRecording
+from kbf.rkhs.linalg import patterns
 from kbf.runtime.errors import nearest
 
 # Steps of latency that are looked for.
@@ -85,8 +87,8 @@ def latency_warnings(
     velocity of the state as well.
     """
     found = []
-    for name, values in zip(names, range(len(names)), strict=True):
-        if (lag := lag_of(recordings, values)) is None:
+    for name, lag in zip(names, lags_of(recordings, len(names)), strict=True):
+        if lag is None:
             continue
         amount, unit = (lag, "steps") if step is None else (lag * step, "s")
         found.append(
@@ -96,46 +98,57 @@ def latency_warnings(
     return found
 
 
-def lag_of(recordings: list[FileRecording], column: int) -> int | None:
-    """Returns the latency of a sensor in steps; None if there is none."""
+def lags_of(recordings: list[FileRecording], q: int) -> list[int | None]:
+    """Returns the latency of each of q sensors in steps; None if there is none."""
     readings, windows, room = [], [], MAX_STEPS
     for each in recordings:
         z, reach = each.states, MAX_LAG + WIDTH - 1
-        if z is None or each.obs.ndim != 2 or room <= 0:
-            return None if z is None or each.obs.ndim != 2 else fitted_lag(readings, windows)
-        z, x = z[: room + 2 * reach], each.obs[: room + 2 * reach, column]
-        if len(z) < 3 * reach:
+        if z is None or each.obs.ndim != 2:
+            return [None] * q
+        z, x = z[: room + 2 * reach], each.obs[: room + 2 * reach]
+        if room <= 0 or len(z) < 3 * reach:
             continue
         # Row t of the windows has z_{t-reach}, ..., z_{t+2}, the oldest first.
         stacked = z.unfold(0, reach + WIDTH, 1).transpose(1, 2)
         target = x[reach : reach + len(stacked)]
-        known = stacked.isfinite().flatten(1).all(1) & target.isfinite()
+        known = stacked.isfinite().flatten(1).all(1)
         windows.append(stacked[known])
         readings.append(target[known])
         room -= len(target)
-    return fitted_lag(readings, windows)
-
-
-def fitted_lag(readings: list[Tensor], windows: list[Tensor]) -> int | None:
-    """Returns the latency from readings ``n`` and windows of states ``n w d``."""
-    if sum(map(len, readings)) < 20 * MAX_LAG:
-        return None
+    found: list[int | None] = [None] * q
+    if not readings:
+        return found
     x, W = torch.cat(readings), torch.cat(windows)
-    if float(x.std()) == 0:
-        return None
-    zero = W.shape[1] - WIDTH  # the place of z_t
+    for columns in patterns(x.isfinite()):
+        read = x[:, columns[0]].isfinite()
+        lags = fitted_lags(x[read][:, columns], W[read])
+        for column, lag in zip(columns.tolist(), lags, strict=True):
+            found[column] = lag
+    return found
 
-    def rest(first: int, last: int) -> float:
-        """The unexplained share of the variance, with z_{t-first}, ..., z_{t-last}."""
+
+def fitted_lags(x: Float[Tensor, "n q"], W: Float[Tensor, "n w d"]) -> list[int | None]:
+    """Returns the latency of each column of readings, from windows of states."""
+    found: list[int | None] = [None] * x.shape[1]
+    if len(x) < 20 * MAX_LAG:
+        return found
+    zero = W.shape[1] - WIDTH  # the place of z_t
+    variance = x.var(0)
+
+    def rests(first: int, last: int) -> Tensor:
+        """The unexplained shares of the variances, with z_{t-first}, ..., z_{t-last}."""
         Z = W[:, zero - first : zero - last + 1].flatten(1)
         Z = torch.cat([Z - Z.mean(0), torch.ones(len(Z), 1).to(Z)], 1)
         Z = Z / Z.norm(dim=0).clamp_min(1e-300)
-        solution = torch.linalg.lstsq(Z, x[:, None], driver="gelsd").solution
-        return float((x - (Z @ solution)[:, 0]).var() / x.var())
+        solution = torch.linalg.lstsq(Z, x, driver="gelsd").solution
+        return (x - Z @ solution).var(0) / variance
 
-    rests = [rest(k, k - WIDTH + 1) for k in range(MAX_LAG + 1)]
-    lag = next(k for k, each in enumerate(rests) if each <= MAX_ABOVE_LEAST * min(rests) + 1e-12)
-    if not lag or not rests[lag] < MAX_REST * rests[0]:
-        return None
-    older = rest(lag + WIDTH - 1, lag)
-    return lag if rest(lag + WIDTH - 1, 0) > (1 - MAX_GAIN_OF_LATER) * older else None
+    each = torch.stack([rests(k, k - WIDTH + 1) for k in range(MAX_LAG + 1)])
+    lags = (each <= MAX_ABOVE_LEAST * each.amin(0) + 1e-12).int().argmax(0)  # the first one
+    better = each.gather(0, lags[None])[0] < MAX_REST * each[0]
+    for lag in lags[better].unique().tolist():
+        older, later = rests(lag + WIDTH - 1, lag), rests(lag + WIDTH - 1, 0)
+        late = better & (lags == lag) & (later > (1 - MAX_GAIN_OF_LATER) * older)
+        for column in late.nonzero()[:, 0].tolist():
+            found[column] = lag
+    return found

@@ -6,12 +6,12 @@ is (y_i - A^T phi_i) / (1 - w_i phi_i^T G phi_i). A point of weight 0 has its pl
 """
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kbf.rkhs.features import nystrom_whitening, pivots
 from kbf.rkhs.kernels import gaussian, median_distance
-from kbf.rkhs.linalg import evenly
+from kbf.rkhs.linalg import evenly, patterns
 
 # Nystrom features, and the ridge for each point.
 FEATURES = 64
@@ -82,9 +82,3 @@ def left_out(
             errors = weighted_errors(phi, torch.nan_to_num(y), rows.to(phi)[None, None])[0, 0]
             found[:, columns] = torch.where(y.isfinite(), errors, torch.nan)
     return found
-
-
-def patterns(seen: Bool[Tensor, "n q"]) -> list[Int[Tensor, " k"]]:
-    """Return the columns of each group that are present in the same rows."""
-    numbers = seen.mT.unique(dim=0, return_inverse=True)[1]
-    return [(numbers == k).nonzero()[:, 0] for k in range(int(numbers.max()) + 1)]
