@@ -279,9 +279,11 @@ def learn_smoothed(trained: Trained, *, lag: int | None = None, seed: int = 0) -
         ValueError: too few steps, or a filter without a smoother or without covariances.
     """
     module = trained.module
-    how: Any = {"lag": lag, "seed": seed, "dtype": module.model_dtype, "device": module.device}
-    held = held_out(module.net, module.memory.sequences())
-    run = collected((part, score_smoothed(filter, part, **how)) for filter, part in held)
+    how: Any = {"dtype": module.model_dtype, "device": module.device}
+    held = held_out(module.net, module.memory.sequences(), **how)
+    run = collected(
+        (part, score_smoothed(filter, part, lag=lag, seed=seed, **how)) for filter, part in held
+    )
     calibration, kept = learn_calibration(run), typical_steps(run)
     run, calibration = in_units_of_the_data(run, calibration, trained)
     calibration = with_columns(calibration, run, module.column_schema(), kept)[0]

@@ -69,21 +69,34 @@ class Run(NamedTuple):
 
 
 def held_out(
-    net: FilterModel, memory: list[Recording], count: int = FOLDS, most: int = MOST_STEPS
+    net: FilterModel,
+    memory: list[Recording],
+    count: int = FOLDS,
+    most: int = MOST_STEPS,
+    *,
+    until: float = math.inf,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
 ) -> Held:
     """Yield for each of ``count`` folds the filter over the others, fitted on demand, and the fold.
 
     A model that has cross-validated its candidates (`kbf.filters.selection.auto.ModelSelection`)
-    provides these filters itself. Of slow filters, fewer steps are filtered, so that all folds end
-    within its budget if `MIN_STEPS_IN_TIME` of each allow it.
+    provides these filters itself.
+
+    Args:
+        net: the model. memory: the recordings.
+        count: number of folds. most: steps of all folds.
+        until: a `time.perf_counter`. Of slow filters fewer steps are filtered, so that all folds
+            end before, but at least `MIN_STEPS_IN_TIME` of each recording.
+        dtype, device: with which a filter is timed, as of `kbf.evaluation.score.score`.
 
     Raises:
         ValueError: too few steps for the folds, or for the model without one of them.
     """
-    until, seconds = math.inf, 0.0
+    seconds = 0.0
     if isinstance(net, ModelSelection) and net.held_out_filters:
         pairs = iter(net.held_out_filters)
-        count, until = len(net.held_out_filters), net.until
+        count = len(net.held_out_filters)
     else:
         parts = folds([len(s.states) for s in memory], count)
         pairs = ((net.fit(without(memory, part)), take(memory, part)) for part in parts)
@@ -93,31 +106,38 @@ def held_out(
         kept = first_steps(fold, max(steps, min(MIN_STEPS_OF_EACH, steps) * len(fold)))
         began = time.perf_counter()
         if until < math.inf:
-            seconds = seconds or seconds_of_a_step(filter, kept)
+            seconds = seconds or seconds_of_a_step(filter, kept, dtype, device)
             longest = (until - began) / (1 + count - k) / seconds
             kept = [piece(s, 0, max(MIN_STEPS_IN_TIME, int(longest))) for s in kept]
         yield filter, kept
         seconds = (time.perf_counter() - began) / max(len(s.states) for s in kept)
 
 
-def seconds_of_a_step(filter: Filter[Any], recordings: list[Recording]) -> float:
+def seconds_of_a_step(
+    filter: Filter[Any],
+    recordings: list[Recording],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> float:
     """Return how long a filter takes for a step of all recordings at once."""
     few = [piece(s, 0, STEPS_OF_TRIAL) for s in recordings]
-    how: Any = {"dtype": few[0].obs.dtype, "device": few[0].states.device}
     began = time.perf_counter()
-    score(filter, few, **how, covariances=True, watch=watch_innovation)
+    score(filter, few, dtype=dtype, device=device, covariances=True, watch=watch_innovation)
     return (time.perf_counter() - began) / max(len(s.states) for s in few)
 
 
 def never_learned_from(module: FittedModel) -> Held:
-    """Return `held_out`; for a network without a memory, the steps that training held out.
+    """Return `held_out`, within the budget; without a memory, the steps that training held out.
 
     No fold can be removed from a network that is the filter itself.
     """
     memory, how = module.memory.sequences(), module.how
     if how is not None and how.validation > 0 and keeps_no_memory(module):
         return [(module.net.eval(), hold_out(memory, how.validation)[1])]
-    return held_out(module.net, memory)
+    compared = isinstance(module.net, ModelSelection) and module.net.held_out_filters
+    until = module.net.until if compared else math.inf
+    how: Any = {"dtype": module.model_dtype, "device": module.device}
+    return held_out(module.net, memory, until=until, **how)
 
 
 def keeps_no_memory(module: FittedModel) -> bool:

@@ -38,8 +38,7 @@ def steps_within(budget: float, clock: list[float]) -> list[int]:
     data = recordings()
     net = ModelSelection(LearnedKalman())
     net.held_out_filters = [(Slow(LearnedKalman().fit(data).model), [fold]) for fold in data]
-    net.until = budget
-    return run_through(held_out(net, data)).filters.bincount().tolist()
+    return run_through(held_out(net, data, until=budget)).filters.bincount().tolist()
 
 
 def test_without_a_budget_all_steps_are_filtered(clock):
@@ -47,7 +46,7 @@ def test_without_a_budget_all_steps_are_filtered(clock):
 
 
 def test_folds_share_the_time_that_is_left(clock):
-    budget = 1500
+    budget = 1500.0
     found = steps_within(budget, clock)
     assert clock[0] <= 1.02 * budget
     assert min(found) > 0.9 * (budget - STEPS_OF_TRIAL) / FOLDS and max(found) < STEPS
