@@ -311,8 +311,8 @@ def test_missing_sensors_have_maps_of_their_own():
 
 def test_large_data_are_selected_by_the_last_steps(monkeypatch):
     """Within a deadline there are fewer of them, but a least number."""
-    data = turning(900)
-    last = data[0]._replace(states=data[0].states[-300:], obs=data[0].obs[-300:])
+    data = turning(450)
+    last = data[0]._replace(states=data[0].states[-150:], obs=data[0].obs[-150:])
 
     def selected(recording: Recording) -> dict[str, torch.Tensor]:
         net = LearnedUKF(ranks=(24,), factors=(1.0, 4.0))
@@ -320,7 +320,7 @@ def test_large_data_are_selected_by_the_last_steps(monkeypatch):
         return net.state_dict()
 
     expected = selected(last)
-    for most, least, rate, seconds in ((300, 1, 1, math.inf), (900, 1, 1, 300), (900, 300, 1, 200)):
+    for most, least, rate, seconds in ((150, 1, 1, math.inf), (450, 1, 1, 150), (450, 150, 1, 99)):
         monkeypatch.setattr(learned_ukf, "MAX_STEPS_OF_SELECTION", most)
         monkeypatch.setattr(learned_ukf, "MIN_STEPS_OF_SELECTION", least)
         monkeypatch.setattr(learned_ukf, "STEPS_PER_SECOND", rate)
