@@ -28,8 +28,8 @@ COARSE_FACTORS = ((1.0, 1.0), (64.0, 1.0))
 # Kinds with this multiple of the least error on a part are not run on the others.
 MAX_PART_RATIO = 1.5
 # Share of the time until a deadline after which no further kinds are compared: factors, and the
-# filter itself, are still to be fitted. It is smaller where a part of the steps is selected by: a fit
-# to all of them takes longer.
+# filter itself, are still to be fitted. The second one is for data that are selected by a part of
+# their steps: a fit to all of them takes longer.
 MAX_SHARE_FOR_KINDS = 0.6
 MAX_SHARE_OF_LARGE_DATA = 0.35
 # First steps of a held-out block that do not count: the filter has not converged yet.
