@@ -5,6 +5,9 @@ checked as it is imported).
 from __future__ import annotations
 
 import os
+import threading
+
+os.environ["OMP_NUM_THREADS"] = "1"  # of NumPy and of commands, too: two workers share the cores
 
 import jaxtyping
 import numpy as np
@@ -22,14 +25,20 @@ def cache(tmp_path_factory) -> None:
 
 @pytest.fixture(autouse=True)
 def shapes(request):
-    """Slow tests ask for numbers, in half the time without a check of every call: shapes are
-    checked in all others.
+    """Shapes are checked in the first second of a test: later calls are those of the same loops,
+    and checks of every call take half of the time. They are not checked in slow tests.
     """
-    jaxtyping.config.update(
-        "jaxtyping_disable", request.node.get_closest_marker("slow") is not None
-    )
+
+    def check(wanted: bool) -> None:
+        jaxtyping.config.update("jaxtyping_disable", not wanted)
+
+    check(request.node.get_closest_marker("slow") is None)
+    timer = threading.Timer(1.0, check, (False,))
+    timer.start()
     yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    timer.cancel()
+    timer.join()
+    check(True)
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import fcntl
 import json
-import os
 import re
 import runpy
 import subprocess
@@ -430,32 +428,18 @@ class Links(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """The documentation, built strictly, once for all workers of pytest-xdist."""
+    """The documentation, built strictly. Its tests are one group, of one worker."""
     for package in ("mkdocs", "mkdocstrings", "latex2mathml", "nbclient"):
         pytest.importorskip(package)
-    base = tmp_path_factory.getbasetemp()
-    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "site"
-    with directory.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (directory / "sitemap.xml").exists():
-            build = [
-                sys.executable,
-                "-m",
-                "mkdocs",
-                "build",
-                "--strict",
-                "-q",
-                "-f",
-                "mkdocs.yml",
-                "-d",
-                directory,
-            ]
-            built = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
-            assert built.returncode == 0, built.stderr
+    directory = tmp_path_factory.mktemp("documentation") / "site"
+    build = [*(sys.executable, "-m", "mkdocs", "build"), *("--strict", "-q", "-d", str(directory))]
+    built = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
     return directory
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("site")
 def test_the_documentation_is_built_without_a_warning(site):
     page = (site / "reference" / "kbf.rkhs.conditional_means.html").read_text(encoding="utf-8")
     assert (
@@ -470,6 +454,7 @@ def test_the_documentation_is_built_without_a_warning(site):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("site")
 def test_the_reference_has_a_page_for_each_public_name(site):
     """Modules have pages for developers, which are neither in the navigation nor searched."""
     public = (site / "reference" / "index.html").read_text(encoding="utf-8")
@@ -490,6 +475,7 @@ def test_the_reference_has_a_page_for_each_public_name(site):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("site")
 def test_the_pages_of_commands_are_tables(site):
     train = (site / "commands" / "train.html").read_text(encoding="utf-8")
     cells = re.findall(r"<td><code>(n_train|seed)</code></td>\s*<td><code>(\w+)</code></td>", train)
@@ -502,6 +488,7 @@ def test_the_pages_of_commands_are_tables(site):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("site")
 def test_the_gallery_leads_to_the_notebooks(site):
     page = Links((site / "gallery.html").read_text(encoding="utf-8"))
     pictures = [source for source in page.loaded if "_output_" in source]
@@ -512,6 +499,7 @@ def test_the_gallery_leads_to_the_notebooks(site):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("site")
 def test_the_tutorials_are_run(site):
     for name, printed, pictures in (
         ("getting_started", r"FittedFilter: kbf.*nmse_window_ridge.*out_of_distribution", 2),
@@ -538,12 +526,14 @@ def test_the_tutorials_are_run(site):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("site")
 def test_equations_are_typeset_without_a_script(site):
     page = (site / "theory.html").read_text(encoding="utf-8")
     assert page.count("<math") > 60 and "arithmatex" not in page and "\\lambda" not in page
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("site")
 def test_every_link_of_the_built_pages_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site):
     pages = {
         path: Links(path.read_text(encoding="utf-8"))
