@@ -12,11 +12,11 @@ demo:  ## set up, then fit a filter to recordings of a robot arm and run it on a
 	scripts/demo
 
 test: lint  ## set up with the tools for development, then check everything and run the quick tests
-	.venv/bin/python -m pytest -n 2 --dist loadgroup -m "not slow"
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-slow:  ## the other tests: kills, trainings, programs that are compiled, pages that are built
 	scripts/bootstrap dev,docs
-	.venv/bin/python -m pytest -n 2 --dist loadgroup -m slow
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m slow
 
 test-all: test test-slow  ## both, as on every submission
 

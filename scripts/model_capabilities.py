@@ -3,8 +3,8 @@
 
     .venv/bin/python scripts/model_capabilities.py
 
-Each model is fitted to 80 steps of two runs of data/arm.csv: as they are, with a control, and with
-missing sensors. A model that cannot have controls or missing sensors, or whose step cannot be
+Each model is fitted to two runs of data/arm.csv: as they are, with a control, and
+with missing sensors. A model that cannot have controls or missing sensors, or whose step cannot be
 exported, raises a ValueError.
 """
 
@@ -48,7 +48,7 @@ COLUMNS = ("smooth", "append", "export", "missing sensors", "controls", "interva
 def capabilities(model: str) -> dict[str, bool]:
     """Return what a model can do, by the columns of the table."""
     table = pd.read_csv(ROOT / "data" / "arm.csv", parse_dates=["time"], index_col="time")
-    runs = table[table.run.isin(["run0", "run1"])].groupby("run").head(80)
+    runs = table[table.run.isin(["run0", "run1"])]
     plain = fitted(model, runs)
     # Some models have covariances only after calibration.
     spread = plain.filter(runs).std is not None

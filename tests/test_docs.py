@@ -428,7 +428,7 @@ class Links(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """The documentation, built strictly. Its tests are one group, of one worker."""
+    """The documentation, built strictly."""
     for package in ("mkdocs", "mkdocstrings", "latex2mathml", "nbclient"):
         pytest.importorskip(package)
     directory = tmp_path_factory.mktemp("documentation") / "site"
@@ -439,7 +439,6 @@ def site(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("site")
 def test_the_documentation_is_built_without_a_warning(site):
     page = (site / "reference" / "kbf.rkhs.conditional_means.html").read_text(encoding="utf-8")
     assert (
@@ -454,7 +453,6 @@ def test_the_documentation_is_built_without_a_warning(site):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("site")
 def test_the_reference_has_a_page_for_each_public_name(site):
     """Modules have pages for developers, which are neither in the navigation nor searched."""
     public = (site / "reference" / "index.html").read_text(encoding="utf-8")
@@ -475,7 +473,6 @@ def test_the_reference_has_a_page_for_each_public_name(site):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("site")
 def test_the_pages_of_commands_are_tables(site):
     train = (site / "commands" / "train.html").read_text(encoding="utf-8")
     cells = re.findall(r"<td><code>(n_train|seed)</code></td>\s*<td><code>(\w+)</code></td>", train)
@@ -488,7 +485,6 @@ def test_the_pages_of_commands_are_tables(site):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("site")
 def test_the_gallery_leads_to_the_notebooks(site):
     page = Links((site / "gallery.html").read_text(encoding="utf-8"))
     pictures = [source for source in page.loaded if "_output_" in source]
@@ -499,7 +495,6 @@ def test_the_gallery_leads_to_the_notebooks(site):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("site")
 def test_the_tutorials_are_run(site):
     for name, printed, pictures in (
         ("getting_started", r"FittedFilter: kbf.*nmse_window_ridge.*out_of_distribution", 2),
@@ -526,14 +521,12 @@ def test_the_tutorials_are_run(site):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("site")
 def test_equations_are_typeset_without_a_script(site):
     page = (site / "theory.html").read_text(encoding="utf-8")
     assert page.count("<math") > 60 and "arithmatex" not in page and "\\lambda" not in page
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("site")
 def test_every_link_of_the_built_pages_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site):
     pages = {
         path: Links(path.read_text(encoding="utf-8"))

@@ -57,7 +57,6 @@ def weights(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("weights")
 @pytest.mark.parametrize("model", [*ddp_steps.MODELS, *(f"encoder, {k}" for k in ddp_steps.LOSSES)])
 def test_gradients_of_two_processes_are_those_of_one(weights, model):
     before, one, two, step = (each if isinstance(each, float) else each[model] for each in weights)
