@@ -25,8 +25,8 @@ def cache(tmp_path_factory) -> None:
 
 @pytest.fixture(autouse=True)
 def shapes(request):
-    """Shapes are checked in the first second of a test: later calls are those of the same loops,
-    and checks of every call take half of the time. They are not checked in slow tests.
+    """Shapes are checked in the first second of a test: later calls are mostly those of loops, and
+    checks of every call take half of the time. They are not checked in slow tests.
     """
 
     def check(wanted: bool) -> None:

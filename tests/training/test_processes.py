@@ -44,13 +44,10 @@ sys.exit(main())
 def weights(tmp_path_factory):
     """Weights of all models: before, after an epoch in one process, and in two; the step size."""
     folder, step = tmp_path_factory.mktemp("steps"), 1e-2
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     found = []
     for kind, lr in (("cpu", 1e-30), ("cpu", step), ("ddp", step)):
         words = [ddp_steps.__file__, kind, str(lr), str(folder / "weights.pt")]
-        done = subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, env=environment, timeout=500
-        )
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stderr[-3000:]
         found.append(torch.load(folder / "weights.pt", weights_only=True))
     return *found, step
@@ -76,7 +73,6 @@ def run_until_trained(folder: Path, *more: str) -> tuple[subprocess.Popen[str], 
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     limit = time.monotonic() + 200
     while not (folder / "checkpoints" / "last.ckpt").exists():
@@ -119,7 +115,7 @@ def test_an_error_of_one_rank_is_printed_once(tmp_path, fails):
         [sys.executable, str(tmp_path / "run.py"), *words],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "FAILS": str(fails)},
+        env={**os.environ, "FAILS": str(fails)},
         timeout=200,
     )
     lines = done.stderr.strip().splitlines()
