@@ -67,7 +67,7 @@ def imq(x: Points, y: Others, *, bandwidth: Bandwidth) -> Gram:
     return (1 + squared_distance(x / bandwidth, y / bandwidth)).rsqrt()
 
 
-def arcsine(x: Points, y: Others, *, bias: float, slope: float) -> Gram:
+def arcsine(x: Points, y: Others, *, bias: float | Tensor, slope: float | Tensor) -> Gram:
     """Return the kernel of an infinitely wide network of sigmoids (erf).
 
         k(x, y) = (2/pi) arcsin(2 s(x, y) / sqrt((1 + 2 s(x, x)) (1 + 2 s(y, y)))),
@@ -86,7 +86,7 @@ def arcsine(x: Points, y: Others, *, bias: float, slope: float) -> Gram:
     return 2 / math.pi * torch.asin(shrunk(x, bias, slope) @ shrunk(y, bias, slope).mT)
 
 
-def shrunk(p: Points, bias: float, slope: float) -> Float[Tensor, "*b n r"]:
+def shrunk(p: Points, bias: float | Tensor, slope: float | Tensor) -> Float[Tensor, "*b n r"]:
     """Return (slope p, bias) / sqrt(1/2 + s(p, p)), a factor of the argument of `arcsine`."""
     weighted = torch.cat([slope * p, torch.zeros_like(p[..., :1]) + bias], -1)
     return weighted * (0.5 + weighted.square().sum(-1, keepdim=True)).rsqrt()

@@ -4,6 +4,7 @@ from kbf.filters.gaussian import (
     count_maps as count_maps,
     ekf as ekf,
     hidden_chain as hidden_chain,
+    joined_maps as joined_maps,
     kalman as kalman,
     learned_maps as learned_maps,
     learned_ukf as learned_ukf,

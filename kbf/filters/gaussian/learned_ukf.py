@@ -26,6 +26,7 @@ References: Wan and van der Merwe (2000); Ko and Fox (2009) for the UKF on learn
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from kbf.data.windows import some_of_each
 from kbf.filters.gaussian.augmented import Sensor, augmented
 from kbf.filters.gaussian.block_scores import (
     COARSE_FACTORS,
+    MAX_SHARE_FOR_FACTORS,
     MAX_SHARE_FOR_KINDS,
     MAX_SHARE_OF_LARGE_DATA,
     Fitted,
@@ -58,7 +60,7 @@ from kbf.filters.gaussian.map_pairs import persistence_of
 from kbf.filters.gaussian.map_sources import Source, counts_in, jump_covariance, source_of
 from kbf.filters.gaussian.regimes import STRUCTURES, select_regimes
 from kbf.filters.gaussian.sensor_laws import MAX_DELAY, Persistence, select_delays
-from kbf.filters.gaussian.sparse_maps import AnyMap, fit_sparse, inputs_of_maps
+from kbf.filters.gaussian.sparse_maps import AnyMap, fit_sparse, inputs_of_maps, read_by
 from kbf.filters.gaussian.start import StartingFilter
 from kbf.filters.gaussian.switching import SwitchingFilter
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
@@ -155,8 +157,8 @@ class LearnedUKF(ShownModule):
 
         Recordings that are too short for a held-out block of ten steps leave the last kinds and
         factors of 1. Within a `kbf.runtime.deadline.deadline` fewer parts, or fewer kinds, are
-        compared once `MAX_SHARE_FOR_KINDS` of the time is over, or of more steps than
-        are selected by, `MAX_SHARE_OF_LARGE_DATA`.
+        compared after `MAX_SHARE_FOR_KINDS` of the time (`MAX_SHARE_OF_LARGE_DATA` of more steps
+        than are selected by), and fewer factors after `MAX_SHARE_FOR_FACTORS`.
         """
         recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
         check_vectors(recordings, "a learned observation map")
@@ -166,6 +168,7 @@ class LearnedUKF(ShownModule):
         recordings = some_of_each(recordings, max(MIN_STEPS_OF_SELECTION, int(most)))
         whole = sum(len(each.states) for each in recordings) == given
         until = time_within_share(MAX_SHARE_FOR_KINDS if whole else MAX_SHARE_OF_LARGE_DATA)
+        end = time_within_share(MAX_SHARE_FOR_FACTORS)
         self.kinds.fill_(KINDS.index(self.given_kinds[-1]))
         self.factors.fill_(1)
         self.counts = counts_in(recordings)
@@ -185,7 +188,7 @@ class LearnedUKF(ShownModule):
             self.regimes = torch.tensor(structure)
         elif filters := self.select_kinds(parts, structure, until):
             count = len(filters) if whole else 1
-            self.select_factors(filters[:count], parts[:count])
+            self.select_factors(filters[:count], parts[:count], end)
 
     def select_kinds(
         self, parts: list[Part], structure: tuple[int, ...], until: float
@@ -193,21 +196,25 @@ class LearnedUKF(ShownModule):
         """Set `kinds` and `regimes`; return the filters without each part, none if none fits.
 
         Errors select among pairs of equal kinds; then, with several regimes, the kind of the change
-        map; then the kind of observation maps, and that of the change map. The kinds of the best
-        filter so far come first: at ``until`` (a `time.perf_counter`) the comparison ends.
+        map; then that of observation maps, and of the change map; all this without sparse maps,
+        which are the slowest, and again with them. The kinds of the best filter come first. The
+        comparison ends at ``until`` (a `time.perf_counter`).
         """
         source_without = cache(lambda k: self.source(parts[k][0]))
         source = cache(lambda regimes, k: source_without(k).with_regimes(regimes))
         readings = cache(lambda k, kind: self.readings(source_without(k), KINDS[kind]))
         runs = cache(lambda regimes: self.runs(partial(source, regimes), readings, parts))
         given = [KINDS.index(kind) for kind in self.given_kinds]
+        quick = [i for i in given if KINDS[i] != "sparse"]
         best, tried = None, set[tuple[tuple[int, ...], tuple[int, ...]]]()
-        several = () if structure == STRUCTURES[0] else ((structure, (0,)),)
-        for regimes, places in ((STRUCTURES[0], (0, 1)), *several, (None, (1,)), (None, (0,))):
+        steps: list[Any] = [(STRUCTURES[0], (0, 1)), (None, (1,)), (None, (0,))]
+        if structure != STRUCTURES[0]:
+            steps.insert(1, (structure, (0,)))
+        for kinds, (regimes, places) in product((quick, given), steps):
             if best is not None and time.perf_counter() > until:
                 break
             regimes, now = regimes or tuple(self.regimes.tolist()), tuple(self.kinds.tolist())
-            pairs = [tuple(i if k in places else now[k] for k in (0, 1)) for i in given]
+            pairs = [tuple(i if k in places else now[k] for k in (0, 1)) for i in kinds]
             pairs = [pair for pair in pairs if (regimes, pair) not in tried]
             if best is not None:
                 pairs.sort(key=now.__ne__)
@@ -239,12 +246,14 @@ class LearnedUKF(ShownModule):
 
         return run
 
-    def select_factors(self, filters: list[Fitted], parts: list[Part]) -> None:
-        """Set `factors`, one after the other."""
+    def select_factors(self, filters: list[Fitted], parts: list[Part], until: float) -> None:
+        """Set `factors`, one after the other, until a `time.perf_counter`."""
         scale = variance_of(parts)
         for k, place in enumerate((0, 1, 0)):
             if k == 2 and float(self.factors[1]) == 1:
                 break  # the grid would be that of k = 0
+            if time.perf_counter() > until:
+                break
             grid = []
             for factor in self.given_factors:
                 pair = self.factors.tolist()
@@ -338,13 +347,14 @@ class LearnedUKF(ShownModule):
         """Return the filter of such maps, without factors."""
         recordings, join = source.recordings, source.pairs.join
         manifold = manifold_of(torch.cat([s.states for s in recordings]))
+        read = read_by(sensors, recordings[0].states.shape[1], recordings[0].obs.shape[1])
         firsts = torch.tensor([0, *(len(each.states) for each in recordings[:-1])]).cumsum(0)
 
         def of_regime(change: AnyMap, Q: Tensor) -> StartingFilter:
             def moved(z: Tensor, u: Tensor | None = None) -> Tensor:
                 return manifold.project(z + change(z if u is None or join is None else join(z, u)))
 
-            model, states, d = augmented(recordings, moved, Q, sensors, persistence)
+            model, states, d = augmented(recordings, moved, Q, sensors, persistence, read)
             inner = UnscentedKalmanFilter(
                 model,
                 allow_missing_sensors=self.allow_missing_sensors or source.faults.any,

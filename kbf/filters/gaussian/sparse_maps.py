@@ -6,6 +6,7 @@ stretch of time: a map that has learned the places of a recording fails on the s
 out, and a map of the input that matters does not.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kbf.filters.gaussian.augmented import Sensor
+from kbf.filters.gaussian.joined_maps import JoinedMaps, Part, join_maps
 from kbf.filters.gaussian.learned_maps import LearnedMap, fit_map, kernel_of, row_of
 from kbf.filters.gaussian.map_pairs import Pairs
 from kbf.rkhs.kernels import gaussian
@@ -39,19 +42,17 @@ class SparseMap(NamedTuple):
     """y_j = f_j(u[inputs_j]) + N(0, noise).
 
     Attributes:
-        inputs: of each output, positions of its inputs.
-        maps: f_j of each output.
+        parts: f_j of each output, with the positions of its inputs. joined: all of them.
         noise: ``q q``, the covariance of residuals.
     """
 
-    inputs: list[Tensor]
-    maps: list[LearnedMap]
+    parts: list[Part]
+    joined: JoinedMaps
     noise: Tensor
 
     def __call__(self, u: Float[Tensor, "*b e"]) -> Float[Tensor, "*b q"]:
         """Return the mean at u, in the type of u."""
-        pairs = zip(self.inputs, self.maps, strict=True)
-        return torch.cat([map(u[..., inputs]) for inputs, map in pairs], -1)
+        return self.joined(u)
 
 
 AnyMap = LearnedMap | SparseMap
@@ -182,22 +183,40 @@ def fit_sparse(
             f"sparse maps were selected for other data than {u.shape[1]} inputs and "
             f"{y.shape[1]} outputs"
         )
-    inputs, maps, left, spread = [], [], [], []
+    parts, left, spread = [], [], []
     for j, row in enumerate(choice):
         used = row[:-3].nonzero()[:, 0].to(u.device)
         target, given = y[:, j : j + 1].double(), u[:, used].double()
         kernel = kernel_of(row[-3:]) if bool(row[-3:].any()) else None
         kind = "linear" if kernel is None else "both"
         map = fit_map(kind, given, target, kernel=kernel, ranks=ranks, precise=precise)
-        inputs.append(used)
-        maps.append(map)
+        parts.append(Part(used, torch.tensor([j], device=u.device), map))
         left.append(target - map(given))
         spread.append(map.noise[0, 0].sqrt())
     residual = torch.cat(left, 1)
     white = residual / residual.square().mean(0).sqrt().clamp_min(1e-300)
     sigma = torch.stack(spread)
     noise = sigma[:, None] * (white.mT @ white / len(white)) * sigma
-    return SparseMap(inputs, maps, noise.diagonal_scatter(sigma.square()))
+    joined = join_maps(parts, u.shape[1], len(parts))
+    return SparseMap(parts, joined, noise.diagonal_scatter(sigma.square()))
+
+
+def read_by(
+    sensors: list[Sensor], d: int, q: int
+) -> Callable[[Float[Tensor, "*b e"]], Float[Tensor, "*b q"]]:
+    """Return h(z_t, z_{t-1}, ...) ``*b q`` of sensors with learned maps, all at once."""
+    parts = []
+    for columns, delay, map, _ in sensors:
+        first = d * delay
+        if isinstance(map, SparseMap):
+            own = [(each.inputs, columns[each.columns], each.map) for each in map.parts]
+        else:
+            assert isinstance(map, LearnedMap)
+            own = [(torch.arange(d, device=columns.device), columns, map)]
+        parts += [Part(first + inputs, to, each) for inputs, to, each in own]
+    size = d * (1 + max(sensor.delay for sensor in sensors))
+    joined = join_maps(parts, size, q)
+    return lambda s: joined(s[..., :size])
 
 
 def inputs_of_maps(pairs: Pairs, q: int) -> Float[Tensor, "m f"]:

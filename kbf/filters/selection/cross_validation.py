@@ -44,7 +44,7 @@ SHARE_OF_SEARCH = 0.9
 # Models, the best on the first part, for whose other parts time is reserved before further models
 # are tried; and the multiple of the time of their first part that is reserved for each other one.
 RESERVED_MODELS = 2
-RESERVED_TIME = 1.25
+RESERVED_TIME = 2.0
 Fit = Callable[[list[Recording]], Filter[Any]]
 # Recordings without a fold, to fit; and the fold.
 Part = tuple[list[Recording], list[Recording]]

@@ -13,8 +13,9 @@ from kbf.filters.gaussian import learned_ukf
 from kbf.filters.gaussian.block_scores import Scored, held_out_parts
 from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.gaussian.learned_maps import fit_map, kernel_of, row_of, select_kernel
-from kbf.filters.gaussian.learned_ukf import LearnedUKF
+from kbf.filters.gaussian.learned_ukf import KINDS, LearnedUKF
 from kbf.filters.gaussian.moments import GaussianState
+from kbf.filters.gaussian.regimes import STRUCTURES
 from kbf.filters.gaussian.start import StartingFilter, tempering
 from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
 from kbf.filters.rollout import rollout, rollout_recordings
@@ -394,7 +395,7 @@ def test_a_sensor_that_is_nearly_always_0_is_no_obstacle():
 
 
 def test_several_regimes_are_compared_second_with_the_kinds_of_the_best_filter_first(monkeypatch):
-    errors, asked = iter([1.0, 0.5, 2.0, 2.0]), []
+    errors, asked = iter([1.0, 0.5, *[2.0] * 6]), []
 
     def raced(pairs, run, parts, best=None, until=0.0):
         asked.append(pairs)
@@ -407,3 +408,17 @@ def test_several_regimes_are_compared_second_with_the_kinds_of_the_best_filter_f
     model.select_kinds([([], [Recording(z, z)])], (0, 1), float("inf"))
     assert asked[1][0] == (1, 1), "the kinds of the first comparison"
     assert model.regimes.tolist() == [0, 1] and model.kinds.tolist() == [1, 1]
+
+
+def test_kinds_that_are_slow_are_left_out_when_time_is_short():
+    """One pair is compared in any case; a comparison that was cut short does not decide."""
+    memory = turning(300)
+    net = LearnedUKF(ranks=(20,), factors=(1.0,))
+    net.prepare(memory)
+    parts = held_out_parts(memory)
+    filters = net.select_kinds(parts, STRUCTURES[0], -torch.inf)
+    assert len(filters) == 1
+    assert [KINDS[k] for k in net.kinds.tolist()] == ["linear", "linear"]
+    one, three = Scored(filters, torch.zeros(1, 2)), Scored(filters * 3, torch.ones(3, 2))
+    assert not one.better_than(three)
+    assert three._replace(errors=-three.errors).better_than(three)
