@@ -4,15 +4,20 @@ A logger writes the last reading of a slow sensor again until the next one arriv
 that sticks repeats its last reading. Such a repeat contains no information about the state of its
 own step. `held_sensors` finds the sensors of which this is true; `HeldReadings` is a model whose
 filter treats their repeats as missing.
+
+Counts and rounded readings repeat by chance, too. Of these, `reading_periods` finds the sensors
+that change every p-th step only: their readings are those of the steps p, 2p, ... after a change,
+repeats or not, and all others are missing.
 """
 
+import math
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Generator, Tensor
 
 from kbf.filters.protocols import (
@@ -40,6 +45,10 @@ MIN_SHARE_OF_VALUES = 0.95
 # Different values that repeats must have, as a share of the runs of repeats. A sensor at the end
 # of its range repeats few values.
 MIN_SHARE_OF_REPEATED_VALUES = 0.9
+# Log of the ratio by which changes at every p-th step must be improbable of a sensor that may
+# change in each, and the largest p.
+MIN_LOG_RATIO_OF_PERIOD = 20.0
+MAX_PERIOD = 50
 
 
 def held_sensors(recordings: list[Recording]) -> Bool[Tensor, " q"]:
@@ -68,6 +77,29 @@ def held_sensors(recordings: list[Recording]) -> Bool[Tensor, " q"]:
     return found
 
 
+def reading_periods(recordings: list[Recording]) -> Int[Tensor, " q"]:
+    """Return every how many steps observations ``T q`` may change; 1 if in each.
+
+    It is the greatest common divisor p of the steps between changes, of all recordings. If changes
+    were independent of p, n of them would agree by chance with probability p^-n.
+
+    >>> t = torch.arange(300)[:, None]
+    >>> reading_periods([Recording(t.double(), torch.cat([t % 7, t // 3 % 2], 1).double())])
+    tensor([1, 3])
+    """
+    found = []
+    for column in range(recordings[0].obs.shape[1]):
+        steps: list[int] = []
+        for each in recordings:
+            x = observed(each)[:, column]
+            changed = (x[1:] != x[:-1]) & x[1:].isfinite() & x[:-1].isfinite()
+            steps += changed.nonzero()[:, 0].diff().tolist()
+        p = math.gcd(*steps)
+        certain = len(steps) * math.log(max(1, p)) >= MIN_LOG_RATIO_OF_PERIOD
+        found.append(p if certain and p <= MAX_PERIOD else 1)
+    return torch.tensor(found, device=recordings[0].obs.device)
+
+
 def check_held(held: str | bool) -> str | bool:
     """Return a value of ``data.held``.
 
@@ -79,26 +111,43 @@ def check_held(held: str | bool) -> str | bool:
     return held
 
 
-def held_by(held: str | bool, recordings: list[Recording]) -> Bool[Tensor, " q"]:
-    """Return the sensors whose repeats are missing; all for True, none for False."""
-    if held == "auto":
-        return held_sensors(recordings)
-    every = torch.ones_like(recordings[0].obs[0], dtype=torch.bool)
-    return every if held else every[:0]
+def held_by(held: str | bool, recordings: list[Recording]) -> Int[Tensor, " q"]:
+    """Return how sensors are held, by a value of ``data.held``; empty for False.
+
+    0: they are not. 1: repeats are missing. p > 1: one reading every p steps (`reading_periods`).
+    """
+    every = torch.ones_like(recordings[0].obs[0], dtype=torch.long)
+    if held != "auto":
+        return every if held else every[:0]
+    periods = reading_periods(recordings)
+    return torch.where(held_sensors(recordings), 1, torch.where(periods > 1, periods, 0))
 
 
-def without_repeats(recording: Recording, held: Bool[Tensor, " q"]) -> Recording:
-    """Return the recording with NaN in place of readings of held sensors that repeat."""
-    x = recording.obs.clone()
-    x[1:][(recording.obs[1:] == recording.obs[:-1]) & held] = torch.nan
-    return recording._replace(obs=x)
+def without_repeats(recording: Recording, held: Shaped[Tensor, " q"]) -> Recording:
+    """Return the recording with NaN in place of readings of held sensors that repeat.
+
+    Args:
+        recording: of observations ``T q``.
+        held: as of `held_by`, or which sensors have missing repeats.
+    """
+    x, held = recording.obs, held.long()
+    same = x[1:] == x[:-1]
+    steps = torch.arange(1, len(x), device=x.device)[:, None]
+    changed = ~same & x[1:].isfinite() & x[:-1].isfinite()
+    last = torch.where(changed, steps, 0).cummax(0).values  # 0 before the first change
+    due = (held > 1) & (last > 0) & ((steps - last) % held.clamp_min(1) == 0)
+    missing = torch.cat([torch.zeros_like(same[:1]), same & (held > 0) & ~due])
+    return recording._replace(obs=torch.where(missing, torch.nan, x))
 
 
 class HeldReadings:
     """A model that knows single sensors, with repeats of held sensors as missing readings."""
 
-    def __init__(self, model: Any, held: Bool[Tensor, " q"]) -> None:
-        """``model``: has ``allow_missing_sensors``, which is True while it is fitted."""
+    def __init__(self, model: Any, held: Shaped[Tensor, " q"]) -> None:
+        """Wrap a model that has ``allow_missing_sensors``, which is True while it is fitted.
+
+        ``held`` is as of `without_repeats`.
+        """
         self.model, self.held = model, held
 
     @contextmanager
@@ -130,40 +179,44 @@ class HeldReadings:
 class HeldFilter:
     """A filter whose observations have repeats of held sensors.
 
-    The state is that of the inner filter, and the last reading of each sensor, ``last`` ``b q``,
-    NaN where there is none.
+    The state is that of the inner filter; the last reading of each sensor, ``last`` ``b q``, NaN
+    where there is none; and the steps since a change, ``age`` ``b q``, modulo the period of the
+    sensor, NaN before the first change.
     """
 
     allow_missing_sensors: bool = True
 
-    def __init__(self, inner: Filter[Any], held: Bool[Tensor, " q"]) -> None:
-        """Wrap a filter that accepts missing sensors."""
+    def __init__(self, inner: Filter[Any], held: Shaped[Tensor, " q"]) -> None:
+        """Wrap a filter that accepts missing sensors; ``held`` is as of `without_repeats`."""
         self.inner: Filter[Any] = inner
-        self.held: Tensor = held
+        self.held: Tensor = held.long()
         self.controlled: int = control_components(inner)
         self.inner_kind: Any = type(inner.init(1))
-        self.kind: Any = namedtuple("HeldState", [*self.inner_kind._fields, "last"])
+        self.kind: Any = namedtuple("HeldState", [*self.inner_kind._fields, "last", "age"])
 
     def inner_state(self, state: Any) -> Any:
         """Return the state of the inner filter."""
-        return self.inner_kind(*state[:-1])
+        return self.inner_kind(*state[:-2])
 
     def init(self, batch: int, *, generator: Generator | None = None) -> Any:
         """Return the initial state of the inner filter, without readings."""
         inner = self.inner.init(batch, generator=generator)
-        none = torch.full((batch, len(self.held)), torch.nan, device=inner[0].device)
-        return self.kind(*inner, none.double())
+        none = torch.full((batch, len(self.held)), torch.nan, device=inner[0].device).double()
+        return self.kind(*inner, none, none.clone())
 
     def predict(
         self, state: Any, *, control: Tensor | None = None, generator: Generator | None = None
     ) -> Any:
         """Move the inner state."""
         moved = move(self.inner, self.inner_state(state), control=control, generator=generator)
-        return self.kind(*moved, state.last)
+        age, period = state.age + 1, self.held.clamp_min(1).to(state.age)
+        return self.kind(*moved, state.last, torch.where(age < period, age, age - period))
 
     def fresh(self, state: Any, obs: Float[Tensor, "b q"]) -> Float[Tensor, "b q"]:
-        """Return the observation with NaN in place of repeats."""
-        repeats = (obs == state.last.to(obs)) & self.held.to(obs.device)
+        """Return the observation with NaN in place of repeats, unless a reading is due."""
+        held = self.held.to(obs.device)
+        due = (held > 1) & (state.age == 0)
+        repeats = (obs == state.last.to(obs)) & (held > 0) & ~due
         return torch.where(repeats, torch.nan, obs)
 
     def observe(self, state: Any, obs: Float[Tensor, "b q"]) -> tuple[Any, Tensor]:
@@ -179,8 +232,9 @@ class HeldFilter:
             possible = self.inner.estimate(updated).isfinite().all(-1)
         nothing = ~x.isfinite().any(-1)
         last = torch.where(obs.isfinite(), obs.to(state.last), state.last)
+        age = torch.where((last != state.last) & state.last.isfinite(), 0, state.age)
         likelihood = torch.where(nothing, torch.ones_like(possible), possible)
-        return self.kind(*updated, last), likelihood
+        return self.kind(*updated, last, age), likelihood
 
     def update(self, state: Any, obs: Float[Tensor, "b q"]) -> Any:
         """Return the updated state."""
@@ -207,7 +261,7 @@ class HeldFilter:
         return diagnostics_of(self.inner, self.inner_state(state))
 
     def smoother(self) -> Backward:
-        """Return the inner filter's step back; ``last`` stays that of the filtered state.
+        """Return the inner filter's step back; ``last`` and ``age`` stay as they are.
 
         Raises:
             ValueError: the inner filter has no smoother.
@@ -222,12 +276,12 @@ class HeldFilter:
             generator: Generator | None = None,
         ) -> Any:
             def observed(state: Any) -> Any:
-                return self.inner_state(now.observe(self.kind(*state, now.predicted.last)))
+                return self.inner_state(now.observe(self.kind(*state, *now.predicted[-2:])))
 
             step = FilterStep(
                 self.inner_state(now.state), self.inner_state(now.predicted), observed
             )
             back = inner(step, self.inner_state(following), control=control, generator=generator)
-            return self.kind(*back, now.state.last)
+            return self.kind(*back, *now.state[-2:])
 
         return step_back

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from kbf.filters.gaussian.kalman import LearnedKalman
-from kbf.filters.held import HeldFilter, HeldReadings, held_sensors, without_repeats
+from kbf.filters.held import (
+    HeldFilter,
+    HeldReadings,
+    held_by,
+    held_sensors,
+    reading_periods,
+    without_repeats,
+)
 from kbf.filters.rollout import rollout
 from kbf.filters.smoothing import smooth
 from kbf.recording import Recording
@@ -111,3 +118,55 @@ def test_steps_that_were_not_observed_are_no_repeats():
     filled = torch.where(mask[:, None], x, 0)
     assert not held_sensors([Recording(x, filled, mask)]).any()
     assert held_sensors([Recording(x, filled, None)]).all(), "as readings they are"
+
+
+def few_values(n: int, seed: int = 0, period: int = 3, start: int = 0) -> Recording:
+    """A random walk that returns to 0, read in whole numbers; the second sensor is held."""
+    z = walk(n, seed=seed).states
+    t = (torch.arange(start, n + start) // period * period - start).clamp_min(0)
+    noisy = (3 * z + normal(n, 2, seed=seed + 50)).round()
+    return Recording(z, torch.stack([noisy[:, 0], noisy[t, 1]], 1))
+
+
+def test_held_sensors_of_few_values_are_found_by_their_period():
+    """In each recording the held readings may begin at another step."""
+    memory = [few_values(120, seed=k, start=k) for k in range(3)]
+    assert held_sensors(memory).tolist() == [False, False]
+    assert reading_periods(memory).tolist() == [1, 3]
+    assert held_by("auto", memory).tolist() == [0, 3]
+    assert held_by("auto", [walk(200)]).tolist() == [0, 1], "of many values repeats suffice"
+    assert held_by(True, memory).tolist() == [1, 1] and len(held_by(False, memory)) == 0
+    assert reading_periods([few_values(60, period=2)]).tolist() == [1, 1], "too few changes"
+
+
+def test_readings_are_those_of_the_period():
+    """Repeats among them, too; before the first change the period is not known."""
+    x = torch.tensor([4.0, 4, 4, 5, 5, 5, 5, 5, 5, 7, 7, 7])[:, None]
+    fresh = without_repeats(Recording(x, x), torch.tensor([3])).obs[:, 0]
+    assert fresh.isfinite().nonzero()[:, 0].tolist() == [0, 3, 6, 9]
+    every = without_repeats(Recording(x, x), torch.tensor([1])).obs[:, 0]
+    assert every.isfinite().nonzero()[:, 0].tolist() == [0, 3, 9]
+
+
+@pytest.mark.parametrize("start", [0, 1, 2])
+def test_the_filter_knows_when_a_reading_is_due(start):
+    held = torch.tensor([0, 3])
+    filter = HeldReadings(LearnedKalman(), held).fit([few_values(300)])
+    new = few_values(90, seed=1, start=start)
+    fresh = without_repeats(new, held)
+    assert 55 <= int(fresh.obs[:, 1].isnan().sum()) <= 62
+    run = rollout(filter, new.obs[None], covariances=True)
+    truth = rollout(filter.inner, fresh.obs[None], covariances=True)
+    assert torch.equal(run.estimates, truth.estimates)
+    assert torch.equal(run.covariances, truth.covariances)
+
+
+def test_periods_cost_no_accuracy():
+    """Beside the filter that takes all repeats as readings, and the one that takes none."""
+    train, test = [few_values(400)], few_values(3000, seed=1)
+    errors = []
+    for held in ([0, 3], [0, 1], [0, 0]):
+        filter = HeldReadings(LearnedKalman(), torch.tensor(held)).fit(train)
+        left = rollout(filter, test.obs[None]).estimates[0] - test.states
+        errors.append(left.square().mean().item())
+    assert errors[0] < 0.99 * errors[1] and errors[0] < 0.97 * errors[2]

@@ -81,24 +81,29 @@ class Faults(NamedTuple):
         """Return the probability that each sensor works one step later."""
         return works * (1 - self.enter.to(works)) + (1 - works) * self.leave.to(works)
 
+    def odds(self, works: Float[Tensor, "b q"], x: Float[Tensor, "b q"]) -> Float[Tensor, "b q"]:
+        """Return log (1 - p) U(x) / p of sensors that work with probability p, ``works``."""
+        low, high = self.low.to(x), self.high.to(x)
+        log_failed = torch.where((x >= low) & (x <= high), -(high - low).log(), -torch.inf)
+        return (1 - works).log() + log_failed - works.log()
+
     def update(
         self,
         works: Float[Tensor, "b q"],
         x: Float[Tensor, "b q"],
         mean: Float[Tensor, "b q"],
         variance: Float[Tensor, "b q"],
+        odds: Float[Tensor, "b q"] | None = None,
     ) -> Float[Tensor, "b q"]:
         """Return the probability that each sensor works given its reading x.
 
         A working sensor reads N(mean, variance). Missing readings leave the probability as it is.
+        `odds` may be given.
         """
-        low, high = self.low.to(x), self.high.to(x)
-        inside = (x >= low) & (x <= high)
-        log_failed = torch.where(inside, -(high - low).log(), -torch.inf)
+        odds = self.odds(works, x) if odds is None else odds
         log_works = -0.5 * ((x - mean).square() / variance + variance.log() + LOG_2PI)
-        odds = (1 - works).log() + log_failed - works.log() - log_works
-        found = torch.where(self.enter.to(x) > 0, torch.sigmoid(-odds), works)
-        return torch.where(x.isfinite(), found, works)
+        known = (self.enter.to(x) > 0) & x.isfinite()
+        return torch.where(known, torch.sigmoid(log_works - odds), works)
 
 
 class Persistence(NamedTuple):
@@ -162,12 +167,7 @@ def fit_mixture(r: Float[Tensor, "n q"], x: Float[Tensor, "n q"]) -> Mixture:
     share, s = fault_mixture(torch.where(usable, r, torch.nan), width)
     works = -0.5 * ((torch.where(seen, r, 0) / s).square() + 2 * s.log() + LOG_2PI)
     return Mixture(
-        share > 0,
-        share,
-        torch.where(seen, works, 0),
-        torch.where(seen, -width.log(), 0),
-        low,
-        high,
+        share > 0, share, torch.where(seen, works, 0), torch.where(seen, -width.log(), 0), low, high
     )
 
 

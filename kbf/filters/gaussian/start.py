@@ -232,6 +232,8 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
         residual, H, R = leave_out_missing(obs - c, H, Omega + self.inner.model.R)
         variances = R.diagonal(dim1=-2, dim2=-1)
         works, G = torch.ones_like(prior), product(H, H.mT)
+        seen = torch.where(obs.isfinite(), obs, torch.nan)
+        odds = self.faults.odds(prior, seen)
         for _ in range(ROUNDS_OF_FAULTS):
             noise = 1 / works.clamp_min(MIN_PROBABILITY)
             scaled_R = scaled(R, noise)
@@ -239,8 +241,7 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
             spread = (K * scaled_R).sum(-1)
             kept = 1 - spread / (noise * variances)  # of a prediction without the sensor itself
             left = (residual - product(K, residual[..., None])[..., 0]) / kept
-            seen = torch.where(obs.isfinite(), obs, torch.nan)
-            works = self.faults.update(prior, seen, seen - left, spread / kept + variances)
+            works = self.faults.update(prior, seen, seen - left, spread / kept + variances, odds)
         return works
 
     def lost(

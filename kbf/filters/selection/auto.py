@@ -130,8 +130,8 @@ class ModelSelection(nn.Module):
         spreads: ``m d d``, covariances of the held-out errors of each model.
         scores: ``m``, NMSE on held-out blocks, -1 for models that were not compared.
         newest: the number of most recent steps that are trained on, 0 for all.
-        held: ``q``, sensors whose repeated readings are missing (`kbf.filters.held`); empty for
-            none.
+        held: ``q``, how sensors are held (`kbf.filters.held.held_by`); empty if none is looked
+            for.
         candidates: the results of `prepare`, the best first; not stored in checkpoints.
         held_out_filters: the selected filter without each fold, and the fold; not stored in
             checkpoints.
@@ -186,7 +186,7 @@ class ModelSelection(nn.Module):
         self.spreads: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
         self.scores: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.float64))
         self.newest: Tensor = nn.Buffer(torch.tensor(0))
-        self.held: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.bool))
+        self.held: Tensor = nn.Buffer(torch.zeros(0, dtype=torch.long))
         self.ratio_dim = 0
         self.candidates: list[Row] = []
         self.until: float = torch.inf
@@ -407,7 +407,7 @@ class ModelSelection(nn.Module):
     def hyperparameters(self) -> dict[str, float]:
         """Return those of the selected models, the weights, and the NMSE of all candidates."""
         numbers: dict[str, float] = {"newest": float(self.newest)} if int(self.newest) else {}
-        if held := int(self.held.sum()):
+        if held := int((self.held > 0).sum()):
             numbers["held_sensors"] = float(held)
         for name in self.used():
             own: Any = getattr(self.models[name], "hyperparameters", dict)
