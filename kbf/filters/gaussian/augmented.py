@@ -56,14 +56,14 @@ def augmented(
     Q: Float[Tensor, "d d"],
     sensors: list[Sensor],
     persistence: Persistence,
-    read: Callable[[Tensor], Tensor] | None = None,
+    read: Callable[[Tensor], Tensor],
 ) -> Augmented:
     """Return the model of s = (z, past, g, e), and recorded s, whose g and e are drawn.
 
     Args:
         recordings: of z. move: z (and u) -> the mean of z'. Q: its noise.
         sensors: their maps. persistence: of their errors.
-        read: (z, past) -> the values of all maps, ``*b q``; None for one map after the other.
+        read: (z, past) -> the values of all maps, ``*b q``.
     """
     d, q = recordings[0].states.shape[1], recordings[0].obs.shape[1]
     past = max(sensor.delay for sensor in sensors)
@@ -85,13 +85,6 @@ def augmented(
         moved = move(z) if u is None else move(z, u)
         return torch.cat([moved, s[..., : d * past]], -1)
 
-    def each_read(s: Tensor) -> Tensor:
-        found = s.new_zeros(*s.shape[:-1], q)
-        for sensor in sensors:
-            first = d * sensor.delay
-            found[..., sensor.columns] = sensor.map(s[..., first : first + d])
-        return found
-
     def with_errors(y: Tensor, w: Tensor) -> Tensor:
         x = y.clone()
         x[..., varying] = y[..., varying] + w[..., :G] * (y[..., varying] - zero[varying].to(y))
@@ -111,7 +104,7 @@ def augmented(
     R = (white[:, None] * noise * white).to(m0)
     start = torch.cat([m0.repeat(past + 1), torch.zeros(width).to(m0)])
     f = Split(former_states, lambda y, w: torch.cat([y, phi.to(w) * w], -1), width)
-    h = Split(read or each_read, with_errors, width)
+    h = Split(read, with_errors, width)
     return Augmented(StateSpaceModel(f, h, Q_s, R, start, P_s), states, d)
 
 

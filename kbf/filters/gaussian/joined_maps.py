@@ -1,7 +1,7 @@
 """`JoinedMaps`: several learned maps of one vector, evaluated together.
 
-Sensors that fail one by one have a map each, and so has each output of a sparse map. One after the
-other, 48 maps at the 41 sigma points of a state in 20 dimensions take 25 ms; together, 6 ms.
+Sensors that fail one by one have a map each, and so has each output of a sparse map. A step of a
+filter evaluates all of them at few points: one after the other, most of the time is that of calls.
 """
 
 from collections.abc import Sequence

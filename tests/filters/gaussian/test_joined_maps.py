@@ -18,7 +18,7 @@ def draws(n: int, e: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, e, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
-def parts_of_four(u: torch.Tensor) -> list[Part]:
+def parts_of_each_kind(u: torch.Tensor) -> list[Part]:
     """A linear map of one input, kernels of two kinds and sizes, two outputs, and counts."""
     y = torch.cat([u[:, :1].sin(), u[:, 1:3].cos() * u[:, :1]], 1) + 0.1 * draws(len(u), 3, 1)
     counts = torch.poisson(u[:, :1].exp(), torch.Generator().manual_seed(2))
@@ -41,7 +41,7 @@ def parts_of_four(u: torch.Tensor) -> list[Part]:
 @pytest.mark.parametrize("at_a_time", [2**17, 500])
 def test_joined_maps_have_the_values_of_each(at_a_time, monkeypatch):
     monkeypatch.setattr(joined_maps, "MAX_VALUES", at_a_time)
-    parts = parts_of_four(draws(200, 3))
+    parts = parts_of_each_kind(draws(200, 3))
     joined = join_maps(parts, 3, 8)
     u = 2 * draws(30, 3, 5)  # partly outside of the boxes of the landmarks
     found = joined(u.view(5, 6, 3))

@@ -34,6 +34,20 @@ from kbf.recording import Recording
 from kbf.ssm import StateSpaceModel
 
 
+def one_by_one(sensors: list[Sensor], recording: Recording):
+    """Return h of the state with its past: the map of each sensor at the state that it reads."""
+    d, q = recording.states.shape[1], recording.obs.shape[1]
+
+    def read(s: torch.Tensor) -> torch.Tensor:
+        found = s.new_zeros(*s.shape[:-1], q)
+        for sensor in sensors:
+            first = d * sensor.delay
+            found[..., sensor.columns] = sensor.map(s[..., first : first + d])
+        return found
+
+    return read
+
+
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -303,7 +317,8 @@ def test_a_gain_of_a_constant_reading_is_an_error_that_persists():
         Persistence(zero, zero, share, phi, share / c**2, zero),
         Persistence(zero, zero, share, phi, share, zero + c - 1),
     ):
-        found = augmented(recordings, lambda z: 0.8 * z, noise, sensors, persistence)
+        read = one_by_one(sensors, recordings[0])
+        found = augmented(recordings, lambda z: 0.8 * z, noise, sensors, persistence, read)
         filter = UnscentedKalmanFilter(found.model)
         runs.append(rollout(filter, normal(1, 40, 2, seed=3), covariances=True))
         assert found.model.R.diagonal().tolist() == pytest.approx([1.0, 0.4])
@@ -358,7 +373,8 @@ def test_the_filter_follows_gains():
         gain, phi = 0.09 * (share > 0).double(), zero + 0.98
         law = Persistence(zero, zero, share, phi, gain, zero)
         Q = 0.45**2 * torch.eye(2).double()
-        found = augmented([Recording(z, x)], lambda z: 0.9 * z, Q, sensors, law)
+        read = one_by_one(sensors, Recording(z, x))
+        found = augmented([Recording(z, x)], lambda z: 0.9 * z, Q, sensors, law, read)
         run = rollout(UnscentedKalmanFilter(found.model), x[None])
         errors.append((run.estimates[0, :, :2] - z).square().mean().item())
     assert errors[1] < 0.7 * errors[0]
@@ -382,7 +398,8 @@ def test_the_filter_of_late_and_wandering_sensors_is_the_kalman_filter():
     sensors = [
         Sensor(torch.tensor([j]), 2 * j, lambda z: z, noise[j].reshape(1, 1)) for j in (0, 1)
     ]
-    found = augmented(recordings, lambda z: z @ A.mT, Q, sensors, persistence)
+    read = one_by_one(sensors, recordings[0])
+    found = augmented(recordings, lambda z: z @ A.mT, Q, sensors, persistence, read)
     F = torch.zeros(4, 4).double()
     F[0, 0], F[1, 0], F[2, 1], F[3, 3] = 0.8, 1.0, 1.0, 0.9
     q = torch.zeros(4, 4).double()
